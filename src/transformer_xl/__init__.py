@@ -1,0 +1,67 @@
+"""Transformer-XL today: train, evaluate with memory far beyond the training length, generate.
+
+    from transformer_xl import TransformerXL, ModelConfig, evaluate, generate, load
+
+Nothing heavy is imported before it is asked for.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformer_xl.config import ModelConfig, RunConfig, TrainConfig, UserError
+    from transformer_xl.evaluation.scoring import Plan, evaluate
+    from transformer_xl.generation.decoding import generate
+    from transformer_xl.generation.sampling import Sampler
+    from transformer_xl.model.memory import Memory, Reach
+    from transformer_xl.model.transformer_xl import TransformerXL
+    from transformer_xl.run_folder import Run, load
+    from transformer_xl.text.token_store import Corpus
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Corpus": "text.token_store",
+    "Memory": "model.memory",
+    "ModelConfig": "config",
+    "Plan": "evaluation.scoring",
+    "Reach": "model.memory",
+    "Run": "run_folder",
+    "RunConfig": "config",
+    "Sampler": "generation.sampling",
+    "TrainConfig": "config",
+    "TransformerXL": "model.transformer_xl",
+    "UserError": "config",
+    "evaluate": "evaluation.scoring",
+    "generate": "generation.decoding",
+    "load": "run_folder",
+}
+
+__all__ = [
+    "Corpus",
+    "Memory",
+    "ModelConfig",
+    "Plan",
+    "Reach",
+    "Run",
+    "RunConfig",
+    "Sampler",
+    "TrainConfig",
+    "TransformerXL",
+    "UserError",
+    "evaluate",
+    "generate",
+    "load",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'transformer_xl' has no attribute '{name}'")
+    return getattr(import_module(f"transformer_xl.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

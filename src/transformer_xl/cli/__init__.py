@@ -1,0 +1,1 @@
+"""The command `txl`: a thin verb per file, imported only when used."""

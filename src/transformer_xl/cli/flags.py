@@ -1,0 +1,31 @@
+"""Settings as flags: `--model.layers 6`. Only what is given is passed on; the defaults stay where they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, Field, create_model
+
+from transformer_xl.config import EvaluationConfig, ModelConfig, Settings, TrainConfig
+
+_NOT_FLAGS = {"vocabulary_size", "memory"}  # of the model: the corpus and train.memory say them
+
+
+def _optional(kind: type[Settings], *leave_out: str) -> type[BaseModel]:
+    """The same settings, none of them required and none with a default; checks are left to `run_settings`."""
+    fields: dict[str, Any] = {}
+    for name, field in kind.model_fields.items():
+        if name not in leave_out:
+            help_text = f"{field.description} [default: {'none' if field.default is None else field.default}]"
+            fields[name] = (field.annotation | None, Field(default=None, description=help_text))
+    return create_model(f"{kind.__name__}Flags", **fields)
+
+
+ModelFlags = _optional(ModelConfig, *_NOT_FLAGS)
+TrainFlags = _optional(TrainConfig)
+EvaluationFlags = _optional(EvaluationConfig)
+
+
+def given(**groups: BaseModel | None) -> dict[str, dict[str, Any]]:
+    """The settings that were typed, by group."""
+    return {name: flags.model_dump(exclude_unset=True) for name, flags in groups.items() if flags is not None}

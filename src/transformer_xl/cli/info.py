@@ -1,0 +1,137 @@
+"""`txl info`: this machine, or what a run or a corpus is."""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from transformer_xl import __version__
+from transformer_xl.cli.output import print_json, print_table
+from transformer_xl.config import UserError
+
+
+def info(
+    path: Path | None = None,
+    /,
+    *,
+    verify: Annotated[bool, Parameter(negative=())] = False,
+    device: str = "auto",
+    threads: int | None = None,
+    json: Annotated[bool, Parameter(negative=())] = False,
+) -> None:
+    """Show this machine, a run or a corpus.
+
+    Parameters
+    ----------
+    path
+        Folder of a run or of a corpus. [default: only the machine]
+    verify
+        Read the whole of it and compare every checksum.
+    device
+        auto, cuda, mps or cpu.
+    threads
+        CPU threads of one operation.
+    json
+        Print one JSON object.
+    """
+    shown = {"machine": machine_facts(device, threads)}
+    if path is not None and (path / "corpus.json").exists():
+        shown["corpus"] = _corpus(path, verify)
+    elif path is not None:
+        shown["run"] = _run(path, verify, device)
+    elif verify:
+        raise UserError("--verify needs the folder of a run or a corpus")
+    if json:
+        print_json(shown)
+        return
+    for title, facts in shown.items():
+        print_table(title, ["", "value"], [[name.replace("_", " "), _word(value)] for name, value in facts.items()])
+
+
+def machine_facts(device: str, threads: int | None) -> dict[str, Any]:
+    """What computes here, and how."""
+    import torch
+
+    from transformer_xl.device import available_devices, choose_device, number_format, set_threads
+    from transformer_xl.model.kernels import KERNELS, choose
+
+    set_threads(threads)
+    chosen = choose_device(device)
+    return {
+        "transformer_xl": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "device": str(chosen),
+        "devices": available_devices(),
+        "threads": torch.get_num_threads(),
+        "precision_auto": number_format(chosen, "auto"),
+        "kernel_auto": choose("auto", chosen, torch.float32).name,
+        "kernels": list(KERNELS),
+    }
+
+
+def _corpus(path: Path, verify: bool) -> dict[str, Any]:
+    from transformer_xl.text.token_store import Corpus
+
+    corpus = Corpus.open(path)
+    if verify:
+        corpus.verify()
+    facts: dict[str, Any] = {
+        "name": corpus.name,
+        "source": corpus.source,
+        "vocabulary": f"{corpus.vocabulary.kind}, {corpus.vocabulary.size:,} tokens",
+    }
+    for name in corpus.splits:
+        split = corpus.split(name)
+        facts[name] = {"tokens": split.num_tokens, "bytes": split.num_bytes, "documents": split.num_documents}
+    return {**facts, "checksums": "all right" if verify else "not checked; --verify does"}
+
+
+def _run(path: Path, verify: bool, device: str) -> dict[str, Any]:
+    import torch
+
+    from transformer_xl.device import choose_device
+    from transformer_xl.model.kernels import choose
+    from transformer_xl.run_folder import RunFolder, build_model
+    from transformer_xl.tensor_file import load_tensors
+
+    folder = RunFolder.open(path)
+    config = folder.config
+    with torch.device("meta"):
+        parameters = build_model(config).num_parameters()
+    if verify:
+        for file in sorted(path.rglob("*.safetensors")):
+            load_tensors(file)
+    figures = folder.figures()
+    valid = [line for line in figures if line["split"] == "valid"]
+    newest = folder.newest_state()
+    return {
+        "path": str(path),
+        "recipe": config.recipe,
+        "corpus": config.corpus.path if config.corpus else None,
+        "vocabulary": f"{folder.vocabulary.kind}, {folder.vocabulary.size:,} tokens",
+        "parameters": parameters,
+        "kernel": choose(config.model.kernel, choose_device(device), torch.float32).name,
+        "model": config.model.model_dump(exclude={"kernel", "vocabulary_size"}),
+        "train": config.train.model_dump(),
+        "evaluation": config.evaluation.model_dump(),
+        "newest_checkpoint": newest.name if newest else None,
+        "last_train": next((line for line in reversed(figures) if line["split"] == "train"), None),
+        "best_valid": min(valid, key=lambda line: line["nats_per_token"], default=None),
+        "checksums": "all right" if verify else "not checked; --verify does",
+    }
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name.replace('_', ' ')} {_word(inner)}" for name, inner in value.items())
+    if isinstance(value, list):
+        return ", ".join(_word(inner) for inner in value)
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return "none" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,238 @@
+"""`txl train`: a new run from a corpus and settings, or an old run going on."""
+
+from __future__ import annotations
+
+import math
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+
+from transformer_xl.cli.flags import EvaluationFlags, ModelFlags, TrainFlags, given
+from transformer_xl.cli.output import ProgressBar, print_json, say
+from transformer_xl.config import UserError, load_recipe, merge, run_settings
+
+if TYPE_CHECKING:
+    from transformer_xl.run_folder import RunFolder
+    from transformer_xl.text.token_store import Corpus
+    from transformer_xl.training.loop import Outcome, Training
+
+# What a resumed run may change: nothing that shapes the model, its memory or the order of the text.
+_CHANGEABLE = {"steps", "learning_rate", "warmup", "clip", "log_every", "evaluate_every", "evaluate_tokens", "save_every"}
+
+
+def train(
+    recipe: str | None = None,
+    /,
+    *,
+    corpus: Path | None = None,
+    run: Path | None = None,
+    resume: Path | None = None,
+    model: Annotated[ModelFlags | None, Parameter(group="Model")] = None,
+    train: Annotated[TrainFlags | None, Parameter(group="Training")] = None,
+    evaluation: Annotated[EvaluationFlags | None, Parameter(group="Evaluation")] = None,
+    device: str = "auto",
+    threads: int | None = None,
+    json: Annotated[bool, Parameter(negative=())] = False,
+) -> int:
+    """Train a model on a corpus, or go on with a run.
+
+    Settings: the defaults, then the recipe, then flags. Ctrl-C or SIGTERM saves a checkpoint and ends the command with
+    status 130 or 143; --resume goes on from there as if it had never stopped.
+
+    Parameters
+    ----------
+    recipe
+        Name of a recipe ('txl recipes' lists them), or a YAML file like them.
+    corpus
+        Folder that 'txl prepare' made.
+    run
+        New folder for settings, weights and figures.
+    resume
+        Folder of a run to go on with, instead of a recipe, --corpus and --run.
+    device
+        auto, cuda, mps or cpu.
+    threads
+        CPU threads of one operation.
+    json
+        Print one JSON object at the end, and progress to standard error.
+    """
+    flags = given(model=model, train=train, evaluation=evaluation)
+    if resume is not None:
+        if recipe or run:
+            raise UserError("--resume goes on with a run as it is; leave the recipe and --run out")
+        training = _resumed(resume, corpus, flags, device, threads)
+    else:
+        if corpus is None or run is None:
+            missing = "--corpus DIR (from 'txl prepare')" if corpus is None else "--run DIR (a new folder)"
+            raise UserError(f"training needs {missing}, or --resume RUN to go on with a run")
+        training = _new(recipe, corpus, run, flags, device, threads)
+    outcome, stopped_by = run_training(training)
+    _tell(training.folder, outcome, json)
+    return 0 if outcome.finished else 128 + (stopped_by or signal.SIGINT)
+
+
+def _new(
+    recipe: str | None, corpus: Path, run: Path, flags: dict[str, dict[str, Any]], device: str, threads: int | None
+) -> Training:
+    known = load_recipe(recipe) if recipe else None
+    layers = {name: getattr(known, name) for name in ("model", "train", "evaluation")} if known else {}
+    return start_training(corpus, run, merge({"recipe": recipe}, layers, flags), device, threads)
+
+
+def start_training(corpus: Path, run: Path, settings: dict[str, Any], device: str, threads: int | None) -> Training:
+    """Checks everything, then makes the run folder: bad input leaves nothing behind."""
+    config = run_settings(settings, "settings")
+    from transformer_xl.device import choose_device, set_threads
+    from transformer_xl.run_folder import RunFolder, build_model
+    from transformer_xl.text.token_store import Corpus
+    from transformer_xl.text.vocabulary import fingerprint
+    from transformer_xl.training.loop import Training, training_stream
+
+    opened = Corpus.open(corpus)
+    reference = {"path": str(corpus.resolve()), "vocabulary": fingerprint(opened.vocabulary)}
+    model = config.model.model_copy(update={"vocabulary_size": opened.vocabulary.size})
+    config = run_settings(
+        merge(config.model_dump(), {"corpus": reference, "model": model.model_dump()}), "settings"
+    )
+    chosen = choose_device(device)
+    set_threads(threads)
+    training_stream(opened, config.train)
+    import torch
+
+    with torch.device("meta"):
+        build_model(config)
+    return Training(RunFolder.create(run, config, opened.vocabulary), opened, chosen)
+
+
+def _resumed(
+    resume: Path, corpus: Path | None, flags: dict[str, dict[str, Any]], device: str, threads: int | None
+) -> Training:
+    from dataclasses import replace
+
+    from transformer_xl.device import choose_device, set_threads
+    from transformer_xl.run_folder import RunFolder, config_text
+    from transformer_xl.files import write_text
+    from transformer_xl.training.loop import Training
+
+    folder = RunFolder.open(resume)
+    for group, names in flags.items():
+        for name in names:
+            if group == "model" or (group == "train" and name not in _CHANGEABLE):
+                raise UserError(f"{group}.{name} cannot change within a run; start a new one with --run DIR")
+    config = run_settings(merge(folder.config.model_dump(), flags), "settings")
+    opened = corpus_of(folder, corpus)
+    chosen = choose_device(device)
+    set_threads(threads)
+    folder = replace(folder, config=config)
+    training = Training(folder, opened, chosen)
+    training.resume()
+    if any(flags.values()):
+        write_text(folder.path / "config.yaml", config_text(config))
+    say(f"going on with {resume} at step {training.state.progress.step:,} of {config.train.steps:,}")
+    return training
+
+
+def corpus_of(folder: RunFolder, corpus: Path | None) -> Corpus:
+    """The corpus a run was trained on, or another one with the same vocabulary.
+
+    Raises:
+        UserError: it is not there, or its vocabulary is not the run's.
+    """
+    from transformer_xl.text.token_store import Corpus
+    from transformer_xl.text.vocabulary import fingerprint
+
+    reference = folder.config.corpus
+    if corpus is None and reference is None:
+        raise UserError(f"{folder.path} does not say what it was trained on; give --corpus DIR")
+    if corpus is None and reference is not None:
+        corpus = Path(reference.path)
+        if not corpus.exists():
+            raise UserError(f"the corpus of this run, {corpus}, is no longer there; give --corpus DIR")
+    assert corpus is not None
+    opened = Corpus.open(corpus)
+    if fingerprint(opened.vocabulary) != fingerprint(folder.vocabulary):
+        raise UserError(
+            f"{corpus} has another vocabulary ({opened.vocabulary.kind}, {opened.vocabulary.size:,} tokens) than "
+            f"{folder.path} ({folder.vocabulary.kind}, {folder.vocabulary.size:,} tokens); "
+            "give a corpus prepared with the run's vocabulary"
+        )
+    return opened
+
+
+def run_training(training: Training) -> tuple[Outcome, int | None]:
+    """Trains with a progress bar; a first Ctrl-C or SIGTERM stops after the current step, a second at once."""
+    config = training.config
+    with ProgressBar("train", config.steps, "steps") as bar, _stop_signals() as received:
+        bar.begin_at(training.state.progress.step)
+        training.reporter = _BarReporter(bar)
+        outcome = training.run(lambda: bool(received))
+    return outcome, received[0] if received else None
+
+
+@contextmanager
+def _stop_signals() -> Iterator[list[int]]:
+    """Collects stop signals; after the first one, the usual handling is back."""
+    received: list[int] = []
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def note(number: int, _: FrameType | None) -> None:
+        received.append(number)
+        restore()
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    for number in before:
+        signal.signal(number, note)
+    try:
+        yield received
+    finally:
+        restore()
+
+
+class _BarReporter:
+    """Shows training on a progress bar."""
+
+    def __init__(self, bar: ProgressBar) -> None:
+        self._bar = bar
+        self._figures: dict[str, str] = {}
+        self._tokens = 0
+
+    def step(self, step: int, tokens: int) -> None:
+        """Moves the bar on."""
+        self._tokens += tokens
+        rate = self._tokens / max(1e-9, self._bar.seconds)
+        self._bar.advance(1, ", ".join([*self._figures.values(), f"{rate:,.0f} tokens/s"]))
+
+    def figures(self, figures: dict[str, Any]) -> None:
+        """Keeps the newest figures beside the bar."""
+        name = "loss" if figures["split"] == "train" else "valid"
+        self._figures[name] = f"{name} {figures['nats_per_token']:.3f} ({figures['bits_per_byte']:.3f} bits/byte)"
+
+
+def _tell(folder: RunFolder, outcome: Outcome, json: bool) -> None:
+    best = outcome.best_nats_per_token
+    if json:
+        print_json(
+            {
+                "run": str(folder.path),
+                "finished": outcome.finished,
+                "step": outcome.step,
+                "steps": folder.config.train.steps,
+                "best_valid_nats_per_token": best,
+                "seconds": outcome.seconds,
+            }
+        )
+        return
+    if not outcome.finished:
+        say(f"stopped and saved at step {outcome.step:,}; go on with: txl train --resume {folder.path}")
+        return
+    valid = f", best validation loss {best:.4f} nats per token ({math.exp(best):.3f} perplexity)" if best else ""
+    print(f"{folder.path}: {outcome.step:,} steps in {outcome.seconds:,.0f} s{valid}")
+    print(f"next: txl evaluate {folder.path}")

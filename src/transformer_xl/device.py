@@ -1,0 +1,87 @@
+"""Where the numbers are computed: CUDA, Apple's MPS or the CPU, how many threads, and in which number format."""
+
+from __future__ import annotations
+
+import platform
+import resource
+import sys
+from contextlib import AbstractContextManager, nullcontext
+from typing import Literal
+
+import torch
+
+from transformer_xl.config import UserError, nearest
+
+Precision = Literal["auto", "float32", "bfloat16"]
+
+
+def available_devices() -> list[str]:
+    """Names of the devices of this machine, best first."""
+    found = ["cuda"] if torch.cuda.is_available() else []
+    found += ["mps"] if torch.backends.mps.is_available() else []
+    return [*found, "cpu"]
+
+
+def choose_device(name: str = "auto") -> torch.device:
+    """The named device (`cuda`, `cuda:1`, `mps`, `cpu`), or the best there is.
+
+    Raises:
+        UserError: it does not exist on this machine.
+    """
+    found = available_devices()
+    if name == "auto":
+        return torch.device(found[0])
+    kind, _, index = name.partition(":")
+    if kind not in found or (index and not (index.isdigit() and int(index) < _count(kind))):
+        known = ["auto", *found]
+        raise UserError(f"no device '{name}' on this machine{nearest(name, known)}; there are {', '.join(known)}")
+    return torch.device(name)
+
+
+def _count(kind: str) -> int:
+    return torch.cuda.device_count() if kind == "cuda" else 1
+
+
+def set_threads(number: int | None) -> None:
+    """Sets how many CPU threads one operation uses; none leaves torch's own choice.
+
+    Raises:
+        UserError: fewer than one.
+    """
+    if number is None:
+        return
+    if number < 1:
+        raise UserError(f"--threads {number}: wanted 1 or more")
+    torch.set_num_threads(number)
+
+
+def has_bfloat16(device: torch.device) -> bool:
+    """Whether the device multiplies bfloat16 matrices in hardware (without that, bfloat16 is slower than float32)."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    if device.type != "cpu" or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return False
+    # on x86, oneDNN says yes to emulation too
+    x86 = platform.machine().lower() in ("x86_64", "amd64")
+    return not x86 or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+def autocast(device: torch.device, precision: Precision) -> AbstractContextManager[object]:
+    """A context in which matrix products run in the wanted number format; weights and sums stay float32."""
+    if number_format(device, precision) == "bfloat16":
+        return torch.autocast(device.type, torch.bfloat16)
+    return nullcontext()
+
+
+def number_format(device: torch.device, precision: Precision) -> str:
+    """The name of the format `autocast` brings about."""
+    wanted = precision == "bfloat16" or (precision == "auto" and has_bfloat16(device))
+    return "bfloat16" if wanted else "float32"
+
+
+def peak_memory_bytes() -> int:
+    """Most memory this process has used so far: on the GPU where one was used, else resident memory."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        return torch.cuda.max_memory_allocated()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,1 @@
+"""How well a model predicts a text: nats summed in text order, divided once."""

@@ -1,0 +1,183 @@
+"""Scoring a text as one stream: every token once, in text order, with memory as long as wanted.
+
+Memory carries what was read before, so the segment only sets the speed, and how much context beyond the memory the
+later tokens of a segment have (none beyond the window, where one is set).
+
+Shape suffixes: B rows, T new tokens, K tokens of the text.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from transformer_xl.config import RunConfig, UserError
+from transformer_xl.device import Precision, autocast, number_format
+from transformer_xl.evaluation.metrics import Sums
+from transformer_xl.model.language_model import LanguageModel
+from transformer_xl.model.memory import Reach
+from transformer_xl.run_folder import Run
+from transformer_xl.text.segments import SegmentStream
+from transformer_xl.text.token_store import TokenSplit
+
+_PARTS_AT_ONCE = 512  # sums left on the device before they are fetched, so that it need not wait for each
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a text is scored."""
+
+    segment: int
+    """T: new tokens read in one step."""
+    reach: Reach
+    """How far attention looks back."""
+    rows: int = 1
+    """B: stretches of the text read side by side, each starting with an empty memory; 1: the text as it is."""
+    precision: Precision = "float32"
+    """Number format of matrix products."""
+
+    @staticmethod
+    def of(config: RunConfig, **wanted: int | None) -> Plan:
+        """The run's evaluation settings, with those of `segment, memory, window, clamp` that are given replaced.
+
+        A value of 0 for window or clamp takes that limit away.
+        """
+        given = {name: value for name, value in wanted.items() if value is not None}
+        assert given.keys() <= {"segment", "memory", "window", "clamp"}
+        defaults = config.evaluation
+        segment = given.get("segment", defaults.segment or config.train.segment)
+        if segment < 1:
+            raise UserError(f"segment {segment} is too small; give 1 or more")
+        memory = defaults.memory if defaults.memory is not None else config.train.memory
+        window = defaults.window if defaults.window is not None else config.model.window
+        clamp = defaults.clamp if defaults.clamp is not None else config.model.clamp_length
+        reach = Reach(given.get("memory", memory), given.get("window", window), given.get("clamp", clamp))
+        return Plan(segment, reach)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The figures of a scored text, with how they were obtained."""
+
+    tokens: int
+    bytes: int
+    nats_per_token: float
+    bits_per_byte: float
+    perplexity: float
+    seconds: float
+    tokens_per_second: float
+    segment: int
+    memory: int
+    window: int | None
+    clamp: int | None
+    precision: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """By name, for JSON."""
+        return asdict(self)
+
+
+Progress = Callable[[int], None]
+"""Told how many tokens were read since the last call."""
+
+
+def score_segments(
+    model: LanguageModel, stream: SegmentStream, plan: Plan, progress: Progress | None = None
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields, segment by segment, the nats (B, T) and which of them count (B, T); on the model's device."""
+    device = next(model.parameters()).device
+    memory = model.initial_memory(stream.rows, plan.reach)
+    for index in range(stream.num_segments):
+        segment = stream.read(index).trimmed()
+        inputs_BT, targets_BT, counted_BT = (
+            torch.from_numpy(np.ascontiguousarray(array)).to(device)
+            for array in (segment.inputs_BT, segment.targets_BT, segment.counted_BT)
+        )
+        with torch.inference_mode(), autocast(device, plan.precision):
+            hidden_BTD, memory = model(inputs_BT, memory)
+            nats_BT = model.nats(hidden_BTD, targets_BT)
+        yield nats_BT, counted_BT
+        if progress:
+            progress(int(segment.counted_BT.sum()))
+
+
+def token_nats(model: LanguageModel, tokens_K: npt.NDArray[Any], start_id: int, plan: Plan) -> npt.NDArray[Any]:
+    """The loss of every token of a text in nats, in text order: (K,)."""
+    assert plan.rows == 1
+    stream = SegmentStream(tokens_K, rows=1, segment=plan.segment, start_id=start_id)
+    parts = [nats_BT[0].cpu().numpy() for nats_BT, _ in score_segments(model, stream, plan)]
+    return np.concatenate(parts)
+
+
+def sum_nats(
+    model: LanguageModel,
+    tokens_K: npt.NDArray[Any],
+    start_id: int,
+    plan: Plan,
+    progress: Progress | None = None,
+) -> float:
+    """The sum of all losses of a text, in nats (added up in float64)."""
+    stream = SegmentStream(tokens_K, rows=plan.rows, segment=plan.segment, start_id=start_id)
+    total, parts = 0.0, []
+    for nats_BT, counted_BT in score_segments(model, stream, plan, progress):
+        parts.append((nats_BT * counted_BT).sum())
+        if len(parts) == _PARTS_AT_ONCE:
+            total += _fetch(parts)
+            parts = []
+    return total + (_fetch(parts) if parts else 0.0)
+
+
+def _fetch(parts: list[Tensor]) -> float:
+    return float(torch.stack(parts).cpu().double().sum())
+
+
+def evaluate(
+    run: Run, split: TokenSplit, plan: Plan | None = None, *, limit: int | None = None, progress: Progress | None = None
+) -> Evaluation:
+    """Scores a split of a corpus as one stream.
+
+    Args:
+        run: a loaded run.
+        split: the text, as `Corpus.open(DIR).split("test")` gives it; its vocabulary must be the run's.
+        plan: lengths and precision; none: the run's evaluation settings.
+        limit: number of tokens scored, from the start; none: all.
+        progress: told how many tokens were read.
+
+    Raises:
+        UserError: the split is empty, or holds tokens the model does not know.
+    """
+    plan = plan or Plan.of(run.config)
+    tokens_K = split.tokens[:limit]
+    if not len(tokens_K):
+        raise UserError("there is nothing to score; the split is empty")
+    num_bytes = split.num_bytes if len(tokens_K) == split.num_tokens else len(run.vocabulary.decode_bytes(tokens_K))
+    was_training = run.model.training
+    run.model.eval()
+    start = time.perf_counter()
+    try:
+        nats = sum_nats(run.model, tokens_K, run.vocabulary.start_id, plan, progress)
+    finally:
+        run.model.train(was_training)
+    seconds = time.perf_counter() - start
+    sums = Sums(nats, len(tokens_K), num_bytes)
+    return Evaluation(
+        tokens=sums.tokens,
+        bytes=sums.bytes,
+        nats_per_token=sums.nats_per_token,
+        bits_per_byte=sums.bits_per_byte,
+        perplexity=sums.perplexity,
+        seconds=seconds,
+        tokens_per_second=sums.tokens / seconds,
+        segment=plan.segment,
+        memory=plan.reach.memory,
+        window=plan.reach.window,
+        clamp=plan.reach.clamp_length,
+        precision=number_format(next(run.model.parameters()).device, plan.precision),
+    )

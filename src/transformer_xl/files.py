@@ -1,0 +1,111 @@
+"""Files and folders that appear whole or not at all: written aside, flushed to disk, renamed into place."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from transformer_xl.config import UserError
+
+_MEANINGS = {
+    errno.ENOSPC: "no space left on the device; free some or choose another place",
+    errno.EDQUOT: "disk quota used up; free some or choose another place",
+    errno.EFBIG: "file too large for this place; choose another",
+    errno.EACCES: "permission denied",
+    errno.EPERM: "permission denied",
+    errno.EROFS: "read-only file system; choose another place",
+    errno.ENOENT: "no such file or folder",
+    errno.EEXIST: "part of the path is a file, not a folder",
+    errno.ENOTDIR: "part of the path is a file, not a folder",
+    errno.EISDIR: "is a folder, wanted a file",
+}
+
+
+@contextmanager
+def explained(doing: str) -> Iterator[None]:
+    """Turns what the operating system refuses into one clear line.
+
+    Args:
+        doing: what was being done, such as `writing runs/a`.
+
+    Raises:
+        UserError: in place of any OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        meaning = _MEANINGS.get(error.errno or 0, error.strerror or str(error))
+        raise UserError(f"{doing}: {meaning}") from error
+
+
+@contextmanager
+def whole_folder(path: Path) -> Iterator[Path]:
+    """Gives a folder beside `path` to fill; it takes the place of `path` only when the block ends without an error.
+
+    Raises:
+        UserError: `path` exists, or the file system refuses (full, read-only, no permission); nothing is left behind.
+    """
+    with explained(f"writing {path}"):
+        if path.exists():
+            raise UserError(f"{path} exists already; choose another place or delete it first")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside = path.parent / f".{path.name}.partial-{os.getpid()}"
+        shutil.rmtree(aside, ignore_errors=True)
+        try:
+            aside.mkdir()
+            yield aside
+            for file in aside.rglob("*"):
+                if file.is_file():
+                    _flush(file)
+            _flush(aside)
+            aside.rename(path)
+            _flush(path.parent)
+        except BaseException:
+            shutil.rmtree(aside, ignore_errors=True)
+            raise
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """Gives a path beside `path` to write to; it replaces `path` only when the block ends without an error.
+
+    Raises:
+        UserError: the file system refuses; what stood at `path` stays.
+    """
+    with explained(f"writing {path}"):
+        aside = path.parent / f".{path.name}.partial-{os.getpid()}"
+        try:
+            yield aside
+            _flush(aside)
+            aside.rename(path)
+            _flush(path.parent)
+        except BaseException:
+            aside.unlink(missing_ok=True)
+            raise
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a text file (UTF-8) whole or not at all."""
+    with whole_file(path) as aside:
+        aside.write_text(text, encoding="utf-8")
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Deletes what killed writers left aside in `folder`."""
+    for item in folder.glob(".*.partial-*"):
+        if item.is_dir():
+            shutil.rmtree(item, ignore_errors=True)
+        else:
+            item.unlink(missing_ok=True)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

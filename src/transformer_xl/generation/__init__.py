@@ -1,0 +1,1 @@
+"""Writing text: choosing the next token, one after another, with memory."""

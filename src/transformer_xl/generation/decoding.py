@@ -1,0 +1,105 @@
+"""Token after token: read the prompt into memory, then read each chosen token back in.
+
+Shape suffixes: B rows, T new tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from transformer_xl.config import UserError
+from transformer_xl.evaluation.scoring import Plan
+from transformer_xl.generation.sampling import Sampler
+from transformer_xl.model.language_model import LanguageModel
+from transformer_xl.model.memory import Memory
+from transformer_xl.run_folder import Run
+from transformer_xl.text.vocabulary import StreamDecoder
+
+_PROMPT_SEGMENT = 512  # tokens of a prompt read at once: bounds the work space, changes no number beyond rounding
+
+
+def read_prompt(model: LanguageModel, tokens_BT: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
+    """Reads a prompt of any length; gives the logits (B, V) of the token after it, and the memory."""
+    hidden_BTD = None
+    for part_BT in tokens_BT.split(_PROMPT_SEGMENT, dim=1):
+        hidden_BTD, memory = model(part_BT, memory)
+    assert hidden_BTD is not None
+    return model.logits(hidden_BTD[:, -1:])[:, 0], memory
+
+
+def generate_tokens(
+    model: LanguageModel,
+    prompt: Sequence[int],
+    sampler: Sampler,
+    generator: torch.Generator,
+    memory: Memory | None = None,
+) -> Iterator[int]:
+    """Yields tokens without end, after a prompt of one or more tokens; stop by no longer asking.
+
+    Args:
+        model: any language model, in evaluation mode.
+        prompt: token numbers, one or more; longer than the memory is fine, attention then sees its end.
+        sampler: how a token is chosen.
+        generator: random state drawn from (a CPU generator).
+        memory: of one row, what was read before the prompt; none: nothing.
+
+    Raises:
+        UserError: the prompt is empty.
+    """
+    if not len(prompt):
+        raise UserError("the prompt is empty; give at least one token")
+    device = next(model.parameters()).device
+    memory = memory or model.initial_memory(1)
+    tokens_BT = torch.tensor([list(prompt)], device=device)
+    while True:
+        with torch.inference_mode():
+            logits_BV, memory = read_prompt(model, tokens_BT, memory)
+            token = int(sampler.choose(logits_BV, generator))
+        yield token
+        tokens_BT = torch.tensor([[token]], device=device)
+
+
+def generate(
+    run: Run,
+    prompt: str | bytes | None = None,
+    *,
+    tokens: int = 500,
+    sampler: Sampler | None = None,
+    seed: int = 0,
+    memory: int | None = None,
+) -> Iterator[str]:
+    """Yields text as it is made; a character is given once all its bytes are there.
+
+    Args:
+        run: a loaded run.
+        prompt: text to go on from; none: the beginning of a text.
+        tokens: how many tokens to make.
+        sampler: how tokens are chosen; none: the paper's (the 40 likeliest).
+        seed: of the random choices.
+        memory: memory slots, in tokens; none: the run's evaluation memory.
+
+    Raises:
+        UserError: an empty prompt, or tokens below 1.
+    """
+    if tokens < 1:
+        raise UserError(f"{tokens} tokens wanted; give 1 or more")
+    if prompt is not None and not len(prompt):
+        raise UserError("the prompt is empty; give some text, or no prompt at all to begin a new text")
+    start = [run.vocabulary.start_id]
+    ids = start if prompt is None else [*start, *run.vocabulary.encode(prompt).tolist()]
+    generator = torch.Generator().manual_seed(seed)
+    empty = run.model.initial_memory(1, Plan.of(run.config, memory=memory).reach)
+    made = generate_tokens(run.model, ids, sampler or Sampler(top_k=40), generator, empty)
+    return _text(islice(made, tokens), run.vocabulary.stream_decoder())
+
+
+def _text(made: Iterator[int], decoder: StreamDecoder) -> Iterator[str]:
+    for token in made:
+        if text := decoder.push(token):
+            yield text
+    if text := decoder.finish():
+        yield text

@@ -1,0 +1,55 @@
+"""Relative attention, several ways: all give the same numbers, and the fastest that fits is chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from transformer_xl.config import UserError, nearest
+from transformer_xl.model.kernels import reference, sdpa
+from transformer_xl.model.kernels.reference import AttentionInputs, AttentionTerms, Sight
+
+__all__ = ["KERNELS", "Attend", "AttentionInputs", "AttentionTerms", "Kernel", "Sight", "choose"]
+
+Attend = Callable[[AttentionInputs, Sight, float], Tensor]
+"""Computes attention (B, T, N, H) from its inputs, what is seen, and the dropout on the probabilities."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One way to compute attention."""
+
+    name: str
+    attend: Attend
+    fits: Callable[[torch.device, torch.dtype], bool]
+    """Whether it works there."""
+
+
+_SDPA_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+KERNELS = {
+    kernel.name: kernel
+    for kernel in (  # fastest first
+        Kernel("sdpa", sdpa.attend, lambda _, dtype: dtype in _SDPA_DTYPES),
+        Kernel("reference", reference.attend, lambda _device, _dtype: True),
+    )
+}
+
+
+def choose(name: str, device: torch.device, dtype: torch.dtype) -> Kernel:
+    """The kernel of that name, or for `auto` the fastest that fits.
+
+    Raises:
+        UserError: there is no kernel of that name (the nearest is offered), or it does not work there.
+    """
+    if name == "auto":
+        return next(kernel for kernel in KERNELS.values() if kernel.fits(device, dtype))
+    if name not in KERNELS:
+        names = ["auto", *KERNELS]
+        raise UserError(f"no attention kernel '{name}'{nearest(name, names)}; there are {', '.join(names)}")
+    if not KERNELS[name].fits(device, dtype):
+        raise UserError(f"attention kernel '{name}' does not work with {dtype} on {device}; use auto")
+    return KERNELS[name]

@@ -1,0 +1,105 @@
+"""Relative attention written out term by term (paper section 3.3); the one to read, and right for any dtype.
+
+    score[i, j] = ( q_i . k_j          (a) content addressing
+                  + q_i . r[d]         (b) content-dependent position bias
+                  + u   . k_j          (c) global content bias
+                  + w   . r[d] )       (d) global position bias
+                  / sqrt(H)            with distance d = M + i - j, and r[d] the position key of that distance
+
+Letters: B rows, T queries, S = M + T keys, P distances, N heads, H head width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class AttentionInputs:
+    """What attention is computed from."""
+
+    q_BTNH: Tensor
+    k_BSNH: Tensor
+    v_BSNH: Tensor
+    position_key_PNH: Tensor
+    """Keys of the distances P - 1, ..., 1, 0: farthest first, as the keys of the text are."""
+    content_bias_NH: Tensor
+    """The paper's u."""
+    position_bias_NH: Tensor
+    """The paper's v (here w)."""
+
+
+@dataclass(frozen=True)
+class Sight:
+    """Which keys a query sees: those at distances 0 to P - 1 that stand in no empty memory slot."""
+
+    valid_B: Tensor | None
+    """Number of valid memory slots of each row, the last ones; none: all."""
+
+
+@dataclass(frozen=True)
+class AttentionTerms:
+    """The four terms, each divided by sqrt(H), and the probabilities they give. Unseen places are 0."""
+
+    content_BNTS: Tensor
+    position_BNTS: Tensor
+    content_bias_BNTS: Tensor
+    position_bias_BNTS: Tensor
+    probabilities_BNTS: Tensor
+
+
+def distances(num_queries: int, num_keys: int, device: torch.device) -> Tensor:
+    """Distance from query i back to key j, as int64 (T, S); negative where the key is in the future."""
+    num_memory = num_keys - num_queries
+    query_T = torch.arange(num_queries, device=device)
+    key_S = torch.arange(num_keys, device=device)
+    return num_memory + query_T[:, None] - key_S[None, :]
+
+
+def seen_keys(inputs: AttentionInputs, sight: Sight) -> Tensor:
+    """Which key each query sees, as bool (B or 1, T, S)."""
+    num_queries, num_keys = inputs.q_BTNH.shape[1], inputs.k_BSNH.shape[1]
+    distance_TS = distances(num_queries, num_keys, inputs.q_BTNH.device)
+    seen_BTS = ((distance_TS >= 0) & (distance_TS < len(inputs.position_key_PNH)))[None]
+    if sight.valid_B is not None:
+        first_valid_B = num_keys - num_queries - sight.valid_B
+        key_S = torch.arange(num_keys, device=first_valid_B.device)
+        seen_BTS = seen_BTS & (key_S >= first_valid_B[:, None])[:, None, :]
+    return seen_BTS
+
+
+def attention_terms(inputs: AttentionInputs, sight: Sight) -> AttentionTerms:
+    """Computes every term by itself; B x N x T x S numbers each."""
+    num_distances = len(inputs.position_key_PNH)
+    scale = inputs.q_BTNH.shape[-1] ** -0.5
+    seen_B1TS = seen_keys(inputs, sight)[:, None]
+    distance_TS = distances(inputs.q_BTNH.shape[1], inputs.k_BSNH.shape[1], inputs.q_BTNH.device)
+    position_key_TSNH = inputs.position_key_PNH[(num_distances - 1 - distance_TS).clamp(0, num_distances - 1)]
+
+    content_BNTS = torch.einsum("btnh,bsnh->bnts", inputs.q_BTNH, inputs.k_BSNH)
+    position_BNTS = torch.einsum("btnh,tsnh->bnts", inputs.q_BTNH, position_key_TSNH)
+    content_bias_BNS = torch.einsum("nh,bsnh->bns", inputs.content_bias_NH, inputs.k_BSNH)
+    position_bias_NTS = torch.einsum("nh,tsnh->nts", inputs.position_bias_NH, position_key_TSNH)
+
+    terms = [
+        (term * scale).expand_as(content_BNTS).masked_fill(~seen_B1TS, 0)
+        for term in (content_BNTS, position_BNTS, content_bias_BNS[:, :, None], position_bias_NTS[None])
+    ]
+    score_BNTS = (terms[0] + terms[1] + terms[2] + terms[3]).masked_fill(~seen_B1TS, -torch.inf)
+    probabilities_BNTS = score_BNTS.softmax(-1, dtype=torch.promote_types(score_BNTS.dtype, torch.float32))
+    return AttentionTerms(*terms, probabilities_BNTS.to(score_BNTS.dtype))
+
+
+def weighted_values(terms: AttentionTerms, v_BSNH: Tensor, dropout: float = 0.0) -> Tensor:
+    """The attended values (B, T, N, H), with dropout on the probabilities."""
+    kept_BNTS = F.dropout(terms.probabilities_BNTS, dropout)
+    return torch.einsum("bnts,bsnh->btnh", kept_BNTS, v_BSNH)
+
+
+def attend(inputs: AttentionInputs, sight: Sight, dropout: float) -> Tensor:
+    """Relative attention; returns (B, T, N, H)."""
+    return weighted_values(attention_terms(inputs, sight), inputs.v_BSNH, dropout)

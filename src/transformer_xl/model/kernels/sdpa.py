@@ -1,0 +1,48 @@
+"""Relative attention through torch's scaled-dot-product attention, with the position terms as its additive bias.
+
+Terms (a) + (c) are (q + u) . k, which torch computes. Terms (b) + (d) are (q + w) . r[d]: one matrix product for all
+P distances, whose row i must be shifted left by T - 1 - i to stand over the keys (paper appendix B). The shift is a
+view: in a buffer whose rows are S + T - 1 wide, reading with a row stride one shorter moves each row one further. The
+buffer is -inf where a key is in the future or beyond the window, so the shifted view is the mask as well.
+
+Letters: B rows, T queries, S = M + T keys, P distances, N heads, H head width, W = S + T - 1.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from transformer_xl.model.kernels.reference import AttentionInputs, Sight
+
+
+def attend(inputs: AttentionInputs, sight: Sight, dropout: float) -> Tensor:
+    """Relative attention; returns (B, T, N, H)."""
+    scale = inputs.q_BTNH.shape[-1] ** -0.5
+    content_BNTH = (inputs.q_BTNH + inputs.content_bias_NH).transpose(1, 2)
+    position_BNTH = ((inputs.q_BTNH + inputs.position_bias_NH) * scale).transpose(1, 2)
+    position_BNTP = position_BNTH @ inputs.position_key_PNH.permute(1, 2, 0)
+    bias_BNTS = shifted(position_BNTP, num_keys=inputs.k_BSNH.shape[1])
+    if sight.valid_B is not None:
+        first_valid_B = inputs.k_BSNH.shape[1] - inputs.q_BTNH.shape[1] - sight.valid_B
+        key_S = torch.arange(inputs.k_BSNH.shape[1], device=first_valid_B.device)
+        empty_BS = key_S < first_valid_B[:, None]
+        bias_BNTS = bias_BNTS.masked_fill(empty_BS[:, None, None, :], -torch.inf)
+    keys_BNSH, values_BNSH = inputs.k_BSNH.transpose(1, 2), inputs.v_BSNH.transpose(1, 2)
+    out_BNTH = F.scaled_dot_product_attention(
+        content_BNTH, keys_BNSH, values_BNSH, attn_mask=bias_BNTS, dropout_p=dropout, scale=scale
+    )
+    return out_BNTH.transpose(1, 2)
+
+
+def shifted(position_BNTP: Tensor, *, num_keys: int) -> Tensor:
+    """Moves scores by distance (farthest first) over the keys they belong to; -inf where a key is not seen."""
+    batch_size, num_heads, num_queries, num_distances = position_BNTP.shape
+    wide_BNTW = F.pad(position_BNTP, (num_keys - num_distances, num_queries - 1), value=-torch.inf)
+    width = num_keys + num_queries - 1
+    return wide_BNTW.as_strided(
+        (batch_size, num_heads, num_queries, num_keys),
+        (num_heads * num_queries * width, num_queries * width, width - 1, 1),
+        wide_BNTW.storage_offset() + num_queries - 1,
+    )

@@ -1,0 +1,56 @@
+"""The contract of every language model here; training, scoring, generation and analysis use nothing else.
+
+    memory = model.initial_memory(batch_size)
+    hidden_BTD, memory = model(tokens_BT, memory)
+    logits_BTV = model.logits(hidden_BTD)
+    nats_BT = model.nats(hidden_BTD, targets_BT)
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from transformer_xl.config import ModelConfig
+from transformer_xl.model.memory import Memory, Reach
+
+
+class LanguageModel(nn.Module, ABC):
+    """Reads tokens beside a memory, and says how likely each next token is."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+
+    @property
+    def reach(self) -> Reach:
+        """How far attention looks when not told otherwise."""
+        return Reach(self.config.memory, self.config.window, self.config.clamp_length)
+
+    @abstractmethod
+    def initial_memory(self, batch_size: int, reach: Reach | None = None) -> Memory:
+        """An empty memory for B rows; `reach` in place of the model's own."""
+
+    @abstractmethod
+    def forward(
+        self, tokens_BT: Tensor | None = None, memory: Memory | None = None, *, inputs_BTD: Tensor | None = None
+    ) -> tuple[Tensor, Memory]:
+        """Reads T tokens of each row after what `memory` holds; gives hidden rows (B, T, D) and the next memory."""
+
+    @abstractmethod
+    def logits(self, hidden_BTD: Tensor) -> Tensor:
+        """Unnormalised log-probabilities (B, T, V) of the token after each place."""
+
+    def nats(self, hidden_BTD: Tensor, targets_BT: Tensor) -> Tensor:
+        """Loss of each target in nats, float32 (or float64) of shape (B, T), in input order, never averaged."""
+        logits_BTV = self.logits(hidden_BTD)
+        logits_BTV = logits_BTV.to(torch.promote_types(logits_BTV.dtype, torch.float32))
+        flat = F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), reduction="none")
+        return flat.view(targets_BT.shape)
+
+    def num_parameters(self) -> int:
+        """Number of trained numbers, shared ones counted once."""
+        return sum(parameter.numel() for parameter in self.parameters())

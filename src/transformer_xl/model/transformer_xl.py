@@ -1,0 +1,178 @@
+"""Transformer-XL (Dai et al. 2019, section 3): layers that attend over a memory of what they read before.
+
+    hidden_BTD, memory = model(tokens_BT, memory)
+
+Letters: B rows, T new tokens, M memory slots, S = M + T keys, P distances, D model width, N heads, H head width,
+L layers, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from typing_extensions import override
+
+from transformer_xl.config import ModelConfig, UserError
+from transformer_xl.model import kernels
+from transformer_xl.model.attention import Attention, Layer, Positions, encode_distances
+from transformer_xl.model.kernels import AttentionInputs, AttentionTerms, Sight, reference
+from transformer_xl.model.language_model import LanguageModel
+from transformer_xl.model.memory import Memory, Reach
+
+_WEIGHT_STD, _NORM_STD = 0.02, 0.02  # the authors' init_std
+
+
+@dataclass(frozen=True)
+class LayerTrace:
+    """What one layer did, for pictures and for reading features."""
+
+    output_BTD: Tensor
+    """What the layer gave to the next one."""
+    terms: AttentionTerms
+    """Its four attention terms and the probabilities, over [memory ; new tokens]."""
+
+
+class TransformerXL(LanguageModel):
+    """Word embedding times sqrt(D), L layers, and logits from the embedding's own weights."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        """Builds the model with the authors' first weights, drawn from torch's global random state.
+
+        Raises:
+            UserError: the settings name no known attention kernel.
+        """
+        super().__init__(config)
+        kernels.choose(config.kernel, torch.device("cpu"), torch.float32)
+        num_bias_pairs = 1 if config.tie_position_biases else config.layers
+        self.embedding = nn.Embedding(config.vocabulary_size, config.width)
+        self.content_bias = nn.Parameter(torch.empty(num_bias_pairs, config.heads, config.head_size))
+        self.position_bias = nn.Parameter(torch.empty(num_bias_pairs, config.heads, config.head_size))
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
+        final = config.norm == "pre" and config.final_norm
+        self.final_norm = nn.LayerNorm(config.width) if final else nn.Identity()
+        self.output_bias = nn.Parameter(torch.empty(config.vocabulary_size))
+        self.dropout = nn.Dropout(config.dropout)
+        self.initialise()
+
+    def initialise(self) -> None:
+        """Draws the first weights as the authors' code does: N(0, 0.02), biases 0, LayerNorm weights N(1, 0.02)."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, 0.0, _WEIGHT_STD)
+            elif isinstance(module, nn.LayerNorm):
+                nn.init.normal_(module.weight, 1.0, _NORM_STD)
+            if isinstance(module, nn.Linear | nn.LayerNorm) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+        nn.init.normal_(self.content_bias, 0.0, _WEIGHT_STD)
+        nn.init.normal_(self.position_bias, 0.0, _WEIGHT_STD)
+        nn.init.zeros_(self.output_bias)
+
+    @override
+    def initial_memory(self, batch_size: int, reach: Reach | None = None) -> Memory:
+        config = self.config
+        return Memory.empty(config.layers, batch_size, config.width, reach or self.reach, self.embedding.weight)
+
+    @override
+    def forward(
+        self, tokens_BT: Tensor | None = None, memory: Memory | None = None, *, inputs_BTD: Tensor | None = None
+    ) -> tuple[Tensor, Memory]:
+        """Reads T tokens of each row after what `memory` holds.
+
+        Args:
+            tokens_BT: token numbers, int64.
+            memory: what was read before; none: nothing. It is not changed.
+            inputs_BTD: in place of tokens, continuous inputs (music, control, speech): the first layer's input as is.
+
+        Returns:
+            hidden rows (B, T, D), and the memory to hand in with the next tokens of the same rows.
+
+        Raises:
+            UserError: not exactly one kind of input, a wrong shape, or a memory of another batch or model.
+        """
+        x_BTD = self._first_input(tokens_BT, inputs_BTD)
+        memory = self._matching(memory, x_BTD)
+        kernel = kernels.choose(self.config.kernel, x_BTD.device, x_BTD.dtype)
+        sight = Sight(None if memory.all_valid else memory.valid_B)
+        dropout = self.config.attention_dropout if self.training else 0.0
+        attend = partial(kernel.attend, sight=sight, dropout=dropout)
+        inputs: list[Tensor] = []
+        positions = self._positions(x_BTD, memory)
+        for layer, layer_memory, place in zip(self.layers, memory.layers_BMD, positions, strict=True):
+            inputs.append(x_BTD)
+            x_BTD = layer(x_BTD, layer_memory, place, attend)
+        return self.dropout(self.final_norm(x_BTD)), memory.after(inputs)
+
+    def trace(
+        self, tokens_BT: Tensor | None = None, memory: Memory | None = None, *, inputs_BTD: Tensor | None = None
+    ) -> Iterator[LayerTrace]:
+        """Goes through the layers one by one and shows each: its output, and every attention term by itself.
+
+        Same inputs as `forward`. A layer's B x N x T x S numbers live only until the next layer is asked for.
+        Meant for pictures: dropout is not applied to the probabilities, and the reference kernel is used.
+        """
+        x_BTD = self._first_input(tokens_BT, inputs_BTD)
+        memory = self._matching(memory, x_BTD)
+        sight = Sight(None if memory.all_valid else memory.valid_B)
+        positions = self._positions(x_BTD, memory)
+        for layer, layer_memory, place in zip(self.layers, memory.layers_BMD, positions, strict=True):
+            seen: list[AttentionTerms] = []
+            x_BTD = layer(x_BTD, layer_memory, place, _watched(sight, seen))
+            yield LayerTrace(x_BTD, seen.pop())
+
+    @override
+    def logits(self, hidden_BTD: Tensor) -> Tensor:
+        return F.linear(hidden_BTD, self.embedding.weight, self.output_bias)
+
+    def _first_input(self, tokens_BT: Tensor | None, inputs_BTD: Tensor | None) -> Tensor:
+        if (tokens_BT is None) == (inputs_BTD is None):
+            raise UserError("give either tokens_BT or inputs_BTD")
+        if tokens_BT is not None:
+            if tokens_BT.ndim != 2 or tokens_BT.is_floating_point() or not tokens_BT.shape[1]:
+                raise UserError(
+                    f"tokens of shape {tuple(tokens_BT.shape)}, {tokens_BT.dtype}; wanted whole numbers (rows, tokens >= 1)"
+                )
+            inputs_BTD = self.embedding(tokens_BT) * self.config.width**0.5
+        assert inputs_BTD is not None
+        if inputs_BTD.ndim != 3 or inputs_BTD.shape[-1] != self.config.width or not inputs_BTD.shape[1]:
+            raise UserError(f"inputs of shape {tuple(inputs_BTD.shape)}; wanted (rows, tokens, {self.config.width})")
+        return self.dropout(inputs_BTD)
+
+    def _matching(self, memory: Memory | None, x_BTD: Tensor) -> Memory:
+        if memory is None:
+            return self.initial_memory(len(x_BTD))
+        if memory.batch_size != len(x_BTD):
+            raise UserError(
+                f"memory of {memory.batch_size} rows beside {len(x_BTD)} rows of input; "
+                "use memory.select(rows), or initial_memory for new texts"
+            )
+        if len(memory.layers_BMD) != self.config.layers or memory.layers_BMD[0].shape[-1] != self.config.width:
+            raise UserError("this memory was made by a model of another size; start with initial_memory")
+        return memory
+
+    def _positions(self, x_BTD: Tensor, memory: Memory) -> Iterator[Positions]:
+        """What each layer needs to know of positions; one dropout mask serves all layers, as in the authors' code."""
+        num_keys = memory.length + x_BTD.shape[1]
+        num_distances = min(num_keys, memory.reach.window or num_keys)
+        encoding_PD = encode_distances(
+            num_distances, self.config.width, memory.reach.clamp_length, device=x_BTD.device
+        )
+        encoding_PD = self.dropout(encoding_PD.to(self.embedding.weight.dtype))
+        for index in range(self.config.layers):
+            pair = 0 if self.config.tie_position_biases else index
+            yield Positions(encoding_PD, self.content_bias[pair], self.position_bias[pair])
+
+
+def _watched(sight: Sight, seen: list[AttentionTerms]) -> Attention:
+    """The reference attention, which leaves its terms in `seen`."""
+
+    def attend(inputs: AttentionInputs) -> Tensor:
+        terms = reference.attention_terms(inputs, sight)
+        seen.append(terms)
+        return reference.weighted_values(terms, inputs.v_BSNH)
+
+    return attend

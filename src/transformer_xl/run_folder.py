@@ -1,0 +1,164 @@
+"""A run on disk: its settings, vocabulary, weights and figures; enough to use, repeat or go on with it.
+
+    config.yaml        settings, whole          vocabulary.json     what the token numbers mean
+    model.safetensors  the best weights         metrics.jsonl       figures of training and validation, a line each
+    state/step-N/      what training goes on from: last weights, optimiser, schedule, data position, memory, random state
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+import yaml
+
+from transformer_xl.config import RunConfig, UserError, read_yaml, run_settings
+from transformer_xl.device import choose_device
+from transformer_xl.files import explained, whole_folder
+from transformer_xl.model.language_model import LanguageModel
+from transformer_xl.model.transformer_xl import TransformerXL
+from transformer_xl.tensor_file import load_tensors, save_tensors
+from transformer_xl.text.vocabulary import Vocabulary, fingerprint, load_vocabulary, save_vocabulary
+
+Weights = Literal["best", "last"]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A trained model ready to use."""
+
+    model: LanguageModel
+    vocabulary: Vocabulary
+    config: RunConfig
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The folder of a run, with its settings and vocabulary read."""
+
+    path: Path
+    config: RunConfig
+    vocabulary: Vocabulary
+
+    @staticmethod
+    def create(path: Path, config: RunConfig, vocabulary: Vocabulary) -> RunFolder:
+        """Makes the folder of a new run, without weights.
+
+        Raises:
+            UserError: something stands there already, or the file system refuses.
+        """
+        if (path / "config.yaml").exists():
+            raise UserError(f"{path} holds a run already; go on with 'txl train --resume {path}' or choose another --run")
+        with whole_folder(path) as aside:
+            (aside / "config.yaml").write_text(config_text(config), encoding="utf-8")
+            save_vocabulary(vocabulary, aside / "vocabulary.json")
+            (aside / "state").mkdir()
+        return RunFolder(path, config, vocabulary)
+
+    @staticmethod
+    def open(path: Path | str) -> RunFolder:
+        """Reads settings and vocabulary of a run.
+
+        Raises:
+            UserError: it is not the folder of a run, or its files are damaged.
+        """
+        path = Path(path)
+        settings = path / "config.yaml"
+        if not settings.is_file():
+            what = "a corpus, not a run" if (path / "corpus.json").exists() else "not the folder of a run"
+            what = what if path.exists() else "no such folder"
+            raise UserError(f"{path}: {what}; wanted a folder that 'txl train --run DIR' made")
+        with explained(f"reading {settings}"):
+            config = run_settings(read_yaml(settings.read_text(encoding="utf-8"), str(settings)), str(settings))
+        vocabulary = load_vocabulary(path / "vocabulary.json")
+        if config.corpus and config.corpus.vocabulary != fingerprint(vocabulary):
+            raise UserError(f"{path / 'vocabulary.json'} is not the one this run was trained with; copy it again")
+        return RunFolder(path, config, vocabulary)
+
+    def save_weights(self, model: LanguageModel) -> None:
+        """Keeps the weights as the run's best."""
+        save_tensors(self.path / "model.safetensors", model.state_dict())
+
+    def weights_file(self, weights: Weights = "best") -> Path:
+        """Where the best weights are, or the last ones.
+
+        Raises:
+            UserError: the run has none yet.
+        """
+        best, newest = self.path / "model.safetensors", self.newest_state()
+        if weights == "best" and best.exists():
+            return best
+        if newest is None:
+            raise UserError(f"{self.path} has no weights yet; train it with 'txl train --resume {self.path}'")
+        return newest / "model.safetensors"
+
+    def states(self) -> list[Path]:
+        """The checkpoints training can go on from, oldest first."""
+        folders = (self.path / "state").glob("step-*")
+        return sorted(folders, key=lambda folder: int(folder.name.removeprefix("step-")))
+
+    def newest_state(self) -> Path | None:
+        """The newest checkpoint, if there is one."""
+        return next(reversed(self.states()), None)
+
+    def figures(self) -> list[dict[str, float]]:
+        """The lines of metrics.jsonl; a half-written last line (a killed run) is left out."""
+        file = self.path / "metrics.jsonl"
+        if not file.exists():
+            return []
+        with explained(f"reading {file}"):
+            lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+    def load_model(self, device: torch.device, weights: Weights = "best") -> LanguageModel:
+        """Builds the model with the run's weights, ready for evaluation.
+
+        Raises:
+            UserError: no weights, a damaged file, or weights that do not fit the settings.
+        """
+        model = build_model(self.config)
+        load_weights(model, self.weights_file(weights))
+        return model.to(device).eval()
+
+
+def build_model(config: RunConfig) -> LanguageModel:
+    """The model the settings ask for, with first weights from torch's random state."""
+    return TransformerXL(config.model)
+
+
+def load_weights(model: LanguageModel, file: Path) -> None:
+    """Copies the weights of a file into a model.
+
+    Raises:
+        UserError: a damaged file, or weights of another model.
+    """
+    tensors, _ = load_tensors(file)
+    own = model.state_dict()
+    odd = [name for name in own.keys() | tensors.keys() if name not in own or name not in tensors]
+    odd = odd or [name for name in own if own[name].shape != tensors[name].shape]
+    if odd:
+        raise UserError(f"{file} does not fit the settings in config.yaml (at {min(odd)}); copy the whole run again")
+    model.load_state_dict(tensors)
+
+
+def config_text(config: RunConfig) -> str:
+    """The settings as YAML."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+def load(path: Path | str, *, device: str = "auto", weights: Weights = "best") -> Run:
+    """Loads a run: `.model` (ready to use), `.vocabulary`, `.config`.
+
+    Args:
+        path: folder of the run.
+        device: auto, cuda, mps or cpu.
+        weights: those best on the validation text, or the last ones.
+
+    Raises:
+        UserError: not a run, no weights yet, or damaged files.
+    """
+    folder = RunFolder.open(path)
+    return Run(folder.load_model(choose_device(device), weights), folder.vocabulary, folder.config)

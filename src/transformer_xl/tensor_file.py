@@ -1,0 +1,62 @@
+"""Tensors in a safetensors file that carries its own checksum, so that a damaged file is never taken for a good one."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from transformer_xl.config import UserError
+from transformer_xl.files import explained, whole_file
+
+_FORMAT = "transformer-xl 1"
+
+
+def save_tensors(path: Path, tensors: Mapping[str, Tensor], notes: Mapping[str, str] | None = None) -> None:
+    """Writes tensors and notes to `path`, whole or not at all.
+
+    Raises:
+        UserError: the file system refuses (full, read-only, no permission); what stood there stays.
+    """
+    # clone: safetensors wants each tensor in a storage of its own
+    separate = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    notes = {**(notes or {}), "format": _FORMAT}
+    with whole_file(path) as aside:
+        save_file(separate, aside, metadata={**notes, "sha256": _digest(separate, notes)})
+
+
+def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Reads what `save_tensors` wrote: the tensors (on the CPU) and the notes.
+
+    Raises:
+        UserError: there is no such file, or it is truncated or altered.
+    """
+    damaged = f"{path} is damaged ({{}}); copy it again, or go back to another checkpoint"
+    with explained(f"reading {path}"):
+        path.open("rb").close()
+    try:
+        with safe_open(path, framework="pt") as file:
+            notes = dict(file.metadata() or {})
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+    except (SafetensorError, OSError) as error:
+        raise UserError(damaged.format(f"not a whole safetensors file: {error}")) from None
+    expected = notes.pop("sha256", None)
+    if notes.get("format") != _FORMAT:
+        raise UserError(f"{path} was not written by this program (or by another version); wanted '{_FORMAT}'")
+    if expected != _digest(tensors, notes):
+        raise UserError(damaged.format("its checksum does not fit its contents"))
+    return tensors, notes
+
+
+def _digest(tensors: Mapping[str, Tensor], notes: Mapping[str, str]) -> str:
+    """sha256 over names, types, shapes, contents and notes, whatever the order in the file."""
+    digest = hashlib.sha256(repr(sorted(notes.items())).encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
+    return digest.hexdigest()

@@ -1,0 +1,177 @@
+"""Segments: every token a target exactly once, after the token before it; and a position is all there is to resume."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from transformer_xl.config import UserError, check_settings
+from transformer_xl.text.segments import Segment, SegmentStream, StreamPosition, check_training
+
+START = 7919
+UNHURRIED = settings(deadline=None)
+
+
+@st.composite
+def streams(draw: st.DrawFn) -> SegmentStream:
+    """Streams of any size; the token at place i is i + 1, so that each place can be told from the others."""
+    length = draw(st.integers(1, 211))
+    rows = draw(st.integers(1, min(length, 13)))
+    tokens = np.arange(1, length + 1, dtype=np.uint16)
+    return SegmentStream(tokens, rows=rows, segment=draw(st.integers(1, 17)), start_id=START)
+
+
+def epoch(stream: SegmentStream) -> list[Segment]:
+    return [stream.read(index) for index in range(stream.num_segments)]
+
+
+@UNHURRIED
+@given(streams())
+def test_every_token_is_a_target_once_after_the_token_before_it(stream: SegmentStream) -> None:
+    targets: list[int] = []
+    for segment in epoch(stream):
+        counted = segment.targets_BT[segment.counted_BT]
+        inputs = segment.inputs_BT[segment.counted_BT]
+        targets.extend(counted.tolist())
+        assert inputs.tolist() == [START if target == 1 else target - 1 for target in counted.tolist()]
+    assert sorted(targets) == stream.tokens.tolist()
+
+
+@UNHURRIED
+@given(streams())
+def test_rows_are_unbroken_stretches_of_the_text(stream: SegmentStream) -> None:
+    segments = epoch(stream)
+    length = len(stream.tokens)
+    for row in range(stream.rows):
+        read = [token for segment in segments for token in segment.targets_BT[row][segment.counted_BT[row]].tolist()]
+        begin, end = row * length // stream.rows, (row + 1) * length // stream.rows
+        assert read == list(range(begin + 1, end + 1))
+        assert abs(len(read) - length / stream.rows) < 1
+        counted = np.concatenate([segment.counted_BT[row] for segment in segments])
+        assert counted[: len(read)].all()
+        assert not counted[len(read) :].any()
+
+
+@UNHURRIED
+@given(streams())
+def test_shape_is_always_the_same_and_padding_is_marked(stream: SegmentStream) -> None:
+    segments = epoch(stream)
+    for index, segment in enumerate(segments):
+        for array, dtype in (
+            (segment.inputs_BT, np.int64),
+            (segment.targets_BT, np.int64),
+            (segment.counted_BT, np.bool_),
+        ):
+            assert array.shape == (stream.rows, stream.segment)
+            assert array.dtype == dtype
+        assert (segment.inputs_BT[~segment.counted_BT] == START).all()
+        assert (segment.targets_BT[~segment.counted_BT] == 0).all()
+        assert segment.counted_BT.any()
+        assert segment.starts == (index == 0)
+
+
+@UNHURRIED
+@given(streams(), st.data())
+def test_reading_again_and_elsewhere_changes_nothing(stream: SegmentStream, data: st.DataObject) -> None:
+    index = data.draw(st.integers(0, stream.num_segments - 1))
+    first = stream.read(index)
+    expected = first.inputs_BT.copy(), first.targets_BT.copy(), first.counted_BT.copy()
+    first.inputs_BT[:] = first.targets_BT[:] = -1
+    stream.read(data.draw(st.integers(0, stream.num_segments - 1)))
+    again = stream.read(index)
+    for array, wanted in zip((again.inputs_BT, again.targets_BT, again.counted_BT), expected, strict=True):
+        assert (array == wanted).all()
+    assert stream.tokens.tolist() == list(range(1, len(stream.tokens) + 1))
+
+
+@UNHURRIED
+@given(streams())
+def test_trimmed_keeps_what_counts(stream: SegmentStream) -> None:
+    for segment in epoch(stream):
+        short = segment.trimmed()
+        assert short.inputs_BT.shape == short.targets_BT.shape == short.counted_BT.shape
+        assert short.targets_BT[short.counted_BT].tolist() == segment.targets_BT[segment.counted_BT].tolist()
+        assert short.inputs_BT[short.counted_BT].tolist() == segment.inputs_BT[segment.counted_BT].tolist()
+        assert short.counted_BT.any(axis=0).all()
+        assert short.starts == segment.starts
+        if stream.rows == 1:
+            assert short.counted_BT.all()
+
+
+@UNHURRIED
+@given(streams(), st.integers(0, 40), st.integers(0, 40))
+def test_saved_position_goes_on_where_it_was(stream: SegmentStream, before: int, following: int) -> None:
+    position = StreamPosition()
+    for _ in range(before):
+        position = stream.after(position)
+    assert position.epoch * stream.num_segments + position.segment == before
+    saved = json.dumps(position.model_dump())
+    restored = check_settings(StreamPosition, json.loads(saved), "state")
+    assert restored == position
+    for _ in range(following):
+        position, restored = stream.after(position), stream.after(restored)
+        one, other = stream.read(position.segment), stream.read(restored.segment)
+        assert one.targets_BT.tolist() == other.targets_BT.tolist()
+        assert one.starts == other.starts == (position.segment == 0)
+
+
+def test_small_case_by_hand() -> None:
+    stream = SegmentStream(np.array([3, 5, 7, 11, 13], dtype=np.uint8), rows=2, segment=2, start_id=10)
+    first, second = epoch(stream)
+    assert first.inputs_BT.tolist() == [[10, 3], [5, 7]]
+    assert first.targets_BT.tolist() == [[3, 5], [7, 11]]
+    assert second.inputs_BT.tolist() == [[10, 10], [11, 10]]
+    assert second.targets_BT.tolist() == [[0, 0], [13, 0]]
+    assert second.counted_BT.tolist() == [[False, False], [True, False]]
+    assert second.trimmed().inputs_BT.tolist() == [[10], [11]]
+
+
+def test_reads_from_a_memory_map_only_what_it_needs(tmp_path: Path) -> None:
+    class Watched(np.ndarray[Any, np.dtype[np.uint8]]):
+        def __getitem__(self, key: slice) -> Any:
+            asked.append(key.stop - key.start)
+            return np.asarray(self)[key]
+
+    asked: list[int] = []
+    np.arange(199, dtype=np.uint8).tofile(tmp_path / "tokens")
+    mapped = np.memmap(tmp_path / "tokens", dtype=np.uint8, mode="r")
+    segment = SegmentStream(mapped.view(Watched), rows=3, segment=7, start_id=10).read(2)
+    assert sum(asked) <= 2 * 3 * 7
+    assert segment.targets_BT.tolist() == [list(range(begin + 14, begin + 21)) for begin in (0, 66, 132)]
+
+
+def test_positions_are_values() -> None:
+    position = StreamPosition(epoch=2, segment=3)
+    assert position == StreamPosition(epoch=2, segment=3)
+    with pytest.raises(UserError, match=r"state: unknown setting 'segmnt' \(did you mean 'segment'\?\)"):
+        check_settings(StreamPosition, {"epoch": 0, "segmnt": 1}, "state")
+    with pytest.raises(UserError, match=r"state: segment: .*greater than or equal to 0"):
+        check_settings(StreamPosition, {"segment": -1}, "state")
+
+
+def test_too_few_tokens_are_refused() -> None:
+    tokens = np.arange(6, dtype=np.uint8)
+    with pytest.raises(UserError, match="the text has 6 tokens for 7 rows, and each row needs one; lower the rows"):
+        SegmentStream(tokens, rows=7, segment=1, start_id=10)
+    with pytest.raises(UserError, match="the text has 0 tokens for 1 rows"):
+        SegmentStream(tokens[:0], rows=1, segment=1, start_id=10)
+    for rows, segment in ((0, 3), (3, 0)):
+        with pytest.raises(UserError, match=f"rows {rows} and segment {segment} were given; both must be at least 1"):
+            SegmentStream(tokens, rows=rows, segment=segment, start_id=10)
+
+
+def test_training_needs_a_segment_in_each_row() -> None:
+    tokens = np.zeros(15, dtype=np.uint8)
+    check_training(SegmentStream(tokens, rows=3, segment=5, start_id=10))
+    check_training(SegmentStream(tokens, rows=2, segment=7, start_id=10))
+    with pytest.raises(
+        UserError,
+        match=r"has 14 tokens, and 3 rows of a segment of 5 tokens need 15; lower --train.rows or --train.segment",
+    ):
+        check_training(SegmentStream(tokens[:14], rows=3, segment=5, start_id=10))
