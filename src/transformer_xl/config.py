@@ -188,10 +188,11 @@ def check_settings(kind: type[AnySettings], values: Mapping[str, Any], source: s
     try:
         return kind.model_validate(values)
     except ValidationError as error:
-        raise UserError(f"{source}: {_explain(kind, error)}") from None
+        raise UserError(f"{source}: {explain(kind, error)}") from None
 
 
-def _explain(kind: type[Settings], error: ValidationError) -> str:
+def explain(kind: type[BaseModel], error: ValidationError) -> str:
+    """The first thing wrong with the settings, in one line."""
     first = error.errors(include_url=False)[0]
     place = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":

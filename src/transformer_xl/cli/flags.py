@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import NoneType
+from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, Field, create_model
 
@@ -17,7 +18,8 @@ def _optional(kind: type[Settings], *leave_out: str) -> type[BaseModel]:
     for name, field in kind.model_fields.items():
         if name not in leave_out:
             help_text = f"{field.description} [default: {'none' if field.default is None else field.default}]"
-            fields[name] = (field.annotation | None, Field(default=None, description=help_text))
+            none = Literal["none"] if NoneType in get_args(field.annotation) else None
+            fields[name] = (field.annotation | none | None, Field(default=None, description=help_text))
     return create_model(f"{kind.__name__}Flags", **fields)
 
 
@@ -27,5 +29,9 @@ EvaluationFlags = _optional(EvaluationConfig)
 
 
 def given(**groups: BaseModel | None) -> dict[str, dict[str, Any]]:
-    """The settings that were typed, by group."""
-    return {name: flags.model_dump(exclude_unset=True) for name, flags in groups.items() if flags is not None}
+    """The settings that were typed, by group; the word none takes a limit away."""
+    typed = {name: flags.model_dump(exclude_unset=True) for name, flags in groups.items() if flags is not None}
+    return {
+        group: {name: None if value == "none" else value for name, value in values.items()}
+        for group, values in typed.items()
+    }

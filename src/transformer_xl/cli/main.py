@@ -47,7 +47,7 @@ def run(words: list[str]) -> int:
         status = build_app()(words, exit_on_error=False, print_error=False)
         return status if isinstance(status, int) else 0
     except (UserError, CycloptsError) as error:
-        print(f"txl: error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"txl: error: {_one_line(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("txl: stopped", file=sys.stderr)
@@ -56,3 +56,15 @@ def run(words: list[str]) -> int:
         # the reader of our output has gone (| head); nothing may be written to it when Python ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def _one_line(error: Exception) -> str:
+    from pydantic import BaseModel, ValidationError
+
+    from transformer_xl.config import explain
+
+    cause = error.__cause__
+    text = explain(BaseModel, cause) if isinstance(cause, ValidationError) else str(error)
+    if isinstance(error, CycloptsError):
+        text += "; --help shows what can be given"
+    return " ".join(text.split())

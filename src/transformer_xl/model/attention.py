@@ -30,15 +30,17 @@ class Positions:
     position_bias_NH: Tensor
 
 
-def encode_distances(num_distances: int, width: int, clamp_length: int | None, device: torch.device) -> Tensor:
-    """Sinusoids of the distances P - 1, ..., 1, 0: all sines first, then all cosines; float32 (P, D).
+def encode_distances(num_distances: int, width: int, clamp_length: int | None, like: Tensor) -> Tensor:
+    """Sinusoids of the distances P - 1, ..., 1, 0: all sines first, then all cosines; (P, D).
 
-    Always float32: bfloat16 cannot tell distances above 256 apart. Above `clamp_length` all distances look alike.
+    On the device of `like`, in float32 even where `like` is bfloat16, which cannot tell distances above 256 apart
+    (float64 stays float64). Above `clamp_length` all distances look alike.
     """
-    distance_P = torch.arange(num_distances - 1, -1, -1, dtype=torch.float32, device=device)
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    distance_P = torch.arange(num_distances - 1, -1, -1, dtype=dtype, device=like.device)
     if clamp_length is not None:
         distance_P = distance_P.clamp(max=clamp_length)
-    even_K = torch.arange(0, width, 2, dtype=torch.float32, device=device)
+    even_K = torch.arange(0, width, 2, dtype=dtype, device=like.device)
     frequency_K = torch.exp(even_K * (-math.log(10000.0) / width))
     angle_PK = distance_P[:, None] * frequency_K
     return torch.cat([angle_PK.sin(), angle_PK.cos()], dim=-1)

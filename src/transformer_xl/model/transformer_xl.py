@@ -94,18 +94,26 @@ class TransformerXL(LanguageModel):
         Raises:
             UserError: not exactly one kind of input, a wrong shape, or a memory of another batch or model.
         """
+        states_BTD, memory = self.hidden_states(tokens_BT, memory, inputs_BTD=inputs_BTD)
+        return states_BTD[-1], memory
+
+    def hidden_states(
+        self, tokens_BT: Tensor | None = None, memory: Memory | None = None, *, inputs_BTD: Tensor | None = None
+    ) -> tuple[list[Tensor], Memory]:
+        """As `forward`, but gives L + 1 hidden rows (B, T, D): the input of every layer, then what `forward` gives."""
         x_BTD = self._first_input(tokens_BT, inputs_BTD)
         memory = self._matching(memory, x_BTD)
         kernel = kernels.choose(self.config.kernel, x_BTD.device, x_BTD.dtype)
         sight = Sight(None if memory.all_valid else memory.valid_B)
         dropout = self.config.attention_dropout if self.training else 0.0
         attend = partial(kernel.attend, sight=sight, dropout=dropout)
-        inputs: list[Tensor] = []
+        states_BTD: list[Tensor] = []
         positions = self._positions(x_BTD, memory)
         for layer, layer_memory, place in zip(self.layers, memory.layers_BMD, positions, strict=True):
-            inputs.append(x_BTD)
+            states_BTD.append(x_BTD)
             x_BTD = layer(x_BTD, layer_memory, place, attend)
-        return self.dropout(self.final_norm(x_BTD)), memory.after(inputs)
+        after = memory.after(states_BTD)
+        return [*states_BTD, self.dropout(self.final_norm(x_BTD))], after
 
     def trace(
         self, tokens_BT: Tensor | None = None, memory: Memory | None = None, *, inputs_BTD: Tensor | None = None
@@ -158,10 +166,9 @@ class TransformerXL(LanguageModel):
         """What each layer needs to know of positions; one dropout mask serves all layers, as in the authors' code."""
         num_keys = memory.length + x_BTD.shape[1]
         num_distances = min(num_keys, memory.reach.window or num_keys)
-        encoding_PD = encode_distances(
-            num_distances, self.config.width, memory.reach.clamp_length, device=x_BTD.device
-        )
-        encoding_PD = self.dropout(encoding_PD.to(self.embedding.weight.dtype))
+        weight_VD = self.embedding.weight
+        encoding_PD = encode_distances(num_distances, self.config.width, memory.reach.clamp_length, like=weight_VD)
+        encoding_PD = self.dropout(encoding_PD.to(weight_VD.dtype))
         for index in range(self.config.layers):
             pair = 0 if self.config.tie_position_biases else index
             yield Positions(encoding_PD, self.content_bias[pair], self.position_bias[pair])

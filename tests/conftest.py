@@ -1,0 +1,43 @@
+"""What several tests share: small models whose dimensions are distinct primes (twice one where even is needed)."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from transformer_xl.config import ModelConfig
+from transformer_xl.model.transformer_xl import TransformerXL
+
+
+@pytest.fixture
+def make_model():
+    """Builds a float64 model without dropout; settings as keywords."""
+
+    def make(seed: int = 7, **settings) -> TransformerXL:
+        torch.manual_seed(seed)
+        small = {
+            "vocabulary_size": 23, "layers": 3, "width": 14, "heads": 2, "head_width": 5,
+            "feedforward": 19, "dropout": 0.0, "memory": 11,
+        }  # fmt: skip
+        model = TransformerXL(ModelConfig(**{**small, **settings})).double()
+        with torch.no_grad():
+            for parameter in model.parameters():  # larger than at the start, so that attention is far from uniform
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+        return model.eval()
+
+    return make
+
+
+@pytest.fixture
+def tokens():
+    """Draws token numbers of the small models' vocabulary."""
+
+    def draw(rows: int, length: int, seed: int = 3) -> torch.Tensor:
+        return torch.randint(0, 23, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+    return draw

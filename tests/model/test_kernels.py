@@ -1,0 +1,122 @@
+"""Every kernel gives the oracle's numbers, outputs and gradients alike."""
+
+import pytest
+import torch
+from reference import Case, attention
+
+from transformer_xl.config import UserError
+from transformer_xl.model.kernels import KERNELS, AttentionInputs, Sight, choose
+from transformer_xl.model.kernels.reference import attention_terms, weighted_values
+
+ROWS, HEADS, WIDTH = 2, 3, 5
+
+# T, M, valid slots of each row, window
+CASES = {
+    "memory as long as the segment": (5, 5, [5, 5], None),
+    "no memory": (7, 0, [0, 0], None),
+    "one query": (1, 7, [7, 7], None),
+    "one query, no memory": (1, 0, [0, 0], None),
+    "memory shorter than the segment": (7, 3, [3, 3], None),
+    "memory longer than the segment": (3, 11, [11, 11], None),
+    "partly valid": (5, 7, [0, 4], None),
+    "window within the segment": (7, 5, [5, 5], 3),
+    "window across the memory": (5, 7, [7, 7], 6),
+    "window of one: only itself": (5, 3, [3, 3], 1),
+    "window beyond all keys": (5, 3, [3, 3], 100),
+    "window and partly valid": (5, 7, [2, 7], 4),
+}
+
+
+def draw(num_queries: int, num_memory: int, window: int | None) -> AttentionInputs:
+    generator = torch.Generator().manual_seed(11)
+    num_keys = num_queries + num_memory
+    num_distances = min(num_keys, window or num_keys)
+    shapes = [
+        (ROWS, num_queries, HEADS, WIDTH), (ROWS, num_keys, HEADS, WIDTH), (ROWS, num_keys, HEADS, WIDTH),
+        (num_distances, HEADS, WIDTH), (HEADS, WIDTH), (HEADS, WIDTH),
+    ]  # fmt: skip
+    return AttentionInputs(*(torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes))
+
+
+def as_list(inputs: AttentionInputs) -> list[torch.Tensor]:
+    return [getattr(inputs, name) for name in AttentionInputs.__dataclass_fields__]
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("case", CASES)
+def test_equals_the_oracle(name, case):
+    num_queries, num_memory, valid, window = CASES[case]
+    inputs = draw(num_queries, num_memory, window)
+    sight = Sight(torch.tensor(valid))
+    weight = torch.randn(ROWS, num_queries, HEADS, WIDTH, dtype=torch.float64)
+
+    wanted = attention(*as_list(inputs), Case(valid, window))
+    wanted_grads = torch.autograd.grad((wanted * weight).sum(), as_list(inputs), materialize_grads=True)
+    found = KERNELS[name].attend(inputs, sight, 0.0)
+    found_grads = torch.autograd.grad((found * weight).sum(), as_list(inputs), materialize_grads=True)
+
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+    for field, one, other in zip(AttentionInputs.__dataclass_fields__, found_grads, wanted_grads, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-11, msg=lambda text, field=field: f"{field}: {text}")
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_all_valid_needs_no_mask(name):
+    inputs = draw(5, 7, None)
+    masked = KERNELS[name].attend(inputs, Sight(torch.tensor([7, 7])), 0.0)
+    unmasked = KERNELS[name].attend(inputs, Sight(None), 0.0)
+    torch.testing.assert_close(masked, unmasked, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_without_gradient_the_numbers_are_the_same(name):
+    """Without a gradient torch takes another, fused, path."""
+    inputs, sight = draw(5, 7, 9), Sight(torch.tensor([2, 7]))
+    wanted = KERNELS[name].attend(inputs, sight, 0.0)
+    with torch.no_grad():
+        torch.testing.assert_close(KERNELS[name].attend(inputs, sight, 0.0), wanted, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_bfloat16_is_as_exact_as_plain_bfloat16(name):
+    """The error against float64 is at most twice that of the reference in bfloat16."""
+    inputs, sight = draw(17, 31, None), Sight(torch.tensor([31, 5]))
+    exact = KERNELS["reference"].attend(inputs, sight, 0.0)
+    low = AttentionInputs(*(tensor.detach().bfloat16() for tensor in as_list(inputs)))
+    plain = (KERNELS["reference"].attend(low, sight, 0.0).double() - exact).abs().max()
+    found = (KERNELS[name].attend(low, sight, 0.0).double() - exact).abs().max()
+    assert found <= 2 * plain
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_dropout_drops_probabilities_and_keeps_the_mean(name):
+    inputs, sight = draw(5, 7, None), Sight(None)
+    torch.manual_seed(5)
+    with torch.no_grad():
+        mean = torch.stack([KERNELS[name].attend(inputs, sight, 0.5) for _ in range(4000)]).mean(0)
+        torch.testing.assert_close(mean, KERNELS[name].attend(inputs, sight, 0.0), rtol=0, atol=0.12)
+        assert not torch.equal(KERNELS[name].attend(inputs, sight, 0.5), KERNELS[name].attend(inputs, sight, 0.5))
+
+
+def test_terms_add_up_and_probabilities_sum_to_one():
+    inputs, sight = draw(5, 7, None), Sight(torch.tensor([3, 7]))
+    terms = attention_terms(inputs, sight)
+    assert (terms.probabilities_BNTS[0, :, :, :4] == 0).all()
+    torch.testing.assert_close(terms.probabilities_BNTS.sum(-1), torch.ones(ROWS, HEADS, 5, dtype=torch.float64))
+    score_BNTS = terms.content_BNTS + terms.position_BNTS + terms.content_bias_BNTS + terms.position_bias_BNTS
+    seen_BNTS = terms.probabilities_BNTS > 0
+    again_BNTS = score_BNTS.masked_fill(~seen_BNTS, -torch.inf).softmax(-1)
+    torch.testing.assert_close(again_BNTS, terms.probabilities_BNTS)
+    attended_BTNH = weighted_values(terms, inputs.v_BSNH)
+    torch.testing.assert_close(attended_BTNH, KERNELS["sdpa"].attend(inputs, sight, 0.0))
+
+
+def test_choice():
+    cpu = torch.device("cpu")
+    assert choose("auto", cpu, torch.float32).name == "sdpa"
+    assert choose("auto", cpu, torch.complex64).name == "reference"
+    assert choose("reference", cpu, torch.float32).name == "reference"
+    with pytest.raises(UserError, match="did you mean 'sdpa'"):
+        choose("spda", cpu, torch.float32)
+    with pytest.raises(UserError, match="does not work with torch.complex64"):
+        choose("sdpa", cpu, torch.complex64)

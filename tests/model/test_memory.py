@@ -1,0 +1,95 @@
+"""Memory is a value: it is never changed, and knows what of it is valid."""
+
+import pytest
+import torch
+
+from transformer_xl.config import UserError
+from transformer_xl.model.memory import Memory, Reach
+
+ROWS, LENGTH, WIDTH, LAYERS = 3, 5, 7, 2
+
+
+def fresh() -> Memory:
+    return Memory.empty(LAYERS, ROWS, WIDTH, Reach(LENGTH), torch.zeros(1, dtype=torch.float64))
+
+
+def rows_of(count: int, start: float = 0.0) -> list[torch.Tensor]:
+    counted = torch.arange(ROWS * count * WIDTH, dtype=torch.float64).view(ROWS, count, WIDTH) + start
+    return [counted + layer for layer in range(LAYERS)]
+
+
+def test_it_has_its_full_length_from_the_start():
+    memory = fresh()
+    assert memory.length == LENGTH
+    assert memory.layers_BMD[0].shape == (ROWS, LENGTH, WIDTH)
+    assert memory.valid_B.tolist() == memory.position_B.tolist() == [0] * ROWS
+    assert not memory.all_valid
+
+
+@pytest.mark.parametrize("counts", [[2, 2, 2], [5], [13], [1, 7, 3], [4, 1]])
+def test_it_holds_the_last_rows(counts):
+    memory, read = fresh(), []
+    for index, count in enumerate(counts):
+        new = rows_of(count, 1000.0 * index)
+        read.append(new[1])
+        memory = memory.after(new)
+    everything = torch.cat([torch.zeros(ROWS, LENGTH, WIDTH, dtype=torch.float64), *read], dim=1)
+    assert torch.equal(memory.layers_BMD[1], everything[:, -LENGTH:])
+    assert memory.valid_B.tolist() == [min(sum(counts), LENGTH)] * ROWS
+    assert memory.position_B.tolist() == [sum(counts)] * ROWS
+    assert memory.all_valid == (sum(counts) >= LENGTH)
+
+
+def test_length_zero():
+    memory = Memory.empty(LAYERS, ROWS, WIDTH, Reach(0), torch.zeros(1, dtype=torch.float64)).after(rows_of(3))
+    assert memory.layers_BMD[0].shape == (ROWS, 0, WIDTH)
+    assert memory.all_valid
+    assert memory.position_B.tolist() == [3] * ROWS
+
+
+def test_it_carries_no_gradient():
+    new = [row.requires_grad_() for row in rows_of(3)]
+    assert not any(layer.requires_grad for layer in fresh().after(new).layers_BMD)
+
+
+@pytest.mark.parametrize("rows", [[1], torch.tensor([False, True, False])])
+def test_reset_empties_rows_and_changes_nothing_else(rows):
+    before = fresh().after(rows_of(7))
+    kept = [layer.clone() for layer in before.layers_BMD]
+    after = before.reset(rows)
+    assert after.valid_B.tolist() == [5, 0, 5]
+    assert after.position_B.tolist() == [7, 0, 7]
+    assert not after.all_valid
+    assert (after.layers_BMD[0][1] == 0).all()
+    assert torch.equal(after.layers_BMD[0][[0, 2]], kept[0][[0, 2]])
+    assert all(torch.equal(layer, old) for layer, old in zip(before.layers_BMD, kept, strict=True))
+    assert before.valid_B.tolist() == [5, 5, 5]
+
+
+def test_select_repeats_and_reorders():
+    memory = fresh().after(rows_of(7)).reset([0]).select([2, 0, 0, 1])
+    assert memory.batch_size == 4
+    assert memory.valid_B.tolist() == [5, 0, 0, 5]
+    assert torch.equal(memory.layers_BMD[0][0], rows_of(7)[0][2, -5:])
+
+
+def test_to_another_dtype():
+    memory = fresh().after(rows_of(2)).to(dtype=torch.float32)
+    assert memory.layers_BMD[0].dtype == torch.float32
+    assert memory.valid_B.dtype == torch.int64
+
+
+def test_kept_and_brought_back():
+    memory = fresh().after(rows_of(7)).reset([2])
+    again = fresh().with_tensors(memory.tensors())
+    assert again.least_valid == 0
+    assert all(torch.equal(again.tensors()[name], tensor) for name, tensor in memory.tensors().items())
+    with pytest.raises(UserError, match="another shape"):
+        fresh().select([0]).with_tensors(memory.tensors())
+
+
+@pytest.mark.parametrize(("settings", "text"), [({"memory": -1}, "memory -1"), ({"memory": 1, "window": 0}, "window 0"),
+                                                ({"memory": 1, "clamp_length": 0}, "clamp_length 0")])  # fmt: skip
+def test_impossible_reach(settings, text):
+    with pytest.raises(UserError, match=text):
+        Reach(**settings)

@@ -1,0 +1,261 @@
+"""The model: the oracle's numbers, exactness over segments, causality, gradients, and nothing changed behind one's back."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference import forward as oracle
+
+from transformer_xl.config import ModelConfig, UserError, load_recipe
+from transformer_xl.model.attention import encode_distances
+from transformer_xl.model.memory import Reach
+from transformer_xl.model.transformer_xl import TransformerXL
+
+STYLES = {
+    "the paper's": {},
+    "pre-norm": {"norm": "pre"},
+    "pre-norm as the authors'": {"norm": "pre", "final_norm": False},
+    "untied biases": {"tie_position_biases": False},
+    "reference kernel": {"kernel": "reference"},
+}
+
+
+def oracle_settings(model: TransformerXL, reach: Reach) -> dict:
+    config = model.config
+    return {
+        "layers": config.layers, "heads": config.heads, "pre_norm": config.norm == "pre",
+        "tied": config.tie_position_biases, "window": reach.window, "clamp": reach.clamp_length,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize(
+    ("reach", "segments"),
+    [
+        (Reach(0), [5]),
+        (Reach(3), [5, 2]),
+        (Reach(7), [3, 3]),
+        (Reach(5, window=4), [3, 3]),
+        (Reach(5, window=7, clamp_length=3), [1, 5, 1]),
+    ],
+)
+def test_equals_the_oracle(make_model, tokens, style, reach, segments):
+    """Logits, memory and every gradient of a model read segment by segment."""
+    model = make_model(**STYLES[style])
+    weights = {name: parameter.detach().clone().requires_grad_() for name, parameter in model.named_parameters()}
+    wanted_memory, valid = [torch.zeros(2, reach.memory, 14, dtype=torch.float64)] * 3, [0, 0]
+    memory = model.initial_memory(2, reach)
+    for index, length in enumerate(segments):
+        text = tokens(2, length, seed=index)
+        hidden_BTD, memory = model(text, memory)
+        logits_BTV = model.logits(hidden_BTD)
+        wanted, wanted_memory, valid = oracle(weights, oracle_settings(model, reach), text, wanted_memory, valid)
+        torch.testing.assert_close(logits_BTV, wanted, rtol=0, atol=1e-10)
+        for layer, wanted_layer in zip(memory.layers_BMD, wanted_memory, strict=True):
+            torch.testing.assert_close(layer, wanted_layer, rtol=0, atol=1e-10)
+        assert memory.valid_B.tolist() == valid
+    weight = torch.randn(wanted.shape, dtype=torch.float64)
+    found_grads = torch.autograd.grad((logits_BTV * weight).sum(), list(model.parameters()))
+    wanted_grads = torch.autograd.grad((wanted * weight).sum(), list(weights.values()))
+    for name, one, other in zip(weights, found_grads, wanted_grads, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("norm", ["post", "pre"])
+@settings(max_examples=15, deadline=None)
+@given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=6), clamp=st.none() | st.integers(1, 40))
+def test_segments_of_any_lengths_equal_one_pass(norm, lengths, clamp):
+    """With memory for all that came before, cutting a text changes nothing (up to float64 rounding)."""
+    torch.manual_seed(5)
+    model = TransformerXL(
+        ModelConfig(vocabulary_size=23, layers=3, width=14, heads=2, feedforward=19, dropout=0.0, norm=norm)
+    ).double().eval()
+    text, targets = (torch.randint(0, 23, (2, sum(lengths))) for _ in range(2))
+    whole_BT = model.nats(model(text, model.initial_memory(2, Reach(0, None, clamp)))[0], targets)
+    memory, parts, start = model.initial_memory(2, Reach(sum(lengths), None, clamp)), [], 0
+    for length in lengths:
+        hidden_BTD, memory = model(text[:, start : start + length], memory)
+        parts.append(model.nats(hidden_BTD, targets[:, start : start + length]))
+        start += length
+    torch.testing.assert_close(torch.cat(parts, dim=1), whole_BT, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("segment", [1, 2, 3, 7])
+def test_with_a_window_the_segment_does_not_matter(make_model, tokens, segment):
+    """A window fixes the context, so any memory of at least window - 1 slots gives the same result."""
+    model, text = make_model(), tokens(2, 21)
+    whole_BTD, _ = model(text, model.initial_memory(2, Reach(0, window=4)))
+    memory, parts = model.initial_memory(2, Reach(5, window=4)), []
+    for part in text.split(segment, dim=1):
+        hidden_BTD, memory = model(part, memory)
+        parts.append(hidden_BTD)
+    torch.testing.assert_close(torch.cat(parts, dim=1), whole_BTD, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("reach", [Reach(11), Reach(11, window=3), Reach(0)])
+def test_causality_by_gradient(make_model, reach):
+    """The output at a place depends on no input after it, nor (one layer) on any beyond the window."""
+    model = make_model(layers=1)
+    inputs_BTD = torch.randn(1, 9, 14, dtype=torch.float64, requires_grad=True)
+    hidden_BTD, _ = model(memory=model.initial_memory(1, reach), inputs_BTD=inputs_BTD)
+    for place in range(9):
+        (slope_BTD,) = torch.autograd.grad(hidden_BTD[:, place].square().sum(), inputs_BTD, retain_graph=True)
+        touched = slope_BTD[0].abs().sum(-1) > 0
+        first = 0 if reach.window is None else max(0, place - reach.window + 1)
+        assert touched.tolist() == [first <= index <= place for index in range(9)]
+
+
+def test_gradient_stops_at_memory_but_reaches_keys_and_values_through_it(make_model, tokens):
+    model = make_model()
+    _, memory = model(tokens(2, 11), model.initial_memory(2))
+    assert not any(layer.requires_grad for layer in memory.layers_BMD)
+
+    def slopes(memory_used):
+        hidden_BTD, _ = model(tokens(2, 3, seed=9), memory_used)
+        first = model.layers[0].attention
+        return torch.autograd.grad(hidden_BTD.square().sum(), [first.key.weight, first.value.weight])
+
+    blind = memory.reset([0, 1])
+    for with_memory, without in zip(slopes(memory), slopes(blind), strict=True):
+        assert (with_memory - without).abs().max() > 1e-3
+    # by hand: moving a memory row moves the output, so the rows do enter
+    moved = memory.layers_BMD[0].clone().requires_grad_()
+    layer = model.layers[0].attention
+    context = torch.cat([moved, torch.zeros(2, 1, 14, dtype=torch.float64)], 1)
+    (slope,) = torch.autograd.grad(layer.key(context).square().sum(), moved)
+    assert slope.abs().max() > 0
+
+
+def test_neither_inputs_nor_memory_change(make_model, tokens):
+    model, text = make_model().train(), tokens(2, 5)
+    _, memory = model(tokens(2, 7))
+    before = {name: tensor.clone() for name, tensor in memory.tensors().items()}
+    kept = text.clone()
+    hidden_BTD, after = model(text, memory)
+    model.nats(hidden_BTD, text).sum().backward()
+    assert torch.equal(text, kept)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in memory.tensors().items())
+    assert after is not memory
+
+
+def test_a_row_does_not_depend_on_the_others(make_model, tokens):
+    model = make_model()
+    text, more = tokens(5, 7), tokens(5, 6, seed=8)
+    _, memory = model(text)
+    memory = memory.reset([1, 3])  # rows with different numbers of valid slots side by side
+    hidden_BTD, after = model(more, memory)
+    order = [4, 1, 0, 3, 2]
+    shuffled_BTD, _ = model(more[order], memory.select(order))
+    torch.testing.assert_close(shuffled_BTD, hidden_BTD[order], rtol=0, atol=1e-12)
+    for row in range(5):
+        alone_BTD, alone_after = model(more[row : row + 1], memory.select([row]))
+        torch.testing.assert_close(alone_BTD, hidden_BTD[row : row + 1], rtol=0, atol=1e-12)
+        torch.testing.assert_close(alone_after.layers_BMD[2], after.layers_BMD[2][row : row + 1], rtol=0, atol=1e-12)
+
+
+def test_a_row_reset_is_a_row_that_never_read(make_model, tokens):
+    model, more = make_model(), tokens(2, 6, seed=8)
+    _, memory = model(tokens(2, 7))
+    hidden_BTD, _ = model(more, memory.reset([1]))
+    fresh_BTD, _ = model(more)
+    torch.testing.assert_close(hidden_BTD[1], fresh_BTD[1], rtol=0, atol=1e-12)
+
+
+def test_trace_shows_what_forward_does(make_model, tokens):
+    model, text = make_model(), tokens(2, 5)
+    _, memory = model(tokens(2, 4, seed=1))
+    hidden_BTD, after = model(text, memory)
+    traces = list(model.trace(text, memory))
+    assert len(traces) == 3
+    torch.testing.assert_close(traces[-1].output_BTD, hidden_BTD)
+    torch.testing.assert_close(after.layers_BMD[1][:, -5:], traces[0].output_BTD)
+    for trace in traces:
+        assert trace.terms.probabilities_BNTS.shape == (2, 2, 5, 16)
+        torch.testing.assert_close(trace.terms.probabilities_BNTS.sum(-1), torch.ones(2, 2, 5, dtype=torch.float64))
+        assert (trace.terms.probabilities_BNTS[..., :7] == 0).all()  # 4 of 11 slots are valid
+
+
+def test_hidden_states_are_all_layers_outputs(make_model, tokens):
+    model, text = make_model(), tokens(2, 5)
+    states, memory = model.hidden_states(text)
+    hidden_BTD, wanted = model(text)
+    assert len(states) == 4
+    torch.testing.assert_close(states[-1], hidden_BTD)
+    torch.testing.assert_close(torch.stack(states[:-1]), torch.stack(wanted.layers_BMD)[:, :, -5:])
+    torch.testing.assert_close(memory.layers_BMD[2], wanted.layers_BMD[2])
+
+
+def test_continuous_inputs_equal_the_embedding(make_model, tokens):
+    model, text = make_model(), tokens(2, 5)
+    inputs_BTD = model.embedding(text) * 14**0.5
+    torch.testing.assert_close(model(inputs_BTD=inputs_BTD)[0], model(text)[0])
+
+
+def test_bfloat16_keeps_positions_in_float32(make_model, tokens):
+    encoding_PD = encode_distances(2000, 14, None, torch.empty(0, dtype=torch.bfloat16))
+    assert encoding_PD.dtype == torch.float32
+    assert len({tuple(row) for row in encoding_PD.tolist()}) == 2000
+    model = make_model(memory=600)
+    half = make_model(memory=600).bfloat16()
+    text = tokens(1, 300)
+    exact_BTD, low_BTD = (one(text, one(text)[1])[0] for one in (model, half))
+    assert low_BTD.dtype == torch.bfloat16
+    assert (low_BTD.double() - exact_BTD).norm() / exact_BTD.norm() < 0.03
+
+
+def test_clamp_makes_far_distances_alike():
+    encoding_PD = encode_distances(9, 14, 4, torch.empty(0))
+    assert (encoding_PD[:5] == encoding_PD[4]).all()
+    assert not torch.equal(encoding_PD[5], encoding_PD[4])
+
+
+def test_dropout_draws_at_every_place(make_model, tokens):
+    model = make_model(dropout=0.5, attention_dropout=0.5).train()
+    torch.manual_seed(1)
+    first, _ = model(tokens(2, 5))
+    second, _ = model(tokens(2, 5))
+    assert not torch.equal(first, second)
+    torch.manual_seed(1)
+    assert torch.equal(model(tokens(2, 5))[0], first)
+
+
+def test_first_weights_are_the_authors():
+    torch.manual_seed(0)
+    model = TransformerXL(ModelConfig(width=128, heads=4, layers=2))
+    for name, parameter in model.named_parameters():
+        mean, std = (1.0, 0.02) if name.endswith("norm.weight") else (0.0, 0.0 if name.endswith("bias") else 0.02)
+        std = 0.02 if name in ("content_bias", "position_bias") else std
+        assert abs(parameter.mean().item() - mean) < 0.01, name
+        assert abs(parameter.std().item() - std) < 0.006, name
+
+
+@pytest.mark.parametrize(("recipe", "published", "tolerance"), [("enwik8-12l", 41.06e6, 0.005), ("enwik8-24l", 277e6, 0.01)])
+def test_parameter_counts_of_the_paper(recipe, published, tolerance):
+    found = load_recipe(recipe)
+    with torch.device("meta"):
+        at_256 = TransformerXL(ModelConfig(**found.model)).num_parameters()
+        at_204 = TransformerXL(ModelConfig(**found.model, vocabulary_size=204)).num_parameters()
+    assert abs(at_256 / published - 1) < tolerance
+    assert at_204 == found.parameters
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda model: model(), "either tokens_BT or inputs_BTD"),
+        (lambda model: model(torch.zeros(2, 3)), "wanted whole numbers"),
+        (lambda model: model(torch.zeros(2, 0, dtype=torch.int64)), "wanted whole numbers"),
+        (lambda model: model(inputs_BTD=torch.zeros(2, 3, 5)), r"wanted \(rows, tokens, 14\)"),
+        (lambda model: model(torch.zeros(2, 3, dtype=torch.int64), model.initial_memory(3)), "memory of 3 rows beside 2"),
+        (lambda model: TransformerXL(ModelConfig(kernel="refrence")), "did you mean 'reference'"),
+    ],
+)
+def test_wrong_calls_say_so(make_model, call, text):
+    with pytest.raises(UserError, match=text):
+        call(make_model())
+
+
+def test_memory_of_another_model_is_refused(make_model, tokens):
+    other = make_model(layers=2).initial_memory(2)
+    with pytest.raises(UserError, match="another size"):
+        make_model()(tokens(2, 3), other)
