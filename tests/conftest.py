@@ -13,6 +13,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from transformer_xl.config import ModelConfig
 from transformer_xl.model.transformer_xl import TransformerXL
 
+torch.set_num_threads(1)  # the tests run side by side, a process for each core
+
 
 @pytest.fixture
 def make_model():

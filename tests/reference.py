@@ -24,7 +24,7 @@ class Case:
 
 
 def attention(q, k, v, position_keys, u, w, case):
-    """q (B, T, N, H), k and v (B, S, N, H), position_keys (P, N, H) with the farthest distance first, u and w (N, H)."""
+    """q (B, T, N, H), k and v (B, S, N, H), position_keys (P, N, H) farthest distance first, u and w (N, H)."""
     rows, num_queries, num_heads, head_width = q.shape
     num_keys, num_distances = k.shape[1], position_keys.shape[0]
     memory = num_keys - num_queries

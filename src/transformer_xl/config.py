@@ -199,7 +199,8 @@ def explain(kind: type[BaseModel], error: ValidationError) -> str:
         *groups, name = first["loc"]
         return f"unknown setting '{place}'{nearest(str(name), _names(kind, groups))}"
     wanted = first["msg"].removeprefix("Value error, ")
-    given = "" if isinstance(first["input"], dict | Settings) else f" (given: {first['input']!r})"
+    simple = isinstance(first["input"], str | int | float | None)
+    given = f" (given: {first['input']!r})" if simple else ""
     return f"{place}: {wanted}{given}" if place else wanted
 
 

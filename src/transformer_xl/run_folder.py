@@ -1,8 +1,8 @@
 """A run on disk: its settings, vocabulary, weights and figures; enough to use, repeat or go on with it.
 
-    config.yaml        settings, whole          vocabulary.json     what the token numbers mean
-    model.safetensors  the best weights         metrics.jsonl       figures of training and validation, a line each
-    state/step-N/      what training goes on from: last weights, optimiser, schedule, data position, memory, random state
+config.yaml        settings, whole          vocabulary.json     what the token numbers mean
+model.safetensors  the best weights         metrics.jsonl       figures of training and validation, a line each
+state/step-N/      what training goes on from: last weights, optimiser, schedule, data position, memory, random state
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ class RunFolder:
             UserError: something stands there already, or the file system refuses.
         """
         if (path / "config.yaml").exists():
-            raise UserError(f"{path} holds a run already; go on with 'txl train --resume {path}' or choose another --run")
+            raise UserError(
+                f"{path} holds a run already; go on with 'txl train --resume {path}' or choose another --run"
+            )
         with whole_folder(path) as aside:
             (aside / "config.yaml").write_text(config_text(config), encoding="utf-8")
             save_vocabulary(vocabulary, aside / "vocabulary.json")

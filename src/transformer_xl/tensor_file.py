@@ -58,5 +58,5 @@ def _digest(tensors: Mapping[str, Tensor], notes: Mapping[str, str]) -> str:
     digest = hashlib.sha256(repr(sorted(notes.items())).encode())
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()

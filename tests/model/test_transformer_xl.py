@@ -1,4 +1,4 @@
-"""The model: the oracle's numbers, exactness over segments, causality, gradients, and nothing changed behind one's back."""
+"""The model: the oracle's numbers, exactness over segments, causality, gradients, and no hidden changes."""
 
 import pytest
 import torch
@@ -67,9 +67,13 @@ def test_equals_the_oracle(make_model, tokens, style, reach, segments):
 def test_segments_of_any_lengths_equal_one_pass(norm, lengths, clamp):
     """With memory for all that came before, cutting a text changes nothing (up to float64 rounding)."""
     torch.manual_seed(5)
-    model = TransformerXL(
-        ModelConfig(vocabulary_size=23, layers=3, width=14, heads=2, feedforward=19, dropout=0.0, norm=norm)
-    ).double().eval()
+    model = (
+        TransformerXL(
+            ModelConfig(vocabulary_size=23, layers=3, width=14, heads=2, feedforward=19, dropout=0.0, norm=norm)
+        )
+        .double()
+        .eval()
+    )
     text, targets = (torch.randint(0, 23, (2, sum(lengths))) for _ in range(2))
     whole_BT = model.nats(model(text, model.initial_memory(2, Reach(0, None, clamp)))[0], targets)
     memory, parts, start = model.initial_memory(2, Reach(sum(lengths), None, clamp)), [], 0
@@ -229,7 +233,9 @@ def test_first_weights_are_the_authors():
         assert abs(parameter.std().item() - std) < 0.006, name
 
 
-@pytest.mark.parametrize(("recipe", "published", "tolerance"), [("enwik8-12l", 41.06e6, 0.005), ("enwik8-24l", 277e6, 0.01)])
+@pytest.mark.parametrize(
+    ("recipe", "published", "tolerance"), [("enwik8-12l", 41.06e6, 0.005), ("enwik8-24l", 277e6, 0.01)]
+)
 def test_parameter_counts_of_the_paper(recipe, published, tolerance):
     found = load_recipe(recipe)
     with torch.device("meta"):
@@ -246,7 +252,10 @@ def test_parameter_counts_of_the_paper(recipe, published, tolerance):
         (lambda model: model(torch.zeros(2, 3)), "wanted whole numbers"),
         (lambda model: model(torch.zeros(2, 0, dtype=torch.int64)), "wanted whole numbers"),
         (lambda model: model(inputs_BTD=torch.zeros(2, 3, 5)), r"wanted \(rows, tokens, 14\)"),
-        (lambda model: model(torch.zeros(2, 3, dtype=torch.int64), model.initial_memory(3)), "memory of 3 rows beside 2"),
+        (
+            lambda model: model(torch.zeros(2, 3, dtype=torch.int64), model.initial_memory(3)),
+            "memory of 3 rows beside 2",
+        ),
         (lambda model: TransformerXL(ModelConfig(kernel="refrence")), "did you mean 'reference'"),
     ],
 )

@@ -97,7 +97,7 @@ def memory_lengths(words: str | None) -> list[int]:
     Raises:
         UserError: something else than whole numbers from 0 on.
     """
-    parts = [] if words is None else words.split(",")
+    parts: list[str] = [] if words is None else words.split(",")
     if not all(part.strip().isdecimal() for part in parts):
         raise UserError(f"--sweep-memory {words}: wanted whole numbers with commas between, such as 0,64,512")
     return [int(part) for part in parts]

@@ -18,8 +18,10 @@ def _optional(kind: type[Settings], *leave_out: str) -> type[BaseModel]:
     for name, field in kind.model_fields.items():
         if name not in leave_out:
             help_text = f"{field.description} [default: {'none' if field.default is None else field.default}]"
-            none = Literal["none"] if NoneType in get_args(field.annotation) else None
-            fields[name] = (field.annotation | none | None, Field(default=None, description=help_text))
+            kind_or_none: Any = field.annotation
+            if NoneType in get_args(field.annotation):
+                kind_or_none |= Literal["none"]
+            fields[name] = (kind_or_none | None, Field(default=None, description=help_text))
     return create_model(f"{kind.__name__}Flags", **fields)
 
 

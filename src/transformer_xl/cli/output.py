@@ -23,7 +23,7 @@ def print_json(values: dict[str, Any]) -> None:
 def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _plain(inner) for name, inner in value.items()}
-    if isinstance(value, list | tuple):
+    if isinstance(value, (list, tuple)):
         return [_plain(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
@@ -67,7 +67,12 @@ class ProgressBar:
         self._done, self._notes = 0, ""
         self._start = self._last_line = time.perf_counter()
         self._first_done: int | None = None
-        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[notes]}"), TimeRemainingColumn())
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.fields[notes]}"),
+            TimeRemainingColumn(),
+        )
         err = console()
         self._bar = Progress(*columns, console=err, transient=True) if err.is_terminal else None
         self._task = self._bar.add_task(title, total=total, notes="") if self._bar else None

@@ -29,7 +29,8 @@ def recipes(*, json: Annotated[bool, Parameter(negative=())] = False) -> None:
             recipe.corpus,
             "" if recipe.parameters is None else f"{recipe.parameters:,}",
             ", ".join(f"{value:g} {unit.replace('_', ' ')}" for unit, value in recipe.published.items()) or "-",
-            ", ".join(f"{value:g} {unit.replace('_', ' ')}" for unit, value in recipe.measured.items()) or "not measured",
+            ", ".join(f"{value:g} {unit.replace('_', ' ')}" for unit, value in recipe.measured.items())
+            or "not measured",
         ]
         for name, recipe in found.items()
     ]

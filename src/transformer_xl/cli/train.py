@@ -22,7 +22,16 @@ if TYPE_CHECKING:
     from transformer_xl.training.loop import Outcome, Training
 
 # What a resumed run may change: nothing that shapes the model, its memory or the order of the text.
-_CHANGEABLE = {"steps", "learning_rate", "warmup", "clip", "log_every", "evaluate_every", "evaluate_tokens", "save_every"}
+_CHANGEABLE = {
+    "steps",
+    "learning_rate",
+    "warmup",
+    "clip",
+    "log_every",
+    "evaluate_every",
+    "evaluate_tokens",
+    "save_every",
+}
 
 
 def train(
@@ -70,42 +79,34 @@ def train(
         if corpus is None or run is None:
             missing = "--corpus DIR (from 'txl prepare')" if corpus is None else "--run DIR (a new folder)"
             raise UserError(f"training needs {missing}, or --resume RUN to go on with a run")
-        training = _new(recipe, corpus, run, flags, device, threads)
+        training = new_training(recipe, corpus, run, flags, device, threads)
     outcome, stopped_by = run_training(training)
     _tell(training.folder, outcome, json)
     return 0 if outcome.finished else 128 + (stopped_by or signal.SIGINT)
 
 
-def _new(
+def new_training(
     recipe: str | None, corpus: Path, run: Path, flags: dict[str, dict[str, Any]], device: str, threads: int | None
 ) -> Training:
+    """Checks everything, then makes the run folder: bad input leaves nothing behind."""
     known = load_recipe(recipe) if recipe else None
     layers = {name: getattr(known, name) for name in ("model", "train", "evaluation")} if known else {}
-    return start_training(corpus, run, merge({"recipe": recipe}, layers, flags), device, threads)
+    settings = merge({"recipe": recipe}, layers, flags)
+    run_settings(settings, "settings")
 
-
-def start_training(corpus: Path, run: Path, settings: dict[str, Any], device: str, threads: int | None) -> Training:
-    """Checks everything, then makes the run folder: bad input leaves nothing behind."""
-    config = run_settings(settings, "settings")
     from transformer_xl.device import choose_device, set_threads
-    from transformer_xl.run_folder import RunFolder, build_model
+    from transformer_xl.run_folder import RunFolder
     from transformer_xl.text.token_store import Corpus
     from transformer_xl.text.vocabulary import fingerprint
-    from transformer_xl.training.loop import Training, training_stream
+    from transformer_xl.training.loop import Training, check
 
     opened = Corpus.open(corpus)
     reference = {"path": str(corpus.resolve()), "vocabulary": fingerprint(opened.vocabulary)}
-    model = config.model.model_copy(update={"vocabulary_size": opened.vocabulary.size})
-    config = run_settings(
-        merge(config.model_dump(), {"corpus": reference, "model": model.model_dump()}), "settings"
-    )
+    size = {"vocabulary_size": opened.vocabulary.size}
+    config = run_settings(merge(settings, {"corpus": reference, "model": size}), "settings")
     chosen = choose_device(device)
     set_threads(threads)
-    training_stream(opened, config.train)
-    import torch
-
-    with torch.device("meta"):
-        build_model(config)
+    check(config, opened)
     return Training(RunFolder.create(run, config, opened.vocabulary), opened, chosen)
 
 
@@ -115,8 +116,8 @@ def _resumed(
     from dataclasses import replace
 
     from transformer_xl.device import choose_device, set_threads
-    from transformer_xl.run_folder import RunFolder, config_text
     from transformer_xl.files import write_text
+    from transformer_xl.run_folder import RunFolder, config_text
     from transformer_xl.training.loop import Training
 
     folder = RunFolder.open(resume)

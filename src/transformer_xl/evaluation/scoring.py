@@ -125,12 +125,13 @@ def sum_nats(
 ) -> float:
     """The sum of all losses of a text, in nats (added up in float64)."""
     stream = SegmentStream(tokens_K, rows=plan.rows, segment=plan.segment, start_id=start_id)
-    total, parts = 0.0, []
+    total = 0.0
+    parts: list[Tensor] = []
     for nats_BT, counted_BT in score_segments(model, stream, plan, progress):
         parts.append((nats_BT * counted_BT).sum())
         if len(parts) == _PARTS_AT_ONCE:
             total += _fetch(parts)
-            parts = []
+            parts.clear()
     return total + (_fetch(parts) if parts else 0.0)
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from transformer_xl.config import ModelConfig
 from transformer_xl.model.kernels import AttentionInputs
@@ -62,6 +63,7 @@ class RelativeAttention(nn.Module):
         self.norm = nn.LayerNorm(config.width)
         self.dropout = nn.Dropout(config.dropout)
 
+    @override
     def forward(self, x_BTD: Tensor, memory_BMD: Tensor, positions: Positions, attend: Attention) -> Tensor:
         """Gives (B, T, D). The gradient reaches `key` and `value` through memory rows, but not the rows themselves."""
         context_BSD = torch.cat([memory_BMD.to(x_BTD.dtype), x_BTD], dim=1)
@@ -94,6 +96,7 @@ class FeedForward(nn.Module):
         self.norm = nn.LayerNorm(config.width)
         self.dropout = nn.Dropout(config.dropout)
 
+    @override
     def forward(self, x_BTD: Tensor) -> Tensor:
         """Gives (B, T, D)."""
         inner_BTF = self.widen(self.norm(x_BTD) if self.pre_norm else x_BTD).relu()
@@ -109,6 +112,7 @@ class Layer(nn.Module):
         self.attention = RelativeAttention(config)
         self.feedforward = FeedForward(config)
 
+    @override
     def forward(self, x_BTD: Tensor, memory_BMD: Tensor, positions: Positions, attend: Attention) -> Tensor:
         """Gives the next layer's input (B, T, D)."""
         return self.feedforward(self.attention(x_BTD, memory_BMD, positions, attend))

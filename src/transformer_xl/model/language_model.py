@@ -1,9 +1,9 @@
 """The contract of every language model here; training, scoring, generation and analysis use nothing else.
 
-    memory = model.initial_memory(batch_size)
-    hidden_BTD, memory = model(tokens_BT, memory)
-    logits_BTV = model.logits(hidden_BTD)
-    nats_BT = model.nats(hidden_BTD, targets_BT)
+memory = model.initial_memory(batch_size)
+hidden_BTD, memory = model(tokens_BT, memory)
+logits_BTV = model.logits(hidden_BTD)
+nats_BT = model.nats(hidden_BTD, targets_BT)
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typing_extensions import override
 
 from transformer_xl.config import ModelConfig
 from transformer_xl.model.memory import Memory, Reach
@@ -35,6 +36,7 @@ class LanguageModel(nn.Module, ABC):
         """An empty memory for B rows; `reach` in place of the model's own."""
 
     @abstractmethod
+    @override
     def forward(
         self, tokens_BT: Tensor | None = None, memory: Memory | None = None, *, inputs_BTD: Tensor | None = None
     ) -> tuple[Tensor, Memory]:

@@ -103,7 +103,10 @@ class Memory:
         """The memory on another device or with its rows in another dtype."""
         layers = tuple(layer.to(device=device, dtype=dtype) for layer in self.layers_BMD)
         return replace(
-            self, layers_BMD=layers, valid_B=self.valid_B.to(device=device), position_B=self.position_B.to(device=device)
+            self,
+            layers_BMD=layers,
+            valid_B=self.valid_B.to(device=device),
+            position_B=self.position_B.to(device=device),
         )
 
     def tensors(self) -> dict[str, Tensor]:
@@ -124,9 +127,7 @@ class Memory:
         moved = {name: tensors[name].to(own[name].device, own[name].dtype).clone() for name in own}
         layers = tuple(moved[f"layer_{index}"] for index in range(len(self.layers_BMD)))
         least = int(moved["valid"].min()) if self.batch_size else 0
-        return replace(
-            self, layers_BMD=layers, valid_B=moved["valid"], position_B=moved["position"], least_valid=least
-        )
+        return replace(self, layers_BMD=layers, valid_B=moved["valid"], position_B=moved["position"], least_valid=least)
 
 
 def _last_rows(old_BMD: Tensor, new_BTD: Tensor) -> Tensor:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -106,7 +105,10 @@ class TransformerXL(LanguageModel):
         kernel = kernels.choose(self.config.kernel, x_BTD.device, x_BTD.dtype)
         sight = Sight(None if memory.all_valid else memory.valid_B)
         dropout = self.config.attention_dropout if self.training else 0.0
-        attend = partial(kernel.attend, sight=sight, dropout=dropout)
+
+        def attend(inputs: AttentionInputs) -> Tensor:
+            return kernel.attend(inputs, sight, dropout)
+
         states_BTD: list[Tensor] = []
         positions = self._positions(x_BTD, memory)
         for layer, layer_memory, place in zip(self.layers, memory.layers_BMD, positions, strict=True):
@@ -141,9 +143,8 @@ class TransformerXL(LanguageModel):
             raise UserError("give either tokens_BT or inputs_BTD")
         if tokens_BT is not None:
             if tokens_BT.ndim != 2 or tokens_BT.is_floating_point() or not tokens_BT.shape[1]:
-                raise UserError(
-                    f"tokens of shape {tuple(tokens_BT.shape)}, {tokens_BT.dtype}; wanted whole numbers (rows, tokens >= 1)"
-                )
+                given = f"tokens of shape {tuple(tokens_BT.shape)}, {tokens_BT.dtype}"
+                raise UserError(f"{given}; wanted whole numbers (rows, tokens), one token at least")
             inputs_BTD = self.embedding(tokens_BT) * self.config.width**0.5
         assert inputs_BTD is not None
         if inputs_BTD.ndim != 3 or inputs_BTD.shape[-1] != self.config.width or not inputs_BTD.shape[1]:

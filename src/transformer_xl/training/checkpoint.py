@@ -104,7 +104,11 @@ def _set_optimizer(state: TrainingState, tensors: Mapping[str, Tensor], file: Pa
     by_index: dict[int, dict[str, Tensor]] = {}
     for index, (name, _) in enumerate(state.model.named_parameters()):
         # clone: tensors in a file lie at odd addresses, which can change the last bit of what is computed from them
-        found = {key: tensors[f"{name}/{key}"].clone() for key in ("step", "exp_avg", "exp_avg_sq") if f"{name}/{key}" in tensors}
+        found = {
+            key: tensors[f"{name}/{key}"].clone()
+            for key in ("step", "exp_avg", "exp_avg_sq")
+            if f"{name}/{key}" in tensors
+        }
         if found:
             by_index[index] = found
     if by_index and len(by_index) != len(list(state.model.parameters())):

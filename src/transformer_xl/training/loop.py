@@ -1,6 +1,6 @@
 """The training loop: segment after segment of the text, each row's memory carried on, until the steps are done.
 
-    sums over a segment -> divide once -> backward -> clip -> step -> (now and then) validate, keep the best, checkpoint
+sums over a segment -> divide once -> backward -> clip -> step -> (now and then) validate, keep the best, checkpoint
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from transformer_xl.config import TrainConfig, UserError
+from transformer_xl.config import RunConfig, TrainConfig, UserError
 from transformer_xl.device import autocast
 from transformer_xl.evaluation.metrics import Sums
 from transformer_xl.evaluation.scoring import Plan, sum_nats
@@ -75,7 +75,9 @@ class _Queued:
 class Training:
     """One run being trained: the state, and what to do with it."""
 
-    def __init__(self, folder: RunFolder, corpus: Corpus, device: torch.device, reporter: Reporter | None = None) -> None:
+    def __init__(
+        self, folder: RunFolder, corpus: Corpus, device: torch.device, reporter: Reporter | None = None
+    ) -> None:
         """Builds model and optimiser with first weights from the run's seed.
 
         Raises:
@@ -213,6 +215,17 @@ class Training:
         self.reporter.figures(figures)
 
 
+def check(config: RunConfig, corpus: Corpus) -> None:
+    """Finds out, before a run folder is made, whether training can begin.
+
+    Raises:
+        UserError: the text is too short for rows and segment, or the settings name what does not exist.
+    """
+    training_stream(corpus, config.train)
+    with torch.device("meta"):
+        build_model(config)
+
+
 def training_stream(corpus: Corpus, config: TrainConfig) -> SegmentStream:
     """The training text as segments.
 
@@ -220,8 +233,6 @@ def training_stream(corpus: Corpus, config: TrainConfig) -> SegmentStream:
         UserError: it is too short for rows and segment.
     """
     split = corpus.split("train")
-    stream = SegmentStream(
-        split.tokens, rows=config.rows, segment=config.segment, start_id=corpus.vocabulary.start_id
-    )
+    stream = SegmentStream(split.tokens, rows=config.rows, segment=config.segment, start_id=corpus.vocabulary.start_id)
     check_training(stream)
     return stream

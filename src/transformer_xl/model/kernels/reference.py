@@ -85,13 +85,13 @@ def attention_terms(inputs: AttentionInputs, sight: Sight) -> AttentionTerms:
     content_bias_BNS = torch.einsum("nh,bsnh->bns", inputs.content_bias_NH, inputs.k_BSNH)
     position_bias_NTS = torch.einsum("nh,tsnh->nts", inputs.position_bias_NH, position_key_TSNH)
 
-    terms = [
+    content, position, content_bias, position_bias = (
         (term * scale).expand_as(content_BNTS).masked_fill(~seen_B1TS, 0)
         for term in (content_BNTS, position_BNTS, content_bias_BNS[:, :, None], position_bias_NTS[None])
-    ]
-    score_BNTS = (terms[0] + terms[1] + terms[2] + terms[3]).masked_fill(~seen_B1TS, -torch.inf)
+    )
+    score_BNTS = (content + position + content_bias + position_bias).masked_fill(~seen_B1TS, -torch.inf)
     probabilities_BNTS = score_BNTS.softmax(-1, dtype=torch.promote_types(score_BNTS.dtype, torch.float32))
-    return AttentionTerms(*terms, probabilities_BNTS.to(score_BNTS.dtype))
+    return AttentionTerms(content, position, content_bias, position_bias, probabilities_BNTS.to(score_BNTS.dtype))
 
 
 def weighted_values(terms: AttentionTerms, v_BSNH: Tensor, dropout: float = 0.0) -> Tensor:

@@ -1,0 +1,53 @@
+# Everything starts from a fresh clone: each target makes the virtual environment first where it is missing or old.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/installed
+# pip's isolated build of this package must use the pins too, and sees them only through the environment
+PIP := PIP_CONSTRAINT="$(CURDIR)/constraints.txt" $(BIN)/python -m pip --disable-pip-version-check
+# tests run in two processes; one thread each is fastest, the models being tiny
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+.PHONY: help setup demo test check bench clean
+
+help:
+	@echo "make demo    train on the source of Python's standard library, evaluate, generate; report in runs/demo"
+	@echo "make test    all tests"
+	@echo "make check   format, lint, types and tests: what must pass before a change"
+	@echo "make bench   training speed of the attention kernels, side by side"
+	@echo "make setup   only the virtual environment in $(VENV), which the others make where needed"
+	@echo "make clean   delete the virtual environment and caches (runs/ stays)"
+
+setup: $(STAMP)
+
+demo: $(STAMP)
+	$(BIN)/txl demo
+
+test: $(STAMP)
+	$(PYTEST)
+
+check: $(STAMP)
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
+	$(PYTEST)
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/steps.py
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis
+	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Written last, so that an interrupted setup is done again.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "Python 3.11 or newer is needed; '$(PYTHON)' is older or not there. Name another: make PYTHON=python3.12" >&2; \
+	  exit 1; }
+	@echo "setup: virtual environment in $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@echo "setup: packages (the first time some hundred MB, a few minutes)"
+	@$(PIP) install --quiet -c constraints.txt -e '.[dev]'
+	@touch $@
+	@echo "setup: done"

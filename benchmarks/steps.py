@@ -1,0 +1,168 @@
+"""Training speed of the attention kernels, side by side: tokens a second of whole optimiser steps.
+
+    python benchmarks/steps.py [--layers 4] [--segment 128] [--rounds 5] ... [--out FILE]
+
+Both models start with the same weights and read the same tokens, in one process. The kernels take turns (A B, then
+B A, ...), so that whatever else the machine does falls on both. The figures are medians over the rounds, and the ratio
+is the median of each round's ratio. The losses of both are compared as well: equal work, or no comparison.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from transformer_xl import __version__
+from transformer_xl.config import ModelConfig, TrainConfig
+from transformer_xl.device import autocast, number_format, set_threads
+from transformer_xl.model.transformer_xl import TransformerXL
+from transformer_xl.training.optimizers import build_optimizer
+
+KERNELS = ("reference", "sdpa")  # the ratio is the second over the first
+OUT = Path(__file__).parent / "results" / "steps.json"
+
+
+class Learner:
+    """A model in training, carrying its memory from step to step."""
+
+    def __init__(self, kernel: str, sizes: argparse.Namespace) -> None:
+        """Weights are drawn from the same seed for every kernel."""
+        torch.manual_seed(1)
+        config = ModelConfig(
+            layers=sizes.layers,
+            width=sizes.width,
+            heads=sizes.heads,
+            feedforward=4 * sizes.width,
+            dropout=0.0,  # so that losses can be compared
+            memory=sizes.memory,
+            kernel=kernel,
+        )
+        self.sizes, self.clip = sizes, TrainConfig().clip
+        self.model = TransformerXL(config).to(sizes.device)
+        self.optimizer = build_optimizer(self.model, TrainConfig())
+        self.memory = self.model.initial_memory(sizes.rows)
+        self.generator = torch.Generator().manual_seed(2)
+        self.losses: list[torch.Tensor] = []
+
+    def step(self) -> None:
+        """One optimiser step on fresh tokens."""
+        shape = (self.sizes.rows, self.sizes.segment + 1)
+        tokens_BT = torch.randint(0, 256, shape, generator=self.generator).to(self.sizes.device)
+        with autocast(torch.device(self.sizes.device), self.sizes.precision):
+            hidden_BTD, self.memory = self.model(tokens_BT[:, :-1], self.memory)
+            loss = self.model.nats(hidden_BTD, tokens_BT[:, 1:]).mean()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.losses.append(loss.detach())
+
+    def tokens_per_second(self, steps: int) -> float:
+        """Runs that many steps against the clock."""
+        self._wait()
+        start = time.perf_counter()
+        for _ in range(steps):
+            self.step()
+        self._wait()
+        return steps * self.sizes.rows * self.sizes.segment / (time.perf_counter() - start)
+
+    def _wait(self) -> None:
+        if self.sizes.device.startswith("cuda"):
+            torch.cuda.synchronize()
+
+
+def measure(sizes: argparse.Namespace) -> dict[str, Any]:
+    """Lets the kernels take turns; gives all rates, medians, the ratio, and how far the losses are apart."""
+    learners = {kernel: Learner(kernel, sizes) for kernel in KERNELS}
+    filling = -(-sizes.memory // sizes.segment)
+    for learner in learners.values():
+        learner.tokens_per_second(1 + filling)  # warm, and the memory full
+    rates: dict[str, list[float]] = {kernel: [] for kernel in KERNELS}
+    for number in range(sizes.rounds):
+        for kernel in KERNELS if number % 2 == 0 else reversed(KERNELS):
+            rates[kernel].append(learners[kernel].tokens_per_second(sizes.steps))
+        say(f"round {number + 1} of {sizes.rounds}: " + ", ".join(f"{k} {r[-1]:,.0f} tokens/s" for k, r in rates.items()))
+    ratios = [fast / slow for slow, fast in zip(*rates.values(), strict=True)]
+    losses = [torch.stack(learner.losses).cpu() for learner in learners.values()]
+    return {
+        "median_tokens_per_second": {kernel: round(statistics.median(of), 1) for kernel, of in rates.items()},
+        "median_ratio": round(statistics.median(ratios), 3),
+        "ratio_range": [round(min(ratios), 3), round(max(ratios), 3)],
+        "tokens_per_second": {kernel: [round(rate, 1) for rate in of] for kernel, of in rates.items()},
+        "largest_loss_difference": float((losses[0] - losses[1]).abs().max()),
+    }
+
+
+def circumstances(sizes: argparse.Namespace) -> dict[str, Any]:
+    """What someone else needs to measure the same."""
+    return {
+        "command": shlex.join(["python", "benchmarks/steps.py", *sys.argv[1:]]),
+        "commit": commit(),
+        "versions": {"transformer_xl": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        "machine": {"cpu": cpu_model(), "threads": torch.get_num_threads(), "device": device_name(sizes.device)},
+        "sizes": {name: value for name, value in vars(sizes).items() if name not in ("out", "threads", "device")},
+        "precision": number_format(torch.device(sizes.device), sizes.precision),
+    }
+
+
+def commit() -> str:
+    """The commit measured, with a mark where files have changed since."""
+    words = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=12", "--dirty", "--exclude=*"]
+    try:
+        return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def cpu_model() -> str:
+    """The processor's name, where the system tells it."""
+    table = Path("/proc/cpuinfo")
+    names = [line for line in table.read_text().splitlines() if line.startswith("model name")] if table.exists() else []
+    return names[0].partition(":")[2].strip() if names else platform.processor() or platform.machine()
+
+
+def device_name(device: str) -> str:
+    """What computes."""
+    return torch.cuda.get_device_name(device) if device.startswith("cuda") else device
+
+
+def say(text: str) -> None:
+    """A line for people."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    """Measures, prints the figures and writes them to a file."""
+    parser = argparse.ArgumentParser(description="Training speed of the attention kernels, side by side.")
+    for name, default in (("layers", 4), ("width", 256), ("heads", 4), ("segment", 128), ("memory", 128), ("rows", 8)):
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
+    parser.add_argument("--steps", type=int, default=6, help="optimiser steps of a kernel in one round (default 6)")
+    parser.add_argument("--rounds", type=int, default=5, help="default 5")
+    parser.add_argument("--precision", choices=["auto", "float32", "bfloat16"], default="float32")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--threads", type=int, help="CPU threads; default: torch's own choice")
+    parser.add_argument("--out", type=Path, default=OUT, help=f"default {OUT.name} in results/ beside this file")
+    sizes = parser.parse_args()
+    set_threads(sizes.threads)
+    results = {**circumstances(sizes), **measure(sizes)}
+    medians = results["median_tokens_per_second"]
+    print(", ".join(f"{kernel} {rate:,.0f} tokens/s" for kernel, rate in medians.items()))
+    low, high = results["ratio_range"]
+    print(f"{KERNELS[1]} over {KERNELS[0]}: {results['median_ratio']:.2f} (from {low:.2f} to {high:.2f})")
+    print(f"largest difference of a loss: {results['largest_loss_difference']:.1e} nats")
+    sizes.out.parent.mkdir(parents=True, exist_ok=True)
+    sizes.out.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

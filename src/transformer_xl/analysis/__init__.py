@@ -1,0 +1,1 @@
+"""Explaining a model: pictures and pages."""

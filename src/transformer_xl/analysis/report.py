@@ -1,0 +1,56 @@
+"""A page of tables, pictures and text in one HTML file that needs nothing beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+_STYLE = """
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 46rem; margin: 2rem auto; padding: 0 1rem; color: #1a1a1a; }
+h1 { font-size: 1.7rem; } h2 { font-size: 1.2rem; margin-top: 2.2rem; }
+table { border-collapse: collapse; width: 100%; } th, td { padding: .3rem .6rem; text-align: right; }
+th:first-child, td:first-child { text-align: left; } th { border-bottom: 2px solid #888; }
+td { border-bottom: 1px solid #ddd; } svg { max-width: 100%; height: auto; }
+pre { background: #f5f5f2; padding: .8rem; overflow-x: auto; white-space: pre-wrap; overflow-wrap: anywhere; }
+"""
+
+
+@dataclass(frozen=True)
+class Page:
+    """HTML pieces under a title."""
+
+    title: str
+    pieces: Sequence[str]
+
+    def html(self) -> str:
+        """The whole page."""
+        title = escape(self.title)
+        head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>'
+        body = "\n".join(self.pieces)
+        return (
+            f'<!doctype html>\n<html lang="en"><head>{head}<style>{_STYLE}</style></head>\n'
+            f"<body>\n<h1>{title}</h1>\n{body}\n</body></html>\n"
+        )
+
+
+def heading(text: str) -> str:
+    """A heading below the title."""
+    return f"<h2>{escape(text)}</h2>"
+
+
+def paragraph(text: str) -> str:
+    """A paragraph of plain text."""
+    return f"<p>{escape(text)}</p>"
+
+
+def verbatim(text: str) -> str:
+    """Text shown as it is."""
+    return f"<pre>{escape(text)}</pre>"
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table; the first column stands left, the others right."""
+    head = "".join(f"<th>{escape(column)}</th>" for column in columns)
+    lines = ("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"

@@ -1,0 +1,160 @@
+"""`txl demo`: the main job on real text found on any machine, end to end in minutes."""
+
+from __future__ import annotations
+
+import gzip
+import lzma
+import shutil
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+
+from transformer_xl.cli.output import ProgressBar, print_json, print_table, say
+from transformer_xl.config import UserError, load_recipe
+from transformer_xl.files import write_text
+
+if TYPE_CHECKING:
+    from transformer_xl.analysis.demo_page import DemoResults
+    from transformer_xl.run_folder import Run, RunFolder
+    from transformer_xl.text.token_store import Corpus
+
+_MARK = ".txl-demo"  # says that a folder is the demo's own, which it may delete
+
+
+def demo(
+    *,
+    out: Path = Path("runs/demo"),
+    recipe: str = "demo",
+    tokens: int = 131_072,
+    device: str = "auto",
+    threads: int | None = None,
+    json: Annotated[bool, Parameter(negative=())] = False,
+) -> int:
+    """Prepare, train, evaluate at several memory lengths beside gzip and xz, generate, and write a report.
+
+    The text is the source of Python's own standard library. Takes minutes on two CPU cores.
+
+    Parameters
+    ----------
+    out
+        Folder for corpus, run and report.html; an earlier demo there is replaced.
+    recipe
+        Settings of the model and its training.
+    tokens
+        Test tokens scored, from the start of the test text.
+    device
+        auto, cuda, mps or cpu.
+    threads
+        CPU threads of one operation.
+    json
+        Print one JSON object at the end.
+    """
+    from transformer_xl.analysis.demo_page import demo_page
+    from transformer_xl.device import choose_device
+
+    began = time.perf_counter()
+    load_recipe(recipe)
+    choose_device(device)
+    if tokens < 1:
+        raise UserError(f"--tokens {tokens}: wanted 1 or more")
+    _clear(out)
+    folder, corpus, status = _train(out, recipe, device, threads)
+    if status:
+        return status
+    results = _examine(folder, corpus, device, tokens, began)
+    report = out / "report.html"
+    write_text(report, demo_page(folder, corpus.source, results))
+    _show(folder, report, results, json)
+    return 0
+
+
+def _clear(out: Path) -> None:
+    if out.exists() and any(out.iterdir() if out.is_dir() else [out]):
+        if not (out / _MARK).exists():
+            raise UserError(f"{out} exists and is not an earlier demo; choose another --out or delete it first")
+        shutil.rmtree(out)
+    out.mkdir(parents=True, exist_ok=True)
+    write_text(out / _MARK, "made by txl demo, which may delete this folder\n")
+
+
+def _train(out: Path, recipe: str, device: str, threads: int | None) -> tuple[RunFolder, Corpus, int]:
+    from transformer_xl.cli.train import new_training, run_training
+    from transformer_xl.text.corpora import find_text
+    from transformer_xl.text.token_store import write_corpus
+    from transformer_xl.text.vocabulary import ByteVocabulary
+
+    text = find_text(["python-stdlib"], given={})
+    corpus = write_corpus(
+        out / "corpus", text.splits, name=text.name, source=text.description, vocabulary=ByteVocabulary()
+    )
+    train = corpus.split("train")
+    say(f"text: {corpus.source}; {train.num_bytes:,} bytes in {train.num_documents:,} files to learn from")
+    training = new_training(recipe, out / "corpus", out / "run", {}, device, threads)
+    config = training.folder.config
+    say(
+        f"model: {training.state.model.num_parameters():,} parameters, on {training.device}; "
+        f"{config.train.steps:,} steps of {config.train.rows * config.train.segment:,} bytes"
+    )
+    outcome, stopped_by = run_training(training)
+    if not outcome.finished:
+        say(f"stopped at step {outcome.step:,}; 'txl demo' begins anew")
+    return training.folder, corpus, 0 if outcome.finished else 128 + (stopped_by or 2)
+
+
+def _examine(folder: RunFolder, corpus: Corpus, device: str, tokens: int, began: float) -> DemoResults:
+    from transformer_xl.analysis.demo_page import DemoResults
+    from transformer_xl.generation.decoding import generate
+    from transformer_xl.generation.sampling import Sampler
+    from transformer_xl.run_folder import load
+
+    run = load(folder.path, device=device)
+    test = corpus.split("test")
+    text = run.vocabulary.decode_bytes(test.tokens[:tokens])
+    trained = folder.config.train.memory
+    lengths = {length: _scored(run, corpus, length, tokens) for length in (0, trained // 2, trained, trained * 4)}
+    prompt = "class Queue:\n    def __init__(self"
+    sample = "".join(generate(run, prompt, tokens=400, sampler=Sampler(0.7, top_k=40), seed=1))
+    return DemoResults(
+        lengths,
+        {
+            "gzip -9": 8 * len(gzip.compress(text, 9)) / len(text),
+            "xz -9": 8 * len(lzma.compress(text, preset=9)) / len(text),
+        },
+        prompt,
+        sample,
+        time.perf_counter() - began,
+    )
+
+
+def _scored(run: Run, corpus: Corpus, length: int, tokens: int) -> dict[str, Any]:
+    from transformer_xl.evaluation.scoring import Plan, evaluate
+
+    test = corpus.split("test")
+    plan = Plan.of(run.config, memory=length)
+    with ProgressBar(f"test, memory {length:,}", min(tokens, test.num_tokens), "tokens") as bar:
+        return evaluate(run, test, plan, limit=tokens, progress=bar.advance).as_dict()
+
+
+def _show(folder: RunFolder, report: Path, results: DemoResults, json: bool) -> None:
+    from transformer_xl.analysis.demo_page import COLUMNS, result_rows
+
+    if json:
+        print_json(
+            {
+                "run": str(folder.path),
+                "report": str(report),
+                "results": list(results.lengths.values()),
+                "gzip_bits_per_byte": results.packers["gzip -9"],
+                "xz_bits_per_byte": results.packers["xz -9"],
+                "prompt": results.prompt,
+                "sample": results.sample,
+                "seconds": results.seconds,
+            }
+        )
+        return
+    print(f"\nA sample, going on from {results.prompt!r}:\n\n{results.prompt}{results.sample}\n")
+    title = f"Test: the first {results.num_bytes:,} bytes of files never seen in training"
+    print_table(title, COLUMNS, result_rows(folder, results))
+    print(f"report: {report}   ({results.seconds:,.0f} s in all)")
