@@ -4,8 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
-# pip's isolated build of this package must use the pins too, and sees them only through the environment
-PIP := PIP_CONSTRAINT="$(CURDIR)/constraints.txt" $(BIN)/python -m pip --disable-pip-version-check
+# pip's isolated build of this package must use the pins too; old and new pip look for them under these two names
+PIP := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt $(BIN)/python -m pip
 # tests run in two processes; one thread each is fastest, the models being tiny
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
@@ -48,6 +48,6 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "setup: virtual environment in $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
 	@echo "setup: packages (the first time some hundred MB, a few minutes)"
-	@$(PIP) install --quiet -c constraints.txt -e '.[dev]'
+	@$(PIP) install -qq -c constraints.txt -e '.[dev]'
 	@touch $@
 	@echo "setup: done"

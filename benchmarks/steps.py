@@ -91,7 +91,10 @@ def measure(sizes: argparse.Namespace) -> dict[str, Any]:
     for number in range(sizes.rounds):
         for kernel in KERNELS if number % 2 == 0 else reversed(KERNELS):
             rates[kernel].append(learners[kernel].tokens_per_second(sizes.steps))
-        say(f"round {number + 1} of {sizes.rounds}: " + ", ".join(f"{k} {r[-1]:,.0f} tokens/s" for k, r in rates.items()))
+        say(
+            f"round {number + 1} of {sizes.rounds}: "
+            + ", ".join(f"{k} {r[-1]:,.0f} tokens/s" for k, r in rates.items())
+        )
     ratios = [fast / slow for slow, fast in zip(*rates.values(), strict=True)]
     losses = [torch.stack(learner.losses).cpu() for learner in learners.values()]
     return {

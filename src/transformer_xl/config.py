@@ -136,6 +136,8 @@ class CorpusReference(Settings):
     """Folder of the corpus, as an absolute path."""
     vocabulary: str
     """Fingerprint (sha256) of its vocabulary."""
+    train_sha256: str
+    """Of the training tokens: a run goes on only with the text it began with."""
 
 
 class RunConfig(Settings):

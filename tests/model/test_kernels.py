@@ -118,7 +118,8 @@ def test_terms_add_up_and_probabilities_sum_to_one():
 
 def test_choice():
     cpu = torch.device("cpu")
-    assert choose("auto", cpu, torch.float32).name == "sdpa"
+    assert choose("auto", cpu, torch.float32).name == "cpu"
+    assert choose("auto", torch.device("cuda"), torch.float32).name == "sdpa"
     assert choose("auto", cpu, torch.complex64).name == "reference"
     assert choose("reference", cpu, torch.float32).name == "reference"
     with pytest.raises(UserError, match="did you mean 'sdpa'"):

@@ -101,7 +101,11 @@ def new_training(
     from transformer_xl.training.loop import Training, check
 
     opened = Corpus.open(corpus)
-    reference = {"path": str(corpus.resolve()), "vocabulary": fingerprint(opened.vocabulary)}
+    reference = {
+        "path": str(corpus.resolve()),
+        "vocabulary": fingerprint(opened.vocabulary),
+        "train_sha256": opened.record.splits["train"].sha256,
+    }
     size = {"vocabulary_size": opened.vocabulary.size}
     config = run_settings(merge(settings, {"corpus": reference, "model": size}), "settings")
     chosen = choose_device(device)
@@ -127,6 +131,8 @@ def _resumed(
                 raise UserError(f"{group}.{name} cannot change within a run; start a new one with --run DIR")
     config = run_settings(merge(folder.config.model_dump(), flags), "settings")
     opened = corpus_of(folder, corpus)
+    if folder.config.corpus and folder.config.corpus.train_sha256 != opened.record.splits["train"].sha256:
+        raise UserError(f"{opened.path} holds another training text than {resume} began with; give that corpus again")
     chosen = choose_device(device)
     set_threads(threads)
     folder = replace(folder, config=config)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from transformer_xl.config import UserError, nearest
-from transformer_xl.model.kernels import reference, sdpa
+from transformer_xl.model.kernels import cpu, reference, sdpa
 from transformer_xl.model.kernels.reference import AttentionInputs, AttentionTerms, Sight
 
 __all__ = ["KERNELS", "Attend", "AttentionInputs", "AttentionTerms", "Kernel", "Sight", "choose"]
@@ -33,6 +33,7 @@ _SDPA_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 KERNELS = {
     kernel.name: kernel
     for kernel in (  # fastest first
+        Kernel("cpu", cpu.attend, lambda device, dtype: device.type == "cpu" and dtype in _SDPA_DTYPES),
         Kernel("sdpa", sdpa.attend, lambda _, dtype: dtype in _SDPA_DTYPES),
         Kernel("reference", reference.attend, lambda _device, _dtype: True),
     )

@@ -1,0 +1,125 @@
+"""Relative attention for training on a CPU: torch's fused attention forward, and a backward that recomputes.
+
+The plain way keeps B x N x T x S probabilities for the backward pass, and torch's fused CPU attention gives no gradient
+to an additive bias. Here the forward pass keeps only the log-sum-exp of each query; the backward pass makes scores and
+probabilities again, a few rows of the batch at a time, in buffers it uses over and over.
+
+Both passes write position scores into a buffer W = S + T - 1 wide whose shifted view is bias and mask at once, as in
+`sdpa.py`; in the backward pass the same view of another buffer moves score gradients back to their distances.
+
+Letters: B rows, C rows worked on at once, T queries, S = M + T keys, P distances, N heads, H head width, W as above;
+G = C x N.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from transformer_xl.model.kernels import sdpa
+from transformer_xl.model.kernels.reference import AttentionInputs, Sight
+
+_BUFFER_NUMBERS = 2**21  # numbers in one buffer: large enough for full speed, small enough to stay near the cache
+
+
+def attend(inputs: AttentionInputs, sight: Sight, dropout: float) -> Tensor:
+    """Relative attention; returns (B, T, N, H). Dropout on probabilities goes the plain way, through `sdpa`."""
+    if dropout or not torch.is_grad_enabled():
+        return sdpa.attend(inputs, sight, dropout)
+    scale = inputs.q_BTNH.shape[-1] ** -0.5
+    out_BNTH = _Recomputed.apply(
+        ((inputs.q_BTNH + inputs.content_bias_NH) * scale).transpose(1, 2).contiguous(),
+        ((inputs.q_BTNH + inputs.position_bias_NH) * scale).transpose(1, 2).contiguous(),
+        inputs.k_BSNH.transpose(1, 2).contiguous(),
+        inputs.v_BSNH.transpose(1, 2).contiguous(),
+        inputs.position_key_PNH.transpose(0, 1).contiguous(),
+        sight.valid_B,
+    )
+    return out_BNTH.transpose(1, 2)
+
+
+class _Recomputed(torch.autograd.Function):
+    """Attention of scaled queries (content and position, each with its bias added) over keys, values and distances."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, c_BNTH: Tensor, p_BNTH: Tensor, k_BNSH: Tensor, v_BNSH: Tensor, r_NPH: Tensor, valid_B: Tensor | None
+    ) -> Tensor:
+        out_BNTH = torch.empty_like(c_BNTH)
+        lse_BNT = c_BNTH.new_empty(c_BNTH.shape[:3], dtype=torch.promote_types(c_BNTH.dtype, torch.float32))
+        bias = _Bias(p_BNTH, k_BNSH, r_NPH, valid_B)
+        for rows in bias.chunks():
+            out_BNTH[rows], lse_BNT[rows] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                c_BNTH[rows], k_BNSH[rows], v_BNSH[rows], attn_mask=bias.of(rows), scale=1.0
+            )
+        ctx.save_for_backward(c_BNTH, p_BNTH, k_BNSH, v_BNSH, r_NPH, valid_B, out_BNTH, lse_BNT)
+        return out_BNTH
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        c_BNTH, p_BNTH, k_BNSH, v_BNSH, r_NPH, valid_B, out_BNTH, lse_BNT = ctx.saved_tensors
+        dout_BNTH = grads[0].contiguous()
+        delta_BNT = (dout_BNTH * out_BNTH).sum(-1, dtype=lse_BNT.dtype)
+        dc_BNTH, dp_BNTH, dk_BNSH, dv_BNSH = (torch.empty_like(t) for t in (c_BNTH, p_BNTH, k_BNSH, v_BNSH))
+        dr_NPH = torch.zeros_like(r_NPH, dtype=lse_BNT.dtype)
+        bias = _Bias(p_BNTH, k_BNSH, r_NPH, valid_B)
+        dwide_CNTW = torch.zeros_like(bias.wide_CNTW)
+        for rows in bias.chunks():
+            c_GTH, k_GSH, v_GSH, dout_GTH = (t[rows].flatten(0, 1) for t in (c_BNTH, k_BNSH, v_BNSH, dout_BNTH))
+            lse_GT1, delta_GT1 = (t[rows].flatten(0, 1)[:, :, None].to(c_GTH.dtype) for t in (lse_BNT, delta_BNT))
+            a_GTS = torch.baddbmm(bias.of(rows).flatten(0, 1), c_GTH, k_GSH.mT).sub_(lse_GT1).exp_()
+            torch.bmm(a_GTS.mT, dout_GTH, out=dv_BNSH[rows].flatten(0, 1))
+            ds_GTS = torch.bmm(dout_GTH, v_GSH.mT).sub_(delta_GT1).mul_(a_GTS)
+            torch.bmm(ds_GTS, k_GSH, out=dc_BNTH[rows].flatten(0, 1))
+            torch.bmm(ds_GTS.mT, c_GTH, out=dk_BNSH[rows].flatten(0, 1))
+            dscore_CNTP = bias.by_distance(ds_GTS.view(bias.of_shape(rows)), dwide_CNTW[: len(k_BNSH[rows])])
+            torch.matmul(dscore_CNTP, r_NPH, out=dp_BNTH[rows])
+            dr_NPH += torch.matmul(dscore_CNTP.mT, p_BNTH[rows]).sum(0, dtype=dr_NPH.dtype)
+        return dc_BNTH, dp_BNTH, dk_BNSH, dv_BNSH, dr_NPH.to(r_NPH.dtype), None
+
+
+class _Bias:
+    """Position scores and mask of some rows at a time, in one buffer."""
+
+    def __init__(self, p_BNTH: Tensor, k_BNSH: Tensor, r_NPH: Tensor, valid_B: Tensor | None) -> None:
+        self.p_BNTH, self.r_NPH, self.valid_B = p_BNTH, r_NPH, valid_B
+        self.batch_size, self.num_heads, self.num_queries = p_BNTH.shape[:3]
+        self.num_keys, self.num_distances = k_BNSH.shape[2], r_NPH.shape[1]
+        self.width = self.num_keys + self.num_queries - 1
+        self.at_once = max(1, min(self.batch_size, _BUFFER_NUMBERS // (self.num_heads * self.num_queries * self.width)))
+        shape = (self.at_once, self.num_heads, self.num_queries, self.width)
+        self.wide_CNTW = p_BNTH.new_full(shape, -torch.inf)
+
+    def chunks(self) -> Iterator[slice]:
+        for start in range(0, self.batch_size, self.at_once):
+            yield slice(start, min(start + self.at_once, self.batch_size))
+
+    def of(self, rows: slice) -> Tensor:
+        """Bias (C, N, T, S) of these rows; overwritten by the next call."""
+        wide_CNTW = self.wide_CNTW[: rows.stop - rows.start]
+        first = self.num_keys - self.num_distances
+        if self.valid_B is not None:
+            wide_CNTW.fill_(-torch.inf)  # masks of other rows may have reached into the scores
+        wide_CNTW[..., first : self.num_keys] = self.p_BNTH[rows] @ self.r_NPH.mT
+        bias_CNTS = self._shifted(wide_CNTW)
+        if self.valid_B is not None:
+            first_valid_C = self.num_keys - self.num_queries - self.valid_B[rows]
+            empty_CS = torch.arange(self.num_keys) < first_valid_C[:, None]
+            bias_CNTS.masked_fill_(empty_CS[:, None, None, :], -torch.inf)
+        return bias_CNTS
+
+    def of_shape(self, rows: slice) -> tuple[int, int, int, int]:
+        return (rows.stop - rows.start, self.num_heads, self.num_queries, self.num_keys)
+
+    def by_distance(self, score_CNTS: Tensor, wide_CNTW: Tensor) -> Tensor:
+        """Scores over keys moved back to their distances (C, N, T, P), through a buffer that holds zeros elsewhere."""
+        self._shifted(wide_CNTW).copy_(score_CNTS)
+        return wide_CNTW[..., self.num_keys - self.num_distances : self.num_keys]
+
+    def _shifted(self, wide_CNTW: Tensor) -> Tensor:
+        rows, heads, queries, width = wide_CNTW.shape
+        stride = (heads * queries * width, queries * width, width - 1, 1)
+        return wide_CNTW.as_strided((rows, heads, queries, self.num_keys), stride, queries - 1)

@@ -1,0 +1,177 @@
+"""What documents and recipes say is so: commands parse, paths and targets exist, no path is of one machine."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from cyclopts import CycloptsError
+
+from transformer_xl.cli.main import COMMANDS, build_app
+from transformer_xl.config import UserError, load_recipe, recipe_names, run_settings
+from transformer_xl.run_folder import build_model
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def code_blocks(text: str, label: str = r"\w*") -> list[str]:
+    """What stands between fences; `label` after the opening one."""
+    return re.findall(rf"^```{label}\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def txl_lines(text: str) -> Iterator[list[str]]:
+    """The words after `txl` of each command line in a code block, without what a shell would take."""
+    for block in code_blocks(text):
+        for line in block.replace("\\\n", " ").splitlines():
+            found = re.match(r"(?:\$ )?(?:\S*/)?txl(?: (.*))?$", line.strip())
+            if found:
+                words = shlex.split(found[1] or "", comments=True)
+                shell = [place for place, word in enumerate(words) if word in ("|", ">", "2>", "<", "&&", ";")]
+                yield words[: shell[0]] if shell else words
+
+
+def refused(words: list[str]) -> str | None:
+    """Why the real command line does not understand these words; nothing is run."""
+    try:
+        build_app().parse_args(words, exit_on_error=False, print_error=False)
+    except CycloptsError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_command_line_parses(document: Path) -> None:
+    lines = list(txl_lines(document.read_text(encoding="utf-8")))
+    assert {shlex.join(words): why for words in lines if (why := refused(words))} == {}
+
+
+def test_the_readme_shows_how_to_use_it() -> None:
+    """Without this, the test above would hold of a README without command lines."""
+    assert {words[0] for words in txl_lines(README)} >= {"prepare", "train", "evaluate", "generate"}
+
+
+def test_every_command_is_there() -> None:
+    assert {name: why for name in COMMANDS if (why := refused([name, "--help"]))} == {}
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("txl train --corpus a --run b --model.layer 6", "Unknown option: --model.layer"),
+        ("txl trian --corpus a", "Unknown command"),
+        ("$ .venv/bin/txl evaluate runs/a --splitt test | head", "Unknown option: --splitt"),
+        ("txl prepare a.txt \\\n  # a remark\n", "--out"),
+        ("txl generate runs/a --tokens many  # a remark", "many"),
+    ],
+)
+def test_a_wrong_command_line_is_found(line: str, why: str) -> None:
+    (words,) = txl_lines(f"Text\n\n```sh\n{line}\n```\n")
+    assert why in (refused(words) or "")
+
+
+def test_command_lines_are_read_as_a_shell_would() -> None:
+    text = "```\ntxl generate a \\\n  --prompt 'x | y' > out.txt\n# txl none\nls txl x\n```\n\ntxl outside\n"
+    assert list(txl_lines(text)) == [["generate", "a", "--prompt", "x | y"]]
+
+
+def make_targets(makefile: str) -> set[str]:
+    return set(re.findall(r"^([a-z]+):", makefile, flags=re.MULTILINE))
+
+
+def make_words(text: str) -> set[str]:
+    """X of every `make X` in code."""
+    code = "\n".join([*code_blocks(text), *(span for span in re.findall(r"`([^`\n]+)`", text))])
+    return set(re.findall(r"^(?:\$ )?make ([a-z]+)", code, flags=re.MULTILINE))
+
+
+@pytest.mark.parametrize("document", [*DOCUMENTS, ROOT / "CONTRIBUTING.md"], ids=lambda path: path.name)
+def test_every_make_target_exists(document: Path) -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert make_words(document.read_text(encoding="utf-8")) <= make_targets(makefile)
+
+
+def test_the_readme_names_the_two_targets() -> None:
+    assert make_words(README) >= {"demo", "test"}
+    assert make_words("`make all` or\n\n```\n$ make it\n```\nand make that") == {"all", "it"}
+    assert make_targets("A := b\ndemo: x\n\tmake y: z\ntest:\n") == {"demo", "test"}
+
+
+def tree_paths(text: str) -> list[str]:
+    """The paths of an annotated tree: a code block labelled `tree`, two spaces a level, a path first on each line."""
+    paths: list[str] = []
+    above: list[str] = []
+    for line in "".join(code_blocks(text, "tree")).splitlines():
+        level = (len(line) - len(line.lstrip())) // 2
+        above = [*above[:level], line.split()[0].rstrip("/")]
+        paths.append("/".join(above))
+    return paths
+
+
+def test_every_path_of_the_tree_exists() -> None:
+    paths = tree_paths(README)
+    assert "src/transformer_xl/model/memory.py" in paths
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+def test_a_tree_is_read_level_by_level() -> None:
+    text = "```tree\na/     first\n  b/   second\n    c  third\n  d    fourth\ne/f    last\n```\n"
+    assert tree_paths(text) == ["a", "a/b", "a/b/c", "a/d", "e/f"]
+
+
+def project_texts() -> Iterator[tuple[str, str]]:
+    """Every text file of the project by its path."""
+    found = [path for path in ROOT.iterdir() if path.is_file()]
+    for folder in (".ci", "src", "tests", "benchmarks", "docs"):
+        found += [path for path in (ROOT / folder).rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    for path in sorted(found):
+        content = path.read_bytes()
+        if b"\0" not in content:
+            yield path.relative_to(ROOT).as_posix(), content.decode("utf-8")
+
+
+def machine_paths(text: str) -> list[str]:
+    """Absolute paths that only one machine has."""
+    return re.findall(r"(?<![\w./-])/(?:work|root|home|tmp)\b[\w./-]*", text)
+
+
+def test_no_path_is_of_one_machine() -> None:
+    texts = dict(project_texts())
+    assert {"README.md", ".ci/run", "src/transformer_xl/config.py", "tests/house/test_documents.py"} <= texts.keys()
+    assert {path: found for path, text in texts.items() if (found := machine_paths(text))} == {}
+
+
+def test_a_path_of_one_machine_is_found() -> None:
+    slash = "/"
+    assert machine_paths(f"cd {slash}home/me/x; ls '{slash}tmp'") == [f"{slash}home/me/x", f"{slash}tmp"]
+    assert machine_paths(f"a{slash}work, .{slash}tmp, {slash}homely, {slash}usr/bin/env, {slash}{slash}root") == []
+
+
+# Different characters of the data the parameter counts of recipes hold for.
+PUBLISHED_VOCABULARIES = {"enwik8": 204}
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_every_recipe_makes_a_model(name: str) -> None:
+    recipe = load_recipe(name)
+    size = PUBLISHED_VOCABULARIES.get(recipe.corpus, 256)
+    values = {
+        "model": {**recipe.model, "vocabulary_size": size},
+        "train": recipe.train,
+        "evaluation": recipe.evaluation,
+    }
+    with torch.device("meta"):
+        parameters = build_model(run_settings(values, name)).num_parameters()
+    assert recipe.parameters in (None, parameters)
+
+
+def test_a_wrong_recipe_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "wrong.yaml"
+    file.write_text("title: t\nsource: s\ncorpus: c\nmodel: {layer: 3}\n", encoding="utf-8")
+    with pytest.raises(UserError, match=r"unknown setting 'model.layer' \(did you mean 'layers'\?\)"):
+        load_recipe(str(file))
