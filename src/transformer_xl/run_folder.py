@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import yaml
@@ -106,14 +106,21 @@ class RunFolder:
         """The newest checkpoint, if there is one."""
         return next(reversed(self.states()), None)
 
-    def figures(self) -> list[dict[str, float]]:
-        """The lines of metrics.jsonl; a half-written last line (a killed run) is left out."""
+    def figures(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl; a half-written last line (a killed run) is left out.
+
+        Raises:
+            UserError: the file is damaged.
+        """
         file = self.path / "metrics.jsonl"
         if not file.exists():
             return []
         with explained(f"reading {file}"):
             lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+        try:
+            return [json.loads(line) for line in lines if line.endswith("\n")]
+        except json.JSONDecodeError as error:
+            raise UserError(f"{file} is damaged ({error}); delete it, the figures are not needed to go on") from None
 
     def load_model(self, device: torch.device, weights: Weights = "best") -> LanguageModel:
         """Builds the model with the run's weights, ready for evaluation.

@@ -1,8 +1,8 @@
 """Relative attention for training on a CPU: torch's fused attention forward, and a backward that recomputes.
 
 The plain way keeps B x N x T x S probabilities for the backward pass, and torch's fused CPU attention gives no gradient
-to an additive bias. Here the forward pass keeps only the log-sum-exp of each query; the backward pass makes scores and
-probabilities again, a few rows of the batch at a time, in buffers it uses over and over.
+to an additive bias. Here the forward pass keeps nothing of that size; the backward pass makes scores and probabilities
+again, a few rows of the batch at a time.
 
 Both passes write position scores into a buffer W = S + T - 1 wide whose shifted view is bias and mask at once, as in
 `sdpa.py`; in the backward pass the same view of another buffer moves score gradients back to their distances.
@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from transformer_xl.model.kernels import sdpa
@@ -49,30 +50,28 @@ class _Recomputed(torch.autograd.Function):
         ctx: Any, c_BNTH: Tensor, p_BNTH: Tensor, k_BNSH: Tensor, v_BNSH: Tensor, r_NPH: Tensor, valid_B: Tensor | None
     ) -> Tensor:
         out_BNTH = torch.empty_like(c_BNTH)
-        lse_BNT = c_BNTH.new_empty(c_BNTH.shape[:3], dtype=torch.promote_types(c_BNTH.dtype, torch.float32))
         bias = _Bias(p_BNTH, k_BNSH, r_NPH, valid_B)
         for rows in bias.chunks():
-            out_BNTH[rows], lse_BNT[rows] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            out_BNTH[rows] = F.scaled_dot_product_attention(
                 c_BNTH[rows], k_BNSH[rows], v_BNSH[rows], attn_mask=bias.of(rows), scale=1.0
             )
-        ctx.save_for_backward(c_BNTH, p_BNTH, k_BNSH, v_BNSH, r_NPH, valid_B, out_BNTH, lse_BNT)
+        ctx.save_for_backward(c_BNTH, p_BNTH, k_BNSH, v_BNSH, r_NPH, valid_B)
         return out_BNTH
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        c_BNTH, p_BNTH, k_BNSH, v_BNSH, r_NPH, valid_B, out_BNTH, lse_BNT = ctx.saved_tensors
+        c_BNTH, p_BNTH, k_BNSH, v_BNSH, r_NPH, valid_B = ctx.saved_tensors
         dout_BNTH = grads[0].contiguous()
-        delta_BNT = (dout_BNTH * out_BNTH).sum(-1, dtype=lse_BNT.dtype)
         dc_BNTH, dp_BNTH, dk_BNSH, dv_BNSH = (torch.empty_like(t) for t in (c_BNTH, p_BNTH, k_BNSH, v_BNSH))
-        dr_NPH = torch.zeros_like(r_NPH, dtype=lse_BNT.dtype)
+        dr_NPH = torch.zeros_like(r_NPH, dtype=torch.promote_types(r_NPH.dtype, torch.float32))
         bias = _Bias(p_BNTH, k_BNSH, r_NPH, valid_B)
         dwide_CNTW = torch.zeros_like(bias.wide_CNTW)
         for rows in bias.chunks():
             c_GTH, k_GSH, v_GSH, dout_GTH = (t[rows].flatten(0, 1) for t in (c_BNTH, k_BNSH, v_BNSH, dout_BNTH))
-            lse_GT1, delta_GT1 = (t[rows].flatten(0, 1)[:, :, None].to(c_GTH.dtype) for t in (lse_BNT, delta_BNT))
-            a_GTS = torch.baddbmm(bias.of(rows).flatten(0, 1), c_GTH, k_GSH.mT).sub_(lse_GT1).exp_()
+            # torch's own softmax and its gradient: exp(score - logsumexp) in bfloat16 would not sum to one
+            a_GTS = torch.baddbmm(bias.of(rows).flatten(0, 1), c_GTH, k_GSH.mT).softmax(-1)
             torch.bmm(a_GTS.mT, dout_GTH, out=dv_BNSH[rows].flatten(0, 1))
-            ds_GTS = torch.bmm(dout_GTH, v_GSH.mT).sub_(delta_GT1).mul_(a_GTS)
+            ds_GTS = torch._softmax_backward_data(torch.bmm(dout_GTH, v_GSH.mT), a_GTS, -1, a_GTS.dtype)
             torch.bmm(ds_GTS, k_GSH, out=dc_BNTH[rows].flatten(0, 1))
             torch.bmm(ds_GTS.mT, c_GTH, out=dk_BNSH[rows].flatten(0, 1))
             dscore_CNTP = bias.by_distance(ds_GTS.view(bias.of_shape(rows)), dwide_CNTW[: len(k_BNSH[rows])])
