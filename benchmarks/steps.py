@@ -1,10 +1,11 @@
 """Training speed of the attention kernels, side by side: tokens a second of whole optimiser steps.
 
-    python benchmarks/steps.py [--layers 4] [--segment 128] [--rounds 5] ... [--out FILE]
+    python benchmarks/steps.py [--kernels reference,sdpa] [--layers 4] [--segment 128] [--rounds 5] ... [--out FILE]
 
-Both models start with the same weights and read the same tokens, in one process. The kernels take turns (A B, then
-B A, ...), so that whatever else the machine does falls on both. The figures are medians over the rounds, and the ratio
-is the median of each round's ratio. The losses of both are compared as well: equal work, or no comparison.
+The models start with the same weights and read the same tokens, in one process. The kernels take turns (A B C, then
+C B A, ...), so that whatever else the machine does falls on all. The figures are medians over the rounds; a ratio is
+the median of each round's ratio to the first kernel named. The losses are compared as well, so that a kernel that is
+fast because it does something else is seen.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ import torch
 from transformer_xl import __version__
 from transformer_xl.config import ModelConfig, TrainConfig
 from transformer_xl.device import autocast, number_format, set_threads
+from transformer_xl.model.kernels import KERNELS
 from transformer_xl.model.transformer_xl import TransformerXL
 from transformer_xl.training.optimizers import build_optimizer
 
-KERNELS = ("reference", "sdpa")  # the ratio is the second over the first
 OUT = Path(__file__).parent / "results" / "steps.json"
 
 
@@ -82,27 +83,40 @@ class Learner:
 
 
 def measure(sizes: argparse.Namespace) -> dict[str, Any]:
-    """Lets the kernels take turns; gives all rates, medians, the ratio, and how far the losses are apart."""
-    learners = {kernel: Learner(kernel, sizes) for kernel in KERNELS}
+    """Lets the kernels take turns; gives all rates, medians, ratios, and how far the losses are apart."""
+    kernels: list[str] = sizes.kernels
+    learners = {kernel: Learner(kernel, sizes) for kernel in kernels}
     filling = -(-sizes.memory // sizes.segment)
     for learner in learners.values():
         learner.tokens_per_second(1 + filling)  # warm, and the memory full
-    rates: dict[str, list[float]] = {kernel: [] for kernel in KERNELS}
+    rates: dict[str, list[float]] = {kernel: [] for kernel in kernels}
     for number in range(sizes.rounds):
-        for kernel in KERNELS if number % 2 == 0 else reversed(KERNELS):
+        for kernel in kernels if number % 2 == 0 else reversed(kernels):
             rates[kernel].append(learners[kernel].tokens_per_second(sizes.steps))
-        say(
-            f"round {number + 1} of {sizes.rounds}: "
-            + ", ".join(f"{k} {r[-1]:,.0f} tokens/s" for k, r in rates.items())
-        )
-    ratios = [fast / slow for slow, fast in zip(*rates.values(), strict=True)]
-    losses = [torch.stack(learner.losses).cpu() for learner in learners.values()]
+        last = ", ".join(f"{kernel} {of[-1]:,.0f} tokens/s" for kernel, of in rates.items())
+        say(f"round {number + 1} of {sizes.rounds}: {last}")
+    first = kernels[0]
+    losses = {kernel: torch.stack(learner.losses).cpu() for kernel, learner in learners.items()}
     return {
-        "median_tokens_per_second": {kernel: round(statistics.median(of), 1) for kernel, of in rates.items()},
+        "compared_with": first,
+        "kernels": {
+            kernel: {
+                "median_tokens_per_second": round(statistics.median(of), 1),
+                **ratio(of, rates[first]),
+                "largest_loss_difference": float((losses[kernel] - losses[first]).abs().max()),
+                "tokens_per_second": [round(rate, 1) for rate in of],
+            }
+            for kernel, of in rates.items()
+        },
+    }
+
+
+def ratio(rates: list[float], others: list[float]) -> dict[str, Any]:
+    """How many times faster, round by round."""
+    ratios = [rate / other for rate, other in zip(rates, others, strict=True)]
+    return {
         "median_ratio": round(statistics.median(ratios), 3),
         "ratio_range": [round(min(ratios), 3), round(max(ratios), 3)],
-        "tokens_per_second": {kernel: [round(rate, 1) for rate in of] for kernel, of in rates.items()},
-        "largest_loss_difference": float((losses[0] - losses[1]).abs().max()),
     }
 
 
@@ -113,9 +127,16 @@ def circumstances(sizes: argparse.Namespace) -> dict[str, Any]:
         "commit": commit(),
         "versions": {"transformer_xl": __version__, "torch": torch.__version__, "python": platform.python_version()},
         "machine": {"cpu": cpu_model(), "threads": torch.get_num_threads(), "device": device_name(sizes.device)},
-        "sizes": {name: value for name, value in vars(sizes).items() if name not in ("out", "threads", "device")},
+        "sizes": {
+            name: value for name, value in vars(sizes).items() if name not in ("out", "threads", "device", "kernels")
+        },
         "precision": number_format(torch.device(sizes.device), sizes.precision),
     }
+
+
+def fitting(device: str) -> list[str]:
+    """The kernels that work there, slowest first."""
+    return [kernel.name for kernel in reversed(KERNELS.values()) if kernel.fits(torch.device(device), torch.float32)]
 
 
 def commit() -> str:
@@ -149,6 +170,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Training speed of the attention kernels, side by side.")
     for name, default in (("layers", 4), ("width", 256), ("heads", 4), ("segment", 128), ("memory", 128), ("rows", 8)):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
+    parser.add_argument("--kernels", help="names with commas between; default: all that fit, slowest first")
     parser.add_argument("--steps", type=int, default=6, help="optimiser steps of a kernel in one round (default 6)")
     parser.add_argument("--rounds", type=int, default=5, help="default 5")
     parser.add_argument("--precision", choices=["auto", "float32", "bfloat16"], default="float32")
@@ -156,13 +178,14 @@ def main() -> None:
     parser.add_argument("--threads", type=int, help="CPU threads; default: torch's own choice")
     parser.add_argument("--out", type=Path, default=OUT, help=f"default {OUT.name} in results/ beside this file")
     sizes = parser.parse_args()
+    sizes.kernels = sizes.kernels.split(",") if sizes.kernels else fitting(sizes.device)
     set_threads(sizes.threads)
     results = {**circumstances(sizes), **measure(sizes)}
-    medians = results["median_tokens_per_second"]
-    print(", ".join(f"{kernel} {rate:,.0f} tokens/s" for kernel, rate in medians.items()))
-    low, high = results["ratio_range"]
-    print(f"{KERNELS[1]} over {KERNELS[0]}: {results['median_ratio']:.2f} (from {low:.2f} to {high:.2f})")
-    print(f"largest difference of a loss: {results['largest_loss_difference']:.1e} nats")
+    for kernel, figures in results["kernels"].items():
+        low, high = figures["ratio_range"]
+        times = f"{figures['median_ratio']:.2f} times {results['compared_with']} ({low:.2f} to {high:.2f})"
+        apart = f"losses within {figures['largest_loss_difference']:.1e}"
+        print(f"{kernel:<10} {figures['median_tokens_per_second']:>10,.0f} tokens/s, {times}, {apart}")
     sizes.out.parent.mkdir(parents=True, exist_ok=True)
     sizes.out.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
 

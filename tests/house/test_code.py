@@ -41,12 +41,15 @@ def oversized(source: str) -> list[str]:
 
 
 def with_many_parameters(source: str, *, command: str | None = None) -> list[str]:
-    """Functions with too many parameters; constructors do not count, nor does the function a command is made from."""
+    """Functions with too many parameters; constructors do not count, nor does the function a command is made from.
+
+    What Python or torch hands over (self, cls, the ctx of an autograd function) is not counted.
+    """
     faults = []
     for function in functions(source):
         given = function.args
         names = [a.arg for a in (*given.posonlyargs, *given.args, given.vararg, *given.kwonlyargs, given.kwarg) if a]
-        number = len([name for name in names if name not in ("self", "cls")])
+        number = len([name for name in names if name not in ("self", "cls", "ctx")])
         if number > MOST_PARAMETERS and function.name not in ("__init__", command):
             faults.append(f"{function.name} takes {number} parameters")
     return faults

@@ -25,8 +25,8 @@ def evaluate(
     split: str = "test",
     segment: int | None = None,
     memory: int | None = None,
-    window: int | None = None,
-    clamp: int | None = None,
+    window: int | Literal["none"] | None = None,
+    clamp: int | Literal["none"] | None = None,
     sweep_memory: str | None = None,
     tokens: int | None = None,
     weights: Literal["best", "last"] = "best",
@@ -50,9 +50,9 @@ def evaluate(
     memory
         Memory slots, in tokens; may be far more than in training. [default: the run's]
     window
-        Number of keys a query sees, itself included. [default: the run's]
+        Number of keys a query sees, itself included; none: all there are. [default: the run's]
     clamp
-        Distances above this count as this one. [default: the run's]
+        Distances above this count as this one; none: no limit. [default: the run's]
     sweep_memory
         Several memory lengths, such as 0,64,512: one line of results for each.
     tokens

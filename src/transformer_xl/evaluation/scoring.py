@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +30,10 @@ from transformer_xl.text.token_store import TokenSplit
 _PARTS_AT_ONCE = 512  # sums left on the device before they are fetched, so that it need not wait for each
 
 
+Limit = int | Literal["none"]
+"""A length in tokens; `none` takes the limit away."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """How a text is scored."""
@@ -44,22 +48,27 @@ class Plan:
     """Number format of matrix products."""
 
     @staticmethod
-    def of(config: RunConfig, **wanted: int | None) -> Plan:
+    def of(config: RunConfig, **wanted: Limit | None) -> Plan:
         """The run's evaluation settings, with those of `segment, memory, window, clamp` that are given replaced.
 
-        A value of 0 for window or clamp takes that limit away.
+        Raises:
+            UserError: a length that cannot be.
         """
-        given = {name: value for name, value in wanted.items() if value is not None}
-        assert given.keys() <= {"segment", "memory", "window", "clamp"}
         defaults = config.evaluation
-        segment = given.get("segment", defaults.segment or config.train.segment)
-        if segment < 1:
-            raise UserError(f"segment {segment} is too small; give 1 or more")
-        memory = defaults.memory if defaults.memory is not None else config.train.memory
-        window = defaults.window if defaults.window is not None else config.model.window
-        clamp = defaults.clamp if defaults.clamp is not None else config.model.clamp_length
-        reach = Reach(given.get("memory", memory), given.get("window", window), given.get("clamp", clamp))
-        return Plan(segment, reach)
+        lengths: dict[str, Limit | None] = {
+            "segment": defaults.segment or config.train.segment,
+            "memory": config.train.memory if defaults.memory is None else defaults.memory,
+            "window": defaults.window or config.model.window,
+            "clamp": defaults.clamp or config.model.clamp_length,
+        }
+        assert wanted.keys() <= lengths.keys()
+        lengths |= {name: value for name, value in wanted.items() if value is not None}
+        segment, memory, window, clamp = (None if value == "none" else value for value in lengths.values())
+        if segment is None or segment < 1:
+            raise UserError(f"segment {segment}: wanted 1 or more")
+        if memory is None:
+            raise UserError("memory none: wanted a number of tokens, 0 or more")
+        return Plan(segment, Reach(memory, window, clamp))
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import override
 
 from transformer_xl.model.kernels import sdpa
 from transformer_xl.model.kernels.reference import AttentionInputs, Sight
@@ -46,9 +47,9 @@ class _Recomputed(torch.autograd.Function):
     """Attention of scaled queries (content and position, each with its bias added) over keys, values and distances."""
 
     @staticmethod
-    def forward(
-        ctx: Any, c_BNTH: Tensor, p_BNTH: Tensor, k_BNSH: Tensor, v_BNSH: Tensor, r_NPH: Tensor, valid_B: Tensor | None
-    ) -> Tensor:
+    @override
+    def forward(ctx: Any, *args: Any, **kwargs: Any) -> Tensor:
+        c_BNTH, p_BNTH, k_BNSH, v_BNSH, r_NPH, valid_B = args
         out_BNTH = torch.empty_like(c_BNTH)
         bias = _Bias(p_BNTH, k_BNSH, r_NPH, valid_B)
         for rows in bias.chunks():
@@ -59,9 +60,10 @@ class _Recomputed(torch.autograd.Function):
         return out_BNTH
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    @override
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
         c_BNTH, p_BNTH, k_BNSH, v_BNSH, r_NPH, valid_B = ctx.saved_tensors
-        dout_BNTH = grads[0].contiguous()
+        dout_BNTH = grad_outputs[0].contiguous()
         dc_BNTH, dp_BNTH, dk_BNSH, dv_BNSH = (torch.empty_like(t) for t in (c_BNTH, p_BNTH, k_BNSH, v_BNSH))
         dr_NPH = torch.zeros_like(r_NPH, dtype=torch.promote_types(r_NPH.dtype, torch.float32))
         bias = _Bias(p_BNTH, k_BNSH, r_NPH, valid_B)
