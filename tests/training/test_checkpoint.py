@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,15 +45,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "memory shorter than a segment": {"train": {"memory": 5}},
     "pre-norm": {"model": {"norm": "pre"}},
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Sums of several threads may be added in another order."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def make_corpus(place: Path, *, valid: bool = True) -> Corpus:
@@ -344,9 +334,7 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(transformer_xl.__file__).par
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     place = tmp_path_factory.mktemp("uninterrupted")
     make_corpus(place / "corpus")
-    before = torch.get_num_threads()
     assert txl(["train", "--corpus", str(place / "corpus"), "--run", str(place / "run"), *WORDS]) == 0
-    torch.set_num_threads(before)
     return RunFolder.open(place / "run")
 
 
@@ -386,11 +374,12 @@ def test_a_signal_stops_after_the_step(
 ) -> None:
     ended = train_and_send(number, uninterrupted.path.parent / "corpus", tmp_path / "run")
     assert ended.returncode == status
-    said = json.loads(ended.stdout)
-    assert (said["finished"], said["steps"], said["run"]) == (False, 211, str(tmp_path / "run"))
-    assert 1 <= said["step"] < 211
-    message = rf"stopped and saved at step {said['step']}; go on with: txl train --resume {re.escape(said['run'])}\n"
-    assert re.fullmatch(message, ended.stderr)
-    assert RunFolder.open(tmp_path / "run").states()[-1].name == f"step-{said['step']:08}"
+    assert ended.stdout == ""
+    lines = [line for line in ended.stderr.splitlines() if not line.startswith("train: ")]  # progress, where it is slow
+    message = rf"stopped and saved at step (\d+); go on with: txl train --resume {re.escape(str(tmp_path / 'run'))}"
+    said = re.fullmatch(message, "\n".join(lines))
+    assert said
+    assert 1 <= int(said[1]) < 211
+    assert RunFolder.open(tmp_path / "run").states()[-1].name == f"step-{int(said[1]):08}"
     assert txl(["train", "--resume", str(tmp_path / "run"), "--threads", "1"]) == 0
     assert_same(RunFolder.open(tmp_path / "run"), uninterrupted)

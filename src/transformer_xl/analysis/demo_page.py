@@ -70,7 +70,8 @@ def demo_page(folder: RunFolder, source: str, results: DemoResults) -> str:
             draw(_sweep(results)),
             heading("A sample"),
             paragraph(
-                "The model goes on by itself after the first two lines (temperature 0.7, the 40 likeliest bytes)."
+                f"The first {len(results.prompt)} characters were given, the rest is the model's (temperature 0.7, the "
+                "40 likeliest bytes)."
             ),
             verbatim(results.prompt + results.sample),
             heading("Go on from here"),

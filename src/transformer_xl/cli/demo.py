@@ -7,10 +7,9 @@ import lzma
 import shutil
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from cyclopts import Parameter
-
+from transformer_xl.cli.options import ANY_MACHINE, Json, Machine, MachineOptions
 from transformer_xl.cli.output import ProgressBar, print_json, print_table, say
 from transformer_xl.config import UserError, load_recipe
 from transformer_xl.files import write_text
@@ -28,9 +27,8 @@ def demo(
     out: Path = Path("runs/demo"),
     recipe: str = "demo",
     tokens: int = 131_072,
-    device: str = "auto",
-    threads: int | None = None,
-    json: Annotated[bool, Parameter(negative=())] = False,
+    machine: MachineOptions = ANY_MACHINE,
+    json: Json = False,
 ) -> int:
     """Prepare, train, evaluate at several memory lengths beside gzip and xz, generate, and write a report.
 
@@ -44,26 +42,19 @@ def demo(
         Settings of the model and its training.
     tokens
         Test tokens scored, from the start of the test text.
-    device
-        auto, cuda, mps or cpu.
-    threads
-        CPU threads of one operation.
-    json
-        Print one JSON object at the end.
     """
     from transformer_xl.analysis.demo_page import demo_page
-    from transformer_xl.device import choose_device
 
     began = time.perf_counter()
     load_recipe(recipe)
-    choose_device(device)
+    machine.choose()
     if tokens < 1:
         raise UserError(f"--tokens {tokens}: wanted 1 or more")
     _clear(out)
-    folder, corpus, status = _train(out, recipe, device, threads)
+    folder, corpus, status = _train(out, recipe, machine)
     if status:
         return status
-    results = _examine(folder, corpus, device, tokens, began)
+    results = _examine(folder, corpus, machine, tokens, began)
     report = out / "report.html"
     write_text(report, demo_page(folder, corpus.source, results))
     _show(folder, report, results, json)
@@ -79,7 +70,7 @@ def _clear(out: Path) -> None:
     write_text(out / _MARK, "made by txl demo, which may delete this folder\n")
 
 
-def _train(out: Path, recipe: str, device: str, threads: int | None) -> tuple[RunFolder, Corpus, int]:
+def _train(out: Path, recipe: str, machine: Machine) -> tuple[RunFolder, Corpus, int]:
     from transformer_xl.cli.train import new_training, run_training
     from transformer_xl.text.corpora import find_text
     from transformer_xl.text.token_store import write_corpus
@@ -91,7 +82,7 @@ def _train(out: Path, recipe: str, device: str, threads: int | None) -> tuple[Ru
     )
     train = corpus.split("train")
     say(f"text: {corpus.source}; {train.num_bytes:,} bytes in {train.num_documents:,} files to learn from")
-    training = new_training(recipe, out / "corpus", out / "run", {}, device, threads)
+    training = new_training(recipe, out / "corpus", out / "run", {}, machine)
     config = training.folder.config
     say(
         f"model: {training.state.model.num_parameters():,} parameters, on {training.device}; "
@@ -103,13 +94,13 @@ def _train(out: Path, recipe: str, device: str, threads: int | None) -> tuple[Ru
     return training.folder, corpus, 0 if outcome.finished else 128 + (stopped_by or 2)
 
 
-def _examine(folder: RunFolder, corpus: Corpus, device: str, tokens: int, began: float) -> DemoResults:
+def _examine(folder: RunFolder, corpus: Corpus, machine: Machine, tokens: int, began: float) -> DemoResults:
     from transformer_xl.analysis.demo_page import DemoResults
     from transformer_xl.generation.decoding import generate
     from transformer_xl.generation.sampling import Sampler
     from transformer_xl.run_folder import load
 
-    run = load(folder.path, device=device)
+    run = load(folder.path, device=str(machine.choose()))
     test = corpus.split("test")
     text = run.vocabulary.decode_bytes(test.tokens[:tokens])
     trained = folder.config.train.memory

@@ -2,19 +2,64 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
+from transformer_xl.cli.options import ANY_MACHINE, Json, MachineOptions
 from transformer_xl.cli.output import ProgressBar, print_json, print_table
-from transformer_xl.config import UserError
+from transformer_xl.config import RunConfig, UserError
 
 if TYPE_CHECKING:
     from transformer_xl.evaluation.scoring import Evaluation, Plan
     from transformer_xl.run_folder import Run
     from transformer_xl.text.token_store import TokenSplit
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """How far attention looks; what is not given is as the run has it."""
+
+    segment: int | None = None
+    """New tokens read in one step."""
+    memory: int | None = None
+    """Memory slots, in tokens; may be far more than in training."""
+    window: int | Literal["none"] | None = None
+    """Number of keys a query sees, itself included; none: all there are."""
+    clamp: int | Literal["none"] | None = None
+    """Distances above this count as this one; none: no limit."""
+    sweep_memory: str | None = None
+    """Several memory lengths, such as 0,64,512: one line of results for each."""
+
+    def check(self) -> None:
+        """Refuses what cannot be meant.
+
+        Raises:
+            UserError: both memory and several memories, or something else than whole numbers from 0 on.
+        """
+        if self.sweep_memory is None:
+            return
+        if self.memory is not None:
+            raise UserError("--memory and --sweep-memory were both given; use one of them")
+        if not all(part.strip().isdecimal() for part in self.sweep_memory.split(",")):
+            raise UserError(
+                f"--sweep-memory {self.sweep_memory}: wanted whole numbers with commas between, such as 0,64,512"
+            )
+
+    def plans(self, config: RunConfig) -> list[Plan]:
+        """One plan for each memory length."""
+        from transformer_xl.evaluation.scoring import Plan
+
+        swept = None if self.sweep_memory is None else [int(part) for part in self.sweep_memory.split(",")]
+        return [
+            Plan.of(config, segment=self.segment, memory=memory, window=self.window, clamp=self.clamp)
+            for memory in (swept or [self.memory])
+        ]
+
+
+_THE_RUNS = Lengths()
 
 
 def evaluate(
@@ -23,17 +68,12 @@ def evaluate(
     *,
     corpus: Path | None = None,
     split: str = "test",
-    segment: int | None = None,
-    memory: int | None = None,
-    window: int | Literal["none"] | None = None,
-    clamp: int | Literal["none"] | None = None,
-    sweep_memory: str | None = None,
+    lengths: Annotated[Lengths, Parameter(name="*")] = _THE_RUNS,
     tokens: int | None = None,
     weights: Literal["best", "last"] = "best",
     precision: Literal["auto", "float32", "bfloat16"] = "float32",
-    device: str = "auto",
-    threads: int | None = None,
-    json: Annotated[bool, Parameter(negative=())] = False,
+    machine: MachineOptions = ANY_MACHINE,
+    json: Json = False,
 ) -> None:
     """Score a text: perplexity and bits per byte, every token once, as one stream.
 
@@ -45,62 +85,29 @@ def evaluate(
         Corpus with the run's vocabulary. [default: the one it was trained on]
     split
         train, valid or test.
-    segment
-        New tokens read in one step. [default: the run's]
-    memory
-        Memory slots, in tokens; may be far more than in training. [default: the run's]
-    window
-        Number of keys a query sees, itself included; none: all there are. [default: the run's]
-    clamp
-        Distances above this count as this one; none: no limit. [default: the run's]
-    sweep_memory
-        Several memory lengths, such as 0,64,512: one line of results for each.
+    lengths
+        How far attention looks.
     tokens
         Score only so many tokens, from the start of the split.
     weights
         The best weights on the validation text, or the last ones.
     precision
         Number format of matrix products; bfloat16 is faster where the machine has it, and less exact.
-    device
-        auto, cuda, mps or cpu.
-    threads
-        CPU threads of one operation.
-    json
-        Print one JSON object and nothing else on standard output.
     """
-    lengths = memory_lengths(sweep_memory)
-    if lengths and memory is not None:
-        raise UserError("--memory and --sweep-memory were both given; use one of them")
+    lengths.check()
     if tokens is not None and tokens < 1:
         raise UserError(f"--tokens {tokens}: wanted 1 or more")
     from transformer_xl.cli.train import corpus_of
-    from transformer_xl.device import choose_device, set_threads
-    from transformer_xl.evaluation.scoring import Plan
     from transformer_xl.run_folder import Run, RunFolder
 
-    set_threads(threads)
+    device = machine.choose()
     folder = RunFolder.open(run)
     text = corpus_of(folder, corpus).split(split)
-    plans = [
-        replace(Plan.of(folder.config, segment=segment, memory=length, window=window, clamp=clamp), precision=precision)
-        for length in (lengths or [memory])
-    ]
-    model = folder.load_model(choose_device(device), weights)
+    plans = [replace(plan, precision=precision) for plan in lengths.plans(folder.config)]
+    model = folder.load_model(device, weights)
     loaded = Run(model, folder.vocabulary, folder.config)
     results = [_scored(loaded, text, plan, tokens) for plan in plans]
-    _show(run, split, results, json, swept=bool(lengths))
-
-
-def memory_lengths(words: str | None) -> list[int]:
-    """Reads `0,64,512`.
-
-    Raises:
-        UserError: something else than whole numbers from 0 on.
-    """
-    parts: list[str] = [] if words is None else words.split(",")
-    if not all(part.strip().isdecimal() for part in parts):
-        raise UserError(f"--sweep-memory {words}: wanted whole numbers with commas between, such as 0,64,512")
-    return [int(part) for part in parts]
+    _show(run, split, results, json, swept=lengths.sweep_memory is not None)
 
 
 def _scored(run: Run, split: TokenSplit, plan: Plan, limit: int | None) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from transformer_xl import __version__
+from transformer_xl.cli.options import ANY_MACHINE, Json, Machine, MachineOptions
 from transformer_xl.cli.output import print_json, print_table
 from transformer_xl.config import UserError
 
@@ -18,9 +19,8 @@ def info(
     /,
     *,
     verify: Annotated[bool, Parameter(negative=())] = False,
-    device: str = "auto",
-    threads: int | None = None,
-    json: Annotated[bool, Parameter(negative=())] = False,
+    machine: MachineOptions = ANY_MACHINE,
+    json: Json = False,
 ) -> None:
     """Show this machine, a run or a corpus.
 
@@ -30,18 +30,12 @@ def info(
         Folder of a run or of a corpus. [default: only the machine]
     verify
         Read the whole of it and compare every checksum.
-    device
-        auto, cuda, mps or cpu.
-    threads
-        CPU threads of one operation.
-    json
-        Print one JSON object.
     """
-    shown = {"machine": machine_facts(device, threads)}
+    shown = {"machine": machine_facts(machine)}
     if path is not None and (path / "corpus.json").exists():
         shown["corpus"] = _corpus(path, verify)
     elif path is not None:
-        shown["run"] = _run(path, verify, device)
+        shown["run"] = _run(path, verify, machine)
     elif verify:
         raise UserError("--verify needs the folder of a run or a corpus")
     if json:
@@ -51,15 +45,14 @@ def info(
         print_table(title, ["", "value"], [[name.replace("_", " "), _word(value)] for name, value in facts.items()])
 
 
-def machine_facts(device: str, threads: int | None) -> dict[str, Any]:
+def machine_facts(machine: Machine) -> dict[str, Any]:
     """What computes here, and how."""
     import torch
 
-    from transformer_xl.device import available_devices, choose_device, number_format, set_threads
+    from transformer_xl.device import available_devices, number_format
     from transformer_xl.model.kernels import KERNELS, choose
 
-    set_threads(threads)
-    chosen = choose_device(device)
+    chosen = machine.choose()
     return {
         "transformer_xl": __version__,
         "torch": torch.__version__,
@@ -90,10 +83,9 @@ def _corpus(path: Path, verify: bool) -> dict[str, Any]:
     return {**facts, "checksums": "all right" if verify else "not checked; --verify does"}
 
 
-def _run(path: Path, verify: bool, device: str) -> dict[str, Any]:
+def _run(path: Path, verify: bool, machine: Machine) -> dict[str, Any]:
     import torch
 
-    from transformer_xl.device import choose_device
     from transformer_xl.model.kernels import choose
     from transformer_xl.run_folder import RunFolder, build_model
     from transformer_xl.tensor_file import load_tensors
@@ -114,7 +106,7 @@ def _run(path: Path, verify: bool, device: str) -> dict[str, Any]:
         "corpus": config.corpus.path if config.corpus else None,
         "vocabulary": f"{folder.vocabulary.kind}, {folder.vocabulary.size:,} tokens",
         "parameters": parameters,
-        "kernel": choose(config.model.kernel, choose_device(device), torch.float32).name,
+        "kernel": choose(config.model.kernel, machine.choose(), torch.float32).name,
         "model": config.model.model_dump(exclude={"kernel", "vocabulary_size"}),
         "train": config.train.model_dump(),
         "evaluation": config.evaluation.model_dump(),

@@ -41,12 +41,10 @@ def main() -> None:
 
 def run(words: list[str]) -> int:
     """Runs one command line and gives its exit status; what the user can put right becomes one line."""
-    from transformer_xl.config import UserError
-
     try:
         status = build_app()(words, exit_on_error=False, print_error=False)
         return status if isinstance(status, int) else 0
-    except (UserError, CycloptsError) as error:
+    except (CycloptsError, ValueError) as error:
         print(f"txl: error: {_one_line(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -61,8 +59,10 @@ def run(words: list[str]) -> int:
 def _one_line(error: Exception) -> str:
     from pydantic import BaseModel, ValidationError
 
-    from transformer_xl.config import explain
+    from transformer_xl.config import UserError, explain
 
+    if not isinstance(error, UserError | CycloptsError):
+        raise error  # a fault of ours: its traceback is wanted
     cause = error.__cause__
     text = explain(BaseModel, cause) if isinstance(cause, ValidationError) else str(error)
     if isinstance(error, CycloptsError):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
+from transformer_xl.cli.options import Json
 from transformer_xl.cli.output import print_json, print_table
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def prepare(
     out: Path,
     splits: Annotated[Splits, Parameter(name="*")] = _AS_GIVEN,
     vocabulary: str = "bytes",
-    json: Annotated[bool, Parameter(negative=())] = False,
+    json: Json = False,
 ) -> None:
     """Turn text into a corpus that `txl train` learns from.
 
@@ -51,7 +52,7 @@ def prepare(
         out: Folder to make; it must not exist.
         splits: How the text is split.
         vocabulary: Kind of vocabulary: bytes.
-        json: Print one JSON object instead of a table.
+        json: Print one JSON object and nothing else on standard output.
     """
     from transformer_xl.text.corpora import find_text
     from transformer_xl.text.token_store import write_corpus

@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-from cyclopts import Parameter
-
+from transformer_xl.cli.options import Json
 from transformer_xl.cli.output import print_json, print_table
 from transformer_xl.config import load_recipe, recipe_names
 
 
-def recipes(*, json: Annotated[bool, Parameter(negative=())] = False) -> None:
-    """List the settings that come with the package.
-
-    Parameters
-    ----------
-    json
-        Print one JSON object with every setting.
-    """
+def recipes(*, json: Json = False) -> None:
+    """List the settings that come with the package."""
     found = {name: load_recipe(name) for name in recipe_names()}
     if json:
         print_json({name: recipe.model_dump() for name, recipe in found.items()})

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from transformer_xl.cli.flags import EvaluationFlags, ModelFlags, TrainFlags, given
+from transformer_xl.cli.options import ANY_MACHINE, Json, Machine, MachineOptions
 from transformer_xl.cli.output import ProgressBar, print_json, say
 from transformer_xl.config import UserError, load_recipe, merge, run_settings
 
@@ -44,9 +45,8 @@ def train(
     model: Annotated[ModelFlags | None, Parameter(group="Model")] = None,
     train: Annotated[TrainFlags | None, Parameter(group="Training")] = None,
     evaluation: Annotated[EvaluationFlags | None, Parameter(group="Evaluation")] = None,
-    device: str = "auto",
-    threads: int | None = None,
-    json: Annotated[bool, Parameter(negative=())] = False,
+    machine: MachineOptions = ANY_MACHINE,
+    json: Json = False,
 ) -> int:
     """Train a model on a corpus, or go on with a run.
 
@@ -63,30 +63,24 @@ def train(
         New folder for settings, weights and figures.
     resume
         Folder of a run to go on with, instead of a recipe, --corpus and --run.
-    device
-        auto, cuda, mps or cpu.
-    threads
-        CPU threads of one operation.
-    json
-        Print one JSON object at the end, and progress to standard error.
     """
     flags = given(model=model, train=train, evaluation=evaluation)
     if resume is not None:
         if recipe or run:
             raise UserError("--resume goes on with a run as it is; leave the recipe and --run out")
-        training = _resumed(resume, corpus, flags, device, threads)
+        training = _resumed(resume, corpus, flags, machine)
     else:
         if corpus is None or run is None:
             missing = "--corpus DIR (from 'txl prepare')" if corpus is None else "--run DIR (a new folder)"
             raise UserError(f"training needs {missing}, or --resume RUN to go on with a run")
-        training = new_training(recipe, corpus, run, flags, device, threads)
+        training = new_training(recipe, corpus, run, flags, machine)
     outcome, stopped_by = run_training(training)
     _tell(training.folder, outcome, json)
     return 0 if outcome.finished else 128 + (stopped_by or signal.SIGINT)
 
 
 def new_training(
-    recipe: str | None, corpus: Path, run: Path, flags: dict[str, dict[str, Any]], device: str, threads: int | None
+    recipe: str | None, corpus: Path, run: Path, flags: dict[str, dict[str, Any]], machine: Machine
 ) -> Training:
     """Checks everything, then makes the run folder: bad input leaves nothing behind."""
     known = load_recipe(recipe) if recipe else None
@@ -94,7 +88,6 @@ def new_training(
     settings = merge({"recipe": recipe}, layers, flags)
     run_settings(settings, "settings")
 
-    from transformer_xl.device import choose_device, set_threads
     from transformer_xl.run_folder import RunFolder
     from transformer_xl.text.token_store import Corpus
     from transformer_xl.text.vocabulary import fingerprint
@@ -108,18 +101,14 @@ def new_training(
     }
     size = {"vocabulary_size": opened.vocabulary.size}
     config = run_settings(merge(settings, {"corpus": reference, "model": size}), "settings")
-    chosen = choose_device(device)
-    set_threads(threads)
+    chosen = machine.choose()
     check(config, opened)
     return Training(RunFolder.create(run, config, opened.vocabulary), opened, chosen)
 
 
-def _resumed(
-    resume: Path, corpus: Path | None, flags: dict[str, dict[str, Any]], device: str, threads: int | None
-) -> Training:
+def _resumed(resume: Path, corpus: Path | None, flags: dict[str, dict[str, Any]], machine: Machine) -> Training:
     from dataclasses import replace
 
-    from transformer_xl.device import choose_device, set_threads
     from transformer_xl.files import write_text
     from transformer_xl.run_folder import RunFolder, config_text
     from transformer_xl.training.loop import Training
@@ -133,8 +122,7 @@ def _resumed(
     opened = corpus_of(folder, corpus)
     if folder.config.corpus and folder.config.corpus.train_sha256 != opened.record.splits["train"].sha256:
         raise UserError(f"{opened.path} holds another training text than {resume} began with; give that corpus again")
-    chosen = choose_device(device)
-    set_threads(threads)
+    chosen = machine.choose()
     folder = replace(folder, config=config)
     training = Training(folder, opened, chosen)
     training.resume()

@@ -1,7 +1,8 @@
 """One layer: relative attention over memory and new tokens, then the feed-forward part (paper section 3.3).
 
 Names and the paper's: `content_bias` u, `position_bias` v, `query` Wq, `key` WkE, `value` Wv, `position_key` WkR.
-Letters: B rows, T new tokens, M memory slots, S = M + T keys, P distances, D model width, N heads, H head width.
+Letters: B rows, T new tokens, M memory slots, S = M + T keys, P distances, D model width, K = D / 2 frequencies,
+N heads, H head width, F feed-forward width.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
 """The contract of every language model here; training, scoring, generation and analysis use nothing else.
 
-memory = model.initial_memory(batch_size)
-hidden_BTD, memory = model(tokens_BT, memory)
-logits_BTV = model.logits(hidden_BTD)
-nats_BT = model.nats(hidden_BTD, targets_BT)
+    memory = model.initial_memory(batch_size)
+    hidden_BTD, memory = model(tokens_BT, memory)
+    logits_BTV = model.logits(hidden_BTD)
+    nats_BT = model.nats(hidden_BTD, targets_BT)
+
+Letters: B rows, T new tokens, D model width, V vocabulary.
 """
 
 from __future__ import annotations

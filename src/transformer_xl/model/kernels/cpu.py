@@ -48,8 +48,9 @@ class _Recomputed(torch.autograd.Function):
 
     @staticmethod
     @override
-    def forward(ctx: Any, *args: Any, **kwargs: Any) -> Tensor:
-        c_BNTH, p_BNTH, k_BNSH, v_BNSH, r_NPH, valid_B = args
+    def forward(  # pyrefly: ignore[bad-override]
+        ctx: Any, c_BNTH: Tensor, p_BNTH: Tensor, k_BNSH: Tensor, v_BNSH: Tensor, r_NPH: Tensor, valid_B: Tensor | None
+    ) -> Tensor:
         out_BNTH = torch.empty_like(c_BNTH)
         bias = _Bias(p_BNTH, k_BNSH, r_NPH, valid_B)
         for rows in bias.chunks():
