@@ -94,7 +94,7 @@ class TrainConfig(Settings):
     """B: rows read side by side, each a stretch of text of its own."""
     steps: int = Field(default=2000, gt=0)
     """Optimiser steps in all."""
-    learning_rate: float = Field(default=1e-3, gt=0)
+    learning_rate: float = Field(default=1e-3, gt=0, allow_inf_nan=False)
     """Peak learning rate of Adam."""
     warmup: int = Field(default=100, ge=0)
     """Steps over which the learning rate rises linearly from 0; after them it falls to 0 along a cosine."""
@@ -225,7 +225,7 @@ def merge(*layers: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def read_yaml(text: str, source: str) -> dict[str, Any]:
+def read_yaml(text: str | bytes, source: str) -> dict[str, Any]:
     """Reads a YAML mapping.
 
     Raises:
@@ -233,7 +233,7 @@ def read_yaml(text: str, source: str) -> dict[str, Any]:
     """
     try:
         values = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date that is none
         raise UserError(f"{source}: not readable as YAML ({' '.join(str(error).split())})") from None
     if not isinstance(values, dict):
         raise UserError(f"{source}: wanted a mapping of settings, found {type(values).__name__}")

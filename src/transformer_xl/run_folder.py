@@ -74,7 +74,7 @@ class RunFolder:
             what = what if path.exists() else "no such folder"
             raise UserError(f"{path}: {what}; wanted a folder that 'txl train --run DIR' made")
         with explained(f"reading {settings}"):
-            config = run_settings(read_yaml(settings.read_text(encoding="utf-8"), str(settings)), str(settings))
+            config = run_settings(read_yaml(settings.read_bytes(), str(settings)), str(settings))
         vocabulary = load_vocabulary(path / "vocabulary.json")
         if config.corpus and config.corpus.vocabulary != fingerprint(vocabulary):
             raise UserError(f"{path / 'vocabulary.json'} is not the one this run was trained with; copy it again")
@@ -100,7 +100,8 @@ class RunFolder:
     def states(self) -> list[Path]:
         """The checkpoints training can go on from, oldest first."""
         folders = (self.path / "state").glob("step-*")
-        return sorted(folders, key=lambda folder: int(folder.name.removeprefix("step-")))
+        numbered = [folder for folder in folders if folder.name.removeprefix("step-").isdecimal()]
+        return sorted(numbered, key=lambda folder: int(folder.name.removeprefix("step-")))
 
     def newest_state(self) -> Path | None:
         """The newest checkpoint, if there is one."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -27,7 +28,11 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], notes: Mapping[str, 
     separate = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     notes = {**(notes or {}), "format": _FORMAT}
     with whole_file(path) as aside:
-        save_file(separate, aside, metadata={**notes, "sha256": _digest(separate, notes)})
+        try:
+            save_file(separate, aside, metadata={**notes, "sha256": _digest(separate, notes)})
+        except SafetensorError as error:  # what the operating system refused stands only in its words
+            number = re.search(r"\(os error (\d+)\)", str(error))
+            raise OSError(int(number[1]) if number else 0, str(error)) from None
 
 
 def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -62,6 +62,21 @@ def test_equals_the_oracle(name, case):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-11, msg=lambda text, field=field: f"{field}: {text}")
 
 
+@pytest.mark.parametrize("valid", [[0, 4], [7, 1]])
+@pytest.mark.parametrize("window", [None, 4])
+def test_cpu_kernel_works_on_a_few_rows_at_a_time(monkeypatch, valid, window):
+    """Rows share a buffer: nothing of one row may show in the next."""
+    inputs, sight = draw(5, 7, window), Sight(torch.tensor(valid))
+    weight_BTNH = torch.randn(ROWS, 5, HEADS, WIDTH, dtype=torch.float64)
+    monkeypatch.setattr("transformer_xl.model.kernels.cpu._BUFFER_NUMBERS", 1)
+    results = []
+    for name in ("cpu", "reference"):
+        out_BTNH = KERNELS[name].attend(inputs, sight, 0.0)
+        results.append([out_BTNH, *torch.autograd.grad((out_BTNH * weight_BTNH).sum(), as_list(inputs))])
+    for found, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-11)
+
+
 @pytest.mark.parametrize("name", KERNELS)
 def test_all_valid_needs_no_mask(name):
     inputs = draw(5, 7, None)

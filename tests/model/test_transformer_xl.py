@@ -43,6 +43,7 @@ def test_equals_the_oracle(make_model, tokens, style, reach, segments):
     """Logits, memory and every gradient of a model read segment by segment."""
     model = make_model(**STYLES[style])
     weights = {name: parameter.detach().clone().requires_grad_() for name, parameter in model.named_parameters()}
+    assert ("final_norm.weight" in weights) == (style == "pre-norm")
     wanted_memory, valid = [torch.zeros(2, reach.memory, 14, dtype=torch.float64)] * 3, [0, 0]
     memory = model.initial_memory(2, reach)
     for index, length in enumerate(segments):

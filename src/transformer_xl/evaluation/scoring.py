@@ -167,6 +167,9 @@ def evaluate(
     tokens_K = split.tokens[:limit]
     if not len(tokens_K):
         raise UserError("there is nothing to score; the split is empty")
+    known, largest = run.model.config.vocabulary_size, int(tokens_K.max())
+    if largest >= known:
+        raise UserError(f"token {largest} is not one of the {known} the model knows; give a corpus of its vocabulary")
     num_bytes = split.num_bytes if len(tokens_K) == split.num_tokens else len(run.vocabulary.decode_bytes(tokens_K))
     was_training = run.model.training
     run.model.eval()

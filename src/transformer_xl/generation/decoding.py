@@ -19,7 +19,9 @@ from transformer_xl.model.memory import Memory
 from transformer_xl.run_folder import Run
 from transformer_xl.text.vocabulary import StreamDecoder
 
-_PROMPT_SEGMENT = 512  # tokens of a prompt read at once: bounds the work space, changes no number beyond rounding
+# tokens of a prompt read at once: bounds the work space; changes no number beyond rounding where memory holds the
+# prompt or the window, else it bounds what the prompt's tokens see of one another
+_PROMPT_SEGMENT = 512
 
 
 def read_prompt(model: LanguageModel, tokens_BT: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
@@ -83,10 +85,12 @@ def generate(
         memory: memory slots, in tokens; none: the run's evaluation memory.
 
     Raises:
-        UserError: an empty prompt, or tokens below 1.
+        UserError: an empty prompt, tokens below 1, or a seed out of range.
     """
     if tokens < 1:
         raise UserError(f"{tokens} tokens wanted; give 1 or more")
+    if not 0 <= seed < 2**63:
+        raise UserError(f"seed {seed}: wanted 0 or more, below 2**63")
     if prompt is not None and not len(prompt):
         raise UserError("the prompt is empty; give some text, or no prompt at all to begin a new text")
     start = [run.vocabulary.start_id]

@@ -43,7 +43,9 @@ class Sampler:
     def probabilities(self, logits_BV: Tensor) -> Tensor:
         """The distribution drawn from, float32 (B, V): each row sums to 1."""
         assert self.temperature > 0
-        logits_BV = logits_BV.float() / self.temperature
+        logits_BV = logits_BV.float()
+        # only differences count; without a common part, and with a least divisor, no temperature overflows to nan
+        logits_BV = (logits_BV - logits_BV.amax(-1, keepdim=True)) / max(self.temperature, 1e-30)
         if self.top_k is not None:
             least_B1 = logits_BV.topk(min(self.top_k, logits_BV.shape[-1])).values[:, -1:]
             logits_BV = logits_BV.masked_fill(logits_BV < least_B1, -torch.inf)

@@ -96,7 +96,8 @@ class Training:
 
     def resume(self) -> None:
         """Goes back to the newest checkpoint, and takes later lines out of metrics.jsonl."""
-        load_state(self.folder, self.state)
+        if self.folder.newest_state() or self.folder.figures():  # else killed before its first checkpoint: it begins
+            load_state(self.folder, self.state)
         kept = [line for line in self.folder.figures() if line["step"] <= self.state.progress.step]
         write_text(self.folder.path / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in kept))
 

@@ -103,8 +103,6 @@ class _Bias:
         """Bias (C, N, T, S) of these rows; overwritten by the next call."""
         wide_CNTW = self.wide_CNTW[: rows.stop - rows.start]
         first = self.num_keys - self.num_distances
-        if self.valid_B is not None:
-            wide_CNTW.fill_(-torch.inf)  # masks of other rows may have reached into the scores
         wide_CNTW[..., first : self.num_keys] = self.p_BNTH[rows] @ self.r_NPH.mT
         bias_CNTS = self._shifted(wide_CNTW)
         if self.valid_B is not None:
