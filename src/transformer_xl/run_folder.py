@@ -88,11 +88,13 @@ class RunFolder:
         """Where the best weights are, or the last ones.
 
         Raises:
-            UserError: the run has none yet.
+            UserError: the run has none yet, or the best ones are lost.
         """
         best, newest = self.path / "model.safetensors", self.newest_state()
         if weights == "best" and best.exists():
             return best
+        if weights == "best" and any(line["split"] == "valid" for line in self.figures()):
+            raise UserError(f"{best}, the best weights, is missing; copy it again, or evaluate with --weights last")
         if newest is None:
             raise UserError(f"{self.path} has no weights yet; train it with 'txl train --resume {self.path}'")
         return newest / "model.safetensors"
@@ -117,10 +119,10 @@ class RunFolder:
         if not file.exists():
             return []
         with explained(f"reading {file}"):
-            lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+            lines = file.read_bytes().splitlines(keepends=True)
         try:
-            return [json.loads(line) for line in lines if line.endswith("\n")]
-        except json.JSONDecodeError as error:
+            return [json.loads(line) for line in lines if line.endswith(b"\n")]
+        except ValueError as error:  # no JSON, or no text
             raise UserError(f"{file} is damaged ({error}); delete it, the figures are not needed to go on") from None
 
     def load_model(self, device: torch.device, weights: Weights = "best") -> LanguageModel:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -115,7 +116,7 @@ def test_the_sum_is_that_of_the_rows_alone(make_model, monkeypatch, rows, at_onc
     found = sum_nats(model, tokens_K, START, Plan(5, Reach(11), rows), told.append)
     edges = [row * 38 // rows for row in range(rows + 1)]
     wanted = 0.0
-    for begin, end in zip(edges, edges[1:], strict=False):
+    for begin, end in pairwise(edges):
         before = int(tokens_K[begin - 1]) if begin else START
         wanted += token_nats(model, tokens_K[begin:end], before, Plan(5, Reach(11))).sum()
     assert found == pytest.approx(wanted, abs=1e-10)
@@ -211,7 +212,7 @@ def test_nothing_to_score_is_refused(run: Run) -> None:
 
 def test_tokens_the_model_does_not_know_are_refused(make_model) -> None:
     run = Run(make_model(), ByteVocabulary(), RunConfig(train=TrainConfig(segment=7, memory=11)))
-    with pytest.raises(UserError, match=r"token 113 .* 23"):
+    with pytest.raises(UserError, match="token 113 is not one of the 23 the model knows; give a corpus"):
         evaluate(run, split_of(np.array([5, 113, 7], dtype=np.uint8)))
 
 

@@ -130,7 +130,7 @@ def test_parts_are_large(make_model) -> None:
 
 
 @pytest.mark.parametrize("reach", [Reach(31), Reach(5, window=6)])
-@pytest.mark.parametrize("first", [1, 7, 16])
+@pytest.mark.parametrize("first", [3, 7, 16])
 def test_memory_goes_on_with_what_was_read_before(make_model, reach: Reach, first: int) -> None:
     """A then B from the memory of A, as in a conversation, is A and B in one; and the memory of A stays as it was."""
     model = make_model()
@@ -192,12 +192,10 @@ def test_generated_text_is_that_of_its_tokens(run: Run) -> None:
 
 def test_a_seed_gives_the_same_text_and_another_gives_another(run: Run) -> None:
     random_state = torch.get_rng_state()
-    first, again, other, zero, default = (
-        "".join(generate(run, "a", tokens=29, **seed)) for seed in ({"seed": 1}, {"seed": 1}, {"seed": 2}, {"seed": 0}, {})
-    )  # fmt: skip
+    first, again, other, zero = ("".join(generate(run, "a", tokens=29, seed=seed)) for seed in (1, 1, 2, 0))
     assert first == again
     assert first != other
-    assert zero == default
+    assert zero == "".join(generate(run, "a", tokens=29))
     assert torch.equal(torch.get_rng_state(), random_state)
 
 

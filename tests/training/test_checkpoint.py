@@ -162,7 +162,7 @@ def test_stopped_at_every_step(tmp_path: Path, straight) -> None:
 
 def test_what_the_straight_run_went_through(straight) -> None:
     """The equalities above would be easy for a run whose memory, random state or weights never moved."""
-    corpus, wanted = straight("base")
+    _, wanted = straight("base")
     tensors, progress = tensors_of(wanted.folder), wanted.state.progress
     assert progress.position.epoch == 3
     assert progress.position.segment == 2

@@ -1,4 +1,4 @@
-"""The loop: each step against one written out by hand, what memory carries, what is validated and kept, and bad losses."""
+"""The loop: each step against one by hand, what memory carries, what is validated and kept, and losses gone bad."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import copy
 import json
 import math
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,7 @@ class ByHand:
     def loss(self, step: int) -> tuple[Tensor, int]:
         rows, segment = self.config.rows, self.config.segment
         edges = [row * len(self.text) // rows for row in range(rows + 1)]
-        longest = max(end - begin for begin, end in zip(edges, edges[1:], strict=False))
+        longest = max(end - begin for begin, end in pairwise(edges))
         index = step % math.ceil(longest / segment)
         if index == 0:
             self.memories = [self.model.initial_memory(1) for _ in range(rows)]
@@ -114,7 +115,7 @@ class ByHand:
     ],
 )
 def test_every_step_equals_the_one_by_hand(tmp_path: Path, length: int, settings: dict[str, Any]) -> None:
-    """In float64, over two epochs: loss, gradient norm and every weight; so padding and uncounted targets do nothing."""
+    """In float64, over two epochs: loss, gradient norm, every weight; so padding and uncounted targets do nothing."""
     text = letters(length, seed=1)
     training = start(tmp_path / "run", make_corpus(tmp_path / "corpus", text), **settings)
     training.state.model.double()
@@ -341,7 +342,9 @@ def test_an_absurd_rate_stops(tmp_path: Path) -> None:
 
 def test_too_short_a_text_is_refused(tmp_path: Path) -> None:
     corpus = make_corpus(tmp_path / "corpus", letters(20, seed=1))
-    with pytest.raises(UserError, match=r"the training text has 20 tokens, and 3 rows of a segment of 7 tokens need 21"):
+    with pytest.raises(
+        UserError, match=r"the training text has 20 tokens, and 3 rows of a segment of 7 tokens need 21"
+    ):
         start(tmp_path / "run", corpus)
 
 

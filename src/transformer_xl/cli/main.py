@@ -47,6 +47,14 @@ def run(words: list[str]) -> int:
     except (CycloptsError, ValueError) as error:
         print(f"txl: error: {_one_line(error)}", file=sys.stderr)
         return 2
+    except (MemoryError, RuntimeError) as error:
+        if not _out_of_memory(error):
+            raise
+        print(
+            "txl: error: not enough memory for these sizes; lower rows, segment, memory or the model's sizes",
+            file=sys.stderr,
+        )
+        return 2
     except KeyboardInterrupt:
         print("txl: stopped", file=sys.stderr)
         return 130
@@ -54,6 +62,11 @@ def run(words: list[str]) -> int:
         # the reader of our output has gone (| head); nothing may be written to it when Python ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def _out_of_memory(error: Exception) -> bool:
+    words = ("can't allocate memory", "out of memory", "Invalid buffer size")  # torch on CPU, CUDA, MPS
+    return isinstance(error, MemoryError) or any(word in str(error) for word in words)
 
 
 def _one_line(error: Exception) -> str:

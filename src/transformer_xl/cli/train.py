@@ -103,7 +103,9 @@ def new_training(
     config = run_settings(merge(settings, {"corpus": reference, "model": size}), "settings")
     chosen = machine.choose()
     check(config, opened)
-    return Training(RunFolder.create(run, config, opened.vocabulary), opened, chosen)
+    training = Training(RunFolder(run, config, opened.vocabulary), opened, chosen)
+    RunFolder.create(run, config, opened.vocabulary)  # last: a model too large for the machine leaves no folder
+    return training
 
 
 def _resumed(resume: Path, corpus: Path | None, flags: dict[str, dict[str, Any]], machine: Machine) -> Training:

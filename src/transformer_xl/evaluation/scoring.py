@@ -120,8 +120,7 @@ def score_segments(
 def token_nats(model: LanguageModel, tokens_K: npt.NDArray[Any], start_id: int, plan: Plan) -> npt.NDArray[Any]:
     """The loss of every token of a text in nats, in text order: (K,)."""
     assert plan.rows == 1
-    stream = SegmentStream(tokens_K, rows=1, segment=plan.segment, start_id=start_id)
-    parts = [nats_BT[0].cpu().numpy() for nats_BT, _ in score_segments(model, stream, plan)]
+    parts = [nats_BT[0].cpu().numpy() for nats_BT, _ in score_segments(model, _stream(tokens_K, start_id, plan), plan)]
     return np.concatenate(parts)
 
 
@@ -133,7 +132,7 @@ def sum_nats(
     progress: Progress | None = None,
 ) -> float:
     """The sum of all losses of a text, in nats (added up in float64)."""
-    stream = SegmentStream(tokens_K, rows=plan.rows, segment=plan.segment, start_id=start_id)
+    stream = _stream(tokens_K, start_id, plan)
     total = 0.0
     parts: list[Tensor] = []
     for nats_BT, counted_BT in score_segments(model, stream, plan, progress):
@@ -142,6 +141,11 @@ def sum_nats(
             total += _fetch(parts)
             parts.clear()
     return total + (_fetch(parts) if parts else 0.0)
+
+
+def _stream(tokens_K: npt.NDArray[Any], start_id: int, plan: Plan) -> SegmentStream:
+    longest_row = -(-len(tokens_K) // plan.rows)
+    return SegmentStream(tokens_K, rows=plan.rows, segment=min(plan.segment, longest_row), start_id=start_id)
 
 
 def _fetch(parts: list[Tensor]) -> float:

@@ -1,0 +1,397 @@
+"""What a user can do wrong: one line on standard error, exit status 2, nothing new or changed on disk."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import resource
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from transformer_xl.cli.main import run
+from transformer_xl.run_folder import RunFolder
+from transformer_xl.tensor_file import load_tensors
+from transformer_xl.text import vocabulary
+from transformer_xl.text.vocabulary import ByteVocabulary
+
+Capture, Patch = pytest.CaptureFixture[str], pytest.MonkeyPatch
+needs_permissions = pytest.mark.skipif(os.geteuid() == 0, reason="root may read and write everything")
+
+MODEL = "--model.layers=2 --model.width=14 --model.heads=2 --model.head-width=5 --model.feedforward=19"
+TRAIN = "--train.segment=7 --train.memory=11 --train.rows=3 --train.steps=5 --train.evaluate-every=3"
+TRY = "train --corpus corpus --run new --train.segment=7 --train.rows=3"
+NEW = f"train --corpus corpus --run new {MODEL} {TRAIN}"
+DAMAGED = "copy it again, or go back to another checkpoint"
+
+
+def do(words: str) -> None:
+    assert run(words.split()) == 0
+
+
+@pytest.fixture(scope="module")
+def ready(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with texts, a corpus and a run."""
+    place = tmp_path_factory.mktemp("ready") / "w"
+    place.mkdir()
+    text = bytes((place * place + place // 13) % 26 + 97 for place in range(701))
+    for name, content in {"text": text, "other": text[::-1], "short": b"abc", "small": text[:20], "empty": b""}.items():
+        (place / f"{name}.txt").write_bytes(content)
+    (place / "folder").mkdir()
+    (place / "wrong.yaml").write_text("title: a\nsource: b\ncorpus: c\nmodle: {layers: 2}\n")
+    (place / "list.yaml").write_text("- 1\n")
+    with Patch.context() as patch:
+        patch.chdir(place)
+        do("prepare text.txt --out corpus")
+        do("prepare small.txt --out small --valid-fraction 0 --test-fraction 0")
+        do(NEW.replace("--run new", "--run run"))
+    return place
+
+
+@pytest.fixture
+def place(ready: Path, tmp_path: Path, monkeypatch: Patch) -> Path:
+    """A copy of it to stand in."""
+    shutil.copytree(ready, tmp_path / "w")
+    monkeypatch.chdir(tmp_path / "w")
+    return tmp_path / "w"
+
+
+def files(folder: Path) -> dict[str, bytes | None]:
+    return {str(path): path.read_bytes() if path.is_file() else None for path in sorted(folder.rglob("*"))}
+
+
+def error_of(words: str, capfd: Capture) -> str:
+    """Runs a command that must fail, and gives its one line."""
+    capfd.readouterr()
+    status = run(words.split())
+    out, err = capfd.readouterr()
+    said = "".join(line for line in err.splitlines(keepends=True) if not line.startswith("going on with run at"))
+    assert (status, out) == (2, "")
+    assert re.fullmatch(r"txl: error: [^\n]+\n", said)
+    return said
+
+
+def assert_refused(place: Path, words: str, message: str, capfd: Capture) -> None:
+    before = files(place.parent)
+    said = error_of(words, capfd)
+    assert re.search(message, said), said
+    assert files(place.parent) == before
+
+
+WRONG_WORDS = [
+    # what does not exist, with the nearest name that does
+    ("trian", r'Unknown command "trian"\. Did you mean "train"\?'),
+    ("evaluate run --memry 5", "Unknown option: --memry. Did you mean --memory?"),
+    (f"{TRY} --train.stepz 5", "--train.stepz. Did you mean --train.steps?"),
+    (f"{TRY} --stepz 5", "--stepz. Did you mean --train.steps?"),
+    ("train enwik8-12 --corpus corpus --run new", r"no recipe 'enwik8-12' \(did you mean 'enwik8-12l'\?\)"),
+    ("train gone.yaml --corpus corpus --run new", "recipe file 'gone.yaml' cannot be read"),
+    ("train wrong.yaml --corpus corpus --run new", r"wrong.yaml: unknown setting 'modle' \(did you mean 'model'\?\)"),
+    ("train list.yaml --corpus corpus --run new", "list.yaml: wanted a mapping of settings, found list"),
+    (f"{TRY} --model.kernel refrence", r"no attention kernel 'refrence' \(did you mean 'reference'\?\)"),
+    (f"{TRY} --device cpuu", r"no device 'cpuu' on this machine \(did you mean 'cpu'\?\); there are auto, "),
+    (f"{TRY} --device cpu:1", "no device 'cpu:1' on this machine"),
+    ("evaluate run --device gpu", "no device 'gpu' on this machine"),
+    ("generate run --device gpu", "no device 'gpu' on this machine"),
+    ("evaluate run --split tset", r"no split 'tset' \(did you mean 'test'\?\)"),
+    ("evaluate run --weights lst", 'Did you mean "last"?'),
+    ("evaluate run --precision float33", 'Did you mean "float32"?'),
+    ("prepare python-stdlb --out new", r"nor a known corpus \(did you mean 'python-stdlib'\?\)"),
+    ("prepare text.txt --out new --vocabulary byte", r"no vocabulary 'byte' \(did you mean 'bytes'\?\)"),
+    ("recipes enwik8-12l", "Unused Tokens"),
+    # files and folders
+    ("prepare gone.txt --out new", "'gone.txt' is neither a file nor a folder"),
+    ("prepare empty.txt --out new", "the file empty.txt is empty; leave it out, or name one that holds text"),
+    ("prepare folder --out new", "the folder folder holds no text"),
+    ("prepare short.txt --out new", "the text is too short to split: 3 bytes leave valid empty"),
+    ("prepare text.txt --out corpus", "corpus exists already; choose another place or delete it first"),
+    ("prepare text.txt --out text.txt/new", "writing text.txt/new: part of the path is a file, not a folder"),
+    (NEW.replace("corpus corpus", "corpus small"), "has 20 tokens, and 3 rows of a segment of 7 tokens need 21"),
+    (NEW.replace("corpus corpus", "corpus gone"), "no corpus at gone; 'txl prepare FILES --out gone' makes one there"),
+    (NEW.replace("corpus corpus", "corpus run"), "run is a run, wanted a corpus"),
+    (NEW.replace("corpus corpus", "corpus folder"), r"folder is not a corpus \(it has no corpus.json\)"),
+    (NEW.replace("run new", "run run"), "run holds a run already; go on with 'txl train --resume run' or choose"),
+    (NEW.replace("run new", "run corpus"), "corpus exists already; choose another place"),
+    ("train --resume gone", "gone: no such folder; wanted a folder that 'txl train --run DIR' made"),
+    ("train --resume corpus", "corpus: a corpus, not a run; wanted a folder that"),
+    ("train --resume run --run new", "leave the recipe and --run out"),
+    ("evaluate folder", "folder: not the folder of a run; wanted a folder that"),
+    ("evaluate gone", "gone: no such folder"),
+    ("evaluate run --corpus gone", "no corpus at gone"),
+    ("generate corpus", "corpus: a corpus, not a run"),
+    ("generate run --prompt-file gone", "reading gone: no such file or folder"),
+    ("generate run --prompt-file folder", "reading folder: is a folder, wanted a file"),
+    ("generate run --prompt-file empty.txt", "the prompt is empty; give some text, or no prompt at all to begin a new"),
+    ("generate run --prompt=", "the prompt is empty; give some text, or no prompt at all to begin a new text"),
+    ("info gone", "gone: no such folder"),
+    # numbers
+    (f"{TRY} --model.heads 3", "width 256 does not divide by heads 3; choose a multiple or set head_width"),
+    (f"{TRY} --model.width 13", "model.width: Input should be a multiple of 2"),
+    (f"{TRY} --model.window 0", r"model.window: Input should be greater than 0 \(given: 0\)"),
+    (f"{TRY} --evaluation.window 0", "evaluation.window: Input should be greater than 0"),
+    (f"{TRY} --model.layers two", r"layers: Input should be a valid integer.*\(given: 'two'\)"),
+    (f"{TRY} --model.dropout 1", "model.dropout: Input should be less than 1"),
+    (f"{TRY} --train.steps 0", "train.steps: Input should be greater than 0"),
+    (f"{TRY} --train.seed -1", "train.seed: Input should be greater than or equal to 0"),
+    (f"{TRY} --train.learning-rate nan", "train.learning_rate: Input should be"),
+    (f"{TRY} --train.learning-rate inf", "train.learning_rate: Input should be a finite number"),
+    (
+        NEW.replace("rows=3", "rows=97"),
+        "has 631 tokens, and 97 rows of a segment of 7 tokens need 679; lower --train.rows",
+    ),
+    (f"{TRY} --threads 0", "--threads 0: wanted 1 or more"),
+    ("train --resume run --model.layers 3", "model.layers cannot change within a run; start a new one with --run DIR"),
+    ("train --resume run --train.rows 5", "train.rows cannot change within a run; start a new one"),
+    ("evaluate run --window 0", "window 0 is too small; give 1 or more"),
+    ("evaluate run --window many", "window"),
+    ("evaluate run --clamp 0", "clamp_length 0 is too small"),
+    ("evaluate run --segment 0", "segment 0: wanted 1 or more"),
+    ("evaluate run --memory -1", "memory -1 is too small; give 0 or more"),
+    ("evaluate run --tokens 0", "--tokens 0: wanted 1 or more"),
+    ("evaluate run --threads 0", "--threads 0: wanted 1 or more"),
+    ("evaluate run --sweep-memory 0,a", "--sweep-memory 0,a: wanted whole numbers with commas between, such as 0,64"),
+    ("evaluate run --sweep-memory 0,-1", "--sweep-memory 0,-1: wanted whole numbers"),
+    ("evaluate run --sweep-memory 0 --memory 5", "--memory and --sweep-memory were both given; use one of them"),
+    ("generate run --tokens 0", "0 tokens wanted; give 1 or more"),
+    ("generate run --seed -1", "seed -1: wanted 0 or more"),
+    ("generate run --seed 18446744073709551616", "seed 18446744073709551616: wanted 0 or more"),
+    ("generate run --temperature -1", r"temperature -1.0: wanted 0 \(greedy\) or more"),
+    ("generate run --top-k 0", "top-k 0: wanted 1 or more"),
+    ("generate run --top-p 1.5", "top-p 1.5: wanted a number above 0, up to 1"),
+    ("generate run --memory -1", "memory -1 is too small"),
+    # more than there is room for
+    ("evaluate run --memory 1000000000000000", "not enough memory"),
+    ("generate run --memory 1000000000000000", "not enough memory"),
+    (f"{TRY} --model.feedforward 1000000000000000", "not enough memory"),
+    # missing
+    ("prepare text.txt", "--out requires an argument"),
+    ("prepare --out new", "no text was given; name files, folders, --train FILE, or a corpus"),
+    ("train", r"training needs --corpus DIR \(from 'txl prepare'\), or --resume RUN to go on with a run"),
+    ("train --corpus corpus", r"training needs --run DIR \(a new folder\), or --resume RUN"),
+    ("evaluate", "RUN requires an argument"),
+    ("generate", "RUN requires an argument"),
+    ("generate run --prompt a --prompt-file text.txt", "--prompt and --prompt-file were both given; use one of them"),
+    ("info --verify", "--verify needs the folder of a run or a corpus"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), WRONG_WORDS, ids=[words[:60] for words, _ in WRONG_WORDS])
+def test_wrong_words(place: Path, words: str, message: str, capfd: Capture) -> None:
+    assert_refused(place, words, message, capfd)
+
+
+def test_a_prompt_longer_than_memory_works(place: Path, capfd: Capture) -> None:
+    assert run(["generate", "run", "--prompt", "abc" * 400, "--tokens", "5", "--memory", "3"]) == 0
+    assert len(capfd.readouterr().out) > 1
+
+
+@needs_permissions
+def test_no_permission(place: Path, capfd: Capture) -> None:
+    (place / "text.txt").chmod(0)
+    (place / "folder").chmod(0o500)
+    try:
+        for words, message in (
+            ("prepare text.txt --out new", "reading text.txt: permission denied"),
+            ("prepare other.txt --out folder/new", "writing folder/new: permission denied"),
+            (NEW.replace("run new", "run folder/new"), "writing folder/new: permission denied"),
+            ("generate run --prompt-file text.txt", "reading text.txt: permission denied"),
+        ):
+            assert re.search(message, error_of(words, capfd))
+            assert not list((place / "folder").iterdir())
+            assert not (place / "new").exists()
+    finally:
+        (place / "text.txt").chmod(0o600)
+        (place / "folder").chmod(0o700)
+
+
+# Files of a run that are not what they were.
+
+Change = Callable[[bytes], bytes]
+
+
+def flip(place: int) -> Change:
+    return lambda content: content[:place] + bytes([content[place] ^ 1]) + content[place:][1:]
+
+
+def cut(length: int) -> Change:
+    return lambda content: content[:length]
+
+
+def put(new: bytes) -> Change:
+    return lambda _: new
+
+
+def swap(old: bytes, new: bytes) -> Change:
+    return lambda content: re.sub(old, new, content)
+
+
+BEST, SETTINGS, FIGURES = "model.safetensors", "config.yaml", "metrics.jsonl"
+LAST, STATE = "state/step-00000005/model.safetensors", "state/step-00000005/training.safetensors"
+NO_FIGURES = r"run/metrics.jsonl is damaged \(.*\); delete it"
+GO_ON = "train --resume run --train.steps 7"
+CHECKSUM = rf"safetensors is damaged \(its checksum does not fit its contents\); {DAMAGED}"
+CUT = rf"safetensors is damaged \(not a whole safetensors file: .*\); {DAMAGED}"
+NO_YAML = r"run/config.yaml: not readable as YAML \("
+# a file of the run, what becomes of it (nothing: it is deleted), a command, what is said
+DAMAGES: dict[str, tuple[str, Change | None, str, str]] = {
+    "weights cut short": (BEST, cut(-1), "evaluate run", CUT),
+    "weights cut to nothing": (BEST, cut(0), "generate run", CUT),
+    "a byte of a weight altered": (BEST, flip(-101), "evaluate run", CHECKSUM),
+    "a name altered": (BEST, swap(b"output_bias", b"outpuu_bias"), "generate run", CHECKSUM),
+    "best weights gone": (BEST, None, "evaluate run", f"run/{BEST}, the best weights, is missing; copy it again, or"),
+    "last weights altered": (LAST, flip(-101), GO_ON, CHECKSUM),
+    "state altered": (STATE, flip(-101), GO_ON, CHECKSUM),
+    "state cut short": (STATE, cut(99), GO_ON, CUT),
+    "progress altered": (STATE, swap(rb'step\\":5', rb'step\\":4'), GO_ON, CHECKSUM),
+    "state gone": (STATE, None, GO_ON, f"reading run/{STATE}: no such file"),
+    "any of it altered": (LAST, flip(-101), "info run --verify", CHECKSUM),
+    "figures that are no JSON": (FIGURES, swap(b"{", b"["), GO_ON, NO_FIGURES),
+    "figures that are no text": (FIGURES, put(b"\xff\n"), "info run", NO_FIGURES),
+    "settings that are no YAML": (SETTINGS, put(b"model: ["), "evaluate run", NO_YAML),
+    "settings that are no text": (SETTINGS, put(b"\xff\xfe\xff"), "generate run", NO_YAML),
+    "settings with no such date": (SETTINGS, put(b"recipe: 2020-13-13"), "evaluate run", f"{NO_YAML}month must be"),
+    "settings that are a list": (SETTINGS, put(b"- 1"), GO_ON, "config.yaml: wanted a mapping of settings, found list"),
+    "an unknown setting": (SETTINGS, swap(b" steps:", b" stepz:"), "evaluate run",
+        r"run/config.yaml: unknown setting 'train.stepz' \(did you mean 'steps'\?\)"),
+    "settings of another model": (SETTINGS, swap(b"feedforward: 19", b"feedforward: 23"), "evaluate run",
+        r"model.safetensors does not fit the settings in config.yaml \(at layers.0.feedforward"),
+    "the corpus moved": (SETTINGS, swap(b"/w/corpus\n", b"/w/moved\n"), "evaluate run",
+        "the corpus of this run, .*/w/moved, is no longer there; give --corpus DIR"),
+    "another vocabulary": (SETTINGS, swap(rb"vocabulary: [0-9a-f]{5}", b"vocabulary: 00000"), "generate run",
+        "run/vocabulary.json is not the one this run was trained with; copy it again"),
+    "no vocabulary": ("vocabulary.json", None, "generate run", "run/vocabulary.json: missing"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_run(place: Path, damage: str, capfd: Capture) -> None:
+    name, change, words, message = DAMAGES[damage]
+    file = place / "run" / name
+    if change is None:
+        file.unlink()
+    else:
+        before = file.read_bytes()
+        file.write_bytes(change(before))
+        assert file.read_bytes() != before
+    assert_refused(place, words, message, capfd)
+
+
+def test_a_run_with_parts_that_are_something_else(place: Path, capfd: Capture) -> None:
+    weights = place / "run" / "model.safetensors"
+    save_file({"weight": torch.zeros(3)}, weights)
+    assert_refused(place, "evaluate run", "model.safetensors was not written by this program", capfd)
+    weights.unlink()
+    weights.mkdir()
+    assert_refused(place, "evaluate run", "reading run/model.safetensors: is a folder, wanted a file", capfd)
+    shutil.rmtree(place / "run" / "state")
+    assert_refused(place, GO_ON, "run/state holds no checkpoint; start anew with 'txl train --run DIR'", capfd)
+    nothing = "run has no weights yet; train it with 'txl train --resume run'"
+    assert_refused(place, "evaluate run --weights last", nothing, capfd)
+
+
+def test_a_corpus_of_another_vocabulary(place: Path, monkeypatch: Patch, capfd: Capture) -> None:
+    class OtherVocabulary(ByteVocabulary):
+        @property
+        def kind(self) -> str:
+            return "other"
+
+    monkeypatch.setitem(vocabulary._BUILDERS, "other", OtherVocabulary)
+    monkeypatch.setitem(vocabulary._READERS, "other", lambda _: OtherVocabulary())
+    do("prepare text.txt --out other --vocabulary other")
+    message = r"other has another vocabulary \(other, 256 tokens\) than run \(bytes, 256 tokens\); give a corpus"
+    assert_refused(place, "evaluate run --corpus other", message, capfd)
+    assert_refused(place, "train --resume run --corpus other", message, capfd)
+
+
+def test_a_corpus_of_another_text(place: Path, capfd: Capture) -> None:
+    """One may be scored on it, but training cannot go on with it."""
+    do("prepare other.txt --out other")
+    do("evaluate run --corpus other --json")
+    message = "other holds another training text than run began with; give that corpus again"
+    assert_refused(place, "train --resume run --corpus other", message, capfd)
+
+
+# A full disk.
+
+
+@contextmanager
+def no_file_larger_than(size: int) -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def full_after(writes: int, monkeypatch: Patch) -> None:
+    """Lets the disk be full from the given flush on."""
+    flush, left = os.fsync, iter(range(writes))
+
+    def fsync(descriptor: int) -> None:
+        if next(left, None) is None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        flush(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+
+
+FULL = "no space left on the device; free some or choose another place"
+
+
+@pytest.mark.parametrize("words", ["prepare text.txt --out new", NEW])
+def test_a_disk_that_is_full(place: Path, words: str, monkeypatch: Patch, capfd: Capture) -> None:
+    before = files(place)
+    for writes in range(3):
+        with monkeypatch.context() as patch:
+            full_after(writes, patch)
+            assert re.search(f"writing .*new.*: {FULL}", error_of(words, capfd))
+        assert files(place) == before
+    with no_file_larger_than(100):
+        assert "file too large for this place; choose another" in error_of(words, capfd)
+    assert files(place) == before
+
+
+def test_a_disk_too_full_for_weights(place: Path, capfd: Capture) -> None:
+    """The settings were written, the first checkpoint cannot be; once there is room, the run begins."""
+    with no_file_larger_than(9000):
+        said = error_of(NEW, capfd)
+    assert re.search(r"writing new/state/.*model.safetensors: file too large for this place", said)
+    assert sorted(path.name for path in (place / "new").rglob("*")) == ["config.yaml", "state", "vocabulary.json"]
+    do("train --resume new")
+    found, wanted = (load_tensors(place / name / "model.safetensors")[0] for name in ("new", "run"))
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_weights_on_a_full_disk(place: Path, monkeypatch: Patch, capfd: Capture) -> None:
+    """Wherever it happens: what was good stays good, nothing is half written, and later training goes on the same."""
+    words = ["train", "--resume", "run", "--train.steps=11", "--train.save-every=2"]
+    shutil.copytree("run", "start")
+    assert run(words) == 0
+    shutil.move("run", "whole")
+    wanted = load_tensors(place / "whole" / "model.safetensors")[0]
+    number = 0
+    while True:
+        shutil.copytree("start", "run")
+        with monkeypatch.context() as patch:
+            full_after(number, patch)
+            capfd.readouterr()
+            if run(words) == 0:
+                break
+        assert re.search(rf"^txl: error: .*{FULL}$", capfd.readouterr().err, re.MULTILINE)
+        assert not list(Path("run").rglob("*.partial-*"))
+        for file in Path("run").rglob("*.safetensors"):
+            load_tensors(file)
+        assert 1 <= len(RunFolder.open("run").states()) <= 3
+        assert run(words) == 0
+        found = load_tensors(place / "run" / "model.safetensors")[0]
+        assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
+        shutil.rmtree("run")
+        number += 5
+    assert number > 30

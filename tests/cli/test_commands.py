@@ -1,0 +1,287 @@
+"""The commands on a tiny text, one after another as a user would, and what they print."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import transformer_xl
+from transformer_xl.cli.main import run
+from transformer_xl.config import recipe_names
+from transformer_xl.evaluation.scoring import Plan, evaluate
+from transformer_xl.generation.decoding import generate
+from transformer_xl.generation.sampling import Sampler
+from transformer_xl.model.memory import Reach
+from transformer_xl.run_folder import RunFolder, load
+from transformer_xl.text.token_store import Corpus
+
+SENTENCE = "the cat sat on the mat, and the dog ran after it; then all of them slept in the sun. caf\u00e9!"
+TEXT = " ".join(SENTENCE.split()[place * place % 19] + str(place % 7) for place in range(401)).encode()
+MODEL = ["--model.layers=2", "--model.width=14", "--model.heads=2", "--model.head-width=5", "--model.feedforward=19"]
+TRAIN = [
+    "--train.segment=7", "--train.memory=11", "--train.rows=3", "--train.steps=17", "--train.log-every=5",
+    "--train.evaluate-every=11", "--train.save-every=13", "--train.precision=float32", "--train.learning-rate=0.01",
+]  # fmt: skip
+
+
+@dataclass
+class Said:
+    status: int
+    out: str
+    err: str
+
+    @property
+    def object(self) -> dict[str, Any]:
+        """The JSON object that is all there is on standard output."""
+        assert self.out.startswith("{")
+        assert self.out.endswith("}\n")
+        return json.loads(self.out, parse_constant=pytest.fail)
+
+
+def txl(*words: str | Path) -> Said:
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = run([str(word) for word in words])
+    return Said(status, out.getvalue(), err.getvalue())
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a text, its corpus and a run."""
+    place = tmp_path_factory.mktemp("commands")
+    (place / "text.txt").write_bytes(TEXT)
+    prepared = txl("prepare", place / "text.txt", "--out", place / "corpus", "--test-fraction", "0.1")
+    assert (prepared.status, prepared.err) == (0, "")
+    trained = txl("train", "--corpus", place / "corpus", "--run", place / "run", *MODEL, *TRAIN)
+    assert trained.status == 0
+    assert "17 steps" in trained.out
+    assert f"next: txl evaluate {place / 'run'}" in trained.out
+    return place
+
+
+def test_prepare(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_bytes(TEXT)
+    said = txl("prepare", tmp_path / "text.txt", "--out", tmp_path / "corpus", "--test-fraction", "0.1", "--json")
+    lengths = {"valid": round(len(TEXT) * 0.05), "test": round(len(TEXT) * 0.1)}
+    lengths = {"train": len(TEXT) - sum(lengths.values()), **lengths}
+    assert said.status == 0
+    found = said.object
+    assert {split: counts["tokens"] for split, counts in found["splits"].items()} == lengths
+    assert {split: counts["bytes"] for split, counts in found["splits"].items()} == lengths
+    assert (found["name"], found["vocabulary"], found["vocabulary_size"]) == ("text", "bytes", 256)
+    corpus = Corpus.open(tmp_path / "corpus")
+    assert b"".join(corpus.split(split).tokens.tobytes() for split in lengths) == TEXT
+
+
+def test_given_splits(tmp_path: Path) -> None:
+    for name in ("a", "b", "c"):
+        (tmp_path / name).write_text(name * 7)
+    words = ["--train", tmp_path / "a", tmp_path / "b", "--test", tmp_path / "c", "--out", tmp_path / "corpus"]
+    said = txl("prepare", *words)
+    assert (said.status, said.err) == (0, "")
+    assert "train" in said.out
+    corpus = Corpus.open(tmp_path / "corpus")
+    assert corpus.splits == ("train", "test")
+    assert corpus.split("train").tokens.tobytes() == b"aaaaaaabbbbbbb"
+
+
+def test_what_training_leaves(place: Path) -> None:
+    folder = RunFolder.open(place / "run")
+    lines = folder.figures()
+    assert [(line["split"], line["step"]) for line in lines] == [
+        ("train", 5), ("train", 10), ("valid", 11), ("train", 15), ("valid", 17),
+    ]  # fmt: skip
+    assert folder.states()[-1].name == "step-00000017"
+    assert folder.config.model.head_width == 5
+    assert folder.config.model.memory == folder.config.train.memory == 11
+    assert folder.config.corpus is not None
+    assert folder.config.corpus.path == str((place / "corpus").resolve())
+
+
+def test_train_as_json_and_with_a_recipe(place: Path, tmp_path: Path) -> None:
+    """Flags win over the recipe, and the word none takes its limit away."""
+    recipe = tmp_path / "small.yaml"
+    recipe.write_text(
+        "title: small\nsource: a test\ncorpus: text\n"
+        "model: {layers: 1, width: 14, heads: 2, head_width: 5, feedforward: 19}\n"
+        "train: {segment: 7, memory: 11, rows: 3, steps: 5, evaluate_tokens: 29}\n"
+        "evaluation: {memory: 13, window: 5, clamp: 3}\n"
+    )
+    words = ["--train.steps", "2", "--train.evaluate-tokens", "none", "--evaluation.window", "none", "--json"]
+    said = txl("train", recipe, "--corpus", place / "corpus", "--run", tmp_path / "run", *words)
+    assert said.status == 0
+    found = said.object
+    assert (found["run"], found["finished"], found["step"], found["steps"]) == (str(tmp_path / "run"), True, 2, 2)
+    config = RunFolder.open(tmp_path / "run").config
+    assert (config.recipe, config.model.layers, config.train.evaluate_tokens) == (str(recipe), 1, None)
+    assert Plan.of(config) == Plan(7, Reach(13, None, 3))
+    more = txl("train", "--resume", tmp_path / "run", "--train.steps", "3", "--json")
+    assert (more.status, more.object["step"]) == (0, 3)
+    assert more.err == f"going on with {tmp_path / 'run'} at step 2 of 3\n"
+    assert RunFolder.open(tmp_path / "run").config.train.steps == 3
+
+
+def test_evaluate(place: Path) -> None:
+    """The figures are the library's, and fit one another."""
+    said = txl("evaluate", place / "run", "--json")
+    assert (said.status, said.err) == (0, "")
+    found = said.object
+    wanted = evaluate(load(place / "run", device="cpu"), Corpus.open(place / "corpus").split("test"))
+    assert found["tokens"] == found["bytes"] == round(len(TEXT) * 0.1)
+    assert found["nats_per_token"] == pytest.approx(wanted.nats_per_token, rel=1e-6)
+    assert found["bits_per_byte"] == pytest.approx(found["nats_per_token"] / math.log(2), rel=1e-12)
+    assert found["perplexity"] == pytest.approx(math.exp(found["nats_per_token"]), rel=1e-12)
+    assert found["tokens_per_second"] == pytest.approx(found["tokens"] / found["seconds"])
+    assert (found["segment"], found["memory"], found["window"], found["clamp"]) == (7, 11, None, None)
+    assert (found["run"], found["split"], found["precision"]) == (str(place / "run"), "test", "float32")
+    assert found["peak_memory_bytes"] > 0
+    assert found["nats_per_token"] < math.log(256)  # it has learnt something
+
+
+def test_evaluate_at_other_lengths(place: Path) -> None:
+    lengths = ["--segment", "5", "--memory", "29", "--window", "23", "--clamp", "3", "--split", "valid"]
+    said = txl("evaluate", place / "run", "--json", *lengths, "--tokens", "31", "--weights", "last")
+    found = said.object
+    assert (found["segment"], found["memory"], found["window"], found["clamp"]) == (5, 29, 23, 3)
+    assert (found["tokens"], found["split"]) == (31, "valid")
+    run_of = load(place / "run", device="cpu", weights="last")
+    split = Corpus.open(place / "corpus").split("valid")
+    wanted = evaluate(run_of, split, Plan(5, Reach(29, 23, 3)), limit=31)
+    assert found["nats_per_token"] == pytest.approx(wanted.nats_per_token, rel=1e-6)
+    limitless = txl("evaluate", place / "run", "--json", "--window", "none", "--clamp", "none").object
+    assert (limitless["window"], limitless["clamp"]) == (None, None)
+
+
+def test_sweep_equals_one_after_another(place: Path) -> None:
+    said = txl("evaluate", place / "run", "--json", "--sweep-memory", "0, 11,53", "--tokens", "101")
+    assert (said.status, said.err) == (0, "")
+    assert (said.object["run"], said.object["split"]) == (str(place / "run"), "test")
+    sweep = said.object["sweep"]
+    assert [result["memory"] for result in sweep] == [0, 11, 53]
+    for result in sweep:
+        alone = txl("evaluate", place / "run", "--json", "--memory", str(result["memory"]), "--tokens", "101").object
+        same = ("tokens", "bytes", "nats_per_token", "bits_per_byte", "perplexity", "segment", "window", "clamp")
+        assert [result[name] for name in same] == [alone[name] for name in same]
+    assert len({result["nats_per_token"] for result in sweep}) == 3
+
+
+def test_evaluate_for_people(place: Path) -> None:
+    said = txl("evaluate", place / "run", "--sweep-memory", "0,11", "--tokens", "101")
+    assert (said.status, said.err) == (0, "")
+    figures = txl("evaluate", place / "run", "--memory", "11", "--tokens", "101", "--json").object
+    assert "101 tokens, 101 bytes" in said.out
+    assert f"{figures['bits_per_byte']:.4f}" in said.out
+    assert f"{figures['perplexity']:.3f}" in said.out
+
+
+def test_generate(place: Path) -> None:
+    """Streamed and as JSON it is the same text, the library's."""
+    loaded = load(place / "run", device="cpu")
+    wanted = "".join(generate(loaded, "the caf\u00e9", tokens=41, sampler=Sampler(top_k=40), seed=3))
+    words = ["--prompt", "the caf\u00e9", "--tokens", "41", "--seed", "3"]
+    streamed, said = txl("generate", place / "run", *words), txl("generate", place / "run", *words, "--json")
+    assert (streamed.status, streamed.out, streamed.err) == (0, wanted + "\n", "")
+    found = said.object
+    assert (found["text"], found["prompt"], found["tokens"], found["seed"]) == (wanted, "the caf\u00e9", 41, 3)
+    assert found["tokens_per_second"] == pytest.approx(41 / found["seconds"])
+
+
+def test_generate_in_other_ways(place: Path, tmp_path: Path) -> None:
+    loaded = load(place / "run", device="cpu")
+    (tmp_path / "prompt").write_bytes(b"the caf\xc3\xa9" * 40)  # far longer than the memory of 11
+    long = "the caf\u00e9" * 40
+    for words, prompt, settings in (
+        (["--greedy"], None, {"sampler": Sampler(0.0)}),
+        (["--temperature", "0"], None, {"sampler": Sampler(0.0)}),
+        (["--prompt-file", tmp_path / "prompt"], long, {}),
+        (["--prompt-file", tmp_path / "prompt", "--memory", "53"], long, {"memory": 53}),
+        (["--top-p", "0.5"], None, {"sampler": Sampler(top_p=0.5)}),
+        (["--top-k", "2", "--temperature", "3"], None, {"sampler": Sampler(3.0, top_k=2)}),
+    ):
+        said = txl("generate", place / "run", "--tokens", "23", *words)
+        assert (said.status, said.out) == (0, "".join(generate(loaded, prompt, tokens=23, **settings)) + "\n")
+
+
+def test_info_of_a_run(place: Path) -> None:
+    said = txl("info", place / "run", "--verify", "--json")
+    assert (said.status, said.err) == (0, "")
+    found = said.object["run"]
+    model = RunFolder.open(place / "run").load_model(torch.device("cpu"))
+    assert found["parameters"] == model.num_parameters()
+    assert (found["model"]["layers"], found["train"]["steps"], found["newest_checkpoint"]) == (2, 17, "step-00000017")
+    assert found["checksums"] == "all right"
+    assert found["best_valid"]["split"] == "valid"
+    assert found["last_train"]["step"] == 15
+    shown = txl("info", place / "run")
+    assert shown.status == 0
+    assert f"{found['parameters']:,}" in shown.out
+
+
+def test_info_of_a_corpus_and_the_machine(place: Path) -> None:
+    found = txl("info", place / "corpus", "--verify", "--json").object
+    assert found["corpus"]["test"]["tokens"] == round(len(TEXT) * 0.1)
+    assert found["corpus"]["checksums"] == "all right"
+    machine = txl("info", "--json").object["machine"]
+    assert (machine["torch"], machine["transformer_xl"]) == (torch.__version__, transformer_xl.__version__)
+    assert machine["kernel_auto"] in machine["kernels"]
+    assert "cpu" in machine["devices"]
+
+
+def test_recipes() -> None:
+    found = txl("recipes", "--json").object
+    assert list(found) == recipe_names()
+    assert found["enwik8-12l"]["published"] == {"bits_per_byte": 1.06}
+    assert all(name in txl("recipes").out for name in recipe_names())
+
+
+def test_version_and_help() -> None:
+    assert txl("--version").out.strip() == transformer_xl.__version__
+    for words in ([], ["--help"]):
+        said = txl(*words)
+        assert said.status == 0
+        assert "evaluate" in said.out
+    assert "--sweep-memory" in txl("evaluate", "--help").out
+
+
+# In a process of its own.
+
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(transformer_xl.__file__).parents[1])}
+COMMAND = [sys.executable, "-m", "transformer_xl"]
+
+
+def test_evaluate_as_a_program(place: Path) -> None:
+    """Standard output is one JSON object and nothing else, standard error empty."""
+    words = [*COMMAND, "evaluate", str(place / "run"), "--json", "--threads", "1"]
+    ended = subprocess.run(words, capture_output=True, text=True, env=ENVIRONMENT, check=False)
+    found = Said(ended.returncode, ended.stdout, ended.stderr)
+    assert (found.status, found.err) == (0, "")
+    assert found.object["nats_per_token"] == txl("evaluate", place / "run", "--json").object["nats_per_token"]
+
+
+def test_generate_streams_and_bears_a_reader_that_leaves(place: Path) -> None:
+    """The text appears while it is made: the first of it is read, and then no more is wanted."""
+    words = [*COMMAND, "generate", str(place / "run"), "--tokens", "1000000", "--prompt", "the"]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENVIRONMENT)
+    try:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert len(process.stdout.read(7)) == 7
+        assert process.poll() is None
+        process.stdout.close()
+        assert process.wait(timeout=60) == 0
+        assert process.stderr.read() == b""
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
