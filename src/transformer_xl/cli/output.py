@@ -69,7 +69,7 @@ class ProgressBar:
         self._first_done: int | None = None
         columns = (
             TextColumn("{task.description}"),
-            BarColumn(),
+            BarColumn(bar_width=8),  # narrow: the figures must fit into 80 columns
             TextColumn("{task.fields[notes]}"),
             TimeRemainingColumn(),
         )

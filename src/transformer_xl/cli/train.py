@@ -198,19 +198,22 @@ class _BarReporter:
 
     def __init__(self, bar: ProgressBar) -> None:
         self._bar = bar
-        self._figures: dict[str, str] = {}
+        self._notes = {"train": "", "valid": ""}
         self._tokens = 0
 
     def step(self, step: int, tokens: int) -> None:
         """Moves the bar on."""
         self._tokens += tokens
         rate = self._tokens / max(1e-9, self._bar.seconds)
-        self._bar.advance(1, ", ".join([*self._figures.values(), f"{rate:,.0f} tokens/s"]))
+        self._bar.advance(1, f"{self._notes['train']}{self._notes['valid']}{rate:,.0f} tokens/s")
 
     def figures(self, figures: dict[str, Any]) -> None:
         """Keeps the newest figures beside the bar."""
-        name = "loss" if figures["split"] == "train" else "valid"
-        self._figures[name] = f"{name} {figures['nats_per_token']:.3f} ({figures['bits_per_byte']:.3f} bits/byte)"
+        bits = figures["bits_per_byte"]
+        if figures["split"] == "train":
+            self._notes["train"] = f"loss {figures['nats_per_token']:.3f} ({bits:.3f} bits/byte), "
+        else:
+            self._notes["valid"] = f"valid {bits:.3f}, "
 
 
 def _tell(folder: RunFolder, outcome: Outcome, json: bool) -> None:

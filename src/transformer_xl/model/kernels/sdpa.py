@@ -29,6 +29,8 @@ def attend(inputs: AttentionInputs, sight: Sight, dropout: float) -> Tensor:
         key_S = torch.arange(inputs.k_BSNH.shape[1], device=first_valid_B.device)
         empty_BS = key_S < first_valid_B[:, None]
         bias_BNTS = bias_BNTS.masked_fill(empty_BS[:, None, None, :], -torch.inf)
+    if bias_BNTS.device.type != "cpu":
+        bias_BNTS = bias_BNTS.contiguous()  # torch's fused GPU kernels want rows at aligned addresses
     keys_BNSH, values_BNSH = inputs.k_BSNH.transpose(1, 2), inputs.v_BSNH.transpose(1, 2)
     out_BNTH = F.scaled_dot_product_attention(
         content_BNTH, keys_BNSH, values_BNSH, attn_mask=bias_BNTS, dropout_p=dropout, scale=scale
