@@ -15,6 +15,8 @@ from typing import Any, Literal, Self, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+MOST = 2**31 - 1  # of anything counted here; more is a slip of the finger
+
 
 class UserError(ValueError):
     """Something the user can put right: one line that says what was given, what was wanted and what to type next."""
@@ -35,17 +37,17 @@ class Settings(BaseModel):
 class ModelConfig(Settings):
     """The model alone: everything needed to build it, nothing about data or training."""
 
-    vocabulary_size: int = Field(default=256, gt=0)
+    vocabulary_size: int = Field(default=256, gt=0, le=MOST)
     """V: number of different tokens; in a run it is the corpus's."""
-    layers: int = Field(default=6, gt=0)
+    layers: int = Field(default=6, gt=0, le=MOST)
     """L: number of layers."""
-    width: int = Field(default=256, gt=0, multiple_of=2)
+    width: int = Field(default=256, gt=0, le=MOST, multiple_of=2)
     """D: width of the model (an even number, half of it sines and half cosines in the position encoding)."""
-    heads: int = Field(default=4, gt=0)
+    heads: int = Field(default=4, gt=0, le=MOST)
     """N: attention heads of a layer."""
-    head_width: int | None = Field(default=None, gt=0)
+    head_width: int | None = Field(default=None, gt=0, le=MOST)
     """H: width of one head; none: width / heads."""
-    feedforward: int = Field(default=1024, gt=0)
+    feedforward: int = Field(default=1024, gt=0, le=MOST)
     """F: width inside the feed-forward part."""
     dropout: float = Field(default=0.1, ge=0, lt=1)
     """Share of activations dropped in training, at the authors' places."""
@@ -57,11 +59,11 @@ class ModelConfig(Settings):
     """With norm 'pre': a LayerNorm after the last layer too (the authors' pre-norm code has none)."""
     tie_position_biases: bool = True
     """One pair of biases u, w for all layers; false: a pair for each layer."""
-    memory: int = Field(default=128, ge=0)
+    memory: int = Field(default=128, ge=0, le=MOST)
     """Memory slots that `initial_memory` gives when not told otherwise; a run sets it to train.memory."""
-    window: int | None = Field(default=None, gt=0)
+    window: int | None = Field(default=None, gt=0, le=MOST)
     """Number of keys a query sees, itself included; none: all there are."""
-    clamp_length: int | None = Field(default=None, gt=0)
+    clamp_length: int | None = Field(default=None, gt=0, le=MOST)
     """Distances above this count as this one in the position encoding; none: no limit."""
     kernel: str = "auto"
     """How attention is computed: auto, or the name of a kernel (all give the same numbers)."""
@@ -86,17 +88,17 @@ class ModelConfig(Settings):
 class TrainConfig(Settings):
     """How the weights are found."""
 
-    segment: int = Field(default=128, gt=0)
+    segment: int = Field(default=128, gt=0, le=MOST)
     """T: new tokens a row reads in one step."""
-    memory: int = Field(default=128, ge=0)
+    memory: int = Field(default=128, ge=0, le=MOST)
     """M: memory slots in training, in tokens."""
-    rows: int = Field(default=16, gt=0)
+    rows: int = Field(default=16, gt=0, le=MOST)
     """B: rows read side by side, each a stretch of text of its own."""
-    steps: int = Field(default=2000, gt=0)
+    steps: int = Field(default=2000, gt=0, le=MOST)
     """Optimiser steps in all."""
     learning_rate: float = Field(default=1e-3, gt=0, allow_inf_nan=False)
     """Peak learning rate of Adam."""
-    warmup: int = Field(default=100, ge=0)
+    warmup: int = Field(default=100, ge=0, le=MOST)
     """Steps over which the learning rate rises linearly from 0; after them it falls to 0 along a cosine."""
     clip: float = Field(default=0.25, gt=0)
     """Largest norm of the gradient; a larger gradient is scaled down to it."""
@@ -106,26 +108,26 @@ class TrainConfig(Settings):
     """Number format of matrix products; auto: bfloat16 where the machine has instructions for it."""
     seed: int = Field(default=1, ge=0, lt=2**63)
     """Seed of the first weights and of dropout."""
-    log_every: int = Field(default=10, gt=0)
+    log_every: int = Field(default=10, gt=0, le=MOST)
     """Steps between two lines of training figures in metrics.jsonl."""
-    evaluate_every: int = Field(default=500, gt=0)
+    evaluate_every: int = Field(default=500, gt=0, le=MOST)
     """Steps between two validations; the best weights are kept."""
-    evaluate_tokens: int | None = Field(default=None, gt=0)
+    evaluate_tokens: int | None = Field(default=None, gt=0, le=MOST)
     """Tokens of the validation text used at each validation, from its start; none: all."""
-    save_every: int = Field(default=500, gt=0)
+    save_every: int = Field(default=500, gt=0, le=MOST)
     """Steps between two checkpoints from which training can go on."""
 
 
 class EvaluationConfig(Settings):
     """How the run is evaluated unless told otherwise."""
 
-    segment: int | None = Field(default=None, gt=0)
+    segment: int | None = Field(default=None, gt=0, le=MOST)
     """New tokens read in one step; none: train.segment. It changes the speed and, without a window, the context."""
-    memory: int | None = Field(default=None, ge=0)
+    memory: int | None = Field(default=None, ge=0, le=MOST)
     """Memory slots, in tokens; none: train.memory."""
-    window: int | None = Field(default=None, gt=0)
-    """Number of keys a query sees, itself included; none: all there are."""
-    clamp: int | None = Field(default=None, gt=0)
+    window: int | None = Field(default=None, gt=0, le=MOST)
+    """Number of keys a query sees, itself included; none: model.window."""
+    clamp: int | None = Field(default=None, gt=0, le=MOST)
     """Distances above this count as this one; none: model.clamp_length."""
 
 

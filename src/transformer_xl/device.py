@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import resource
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from typing import Literal
@@ -11,6 +10,8 @@ from typing import Literal
 import torch
 
 from transformer_xl.config import UserError, nearest
+
+_MOST_THREADS = 4096  # torch takes any number, and dies of a very large one
 
 Precision = Literal["auto", "float32", "bfloat16"]
 
@@ -31,8 +32,9 @@ def choose_device(name: str = "auto") -> torch.device:
     found = available_devices()
     if name == "auto":
         return torch.device(found[0])
-    kind, _, index = name.partition(":")
-    if kind not in found or (index and not (index.isdigit() and int(index) < _count(kind))):
+    kind, colon, index = name.partition(":")
+    known_index = index.isascii() and index.isdecimal() and int(index) < _count(kind)
+    if kind not in found or (colon and not known_index):
         known = ["auto", *found]
         raise UserError(f"no device '{name}' on this machine{nearest(name, known)}; there are {', '.join(known)}")
     return torch.device(name)
@@ -50,8 +52,8 @@ def set_threads(number: int | None) -> None:
     """
     if number is None:
         return
-    if number < 1:
-        raise UserError(f"--threads {number}: wanted 1 or more")
+    if not 1 <= number <= _MOST_THREADS:
+        raise UserError(f"--threads {number}: wanted 1 or more, up to {_MOST_THREADS:,}")
     torch.set_num_threads(number)
 
 
@@ -79,9 +81,13 @@ def number_format(device: torch.device, precision: Precision) -> str:
     return "bfloat16" if wanted else "float32"
 
 
-def peak_memory_bytes() -> int:
-    """Most memory this process has used so far: on the GPU where one was used, else resident memory."""
+def peak_memory_bytes() -> int | None:
+    """Most memory used by this process so far: on the GPU if one was used, else resident (none: not known)."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated()
+    if sys.platform == "win32":  # no such count there without a further package
+        return None
+    import resource
+
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

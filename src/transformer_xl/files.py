@@ -6,7 +6,7 @@ import errno
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from transformer_xl.config import UserError
@@ -52,11 +52,11 @@ def whole_folder(path: Path) -> Iterator[Path]:
     with explained(f"writing {path}"):
         if path.exists():
             raise UserError(f"{path} exists already; choose another place or delete it first")
-        path.parent.mkdir(parents=True, exist_ok=True)
+        new_parents = [parent for parent in path.parents if not parent.exists()]
         aside = path.parent / f".{path.name}.partial-{os.getpid()}"
         shutil.rmtree(aside, ignore_errors=True)
         try:
-            aside.mkdir()
+            aside.mkdir(parents=True)
             yield aside
             for file in aside.rglob("*"):
                 if file.is_file():
@@ -66,6 +66,9 @@ def whole_folder(path: Path) -> Iterator[Path]:
             _flush(path.parent)
         except BaseException:
             shutil.rmtree(aside, ignore_errors=True)
+            for parent in new_parents:
+                with suppress(OSError):
+                    parent.rmdir()
             raise
 
 

@@ -50,10 +50,15 @@ class RunFolder:
         Raises:
             UserError: something stands there already, or the file system refuses.
         """
-        if (path / "config.yaml").exists():
-            raise UserError(
-                f"{path} holds a run already; go on with 'txl train --resume {path}' or choose another --run"
-            )
+        try:
+            str(path).encode()
+        except UnicodeEncodeError:
+            raise UserError(f"{str(path)!r} is no name in UTF-8, as weights files need it; choose another") from None
+        with explained(f"writing {path}"):
+            if (path / "config.yaml").exists():
+                raise UserError(
+                    f"{path} holds a run already; go on with 'txl train --resume {path}' or choose another --run"
+                )
         with whole_folder(path) as aside:
             (aside / "config.yaml").write_text(config_text(config), encoding="utf-8")
             save_vocabulary(vocabulary, aside / "vocabulary.json")
@@ -69,10 +74,11 @@ class RunFolder:
         """
         path = Path(path)
         settings = path / "config.yaml"
-        if not settings.is_file():
-            what = "a corpus, not a run" if (path / "corpus.json").exists() else "not the folder of a run"
-            what = what if path.exists() else "no such folder"
-            raise UserError(f"{path}: {what}; wanted a folder that 'txl train --run DIR' made")
+        with explained(f"reading {path}"):
+            if not settings.is_file():
+                what = "a corpus, not a run" if (path / "corpus.json").exists() else "not the folder of a run"
+                what = what if path.exists() else "no such folder"
+                raise UserError(f"{path}: {what}; wanted a folder that 'txl train --run DIR' made")
         with explained(f"reading {settings}"):
             config = run_settings(read_yaml(settings.read_bytes(), str(settings)), str(settings))
         vocabulary = load_vocabulary(path / "vocabulary.json")
@@ -91,9 +97,11 @@ class RunFolder:
             UserError: the run has none yet, or the best ones are lost.
         """
         best, newest = self.path / "model.safetensors", self.newest_state()
-        if weights == "best" and best.exists():
+        validated = any(line["split"] == "valid" for line in self.figures())
+        # without validation the last weights are the best known, and a run that went on has newer ones than `best`
+        if weights == "best" and best.exists() and (validated or newest is None):
             return best
-        if weights == "best" and any(line["split"] == "valid" for line in self.figures()):
+        if weights == "best" and validated:
             raise UserError(f"{best}, the best weights, is missing; copy it again, or evaluate with --weights last")
         if newest is None:
             raise UserError(f"{self.path} has no weights yet; train it with 'txl train --resume {self.path}'")
@@ -121,9 +129,27 @@ class RunFolder:
         with explained(f"reading {file}"):
             lines = file.read_bytes().splitlines(keepends=True)
         try:
-            return [json.loads(line) for line in lines if line.endswith(b"\n")]
-        except ValueError as error:  # no JSON, or no text
+            found = [json.loads(line) for line in lines if line.endswith(b"\n")]
+            for line in found:
+                if not (isinstance(line["split"], str) and isinstance(line["step"], int)):
+                    raise ValueError(f"no split or step in {line}")
+                float(line["nats_per_token"])
+        except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{file} is damaged ({error}); delete it, the figures are not needed to go on") from None
+        return found
+
+    def verify(self) -> None:
+        """Reads all weights and checkpoints, and compares their checksums and what the settings need.
+
+        Raises:
+            UserError: something is missing, damaged or of another model.
+        """
+        model = build_model(self.config)
+        if (best := self.path / "model.safetensors").exists():
+            load_weights(model, best)
+        for state in self.states():
+            load_weights(model, state / "model.safetensors")
+            load_tensors(state / "training.safetensors")
 
     def load_model(self, device: torch.device, weights: Weights = "best") -> LanguageModel:
         """Builds the model with the run's weights, ready for evaluation.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +16,8 @@ from torch import Tensor
 from transformer_xl.config import UserError
 from transformer_xl.files import explained, whole_file
 
-_FORMAT = "transformer-xl 1"
+_KEY = "transformer_xl"
+_FORMAT = "1"
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], notes: Mapping[str, str] | None = None) -> None:
@@ -27,9 +29,11 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], notes: Mapping[str, 
     # clone: safetensors wants each tensor in a storage of its own
     separate = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     notes = {**(notes or {}), "format": _FORMAT}
+    # one entry: safetensors writes several in random order, and the same contents should be the same file
+    entry = json.dumps({**notes, "sha256": _digest(separate, notes)}, sort_keys=True)
     with whole_file(path) as aside:
         try:
-            save_file(separate, aside, metadata={**notes, "sha256": _digest(separate, notes)})
+            save_file(separate, aside, metadata={_KEY: entry})
         except SafetensorError as error:  # what the operating system refused stands only in its words
             number = re.search(r"\(os error (\d+)\)", str(error))
             raise OSError(int(number[1]) if number else 0, str(error)) from None
@@ -41,18 +45,24 @@ def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     Raises:
         UserError: there is no such file, or it is truncated or altered.
     """
-    damaged = f"{path} is damaged ({{}}); copy it again, or go back to another checkpoint"
+    damaged = (
+        f"{path} is damaged ({{}}); copy it again; a folder state/step-N can be deleted, to go on from the one before"
+    )
     with explained(f"reading {path}"):
         path.open("rb").close()
     try:
         with safe_open(path, framework="pt") as file:
-            notes = dict(file.metadata() or {})
+            entry = (file.metadata() or {}).get(_KEY, "{}")
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
     except (SafetensorError, OSError) as error:
         raise UserError(damaged.format(f"not a whole safetensors file: {error}")) from None
+    try:
+        notes = {name: str(value) for name, value in json.loads(entry).items()}
+    except (ValueError, AttributeError):
+        raise UserError(damaged.format("its header is not readable")) from None
     expected = notes.pop("sha256", None)
     if notes.get("format") != _FORMAT:
-        raise UserError(f"{path} was not written by this program (or by another version); wanted '{_FORMAT}'")
+        raise UserError(f"{path} was not written by this program (or by another version); wanted format {_FORMAT}")
     if expected != _digest(tensors, notes):
         raise UserError(damaged.format("its checksum does not fit its contents"))
     return tensors, notes

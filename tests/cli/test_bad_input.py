@@ -28,7 +28,7 @@ MODEL = "--model.layers=2 --model.width=14 --model.heads=2 --model.head-width=5 
 TRAIN = "--train.segment=7 --train.memory=11 --train.rows=3 --train.steps=5 --train.evaluate-every=3"
 TRY = "train --corpus corpus --run new --train.segment=7 --train.rows=3"
 NEW = f"train --corpus corpus --run new {MODEL} {TRAIN}"
-DAMAGED = "copy it again, or go back to another checkpoint"
+DAMAGED = "copy it again; a folder state/step-N can be deleted, to go on from the one before"
 
 
 def do(words: str) -> None:
@@ -166,9 +166,9 @@ WRONG_WORDS = [
     ("generate run --top-p 1.5", "top-p 1.5: wanted a number above 0, up to 1"),
     ("generate run --memory -1", "memory -1 is too small"),
     # more than there is room for
-    ("evaluate run --memory 1000000000000000", "not enough memory"),
-    ("generate run --memory 1000000000000000", "not enough memory"),
-    (f"{TRY} --model.feedforward 1000000000000000", "not enough memory"),
+    ("evaluate run --memory 2147483647", "not enough memory"),
+    ("generate run --memory 2147483647", "not enough memory"),
+    (f"{TRY} --model.feedforward 2147483647", "not enough memory"),
     # missing
     ("prepare text.txt", "--out requires an argument"),
     ("prepare --out new", "no text was given; name files, folders, --train FILE, or a corpus"),
@@ -248,7 +248,7 @@ DAMAGES: dict[str, tuple[str, Change | None, str, str]] = {
     "last weights altered": (LAST, flip(-101), GO_ON, CHECKSUM),
     "state altered": (STATE, flip(-101), GO_ON, CHECKSUM),
     "state cut short": (STATE, cut(99), GO_ON, CUT),
-    "progress altered": (STATE, swap(rb'step\\":5', rb'step\\":4'), GO_ON, CHECKSUM),
+    "progress altered": (STATE, swap(rb'step\\\\\\":5', rb'step\\\\\\":4'), GO_ON, CHECKSUM),
     "state gone": (STATE, None, GO_ON, f"reading run/{STATE}: no such file"),
     "any of it altered": (LAST, flip(-101), "info run --verify", CHECKSUM),
     "figures that are no JSON": (FIGURES, swap(b"{", b"["), GO_ON, NO_FIGURES),

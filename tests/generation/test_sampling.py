@@ -84,11 +84,11 @@ def test_limits_apply_in_the_order_of_the_fields() -> None:
 
 
 def test_ties() -> None:
-    """top-k keeps all that are as likely as the k-th; top-p takes equals in the order of their numbers."""
+    """Of tokens that are alike, the first by number are taken."""
     shares = [0.25, 0.125, 0.25, 0.125, 0.25]
-    assert_shares(Sampler(top_k=1), [1, 0, 1, 0, 1], shares)
+    assert_shares(Sampler(top_k=1), [1, 0, 0, 0, 0], shares)
     assert_shares(Sampler(top_k=3), [1, 0, 1, 0, 1], shares)
-    assert_shares(Sampler(top_k=4), shares, shares)
+    assert_shares(Sampler(top_k=4), [2, 1, 2, 0, 2], shares)
     assert_shares(Sampler(top_p=0.3), [1, 0, 1, 0, 0], shares)
     assert_shares(Sampler(top_p=0.8), [2, 1, 2, 0, 2], shares)
     assert Sampler(0).choose(logits_of(shares)).tolist() == [0]
@@ -109,14 +109,12 @@ def test_what_holds_for_any_scores(
     found_BV = Sampler(temperature, top_k, top_p).probabilities(logits_BV)
     torch.testing.assert_close(found_BV.sum(-1), torch.ones(len(rows)))
     for scores_V, shares_V in zip(logits_BV, found_BV, strict=True):
-        assert shares_V[scores_V.argmax()] > 0
         least, most = shares_V[shares_V > 0].min(), shares_V.max()
         assert shares_V[scores_V == scores_V.max()].max() == most
         assert (scores_V[shares_V > 0].min() >= scores_V[shares_V == 0]).all()
         assert least > 0
         if top_k is not None:
-            different = len(set(scores_V.tolist()))
-            assert (shares_V > 0).sum() <= top_k + len(scores_V) - different
+            assert (shares_V > 0).sum() <= top_k
 
 
 def test_rows_do_not_see_each_other() -> None:

@@ -100,6 +100,9 @@ def assert_same(one: RunFolder, other: RunFolder) -> None:
     found, wanted = tensors_of(one), tensors_of(other)
     assert found.keys() == wanted.keys()
     assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
+    # weights are the same files, byte for byte; training.safetensors also notes the seconds, which no two runs share
+    for of in (lambda run: run.weights_file("best"), lambda run: run.weights_file("last")):
+        assert of(one).read_bytes() == of(other).read_bytes()
     assert figures_of(one) == figures_of(other)
     assert one.states()[-1].name == other.states()[-1].name
     assert not list(one.path.rglob("*.partial-*"))

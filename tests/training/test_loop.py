@@ -134,7 +134,7 @@ def test_every_step_equals_the_one_by_hand(tmp_path: Path, length: int, settings
     found = [(line["nats_per_token"], line["gradient_norm"], line["learning_rate"]) for line in lines]
     np.testing.assert_allclose(found, wanted, rtol=1e-9)
     assert [line["step"] for line in lines] == [*range(1, 18)]
-    assert all(line["bits_per_byte"] == line["nats_per_token"] / math.log(2) for line in lines)
+    assert all(math.isclose(line["bits_per_byte"], line["nats_per_token"] / math.log(2)) for line in lines)
 
 
 def test_clip_limits_the_gradient_that_adam_sees(tmp_path: Path) -> None:
@@ -220,7 +220,6 @@ def test_validation_is_a_score_of_the_validation_text(tmp_path: Path) -> None:
     wanted = sum_nats(model, tokens, 10, Plan(segment=7, reach=Reach(11), rows=3)) / 41
     assert last["nats_per_token"] == pytest.approx(wanted, rel=1e-6)
     assert last["bits_per_byte"] == pytest.approx(wanted / math.log(2), rel=1e-6)
-    assert last["perplexity"] == pytest.approx(math.exp(wanted), rel=1e-6)
 
 
 def test_evaluate_tokens_cuts_the_validation_text(tmp_path: Path) -> None:
@@ -258,7 +257,7 @@ def test_the_best_weights_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_weights_wrecked_by_a_high_rate_are_not_the_best(tmp_path: Path) -> None:
     corpus = make_corpus(tmp_path / "corpus", letters(127, seed=1), letters(41, seed=2))
     training = start(tmp_path / "run", corpus, steps=8, evaluate_every=4)
-    train_until(training, 4)
+    train_until(training, 5)
     good = lines_of(training, "valid")[0]["nats_per_token"]
     before = (tmp_path / "run" / "model.safetensors").read_bytes()
     wild = training.config.model_copy(update={"learning_rate": 30.0})
@@ -355,6 +354,9 @@ def test_a_reporter_hears_every_step_and_line(tmp_path: Path) -> None:
         def step(self, step: int, tokens: int) -> None:
             heard.append((step, tokens))
 
+        def validating(self, read: int, tokens: int) -> None:
+            heard.append((read / tokens, "validation"))
+
         def figures(self, figures: dict[str, Any]) -> None:
             heard.append((figures["split"], figures["step"]))
 
@@ -364,6 +366,7 @@ def test_a_reporter_hears_every_step_and_line(tmp_path: Path) -> None:
     training.run()
     steps = [(step, 1 if step == 7 else 21) for step in range(1, 9)]
     assert [one for one in heard if isinstance(one[0], int)] == steps
+    assert [one[0] for one in heard if one[1] == "validation"][-1] == 1
     assert [one for one in heard if isinstance(one[0], str)] == [
         ("train", 4),
         ("valid", 4),

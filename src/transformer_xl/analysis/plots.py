@@ -54,7 +54,8 @@ def _dress(axes: Axes, chart: Chart) -> None:
     axes.grid(visible=True, alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     if chart.logarithmic:
-        axes.set_xscale("symlog", base=2, linthresh=min(x for line in chart.lines for x in line.x if x > 0))
+        positive = [x for line in chart.lines for x in line.x if x > 0]
+        axes.set_xscale("symlog", base=2, linthresh=min(positive, default=1))
         ticks = sorted({x for line in chart.lines for x in line.x})
         axes.set_xticks(ticks, [f"{tick:,.0f}" for tick in ticks])
         axes.minorticks_off()

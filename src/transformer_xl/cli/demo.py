@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 from transformer_xl.cli.options import ANY_MACHINE, Json, Machine, MachineOptions
 from transformer_xl.cli.output import ProgressBar, print_json, print_table, say
 from transformer_xl.config import UserError, load_recipe
-from transformer_xl.files import write_text
+from transformer_xl.files import explained, write_text
 
 if TYPE_CHECKING:
     from transformer_xl.analysis.demo_page import DemoResults
     from transformer_xl.run_folder import Run, RunFolder
     from transformer_xl.text.token_store import Corpus
 
-_MARK = ".txl-demo"  # says that a folder is the demo's own, which it may delete
+_MARK = ".txl-demo"  # says that an earlier demo made this folder
 
 
 def demo(
@@ -62,12 +62,16 @@ def demo(
 
 
 def _clear(out: Path) -> None:
-    if out.exists() and any(out.iterdir() if out.is_dir() else [out]):
-        if not (out / _MARK).exists():
+    """Makes room for a new demo: deletes what an earlier one made, and nothing else."""
+    with explained(f"writing {out}"):
+        if out.exists() and not (out / _MARK).exists() and (not out.is_dir() or any(out.iterdir())):
             raise UserError(f"{out} exists and is not an earlier demo; choose another --out or delete it first")
-        shutil.rmtree(out)
-    out.mkdir(parents=True, exist_ok=True)
-    write_text(out / _MARK, "made by txl demo, which may delete this folder\n")
+        out.mkdir(parents=True, exist_ok=True)
+        write_text(out / _MARK, "made by txl demo, which replaces corpus, run and report.html in this folder\n")
+        for made in ("corpus", "run"):
+            if (out / made).exists():
+                shutil.rmtree(out / made)
+        (out / "report.html").unlink(missing_ok=True)
 
 
 def _train(out: Path, recipe: str, machine: Machine) -> tuple[RunFolder, Corpus, int]:
@@ -104,7 +108,8 @@ def _examine(folder: RunFolder, corpus: Corpus, machine: Machine, tokens: int, b
     test = corpus.split("test")
     text = run.vocabulary.decode_bytes(test.tokens[:tokens])
     trained = folder.config.train.memory
-    lengths = {length: _scored(run, corpus, length, tokens) for length in (0, trained // 2, trained, trained * 4)}
+    swept = sorted({0, trained // 2, trained, trained * 4})
+    lengths = {length: _scored(run, corpus, length, tokens) for length in swept}
     prompt = "class Queue:\n    def __init__(self"
     sample = "".join(generate(run, prompt, tokens=400, sampler=Sampler(0.7, top_k=40), seed=1))
     return DemoResults(

@@ -43,7 +43,8 @@ class Lengths:
             return
         if self.memory is not None:
             raise UserError("--memory and --sweep-memory were both given; use one of them")
-        if not all(part.strip().isdecimal() for part in self.sweep_memory.split(",")):
+        parts = [part.strip() for part in self.sweep_memory.split(",")]
+        if not all(part.isascii() and part.isdecimal() and len(part) < 12 for part in parts):
             raise UserError(
                 f"--sweep-memory {self.sweep_memory}: wanted whole numbers with commas between, such as 0,64,512"
             )
@@ -111,18 +112,19 @@ def evaluate(
 
 
 def _scored(run: Run, split: TokenSplit, plan: Plan, limit: int | None) -> dict[str, Any]:
-    from transformer_xl.device import peak_memory_bytes
     from transformer_xl.evaluation.scoring import evaluate as score
 
     total = min(split.num_tokens, limit or split.num_tokens)
     with ProgressBar(f"memory {plan.reach.memory:,}", total, "tokens") as bar:
         result: Evaluation = score(run, split, plan, limit=limit, progress=bar.advance)
-    return {**result.as_dict(), "peak_memory_bytes": peak_memory_bytes()}
+    return result.as_dict()
 
 
 def _show(run: Path, split: str, results: list[dict[str, Any]], json: bool, *, swept: bool) -> None:
     if json:
-        head = {"run": str(run), "split": split}
+        from transformer_xl.device import peak_memory_bytes
+
+        head = {"run": str(run), "split": split, "peak_memory_bytes": peak_memory_bytes()}
         print_json({**head, "sweep": results} if swept else {**head, **results[0]})
         return
     rows = [

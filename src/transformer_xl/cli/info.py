@@ -12,6 +12,7 @@ from transformer_xl import __version__
 from transformer_xl.cli.options import ANY_MACHINE, Json, Machine, MachineOptions
 from transformer_xl.cli.output import print_json, print_table
 from transformer_xl.config import UserError
+from transformer_xl.files import explained
 
 
 def info(
@@ -32,7 +33,9 @@ def info(
         Read the whole of it and compare every checksum.
     """
     shown = {"machine": machine_facts(machine)}
-    if path is not None and (path / "corpus.json").exists():
+    with explained(f"reading {path}"):
+        is_corpus = path is not None and (path / "corpus.json").exists()
+    if path is not None and is_corpus:
         shown["corpus"] = _corpus(path, verify)
     elif path is not None:
         shown["run"] = _run(path, verify, machine)
@@ -88,15 +91,13 @@ def _run(path: Path, verify: bool, machine: Machine) -> dict[str, Any]:
 
     from transformer_xl.model.kernels import choose
     from transformer_xl.run_folder import RunFolder, build_model
-    from transformer_xl.tensor_file import load_tensors
 
     folder = RunFolder.open(path)
     config = folder.config
     with torch.device("meta"):
         parameters = build_model(config).num_parameters()
     if verify:
-        for file in sorted(path.rglob("*.safetensors")):
-            load_tensors(file)
+        folder.verify()
     figures = folder.figures()
     valid = [line for line in figures if line["split"] == "valid"]
     newest = folder.newest_state()

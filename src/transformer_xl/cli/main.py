@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import os
+import signal
 import sys
 
 from cyclopts import App, CycloptsError
@@ -36,6 +38,13 @@ def build_app() -> App:
 
 def main() -> None:
     """Runs one command. Exit status: 0 done, 2 bad input, 130 or 143 stopped by Ctrl-C or SIGTERM."""
+    # as Ctrl-C does, SIGTERM unwinds the program, so that half-written files are taken away
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that lacks a character still shows the rest
+    if sys.stdout is None:  # closed by the caller (>&-)
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (open as long as the program runs)
     sys.exit(run(sys.argv[1:]))
 
 
@@ -43,41 +52,50 @@ def run(words: list[str]) -> int:
     """Runs one command line and gives its exit status; what the user can put right becomes one line."""
     try:
         status = build_app()(words, exit_on_error=False, print_error=False)
+        sys.stdout.flush()
         return status if isinstance(status, int) else 0
-    except (CycloptsError, ValueError) as error:
-        print(f"txl: error: {_one_line(error)}", file=sys.stderr)
-        return 2
-    except (MemoryError, RuntimeError) as error:
-        if not _out_of_memory(error):
-            raise
-        print(
-            "txl: error: not enough memory for these sizes; lower rows, segment, memory or the model's sizes",
-            file=sys.stderr,
-        )
-        return 2
     except KeyboardInterrupt:
         print("txl: stopped", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # the reader of our output has gone (| head); nothing may be written to it when Python ends
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return _leave_output()  # the reader has gone (| head)
+    except Exception as error:
+        line = _one_line(error)
+        if line is None:
+            raise  # a fault of ours: its traceback is wanted
+        print(f"txl: error: {line}", file=sys.stderr)
+        if isinstance(error, OSError):
+            _leave_output()
+        return 2
+
+
+def _leave_output() -> int:
+    """Sees to it that nothing more is written to standard output, not even when Python ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def _one_line(error: Exception) -> str | None:
+    """What to tell the user; none where the user is not the cause."""
+    from pydantic import BaseModel, ValidationError
+
+    from transformer_xl.config import UserError, explain
+
+    if _out_of_memory(error):
+        return "not enough memory for these sizes; lower rows, segment, memory or the model's sizes"
+    if isinstance(error, OSError):
+        return f"{error.filename or 'writing the output'}: {error.strerror or error}"
+    if not isinstance(error, UserError | CycloptsError):
+        return None
+    cause = error.__cause__
+    text = explain(BaseModel, cause) if isinstance(cause, ValidationError) else str(error)
+    if isinstance(error, CycloptsError):
+        option = getattr(getattr(error, "argument", None), "name", "")
+        text = f"{option}.{text}" if option and isinstance(cause, ValidationError) else text
+        text += "; --help shows what can be given"
+    return " ".join(text.split())
 
 
 def _out_of_memory(error: Exception) -> bool:
     words = ("can't allocate memory", "out of memory", "Invalid buffer size")  # torch on CPU, CUDA, MPS
     return isinstance(error, MemoryError) or any(word in str(error) for word in words)
-
-
-def _one_line(error: Exception) -> str:
-    from pydantic import BaseModel, ValidationError
-
-    from transformer_xl.config import UserError, explain
-
-    if not isinstance(error, UserError | CycloptsError):
-        raise error  # a fault of ours: its traceback is wanted
-    cause = error.__cause__
-    text = explain(BaseModel, cause) if isinstance(cause, ValidationError) else str(error)
-    if isinstance(error, CycloptsError):
-        text += "; --help shows what can be given"
-    return " ".join(text.split())

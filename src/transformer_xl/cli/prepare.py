@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
 from transformer_xl.cli.options import Json
-from transformer_xl.cli.output import print_json, print_table
+from transformer_xl.cli.output import ProgressBar, print_json, print_table
 
 if TYPE_CHECKING:
-    from transformer_xl.text.token_store import Corpus
+    from transformer_xl.text.corpora import TextSource
+    from transformer_xl.text.token_store import Corpus, Document
 
 _FILES = Parameter(consume_multiple=True, negative=())
 
@@ -66,8 +68,30 @@ def prepare(
         valid_fraction=splits.valid_fraction,
         test_fraction=splits.test_fraction,
     )
-    corpus = write_corpus(out, text.splits, name=text.name, source=text.description, vocabulary=kind)
+    with ProgressBar("prepare", _num_bytes(text), "bytes") as bar:
+        splits_read = {split: [_watched(document, bar) for document in of] for split, of in text.splits.items()}
+        corpus = write_corpus(out, splits_read, name=text.name, source=text.description, vocabulary=kind)
     _show(corpus, time.perf_counter() - began, as_json=json)
+
+
+def _num_bytes(text: TextSource) -> int:
+    return sum(document.num_bytes for of in text.splits.values() for document in of)
+
+
+def _watched(document: Document, bar: ProgressBar) -> Document:
+    """The document, moving the bar on as it is read."""
+    return replace(document, chunks=_Watched(document.chunks, bar))
+
+
+@dataclass(frozen=True)
+class _Watched:
+    chunks: Iterable[bytes]
+    bar: ProgressBar
+
+    def __iter__(self) -> Iterator[bytes]:
+        for chunk in self.chunks:
+            yield chunk
+            self.bar.advance(len(chunk))
 
 
 def _show(corpus: Corpus, seconds: float, *, as_json: bool) -> None:

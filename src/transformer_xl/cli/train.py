@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -102,7 +101,7 @@ def new_training(
     size = {"vocabulary_size": opened.vocabulary.size}
     config = run_settings(merge(settings, {"corpus": reference, "model": size}), "settings")
     chosen = machine.choose()
-    check(config, opened)
+    check(config, opened, chosen)
     training = Training(RunFolder(run, config, opened.vocabulary), opened, chosen)
     RunFolder.create(run, config, opened.vocabulary)  # last: a model too large for the machine leaves no folder
     return training
@@ -125,10 +124,18 @@ def _resumed(resume: Path, corpus: Path | None, flags: dict[str, dict[str, Any]]
     if folder.config.corpus and folder.config.corpus.train_sha256 != opened.record.splits["train"].sha256:
         raise UserError(f"{opened.path} holds another training text than {resume} began with; give that corpus again")
     chosen = machine.choose()
+    if corpus is not None and config.corpus is not None:
+        moved = config.corpus.model_copy(update={"path": str(corpus.resolve())})
+        config = config.model_copy(update={"corpus": moved})
+    changed = config != folder.config
     folder = replace(folder, config=config)
     training = Training(folder, opened, chosen)
     training.resume()
-    if any(flags.values()):
+    if training.state.progress.step > config.train.steps:
+        raise UserError(
+            f"{resume} is at step {training.state.progress.step:,} already, beyond --train.steps {config.train.steps:,}"
+        )
+    if changed:
         write_text(folder.path / "config.yaml", config_text(config))
     say(f"going on with {resume} at step {training.state.progress.step:,} of {config.train.steps:,}")
     return training
@@ -207,6 +214,10 @@ class _BarReporter:
         rate = self._tokens / max(1e-9, self._bar.seconds)
         self._bar.advance(1, f"{self._notes['train']}{self._notes['valid']}{rate:,.0f} tokens/s")
 
+    def validating(self, read: int, tokens: int) -> None:
+        """Says so beside the bar."""
+        self._bar.advance(0, f"validation, {read:,} of {tokens:,} tokens")
+
     def figures(self, figures: dict[str, Any]) -> None:
         """Keeps the newest figures beside the bar."""
         bits = figures["bits_per_byte"]
@@ -233,6 +244,6 @@ def _tell(folder: RunFolder, outcome: Outcome, json: bool) -> None:
     if not outcome.finished:
         say(f"stopped and saved at step {outcome.step:,}; go on with: txl train --resume {folder.path}")
         return
-    valid = f", best validation loss {best:.4f} nats per token ({math.exp(best):.3f} perplexity)" if best else ""
+    valid = "" if best is None else f", best validation loss {best:.4f} nats per token"
     print(f"{folder.path}: {outcome.step:,} steps in {outcome.seconds:,.0f} s{valid}")
     print(f"next: txl evaluate {folder.path}")

@@ -12,7 +12,7 @@ class Sums:
 
     nats: float
     tokens: int
-    bytes: int
+    bytes: float
 
     def __post_init__(self) -> None:
         assert self.tokens > 0

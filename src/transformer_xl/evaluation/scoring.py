@@ -26,7 +26,9 @@ from transformer_xl.model.memory import Reach
 from transformer_xl.run_folder import Run
 from transformer_xl.text.segments import SegmentStream
 from transformer_xl.text.token_store import TokenSplit
+from transformer_xl.text.vocabulary import Vocabulary
 
+_TOKENS_AT_ONCE = 2**20  # tokens looked through at once
 _PARTS_AT_ONCE = 512  # sums left on the device before they are fetched, so that it need not wait for each
 
 
@@ -148,6 +150,26 @@ def _stream(tokens_K: npt.NDArray[Any], start_id: int, plan: Plan) -> SegmentStr
     return SegmentStream(tokens_K, rows=plan.rows, segment=min(plan.segment, longest_row), start_id=start_id)
 
 
+def _parts(tokens_K: npt.NDArray[Any]) -> Iterator[npt.NDArray[Any]]:
+    """A text piece by piece, so that a large one is never in memory whole."""
+    for start in range(0, len(tokens_K), _TOKENS_AT_ONCE):
+        yield tokens_K[start : start + _TOKENS_AT_ONCE]
+
+
+def _check_known(tokens_K: npt.NDArray[Any], num_known: int) -> None:
+    if np.iinfo(tokens_K.dtype).max < num_known:
+        return
+    largest = max(int(part_K.max()) for part_K in _parts(tokens_K))
+    if largest >= num_known:
+        raise UserError(
+            f"token {largest} is not one of the {num_known} the model knows; give a corpus of its vocabulary"
+        )
+
+
+def _count_bytes(vocabulary: Vocabulary, tokens_K: npt.NDArray[Any]) -> int:
+    return sum(len(vocabulary.decode_bytes(part_K)) for part_K in _parts(tokens_K))
+
+
 def _fetch(parts: list[Tensor]) -> float:
     return float(torch.stack(parts).cpu().double().sum())
 
@@ -171,10 +193,8 @@ def evaluate(
     tokens_K = split.tokens[:limit]
     if not len(tokens_K):
         raise UserError("there is nothing to score; the split is empty")
-    known, largest = run.model.config.vocabulary_size, int(tokens_K.max())
-    if largest >= known:
-        raise UserError(f"token {largest} is not one of the {known} the model knows; give a corpus of its vocabulary")
-    num_bytes = split.num_bytes if len(tokens_K) == split.num_tokens else len(run.vocabulary.decode_bytes(tokens_K))
+    _check_known(tokens_K, run.model.config.vocabulary_size)
+    num_bytes = split.num_bytes if len(tokens_K) == split.num_tokens else _count_bytes(run.vocabulary, tokens_K)
     was_training = run.model.training
     run.model.eval()
     start = time.perf_counter()
@@ -186,7 +206,7 @@ def evaluate(
     sums = Sums(nats, len(tokens_K), num_bytes)
     return Evaluation(
         tokens=sums.tokens,
-        bytes=sums.bytes,
+        bytes=num_bytes,
         nats_per_token=sums.nats_per_token,
         bits_per_byte=sums.bits_per_byte,
         perplexity=sums.perplexity,

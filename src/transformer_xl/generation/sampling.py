@@ -47,8 +47,9 @@ class Sampler:
         # only differences count; without a common part, and with a least divisor, no temperature overflows to nan
         logits_BV = (logits_BV - logits_BV.amax(-1, keepdim=True)) / max(self.temperature, 1e-30)
         if self.top_k is not None:
-            least_B1 = logits_BV.topk(min(self.top_k, logits_BV.shape[-1])).values[:, -1:]
-            logits_BV = logits_BV.masked_fill(logits_BV < least_B1, -torch.inf)
+            # by place, not by value: of tokens that are alike no more than k stay
+            order_BV = logits_BV.argsort(descending=True, stable=True)
+            logits_BV = logits_BV.scatter(-1, order_BV[:, self.top_k :], -torch.inf)
         if self.top_p is not None:
             sorted_BV, order_BV = logits_BV.sort(descending=True, stable=True)
             probability_BV = sorted_BV.softmax(-1)

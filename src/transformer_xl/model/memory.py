@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from transformer_xl.config import UserError
+from transformer_xl.config import MOST, UserError
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,8 @@ class Reach:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise UserError(f"{name} {value} is too small; give {least} or more")
+            if value is not None and value > MOST:
+                raise UserError(f"{name} {value:,} is too large; give {MOST:,} at most")
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,7 +97,7 @@ class Memory:
 
     def select(self, rows: Sequence[int] | Tensor) -> Memory:
         """The memory of the given rows, in that order; a row may be taken several times (samples, beams)."""
-        index = torch.as_tensor(rows, device=self.valid_B.device)
+        index = torch.as_tensor(rows, device=self.valid_B.device).long()
         layers = tuple(layer[index] for layer in self.layers_BMD)
         return replace(self, layers_BMD=layers, valid_B=self.valid_B[index], position_B=self.position_B[index])
 

@@ -100,7 +100,7 @@ def python_stdlib() -> TextSource:
     folder = Path(sysconfig.get_paths()["stdlib"])
     parts = [part for part in _walk(folder, skip=_STDLIB_SKIPPED) if part.path.suffix == ".py"]
     splits: dict[SplitName, list[Document]] = {split: [] for split in SPLITS}
-    documents = (Document(part.path.relative_to(folder).as_posix(), part) for part in parts)
+    documents = (Document(part.path.relative_to(folder).as_posix(), part, part.stop - part.start) for part in parts)
     for document in sorted(documents, key=lambda document: _drawn(document.name)):
         splits[_split_of(_drawn(document.name))].append(document)
     if not all(splits.values()):
@@ -196,7 +196,7 @@ def _between(parts: Iterable[FilePart], start: int, stop: int) -> Iterator[FileP
 
 
 def _documents(parts: Iterable[FilePart]) -> list[Document]:
-    return [Document(str(part.path), part) for part in parts]
+    return [Document(str(part.path), part, part.stop - part.start) for part in parts]
 
 
 def _parts_of(sources: Sequence[str], option: str) -> list[FilePart]:
@@ -204,6 +204,8 @@ def _parts_of(sources: Sequence[str], option: str) -> list[FilePart]:
 
 
 def _parts_of_one(source: str, option: str) -> list[FilePart]:
+    if not source:
+        raise UserError(f"{option}an empty name was given; name a file or folder ('.' is the current one)")
     path = Path(source)
     with explained(f"{option}reading {source}"):
         if not path.exists():

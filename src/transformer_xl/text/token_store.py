@@ -52,6 +52,8 @@ class Document:
     """Where it comes from, for messages."""
     chunks: Iterable[bytes]
     """Its bytes in pieces cut anywhere; they can be gone through more than once, and are read only then."""
+    num_bytes: int = 0
+    """How many there will be, to show how far reading is; 0: not known."""
 
 
 class SplitRecord(Settings):

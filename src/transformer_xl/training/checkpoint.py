@@ -15,7 +15,7 @@ from pydantic import Field
 from torch import Tensor
 
 from transformer_xl.config import Settings, UserError, check_settings, read_yaml
-from transformer_xl.files import remove_leftovers, whole_folder
+from transformer_xl.files import explained, remove_leftovers, whole_folder
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import Memory
 from transformer_xl.run_folder import RunFolder, load_weights
@@ -32,6 +32,8 @@ class Progress(Settings):
     """Optimiser steps done."""
     position: StreamPosition = StreamPosition()
     """The next segment."""
+    validated: int = Field(default=0, ge=0)
+    """Step of the last validation."""
     best_nats: float | None = None
     """Lowest validation loss so far, in nats per token."""
     interval_nats: float = 0.0
@@ -59,9 +61,9 @@ def save_state(folder: RunFolder, state: TrainingState) -> Path:
         UserError: the file system refuses; older checkpoints stay.
     """
     path = folder.path / "state" / f"step-{state.progress.step:08}"
-    if path.exists():  # stopped again right after a resume: it is the same
-        return path
     remove_leftovers(folder.path / "state")
+    if path.exists():  # stopped in a validation before, which is done now
+        shutil.rmtree(path)
     device = state.memory.valid_B.device
     tensors = {
         **_prefixed("optimizer", _optimizer_tensors(state)),
@@ -71,8 +73,9 @@ def save_state(folder: RunFolder, state: TrainingState) -> Path:
     with whole_folder(path) as aside:
         save_tensors(aside / "model.safetensors", state.model.state_dict())
         save_tensors(aside / "training.safetensors", tensors, {"progress": state.progress.model_dump_json()})
-    for old in folder.states()[:-_KEPT]:
-        shutil.rmtree(old)
+    with explained(f"deleting old checkpoints in {path.parent}"):
+        for old in folder.states()[:-_KEPT]:
+            shutil.rmtree(old)
     return path
 
 

@@ -20,6 +20,7 @@ from transformer_xl.device import autocast
 from transformer_xl.evaluation.metrics import Sums
 from transformer_xl.evaluation.scoring import Plan, sum_nats
 from transformer_xl.files import explained, write_text
+from transformer_xl.model.kernels import choose
 from transformer_xl.run_folder import RunFolder, build_model
 from transformer_xl.text.segments import SegmentStream, check_training
 from transformer_xl.text.token_store import Corpus
@@ -36,6 +37,10 @@ class Reporter(Protocol):
         """A step was queued that reads so many tokens."""
         ...
 
+    def validating(self, read: int, tokens: int) -> None:
+        """So many of the validation's tokens were read."""
+        ...
+
     def figures(self, figures: Figures) -> None:
         """A line of figures was written to metrics.jsonl."""
         ...
@@ -47,8 +52,15 @@ class Silence:
     def step(self, step: int, tokens: int) -> None:
         """Nothing."""
 
+    def validating(self, read: int, tokens: int) -> None:
+        """Nothing."""
+
     def figures(self, figures: Figures) -> None:
         """Nothing."""
+
+
+class _Stopped(Exception):
+    """A validation was asked to stop."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +79,6 @@ class _Queued:
     """A step the device may still be busy with: its numbers are fetched one step later."""
 
     step: int
-    tokens: int
     numbers: Tensor
     """Sum of nats, count of targets and norm of the gradient, in one tensor so that one fetch brings them all."""
 
@@ -92,13 +103,17 @@ class Training:
         memory = model.initial_memory(self.config.rows)
         self.state = TrainingState(model, build_optimizer(model, self.config), memory, Progress())
         self._queued: _Queued | None = None
+        self._saved: Progress | None = None
         self._started = time.perf_counter()
 
     def resume(self) -> None:
         """Goes back to the newest checkpoint, and takes later lines out of metrics.jsonl."""
         if self.folder.newest_state() or self.folder.figures():  # else killed before its first checkpoint: it begins
             load_state(self.folder, self.state)
-        kept = [line for line in self.folder.figures() if line["step"] <= self.state.progress.step]
+            self._saved = self.state.progress
+        progress = self.state.progress
+        known_until = {"train": progress.step, "valid": progress.validated}
+        kept = [line for line in self.folder.figures() if line["step"] <= known_until.get(line["split"], 0)]
         write_text(self.folder.path / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in kept))
 
     def run(self, should_stop: Callable[[], bool] = lambda: False) -> Outcome:
@@ -109,18 +124,23 @@ class Training:
         """
         config, state = self.config, self.state
         self._started = time.perf_counter() - state.progress.seconds
-        if state.progress.step == 0:
-            self._save()
-        while state.progress.step < config.steps and not should_stop():
-            self._step()
-            last = state.progress.step == config.steps
-            if last or state.progress.step % config.evaluate_every == 0:
-                self._validate()
-            if last or state.progress.step % config.save_every == 0:
+        while True:
+            step = state.progress.step
+            # a resumed run may have been stopped in the middle of a validation: then it is done now
+            whole = step == 0 or step == state.progress.validated or not self._due(config.evaluate_every)
+            whole = whole or self._validate(should_stop)
+            stopped = should_stop()
+            if stopped or self._due(config.save_every):
                 self._save()
-        self._save()
+            if stopped or step >= config.steps:
+                break
+            self._step()
         progress = state.progress
-        return Outcome(progress.step, progress.step >= config.steps, progress.best_nats, progress.seconds)
+        return Outcome(step, whole and step >= config.steps, progress.best_nats, progress.seconds)
+
+    def _due(self, every: int) -> bool:
+        step = self.state.progress.step
+        return step % every == 0 or step >= self.config.steps
 
     def _step(self) -> None:
         config, state = self.config, self.state
@@ -128,6 +148,7 @@ class Training:
         segment = self.stream.read(progress.position.segment)
         if segment.starts:
             state.memory = state.model.initial_memory(config.rows)
+        tokens = int(segment.counted_BT.sum())
         inputs_BT, targets_BT, counted_BT = (
             torch.from_numpy(array).to(self.device, non_blocking=True)
             for array in (segment.inputs_BT, segment.targets_BT, segment.counted_BT)
@@ -147,11 +168,11 @@ class Training:
         # the step before is fetched only now, with this one queued: the device never waits for the host
         self._fetch()
         step = progress.step + 1
-        self._queued = _Queued(step, int(segment.counted_BT.sum()), numbers)
+        self._queued = _Queued(step, numbers)
         state.progress = state.progress.model_copy(
             update={"step": step, "position": self.stream.after(progress.position)}
         )
-        self.reporter.step(step, self._queued.tokens)
+        self.reporter.step(step, tokens)
 
     def _fetch(self) -> None:
         """Adds the queued step's numbers to the sums; every `log_every` steps writes a line of figures."""
@@ -169,43 +190,66 @@ class Training:
         progress = self.state.progress
         nats, tokens = progress.interval_nats + nats, progress.interval_tokens + round(count)
         if queued.step % self.config.log_every == 0 and tokens:
-            self._write_figures("train", queued.step, nats / tokens, {"gradient_norm": norm})
+            self._write_figures("train", queued.step, self._sums("train", nats, tokens), {"gradient_norm": norm})
             nats, tokens = 0.0, 0
         self.state.progress = progress.model_copy(update={"interval_nats": nats, "interval_tokens": tokens})
 
-    def _validate(self) -> None:
+    def _validate(self, should_stop: Callable[[], bool]) -> bool:
+        """Scores the validation text and keeps the best weights; false if it was stopped before its end."""
         self._fetch()
-        progress, config = self.state.progress, self.config
+        progress, config, model = self.state.progress, self.config, self.state.model
         if "valid" not in self.corpus.splits:
-            return
+            return True
         tokens = self.corpus.split("valid").tokens[: config.evaluate_tokens]
         rows = max(1, min(config.rows, len(tokens) // config.segment))
-        plan = Plan(config.segment, self.state.model.reach, rows, config.precision)
-        self.state.model.eval()
-        nats = sum_nats(self.state.model, tokens, self.corpus.vocabulary.start_id, plan) / len(tokens)
-        self.state.model.train()
+        plan = Plan(config.segment, model.reach, rows, config.precision)
+        read = 0
+
+        def tell(more: int) -> None:
+            nonlocal read
+            read += more
+            self.reporter.validating(read, len(tokens))
+            if should_stop():
+                raise _Stopped
+
+        model.eval()
+        try:
+            nats = sum_nats(model, tokens, self.corpus.vocabulary.start_id, plan, tell)
+        except _Stopped:
+            return False
+        finally:
+            model.train()
+        sums = self._sums("valid", nats, len(tokens))
         if not math.isfinite(nats):
             raise UserError(f"the validation loss became {nats} at step {progress.step}; lower --train.learning_rate")
-        if progress.best_nats is None or nats < progress.best_nats:
-            self.folder.save_weights(self.state.model)
-            self.state.progress = progress.model_copy(update={"best_nats": nats})
-        self._write_figures("valid", progress.step, nats, {"perplexity": Sums(nats, 1, 1).perplexity})
+        best = progress.best_nats
+        if best is None or sums.nats_per_token < best:
+            best = sums.nats_per_token
+            self.folder.save_weights(model)
+        self.state.progress = progress.model_copy(update={"best_nats": best, "validated": progress.step})
+        self._write_figures("valid", progress.step, sums, {})
+        return True
+
+    def _sums(self, split: str, nats: float, tokens: int) -> Sums:
+        """Of part of a split, whose bytes are taken to be its share."""
+        return Sums(nats, tokens, tokens * self.corpus.split(split).bytes_per_token)
 
     def _save(self) -> None:
         self._fetch()
+        if self.state.progress == self._saved:
+            return
         seconds = time.perf_counter() - self._started
-        self.state.progress = self.state.progress.model_copy(update={"seconds": seconds})
+        self.state.progress = self._saved = self.state.progress.model_copy(update={"seconds": seconds})
         save_state(self.folder, self.state)
-        if self.state.progress.step == self.config.steps and self.state.progress.best_nats is None:
-            self.folder.save_weights(self.state.model)  # no validation text: the last weights are the best known
+        if self.state.progress.step >= self.config.steps and "valid" not in self.corpus.splits:
+            self.folder.save_weights(self.state.model)  # the last weights are the best known
 
-    def _write_figures(self, split: str, step: int, nats_per_token: float, more: Figures) -> None:
-        bytes_per_token = self.corpus.split(split).bytes_per_token
+    def _write_figures(self, split: str, step: int, sums: Sums, more: Figures) -> None:
         figures: Figures = {
             "split": split,
             "step": step,
-            "nats_per_token": nats_per_token,
-            "bits_per_byte": nats_per_token / math.log(2) / bytes_per_token,
+            "nats_per_token": sums.nats_per_token,
+            "bits_per_byte": sums.bits_per_byte,
             **more,
             "learning_rate": learning_rate(step - 1, self.config),
             "seconds": round(time.perf_counter() - self._started, 3),
@@ -216,15 +260,14 @@ class Training:
         self.reporter.figures(figures)
 
 
-def check(config: RunConfig, corpus: Corpus) -> None:
+def check(config: RunConfig, corpus: Corpus, device: torch.device) -> None:
     """Finds out, before a run folder is made, whether training can begin.
 
     Raises:
         UserError: the text is too short for rows and segment, or the settings name what does not exist.
     """
     training_stream(corpus, config.train)
-    with torch.device("meta"):
-        build_model(config)
+    choose(config.model.kernel, device, torch.float32)
 
 
 def training_stream(corpus: Corpus, config: TrainConfig) -> SegmentStream:

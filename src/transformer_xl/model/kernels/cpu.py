@@ -22,7 +22,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from transformer_xl.model.kernels import sdpa
-from transformer_xl.model.kernels.reference import AttentionInputs, Sight
+from transformer_xl.model.kernels.reference import AttentionInputs, Sight, empty_slots
 
 _BUFFER_NUMBERS = 2**21  # numbers in one buffer: large enough for full speed, small enough to stay near the cache
 
@@ -55,7 +55,7 @@ class _Recomputed(torch.autograd.Function):
         bias = _Bias(p_BNTH, k_BNSH, r_NPH, valid_B)
         for rows in bias.chunks():
             out_BNTH[rows] = F.scaled_dot_product_attention(
-                c_BNTH[rows], k_BNSH[rows], v_BNSH[rows], attn_mask=bias.of(rows), scale=1.0
+                c_BNTH[rows], k_BNSH[rows], v_BNSH[rows], attn_mask=bias.over_keys(rows), scale=1.0
             )
         ctx.save_for_backward(c_BNTH, p_BNTH, k_BNSH, v_BNSH, r_NPH, valid_B)
         return out_BNTH
@@ -72,12 +72,12 @@ class _Recomputed(torch.autograd.Function):
         for rows in bias.chunks():
             c_GTH, k_GSH, v_GSH, dout_GTH = (t[rows].flatten(0, 1) for t in (c_BNTH, k_BNSH, v_BNSH, dout_BNTH))
             # torch's own softmax and its gradient: exp(score - logsumexp) in bfloat16 would not sum to one
-            a_GTS = torch.baddbmm(bias.of(rows).flatten(0, 1), c_GTH, k_GSH.mT).softmax(-1)
+            a_GTS = torch.baddbmm(bias.over_keys(rows).flatten(0, 1), c_GTH, k_GSH.mT).softmax(-1)
             torch.bmm(a_GTS.mT, dout_GTH, out=dv_BNSH[rows].flatten(0, 1))
             ds_GTS = torch._softmax_backward_data(torch.bmm(dout_GTH, v_GSH.mT), a_GTS, -1, a_GTS.dtype)
             torch.bmm(ds_GTS, k_GSH, out=dc_BNTH[rows].flatten(0, 1))
             torch.bmm(ds_GTS.mT, c_GTH, out=dk_BNSH[rows].flatten(0, 1))
-            dscore_CNTP = bias.by_distance(ds_GTS.view(bias.of_shape(rows)), dwide_CNTW[: len(k_BNSH[rows])])
+            dscore_CNTP = bias.by_distance(ds_GTS.unflatten(0, (-1, bias.num_heads)), dwide_CNTW[: len(k_BNSH[rows])])
             torch.matmul(dscore_CNTP, r_NPH, out=dp_BNTH[rows])
             dr_NPH += torch.matmul(dscore_CNTP.mT, p_BNTH[rows]).sum(0, dtype=dr_NPH.dtype)
         return dc_BNTH, dp_BNTH, dk_BNSH, dv_BNSH, dr_NPH.to(r_NPH.dtype), None
@@ -99,27 +99,18 @@ class _Bias:
         for start in range(0, self.batch_size, self.at_once):
             yield slice(start, min(start + self.at_once, self.batch_size))
 
-    def of(self, rows: slice) -> Tensor:
+    def over_keys(self, rows: slice) -> Tensor:
         """Bias (C, N, T, S) of these rows; overwritten by the next call."""
         wide_CNTW = self.wide_CNTW[: rows.stop - rows.start]
         first = self.num_keys - self.num_distances
         wide_CNTW[..., first : self.num_keys] = self.p_BNTH[rows] @ self.r_NPH.mT
-        bias_CNTS = self._shifted(wide_CNTW)
+        bias_CNTS = sdpa.shifted_view(wide_CNTW, self.num_keys)
         if self.valid_B is not None:
-            first_valid_C = self.num_keys - self.num_queries - self.valid_B[rows]
-            empty_CS = torch.arange(self.num_keys) < first_valid_C[:, None]
+            empty_CS = empty_slots(self.valid_B[rows], self.num_queries, self.num_keys)
             bias_CNTS.masked_fill_(empty_CS[:, None, None, :], -torch.inf)
         return bias_CNTS
 
-    def of_shape(self, rows: slice) -> tuple[int, int, int, int]:
-        return (rows.stop - rows.start, self.num_heads, self.num_queries, self.num_keys)
-
     def by_distance(self, score_CNTS: Tensor, wide_CNTW: Tensor) -> Tensor:
         """Scores over keys moved back to their distances (C, N, T, P), through a buffer that holds zeros elsewhere."""
-        self._shifted(wide_CNTW).copy_(score_CNTS)
+        sdpa.shifted_view(wide_CNTW, self.num_keys).copy_(score_CNTS)
         return wide_CNTW[..., self.num_keys - self.num_distances : self.num_keys]
-
-    def _shifted(self, wide_CNTW: Tensor) -> Tensor:
-        rows, heads, queries, width = wide_CNTW.shape
-        stride = (heads * queries * width, queries * width, width - 1, 1)
-        return wide_CNTW.as_strided((rows, heads, queries, self.num_keys), stride, queries - 1)

@@ -66,10 +66,14 @@ def seen_keys(inputs: AttentionInputs, sight: Sight) -> Tensor:
     distance_TS = distances(num_queries, num_keys, inputs.q_BTNH.device)
     seen_BTS = ((distance_TS >= 0) & (distance_TS < len(inputs.position_key_PNH)))[None]
     if sight.valid_B is not None:
-        first_valid_B = num_keys - num_queries - sight.valid_B
-        key_S = torch.arange(num_keys, device=first_valid_B.device)
-        seen_BTS = seen_BTS & (key_S >= first_valid_B[:, None])[:, None, :]
+        seen_BTS = seen_BTS & ~empty_slots(sight.valid_B, num_queries, num_keys)[:, None, :]
     return seen_BTS
+
+
+def empty_slots(valid_B: Tensor, num_queries: int, num_keys: int) -> Tensor:
+    """Which keys stand in an empty memory slot, as bool (B, S); valid slots are the last of the memory."""
+    first_valid_B = num_keys - num_queries - valid_B
+    return torch.arange(num_keys, device=valid_B.device) < first_valid_B[:, None]
 
 
 def attention_terms(inputs: AttentionInputs, sight: Sight) -> AttentionTerms:

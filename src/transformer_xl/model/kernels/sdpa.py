@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from transformer_xl.model.kernels.reference import AttentionInputs, Sight
+from transformer_xl.model.kernels.reference import AttentionInputs, Sight, empty_slots
 
 
 def attend(inputs: AttentionInputs, sight: Sight, dropout: float) -> Tensor:
@@ -25,9 +25,7 @@ def attend(inputs: AttentionInputs, sight: Sight, dropout: float) -> Tensor:
     position_BNTP = position_BNTH @ inputs.position_key_PNH.permute(1, 2, 0)
     bias_BNTS = shifted(position_BNTP, num_keys=inputs.k_BSNH.shape[1])
     if sight.valid_B is not None:
-        first_valid_B = inputs.k_BSNH.shape[1] - inputs.q_BTNH.shape[1] - sight.valid_B
-        key_S = torch.arange(inputs.k_BSNH.shape[1], device=first_valid_B.device)
-        empty_BS = key_S < first_valid_B[:, None]
+        empty_BS = empty_slots(sight.valid_B, inputs.q_BTNH.shape[1], inputs.k_BSNH.shape[1])
         bias_BNTS = bias_BNTS.masked_fill(empty_BS[:, None, None, :], -torch.inf)
     if bias_BNTS.device.type != "cpu":
         bias_BNTS = bias_BNTS.contiguous()  # torch's fused GPU kernels want rows at aligned addresses
@@ -40,11 +38,14 @@ def attend(inputs: AttentionInputs, sight: Sight, dropout: float) -> Tensor:
 
 def shifted(position_BNTP: Tensor, *, num_keys: int) -> Tensor:
     """Moves scores by distance (farthest first) over the keys they belong to; -inf where a key is not seen."""
-    batch_size, num_heads, num_queries, num_distances = position_BNTP.shape
+    num_queries, num_distances = position_BNTP.shape[-2:]
     wide_BNTW = F.pad(position_BNTP, (num_keys - num_distances, num_queries - 1), value=-torch.inf)
-    width = num_keys + num_queries - 1
-    return wide_BNTW.as_strided(
-        (batch_size, num_heads, num_queries, num_keys),
-        (num_heads * num_queries * width, num_queries * width, width - 1, 1),
-        wide_BNTW.storage_offset() + num_queries - 1,
-    )
+    return shifted_view(wide_BNTW, num_keys)
+
+
+def shifted_view(wide_BNTW: Tensor, num_keys: int) -> Tensor:
+    """A contiguous buffer seen as (B, N, T, S), row i moved left by T - 1 - i; no number is copied."""
+    batch_size, num_heads, num_queries, width = wide_BNTW.shape
+    shape = (batch_size, num_heads, num_queries, num_keys)
+    strides = (num_heads * num_queries * width, num_queries * width, width - 1, 1)
+    return wide_BNTW.as_strided(shape, strides, wide_BNTW.storage_offset() + num_queries - 1)
