@@ -96,16 +96,17 @@ def test_ties() -> None:
 
 @settings(deadline=None, max_examples=50)
 @given(
-    rows=st.lists(st.lists(st.floats(-30, 30, width=32), min_size=11, max_size=11), min_size=1, max_size=3),
+    # quarters: taking the highest from them is exact, so that different scores stay different
+    rows=st.lists(st.lists(st.integers(-120, 120), min_size=11, max_size=11), min_size=1, max_size=3),
     temperature=st.floats(0.05, 20),
     top_k=st.none() | st.integers(1, 13),
     top_p=st.none() | st.floats(0.01, 1),
 )
 def test_what_holds_for_any_scores(
-    rows: list[list[float]], temperature: float, top_k: int | None, top_p: float | None
+    rows: list[list[int]], temperature: float, top_k: int | None, top_p: float | None
 ) -> None:
     """Each row sums to 1, keeps its likeliest token, and never has a less likely token without a likelier one."""
-    logits_BV = torch.tensor(rows)
+    logits_BV = torch.tensor(rows) / 4
     found_BV = Sampler(temperature, top_k, top_p).probabilities(logits_BV)
     torch.testing.assert_close(found_BV.sum(-1), torch.ones(len(rows)))
     for scores_V, shares_V in zip(logits_BV, found_BV, strict=True):

@@ -110,25 +110,28 @@ def test_causality_by_gradient(make_model, reach):
         assert touched.tolist() == [first <= index <= place for index in range(9)]
 
 
-def test_gradient_stops_at_memory_but_reaches_keys_and_values_through_it(make_model, tokens):
-    model = make_model()
+@pytest.mark.parametrize("kernel", ["cpu", "sdpa", "reference"])
+@pytest.mark.parametrize("name", ["key", "value"])
+def test_gradient_stops_at_memory_but_reaches_keys_and_values_through_it(make_model, tokens, name, kernel):
+    """The weights' gradient is a sum over memory rows too, though the rows themselves carry none."""
+    model = make_model(kernel=kernel)
     _, memory = model(tokens(2, 11), model.initial_memory(2))
     assert not any(layer.requires_grad for layer in memory.layers_BMD)
+    linear = getattr(model.layers[1].attention, name)
+    seen = {}
 
-    def slopes(memory_used):
-        hidden_BTD, _ = model(tokens(2, 3, seed=9), memory_used)
-        first = model.layers[0].attention
-        return torch.autograd.grad(hidden_BTD.square().sum(), [first.key.weight, first.value.weight])
+    def keep(_module, given, made):
+        made.retain_grad()
+        seen[name] = given[0], made
 
-    blind = memory.reset([0, 1])
-    for with_memory, without in zip(slopes(memory), slopes(blind), strict=True):
-        assert (with_memory - without).abs().max() > 1e-3
-    # by hand: moving a memory row moves the output, so the rows do enter
-    moved = memory.layers_BMD[0].clone().requires_grad_()
-    layer = model.layers[0].attention
-    context = torch.cat([moved, torch.zeros(2, 1, 14, dtype=torch.float64)], 1)
-    (slope,) = torch.autograd.grad(layer.key(context).square().sum(), moved)
-    assert slope.abs().max() > 0
+    linear.register_forward_hook(keep)
+    hidden_BTD, _ = model(tokens(2, 3, seed=9), memory)
+    hidden_BTD.pow(3).sum().backward()
+    rows_BSD, made_BSI = seen[name]
+    assert rows_BSD.shape[1] == 14
+    assert made_BSI.grad[:, :11].abs().amax() > 1e-3
+    whole_ID = torch.einsum("bsi,bsd->id", made_BSI.grad, rows_BSD)
+    torch.testing.assert_close(linear.weight.grad, whole_ID, rtol=1e-9, atol=1e-9)
 
 
 def test_neither_inputs_nor_memory_change(make_model, tokens):
@@ -214,8 +217,28 @@ def test_clamp_makes_far_distances_alike():
     assert not torch.equal(encoding_PD[5], encoding_PD[4])
 
 
-def test_dropout_draws_at_every_place(make_model, tokens):
-    model = make_model(dropout=0.5, attention_dropout=0.5).train()
+def test_dropout_at_the_authors_places(make_model, tokens, monkeypatch):
+    """Embedding; position encodings, one mask for all layers; in each layer probabilities, attention's output and
+    twice in the feed-forward part; the last hidden rows."""
+    model = make_model(dropout=0.5, attention_dropout=0.25, kernel="reference").train()
+    plain, dropped = torch.nn.functional.dropout, []
+
+    def record(given, p=0.5, training=True, inplace=False):
+        dropped.append((tuple(given.shape), p if training else 0.0))
+        return plain(given, p, training, inplace)
+
+    monkeypatch.setattr("torch.nn.functional.dropout", record)
+    model(tokens(3, 5))
+    layer = [((3, 2, 5, 16), 0.25), ((3, 5, 14), 0.5), ((3, 5, 19), 0.5), ((3, 5, 14), 0.5)]
+    assert dropped == [((3, 5, 14), 0.5), ((16, 14), 0.5), *layer * 3, ((3, 5, 14), 0.5)]
+    dropped.clear()
+    model.eval()(tokens(3, 5))
+    assert {share for _, share in dropped} == {0.0}
+
+
+@pytest.mark.parametrize("kernel", ["cpu", "sdpa", "reference"])
+def test_dropout_depends_on_the_random_state_alone(make_model, tokens, kernel):
+    model = make_model(dropout=0.5, attention_dropout=0.5, kernel=kernel).train()
     torch.manual_seed(1)
     first, _ = model(tokens(2, 5))
     second, _ = model(tokens(2, 5))

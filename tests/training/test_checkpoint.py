@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -160,6 +161,23 @@ def test_stopped_at_every_step(tmp_path: Path, straight) -> None:
         train_until(training, step)
         training = go_on(tmp_path / "run", corpus)
     assert training.run().finished  # nothing is left to do, and doing it changes nothing
+    assert_same(training.folder, wanted.folder)
+
+
+@pytest.mark.parametrize("step", [6, 12, 23])
+def test_stopped_in_a_validation(tmp_path: Path, straight, step: int) -> None:
+    """It is cut short, and done anew first of all; the checkpoint before it is whole."""
+    corpus, wanted = straight("base")
+    training = start(tmp_path / "run", corpus, {})
+    training.reporter = SimpleNamespace(
+        step=lambda *_: 0, figures=lambda _: 0, validating=lambda *_: heard.append(at())
+    )
+    heard, at = [], lambda: training.state.progress.step
+    outcome = training.run(lambda: step in heard)
+    assert (outcome.step, outcome.finished) == (step, False)
+    assert training.folder.figures()[-1]["step"] < step
+    training = go_on(tmp_path / "run", corpus)
+    assert training.run().finished
     assert_same(training.folder, wanted.folder)
 
 
