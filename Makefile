@@ -34,7 +34,10 @@ check: $(STAMP)
 	$(PYTEST)
 
 bench: $(STAMP)
-	$(BIN)/python benchmarks/steps.py
+	$(BIN)/python benchmarks/steps.py --precision auto --layers 4 --width 192 --heads 3 --segment 64 --memory 64 \
+	  --rows 32 --out benchmarks/results/steps-64.json
+	$(BIN)/python benchmarks/steps.py --precision auto --layers 2 --width 512 --heads 8 --segment 512 --memory 512 \
+	  --rows 4 --steps 2 --out benchmarks/results/steps-512.json
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis

@@ -130,7 +130,6 @@ WRONG_WORDS = [
     ("generate run --prompt-file folder", "reading folder: is a folder, wanted a file"),
     ("generate run --prompt-file empty.txt", "the prompt is empty; give some text, or no prompt at all to begin a new"),
     ("generate run --prompt=", "the prompt is empty; give some text, or no prompt at all to begin a new text"),
-    ("info gone", "gone: no such folder"),
     # numbers
     (f"{TRY} --model.heads 3", "width 256 does not divide by heads 3; choose a multiple or set head_width"),
     (f"{TRY} --model.width 13", "model.width: Input should be a multiple of 2"),
@@ -150,7 +149,6 @@ WRONG_WORDS = [
     ("train --resume run --model.layers 3", "model.layers cannot change within a run; start a new one with --run DIR"),
     ("train --resume run --train.rows 5", "train.rows cannot change within a run; start a new one"),
     ("evaluate run --window 0", "window 0 is too small; give 1 or more"),
-    ("evaluate run --window many", "window"),
     ("evaluate run --clamp 0", "clamp_length 0 is too small"),
     ("evaluate run --segment 0", "segment 0: wanted 1 or more"),
     ("evaluate run --memory -1", "memory -1 is too small; give 0 or more"),
@@ -204,19 +202,15 @@ def test_not_enough_memory(place: Path, error: Exception, monkeypatch: Patch, ca
 def test_no_permission(place: Path, capfd: Capture) -> None:
     (place / "text.txt").chmod(0)
     (place / "folder").chmod(0o500)
-    try:
-        for words, message in (
-            ("prepare text.txt --out new", "reading text.txt: permission denied"),
-            ("prepare other.txt --out folder/new", "writing folder/new: permission denied"),
-            (NEW.replace("run new", "run folder/new"), "writing folder/new: permission denied"),
-            ("generate run --prompt-file text.txt", "reading text.txt: permission denied"),
-        ):
-            assert re.search(message, error_of(words, capfd))
-            assert not list((place / "folder").iterdir())
-            assert not (place / "new").exists()
-    finally:
-        (place / "text.txt").chmod(0o600)
-        (place / "folder").chmod(0o700)
+    for words, message in (
+        ("prepare text.txt --out new", "reading text.txt: permission denied"),
+        ("prepare other.txt --out folder/new", "writing folder/new: permission denied"),
+        (NEW.replace("run new", "run folder/new"), "writing folder/new: permission denied"),
+        ("generate run --prompt-file text.txt", "reading text.txt: permission denied"),
+    ):
+        assert re.search(message, error_of(words, capfd))
+        assert not list((place / "folder").iterdir())
+        assert not (place / "new").exists()
 
 
 # Files of a run that are not what they were.

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,7 @@ from transformer_xl.tensor_file import load_tensors, save_tensors
 from transformer_xl.text.token_store import Corpus, Document, write_corpus
 from transformer_xl.text.vocabulary import ByteVocabulary
 from transformer_xl.training.checkpoint import save_state
-from transformer_xl.training.loop import Outcome, Training
+from transformer_xl.training.loop import Outcome, Silence, Training
 
 CPU = torch.device("cpu")
 MODEL = {
@@ -169,10 +168,9 @@ def test_stopped_in_a_validation(tmp_path: Path, straight, step: int) -> None:
     """It is cut short, and done anew first of all; the checkpoint before it is whole."""
     corpus, wanted = straight("base")
     training = start(tmp_path / "run", corpus, {})
-    training.reporter = SimpleNamespace(
-        step=lambda *_: 0, figures=lambda _: 0, validating=lambda *_: heard.append(at())
-    )
-    heard, at = [], lambda: training.state.progress.step
+    heard: list[int] = []
+    training.reporter = Silence()
+    training.reporter.validating = lambda *_: heard.append(training.state.progress.step)
     outcome = training.run(lambda: step in heard)
     assert (outcome.step, outcome.finished) == (step, False)
     assert training.folder.figures()[-1]["step"] < step
@@ -214,9 +212,7 @@ def test_a_run_with_more_steps_goes_on(tmp_path: Path, straight) -> None:
     whole.run()
     short = start(tmp_path / "short", corpus, {"train": {"warmup": 23, "steps": 11}})
     assert short.run().finished
-    config = short.folder.config.model_copy(
-        update={"train": short.folder.config.train.model_copy(update={"steps": 23})}
-    )
+    config = short.folder.config.model_copy(update={"train": whole.config})
     (tmp_path / "short" / "config.yaml").write_text(config_text(config))
     longer = go_on(tmp_path / "short", corpus)
     longer.run()
@@ -383,8 +379,7 @@ def train_and_send(number: signal.Signals, corpus: Path, place: Path) -> subproc
 def test_kill_9_at_a_random_step(tmp_path: Path, uninterrupted: RunFolder, attempt: int) -> None:
     ended = train_and_send(signal.SIGKILL, uninterrupted.path.parent / "corpus", tmp_path / "run")
     assert ended.returncode == -signal.SIGKILL
-    at = RunFolder.open(tmp_path / "run").figures()[-1]["step"]
-    assert at < 211
+    assert RunFolder.open(tmp_path / "run").figures()[-1]["step"] < 211
     assert txl(["train", "--resume", str(tmp_path / "run"), "--threads", "1"]) == 0
     assert_same(RunFolder.open(tmp_path / "run"), uninterrupted)
 
