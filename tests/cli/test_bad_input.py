@@ -102,7 +102,6 @@ WRONG_WORDS = [
     ("generate run --device gpu", "no device 'gpu' on this machine"),
     ("evaluate run --split tset", r"no split 'tset' \(did you mean 'test'\?\)"),
     ("evaluate run --weights lst", 'Did you mean "last"?'),
-    ("evaluate run --precision float33", 'Did you mean "float32"?'),
     ("prepare python-stdlb --out new", r"nor a known corpus \(did you mean 'python-stdlib'\?\)"),
     ("prepare text.txt --out new --vocabulary byte", r"no vocabulary 'byte' \(did you mean 'bytes'\?\)"),
     ("recipes enwik8-12l", "Unused Tokens"),

@@ -76,21 +76,14 @@ def train_until(training: Training, step: int) -> Outcome:
 
 def tensors_of(folder: RunFolder) -> dict[str, torch.Tensor]:
     """Best weights, last weights, optimiser, memory and random state of a run."""
-    newest = folder.newest_state()
-    assert newest is not None
-    files = {
-        "best": folder.weights_file("best"),
-        "last": newest / "model.safetensors",
-        "state": newest / "training.safetensors",
-    }
+    best, last = folder.weights_file("best"), folder.weights_file("last")
+    files = {"best": best, "last": last, "state": last.parent / "training.safetensors"}
     return {f"{kind}/{name}": tensor for kind, file in files.items() for name, tensor in load_tensors(file)[0].items()}
 
 
 def figures_of(folder: RunFolder) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl, and at the end the progress; all without seconds, which no two runs share."""
-    newest = folder.newest_state()
-    assert newest is not None
-    _, notes = load_tensors(newest / "training.safetensors")
+    _, notes = load_tensors(folder.weights_file("last").parent / "training.safetensors")
     lines = [*map(json.loads, (folder.path / "metrics.jsonl").read_text().splitlines()), json.loads(notes["progress"])]
     assert all(line.pop("seconds") >= 0 for line in lines)
     return lines
