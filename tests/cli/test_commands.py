@@ -279,7 +279,7 @@ def test_generate_streams_and_bears_a_reader_that_leaves(place: Path) -> None:
         assert len(process.stdout.read(7)) == 7
         assert process.poll() is None
         process.stdout.close()
-        assert process.wait(timeout=60) == 0
+        assert process.wait(timeout=300) == 0
         assert process.stderr.read() == b""
     finally:
         process.kill()
