@@ -236,6 +236,7 @@ def test_leftovers_of_a_killed_save_are_ignored_and_cleaned(tmp_path: Path, stra
     shutil.copytree(state / "step-00000006", state / ".step-00000010.partial-7919")
     (state / ".step-00000010.partial-7919" / "training.safetensors").write_bytes(b"half")
     (state / ".step-00000011.partial-7919").mkdir()
+    (tmp_path / "run" / ".model.safetensors.partial-7919").write_bytes(b"half")
     training = go_on(tmp_path / "run", corpus)
     assert training.state.progress.step == 6
     training.run()

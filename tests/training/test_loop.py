@@ -22,7 +22,7 @@ from transformer_xl.run_folder import RunFolder, config_text
 from transformer_xl.tensor_file import load_tensors
 from transformer_xl.text.token_store import Corpus, Document, write_corpus
 from transformer_xl.text.vocabulary import ByteVocabulary
-from transformer_xl.training import loop
+from transformer_xl.training import checkpoint, loop
 from transformer_xl.training.loop import Training, training_stream
 
 CPU = torch.device("cpu")
@@ -271,6 +271,24 @@ def test_weights_wrecked_by_a_high_rate_are_not_the_best(tmp_path: Path) -> None
     assert (first, outcome.best_nats_per_token) == (good, good)
     assert second > good + 1
     assert (tmp_path / "run" / "model.safetensors").read_bytes() == before
+
+
+def test_a_checkpoint_written_anew_replaces_the_old_one_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run stopped in a validation has one of that step; where the next cannot be written, it must still be there."""
+    corpus = make_corpus(tmp_path / "corpus", letters(127, seed=1), letters(41, seed=2))
+    training = start(tmp_path / "run", corpus, evaluate_every=4, save_every=4)
+    train_until(training, 4)
+    assert not lines_of(training, "valid")
+
+    def refuse(*_: object) -> None:
+        raise OSError("no room")
+
+    monkeypatch.setattr(checkpoint, "save_tensors", refuse)
+    with pytest.raises(UserError, match=r"writing .*step-00000004.*: no room"):
+        training.run()
+    assert len(lines_of(training, "valid")) == 1
+    Training(RunFolder.open(tmp_path / "run"), corpus, CPU).resume()
+    assert [path.name for path in training.folder.states()] == ["step-00000000", "step-00000004"]
 
 
 def test_without_validation_text_the_last_weights_are_the_best(tmp_path: Path) -> None:

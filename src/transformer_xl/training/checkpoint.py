@@ -62,18 +62,21 @@ def save_state(folder: RunFolder, state: TrainingState) -> Path:
     """
     path = folder.path / "state" / f"step-{state.progress.step:08}"
     remove_leftovers(folder.path / "state")
-    if path.exists():  # stopped in a validation before, which is done now
-        shutil.rmtree(path)
+    # one that is there already, from a stop in a validation that is done now, goes only once the new one is whole
+    new = path.with_name(f".{path.name}.partial-new") if path.exists() else path
     device = state.memory.valid_B.device
     tensors = {
         **_prefixed("optimizer", _optimizer_tensors(state)),
         **_prefixed("memory", state.memory.tensors()),
         **_prefixed("random", _random_state(device)),
     }
-    with whole_folder(path) as aside:
+    with whole_folder(new) as aside:
         save_tensors(aside / "model.safetensors", state.model.state_dict())
         save_tensors(aside / "training.safetensors", tensors, {"progress": state.progress.model_dump_json()})
     with explained(f"deleting old checkpoints in {path.parent}"):
+        if new != path:
+            shutil.rmtree(path)
+            new.rename(path)
         for old in folder.states()[:-_KEPT]:
             shutil.rmtree(old)
     return path

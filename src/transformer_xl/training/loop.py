@@ -19,7 +19,7 @@ from transformer_xl.config import RunConfig, TrainConfig, UserError
 from transformer_xl.device import autocast
 from transformer_xl.evaluation.metrics import Sums
 from transformer_xl.evaluation.scoring import Plan, sum_nats
-from transformer_xl.files import explained, write_text
+from transformer_xl.files import explained, remove_leftovers, write_text
 from transformer_xl.model.kernels import choose
 from transformer_xl.run_folder import RunFolder, build_model
 from transformer_xl.text.segments import SegmentStream, check_training
@@ -112,6 +112,7 @@ class Training:
             load_state(self.folder, self.state)
             self._saved = self.state.progress
         progress = self.state.progress
+        remove_leftovers(self.folder.path)
         known_until = {"train": progress.step, "valid": progress.validated}
         kept = [line for line in self.folder.figures() if line["step"] <= known_until.get(line["split"], 0)]
         write_text(self.folder.path / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in kept))
