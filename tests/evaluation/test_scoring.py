@@ -162,6 +162,12 @@ def test_figures_of_an_evaluation(run: Run) -> None:
     assert result.as_dict() == asdict(result)
 
 
+@pytest.mark.parametrize("limit", [0, -1])
+def test_a_limit_below_one_is_refused(run: Run, limit: int) -> None:
+    with pytest.raises(UserError, match=rf"limit {limit}: wanted 1 or more tokens"):
+        evaluate(run, split_of(np.zeros(7, dtype=np.uint8), num_bytes=7), limit=limit)
+
+
 def test_limit_scores_the_start_alone(run: Run) -> None:
     tokens_K, told = draw(101, 256), []
     result = evaluate(run, split_of(tokens_K, num_bytes=303), limit=29, progress=told.append)

@@ -92,7 +92,7 @@ def _one_line(error: Exception) -> str | None:
     if isinstance(error, CycloptsError):
         option = getattr(getattr(error, "argument", None), "name", "")
         text = f"{option}.{text}" if option and isinstance(cause, ValidationError) else text
-        text += "; --help shows what can be given"
+        text = f"{text.rstrip('.')}; --help shows what can be given"
     return " ".join(text.split())
 
 

@@ -229,6 +229,8 @@ class _BarReporter:
 
 def _tell(folder: RunFolder, outcome: Outcome, json: bool) -> None:
     best = outcome.best_nats_per_token
+    if not outcome.finished:
+        say(f"stopped and saved at step {outcome.step:,}; go on with: txl train --resume {folder.path}")
     if json:
         print_json(
             {
@@ -242,7 +244,6 @@ def _tell(folder: RunFolder, outcome: Outcome, json: bool) -> None:
         )
         return
     if not outcome.finished:
-        say(f"stopped and saved at step {outcome.step:,}; go on with: txl train --resume {folder.path}")
         return
     valid = "" if best is None else f", best validation loss {best:.4f} nats per token"
     print(f"{folder.path}: {outcome.step:,} steps in {outcome.seconds:,.0f} s{valid}")

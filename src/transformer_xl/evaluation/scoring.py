@@ -187,9 +187,11 @@ def evaluate(
         progress: told how many tokens were read.
 
     Raises:
-        UserError: the split is empty, or holds tokens the model does not know.
+        UserError: the split is empty or holds tokens the model does not know, or the limit is below 1.
     """
     plan = plan or Plan.of(run.config)
+    if limit is not None and limit < 1:
+        raise UserError(f"limit {limit}: wanted 1 or more tokens")
     tokens_K = split.tokens[:limit]
     if not len(tokens_K):
         raise UserError("there is nothing to score; the split is empty")
