@@ -13,6 +13,7 @@ class Sums:
     nats: float
     tokens: int
     bytes: float
+    """Whole for a whole text; a share of the text's where only part of it was counted in training."""
 
     def __post_init__(self) -> None:
         assert self.tokens > 0

@@ -24,7 +24,7 @@ from typing_extensions import override
 from transformer_xl.model.kernels import sdpa
 from transformer_xl.model.kernels.reference import AttentionInputs, Sight, empty_slots
 
-_BUFFER_NUMBERS = 2**21  # numbers in one buffer: large enough for full speed, small enough to stay near the cache
+_BUFFER_NUMBERS = 2**21  # most numbers in one buffer: bounds the work space, whatever the batch
 
 
 def attend(inputs: AttentionInputs, sight: Sight, dropout: float) -> Tensor:
