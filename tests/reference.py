@@ -73,7 +73,7 @@ def forward(weights, settings, tokens, memory, valid):
     tokens (B, T); memory: a list of L tensors (B, M, D); valid: valid slots of each row.
     Returns logits (B, T, V), the new memory, and the new valid counts.
     """
-    table = weights["embedding.weight"]
+    table = weights["embedding.tables.0"]
     width = table.shape[1]
     x = table[tokens] * math.sqrt(width)
     new_memory = []
@@ -114,5 +114,5 @@ def forward(weights, settings, tokens, memory, valid):
         x = x if settings["pre_norm"] else layer_norm(x, *norm)
     if "final_norm.weight" in weights:
         x = layer_norm(x, weights["final_norm.weight"], weights["final_norm.bias"])
-    logits = x @ table.T + weights["output_bias"]
+    logits = x @ table.T + weights["softmax.bias"]
     return logits, new_memory, [min(count + num_new, num_memory) for count in valid]

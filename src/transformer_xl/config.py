@@ -9,11 +9,12 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping
 from importlib import resources
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 MOST = 2**31 - 1  # of anything counted here; more is a slip of the finger
 
@@ -32,6 +33,18 @@ class Settings(BaseModel):
     """A frozen group of settings; unknown names are refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True)
+
+
+def _numbers(value: Any) -> Any:
+    """Lets a flag give several numbers in one word, `20000,40000`; none is no number at all."""
+    if value is None:
+        return ()
+    if isinstance(value, str) and value != "auto":
+        parts = [part.strip() for part in value.split(",")]
+        if not all(part.isascii() and part.isdecimal() for part in parts):
+            raise ValueError("wanted numbers with commas between them (20000,40000,200000), auto, or none")
+        return tuple(int(part) for part in parts)
+    return value
 
 
 class ModelConfig(Settings):
@@ -57,6 +70,19 @@ class ModelConfig(Settings):
     """Where LayerNorm stands: after each residual sum (the paper's), or first inside each residual branch."""
     final_norm: bool = True
     """With norm 'pre': a LayerNorm after the last layer too (the authors' pre-norm code has none)."""
+    embedding_width: int | None = Field(default=None, gt=0, le=MOST)
+    """E: width of a token's embedding, projected to the model's; none: the model's width, without a projection."""
+    cutoffs: Annotated[tuple[int, ...] | Literal["auto"], BeforeValidator(_numbers)] = ()
+    """Adaptive embedding and softmax: the ids, frequent ones first, where the head ends and each tail but the last
+    ends; auto: found from the word counts of the corpus, where it has any; none: one softmax over all tokens."""
+    div_val: int = Field(default=1, gt=0, le=MOST)
+    """Each tail's embeddings are this many times narrower than those of the cluster before; 1: all alike."""
+    tie_weights: bool = True
+    """The softmax uses the embeddings as its weights; false: it has its own."""
+    tie_projections: Literal["all", "all_but_first", "none"] = "all"
+    """Which clusters' projections the softmax takes from the embedding; the others it has for itself."""
+    project_equal_width: bool = True
+    """With div_val: a cluster as wide as the model is projected too (the authors' One Billion Word model does not)."""
     tie_position_biases: bool = True
     """One pair of biases u, w for all layers; false: a pair for each layer."""
     memory: int = Field(default=128, ge=0, le=MOST)
@@ -69,6 +95,23 @@ class ModelConfig(Settings):
     """How attention is computed: auto, or the name of a kernel (all give the same numbers)."""
 
     @model_validator(mode="after")
+    def _check_clusters(self) -> Self:
+        if self.cutoffs == "auto":
+            return self
+        edges = (0, *self.cutoffs, self.vocabulary_size)
+        if any(start >= stop for start, stop in pairwise(edges)):
+            raise ValueError(
+                f"cutoffs {', '.join(map(str, self.cutoffs))} must rise, from 1 on, and stay below the "
+                f"{self.vocabulary_size:,} tokens of the vocabulary; give others, auto or none"
+            )
+        if len(self.cutoffs) > self.most_tails:
+            raise ValueError(
+                f"div_val {self.div_val} leaves the last of {len(self.cutoffs)} tails no embedding (it divides "
+                f"{self.embedding_width or self.width} as often); lower it, or give fewer cutoffs"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _fill_head_width(self) -> Self:
         if self.head_width is None:
             if self.width % self.heads:
@@ -77,6 +120,33 @@ class ModelConfig(Settings):
                 )
             object.__setattr__(self, "head_width", self.width // self.heads)
         return self
+
+    @property
+    def cluster_edges(self) -> tuple[int, ...]:
+        """0, the cutoffs and V: cluster i holds the ids from edge i up to edge i + 1.
+
+        Raises:
+            UserError: the cutoffs are still to be found from a corpus.
+        """
+        if self.cutoffs == "auto":
+            raise UserError("cutoffs auto are found by 'txl train' from a corpus; give numbers to build the model")
+        return (0, *self.cutoffs, self.vocabulary_size)
+
+    @property
+    def most_tails(self) -> int:
+        """How many tails have an embedding of some width."""
+        if self.div_val == 1:
+            return MOST
+        widest, count = self.embedding_width or self.width, 0
+        while widest >= self.div_val:
+            widest, count = widest // self.div_val, count + 1
+        return count
+
+    @property
+    def cluster_widths(self) -> tuple[int, ...]:
+        """Embedding width of each cluster."""
+        widest = self.embedding_width or self.width
+        return tuple(widest // self.div_val**index for index in range(len(self.cluster_edges) - 1))
 
     @property
     def head_size(self) -> int:
@@ -102,6 +172,8 @@ class TrainConfig(Settings):
     """Steps over which the learning rate rises linearly from 0; after them it falls to 0 along a cosine."""
     clip: float = Field(default=0.25, gt=0)
     """Largest norm of the gradient; a larger gradient is scaled down to it."""
+    order: Literal["text", "shuffled"] = "text"
+    """The text as it stands, or its documents (One Billion Word: its sentences) in a new order each epoch."""
     loss: Literal["full", "half"] = "full"
     """Which targets count: all of a segment's, or only its second half's."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -173,8 +245,14 @@ class Recipe(Settings):
     """Published figures on the test text, by name with unit."""
     measured: dict[str, float] = {}
     """Our own figures, by name with unit."""
+    published_parameters: float | None = None
+    """Number of parameters as published, which is rounded."""
     parameters: int | None = None
-    """Expected number of parameters, at the published vocabulary size."""
+    """Number of parameters of these settings."""
+    step_flops: float | None = None
+    """Additions and multiplications in the matrix products of one training step."""
+    step_bytes: float | None = None
+    """Memory one training step needs in float32: weights, gradients, Adam's state, kept activations, hidden memory."""
     model: dict[str, Any] = {}
     train: dict[str, Any] = {}
     evaluation: dict[str, Any] = {}

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from transformer_xl.config import EvaluationConfig, RunConfig, TrainConfig, UserError
 from transformer_xl.generation import decoding
-from transformer_xl.generation.decoding import generate, generate_tokens, read_prompt
+from transformer_xl.generation.decoding import choose_token, generate, generate_tokens, read_prompt
 from transformer_xl.generation.sampling import Sampler
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import Memory, Reach
@@ -121,6 +121,36 @@ def test_the_size_of_the_parts_of_a_prompt_changes_nothing(
     assert watched.lengths == [part] * (17 // part) + ([17 % part] if 17 % part else [])
     torch.testing.assert_close(found, wanted, **CLOSE)
     assert_same_memory(memory, kept)
+
+
+@pytest.mark.parametrize("cutoffs", [(), (5, 11)])
+@pytest.mark.parametrize(
+    "sampler", [Sampler(temperature=0), Sampler(top_k=3), Sampler(0.7, top_k=7), Sampler(top_k=13, top_p=0.6)]
+)
+def test_candidates_are_drawn_as_from_the_whole_vocabulary(make_model, sampler: Sampler, cutoffs) -> None:
+    """Greedy and top-k score no more than they need, and give each token the probability it has among all."""
+    model = make_model(cutoffs=cutoffs, tie_weights=False)
+    hidden_B1D, _ = read_prompt(model, torch.tensor([TEXT[:5], TEXT[2:7]]), model.initial_memory(2))
+    logits_BV = model.logits(hidden_B1D)[:, 0]
+    assert sampler.candidates is not None
+    scores_B1R, ids_B1R = model.top(hidden_B1D, sampler.candidates)
+    if sampler.temperature:
+        wanted_BV = sampler.probabilities(logits_BV)
+        found_BV = torch.zeros_like(wanted_BV).scatter(-1, ids_B1R[:, 0], sampler.probabilities(scores_B1R[:, 0]))
+        torch.testing.assert_close(found_BV, wanted_BV)
+    draws = [choose_token(model, hidden_B1D, sampler, torch.Generator().manual_seed(seed)) for seed in range(40)]
+    allowed_BV = (sampler.probabilities(logits_BV) if sampler.temperature else logits_BV == logits_BV.amax(-1, True)) > 0
+    for row in range(2):
+        assert {int(draw[row]) for draw in draws} <= set(allowed_BV[row].nonzero()[:, 0].tolist())
+
+
+def test_the_whole_vocabulary_is_scored_only_where_needed(make_model, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model()
+    monkeypatch.setattr(model, "logits", lambda hidden: pytest.fail("the whole vocabulary was scored"))
+    made = generate_tokens(model, TEXT[:3], Sampler(top_k=5), torch.Generator().manual_seed(1))
+    assert len(list(islice(made, 7))) == 7
+    with pytest.raises(pytest.fail.Exception, match="the whole vocabulary"):
+        next(generate_tokens(model, TEXT[:3], Sampler(), torch.Generator().manual_seed(1)))
 
 
 def test_parts_are_large(make_model) -> None:

@@ -8,12 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from cyclopts import CycloptsError
 
 from transformer_xl.cli.main import COMMANDS, build_app
-from transformer_xl.config import UserError, load_recipe, recipe_names, run_settings
-from transformer_xl.run_folder import build_model
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -150,28 +147,3 @@ def test_a_path_of_one_machine_is_found() -> None:
     slash = "/"
     assert machine_paths(f"cd {slash}home/me/x; ls '{slash}tmp'") == [f"{slash}home/me/x", f"{slash}tmp"]
     assert machine_paths(f"a{slash}work, .{slash}tmp, {slash}homely, {slash}usr/bin/env, {slash}{slash}root") == []
-
-
-# Different characters of the data the parameter counts of recipes hold for.
-PUBLISHED_VOCABULARIES = {"enwik8": 204}
-
-
-@pytest.mark.parametrize("name", recipe_names())
-def test_every_recipe_makes_a_model(name: str) -> None:
-    recipe = load_recipe(name)
-    size = PUBLISHED_VOCABULARIES.get(recipe.corpus, 256)
-    values = {
-        "model": {**recipe.model, "vocabulary_size": size},
-        "train": recipe.train,
-        "evaluation": recipe.evaluation,
-    }
-    with torch.device("meta"):
-        parameters = build_model(run_settings(values, name)).num_parameters()
-    assert recipe.parameters in (None, parameters)
-
-
-def test_a_wrong_recipe_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "wrong.yaml"
-    file.write_text("title: t\nsource: s\ncorpus: c\nmodel: {layer: 3}\n", encoding="utf-8")
-    with pytest.raises(UserError, match=r"unknown setting 'model.layer' \(did you mean 'layers'\?\)"):
-        load_recipe(str(file))

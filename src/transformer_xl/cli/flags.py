@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import NoneType
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, Field, create_model
 
@@ -17,8 +17,9 @@ def _optional(kind: type[Settings], *leave_out: str) -> type[BaseModel]:
     fields: dict[str, Any] = {}
     for name, field in kind.model_fields.items():
         if name not in leave_out:
-            help_text = f"{field.description} [default: {'none' if field.default is None else field.default}]"
-            kind_or_none: Any = field.annotation
+            help_text = f"{field.description} [default: {'none' if field.default in (None, ()) else field.default}]"
+            several = any(get_origin(one) is tuple for one in get_args(field.annotation))
+            kind_or_none: Any = str if several else field.annotation  # several numbers are one word, 20,40
             if NoneType in get_args(field.annotation):
                 kind_or_none |= Literal["none"]
             fields[name] = (kind_or_none | None, Field(default=None, description=help_text))

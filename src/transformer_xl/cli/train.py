@@ -14,11 +14,12 @@ from cyclopts import Parameter
 from transformer_xl.cli.flags import EvaluationFlags, ModelFlags, TrainFlags, given
 from transformer_xl.cli.options import ANY_MACHINE, Json, Machine, MachineOptions
 from transformer_xl.cli.output import ProgressBar, print_json, say
-from transformer_xl.config import UserError, load_recipe, merge, run_settings
+from transformer_xl.config import MOST, ModelConfig, UserError, load_recipe, merge, run_settings
 
 if TYPE_CHECKING:
     from transformer_xl.run_folder import RunFolder
     from transformer_xl.text.token_store import Corpus
+    from transformer_xl.text.vocabulary import Vocabulary
     from transformer_xl.training.loop import Outcome, Training
 
 # What a resumed run may change: nothing that shapes the model, its memory or the order of the text.
@@ -85,7 +86,8 @@ def new_training(
     known = load_recipe(recipe) if recipe else None
     layers = {name: getattr(known, name) for name in ("model", "train", "evaluation")} if known else {}
     settings = merge({"recipe": recipe}, layers, flags)
-    run_settings(settings, "settings")
+    # wrong settings are told before anything is read; the vocabulary is still unknown, and none is too large here
+    run_settings(merge({"model": {"vocabulary_size": MOST}}, settings), "settings")
 
     from transformer_xl.run_folder import RunFolder
     from transformer_xl.text.token_store import Corpus
@@ -98,13 +100,25 @@ def new_training(
         "vocabulary": fingerprint(opened.vocabulary),
         "train_sha256": opened.record.splits["train"].sha256,
     }
-    size = {"vocabulary_size": opened.vocabulary.size}
-    config = run_settings(merge(settings, {"corpus": reference, "model": size}), "settings")
+    settings = merge(settings, {"corpus": reference, "model": {"vocabulary_size": opened.vocabulary.size}})
+    config = run_settings(settings, "settings")
+    if config.model.cutoffs == "auto":
+        found = {"cutoffs": cutoffs_for(config.model, opened.vocabulary)}
+        config = run_settings(merge(settings, {"model": found}), "settings")
     chosen = machine.choose()
     check(config, opened, chosen)
     training = Training(RunFolder(run, config, opened.vocabulary), opened, chosen)
     RunFolder.create(run, config, opened.vocabulary)  # last: a model too large for the machine leaves no folder
     return training
+
+
+def cutoffs_for(config: ModelConfig, vocabulary: Vocabulary) -> tuple[int, ...]:
+    """Cutoffs that suit a vocabulary; none where its ids are not in order of frequency, or too few to pay."""
+    from transformer_xl.model.cost import find_cutoffs
+
+    found = () if vocabulary.counts is None else find_cutoffs(vocabulary.counts, config.most_tails)
+    say(f"adaptive softmax with cutoffs {', '.join(map(str, found))}" if found else "softmax without cutoffs")
+    return found
 
 
 def _resumed(resume: Path, corpus: Path | None, flags: dict[str, dict[str, Any]], machine: Machine) -> Training:

@@ -1,6 +1,6 @@
 """Token after token: read the prompt into memory, then read each chosen token back in.
 
-Shape suffixes: B rows, T new tokens, V vocabulary.
+Shape suffixes: B rows, T new tokens, D model width, R candidates, V vocabulary.
 """
 
 from __future__ import annotations
@@ -25,12 +25,21 @@ _PROMPT_SEGMENT = 512
 
 
 def read_prompt(model: LanguageModel, tokens_BT: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
-    """Reads a prompt of any length; gives the logits (B, V) of the token after it, and the memory."""
+    """Reads a prompt of any length; gives its last hidden row (B, 1, D), from which the next token follows, and memory."""
     hidden_BTD = None
     for part_BT in tokens_BT.split(_PROMPT_SEGMENT, dim=1):
         hidden_BTD, memory = model(part_BT, memory)
     assert hidden_BTD is not None
-    return model.logits(hidden_BTD[:, -1:])[:, 0], memory
+    return hidden_BTD[:, -1:], memory
+
+
+def choose_token(model: LanguageModel, hidden_B1D: Tensor, sampler: Sampler, generator: torch.Generator) -> Tensor:
+    """The next token of each row, (B,); scores no more of the vocabulary than the sampler needs."""
+    if sampler.candidates is None:
+        return sampler.choose(model.logits(hidden_B1D)[:, 0], generator)
+    scores_B1R, ids_B1R = model.top(hidden_B1D, sampler.candidates)
+    place_B = sampler.choose(scores_B1R[:, 0], generator)
+    return ids_B1R[:, 0].gather(-1, place_B[:, None])[:, 0]
 
 
 def generate_tokens(
@@ -59,8 +68,8 @@ def generate_tokens(
     tokens_BT = torch.tensor([list(prompt)], device=device)
     while True:
         with torch.inference_mode():
-            logits_BV, memory = read_prompt(model, tokens_BT, memory)
-            token = int(sampler.choose(logits_BV, generator))
+            hidden_B1D, memory = read_prompt(model, tokens_BT, memory)
+            token = int(choose_token(model, hidden_B1D, sampler, generator))
         yield token
         tokens_BT = torch.tensor([[token]], device=device)
 

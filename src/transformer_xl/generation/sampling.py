@@ -32,8 +32,16 @@ class Sampler:
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise UserError(f"top-p {self.top_p}: wanted a number above 0, up to 1")
 
+    @property
+    def candidates(self) -> int | None:
+        """How many of the likeliest tokens are enough to choose from; none: all of the vocabulary."""
+        return 1 if self.temperature == 0 else self.top_k
+
     def choose(self, logits_BV: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """One token for each row, int64 (B,); draws from `generator`, a CPU generator whatever the device."""
+        """A place in each row, int64 (B,); draws from `generator`, a CPU generator whatever the device.
+
+        Of the whole vocabulary the place is the token; of candidates (`LanguageModel.top`) it is its place there.
+        """
         if self.temperature == 0:
             return logits_BV.argmax(-1)
         probabilities_BV = self.probabilities(logits_BV)

@@ -4,16 +4,15 @@
     hidden_BTD, memory = model(tokens_BT, memory)
     logits_BTV = model.logits(hidden_BTD)
     nats_BT = model.nats(hidden_BTD, targets_BT)
+    scores_BTR, ids_BTR = model.top(hidden_BTD, count)
 
-Letters: B rows, T new tokens, D model width, V vocabulary.
+Letters: B rows, T new tokens, D model width, V vocabulary, R candidates.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -48,12 +47,21 @@ class LanguageModel(nn.Module, ABC):
     def logits(self, hidden_BTD: Tensor) -> Tensor:
         """Unnormalised log-probabilities (B, T, V) of the token after each place."""
 
+    @abstractmethod
     def nats(self, hidden_BTD: Tensor, targets_BT: Tensor) -> Tensor:
-        """Loss of each target in nats, float32 (or float64) of shape (B, T), in input order, never averaged."""
-        logits_BTV = self.logits(hidden_BTD)
-        logits_BTV = logits_BTV.to(torch.promote_types(logits_BTV.dtype, torch.float32))
-        flat = F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), reduction="none")
-        return flat.view(targets_BT.shape)
+        """Loss of each target in nats, float32 (or float64) of shape (B, T), in input order, never averaged.
+
+        Targets may lie on the CPU whatever the model's device, and best do: then nothing is waited for.
+        """
+
+    def top(self, hidden_BTD: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """The `count` likeliest tokens of each place (fewer where V is smaller): scores, falling, and ids; (B, T, R).
+
+        Scores of one place differ from log-probabilities by a constant. A model that can find them without scoring
+        the whole vocabulary does so.
+        """
+        scores_BTV = self.logits(hidden_BTD)
+        return scores_BTV.topk(min(count, scores_BTV.shape[-1]), dim=-1)
 
     def num_parameters(self) -> int:
         """Number of trained numbers, shared ones counted once."""

@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
 from transformer_xl.config import ModelConfig, UserError
 from transformer_xl.model import kernels
+from transformer_xl.model.adaptive import Embedding, Softmax
 from transformer_xl.model.attention import Attention, Layer, Positions, encode_distances
 from transformer_xl.model.kernels import AttentionInputs, AttentionTerms, Sight, reference
 from transformer_xl.model.language_model import LanguageModel
@@ -37,7 +37,7 @@ class LayerTrace:
 
 
 class TransformerXL(LanguageModel):
-    """Word embedding times sqrt(D), L layers, and logits from the embedding's own weights."""
+    """Token embedding times sqrt(D), L layers, and a softmax that shares the embedding's weights unless told not to."""
 
     def __init__(self, config: ModelConfig) -> None:
         """Builds the model with the authors' first weights, drawn from torch's global random state.
@@ -48,33 +48,34 @@ class TransformerXL(LanguageModel):
         super().__init__(config)
         kernels.choose(config.kernel, torch.device("cpu"), torch.float32)
         num_bias_pairs = 1 if config.tie_position_biases else config.layers
-        self.embedding = nn.Embedding(config.vocabulary_size, config.width)
+        self.embedding = Embedding(config)
+        self.softmax = Softmax(config, self.embedding)
         self.content_bias = nn.Parameter(torch.empty(num_bias_pairs, config.heads, config.head_size))
         self.position_bias = nn.Parameter(torch.empty(num_bias_pairs, config.heads, config.head_size))
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
         final = config.norm == "pre" and config.final_norm
         self.final_norm = nn.LayerNorm(config.width) if final else nn.Identity()
-        self.output_bias = nn.Parameter(torch.empty(config.vocabulary_size))
         self.dropout = nn.Dropout(config.dropout)
         self.initialise()
 
     def initialise(self) -> None:
         """Draws the first weights as the authors' code does: N(0, 0.02), biases 0, LayerNorm weights N(1, 0.02)."""
         for module in self.modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
+            if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, 0.0, _WEIGHT_STD)
+            elif isinstance(module, Embedding | Softmax):
+                module.initialise()
             elif isinstance(module, nn.LayerNorm):
                 nn.init.normal_(module.weight, 1.0, _NORM_STD)
             if isinstance(module, nn.Linear | nn.LayerNorm) and module.bias is not None:
                 nn.init.zeros_(module.bias)
         nn.init.normal_(self.content_bias, 0.0, _WEIGHT_STD)
         nn.init.normal_(self.position_bias, 0.0, _WEIGHT_STD)
-        nn.init.zeros_(self.output_bias)
 
     @override
     def initial_memory(self, batch_size: int, reach: Reach | None = None) -> Memory:
         config = self.config
-        return Memory.empty(config.layers, batch_size, config.width, reach or self.reach, self.embedding.weight)
+        return Memory.empty(config.layers, batch_size, config.width, reach or self.reach, self.content_bias)
 
     @override
     def forward(
@@ -136,7 +137,15 @@ class TransformerXL(LanguageModel):
 
     @override
     def logits(self, hidden_BTD: Tensor) -> Tensor:
-        return F.linear(hidden_BTD, self.embedding.weight, self.output_bias)
+        return self.softmax.logits(hidden_BTD)
+
+    @override
+    def nats(self, hidden_BTD: Tensor, targets_BT: Tensor) -> Tensor:
+        return self.softmax.nats(hidden_BTD, targets_BT)
+
+    @override
+    def top(self, hidden_BTD: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        return self.softmax.top(hidden_BTD, count)
 
     def _first_input(self, tokens_BT: Tensor | None, inputs_BTD: Tensor | None) -> Tensor:
         if (tokens_BT is None) == (inputs_BTD is None):
@@ -167,9 +176,9 @@ class TransformerXL(LanguageModel):
         """What each layer needs to know of positions; one dropout mask serves all layers, as in the authors' code."""
         num_keys = memory.length + x_BTD.shape[1]
         num_distances = min(num_keys, memory.reach.window or num_keys)
-        weight_VD = self.embedding.weight
-        encoding_PD = encode_distances(num_distances, self.config.width, memory.reach.clamp_length, like=weight_VD)
-        encoding_PD = self.dropout(encoding_PD.to(weight_VD.dtype))
+        bias = self.content_bias
+        encoding_PD = encode_distances(num_distances, self.config.width, memory.reach.clamp_length, like=bias)
+        encoding_PD = self.dropout(encoding_PD.to(bias.dtype))
         for index in range(self.config.layers):
             pair = 0 if self.config.tie_position_biases else index
             yield Positions(encoding_PD, self.content_bias[pair], self.position_bias[pair])

@@ -33,7 +33,7 @@ _SDPA_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 KERNELS = {
     kernel.name: kernel
     for kernel in (  # fastest first
-        Kernel("cpu", cpu.attend, lambda device, dtype: device.type == "cpu" and dtype in _SDPA_DTYPES),
+        Kernel("cpu", cpu.attend, lambda device, dtype: device.type in ("cpu", "meta") and dtype in _SDPA_DTYPES),
         Kernel("sdpa", sdpa.attend, lambda _, dtype: dtype in _SDPA_DTYPES),
         Kernel("reference", reference.attend, lambda _device, _dtype: True),
     )

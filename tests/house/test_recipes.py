@@ -1,0 +1,64 @@
+"""What recipes say is so: parameters, operations and memory are counted again, and compared with what was published."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from transformer_xl.config import RunConfig, UserError, load_recipe, recipe_names, run_settings
+from transformer_xl.model.cost import step_cost
+
+FIDELITY = (Path(__file__).parents[2] / "docs" / "fidelity.md").read_text(encoding="utf-8")
+PAPER = {
+    "enwik8-12l": 41e6,
+    "enwik8-24l": 277e6,
+    "text8-12l": 41e6,
+    "text8-24l": 277e6,
+    "wikitext-103-standard": 151e6,
+    "wikitext-103-large": 257e6,
+    "lm1b-base": 0.46e9,
+    "lm1b-large": 0.8e9,
+}
+NOT_MET = {"wikitext-103-large", "lm1b-base", "lm1b-large"}  # docs/fidelity.md explains why
+
+
+def settings_of(name: str) -> RunConfig:
+    """The recipe's settings; cutoffs that are found from a corpus are taken to be none."""
+    recipe = load_recipe(name)
+    model = {**recipe.model, "cutoffs": () if recipe.model.get("cutoffs") == "auto" else recipe.model.get("cutoffs")}
+    return run_settings({"model": model, "train": recipe.train, "evaluation": recipe.evaluation}, name)
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_parameters_and_cost_of_a_step_are_as_said(name: str) -> None:
+    recipe, config = load_recipe(name), settings_of(name)
+    train = config.train
+    cost = step_cost(config.model, rows=train.rows, segment=train.segment, memory=train.memory)
+    assert cost.parameters == recipe.parameters
+    assert cost.flops == pytest.approx(recipe.step_flops, rel=0.01)
+    assert cost.bytes == pytest.approx(recipe.step_bytes, rel=0.01)
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_parameters_are_those_of_the_paper_or_the_difference_is_explained(name: str) -> None:
+    recipe = load_recipe(name)
+    assert recipe.published_parameters == PAPER[name]
+    assert recipe.parameters is not None
+    met = abs(recipe.parameters / PAPER[name] - 1) <= 0.015
+    assert met == (name not in NOT_MET)
+    if not met:
+        assert f"`{name}`" in FIDELITY
+        assert f"{recipe.parameters:,}" in FIDELITY
+
+
+def test_every_published_recipe_is_there() -> None:
+    assert set(PAPER) <= set(recipe_names())
+    assert all(load_recipe(name).published for name in PAPER if name != "text8-12l")  # for which there is no figure
+
+
+def test_a_wrong_recipe_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "wrong.yaml"
+    file.write_text("title: t\nsource: s\ncorpus: c\nmodel: {layer: 3}\n", encoding="utf-8")
+    with pytest.raises(UserError, match=r"unknown setting 'model.layer' \(did you mean 'layers'\?\)"):
+        load_recipe(str(file))
