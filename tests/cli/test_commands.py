@@ -28,6 +28,7 @@ from transformer_xl.text.token_store import Corpus
 
 SENTENCE = "the cat sat on the mat, and the dog ran after it; then all of them slept in the sun. caf\u00e9!"
 TEXT = " ".join(SENTENCE.split()[place * place % 19] + str(place % 7) for place in range(401)).encode()
+TEST = TEXT[TEXT.index(b" ", len(TEXT) - round(len(TEXT) * 0.1) - 1) + 1 :]  # a tenth, from between two words on
 MODEL = ["--model.layers=2", "--model.width=14", "--model.heads=2", "--model.head-width=5", "--model.feedforward=19"]
 TRAIN = [
     "--train.segment=7", "--train.memory=11", "--train.rows=3", "--train.steps=17", "--train.log-every=5",
@@ -68,32 +69,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert "17 steps" in trained.out
     assert f"next: txl evaluate {place / 'run'}" in trained.out
     return place
-
-
-def test_prepare(tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_bytes(TEXT)
-    said = txl("prepare", tmp_path / "text.txt", "--out", tmp_path / "corpus", "--test-fraction", "0.1", "--json")
-    lengths = {"valid": round(len(TEXT) * 0.05), "test": round(len(TEXT) * 0.1)}
-    lengths = {"train": len(TEXT) - sum(lengths.values()), **lengths}
-    assert said.status == 0
-    found = said.object
-    assert {split: counts["tokens"] for split, counts in found["splits"].items()} == lengths
-    assert {split: counts["bytes"] for split, counts in found["splits"].items()} == lengths
-    assert (found["name"], found["vocabulary"], found["vocabulary_size"]) == ("text", "bytes", 256)
-    corpus = Corpus.open(tmp_path / "corpus")
-    assert b"".join(corpus.split(split).tokens.tobytes() for split in lengths) == TEXT
-
-
-def test_given_splits(tmp_path: Path) -> None:
-    for name in ("a", "b", "c"):
-        (tmp_path / name).write_text(name * 7)
-    words = ["--train", tmp_path / "a", tmp_path / "b", "--test", tmp_path / "c", "--out", tmp_path / "corpus"]
-    said = txl("prepare", *words)
-    assert (said.status, said.err) == (0, "")
-    assert "train" in said.out
-    corpus = Corpus.open(tmp_path / "corpus")
-    assert corpus.splits == ("train", "test")
-    assert corpus.split("train").tokens.tobytes() == b"aaaaaaabbbbbbb"
 
 
 def test_what_training_leaves(place: Path) -> None:
@@ -138,7 +113,7 @@ def test_evaluate(place: Path) -> None:
     assert (said.status, said.err) == (0, "")
     found = said.object
     wanted = evaluate(load(place / "run", device="cpu"), Corpus.open(place / "corpus").split("test"))
-    assert found["tokens"] == found["bytes"] == round(len(TEXT) * 0.1)
+    assert found["tokens"] == found["bytes"] == len(TEST)
     assert found["nats_per_token"] == pytest.approx(wanted.nats_per_token, rel=1e-6)
     assert found["bits_per_byte"] == pytest.approx(found["nats_per_token"] / math.log(2), rel=1e-12)
     assert found["perplexity"] == pytest.approx(math.exp(found["nats_per_token"]), rel=1e-12)
@@ -230,7 +205,7 @@ def test_info_of_a_run(place: Path) -> None:
 
 def test_info_of_a_corpus_and_the_machine(place: Path) -> None:
     found = txl("info", place / "corpus", "--verify", "--json").object
-    assert found["corpus"]["test"]["tokens"] == round(len(TEXT) * 0.1)
+    assert found["corpus"]["test"]["tokens"] == len(TEST)
     assert found["corpus"]["checksums"] == "all right"
     machine = txl("info", "--json").object["machine"]
     assert (machine["torch"], machine["transformer_xl"]) == (torch.__version__, transformer_xl.__version__)

@@ -139,7 +139,8 @@ def test_candidates_are_drawn_as_from_the_whole_vocabulary(make_model, sampler: 
         found_BV = torch.zeros_like(wanted_BV).scatter(-1, ids_B1R[:, 0], sampler.probabilities(scores_B1R[:, 0]))
         torch.testing.assert_close(found_BV, wanted_BV)
     draws = [choose_token(model, hidden_B1D, sampler, torch.Generator().manual_seed(seed)) for seed in range(40)]
-    allowed_BV = (sampler.probabilities(logits_BV) if sampler.temperature else logits_BV == logits_BV.amax(-1, True)) > 0
+    greedy_BV = logits_BV == logits_BV.amax(-1, True)
+    allowed_BV = (sampler.probabilities(logits_BV) if sampler.temperature else greedy_BV) > 0
     for row in range(2):
         assert {int(draw[row]) for draw in draws} <= set(allowed_BV[row].nonzero()[:, 0].tolist())
 

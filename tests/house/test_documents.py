@@ -63,7 +63,7 @@ def test_every_command_is_there() -> None:
         ("txl train --corpus a --run b --model.layer 6", "Unknown option: --model.layer"),
         ("txl trian --corpus a", "Unknown command"),
         ("$ .venv/bin/txl evaluate runs/a --splitt test | head", "Unknown option: --splitt"),
-        ("txl prepare a.txt \\\n  # a remark\n", "--out"),
+        ("txl prepare a.txt --out \\\n  # a remark\n", "--out"),
         ("txl generate runs/a --tokens many  # a remark", "many"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Adaptive embedding and softmax: sums to one, equals the dense construction, order kept, every parameter takes part."""
+"""Adaptive embedding and softmax: sums to one, equals the dense construction, order kept, no parameter left out."""
 
 from __future__ import annotations
 

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from transformer_xl.config import UserError, check_settings
-from transformer_xl.text.segments import Segment, SegmentStream, StreamPosition, check_training
+from transformer_xl.text.segments import Segment, SegmentStream, Shard, StreamPosition, check_training
+from transformer_xl.text.token_store import ShardedTokens
 
 START = 7919
 UNHURRIED = settings(deadline=None)
@@ -28,7 +29,7 @@ def streams(draw: st.DrawFn) -> SegmentStream:
 
 
 def epoch(stream: SegmentStream) -> list[Segment]:
-    return [stream.read(index) for index in range(stream.num_segments)]
+    return [stream.read(StreamPosition(segment=index)) for index in range(stream.num_segments)]
 
 
 @UNHURRIED
@@ -40,7 +41,52 @@ def test_every_token_is_a_target_once_after_the_token_before_it(stream: SegmentS
         inputs = segment.inputs_BT[segment.counted_BT]
         targets.extend(counted.tolist())
         assert inputs.tolist() == [START if target == 1 else target - 1 for target in counted.tolist()]
-    assert sorted(targets) == stream.tokens.tolist()
+    assert sorted(targets) == stream.tokens[:].tolist()
+
+
+@UNHURRIED
+@given(st.data())
+def test_every_token_is_a_target_once_under_any_rows_segment_and_shards(data: st.DataObject) -> None:
+    length, count = data.draw(st.integers(1, 211)), data.draw(st.integers(1, 5))
+    rows = count * data.draw(st.integers(1, max(1, 13 // count)))
+    if length < rows:
+        length = rows
+    tokens = np.arange(1, length + 1, dtype=np.uint16)
+    segment = data.draw(st.integers(1, 17))
+    whole = SegmentStream(tokens, rows=rows, segment=segment, start_id=START)
+    shards = [
+        SegmentStream(tokens, rows=rows, segment=segment, start_id=START, shard=Shard(index, count))
+        for index in range(count)
+    ]
+    assert {shard.segments_in(5) for shard in shards} == {whole.num_segments}
+    targets: list[int] = []
+    position = StreamPosition()
+    for _ in range(whole.num_segments):
+        read = [shard.read(position) for shard in shards]
+        assert (
+            {part.targets_BT.shape for part in read} == {(rows // count, segment)} == {(shards[0].shard_rows, segment)}
+        )
+        for name in ("inputs_BT", "targets_BT", "counted_BT"):
+            joined = np.concatenate([getattr(part, name) for part in read])
+            assert joined.tolist() == getattr(whole.read(position), name).tolist()
+        targets.extend(token for part in read for token in part.targets_BT[part.counted_BT].tolist())
+        assert len({shard.after(position) for shard in shards}) == 1
+        position = whole.after(position)
+    assert sorted(targets) == tokens.tolist()
+    assert position == StreamPosition(epoch=1)
+
+
+@UNHURRIED
+@given(st.lists(st.integers(1, 13), min_size=1, max_size=7), st.integers(1, 5), st.integers(1, 11))
+def test_tokens_in_shard_files_read_as_one_array(lengths: list[int], rows: int, segment: int) -> None:
+    tokens = np.arange(1, sum(lengths) + 1, dtype=np.uint16)
+    rows = min(rows, len(tokens))
+    joined = ShardedTokens(tuple(np.split(tokens, np.cumsum(lengths)[:-1])))
+    one = SegmentStream(tokens, rows=rows, segment=segment, start_id=START)
+    other = SegmentStream(joined, rows=rows, segment=segment, start_id=START)
+    for first, second in zip(epoch(one), epoch(other), strict=True):
+        assert first.inputs_BT.tolist() == second.inputs_BT.tolist()
+        assert first.targets_BT.tolist() == second.targets_BT.tolist()
 
 
 @UNHURRIED
@@ -79,15 +125,16 @@ def test_shape_is_always_the_same_and_padding_is_marked(stream: SegmentStream) -
 @UNHURRIED
 @given(streams(), st.data())
 def test_reading_again_and_elsewhere_changes_nothing(stream: SegmentStream, data: st.DataObject) -> None:
-    index = data.draw(st.integers(0, stream.num_segments - 1))
-    first = stream.read(index)
+    positions = st.builds(StreamPosition, epoch=st.integers(0, 3), segment=st.integers(0, stream.num_segments - 1))
+    position = data.draw(positions)
+    first = stream.read(position)
     expected = first.inputs_BT.copy(), first.targets_BT.copy(), first.counted_BT.copy()
     first.inputs_BT[:] = first.targets_BT[:] = -1
-    stream.read(data.draw(st.integers(0, stream.num_segments - 1)))
-    again = stream.read(index)
+    stream.read(data.draw(positions))
+    again = stream.read(position)
     for array, wanted in zip((again.inputs_BT, again.targets_BT, again.counted_BT), expected, strict=True):
         assert (array == wanted).all()
-    assert stream.tokens.tolist() == list(range(1, len(stream.tokens) + 1))
+    assert stream.tokens[:].tolist() == list(range(1, len(stream.tokens) + 1))
 
 
 @UNHURRIED
@@ -106,7 +153,7 @@ def test_trimmed_keeps_what_counts(stream: SegmentStream) -> None:
 
 @UNHURRIED
 @given(streams(), st.integers(0, 40), st.integers(0, 40))
-def test_saved_position_goes_on_where_it_was(stream: SegmentStream, before: int, following: int) -> None:
+def test_saved_position_goes_on_where_it_was(stream: SegmentStream, before: int, more: int) -> None:
     position = StreamPosition()
     for _ in range(before):
         position = stream.after(position)
@@ -114,9 +161,9 @@ def test_saved_position_goes_on_where_it_was(stream: SegmentStream, before: int,
     saved = json.dumps(position.model_dump())
     restored = check_settings(StreamPosition, json.loads(saved), "state")
     assert restored == position
-    for _ in range(following):
+    for _ in range(more):
         position, restored = stream.after(position), stream.after(restored)
-        one, other = stream.read(position.segment), stream.read(restored.segment)
+        one, other = stream.read(position), stream.read(restored)
         assert one.targets_BT.tolist() == other.targets_BT.tolist()
         assert one.starts == other.starts == (position.segment == 0)
 
@@ -141,7 +188,7 @@ def test_reads_from_a_memory_map_only_what_it_needs(tmp_path: Path) -> None:
     asked: list[int] = []
     np.arange(199, dtype=np.uint8).tofile(tmp_path / "tokens")
     mapped = np.memmap(tmp_path / "tokens", dtype=np.uint8, mode="r")
-    segment = SegmentStream(mapped.view(Watched), rows=3, segment=7, start_id=10).read(2)
+    segment = SegmentStream(mapped.view(Watched), rows=3, segment=7, start_id=10).read(StreamPosition(segment=2))
     assert sum(asked) <= 2 * 3 * 7
     assert segment.targets_BT.tolist() == [list(range(begin + 14, begin + 21)) for begin in (0, 66, 132)]
 
@@ -164,6 +211,13 @@ def test_too_few_tokens_are_refused() -> None:
     for rows, segment in ((0, 3), (3, 0)):
         with pytest.raises(UserError, match=f"rows {rows} and segment {segment} were given; both must be at least 1"):
             SegmentStream(tokens, rows=rows, segment=segment, start_id=10)
+
+
+def test_rows_that_shards_cannot_share_are_refused() -> None:
+    with pytest.raises(
+        UserError, match="rows 7 do not divide by the 3 processes that share them; choose a multiple of 3"
+    ):
+        SegmentStream(np.arange(97, dtype=np.uint8), rows=7, segment=1, start_id=10, shard=Shard(0, 3))
 
 
 def test_training_needs_a_segment_in_each_row() -> None:

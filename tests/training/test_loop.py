@@ -20,7 +20,10 @@ from transformer_xl.evaluation.scoring import Plan, sum_nats
 from transformer_xl.model.memory import Reach
 from transformer_xl.run_folder import RunFolder, config_text
 from transformer_xl.tensor_file import load_tensors
-from transformer_xl.text.token_store import Corpus, Document, write_corpus
+from transformer_xl.text.corpus_writer import write_corpus
+from transformer_xl.text.documents import Document
+from transformer_xl.text.segments import StreamPosition
+from transformer_xl.text.token_store import Corpus
 from transformer_xl.text.vocabulary import ByteVocabulary
 from transformer_xl.training import checkpoint, loop
 from transformer_xl.training.loop import Training, training_stream
@@ -192,7 +195,10 @@ def test_lines_are_means_over_the_tokens_since_the_last_line(tmp_path: Path) -> 
     each, some = (start(tmp_path / f"{every}", corpus, log_every=every) for every in (1, 5))
     each.run()
     some.run()
-    counts = [training_stream(corpus, each.config).read(step % 7).counted_BT.sum() for step in range(17)]
+    counts = [
+        training_stream(corpus, each.config).read(StreamPosition(segment=step % 7)).counted_BT.sum()
+        for step in range(17)
+    ]
     assert counts[:7] == [21] * 6 + [1]
     nats = nats_of(each)
     wanted = [np.average(nats[i : i + 5], weights=counts[i : i + 5]) for i in (0, 5, 10)]

@@ -108,7 +108,10 @@ def evaluate(
     model = folder.load_model(device, weights)
     loaded = Run(model, folder.vocabulary, folder.config)
     results = [_scored(loaded, text, plan, tokens) for plan in plans]
-    _show(run, split, results, json, swept=lengths.sweep_memory is not None)
+    counted = (
+        "words and line ends" if folder.vocabulary.kind == "words" and folder.vocabulary.closes_lines else "tokens"
+    )
+    _show(run, split, results, json, swept=lengths.sweep_memory is not None, counted=counted)
 
 
 def _scored(run: Run, split: TokenSplit, plan: Plan, limit: int | None) -> dict[str, Any]:
@@ -120,7 +123,7 @@ def _scored(run: Run, split: TokenSplit, plan: Plan, limit: int | None) -> dict[
     return result.as_dict()
 
 
-def _show(run: Path, split: str, results: list[dict[str, Any]], json: bool, *, swept: bool) -> None:
+def _show(run: Path, split: str, results: list[dict[str, Any]], json: bool, *, swept: bool, counted: str) -> None:
     if json:
         from transformer_xl.device import peak_memory_bytes
 
@@ -140,4 +143,4 @@ def _show(run: Path, split: str, results: list[dict[str, Any]], json: bool, *, s
         for result in results
     ]
     columns = ["memory", "segment", "window", "clamp", "bits/byte", "perplexity", "nats/token", "tokens/s"]
-    print_table(f"{run}, {split}: {results[0]['tokens']:,} tokens, {results[0]['bytes']:,} bytes", columns, rows)
+    print_table(f"{run}, {split}: {results[0]['tokens']:,} {counted}, {results[0]['bytes']:,} bytes", columns, rows)

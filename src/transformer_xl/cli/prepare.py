@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import os
+import re
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
 from transformer_xl.cli.options import Json
-from transformer_xl.cli.output import ProgressBar, print_json, print_table
+from transformer_xl.cli.output import ProgressBar, print_json, print_table, say
+from transformer_xl.config import UserError, check_settings, nearest
+from transformer_xl.files import explained
 
 if TYPE_CHECKING:
-    from transformer_xl.text.corpora import TextSource
-    from transformer_xl.text.token_store import Corpus, Document
+    from transformer_xl.text.documents import Document, SplitName
+    from transformer_xl.text.learning import VocabularyOptions
+    from transformer_xl.text.text_source import TextSource
+    from transformer_xl.text.token_store import Corpus
+    from transformer_xl.text.vocabulary import Vocabulary
 
 _FILES = Parameter(consume_multiple=True, negative=())
+_KINDS = ("bytes", "characters", "words", "bpe", "integers")
+_CORPORA = Path("corpora")
+_SECONDS_BEFORE_BAR = 2.0
 
 
 @dataclass(frozen=True)
@@ -25,78 +35,289 @@ class Splits:
     """How the text is split into train, valid and test."""
 
     train: Annotated[list[str] | None, _FILES] = None
-    """Files and folders to train on, instead of cutting one text."""
+    """Files, folders and patterns to train on, instead of cutting one text."""
     valid: Annotated[list[str] | None, _FILES] = None
-    """Files and folders to validate on."""
+    """Files, folders and patterns to validate on."""
     test: Annotated[list[str] | None, _FILES] = None
-    """Files and folders to test on."""
+    """Files, folders and patterns to test on."""
     valid_fraction: float | None = None
-    """Share of the bytes of the joined text that becomes valid; 0.05 unless given."""
+    """Share of the joined text that becomes valid; 0.05 unless given."""
     test_fraction: float | None = None
-    """Share of the bytes, at the end of the joined text, that becomes test; 0.05 unless given."""
+    """Share, at the end of the joined text, that becomes test; 0.05 unless given."""
+
+    @property
+    def given(self) -> dict[SplitName, Sequence[str]]:
+        """What stands in each split."""
+        return {"train": self.train or [], "valid": self.valid or [], "test": self.test or []}
+
+    @property
+    def fractions(self) -> dict[SplitName, float | None]:
+        """Shares of valid and test; none where not typed."""
+        return {"valid": self.valid_fraction, "test": self.test_fraction}
 
 
-_AS_GIVEN = Splits()
+@dataclass(frozen=True)
+class VocabularyFlags:
+    """How the vocabulary is learned; what is not given is as the corpus normally has it."""
+
+    lowercase: bool | None = None
+    """Words: read as if all letters were small."""
+    punctuation: bool | None = None
+    """Words: take punctuation apart from words, as WikiText has it."""
+    end_of_line: bool | None = None
+    """Words: each line end becomes a mark (it does, unless told otherwise); without, it is white space."""
+    min_count: int | None = None
+    """Words and characters: leave out what stands in the text less often."""
+    max_size: int | None = None
+    """Words and characters: keep so many, the most frequent. bpe: size of the vocabulary."""
+    words_file: Path | None = None
+    """Words: take them from this file, a word on each line, instead of learning them."""
+    tokenizer: Path | None = None
+    """bpe: take it from this file (JSON of the library tokenizers) instead of training it."""
+    values: int | None = None
+    """integers: the numbers are 0 up to this, not with it; without, up to the largest in the text."""
+
+    @property
+    def typed(self) -> dict[str, Any]:
+        """What was given."""
+        found = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in found.items() if value is not None}
+
+    @property
+    def names(self) -> str:
+        """What was given, as it is typed."""
+        return ", ".join(map(self._flag, self.typed))
+
+    def refuse_for(self, kind: str) -> None:
+        """Refuses what says nothing to this kind of vocabulary.
+
+        Raises:
+            UserError: such an option was given.
+        """
+        for name in self.typed:
+            kinds = _APPLIES.get(name, ("words",))
+            if kind not in kinds:
+                raise UserError(
+                    f"{self._flag(name)} is for --vocabulary {' or '.join(kinds)}, and this is {kind}; leave it out or "
+                    f"give --vocabulary {kinds[0]}"
+                )
+
+    def _flag(self, name: str) -> str:
+        return f"--{'no-' if self.typed[name] is False else ''}{name.replace('_', '-')}"
+
+    def change(self, options: VocabularyOptions) -> VocabularyOptions:
+        """The options with what was given.
+
+        Raises:
+            UserError: a value that cannot be.
+        """
+        self.refuse_for(options.kind)
+        values = options.model_dump()
+        for name, value in self.typed.items():
+            match name:
+                case "lowercase":
+                    values["case"] = "folded" if value else "kept"
+                case "punctuation":
+                    values["splitting"] = "punctuation" if value else "spaces"
+                case "end_of_line":
+                    values["end_of_line"] = (options.end_of_line or "<eos>") if value else None
+                case "words_file":
+                    values["words_file"] = str(value)
+                case "tokenizer":
+                    values["tokenizer_file"] = str(value)
+                case _:
+                    values[name] = value
+        return check_settings(type(options), values, f"--vocabulary {options.kind}")
+
+
+_APPLIES = {
+    "min_count": ("words", "characters"),
+    "max_size": ("words", "characters", "bpe"),
+    "tokenizer": ("bpe",),
+    "values": ("integers",),
+}
+_AS_GIVEN, _AS_NORMAL = Splits(), VocabularyFlags()
 
 
 def prepare(
     *sources: str,
-    out: Path,
+    out: Path | None = None,
+    source: Path | None = None,
     splits: Annotated[Splits, Parameter(name="*")] = _AS_GIVEN,
-    vocabulary: str = "bytes",
+    vocabulary: str | None = None,
+    flags: Annotated[VocabularyFlags, Parameter(name="*")] = _AS_NORMAL,
+    documents: Literal["files", "lines"] | None = None,
+    workers: int | None = None,
     json: Json = False,
 ) -> None:
     """Turn text into a corpus that `txl train` learns from.
 
     Args:
-        sources: Files and folders, whose joined text is cut into train, valid and test; or the name of a corpus:
-            python-stdlib.
-        out: Folder to make; it must not exist.
+        sources: Files, folders and quoted patterns, whose joined text is cut into train, valid and test; or the name
+            of a corpus: enwik8, text8, wikitext-103, wikitext-2, ptb, lm1b, python-stdlib.
+        out: Folder to make; it must not exist. [default: corpora/NAME]
+        source: File or folder that holds the files of the named corpus; without, they are downloaded.
         splits: How the text is split.
-        vocabulary: Kind of vocabulary: bytes.
+        vocabulary: bytes, characters, words, bpe or integers; or a vocabulary that exists: the folder of a corpus or
+            run, or a vocabulary.json. [default: the named corpus's own, else bytes]
+        flags: How the vocabulary is learned.
+        documents: Whether each file or each line is a document. [default: the named corpus's own, else files]
+        workers: Processes that encode. [default: one for each core]
         json: Print one JSON object and nothing else on standard output.
     """
     from transformer_xl.text.corpora import find_text
-    from transformer_xl.text.token_store import write_corpus
-    from transformer_xl.text.vocabulary import build_vocabulary
+    from transformer_xl.text.corpus_writer import Layout, write_corpus
+    from transformer_xl.text.learning import learn_vocabulary
+    from transformer_xl.text.source_files import Origin
 
     began = time.perf_counter()
-    kind = build_vocabulary(vocabulary)
-    text = find_text(
-        sources,
-        given={"train": splits.train or [], "valid": splits.valid or [], "test": splits.test or []},
-        valid_fraction=splits.valid_fraction,
-        test_fraction=splits.test_fraction,
-    )
-    with ProgressBar("prepare", _num_bytes(text), "bytes") as bar:
-        splits_read = {split: [_watched(document, bar) for document in of] for split, of in text.splits.items()}
-        corpus = write_corpus(out, splits_read, name=text.name, source=text.description, vocabulary=kind)
+    workers = _processes(workers)
+    existing = _existing(vocabulary, flags)
+    kind = existing.kind if existing else vocabulary
+    _refuse_early(out, sources, kind, flags)
+    with _Bars() as bars:
+        text = find_text(
+            sources, given=splits.given, fractions=splits.fractions, kind=kind, origin=Origin(source, bars)
+        )
+        place = out or _CORPORA / text.name
+        _refuse_existing(place)
+        if existing is None:
+            options = flags.change(_normal_options(text, kind))
+            counted = text.counted if options.kind == text.vocabulary.kind else ("train",)
+            read = [document for split in counted for document in text.splits.get(split, ())]
+            existing = learn_vocabulary(options, _watched({"train": read}, bars, "learn")["train"], workers=workers)
+        corpus = write_corpus(
+            place,
+            _watched(text.splits, bars, "write"),
+            name=text.name,
+            source=text.description,
+            vocabulary=existing,
+            layout=Layout(documents=documents or text.documents, workers=workers),
+        )
     _show(corpus, time.perf_counter() - began, as_json=json)
+    if vocabulary is None and not flags.typed and documents is None:
+        _compare(corpus, text)
+    _advise(corpus, flags, learned=kind is None or kind in _KINDS)
 
 
-def _num_bytes(text: TextSource) -> int:
-    return sum(document.num_bytes for of in text.splits.values() for document in of)
+def _processes(asked: int | None) -> int:
+    if asked is not None and asked < 1:
+        raise UserError(f"--workers {asked}: wanted 1 or more")
+    return asked or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
 
-def _watched(document: Document, bar: ProgressBar) -> Document:
-    """The document, moving the bar on as it is read."""
-    return replace(document, chunks=_Watched(document.chunks, bar))
+def _existing(vocabulary: str | None, flags: VocabularyFlags) -> Vocabulary | None:
+    """The vocabulary that stands at a path; none where a kind was named, or nothing."""
+    if vocabulary is None or vocabulary in _KINDS:
+        return None
+    if not os.path.exists(vocabulary):
+        raise UserError(
+            f"--vocabulary: no vocabulary '{vocabulary}'{nearest(vocabulary, _KINDS)}; known: {', '.join(_KINDS)}, or "
+            "the path of a corpus, a run or a vocabulary.json"
+        )
+    if flags.typed:
+        raise UserError(
+            f"--vocabulary {vocabulary} is learned already; leave {flags.names} out, or name a kind "
+            f"({', '.join(_KINDS)})"
+        )
+    from transformer_xl.text.vocabulary import find_vocabulary
+
+    return find_vocabulary(vocabulary)
+
+
+def _refuse_early(out: Path | None, sources: Sequence[str], kind: str | None, flags: VocabularyFlags) -> None:
+    """Refuses what can be seen to be wrong before anything is downloaded or read."""
+    from transformer_xl.text.named_corpora import CORPUS_NAMES, DISTRIBUTED
+
+    named = sources[0] if sources and sources[0] in CORPUS_NAMES else None
+    if out or named:
+        _refuse_existing(out or _CORPORA / sources[0])
+    if kind is None and named in DISTRIBUTED:
+        kind = DISTRIBUTED[named].vocabulary.kind
+    if kind:
+        flags.refuse_for(kind)
+
+
+def _refuse_existing(out: Path) -> None:
+    with explained(f"writing {out}"):
+        there = out.exists()
+    if there:
+        raise UserError(f"{out} exists already; choose another place or delete it first")
+
+
+def _normal_options(text: TextSource, kind: str | None) -> VocabularyOptions:
+    from transformer_xl.text.learning import VocabularyOptions
+
+    if kind in (None, text.vocabulary.kind):
+        return text.vocabulary
+    return check_settings(VocabularyOptions, {"kind": kind}, "--vocabulary")
+
+
+class _Bars:
+    """A progress bar for one thing after another, each shown once it has taken a while."""
+
+    def __init__(self) -> None:
+        self._what, self._began, self._done = "", 0.0, 0
+        self._bar: ProgressBar | None = None
+
+    def __enter__(self) -> _Bars:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close()
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        """So many bytes are done of what is being done."""
+        if what != self._what:
+            self._close()
+            self._what, self._began = what, time.perf_counter()
+        if self._bar:
+            self._bar.advance(done - self._done)
+        elif time.perf_counter() - self._began >= _SECONDS_BEFORE_BAR:
+            self._bar = ProgressBar(what, max(total, done), "bytes").__enter__()
+            self._bar.begin_at(done)
+        self._done = done
+
+    def _close(self) -> None:
+        if self._bar:
+            self._bar.__exit__()
+        self._bar = None
+
+
+def _watched(splits: Mapping[SplitName, Sequence[Document]], bars: _Bars, what: str) -> dict[SplitName, list[Document]]:
+    """The documents, moving the bar on as they are read."""
+    reading = _Reading(bars, what, sum(document.num_bytes for of in splits.values() for document in of))
+    return {
+        split: [replace(document, chunks=_Watched(document.chunks, reading)) for document in of]
+        for split, of in splits.items()
+    }
+
+
+class _Reading:
+    def __init__(self, bars: _Bars, what: str, total: int) -> None:
+        self._bars, self._what, self._total, self._done = bars, what, total, 0
+
+    def advance(self, amount: int) -> None:
+        self._done += amount
+        self._bars(self._what, self._done, max(self._total, self._done))
 
 
 @dataclass(frozen=True)
 class _Watched:
     chunks: Iterable[bytes]
-    bar: ProgressBar
+    reading: _Reading
 
     def __iter__(self) -> Iterator[bytes]:
         for chunk in self.chunks:
             yield chunk
-            self.bar.advance(len(chunk))
+            self.reading.advance(len(chunk))
+
+
+_COUNTED = ("tokens", "bytes", "words", "unknown", "documents")
 
 
 def _show(corpus: Corpus, seconds: float, *, as_json: bool) -> None:
-    counted = ("tokens", "bytes", "words", "documents")
-    counts = {split: corpus.record.splits[split].model_dump(include=set(counted)) for split in corpus.splits}
+    counts = {split: corpus.record.splits[split].model_dump(include=set(_COUNTED)) for split in corpus.splits}
     if as_json:
         values: dict[str, Any] = {
             "name": corpus.name,
@@ -109,9 +330,41 @@ def _show(corpus: Corpus, seconds: float, *, as_json: bool) -> None:
         }
         print_json(values)
         return
-    print_table(
-        f"{corpus.name}: {corpus.vocabulary.kind} vocabulary of {corpus.vocabulary.size}, in {corpus.path} "
-        f"({seconds:.1f} s)",
-        ["split", *counted],
-        [[split, *(f"{counts[split][name]:,}" for name in counted)] for split in corpus.splits],
-    )
+    columns = ["unknown words" if name == "unknown" else name for name in _COUNTED]
+    rows = [
+        [split, *(f"{of[name]:,}{_share(of) if name == 'unknown' else ''}" for name in _COUNTED)]
+        for split, of in counts.items()
+    ]
+    title = f"{corpus.name}: {corpus.vocabulary.kind} vocabulary of {corpus.vocabulary.size:,}, in {corpus.path}"
+    print_table(f"{title} ({seconds:.1f} s)", ["split", *columns], rows)
+    print(f"next: txl train small --corpus {corpus.path}")
+
+
+def _share(of: Mapping[str, int]) -> str:
+    return f" ({of['unknown'] / of['tokens']:.2%})" if of["unknown"] else ""
+
+
+def _compare(corpus: Corpus, text: TextSource) -> None:
+    """Says so where a known corpus has not the known number of tokens."""
+    for split, known in text.known_tokens.items():
+        found = corpus.record.splits[split].tokens
+        if found != known:
+            say(f"note: {split} has {found:,} tokens, while {text.name} is known to have {known:,}; is it that text?")
+
+
+_GLUED = re.compile(r"\w+[,;:!?]")
+_LOOKED_AT, _GLUED_SHARE = 2000, 0.03
+
+
+def _advise(corpus: Corpus, flags: VocabularyFlags, *, learned: bool) -> None:
+    """Names --punctuation where many frequent words end in punctuation."""
+    vocabulary = corpus.vocabulary
+    if vocabulary.kind != "words" or not learned or flags.punctuation is not None:
+        return
+    number = min(_LOOKED_AT, vocabulary.size)
+    glued = [word for place in range(number) if _GLUED.fullmatch(word := vocabulary.decode([place]).strip())]
+    if len(glued) >= _GLUED_SHARE * number:
+        say(
+            f"note: {len(glued):,} of the {number:,} most frequent words end in punctuation ({', '.join(glued[:3])}); "
+            "--punctuation takes it apart, and fewer words stay unknown"
+        )

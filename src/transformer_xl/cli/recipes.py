@@ -16,13 +16,19 @@ def recipes(*, json: Json = False) -> None:
     rows = [
         [
             name,
-            recipe.title,
             recipe.corpus,
             "" if recipe.parameters is None else f"{recipe.parameters:,}",
-            ", ".join(f"{value:g} {unit.replace('_', ' ')}" for unit, value in recipe.published.items()) or "-",
-            ", ".join(f"{value:g} {unit.replace('_', ' ')}" for unit, value in recipe.measured.items())
-            or "not measured",
+            "" if recipe.step_flops is None else f"{recipe.step_flops / 1e12:,.3g}",
+            "" if recipe.step_bytes is None else f"{recipe.step_bytes / 1e9:,.3g}",
+            _figures(recipe.published) or "-",
+            _figures(recipe.measured) or "not measured",
         ]
         for name, recipe in found.items()
     ]
-    print_table("Recipes", ["name", "what", "corpus", "parameters", "published", "ours"], rows)
+    columns = ["name", "corpus", "parameters", "TFLOP/step", "GB/step", "published", "ours"]
+    print_table("Recipes: parameters, arithmetic and memory (float32) of a training step, test results", columns, rows)
+
+
+def _figures(figures: dict[str, float]) -> str:
+    short = {"bits_per_byte": "bits/byte", "perplexity": "ppl"}
+    return ", ".join(f"{value:g} {short.get(name, name.replace('_', ' '))}" for name, value in figures.items())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -60,7 +61,7 @@ def train(
     corpus
         Folder that 'txl prepare' made.
     run
-        New folder for settings, weights and figures.
+        New folder for settings, weights and figures. [default: runs/CORPUS-RECIPE]
     resume
         Folder of a run to go on with, instead of a recipe, --corpus and --run.
     """
@@ -70,9 +71,9 @@ def train(
             raise UserError("--resume goes on with a run as it is; leave the recipe and --run out")
         training = _resumed(resume, corpus, flags, machine)
     else:
-        if corpus is None or run is None:
-            missing = "--corpus DIR (from 'txl prepare')" if corpus is None else "--run DIR (a new folder)"
-            raise UserError(f"training needs {missing}, or --resume RUN to go on with a run")
+        if corpus is None:
+            raise UserError("training needs --corpus DIR (from 'txl prepare'), or --resume RUN to go on with a run")
+        run = run or Path("runs", "-".join(Path(name).stem for name in (corpus.resolve().name, recipe) if name))
         training = new_training(recipe, corpus, run, flags, machine)
     outcome, stopped_by = run_training(training)
     _tell(training.folder, outcome, json)
@@ -187,7 +188,7 @@ def run_training(training: Training) -> tuple[Outcome, int | None]:
     config = training.config
     with ProgressBar("train", config.steps, "steps") as bar, _stop_signals() as received:
         bar.begin_at(training.state.progress.step)
-        training.reporter = _BarReporter(bar)
+        training.reporter = _BarReporter(bar, training.folder.vocabulary.kind)
         outcome = training.run(lambda: bool(received))
     return outcome, received[0] if received else None
 
@@ -217,8 +218,8 @@ def _stop_signals() -> Iterator[list[int]]:
 class _BarReporter:
     """Shows training on a progress bar."""
 
-    def __init__(self, bar: ProgressBar) -> None:
-        self._bar = bar
+    def __init__(self, bar: ProgressBar, kind: str) -> None:
+        self._bar, self._kind = bar, kind
         self._notes = {"train": "", "valid": ""}
         self._tokens = 0
 
@@ -234,11 +235,12 @@ class _BarReporter:
 
     def figures(self, figures: dict[str, Any]) -> None:
         """Keeps the newest figures beside the bar."""
-        bits = figures["bits_per_byte"]
-        if figures["split"] == "train":
-            self._notes["train"] = f"loss {figures['nats_per_token']:.3f} ({bits:.3f} bits/byte), "
+        if self._kind in ("bytes", "characters"):
+            quality = f"{figures['bits_per_byte']:.3f} bits/byte"
         else:
-            self._notes["valid"] = f"valid {bits:.3f}, "
+            quality = f"ppl {math.exp(min(figures['nats_per_token'], 99)):.1f}"
+        loss = f"loss {figures['nats_per_token']:.3f} " if figures["split"] == "train" else "valid "
+        self._notes[figures["split"]] = f"{loss}{quality}, "
 
 
 def _tell(folder: RunFolder, outcome: Outcome, json: bool) -> None:
@@ -259,6 +261,8 @@ def _tell(folder: RunFolder, outcome: Outcome, json: bool) -> None:
         return
     if not outcome.finished:
         return
-    valid = "" if best is None else f", best validation loss {best:.4f} nats per token"
+    valid = (
+        "" if best is None else f", best validation loss {best:.4f} nats per token (perplexity {math.exp(best):.2f})"
+    )
     print(f"{folder.path}: {outcome.step:,} steps in {outcome.seconds:,.0f} s{valid}")
     print(f"next: txl evaluate {folder.path}")

@@ -24,7 +24,7 @@ from transformer_xl.evaluation.metrics import Sums
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import Reach
 from transformer_xl.run_folder import Run
-from transformer_xl.text.segments import SegmentStream
+from transformer_xl.text.segments import SegmentStream, StreamPosition
 from transformer_xl.text.token_store import TokenSplit
 from transformer_xl.text.vocabulary import Vocabulary
 
@@ -106,11 +106,12 @@ def score_segments(
     device = next(model.parameters()).device
     memory = model.initial_memory(stream.rows, plan.reach)
     for index in range(stream.num_segments):
-        segment = stream.read(index).trimmed()
+        segment = stream.read(StreamPosition(segment=index)).trimmed()
         inputs_BT, targets_BT, counted_BT = (
-            torch.from_numpy(np.ascontiguousarray(array)).to(device)
+            torch.from_numpy(np.ascontiguousarray(array))
             for array in (segment.inputs_BT, segment.targets_BT, segment.counted_BT)
         )
+        inputs_BT, counted_BT = inputs_BT.to(device), counted_BT.to(device)
         with torch.inference_mode(), autocast(device, plan.precision):
             hidden_BTD, memory = model(inputs_BT, memory)
             nats_BT = model.nats(hidden_BTD, targets_BT)

@@ -25,7 +25,7 @@ _PROMPT_SEGMENT = 512
 
 
 def read_prompt(model: LanguageModel, tokens_BT: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
-    """Reads a prompt of any length; gives its last hidden row (B, 1, D), from which the next token follows, and memory."""
+    """Reads a prompt of any length; gives its last hidden row (B, 1, D), before the next token, and the memory."""
     hidden_BTD = None
     for part_BT in tokens_BT.split(_PROMPT_SEGMENT, dim=1):
         hidden_BTD, memory = model(part_BT, memory)

@@ -1,6 +1,6 @@
 """What a model costs: the cutoffs that make its softmax cheap, and the arithmetic and memory of one training step.
 
-Shape suffixes: B rows, T new tokens, V vocabulary, G places of a grid.
+Shape suffixes: B rows, T new tokens, D model width, V vocabulary, G places of a grid.
 """
 
 from __future__ import annotations

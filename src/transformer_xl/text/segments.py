@@ -6,26 +6,29 @@ each row as one unbroken text. Every token is a target exactly once an epoch, pr
 text, also across the edge of a row. (The authors' iterators drop the N mod B last tokens, and the first of each row is
 never a target.)
 
-Shape suffixes: B rows, T new tokens.
+Several processes that train one model share the rows: each reads its shard of them, and all agree on every position.
+
+Shape suffixes: B rows of a shard, T new tokens.
 """
 
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
 from transformer_xl.config import Settings, UserError
-from transformer_xl.text.vocabulary import TokenArray
+from transformer_xl.text.token_store import Tokens
 
 
 class StreamPosition(Settings):
     """Which segment comes next: all there is to the state of a stream.
 
     `model_dump()` gives it as plain values, and `config.check_settings(StreamPosition, values, source)` takes them
-    back. It holds for a stream of the same tokens, rows and segment.
+    back. It holds for a stream of the same tokens, rows and segment (and seed, where there is one), whatever the shard.
     """
 
     epoch: int = Field(default=0, ge=0)
@@ -47,10 +50,85 @@ class Segment:
     starts: bool
     """True for the first segment of an epoch: memory must be fresh."""
 
+    @classmethod
+    def empty(cls, shape: tuple[int, int], position: StreamPosition, start_id: int) -> Segment:
+        """A segment of padding only: inputs `start_id`, targets 0, nothing counted."""
+        return cls(
+            np.full(shape, start_id, dtype=np.int64),
+            np.zeros(shape, dtype=np.int64),
+            np.zeros(shape, dtype=np.bool_),
+            starts=position.segment == 0,
+        )
+
     def trimmed(self) -> Segment:
         """The segment without the places where no row counts; with one row, no padding is left."""
         width = int(self.counted_BT.sum(axis=1).max())
         return Segment(self.inputs_BT[:, :width], self.targets_BT[:, :width], self.counted_BT[:, :width], self.starts)
+
+
+class Shard(NamedTuple):
+    """Which of all rows are read here: of `count` equal parts, the part with number `index`."""
+
+    index: int = 0
+    count: int = 1
+
+    def rows_of(self, rows: int) -> range:
+        """The numbers of its rows, of so many in all.
+
+        Raises:
+            UserError: the rows do not divide.
+        """
+        assert 0 <= self.index < self.count
+        if rows % self.count:
+            raise UserError(
+                f"rows {rows} do not divide by the {self.count} processes that share them; choose a multiple of "
+                f"{self.count} for --train.rows"
+            )
+        each = rows // self.count
+        return range(self.index * each, (self.index + 1) * each)
+
+
+ALL_ROWS = Shard()
+"""All rows are read here."""
+
+
+class Stream(Protocol):
+    """A text in segments: what training needs of it."""
+
+    @property
+    def tokens(self) -> Tokens:
+        """(N,) ids of the whole text."""
+        ...
+
+    @property
+    def rows(self) -> int:
+        """Rows of all shards together."""
+        ...
+
+    @property
+    def segment(self) -> int:
+        """T: new tokens of a row in one segment."""
+        ...
+
+    @property
+    def shard_rows(self) -> int:
+        """B: rows that are read here."""
+        ...
+
+    def segments_in(self, epoch: int) -> int:
+        """Number of segments of this epoch: enough for the longest row of any shard."""
+        ...
+
+    def read(self, position: StreamPosition) -> Segment:
+        """The segment at this position, always of shape (B, T).
+
+        Places past the end of a row have counted False, target 0 and input start_id.
+        """
+        ...
+
+    def after(self, position: StreamPosition) -> StreamPosition:
+        """The position that follows; after the last segment of an epoch, the first of the next."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,24 +136,26 @@ class SegmentStream:
     """A text as segments of B rows and T tokens, each read straight from where the tokens lie.
 
     Raises:
-        UserError: rows or segment below 1, or fewer tokens than rows.
+        UserError: rows or segment below 1, fewer tokens than rows, or rows that the shards cannot share.
     """
 
-    tokens: TokenArray
-    """(N,) ids; may be a memory map."""
+    tokens: Tokens
+    """(N,) ids; may lie on disk."""
     _: KW_ONLY
     rows: int
-    """B: stretches read side by side."""
+    """Stretches read side by side, in all shards together."""
     segment: int
     """T: new tokens of a row in one segment."""
     start_id: int
     """The token taken as read before the text begins; also fills padding."""
+    shard: Shard = ALL_ROWS
+    """Which of the rows are read here."""
 
     def __post_init__(self) -> None:
         """Checks the sizes."""
         assert self.tokens.ndim == 1
-        if self.rows < 1 or self.segment < 1:
-            raise UserError(f"rows {self.rows} and segment {self.segment} were given; both must be at least 1")
+        check_sizes(self)
+        self.shard.rows_of(self.rows)
         if len(self.tokens) < self.rows:
             raise UserError(
                 f"the text has {len(self.tokens):,} tokens for {self.rows:,} rows, and each row needs one; "
@@ -83,35 +163,36 @@ class SegmentStream:
             )
 
     @property
+    def shard_rows(self) -> int:
+        """B: rows that are read here."""
+        return self.rows // self.shard.count
+
+    @property
     def num_segments(self) -> int:
         """Segments of an epoch: enough for the longest row."""
         longest = -(-len(self.tokens) // self.rows)
         return -(-longest // self.segment)
 
-    def read(self, index: int) -> Segment:
-        """Segment `index` of an epoch, always of shape (B, T).
+    def segments_in(self, epoch: int) -> int:
+        """The same in every epoch."""
+        return self.num_segments
 
-        Places past the end of a row have counted False, target 0 and input start_id.
-        """
-        assert 0 <= index < self.num_segments
-        shape = (self.rows, self.segment)
-        inputs_BT = np.full(shape, self.start_id, dtype=np.int64)
-        targets_BT = np.zeros(shape, dtype=np.int64)
-        counted_BT = np.zeros(shape, dtype=np.bool_)
-        for row in range(self.rows):
-            start, stop = self._span(row, index)
+    def read(self, position: StreamPosition) -> Segment:
+        """The segment at this position; epochs do not differ."""
+        assert position.segment < self.num_segments
+        segment = Segment.empty((self.shard_rows, self.segment), position, self.start_id)
+        for place, row in enumerate(self.shard.rows_of(self.rows)):
+            start, stop = self._span(row, position.segment)
             width = stop - start
-            targets_BT[row, :width] = self.tokens[start:stop]
-            counted_BT[row, :width] = True
+            segment.targets_BT[place, :width] = self.tokens[start:stop]
+            segment.counted_BT[place, :width] = True
             first = 1 if start == 0 else 0  # nothing stands before the text; its place keeps start_id
-            inputs_BT[row, first:width] = self.tokens[start + first - 1 : stop - 1]
-        return Segment(inputs_BT, targets_BT, counted_BT, starts=index == 0)
+            segment.inputs_BT[place, first:width] = self.tokens[start + first - 1 : stop - 1]
+        return segment
 
     def after(self, position: StreamPosition) -> StreamPosition:
         """The position that follows; after the last segment of an epoch, the first of the next."""
-        if position.segment + 1 < self.num_segments:
-            return StreamPosition(epoch=position.epoch, segment=position.segment + 1)
-        return StreamPosition(epoch=position.epoch + 1, segment=0)
+        return following(position, self)
 
     def _span(self, row: int, index: int) -> tuple[int, int]:
         """Places in the text of the targets of a row in segment `index`; equal ones where the row has ended."""
@@ -121,8 +202,25 @@ class SegmentStream:
         return start, min(start + self.segment, end)
 
 
-def check_training(stream: SegmentStream) -> None:
-    """Checks that every row fills one segment at least.
+def following(position: StreamPosition, stream: Stream) -> StreamPosition:
+    """The position that follows in this stream."""
+    if position.segment + 1 < stream.segments_in(position.epoch):
+        return StreamPosition(epoch=position.epoch, segment=position.segment + 1)
+    return StreamPosition(epoch=position.epoch + 1, segment=0)
+
+
+def check_sizes(stream: Stream) -> None:
+    """Checks that there are rows and segments.
+
+    Raises:
+        UserError: rows or segment below 1.
+    """
+    if stream.rows < 1 or stream.segment < 1:
+        raise UserError(f"rows {stream.rows} and segment {stream.segment} were given; both must be at least 1")
+
+
+def check_training(stream: Stream) -> None:
+    """Checks that there is a segment for every row at least.
 
     Raises:
         UserError: it does not; the message says how many tokens there are and how many are needed.

@@ -1,59 +1,46 @@
 """A corpus on disk: flat arrays of token ids that are read where they lie, and a JSON file that says what they are.
 
-    corpus.json        what the corpus is, and the counts and checksums of each split
-    vocabulary.json    the vocabulary of its ids
-    train.tokens       ids of all documents one after another, little-endian, no header (so too valid., test.)
-    train.documents    uint64, little-endian: where each document starts, in tokens; the first 0
+    corpus.json           what the corpus is, and the counts and checksums of each split
+    vocabulary.json       the vocabulary of its ids
+    train-00000.tokens    ids of all documents one after another, little-endian, no header; a large split goes on in
+                          train-00001.tokens and so on (valid and test likewise)
+    train.documents       uint64, little-endian: where each document starts, in tokens; the first 0
 
-Writing is one pass in pieces, so a corpus may be larger than the machine's memory; so may one that is read.
+Opening reads no token, so a corpus may be larger than the machine's memory. `corpus_writer` makes one.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, overload
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import Field, model_validator
 
 from transformer_xl.config import Settings, UserError, check_settings, nearest
-from transformer_xl.files import explained, whole_folder, write_text
+from transformer_xl.files import explained
+from transformer_xl.text.documents import SPLITS, SplitName
 from transformer_xl.text.vocabulary import (
     TokenArray,
     Vocabulary,
     fingerprint,
     load_vocabulary,
     read_json_object,
-    save_vocabulary,
     token_dtype,
 )
 
-SplitName = Literal["train", "valid", "test"]
-SPLITS: tuple[SplitName, ...] = ("train", "valid", "test")
+START_DTYPE = np.dtype("<u8")
+"""How the places where documents start are written."""
 
 _FORMAT = "txl-corpus"
-_VERSION = 1
-_START_DTYPE = np.dtype("<u8")
+_VERSION = 2
 _HASH_CHUNK_BYTES = 2**20
 _AGAIN = "copy the corpus again, or make it again with 'txl prepare'"
-
-
-@dataclass(frozen=True)
-class Document:
-    """One text of a corpus."""
-
-    name: str
-    """Where it comes from, for messages."""
-    chunks: Iterable[bytes]
-    """Its bytes in pieces cut anywhere; they can be gone through more than once, and are read only then."""
-    num_bytes: int = 0
-    """How many there will be, to show how far reading is; 0: not known."""
 
 
 class SplitRecord(Settings):
@@ -61,25 +48,35 @@ class SplitRecord(Settings):
 
     dtype: Literal["uint8", "uint16", "uint32"]
     """Type of a token id."""
-    tokens: int = Field(ge=0)
+    tokens: int = Field(gt=0)
     """Number of tokens."""
-    bytes: int = Field(ge=0)
+    bytes: int = Field(gt=0)
     """Number of bytes of the text they were made from."""
     words: int = Field(ge=0)
     """Number of words of that text: stretches between ASCII whitespace."""
-    documents: int = Field(ge=0)
+    unknown: int = Field(ge=0)
+    """Number of tokens that stand for a word the vocabulary lacks."""
+    documents: int = Field(gt=0)
     """Number of documents."""
+    shards: tuple[Annotated[int, Field(gt=0)], ...]
+    """Number of tokens in each token file."""
     sha256: str = Field(pattern="^[0-9a-f]{64}$")
-    """Checksum of the token file."""
+    """Checksum of all its tokens as they lie in the token files, one file after another."""
     documents_sha256: str = Field(pattern="^[0-9a-f]{64}$")
     """Checksum of the file of document starts."""
+
+    @model_validator(mode="after")
+    def _adds_up(self) -> Self:
+        if sum(self.shards) != self.tokens:
+            raise ValueError(f"shards of {sum(self.shards):,} tokens in all, wanted {self.tokens:,}")
+        return self
 
 
 class CorpusRecord(Settings):
     """What `corpus.json` holds."""
 
     format: Literal["txl-corpus"] = _FORMAT
-    version: Literal[1] = _VERSION
+    version: Literal[2] = _VERSION
     name: str
     """What the corpus is called."""
     source: str
@@ -97,11 +94,67 @@ class CorpusRecord(Settings):
 
 
 @dataclass(frozen=True, eq=False)
+class ShardedTokens:
+    """Arrays of one dimension and type that are read as if they were one, without being joined."""
+
+    shards: tuple[TokenArray, ...]
+    """None of them empty."""
+    ndim = 1
+
+    @property
+    def dtype(self) -> np.dtype[np.unsignedinteger[Any]]:
+        """Type of an id."""
+        return self.shards[0].dtype
+
+    @cached_property
+    def _ends(self) -> npt.NDArray[np.int64]:
+        return np.cumsum([len(shard) for shard in self.shards])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    @overload
+    def __getitem__(self, places: slice | npt.NDArray[np.integer[Any]]) -> TokenArray: ...
+    @overload
+    def __getitem__(self, places: int) -> np.unsignedinteger[Any]: ...
+    def __getitem__(self, places: int | slice | npt.NDArray[np.integer[Any]]) -> TokenArray | np.unsignedinteger[Any]:
+        """What stands at these places.
+
+        Args:
+            places: a number; a slice without step, whose tokens are copied where it lies in more than one shard; or
+                an array of numbers from 0 on, of any shape.
+        """
+        if isinstance(places, slice):
+            start, stop, step = places.indices(len(self))
+            assert step == 1
+            parts = [
+                shard[max(start - begin, 0) : stop - begin]
+                for shard, begin in zip(self.shards, self._ends - [len(shard) for shard in self.shards], strict=True)
+                if start < begin + len(shard) and begin < stop
+            ]
+            return parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else self.shards[0][:0]
+        if isinstance(places, int):
+            place = range(len(self))[places]
+            return self[np.array(place)][()]
+        shard_of = np.searchsorted(self._ends, places, side="right")
+        found = np.empty(places.shape, self.dtype)
+        for index in np.unique(shard_of):
+            here = shard_of == index
+            begin = self._ends[index] - len(self.shards[index])
+            found[here] = self.shards[index][places[here] - begin]
+        return found
+
+
+Tokens = TokenArray | ShardedTokens
+"""(N,) ids that may lie on disk: `len`, `dtype`, slices, and arrays of places."""
+
+
+@dataclass(frozen=True, eq=False)
 class TokenSplit:
     """The tokens of one split, left on disk until read."""
 
     name: str
-    tokens: TokenArray
+    tokens: Tokens
     """(num_tokens,) ids, read only."""
     document_starts: npt.NDArray[np.uint64]
     """(num_documents,) rising places in `tokens`, read only."""
@@ -109,6 +162,8 @@ class TokenSplit:
     """Bytes of the text the tokens were made from."""
     num_words: int
     """Words of that text: stretches between ASCII whitespace."""
+    num_unknown: int = 0
+    """Tokens that stand for a word the vocabulary lacks."""
 
     @property
     def num_tokens(self) -> int:
@@ -122,8 +177,8 @@ class TokenSplit:
 
     @property
     def bytes_per_token(self) -> float:
-        """Mean length of a token in bytes; not a number where there are no tokens."""
-        return self.num_bytes / self.num_tokens if self.num_tokens else math.nan
+        """Mean length of a token in bytes."""
+        return self.num_bytes / self.num_tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,8 +199,9 @@ class Corpus:
         path = Path(folder)
         record = _read_record(path)
         for split, of in record.splits.items():
-            _check_size(path / f"{split}.tokens", of.tokens * np.dtype(of.dtype).itemsize)
-            _check_size(path / f"{split}.documents", of.documents * _START_DTYPE.itemsize)
+            for file, length in _token_files(path, split, of).items():
+                _check_size(file, length * np.dtype(of.dtype).itemsize)
+            _check_size(documents_file(path, split), of.documents * START_DTYPE.itemsize)
         vocabulary = load_vocabulary(path / "vocabulary.json")
         if fingerprint(vocabulary) != record.vocabulary:
             raise UserError(
@@ -184,12 +240,15 @@ class Corpus:
         for split in self.splits:
             if split == name:
                 of = self.record.splits[split]
+                dtype = np.dtype(of.dtype).newbyteorder("<")
+                shards = tuple(_map(*file, dtype) for file in _token_files(self.path, split, of).items())
                 return TokenSplit(
                     name=split,
-                    tokens=_map(self.path / f"{split}.tokens", np.dtype(of.dtype).newbyteorder("<"), of.tokens),
-                    document_starts=_map(self.path / f"{split}.documents", _START_DTYPE, of.documents),
+                    tokens=shards[0] if len(shards) == 1 else ShardedTokens(shards),
+                    document_starts=_map(documents_file(self.path, split), of.documents, START_DTYPE),
                     num_bytes=of.bytes,
                     num_words=of.words,
+                    num_unknown=of.unknown,
                 )
         raise UserError(
             f"the corpus {self.path} has no split '{name}'{nearest(name, self.splits)}; it has "
@@ -203,94 +262,29 @@ class Corpus:
             UserError: a file was changed or damaged since it was made.
         """
         for split, of in self.record.splits.items():
-            for path, wanted in (
-                (self.path / f"{split}.tokens", of.sha256),
-                (self.path / f"{split}.documents", of.documents_sha256),
+            for files, wanted in (
+                (list(_token_files(self.path, split, of)), of.sha256),
+                ([documents_file(self.path, split)], of.documents_sha256),
             ):
-                found = _hash_file(path)
+                found = _hash_files(files)
                 if found != wanted:
-                    raise UserError(f"{path}: damaged (sha256 {found[:12]}, wanted {wanted[:12]}); {_AGAIN}")
+                    which = f"{files[0]}{f' to {files[-1].name}' if len(files) > 1 else ''}"
+                    raise UserError(f"{which}: damaged (sha256 {found[:12]}, wanted {wanted[:12]}); {_AGAIN}")
 
 
-def write_corpus(
-    folder: str | Path,
-    splits: Mapping[SplitName, Iterable[Document]],
-    *,
-    name: str,
-    source: str,
-    vocabulary: Vocabulary,
-) -> Corpus:
-    """Writes a corpus in one pass over its documents, never holding more than a piece of one, and opens it.
-
-    Args:
-        folder: where it goes; must not exist. It appears whole, or not at all.
-        splits: documents of each split; train must be there and hold text. Empty documents leave no trace.
-        name: what the corpus is called.
-        source: where its text comes from, in words.
-        vocabulary: turns the text into ids.
-
-    Raises:
-        UserError: the folder exists, the file system refuses, a document cannot be read, or train holds no text.
-    """
-    with whole_folder(Path(folder)) as aside:
-        save_vocabulary(vocabulary, aside / "vocabulary.json")
-        records = {split: _write_split(aside, split, splits[split], vocabulary) for split in SPLITS if split in splits}
-        if "train" not in records or not records["train"].tokens:
-            raise UserError(
-                f"the train split of {name} holds no text, and a model needs some; give 'txl prepare' files with text"
-            )
-        record = CorpusRecord(name=name, source=source, vocabulary=fingerprint(vocabulary), splits=records)
-        write_text(aside / "corpus.json", json.dumps(record.model_dump(), indent=1) + "\n")
-    return Corpus.open(folder)
+def token_file(folder: Path, split: SplitName, shard: int) -> Path:
+    """Where a shard of a split's tokens lies."""
+    return folder / f"{split}-{shard:05d}.tokens"
 
 
-def _write_split(folder: Path, split: SplitName, documents: Iterable[Document], vocabulary: Vocabulary) -> SplitRecord:
-    dtype = token_dtype(vocabulary.size)
-    counts = _TextCounts()
-    num_tokens = num_documents = 0
-    token_hash, start_hash = hashlib.sha256(), hashlib.sha256()
-    with (folder / f"{split}.tokens").open("wb") as tokens, (folder / f"{split}.documents").open("wb") as starts:
-        for document in documents:
-            start = num_tokens
-            for ids in vocabulary.encode_chunks(counts.counted(document.chunks)):
-                content = ids.astype(dtype, copy=False).tobytes()
-                tokens.write(content)
-                token_hash.update(content)
-                num_tokens += len(ids)
-            if num_tokens > start:
-                content = start.to_bytes(_START_DTYPE.itemsize, "little")
-                starts.write(content)
-                start_hash.update(content)
-                num_documents += 1
-    return SplitRecord.model_validate(
-        {
-            "dtype": dtype.name,
-            "tokens": num_tokens,
-            "bytes": counts.num_bytes,
-            "words": counts.num_words,
-            "documents": num_documents,
-            "sha256": token_hash.hexdigest(),
-            "documents_sha256": start_hash.hexdigest(),
-        }
-    )
+def documents_file(folder: Path, split: SplitName) -> Path:
+    """Where the places lie at which a split's documents start."""
+    return folder / f"{split}.documents"
 
 
-class _TextCounts:
-    """Counts the bytes and words of texts that pass through."""
-
-    def __init__(self) -> None:
-        self.num_bytes = 0
-        self.num_words = 0
-
-    def counted(self, chunks: Iterable[bytes]) -> Iterator[bytes]:
-        in_word = False
-        for chunk in chunks:
-            if chunk:
-                self.num_bytes += len(chunk)
-                # A word that began in the chunk before is already counted.
-                self.num_words += len(chunk.split()) - (in_word and not chunk[:1].isspace())
-                in_word = not chunk[-1:].isspace()
-                yield chunk
+def _token_files(folder: Path, split: SplitName, record: SplitRecord) -> dict[Path, int]:
+    """Each token file of a split, and how many tokens it holds."""
+    return {token_file(folder, split, number): length for number, length in enumerate(record.shards)}
 
 
 def _read_record(path: Path) -> CorpusRecord:
@@ -308,9 +302,10 @@ def _read_record(path: Path) -> CorpusRecord:
     if values.get("format") != _FORMAT:
         raise UserError(f"{file}: format {values.get('format')!r}, wanted '{_FORMAT}'; {makes_one}")
     if values.get("version") != _VERSION:
+        older = values.get("version") == 1
         raise UserError(
-            f"{file}: version {values.get('version')!r}, this txl reads {_VERSION}; upgrade transformer-xl, or make "
-            "the corpus again with 'txl prepare'"
+            f"{file}: version {values.get('version')!r}, this txl reads {_VERSION}; "
+            f"{'' if older else 'upgrade transformer-xl, or '}prepare the corpus again with 'txl prepare'"
         )
     try:
         return check_settings(CorpusRecord, values, str(file))
@@ -327,16 +322,16 @@ def _check_size(path: Path, wanted: int) -> None:
         raise UserError(f"{path}: {found:,} bytes long, wanted {wanted:,}; {_AGAIN}")
 
 
-def _map(path: Path, dtype: np.dtype[Any], length: int) -> npt.NDArray[Any]:
-    if not length:
-        return np.empty(0, dtype)  # an empty file cannot be mapped
+def _map(path: Path, length: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     with explained(f"reading {path}"):
-        return np.memmap(path, dtype=dtype, mode="r", shape=(length,))
+        # As a plain array, which is sliced in half the time of a numpy.memmap.
+        return np.asarray(np.memmap(path, dtype=dtype, mode="r", shape=(length,)))
 
 
-def _hash_file(path: Path) -> str:
+def _hash_files(paths: Iterable[Path]) -> str:
     digest = hashlib.sha256()
-    with explained(f"reading {path}"), path.open("rb") as file:
-        while chunk := file.read(_HASH_CHUNK_BYTES):
-            digest.update(chunk)
+    for path in paths:
+        with explained(f"reading {path}"), path.open("rb") as file:
+            while chunk := file.read(_HASH_CHUNK_BYTES):
+                digest.update(chunk)
     return digest.hexdigest()

@@ -2,7 +2,7 @@
 
 A vocabulary is a value: it never changes, is written to `vocabulary.json`, and is recognised by its fingerprint, so
 that a model is never fed ids of another vocabulary. Text arrives as bytes, because bytes are what files hold; a kind
-that needs characters decodes them itself.
+that needs characters decodes them itself. The kinds beside bytes stand in files of their own, imported when used.
 """
 
 from __future__ import annotations
@@ -10,18 +10,49 @@ from __future__ import annotations
 import codecs
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import override
 
 from transformer_xl.config import UserError, nearest
 from transformer_xl.files import explained, write_text
 
 TokenArray = npt.NDArray[np.unsignedinteger[Any]]
+
+PIECE_BYTES = 4 * 2**20
+"""About how many bytes are encoded at once, unless told otherwise."""
+MAX_STRETCH = 16 * 2**20
+"""Most bytes in a row without a place where the text may be cut; they have to be held in memory."""
+
+
+class BadText(UserError):
+    """Text that a vocabulary cannot read."""
+
+    def __init__(self, place: int, what: str) -> None:
+        """Says what is wrong, as one clause, and at which byte of the piece that was to be encoded."""
+        super().__init__(place, what)  # what pickle makes it from again
+        self.place = place
+        self.what = what
+
+    @override
+    def __str__(self) -> str:
+        return f"byte {self.place:,} of the text: {self.what}"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The tokens of one piece of text."""
+
+    ids: TokenArray
+    """(number of tokens,) of dtype `token_dtype(size)`; the array is the caller's own."""
+    unknown: int = 0
+    """How many of them stand for a word that the vocabulary lacks."""
 
 
 class StreamDecoder(Protocol):
@@ -36,8 +67,21 @@ class StreamDecoder(Protocol):
         ...
 
 
-class Vocabulary(Protocol):
-    """What every kind of vocabulary offers."""
+class Cutting(Protocol):
+    """Where a text may be cut without changing a token."""
+
+    @property
+    def closes_lines(self) -> bool:
+        """Whether the last line of a document is ended even where its text does not end it."""
+        ...
+
+    def last_cut(self, text: bytes) -> int:
+        """The last place at which `text` may be cut, whatever follows, without changing a token; 0: there is none."""
+        ...
+
+
+class Vocabulary(Cutting, Protocol):
+    """What every kind of vocabulary offers; each can be pickled to a worker process."""
 
     @property
     def kind(self) -> str:
@@ -54,28 +98,41 @@ class Vocabulary(Protocol):
         """The token taken as read before a text begins, so that its first token is predicted from something."""
         ...
 
+    @property
+    def counts(self) -> npt.NDArray[np.int64] | None:
+        """(V,) how often each token stood in the text it was learned from; none: not known.
+
+        Where given, ids are in the order of falling counts (marks in front aside).
+        """
+        ...
+
+    @property
+    def ends_line_V(self) -> npt.NDArray[np.bool_]:
+        """(V,) the tokens that end a line."""
+        ...
+
+    def encode_piece(self, piece: bytes) -> Piece:
+        """The tokens of a piece cut where `last_cut` allows; no mark is added.
+
+        Raises:
+            BadText: the piece cannot be written in this vocabulary.
+        """
+        ...
+
     def encode(self, text: str | bytes) -> TokenArray:
-        """Token ids of a text, one dimension, dtype `token_dtype(size)`; the array is the caller's own.
+        """Token ids of a whole text or a prompt, as `encode_piece` gives them.
 
         Raises:
             UserError: the text cannot be written in this vocabulary.
         """
         ...
 
-    def encode_chunks(self, chunks: Iterable[bytes]) -> Iterator[TokenArray]:
-        """The same ids as `encode` gives for the joined chunks, in pieces; the text may be cut anywhere."""
-        ...
-
     def decode(self, ids: npt.ArrayLike) -> str:
-        """The text of these ids; bytes that are not UTF-8 become replacement signs."""
+        """The text of these ids, with replacement signs for what is not UTF-8; raises what `checked_ids` does."""
         ...
 
     def decode_bytes(self, ids: npt.ArrayLike) -> bytes:
-        """The text of these ids, as bytes.
-
-        Raises:
-            UserError: an id that is not of this vocabulary.
-        """
+        """The text of these ids, as bytes; raises what `checked_ids` does."""
         ...
 
     def stream_decoder(self) -> StreamDecoder:
@@ -91,91 +148,164 @@ class Vocabulary(Protocol):
 class ByteVocabulary:
     """The 256 byte values, for any text in any encoding. A text begins as if after a line end (byte 10)."""
 
-    @property
-    def kind(self) -> str:
-        """The word `bytes`."""
-        return "bytes"
+    kind = "bytes"
+    size = 256
+    start_id = 10
+    closes_lines = False
 
     @property
-    def size(self) -> int:
-        """256 tokens."""
-        return 256
+    def counts(self) -> None:
+        """Bytes are not learned from a text."""
 
     @property
-    def start_id(self) -> int:
-        """The line end, byte 10."""
-        return 10
+    def ends_line_V(self) -> npt.NDArray[np.bool_]:
+        """(256,) byte 10 alone."""
+        return np.arange(self.size) == self.start_id
+
+    def last_cut(self, text: bytes) -> int:
+        """The end: bytes may be cut anywhere."""
+        return len(text)
+
+    def encode_piece(self, piece: bytes) -> Piece:
+        """The bytes of the piece, as uint8."""
+        return Piece(np.frombuffer(piece, dtype=np.uint8).copy())  # a view would be read-only, and torch warns at those
 
     def encode(self, text: str | bytes) -> TokenArray:
-        """The bytes of the text (of its UTF-8 form), as uint8.
-
-        Raises:
-            UserError: a character that UTF-8 does not have (half of a surrogate pair).
-        """
-        if isinstance(text, str):
-            try:
-                # Python hands over command-line bytes that are not UTF-8 as escapes; this gives those bytes back.
-                text = text.encode("utf-8", errors="surrogateescape")
-            except UnicodeEncodeError as error:
-                character = text[error.start]
-                raise UserError(
-                    f"the text holds {character!r} at place {error.start}, which UTF-8 cannot write; take it out"
-                ) from None
-        return np.frombuffer(text, dtype=np.uint8).copy()  # a view would be read-only, and torch warns at those
-
-    def encode_chunks(self, chunks: Iterable[bytes]) -> Iterator[TokenArray]:
-        """The bytes of each chunk, as uint8."""
-        return map(self.encode, chunks)
+        """The bytes of the text (of its UTF-8 form), as uint8; raises what `as_bytes` does."""
+        return self.encode_piece(as_bytes(text)).ids
 
     def decode(self, ids: npt.ArrayLike) -> str:
         """The text of these ids, read as UTF-8; what is not UTF-8 becomes replacement signs."""
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
     def decode_bytes(self, ids: npt.ArrayLike) -> bytes:
-        """The bytes of these ids.
-
-        Raises:
-            UserError: an id outside 0 .. 255.
-        """
-        wide = np.asarray(ids, dtype=np.int64)
-        if wide.size and not (wide.min() >= 0 and wide.max() < self.size):
-            wrong = wide.min() if wide.min() < 0 else wide.max()
-            raise UserError(f"token id {wrong} is not one of the byte vocabulary; wanted 0 to {self.size - 1}")
-        return wide.astype(np.uint8).tobytes()
+        """The bytes of these ids; raises what `checked_ids` does."""
+        return checked_ids(ids, self).astype(np.uint8).tobytes()
 
     def stream_decoder(self) -> StreamDecoder:
         """A decoder that holds back a UTF-8 character until all its bytes are there."""
-        return _Utf8StreamDecoder(self)
+        return Utf8StreamDecoder(self)
 
     def to_json(self) -> dict[str, Any]:
         """Kind, size and start id."""
         return {"kind": self.kind, "size": self.size, "start_id": self.start_id}
 
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> ByteVocabulary:
+        """There is only one, whatever the values."""
+        return cls()
 
-class _Utf8StreamDecoder:
+
+class Utf8StreamDecoder:
+    """Decodes tokens that stand for bytes, holding back a UTF-8 character until all its bytes are there."""
+
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token: int) -> str:
+        """The characters that became whole with this token."""
         return self._decoder.decode(self._vocabulary.decode_bytes([token]))
 
     def finish(self) -> str:
+        """A replacement sign for a character that stayed incomplete."""
         return self._decoder.decode(b"", final=True)
 
 
-_BUILDERS: dict[str, Callable[[], Vocabulary]] = {"bytes": ByteVocabulary}
-_READERS: dict[str, Callable[[Mapping[str, Any]], Vocabulary]] = {"bytes": lambda values: ByteVocabulary()}
+def cut_pieces(vocabulary: Cutting, chunks: Iterable[bytes], size: int = PIECE_BYTES) -> Iterator[bytes]:
+    """Cuts a document anew, at places where its tokens do not change; holds little more than one piece at a time.
 
-
-def build_vocabulary(kind: str) -> Vocabulary:
-    """A new vocabulary of this kind.
+    Args:
+        vocabulary: says where the text may be cut, and whether its last line is to be ended.
+        chunks: the document, cut anywhere.
+        size: about how long the pieces become, in bytes; at most `MAX_STRETCH`.
 
     Raises:
-        UserError: no such kind; the nearest is offered.
+        BadText: more than `MAX_STRETCH` bytes without a place to cut; its place counts from the start of the document.
     """
-    _check_kind(kind, "--vocabulary")
-    return _BUILDERS[kind]()
+    assert 0 < size <= MAX_STRETCH
+    held, place, limit, last_byte = bytearray(), 0, size, b""
+    for chunk in chunks:
+        rest = memoryview(chunk)
+        while rest:
+            taken = rest[: limit - len(held)]
+            rest = rest[len(taken) :]
+            held += taken
+            if len(held) < limit:
+                break
+            text = bytes(held)
+            cut = vocabulary.last_cut(text)
+            if cut:
+                yield text[:cut]
+                held, place, last_byte = bytearray(text[cut:]), place + cut, text[cut - 1 : cut]
+            elif len(held) > MAX_STRETCH:
+                raise BadText(place, _NO_CUT)
+            limit = min(len(held) + size, MAX_STRETCH + 1)
+    last_byte = bytes(held[-1:]) or last_byte
+    if vocabulary.closes_lines and last_byte not in (b"", b"\n"):
+        held += b"\n"
+    if held:
+        yield bytes(held)
+
+
+_NO_CUT = "no white space in 16 MiB where it could be cut, is this text?; leave it out, or take --vocabulary bytes"
+
+
+def as_bytes(text: str | bytes) -> bytes:
+    """The UTF-8 form of a text; bytes stay as they are.
+
+    Raises:
+        UserError: a character that UTF-8 does not have (half of a surrogate pair).
+    """
+    if isinstance(text, bytes):
+        return text
+    try:
+        # Python hands over command-line bytes that are not UTF-8 as escapes; this gives those bytes back.
+        return text.encode("utf-8", errors="surrogateescape")
+    except UnicodeEncodeError as error:
+        character = text[error.start]
+        raise UserError(
+            f"the text holds {character!r} at place {error.start}, which UTF-8 cannot write; take it out"
+        ) from None
+
+
+def as_text(piece: bytes) -> str:
+    """The characters of a piece of UTF-8.
+
+    Raises:
+        BadText: it is not UTF-8.
+    """
+    try:
+        return piece.decode("utf-8")
+    except UnicodeDecodeError as error:
+        what = (
+            f"not UTF-8 (byte 0x{piece[error.start]:02x}); save the text as UTF-8, or read it with --vocabulary bytes"
+        )
+        raise BadText(error.start, what) from None
+
+
+def checked_ids(ids: npt.ArrayLike, vocabulary: Vocabulary) -> npt.NDArray[np.int64]:
+    """The ids as int64, in one dimension.
+
+    Raises:
+        UserError: one is not of this vocabulary.
+    """
+    wide = np.asarray(ids, dtype=np.int64).reshape(-1)
+    if wide.size and not (wide.min() >= 0 and wide.max() < vocabulary.size):
+        wrong = wide.min() if wide.min() < 0 else wide.max()
+        raise UserError(
+            f"token id {wrong} is not one of this vocabulary of {vocabulary.kind}; wanted 0 to {vocabulary.size - 1}"
+        )
+    return wide
+
+
+_KINDS = {
+    "bytes": ("vocabulary", "ByteVocabulary"),
+    "characters": ("characters", "CharacterVocabulary"),
+    "words": ("words", "WordVocabulary"),
+    "bpe": ("bpe", "BpeVocabulary"),
+    "integers": ("integers", "IntegerVocabulary"),
+}  # file beside this one, class
 
 
 def vocabulary_from_json(values: Mapping[str, Any], source: str = "vocabulary") -> Vocabulary:
@@ -189,20 +319,21 @@ def vocabulary_from_json(values: Mapping[str, Any], source: str = "vocabulary") 
         UserError: an unknown kind (the nearest is offered), or values that are not what this kind writes.
     """
     if "kind" not in values:
-        raise UserError(f"{source}: no kind of vocabulary in it, wanted one of {', '.join(_READERS)}; {_AGAIN}")
-    _check_kind(str(values["kind"]), source)
-    vocabulary = _READERS[str(values["kind"])](values)
+        raise UserError(f"{source}: no kind of vocabulary in it, wanted one of {', '.join(_KINDS)}; {_AGAIN}")
+    kind = str(values["kind"])
+    if kind not in _KINDS:
+        raise UserError(f"{source}: no vocabulary '{kind}'{nearest(kind, _KINDS)}; known: {', '.join(_KINDS)}")
+    file, name = _KINDS[kind]
+    try:
+        vocabulary: Vocabulary = getattr(import_module(f"transformer_xl.text.{file}"), name).from_json(values)
+    except ValueError as error:
+        raise UserError(f"{source}: damaged, {error}; {_AGAIN}") from None
     if vocabulary.to_json() != values:
-        raise UserError(f"{source}: damaged, its values do not describe a vocabulary of {vocabulary.kind}; {_AGAIN}")
+        raise UserError(f"{source}: damaged, its values do not describe a vocabulary of {kind}; {_AGAIN}")
     return vocabulary
 
 
 _AGAIN = "copy it again from where it came, or make the corpus again with 'txl prepare'"
-
-
-def _check_kind(kind: str, source: str) -> None:
-    if kind not in _READERS:
-        raise UserError(f"{source}: no vocabulary '{kind}'{nearest(kind, _READERS)}; known: {', '.join(_READERS)}")
 
 
 def fingerprint(vocabulary: Vocabulary) -> str:
@@ -229,6 +360,23 @@ def load_vocabulary(path: Path) -> Vocabulary:
         UserError: it is missing, damaged, or of an unknown kind.
     """
     return vocabulary_from_json(read_json_object(path), str(path))
+
+
+def find_vocabulary(path: str | Path) -> Vocabulary:
+    """The vocabulary of a `vocabulary.json`, of a corpus folder or of a run folder.
+
+    Raises:
+        UserError: there is none at this path, or it is damaged.
+    """
+    place = Path(path)
+    with explained(f"reading {place}"):
+        file = place / "vocabulary.json" if place.is_dir() else place
+        if not file.is_file():
+            raise UserError(
+                f"no vocabulary at {place}; give a vocabulary.json, the folder of a corpus or of a run, or one of the "
+                f"kinds {', '.join(_KINDS)}"
+            )
+    return load_vocabulary(file)
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

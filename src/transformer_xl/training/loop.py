@@ -22,7 +22,8 @@ from transformer_xl.evaluation.scoring import Plan, sum_nats
 from transformer_xl.files import explained, remove_leftovers, write_text
 from transformer_xl.model.kernels import choose
 from transformer_xl.run_folder import RunFolder, build_model
-from transformer_xl.text.segments import SegmentStream, check_training
+from transformer_xl.text.segments import SegmentStream, Stream, check_training
+from transformer_xl.text.shuffled import ShuffledStream
 from transformer_xl.text.token_store import Corpus
 from transformer_xl.training.checkpoint import Progress, TrainingState, load_state, save_state
 from transformer_xl.training.optimizers import build_optimizer, learning_rate, set_learning_rate
@@ -146,14 +147,15 @@ class Training:
     def _step(self) -> None:
         config, state = self.config, self.state
         progress = state.progress
-        segment = self.stream.read(progress.position.segment)
+        segment = self.stream.read(progress.position)
         if segment.starts:
             state.memory = state.model.initial_memory(config.rows)
         tokens = int(segment.counted_BT.sum())
-        inputs_BT, targets_BT, counted_BT = (
+        inputs_BT, counted_BT = (
             torch.from_numpy(array).to(self.device, non_blocking=True)
-            for array in (segment.inputs_BT, segment.targets_BT, segment.counted_BT)
+            for array in (segment.inputs_BT, segment.counted_BT)
         )
+        targets_BT = torch.from_numpy(segment.targets_BT)  # on the CPU, as `nats` likes them
         if config.loss == "half":
             counted_BT[:, : config.segment // 2] = False
         set_learning_rate(state.optimizer, learning_rate(progress.step, config))
@@ -271,13 +273,17 @@ def check(config: RunConfig, corpus: Corpus, device: torch.device) -> None:
     choose(config.model.kernel, device, torch.float32)
 
 
-def training_stream(corpus: Corpus, config: TrainConfig) -> SegmentStream:
-    """The training text as segments.
+def training_stream(corpus: Corpus, config: TrainConfig) -> Stream:
+    """The training text as segments, in the order the settings ask for.
 
     Raises:
-        UserError: it is too short for rows and segment.
+        UserError: it is too short for rows and segment, or has too few documents to shuffle.
     """
     split = corpus.split("train")
-    stream = SegmentStream(split.tokens, rows=config.rows, segment=config.segment, start_id=corpus.vocabulary.start_id)
+    sizes = {"rows": config.rows, "segment": config.segment, "start_id": corpus.vocabulary.start_id}
+    if config.order == "shuffled":
+        stream = ShuffledStream(split.tokens, split.document_starts, **sizes, seed=config.seed)
+    else:
+        stream = SegmentStream(split.tokens, **sizes)
     check_training(stream)
     return stream

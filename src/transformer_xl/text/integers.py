@@ -1,0 +1,171 @@
+"""Whole numbers as tokens: music, proteins, or tokens that another program made.
+
+The text has one sequence of numbers to a line, with white space between them. Ids are the numbers themselves,
+0 .. values - 1, and one further id, `values`, is the mark that ends every sequence. An empty line is an empty sequence.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from transformer_xl.text.splitting import SpaceJoiner, last_white_space
+from transformer_xl.text.vocabulary import (
+    BadText,
+    Piece,
+    StreamDecoder,
+    TokenArray,
+    as_bytes,
+    checked_ids,
+    token_dtype,
+)
+
+MOST_VALUES = 2**31 - 1
+_MOST_DIGITS = 10  # of a number below MOST_VALUES
+_LINE_END = -1
+_WHITE = np.isin(np.arange(256), list(b" \n\t\r\v\f"))
+
+
+def read_numbers(piece: bytes, below: int = MOST_VALUES) -> npt.NDArray[np.int64]:
+    """The numbers of a piece in their order, with -1 for each line end.
+
+    Args:
+        piece: numbers written in the digits 0 to 9, with ASCII white space between them.
+        below: every number must be smaller.
+
+    Raises:
+        BadText: something that is not such a number.
+    """
+    text = np.frombuffer(piece, dtype=np.uint8)
+    digit = (text >= ord("0")) & (text <= ord("9"))
+    if not (digit | _WHITE[text]).all():
+        raise _not_a_number(piece, int(np.argmin(digit | _WHITE[text])), below)
+    line_end = text == ord("\n")
+    last = digit.copy()
+    last[:-1] &= ~digit[1:]  # the last digit of each number
+    ends = np.flatnonzero(last | line_end)
+    places = ends.copy()
+    inside = digit[ends]
+    values = np.zeros(len(ends), dtype=np.int64)
+    for power in range(_MOST_DIGITS):
+        values[inside] += (text[places[inside]] - ord("0")) * np.int64(10**power)
+        places -= 1
+        inside &= (places >= 0) & digit[places]
+        if not inside.any():
+            break
+    values[line_end[ends]] = _LINE_END
+    wrong = inside | (values >= below)
+    if wrong.any():
+        raise _not_a_number(piece, int(ends[wrong.argmax()]), below)
+    return values
+
+
+def _not_a_number(piece: bytes, place: int, below: int) -> BadText:
+    """What is wrong with the word that holds this byte."""
+    start = last_white_space(piece[:place])
+    found = re.match(rb"[^ \n\t\r\v\f]+", piece[start:])
+    word = (found[0] if found else b"").decode("utf-8", errors="backslashreplace")
+    shown = repr(word if len(word) <= 40 else word[:40] + "...")
+    return BadText(start, f"{shown} is not a whole number from 0 to {below - 1}; take it out, or give larger --values")
+
+
+@dataclass(frozen=True)
+class IntegerVocabulary:
+    """The numbers 0 .. values - 1, and a mark that ends each sequence."""
+
+    values: int
+    """How many different numbers there are."""
+
+    kind = "integers"
+    closes_lines = True
+
+    @property
+    def counts(self) -> None:
+        """Numbers stand in their own order, not in that of their counts."""
+
+    @property
+    def size(self) -> int:
+        """The numbers and the mark."""
+        return self.values + 1
+
+    @property
+    def start_id(self) -> int:
+        """The mark, as if a sequence had just ended."""
+        return self.values
+
+    @property
+    def ends_line_V(self) -> npt.NDArray[np.bool_]:
+        """(V,) the mark alone."""
+        return np.arange(self.size) == self.values
+
+    def last_cut(self, text: bytes) -> int:
+        """The place after the last white space."""
+        return last_white_space(text)
+
+    def encode_piece(self, piece: bytes) -> Piece:
+        """The numbers of the piece, a mark for each line end.
+
+        Raises:
+            BadText: something that is not a number from 0 to values - 1.
+        """
+        numbers = read_numbers(piece, self.values)
+        return Piece(np.where(numbers == _LINE_END, self.values, numbers).astype(token_dtype(self.size)))
+
+    def encode(self, text: str | bytes) -> TokenArray:
+        """The numbers of a text; raises what `encode_piece` and `as_bytes` do."""
+        return self.encode_piece(as_bytes(text)).ids
+
+    def decode(self, ids: npt.ArrayLike) -> str:
+        """The numbers with one space between them, a line for each sequence.
+
+        Raises:
+            UserError: an id that is not of this vocabulary.
+        """
+        decoder = _NumberStreamDecoder(self)
+        return "".join(map(decoder.push_checked, checked_ids(ids, self).tolist()))
+
+    def decode_bytes(self, ids: npt.ArrayLike) -> bytes:
+        """The same as ASCII; raises what `decode` does."""
+        return self.decode(ids).encode("ascii")
+
+    def stream_decoder(self) -> StreamDecoder:
+        """A decoder whose pieces join to what `decode` gives."""
+        return _NumberStreamDecoder(self)
+
+    def to_json(self) -> dict[str, Any]:
+        """Kind and number of values."""
+        return {"kind": self.kind, "values": self.values}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> IntegerVocabulary:
+        """What `to_json` wrote.
+
+        Raises:
+            ValueError: what is wrong with the values.
+        """
+        number = values.get("values")
+        if type(number) is not int or not 0 < number <= MOST_VALUES:
+            raise ValueError(f"values is {number!r}, wanted a whole number from 1 to {MOST_VALUES}")
+        return cls(number)
+
+
+class _NumberStreamDecoder:
+    def __init__(self, vocabulary: IntegerVocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._joiner = SpaceJoiner()
+
+    def push(self, token: int) -> str:
+        return self.push_checked(int(checked_ids(token, self._vocabulary)[0]))
+
+    def push_checked(self, token: int) -> str:
+        if token == self._vocabulary.values:
+            return self._joiner.finish() + "\n"
+        return self._joiner.push(str(token))
+
+    def finish(self) -> str:
+        return self._joiner.finish()

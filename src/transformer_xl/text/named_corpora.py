@@ -1,0 +1,318 @@
+"""Corpora known by name: where their files are, what the files must be, how they are split and read.
+
+Sizes, checksums, marks and counts are explained for users in `docs/data.md`. A further corpus is an entry of
+`DISTRIBUTED`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import sysconfig
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from transformer_xl.config import UserError
+from transformer_xl.text.archives import FilePart
+from transformer_xl.text.documents import SPLITS, Document, SplitName
+from transformer_xl.text.download import RemoteFile
+from transformer_xl.text.learning import VocabularyOptions
+from transformer_xl.text.own_files import walk
+from transformer_xl.text.source_files import ANYWHERE, Origin, TextFile, find_files, plain_file
+from transformer_xl.text.text_source import AS_BYTES, TextSource
+
+PYTHON_STDLIB = "python-stdlib"
+_STDLIB_SKIPPED = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """A part of a text that goes to a split, in bytes."""
+
+    text: TextFile
+    start: int = 0
+    stop: int | None = None
+    """None: to the end."""
+
+
+@dataclass(frozen=True)
+class NamedCorpus:
+    """A corpus that others distribute."""
+
+    name: str
+    description: str
+    """What it is and how it was split, in words."""
+    splits: Mapping[SplitName, tuple[Stretch, ...]]
+    archive: RemoteFile | None
+    """What the texts are distributed in."""
+    vocabulary: VocabularyOptions = AS_BYTES
+    """What it is normally read with; a `words_file` is `words`."""
+    counted: tuple[SplitName, ...] = ("train",)
+    """Splits that the vocabulary is learned from."""
+    lines: bool = False
+    """Whether each line is a document of its own."""
+    words: TextFile | None = None
+    """Its list of words."""
+    known_tokens: Mapping[SplitName, int] = field(default_factory=dict)
+    """How many tokens others count in each split, line ends included."""
+
+    def open(self, origin: Origin = ANYWHERE, *, kind: str | None = None) -> TextSource:
+        """The texts, found or downloaded, and checked.
+
+        Args:
+            origin: from where.
+            kind: the kind of vocabulary that will read them; none: the corpus's own.
+
+        Raises:
+            UserError: a file is missing, damaged, another than it should be, or cannot be downloaded.
+        """
+        own = kind in (None, self.vocabulary.kind)
+        words = self.words if own else None
+        texts = list(dict.fromkeys(stretch.text for stretches in self.splits.values() for stretch in stretches))
+        found = find_files(self.name, self.archive, [*texts, *([words] if words else [])], origin)
+        vocabulary = self.vocabulary
+        if words:
+            vocabulary = vocabulary.model_copy(update={"words_file": str(plain_file(found[words], words))})
+        return TextSource(
+            self.name,
+            self.description,
+            {
+                split: [_document(replace(found[part.text], start=part.start, stop=part.stop)) for part in stretches]
+                for split, stretches in self.splits.items()
+            },
+            vocabulary=vocabulary if own else AS_BYTES,
+            counted=self.counted if own else ("train",),
+            documents="lines" if self.lines else "files",
+            known_tokens=self.known_tokens if own else {},
+        )
+
+
+def _document(part: FilePart) -> Document:
+    return Document(part.name, part, 0 if part.packed and part.stop is None else part.size())
+
+
+_MAHONEY_SPLIT = "first 90,000,000 bytes train, next 5,000,000 valid, last 5,000,000 test"
+
+
+def _mahoney(text: TextFile) -> dict[SplitName, tuple[Stretch, ...]]:
+    return {
+        "train": (Stretch(text, 0, 90_000_000),),
+        "valid": (Stretch(text, 90_000_000, 95_000_000),),
+        "test": (Stretch(text, 95_000_000, 100_000_000),),
+    }
+
+
+def _each(train: TextFile, valid: TextFile, test: TextFile) -> dict[SplitName, tuple[Stretch, ...]]:
+    return {"train": (Stretch(train),), "valid": (Stretch(valid),), "test": (Stretch(test),)}
+
+
+_ENWIK8 = TextFile("enwik8", 100_000_000, "sha256:2b49720ec4d78c3c9fabaee6e4179a5e997302b3a70029f30f2d582218c024a8")
+_TEXT8 = TextFile("text8", 100_000_000, "sha1:0dc3edebc970dcc96137e7deda4d9995af9d93de")
+
+
+def _wikitext(folder: str) -> dict[SplitName, tuple[Stretch, ...]]:
+    return _each(
+        TextFile(f"{folder}/wiki.train.tokens", also=("train.txt",)),
+        TextFile(
+            f"{folder}/wiki.valid.tokens",
+            1_121_681,
+            "sha256:f0737ed31fc1329026e95cb8b98e19c2a182c39c240ab909dc31abf2f8af58e8",
+            also=("valid.txt",),
+        ),
+        TextFile(
+            f"{folder}/wiki.test.tokens",
+            1_256_449,
+            "sha256:d790b833ef8cf03a90db7bf1271b7520b83c45ce07ba3c1a9699df81e239eca0",
+            also=("test.txt",),
+        ),
+    )
+
+
+def _ptb(split: str, num_bytes: int, sha256: str) -> TextFile:
+    return TextFile(
+        f"simple-examples/data/ptb.{split}.txt",
+        num_bytes,
+        f"sha256:{sha256}",
+        also=(f"{split}.txt",),
+        addresses=tuple(
+            f"https://raw.githubusercontent.com/{owner}/lstm/master/data/ptb.{split}.txt"
+            for owner in ("wojzaremba", "tomsercu")
+        ),
+    )
+
+
+_LM1B = "1-billion-word-language-modeling-benchmark-r13output"
+
+
+def _lm1b_train(number: int) -> Stretch:
+    return Stretch(TextFile(f"{_LM1B}/training-monolingual.tokenized.shuffled/news.en-{number:05}-of-00100"))
+
+
+def _lm1b_heldout(number: int) -> Stretch:
+    return Stretch(TextFile(f"{_LM1B}/heldout-monolingual.tokenized.shuffled/news.en.heldout-{number:05}-of-00050"))
+
+
+DISTRIBUTED: dict[str, NamedCorpus] = {
+    corpus.name: corpus
+    for corpus in (
+        NamedCorpus(
+            "enwik8",
+            f"the first 100,000,000 bytes of an XML dump of the English Wikipedia of 2006; {_MAHONEY_SPLIT}",
+            _mahoney(_ENWIK8),
+            RemoteFile(
+                "enwik8.zip",
+                (
+                    "https://mattmahoney.net/dc/enwik8.zip",
+                    "http://mattmahoney.net/dc/enwik8.zip",
+                    "https://cs.fit.edu/~mmahoney/compression/enwik8.zip",
+                ),
+                36_445_475,
+                "sha256:547994d9980ebed1288380d652999f38a14fe291a6247c157c3d33d4932534bc",
+            ),
+        ),
+        NamedCorpus(
+            "text8",
+            f"100,000,000 letters and spaces of the English Wikipedia of 2006; {_MAHONEY_SPLIT}",
+            _mahoney(_TEXT8),
+            RemoteFile(
+                "text8.zip",
+                ("https://mattmahoney.net/dc/text8.zip", "http://mattmahoney.net/dc/text8.zip"),
+                31_344_016,
+                "sha256:a6640522afe85d1963ad56c05b0ede0a0c000dddc9671758a6cc09b7a38e5232",
+            ),
+            VocabularyOptions(kind="characters", unknown=None),
+            counted=SPLITS,
+        ),
+        NamedCorpus(
+            "wikitext-103",
+            "WikiText-103: good and featured articles of the English Wikipedia, as words; its own three splits",
+            _wikitext("wikitext-103"),
+            RemoteFile(
+                "wikitext-103-v1.zip",
+                ("https://wikitext.smerity.com/wikitext-103-v1.zip",),
+                190_229_076,
+                "sha256:242ba0f20b329cfdf1ccc61e9e9e5b59becf189db7f7a81cd2a0e2fc31539590",
+            ),
+            VocabularyOptions(kind="words"),
+            known_tokens={"train": 103_227_021, "valid": 217_646, "test": 245_569},
+        ),
+        NamedCorpus(
+            "wikitext-2",
+            "WikiText-2: a small part of WikiText-103 with the same valid and test texts; its own three splits",
+            _wikitext("wikitext-2"),
+            RemoteFile(
+                "wikitext-2-v1.zip",
+                ("https://wikitext.smerity.com/wikitext-2-v1.zip",),
+                4_475_746,
+                "sha256:92675f1d63015c1c8b51f1656a52d5bdbc33aafa60cc47a218a66e7ee817488c",
+            ),
+            VocabularyOptions(kind="words"),
+            counted=SPLITS,
+            known_tokens={"train": 2_088_628, "valid": 217_646, "test": 245_569},
+        ),
+        NamedCorpus(
+            "ptb",
+            "the Penn Treebank as distributed for language modelling, 10,000 words, a sentence a line; its own splits",
+            _each(
+                _ptb("train", 5_101_618, "fcea919f6cf83f35d4d00c6cbf08040d13d4155226340912e2fef9c9c4102cbf"),
+                _ptb("valid", 399_782, "c9fe6985fe0d4ccb578183407d7668fc6066c20700cb4cf87d8ff1cc34df1bf2"),
+                _ptb("test", 449_945, "dd65dff31e70846b2a6030a87482edcd5d199130cdcfa1f3dccbb033728deee0"),
+            ),
+            RemoteFile(
+                "simple-examples.tgz",
+                (
+                    "http://www.fit.vutbr.cz/~imikolov/rnnlm/simple-examples.tgz",
+                    "https://dataset.bj.bcebos.com/imikolov%2Fsimple-examples.tgz",
+                ),
+                34_869_662,
+                "md5:30177ea32e27c525793142b6bf2c8e2d",
+            ),
+            VocabularyOptions(kind="words", case="folded"),
+            counted=SPLITS,
+            known_tokens={"train": 929_589, "valid": 73_760, "test": 82_430},
+        ),
+        NamedCorpus(
+            "lm1b",
+            "One Billion Word: news sentences in random order; training files 1 to 99, heldout files 1 (valid) "
+            "and 0 (test)",
+            {
+                "train": tuple(map(_lm1b_train, range(1, 100))),
+                "valid": (_lm1b_heldout(1),),
+                "test": (_lm1b_heldout(0),),
+            },
+            RemoteFile(
+                f"{_LM1B}.tar.gz",
+                (
+                    f"http://www.statmt.org/lm-benchmark/{_LM1B}.tar.gz",
+                    f"https://www.statmt.org/lm-benchmark/{_LM1B}.tar.gz",
+                ),
+                1_792_209_805,
+                "sha256:01ba60381110baf7f189dfd2b8374de371e8c9a340835793f190bdae9e90a34e",
+            ),
+            VocabularyOptions(kind="words", end_of_line="<S>", unknown="<UNK>"),
+            lines=True,
+            words=TextFile(
+                "1b_word_vocab.txt",
+                9_507_106,
+                "sha1:aa2322a3da82ef628011336c9b5c6059e4f56c3f",
+                addresses=(
+                    "https://github.com/rafaljozefowicz/lm/raw/master/1b_word_vocab.txt",
+                    "https://raw.githubusercontent.com/rafaljozefowicz/lm/master/1b_word_vocab.txt",
+                ),
+            ),
+        ),
+    )
+}
+
+CORPUS_NAMES = (*DISTRIBUTED, PYTHON_STDLIB)
+
+
+def open_corpus(name: str, origin: Origin = ANYWHERE, *, kind: str | None = None) -> TextSource:
+    """The text of a corpus by its name, one of `CORPUS_NAMES`; arguments and errors as `NamedCorpus.open` has them."""
+    if name == PYTHON_STDLIB:
+        if origin.source:
+            raise UserError(f"{name} is read from this machine's Python; leave --source out")
+        return python_stdlib()
+    return DISTRIBUTED[name].open(origin, kind=kind)
+
+
+def python_stdlib() -> TextSource:
+    """The source of Python's own standard library, its tests left out: real text found on any machine.
+
+    Each file goes whole to a split drawn from the sha256 of its path (train 90%, valid 5%, test 5%), so that a file
+    stays in its split from one Python version to the next. Within a split files stand in the order of that hash: in
+    the order of paths, hundreds of look-alike files (encodings, idlelib) would follow one another, and rows of a
+    short training would see little else.
+
+    Raises:
+        UserError: this Python came without its library's source.
+    """
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    paths = [path for path in walk(folder, skip=_STDLIB_SKIPPED) if path.suffix == ".py"]
+    documents: dict[SplitName, list[Document]] = {split: [] for split in SPLITS}
+    names = {path.relative_to(folder).as_posix(): path for path in paths}
+    for name in sorted(names, key=_drawn):
+        part = FilePart(names[name])
+        part = replace(part, stop=part.size())
+        documents[_split_of(_drawn(name))].append(Document(name, part, part.size()))
+    if not all(documents.values()):
+        raise UserError(
+            f"this Python's library holds too little source to split ({len(paths)} files in {folder}); give files of "
+            "your own to 'txl prepare'"
+        )
+    return TextSource(
+        PYTHON_STDLIB,
+        f"standard library of Python {platform.python_version()} without its tests, split by the sha256 of each path",
+        documents,
+    )
+
+
+def _drawn(name: str) -> float:
+    """A number from 0 to 1 that depends on the name alone."""
+    return int.from_bytes(hashlib.sha256(os.fsencode(name)).digest()[:8], "big") / 2**64
+
+
+def _split_of(drawn: float) -> SplitName:
+    return "train" if drawn < 0.9 else "valid" if drawn < 0.95 else "test"

@@ -1,0 +1,314 @@
+"""Words as tokens: what stands between white space, and a mark for each line end.
+
+White space is ASCII white space, as for bytes.split; anything else can be part of a word, NUL too. A word that the
+vocabulary lacks becomes the unknown word, or is refused where there is none. A word of the text that looks like the
+mark or the unknown word is taken for it. So text does not always come back as it was; `lost` says what went missing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from transformer_xl.text.splitting import (
+    EnglishJoiner,
+    Joiner,
+    SpaceJoiner,
+    last_inner_space,
+    last_white_space,
+    split_line,
+)
+from transformer_xl.text.vocabulary import (
+    BadText,
+    Piece,
+    StreamDecoder,
+    TokenArray,
+    as_bytes,
+    as_text,
+    checked_ids,
+    token_dtype,
+)
+
+Case = Literal["kept", "folded"]
+Splitting = Literal["spaces", "punctuation"]
+
+_MOST_LISTED = 20
+
+
+@dataclass(frozen=True)
+class WordRules:
+    """What the words of a text are."""
+
+    case: Case = "kept"
+    """As the text has it, or all in small letters."""
+    splitting: Splitting = "spaces"
+    """Only at white space, or punctuation and numbers apart as well (`text/splitting.py`)."""
+
+    def last_cut(self, text: bytes) -> int:
+        """The last place at which `text` may be cut without changing a word; 0: there is none."""
+        return last_white_space(text) if self.splitting == "spaces" else last_inner_space(text)
+
+    def words(self, piece: bytes, line_end: bytes = b"") -> list[bytes]:
+        """The words of a piece, in UTF-8, with `line_end` for each line end.
+
+        Raises:
+            BadText: the piece is not UTF-8.
+        """
+        text = as_text(piece)
+        if self.case == "folded":
+            piece = text.lower().encode("utf-8")
+        if self.splitting == "punctuation":
+            piece = b"\n".join([b" ".join(split_line(line)) for line in piece.split(b"\n")])
+        return (piece.replace(b"\n", b" " + line_end + b" ") if line_end else piece).split()
+
+    def joiner(self) -> Joiner:
+        """What turns words back into text."""
+        return SpaceJoiner() if self.splitting == "spaces" else EnglishJoiner()
+
+
+@dataclass(frozen=True)
+class Lost:
+    """What a text loses on the way to tokens and back."""
+
+    exact: bool
+    """Nothing: the very same text comes back."""
+    num_unknown: int
+    """Words that the vocabulary lacks."""
+    unknown: tuple[tuple[str, int], ...]
+    """The most frequent of them with their numbers; at most 20."""
+    white_space: bool
+    """White space comes back changed (or, where punctuation is split, other signs that are put together anew)."""
+    case: bool
+    """Capital letters come back small."""
+    invalid: bool
+    """It is not UTF-8, so it is refused; the rest is said of it with replacement signs in place of what is wrong."""
+
+
+class _Ids(dict[bytes, int]):
+    def __missing__(self, word: bytes) -> int:
+        return -1
+
+
+@dataclass(frozen=True, eq=False)
+class WordVocabulary:
+    """Words in the order of their ids, and how text is taken apart into them."""
+
+    words: tuple[str, ...]
+    """(V,) every word, marks included."""
+    counts: npt.NDArray[np.int64] | None
+    """(V,) how often each stood in the text they were learned from; none: not known."""
+    end_of_line: str | None = None
+    """The word of `words` that stands for a line end; none: line ends are white space."""
+    unknown: str | None = None
+    """The word of `words` that stands for all others; none: others are refused."""
+    rules: WordRules = WordRules()
+    """What the words of a text are."""
+
+    kind = "words"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Without the table of ids, which is made again where it is needed."""
+        return WordVocabulary, (self.words, self.counts, self.end_of_line, self.unknown, self.rules)
+
+    @property
+    def size(self) -> int:
+        """Number of words, marks included."""
+        return len(self.words)
+
+    @cached_property
+    def _ids(self) -> _Ids:
+        return _Ids((word.encode("utf-8"), place) for place, word in enumerate(self.words))
+
+    @cached_property
+    def _mark(self) -> int:
+        return -1 if self.end_of_line is None else self.words.index(self.end_of_line)
+
+    @property
+    def start_id(self) -> int:
+        """The mark of a line end; without one, the first word."""
+        return max(self._mark, 0)
+
+    @property
+    def closes_lines(self) -> bool:
+        """Where line ends have a mark."""
+        return self.end_of_line is not None
+
+    @property
+    def ends_line_V(self) -> npt.NDArray[np.bool_]:
+        """(V,) the mark of line ends."""
+        return np.arange(self.size) == self._mark
+
+    def last_cut(self, text: bytes) -> int:
+        """The place after the last white space (where punctuation is split: line end, or space between words)."""
+        return self.rules.last_cut(text)
+
+    def encode_piece(self, piece: bytes) -> Piece:
+        """The words of the piece, a mark for each line end.
+
+        Raises:
+            BadText: it is not UTF-8, or holds a word the vocabulary lacks and there is no unknown word.
+        """
+        words = self.rules.words(piece, (self.end_of_line or "").encode("utf-8"))
+        ids = np.fromiter(map(self._ids.__getitem__, words), dtype=np.int32, count=len(words))
+        missing = ids < 0
+        num_unknown = int(np.count_nonzero(missing))
+        if num_unknown:
+            if self.unknown is None:
+                word = words[int(missing.argmax())]
+                raise BadText(
+                    self._place(word, piece),
+                    f"the word {_shown(word)} is not one of the {self.size:,} of this vocabulary, which has none for "
+                    "unknown words; leave it out, or take a vocabulary that has one",
+                )
+            ids[missing] = self._ids[self.unknown.encode("utf-8")]
+        return Piece(ids.astype(token_dtype(self.size)), num_unknown)
+
+    def _place(self, word: bytes, piece: bytes) -> int:
+        """Where the word stands first; the start of its line where that hangs on the words around it."""
+        start = 0
+        for line in piece.split(b"\n"):
+            if word in self.rules.words(line):
+                inside = (chunk.start() for chunk in _CHUNK.finditer(line) if word in self.rules.words(chunk[0]))
+                return start + next(inside, 0)
+            start += len(line) + 1
+        raise AssertionError(f"{word!r} does not stand in the piece it was found in")
+
+    def encode(self, text: str | bytes) -> TokenArray:
+        """The words of a text; raises what `encode_piece` and `as_bytes` do."""
+        return self.encode_piece(as_bytes(text)).ids
+
+    def decode(self, ids: npt.ArrayLike) -> str:
+        """The words with one space between them, or put together again where punctuation was split.
+
+        Raises:
+            UserError: an id that is not of this vocabulary.
+        """
+        decoder = _WordStreamDecoder(self)
+        return "".join([*map(decoder.push_checked, checked_ids(ids, self).tolist()), decoder.finish()])
+
+    def decode_bytes(self, ids: npt.ArrayLike) -> bytes:
+        """The text of these ids in UTF-8; raises what `decode` does."""
+        return self.decode(ids).encode("utf-8")
+
+    def stream_decoder(self) -> StreamDecoder:
+        """A decoder whose pieces join to what `decode` gives."""
+        return _WordStreamDecoder(self)
+
+    def lost(self, text: str | bytes) -> Lost:
+        """What does not come back when this text is encoded and decoded."""
+        given = as_bytes(text)
+        whole = given.decode("utf-8", errors="replace")
+        content = whole.encode("utf-8")
+        invalid = content != given
+        kept = whole.lower() if self.rules.case == "folded" else whole
+        missing = Counter(word for word in self.rules.words(content) if self._ids[word] < 0)
+        joiner = self.rules.joiner()
+        lines: list[str] = []
+        for line in content.split(b"\n") if self.closes_lines else [content]:
+            joined = [joiner.push(word.decode("utf-8")) for word in self.rules.words(line)]
+            lines.append("".join([*joined, joiner.finish()]))
+        unknown = sum(missing.values())
+        exact = not invalid and not (unknown and self.unknown is None) and self.decode(self.encode(given)) == whole
+        return Lost(
+            exact=exact,
+            num_unknown=unknown,
+            unknown=tuple((word.decode("utf-8"), number) for word, number in missing.most_common(_MOST_LISTED)),
+            white_space="\n".join(lines) != kept,
+            case=kept != whole,
+            invalid=invalid,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """The words, their counts and how text becomes words."""
+        return {
+            "kind": self.kind,
+            "case": self.rules.case,
+            "splitting": self.rules.splitting,
+            "end_of_line": self.end_of_line,
+            "unknown": self.unknown,
+            "words": list(self.words),
+            "counts": None if self.counts is None else self.counts.tolist(),
+        }
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> WordVocabulary:
+        """What `to_json` wrote.
+
+        Raises:
+            ValueError: what is wrong with the values.
+        """
+        case: Any = values.get("case")
+        splitting: Any = values.get("splitting")
+        if case not in get_args(Case) or splitting not in get_args(Splitting):
+            raise ValueError(f"case {case!r} or splitting {splitting!r} is not known")
+        words = checked_words(values.get("words"))
+        marks = values.get("end_of_line"), values.get("unknown")
+        for mark in marks:
+            if mark is not None and mark not in words:
+                raise ValueError(f"{mark!r} is not one of its words")
+        return cls(words, checked_counts(values.get("counts"), len(words)), *marks, WordRules(case, splitting))
+
+
+_CHUNK = re.compile(rb"[^ \n\t\r\v\f]+")
+
+
+class _WordStreamDecoder:
+    def __init__(self, vocabulary: WordVocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._joiner = vocabulary.rules.joiner()
+        self._mark = vocabulary.start_id if vocabulary.closes_lines else -1
+
+    def push(self, token: int) -> str:
+        return self.push_checked(int(checked_ids(token, self._vocabulary)[0]))
+
+    def push_checked(self, token: int) -> str:
+        if token == self._mark:
+            return self._joiner.finish() + "\n"
+        return self._joiner.push(self._vocabulary.words[token])
+
+    def finish(self) -> str:
+        return self._joiner.finish()
+
+
+def checked_words(words: object) -> tuple[str, ...]:
+    """A list of words as it should be: at least one, none twice, none with white space in it.
+
+    Raises:
+        ValueError: what is wrong with it.
+    """
+    if not isinstance(words, list) or not words or not all(isinstance(word, str) for word in words):
+        raise ValueError("its words are not a list of texts")
+    if "\n".join(words).encode("utf-8").split() != [word.encode("utf-8") for word in words]:
+        raise ValueError("one of its words is empty or holds white space")
+    if len(set(words)) < len(words):
+        twice = next(word for word, number in Counter(words).items() if number > 1)
+        raise ValueError(f"the word {_shown(twice.encode())} stands in it twice")
+    return tuple(words)
+
+
+def checked_counts(counts: object, size: int) -> npt.NDArray[np.int64] | None:
+    """A list of numbers as it should be, one for each token; or none.
+
+    Raises:
+        ValueError: what is wrong with it.
+    """
+    if counts is None:
+        return None
+    if not isinstance(counts, list) or not all(type(count) is int and 0 <= count < 2**63 for count in counts):
+        raise ValueError("its counts are not a list of whole numbers")
+    if len(counts) != size:
+        raise ValueError(f"it has {len(counts):,} counts for {size:,} tokens")
+    return np.array(counts, dtype=np.int64)
+
+
+def _shown(word: bytes) -> str:
+    """A word as a message can hold it."""
+    text = word.decode("utf-8", errors="replace")
+    return repr(text if len(text) <= 40 else text[:40] + "...")

@@ -1,0 +1,180 @@
+"""What can go wrong with `txl prepare`: one line on standard error, exit status 2, nothing new or changed on disk."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import os
+import re
+import tarfile
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from refusals import FULL, assert_refused, do, error_of, files, full_after, no_file_larger_than
+
+Capture, Patch = pytest.CaptureFixture[str], pytest.MonkeyPatch
+needs_permissions = pytest.mark.skipif(os.geteuid() == 0, reason="root may read and write everything")
+
+TEXT = b"".join(b"line %d\n" % place for place in range(401))
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: Patch) -> Path:
+    """A folder to stand in, with texts of several kinds."""
+    place = tmp_path / "w"
+    place.mkdir()
+    packed = gzip.compress(TEXT)
+    held = io.BytesIO()
+    with tarfile.open(fileobj=held, mode="w:gz") as archive:
+        archive.addfile(tarfile.TarInfo("other"))
+    contents = {
+        "text.txt": TEXT, "short.txt": b"abc", "empty.txt": b"", "empty.gz": gzip.compress(b""),
+        "latin.txt": TEXT + b"caf\xe9\n", "cut.gz": packed[:-9], "altered.gz": packed[:99] + bytes(20) + packed[119:],
+        "data.zip": b"PK", "numbers.txt": b"1 2 3\n4 x 5\n", "large.txt": b"1 2\n" * 99 + b"7 99\n",
+        "ptb/ptb.train.txt": TEXT, "ptb/ptb.valid.txt": TEXT, "ptb/ptb.test.txt": TEXT,
+        "zip/enwik8.zip": b"PK" * 97, "tar/any.tgz": held.getvalue()[:-9], "words.txt": b"a\na\n",
+    }  # fmt: skip
+    for name, content in contents.items():
+        (place / name).parent.mkdir(exist_ok=True)
+        (place / name).write_bytes(content)
+    with zipfile.ZipFile(place / "zip" / "other.zip", "w") as archive:
+        archive.writestr("enwik8", b"short")
+    (place / "folder").mkdir()
+    np.save(place / "music.npy", np.arange(97))
+    np.save(place / "real.npy", np.zeros(97))
+    monkeypatch.chdir(place)
+    monkeypatch.setenv("TXL_CACHE", str(tmp_path / "cache"))
+    return place
+
+
+WRONG_WORDS = [
+    # which text
+    ("prepare --out new", "no text was given; name files, folders, --train FILE, or a corpus"),
+    ("prepare python-stdlb", r"nor a known corpus \(did you mean 'python-stdlib'\?\)"),
+    ("prepare wikitext103", r"nor a known corpus \(did you mean 'wikitext-103'\?\)"),
+    ("prepare gone.txt", "'gone.txt' is neither a file nor a folder"),
+    ("prepare --train gone.txt", "--train: 'gone.txt' is neither a file nor a folder"),
+    ("prepare d/*.txt", r"no file that holds text fits the pattern 'd/\*.txt'"),
+    ("prepare empty.txt", "the file empty.txt is empty; leave it out, or name one that holds text"),
+    ("prepare folder", "the folder folder holds no text"),
+    ("prepare short.txt", "the text is too short to split: 3 bytes leave valid empty"),
+    ("prepare data.zip", "data.zip is an archive; unpack it and name the folder"),
+    ("prepare cut.gz", r"cut.gz: damaged or cut short \(.*\); get it again"),
+    ("prepare --train altered.gz", r"altered.gz: damaged or cut short \(.*\); get it again"),
+    ("prepare --train empty.gz", "train.* holds no text|train.*empty"),
+    ("prepare --train text.txt --valid empty.gz", "valid.* holds no text|valid.*empty"),
+    ("prepare --valid text.txt", "--valid was given without --train"),
+    ("prepare text.txt --test text.txt", "both text to cut .* and --test were given"),
+    ("prepare text.txt --test-fraction 1", "--test-fraction 1 is not a share"),
+    ("prepare ptb --test-fraction 0.1", "the splits of ptb are fixed"),
+    # where it goes
+    ("prepare text.txt --out folder", "folder exists already; choose another place or delete it first"),
+    ("prepare enwik8 --out folder", "folder exists already"),
+    ("prepare text.txt --out text.txt/new", "writing text.txt/new: part of the path is a file, not a folder"),
+    # files of a named corpus
+    ("prepare ptb --source gone", "--source gone: no such file or folder; name the one that holds ptb"),
+    (
+        "prepare ptb --source folder",
+        "--source folder: no simple-examples.tgz or ptb.train.txt, ptb.valid.txt, ptb.test",
+    ),
+    ("prepare lm1b --source folder", "no 1-billion-.*news.en-00001-of-00100, news.en-00002-of-00100, .* and 99 more"),
+    (
+        "prepare ptb --source ptb",
+        "ptb.train.txt: 3,499 bytes long, wanted 5,101,618 for ptb; .* txl prepare --train ptb/",
+    ),
+    ("prepare enwik8 --source zip", "zip/enwik8.zip: 194 bytes long, wanted 36,445,475; get it again"),
+    ("prepare enwik8 --source zip/other.zip", r"\(enwik8\): unpacked 5 bytes long, wanted 100,000,000 for enwik8"),
+    ("prepare text8 --source tar", r"tar/any.tgz: damaged or cut short \(.*\); get it again"),
+    ("prepare text.txt --source folder", "--source folder is for a corpus known by name"),
+    # vocabularies
+    ("prepare text.txt --vocabulary byte", r"no vocabulary 'byte' \(did you mean 'bytes'\?\)"),
+    ("prepare text.txt --vocabulary folder", "folder"),
+    ("prepare text.txt --vocabulary text.txt", "text.txt"),
+    ("prepare text.txt --min-count 2", "--min-count is for --vocabulary words or characters, and this is bytes; leave"),
+    (
+        "prepare enwik8 --no-end-of-line",
+        "--no-end-of-line is for --vocabulary words, and this is bytes; leave it out or",
+    ),
+    ("prepare text.txt --vocabulary bpe --lowercase", "--lowercase is for --vocabulary words, and this is bpe"),
+    ("prepare text.txt --vocabulary words --values 3", "--values is for --vocabulary integers, and this is words"),
+    ("prepare text.txt --vocabulary words --tokenizer a", "--tokenizer is for --vocabulary bpe, and this is words"),
+    (
+        "prepare text.txt --vocabulary words --min-count 0",
+        r"--vocabulary words: min_count: .*greater than 0 \(given: 0",
+    ),
+    ("prepare text.txt --vocabulary words --words-file gone", "gone"),
+    ("prepare text.txt --vocabulary words --words-file words.txt", "words.txt"),
+    ("prepare text.txt --vocabulary bpe --tokenizer words.txt", "words.txt"),
+    ("prepare text.txt --documents pages", "pages"),
+    ("prepare text.txt --workers 0", "--workers 0: wanted 1 or more"),
+    # text that a vocabulary cannot read
+    ("prepare --train latin.txt --vocabulary words", r"latin.txt: byte 3,502.*0xe9"),
+    ("prepare --train text.txt --test latin.txt --vocabulary characters", r"latin.txt: byte 3,502.*0xe9"),
+    ("prepare latin.txt --vocabulary words", r"latin.txt, from byte 3,\d\d\d on: byte \d+.*0xe9"),
+    ("prepare --train numbers.txt --vocabulary integers", r"numbers.txt: byte 8.*x"),
+    ("prepare large.txt --vocabulary integers --values 9", r"large.txt, from byte \d+ on: byte \d+.*99"),
+    ("prepare --train text.txt --valid music.npy", "music.npy holds numbers, not text; give --vocabulary integers"),
+    ("prepare music.npy --vocabulary words", "music.npy holds numbers, not text"),
+    ("prepare real.npy", "real.npy: holds float64, wanted whole numbers"),
+    ("prepare music.npy numbers.txt --vocabulary integers", "together they cannot be cut; give --train, --valid and"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), WRONG_WORDS, ids=[words[:60] for words, _ in WRONG_WORDS])
+def test_wrong_words(place: Path, words: str, message: str, capfd: Capture) -> None:
+    assert_refused(place, words, message, capfd)
+
+
+def test_flags_beside_a_vocabulary_that_exists(place: Path, capfd: Capture) -> None:
+    do("prepare text.txt --vocabulary words")
+    words = "prepare text.txt --out new --vocabulary corpora/text"
+    message = "corpora/text is learned already; leave --no-lowercase, --max-size out, or name a kind"
+    assert_refused(place, f"{words} --no-lowercase --max-size 7", message, capfd)
+    assert_refused(place, "prepare text.txt", "corpora/text exists already", capfd)
+    (place / "corpora/text/vocabulary.json").write_bytes(b"{")
+    assert_refused(place, words, "vocabulary.json: damaged, not readable as JSON", capfd)
+
+
+def test_no_network(place: Path, monkeypatch: Patch, capfd: Capture) -> None:
+    """A name that no server can have; the line says what to do by hand."""
+    for name in ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(101, "Network is unreachable")
+
+    monkeypatch.setattr("socket.getaddrinfo", refuse)
+    said = error_of("prepare wikitext-2", capfd)
+    assert re.search(
+        r"wikitext-2-v1.zip \(4,475,746 bytes, sha256 92675f1d\w+\) cannot be downloaded \[wikitext.smerity.com: .*\]; "
+        r"try again later, get it some other way and put it into .*cache, or name the folder .* --source DIR",
+        said,
+    )
+    assert not (place / "corpora").exists()
+
+
+@needs_permissions
+def test_no_permission(place: Path, capfd: Capture) -> None:
+    (place / "text.txt").chmod(0)
+    (place / "folder").chmod(0o500)
+    for words, message in (
+        ("prepare text.txt --out new", "reading text.txt: permission denied"),
+        ("prepare short.txt --out folder/new --valid-fraction 0 --test-fraction 0", "writing folder/new: permission"),
+    ):
+        assert re.search(message, error_of(words, capfd))
+        assert not list((place / "folder").iterdir())
+        assert not (place / "new").exists()
+
+
+def test_a_disk_that_is_full(place: Path, monkeypatch: Patch, capfd: Capture) -> None:
+    before = files(place)
+    for writes in range(3):
+        with monkeypatch.context() as patch:
+            full_after(writes, patch)
+            assert re.search(f"writing .*text.*: {FULL}", error_of("prepare text.txt", capfd))
+        assert files(place) == before
+    with no_file_larger_than(100):
+        assert "file too large for this place; choose another" in error_of("prepare text.txt", capfd)
+    assert files(place) == before

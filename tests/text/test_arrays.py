@@ -1,0 +1,93 @@
+"""Numbers in .npy files as lines of text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from transformer_xl.config import UserError
+from transformer_xl.text import arrays
+from transformer_xl.text.arrays import ArrayPart
+
+
+@given(
+    shape=st.one_of(st.tuples(st.integers(1, 41)), st.tuples(st.integers(1, 7), st.integers(1, 11))),
+    dtype=st.sampled_from(["int8", "uint16", "<i8", ">i4", "uint64"]),
+    order=st.sampled_from(["C", "F"]),
+    at_once=st.sampled_from([1, 3, 1000]),
+    data=st.data(),
+)
+@settings(deadline=None)
+def test_numbers_become_lines(
+    tmp_path_factory: pytest.TempPathFactory,
+    shape: tuple[int, ...],
+    dtype: str,
+    order: str,
+    at_once: int,
+    data: st.DataObject,
+) -> None:
+    path = tmp_path_factory.mktemp("arrays") / "a.npy"
+    array = (np.arange(np.prod(shape)) * 13 % 127).astype(dtype).reshape(shape)
+    np.save(path, np.asarray(array, order=order))
+    part = ArrayPart.whole(path)
+    assert part.size() == array.size
+    start = data.draw(st.integers(0, array.size))
+    stop = data.draw(st.integers(start, array.size))
+    # Number by number: a line ends where a row does, and where the part does.
+    wanted = ""
+    for place in range(start, stop):
+        row_ends = (place + 1) % shape[-1] == 0 or place + 1 == stop
+        wanted += f"{array.reshape(-1)[place]}" + ("\n" if row_ends else " ")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(arrays, "_NUMBERS_AT_ONCE", at_once)
+        chunks = list(ArrayPart(path, start, stop))
+    assert b"".join(chunks).decode() == wanted
+    assert len(chunks) <= (stop - start) / min(at_once, shape[-1]) + 1
+    assert all(chunk.count(b" ") + chunk.count(b"\n") < 2 * at_once + 1 for chunk in chunks)
+
+
+def test_rows_are_whole(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.zeros((5, 7), int))
+    np.save(tmp_path / "b.npy", np.zeros(35, int))
+    assert [ArrayPart.whole(tmp_path / "a.npy").row_end(place) for place in (0, 1, 7, 8, 35)] == [0, 7, 7, 14, 35]
+    assert [ArrayPart.whole(tmp_path / "b.npy").row_end(place) for place in (0, 1, 7, 8, 35)] == [0, 1, 7, 8, 35]
+
+
+@pytest.mark.parametrize(
+    ("array", "message"),
+    [
+        (np.zeros(3), "holds float64, wanted whole numbers; convert it with array.astype"),
+        (np.zeros(3, bool), "holds bool, wanted whole numbers"),
+        (np.zeros((2, 3, 5), int), r"an array of 3 dimensions, wanted 1 \(one sequence\) or 2 \(a sequence a row\)"),
+        (np.array(7), "an array of 0 dimensions"),
+        (np.zeros((0, 5), int), "an array without numbers; leave it out"),
+        (np.array([None, 1]), r"not a whole .npy file of numbers \(.*\); write it anew with numpy.save"),
+        (np.zeros(3, [("a", int)]), "holds .*, wanted whole numbers"),
+    ],
+)
+def test_other_arrays_are_refused(tmp_path: Path, array: np.ndarray, message: str) -> None:
+    np.save(tmp_path / "a.npy", array, allow_pickle=True)
+    with pytest.raises(UserError, match=f"a.npy: {message}") as caught:
+        ArrayPart.whole(tmp_path / "a.npy")
+    assert "\n" not in str(caught.value)
+
+
+def test_damaged_arrays_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.npy"
+    np.save(path, np.arange(1009))
+    content = path.read_bytes()
+    part = ArrayPart.whole(path)
+    for damaged in (content[:-1], content[:50], content[:3], b"1 2 3\n"):
+        path.write_bytes(damaged)
+        with pytest.raises(UserError, match=r"a.npy: not a whole .npy file of numbers \(.*\); write it anew"):
+            ArrayPart.whole(path)
+    np.save(path, np.arange(997))
+    with pytest.raises(UserError, match=r"a.npy became shorter while it was read"):
+        list(part)
+    path.unlink()
+    with pytest.raises(UserError, match=r"reading .*a.npy: no such file or folder"):
+        list(part)

@@ -1,0 +1,166 @@
+"""Byte-pair encoding: every text comes back, training repeats itself, a tokenizer that changes text is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from transformer_xl.config import UserError
+from transformer_xl.text.bpe import BpeVocabulary, lines_of, train_bpe
+from transformer_xl.text.learning import VocabularyOptions, learn_vocabulary
+from transformer_xl.text.vocabulary import cut_pieces, fingerprint, vocabulary_from_json
+
+UNHURRIED = settings(deadline=None)
+TEXT = "the quick brown fox isn't here\nthe caf\u00e9 is here\r\n\n\tthe 1,234 \u65e5\u672c\n" * 7
+BPE = train_bpe([lines_of(TEXT)], 283)
+SOURCE = Path(__file__).parents[2] / "src"
+
+
+@UNHURRIED
+@given(
+    st.text() | st.lists(st.sampled_from(["the", " ", "\n", "\r\n", "\x00", "caf\u00e9", "\U0001f600"])).map("".join)
+)
+def test_any_text_comes_back(text: str) -> None:
+    ids = BPE.encode(text)
+    assert BPE.decode(ids) == text
+    assert BPE.decode_bytes(ids) == text.encode()
+    assert ids.tolist() == [token for line in lines_of(text) for token in BPE.encode(line).tolist()]
+
+
+def test_words_become_single_tokens() -> None:
+    assert (BPE.size, BPE.kind, BPE.counts, BPE.closes_lines) == (283, "bpe", None, False)
+    assert BPE.decode_bytes([BPE.start_id]) == b"\n"
+    assert len(BPE.encode("the")) == 1
+    assert len(BPE.encode(TEXT)) < len(TEXT.encode()) / 1.5
+    assert BPE.encode("").tolist() == []
+
+
+@UNHURRIED
+@given(st.lists(st.sampled_from(["the", " ", "  ", "x", "9", "'s", "\t", "\u00a0", ",", "!"])).map("".join))
+def test_a_line_is_cut_only_where_that_changes_nothing(line: str) -> None:
+    whole = BPE.encode(line).tolist()
+    text, place = line.encode(), BPE.last_cut(line.encode())
+    assert BPE.encode(text[:place]).tolist() + BPE.encode(text[place:]).tolist() == whole
+    for end in range(len(text)):  # wherever it was cut before
+        place = BPE.last_cut(text[:end])
+        assert BPE.encode(text[:place]).tolist() + BPE.encode(text[place:]).tolist() == whole
+
+
+def test_long_lines_are_cut_at_spaces() -> None:
+    line = ("the quick brown fox isn't here " * 1009).encode()
+    pieces = list(cut_pieces(BPE, [line], 997))
+    assert max(map(len, pieces)) < 1100
+    assert [token for piece in pieces for token in BPE.encode(piece).tolist()] == BPE.encode(line).tolist()
+
+
+def test_training_repeats_itself() -> None:
+    """Also in another process, with other hash seeds and another number of threads."""
+    code = (
+        "import sys; from transformer_xl.text.bpe import *; from transformer_xl.text.vocabulary import fingerprint;"
+        "print(fingerprint(train_bpe(iter([lines_of(sys.argv[1])]), 283)))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "PYTHONHASHSEED": "7", "TOKENIZERS_PARALLELISM": "false"}
+    found = subprocess.run(
+        [sys.executable, "-c", code, TEXT], capture_output=True, text=True, check=True, env=environment
+    )
+    assert found.stdout.strip() == fingerprint(BPE) == fingerprint(train_bpe([lines_of(TEXT)], 283))
+
+
+def test_tokenizers_is_imported_only_for_this_kind() -> None:
+    code = (
+        "import sys; import transformer_xl.text.learning as l; from transformer_xl.text.vocabulary import *;"
+        "l.learn_vocabulary(l.VocabularyOptions(kind='words'), []); assert 'tokenizers' not in sys.modules;"
+        "import os; assert 'TOKENIZERS_PARALLELISM' not in os.environ"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "TOKENIZERS_PARALLELISM"}
+    subprocess.run([sys.executable, "-c", code], check=True, env={**environment, "PYTHONPATH": str(SOURCE)})
+
+
+def changed(**changes: object) -> dict[str, object]:
+    values = json.loads(json.dumps(BPE.to_json()["tokenizer"]))
+    for path, value in changes.items():
+        *folders, name = path.split("__")
+        place = values
+        for folder in folders:
+            place = place[folder]
+        place[name] = value
+    return values
+
+
+BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+REMOVING = {"type": "Split", "pattern": {"String": " "}, "behavior": "Removed", "invert": False}
+ISOLATING = {**REMOVING, "behavior": "Isolated"}
+ADDED = {"id": 283, "content": "fox", "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"normalizer": {"type": "Lowercase"}}, r"changes the text before it reads it \(it has a normalizer\)"),
+        ({"pre_tokenizer__add_prefix_space": True}, r"puts a space before the text \(add_prefix_space\)"),
+        ({"pre_tokenizer": {"type": "Whitespace"}}, r"is not byte-level, so that it cannot write every text"),
+        ({"pre_tokenizer": None}, r"is not byte-level"),
+        (
+            {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [REMOVING, BYTE_LEVEL]}},
+            r"may drop text \(its pre-tokenizer Split\)",
+        ),
+        ({"added_tokens": [{**ADDED, "special": False}]}, r"finds its added token 'fox' inside the text"),
+        ({"added_tokens": [{**ADDED, "special": True, "id": 285}]}, r"leaves out some token ids, or gives one twice"),
+        ({"model__vocab__Zz": 5}, r"leaves out some token ids, or gives one twice"),
+        ({"model__vocab__Zz": 285}, r"leaves out some token ids, or gives one twice"),
+        ({"model__dropout": 0.1}, r"differently each time \(it has dropout\)"),
+        ({"model__type": "WordPiece", "model__max_input_chars_per_word": 9}, r"cannot be used|is not of type BPE"),
+        ({"model__merges": [["Q", "absent"]]}, r"cannot be used \("),
+        (
+            {"truncation": {"direction": "Right", "max_length": 9, "strategy": "LongestFirst", "stride": 0}},
+            r"shortens or fills up texts",
+        ),
+    ],
+)
+def test_a_tokenizer_that_changes_text_is_refused(tmp_path: Path, changes: dict[str, object], message: str) -> None:
+    file = tmp_path / "tokenizer.json"
+    file.write_text(json.dumps(changed(**changes)))
+    with pytest.raises(UserError, match=message) as caught:
+        learn_vocabulary(VocabularyOptions(kind="bpe", tokenizer_file=str(file)), [])
+    assert str(caught.value).startswith(f"{file}: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_byte_without_a_token_is_refused() -> None:
+    values = changed()
+    values["model"]["vocab"] = {
+        ("\u0101\u0101" if token == "!" else token): place for token, place in values["model"]["vocab"].items()
+    }
+    with pytest.raises(UserError, match="is not byte-level"):
+        vocabulary_from_json({"kind": "bpe", "tokenizer": values})
+
+
+@pytest.mark.parametrize("pre_tokenizer", [BYTE_LEVEL, {"type": "Sequence", "pretokenizers": [ISOLATING, BYTE_LEVEL]}])
+def test_other_byte_level_tokenizers_are_taken(tmp_path: Path, pre_tokenizer: dict[str, object]) -> None:
+    special = {**ADDED, "content": "<|end|>", "special": True}
+    file = tmp_path / "tokenizer.json"
+    file.write_text(json.dumps(changed(pre_tokenizer=pre_tokenizer, added_tokens=[special])))
+    loaded = learn_vocabulary(VocabularyOptions(kind="bpe", tokenizer_file=str(file)), [])
+    assert isinstance(loaded, BpeVocabulary)
+    assert loaded.size == 284
+    text = "the <|end|> fox\n\nis here "
+    ids = loaded.encode(text)
+    assert 283 not in ids.tolist()
+    assert loaded.decode(ids) == text
+    assert loaded.decode([283]) == "<|end|>"
+    assert vocabulary_from_json(json.loads(json.dumps(loaded.to_json()))).encode(text).tolist() == ids.tolist()
+    # Tokens may reach over spaces here.
+    assert loaded.last_cut(b"the fox") == 0
+    assert loaded.last_cut(b"the\nfox is") == 4
+
+
+def test_a_missing_tokenizer_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"gone.json: missing, wanted a JSON file"):
+        learn_vocabulary(VocabularyOptions(kind="bpe", tokenizer_file=str(tmp_path / "gone.json")), [])

@@ -1,0 +1,72 @@
+"""Whole numbers: each comes back with the sequence it stands in, and what is none is named with its place."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from transformer_xl.text.integers import MOST_VALUES, IntegerVocabulary, read_numbers
+from transformer_xl.text.vocabulary import BadText, cut_pieces
+
+UNHURRIED = settings(deadline=None)
+WHITE = st.text(alphabet=" \t\r\v\f", min_size=1, max_size=3)
+
+
+@UNHURRIED
+@given(st.lists(st.lists(st.integers(0, 65_536), max_size=7), max_size=5))
+def test_sequences_come_back(sequences: list[list[int]]) -> None:
+    vocabulary = IntegerVocabulary(65_537)
+    text = "".join(" ".join(map(str, sequence)) + "\n" for sequence in sequences)
+    ids = vocabulary.encode(text)
+    assert ids.dtype == np.uint32
+    assert ids.tolist() == [number for sequence in sequences for number in [*sequence, 65_537]]
+    assert vocabulary.decode(ids) == text
+    assert vocabulary.decode_bytes(ids) == text.encode()
+
+
+@UNHURRIED
+@given(st.lists(st.integers(0, 9_999_999_999) | st.just("\n"), max_size=11), st.data())
+def test_numbers_are_read_as_python_reads_them(items: list[int | str], data: st.DataObject) -> None:
+    text = "".join(f"{data.draw(WHITE)}{item}{data.draw(WHITE)}" for item in items)
+    wanted = [-1 if item == "\n" else int(item) for item in items]
+    assert read_numbers(text.encode(), 10**10).tolist() == wanted
+
+
+def test_only_line_ends_become_marks() -> None:
+    vocabulary = IntegerVocabulary(31)
+    assert vocabulary.encode("7\t13\r\n\n007 ").tolist() == [7, 13, 31, 31, 7]
+    assert b"".join(cut_pieces(vocabulary, [b"7 1", b"3"])) == b"7 13\n"
+    assert (vocabulary.size, vocabulary.start_id, vocabulary.closes_lines) == (32, 31, True)
+    assert vocabulary.decode([3, 5]) == "3 5"
+    assert vocabulary.decode([31, 3, 31, 31, 5]) == "\n3\n\n5"
+
+
+@pytest.mark.parametrize(
+    ("text", "place", "shown"),
+    [
+        (b"7 30\n31 5", 5, "'31'"),
+        (b"7 -3", 2, "'-3'"),
+        (b"7 12x4 5", 2, "'12x4'"),
+        (b"1.5", 0, r"'1\.5'"),
+        (b"7\x00", 0, r"'7\\x00'"),
+        ("7\n\u0663".encode(), 2, "'\u0663'"),
+        (b"7 \xff", 2, r"'\\\\xff'"),
+        (b"5 " + b"1" * 99, 2, "'" + "1" * 40 + r"\.\.\.'"),
+        (b"5 00000000007", 2, "'00000000007'"),
+        (b"99999999999999999999 5", 0, "'99999999999999999999'"),
+    ],
+)
+def test_what_is_no_number_is_named(text: bytes, place: int, shown: str) -> None:
+    with pytest.raises(
+        BadText, match=f"^byte {place} of the text: {shown} is not a whole number from 0 to 30; "
+    ) as caught:
+        IntegerVocabulary(31).encode_piece(text)
+    assert caught.value.place == place
+
+
+def test_largest_value() -> None:
+    assert read_numbers(str(MOST_VALUES - 1).encode()).tolist() == [MOST_VALUES - 1]
+    with pytest.raises(BadText, match=f"'{MOST_VALUES}' is not a whole number from 0 to {MOST_VALUES - 1}"):
+        read_numbers(str(MOST_VALUES).encode())
