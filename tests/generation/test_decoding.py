@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from transformer_xl.config import EvaluationConfig, RunConfig, TrainConfig, UserError
@@ -18,6 +20,7 @@ from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import Memory, Reach
 from transformer_xl.run_folder import Run
 from transformer_xl.text.vocabulary import ByteVocabulary
+from transformer_xl.text.words import WordRules, WordVocabulary
 
 CLOSE = {"rtol": 0, "atol": 1e-10}
 TEXT = [3, 19, 7, 7, 0, 22, 11, 5, 17, 2, 13, 1, 20, 9, 4, 16, 8, 21, 6, 14, 10, 18, 12, 15, 3, 19, 0, 7, 22]
@@ -250,6 +253,26 @@ def test_bytes_that_are_no_text_become_signs(run: Run) -> None:
     """A character that never ends, one cut off at the end."""
     made = "".join(generate(run, "a", tokens=4, sampler=Scripted([0xC3, 0x41, 0xE2, 0x82])))
     assert made == "\ufffdA\ufffd"
+
+
+@pytest.mark.parametrize("rules", [WordRules(), WordRules(splitting="punctuation")])
+@given(ids=st.lists(st.integers(0, 6), min_size=2, max_size=9), cut=st.integers(1, 8))
+def test_words_go_on_from_the_prompt(rules: WordRules, ids: list[int], cut: int) -> None:
+    """The space between its last word and the first one made is there, and nothing of it is said again."""
+    vocabulary = WordVocabulary(("<eos>", "the", "cat", "(", ")", ",", "sat"), None, "<eos>", None, rules)
+    prompt, made = ids[:cut], ids[cut:]
+    text = "".join(decoding._continuation(iter(made), vocabulary, prompt))
+    assert vocabulary.decode(prompt) + text == vocabulary.decode(ids)
+
+
+def test_what_is_held_back_of_a_prompt_is_not_said_again() -> None:
+    words = ("<eos>", "1914", "\u2013", "18", "x")
+    vocabulary = WordVocabulary(words, None, "<eos>", None, WordRules(splitting="punctuation"))
+    assert "".join(decoding._continuation(iter([4]), vocabulary, [1, 2])) == " x"
+
+
+def test_a_character_begun_in_the_prompt_is_finished(run: Run) -> None:
+    assert "".join(generate(run, b"a\xc3", tokens=2, sampler=Scripted([0xA9, 0x41]))) == "\u00e9A"
 
 
 def test_just_so_many_tokens(run: Run) -> None:

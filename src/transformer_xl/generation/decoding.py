@@ -17,7 +17,7 @@ from transformer_xl.generation.sampling import Sampler
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import Memory
 from transformer_xl.run_folder import Run
-from transformer_xl.text.vocabulary import StreamDecoder
+from transformer_xl.text.vocabulary import Vocabulary
 
 # tokens of a prompt read at once: bounds the work space; changes no number beyond rounding where memory holds the
 # prompt or the window, else it bounds what the prompt's tokens see of one another
@@ -107,12 +107,18 @@ def generate(
     generator = torch.Generator().manual_seed(seed)
     empty = run.model.initial_memory(1, Plan.of(run.config, memory=memory).reach)
     made = generate_tokens(run.model, ids, sampler or Sampler(top_k=40), generator, empty)
-    return _text(islice(made, tokens), run.vocabulary.stream_decoder())
+    return _continuation(islice(made, tokens), run.vocabulary, ids)
 
 
-def _text(made: Iterator[int], decoder: StreamDecoder) -> Iterator[str]:
+def _continuation(made: Iterator[int], vocabulary: Vocabulary, prompt: list[int]) -> Iterator[str]:
+    """The text of the tokens made, as it goes on from the prompt: with the space between two words, say."""
+    decoder = vocabulary.stream_decoder()
+    certain = "".join(map(decoder.push, prompt))
+    # what the decoder holds back of the prompt comes with the first token, but was said; not so half a character
+    held = vocabulary.decode(prompt).removeprefix(certain).rstrip("\ufffd")
     for token in made:
-        if text := decoder.push(token):
+        if text := decoder.push(token).removeprefix(held):
+            held = ""
             yield text
-    if text := decoder.finish():
+    if text := decoder.finish().removeprefix(held):
         yield text
