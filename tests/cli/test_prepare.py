@@ -16,7 +16,7 @@ import pytest
 from transformer_xl.cli import prepare as command
 from transformer_xl.cli.main import run
 from transformer_xl.cli.prepare import _Bars
-from transformer_xl.text import named_corpora
+from transformer_xl.text.sources import named_corpora
 from transformer_xl.text.token_store import Corpus
 
 TEXT = "".join(f"the cat no. {place % 41} sat,\nand sat; caf\u00e9 {place}\n" for place in range(307)).encode()

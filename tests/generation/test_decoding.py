@@ -19,8 +19,8 @@ from transformer_xl.generation.sampling import Sampler
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import Memory, Reach
 from transformer_xl.run_folder import Run
+from transformer_xl.text.vocabularies.words import WordRules, WordVocabulary
 from transformer_xl.text.vocabulary import ByteVocabulary
-from transformer_xl.text.words import WordRules, WordVocabulary
 
 CLOSE = {"rtol": 0, "atol": 1e-10}
 TEXT = [3, 19, 7, 7, 0, 22, 11, 5, 17, 2, 13, 1, 20, 9, 4, 16, 8, 21, 6, 14, 10, 18, 12, 15, 3, 19, 0, 7, 22]

@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 from transformer_xl.config import UserError
 from transformer_xl.text.corpus_writer import Layout, count_words, write_corpus
 from transformer_xl.text.documents import Document, SplitName
-from transformer_xl.text.learning import VocabularyOptions, learn_vocabulary
 from transformer_xl.text.token_store import Corpus
+from transformer_xl.text.vocabularies.learning import VocabularyOptions, learn_vocabulary
 from transformer_xl.text.vocabulary import BadText, ByteVocabulary, Piece, Vocabulary, cut_pieces
 
 BYTES = ByteVocabulary()

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 
 from transformer_xl.config import UserError
 from transformer_xl.text import vocabulary as vocabularies
-from transformer_xl.text.bpe import lines_of, train_bpe
-from transformer_xl.text.characters import CharacterVocabulary
-from transformer_xl.text.integers import IntegerVocabulary
+from transformer_xl.text.vocabularies.bpe import lines_of, train_bpe
+from transformer_xl.text.vocabularies.characters import CharacterVocabulary
+from transformer_xl.text.vocabularies.integers import IntegerVocabulary
+from transformer_xl.text.vocabularies.words import WordRules, WordVocabulary
 from transformer_xl.text.vocabulary import (
     MAX_STRETCH,
     BadText,
@@ -31,7 +32,6 @@ from transformer_xl.text.vocabulary import (
     token_dtype,
     vocabulary_from_json,
 )
-from transformer_xl.text.words import WordRules, WordVocabulary
 
 UNHURRIED = settings(deadline=None)
 BYTES = ByteVocabulary()

@@ -76,8 +76,8 @@ def _clear(out: Path) -> None:
 
 def _train(out: Path, recipe: str, machine: Machine) -> tuple[RunFolder, Corpus, int]:
     from transformer_xl.cli.train import new_training, run_training
-    from transformer_xl.text.corpora import find_text
     from transformer_xl.text.corpus_writer import write_corpus
+    from transformer_xl.text.sources.corpora import find_text
     from transformer_xl.text.vocabulary import ByteVocabulary
 
     text = find_text(["python-stdlib"], given={})

@@ -19,9 +19,9 @@ from transformer_xl.files import explained
 
 if TYPE_CHECKING:
     from transformer_xl.text.documents import Document, SplitName
-    from transformer_xl.text.learning import VocabularyOptions
-    from transformer_xl.text.text_source import TextSource
+    from transformer_xl.text.sources.text_source import TextSource
     from transformer_xl.text.token_store import Corpus
+    from transformer_xl.text.vocabularies.learning import VocabularyOptions
     from transformer_xl.text.vocabulary import Vocabulary
 
 _FILES = Parameter(consume_multiple=True, negative=())
@@ -165,10 +165,10 @@ def prepare(
         workers: Processes that encode. [default: one for each core]
         json: Print one JSON object and nothing else on standard output.
     """
-    from transformer_xl.text.corpora import find_text
     from transformer_xl.text.corpus_writer import Layout, write_corpus
-    from transformer_xl.text.learning import learn_vocabulary
-    from transformer_xl.text.source_files import Origin
+    from transformer_xl.text.sources.corpora import find_text
+    from transformer_xl.text.sources.source_files import Origin
+    from transformer_xl.text.vocabularies.learning import learn_vocabulary
 
     began = time.perf_counter()
     workers = _processes(workers)
@@ -227,7 +227,7 @@ def _existing(vocabulary: str | None, flags: VocabularyFlags) -> Vocabulary | No
 
 def _refuse_early(out: Path | None, sources: Sequence[str], kind: str | None, flags: VocabularyFlags) -> None:
     """Refuses what can be seen to be wrong before anything is downloaded or read."""
-    from transformer_xl.text.named_corpora import CORPUS_NAMES, DISTRIBUTED
+    from transformer_xl.text.sources.named_corpora import CORPUS_NAMES, DISTRIBUTED
 
     named = sources[0] if sources and sources[0] in CORPUS_NAMES else None
     if out or named:
@@ -246,7 +246,7 @@ def _refuse_existing(out: Path) -> None:
 
 
 def _normal_options(text: TextSource, kind: str | None) -> VocabularyOptions:
-    from transformer_xl.text.learning import VocabularyOptions
+    from transformer_xl.text.vocabularies.learning import VocabularyOptions
 
     if kind in (None, text.vocabulary.kind):
         return text.vocabulary

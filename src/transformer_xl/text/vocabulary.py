@@ -301,11 +301,11 @@ def checked_ids(ids: npt.ArrayLike, vocabulary: Vocabulary) -> npt.NDArray[np.in
 
 _KINDS = {
     "bytes": ("vocabulary", "ByteVocabulary"),
-    "characters": ("characters", "CharacterVocabulary"),
-    "words": ("words", "WordVocabulary"),
-    "bpe": ("bpe", "BpeVocabulary"),
-    "integers": ("integers", "IntegerVocabulary"),
-}  # file beside this one, class
+    "characters": ("vocabularies.characters", "CharacterVocabulary"),
+    "words": ("vocabularies.words", "WordVocabulary"),
+    "bpe": ("vocabularies.bpe", "BpeVocabulary"),
+    "integers": ("vocabularies.integers", "IntegerVocabulary"),
+}  # module of `text`, class
 
 
 def vocabulary_from_json(values: Mapping[str, Any], source: str = "vocabulary") -> Vocabulary:

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from transformer_xl.config import UserError
-from transformer_xl.text.bpe import BpeVocabulary, lines_of, train_bpe
-from transformer_xl.text.learning import VocabularyOptions, learn_vocabulary
+from transformer_xl.text.vocabularies.bpe import BpeVocabulary, lines_of, train_bpe
+from transformer_xl.text.vocabularies.learning import VocabularyOptions, learn_vocabulary
 from transformer_xl.text.vocabulary import cut_pieces, fingerprint, vocabulary_from_json
 
 UNHURRIED = settings(deadline=None)
@@ -63,7 +63,8 @@ def test_long_lines_are_cut_at_spaces() -> None:
 def test_training_repeats_itself() -> None:
     """Also in another process, with other hash seeds and another number of threads."""
     code = (
-        "import sys; from transformer_xl.text.bpe import *; from transformer_xl.text.vocabulary import fingerprint;"
+        "import sys; from transformer_xl.text.vocabularies.bpe import *;"
+        "from transformer_xl.text.vocabulary import fingerprint;"
         "print(fingerprint(train_bpe(iter([lines_of(sys.argv[1])]), 283)))"
     )
     environment = {**os.environ, "PYTHONPATH": str(SOURCE), "PYTHONHASHSEED": "7", "TOKENIZERS_PARALLELISM": "false"}
@@ -75,7 +76,7 @@ def test_training_repeats_itself() -> None:
 
 def test_tokenizers_is_imported_only_for_this_kind() -> None:
     code = (
-        "import sys; import transformer_xl.text.learning as l; from transformer_xl.text.vocabulary import *;"
+        "import sys; import transformer_xl.text.vocabularies.learning as l;"
         "l.learn_vocabulary(l.VocabularyOptions(kind='words'), []); assert 'tokenizers' not in sys.modules;"
         "import os; assert 'TOKENIZERS_PARALLELISM' not in os.environ"
     )

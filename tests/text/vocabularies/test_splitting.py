@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from transformer_xl.text.splitting import (
+from transformer_xl.text.vocabularies.splitting import (
     EnglishJoiner,
     Joiner,
     SpaceJoiner,

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from transformer_xl.text.splitting import last_inner_space
+from transformer_xl.text.vocabularies.splitting import last_inner_space
 from transformer_xl.text.vocabulary import (
     Piece,
     StreamDecoder,

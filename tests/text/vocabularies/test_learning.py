@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from transformer_xl.config import UserError, check_settings
-from transformer_xl.text import learning
-from transformer_xl.text.characters import CharacterVocabulary
 from transformer_xl.text.documents import Document
-from transformer_xl.text.integers import IntegerVocabulary
-from transformer_xl.text.learning import VocabularyOptions, learn_vocabulary
+from transformer_xl.text.vocabularies import learning
+from transformer_xl.text.vocabularies.characters import CharacterVocabulary
+from transformer_xl.text.vocabularies.integers import IntegerVocabulary
+from transformer_xl.text.vocabularies.learning import VocabularyOptions, learn_vocabulary
+from transformer_xl.text.vocabularies.words import WordVocabulary
 from transformer_xl.text.vocabulary import ByteVocabulary, Vocabulary, fingerprint
-from transformer_xl.text.words import WordVocabulary
 
 UNHURRIED = settings(deadline=None)
 TEXT = "the dog saw the cat\nThe cat saw <unk> <unk> <unk>\n<unk> dog ran"

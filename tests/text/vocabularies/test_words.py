@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from transformer_xl.text.vocabularies.words import Lost, WordRules, WordVocabulary
 from transformer_xl.text.vocabulary import BadText, cut_pieces
-from transformer_xl.text.words import Lost, WordRules, WordVocabulary
 
 UNHURRIED = settings(deadline=None)
 WORDS = ("<eos>", "<unk>", "the", "dog", "isn", "'t", ",", "na\u00efve", "\x00\u2028x")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from transformer_xl.text.documents import Document, SplitName
-from transformer_xl.text.learning import VocabularyOptions
+from transformer_xl.text.vocabularies.learning import VocabularyOptions
 
 AS_BYTES = VocabularyOptions()
 

@@ -12,11 +12,11 @@ from pathlib import Path
 
 from transformer_xl.config import UserError
 from transformer_xl.files import explained
-from transformer_xl.text.archives import PACKED, FilePart, is_archive
-from transformer_xl.text.arrays import ArrayPart
 from transformer_xl.text.documents import SPLITS, Document, SplitName
-from transformer_xl.text.learning import VocabularyOptions
-from transformer_xl.text.text_source import AS_BYTES, TextSource
+from transformer_xl.text.sources.archives import PACKED, FilePart, is_archive
+from transformer_xl.text.sources.arrays import ArrayPart
+from transformer_xl.text.sources.text_source import AS_BYTES, TextSource
+from transformer_xl.text.vocabularies.learning import VocabularyOptions
 
 NEAR_BYTES = 2**16
 """How far a cut is moved to fall between lines."""

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transformer_xl.text.characters import CharacterVocabulary, whole_characters
+from transformer_xl.text.vocabularies.characters import CharacterVocabulary, whole_characters
 from transformer_xl.text.vocabulary import BadText
 
 UNHURRIED = settings(deadline=None)

@@ -19,12 +19,13 @@ from pydantic import Field, model_validator
 
 from transformer_xl.config import MOST, Settings, UserError
 from transformer_xl.files import explained
-from transformer_xl.text.bpe import BpeVocabulary, lines_of, train_bpe
-from transformer_xl.text.characters import CharacterVocabulary, code_points, whole_characters
 from transformer_xl.text.documents import Document
-from transformer_xl.text.integers import MOST_VALUES, IntegerVocabulary, read_numbers
 from transformer_xl.text.parallel import ordered_map
-from transformer_xl.text.splitting import last_inner_space, last_white_space
+from transformer_xl.text.vocabularies.bpe import BpeVocabulary, lines_of, train_bpe
+from transformer_xl.text.vocabularies.characters import CharacterVocabulary, code_points, whole_characters
+from transformer_xl.text.vocabularies.integers import MOST_VALUES, IntegerVocabulary, read_numbers
+from transformer_xl.text.vocabularies.splitting import last_inner_space, last_white_space
+from transformer_xl.text.vocabularies.words import Case, Splitting, WordRules, WordVocabulary, checked_words
 from transformer_xl.text.vocabulary import (
     PIECE_BYTES,
     BadText,
@@ -34,7 +35,6 @@ from transformer_xl.text.vocabulary import (
     cut_pieces,
     read_json_object,
 )
-from transformer_xl.text.words import Case, Splitting, WordRules, WordVocabulary, checked_words
 
 Kind = Literal["bytes", "characters", "words", "bpe", "integers"]
 Count = TypeVar("Count")

@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 
 from transformer_xl.config import UserError
-from transformer_xl.text.corpora import find_text
 from transformer_xl.text.corpus_writer import Layout, write_corpus
 from transformer_xl.text.documents import SPLITS, Document
-from transformer_xl.text.learning import learn_vocabulary
-from transformer_xl.text.named_corpora import CORPUS_NAMES, DISTRIBUTED, NamedCorpus, open_corpus
-from transformer_xl.text.source_files import Origin, TextFile
-from transformer_xl.text.text_source import TextSource
+from transformer_xl.text.sources.corpora import find_text
+from transformer_xl.text.sources.named_corpora import CORPUS_NAMES, DISTRIBUTED, NamedCorpus, open_corpus
+from transformer_xl.text.sources.source_files import Origin, TextFile
+from transformer_xl.text.sources.text_source import TextSource
 from transformer_xl.text.token_store import Corpus
+from transformer_xl.text.vocabularies.learning import learn_vocabulary
 
 DIGITS = {"sha256": 64, "sha1": 40, "md5": 32}
 
@@ -93,7 +93,7 @@ def test_what_is_written_down_is_sound(corpus: NamedCorpus) -> None:
 
 
 def test_published_figures_are_in_the_documentation() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "data.md").read_text(encoding="utf-8")
     for corpus in DISTRIBUTED.values():
         assert corpus.archive
         things = [corpus.archive, *(text for text in texts_of(corpus) if text.checksum)]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transformer_xl.text.integers import MOST_VALUES, IntegerVocabulary, read_numbers
+from transformer_xl.text.vocabularies.integers import MOST_VALUES, IntegerVocabulary, read_numbers
 from transformer_xl.text.vocabulary import BadText, cut_pieces
 
 UNHURRIED = settings(deadline=None)

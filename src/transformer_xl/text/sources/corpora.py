@@ -9,10 +9,10 @@ from pathlib import Path
 from transformer_xl.config import UserError, nearest
 from transformer_xl.files import explained
 from transformer_xl.text.documents import SPLITS, SplitName
-from transformer_xl.text.named_corpora import CORPUS_NAMES, open_corpus
-from transformer_xl.text.own_files import cut_splits, given_splits, listed
-from transformer_xl.text.source_files import ANYWHERE, Origin
-from transformer_xl.text.text_source import TextSource
+from transformer_xl.text.sources.named_corpora import CORPUS_NAMES, open_corpus
+from transformer_xl.text.sources.own_files import cut_splits, given_splits, listed
+from transformer_xl.text.sources.source_files import ANYWHERE, Origin
+from transformer_xl.text.sources.text_source import TextSource
 
 DEFAULT_FRACTION = 0.05
 """Share of one's own text kept for valid, and as much for test, unless told otherwise."""

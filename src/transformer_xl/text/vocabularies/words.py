@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from transformer_xl.text.splitting import (
+from transformer_xl.text.vocabularies.splitting import (
     EnglishJoiner,
     Joiner,
     SpaceJoiner,
@@ -49,7 +49,7 @@ class WordRules:
     case: Case = "kept"
     """As the text has it, or all in small letters."""
     splitting: Splitting = "spaces"
-    """Only at white space, or punctuation and numbers apart as well (`text/splitting.py`)."""
+    """Only at white space, or punctuation and numbers apart as well (`text/vocabularies/splitting.py`)."""
 
     def last_cut(self, text: bytes) -> int:
         """The last place at which `text` may be cut without changing a word; 0: there is none."""

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from transformer_xl.text.vocabularies.words import checked_counts
 from transformer_xl.text.vocabulary import (
     BadText,
     Piece,
@@ -26,7 +27,6 @@ from transformer_xl.text.vocabulary import (
     checked_ids,
     token_dtype,
 )
-from transformer_xl.text.words import checked_counts
 
 _NUM_CODES = 0x110000
 

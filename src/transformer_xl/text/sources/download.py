@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from transformer_xl import __version__
 from transformer_xl.config import UserError
 from transformer_xl.files import explained
-from transformer_xl.text.archives import Progress, checksum, no_progress, raw_chunks, watched
+from transformer_xl.text.sources.archives import Progress, checksum, no_progress, raw_chunks, watched
 
 if TYPE_CHECKING:
     import requests

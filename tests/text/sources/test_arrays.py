@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from transformer_xl.config import UserError
-from transformer_xl.text import arrays
-from transformer_xl.text.arrays import ArrayPart
+from transformer_xl.text.sources import arrays
+from transformer_xl.text.sources.arrays import ArrayPart
 
 
 @given(

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from transformer_xl.config import UserError
-from transformer_xl.text.archives import (
+from transformer_xl.text.sources.archives import (
     FilePart,
     checksum,
     is_archive,

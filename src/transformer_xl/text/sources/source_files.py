@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 
 from transformer_xl.config import UserError
 from transformer_xl.files import explained, whole_file
-from transformer_xl.text.archives import (
+from transformer_xl.text.sources.archives import (
     PACKED,
     FilePart,
     Progress,
@@ -21,7 +21,7 @@ from transformer_xl.text.archives import (
     watched,
     zip_members,
 )
-from transformer_xl.text.download import RemoteFile, cache_folder, fetch
+from transformer_xl.text.sources.download import RemoteFile, cache_folder, fetch
 
 
 @dataclass(frozen=True)

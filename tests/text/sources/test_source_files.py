@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from transformer_xl.config import UserError
-from transformer_xl.text import source_files
-from transformer_xl.text.archives import FilePart
-from transformer_xl.text.download import RemoteFile
-from transformer_xl.text.source_files import Origin, TextFile, find_files, plain_file
+from transformer_xl.text.sources import source_files
+from transformer_xl.text.sources.archives import FilePart
+from transformer_xl.text.sources.download import RemoteFile
+from transformer_xl.text.sources.source_files import Origin, TextFile, find_files, plain_file
 
 TEXTS = {f"x-v1/data/x.{split}": b"%s text\n" % split.encode() * 1009 for split in ("train", "valid", "test")}
 

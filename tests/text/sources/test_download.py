@@ -16,8 +16,8 @@ import pytest
 
 from transformer_xl import __version__
 from transformer_xl.config import UserError
-from transformer_xl.text import download
-from transformer_xl.text.download import RemoteFile, cache_folder, fetch
+from transformer_xl.text.sources import download
+from transformer_xl.text.sources.download import RemoteFile, cache_folder, fetch
 
 CONTENT = bytes((place * place + place // 13) % 251 for place in range(700_001))
 WRONG = CONTENT[::-1]

@@ -15,13 +15,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from transformer_xl.config import UserError
-from transformer_xl.text.archives import FilePart
 from transformer_xl.text.documents import SPLITS, Document, SplitName
-from transformer_xl.text.download import RemoteFile
-from transformer_xl.text.learning import VocabularyOptions
-from transformer_xl.text.own_files import walk
-from transformer_xl.text.source_files import ANYWHERE, Origin, TextFile, find_files, plain_file
-from transformer_xl.text.text_source import AS_BYTES, TextSource
+from transformer_xl.text.sources.archives import FilePart
+from transformer_xl.text.sources.download import RemoteFile
+from transformer_xl.text.sources.own_files import walk
+from transformer_xl.text.sources.source_files import ANYWHERE, Origin, TextFile, find_files, plain_file
+from transformer_xl.text.sources.text_source import AS_BYTES, TextSource
+from transformer_xl.text.vocabularies.learning import VocabularyOptions
 
 PYTHON_STDLIB = "python-stdlib"
 _STDLIB_SKIPPED = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})

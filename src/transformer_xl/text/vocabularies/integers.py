@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from transformer_xl.text.splitting import SpaceJoiner, last_white_space
+from transformer_xl.text.vocabularies.splitting import SpaceJoiner, last_white_space
 from transformer_xl.text.vocabulary import (
     BadText,
     Piece,

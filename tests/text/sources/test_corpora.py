@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from transformer_xl.config import UserError
-from transformer_xl.text.corpora import find_text
-from transformer_xl.text.source_files import Origin
+from transformer_xl.text.sources.corpora import find_text
+from transformer_xl.text.sources.source_files import Origin
 
 
 @pytest.fixture
