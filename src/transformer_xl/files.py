@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import glob
 import os
 import shutil
 from collections.abc import Iterator
@@ -55,6 +56,7 @@ def whole_folder(path: Path) -> Iterator[Path]:
         new_parents = [parent for parent in path.parents if not parent.exists()]
         aside = path.parent / f".{path.name}.partial-{os.getpid()}"
         shutil.rmtree(aside, ignore_errors=True)
+        _remove_abandoned(path)
         try:
             aside.mkdir(parents=True)
             yield aside
@@ -104,6 +106,20 @@ def remove_leftovers(folder: Path) -> None:
             shutil.rmtree(item, ignore_errors=True)
         else:
             item.unlink(missing_ok=True)
+
+
+def _remove_abandoned(path: Path) -> None:
+    """Deletes what killed writers of `path` left beside it: large, when it was a corpus."""
+    if os.name != "posix":  # elsewhere there is no asking whether a process lives
+        return
+    for item in path.parent.glob(f".{glob.escape(path.name)}.partial-*"):
+        number = item.name.rpartition("-")[2]
+        try:
+            os.kill(int(number), 0)
+        except ProcessLookupError:
+            shutil.rmtree(item, ignore_errors=True)
+        except (OSError, ValueError, OverflowError):  # it lives, or the name is not one of ours
+            continue
 
 
 def _flush(path: Path) -> None:

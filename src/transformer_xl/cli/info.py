@@ -82,7 +82,8 @@ def _corpus(path: Path, verify: bool) -> dict[str, Any]:
     }
     for name in corpus.splits:
         split = corpus.split(name)
-        facts[name] = {"tokens": split.num_tokens, "bytes": split.num_bytes, "documents": split.num_documents}
+        facts[name] = {"tokens": split.num_tokens, "bytes": split.num_bytes}
+        facts[name] |= {"unknown_words": split.num_unknown, "documents": split.num_documents}
     return {**facts, "checksums": "all right" if verify else "not checked; --verify does"}
 
 

@@ -25,7 +25,7 @@ from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import Reach
 from transformer_xl.run_folder import Run
 from transformer_xl.text.segments import SegmentStream, StreamPosition
-from transformer_xl.text.token_store import TokenSplit
+from transformer_xl.text.token_store import Tokens, TokenSplit
 from transformer_xl.text.vocabulary import Vocabulary
 
 _TOKENS_AT_ONCE = 2**20  # tokens looked through at once
@@ -120,7 +120,7 @@ def score_segments(
             progress(int(segment.counted_BT.sum()))
 
 
-def token_nats(model: LanguageModel, tokens_K: npt.NDArray[Any], start_id: int, plan: Plan) -> npt.NDArray[Any]:
+def token_nats(model: LanguageModel, tokens_K: Tokens, start_id: int, plan: Plan) -> npt.NDArray[Any]:
     """The loss of every token of a text in nats, in text order: (K,)."""
     assert plan.rows == 1
     parts = [nats_BT[0].cpu().numpy() for nats_BT, _ in score_segments(model, _stream(tokens_K, start_id, plan), plan)]
@@ -129,7 +129,7 @@ def token_nats(model: LanguageModel, tokens_K: npt.NDArray[Any], start_id: int, 
 
 def sum_nats(
     model: LanguageModel,
-    tokens_K: npt.NDArray[Any],
+    tokens_K: Tokens,
     start_id: int,
     plan: Plan,
     progress: Progress | None = None,
@@ -146,18 +146,18 @@ def sum_nats(
     return total + (_fetch(parts) if parts else 0.0)
 
 
-def _stream(tokens_K: npt.NDArray[Any], start_id: int, plan: Plan) -> SegmentStream:
+def _stream(tokens_K: Tokens, start_id: int, plan: Plan) -> SegmentStream:
     longest_row = -(-len(tokens_K) // plan.rows)
     return SegmentStream(tokens_K, rows=plan.rows, segment=min(plan.segment, longest_row), start_id=start_id)
 
 
-def _parts(tokens_K: npt.NDArray[Any]) -> Iterator[npt.NDArray[Any]]:
+def _parts(tokens_K: Tokens) -> Iterator[npt.NDArray[Any]]:
     """A text piece by piece, so that a large one is never in memory whole."""
     for start in range(0, len(tokens_K), _TOKENS_AT_ONCE):
         yield tokens_K[start : start + _TOKENS_AT_ONCE]
 
 
-def _check_known(tokens_K: npt.NDArray[Any], num_known: int) -> None:
+def _check_known(tokens_K: Tokens, num_known: int) -> None:
     if np.iinfo(tokens_K.dtype).max < num_known:
         return
     largest = max(int(part_K.max()) for part_K in _parts(tokens_K))
@@ -167,7 +167,7 @@ def _check_known(tokens_K: npt.NDArray[Any], num_known: int) -> None:
         )
 
 
-def _count_bytes(vocabulary: Vocabulary, tokens_K: npt.NDArray[Any]) -> int:
+def _count_bytes(vocabulary: Vocabulary, tokens_K: Tokens) -> int:
     return sum(len(vocabulary.decode_bytes(part_K)) for part_K in _parts(tokens_K))
 
 
@@ -193,7 +193,7 @@ def evaluate(
     plan = plan or Plan.of(run.config)
     if limit is not None and limit < 1:
         raise UserError(f"limit {limit}: wanted 1 or more tokens")
-    tokens_K = split.tokens[:limit]
+    tokens_K = split.first(limit)
     if not len(tokens_K):
         raise UserError("there is nothing to score; the split is empty")
     _check_known(tokens_K, run.model.config.vocabulary_size)

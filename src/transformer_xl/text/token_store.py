@@ -165,6 +165,10 @@ class TokenSplit:
     num_unknown: int = 0
     """Tokens that stand for a word the vocabulary lacks."""
 
+    def first(self, limit: int | None) -> Tokens:
+        """The first `limit` tokens (a copy, where they lie in several files); none: all, left on disk."""
+        return self.tokens if limit is None or limit >= len(self.tokens) else self.tokens[:limit]
+
     @property
     def num_tokens(self) -> int:
         """Number of tokens."""

@@ -203,7 +203,7 @@ class Training:
         progress, config, model = self.state.progress, self.config, self.state.model
         if "valid" not in self.corpus.splits:
             return True
-        tokens = self.corpus.split("valid").tokens[: config.evaluate_tokens]
+        tokens = self.corpus.split("valid").first(config.evaluate_tokens)
         rows = max(1, min(config.rows, len(tokens) // config.segment))
         plan = Plan(config.segment, model.reach, rows, config.precision)
         read = 0

@@ -1,0 +1,107 @@
+"""From text to generated text with every kind of vocabulary, and at word level with clusters, as a user would."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from transformer_xl.cli.main import run
+from transformer_xl.run_folder import RunFolder
+
+TEXT = "the cat sat on a mat while that dog ran after it and all of them slept in warm sun till noon came"
+WORDS = TEXT.split()
+TINY = [
+    "--model.layers=2", "--model.width=14", "--model.heads=2", "--model.feedforward=19", "--train.segment=7",
+    "--train.memory=11", "--train.rows=3", "--train.steps=9", "--train.save-every=4", "--train.evaluate-every=5",
+    "--train.precision=float32",
+]  # fmt: skip
+
+
+def sentences(number: int, seed: int) -> list[str]:
+    """Sentences of one to nine words, frequent ones first in `WORDS`."""
+    draw = np.random.default_rng(seed)
+    share = 1 / (np.arange(len(WORDS)) + 1.5)
+    return [" ".join(draw.choice(WORDS, draw.integers(1, 10), p=share / share.sum())) for _ in range(number)]
+
+
+@pytest.fixture
+def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    for split, number, seed in (("train", 211, 1), ("valid", 31, 2), ("test", 29, 3)):
+        Path(f"{split}.txt").write_text("\n".join(sentences(number, seed)) + "\n", encoding="utf-8")
+    return tmp_path
+
+
+def said(*words: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    """The JSON object a command prints."""
+    assert run([*words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("kind", ["bytes", "characters", "words", "bpe", "integers"])
+def test_every_kind_goes_all_the_way(texts: Path, capsys: pytest.CaptureFixture[str], kind: str) -> None:
+    if kind == "integers":
+        for split in ("train", "valid", "test"):
+            file = Path(f"{split}.txt")
+            lines = file.read_text(encoding="utf-8").splitlines()
+            file.write_text("\n".join(" ".join(str(len(w)) for w in line.split()) for line in lines) + "\n")
+    size = ["--max-size=300"] if kind == "bpe" else []
+    files = ["--train", "train.txt", "--valid", "valid.txt", "--test", "test.txt"]
+    made = said("prepare", *files, "--vocabulary", kind, *size, "--out", "corpus", capsys=capsys)
+    assert made["vocabulary"] == kind
+    train = said("train", "--corpus", "corpus", *TINY, capsys=capsys)
+    assert train["run"] == "runs/corpus"
+    scored = said("evaluate", "runs/corpus", capsys=capsys)
+    assert scored["tokens"] == made["splits"]["test"]["tokens"]
+    assert math.isfinite(scored["perplexity"])
+    prompt = "3 3" if kind == "integers" else "the cat"
+    assert run(["generate", "runs/corpus", "--prompt", prompt, "--tokens", "5"]) == 0
+    assert capsys.readouterr().out
+
+
+def test_word_level_with_clusters(texts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Line ends count as tokens; a stopped run goes on; found cutoffs are numbers in the run's settings."""
+    files = ["--train", "train.txt", "--valid", "valid.txt", "--test", "test.txt"]
+    made = said("prepare", *files, "--vocabulary", "words", "--out", "corpora/mine", capsys=capsys)
+    for split, lines in (("train", 211), ("valid", 31), ("test", 29)):
+        counts = made["splits"][split]
+        assert counts["tokens"] == counts["words"] + lines
+        assert counts["words"] == len(Path(f"{split}.txt").read_text(encoding="utf-8").split())
+    clusters = ["--model.cutoffs=5,11", "--model.div-val=2", "--model.tie-projections=all_but_first"]
+    said("train", "--corpus", "corpora/mine", *clusters, *TINY, capsys=capsys)
+    straight = RunFolder.open(Path("runs/mine"))
+    assert straight.config.model.cutoffs == (5, 11)
+    assert said("evaluate", "runs/mine", capsys=capsys)["tokens"] == made["splits"]["test"]["tokens"]
+    assert run(["evaluate", "runs/mine"]) == 0
+    assert "words and line ends" in capsys.readouterr().out
+    four = [word.replace("steps=9", "steps=4") for word in TINY]
+    said("train", "--corpus", "corpora/mine", *clusters, *four, "--run=again", capsys=capsys)
+    said("train", "--resume", "again", "--train.steps=9", capsys=capsys)
+    # with other steps the learning rate was another one: not the same numbers, but the same course
+    assert [line["step"] for line in RunFolder.open(Path("again")).figures()] == [4, 5, 9]
+    assert run(["train", "--corpus", "corpora/mine", "--model.cutoffs=auto", *TINY, "--run=found"]) == 0
+    assert "softmax" in capsys.readouterr().err
+    assert isinstance(RunFolder.open(Path("found")).config.model.cutoffs, tuple)
+
+
+def test_shuffled_sentences(texts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = ["prepare", "--train", "train.txt", "--vocabulary", "words", "--documents", "lines", "--out", "corpus"]
+    assert said(*lines, capsys=capsys)["splits"]["train"]["documents"] == 211
+    assert said("train", "--corpus", "corpus", "--train.order=shuffled", *TINY, capsys=capsys)["finished"]
+    assert RunFolder.open(Path("runs/corpus")).config.train.order == "shuffled"
+
+
+def test_further_text_for_an_old_run(texts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Prepared with the run's own vocabulary; words it never saw are told of."""
+    said("prepare", "--train", "train.txt", "--vocabulary", "words", "--out", "corpus", capsys=capsys)
+    said("train", "--corpus", "corpus", *TINY, capsys=capsys)
+    Path("new.txt").write_text("the cat met a walrus\nand the walrus slept\n", encoding="utf-8")
+    made = said("prepare", "--train", "new.txt", "--vocabulary", "runs/corpus", "--out", "further", capsys=capsys)
+    assert made["splits"]["train"]["unknown"] == 3  # met, walrus, walrus
+    scored = said("evaluate", "runs/corpus", "--corpus", "further", "--split", "train", capsys=capsys)
+    assert scored["tokens"] == 11
