@@ -15,7 +15,7 @@ help:
 	@echo "make demo    train on the source of Python's standard library, evaluate, generate; report in runs/demo"
 	@echo "make test    all tests"
 	@echo "make check   format, lint, types and tests: what must pass before a change"
-	@echo "make bench   training speed of the attention kernels, side by side"
+	@echo "make bench   training speed of the attention kernels, and of preparing text, side by side with others"
 	@echo "make setup   only the virtual environment in $(VENV), which the others make where needed"
 	@echo "make clean   delete the virtual environment and caches (runs/ stays)"
 
@@ -38,6 +38,7 @@ bench: $(STAMP)
 	  --rows 32 --out benchmarks/results/steps-64.json
 	$(BIN)/python benchmarks/steps.py --precision auto --layers 2 --width 512 --heads 8 --segment 512 --memory 512 \
 	  --rows 4 --steps 2 --out benchmarks/results/steps-512.json
+	$(BIN)/python benchmarks/prepare.py bytes --out benchmarks/results/prepare-bytes.json
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis
