@@ -98,11 +98,13 @@ class ModelConfig(Settings):
     def _check_clusters(self) -> Self:
         if self.cutoffs == "auto":
             return self
-        edges = (0, *self.cutoffs, self.vocabulary_size)
-        if any(start >= stop for start, stop in pairwise(edges)):
+        said = f"cutoffs {', '.join(map(str, self.cutoffs))}"
+        if any(start >= stop for start, stop in pairwise((0, *self.cutoffs))):
+            raise ValueError(f"{said} must rise, from 1 on; give others, auto or none")
+        if self.cutoffs and self.cutoffs[-1] >= self.vocabulary_size:
             raise ValueError(
-                f"cutoffs {', '.join(map(str, self.cutoffs))} must rise, from 1 on, and stay below the "
-                f"{self.vocabulary_size:,} tokens of the vocabulary; give others, auto or none"
+                f"{said} must stay below the {self.vocabulary_size:,} tokens of the vocabulary; give others, auto or "
+                "none"
             )
         if len(self.cutoffs) > self.most_tails:
             raise ValueError(

@@ -127,9 +127,12 @@ WRONG_WORDS = [
     ("generate run --memory -1", "memory -1 is too small"),
     # missing
     ("train --corpus corpus --run new --model.cutoffs 20,10", "cutoffs 20, 10 must rise, from 1 on"),
-    ("train --corpus corpus --run new --model.cutoffs 5,256", "and stay below the 256 tokens of the vocabulary"),
+    (
+        "train --corpus corpus --run new --model.cutoffs 5,256",
+        "cutoffs 5, 256 must stay below the 256 tokens of the vocabulary",
+    ),
     ("train --corpus corpus --run new --model.cutoffs 5;7", r"wanted numbers with commas between them"),
-    ("train wikitext-103-large --corpus corpus --run new", "must rise, from 1 on, and stay below the 256 tokens"),
+    ("train wikitext-103-large --corpus corpus --run new", "must stay below the 256 tokens of the vocabulary"),
     ("train --corpus corpus --run new --model.cutoffs 5,7 --model.div_val 999", "leaves the last of 2 tails no embed"),
     ("train --corpus corpus --run new --train.order shuffled", "has 1 documents for 16 rows"),
     ("train", r"training needs --corpus DIR \(from 'txl prepare'\), or --resume RUN to go on with a run"),

@@ -103,5 +103,24 @@ def test_further_text_for_an_old_run(texts: Path, capsys: pytest.CaptureFixture[
     Path("new.txt").write_text("the cat met a walrus\nand the walrus slept\n", encoding="utf-8")
     made = said("prepare", "--train", "new.txt", "--vocabulary", "runs/corpus", "--out", "further", capsys=capsys)
     assert made["splits"]["train"]["unknown"] == 3  # met, walrus, walrus
-    scored = said("evaluate", "runs/corpus", "--corpus", "further", "--split", "train", capsys=capsys)
-    assert scored["tokens"] == 11
+    further = ["evaluate", "runs/corpus", "--corpus", "further", "--split", "train"]
+    scored = said(*further, capsys=capsys)
+    assert (scored["tokens"], scored["unknown"], scored["bytes"]) == (11, 3, 42)
+    assert run(further) == 0
+    assert "11 words and line ends (3 of them unknown words, 27.3%), 42 bytes" in capsys.readouterr().out
+    # of a part, whose white space and unknown words are not kept, its share of the bytes
+    part = said(*further, "--tokens=6", capsys=capsys)
+    assert (part["tokens"], part["unknown"], part["bytes"]) == (6, 2, round(42 / 11 * 6))
+
+
+@pytest.mark.parametrize("file", ["train-00000.tokens", "train.documents", "valid-00000.tokens"])
+def test_a_damaged_corpus_of_the_right_size_is_refused(
+    texts: Path, capsys: pytest.CaptureFixture[str], file: str
+) -> None:
+    files = ["--train", "train.txt", "--valid", "valid.txt"]
+    said("prepare", *files, "--vocabulary", "words", "--documents", "lines", "--out", "corpus", capsys=capsys)
+    path = Path("corpus", file)
+    path.write_bytes(b"\x05" * path.stat().st_size)
+    assert run(["train", "--corpus", "corpus", "--train.order=shuffled", *TINY]) == 2
+    assert f"{file}: damaged (sha256" in capsys.readouterr().err
+    assert not Path("runs").exists()

@@ -103,7 +103,9 @@ def evaluate(
 
     device = machine.choose()
     folder = RunFolder.open(run)
-    text = corpus_of(folder, corpus).split(split)
+    opened = corpus_of(folder, corpus)
+    text = opened.split(split)
+    opened.verify(split)
     plans = [replace(plan, precision=precision) for plan in lengths.plans(folder.config)]
     model = folder.load_model(device, weights)
     loaded = Run(model, folder.vocabulary, folder.config)
@@ -143,4 +145,6 @@ def _show(run: Path, split: str, results: list[dict[str, Any]], json: bool, *, s
         for result in results
     ]
     columns = ["memory", "segment", "window", "clamp", "bits/byte", "perplexity", "nats/token", "tokens/s"]
-    print_table(f"{run}, {split}: {results[0]['tokens']:,} {counted}, {results[0]['bytes']:,} bytes", columns, rows)
+    tokens, unknown = results[0]["tokens"], results[0]["unknown"]
+    of_them = f" ({unknown:,} of them unknown words, {unknown / tokens:.1%})" if unknown else ""
+    print_table(f"{run}, {split}: {tokens:,} {counted}{of_them}, {results[0]['bytes']:,} bytes", columns, rows)

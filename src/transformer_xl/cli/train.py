@@ -107,6 +107,7 @@ def new_training(
         found = {"cutoffs": cutoffs_for(config.model, opened.vocabulary)}
         config = run_settings(merge(settings, {"model": found}), "settings")
     chosen = machine.choose()
+    opened.verify("train", "valid")
     check(config, opened, chosen)
     training = Training(RunFolder(run, config, opened.vocabulary), opened, chosen)
     RunFolder.create(run, config, opened.vocabulary)  # last: a model too large for the machine leaves no folder
@@ -138,6 +139,7 @@ def _resumed(resume: Path, corpus: Path | None, flags: dict[str, dict[str, Any]]
     opened = corpus_of(folder, corpus)
     if folder.config.corpus and folder.config.corpus.train_sha256 != opened.record.splits["train"].sha256:
         raise UserError(f"{opened.path} holds another training text than {resume} began with; give that corpus again")
+    opened.verify("train", "valid")
     chosen = machine.choose()
     if corpus is not None and config.corpus is not None:
         moved = config.corpus.model_copy(update={"path": str(corpus.resolve())})

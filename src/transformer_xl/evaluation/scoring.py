@@ -26,6 +26,7 @@ from transformer_xl.model.memory import Reach
 from transformer_xl.run_folder import Run
 from transformer_xl.text.segments import SegmentStream, StreamPosition
 from transformer_xl.text.token_store import Tokens, TokenSplit
+from transformer_xl.text.vocabularies.words import WordVocabulary
 from transformer_xl.text.vocabulary import Vocabulary
 
 _TOKENS_AT_ONCE = 2**20  # tokens looked through at once
@@ -78,7 +79,10 @@ class Evaluation:
     """The figures of a scored text, with how they were obtained."""
 
     tokens: int
+    unknown: int
+    """How many of them are the vocabulary's word for unknown words; 0 where it has none."""
     bytes: int
+    """Of the text. Of part of a text of words or numbers, whose white space is not kept: its share of the whole."""
     nats_per_token: float
     bits_per_byte: float
     perplexity: float
@@ -167,8 +171,19 @@ def _check_known(tokens_K: Tokens, num_known: int) -> None:
         )
 
 
-def _count_bytes(vocabulary: Vocabulary, tokens_K: Tokens) -> int:
+def _count_bytes(vocabulary: Vocabulary, split: TokenSplit, tokens_K: Tokens) -> int:
+    if len(tokens_K) == split.num_tokens:
+        return split.num_bytes
+    if vocabulary.kind in ("words", "integers"):  # decoded, it would be another text: unknown words, white space
+        return max(1, round(split.bytes_per_token * len(tokens_K)))
     return sum(len(vocabulary.decode_bytes(part_K)) for part_K in _parts(tokens_K))
+
+
+def _count_unknown(vocabulary: Vocabulary, tokens_K: Tokens) -> int:
+    if not isinstance(vocabulary, WordVocabulary) or vocabulary.unknown is None:
+        return 0
+    unknown = vocabulary.words.index(vocabulary.unknown)
+    return sum(int(np.count_nonzero(part_K == unknown)) for part_K in _parts(tokens_K))
 
 
 def _fetch(parts: list[Tensor]) -> float:
@@ -197,7 +212,7 @@ def evaluate(
     if not len(tokens_K):
         raise UserError("there is nothing to score; the split is empty")
     _check_known(tokens_K, run.model.config.vocabulary_size)
-    num_bytes = split.num_bytes if len(tokens_K) == split.num_tokens else _count_bytes(run.vocabulary, tokens_K)
+    num_bytes = _count_bytes(run.vocabulary, split, tokens_K)
     was_training = run.model.training
     run.model.eval()
     start = time.perf_counter()
@@ -209,6 +224,7 @@ def evaluate(
     sums = Sums(nats, len(tokens_K), num_bytes)
     return Evaluation(
         tokens=sums.tokens,
+        unknown=_count_unknown(run.vocabulary, tokens_K),
         bytes=num_bytes,
         nats_per_token=sums.nats_per_token,
         bits_per_byte=sums.bits_per_byte,

@@ -40,7 +40,7 @@ class Embedding(nn.Module):
         self.shared = config.div_val == 1
         sizes = [edges[-1]] if self.shared else [stop - start for start, stop in pairwise(edges)]
         self.tables = nn.ParameterList(
-            torch.empty(size, width) for size, width in zip(sizes, widths, strict=self.shared is False)
+            torch.empty(size, width) for size, width in zip(sizes, widths, strict=not self.shared)
         )
         self.projections = nn.ParameterDict(
             {str(index): torch.empty(config.width, widths[index]) for index in projected(config)[: len(sizes)]}
