@@ -60,7 +60,7 @@ WRONG_WORDS = [
     ("prepare empty.txt", "the file empty.txt is empty; leave it out, or name one that holds text"),
     ("prepare folder", "the folder folder holds no text"),
     ("prepare short.txt", "the text is too short to split: 3 bytes leave valid empty"),
-    ("prepare data.zip", "data.zip is an archive; unpack it and name the folder"),
+    ("prepare data.zip", "data.zip is an archive; unpack it first, or leave it out"),
     ("prepare cut.gz", r"cut.gz: damaged or cut short \(.*\); get it again"),
     ("prepare --train altered.gz", r"altered.gz: damaged or cut short \(.*\); get it again"),
     ("prepare --train empty.gz", "train.* holds no text|train.*empty"),
@@ -72,6 +72,7 @@ WRONG_WORDS = [
     # where it goes
     ("prepare text.txt --out folder", "folder exists already; choose another place or delete it first"),
     ("prepare enwik8 --out folder", "folder exists already"),
+    ("prepare text.txt --out=", "--out: an empty name was given; name a folder to make, or leave --out out for corp"),
     ("prepare text.txt --out text.txt/new", "writing text.txt/new: part of the path is a file, not a folder"),
     # files of a named corpus
     ("prepare ptb --source gone", "--source gone: no such file or folder; name the one that holds ptb"),
@@ -102,8 +103,14 @@ WRONG_WORDS = [
     ("prepare text.txt --vocabulary words --tokenizer a", "--tokenizer is for --vocabulary bpe, and this is words"),
     (
         "prepare text.txt --vocabulary words --min-count 0",
-        r"--vocabulary words: min_count: .*greater than 0 \(given: 0",
+        r"--vocabulary words: --min-count: .*greater than 0 \(given: 0",
     ),
+    ("prepare text.txt --vocabulary bpe --max-size 9", "--vocabulary bpe: --max-size is 9, but bpe has at least the"),
+    (
+        "prepare text.txt --vocabulary words --words-file words.txt --max-size 5",
+        "so they cannot be limited; leave --min-count and --max-size out",
+    ),
+    ("prepare music.npy --values 0", "--vocabulary integers: --values: .*greater than 0"),
     ("prepare text.txt --vocabulary words --words-file gone", "gone"),
     ("prepare text.txt --vocabulary words --words-file words.txt", "words.txt"),
     ("prepare text.txt --vocabulary bpe --tokenizer words.txt", "words.txt"),
@@ -117,6 +124,7 @@ WRONG_WORDS = [
     ("prepare large.txt --vocabulary integers --values 9", r"large.txt, from byte \d+ on: byte \d+.*99"),
     ("prepare --train text.txt --valid music.npy", "music.npy holds numbers, not text; give --vocabulary integers"),
     ("prepare music.npy --vocabulary words", "music.npy holds numbers, not text"),
+    ("prepare music.npy --values 89", r"music.npy: array\[89\] is 89, wanted a whole number from 0 to 88; take it out"),
     ("prepare real.npy", "real.npy: holds float64, wanted whole numbers"),
     ("prepare music.npy numbers.txt --vocabulary integers", "together they cannot be cut; give --train, --valid and"),
 ]

@@ -191,6 +191,13 @@ def test_glued_punctuation_is_noticed() -> None:
     assert "of the 21 most frequent words end in punctuation (sat,, sat;); --punctuation takes it apart" in said.err
     for flags in (["--punctuation"], ["--no-punctuation"]):
         assert prepare("text.txt", "--vocabulary", "words", *flags, "--out", f"c{flags[0]}").err == ""
+    assert prepare("text.txt", "--vocabulary", "a", "--out", "b").err == ""  # where it can no longer be given
+
+
+def test_a_text_in_two_splits_is_noticed() -> None:
+    said = prepare("--train", "text.txt", "--valid", "./text.txt", "--out", "c", "--json")
+    assert said.object["splits"]["valid"]["bytes"] == len(TEXT)
+    assert said.err == "note: text.txt is in train and valid\n"
 
 
 def test_bars_are_shown_after_a_while(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

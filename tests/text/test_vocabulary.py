@@ -196,6 +196,12 @@ def test_text_without_a_place_to_cut_is_refused(name: str) -> None:
     assert caught.value.place == head
 
 
+def test_a_long_line_is_not_said_to_lack_the_white_space_it_has() -> None:
+    for name, part in (("punctuation", b"a. b. "), ("bpe", b"      ")):
+        with pytest.raises(BadText, match=r"no line end in 16 MiB, nor white space where this vocabulary may cut; br"):
+            list(cut_pieces(KINDS[name], [part * (MAX_STRETCH // 6 + 1)]))
+
+
 def test_pieces_are_about_as_long_as_wanted() -> None:
     text = b"seven 7\n" * 100_003
     for chunks in ([text], chunked(text, range(0, len(text), 1009))):

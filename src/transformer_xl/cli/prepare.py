@@ -127,9 +127,13 @@ class VocabularyFlags:
                     values["tokenizer_file"] = str(value)
                 case _:
                     values[name] = value
-        return check_settings(type(options), values, f"--vocabulary {options.kind}")
+        try:
+            return check_settings(type(options), values, f"--vocabulary {options.kind}")
+        except UserError as error:
+            raise UserError(_SETTING.sub(lambda name: f"--{name[0].replace('_', '-')}", str(error))) from None
 
 
+_SETTING = re.compile(r"\b(min_count|max_size|values(?=:))")
 _APPLIES = {
     "min_count": ("words", "characters"),
     "max_size": ("words", "characters", "bpe"),
@@ -141,7 +145,7 @@ _AS_GIVEN, _AS_NORMAL = Splits(), VocabularyFlags()
 
 def prepare(
     *sources: str,
-    out: Path | None = None,
+    out: str | None = None,
     source: Path | None = None,
     splits: Annotated[Splits, Parameter(name="*")] = _AS_GIVEN,
     vocabulary: str | None = None,
@@ -168,27 +172,27 @@ def prepare(
     from transformer_xl.text.corpus_writer import Layout, write_corpus
     from transformer_xl.text.sources.corpora import find_text
     from transformer_xl.text.sources.source_files import Origin
-    from transformer_xl.text.vocabularies.learning import learn_vocabulary
 
     began = time.perf_counter()
     workers = _processes(workers)
     existing = _existing(vocabulary, flags)
     kind = existing.kind if existing else vocabulary
-    _refuse_early(out, sources, kind, flags)
+    asked = _asked(out)
+    _refuse_early(asked, sources, kind, flags)
     with _Bars() as bars:
         text = find_text(
             sources, given=splits.given, fractions=splits.fractions, kind=kind, origin=Origin(source, bars)
         )
-        place = out or _CORPORA / text.name
+        place = asked or _CORPORA / text.name
         _refuse_existing(place)
+        for note in text.notes:
+            say(f"note: {note}")
+        learned = existing is None
         if existing is None:
-            options = flags.change(_normal_options(text, kind))
-            counted = text.counted if options.kind == text.vocabulary.kind else ("train",)
-            read = [document for split in counted for document in text.splits.get(split, ())]
-            existing = learn_vocabulary(options, _watched({"train": read}, bars, "learn")["train"], workers=workers)
+            existing = _learn(text, flags.change(_normal_options(text, kind)), bars, workers)
         corpus = write_corpus(
             place,
-            _watched(text.splits, bars, "write"),
+            _watched(_in_range(text, existing), bars, "write"),
             name=text.name,
             source=text.description,
             vocabulary=existing,
@@ -197,7 +201,13 @@ def prepare(
     _show(corpus, time.perf_counter() - began, as_json=json)
     if vocabulary is None and not flags.typed and documents is None:
         _compare(corpus, text)
-    _advise(corpus, flags, learned=kind is None or kind in _KINDS)
+    _advise(corpus, flags, learned=learned)
+
+
+def _asked(out: str | None) -> Path | None:
+    if out == "":
+        raise UserError("--out: an empty name was given; name a folder to make, or leave --out out for corpora/NAME")
+    return None if out is None else Path(out)
 
 
 def _processes(asked: int | None) -> int:
@@ -251,6 +261,24 @@ def _normal_options(text: TextSource, kind: str | None) -> VocabularyOptions:
     if kind in (None, text.vocabulary.kind):
         return text.vocabulary
     return check_settings(VocabularyOptions, {"kind": kind}, "--vocabulary")
+
+
+def _learn(text: TextSource, options: VocabularyOptions, bars: _Bars, workers: int) -> Vocabulary:
+    from transformer_xl.text.vocabularies.learning import learn_vocabulary
+
+    counted = text.counted if options.kind == text.vocabulary.kind else ("train",)
+    read = [document for split in counted for document in text.splits.get(split, ())]
+    return learn_vocabulary(options, _watched({"train": read}, bars, "learn")["train"], workers=workers)
+
+
+def _in_range(text: TextSource, vocabulary: Vocabulary) -> Mapping[SplitName, Sequence[Document]]:
+    """The documents; where they are arrays, a number the vocabulary lacks is named by its place in the array."""
+    from transformer_xl.text.sources.arrays import limited
+
+    if vocabulary.kind != "integers":
+        return text.splits
+    numbers = vocabulary.size - 1  # the last id is the mark
+    return {split: limited(documents, numbers) for split, documents in text.splits.items()}
 
 
 class _Bars:

@@ -239,7 +239,7 @@ def cut_pieces(vocabulary: Cutting, chunks: Iterable[bytes], size: int = PIECE_B
                 yield text[:cut]
                 held, place, last_byte = bytearray(text[cut:]), place + cut, text[cut - 1 : cut]
             elif len(held) > MAX_STRETCH:
-                raise BadText(place, _NO_CUT)
+                raise BadText(place, _NO_CUT if text.split(None, 1) == [text.lstrip()] else _NO_LINE_END)
             limit = min(len(held) + size, MAX_STRETCH + 1)
     last_byte = bytes(held[-1:]) or last_byte
     if vocabulary.closes_lines and last_byte not in (b"", b"\n"):
@@ -249,6 +249,7 @@ def cut_pieces(vocabulary: Cutting, chunks: Iterable[bytes], size: int = PIECE_B
 
 
 _NO_CUT = "no white space in 16 MiB where it could be cut, is this text?; leave it out, or take --vocabulary bytes"
+_NO_LINE_END = "no line end in 16 MiB, nor white space where this vocabulary may cut; break the line, or leave it out"
 
 
 def as_bytes(text: str | bytes) -> bytes:
@@ -379,20 +380,20 @@ def find_vocabulary(path: str | Path) -> Vocabulary:
     return load_vocabulary(file)
 
 
-def read_json_object(path: Path) -> dict[str, Any]:
-    """Reads a JSON file that holds one object.
+def read_json_object(path: Path, advice: str = _AGAIN) -> dict[str, Any]:
+    """Reads a JSON file that holds one object; `advice` says what to do where that fails.
 
     Raises:
         UserError: it is missing, unreadable or damaged.
     """
     with explained(f"reading {path}"):
         if not path.exists():
-            raise UserError(f"{path}: missing, wanted a JSON file; {_AGAIN}")
+            raise UserError(f"{path}: missing, wanted a JSON file; {advice}")
         content = path.read_bytes()
     try:
         values = json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: damaged, not readable as JSON ({error}); {_AGAIN}") from None
+        raise UserError(f"{path}: damaged, not readable as JSON ({error}); {advice}") from None
     if not isinstance(values, dict):
-        raise UserError(f"{path}: wanted a JSON object, found {type(values).__name__}; {_AGAIN}")
+        raise UserError(f"{path}: wanted a JSON object, found {type(values).__name__}; {advice}")
     return values

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from transformer_xl.config import UserError
+from transformer_xl.text.documents import Document
 from transformer_xl.text.sources import arrays
-from transformer_xl.text.sources.arrays import ArrayPart
+from transformer_xl.text.sources.arrays import ArrayPart, limited
 
 
 @given(
@@ -65,7 +66,7 @@ def test_rows_are_whole(tmp_path: Path) -> None:
         (np.zeros((2, 3, 5), int), r"an array of 3 dimensions, wanted 1 \(one sequence\) or 2 \(a sequence a row\)"),
         (np.array(7), "an array of 0 dimensions"),
         (np.zeros((0, 5), int), "an array without numbers; leave it out"),
-        (np.array([None, 1]), r"not a whole .npy file of numbers \(.*\); write it anew with numpy.save"),
+        (np.array([None, 1]), "not a whole .npy file of whole numbers; write it anew with numpy.save"),
         (np.zeros(3, [("a", int)]), "holds .*, wanted whole numbers"),
     ],
 )
@@ -81,13 +82,40 @@ def test_damaged_arrays_are_refused(tmp_path: Path) -> None:
     np.save(path, np.arange(1009))
     content = path.read_bytes()
     part = ArrayPart.whole(path)
-    for damaged in (content[:-1], content[:50], content[:3], b"1 2 3\n"):
+    headers = [content.replace(b"(1009,)", new) for new in (b"(1009, ", b"((0009)", b"(-109,)", b"0o10.7,")]
+    for damaged in (content[:-1], content[:50], content[:3], b"1 2 3\n", b"PK\3\4", *headers):
         path.write_bytes(damaged)
-        with pytest.raises(UserError, match=r"a.npy: not a whole .npy file of numbers \(.*\); write it anew"):
+        with pytest.raises(UserError, match=r"a.npy: not a whole .npy file of whole numbers; write it anew") as caught:
             ArrayPart.whole(path)
+        assert "pickle" not in str(caught.value)
     np.save(path, np.arange(997))
     with pytest.raises(UserError, match=r"a.npy became shorter while it was read"):
         list(part)
     path.unlink()
     with pytest.raises(UserError, match=r"reading .*a.npy: no such file or folder"):
         list(part)
+
+
+@pytest.mark.parametrize("at_once", [2, 1000])
+def test_numbers_out_of_range_are_named_by_their_place(
+    tmp_path: Path, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arrays, "_NUMBERS_AT_ONCE", at_once)
+    array = np.arange(35)
+    array[[25, 31]] = -2, 2**31
+    np.save(tmp_path / "one.npy", array)
+    np.save(tmp_path / "two.npy", array.reshape(5, 7))
+    one, two = ArrayPart.whole(tmp_path / "one.npy"), ArrayPart.whole(tmp_path / "two.npy")
+    for part, stop, below, message in (
+        (one, 35, 29, r"one.npy: array\[25\] is -2, wanted a whole number from 0 to 28; take it out, or number the v"),
+        (two, 35, 29, r"two.npy: array\[3, 4\] is -2, wanted a whole number from 0 to 28; take it out, or number"),
+        (two, 25, 23, r"two.npy: array\[3, 2\] is 23, wanted a whole number from 0 to 22; .* and larger --values$"),
+    ):
+        (document,) = limited([Document("a", ArrayPart(part.path, 0, stop))], below)
+        with pytest.raises(UserError, match=message):
+            list(document.chunks)
+    with pytest.raises(
+        UserError, match=r"array\[4, 3\] is 2147483648, wanted .* 0 to 2147483646; .* number the values"
+    ):
+        list(ArrayPart(two.path, 26, 35))
+    assert b"".join(ArrayPart(two.path, 26, 31, 31)) == b"26 27\n28 29 30\n"

@@ -193,6 +193,23 @@ def test_links_do_not_loop(tmp_path: Path) -> None:
     assert source.name == "folder"
 
 
+def test_files_given_twice_are_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    make(tmp_path, {"a": b"a" * 97, "b": b"b" * 97, "d/c": b"c" * 97, "d/e": b"c" * 97})
+    Path("link").symlink_to("a")
+    Path("hard").hardlink_to("b")
+    for files, note in (
+        ({"train": ["a", "d"], "valid": ["b"]}, ()),
+        ({"train": ["a"], "valid": ["a"]}, ("a is in train and valid",)),
+        ({"train": ["a"], "valid": ["b"], "test": ["link"]}, ("a (also given as link) is in train and test",)),
+        ({"train": ["b", "hard", "b"]}, ("b (also given as hard) is in train 3 times",)),
+        ({"train": ["d"], "test": ["d/*"]}, ("d/c is in train and test; files given more than once: 2",)),
+    ):
+        assert find(given=files).notes == note
+    assert find("a", "b").notes == ()
+    assert find("a", "d", "./a").notes == ("a is in the text 2 times",)
+
+
 def test_given_splits_are_kept_whole(tmp_path: Path) -> None:
     make(tmp_path, {"a": b"a", "b": b"b", "v/1": b"v", "v/2": b"w"})
     source = find(given={"test": [], "valid": [f"{tmp_path}/v"], "train": [f"{tmp_path}/b", f"{tmp_path}/a"]})
@@ -281,7 +298,9 @@ def test_arrays_are_for_integers(tmp_path: Path) -> None:
         (["empty"], r"the file empty is empty; leave it out, or name one that holds text"),
         (["nothing"], r"the folder nothing holds no text \(hidden and empty files are left out\); name another"),
         (["pipe"], r"pipe is not a regular file; write its text to a file and name that"),
-        (["a.tar.gz"], r"a.tar.gz is an archive; unpack it and name the folder"),
+        (["a.tar.gz"], r"^a.tar.gz is an archive; unpack it first, or leave it out \(a pattern such as"),
+        (["packed"], r"^packed/b/c.zip is an archive; unpack it first, or leave it out"),
+        (["packed/**/*.*"], r"^packed/b/c.zip is an archive; unpack it first, or leave it out"),
         (["short", "gone.txt"], "'gone.txt' is neither"),
         (["short"], r"too short to split: 3 bytes leave valid empty; give more text, or other --valid-fraction"),
         (["empty.gz"], r"too short to split: 0 bytes leave train empty"),
@@ -296,6 +315,7 @@ def test_wrong_sources_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sources: list[str], message: str
 ) -> None:
     make(tmp_path, {"empty": b"", "short": b"abc", "nothing/empty": b"", "nothing/.hidden": b"x", "a.tar.gz": b"x",
+                    "packed/a.txt": b"x" * 97, "packed/b/c.zip": b"PK",
                     "empty.gz": gzip.compress(b""), "bad.gz": gzip.compress(b"abc" * 97)[:20]})  # fmt: skip
     os.mkfifo(tmp_path / "pipe")
     monkeypatch.chdir(tmp_path)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import pre_tokenizers
 
 from transformer_xl.config import UserError
 from transformer_xl.text.vocabularies.bpe import BpeVocabulary, lines_of, train_bpe
@@ -42,15 +43,38 @@ def test_words_become_single_tokens() -> None:
     assert BPE.encode("").tolist() == []
 
 
+SIGNS = [
+    "the",
+    " ",
+    "  ",
+    "x",
+    "9",
+    "'s",
+    "\t",
+    "\u00a0",
+    ",",
+    "!",
+    "\u00e9",
+    "\u65e5",
+    "\u3000",
+    "\u2009",
+    "\u201c",
+    "\x85",
+]
+SIGNS += ["\x1c", "\x00", "\u1680", "\u180e", "\U0001f600", '"', "\u0663", "\u0301"]
+
+
 @UNHURRIED
-@given(st.lists(st.sampled_from(["the", " ", "  ", "x", "9", "'s", "\t", "\u00a0", ",", "!"])).map("".join))
+@given(st.lists(st.sampled_from(SIGNS)).map("".join) | st.text().map(lambda text: text.replace("\n", " ")))
 def test_a_line_is_cut_only_where_that_changes_nothing(line: str) -> None:
-    whole = BPE.encode(line).tolist()
-    text, place = line.encode(), BPE.last_cut(line.encode())
-    assert BPE.encode(text[:place]).tolist() + BPE.encode(text[place:]).tolist() == whole
-    for end in range(len(text)):  # wherever it was cut before
+    """Nothing of what is joined to tokens, whatever was joined in training; wherever the line was cut before."""
+    split = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True).pre_tokenize_str
+    whole = [part for part, _ in split(line)]
+    text = line.encode()
+    for end in range(len(text) + 1):
         place = BPE.last_cut(text[:end])
-        assert BPE.encode(text[:place]).tolist() + BPE.encode(text[place:]).tolist() == whole
+        parts = [part for half in (text[:place], text[place:]) for part, _ in split(half.decode())]
+        assert parts == whole
 
 
 def test_long_lines_are_cut_at_spaces() -> None:
@@ -77,7 +101,8 @@ def test_training_repeats_itself() -> None:
 def test_tokenizers_is_imported_only_for_this_kind() -> None:
     code = (
         "import sys; import transformer_xl.text.vocabularies.learning as l;"
-        "l.learn_vocabulary(l.VocabularyOptions(kind='words'), []); assert 'tokenizers' not in sys.modules;"
+        "l.learn_vocabulary(l.VocabularyOptions(kind='words'), [l.Document('a', [b'a'], 1)]);"
+        "assert 'tokenizers' not in sys.modules;"
         "import os; assert 'TOKENIZERS_PARALLELISM' not in os.environ"
     )
     environment = {name: value for name, value in os.environ.items() if name != "TOKENIZERS_PARALLELISM"}
@@ -118,6 +143,11 @@ ADDED = {"id": 283, "content": "fox", "single_word": False, "lstrip": False, "rs
         ({"model__vocab__Zz": 285}, r"leaves out some token ids, or gives one twice"),
         ({"model__dropout": 0.1}, r"differently each time \(it has dropout\)"),
         ({"model__type": "WordPiece", "model__max_input_chars_per_word": 9}, r"cannot be used|is not of type BPE"),
+        (
+            {"model__continuing_subword_prefix": "##"},
+            r"by more than their bytes \(it has continuing_subword_prefix\)",
+        ),
+        ({"model__end_of_word_suffix": "</w>"}, r"by more than their bytes \(it has end_of_word_suffix\)"),
         ({"model__merges": [["Q", "absent"]]}, r"cannot be used \("),
         (
             {"truncation": {"direction": "Right", "max_length": 9, "strategy": "LongestFirst", "stride": 0}},
@@ -163,5 +193,10 @@ def test_other_byte_level_tokenizers_are_taken(tmp_path: Path, pre_tokenizer: di
 
 
 def test_a_missing_tokenizer_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"gone.json: missing, wanted a JSON file"):
+    with pytest.raises(UserError, match=r"gone.json: missing, wanted a JSON file; give another tokenizer, or let txl"):
         learn_vocabulary(VocabularyOptions(kind="bpe", tokenizer_file=str(tmp_path / "gone.json")), [])
+
+
+def test_empty_prefix_and_suffix_are_taken() -> None:
+    values = changed(model__continuing_subword_prefix="", model__end_of_word_suffix="")
+    assert vocabulary_from_json({"kind": "bpe", "tokenizer": values}).encode(TEXT).tolist() == BPE.encode(TEXT).tolist()

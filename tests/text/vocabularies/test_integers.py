@@ -29,7 +29,8 @@ def test_sequences_come_back(sequences: list[list[int]]) -> None:
 @UNHURRIED
 @given(st.lists(st.integers(0, 9_999_999_999) | st.just("\n"), max_size=11), st.data())
 def test_numbers_are_read_as_python_reads_them(items: list[int | str], data: st.DataObject) -> None:
-    text = "".join(f"{data.draw(WHITE)}{item}{data.draw(WHITE)}" for item in items)
+    zeros = ["0" * data.draw(st.integers(0, 13)) * (item != "\n") for item in items]
+    text = "".join(f"{data.draw(WHITE)}{some}{item}{data.draw(WHITE)}" for some, item in zip(zeros, items, strict=True))
     wanted = [-1 if item == "\n" else int(item) for item in items]
     assert read_numbers(text.encode(), 10**10).tolist() == wanted
 
@@ -54,7 +55,8 @@ def test_only_line_ends_become_marks() -> None:
         ("7\n\u0663".encode(), 2, "'\u0663'"),
         (b"7 \xff", 2, r"'\\\\xff'"),
         (b"5 " + b"1" * 99, 2, "'" + "1" * 40 + r"\.\.\.'"),
-        (b"5 00000000007", 2, "'00000000007'"),
+        (b"5 10000000007", 2, "'10000000007'"),
+        (b"00000000000 31", 12, "'31'"),
         (b"99999999999999999999 5", 0, "'99999999999999999999'"),
     ],
 )
@@ -70,3 +72,27 @@ def test_largest_value() -> None:
     assert read_numbers(str(MOST_VALUES - 1).encode()).tolist() == [MOST_VALUES - 1]
     with pytest.raises(BadText, match=f"'{MOST_VALUES}' is not a whole number from 0 to {MOST_VALUES - 1}"):
         read_numbers(str(MOST_VALUES).encode())
+
+
+@pytest.mark.parametrize(
+    ("number", "advice"),
+    [
+        ("31", r"take it out, or prepare the corpus with --values 32 or more"),
+        ("0" * 13 + "31", r"take it out, or prepare the corpus with --values 32 or more"),
+        (str(MOST_VALUES - 1), rf"take it out, or prepare the corpus with --values {MOST_VALUES} or more"),
+        (str(MOST_VALUES), r"take it out, or number the values anew from 0"),
+        ("9" * 5000, r"take it out, or number the values anew from 0"),
+        ("-2", r"take it out, or number the values anew from 0"),
+        ("+1", r"write it in the digits 0 to 9 alone, or take it out"),
+        ("\u0663", r"write it in the digits 0 to 9 alone, or take it out"),
+    ],
+)
+def test_what_to_do_is_what_helps(number: str, advice: str) -> None:
+    with pytest.raises(BadText, match=f"from 0 to 30; {advice}$"):
+        IntegerVocabulary(31).encode(f"7 {number} 5")
+
+
+def test_leading_zeros_are_fine() -> None:
+    assert read_numbers(b"00000000001 5").tolist() == [1, 5]
+    assert read_numbers(b"0" * 4099).tolist() == [0]
+    assert read_numbers(b"7 " + b"0" * 4099 + b"2147483646").tolist() == [7, 2147483646]

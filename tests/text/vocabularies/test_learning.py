@@ -75,6 +75,11 @@ def test_counts_are_those_of_the_tokens_and_fall(
     words: list[str], max_size: int | None, min_count: int, unknown: str | None
 ) -> None:
     text = " ".join(words) + "\n"
+    kept = {word for word, _ in Counter(w for w in text.split() if w != "<eos>").most_common(max_size)}
+    if not {word for word in kept if text.split().count(word) >= min_count} - {unknown}:
+        with pytest.raises(UserError, match="no words to learn"):
+            learn(text, kind="words", max_size=max_size, min_count=min_count, unknown=unknown)
+        return
     found = learn(text, kind="words", max_size=max_size, min_count=min_count, unknown=unknown)
     if unknown or (max_size is None and min_count == 1):
         ids = found.encode(text)
@@ -170,6 +175,11 @@ def test_wrong_text_is_named_with_its_place(kind: str, size: int, monkeypatch: p
 def test_nothing_to_learn_is_said() -> None:
     with pytest.raises(UserError, match=r"no words to learn"):
         learn(" \n", kind="words", unknown=None, end_of_line=None)
+    for text, limits in [("", {}), (" \n\t", {}), (TEXT, {"max_size": 5, "min_count": 100_000}), ("<unk> <eos>\n", {})]:
+        with pytest.raises(UserError, match=r"no words to learn"):
+            learn(text, kind="words", **limits)
+    with pytest.raises(UserError, match=r"no characters to learn"):
+        learn("abba", kind="characters", min_count=3)
     with pytest.raises(UserError, match=r"no characters to learn"):
         learn("", kind="characters", unknown=None)
     with pytest.raises(UserError, match=r"holds no numbers to learn from; give one sequence"):
@@ -185,6 +195,9 @@ def test_words_of_a_file(tmp_path: Path) -> None:
     file.write_bytes(b"<UNK> 9\nthe 5\n<eos> 7\na 6\n")  # not falling: known order, unknown counts
     found = learn(kind="words", words_file=str(file))
     assert (found.words, found.counts, found.start_id) == (("<UNK>", "the", "<eos>", "a"), None, 2)
+    for count in (b"99999999999999999999", b"9" * 5000, b"9223372036854775807"):  # together more than there can be
+        file.write_bytes(b"<eos> 1\n<unk> 1\nthe " + count + b"\n")
+        assert learn(kind="words", words_file=str(file)).counts is None
     file.write_bytes(b"the\na\n")
     found = learn(kind="words", words_file=str(file), end_of_line=None, unknown=None)
     assert (found.words, found.counts, found.unknown) == (("the", "a"), None, None)
@@ -193,11 +206,13 @@ def test_words_of_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"the\n<unk>\n", r"words.txt: no word '<eos>', the mark of line ends; add it, or say which mark the file has"),
-        (b"the\n<eos>\n", r"words.txt: no word '<unk>' for unknown words; add it, or say which one the file has"),
+        (b"the\n<unk>\n", r"words.txt: no word '<eos>', the mark of line ends; add it, or give --no-end-of-line"),
+        (b"the\n<eos>\n", r"words.txt: no word '<unk>' for unknown words; add it on a line by itself"),
         (b"<eos>\n<unk>\nthe\nthe 3\n", r"words.txt: the word 'the' stands in it twice; wanted a word to a line"),
         (b"the\n\xff\n", r"words.txt: byte 4: not UTF-8 \(byte 0xff\)"),
-        (b"\n", r"words.txt: its words are not a list of texts; wanted a word to a line"),
+        (b"", r"words.txt: empty, wanted a word to a line, marks included"),
+        (b"\n \n", r"words.txt: empty, wanted a word to a line, marks included"),
+        (b"<eos> 9\n<unk> 7\n", r"words.txt: no words but its marks, so there is nothing to learn; give"),
         (None, r"reading .*words.txt: no such file or folder"),
     ],
 )

@@ -13,10 +13,12 @@ from transformer_xl.text.vocabularies.splitting import (
     EnglishJoiner,
     Joiner,
     SpaceJoiner,
-    last_inner_space,
+    last_chunk_end,
     last_white_space,
+    last_word_space,
     split_line,
 )
+from transformer_xl.text.vocabularies.words import WordRules
 
 UNHURRIED = settings(deadline=None)
 # Ordinary text and its words, one space between them.
@@ -140,8 +142,40 @@ def test_places_to_cut(random: bytes, likely: bytes) -> None:
     for text in (random, likely):
         place = last_white_space(text)
         assert place == (max(found) if (found := [m.end() for m in re.finditer(rb"[ \n\t\r\v\f]", text)]) else 0)
-        place = last_inner_space(text)
-        found = [m.end() for m in re.finditer(rb"\n", text)] + [
-            m.start() for m in re.finditer(rb"(?<=[A-Za-z0-9]) (?=[A-Za-z0-9])", text)
-        ]
-        assert place == max(found, default=0)
+    place = last_word_space(likely)
+    found = [m.end() for m in re.finditer(rb"\n", likely)] + [m.start() for m in re.finditer(rb" (?=[!-~])", likely)]
+    assert place >= max(found, default=0)
+
+
+LIKELY = [" ", "  ", "\t", "\r", ".", "a.", "U.S.", "No.", "Mr.", "5", "a", "A", "<unk>", "'", '"', ",", "-", ";"]
+LIKELY += ["\u00e9", "\u0436", "\u3002", "\u65e5", "\u00a0", "\u3000", "\u2009", "\u201c", "\x1c", "\x85", "\x00", "\n"]
+LIKELY += ["\U0001f600", "\u03a3", "\u1680"]
+
+
+@settings(deadline=None, max_examples=500)
+@given(st.lists(st.sampled_from(LIKELY), max_size=17).map("".join) | st.text(max_size=23), st.integers(0, 23))
+def test_words_do_not_change_where_text_is_cut(text: str, end: int) -> None:
+    """Whatever follows the part in which the place was found."""
+    for case in ("kept", "folded"):
+        rules = WordRules(case, "punctuation")
+        whole = text.encode()
+        place = last_chunk_end(whole[:end])
+        assert rules.words(whole[:place], b"|") + rules.words(whole[place:], b"|") == rules.words(whole, b"|")
+
+
+@pytest.mark.parametrize(
+    "text", ['"a1", "b2", ', "\u0436 \u0437 ", "\u65e5, \u672c ", "(a) [b] {c}: ", '"A." "B." ', "a\tb\t", "x, "]
+)
+def test_there_are_places_to_cut_in_lines_of_any_kind(text: str) -> None:
+    line = (text * 3001).encode()
+    assert len(line) - 2 * len(text.encode()) <= last_chunk_end(line) < len(line)
+    if "\t" not in text:
+        assert len(line) - 2 * len(text.encode()) <= last_word_space(line) < len(line)
+
+
+def test_the_last_place_is_found_from_afar() -> None:
+    for find in (last_chunk_end, last_word_space):
+        assert find(b"a b" + b"x" * 7001) == 1
+        assert find(b"a b\nc" + b"x" * 7001) == 4
+        assert find(b"x" * 7001) == 0
+    assert last_chunk_end(b"a b." + b" " * 7001) == 1

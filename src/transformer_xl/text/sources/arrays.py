@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,11 @@ import numpy.typing as npt
 
 from transformer_xl.config import UserError
 from transformer_xl.files import explained
+from transformer_xl.text.documents import Document
+from transformer_xl.text.vocabularies.integers import MOST_VALUES
 
 _NUMBERS_AT_ONCE = 2**16
+_DAMAGED = (ValueError, EOFError, SyntaxError, TokenError, TypeError, OverflowError)  # what numpy raises for such files
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,8 @@ class ArrayPart:
     path: Path
     start: int
     stop: int
+    below: int = MOST_VALUES
+    """Every number must be smaller, and not negative."""
 
     @classmethod
     def whole(cls, path: Path) -> ArrayPart:
@@ -56,7 +62,7 @@ class ArrayPart:
         """Reads the part.
 
         Raises:
-            UserError: the file cannot be read, or has changed.
+            UserError: the file cannot be read, has changed, or holds a number out of range.
         """
         array = _mapped(self.path)
         if array.size < self.stop:
@@ -69,6 +75,9 @@ class ArrayPart:
             first, last = max(self.start - row * width, 0), min(self.stop - row * width, width)
             for begin in range(first, last, _NUMBERS_AT_ONCE):
                 numbers = rows[row, begin : min(begin + _NUMBERS_AT_ONCE, last)].tolist()
+                if min(numbers) < 0 or max(numbers) >= self.below:
+                    wrong = next(place for place, number in enumerate(numbers) if not 0 <= number < self.below)
+                    raise self._out_of_range(numbers[wrong], (row, begin + wrong)[-array.ndim :])
                 lines.append(" ".join(map(str, numbers)))
                 lines.append("\n" if begin + _NUMBERS_AT_ONCE >= last else " ")
                 held += len(numbers)
@@ -79,18 +88,38 @@ class ArrayPart:
         if lines:
             yield "".join(lines).encode("ascii")
 
+    def _out_of_range(self, number: int, place: tuple[int, ...]) -> UserError:
+        where = ", ".join(map(str, place))
+        fits = 0 <= number < MOST_VALUES
+        cure = "give --vocabulary integers and larger --values" if fits else "number the values anew from 0"
+        return UserError(
+            f"{self.path}: array[{where}] is {number}, wanted a whole number from 0 to {self.below - 1}; take it out, "
+            f"or {cure}"
+        )
+
+
+def limited(documents: Iterable[Document], below: int) -> list[Document]:
+    """The documents, those of arrays refusing numbers from `below` on by their place in the array."""
+    return [
+        replace(document, chunks=replace(document.chunks, below=below))
+        if isinstance(document.chunks, ArrayPart)
+        else document
+        for document in documents
+    ]
+
 
 def _mapped(path: Path) -> npt.NDArray[np.integer[Any]]:
     with explained(f"reading {path}"):
         try:
-            array = np.load(path, mmap_mode="r", allow_pickle=False)
-        except (ValueError, EOFError) as error:
+            array = np.lib.format.open_memmap(path, mode="r")
+        except _DAMAGED:
+            # Not numpy's own words: some are about pickle and options of functions.
             raise UserError(
-                f"{path}: not a whole .npy file of numbers ({error}); write it anew with numpy.save"
+                f"{path}: not a whole .npy file of whole numbers; write it anew with numpy.save(file, "
+                "array.astype('int64'))"
             ) from None
-    if not isinstance(array, np.ndarray) or array.dtype.kind not in "iu":
-        found = array.dtype if isinstance(array, np.ndarray) else "several arrays"
-        raise UserError(f"{path}: holds {found}, wanted whole numbers; convert it with array.astype('int64')")
+    if array.dtype.kind not in "iu":
+        raise UserError(f"{path}: holds {array.dtype}, wanted whole numbers; convert it with array.astype('int64')")
     if array.ndim not in (1, 2):
         raise UserError(f"{path}: an array of {array.ndim} dimensions, wanted 1 (one sequence) or 2 (a sequence a row)")
     if not array.size:

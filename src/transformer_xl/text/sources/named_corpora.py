@@ -18,7 +18,7 @@ from transformer_xl.config import UserError
 from transformer_xl.text.documents import SPLITS, Document, SplitName
 from transformer_xl.text.sources.archives import FilePart
 from transformer_xl.text.sources.download import RemoteFile
-from transformer_xl.text.sources.own_files import walk
+from transformer_xl.text.sources.folders import walk
 from transformer_xl.text.sources.source_files import ANYWHERE, Origin, TextFile, find_files, plain_file
 from transformer_xl.text.sources.text_source import AS_BYTES, TextSource
 from transformer_xl.text.vocabularies.learning import VocabularyOptions

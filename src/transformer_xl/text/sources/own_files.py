@@ -15,6 +15,7 @@ from transformer_xl.files import explained
 from transformer_xl.text.documents import SPLITS, Document, SplitName
 from transformer_xl.text.sources.archives import PACKED, FilePart, is_archive
 from transformer_xl.text.sources.arrays import ArrayPart
+from transformer_xl.text.sources.folders import matches, walk
 from transformer_xl.text.sources.text_source import AS_BYTES, TextSource
 from transformer_xl.text.vocabularies.learning import VocabularyOptions
 
@@ -41,12 +42,14 @@ def given_splits(given: Mapping[SplitName, Sequence[str]], kind: str | None) -> 
         raise UserError(f"--{next(iter(given))} was given without --train; add --train with the files to train on")
     parts = {split: parts_of(sources, f"--{split}: ") for split, sources in given.items()}
     vocabulary = _normal_vocabulary([part for of in parts.values() for part in of], kind)
+    notes = _repeated({str(split): of for split, of in parts.items()})
     return TextSource(
         _name_of(given["train"]),
         "; ".join(f"{split}: {listed(sources)}" for split, sources in given.items()),
         {split: _documents(of) for split, of in parts.items()},
         vocabulary=vocabulary,
         counted=_counted(vocabulary),
+        notes=notes,
     )
 
 
@@ -81,6 +84,7 @@ def cut_splits(sources: Sequence[str], fractions: Mapping[SplitName, float], kin
             f"{arrays[0].path} is an array, other files are text: together they cannot be cut; give --train, --valid "
             "and --test"
         )
+    notes = _repeated({"the text": parts})
     text = _Joined.of(parts)
     splits: dict[SplitName, list[Document]] = {}
     start = 0
@@ -100,6 +104,7 @@ def cut_splits(sources: Sequence[str], fractions: Mapping[SplitName, float], kin
         splits,
         vocabulary=vocabulary,
         counted=_counted(vocabulary),
+        notes=notes,
     )
 
 
@@ -212,12 +217,17 @@ def parts_of(sources: Sequence[str], option: str) -> list[Part]:
     """The files that are meant, in order; `option` begins each message.
 
     Raises:
-        UserError: one is missing, unreadable, empty or not a file.
+        UserError: one is missing, unreadable, empty, an archive or not a file.
     """
-    return [_part(path) for source in sources for path in _paths_of(source, option)]
+    return [_part(path, option) for source in sources for path in _paths_of(source, option)]
 
 
-def _part(path: Path) -> Part:
+def _part(path: Path, option: str) -> Part:
+    if is_archive(path):
+        raise UserError(
+            f"{option}{path} is an archive; unpack it first, or leave it out (a pattern such as 'folder/**/*.txt' "
+            "takes some files only)"
+        )
     if path.suffix.lower() == ".npy":
         return ArrayPart.whole(path)
     if path.suffix.lower() in PACKED:
@@ -245,47 +255,35 @@ def _paths_of(source: str, option: str) -> list[Path]:
         raise UserError(f"{option}{source} is not a regular file; write its text to a file and name that")
     if not status.st_size:
         raise UserError(f"{option}the file {source} is empty; leave it out, or name one that holds text")
-    if is_archive(path):
-        raise UserError(f"{option}{source} is an archive; unpack it and name the folder")
     return [path]
 
 
 def _matches(pattern: str, option: str) -> list[Path]:
-    """The files that fit a pattern and hold anything, sorted by path; nothing hidden."""
     if not glob.has_magic(pattern):
         raise UserError(f"{option}'{pattern}' is neither a file nor a folder; check the spelling")
-    found = [Path(name) for name in glob.iglob(pattern, recursive=True)]
-    paths = sorted((path for path in found if path.is_file() and path.stat().st_size), key=Path.as_posix)
+    paths = matches(pattern)
     if not paths:
         raise UserError(f"{option}no file that holds text fits the pattern '{pattern}'; check it ('**' is any folder)")
     return paths
 
 
-def walk(folder: Path, skip: frozenset[str] = frozenset()) -> list[Path]:
-    """The files in a folder that hold anything, sorted by path; nothing hidden, and no link to a folder is followed.
-
-    Args:
-        folder: where to begin.
-        skip: names of folders that are left out.
-
-    Raises:
-        UserError: a folder or file cannot be read.
-    """
-    found: list[Path] = []
-    with explained(f"reading {folder}"):
-        for place, folders, files in os.walk(folder, onerror=_refuse):
-            # os.walk goes only where this list still leads.
-            folders[:] = [name for name in folders if name not in skip and not name.startswith(".")]
-            for name in files:
-                path = Path(place, name)
-                if not name.startswith(".") and path.is_file() and path.stat().st_size:
-                    found.append(path)
-    return sorted(found, key=lambda path: path.relative_to(folder).as_posix())
-
-
-def _refuse(error: OSError) -> None:
-    with explained(f"reading {error.filename}"):
-        raise error
+def _repeated(parts: Mapping[str, Sequence[Part]]) -> tuple[str, ...]:
+    """A note on the files that are meant more than once, under whatever path; `parts` has them by where they go."""
+    met: dict[tuple[int, int], list[tuple[str, Path]]] = {}
+    for place, of in parts.items():
+        for part in of:
+            with explained(f"reading {part.path}"):
+                status = part.path.stat()
+            met.setdefault((status.st_dev, status.st_ino), []).append((place, part.path))
+    several = [found for found in met.values() if len(found) > 1]
+    if not several:
+        return ()
+    places = list(dict.fromkeys(place for place, _ in several[0]))
+    path, *others = dict.fromkeys(path for _, path in several[0])
+    also = f" (also given as {others[0]})" if others else ""
+    where = " and ".join(places) if len(places) > 1 else f"{places[0]} {len(several[0])} times"
+    more = f"; files given more than once: {len(several):,}" if len(several) > 1 else ""
+    return (f"{path}{also} is in {where}{more}",)
 
 
 def _name_of(sources: Sequence[str]) -> str:

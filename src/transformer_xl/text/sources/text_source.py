@@ -30,3 +30,5 @@ class TextSource:
     """Whether each of the documents, or each line of them, is a document of the corpus."""
     known_tokens: Mapping[SplitName, int] = field(default_factory=dict)
     """How many tokens others count in each split, where that is known; with this vocabulary."""
+    notes: tuple[str, ...] = ()
+    """What a user may not have meant, in words."""

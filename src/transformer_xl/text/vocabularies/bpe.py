@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from transformer_xl.text.vocabularies.splitting import last_inner_space
+from transformer_xl.text.vocabularies.splitting import last_word_space
 from transformer_xl.text.vocabulary import (
     Piece,
     StreamDecoder,
@@ -110,13 +110,13 @@ class BpeVocabulary:
 
     @cached_property
     def _cut_inside_lines(self) -> bool:
-        """Whether no token reaches over a space between two letters or digits: so with the pattern of GPT-2."""
+        """Whether no token reaches over the start of a space before a word: so with the pattern of GPT-2."""
         before = self._values["pre_tokenizer"]
         return before["type"] == "ByteLevel" and before.get("use_regex", True)
 
     def last_cut(self, text: bytes) -> int:
-        """The place after the last line end, or before a space between words where no token reaches over it."""
-        return last_inner_space(text) if self._cut_inside_lines else text.rfind(b"\n") + 1
+        """The place after the last line end, or before a space that no token reaches over."""
+        return last_word_space(text) if self._cut_inside_lines else text.rfind(b"\n") + 1
 
     def encode_piece(self, piece: bytes) -> Piece:
         """The tokens of each line of the piece.
@@ -168,6 +168,10 @@ class BpeVocabulary:
         tokenizer = values.get("tokenizer")
         if not isinstance(tokenizer, dict):
             raise ValueError("it holds no tokenizer")
+        model = tokenizer.get("model")
+        for name in ("continuing_subword_prefix", "end_of_word_suffix"):  # the library may panic while it reads them
+            if isinstance(model, dict) and model.get(name):
+                raise ValueError(f"the tokenizer marks the parts of words by more than their bytes (it has {name})")
         from tokenizers import Tokenizer
 
         vocabulary = cls(json.dumps(tokenizer))

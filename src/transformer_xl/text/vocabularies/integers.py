@@ -59,10 +59,20 @@ def read_numbers(piece: bytes, below: int = MOST_VALUES) -> npt.NDArray[np.int64
         if not inside.any():
             break
     values[line_end[ends]] = _LINE_END
+    if inside.any():
+        inside[inside] = _any_but_zeros(text, digit, places[inside])
     wrong = inside | (values >= below)
     if wrong.any():
         raise _not_a_number(piece, int(ends[wrong.argmax()]), below)
     return values
+
+
+def _any_but_zeros(
+    text: npt.NDArray[np.uint8], digit: npt.NDArray[np.bool_], places: npt.NDArray[np.int64]
+) -> npt.NDArray[np.bool_]:
+    """Whether a digit other than 0 stands at each place or, in the same number, before it."""
+    other = np.maximum.accumulate(np.where(text == ord("0"), -1, np.arange(len(text))))[places]
+    return (other >= 0) & digit[other]
 
 
 def _not_a_number(piece: bytes, place: int, below: int) -> BadText:
@@ -71,7 +81,14 @@ def _not_a_number(piece: bytes, place: int, below: int) -> BadText:
     found = re.match(rb"[^ \n\t\r\v\f]+", piece[start:])
     word = (found[0] if found else b"").decode("utf-8", errors="backslashreplace")
     shown = repr(word if len(word) <= 40 else word[:40] + "...")
-    return BadText(start, f"{shown} is not a whole number from 0 to {below - 1}; take it out, or give larger --values")
+    digits = word.lstrip("0") if re.fullmatch("[0-9]+", word) else ""
+    if digits and len(digits) <= _MOST_DIGITS and int(digits) < MOST_VALUES:
+        advice = f"take it out, or prepare the corpus with --values {int(digits) + 1} or more"
+    elif digits or re.fullmatch("-[0-9]+", word):
+        advice = "take it out, or number the values anew from 0"
+    else:
+        advice = "write it in the digits 0 to 9 alone, or take it out"
+    return BadText(start, f"{shown} is not a whole number from 0 to {below - 1}; {advice}")
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ does not depend on the number of processes: falling counts, ties in the order in
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from transformer_xl.text.parallel import ordered_map
 from transformer_xl.text.vocabularies.bpe import BpeVocabulary, lines_of, train_bpe
 from transformer_xl.text.vocabularies.characters import CharacterVocabulary, code_points, whole_characters
 from transformer_xl.text.vocabularies.integers import MOST_VALUES, IntegerVocabulary, read_numbers
-from transformer_xl.text.vocabularies.splitting import last_inner_space, last_white_space
+from transformer_xl.text.vocabularies.splitting import last_white_space, last_word_space
 from transformer_xl.text.vocabularies.words import Case, Splitting, WordRules, WordVocabulary, checked_words
 from transformer_xl.text.vocabulary import (
     PIECE_BYTES,
@@ -172,16 +173,12 @@ class _Reading:
     def _pieces(self, cuts: _Cuts) -> Iterator[_Located]:
         for document in self.documents:
             place = 0
-            pieces = cut_pieces(cuts, document.chunks, PIECE_BYTES)
-            while True:
-                try:
-                    piece = next(pieces, None)
-                except BadText as error:
-                    raise UserError(f"{document.name}: byte {error.place:,}: {error.what}") from None
-                if piece is None:
-                    break
-                yield _Located(document.name, place, piece)
-                place += len(piece)
+            try:
+                for piece in cut_pieces(cuts, document.chunks, PIECE_BYTES):
+                    yield _Located(document.name, place, piece)
+                    place += len(piece)
+            except BadText as error:
+                raise UserError(f"{document.name}: byte {error.place:,}: {error.what}") from None
 
 
 def _count_words(rules: WordRules, piece: bytes) -> tuple[Counter[bytes], int]:
@@ -201,6 +198,8 @@ def _learn_words(options: VocabularyOptions, reading: _Reading) -> WordVocabular
         mark = options.end_of_line.encode("utf-8")
         specials.append((mark, num_lines + counts.pop(mark, 0)))
     kept = {word: count for word, count in counts.most_common(options.max_size) if count >= options.min_count}
+    if not kept.keys() - {(options.unknown or "").encode("utf-8")}:
+        raise UserError("no words to learn: the text holds none that stands in it often enough; give more text")
     if options.unknown is not None:
         unknown = options.unknown.encode("utf-8")
         num_unknown = counts.total() - sum(kept.values()) + kept.get(unknown, 0)
@@ -211,8 +210,6 @@ def _learn_words(options: VocabularyOptions, reading: _Reading) -> WordVocabular
         else:
             specials.append((unknown, num_unknown))
     words = [*specials, *sorted(kept.items(), key=lambda item: -item[1])]
-    if not words:
-        raise UserError("no words to learn: the text holds none that stands in it often enough; give more text")
     return WordVocabulary(
         tuple(word.decode("utf-8") for word, _ in words),
         np.array([count for _, count in words], dtype=np.int64),
@@ -222,12 +219,18 @@ def _learn_words(options: VocabularyOptions, reading: _Reading) -> WordVocabular
     )
 
 
+_COUNT = re.compile(rb"[0-9]{1,19}")
+_MOST_COUNTED = 2**63 - 1  # all together; a larger number is no count
+
+
 def _read_words(options: VocabularyOptions, file: str) -> WordVocabulary:
     """The words of a file, with their counts where each line gives one and they fall."""
     with explained(f"reading {file}"):
         content = Path(file).read_bytes()
     try:
         lines = [line.split() for line in as_text(content).encode("utf-8").splitlines() if line.strip()]
+        if not lines:
+            raise UserError(f"{file}: empty, wanted a word to a line, marks included; give another file of words")
         words = checked_words([line[0].decode("utf-8") for line in lines])
     except BadText as error:
         raise UserError(f"{file}: byte {error.place:,}: {error.what}") from None
@@ -235,16 +238,18 @@ def _read_words(options: VocabularyOptions, file: str) -> WordVocabulary:
         raise UserError(f"{file}: {error}; wanted a word to a line") from None
     mark, unknown = options.end_of_line, options.unknown
     if mark is not None and mark not in words:
-        raise UserError(f"{file}: no word '{mark}', the mark of line ends; add it, or say which mark the file has")
+        raise UserError(f"{file}: no word '{mark}', the mark of line ends; add it, or give --no-end-of-line")
     if unknown is not None:
         known = [word for word in (unknown, "<UNK>", "<unk>") if word in words]
         if not known:
-            raise UserError(f"{file}: no word '{unknown}' for unknown words; add it, or say which one the file has")
+            raise UserError(f"{file}: no word '{unknown}' for unknown words; add it on a line by itself")
         unknown = known[0]
-    counts = [int(line[1]) for line in lines if len(line) == 2 and line[1].isdigit()]
+    if not set(words) - {mark, unknown}:
+        raise UserError(f"{file}: no words but its marks, so there is nothing to learn; give a word to a line")
+    counts = [int(line[1]) for line in lines if len(line) == 2 and _COUNT.fullmatch(line[1])]
     of_others = [count for word, count in zip(words, counts, strict=False) if word not in (mark, unknown)]
     falling = len(counts) == len(words) and of_others == sorted(of_others, reverse=True)
-    known_counts = np.array(counts, dtype=np.int64) if falling else None
+    known_counts = np.array(counts, dtype=np.int64) if falling and sum(counts) <= _MOST_COUNTED else None
     return WordVocabulary(words, known_counts, mark, unknown, WordRules(options.case, options.splitting))
 
 
@@ -262,7 +267,7 @@ def _learn_characters(options: VocabularyOptions, reading: _Reading) -> Characte
         counts.update(dict(zip(characters, numbers, strict=True)))
     kept = [item for item in counts.most_common(options.max_size) if item[1] >= options.min_count]
     closed = options.unknown is None
-    if closed and not kept:
+    if not kept:
         raise UserError("no characters to learn: the text holds none that stands in it often enough; give more text")
     known = [count for _, count in kept] + [0] * (0 if closed else 256)
     return CharacterVocabulary(
@@ -275,17 +280,20 @@ def _learn_characters(options: VocabularyOptions, reading: _Reading) -> Characte
 
 def _learn_bpe(options: VocabularyOptions, reading: _Reading) -> BpeVocabulary:
     # the library counts in threads of its own, so one process reads
-    pieces = _Reading(reading.documents, workers=1).map(as_text, _Cuts(last_inner_space))
+    pieces = _Reading(reading.documents, workers=1).map(as_text, _Cuts(last_word_space))
     return train_bpe(map(lines_of, pieces), options.max_size or BPE_SIZE)
+
+
+_OTHER_TOKENIZER = "give another tokenizer, or let txl learn one"
 
 
 def _read_bpe(file: str) -> BpeVocabulary:
     try:
-        return BpeVocabulary.from_json({"tokenizer": read_json_object(Path(file))})
+        return BpeVocabulary.from_json({"tokenizer": read_json_object(Path(file), _OTHER_TOKENIZER)})
     except UserError:
         raise
     except ValueError as error:
-        raise UserError(f"{file}: {error}; give another tokenizer, or let txl learn one") from None
+        raise UserError(f"{file}: {error}; {_OTHER_TOKENIZER}") from None
 
 
 def _largest(reading: _Reading) -> int:

@@ -231,10 +231,37 @@ def last_white_space(text: bytes) -> int:
     return 1 + max(text.rfind(character) for character in b" \n\t\r\v\f")
 
 
-def last_inner_space(text: bytes) -> int:
-    """The place after the last line end, or before the last space between two ASCII letters or digits; 0: neither."""
+_SPACE = re.compile(
+    rb" (?=[\x00-\x08\x0e-\x1b!-\x7f]|[\x80-\xff].{2})"  # three bytes tell the white space of other scripts
+    rb"(?!\xc2[\x85\xa0]|\xe1(?:\x9a\x80|\xa0\x8e)|\xe2(?:\x80[\x80-\x8a\xa8\xa9\xaf]|\x81\x9f)|\xe3\x80\x80)",
+    flags=re.DOTALL,
+)
+_CHUNK_END = re.compile(
+    rb"(?<=[^\s.])[ \t\r\v\f]"
+    # a small letter (or one made small) or a number after a full stop has a say in its word
+    rb"|(?<=\.)[ \t\r\v\f](?=[ \t\r\v\f]*[^\sA-Za-z0-9<\x80-\xff])"
+)
+_LOOKED_THROUGH = 256
+
+
+def last_word_space(text: bytes) -> int:
+    """The place after the last line end, or before the last space with a word or sign after it; 0: neither.
+
+    No match of GPT-2's pattern reaches over the start of such a space, and none looks back.
+    """
+    return _last_in_line(_SPACE, text)
+
+
+def last_chunk_end(text: bytes) -> int:
+    """The place after the last line end, or before the last white space that `split_line` can be cut at; 0: neither."""
+    return _last_in_line(_CHUNK_END, text)
+
+
+def _last_in_line(pattern: re.Pattern[bytes], text: bytes) -> int:
     line = text.rfind(b"\n") + 1
-    place = text.rfind(b" ", line)
-    while place > line and not (text[place - 1 : place].isalnum() and text[place + 1 : place + 2].isalnum()):
-        place = text.rfind(b" ", line, place)
-    return place if place > line else line
+    start, width = len(text), _LOOKED_THROUGH
+    place = line
+    while place == line and start > line:  # from the end, since most often it is there
+        start, width = max(line, len(text) - width), 2 * width
+        place = max((found.start() for found in pattern.finditer(text, start)), default=line)
+    return place

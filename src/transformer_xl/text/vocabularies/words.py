@@ -21,7 +21,7 @@ from transformer_xl.text.vocabularies.splitting import (
     EnglishJoiner,
     Joiner,
     SpaceJoiner,
-    last_inner_space,
+    last_chunk_end,
     last_white_space,
     split_line,
 )
@@ -53,7 +53,7 @@ class WordRules:
 
     def last_cut(self, text: bytes) -> int:
         """The last place at which `text` may be cut without changing a word; 0: there is none."""
-        return last_white_space(text) if self.splitting == "spaces" else last_inner_space(text)
+        return last_white_space(text) if self.splitting == "spaces" else last_chunk_end(text)
 
     def words(self, piece: bytes, line_end: bytes = b"") -> list[bytes]:
         """The words of a piece, in UTF-8, with `line_end` for each line end.
@@ -146,7 +146,7 @@ class WordVocabulary:
         return np.arange(self.size) == self._mark
 
     def last_cut(self, text: bytes) -> int:
-        """The place after the last white space (where punctuation is split: line end, or space between words)."""
+        """The place after the last white space (where punctuation is split: not after every full stop)."""
         return self.rules.last_cut(text)
 
     def encode_piece(self, piece: bytes) -> Piece:

@@ -1,0 +1,71 @@
+"""Which files a folder or a pattern means."""
+
+from __future__ import annotations
+
+import glob
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from transformer_xl.config import UserError
+from transformer_xl.text.sources.folders import matches, walk
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders in folders, with files of the same names beside and in them; no links."""
+    tree = tmp_path_factory.mktemp("tree")
+    for outer in ("d", "e.txt", ".g"):
+        for inner in ("d", "f", ".g"):
+            folder = tree / outer / inner
+            folder.mkdir(parents=True)
+            for name in ("a", "b.txt", ".h", "[x]"):
+                for place in (tree, tree / outer, folder):
+                    (place / name).write_bytes(b"x")
+            (folder / "empty.txt").write_bytes(b"")
+    return tree
+
+
+PARTS = st.sampled_from(["**", "*", "d", "?", "*.txt", "[a-e]*", ".*", "f", "a", "e.txt", "[[]x]"])
+
+
+@given(parts=st.lists(PARTS, min_size=1, max_size=4))
+@settings(deadline=None, max_examples=300)
+def test_without_links_it_is_as_glob_has_it(tree: Path, parts: list[str]) -> None:
+    pattern = f"{tree}/{'/'.join(parts)}"
+    if not glob.has_magic(pattern):
+        return
+    # For a file f, glob takes f/** to be f itself.
+    found = {Path(name) for name in glob.iglob(pattern, recursive=True) if not name.endswith("/")}
+    wanted = sorted((path for path in found if path.is_file() and path.stat().st_size), key=Path.as_posix)
+    assert matches(pattern) == wanted
+
+
+def test_links_to_folders_are_followed_in_front_of_the_wildcard_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("sl/sub").mkdir(parents=True)
+    Path("sl/sub/a.txt").write_bytes(b"x")
+    Path("sl/sub/loop").symlink_to("..")
+    Path("sl/linkdir").symlink_to("sub")
+    Path("sl/self.txt").symlink_to("self.txt")
+    Path("sl/one.txt").symlink_to("sub/a.txt")
+    names = ["sl/one.txt", "sl/sub/a.txt"]
+    assert [str(path) for path in matches("sl/**/*.txt")] == names
+    assert [str(path) for path in matches("sl/**")] == [str(path) for path in walk(Path("sl"))] == names
+    assert [str(path) for path in matches("sl/**/**/sub/*.txt")] == ["sl/sub/a.txt"]
+    assert [str(path) for path in matches("sl/*/a.txt")] == ["sl/sub/a.txt"]
+    assert [str(path) for path in matches("sl/linkdir/*.txt")] == ["sl/linkdir/a.txt"]
+    assert [str(path) for path in matches("*/one.txt")] == ["sl/one.txt"]
+    assert matches("gone/*.txt") == matches("sl/one.txt/*") == []
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_unreadable_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir(mode=0)
+    with pytest.raises(UserError, match=r"reading .*sub: permission denied"):
+        matches(f"{tmp_path}/**/*.txt")
