@@ -1,14 +1,19 @@
-"""Commands that must fail: one line on standard error, exit status 2, nothing new or changed on disk."""
+"""Commands and what they say; those that must fail: one line on standard error, status 2, nothing changed on disk."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import io
+import json
 import os
 import re
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +22,27 @@ from transformer_xl.cli.main import run
 Capture, Patch = pytest.CaptureFixture[str], pytest.MonkeyPatch
 
 FULL = "no space left on the device; free some or choose another place"
+
+
+@dataclass
+class Said:
+    status: int
+    out: str
+    err: str
+
+    @property
+    def object(self) -> dict[str, Any]:
+        """The JSON object that is all there is on standard output."""
+        assert self.out.startswith("{")
+        assert self.out.endswith("}\n")
+        return json.loads(self.out, parse_constant=pytest.fail)
+
+
+def txl(*words: str | Path) -> Said:
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = run([str(word) for word in words])
+    return Said(status, out.getvalue(), err.getvalue())
 
 
 def do(words: str) -> None:

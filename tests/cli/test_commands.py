@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import json
 import math
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from refusals import Said, txl
 
 import transformer_xl
-from transformer_xl.cli.main import run
 from transformer_xl.config import recipe_names
 from transformer_xl.evaluation.scoring import Plan, evaluate
 from transformer_xl.generation.decoding import generate
@@ -34,27 +29,6 @@ TRAIN = [
     "--train.segment=7", "--train.memory=11", "--train.rows=3", "--train.steps=17", "--train.log-every=5",
     "--train.evaluate-every=11", "--train.save-every=13", "--train.precision=float32", "--train.learning-rate=0.01",
 ]  # fmt: skip
-
-
-@dataclass
-class Said:
-    status: int
-    out: str
-    err: str
-
-    @property
-    def object(self) -> dict[str, Any]:
-        """The JSON object that is all there is on standard output."""
-        assert self.out.startswith("{")
-        assert self.out.endswith("}\n")
-        return json.loads(self.out, parse_constant=pytest.fail)
-
-
-def txl(*words: str | Path) -> Said:
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        status = run([str(word) for word in words])
-    return Said(status, out.getvalue(), err.getvalue())
 
 
 @pytest.fixture(scope="module")

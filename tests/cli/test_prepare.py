@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import gzip
-import io
-import json
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+from refusals import Said, txl
 
 from transformer_xl.cli import prepare as command
-from transformer_xl.cli.main import run
 from transformer_xl.cli.prepare import _Bars
 from transformer_xl.text.sources import named_corpora
 from transformer_xl.text.token_store import Corpus
@@ -22,24 +18,8 @@ from transformer_xl.text.token_store import Corpus
 TEXT = "".join(f"the cat no. {place % 41} sat,\nand sat; caf\u00e9 {place}\n" for place in range(307)).encode()
 
 
-@dataclass
-class Said:
-    status: int
-    out: str
-    err: str
-
-    @property
-    def object(self) -> dict[str, Any]:
-        """The JSON object that is all there is on standard output."""
-        assert self.status == 0, self.err
-        return json.loads(self.out, parse_constant=pytest.fail)
-
-
 def prepare(*words: str | Path) -> Said:
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        status = run(["prepare", *map(str, words)])
-    return Said(status, out.getvalue(), err.getvalue())
+    return txl("prepare", *words)
 
 
 def tokens(folder: str | Path, split: str) -> list[int]:
