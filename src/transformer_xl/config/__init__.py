@@ -1,0 +1,47 @@
+"""Settings: what can be set, in which units, with which checks; the recipes; and the error a user sees.
+
+Settings come from three places, later ones winning: the defaults here, a recipe (a YAML file, see `recipes/`), and
+flags such as `--model.layers 6`. They are checked once, as a whole, and stored whole in `config.yaml` of the run.
+"""
+
+from transformer_xl.config.model import ModelConfig
+from transformer_xl.config.run import (
+    CorpusReference,
+    EvaluationConfig,
+    Recipe,
+    RunConfig,
+    load_recipe,
+    recipe_names,
+    run_settings,
+)
+from transformer_xl.config.settings import (
+    MOST,
+    Settings,
+    UserError,
+    check_settings,
+    explain,
+    merge,
+    nearest,
+    read_yaml,
+)
+from transformer_xl.config.train import TrainConfig
+
+__all__ = [
+    "MOST",
+    "CorpusReference",
+    "EvaluationConfig",
+    "ModelConfig",
+    "Recipe",
+    "RunConfig",
+    "Settings",
+    "TrainConfig",
+    "UserError",
+    "check_settings",
+    "explain",
+    "load_recipe",
+    "merge",
+    "nearest",
+    "read_yaml",
+    "recipe_names",
+    "run_settings",
+]

@@ -1,0 +1,113 @@
+"""Everything about a run: its settings together, and the recipes they may come from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import Field, model_validator
+
+from transformer_xl.config.model import ModelConfig
+from transformer_xl.config.settings import MOST, Settings, UserError, check_settings, nearest, read_yaml
+from transformer_xl.config.train import TrainConfig
+
+
+class EvaluationConfig(Settings):
+    """How the run is evaluated unless told otherwise."""
+
+    segment: int | None = Field(default=None, gt=0, le=MOST)
+    """New tokens read in one step; none: train.segment. It changes the speed and, without a window, the context."""
+    memory: int | None = Field(default=None, ge=0, le=MOST)
+    """Memory slots, in tokens; none: train.memory."""
+    window: int | None = Field(default=None, gt=0, le=MOST)
+    """Number of keys a query sees, itself included; none: model.window."""
+    clamp: int | None = Field(default=None, gt=0, le=MOST)
+    """Distances above this count as this one; none: model.clamp_length."""
+
+
+class CorpusReference(Settings):
+    """Which corpus a run was trained on."""
+
+    path: str
+    """Folder of the corpus, as an absolute path."""
+    vocabulary: str
+    """Fingerprint (sha256) of its vocabulary."""
+    train_sha256: str
+    """Of the training tokens: a run goes on only with the text it began with."""
+
+
+class RunConfig(Settings):
+    """Everything about a run, stored as its config.yaml."""
+
+    recipe: str | None = None
+    corpus: CorpusReference | None = None
+    model: ModelConfig = ModelConfig()
+    train: TrainConfig = TrainConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+
+    @model_validator(mode="after")
+    def _one_memory_length(self) -> Self:
+        if "memory" in self.model.model_fields_set and self.model.memory != self.train.memory:
+            raise ValueError(
+                f"model.memory {self.model.memory} and train.memory {self.train.memory} differ; set train.memory alone"
+            )
+        object.__setattr__(self, "model", self.model.model_copy(update={"memory": self.train.memory}))
+        return self
+
+
+class Recipe(Settings):
+    """A named set of settings, with what is known about it."""
+
+    title: str
+    source: str
+    """Where the settings come from."""
+    corpus: str
+    """The corpus they are meant for."""
+    published: dict[str, float] = Field(default={})
+    """Published figures on the test text, by name with unit."""
+    measured: dict[str, float] = Field(default={})
+    """Our own figures, by name with unit."""
+    published_parameters: float | None = None
+    """Number of parameters as published, which is rounded."""
+    parameters: int | None = None
+    """Number of parameters of these settings."""
+    step_flops: float | None = None
+    """Additions and multiplications in the matrix products of one training step."""
+    step_bytes: float | None = None
+    """Memory one training step needs in float32: weights, gradients, Adam's state, kept activations, hidden memory."""
+    model: dict[str, Any] = Field(default={})
+    train: dict[str, Any] = Field(default={})
+    evaluation: dict[str, Any] = Field(default={})
+
+
+def run_settings(values: Mapping[str, Any], source: str) -> RunConfig:
+    """Checks the settings of a run as a whole, as `check_settings` does."""
+    return check_settings(RunConfig, values, source)
+
+
+def recipe_names() -> list[str]:
+    """Names of the recipes that come with the package."""
+    folder = resources.files("transformer_xl") / "recipes"
+    return sorted(item.name.removesuffix(".yaml") for item in folder.iterdir() if item.name.endswith(".yaml"))
+
+
+def load_recipe(name: str) -> Recipe:
+    """Finds a recipe by its name, or by the path of a YAML file.
+
+    Raises:
+        UserError: there is none of that name (the nearest is offered), or it holds a wrong setting.
+    """
+    if name.endswith((".yaml", ".yml")):
+        try:
+            text = Path(name).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"recipe file '{name}' cannot be read: {error}") from None
+    elif name in recipe_names():
+        text = (resources.files("transformer_xl") / "recipes" / f"{name}.yaml").read_text(encoding="utf-8")
+    else:
+        raise UserError(f"no recipe '{name}'{nearest(name, recipe_names())}; 'txl recipes' lists them")
+    recipe = check_settings(Recipe, read_yaml(text, f"recipe {name}"), f"recipe {name}")
+    run_settings({"model": recipe.model, "train": recipe.train, "evaluation": recipe.evaluation}, f"recipe {name}")
+    return recipe
