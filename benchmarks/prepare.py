@@ -36,12 +36,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from steps import commit, cpu_model, say
+from circumstances import RESULTS, command, commit, cpu_model, say, write
 
 from transformer_xl import __version__
 from transformer_xl.text.token_store import Corpus
 
-RESULTS = Path(__file__).parent / "results"
 MEGABYTE = 10**6
 MARK = "<eos>"
 WIKITEXT_WORDS, WIKITEXT_BYTES = 267_735, 540 * MEGABYTE
@@ -271,7 +270,7 @@ def distinct_words(path: Path) -> int:
 def circumstances(sizes: argparse.Namespace) -> dict[str, Any]:
     """What someone else needs to measure the same."""
     return {
-        "command": shlex.join(["python", "benchmarks/prepare.py", *sys.argv[1:]]),
+        "command": command(),
         "commit": commit(),
         "versions": {"transformer_xl": __version__, "numpy": np.__version__, "python": platform.python_version()},
         "machine": {"cpu": cpu_model(), "cores": os.cpu_count()},
@@ -310,8 +309,7 @@ def main() -> None:
         f"the older way {older['median_seconds_scaled_linearly']:,.1f} s (scaled); {results['median_ratio']:.1f} times"
     )
     out = sizes.out or RESULTS / f"prepare-{sizes.vocabulary}.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    write(results, out)
 
 
 if __name__ == "__main__":

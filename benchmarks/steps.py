@@ -11,17 +11,14 @@ fast because it does something else is seen.
 from __future__ import annotations
 
 import argparse
-import json
 import platform
-import shlex
 import statistics
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from circumstances import RESULTS, command, commit, cpu_model, device_name, say, write
 
 from transformer_xl import __version__
 from transformer_xl.config import ModelConfig, TrainConfig
@@ -30,7 +27,7 @@ from transformer_xl.model.kernels import KERNELS
 from transformer_xl.model.transformer_xl import TransformerXL
 from transformer_xl.training.optimizers import build_optimizer
 
-OUT = Path(__file__).parent / "results" / "steps.json"
+OUT = RESULTS / "steps.json"
 
 
 class Learner:
@@ -123,7 +120,7 @@ def ratio(rates: list[float], others: list[float]) -> dict[str, Any]:
 def circumstances(sizes: argparse.Namespace) -> dict[str, Any]:
     """What someone else needs to measure the same."""
     return {
-        "command": shlex.join(["python", "benchmarks/steps.py", *sys.argv[1:]]),
+        "command": command(),
         "commit": commit(),
         "versions": {"transformer_xl": __version__, "torch": torch.__version__, "python": platform.python_version()},
         "machine": {"cpu": cpu_model(), "threads": torch.get_num_threads(), "device": device_name(sizes.device)},
@@ -137,32 +134,6 @@ def circumstances(sizes: argparse.Namespace) -> dict[str, Any]:
 def fitting(device: str) -> list[str]:
     """The kernels that work there, slowest first."""
     return [kernel.name for kernel in reversed(KERNELS.values()) if kernel.fits(torch.device(device), torch.float32)]
-
-
-def commit() -> str:
-    """The commit measured, with a mark where files have changed since."""
-    words = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=12", "--dirty", "--exclude=*"]
-    try:
-        return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-
-
-def cpu_model() -> str:
-    """The processor's name, where the system tells it."""
-    table = Path("/proc/cpuinfo")
-    names = [line for line in table.read_text().splitlines() if line.startswith("model name")] if table.exists() else []
-    return names[0].partition(":")[2].strip() if names else platform.processor() or platform.machine()
-
-
-def device_name(device: str) -> str:
-    """What computes."""
-    return torch.cuda.get_device_name(device) if device.startswith("cuda") else device
-
-
-def say(text: str) -> None:
-    """A line for people."""
-    print(text, file=sys.stderr, flush=True)
 
 
 def main() -> None:
@@ -186,8 +157,7 @@ def main() -> None:
         times = f"{figures['median_ratio']:.2f} times {results['compared_with']} ({low:.2f} to {high:.2f})"
         apart = f"losses within {figures['largest_loss_difference']:.1e}"
         print(f"{kernel:<10} {figures['median_tokens_per_second']:>10,.0f} tokens/s, {times}, {apart}")
-    sizes.out.parent.mkdir(parents=True, exist_ok=True)
-    sizes.out.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    write(results, sizes.out)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,168 @@
+"""One contestant of `training.py`, in a process of its own: builds the model, then takes steps when told to.
+
+    python worker.py '{"contestant": "ours", "precision": "float32", ...}'
+
+Reads a number of steps a line, answers each with one line of JSON: seconds, and the mean loss of those steps. Nothing
+is computed while it waits. The end of the input ends it, after a last line: the most memory it had. It needs torch and
+what the contestant needs, nothing else, so it runs in the peers' environment too.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import sysconfig
+import time
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is to be trained, and how."""
+
+    contestant: str
+    """Name of the module beside this file."""
+    precision: str
+    """float32 or bfloat16."""
+    variant: str
+    """What the contestant is asked to do otherwise; empty: nothing."""
+    device: str
+    layers: int
+    width: int
+    heads: int
+    head_width: int
+    feedforward: int
+    vocabulary: int
+    rows: int
+    segment: int
+    memory: int
+    dropout: float
+    learning_rate: float
+    clip: float
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """Matrix products in the wanted number format."""
+        if self.precision == "float32":
+            return nullcontext()
+        return torch.autocast(torch.device(self.device).type, torch.bfloat16)
+
+
+class Contestant(Protocol):
+    """A model in training, carrying its memory from step to step."""
+
+    model: torch.nn.Module
+    note: str
+    """How it is set, in words."""
+    versions: dict[str, str]
+
+    def step(self, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
+        """One whole optimiser step; gives the mean loss in nats, on the device."""
+        ...
+
+
+def text(num_bytes: int) -> bytes:
+    """Source of Python's standard library, in the order of its paths: text that every Python has."""
+    library = Path(sysconfig.get_paths()["stdlib"])
+    parts, length = [], 0
+    for path in sorted(library.rglob("*.py")):
+        if "site-packages" not in path.parts and length < num_bytes:
+            parts.append(path.read_bytes())
+            length += len(parts[-1])
+    return b"".join(parts)
+
+
+class Segments:
+    """Rows side by side, each a stretch of the text; from its end it goes on at its beginning."""
+
+    def __init__(self, task: Task) -> None:
+        ids_A = torch.frombuffer(bytearray(text(task.rows * task.segment * 300)), dtype=torch.uint8) % task.vocabulary
+        length = (len(ids_A) // task.rows - 1) // task.segment * task.segment + 1
+        self.ids_BA = ids_A[: task.rows * length].view(task.rows, length).long().to(task.device)
+        self.task, self.place = task, 0
+
+    def next(self) -> tuple[Tensor, Tensor]:
+        """Inputs and targets (B, T)."""
+        if self.place + self.task.segment >= self.ids_BA.shape[1]:
+            self.place = 0
+        start, self.place = self.place, self.place + self.task.segment
+        return self.ids_BA[:, start : self.place], self.ids_BA[:, start + 1 : self.place + 1]
+
+
+def resident_bytes(name: str) -> int:
+    """A line of this process's status: VmRSS, what it has now, or VmHWM, the most it ever had. 0 where unknown."""
+    status = Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.exists() else []
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), 0)
+
+
+def wait(device: str) -> None:
+    """Until the device has done what it was told."""
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
+
+
+def run(contestant: Contestant, segments: Segments, steps: int, device: str) -> dict[str, float]:
+    """Takes steps against the clock."""
+    losses = []
+    wait(device)
+    began = time.perf_counter()
+    for _ in range(steps):
+        losses.append(contestant.step(*segments.next()).detach())
+    wait(device)
+    return {"seconds": time.perf_counter() - began, "loss": float(torch.stack(losses).float().mean())}
+
+
+def peak(device: str, before: int) -> dict[str, int]:
+    """The most memory so far: resident, and on the GPU."""
+    found = {"peak_resident_bytes": resident_bytes("VmHWM"), "resident_bytes_before_model": before}
+    if device.startswith("cuda"):
+        found["peak_device_bytes"] = torch.cuda.max_memory_allocated()
+    return found
+
+
+def warm_libraries(device: str) -> None:
+    """Takes a step of a tiny model, so that what torch loads late does not count as the contestant's memory."""
+    tiny = torch.nn.Linear(2, 2).to(device)
+    tiny(torch.ones(1, 2, device=device)).sum().backward()
+    torch.optim.Adam(tiny.parameters(), fused=True).step()
+
+
+def answer(what: dict[str, Any]) -> None:
+    """One line for the conductor."""
+    print(json.dumps(what), flush=True)
+
+
+def main() -> None:
+    """Says what was built, then does as told."""
+    task = Task(**json.loads(sys.argv[1]))
+    module = importlib.import_module(task.contestant)
+    warm_libraries(task.device)
+    before = resident_bytes("VmRSS")
+    torch.manual_seed(1)
+    contestant: Contestant = module.Trained(task)
+    segments = Segments(task)
+    # several names may stand for one tensor
+    parameters = sum(parameter.numel() for parameter in set(contestant.model.parameters()))
+    versions = {"torch": torch.__version__, **contestant.versions}
+    answer(
+        {
+            "parameters": parameters,
+            "threads": torch.get_num_threads(),
+            "note": contestant.note,
+            "versions": versions,
+        }
+    )
+    for line in sys.stdin:
+        answer(run(contestant, segments, int(line), task.device))
+    answer(peak(task.device, before))
+
+
+if __name__ == "__main__":
+    main()
