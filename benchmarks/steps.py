@@ -18,25 +18,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from attention_cases import wait
 from circumstances import RESULTS, command, commit, cpu_model, device_name, say, write
+from trainee import Trainee
 
 from transformer_xl import __version__
 from transformer_xl.config import ModelConfig, TrainConfig
-from transformer_xl.device import autocast, number_format, set_threads
+from transformer_xl.device import number_format, set_threads
 from transformer_xl.model.kernels import KERNELS
-from transformer_xl.model.transformer_xl import TransformerXL
-from transformer_xl.training.optimizers import build_optimizer
 
 OUT = RESULTS / "steps.json"
 
 
-class Learner:
-    """A model in training, carrying its memory from step to step."""
+class Runner:
+    """A model in training, and its losses."""
 
     def __init__(self, kernel: str, sizes: argparse.Namespace) -> None:
         """Weights are drawn from the same seed for every kernel."""
-        torch.manual_seed(1)
-        config = ModelConfig(
+        model = ModelConfig(
             layers=sizes.layers,
             width=sizes.width,
             heads=sizes.heads,
@@ -45,55 +44,42 @@ class Learner:
             memory=sizes.memory,
             kernel=kernel,
         )
-        self.sizes, self.clip = sizes, TrainConfig().clip
-        self.model = TransformerXL(config).to(sizes.device)
-        self.optimizer = build_optimizer(self.model, TrainConfig())
-        self.memory = self.model.initial_memory(sizes.rows)
+        self.sizes = sizes
+        train = TrainConfig(rows=sizes.rows, segment=sizes.segment, memory=sizes.memory, precision=sizes.precision)
+        self.trainee = Trainee(model, train, sizes.device)
         self.generator = torch.Generator().manual_seed(2)
         self.losses: list[torch.Tensor] = []
 
     def step(self) -> None:
         """One optimiser step on fresh tokens."""
-        shape = (self.sizes.rows, self.sizes.segment + 1)
-        tokens_BT = torch.randint(0, 256, shape, generator=self.generator).to(self.sizes.device)
-        with autocast(torch.device(self.sizes.device), self.sizes.precision):
-            hidden_BTD, self.memory = self.model(tokens_BT[:, :-1], self.memory)
-            loss = self.model.nats(hidden_BTD, tokens_BT[:, 1:]).mean()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.losses.append(loss.detach())
+        tokens_BT = torch.randint(0, 256, (self.sizes.rows, self.sizes.segment + 1), generator=self.generator)
+        self.losses.append(self.trainee.step(tokens_BT[:, :-1], tokens_BT[:, 1:]))
 
     def tokens_per_second(self, steps: int) -> float:
         """Runs that many steps against the clock."""
-        self._wait()
+        wait(self.sizes.device)
         start = time.perf_counter()
         for _ in range(steps):
             self.step()
-        self._wait()
+        wait(self.sizes.device)
         return steps * self.sizes.rows * self.sizes.segment / (time.perf_counter() - start)
-
-    def _wait(self) -> None:
-        if self.sizes.device.startswith("cuda"):
-            torch.cuda.synchronize()
 
 
 def measure(sizes: argparse.Namespace) -> dict[str, Any]:
     """Lets the kernels take turns; gives all rates, medians, ratios, and how far the losses are apart."""
     kernels: list[str] = sizes.kernels
-    learners = {kernel: Learner(kernel, sizes) for kernel in kernels}
+    runners = {kernel: Runner(kernel, sizes) for kernel in kernels}
     filling = -(-sizes.memory // sizes.segment)
-    for learner in learners.values():
-        learner.tokens_per_second(1 + filling)  # warm, and the memory full
+    for runner in runners.values():
+        runner.tokens_per_second(1 + filling)  # warm, and the memory full
     rates: dict[str, list[float]] = {kernel: [] for kernel in kernels}
     for number in range(sizes.rounds):
         for kernel in kernels if number % 2 == 0 else reversed(kernels):
-            rates[kernel].append(learners[kernel].tokens_per_second(sizes.steps))
+            rates[kernel].append(runners[kernel].tokens_per_second(sizes.steps))
         last = ", ".join(f"{kernel} {of[-1]:,.0f} tokens/s" for kernel, of in rates.items())
         say(f"round {number + 1} of {sizes.rounds}: {last}")
     first = kernels[0]
-    losses = {kernel: torch.stack(learner.losses).cpu() for kernel, learner in learners.items()}
+    losses = {kernel: torch.stack(runner.losses).cpu() for kernel, runner in runners.items()}
     return {
         "compared_with": first,
         "kernels": {

@@ -33,7 +33,7 @@ from circumstances import RESULTS, command, commit, cpu_features, cpu_model, dev
 
 from transformer_xl.device import has_bfloat16
 
-WORKER = Path(__file__).parent / "contestants" / "worker.py"
+HERE = Path(__file__).parent
 PEERS = Path(".venv-peers/bin/python")
 MODULES = {"ours": "ours", "transformers": "peer_transformers", "x-transformers": "peer_x_transformers"}
 STANDARD = ("ours-{}", "transformers-{}", "x-transformers-{}", "x-transformers-{}+bias")
@@ -82,14 +82,15 @@ class Worker:
         self.entry = entry
         task = {name: getattr(sizes, name) for name in (*SIZES, *RATES, "device")}
         task |= {"contestant": entry.module, "precision": entry.precision, "variant": entry.variant}
-        python = sys.executable if entry.module == "ours" else str(sizes.peers)
+        python = sys.executable if entry.module == "ours" else str(sizes.peers.absolute())
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": str(sizes.threads),
             **(TUNED_MALLOC if sizes.tuned_malloc else {}),
         }
         self.process = subprocess.Popen(
-            [python, str(WORKER), json.dumps(task)],
+            [python, "-m", "contestants.worker", json.dumps(task)],
+            cwd=HERE,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,

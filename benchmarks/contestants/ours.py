@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import torch
+from contestants.task import Task
 from torch import Tensor
-from worker import Task
+from trainee import Trainee
 
 from transformer_xl import __version__
 from transformer_xl.config import ModelConfig, TrainConfig
-from transformer_xl.model.transformer_xl import TransformerXL
-from transformer_xl.training.optimizers import build_optimizer
 
 
 class Trained:
-    """Variant `compile`: layers through torch.compile."""
+    """Variant `compile`: layers through torch.compile. Nothing is set that `txl train` does not set."""
 
     versions = {"transformer_xl": __version__}  # noqa: RUF012
 
     def __init__(self, task: Task) -> None:
-        config = ModelConfig(
+        model = ModelConfig(
             vocabulary_size=task.vocabulary,
             layers=task.layers,
             width=task.width,
@@ -28,24 +26,21 @@ class Trained:
             dropout=task.dropout,
             memory=task.memory,
         )
-        self.task = task
-        self.model = TransformerXL(config).to(task.device)
-        settings = TrainConfig(learning_rate=task.learning_rate, clip=task.clip)
-        self.optimizer = build_optimizer(self.model, settings)
-        self.memory = self.model.initial_memory(task.rows)
+        train = TrainConfig.model_validate(
+            {
+                "rows": task.rows,
+                "segment": task.segment,
+                "memory": task.memory,
+                "learning_rate": task.learning_rate,
+                "clip": task.clip,
+                "precision": task.precision,
+                "compile": "layers" if task.variant == "compile" else "off",
+            }
+        )
+        self.trainee = Trainee(model, train, task.device)
+        self.model = self.trainee.model
         self.note = "relative attention of the paper, kernel auto"
-        if task.variant == "compile":
-            for layer in self.model.layers:
-                layer.compile(dynamic=False)
-            self.note += ", layers compiled"
 
     def step(self, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
-        """As `txl train`: forward with the memory carried, backward, clip, fused Adam."""
-        with self.task.autocast():
-            hidden_BTD, self.memory = self.model(inputs_BT, self.memory)
-            loss = self.model.nats(hidden_BTD, targets_BT.cpu()).mean()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.task.clip)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return loss
+        """The tokens come from the CPU, as those of a corpus do."""
+        return self.trainee.step(inputs_BT, targets_BT)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 import transformers
+from contestants.task import Task
 from torch import Tensor
 from transformers import TransfoXLConfig, TransfoXLLMHeadModel
-from worker import Task
 
 
 class Trained:
@@ -46,6 +46,7 @@ class Trained:
 
     def step(self, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
         """Labels are the inputs, as its documentation says: it shifts them itself."""
+        inputs_BT = inputs_BT.to(self.task.device)
         with self.task.autocast():
             out = self.model(input_ids=inputs_BT, labels=inputs_BT, mems=self.mems)
         self.mems = out.mems

@@ -6,8 +6,8 @@ from importlib.metadata import version
 
 import torch
 import torch.nn.functional as F
+from contestants.task import Task
 from torch import Tensor
-from worker import Task
 from x_transformers import Decoder, TransformerWrapper
 
 
@@ -57,6 +57,7 @@ class Trained:
 
     def step(self, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
         """Cross-entropy of its logits, as its own wrapper for training forms it."""
+        inputs_BT, targets_BT = inputs_BT.to(self.task.device), targets_BT.to(self.task.device)
         with self.task.autocast():
             logits_BTV, self.mems = self.model(inputs_BT, mems=self.mems, return_mems=True)
             loss = F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())

@@ -1,6 +1,6 @@
 """One contestant of `training.py`, in a process of its own: builds the model, then takes steps when told to.
 
-    python worker.py '{"contestant": "ours", "precision": "float32", ...}'
+    python -m contestants.worker '{"contestant": "ours", "precision": "float32", ...}'
 
 Reads a number of steps a line, answers each with one line of JSON: seconds, and the mean loss of those steps. Nothing
 is computed while it waits. The end of the input ends it, after a last line: the most memory it had. It needs torch and
@@ -14,57 +14,12 @@ import json
 import sys
 import sysconfig
 import time
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+from contestants.task import Contestant, Task
 from torch import Tensor
-
-
-@dataclass(frozen=True)
-class Task:
-    """What is to be trained, and how."""
-
-    contestant: str
-    """Name of the module beside this file."""
-    precision: str
-    """float32 or bfloat16."""
-    variant: str
-    """What the contestant is asked to do otherwise; empty: nothing."""
-    device: str
-    layers: int
-    width: int
-    heads: int
-    head_width: int
-    feedforward: int
-    vocabulary: int
-    rows: int
-    segment: int
-    memory: int
-    dropout: float
-    learning_rate: float
-    clip: float
-
-    def autocast(self) -> AbstractContextManager[object]:
-        """Matrix products in the wanted number format."""
-        if self.precision == "float32":
-            return nullcontext()
-        return torch.autocast(torch.device(self.device).type, torch.bfloat16)
-
-
-class Contestant(Protocol):
-    """A model in training, carrying its memory from step to step."""
-
-    model: torch.nn.Module
-    note: str
-    """How it is set, in words."""
-    versions: dict[str, str]
-
-    def step(self, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
-        """One whole optimiser step; gives the mean loss in nats, on the device."""
-        ...
 
 
 def text(num_bytes: int) -> bytes:
@@ -84,11 +39,11 @@ class Segments:
     def __init__(self, task: Task) -> None:
         ids_A = torch.frombuffer(bytearray(text(task.rows * task.segment * 300)), dtype=torch.uint8) % task.vocabulary
         length = (len(ids_A) // task.rows - 1) // task.segment * task.segment + 1
-        self.ids_BA = ids_A[: task.rows * length].view(task.rows, length).long().to(task.device)
+        self.ids_BA = ids_A[: task.rows * length].view(task.rows, length).long()
         self.task, self.place = task, 0
 
     def next(self) -> tuple[Tensor, Tensor]:
-        """Inputs and targets (B, T)."""
+        """Inputs and targets (B, T), on the CPU."""
         if self.place + self.task.segment >= self.ids_BA.shape[1]:
             self.place = 0
         start, self.place = self.place, self.place + self.task.segment
@@ -142,7 +97,7 @@ def answer(what: dict[str, Any]) -> None:
 def main() -> None:
     """Says what was built, then does as told."""
     task = Task(**json.loads(sys.argv[1]))
-    module = importlib.import_module(task.contestant)
+    module = importlib.import_module(f"contestants.{task.contestant}")
     warm_libraries(task.device)
     before = resident_bytes("VmRSS")
     torch.manual_seed(1)

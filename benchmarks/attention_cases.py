@@ -1,0 +1,247 @@
+"""Relative attention at given sizes: inputs, how far a kernel is from float64, and what it takes.
+
+Letters: B rows, T queries, S = M + T keys, P distances, N heads, H head width.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from transformer_xl.model.kernels import KERNELS, AttentionInputs, Sight
+
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# least allowed error, as a share of the largest number: sums of some hundred terms in another order
+FLOORS = {"float64": 1e-10, "float32": 2e-5, "bfloat16": 2e-2, "float16": 3e-3}
+TIMES_REFERENCE = 3.0  # allowed error, in those of the reference kernel in the same number format
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of one attention."""
+
+    rows: int
+    queries: int
+    memory: int
+    heads: int
+    head_width: int
+    window: int | None = None
+    dropout: float = 0.0
+    dtype: str = "float32"
+    device: str = "cpu"
+    empty: int = 0
+    """Memory slots of the first row that hold nothing; 0: every slot of every row is valid, and no mask is given."""
+
+    @property
+    def keys(self) -> int:
+        """S."""
+        return self.memory + self.queries
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of a query and a key it sees, in one head of one row."""
+        window = self.window or self.keys
+        return sum(min(window, self.memory + place + 1) for place in range(self.queries))
+
+    @property
+    def forward_flops(self) -> int:
+        """Additions and multiplications: content scores, position scores and weighted values, of pairs that are seen.
+
+        The backward pass has twice as many, beside what a kernel computes again.
+        """
+        return 3 * 2 * self.rows * self.heads * self.head_width * self.pairs
+
+    def words(self) -> str:
+        """For people."""
+        parts = [f"B {self.rows}", f"T {self.queries}", f"M {self.memory}", f"{self.heads} x {self.head_width}"]
+        parts += [f"window {self.window}"] if self.window else []
+        parts += [f"dropout {self.dropout:g}"] if self.dropout else []
+        parts += [f"{self.empty} empty"] if self.empty else []
+        return ", ".join([*parts, self.dtype])
+
+
+def draw(shape: Shape, seed: int = 1) -> tuple[AttentionInputs, Sight]:
+    """Inputs that want gradients, and what is seen. The same numbers on every device."""
+    generator = torch.Generator().manual_seed(seed)
+    per_head = (shape.heads, shape.head_width)
+    distances = min(shape.keys, shape.window or shape.keys)
+    sizes = [(shape.rows, shape.queries), (shape.rows, shape.keys), (shape.rows, shape.keys), (distances,), (), ()]
+    tensors = [
+        torch.randn(*size, *per_head, generator=generator).to(shape.device, DTYPES[shape.dtype]).requires_grad_()
+        for size in sizes
+    ]
+    if not shape.empty:
+        return AttentionInputs(*tensors), Sight(None)
+    valid_B = torch.full((shape.rows,), shape.memory, device=shape.device)
+    valid_B[0] -= shape.empty
+    return AttentionInputs(*tensors), Sight(valid_B)
+
+
+def as_list(inputs: AttentionInputs) -> list[Tensor]:
+    """Its tensors, in order."""
+    return [getattr(inputs, field.name) for field in fields(inputs)]
+
+
+def out_and_gradients(kernel: str, shape: Shape, inputs: AttentionInputs, sight: Sight) -> dict[str, Tensor]:
+    """Attended values and the gradient of every input, by name, for a fixed gradient of the output."""
+    out_BTNH = KERNELS[kernel].attend(inputs, sight, shape.dropout)
+    grad_BTNH = torch.randn(out_BTNH.shape, generator=torch.Generator().manual_seed(9)).to(out_BTNH)
+    grads = torch.autograd.grad(out_BTNH, as_list(inputs), grad_BTNH, materialize_grads=True)
+    names = [field.name.rpartition("_")[0] for field in fields(inputs)]
+    return {"out": out_BTNH.detach(), **dict(zip(names, grads, strict=True))}
+
+
+def in_float64(inputs: AttentionInputs) -> AttentionInputs:
+    """The same numbers in float64."""
+    return AttentionInputs(*(tensor.detach().double().requires_grad_() for tensor in as_list(inputs)))
+
+
+def errors(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, float]:
+    """Largest error of each, as a share of the largest wanted number; NaN counts as infinite."""
+    return {
+        name: torch.nan_to_num(
+            (found[name].double() - right).abs().max() / right.abs().max().clamp(min=1e-30), nan=1e30
+        ).item()
+        for name, right in wanted.items()
+    }
+
+
+def check(kernel: str, shape: Shape) -> dict[str, Any]:
+    """Holds a kernel to the reference in float64: its error may be a few times that of the reference in its format."""
+    inputs, sight = draw(shape)
+    wanted = out_and_gradients("reference", shape, in_float64(inputs), sight)
+    own = errors(out_and_gradients(kernel, shape, inputs, sight), wanted)
+    usual = errors(out_and_gradients("reference", shape, inputs, sight), wanted)
+    allowed = {name: max(TIMES_REFERENCE * usual[name], FLOORS[shape.dtype]) for name in own}
+    worst = max(own, key=lambda name: own[name] / allowed[name])
+    return {
+        "kernel": kernel,
+        "what": f"{shape.words()}: {worst}",
+        "error": own[worst],
+        "allowed": allowed[worst],
+        "ok": own[worst] <= allowed[worst],
+    }
+
+
+def check_dropout(kernel: str, shape: Shape) -> list[dict[str, Any]]:
+    """What must hold of dropout whatever the mask: the seed decides it, it keeps the mean, gradients belong to it."""
+    inputs, sight = draw(shape)
+
+    def run(of: AttentionInputs, seed: int = 3) -> dict[str, Tensor]:
+        torch.manual_seed(seed)
+        return out_and_gradients(kernel, shape, of, sight)
+
+    first, again, other = run(inputs), run(inputs), run(inputs, 4)
+    ones = replace(inputs, v_BSNH=torch.ones_like(inputs.v_BSNH).requires_grad_())
+    grad_BTNH = torch.randn(first["out"].shape, generator=torch.Generator().manual_seed(9)).to(first["out"]).double()
+    # out is linear in v: with a mask that is the same forward and backward, <dout, out> = <dv, v>
+    through_v = (first["v"].double() * inputs.v_BSNH.detach().double()).sum() / (
+        grad_BTNH * first["out"].double()
+    ).sum() - 1
+    step = 1e-2
+    direction_BTNH = torch.randn(first["q"].shape, generator=torch.Generator().manual_seed(7)).to(inputs.q_BTNH)
+    ends = [
+        (
+            grad_BTNH
+            * run(replace(inputs, q_BTNH=(inputs.q_BTNH + sign * step * direction_BTNH).detach().requires_grad_()))[
+                "out"
+            ].double()
+        ).sum()
+        for sign in (1, -1)
+    ]
+    slope = (first["q"].double() * direction_BTNH.double()).sum()
+    through_q = ((ends[0] - ends[1]) / (2 * step) - slope) / slope.abs().clamp(min=1.0)
+    found = {
+        "the same seed gives the same": (float(any((first[k] != again[k]).any() for k in first)), 0.0),
+        "another seed gives another": (float((first["out"] == other["out"]).float().mean()), 0.5),
+        "probabilities still sum to about one": (float((run(ones)["out"].double().mean() - 1).abs()), 0.05),
+        "gradient of values belongs to the mask": (float(through_v.abs()), 1e-3),
+        "gradient of queries belongs to the mask": (float(through_q.abs()), 2e-2),
+    }
+    return [
+        {
+            "kernel": kernel,
+            "what": f"{shape.words()}: {what}",
+            "error": error,
+            "allowed": allowed,
+            "ok": error <= allowed,
+        }
+        for what, (error, allowed) in found.items()
+    ]
+
+
+def wait(device: str) -> None:
+    """Until the device has done what it was told."""
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
+
+
+def median_seconds(work: Callable[[], object], device: str, *, seconds: float = 0.3, rounds: int = 5) -> float:
+    """Median over rounds of the time one call takes, each round of at least so many seconds in all rounds together."""
+    work()
+    wait(device)
+    began = time.perf_counter()
+    work()
+    wait(device)
+    calls = max(1, round(seconds / rounds / max(time.perf_counter() - began, 1e-7)))
+    return statistics.median(_seconds(work, device, calls) for _ in range(rounds))
+
+
+def _seconds(work: Callable[[], object], device: str, calls: int) -> float:
+    if device.startswith("cuda"):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(calls):
+            work()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3 / calls
+    began = time.perf_counter()
+    for _ in range(calls):
+        work()
+    return (time.perf_counter() - began) / calls
+
+
+def times(kernel: str, shape: Shape, *, seconds: float = 0.3, rounds: int = 5) -> dict[str, float]:
+    """Forward as without gradients; forward and backward together as in training; with operations per second."""
+    inputs, sight = draw(shape)
+    grad_BTNH = torch.ones_like(inputs.q_BTNH)
+
+    def forward() -> None:
+        with torch.no_grad():
+            KERNELS[kernel].attend(inputs, sight, shape.dropout)
+
+    def both() -> None:
+        out_BTNH = KERNELS[kernel].attend(inputs, sight, shape.dropout)
+        torch.autograd.grad(out_BTNH, as_list(inputs), grad_BTNH)
+
+    one = median_seconds(forward, shape.device, seconds=seconds, rounds=rounds)
+    two = median_seconds(both, shape.device, seconds=seconds, rounds=rounds)
+    return {
+        "forward_seconds": one,
+        "forward_backward_seconds": two,
+        "forward_tflops": shape.forward_flops / one / 1e12,
+        "forward_backward_tflops": 3 * shape.forward_flops / two / 1e12,
+    }
+
+
+def kept_bytes(kernel: str, shape: Shape) -> int:
+    """What the forward pass keeps for the backward pass, beside its inputs."""
+    inputs, sight = draw(shape)
+    kept = {tensor.untyped_storage().data_ptr(): 0 for tensor in as_list(inputs)}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        kept.setdefault(storage.data_ptr(), storage.nbytes())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        out_BTNH = KERNELS[kernel].attend(inputs, sight, shape.dropout)
+    # the output is there in any case
+    return sum(size for place, size in kept.items() if place != out_BTNH.untyped_storage().data_ptr())

@@ -1,0 +1,54 @@
+"""What a contestant of `training.py` is given, and what it must offer."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is to be trained, and how."""
+
+    contestant: str
+    """Name of the module beside this file."""
+    precision: str
+    """float32 or bfloat16."""
+    variant: str
+    """What the contestant is asked to do otherwise; empty: nothing."""
+    device: str
+    layers: int
+    width: int
+    heads: int
+    head_width: int
+    feedforward: int
+    vocabulary: int
+    rows: int
+    segment: int
+    memory: int
+    dropout: float
+    learning_rate: float
+    clip: float
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """Matrix products in the wanted number format."""
+        if self.precision == "float32":
+            return nullcontext()
+        return torch.autocast(torch.device(self.device).type, torch.bfloat16)
+
+
+class Contestant(Protocol):
+    """A model in training, carrying its memory from step to step."""
+
+    model: torch.nn.Module
+    note: str
+    """How it is set, in words."""
+    versions: dict[str, str]
+
+    def step(self, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
+        """One whole optimiser step on tokens (B, T) that lie on the CPU; gives the mean loss in nats, on the device."""
+        ...

@@ -1,0 +1,36 @@
+"""A model in training as `txl train` trains it: the package's own model, optimisers and step, on tokens handed in."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from transformer_xl.config import ModelConfig, TrainConfig
+from transformer_xl.model.transformer_xl import TransformerXL
+from transformer_xl.text.segments import Segment
+from transformer_xl.training.compiling import compile_layers
+from transformer_xl.training.distributed import ALONE
+from transformer_xl.training.optimizers import build_optimizers
+from transformer_xl.training.step import Learner, ScoredModel
+
+
+class Trainee:
+    """Carries its memory from step to step."""
+
+    def __init__(self, model: ModelConfig, train: TrainConfig, device: str) -> None:
+        """Weights are drawn from the same seed each time; the learning rate stays at its peak."""
+        torch.manual_seed(1)
+        place = torch.device(device)
+        self.model = TransformerXL(model).to(place).train()
+        self.model.recompute = train.recompute
+        compile_layers(self.model, place, train.compile)
+        self.learner = Learner(ScoredModel(self.model), build_optimizers(self.model, train), train, place, ALONE)
+        self.memories = (self.model.initial_memory(train.rows),)
+
+    def step(self, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
+        """One whole optimiser step on tokens (B, T) that lie on the CPU; gives the mean loss in nats, on the device."""
+        counted_BT = np.ones(tuple(inputs_BT.shape), dtype=np.bool_)
+        segment = Segment(inputs_BT.numpy(), targets_BT.numpy(), counted_BT, starts=False)
+        numbers, self.memories = self.learner.step(segment, self.memories)
+        return numbers[0] / numbers[1]
