@@ -90,6 +90,7 @@ def figures_of(folder: RunFolder) -> list[dict[str, Any]]:
     _, notes = load_tensors(folder.weights_file("last").parent / "training.safetensors")
     lines = [*map(json.loads, (folder.path / "metrics.jsonl").read_text().splitlines()), json.loads(notes["progress"])]
     assert all(line.pop("seconds") >= 0 for line in lines)
+    assert all(line.pop("tokens_per_second") > 0 for line in lines if line.get("split") == "train")
     return lines
 
 

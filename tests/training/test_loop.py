@@ -122,7 +122,7 @@ def test_every_step_equals_the_one_by_hand(tmp_path: Path, length: int, settings
     text = letters(length, seed=1)
     training = start(tmp_path / "run", make_corpus(tmp_path / "corpus", text), **settings)
     training.state.model.double()
-    training.state.memory = training.state.model.initial_memory(training.config.rows)
+    training.state.memories = (training.state.model.initial_memory(training.config.rows),)
     hand = ByHand(training, text)
     wanted = []
     for step in range(training.config.steps):
@@ -145,7 +145,7 @@ def test_clip_limits_the_gradient_that_adam_sees(tmp_path: Path) -> None:
     for clip in (0.01, 1000.0):
         training = start(tmp_path / f"{clip}", corpus, clip=clip)
         grads: list[Tensor] = []
-        training.state.optimizer.register_step_pre_hook(
+        training.state.optimizers[0].register_step_pre_hook(
             lambda optimizer, _args, _kwargs, grads=grads: grads.append(
                 torch.cat([parameter.grad.flatten() for parameter in optimizer.param_groups[0]["params"]])
             )
@@ -247,7 +247,7 @@ def test_the_best_weights_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """Validation losses 5, 3, 4, 3, 6: the second's weights."""
     corpus = make_corpus(tmp_path / "corpus", letters(127, seed=1), letters(41, seed=2))
     losses = iter([5.0, 3.0, 4.0, 3.0, 6.0])
-    monkeypatch.setattr(loop, "sum_nats", lambda model, tokens, *_: next(losses) * len(tokens))
+    monkeypatch.setattr(loop, "sum_nats", lambda _model, stream, *_: next(losses) * len(stream.tokens))
     training = start(tmp_path / "run", corpus, steps=15, evaluate_every=3)
     train_until(training, 6)
     state = training.folder.newest_state()

@@ -23,9 +23,14 @@ from transformer_xl.model.memory import Memory, Reach
 class LanguageModel(nn.Module, ABC):
     """Reads tokens beside a memory, and says how likely each next token is."""
 
+    layers: nn.ModuleList
+    """What training may compile, recompute or share out one by one: modules that follow one another, alike."""
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
+        self.recompute = False
+        """Whether what is inside a layer is computed again in the backward pass, dropout and all, and not kept."""
 
     @property
     def reach(self) -> Reach:

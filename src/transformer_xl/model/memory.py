@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from transformer_xl.config import MOST, UserError
@@ -100,6 +101,31 @@ class Memory:
         index = torch.as_tensor(rows, device=self.valid_B.device).long()
         layers = tuple(layer[index] for layer in self.layers_BMD)
         return replace(self, layers_BMD=layers, valid_B=self.valid_B[index], position_B=self.position_B[index])
+
+    @staticmethod
+    def concatenate(memories: Sequence[Memory]) -> Memory:
+        """The rows of several memories of one model and reach, one after the other."""
+        assert len({memory.reach for memory in memories}) == 1
+        layers = zip(*(memory.layers_BMD for memory in memories), strict=True)
+        return replace(
+            memories[0],
+            layers_BMD=tuple(torch.cat(parts) for parts in layers),
+            valid_B=torch.cat([memory.valid_B for memory in memories]),
+            position_B=torch.cat([memory.position_B for memory in memories]),
+            least_valid=min(memory.least_valid for memory in memories),
+        )
+
+    def resized(self, length: int) -> Memory:
+        """The memory with so many slots: empty ones come in front, or the oldest go."""
+        kept = min(length, self.length)
+        layers = tuple(F.pad(layer[:, self.length - kept :], (0, 0, length - kept, 0)) for layer in self.layers_BMD)
+        return replace(
+            self,
+            layers_BMD=layers,
+            valid_B=self.valid_B.clamp(max=length),
+            reach=replace(self.reach, memory=length),
+            least_valid=min(self.least_valid, length),
+        )
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Memory:
         """The memory on another device or with its rows in another dtype."""

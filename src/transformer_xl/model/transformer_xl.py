@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
 from transformer_xl.config import ModelConfig, UserError
@@ -114,7 +115,10 @@ class TransformerXL(LanguageModel):
         positions = self._positions(x_BTD, memory)
         for layer, layer_memory, place in zip(self.layers, memory.layers_BMD, positions, strict=True):
             states_BTD.append(x_BTD)
-            x_BTD = layer(x_BTD, layer_memory, place, attend)
+            if self.recompute and torch.is_grad_enabled():
+                x_BTD = checkpoint(layer, x_BTD, layer_memory, place, attend, use_reentrant=False)
+            else:
+                x_BTD = layer(x_BTD, layer_memory, place, attend)
         after = memory.after(states_BTD)
         return [*states_BTD, self.dropout(self.final_norm(x_BTD))], after
 

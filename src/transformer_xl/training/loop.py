@@ -1,6 +1,6 @@
 """The training loop: segment after segment of the text, each row's memory carried on, until the steps are done.
 
-sums over a segment -> divide once -> backward -> clip -> step -> (now and then) validate, keep the best, checkpoint
+read -> step (step.py) -> fetch the numbers of the step before -> (now and then) validate, keep the best, checkpoint
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import json
 import math
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,17 +17,24 @@ import torch
 from torch import Tensor
 
 from transformer_xl.config import RunConfig, TrainConfig, UserError
-from transformer_xl.device import autocast
 from transformer_xl.evaluation.metrics import Sums
-from transformer_xl.evaluation.scoring import Plan, sum_nats
 from transformer_xl.files import explained, remove_leftovers, write_text
 from transformer_xl.model.kernels import choose
 from transformer_xl.run_folder import RunFolder, build_model
-from transformer_xl.text.segments import SegmentStream, Stream, check_training
+from transformer_xl.text.segments import ALL_ROWS, SegmentStream, Shard, Stream, check_training
 from transformer_xl.text.shuffled import ShuffledStream
 from transformer_xl.text.token_store import Corpus
+from transformer_xl.training.averaging import Average
 from transformer_xl.training.checkpoint import Progress, TrainingState, load_state, save_state
-from transformer_xl.training.optimizers import build_optimizer, learning_rate, set_learning_rate
+from transformer_xl.training.compiling import compile_layers
+from transformer_xl.training.distributed import ALONE, World
+from transformer_xl.training.optimizers import build_optimizers
+from transformer_xl.training.pieces import Place, read_piece
+from transformer_xl.training.schedules import learning_rate, set_learning_rate
+from transformer_xl.training.step import Learner, ScoredModel, chunks_of, evaluating, whole_weights
+from transformer_xl.training.validation import sum_nats, validation_stream
+
+_BETWEEN_QUESTIONS = 10  # steps between two times that several processes ask each other whether to stop
 
 Figures = dict[str, Any]
 
@@ -60,10 +68,6 @@ class Silence:
         """Nothing."""
 
 
-class _Stopped(Exception):
-    """A validation was asked to stop."""
-
-
 @dataclass(frozen=True)
 class Outcome:
     """How training ended."""
@@ -81,42 +85,59 @@ class _Queued:
 
     step: int
     numbers: Tensor
-    """Sum of nats, count of targets and norm of the gradient, in one tensor so that one fetch brings them all."""
+    """What `Learner.step` gave, in one tensor so that one fetch brings them all."""
 
 
 class Training:
     """One run being trained: the state, and what to do with it."""
 
     def __init__(
-        self, folder: RunFolder, corpus: Corpus, device: torch.device, reporter: Reporter | None = None
+        self,
+        folder: RunFolder,
+        corpus: Corpus,
+        device: torch.device,
+        reporter: Reporter | None = None,
+        world: World = ALONE,
     ) -> None:
-        """Builds model and optimiser with first weights from the run's seed.
+        """Builds model and optimisers with first weights from the run's seed, the same in every process.
 
         Raises:
-            UserError: the corpus is too short for the settings.
+            UserError: the corpus is too short for the settings, or they ask for what this machine cannot do.
         """
-        self.folder, self.device, self.reporter = folder, device, reporter or Silence()
+        self.folder, self.device, self.reporter, self.world = folder, device, reporter or Silence(), world
         self.config: TrainConfig = folder.config.train
         self.corpus = corpus
-        self.stream = training_stream(corpus, self.config)
+        self.stream = training_stream(corpus, self.config, world.shard)
         torch.manual_seed(self.config.seed)
         model = build_model(folder.config).to(device).train()
-        memory = model.initial_memory(self.config.rows)
-        self.state = TrainingState(model, build_optimizer(model, self.config), memory, Progress())
+        if world.rank:  # each process drops out other activations
+            torch.manual_seed((self.config.seed + world.rank * 2**32) % 2**63)
+        model.recompute = self.config.recompute
+        compile_layers(model, device, self.config.compile)
+        scored = world.wrap(ScoredModel(model, own_memory=self.config.compile == "graphs"), self.config.parallel)
+        optimizers = build_optimizers(model, self.config)  # of the weights as they are shared out
+        average = None if self.config.average == "none" else Average(model, self.config)
+        self.learner = Learner(scored, optimizers, self.config, device, world)
+        self.chunks = [len(rows) for rows in chunks_of(self.stream.shard_rows, self.config, world.size)]
+        memories = tuple(model.initial_memory(rows) for rows in self.chunks)
+        self.state = TrainingState(model, optimizers, memories, Progress(), average)
         self._queued: _Queued | None = None
         self._saved: Progress | None = None
         self._started = time.perf_counter()
+        self._pace = _Pace()
 
     def resume(self) -> None:
         """Goes back to the newest checkpoint, and takes later lines out of metrics.jsonl."""
         if self.folder.newest_state() or self.folder.figures():  # else killed before its first checkpoint: it begins
-            load_state(self.folder, self.state)
+            load_state(self.folder, self.state, self.world)
             self._saved = self.state.progress
         progress = self.state.progress
-        remove_leftovers(self.folder.path)
-        known_until = {"train": progress.step, "valid": progress.validated}
-        kept = [line for line in self.folder.figures() if line["step"] <= known_until.get(line["split"], 0)]
-        write_text(self.folder.path / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in kept))
+        if self.world.is_first:
+            remove_leftovers(self.folder.path)
+            known_until = {"train": progress.step, "valid": progress.validated}
+            kept = [line for line in self.folder.figures() if line["step"] <= known_until.get(line["split"], 0)]
+            write_text(self.folder.path / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in kept))
+        self.world.barrier()
 
     def run(self, should_stop: Callable[[], bool] = lambda: False) -> Outcome:
         """Trains until the steps are done or `should_stop` says so; either way a checkpoint is written.
@@ -126,12 +147,13 @@ class Training:
         """
         config, state = self.config, self.state
         self._started = time.perf_counter() - state.progress.seconds
+        self._pace = _Pace()
         while True:
             step = state.progress.step
             # a resumed run may have been stopped in the middle of a validation: then it is done now
             whole = step == 0 or step == state.progress.validated or not self._due(config.evaluate_every)
             whole = whole or self._validate(should_stop)
-            stopped = should_stop()
+            stopped = self._asked(should_stop)
             if stopped or self._due(config.save_every):
                 self._save()
             if stopped or step >= config.steps:
@@ -144,45 +166,40 @@ class Training:
         step = self.state.progress.step
         return step % every == 0 or step >= self.config.steps
 
+    def _asked(self, should_stop: Callable[[], bool]) -> bool:
+        """Whether to stop here; several processes agree on it, which takes time and is not done after every step."""
+        if self.world.size == 1:
+            return should_stop()
+        times = (_BETWEEN_QUESTIONS, self.config.evaluate_every, self.config.save_every)
+        return any(self._due(every) for every in times) and self.world.any(should_stop())
+
     def _step(self) -> None:
-        config, state = self.config, self.state
-        progress = state.progress
-        segment = self.stream.read(progress.position)
-        if segment.starts:
-            state.memory = state.model.initial_memory(config.rows)
-        tokens = int(segment.counted_BT.sum())
-        inputs_BT, counted_BT = (
-            torch.from_numpy(array).to(self.device, non_blocking=True)
-            for array in (segment.inputs_BT, segment.counted_BT)
-        )
-        targets_BT = torch.from_numpy(segment.targets_BT)  # on the CPU, as `nats` likes them
-        if config.loss == "half":
-            counted_BT[:, : config.segment // 2] = False
-        set_learning_rate(state.optimizer, learning_rate(progress.step, config))
-        with autocast(self.device, config.precision):
-            hidden_BTD, state.memory = state.model(inputs_BT, state.memory)
-            nats_BT = state.model.nats(hidden_BTD, targets_BT)
-        nats, count = (nats_BT * counted_BT).sum(), counted_BT.sum()
-        (nats / count.clamp(min=1)).backward()
-        norm = torch.nn.utils.clip_grad_norm_(state.model.parameters(), config.clip)
-        state.optimizer.step()
-        state.optimizer.zero_grad(set_to_none=True)
-        numbers = torch.stack([nats.detach(), count.to(nats.dtype), norm.to(nats.dtype)])
+        state, progress = self.state, self.state.progress
+        place = Place(progress.step, progress.position, progress.piece)
+        piece = read_piece(self.stream, place, self.config, self.world)
+        if piece.segment.starts:
+            state.memories = tuple(state.model.initial_memory(rows) for rows in self.chunks)
+        if state.memories[0].length != piece.memory:
+            state.memories = tuple(memory.resized(piece.memory) for memory in state.memories)
+        set_learning_rate(state.optimizers, learning_rate(progress.step, self.config))
+        numbers, state.memories = self.learner.step(piece.segment, state.memories)
+        if state.average is not None:
+            state.average.update(piece.after.step)
         # the step before is fetched only now, with this one queued: the device never waits for the host
         self._fetch()
-        step = progress.step + 1
-        self._queued = _Queued(step, numbers)
+        self._queued = _Queued(piece.after.step, numbers)
         state.progress = state.progress.model_copy(
-            update={"step": step, "position": self.stream.after(progress.position)}
+            update={"step": piece.after.step, "position": piece.after.position, "piece": piece.after.piece}
         )
-        self.reporter.step(step, tokens)
+        here = int(piece.segment.counted_BT.sum())
+        self.reporter.step(piece.after.step, round(here * self.config.rows / self.stream.shard_rows))
 
     def _fetch(self) -> None:
         """Adds the queued step's numbers to the sums; every `log_every` steps writes a line of figures."""
         queued, self._queued = self._queued, None
         if queued is None:
             return
-        nats, count, norm = queued.numbers.tolist()
+        nats, count, norm, read = queued.numbers.tolist()
         if not (math.isfinite(nats) and math.isfinite(norm)):
             what = f"the loss became {nats}" if not math.isfinite(nats) else f"the gradient's norm became {norm}"
             newest = self.folder.newest_state()
@@ -192,46 +209,55 @@ class Training:
             )
         progress = self.state.progress
         nats, tokens = progress.interval_nats + nats, progress.interval_tokens + round(count)
+        self._pace.tokens += round(read)
         if queued.step % self.config.log_every == 0 and tokens:
-            self._write_figures("train", queued.step, self._sums("train", nats, tokens), {"gradient_norm": norm})
+            more = {"gradient_norm": norm, "tokens_per_second": self._pace.restart()}
+            self._write_figures("train", queued.step, self._sums("train", nats, tokens), more)
             nats, tokens = 0.0, 0
         self.state.progress = progress.model_copy(update={"interval_nats": nats, "interval_tokens": tokens})
 
     def _validate(self, should_stop: Callable[[], bool]) -> bool:
         """Scores the validation text and keeps the best weights; false if it was stopped before its end."""
         self._fetch()
-        progress, config, model = self.state.progress, self.config, self.state.model
         if "valid" not in self.corpus.splits:
             return True
-        tokens = self.corpus.split("valid").first(config.evaluate_tokens)
-        rows = max(1, min(config.rows, len(tokens) // config.segment))
-        plan = Plan(config.segment, model.reach, rows, config.precision)
-        read = 0
+        state, model, begin = self.state, self.state.model, time.perf_counter()
+        tokens = self.corpus.split("valid").first(self.config.evaluate_tokens)
+        stream = validation_stream(tokens, self.corpus.vocabulary.start_id, self.config, self.world)
+        read, segments = 0, 0
 
-        def tell(more: int) -> None:
-            nonlocal read
-            read += more
-            self.reporter.validating(read, len(tokens))
-            if should_stop():
-                raise _Stopped
+        def tell(more: int) -> bool:
+            nonlocal read, segments
+            read, segments = read + more, segments + 1
+            self.reporter.validating(min(len(tokens), round(read * stream.rows / stream.shard_rows)), len(tokens))
+            if self.world.size == 1:
+                return should_stop()
+            return segments % _BETWEEN_QUESTIONS == 0 and self.world.any(should_stop())
 
-        model.eval()
-        try:
-            nats = sum_nats(model, tokens, self.corpus.vocabulary.start_id, plan, tell)
-        except _Stopped:
-            return False
-        finally:
-            model.train()
-        sums = self._sums("valid", nats, len(tokens))
-        if not math.isfinite(nats):
-            raise UserError(f"the validation loss became {nats} at step {progress.step}; lower --train.learning_rate")
-        best = progress.best_nats
-        if best is None or sums.nats_per_token < best:
-            best = sums.nats_per_token
-            self.folder.save_weights(model)
-        self.state.progress = progress.model_copy(update={"best_nats": best, "validated": progress.step})
-        self._write_figures("valid", progress.step, sums, {})
+        with ExitStack() as stack:
+            if state.average is not None:
+                stack.enter_context(state.average.in_place_of(model))
+            with evaluating(self.learner.scored):
+                nats = sum_nats(self.learner.scored, stream, model.initial_memory(stream.shard_rows), self.config, tell)
+            if nats is None:
+                return False
+            nats = self._over_all(nats)
+            sums = self._sums("valid", nats, len(tokens))
+            step, best = state.progress.step, state.progress.best_nats
+            if not math.isfinite(nats):
+                raise UserError(f"the validation loss became {nats} at step {step}; lower --train.learning_rate")
+            if best is None or sums.nats_per_token < best:
+                best = sums.nats_per_token
+                self._keep_weights()
+        state.progress = state.progress.model_copy(update={"best_nats": best, "validated": step})
+        self._write_figures("valid", step, sums, {})
+        self._pace.pause(time.perf_counter() - begin)
         return True
+
+    def _over_all(self, number: float) -> float:
+        """The sum of a number over all processes."""
+        at = self.device if self.device.type == "cuda" else "cpu"  # MPS has no float64
+        return float(self.world.sum(torch.tensor(number, dtype=torch.float64, device=at)))
 
     def _sums(self, split: str, nats: float, tokens: int) -> Sums:
         """Of part of a split, whose bytes are taken to be its share."""
@@ -239,15 +265,29 @@ class Training:
 
     def _save(self) -> None:
         self._fetch()
-        if self.state.progress == self._saved:
+        state, begin = self.state, time.perf_counter()
+        if state.progress == self._saved:
             return
-        seconds = time.perf_counter() - self._started
-        self.state.progress = self._saved = self.state.progress.model_copy(update={"seconds": seconds})
-        save_state(self.folder, self.state)
-        if self.state.progress.step >= self.config.steps and "valid" not in self.corpus.splits:
-            self.folder.save_weights(self.state.model)  # the last weights are the best known
+        state.progress = self._saved = state.progress.model_copy(update={"seconds": begin - self._started})
+        # in a checkpoint memory has its full length, so that it fits whatever the stage of the length warm-up
+        state.memories = tuple(memory.resized(self.config.memory) for memory in state.memories)
+        save_state(self.folder, state, self.world)
+        if state.progress.step >= self.config.steps and "valid" not in self.corpus.splits:
+            with ExitStack() as stack:  # the last weights, or their average, are the best known
+                if state.average is not None:
+                    stack.enter_context(state.average.in_place_of(state.model))
+                self._keep_weights()
+        self._pace.pause(time.perf_counter() - begin)
+
+    def _keep_weights(self) -> None:
+        """Keeps the weights that the model has now as the run's best."""
+        weights = whole_weights(self.state.model, self.world)
+        if self.world.is_first:
+            self.folder.save_weights(weights)
 
     def _write_figures(self, split: str, step: int, sums: Sums, more: Figures) -> None:
+        if not self.world.is_first:
+            return
         figures: Figures = {
             "split": split,
             "step": step,
@@ -263,24 +303,47 @@ class Training:
         self.reporter.figures(figures)
 
 
-def check(config: RunConfig, corpus: Corpus, device: torch.device) -> None:
+class _Pace:
+    """Tokens a second of training since the last line of figures, without validations and checkpoints."""
+
+    def __init__(self) -> None:
+        self.tokens, self._begin = 0, time.perf_counter()
+
+    def pause(self, seconds: float) -> None:
+        """Takes out time that went into something else."""
+        self._begin += seconds
+
+    def restart(self) -> float:
+        """Gives the pace, and begins anew."""
+        now = time.perf_counter()
+        pace = self.tokens / max(1e-9, now - self._begin)
+        self.tokens, self._begin = 0, now
+        return round(pace, 1)
+
+
+def check(config: RunConfig, corpus: Corpus, device: torch.device, world: World = ALONE) -> None:
     """Finds out, before a run folder is made, whether training can begin.
 
     Raises:
         UserError: the text is too short for rows and segment, or the settings name what does not exist.
     """
-    training_stream(corpus, config.train)
+    training_stream(corpus, config.train, world.shard)
+    if "valid" in corpus.splits:
+        tokens = corpus.split("valid").first(config.train.evaluate_tokens)
+        validation_stream(tokens, corpus.vocabulary.start_id, config.train, world)
     choose(config.model.kernel, device, torch.float32)
 
 
-def training_stream(corpus: Corpus, config: TrainConfig) -> Stream:
+def training_stream(corpus: Corpus, config: TrainConfig, shard: Shard = ALL_ROWS) -> Stream:
     """The training text as segments, in the order the settings ask for.
 
     Raises:
         UserError: it is too short for rows and segment, or has too few documents to shuffle.
     """
     split = corpus.split("train")
-    sizes = {"rows": config.rows, "segment": config.segment, "start_id": corpus.vocabulary.start_id}
+    stream: Stream
+    start_id = corpus.vocabulary.start_id
+    sizes = {"rows": config.rows, "segment": config.segment, "start_id": start_id, "shard": shard}
     if config.order == "shuffled":
         stream = ShuffledStream(split.tokens, split.document_starts, **sizes, seed=config.seed)
     else:

@@ -1,0 +1,42 @@
+"""torch.compile for the layers, each by itself: they share what is compiled, and names of weights stay as they are."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from transformer_xl.config import UserError
+from transformer_xl.model.language_model import LanguageModel
+
+# Shapes and modes of one run: empty or full memory, training or evaluation, two sizes of chunks, and the stages of the
+# length warm-up. torch's own limit, 8, is meant for shapes that never end.
+_MOST_VARIANTS = 128
+
+
+def compile_layers(model: LanguageModel, device: torch.device, how: Literal["off", "layers", "graphs"]) -> None:
+    """Compiles the layers at their first use; what stands between them (embedding, softmax) is left as it is.
+
+    Raises:
+        UserError: CUDA graphs are wanted and there is no CUDA, or this machine cannot compile.
+    """
+    if how == "off":
+        return
+    if how == "graphs" and device.type != "cuda":
+        raise UserError(f"compile graphs needs CUDA, and this run is on {device}; give --train.compile layers, or off")
+    _try(device)
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_VARIANTS)
+    for layer in model.layers:
+        layer.compile(fullgraph=True, dynamic=False, mode="reduce-overhead" if how == "graphs" else None)
+
+
+def _try(device: torch.device) -> None:
+    """Compiles something small, so that a machine that cannot is found out at the start."""
+    try:
+        torch.compile(torch.sin, fullgraph=True, dynamic=False)(torch.zeros(2, device=device))
+    except Exception as error:  # torch has no one kind of error for it
+        said = str(error).strip().splitlines() or [type(error).__name__]
+        raise UserError(
+            f"torch.compile does not work on this machine ({said[0]}); install a C++ compiler (g++ or clang, and for "
+            "CUDA triton), or give --train.compile off"
+        ) from None

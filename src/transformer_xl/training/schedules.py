@@ -1,0 +1,48 @@
+"""What changes with the step: the learning rate, and how much of a segment and its memory a step uses.
+
+Functions of the step and the settings alone, so that a resumed run needs nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from transformer_xl.config import TrainConfig
+
+
+def learning_rate(step: int, config: TrainConfig) -> float:
+    """The learning rate of a step, counted from 0: linear from 0 over `warmup` steps, then as `schedule` says.
+
+    `cosine` falls at once, so that a step after the last would have the final rate. `wsd` (warm-up, stable, decay: Hu
+    et al. 2024) stays at the peak until `decay` steps are left, and falls along a line to the final rate; so the stable
+    part can be made longer without starting anew. (The authors' code lets the cosine start at step 0 and jumps into it
+    when the warm-up ends; here it starts where the warm-up ends.)
+    """
+    if step < config.warmup:
+        return config.learning_rate * (step + 1) / config.warmup
+    if config.schedule == "wsd":
+        left = 1 - max(0, step - (config.steps - config.decay)) / max(1, config.decay)
+    else:
+        share = (step - config.warmup) / max(1, config.steps - config.warmup)
+        left = 0.5 * (1 + math.cos(math.pi * share))
+    return config.learning_rate * (config.final_rate + (1 - config.final_rate) * left)
+
+
+def set_learning_rate(optimizers: tuple[torch.optim.Optimizer, ...], rate: float) -> None:
+    """Gives every group of every optimiser the rate."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+
+
+def halvings(step: int, config: TrainConfig) -> int:
+    """How often segment and memory are halved for a segment that begins at this step, counted from 0.
+
+    The stages of the length warm-up are equally long, and each reads twice the length of the one before (a curriculum
+    over the length, as in Li et al. 2022, "Stability-efficiency dilemma").
+    """
+    if step >= config.length_warmup:
+        return 0
+    return config.num_doublings - step * config.num_doublings // config.length_warmup

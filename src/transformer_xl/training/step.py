@@ -1,0 +1,151 @@
+"""One optimiser step: forward and backward chunk by chunk, gradients of all processes added up, clipped, applied.
+
+    loss = nats of all chunks of all processes / count of all their targets
+
+The count is known before the first backward pass, so that the sum is divided once and the result does not depend on
+how the rows are cut into chunks or shared out over processes. Nothing here waits for the device.
+
+Shape suffixes: B rows of this process (in a chunk: some of them), T new tokens, M memory slots, D model width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from transformer_xl.config import TrainConfig
+from transformer_xl.device import autocast
+from transformer_xl.model.language_model import LanguageModel
+from transformer_xl.model.memory import Memory
+from transformer_xl.text.segments import Segment, Shard
+from transformer_xl.training.distributed import World
+from transformer_xl.training.optimizers import whole
+
+
+class ScoredModel(nn.Module):
+    """A model together with its loss: all that uses weights in one forward pass, as wrapping it for processes needs."""
+
+    def __init__(self, model: LanguageModel, *, own_memory: bool = False) -> None:
+        """With `own_memory` the memory is copied: what CUDA graphs give is overwritten when they run again."""
+        super().__init__()
+        self.model, self.own_memory = model, own_memory
+
+    @override
+    def forward(self, inputs_BT: Tensor, targets_BT: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
+        """Gives the nats of each target (B, T), in input order, and the memory after the inputs.
+
+        The targets best lie on the CPU (see `LanguageModel.nats`).
+        """
+        if self.own_memory:
+            torch.compiler.cudagraph_mark_step_begin()
+        hidden_BTD, memory = self.model(inputs_BT, memory)
+        if self.own_memory:
+            memory = replace(memory, layers_BMD=tuple(layer_BMD.clone() for layer_BMD in memory.layers_BMD))
+        return self.model.nats(hidden_BTD, targets_BT), memory
+
+
+@dataclass(frozen=True)
+class Learner:
+    """What moves weights: the model as the processes share it, its optimisers, and where they work."""
+
+    scored: nn.Module
+    """A `ScoredModel`, wrapped by the world."""
+    optimizers: tuple[torch.optim.Optimizer, ...]
+    config: TrainConfig
+    device: torch.device
+    world: World
+
+    def step(self, segment: Segment, memories: tuple[Memory, ...]) -> tuple[Tensor, tuple[Memory, ...]]:
+        """Moves the weights by one step.
+
+        Args:
+            segment: what the rows of this process read.
+            memories: one for each chunk of the rows, in their order.
+
+        Returns:
+            in one tensor on the device: sum of nats, count of targets, norm of the gradient before clipping, and count
+            of tokens read, of all processes and the same in each; and the memories after the segment.
+        """
+        if self.config.compile == "graphs":
+            self._provide_gradients()
+        counted_BT = segment.counted_BT.copy()
+        if self.config.loss == "half":
+            counted_BT[:, : counted_BT.shape[1] // 2] = False
+        counts = self.world.sum(send(torch.tensor([counted_BT.sum(), segment.counted_BT.sum()]), self.device))
+        weight_BT = send(torch.from_numpy(counted_BT), self.device)
+        inputs_BT, targets_BT = send(torch.from_numpy(segment.inputs_BT), self.device), segment.targets_BT
+        nats, start = torch.zeros((), device=self.device), 0
+        after: list[Memory] = []
+        for place, memory in enumerate(memories):
+            rows = slice(start, start + memory.batch_size)
+            start = rows.stop
+            self.world.sync_gradients(self.scored, place + 1 == len(memories))
+            with autocast(self.device, self.config.precision):
+                nats_BT, memory = self.scored(inputs_BT[rows], torch.from_numpy(targets_BT[rows]), memory)
+            summed = (nats_BT * weight_BT[rows]).sum()
+            (summed / counts[0].clamp(min=1)).backward()
+            nats = nats + summed.detach()
+            after.append(memory)
+        assert start == len(inputs_BT)
+        norm = self._move()
+        nats = self.world.sum(nats)
+        return torch.stack([number.to(nats.dtype) for number in (nats, counts[0], norm, counts[1])]), tuple(after)
+
+    def _provide_gradients(self) -> None:
+        for parameter in self.scored.parameters():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+    def _move(self) -> Tensor:
+        """Clips and applies the gradients; gives their norm before clipping."""
+        norm = whole(torch.nn.utils.clip_grad_norm_(self.scored.parameters(), self.config.clip))
+        for optimizer in self.optimizers:
+            optimizer.step()
+            # CUDA graphs own the gradients they give: those must be added to tensors that are there already
+            optimizer.zero_grad(set_to_none=self.config.compile != "graphs")
+        return norm
+
+
+def chunks_of(rows: int, config: TrainConfig, shards: int) -> list[range]:
+    """Which of this process's rows are in each chunk: as even as can be.
+
+    All processes have the same number of chunks, since all must take part in each forward and backward pass; where one
+    has fewer rows than `chunks`, that many.
+    """
+    fewest = min(len(Shard(index, shards).rows_of(config.rows)) for index in range(shards))
+    number = min(config.chunks, fewest)
+    return [range(part * rows // number, (part + 1) * rows // number) for part in range(number)]
+
+
+def send(tensor: Tensor, device: torch.device) -> Tensor:
+    """To the device without waiting for it: only a copy from pinned memory does not."""
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
+def whole_weights(model: LanguageModel, world: World) -> dict[str, Tensor]:
+    """All weights by name, gathered where they are shared out; every process must ask, the first one gets them."""
+    if world.size == 1:
+        return model.state_dict()
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    gathered = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    return {name: tensor for name, tensor in gathered.items() if isinstance(tensor, Tensor)}
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Without dropout, and without keeping anything for a backward pass."""
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(was_training)

@@ -1,0 +1,66 @@
+"""The loss of the validation text while training: its rows side by side, shared out over the processes as in training.
+
+Shape suffixes: B rows of this process, T new tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from transformer_xl.config import TrainConfig
+from transformer_xl.device import autocast
+from transformer_xl.model.memory import Memory
+from transformer_xl.text.segments import SegmentStream, StreamPosition
+from transformer_xl.text.token_store import Tokens
+from transformer_xl.training.distributed import World
+from transformer_xl.training.step import send
+
+_SUMS_AT_ONCE = 512  # sums left on the device before they are fetched, so that it need not wait for each
+
+
+def validation_stream(tokens: Tokens, start_id: int, config: TrainConfig, world: World) -> SegmentStream:
+    """The validation text in as many of training's rows as it fills with a segment, at least one for each process.
+
+    Raises:
+        UserError: it has fewer tokens than there are processes.
+    """
+    rows = max(world.size, min(config.rows, len(tokens) // config.segment))
+    segment = min(config.segment, -(-len(tokens) // rows))
+    return SegmentStream(tokens, rows=rows, segment=segment, start_id=start_id, shard=world.shard)
+
+
+def sum_nats(
+    scored: nn.Module, stream: SegmentStream, memory: Memory, config: TrainConfig, tell: Callable[[int], bool]
+) -> float | None:
+    """The sum of the losses of this process's rows, in nats (added up in float64).
+
+    Args:
+        scored: a `ScoredModel` in evaluation mode, perhaps wrapped.
+        stream: the text.
+        memory: an empty one for the rows.
+        config: says in which number format to compute.
+        tell: hears how many tokens a segment had, and says whether to stop; then there is no sum.
+    """
+    device, total = memory.valid_B.device, 0.0
+    sums: list[Tensor] = []
+    for index in range(stream.num_segments):
+        segment = stream.read(StreamPosition(segment=index))
+        inputs_BT, counted_BT = (
+            send(torch.from_numpy(array), device) for array in (segment.inputs_BT, segment.counted_BT)
+        )
+        with autocast(device, config.precision):
+            nats_BT, memory = scored(inputs_BT, torch.from_numpy(segment.targets_BT), memory)
+        sums.append((nats_BT * counted_BT).sum())
+        if len(sums) == _SUMS_AT_ONCE:
+            total += _fetch(sums)
+            sums.clear()
+        if tell(int(segment.counted_BT.sum())):
+            return None
+    return total + (_fetch(sums) if sums else 0.0)
+
+
+def _fetch(sums: list[Tensor]) -> float:
+    return float(torch.stack(sums).cpu().double().sum())
