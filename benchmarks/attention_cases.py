@@ -5,6 +5,7 @@ Letters: B rows, T queries, S = M + T keys, P distances, N heads, H head width.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -103,13 +104,12 @@ def in_float64(inputs: AttentionInputs) -> AttentionInputs:
 
 
 def errors(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, float]:
-    """Largest error of each, as a share of the largest wanted number; NaN counts as infinite."""
-    return {
-        name: torch.nan_to_num(
-            (found[name].double() - right).abs().max() / right.abs().max().clamp(min=1e-30), nan=1e30
-        ).item()
+    """Largest error of each, as a share of the largest wanted number; infinite where one is not a number."""
+    shares = {
+        name: float((found[name].double() - right).abs().max() / right.abs().max().clamp(min=1e-30))
         for name, right in wanted.items()
     }
+    return {name: share if math.isfinite(share) else math.inf for name, share in shares.items()}
 
 
 def check(kernel: str, shape: Shape) -> dict[str, Any]:
@@ -137,32 +137,25 @@ def check_dropout(kernel: str, shape: Shape) -> list[dict[str, Any]]:
         torch.manual_seed(seed)
         return out_and_gradients(kernel, shape, of, sight)
 
+    def moved(sign: int) -> Tensor:
+        q_BTNH = (inputs.q_BTNH + sign * step * way_BTNH).detach().requires_grad_()
+        return (grad_BTNH * run(replace(inputs, q_BTNH=q_BTNH))["out"].double()).sum()
+
     first, again, other = run(inputs), run(inputs), run(inputs, 4)
-    ones = replace(inputs, v_BSNH=torch.ones_like(inputs.v_BSNH).requires_grad_())
+    ones = run(replace(inputs, v_BSNH=torch.ones_like(inputs.v_BSNH).requires_grad_()))
     grad_BTNH = torch.randn(first["out"].shape, generator=torch.Generator().manual_seed(9)).to(first["out"]).double()
-    # out is linear in v: with a mask that is the same forward and backward, <dout, out> = <dv, v>
-    through_v = (first["v"].double() * inputs.v_BSNH.detach().double()).sum() / (
-        grad_BTNH * first["out"].double()
-    ).sum() - 1
+    way_BTNH = torch.randn(first["q"].shape, generator=torch.Generator().manual_seed(7)).to(first["q"])
     step = 1e-2
-    direction_BTNH = torch.randn(first["q"].shape, generator=torch.Generator().manual_seed(7)).to(inputs.q_BTNH)
-    ends = [
-        (
-            grad_BTNH
-            * run(replace(inputs, q_BTNH=(inputs.q_BTNH + sign * step * direction_BTNH).detach().requires_grad_()))[
-                "out"
-            ].double()
-        ).sum()
-        for sign in (1, -1)
-    ]
-    slope = (first["q"].double() * direction_BTNH.double()).sum()
-    through_q = ((ends[0] - ends[1]) / (2 * step) - slope) / slope.abs().clamp(min=1.0)
+    # out is linear in v: with a mask that is the same forward and backward, <dout, out> = <dv, v>
+    by_v = (first["v"].double() * inputs.v_BSNH.detach().double()).sum()
+    by_out = (grad_BTNH * first["out"].double()).sum()
+    slope, rise = (first["q"].double() * way_BTNH.double()).sum(), (moved(1) - moved(-1)) / (2 * step)
     found = {
-        "the same seed gives the same": (float(any((first[k] != again[k]).any() for k in first)), 0.0),
+        "the same seed gives the same": (float(any((first[name] != again[name]).any() for name in first)), 0.0),
         "another seed gives another": (float((first["out"] == other["out"]).float().mean()), 0.5),
-        "probabilities still sum to about one": (float((run(ones)["out"].double().mean() - 1).abs()), 0.05),
-        "gradient of values belongs to the mask": (float(through_v.abs()), 1e-3),
-        "gradient of queries belongs to the mask": (float(through_q.abs()), 2e-2),
+        "probabilities still sum to about one": (float((ones["out"].double().mean() - 1).abs()), 0.05),
+        "gradient of values belongs to the mask": (float((by_v - by_out).abs() / by_out.abs().clamp(min=1)), 1e-3),
+        "gradient of queries belongs to the mask": (float((rise - slope).abs() / slope.abs().clamp(min=1)), 2e-2),
     }
     return [
         {
@@ -174,6 +167,24 @@ def check_dropout(kernel: str, shape: Shape) -> list[dict[str, Any]]:
         }
         for what, (error, allowed) in found.items()
     ]
+
+
+def check_deterministic(kernel: str, shape: Shape) -> dict[str, Any]:
+    """With torch told to be deterministic, outputs and gradients are the same to the last bit each time."""
+    inputs, sight = draw(shape)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        runs = [out_and_gradients(kernel, shape, inputs, sight) for _ in range(3)]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    unlike = float(sum((runs[0][name] != run[name]).any().item() for run in runs[1:] for name in run))
+    return {
+        "kernel": kernel,
+        "what": f"{shape.words()}: the same bits each time",
+        "error": unlike,
+        "allowed": 0.0,
+        "ok": not unlike,
+    }
 
 
 def wait(device: str) -> None:
