@@ -2,28 +2,36 @@
 
 config.yaml        settings, whole          vocabulary.json     what the token numbers mean
 model.safetensors  the best weights         metrics.jsonl       figures of training and validation, a line each
-state/step-N/      what training goes on from: last weights, optimiser, schedule, data position, memory, random state
+state/step-N/      what training goes on from:
+  model.safetensors    the last weights
+  training/            optimiser, memory, average, random state, in one file of each process
+  training.json        progress, and the checksums of those files
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import yaml
+from torch import Tensor
 
-from transformer_xl.config import RunConfig, UserError, read_yaml, run_settings
+from transformer_xl.config import RunConfig, Settings, UserError, check_settings, read_yaml, run_settings
 from transformer_xl.device import choose_device
-from transformer_xl.files import explained, whole_folder
+from transformer_xl.files import explained, whole_folder, write_text
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.transformer_xl import TransformerXL
 from transformer_xl.tensor_file import load_tensors, save_tensors
 from transformer_xl.text.vocabulary import Vocabulary, fingerprint, load_vocabulary, save_vocabulary
 
 Weights = Literal["best", "last"]
+
+_DAMAGED = "{} is damaged ({}); copy it again; a folder state/step-N can be deleted, to go on from the one before"
 
 
 @dataclass(frozen=True)
@@ -33,6 +41,54 @@ class Run:
     model: LanguageModel
     vocabulary: Vocabulary
     config: RunConfig
+
+
+class StateRecord(Settings):
+    """What `training.json` of a checkpoint says: how far training was, and what the other files must be."""
+
+    format: Literal["2"] = "2"
+    processes: int
+    """How many took part in training."""
+    progress: dict[str, Any]
+    """As training keeps it."""
+    files: dict[str, str]
+    """sha256 of each file in `training/`, by name."""
+
+    def write(self, state: Path) -> None:
+        """Writes it into the folder of a checkpoint, with a checksum of its own."""
+        contents = self.model_dump(mode="json")
+        write_text(state / "training.json", json.dumps({**contents, "sha256": _digest(contents)}, indent=1) + "\n")
+
+    @staticmethod
+    def read(state: Path) -> StateRecord:
+        """Reads that of a checkpoint.
+
+        Raises:
+            UserError: there is none, or it is truncated or altered.
+        """
+        file = state / "training.json"
+        with explained(f"reading {file}"):
+            content = file.read_bytes()
+        try:
+            contents = json.loads(content)
+            expected = contents.pop("sha256")
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise UserError(_DAMAGED.format(file, "it is not whole")) from None
+        if expected != _digest(contents):
+            raise UserError(_DAMAGED.format(file, "its checksum does not fit its contents"))
+        return check_settings(StateRecord, contents, str(file))
+
+    def verify(self, state: Path, *, rank: int = 0, size: int = 1) -> None:
+        """Compares the files of a checkpoint with their checksums; several processes share them out.
+
+        Raises:
+            UserError: one is missing, truncated or altered.
+        """
+        for place, (name, expected) in enumerate(sorted(self.files.items())):
+            file = state / "training" / name
+            with explained(f"reading {file}"):
+                if place % size == rank and file_digest(file) != expected:
+                    raise UserError(_DAMAGED.format(file, "its checksum does not fit its contents"))
 
 
 @dataclass(frozen=True)
@@ -86,9 +142,9 @@ class RunFolder:
             raise UserError(f"{path / 'vocabulary.json'} is not the one this run was trained with; copy it again")
         return RunFolder(path, config, vocabulary)
 
-    def save_weights(self, model: LanguageModel) -> None:
+    def save_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Keeps the weights as the run's best."""
-        save_tensors(self.path / "model.safetensors", model.state_dict())
+        save_tensors(self.path / "model.safetensors", weights)
 
     def weights_file(self, weights: Weights = "best") -> Path:
         """Where the best weights are, or the last ones.
@@ -149,7 +205,7 @@ class RunFolder:
             load_weights(model, best)
         for state in self.states():
             load_weights(model, state / "model.safetensors")
-            load_tensors(state / "training.safetensors")
+            StateRecord.read(state).verify(state)
 
     def load_model(self, device: torch.device, weights: Weights = "best") -> LanguageModel:
         """Builds the model with the run's weights, ready for evaluation.
@@ -173,13 +229,32 @@ def load_weights(model: LanguageModel, file: Path) -> None:
     Raises:
         UserError: a damaged file, or weights of another model.
     """
+    model.load_state_dict(read_weights(model, file))
+
+
+def read_weights(model: LanguageModel, file: Path) -> dict[str, Tensor]:
+    """Reads weights for a model, by name.
+
+    Raises:
+        UserError: a damaged file, or weights of another model.
+    """
     tensors, _ = load_tensors(file)
     own = model.state_dict()
     odd = [name for name in own.keys() | tensors.keys() if name not in own or name not in tensors]
     odd = odd or [name for name in own if own[name].shape != tensors[name].shape]
     if odd:
         raise UserError(f"{file} does not fit the settings in config.yaml (at {min(odd)}); copy the whole run again")
-    model.load_state_dict(tensors)
+    return tensors
+
+
+def file_digest(file: Path) -> str:
+    """sha256 of a file."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _digest(contents: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()
 
 
 def config_text(config: RunConfig) -> str:

@@ -17,12 +17,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 import transformer_xl
 from transformer_xl.cli.main import run as txl
 from transformer_xl.config import ModelConfig, RunConfig, TrainConfig, UserError
-from transformer_xl.run_folder import RunFolder, config_text
-from transformer_xl.tensor_file import load_tensors, save_tensors
+from transformer_xl.run_folder import RunFolder, StateRecord, config_text, file_digest
+from transformer_xl.tensor_file import load_tensors
 from transformer_xl.text.corpus_writer import write_corpus
 from transformer_xl.text.documents import Document
 from transformer_xl.text.token_store import Corpus
@@ -81,14 +83,21 @@ def train_until(training: Training, step: int) -> Outcome:
 def tensors_of(folder: RunFolder) -> dict[str, torch.Tensor]:
     """Best weights, last weights, optimiser, memory and random state of a run."""
     best, last = folder.weights_file("best"), folder.weights_file("last")
-    files = {"best": best, "last": last, "state": last.parent / "training.safetensors"}
-    return {f"{kind}/{name}": tensor for kind, file in files.items() for name, tensor in load_tensors(file)[0].items()}
+    (state,) = (last.parent / "training").iterdir()
+    read = {"best": load_tensors(best)[0], "last": load_tensors(last)[0], "state": load_file(state)}
+    return {f"{kind}/{name}": tensor for kind, tensors in read.items() for name, tensor in tensors.items()}
+
+
+def load_sharding(file: Path) -> str:
+    """Where in the whole the tensors of a file belong, as torch notes it."""
+    with safe_open(file, framework="pt") as opened:
+        return opened.metadata()["DCP_SHARDING_INFO"]
 
 
 def figures_of(folder: RunFolder) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl, and at the end the progress; all without seconds, which no two runs share."""
-    _, notes = load_tensors(folder.weights_file("last").parent / "training.safetensors")
-    lines = [*map(json.loads, (folder.path / "metrics.jsonl").read_text().splitlines()), json.loads(notes["progress"])]
+    progress = StateRecord.read(folder.weights_file("last").parent).progress
+    lines = [*map(json.loads, (folder.path / "metrics.jsonl").read_text().splitlines()), progress]
     assert all(line.pop("seconds") >= 0 for line in lines)
     assert all(line.pop("tokens_per_second") > 0 for line in lines if line.get("split") == "train")
     return lines
@@ -98,7 +107,7 @@ def assert_same(one: RunFolder, other: RunFolder) -> None:
     found, wanted = tensors_of(one), tensors_of(other)
     assert found.keys() == wanted.keys()
     assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
-    # weights are the same files, byte for byte; training.safetensors also notes the seconds, which no two runs share
+    # weights are the same files, byte for byte; training.json also notes the seconds, which no two runs share
     for of in (lambda run: run.weights_file("best"), lambda run: run.weights_file("last")):
         assert of(one).read_bytes() == of(other).read_bytes()
     assert figures_of(one) == figures_of(other)
@@ -224,7 +233,8 @@ def test_checkpoints_kept_and_their_files(tmp_path: Path, straight) -> None:
     train_until(training, 9)
     assert [path.name for path in training.folder.states()] == ["step-00000008", "step-00000009"]
     for state in training.folder.states():
-        assert sorted(file.name for file in state.iterdir()) == ["model.safetensors", "training.safetensors"]
+        assert sorted(file.name for file in state.iterdir()) == ["model.safetensors", "training", "training.json"]
+        assert [file.name for file in (state / "training").iterdir()] == list(StateRecord.read(state).files)
     assert sorted(item.name for item in (tmp_path / "run").iterdir()) == [
         "config.yaml",
         "metrics.jsonl",
@@ -239,7 +249,7 @@ def test_leftovers_of_a_killed_save_are_ignored_and_cleaned(tmp_path: Path, stra
     train_until(start(tmp_path / "run", corpus, {}), 6)
     state = tmp_path / "run" / "state"
     shutil.copytree(state / "step-00000006", state / ".step-00000010.partial-7919")
-    (state / ".step-00000010.partial-7919" / "training.safetensors").write_bytes(b"half")
+    (state / ".step-00000010.partial-7919" / "training.json").write_bytes(b"half")
     (state / ".step-00000011.partial-7919").mkdir()
     (tmp_path / "run" / ".model.safetensors.partial-7919").write_bytes(b"half")
     training = go_on(tmp_path / "run", corpus)
@@ -300,8 +310,7 @@ def test_a_checkpoint_of_other_settings_is_refused(tmp_path: Path, straight) -> 
     corpus, _ = straight("base")
     train_until(start(tmp_path / "run", corpus, {}), 2)
     for old, new, message in (
-        ("rows: 3", "rows: 2", "the kept memory has another shape than this model, row count and memory length need"),
-        ("memory: 11", "memory: 13", "the kept memory has another shape"),
+        ("memory: 11", "memory: 13", "the kept memory has another shape than this model and memory length need"),
         ("feedforward: 19", "feedforward: 17", r"model.safetensors does not fit the settings in config.yaml \(at lay"),
         ("layers: 2", "layers: 3", r"does not fit the settings in config.yaml \(at layers.2"),
     ):
@@ -316,11 +325,15 @@ def test_a_checkpoint_without_part_of_the_optimiser_is_refused(tmp_path: Path, s
     corpus, _ = straight("base")
     training = start(tmp_path / "run", corpus, {})
     train_until(training, 2)
-    file = tmp_path / "run" / "state" / "step-00000002" / "training.safetensors"
-    tensors, notes = load_tensors(file)
+    state = tmp_path / "run" / "state" / "step-00000002"
+    record = StateRecord.read(state)
+    (name,) = record.files
+    tensors, parts = load_file(state / "training" / name), load_sharding(state / "training" / name)
     kept = {name: tensor for name, tensor in tensors.items() if "softmax.bias" not in name}
-    save_tensors(file, kept, {"progress": notes["progress"]})
-    with pytest.raises(UserError, match=r"training.safetensors lacks part of the optimiser; go back to another"):
+    save_file(kept, state / "training" / name, {"DCP_SHARDING_INFO": parts})
+    files = {name: file_digest(state / "training" / name)}
+    record.model_copy(update={"files": files}).write(state)
+    with pytest.raises(UserError, match=r"step-00000002 lacks part of the optimiser; go back to another"):
         go_on(tmp_path / "run", corpus)
 
 
@@ -335,7 +348,7 @@ def test_saving_changes_nothing(tmp_path: Path, straight) -> None:
     assert path.name == "step-00000003"
     assert torch.equal(torch.get_rng_state(), random_state)
     assert all(torch.equal(tensor, before[name]) for name, tensor in training.state.model.state_dict().items())
-    assert torch.equal(load_tensors(path / "training.safetensors")[0]["random/cpu"], random_state)
+    assert torch.equal(tensors_of(training.folder)["state/random/0/cpu"], random_state)
 
 
 # Through the command:

@@ -67,7 +67,10 @@ class Segment:
 
 
 class Shard(NamedTuple):
-    """Which of all rows are read here: of `count` equal parts, the part with number `index`."""
+    """Which of all rows are read here: of `count` parts, the part with number `index`.
+
+    Parts are cut as torch cuts a sharded tensor: all of one size, but the last one, which may be smaller.
+    """
 
     index: int = 0
     count: int = 1
@@ -76,16 +79,16 @@ class Shard(NamedTuple):
         """The numbers of its rows, of so many in all.
 
         Raises:
-            UserError: the rows do not divide.
+            UserError: some part would have no rows.
         """
         assert 0 <= self.index < self.count
-        if rows % self.count:
+        each = max(1, -(-rows // self.count))
+        if (self.count - 1) * each >= rows:
             raise UserError(
-                f"rows {rows} do not divide by the {self.count} processes that share them; choose a multiple of "
-                f"{self.count} for --train.rows"
+                f"{rows} rows, shared out {each} each, leave some of the {self.count} processes without any; choose "
+                f"{each * self.count} for --train.rows, or start {-(-rows // each)} processes"
             )
-        each = rows // self.count
-        return range(self.index * each, (self.index + 1) * each)
+        return range(self.index * each, min((self.index + 1) * each, rows))
 
 
 ALL_ROWS = Shard()
@@ -165,7 +168,7 @@ class SegmentStream:
     @property
     def shard_rows(self) -> int:
         """B: rows that are read here."""
-        return self.rows // self.shard.count
+        return len(self.shard.rows_of(self.rows))
 
     @property
     def num_segments(self) -> int:

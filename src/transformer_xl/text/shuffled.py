@@ -71,7 +71,7 @@ class ShuffledStream:
     @property
     def shard_rows(self) -> int:
         """B: rows that are read here."""
-        return self.rows // self.shard.count
+        return len(self.shard.rows_of(self.rows))
 
     def segments_in(self, epoch: int) -> int:
         """Number of segments of this epoch: enough for the longest row of any shard."""

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from pydantic import Field
@@ -47,7 +47,7 @@ class Progress(Settings):
     position: StreamPosition = StreamPosition()
     """The next segment."""
     piece: int = Field(default=0, ge=0)
-    """Tokens of that segment that were read already, in a step of the length warm-up."""
+    """Pieces of that segment that were read, in the length warm-up."""
     validated: int = Field(default=0, ge=0)
     """Step of the last validation."""
     best_nats: float | None = None
@@ -129,7 +129,7 @@ def load_state(folder: RunFolder, state: TrainingState, world: World = ALONE) ->
         if path is None:
             raise UserError(f"{folder.path / 'state'} holds no checkpoint; start anew with 'txl train --run DIR'")
         record = StateRecord.read(path)
-        record.verify(path, lambda place: place % world.size == world.rank)
+        record.verify(path, rank=world.rank, size=world.size)
         state.progress = check_settings(Progress, record.progress, str(path / "training.json"))
         weights = read_weights(state.model, path / "model.safetensors")
         saved = _shapes(path / "training")
@@ -211,17 +211,13 @@ def _local(tensor: Tensor) -> Tensor:
 def _memory_for(
     saved: Mapping[str, TensorStorageMetadata], state: TrainingState, folder: RunFolder
 ) -> tuple[int, Memory]:
-    """How many rows the kept memory has, and a memory of this process's rows as long as the kept one."""
-    train = folder.config.train
-    memory = Memory.concatenate(state.memories)
-    names = [f"memory/layer_{index}" for index in range(len(memory.layers_BMD))]
-    shapes = {tuple(saved[name].size) for name in names if name in saved}
-    rows, length, width = next(iter(shapes), (0, -1, 0))
-    # in the length warm-up memory is as short as the segments
-    lengths = {train.memory >> halved for halved in range(train.num_doublings + 1)}
-    if len(shapes) != 1 or length not in lengths or width != memory.layers_BMD[0].shape[-1]:
+    """How many rows the kept memory has, and a memory of this process's rows to put it in."""
+    memory = Memory.concatenate(state.memories).resized(folder.config.train.memory)
+    wanted = {f"memory/{name}": tensor.shape[1:] for name, tensor in memory.tensors().items()}
+    found = {name: one.size for name, one in saved.items() if name.startswith("memory/")}
+    if {name: size[1:] for name, size in found.items()} != wanted:
         raise UserError("the kept memory has another shape than this model and memory length need; start a new run")
-    return rows, memory.resized(length)
+    return found["memory/valid"][0], memory
 
 
 def _optimizer_targets(
@@ -258,7 +254,7 @@ def _set_optimizers(state: TrainingState, targets: Mapping[str, Tensor]) -> None
         optimizer.load_state_dict({"state": by_index, "param_groups": groups})
 
 
-def _set_weights(model: LanguageModel, weights: dict[str, Tensor]) -> None:
+def _set_weights(model: LanguageModel, weights: dict[str, Any]) -> None:
     if not any(hasattr(parameter, "placements") for parameter in model.parameters()):
         model.load_state_dict(weights)
         return

@@ -1,15 +1,33 @@
 """The processes that train one model together; one process alone is a world of its own.
 
 Each process has its own rows and their memory. Sums are added up over all of them before anything is divided.
+`torchrun` starts the processes, starts them anew when one dies, and tells each its number.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import gc
+import os
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
+import numpy as np
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.futures import Future
 
+from transformer_xl.config import UserError
+from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.text.segments import Shard
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}  # with CUDA, what lies on the CPU is summed up there
 
 
 @dataclass(frozen=True)
@@ -20,6 +38,10 @@ class World:
     """Number of this process, from 0."""
     size: int = 1
     """Number of processes."""
+    device: torch.device = field(default=torch.device("cpu"))
+    """What this process computes on."""
+    mesh: DeviceMesh | None = None
+    """The processes as torch's sharded tensors know them, in one dimension; none for one process alone."""
 
     @property
     def is_first(self) -> bool:
@@ -32,22 +54,201 @@ class World:
         return Shard(self.rank, self.size)
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum over all processes; every process gets it."""
-        return tensor
+        """The sum over all processes; every process gets it. Nothing waits for the device."""
+        if self.size == 1:
+            return tensor
+        total = tensor.detach().clone()
+        dist.all_reduce(total)
+        return total
 
     def any(self, flag: bool) -> bool:
-        """Whether it is true in some process; every process gets the same answer."""
-        return flag
+        """Whether it is true in some process; every process gets the same answer. Waits for all, not for the device."""
+        return bool(self.sum(torch.tensor(int(flag))))
 
     def barrier(self) -> None:
         """Waits until every process is here."""
+        self.any(False)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What the user must know of one process, all raise: none goes on to wait for another that has given up.
+
+        Raises:
+            UserError: the block raised it, here or in another process; the same one in all.
+        """
+        own: UserError | None = None
+        try:
+            yield
+        except UserError as error:
+            if self.size == 1:
+                raise
+            own = error
+        if self.size > 1 and (first := next((text for text in self.gather(str(own or "")) if text), "")):
+            raise UserError(first) from own
+
+    def gather(self, text: str) -> list[str]:
+        """The texts of all processes in their order; every process gets them."""
+        if self.size == 1:
+            return [text]
+        own = torch.frombuffer(bytearray(text.encode() + b"\0"), dtype=torch.uint8)
+        lengths = [torch.zeros((), dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(lengths, torch.tensor(len(own)))
+        longest = max(map(int, lengths))
+        padded = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
+        dist.all_gather(padded, nn.functional.pad(own, (0, longest - len(own))))
+        return [bytes(one.tolist()).rstrip(b"\0").decode() for one in padded]
 
     def wrap(self, module: nn.Module, parallel: str) -> nn.Module:
-        """The module whose gradients are sums over all processes (not means), whole (`ddp`) or in shares (`fsdp`)."""
+        """The module whose gradients are sums over all processes (not means), whole (`ddp`) or in shares (`fsdp`).
+
+        With fsdp each layer is gathered when it is used and let go again; the rest of the model is a part by itself.
+        """
+        if self.size == 1:
+            return module
+        if parallel == "ddp":
+            from torch.nn.parallel import DistributedDataParallel
+
+            wrapped = DistributedDataParallel(module, broadcast_buffers=False, gradient_as_bucket_view=True)
+            wrapped.register_comm_hook(None, _summed)
+            return wrapped
+        from torch.distributed.fsdp import FSDPModule, fully_shard
+
+        for part in (*_layers(module), module):
+            fully_shard(part, mesh=self.mesh)
+            assert isinstance(part, FSDPModule)
+            part.set_gradient_divide_factor(1.0)
+        module.register_forward_hook(_let_go)
         return module
 
     def sync_gradients(self, module: nn.Module, wanted: bool) -> None:
-        """Whether the next backward pass adds gradients up over the processes, or leaves that to a later one."""
+        """Whether the next forward and backward pass adds gradients up over the processes, or leaves it to a later."""
+        if self.size == 1:
+            return
+        from torch.distributed.fsdp import FSDPModule
+        from torch.nn.parallel import DistributedDataParallel
+
+        if isinstance(module, DistributedDataParallel):
+            module.require_backward_grad_sync = wanted
+        elif isinstance(module, FSDPModule):
+            module.set_requires_gradient_sync(wanted)
+
+    def seed(self, seed: int, step: int) -> None:
+        """Sets torch's random state to one that follows from seed and step, another one in each process."""
+        drawn = np.random.SeedSequence((seed, step, self.rank)).generate_state(1, np.uint64)
+        torch.manual_seed(int(drawn[0]) >> 1)
 
 
 ALONE = World()
+
+
+@contextmanager
+def joined(device: torch.device) -> Iterator[World]:
+    """The world of the processes that torchrun started, for the time of the block; without torchrun, this one alone.
+
+    What the block made must be out of reach when it ends (let a function make it): process groups can only be taken
+    down safely when nothing uses them any more.
+
+    Raises:
+        UserError: the device cannot be shared so, another process has ended, or one raised it in the block. Of all
+            processes the first to raise does; the others end silently, with SystemExit.
+    """
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size == 1:
+        yield World(device=device)
+        return
+    rank, local = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", "0"))
+    store, *_ = next(iter(dist.rendezvous("env://", rank, size)))
+    try:
+        device = _own_device(device, local)
+        dist.init_process_group(_BACKENDS[device.type], store=store, rank=rank, world_size=size)
+        mesh = dist.device_mesh.init_device_mesh(device.type, (size,))
+        world = World(rank, size, device, mesh)
+        yield world
+        world.barrier()
+        shutdown()
+    except BaseException as error:
+        traceback.clear_frames(error.__traceback__)
+        shutdown()
+        _end(error, store)
+
+
+def shutdown() -> None:
+    """Takes the process group down.
+
+    The order matters: gloo's threads abort the process at its end if something that uses them outlives their group. So
+    first all processes are done, then the model and its optimisers are gone, then the group.
+    """
+    gc.collect()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def is_restartable() -> bool:
+    """Whether torchrun watches over this process: the same command line may then come again, after one has died."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def _end(error: BaseException, store: dist.Store) -> None:
+    """Raises what this process ends with: the error in one process, a silent exit in the others."""
+    told = 0
+    with suppress(RuntimeError):  # the store has gone with the process that kept it: that one has told it
+        told = store.add("told", 1)
+    silent = told != 1
+    if isinstance(error, UserError):
+        raise SystemExit(2) if silent else error
+    if not isinstance(error, RuntimeError) or not _is_lost(error):
+        raise error
+    if silent:
+        raise SystemExit(2)
+    raise UserError(
+        "another process of this training has ended, so this one cannot go on; the same command under torchrun, or "
+        "--resume RUN, goes on from the newest checkpoint"
+    ) from error
+
+
+def _is_lost(error: RuntimeError) -> bool:
+    """Whether it says that another process can no longer be reached."""
+    words = ("gloo", "NCCL", "Connection", "Broken pipe")
+    return isinstance(error, dist.DistError) or any(word in str(error) for word in words)
+
+
+def _own_device(device: torch.device, local: int) -> torch.device:
+    """The device of the process with this number on its machine."""
+    if device.type == "cpu":
+        return device
+    if device.type != "cuda":
+        raise UserError(
+            f"several processes cannot share --device {device.type}; give cpu or cuda, or start one process"
+        )
+    if local >= torch.cuda.device_count():
+        raise UserError(
+            f"process {local + 1} of this machine has no GPU, there are {torch.cuda.device_count()}; start no more "
+            "processes with --nproc-per-node, or give --device cpu"
+        )
+    own = torch.device("cuda", local)
+    torch.cuda.set_device(own)
+    return own
+
+
+def _layers(module: nn.Module) -> nn.ModuleList:
+    return next(part for part in module.modules() if isinstance(part, LanguageModel)).layers
+
+
+def _let_go(module: nn.Module, *_: object) -> None:
+    """After a pass that no backward pass follows: else the next pass would use the weights that were gathered here."""
+    from torch.distributed.fsdp import FSDPModule
+
+    if not torch.is_grad_enabled():
+        assert isinstance(module, FSDPModule)
+        module.reshard()
+
+
+def _summed(_: object, bucket: dist.GradBucket) -> Future[Tensor]:
+    """In place of DDP's own mean: the sum over all processes."""
+    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    assert work is not None
+    return work.get_future().then(_first_result)
+
+
+def _first_result(done: Future[list[Tensor]]) -> Tensor:
+    return done.value()[0]
