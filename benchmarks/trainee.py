@@ -25,7 +25,8 @@ class Trainee:
         self.model = TransformerXL(model).to(place).train()
         self.model.recompute = train.recompute
         compile_layers(self.model, place, train.compile)
-        self.learner = Learner(ScoredModel(self.model), build_optimizers(self.model, train), train, place, ALONE)
+        scored = ScoredModel(self.model, own_memory=train.compile == "graphs")
+        self.learner = Learner(scored, build_optimizers(self.model, train), train, place, ALONE)
         self.memories = (self.model.initial_memory(train.rows),)
 
     def step(self, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:

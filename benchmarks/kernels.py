@@ -1,0 +1,218 @@
+"""Each attention kernel by itself: right first, then how long it takes, and how its memory grows.
+
+    python benchmarks/kernels.py [--kernels sdpa,cpu] [--dtypes float32,bfloat16] [--rows 4] [--out FILE]
+
+Every kernel is first held to the reference in float64, outputs and all gradients; a kernel that is wrong ends the run
+with status 1. Times are medians, forward alone (as in evaluation) and forward with backward (as in training); the
+kernels take turns shape by shape. Memory is measured in a fresh process for each kernel and length: what one forward
+and backward pass needs at its peak beyond its inputs, and what it keeps between the two. It is measured along two ways:
+keys S growing beside T queries, and both growing together (T = M), where numbers for every pair of query and key would
+grow by 4 at each doubling. The reference keeps a position key for every pair and is left out of memory and of long
+shapes unless named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from attention_cases import Shape, as_list, check, check_dropout, draw, kept_bytes, times, wait
+from circumstances import RESULTS, command, commit, cpu_features, cpu_model, device_name, say, warn_if_busy, write
+
+from transformer_xl.device import has_bfloat16, set_threads
+from transformer_xl.model.kernels import KERNELS
+
+CHECKED = (
+    Shape(2, 37, 23, 3, 38),
+    Shape(2, 64, 64, 2, 64, window=50),
+    Shape(3, 20, 45, 2, 41, empty=17),
+    Shape(1, 1, 63, 2, 80),
+    Shape(2, 33, 0, 2, 64),
+)
+REFERENCE_MOST_PAIRS = 2**16  # queries times keys: it has a position key for each
+
+
+def fitting(device: str, dtype: str) -> list[str]:
+    """The kernels that work there, slowest first."""
+    return [k.name for k in reversed(KERNELS.values()) if k.fits(torch.device(device), getattr(torch, dtype))]
+
+
+def checks(kernels: list[str], dtypes: list[str], device: str) -> list[dict[str, Any]]:
+    """Every kernel over the list of shapes, and with dropout."""
+    found = []
+    for kernel in kernels:
+        for dtype in dtypes:
+            found += [check(kernel, replace(shape, dtype=dtype, device=device)) for shape in CHECKED]
+        found += check_dropout(kernel, Shape(2, 64, 64, 4, 32, dropout=0.2, device=device))
+    return found
+
+
+def timed_shapes(sizes: argparse.Namespace) -> list[Shape]:
+    """Over T = M, over the window, over long memories, and with dropout."""
+    base = Shape(sizes.rows, 0, 0, sizes.heads, sizes.head_width, device=sizes.device)
+    shapes = [replace(base, queries=length, memory=length) for length in sizes.lengths]
+    middle = sizes.lengths[len(sizes.lengths) // 2]
+    shapes.append(replace(base, queries=middle, memory=middle, window=middle))
+    shapes.append(replace(base, queries=middle, memory=3 * middle))
+    shapes.append(replace(base, queries=middle, memory=middle, dropout=0.1))
+    return [replace(shape, dtype=dtype) for dtype in sizes.dtypes for shape in shapes]
+
+
+def time_all(sizes: argparse.Namespace) -> list[dict[str, Any]]:
+    """Times of every kernel at every shape."""
+    lines = []
+    for shape in timed_shapes(sizes):
+        for kernel in sizes.kernels:
+            too_large = kernel == "reference" and shape.queries * shape.keys > REFERENCE_MOST_PAIRS
+            if not KERNELS[kernel].fits(torch.device(sizes.device), getattr(torch, shape.dtype)) or too_large:
+                continue
+            line = {"kernel": kernel, "shape": asdict(shape), **times(kernel, shape, seconds=sizes.seconds)}
+            lines.append(line)
+            say(
+                f"{shape.words():<48} {kernel:<10} forward {line['forward_seconds'] * 1e3:9.3f} ms, "
+                f"with backward {line['forward_backward_seconds'] * 1e3:9.3f} ms, "
+                f"{line['forward_backward_tflops']:.3f} TFLOP/s"
+            )
+    return lines
+
+
+def peak_beyond_inputs(kernel: str, shape: Shape) -> dict[str, int]:
+    """In this process: the most memory of a forward and backward pass beyond its inputs, and what is kept between."""
+    small = replace(shape, queries=8, memory=8, rows=1)
+    kept_bytes(kernel, small)  # what torch loads at first use
+    _pass(kernel, small)
+    inputs, sight = draw(shape)
+    cuda = shape.device.startswith("cuda")
+    wait(shape.device)
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    else:
+        Path("/proc/self/clear_refs").write_text("5")  # the peak is what is there now
+        before = _status("VmRSS")
+    out_BTNH = KERNELS[kernel].attend(inputs, sight, shape.dropout)
+    torch.autograd.grad(out_BTNH, as_list(inputs), torch.ones_like(out_BTNH))
+    wait(shape.device)
+    peak = torch.cuda.max_memory_allocated() if cuda else _status("VmHWM")
+    del out_BTNH
+    return {"peak_bytes": peak - before, "kept_bytes": kept_bytes(kernel, shape)}
+
+
+def _pass(kernel: str, shape: Shape) -> None:
+    inputs, sight = draw(shape)
+    KERNELS[kernel].attend(inputs, sight, shape.dropout).sum().backward()
+
+
+def _status(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+
+
+def memory_growth(sizes: argparse.Namespace) -> list[dict[str, Any]]:
+    """For each kernel and each way to grow: bytes at every length, and the ratio for each doubling."""
+    found = []
+    base = Shape(1, 0, 0, sizes.heads, sizes.head_width, device=sizes.device, dtype=sizes.dtypes[0])
+    for kernel in sizes.kernels:
+        if kernel == "reference" and not sizes.named:
+            continue
+        for way in ("keys", "both"):
+            lines = []
+            for keys in sizes.memory_keys:
+                queries = sizes.memory_queries if way == "keys" else keys // 2
+                shape = replace(base, queries=queries, memory=keys - queries)
+                words = [sys.executable, __file__, "--one", json.dumps([kernel, asdict(shape)])]
+                words += ["--threads", str(sizes.threads)] if sizes.threads else []
+                printed = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True).stdout
+                lines.append({"queries": queries, "keys": keys, **json.loads(printed)})
+            growth = growth_of([line["peak_bytes"] for line in lines])
+            found.append({"kernel": kernel, "grows": way, "ratio_per_doubling": growth, "lengths": lines})
+            peaks = ", ".join(f"S {line['keys']}: {line['peak_bytes'] / 2**20:,.0f} MiB" for line in lines)
+            say(f"memory of {kernel}, {way} growing: {peaks}; {growth:.2f} for each doubling")
+    return found
+
+
+def growth_of(sizes: list[int]) -> float:
+    """How many times more at each doubling: 2 is linear, 4 quadratic; NaN for fewer than three lengths.
+
+    From one length to the next, so that what is there at any length does not count; least squares over the logarithms.
+    """
+    logs = [math.log2(max(1, after - before)) for before, after in pairwise(sizes)]
+    return 2 ** statistics.linear_regression(range(len(logs)), logs).slope if len(logs) > 1 else math.nan
+
+
+def parsed() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="Times and memory of the attention kernels.")
+    parser.add_argument("--kernels", help="names with commas between; default: all that fit")
+    parser.add_argument("--dtypes", help="default: float32, and bfloat16 where the machine has instructions for it")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--rows", type=int, default=4, help="default 4")
+    parser.add_argument("--heads", type=int, default=8, help="default 8")
+    parser.add_argument("--head-width", type=int, default=64, help="default 64")
+    parser.add_argument("--lengths", default="64,128,256,512,1024", help="T = M of the timed shapes")
+    parser.add_argument("--memory-queries", type=int, default=512, help="T while the keys alone grow (default 512)")
+    parser.add_argument(
+        "--memory-keys", default="1024,2048,4096,8192", help="S of the memory measurements; none: leave out"
+    )
+    parser.add_argument("--seconds", type=float, default=1.0, help="least time for one figure (default 1)")
+    parser.add_argument("--threads", type=int, help="CPU threads; default: torch's own choice")
+    parser.add_argument("--out", type=Path, default=RESULTS / "kernels.json", help="default results/kernels.json")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    sizes = parser.parse_args()
+    both = has_bfloat16(torch.device(sizes.device))
+    sizes.dtypes = sizes.dtypes.split(",") if sizes.dtypes else ["float32", *(["bfloat16"] if both else [])]
+    sizes.named = bool(sizes.kernels)
+    sizes.kernels = sizes.kernels.split(",") if sizes.kernels else fitting(sizes.device, "float32")
+    sizes.lengths = [int(length) for length in sizes.lengths.split(",")]
+    sizes.memory_keys = [int(keys) for keys in sizes.memory_keys.split(",") if keys != "none"]
+    return sizes
+
+
+def main() -> None:
+    """Checks, measures, and writes the figures to a file."""
+    sizes = parsed()
+    set_threads(sizes.threads)
+    if sizes.one:
+        kernel, shape = json.loads(sizes.one)
+        print(json.dumps(peak_beyond_inputs(kernel, Shape(**shape))))
+        return
+    load = warn_if_busy()
+    checked = checks(sizes.kernels, sizes.dtypes, sizes.device)
+    wrong = [line for line in checked if not line["ok"]]
+    for line in wrong:
+        say(f"WRONG {line['kernel']}: {line['what']}: error {line['error']:.1e}, allowed {line['allowed']:.1e}")
+    if wrong:
+        sys.exit(1)
+    say(f"{len(checked)} checks passed")
+    results = {
+        "command": command(),
+        "commit": commit(),
+        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+        "machine": {
+            "cpu": cpu_model(),
+            "features": cpu_features(),
+            "cores": os.cpu_count(),
+            "threads": torch.get_num_threads(),
+            "device": device_name(sizes.device),
+            "load_average_before": load,
+        },
+        "checks": checked,
+        "times": time_all(sizes),
+        "memory": memory_growth(sizes) if sizes.memory_keys else [],
+    }
+    write(results, sizes.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""Whole training steps of a recipe on one device: seconds, tokens a second, peak memory, share of the device's peak.
+
+Letters: B rows, T new tokens.
+"""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+import torch
+from attention_cases import median_seconds, wait
+from torch import Tensor
+from trainee import Trainee
+
+from transformer_xl.config import RunConfig, load_recipe, run_settings
+from transformer_xl.model.cost import step_cost
+
+# 10^12 operations a second of dense bfloat16 products with float32 sums, from the makers' data sheets; the first name
+# found in the device's name counts
+PEAK_TFLOPS = {
+    "GH200": 989.4,
+    "H200": 989.4,
+    "H100 PCIe": 756.0,
+    "H100 NVL": 835.0,
+    "H100": 989.4,
+    "H800": 989.4,
+    "B200": 2250.0,
+    "A100": 312.0,
+    "A800": 312.0,
+    "L40S": 362.0,
+    "L40": 181.0,
+    "L4": 121.0,
+    "A40": 149.7,
+    "A30": 165.0,
+    "A10G": 70.0,
+    "A10": 125.0,
+    "RTX 4090": 165.2,
+    "RTX 3090": 71.0,
+}
+SMALL = {"layers": 2, "width": 32, "heads": 2, "head_width": 16, "feedforward": 64}
+SMALL_TRAIN = {"segment": 16, "memory": 16, "rows": 4, "warmup": 0}
+
+
+def peak_tflops(device: str) -> float | None:
+    """The device's peak, where it is known."""
+    if not device.startswith("cuda"):
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in PEAK_TFLOPS.items() if part in name), None)
+
+
+def settings(recipe: str, train: dict[str, Any], *, small: bool) -> RunConfig:
+    """The recipe with other settings of training; small: the same in kind, in a size for trying the code."""
+    found = load_recipe(recipe)
+    model = {**found.model, **(SMALL if small else {})}
+    if small and model.get("cutoffs"):
+        model |= {"vocabulary_size": 100, "cutoffs": (20, 40), "embedding_width": 32}
+    return run_settings({"model": model, "train": {**found.train, **(SMALL_TRAIN if small else {}), **train}}, recipe)
+
+
+class Tokens:
+    """Segments of drawn tokens, whose frequencies fall with their rank as those of words do."""
+
+    def __init__(self, config: RunConfig) -> None:
+        share_V = 1 / (torch.arange(config.model.vocabulary_size) + 2.7)
+        size = (config.train.rows * (config.train.segment + 1),)
+        generator = torch.Generator().manual_seed(5)
+        # some segments, read over and over
+        self.segments = [
+            torch.searchsorted(
+                share_V.double().cumsum(0) / share_V.double().sum(), torch.rand(size, generator=generator).double()
+            )
+            .clamp(max=len(share_V) - 1)
+            .view(config.train.rows, -1)
+            for _ in range(4)
+        ]
+        self.place = 0
+
+    def next(self) -> tuple[Tensor, Tensor]:
+        """Inputs and targets (B, T), on the CPU."""
+        self.place = (self.place + 1) % len(self.segments)
+        tokens_BT = self.segments[self.place]
+        return tokens_BT[:, :-1].contiguous(), tokens_BT[:, 1:].contiguous()
+
+
+def losses(recipe: str, device: str, steps: int, train: dict[str, Any], model: dict[str, Any]) -> list[float]:
+    """Losses of the first steps of a small model of that kind, without dropout; memory and all."""
+    config = settings(recipe, {"rows": 4, "segment": 24, "memory": 32, **train}, small=True)
+    changed = config.model.model_copy(update={"dropout": 0.0, "attention_dropout": 0.0, **model})
+    tokens, trainee = Tokens(config), Trainee(changed, config.train, device)
+    return torch.stack([trainee.step(*tokens.next()) for _ in range(steps)]).tolist()
+
+
+def measure(recipe: str, device: str, train: dict[str, Any], *, small: bool, peak: float | None) -> dict[str, Any]:
+    """Times whole steps; where the recipe's rows do not fit into the device's memory, with half as many, and so on."""
+    rows = settings(recipe, train, small=small).train.rows
+    while True:
+        try:
+            return _measure(settings(recipe, {**train, "rows": rows}, small=small), device, peak) | {"recipe": recipe}
+        except torch.OutOfMemoryError:
+            if rows == 1:
+                raise
+        rows //= 2
+        torch.cuda.empty_cache()
+
+
+def _measure(config: RunConfig, device: str, peak: float | None) -> dict[str, Any]:
+    cuda = device.startswith("cuda")
+    if cuda:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    tokens, trainee = Tokens(config), Trainee(config.model, config.train, device)
+    train = config.train
+    # the memory full, and what is compiled or captured at the first steps done
+    for _ in range(4 + -(-train.memory // train.segment)):
+        trainee.step(*tokens.next())
+    wait(device)
+    seconds = median_seconds(lambda: trainee.step(*tokens.next()), device, seconds=2.0 if cuda else 0.1, rounds=5)
+    loss = statistics.fmean(float(trainee.step(*tokens.next())) for _ in range(2))
+    flops = step_cost(config.model, rows=train.rows, segment=train.segment, memory=train.memory).flops
+    return {
+        "compile": train.compile,
+        "precision": train.precision,
+        "kernel": config.model.kernel,
+        "rows": train.rows,
+        "segment": train.segment,
+        "memory": train.memory,
+        "step_seconds": seconds,
+        "tokens_per_second": train.rows * train.segment / seconds,
+        "tflops": flops / seconds / 1e12,
+        "model_flops_utilisation": flops / seconds / (peak * 1e12) if peak else None,
+        "peak_device_bytes": torch.cuda.max_memory_allocated() if cuda else None,
+        "loss": loss,
+    }
