@@ -1,69 +1,135 @@
-"""The learning rate by hand, and an Adam that moves every weight."""
+"""Which optimiser moves which weight, and Muon against torch's and against one written out in float64."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
 from transformer_xl.config import TrainConfig
-from transformer_xl.training.optimizers import build_optimizer, learning_rate, set_learning_rate
+from transformer_xl.training.optimizers import Muon, build_optimizers, orthogonal
+
+SHAPES = [(7, 7), (5, 11), (11, 5), (5, 11), (3, 13), (11, 5)]
 
 
-@pytest.mark.parametrize(
-    ("step", "wanted"),
-    [
-        (0, 0.5),  # a quarter of the warm-up
-        (1, 1.0),
-        (2, 1.5),
-        (3, 2.0),  # the last step of the warm-up has the peak
-        (4, 2.0),  # the cosine starts there: cos 0
-        (8, 1 + 0.5**0.5),  # cos(pi / 4)
-        (12, 1.0),  # half way down: cos(pi / 2)
-        (16, 1 - 0.5**0.5),
-        (20, 0.0),  # cos(pi): where a next step would be
-    ],
-)
-def test_warmup_is_linear_and_the_rest_a_cosine(step: int, wanted: float) -> None:
-    config = TrainConfig(steps=20, warmup=4, learning_rate=2.0)
-    assert learning_rate(step, config) == pytest.approx(wanted, abs=1e-12)
+def groups_of(model: Any, **settings: Any) -> list[dict[str, Any]]:
+    """All groups, after a check that every weight is in one of them, once."""
+    optimizers = build_optimizers(model, TrainConfig(learning_rate=0.03, **settings))
+    groups = [{**group, "of": optimizer} for optimizer in optimizers for group in optimizer.param_groups]
+    held = [id(parameter) for group in groups for parameter in group["params"]]
+    assert sorted(held) == sorted(id(parameter) for parameter in model.parameters())
+    assert all(group["lr"] == 0.03 for group in groups)
+    return groups
 
 
-def test_without_warmup_the_cosine_starts_at_once() -> None:
-    config = TrainConfig(steps=4, warmup=0, learning_rate=1.0)
-    found = [learning_rate(step, config) for step in range(4)]
-    assert found == pytest.approx([1.0, 0.5 + 0.5**1.5, 0.5, 0.5 - 0.5**1.5], abs=1e-12)
+def names_in(model: Any, group: dict[str, Any]) -> set[str]:
+    return {name for name, parameter in model.named_parameters() if any(parameter is one for one in group["params"])}
 
 
-@pytest.mark.parametrize("warmup", [5, 7])
-def test_as_long_a_warmup_as_the_training(warmup: int) -> None:
-    config = TrainConfig(steps=5, warmup=warmup, learning_rate=1.0)
-    assert [learning_rate(step, config) for step in range(5)] == pytest.approx([(i + 1) / warmup for i in range(5)])
+ADAPTIVE = {"cutoffs": (5, 11), "div_val": 2, "tie_weights": False, "tie_projections": "none"}
 
 
-def test_the_rate_only_rises_and_then_only_falls() -> None:
-    config = TrainConfig(steps=211, warmup=31, learning_rate=3.0)
-    rates = [learning_rate(step, config) for step in range(211)]
-    assert rates[:31] == sorted(rates[:31])
-    assert rates[30:] == sorted(rates[30:], reverse=True)
-    assert max(rates) == 3.0
-    assert 0 < min(rates[31:]) < 1e-3
+def test_adam_is_torchs_with_the_papers_settings(make_model) -> None:
+    (group,) = groups_of(make_model(tie_position_biases=False, norm="pre"))
+    assert type(group["of"]) is torch.optim.Adam
+    assert (group["betas"], group["eps"], group["weight_decay"]) == ((0.9, 0.999), 1e-8, 0)
+    (group,) = groups_of(make_model(), beta1=0.8, beta2=0.95)
+    assert group["betas"] == (0.8, 0.95)
 
 
-def test_every_weight_is_in_the_optimiser_once(make_model) -> None:
-    model = make_model(tie_position_biases=False, norm="pre")
-    optimizer = build_optimizer(model, TrainConfig(learning_rate=0.03))
-    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    assert len(held) == len({id(parameter) for parameter in held})
-    assert {id(parameter) for parameter in held} == {id(parameter) for parameter in model.parameters()}
-    (group,) = optimizer.param_groups
-    assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (0.03, (0.9, 0.999), 1e-8, 0)
+@pytest.mark.parametrize("settings", [{}, ADAPTIVE, {"tie_position_biases": False, "norm": "pre"}])
+def test_adamw_takes_from_matrices_alone(make_model, settings: dict[str, Any]) -> None:
+    model = make_model(**settings)
+    decayed, others = groups_of(model, optimizer="adamw", weight_decay=0.1, beta2=0.95)
+    assert type(decayed["of"]) is torch.optim.AdamW
+    assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
+    assert decayed["betas"] == others["betas"] == (0.9, 0.95)
+    kept = set(names_in(model, others))
+    wanted = {name for name, _ in model.named_parameters() if "norm" in name or "bias" in name}
+    assert kept == wanted
 
 
-def test_setting_the_rate_reaches_every_group() -> None:
-    weights = [torch.nn.Parameter(torch.zeros(2)) for _ in range(3)]
-    optimizer = torch.optim.SGD([{"params": [weight]} for weight in weights], lr=1.0)
-    set_learning_rate(optimizer, 0.25)
-    for weight in weights:
-        weight.grad = torch.ones(2)
+@pytest.mark.parametrize("settings", [{}, ADAPTIVE, {"tie_position_biases": False, "norm": "pre"}])
+def test_muon_moves_the_matrices_inside_the_layers(make_model, settings: dict[str, Any]) -> None:
+    model = make_model(**settings)
+    muon, decayed, others = groups_of(model, optimizer="muon", weight_decay=0.1, momentum=0.9)
+    assert (type(muon["of"]), type(decayed["of"])) == (Muon, torch.optim.AdamW)
+    assert (muon["momentum"], muon["weight_decay"], decayed["weight_decay"], others["weight_decay"]) == (
+        0.9, 0.1, 0.1, 0.0,
+    )  # fmt: skip
+    inside = {"query", "key", "value", "position_key", "output", "widen", "narrow"}
+    assert {name.split(".")[-2] for name in names_in(model, muon)} == inside
+    assert len(muon["params"]) == 7 * 3
+    assert all(name.startswith(("embedding", "softmax")) for name in names_in(model, decayed))
+
+
+def matrices(dtype: torch.dtype) -> list[torch.nn.Parameter]:
+    draw = torch.Generator().manual_seed(3)
+    return [torch.nn.Parameter(torch.randn(shape, generator=draw, dtype=dtype)) for shape in SHAPES]
+
+
+def gradients(dtype: torch.dtype, steps: int) -> list[list[Tensor]]:
+    draw = torch.Generator().manual_seed(5)
+    return [[torch.randn(shape, generator=draw, dtype=dtype) * 0.01 for shape in SHAPES] for _ in range(steps)]
+
+
+def move(optimizer: torch.optim.Optimizer, weights: list[torch.nn.Parameter], all_grads: list[list[Tensor]]) -> None:
+    for grads in all_grads:
+        for weight, grad in zip(weights, grads, strict=True):
+            weight.grad = grad.clone()
+        optimizer.step()
+
+
+CONFIG = TrainConfig(optimizer="muon", learning_rate=0.02, momentum=0.9, weight_decay=0.3)
+
+
+def test_muon_is_torchs_but_for_bfloat16() -> None:
+    """torch's rounds each product to bfloat16 (8 bits) and starts from a rounded direction: a per cent of a step."""
+    ours, theirs = matrices(torch.float32), matrices(torch.float32)
+    start = [weight.detach().clone() for weight in ours]
+    move(Muon(ours, CONFIG), ours, gradients(torch.float32, 5))
+    settings = {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.3, "adjust_lr_fn": "match_rms_adamw"}
+    move(torch.optim.Muon(theirs, **settings), theirs, gradients(torch.float32, 5))
+    for one, other, before in zip(ours, theirs, start, strict=True):
+        assert (one - other).norm().item() < 0.03 * (one - before).norm().item()
+
+
+def test_muon_equals_one_written_out() -> None:
+    """In float64: momentum, Newton-Schulz by singular values, step size and decay."""
+    weights = matrices(torch.float64)
+    wanted, means = [weight.detach().clone() for weight in weights], [torch.zeros(shape).double() for shape in SHAPES]
+    all_grads = gradients(torch.float64, 4)
+    for grads in all_grads:
+        for place, grad in enumerate(grads):
+            means[place] = 0.9 * means[place] + 0.1 * grad
+            left, values, right = torch.linalg.svd(0.1 * grad + 0.9 * means[place], full_matrices=False)
+            values = values / values.norm()
+            for _ in range(5):  # the same polynomial, of each singular value by itself
+                values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
+            size = 0.2 * max(SHAPES[place]) ** 0.5
+            wanted[place] = wanted[place] * (1 - 0.02 * 0.3) - 0.02 * size * (left * values @ right)
+    move(Muon(weights, CONFIG), weights, all_grads)
+    for found, by_hand in zip(weights, wanted, strict=True):
+        torch.testing.assert_close(found.detach(), by_hand, rtol=0, atol=1e-10)
+
+
+def test_orthogonal_brings_singular_values_to_about_one() -> None:
+    draw = torch.Generator().manual_seed(7)
+    many = torch.randn(11, 5, 13, generator=draw) * torch.logspace(-6, 3, 11)[:, None, None]
+    values = torch.linalg.svdvals(orthogonal(many).float())
+    assert float(values.min()) > 0.6
+    assert float(values.max()) < 1.3
+    assert torch.equal(orthogonal(torch.zeros(2, 3, 5)), torch.zeros(2, 3, 5).to(orthogonal(many).dtype))
+
+
+def test_muon_leaves_weights_without_a_gradient_alone() -> None:
+    weights = matrices(torch.float32)
+    before = weights[1].detach().clone()
+    optimizer = Muon(weights, CONFIG)
+    for weight in weights[::2]:
+        weight.grad = torch.ones_like(weight)
     optimizer.step()
-    assert all(weight.tolist() == [-0.25, -0.25] for weight in weights)
+    assert torch.equal(weights[1], before)
+    assert not torch.equal(weights[0], matrices(torch.float32)[0])

@@ -1,0 +1,78 @@
+"""Every token is a target once, whatever the stages of the length warm-up."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Literal
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from transformer_xl.config import TrainConfig
+from transformer_xl.text.segments import SegmentStream, Stream, StreamPosition
+from transformer_xl.text.shuffled import ShuffledStream
+from transformer_xl.training.distributed import ALONE
+from transformer_xl.training.pieces import Piece, Place, read_piece
+
+
+def pieces_of(stream: Stream, config: TrainConfig, *, epochs: int) -> list[tuple[Place, Piece]]:
+    place, found = Place(0, StreamPosition()), []
+    while place.position.epoch < epochs:
+        piece = read_piece(stream, place, config, ALONE)
+        found.append((place, piece))
+        place = piece.after
+    return found
+
+
+def make_stream(order: Literal["text", "shuffled"], number: int, rows: int, segment: int) -> Stream:
+    tokens = np.arange(1, number + 1, dtype=np.uint32)
+    if order == "text":
+        return SegmentStream(tokens, rows=rows, segment=segment, start_id=0)
+    starts = np.arange(0, number, 3).astype(np.uint64)
+    return ShuffledStream(tokens, starts, rows=rows, segment=segment, start_id=0, seed=7)
+
+
+@pytest.mark.parametrize("order", ["text", "shuffled"])
+@given(
+    number=st.integers(24, 211),
+    rows=st.integers(1, 5),
+    first=st.integers(1, 3),
+    doublings=st.integers(1, 3),
+    warmup=st.integers(1, 97),
+)
+@settings(max_examples=40, deadline=None)
+def test_every_target_counts_once_an_epoch(order, number, rows, first, doublings, warmup) -> None:
+    segment = first * 2**doublings
+    config = TrainConfig(segment=segment, memory=0, rows=rows, first_segment=first, length_warmup=warmup)
+    stream = make_stream(order, number, rows, segment)
+    found = pieces_of(stream, config, epochs=3)
+    for epoch in range(3):
+        of_epoch = [piece.segment for place, piece in found if place.position.epoch == epoch]
+        seen = Counter(token for one in of_epoch for token in one.targets_BT[one.counted_BT].tolist())
+        assert seen == Counter(range(1, number + 1))
+        assert [one.starts for one in of_epoch] == [True] + [False] * (len(of_epoch) - 1)
+        assert all(one.counted_BT.any() for one in of_epoch)
+    assert [place.step for place, _ in found] == [*range(len(found))]
+
+
+def test_lengths_double_where_segments_begin() -> None:
+    """Stages of 5 steps; a segment that has begun is read to its end in the length it began with."""
+    config = TrainConfig(segment=8, memory=12, rows=2, first_segment=2, length_warmup=10)
+    found = pieces_of(make_stream("text", 79, 2, 8), config, epochs=1)
+    assert [piece.segment.inputs_BT.shape[1] for _, piece in found] == [2] * 8 + [4] * 2 + [8] * 2
+    assert [piece.memory for _, piece in found] == [3] * 8 + [6] * 2 + [12] * 2
+    assert [place.piece for place, _ in found] == [0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 0, 0]
+    whole = [make_stream("text", 79, 2, 8).read(StreamPosition(segment=index)) for index in range(5)]
+    for name in ("inputs_BT", "targets_BT", "counted_BT"):
+        read = np.concatenate([getattr(piece.segment, name) for _, piece in found], 1)
+        np.testing.assert_array_equal(read, np.concatenate([getattr(segment, name) for segment in whole], 1))
+
+
+def test_without_a_length_warmup_steps_read_segments() -> None:
+    config = TrainConfig(segment=8, memory=12, rows=2)
+    found = pieces_of(make_stream("text", 79, 2, 8), config, epochs=2)
+    assert len(found) == 10
+    assert {piece.memory for _, piece in found} == {12}
+    assert {place.piece for place, _ in found} == {0}

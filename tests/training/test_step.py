@@ -1,0 +1,253 @@
+"""One step against one by hand, whatever the chunks and lengths; chunks against one batch; recomputing."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from training_runs import CPU, letters, lines_of, make_corpus, start, train_until
+
+from transformer_xl.config import TrainConfig
+from transformer_xl.model.memory import Memory, Reach
+from transformer_xl.text.segments import Segment
+from transformer_xl.training.distributed import ALONE
+from transformer_xl.training.loop import Training
+from transformer_xl.training.optimizers import build_optimizers
+from transformer_xl.training.step import Learner, ScoredModel, chunks_of
+
+
+def as_double(training: Training) -> Training:
+    training.state.model.double()
+    training.state.memories = tuple(training.state.model.initial_memory(rows) for rows in training.chunks)
+    return training
+
+
+class ByHand:
+    """Training written out: each row alone and without padding, clipping and Adam as formulas."""
+
+    def __init__(self, training: Training, text: bytes, lengths: list[int]) -> None:
+        self.model = copy.deepcopy(training.state.model)
+        self.text, self.config = text, training.config
+        self.weights = list(self.model.parameters())
+        self.first = [torch.zeros_like(weight) for weight in self.weights]
+        self.second = [torch.zeros_like(weight) for weight in self.weights]
+        self.spans = self.all_spans(lengths)
+
+    def all_spans(self, lengths: list[int]) -> Iterator[tuple[int, int]]:
+        """Where each step begins within the rows, and how many tokens it reads."""
+        longest, place = math.ceil(len(self.text) / self.config.rows), 0
+        for length in lengths:
+            yield place, length
+            place = place + length if place + length < longest else 0
+
+    def step(self, step: int, rate: float) -> tuple[float, float]:
+        """Moves the weights; gives the loss in nats per counted token and the gradient's norm before clipping."""
+        nats, count = self.loss(*next(self.spans))
+        grads = torch.autograd.grad(nats / count, self.weights)
+        norm = math.sqrt(sum(float(grad.square().sum()) for grad in grads))
+        scale = min(1.0, self.config.clip / (norm + 1e-6))
+        for place, (weight, grad) in enumerate(zip(self.weights, grads, strict=True)):
+            self.first[place] = 0.9 * self.first[place] + 0.1 * grad * scale
+            self.second[place] = 0.999 * self.second[place] + 0.001 * (grad * scale) ** 2
+            mean, square = self.first[place] / (1 - 0.9 ** (step + 1)), self.second[place] / (1 - 0.999 ** (step + 1))
+            weight.data -= rate * mean / (square.sqrt() + 1e-8)
+        return float(nats.detach()) / count, norm
+
+    def loss(self, place: int, length: int) -> tuple[Tensor, int]:
+        rows = self.config.rows
+        edges = list(pairwise(row * len(self.text) // rows for row in range(rows + 1)))
+        slots = self.config.memory * length // self.config.segment
+        if place == 0:
+            self.memories = [self.model.initial_memory(1, Reach(slots)) for _ in range(rows)]
+        self.memories = [of_length(memory, slots) for memory in self.memories]
+        nats, count = torch.zeros((), dtype=torch.float64), 0
+        for row, (begin, end) in enumerate(edges):
+            first = begin + place
+            targets = list(self.text[first : min(first + length, end)])
+            if not targets:
+                continue
+            inputs = [self.text[first - 1] if first else 10, *targets[:-1]]
+            hidden_BTD, self.memories[row] = self.model(torch.tensor([inputs]), self.memories[row])
+            skipped = length // 2 if self.config.loss == "half" else 0
+            nats = nats + self.model.nats(hidden_BTD, torch.tensor([targets]))[0, skipped:].sum()
+            count += len(targets[skipped:])
+        return nats, count
+
+
+def of_length(memory: Memory, slots: int) -> Memory:
+    """The newest rows that were read, with zeros before them."""
+    read = min(int(memory.valid_B), slots)
+    layers = []
+    for layer_BMD in memory.layers_BMD:
+        new_BMD = torch.zeros(1, slots, layer_BMD.shape[-1], dtype=layer_BMD.dtype)
+        new_BMD[:, slots - read :] = layer_BMD[:, memory.length - read :]
+        layers.append(new_BMD)
+    valid_B = torch.tensor([read])
+    return replace(memory, layers_BMD=tuple(layers), valid_B=valid_B, reach=Reach(slots), least_valid=0)
+
+
+@pytest.mark.parametrize(
+    ("length", "settings"),
+    [
+        (127, {}),  # rows of 42, 42 and 43: in the last segment two rows are padding alone
+        (139, {"loss": "half"}),  # rows of 46, 46 and 47: the last segment counts 1, 1 and 2 targets
+        (139, {"clip": 100.0}),
+        (139, {"clip": 0.003, "memory": 0, "warmup": 0}),
+        (139, {"rows": 1, "segment": 31, "memory": 5}),
+        (139, {"chunks": 2, "loss": "half"}),
+        (127, {"chunks": 3}),
+        (127, {"chunks": 2, "recompute": True}),
+    ],
+)
+def test_every_step_equals_the_one_by_hand(tmp_path: Path, length: int, settings: dict[str, Any]) -> None:
+    """In float64, over two epochs: loss, gradient norm, every weight; so padding and uncounted targets do nothing."""
+    training = start(tmp_path / "run", make_corpus(tmp_path / "corpus", letters(length, seed=1)), **settings)
+    compare_with_hand(training, letters(length, seed=1), [training.config.segment] * 17)
+
+
+@pytest.mark.parametrize(
+    ("length", "settings", "lengths"),
+    [
+        # rows of 21, 21 and 22: an epoch takes 11 steps of 2, one of 4 instead of 2 where a row's end is near
+        (64, {}, [2] * 11 + [4] * 10 + [8] * 4),
+        (64, {"chunks": 2}, [2] * 11 + [4] * 10 + [8] * 4),
+        (64, {"memory": 0}, [2] * 11 + [4] * 10 + [8] * 4),
+        # rows of 23, 23 and 24: some target counts in every step
+        (70, {"loss": "half"}, [2] * 12 + [4] * 8 + [8] * 5),
+    ],
+)
+def test_the_length_warmup_equals_reading_by_hand(
+    tmp_path: Path, length: int, settings: dict[str, Any], lengths: list[int]
+) -> None:
+    """Segments of 8, and 10 steps a stage, which begins where a segment does; padding alone is no step."""
+    text = letters(length, seed=1)
+    sizes = {"segment": 8, "memory": 12, "first_segment": 2, "length_warmup": 20, "steps": 25}
+    training = start(tmp_path / "run", make_corpus(tmp_path / "corpus", text), **sizes | settings)
+    compare_with_hand(training, text, lengths)
+
+
+def compare_with_hand(training: Training, text: bytes, lengths: list[int]) -> None:
+    hand = ByHand(as_double(training), text, lengths)
+    config, wanted = training.config, []
+
+    def compare() -> bool:
+        step = training.state.progress.step - 1  # asked after every step, and before the first
+        if step >= 0:
+            share = (step - config.warmup) / (config.steps - config.warmup)
+            warm = (step + 1) / config.warmup if step < config.warmup else (1 + math.cos(math.pi * share)) / 2
+            wanted.append((*hand.step(step, 0.01 * warm), 0.01 * warm))
+        for found, by_hand in zip(training.state.model.parameters(), hand.weights, strict=True):
+            torch.testing.assert_close(found, by_hand, rtol=0, atol=1e-9)
+        return False
+
+    assert training.run(compare).finished
+    assert len(wanted) == config.steps
+    lines = lines_of(training, "train")
+    found = [(line["nats_per_token"], line["gradient_norm"], line["learning_rate"]) for line in lines]
+    np.testing.assert_allclose(found, wanted, rtol=1e-9)
+    assert [line["step"] for line in lines] == [*range(1, config.steps + 1)]
+    assert all(math.isclose(line["bits_per_byte"], line["nats_per_token"] / math.log(2)) for line in lines)
+    assert all(line["tokens_per_second"] > 0 for line in lines)
+
+
+def test_clip_limits_the_gradient_that_adam_sees(tmp_path: Path) -> None:
+    corpus, seen = make_corpus(tmp_path / "corpus", letters(139, seed=1)), {}
+    for clip in (0.01, 1000.0):
+        training = start(tmp_path / f"{clip}", corpus, clip=clip)
+        grads: list[Tensor] = []
+        training.state.optimizers[0].register_step_pre_hook(
+            lambda optimizer, _args, _kwargs, grads=grads: grads.append(
+                torch.cat([parameter.grad.flatten() for parameter in optimizer.param_groups[0]["params"]])
+            )
+        )
+        train_until(training, 1)
+        seen[clip] = grads[0], lines_of(training, "train")[0]["gradient_norm"]
+    (clipped, norm), (whole, same_norm) = seen[0.01], seen[1000.0]
+    assert norm == same_norm == pytest.approx(whole.norm().item(), rel=1e-5)
+    assert norm > 0.1
+    assert clipped.norm().item() == pytest.approx(0.01, rel=1e-4)
+    torch.testing.assert_close(clipped, whole * (0.01 / norm), rtol=1e-4, atol=1e-9)
+
+
+# Chunks and recomputing, on a model alone.
+
+
+def random_segment(rows: int, length: int, seed: int) -> Segment:
+    """Of the small models' vocabulary; the number of targets that count differs from row to row."""
+    draw = np.random.default_rng(seed)
+    tokens = draw.integers(0, 23, (rows, length + 1))
+    counted = np.arange(length) < draw.integers(0, length + 1, (rows, 1))
+    return Segment(tokens[:, :-1].copy(), tokens[:, 1:].copy(), counted, starts=False)
+
+
+def learner_of(model: Any, **settings: Any) -> Learner:
+    config = TrainConfig(**{"segment": 5, "memory": 7, "clip": 0.1, "precision": "float32", **settings})
+    return Learner(ScoredModel(model.train()), build_optimizers(model, config), config, CPU, ALONE)
+
+
+@pytest.mark.parametrize("chunks", [2, 3, 5, 7])
+@pytest.mark.parametrize("settings", [{}, {"cutoffs": (5, 11), "div_val": 2}])
+def test_chunks_are_one_large_batch(make_model, settings: dict[str, Any], chunks: int) -> None:
+    found = {}
+    for number in (1, chunks):
+        model = make_model(memory=7, **settings)
+        learner = learner_of(model, rows=7, chunks=number)
+        memories = tuple(model.initial_memory(len(rows)) for rows in chunks_of(7, learner.config, 1))
+        assert len(memories) == number
+        numbers = []
+        for step in range(4):
+            step_numbers, memories = learner.step(random_segment(7, 5, step), memories)
+            numbers.append(step_numbers)
+        memory = Memory.concatenate(memories)
+        found[number] = [torch.stack(numbers), *model.parameters(), *memory.layers_BMD, memory.valid_B]
+    for one, other in zip(found[1], found[chunks], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+
+
+def test_chunks_are_even_and_as_many_in_every_process() -> None:
+    """A process with fewer rows than chunks decides for all: each pass must be everybody's."""
+    config = TrainConfig(rows=7, chunks=3)
+    assert chunks_of(7, config, 1) == [range(2), range(2, 4), range(4, 7)]
+    assert chunks_of(1, config.model_copy(update={"rows": 1}), 1) == [range(1)]
+    shared = config.model_copy(update={"rows": 8, "chunks": 4})
+    assert chunks_of(4, shared, 2) == [range(place, place + 1) for place in range(4)]
+    assert chunks_of(2, shared, 4) == [range(1), range(1, 2)]
+
+
+def gradients(model: Any, recompute: bool) -> tuple[list[Tensor], int]:
+    """Of a step with dropout, and the bytes that the forward pass kept for the backward pass."""
+    model.recompute = recompute
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    torch.manual_seed(5)
+    segment = random_segment(7, 5, 1)
+    inputs, targets = torch.from_numpy(segment.inputs_BT), torch.from_numpy(segment.targets_BT)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        nats, _ = ScoredModel(model)(inputs, targets, model.initial_memory(7))
+    model.zero_grad()
+    nats.sum().backward()
+    return [parameter.grad.clone() for parameter in model.parameters()], sum(kept.values())
+
+
+@pytest.mark.parametrize("norm", ["pre", "post"])
+def test_recomputing_changes_no_gradient_and_keeps_less(make_model, norm: str) -> None:
+    """Bit for bit, with dropout everywhere; and what is kept no longer grows with what is inside the layers."""
+    model = make_model(dropout=0.3, attention_dropout=0.2, norm=norm, layers=5, feedforward=97).train()
+    (plain, much), (again, little) = gradients(model, False), gradients(model, True)
+    assert all(torch.equal(one, other) for one, other in zip(plain, again, strict=True))
+    assert little < 0.5 * much
+    model.eval()
+    assert torch.equal(gradients(model, False)[0][0], gradients(model, True)[0][0])
