@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
+PEERS := .venv-peers
 # pip's isolated build of this package must use the pins too; old and new pip look for them under these two names
 PIP := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt $(BIN)/python -m pip
 # tests run in two processes; one thread each is fastest, the models being tiny
@@ -15,9 +16,9 @@ help:
 	@echo "make demo    train on the source of Python's standard library, evaluate, generate; report in runs/demo"
 	@echo "make test    all tests"
 	@echo "make check   format, lint, types and tests: what must pass before a change"
-	@echo "make bench   training speed of the attention kernels, and of preparing text, side by side with others"
+	@echo "make bench   speed and memory beside other implementations, in .venv-peers; results in benchmarks/results"
 	@echo "make setup   only the virtual environment in $(VENV), which the others make where needed"
-	@echo "make clean   delete the virtual environment and caches (runs/ stays)"
+	@echo "make clean   delete the virtual environments and caches (runs/ stays)"
 
 setup: $(STAMP)
 
@@ -33,15 +34,18 @@ check: $(STAMP)
 	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
 	$(PYTEST)
 
-bench: $(STAMP)
+bench: $(STAMP) $(PEERS)/installed
+	$(BIN)/python benchmarks/training.py --peers $(PEERS)/bin/python
+	$(BIN)/python benchmarks/kernels.py
 	$(BIN)/python benchmarks/steps.py --precision auto --layers 4 --width 192 --heads 3 --segment 64 --memory 64 \
 	  --rows 32 --out benchmarks/results/steps-64.json
 	$(BIN)/python benchmarks/steps.py --precision auto --layers 2 --width 512 --heads 8 --segment 512 --memory 512 \
 	  --rows 4 --steps 2 --out benchmarks/results/steps-512.json
 	$(BIN)/python benchmarks/prepare.py bytes --out benchmarks/results/prepare-bytes.json
+	$(BIN)/python benchmarks/chart.py
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) .pytest_cache .ruff_cache .hypothesis
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Written last, so that an interrupted setup is done again.
@@ -55,3 +59,10 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PIP) install -qq -c constraints.txt -e '.[dev]'
 	@touch $@
 	@echo "setup: done"
+
+# The other implementations need older packages than ours, so they have an environment of their own.
+$(PEERS)/installed: benchmarks/peers.txt
+	@echo "bench: other implementations in $(PEERS)"
+	@$(PYTHON) -m venv $(PEERS)
+	@$(PEERS)/bin/python -m pip install -qq -r benchmarks/peers.txt
+	@touch $@

@@ -151,7 +151,8 @@ def check_dropout(kernel: str, shape: Shape) -> list[dict[str, Any]]:
     by_out = (grad_BTNH * first["out"].double()).sum()
     slope, rise = (first["q"].double() * way_BTNH.double()).sum(), (moved(1) - moved(-1)) / (2 * step)
     found = {
-        "the same seed gives the same": (float(any((first[name] != again[name]).any() for name in first)), 0.0),
+        # sums of gradients may be formed in any order; see check_deterministic
+        "the same seed gives the same": (max(errors(again, first).values()), 1e-5),
         "another seed gives another": (float((first["out"] == other["out"]).float().mean()), 0.5),
         "probabilities still sum to about one": (float((ones["out"].double().mean() - 1).abs()), 0.05),
         "gradient of values belongs to the mask": (float((by_v - by_out).abs() / by_out.abs().clamp(min=1)), 1e-3),

@@ -88,6 +88,7 @@ def losses(recipe: str, device: str, steps: int, train: dict[str, Any], model: d
     """Losses of the first steps of a small model of that kind, without dropout; memory and all."""
     config = settings(recipe, {"rows": 4, "segment": 24, "memory": 32, **train}, small=True)
     changed = config.model.model_copy(update={"dropout": 0.0, "attention_dropout": 0.0, **model})
+    torch.compiler.reset()  # of other models
     tokens, trainee = Tokens(config), Trainee(changed, config.train, device)
     return torch.stack([trainee.step(*tokens.next()) for _ in range(steps)]).tolist()
 
@@ -107,6 +108,7 @@ def measure(recipe: str, device: str, train: dict[str, Any], *, small: bool, pea
 
 def _measure(config: RunConfig, device: str, peak: float | None) -> dict[str, Any]:
     cuda = device.startswith("cuda")
+    torch.compiler.reset()  # what was compiled for another recipe holds memory
     if cuda:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -131,5 +133,6 @@ def _measure(config: RunConfig, device: str, peak: float | None) -> dict[str, An
         "tflops": flops / seconds / 1e12,
         "model_flops_utilisation": flops / seconds / (peak * 1e12) if peak else None,
         "peak_device_bytes": torch.cuda.max_memory_allocated() if cuda else None,
+        "reserved_device_bytes": torch.cuda.max_memory_reserved() if cuda else None,
         "loss": loss,
     }
