@@ -63,6 +63,8 @@ def run(words: list[str]) -> int:
         line = _one_line(error)
         if line is None:
             raise  # a fault of ours: its traceback is wanted
+        if isinstance(error, CycloptsError) and os.environ.get("RANK", "0") != "0":
+            return 2  # of several processes that were started with the same words, the first speaks
         print(f"txl: error: {line}", file=sys.stderr)
         if isinstance(error, OSError):
             _leave_output()

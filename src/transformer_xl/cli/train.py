@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,24 +16,22 @@ from cyclopts import Parameter
 from transformer_xl.cli.flags import EvaluationFlags, ModelFlags, TrainFlags, given
 from transformer_xl.cli.options import ANY_MACHINE, Json, Machine, MachineOptions
 from transformer_xl.cli.output import ProgressBar, print_json, say
-from transformer_xl.config import MOST, ModelConfig, UserError, load_recipe, merge, run_settings
+from transformer_xl.config import MOST, ModelConfig, RunConfig, UserError, load_recipe, merge, run_settings
 
 if TYPE_CHECKING:
     from transformer_xl.run_folder import RunFolder
     from transformer_xl.text.token_store import Corpus
     from transformer_xl.text.vocabulary import Vocabulary
+    from transformer_xl.training.distributed import World
     from transformer_xl.training.loop import Outcome, Training
 
-# What a resumed run may change: nothing that shapes the model, its memory or the order of the text.
+# What a resumed run may change: nothing that shapes the model, its memory or the order of the text, and nothing that a
+# kept average of gradients or weights is of. Other rows begin with an empty memory.
 _CHANGEABLE = {
-    "steps",
-    "learning_rate",
-    "warmup",
-    "clip",
-    "log_every",
-    "evaluate_every",
-    "evaluate_tokens",
-    "save_every",
+    *("steps", "learning_rate", "schedule", "warmup", "decay", "final_rate"),
+    *("beta1", "beta2", "momentum", "weight_decay", "clip", "average_decay"),
+    *("rows", "chunks", "compile", "recompute", "parallel"),
+    *("log_every", "evaluate_every", "evaluate_tokens", "save_every", "tensorboard"),
 }
 
 
@@ -65,35 +64,93 @@ def train(
     resume
         Folder of a run to go on with, instead of a recipe, --corpus and --run.
     """
+    from transformer_xl.training.distributed import joined
+
     flags = given(model=model, train=train, evaluation=evaluation)
-    if resume is not None:
-        if recipe or run:
+    with joined(machine.choose) as world:
+        if resume is None:
+            if corpus is None:
+                raise UserError("training needs --corpus DIR (from 'txl prepare'), or --resume RUN to go on with a run")
+            run = run or Path("runs", "-".join(Path(name).stem for name in (corpus.resolve().name, recipe) if name))
+        elif recipe or run:
             raise UserError("--resume goes on with a run as it is; leave the recipe and --run out")
-        training = _resumed(resume, corpus, flags, machine)
+        return _train(_Wanted(recipe, corpus, run, resume, flags), world, json)
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """What was typed."""
+
+    recipe: str | None
+    corpus: Path | None
+    run: Path | None
+    resume: Path | None
+    flags: dict[str, dict[str, Any]]
+
+
+def _train(wanted: _Wanted, world: World, json: bool) -> int:
+    """All of training; when it returns, nothing of it is left that holds on to the other processes."""
+    if wanted.resume is not None:
+        training = _resumed(wanted.resume, wanted.corpus, wanted.flags, world)
     else:
-        if corpus is None:
-            raise UserError("training needs --corpus DIR (from 'txl prepare'), or --resume RUN to go on with a run")
-        run = run or Path("runs", "-".join(Path(name).stem for name in (corpus.resolve().name, recipe) if name))
-        training = new_training(recipe, corpus, run, flags, machine)
+        assert wanted.corpus is not None
+        assert wanted.run is not None
+        training = _begun(wanted.recipe, wanted.corpus, wanted.run, wanted.flags, world)
     outcome, stopped_by = run_training(training)
-    _tell(training.folder, outcome, json)
-    return 0 if outcome.finished else 128 + (stopped_by or signal.SIGINT)
+    if world.is_first:
+        _tell(training.folder, outcome, json)
+    return 0 if outcome.finished else 128 + (stopped_by or signal.SIGTERM)
 
 
 def new_training(
     recipe: str | None, corpus: Path, run: Path, flags: dict[str, dict[str, Any]], machine: Machine
 ) -> Training:
-    """Checks everything, then makes the run folder: bad input leaves nothing behind."""
+    """Checks everything, then makes the run folder: bad input leaves nothing behind. For one process."""
+    from transformer_xl.training.distributed import World
+
+    return _begun(recipe, corpus, run, flags, World(device=machine.choose()))
+
+
+def _begun(recipe: str | None, corpus: Path, run: Path, flags: dict[str, dict[str, Any]], world: World) -> Training:
+    """A new run; or, where torchrun starts the same command anew after a process has died, that run going on."""
+    from transformer_xl.run_folder import RunFolder
+    from transformer_xl.training.distributed import is_restartable
+    from transformer_xl.training.loop import Training, check
+
+    with world.together():
+        config, opened = _checked(recipe, corpus, flags, world)
+        check(config, opened, world.device, world)
+        # only the first looks: a file system that is shared may go on telling the others that nothing is there
+        there = world.is_first and is_restartable() and (run / "config.yaml").exists()
+        if there and RunFolder.open(run).config != config:
+            raise UserError(
+                f"{run} holds a run with other settings; go on with it by --resume {run}, or choose another --run"
+            )
+    again = world.any(there)
+    training = Training(RunFolder(run, config, opened.vocabulary), opened, world.device, world=world)
+    with world.together():  # last: a model too large for the machine leaves no folder
+        if world.is_first and not again:
+            RunFolder.create(run, config, opened.vocabulary)
+    with world.together():
+        if not (run / "config.yaml").exists():
+            raise UserError(f"not every process can see {run}, which the first has made; put it where all machines can")
+    if again:
+        _go_on(training)
+    return training
+
+
+def _checked(
+    recipe: str | None, corpus: Path, flags: dict[str, dict[str, Any]], world: World
+) -> tuple[RunConfig, Corpus]:
+    """The settings of a new run as a whole, and its corpus."""
     known = load_recipe(recipe) if recipe else None
     layers = {name: getattr(known, name) for name in ("model", "train", "evaluation")} if known else {}
     settings = merge({"recipe": recipe}, layers, flags)
     # wrong settings are told before anything is read; the vocabulary is still unknown, and none is too large here
     run_settings(merge({"model": {"vocabulary_size": MOST}}, settings), "settings")
 
-    from transformer_xl.run_folder import RunFolder
     from transformer_xl.text.token_store import Corpus
     from transformer_xl.text.vocabulary import fingerprint
-    from transformer_xl.training.loop import Training, check
 
     opened = Corpus.open(corpus)
     reference = {
@@ -104,58 +161,65 @@ def new_training(
     settings = merge(settings, {"corpus": reference, "model": {"vocabulary_size": opened.vocabulary.size}})
     config = run_settings(settings, "settings")
     if config.model.cutoffs == "auto":
-        found = {"cutoffs": cutoffs_for(config.model, opened.vocabulary)}
+        found = {"cutoffs": cutoffs_for(config.model, opened.vocabulary, tell=world.is_first)}
         config = run_settings(merge(settings, {"model": found}), "settings")
-    chosen = machine.choose()
-    opened.verify("train", "valid")
-    check(config, opened, chosen)
-    training = Training(RunFolder(run, config, opened.vocabulary), opened, chosen)
-    RunFolder.create(run, config, opened.vocabulary)  # last: a model too large for the machine leaves no folder
-    return training
+    if world.is_first:
+        opened.verify("train", "valid")
+    return config, opened
 
 
-def cutoffs_for(config: ModelConfig, vocabulary: Vocabulary) -> tuple[int, ...]:
+def cutoffs_for(config: ModelConfig, vocabulary: Vocabulary, *, tell: bool = True) -> tuple[int, ...]:
     """Cutoffs that suit a vocabulary; none where its ids are not in order of frequency, or too few to pay."""
     from transformer_xl.model.cost import find_cutoffs
 
     found = () if vocabulary.counts is None else find_cutoffs(vocabulary.counts, config.most_tails)
-    say(f"adaptive softmax with cutoffs {', '.join(map(str, found))}" if found else "softmax without cutoffs")
+    if tell:
+        say(f"adaptive softmax with cutoffs {', '.join(map(str, found))}" if found else "softmax without cutoffs")
     return found
 
 
-def _resumed(resume: Path, corpus: Path | None, flags: dict[str, dict[str, Any]], machine: Machine) -> Training:
+def _resumed(resume: Path, corpus: Path | None, flags: dict[str, dict[str, Any]], world: World) -> Training:
     from dataclasses import replace
 
     from transformer_xl.files import write_text
     from transformer_xl.run_folder import RunFolder, config_text
-    from transformer_xl.training.loop import Training
+    from transformer_xl.training.loop import Training, check
 
-    folder = RunFolder.open(resume)
-    for group, names in flags.items():
-        for name in names:
-            if group == "model" or (group == "train" and name not in _CHANGEABLE):
-                raise UserError(f"{group}.{name} cannot change within a run; start a new one with --run DIR")
-    config = run_settings(merge(folder.config.model_dump(), flags), "settings")
-    opened = corpus_of(folder, corpus)
-    if folder.config.corpus and folder.config.corpus.train_sha256 != opened.record.splits["train"].sha256:
-        raise UserError(f"{opened.path} holds another training text than {resume} began with; give that corpus again")
-    opened.verify("train", "valid")
-    chosen = machine.choose()
-    if corpus is not None and config.corpus is not None:
-        moved = config.corpus.model_copy(update={"path": str(corpus.resolve())})
-        config = config.model_copy(update={"corpus": moved})
-    changed = config != folder.config
-    folder = replace(folder, config=config)
-    training = Training(folder, opened, chosen)
-    training.resume()
-    if training.state.progress.step > config.train.steps:
-        raise UserError(
-            f"{resume} is at step {training.state.progress.step:,} already, beyond --train.steps {config.train.steps:,}"
-        )
-    if changed:
-        write_text(folder.path / "config.yaml", config_text(config))
-    say(f"going on with {resume} at step {training.state.progress.step:,} of {config.train.steps:,}")
+    with world.together():
+        folder = RunFolder.open(resume)
+        for group, names in flags.items():
+            for name in names:
+                if group == "model" or (group == "train" and name not in _CHANGEABLE):
+                    raise UserError(f"{group}.{name} cannot change within a run; start a new one with --run DIR")
+        config = run_settings(merge(folder.config.model_dump(), flags), "settings")
+        opened = corpus_of(folder, corpus)
+        if folder.config.corpus and folder.config.corpus.train_sha256 != opened.record.splits["train"].sha256:
+            raise UserError(
+                f"{opened.path} holds another training text than {resume} began with; give that corpus again"
+            )
+        if world.is_first:
+            opened.verify("train", "valid")
+        if corpus is not None and config.corpus is not None:
+            moved = config.corpus.model_copy(update={"path": str(corpus.resolve())})
+            config = config.model_copy(update={"corpus": moved})
+        check(config, opened, world.device, world)
+    training = Training(replace(folder, config=config), opened, world.device, world=world)
+    _go_on(training)
+    with world.together():
+        if world.is_first and config != folder.config:
+            write_text(folder.path / "config.yaml", config_text(config))
     return training
+
+
+def _go_on(training: Training) -> None:
+    """Puts it where the newest checkpoint is, and says so."""
+    remarks = training.resume()
+    step, steps, path = training.state.progress.step, training.config.steps, training.folder.path
+    if step > steps:
+        raise UserError(f"{path} is at step {step:,} already, beyond --train.steps {steps:,}")
+    if training.world.is_first:
+        for line in [*remarks, f"going on with {path} at step {step:,} of {steps:,}"]:
+            say(line)
 
 
 def corpus_of(folder: RunFolder, corpus: Path | None) -> Corpus:
@@ -188,9 +252,11 @@ def corpus_of(folder: RunFolder, corpus: Path | None) -> Corpus:
 def run_training(training: Training) -> tuple[Outcome, int | None]:
     """Trains with a progress bar; a first Ctrl-C or SIGTERM stops after the current step, a second at once."""
     config = training.config
-    with ProgressBar("train", config.steps, "steps") as bar, _stop_signals() as received:
-        bar.begin_at(training.state.progress.step)
-        training.reporter = _BarReporter(bar, training.folder.vocabulary.kind)
+    with _stop_signals() as received, ExitStack() as stack:
+        if training.world.is_first:
+            bar = stack.enter_context(ProgressBar("train", config.steps, "steps"))
+            bar.begin_at(training.state.progress.step)
+            training.reporter = _BarReporter(bar, training.folder.vocabulary.kind)
         outcome = training.run(lambda: bool(received))
     return outcome, received[0] if received else None
 

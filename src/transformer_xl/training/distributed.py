@@ -9,7 +9,8 @@ from __future__ import annotations
 import gc
 import os
 import traceback
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -108,8 +109,9 @@ class World:
         if parallel == "ddp":
             from torch.nn.parallel import DistributedDataParallel
 
-            wrapped = DistributedDataParallel(module, broadcast_buffers=False, gradient_as_bucket_view=True)
-            wrapped.register_comm_hook(None, _summed)
+            wrapped = DistributedDataParallel(module, gradient_as_bucket_view=True)
+            # in place of DDP's mean; a lambda, as DDP does not understand postponed annotations
+            wrapped.register_comm_hook(None, lambda _, bucket: _summed(bucket))  # pyrefly: ignore
             return wrapped
         from torch.distributed.fsdp import FSDPModule, fully_shard
 
@@ -117,7 +119,9 @@ class World:
             fully_shard(part, mesh=self.mesh)
             assert isinstance(part, FSDPModule)
             part.set_gradient_divide_factor(1.0)
+            part.set_force_sum_reduction_for_comms(True)  # gloo has no sum with a factor
         module.register_forward_hook(_let_go)
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # nothing writes into it
         return module
 
     def sync_gradients(self, module: nn.Module, wanted: bool) -> None:
@@ -142,8 +146,10 @@ ALONE = World()
 
 
 @contextmanager
-def joined(device: torch.device) -> Iterator[World]:
+def joined(choose: Callable[[], torch.device]) -> Iterator[World]:
     """The world of the processes that torchrun started, for the time of the block; without torchrun, this one alone.
+
+    `choose` says what to compute on; of several GPUs each process takes its own.
 
     What the block made must be out of reach when it ends (let a function make it): process groups can only be taken
     down safely when nothing uses them any more.
@@ -154,12 +160,12 @@ def joined(device: torch.device) -> Iterator[World]:
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
-        yield World(device=device)
+        yield World(device=choose())
         return
     rank, local = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", "0"))
     store, *_ = next(iter(dist.rendezvous("env://", rank, size)))
     try:
-        device = _own_device(device, local)
+        device = _own_device(choose(), local)
         dist.init_process_group(_BACKENDS[device.type], store=store, rank=rank, world_size=size)
         mesh = dist.device_mesh.init_device_mesh(device.type, (size,))
         world = World(rank, size, device, mesh)
@@ -194,6 +200,8 @@ def _end(error: BaseException, store: dist.Store) -> None:
     with suppress(RuntimeError):  # the store has gone with the process that kept it: that one has told it
         told = store.add("told", 1)
     silent = told != 1
+    if silent and isinstance(error, KeyboardInterrupt):
+        raise SystemExit(130)
     if isinstance(error, UserError):
         raise SystemExit(2) if silent else error
     if not isinstance(error, RuntimeError) or not _is_lost(error):
@@ -243,8 +251,8 @@ def _let_go(module: nn.Module, *_: object) -> None:
         module.reshard()
 
 
-def _summed(_: object, bucket: dist.GradBucket) -> Future[Tensor]:
-    """In place of DDP's own mean: the sum over all processes."""
+def _summed(bucket: dist.GradBucket) -> Future[Tensor]:
+    """The sum over all processes of some of the gradients."""
     work = dist.all_reduce(bucket.buffer(), async_op=True)
     assert work is not None
     return work.get_future().then(_first_result)

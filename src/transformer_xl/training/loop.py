@@ -5,23 +5,22 @@ read -> step (step.py) -> fetch the numbers of the step before -> (now and then)
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from transformer_xl.config import RunConfig, TrainConfig, UserError
 from transformer_xl.evaluation.metrics import Sums
-from transformer_xl.files import explained, remove_leftovers, write_text
+from transformer_xl.files import remove_leftovers
 from transformer_xl.model.kernels import choose
 from transformer_xl.run_folder import RunFolder, build_model
-from transformer_xl.text.segments import ALL_ROWS, SegmentStream, Shard, Stream, check_training
+from transformer_xl.text.segments import ALL_ROWS, SegmentStream, Shard, Stream, StreamPosition, check_training
 from transformer_xl.text.shuffled import ShuffledStream
 from transformer_xl.text.token_store import Corpus
 from transformer_xl.training.averaging import Average
@@ -30,13 +29,12 @@ from transformer_xl.training.compiling import compile_layers
 from transformer_xl.training.distributed import ALONE, World
 from transformer_xl.training.optimizers import build_optimizers
 from transformer_xl.training.pieces import Place, read_piece
+from transformer_xl.training.reporting import Figures, MetricsLog, check_log
 from transformer_xl.training.schedules import learning_rate, set_learning_rate
 from transformer_xl.training.step import Learner, ScoredModel, chunks_of, evaluating, whole_weights
 from transformer_xl.training.validation import sum_nats, validation_stream
 
 _BETWEEN_QUESTIONS = 10  # steps between two times that several processes ask each other whether to stop
-
-Figures = dict[str, Any]
 
 
 class Reporter(Protocol):
@@ -111,7 +109,7 @@ class Training:
         torch.manual_seed(self.config.seed)
         model = build_model(folder.config).to(device).train()
         if world.rank:  # each process drops out other activations
-            torch.manual_seed((self.config.seed + world.rank * 2**32) % 2**63)
+            world.seed(self.config.seed, 0)
         model.recompute = self.config.recompute
         compile_layers(model, device, self.config.compile)
         scored = world.wrap(ScoredModel(model, own_memory=self.config.compile == "graphs"), self.config.parallel)
@@ -125,19 +123,27 @@ class Training:
         self._saved: Progress | None = None
         self._started = time.perf_counter()
         self._pace = _Pace()
+        self._log = MetricsLog(folder)
 
-    def resume(self) -> None:
-        """Goes back to the newest checkpoint, and takes later lines out of metrics.jsonl."""
+    def resume(self) -> list[str]:
+        """Goes back to the newest checkpoint, and takes later lines out of metrics.jsonl.
+
+        Returns:
+            what the user should know (see `load_state`).
+        """
+        remarks: list[str] = []
         if self.folder.newest_state() or self.folder.figures():  # else killed before its first checkpoint: it begins
-            load_state(self.folder, self.state, self.world)
+            remarks = load_state(self.folder, self.state, self.world)
             self._saved = self.state.progress
         progress = self.state.progress
-        if self.world.is_first:
-            remove_leftovers(self.folder.path)
-            known_until = {"train": progress.step, "valid": progress.validated}
-            kept = [line for line in self.folder.figures() if line["step"] <= known_until.get(line["split"], 0)]
-            write_text(self.folder.path / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in kept))
-        self.world.barrier()
+        if progress.position.segment >= self.stream.segments_in(progress.position.epoch):  # other rows, other edges
+            position = StreamPosition(epoch=progress.position.epoch + 1)
+            self.state.progress = progress.model_copy(update={"position": position})
+        with self.world.together():
+            if self.world.is_first:
+                remove_leftovers(self.folder.path)
+                self._log.go_on(progress.step, progress.validated)
+        return remarks
 
     def run(self, should_stop: Callable[[], bool] = lambda: False) -> Outcome:
         """Trains until the steps are done or `should_stop` says so; either way a checkpoint is written.
@@ -159,6 +165,7 @@ class Training:
             if stopped or step >= config.steps:
                 break
             self._step()
+        self._log.close()
         progress = state.progress
         return Outcome(step, whole and step >= config.steps, progress.best_nats, progress.seconds)
 
@@ -297,9 +304,7 @@ class Training:
             "learning_rate": learning_rate(step - 1, self.config),
             "seconds": round(time.perf_counter() - self._started, 3),
         }
-        file = self.folder.path / "metrics.jsonl"
-        with explained(f"writing {file}"), file.open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps(figures) + "\n")
+        self._log.write(figures)
         self.reporter.figures(figures)
 
 
@@ -332,6 +337,7 @@ def check(config: RunConfig, corpus: Corpus, device: torch.device, world: World 
         tokens = corpus.split("valid").first(config.train.evaluate_tokens)
         validation_stream(tokens, corpus.vocabulary.start_id, config.train, world)
     choose(config.model.kernel, device, torch.float32)
+    check_log(config.train)
 
 
 def training_stream(corpus: Corpus, config: TrainConfig, shard: Shard = ALL_ROWS) -> Stream:
