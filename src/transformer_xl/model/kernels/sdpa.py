@@ -5,7 +5,8 @@ P distances, whose row i must be shifted left by T - 1 - i to stand over the key
 view: in a buffer whose rows are S + T - 1 wide, reading with a row stride one shorter moves each row one further. The
 buffer is -inf where a key is in the future or beyond the window, so the shifted view is the mask as well.
 
-Letters: B rows, T queries, S = M + T keys, P distances, N heads, H head width, W = S + T - 1.
+Letters: B rows, T queries, S = M + T keys, P distances, N heads, H head width, W = S + T - 1,
+X = T (W - 1).
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ def shifted(position_BNTP: Tensor, *, num_keys: int) -> Tensor:
 
 def shifted_view(wide_BNTW: Tensor, num_keys: int) -> Tensor:
     """A contiguous buffer seen as (B, N, T, S), row i moved left by T - 1 - i; no number is copied."""
-    batch_size, num_heads, num_queries, width = wide_BNTW.shape
-    shape = (batch_size, num_heads, num_queries, num_keys)
-    strides = (num_heads * num_queries * width, num_queries * width, width - 1, 1)
-    return wide_BNTW.as_strided(shape, strides, wide_BNTW.storage_offset() + num_queries - 1)
+    num_queries, width = wide_BNTW.shape[-2:]
+    if num_queries == 1:
+        return wide_BNTW
+    # slices, not as_strided: torch.compile does not take the storage offset it needs
+    rows_BNX = wide_BNTW.flatten(-2)[..., num_queries - 1 : num_queries - 1 + num_queries * (width - 1)]
+    return rows_BNX.unflatten(-1, (num_queries, width - 1))[..., :num_keys]
