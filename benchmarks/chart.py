@@ -163,7 +163,8 @@ def training_chart(results: Results) -> Figure:
     ]
     bars = speed.barh([title(name) for name in names], medians, xerr=ranges, color=colours, ecolor=BLACK, capsize=3)
     speed.bar_label(bars, [f"{middle:,.0f}" for middle in medians], padding=6)
-    speed.set(xlabel="training speed, tokens a second (line: range of the rounds)")
+    speed.set(xlabel="tokens a second (line: range of the rounds)")
+    speed.xaxis.set_major_formatter("{x:,.0f}")
     speed.set_xlim(0, 1.18 * max(max(one["tokens_per_second"]) for one in of))
     peaks = [one["peak_resident_bytes"] / GIB for one in of]
     bars = memory.barh([title(name) for name in names], peaks, color=colours)
@@ -219,6 +220,7 @@ def optimizers_chart(results: Results) -> Figure:
             axes.plot(x, y, color=colour, marker=mark, markersize=4, linestyle=style, label=name)
     for what, axes in panels.items():
         axes.set(xlabel=f"training {what}" if what == "seconds" else "tokens read")
+        axes.xaxis.set_major_formatter("{x:,.0f}")
         dress(axes, "both")
     ends = [
         point["nats_per_token"]

@@ -98,15 +98,15 @@ def attempt(kernel: str, what: str, work: Callable[[], list[dict[str, Any]]]) ->
 
 def compiled(recipe: str, sizes: argparse.Namespace) -> list[dict[str, Any]]:
     """Losses of some steps of training, with other kernels and compiled, beside the reference kernel step by step."""
-    ways: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {"auto": ({}, {}), "compiled": ({"compile": "layers"}, {})}
-    if sizes.device.startswith("cuda"):
-        ways["CUDA graphs"] = ({"compile": "graphs"}, {})
+    ways = {"as it is": "off"}
+    ways |= {} if sizes.quick else {"compiled": "layers"}
+    ways |= {"CUDA graphs": "graphs"} if sizes.device.startswith("cuda") else {}
     lines = []
     for precision, allowed in (("float32", 1e-4), *([] if sizes.quick else [("bfloat16", 2e-2)])):
         train = {"precision": precision}
         wanted = step_times.losses(recipe, sizes.device, 6, train, {"kernel": "reference"})
-        for name, (of_train, of_model) in ways.items():
-            found = step_times.losses(recipe, sizes.device, 6, {**train, **of_train}, of_model)
+        for name, how in ways.items():
+            found = step_times.losses(recipe, sizes.device, 6, {**train, "compile": how}, {})
             error = max(abs(one - other) for one, other in zip(found, wanted, strict=True))
             what = f"losses of training {recipe} in {precision}, {name}"
             ok = error <= allowed  # false where it is not a number
