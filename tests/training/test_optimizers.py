@@ -93,7 +93,7 @@ def test_muon_is_torchs_but_for_bfloat16() -> None:
     settings = {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.3, "adjust_lr_fn": "match_rms_adamw"}
     move(torch.optim.Muon(theirs, **settings), theirs, gradients(torch.float32, 5))
     for one, other, before in zip(ours, theirs, start, strict=True):
-        assert (one - other).norm().item() < 0.03 * (one - before).norm().item()
+        assert (one - other).norm().item() < 0.015 * (one - before).norm().item()
 
 
 def test_muon_equals_one_written_out() -> None:

@@ -35,8 +35,9 @@ def _try(device: torch.device) -> None:
     try:
         torch.compile(torch.sin, fullgraph=True, dynamic=False)(torch.zeros(2, device=device))
     except Exception as error:  # torch has no one kind of error for it
-        said = str(error).strip().splitlines() or [type(error).__name__]
+        inner = getattr(error, "inner_exception", error)
+        said = next(iter(str(inner).strip().splitlines()), "") or type(inner).__name__
         raise UserError(
-            f"torch.compile does not work on this machine ({said[0]}); install a C++ compiler (g++ or clang, and for "
+            f"torch.compile does not work on this machine ({said}); install a C++ compiler (g++ or clang, and for "
             "CUDA triton), or give --train.compile off"
         ) from None

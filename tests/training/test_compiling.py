@@ -1,0 +1,55 @@
+"""Compiled training against plain training, and machines that cannot compile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from training_runs import CPU, letters, make_corpus, start
+
+from transformer_xl.config import UserError
+from transformer_xl.training.compiling import compile_layers
+
+pytestmark = pytest.mark.filterwarnings("default")  # torch's compiler hides warnings of its own, not if they are errors
+
+
+def test_compiled_training_is_plain_training(tmp_path: Path) -> None:
+    """Forward, backward, memory and validation; each state of the layers is compiled once and never again."""
+    corpus = make_corpus(tmp_path / "corpus", letters(127, seed=1), letters(42, seed=2))
+    settings = {"steps": 9, "evaluate_every": 3, "segment": 7, "memory": 7}
+    plain = start(tmp_path / "plain", corpus, **settings)
+    plain.run()
+    compiled = start(tmp_path / "compiled", corpus, compile="layers", **settings)
+    assert list(compiled.state.model.state_dict()) == list(plain.state.model.state_dict())
+    graphs: list[int] = []
+    compiled.run(lambda: graphs.append(counters["stats"]["unique_graphs"]))
+    found, wanted = compiled.folder.figures(), plain.folder.figures()
+    assert [line["split"] for line in found] == [line["split"] for line in wanted]
+    for name, closeness in (("nats_per_token", 1e-5), ("gradient_norm", 1e-4)):
+        pairs = [(one[name], other[name]) for one, other in zip(found, wanted, strict=True) if name in one]
+        assert len(pairs) == (12 if name == "nats_per_token" else 9)
+        assert all(one == pytest.approx(other, rel=closeness) for one, other in pairs)
+    # asked before the first step, after it, and in the end: by the first validation each kind of pass was met
+    assert graphs[0] < graphs[1] < graphs[-1]
+    assert len(set(graphs[-8:])) == 1
+    assert counters["graph_break"] == {}
+
+
+def test_graphs_need_cuda(make_model) -> None:
+    with pytest.raises(UserError, match=r"compile graphs needs CUDA, and this run is on cpu; give --train.compile lay"):
+        compile_layers(make_model(), CPU, "graphs")
+
+
+def test_a_machine_without_a_compiler_is_told(make_model, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise FileNotFoundError("no such file: g++\nand much more")
+
+    torch.compiler.reset()  # or what an earlier test compiled would do
+    monkeypatch.setattr(torch._inductor.cpp_builder, "get_cpp_compiler", refuse)
+    with torch._inductor.utils.fresh_cache(), pytest.raises(UserError) as told:
+        compile_layers(make_model(), CPU, "layers")
+    assert "\n" not in str(told.value)
+    assert "no such file: g++" in str(told.value)
+    assert "install a C++ compiler (g++ or clang, and for CUDA triton), or give --train.compile off" in str(told.value)
