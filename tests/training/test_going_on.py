@@ -1,0 +1,93 @@
+"""Stopped and resumed at any step, training with each of its settings ends bit for bit as if it had not been."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from training_runs import CPU, letters, make_corpus, start, train_until
+
+from transformer_xl.model.memory import Memory
+from transformer_xl.run_folder import RunFolder, config_text
+from transformer_xl.training.loop import Training
+
+WARMUP = {"segment": 8, "memory": 12, "first_segment": 2, "length_warmup": 12}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "adamw, wsd, an average": {
+        "optimizer": "adamw", "weight_decay": 0.1, "schedule": "wsd", "decay": 7, "average": "exponential",
+        "average_decay": 0.9,
+    },
+    "muon, a uniform average": {"optimizer": "muon", "average": "uniform", "average_from": 4},
+    "chunks": {"chunks": 2, "recompute": True},
+    "length warm-up": WARMUP,
+    "length warm-up in chunks": {**WARMUP, "chunks": 3, "optimizer": "muon"},
+}  # fmt: skip
+
+
+def resumed(place: Path, training: Training, **changed: Any) -> Training:
+    """As a new process would go on, with some settings changed."""
+    folder = training.folder
+    config = folder.config.model_copy(update={"train": folder.config.train.model_copy(update=changed)})
+    (place / "config.yaml").write_text(config_text(config))
+    torch.manual_seed(104_729)
+    training = Training(RunFolder.open(place), training.corpus, CPU)
+    training.resume()
+    return training
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_stops_change_nothing(tmp_path: Path, name: str) -> None:
+    """The stops fall inside segments that are read in pieces, between stages, and before an average begins."""
+    corpus = make_corpus(tmp_path / "corpus", letters(70, seed=1), letters(41, seed=2))
+    settings = {**SETTINGS[name], "evaluate_every": 5}
+    straight = start(tmp_path / "straight", corpus, model={"dropout": 0.2}, **settings)
+    straight.run()
+    training = start(tmp_path / "run", corpus, model={"dropout": 0.2}, **settings)
+    for stop in (2, 3, 7, 13):
+        train_until(training, stop)
+        training = resumed(tmp_path / "run", training)
+        assert training.state.progress.step == stop
+    training.run()
+    for weights in ("best", "last"):
+        files = (run.folder.weights_file(weights) for run in (training, straight))
+        assert next(files).read_bytes() == next(files).read_bytes()
+    one, other = (Memory.concatenate(run.state.memories) for run in (training, straight))
+    assert all(torch.equal(a, b) for a, b in zip(one.layers_BMD, other.layers_BMD, strict=True))
+    same = {"nats_per_token", "gradient_norm", "learning_rate", "split", "step"}
+    lines = (
+        [{key: line[key] for key in same & line.keys()} for line in run.folder.figures()]
+        for run in (training, straight)
+    )
+    assert next(lines) == next(lines)
+    assert (training.state.progress.piece, training.state.progress.position) == (
+        straight.state.progress.piece,
+        straight.state.progress.position,
+    )
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"chunks": 3},
+        {"recompute": True},
+        {"final_rate": 0.5},
+        {"weight_decay": 0.3},
+    ],
+)
+def test_what_may_change_when_going_on(tmp_path: Path, changed: dict[str, Any]) -> None:
+    """Chunks and recomputing change no number but in its last digits; rates and decay count from there on."""
+    corpus = make_corpus(tmp_path / "corpus", letters(127, seed=1))
+    settings = {"optimizer": "adamw", "warmup": 0, "chunks": 2}
+    straight = start(tmp_path / "straight", corpus, **settings)
+    straight.run()
+    training = start(tmp_path / "run", corpus, **settings)
+    train_until(training, 9)
+    training = resumed(tmp_path / "run", training, **changed)
+    assert len(training.state.memories) == changed.get("chunks", 2)
+    training.run()
+    nats = [[line["nats_per_token"] for line in run.folder.figures()] for run in (training, straight)]
+    assert nats[0][:9] == nats[1][:9]
+    same = nats[0] == pytest.approx(nats[1], rel=1e-5)
+    assert same == ("chunks" in changed or "recompute" in changed)
