@@ -93,3 +93,36 @@ def test_kept_and_brought_back():
 def test_impossible_reach(settings, text):
     with pytest.raises(UserError, match=text):
         Reach(**settings)
+
+
+def test_concatenate_puts_together_what_select_took_apart():
+    whole = fresh().after(rows_of(3)).reset([1])
+    whole = whole.after(rows_of(1, 100.0))
+    parts = [whole.select([0]), whole.select([1, 2])]
+    joined = Memory.concatenate(parts)
+    assert all(torch.equal(one, other) for one, other in zip(joined.layers_BMD, whole.layers_BMD, strict=True))
+    assert joined.valid_B.tolist() == [4, 1, 4]
+    assert joined.position_B.tolist() == [4, 1, 4]
+    assert joined.reach == whole.reach
+    assert not joined.all_valid
+    full, empty = fresh().after(rows_of(7)), fresh()
+    assert Memory.concatenate([full, full]).all_valid
+    assert not Memory.concatenate([full, empty]).all_valid
+    with pytest.raises(AssertionError):
+        Memory.concatenate([full, full.resized(4)])
+
+
+@pytest.mark.parametrize("read", [0, 3, 7])
+@pytest.mark.parametrize("length", [0, 2, 5, 11])
+def test_resized_keeps_the_newest(read, length):
+    before = fresh().after(rows_of(read)) if read else fresh()
+    kept = [layer.clone() for layer in before.layers_BMD]
+    after = before.resized(length)
+    wanted = torch.cat([torch.zeros(ROWS, 11, WIDTH, dtype=torch.float64), before.layers_BMD[1]], dim=1)
+    assert torch.equal(after.layers_BMD[1], wanted[:, 16 - length :])
+    assert after.length == after.reach.memory == length
+    assert after.valid_B.tolist() == [min(read, 5, length)] * ROWS
+    assert after.position_B.tolist() == [read] * ROWS
+    assert after.all_valid == (min(read, 5) >= length)
+    assert all(torch.equal(one, other) for one, other in zip(before.layers_BMD, kept, strict=True))
+    assert torch.equal(after.after(rows_of(11)).layers_BMD[0], rows_of(11)[0][:, 11 - length :])
