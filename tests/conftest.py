@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from transformer_xl.config import ModelConfig
 from transformer_xl.model.transformer_xl import TransformerXL
+
+# Triton looks when it is imported whether to interpret kernels, and torch imports it in passing here and there.
+if find_spec("triton") and not torch.cuda.is_available():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        import_module("triton.experimental.gluon")  # else imported by the first kernel that runs
 
 torch.set_num_threads(1)  # the tests run side by side, a process for each core
 

@@ -1,6 +1,7 @@
 """Every kernel gives the oracle's numbers, outputs and gradients alike."""
 
 from dataclasses import replace
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from transformer_xl.model.kernels import KERNELS, AttentionInputs, Sight, choose
 from transformer_xl.model.kernels.reference import attention_terms, weighted_values
 
 ROWS, HEADS, WIDTH = 2, 3, 5
+ON_CPU = [name for name, kernel in KERNELS.items() if kernel.fits(torch.device("cpu"), torch.float64)]
 
 # T, M, valid slots of each row, window
 CASES = {
@@ -44,7 +46,7 @@ def as_list(inputs: AttentionInputs) -> list[torch.Tensor]:
     return [getattr(inputs, name) for name in AttentionInputs.__dataclass_fields__]
 
 
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", ON_CPU)
 @pytest.mark.parametrize("case", CASES)
 def test_equals_the_oracle(name, case):
     num_queries, num_memory, valid, window = CASES[case]
@@ -77,7 +79,7 @@ def test_cpu_kernel_works_on_a_few_rows_at_a_time(monkeypatch, valid, window):
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-11)
 
 
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", ON_CPU)
 def test_all_valid_needs_no_mask(name):
     inputs = draw(5, 7, None)
     masked = KERNELS[name].attend(inputs, Sight(torch.tensor([7, 7])), 0.0)
@@ -85,7 +87,7 @@ def test_all_valid_needs_no_mask(name):
     torch.testing.assert_close(masked, unmasked, rtol=0, atol=1e-14)
 
 
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", ON_CPU)
 def test_without_gradient_the_numbers_are_the_same(name):
     """Without a gradient torch takes another, fused, path."""
     inputs, sight = draw(5, 7, 9), Sight(torch.tensor([2, 7]))
@@ -94,7 +96,7 @@ def test_without_gradient_the_numbers_are_the_same(name):
         torch.testing.assert_close(KERNELS[name].attend(inputs, sight, 0.0), wanted, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", ON_CPU)
 def test_bfloat16_is_as_exact_as_plain_bfloat16(name):
     """The error of output and gradients against float64 is at most twice that of the reference in bfloat16."""
     exact = low_numbers("reference", torch.float64)
@@ -116,7 +118,7 @@ def low_numbers(name: str, dtype: torch.dtype) -> list[torch.Tensor]:
     return [tensor.detach().double() for tensor in (out_BTNH, *grads)]
 
 
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", ON_CPU)
 def test_dropout_drops_probabilities_and_keeps_the_mean(name):
     inputs, sight = draw(5, 7, None), Sight(None)
     many = replace(
@@ -145,10 +147,13 @@ def test_terms_add_up_and_probabilities_sum_to_one():
 def test_choice():
     cpu = torch.device("cpu")
     assert choose("auto", cpu, torch.float32).name == "cpu"
-    assert choose("auto", torch.device("cuda"), torch.float32).name == "sdpa"
+    assert choose("auto", torch.device("cuda"), torch.float32).name == ("triton" if find_spec("triton") else "sdpa")
+    assert choose("auto", torch.device("cuda"), torch.float64).name == "sdpa"
     assert choose("auto", cpu, torch.complex64).name == "reference"
     assert choose("reference", cpu, torch.float32).name == "reference"
     with pytest.raises(UserError, match="did you mean 'sdpa'"):
         choose("spda", cpu, torch.float32)
     with pytest.raises(UserError, match=r"does not work with torch\.complex64"):
         choose("sdpa", cpu, torch.complex64)
+    with pytest.raises(UserError, match=r"'triton' (does not work with torch\.float32 on cpu|needs Triton)"):
+        choose("triton", cpu, torch.float32)

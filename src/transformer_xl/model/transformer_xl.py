@@ -47,7 +47,7 @@ class TransformerXL(LanguageModel):
             UserError: the settings name no known attention kernel.
         """
         super().__init__(config)
-        kernels.choose(config.kernel, torch.device("cpu"), torch.float32)
+        kernels.check(config.kernel)
         num_bias_pairs = 1 if config.tie_position_biases else config.layers
         self.embedding = Embedding(config)
         self.softmax = Softmax(config, self.embedding)

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from transformer_xl.config import UserError, nearest
-from transformer_xl.model.kernels import cpu, reference, sdpa
+from transformer_xl.model.kernels import cpu, reference, sdpa, triton
 from transformer_xl.model.kernels.reference import AttentionInputs, AttentionTerms, Sight
 
-__all__ = ["KERNELS", "Attend", "AttentionInputs", "AttentionTerms", "Kernel", "Sight", "choose"]
+__all__ = ["KERNELS", "Attend", "AttentionInputs", "AttentionTerms", "Kernel", "Sight", "check", "choose"]
 
 Attend = Callable[[AttentionInputs, Sight, float], Tensor]
 """Computes attention (B, T, N, H) from its inputs, what is seen, and the dropout on the probabilities."""
@@ -34,6 +34,7 @@ KERNELS = {
     kernel.name: kernel
     for kernel in (  # fastest first
         Kernel("cpu", cpu.attend, lambda device, dtype: device.type in ("cpu", "meta") and dtype in _SDPA_DTYPES),
+        Kernel("triton", triton.attend, triton.fits),
         Kernel("sdpa", sdpa.attend, lambda _, dtype: dtype in _SDPA_DTYPES),
         Kernel("reference", reference.attend, lambda _device, _dtype: True),
     )
@@ -46,11 +47,22 @@ def choose(name: str, device: torch.device, dtype: torch.dtype) -> Kernel:
     Raises:
         UserError: there is no kernel of that name (the nearest is offered), or it does not work there.
     """
+    check(name)
     if name == "auto":
         return next(kernel for kernel in KERNELS.values() if kernel.fits(device, dtype))
-    if name not in KERNELS:
-        names = ["auto", *KERNELS]
-        raise UserError(f"no attention kernel '{name}'{nearest(name, names)}; there are {', '.join(names)}")
+    if name == "triton" and not triton.installed():
+        raise UserError("attention kernel 'triton' needs Triton: pip install 'transformer-xl[triton]', or use auto")
     if not KERNELS[name].fits(device, dtype):
         raise UserError(f"attention kernel '{name}' does not work with {dtype} on {device}; use auto")
     return KERNELS[name]
+
+
+def check(name: str) -> None:
+    """Whether there is a kernel of that name, or it is `auto`; whether it works somewhere is not asked.
+
+    Raises:
+        UserError: there is none; the nearest is offered.
+    """
+    names = ["auto", *KERNELS]
+    if name not in names:
+        raise UserError(f"no attention kernel '{name}'{nearest(name, names)}; there are {', '.join(names)}")

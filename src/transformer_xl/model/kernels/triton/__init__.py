@@ -1,0 +1,57 @@
+"""Relative attention as fused Triton kernels, forward and backward, for CUDA: no T x S matrix is ever stored.
+
+Begin with `blocks.py`, which says how position keys get to stand over keys inside a tile, then `forward.py`. Triton
+itself is imported only when a kernel runs, so this can be imported where it is not installed.
+
+Letters: B rows, T queries, S = M + T keys, P distances, N heads, H head width.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import torch
+from torch import Tensor
+
+from transformer_xl.model.kernels.reference import AttentionInputs, Sight
+from transformer_xl.model.kernels.triton.ops import relative_attention
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def installed() -> bool:
+    """Whether Triton can be imported."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def fits(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the kernels work there: on CUDA with Triton installed; on a CPU only where Triton interprets them.
+
+    On torch's meta device, where nothing is computed, they can be counted.
+    """
+    if not installed():
+        return False
+    if device.type == "cpu":  # the interpreter is for tests, and knows float64 too
+        return os.environ.get("TRITON_INTERPRET") == "1" and dtype in (*_DTYPES, torch.float64)
+    return device.type in ("cuda", "meta") and torch.version.hip is None and dtype in _DTYPES
+
+
+def attend(inputs: AttentionInputs, sight: Sight, dropout: float) -> Tensor:
+    """Relative attention; returns (B, T, N, H).
+
+    The backward pass keeps the inputs, the output and one number for each query and head. Which probabilities are
+    dropped follows from a seed drawn here. Gradients of position keys are summed in a fixed order only if
+    `torch.use_deterministic_algorithms` asks for it.
+    """
+    dtype = inputs.q_BTNH.dtype
+    given = [
+        inputs.q_BTNH,
+        inputs.k_BSNH.to(dtype),
+        inputs.v_BSNH.to(dtype),
+        inputs.position_key_PNH.to(dtype),
+        inputs.content_bias_NH.to(dtype),
+        inputs.position_bias_NH.to(dtype),
+    ]
+    seed = torch.randint(2**62, (1,), device=inputs.q_BTNH.device) if dropout else None
+    return relative_attention(given, sight.valid_B, seed, dropout)[0]
