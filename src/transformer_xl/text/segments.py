@@ -85,8 +85,8 @@ class Shard(NamedTuple):
         each = max(1, -(-rows // self.count))
         if (self.count - 1) * each >= rows:
             raise UserError(
-                f"{rows} rows, shared out {each} each, leave some of the {self.count} processes without any; choose "
-                f"{each * self.count} for --train.rows, or start {-(-rows // each)} processes"
+                f"{rows} rows, {each} for each process, leave some of the {self.count} processes without any; give "
+                f"--train.rows {each * self.count}, or start {-(-rows // each)} of them"
             )
         return range(self.index * each, min((self.index + 1) * each, rows))
 

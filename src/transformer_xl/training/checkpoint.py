@@ -161,9 +161,9 @@ def load_state(folder: RunFolder, state: TrainingState, world: World = ALONE) ->
         _set_random_state(_without_prefix(f"random/{world.rank}", targets), memory.valid_B.device)
     else:
         world.seed(train.seed, state.progress.step)
-        remarks.append(
-            f"the checkpoint is of {record.processes} processes, now there are {world.size}: dropout is drawn anew"
-        )
+        before = "1 process" if record.processes == 1 else f"{record.processes} processes"
+        there = "is 1" if world.size == 1 else f"are {world.size}"
+        remarks.append(f"the checkpoint was written by {before}, now there {there}: dropout is drawn anew")
     return remarks
 
 

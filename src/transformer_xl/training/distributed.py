@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -166,16 +167,19 @@ def joined(choose: Callable[[], torch.device]) -> Iterator[World]:
     store, *_ = next(iter(dist.rendezvous("env://", rank, size)))
     try:
         device = _own_device(choose(), local)
-        dist.init_process_group(_BACKENDS[device.type], store=store, rank=rank, world_size=size)
+        own = dist.PrefixStore(_attempt(), store)  # torchrun's store may still hold the addresses of those that ended
+        dist.init_process_group(_BACKENDS[device.type], store=own, rank=rank, world_size=size)
         mesh = dist.device_mesh.init_device_mesh(device.type, (size,))
         world = World(rank, size, device, mesh)
         yield world
         world.barrier()
         shutdown()
     except BaseException as error:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it when one process has ended; this one does so
+        end = _end_of(error, store)  # before the others can notice that this process goes
         traceback.clear_frames(error.__traceback__)
         shutdown()
-        _end(error, store)
+        raise end from error.__cause__
 
 
 def shutdown() -> None:
@@ -194,24 +198,32 @@ def is_restartable() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def _end(error: BaseException, store: dist.Store) -> None:
-    """Raises what this process ends with: the error in one process, a silent exit in the others."""
-    told = 0
+def _attempt() -> str:
+    """A name for this start of the processes, which another one after a failure does not share."""
+    return f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+
+
+def _end_of(error: BaseException, store: dist.Store) -> BaseException:
+    """What this process ends with: the error in one process, a silent exit in the others.
+
+    What a user can put right is told once, however often torchrun starts the processes anew.
+    """
+    first = told = 0
     with suppress(RuntimeError):  # the store has gone with the process that kept it: that one has told it
-        told = store.add("told", 1)
-    silent = told != 1
-    if silent and isinstance(error, KeyboardInterrupt):
-        raise SystemExit(130)
+        first = store.add(f"{_attempt()}/ended", 1)
+        told = store.add(f"told/{error}", 1)
     if isinstance(error, UserError):
-        raise SystemExit(2) if silent else error
+        return error if told == 1 else SystemExit(2)
+    if isinstance(error, KeyboardInterrupt) and first != 1:
+        return SystemExit(130)
     if not isinstance(error, RuntimeError) or not _is_lost(error):
-        raise error
-    if silent:
-        raise SystemExit(2)
-    raise UserError(
+        return error
+    if first != 1:
+        return SystemExit(2)
+    return UserError(
         "another process of this training has ended, so this one cannot go on; the same command under torchrun, or "
-        "--resume RUN, goes on from the newest checkpoint"
-    ) from error
+        f"--resume RUN, goes on from the newest checkpoint ({str(error).splitlines()[0][:200]})"
+    )
 
 
 def _is_lost(error: RuntimeError) -> bool:

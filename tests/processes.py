@@ -1,0 +1,162 @@
+"""What each process of training/test_distributed.py does; torchrun starts it: processes.py JOB PLACE.
+
+All numbers are float64, so that what must be equal is equal to many digits.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from transformer_xl.config import ModelConfig, RunConfig, TrainConfig, UserError
+from transformer_xl.run_folder import RunFolder
+from transformer_xl.text.corpus_writer import write_corpus
+from transformer_xl.text.documents import Document
+from transformer_xl.text.token_store import Corpus
+from transformer_xl.text.vocabulary import ByteVocabulary
+from transformer_xl.training.distributed import ALONE, World, joined
+from transformer_xl.training.loop import Training
+
+MODEL = {"layers": 2, "width": 14, "heads": 2, "head_width": 5, "feedforward": 19, "dropout": 0.0}
+TRAIN = {
+    "segment": 7, "memory": 11, "rows": 3, "steps": 11, "learning_rate": 0.01, "warmup": 3, "precision": "float32",
+    "seed": 13, "log_every": 1, "evaluate_every": 4, "save_every": 5,
+}  # fmt: skip
+STOP = 5
+VARIANTS: dict[str, dict[str, Any]] = {
+    "rows that do not divide": {},
+    "in shares": {"train": {"parallel": "fsdp"}},
+    "chunks, muon, average": {
+        "train": {
+            "parallel": "fsdp", "rows": 5, "chunks": 2, "optimizer": "muon", "weight_decay": 0.1,
+            "average": "exponential", "average_decay": 0.7,
+        },
+    },
+    "clusters, shuffled, shorter at first": {
+        "model": {"cutoffs": (100, 110, 200), "div_val": 2, "norm": "pre"},
+        "train": {
+            "order": "shuffled", "rows": 6, "chunks": 3, "segment": 8, "memory": 12, "first_segment": 2,
+            "length_warmup": 6, "recompute": True, "optimizer": "adamw", "average": "uniform",
+        },
+    },
+}  # fmt: skip
+OTHER = {"ddp": "fsdp", "fsdp": "ddp"}
+
+
+def make_corpus(place: Path) -> Corpus:
+    """A small text of letters in documents of several lengths."""
+
+    def documents(length: int, seed: int) -> list[Document]:
+        text = np.random.default_rng(seed).integers(97, 123, length, dtype=np.uint8)
+        return [Document("text", [bytes(part)]) for part in np.split(text, range(3, length, 11))]
+
+    splits = {"train": documents(211, 1), "valid": documents(61, 2)}
+    return write_corpus(place, splits, name="tiny", source="a test", vocabulary=ByteVocabulary())
+
+
+def config_of(variant: dict[str, Any], **train: Any) -> RunConfig:
+    """The settings of a variant."""
+    model = ModelConfig(**MODEL | variant.get("model", {}))
+    return RunConfig(model=model, train=TrainConfig(**TRAIN | variant.get("train", {}) | train))
+
+
+def begin(place: Path, config: RunConfig, world: World = ALONE) -> Training:
+    """A new run."""
+    corpus = Corpus.open(place.parent / "corpus")
+    if world.is_first:
+        RunFolder.create(place, config, corpus.vocabulary)
+    world.barrier()
+    return Training(RunFolder.open(place), corpus, torch.device("cpu"), world=world)
+
+
+def go_on(place: Path, world: World = ALONE, **train: Any) -> tuple[Training, list[str]]:
+    """A run from its newest checkpoint, with some settings changed; also what was remarked."""
+    folder = RunFolder.open(place)
+    config = folder.config.model_copy(update={"train": folder.config.train.model_copy(update=train)})
+    corpus = Corpus.open(place.parent / "corpus")
+    training = Training(RunFolder(place, config, corpus.vocabulary), corpus, torch.device("cpu"), world=world)
+    return training, training.resume()
+
+
+def until(training: Training, step: int) -> None:
+    """Trains until a step after which it would save anyway."""
+    training.run(lambda: training.state.progress.step >= step)
+
+
+def copy(place: Path, name: str, world: World) -> Path:
+    """Copies a run beside itself."""
+    if world.is_first:
+        shutil.copytree(place, place.with_name(name))
+    world.barrier()
+    return place.with_name(name)
+
+
+def check_world(world: World) -> None:
+    """Sums, questions, texts, and what one process finds wrong."""
+    assert world.sum(torch.tensor([world.rank + 1, 10])).tolist() == [3, 20]
+    assert (world.any(world.rank == 1), world.any(False)) == (True, False)
+    assert world.gather(f"\u00e4{'x' * world.rank}") == ["\u00e4", "\u00e4x"]
+    with pytest.raises(UserError, match="only here"):
+        find_wrong(world, rank=1)
+    world.seed(3, 0)
+    assert len(set(world.gather(str(torch.rand(3).tolist())))) == 2
+
+
+def find_wrong(world: World, *, rank: int) -> None:
+    """Something is wrong in this process alone."""
+    with world.together():
+        if world.rank == rank:
+            raise UserError("only here")
+
+
+def train_and_stop(place: Path, world: World) -> None:
+    """Every variant, with a copy of what there was when it stopped; one with dropout also goes on from there."""
+    for name, variant in VARIANTS.items():
+        training = begin(place / name, config_of(variant), world)
+        until(training, STOP)
+        copy(place / name, f"{name}, stopped", world)
+        until(training, 100)
+    noisy = config_of({"model": {"dropout": 0.1}}, parallel="fsdp", chunks=1)
+    training = begin(place / "noisy", noisy, world)
+    until(training, STOP)
+    stopped = copy(place / "noisy", "noisy, gone on", world)
+    until(training, 100)
+    training, remarks = go_on(stopped, world)
+    assert remarks == []
+    until(training, 100)
+
+
+def train_on(place: Path, world: World) -> None:
+    """Every variant from where it stopped, shared out the other way; and one that a single process began."""
+    for name, variant in VARIANTS.items():
+        own = copy(place / f"{name}, stopped", f"{name}, gone on by three", world)
+        before = config_of(variant).train.parallel
+        training, remarks = go_on(own, world, parallel=OTHER[before])
+        expected = "the checkpoint was written by 2 processes, now there are 3: dropout is drawn anew"
+        assert remarks == [expected], remarks
+        until(training, 100)
+    training, remarks = go_on(copy(place / "alone, stopped", "alone, gone on by three", world), world, parallel="fsdp")
+    assert len(remarks) == 1
+    until(training, 100)
+
+
+def work(job: str, place: Path, world: World) -> None:
+    """Does a job; when it returns, nothing of it is left."""
+    if job == "train_and_stop":
+        check_world(world)
+        train_and_stop(place, world)
+    else:
+        train_on(place, world)
+
+
+if __name__ == "__main__":
+    torch.set_default_dtype(torch.float64)
+    torch.set_num_threads(1)
+    with joined(lambda: torch.device("cpu")) as all_processes:
+        work(sys.argv[1], Path(sys.argv[2]), all_processes)

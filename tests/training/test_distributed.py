@@ -1,0 +1,248 @@
+"""Several processes are one: same losses and weights however many share the work, and however they share the model.
+
+A checkpoint goes on with any number of them; a killed process, a signal and a wrong setting end as they should.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from processes import STOP, VARIANTS, begin, config_of, go_on, make_corpus, until
+
+import transformer_xl
+from transformer_xl.run_folder import RunFolder, StateRecord
+from transformer_xl.tensor_file import load_tensors
+
+ENVIRONMENT = {
+    **os.environ, "PYTHONPATH": str(Path(transformer_xl.__file__).parents[1]), "OMP_NUM_THREADS": "1",
+}  # fmt: skip
+SCRIPT = Path(__file__).parents[1] / "processes.py"
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="starts processes and looks for them as Linux does")
+
+
+def torchrun(processes: int, *words: str) -> list[str]:
+    return [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)),
+        *words,
+    ]
+
+
+def launch(command: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=300)
+
+
+@pytest.fixture
+def double() -> Iterator[None]:
+    """Float64 here too, as in processes.py."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def lines_of(place: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
+    timed = ("seconds", "tokens_per_second")
+    return [{name: value for name, value in line.items() if name not in timed} for line in lines]
+
+
+def weights_of(place: Path) -> dict[str, torch.Tensor]:
+    folder = RunFolder.open(place)
+    return {
+        f"{which}/{name}": tensor
+        for which in ("best", "last")
+        for name, tensor in load_tensors(folder.weights_file(which))[0].items()
+    }
+
+
+def assert_equal(one: Path, other: Path, tolerance: float) -> None:
+    found, wanted = lines_of(one), lines_of(other)
+    assert [(line["split"], line["step"]) for line in found] == [(line["split"], line["step"]) for line in wanted]
+    for line, expected in zip(found, wanted, strict=True):
+        numbers = [{name: value for name, value in figures.items() if name != "split"} for figures in (line, expected)]
+        assert numbers[0] == pytest.approx(numbers[1], rel=tolerance), f"{one.name}: {line} instead of {expected}"
+    found, wanted = weights_of(one), weights_of(other)
+    assert found.keys() == wanted.keys()
+    apart = {name: float((found[name] - wanted[name]).abs().max()) for name in wanted}
+    assert max(apart.values()) <= tolerance, f"{one.name}: {apart}"
+
+
+def test_any_number_of_processes_gives_the_same(tmp_path: Path, double: None) -> None:
+    """Losses, gradient norms, validations and weights: 1 and 2 processes; stopped by 2 and gone on with by 1 and 3."""
+    make_corpus(tmp_path / "corpus")
+    ended = launch(torchrun(2, str(SCRIPT), "train_and_stop", str(tmp_path)))
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    for name, variant in VARIANTS.items():
+        until(begin(tmp_path / f"{name}, one process", config_of(variant)), 100)
+        assert_equal(tmp_path / name, tmp_path / f"{name}, one process", 1e-9)
+        own = shutil.copytree(tmp_path / f"{name}, stopped", tmp_path / f"{name}, gone on by one")
+        training, remarks = go_on(own)
+        assert remarks == ["the checkpoint was written by 2 processes, now there is 1: dropout is drawn anew"]
+        assert training.state.progress.step == STOP
+        until(training, 100)
+        assert_equal(own, tmp_path / f"{name}, one process", 1e-9)
+    # with dropout too, as many processes as before go on as if nothing had been, bit for bit
+    assert_equal(tmp_path / "noisy, gone on", tmp_path / "noisy", 0.0)
+
+    until(begin(tmp_path / "alone", config_of({})), STOP)
+    shutil.copytree(tmp_path / "alone", tmp_path / "alone, stopped")
+    ended = launch(torchrun(3, str(SCRIPT), "train_on", str(tmp_path)))
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    for name in VARIANTS:
+        assert_equal(tmp_path / f"{name}, gone on by three", tmp_path / f"{name}, one process", 1e-9)
+    first = next(iter(VARIANTS))
+    assert_equal(tmp_path / "alone, gone on by three", tmp_path / f"{first}, one process", 1e-9)
+    for run in (first, "in shares", "alone, gone on by three"):
+        RunFolder.open(tmp_path / run).verify()
+    assert StateRecord.read(RunFolder.open(tmp_path / "in shares").states()[-1]).processes == 2
+
+
+# Through the command:
+WORDS = [
+    *("--threads=1", "--model.layers=2", "--model.width=14", "--model.heads=2", "--model.head_width=5"),
+    *("--model.feedforward=19", "--model.dropout=0.1", "--train.segment=7", "--train.memory=11", "--train.rows=3"),
+    *("--train.steps=83", "--train.warmup=5", "--train.precision=float32", "--train.log_every=1"),
+    *("--train.evaluate_every=20", "--train.save_every=4", "--train.parallel=fsdp", "--train.tensorboard"),
+]
+
+
+def train_command(place: Path, *words: str) -> list[str]:
+    # without the two dashes torchrun takes --run for an abbreviation of an option of its own
+    options = ["-m", "--", "transformer_xl", "train"]
+    return torchrun(
+        2,
+        "--max-restarts",
+        "1",
+        *options,
+        "--corpus",
+        str(place.parent / "corpus"),
+        "--run",
+        str(place),
+        *words,
+        *WORDS,
+    )
+
+
+@contextmanager
+def started(command: list[str]) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def wait_for_lines(process: subprocess.Popen[str], place: Path, number: int) -> None:
+    deadline, metrics = time.monotonic() + 200, place / "metrics.jsonl"
+    while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= number):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def process_of_rank(parent: int, rank: int) -> int:
+    """Number of the process that torchrun started with this rank."""
+    children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+    (found,) = [
+        child for child in children if f"\0RANK={rank}\0".encode() in Path(f"/proc/{child}/environ").read_bytes()
+    ]
+    return int(found)
+
+
+def test_killed_and_stopped_it_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
+    """A process killed: torchrun starts all anew. A signal: a checkpoint. Bit for bit as without either."""
+    make_corpus(tmp_path / "corpus")
+    whole = launch(train_command(tmp_path / "whole"))
+    assert whole.returncode == 0, whole.stderr[-3000:]
+    assert whole.stdout.count("next: txl evaluate") == 1
+    run = tmp_path / "run"
+    with started(train_command(run)) as process:
+        wait_for_lines(process, run, 13)
+        os.kill(process_of_rank(process.pid, 1), signal.SIGKILL)
+        wait_for_lines(process, run, 37)
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=100)
+    assert process.returncode != 0
+    assert out == ""
+    assert (
+        err.count("txl: error: another process of this training has ended, so this one cannot go on") <= 1
+    )  # or torchrun was faster
+    assert err.count(f"going on with {run} at step ") == 1
+    assert err.count("stopped and saved at step ") == 1
+    newest = RunFolder.open(run).states()[-1]
+    assert 10 < int(newest.name.removeprefix("step-")) < 83
+    damaged = shutil.copytree(run, tmp_path / "damaged")
+
+    again = launch(train_command(run))
+    assert again.returncode == 0, again.stderr[-3000:]
+    assert f"going on with {run} at step {int(newest.name.removeprefix('step-'))} of 83" in again.stderr
+    assert_equal(run, tmp_path / "whole", 0.0)
+    for which in ("best", "last"):
+        files = [RunFolder.open(place).weights_file(which) for place in (run, tmp_path / "whole")]
+        assert files[0].read_bytes() == files[1].read_bytes()
+    assert_shown_once(run)
+
+    (damaged / "model.safetensors").unlink()
+    (damaged / "model.safetensors" / "in the way").mkdir(parents=True)  # the first process alone will find it
+    begin = time.monotonic()
+    ended = launch(train_command(damaged))
+    assert ended.returncode != 0
+    assert time.monotonic() - begin < 60
+    told = [line for line in ended.stderr.splitlines() if line.startswith("txl: ")]
+    assert len(told) == 1  # though torchrun starts it anew once
+    assert f"writing {damaged / 'model.safetensors'}" in told[0]
+    assert "transformer_xl/cli/train.py" not in ended.stderr  # torchrun shows its own traceback, we none
+
+
+def assert_shown_once(run: Path) -> None:
+    """TensorBoard shows every figure of metrics.jsonl at its step, and none twice."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    shown = EventAccumulator(str(run / "tensorboard"))
+    shown.Reload()
+    for split, name in (("train", "nats_per_token"), ("train", "gradient_norm"), ("valid", "bits_per_byte")):
+        wanted = [(line["step"], line[name]) for line in lines_of(run) if line["split"] == split]
+        found = [(event.step, event.value) for event in shown.Scalars(f"{split}/{name}")]
+        assert [step for step, _ in found] == [step for step, _ in wanted]
+        assert [value for _, value in found] == pytest.approx([value for _, value in wanted], rel=1e-6)
+
+
+def test_what_is_wrong_is_told_once(tmp_path: Path) -> None:
+    """Before anything is made, in one line of one process."""
+    make_corpus(tmp_path / "corpus")
+    ended = launch([word for word in train_command(tmp_path / "run", "--train.rows=1") if word != "--train.rows=3"])
+    assert ended.returncode != 0
+    assert ended.stdout == ""
+    told = [line for line in ended.stderr.splitlines() if line.startswith("txl: ")]
+    assert told == [
+        "txl: error: 1 rows, 1 for each process, leave some of the 2 processes without any; give --train.rows 2, or "
+        "start 1 of them"
+    ]
+    assert not (tmp_path / "run").exists()
+
+
+def test_other_rows_begin_with_an_empty_memory_at_the_same_place(tmp_path: Path, double: None) -> None:
+    """Of 211 tokens 3 rows of 7 have 11 segments; after 5 of them 2 rows are at segment 7, 3 chunks and all."""
+    make_corpus(tmp_path / "corpus")
+    until(begin(tmp_path / "run", config_of({})), STOP)
+    kept = {name: tensor.clone() for name, tensor in weights_of(tmp_path / "run").items()}
+    training, remarks = go_on(tmp_path / "run", rows=2, chunks=2)
+    assert remarks == ["the checkpoint is of 3 rows, now there are 2: memory begins empty, at about the same place"]
+    assert training.state.progress.position.segment == 7
+    assert [memory.valid_B.tolist() for memory in training.state.memories] == [[0], [0]]
+    assert all(torch.equal(kept[f"last/{name}"], tensor) for name, tensor in training.state.model.state_dict().items())
+    until(training, 10)
+    assert [memory.valid_B.tolist() for memory in training.state.memories] == [[11], [11]]
+    assert training.state.progress.step == 10
