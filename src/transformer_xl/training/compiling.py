@@ -27,7 +27,9 @@ def compile_layers(model: LanguageModel, device: torch.device, how: Literal["off
     _try(device)
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_VARIANTS)
     for layer in model.layers:
-        layer.compile(fullgraph=True, dynamic=False, mode="reduce-overhead" if how == "graphs" else None)
+        # the function, not the module: what sharing the weights out hangs before and after it is not for compiling
+        mode = "reduce-overhead" if how == "graphs" else None
+        layer.forward = torch.compile(layer.forward, fullgraph=True, dynamic=False, mode=mode)
 
 
 def _try(device: torch.device) -> None:
