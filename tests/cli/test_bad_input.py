@@ -108,7 +108,7 @@ WRONG_WORDS = [
     ),
     (f"{TRY} --threads 0", "--threads 0: wanted 1 or more"),
     ("train --resume run --model.layers 3", "model.layers cannot change within a run; start a new one with --run DIR"),
-    ("train --resume run --train.rows 5", "train.rows cannot change within a run; start a new one"),
+    ("train --resume run --train.optimizer muon", "train.optimizer cannot change within a run; start a new one"),
     ("evaluate run --window 0", "window 0 is too small; give 1 or more"),
     ("evaluate run --clamp 0", "clamp_length 0 is too small"),
     ("evaluate run --segment 0", "segment 0: wanted 1 or more"),
@@ -200,7 +200,8 @@ def swap(old: bytes, new: bytes) -> Change:
 
 
 BEST, SETTINGS, FIGURES = "model.safetensors", "config.yaml", "metrics.jsonl"
-LAST, STATE = "state/step-00000005/model.safetensors", "state/step-00000005/training.safetensors"
+LAST, PROGRESS = "state/step-00000005/model.safetensors", "state/step-00000005/training.json"
+STATE = "state/step-00000005/training/shard-00001-model-00001-of-00001.safetensors"
 NO_FIGURES = r"run/metrics.jsonl is damaged \(.*\); delete it"
 GO_ON = "train --resume run --train.steps 7"
 CHECKSUM = rf"safetensors is damaged \(its checksum does not fit its contents\); {DAMAGED}"
@@ -215,10 +216,15 @@ DAMAGES: dict[str, tuple[str, Change | None, str, str]] = {
     "best weights gone": (BEST, None, "evaluate run", f"run/{BEST}, the best weights, is missing; copy it again, or"),
     "last weights altered": (LAST, flip(-101), GO_ON, CHECKSUM),
     "state altered": (STATE, flip(-101), GO_ON, CHECKSUM),
-    "state cut short": (STATE, cut(99), GO_ON, CUT),
-    "progress altered": (STATE, swap(rb'step\\\\\\":5', rb'step\\\\\\":4'), GO_ON, CHECKSUM),
+    "state cut short": (STATE, cut(99), GO_ON, CHECKSUM),
+    "state cut to nothing": (STATE, cut(0), "info run --verify", CHECKSUM),
     "state gone": (STATE, None, GO_ON, f"reading run/{STATE}: no such file"),
+    "progress altered": (PROGRESS, swap(rb'"step": 5', rb'"step": 4'), GO_ON,
+        rf"training.json is damaged \(its checksum does not fit its contents\); {DAMAGED}"),
+    "progress cut short": (PROGRESS, cut(99), GO_ON, rf"training.json is damaged \(it is not whole\); {DAMAGED}"),
+    "progress gone": (PROGRESS, None, "info run --verify", f"reading run/{PROGRESS}: no such file"),
     "any of it altered": (LAST, flip(-101), "info run --verify", CHECKSUM),
+    "any of the state altered": (STATE, flip(-101), "info run --verify", CHECKSUM),
     "figures that are no JSON": (FIGURES, swap(b"{", b"["), GO_ON, NO_FIGURES),
     "figures that are no text": (FIGURES, put(b"\xff\n"), "info run", NO_FIGURES),
     "settings that are no YAML": (SETTINGS, put(b"model: ["), "evaluate run", NO_YAML),
@@ -322,9 +328,8 @@ def test_weights_on_a_full_disk(place: Path, monkeypatch: Patch, capfd: Capture)
         assert re.search(rf"^txl: error: .*{FULL}$", capfd.readouterr().err, re.MULTILINE)
         assert not list(Path("run").rglob("*.partial-*"))
         assert RunFolder.open("run").figures()
-        weights = list(Path("run").rglob("*.safetensors"))
-        assert weights.count(Path("run/model.safetensors")) == 1
-        assert all(load_tensors(file) for file in weights)
+        assert Path("run/model.safetensors").exists()
+        RunFolder.open("run").verify()
         assert run(words) == 0
         found = load_tensors(place / "run" / "model.safetensors")[0]
         assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -48,7 +49,8 @@ def test_every_token_is_a_target_once_after_the_token_before_it(stream: SegmentS
 @given(st.data())
 def test_every_token_is_a_target_once_under_any_rows_segment_and_shards(data: st.DataObject) -> None:
     length, count = data.draw(st.integers(1, 211)), data.draw(st.integers(1, 5))
-    rows = count * data.draw(st.integers(1, max(1, 13 // count)))
+    each = data.draw(st.integers(1, max(1, 13 // count)))  # the last shard may have fewer
+    rows = each * (count - 1) + data.draw(st.integers(1, each))
     if length < rows:
         length = rows
     tokens = np.arange(1, length + 1, dtype=np.uint16)
@@ -63,9 +65,9 @@ def test_every_token_is_a_target_once_under_any_rows_segment_and_shards(data: st
     position = StreamPosition()
     for _ in range(whole.num_segments):
         read = [shard.read(position) for shard in shards]
-        assert (
-            {part.targets_BT.shape for part in read} == {(rows // count, segment)} == {(shards[0].shard_rows, segment)}
-        )
+        shared = [len(part) for part in torch.arange(rows).chunk(count)]  # as torch shares out a sharded tensor
+        assert [part.targets_BT.shape for part in read] == [(own, segment) for own in shared]
+        assert [shard.shard_rows for shard in shards] == shared
         for name in ("inputs_BT", "targets_BT", "counted_BT"):
             joined = np.concatenate([getattr(part, name) for part in read])
             assert joined.tolist() == getattr(whole.read(position), name).tolist()
@@ -213,11 +215,15 @@ def test_too_few_tokens_are_refused() -> None:
             SegmentStream(tokens, rows=rows, segment=segment, start_id=10)
 
 
-def test_rows_that_shards_cannot_share_are_refused() -> None:
+def test_rows_that_leave_a_shard_without_any_are_refused() -> None:
+    tokens = np.arange(97, dtype=np.uint8)
     with pytest.raises(
-        UserError, match="rows 7 do not divide by the 3 processes that share them; choose a multiple of 3"
+        UserError,
+        match=r"4 rows, 2 for each process, leave some of the 3 processes without any; give --train.rows 6, or start 2",
     ):
-        SegmentStream(np.arange(97, dtype=np.uint8), rows=7, segment=1, start_id=10, shard=Shard(0, 3))
+        SegmentStream(tokens, rows=4, segment=1, start_id=10, shard=Shard(0, 3))
+    with pytest.raises(UserError, match=r"2 rows, 1 for each process, .*; give --train.rows 3, or start 2 of them"):
+        SegmentStream(tokens, rows=2, segment=1, start_id=10, shard=Shard(1, 3))
 
 
 def test_training_needs_a_segment_in_each_row() -> None:
