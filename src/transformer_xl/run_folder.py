@@ -154,8 +154,10 @@ class RunFolder:
         """
         best, newest = self.path / "model.safetensors", self.newest_state()
         validated = any(line["split"] == "valid" for line in self.figures())
-        # without validation the last weights are the best known, and a run that went on has newer ones than `best`
-        if weights == "best" and best.exists() and (validated or newest is None):
+        # without validation the last weights are the best known, and a run that went on has newer ones than `best`;
+        # but their average stands in `best` alone
+        averaged = self.config.train.average != "none"
+        if weights == "best" and best.exists() and (validated or averaged or newest is None):
             return best
         if weights == "best" and validated:
             raise UserError(f"{best}, the best weights, is missing; copy it again, or evaluate with --weights last")

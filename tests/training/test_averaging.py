@@ -129,7 +129,7 @@ def test_without_validation_text_the_average_is_kept(tmp_path: Path) -> None:
     training = start(tmp_path / "run", make_corpus(tmp_path / "corpus", letters(127, seed=1)), average="uniform")
     training.run()
     assert training.state.average is not None
-    kept, _ = load_tensors(tmp_path / "run" / "model.safetensors")
+    kept, _ = load_tensors(training.folder.weights_file("best"))
     found = torch.cat([kept[name].flatten() for name, _ in training.state.model.named_parameters()])
     assert torch.equal(found, averaged(training.state.model, training.state.average))
 
