@@ -234,9 +234,9 @@ def gradients(model: Any, recompute: bool) -> tuple[list[Tensor], int]:
 
     torch.manual_seed(5)
     segment = random_segment(7, 5, 1)
-    inputs, targets = torch.from_numpy(segment.inputs_BT), torch.from_numpy(segment.targets_BT)
+    inputs_BT = torch.from_numpy(segment.inputs_BT)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        nats, _ = ScoredModel(model)(inputs, targets, model.initial_memory(7))
+        nats, _ = ScoredModel(model)(inputs_BT, segment.targets_BT, model.initial_memory(7))
     model.zero_grad()
     nats.sum().backward()
     return [parameter.grad.clone() for parameter in model.parameters()], sum(kept.values())

@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
@@ -36,17 +38,18 @@ class ScoredModel(nn.Module):
         self.model, self.own_memory = model, own_memory
 
     @override
-    def forward(self, inputs_BT: Tensor, targets_BT: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
+    def forward(self, inputs_BT: Tensor, targets_BT: npt.NDArray[np.int64], memory: Memory) -> tuple[Tensor, Memory]:
         """Gives the nats of each target (B, T), in input order, and the memory after the inputs.
 
-        The targets best lie on the CPU (see `LanguageModel.nats`).
+        The targets are best on the CPU (see `LanguageModel.nats`), and an array stays there: tensors are sent to the
+        device by what shares the weights out.
         """
         if self.own_memory:
             torch.compiler.cudagraph_mark_step_begin()
         hidden_BTD, memory = self.model(inputs_BT, memory)
         if self.own_memory:
             memory = replace(memory, layers_BMD=tuple(layer_BMD.clone() for layer_BMD in memory.layers_BMD))
-        return self.model.nats(hidden_BTD, targets_BT), memory
+        return self.model.nats(hidden_BTD, torch.from_numpy(targets_BT)), memory
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,7 @@ class Learner:
             start = rows.stop
             self.world.sync_gradients(self.scored, place + 1 == len(memories))
             with autocast(self.device, self.config.precision):
-                nats_BT, memory = self.scored(inputs_BT[rows], torch.from_numpy(targets_BT[rows]), memory)
+                nats_BT, memory = self.scored(inputs_BT[rows], targets_BT[rows], memory)
             summed = (nats_BT * weight_BT[rows]).sum()
             (summed / counts[0].clamp(min=1)).backward()
             nats = nats + summed.detach()
