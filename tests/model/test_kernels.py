@@ -64,19 +64,63 @@ def test_equals_the_oracle(name, case):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-11, msg=lambda text, field=field: f"{field}: {text}")
 
 
-@pytest.mark.parametrize("valid", [[0, 4], [7, 1]])
-@pytest.mark.parametrize("window", [None, 4])
-def test_cpu_kernel_works_on_a_few_rows_at_a_time(monkeypatch, valid, window):
-    """Rows share a buffer: nothing of one row may show in the next."""
-    inputs, sight = draw(5, 7, window), Sight(torch.tensor(valid))
+@pytest.mark.parametrize("valid", [None, [0, 4], [7, 1]])
+@pytest.mark.parametrize("window", [None, 4, 1])
+@pytest.mark.parametrize("sizes", [{"_QUERIES": 2}, {"_QUERIES": 3, "_BUFFER_BYTES": 1}, {"_BUFFER_BYTES": 1}])
+def test_cpu_kernel_in_blocks(monkeypatch, valid, window, sizes):
+    """Rows, heads and queries share buffers: nothing of one block may show in the next."""
+    inputs, sight = draw(5, 7, window), Sight(None if valid is None else torch.tensor(valid))
     weight_BTNH = torch.randn(ROWS, 5, HEADS, WIDTH, dtype=torch.float64)
-    monkeypatch.setattr("transformer_xl.model.kernels.cpu._BUFFER_NUMBERS", 1)
+    monkeypatch.setattr("torch.get_num_threads", lambda: 1)
+    for name, size in sizes.items():
+        monkeypatch.setattr(f"transformer_xl.model.kernels.cpu.{name}", size)
     results = []
     for name in ("cpu", "reference"):
         out_BTNH = KERNELS[name].attend(inputs, sight, 0.0)
         results.append([out_BTNH, *torch.autograd.grad((out_BTNH * weight_BTNH).sum(), as_list(inputs))])
     for found, wanted in zip(*results, strict=True):
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("sizes", [{}, {"_QUERIES": 2, "_BUFFER_BYTES": 1}])
+def test_cpu_kernel_drops_the_same_in_both_passes(monkeypatch, sizes):
+    """What is dropped is read out, as the output is linear in the values; output and gradients are then those of a
+    softmax times that mask."""
+    for name, size in sizes.items():
+        monkeypatch.setattr(f"transformer_xl.model.kernels.cpu.{name}", size)
+    share, num_queries, num_keys = 0.4, 5, 12
+    inputs = draw(num_queries, num_keys - num_queries, None)
+    weight_BTNH = torch.randn(ROWS, num_queries, HEADS, WIDTH, dtype=torch.float64)
+
+    def attend(given, seed):
+        torch.manual_seed(seed)
+        return KERNELS["cpu"].attend(given, Sight(None), share)
+
+    kept_BNTS = torch.zeros(ROWS, HEADS, num_queries, num_keys, dtype=torch.float64)
+    for key in range(num_keys):
+        v_BSNH = torch.zeros_like(inputs.v_BSNH)
+        v_BSNH[:, key] = 1
+        kept_BNTS[..., key] = attend(replace(inputs, v_BSNH=v_BSNH), 3)[..., 0].transpose(1, 2).detach()
+    p_BNTS = attention_terms(inputs, Sight(None)).probabilities_BNTS
+    seen_BNTS = p_BNTS > 0
+    mask_BNTS = (kept_BNTS / p_BNTS.where(seen_BNTS, 1.0) * (1 - share)).detach()
+    torch.testing.assert_close(mask_BNTS, mask_BNTS.round(), rtol=0, atol=1e-9)
+    assert 0.45 < mask_BNTS[seen_BNTS].mean() < 0.75
+    wanted = torch.einsum("bnts,bsnh->btnh", p_BNTS * mask_BNTS.round() / (1 - share), inputs.v_BSNH)
+    found = attend(inputs, 3)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-11)
+    pairs = [torch.autograd.grad((out * weight_BTNH).sum(), as_list(inputs)) for out in (found, wanted)]
+    for one, other in zip(*pairs, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-11)
+    assert not torch.equal(attend(inputs, 4), found)
+
+
+def test_cpu_kernel_keeps_its_inputs_only():
+    """Nothing of size T x S is kept for the backward pass, with dropout neither."""
+    inputs, kept = draw(5, 200, None), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        KERNELS["cpu"].attend(inputs, Sight(None), 0.1).sum()
+    assert sum(t.numel() for t in kept) == sum(t.numel() for t in as_list(inputs)) + 1  # and the seed
 
 
 @pytest.mark.parametrize("name", ON_CPU)

@@ -1,5 +1,7 @@
 """The model: the oracle's numbers, exactness over segments, causality, gradients, and no hidden changes."""
 
+import pkgutil
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -118,19 +120,21 @@ def test_gradient_stops_at_memory_but_reaches_keys_and_values_through_it(make_mo
     _, memory = model(tokens(2, 11), model.initial_memory(2))
     assert not any(layer.requires_grad for layer in memory.layers_BMD)
     linear = getattr(model.layers[1].attention, name)
-    seen = {}
+    seen = []
 
     def keep(_module, given, made):
         made.retain_grad()
-        seen[name] = given[0], made
+        seen.append((given[0], made))
 
     linear.register_forward_hook(keep)
     hidden_BTD, _ = model(tokens(2, 3, seed=9), memory)
     hidden_BTD.pow(3).sum().backward()
-    rows_BSD, made_BSI = seen[name]
+    assert not seen[0][0].requires_grad  # memory rows
+    rows_BSD = torch.cat([rows for rows, _ in seen], 1)
+    made_grad_BSI = torch.cat([made.grad for _, made in seen], 1)
     assert rows_BSD.shape[1] == 14
-    assert made_BSI.grad[:, :11].abs().amax() > 1e-3
-    whole_ID = torch.einsum("bsi,bsd->id", made_BSI.grad, rows_BSD)
+    assert made_grad_BSI[:, :11].abs().amax() > 1e-3
+    whole_ID = torch.einsum("bsi,bsd->id", made_grad_BSI, rows_BSD)
     torch.testing.assert_close(linear.weight.grad, whole_ID, rtol=1e-9, atol=1e-9)
 
 
@@ -221,13 +225,17 @@ def test_dropout_at_the_authors_places(make_model, tokens, monkeypatch):
     """Embedding; position encodings, one mask for all layers; in each layer probabilities, attention's output and
     twice in the feed-forward part; the last hidden rows."""
     model = make_model(dropout=0.5, attention_dropout=0.25, kernel="reference").train()
-    plain, dropped = torch.nn.functional.dropout, []
+    dropped = []
 
-    def record(given, p=0.5, training=True, inplace=False):
-        dropped.append((tuple(given.shape), p if training else 0.0))
-        return plain(given, p, training, inplace)
+    def recorded(draw):
+        def record(given, share):
+            dropped.append((tuple(given.shape), share))
+            return draw(given, share)
 
-    monkeypatch.setattr("torch.nn.functional.dropout", record)
+        return record
+
+    for where in ("torch.nn.functional.dropout", "transformer_xl.model.dropout._kept"):
+        monkeypatch.setattr(where, recorded(pkgutil.resolve_name(where)))
     model(tokens(3, 5))
     layer = [((3, 2, 5, 16), 0.25), ((3, 5, 14), 0.5), ((3, 5, 19), 0.5), ((3, 5, 14), 0.5)]
     assert dropped == [((3, 5, 14), 0.5), ((16, 14), 0.5), *layer * 3, ((3, 5, 14), 0.5)]

@@ -65,9 +65,9 @@ class Recipe(Settings):
     """Where the settings come from."""
     corpus: str
     """The corpus they are meant for."""
-    published: dict[str, float] = Field(default={})
+    published: dict[str, float] = Field(default_factory=dict)
     """Published figures on the test text, by name with unit."""
-    measured: dict[str, float] = Field(default={})
+    measured: dict[str, float] = Field(default_factory=dict)
     """Our own figures, by name with unit."""
     published_parameters: float | None = None
     """Number of parameters as published, which is rounded."""
@@ -77,9 +77,9 @@ class Recipe(Settings):
     """Additions and multiplications in the matrix products of one training step."""
     step_bytes: float | None = None
     """Memory one training step needs in float32: weights, gradients, Adam's state, kept activations, hidden memory."""
-    model: dict[str, Any] = Field(default={})
-    train: dict[str, Any] = Field(default={})
-    evaluation: dict[str, Any] = Field(default={})
+    model: dict[str, Any] = Field(default_factory=dict)
+    train: dict[str, Any] = Field(default_factory=dict)
+    evaluation: dict[str, Any] = Field(default_factory=dict)
 
 
 def run_settings(values: Mapping[str, Any], source: str) -> RunConfig:

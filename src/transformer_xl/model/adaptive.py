@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from transformer_xl.config import ModelConfig
+from transformer_xl.model.cross_entropy import cross_entropy, fits_at_once, linear_cross_entropy
 
 _WEIGHT_STD, _PROJECTION_STD = 0.02, 0.01  # the authors' init_std and proj_init_std
 _ROUND = 8  # the places of a tail are filled up to a multiple, so that shapes vary less
@@ -148,17 +149,16 @@ class Softmax(nn.Module):
         device = hidden_KD.device
         if not self.num_tails:
             target_K = _send(targets_BT.flatten(), device)
-            return _cross_entropy(self._scores(hidden_KD, 0), target_K).view(targets_BT.shape)
+            return self._nats_within(0, hidden_KD, target_K).view(targets_BT.shape)
         target_K = targets_BT.flatten().cpu()
         cluster_K = torch.bucketize(target_K, torch.tensor(self.edges[1:-1]), right=True)
         head_K = torch.where(cluster_K == 0, target_K, self.edges[1] - 1 + cluster_K)
-        nats_K = _cross_entropy(self._head(hidden_KD), _send(head_K, device))
+        nats_K = self._nats_of_head(hidden_KD, _send(head_K, device))
         for index in range(1, self.num_tails + 1):
             place_K, local_K, counted_K = self._aimed_at(index, cluster_K, target_K)
             place_K = _send(place_K, device)
-            scores_KV = self._scores(hidden_KD.index_select(0, place_K), index)
-            in_tail_K = _cross_entropy(scores_KV, _send(local_K, device)) * _send(counted_K, device)
-            nats_K = nats_K.index_add(0, place_K, in_tail_K.to(nats_K.dtype))
+            in_tail_K = self._nats_within(index, hidden_KD.index_select(0, place_K), _send(local_K, device))
+            nats_K = nats_K.index_add(0, place_K, (in_tail_K * _send(counted_K, device)).to(nats_K.dtype))
         return nats_K.view(targets_BT.shape)
 
     def top(self, hidden_BTD: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -201,16 +201,32 @@ class Softmax(nn.Module):
         assert self.cluster_weight is not None
         assert self.cluster_bias is not None
         rows_KE = self._narrowed(hidden_KD, 0)
-        table_VE, bias_V = self._cluster_table(0), self.bias[: self.edges[1]]
         if rows_KE.numel() // rows_KE.shape[-1] < rows_KE.shape[-1]:  # the smaller thing is copied
             tails_KV = F.linear(rows_KE, self.cluster_weight, self.cluster_bias)
-            return torch.cat([F.linear(rows_KE, table_VE, bias_V), tails_KV], -1)
-        weight_VE = torch.cat([table_VE, self.cluster_weight])
-        return F.linear(rows_KE, weight_VE, torch.cat([bias_V, self.cluster_bias]))
+            return torch.cat([F.linear(rows_KE, self._cluster_table(0), self._cluster_bias(0)), tails_KV], -1)
+        return F.linear(rows_KE, *self._head_weights())
+
+    def _head_weights(self) -> tuple[Tensor, Tensor]:
+        assert self.cluster_weight is not None
+        assert self.cluster_bias is not None
+        weight_VE = torch.cat([self._cluster_table(0), self.cluster_weight])
+        return weight_VE, torch.cat([self._cluster_bias(0), self.cluster_bias])
+
+    def _nats_of_head(self, hidden_KD: Tensor, target_K: Tensor) -> Tensor:
+        if fits_at_once(len(hidden_KD), self.edges[1] + self.num_tails):
+            return cross_entropy(self._head(hidden_KD), target_K)
+        return linear_cross_entropy(self._narrowed(hidden_KD, 0), *self._head_weights(), target_K)
+
+    def _nats_within(self, index: int, hidden_KD: Tensor, target_K: Tensor) -> Tensor:
+        """Of targets counted from the first token of a cluster, among that cluster."""
+        weights = self._cluster_table(index), self._cluster_bias(index)
+        return linear_cross_entropy(self._narrowed(hidden_KD, index), *weights, target_K)
 
     def _scores(self, hidden_KD: Tensor, index: int) -> Tensor:
-        bias_V = self.bias[self.edges[index] : self.edges[index + 1]]
-        return F.linear(self._narrowed(hidden_KD, index), self._cluster_table(index), bias_V)
+        return F.linear(self._narrowed(hidden_KD, index), self._cluster_table(index), self._cluster_bias(index))
+
+    def _cluster_bias(self, index: int) -> Tensor:
+        return self.bias[self.edges[index] : self.edges[index + 1]]
 
     def _narrowed(self, hidden_KD: Tensor, index: int) -> Tensor:
         """Hidden rows in the width of a cluster's embeddings: (K, E)."""
@@ -235,11 +251,6 @@ def _top(scores_BTV: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 def _log_softmax(scores_KV: Tensor) -> Tensor:
     return F.log_softmax(scores_KV, -1, dtype=torch.promote_types(scores_KV.dtype, torch.float32))
-
-
-def _cross_entropy(scores_KV: Tensor, target_K: Tensor) -> Tensor:
-    scores_KV = scores_KV.to(torch.promote_types(scores_KV.dtype, torch.float32))
-    return F.cross_entropy(scores_KV, target_K, reduction="none")
 
 
 def _send(values_K: Tensor, device: torch.device) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from transformer_xl.config import ModelConfig
+from transformer_xl.model.dropout import Dropout
 from transformer_xl.model.kernels import AttentionInputs
 
 Attention = Callable[[AttentionInputs], Tensor]
@@ -62,21 +63,25 @@ class RelativeAttention(nn.Module):
         self.position_key = nn.Linear(config.width, inner, bias=False)
         self.output = nn.Linear(inner, config.width, bias=False)
         self.norm = nn.LayerNorm(config.width)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
 
     @override
     def forward(self, x_BTD: Tensor, memory_BMD: Tensor, positions: Positions, attend: Attention) -> Tensor:
         """Gives (B, T, D). The gradient reaches `key` and `value` through memory rows, but not the rows themselves."""
-        context_BSD = torch.cat([memory_BMD.to(x_BTD.dtype), x_BTD], dim=1)
+        memory_BMD, new_BTD = memory_BMD.to(x_BTD.dtype), x_BTD
         if self.pre_norm:
-            context_BSD = self.norm(context_BSD)
-        new_BTD = context_BSD[:, memory_BMD.shape[1] :]
+            memory_BMD, new_BTD = self.norm(memory_BMD), self.norm(new_BTD)
         encoding_PD = positions.encoding_PD.to(self.position_key.weight.dtype)
         q_BTNH = self.query(new_BTD).unflatten(-1, self.head_shape)
+        k_BSNH, v_BSNH = (
+            # apart: nobody asks for the gradient of memory rows, so its matrix product is left out
+            torch.cat([projection(memory_BMD), projection(new_BTD)], dim=1).unflatten(-1, self.head_shape)
+            for projection in (self.key, self.value)
+        )
         inputs = AttentionInputs(
             q_BTNH,
-            self.key(context_BSD).unflatten(-1, self.head_shape),
-            self.value(context_BSD).unflatten(-1, self.head_shape),
+            k_BSNH,
+            v_BSNH,
             self.position_key(encoding_PD).unflatten(-1, self.head_shape),
             # the dtype of q: under autocast the products are bfloat16 and the biases float32
             positions.content_bias_NH.to(q_BTNH.dtype),
@@ -95,13 +100,14 @@ class FeedForward(nn.Module):
         self.widen = nn.Linear(config.width, config.feedforward)
         self.narrow = nn.Linear(config.feedforward, config.width)
         self.norm = nn.LayerNorm(config.width)
-        self.dropout = nn.Dropout(config.dropout)
+        self.inner_dropout = Dropout(config.dropout, relu=True)
+        self.dropout = Dropout(config.dropout)
 
     @override
     def forward(self, x_BTD: Tensor) -> Tensor:
         """Gives (B, T, D)."""
-        inner_BTF = self.widen(self.norm(x_BTD) if self.pre_norm else x_BTD).relu()
-        sum_BTD = x_BTD + self.dropout(self.narrow(self.dropout(inner_BTF)))
+        inner_BTF = self.inner_dropout(self.widen(self.norm(x_BTD) if self.pre_norm else x_BTD))
+        sum_BTD = x_BTD + self.dropout(self.narrow(inner_BTF))
         return sum_BTD if self.pre_norm else self.norm(sum_BTD)
 
 

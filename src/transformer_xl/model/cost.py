@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from transformer_xl.config import ModelConfig
+from transformer_xl.model.cross_entropy import plain_way
 from transformer_xl.model.transformer_xl import TransformerXL
 
 _HEAD_SHARE = 0.9  # of the running text: what stands in the head is scored best, and most of the text should be
@@ -86,12 +87,13 @@ def step_cost(config: ModelConfig, *, rows: int, segment: int, memory: int) -> S
     """Counts one training step by walking through it without numbers (torch's meta device): nothing is computed.
 
     Targets are taken to follow Zipf's law over the ids, so that each tail is aimed at as often as in ordinary text.
-    Operations are those of the model, without what a kernel computes again in its backward pass; what is kept is what
-    the settings' kernel keeps (with `auto` the CPU's; with attention dropout all attention probabilities).
+    Operations are those of the model, without what is computed again in the backward pass; what is kept is what the
+    settings' kernel keeps (with `auto` the CPU's).
     """
     config = config.model_copy(update={"memory": memory})
     shape = (rows, segment, memory)
-    flops, _ = _walk(config.model_copy(update={"kernel": "sdpa"}), *shape)  # its backward pass can be counted
+    with plain_way():
+        flops, _ = _walk(config.model_copy(update={"kernel": "sdpa"}), *shape)  # its backward pass can be counted
     _, activation_bytes = _walk(config, *shape)
     with torch.device("meta"):
         parameters = TransformerXL(config).num_parameters()
@@ -109,7 +111,7 @@ def _walk(config: ModelConfig, rows: int, segment: int, memory: int) -> tuple[in
     with torch.device("meta"):
         model = TransformerXL(config).train()
         tokens_BT = torch.zeros(rows, segment, dtype=torch.int64)
-        full = model.initial_memory(rows).after([torch.zeros(rows, memory, config.width)] * config.layers)
+        full = model.initial_memory(rows).after([torch.zeros(rows, memory, config.width) for _ in range(config.layers)])
     kept = {parameter.untyped_storage()._cdata: 0 for parameter in model.parameters()}
 
     def keep(tensor: Tensor) -> Any:

@@ -20,6 +20,7 @@ from transformer_xl.config import ModelConfig, UserError
 from transformer_xl.model import kernels
 from transformer_xl.model.adaptive import Embedding, Softmax
 from transformer_xl.model.attention import Attention, Layer, Positions, encode_distances
+from transformer_xl.model.dropout import Dropout
 from transformer_xl.model.kernels import AttentionInputs, AttentionTerms, Sight, reference
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import Memory, Reach
@@ -56,7 +57,7 @@ class TransformerXL(LanguageModel):
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
         final = config.norm == "pre" and config.final_norm
         self.final_norm = nn.LayerNorm(config.width) if final else nn.Identity()
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
         self.initialise()
 
     def initialise(self) -> None:

@@ -1,116 +1,337 @@
-"""Relative attention for training on a CPU: torch's fused attention forward, and a backward that recomputes.
+"""Relative attention for a CPU: scores exist for one block of queries at a time, in buffers that stay.
 
-The plain way keeps B x N x T x S probabilities for the backward pass, and torch's fused CPU attention gives no gradient
-to an additive bias. Here the forward pass keeps nothing of that size; the backward pass makes scores and probabilities
-again, a few rows of the batch at a time.
+Both passes go through rows, heads and queries in blocks small enough for the processor's cache. The backward pass makes
+scores and probabilities of a block again, so nothing but the inputs is kept between the passes. A block reads only keys
+that one of its queries sees: a fifth less work than all of T x S where T = M.
 
-Both passes write position scores into a buffer W = S + T - 1 wide whose shifted view is bias and mask at once, as in
-`sdpa.py`; in the backward pass the same view of another buffer moves score gradients back to their distances.
+Within a block, position scores go into a buffer whose shifted view is bias and mask at once, as in `sdpa.py`; in the
+backward pass the same view of another buffer moves score gradients back to their distances. Products run in the dtype
+of the inputs, sums over blocks in float32. Probabilities come from softmax in both passes (inside it torch counts in
+float32), because exp(score - logsumexp) of a score rounded to bfloat16 would not sum to one.
 
-Letters: B rows, C rows worked on at once, T queries, S = M + T keys, P distances, N heads, H head width, W as above;
-G = C x N.
+Letters: B rows, T queries, S = M + T keys, P distances, N heads, H head width, X any length. Of a part: C rows,
+J heads, G = J x C. Of a block: I queries, K keys, R distances, A = C x I, W >= K + I - 1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from typing_extensions import override
 
-from transformer_xl.model.kernels import sdpa
+from transformer_xl.model.dropout import draw_kept, num_draws
 from transformer_xl.model.kernels.reference import AttentionInputs, Sight, empty_slots
 
-_BUFFER_NUMBERS = 2**21  # most numbers in one buffer: bounds the work space, whatever the batch
+_QUERIES = 128  # of a block: enough for fast matrix products, few enough to skip most of the future
+_BUFFER_BYTES = 2**22  # of one buffer: a few of them fit into the last-level cache
+_LINE = 16  # numbers; products write faster where rows begin at a cache line
 
 
 def attend(inputs: AttentionInputs, sight: Sight, dropout: float) -> Tensor:
-    """Relative attention; returns (B, T, N, H). Dropout on probabilities goes the plain way, through `sdpa`."""
-    if dropout or not torch.is_grad_enabled():
-        return sdpa.attend(inputs, sight, dropout)
-    scale = inputs.q_BTNH.shape[-1] ** -0.5
-    out_BNTH = _Recomputed.apply(
-        ((inputs.q_BTNH + inputs.content_bias_NH) * scale).transpose(1, 2).contiguous(),
-        ((inputs.q_BTNH + inputs.position_bias_NH) * scale).transpose(1, 2).contiguous(),
-        inputs.k_BSNH.transpose(1, 2).contiguous(),
-        inputs.v_BSNH.transpose(1, 2).contiguous(),
-        inputs.position_key_PNH.transpose(0, 1).contiguous(),
-        sight.valid_B,
-    )
-    return out_BNTH.transpose(1, 2)
+    """Relative attention; returns (B, T, N, H)."""
+    seed = torch.randint(2**62, ()) if dropout else None
+    given = [getattr(inputs, field.name) for field in fields(inputs)]
+    return _attention(given, sight.valid_B, seed, dropout)
 
 
-class _Recomputed(torch.autograd.Function):
-    """Attention of scaled queries (content and position, each with its bias added) over keys, values and distances."""
+# Each pass is an operator of its own, which torch.compile, torch's counters and its meta device take as one step. Both
+# have the tensors of `AttentionInputs` as a list, in that order.
 
-    @staticmethod
-    @override
-    def forward(  # pyrefly: ignore[bad-override]
-        ctx: Any, c_BNTH: Tensor, p_BNTH: Tensor, k_BNSH: Tensor, v_BNSH: Tensor, r_NPH: Tensor, valid_B: Tensor | None
-    ) -> Tensor:
-        out_BNTH = torch.empty_like(c_BNTH)
-        bias = _Bias(p_BNTH, k_BNSH, r_NPH, valid_B)
-        for rows in bias.chunks():
-            out_BNTH[rows] = F.scaled_dot_product_attention(
-                c_BNTH[rows], k_BNSH[rows], v_BNSH[rows], attn_mask=bias.over_keys(rows), scale=1.0
+
+@torch.library.custom_op("transformer_xl::cpu_attention", mutates_args=())
+def _attention(given: Sequence[Tensor], valid_B: Tensor | None, seed: Tensor | None, dropout: float) -> Tensor:
+    inputs = AttentionInputs(*given)
+    dropped = _Dropped(seed, dropout)
+    out_BTNH = given[0].new_empty(given[0].shape)
+    for part in _parts(inputs, valid_B):
+        out_GTH = _like("outputs", part.content_GTH)
+        for block in part.blocks():
+            p_GIK = _probabilities(part, block)
+            torch.bmm(dropped.applied(p_GIK, block), part.v_GSH[:, block.keys], out=out_GTH[:, block.queries])
+        part.put(out_GTH, out_BTNH)
+    return out_BTNH.mul_(dropped.scale) if dropout else out_BTNH
+
+
+@torch.library.custom_op("transformer_xl::cpu_attention_backward", mutates_args=())
+def _attention_backward(
+    dout_BTNH: Tensor, given: Sequence[Tensor], valid_B: Tensor | None, seed: Tensor | None, dropout: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of the given tensors."""
+    inputs = AttentionInputs(*given)
+    q_BTNH, k_BSNH, v_BSNH, position_key_PNH, content_bias_NH, position_bias_NH = given
+    dropped, scale = _Dropped(seed, dropout), q_BTNH.shape[-1] ** -0.5
+    dq_BTNH, dk_BSNH, dv_BSNH = (t.new_empty(t.shape) for t in (q_BTNH, k_BSNH, v_BSNH))
+    dr_NPH = _sums(position_key_PNH.transpose(0, 1))
+    du_NH, dw_NH = _sums(content_bias_NH), _sums(position_bias_NH)
+    for part in _parts(inputs, valid_B):
+        dout_GTH = part.take("output gradients", dout_BTNH).mul_(dropped.scale)
+        grads = _PartGradients.zero(part, dr_NPH[part.heads])
+        for block in part.blocks():
+            _backward(part, block, dout_GTH[:, block.queries], dropped, grads)
+        part.put(grads.dk_GSH, dk_BSNH)
+        part.put(grads.dv_GSH, dv_BSNH)
+        for bias_NH, dquery_GTH in ((du_NH, grads.dcontent_GTH), (dw_NH, grads.dposition_GTH)):
+            by_head_JCTH = dquery_GTH.unflatten(0, (part.num_heads, -1))
+            bias_NH[part.heads] += by_head_JCTH.sum((1, 2), dtype=bias_NH.dtype)
+        part.put(grads.dcontent_GTH.add_(grads.dposition_GTH), dq_BTNH)
+    dr_PNH = dr_NPH.transpose(0, 1).to(position_key_PNH.dtype).contiguous()
+    biases = du_NH.mul_(scale).to(content_bias_NH.dtype), dw_NH.mul_(scale).to(position_bias_NH.dtype)
+    return dq_BTNH.mul_(scale), dk_BSNH, dv_BSNH, dr_PNH, *biases
+
+
+@_attention.register_fake
+def _(given: Sequence[Tensor], *_: Any) -> Tensor:
+    return given[0].new_empty(given[0].shape)
+
+
+@_attention_backward.register_fake
+def _(_dout_BTNH: Tensor, given: Sequence[Tensor], *_: Any) -> tuple[Tensor, ...]:
+    return tuple(tensor.new_empty(tensor.shape) for tensor in given)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    given, valid_B, seed, ctx.dropout = inputs
+    ctx.save_for_backward(*given, valid_B, seed)
+
+
+def _differentiate(ctx: Any, dout_BTNH: Tensor) -> tuple[Any, ...]:
+    *given, valid_B, seed = ctx.saved_tensors
+    return list(_attention_backward(dout_BTNH, given, valid_B, seed, ctx.dropout)), None, None, None
+
+
+_attention.register_autograd(_differentiate, setup_context=_keep)
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Some queries of a part, the keys that one of them sees at least, and the distances that occur."""
+
+    number: int
+    """Of all the blocks of a pass."""
+    queries: slice
+    keys: slice
+    distances: slice
+    """Of the position keys, which stand farthest first."""
+
+    def of_heads(self, x_GTH: Tensor, num_heads: int) -> Tensor:
+        """These queries of all rows, head by head: a view (J, A, H)."""
+        x_JCIH = x_GTH[:, self.queries].unflatten(0, (num_heads, -1))
+        return x_JCIH.view(num_heads, -1, x_GTH.shape[-1])
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Some rows and heads, their inputs laid out for matrix products; queries have their biases and are scaled."""
+
+    number: int
+    rows: slice
+    heads: slice
+    content_GTH: Tensor
+    position_GTH: Tensor
+    k_GSH: Tensor
+    v_GSH: Tensor
+    position_key_JPH: Tensor
+    valid_C: Tensor | None
+
+    @property
+    def num_heads(self) -> int:
+        """J."""
+        return self.heads.stop - self.heads.start
+
+    def take(self, name: str, x_BXNH: Tensor) -> Tensor:
+        """Its rows and heads, copied into a buffer: (G, X, H)."""
+        return _taken(name, x_BXNH, self.rows, self.heads)
+
+    def put(self, x_GXH: Tensor, out_BXNH: Tensor) -> None:
+        """Writes into its rows and heads."""
+        out_BXNH[self.rows, :, self.heads].permute(2, 0, 1, 3).copy_(x_GXH.unflatten(0, (self.num_heads, -1)))
+
+    def blocks(self) -> Iterator[_Block]:
+        """Its queries in order; keys that none of a block's queries sees are left out."""
+        (_, num_queries, _), (_, num_keys, _) = self.content_GTH.shape, self.k_GSH.shape
+        num_memory, num_distances = num_keys - num_queries, self.position_key_JPH.shape[1]
+        empty = num_memory - (num_memory if self.valid_C is None else int(self.valid_C.max()))
+        per_part = -(-num_queries // _QUERIES)
+        for index, start in enumerate(range(0, num_queries, _QUERIES)):
+            stop = min(start + _QUERIES, num_queries)
+            farthest = num_memory + start - num_distances + 1
+            keys = slice(min(max(empty, farthest, 0), num_memory + start), num_memory + stop)
+            occurring = min(num_distances, keys.stop - keys.start)
+            distances = slice(num_distances - occurring, num_distances)
+            yield _Block(self.number * per_part + index, slice(start, stop), keys, distances)
+
+
+def _parts(inputs: AttentionInputs, valid_B: Tensor | None) -> Iterator[_Part]:
+    """Rows and heads, as many at once as fit a buffer; of long texts one row, and a head for each thread at least."""
+    batch_size, num_queries, num_heads, _ = inputs.q_BTNH.shape
+    largest = min(num_queries, _QUERIES) * (inputs.k_BSNH.shape[1] + _QUERIES) * inputs.q_BTNH.element_size()
+    fitting = max(1, _BUFFER_BYTES // largest)
+    groups = -(-num_heads // max(fitting, min(num_heads, torch.get_num_threads())))
+    heads_at_once = -(-num_heads // groups)
+    rows_at_once = min(batch_size, max(1, fitting // num_heads)) if num_queries <= _QUERIES else 1
+    number = 0
+    for row in range(0, batch_size, rows_at_once):
+        rows = slice(row, min(row + rows_at_once, batch_size))
+        valid_C = None if valid_B is None else valid_B[rows]
+        for head in range(0, num_heads, heads_at_once):
+            heads = slice(head, min(head + heads_at_once, num_heads))
+            content_GTH, position_GTH = (
+                _biased(_taken(name, inputs.q_BTNH, rows, heads), bias_NH[heads])
+                for name, bias_NH in (
+                    ("content queries", inputs.content_bias_NH),
+                    ("position queries", inputs.position_bias_NH),
+                )
             )
-        ctx.save_for_backward(c_BNTH, p_BNTH, k_BNSH, v_BNSH, r_NPH, valid_B)
-        return out_BNTH
+            k_GSH, v_GSH = _taken("keys", inputs.k_BSNH, rows, heads), _taken("values", inputs.v_BSNH, rows, heads)
+            position_key_JPH = _taken("position keys", inputs.position_key_PNH[None], slice(0, 1), heads)
+            yield _Part(number, rows, heads, content_GTH, position_GTH, k_GSH, v_GSH, position_key_JPH, valid_C)
+            number += 1
+
+
+def _biased(q_GTH: Tensor, bias_JH: Tensor) -> Tensor:
+    """Queries with their head's bias added, scaled; in place."""
+    q_GTH.unflatten(0, (len(bias_JH), -1)).add_(bias_JH[:, None, None])
+    return q_GTH.mul_(q_GTH.shape[-1] ** -0.5)
+
+
+def _taken(name: str, x_BXNH: Tensor, rows: slice, heads: slice) -> Tensor:
+    """Those rows and heads copied into the buffer of that name: (G, X, H)."""
+    x_JCXH = x_BXNH[rows, :, heads].permute(2, 0, 1, 3)
+    return _BUFFERS.take(name, x_JCXH.shape, x_JCXH.dtype).copy_(x_JCXH).flatten(0, 1)
+
+
+def _probabilities(part: _Part, block: _Block) -> Tensor:
+    """What each query of a block gives each of its keys (G, I, K); overwritten by the next call."""
+    wide_GIW = _wide("scores by distance", part, block)
+    num_keys, num_seen = _length(block.keys), _length(block.distances)
+    wide_GIW[..., : num_keys - num_seen] = -torch.inf  # beyond the window
+    wide_GIW[..., num_keys:] = -torch.inf  # the future
+    by_distance_JAR = wide_GIW.view(part.num_heads, -1, wide_GIW.shape[-1])[..., num_keys - num_seen : num_keys]
+    position_JAH = block.of_heads(part.position_GTH, part.num_heads)
+    torch.bmm(position_JAH, part.position_key_JPH[:, block.distances].mT, out=by_distance_JAR)
+    bias_GIK = _shifted(wide_GIW, num_keys)
+    if part.valid_C is not None:
+        empty_CS = empty_slots(part.valid_C, part.content_GTH.shape[1], part.k_GSH.shape[1])
+        bias_JCIK = bias_GIK.unflatten(0, (part.num_heads, -1))
+        bias_JCIK.masked_fill_(empty_CS[:, None, block.keys], -torch.inf)
+    p_GIK = _BUFFERS.take("probabilities", bias_GIK.shape, bias_GIK.dtype)
+    torch.baddbmm(bias_GIK, part.content_GTH[:, block.queries], part.k_GSH[:, block.keys].mT, out=p_GIK)
+    return torch.softmax(p_GIK, -1, out=p_GIK)
+
+
+@dataclass(frozen=True)
+class _PartGradients:
+    """Gradients of a part's inputs, added up block by block."""
+
+    dcontent_GTH: Tensor
+    dposition_GTH: Tensor
+    dk_GSH: Tensor
+    dv_GSH: Tensor
+    dr_JPH: Tensor
 
     @staticmethod
-    @override
-    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
-        c_BNTH, p_BNTH, k_BNSH, v_BNSH, r_NPH, valid_B = ctx.saved_tensors
-        dout_BNTH = grad_outputs[0].contiguous()
-        dc_BNTH, dp_BNTH, dk_BNSH, dv_BNSH = (torch.empty_like(t) for t in (c_BNTH, p_BNTH, k_BNSH, v_BNSH))
-        dr_NPH = torch.zeros_like(r_NPH, dtype=torch.promote_types(r_NPH.dtype, torch.float32))
-        bias = _Bias(p_BNTH, k_BNSH, r_NPH, valid_B)
-        dwide_CNTW = torch.zeros_like(bias.wide_CNTW)
-        for rows in bias.chunks():
-            c_GTH, k_GSH, v_GSH, dout_GTH = (t[rows].flatten(0, 1) for t in (c_BNTH, k_BNSH, v_BNSH, dout_BNTH))
-            # torch's own softmax and its gradient: exp(score - logsumexp) in bfloat16 would not sum to one
-            a_GTS = torch.baddbmm(bias.over_keys(rows).flatten(0, 1), c_GTH, k_GSH.mT).softmax(-1)
-            torch.bmm(a_GTS.mT, dout_GTH, out=dv_BNSH[rows].flatten(0, 1))
-            ds_GTS = torch._softmax_backward_data(torch.bmm(dout_GTH, v_GSH.mT), a_GTS, -1, a_GTS.dtype)
-            torch.bmm(ds_GTS, k_GSH, out=dc_BNTH[rows].flatten(0, 1))
-            torch.bmm(ds_GTS.mT, c_GTH, out=dk_BNSH[rows].flatten(0, 1))
-            dscore_CNTP = bias.by_distance(ds_GTS.unflatten(0, (-1, bias.num_heads)), dwide_CNTW[: len(k_BNSH[rows])])
-            torch.matmul(dscore_CNTP, r_NPH, out=dp_BNTH[rows])
-            dr_NPH += torch.matmul(dscore_CNTP.mT, p_BNTH[rows]).sum(0, dtype=dr_NPH.dtype)
-        return dc_BNTH, dp_BNTH, dk_BNSH, dv_BNSH, dr_NPH.to(r_NPH.dtype), None
+    def zero(part: _Part, dr_JPH: Tensor) -> _PartGradients:
+        """Nothing yet; gradients of position keys go straight into those of all parts."""
+        dcontent_GTH, dposition_GTH = (_like(f"{name} gradients", part.content_GTH) for name in ("content", "position"))
+        sums = torch.promote_types(part.k_GSH.dtype, torch.float32)
+        dk_GSH, dv_GSH = (
+            _BUFFERS.take(f"{name} gradients", part.k_GSH.shape, sums).zero_() for name in ("key", "value")
+        )
+        return _PartGradients(dcontent_GTH, dposition_GTH, dk_GSH, dv_GSH, dr_JPH)
 
 
-class _Bias:
-    """Position scores and mask of some rows at a time, in one buffer."""
+def _backward(part: _Part, block: _Block, dout_GIH: Tensor, dropped: _Dropped, grads: _PartGradients) -> None:
+    """Adds a block's share of all gradients."""
+    keys, queries = block.keys, block.queries
+    p_GIK = _probabilities(part, block)
+    ds_GIK = _BUFFERS.take("gradients", p_GIK.shape, p_GIK.dtype)
+    _add_product(grads.dv_GSH[:, keys], dropped.applied(p_GIK, block, in_place=False).mT, dout_GIH)
+    torch.bmm(dout_GIH, part.v_GSH[:, keys].mT, out=ds_GIK)
+    dropped.applied(ds_GIK, block)
+    torch._softmax_backward_data(ds_GIK, p_GIK, -1, p_GIK.dtype, grad_input=ds_GIK)
+    torch.bmm(ds_GIK, part.k_GSH[:, keys], out=grads.dcontent_GTH[:, queries])
+    _add_product(grads.dk_GSH[:, keys], ds_GIK.mT, part.content_GTH[:, queries])
 
-    def __init__(self, p_BNTH: Tensor, k_BNSH: Tensor, r_NPH: Tensor, valid_B: Tensor | None) -> None:
-        self.p_BNTH, self.r_NPH, self.valid_B = p_BNTH, r_NPH, valid_B
-        self.batch_size, self.num_heads, self.num_queries = p_BNTH.shape[:3]
-        self.num_keys, self.num_distances = k_BNSH.shape[2], r_NPH.shape[1]
-        self.width = self.num_keys + self.num_queries - 1
-        self.at_once = max(1, min(self.batch_size, _BUFFER_NUMBERS // (self.num_heads * self.num_queries * self.width)))
-        shape = (self.at_once, self.num_heads, self.num_queries, self.width)
-        self.wide_CNTW = p_BNTH.new_full(shape, -torch.inf)
+    wide_GIW = _wide("gradients by distance", part, block)
+    num_keys, num_seen = _length(keys), _length(block.distances)
+    wide_GIW[..., : _length(queries) - 1] = 0  # distances that the first queries do not have
+    _shifted(wide_GIW, num_keys).copy_(ds_GIK)
+    ds_JAR = wide_GIW.view(part.num_heads, -1, wide_GIW.shape[-1])[..., num_keys - num_seen : num_keys]
+    position_JAH, dposition_JAH = (
+        block.of_heads(x_GTH, part.num_heads) for x_GTH in (part.position_GTH, grads.dposition_GTH)
+    )
+    torch.bmm(ds_JAR, part.position_key_JPH[:, block.distances], out=dposition_JAH)
+    _add_product(grads.dr_JPH[:, block.distances], ds_JAR.mT, position_JAH)
 
-    def chunks(self) -> Iterator[slice]:
-        for start in range(0, self.batch_size, self.at_once):
-            yield slice(start, min(start + self.at_once, self.batch_size))
 
-    def over_keys(self, rows: slice) -> Tensor:
-        """Bias (C, N, T, S) of these rows; overwritten by the next call."""
-        wide_CNTW = self.wide_CNTW[: rows.stop - rows.start]
-        first = self.num_keys - self.num_distances
-        wide_CNTW[..., first : self.num_keys] = self.p_BNTH[rows] @ self.r_NPH.mT
-        bias_CNTS = sdpa.shifted_view(wide_CNTW, self.num_keys)
-        if self.valid_B is not None:
-            empty_CS = empty_slots(self.valid_B[rows], self.num_queries, self.num_keys)
-            bias_CNTS.masked_fill_(empty_CS[:, None, None, :], -torch.inf)
-        return bias_CNTS
+def _wide(name: str, part: _Part, block: _Block) -> Tensor:
+    """A buffer (G, I, W) for scores by distance."""
+    num_queries, num_keys = _length(block.queries), _length(block.keys)
+    width = -(-(num_keys + num_queries - 1) // _LINE) * _LINE
+    return _BUFFERS.take(name, torch.Size([len(part.k_GSH), num_queries, width]), part.k_GSH.dtype)
 
-    def by_distance(self, score_CNTS: Tensor, wide_CNTW: Tensor) -> Tensor:
-        """Scores over keys moved back to their distances (C, N, T, P), through a buffer that holds zeros elsewhere."""
-        sdpa.shifted_view(wide_CNTW, self.num_keys).copy_(score_CNTS)
-        return wide_CNTW[..., self.num_keys - self.num_distances : self.num_keys]
+
+def _shifted(wide_GIW: Tensor, num_keys: int) -> Tensor:
+    """The buffer seen as (G, I, K): row i moved left by I - 1 - i; no number is copied."""
+    num_rows, num_queries, width = wide_GIW.shape
+    strides = (num_queries * width, width - 1, 1)
+    return wide_GIW.as_strided((num_rows, num_queries, num_keys), strides, wide_GIW.storage_offset() + num_queries - 1)
+
+
+def _length(part: slice) -> int:
+    return part.stop - part.start
+
+
+def _like(name: str, like: Tensor) -> Tensor:
+    """A buffer in the shape of another tensor."""
+    return _BUFFERS.take(name, like.shape, like.dtype)
+
+
+def _sums(like: Tensor) -> Tensor:
+    """Zeros of that shape to add up in."""
+    return torch.zeros(like.shape, dtype=torch.promote_types(like.dtype, torch.float32))
+
+
+def _add_product(sum_GXH: Tensor, a_GXI: Tensor, b_GIH: Tensor) -> None:
+    if sum_GXH.dtype == a_GXI.dtype:
+        torch.baddbmm(sum_GXH, a_GXI, b_GIH, out=sum_GXH)
+    else:
+        sum_GXH += torch.bmm(a_GXI, b_GIH)
+
+
+class _Dropped:
+    """Which probabilities are dropped: drawn block by block from a seed, so that both passes draw the same."""
+
+    def __init__(self, seed: Tensor | None, share: float) -> None:
+        self._share, self.scale = share, 1 / (1 - share)
+        self._seed = None if seed is None else int(seed)
+
+    def applied(self, p_GIK: Tensor, block: _Block, *, in_place: bool = True) -> Tensor:
+        """The numbers with dropped ones as 0; the others still wait for `scale`."""
+        if self._seed is None:
+            return p_GIK
+        draws = _BUFFERS.take("draws", torch.Size([num_draws(p_GIK.numel())]), torch.int64)
+        generator = torch.Generator().manual_seed(self._seed + block.number)
+        keep_GIK = draw_kept(_BUFFERS.take("kept", p_GIK.shape, torch.bool), self._share, draws, generator)
+        return torch.mul(p_GIK, keep_GIK, out=p_GIK if in_place else _like("dropped", p_GIK))
+
+
+class _Buffers(threading.local):
+    """Work space by name: giving it back to the system and asking for it again would cost more than using it."""
+
+    def __init__(self) -> None:
+        self._flat: dict[tuple[str, torch.dtype], Tensor] = {}
+
+    def take(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """Numbers of no meaning in this shape; what was taken under this name before is overwritten."""
+        if (name, dtype) not in self._flat or self._flat[name, dtype].numel() < shape.numel():
+            with torch.inference_mode(False):  # what is made in that mode cannot be written outside of it
+                self._flat[name, dtype] = torch.empty(shape.numel(), dtype=dtype)
+        return self._flat[name, dtype][: shape.numel()].view(shape)
+
+
+_BUFFERS = _Buffers()
