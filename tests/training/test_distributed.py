@@ -112,26 +112,15 @@ def test_any_number_of_processes_gives_the_same(tmp_path: Path, double: None) ->
 WORDS = [
     *("--threads=1", "--model.layers=2", "--model.width=14", "--model.heads=2", "--model.head_width=5"),
     *("--model.feedforward=19", "--model.dropout=0.1", "--train.segment=7", "--train.memory=11", "--train.rows=3"),
-    *("--train.steps=83", "--train.warmup=5", "--train.precision=float32", "--train.log_every=1"),
+    *("--train.steps=59", "--train.warmup=5", "--train.precision=float32", "--train.log_every=1"),
     *("--train.evaluate_every=20", "--train.save_every=4", "--train.parallel=fsdp", "--train.tensorboard"),
 ]
 
 
-def train_command(place: Path, *words: str) -> list[str]:
+def train_command(place: Path, *words: str, restarts: int = 1) -> list[str]:
     # without the two dashes torchrun takes --run for an abbreviation of an option of its own
-    options = ["-m", "--", "transformer_xl", "train"]
-    return torchrun(
-        2,
-        "--max-restarts",
-        "1",
-        *options,
-        "--corpus",
-        str(place.parent / "corpus"),
-        "--run",
-        str(place),
-        *words,
-        *WORDS,
-    )
+    torch_words = ["--max-restarts", str(restarts), "-m", "--", "transformer_xl", "train"]
+    return torchrun(2, *torch_words, "--corpus", str(place.parent / "corpus"), "--run", str(place), *words, *WORDS)
 
 
 @contextmanager
@@ -171,7 +160,7 @@ def test_killed_and_stopped_it_goes_on_as_if_nothing_had_been(tmp_path: Path) ->
     with started(train_command(run)) as process:
         wait_for_lines(process, run, 13)
         os.kill(process_of_rank(process.pid, 1), signal.SIGKILL)
-        wait_for_lines(process, run, 37)
+        wait_for_lines(process, run, 31)
         process.send_signal(signal.SIGTERM)
         out, err = process.communicate(timeout=100)
     assert process.returncode != 0
@@ -182,12 +171,12 @@ def test_killed_and_stopped_it_goes_on_as_if_nothing_had_been(tmp_path: Path) ->
     assert err.count(f"going on with {run} at step ") == 1
     assert err.count("stopped and saved at step ") == 1
     newest = RunFolder.open(run).states()[-1]
-    assert 10 < int(newest.name.removeprefix("step-")) < 83
+    assert 10 < int(newest.name.removeprefix("step-")) < 59
     damaged = shutil.copytree(run, tmp_path / "damaged")
 
     again = launch(train_command(run))
     assert again.returncode == 0, again.stderr[-3000:]
-    assert f"going on with {run} at step {int(newest.name.removeprefix('step-'))} of 83" in again.stderr
+    assert f"going on with {run} at step {int(newest.name.removeprefix('step-'))} of 59" in again.stderr
     assert_equal(run, tmp_path / "whole", 0.0)
     for which in ("best", "last"):
         files = [RunFolder.open(place).weights_file(which) for place in (run, tmp_path / "whole")]
@@ -196,12 +185,10 @@ def test_killed_and_stopped_it_goes_on_as_if_nothing_had_been(tmp_path: Path) ->
 
     (damaged / "model.safetensors").unlink()
     (damaged / "model.safetensors" / "in the way").mkdir(parents=True)  # the first process alone will find it
-    begin = time.monotonic()
-    ended = launch(train_command(damaged))
+    ended = launch(train_command(damaged, restarts=0))
     assert ended.returncode != 0
-    assert time.monotonic() - begin < 60
     told = [line for line in ended.stderr.splitlines() if line.startswith("txl: ")]
-    assert len(told) == 1  # though torchrun starts it anew once
+    assert len(told) == 1
     assert f"writing {damaged / 'model.safetensors'}" in told[0]
     assert "transformer_xl/cli/train.py" not in ended.stderr  # torchrun shows its own traceback, we none
 
@@ -226,7 +213,7 @@ def test_what_is_wrong_is_told_once(tmp_path: Path) -> None:
     assert ended.returncode != 0
     assert ended.stdout == ""
     told = [line for line in ended.stderr.splitlines() if line.startswith("txl: ")]
-    assert told == [
+    assert told == [  # though torchrun starts it anew once
         "txl: error: 1 rows, 1 for each process, leave some of the 2 processes without any; give --train.rows 2, or "
         "start 1 of them"
     ]
