@@ -14,8 +14,6 @@ from transformer_xl.config import UserError, nearest
 
 _MOST_THREADS = 4096  # torch takes any number, and dies of a very large one
 
-_AT_ONCE = 2**26  # bytes that the heap grows by
-
 Precision = Literal["auto", "float32", "bfloat16"]
 
 
@@ -85,20 +83,22 @@ def number_format(device: torch.device, precision: Precision) -> str:
 
 
 def keep_freed_memory() -> bool:
-    """Lets this process keep the memory it frees, so that each step need not ask the system for pages again.
+    """Lets this process keep the memory it frees, so that a step need not ask the system for the pages of the last one.
 
-    Fresh pages must be cleared by the system, which costs more than using them. Only where the C library is glibc.
+    Fresh pages must be cleared first, which costs more than using them. Buffers above 32 MiB, the most that glibc
+    takes from its heap, still come and go: without that limit holes between aligned buffers would make the heap grow.
+    Only where the C library is glibc.
 
     Returns:
         whether it could be done.
     """
     if not sys.platform.startswith("linux"):
         return False
-    trim_threshold, top_pad, mmap_max = -1, -2, -4  # glibc's malloc.h
+    trim_threshold, top_pad, mmap_threshold = -1, -2, -3  # glibc's malloc.h
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False
-    return all([mallopt(mmap_max, 0), mallopt(trim_threshold, -1), mallopt(top_pad, _AT_ONCE)])
+    return all([mallopt(mmap_threshold, 2**25), mallopt(trim_threshold, -1), mallopt(top_pad, 2**26)])
 
 
 def peak_memory_bytes() -> int | None:

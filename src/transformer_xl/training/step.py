@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from transformer_xl.config import TrainConfig
-from transformer_xl.device import autocast
+from transformer_xl.device import autocast, keep_freed_memory
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import Memory
 from transformer_xl.text.segments import Segment, Shard
@@ -62,6 +62,11 @@ class Learner:
     config: TrainConfig
     device: torch.device
     world: World
+
+    def __post_init__(self) -> None:
+        """The work space of a step serves the next one too."""
+        if self.device.type == "cpu":
+            keep_freed_memory()
 
     def step(self, segment: Segment, memories: tuple[Memory, ...]) -> tuple[Tensor, tuple[Memory, ...]]:
         """Moves the weights by one step.
