@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from transformer_xl.config import ModelConfig, RunConfig, TrainConfig, UserError
+from transformer_xl.model.transformer_xl import TransformerXL
 from transformer_xl.run_folder import RunFolder
 from transformer_xl.text.corpus_writer import write_corpus
 from transformer_xl.text.documents import Document
@@ -22,6 +23,7 @@ from transformer_xl.text.token_store import Corpus
 from transformer_xl.text.vocabulary import ByteVocabulary
 from transformer_xl.training.distributed import ALONE, World, joined
 from transformer_xl.training.loop import Training
+from transformer_xl.training.step import ScoredModel
 
 MODEL = {"layers": 2, "width": 14, "heads": 2, "head_width": 5, "feedforward": 19, "dropout": 0.0}
 TRAIN = {
@@ -108,6 +110,20 @@ def check_world(world: World) -> None:
     assert len(set(world.gather(str(torch.rand(3).tolist())))) == 2
 
 
+def check_shares(world: World) -> None:
+    """After a pass without gradients a process has its share alone, so a change of it shows in the next pass."""
+    torch.manual_seed(5)
+    scored = world.wrap(ScoredModel(TransformerXL(ModelConfig(**MODEL, vocabulary_size=23, memory=11))), "fsdp")
+    tokens_BT = torch.arange(6).view(2, 3)
+    model = scored.model
+    with torch.no_grad():
+        before_BT, _ = scored(tokens_BT, tokens_BT.numpy(), model.initial_memory(2))
+        for parameter in model.parameters():
+            parameter.to_local().mul_(2)
+        after_BT, _ = scored(tokens_BT, tokens_BT.numpy(), model.initial_memory(2))
+    assert (before_BT - after_BT).abs().min() > 1e-6
+
+
 def find_wrong(world: World, *, rank: int) -> None:
     """Something is wrong in this process alone."""
     with world.together():
@@ -150,6 +166,7 @@ def work(job: str, place: Path, world: World) -> None:
     """Does a job; when it returns, nothing of it is left."""
     if job == "train_and_stop":
         check_world(world)
+        check_shares(world)
         train_and_stop(place, world)
     else:
         train_on(place, world)

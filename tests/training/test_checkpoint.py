@@ -17,13 +17,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 import transformer_xl
 from transformer_xl.cli.main import run as txl
 from transformer_xl.config import ModelConfig, RunConfig, TrainConfig, UserError
-from transformer_xl.run_folder import RunFolder, StateRecord, config_text, file_digest
+from transformer_xl.run_folder import RunFolder, StateRecord, config_text
 from transformer_xl.tensor_file import load_tensors
 from transformer_xl.text.corpus_writer import write_corpus
 from transformer_xl.text.documents import Document
@@ -86,12 +85,6 @@ def tensors_of(folder: RunFolder) -> dict[str, torch.Tensor]:
     (state,) = (last.parent / "training").iterdir()
     read = {"best": load_tensors(best)[0], "last": load_tensors(last)[0], "state": load_file(state)}
     return {f"{kind}/{name}": tensor for kind, tensors in read.items() for name, tensor in tensors.items()}
-
-
-def load_sharding(file: Path) -> str:
-    """Where in the whole the tensors of a file belong, as torch notes it."""
-    with safe_open(file, framework="pt") as opened:
-        return opened.metadata()["DCP_SHARDING_INFO"]
 
 
 def figures_of(folder: RunFolder) -> list[dict[str, Any]]:
@@ -319,22 +312,6 @@ def test_a_checkpoint_of_other_settings_is_refused(tmp_path: Path, straight) -> 
         settings.write_text(settings.read_text().replace(old, new))
         with pytest.raises(UserError, match=message):
             go_on(tmp_path / new, corpus)
-
-
-def test_a_checkpoint_without_part_of_the_optimiser_is_refused(tmp_path: Path, straight) -> None:
-    corpus, _ = straight("base")
-    training = start(tmp_path / "run", corpus, {})
-    train_until(training, 2)
-    state = tmp_path / "run" / "state" / "step-00000002"
-    record = StateRecord.read(state)
-    (name,) = record.files
-    tensors, parts = load_file(state / "training" / name), load_sharding(state / "training" / name)
-    kept = {name: tensor for name, tensor in tensors.items() if "softmax.bias" not in name}
-    save_file(kept, state / "training" / name, {"DCP_SHARDING_INFO": parts})
-    files = {name: file_digest(state / "training" / name)}
-    record.model_copy(update={"files": files}).write(state)
-    with pytest.raises(UserError, match=r"step-00000002 lacks part of the optimiser; go back to another"):
-        go_on(tmp_path / "run", corpus)
 
 
 def test_saving_changes_nothing(tmp_path: Path, straight) -> None:

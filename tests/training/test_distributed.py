@@ -20,9 +20,12 @@ from typing import Any
 import pytest
 import torch
 from processes import STOP, VARIANTS, begin, config_of, go_on, make_corpus, until
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 import transformer_xl
-from transformer_xl.run_folder import RunFolder, StateRecord
+from transformer_xl.config import UserError
+from transformer_xl.run_folder import RunFolder, StateRecord, file_digest
 from transformer_xl.tensor_file import load_tensors
 
 ENVIRONMENT = {
@@ -233,3 +236,24 @@ def test_other_rows_begin_with_an_empty_memory_at_the_same_place(tmp_path: Path,
     until(training, 10)
     assert [memory.valid_B.tolist() for memory in training.state.memories] == [[11], [11]]
     assert training.state.progress.step == 10
+
+
+def test_a_checkpoint_without_part_of_the_optimiser_is_refused(tmp_path: Path) -> None:
+    make_corpus(tmp_path / "corpus")
+    until(begin(tmp_path / "run", config_of({})), STOP)
+    state = tmp_path / "run" / "state" / "step-00000005"
+    record = StateRecord.read(state)
+    (name,) = record.files
+    tensors, parts = load_file(state / "training" / name), load_sharding(state / "training" / name)
+    kept = {name: tensor for name, tensor in tensors.items() if "softmax.bias" not in name}
+    save_file(kept, state / "training" / name, {"DCP_SHARDING_INFO": parts})
+    files = {name: file_digest(state / "training" / name)}
+    record.model_copy(update={"files": files}).write(state)
+    with pytest.raises(UserError, match=r"step-00000005 lacks part of the optimiser; go back to another"):
+        go_on(tmp_path / "run")
+
+
+def load_sharding(file: Path) -> str:
+    """Where in the whole the tensors of a file belong, as torch notes it."""
+    with safe_open(file, framework="pt") as opened:
+        return opened.metadata()["DCP_SHARDING_INFO"]
