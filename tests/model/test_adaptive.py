@@ -279,3 +279,25 @@ def test_wrong_clusters_are_refused(values, message):
 def test_cutoffs_still_to_be_found_build_no_model():
     with pytest.raises(UserError, match="cutoffs auto are found by 'txl train'"):
         TransformerXL(ModelConfig(vocabulary_size=23, width=14, heads=2, cutoffs="auto"))
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_in_pieces_it_is_the_same_and_keeps_no_scores(monkeypatch, style):
+    """Where the scores of all places are too many to keep, head and tails make them place by place."""
+    targets_BT = torch.arange(21).view(3, 7) % 23
+    results, kept_numbers = [], []
+    for at_once in (10**6, 1):
+        monkeypatch.setattr("transformer_xl.model.cross_entropy._SCORES_AT_ONCE", at_once)
+        embedding, softmax = make(**STYLES[style])
+        hidden_BTD, kept = hidden().requires_grad_(), []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: kept.append(t) or t, lambda t: t):
+            nats_BT = softmax.nats(hidden_BTD, targets_BT)
+        everything = [hidden_BTD, *embedding.parameters(), *softmax.parameters()]
+        found = torch.autograd.grad(nats_BT.pow(2).sum(), everything, allow_unused=True)
+        results.append([nats_BT, *found])
+        kept_numbers.append(sum(t.numel() for t in kept if t.ndim == 2 and len(t) == targets_BT.numel()))
+    for plain, pieces in zip(*results, strict=True):
+        assert (plain is None) == (pieces is None)
+        if plain is not None:
+            torch.testing.assert_close(pieces, plain, rtol=0, atol=1e-11)
+    assert kept_numbers[1] <= kept_numbers[0] - targets_BT.numel() * (softmax.edges[1] + softmax.num_tails)

@@ -45,7 +45,7 @@ def test_in_bfloat16_as_good_as_the_plain_way(monkeypatch, autocast):
         found = [nats_K.mean(), *torch.autograd.grad(nats_K.mean(), tensors)]
         errors.append([(one - other).norm() / other.norm() for one, other in zip(found, wanted, strict=True)])
     for plain, pieces in zip(*errors, strict=True):
-        assert pieces < 1.5 * plain + 1e-3
+        assert 1e-6 < pieces < 1.5 * plain + 1e-3  # float32 would be more exact
 
 
 def test_keeps_no_scores(monkeypatch):
