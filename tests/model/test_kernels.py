@@ -201,3 +201,15 @@ def test_choice():
         choose("sdpa", cpu, torch.complex64)
     with pytest.raises(UserError, match=r"'triton' (does not work with torch\.float32 on cpu|needs Triton)"):
         choose("triton", cpu, torch.float32)
+
+
+@pytest.mark.parametrize("valid", [None, [0, 4]])
+@pytest.mark.parametrize("least", [0, 10**9])
+def test_cpu_kernel_without_gradients(monkeypatch, valid, least):
+    """Whichever way few scores go."""
+    monkeypatch.setattr("transformer_xl.model.kernels.cpu._WORTHWHILE", least)
+    inputs, sight = draw(5, 7, 6), Sight(None if valid is None else torch.tensor(valid))
+    with torch.inference_mode():
+        found = KERNELS["cpu"].attend(inputs, sight, 0.0)
+    torch.testing.assert_close(found.clone(), KERNELS["reference"].attend(inputs, sight, 0.0), rtol=0, atol=1e-12)
+    KERNELS["cpu"].attend(inputs, sight, 0.0).sum().backward()  # buffers made in inference mode can still be written

@@ -24,15 +24,21 @@ import torch
 from torch import Tensor
 
 from transformer_xl.model.dropout import draw_kept, num_draws
+from transformer_xl.model.kernels import sdpa
 from transformer_xl.model.kernels.reference import AttentionInputs, Sight, empty_slots
 
 _QUERIES = 128  # of a block: enough for fast matrix products, few enough to skip most of the future
 _BUFFER_BYTES = 2**22  # of one buffer: a few of them fit into the last-level cache
+_WORTHWHILE = 2**19  # scores of a call below which blocks cost more than they save
 _LINE = 16  # numbers; products write faster where rows begin at a cache line
 
 
 def attend(inputs: AttentionInputs, sight: Sight, dropout: float) -> Tensor:
-    """Relative attention; returns (B, T, N, H)."""
+    """Relative attention; returns (B, T, N, H). Few scores that nobody differentiates go through `sdpa` at once."""
+    batch_size, num_queries, num_heads, _ = inputs.q_BTNH.shape
+    num_scores = batch_size * num_heads * num_queries * inputs.k_BSNH.shape[1]
+    if num_scores < _WORTHWHILE and not torch.is_grad_enabled():
+        return sdpa.attend(inputs, sight, dropout)
     seed = torch.randint(2**62, ()) if dropout else None
     given = [getattr(inputs, field.name) for field in fields(inputs)]
     return _attention(given, sight.valid_B, seed, dropout)
