@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,22 @@ def test_compiled_training_is_plain_training(tmp_path: Path) -> None:
     assert graphs[0] < graphs[1] < graphs[-1]
     assert len(set(graphs[-8:])) == 1
     assert counters["graph_break"] == {}
+
+
+def test_a_copy_of_a_compiled_model_has_weights_of_its_own(make_model) -> None:
+    model, tokens = make_model(), torch.arange(10).view(2, 5)
+    plain = copy.deepcopy(model)
+    compile_layers(model, CPU, "layers")
+    with torch.no_grad():
+        wanted = model(tokens)[0]
+        twin = copy.deepcopy(model)
+        assert torch.equal(twin(tokens)[0], wanted)
+        for one, other in zip(twin.layers.parameters(), plain.layers.parameters(), strict=True):
+            one.mul_(2)
+            other.mul_(2)
+        torch.testing.assert_close(twin(tokens)[0], plain(tokens)[0])
+        assert torch.equal(model(tokens)[0], wanted)
+    assert all(layer.forward.layer is layer for layer in twin.layers)
 
 
 def test_graphs_need_cuda(make_model) -> None:

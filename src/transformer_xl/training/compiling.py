@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from functools import cache
+from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from transformer_xl.config import UserError
 from transformer_xl.model.language_model import LanguageModel
@@ -27,9 +30,26 @@ def compile_layers(model: LanguageModel, device: torch.device, how: Literal["off
     _try(device)
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_VARIANTS)
     for layer in model.layers:
+        layer.forward = _Compiled(layer, "reduce-overhead" if how == "graphs" else None)
+
+
+class _Compiled:
+    """Stands in the place of a layer's forward; a copy of the layer gets one of its own, which computes with the copy.
+
+    A bound method would go into the copy as it is, and there compute with the weights of the layer that was copied.
+    """
+
+    def __init__(self, layer: nn.Module, mode: str | None) -> None:
+        self.layer, self.mode = layer, mode
+
+    def __call__(self, *args: Any) -> Any:
         # the function, not the module: what sharing the weights out hangs before and after it is not for compiling
-        mode = "reduce-overhead" if how == "graphs" else None
-        layer.forward = torch.compile(layer.forward, fullgraph=True, dynamic=False, mode=mode)
+        return _compiled(type(self.layer).forward, self.mode)(self.layer, *args)
+
+
+@cache
+def _compiled(function: Callable[..., Any], mode: str | None) -> Callable[..., Any]:
+    return torch.compile(function, fullgraph=True, dynamic=False, mode=mode)
 
 
 def _try(device: torch.device) -> None:
