@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -303,6 +304,50 @@ def test_where_it_fits(monkeypatch):
     assert fits(cpu, torch.float64)
     assert choose("auto", cuda, torch.float32).name == "triton"
     assert choose("auto", cpu, torch.float32).name == "cpu"
+
+
+def test_old_gpus_are_left_to_others(monkeypatch):
+    """Each GPU is asked for itself."""
+    majors = {0: 7, 1: 8, 2: 9}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda one: SimpleNamespace(major=majors[one.index]))
+    kernels = [choose("auto", torch.device("cuda", index), torch.bfloat16).name for index in majors]
+    assert kernels == ["sdpa", "triton", "triton"]
+    assert fits(torch.device("meta"), torch.bfloat16)
+    with pytest.raises(UserError, match=r"'triton' does not work with torch.bfloat16 on cuda:0; use auto"):
+        choose("triton", torch.device("cuda", 0), torch.bfloat16)
+    monkeypatch.setattr(tiles, "INTERPRETED", False)
+    plans = (tiles.plan("keys", 64, torch.bfloat16, 0.0, device=torch.device("cuda", index)) for index in majors)
+    assert [plan.how.tile for plan in plans] == [32, 32, 64]
+
+
+def test_tiles_are_chosen_for_the_device_of_the_tensors(monkeypatch):
+    devices, plan = [], tiles.plan
+
+    def watched(*given, **named):
+        devices.append(named.get("device"))
+        return plan(*given, **named)
+
+    monkeypatch.setattr(tiles, "plan", watched)
+    inputs, sight, weight = draw("one query, no memory")
+    numbers(attend, inputs, sight, weight)
+    assert devices == [inputs.q_BTNH.device] * 4
+
+
+@pytest.mark.parametrize(("name", "on", "off"), [("fp32_precision", "tf32", "ieee"), ("allow_tf32", True, False)])
+def test_float32_is_multiplied_as_torch_is_told(name, on, off):
+    """By the newer name or the older; float64 and low precision do not care."""
+    products = torch.backends.cuda.matmul
+    before = products.fp32_precision
+    found = []
+    try:
+        for value in (on, off):
+            setattr(products, name, value)
+            plans = [tiles.plan("keys", 5, dtype, 0.0) for dtype in (torch.float32, torch.bfloat16, torch.float64)]
+            found.append([plan.how.precision for plan in plans])
+    finally:
+        products.fp32_precision = before
+    assert found == [["tf32", "ieee", "ieee"], ["ieee"] * 3]
 
 
 def test_what_to_install_is_said(monkeypatch):

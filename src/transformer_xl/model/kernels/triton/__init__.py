@@ -18,6 +18,7 @@ from transformer_xl.model.kernels.reference import AttentionInputs, Sight
 from transformer_xl.model.kernels.triton.ops import relative_attention
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_LEAST_CAPABILITY = 8  # Ampere: the first with bfloat16 and tf32, and the oldest that Triton promises to work on
 
 
 def installed() -> bool:
@@ -26,7 +27,9 @@ def installed() -> bool:
 
 
 def fits(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the kernels work there: on CUDA with Triton installed; on a CPU only where Triton interprets them.
+    """Whether the kernels work there: on CUDA (compute capability 8.0 or more, or no GPU to ask) with Triton installed.
+
+    On a CPU they do only where Triton interprets them.
 
     On torch's meta device, where nothing is computed, they can be counted.
     """
@@ -34,7 +37,11 @@ def fits(device: torch.device, dtype: torch.dtype) -> bool:
         return False
     if device.type == "cpu":  # the interpreter is for tests, and knows float64 too
         return os.environ.get("TRITON_INTERPRET") == "1" and dtype in (*_DTYPES, torch.float64)
-    return device.type in ("cuda", "meta") and torch.version.hip is None and dtype in _DTYPES
+    if device.type not in ("cuda", "meta") or torch.version.hip is not None or dtype not in _DTYPES:
+        return False
+    if device.type == "meta" or not torch.cuda.is_available():
+        return True
+    return torch.cuda.get_device_properties(device).major >= _LEAST_CAPABILITY
 
 
 def attend(inputs: AttentionInputs, sight: Sight, dropout: float) -> Tensor:

@@ -31,7 +31,7 @@ def relative_attention(
 
     out_BTNH, log_sum_BNT = _empty_results(given)
     inputs, sizes = _inputs_and_sizes(given)
-    cut = plan("forward", out_BTNH.shape[-1], out_BTNH.dtype, dropout)
+    cut = plan("forward", out_BTNH.shape[-1], out_BTNH.dtype, dropout, device=out_BTNH.device)
     with _on(out_BTNH):
         programs = _tiles(sizes.T, cut.how.tile) * sizes.B * sizes.N
         results = Results(rows_of(out_BTNH), log_sum_BNT)
@@ -61,10 +61,10 @@ def relative_attention_backward(
 
     dq_BTNH, dk_BSNH, dv_BSNH = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in given[:3])
     out_BTNH, log_sum_BNT = kept
-    width, dtype = out_BTNH.shape[-1], out_BTNH.dtype
+    width, dtype, device = out_BTNH.shape[-1], out_BTNH.dtype, out_BTNH.device
     atomic = not torch.are_deterministic_algorithms_enabled()
-    by_queries = plan("queries", width, dtype, dropout, atomic=atomic)
-    by_keys, by_distances = (plan(name, width, dtype, dropout) for name in ("keys", "distances"))
+    by_queries = plan("queries", width, dtype, dropout, atomic=atomic, device=device)
+    by_keys, by_distances = (plan(name, width, dtype, dropout, device=device) for name in ("keys", "distances"))
     inputs, sizes = _inputs_and_sizes(given)
     num_tiles = _tiles(sizes.T, by_queries.how.tile)
     num_blocks = _tiles(sizes.P + by_distances.how.tile - (sizes.S - sizes.T) % by_distances.how.tile,

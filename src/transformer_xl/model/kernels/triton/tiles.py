@@ -102,10 +102,21 @@ def rows_of(tensor: Tensor) -> Rows:
     return Rows(tensor, tensor.shape[-3] + 1, stride_b, tensor.stride(-3), tensor.stride(-2))
 
 
-def plan(kernel: str, width: int, dtype: torch.dtype, dropout: float, *, atomic: bool = False) -> Plan:
-    """How a kernel (`forward`, `queries`, `keys` or `distances`) is cut for this head width and number format."""
+def plan(
+    kernel: str,
+    width: int,
+    dtype: torch.dtype,
+    dropout: float,
+    *,
+    atomic: bool = False,
+    device: torch.device | None = None,
+) -> Plan:
+    """How a kernel (`forward`, `queries`, `keys` or `distances`) is cut for this head width and number format.
+
+    The device is the one it will run on; none: the current one.
+    """
     padded = max(16, 1 << (width - 1).bit_length())
-    tile, num_warps, num_stages = _cut(kernel, padded, dtype)
+    tile, num_warps, num_stages = _cut(kernel, padded, dtype, device)
     return Plan(
         How(
             width=width,
@@ -115,7 +126,7 @@ def plan(kernel: str, width: int, dtype: torch.dtype, dropout: float, *, atomic:
             scale_log2=math.log2(math.e) / math.sqrt(width),
             dropout=dropout,
             threshold=int(dropout * 2**31),
-            precision="tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee",
+            precision="tf32" if dtype == torch.float32 and _rounds_to_tf32() else "ieee",
             number=tl.float64 if dtype == torch.float64 else tl.float32,
             interpreted=INTERPRETED,
             atomic=atomic,
@@ -125,7 +136,7 @@ def plan(kernel: str, width: int, dtype: torch.dtype, dropout: float, *, atomic:
     )
 
 
-def _cut(kernel: str, padded: int, dtype: torch.dtype) -> tuple[int, int, int]:
+def _cut(kernel: str, padded: int, dtype: torch.dtype, device: torch.device | None) -> tuple[int, int, int]:
     """Tile side, warps and pipeline stages: the largest tiles whose numbers stay in registers, or nearly.
 
     Chosen by what the compiler says of registers, spills and shared memory for compute capability 9.0.
@@ -134,16 +145,22 @@ def _cut(kernel: str, padded: int, dtype: torch.dtype) -> tuple[int, int, int]:
         return 16, 1, 1
     if dtype == torch.float32 or padded > 128:
         return (32, 8, 1) if padded <= 64 else (16, 8, 1)
-    if not _much_shared_memory():
+    if not _much_shared_memory(device):
         return 32, 8, 1
     if kernel == "forward" and padded <= 64:
         return 64, 4, 2
     return 64, 8, (1 if kernel == "distances" and padded > 64 else 2)
 
 
-def _much_shared_memory() -> bool:
+def _rounds_to_tf32() -> bool:
+    """Whether torch may round the numbers of float32 products to 10 bits of fraction."""
+    # not `allow_tf32`: reading that fails where the user chose by the newer name
+    return torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
+def _much_shared_memory(device: torch.device | None) -> bool:
     """Whether a program may take 227 KiB of it, as on Hopper; also where there is no GPU to ask."""
-    return not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] in (9, 10)
+    return not torch.cuda.is_available() or torch.cuda.get_device_properties(device).major in (9, 10)
 
 
 def launch(kernel: Any, programs: int, plan: Plan, *arguments: Any) -> None:
