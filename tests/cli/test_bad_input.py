@@ -107,6 +107,14 @@ WRONG_WORDS = [
         "has 631 tokens, and 97 rows of a segment of 7 tokens need 679; lower --train.rows",
     ),
     (f"{TRY} --threads 0", "--threads 0: wanted 1 or more"),
+    (
+        f"{TRY} --train.average uniform --train.average-from 2000",
+        "average_from 2,000 leaves nothing of the 2,000 steps to average; give 1,999 or less, or average none",
+    ),
+    (
+        "train --corpus corpus --run new --train.segment 8 --train.first-segment 4 --train.length-warmup 2000",
+        "length_warmup 2,000 leaves none of the 2,000 steps at full length; give 1,999 or less, or more steps",
+    ),
     ("train --resume run --model.layers 3", "model.layers cannot change within a run; start a new one with --run DIR"),
     ("train --resume run --train.optimizer muon", "train.optimizer cannot change within a run; start a new one"),
     ("evaluate run --window 0", "window 0 is too small; give 1 or more"),

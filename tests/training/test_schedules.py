@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -95,6 +96,25 @@ def test_the_stages_of_the_length_warmup_are_equally_long() -> None:
     uneven = config.model_copy(update={"length_warmup": 7})
     assert Counter(halvings(step, uneven) for step in range(7)) == {3: 3, 2: 2, 1: 2}
     assert [halvings(step, TrainConfig()) for step in range(3)] == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("average_from", {"average": "uniform"}),
+        ("average_from", {"average": "exponential"}),
+        ("length_warmup", {"segment": 8, "memory": 8, "first_segment": 4}),
+    ],
+)
+def test_what_would_begin_after_the_last_step_is_refused(name: str, settings: dict[str, Any]) -> None:
+    assert getattr(TrainConfig(steps=1200, **{name: 1199}, **settings), name) == 1199
+    with pytest.raises(ValueError, match=rf"{name} 1,200 leaves .* the 1,200 steps .*; give 1,199 or less, or "):
+        TrainConfig(steps=1200, **{name: 1200}, **settings)
+
+
+def test_short_trials_need_no_other_warmup() -> None:
+    """An average that is off begins nowhere, and the warm-up of the rate may be cut off."""
+    assert TrainConfig(steps=3, average_from=5).warmup == 100
 
 
 def test_setting_the_rate_reaches_every_group() -> None:

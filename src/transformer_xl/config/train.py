@@ -19,7 +19,7 @@ class TrainConfig(Settings):
     rows: int = Field(default=16, gt=0, le=MOST)
     """B: rows read side by side, each a stretch of text of its own; several processes share them."""
     chunks: int = Field(default=1, gt=0, le=MOST)
-    """Parts that a process works its rows off in, one after the other in each step: the same result in less memory."""
+    """Parts of a process's rows, worked off in turn: the same step up to dropout's draws, in less memory."""
     first_segment: int | None = Field(default=None, gt=0, le=MOST)
     """T of the first steps, `segment` halved some times, with the memory halved as often; none: full from the start."""
     length_warmup: int = Field(default=0, ge=0, le=MOST)
@@ -29,7 +29,7 @@ class TrainConfig(Settings):
     optimizer: Literal["adam", "adamw", "muon"] = "adam"
     """The paper's Adam; AdamW; or Muon for the matrices inside the layers with AdamW for all other weights."""
     learning_rate: float = Field(default=1e-3, gt=0, allow_inf_nan=False)
-    """Peak learning rate; Muon's steps are scaled so that a rate good for AdamW is good for it."""
+    """Peak learning rate; try several times Adam's with Muon: small models did best at about 8 times in short runs."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
     """Decay of Adam's average of gradients."""
     beta2: float = Field(default=0.999, ge=0, lt=1)
@@ -87,6 +87,11 @@ class TrainConfig(Settings):
             raise ValueError(f"decay {self.decay:,} belongs to schedule wsd; a cosine falls all the way")
         if self.schedule == "wsd" and self.warmup + self.decay > self.steps:
             raise ValueError(f"warmup {self.warmup:,} and decay {self.decay:,} are more than the {self.steps:,} steps")
+        if self.average != "none" and self.average_from >= self.steps:
+            raise ValueError(
+                f"average_from {self.average_from:,} leaves nothing of the {self.steps:,} steps to average; "
+                f"give {self.steps - 1:,} or less, or average none"
+            )
         return self
 
     @model_validator(mode="after")
@@ -95,6 +100,11 @@ class TrainConfig(Settings):
             raise ValueError(f"chunks {self.chunks:,} are more than the {self.rows:,} rows")
         if (self.first_segment is None) != (self.length_warmup == 0):
             raise ValueError("first_segment and length_warmup go together; give both or neither")
+        if self.length_warmup >= self.steps:
+            raise ValueError(
+                f"length_warmup {self.length_warmup:,} leaves none of the {self.steps:,} steps at full length; "
+                f"give {self.steps - 1:,} or less, or more steps"
+            )
         if self.first_segment is not None and not self.num_doublings:
             raise ValueError(
                 f"first_segment {self.first_segment:,} must be segment {self.segment:,} halved once or several times"

@@ -43,11 +43,12 @@ def _matrices(parameters: Iterable[nn.Parameter]) -> Iterable[nn.Parameter]:
 class Muon(torch.optim.Optimizer):
     """Momentum whose every matrix is brought close to an orthogonal one before the step (Jordan et al. 2024).
 
-    The numbers are those of `torch.optim.Muon` with Nesterov momentum and `match_rms_adamw` (Liu et al. 2025), so a
-    rate good for AdamW is good for it. That one takes the matrices one by one, always in bfloat16, which is a hundred
-    times slower on processors without instructions for it. Here matrices of equal shape go through in one stack, in
-    bfloat16 where the device has it and in float32 elsewhere. Where weights are shared out over processes, each process
-    gathers the whole matrices and keeps its share of the result.
+    The numbers are those of `torch.optim.Muon` with Nesterov momentum and `match_rms_adamw` (Liu et al. 2025): at the
+    same rate its steps are about as large as AdamW's, which need not be the rate it does best with. That one takes the
+    matrices one by one, always in bfloat16, which is a hundred times slower on processors without instructions for it.
+    Here matrices of equal shape go through in one stack, in bfloat16 where the device has it and in float32 elsewhere.
+    Where weights are shared out over processes, each process gathers the whole matrices and keeps its share of the
+    result.
     """
 
     def __init__(self, matrices: Iterable[nn.Parameter], config: TrainConfig) -> None:
