@@ -35,6 +35,7 @@ class Trained:
                 "clip": task.clip,
                 "precision": task.precision,
                 "compile": "layers" if task.variant == "compile" else "off",
+                "recompute": task.variant == "recompute",
             }
         )
         self.trainee = Trainee(model, train, task.device)

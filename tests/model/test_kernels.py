@@ -213,3 +213,18 @@ def test_cpu_kernel_without_gradients(monkeypatch, valid, least):
         found = KERNELS["cpu"].attend(inputs, sight, 0.0)
     torch.testing.assert_close(found.clone(), KERNELS["reference"].attend(inputs, sight, 0.0), rtol=0, atol=1e-12)
     KERNELS["cpu"].attend(inputs, sight, 0.0).sum().backward()  # buffers made in inference mode can still be written
+
+
+def test_cpu_kernel_drops_the_same_with_any_number_of_threads(monkeypatch):
+    """Threads decide how many heads are worked on at once, also between the passes."""
+    inputs, results = draw(5, 7, None), []
+    monkeypatch.setattr("transformer_xl.model.kernels.cpu._BUFFER_BYTES", 1)
+    for forward, backward in ((1, 1), (3, 3), (1, 3)):
+        monkeypatch.setattr("torch.get_num_threads", lambda threads=forward: threads)
+        torch.manual_seed(3)
+        out_BTNH = KERNELS["cpu"].attend(inputs, Sight(None), 0.4)
+        monkeypatch.setattr("torch.get_num_threads", lambda threads=backward: threads)
+        results.append([out_BTNH, *torch.autograd.grad(out_BTNH.pow(2).sum(), as_list(inputs))])
+    for other in results[1:]:
+        for one, two in zip(results[0], other, strict=True):
+            torch.testing.assert_close(one, two, rtol=0, atol=1e-12)

@@ -57,7 +57,7 @@ def _attention(given: Sequence[Tensor], valid_B: Tensor | None, seed: Tensor | N
         out_GTH = _like("outputs", part.content_GTH)
         for block in part.blocks():
             p_GIK = _probabilities(part, block)
-            torch.bmm(dropped.applied(p_GIK, block), part.v_GSH[:, block.keys], out=out_GTH[:, block.queries])
+            torch.bmm(dropped.applied(p_GIK, part, block), part.v_GSH[:, block.keys], out=out_GTH[:, block.queries])
         part.put(out_GTH, out_BTNH)
     return out_BTNH.mul_(dropped.scale) if dropout else out_BTNH
 
@@ -117,7 +117,7 @@ class _Block:
     """Some queries of a part, the keys that one of them sees at least, and the distances that occur."""
 
     number: int
-    """Of all the blocks of a pass."""
+    """Counted from the first queries."""
     queries: slice
     keys: slice
     distances: slice
@@ -133,9 +133,10 @@ class _Block:
 class _Part:
     """Some rows and heads, their inputs laid out for matrix products; queries have their biases and are scaled."""
 
-    number: int
     rows: slice
     heads: slice
+    all_heads: int
+    """N."""
     content_GTH: Tensor
     position_GTH: Tensor
     k_GSH: Tensor
@@ -161,14 +162,13 @@ class _Part:
         (_, num_queries, _), (_, num_keys, _) = self.content_GTH.shape, self.k_GSH.shape
         num_memory, num_distances = num_keys - num_queries, self.position_key_JPH.shape[1]
         empty = num_memory - (num_memory if self.valid_C is None else int(self.valid_C.max()))
-        per_part = -(-num_queries // _QUERIES)
-        for index, start in enumerate(range(0, num_queries, _QUERIES)):
+        for number, start in enumerate(range(0, num_queries, _QUERIES)):
             stop = min(start + _QUERIES, num_queries)
             farthest = num_memory + start - num_distances + 1
             keys = slice(min(max(empty, farthest, 0), num_memory + start), num_memory + stop)
             occurring = min(num_distances, keys.stop - keys.start)
             distances = slice(num_distances - occurring, num_distances)
-            yield _Block(self.number * per_part + index, slice(start, stop), keys, distances)
+            yield _Block(number, slice(start, stop), keys, distances)
 
 
 def _parts(inputs: AttentionInputs, valid_B: Tensor | None) -> Iterator[_Part]:
@@ -179,7 +179,6 @@ def _parts(inputs: AttentionInputs, valid_B: Tensor | None) -> Iterator[_Part]:
     groups = -(-num_heads // max(fitting, min(num_heads, torch.get_num_threads())))
     heads_at_once = -(-num_heads // groups)
     rows_at_once = min(batch_size, max(1, fitting // num_heads)) if num_queries <= _QUERIES else 1
-    number = 0
     for row in range(0, batch_size, rows_at_once):
         rows = slice(row, min(row + rows_at_once, batch_size))
         valid_C = None if valid_B is None else valid_B[rows]
@@ -194,8 +193,7 @@ def _parts(inputs: AttentionInputs, valid_B: Tensor | None) -> Iterator[_Part]:
             )
             k_GSH, v_GSH = _taken("keys", inputs.k_BSNH, rows, heads), _taken("values", inputs.v_BSNH, rows, heads)
             position_key_JPH = _taken("position keys", inputs.position_key_PNH[None], slice(0, 1), heads)
-            yield _Part(number, rows, heads, content_GTH, position_GTH, k_GSH, v_GSH, position_key_JPH, valid_C)
-            number += 1
+            yield _Part(rows, heads, num_heads, content_GTH, position_GTH, k_GSH, v_GSH, position_key_JPH, valid_C)
 
 
 def _biased(q_GTH: Tensor, bias_JH: Tensor) -> Tensor:
@@ -255,9 +253,9 @@ def _backward(part: _Part, block: _Block, dout_GIH: Tensor, dropped: _Dropped, g
     keys, queries = block.keys, block.queries
     p_GIK = _probabilities(part, block)
     ds_GIK = _BUFFERS.take("gradients", p_GIK.shape, p_GIK.dtype)
-    _add_product(grads.dv_GSH[:, keys], dropped.applied(p_GIK, block, in_place=False).mT, dout_GIH)
+    _add_product(grads.dv_GSH[:, keys], dropped.applied(p_GIK, part, block, in_place=False).mT, dout_GIH)
     torch.bmm(dout_GIH, part.v_GSH[:, keys].mT, out=ds_GIK)
-    dropped.applied(ds_GIK, block)
+    dropped.applied(ds_GIK, part, block)
     torch._softmax_backward_data(ds_GIK, p_GIK, -1, p_GIK.dtype, grad_input=ds_GIK)
     torch.bmm(ds_GIK, part.k_GSH[:, keys], out=grads.dcontent_GTH[:, queries])
     _add_product(grads.dk_GSH[:, keys], ds_GIK.mT, part.content_GTH[:, queries])
@@ -310,19 +308,26 @@ def _add_product(sum_GXH: Tensor, a_GXI: Tensor, b_GIH: Tensor) -> None:
 
 
 class _Dropped:
-    """Which probabilities are dropped: drawn block by block from a seed, so that both passes draw the same."""
+    """Which probabilities are dropped: drawn from a seed for each row, head and block of queries by itself.
+
+    So both passes draw the same, however many threads there are and whatever fits a buffer.
+    """
 
     def __init__(self, seed: Tensor | None, share: float) -> None:
         self._share, self.scale = share, 1 / (1 - share)
         self._seed = None if seed is None else int(seed)
 
-    def applied(self, p_GIK: Tensor, block: _Block, *, in_place: bool = True) -> Tensor:
+    def applied(self, p_GIK: Tensor, part: _Part, block: _Block, *, in_place: bool = True) -> Tensor:
         """The numbers with dropped ones as 0; the others still wait for `scale`."""
         if self._seed is None:
             return p_GIK
-        draws = _BUFFERS.take("draws", torch.Size([num_draws(p_GIK.numel())]), torch.int64)
-        generator = torch.Generator().manual_seed(self._seed + block.number)
-        keep_GIK = draw_kept(_BUFFERS.take("kept", p_GIK.shape, torch.bool), self._share, draws, generator)
+        keep_GIK = _BUFFERS.take("kept", p_GIK.shape, torch.bool)
+        draws = _BUFFERS.take("draws", torch.Size([num_draws(keep_GIK[0].numel())]), torch.int64)
+        num_rows, num_blocks = _length(part.rows), -(-part.content_GTH.shape[1] // _QUERIES)
+        for place, keep_IK in enumerate(keep_GIK):
+            head, row = part.heads.start + place // num_rows, part.rows.start + place % num_rows
+            number = (row * part.all_heads + head) * num_blocks + block.number
+            draw_kept(keep_IK, self._share, draws, torch.Generator().manual_seed(self._seed + number))
         return torch.mul(p_GIK, keep_GIK, out=p_GIK if in_place else _like("dropped", p_GIK))
 
 
