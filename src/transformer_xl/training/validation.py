@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from transformer_xl.config import TrainConfig
+from transformer_xl.config import TrainConfig, UserError
 from transformer_xl.device import autocast
 from transformer_xl.model.memory import Memory
 from transformer_xl.text.segments import SegmentStream, StreamPosition
@@ -24,10 +24,19 @@ _SUMS_AT_ONCE = 512  # sums left on the device before they are fetched, so that 
 def validation_stream(tokens: Tokens, start_id: int, config: TrainConfig, world: World) -> SegmentStream:
     """The validation text in as many of training's rows as it fills with a segment, at least one for each process.
 
+    A few rows fewer where so many would leave a process without any.
+
     Raises:
         UserError: it has fewer tokens than there are processes.
     """
+    if len(tokens) < world.size:
+        raise UserError(
+            f"the validation text has {len(tokens):,} tokens for {world.size:,} processes, and each needs one; start "
+            "fewer processes, or give a longer text"
+        )
     rows = max(world.size, min(config.rows, len(tokens) // config.segment))
+    while (world.size - 1) * -(-rows // world.size) >= rows:  # ends at one row for each process, if not before
+        rows -= 1
     segment = min(config.segment, -(-len(tokens) // rows))
     return SegmentStream(tokens, rows=rows, segment=segment, start_id=start_id, shard=world.shard)
 

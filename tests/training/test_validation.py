@@ -1,0 +1,46 @@
+"""The validation text is shared out over any number of processes that it has tokens for."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from transformer_xl.config import TrainConfig, UserError
+from transformer_xl.text.segments import SegmentStream, StreamPosition
+from transformer_xl.training.distributed import World
+from transformer_xl.training.validation import validation_stream
+
+
+def streams(tokens: int, size: int, *, rows: int) -> list[SegmentStream]:
+    config = TrainConfig(rows=rows, segment=4, memory=4)
+    text = np.arange(tokens, dtype=np.uint32)
+    return [validation_stream(text, 0, config, World(rank=rank, size=size)) for rank in range(size)]
+
+
+@pytest.mark.parametrize("size", range(1, 10))
+def test_each_process_gets_rows_and_each_token_counts_once(size: int) -> None:
+    for segments in range(1, 41):
+        tokens = max(size, segments * 4 + 3)
+        shared = streams(tokens, size, rows=64)
+        assert len({one.rows for one in shared}) == 1
+        # as many as the text fills, where torch's way of sharing gives each process one; else the next below
+        fills = max(size, tokens // 4)
+        fitting = [rows for rows in range(size, fills + 1) if (size - 1) * -(-rows // size) < rows]
+        assert shared[0].rows == max(fitting)
+        assert all(one.shard_rows > 0 for one in shared)
+        read = [one.read(StreamPosition(segment=index)) for one in shared for index in range(one.num_segments)]
+        seen = Counter(token for segment in read for token in segment.targets_BT[segment.counted_BT].tolist())
+        assert seen == Counter(range(tokens))
+
+
+def test_training_rows_are_the_most() -> None:
+    assert [one.shard_rows for one in streams(400, 3, rows=8)] == [3, 3, 2]
+
+
+@pytest.mark.parametrize("tokens", [0, 3])
+def test_fewer_tokens_than_processes_are_refused(tokens: int) -> None:
+    message = f"the validation text has {tokens} tokens for 4 processes, and each needs one; start fewer processes"
+    with pytest.raises(UserError, match=message):
+        streams(tokens, 4, rows=8)
