@@ -63,12 +63,18 @@ def run(words: list[str]) -> int:
         line = _one_line(error)
         if line is None:
             raise  # a fault of ours: its traceback is wanted
-        if isinstance(error, CycloptsError) and os.environ.get("RANK", "0") != "0":
-            return 2  # of several processes that were started with the same words, the first speaks
+        if isinstance(error, CycloptsError) and _another_speaks():
+            return 2
         print(f"txl: error: {line}", file=sys.stderr)
         if isinstance(error, OSError):
             _leave_output()
         return 2
+
+
+def _another_speaks() -> bool:
+    """Whether this is one of several processes that were started with the same words, and not the first."""
+    rank, size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
+    return rank.isdecimal() and size.isdecimal() and 0 < int(rank) < int(size)
 
 
 def _leave_output() -> int:

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}  # with CUDA, what lies on the CPU is summed up there
 
+_BY_TORCHRUN = "start several processes by torchrun, or take WORLD_SIZE out of the environment for one alone"
+
 
 @dataclass(frozen=True)
 class World:
@@ -156,20 +158,22 @@ def joined(choose: Callable[[], torch.device]) -> Iterator[World]:
     down safely when nothing uses them any more.
 
     Raises:
-        UserError: the device cannot be shared so, another process has ended, or one raised it in the block. Of all
-            processes the first to raise does; the others end silently, with SystemExit.
+        UserError: the environment is not as torchrun sets it, the device cannot be shared so, another process has
+            ended, or one raised it in the block. Of all processes that have met the first to raise does; the others
+            end silently, with SystemExit.
     """
-    size = int(os.environ.get("WORLD_SIZE", "1"))
+    rank, size, local = _started_as()
     if size == 1:
         yield World(device=choose())
         return
-    rank, local = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", "0"))
-    store, *_ = next(iter(dist.rendezvous("env://", rank, size)))
+    store: dist.Store | None = None
     try:
+        store = _met(rank, size)
         device = _own_device(choose(), local)
         own = dist.PrefixStore(_attempt(), store)  # torchrun's store may still hold the addresses of those that ended
-        dist.init_process_group(_BACKENDS[device.type], store=own, rank=rank, world_size=size)
-        mesh = dist.device_mesh.init_device_mesh(device.type, (size,))
+        with _ended_by_signals():
+            dist.init_process_group(_BACKENDS[device.type], store=own, rank=rank, world_size=size)
+            mesh = dist.device_mesh.init_device_mesh(device.type, (size,))
         world = World(rank, size, device, mesh)
         yield world
         world.barrier()
@@ -203,11 +207,62 @@ def _attempt() -> str:
     return f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
-def _end_of(error: BaseException, store: dist.Store) -> BaseException:
+def _started_as() -> tuple[int, int, int]:
+    """Number of this process, number of processes, and number on its machine, as the environment says.
+
+    Raises:
+        UserError: the environment is not as torchrun sets it.
+    """
+    size = _number("WORLD_SIZE", "1", 1, None)
+    if size == 1:
+        return 0, 1, 0
+    rank, local = _number("RANK", None, 0, size - 1), _number("LOCAL_RANK", "0", 0, size - 1)
+    _number("MASTER_PORT", None, 1, 65535)
+    if not os.environ.get("MASTER_ADDR"):
+        raise UserError(f"WORLD_SIZE is {size} in the environment and MASTER_ADDR is missing; {_BY_TORCHRUN}")
+    return rank, size, local
+
+
+def _number(name: str, default: str | None, least: int, most: int | None) -> int:
+    """A whole number from the environment, from `least` to `most`."""
+    given = os.environ.get(name, default)
+    if given is not None and given.isdecimal() and least <= int(given) and (most is None or int(given) <= most):
+        return int(given)
+    found = "is missing from the environment" if given is None else f"is {given!r} in the environment"
+    wanted = f"at least {least}" if most is None else f"from {least} to {most}"
+    raise UserError(f"{name} {found}, wanted a whole number {wanted}; {_BY_TORCHRUN}")
+
+
+def _met(rank: int, size: int) -> dist.Store:
+    """What all processes can reach; waits for them."""
+    try:
+        with _ended_by_signals():
+            store, *_ = next(iter(dist.rendezvous("env://", rank, size)))
+    except (RuntimeError, ValueError, OSError) as error:
+        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        why = (str(error).splitlines() or [""])[0][:200]
+        raise UserError(f"the {size} processes did not meet at {place} ({why}); {_BY_TORCHRUN}") from error
+    return store
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """SIGTERM and SIGINT end the process at once: Python hears of no signal while torch waits for other processes."""
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)
+
+
+def _end_of(error: BaseException, store: dist.Store | None) -> BaseException:
     """What this process ends with: the error in one process, a silent exit in the others.
 
     What a user can put right is told once, however often torchrun starts the processes anew.
     """
+    if store is None:  # the processes have not met
+        return error
     first = told = 0
     with suppress(RuntimeError):  # the store has gone with the process that kept it: that one has told it
         first = store.add(f"{_attempt()}/ended", 1)
