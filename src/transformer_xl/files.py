@@ -60,9 +60,9 @@ def whole_folder(path: Path) -> Iterator[Path]:
         try:
             aside.mkdir(parents=True)
             yield aside
-            for file in aside.rglob("*"):
-                if file.is_file():
-                    _flush(file)
+            for item in aside.rglob("*"):
+                if item.is_file() or item.is_dir():  # a folder too: else its files may have no names after a power cut
+                    _flush(item)
             _flush(aside)
             aside.rename(path)
             _flush(path.parent)
