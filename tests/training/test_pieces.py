@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from transformer_xl.config import TrainConfig
-from transformer_xl.text.segments import SegmentStream, Stream, StreamPosition
+from transformer_xl.text.segments import SegmentStream, Shard, Stream, StreamPosition
 from transformer_xl.text.shuffled import ShuffledStream
-from transformer_xl.training.distributed import ALONE
-from transformer_xl.training.pieces import Piece, Place, read_piece
+from transformer_xl.training.distributed import ALONE, World
+from transformer_xl.training.pieces import Piece, Place, in_loss, read_piece
 
 
 def pieces_of(stream: Stream, config: TrainConfig, *, epochs: int) -> list[tuple[Place, Piece]]:
@@ -76,3 +76,53 @@ def test_without_a_length_warmup_steps_read_segments() -> None:
     assert len(found) == 10
     assert {piece.memory for _, piece in found} == {12}
     assert {place.piece for place, _ in found} == {0}
+
+
+@pytest.mark.parametrize("order", ["text", "shuffled"])
+@given(number=st.integers(24, 211), rows=st.integers(1, 5), doublings=st.integers(1, 3), warmup=st.integers(1, 97))
+@settings(max_examples=40, deadline=None)
+def test_half_loss_leaves_no_step_without_targets(order, number, rows, doublings, warmup) -> None:
+    """What is left out is at an epoch's end, where all rows end within the first half of a piece."""
+    segment = 3 * 2**doublings
+    config = TrainConfig(segment=segment, memory=0, rows=rows, first_segment=3, length_warmup=warmup, loss="half")
+    stream = make_stream(order, number, rows, segment)
+    if number < rows * segment:  # refused before training begins
+        return
+    found = pieces_of(stream, config, epochs=3)
+    assert all(in_loss(piece.segment.counted_BT, config).any() for _, piece in found)
+    assert [place.step for place, _ in found] == [*range(len(found))]
+    for epoch in range(3):
+        of_epoch = [piece.segment for place, piece in found if place.position.epoch == epoch]
+        seen = Counter(token for one in of_epoch for token in one.targets_BT[one.counted_BT].tolist())
+        left_out = Counter(range(1, number + 1)) - seen
+        assert max(seen.values()) == 1
+        assert len(left_out) <= rows * (segment // 2)
+        assert of_epoch[0].starts
+
+
+def test_half_loss_leaves_out_a_short_last_segment() -> None:
+    """Rows of 10 and 11 tokens in segments of 8: 3 are no more than half a segment; of 12 and 13, 5 are more."""
+    config = TrainConfig(segment=8, memory=12, rows=2, loss="half")
+    for number, segments in ((21, 1), (25, 2)):
+        found = pieces_of(make_stream("text", number, 2, 8), config, epochs=2)
+        assert [(place.position.epoch, place.position.segment) for place, _ in found] == [
+            (epoch, segment) for epoch in range(2) for segment in range(segments)
+        ]
+    # rows that changed can put a resumed run there: it goes on with the next epoch
+    piece = read_piece(make_stream("text", 21, 2, 8), Place(5, StreamPosition(segment=1)), config, ALONE)
+    assert piece.segment.starts
+    assert piece.after == Place(6, StreamPosition(epoch=2))
+
+
+def test_processes_agree_on_what_is_left_out() -> None:
+    """Rows of 8 and 9 tokens in segments of 8: in the second segment only the other process has something."""
+
+    class Other(World):
+        def any(self, flag: bool) -> bool:
+            assert not flag
+            return True
+
+    config = TrainConfig(segment=8, memory=0, rows=2)
+    stream = SegmentStream(np.arange(17, dtype=np.uint32), rows=2, segment=8, start_id=0, shard=Shard(0, 2))
+    piece = read_piece(stream, Place(0, StreamPosition()), config, Other())
+    assert piece.after == Place(1, StreamPosition(segment=1))

@@ -2,7 +2,9 @@
 
 A warm-up that begins with a quarter of the segment reads each segment in four steps, then in two, then whole. The
 number of pieces changes only where a segment begins, so every token is a target exactly once, and the text is read in
-the order it always is.
+the order it always is. Where an epoch ends in pieces without any target to learn from, they are left out.
+
+Shape suffixes: B rows of this process, T new tokens of the piece.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from transformer_xl.config import TrainConfig
 from transformer_xl.text.segments import Segment, Stream, StreamPosition
@@ -42,18 +45,48 @@ class Piece:
 
 def read_piece(stream: Stream, place: Place, config: TrainConfig, world: World) -> Piece:
     """What the next step reads of this process's rows; all processes agree on what comes after."""
-    halved = halvings(place.step - place.piece, config)  # the stage of the step that began this segment
-    segment, width = stream.read(place.position), config.segment >> halved
-    begin, end = place.piece * width, (place.piece + 1) * width
-    done = end >= config.segment
-    if not done and place.position.segment + 1 == stream.segments_in(place.position.epoch):
-        # an epoch's last segment is padding from somewhere on, and steps of padding alone would do harm
-        done = not world.any(bool(segment.counted_BT[:, end:].any()))
-    following = stream.after(place.position) if done else place.position
+    place = _with_targets(stream, place, config, world)  # rows that changed may have put it where there are none
+    segment, columns = stream.read(place.position), _columns(place, config)
+    if columns.stop < config.segment:
+        after = Place(place.step + 1, place.position, place.piece + 1)
+    else:
+        after = Place(place.step + 1, stream.after(place.position))
     cut = Segment(
-        np.ascontiguousarray(segment.inputs_BT[:, begin:end]),
-        np.ascontiguousarray(segment.targets_BT[:, begin:end]),
-        np.ascontiguousarray(segment.counted_BT[:, begin:end]),
+        np.ascontiguousarray(segment.inputs_BT[:, columns]),
+        np.ascontiguousarray(segment.targets_BT[:, columns]),
+        np.ascontiguousarray(segment.counted_BT[:, columns]),
         starts=segment.starts and place.piece == 0,
     )
-    return Piece(cut, config.memory >> halved, Place(place.step + 1, following, 0 if done else place.piece + 1))
+    return Piece(cut, config.memory >> _halved(place, config), _with_targets(stream, after, config, world))
+
+
+def in_loss(counted_BT: npt.NDArray[np.bool_], config: TrainConfig) -> npt.NDArray[np.bool_]:
+    """Which of the counted targets of a piece training learns from: a copy, without the first half for `half`."""
+    counted_BT = counted_BT.copy()
+    if config.loss == "half":
+        counted_BT[:, : counted_BT.shape[1] // 2] = False
+    return counted_BT
+
+
+def _with_targets(stream: Stream, place: Place, config: TrainConfig, world: World) -> Place:
+    """The place itself; the next epoch's beginning, if from there on no process has anything to learn from.
+
+    An epoch's last segment is padding from somewhere on, and steps without targets would do harm.
+    """
+    position = place.position
+    if position.segment + 1 < stream.segments_in(position.epoch):
+        return place  # the longest row goes on beyond it
+    counted_BT = stream.read(position).counted_BT[:, _columns(place, config)]
+    if world.any(bool(in_loss(counted_BT, config).any())):
+        return place
+    return Place(place.step, stream.after(position))
+
+
+def _columns(place: Place, config: TrainConfig) -> slice:
+    """Which places of its segment the piece has."""
+    width = config.segment >> _halved(place, config)
+    return slice(place.piece * width, (place.piece + 1) * width)
+
+
+def _halved(place: Place, config: TrainConfig) -> int:
+    return halvings(place.step - place.piece, config)  # the stage of the step that began this segment

@@ -27,6 +27,7 @@ from transformer_xl.model.memory import Memory
 from transformer_xl.text.segments import Segment, Shard
 from transformer_xl.training.distributed import World
 from transformer_xl.training.optimizers import whole
+from transformer_xl.training.pieces import in_loss
 
 
 class ScoredModel(nn.Module):
@@ -81,9 +82,7 @@ class Learner:
         """
         if self.config.compile == "graphs":
             self._provide_gradients()
-        counted_BT = segment.counted_BT.copy()
-        if self.config.loss == "half":
-            counted_BT[:, : counted_BT.shape[1] // 2] = False
+        counted_BT = in_loss(segment.counted_BT, self.config)
         counts = self.world.sum(send(torch.tensor([counted_BT.sum(), segment.counted_BT.sum()]), self.device))
         weight_BT = send(torch.from_numpy(counted_BT), self.device)
         inputs_BT, targets_BT = send(torch.from_numpy(segment.inputs_BT), self.device), segment.targets_BT
