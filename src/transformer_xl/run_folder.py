@@ -142,9 +142,22 @@ class RunFolder:
             raise UserError(f"{path / 'vocabulary.json'} is not the one this run was trained with; copy it again")
         return RunFolder(path, config, vocabulary)
 
-    def save_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Keeps the weights as the run's best."""
-        save_tensors(self.path / "model.safetensors", weights)
+    def save_weights(self, weights: Mapping[str, Tensor], *, step: int, nats: float | None) -> None:
+        """Keeps the weights of this step as the run's best, and their validation loss in nats per token, if known."""
+        notes = {"step": str(step)} | ({} if nats is None else {"nats_per_token": repr(nats)})
+        save_tensors(self.path / "model.safetensors", weights, notes)
+
+    def best_known(self) -> tuple[int, float] | None:
+        """Step and validation loss (nats per token) of the best weights; none where there are none, or without loss.
+
+        Raises:
+            UserError: the file is damaged.
+        """
+        best = self.path / "model.safetensors"
+        notes = load_tensors(best)[1] if best.is_file() else {}
+        if "nats_per_token" not in notes:
+            return None
+        return int(notes["step"]), float(notes["nats_per_token"])
 
     def weights_file(self, weights: Weights = "best") -> Path:
         """Where the best weights are, or the last ones.

@@ -108,10 +108,16 @@ def save_state(folder: RunFolder, state: TrainingState, world: World = ALONE) ->
 def _put_in_place(folder: RunFolder, new: Path, path: Path) -> None:
     with explained(f"deleting old checkpoints in {path.parent}"):
         if new != path:
-            shutil.rmtree(path)
+            before = path.rename(_aside(path))
             new.rename(path)
+            shutil.rmtree(before)
         for old in folder.states()[:-_KEPT]:
-            shutil.rmtree(old)
+            shutil.rmtree(old.rename(_aside(old)))
+
+
+def _aside(path: Path) -> Path:
+    """A name under which a killed deletion leaves no half checkpoint: `remove_leftovers` takes it away."""
+    return path.with_name(f".{path.name}.partial-old")
 
 
 def load_state(folder: RunFolder, state: TrainingState, world: World = ALONE) -> list[str]:

@@ -5,6 +5,7 @@ read -> step (step.py) -> fetch the numbers of the step before -> (now and then)
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Callable
@@ -134,6 +135,7 @@ class Training:
         remarks: list[str] = []
         if self.folder.newest_state() or self.folder.figures():  # else killed before its first checkpoint: it begins
             remarks = load_state(self.folder, self.state, self.world)
+            self._know_best()
             self._saved = self.state.progress
         progress = self.state.progress
         if progress.position.segment >= self.stream.segments_in(progress.position.epoch):  # other rows, other edges
@@ -255,7 +257,7 @@ class Training:
                 raise UserError(f"the validation loss became {nats} at step {step}; lower --train.learning_rate")
             if best is None or sums.nats_per_token < best:
                 best = sums.nats_per_token
-                self._keep_weights()
+                self._keep_weights(best)
         state.progress = state.progress.model_copy(update={"best_nats": best, "validated": step})
         self._write_figures("valid", step, sums, {})
         self._pace.pause(time.perf_counter() - begin)
@@ -283,14 +285,22 @@ class Training:
             with ExitStack() as stack:  # the last weights, or their average, are the best known
                 if state.average is not None:
                     stack.enter_context(state.average.in_place_of(state.model))
-                self._keep_weights()
+                self._keep_weights(None)
         self._pace.pause(time.perf_counter() - begin)
 
-    def _keep_weights(self) -> None:
-        """Keeps the weights that the model has now as the run's best."""
+    def _keep_weights(self, nats: float | None) -> None:
+        """Keeps the weights that the model has now as the run's best, with their validation loss."""
         weights = whole_weights(self.state.model, self.world)
         if self.world.is_first:
-            self.folder.save_weights(weights)
+            self.folder.save_weights(weights, step=self.state.progress.step, nats=nats)
+
+    def _know_best(self) -> None:
+        """The best weights may be of a later step than the checkpoint (a crash): then their loss is to be beaten."""
+        with self.world.together():
+            told = json.dumps(self.folder.best_known() if self.world.is_first else None)
+        best, progress = json.loads(self.world.gather(told)[0]), self.state.progress
+        if best is not None and best[0] > progress.validated:
+            self.state.progress = progress.model_copy(update={"best_nats": best[1]})
 
     def _write_figures(self, split: str, step: int, sums: Sums, more: Figures) -> None:
         if not self.world.is_first:

@@ -38,7 +38,10 @@ class MetricsLog:
         known_until = {"train": step, "valid": validated}
         kept = [line for line in self.folder.figures() if line["step"] <= known_until.get(line["split"], 0)]
         write_text(self.folder.path / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in kept))
-        self._open_board(step + 1)
+        self._open_board(step)
+        for line in kept:
+            if line["step"] == step:  # no longer shown either; what else was shown of this step comes again
+                self._show(line)
 
     def write(self, figures: Figures) -> None:
         """Adds a line.
@@ -50,6 +53,9 @@ class MetricsLog:
         with explained(f"writing {file}"), file.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(figures) + "\n")
         self._open_board(None)
+        self._show(figures)
+
+    def _show(self, figures: Figures) -> None:
         if self._board is None:
             return
         with explained(f"writing {self.folder.path / 'tensorboard'}"):
