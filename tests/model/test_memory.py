@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from transformer_xl.config import UserError
-from transformer_xl.model.memory import Memory, Reach
+from transformer_xl.model.memory import HiddenMemory, Memory, Reach
 
 ROWS, LENGTH, WIDTH, LAYERS = 3, 5, 7, 2
 
 
 def fresh() -> Memory:
-    return Memory.empty(LAYERS, ROWS, WIDTH, Reach(LENGTH), torch.zeros(1, dtype=torch.float64))
+    return HiddenMemory.empty(LAYERS, ROWS, WIDTH, Reach(LENGTH), torch.zeros(1, dtype=torch.float64))
 
 
 def rows_of(count: int, start: float = 0.0) -> list[torch.Tensor]:
@@ -41,7 +41,7 @@ def test_it_holds_the_last_rows(counts):
 
 
 def test_length_zero():
-    memory = Memory.empty(LAYERS, ROWS, WIDTH, Reach(0), torch.zeros(1, dtype=torch.float64)).after(rows_of(3))
+    memory = HiddenMemory.empty(LAYERS, ROWS, WIDTH, Reach(0), torch.zeros(1, dtype=torch.float64)).after(rows_of(3))
     assert memory.layers_BMD[0].shape == (ROWS, 0, WIDTH)
     assert memory.all_valid
     assert memory.position_B.tolist() == [3] * ROWS

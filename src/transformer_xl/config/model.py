@@ -27,6 +27,13 @@ class ModelConfig(Settings):
 
     vocabulary_size: int = Field(default=256, gt=0, le=MOST)
     """V: number of different tokens; in a run it is the corpus's."""
+    kind: Literal["transformer", "lstm", "qrnn"] = "transformer"
+    """What a layer is: attention and feed-forward, an LSTM, or a QRNN (both of the model's width; heads and
+    feedforward have no meaning there)."""
+    encoding: Literal["relative", "shaw", "sinusoidal", "learned"] = "relative"
+    """How a transformer knows places: distances as in Transformer-XL, or a learned vector for each distance (Shaw et
+    al. 2018); or the place in the segment, and then without memory: sinusoids (Vaswani et al. 2017), or learned
+    vectors at every layer (Al-Rfou et al. 2018)."""
     layers: int = Field(default=6, gt=0, le=MOST)
     """L: number of layers."""
     width: int = Field(default=256, gt=0, le=MOST, multiple_of=2)
@@ -45,6 +52,8 @@ class ModelConfig(Settings):
     """Where LayerNorm stands: after each residual sum (the paper's), or first inside each residual branch."""
     final_norm: bool = True
     """With norm 'pre': a LayerNorm after the last layer too (the authors' pre-norm code has none)."""
+    norm_epsilon: float = Field(default=1e-5, gt=0, lt=1)
+    """Added to the variance in every LayerNorm."""
     embedding_width: int | None = Field(default=None, gt=0, le=MOST)
     """E: width of a token's embedding, projected to the model's; none: the model's width, without a projection."""
     cutoffs: Annotated[tuple[int, ...] | Literal["auto"], BeforeValidator(_numbers)] = ()
@@ -60,14 +69,29 @@ class ModelConfig(Settings):
     """With div_val: a cluster as wide as the model is projected too (the authors' One Billion Word model does not)."""
     tie_position_biases: bool = True
     """One pair of biases u, w for all layers; false: a pair for each layer."""
+    attend_empty_memory: bool = False
+    """Empty memory slots are attended, as the rows of zeros they are (the authors' TensorFlow code, Hugging Face)."""
     memory: int = Field(default=128, ge=0, le=MOST)
     """Memory slots that `initial_memory` gives when not told otherwise; a run sets it to train.memory."""
     window: int | None = Field(default=None, gt=0, le=MOST)
     """Number of keys a query sees, itself included; none: all there are."""
     clamp_length: int | None = Field(default=None, gt=0, le=MOST)
     """Distances above this count as this one in the position encoding; none: no limit."""
+    learned_positions: int | None = Field(default=None, gt=0, le=MOST)
+    """Learned vectors of encoding shaw (farther distances share the last) or learned (the longest segment); none: as
+    many as training has distances or places."""
+    intermediate_losses: bool = False
+    """With encodings sinusoidal and learned: in the first half of training every layer predicts, not only the last;
+    the lowest stop first (Al-Rfou et al. 2018)."""
+    second_target: bool = False
+    """With encodings sinusoidal and learned: in training each place also predicts the token after the next, at half
+    the weight (Al-Rfou et al. 2018)."""
+    qrnn_window: Literal[1, 2] = 2
+    """Inputs that the gates of a QRNN see: the token's own, or the one before as well."""
+    zoneout: float = Field(default=0.0, ge=0, lt=1)
+    """Share of a QRNN's state left as it was at each token, in training."""
     kernel: str = "auto"
-    """How attention is computed: auto, or the name of a kernel (all give the same numbers)."""
+    """How relative attention is computed: auto, or the name of a kernel (all give the same numbers)."""
 
     @model_validator(mode="after")
     def _check_clusters(self) -> Self:
@@ -89,14 +113,79 @@ class ModelConfig(Settings):
         return self
 
     @model_validator(mode="after")
+    def _check_kind(self) -> Self:
+        for name, needed, fits in (
+            ("encoding", "kind transformer", self.kind == "transformer"),
+            ("attention_dropout", "kind transformer", self.kind == "transformer"),
+            ("norm", "kind transformer", self.kind == "transformer"),
+            ("attend_empty_memory", "encoding relative or shaw", self.is_relative),
+            ("tie_position_biases", "encoding relative", self.kind == "transformer" and self.encoding == "relative"),
+            ("kernel", "encoding relative or shaw", self.is_relative),
+            ("learned_positions", "encoding shaw or learned", self.has_learned_positions),
+            ("intermediate_losses", "encoding sinusoidal or learned", self.is_absolute),
+            ("second_target", "encoding sinusoidal or learned", self.is_absolute),
+            ("qrnn_window", "kind qrnn", self.kind == "qrnn"),
+            ("zoneout", "kind qrnn", self.kind == "qrnn"),
+        ):
+            value = getattr(self, name)
+            if not fits and value != type(self).model_fields[name].default:
+                raise ValueError(f"{name} {value} needs {needed}, and this is {self.system}; leave it out")
+        if (self.intermediate_losses or self.second_target) and self.cutoffs:
+            raise ValueError("intermediate_losses and second_target need one softmax; give cutoffs none")
+        self.check_reach(memory=self.memory if "memory" in self.model_fields_set else 0)
+        if self.is_absolute:
+            object.__setattr__(self, "memory", 0)
+        return self
+
+    @model_validator(mode="after")
     def _fill_head_width(self) -> Self:
-        if self.head_width is None:
+        if self.head_width is None and self.kind == "transformer":
             if self.width % self.heads:
                 raise ValueError(
                     f"width {self.width} does not divide by heads {self.heads}; choose a multiple or set head_width"
                 )
             object.__setattr__(self, "head_width", self.width // self.heads)
         return self
+
+    def check_reach(
+        self, *, segment: int = 1, memory: int = 0, window: int | None = None, clamp: int | None = None
+    ) -> None:
+        """Whether this model can read so; the window and clamp of the settings are looked at in any case.
+
+        Raises:
+            UserError: it has no such length, or not so long a one.
+        """
+        window, clamp = window or self.window, clamp or self.clamp_length
+        if self.is_absolute and memory:
+            raise UserError(f"{self.system} has no memory, and memory {memory:,} was given; give memory 0")
+        if self.is_absolute and clamp:
+            raise UserError(f"{self.system} knows no distances to clamp, and clamp {clamp:,} was given; give none")
+        if self.kind != "transformer" and (window or clamp):
+            name, value = ("window", window) if window else ("clamp", clamp)
+            raise UserError(f"{self.system} does not attend, and {name} {value:,} was given; give {name} none")
+        most = self.learned_positions
+        if self.is_absolute and most is not None and segment > most:
+            raise UserError(f"segment {segment:,} is longer than the {most:,} learned positions; give {most:,} at most")
+
+    @property
+    def system(self) -> str:
+        """What kind of model this is, in the words of the settings."""
+        return f"encoding {self.encoding}" if self.kind == "transformer" else f"kind {self.kind}"
+
+    @property
+    def is_relative(self) -> bool:
+        """Whether it attends by distance, over a memory."""
+        return self.kind == "transformer" and self.encoding in ("relative", "shaw")
+
+    @property
+    def is_absolute(self) -> bool:
+        """Whether it knows places in the segment alone, and has no memory."""
+        return self.kind == "transformer" and not self.is_relative
+
+    @property
+    def has_learned_positions(self) -> bool:
+        """Whether `learned_positions` means anything."""
+        return self.kind == "transformer" and self.encoding in ("shaw", "learned")
 
     @property
     def cluster_edges(self) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 Names and the paper's: `content_bias` u, `position_bias` v, `query` Wq, `key` WkE, `value` Wv, `position_key` WkR.
 Letters: B rows, T new tokens, M memory slots, S = M + T keys, P distances, D model width, K = D / 2 frequencies,
-N heads, H head width, F feed-forward width.
+N heads, H head width, F feed-forward width, X any number of rows.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,35 +19,92 @@ from typing_extensions import override
 from transformer_xl.config import ModelConfig
 from transformer_xl.model.dropout import Dropout
 from transformer_xl.model.kernels import AttentionInputs
+from transformer_xl.model.memory import without_padding
 
 Attention = Callable[[AttentionInputs], Tensor]
 """A kernel with sight and dropout already given: inputs to attended values (B, T, N, H)."""
 
+Join = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""New keys and values (B, T, N, H) to all S of them: those of the memory, then the new ones."""
+
 
 @dataclass(frozen=True)
-class Positions:
-    """What a layer needs to know of positions."""
+class Biases:
+    """The trained vectors of a layer that are added to its queries."""
 
-    encoding_PD: Tensor
-    """Encodings of the distances, farthest first."""
-    content_bias_NH: Tensor
-    position_bias_NH: Tensor
+    content_NH: Tensor
+    """The paper's u."""
+    position_NH: Tensor
+    """The paper's v."""
 
 
-def encode_distances(num_distances: int, width: int, clamp_length: int | None, like: Tensor) -> Tensor:
+def encode_distances(num_distances: int, width: int, like: Tensor) -> Tensor:
     """Sinusoids of the distances P - 1, ..., 1, 0: all sines first, then all cosines; (P, D).
 
     On the device of `like`, in float32 even where `like` is bfloat16, which cannot tell distances above 256 apart
-    (float64 stays float64). Above `clamp_length` all distances look alike.
+    (float64 stays float64).
     """
     dtype = torch.promote_types(like.dtype, torch.float32)
     distance_P = torch.arange(num_distances - 1, -1, -1, dtype=dtype, device=like.device)
-    if clamp_length is not None:
-        distance_P = distance_P.clamp(max=clamp_length)
     even_K = torch.arange(0, width, 2, dtype=dtype, device=like.device)
     frequency_K = torch.exp(even_K * (-math.log(10000.0) / width))
     angle_PK = distance_P[:, None] * frequency_K
     return torch.cat([angle_PK.sin(), angle_PK.cos()], dim=-1)
+
+
+class Past(Protocol):
+    """What a layer read before the new tokens, in whatever form it was kept."""
+
+    def keys_and_values(self, attention: RelativeAttention, new_BTD: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values (B, S, N, H) of memory and new tokens; those are normalised already in pre-norm."""
+        ...
+
+    def position_keys(self, attention: RelativeAttention) -> Tensor:
+        """Keys of the distances, farthest first: (P, N, H)."""
+        ...
+
+
+@dataclass(frozen=True)
+class HiddenRows:
+    """The inputs that the layer had at the last M tokens."""
+
+    rows_BMD: Tensor
+    encoding_PD: Tensor
+    """Encodings of the distances, farthest first."""
+    lengths_B: Tensor | None
+    """How many of the new tokens are the row's own, where there is padding before them."""
+
+    def keys_and_values(self, attention: RelativeAttention, new_BTD: Tensor) -> tuple[Tensor, Tensor]:
+        """Projects memory and new rows apart: nobody asks for the gradient of memory rows, which saves its product."""
+        rows_BMD = self.rows_BMD.to(new_BTD.dtype)
+        if attention.pre_norm:
+            rows_BMD = attention.norm(rows_BMD)
+        pairs = zip(attention.project(rows_BMD), attention.project(new_BTD), strict=True)
+        k_BSNH, v_BSNH = (torch.cat(pair, dim=1) for pair in pairs)
+        if self.lengths_B is None:
+            return k_BSNH, v_BSNH
+        num_new = new_BTD.shape[1]
+        return without_padding(k_BSNH, num_new, self.lengths_B), without_padding(v_BSNH, num_new, self.lengths_B)
+
+    def position_keys(self, attention: RelativeAttention) -> Tensor:
+        """Projects the encodings."""
+        return attention.project_positions(self.encoding_PD)
+
+
+@dataclass(frozen=True)
+class KeysAndValues:
+    """The keys and values that the layer made of the last M tokens."""
+
+    join: Join
+    position_key_PNH: Tensor
+
+    def keys_and_values(self, attention: RelativeAttention, new_BTD: Tensor) -> tuple[Tensor, Tensor]:
+        """Projects the new rows."""
+        return self.join(*attention.project(new_BTD))
+
+    def position_keys(self, attention: RelativeAttention) -> Tensor:
+        """They are there."""
+        return self.position_key_PNH
 
 
 class RelativeAttention(nn.Module):
@@ -62,33 +120,35 @@ class RelativeAttention(nn.Module):
         self.value = nn.Linear(config.width, inner, bias=False)
         self.position_key = nn.Linear(config.width, inner, bias=False)
         self.output = nn.Linear(inner, config.width, bias=False)
-        self.norm = nn.LayerNorm(config.width)
+        self.norm = nn.LayerNorm(config.width, eps=config.norm_epsilon)
         self.dropout = Dropout(config.dropout)
 
     @override
-    def forward(self, x_BTD: Tensor, memory_BMD: Tensor, positions: Positions, attend: Attention) -> Tensor:
+    def forward(self, x_BTD: Tensor, past: Past, biases: Biases, attend: Attention) -> Tensor:
         """Gives (B, T, D). The gradient reaches `key` and `value` through memory rows, but not the rows themselves."""
-        memory_BMD, new_BTD = memory_BMD.to(x_BTD.dtype), x_BTD
-        if self.pre_norm:
-            memory_BMD, new_BTD = self.norm(memory_BMD), self.norm(new_BTD)
-        encoding_PD = positions.encoding_PD.to(self.position_key.weight.dtype)
+        new_BTD = self.norm(x_BTD) if self.pre_norm else x_BTD
         q_BTNH = self.query(new_BTD).unflatten(-1, self.head_shape)
-        k_BSNH, v_BSNH = (
-            # apart: nobody asks for the gradient of memory rows, so its matrix product is left out
-            torch.cat([projection(memory_BMD), projection(new_BTD)], dim=1).unflatten(-1, self.head_shape)
-            for projection in (self.key, self.value)
-        )
+        k_BSNH, v_BSNH = past.keys_and_values(self, new_BTD)
         inputs = AttentionInputs(
             q_BTNH,
             k_BSNH,
             v_BSNH,
-            self.position_key(encoding_PD).unflatten(-1, self.head_shape),
+            past.position_keys(self),
             # the dtype of q: under autocast the products are bfloat16 and the biases float32
-            positions.content_bias_NH.to(q_BTNH.dtype),
-            positions.position_bias_NH.to(q_BTNH.dtype),
+            biases.content_NH.to(q_BTNH.dtype),
+            biases.position_NH.to(q_BTNH.dtype),
         )
         sum_BTD = x_BTD + self.dropout(self.output(attend(inputs).flatten(-2)))
         return sum_BTD if self.pre_norm else self.norm(sum_BTD)
+
+    def project(self, x_BXD: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values (B, X, N, H) of normalised rows."""
+        k_BXNH, v_BXNH = (projection(x_BXD).unflatten(-1, self.head_shape) for projection in (self.key, self.value))
+        return k_BXNH, v_BXNH
+
+    def project_positions(self, encoding_PD: Tensor) -> Tensor:
+        """Position keys (P, N, H) of encoded distances."""
+        return self.position_key(encoding_PD.to(self.position_key.weight.dtype)).unflatten(-1, self.head_shape)
 
 
 class FeedForward(nn.Module):
@@ -99,7 +159,7 @@ class FeedForward(nn.Module):
         self.pre_norm = config.norm == "pre"
         self.widen = nn.Linear(config.width, config.feedforward)
         self.narrow = nn.Linear(config.feedforward, config.width)
-        self.norm = nn.LayerNorm(config.width)
+        self.norm = nn.LayerNorm(config.width, eps=config.norm_epsilon)
         self.inner_dropout = Dropout(config.dropout, relu=True)
         self.dropout = Dropout(config.dropout)
 
@@ -120,6 +180,6 @@ class Layer(nn.Module):
         self.feedforward = FeedForward(config)
 
     @override
-    def forward(self, x_BTD: Tensor, memory_BMD: Tensor, positions: Positions, attend: Attention) -> Tensor:
+    def forward(self, x_BTD: Tensor, past: Past, biases: Biases, attend: Attention) -> Tensor:
         """Gives the next layer's input (B, T, D)."""
-        return self.feedforward(self.attention(x_BTD, memory_BMD, positions, attend))
+        return self.feedforward(self.attention(x_BTD, past, biases, attend))

@@ -1,6 +1,6 @@
 """The contract of every language model here; training, scoring, generation and analysis use nothing else.
 
-    memory = model.initial_memory(batch_size)
+    memory = model.initial_memory(batch_size)         (or, for weights that stay, model.inference_memory(batch_size))
     hidden_BTD, memory = model(tokens_BT, memory)
     logits_BTV = model.logits(hidden_BTD)
     nats_BT = model.nats(hidden_BTD, targets_BT)
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
+import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -41,12 +42,47 @@ class LanguageModel(nn.Module, ABC):
     def initial_memory(self, batch_size: int, reach: Reach | None = None) -> Memory:
         """An empty memory for B rows; `reach` in place of the model's own."""
 
+    def inference_memory(self, batch_size: int, reach: Reach | None = None) -> Memory:
+        """An empty memory of the quickest kind for a model whose weights do not change; no gradient passes it.
+
+        What it gives is what `initial_memory` gives. It goes with this model, device and number format alone.
+        """
+        return self.initial_memory(batch_size, reach)
+
     @abstractmethod
     @override
     def forward(
-        self, tokens_BT: Tensor | None = None, memory: Memory | None = None, *, inputs_BTD: Tensor | None = None
+        self,
+        tokens_BT: Tensor | None = None,
+        memory: Memory | None = None,
+        *,
+        inputs_BTD: Tensor | None = None,
+        lengths_B: Tensor | None = None,
     ) -> tuple[Tensor, Memory]:
-        """Reads T tokens of each row after what `memory` holds; gives hidden rows (B, T, D) and the next memory."""
+        """Reads T tokens of each row after what `memory` holds; gives hidden rows (B, T, D) and the next memory.
+
+        Where `lengths_B` is given, only so many tokens of a row, the last ones, are its own. Those before are padding,
+        which is neither attended nor remembered; hidden rows of padding mean nothing, but are finite.
+        """
+
+    def training_nats(
+        self, tokens_BT: Tensor, targets_BT: Tensor, memory: Memory, *, done: float
+    ) -> tuple[Tensor, Tensor, Memory]:
+        """What a step of training needs: `nats` of the targets, what else the model is to be trained for, the memory.
+
+        Args:
+            tokens_BT: as for `forward`.
+            targets_BT: as for `nats`.
+            memory: as for `forward`.
+            done: share of the training that is done, from 0 to 1.
+
+        Returns:
+            nats (B, T); auxiliary losses of the same places in nats (B, T), zeros unless a model has some, which are
+            trained and never reported; and the next memory.
+        """
+        hidden_BTD, memory = self(tokens_BT, memory)
+        nats_BT = self.nats(hidden_BTD, targets_BT)
+        return nats_BT, torch.zeros_like(nats_BT), memory
 
     @abstractmethod
     def logits(self, hidden_BTD: Tensor) -> Tensor:

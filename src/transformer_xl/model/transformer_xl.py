@@ -2,14 +2,17 @@
 
     hidden_BTD, memory = model(tokens_BT, memory)
 
-Letters: B rows, T new tokens, M memory slots, S = M + T keys, P distances, D model width, N heads, H head width,
-L layers, V vocabulary.
+Memory is hidden rows while weights change, keys and values where they do not; the numbers are the same.
+
+Letters: B rows, T new tokens, M memory slots, S = M + T keys, P distances that have a position key of their own,
+D model width, N heads, H head width, L layers, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,11 +22,21 @@ from typing_extensions import override
 from transformer_xl.config import ModelConfig, UserError
 from transformer_xl.model import kernels
 from transformer_xl.model.adaptive import Embedding, Softmax
-from transformer_xl.model.attention import Attention, Layer, Positions, encode_distances
+from transformer_xl.model.attention import (
+    Attention,
+    Biases,
+    HiddenRows,
+    KeysAndValues,
+    Layer,
+    Past,
+    RelativeAttention,
+    encode_distances,
+)
 from transformer_xl.model.dropout import Dropout
 from transformer_xl.model.kernels import AttentionInputs, AttentionTerms, Sight, reference
+from transformer_xl.model.key_values import KeyValueMemory, Span
 from transformer_xl.model.language_model import LanguageModel
-from transformer_xl.model.memory import Memory, Reach
+from transformer_xl.model.memory import HiddenMemory, Memory, Reach
 
 _WEIGHT_STD, _NORM_STD = 0.02, 0.02  # the authors' init_std
 
@@ -56,7 +69,7 @@ class TransformerXL(LanguageModel):
         self.position_bias = nn.Parameter(torch.empty(num_bias_pairs, config.heads, config.head_size))
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
         final = config.norm == "pre" and config.final_norm
-        self.final_norm = nn.LayerNorm(config.width) if final else nn.Identity()
+        self.final_norm = nn.LayerNorm(config.width, eps=config.norm_epsilon) if final else nn.Identity()
         self.dropout = Dropout(config.dropout)
         self.initialise()
 
@@ -75,13 +88,27 @@ class TransformerXL(LanguageModel):
         nn.init.normal_(self.position_bias, 0.0, _WEIGHT_STD)
 
     @override
-    def initial_memory(self, batch_size: int, reach: Reach | None = None) -> Memory:
+    def initial_memory(self, batch_size: int, reach: Reach | None = None) -> HiddenMemory:
         config = self.config
-        return Memory.empty(config.layers, batch_size, config.width, reach or self.reach, self.content_bias)
+        return HiddenMemory.empty(config.layers, batch_size, config.width, reach or self.reach, self.content_bias)
+
+    @override
+    def inference_memory(self, batch_size: int, reach: Reach | None = None) -> Memory:
+        config = self.config
+        if config.attend_empty_memory and config.norm == "pre":
+            return self.initial_memory(batch_size, reach)  # normalised, rows of zeros have keys that are not zeros
+        shape = (config.layers, batch_size, config.heads, config.head_size)
+        reach, attended = reach or self.reach, config.attend_empty_memory
+        return KeyValueMemory.empty(shape, reach, self.content_bias, attended=attended)
 
     @override
     def forward(
-        self, tokens_BT: Tensor | None = None, memory: Memory | None = None, *, inputs_BTD: Tensor | None = None
+        self,
+        tokens_BT: Tensor | None = None,
+        memory: Memory | None = None,
+        *,
+        inputs_BTD: Tensor | None = None,
+        lengths_B: Tensor | None = None,
     ) -> tuple[Tensor, Memory]:
         """Reads T tokens of each row after what `memory` holds.
 
@@ -89,6 +116,8 @@ class TransformerXL(LanguageModel):
             tokens_BT: token numbers, int64.
             memory: what was read before; none: nothing. It is not changed.
             inputs_BTD: in place of tokens, continuous inputs (music, control, speech): the first layer's input as is.
+            lengths_B: how many of the T are the row's own; they stand last. What stands before is padding, which is
+                neither attended nor remembered; hidden rows of padding mean nothing. None: all.
 
         Returns:
             hidden rows (B, T, D), and the memory to hand in with the next tokens of the same rows.
@@ -96,31 +125,36 @@ class TransformerXL(LanguageModel):
         Raises:
             UserError: not exactly one kind of input, a wrong shape, or a memory of another batch or model.
         """
-        states_BTD, memory = self.hidden_states(tokens_BT, memory, inputs_BTD=inputs_BTD)
+        states_BTD, memory = self.hidden_states(tokens_BT, memory, inputs_BTD=inputs_BTD, lengths_B=lengths_B)
         return states_BTD[-1], memory
 
     def hidden_states(
-        self, tokens_BT: Tensor | None = None, memory: Memory | None = None, *, inputs_BTD: Tensor | None = None
+        self,
+        tokens_BT: Tensor | None = None,
+        memory: Memory | None = None,
+        *,
+        inputs_BTD: Tensor | None = None,
+        lengths_B: Tensor | None = None,
     ) -> tuple[list[Tensor], Memory]:
         """As `forward`, but gives L + 1 hidden rows (B, T, D): the input of every layer, then what `forward` gives."""
         x_BTD = self._first_input(tokens_BT, inputs_BTD)
-        memory = self._matching(memory, x_BTD)
+        memory = self._matching(memory, x_BTD, lengths_B)
         kernel = kernels.choose(self.config.kernel, x_BTD.device, x_BTD.dtype)
-        sight = Sight(None if memory.all_valid else memory.valid_B)
+        sight = self._sight(memory, x_BTD.shape[1], lengths_B)
         dropout = self.config.attention_dropout if self.training else 0.0
 
         def attend(inputs: AttentionInputs) -> Tensor:
             return kernel.attend(inputs, sight, dropout)
 
         states_BTD: list[Tensor] = []
-        positions = self._positions(x_BTD, memory)
-        for layer, layer_memory, place in zip(self.layers, memory.layers_BMD, positions, strict=True):
+        reading = self._reading(memory, x_BTD, lengths_B)
+        for layer, past, biases in zip(self.layers, reading.pasts, self._biases(), strict=True):
             states_BTD.append(x_BTD)
             if self.recompute and torch.is_grad_enabled():
-                x_BTD = checkpoint(layer, x_BTD, layer_memory, place, attend, use_reentrant=False)
+                x_BTD = checkpoint(layer, x_BTD, past, biases, attend, use_reentrant=False)
             else:
-                x_BTD = layer(x_BTD, layer_memory, place, attend)
-        after = memory.after(states_BTD)
+                x_BTD = layer(x_BTD, past, biases, attend)
+        after = reading.after(states_BTD)
         return [*states_BTD, self.dropout(self.final_norm(x_BTD))], after
 
     def trace(
@@ -132,12 +166,12 @@ class TransformerXL(LanguageModel):
         Meant for pictures: dropout is not applied to the probabilities, and the reference kernel is used.
         """
         x_BTD = self._first_input(tokens_BT, inputs_BTD)
-        memory = self._matching(memory, x_BTD)
-        sight = Sight(None if memory.all_valid else memory.valid_B)
-        positions = self._positions(x_BTD, memory)
-        for layer, layer_memory, place in zip(self.layers, memory.layers_BMD, positions, strict=True):
+        memory = self._matching(memory, x_BTD, None)
+        sight = self._sight(memory, x_BTD.shape[1], None)
+        reading = self._reading(memory, x_BTD, None)
+        for layer, past, biases in zip(self.layers, reading.pasts, self._biases(), strict=True):
             seen: list[AttentionTerms] = []
-            x_BTD = layer(x_BTD, layer_memory, place, _watched(sight, seen))
+            x_BTD = layer(x_BTD, past, biases, _watched(sight, seen))
             yield LayerTrace(x_BTD, seen.pop())
 
     @override
@@ -165,28 +199,110 @@ class TransformerXL(LanguageModel):
             raise UserError(f"inputs of shape {tuple(inputs_BTD.shape)}; wanted (rows, tokens, {self.config.width})")
         return self.dropout(inputs_BTD)
 
-    def _matching(self, memory: Memory | None, x_BTD: Tensor) -> Memory:
+    def _matching(self, memory: Memory | None, x_BTD: Tensor, lengths_B: Tensor | None) -> Memory:
+        batch_size = len(x_BTD)
+        if lengths_B is not None and lengths_B.shape != (batch_size,):
+            raise UserError(f"lengths of shape {tuple(lengths_B.shape)} beside {batch_size} rows; wanted one a row")
         if memory is None:
-            return self.initial_memory(len(x_BTD))
-        if memory.batch_size != len(x_BTD):
+            return self.initial_memory(batch_size)
+        if memory.batch_size != batch_size:
             raise UserError(
-                f"memory of {memory.batch_size} rows beside {len(x_BTD)} rows of input; "
+                f"memory of {memory.batch_size} rows beside {batch_size} rows of input; "
                 "use memory.select(rows), or initial_memory for new texts"
             )
-        if len(memory.layers_BMD) != self.config.layers or memory.layers_BMD[0].shape[-1] != self.config.width:
+        config = self.config
+        own = isinstance(memory, HiddenMemory) and memory.layer_shape == (config.layers, config.width)
+        if isinstance(memory, KeyValueMemory):
+            own = memory.layer_shape == (config.layers, config.heads, config.head_size)
+        if not own:
             raise UserError("this memory was made by a model of another size; start with initial_memory")
         return memory
 
-    def _positions(self, x_BTD: Tensor, memory: Memory) -> Iterator[Positions]:
-        """What each layer needs to know of positions; one dropout mask serves all layers, as in the authors' code."""
-        num_keys = memory.length + x_BTD.shape[1]
-        num_distances = min(num_keys, memory.reach.window or num_keys)
-        bias = self.content_bias
-        encoding_PD = encode_distances(num_distances, self.config.width, memory.reach.clamp_length, like=bias)
-        encoding_PD = self.dropout(encoding_PD.to(bias.dtype))
+    def _sight(self, memory: Memory, num_new: int, lengths_B: Tensor | None) -> Sight:
+        seen, told_apart = self._distances(memory, num_new)
+        valid_B = None if memory.all_valid else memory.valid_B
+        if self.config.attend_empty_memory:
+            valid_B = None
+        if lengths_B is not None:
+            valid_B = (memory.length if valid_B is None else valid_B) - (num_new - lengths_B)
+        return Sight(valid_B, seen - told_apart)
+
+    def _distances(self, memory: Memory, num_new: int) -> tuple[int, int]:
+        """How many distances are seen, and how many of them a position encoding tells apart."""
+        reach, num_keys = memory.reach, memory.length + num_new
+        seen = min(num_keys, reach.window or num_keys)
+        return seen, min(seen, seen if reach.clamp_length is None else reach.clamp_length + 1)
+
+    def _biases(self) -> Iterator[Biases]:
         for index in range(self.config.layers):
             pair = 0 if self.config.tie_position_biases else index
-            yield Positions(encoding_PD, self.content_bias[pair], self.position_bias[pair])
+            yield Biases(self.content_bias[pair], self.position_bias[pair])
+
+    def _reading(self, memory: Memory, x_BTD: Tensor, lengths_B: Tensor | None) -> _Reading:
+        num_new = x_BTD.shape[1]
+        _, told_apart = self._distances(memory, num_new)
+        bias = self.content_bias
+        if isinstance(memory, HiddenMemory):
+            encoding_PD = encode_distances(told_apart, self.config.width, like=bias).to(bias.dtype)
+            # one dropout mask serves all layers, as in the authors' code
+            return _ReadingHidden(memory, self.dropout(encoding_PD), lengths_B)
+        assert isinstance(memory, KeyValueMemory)
+
+        def make() -> list[Tensor]:
+            encoding_PD = encode_distances(told_apart, self.config.width, like=bias).to(bias.dtype)
+            attentions = [attention for attention in self.modules() if isinstance(attention, RelativeAttention)]
+            return [attention.project_positions(encoding_PD) for attention in attentions]
+
+        return _ReadingKeys(memory, memory.position_keys.nearest(told_apart, make), num_new, lengths_B)
+
+
+class _Reading(Protocol):
+    """New tokens going through the layers beside one kind of memory."""
+
+    @property
+    def pasts(self) -> Iterator[Past]:
+        """What each layer read before."""
+        ...
+
+    def after(self, inputs_BTD: list[Tensor]) -> Memory:
+        """The memory that follows, once all layers had their inputs."""
+        ...
+
+
+@dataclass(frozen=True)
+class _ReadingHidden:
+    memory: HiddenMemory
+    encoding_PD: Tensor
+    lengths_B: Tensor | None
+
+    @property
+    def pasts(self) -> Iterator[Past]:
+        return (HiddenRows(rows_BMD, self.encoding_PD, self.lengths_B) for rows_BMD in self.memory.layers_BMD)
+
+    def after(self, inputs_BTD: list[Tensor]) -> Memory:
+        return self.memory.after(inputs_BTD, self.lengths_B)
+
+
+@dataclass(frozen=True)
+class _ReadingKeys:
+    memory: KeyValueMemory
+    position_keys_PNH: list[Tensor]
+    num_new: int
+    lengths_B: Tensor | None
+    spans: list[Span] = field(default_factory=list)
+
+    @property
+    def pasts(self) -> Iterator[Past]:
+        return (KeysAndValues(self._join, position_key_PNH) for position_key_PNH in self.position_keys_PNH)
+
+    def _join(self, k_BTNH: Tensor, v_BTNH: Tensor) -> tuple[Tensor, Tensor]:
+        """Called by one layer after the other."""
+        span, k_BSNH, v_BSNH = self.memory.joined(len(self.spans), k_BTNH, v_BTNH, self.lengths_B)
+        self.spans.append(span)
+        return k_BSNH, v_BSNH
+
+    def after(self, inputs_BTD: list[Tensor]) -> Memory:
+        return self.memory.after(self.spans, self.num_new, self.lengths_B)
 
 
 def _watched(sight: Sight, seen: list[AttentionTerms]) -> Attention:

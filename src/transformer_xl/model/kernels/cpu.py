@@ -25,7 +25,7 @@ from torch import Tensor
 
 from transformer_xl.model.dropout import draw_kept, num_draws
 from transformer_xl.model.kernels import sdpa
-from transformer_xl.model.kernels.reference import AttentionInputs, Sight, empty_slots
+from transformer_xl.model.kernels.reference import AttentionInputs, Sight, empty_slots, written_out
 
 _QUERIES = 128  # of a block: enough for fast matrix products, few enough to skip most of the future
 _BUFFER_BYTES = 2**22  # of one buffer: a few of them fit into the last-level cache
@@ -39,6 +39,7 @@ def attend(inputs: AttentionInputs, sight: Sight, dropout: float) -> Tensor:
     num_scores = batch_size * num_heads * num_queries * inputs.k_BSNH.shape[1]
     if num_scores < _WORTHWHILE and not torch.is_grad_enabled():
         return sdpa.attend(inputs, sight, dropout)
+    inputs = written_out(inputs, sight)
     seed = torch.randint(2**62, ()) if dropout else None
     given = [getattr(inputs, field.name) for field in fields(inputs)]
     return _attention(given, sight.valid_B, seed, dropout)
@@ -221,7 +222,8 @@ def _probabilities(part: _Part, block: _Block) -> Tensor:
     if part.valid_C is not None:
         empty_CS = empty_slots(part.valid_C, part.content_GTH.shape[1], part.k_GSH.shape[1])
         bias_JCIK = bias_GIK.unflatten(0, (part.num_heads, -1))
-        bias_JCIK.masked_fill_(empty_CS[:, None, block.keys], -torch.inf)
+        # the least number, not -inf: a query of padding sees nothing else, and would become nan
+        bias_JCIK.masked_fill_(empty_CS[:, None, block.keys], torch.finfo(bias_JCIK.dtype).min)
     p_GIK = _BUFFERS.take("probabilities", bias_GIK.shape, bias_GIK.dtype)
     torch.baddbmm(bias_GIK, part.content_GTH[:, block.queries], part.k_GSH[:, block.keys].mT, out=p_GIK)
     return torch.softmax(p_GIK, -1, out=p_GIK)

@@ -11,7 +11,7 @@ Letters: B rows, T queries, S = M + T keys, P distances, N heads, H head width.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -35,10 +35,21 @@ class AttentionInputs:
 
 @dataclass(frozen=True)
 class Sight:
-    """Which keys a query sees: those at distances 0 to P - 1 that stand in no empty memory slot."""
+    """Which keys a query sees: those at distances 0 to P - 1, and `beyond` more, that stand in no empty memory slot."""
 
     valid_B: Tensor | None
-    """Number of valid memory slots of each row, the last ones; none: all."""
+    """Number of valid memory slots of each row, the last ones; none: all. Below 0 where new tokens are padding: the
+    first -valid of the T. What a query of padding gives means nothing, but is finite."""
+    beyond: int = 0
+    """So many distances more are seen, which all have the farthest position key (a clamped distance)."""
+
+
+def written_out(inputs: AttentionInputs, sight: Sight) -> AttentionInputs:
+    """The same inputs with a position key for each distance that is seen."""
+    if not sight.beyond:
+        return inputs
+    r_PNH = inputs.position_key_PNH
+    return replace(inputs, position_key_PNH=torch.cat([r_PNH[:1].expand(sight.beyond, -1, -1), r_PNH]))
 
 
 @dataclass(frozen=True)
@@ -64,7 +75,7 @@ def seen_keys(inputs: AttentionInputs, sight: Sight) -> Tensor:
     """Which key each query sees, as bool (B or 1, T, S)."""
     num_queries, num_keys = inputs.q_BTNH.shape[1], inputs.k_BSNH.shape[1]
     distance_TS = distances(num_queries, num_keys, inputs.q_BTNH.device)
-    seen_BTS = ((distance_TS >= 0) & (distance_TS < len(inputs.position_key_PNH)))[None]
+    seen_BTS = ((distance_TS >= 0) & (distance_TS < len(inputs.position_key_PNH) + sight.beyond))[None]
     if sight.valid_B is not None:
         seen_BTS = seen_BTS & ~empty_slots(sight.valid_B, num_queries, num_keys)[:, None, :]
     return seen_BTS
@@ -78,9 +89,10 @@ def empty_slots(valid_B: Tensor, num_queries: int, num_keys: int) -> Tensor:
 
 def attention_terms(inputs: AttentionInputs, sight: Sight) -> AttentionTerms:
     """Computes every term by itself; B x N x T x S numbers each."""
+    seen_B1TS = seen_keys(inputs, sight)[:, None]
+    inputs = written_out(inputs, sight)
     num_distances = len(inputs.position_key_PNH)
     scale = inputs.q_BTNH.shape[-1] ** -0.5
-    seen_B1TS = seen_keys(inputs, sight)[:, None]
     distance_TS = distances(inputs.q_BTNH.shape[1], inputs.k_BSNH.shape[1], inputs.q_BTNH.device)
     position_key_TSNH = inputs.position_key_PNH[(num_distances - 1 - distance_TS).clamp(0, num_distances - 1)]
 
@@ -93,9 +105,12 @@ def attention_terms(inputs: AttentionInputs, sight: Sight) -> AttentionTerms:
         (term * scale).expand_as(content_BNTS).masked_fill(~seen_B1TS, 0)
         for term in (content_BNTS, position_BNTS, content_bias_BNS[:, :, None], position_bias_NTS[None])
     )
-    score_BNTS = (content + position + content_bias + position_bias).masked_fill(~seen_B1TS, -torch.inf)
+    score_BNTS = content + position + content_bias + position_bias
+    # the least number, not -inf: a query of padding sees nothing, and its probabilities would be nan
+    score_BNTS = score_BNTS.masked_fill(~seen_B1TS, torch.finfo(score_BNTS.dtype).min)
     probabilities_BNTS = score_BNTS.softmax(-1, dtype=torch.promote_types(score_BNTS.dtype, torch.float32))
-    return AttentionTerms(content, position, content_bias, position_bias, probabilities_BNTS.to(score_BNTS.dtype))
+    probabilities_BNTS = probabilities_BNTS.masked_fill(~seen_B1TS, 0).to(score_BNTS.dtype)
+    return AttentionTerms(content, position, content_bias, position_bias, probabilities_BNTS)
 
 
 def weighted_values(terms: AttentionTerms, v_BSNH: Tensor, dropout: float = 0.0) -> Tensor:

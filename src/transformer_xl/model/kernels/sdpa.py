@@ -15,11 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from transformer_xl.model.kernels.reference import AttentionInputs, Sight, empty_slots
+from transformer_xl.model.kernels.reference import AttentionInputs, Sight, empty_slots, written_out
 
 
 def attend(inputs: AttentionInputs, sight: Sight, dropout: float) -> Tensor:
     """Relative attention; returns (B, T, N, H)."""
+    inputs = written_out(inputs, sight)
     scale = inputs.q_BTNH.shape[-1] ** -0.5
     content_BNTH = (inputs.q_BTNH + inputs.content_bias_NH).transpose(1, 2)
     position_BNTH = ((inputs.q_BTNH + inputs.position_bias_NH) * scale).transpose(1, 2)
@@ -27,7 +28,8 @@ def attend(inputs: AttentionInputs, sight: Sight, dropout: float) -> Tensor:
     bias_BNTS = shifted(position_BNTP, num_keys=inputs.k_BSNH.shape[1])
     if sight.valid_B is not None:
         empty_BS = empty_slots(sight.valid_B, inputs.q_BTNH.shape[1], inputs.k_BSNH.shape[1])
-        bias_BNTS = bias_BNTS.masked_fill(empty_BS[:, None, None, :], -torch.inf)
+        # the least number, not -inf: a query of padding sees nothing else, and would become nan
+        bias_BNTS = bias_BNTS.masked_fill(empty_BS[:, None, None, :], torch.finfo(bias_BNTS.dtype).min)
     if bias_BNTS.device.type != "cpu":
         bias_BNTS = bias_BNTS.contiguous()  # torch's fused GPU kernels want rows at aligned addresses
     keys_BNSH, values_BNSH = inputs.k_BSNH.transpose(1, 2), inputs.v_BSNH.transpose(1, 2)

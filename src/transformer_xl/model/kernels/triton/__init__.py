@@ -14,7 +14,7 @@ import os
 import torch
 from torch import Tensor
 
-from transformer_xl.model.kernels.reference import AttentionInputs, Sight
+from transformer_xl.model.kernels.reference import AttentionInputs, Sight, written_out
 from transformer_xl.model.kernels.triton.ops import relative_attention
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -51,7 +51,7 @@ def attend(inputs: AttentionInputs, sight: Sight, dropout: float) -> Tensor:
     dropped follows from a seed drawn here. Gradients of position keys are summed in a fixed order only if
     `torch.use_deterministic_algorithms` asks for it.
     """
-    dtype = inputs.q_BTNH.dtype
+    inputs, dtype = written_out(inputs, sight), inputs.q_BTNH.dtype
     given = [
         inputs.q_BTNH,
         inputs.k_BSNH.to(dtype),

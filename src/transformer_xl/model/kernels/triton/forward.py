@@ -81,7 +81,10 @@ def forward_kernel(inputs, side, results, sizes, how: tl.constexpr):
         far_ID = near_ID
         near_D += how.tile
 
-    total_I = tl.where(total_I > 0, total_I, 1.0)  # rows beyond T may have seen nothing at all
+    saw_I = total_I > 0  # not so rows beyond T, and queries of padding
+    total_I = tl.where(saw_I, total_I, 1.0)
     store_rows(results.out, b, n, query_I, out_IH / total_I[:, None], how)
     log_sum = results.log_sum + (b * sizes.N + n) * sizes.T
-    tl.store(log_sum + query_I, top_I + tl.log2(total_I), mask=query_I < sizes.T)
+    # inf for those that saw nothing: their probabilities are 0 in the backward pass
+    log_sum_I = tl.where(saw_I, top_I + tl.log2(total_I), float("inf"))
+    tl.store(log_sum + query_I, log_sum_I, mask=query_I < sizes.T)
