@@ -117,10 +117,10 @@ def check_shares(world: World) -> None:
     tokens_BT = torch.arange(6).view(2, 3)
     model = scored.model
     with torch.no_grad():
-        before_BT, _ = scored(tokens_BT, tokens_BT.numpy(), model.initial_memory(2))
+        before_BT, _, _ = scored(tokens_BT, tokens_BT.numpy(), model.initial_memory(2))
         for parameter in model.parameters():
             parameter.to_local().mul_(2)
-        after_BT, _ = scored(tokens_BT, tokens_BT.numpy(), model.initial_memory(2))
+        after_BT, _, _ = scored(tokens_BT, tokens_BT.numpy(), model.initial_memory(2))
     assert (before_BT - after_BT).abs().min() > 1e-6
 
 

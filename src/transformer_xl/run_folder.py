@@ -24,8 +24,8 @@ from torch import Tensor
 from transformer_xl.config import RunConfig, Settings, UserError, check_settings, read_yaml, run_settings
 from transformer_xl.device import choose_device
 from transformer_xl.files import explained, whole_folder, write_text
+from transformer_xl.model.build import build_model
 from transformer_xl.model.language_model import LanguageModel
-from transformer_xl.model.transformer_xl import TransformerXL
 from transformer_xl.tensor_file import load_tensors, save_tensors
 from transformer_xl.text.vocabulary import Vocabulary, fingerprint, load_vocabulary, save_vocabulary
 
@@ -215,7 +215,7 @@ class RunFolder:
         Raises:
             UserError: something is missing, damaged or of another model.
         """
-        model = build_model(self.config)
+        model = build_model(self.config.model)
         if (best := self.path / "model.safetensors").exists():
             load_weights(model, best)
         for state in self.states():
@@ -228,14 +228,9 @@ class RunFolder:
         Raises:
             UserError: no weights, a damaged file, or weights that do not fit the settings.
         """
-        model = build_model(self.config)
+        model = build_model(self.config.model)
         load_weights(model, self.weights_file(weights))
         return model.to(device).eval()
-
-
-def build_model(config: RunConfig) -> LanguageModel:
-    """The model the settings ask for, with first weights from torch's random state."""
-    return TransformerXL(config.model)
 
 
 def load_weights(model: LanguageModel, file: Path) -> None:

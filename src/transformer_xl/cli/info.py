@@ -90,13 +90,14 @@ def _corpus(path: Path, verify: bool) -> dict[str, Any]:
 def _run(path: Path, verify: bool, machine: Machine) -> dict[str, Any]:
     import torch
 
+    from transformer_xl.model.build import build_model
     from transformer_xl.model.kernels import choose
-    from transformer_xl.run_folder import RunFolder, build_model
+    from transformer_xl.run_folder import RunFolder
 
     folder = RunFolder.open(path)
     config = folder.config
     with torch.device("meta"):
-        parameters = build_model(config).num_parameters()
+        parameters = build_model(config.model).num_parameters()
     if verify:
         folder.verify()
     figures = folder.figures()

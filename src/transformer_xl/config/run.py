@@ -53,7 +53,29 @@ class RunConfig(Settings):
             raise ValueError(
                 f"model.memory {self.model.memory} and train.memory {self.train.memory} differ; set train.memory alone"
             )
+        if self.model.is_absolute and "memory" not in self.train.model_fields_set:
+            object.__setattr__(self, "train", self.train.model_copy(update={"memory": 0}))
         object.__setattr__(self, "model", self.model.model_copy(update={"memory": self.train.memory}))
+        return self
+
+    @model_validator(mode="after")
+    def _lengths_the_model_has(self) -> Self:
+        model, train, wanted = self.model, self.train, self.evaluation
+        if model.has_learned_positions:
+            most = train.segment + train.memory
+            if (model.learned_positions or 0) > most:
+                raise ValueError(
+                    f"model.learned_positions {model.learned_positions:,} are more than training goes through; "
+                    f"give {most:,} (train.segment and train.memory) at most, or none"
+                )
+            found = {"learned_positions": model.learned_positions or most}
+            object.__setattr__(self, "model", model.model_copy(update=found))
+        self.model.check_reach(segment=train.segment, memory=train.memory)
+        self.model.check_reach(
+            segment=wanted.segment or 1, memory=wanted.memory or 0, window=wanted.window, clamp=wanted.clamp
+        )
+        if model.kind != "transformer" and train.compile != "off":
+            raise ValueError(f"train.compile {train.compile} is for transformers, and this is {model.system}; give off")
         return self
 
 

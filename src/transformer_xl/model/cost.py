@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from transformer_xl.config import ModelConfig
+from transformer_xl.model.build import build_model
 from transformer_xl.model.cross_entropy import plain_way
-from transformer_xl.model.transformer_xl import TransformerXL
 
 _HEAD_SHARE = 0.9  # of the running text: what stands in the head is scored best, and most of the text should be
 _MOST_TAILS = 3  # as the authors have; a fourth saves next to nothing
@@ -75,7 +75,7 @@ class StepCost:
     activation_bytes: int
     """Kept from the forward pass for the backward pass, beside the parameters."""
     memory_bytes: int
-    """Hidden rows carried from step to step."""
+    """Hidden rows, or states, carried from step to step."""
 
     @property
     def bytes(self) -> int:
@@ -88,30 +88,32 @@ def step_cost(config: ModelConfig, *, rows: int, segment: int, memory: int) -> S
 
     Targets are taken to follow Zipf's law over the ids, so that each tail is aimed at as often as in ordinary text.
     Operations are those of the model, without what is computed again in the backward pass; what is kept is what the
-    settings' kernel keeps (with `auto` the CPU's).
+    settings' kernel keeps (with `auto` the CPU's). Auxiliary losses are those of the first step.
     """
     config = config.model_copy(update={"memory": memory})
     shape = (rows, segment, memory)
     with plain_way():
-        flops, _ = _walk(config.model_copy(update={"kernel": "sdpa"}), *shape)  # its backward pass can be counted
-    _, activation_bytes = _walk(config, *shape)
+        flops, _, _ = _walk(config.model_copy(update={"kernel": "sdpa"}), *shape)  # its backward pass can be counted
+    _, activation_bytes, memory_bytes = _walk(config, *shape)
     with torch.device("meta"):
-        parameters = TransformerXL(config).num_parameters()
+        parameters = build_model(config).num_parameters()
     return StepCost(
         parameters=parameters,
         flops=flops,
         state_bytes=_ADAM_STATE * parameters,
         activation_bytes=activation_bytes,
-        memory_bytes=4 * config.layers * rows * memory * config.width,
+        memory_bytes=memory_bytes,
     )
 
 
-def _walk(config: ModelConfig, rows: int, segment: int, memory: int) -> tuple[int, int]:
-    """Operations of a step, and bytes kept for its backward pass."""
-    with torch.device("meta"):
-        model = TransformerXL(config).train()
+def _walk(config: ModelConfig, rows: int, segment: int, memory: int) -> tuple[int, int, int]:
+    """Operations of a step, bytes kept for its backward pass, and bytes of the memory it begins with."""
+    with torch.device("meta"), torch.no_grad():
+        model = build_model(config).train()
         tokens_BT = torch.zeros(rows, segment, dtype=torch.int64)
-        full = model.initial_memory(rows).after([torch.zeros(rows, memory, config.width) for _ in range(config.layers)])
+        full = model.initial_memory(rows)
+        if memory:
+            _, full = model(torch.zeros(rows, memory, dtype=torch.int64), full)
     kept = {parameter.untyped_storage()._cdata: 0 for parameter in model.parameters()}
 
     def keep(tensor: Tensor) -> Any:
@@ -123,9 +125,11 @@ def _walk(config: ModelConfig, rows: int, segment: int, memory: int) -> tuple[in
         FlopCounterMode(display=False) as counter,
         torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
     ):
-        hidden_BTD, _ = model(tokens_BT, full)
-        model.nats(hidden_BTD, _zipf_targets(config.vocabulary_size, rows, segment)).sum().backward()
-    return counter.get_total_flops(), sum(kept.values())
+        targets_BT = _zipf_targets(config.vocabulary_size, rows, segment)
+        nats_BT, extra_BT, _ = model.training_nats(tokens_BT, targets_BT, full, done=0.0)
+        (nats_BT + extra_BT).sum().backward()
+    carried = [tensor.nbytes for name, tensor in full.tensors().items() if name.startswith("layer")]
+    return counter.get_total_flops(), sum(kept.values()), sum(carried)
 
 
 def _zipf_targets(size: int, rows: int, segment: int) -> Tensor:

@@ -19,8 +19,9 @@ from torch import Tensor
 from transformer_xl.config import RunConfig, TrainConfig, UserError
 from transformer_xl.evaluation.metrics import Sums
 from transformer_xl.files import remove_leftovers
+from transformer_xl.model.build import build_model
 from transformer_xl.model.kernels import choose
-from transformer_xl.run_folder import RunFolder, build_model
+from transformer_xl.run_folder import RunFolder
 from transformer_xl.text.segments import ALL_ROWS, SegmentStream, Shard, Stream, StreamPosition, check_training
 from transformer_xl.text.shuffled import ShuffledStream
 from transformer_xl.text.token_store import Corpus
@@ -108,7 +109,7 @@ class Training:
         self.corpus = corpus
         self.stream = training_stream(corpus, self.config, world.shard)
         torch.manual_seed(self.config.seed)
-        model = build_model(folder.config).to(device).train()
+        model = build_model(folder.config.model).to(device).train()
         if world.rank:  # each process drops out other activations
             world.seed(self.config.seed, 0)
         model.recompute = self.config.recompute
@@ -191,7 +192,8 @@ class Training:
         if state.memories[0].length != piece.memory:
             state.memories = tuple(memory.resized(piece.memory) for memory in state.memories)
         set_learning_rate(state.optimizers, learning_rate(progress.step, self.config))
-        numbers, state.memories = self.learner.step(piece.segment, state.memories)
+        done = progress.step / self.config.steps
+        numbers, state.memories = self.learner.step(piece.segment, state.memories, done=done)
         if state.average is not None:
             state.average.update(piece.after.step)
         # the step before is fetched only now, with this one queued: the device never waits for the host

@@ -23,7 +23,7 @@ from typing_extensions import override
 from transformer_xl.config import TrainConfig
 from transformer_xl.device import autocast, keep_freed_memory
 from transformer_xl.model.language_model import LanguageModel
-from transformer_xl.model.memory import Memory
+from transformer_xl.model.memory import HiddenMemory, Memory
 from transformer_xl.text.segments import Segment, Shard
 from transformer_xl.training.distributed import World
 from transformer_xl.training.optimizers import whole
@@ -39,18 +39,27 @@ class ScoredModel(nn.Module):
         self.model, self.own_memory = model, own_memory
 
     @override
-    def forward(self, inputs_BT: Tensor, targets_BT: npt.NDArray[np.int64], memory: Memory) -> tuple[Tensor, Memory]:
-        """Gives the nats of each target (B, T), in input order, and the memory after the inputs.
+    def forward(
+        self, inputs_BT: Tensor, targets_BT: npt.NDArray[np.int64], memory: Memory, done: float | None = None
+    ) -> tuple[Tensor, Tensor, Memory]:
+        """Gives nats of the targets and auxiliary losses, each (B, T) in input order, and the memory after the inputs.
 
+        `done` is the share of training that is done. Outside of training it is none, and auxiliary losses are zeros.
         The targets are best on the CPU (see `LanguageModel.nats`), and an array stays there: tensors are sent to the
         device by what shares the weights out.
         """
         if self.own_memory:
             torch.compiler.cudagraph_mark_step_begin()
-        hidden_BTD, memory = self.model(inputs_BT, memory)
-        if self.own_memory:
+        targets = torch.from_numpy(targets_BT)
+        if done is None:
+            hidden_BTD, memory = self.model(inputs_BT, memory)
+            nats_BT = self.model.nats(hidden_BTD, targets)
+            extra_BT = torch.zeros_like(nats_BT)
+        else:
+            nats_BT, extra_BT, memory = self.model.training_nats(inputs_BT, targets, memory, done=done)
+        if self.own_memory and isinstance(memory, HiddenMemory):
             memory = replace(memory, layers_BMD=tuple(layer_BMD.clone() for layer_BMD in memory.layers_BMD))
-        return self.model.nats(hidden_BTD, torch.from_numpy(targets_BT)), memory
+        return nats_BT, extra_BT, memory
 
 
 @dataclass(frozen=True)
@@ -69,12 +78,15 @@ class Learner:
         if self.device.type == "cpu":
             keep_freed_memory()
 
-    def step(self, segment: Segment, memories: tuple[Memory, ...]) -> tuple[Tensor, tuple[Memory, ...]]:
+    def step(
+        self, segment: Segment, memories: tuple[Memory, ...], *, done: float = 0.0
+    ) -> tuple[Tensor, tuple[Memory, ...]]:
         """Moves the weights by one step.
 
         Args:
             segment: what the rows of this process read.
             memories: one for each chunk of the rows, in their order.
+            done: share of training that is done: auxiliary losses may depend on it.
 
         Returns:
             in one tensor on the device: sum of nats, count of targets, norm of the gradient before clipping, and count
@@ -93,10 +105,9 @@ class Learner:
             start = rows.stop
             self.world.sync_gradients(self.scored, place + 1 == len(memories))
             with autocast(self.device, self.config.precision):
-                nats_BT, memory = self.scored(inputs_BT[rows], targets_BT[rows], memory)
-            summed = (nats_BT * weight_BT[rows]).sum()
-            (summed / counts[0].clamp(min=1)).backward()
-            nats = nats + summed.detach()
+                nats_BT, extra_BT, memory = self.scored(inputs_BT[rows], targets_BT[rows], memory, done)
+            ((nats_BT + extra_BT) * weight_BT[rows]).sum().div(counts[0].clamp(min=1)).backward()
+            nats = nats + (nats_BT.detach() * weight_BT[rows]).sum()
             after.append(memory)
         assert start == len(inputs_BT)
         norm = self._move()

@@ -61,7 +61,7 @@ def sum_nats(
             send(torch.from_numpy(array), device) for array in (segment.inputs_BT, segment.counted_BT)
         )
         with autocast(device, config.precision):
-            nats_BT, memory = scored(inputs_BT, segment.targets_BT, memory)
+            nats_BT, _, memory = scored(inputs_BT, segment.targets_BT, memory)
         sums.append((nats_BT * counted_BT).sum())
         if len(sums) == _SUMS_AT_ONCE:
             total += _fetch(sums)

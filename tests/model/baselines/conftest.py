@@ -1,0 +1,36 @@
+"""Small float64 baselines for the tests, and where their oracles are."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from systems import SYSTEMS
+
+from transformer_xl.config import ModelConfig
+from transformer_xl.model.build import build_model
+from transformer_xl.model.language_model import LanguageModel
+
+
+@pytest.fixture
+def make_baseline():
+    """Builds a float64 model without dropout; a name of SYSTEMS, and settings as keywords."""
+
+    def make(name: str, **settings) -> LanguageModel:
+        torch.manual_seed(7)
+        small = {
+            "vocabulary_size": 23, "layers": 3, "width": 14, "heads": 2, "head_width": 5, "feedforward": 19,
+            "dropout": 0.0,
+        }  # fmt: skip
+        model = build_model(ModelConfig(**{**small, **SYSTEMS[name], **settings})).double()
+        with torch.no_grad():
+            for parameter in model.parameters():  # larger than at the start, so that all of it matters
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+        return model.eval()
+
+    return make

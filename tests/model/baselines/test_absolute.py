@@ -1,0 +1,116 @@
+"""Absolute encodings: the oracle's numbers, a segment by itself, and the auxiliary losses of Al-Rfou et al."""
+
+import pytest
+import torch
+from oracles import absolute, assert_same_gradients, auxiliary, copied, scores_of
+
+from transformer_xl.config import ModelConfig, UserError, load_recipe
+from transformer_xl.model.build import build_model
+from transformer_xl.model.memory import Reach
+
+BOTH = {"intermediate_losses": True, "second_target": True}
+
+
+@pytest.mark.parametrize("name", ["sinusoidal", "learned"])
+@pytest.mark.parametrize("norm", ["post", "pre"])
+@pytest.mark.parametrize("window", [None, 3])
+def test_equals_the_oracle(make_baseline, tokens, name, norm, window):
+    """Scores and every gradient."""
+    model, text = make_baseline(name, norm=norm), tokens(2, 7)
+    hidden_BTD, memory = model(text, model.initial_memory(2, Reach(0, window)))
+    logits_BTV, weights = model.logits(hidden_BTD), copied(model)
+    outputs = absolute(weights, text, layers=3, heads=2, pre_norm=norm == "pre", window=window)
+    wanted = scores_of(weights, outputs[-1])
+    torch.testing.assert_close(logits_BTV, wanted, rtol=0, atol=1e-10)
+    assert memory.position_B.tolist() == [7, 7]
+    weight = torch.randn(wanted.shape, dtype=torch.float64)
+    assert_same_gradients(model, (logits_BTV * weight).sum(), weights, (wanted * weight).sum())
+
+
+@pytest.mark.parametrize("settings", [BOTH, {"intermediate_losses": True}, {"second_target": True}, {}])
+@pytest.mark.parametrize("done", [0.0, 0.17, 0.4, 0.7])
+def test_auxiliary_losses_equal_the_oracle_s(make_baseline, tokens, settings, done):
+    """With three layers the first stops at a sixth of training, the second at a third, and the last never."""
+    model = make_baseline("learned", **settings)
+    text, targets = tokens(2, 5), tokens(2, 5, seed=4)
+    nats_BT, extra_BT, _ = model.training_nats(text, targets, model.initial_memory(2), done=done)
+    torch.testing.assert_close(nats_BT, model.nats(model(text)[0], targets), rtol=0, atol=1e-12)
+    weights = copied(model)
+    outputs = absolute(weights, text, layers=3, heads=2)
+    wanted_B = auxiliary(weights, outputs, targets, done)
+    torch.testing.assert_close(extra_BT.sum(1), wanted_B, rtol=0, atol=1e-10)
+    if wanted_B.requires_grad:
+        factor_B = torch.tensor([0.7, -1.3], dtype=torch.float64)
+        assert_same_gradients(model, (extra_BT.sum(1) * factor_B).sum(), weights, (wanted_B * factor_B).sum())
+
+
+@pytest.mark.parametrize("done", [0.0, 0.3, 1.0])
+def test_every_parameter_has_a_gradient_all_through_training(make_baseline, tokens, done):
+    """Also that of a loss whose time is over, or sharing gradients out over processes would wait for it."""
+    model = make_baseline("learned", **BOTH)
+    nats_BT, extra_BT, _ = model.training_nats(tokens(2, 5), tokens(2, 5), model.initial_memory(2), done=done)
+    (nats_BT + extra_BT).sum().backward()
+    assert [name for name, parameter in model.named_parameters() if parameter.grad is None] == []
+
+
+def test_a_loss_stands_where_its_target_does(make_baseline, tokens):
+    """So that what does not count for training leaves out the auxiliary losses of the same targets."""
+    model, text, targets = make_baseline("learned", **BOTH), tokens(1, 5), tokens(1, 5, seed=4)
+    _, extra_BT, _ = model.training_nats(text, targets, model.initial_memory(1), done=0.0)
+    for place in range(5):
+        other = targets.clone()
+        other[0, place] = (other[0, place] + 1) % 23
+        _, changed_BT, _ = model.training_nats(text, other, model.initial_memory(1), done=0.0)
+        assert (changed_BT != extra_BT)[0].tolist() == [index == place for index in range(5)]
+
+
+def test_a_segment_stands_by_itself(make_baseline, tokens):
+    for name in ("sinusoidal", "learned"):
+        model, text = make_baseline(name), tokens(2, 7)
+        first_BTD, memory = model(text)
+        again_BTD, _ = model(text, memory)
+        assert torch.equal(first_BTD, again_BTD)
+
+
+def test_places_matter(make_baseline):
+    """The same token everywhere gives other rows at other places, under each encoding."""
+    for name in ("sinusoidal", "learned"):
+        hidden_BTD, _ = make_baseline(name)(torch.full((1, 7), 5))
+        assert (hidden_BTD[0, 1:] - hidden_BTD[0, :-1]).abs().amax(-1).min() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("layers", "trained", "used", "published"),
+    [(12, 44_232_704, 41_212_160, (44, 41)), (64, 235_339_776, 218_661_120, (235, 219))],
+)
+def test_parameters_are_those_published(layers, trained, used, published):
+    """44M and 235M count the maps of the auxiliary losses."""
+    settings = load_recipe(f"enwik8-al-rfou-{layers}l").model | {"learned_positions": 512}
+    with torch.device("meta"):
+        whole = build_model(ModelConfig(**settings)).num_parameters()
+        without = build_model(
+            ModelConfig(**settings | {"intermediate_losses": False, "second_target": False})
+        ).num_parameters()
+    assert (whole, without) == (trained, used)
+    assert (round(whole / 1e6), round(without / 1e6)) == published
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda model: model.initial_memory(2, Reach(5)), "encoding learned has no memory, and memory 5 was given"),
+        (lambda model: model.initial_memory(2, Reach(0, None, 3)), "no distances to clamp, and clamp 3 was given"),
+        (lambda model: model(torch.zeros(1, 18).long()), "segment 18 is longer than the 17 learned positions"),
+        (lambda model: model(torch.zeros(1, 3).long(), model.initial_memory(2)), "memory of 2 rows beside 1"),
+        (lambda model: build_model(ModelConfig(encoding="learned")), "learned needs learned_positions"),
+    ],
+)
+def test_wrong_calls_say_so(make_baseline, call, text):
+    with pytest.raises(UserError, match=text):
+        call(make_baseline("learned"))
+
+
+def test_a_memory_of_another_model_is_refused(make_baseline, tokens):
+    for other in ("shaw", "lstm"):
+        with pytest.raises(UserError, match="has no memory"):
+            make_baseline("learned")(tokens(2, 3), make_baseline(other).initial_memory(2))

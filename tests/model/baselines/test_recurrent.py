@@ -1,0 +1,147 @@
+"""LSTM and QRNN: the oracles' numbers, torch's own LSTM, and what a state is."""
+
+import pytest
+import torch
+from oracles import assert_same_gradients, copied, lstm, qrnn
+
+from transformer_xl.config import UserError
+from transformer_xl.model.baselines.recurrent import LSTMLayer, QRNNLayer, RecurrentMemory
+from transformer_xl.model.memory import Reach
+
+QRNNS = ["qrnn, window 1", "qrnn, window 2"]
+
+
+def nothing(name):
+    """The states before a text, of two rows."""
+
+    def zeros(*shape):
+        return torch.zeros(2, *shape, 14, dtype=torch.float64)
+
+    return [(zeros(), zeros()) if name == "lstm" else (zeros(), zeros(int(name[-1]) - 1)) for _ in range(3)]
+
+
+@pytest.mark.parametrize("name", ["lstm", *QRNNS])
+def test_equals_the_oracle(make_baseline, tokens, name):
+    """Scores, states and every gradient of a model that reads segment by segment."""
+    model, states = make_baseline(name), nothing(name)
+    weights, memory = copied(model), model.initial_memory(2)
+    for index, length in enumerate((5, 1, 7)):
+        text = tokens(2, length, seed=index)
+        hidden_BTD, memory = model(text, memory)
+        logits_BTV = model.logits(hidden_BTD)
+        wanted, states = (lstm if name == "lstm" else qrnn)(weights, text, states, layers=3)
+        torch.testing.assert_close(logits_BTV, wanted, rtol=0, atol=1e-10)
+        for state, (first, second) in zip(memory.states_BXD, states, strict=True):
+            kept = torch.cat([first[:, None], second[:, None] if name == "lstm" else second], dim=1)
+            torch.testing.assert_close(state, kept, rtol=0, atol=1e-10)
+            assert not state.requires_grad
+    weight = torch.randn(wanted.shape, dtype=torch.float64)
+    assert_same_gradients(model, (logits_BTV * weight).sum(), weights, (wanted * weight).sum())
+
+
+def test_equals_torch_s_lstm(make_baseline, tokens):
+    """With the same weights; torch has a second bias, which is 0 here."""
+    model, text = make_baseline("lstm"), tokens(2, 9)
+    theirs = torch.nn.LSTM(14, 14, num_layers=3, batch_first=True).double()
+    with torch.no_grad():
+        for index, layer in enumerate(model.layers):
+            getattr(theirs, f"weight_ih_l{index}").copy_(layer.input_weight)
+            getattr(theirs, f"weight_hh_l{index}").copy_(layer.recurrent_weight)
+            getattr(theirs, f"bias_ih_l{index}").copy_(layer.bias)
+            getattr(theirs, f"bias_hh_l{index}").zero_()
+    hidden_BTD, memory = model(text)
+    wanted_BTD, (h, c) = theirs(model.embedding(text) * 14**0.5)
+    torch.testing.assert_close(hidden_BTD, wanted_BTD, rtol=0, atol=1e-12)
+    torch.testing.assert_close(torch.stack(memory.states_BXD, 0), torch.stack([h, c], 2), rtol=0, atol=1e-12)
+
+
+def test_zoneout_keeps_what_was_in_training_alone(make_baseline, tokens, monkeypatch):
+    model, text = make_baseline("qrnn, window 2", zoneout=0.4), tokens(2, 9)
+    plain_BTD, _ = model(text)
+    drawn = torch.rand(3, 2, 9, 14, dtype=torch.float64)
+    left = iter(drawn)
+    monkeypatch.setattr(torch, "rand_like", lambda _: next(left))
+    hidden_BTD, _ = model.train()(text)
+    weights = copied(model)
+    wanted, _ = qrnn(
+        weights, text, nothing("qrnn, window 2"), layers=3,
+        forgets=lambda index, f: torch.where(drawn[index] < 0.4, torch.ones_like(f), f),
+    )  # fmt: skip
+    torch.testing.assert_close(model.logits(hidden_BTD), wanted, rtol=0, atol=1e-10)
+    assert (hidden_BTD - plain_BTD).abs().max() > 0.01
+
+
+def test_dropout_on_the_embedding_and_each_layer_s_output(make_baseline, tokens, monkeypatch):
+    model, dropped = make_baseline("lstm", dropout=0.5), []
+    monkeypatch.setattr(model.dropout, "forward", lambda x: dropped.append(tuple(x.shape)) or x)
+    model(tokens(3, 5))
+    assert dropped == [(3, 5, 14)] * 4
+    assert model.dropout.share == 0.5
+
+
+@pytest.mark.parametrize("name", ["lstm", *QRNNS])
+def test_memory_0_begins_each_segment_anew(make_baseline, tokens, name):
+    model, text = make_baseline(name), tokens(2, 5)
+    fresh_BTD, memory = model(text, model.initial_memory(2, Reach(0)))
+    again_BTD, after = model(text, memory)
+    assert torch.equal(again_BTD, fresh_BTD)
+    assert after.position_B.tolist() == [10, 10]
+    carried_BTD, _ = model(text, model(text, model.initial_memory(2, Reach(1)))[1])
+    assert (carried_BTD - fresh_BTD).abs().max() > 0.01
+
+
+def test_a_state_is_a_value(make_baseline, tokens):
+    model = make_baseline("qrnn, window 2")
+    _, memory = model(tokens(3, 5))
+    assert memory.valid_B.tolist() == memory.position_B.tolist() == [5, 5, 5]
+    emptied = memory.reset([1])
+    assert emptied.position_B.tolist() == emptied.valid_B.tolist() == [5, 0, 5]
+    assert not emptied.states_BXD[2][1].any()
+    assert torch.equal(emptied.states_BXD[2][[0, 2]], memory.states_BXD[2][[0, 2]])
+    assert memory.states_BXD[2][1].any()
+    joined = RecurrentMemory.concatenate([memory.select([0, 2]), memory.select([1])])
+    assert torch.equal(joined.states_BXD[1], memory.states_BXD[1][[0, 2, 1]])
+    back = model.initial_memory(3).with_tensors(memory.tensors())
+    assert all(torch.equal(back.tensors()[name], tensor) for name, tensor in memory.tensors().items())
+    assert memory.resized(3).length == 3
+    assert torch.equal(memory.resized(3).states_BXD[0], memory.states_BXD[0])
+    assert memory.resized(3).valid_B.tolist() == [3, 3, 3]
+    assert not memory.resized(0).states_BXD[0].any()
+    assert memory.to(dtype=torch.float32).states_BXD[0].dtype == torch.float32
+
+
+def test_a_new_model_remembers():
+    """Forget gates begin with bias 1, all other biases with 0."""
+    from transformer_xl.config import ModelConfig
+    from transformer_xl.model.build import build_model
+
+    for kind, layer, count, place in (("lstm", LSTMLayer, 4, 1), ("qrnn", QRNNLayer, 3, 1)):
+        model = build_model(ModelConfig(kind=kind, width=32, layers=2))
+        for one in model.layers:
+            assert isinstance(one, layer)
+            bias = one.bias if isinstance(one, LSTMLayer) else one.gates.bias
+            wanted = torch.zeros(count, 32)
+            wanted[place] = 1
+            assert torch.equal(bias.detach().view(count, 32), wanted)
+            weight = one.input_weight if isinstance(one, LSTMLayer) else one.gates.weight
+            bound = weight.shape[1] ** -0.5
+            assert 0.9 * bound < weight.abs().max() <= bound
+
+
+@pytest.mark.parametrize(
+    ("reach", "text"),
+    [
+        (Reach(5, window=3), "kind lstm does not attend, and window 3 was given; give window none"),
+        (Reach(5, clamp_length=3), "kind lstm does not attend, and clamp 3 was given; give clamp none"),
+    ],
+)
+def test_a_reach_without_meaning_is_refused(make_baseline, reach, text):
+    with pytest.raises(UserError, match=text):
+        make_baseline("lstm").initial_memory(2, reach)
+
+
+def test_a_memory_of_another_model_is_refused(make_baseline, tokens):
+    model = make_baseline("qrnn, window 2")
+    for other in (make_baseline("lstm", layers=2), make_baseline("qrnn, window 1"), make_baseline("shaw")):
+        with pytest.raises(UserError, match="another size"):
+            model(tokens(2, 3), other.initial_memory(2))

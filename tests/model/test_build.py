@@ -1,0 +1,80 @@
+"""The one place that chooses a model, and settings that make no sense for it."""
+
+import pytest
+
+from transformer_xl.config import ModelConfig, UserError, run_settings
+from transformer_xl.model.baselines.absolute import AbsoluteTransformer
+from transformer_xl.model.baselines.recurrent import RecurrentModel
+from transformer_xl.model.baselines.shaw import ShawTransformer
+from transformer_xl.model.build import build_model
+from transformer_xl.model.transformer_xl import TransformerXL
+
+SMALL = {"width": 14, "heads": 2, "layers": 1, "feedforward": 19}
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind"),
+    [
+        ({}, TransformerXL),
+        ({"encoding": "shaw", "learned_positions": 3}, ShawTransformer),
+        ({"encoding": "sinusoidal"}, AbsoluteTransformer),
+        ({"encoding": "learned", "learned_positions": 3}, AbsoluteTransformer),
+        ({"kind": "lstm"}, RecurrentModel),
+        ({"kind": "qrnn"}, RecurrentModel),
+    ],
+)
+def test_settings_choose_the_model(settings, kind):
+    model = build_model(ModelConfig(**SMALL, **settings))
+    assert type(model) is kind
+    assert model.config.memory == (0 if kind is AbsoluteTransformer else 128)
+
+
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        ({"kind": "lstm", "encoding": "shaw"}, "encoding shaw needs kind transformer, and this is kind lstm"),
+        ({"kind": "lstm", "attention_dropout": 0.1}, "attention_dropout 0.1 needs kind transformer"),
+        ({"kind": "qrnn", "norm": "pre"}, "norm pre needs kind transformer, and this is kind qrnn; leave it out"),
+        ({"kind": "lstm", "qrnn_window": 1}, "qrnn_window 1 needs kind qrnn, and this is kind lstm"),
+        ({"zoneout": 0.1}, "zoneout 0.1 needs kind qrnn, and this is encoding relative"),
+        ({"kind": "lstm", "window": 3}, "kind lstm does not attend, and window 3 was given; give window none"),
+        ({"kind": "qrnn", "clamp_length": 3}, "kind qrnn does not attend, and clamp 3 was given; give clamp none"),
+        ({"encoding": "learned", "clamp_length": 3}, "encoding learned knows no distances to clamp, and clamp 3"),
+        ({"encoding": "sinusoidal", "attend_empty_memory": True}, "needs encoding relative or shaw"),
+        ({"encoding": "shaw", "tie_position_biases": False}, "tie_position_biases False needs encoding relative"),
+        ({"encoding": "sinusoidal", "kernel": "cpu"}, "kernel cpu needs encoding relative or shaw"),
+        ({"encoding": "sinusoidal", "learned_positions": 3}, "learned_positions 3 needs encoding shaw or learned"),
+        ({"second_target": True}, "second_target True needs encoding sinusoidal or learned"),
+        ({"encoding": "sinusoidal", "intermediate_losses": True, "cutoffs": (5,)}, "need one softmax"),
+    ],
+)
+def test_a_setting_of_another_kind_is_refused(model, text):
+    with pytest.raises(UserError, match=text):
+        run_settings({"model": model}, "settings")
+
+
+@pytest.mark.parametrize(
+    ("model", "others", "text"),
+    [
+        ({"encoding": "sinusoidal"}, {"train": {"memory": 7}}, "encoding sinusoidal has no memory, and memory 7 was"),
+        ({"encoding": "learned"}, {"evaluation": {"memory": 7}}, "encoding learned has no memory, and memory 7 was"),
+        ({"encoding": "learned"}, {"evaluation": {"segment": 129}}, "segment 129 is longer than the 128 learned"),
+        ({"encoding": "learned", "learned_positions": 64}, {}, "segment 128 is longer than the 64 learned"),
+        ({"encoding": "shaw", "learned_positions": 300}, {}, "learned_positions 300 are more than training goes thr"),
+        ({"kind": "lstm"}, {"evaluation": {"window": 7}}, "kind lstm does not attend, and window 7 was given"),
+        ({"kind": "qrnn"}, {"train": {"compile": "layers"}}, "train.compile layers is for transformers"),
+    ],
+)
+def test_a_length_that_the_model_has_not_is_refused(model, others, text):
+    with pytest.raises(UserError, match=text):
+        run_settings({"model": model, **others}, "settings")
+
+
+def test_learned_positions_are_those_that_training_goes_through():
+    """None would otherwise be trained, yet used where evaluation looks further."""
+    shaw = run_settings({"model": {"encoding": "shaw"}, "train": {"segment": 7, "memory": 11}}, "settings")
+    assert shaw.model.learned_positions == 18
+    learned = run_settings({"model": {"encoding": "learned"}, "train": {"segment": 7}}, "settings")
+    assert (learned.model.learned_positions, learned.train.memory, learned.model.memory) == (7, 0, 0)
+    assert run_settings(learned.model_dump(), "settings") == learned
+    assert run_settings(shaw.model_dump(), "settings") == shaw
