@@ -1,0 +1,231 @@
+"""Hugging Face's TransfoXL folders, read and written: config.json, weights, vocabulary.
+
+Written for the layout of transformers 4.37.2, among the last versions that ran the model. The numbers are the same:
+zeros of an empty memory are attended, `same_length` shows each query `mem_len` keys, tails stand first to last.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from transformer_xl.config import ModelConfig, RunConfig, UserError, check_settings
+from transformer_xl.files import explained, whole_folder, write_text
+from transformer_xl.interop.foreign import Foreign
+from transformer_xl.interop.names import HUGGING_FACE, to_ours, to_theirs
+from transformer_xl.interop.settings import Settings, lengths, refuse_unknown, tied_projections
+from transformer_xl.interop.torch_file import TorchFile
+from transformer_xl.interop.vocabularies import first_of, read_json, read_vocabulary, symbols_of
+from transformer_xl.text.vocabulary import Vocabulary
+
+_WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+_VOCABULARIES = ("vocab.json", "vocab.txt", "vocab.pkl", "vocab.bin")
+_ARCHITECTURE = "transfo-xl"
+_DEFAULTS = {
+    "vocab_size": 267735,
+    "cutoffs": [20000, 40000, 200000],
+    "d_model": 1024,
+    "d_embed": 1024,
+    "n_head": 16,
+    "d_head": 64,
+    "d_inner": 4096,
+    "div_val": 4,
+    "n_layer": 18,
+    "mem_len": 1600,
+    "clamp_len": 1000,
+    "same_length": True,
+}  # fmt: skip (of TransfoXLConfig; the others are given where they are read)
+
+
+def recognises(path: Path) -> bool:
+    """Whether this is a folder with Hugging Face's config.json."""
+    return (path / "config.json").is_file()
+
+
+def read(path: Path) -> Foreign:
+    """Reads such a folder.
+
+    Raises:
+        UserError: something in it is missing, damaged, of another architecture, or cannot be expressed.
+    """
+    file = path / "config.json"
+    values = read_json(file)
+    if not isinstance(values, dict) or values.get("model_type", _ARCHITECTURE) != _ARCHITECTURE:
+        kind = values.get("model_type") if isinstance(values, dict) else type(values).__name__
+        raise UserError(f"{file}: a model of type {kind!r}; only '{_ARCHITECTURE}' can be converted")
+    settings = Settings({**_DEFAULTS, **values}, str(file))
+    model = _model(settings)
+    config = check_settings(ModelConfig, model, str(file))
+    weights_file = first_of(path, _WEIGHTS)
+    if weights_file is None:
+        raise UserError(f"{path} has no weights; wanted {' or '.join(_WEIGHTS)} beside config.json")
+    theirs = _weights(weights_file)
+    if not any(name.startswith("crit.") for name in theirs):
+        raise UserError(
+            f"{weights_file} has no softmax (crit.*): a TransfoXLModel or a classifier; wanted a TransfoXLLMHeadModel"
+        )
+    vocabulary_file = first_of(path, _VOCABULARIES)
+    train, evaluation = lengths(
+        segment=settings.number("tgt_len", 128), memory=settings.number("mem_len"), window=model["window"]
+    )
+    return Foreign(
+        model=model,
+        train=train,
+        evaluation=evaluation,
+        weights=to_ours(config, HUGGING_FACE, theirs, str(weights_file)),
+        vocabulary=None if vocabulary_file is None else _vocabulary(path, vocabulary_file),
+    )
+
+
+def _model(settings: Settings) -> dict[str, Any]:
+    refuse_unknown(settings)
+    memory = settings.number("mem_len")
+    cutoffs = settings.numbers("cutoffs")
+    width = settings.number("d_model")
+    window = settings.window(memory, keys_beside_memory=0)
+    clamp = settings.number("clamp_len", -1)
+    shared = settings.flag("proj_share_all_but_first", default=True)
+    tied = settings.get("tie_projs", [False, *[shared] * len(cutoffs)])
+    div_val, embedding_width = settings.number("div_val"), settings.number("d_embed")
+    projected = div_val > 1 or embedding_width != width
+    return {
+        "vocabulary_size": settings.number("vocab_size"),
+        "layers": settings.number("n_layer"),
+        "width": width,
+        "heads": settings.number("n_head"),
+        "head_width": settings.number("d_head"),
+        "feedforward": settings.number("d_inner"),
+        "dropout": settings.share("dropout", 0.1),
+        "attention_dropout": settings.share("dropatt", 0.0),
+        "norm": "pre" if settings.flag("pre_lnorm", default=False) else "post",
+        "final_norm": False,
+        "norm_epsilon": settings.share("layer_norm_epsilon", 1e-5),
+        "embedding_width": embedding_width,
+        "cutoffs": cutoffs,
+        "div_val": div_val,
+        "tie_weights": settings.flag("tie_word_embeddings", default=True),
+        "tie_projections": tied_projections(tied, len(cutoffs) + 1, settings.source) if projected else "all",
+        "tie_position_biases": not settings.flag("untie_r", default=True),
+        "attend_empty_memory": True,
+        "window": window,
+        "clamp_length": clamp if clamp > 0 else None,
+    }
+
+
+def _weights(file: Path) -> dict[str, Tensor]:
+    """All weights, mapped from one file or from those that an index names."""
+    if file.suffix != ".json":
+        return _weights_in(file)
+    index = read_json(file)
+    places = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
+        raise UserError(f"{file} has no weight_map; get it again")
+    if any(Path(name).name != name for name in places.values()):
+        raise UserError(f"{file} names a file outside its folder; get it again")
+    found: dict[str, Tensor] = {}
+    for name in sorted(set(places.values())):
+        found |= _weights_in(file.parent / name)
+    return found
+
+
+def _weights_in(file: Path) -> dict[str, Tensor]:
+    if file.suffix == ".bin":
+        content = TorchFile(file, lambda _: False)
+        if not isinstance(content.value, dict):
+            raise UserError(f"{file} holds no weights by name; get it again")
+        return {str(name): content.tensor(record) for name, record in content.value.items()}
+    with explained(f"reading {file}"):
+        file.open("rb").close()
+    try:
+        with safe_open(file, framework="pt") as weights:
+            return {name: weights.get_tensor(name) for name in weights.keys()}  # noqa: SIM118 (not a mapping)
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{file} is damaged (not a whole safetensors file: {error}); get it again") from None
+
+
+def _vocabulary(folder: Path, file: Path) -> Vocabulary:
+    tokenizer = folder / "tokenizer_config.json"
+    values = read_json(tokenizer) if tokenizer.is_file() else {}
+    lower_case = isinstance(values, dict) and values.get("lower_case") is True
+    return read_vocabulary(file, splitting="punctuation", lower_case=lower_case)
+
+
+def write(path: Path, config: RunConfig, weights: Mapping[str, Tensor], vocabulary: Vocabulary) -> tuple[str, ...]:
+    """Writes a model as a folder that transformers 4.37.2 and older load; gives remarks for the user.
+
+    The vocabulary goes into vocab.txt, which its tokenizer reads without unpickling.
+
+    Raises:
+        UserError: the folder exists, or the model is one that TransfoXL cannot express.
+    """
+    model = config.model
+    memory = config.train.memory if config.evaluation.memory is None else config.evaluation.memory
+    remarks = _check_expressible(model, memory)
+    theirs = to_theirs(model, HUGGING_FACE, weights)
+    even_D = torch.arange(0.0, model.width, 2.0)
+    theirs["transformer.pos_emb.inv_freq"] = 1 / (10000 ** (even_D / model.width))
+    symbols = symbols_of(vocabulary)
+    with whole_folder(path) as aside:
+        values = _config(model, memory, config.evaluation.segment or config.train.segment)
+        write_text(aside / "config.json", json.dumps(values, indent=2, sort_keys=True) + "\n")
+        save_file({name: tensor.contiguous() for name, tensor in theirs.items()}, aside / "model.safetensors",
+                  metadata={"format": "pt"})  # fmt: skip
+        if symbols is not None:
+            write_text(aside / "vocab.txt", "".join(f"{symbol}\n" for symbol in symbols))
+    if symbols is None:
+        remarks = (*remarks, f"a vocabulary of {vocabulary.kind} has no form there: hand its ids to the model")
+    return remarks
+
+
+def _check_expressible(model: ModelConfig, memory: int) -> tuple[str, ...]:
+    if model.norm == "pre" and model.final_norm:
+        raise UserError("a pre-norm model with a final LayerNorm has no form in TransfoXL, which has none")
+    if model.window not in (None, memory):
+        raise UserError(
+            f"a window of {model.window} keys with {memory} memory slots has no form in TransfoXL, where it is the "
+            "memory's length; train or evaluate with equal ones"
+        )
+    if not model.attend_empty_memory:
+        return ("TransfoXL attends the zeros of an empty memory, this model does not: first segments will differ",)
+    return ()
+
+
+def _config(model: ModelConfig, memory: int, segment: int) -> dict[str, Any]:
+    clusters = len(model.cluster_widths)
+    tied = {"all": [True] * clusters, "all_but_first": [False] + [True] * (clusters - 1), "none": [False] * clusters}
+    return {
+        "model_type": _ARCHITECTURE,
+        "architectures": ["TransfoXLLMHeadModel"],
+        "vocab_size": model.vocabulary_size,
+        "n_layer": model.layers,
+        "d_model": model.width,
+        "n_head": model.heads,
+        "d_head": model.head_size,
+        "d_inner": model.feedforward,
+        "dropout": model.dropout,
+        "dropatt": model.attention_dropout,
+        "pre_lnorm": model.norm == "pre",
+        "layer_norm_epsilon": model.norm_epsilon,
+        "d_embed": model.embedding_width or model.width,
+        "cutoffs": list(model.cluster_edges[1:-1]),
+        "div_val": model.div_val,
+        "adaptive": clusters > 1,
+        "tie_word_embeddings": model.tie_weights,
+        "tie_projs": tied[model.tie_projections],
+        "untie_r": not model.tie_position_biases,
+        "same_length": model.window is not None,
+        "mem_len": memory,
+        "tgt_len": segment,
+        "clamp_len": model.clamp_length or -1,
+        "attn_type": 0,
+        "sample_softmax": -1,
+        "eos_token_id": 0,
+        "torch_dtype": "float32",
+    }

@@ -1,0 +1,93 @@
+"""Reads checkpoint_best.pt and checkpoint_last.pt of NVIDIA's Transformer-XL (DeepLearningExamples).
+
+A dictionary with the weights, the settings and the vocabulary; what belongs to training (optimiser, schedule, random
+state) stays behind. With `same_length` a query sees one key more than in the authors' code, and evaluation keeps memory
+and segment together as long as in training.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from transformer_xl.config import ModelConfig, UserError, check_settings
+from transformer_xl.interop.foreign import Foreign
+from transformer_xl.interop.names import NVIDIA, to_ours
+from transformer_xl.interop.settings import Settings, lengths, refuse_unknown, tied_projections
+from transformer_xl.interop.torch_file import TorchFile
+from transformer_xl.interop.unpickler import Record
+from transformer_xl.interop.vocabularies import admits_vocabulary, first_of, from_object
+
+_FILES = ("checkpoint_best.pt", "checkpoint_last.pt")
+_FILE = re.compile(r"checkpoint_(best|last|\d+)\.pt")
+_STATES = re.compile(r"torch\.(dtype|cuda\.[a-z.]+|optim\.[a-z_.]+)|argparse\.Namespace|numpy\.[a-z._0-9]+")
+
+
+def recognises(path: Path) -> bool:
+    """Whether this is such a file, or a folder with one."""
+    return (_FILE.fullmatch(path.name) is not None and path.is_file()) or first_of(path, _FILES) is not None
+
+
+def read(path: Path) -> Foreign:
+    """Reads a checkpoint; of a folder the best one.
+
+    Raises:
+        UserError: it is damaged, no such checkpoint, names what it should not, or cannot be expressed.
+    """
+    file = (first_of(path, _FILES) or path) if path.is_dir() else path
+    content = TorchFile(file, lambda name: _STATES.fullmatch(name) is not None or admits_vocabulary(name))
+    found = content.value if isinstance(content.value, dict) else {}
+    weights, values = found.get("model_state"), found.get("model_config")
+    if not isinstance(weights, dict) or not isinstance(values, dict):
+        raise UserError(f"{file} is no checkpoint of NVIDIA's train.py (no model_state and model_config in it)")
+    settings = Settings(values, str(file))
+    model = _model(settings)
+    arguments = found.get("args")
+    evaluation_segment = Settings(arguments.attributes if isinstance(arguments, Record) else {}, str(file)).number(
+        "eval_tgt_len", settings.number("tgt_len")
+    )
+    memory, segment = settings.number("mem_len"), settings.number("tgt_len")
+    train, _ = lengths(segment=segment, memory=memory, window=None)
+    longer = max(0, memory + segment - evaluation_segment) if memory else 0
+    _, evaluation = lengths(
+        segment=evaluation_segment, memory=longer, window=settings.window(longer, keys_beside_memory=1)
+    )
+    config = check_settings(ModelConfig, model, str(file))
+    theirs = {str(name): content.tensor(record) for name, record in weights.items()}
+    vocabulary = found.get("vocab")
+    return Foreign(
+        model=model,
+        train=train,
+        evaluation=evaluation,
+        weights=to_ours(config, NVIDIA, theirs, str(file)),
+        vocabulary=None if vocabulary is None else from_object(vocabulary, str(file)),
+    )
+
+
+def _model(settings: Settings) -> dict[str, Any]:
+    refuse_unknown(settings)
+    cutoffs, width = settings.numbers("cutoffs"), settings.number("d_model")
+    clamp = settings.number("clamp_len", -1)
+    div_val, embedding_width = settings.number("div_val", 1), settings.number("d_embed", width)
+    projected = div_val > 1 or embedding_width != width
+    tied = settings.get("tie_projs", [False])
+    return {
+        "vocabulary_size": settings.number("n_token"),
+        "layers": settings.number("n_layer"),
+        "width": width,
+        "heads": settings.number("n_head"),
+        "head_width": settings.number("d_head"),
+        "feedforward": settings.number("d_inner"),
+        "dropout": settings.share("dropout", 0.0),
+        "attention_dropout": settings.share("dropatt", 0.0),
+        "norm": "pre" if settings.flag("pre_lnorm", default=False) else "post",
+        "final_norm": False,
+        "embedding_width": embedding_width,
+        "cutoffs": cutoffs,
+        "div_val": div_val,
+        "tie_weights": settings.flag("tie_weight", default=True),
+        "tie_projections": tied_projections(tied, len(cutoffs) + 1, settings.source) if projected else "all",
+        "window": settings.window(settings.number("mem_len"), keys_beside_memory=1),
+        "clamp_length": clamp if clamp > 0 else None,
+    }

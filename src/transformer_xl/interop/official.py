@@ -1,0 +1,146 @@
+"""Reads model.pt of the authors' PyTorch code: a whole module, pickled with its classes.
+
+Nothing of those classes is needed or made. What the pickle says of the module is its attributes, its parameters and its
+parts, and that is all there is to know. The vocabulary stands in another file, cache.pt, which pickles the corpus.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from transformer_xl.config import ModelConfig, UserError, check_settings
+from transformer_xl.interop.foreign import Foreign
+from transformer_xl.interop.names import OFFICIAL, to_ours
+from transformer_xl.interop.settings import Settings, lengths, refuse_unknown, tied_projections
+from transformer_xl.interop.torch_file import TorchFile, tensor_record
+from transformer_xl.interop.unpickler import Record
+from transformer_xl.interop.vocabularies import first_of, read_vocabulary
+
+_MODEL, _CLASS = "model.pt", "MemTransformerLM"
+_VOCABULARIES = ("cache.pt", "vocab.pkl", "vocab.txt", "vocab.json")
+_OWN_MODULES = ("mem_transformer", "proj_adaptive_softmax", "log_uniform_sampler")
+_ADMITTED = re.compile(
+    rf"(utils\.)?({'|'.join(_OWN_MODULES)})\.[A-Za-z]+"
+    r"|torch\.nn\.(modules\.[a-z]+|parameter)\.[A-Za-z]+"
+    r"|torch\.nn\.backends\.thnn\._get_thnn_function_backend"
+)
+_MOST_PARTS = 100_000  # of a module; a pickle can name itself as its own part
+
+
+def recognises(path: Path) -> bool:
+    """Whether this is model.pt, or a folder with one."""
+    return (path.name == _MODEL and path.is_file()) or (path / _MODEL).is_file()
+
+
+def read(path: Path) -> Foreign:
+    """Reads model.pt, and cache.pt beside it for the vocabulary where there is one.
+
+    Raises:
+        UserError: something is damaged, of another class, names what it should not, or cannot be expressed.
+    """
+    file = path / _MODEL if path.is_dir() else path
+    content = TorchFile(file, lambda name: _ADMITTED.fullmatch(name) is not None)
+    found = content.value
+    if not isinstance(found, Record) or found.name.rpartition(".")[2] != _CLASS:
+        what = found.name if isinstance(found, Record) else type(found).__name__
+        raise UserError(f"{file} holds {what}; wanted the authors' {_CLASS}, as their train.py saves it")
+    parts = dict(_parts(found, str(file)))
+    if "layers.0.dec_attn" not in parts or "crit" not in parts or "word_emb" not in parts:
+        refuse_unknown(Settings(found.attributes, str(file)))
+        raise UserError(f"{file} is not a whole {_CLASS} (no layers, embedding or softmax); get it again")
+    records = {
+        f"{name}.{inner}".lstrip("."): record
+        for name, part in parts.items()
+        for inner, record in _dictionary(part, "_parameters").items()
+        if record is not None
+    }
+    shared = _shared(content, records)
+    model, memory = _model(found, parts, shared, str(file)), Settings(found.attributes, str(file)).number("mem_len")
+    config = check_settings(ModelConfig, model, str(file))
+    theirs: dict[str, Tensor] = {name: content.tensor(record) for name, record in records.items()}
+    folder = file.parent
+    vocabulary_file = first_of(folder, _VOCABULARIES)
+    train, evaluation = lengths(
+        segment=Settings(found.attributes, str(file)).number("tgt_len"), memory=memory, window=model["window"]
+    )
+    return Foreign(
+        model=model,
+        train=train,
+        evaluation=evaluation,
+        weights=to_ours(config, OFFICIAL, theirs, str(file)),
+        vocabulary=None if vocabulary_file is None else read_vocabulary(vocabulary_file),
+    )
+
+
+def _dictionary(part: Record, name: str) -> dict[str, Any]:
+    found = part.attributes.get(name)
+    return found if isinstance(found, dict) else {}
+
+
+def _parts(model: Record, source: str) -> Iterator[tuple[str, Record]]:
+    """Every part of a module by its name, the module itself first, under no name."""
+    left = [("", model)]
+    for number, (name, part) in enumerate(left):
+        if number > _MOST_PARTS or len(name) > 1000:
+            raise UserError(f"{source} is damaged (a part of it has itself as a part); get it again")
+        yield name, part
+        for inner, record in _dictionary(part, "_modules").items():
+            if isinstance(record, Record):
+                left.append((f"{name}.{inner}".lstrip("."), record))
+
+
+def _shared(content: TorchFile, records: dict[str, Any]) -> set[str]:
+    """Which softmax weights and projections are the embedding's own: they lie at the same place in the file."""
+    places = {name: _place(content, record) for name, record in records.items()}
+    embedded = {place for name, place in places.items() if name.startswith("word_emb.")}
+    return {name for name, place in places.items() if name.startswith("crit.") and place in embedded}
+
+
+def _place(content: TorchFile, record: object) -> tuple[int, Any]:
+    tensor = tensor_record(record)
+    return content.storage(tensor).start, tensor.arguments[1] if len(tensor.arguments) > 1 else 0
+
+
+def _model(found: Record, parts: dict[str, Record], shared: set[str], source: str) -> dict[str, Any]:
+    settings = Settings(found.attributes, source)
+    refuse_unknown(settings)
+    crit = Settings(parts["crit"].attributes, source)
+    attention = Settings(parts["layers.0.dec_attn"].attributes, source)
+    norm = Settings(_attributes(parts, "layers.0.dec_attn.layer_norm"), source)
+    widening = Settings(_attributes(parts, "layers.0.pos_ff.CoreNet.0"), source)
+    cutoffs, size = crit.numbers("cutoffs")[:-1], settings.number("n_token")
+    width, div_val = settings.number("d_model"), crit.number("div_val", 1)
+    embedding_width = settings.number("d_embed", width)
+    projected = div_val > 1 or embedding_width != width
+    tied = [f"crit.out_projs.{index}" in shared for index in range(len(cutoffs) + 1)]
+    clamp = settings.number("clamp_len", -1)
+    return {
+        "vocabulary_size": size,
+        "layers": settings.number("n_layer"),
+        "width": width,
+        "heads": settings.number("n_head"),
+        "head_width": settings.number("d_head"),
+        "feedforward": widening.number("out_features"),
+        "dropout": Settings(_attributes(parts, "drop"), source).share("p", 0.0),
+        "attention_dropout": Settings(_attributes(parts, "layers.0.dec_attn.dropatt"), source).share("p", 0.0),
+        "norm": "pre" if attention.flag("pre_lnorm", default=False) else "post",
+        "final_norm": False,
+        "norm_epsilon": norm.share("eps", 1e-5),
+        "embedding_width": embedding_width,
+        "cutoffs": cutoffs,
+        "div_val": div_val,
+        "tie_weights": "crit.out_layers.0.weight" in shared,
+        "tie_projections": tied_projections(tied, len(tied), source) if projected else "all",
+        "window": settings.window(settings.number("mem_len"), keys_beside_memory=0),
+        "clamp_length": clamp if clamp > 0 else None,
+    }
+
+
+def _attributes(parts: dict[str, Record], name: str) -> dict[str, Any]:
+    part = parts.get(name)
+    return {} if part is None else part.attributes

@@ -1,0 +1,202 @@
+"""Vocabularies of other programs: a list of words in the order of their ids, wherever it is kept.
+
+The order is never made anew. Ties in the counts fell as the words happened to come, so a vocabulary that was learned
+again from the same text need not be the same one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from transformer_xl.config import UserError
+from transformer_xl.files import explained
+from transformer_xl.interop.foreign import Foreign
+from transformer_xl.interop.torch_file import TorchFile
+from transformer_xl.interop.unpickler import Record
+from transformer_xl.text.vocabularies.characters import CharacterVocabulary
+from transformer_xl.text.vocabularies.words import Splitting, WordRules, WordVocabulary, checked_words
+from transformer_xl.text.vocabulary import ByteVocabulary, Vocabulary
+
+_LINE_ENDS = ("<eos>", "<S>")
+_UNKNOWN = ("<unk>", "<UNK>")
+_IMPOSSIBLE = -1e4  # a score that no other comes near: the probability is zero, and the loss of such a byte finite
+
+_TOKENIZER_PARTS = (
+    "sacremoses.", "re._compile", "tokenizers.AddedToken", "transformers.tokenization_utils.Trie",
+    "transformers.tokenization_utils_base.AddedToken",
+)  # fmt: skip
+_VOCABULARY_CLASSES = (
+    "utils.vocabulary.Vocab", "vocabulary.Vocab", "utils.vocabulary.OpenAIVocab", "vocabulary.OpenAIVocab",
+    "data_utils.Corpus",
+)  # fmt: skip
+
+
+def admits_tokenizer(name: str) -> bool:
+    """Names that stand in what Hugging Face's tokenizer pickles of itself; none of these things is made or used."""
+    return name in _TOKENIZER_PARTS or name.startswith("sacremoses.")
+
+
+def admits_vocabulary(name: str) -> bool:
+    """Names that stand in the vocabularies of the authors' and NVIDIA's code, and in the text kept beside them."""
+    return name in _VOCABULARY_CLASSES or name.startswith(
+        ("numpy.core.", "numpy._core.", "numpy.ndarray", "numpy.dtype")
+    )
+
+
+def from_symbols(
+    symbols: Sequence[object], source: str, *, lower_case: bool = False, splitting: Splitting = "spaces"
+) -> Vocabulary:
+    """The vocabulary of these words, in this order.
+
+    The 27 letters of text8, written with `_` for a space, become characters.
+
+    Args:
+        symbols: every word, marks included.
+        source: where they come from, for messages.
+        lower_case: text is read as if all letters were small.
+        splitting: what stands between words.
+
+    Raises:
+        UserError: they are no words, or one stands in it twice.
+    """
+    letters = [" " if symbol == "_" else symbol for symbol in symbols]
+    if letters and all(isinstance(letter, str) and len(letter) == 1 for letter in letters) and " " in letters:
+        return CharacterVocabulary("".join(map(str, letters)), None, closed=True)
+    try:
+        words = checked_words(list(symbols))
+    except ValueError as error:
+        raise UserError(f"{source}: {error}; get it again") from None
+    mark = next((word for word in _LINE_ENDS if word in words), None)
+    unknown = next((word for word in _UNKNOWN if word in words), None)
+    return WordVocabulary(words, None, mark, unknown, WordRules("folded" if lower_case else "kept", splitting))
+
+
+def from_attributes(attributes: Mapping[str, Any], source: str, splitting: Splitting = "spaces") -> Vocabulary:
+    """The vocabulary out of the attributes of an object of the authors' class Vocab, or of Hugging Face's tokenizer.
+
+    Raises:
+        UserError: it holds no words.
+    """
+    symbols = attributes.get("idx2sym")
+    numbered = attributes.get("sym2idx")
+    if not symbols and isinstance(numbered, dict):
+        symbols = _ordered(numbered, source)
+    if not isinstance(symbols, (list, tuple)) or not symbols:
+        raise UserError(f"{source} holds no words (idx2sym, sym2idx); give --vocabulary RUN, or the right file")
+    return from_symbols(symbols, source, lower_case=attributes.get("lower_case") is True, splitting=splitting)
+
+
+def _ordered(numbered: Mapping[Any, Any], source: str) -> list[Any]:
+    """Words in the order of their numbers."""
+    if sorted(number for number in numbered.values() if type(number) is int) != list(range(len(numbered))):
+        raise UserError(f"{source}: the numbers of its {len(numbered):,} words are not 0 up to {len(numbered) - 1:,}")
+    return sorted(numbered, key=numbered.__getitem__)
+
+
+def read_json(path: Path) -> Any:
+    """A JSON file.
+
+    Raises:
+        UserError: it cannot be read, or is not JSON.
+    """
+    with explained(f"reading {path}"):
+        content = path.read_bytes()
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError):
+        raise UserError(f"{path} is not readable as JSON; get it again") from None
+
+
+def read_vocabulary(path: Path, *, splitting: Splitting = "spaces", lower_case: bool = False) -> Vocabulary:
+    """A vocabulary in a file: JSON, one word on each line, or pickled either way.
+
+    Args:
+        path: the file; the end of its name says which.
+        splitting: what stands between words.
+        lower_case: text is read as if all letters were small, where the file does not say.
+
+    Raises:
+        UserError: it cannot be read, is damaged, or is meant to do harm.
+    """
+    source = str(path)
+    if path.suffix == ".json":
+        value = read_json(path)
+        if isinstance(value, dict) and not {"idx2sym", "sym2idx"} & value.keys():
+            value = _ordered(value, source)
+        if isinstance(value, dict):
+            return from_attributes({"lower_case": lower_case, **value}, source, splitting)
+        return from_symbols(
+            value if isinstance(value, list) else [], source, lower_case=lower_case, splitting=splitting
+        )
+    if path.suffix == ".txt":
+        with explained(f"reading {path}"):
+            content = path.read_bytes()
+        try:
+            lines = content.decode("utf-8").split("\n")
+        except UnicodeDecodeError:
+            raise UserError(f"{path} is not UTF-8; get it again") from None
+        words = [line.split()[0] for line in lines if line.split()]
+        return from_symbols(list(dict.fromkeys(words)), source, lower_case=lower_case, splitting=splitting)
+    value = TorchFile(path, lambda name: admits_tokenizer(name) or admits_vocabulary(name)).value
+    return from_object(value, source, splitting)
+
+
+def from_object(value: object, source: str, splitting: Splitting = "spaces") -> Vocabulary:
+    """The vocabulary in what was pickled: a tokenizer's attributes, a Vocab, or a Corpus that has one.
+
+    Raises:
+        UserError: there is none.
+    """
+    if isinstance(value, Record) and "vocab" in value.attributes:
+        value = value.attributes["vocab"]
+    attributes = value if isinstance(value, dict) else value.attributes if isinstance(value, Record) else {}
+    return from_attributes(attributes, source, splitting)
+
+
+def symbols_of(vocabulary: Vocabulary) -> tuple[str, ...] | None:
+    """The words of a vocabulary as other programs list them; none where it has none."""
+    if isinstance(vocabulary, WordVocabulary):
+        return vocabulary.words
+    if isinstance(vocabulary, CharacterVocabulary) and vocabulary.closed and "_" not in vocabulary.characters:
+        return tuple("_" if character == " " else character for character in vocabulary.characters)
+    return None
+
+
+def with_bytes(foreign: Foreign) -> Foreign:
+    """A model of byte numbers, as the authors' enwik8 has them, in bytes: its rows stand where the bytes are.
+
+    Bytes that it never saw get a row of zeros, and a score that leaves them no probability. So the numbers are the
+    same, and text goes in as it is.
+    """
+    words = foreign.vocabulary.words if isinstance(foreign.vocabulary, WordVocabulary) else ()
+    byte_names = {str(byte): byte for byte in range(256)}
+    if not words or foreign.model.get("cutoffs") or not all(word in byte_names for word in words):
+        return foreign
+    place = torch.tensor([byte_names[word] for word in words])
+    weights = dict(foreign.weights)
+    for name in ("embedding.tables.0", "softmax.tables.0", "softmax.bias"):
+        if name in weights:
+            rows = weights[name]
+            spread = rows.new_full((256, *rows.shape[1:]), _IMPOSSIBLE if name == "softmax.bias" else 0.0)
+            weights[name] = spread.index_copy(0, place, rows)
+    return replace(
+        foreign,
+        model={**foreign.model, "vocabulary_size": 256},
+        weights=weights,
+        vocabulary=ByteVocabulary(),
+        remarks=(
+            *foreign.remarks,
+            f"its {len(words)} byte numbers became the 256 bytes; the others have no probability",
+        ),
+    )
+
+
+def first_of(folder: Path, names: Iterable[str]) -> Path | None:
+    """The first of these files that is in the folder."""
+    return next((folder / name for name in names if (folder / name).is_file()), None)
