@@ -215,6 +215,75 @@ def test_cpu_kernel_without_gradients(monkeypatch, valid, least):
     KERNELS["cpu"].attend(inputs, sight, 0.0).sum().backward()  # buffers made in inference mode can still be written
 
 
+SIGHTS = {
+    "three share": (Sight(None, 3), 5),
+    "padding": (Sight(torch.tensor([4, -3])), None),
+    "padding and window": (Sight(torch.tensor([-5, 2])), 4),
+    "share, partly valid": (Sight(torch.tensor([1, 6]), 4), 3),
+    "all share": (Sight(None, 11), 1),
+}
+
+
+@pytest.mark.parametrize("name", ON_CPU)
+@pytest.mark.parametrize("case", SIGHTS)
+@pytest.mark.parametrize("layout", ["rows", "heads", "columns"])
+@pytest.mark.parametrize("sizes", [{}, {"_QUERIES": 2, "_WORTHWHILE": 0}, {"_BUFFER_BYTES": 1, "_WORTHWHILE": 0}])
+def test_shared_distances_padding_and_layouts(monkeypatch, name, case, layout, sizes):
+    """Against every distance written out and every query by itself: outputs, and gradients where they are wanted."""
+    sight, window = SIGHTS[case]
+    for what, size in sizes.items():
+        monkeypatch.setattr(f"transformer_xl.model.kernels.cpu.{what}", size)
+    monkeypatch.setattr("torch.get_num_threads", lambda: 1)
+    inputs = draw(5, 7, window)
+    written = torch.cat([inputs.position_key_PNH[:1].expand(sight.beyond, -1, -1), inputs.position_key_PNH])
+    valid = [7, 7] if sight.valid_B is None else sight.valid_B.tolist()
+    own_BT = torch.tensor([[query >= -count for query in range(5)] for count in valid])
+    given = replace(inputs, position_key_PNH=written)
+    wanted = torch.stack(
+        [
+            torch.cat([
+                attention(*row_of(given, row, query), Case([min(valid[row] + query, 7 + query)]))[0]
+                if own_BT[row, query] else torch.zeros(1, HEADS, WIDTH, dtype=torch.float64)
+                for query in range(5)
+            ])
+            for row in range(ROWS)
+        ]
+    )  # fmt: skip
+    laid = replace(inputs, **{key: LAYOUTS[layout](getattr(inputs, key)) for key in ("k_BSNH", "v_BSNH")})
+    laid = replace(laid, position_key_PNH=LAYOUTS[layout](inputs.position_key_PNH[None])[0])
+    with torch.inference_mode():
+        without = KERNELS[name].attend(laid, sight, 0.0)
+    found = KERNELS[name].attend(laid, sight, 0.0)
+    for out in (without.clone(), found):
+        assert out.isfinite().all()
+        torch.testing.assert_close(out[own_BT], wanted[own_BT], rtol=0, atol=1e-12)
+    grads, wanted_grads = (
+        torch.autograd.grad((out[own_BT] ** 2).sum(), as_list(inputs), materialize_grads=True)
+        for out in (found, wanted)
+    )
+    for one, other in zip(grads, wanted_grads, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-11)
+
+
+LAYOUTS = {
+    "rows": lambda x_BXNH: x_BXNH,
+    "heads": lambda x_BXNH: x_BXNH.transpose(1, 2).contiguous().transpose(1, 2),
+    "columns": lambda x_BXNH: x_BXNH.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2),
+}
+
+
+def row_of(inputs: AttentionInputs, row: int, query: int) -> list[torch.Tensor]:
+    """One query of one row, with the keys up to its own that are not too far."""
+    num_keys = 7 + query + 1
+    farthest = len(inputs.position_key_PNH)
+    seen = max(num_keys - farthest, 0)
+    one = slice(row, row + 1)
+    return [
+        inputs.q_BTNH[one, query : query + 1], inputs.k_BSNH[one, seen:num_keys], inputs.v_BSNH[one, seen:num_keys],
+        inputs.position_key_PNH[farthest - (num_keys - seen) :], inputs.content_bias_NH, inputs.position_bias_NH,
+    ]  # fmt: skip
+
+
 def test_cpu_kernel_drops_the_same_with_any_number_of_threads(monkeypatch):
     """Threads decide how many heads are worked on at once, also between the passes."""
     inputs, results = draw(5, 7, None), []

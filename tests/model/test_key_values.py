@@ -58,7 +58,7 @@ def test_the_oldest_rows_leave_and_storage_stays_small(make_model, tokens):
     rows = []
     for part_BT in tokens(1, 1500).split(3, dim=1):
         _, memory = read(model, memory, part_BT)
-        rows.append(memory.spans[0].storage.kv_ZBNCH.shape[-2])
+        rows.append(memory.spans[0].storage.capacity)
     assert max(rows) <= 300
     assert len({id(memory.spans[0].storage)}) == 1
     assert memory.valid_B.tolist() == [200]
@@ -157,7 +157,7 @@ def test_bfloat16_products_keep_bfloat16_rows(make_model, tokens):
     with torch.autocast("cpu", torch.bfloat16):
         found, memory = read(model, model.inference_memory(1), *tokens(1, 9).split(3, dim=1))
         wanted, _ = read(model, model.initial_memory(1), *tokens(1, 9).split(3, dim=1))
-    assert memory.spans[0].storage.kv_ZBNCH.dtype == torch.bfloat16
+    assert memory.spans[0].storage.rows[0].dtype == torch.bfloat16
     torch.testing.assert_close(found.float(), wanted.float(), rtol=0.02, atol=0.02)
 
 

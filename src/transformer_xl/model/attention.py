@@ -19,6 +19,7 @@ from typing_extensions import override
 from transformer_xl.config import ModelConfig
 from transformer_xl.model.dropout import Dropout
 from transformer_xl.model.kernels import AttentionInputs
+from transformer_xl.model.linear import Linear
 from transformer_xl.model.memory import without_padding
 
 Attention = Callable[[AttentionInputs], Tensor]
@@ -115,11 +116,11 @@ class RelativeAttention(nn.Module):
         self.head_shape = (config.heads, config.head_size)
         self.pre_norm = config.norm == "pre"
         inner = config.heads * config.head_size
-        self.query = nn.Linear(config.width, inner, bias=False)
-        self.key = nn.Linear(config.width, inner, bias=False)
-        self.value = nn.Linear(config.width, inner, bias=False)
-        self.position_key = nn.Linear(config.width, inner, bias=False)
-        self.output = nn.Linear(inner, config.width, bias=False)
+        self.query = Linear(config.width, inner, bias=False)
+        self.key = Linear(config.width, inner, bias=False)
+        self.value = Linear(config.width, inner, bias=False)
+        self.position_key = Linear(config.width, inner, bias=False)
+        self.output = Linear(inner, config.width, bias=False)
         self.norm = nn.LayerNorm(config.width, eps=config.norm_epsilon)
         self.dropout = Dropout(config.dropout)
 
@@ -157,8 +158,8 @@ class FeedForward(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.pre_norm = config.norm == "pre"
-        self.widen = nn.Linear(config.width, config.feedforward)
-        self.narrow = nn.Linear(config.feedforward, config.width)
+        self.widen = Linear(config.width, config.feedforward)
+        self.narrow = Linear(config.feedforward, config.width)
         self.norm = nn.LayerNorm(config.width, eps=config.norm_epsilon)
         self.inner_dropout = Dropout(config.dropout, relu=True)
         self.dropout = Dropout(config.dropout)

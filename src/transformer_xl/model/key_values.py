@@ -9,15 +9,16 @@ later memories share, and no memory sees beyond its own end. Whoever reads on fr
 stand already, gets storage of their own; so does everybody when it is full.
 
 Letters: B rows, T new tokens, M memory slots, S = M + T keys, C rows of storage, P distances, N heads, H head width,
-Z = 2, keys and values.
+X any number of rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import override
 
@@ -26,18 +27,38 @@ from transformer_xl.model.memory import Memory, Reach, counts_on, without_paddin
 
 _LEAST_ROOM = 64  # rows; new storage has room for half a memory more at least, so that copying is rare
 
+KeyValueRows = tuple[Tensor, Tensor]
+"""Keys and values of some rows: (B, N, X, H) each."""
+
 
 class _Storage:
-    """Keys and values of one layer; rows are only ever added."""
+    """Keys and values of one layer, head by head; rows are only ever added."""
 
-    def __init__(self, rows_ZBNCH: Tensor, *, room: int = 0) -> None:
+    def __init__(self, rows: KeyValueRows, *, room: int = 0) -> None:
         """Copies the rows to the front of a storage that has room for half as many more, and for `room` at least."""
-        *outer, self.num_written, head_width = rows_ZBNCH.shape
+        k_BNXH, v_BNXH = rows
+        self.num_written = k_BNXH.shape[2]
         capacity = self.num_written + max(_LEAST_ROOM, self.num_written // 2, room)
+        *outer, head_width = k_BNXH.shape[0], k_BNXH.shape[1], k_BNXH.shape[3]
         with torch.inference_mode(False):  # what is made in that mode cannot be written outside of it
             # zeros: the system clears pages anyway, and only those that are touched
-            self.kv_ZBNCH = rows_ZBNCH.new_zeros(*outer, capacity, head_width)
-        self.kv_ZBNCH[..., : self.num_written, :] = rows_ZBNCH
+            if k_BNXH.device.type == "cpu":  # a CPU multiplies one query with columns faster than with rows
+                k_BNCH = k_BNXH.new_zeros(*outer, head_width, capacity).mT
+            else:
+                k_BNCH = k_BNXH.new_zeros(*outer, capacity, head_width)
+            self.rows = k_BNCH, v_BNXH.new_zeros(*outer, capacity, head_width)
+        self.write(0, rows)
+
+    @property
+    def capacity(self) -> int:
+        """C."""
+        return self.rows[0].shape[2]
+
+    def write(self, start: int, rows: KeyValueRows) -> None:
+        """Puts rows behind those that are there."""
+        for kept_BNCH, new_BNXH in zip(self.rows, rows, strict=True):
+            kept_BNCH[:, :, start : start + new_BNXH.shape[2]] = new_BNXH
+        self.num_written = start + rows[0].shape[2]
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,47 +69,41 @@ class Span:
     end: int
 
     @staticmethod
-    def of(rows_ZBNSH: Tensor) -> Span:
+    def of(rows: KeyValueRows) -> Span:
         """A storage of their own for these rows."""
-        return Span(_Storage(rows_ZBNSH), rows_ZBNSH.shape[-2])
+        return Span(_Storage(rows), rows[0].shape[2])
 
-    def last(self, number: int) -> Tensor:
-        """The newest rows: a view (Z, B, N, number, H)."""
-        return self.storage.kv_ZBNCH[..., self.end - number : self.end, :]
+    def last(self, number: int) -> KeyValueRows:
+        """The newest rows, as views."""
+        k_BNXH, v_BNXH = (rows_BNCH[:, :, self.end - number : self.end] for rows_BNCH in self.storage.rows)
+        return k_BNXH, v_BNXH
 
-    def with_new(self, k_BTNH: Tensor, v_BTNH: Tensor, *, num_kept: int) -> Span:
-        """The rows with T more; of those before, the newest `num_kept` stay at least."""
-        num_new, storage, start = k_BTNH.shape[1], self.storage, self.end
-        full = start + num_new > storage.kv_ZBNCH.shape[-2]
-        if full or storage.num_written != start or storage.kv_ZBNCH.dtype != k_BTNH.dtype:
-            storage, start = _Storage(self.last(num_kept).to(k_BTNH.dtype), room=num_new), num_kept
-        end = start + num_new
-        for place, new_BTNH in enumerate((k_BTNH, v_BTNH)):
-            storage.kv_ZBNCH[place, :, :, start:end] = new_BTNH.transpose(1, 2)
-        storage.num_written = end
-        return Span(storage, end)
-
-    def without_padding(self, num_rows: int, num_new: int, lengths_B: Tensor) -> Span:
-        """The newest rows in a storage of their own, padding in front of everything else."""
-        rows_BSZNH = self.last(num_rows).permute(1, 3, 0, 2, 4)
-        return Span.of(without_padding(rows_BSZNH, num_new, lengths_B).permute(2, 0, 3, 1, 4))
+    def with_new(self, rows: KeyValueRows, *, num_kept: int) -> Span:
+        """With new rows; of those before, the newest `num_kept` stay at least."""
+        num_new, dtype, storage, start = rows[0].shape[2], rows[0].dtype, self.storage, self.end
+        full = start + num_new > storage.capacity
+        if full or storage.num_written != start or storage.rows[0].dtype != dtype:
+            k_BNXH, v_BNXH = self.last(num_kept)
+            storage, start = _Storage((k_BNXH.to(dtype), v_BNXH.to(dtype)), room=num_new), num_kept
+        storage.write(start, rows)
+        return Span(storage, start + num_new)
 
 
 class PositionKeys:
     """The position keys of every layer, made when first asked for and again for more distances.
 
-    They follow from the weights, so memories that come from one another share them.
+    They follow from the weights, so memories that come from one another share them. They lie as the products of one
+    query want them (columns).
     """
 
     def __init__(self) -> None:
-        self._layers_NPH: tuple[Tensor, ...] = ()
+        self._layers_NHP: tuple[Tensor, ...] = ()
 
     def nearest(self, num_distances: int, make: Callable[[], Sequence[Tensor]]) -> list[Tensor]:
         """Each layer's keys of the distances P - 1, ..., 1, 0: views (P, N, H); `make` gives the same anew."""
-        if not self._layers_NPH or self._layers_NPH[0].shape[1] < num_distances:
-            # head by head, as they are multiplied
-            self._layers_NPH = tuple(keys_PNH.transpose(0, 1).contiguous() for keys_PNH in make())
-        return [keys_NPH[:, keys_NPH.shape[1] - num_distances :].transpose(0, 1) for keys_NPH in self._layers_NPH]
+        if not self._layers_NHP or self._layers_NHP[0].shape[-1] < num_distances:
+            self._layers_NHP = tuple(keys_PNH.permute(1, 2, 0).contiguous() for keys_PNH in make())
+        return [keys_NHP[..., keys_NHP.shape[-1] - num_distances :].permute(2, 0, 1) for keys_NHP in self._layers_NHP]
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,9 +129,9 @@ class KeyValueMemory(Memory):
         num_layers, batch_size, *head_shape = layer_shape
         num_heads, head_width = head_shape
         counts_B = torch.zeros(batch_size, dtype=torch.int64, device=like.device)
-        nothing_ZBNMH = like.new_zeros(()).expand(2, batch_size, num_heads, reach.memory, head_width)
+        nothing_BNMH = like.new_zeros(()).expand(batch_size, num_heads, reach.memory, head_width)
         return KeyValueMemory(
-            tuple(Span.of(nothing_ZBNMH) for _ in range(num_layers)),
+            tuple(Span.of((nothing_BNMH, nothing_BNMH)) for _ in range(num_layers)),
             PositionKeys(),
             attended,
             valid_B=counts_B,
@@ -128,7 +143,7 @@ class KeyValueMemory(Memory):
     @property
     def layer_shape(self) -> tuple[int, int, int]:
         """L, N and H, which must be the model's."""
-        _, _, num_heads, _, head_width = self.spans[0].storage.kv_ZBNCH.shape
+        _, num_heads, _, head_width = self.spans[0].storage.rows[0].shape
         return len(self.spans), num_heads, head_width
 
     def joined(
@@ -145,9 +160,13 @@ class KeyValueMemory(Memory):
             )
         num_new = k_BTNH.shape[1]
         num_keys = self.length + num_new
-        span = self.spans[layer].with_new(k_BTNH, v_BTNH, num_kept=self.length)
+        span = self.spans[layer].with_new((k_BTNH.transpose(1, 2), v_BTNH.transpose(1, 2)), num_kept=self.length)
         if lengths_B is not None:
-            span = span.without_padding(num_keys, num_new, lengths_B)
+            k_BNSH, v_BNSH = (
+                without_padding(x_BNSH.transpose(1, 2), num_new, lengths_B).transpose(1, 2)
+                for x_BNSH in span.last(num_keys)
+            )
+            span = Span.of((k_BNSH, v_BNSH))
         k_BNSH, v_BNSH = span.last(num_keys)
         return span, k_BNSH.transpose(1, 2), v_BNSH.transpose(1, 2)
 
@@ -155,46 +174,58 @@ class KeyValueMemory(Memory):
         """The memory once each layer has joined its T new keys and values to its rows."""
         return replace(self._counted(num_new, lengths_B), spans=tuple(spans))
 
-    def _with_rows(self, rows_ZBNMH: Sequence[Tensor]) -> KeyValueMemory:
-        return replace(self, spans=tuple(Span.of(rows) for rows in rows_ZBNMH))
-
-    def _rows(self) -> list[Tensor]:
+    def _rows(self) -> list[KeyValueRows]:
         return [span.last(self.length) for span in self.spans]
+
+    def _with_rows(self, rows: Iterable[KeyValueRows]) -> KeyValueMemory:
+        return replace(self, spans=tuple(Span.of(pair) for pair in rows))
+
+    def _changed(self, change: Callable[[Tensor], Tensor]) -> KeyValueMemory:
+        return self._with_rows((change(k_BNMH), change(v_BNMH)) for k_BNMH, v_BNMH in self._rows())
 
     @override
     def _emptied(self, rows_B: Tensor) -> KeyValueMemory:
         if not self.attended_empty:
             return self  # what the slots hold is no longer looked at
-        return self._with_rows([rows.masked_fill(rows_B[:, None, None, None], 0) for rows in self._rows()])
+        return self._changed(lambda rows_BNMH: rows_BNMH.masked_fill(rows_B[:, None, None, None], 0))
 
     @override
     def _taken(self, index_B: Tensor) -> KeyValueMemory:
-        return self._with_rows([rows[:, index_B] for rows in self._rows()])
+        return self._changed(lambda rows_BNMH: rows_BNMH[index_B])
 
     @override
     def _joined(self, memories: Sequence[KeyValueMemory]) -> KeyValueMemory:
         layers = zip(*(memory._rows() for memory in memories), strict=True)
-        return self._with_rows([torch.cat(parts, dim=1) for parts in layers])
+        pairs = (zip(*pairs, strict=True) for pairs in layers)
+        return self._with_rows((torch.cat(keys), torch.cat(values)) for keys, values in pairs)
 
     @override
     def resized(self, length: int) -> KeyValueMemory:
         kept = min(length, self.length)
-        padded = [torch.nn.functional.pad(span.last(kept), (0, 0, length - kept, 0)) for span in self.spans]
-        return self._resized_counts(length)._with_rows(padded)
+        newest = self._with_rows(span.last(kept) for span in self.spans)
+        counted = replace(newest, reach=replace(self.reach, memory=kept))
+        return counted._changed(lambda rows_BNMH: F.pad(rows_BNMH, (0, 0, length - kept, 0)))._resized_counts(length)
 
     @override
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> KeyValueMemory:
         moved = replace(self, position_keys=PositionKeys(), **counts_on(self, device))
-        return moved._with_rows([rows.to(device=device, dtype=dtype) for rows in self._rows()])
+        return moved._changed(lambda rows_BNMH: rows_BNMH.to(device=device, dtype=dtype))
 
     @override
     def tensors(self) -> dict[str, Tensor]:
-        named = {f"layer_{index}": rows for index, rows in enumerate(self._rows())}
-        return {**named, "valid": self.valid_B, "position": self.position_B}
+        named = {"valid": self.valid_B, "position": self.position_B}
+        for layer, pair in enumerate(self._rows()):
+            named |= zip(_names(layer), pair, strict=True)
+        return named
 
     @override
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> KeyValueMemory:
         fitting = self._fitting(tensors)
         least = int(fitting["valid"].min()) if self.batch_size else 0
         counted = replace(self, valid_B=fitting["valid"], position_B=fitting["position"], least_valid=least)
-        return counted._with_rows([fitting[f"layer_{index}"] for index in range(len(self.spans))])
+        names = (_names(layer) for layer in range(len(self.spans)))
+        return counted._with_rows((fitting[keys], fitting[values]) for keys, values in names)
+
+
+def _names(layer: int) -> tuple[str, str]:
+    return f"keys_{layer}", f"values_{layer}"

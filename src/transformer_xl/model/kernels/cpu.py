@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from transformer_xl.model.dropout import draw_kept, num_draws
-from transformer_xl.model.kernels import sdpa
+from transformer_xl.model.kernels import few
 from transformer_xl.model.kernels.reference import AttentionInputs, Sight, empty_slots, written_out
 
 _QUERIES = 128  # of a block: enough for fast matrix products, few enough to skip most of the future
@@ -34,15 +34,18 @@ _LINE = 16  # numbers; products write faster where rows begin at a cache line
 
 
 def attend(inputs: AttentionInputs, sight: Sight, dropout: float) -> Tensor:
-    """Relative attention; returns (B, T, N, H). Few scores that nobody differentiates go through `sdpa` at once."""
+    """Relative attention; returns (B, T, N, H). A few scores that nobody differentiates need no blocks."""
     batch_size, num_queries, num_heads, _ = inputs.q_BTNH.shape
     num_scores = batch_size * num_heads * num_queries * inputs.k_BSNH.shape[1]
-    if num_scores < _WORTHWHILE and not torch.is_grad_enabled():
-        return sdpa.attend(inputs, sight, dropout)
-    inputs = written_out(inputs, sight)
+    differentiated, beyond = torch.is_grad_enabled(), sight.beyond
+    counted_only = inputs.q_BTNH.device.type == "meta"
+    if num_scores < _WORTHWHILE and not (differentiated or dropout or counted_only):
+        return few.attend(inputs, sight)
+    if differentiated:  # the backward pass has a gradient for each distance
+        inputs, beyond = written_out(inputs, sight), 0
     seed = torch.randint(2**62, ()) if dropout else None
     given = [getattr(inputs, field.name) for field in fields(inputs)]
-    return _attention(given, sight.valid_B, seed, dropout)
+    return _attention(given, sight.valid_B, seed, dropout, beyond)
 
 
 # Each pass is an operator of its own, which torch.compile, torch's counters and its meta device take as one step. Both
@@ -50,11 +53,13 @@ def attend(inputs: AttentionInputs, sight: Sight, dropout: float) -> Tensor:
 
 
 @torch.library.custom_op("transformer_xl::cpu_attention", mutates_args=())
-def _attention(given: Sequence[Tensor], valid_B: Tensor | None, seed: Tensor | None, dropout: float) -> Tensor:
+def _attention(
+    given: Sequence[Tensor], valid_B: Tensor | None, seed: Tensor | None, dropout: float, beyond: int
+) -> Tensor:
     inputs = AttentionInputs(*given)
     dropped = _Dropped(seed, dropout)
     out_BTNH = given[0].new_empty(given[0].shape)
-    for part in _parts(inputs, valid_B):
+    for part in _parts(inputs, Sight(valid_B, beyond)):
         out_GTH = _like("outputs", part.content_GTH)
         for block in part.blocks():
             p_GIK = _probabilities(part, block)
@@ -74,7 +79,7 @@ def _attention_backward(
     dq_BTNH, dk_BSNH, dv_BSNH = (t.new_empty(t.shape) for t in (q_BTNH, k_BSNH, v_BSNH))
     dr_NPH = _sums(position_key_PNH.transpose(0, 1))
     du_NH, dw_NH = _sums(content_bias_NH), _sums(position_bias_NH)
-    for part in _parts(inputs, valid_B):
+    for part in _parts(inputs, Sight(valid_B)):
         dout_GTH = part.take("output gradients", dout_BTNH).mul_(dropped.scale)
         grads = _PartGradients.zero(part, dr_NPH[part.heads])
         for block in part.blocks():
@@ -101,13 +106,13 @@ def _(_dout_BTNH: Tensor, given: Sequence[Tensor], *_: Any) -> tuple[Tensor, ...
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    given, valid_B, seed, ctx.dropout = inputs
+    given, valid_B, seed, ctx.dropout, _ = inputs
     ctx.save_for_backward(*given, valid_B, seed)
 
 
 def _differentiate(ctx: Any, dout_BTNH: Tensor) -> tuple[Any, ...]:
     *given, valid_B, seed = ctx.saved_tensors
-    return list(_attention_backward(dout_BTNH, given, valid_B, seed, ctx.dropout)), None, None, None
+    return list(_attention_backward(dout_BTNH, given, valid_B, seed, ctx.dropout)), None, None, None, None
 
 
 _attention.register_autograd(_differentiate, setup_context=_keep)
@@ -123,6 +128,8 @@ class _Block:
     keys: slice
     distances: slice
     """Of the position keys, which stand farthest first."""
+    num_beyond: int
+    """Distances more that occur, which have the farthest position key."""
 
     def of_heads(self, x_GTH: Tensor, num_heads: int) -> Tensor:
         """These queries of all rows, head by head: a view (J, A, H)."""
@@ -144,6 +151,7 @@ class _Part:
     v_GSH: Tensor
     position_key_JPH: Tensor
     valid_C: Tensor | None
+    beyond: int
 
     @property
     def num_heads(self) -> int:
@@ -161,28 +169,30 @@ class _Part:
     def blocks(self) -> Iterator[_Block]:
         """Its queries in order; keys that none of a block's queries sees are left out."""
         (_, num_queries, _), (_, num_keys, _) = self.content_GTH.shape, self.k_GSH.shape
-        num_memory, num_distances = num_keys - num_queries, self.position_key_JPH.shape[1]
+        num_memory, num_near = num_keys - num_queries, self.position_key_JPH.shape[1]
+        num_distances = num_near + self.beyond
         empty = num_memory - (num_memory if self.valid_C is None else int(self.valid_C.max()))
         for number, start in enumerate(range(0, num_queries, _QUERIES)):
             stop = min(start + _QUERIES, num_queries)
             farthest = num_memory + start - num_distances + 1
             keys = slice(min(max(empty, farthest, 0), num_memory + start), num_memory + stop)
             occurring = min(num_distances, keys.stop - keys.start)
-            distances = slice(num_distances - occurring, num_distances)
-            yield _Block(number, slice(start, stop), keys, distances)
+            near = min(num_near, occurring)
+            yield _Block(number, slice(start, stop), keys, slice(num_near - near, num_near), occurring - near)
 
 
-def _parts(inputs: AttentionInputs, valid_B: Tensor | None) -> Iterator[_Part]:
+def _parts(inputs: AttentionInputs, sight: Sight) -> Iterator[_Part]:
     """Rows and heads, as many at once as fit a buffer; of long texts one row, and a head for each thread at least."""
     batch_size, num_queries, num_heads, _ = inputs.q_BTNH.shape
     largest = min(num_queries, _QUERIES) * (inputs.k_BSNH.shape[1] + _QUERIES) * inputs.q_BTNH.element_size()
     fitting = max(1, _BUFFER_BYTES // largest)
     groups = -(-num_heads // max(fitting, min(num_heads, torch.get_num_threads())))
     heads_at_once = -(-num_heads // groups)
-    rows_at_once = min(batch_size, max(1, fitting // num_heads)) if num_queries <= _QUERIES else 1
+    few_queries = num_queries <= _QUERIES and not _by_head(inputs.k_BSNH)
+    rows_at_once = min(batch_size, max(1, fitting // num_heads)) if few_queries else 1
     for row in range(0, batch_size, rows_at_once):
         rows = slice(row, min(row + rows_at_once, batch_size))
-        valid_C = None if valid_B is None else valid_B[rows]
+        valid_C = None if sight.valid_B is None else sight.valid_B[rows]
         for head in range(0, num_heads, heads_at_once):
             heads = slice(head, min(head + heads_at_once, num_heads))
             content_GTH, position_GTH = (
@@ -192,9 +202,10 @@ def _parts(inputs: AttentionInputs, valid_B: Tensor | None) -> Iterator[_Part]:
                     ("position queries", inputs.position_bias_NH),
                 )
             )
-            k_GSH, v_GSH = _taken("keys", inputs.k_BSNH, rows, heads), _taken("values", inputs.v_BSNH, rows, heads)
-            position_key_JPH = _taken("position keys", inputs.position_key_PNH[None], slice(0, 1), heads)
-            yield _Part(rows, heads, num_heads, content_GTH, position_GTH, k_GSH, v_GSH, position_key_JPH, valid_C)
+            k_GSH, v_GSH = _laid("keys", inputs.k_BSNH, rows, heads), _laid("values", inputs.v_BSNH, rows, heads)
+            position_key_JPH = _laid("position keys", inputs.position_key_PNH[None], slice(0, 1), heads)
+            queries = content_GTH, position_GTH
+            yield _Part(rows, heads, num_heads, *queries, k_GSH, v_GSH, position_key_JPH, valid_C, sight.beyond)
 
 
 def _biased(q_GTH: Tensor, bias_JH: Tensor) -> Tensor:
@@ -209,15 +220,30 @@ def _taken(name: str, x_BXNH: Tensor, rows: slice, heads: slice) -> Tensor:
     return _BUFFERS.take(name, x_JCXH.shape, x_JCXH.dtype).copy_(x_JCXH).flatten(0, 1)
 
 
+def _laid(name: str, x_BXNH: Tensor, rows: slice, heads: slice) -> Tensor:
+    """As `_taken`, but without a copy where a row's numbers lie head by head already, as a memory keeps them."""
+    if _length(rows) == 1 and _by_head(x_BXNH):
+        return x_BXNH[rows.start, :, heads].transpose(0, 1)
+    return _taken(name, x_BXNH, rows, heads)
+
+
+def _by_head(x_BXNH: Tensor) -> bool:
+    """Whether products can take each head's numbers as one matrix, one place behind the other."""
+    _, stride, _, within = x_BXNH.stride()
+    return (stride == x_BXNH.shape[-1] and within == 1) or stride == 1
+
+
 def _probabilities(part: _Part, block: _Block) -> Tensor:
     """What each query of a block gives each of its keys (G, I, K); overwritten by the next call."""
     wide_GIW = _wide("scores by distance", part, block)
-    num_keys, num_seen = _length(block.keys), _length(block.distances)
-    wide_GIW[..., : num_keys - num_seen] = -torch.inf  # beyond the window
+    num_keys, num_near = _length(block.keys), _length(block.distances)
+    near, beyond = num_keys - num_near, num_keys - num_near - block.num_beyond
+    wide_GIW[..., :beyond] = -torch.inf  # beyond the window
     wide_GIW[..., num_keys:] = -torch.inf  # the future
-    by_distance_JAR = wide_GIW.view(part.num_heads, -1, wide_GIW.shape[-1])[..., num_keys - num_seen : num_keys]
+    by_distance_JAR = wide_GIW.view(part.num_heads, -1, wide_GIW.shape[-1])[..., near:num_keys]
     position_JAH = block.of_heads(part.position_GTH, part.num_heads)
     torch.bmm(position_JAH, part.position_key_JPH[:, block.distances].mT, out=by_distance_JAR)
+    wide_GIW[..., beyond:near] = wide_GIW[..., near : near + 1]
     bias_GIK = _shifted(wide_GIW, num_keys)
     if part.valid_C is not None:
         empty_CS = empty_slots(part.valid_C, part.content_GTH.shape[1], part.k_GSH.shape[1])

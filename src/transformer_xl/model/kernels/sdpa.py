@@ -5,7 +5,7 @@ P distances, whose row i must be shifted left by T - 1 - i to stand over the key
 view: in a buffer whose rows are S + T - 1 wide, reading with a row stride one shorter moves each row one further. The
 buffer is -inf where a key is in the future or beyond the window, so the shifted view is the mask as well.
 
-Letters: B rows, T queries, S = M + T keys, P distances, N heads, H head width, W = S + T - 1,
+Letters: B rows, T queries, S = M + T keys, P position keys, N heads, H head width, W = S + T - 1,
 X = T (W - 1).
 """
 
@@ -15,17 +15,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from transformer_xl.model.kernels.reference import AttentionInputs, Sight, empty_slots, written_out
+from transformer_xl.model.kernels.reference import AttentionInputs, Sight, empty_slots
 
 
 def attend(inputs: AttentionInputs, sight: Sight, dropout: float) -> Tensor:
     """Relative attention; returns (B, T, N, H)."""
-    inputs = written_out(inputs, sight)
     scale = inputs.q_BTNH.shape[-1] ** -0.5
     content_BNTH = (inputs.q_BTNH + inputs.content_bias_NH).transpose(1, 2)
     position_BNTH = ((inputs.q_BTNH + inputs.position_bias_NH) * scale).transpose(1, 2)
     position_BNTP = position_BNTH @ inputs.position_key_PNH.permute(1, 2, 0)
-    bias_BNTS = shifted(position_BNTP, num_keys=inputs.k_BSNH.shape[1])
+    bias_BNTS = shifted(position_BNTP, num_keys=inputs.k_BSNH.shape[1], beyond=sight.beyond)
     if sight.valid_B is not None:
         empty_BS = empty_slots(sight.valid_B, inputs.q_BTNH.shape[1], inputs.k_BSNH.shape[1])
         # the least number, not -inf: a query of padding sees nothing else, and would become nan
@@ -39,10 +38,16 @@ def attend(inputs: AttentionInputs, sight: Sight, dropout: float) -> Tensor:
     return out_BNTH.transpose(1, 2)
 
 
-def shifted(position_BNTP: Tensor, *, num_keys: int) -> Tensor:
-    """Moves scores by distance (farthest first) over the keys they belong to; -inf where a key is not seen."""
+def shifted(position_BNTP: Tensor, *, num_keys: int, beyond: int = 0) -> Tensor:
+    """Moves scores by distance (farthest first) over the keys they belong to; -inf where a key is not seen.
+
+    The `beyond` next distances have the score of the farthest.
+    """
     num_queries, num_distances = position_BNTP.shape[-2:]
-    wide_BNTW = F.pad(position_BNTP, (num_keys - num_distances, num_queries - 1), value=-torch.inf)
+    if beyond:
+        farthest_BNT1 = position_BNTP[..., :1]
+        position_BNTP = torch.cat([farthest_BNT1.expand(*position_BNTP.shape[:-1], beyond), position_BNTP], dim=-1)
+    wide_BNTW = F.pad(position_BNTP, (num_keys - num_distances - beyond, num_queries - 1), value=-torch.inf)
     return shifted_view(wide_BNTW, num_keys)
 
 

@@ -1,0 +1,44 @@
+"""A linear map that is quick for a single token too.
+
+With few rows a product takes as long as reading the weights. On a CPU torch's product of a row and a matrix reads them
+at some two thirds of the speed that memory has; as a batch of products, one for each thread with a part of the
+weights, it comes near to it (`benchmarks/generation.py`).
+
+Letters: X rows, I and O widths of input and output, Y parts.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+_FEW_ROWS = 32
+
+
+class Linear(nn.Linear):
+    """As torch's, the same parameters; weights are read in one part for each thread where rows are few."""
+
+    @override
+    def forward(self, input: Tensor) -> Tensor:
+        """Gives (..., O)."""
+        if torch.compiler.is_compiling() or not self._reads_more_than_it_computes(input):
+            return super().forward(input)
+        num_parts = torch.get_num_threads()
+        if num_parts == 1 or self.out_features % num_parts:
+            return super().forward(input)
+        x_XI = input.reshape(-1, self.in_features)
+        weight_YIO = self.weight.unflatten(0, (num_parts, -1)).mT
+        out_XO = torch.bmm(x_XI.expand(num_parts, -1, -1), weight_YIO).transpose(0, 1).reshape(len(x_XI), -1)
+        if self.bias is not None:
+            out_XO += self.bias
+        return out_XO.view(*input.shape[:-1], -1)
+
+    def _reads_more_than_it_computes(self, input: Tensor) -> bool:
+        return (
+            input.device.type == "cpu"
+            and 0 < input.numel() <= _FEW_ROWS * self.in_features
+            and input.dtype == self.weight.dtype in (torch.float32, torch.float64)
+            and not torch.is_grad_enabled()
+            and not torch.is_autocast_enabled("cpu")
+        )
