@@ -21,12 +21,15 @@ from transformer_xl.interop.vocabularies import admits_vocabulary, first_of, fro
 
 _FILES = ("checkpoint_best.pt", "checkpoint_last.pt")
 _FILE = re.compile(r"checkpoint_(best|last|\d+)\.pt")
-_STATES = re.compile(r"torch\.(dtype|cuda\.[a-z.]+|optim\.[a-z_.]+)|argparse\.Namespace|numpy\.[a-z._0-9]+")
 
 
 def recognises(path: Path) -> bool:
     """Whether this is such a file, or a folder with one."""
     return (_FILE.fullmatch(path.name) is not None and path.is_file()) or first_of(path, _FILES) is not None
+
+
+def _admits(name: str) -> bool:
+    return name == "argparse.Namespace" or admits_vocabulary(name)
 
 
 def read(path: Path) -> Foreign:
@@ -36,7 +39,7 @@ def read(path: Path) -> Foreign:
         UserError: it is damaged, no such checkpoint, names what it should not, or cannot be expressed.
     """
     file = (first_of(path, _FILES) or path) if path.is_dir() else path
-    content = TorchFile(file, lambda name: _STATES.fullmatch(name) is not None or admits_vocabulary(name))
+    content = TorchFile(file, _admits)
     found = content.value if isinstance(content.value, dict) else {}
     weights, values = found.get("model_state"), found.get("model_config")
     if not isinstance(weights, dict) or not isinstance(values, dict):

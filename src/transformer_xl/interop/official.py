@@ -37,6 +37,10 @@ def recognises(path: Path) -> bool:
     return (path.name == _MODEL and path.is_file()) or (path / _MODEL).is_file()
 
 
+def _admits(name: str) -> bool:
+    return _ADMITTED.fullmatch(name) is not None
+
+
 def read(path: Path) -> Foreign:
     """Reads model.pt, and cache.pt beside it for the vocabulary where there is one.
 
@@ -44,7 +48,7 @@ def read(path: Path) -> Foreign:
         UserError: something is damaged, of another class, names what it should not, or cannot be expressed.
     """
     file = path / _MODEL if path.is_dir() else path
-    content = TorchFile(file, lambda name: _ADMITTED.fullmatch(name) is not None)
+    content = TorchFile(file, _admits)
     found = content.value
     if not isinstance(found, Record) or found.name.rpartition(".")[2] != _CLASS:
         what = found.name if isinstance(found, Record) else type(found).__name__

@@ -202,6 +202,8 @@ class _Machine:
             self.push(arguments[0].encode("latin-1"))
         elif called.path == "collections.defaultdict":
             self.push({})
+        elif called.path in ("builtins.bytes", "__builtin__.bytes") and not arguments:
+            self.push(b"")
         elif called.path in ("copyreg._reconstructor", "copy_reg._reconstructor"):
             self.push(Record(arguments[0].path))
         else:

@@ -27,26 +27,30 @@ _LINE_ENDS = ("<eos>", "<S>")
 _UNKNOWN = ("<unk>", "<UNK>")
 _IMPOSSIBLE = -1e4  # a score that no other comes near: the probability is zero, and the loss of such a byte finite
 
-_TOKENIZER_PARTS = (
-    "sacremoses.", "re._compile", "tokenizers.AddedToken", "transformers.tokenization_utils.Trie",
-    "transformers.tokenization_utils_base.AddedToken",
+_TOKENIZER = frozenset(
+    [
+        "sacremoses.normalize.MosesPunctNormalizer", "sacremoses.tokenize.MosesTokenizer",
+        "sacremoses.tokenize.MosesDetokenizer", "re._compile", "tokenizers.AddedToken",
+        "transformers.tokenization_utils.Trie", "transformers.tokenization_utils_base.AddedToken",
+    ]
 )  # fmt: skip
-_VOCABULARY_CLASSES = (
-    "utils.vocabulary.Vocab", "vocabulary.Vocab", "utils.vocabulary.OpenAIVocab", "vocabulary.OpenAIVocab",
-    "data_utils.Corpus",
+_CORPUS = frozenset(
+    [
+        *(f"{home}vocabulary.{kind}" for home in ("", "utils.") for kind in ("Vocab", "OpenAIVocab")),
+        *(f"numpy.{core}.multiarray.{name}" for core in ("core", "_core") for name in ("_reconstruct", "scalar")),
+        "data_utils.Corpus", "numpy.ndarray", "numpy.dtype",
+    ]
 )  # fmt: skip
 
 
 def admits_tokenizer(name: str) -> bool:
     """Names that stand in what Hugging Face's tokenizer pickles of itself; none of these things is made or used."""
-    return name in _TOKENIZER_PARTS or name.startswith("sacremoses.")
+    return name in _TOKENIZER
 
 
 def admits_vocabulary(name: str) -> bool:
     """Names that stand in the vocabularies of the authors' and NVIDIA's code, and in the text kept beside them."""
-    return name in _VOCABULARY_CLASSES or name.startswith(
-        ("numpy.core.", "numpy._core.", "numpy.ndarray", "numpy.dtype")
-    )
+    return name in _CORPUS
 
 
 def from_symbols(
