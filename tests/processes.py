@@ -47,6 +47,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
             "length_warmup": 6, "recompute": True, "optimizer": "adamw", "average": "uniform",
         },
     },
+    "an LSTM in shares": {"model": {"kind": "lstm"}, "train": {"parallel": "fsdp"}},
+    "auxiliary losses": {
+        "model": {"encoding": "learned", "intermediate_losses": True, "second_target": True}, "train": {"memory": 0},
+    },
 }  # fmt: skip
 OTHER = {"ddp": "fsdp", "fsdp": "ddp"}
 

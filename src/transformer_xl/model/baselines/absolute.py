@@ -93,7 +93,7 @@ class AbsoluteTransformer(Baseline):
             UserError: the encoding is learned, and for how many places is not said.
         """
         super().__init__(config)
-        self.place_vectors = None
+        self.place_vectors: nn.Parameter | None = None
         if config.encoding == "learned":
             if config.learned_positions is None:
                 raise UserError("encoding learned needs learned_positions, the longest segment; give a number")

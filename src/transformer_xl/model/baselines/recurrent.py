@@ -52,7 +52,9 @@ class RecurrentMemory(Memory):
         """A memory of nothing, on the device and in the dtype of `like`; `state_shape` is L, B, X, D."""
         num_layers, batch_size, *state = state_shape
         counts_B = torch.zeros(batch_size, dtype=torch.int64, device=like.device)
-        states = tuple(like.new_zeros(batch_size, *state) for _ in range(num_layers))
+        # not like.new_zeros: `like` may be shared out over processes, and memory never is
+        empty = {"dtype": like.dtype, "device": like.device}
+        states = tuple(torch.zeros(batch_size, *state, **empty) for _ in range(num_layers))
         return RecurrentMemory(states, valid_B=counts_B, position_B=counts_B.clone(), reach=reach, least_valid=0)
 
     def after(self, states_BXD: Sequence[Tensor], num_new: int, lengths_B: Tensor | None) -> RecurrentMemory:
@@ -130,11 +132,13 @@ class LSTMLayer(nn.Module):
         packed = pack_padded_sequence(
             _rolled(x_BTD, padding_B), lengths_B.clamp(min=1).cpu(), batch_first=True, enforce_sorted=False
         )
-        assert packed.sorted_indices is not None
-        first = tuple(row.index_select(1, packed.sorted_indices) for row in first)
+        order_B, back_B = packed.sorted_indices, packed.unsorted_indices
+        assert order_B is not None
+        assert back_B is not None
+        first = tuple(row.index_select(1, order_B) for row in first)
         data, *last = torch.lstm(packed.data, packed.batch_sizes, first, weights, True, 1, 0.0, self.training, False)
         hidden_BTD, _ = pad_packed_sequence(packed._replace(data=data), batch_first=True, total_length=num_new)
-        state = torch.stack([row[0].index_select(0, packed.unsorted_indices) for row in last], dim=1)
+        state = torch.stack([row[0].index_select(0, back_B) for row in last], dim=1)
         return _rolled(hidden_BTD, -padding_B), torch.where(lengths_B[:, None, None] > 0, state, state_BXD)
 
 

@@ -1,0 +1,83 @@
+"""The paper's other systems train like Transformer-XL: stopped and resumed bit for bit, and reported without extras."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from training_runs import CPU, letters, make_corpus, nats_of, start, train_until
+
+from transformer_xl.model.build import build_model
+from transformer_xl.model.memory import Memory
+from transformer_xl.run_folder import RunFolder, load
+from transformer_xl.training.loop import Training
+
+AUXILIARY = {"intermediate_losses": True, "second_target": True}
+SYSTEMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "lstm, chunks": ({"kind": "lstm"}, {"chunks": 2}),
+    "qrnn, length warm-up": (
+        {"kind": "qrnn", "zoneout": 0.2},
+        {"segment": 8, "memory": 12, "first_segment": 2, "length_warmup": 12, "optimizer": "muon"},
+    ),
+    "shaw": ({"encoding": "shaw"}, {"recompute": True}),
+    "sinusoidal, half the loss": ({"encoding": "sinusoidal"}, {"memory": 0, "loss": "half"}),
+    "learned, auxiliary losses": ({"encoding": "learned", **AUXILIARY}, {"memory": 0, "average": "uniform"}),
+}
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_stops_change_nothing(tmp_path: Path, name: str) -> None:
+    corpus = make_corpus(tmp_path / "corpus", letters(70, seed=1), letters(41, seed=2))
+    system, train = SYSTEMS[name]
+    settings = {"model": {"dropout": 0.2, **system}, **train, "evaluate_every": 5}
+    straight = start(tmp_path / "straight", corpus, **settings)
+    straight.run()
+    training = start(tmp_path / "run", corpus, **settings)
+    for stop in (3, 10):  # with two layers the losses of the first are there until a quarter of training
+        train_until(training, stop)
+        torch.manual_seed(104_729)
+        training = Training(RunFolder.open(tmp_path / "run"), corpus, CPU)
+        training.resume()
+        assert training.state.progress.step == stop
+    training.run()
+    for weights in ("best", "last"):
+        files = (run.folder.weights_file(weights) for run in (training, straight))
+        assert next(files).read_bytes() == next(files).read_bytes()
+    one, other = (Memory.concatenate(run.state.memories).tensors() for run in (training, straight))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert nats_of(training) == nats_of(straight)
+    loaded = load(tmp_path / "run", device="cpu")
+    assert type(loaded.model) is type(straight.state.model)
+
+
+def test_auxiliary_losses_train_and_are_not_reported(tmp_path: Path) -> None:
+    """The first figure is that of a model without them, and the second is not: they have moved the weights."""
+    corpus = make_corpus(tmp_path / "corpus", letters(70, seed=1))
+    without, along = (
+        start(tmp_path / name, corpus, model={"encoding": "learned", **extra}, memory=0, steps=3, warmup=0)
+        for name, extra in (("without", {}), ("along", AUXILIARY))
+    )
+    same = without.state.model.state_dict()
+    along.state.model.load_state_dict({**along.state.model.state_dict(), **same})
+    for training in (without, along):
+        training.run()
+    assert nats_of(along)[0] == nats_of(without)[0]
+    assert nats_of(along)[1] != nats_of(without)[1]
+    assert "next_heads.1.weight" in dict(build_model(along.folder.config.model).named_parameters())
+
+
+def test_auxiliary_losses_follow_the_steps_of_the_whole_training(tmp_path: Path) -> None:
+    """Of two layers the first predicts in the first quarter of training; its map then stands still."""
+    corpus = make_corpus(tmp_path / "corpus", letters(70, seed=1))
+    model = {"encoding": "learned", "intermediate_losses": True}
+    training = start(tmp_path / "run", corpus, model=model, memory=0, steps=8, warmup=0, beta1=0.0)
+    weight = dict(training.state.model.named_parameters())["next_heads.1.weight"]
+    moved = []
+    for step in range(1, 6):
+        before = weight.detach().clone()
+        train_until(training, step)
+        moved.append(not torch.equal(weight, before))
+    assert moved == [True, True, False, False, False]
