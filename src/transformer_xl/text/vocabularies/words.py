@@ -17,6 +17,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
+from transformer_xl.text.vocabularies import moses
 from transformer_xl.text.vocabularies.splitting import (
     EnglishJoiner,
     Joiner,
@@ -37,7 +38,7 @@ from transformer_xl.text.vocabulary import (
 )
 
 Case = Literal["kept", "folded"]
-Splitting = Literal["spaces", "punctuation"]
+Splitting = Literal["spaces", "punctuation", "moses"]
 
 _MOST_LISTED = 20
 
@@ -49,10 +50,13 @@ class WordRules:
     case: Case = "kept"
     """As the text has it, or all in small letters."""
     splitting: Splitting = "spaces"
-    """Only at white space, or punctuation and numbers apart as well (`text/vocabularies/splitting.py`)."""
+    """Only at white space; or punctuation and numbers apart as well, in the forms of WikiText (`splitting.py`), or in
+    those of Hugging Face's tokenizer (`moses.py`)."""
 
     def last_cut(self, text: bytes) -> int:
         """The last place at which `text` may be cut without changing a word; 0: there is none."""
+        if self.splitting == "moses":  # the end of a line has a say in all of it
+            return text.rfind(b"\n") + 1
         return last_white_space(text) if self.splitting == "spaces" else last_chunk_end(text)
 
     def words(self, piece: bytes, line_end: bytes = b"") -> list[bytes]:
@@ -66,10 +70,15 @@ class WordRules:
             piece = text.lower().encode("utf-8")
         if self.splitting == "punctuation":
             piece = b"\n".join([b" ".join(split_line(line)) for line in piece.split(b"\n")])
+        elif self.splitting == "moses":
+            lines = (moses.split_line(line) for line in piece.decode("utf-8").split("\n"))
+            piece = "\n".join(map(" ".join, lines)).encode("utf-8")
         return (piece.replace(b"\n", b" " + line_end + b" ") if line_end else piece).split()
 
     def joiner(self) -> Joiner:
         """What turns words back into text."""
+        if self.splitting == "moses":
+            return moses.MosesJoiner()
         return SpaceJoiner() if self.splitting == "spaces" else EnglishJoiner()
 
 
