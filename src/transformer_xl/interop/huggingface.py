@@ -154,7 +154,7 @@ def _vocabulary(folder: Path, file: Path) -> Vocabulary:
     tokenizer = folder / "tokenizer_config.json"
     values = read_json(tokenizer) if tokenizer.is_file() else {}
     lower_case = isinstance(values, dict) and values.get("lower_case") is True
-    return read_vocabulary(file, splitting="punctuation", lower_case=lower_case)
+    return read_vocabulary(file, splitting="moses", lower_case=lower_case)
 
 
 def write(path: Path, config: RunConfig, weights: Mapping[str, Tensor], vocabulary: Vocabulary) -> tuple[str, ...]:

@@ -155,6 +155,8 @@ def to_ours(config: ModelConfig, layout: Layout, theirs: Mapping[str, Tensor], s
     Raises:
         UserError: a weight is missing, has another shape, or is one that this model does not have.
     """
+    if config.layers > len(theirs):
+        raise UserError(f"{source} has {len(theirs):,} weights, and its settings ask for {config.layers:,} layers")
     known, second = list(matches(config, layout)), aliases(config, layout)
     first = {name: other for other, name in second.items() if other in theirs and name not in theirs}
     needed = {name: shape for match in known for name, shape in match.theirs}
