@@ -17,6 +17,7 @@ COMMANDS = {
     "train": "Train a model on a corpus, or go on with a run.",
     "evaluate": "Score a text: perplexity and bits per byte, at any memory length.",
     "generate": "Write text with a trained model.",
+    "convert": "Make a run of another program's model, or write a run for Hugging Face.",
     "recipes": "List the settings that come with the package.",
     "info": "Show this machine, a run or a corpus.",
 }
