@@ -1,124 +1,300 @@
-"""Token after token: read the prompt into memory, then read each chosen token back in.
+"""Text in, text out: one text as a stream of pieces, many at once, or the likeliest by beam search.
 
-Shape suffixes: B rows, T new tokens, D model width, R candidates, V vocabulary.
+    for piece in generate(run, "Once upon a time", tokens=300): ...
+    texts = complete(run, ["Once", "The end"], samples=4, stop="\\n")
+    best, *others = search(run, "Once upon a time", beams=4, tokens=30)
+
+All three take the options of `Options`, by name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import islice
+import math
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, Unpack
 
-import torch
-from torch import Tensor
+from typing_extensions import TypedDict, override
 
 from transformer_xl.config import UserError
-from transformer_xl.evaluation.scoring import Plan
-from transformer_xl.generation.sampling import Sampler
-from transformer_xl.model.language_model import LanguageModel
+from transformer_xl.evaluation.plan import Plan
+from transformer_xl.generation.beams import Beams, beam_search
+from transformer_xl.generation.continuation import Continuation
+from transformer_xl.generation.sampling import THE_PAPERS, Sampler
+from transformer_xl.generation.writer import Adjust, Made, Writer
 from transformer_xl.model.memory import Memory
 from transformer_xl.run_folder import Run
 from transformer_xl.text.vocabulary import Vocabulary
 
-# tokens of a prompt read at once: bounds the work space; changes no number beyond rounding where memory holds the
-# prompt or the window, else it bounds what the prompt's tokens see of one another
-_PROMPT_SEGMENT = 512
+Ended = Literal["tokens", "end", "stop"]
+"""Why a text ends: as many tokens as wanted, a token that ends texts, or a stop string."""
+
+Prompt = str | bytes | None
+"""Text to go on from; none: the beginning of a text."""
 
 
-def read_prompt(model: LanguageModel, tokens_BT: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
-    """Reads a prompt of any length; gives its last hidden row (B, 1, D), before the next token, and the memory."""
-    hidden_BTD = None
-    for part_BT in tokens_BT.split(_PROMPT_SEGMENT, dim=1):
-        hidden_BTD, memory = model(part_BT, memory)
-    assert hidden_BTD is not None
-    return hidden_BTD[:, -1:], memory
+class Options(TypedDict, total=False, closed=True):
+    """What can be asked for by name."""
+
+    tokens: int | None
+    """Most tokens to make, 500 unless told; none: without end, and then nothing that was made is kept."""
+    sampler: Sampler | None
+    """How tokens are chosen; none: as for the paper's samples (the 40 likeliest)."""
+    seed: int
+    """Of the random choices, 0 unless told; text r of several is drawn with seed + r."""
+    memory: int | Memory | None
+    """Memory slots, in tokens (none: the run's evaluation memory); or a memory to go on from, a row for each prompt:
+    then a prompt is read as what comes next, and not as the beginning of a text."""
+    context: int | None
+    """Only so many tokens are read, from the end of the prompt (the paper: 512); none: all."""
+    min_tokens: int
+    """Before so many no text ends, by a token or by a stop string."""
+    end_ids: Collection[int]
+    """Tokens that end a text; they are not shown."""
+    stop: str | Sequence[str]
+    """Texts that end the text; they are not shown, but the memory has read the tokens they came in."""
+    adjust: Adjust | None
+    """Changes the scores before each choice."""
+    log_probabilities: bool
+    """Find the log-probability of each token too."""
 
 
-def choose_token(model: LanguageModel, hidden_B1D: Tensor, sampler: Sampler, generator: torch.Generator) -> Tensor:
-    """The next token of each row, (B,); scores no more of the vocabulary than the sampler needs."""
-    if sampler.candidates is None:
-        return sampler.choose(model.logits(hidden_B1D)[:, 0], generator)
-    scores_B1R, ids_B1R = model.top(hidden_B1D, sampler.candidates)
-    place_B = sampler.choose(scores_B1R[:, 0], generator)
-    return ids_B1R[:, 0].gather(-1, place_B[:, None])[:, 0]
+@dataclass(frozen=True)
+class Request:
+    """The options, checked, with what stands for those not given."""
+
+    tokens: int | None = 500
+    sampler: Sampler | None = None
+    seed: int = 0
+    memory: int | Memory | None = None
+    context: int | None = None
+    min_tokens: int = 0
+    end_ids: Collection[int] = ()
+    stop: str | Sequence[str] = ()
+    adjust: Adjust | None = None
+    log_probabilities: bool = False
+
+    def __post_init__(self) -> None:
+        if self.tokens is not None and self.tokens < 1:
+            raise UserError(f"{self.tokens} tokens wanted; give 1 or more")
+        if self.context is not None and self.context < 1:
+            raise UserError(f"context {self.context}: wanted 1 or more tokens")
+        if not 0 <= self.min_tokens <= (math.inf if self.tokens is None else self.tokens):
+            raise UserError(f"min-tokens {self.min_tokens}: wanted from 0 to the {self.tokens} tokens to be made")
+        if not all(self.stops):
+            raise UserError("a stop string is empty; give some text, or leave it out")
+
+    @property
+    def stops(self) -> Sequence[str]:
+        """The stop strings, however many were given."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop
+
+    def token_ids(self, vocabulary: Vocabulary, prompt: Prompt) -> list[int]:
+        """What is read of a prompt.
+
+        Raises:
+            UserError: it is empty, cannot be written in this vocabulary, or there is neither prompt nor a new text.
+        """
+        goes_on = isinstance(self.memory, Memory)
+        if prompt is None and goes_on:
+            raise UserError("a memory was given without a prompt; give the text that comes next")
+        if prompt is not None and not len(prompt):
+            raise UserError("the prompt is empty; give some text, or no prompt at all to begin a new text")
+        ids = [] if prompt is None else vocabulary.encode(prompt).tolist()
+        whole = ids if goes_on else [vocabulary.start_id, *ids]
+        if not whole:
+            raise UserError("the prompt holds no token of this vocabulary; give some text")
+        return whole[-self.context :] if self.context else whole
+
+    def memory_of(self, run: Run, num_prompts: int) -> Memory:
+        """The memory to begin with."""
+        if isinstance(self.memory, Memory):
+            return self.memory
+        return run.model.inference_memory(num_prompts, Plan.of(run.config, memory=self.memory).reach)
+
+    def writer(self, run: Run, prompts: Sequence[Sequence[int]], samples: int) -> Writer:
+        """What writes the tokens."""
+        return Writer(
+            run.model,
+            prompts,
+            self.sampler or THE_PAPERS,
+            seed=self.seed,
+            samples=samples,
+            memory=self.memory_of(run, len(prompts)),
+            end_ids=self.end_ids,
+            min_tokens=self.min_tokens,
+            adjust=self.adjust,
+            scored=self.log_probabilities,
+        )
 
 
-def generate_tokens(
-    model: LanguageModel,
-    prompt: Sequence[int],
-    sampler: Sampler,
-    generator: torch.Generator,
-    memory: Memory | None = None,
-) -> Iterator[int]:
-    """Yields tokens without end, after a prompt of one or more tokens; stop by no longer asking.
+@dataclass(frozen=True)
+class Completion:
+    """A text that was written."""
 
-    Args:
-        model: any language model, in evaluation mode.
-        prompt: token numbers, one or more; longer than the memory is fine, attention then sees its end.
-        sampler: how a token is chosen.
-        generator: random state drawn from (a CPU generator).
-        memory: of one row, what was read before the prompt; none: nothing.
+    text: str
+    """What follows the prompt, without what ended it."""
+    tokens: tuple[int, ...]
+    """All that were made, with those that ended it."""
+    log_probabilities: tuple[float, ...]
+    """Of each token, as the model has it: natural logarithms; empty unless asked for."""
+    ended: Ended
+    """Why it ends."""
 
-    Raises:
-        UserError: the prompt is empty.
-    """
-    if not len(prompt):
-        raise UserError("the prompt is empty; give at least one token")
-    device = next(model.parameters()).device
-    memory = memory or model.initial_memory(1)
-    tokens_BT = torch.tensor([list(prompt)], device=device)
-    while True:
-        with torch.inference_mode():
-            hidden_B1D, memory = read_prompt(model, tokens_BT, memory)
-            token = int(choose_token(model, hidden_B1D, sampler, generator))
-        yield token
-        tokens_BT = torch.tensor([[token]], device=device)
+    @property
+    def log_probability(self) -> float | None:
+        """Of all tokens together; none: not asked for."""
+        return math.fsum(self.log_probabilities) if self.log_probabilities else None
 
 
-def generate(
-    run: Run,
-    prompt: str | bytes | None = None,
-    *,
-    tokens: int = 500,
-    sampler: Sampler | None = None,
-    seed: int = 0,
-    memory: int | None = None,
-) -> Iterator[str]:
-    """Yields text as it is made; a character is given once all its bytes are there.
+class _Row:
+    """One text while it is written."""
+
+    def __init__(self, request: Request, vocabulary: Vocabulary, prompt: Sequence[int]) -> None:
+        self._request = request
+        self._continuation = Continuation(vocabulary, prompt, request.stops)
+        self.num_made = 0
+        self.tokens: list[int] = []
+        self.log_probabilities: list[float] = []
+        self.ended: Ended | None = None
+
+    def add(self, made: Made) -> str:
+        """Takes in one more token; gives the text that became certain."""
+        self.num_made += 1
+        if self._request.tokens is not None:  # of a text without end nothing is kept
+            self.tokens.append(made.token)
+            if made.log_probability is not None:
+                self.log_probabilities.append(made.log_probability)
+        stopping = self.num_made >= self._request.min_tokens
+        text = "" if made.ended else self._continuation.push(made.token, stopping=stopping)
+        if made.ended or self.num_made == self._request.tokens:
+            self.ended = "end" if made.ended else "tokens"
+            text += "" if self._continuation.stopped else self._continuation.finish(stopping=stopping)
+        if self._continuation.stopped:
+            self.ended = "stop"
+        return text
+
+
+class Writing(Iterator[str]):
+    """A text as it is written: iterate to get its pieces; a character is given once all its bytes are there."""
+
+    def __init__(self, run: Run, prompt: Prompt, request: Request) -> None:
+        ids = request.token_ids(run.vocabulary, prompt)
+        self._row = _Row(request, run.vocabulary, ids)
+        self._writer = request.writer(run, [ids], 1)
+
+    @override
+    def __next__(self) -> str:
+        while self._row.ended is None:
+            (made,) = self._writer.step()
+            if text := self._row.add(made):
+                return text
+        raise StopIteration
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens were made so far."""
+        return self._row.num_made
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """The tokens made so far; empty where no end was set."""
+        return tuple(self._row.tokens)
+
+    @property
+    def log_probabilities(self) -> tuple[float, ...]:
+        """Of each token so far, natural logarithms; empty unless asked for, and where no end was set."""
+        return tuple(self._row.log_probabilities)
+
+    @property
+    def ended(self) -> Ended | None:
+        """Why it ended; none: it goes on."""
+        return self._row.ended
+
+    def memory(self) -> Memory:
+        """The memory after all tokens made so far, to hand in as `memory` with what comes next; of one row."""
+        return self._writer.memory()
+
+
+def generate(run: Run, prompt: Prompt = None, **options: Unpack[Options]) -> Writing:
+    """Writes one text; it is made while it is read.
 
     Args:
         run: a loaded run.
         prompt: text to go on from; none: the beginning of a text.
-        tokens: how many tokens to make.
-        sampler: how tokens are chosen; none: the paper's (the 40 likeliest).
-        seed: of the random choices.
-        memory: memory slots, in tokens; none: the run's evaluation memory.
+        options: see `Options`.
 
     Raises:
-        UserError: an empty prompt, tokens below 1, or a seed out of range.
+        UserError: an empty prompt, one that the vocabulary cannot write, or an option out of range.
     """
-    if tokens < 1:
-        raise UserError(f"{tokens} tokens wanted; give 1 or more")
-    if not 0 <= seed < 2**63:
-        raise UserError(f"seed {seed}: wanted 0 or more, below 2**63")
-    if prompt is not None and not len(prompt):
-        raise UserError("the prompt is empty; give some text, or no prompt at all to begin a new text")
-    start = [run.vocabulary.start_id]
-    ids = start if prompt is None else [*start, *run.vocabulary.encode(prompt).tolist()]
-    generator = torch.Generator().manual_seed(seed)
-    empty = run.model.initial_memory(1, Plan.of(run.config, memory=memory).reach)
-    made = generate_tokens(run.model, ids, sampler or Sampler(top_k=40), generator, empty)
-    return _continuation(islice(made, tokens), run.vocabulary, ids)
+    return Writing(run, prompt, Request(**options))
 
 
-def _continuation(made: Iterator[int], vocabulary: Vocabulary, prompt: list[int]) -> Iterator[str]:
-    """The text of the tokens made, as it goes on from the prompt: with the space between two words, say."""
-    decoder = vocabulary.stream_decoder()
-    certain = "".join(map(decoder.push, prompt))
-    # what the decoder holds back of the prompt comes with the first token, but was said; not so half a character
-    held = vocabulary.decode(prompt).removeprefix(certain).rstrip("\ufffd")
-    for token in made:
-        if text := decoder.push(token).removeprefix(held):
-            held = ""
-            yield text
-    if text := decoder.finish().removeprefix(held):
-        yield text
+def complete(run: Run, prompts: Sequence[Prompt], *, samples: int = 1, **options: Unpack[Options]) -> list[Completion]:
+    """Writes texts side by side, each as if it were alone.
+
+    Args:
+        run: a loaded run.
+        prompts: texts to go on from, of any lengths.
+        samples: texts written after each prompt, which is read once.
+        options: see `Options`; each text has an end.
+
+    Returns:
+        the texts: all samples of the first prompt, then those of the next.
+
+    Raises:
+        UserError: as `generate`; no prompt, no samples, or no end.
+    """
+    request = Request(**options)
+    if request.tokens is None:
+        raise UserError("texts that are to be handed over whole need an end; give a number of tokens")
+    ids = [request.token_ids(run.vocabulary, prompt) for prompt in prompts]
+    writer = request.writer(run, ids, samples)
+    rows = [_Row(request, run.vocabulary, prompt) for prompt in ids for _ in range(samples)]
+    texts: list[list[str]] = [[] for _ in rows]
+    while writer.rows:
+        for made in writer.step():
+            texts[made.row].append(rows[made.row].add(made))
+        writer.stop([row for row in writer.rows if rows[row].ended])
+    return [_completion("".join(pieces), row) for pieces, row in zip(texts, rows, strict=True)]
+
+
+def _completion(text: str, row: _Row) -> Completion:
+    assert row.ended is not None
+    return Completion(text, tuple(row.tokens), tuple(row.log_probabilities), row.ended)
+
+
+def search(
+    run: Run, prompt: Prompt = None, *, beams: int = 4, length_penalty: float = 1.0, **options: Unpack[Options]
+) -> list[Completion]:
+    """Finds the likeliest texts by beam search.
+
+    Args:
+        run: a loaded run.
+        prompt: text to go on from; none: the beginning of a text.
+        beams: how many continuations are kept side by side, and given back.
+        length_penalty: they are ranked by log-probability / length ** length_penalty.
+        options: see `Options`; those of drawing (sampler, seed) and stop strings do not go with it.
+
+    Returns:
+        the texts, best first, with log-probabilities.
+
+    Raises:
+        UserError: as `generate`; an option that does not go with beams, or no end.
+    """
+    odd = [name for name in ("sampler", "seed", "stop") if options.get(name)]
+    if odd:
+        raise UserError(f"beams find the likeliest text, nothing is drawn and no stop string read; leave out {odd[0]}")
+    request = Request(**options)
+    if request.tokens is None:
+        raise UserError("beams need an end; give a number of tokens")
+    ids = request.token_ids(run.vocabulary, prompt)
+    settings = Beams(beams, request.tokens, length_penalty, tuple(request.end_ids), request.min_tokens, request.adjust)
+    found = beam_search(run.model, ids, settings, request.memory_of(run, 1))
+    completions: list[Completion] = []
+    for one in found:
+        continuation = Continuation(run.vocabulary, ids)
+        shown = one.tokens[:-1] if one.ended else one.tokens
+        text = "".join([*map(continuation.push, shown), continuation.finish()])
+        completions.append(Completion(text, one.tokens, one.log_probabilities, "end" if one.ended else "tokens"))
+    return completions
