@@ -36,6 +36,7 @@ check: $(STAMP)
 
 bench: $(STAMP) $(PEERS)/installed
 	$(BIN)/python benchmarks/training.py --peers $(PEERS)/bin/python
+	$(BIN)/python benchmarks/inference.py --peers $(PEERS)/bin/python
 	$(BIN)/python benchmarks/kernels.py
 	$(BIN)/python benchmarks/steps.py --precision auto --layers 4 --width 192 --heads 3 --segment 64 --memory 64 \
 	  --rows 32 --out benchmarks/results/steps-64.json

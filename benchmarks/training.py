@@ -65,24 +65,25 @@ class Entry:
     variant: str
 
     @staticmethod
-    def parse(name: str) -> Entry:
-        """NAME-PRECISION or NAME-PRECISION+VARIANT; ends the program where it is neither."""
+    def parse(name: str, modules: dict[str, str]) -> Entry:
+        """NAME-PRECISION or NAME-PRECISION+VARIANT of these modules; ends the program where it is neither."""
         rest, _, variant = name.partition("+")
         who, _, precision = rest.rpartition("-")
-        if who not in MODULES or precision not in ("float32", "bfloat16"):
-            sys.exit(f"no contestant '{name}'; wanted NAME-PRECISION, NAME one of {', '.join(MODULES)}")
-        return Entry(name, MODULES[who], precision, variant)
+        if who not in modules or precision not in ("float32", "bfloat16"):
+            sys.exit(f"no contestant '{name}'; wanted NAME-PRECISION, NAME one of {', '.join(modules)}")
+        return Entry(name, modules[who], precision, variant)
 
 
 class Worker:
     """A contestant's process."""
 
     def __init__(self, entry: Entry, sizes: argparse.Namespace) -> None:
-        """Starts it and waits until it is built and its memory is full."""
+        """Starts it and waits until it is built and its memory is full (one that reads has filled it by itself)."""
         self.entry = entry
         task = {name: getattr(sizes, name) for name in (*SIZES, *RATES, "device")}
         task |= {"contestant": entry.module, "precision": entry.precision, "variant": entry.variant}
-        python = sys.executable if entry.module == "ours" else str(sizes.peers.absolute())
+        task |= {"clamp": getattr(sizes, "clamp", None)}
+        python = str(sizes.peers.absolute()) if entry.module.startswith("peer") else sys.executable
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": str(sizes.threads),
@@ -97,7 +98,7 @@ class Worker:
             text=True,
         )
         self.built = self._answer()
-        filling = 1 + -(-sizes.memory // sizes.segment)
+        filling = 2 if "reading" in entry.module else 1 + -(-sizes.memory // sizes.segment)
         self.first = self.steps(filling + (3 if "compile" in entry.variant else 0))
 
     def steps(self, number: int) -> dict[str, Any]:
@@ -172,7 +173,7 @@ def memory(ended: dict[str, Any]) -> dict[str, Any]:
 def chosen(sizes: argparse.Namespace) -> tuple[list[Entry], list[str]]:
     """Who takes part, and what to say about who does not."""
     if sizes.contestants:
-        return [Entry.parse(name) for name in sizes.contestants.split(",")], []
+        return [Entry.parse(name, MODULES) for name in sizes.contestants.split(",")], []
     names = [name.format("float32") for name in STANDARD]
     said = []
     if has_bfloat16(torch.device(sizes.device)):
@@ -185,7 +186,7 @@ def chosen(sizes: argparse.Namespace) -> tuple[list[Entry], list[str]]:
     if not sizes.peers.exists():
         said.append(f"the peers: no Python at {sizes.peers}; 'make bench' makes one")
         names = [name for name in names if name.startswith("ours")]
-    return [Entry.parse(name) for name in names], said
+    return [Entry.parse(name, MODULES) for name in names], said
 
 
 def parsed() -> argparse.Namespace:

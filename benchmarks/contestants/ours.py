@@ -10,7 +10,7 @@ from transformer_xl import __version__
 from transformer_xl.config import ModelConfig, TrainConfig
 
 
-class Trained:
+class Runner:
     """Variant `compile`: layers through torch.compile. Nothing is set that `txl train` does not set."""
 
     versions = {"transformer_xl": __version__}  # noqa: RUF012

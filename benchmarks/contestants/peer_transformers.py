@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import TransfoXLConfig, TransfoXLLMHeadModel
 
 
-class Trained:
+class Runner:
     """The paper's model with a plain softmax; its loss does not work under bfloat16 autocast."""
 
     versions = {"transformers": transformers.__version__}  # noqa: RUF012

@@ -11,7 +11,7 @@ from torch import Tensor
 from x_transformers import Decoder, TransformerWrapper
 
 
-class Trained:
+class Runner:
     """Its documentation names two ways to set positions beside a memory, and each is here.
 
     Rotary embeddings with `attn_flash`, its fastest way and the default. Variant `bias`: T5's relative position bias,

@@ -1,4 +1,4 @@
-"""What a contestant of `training.py` is given, and what it must offer."""
+"""What a contestant of `training.py` or `inference.py` is given, and what it must offer."""
 
 from __future__ import annotations
 
@@ -33,6 +33,8 @@ class Task:
     dropout: float
     learning_rate: float
     clip: float
+    clamp: int | None = None
+    """Distances above this count as this one; none: no limit. For reading alone."""
 
     def autocast(self) -> AbstractContextManager[object]:
         """Matrix products in the wanted number format."""
@@ -42,7 +44,7 @@ class Task:
 
 
 class Contestant(Protocol):
-    """A model in training, carrying its memory from step to step."""
+    """A model in training, or one that reads, carrying its memory from step to step."""
 
     model: torch.nn.Module
     note: str
@@ -50,5 +52,9 @@ class Contestant(Protocol):
     versions: dict[str, str]
 
     def step(self, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
-        """One whole optimiser step on tokens (B, T) that lie on the CPU; gives the mean loss in nats, on the device."""
+        """One whole step on tokens (B, T) that lie on the CPU; gives the mean loss in nats, on the device.
+
+        In training with everything up to the changed weights; in reading with each target's nats, and for a single
+        token (T = 1) with the choice of the next.
+        """
         ...

@@ -1,4 +1,4 @@
-"""One contestant of `training.py`, in a process of its own: builds the model, then takes steps when told to.
+"""One contestant of `training.py` or `inference.py` in a process of its own: builds the model, steps when told to.
 
     python -m contestants.worker '{"contestant": "ours", "precision": "float32", ...}'
 
@@ -101,7 +101,7 @@ def main() -> None:
     warm_libraries(task.device)
     before = resident_bytes("VmRSS")
     torch.manual_seed(1)
-    contestant: Contestant = module.Trained(task)
+    contestant: Contestant = module.Runner(task)
     segments = Segments(task)
     # several names may stand for one tensor
     parameters = sum(parameter.numel() for parameter in set(contestant.model.parameters()))

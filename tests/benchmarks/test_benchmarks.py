@@ -150,10 +150,10 @@ def test_rates_are_compared_round_by_round():
 
 
 def test_contestants_have_names():
-    entry = training.Entry.parse("x-transformers-bfloat16+bias")
+    entry = training.Entry.parse("x-transformers-bfloat16+bias", training.MODULES)
     assert (entry.module, entry.precision, entry.variant) == ("peer_x_transformers", "bfloat16", "bias")
     with pytest.raises(SystemExit, match="no contestant 'theirs-float32'; wanted NAME-PRECISION"):
-        training.Entry.parse("theirs-float32")
+        training.Entry.parse("theirs-float32", training.MODULES)
 
 
 def test_contestants_read_the_text_in_order():

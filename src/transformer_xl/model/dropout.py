@@ -30,11 +30,11 @@ class Dropout(nn.Module):
     @override
     def forward(self, x: Tensor) -> Tensor:
         """Any shape."""
-        share = self.share if self.training else 0.0
-        ours = x.device.type in ("cpu", "meta") and not torch.compiler.is_compiling()
-        if not share or not ours:
-            return F.dropout(x.relu() if self.relu else x, share)
-        return (_DroppedRelu if self.relu else _Dropped).apply(x, share)
+        if not self.training or not self.share:
+            return x.relu() if self.relu else x
+        if x.device.type not in ("cpu", "meta") or torch.compiler.is_compiling():
+            return F.dropout(x.relu() if self.relu else x, self.share)
+        return (_DroppedRelu if self.relu else _Dropped).apply(x, self.share)
 
     @override
     def extra_repr(self) -> str:

@@ -49,6 +49,14 @@ class LanguageModel(nn.Module, ABC):
         """
         return self.initial_memory(batch_size, reach)
 
+    def writing_memory(self, batch_size: int, reach: Reach | None = None, *, segment: int) -> Memory:
+        """An empty memory to write with, token after token; `segment` is the longest that training had.
+
+        What `inference_memory` gives, but for a model that keeps nothing of earlier segments: it would see only the
+        token just written, so it remembers a segment of tokens, and reads them again every time.
+        """
+        return self.inference_memory(batch_size, reach)
+
     @abstractmethod
     @override
     def forward(

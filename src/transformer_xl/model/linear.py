@@ -22,23 +22,21 @@ class Linear(nn.Linear):
     @override
     def forward(self, input: Tensor) -> Tensor:
         """Gives (..., O)."""
-        if torch.compiler.is_compiling() or not self._reads_more_than_it_computes(input):
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or not self._few_rows(input):
             return super().forward(input)
         num_parts = torch.get_num_threads()
         if num_parts == 1 or self.out_features % num_parts:
             return super().forward(input)
         x_XI = input.reshape(-1, self.in_features)
-        weight_YIO = self.weight.unflatten(0, (num_parts, -1)).mT
-        out_XO = torch.bmm(x_XI.expand(num_parts, -1, -1), weight_YIO).transpose(0, 1).reshape(len(x_XI), -1)
-        if self.bias is not None:
-            out_XO += self.bias
-        return out_XO.view(*input.shape[:-1], -1)
+        weight_YIO = self.weight.view(num_parts, -1, self.in_features).mT
+        out_YXO = torch.bmm(x_XI.expand(num_parts, -1, -1), weight_YIO)
+        out = out_YXO.transpose(0, 1).reshape(*input.shape[:-1], self.out_features)
+        return out if self.bias is None else out.add_(self.bias)
 
-    def _reads_more_than_it_computes(self, input: Tensor) -> bool:
+    def _few_rows(self, input: Tensor) -> bool:
         return (
-            input.device.type == "cpu"
-            and 0 < input.numel() <= _FEW_ROWS * self.in_features
+            0 < input.numel() <= _FEW_ROWS * self.in_features
+            and input.device.type == "cpu"
             and input.dtype == self.weight.dtype in (torch.float32, torch.float64)
-            and not torch.is_grad_enabled()
             and not torch.is_autocast_enabled("cpu")
         )

@@ -12,7 +12,7 @@ Auxiliary losses (Al-Rfou et al. 2018, for training alone): every layer predicts
 its own, the l-th of L until l / (2 L) of training is done; and each place also predicts the token after the next, at
 half the weight. Where we differ: within its time a layer's loss counts in full (the paper leaves the weight open).
 
-Letters: B rows, T tokens of a segment, D model width, N heads, H head width, V vocabulary, L layers, P learned places.
+Letters: B rows, T tokens of a segment, P tokens read again, D model width, N heads, H head width.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from typing_extensions import override
 from transformer_xl.config import ModelConfig, UserError
 from transformer_xl.model.attention import FeedForward, encode_distances
 from transformer_xl.model.baselines.baseline import WEIGHT_STD, Baseline
+from transformer_xl.model.baselines.token_memory import TokenMemory
 from transformer_xl.model.cross_entropy import linear_cross_entropy
 from transformer_xl.model.dropout import Dropout
 from transformer_xl.model.memory import HiddenMemory, Memory, Reach
@@ -124,6 +125,13 @@ class AbsoluteTransformer(Baseline):
         return HiddenMemory.empty(1, batch_size, self.config.width, self.checked(reach), like)
 
     @override
+    def writing_memory(self, batch_size: int, reach: Reach | None = None, *, segment: int) -> TokenMemory:
+        reach = self.checked(reach)
+        segment = min(segment, self.config.learned_positions or segment)
+        device = next(self.layers.parameters()).device
+        return TokenMemory.empty(batch_size, Reach(segment - 1, reach.window), device)
+
+    @override
     def forward(
         self,
         tokens_BT: Tensor | None = None,
@@ -134,10 +142,14 @@ class AbsoluteTransformer(Baseline):
     ) -> tuple[Tensor, Memory]:
         """Reads a segment of T tokens, each row's first at place 0 (see `LanguageModel.forward`).
 
+        With a memory of tokens, those come before the new ones as far as a segment goes.
+
         Raises:
             UserError: not exactly one kind of input, a wrong shape, a segment longer than the learned places, or a
                 memory of another batch or model.
         """
+        if isinstance(memory, TokenMemory):
+            return self._read_again(tokens_BT, memory, lengths_B)
         x_BTD = self.first_input(tokens_BT, inputs_BTD)
         memory = self.matching(memory, x_BTD, lengths_B)
         *_, last_BTD = self._outputs(x_BTD, memory, lengths_B)
@@ -172,6 +184,23 @@ class AbsoluteTransformer(Baseline):
         if not isinstance(memory, HiddenMemory) or len(memory.layers_BMD) != 1 or memory.length:
             raise UserError(f"{self.config.system} has no memory; start with initial_memory")
         return memory
+
+    def _read_again(
+        self, tokens_BT: Tensor | None, memory: TokenMemory, lengths_B: Tensor | None
+    ) -> tuple[Tensor, TokenMemory]:
+        if tokens_BT is None or tokens_BT.ndim != 2 or len(tokens_BT) != memory.batch_size:
+            given = "no tokens" if tokens_BT is None else f"tokens of shape {tuple(tokens_BT.shape)}"
+            raise UserError(f"{given} beside a memory of {memory.batch_size} rows of tokens; give tokens of those rows")
+        parts_BTD: list[Tensor] = []
+        fresh, num_left = self.initial_memory(len(tokens_BT), Reach(0, memory.reach.window)), tokens_BT.shape[1]
+        for part_BT in tokens_BT.split(memory.length + 1, dim=1):
+            num_left -= part_BT.shape[1]
+            # padding stands first, so the last parts of a row are its own
+            part_B = None if lengths_B is None else (lengths_B - num_left).clamp(0, part_BT.shape[1])
+            read_BP, own_B, memory = memory.with_new(part_BT, part_B)
+            hidden_BPD, _ = self(read_BP, fresh, lengths_B=own_B)
+            parts_BTD.append(hidden_BPD[:, -part_BT.shape[1] :])
+        return torch.cat(parts_BTD, dim=1), memory
 
     def _after(self, memory: HiddenMemory, x_BTD: Tensor, lengths_B: Tensor | None) -> HiddenMemory:
         return memory.after([x_BTD], lengths_B)

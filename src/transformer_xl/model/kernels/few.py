@@ -2,7 +2,8 @@
 
 The time goes into reading keys and values, so what nobody sees is not read: empty memory, and keys beyond the window.
 
-Letters: B rows, T queries, S = M + T keys, P position keys, N heads, H head width, K keys that are seen, G = B x N.
+Letters: B rows, T queries, S = M + T keys, P position keys, N heads, H head width, K keys that are seen, G = B x N,
+X any places.
 """
 
 from __future__ import annotations
@@ -18,29 +19,32 @@ def attend(inputs: AttentionInputs, sight: Sight) -> Tensor:
     """Relative attention; returns (B, T, N, H)."""
     batch_size, num_queries, num_heads, head_width = inputs.q_BTNH.shape
     num_seen = _seen(inputs, sight)
-    k_GKH, v_GKH = (
-        x_BSNH[:, x_BSNH.shape[1] - num_seen :].transpose(1, 2).flatten(0, 1)
-        for x_BSNH in (inputs.k_BSNH, inputs.v_BSNH)
+    k_GKH, v_GKH = _by_head(inputs.k_BSNH, num_seen), _by_head(inputs.v_BSNH, num_seen)
+    content_GTH = _by_head((inputs.q_BTNH + inputs.content_bias_NH) * head_width**-0.5, num_queries)
+    position_GTH = _by_head((inputs.q_BTNH + inputs.position_bias_NH) * head_width**-0.5, num_queries)
+    r_PNH = inputs.position_key_PNH
+    num_near = min(num_seen, r_PNH.shape[0])
+    position_BNTP = torch.matmul(
+        position_GTH.view(batch_size, num_heads, num_queries, head_width),
+        r_PNH[r_PNH.shape[0] - num_near :].permute(1, 2, 0),
     )
-    content_BTNH, position_BTNH = (
-        (inputs.q_BTNH + bias_NH) * head_width**-0.5 for bias_NH in (inputs.content_bias_NH, inputs.position_bias_NH)
-    )
-    num_near = min(num_seen, len(inputs.position_key_PNH))
-    r_NHP = inputs.position_key_PNH[len(inputs.position_key_PNH) - num_near :].permute(1, 2, 0)
-    position_BNTP = torch.matmul(position_BTNH.transpose(1, 2), r_NHP)
     bias_BNTK = shifted(position_BNTP, num_keys=num_seen, beyond=min(sight.beyond, num_seen - num_near))
     if sight.valid_B is not None:
         empty_BK = empty_slots(sight.valid_B, num_queries, inputs.k_BSNH.shape[1])[:, -num_seen:]
         bias_BNTK = bias_BNTK.masked_fill(empty_BK[:, None, None, :], torch.finfo(bias_BNTK.dtype).min)
-    content_GTH = content_BTNH.transpose(1, 2).reshape(-1, num_queries, head_width)
     p_GTK = torch.baddbmm(bias_BNTK.reshape(-1, num_queries, num_seen), content_GTH, k_GKH.mT)
     torch.softmax(p_GTK, -1, out=p_GTK)
     return torch.bmm(p_GTK, v_GKH).view(batch_size, num_heads, num_queries, head_width).transpose(1, 2)
 
 
+def _by_head(x_BXNH: Tensor, number: int) -> Tensor:
+    """The last so many places as (G, X, H); a view where they lie head by head already."""
+    return x_BXNH[:, x_BXNH.shape[1] - number :].transpose(1, 2).flatten(0, 1)
+
+
 def _seen(inputs: AttentionInputs, sight: Sight) -> int:
     """How many keys, the last ones, hold all that any query sees."""
     num_queries, num_keys = inputs.q_BTNH.shape[1], inputs.k_BSNH.shape[1]
-    within_window = len(inputs.position_key_PNH) + sight.beyond + num_queries - 1
+    within_window = inputs.position_key_PNH.shape[0] + sight.beyond + num_queries - 1
     held = num_keys if sight.valid_B is None else num_queries + max(int(sight.valid_B.max()), 0)
     return min(num_keys, within_window, held)

@@ -47,7 +47,10 @@ def shifted(position_BNTP: Tensor, *, num_keys: int, beyond: int = 0) -> Tensor:
     if beyond:
         farthest_BNT1 = position_BNTP[..., :1]
         position_BNTP = torch.cat([farthest_BNT1.expand(*position_BNTP.shape[:-1], beyond), position_BNTP], dim=-1)
-    wide_BNTW = F.pad(position_BNTP, (num_keys - num_distances - beyond, num_queries - 1), value=-torch.inf)
+    unseen = num_keys - num_distances - beyond
+    if num_queries == 1 and not unseen:
+        return position_BNTP
+    wide_BNTW = F.pad(position_BNTP, (unseen, num_queries - 1), value=-torch.inf)
     return shifted_view(wide_BNTW, num_keys)
 
 

@@ -1,0 +1,50 @@
+"""This package in `inference.py`: reading with the memory that `txl evaluate` and `txl generate` use."""
+
+from __future__ import annotations
+
+import torch
+from contestants.task import Task
+from torch import Tensor
+
+from transformer_xl import __version__
+from transformer_xl.config import ModelConfig
+from transformer_xl.generation.sampling import Sampler
+from transformer_xl.model.memory import Reach
+from transformer_xl.model.precision import with_matrices_in
+from transformer_xl.model.transformer_xl import TransformerXL
+
+
+class Runner:
+    """Variant `hidden`: hidden rows kept and projected again in each step, as in training."""
+
+    versions = {"transformer_xl": __version__}  # noqa: RUF012
+    note = "keys and values kept; the 40 likeliest tokens drawn from"
+
+    def __init__(self, task: Task) -> None:
+        config = ModelConfig(
+            vocabulary_size=task.vocabulary,
+            layers=task.layers,
+            width=task.width,
+            heads=task.heads,
+            head_width=task.head_width,
+            feedforward=task.feedforward,
+            dropout=0.0,
+        )
+        self.task, model = task, TransformerXL(config).eval().to(task.device)
+        self.model = with_matrices_in(model, torch.bfloat16) if task.precision == "bfloat16" else model
+        reach = Reach(task.memory, task.memory, task.clamp)
+        kind = self.model.initial_memory if task.variant == "hidden" else self.model.inference_memory
+        self.memory = kind(task.rows, reach)
+        with torch.inference_mode(), task.autocast():
+            for part_BT in torch.zeros(task.rows, task.memory, dtype=torch.int64).split(512, dim=1):
+                _, self.memory = self.model(part_BT.to(task.device), self.memory)
+        self.sampler, self.generator = Sampler(top_k=40), torch.Generator().manual_seed(1)
+
+    def step(self, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
+        """Reads on; a single token is followed by the choice of the next, as in generation."""
+        with torch.inference_mode(), self.task.autocast():
+            hidden_BTD, self.memory = self.model(inputs_BT.to(self.task.device), self.memory)
+            if inputs_BT.shape[1] == 1:
+                scores_B1R, _ = self.model.top(hidden_BTD, 40)
+                self.sampler.choose(scores_B1R[:, 0], self.generator)
+            return self.model.nats(hidden_BTD, targets_BT).mean()

@@ -1,0 +1,153 @@
+"""`txl analyze`: what a model does and how fast, in tables."""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from cyclopts import App
+
+from transformer_xl.cli.options import ANY_MACHINE, Json, MachineOptions
+from transformer_xl.cli.output import print_json, print_table, say
+from transformer_xl.config import UserError, load_recipe, run_settings
+
+if TYPE_CHECKING:
+    from transformer_xl.analysis.evaluation_speed import Contest, SpeedRow
+    from transformer_xl.config import RunConfig
+
+analyze = App(name="analyze", help="Measure and show what a model does.", help_format="plaintext")
+
+
+@analyze.command
+def speed(
+    model: str = "enwik8-24l",
+    /,
+    *,
+    lengths: str = "800,1800,2800,3800",
+    segments: str = "128,256,512,1024",
+    clamp: int | Literal["none"] | None = None,
+    rounds: int = 3,
+    precision: Literal["auto", "float32", "bfloat16"] = "auto",
+    machine: MachineOptions = ANY_MACHINE,
+    out: Path | None = None,
+    json: Json = False,
+) -> None:
+    """Compare evaluation with memory to a window moved token by token (the paper's table of evaluation speed).
+
+    Both models have the sizes of the recipe or run, and random weights. About ten minutes at the default sizes on two
+    cores.
+
+    Parameters
+    ----------
+    model
+        Name of a recipe, or folder of a run: the sizes.
+    lengths
+        Attention lengths, in tokens.
+    segments
+        New tokens that memory reads in one step; the quickest counts.
+    clamp
+        Distances above this count as this one. [default: as the recipe or run is evaluated]
+    rounds
+        How often each is timed, in turns; the median counts.
+    precision
+        Number format of matrix products, for both.
+    out
+        File for the figures, as JSON.
+    """
+    wanted_lengths, wanted_segments = _numbers("--lengths", lengths), _numbers("--segments", segments)
+    if out is not None and out.exists():
+        raise UserError(f"{out} exists already; choose another --out")
+    config = _settings(model)
+    from transformer_xl.analysis.evaluation_speed import Contest, Task
+    from transformer_xl.device import keep_freed_memory
+
+    if clamp is None:
+        clamp = config.evaluation.clamp or config.model.clamp_length or "none"
+    limit = None if clamp == "none" else clamp
+    # cutoffs to be found from a text are left out: the softmax is no part of the comparison
+    sizes = config.model.model_copy(update={"cutoffs": ()}) if config.model.cutoffs == "auto" else config.model
+    task = Task(sizes, wanted_lengths, limit, wanted_segments, rounds, precision)
+    device = machine.choose()
+    keep_freed_memory()
+    contest = Contest(task, device)
+    rows = list(contest.rows(say))
+    figures = {"model": model, **_circumstances(contest), "rows": [row.as_dict() for row in rows]}
+    if out is not None:
+        import json as encoder
+
+        from transformer_xl.files import write_text
+
+        write_text(out, encoder.dumps(figures, indent=1) + "\n")
+    if json:
+        print_json(figures)
+        return
+    _show(figures, rows)
+
+
+def _settings(model: str) -> RunConfig:
+    if (Path(model) / "config.yaml").is_file():
+        from transformer_xl.run_folder import RunFolder
+
+        return RunFolder.open(model).config
+    recipe = load_recipe(model)
+    groups = {"model": recipe.model, "train": recipe.train, "evaluation": recipe.evaluation}
+    return run_settings(groups, f"recipe {model}")
+
+
+def _numbers(flag: str, given: str) -> tuple[int, ...]:
+    parts = [part.strip() for part in given.split(",")]
+    if not all(part.isascii() and part.isdecimal() and 0 < int(part) < 10**7 for part in parts):
+        raise UserError(f"{flag} {given}: wanted whole numbers from 1 on with commas between, such as 800,1800")
+    return tuple(int(part) for part in parts)
+
+
+def _circumstances(contest: Contest) -> dict[str, Any]:
+    import torch
+
+    memory, vanilla = contest.parameters
+    return {
+        "parameters": memory,
+        "vanilla_parameters": vanilla,
+        "clamp": contest.task.clamp,
+        "rounds": contest.task.rounds,
+        "number_format": contest.format,
+        "device": str(contest.device),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "processor": _processor(),
+    }
+
+
+def _processor() -> str:
+    """Its name where Linux says it, and the instructions that decide."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    said = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    flags = [flag for flag in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if flag in said.get("flags", "").split()]
+    return " ".join([said.get("model name", platform.processor()), *flags]).strip()
+
+
+def _show(figures: dict[str, Any], rows: list[SpeedRow]) -> None:
+    named = ((row, row.vanilla_stored_seconds, row.factor_stored) for row in rows)
+    fused = ((row, row.vanilla_fused_seconds, row.factor_fused) for row in rows)
+    head = f"{figures['model']}, {figures['number_format']}, {figures['threads']} threads on {figures['processor']}"
+    columns = ["attention", "vanilla s/token", "memory ms/token", "segment", "factor", "paper's", "arithmetic allows"]
+    for title, entries in (
+        (f"Evaluation speed, {head}. Vanilla as the paper ran it: scores stored", named),
+        ("Vanilla with fused causal attention", fused),
+    ):
+        cells = [
+            [
+                f"{row.attention_length:,}",
+                f"{vanilla:.3f}",
+                f"{row.memory_seconds * 1e3:.2f}",
+                f"{row.segment:,}",
+                f"{factor:,.0f}",
+                "-" if row.paper is None else f"{row.paper:,.0f}",
+                f"{row.limit:,.0f}",
+            ]
+            for row, vanilla, factor in entries
+        ]
+        print_table(title, columns, cells)

@@ -1,0 +1,79 @@
+"""The contest of evaluation speed compares what it says it compares."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from transformer_xl.analysis.evaluation_speed import PAPER, Contest, Task, arithmetic_limit
+from transformer_xl.config import ModelConfig, UserError, load_recipe
+from transformer_xl.model.memory import Reach
+from transformer_xl.model.transformer_xl import TransformerXL
+
+SMALL = ModelConfig(vocabulary_size=23, layers=2, width=14, heads=2, head_width=5, feedforward=19)
+
+
+def test_limit_at_the_paper_s_size():
+    """As arithmetic without a clamp allows: about 700, 1,390, 1,960 and 2,470."""
+    config = ModelConfig.model_validate(load_recipe("enwik8-24l").model)
+    limits = [arithmetic_limit(config, length, None) for length in PAPER]
+    assert [round(limit, -1) for limit in limits] == [700, 1390, 1960, 2470]
+    assert arithmetic_limit(config, 3800, 1000) > limits[-1]
+
+
+@pytest.mark.parametrize("clamp", [None, 4])
+def test_limit_counts_what_is_multiplied(clamp):
+    """Of a token beside a full memory: what torch counts in a step, all keys at their own distance in it."""
+    length = 9
+    model = TransformerXL(SMALL.model_copy(update={"kernel": "sdpa"})).eval()
+    with torch.inference_mode():
+        _, memory = model(torch.zeros(1, length, dtype=torch.int64), model.inference_memory(1, Reach(8, 9, clamp)))
+        with FlopCounterMode(display=False) as counter:
+            model(torch.zeros(1, 1, dtype=torch.int64), memory)
+    inner, layers = 10, 2
+    window = layers * (length * (4 * 14 * inner + 2 * 14 * 19) + length * (length + 1) * inner)
+    assert arithmetic_limit(SMALL, length, clamp) == pytest.approx(window / (counter.get_total_flops() / 2))
+
+
+def test_both_models_have_the_same_sizes_and_take_turns():
+    task = Task(SMALL, lengths=(5, 7), segments=(2, 3), rounds=2, precision="float32")
+    contest = Contest(task, torch.device("cpu"))
+    memory, vanilla = contest.parameters
+
+    # a learned vector for each place on one side; position keys and one pair of biases on the other
+    assert vanilla - memory == 2 * 14 * 7 - (2 * 14 * 10 + 2 * 2 * 5)
+    told = []
+    rows = list(contest.rows(told.append))
+    assert len(told) == 4
+    assert [row.attention_length for row in rows] == [5, 7]
+    for row in rows:
+        assert row.segment in (2, 3)
+        assert row.factor_fused == pytest.approx(row.vanilla_fused_seconds / row.memory_seconds)
+        assert row.factor_stored == pytest.approx(row.vanilla_stored_seconds / row.memory_seconds)
+        assert row.paper is None
+
+
+def test_stored_really_stores_and_fused_really_is(monkeypatch):
+    contest = Contest(Task(SMALL, lengths=(6,), precision="float32"), torch.device("cpu"))
+    text = torch.zeros(1, 6, dtype=torch.int64)
+    used = {}
+    for name, work in (("fused", contest._window), ("stored", contest._stored)):
+        with torch.inference_mode(), torch.profiler.profile() as profile:
+            work(text)
+        used[name] = {event.key for event in profile.key_averages()}
+    assert "aten::_scaled_dot_product_flash_attention_for_cpu" in used["fused"]
+    assert "aten::_scaled_dot_product_attention_math" in used["stored"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"lengths": ()}, "length nothing: wanted 1 or more"),
+        ({"lengths": (5, 0)}, "length 5, 0: wanted 1 or more"),
+        ({"rounds": 0}, "rounds 0"),
+        ({"segments": (0,)}, "segment 0"),
+        ({"model": SMALL.model_copy(update={"kind": "lstm"})}, "is compared for Transformer-XL"),
+    ],
+)
+def test_what_cannot_be_compared(settings, text):
+    with pytest.raises(UserError, match=text):
+        Task(**{"model": SMALL, **settings})
