@@ -110,7 +110,8 @@ class Request:
         """The memory to begin with."""
         if isinstance(self.memory, Memory):
             return self.memory
-        return run.model.inference_memory(num_prompts, Plan.of(run.config, memory=self.memory).reach)
+        reach = Plan.of(run.config, memory=self.memory).reach
+        return run.model.writing_memory(num_prompts, reach, segment=run.config.train.segment)
 
     def writer(self, run: Run, prompts: Sequence[Sequence[int]], samples: int) -> Writer:
         """What writes the tokens."""

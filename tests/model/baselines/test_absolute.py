@@ -6,7 +6,7 @@ from oracles import absolute, assert_same_gradients, auxiliary, copied, scores_o
 
 from transformer_xl.config import ModelConfig, UserError, load_recipe
 from transformer_xl.model.build import build_model
-from transformer_xl.model.memory import Reach
+from transformer_xl.model.memory import Memory, Reach
 
 BOTH = {"intermediate_losses": True, "second_target": True}
 
@@ -114,3 +114,57 @@ def test_a_memory_of_another_model_is_refused(make_baseline, tokens):
     for other in ("shaw", "lstm"):
         with pytest.raises(UserError, match="has no memory"):
             make_baseline("learned")(tokens(2, 3), make_baseline(other).initial_memory(2))
+
+
+@pytest.mark.parametrize("name", ["sinusoidal", "learned"])
+def test_writing_reads_the_last_segment_again_for_each_token(make_baseline, tokens, name):
+    """The hidden row after each token is that of the last five tokens alone; a long prompt may come at once."""
+    model, text = make_baseline(name), tokens(2, 17)
+    memory = model.writing_memory(2, segment=5)
+    assert memory.length == 4
+    for place in range(17):
+        hidden_B1D, memory = model(text[:, place : place + 1], memory)
+        wanted_BTD, _ = model(text[:, max(0, place - 4) : place + 1])
+        torch.testing.assert_close(hidden_B1D, wanted_BTD[:, -1:], rtol=0, atol=1e-12)
+    at_once_BTD, after = model(text, model.writing_memory(2, segment=5))
+    assert at_once_BTD.shape == (2, 17, 14)
+    torch.testing.assert_close(at_once_BTD[:, -1], hidden_B1D[:, 0], rtol=0, atol=1e-12)
+    assert torch.equal(after.tensors()["tokens"], memory.tensors()["tokens"])
+    assert torch.equal(after.tensors()["tokens"], text[:, -4:])
+    assert after.position_B.tolist() == [17, 17]
+
+
+@pytest.mark.parametrize("lengths", [[3, 13], [0, 5], [9, 1], [12, 0]])
+def test_writing_after_prompts_of_unequal_lengths(make_baseline, tokens, lengths):
+    model, text, more = make_baseline("learned"), tokens(2, 13), tokens(2, 3, seed=6)
+    hidden_BTD, memory = model(text, model.writing_memory(2, segment=5), lengths_B=torch.tensor(lengths))
+    further_BTD, after = model(more, memory)
+    for row, length in enumerate(lengths):
+        alone = model.writing_memory(1, segment=5)
+        if length:
+            alone_BTD, alone = model(text[row : row + 1, 13 - length :], alone)
+            torch.testing.assert_close(hidden_BTD[row, -1], alone_BTD[0, -1], rtol=0, atol=1e-12)
+        next_BTD, _ = model(more[row : row + 1], alone)
+        torch.testing.assert_close(further_BTD[row : row + 1], next_BTD, rtol=0, atol=1e-12)
+    assert after.position_B.tolist() == [length + 3 for length in lengths]
+
+
+def test_a_memory_of_tokens_is_a_value(make_baseline, tokens):
+    model = make_baseline("learned")
+    _, memory = model(tokens(3, 4), model.writing_memory(3, segment=99))
+    assert memory.length == 16  # what there are learned positions for
+    text_BM = memory.tensors()["tokens"]
+    assert torch.equal(text_BM[:, -4:], tokens(3, 4))
+    emptied = memory.reset([1])
+    assert emptied.valid_B.tolist() == [4, 0, 4]
+    assert not emptied.tensors()["tokens"][1].any()
+    joined = Memory.concatenate([memory.select([0, 2]), memory.select([1])])
+    assert torch.equal(joined.tensors()["tokens"], text_BM[[0, 2, 1]])
+    assert torch.equal(memory.resized(3).tensors()["tokens"], text_BM[:, -3:])
+    assert memory.resized(20).valid_B.tolist() == [4, 4, 4]
+    back = model.writing_memory(3, segment=99).with_tensors(memory.tensors())
+    assert torch.equal(back.tensors()["tokens"], text_BM)
+    with pytest.raises(UserError, match="give tokens of those rows"):
+        model(inputs_BTD=torch.zeros(3, 2, 14).double(), memory=memory)
+    with pytest.raises(UserError, match="beside a memory of 3 rows"):
+        model(tokens(2, 4), memory)
