@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,14 @@ import numpy as np
 import torch
 
 from transformer_xl.config import ModelConfig, RunConfig, TrainConfig
+from transformer_xl.evaluation.scoring import Plan, sum_nats
+from transformer_xl.model.language_model import LanguageModel
+from transformer_xl.model.memory import Reach
 from transformer_xl.run_folder import RunFolder
 from transformer_xl.tensor_file import load_tensors
 from transformer_xl.text.corpus_writer import write_corpus
 from transformer_xl.text.documents import Document
-from transformer_xl.text.token_store import Corpus
+from transformer_xl.text.token_store import Corpus, Tokens
 from transformer_xl.text.vocabulary import ByteVocabulary
 from transformer_xl.training.loop import Training
 
@@ -42,6 +46,15 @@ def start(place: Path, corpus: Corpus, *, model: dict[str, Any] | None = None, *
 
 def train_until(training: Training, step: int) -> None:
     training.run(lambda: training.state.progress.step >= step)
+
+
+def rows_nats(model: LanguageModel, tokens: Tokens, rows: int = 3) -> float:
+    """The loss of a text in rows that each begin with an empty memory, as validation reads it."""
+    edges = [row * len(tokens) // rows for row in range(rows + 1)]
+    before = [10, *(int(tokens[edge - 1]) for edge in edges[1:-1])]
+    plan = Plan(segment=7, reach=Reach(11))
+    spans = zip(pairwise(edges), before, strict=True)
+    return sum(sum_nats(model, tokens[begin:end], start, plan) for (begin, end), start in spans)
 
 
 def lines_of(training: Training, split: str) -> list[dict[str, Any]]:

@@ -12,7 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transformer_xl.config import ModelConfig, RunConfig, TrainConfig, UserError
-    from transformer_xl.evaluation.scoring import Plan, evaluate
+    from transformer_xl.evaluation.dynamic import Dynamic
+    from transformer_xl.evaluation.evaluate import evaluate
+    from transformer_xl.evaluation.moving_window import MovingWindow
+    from transformer_xl.evaluation.plan import Plan
+    from transformer_xl.evaluation.texts import score
     from transformer_xl.generation.decoding import generate
     from transformer_xl.generation.sampling import Sampler
     from transformer_xl.model.memory import Memory, Reach
@@ -24,9 +28,11 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Corpus": "text.token_store",
+    "Dynamic": "evaluation.dynamic",
     "Memory": "model.memory",
     "ModelConfig": "config",
-    "Plan": "evaluation.scoring",
+    "MovingWindow": "evaluation.moving_window",
+    "Plan": "evaluation.plan",
     "Reach": "model.memory",
     "Run": "run_folder",
     "RunConfig": "config",
@@ -34,15 +40,18 @@ _HOMES = {
     "TrainConfig": "config",
     "TransformerXL": "model.transformer_xl",
     "UserError": "config",
-    "evaluate": "evaluation.scoring",
+    "evaluate": "evaluation.evaluate",
     "generate": "generation.decoding",
     "load": "run_folder",
+    "score": "evaluation.texts",
 }
 
 __all__ = [
     "Corpus",
+    "Dynamic",
     "Memory",
     "ModelConfig",
+    "MovingWindow",
     "Plan",
     "Reach",
     "Run",
@@ -54,6 +63,7 @@ __all__ = [
     "evaluate",
     "generate",
     "load",
+    "score",
 ]
 
 

@@ -14,7 +14,8 @@ from refusals import Said, txl
 
 import transformer_xl
 from transformer_xl.config import recipe_names
-from transformer_xl.evaluation.scoring import Plan, evaluate
+from transformer_xl.evaluation.evaluate import evaluate
+from transformer_xl.evaluation.plan import Plan
 from transformer_xl.generation.decoding import generate
 from transformer_xl.generation.sampling import Sampler
 from transformer_xl.model.memory import Reach

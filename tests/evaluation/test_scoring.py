@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -12,15 +12,12 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from transformer_xl.config import EvaluationConfig, ModelConfig, RunConfig, TrainConfig, UserError
+from transformer_xl.config import UserError
 from transformer_xl.evaluation import scoring
-from transformer_xl.evaluation.scoring import Plan, evaluate, score_segments, sum_nats, token_nats
+from transformer_xl.evaluation.plan import Plan, Text
+from transformer_xl.evaluation.scoring import ordered, score_parts, sum_nats, token_nats
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import Reach
-from transformer_xl.run_folder import Run
-from transformer_xl.text.segments import SegmentStream
-from transformer_xl.text.token_store import TokenSplit
-from transformer_xl.text.vocabulary import ByteVocabulary
 
 START = 10
 CLOSE = {"rtol": 0, "atol": 1e-10}
@@ -91,37 +88,152 @@ def test_with_a_window_the_segment_does_not_matter(make_model, window, segment, 
         assert np.abs(short_K - wanted_K).max() > 1e-6
 
 
+WAYS = [
+    # rows, segment, memory, window
+    (2, 5, 11, None), (3, 7, 7, None), (5, 3, 4, None), (2, 7, 0, None), (3, 5, 9, 8), (4, 1, 3, 4), (2, 13, 5, 11),
+    (97, 5, 3, None), (3, 101, 11, None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("rows", "segment", "memory", "window"), WAYS)
+@pytest.mark.parametrize("layers", [1, 3])
+def test_rows_change_nothing(make_model, rows, segment, memory, window, layers) -> None:
+    """Every token gets the very loss it has in one stream, also where the context is not limited by a window."""
+    model, tokens_K = make_model(layers=layers), draw(229)
+    plan = Plan(segment, Reach(memory, window))
+    wanted_K = token_nats(model, tokens_K, START, plan)
+    np.testing.assert_allclose(token_nats(model, tokens_K, START, replace(plan, rows=rows)), wanted_K, **CLOSE)
+
+
+@pytest.mark.parametrize(("segment", "memory", "window"), [(5, 11, None), (5, 4, 5), (3, 7, 8), (7, 5, 11)])
+def test_the_warmup_is_no_longer_than_it_must_be(make_model, segment, memory, window) -> None:
+    """One segment less, and some loss is another: of the first tokens of a row only."""
+    model, tokens_K, plan = make_model(), draw(229), Plan(segment, Reach(memory, window), rows=2)
+    wanted_K = token_nats(model, tokens_K, START, plan)
+    short = replace(plan, warmup=plan.warmup_of(3) - segment)
+    odd_K = np.abs(token_nats(model, tokens_K, START, short) - wanted_K) > 1e-9
+    second = (-(-229 // segment) // 2) * segment
+    assert odd_K.any()
+    assert not odd_K[:second].any()
+    assert odd_K[second : second + segment].any()
+
+
+def test_without_warmup_rows_begin_empty(make_model) -> None:
+    """After the token that stands before them."""
+    model, tokens_K = make_model(), draw(70)
+    found_K = token_nats(model, tokens_K, START, Plan(5, Reach(11), rows=2, warmup=0))
+    for begin, before in ((0, START), (35, int(tokens_K[34]))):
+        alone_K = token_nats(model, tokens_K[begin : begin + 35], before, Plan(5, Reach(11)))
+        np.testing.assert_allclose(found_K[begin : begin + 35], alone_K, **CLOSE)
+
+
 @pytest.mark.parametrize("length", [1, 6, 7, 8, 13, 14, 37])
-def test_every_token_counts_once(make_model, length) -> None:
-    """The last, short segment included; with several rows too."""
-    model, tokens_K = make_model(), draw(length)
-    for rows in (1, 2, 3, 5):
-        if rows > length:
-            continue
-        stream = SegmentStream(tokens_K, rows=rows, segment=7, start_id=START)
-        parts = list(score_segments(model, stream, Plan(7, Reach(11), rows)))
-        assert sum(int(counted_BT.sum()) for _, counted_BT in parts) == length
-        assert len(parts) == math.ceil(math.ceil(length / rows) / 7)
-        assert all(nats_BT.shape == counted_BT.shape for nats_BT, counted_BT in parts)
-        assert all(bool(counted_BT.any(0).all()) for _, counted_BT in parts)
-    assert len(token_nats(model, tokens_K, START, Plan(7, Reach(11)))) == length
-
-
-@pytest.mark.parametrize("rows", [1, 2, 3, 5])
+@pytest.mark.parametrize("rows", [None, 1, 2, 3, 5, 50])
 @pytest.mark.parametrize("at_once", [1, 2, 512])
-def test_the_sum_is_that_of_the_rows_alone(make_model, monkeypatch, rows, at_once) -> None:
-    """Each row begins with an empty memory, after the token that stands before it in the text."""
-    monkeypatch.setattr(scoring, "_PARTS_AT_ONCE", at_once)
-    model, tokens_K, told = make_model(), draw(38), []
-    found = sum_nats(model, tokens_K, START, Plan(5, Reach(11), rows), told.append)
-    edges = [row * 38 // rows for row in range(rows + 1)]
-    wanted = 0.0
-    for begin, end in pairwise(edges):
-        before = int(tokens_K[begin - 1]) if begin else START
-        wanted += token_nats(model, tokens_K[begin:end], before, Plan(5, Reach(11))).sum()
-    assert found == pytest.approx(wanted, abs=1e-10)
-    assert sum(told) == 38
-    assert len(told) == math.ceil(math.ceil(38 / rows) / 5)
+def test_every_token_counts_once(make_model, monkeypatch, length, rows, at_once) -> None:
+    """The last, short segment and the last, short row included, whenever losses are fetched."""
+    monkeypatch.setattr(scoring, "_STEPS_AT_ONCE", at_once)
+    model, tokens_K, told = make_model(), draw(length), []
+    plan = Plan(7, Reach(11), rows)
+    parts = list(score_parts(model, Text(tokens_K, START), plan, told.append))
+    places = np.concatenate([np.arange(part.begin, part.begin + len(part.nats_K)) for part in parts])
+    assert sorted(places.tolist()) == list(range(length))
+    assert sum(told) == length
+    total = sum_nats(model, tokens_K, START, plan)
+    assert total == pytest.approx(token_nats(model, tokens_K, START, plan).sum(), abs=1e-10)
+
+
+# Documents.
+
+STARTS = np.array([0, 3, 3, 4, 21, 22, 60, 61])  # one of them empty
+
+
+@pytest.mark.parametrize("rows", [None, 1, 2, 5, 100])
+@pytest.mark.parametrize(("segment", "memory", "window"), [(5, 11, None), (7, 0, None), (64, 11, None), (3, 4, 5)])
+def test_documents_that_start_afresh_are_as_if_alone(make_model, rows, segment, memory, window) -> None:
+    """Each from the start token on, with nothing of the one before; long ones shared out over several rows too."""
+    model, tokens_K = make_model(), draw(97)
+    plan = Plan(segment, Reach(memory, window))
+    found_K = np.full(97, np.nan)
+    text = Text(tokens_K, START, STARTS)
+    total = ordered(score_parts(model, text, replace(plan, rows=rows, documents="reset")), found_K)
+    edges = [*STARTS.tolist(), 97]
+    alone = [token_nats(model, tokens_K[begin:end], START, plan) for begin, end in pairwise(edges) if begin < end]
+    np.testing.assert_allclose(found_K, np.concatenate(alone), **CLOSE)
+    assert total == pytest.approx(found_K.sum(), abs=1e-10)
+
+
+def test_a_document_does_not_see_the_one_before(make_model) -> None:
+    """Other tokens there, the same losses here; when memory goes on, others."""
+    model, tokens_K = make_model(), draw(40)
+    other_K = tokens_K.copy()
+    other_K[:21] = draw(21, seed=8)
+    found: dict[str, list[npt.NDArray[Any]]] = {"reset": [], "continue": []}
+    for documents, losses in found.items():
+        for ids_K in (tokens_K, other_K):
+            nats_K = np.empty(40)
+            text = Text(ids_K, START, STARTS)
+            ordered(score_parts(model, text, Plan(5, Reach(11), documents=documents)), nats_K)
+            losses.append(nats_K[21:])
+    assert (found["reset"][0] == found["reset"][1]).all()
+    assert np.abs(found["continue"][0] - found["continue"][1])[0] > 1e-6
+
+
+def test_many_short_documents_are_read_side_by_side(make_model, monkeypatch) -> None:
+    """Few steps, and no memory where no document is longer than a segment."""
+    model = make_model(memory=11)
+    starts_N = np.arange(0, 997, 7)
+    text = Text(draw(997), START, starts_N)
+    shapes, calls, call = [], [], type(model).forward
+
+    def watched(self, tokens_BT, memory, **rest):
+        shapes.append(tuple(tokens_BT.shape))
+        calls.append(memory.length)
+        return call(self, tokens_BT, memory, **rest)
+
+    monkeypatch.setattr(type(model), "forward", watched)
+    list(score_parts(model, text, Plan(64, Reach(11), documents="reset")))
+    assert shapes == [(143, 7)]
+    assert calls == [0]
+
+
+def test_empty_slots_that_are_attended_are_kept(make_model) -> None:
+    """With `attend_empty_memory` a document of any length sees all slots."""
+    model, tokens_K = make_model(attend_empty_memory=True), draw(17)
+    with torch.no_grad():
+        inputs_1K = torch.tensor([[START, *tokens_K[:-1].tolist()]])
+        hidden_BTD, _ = model(inputs_1K, model.initial_memory(1, Reach(29)))
+        wanted_K = model.nats(hidden_BTD, torch.tensor(tokens_K[None].astype(np.int64)))[0].numpy()
+    np.testing.assert_allclose(token_nats(model, tokens_K, START, Plan(17, Reach(29))), wanted_K, **CLOSE)
+    assert np.abs(token_nats(model, tokens_K, START, Plan(17, Reach(0))) - wanted_K).max() > 1e-6
+
+
+# What is left behind, and what is refused.
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_scoring_leaves_the_mode_even_when_it_is_stopped(make_model, training) -> None:
+    model, text = make_model(dropout=0.3).train(training), Text(draw(37), START)
+    parts = score_parts(model, text, Plan(5, Reach(11)))
+    next(parts)
+    assert not model.training
+    parts.close()
+    assert all(module.training is training for module in model.modules())
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_weights_that_are_not_numbers_are_refused(make_model, value) -> None:
+    """By the name of the tensor."""
+    model = make_model()
+    with torch.no_grad():
+        model.layers[1].feedforward.widen.bias[3] = value
+    message = r"the weights layers.1.feedforward.widen.bias hold numbers that are infinite or not numbers; train again"
+    with pytest.raises(UserError, match=message):
+        token_nats(model, draw(7), START, Plan(5, Reach(11)))
+    with torch.no_grad():
+        model.content_bias[0] = value
+    with pytest.raises(UserError, match="the weights content_bias and 1 more tensors hold numbers"):
+        token_nats(model, draw(7), START, Plan(5, Reach(11)))
 
 
 def test_bfloat16_is_near(make_model) -> None:
@@ -130,122 +242,3 @@ def test_bfloat16_is_near(make_model) -> None:
     low = sum_nats(model, tokens_K, START, Plan(7, Reach(11), precision="bfloat16"))
     assert low != exact
     assert low == pytest.approx(exact, rel=0.02)
-
-
-# evaluate: a run and a split.
-
-
-@pytest.fixture
-def run(make_model) -> Run:
-    model = make_model(vocabulary_size=256, memory=11, dropout=0.3)
-    config = RunConfig(model=ModelConfig(clamp_length=17), train=TrainConfig(segment=7, memory=11))
-    return Run(model, ByteVocabulary(), config)
-
-
-def split_of(tokens: npt.NDArray[Any], num_bytes: int | None = None) -> TokenSplit:
-    starts = np.zeros(1, dtype=np.uint64)
-    return TokenSplit("test", tokens, starts, len(tokens) if num_bytes is None else num_bytes, 1)
-
-
-def test_figures_of_an_evaluation(run: Run) -> None:
-    """By hand from the losses; bytes are those of the text, here three a token."""
-    tokens_K = draw(101, 256)
-    result = evaluate(run, split_of(tokens_K, num_bytes=303))
-    nats_K = token_nats(run.model.eval(), tokens_K, START, Plan(7, Reach(11, None, 17)))
-    assert (result.tokens, result.bytes) == (101, 303)
-    assert result.nats_per_token == pytest.approx(nats_K.mean(), rel=1e-12)
-    assert result.bits_per_byte == pytest.approx(nats_K.sum() / math.log(2) / 303, rel=1e-12)
-    assert result.perplexity == pytest.approx(math.exp(nats_K.mean()), rel=1e-12)
-    assert result.tokens_per_second == pytest.approx(101 / result.seconds)
-    assert (result.segment, result.memory, result.window, result.clamp) == (7, 11, None, 17)
-    assert result.precision == "float32"
-    assert result.as_dict() == asdict(result)
-
-
-@pytest.mark.parametrize("limit", [0, -1])
-def test_a_limit_below_one_is_refused(run: Run, limit: int) -> None:
-    with pytest.raises(UserError, match=rf"limit {limit}: wanted 1 or more tokens"):
-        evaluate(run, split_of(np.zeros(7, dtype=np.uint8), num_bytes=7), limit=limit)
-
-
-def test_limit_scores_the_start_alone(run: Run) -> None:
-    tokens_K, told = draw(101, 256), []
-    result = evaluate(run, split_of(tokens_K, num_bytes=303), limit=29, progress=told.append)
-    nats_K = token_nats(run.model.eval(), tokens_K, START, Plan(7, Reach(11, None, 17)))
-    assert (result.tokens, result.bytes, sum(told)) == (29, 29, 29)  # a token of the vocabulary is a byte
-    assert result.nats_per_token == pytest.approx(nats_K[:29].mean(), rel=1e-12)
-    assert result.bits_per_byte == pytest.approx(nats_K[:29].mean() / math.log(2), rel=1e-12)
-    whole = evaluate(run, split_of(tokens_K, num_bytes=303), limit=9999)
-    assert (whole.tokens, whole.bytes) == (101, 303)
-
-
-def test_several_rows_count_every_token_once(run: Run) -> None:
-    tokens_K = draw(101, 256)
-    plan = Plan(7, Reach(11), rows=5)
-    result = evaluate(run, split_of(tokens_K), plan)
-    assert result.tokens == 101
-    assert result.nats_per_token * 101 == pytest.approx(sum_nats(run.model, tokens_K, START, plan), rel=1e-12)
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_evaluating_leaves_no_trace(run: Run, training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither in the model's mode, also after an error, nor its weights, nor torch's random state."""
-    run.model.train(training)
-    weights = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
-    random_state = torch.get_rng_state()
-    first = evaluate(run, split_of(draw(37, 256)))
-    assert run.model.training is training
-    assert all(module.training is training for module in run.model.modules())
-    assert torch.equal(torch.get_rng_state(), random_state)
-    assert all(torch.equal(tensor, weights[name]) for name, tensor in run.model.state_dict().items())
-    assert all(weight.grad is None and weight.requires_grad for weight in run.model.parameters())
-    assert evaluate(run, split_of(draw(37, 256))).nats_per_token == first.nats_per_token  # no dropout
-
-    def fails(*_: object) -> float:
-        assert not run.model.training
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(scoring, "sum_nats", fails)
-    with pytest.raises(KeyboardInterrupt):
-        evaluate(run, split_of(draw(37, 256)))
-    assert run.model.training is training
-
-
-def test_nothing_to_score_is_refused(run: Run) -> None:
-    with pytest.raises(UserError, match="there is nothing to score; the split is empty"):
-        evaluate(run, split_of(draw(0)))
-
-
-def test_tokens_the_model_does_not_know_are_refused(make_model) -> None:
-    run = Run(make_model(), ByteVocabulary(), RunConfig(train=TrainConfig(segment=7, memory=11)))
-    with pytest.raises(UserError, match="token 113 is not one of the 23 the model knows; give a corpus"):
-        evaluate(run, split_of(np.array([5, 113, 7], dtype=np.uint8)))
-
-
-# Plans.
-
-
-def test_a_plan_is_the_runs_unless_told_otherwise() -> None:
-    plain = RunConfig(train=TrainConfig(segment=7, memory=11), model=ModelConfig(window=13, clamp_length=17))
-    assert Plan.of(plain) == Plan(7, Reach(11, 13, 17), rows=1, precision="float32")
-    own = plain.model_copy(update={"evaluation": EvaluationConfig(segment=2, memory=0, window=3, clamp=5)})
-    assert Plan.of(own) == Plan(2, Reach(0, 3, 5))
-    assert Plan.of(own, segment=19, memory=23, window=29, clamp=31) == Plan(19, Reach(23, 29, 31))
-    assert Plan.of(own, memory=None, window=29) == Plan(2, Reach(0, 29, 5))
-    assert Plan.of(own, window="none", clamp="none") == Plan(2, Reach(0))
-
-
-@pytest.mark.parametrize(
-    ("wanted", "message"),
-    [
-        ({"segment": 0}, "segment 0: wanted 1 or more"),
-        ({"segment": -3}, "segment -3: wanted 1 or more"),
-        ({"memory": -1}, "memory -1 is too small; give 0 or more"),
-        ({"memory": "none"}, "memory none: wanted a number of tokens, 0 or more"),
-        ({"window": 0}, "window 0 is too small; give 1 or more"),
-        ({"clamp": 0}, "clamp_length 0 is too small; give 1 or more"),
-    ],
-)
-def test_a_plan_out_of_range_is_refused(wanted: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        Plan.of(RunConfig(), **wanted)

@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from training_runs import CPU, best_and, letters, make_corpus, start, train_until
+from training_runs import CPU, best_and, letters, make_corpus, rows_nats, start, train_until
 
 from transformer_xl.config import TrainConfig, UserError
-from transformer_xl.evaluation.scoring import Plan, sum_nats
-from transformer_xl.model.memory import Reach
 from transformer_xl.run_folder import RunFolder
 from transformer_xl.tensor_file import load_tensors
 from transformer_xl.training.averaging import Average
@@ -118,7 +116,7 @@ def test_validation_and_the_best_weights_are_the_averages(tmp_path: Path, settin
     assert (last["split"], last["step"]) == ("valid", 17)
     assert last["nats_per_token"] == training.state.progress.best_nats
     tokens = corpus.split("valid").tokens
-    wanted = sum_nats(best, tokens, 10, Plan(segment=7, reach=Reach(11), rows=3)) / 41
+    wanted = rows_nats(best, tokens) / 41
     assert last["nats_per_token"] == pytest.approx(wanted, rel=1e-6)
     assert training.state.average is not None
     assert torch.equal(averaged(training.state.model, training.state.average), weights_of(best))

@@ -8,11 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from training_runs import CPU, best_and, letters, lines_of, make_corpus, nats_of, start, train_until
+from training_runs import CPU, best_and, letters, lines_of, make_corpus, nats_of, rows_nats, start, train_until
 
 from transformer_xl.config import UserError
-from transformer_xl.evaluation.scoring import Plan, sum_nats
-from transformer_xl.model.memory import Reach
 from transformer_xl.run_folder import RunFolder, config_text
 from transformer_xl.text.segments import StreamPosition
 from transformer_xl.training import checkpoint, loop
@@ -83,7 +81,7 @@ def test_validation_is_a_score_of_the_validation_text(tmp_path: Path) -> None:
     model = training.folder.load_model(CPU, "last")
     tokens = np.frombuffer(valid, dtype=np.uint8)
     last = lines_of(training, "valid")[-1]
-    wanted = sum_nats(model, tokens, 10, Plan(segment=7, reach=Reach(11), rows=3)) / 41
+    wanted = rows_nats(model, tokens) / 41
     assert last["nats_per_token"] == pytest.approx(wanted, rel=1e-6)
     assert last["bits_per_byte"] == pytest.approx(wanted / math.log(2), rel=1e-6)
 

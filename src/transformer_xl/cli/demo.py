@@ -125,7 +125,8 @@ def _examine(folder: RunFolder, corpus: Corpus, machine: Machine, tokens: int, b
 
 
 def _scored(run: Run, corpus: Corpus, length: int, tokens: int) -> dict[str, Any]:
-    from transformer_xl.evaluation.scoring import Plan, evaluate
+    from transformer_xl.evaluation.evaluate import evaluate
+    from transformer_xl.evaluation.plan import Plan
 
     test = corpus.split("test")
     plan = Plan.of(run.config, memory=length)

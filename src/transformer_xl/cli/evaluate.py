@@ -1,21 +1,26 @@
-"""`txl evaluate`: score a text with a run, at any segment, memory, window and clamp."""
+"""`txl evaluate`: score a text with a run, at any segment, memory, window and clamp, in any of three ways."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
 from transformer_xl.cli.options import ANY_MACHINE, Json, MachineOptions
-from transformer_xl.cli.output import ProgressBar, print_json, print_table
+from transformer_xl.cli.output import ProgressBar, print_json, print_table, say
 from transformer_xl.config import RunConfig, UserError
 
 if TYPE_CHECKING:
-    from transformer_xl.evaluation.scoring import Evaluation, Plan
+    import torch
+
+    from transformer_xl.evaluation.plan import Documents, Method, Plan
     from transformer_xl.run_folder import Run
-    from transformer_xl.text.token_store import TokenSplit
+    from transformer_xl.text.token_store import Corpus, TokenSplit
+    from transformer_xl.text.vocabulary import Vocabulary
+
+Precision = Literal["auto", "float32", "bfloat16"]
 
 
 @dataclass(frozen=True)
@@ -23,128 +28,223 @@ class Lengths:
     """How far attention looks; what is not given is as the run has it."""
 
     segment: int | None = None
-    """New tokens read in one step."""
+    """New tokens read in one step. It sets the speed and, without a window, how much the later ones of them see."""
     memory: int | None = None
     """Memory slots, in tokens; may be far more than in training."""
     window: int | Literal["none"] | None = None
-    """Number of keys a query sees, itself included; none: all there are."""
+    """Keys a query sees, itself included; none: all. With memory window - 1 or more, the segment changes no result."""
     clamp: int | Literal["none"] | None = None
     """Distances above this count as this one; none: no limit."""
-    sweep_memory: str | None = None
-    """Several memory lengths, such as 0,64,512: one line of results for each."""
-
-    def check(self) -> None:
-        """Refuses what cannot be meant.
-
-        Raises:
-            UserError: both memory and several memories, or something else than whole numbers from 0 on.
-        """
-        if self.sweep_memory is None:
-            return
-        if self.memory is not None:
-            raise UserError("--memory and --sweep-memory were both given; use one of them")
-        parts = [part.strip() for part in self.sweep_memory.split(",")]
-        if not all(part.isascii() and part.isdecimal() and len(part) < 12 for part in parts):
-            raise UserError(
-                f"--sweep-memory {self.sweep_memory}: wanted whole numbers with commas between, such as 0,64,512"
-            )
-
-    def plans(self, config: RunConfig) -> list[Plan]:
-        """One plan for each memory length."""
-        from transformer_xl.evaluation.scoring import Plan
-
-        swept = None if self.sweep_memory is None else [int(part) for part in self.sweep_memory.split(",")]
-        return [
-            Plan.of(config, segment=self.segment, memory=memory, window=self.window, clamp=self.clamp)
-            for memory in (swept or [self.memory])
-        ]
 
 
-_THE_RUNS = Lengths()
+@dataclass(frozen=True)
+class Chosen:
+    """Which text is scored."""
+
+    corpus: Path | None = None
+    """Corpus with the run's vocabulary. [default: the one it was trained on]"""
+    split: str = "test"
+    """train, valid or test."""
+    tokens: int | None = None
+    """Score only so many tokens, from the start of the split."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """How the text is shared out; changes the time and, with the warm-up it takes by itself, no result."""
+
+    rows: int | None = None
+    """Stretches of the text read side by side. [default: one; with documents reset, a machine's fill of documents]"""
+    documents: Literal["continue", "reset"] | None = None
+    """continue: memory goes on from one document to the next. reset: each is read as if it were the only text.
+    [default: continue; of txl score, whose documents are files, reset]"""
+    warmup: int | None = None
+    """Tokens each reads before its own, not counted; fewer: quicker, less exact. [default: as far as losses look]"""
+
+
+@dataclass(frozen=True)
+class DynamicFlags:
+    """How the weights follow the text with method dynamic."""
+
+    form: Literal["rms", "sgd"] | None = None
+    """Steps divided by the size gradients have on the training text, or plain ones. [default: rms]"""
+    rate: float | None = None
+    """Size of a step. [default: 1e-6]"""
+    decay: float | None = None
+    """Share of the way back to the trained weights that each step goes. [default: 0]"""
+    epsilon: float | None = None
+    """Added to the size of the gradients. [default: 8.5e-6]"""
+    statistics_tokens: int | None = None
+    """Tokens of the training text that tell the size of the gradients. [default: 17920]"""
+
+    def given(self) -> dict[str, Any]:
+        """What was typed."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+_WHOLE_TEST, _THE_RUNS, _ONE_ROW, _PUBLISHED = Chosen(), Lengths(), Rows(), DynamicFlags()
 
 
 def evaluate(
     run: Path,
     /,
     *,
-    corpus: Path | None = None,
-    split: str = "test",
+    chosen: Annotated[Chosen, Parameter(name="*")] = _WHOLE_TEST,
     lengths: Annotated[Lengths, Parameter(name="*")] = _THE_RUNS,
-    tokens: int | None = None,
+    sweep_memory: str | None = None,
+    shares: Annotated[Rows, Parameter(name="*")] = _ONE_ROW,
+    method: Literal["memory", "moving-window", "dynamic"] = "memory",
+    dynamic: DynamicFlags = _PUBLISHED,
+    per_token: Path | None = None,
     weights: Literal["best", "last"] = "best",
-    precision: Literal["auto", "float32", "bfloat16"] = "float32",
+    precision: Precision = "float32",
     machine: MachineOptions = ANY_MACHINE,
     json: Json = False,
 ) -> None:
-    """Score a text: perplexity and bits per byte, every token once, as one stream.
+    """Score a text: perplexity and bits per byte, every token once.
 
     Parameters
     ----------
     run
         Folder of a run.
-    corpus
-        Corpus with the run's vocabulary. [default: the one it was trained on]
-    split
-        train, valid or test.
+    chosen
+        Which text is scored.
     lengths
         How far attention looks.
-    tokens
-        Score only so many tokens, from the start of the split.
+    sweep_memory
+        Several memory lengths, such as 0,64,512: one line of results for each.
+    shares
+        How the text is shared out.
+    method
+        memory: read on, as the paper does. moving-window: each token from exactly the window of tokens before it, all
+        computed anew, as its vanilla model does. dynamic: take a gradient step after each segment.
+    per_token
+        File to write the loss of every token to, in nats and text order: a numpy array (.npy) of float32.
     weights
         The best weights on the validation text, or the last ones.
     precision
         Number format of matrix products; bfloat16 is faster where the machine has it, and less exact.
     """
-    lengths.check()
-    if tokens is not None and tokens < 1:
-        raise UserError(f"--tokens {tokens}: wanted 1 or more")
+    swept = _memories(sweep_memory, lengths)
+    if chosen.tokens is not None and chosen.tokens < 1:
+        raise UserError(f"--tokens {chosen.tokens}: wanted 1 or more")
+    if per_token is not None and sweep_memory is not None:
+        raise UserError("--per-token and --sweep-memory were both given; a file holds the losses of one evaluation")
     from transformer_xl.cli.train import corpus_of
     from transformer_xl.run_folder import Run, RunFolder
 
     device = machine.choose()
     folder = RunFolder.open(run)
-    opened = corpus_of(folder, corpus)
-    text = opened.split(split)
-    opened.verify(split)
-    plans = [replace(plan, precision=precision) for plan in lengths.plans(folder.config)]
-    model = folder.load_model(device, weights)
-    loaded = Run(model, folder.vocabulary, folder.config)
-    results = [_scored(loaded, text, plan, tokens) for plan in plans]
-    counted = (
-        "words and line ends" if folder.vocabulary.kind == "words" and folder.vocabulary.closes_lines else "tokens"
-    )
-    _show(run, split, results, json, swept=lengths.sweep_memory is not None, counted=counted)
+    opened = corpus_of(folder, chosen.corpus)
+    text = opened.split(chosen.split)
+    how = {"method": method_of(method, dynamic, opened), "precision": precision}
+    plans = [replace(plan_of(folder.config, replace(lengths, memory=memory), shares), **how) for memory in swept]
+    opened.verify(chosen.split)
+    loaded = Run(folder.load_model(device, weights), folder.vocabulary, folder.config)
+    say_remarks(plans, device)
+    results = [_scored(loaded, text, plan, chosen.tokens, per_token) for plan in plans]
+    head = {"run": str(run), "split": chosen.split}
+    _show(head, results, folder.vocabulary, json, swept=sweep_memory is not None)
 
 
-def _scored(run: Run, split: TokenSplit, plan: Plan, limit: int | None) -> dict[str, Any]:
-    from transformer_xl.evaluation.scoring import evaluate as score
+def _memories(sweep: str | None, lengths: Lengths) -> list[int | None]:
+    if sweep is None:
+        return [lengths.memory]
+    if lengths.memory is not None:
+        raise UserError("--memory and --sweep-memory were both given; use one of them")
+    parts = [part.strip() for part in sweep.split(",")]
+    if not all(part.isascii() and part.isdecimal() and len(part) < 12 for part in parts):
+        raise UserError(f"--sweep-memory {sweep}: wanted whole numbers with commas between, such as 0,64,512")
+    return [int(part) for part in parts]
+
+
+def plan_of(config: RunConfig, lengths: Lengths, shares: Rows, documents: Documents = "continue") -> Plan:
+    """The run's lengths, with those that were typed in their place; `documents` unless that was typed."""
+    from transformer_xl.evaluation.plan import Plan
+
+    plan = replace(Plan.of(config, **asdict(lengths)), rows=shares.rows, warmup=shares.warmup)
+    return replace(plan, documents=shares.documents or documents)
+
+
+def method_of(name: str, flags: DynamicFlags, corpus: Corpus | None) -> Method | None:
+    """The way to score of that name; none: with memory.
+
+    Raises:
+        UserError: settings of another method, or ones out of range.
+    """
+    typed = flags.given()
+    if typed and name != "dynamic":
+        raise UserError(f"--dynamic.{next(iter(typed)).replace('_', '-')} was given; it goes with --method dynamic")
+    if name == "moving-window":
+        from transformer_xl.evaluation.moving_window import MovingWindow
+
+        return MovingWindow()
+    if name == "dynamic":
+        from transformer_xl.evaluation.dynamic import Dynamic
+
+        if corpus is None or flags.form == "sgd":
+            return Dynamic(**typed)
+        corpus.verify("train")
+        return Dynamic(**typed, training_K=corpus.split("train").tokens)
+    return None
+
+
+def say_remarks(plans: list[Plan], device: torch.device) -> None:
+    """Says to standard error what is not wrong, but may not be meant."""
+    from transformer_xl.device import has_bfloat16
+
+    if plans[0].precision == "bfloat16" and not has_bfloat16(device):
+        say("remark: this machine has no bfloat16 instructions and imitates them; float32 is quicker and exact")
+    for plan in plans:
+        window, memory = plan.reach.window, plan.reach.memory
+        if plan.method is None and window is not None and not plan.window_is_full:
+            say(
+                f"remark: memory {memory:,} is too short for a window of {window:,}, so tokens see {memory + 1:,} keys "
+                f"or more, as their place in the segment has it; --memory {window - 1} gives each the whole window"
+            )
+
+
+def _scored(run: Run, split: TokenSplit, plan: Plan, limit: int | None, per_token: Path | None) -> dict[str, Any]:
+    from transformer_xl.evaluation.evaluate import evaluate as score
 
     total = min(split.num_tokens, limit or split.num_tokens)
     with ProgressBar(f"memory {plan.reach.memory:,}", total, "tokens") as bar:
-        result: Evaluation = score(run, split, plan, limit=limit, progress=bar.advance)
+        result = score(run, split, plan, limit=limit, progress=bar.advance, per_token=per_token)
     return result.as_dict()
 
 
-def _show(run: Path, split: str, results: list[dict[str, Any]], json: bool, *, swept: bool, counted: str) -> None:
+def _show(
+    head: dict[str, Any], results: list[dict[str, Any]], vocabulary: Vocabulary, json: bool, *, swept: bool
+) -> None:
     if json:
         from transformer_xl.device import peak_memory_bytes
 
-        head = {"run": str(run), "split": split, "peak_memory_bytes": peak_memory_bytes()}
+        head = {**head, "peak_memory_bytes": peak_memory_bytes()}
         print_json({**head, "sweep": results} if swept else {**head, **results[0]})
         return
+    first, words = results[0], vocabulary.kind == "words"
+    shown = {"bits_per_byte": "bits/byte", "bits_per_character": "bits/char", "perplexity": "perplexity"}
+    digits = dict.fromkeys(shown, 4) | {"perplexity": 3, "word_perplexity": 3}
+    if words:
+        shown["word_perplexity"] = "per word"
+    if first["characters"] in (None, first["bytes"]):
+        del shown["bits_per_character"]
     rows = [
         [
             f"{result['memory']:,}",
             f"{result['segment']:,}",
             *("all" if result[name] is None else f"{result[name]:,}" for name in ("window", "clamp")),
-            f"{result['bits_per_byte']:.4f}",
-            f"{result['perplexity']:.3f}",
+            *("" if result[name] is None else f"{result[name]:.{digits[name]}f}" for name in shown),
             f"{result['nats_per_token']:.4f}",
             f"{result['tokens_per_second']:,.0f}",
         ]
         for result in results
     ]
-    columns = ["memory", "segment", "window", "clamp", "bits/byte", "perplexity", "nats/token", "tokens/s"]
-    tokens, unknown = results[0]["tokens"], results[0]["unknown"]
+    columns = ["memory", "segment", "window", "clamp", *shown.values(), "nats/token", "tokens/s"]
+    counted = "words and line ends" if words and vocabulary.closes_lines else "tokens"
+    tokens, unknown = first["tokens"], first["unknown"]
     of_them = f" ({unknown:,} of them unknown words, {unknown / tokens:.1%})" if unknown else ""
-    print_table(f"{run}, {split}: {tokens:,} {counted}{of_them}, {results[0]['bytes']:,} bytes", columns, rows)
+    way = "" if first["method"] == "memory" else f", method {first['method']}"
+    alone = "" if first["documents"] == "continue" else ", each document by itself"
+    title = f"{head['run']}, {head['split']}: {tokens:,} {counted}{of_them}, {first['bytes']:,} bytes{way}{alone}"
+    print_table(title, columns, rows)

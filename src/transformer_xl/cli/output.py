@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-def print_json(values: dict[str, Any]) -> None:
-    """Writes one JSON object to standard output; numbers that JSON does not know (inf, nan) become null."""
-    print(json.dumps(_plain(values), indent=2))
+def print_json(values: dict[str, Any], *, indent: int | None = 2) -> None:
+    """Writes one JSON object to standard output (indent none: as one line of ASCII); inf and nan become null."""
+    print(json.dumps(_plain(values), indent=indent))
 
 
 def _plain(value: Any) -> Any:

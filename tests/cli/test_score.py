@@ -1,0 +1,196 @@
+"""`txl score`, and `txl evaluate` by other ways than one stream: what they print is what the library finds."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from refusals import Said, txl
+
+from transformer_xl.evaluation.dynamic import Dynamic
+from transformer_xl.evaluation.evaluate import evaluate
+from transformer_xl.evaluation.moving_window import MovingWindow
+from transformer_xl.evaluation.plan import Plan
+from transformer_xl.evaluation.texts import score
+from transformer_xl.model.memory import Reach
+from transformer_xl.run_folder import Run, load
+from transformer_xl.text.token_store import Corpus
+
+MODEL = ["--model.layers=2", "--model.width=14", "--model.heads=2", "--model.head-width=5", "--model.feedforward=19"]
+TRAIN = ["--train.segment=7", "--train.memory=11", "--train.rows=3", "--train.steps=11", "--train.precision=float32"]
+ODD = 'caf\u00e9 \u2603\tb [red]x[/red]\n\n"quoted" \\ line'.encode() + b"\xff\x00 end\n"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with three documents as a corpus, a run, and two texts."""
+    place = tmp_path_factory.mktemp("score")
+    words = ["the", "cat", "sat", "on", "mat", "and", "dog", "ran", "after", "it", "then", "all", "of", "them"]
+    for number in range(3):
+        text = " ".join(words[step * step % 17 % len(words)] for step in range(60 + number))
+        (place / f"part{number}.txt").write_text(text + "\n")
+    parts = [place / f"part{number}.txt" for number in range(3)]
+    assert txl("prepare", "--train", *parts, "--test", *parts, "--out", place / "corpus").status == 0
+    assert txl("train", "--corpus", place / "corpus", "--run", place / "run", *MODEL, *TRAIN).status == 0
+    (place / "odd.txt").write_bytes(ODD)
+    (place / "plain.txt").write_bytes(b"the cat\nsat")
+    return place
+
+
+@pytest.fixture(scope="module")
+def run(place: Path) -> Run:
+    return load(place / "run", device="cpu")
+
+
+def lines(said: Said) -> list[dict[str, Any]]:
+    """The objects of JSON lines, in ASCII and without numbers that JSON does not have."""
+    assert said.status == 0, said.err
+    assert said.out.isascii()
+    return [json.loads(line, parse_constant=pytest.fail) for line in said.out.splitlines()]
+
+
+def test_score_by_token_line_and_file(place: Path, run: Run) -> None:
+    """They add up, and are the library's; bytes inside characters and of no character are valid JSON too."""
+    names = [str(place / "odd.txt"), str(place / "plain.txt")]
+    wanted = score(run, {names[0]: ODD, names[1]: "the cat\nsat"})
+    by = {per: lines(txl("score", place / "run", *names, "--per", per, "--json")) for per in ("token", "line", "file")}
+    assert [found["file"] for found in by["file"]] == names
+    for one, whole in zip(wanted, by["file"], strict=True):
+        assert whole["log_probability"] == pytest.approx(-one.sums.nats, rel=1e-6)
+        assert whole["perplexity"] == pytest.approx(one.sums.perplexity, rel=1e-6)
+        assert (whole["tokens"], whole["bytes"]) == (one.sums.tokens, one.sums.bytes)
+        for per in ("token", "line"):
+            parts = [found["log_probability"] for found in by[per] if found["file"] == one.name]
+            assert math.fsum(parts) == pytest.approx(whole["log_probability"], rel=1e-12)
+    tokens = [found for found in by["token"] if found["file"] == names[0]]
+    assert bytes(found["token"] for found in tokens) == ODD
+    assert (
+        b"".join(bytes.fromhex(found["hex"]) if "hex" in found else found["text"].encode() for found in tokens) == ODD
+    )
+    np.testing.assert_allclose([-found["log_probability"] for found in tokens], wanted[0].nats_K, rtol=1e-5)
+    texts = [found["text"] for found in by["line"] if found["file"] == names[0]]
+    assert texts == ODD.decode("utf-8", "replace").removesuffix("\n").split("\n")
+    assert [found["line"] for found in by["line"]] == [1, 2, 3, 1, 2]
+    assert {found["line"] for found in tokens} == {1, 2, 3}
+
+
+def test_score_for_people(place: Path) -> None:
+    """A line of output for each, whatever signs the text has, and the sum."""
+    for per in ("token", "line", "file"):
+        said = txl("score", place / "run", place / "odd.txt", place / "plain.txt", "--per", per)
+        whole = sum(found["log_probability"] for found in lines(
+            txl("score", place / "run", place / "odd.txt", place / "plain.txt", "--per", per, "--json")
+        ))  # fmt: skip
+        assert (said.status, said.err) == (0, "")
+        assert f"{whole:.4f}" in said.out
+    said = txl("score", place / "run", place / "odd.txt")
+    assert "caf\u00e9 \u2603\\tb [red]x[/red]" in said.out
+
+
+def test_score_reads_standard_input(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(ODD)))
+    piped, of_file = (
+        lines(txl("score", place / "run", file, "--per", "file", "--json")) for file in ("-", place / "odd.txt")
+    )
+    assert piped == [{**of_file[0], "file": "-"}]
+
+
+def test_files_in_a_row(place: Path, run: Run) -> None:
+    """--documents continue: the second file is read with the memory of the first; rows and segments change nothing."""
+    files = [place / "odd.txt", place / "plain.txt"]
+    said = txl("score", place / "run", *files, "--documents", "continue", "--per", "file", "--json")
+    wanted = score(run, [ODD, "the cat\nsat"], Plan.of(run.config))
+    found = [one["log_probability"] for one in lines(said)]
+    np.testing.assert_allclose(found, [-one.sums.nats for one in wanted], rtol=1e-6)
+    lengths = ["--window", "9", "--memory", "8", "--per", "file", "--json"]
+    several = [
+        lines(txl("score", place / "run", *files, *lengths, *more))
+        for more in (["--rows", "1"], ["--rows", "4", "--segment", "3"], ["--segment", "64"])
+    ]
+    for one in several[1:]:
+        np.testing.assert_allclose(
+            [found["log_probability"] for found in one],
+            [found["log_probability"] for found in several[0]],
+            rtol=1e-5,
+        )
+
+
+# Other ways to evaluate.
+
+
+def evaluated(place: Path, *words: str | Path) -> dict[str, Any]:
+    said = txl("evaluate", place / "run", "--json", *words)
+    assert said.status == 0, said.err
+    return said.object
+
+
+def test_evaluate_in_rows_and_by_documents(place: Path, run: Run) -> None:
+    split = Corpus.open(place / "corpus").split("test")
+    assert split.num_documents == 3
+    one, several = evaluated(place), evaluated(place, "--rows", "5")
+    assert several["nats_per_token"] == pytest.approx(one["nats_per_token"], rel=1e-6)
+    assert (several["rows"], several["warmup"], several["documents"]) == (5, None, "continue")
+    hasty = evaluated(place, "--rows", "5", "--warmup", "0")
+    assert abs(hasty["nats_per_token"] - one["nats_per_token"]) > 1e-7
+    apart = evaluated(place, "--documents", "reset")
+    wanted = evaluate(run, split, replace(Plan.of(run.config), documents="reset"))
+    assert apart["nats_per_token"] == pytest.approx(wanted.nats_per_token, rel=1e-6)
+    assert abs(apart["nats_per_token"] - one["nats_per_token"]) > 1e-7
+
+
+def test_evaluate_by_a_moving_window(place: Path, run: Run) -> None:
+    found = evaluated(place, "--method", "moving-window", "--window", "13", "--memory", "0", "--tokens", "59")
+    split = Corpus.open(place / "corpus").split("test")
+    wanted = evaluate(run, split, Plan(7, Reach(0, 13), method=MovingWindow()), limit=59)
+    assert (found["method"], found["window"], found["memory"]) == ("moving-window", 13, 0)
+    assert found["nats_per_token"] == pytest.approx(wanted.nats_per_token, rel=1e-6)
+
+
+@pytest.mark.parametrize("form", ["rms", "sgd"])
+def test_evaluate_dynamically(place: Path, run: Run, form: str) -> None:
+    """The run on disk stays as it is."""
+    weights = (place / "run" / "model.safetensors").read_bytes()
+    words = ["--dynamic.form", form, "--dynamic.rate", "0.001", "--dynamic.decay", "0.1", "--dynamic.epsilon", "0.01"]
+    found = evaluated(place, "--method", "dynamic", *words, "--dynamic.statistics-tokens", "50")
+    corpus = Corpus.open(place / "corpus")
+    how = Dynamic(form, 0.001, 0.1, 0.01, corpus.split("train").tokens, 50)  # type: ignore[arg-type]
+    wanted = evaluate(run, corpus.split("test"), replace(Plan.of(run.config), method=how))
+    assert found["method"] == "dynamic"
+    assert found["nats_per_token"] == pytest.approx(wanted.nats_per_token, rel=1e-6)
+    assert found["nats_per_token"] != evaluated(place)["nats_per_token"]
+    assert (place / "run" / "model.safetensors").read_bytes() == weights
+
+
+def test_losses_of_every_token_in_a_file(place: Path, tmp_path: Path) -> None:
+    found = evaluated(place, "--per-token", tmp_path / "losses.npy", "--rows", "3")
+    nats_K = np.load(tmp_path / "losses.npy", allow_pickle=False)
+    assert len(nats_K) == found["tokens"]
+    assert nats_K.mean(dtype=np.float64) == pytest.approx(found["nats_per_token"], rel=1e-6)
+
+
+def test_remarks_go_to_standard_error(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is not wrong but may not be meant is said, and the result is there all the same."""
+    said = txl("evaluate", place / "run", "--json", "--window", "64")
+    assert said.err == (
+        "remark: memory 11 is too short for a window of 64, so tokens see 12 keys or more, as their place in the "
+        "segment has it; --memory 63 gives each the whole window\n"
+    )
+    assert said.object["window"] == 64
+    assert txl("evaluate", place / "run", "--json", "--window", "12").err == ""
+    monkeypatch.setattr("transformer_xl.device.has_bfloat16", lambda _: False)
+    said = txl("evaluate", place / "run", "--json", "--precision", "bfloat16", "--tokens", "2")
+    assert said.err.startswith("remark: this machine has no bfloat16 instructions")
+    assert said.object["precision"] == "bfloat16"
+
+
+def test_evaluate_says_how_for_people(place: Path) -> None:
+    words = ["--method", "moving-window", "--window", "5", "--memory", "0", "--documents", "reset", "--tokens", "31"]
+    said = txl("evaluate", place / "run", *words)
+    assert (said.status, said.err) == (0, "")
+    assert "method moving-window, each document by itself" in said.out

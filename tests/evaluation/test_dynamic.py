@@ -1,0 +1,173 @@
+"""Dynamic evaluation against a slow loop written from its equations; rate 0, repeats, and weights put back."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from transformer_xl.config import UserError
+from transformer_xl.evaluation.dynamic import Dynamic
+from transformer_xl.evaluation.plan import Plan, Text
+from transformer_xl.evaluation.scoring import ordered, score_parts, token_nats
+from transformer_xl.model.memory import Reach
+
+START, REACH = 10, Reach(11)
+CLOSE = {"rtol": 0, "atol": 1e-10}
+
+
+def draw(length: int, seed: int = 3) -> npt.NDArray[Any]:
+    return np.random.default_rng(seed).integers(0, 23, length).astype(np.uint8)
+
+
+def plan_with(dynamic: Dynamic, **settings: Any) -> Plan:
+    return Plan(5, REACH, method=dynamic, **settings)
+
+
+def segments(tokens_K: npt.NDArray[Any], length: int = 5) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    inputs, targets = torch.tensor([[START, *tokens_K[:-1].tolist()]]), torch.tensor([tokens_K.tolist()])
+    return list(zip(inputs.split(length, dim=1), targets.split(length, dim=1), strict=True))
+
+
+def slowly(model, tokens_K, how: Dynamic, training_K=None) -> list[float]:
+    """The equations of the papers, with one flat vector of all weights."""
+    weights = list(model.parameters())
+
+    def flat_gradient(loss: torch.Tensor) -> torch.Tensor:
+        model.zero_grad()
+        loss.backward()
+        return torch.cat([torch.zeros_like(w).flatten() if w.grad is None else w.grad.flatten() for w in weights])
+
+    def put(vector: torch.Tensor) -> None:
+        torch.nn.utils.vector_to_parameters(vector.clone(), weights)
+
+    trained = torch.nn.utils.parameters_to_vector(weights).detach().clone()
+    current, rms = trained.clone(), None
+    if how.form == "rms":
+        squares, memory = [], model.initial_memory(1, REACH)
+        for inputs_BT, targets_BT in segments(training_K):
+            hidden_BTD, memory = model(inputs_BT, memory)
+            squares.append(flat_gradient(model.nats(hidden_BTD, targets_BT).mean()) ** 2)
+        rms = torch.stack(squares).mean(0).sqrt()
+    losses, memory = [], model.initial_memory(1, REACH)
+    for inputs_BT, targets_BT in segments(tokens_K):
+        put(current)
+        hidden_BTD, memory = model(inputs_BT, memory)
+        nats_BT = model.nats(hidden_BTD, targets_BT)
+        losses += nats_BT[0].tolist()
+        gradient = flat_gradient(nats_BT.mean())
+        if rms is None:
+            current = current - how.rate * gradient + how.decay * (trained - current)
+        else:
+            back = torch.minimum(how.decay * rms / rms.mean(), torch.ones_like(rms))
+            current = current - how.rate * gradient / (rms + how.epsilon) + back * (trained - current)
+    put(trained)
+    model.zero_grad()
+    return losses
+
+
+HOW = [
+    {"form": "sgd", "rate": 0.03},
+    {"form": "sgd", "rate": 0.03, "decay": 0.2},
+    {"form": "rms", "rate": 1e-3, "epsilon": 1e-4},
+    {"form": "rms", "rate": 1e-3, "epsilon": 1e-2, "decay": 0.4},  # some weights go all the way back
+]
+
+
+@pytest.mark.parametrize("settings", HOW, ids=str)
+@pytest.mark.parametrize("model_settings", [{}, {"cutoffs": (7, 13), "div_val": 2}], ids=str)
+def test_it_follows_the_equations(make_model, settings, model_settings) -> None:
+    model, tokens_K, training_K = make_model(**model_settings), draw(38), draw(43, seed=8)
+    how = Dynamic(**settings, training_K=training_K, statistics_tokens=41)
+    wanted = slowly(model, tokens_K, how, training_K[:41])
+    found_K = token_nats(model, tokens_K, START, plan_with(how))
+    np.testing.assert_allclose(found_K, wanted, **CLOSE)
+    assert np.abs(found_K - token_nats(model, tokens_K, START, Plan(5, REACH)))[5:].max() > 1e-3
+
+
+@pytest.mark.parametrize("form", ["sgd", "rms"])
+def test_rate_0_is_plain_evaluation(make_model, form) -> None:
+    """Whatever the decay: weights that never left need not come back."""
+    model, tokens_K = make_model(), draw(38)
+    how = Dynamic(form=form, rate=0.0, decay=0.5, training_K=draw(43))
+    plain_K = token_nats(model, tokens_K, START, Plan(5, REACH))
+    np.testing.assert_allclose(token_nats(model, tokens_K, START, plan_with(how)), plain_K, **CLOSE)
+
+
+def test_the_first_segment_is_scored_before_anything_is_learned(make_model) -> None:
+    model, tokens_K = make_model(), draw(38)
+    found_K = token_nats(model, tokens_K, START, plan_with(Dynamic(form="sgd", rate=0.1)))
+    plain_K = token_nats(model, tokens_K, START, Plan(5, REACH))
+    np.testing.assert_allclose(found_K[:5], plain_K[:5], **CLOSE)
+    assert abs(found_K[5] - plain_K[5]) > 1e-6
+
+
+def test_a_repeated_text_becomes_easier(make_model) -> None:
+    """Even without memory: it is the weights that remember."""
+    model, tokens_K = make_model(), np.tile(draw(20), 10)
+    plan = Plan(5, Reach(0), method=Dynamic(form="sgd", rate=0.1))
+    first, *_, last = np.split(token_nats(model, tokens_K, START, plan), 10)
+    assert last.mean() < first.mean() - 0.5
+    blind = np.split(token_nats(model, tokens_K, START, replace(plan, method=None)), 10)
+    assert abs(blind[-1].mean() - blind[1].mean()) < 1e-9
+
+
+@pytest.mark.parametrize("stop_after", [None, 1, 3])
+def test_the_model_has_its_own_weights_again(make_model, stop_after) -> None:
+    """To the last bit; also after an error in the middle, and without gradients left over."""
+    model = make_model()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    calls = []
+
+    def tell(_: int) -> None:
+        calls.append(any(not torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items()))
+        if len(calls) == stop_after:
+            raise KeyboardInterrupt
+
+    parts = score_parts(model, Text(draw(38), START), plan_with(Dynamic(form="sgd", rate=0.1)), tell)
+    if stop_after is None:
+        list(parts)
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            list(parts)
+    assert calls[0]  # they were others meanwhile
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(weight.grad is None and weight.requires_grad for weight in model.parameters())
+
+
+def test_documents_that_start_afresh_start_with_the_trained_weights(make_model) -> None:
+    model, tokens_K, how = make_model(), draw(61), Dynamic(form="sgd", rate=0.1)
+    found_K = np.full(61, np.nan)
+    text = Text(tokens_K, START, np.array([0, 17, 20]))
+    ordered(score_parts(model, text, plan_with(how, documents="reset")), found_K)
+    edges = [(0, 17), (17, 20), (20, 61)]
+    alone = [token_nats(model, tokens_K[begin:end], START, plan_with(how)) for begin, end in edges]
+    np.testing.assert_allclose(found_K, np.concatenate(alone), **CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rate": -1.0}, "dynamic rate -1.0: wanted a number, 0 or more"),
+        ({"rate": math.nan}, "dynamic rate nan: wanted a number"),
+        ({"decay": 1.5}, "dynamic decay 1.5: wanted a number from 0 to 1"),
+        ({"epsilon": 0.0}, "dynamic epsilon 0.0: wanted a number above 0"),
+        ({"statistics_tokens": 0}, "dynamic statistics-tokens 0: wanted 1 or more"),
+    ],
+)
+def test_settings_out_of_range_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        Dynamic(**settings)
+
+
+def test_what_it_cannot_do_is_refused(make_model) -> None:
+    model, tokens_K = make_model(), draw(38)
+    with pytest.raises(UserError, match="rows 2: dynamic evaluation reads one after another; give 1"):
+        token_nats(model, tokens_K, START, plan_with(Dynamic(form="sgd"), rows=2))
+    with pytest.raises(UserError, match="form rms needs training text; give it, or take the form sgd"):
+        token_nats(model, tokens_K, START, plan_with(Dynamic()))

@@ -1,0 +1,199 @@
+"""Evaluating a split: figures by hand, what is counted, the file of losses, and nothing changed behind one's back."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from transformer_xl.config import ModelConfig, RunConfig, TrainConfig, UserError
+from transformer_xl.evaluation import scoring
+from transformer_xl.evaluation.evaluate import evaluate
+from transformer_xl.evaluation.plan import Plan
+from transformer_xl.evaluation.scoring import token_nats
+from transformer_xl.model.memory import Reach
+from transformer_xl.run_folder import Run
+from transformer_xl.text.token_store import TokenSplit
+from transformer_xl.text.vocabularies.characters import CharacterVocabulary
+from transformer_xl.text.vocabularies.words import WordVocabulary
+from transformer_xl.text.vocabulary import ByteVocabulary, Vocabulary
+
+START = 10
+PLAN = Plan(7, Reach(11, None, 17))
+
+
+def draw(length: int, vocabulary_size: int = 256, seed: int = 3) -> npt.NDArray[Any]:
+    return np.random.default_rng(seed).integers(0, vocabulary_size, length).astype(np.uint8)
+
+
+@pytest.fixture
+def run(make_model) -> Run:
+    model = make_model(vocabulary_size=256, memory=11, dropout=0.3)
+    config = RunConfig(model=ModelConfig(clamp_length=17), train=TrainConfig(segment=7, memory=11))
+    return Run(model, ByteVocabulary(), config)
+
+
+def split_of(tokens: npt.NDArray[Any], num_bytes: int | None = None, words: int = 1) -> TokenSplit:
+    starts = np.zeros(1, dtype=np.uint64)
+    return TokenSplit("test", tokens, starts, len(tokens) if num_bytes is None else num_bytes, words)
+
+
+def test_figures_of_an_evaluation(run: Run) -> None:
+    """By hand from the losses; bytes are those of the text, here three a token."""
+    tokens_K = draw(101)
+    result = evaluate(run, split_of(tokens_K, num_bytes=303, words=29))
+    nats_K = token_nats(run.model.eval(), tokens_K, START, PLAN)
+    assert (result.tokens, result.bytes, result.words) == (101, 303, 29)
+    assert result.nats_per_token == pytest.approx(nats_K.mean(), rel=1e-12)
+    assert result.bits_per_byte == pytest.approx(nats_K.sum() / math.log(2) / 303, rel=1e-12)
+    assert result.perplexity == pytest.approx(math.exp(nats_K.mean()), rel=1e-12)
+    assert result.word_perplexity == pytest.approx(math.exp(nats_K.sum() / 29), rel=1e-12)
+    assert result.tokens_per_second == pytest.approx(101 / result.seconds)
+    assert (result.segment, result.memory, result.window, result.clamp) == (7, 11, None, 17)
+    assert (result.method, result.documents, result.rows, result.warmup) == ("memory", "continue", None, None)
+    assert result.precision == "float32"
+    assert result.as_dict() == asdict(result)
+
+
+@pytest.mark.parametrize("limit", [0, -1])
+def test_a_limit_below_one_is_refused(run: Run, limit: int) -> None:
+    with pytest.raises(UserError, match=rf"limit {limit}: wanted 1 or more tokens"):
+        evaluate(run, split_of(np.zeros(7, dtype=np.uint8), num_bytes=7), limit=limit)
+
+
+def test_limit_scores_the_start_alone(run: Run) -> None:
+    tokens_K, told = draw(101), []
+    result = evaluate(run, split_of(tokens_K, num_bytes=303), limit=29, progress=told.append)
+    nats_K = token_nats(run.model.eval(), tokens_K, START, PLAN)
+    assert (result.tokens, result.bytes, sum(told)) == (29, 29, 29)  # a token of the vocabulary is a byte
+    assert (result.words, result.word_perplexity) == (None, None)  # how many words is known of the whole alone
+    assert result.nats_per_token == pytest.approx(nats_K[:29].mean(), rel=1e-12)
+    assert result.bits_per_byte == pytest.approx(nats_K[:29].mean() / math.log(2), rel=1e-12)
+    whole = evaluate(run, split_of(tokens_K, num_bytes=303), limit=9999)
+    assert (whole.tokens, whole.bytes) == (101, 303)
+
+
+@pytest.mark.parametrize("documents", ["continue", "reset"])
+def test_several_rows_and_documents_are_those_of_the_split(run: Run, documents) -> None:
+    tokens_K = draw(101)
+    split = replace(split_of(tokens_K), document_starts=np.array([0, 17, 58], dtype=np.uint64))
+    result = evaluate(run, split, replace(PLAN, rows=5, documents=documents))
+    edges = [0, 17, 58, 101] if documents == "reset" else [0, 101]
+    alone = [token_nats(run.model, tokens_K[begin:end], START, PLAN) for begin, end in pairwise(edges)]
+    assert result.nats_per_token == pytest.approx(np.concatenate(alone).mean(), rel=1e-12)
+
+
+# Characters and words.
+
+TEXT = "Ein Gr\u00fc\u00dfe-\u2603 und\nnoch einer\n" * 5
+
+
+@pytest.mark.parametrize(
+    "vocabulary", [ByteVocabulary(), CharacterVocabulary("ein rud\n", None)], ids=lambda of: of.kind
+)
+def test_bits_per_character_where_tokens_give_the_text_back(make_model, vocabulary: Vocabulary, monkeypatch) -> None:
+    """However the text is cut to be looked through; a character that the end cuts does not count."""
+    monkeypatch.setattr("transformer_xl.evaluation.evaluate._TOKENS_AT_ONCE", 3)
+    run = Run(make_model(vocabulary_size=vocabulary.size), vocabulary, RunConfig())
+    tokens_K = vocabulary.encode(TEXT)
+    result = evaluate(run, split_of(tokens_K, len(TEXT.encode()), 25), PLAN)
+    assert (result.characters, result.bytes, result.words) == (len(TEXT), len(TEXT.encode()), 25)
+    assert result.bits_per_character == pytest.approx(result.bits_per_byte * result.bytes / len(TEXT), rel=1e-12)
+    cut = vocabulary.encode("Ein Gr\u00fc\u00dfe-\u2603").tolist()[:-1]
+    part = evaluate(run, split_of(tokens_K, len(TEXT.encode()), 25), PLAN, limit=len(cut))
+    assert (part.characters, part.bytes) == (10, 14)
+
+
+def test_no_characters_where_the_text_is_not_utf8(run: Run) -> None:
+    result = evaluate(run, split_of(np.array([65, 0xFF, 66, 67], dtype=np.uint8)))
+    assert (result.characters, result.bits_per_character) == (None, None)
+
+
+def test_words_are_counted_where_they_are_the_tokens(make_model) -> None:
+    """In part of a text too; line ends are none. Of other vocabularies the number is that of the whole text."""
+    words = WordVocabulary(("<eos>", "<unk>", "a", "b"), None, "<eos>", "<unk>")
+    run = Run(make_model(vocabulary_size=4), words, RunConfig())
+    tokens_K = words.encode("a b\nb c a\nb b\n")
+    whole = evaluate(run, split_of(tokens_K, 15, 7), PLAN)
+    assert (whole.tokens, whole.words, whole.characters, whole.unknown) == (10, 7, None, 1)
+    part = evaluate(run, split_of(tokens_K, 15, 7), PLAN, limit=7)
+    assert (part.words, part.bytes) == (5, round(15 * 7 / 10))
+    nats_K = token_nats(run.model, tokens_K, words.start_id, PLAN)
+    assert part.word_perplexity == pytest.approx(math.exp(nats_K[:7].sum() / 5), rel=1e-12)
+
+
+# The file of losses.
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_the_file_holds_all_losses_in_text_order(run: Run, tmp_path: Path, rows: int) -> None:
+    tokens_K, file = draw(101), tmp_path / "losses.npy"
+    split = replace(split_of(tokens_K), document_starts=np.array([0, 17, 58], dtype=np.uint64))
+    plan = replace(PLAN, rows=rows, documents="reset")
+    result = evaluate(run, split, plan, per_token=file)
+    assert [item.name for item in tmp_path.iterdir()] == ["losses.npy"]
+    nats_K = np.load(file, allow_pickle=False)
+    assert (nats_K.dtype, nats_K.shape) == (np.float32, (101,))
+    assert nats_K.mean(dtype=np.float64) == pytest.approx(result.nats_per_token, rel=1e-6)
+    assert result.nats_per_token == evaluate(run, split, plan).nats_per_token
+    assert nats_K[17] == pytest.approx(token_nats(run.model, tokens_K[17:18], START, PLAN)[0], rel=1e-6)
+
+
+def test_the_file_is_whole_or_not_there(run: Run, tmp_path: Path) -> None:
+    file, told = tmp_path / "losses.npy", []
+
+    def stop(count: int) -> None:
+        told.append(count)
+        if len(told) == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(run, split_of(draw(101)), per_token=file, progress=stop)
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(UserError, match="no such file or folder"):
+        evaluate(run, split_of(draw(101)), per_token=tmp_path / "none" / "losses.npy")
+
+
+# What is left behind, and what is refused.
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_evaluating_leaves_no_trace(run: Run, training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither in the model's mode, also after an error, nor its weights, nor torch's random state."""
+    run.model.train(training)
+    weights = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
+    random_state = torch.get_rng_state()
+    first = evaluate(run, split_of(draw(37)))
+    assert run.model.training is training
+    assert all(module.training is training for module in run.model.modules())
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in run.model.state_dict().items())
+    assert all(weight.grad is None and weight.requires_grad for weight in run.model.parameters())
+    assert evaluate(run, split_of(draw(37))).nats_per_token == first.nats_per_token  # no dropout
+
+    def fails(*_: object) -> float:
+        assert not run.model.training
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(scoring, "_counted", fails)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(run, split_of(draw(37)))
+    assert run.model.training is training
+
+
+def test_nothing_to_score_is_refused(run: Run) -> None:
+    with pytest.raises(UserError, match="there is nothing to score; the split is empty"):
+        evaluate(run, split_of(draw(0)))
+
+
+def test_tokens_the_model_does_not_know_are_refused(make_model) -> None:
+    run = Run(make_model(), ByteVocabulary(), RunConfig(train=TrainConfig(segment=7, memory=11)))
+    with pytest.raises(UserError, match="token 113 is not one of the 23 the model knows; give a corpus"):
+        evaluate(run, split_of(np.array([5, 113, 7], dtype=np.uint8)))

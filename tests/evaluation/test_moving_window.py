@@ -1,0 +1,89 @@
+"""The moving window: each token from exactly the tokens before it that the window holds, any number at once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from transformer_xl.config import UserError
+from transformer_xl.evaluation.moving_window import MovingWindow
+from transformer_xl.evaluation.plan import Plan, Text
+from transformer_xl.evaluation.scoring import ordered, score_parts, token_nats
+from transformer_xl.model.memory import Reach
+
+START = 10
+CLOSE = {"rtol": 0, "atol": 1e-10}
+
+
+def draw(length: int) -> npt.NDArray[Any]:
+    return np.random.default_rng(3).integers(0, 23, length).astype(np.uint8)
+
+
+def moved(window: int | None, rows: int | None = None, context: int | None = None, **reach: Any) -> Plan:
+    return Plan(7, Reach(0, window, **reach), rows=rows, method=MovingWindow(context))
+
+
+@pytest.mark.parametrize("window", [1, 2, 5, 36, 37, 50])
+@pytest.mark.parametrize("rows", [None, 1, 3, 100])
+@pytest.mark.parametrize("clamp", [None, 3])
+def test_each_token_is_predicted_from_its_window_alone(make_model, window, rows, clamp) -> None:
+    """By definition: a pass of its own for each, over the `window` tokens before it, the first the start token."""
+    model, tokens_K = make_model(), draw(37)
+    before = [START, *tokens_K.tolist()]
+    wanted = []
+    for place in range(37):
+        inputs_BT = torch.tensor([before[max(0, place + 1 - window) : place + 1]])
+        with torch.no_grad():
+            hidden_BTD, _ = model(inputs_BT, model.initial_memory(1, Reach(0, None, clamp)))
+            wanted.append(model.nats(hidden_BTD[:, -1:], torch.tensor([[tokens_K[place].item()]])).item())
+    found_K = token_nats(model, tokens_K, START, moved(window, rows, clamp_length=clamp))
+    np.testing.assert_allclose(found_K, wanted, **CLOSE)
+
+
+@pytest.mark.parametrize("window", [1, 4, 11])
+@pytest.mark.parametrize("segment", [1, 5, 64])
+def test_one_layer_with_memory_sees_the_same(make_model, window, segment) -> None:
+    """Where both see the same context, memory gives the very losses of the moving window."""
+    model, tokens_K = make_model(layers=1), draw(61)
+    read_on_K = token_nats(model, tokens_K, START, Plan(segment, Reach(window - 1, window)))
+    np.testing.assert_allclose(token_nats(model, tokens_K, START, moved(window)), read_on_K, **CLOSE)
+
+
+@pytest.mark.parametrize("layers", [2, 3])
+def test_deeper_models_with_memory_see_further(make_model, layers) -> None:
+    """window - 1 tokens further back in each layer: a moving window of that whole length gives the same losses."""
+    model, tokens_K, window = make_model(layers=layers), draw(61), 5
+    read_on_K = token_nats(model, tokens_K, START, Plan(7, Reach(window - 1, window)))
+    whole = layers * (window - 1) + 1
+    np.testing.assert_allclose(token_nats(model, tokens_K, START, moved(window, context=whole)), read_on_K, **CLOSE)
+    shorter_K = token_nats(model, tokens_K, START, moved(window, context=whole - 1))
+    assert np.abs(shorter_K - read_on_K)[whole - 1 :].max() > 1e-9
+    assert np.abs(token_nats(model, tokens_K, START, moved(window)) - read_on_K).max() > 1e-6
+
+
+def test_documents_that_start_afresh(make_model) -> None:
+    model, tokens_K, told = make_model(), draw(61), []
+    text = Text(tokens_K, START, np.array([0, 2, 7, 40]))
+    found_K = np.full(61, np.nan)
+    ordered(score_parts(model, text, replace(moved(5), documents="reset"), told.append), found_K)
+    edges = [(0, 2), (2, 7), (7, 40), (40, 61)]
+    alone = [token_nats(model, tokens_K[begin:end], START, moved(5)) for begin, end in edges]
+    np.testing.assert_allclose(found_K, np.concatenate(alone), **CLOSE)
+    assert sum(told) == 61
+
+
+def test_a_model_with_memory_is_refused(make_model) -> None:
+    plan = replace(moved(5), reach=Reach(11, 5))
+    message = "a moving window computes everything anew and has no memory, but memory 11 is asked for .*--memory 0"
+    with pytest.raises(UserError, match=message):
+        token_nats(make_model(), draw(7), START, plan)
+
+
+def test_a_window_without_length_is_refused(make_model) -> None:
+    with pytest.raises(UserError, match="a moving window needs a length; give --window N"):
+        token_nats(make_model(), draw(7), START, moved(None))
