@@ -2,21 +2,61 @@
 
 from __future__ import annotations
 
+import json as encoder
 import platform
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from cyclopts import App
+from cyclopts import App, Parameter
 
 from transformer_xl.cli.options import ANY_MACHINE, Json, MachineOptions
 from transformer_xl.cli.output import print_json, print_table, say
 from transformer_xl.config import UserError, load_recipe, run_settings
+from transformer_xl.files import write_text
 
 if TYPE_CHECKING:
-    from transformer_xl.analysis.evaluation_speed import Contest, SpeedRow
+    from transformer_xl.analysis.evaluation_speed import Contest, SpeedRow, Task
     from transformer_xl.config import RunConfig
 
 analyze = App(name="analyze", help="Measure and show what a model does.", help_format="plaintext")
+
+
+@dataclass(frozen=True)
+class Contested:
+    """What is compared."""
+
+    lengths: str = "800,1800,2800,3800"
+    """Attention lengths, in tokens."""
+    segments: str = "128,256,512,1024"
+    """New tokens that memory reads in one step; the quickest counts."""
+    clamp: int | Literal["none"] | None = None
+    """Distances above this count as this one. [default: as the recipe or run is evaluated]"""
+    rounds: int = 3
+    """How often each is timed, in turns; the median counts."""
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Number format of matrix products, for both."""
+
+    def task(self, config: RunConfig) -> Task:
+        """As the contest wants it."""
+        from transformer_xl.analysis.evaluation_speed import Task
+
+        clamp = self.clamp
+        if clamp is None:
+            clamp = config.evaluation.clamp or config.model.clamp_length or "none"
+        # cutoffs to be found from a text are left out: the softmax is no part of the comparison
+        sizes = config.model.model_copy(update={"cutoffs": ()}) if config.model.cutoffs == "auto" else config.model
+        return Task(
+            sizes,
+            lengths=_numbers("--lengths", self.lengths),
+            clamp=None if clamp == "none" else clamp,
+            segments=_numbers("--segments", self.segments),
+            rounds=self.rounds,
+            precision=self.precision,
+        )
+
+
+_THE_PAPERS = Contested()
 
 
 @analyze.command
@@ -24,11 +64,7 @@ def speed(
     model: str = "enwik8-24l",
     /,
     *,
-    lengths: str = "800,1800,2800,3800",
-    segments: str = "128,256,512,1024",
-    clamp: int | Literal["none"] | None = None,
-    rounds: int = 3,
-    precision: Literal["auto", "float32", "bfloat16"] = "auto",
+    contested: Annotated[Contested, Parameter(name="*")] = _THE_PAPERS,
     machine: MachineOptions = ANY_MACHINE,
     out: Path | None = None,
     json: Json = False,
@@ -42,42 +78,23 @@ def speed(
     ----------
     model
         Name of a recipe, or folder of a run: the sizes.
-    lengths
-        Attention lengths, in tokens.
-    segments
-        New tokens that memory reads in one step; the quickest counts.
-    clamp
-        Distances above this count as this one. [default: as the recipe or run is evaluated]
-    rounds
-        How often each is timed, in turns; the median counts.
-    precision
-        Number format of matrix products, for both.
+    contested
+        What is compared.
     out
         File for the figures, as JSON.
     """
-    wanted_lengths, wanted_segments = _numbers("--lengths", lengths), _numbers("--segments", segments)
     if out is not None and out.exists():
         raise UserError(f"{out} exists already; choose another --out")
-    config = _settings(model)
-    from transformer_xl.analysis.evaluation_speed import Contest, Task
+    from transformer_xl.analysis.evaluation_speed import Contest
     from transformer_xl.device import keep_freed_memory
 
-    if clamp is None:
-        clamp = config.evaluation.clamp or config.model.clamp_length or "none"
-    limit = None if clamp == "none" else clamp
-    # cutoffs to be found from a text are left out: the softmax is no part of the comparison
-    sizes = config.model.model_copy(update={"cutoffs": ()}) if config.model.cutoffs == "auto" else config.model
-    task = Task(sizes, wanted_lengths, limit, wanted_segments, rounds, precision)
+    task = contested.task(_settings(model))
     device = machine.choose()
     keep_freed_memory()
     contest = Contest(task, device)
     rows = list(contest.rows(say))
     figures = {"model": model, **_circumstances(contest), "rows": [row.as_dict() for row in rows]}
     if out is not None:
-        import json as encoder
-
-        from transformer_xl.files import write_text
-
         write_text(out, encoder.dumps(figures, indent=1) + "\n")
     if json:
         print_json(figures)
