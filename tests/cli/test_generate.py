@@ -95,6 +95,14 @@ def test_only_the_end_of_a_prompt(place: Path, run: Run) -> None:
     assert said.out == "".join(generate(run, "the cat sat", tokens=19, context=3)) + "\n"
 
 
+def test_another_number_format(place: Path) -> None:
+    words = ["--tokens", "3", "--greedy", "--json", "--log-probabilities"]
+    exact = txl("generate", place / "bytes", *words).object
+    rounded = txl("generate", place / "bytes", *words, "--precision", "bfloat16").object
+    assert exact["log_probability"] != rounded["log_probability"]
+    assert exact["log_probabilities"][0] == pytest.approx(rounded["log_probabilities"][0], abs=0.3)
+
+
 def test_several_prompts_and_samples(place: Path, run: Run) -> None:
     words = ["--prompt", "the cat", "--prompt", "a", "--samples", "2", "--tokens", "13", "--seed", "5"]
     wanted = complete(run, ["the cat", "a"], samples=2, tokens=13, seed=5, log_probabilities=True)

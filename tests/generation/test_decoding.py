@@ -174,6 +174,23 @@ def test_a_memory_changes_what_is_said(run: Run) -> None:
     assert text_of(run, "x", tokens=9, memory=writing.memory()) != text_of(run, "x", tokens=9)
 
 
+def test_the_number_format_is_that_wanted(run: Run) -> None:
+    """In a stream, side by side, and by beams; a conversation goes on in it."""
+    run.model.float()
+    options: Options = {"tokens": 5, "log_probabilities": True, "end_ids": [], "sampler": Sampler(0)}
+    exact, rounded = (complete(run, ["a"], precision=precision, **options)[0] for precision in ("float32", "bfloat16"))
+    assert exact.log_probabilities[0] != rounded.log_probabilities[0]
+    assert exact.log_probabilities[0] == pytest.approx(rounded.log_probabilities[0], abs=0.5)
+    stream = generate(run, "a", precision="bfloat16", **options)
+    list(stream)
+    assert stream.log_probabilities == rounded.log_probabilities
+    kept = {tensor.dtype for tensor in stream.memory().tensors().values() if tensor.is_floating_point()}
+    assert kept == {torch.bfloat16}
+    best = search(run, "a", beams=1, tokens=5, precision="bfloat16")[0]
+    assert best.tokens == rounded.tokens
+    assert not torch.is_autocast_enabled("cpu")
+
+
 # Many at once.
 
 

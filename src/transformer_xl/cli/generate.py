@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -18,6 +18,7 @@ from transformer_xl.config import UserError
 from transformer_xl.files import explained
 
 if TYPE_CHECKING:
+    from transformer_xl.device import Precision
     from transformer_xl.generation.decoding import Completion, Options
     from transformer_xl.generation.sampling import Sampler
     from transformer_xl.run_folder import Run
@@ -157,6 +158,7 @@ def generate(
     ending: Annotated[Ending, Parameter(name="*")] = _A_PAGE,
     several: Annotated[Several, Parameter(name="*")] = _ONE,
     log_probabilities: Annotated[bool, Parameter(negative=())] = False,
+    precision: Literal["auto", "float32", "bfloat16"] = "float32",
     machine: MachineOptions = ANY_MACHINE,
     json: Json = False,
 ) -> None:
@@ -176,18 +178,20 @@ def generate(
         More than one text.
     log_probabilities
         With --json: the log-probability of each token.
+    precision
+        Number format of matrix products; bfloat16 is faster where the machine has it, and less exact.
     """
     prompts = beginning.prompts()
     form = _Form(json, log_probabilities, alone=len(prompts) == 1 and several == _ONE)
     _check_words(several, sampling, ending, form)
     if beginning.chat and (prompts != [None] or json or several != _ONE):
         raise UserError("--chat reads prompts from standard input and shows one answer; leave the other options out")
-    from transformer_xl.run_folder import load
 
     sampler = sampling.sampler()
-    loaded = load(run, device=str(machine.choose()))
+    loaded = _load(run, machine, precision)
     options = ending.options(loaded.vocabulary)
-    options.update(memory=beginning.memory, context=beginning.context, log_probabilities=log_probabilities)
+    options.update(memory=beginning.memory, context=beginning.context, precision=precision)
+    options.update(log_probabilities=log_probabilities)
     if several.beams is None:
         options.update(sampler=sampler, seed=sampling.seed)
     if beginning.chat:
@@ -198,6 +202,20 @@ def generate(
         began = time.perf_counter()
         texts = list(_texts(loaded, prompts, several, options))
         _show({"run": str(run)}, texts, time.perf_counter() - began, form)
+
+
+def _load(run: Path, machine: MachineOptions, precision: Precision) -> Run:
+    """The run, its weights rounded once where products are to be quicker."""
+    import torch
+
+    from transformer_xl.device import number_format
+    from transformer_xl.model.precision import with_matrices_in
+    from transformer_xl.run_folder import load
+
+    loaded = load(run, device=str(machine.choose()))
+    if number_format(next(loaded.model.parameters()).device, precision) == "float32":
+        return loaded
+    return replace(loaded, model=with_matrices_in(loaded.model, torch.bfloat16))
 
 
 def _check_words(several: Several, sampling: Sampling, ending: Ending, form: _Form) -> None:

@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, Unpack
 
 from typing_extensions import TypedDict, override
 
 from transformer_xl.config import UserError
+from transformer_xl.device import Precision, autocast
 from transformer_xl.evaluation.plan import Plan
 from transformer_xl.generation.beams import Beams, beam_search
 from transformer_xl.generation.continuation import Continuation
@@ -57,6 +60,9 @@ class Options(TypedDict, total=False, closed=True):
     """Changes the scores before each choice."""
     log_probabilities: bool
     """Find the log-probability of each token too."""
+    precision: Precision
+    """Number format of matrix products, float32 unless told; for many texts round the weights to it once
+    (`model/precision.py`), else that is done again for each token."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +79,7 @@ class Request:
     stop: str | Sequence[str] = ()
     adjust: Adjust | None = None
     log_probabilities: bool = False
+    precision: Precision = "float32"
 
     def __post_init__(self) -> None:
         if self.tokens is not None and self.tokens < 1:
@@ -105,6 +112,10 @@ class Request:
         if not whole:
             raise UserError("the prompt holds no token of this vocabulary; give some text")
         return whole[-self.context :] if self.context else whole
+
+    def number_format(self, run: Run) -> AbstractContextManager[object]:
+        """The context in which the model is to be used."""
+        return autocast(next(run.model.parameters()).device, self.precision)
 
     def memory_of(self, run: Run, num_prompts: int) -> Memory:
         """The memory to begin with."""
@@ -182,12 +193,15 @@ class Writing(Iterator[str]):
     def __init__(self, run: Run, prompt: Prompt, request: Request) -> None:
         ids = request.token_ids(run.vocabulary, prompt)
         self._row = _Row(request, run.vocabulary, ids)
-        self._writer = request.writer(run, [ids], 1)
+        self._number_format = partial(request.number_format, run)
+        with self._number_format():
+            self._writer = request.writer(run, [ids], 1)
 
     @override
     def __next__(self) -> str:
         while self._row.ended is None:
-            (made,) = self._writer.step()
+            with self._number_format():
+                (made,) = self._writer.step()
             if text := self._row.add(made):
                 return text
         raise StopIteration
@@ -214,7 +228,8 @@ class Writing(Iterator[str]):
 
     def memory(self) -> Memory:
         """The memory after all tokens made so far, to hand in as `memory` with what comes next; of one row."""
-        return self._writer.memory()
+        with self._number_format():
+            return self._writer.memory()
 
 
 def generate(run: Run, prompt: Prompt = None, **options: Unpack[Options]) -> Writing:
@@ -250,13 +265,14 @@ def complete(run: Run, prompts: Sequence[Prompt], *, samples: int = 1, **options
     if request.tokens is None:
         raise UserError("texts that are to be handed over whole need an end; give a number of tokens")
     ids = [request.token_ids(run.vocabulary, prompt) for prompt in prompts]
-    writer = request.writer(run, ids, samples)
     rows = [_Row(request, run.vocabulary, prompt) for prompt in ids for _ in range(samples)]
     texts: list[list[str]] = [[] for _ in rows]
-    while writer.rows:
-        for made in writer.step():
-            texts[made.row].append(rows[made.row].add(made))
-        writer.stop([row for row in writer.rows if rows[row].ended])
+    with request.number_format(run):
+        writer = request.writer(run, ids, samples)
+        while writer.rows:
+            for made in writer.step():
+                texts[made.row].append(rows[made.row].add(made))
+            writer.stop([row for row in writer.rows if rows[row].ended])
     return [_completion("".join(pieces), row) for pieces, row in zip(texts, rows, strict=True)]
 
 
@@ -291,7 +307,8 @@ def search(
         raise UserError("beams need an end; give a number of tokens")
     ids = request.token_ids(run.vocabulary, prompt)
     settings = Beams(beams, request.tokens, length_penalty, tuple(request.end_ids), request.min_tokens, request.adjust)
-    found = beam_search(run.model, ids, settings, request.memory_of(run, 1))
+    with request.number_format(run):
+        found = beam_search(run.model, ids, settings, request.memory_of(run, 1))
     completions: list[Completion] = []
     for one in found:
         continuation = Continuation(run.vocabulary, ids)
