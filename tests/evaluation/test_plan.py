@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -61,10 +62,11 @@ def test_rows_out_of_range_are_refused(wanted: dict[str, Any], message: str) -> 
         (7, Reach(3, 5), 3, 3 + 7 + 7),  # too short for the window
     ],
 )
-def test_how_far_back_losses_depend(segment: int, reach: Reach, layers: int, context: int) -> None:
-    plan = Plan(segment, reach)
-    assert plan.context_of_segment(layers) == context
-    assert plan.warmup_of(layers) == -(-context // segment) * segment
+def test_how_far_back_losses_depend(make_model, segment: int, reach: Reach, layers: int, context: int) -> None:
+    plan, model = Plan(segment, reach), make_model(layers=layers)
+    assert plan.context_of_segment(model) == context
+    assert plan.warmup_of(model) == -(-context // segment) * segment
+    assert replace(plan, warmup=segment + 1).warmup_of(model) == 2 * segment
 
 
 def test_edges_of_documents() -> None:

@@ -12,10 +12,11 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from transformer_xl.config import UserError
+from transformer_xl.config import ModelConfig, UserError
 from transformer_xl.evaluation import scoring
 from transformer_xl.evaluation.plan import Plan, Text
 from transformer_xl.evaluation.scoring import ordered, score_parts, sum_nats, token_nats
+from transformer_xl.model.build import build_model
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import Reach
 
@@ -110,7 +111,7 @@ def test_the_warmup_is_no_longer_than_it_must_be(make_model, segment, memory, wi
     """One segment less, and some loss is another: of the first tokens of a row only."""
     model, tokens_K, plan = make_model(), draw(229), Plan(segment, Reach(memory, window), rows=2)
     wanted_K = token_nats(model, tokens_K, START, plan)
-    short = replace(plan, warmup=plan.warmup_of(3) - segment)
+    short = replace(plan, warmup=plan.warmup_of(model) - segment)
     odd_K = np.abs(token_nats(model, tokens_K, START, short) - wanted_K) > 1e-9
     second = (-(-229 // segment) // 2) * segment
     assert odd_K.any()
@@ -206,6 +207,37 @@ def test_empty_slots_that_are_attended_are_kept(make_model) -> None:
         wanted_K = model.nats(hidden_BTD, torch.tensor(tokens_K[None].astype(np.int64)))[0].numpy()
     np.testing.assert_allclose(token_nats(model, tokens_K, START, Plan(17, Reach(29))), wanted_K, **CLOSE)
     assert np.abs(token_nats(model, tokens_K, START, Plan(17, Reach(0))) - wanted_K).max() > 1e-6
+
+
+# Other models behind the same contract.
+
+BASELINES = [
+    ({"kind": "lstm", "layers": 1}, 11), ({"kind": "qrnn", "layers": 2}, 11), ({"kind": "lstm", "layers": 2}, 0),
+    ({"encoding": "sinusoidal"}, 0), ({"encoding": "shaw", "learned_positions": 5}, 11),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("settings", "memory"), BASELINES, ids=str)
+def test_other_models_are_read_the_same(settings: dict[str, Any], memory: int) -> None:
+    """Rows where they can be exact, documents in any case; what keeps all it read says that rows cannot."""
+    torch.manual_seed(7)
+    sizes = {"vocabulary_size": 23, "layers": 2, "width": 14, "heads": 2, "feedforward": 19, "dropout": 0.0}
+    model = build_model(ModelConfig(**sizes | settings))
+    model, tokens_K, plan = model.double().eval(), draw(97), Plan(5, Reach(memory))
+    wanted_K = token_nats(model, tokens_K, START, plan)
+    if memory and "kind" in settings:
+        with pytest.raises(UserError, match=r"rows 3: kind \w+ keeps something of all it read, so rows .* give 1, or"):
+            token_nats(model, tokens_K, START, replace(plan, rows=3))
+        longer = replace(plan, rows=3, warmup=97)
+    else:
+        longer = replace(plan, rows=3)
+    np.testing.assert_allclose(token_nats(model, tokens_K, START, longer), wanted_K, **CLOSE)
+    found_K = np.full(97, np.nan)
+    text = Text(tokens_K, START, STARTS)
+    ordered(score_parts(model, text, replace(plan, rows=5, documents="reset")), found_K)
+    edges = [*STARTS.tolist(), 97]
+    alone = [token_nats(model, tokens_K[begin:end], START, plan) for begin, end in pairwise(edges) if begin < end]
+    np.testing.assert_allclose(found_K, np.concatenate(alone), **CLOSE)
 
 
 # What is left behind, and what is refused.

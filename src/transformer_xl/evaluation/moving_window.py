@@ -20,7 +20,6 @@ from transformer_xl.evaluation.plan import Parts, Plan, Progress, Text
 from transformer_xl.evaluation.scoring import Scored, Span, computing, fetched, read
 from transformer_xl.evaluation.stretches import Stretches
 from transformer_xl.model.language_model import LanguageModel
-from transformer_xl.model.memory import Reach
 
 _TOKENS_AT_ONCE = 4096  # of all windows side by side: enough for a machine to be busy
 
@@ -54,6 +53,9 @@ def _moved(model: LanguageModel, text: Text, plan: Plan, context: int, progress:
     """First the tokens that have fewer before them, each document's in one pass; then one window for each token."""
     edges_N = text.edges(plan.documents)
     heads = Stretches.whole(edges_N[:-1], np.minimum(edges_N[1:], edges_N[:-1] + context))
+    # a pass over a window's tokens needs no window, and a recurrent model knows none
+    window = plan.reach.window if plan.reach.window != context else None
+    plan = replace(plan, reach=replace(plan.reach, window=window))
     yield from read(model, text, heads, replace(plan, segment=context, rows=None), progress)
     yield from fetched(_windows(model, text, plan, context, progress))
 
@@ -62,7 +64,6 @@ def _windows(
     model: LanguageModel, text: Text, plan: Plan, context: int, progress: Progress | None
 ) -> Generator[Scored, None, None]:
     device = next(model.parameters()).device
-    reach = Reach(0, plan.reach.window, plan.reach.clamp_length)
     rows = plan.rows or max(1, _TOKENS_AT_ONCE // context)
     for document, end in pairwise(text.edges(plan.documents).tolist()):
         for begin in range(document + context, end, rows):
@@ -72,7 +73,7 @@ def _windows(
             targets_R1 = torch.from_numpy(read_K[context:, None])
             with computing(device, plan.precision):
                 tokens_RW = torch.from_numpy(inputs_RW.copy()).to(device)
-                hidden_RWD, _ = model(tokens_RW, model.inference_memory(stop - begin, reach))
+                hidden_RWD, _ = model(tokens_RW, model.inference_memory(stop - begin, plan.reach))
                 nats_R1 = model.nats(hidden_RWD[:, -1:], targets_R1)
             yield nats_R1.transpose(0, 1), [Span(0, slice(0, stop - begin), begin)]
             if progress:

@@ -133,24 +133,27 @@ class Plan:
         """Whether every query sees as many keys as the window allows, so that the segment changes nothing."""
         return self.reach.window is not None and self.reach.memory >= self.reach.window - 1
 
-    def context_of_segment(self, layers: int) -> int:
-        """How many tokens before a segment its losses can depend on, through all layers.
+    def context_of_segment(self, model: LanguageModel) -> int | None:
+        """How many tokens before a segment its losses can depend on, through all layers; none: on all of them.
 
-        A query of the first token sees M slots back. What stands there was computed in its own segment, which may
-        have begun T - 1 tokens earlier, and saw M slots before that; so each further layer adds M rounded up to whole
-        segments. A window that is full allows no layer more than window - 1 tokens (see `window_is_full`).
+        In a transformer, a query of the first token sees M slots back. What stands there was computed in its own
+        segment, which may have begun T - 1 tokens earlier, and saw M slots before that; so each further layer adds M
+        rounded up to whole segments. A window that is full allows no layer more than window - 1 tokens (see
+        `window_is_full`). A recurrent model's state holds something of all it read.
         """
-        memory = self.reach.memory
+        memory, layers = self.reach.memory, len(model.layers)
+        if memory and model.config.kind != "transformer":
+            return None
         through_memory = memory + (layers - 1) * _round_up(memory, self.segment)
         if not self.window_is_full:
             return through_memory
         assert self.reach.window is not None
         return min(through_memory, layers * (self.reach.window - 1))
 
-    def warmup_of(self, layers: int) -> int:
-        """Tokens a stretch reads before its own: those wanted or needed, in whole segments."""
-        needed = self.context_of_segment(layers) if self.warmup is None else self.warmup
-        return _round_up(needed, self.segment)
+    def warmup_of(self, model: LanguageModel) -> int | None:
+        """Tokens a stretch reads before its own: those wanted or needed, in whole segments; none: no number will do."""
+        needed = self.context_of_segment(model) if self.warmup is None else self.warmup
+        return None if needed is None else _round_up(needed, self.segment)
 
 
 def _round_up(length: int, unit: int) -> int:

@@ -50,8 +50,18 @@ class Recurrence:
     name: str = "memory"
 
     def parts(self, model: LanguageModel, text: Text, plan: Plan, progress: Progress | None = None) -> Parts:
-        """The loss of every token, once; where there are several rows or documents, not in text order."""
-        return read(model, text, Stretches.cut(text, plan, len(model.layers)), plan, progress)
+        """The loss of every token, once; where there are several rows or documents, not in text order.
+
+        Raises:
+            UserError: rows of a model that looks back without end, and no warm-up that is to be enough.
+        """
+        warmup = plan.warmup_of(model)
+        if warmup is None and plan.documents == "continue" and plan.rows not in (None, 1):
+            raise UserError(
+                f"rows {plan.rows}: {model.config.system} keeps something of all it read, so rows that begin inside "
+                "the text are not exact; give 1, or say with a warmup how many tokens are to be enough"
+            )
+        return read(model, text, Stretches.cut(text, plan, warmup), plan, progress)
 
 
 RECURRENCE: Method = Recurrence()

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from transformer_xl.evaluation.plan import Plan, Text
 
+_FAR = 2**62  # further than any text goes back, and not too large for an int64
 _SLOTS_AT_ONCE = 4096  # keys side by side in a step of several documents: enough for a machine to be busy
 
 
@@ -56,12 +57,16 @@ class Stretches:
         return Stretches(begin_S, begin_S, end_S, np.ones(len(begin_S), dtype=np.bool_))
 
     @staticmethod
-    def cut(text: Text, plan: Plan, layers: int) -> Stretches:
-        """Cuts a text: each document into as many stretches as it has of `plan.rows` by its share of the text."""
+    def cut(text: Text, plan: Plan, warmup: int | None) -> Stretches:
+        """Cuts a text: each document into as many stretches as it has of `plan.rows` by its share of the text.
+
+        `warmup`: tokens, in whole segments; none: documents stay whole.
+        """
         edges_N = text.edges(plan.documents)
         start_N, stop_N, total = edges_N[:-1], edges_N[1:], len(text.tokens_K)
         segments_N = -(-(stop_N - start_N) // plan.segment)
-        share_N = -(-(stop_N - start_N) * (plan.rows or 1) // total)
+        rows = 1 if warmup is None or plan.rows is None else plan.rows
+        share_N = -(-(stop_N - start_N) * rows // total)
         pieces_N = np.minimum(share_N, segments_N)
         start_S, stop_S, segments_S, pieces_S = (
             np.repeat(column_N, pieces_N) for column_N in (start_N, stop_N, segments_N, pieces_N)
@@ -69,8 +74,7 @@ class Stretches:
         number_S = np.arange(len(start_S)) - np.repeat(np.cumsum(pieces_N) - pieces_N, pieces_N)
         begin_S = start_S + number_S * segments_S // pieces_S * plan.segment
         end_S = np.minimum(start_S + (number_S + 1) * segments_S // pieces_S * plan.segment, stop_S)
-        warmup = min(plan.warmup_of(layers), total)  # never more than fits into an int64
-        first_S = np.maximum(begin_S - -(-warmup // plan.segment) * plan.segment, start_S)
+        first_S = np.maximum(begin_S - min(warmup or 0, _FAR), start_S)
         return Stretches(first_S, begin_S, end_S, first_S == start_S)
 
     def __getitem__(self, index: int) -> Stretch:
