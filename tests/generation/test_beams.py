@@ -130,6 +130,20 @@ def test_it_ends_once_nothing_better_can_come(make_model) -> None:
     assert len(watched.lengths) < 5
 
 
+def test_a_long_one_may_still_overtake(make_model) -> None:
+    """One that ended has -0.22; the other begins with -1.61, and after nine tokens that is -0.18 for each of them."""
+
+    def scores(made_BT: torch.Tensor, logits_BV: torch.Tensor) -> torch.Tensor:
+        shares_V = torch.full((23,), 1e-12)
+        shares_V[[3, 5]] = torch.tensor([1e-9, 1.0] if made_BT.shape[1] else [0.8, 0.2])
+        return shares_V.log().expand_as(logits_BV)
+
+    (found,) = found_by(make_model(), Beams(1, 9, 1.0, (3,), adjust=scores), TEXT[:4])
+    assert (found.tokens, found.score) == ((5,) * 9, pytest.approx(math.log(0.2) / 9, abs=1e-6))
+    (found,) = found_by(make_model(), Beams(1, 7, 1.0, (3,), adjust=scores), TEXT[:4])
+    assert (found.tokens, found.score) == ((3,), pytest.approx(math.log(0.8), abs=1e-6))
+
+
 def test_the_prompt_is_read_once_and_the_memory_given_stays(make_model) -> None:
     model = make_model()
     with torch.no_grad():
