@@ -12,7 +12,7 @@ Auxiliary losses (Al-Rfou et al. 2018, for training alone): every layer predicts
 its own, the l-th of L until l / (2 L) of training is done; and each place also predicts the token after the next, at
 half the weight. Where we differ: within its time a layer's loss counts in full (the paper leaves the weight open).
 
-Letters: B rows, T tokens of a segment, P tokens read again, M memory slots (none), D model width, N heads, H head width.
+Letters: B rows, T tokens of a segment, P tokens read again, M memory slots, D model width, N heads, H head width.
 """
 
 from __future__ import annotations
