@@ -295,13 +295,18 @@ def _stream(run: Run, prompt: str | bytes | None, options: Options) -> None:
 
 def _write_out(pieces: Iterable[str]) -> None:
     """Shows a text as it comes, and ends its line, also where Ctrl-C ends the text."""
+    shown = False
     try:
         for piece in pieces:
             sys.stdout.write(piece)
             sys.stdout.flush()
-    finally:
-        sys.stdout.write("\n")
-        sys.stdout.flush()
+            shown = True
+    except BaseException:
+        if shown:
+            sys.stdout.write("\n")
+        raise
+    sys.stdout.write("\n")
+    sys.stdout.flush()
 
 
 def _chat(run: Run, options: Options) -> None:
