@@ -43,7 +43,7 @@ def make(name: str, settings: dict[str, Any]) -> None:
     model = import_module(f"{home}.modeling_transfo_xl").TransfoXLLMHeadModel(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():  # larger than at the start, so that attention is far from uniform
-            parameter.add_(torch.randn_like(parameter) * 0.4)
+            parameter.add_(torch.randn_like(parameter) * 0.4 * min(1, 16 / config.d_embed))
     model.generation_config.eos_token_id = None  # it goes on after a line end
     tokens_BT = torch.randint(0, config.vocab_size, (2, sum(SEGMENTS)))
     mems, scores = None, []

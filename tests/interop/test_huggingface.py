@@ -8,7 +8,9 @@ Letters: B rows, T tokens, V vocabulary, L layers, M memory slots, D width.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +18,31 @@ from interop.checkpoints import CASES, WORDS, golden, greedy, hugging_face_folde
 from interop.golden_huggingface import SEGMENTS
 from safetensors.torch import load_file
 
+from transformer_xl.config import UserError, run_settings
 from transformer_xl.interop.convert import to_huggingface, to_run
-from transformer_xl.run_folder import load
+from transformer_xl.interop.vocabularies import from_symbols
+from transformer_xl.model.build import build_model
+from transformer_xl.run_folder import Run, RunFolder, load
+
+MakeRun = Callable[..., Run]
+
+
+@pytest.fixture
+def make_run() -> MakeRun:
+    """Makes a run folder of a small model with clusters and gives what is loaded from it; settings as keywords."""
+
+    def make(path: Path, **settings: Any) -> Run:
+        small = {
+            "vocabulary_size": 23, "layers": 2, "width": 8, "heads": 2, "head_width": 3, "feedforward": 7,
+            "cutoffs": (5, 11), "div_val": 2, "attend_empty_memory": True, "window": 9,
+        }  # fmt: skip
+        config = run_settings({"model": {**small, **settings}, "train": {"memory": 9}}, "test")
+        folder = RunFolder.create(path, config, from_symbols(WORDS, "test"))
+        torch.manual_seed(3)
+        folder.save_weights(build_model(config.model).state_dict(), step=0, nats=None)
+        return load(path, device="cpu")
+
+    return make
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -56,3 +81,38 @@ def test_there_and_back_is_bit_identical(case: str, tmp_path: Path) -> None:
     assert (tmp_path / "back" / "vocab.txt").read_text().split() == WORDS[: config["vocab_size"]]
     to_run(tmp_path / "back", tmp_path / "again")
     assert (tmp_path / "again" / "model.safetensors").read_bytes() == (tmp_path / "run/model.safetensors").read_bytes()
+
+
+def test_a_missing_projection_is_written_as_an_identity(make_run: MakeRun, tmp_path: Path) -> None:
+    """Test 8: One Billion Word's model does not project the cluster that is as wide as the model."""
+    for tied in ("all", "all_but_first", "none"):
+        run = make_run(tmp_path / tied, project_equal_width=False, tie_projections=tied)
+        assert "embedding.projections.0" not in run.model.state_dict()
+        to_huggingface(tmp_path / tied, tmp_path / f"{tied}-there")
+        to_run(tmp_path / f"{tied}-there", tmp_path / f"{tied}-back")
+        back = load(tmp_path / f"{tied}-back", device="cpu").model
+        tokens_BT = torch.randint(0, 23, (2, 19), generator=torch.Generator().manual_seed(1))
+        expected_BTV, _ = scores_of(run.model, tokens_BT, SEGMENTS)
+        assert torch.equal(scores_of(back, tokens_BT, SEGMENTS)[0], expected_BTV)
+
+
+@pytest.mark.parametrize(
+    ("settings", "system"),
+    [
+        ({"encoding": "shaw"}, "encoding shaw"),
+        ({"kind": "lstm", "window": None, "attend_empty_memory": False, "heads": 4}, "kind lstm"),
+    ],
+)
+def test_a_model_of_another_kind_is_not_written(
+    settings: dict[str, Any], system: str, make_run: MakeRun, tmp_path: Path
+) -> None:
+    make_run(tmp_path / "run", **settings)
+    with pytest.raises(UserError, match=f"a model with {system} has no form in TransfoXL"):
+        to_huggingface(tmp_path / "run", tmp_path / "there")
+    assert not (tmp_path / "there").exists()
+
+
+def test_an_empty_memory_that_is_not_attended_is_said_to_differ(make_run: MakeRun, tmp_path: Path) -> None:
+    make_run(tmp_path / "run", attend_empty_memory=False)
+    remarks = to_huggingface(tmp_path / "run", tmp_path / "there").remarks
+    assert [remark for remark in remarks if "first segments will differ" in remark]

@@ -185,6 +185,8 @@ def write(path: Path, config: RunConfig, weights: Mapping[str, Tensor], vocabula
 
 
 def _check_expressible(model: ModelConfig, memory: int) -> tuple[str, ...]:
+    if model.kind != "transformer" or model.encoding != "relative":
+        raise UserError(f"a model with {model.system} has no form in TransfoXL; only Transformer-XL itself has")
     if model.norm == "pre" and model.final_norm:
         raise UserError("a pre-norm model with a final LayerNorm has no form in TransfoXL, which has none")
     if model.window not in (None, memory):

@@ -182,11 +182,17 @@ def to_ours(config: ModelConfig, layout: Layout, theirs: Mapping[str, Tensor], s
 
 
 def to_theirs(config: ModelConfig, layout: Layout, ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Our weights under their names, first names only."""
-    return _moved(
-        ((match.ours, match.theirs, match.reversed_rows) for match in matches(config, layout)),
-        lambda name: ours[name].detach(),
-    )
+    """Our weights under their names, first names only; an identity for a projection that ours does without."""
+    known = list(matches(config, layout))
+    other = ours.keys() - {name for match in known for name, _ in match.ours}
+    assert not other, f"not in the table: {other}"
+    without = {name: shape for match in known for name, shape in match.ours if name not in ours}
+    assert all(".projections." in name for name in without), without
+
+    def weight(name: str) -> Tensor:
+        return torch.eye(*without[name]) if name in without else ours[name].detach()
+
+    return _moved(((match.ours, match.theirs, match.reversed_rows) for match in known), weight)
 
 
 def _moved(

@@ -1,0 +1,125 @@
+"""Files of torch.save in both forms: the very tensors, mapped, and nothing that reaches beyond the file."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import re
+import zipfile
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from transformer_xl.config import UserError
+from transformer_xl.interop.torch_file import TorchFile
+from transformer_xl.interop.unpickler import Record
+
+
+def nothing(_: str) -> bool:
+    return False
+
+
+def saved(path: Path, value: Any, *, newer: bool = True) -> Path:
+    torch.save(value, path, _use_new_zipfile_serialization=newer)
+    return path
+
+
+@pytest.mark.parametrize("newer", [True, False])
+def test_tensors_are_what_was_saved(newer: bool, tmp_path: Path) -> None:
+    whole = torch.arange(60.0).view(3, 4, 5)
+    tensors = {
+        "whole": whole, "turned": whole.transpose(0, 2), "part": whole[1, 1:, ::2], "single": torch.tensor(1.5),
+        "empty": torch.zeros(0, 3), "parameter": nn.Parameter(torch.randn(2, 3)),
+        **{str(kind): torch.arange(5).to(kind) for kind in (torch.float64, torch.float16, torch.bfloat16, torch.int64,
+                                                            torch.int32, torch.int16, torch.int8, torch.uint8)},
+        "bool": torch.tensor([True, False]),
+    }  # fmt: skip
+    file = TorchFile(saved(tmp_path / "a.pt", OrderedDict(tensors), newer=newer), nothing)
+    assert list(file.value) == list(tensors)
+    for name, tensor in tensors.items():
+        found = file.tensor(file.value[name])
+        assert found.dtype == tensor.dtype
+        assert torch.equal(found, tensor.detach()), name
+    first, second = (file.storage(file.value[name]) for name in ("whole", "part"))
+    assert first == second
+
+
+def test_writing_to_a_tensor_leaves_the_file(tmp_path: Path) -> None:
+    path = saved(tmp_path / "a.pt", torch.zeros(1000))
+    before = path.read_bytes()
+    file = TorchFile(path, nothing)
+    file.tensor(file.value).fill_(7)
+    assert path.read_bytes() == before
+
+
+def test_a_pickle_alone_is_read_too(tmp_path: Path) -> None:
+    path = tmp_path / "vocab.pkl"
+    path.write_bytes(pickle.dumps({"a": 1}))
+    assert TorchFile(path, nothing).value == {"a": 1}
+
+
+def with_arguments(path: Path, **changes: Any) -> tuple[TorchFile, Record]:
+    file = TorchFile(saved(path, torch.zeros(6).view(2, 3)), nothing)
+    names = ["storage", "offset", "size", "stride"]
+    arguments = [changes.get(name, value) for name, value in zip(names, file.value.arguments, strict=False)]
+    return file, Record(file.value.name, tuple(arguments))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"offset": 1}, {"offset": -1}, {"size": (3, 3)}, {"size": (2, -3)}, {"stride": (3, 2)}, {"stride": (-3, 1)},
+        {"size": (10**12,), "stride": (0,)}, {"size": (2,)}, {"offset": "0"}, {"size": 6}, {"offset": 2**62},
+        {"size": (2, True)},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_tensor_that_reaches_beyond_its_numbers_is_refused(changes: dict[str, Any], tmp_path: Path) -> None:
+    file, record = with_arguments(tmp_path / "a.pt", **changes)
+    with pytest.raises(UserError, match=r"a.pt is damaged \(a tensor in it"):
+        file.tensor(record)
+
+
+def rewritten(path: Path, change: Any, compression: int = zipfile.ZIP_STORED) -> Path:
+    """The archive with its members changed."""
+    with zipfile.ZipFile(io.BytesIO(path.read_bytes())) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w", compression) as archive:
+        for name, content in members.items():
+            if (new := change(name, content)) is not None:
+                archive.writestr(name, new)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("change", "compression", "message"),
+    [
+        (lambda name, content: content, zipfile.ZIP_DEFLATED, r"is not as torch.save writes it"),
+        (
+            lambda name, content: None if "data/" in name else content,
+            0,
+            r"the numbers of a tensor \('0'\) are not whole",
+        ),
+        (lambda name, content: content[:-1] if "data/" in name else content, 0, r"the numbers of a tensor"),
+        (lambda name, content: None if "pkl" in name else content, 0, r"no whole archive of torch.save"),
+        (lambda name, content: b"big" if "byteorder" in name else content, 0, r"another byte order"),
+    ],
+)
+def test_an_archive_that_was_changed_is_refused(change: Any, compression: int, message: str, tmp_path: Path) -> None:
+    path = rewritten(saved(tmp_path / "a.pt", torch.zeros(60)), change, compression)
+    with pytest.raises(UserError, match=message):
+        (file := TorchFile(path, nothing)).tensor(file.value)
+
+
+@pytest.mark.parametrize("newer", [True, False])
+def test_every_cut_gives_one_clear_line(newer: bool, tmp_path: Path) -> None:
+    content = saved(tmp_path / "a.pt", {"a": torch.zeros(9), "b": [1, "x"]}, newer=newer).read_bytes()
+    for length in range(0, len(content), 13):
+        (tmp_path / "b.pt").write_bytes(content[:length])
+        with pytest.raises(UserError, match=r"b.pt (is damaged|is empty)") as refused:
+            TorchFile(tmp_path / "b.pt", nothing)
+        assert not re.search(r"\n", str(refused.value))
