@@ -108,6 +108,20 @@ def test_equals_the_oracle(case):
     assert_same(numbers(attend, inputs, sight, weight), numbers(oracle, inputs, sight, weight))
 
 
+@pytest.mark.parametrize("beyond", [0, 3])
+@pytest.mark.parametrize("valid", [[-3, 19], [-17, 4]])
+def test_padding_and_shared_distances(order, valid, beyond):
+    """Queries of padding see nothing: what they give means nothing, but is finite, and has no part in gradients."""
+    inputs, sight, weight = draw("partly valid")
+    sight = Sight(torch.tensor(valid, device=DEVICE) * TIMES, beyond)
+    own_BT = torch.arange(inputs.q_BTNH.shape[1], device=DEVICE) >= -sight.valid_B[:, None]
+    found, wanted = (
+        numbers(one, inputs, sight, weight * own_BT[..., None, None]) for one in (attend, KERNELS["reference"].attend)
+    )
+    assert found[0].isfinite().all()
+    assert_same([found[0][own_BT], *found[1:]], [wanted[0][own_BT], *wanted[1:]])
+
+
 @pytest.mark.parametrize("case", ["partly valid", "window and partly valid"])
 def test_a_fixed_order_gives_the_same_gradients_twice(case):
     inputs, sight, weight = draw(case)
