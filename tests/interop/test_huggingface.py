@@ -16,7 +16,7 @@ import pytest
 import torch
 from interop.checkpoints import CASES, WORDS, golden, greedy, hugging_face_folder, scores_of
 from interop.golden_huggingface import SEGMENTS
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from transformer_xl.config import UserError, run_settings
 from transformer_xl.interop.convert import to_huggingface, to_run
@@ -116,3 +116,27 @@ def test_an_empty_memory_that_is_not_attended_is_said_to_differ(make_run: MakeRu
     make_run(tmp_path / "run", attend_empty_memory=False)
     remarks = to_huggingface(tmp_path / "run", tmp_path / "there").remarks
     assert [remark for remark in remarks if "first segments will differ" in remark]
+
+
+def test_weights_may_be_shared_out_over_files_and_stand_under_their_other_name(tmp_path: Path) -> None:
+    config, weights, expected = golden("tied-biases")
+    hugging_face_folder(tmp_path / "hub", config, weights)
+    (tmp_path / "hub" / "model.safetensors").unlink()
+    for name in ("r_w_bias", "r_r_bias"):
+        weights[f"transformer.layers.1.dec_attn.{name}"] = weights.pop(f"transformer.{name}")
+    weights["crit.out_layers.0.weight"] = weights.pop("transformer.word_emb.emb_layers.0.weight")
+    places = {name: f"part-{place % 2}.safetensors" for place, name in enumerate(weights)}
+    for file in set(places.values()):
+        save_file({name: weights[name].clone() for name in places if places[name] == file}, tmp_path / "hub" / file)
+    (tmp_path / "hub" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    to_run(tmp_path / "hub", tmp_path / "run")
+    scores_BTV, _ = scores_of(load(tmp_path / "run", device="cpu").model, expected["tokens_BT"], SEGMENTS)
+    torch.testing.assert_close(scores_BTV, expected["scores_BTV"], atol=1e-5, rtol=0)
+
+
+def test_settings_that_are_missing_are_those_of_transformers(tmp_path: Path) -> None:
+    (tmp_path / "hub").mkdir()
+    (tmp_path / "hub" / "config.json").write_text('{"model_type": "transfo-xl", "untie_r": true}')
+    save_file({"crit.cluster_bias": torch.zeros(3)}, tmp_path / "hub" / "model.safetensors")
+    with pytest.raises(UserError, match=r"has 1 weights, and its settings ask for 18 layers"):
+        to_run(tmp_path / "hub", tmp_path / "run")
