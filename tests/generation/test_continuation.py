@@ -44,7 +44,8 @@ def text_of(made: str, *stops: str) -> tuple[str, bool]:
         ("aaab", ["aab"], ("a", True)),  # its beginning came once too often
         ("abababc", ["ababc"], ("ab", True)),
         ("one two", ["twos", "ne t"], ("o", True)),
-        ("abcd", ["cd", "bcd"], ("a", True)),  # the first place counts, not the first string
+        ("abcd", ["cd", "bcd"], ("a", True)),  # of those whole at once the first place counts, not the first string
+        ("abcd", ["bcd", "c"], ("ab", True)),  # the one that is whole first, though another began before it
         ("one tw", ["two"], ("one tw", False)),  # a beginning alone is text
         ("caf\u00e9 bar", ["\u00e9"], ("caf", True)),
         ("x\U0001f600\u20acy", ["\U0001f600\u20ac"], ("x", True)),
@@ -70,6 +71,15 @@ def test_a_character_that_never_ends_may_hide_no_stop() -> None:
     assert shown(BYTES, [10], b"a\xc3b", "b") == (["a", "", "\ufffd"], True)
 
 
+def up_to_the_first_stop(made: str, stops: list[str]) -> tuple[str, bool]:
+    """The stop string that is whole first ends the text; of several that are, the one that begins first."""
+    for length in range(1, len(made) + 1):
+        places = [made[:length].find(stop) for stop in stops if stop in made[:length]]
+        if places:
+            return made[: min(places)], True
+    return made, False
+
+
 @given(
     made=st.text("ab\u00e9\u20ac", max_size=30),
     stops=st.lists(st.text("ab\u00e9\u20ac", min_size=1, max_size=4), max_size=3),
@@ -77,9 +87,7 @@ def test_a_character_that_never_ends_may_hide_no_stop() -> None:
 )
 def test_it_is_the_text_up_to_the_first_stop(made: str, stops: list[str], free: int) -> None:
     """Byte by byte as at once; and where none is looked for during the first bytes, only those after them count."""
-    stop_places = [made.find(stop) for stop in stops if stop in made]
-    wanted = (made[: min(stop_places)], True) if stop_places else (made, False)
-    assert text_of(made, *stops) == wanted
+    assert text_of(made, *stops) == up_to_the_first_stop(made, stops)
     continuation = Continuation(BYTES, [10], stops)
     text, later = "", ""
     for place, byte in enumerate(made.encode()):
@@ -92,10 +100,8 @@ def test_it_is_the_text_up_to_the_first_stop(made: str, stops: list[str], free: 
             break
     else:
         later += continuation.finish()
-    rest = made[len(text) :]
     assert made.startswith(text)
-    places = [rest.find(stop) for stop in stops if stop in rest]
-    assert later == (rest[: min(places)] if places else rest)
+    assert later == up_to_the_first_stop(made[len(text) :], stops)[0]
 
 
 WORDS = ("<eos>", "the", "cat", "(", ")", ",", "sat", "don't", "\u2013", "18")
