@@ -1,7 +1,7 @@
 """From tokens to the text shown: it goes on from the prompt, comes in whole characters, and ends before a stop string.
 
 A stop string may lie across tokens, and across the bytes of a character, so text that could be the beginning of one is
-held back until it is known.
+held back until it is known. Of several the one that is whole first ends the text, as nothing more is made then.
 """
 
 from __future__ import annotations
