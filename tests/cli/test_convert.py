@@ -116,3 +116,13 @@ def test_another_vocabulary_of_the_same_size_can_be_named(tmp_path: Path) -> Non
     named = txl("convert", tmp_path / "hub", tmp_path / "two", "--vocabulary", tmp_path / "one")
     assert named.status == 0
     assert (tmp_path / "one/vocabulary.json").read_bytes() == (tmp_path / "two/vocabulary.json").read_bytes()
+
+
+def test_the_splitting_can_be_chosen(tmp_path: Path) -> None:
+    hub_folder(tmp_path, "vocab.pkl")
+    for splitting, words in (("moses", ["the", "well", "@-@", "known"]), ("spaces", ["the", "<unk>"])):
+        run = tmp_path / splitting
+        assert txl("convert", tmp_path / "hub", run, "--splitting", splitting).status == 0
+        vocabulary = RunFolder.open(run).vocabulary
+        assert isinstance(vocabulary, WordVocabulary)
+        assert [vocabulary.words[place] for place in vocabulary.encode("the well-known")] == words

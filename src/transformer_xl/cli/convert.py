@@ -21,6 +21,7 @@ def convert(
     to: Literal["run", "huggingface"] = "run",
     format: Literal["huggingface", "official", "nvidia", "tensorflow"] | None = None,
     vocabulary: str | None = None,
+    splitting: Literal["moses", "punctuation", "spaces"] | None = None,
     json: Json = False,
 ) -> None:
     """Make a run of another program's model, or write a run for Hugging Face; nothing in a checkpoint is executed.
@@ -38,16 +39,19 @@ def convert(
         What FROM is. [default: recognised]
     vocabulary
         For a model that comes without its vocabulary: a run, a corpus or a vocabulary.json that has it; or bytes.
+    splitting
+        How text becomes the words of the vocabulary: as Hugging Face's tokenizer splits it, as English in WikiText's
+        forms, or at white space alone, for text that is split already. [default: as FROM had it]
     """
     from transformer_xl.interop.convert import to_huggingface, to_run
 
     began = time.perf_counter()
     if to == "huggingface":
-        if format is not None or vocabulary is not None:
-            raise UserError("--format and --vocabulary are for models of other programs; leave them out with --to")
+        if any(given is not None for given in (format, vocabulary, splitting)):
+            raise UserError("--format, --vocabulary and --splitting are for models of other programs; leave them out")
         done = to_huggingface(source, out)
     else:
-        done = to_run(source, out, format=format, vocabulary=vocabulary)
+        done = to_run(source, out, format=format, vocabulary=vocabulary, splitting=splitting)
     for remark in done.remarks:
         say(f"note: {remark}")
     words = f"{done.vocabulary.kind}, {done.vocabulary.size:,} tokens"

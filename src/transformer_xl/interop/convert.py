@@ -24,6 +24,7 @@ from transformer_xl.interop.vocabularies import with_bytes
 from transformer_xl.model.build import build_model
 from transformer_xl.run_folder import RunFolder, config_text
 from transformer_xl.tensor_file import load_tensors, save_tensors
+from transformer_xl.text.vocabularies.words import Splitting, WordVocabulary
 from transformer_xl.text.vocabulary import ByteVocabulary, Vocabulary, find_vocabulary, save_vocabulary
 
 Format = Literal["huggingface", "official", "nvidia", "tensorflow"]
@@ -62,7 +63,14 @@ class Converted:
     """What was left out or deliberately differs."""
 
 
-def to_run(source: Path, out: Path, *, format: str | None = None, vocabulary: str | None = None) -> Converted:
+def to_run(
+    source: Path,
+    out: Path,
+    *,
+    format: str | None = None,
+    vocabulary: str | None = None,
+    splitting: Splitting | None = None,
+) -> Converted:
     """Makes a run folder of another program's model.
 
     Args:
@@ -70,14 +78,19 @@ def to_run(source: Path, out: Path, *, format: str | None = None, vocabulary: st
         out: the folder to make.
         format: one of `FORMATS`; none: the first that recognises the path.
         vocabulary: the folder of a run or corpus, a vocabulary.json, or bytes, for a model that comes without one.
+        splitting: how text becomes the words of the vocabulary; none: as it was where the model comes from.
 
     Raises:
-        UserError: nothing is there, it is not recognised, damaged, cannot be expressed, or has no vocabulary.
+        UserError: nothing is there, it is not recognised, damaged, cannot be expressed, or has no vocabulary; a
+            splitting for a vocabulary that is not of words.
     """
     _refuse_existing(out)
     chosen = _chosen(source, format)
     foreign = with_bytes(_reader(chosen).read(source))
     foreign = replace(foreign, vocabulary=_vocabulary(foreign, source, vocabulary))
+    assert foreign.vocabulary is not None
+    if splitting is not None:
+        foreign = replace(foreign, vocabulary=_split(foreign.vocabulary, splitting))
     assert foreign.vocabulary is not None
     evaluation = {name: value for name, value in foreign.evaluation.items() if value is not None}
     values = {"model": foreign.model, "train": foreign.train, "evaluation": evaluation}
@@ -89,6 +102,14 @@ def to_run(source: Path, out: Path, *, format: str | None = None, vocabulary: st
         (aside / "state").mkdir()
         save_tensors(aside / "model.safetensors", foreign.weights, {"step": "0"})
     return Converted(chosen, parameters, foreign.vocabulary, foreign.remarks)
+
+
+def _split(vocabulary: Vocabulary, splitting: Splitting) -> Vocabulary:
+    if not isinstance(vocabulary, WordVocabulary):
+        raise UserError(
+            f"--splitting {splitting} is for words, and this vocabulary has {vocabulary.kind}; leave it out"
+        )
+    return replace(vocabulary, rules=replace(vocabulary.rules, splitting=splitting))
 
 
 def to_huggingface(source: Path, out: Path) -> Converted:
