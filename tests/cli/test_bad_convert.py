@@ -204,7 +204,7 @@ FILES: dict[str, tuple[Callable[[], Any], str, str]] = {
     "another format": (lambda: None, "hub --format nvidia", r"hub: is a folder|hub.*no checkpoint"),
     "no vocabulary there": (lambda: None, "hub --vocabulary nowhere", r"nowhere"),
     "options of the other way": (
-        lambda: None, "hub --to huggingface --format nvidia", r"--format and --vocabulary are for models of other"),
+        lambda: None, "hub --to huggingface --format nvidia", r"--format, --vocabulary and --splitting are for"),
     "no run": (lambda: None, "hub --to huggingface", r"hub: not the folder of a run"),
 }  # fmt: skip
 

@@ -15,8 +15,11 @@ from interop.old_modules import Old, nvidia_checkpoint, old_corpus, old_model, o
 from refusals import txl
 from safetensors.torch import load_file
 
+from transformer_xl.config import UserError
+from transformer_xl.interop.convert import _split
 from transformer_xl.run_folder import RunFolder
 from transformer_xl.text.vocabularies.words import WordVocabulary
+from transformer_xl.text.vocabulary import ByteVocabulary
 
 WORDS = [
     "<eos>", "the", ",", ".", "<unk>", "@-@", "@,@", "@.@", "cat", "sat", "on", "mat", "well", "known", "'s", "1", "80",
@@ -126,3 +129,5 @@ def test_the_splitting_can_be_chosen(tmp_path: Path) -> None:
         vocabulary = RunFolder.open(run).vocabulary
         assert isinstance(vocabulary, WordVocabulary)
         assert [vocabulary.words[place] for place in vocabulary.encode("the well-known")] == words
+    with pytest.raises(UserError, match="--splitting spaces is for words, and this vocabulary has bytes"):
+        _split(ByteVocabulary(), "spaces")
