@@ -76,6 +76,19 @@ def test_the_penalty_sees_the_last_tokens_of_prompt_and_text(make_model, window:
     assert found != write(model, Sampler(0))
 
 
+def test_the_penalty_goes_with_its_row(make_model) -> None:
+    """When a row leaves, the others are judged by their own past as before."""
+    model, sampler = make_model(), Sampler(0, repetition_penalty=4.0)
+    prompts = [[1, 5], list(range(0, 11)), list(range(9, 23))]
+    writer = Writer(model, prompts, sampler)
+    found = [made.token for made in writer.step() if made.row > 0]
+    writer.stop([0])
+    found += [made.token for _ in range(8) for made in writer.step()]
+    for place, prompt in enumerate(prompts[1:]):
+        alone = Writer(model, [prompt], sampler)
+        assert found[place::2] == [alone.step()[0].token for _ in range(9)]
+
+
 def test_the_hook_sees_what_was_made_and_says_what_comes(make_model) -> None:
     """First the penalty, then the hook, then top-k: a token that it favours is the only one left."""
     model, seen = make_model(), []
