@@ -171,3 +171,12 @@ def test_what_it_cannot_do_is_refused(make_model) -> None:
         token_nats(model, tokens_K, START, plan_with(Dynamic(form="sgd"), rows=2))
     with pytest.raises(UserError, match="form rms needs training text; give it, or take the form sgd"):
         token_nats(model, tokens_K, START, plan_with(Dynamic()))
+
+
+def test_steps_that_are_too_large_are_refused(make_model) -> None:
+    """By where it goes wrong; the model is as it was."""
+    model = make_model()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(UserError, match=r"dynamic rate 1e\+300: too large, from token 5 on losses are infinite or not"):
+        token_nats(model, draw(38), START, plan_with(Dynamic(form="sgd", rate=1e300)))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())

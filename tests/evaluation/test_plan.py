@@ -59,7 +59,8 @@ def test_rows_out_of_range_are_refused(wanted: dict[str, Any], message: str) -> 
         (80, Reach(2100), 12, 2100 + 11 * 2160),
         (7, Reach(4, 5), 3, 12),  # four tokens back in each layer
         (7, Reach(99, 5), 3, 12),
-        (7, Reach(3, 5), 3, 3 + 7 + 7),  # too short for the window
+        (7, Reach(3, 5), 3, 12),  # also where memory is too short for the window
+        (7, Reach(3, 99), 3, 3 + 7 + 7),
     ],
 )
 def test_how_far_back_losses_depend(make_model, segment: int, reach: Reach, layers: int, context: int) -> None:

@@ -92,6 +92,7 @@ def test_with_a_window_the_segment_does_not_matter(make_model, window, segment, 
 WAYS = [
     # rows, segment, memory, window
     (2, 5, 11, None), (3, 7, 7, None), (5, 3, 4, None), (2, 7, 0, None), (3, 5, 9, 8), (4, 1, 3, 4), (2, 13, 5, 11),
+    (3, 3, 5, 7), (3, 2, 3, 5),
     (97, 5, 3, None), (3, 101, 11, None),
 ]  # fmt: skip
 
@@ -106,7 +107,7 @@ def test_rows_change_nothing(make_model, rows, segment, memory, window, layers) 
     np.testing.assert_allclose(token_nats(model, tokens_K, START, replace(plan, rows=rows)), wanted_K, **CLOSE)
 
 
-@pytest.mark.parametrize(("segment", "memory", "window"), [(5, 11, None), (5, 4, 5), (3, 7, 8), (7, 5, 11)])
+@pytest.mark.parametrize(("segment", "memory", "window"), [(5, 11, None), (5, 4, 5), (3, 7, 8), (7, 5, 11), (3, 5, 5)])
 def test_the_warmup_is_no_longer_than_it_must_be(make_model, segment, memory, window) -> None:
     """One segment less, and some loss is another: of the first tokens of a row only."""
     model, tokens_K, plan = make_model(), draw(229), Plan(segment, Reach(memory, window), rows=2)

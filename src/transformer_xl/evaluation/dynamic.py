@@ -17,10 +17,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -68,13 +70,24 @@ class Dynamic:
         Where documents are read by themselves, the weights begin anew with each of them too.
 
         Raises:
-            UserError: several rows, or no training text for the form `rms`.
+            UserError: several rows, no training text for the form `rms`, or steps so large that losses are no numbers.
         """
         if plan.rows not in (None, 1):
             raise UserError(f"rows {plan.rows}: dynamic evaluation reads one after another; give 1")
         if self.form == "rms" and (self.training_K is None or not len(self.training_K)):
             raise UserError("dynamic evaluation of the form rms needs training text; give it, or take the form sgd")
-        return fetched(self._steps(model, text, plan, progress))
+        return self._finite(fetched(self._steps(model, text, plan, progress)))
+
+    def _finite(self, parts: Parts) -> Parts:
+        with closing(parts):
+            for part in parts:
+                odd = np.flatnonzero(~np.isfinite(part.nats_K))
+                if len(odd):
+                    raise UserError(
+                        f"dynamic rate {self.rate:g}: too large, from token {part.begin + int(odd[0]):,} on losses are "
+                        "infinite or not numbers; give a lower rate, or a larger epsilon"
+                    )
+                yield part
 
     def _steps(
         self, model: LanguageModel, text: Text, plan: Plan, progress: Progress | None

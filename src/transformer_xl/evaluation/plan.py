@@ -138,17 +138,15 @@ class Plan:
 
         In a transformer, a query of the first token sees M slots back. What stands there was computed in its own
         segment, which may have begun T - 1 tokens earlier, and saw M slots before that; so each further layer adds M
-        rounded up to whole segments. A window that is full allows no layer more than window - 1 tokens (see
-        `window_is_full`). A recurrent model's state holds something of all it read.
+        rounded up to whole segments. A window allows no layer more than window - 1 tokens. A recurrent model's state
+        holds something of all it read.
         """
         memory, layers = self.reach.memory, len(model.layers)
         if memory and model.config.kind != "transformer":
             return None
         through_memory = memory + (layers - 1) * _round_up(memory, self.segment)
-        if not self.window_is_full:
-            return through_memory
-        assert self.reach.window is not None
-        return min(through_memory, layers * (self.reach.window - 1))
+        window = self.reach.window
+        return through_memory if window is None else min(through_memory, layers * (window - 1))
 
     def warmup_of(self, model: LanguageModel) -> int | None:
         """Tokens a stretch reads before its own: those wanted or needed, in whole segments; none: no number will do."""

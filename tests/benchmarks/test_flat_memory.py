@@ -1,0 +1,33 @@
+"""The measurement of resident memory sees memory that grows, and scores every token."""
+
+from __future__ import annotations
+
+import flat_memory
+import pytest
+
+
+def test_memory_is_sampled_over_the_whole_text() -> None:
+    results = flat_memory.measure(5000, 1, num_samples=10)
+    places = [place for place, _ in results["samples"]]
+    assert places[0] == 0
+    assert places[-1] == 5000
+    assert places == sorted(set(places))
+    assert 9 <= len(places) <= 12
+    assert results["nats_per_token"] == pytest.approx(5.55, abs=0.3)  # about log 256: the model has learned nothing
+
+
+def test_memory_that_grows_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that keeps a megabyte for good."""
+    kept: list[bytearray] = []
+    sum_nats = flat_memory.sum_nats
+
+    def leaks(model, tokens_K, start_id, plan, progress):
+        def told(count: int) -> None:
+            kept.append(bytearray(b"x" * flat_memory.MIB))
+            progress(count)
+
+        return sum_nats(model, tokens_K, start_id, plan, told)
+
+    monkeypatch.setattr(flat_memory, "sum_nats", leaks)
+    held = flat_memory.measure(256 * 40, 1, num_samples=10)["resident_bytes"]
+    assert held["most_settled"] - held["least_settled"] > 25 * flat_memory.MIB
