@@ -4,8 +4,9 @@ import pytest
 import torch
 from oracles import assert_same_gradients, copied, lstm, qrnn
 
-from transformer_xl.config import UserError
+from transformer_xl.config import ModelConfig, UserError
 from transformer_xl.model.baselines.recurrent import LSTMLayer, QRNNLayer, RecurrentMemory
+from transformer_xl.model.build import build_model
 from transformer_xl.model.memory import Reach
 
 QRNNS = ["qrnn, window 1", "qrnn, window 2"]
@@ -113,9 +114,6 @@ def test_a_state_is_a_value(make_baseline, tokens):
 
 def test_a_new_model_remembers():
     """Forget gates begin with bias 1, all other biases with 0."""
-    from transformer_xl.config import ModelConfig
-    from transformer_xl.model.build import build_model
-
     for kind, layer, count, place in (("lstm", LSTMLayer, 4, 1), ("qrnn", QRNNLayer, 3, 1)):
         model = build_model(ModelConfig(kind=kind, width=32, layers=2))
         for one in model.layers:
@@ -125,8 +123,19 @@ def test_a_new_model_remembers():
             wanted[place] = 1
             assert torch.equal(bias.detach().view(count, 32), wanted)
             weight = one.input_weight if isinstance(one, LSTMLayer) else one.gates.weight
-            bound = weight.shape[1] ** -0.5
+            if isinstance(one, LSTMLayer):
+                assert 0.9 * 32**-0.5 < one.recurrent_weight.abs().max() <= 32**-0.5
+            bound = (3 / weight.shape[1]) ** 0.5
             assert 0.9 * bound < weight.abs().max() <= bound
+
+
+@pytest.mark.parametrize("embedding", [{}, {"embedding_width": 16}, {"cutoffs": (50, 100), "div_val": 2}])
+def test_what_goes_in_has_variance_1(embedding):
+    """No LayerNorm would bring it there, and a layer gives less than it gets."""
+    torch.manual_seed(0)
+    model = build_model(ModelConfig(kind="lstm", width=64, layers=1, **embedding))
+    rows_BTD = model.first_input(torch.arange(256).view(1, -1), None)
+    assert 0.85 < rows_BTD.std() < 1.15
 
 
 @pytest.mark.parametrize(

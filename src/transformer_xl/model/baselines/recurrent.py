@@ -12,7 +12,9 @@ z is a tanh, the others are sigmoids. All of a QRNN but a linear recurrence happ
 recurrence without a loop (`scan.py`). Zoneout (Krueger et al. 2017) lets f be 1 here and there in training.
 
 Where we differ: an LSTM has one bias where torch has two that only ever add up; forget gates begin with bias 1, so that
-a new model remembers. Dropout is the plain one, on the embedding and on the output of every layer.
+a new model remembers. Dropout is the plain one, on the embedding and on the output of every layer. No LayerNorm brings
+small numbers back to size here, so first weights do not make them small: numbers that go in have variance 1, and gates
+get that from them. With Transformer-XL's first weights three layers took several times as long to begin to learn.
 
 Letters: B rows, T new tokens, D model width, X rows of a state: h and c of an LSTM; c of a QRNN and the inputs that its
 gates still need; W inputs that the gates of a QRNN see.
@@ -110,9 +112,9 @@ class LSTMLayer(nn.Module):
         self.bias = nn.Parameter(torch.empty(4 * config.width))
 
     def initialise(self) -> None:
-        """Draws first weights: uniform up to 1 / sqrt(D) as torch's, biases 0 and of forget gates 1."""
-        bound = len(self.bias) ** -0.5 * 2
-        nn.init.uniform_(self.input_weight, -bound, bound)
+        """Draws first weights: uniform of variance 1 / D, recurrent ones of a third; biases 0, forget gates' 1."""
+        bound = self.input_weight.shape[1] ** -0.5
+        nn.init.uniform_(self.input_weight, -(3**0.5) * bound, 3**0.5 * bound)
         nn.init.uniform_(self.recurrent_weight, -bound, bound)
         nn.init.zeros_(self.bias)
         _, forget, _, _ = self.bias.data.chunk(4)
@@ -157,8 +159,8 @@ class QRNNLayer(nn.Module):
         self.gates = nn.Linear(self.window * config.width, 3 * config.width)
 
     def initialise(self) -> None:
-        """Draws first weights: uniform up to 1 / sqrt(W D), biases 0 and of forget gates 1."""
-        bound = self.gates.in_features**-0.5
+        """Draws first weights: uniform of variance 1 / (W D), biases 0 and of forget gates 1."""
+        bound = (3 / self.gates.in_features) ** 0.5
         nn.init.uniform_(self.gates.weight, -bound, bound)
         nn.init.zeros_(self.gates.bias)
         _, forget, _ = self.gates.bias.data.chunk(3)
@@ -206,6 +208,11 @@ class RecurrentModel(Baseline):
     @override
     def initialise(self) -> None:
         super().initialise()
+        for part in (self.embedding, self.softmax):
+            for table in part.tables:
+                nn.init.normal_(table, 0.0, self.config.width**-0.5)
+            for projection in part.projections.values():
+                nn.init.normal_(projection, 0.0, projection.shape[1] ** -0.5)
         for layer in self.layers:
             assert isinstance(layer, LSTMLayer | QRNNLayer)
             layer.initialise()
