@@ -89,6 +89,27 @@ def test_the_penalty_goes_with_its_row(make_model) -> None:
         assert found[place::2] == [alone.step()[0].token for _ in range(9)]
 
 
+@pytest.mark.parametrize("window", [2, 9, 1024])
+def test_the_penalty_of_unequal_prompts(make_model, window: int) -> None:
+    """Each row is judged by its own past alone: the penalised scores are those it has by itself."""
+    model, sampler = make_model(), Scripted([8, 3, 8, 11, 3])
+    for name, value in (("repetition_penalty", 4.0), ("repetition_window", window)):
+        object.__setattr__(sampler, name, value)
+    prompts = [[7], list(range(1, 15)), [9, 4, 9]]
+
+    def judged(rows: list[list[int]]) -> Tensor:
+        seen: list[Tensor] = []
+        object.__setattr__(sampler, "script", [8, 3, 8, 11, 3])
+        writer = Writer(model, rows, sampler, adjust=lambda made_BT, logits_BV: seen.append(logits_BV) or logits_BV)
+        for _ in range(5):
+            writer.step()
+        return torch.stack(seen)
+
+    together = judged(prompts)
+    for row, prompt in enumerate(prompts):
+        torch.testing.assert_close(together[:, row : row + 1], judged([prompt]), **CLOSE)
+
+
 def test_the_hook_sees_what_was_made_and_says_what_comes(make_model) -> None:
     """First the penalty, then the hook, then top-k: a token that it favours is the only one left."""
     model, seen = make_model(), []
