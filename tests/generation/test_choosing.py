@@ -79,7 +79,7 @@ def test_the_penalty_sees_the_last_tokens_of_prompt_and_text(make_model, window:
 def test_the_penalty_goes_with_its_row(make_model) -> None:
     """When a row leaves, the others are judged by their own past as before."""
     model, sampler = make_model(), Sampler(0, repetition_penalty=4.0)
-    prompts = [[1, 5], list(range(0, 11)), list(range(9, 23))]
+    prompts = [[1, 5], list(range(11)), list(range(9, 23))]
     writer = Writer(model, prompts, sampler)
     found = [made.token for made in writer.step() if made.row > 0]
     writer.stop([0])
