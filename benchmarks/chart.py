@@ -20,6 +20,7 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
+from reading_tables import evaluation_chart, evaluation_table, inference_table
 
 HERE = Path(__file__).parent
 GIB = 2**30
@@ -247,6 +248,8 @@ DRAWN: dict[str, tuple[Callable[[Results], str], Callable[[Results], Figure | No
     "kernels": (kernels_table, memory_chart),
     "gpu": (gpu_table, None),
     "optimizers": (optimizers_table, optimizers_chart),
+    "inference": (inference_table, None),
+    "evaluation-speed": (evaluation_table, evaluation_chart),
 }
 
 

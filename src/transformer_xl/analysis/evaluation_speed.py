@@ -29,7 +29,7 @@ from transformer_xl.model.precision import with_matrices_in
 
 PAPER = {800: 363, 1800: 773, 2800: 1409, 3800: 1874}
 """Attention length to how many times slower the paper's vanilla model is, on one GPU of 2018."""
-SEGMENTS = (128, 256, 512, 1024)
+SEGMENTS = (128, 256, 512, 1024, 2048)
 """Lengths in which memory reads its text; the quickest counts."""
 
 
@@ -176,7 +176,7 @@ class _Reading:
     def __init__(self, model: LanguageModel, length: int, clamp: int | None, tokens: Callable[[int], Tensor]) -> None:
         self._model, self._tokens = model, tokens
         self._memory = model.inference_memory(1, Reach(length - 1, length, clamp))
-        for part_1T in tokens(length).split(SEGMENTS[-1], dim=1):
+        for part_1T in tokens(length).split(1024, dim=1):
             _, self._memory = model(part_1T, self._memory)
 
     def segment(self, num_new: int) -> None:

@@ -28,7 +28,7 @@ class Contested:
 
     lengths: str = "800,1800,2800,3800"
     """Attention lengths, in tokens."""
-    segments: str = "128,256,512,1024"
+    segments: str = "128,256,512,1024,2048"
     """New tokens that memory reads in one step; the quickest counts."""
     clamp: int | Literal["none"] | None = None
     """Distances above this count as this one. [default: as the recipe or run is evaluated]"""
