@@ -173,6 +173,15 @@ def test_no_end_before_so_many_tokens(make_model, sampler: Sampler) -> None:
             assert token == 2 * int(scores_V[1::2].argmax()) + 1
 
 
+def test_an_end_right_after_so_many_tokens(make_model) -> None:
+    """All but one token end the text: just so many times that one is made, and then the likeliest of all."""
+    model = make_model()
+    found = write(model, Sampler(0), tokens=40, end_ids=[token for token in range(23) if token != 11], min_tokens=7)
+    likeliest = int(whole(model, TEXT[:5] + [11] * 7, Reach(0))[0][-1].argmax())
+    assert likeliest != 11
+    assert found == [*[11] * 7, likeliest]
+
+
 def test_nothing_left_before_an_end_is_refused(make_model) -> None:
     with pytest.raises(UserError, match="no token is left to choose from"):
         write(make_model(), Sampler(top_k=3), end_ids=range(23), min_tokens=2)
