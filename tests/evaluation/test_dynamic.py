@@ -165,6 +165,17 @@ def test_settings_out_of_range_are_refused(settings: dict[str, Any], message: st
         Dynamic(**settings)
 
 
+def test_each_form_has_a_rate_of_its_own(make_model) -> None:
+    model, tokens_K = make_model(), draw(38)
+    assert (Dynamic().step_size, Dynamic(form="sgd").step_size, Dynamic(form="sgd", rate=0.0).step_size) == (
+        1e-6,
+        0.01,
+        0,
+    )
+    found_K = token_nats(model, tokens_K, START, plan_with(Dynamic(form="sgd")))
+    np.testing.assert_allclose(found_K, slowly(model, tokens_K, Dynamic(form="sgd", rate=0.01)), **CLOSE)
+
+
 def test_what_it_cannot_do_is_refused(make_model) -> None:
     model, tokens_K = make_model(), draw(38)
     with pytest.raises(UserError, match="rows 2: dynamic evaluation reads one after another; give 1"):

@@ -10,10 +10,11 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from transformer_xl.config import UserError
+from transformer_xl.config import ModelConfig, UserError
 from transformer_xl.evaluation.moving_window import MovingWindow
 from transformer_xl.evaluation.plan import Plan, Text
 from transformer_xl.evaluation.scoring import ordered, score_parts, token_nats
+from transformer_xl.model.build import build_model
 from transformer_xl.model.memory import Reach
 
 START = 10
@@ -64,6 +65,22 @@ def test_deeper_models_with_memory_see_further(make_model, layers) -> None:
     shorter_K = token_nats(model, tokens_K, START, moved(window, context=whole - 1))
     assert np.abs(shorter_K - read_on_K)[whole - 1 :].max() > 1e-9
     assert np.abs(token_nats(model, tokens_K, START, moved(window)) - read_on_K).max() > 1e-6
+
+
+@pytest.mark.parametrize("settings", [{"encoding": "sinusoidal"}, {"encoding": "learned"}, {"kind": "lstm"}], ids=str)
+def test_models_that_know_no_memory_or_no_window(settings: dict[str, Any]) -> None:
+    """The paper's vanilla models: places count from the window's start. A recurrent one starts with an empty state."""
+    torch.manual_seed(7)
+    sizes = {"vocabulary_size": 23, "layers": 2, "width": 14, "heads": 2, "feedforward": 19, "dropout": 0.0}
+    sizes |= {"learned_positions": 5} if settings.get("encoding") == "learned" else {}
+    model, tokens_K = build_model(ModelConfig(**sizes | settings)).double().eval(), draw(37)
+    before, wanted = [START, *tokens_K.tolist()], []
+    for place in range(37):
+        inputs_BT = torch.tensor([before[max(0, place - 4) : place + 1]])
+        with torch.no_grad():
+            hidden_BTD, _ = model(inputs_BT, model.initial_memory(1, Reach(0)))
+            wanted.append(model.nats(hidden_BTD[:, -1:], torch.tensor([[tokens_K[place].item()]])).item())
+    np.testing.assert_allclose(token_nats(model, tokens_K, START, moved(5)), wanted, **CLOSE)
 
 
 def test_documents_that_start_afresh(make_model) -> None:

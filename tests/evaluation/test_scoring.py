@@ -89,6 +89,35 @@ def test_with_a_window_the_segment_does_not_matter(make_model, window, segment, 
         assert np.abs(short_K - wanted_K).max() > 1e-6
 
 
+def test_a_mixture_of_segments_equals_one_pass(make_model) -> None:
+    """Lengths may change from one segment to the next, for each kind of memory."""
+    model, tokens_K = make_model(), draw(37)
+    inputs, targets = torch.tensor([[START, *tokens_K[:-1].tolist()]]), torch.tensor([tokens_K.tolist()])
+    wanted_K = one_pass(model, tokens_K, Reach(37))
+    for kind in (model.initial_memory, model.inference_memory):
+        memory, found = kind(1, Reach(37)), []
+        with torch.inference_mode():
+            cut = (tensor.split([1, 11, 2, 19, 4], dim=1) for tensor in (inputs, targets))
+            for inputs_BT, targets_BT in zip(*cut, strict=True):
+                hidden_BTD, memory = model(inputs_BT, memory)
+                found.append(model.nats(hidden_BTD, targets_BT)[0])
+        np.testing.assert_allclose(torch.cat(found).numpy(), wanted_K, **CLOSE)
+
+
+@pytest.mark.parametrize(("memory", "window"), [(0, 1), (5, 5), (5, 6), (1, 1), (1, 2), (9, 4)])
+def test_how_many_keys_a_window_holds(make_model, memory, window) -> None:
+    """Both conventions: M keys with the query's own, or M + 1; seen from what changes when a token is another."""
+    model, tokens_K = make_model(layers=1), draw(23)
+    plan, place = Plan(3, Reach(memory, window)), 20
+    before = token_nats(model, tokens_K, START, plan)[place]
+    seen = []
+    for distance in range(1, place + 1):
+        other_K = tokens_K.copy()
+        other_K[place - distance] = (other_K[place - distance] + 1) % 23
+        seen.append(abs(token_nats(model, other_K, START, plan)[place] - before) > 1e-9)
+    assert seen == [distance <= window for distance in range(1, place + 1)]
+
+
 WAYS = [
     # rows, segment, memory, window
     (2, 5, 11, None), (3, 7, 7, None), (5, 3, 4, None), (2, 7, 0, None), (3, 5, 9, 8), (4, 1, 3, 4), (2, 13, 5, 11),

@@ -80,6 +80,20 @@ def test_texts_in_a_row_are_one_text(run_of) -> None:
     np.testing.assert_allclose(apart[1].nats_K, score(run, SECOND)[0].nats_K, **CLOSE)
 
 
+def test_the_order_of_texts_does_not_matter(run_of) -> None:
+    """Nor how many there are beside."""
+    run = run_of(ByteVocabulary())
+    texts_of = {"a": FIRST, "b": SECOND, "c": "an " * 30, "d": "b"}
+    plan = replace(PLAN, documents="reset")
+    wanted = {one.name: one.nats_K for one in score(run, texts_of, plan)}
+    for order in ("dcba", "bd", "acbd", "c"):
+        for rows in (None, 2):
+            found = score(run, {name: texts_of[name] for name in order}, replace(plan, rows=rows))
+            assert [one.name for one in found] == list(order)
+            for one in found:
+                np.testing.assert_allclose(one.nats_K, wanted[one.name], **CLOSE)
+
+
 def test_bytes_that_are_no_text(run_of) -> None:
     (found,) = score(run_of(ByteVocabulary()), b"\xff\x00\n\xc3")
     assert found.ids_K.tolist() == [255, 0, 10, 195]

@@ -69,7 +69,7 @@ class DynamicFlags:
     form: Literal["rms", "sgd"] | None = None
     """Steps divided by the size gradients have on the training text, or plain ones. [default: rms]"""
     rate: float | None = None
-    """Size of a step. [default: 1e-6]"""
+    """Size of a step. [default: 1e-6 for rms, 0.01 for sgd]"""
     decay: float | None = None
     """Share of the way back to the trained weights that each step goes. [default: 0]"""
     epsilon: float | None = None

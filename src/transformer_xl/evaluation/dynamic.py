@@ -34,15 +34,17 @@ from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import Memory
 from transformer_xl.text.token_store import Tokens
 
+_RATES = {"rms": 1e-6, "sgd": 0.01}
+
 
 @dataclass(frozen=True, eq=False)
 class Dynamic:
-    """How the weights follow the text. The defaults are those published for enwik8 (docs/evaluation.md)."""
+    """How the weights follow the text. The defaults of rms are those published for enwik8 (docs/evaluation.md)."""
 
     form: Literal["rms", "sgd"] = "rms"
     """Steps divided by the size gradients have on the training text, or plain ones."""
-    rate: float = 1e-6
-    """Size of a step; 0: the weights stay."""
+    rate: float | None = None
+    """Size of a step; 0: the weights stay. None: 1e-6 for rms, 0.01 for sgd (ours)."""
     decay: float = 0.0
     """Share of the way back to the trained weights that each step goes."""
     epsilon: float = 8.5e-6
@@ -55,7 +57,7 @@ class Dynamic:
 
     def __post_init__(self) -> None:
         """Refuses what cannot be."""
-        if not 0 <= self.rate < math.inf:
+        if not 0 <= self.step_size < math.inf:
             raise UserError(f"dynamic rate {self.rate}: wanted a number, 0 or more")
         if not 0 <= self.decay <= 1:
             raise UserError(f"dynamic decay {self.decay}: wanted a number from 0 to 1")
@@ -63,6 +65,11 @@ class Dynamic:
             raise UserError(f"dynamic epsilon {self.epsilon}: wanted a number above 0")
         if self.statistics_tokens < 1:
             raise UserError(f"dynamic statistics-tokens {self.statistics_tokens}: wanted 1 or more")
+
+    @property
+    def step_size(self) -> float:
+        """The rate, always a number."""
+        return self.rate if self.rate is not None else _RATES[self.form]
 
     def parts(self, model: LanguageModel, text: Text, plan: Plan, progress: Progress | None = None) -> Parts:
         """The loss of every token, once, in text order. The model has its own weights again when it ends.
@@ -84,8 +91,8 @@ class Dynamic:
                 odd = np.flatnonzero(~np.isfinite(part.nats_K))
                 if len(odd):
                     raise UserError(
-                        f"dynamic rate {self.rate:g}: too large, from token {part.begin + int(odd[0]):,} on losses are "
-                        "infinite or not numbers; give a lower rate, or a larger epsilon"
+                        f"dynamic rate {self.step_size:g}: too large, from token {part.begin + int(odd[0]):,} on losses "
+                        "are infinite or not numbers; give a lower rate, or a larger epsilon"
                     )
                 yield part
 
@@ -153,10 +160,10 @@ class _Weights:
     def go_by(self, how: Dynamic, rms: list[Tensor] | None) -> None:
         """Sets the rate of every weight, and how much of the way back to what it was it goes in a step."""
         if rms is None:
-            self._rates = [how.rate] * len(self._weights)
+            self._rates = [how.step_size] * len(self._weights)
             self._shares = [how.decay] * len(self._weights)
             return
-        self._rates = [how.rate / (one + how.epsilon) for one in rms]
+        self._rates = [how.step_size / (one + how.epsilon) for one in rms]
         mean = torch.cat([one.flatten() for one in rms]).mean()
         self._shares = [(one / mean * how.decay).clamp(max=1) if how.decay else 0.0 for one in rms]
 
