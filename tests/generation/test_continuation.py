@@ -123,6 +123,12 @@ def test_words_stop_at_text_too() -> None:
     assert shown(vocabulary, [0, 1], [2, 6, 0, 1], "t s") == ([" ca", ""], True)
 
 
+def test_a_stop_that_stands_twice_in_one_token() -> None:
+    vocabulary = WordVocabulary(("<eos>", "the", "tattoo"), None, "<eos>")
+    assert shown(vocabulary, [0, 1], [2], "t") == ([" "], True)
+    assert shown(vocabulary, [0, 1], [2], "o", "tt") == ([" ta"], True)
+
+
 def test_what_is_held_back_of_a_prompt_is_not_said_again() -> None:
     words = ("<eos>", "1914", "\u2013", "18", "x")
     vocabulary = WordVocabulary(words, None, "<eos>", None, WordRules(splitting="punctuation"))
