@@ -9,6 +9,8 @@ import pytest
 import torch
 from training_runs import CPU, letters, make_corpus, nats_of, start, train_until
 
+from transformer_xl.generation.decoding import complete
+from transformer_xl.generation.sampling import Sampler
 from transformer_xl.model.build import build_model
 from transformer_xl.model.memory import Memory
 from transformer_xl.run_folder import RunFolder, load
@@ -81,3 +83,23 @@ def test_auxiliary_losses_follow_the_steps_of_the_whole_training(tmp_path: Path)
         train_until(training, step)
         moved.append(not torch.equal(weight, before))
     assert moved == [True, True, False, False, False]
+
+
+@pytest.mark.parametrize("encoding", ["sinusoidal", "learned"])
+def test_text_is_written_from_the_last_segment(tmp_path: Path, encoding: str) -> None:
+    """Not from the last token alone, which is all that a model without memory would see."""
+    corpus = make_corpus(tmp_path / "corpus", letters(70, seed=1))
+    start(tmp_path / "run", corpus, model={"encoding": encoding}, memory=0, steps=1).run()
+    run = load(tmp_path / "run", device="cpu")
+    torch.manual_seed(5)
+    for parameter in run.model.parameters():  # so that what is written varies
+        parameter.data.add_(torch.randn_like(parameter) * 0.3)
+    (made,) = complete(run, ["abcabcabcabc"], tokens=9, sampler=Sampler(temperature=0))
+    text = list(b"abcabcabcabc")
+    alone = []
+    with torch.no_grad():
+        for _ in range(9):
+            text.append(int(run.model.logits(run.model(torch.tensor([text[-7:]]))[0])[0, -1].argmax()))
+            alone.append(int(run.model.logits(run.model(torch.tensor([text[-2:-1]]))[0])[0, -1].argmax()))
+    assert list(made.tokens) == text[12:]
+    assert list(made.tokens) != alone

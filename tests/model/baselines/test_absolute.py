@@ -135,18 +135,22 @@ def test_writing_reads_the_last_segment_again_for_each_token(make_baseline, toke
 
 
 @pytest.mark.parametrize("lengths", [[3, 13], [0, 5], [9, 1], [12, 0]])
-def test_writing_after_prompts_of_unequal_lengths(make_baseline, tokens, lengths):
+@pytest.mark.parametrize("began", [0, 2, 7])
+def test_writing_after_prompts_of_unequal_lengths(make_baseline, tokens, lengths, began):
     model, text, more = make_baseline("learned"), tokens(2, 13), tokens(2, 3, seed=6)
-    hidden_BTD, memory = model(text, model.writing_memory(2, segment=5), lengths_B=torch.tensor(lengths))
-    further_BTD, after = model(more, memory)
+    memory = model.writing_memory(2, segment=5)
+    if began:
+        _, memory = model(tokens(2, began, seed=2), memory)
+    hidden_BTD, after = model(text, memory, lengths_B=torch.tensor(lengths))
+    further_BTD, last = model(more, after)
     for row, length in enumerate(lengths):
-        alone = model.writing_memory(1, segment=5)
+        alone = memory.select([row])
         if length:
             alone_BTD, alone = model(text[row : row + 1, 13 - length :], alone)
             torch.testing.assert_close(hidden_BTD[row, -1], alone_BTD[0, -1], rtol=0, atol=1e-12)
         next_BTD, _ = model(more[row : row + 1], alone)
         torch.testing.assert_close(further_BTD[row : row + 1], next_BTD, rtol=0, atol=1e-12)
-    assert after.position_B.tolist() == [length + 3 for length in lengths]
+    assert last.position_B.tolist() == [began + length + 3 for length in lengths]
 
 
 def test_a_memory_of_tokens_is_a_value(make_baseline, tokens):
