@@ -90,8 +90,9 @@ class Dynamic:
             for part in parts:
                 odd = np.flatnonzero(~np.isfinite(part.nats_K))
                 if len(odd):
+                    place = part.begin + int(odd[0])
                     raise UserError(
-                        f"dynamic rate {self.step_size:g}: too large, from token {part.begin + int(odd[0]):,} on losses "
+                        f"dynamic rate {self.step_size:g}: too large, from token {place:,} on losses "
                         "are infinite or not numbers; give a lower rate, or a larger epsilon"
                     )
                 yield part
