@@ -161,7 +161,8 @@ def test_evaluate_dynamically(place: Path, run: Run, form: str) -> None:
     corpus = Corpus.open(place / "corpus")
     how = Dynamic(form, 0.001, 0.1, 0.01, corpus.split("train").tokens, 50)  # type: ignore[arg-type]
     wanted = evaluate(run, corpus.split("test"), replace(Plan.of(run.config), method=how))
-    assert found["method"] == "dynamic"
+    assert (found["method"], found["method_settings"]) == ("dynamic", how.settings)
+    assert found["method_settings"]["rate"] == 0.001
     assert found["nats_per_token"] == pytest.approx(wanted.nats_per_token, rel=1e-6)
     assert found["nats_per_token"] != evaluated(place)["nats_per_token"]
     assert (place / "run" / "model.safetensors").read_bytes() == weights

@@ -57,6 +57,7 @@ def test_figures_of_an_evaluation(run: Run) -> None:
     assert result.word_perplexity == pytest.approx(math.exp(nats_K.sum() / 29), rel=1e-12)
     assert result.tokens_per_second == pytest.approx(101 / result.seconds)
     assert (result.segment, result.memory, result.window, result.clamp) == (7, 11, None, 17)
+    assert result.method_settings == {}
     assert (result.method, result.documents, result.rows, result.warmup) == ("memory", "continue", None, None)
     assert result.precision == "float32"
     assert result.as_dict() == asdict(result)

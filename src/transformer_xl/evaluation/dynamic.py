@@ -20,7 +20,7 @@ from collections.abc import Generator
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -65,6 +65,14 @@ class Dynamic:
             raise UserError(f"dynamic epsilon {self.epsilon}: wanted a number above 0")
         if self.statistics_tokens < 1:
             raise UserError(f"dynamic statistics-tokens {self.statistics_tokens}: wanted 1 or more")
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """All of them, without the training text."""
+        common = {"form": self.form, "rate": self.step_size, "decay": self.decay}
+        if self.form == "sgd":
+            return common
+        return {**common, "epsilon": self.epsilon, "statistics_tokens": self.statistics_tokens}
 
     @property
     def step_size(self) -> float:

@@ -52,6 +52,7 @@ class Evaluation:
     seconds: float
     tokens_per_second: float
     method: str
+    method_settings: dict[str, Any]
     documents: Documents
     rows: int | None
     warmup: int | None
@@ -87,10 +88,10 @@ def evaluate(
             array of float32.
 
     Raises:
-        UserError: the split is empty or holds tokens the model does not know, the limit is below 1, a weight is not a
-            number, or the method cannot do what is asked.
+        UserError: an empty split, unknown tokens, a limit below 1, odd weights, or what the method cannot do.
     """
     plan = plan or Plan.of(run.config)
+    method = plan.method or RECURRENCE
     if limit is not None and limit < 1:
         raise UserError(f"limit {limit}: wanted 1 or more tokens")
     tokens_K = split.first(limit)
@@ -115,7 +116,8 @@ def evaluate(
         word_perplexity=sums.word_perplexity,
         seconds=seconds,
         tokens_per_second=sums.tokens / seconds,
-        method=(plan.method or RECURRENCE).name,
+        method=method.name,
+        method_settings=method.settings,
         documents=plan.documents,
         rows=plan.rows,
         warmup=plan.warmup,

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,6 +32,11 @@ class MovingWindow:
     context: int | None = None
     """Tokens each prediction sees; none: `plan.reach.window`. Longer than that, the window limits each layer alone."""
     name: str = "moving-window"
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The context, where it is not the window."""
+        return {} if self.context is None else {"context": self.context}
 
     def parts(self, model: LanguageModel, text: Text, plan: Plan, progress: Progress | None = None) -> Parts:
         """The loss of every token, once.

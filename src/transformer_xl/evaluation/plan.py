@@ -73,6 +73,11 @@ class Method(Protocol):
         """As `txl evaluate --method` has it."""
         ...
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What it goes by beside the plan, for JSON."""
+        ...
+
     def parts(self, model: LanguageModel, text: Text, plan: Plan, progress: Progress | None = None) -> Parts:
         """The loss of every token, once, in parts that need not come in text order."""
         ...

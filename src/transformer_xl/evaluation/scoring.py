@@ -49,6 +49,11 @@ class Recurrence:
 
     name: str = "memory"
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Nothing beside the plan."""
+        return {}
+
     def parts(self, model: LanguageModel, text: Text, plan: Plan, progress: Progress | None = None) -> Parts:
         """The loss of every token, once; where there are several rows or documents, not in text order.
 
