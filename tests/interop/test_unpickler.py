@@ -9,6 +9,7 @@ import pickle
 import pickletools
 import random
 import struct
+import subprocess
 import sys
 import tracemalloc
 from collections import Counter, OrderedDict, defaultdict
@@ -25,7 +26,7 @@ PLAIN: dict[str, Any] = {
     "texts": ["", "caf\u00e9", "\U0001f600 \\ \n ' \"", "x" * 300, "\udc80"],
     "numbers": [0, -1, 255, 256, 65535, 65536, -(2**31), 2**31, 2**70, -(2**70), 1.5, -0.0, 1e300, True, False, None],
     "tuples": [(), (1,), (1, 2), (1, 2, 3), (1, 2, 3, 4), ((), ([],))],
-    "inside": {"a": {"b": [{}, [[]]]}, 3: "three", ("t", 1): 2},
+    "inside": {"a": {"b": [{}, [[]]]}, 3: "three", b"t": 2},
     "bytes": [b"", b"abc", bytes(range(256)), b"x" * 300],
     "ordered": OrderedDict([("b", 1), ("a", 2)]),
     "counted": Counter("abracadabra"),
@@ -212,6 +213,36 @@ def test_a_small_file_cannot_fill_the_memory(name: str) -> None:
         assert tracemalloc.get_traced_memory()[1] < 20_000_000
     finally:
         tracemalloc.stop()
+
+
+HARMFUL_KEYS = {
+    "tuples one in the other": b"})" + b"\x85" * 200_000 + b"Ns.",
+    "a tuple that doubles": b"})" + b"2\x86" * 60 + b"Ns.",
+    "references one to the other": b"}N" + b"Q" * 3000 + b"Ns.",
+    "in a call": b"ccollections\nOrderedDict\n]N" + b"Q" * 3000 + b"N\x86a\x85R.",
+    "tuples in a call": b"ccollections\nOrderedDict\n])" + b"\x85" * 200_000 + b"N\x86a\x85R.",
+    "an object's": b"ca\nb\n)R)" + b"\x85" * 200_000 + b"Ns.",
+    "of a dictionary made at once": b"()" + b"\x85" * 200_000 + b"Nd.",
+    "numbers of one hash": b"}\x8a\x08" + (2**61 - 1).to_bytes(8, "little") + b"Ns.",
+}
+
+
+@pytest.mark.parametrize("name", HARMFUL_KEYS)
+def test_what_cannot_be_hashed_safely_is_no_key(name: str) -> None:
+    """Read by a process of its own: a fault ends or stops the interpreter."""
+    program = (
+        "import sys; from transformer_xl.interop.unpickler import read_pickle\n"
+        "try: read_pickle(memoryview(sys.stdin.buffer.read()), lambda _: True, 'some.pkl')\n"
+        "except Exception as error: print(type(error).__name__, error)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], input=HARMFUL_KEYS[name], capture_output=True, timeout=300)
+    assert done.stdout.startswith(b"UserError some.pkl is damaged, or no pickle"), (done.returncode, done.stdout)
+
+
+def test_so_many_objects_are_no_checkpoint() -> None:
+    assert len(read(b"(" + b"ca\nb\n)R" * 1000 + b"l.", anything)) == 1000
+    with pytest.raises(UserError, match=r"some.pkl is damaged"):
+        read(b"(" + b"ca\nb\n)R" * 250_001 + b"l.", anything)
 
 
 def test_depth_and_cycles_are_no_danger() -> None:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from transformer_xl.config import UserError
+from transformer_xl.interop.plain_keys import Damaged, check_key, dictionary_of
 
 Admits = Callable[[str], bool]
 """Whether a pickle may name this, such as `collections.Counter`."""
@@ -72,10 +73,6 @@ class Outside:
     label: Any
 
 
-class _Damaged(Exception):
-    """Not a whole pickle."""
-
-
 def read_pickle(content: memoryview, admits: Admits, source: str) -> tuple[Any, int]:
     """The value of the first pickle in `content`, and where the next thing after it begins.
 
@@ -91,7 +88,8 @@ def read_pickle(content: memoryview, admits: Admits, source: str) -> tuple[Any, 
     try:
         return machine.run(), machine.place
     except (
-        _Damaged, IndexError, KeyError, TypeError, ValueError, AttributeError, struct.error, OverflowError, MemoryError,
+        Damaged, IndexError, KeyError, TypeError, ValueError, AttributeError, struct.error, OverflowError, MemoryError,
+        RecursionError,
     ) as error:  # fmt: skip
         if isinstance(error, UserError):
             raise
@@ -100,6 +98,7 @@ def read_pickle(content: memoryview, admits: Admits, source: str) -> tuple[Any, 
 
 _MARK = object()
 _LARGEST_NUMBER = 1024  # bytes of a whole number; turning a long one into digits takes longer than its length
+_MOST_RECORDS = 250_000
 
 
 class _Machine:
@@ -110,7 +109,7 @@ class _Machine:
         self._content, self._admits, self._source = content, admits, source
         self._stack: list[Any] = []
         self._memo: dict[int, Any] = {}
-        self.copied = 0
+        self.copied = self._records = 0
 
     def run(self) -> Any:
         content, opcodes = self._content, OPCODES
@@ -128,7 +127,7 @@ class _Machine:
         """The next bytes."""
         stop = self.place + number
         if number < 0 or stop > len(self._content):
-            raise _Damaged
+            raise Damaged
         taken = self._content[self.place : stop]
         self.place = stop
         return taken
@@ -151,12 +150,12 @@ class _Machine:
                 values = stack[place + 1 :]
                 del stack[place:]
                 return values
-        raise _Damaged
+        raise Damaged
 
     def pop(self) -> Any:
         value = self._stack.pop()
         if value is _MARK:
-            raise _Damaged
+            raise Damaged
         return value
 
     def drop(self) -> None:
@@ -165,7 +164,7 @@ class _Machine:
     def top(self) -> Any:
         value = self._stack[-1]
         if value is _MARK:
-            raise _Damaged
+            raise Damaged
         return value
 
     def remember(self, place: int) -> None:
@@ -179,7 +178,7 @@ class _Machine:
 
     def name(self, module: Any, name: Any) -> None:
         if not (isinstance(module, str) and isinstance(name, str)):
-            raise _Damaged
+            raise Damaged
         path = f"{module}.{name}"
         if path not in PLAIN and not self._admits(path):
             raise UserError(
@@ -193,10 +192,10 @@ class _Machine:
         if isinstance(called, Outside) and isinstance(called.label, tuple) and called.label[:1] == ("module",):
             called = called.label[1]  # a class with its source text, as torch.save used to write them
         if not (isinstance(called, Name) and isinstance(arguments, tuple)):
-            raise _Damaged
+            raise Damaged
         if called.path in _DICTIONARIES:
             self.copied += sum(map(len, arguments))
-            self.push(dict(*arguments))
+            self.push(dictionary_of(arguments))
         elif called.path == "_codecs.encode":  # bytes, as old forms of pickle keep them
             self.copied += len(arguments[0])
             self.push(arguments[0].encode("latin-1"))
@@ -205,34 +204,43 @@ class _Machine:
         elif called.path in ("builtins.bytes", "__builtin__.bytes") and not arguments:
             self.push(b"")
         elif called.path in ("copyreg._reconstructor", "copy_reg._reconstructor"):
-            self.push(Record(arguments[0].path))
+            self.record(arguments[0].path, ())
         else:
-            self.push(Record(called.path, arguments))
+            self.record(called.path, arguments)
         if self.copied > len(self._content):  # the same thing again and again: a small file that fills the memory
-            raise _Damaged
+            raise Damaged
+
+    def record(self, name: str, arguments: tuple[Any, ...]) -> None:
+        """A new record; each takes far more memory than the bytes that ask for it."""
+        self._records += 1
+        if self._records > _MOST_RECORDS:
+            raise Damaged
+        self.push(Record(name, arguments))
 
     def build(self) -> None:
         state, made = self.pop(), self.top()
         if isinstance(made, Record):
             made.state = state
         elif not isinstance(made, dict):  # what a dictionary has beside its items is not wanted
-            raise _Damaged
+            raise Damaged
 
     def append(self, values: list[Any]) -> None:
         made = self.top()
         if not isinstance(made, (list, Record)):
-            raise _Damaged
+            raise Damaged
         (made if isinstance(made, list) else made.entries).extend(values)
 
     def put_in(self, values: list[Any]) -> None:
         made = self.top()
         if not isinstance(made, (dict, Record)) or len(values) % 2:
-            raise _Damaged
+            raise Damaged
+        for key in values[::2]:
+            check_key(key)
         (made if isinstance(made, dict) else made.items).update(zip(values[::2], values[1::2], strict=True))
 
     def integer(self, content: memoryview) -> int:
         if len(content) > _LARGEST_NUMBER:
-            raise _Damaged
+            raise Damaged
         return int.from_bytes(content, "little", signed=True)
 
 
@@ -256,14 +264,14 @@ def _quoted(machine: _Machine) -> None:
     """A string as Python 2 wrote it in a line, between quotation marks; escapes are refused."""
     line = machine.line()
     if len(line) < 2 or line[0] != line[-1] or line[0] not in "'\"" or "\\" in line:
-        raise _Damaged
+        raise Damaged
     machine.push(line[1:-1])
 
 
 def _decimal(machine: _Machine) -> None:
     line = machine.line().removesuffix("L")
     if len(line) > _LARGEST_NUMBER:
-        raise _Damaged
+        raise Damaged
     machine.push({"00": False, "01": True}[line] if line in ("00", "01") else int(line))
 
 
