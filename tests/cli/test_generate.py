@@ -194,7 +194,13 @@ def test_a_conversation_without_a_line_is_none(place: Path) -> None:
 def test_ctrl_c_ends_what_was_shown(place: Path) -> None:
     """A text without end; what was shown stays, its line is ended, and the status says that it was stopped."""
     words = [sys.executable, "-m", "transformer_xl", "generate", str(place / "bytes"), "--tokens", "none"]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENVIRONMENT)
+    process = subprocess.Popen(
+        words,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=ENVIRONMENT,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # jobs in the background ignore it
+    )
     try:
         assert process.stdout is not None
         begun = process.stdout.read(50)
