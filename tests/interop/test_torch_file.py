@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import pickle
 import re
+import subprocess
+import sys
 import zipfile
 from collections import OrderedDict
 from pathlib import Path
@@ -74,7 +76,10 @@ def with_arguments(path: Path, **changes: Any) -> tuple[TorchFile, Record]:
     [
         {"offset": 1}, {"offset": -1}, {"size": (3, 3)}, {"size": (2, -3)}, {"stride": (3, 2)}, {"stride": (-3, 1)},
         {"size": (10**12,), "stride": (0,)}, {"size": (2,)}, {"offset": "0"}, {"size": 6}, {"offset": 2**62},
-        {"size": (2, True)},
+        {"size": (2, True)}, {"size": (2**62, 2**62, 0), "stride": (0, 0, 0)}, {"size": (2**70, 0)},
+        {"size": (1,), "stride": (2**70,)}, {"size": {2: 1, 3: 1}}, {"size": b"ab"}, {"size": None},
+        {"size": (1,) * 9, "stride": (1,) * 9},
+        {"size": (2**31 - 1,) * 3 + (0,), "stride": (0,) * 4}, {"stride": None},
     ],
     ids=str,
 )  # fmt: skip
@@ -82,6 +87,31 @@ def test_a_tensor_that_reaches_beyond_its_numbers_is_refused(changes: dict[str, 
     file, record = with_arguments(tmp_path / "a.pt", **changes)
     with pytest.raises(UserError, match=r"a.pt is damaged \(a tensor in it"):
         file.tensor(record)
+
+
+def test_a_list_of_storages_with_odd_keys_is_refused(tmp_path: Path) -> None:
+    """A key is compared only if it is a text: hashing a deep one ends the interpreter."""
+    path = saved(tmp_path / "a.pt", torch.zeros(3), newer=False)
+    content = path.read_bytes()
+    keys = pickle.dumps([_storage_key(content)], 2)
+    assert keys in content
+    path.write_bytes(content.replace(keys, b"\x80\x02])" + b"\x85" * 200_000 + b"a."))
+    program = (
+        "import sys; from pathlib import Path; from transformer_xl.interop.torch_file import TorchFile\n"
+        "try: TorchFile(Path(sys.argv[1]), lambda _: False)\n"
+        "except Exception as error: print(type(error).__name__, error)"
+    )
+    done = subprocess.run([sys.executable, "-c", program, path], capture_output=True, timeout=300, text=True)
+    assert "is damaged (its list of storages is not one)" in done.stdout, done.returncode
+
+
+def _storage_key(content: bytes) -> str:
+    """The key of the only storage, as the fifth pickle of the older form lists it."""
+    stream = io.BytesIO(content)
+    for _ in range(3):
+        pickle.load(stream)
+    keys = re.findall(rb"\d{6,}", content[stream.tell() :])
+    return keys[0].decode()
 
 
 def rewritten(path: Path, change: Any, compression: int = zipfile.ZIP_STORED) -> Path:

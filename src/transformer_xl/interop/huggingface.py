@@ -20,7 +20,7 @@ from transformer_xl.config import ModelConfig, RunConfig, UserError, check_setti
 from transformer_xl.files import explained, whole_folder, write_text
 from transformer_xl.interop.foreign import Foreign
 from transformer_xl.interop.names import HUGGING_FACE, to_ours, to_theirs
-from transformer_xl.interop.settings import Settings, lengths, refuse_unknown, tied_projections
+from transformer_xl.interop.settings import Settings, lengths, refuse_unknown, shown, tied_projections
 from transformer_xl.interop.torch_file import TorchFile
 from transformer_xl.interop.vocabularies import first_of, read_json, read_vocabulary, symbols_of
 from transformer_xl.text.vocabulary import Vocabulary
@@ -59,7 +59,7 @@ def read(path: Path) -> Foreign:
     values = read_json(file)
     if not isinstance(values, dict) or values.get("model_type", _ARCHITECTURE) != _ARCHITECTURE:
         kind = values.get("model_type") if isinstance(values, dict) else type(values).__name__
-        raise UserError(f"{file}: a model of type {kind!r}; only '{_ARCHITECTURE}' can be converted")
+        raise UserError(f"{file}: a model of type {shown(kind)}; only '{_ARCHITECTURE}' can be converted")
     settings = Settings({**_DEFAULTS, **values}, str(file))
     model = _model(settings)
     config = check_settings(ModelConfig, model, str(file))

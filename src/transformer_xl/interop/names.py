@@ -172,8 +172,8 @@ def to_ours(config: ModelConfig, layout: Layout, theirs: Mapping[str, Tensor], s
     for name in theirs:
         if name not in needed and name not in second and name != f"{layout.prefix}pos_emb.inv_freq":
             raise UserError(
-                f"{source} has a weight '{ascii(name)[1:-1]}' that this model does not; its architecture is not one "
-                "that can be converted"
+                f"{source} has a weight '{ascii(name)[1:-1][:120]}' that this model does not; its architecture is "
+                "not one that can be converted"
             )
     return _moved(
         ((match.theirs, match.ours, match.reversed_rows) for match in known),

@@ -107,7 +107,8 @@ def _shared(content: TorchFile, records: dict[str, Any]) -> set[str]:
 
 def _place(content: TorchFile, record: object) -> tuple[int, Any]:
     tensor = tensor_record(record)
-    return content.storage(tensor).start, tensor.arguments[1] if len(tensor.arguments) > 1 else 0
+    offset = tensor.arguments[1] if len(tensor.arguments) > 1 else 0
+    return content.storage(tensor).start, offset if type(offset) is int else None
 
 
 def _model(found: Record, parts: dict[str, Record], shared: set[str], source: str) -> dict[str, Any]:

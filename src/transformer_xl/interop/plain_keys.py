@@ -34,7 +34,7 @@ def dictionary_of(arguments: tuple[Any, ...]) -> dict[Any, Any]:
     (given,) = arguments
     if isinstance(given, dict):
         return dict(given)
-    if not isinstance(given, list | tuple) or not all(isinstance(pair, list | tuple) for pair in given):
+    if not isinstance(given, (list, tuple)) or not all(isinstance(pair, (list, tuple)) for pair in given):
         raise Damaged
     for key, _ in given:
         check_key(key)

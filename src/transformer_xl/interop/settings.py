@@ -9,6 +9,15 @@ from typing import Any, Literal
 from transformer_xl.config import UserError
 
 
+def shown(value: object) -> str:
+    """A value for a message; of what is nested only the kind, as a file can nest without end."""
+    plain = str, bytes, int, float, type(None)
+    inside = value if isinstance(value, (list, tuple)) else [value]
+    if all(isinstance(part, plain) for part in inside[:60]):
+        return ascii(inside[:60] if inside is value else value)[:60]
+    return f"of type {type(value).__name__}"
+
+
 @dataclass(frozen=True)
 class Settings:
     """Settings by the other program's names."""
@@ -66,7 +75,7 @@ class Settings:
         return memory + keys_beside_memory
 
     def _wrong(self, name: str, value: object, wanted: str) -> UserError:
-        return UserError(f"{self.source}: {name} is {ascii(value)[:60]}; wanted {wanted}")
+        return UserError(f"{self.source}: {name} is {shown(value)}; wanted {wanted}")
 
 
 def refuse_unknown(settings: Settings) -> None:
@@ -111,7 +120,7 @@ def tied_projections(given: object, clusters: int, source: str) -> Tied:
     if len(pattern) == clusters and pattern == [False] + [True] * (clusters - 1):
         return "all_but_first"
     raise UserError(
-        f"{source}: tie_projs {ascii(given)[:60]} cannot be expressed here; only all, all but the first, or none can"
+        f"{source}: tie_projs {shown(given)} cannot be expressed here; only all, all but the first, or none can"
     )
 
 

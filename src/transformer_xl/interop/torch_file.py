@@ -22,6 +22,7 @@ from transformer_xl.files import explained
 from transformer_xl.interop.unpickler import Admits, Name, Outside, Record, read_pickle
 
 _MAGIC = 0x1950A86A20F9469CFC6C  # the first number of the older form
+_MOST_DIMENSIONS, _MOST_ROWS, _MOST_NUMBERS = 8, 2**31, 2**62
 _ZIP = b"PK\x03\x04"
 _STORAGES = {
     "DoubleStorage": torch.float64, "FloatStorage": torch.float32, "HalfStorage": torch.float16,
@@ -96,7 +97,7 @@ class TorchFile:
         """Where a member's bytes begin, and how many there are."""
         header = member.header_offset
         if member.compress_type != zipfile.ZIP_STORED or bytes(self._view[header : header + 4]) != _ZIP:
-            raise self._damaged(f"'{ascii(member.filename)[1:-1]}' in it is not as torch.save writes it")
+            raise self._damaged(f"'{ascii(member.filename)[1:-1][:120]}' in it is not as torch.save writes it")
         name, extra = (int.from_bytes(self._view[header + at : header + at + 2], "little") for at in (26, 28))
         start = header + 30 + name + extra
         if start + member.file_size > len(self._view):
@@ -115,7 +116,7 @@ class TorchFile:
         value, place = self._pickle(place)
         keys, place = self._pickle(place)
         sizes = dict(_storage_sizes(value))
-        if not isinstance(keys, list) or not all(key in sizes for key in keys):
+        if not isinstance(keys, list) or not all(isinstance(key, str) and key in sizes for key in keys):
             raise self._damaged("its list of storages is not one")
         self._places = {}
         for key in keys:
@@ -140,19 +141,20 @@ class TorchFile:
         """
         record = tensor_record(record)
         storage = self.storage(record)
-        try:
-            offset, size, stride = (record.arguments[place] for place in (1, 2, 3))
-            dimensions = list(zip(size, stride, strict=True))
-            whole = all(type(number) is int and number >= 0 for pair in [(offset, 0), *dimensions] for number in pair)
-            last = offset + sum((length - 1) * step for length, step in dimensions) if math.prod(size) else 0
-        except (IndexError, TypeError, ValueError):
-            raise self._damaged("a tensor in it has no shape") from None
-        if not whole or last >= max(storage.numbers, 1) or math.prod(size) > storage.numbers:
+        offset, size, stride = (*record.arguments[1:4], None, None, None)[:3]
+        if not (_whole(offset, _MOST_NUMBERS) and _lengths(size) and _lengths(stride) and len(size) == len(stride)):
+            raise self._damaged("a tensor in it has no shape")
+        numbers = math.prod(size)
+        last = offset + sum((length - 1) * step for length, step in zip(size, stride, strict=True)) if numbers else 0
+        if last >= max(storage.numbers, 1) or numbers > storage.numbers:
             raise self._damaged("a tensor in it reaches beyond its numbers")
-        if not math.prod(size):
-            return torch.zeros(size, dtype=storage.dtype)
-        flat = torch.frombuffer(self._bytes, dtype=storage.dtype, count=storage.numbers, offset=storage.start)
-        return flat.as_strided(size, stride, offset)
+        try:
+            if not numbers:
+                return torch.zeros(size, dtype=storage.dtype)
+            flat = torch.frombuffer(self._bytes, dtype=storage.dtype, count=storage.numbers, offset=storage.start)
+            return flat.as_strided(size, stride, offset)
+        except (RuntimeError, TypeError, OverflowError, ValueError):
+            raise self._damaged("a tensor in it has a shape that cannot be") from None
 
     def storage(self, record: Record) -> Storage:
         """Where the numbers of a tensor's record lie; equal for tensors that share them."""
@@ -160,11 +162,21 @@ class TorchFile:
         key, dtype, numbers = _storage(outside)
         start, length = self._places.get(key, (0, -1))
         if length < numbers * dtype.itemsize:
-            raise self._damaged(f"the numbers of a tensor ('{ascii(key)[1:-1]}') are not whole")
+            raise self._damaged(f"the numbers of a tensor ('{ascii(key)[1:-1][:120]}') are not whole")
         return Storage(start, numbers, dtype)
 
     def _damaged(self, why: str) -> UserError:
         return UserError(f"{self.path} is damaged ({why}); get it again")
+
+
+def _whole(number: object, most: int) -> bool:
+    return type(number) is int and 0 <= number < most
+
+
+def _lengths(values: object) -> bool:
+    """Whether these can be the lengths or strides of a tensor."""
+    few = isinstance(values, (tuple, list)) and len(values) <= _MOST_DIMENSIONS
+    return few and all(_whole(value, _MOST_ROWS) for value in values)
 
 
 def tensor_record(record: object) -> Record:
