@@ -160,6 +160,9 @@ FILES: dict[str, tuple[Callable[[], Any], str, str]] = {
     # weights
     "a weight of another shape": (
         change_weights(lambda w: w.update({TABLE: torch.zeros(23, 7)})), "hub", rf"'{TABLE}' is 23 x 7, and the"),
+    "a weight of a long name": (
+        change_weights(lambda w: w.update({"x" * 9999: torch.zeros(3)})), "hub", r"a weight 'x{120}' that this"),
+    "a type of a long name": (change_config(model_type="x" * 9999), "hub", r"of type 'x{59}; only"),
     "a weight too few": (
         change_weights(lambda w: w.pop("crit.cluster_bias"), safe=True), "hub", r"no weight 'crit.cluster_bias'"),
     "a weight too many": (
@@ -177,6 +180,7 @@ FILES: dict[str, tuple[Callable[[], Any], str, str]] = {
     # vocabularies
     "words too few": (written("hub/vocab.json", '{"a": 0, "b": 1}'), "hub", r"has 2 tokens and the model 23; the two"),
     "a word twice": (written("hub/vocab.json", json.dumps(["a"] * 23)), "hub", r"the word 'a' stands in it twice"),
+    "a letter twice": (written("hub/vocab.json", json.dumps(["_", *"a" * 22])), "hub", r"word 'a' stands in it twice"),
     "numbers missing": (written("hub/vocab.json", '{"a": 0, "b": 2}'), "hub", r"its 2 words are not 0 up to 1"),
     "no words": (written("hub/vocab.json", "7"), "hub", r"vocab.json: its words are not a list"),
     "no vocabulary": (gone("official/cache.pt"), "official", r"without its vocabulary of 23 tokens; give --vocabulary"),
@@ -201,6 +205,9 @@ FILES: dict[str, tuple[Callable[[], Any], str, str]] = {
         written("weights/checkpoint", 'model_checkpoint_path: "model.ckpt-0"\n'), "weights", r"holds no weights"),
     "an archive of others": (
         lambda: zipfile.ZipFile("official/model.pt", "w").writestr("a.txt", "b"), "official", r"no whole archive of"),
+    "a file of the folder": (lambda: None, "hub/config.json", r"is not recognised alone; give its folder, hub$"),
+    "another file of it": (
+        lambda: None, "hub/model.safetensors --format huggingface", r"is not recognised alone; give its folder, hub$"),
     "another format": (lambda: None, "hub --format nvidia", r"hub: is a folder|hub.*no checkpoint"),
     "no vocabulary there": (lambda: None, "hub --vocabulary nowhere", r"nowhere"),
     "options of the other way": (
@@ -268,6 +275,11 @@ def test_what_stands_there_already(place: Path, capfd: Capture) -> None:
     assert run(["convert", "hub", "run"]) == 0
     assert_refused(place, "convert run new", "run is a run already; 'txl convert run TO --to huggingface'", capfd)
     assert_refused(place, "convert run hub --to huggingface", "hub exists already; choose another place", capfd)
+
+
+def test_a_link_to_nothing_is_in_the_way(place: Path, capfd: Capture) -> None:
+    Path("link").symlink_to("nowhere")
+    assert_refused(place, "convert hub link", "link exists already; choose another place", capfd)
 
 
 def test_a_model_that_hugging_face_cannot_express(place: Path, capfd: Capture) -> None:

@@ -8,6 +8,7 @@ Letters: B rows, T tokens, V vocabulary, L layers, M memory slots, D width.
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,10 @@ from safetensors.torch import load_file, save_file
 
 from transformer_xl.config import UserError, run_settings
 from transformer_xl.interop.convert import to_huggingface, to_run
-from transformer_xl.interop.vocabularies import from_symbols
+from transformer_xl.interop.vocabularies import from_symbols, symbols_of
 from transformer_xl.model.build import build_model
 from transformer_xl.run_folder import Run, RunFolder, load
+from transformer_xl.text.vocabularies.words import WordVocabulary
 
 MakeRun = Callable[..., Run]
 
@@ -36,8 +38,10 @@ def make_run() -> MakeRun:
             "vocabulary_size": 23, "layers": 2, "width": 8, "heads": 2, "head_width": 3, "feedforward": 7,
             "cutoffs": (5, 11), "div_val": 2, "attend_empty_memory": True, "window": 9,
         }  # fmt: skip
-        config = run_settings({"model": {**small, **settings}, "train": {"memory": 9}}, "test")
-        folder = RunFolder.create(path, config, from_symbols(WORDS, "test"))
+        evaluation, words = settings.pop("evaluation", {}), settings.pop("vocabulary", None)
+        values = {"model": {**small, **settings}, "train": {"memory": 9}, "evaluation": evaluation}
+        config = run_settings(values, "test")
+        folder = RunFolder.create(path, config, words or from_symbols(WORDS, "test", splitting="moses"))
         torch.manual_seed(3)
         folder.save_weights(build_model(config.model).state_dict(), step=0, nats=None)
         return load(path, device="cpu")
@@ -116,6 +120,76 @@ def test_an_empty_memory_that_is_not_attended_is_said_to_differ(make_run: MakeRu
     make_run(tmp_path / "run", attend_empty_memory=False)
     remarks = to_huggingface(tmp_path / "run", tmp_path / "there").remarks
     assert [remark for remark in remarks if "first segments will differ" in remark]
+
+
+@pytest.mark.parametrize(
+    ("window", "evaluation", "written", "remark"),
+    [
+        (9, {"clamp": 7}, (9, True, 7), None),
+        (9, {"window": 9, "memory": 9}, (9, True, 5), None),
+        (None, {"window": 9}, (9, True, 5), None),
+        (9, {"window": 30, "memory": 30}, (30, True, 5), None),
+        (None, {"window": 4}, (9, False, 5), "evaluated here with window 4; TransfoXL has no form for it with 9"),
+        (9, {"window": 4}, (9, True, 5), "evaluated here with window 4; TransfoXL has no form for it with 9"),
+    ],
+)
+def test_what_the_run_is_evaluated_with_goes_along(
+    window: int | None, evaluation: dict[str, int], written: tuple[Any, ...], remark: str | None,
+    make_run: MakeRun, tmp_path: Path,
+) -> None:  # fmt: skip
+    make_run(tmp_path / "run", window=window, clamp_length=5, evaluation=evaluation)
+    remarks = to_huggingface(tmp_path / "run", tmp_path / "there").remarks
+    config = json.loads((tmp_path / "there" / "config.json").read_text())
+    assert (config["mem_len"], config["same_length"], config["clamp_len"]) == written
+    assert len(remarks) == (remark is not None)
+    assert remark is None or remark in remarks[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "settings", "lower_case", "remark"),
+    [
+        (WORDS, {"splitting": "moses"}, False, None),
+        (WORDS, {"splitting": "moses", "lower_case": True}, True, None),
+        (WORDS, {}, False, "their tokenizer splits text otherwise than 'spaces'"),
+        (
+            ["_", *"abcdefghijklmnopqrstuv"],
+            {},
+            False,
+            "their tokenizer splits text into words, and these are characters",
+        ),
+        (["caf\xa0e", "caf", *WORDS[2:]], {"splitting": "moses"}, False, "are cut in vocab.txt"),
+    ],
+)
+def test_how_text_becomes_tokens_goes_along(
+    words: list[str], settings: dict[str, Any], lower_case: bool, remark: str | None, make_run: MakeRun, tmp_path: Path
+) -> None:
+    make_run(tmp_path / "run", vocabulary=from_symbols(words, "test", **settings))
+    remarks = to_huggingface(tmp_path / "run", tmp_path / "there").remarks
+    tokenizer = json.loads((tmp_path / "there" / "tokenizer_config.json").read_text())
+    assert tokenizer == {"tokenizer_class": "TransfoXLTokenizer", "lower_case": lower_case}
+    assert len(remarks) == (remark is not None)
+    assert remark is None or remark in remarks[0]
+    to_run(tmp_path / "there", tmp_path / "again")
+    back = RunFolder.open(tmp_path / "again").vocabulary
+    assert symbols_of(back) == tuple(words)
+    if isinstance(back, WordVocabulary):
+        assert back.rules.case == ("folded" if lower_case else "kept")
+
+
+@pytest.mark.parametrize("pickled", [False, True])
+@pytest.mark.parametrize("told", [False, True])
+def test_the_tokenizers_settings_win_over_a_pickled_vocabulary(pickled: bool, told: bool, tmp_path: Path) -> None:
+    config, weights, _ = golden("clusters")
+    folder = hugging_face_folder(tmp_path / "hub", config, weights)
+    (folder / "vocab.json").unlink()
+    (folder / "vocab.pkl").write_bytes(pickle.dumps({"idx2sym": WORDS, "lower_case": pickled}))
+    to_run(folder, tmp_path / "silent")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"lower_case": told}))
+    to_run(folder, tmp_path / "told")
+    for name, folded in (("silent", pickled), ("told", told)):
+        vocabulary = RunFolder.open(tmp_path / name).vocabulary
+        assert isinstance(vocabulary, WordVocabulary)
+        assert (vocabulary.rules.case == "folded") == folded
 
 
 def test_weights_may_be_shared_out_over_files_and_stand_under_their_other_name(tmp_path: Path) -> None:

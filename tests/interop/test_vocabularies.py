@@ -77,9 +77,10 @@ def test_words_go_back_as_they_came() -> None:
     assert letters.characters == " et"
     assert symbols_of(letters) == ("_", "e", "t")
     assert symbols_of(ByteVocabulary()) is None
+    assert isinstance(from_symbols(["a", "e", "t"], "x"), WordVocabulary)
 
 
-@pytest.mark.parametrize("symbols", [[], [1, 2], ["a", "a"], ["a b"], [""]])
+@pytest.mark.parametrize("symbols", [[], [1, 2], ["a", "a"], ["a b"], [""], ["_", "a", "a"], ["_", " "]])
 def test_what_is_no_list_of_words_is_refused(symbols: list[Any]) -> None:
     with pytest.raises(UserError, match=r"^some.json: "):
         from_symbols(symbols, "some.json")

@@ -130,7 +130,7 @@ def to_huggingface(source: Path, out: Path) -> Converted:
 
 def _refuse_existing(out: Path) -> None:
     with explained(f"writing {out}"):
-        if out.exists():
+        if out.exists() or out.is_symlink():
             raise UserError(f"{out} exists already; choose another place or delete it first")
 
 
@@ -150,6 +150,8 @@ def _chosen(source: Path, format: str | None) -> Format:
         found = [name for name in FORMATS if _reader(name).recognises(source)]
         if not source.exists() and not found:
             raise UserError(f"{source}: no such file or folder; wanted {_wanted()}")
+        if not found and format in (None, "huggingface") and (source.parent / "config.json").is_file():
+            raise UserError(f"{source} is not recognised alone; give its folder, {source.parent}")
     if format is not None:
         return format
     if not found:

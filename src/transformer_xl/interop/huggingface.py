@@ -7,7 +7,7 @@ zeros of an empty memory are attended, `same_length` shows each query `mem_len` 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from transformer_xl.interop.names import HUGGING_FACE, to_ours, to_theirs
 from transformer_xl.interop.settings import Settings, lengths, refuse_unknown, shown, tied_projections
 from transformer_xl.interop.torch_file import TorchFile
 from transformer_xl.interop.vocabularies import first_of, read_json, read_vocabulary, symbols_of
+from transformer_xl.text.vocabularies.words import WordVocabulary
 from transformer_xl.text.vocabulary import Vocabulary
 
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -153,53 +154,99 @@ def _weights_in(file: Path) -> dict[str, Tensor]:
 def _vocabulary(folder: Path, file: Path) -> Vocabulary:
     tokenizer = folder / "tokenizer_config.json"
     values = read_json(tokenizer) if tokenizer.is_file() else {}
-    lower_case = isinstance(values, dict) and values.get("lower_case") is True
-    return read_vocabulary(file, splitting="moses", lower_case=lower_case)
+    lower_case = values.get("lower_case") if isinstance(values, dict) else None
+    return read_vocabulary(file, splitting="moses", lower_case=lower_case if isinstance(lower_case, bool) else None)
 
 
 def write(path: Path, config: RunConfig, weights: Mapping[str, Tensor], vocabulary: Vocabulary) -> tuple[str, ...]:
     """Writes a model as a folder that transformers 4.37.2 and older load; gives remarks for the user.
 
-    The vocabulary goes into vocab.txt, which its tokenizer reads without unpickling.
+    The vocabulary goes into vocab.txt, which its tokenizer reads without unpickling, and into vocab.json where a word
+    would not come back from there.
 
     Raises:
         UserError: the folder exists, or the model is one that TransfoXL cannot express.
     """
     model = config.model
     memory = config.train.memory if config.evaluation.memory is None else config.evaluation.memory
-    remarks = _check_expressible(model, memory)
+    same_length, remarks = _same_length(config, memory)
+    remarks = [*_check_expressible(model), *remarks, *_vocabulary_remarks(vocabulary)]
     theirs = to_theirs(model, HUGGING_FACE, weights)
     even_D = torch.arange(0.0, model.width, 2.0)
     theirs["transformer.pos_emb.inv_freq"] = 1 / (10000 ** (even_D / model.width))
     symbols = symbols_of(vocabulary)
     with whole_folder(path) as aside:
-        values = _config(model, memory, config.evaluation.segment or config.train.segment)
-        write_text(aside / "config.json", json.dumps(values, indent=2, sort_keys=True) + "\n")
+        values = {**_config(config), "mem_len": memory, "same_length": same_length}
+        write_text(aside / "config.json", _json(values))
         save_file({name: tensor.contiguous() for name, tensor in theirs.items()}, aside / "model.safetensors",
                   metadata={"format": "pt"})  # fmt: skip
         if symbols is not None:
             write_text(aside / "vocab.txt", "".join(f"{symbol}\n" for symbol in symbols))
+            folded = isinstance(vocabulary, WordVocabulary) and vocabulary.rules.case == "folded"
+            tokenizer = {"tokenizer_class": "TransfoXLTokenizer", "lower_case": folded}
+            write_text(aside / "tokenizer_config.json", _json(tokenizer))
+            if _has_other_spaces(symbols):
+                write_text(aside / "vocab.json", _json(list(symbols)))
+    return tuple(remarks)
+
+
+def _json(values: object) -> str:
+    return json.dumps(values, indent=2, sort_keys=True) + "\n"
+
+
+def _has_other_spaces(symbols: Sequence[str]) -> bool:
+    """Whether a word holds white space of Unicode, which ends a word of vocab.txt."""
+    return any(symbol.split() != [symbol] for symbol in symbols)
+
+
+def _vocabulary_remarks(vocabulary: Vocabulary) -> list[str]:
+    """How their tokenizer makes other tokens of a text than the run's own vocabulary."""
+    symbols, ids = symbols_of(vocabulary), "make its ids here (txl) and hand them to the model"
     if symbols is None:
-        remarks = (*remarks, f"a vocabulary of {vocabulary.kind} has no form there: hand its ids to the model")
+        return [f"a vocabulary of {vocabulary.kind} has no form there: hand its ids to the model"]
+    remarks = []
+    if not isinstance(vocabulary, WordVocabulary):
+        remarks.append(f"their tokenizer splits text into words, and these are {vocabulary.kind}: {ids}")
+    elif vocabulary.rules.splitting != "moses":
+        remarks.append(f"their tokenizer splits text otherwise than '{vocabulary.rules.splitting}': {ids}")
+    if _has_other_spaces(symbols):
+        remarks.append(
+            "words that hold white space are cut in vocab.txt, so their tokenizer lacks them; see vocab.json"
+        )
     return remarks
 
 
-def _check_expressible(model: ModelConfig, memory: int) -> tuple[str, ...]:
+def _same_length(config: RunConfig, memory: int) -> tuple[bool, list[str]]:
+    """Whether `same_length` is to be set, for the window that the run is evaluated with, and what is lost.
+
+    Raises:
+        UserError: the model has a window that is not the memory's length, and is not evaluated with one that is.
+    """
+    window, own = config.evaluation.window or config.model.window, config.model.window
+    if window in (None, memory):
+        return window is not None, []
+    if own not in (None, memory):
+        raise UserError(
+            f"a window of {own} keys with {memory} memory slots has no form in TransfoXL, where it is the memory's "
+            "length; train or evaluate with equal ones"
+        )
+    lost = f"evaluated here with window {window}; TransfoXL has no form for it with {memory} memory slots"
+    return own is not None, [lost]
+
+
+def _check_expressible(model: ModelConfig) -> tuple[str, ...]:
     if model.kind != "transformer" or model.encoding != "relative":
         raise UserError(f"a model with {model.system} has no form in TransfoXL; only Transformer-XL itself has")
     if model.norm == "pre" and model.final_norm:
         raise UserError("a pre-norm model with a final LayerNorm has no form in TransfoXL, which has none")
-    if model.window not in (None, memory):
-        raise UserError(
-            f"a window of {model.window} keys with {memory} memory slots has no form in TransfoXL, where it is the "
-            "memory's length; train or evaluate with equal ones"
-        )
     if not model.attend_empty_memory:
         return ("TransfoXL attends the zeros of an empty memory, this model does not: first segments will differ",)
     return ()
 
 
-def _config(model: ModelConfig, memory: int, segment: int) -> dict[str, Any]:
+def _config(config: RunConfig) -> dict[str, Any]:
+    """All but the lengths of memory and window."""
+    model = config.model
     clusters = len(model.cluster_widths)
     tied = {"all": [True] * clusters, "all_but_first": [False] + [True] * (clusters - 1), "none": [False] * clusters}
     return {
@@ -222,10 +269,8 @@ def _config(model: ModelConfig, memory: int, segment: int) -> dict[str, Any]:
         "tie_word_embeddings": model.tie_weights,
         "tie_projs": tied[model.tie_projections],
         "untie_r": not model.tie_position_biases,
-        "same_length": model.window is not None,
-        "mem_len": memory,
-        "tgt_len": segment,
-        "clamp_len": model.clamp_length or -1,
+        "tgt_len": config.evaluation.segment or config.train.segment,
+        "clamp_len": config.evaluation.clamp or model.clamp_length or -1,
         "attn_type": 0,
         "sample_softmax": -1,
         "eos_token_id": 0,

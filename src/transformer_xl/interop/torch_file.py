@@ -141,11 +141,15 @@ class TorchFile:
         """
         record = tensor_record(record)
         storage = self.storage(record)
-        offset, size, stride = (*record.arguments[1:4], None, None, None)[:3]
-        if not (_whole(offset, _MOST_NUMBERS) and _lengths(size) and _lengths(stride) and len(size) == len(stride)):
+        try:
+            offset, size, stride = (record.arguments[place] for place in (1, 2, 3))
+            dimensions = list(zip(size, stride, strict=True))
+        except (IndexError, TypeError, ValueError):
+            raise self._damaged("a tensor in it has no shape") from None
+        if not (_whole(offset, _MOST_NUMBERS) and _lengths(size) and _lengths(stride)):
             raise self._damaged("a tensor in it has no shape")
         numbers = math.prod(size)
-        last = offset + sum((length - 1) * step for length, step in zip(size, stride, strict=True)) if numbers else 0
+        last = offset + sum((length - 1) * step for length, step in dimensions) if numbers else 0
         if last >= max(storage.numbers, 1) or numbers > storage.numbers:
             raise self._damaged("a tensor in it reaches beyond its numbers")
         try:

@@ -70,7 +70,8 @@ def from_symbols(
         UserError: they are no words, or one stands in it twice.
     """
     letters = [" " if symbol == "_" else symbol for symbol in symbols]
-    if letters and all(isinstance(letter, str) and len(letter) == 1 for letter in letters) and " " in letters:
+    single = all(isinstance(letter, str) and len(letter) == 1 for letter in letters)
+    if single and "_" in symbols and len(set(map(str, letters))) == len(letters):
         return CharacterVocabulary("".join(map(str, letters)), None, closed=True)
     try:
         words = checked_words(list(symbols))
@@ -117,27 +118,26 @@ def read_json(path: Path) -> Any:
         raise UserError(f"{path} is not readable as JSON; get it again") from None
 
 
-def read_vocabulary(path: Path, *, splitting: Splitting = "spaces", lower_case: bool = False) -> Vocabulary:
+def read_vocabulary(path: Path, *, splitting: Splitting = "spaces", lower_case: bool | None = None) -> Vocabulary:
     """A vocabulary in a file: JSON, one word on each line, or pickled either way.
 
     Args:
         path: the file; the end of its name says which.
         splitting: what stands between words.
-        lower_case: text is read as if all letters were small, where the file does not say.
+        lower_case: whether text is read as if all letters were small, whatever the file says; none: as it says.
 
     Raises:
         UserError: it cannot be read, is damaged, or is meant to do harm.
     """
     source = str(path)
+    told = {} if lower_case is None else {"lower_case": lower_case}
     if path.suffix == ".json":
         value = read_json(path)
         if isinstance(value, dict) and not {"idx2sym", "sym2idx"} & value.keys():
             value = _ordered(value, source)
         if isinstance(value, dict):
-            return from_attributes({"lower_case": lower_case, **value}, source, splitting)
-        return from_symbols(
-            value if isinstance(value, list) else [], source, lower_case=lower_case, splitting=splitting
-        )
+            return from_attributes({**value, **told}, source, splitting)
+        return from_symbols(value if isinstance(value, list) else [], source, splitting=splitting, **told)
     if path.suffix == ".txt":
         with explained(f"reading {path}"):
             content = path.read_bytes()
@@ -146,9 +146,9 @@ def read_vocabulary(path: Path, *, splitting: Splitting = "spaces", lower_case: 
         except UnicodeDecodeError:
             raise UserError(f"{path} is not UTF-8; get it again") from None
         words = [line.split()[0] for line in lines if line.split()]
-        return from_symbols(list(dict.fromkeys(words)), source, lower_case=lower_case, splitting=splitting)
+        return from_symbols(list(dict.fromkeys(words)), source, splitting=splitting, **told)
     value = TorchFile(path, lambda name: admits_tokenizer(name) or admits_vocabulary(name)).value
-    return from_object(value, source, splitting)
+    return from_attributes({**_attributes(value), **told}, source, splitting)
 
 
 def from_object(value: object, source: str, splitting: Splitting = "spaces") -> Vocabulary:
@@ -157,10 +157,13 @@ def from_object(value: object, source: str, splitting: Splitting = "spaces") -> 
     Raises:
         UserError: there is none.
     """
+    return from_attributes(_attributes(value), source, splitting)
+
+
+def _attributes(value: object) -> Mapping[str, Any]:
     if isinstance(value, Record) and "vocab" in value.attributes:
         value = value.attributes["vocab"]
-    attributes = value if isinstance(value, dict) else value.attributes if isinstance(value, Record) else {}
-    return from_attributes(attributes, source, splitting)
+    return value if isinstance(value, dict) else value.attributes if isinstance(value, Record) else {}
 
 
 def symbols_of(vocabulary: Vocabulary) -> tuple[str, ...] | None:
