@@ -45,6 +45,12 @@ def place(ready: Path, tmp_path: Path, monkeypatch: Patch) -> Path:
 WRONG_WORDS = [
     ("evaluate run --rows 0", "rows 0: wanted 1 or more"),
     ("evaluate run --rows 2 --warmup -1", "warmup -1: wanted 0 or more"),
+    (f"evaluate run --segment {10**22}", "wanted 1 or more, 2,147,483,647 at most"),
+    (f"evaluate run --rows {10**17}", "wanted 1 or more, 2,147,483,647 at most"),
+    ("evaluate run --method moving-window --memory 0 --window 5 --segment 3", "--segment was given; a moving window"),
+    ("evaluate run --method moving-window --memory 0 --window 5 --warmup 3", "warms up by nothing; leave out --warmup"),
+    ("evaluate run --method dynamic --warmup 3", "without warming up; leave out --warmup"),
+    ("evaluate run --method dynamic --dynamic.form sgd --dynamic.epsilon 5", "--dynamic.epsilon is for the form rms"),
     ("evaluate run --documents reste", 'Did you mean "reset"?'),
     ("evaluate run --method moving", "moving"),
     ("evaluate run --method moving-window --window 5", r"has no memory, but memory 11 is asked for \(or is the run's"),

@@ -14,7 +14,8 @@ from refusals import FULL, assert_refused, do, error_of, files, full_after, no_f
 from safetensors.torch import save_file
 
 from transformer_xl.cli.main import run
-from transformer_xl.model.memory import Memory
+from transformer_xl.model.key_values import KeyValueMemory
+from transformer_xl.model.memory import HiddenMemory
 from transformer_xl.run_folder import RunFolder
 from transformer_xl.tensor_file import load_tensors
 
@@ -165,10 +166,11 @@ NO_MEMORY = [
 
 @pytest.mark.parametrize("error", NO_MEMORY, ids=repr)
 def test_not_enough_memory(place: Path, error: Exception, monkeypatch: Patch, capfd: Capture) -> None:
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr(Memory, "empty", refuse)
+    for kind in (HiddenMemory, KeyValueMemory):
+        monkeypatch.setattr(kind, "empty", refuse)
     for words in ("evaluate run", "generate run", NEW):
         assert_refused(place, words, "not enough memory for these sizes; lower rows, segment, memory", capfd)
 

@@ -14,8 +14,10 @@ import torch
 from refusals import Said, txl
 
 import transformer_xl
+from transformer_xl.config import UserError
 from transformer_xl.generation.decoding import complete, generate, search
 from transformer_xl.generation.sampling import Sampler
+from transformer_xl.generation.writer import Writer
 from transformer_xl.run_folder import Run, RunFolder, load
 from transformer_xl.text.vocabularies.words import WordVocabulary
 from transformer_xl.text.vocabulary import save_vocabulary
@@ -225,3 +227,37 @@ def test_weights_that_are_not_numbers(place: Path, tmp_path: Path, words: list[s
         "txl: error: the model's scores are not numbers: its weights are damaged, or its training"
     )
     assert said.err.count("\n") == 1
+
+
+def test_unknown_words_of_a_prompt_are_named(place: Path, tmp_path: Path) -> None:
+    """They are read as the unknown word, which nobody would see otherwise."""
+    words = ("<eos>", "<unk>", "the", "cat", "sat", "on", "mat")
+    save_vocabulary(WordVocabulary(words, None, "<eos>", "<unk>"), tmp_path / "words.json")
+    how = ("--vocabulary", tmp_path / "words.json", "--out", tmp_path / "corpus")
+    assert txl("prepare", place / "text.txt", *how).status == 0
+    assert txl("train", "--corpus", tmp_path / "corpus", "--run", tmp_path / "run", *MODEL, *TRAIN).status == 0
+    said = txl("generate", tmp_path / "run", "--prompt", "the zebra", "--prompt", "the cat", "--tokens", "3")
+    assert (said.status, said.err) == (0, "remark: not in the vocabulary, and read as <unk>: 'zebra'\n")
+
+
+def test_the_last_weights_can_be_asked_for(place: Path) -> None:
+    texts = [
+        txl("generate", place / "bytes", "--weights", which, "--greedy", "--tokens", "30", "--json").object["text"]
+        for which in ("best", "last")
+    ]
+    assert texts[0] != texts[1]  # best weights were changed above
+
+
+def test_a_prompt_that_is_no_text_is_shown_with_signs(place: Path) -> None:
+    said = txl("generate", place / "bytes", "--prompt", os.fsdecode(b"a\xff"), "--tokens", "1", "--json")
+    assert said.object["prompt"] == "a\ufffd"
+
+
+def test_one_text_is_no_list_of_texts(run: Run) -> None:
+    with pytest.raises(UserError, match="prompts is one text; give a list of texts"):
+        complete(run, "def ", tokens=3)
+    for odd, message in (({"top_k": 2.5}, "top_k 2.5: wanted a whole number"), ({"repetition_window": 1.5}, "whole")):
+        with pytest.raises(UserError, match=message):
+            Sampler(**odd)
+    with pytest.raises(UserError, match="something else was given; give whole numbers"):
+        Writer(run.model, [[1.5]])  # pyrefly: ignore[bad-argument-type]

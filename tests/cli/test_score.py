@@ -156,8 +156,10 @@ def test_evaluate_by_a_moving_window(place: Path, run: Run) -> None:
 def test_evaluate_dynamically(place: Path, run: Run, form: str) -> None:
     """The run on disk stays as it is."""
     weights = (place / "run" / "model.safetensors").read_bytes()
-    words = ["--dynamic.form", form, "--dynamic.rate", "0.001", "--dynamic.decay", "0.1", "--dynamic.epsilon", "0.01"]
-    found = evaluated(place, "--method", "dynamic", *words, "--dynamic.statistics-tokens", "50")
+    words = ["--dynamic.form", form, "--dynamic.rate", "0.001", "--dynamic.decay", "0.1"]
+    if form == "rms":
+        words += ["--dynamic.epsilon", "0.01", "--dynamic.statistics-tokens", "50"]
+    found = evaluated(place, "--method", "dynamic", *words)
     corpus = Corpus.open(place / "corpus")
     how = Dynamic(form, 0.001, 0.1, 0.01, corpus.split("train").tokens, 50)  # type: ignore[arg-type]
     wanted = evaluate(run, corpus.split("test"), replace(Plan.of(run.config), method=how))

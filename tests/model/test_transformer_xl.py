@@ -288,5 +288,5 @@ def test_wrong_calls_say_so(make_model, call, text):
 
 def test_memory_of_another_model_is_refused(make_model, tokens):
     other = make_model(layers=2).initial_memory(2)
-    with pytest.raises(UserError, match="another size"):
+    with pytest.raises(UserError, match="another model"):
         make_model()(tokens(2, 3), other)

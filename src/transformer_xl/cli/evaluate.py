@@ -130,6 +130,8 @@ def evaluate(
         raise UserError(f"--tokens {chosen.tokens}: wanted 1 or more")
     if per_token is not None and sweep_memory is not None:
         raise UserError("--per-token and --sweep-memory were both given; a file holds the losses of one evaluation")
+    if method == "moving-window" and lengths.segment is not None:
+        raise UserError("--segment was given; a moving window reads whole windows, of --window tokens")
     from transformer_xl.cli.train import corpus_of
     from transformer_xl.run_folder import Run, RunFolder
 
@@ -175,6 +177,9 @@ def method_of(name: str, flags: DynamicFlags, corpus: Corpus | None) -> Method |
     typed = flags.given()
     if typed and name != "dynamic":
         raise UserError(f"--dynamic.{next(iter(typed)).replace('_', '-')} was given; it goes with --method dynamic")
+    unused = {"epsilon", "statistics_tokens"} & typed.keys()
+    if flags.form == "sgd" and unused:
+        raise UserError(f"--dynamic.{min(unused).replace('_', '-')} is for the form rms; leave it out with sgd")
     if name == "moving-window":
         from transformer_xl.evaluation.moving_window import MovingWindow
 

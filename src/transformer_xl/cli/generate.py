@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from transformer_xl.device import Precision
     from transformer_xl.generation.decoding import Completion, Options
     from transformer_xl.generation.sampling import Sampler
-    from transformer_xl.run_folder import Run
+    from transformer_xl.run_folder import Run, Weights
     from transformer_xl.text.vocabulary import Vocabulary
 
 _LINE_END = "\n"
@@ -158,6 +158,7 @@ def generate(
     ending: Annotated[Ending, Parameter(name="*")] = _A_PAGE,
     several: Annotated[Several, Parameter(name="*")] = _ONE,
     log_probabilities: Annotated[bool, Parameter(negative=())] = False,
+    weights: Literal["best", "last"] = "best",
     precision: Literal["auto", "float32", "bfloat16"] = "float32",
     machine: MachineOptions = ANY_MACHINE,
     json: Json = False,
@@ -178,6 +179,8 @@ def generate(
         More than one text.
     log_probabilities
         With --json: the log-probability of each token.
+    weights
+        The best weights on the validation text, or the last ones.
     precision
         Number format of matrix products; bfloat16 is faster where the machine has it, and less exact.
     """
@@ -188,7 +191,8 @@ def generate(
         raise UserError("--chat reads prompts from standard input and shows one answer; leave the other options out")
 
     sampler = sampling.sampler()
-    loaded = _load(run, machine, precision)
+    loaded = _load(run, weights, machine, precision)
+    _say_unknown(loaded.vocabulary, prompts)
     options = ending.options(loaded.vocabulary)
     options.update(memory=beginning.memory, context=beginning.context, precision=precision)
     options.update(log_probabilities=log_probabilities)
@@ -204,7 +208,7 @@ def generate(
         _show({"run": str(run)}, texts, time.perf_counter() - began, form)
 
 
-def _load(run: Path, machine: MachineOptions, precision: Precision) -> Run:
+def _load(run: Path, weights: Weights, machine: MachineOptions, precision: Precision) -> Run:
     """The run, its weights rounded once where products are to be quicker."""
     import torch
 
@@ -212,7 +216,7 @@ def _load(run: Path, machine: MachineOptions, precision: Precision) -> Run:
     from transformer_xl.model.precision import with_matrices_in
     from transformer_xl.run_folder import load
 
-    loaded = load(run, device=str(machine.choose()))
+    loaded = load(run, device=str(machine.choose()), weights=weights)
     if number_format(next(loaded.model.parameters()).device, precision) == "float32":
         return loaded
     return replace(loaded, model=with_matrices_in(loaded.model, torch.bfloat16))
@@ -245,7 +249,7 @@ class _Shown:
     def as_dict(self, *, in_detail: bool) -> dict[str, Any]:
         found = self.completion
         values: dict[str, Any] = {
-            "prompt": self.prompt.decode("utf-8", "replace") if isinstance(self.prompt, bytes) else self.prompt,
+            "prompt": None if self.prompt is None else _bytes(self.prompt).decode("utf-8", "replace"),
             "text": found.text,
             "tokens": len(found.tokens),
             "ended": found.ended,
@@ -257,6 +261,25 @@ class _Shown:
         if in_detail:
             values |= {"token_ids": found.tokens, "log_probabilities": found.log_probabilities}
         return values
+
+
+def _bytes(text: str | bytes) -> bytes:
+    """As it was typed, even where that is not UTF-8."""
+    return text if isinstance(text, bytes) else text.encode("utf-8", "surrogateescape")
+
+
+def _say_unknown(vocabulary: Vocabulary, prompts: list[str | bytes | None]) -> None:
+    """Says which words of the prompts are read as the vocabulary's unknown word."""
+    from transformer_xl.text.vocabularies.words import WordVocabulary
+
+    if not isinstance(vocabulary, WordVocabulary) or vocabulary.unknown is None:
+        return
+    for prompt in prompts:
+        found = () if prompt is None else vocabulary.lost(_bytes(prompt)).unknown
+        unknown = [word for word, _ in found]
+        if unknown:
+            words = ", ".join(f"'{word[:40]}'" for word in unknown[:5]) + (", ..." if len(unknown) > 5 else "")
+            say(f"remark: not in the vocabulary, and read as {vocabulary.unknown}: {words}")
 
 
 def _texts(run: Run, prompts: list[str | bytes | None], several: Several, options: Options) -> Iterator[_Shown]:

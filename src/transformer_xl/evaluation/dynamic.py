@@ -89,6 +89,10 @@ class Dynamic:
         """
         if plan.rows not in (None, 1):
             raise UserError(f"rows {plan.rows}: dynamic evaluation reads one after another; give 1")
+        if plan.warmup is not None:
+            raise UserError(
+                "dynamic evaluation reads one stream from its start, without warming up; leave out --warmup"
+            )
         if self.form == "rms" and (self.training_K is None or not len(self.training_K)):
             raise UserError("dynamic evaluation of the form rms needs training text; give it, or take the form sgd")
         return self._finite(fetched(self._steps(model, text, plan, progress)))

@@ -49,6 +49,8 @@ class MovingWindow:
                 f"a moving window computes everything anew and has no memory, but memory {plan.reach.memory} is asked "
                 "for (or is the run's own); give --memory 0 for the moving window, or --method memory"
             )
+        if plan.warmup is not None:
+            raise UserError("a moving window computes everything anew and warms up by nothing; leave out --warmup")
         context = self.context or plan.reach.window
         if context is None:
             raise UserError("a moving window needs a length; give --window N, the tokens each prediction sees")

@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from transformer_xl.config import RunConfig, UserError
+from transformer_xl.config import MOST, RunConfig, UserError
 from transformer_xl.device import Precision
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import Reach
@@ -107,8 +107,8 @@ class Plan:
         """Refuses what cannot be."""
         for name, least in (("segment", 1), ("rows", 1), ("warmup", 0)):
             value = getattr(self, name)
-            if value is not None and value < least:
-                raise UserError(f"{name} {value}: wanted {least} or more")
+            if value is not None and not least <= value <= MOST:
+                raise UserError(f"{name} {value:,}: wanted {least} or more, {MOST:,} at most")
 
     @staticmethod
     def of(config: RunConfig, **wanted: Limit | None) -> Plan:

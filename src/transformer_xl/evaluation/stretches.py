@@ -65,7 +65,7 @@ class Stretches:
         edges_N = text.edges(plan.documents)
         start_N, stop_N, total = edges_N[:-1], edges_N[1:], len(text.tokens_K)
         segments_N = -(-(stop_N - start_N) // plan.segment)
-        rows = 1 if warmup is None or plan.rows is None else plan.rows
+        rows = 1 if warmup is None or plan.rows is None else min(plan.rows, total)
         share_N = -(-(stop_N - start_N) * rows // total)
         pieces_N = np.minimum(share_N, segments_N)
         start_S, stop_S, segments_S, pieces_S = (

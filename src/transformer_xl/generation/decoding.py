@@ -261,6 +261,8 @@ def complete(run: Run, prompts: Sequence[Prompt], *, samples: int = 1, **options
     Raises:
         UserError: as `generate`; no prompt, no samples, or no end.
     """
+    if isinstance(prompts, (str, bytes)):
+        raise UserError("prompts is one text; give a list of texts, such as [text], or use generate")
     request = Request(**options)
     if request.tokens is None:
         raise UserError("texts that are to be handed over whole need an end; give a number of tokens")

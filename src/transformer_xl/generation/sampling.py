@@ -32,6 +32,10 @@ class Sampler:
     """Of the prompt and what was made after it, so many last tokens count as having stood there before."""
 
     def __post_init__(self) -> None:
+        for name in ("top_k", "repetition_window"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, int):
+                raise UserError(f"{name} {value}: wanted a whole number")
         if not 0 <= self.temperature < float("inf"):
             raise UserError(f"temperature {self.temperature}: wanted 0 (greedy) or more")
         if self.top_k is not None and self.top_k < 1:
@@ -118,7 +122,7 @@ def check_scores(best_B: Tensor) -> None:
     if not bool(best_B.isfinite().all()):
         raise UserError(
             "the model's scores are not numbers: its weights are damaged, or its training diverged; "
-            "take other weights (an earlier checkpoint, --weights best)"
+            "take other weights (--weights best or last)"
         )
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -253,6 +254,8 @@ def check_tokens(model: LanguageModel, prompts: Sequence[Sequence[int]], end_ids
         raise UserError("no prompt was given; give at least one")
     if not all(len(prompt) for prompt in prompts):
         raise UserError("the prompt is empty; give at least one token")
+    if not all(isinstance(token, Integral) for prompt in prompts for token in prompt):
+        raise UserError("prompts are token numbers, and something else was given; give whole numbers")
     known = model.config.vocabulary_size
     for what, ids in [("token", max(map(max, prompts))), ("token", min(map(min, prompts))), *_ends(end_ids)]:
         if not 0 <= ids < known:

@@ -215,7 +215,7 @@ class TransformerXL(LanguageModel):
         if isinstance(memory, KeyValueMemory):
             own = memory.layer_shape == (config.layers, config.heads, config.head_size)
         if not own:
-            raise UserError("this memory was made by a model of another size; start with initial_memory")
+            raise UserError("this memory was made by another model; start with initial_memory")
         return memory
 
     def _sight(self, memory: Memory, num_new: int, lengths_B: Tensor | None) -> Sight:

@@ -153,5 +153,5 @@ def test_a_reach_without_meaning_is_refused(make_baseline, reach, text):
 def test_a_memory_of_another_model_is_refused(make_baseline, tokens):
     model = make_baseline("qrnn, window 2")
     for other in (make_baseline("lstm", layers=2), make_baseline("qrnn, window 1"), make_baseline("shaw")):
-        with pytest.raises(UserError, match="another size"):
+        with pytest.raises(UserError, match="another model"):
             model(tokens(2, 3), other.initial_memory(2))

@@ -255,5 +255,5 @@ class RecurrentModel(Baseline):
             or len(memory.states_BXD) != self.config.layers
             or memory.states_BXD[0].shape[1:] != state
         ):
-            raise UserError("this memory was made by a model of another size; start with initial_memory")
+            raise UserError("this memory was made by another model; start with initial_memory")
         return memory
