@@ -128,6 +128,7 @@ SETTINGS = {
     "a word for a number": ({"d_model": "8"}, r"config.json: d_model is '8'; wanted a whole number"),
     "a number for a flag": ({"pre_lnorm": 1}, r"config.json: pre_lnorm is 1; wanted true or false"),
     "cutoffs that are none": ({"cutoffs": [5, "x"]}, r"cutoffs is \[5, 'x'\]; wanted a list of whole numbers"),
+    "cutoffs one in the other": ({"cutoffs": [[5]]}, r"cutoffs is of type list; wanted a list of whole numbers"),
     "cutoffs that fall": ({"cutoffs": [11, 5]}, r"config.json: cutoffs 11, 5 must rise"),
     "other sizes": ({"d_inner": 9}, r"CoreNet.0.weight' is 7 x 8, and the settings ask for 9 x 8; do the two belong"),
     "another vocabulary size": ({"vocab_size": 24}, rf"'{TABLE}' is 23 x 8, and the settings ask for 24 x 8"),
