@@ -126,12 +126,9 @@ def evaluate(
         Number format of matrix products; bfloat16 is faster where the machine has it, and less exact.
     """
     swept = _memories(sweep_memory, lengths)
-    if chosen.tokens is not None and chosen.tokens < 1:
-        raise UserError(f"--tokens {chosen.tokens}: wanted 1 or more")
+    _check_words(method, lengths, chosen)
     if per_token is not None and sweep_memory is not None:
         raise UserError("--per-token and --sweep-memory were both given; a file holds the losses of one evaluation")
-    if method == "moving-window" and lengths.segment is not None:
-        raise UserError("--segment was given; a moving window reads whole windows, of --window tokens")
     from transformer_xl.cli.train import corpus_of
     from transformer_xl.run_folder import Run, RunFolder
 
@@ -147,6 +144,14 @@ def evaluate(
     results = [_scored(loaded, text, plan, chosen.tokens, per_token) for plan in plans]
     head = {"run": str(run), "split": chosen.split}
     _show(head, results, folder.vocabulary, json, swept=sweep_memory is not None)
+
+
+def _check_words(method: str, lengths: Lengths, chosen: Chosen) -> None:
+    """Refuses words that cannot be meant, before anything is opened."""
+    if chosen.tokens is not None and chosen.tokens < 1:
+        raise UserError(f"--tokens {chosen.tokens}: wanted 1 or more")
+    if method == "moving-window" and lengths.segment is not None:
+        raise UserError("--segment was given; a moving window reads whole windows, of --window tokens")
 
 
 def _memories(sweep: str | None, lengths: Lengths) -> list[int | None]:
