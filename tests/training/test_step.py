@@ -236,7 +236,7 @@ def gradients(model: Any, recompute: bool) -> tuple[list[Tensor], int]:
     segment = random_segment(7, 5, 1)
     inputs_BT = torch.from_numpy(segment.inputs_BT)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        nats, _ = ScoredModel(model)(inputs_BT, segment.targets_BT, model.initial_memory(7))
+        nats, _, _ = ScoredModel(model)(inputs_BT, segment.targets_BT, model.initial_memory(7))
     model.zero_grad()
     nats.sum().backward()
     return [parameter.grad.clone() for parameter in model.parameters()], sum(kept.values())
