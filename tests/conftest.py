@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from importlib import import_module
 from importlib.util import find_spec
@@ -21,6 +22,8 @@ if find_spec("triton") and not torch.cuda.is_available():
         patch.setenv("TRITON_INTERPRET", "1")
         import_module("triton.experimental.gluon")  # else imported by the first kernel that runs
 
+# jobs in the background ignore Ctrl-C, and so would the processes that tests start to be stopped by it
+signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)  # the tests run side by side, a process for each core
 
 
