@@ -13,6 +13,8 @@ FIDELITY = (Path(__file__).parents[2] / "docs" / "fidelity.md").read_text(encodi
 PAPER = {
     "enwik8-12l": 41e6,
     "enwik8-24l": 277e6,
+    "enwik8-al-rfou-12l": 44e6,
+    "enwik8-al-rfou-64l": 235e6,
     "text8-12l": 41e6,
     "text8-24l": 277e6,
     "wikitext-103-standard": 151e6,
