@@ -16,12 +16,10 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
 from transformer_xl.config import ModelConfig, UserError
 from transformer_xl.model import kernels
-from transformer_xl.model.adaptive import Embedding, Softmax
 from transformer_xl.model.attention import (
     Attention,
     Biases,
@@ -32,13 +30,10 @@ from transformer_xl.model.attention import (
     RelativeAttention,
     encode_distances,
 )
-from transformer_xl.model.dropout import Dropout
 from transformer_xl.model.kernels import AttentionInputs, AttentionTerms, Sight, reference
 from transformer_xl.model.key_values import KeyValueMemory, Span
-from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import HiddenMemory, Memory, Reach
-
-_WEIGHT_STD, _NORM_STD = 0.02, 0.02  # the authors' init_std
+from transformer_xl.model.token_model import WEIGHT_STD, TokenModel
 
 
 @dataclass(frozen=True)
@@ -51,7 +46,7 @@ class LayerTrace:
     """Its four attention terms and the probabilities, over [memory ; new tokens]."""
 
 
-class TransformerXL(LanguageModel):
+class TransformerXL(TokenModel):
     """Token embedding times sqrt(D), L layers, and a softmax that shares the embedding's weights unless told not to."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -63,29 +58,18 @@ class TransformerXL(LanguageModel):
         super().__init__(config)
         kernels.check(config.kernel)
         num_bias_pairs = 1 if config.tie_position_biases else config.layers
-        self.embedding = Embedding(config)
-        self.softmax = Softmax(config, self.embedding)
         self.content_bias = nn.Parameter(torch.empty(num_bias_pairs, config.heads, config.head_size))
         self.position_bias = nn.Parameter(torch.empty(num_bias_pairs, config.heads, config.head_size))
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
         final = config.norm == "pre" and config.final_norm
         self.final_norm = nn.LayerNorm(config.width, eps=config.norm_epsilon) if final else nn.Identity()
-        self.dropout = Dropout(config.dropout)
         self.initialise()
 
+    @override
     def initialise(self) -> None:
-        """Draws the first weights as the authors' code does: N(0, 0.02), biases 0, LayerNorm weights N(1, 0.02)."""
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.normal_(module.weight, 0.0, _WEIGHT_STD)
-            elif isinstance(module, Embedding | Softmax):
-                module.initialise()
-            elif isinstance(module, nn.LayerNorm):
-                nn.init.normal_(module.weight, 1.0, _NORM_STD)
-            if isinstance(module, nn.Linear | nn.LayerNorm) and module.bias is not None:
-                nn.init.zeros_(module.bias)
-        nn.init.normal_(self.content_bias, 0.0, _WEIGHT_STD)
-        nn.init.normal_(self.position_bias, 0.0, _WEIGHT_STD)
+        super().initialise()
+        nn.init.normal_(self.content_bias, 0.0, WEIGHT_STD)
+        nn.init.normal_(self.position_bias, 0.0, WEIGHT_STD)
 
     @override
     def initial_memory(self, batch_size: int, reach: Reach | None = None) -> HiddenMemory:
@@ -137,8 +121,8 @@ class TransformerXL(LanguageModel):
         lengths_B: Tensor | None = None,
     ) -> tuple[list[Tensor], Memory]:
         """As `forward`, but gives L + 1 hidden rows (B, T, D): the input of every layer, then what `forward` gives."""
-        x_BTD = self._first_input(tokens_BT, inputs_BTD)
-        memory = self._matching(memory, x_BTD, lengths_B)
+        x_BTD = self.dropout(self.first_input(tokens_BT, inputs_BTD))
+        memory = self.matching(memory, x_BTD, lengths_B)
         kernel = kernels.choose(self.config.kernel, x_BTD.device, x_BTD.dtype)
         sight = self._sight(memory, x_BTD.shape[1], lengths_B)
         dropout = self.config.attention_dropout if self.training else 0.0
@@ -150,10 +134,7 @@ class TransformerXL(LanguageModel):
         reading = self._reading(memory, x_BTD, lengths_B)
         for layer, past, biases in zip(self.layers, reading.pasts, self._biases(), strict=True):
             states_BTD.append(x_BTD)
-            if self.recompute and torch.is_grad_enabled():
-                x_BTD = checkpoint(layer, x_BTD, past, biases, attend, use_reentrant=False)
-            else:
-                x_BTD = layer(x_BTD, past, biases, attend)
+            x_BTD = self.through(layer, x_BTD, past, biases, attend)
         after = reading.after(states_BTD)
         return [*states_BTD, self.dropout(self.final_norm(x_BTD))], after
 
@@ -165,8 +146,8 @@ class TransformerXL(LanguageModel):
         Same inputs as `forward`. A layer's B x N x T x S numbers live only until the next layer is asked for.
         Meant for pictures: dropout is not applied to the probabilities, and the reference kernel is used.
         """
-        x_BTD = self._first_input(tokens_BT, inputs_BTD)
-        memory = self._matching(memory, x_BTD, None)
+        x_BTD = self.dropout(self.first_input(tokens_BT, inputs_BTD))
+        memory = self.matching(memory, x_BTD, None)
         sight = self._sight(memory, x_BTD.shape[1], None)
         reading = self._reading(memory, x_BTD, None)
         for layer, past, biases in zip(self.layers, reading.pasts, self._biases(), strict=True):
@@ -175,41 +156,8 @@ class TransformerXL(LanguageModel):
             yield LayerTrace(x_BTD, seen.pop())
 
     @override
-    def logits(self, hidden_BTD: Tensor) -> Tensor:
-        return self.softmax.logits(hidden_BTD)
-
-    @override
-    def nats(self, hidden_BTD: Tensor, targets_BT: Tensor) -> Tensor:
-        return self.softmax.nats(hidden_BTD, targets_BT)
-
-    @override
-    def top(self, hidden_BTD: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        return self.softmax.top(hidden_BTD, count)
-
-    def _first_input(self, tokens_BT: Tensor | None, inputs_BTD: Tensor | None) -> Tensor:
-        if (tokens_BT is None) == (inputs_BTD is None):
-            raise UserError("give either tokens_BT or inputs_BTD")
-        if tokens_BT is not None:
-            if tokens_BT.ndim != 2 or tokens_BT.is_floating_point() or not tokens_BT.shape[1]:
-                given = f"tokens of shape {tuple(tokens_BT.shape)}, {tokens_BT.dtype}"
-                raise UserError(f"{given}; wanted whole numbers (rows, tokens), one token at least")
-            inputs_BTD = self.embedding(tokens_BT) * self.config.width**0.5
-        assert inputs_BTD is not None
-        if inputs_BTD.ndim != 3 or inputs_BTD.shape[-1] != self.config.width or not inputs_BTD.shape[1]:
-            raise UserError(f"inputs of shape {tuple(inputs_BTD.shape)}; wanted (rows, tokens, {self.config.width})")
-        return self.dropout(inputs_BTD)
-
-    def _matching(self, memory: Memory | None, x_BTD: Tensor, lengths_B: Tensor | None) -> Memory:
-        batch_size = len(x_BTD)
-        if lengths_B is not None and lengths_B.shape != (batch_size,):
-            raise UserError(f"lengths of shape {tuple(lengths_B.shape)} beside {batch_size} rows; wanted one a row")
-        if memory is None:
-            return self.initial_memory(batch_size)
-        if memory.batch_size != batch_size:
-            raise UserError(
-                f"memory of {memory.batch_size} rows beside {batch_size} rows of input; "
-                "use memory.select(rows), or initial_memory for new texts"
-            )
+    def matching(self, memory: Memory | None, x_BTD: Tensor, lengths_B: Tensor | None) -> Memory:
+        memory = super().matching(memory, x_BTD, lengths_B)
         config = self.config
         own = isinstance(memory, HiddenMemory) and memory.layer_shape == (config.layers, config.width)
         if isinstance(memory, KeyValueMemory):

@@ -26,11 +26,11 @@ from typing_extensions import override
 
 from transformer_xl.config import ModelConfig, UserError
 from transformer_xl.model.attention import FeedForward, encode_distances
-from transformer_xl.model.baselines.baseline import WEIGHT_STD, Baseline
 from transformer_xl.model.baselines.token_memory import TokenMemory
 from transformer_xl.model.cross_entropy import linear_cross_entropy
 from transformer_xl.model.dropout import Dropout
 from transformer_xl.model.memory import HiddenMemory, Memory, Reach
+from transformer_xl.model.token_model import WEIGHT_STD, TokenModel
 
 _SECOND_WEIGHT = 0.5  # of the loss of the token after the next
 
@@ -84,7 +84,7 @@ class AbsoluteLayer(nn.Module):
         return self.feedforward(self.attention(x_BTD, seen_B1TT))
 
 
-class AbsoluteTransformer(Baseline):
+class AbsoluteTransformer(TokenModel):
     """Embedding, layers with absolute places, softmax."""
 
     def __init__(self, config: ModelConfig) -> None:

@@ -31,9 +31,9 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from typing_extensions import override
 
 from transformer_xl.config import ModelConfig, UserError
-from transformer_xl.model.baselines.baseline import Baseline
 from transformer_xl.model.baselines.scan import linear_recurrence
 from transformer_xl.model.memory import Memory, Reach, counts_on
+from transformer_xl.model.token_model import TokenModel
 
 _FORGET_BIAS = 1.0  # Jozefowicz et al. 2015
 
@@ -194,7 +194,7 @@ class QRNNLayer(nn.Module):
         return hidden_BTD, torch.cat([c_BTD[:, -1:].to(state_BXD.dtype), kept_BXD], dim=1)
 
 
-class RecurrentModel(Baseline):
+class RecurrentModel(TokenModel):
     """Embedding, layers of LSTM or QRNN, softmax."""
 
     def __init__(self, config: ModelConfig) -> None:

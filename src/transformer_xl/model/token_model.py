@@ -1,4 +1,4 @@
-"""What the baselines share: Transformer-XL's embedding and softmax around layers of another kind.
+"""What every model of tokens here shares: embedding and softmax around layers of any kind.
 
 Letters: B rows, T new tokens, D model width, V vocabulary, R candidates, X any shape.
 """
@@ -18,10 +18,10 @@ from transformer_xl.model.dropout import Dropout
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import Memory, Reach
 
-WEIGHT_STD, NORM_STD = 0.02, 0.02  # as Transformer-XL's
+WEIGHT_STD, NORM_STD = 0.02, 0.02  # the authors' init_std
 
 
-class Baseline(LanguageModel):
+class TokenModel(LanguageModel):
     """Token embedding times sqrt(D), layers, and a softmax that shares the embedding's weights unless told not to."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -31,7 +31,7 @@ class Baseline(LanguageModel):
         self.dropout = Dropout(config.dropout)
 
     def initialise(self) -> None:
-        """Draws first weights as Transformer-XL's are: N(0, 0.02), biases 0, LayerNorm weights N(1, 0.02)."""
+        """Draws the first weights as the authors' code does: N(0, 0.02), biases 0, LayerNorm weights N(1, 0.02)."""
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, 0.0, WEIGHT_STD)
