@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
+from transformer_xl.config import UserError
+
 if TYPE_CHECKING:
     import torch
 
@@ -36,3 +38,15 @@ class Machine:
 
 MachineOptions = Annotated[Machine, Parameter(name="*")]
 ANY_MACHINE = Machine()
+
+
+def whole_numbers(flag: str, given: str, *, least: int = 1) -> tuple[int, ...]:
+    """Numbers that were typed as one word, 800,1800.
+
+    Raises:
+        UserError: something else was typed.
+    """
+    parts = [part.strip() for part in given.split(",")]
+    if not all(part.isascii() and part.isdecimal() and least <= int(part) < 10**7 for part in parts):
+        raise UserError(f"{flag} {given}: wanted whole numbers from {least} on with commas between, such as 800,1800")
+    return tuple(int(part) for part in parts)

@@ -1,4 +1,4 @@
-"""`txl analyze`: what a model does and how fast, in tables."""
+"""`txl analyze speed`: how much faster memory makes evaluation, as a table beside the paper's."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from cyclopts import App, Parameter
+from cyclopts import Parameter
 
-from transformer_xl.cli.options import ANY_MACHINE, Json, MachineOptions
+from transformer_xl.cli.options import ANY_MACHINE, Json, MachineOptions, whole_numbers
 from transformer_xl.cli.output import print_json, print_table, say
 from transformer_xl.config import UserError, load_recipe, run_settings
 from transformer_xl.files import write_text
@@ -18,8 +18,6 @@ from transformer_xl.files import write_text
 if TYPE_CHECKING:
     from transformer_xl.analysis.evaluation_speed import Contest, SpeedRow, Task
     from transformer_xl.config import RunConfig
-
-analyze = App(name="analyze", help="Measure and show what a model does.", help_format="plaintext")
 
 
 @dataclass(frozen=True)
@@ -48,9 +46,9 @@ class Contested:
         sizes = config.model.model_copy(update={"cutoffs": ()}) if config.model.cutoffs == "auto" else config.model
         return Task(
             sizes,
-            lengths=_numbers("--lengths", self.lengths),
+            lengths=whole_numbers("--lengths", self.lengths),
             clamp=None if clamp == "none" else clamp,
-            segments=_numbers("--segments", self.segments),
+            segments=whole_numbers("--segments", self.segments),
             rounds=self.rounds,
             precision=self.precision,
         )
@@ -59,7 +57,6 @@ class Contested:
 _THE_PAPERS = Contested()
 
 
-@analyze.command
 def speed(
     model: str = "enwik8-24l",
     /,
@@ -110,13 +107,6 @@ def _settings(model: str) -> RunConfig:
     recipe = load_recipe(model)
     groups = {"model": recipe.model, "train": recipe.train, "evaluation": recipe.evaluation}
     return run_settings(groups, f"recipe {model}")
-
-
-def _numbers(flag: str, given: str) -> tuple[int, ...]:
-    parts = [part.strip() for part in given.split(",")]
-    if not all(part.isascii() and part.isdecimal() and 0 < int(part) < 10**7 for part in parts):
-        raise UserError(f"{flag} {given}: wanted whole numbers from 1 on with commas between, such as 800,1800")
-    return tuple(int(part) for part in parts)
 
 
 def _circumstances(contest: Contest) -> dict[str, Any]:
