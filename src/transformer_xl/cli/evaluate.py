@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from transformer_xl.cli.options import ANY_MACHINE, Json, MachineOptions
+from transformer_xl.cli.options import ANY_MACHINE, Json, MachineOptions, whole_numbers
 from transformer_xl.cli.output import ProgressBar, print_json, print_table, say
 from transformer_xl.config import RunConfig, UserError
 
@@ -92,6 +92,7 @@ def evaluate(
     chosen: Annotated[Chosen, Parameter(name="*")] = _WHOLE_TEST,
     lengths: Annotated[Lengths, Parameter(name="*")] = _THE_RUNS,
     sweep_memory: str | None = None,
+    sweep_window: str | None = None,
     shares: Annotated[Rows, Parameter(name="*")] = _ONE_ROW,
     method: Literal["memory", "moving-window", "dynamic"] = "memory",
     dynamic: DynamicFlags = _PUBLISHED,
@@ -113,6 +114,8 @@ def evaluate(
         How far attention looks.
     sweep_memory
         Several memory lengths, such as 0,64,512: one line of results for each.
+    sweep_window
+        Several windows, such as 64,128,512: one line of results for each, with just the memory that fills it.
     shares
         How the text is shared out.
     method
@@ -125,10 +128,11 @@ def evaluate(
     precision
         Number format of matrix products; bfloat16 is faster where the machine has it, and less exact.
     """
-    swept = _memories(sweep_memory, lengths)
+    swept = _swept(sweep_memory, sweep_window, lengths, method)
     _check_words(method, lengths, chosen)
-    if per_token is not None and sweep_memory is not None:
-        raise UserError("--per-token and --sweep-memory were both given; a file holds the losses of one evaluation")
+    sweep = "memory" if sweep_memory is not None else "window" if sweep_window is not None else None
+    if per_token is not None and sweep:
+        raise UserError(f"--per-token and --sweep-{sweep} were both given; a file holds the losses of one evaluation")
     from transformer_xl.cli.train import corpus_of
     from transformer_xl.run_folder import Run, RunFolder
 
@@ -137,13 +141,13 @@ def evaluate(
     opened = corpus_of(folder, chosen.corpus)
     text = opened.split(chosen.split)
     how = {"method": method_of(method, dynamic, opened), "precision": precision}
-    plans = [replace(plan_of(folder.config, replace(lengths, memory=memory), shares), **how) for memory in swept]
+    plans = [replace(plan_of(folder.config, each, shares), **how) for each in swept]
     opened.verify(chosen.split)
     loaded = Run(folder.load_model(device, weights), folder.vocabulary, folder.config)
     say_remarks(plans, device)
     results = [_scored(loaded, text, plan, chosen.tokens, per_token) for plan in plans]
     head = {"run": str(run), "split": chosen.split}
-    _show(head, results, folder.vocabulary, json, swept=sweep_memory is not None)
+    _show(head, results, folder.vocabulary, json, swept=sweep is not None)
 
 
 def _check_words(method: str, lengths: Lengths, chosen: Chosen) -> None:
@@ -154,15 +158,23 @@ def _check_words(method: str, lengths: Lengths, chosen: Chosen) -> None:
         raise UserError("--segment was given; a moving window reads whole windows, of --window tokens")
 
 
-def _memories(sweep: str | None, lengths: Lengths) -> list[int | None]:
-    if sweep is None:
-        return [lengths.memory]
-    if lengths.memory is not None:
-        raise UserError("--memory and --sweep-memory were both given; use one of them")
-    parts = [part.strip() for part in sweep.split(",")]
-    if not all(part.isascii() and part.isdecimal() and len(part) < 12 for part in parts):
-        raise UserError(f"--sweep-memory {sweep}: wanted whole numbers with commas between, such as 0,64,512")
-    return [int(part) for part in parts]
+def _swept(memories: str | None, windows: str | None, lengths: Lengths, method: str) -> list[Lengths]:
+    """The lengths of each evaluation wanted."""
+    for name, sweep, value in (("memory", memories, lengths.memory), ("window", windows, lengths.window)):
+        if sweep is not None and value is not None:
+            raise UserError(f"--{name} and --sweep-{name} were both given; use one of them")
+    if memories is not None and windows is not None:
+        raise UserError("--sweep-memory and --sweep-window were both given; use one of them")
+    if memories is not None:
+        return [replace(lengths, memory=memory) for memory in whole_numbers("--sweep-memory", memories, least=0)]
+    if windows is None:
+        return [lengths]
+    # a token sees itself and memory: so much of it fills the window wherever in its segment the token stands
+    alone = method == "moving-window"
+    return [
+        replace(lengths, window=window, memory=lengths.memory if lengths.memory is not None or alone else window - 1)
+        for window in whole_numbers("--sweep-window", windows)
+    ]
 
 
 def plan_of(config: RunConfig, lengths: Lengths, shares: Rows, documents: Documents = "continue") -> Plan:
@@ -218,7 +230,8 @@ def _scored(run: Run, split: TokenSplit, plan: Plan, limit: int | None, per_toke
     from transformer_xl.evaluation.evaluate import evaluate as score
 
     total = min(split.num_tokens, limit or split.num_tokens)
-    with ProgressBar(f"memory {plan.reach.memory:,}", total, "tokens") as bar:
+    lengths = f"memory {plan.reach.memory:,}" + (f", window {plan.reach.window:,}" if plan.reach.window else "")
+    with ProgressBar(lengths, total, "tokens") as bar:
         result = score(run, split, plan, limit=limit, progress=bar.advance, per_token=per_token)
     return result.as_dict()
 
