@@ -19,6 +19,7 @@ COMMANDS = {
     "score": "Say how likely texts are: log-probabilities by token, line or file.",
     "generate": "Write text with a trained model.",
     "analyze": "Measure what a model does: the speed of evaluation with memory.",
+    "reproduce": "Make the paper's tables at any scale, beside its figures.",
     "convert": "Make a run of another program's model, or write a run for Hugging Face.",
     "recipes": "List the settings that come with the package.",
     "info": "Show this machine, a run or a corpus.",

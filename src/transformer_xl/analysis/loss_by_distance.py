@@ -1,0 +1,83 @@
+"""How the loss falls from a document's start on, with memory empty there and with memory that goes on.
+
+Letters: K tokens of a text, G groups of distances, N documents.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from transformer_xl.evaluation.plan import Documents, Plan, Progress, Text
+from transformer_xl.evaluation.scoring import score_parts
+from transformer_xl.model.language_model import LanguageModel
+
+_LEAST_STRETCHES = 8  # of a text without documents: fewer would show the noise of single tokens
+
+
+@dataclass(frozen=True, eq=False)
+class LossByDistance:
+    """Mean loss at distances 1, 2, 3 to 4, 5 to 8 and so on; the first token of a document is at distance 1."""
+
+    last_G: npt.NDArray[np.int64]
+    """The farthest distance of each group: 1, 2, 4, 8, ..."""
+    count_G: npt.NDArray[np.int64]
+    """Tokens in each group."""
+    nats_G: npt.NDArray[np.float64]
+    """Mean loss in nats per token."""
+    error_G: npt.NDArray[np.float64]
+    """Standard error of that mean, tokens taken as independent; not a number for a single token."""
+
+    def as_dicts(self) -> list[dict[str, Any]]:
+        """Groups by name, for JSON."""
+        columns = zip(
+            *(column.tolist() for column in (self.last_G, self.count_G, self.nats_G, self.error_G)), strict=True
+        )
+        names = ("up_to_distance", "tokens", "nats_per_token", "standard_error")
+        return [dict(zip(names, values, strict=True)) for values in columns]
+
+
+def in_stretches(text: Text, plan: Plan) -> tuple[Text, int | None]:
+    """The text itself where it has documents; one without is cut, as if documents began there: and how long each is.
+
+    Stretches are twice as long as memory and a segment, and shorter where the text would have fewer than eight.
+    """
+    if len(text.edges("reset")) > 2:
+        return text, None
+    length = max(1, min(2 * (plan.reach.memory + plan.segment), len(text.tokens_K) // _LEAST_STRETCHES))
+    return Text(text.tokens_K, text.start_id, np.arange(0, len(text.tokens_K), length)), length
+
+
+def loss_by_distance(
+    model: LanguageModel, text: Text, plan: Plan, documents: Documents, progress: Progress | None = None
+) -> LossByDistance:
+    """Scores a text and groups the losses by the distance from their document's start.
+
+    Args:
+        model: any language model.
+        text: with its documents.
+        plan: lengths and rows.
+        documents: whether memory begins anew with each document, or goes on. What is counted is the same.
+        progress: told how many tokens were scored.
+
+    Raises:
+        UserError: a weight that is not a number.
+    """
+    edges_N = text.edges("reset")
+    longest = int(np.diff(edges_N).max())
+    last_G = 2 ** np.arange((longest - 1).bit_length() + 1)
+    count_G, sum_G, square_G = (np.zeros(len(last_G)) for _ in range(3))
+    for part in score_parts(model, text, replace(plan, documents=documents), progress):
+        place_K = np.arange(part.begin, part.begin + len(part.nats_K))
+        start_K = edges_N[np.searchsorted(edges_N, place_K, side="right") - 1]
+        group_K = np.searchsorted(last_G, place_K - start_K + 1)
+        nats_K = part.nats_K.astype(np.float64)
+        for total_G, weight_K in ((count_G, None), (sum_G, nats_K), (square_G, nats_K**2)):
+            total_G += np.bincount(group_K, weight_K, minlength=len(last_G))
+    mean_G = sum_G / count_G
+    spread_G = np.maximum(square_G / count_G - mean_G**2, 0)
+    left_G = np.where(count_G > 1, count_G - 1, np.nan)
+    return LossByDistance(last_G, count_G.astype(np.int64), mean_G, np.sqrt(spread_G / left_G))
