@@ -1,4 +1,4 @@
-"""What attention looks at: how far back each head looks on average, and every term of it over a text (paper, appendix D).
+"""What attention looks at: how far back each head looks on average, and every term over a text (paper, appendix D).
 
 A text is read with memory, segment by segment, and layer after layer within it. Each layer's numbers are taken when it
 shows them and then let go, so that means over a long text need no more memory than over a short one.
@@ -129,15 +129,18 @@ def by_distance(x_BNTS: Tensor, num_distances: int) -> Tensor:
 class AttentionMeans:
     """Mean attention of every head by distance, over all queries of a text that had their memory full.
 
-    Queries of the segments that are read before the memory is full do not count: they see fewer keys, and give more to
-    each. A segment's later queries see further than its first; so each distance is divided by the number of
-    counted queries that had it in sight.
+    Queries of the segments that are read before the memory is full do not count, because they see fewer keys and give
+    more to each; in a text too short to fill the memory, all count. A segment's later queries see further than its
+    first, so each distance is divided by the number of counted queries that had it in sight.
     """
 
-    def __init__(self, model: TransformerXL, plan: Plan) -> None:
+    def __init__(self, model: TransformerXL, plan: Plan, num_tokens: int) -> None:
         num_distances = distances_seen(plan)
         shape = (model.config.layers, model.config.heads)
-        self.plan = plan
+        before = -(-plan.reach.memory // plan.segment) * plan.segment
+        self.fills_memory = num_tokens > before
+        """Whether the text is long enough for queries that have their memory full."""
+        self._least_valid = plan.reach.memory if self.fills_memory else 0
         self.num_queries = 0
         """How many counted."""
         self.count_P = torch.zeros(num_distances, dtype=torch.int64)
@@ -147,15 +150,15 @@ class AttentionMeans:
 
     def add(self, view: LayerView) -> None:
         """Takes a layer of a segment."""
-        if view.valid < self.plan.reach.memory:
+        if view.valid < self._least_valid:
             return
         p_BNTS = view.terms.probabilities_BNTS
         num_queries = p_BNTS.shape[2]
+        seen_TP = torch.arange(len(self.count_P)) <= view.valid + torch.arange(num_queries)[:, None]
         if view.layer == 0:
             self.num_queries += num_queries
-            query_T, distance_P = torch.arange(num_queries), torch.arange(len(self.count_P))
-            self.count_P += (distance_P <= view.valid + query_T[:, None]).sum(0)
-        p_NTP = by_distance(p_BNTS, len(self.count_P))
+            self.count_P += seen_TP.sum(0)
+        p_NTP = by_distance(p_BNTS, len(self.count_P)).masked_fill(~seen_TP.to(p_BNTS.device), 0)
         # no float64 on some devices, so sums of a segment are made there and added up here
         self._sum_LNP[view.layer] += p_NTP.sum(1).cpu().double()
         self._entropy_LN[view.layer] += torch.special.entr(p_BNTS[0]).sum((-1, -2)).cpu().double()

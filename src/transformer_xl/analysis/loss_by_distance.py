@@ -33,11 +33,13 @@ class LossByDistance:
 
     def as_dicts(self) -> list[dict[str, Any]]:
         """Groups by name, for JSON."""
-        columns = zip(
-            *(column.tolist() for column in (self.last_G, self.count_G, self.nats_G, self.error_G)), strict=True
-        )
+        columns = (self.last_G, self.count_G, self.nats_G, self.error_G)
         names = ("up_to_distance", "tokens", "nats_per_token", "standard_error")
-        return [dict(zip(names, values, strict=True)) for values in columns]
+        groups = zip(*(column.tolist() for column in columns), strict=True)
+        return [
+            {name: None if value != value else value for name, value in zip(names, group, strict=True)}
+            for group in groups
+        ]
 
 
 def in_stretches(text: Text, plan: Plan) -> tuple[Text, int | None]:

@@ -1,0 +1,178 @@
+"""Pictures of attention: means over the tokens before, single heads, every term over a text, and the fall of the loss.
+
+Colours are viridis, which colour-blind people can read. Means fall by orders of magnitude within a few tokens, so their
+colours go by the logarithm.
+
+Letters: L layers, N heads, P distances, Q tokens of a text as queries and keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from matplotlib.axes import Axes
+from matplotlib.colors import LogNorm
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from transformer_xl.analysis.attention_maps import TermMaps
+from transformer_xl.analysis.loss_by_distance import LossByDistance
+
+Head = tuple[int, int]
+"""Layer and head, both from 0."""
+
+_COLOURS = "viridis"
+_FAINTEST = 1e-4  # of the highest; what is below has the same colour
+_MOST_NAMED = 48  # tokens that fit beside an axis
+_LABEL_INCHES = 0.15
+_LINES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")  # Okabe and Ito's
+_STYLES = ("-", "--", "-.", ":")
+
+
+def save(figure: Figure, stem: Path) -> list[str]:
+    """Writes a picture as `stem`.png and `stem`.svg; gives the names of the files."""
+    figure.savefig(stem.with_suffix(".png"), dpi=110)
+    figure.savefig(stem.with_suffix(".svg"), dpi=110, metadata={"Date": None})
+    return [stem.with_suffix(end).name for end in (".png", ".svg")]
+
+
+def draw_means(mean_LNP: npt.NDArray[np.float64]) -> Figure:
+    """Mean attention by distance, a row for each head of each layer."""
+    layers, heads, num_distances = mean_LNP.shape
+    row = min(0.3, max(0.055, 9.0 / (layers * heads)))
+    figure = Figure(figsize=(9.0, max(2.4, row * layers * heads + 1.3)), layout="constrained")
+    axes = figure.add_subplot()
+    rows = np.ma.masked_invalid(mean_LNP.reshape(layers * heads, num_distances))
+    image = axes.imshow(
+        rows,
+        norm=_logarithmic(rows),
+        cmap=_COLOURS,
+        aspect="auto",
+        interpolation="nearest",
+        extent=(-0.5, num_distances - 0.5, layers * heads, 0),
+    )
+    for layer in range(1, layers):
+        axes.axhline(layer * heads, color="white", linewidth=0.8)
+    names = _evenly(layers, row * heads)
+    axes.set_yticks([(layer + 0.5) * heads for layer in names], [f"layer {layer}" for layer in names])
+    axes.tick_params(axis="y", length=0)
+    if row >= _LABEL_INCHES:
+        right = axes.secondary_yaxis("right")
+        right.set_yticks(
+            np.arange(layers * heads) + 0.5, [f"head {head}" for _ in range(layers) for head in range(heads)]
+        )
+        right.tick_params(axis="y", length=0, labelsize=8)
+    axes.set_title(f"Mean attention by distance: {layers} layers x {heads} heads, a row each")
+    axes.set_xlabel("tokens back (0: the token itself)")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    figure.colorbar(image, label="mean probability (logarithmic)", pad=0.02)
+    return figure
+
+
+def draw_heads(mean_LNP: npt.NDArray[np.float64], heads: Sequence[Head]) -> Figure:
+    """Mean attention of single heads by distance, as lines over logarithms of both; 0 stands at the left edge."""
+    figure = Figure(figsize=(7.2, 4.2), layout="constrained")
+    axes = figure.add_subplot()
+    distance_P = np.arange(mean_LNP.shape[-1])
+    for number, (layer, head) in enumerate(heads):
+        style = _STYLES[number // len(_LINES) % len(_STYLES)]
+        colour = _LINES[number % len(_LINES)]
+        axes.plot(distance_P, mean_LNP[layer, head], style, color=colour, label=f"layer {layer}, head {head}")
+    axes.set(
+        title="Mean attention of single heads", xlabel="tokens back (0: the token itself)", ylabel="mean probability"
+    )
+    axes.set_yscale("log")
+    axes.set_xscale("symlog", base=2, linthresh=1)
+    last = len(distance_P) - 1
+    ticks = [0, *(2**power for power in range(last.bit_length()))]
+    axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+    axes.set_xlim(-0.1, max(1, last) * 1.1)
+    axes.minorticks_off()
+    axes.grid(visible=True, alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="lower left", ncols=1 + len(heads) // 9, fontsize=9)
+    return figure
+
+
+def draw_terms(maps: TermMaps, head: Head, labels: Sequence[str]) -> Figure:
+    """Every term of one head over a text, and the probabilities they give: queries downwards, keys to the right.
+
+    Each map has colours of its own; keys that a query does not see are left white.
+    """
+    probability, score, *parts = maps.terms.items()
+    shown = [*parts, score, probability]
+    figure = Figure(figsize=(4.6 * (len(shown) // 2), 8.2), layout="constrained")
+    figure.suptitle(f"Layer {head[0]}, head {head[1]}: what its score is made of, over {len(labels)} tokens")
+    for number, (term, words) in enumerate(shown, start=1):
+        axes = figure.add_subplot(2, len(shown) // 2, number)
+        found_QQ = np.ma.masked_invalid(maps.map_QQ(term, *head))
+        norm = _logarithmic(found_QQ) if term == "probability" else None
+        image = axes.imshow(found_QQ, cmap=_COLOURS, norm=norm, interpolation="nearest")
+        axes.set_title(words if norm is None else f"{words}, logarithmic", fontsize=10)
+        _name_tokens(axes, labels)
+        figure.colorbar(image, shrink=0.75, label="probability" if norm else "part of the score")
+    return figure
+
+
+def draw_losses(losses: Mapping[str, LossByDistance], subject: str) -> Figure:
+    """Mean loss by distance from a document's start, a line for each way of reading, with standard errors and counts.
+
+    Args:
+        losses: by what the legend says of it; all of the same tokens.
+        subject: what counts as a document, in words.
+    """
+    figure = Figure(figsize=(7.2, 4.6), layout="constrained")
+    axes, below = figure.subplots(2, 1, sharex=True, height_ratios=(4, 1))
+    for number, (words, loss) in enumerate(losses.items()):
+        group_G = np.arange(len(loss.last_G)) + 0.08 * (number - 0.5)
+        axes.errorbar(
+            group_G, loss.nats_G, loss.error_G, fmt="os"[number % 2] + _STYLES[number % len(_STYLES)],
+            color=_LINES[number], capsize=2, markersize=4, label=words,
+        )  # fmt: skip
+    first = next(iter(losses.values()))
+    below.bar(np.arange(len(first.last_G)), first.count_G, color="0.6", width=0.6)
+    below.set_yscale("log")
+    below.set(ylabel="tokens", xlabel=f"distance from the start of {subject}, in tokens (1: its first)")
+    edges = [0, *first.last_G.tolist()]
+    names = [f"{high:,}" if low + 1 == high else f"{low + 1:,}-{high:,}" for low, high in pairwise(edges)]
+    below.set_xticks(np.arange(len(names)), [_folded(name) for name in names], fontsize=8)
+    axes.set(title="Loss by distance from the start (bars: one standard error)", ylabel="nats per token")
+    for part in (axes, below):
+        part.grid(visible=True, axis="y", alpha=0.25)
+        part.spines[["top", "right"]].set_visible(False)
+        part.tick_params(axis="x", which="minor", bottom=False)
+    axes.legend(frameon=False)
+    return figure
+
+
+def _logarithmic(found: np.ma.MaskedArray) -> LogNorm:
+    highest = float(found.max())
+    lowest = max(float(found[found > 0].min()), highest * _FAINTEST)
+    return LogNorm(min(lowest, 0.9 * highest), highest, clip=True)
+
+
+def _folded(name: str) -> str:
+    """In two lines where it is long."""
+    return name if len(name) < 8 else name.replace("-", "-\n")
+
+
+def _evenly(count: int, inches: float) -> range:
+    """Every label, or every second and so on where they would overlap."""
+    return range(0, count, max(1, int(np.ceil(_LABEL_INCHES / inches))))
+
+
+def _name_tokens(axes: Axes, labels: Sequence[str]) -> None:
+    axes.set(xlabel="key", ylabel="query")
+    if len(labels) > _MOST_NAMED:
+        axes.set(xlabel="key (place in the text)", ylabel="query (place in the text)")
+        return
+    size = min(8.0, 210 / len(labels))
+    # letters that the font lacks would be boxes, and $ would begin a formula
+    names = [label.encode("ascii", "backslashreplace").decode() for label in labels]
+    for axis, turn in ((axes.xaxis, 90), (axes.yaxis, 0)):
+        axis.set_ticks(range(len(names)), names, fontsize=size, rotation=turn, parse_math=False)
+        axis.set_tick_params(length=0)

@@ -1,0 +1,301 @@
+"""`txl analyze attention`: pictures of what heads attend to, a page to try it token by token, and the loss by place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from cyclopts import Parameter
+
+from transformer_xl.cli.evaluate import Lengths, Rows, plan_of, say_remarks
+from transformer_xl.cli.options import ANY_MACHINE, Json, MachineOptions
+from transformer_xl.cli.output import ProgressBar, print_json, print_table, say
+from transformer_xl.config import MOST, UserError
+from transformer_xl.files import explained, whole_folder
+
+if TYPE_CHECKING:
+    from transformer_xl.analysis.attention_maps import AttentionMeans, TermMaps
+    from transformer_xl.analysis.attention_pictures import Head
+    from transformer_xl.analysis.loss_by_distance import LossByDistance
+    from transformer_xl.config import RunConfig
+    from transformer_xl.evaluation.plan import Plan, Text
+    from transformer_xl.model.transformer_xl import TransformerXL
+    from transformer_xl.run_folder import RunFolder
+    from transformer_xl.text.vocabulary import Vocabulary
+
+_PAPERS_BACK = 640
+_USUAL_TOKENS = 8192
+_MOST_HEADS = 24  # lines that can be told apart
+
+
+@dataclass(frozen=True)
+class Source:
+    """Which text is read."""
+
+    prompt: str | None = None
+    """A text."""
+    text: Path | None = None
+    """File of a text."""
+    corpus: Path | None = None
+    """Corpus with the run's vocabulary. [default: the one it was trained on]"""
+    split: str | None = None
+    """train, valid or test, where it is a corpus. [default: test]"""
+    tokens: int | None = None
+    """Read only so many tokens, from the start. [default: 8192]"""
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """What is drawn."""
+
+    back: int | None = None
+    """Means over so many tokens back; memory is at least that, unless it is given. [default: as far as memory goes, 640
+    at most]"""
+    heads: str | None = None
+    """Heads drawn by themselves: layer:head, both from 0, with commas between, such as 0:3,7:1. [default: of the
+    first, middle and last layer the head that looks farthest back]"""
+    page_tokens: int | None = None
+    """Tokens on the page and in the pictures of single heads, from the start of the text. [default: 192, or as many as
+    there are or fit]"""
+    out: Path | None = None
+    """New folder for pictures, page and figures. [default: the run's name and -attention]"""
+    weights: Literal["best", "last"] = "best"
+    """The best weights on the validation text, or the last ones."""
+
+
+_TEST_TEXT, _THE_RUNS, _THE_USUAL = Source(), Lengths(), Pictures()
+
+
+def attention(
+    run: Path,
+    /,
+    *,
+    source: Annotated[Source, Parameter(name="*")] = _TEST_TEXT,
+    lengths: Annotated[Lengths, Parameter(name="*")] = _THE_RUNS,
+    pictures: Annotated[Pictures, Parameter(name="*")] = _THE_USUAL,
+    machine: MachineOptions = ANY_MACHINE,
+    json: Json = False,
+) -> None:
+    """Draw what heads attend to, term by term, and how the loss falls from a document's start.
+
+    Parameters
+    ----------
+    run
+        Folder of a run of encoding relative or shaw.
+    source
+        Which text is read.
+    lengths
+        How far attention looks.
+    pictures
+        What is drawn.
+    """
+    _check_words(source, pictures)
+    from transformer_xl.analysis.attention_album import Album
+    from transformer_xl.analysis.attention_maps import with_terms
+    from transformer_xl.analysis.attention_page import token_texts
+    from transformer_xl.run_folder import RunFolder
+
+    device = machine.choose()
+    folder = RunFolder.open(run)
+    out = pictures.out or run.parent / f"{run.resolve().name}-attention"
+    if out.exists():
+        raise UserError(f"{out} exists already; choose another --out or delete it first")
+    chosen = None if pictures.heads is None else _heads(pictures.heads, folder.config)
+    plan = _plan(folder.config, lengths, pictures.back)
+    model = with_terms(folder.load_model(device, pictures.weights))
+    text = _text(source, folder)
+    say_remarks([plan], device)
+    back = _back(plan, pictures.back, len(text.tokens_K))
+    with whole_folder(out) as aside:
+        means, maps = _looked(model, text, plan, pictures.page_tokens)
+        losses, stretch = _losses(model, text, plan)
+        chosen = chosen or _farthest(means)
+        figures: dict[str, Any] = {
+            "run": str(run),
+            "folder": str(out),
+            "tokens": len(text.tokens_K),
+            "counted_tokens": means.num_queries,
+            "segment": plan.segment,
+            "memory": plan.reach.memory,
+            "window": plan.reach.window,
+            "clamp": plan.reach.clamp_length,
+            "back": back,
+            "page_tokens": maps.num_tokens,
+            "drawn_heads": [list(head) for head in chosen],
+            "heads": _by_head(means),
+            "documents": len(text.edges("reset")) - 1,
+            "stretch": stretch,
+            "loss": {name: loss.as_dicts() for name, loss in losses.items()},
+        }
+        names = token_texts(folder.vocabulary, text.tokens_K[: maps.num_tokens])
+        album = Album(aside, figures, apart=folder.vocabulary.kind in ("words", "integers"))
+        figures["files"] = album.fill(means.mean_LNP(back), maps, names, losses)
+    if json:
+        print_json(figures)
+        return
+    _show(figures, means)
+
+
+def _check_words(source: Source, pictures: Pictures) -> None:
+    """Refuses words that cannot be meant, before anything is opened."""
+    given = [f"--{name}" for name in ("prompt", "text", "corpus") if getattr(source, name) is not None]
+    if len(given) > 1:
+        raise UserError(f"{given[0]} and {given[1]} were both given; use one of them")
+    if source.split is not None and given not in ([], ["--corpus"]):
+        raise UserError(f"--split {source.split} and {given[0]} were both given; a split is of a corpus")
+    for flag, number in (
+        ("--tokens", source.tokens),
+        ("--back", pictures.back),
+        ("--page-tokens", pictures.page_tokens),
+    ):
+        if number is not None and not 1 <= number <= MOST:
+            raise UserError(f"{flag} {number:,}: wanted 1 or more, {MOST:,} at most")
+
+
+def _heads(given: str, config: RunConfig) -> list[Head]:
+    """Heads that were typed as one word, 0:3,7:1."""
+    layers, heads = config.model.layers, config.model.heads
+    found: list[Head] = []
+    for word in given.split(","):
+        parts = [part.strip() for part in word.split(":")]
+        if len(parts) != 2 or not all(part.isascii() and part.isdecimal() and len(part) < 12 for part in parts):
+            raise UserError(f"--heads {given}: wanted layer:head, both from 0, with commas between, such as 0:3,7:1")
+        layer, head = int(parts[0]), int(parts[1])
+        for what, number, count in (("layer", layer, layers), ("head", head, heads)):
+            if number >= count:
+                raise UserError(f"--heads {given}: there is no {what} {number}; they are 0 to {count - 1}")
+        found += [(layer, head)] if (layer, head) not in found else []
+    if len(found) > _MOST_HEADS:
+        raise UserError(f"--heads names {len(found)} heads; name {_MOST_HEADS} at most, the page has all")
+    return found
+
+
+def _plan(config: RunConfig, lengths: Lengths, back: int | None) -> Plan:
+    """The lengths, with memory for so many tokens back where none is given.
+
+    Raises:
+        UserError: no token sees so far.
+    """
+    from transformer_xl.analysis.attention_maps import distances_seen
+
+    plan = plan_of(config, lengths, Rows())
+    if back is None:
+        return plan
+    if lengths.memory is None and plan.reach.memory < back:
+        plan = plan_of(config, replace(lengths, memory=back), Rows())
+    farthest = distances_seen(plan) - 1
+    if back > farthest:
+        window = plan.reach.window
+        narrow = window is not None and window <= back
+        wanted = f"--window {back + 1} or none" if narrow else f"--memory {back}"
+        because = f"with a window of {window:,}" if narrow else f"with memory {plan.reach.memory:,}"
+        raise UserError(f"--back {back:,}: {because} no token sees farther than {farthest:,} back; give {wanted}")
+    return plan
+
+
+def _back(plan: Plan, wanted: int | None, num_tokens: int) -> int:
+    """How many tokens back are drawn.
+
+    Raises:
+        UserError: more are wanted than the text has.
+    """
+    from transformer_xl.analysis.attention_maps import distances_seen
+
+    if wanted is not None and wanted >= num_tokens:
+        raise UserError(f"--back {wanted:,}: the text has {num_tokens:,} tokens; give a longer one, or fewer to --back")
+    farthest = distances_seen(plan) - 1
+    usual = min(_PAPERS_BACK, farthest, num_tokens - 1, plan.reach.memory or farthest)
+    return usual if wanted is None else wanted
+
+
+def _text(source: Source, folder: RunFolder) -> Text:
+    from transformer_xl.cli.train import corpus_of
+    from transformer_xl.evaluation.evaluate import check_known
+    from transformer_xl.evaluation.plan import Text
+    from transformer_xl.evaluation.texts import encode_text
+    from transformer_xl.text.vocabulary import as_bytes
+
+    limit, vocabulary = source.tokens or _USUAL_TOKENS, folder.vocabulary
+    if source.prompt is None and source.text is None:
+        opened, name = corpus_of(folder, source.corpus), source.split or "test"
+        split = opened.split(name)
+        opened.verify(name)
+        check_known(split.first(limit), vocabulary.size)
+        return Text(split.first(limit), vocabulary.start_id, split.document_starts)
+    content, name = b"", "--prompt"
+    if source.prompt is not None:
+        content = as_bytes(source.prompt)
+    elif source.text is not None:
+        name = str(source.text)
+        with explained(f"reading {source.text}"):
+            content = source.text.read_bytes()
+    ids_K = encode_text(vocabulary, name, content)
+    _say_unknown(vocabulary, content)
+    return Text(ids_K[:limit], vocabulary.start_id)
+
+
+def _say_unknown(vocabulary: Vocabulary, content: bytes) -> None:
+    """Says which words are read as the vocabulary's unknown word."""
+    from transformer_xl.text.vocabularies.words import WordVocabulary
+
+    if not isinstance(vocabulary, WordVocabulary) or vocabulary.unknown is None:
+        return
+    unknown = [word for word, _ in vocabulary.lost(content).unknown]
+    if unknown:
+        words = ", ".join(f"'{word[:40]}'" for word in unknown[:5]) + (", ..." if len(unknown) > 5 else "")
+        say(f"remark: not in the vocabulary, and read as {vocabulary.unknown}: {words}")
+
+
+def _looked(model: TransformerXL, text: Text, plan: Plan, page_tokens: int | None) -> tuple[AttentionMeans, TermMaps]:
+    from transformer_xl.analysis.attention_maps import AttentionMeans, TermMaps, look
+    from transformer_xl.analysis.attention_page import fitting_tokens
+
+    num_tokens, shape = len(text.tokens_K), (model.config.layers, model.config.heads)
+    maps = TermMaps(model, fitting_tokens(shape, num_tokens, page_tokens))
+    means = AttentionMeans(model, plan, num_tokens)
+    if not means.fills_memory:
+        say(
+            f"remark: {num_tokens:,} tokens do not fill a memory of {plan.reach.memory:,}, so those count too that saw "
+            "little; a longer text or a shorter --memory gives better means"
+        )
+    with ProgressBar("attention", num_tokens, "tokens") as bar:
+        look(model, text.tokens_K, plan, [means.add, maps.taker(plan)], bar.advance)
+    return means, maps
+
+
+def _losses(model: TransformerXL, text: Text, plan: Plan) -> tuple[dict[str, LossByDistance], int | None]:
+    """By how memory goes on, and the length of the stretches where the text has no documents."""
+    from transformer_xl.analysis.loss_by_distance import in_stretches, loss_by_distance
+
+    cut, stretch = in_stretches(text, plan)
+    with ProgressBar("loss", 2 * len(text.tokens_K), "tokens") as bar:
+        return {
+            "reset": loss_by_distance(model, cut, plan, "reset", bar.advance),
+            "continue": loss_by_distance(model, cut, plan, "continue", bar.advance),
+        }, stretch
+
+
+def _farthest(means: AttentionMeans) -> list[Head]:
+    """Of the first, middle and last layer the head that looks farthest back."""
+    layers = len(means.distance_LN)
+    return [(layer, int(means.distance_LN[layer].argmax())) for layer in sorted({0, layers // 2, layers - 1})]
+
+
+def _by_head(means: AttentionMeans) -> list[dict[str, Any]]:
+    return [
+        {"layer": layer, "head": head, "mean_distance": float(distance), "entropy_nats": float(entropy)}
+        for layer, pairs in enumerate(zip(means.distance_LN, means.entropy_LN, strict=True))
+        for head, (distance, entropy) in enumerate(zip(*pairs, strict=True))
+    ]
+
+
+def _show(figures: dict[str, Any], means: AttentionMeans) -> None:
+    say(f"written: {figures['folder']}; open attention.html there in a browser")
+    seen = f"memory {figures['memory']:,}, segment {figures['segment']:,}"
+    title = (
+        f"{figures['run']}: how many tokens back each head looks, mean of {figures['counted_tokens']:,} tokens, {seen}"
+    )
+    columns = ["layer", *(f"head {head}" for head in range(means.distance_LN.shape[1]))]
+    rows = [[str(layer), *(f"{mean:.1f}" for mean in row)] for layer, row in enumerate(means.distance_LN.tolist())]
+    print_table(title, columns, rows)
