@@ -6,7 +6,8 @@ import ctypes
 import platform
 import sys
 from contextlib import AbstractContextManager, nullcontext
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 
@@ -56,6 +57,26 @@ def set_threads(number: int | None) -> None:
     if not 1 <= number <= _MOST_THREADS:
         raise UserError(f"--threads {number}: wanted 1 or more, up to {_MOST_THREADS:,}")
     torch.set_num_threads(number)
+
+
+def circumstances(device: torch.device) -> dict[str, Any]:
+    """Where a figure was measured: device, threads, versions, and the processor as far as the system names it."""
+    return {
+        "device": str(device),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "processor": _processor(),
+    }
+
+
+def _processor() -> str:
+    """Its name where Linux says it, and the instructions that decide."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    said = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    flags = [flag for flag in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if flag in said.get("flags", "").split()]
+    return " ".join([said.get("model name", platform.processor()), *flags]).strip()
 
 
 def has_bfloat16(device: torch.device) -> bool:

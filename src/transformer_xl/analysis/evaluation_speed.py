@@ -11,10 +11,10 @@ Letters: T new tokens, W attention length, D width, F feed-forward width, N head
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -79,6 +79,30 @@ class SpeedRow:
     def as_dict(self) -> dict[str, Any]:
         """By name, for JSON."""
         return asdict(self)
+
+
+COLUMNS = ["attention", "vanilla s/token", "memory ms/token", "segment", "factor", "paper's", "arithmetic allows"]
+
+
+def table_rows(figures: Mapping[str, Any], vanilla: Literal["stored", "fused"]) -> list[list[str]]:
+    """Rows of a table, under COLUMNS, beside one of the two vanilla models.
+
+    Args:
+        figures: with `rows`, as `SpeedRow.as_dict` gives them.
+        vanilla: with its scores stored, as the paper ran it, or with fused attention.
+    """
+    return [
+        [
+            f"{row['attention_length']:,}",
+            f"{row[f'vanilla_{vanilla}_seconds']:.3f}",
+            f"{row['memory_seconds'] * 1e3:.2f}",
+            f"{row['segment']:,}",
+            f"{row[f'factor_{vanilla}']:,.0f}",
+            "-" if row["paper"] is None else f"{row['paper']:,.0f}",
+            f"{row['limit']:,.0f}",
+        ]
+        for row in figures["rows"]
+    ]
 
 
 class Contest:

@@ -10,6 +10,9 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
+"""Told apart by colour-blind readers too (Okabe and Ito 2008)."""
+
 
 @dataclass(frozen=True)
 class Line:
@@ -19,6 +22,8 @@ class Line:
     x: Sequence[float]
     y: Sequence[float]
     style: str = "-"
+    colour: str | None = None
+    """None: the next of COLOURS."""
 
 
 @dataclass(frozen=True)
@@ -33,14 +38,19 @@ class Chart:
     """Levels to compare with, by name; each is named at the right edge."""
     logarithmic: bool = False
     """Whether x is drawn by its logarithm."""
+    legend_beside: bool = False
+    """Whether the names of the lines stand beside the picture, for many lines."""
 
 
 def draw(chart: Chart) -> str:
     """The picture as an SVG element."""
-    figure = Figure(figsize=(7.2, 4.0), layout="constrained")
+    figure = Figure(figsize=(9.4 if chart.legend_beside else 7.2, 4.0), layout="constrained")
     axes = figure.add_subplot()
+    axes.set_prop_cycle(color=COLOURS)
     for line in chart.lines:
-        axes.plot(line.x, line.y, line.style, label=line.label, linewidth=1.8)
+        (drawn,) = axes.plot(line.x, line.y, line.style, label=line.label, linewidth=1.8)
+        if line.colour is not None:
+            drawn.set_color(line.colour)
     for name, level in chart.marks.items():
         axes.axhline(level, color="0.45", linestyle=":", linewidth=1.2)
         axes.annotate(name, (1.0, level), xycoords=("axes fraction", "data"), xytext=(-4, 3),
@@ -60,7 +70,8 @@ def _dress(axes: Axes, chart: Chart) -> None:
         axes.set_xticks(ticks, [f"{tick:,.0f}" for tick in ticks])
         axes.minorticks_off()
     if len(chart.lines) > 1:
-        axes.legend(frameon=False)
+        where, anchor = ("center left", (1.0, 0.5)) if chart.legend_beside else ("best", None)
+        axes.legend(frameon=False, loc=where, bbox_to_anchor=anchor)
 
 
 def _svg(figure: Figure) -> str:

@@ -76,7 +76,7 @@ class System:
         Raises:
             UserError: it cannot be made of the base.
         """
-        settings = merge({"model": {}, "train": {}, "evaluation": {}}, base)
+        settings: Groups = merge({"model": {}, "train": {}, "evaluation": {}}, base)
         model, train = settings["model"], settings["train"]
         with_memory = _checked(settings, vocabulary_size)
         for name in _MEANINGLESS[self.encoding]:
@@ -84,7 +84,7 @@ class System:
         model |= {"encoding": self.encoding} if self.attends else {"kind": self.encoding}
         train |= {"loss": self.loss, "memory": with_memory.train.memory if self.recurrence else 0}
         if self.encoding not in ("relative", "shaw"):
-            settings["evaluation"] = {}
+            settings["evaluation"].clear()  # lengths of a memory
         if self.larger:
             model["layers"] = with_memory.model.layers + max(1, with_memory.model.layers // 4)
         if not self.attends:

@@ -36,7 +36,9 @@ def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
     # Text: brackets in names are not markup
     table = Table(title=Text(title), title_justify="left", title_style="bold")
     for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
+        # names are found by the eye and copied: they are folded last
+        least = min(30, max((len(row[0]) for row in rows), default=0)) if index == 0 else None
+        table.add_column(column, justify="left" if index == 0 else "right", overflow="fold", min_width=least)
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
     console(stderr=False).print(table)

@@ -22,6 +22,7 @@ from transformer_xl.cli.output import ProgressBar
 from transformer_xl.config import UserError
 from transformer_xl.files import write_text
 
+PROGRAM = (sys.executable, "-m", "transformer_xl")
 _GLANCE = 1.0  # seconds between two looks at what is done
 
 
@@ -78,7 +79,7 @@ class _Crew:
     def _run(self, job: Job, command: Command) -> bool:
         """Whether the command ended well."""
         log = self.logs / f"{job.name}.log"
-        words = [sys.executable, "-m", "transformer_xl", *command.words]
+        words = [*PROGRAM, *command.words]
         with log.open("ab") as said:
             said.write(f"$ txl {' '.join(command.words)}\n".encode())
             said.flush()

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import json as encoder
-import platform
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from transformer_xl.cli.options import ANY_MACHINE, Json, MachineOptions, whole_numbers
+from transformer_xl.cli.options import ANY_MACHINE, Json, Machine, MachineOptions, whole_numbers
 from transformer_xl.cli.output import print_json, print_table, say
 from transformer_xl.config import UserError, load_recipe, run_settings
 from transformer_xl.files import write_text
 
 if TYPE_CHECKING:
-    from transformer_xl.analysis.evaluation_speed import Contest, SpeedRow, Task
+    from transformer_xl.analysis.evaluation_speed import Contest, Task
     from transformer_xl.config import RunConfig
 
 
@@ -82,6 +81,21 @@ def speed(
     """
     if out is not None and out.exists():
         raise UserError(f"{out} exists already; choose another --out")
+    figures = measure_speed(model, contested, machine)
+    if out is not None:
+        write_text(out, encoder.dumps(figures, indent=1) + "\n")
+    if json:
+        print_json(figures)
+        return
+    show_speed(figures)
+
+
+def measure_speed(model: str, contested: Contested, machine: Machine) -> dict[str, Any]:
+    """All that was measured, for JSON.
+
+    Raises:
+        UserError: no such recipe or run, or lengths that cannot be.
+    """
     from transformer_xl.analysis.evaluation_speed import Contest
     from transformer_xl.device import keep_freed_memory
 
@@ -90,13 +104,7 @@ def speed(
     keep_freed_memory()
     contest = Contest(task, device)
     rows = list(contest.rows(say))
-    figures = {"model": model, **_circumstances(contest), "rows": [row.as_dict() for row in rows]}
-    if out is not None:
-        write_text(out, encoder.dumps(figures, indent=1) + "\n")
-    if json:
-        print_json(figures)
-        return
-    _show(figures, rows)
+    return {"model": model, **_circumstances(contest), "rows": [row.as_dict() for row in rows]}
 
 
 def _settings(model: str) -> RunConfig:
@@ -110,7 +118,7 @@ def _settings(model: str) -> RunConfig:
 
 
 def _circumstances(contest: Contest) -> dict[str, Any]:
-    import torch
+    from transformer_xl.device import circumstances
 
     memory, vanilla = contest.parameters
     return {
@@ -119,42 +127,16 @@ def _circumstances(contest: Contest) -> dict[str, Any]:
         "clamp": contest.task.clamp,
         "rounds": contest.task.rounds,
         "number_format": contest.format,
-        "device": str(contest.device),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-        "processor": _processor(),
+        **circumstances(contest.device),
     }
 
 
-def _processor() -> str:
-    """Its name where Linux says it, and the instructions that decide."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    said = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-    flags = [flag for flag in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if flag in said.get("flags", "").split()]
-    return " ".join([said.get("model name", platform.processor()), *flags]).strip()
+def show_speed(figures: dict[str, Any]) -> None:
+    """Prints the two tables."""
+    from transformer_xl.analysis.evaluation_speed import COLUMNS, table_rows
 
-
-def _show(figures: dict[str, Any], rows: list[SpeedRow]) -> None:
-    named = ((row, row.vanilla_stored_seconds, row.factor_stored) for row in rows)
-    fused = ((row, row.vanilla_fused_seconds, row.factor_fused) for row in rows)
     head = f"{figures['model']}, {figures['number_format']}, {figures['threads']} threads on {figures['processor']}"
-    columns = ["attention", "vanilla s/token", "memory ms/token", "segment", "factor", "paper's", "arithmetic allows"]
-    for title, entries in (
-        (f"Evaluation speed, {head}. Vanilla as the paper ran it: scores stored", named),
-        ("Vanilla with fused causal attention", fused),
-    ):
-        cells = [
-            [
-                f"{row.attention_length:,}",
-                f"{vanilla:.3f}",
-                f"{row.memory_seconds * 1e3:.2f}",
-                f"{row.segment:,}",
-                f"{factor:,.0f}",
-                "-" if row.paper is None else f"{row.paper:,.0f}",
-                f"{row.limit:,.0f}",
-            ]
-            for row, vanilla, factor in entries
-        ]
-        print_table(title, columns, cells)
+    print_table(
+        f"Evaluation speed, {head}. Vanilla as the paper ran it: scores stored", COLUMNS, table_rows(figures, "stored")
+    )
+    print_table("Vanilla with fused causal attention", COLUMNS, table_rows(figures, "fused"))

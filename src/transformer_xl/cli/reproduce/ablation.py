@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from transformer_xl.cli.options import Json, whole_numbers
+from transformer_xl.cli.output import print_json, print_table
 from transformer_xl.cli.reproduce.workshop import Scale, Workshop
 
 if TYPE_CHECKING:
-    pass
+    from transformer_xl.analysis.ablation import Findings, Measure
+    from transformer_xl.analysis.systems import System
 
 _DEFAULT = Scale()
 
@@ -34,9 +36,50 @@ def ablation(
         Attention lengths at which each system is scored, in tokens. [default: from half a segment to six segments]
     """
     wanted = None if lengths is None else whole_numbers("--lengths", lengths)
+    with Workshop.opened(scale) as workshop:
+        make_ablation(workshop, wanted, json=json)
+
+
+def make_ablation(workshop: Workshop, wanted: tuple[int, ...] | None = None, *, json: bool = False) -> None:
+    """Trains, scores, and writes and prints what was found."""
+    from transformer_xl.analysis.ablation import (
+        COLUMNS,
+        NAMES,
+        equal_memory_rows,
+        equal_memory_title,
+        table_rows,
+        verdicts,
+    )
     from transformer_xl.analysis.systems import ABLATION, EQUAL_MEMORY
 
     systems = (*ABLATION, *EQUAL_MEMORY)
-    with Workshop.opened(scale) as workshop:
-        windows = {system.name: workshop.windows(system, wanted) for system in systems}
-        workshop.finish(systems, windows)
+    windows = {system.name: workshop.windows(system, wanted) for system in systems}
+    workshop.finish(systems, windows)
+    measure: Measure = "perplexity" if workshop.corpus.vocabulary.kind == "words" else "bits_per_byte"
+    found = {system.name: _findings(workshop, system, windows[system.name], measure) for system in systems}
+    figures = {
+        **workshop.about(),
+        "measure": measure,
+        "systems": {name: findings.as_dict() for name, findings in found.items()},
+        "verdicts": [list(pair) for pair in verdicts(found)],
+    }
+    report = workshop.keep("ablation", figures)
+    if json:
+        print_json({**figures, "report": str(report)})
+        return
+    print_table(f"{NAMES[measure].capitalize()} beside the paper's word perplexity", COLUMNS, table_rows(found))
+    print_table(equal_memory_title(found), COLUMNS, equal_memory_rows(found))
+    print_table(
+        "What the paper says, and what came out here", ["in the paper", "here"], list(map(list, verdicts(found)))
+    )
+    print(f"report: {report}")
+
+
+def _findings(workshop: Workshop, system: System, windows: tuple[int, ...], measure: Measure) -> Findings:
+    from transformer_xl.analysis.ablation import Findings
+    from transformer_xl.cli.reproduce.workshop import read_scores
+
+    by_seed = [{entry["window"]: entry[measure] for entry in read_scores(file)} for file in workshop.scores(system)]
+    by_length = {window: [scores[window] for scores in by_seed] for window in windows}
+    segment, initial = workshop.lengths(system)
+    return Findings(system, segment, initial, by_length, measure)

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,6 +30,7 @@ from transformer_xl.files import explained, write_text
 
 if TYPE_CHECKING:
     from transformer_xl.analysis.systems import System
+    from transformer_xl.evaluation.effective_context import ContextSweep
     from transformer_xl.text.token_store import Corpus
 
 _SMOKE: dict[str, dict[str, Any]] = {
@@ -147,6 +150,13 @@ class Workshop:
         train = run_settings(self.base if system is None else self.recipe(system), "settings").train
         return train.segment, train.segment + train.memory
 
+    def context_sweep(self, step: int | None = None, longest: int | None = None, positions: int = 1000) -> ContextSweep:
+        """Contexts in steps of half a segment, ten of them, unless told otherwise."""
+        from transformer_xl.evaluation.effective_context import ContextSweep
+
+        step = step or max(1, self.lengths(None)[0] // 2)
+        return ContextSweep(start=step, step=step, longest=longest or 10 * step, positions=positions)
+
     def finish(self, systems: Sequence[System], windows: dict[str, tuple[int, ...]]) -> None:
         """Trains and scores what is not done yet.
 
@@ -170,6 +180,24 @@ class Workshop:
             threads = max(1, cores // self.workers)
             how = {"workers": min(self.workers, len(open_jobs)), "threads": threads, "held": (self.lock,)}
             run_side_by_side("reproduce", open_jobs, self.path / "logs", **how)
+
+    def about(self) -> dict[str, Any]:
+        """What figures of this folder are about, for JSON."""
+        from transformer_xl.device import choose_device, circumstances
+
+        return {
+            "command": command_line(),
+            "corpus": self.corpus.record.name,
+            "train_tokens": self.corpus.split("train").num_tokens,
+            "tokens": self.tokens,
+            "seeds": list(self.seeds),
+            "settings": self.base,
+            **circumstances(choose_device(self.device)),
+        }
+
+    def keep(self, name: str, figures: dict[str, Any]) -> Path:
+        """Writes the figures of a part, and the report anew; gives the report."""
+        return keep(self.path, name, figures)
 
     def _job(
         self, system: System, index: int, settings: dict[str, dict[str, Any]], windows: tuple[int, ...]
@@ -197,6 +225,32 @@ class Workshop:
         return Job(run.name, commands, steps, lambda: step_of(run))
 
 
+def keep(out: Path, name: str, figures: dict[str, Any]) -> Path:
+    """Writes the figures of a part into a reproduction's folder, and the report anew; gives the report."""
+    from transformer_xl.analysis.reproduction_page import reproduction_page
+
+    write_text(out / f"{name}.json", json.dumps(figures, indent=1) + "\n")
+    report = out / "report.html"
+    write_text(report, reproduction_page(out))
+    return report
+
+
+def check_folder(out: Path) -> None:
+    """Whether a reproduction is there, or room for one.
+
+    Raises:
+        UserError: something else is.
+    """
+    known = ("settings.yaml", "report.html")
+    if out.exists() and not (out.is_dir() and (not any(out.iterdir()) or any((out / name).exists() for name in known))):
+        raise UserError(f"{out} exists and holds no reproduction; choose another --out")
+
+
+def command_line() -> str:
+    """What was typed."""
+    return shlex.join(["txl", *sys.argv[1:]])
+
+
 def step_of(run: Path) -> int:
     """How many steps of a run its log knows of."""
     file = run / "metrics.jsonl"
@@ -219,13 +273,18 @@ def read_scores(file: Path) -> list[dict[str, Any]]:
         raise UserError(f"{file} is damaged; delete it and give the command again") from None
 
 
+def best_window(file: Path) -> int:
+    """The attention length at which a run scored best."""
+    return min(read_scores(file), key=lambda entry: entry["nats_per_token"])["window"]
+
+
 def _base(scale: Scale) -> dict[str, dict[str, Any]]:
     recipe = load_recipe(scale.recipe)
     known = {"model": recipe.model, "train": recipe.train, "evaluation": recipe.evaluation}
     flags = given(model=scale.model, train=scale.train)
-    base = merge(known, _SMOKE if scale.smoke else {}, flags)
     if scale.smoke:
-        base["evaluation"] = {}
+        known = merge(known, _SMOKE) | {"evaluation": dict[str, Any]()}
+    base = merge(known, flags)
     for name in ("kind", "encoding"):
         if name in base["model"]:
             raise UserError(f"model.{name} is what the systems differ in; leave it out")
@@ -246,10 +305,9 @@ def _workers(device: str) -> int:
 
 def _check_same(out: Path, settings: dict[str, Any]) -> None:
     """Whether the folder is new, or holds what is asked for."""
+    check_folder(out)
     file = out / "settings.yaml"
     if not file.exists():
-        if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise UserError(f"{out} exists and holds no reproduction; choose another --out")
         return
     before, now = _flat(read_yaml(file.read_bytes(), str(file))), _flat(settings)
     for name in [*before, *now]:

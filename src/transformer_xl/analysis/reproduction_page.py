@@ -1,0 +1,128 @@
+"""One page of what a reproduction has found so far: each table and picture beside the paper's, its scale and command.
+
+It is made anew from the figures in the folder whenever a part of it is done.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from transformer_xl.analysis import ablation, context_table, evaluation_speed
+from transformer_xl.analysis.ablation import Findings
+from transformer_xl.analysis.plots import draw
+from transformer_xl.analysis.report import Page, heading, paragraph, table, verbatim
+from transformer_xl.config import UserError
+
+Figures = Mapping[str, Any]
+
+
+def read_figures(file: Path) -> dict[str, Any]:
+    """Figures that a part of the reproduction has written.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    try:
+        found = json.loads(file.read_bytes())
+        found["command"]
+    except (ValueError, KeyError, TypeError):
+        raise UserError(f"{file} is damaged; delete it and make it again") from None
+    return found
+
+
+def reproduction_page(folder: Path) -> str:
+    """The page as HTML, with a section for every part that has left its figures in the folder.
+
+    Raises:
+        UserError: a file there is damaged.
+    """
+    pieces = [
+        paragraph(
+            "Tables and pictures of Dai et al. 2019 (Transformer-XL), made again at the scale that each section says. "
+            "Figures of the paper are WikiText-103's or of its machines: orderings and shapes compare, sizes do not."
+        )
+    ]
+    for name, section in _SECTIONS.items():
+        if (file := folder / f"{name}.json").exists():
+            pieces += section(read_figures(file))
+    return Page("Transformer-XL: the paper's tables, made again", pieces).html()
+
+
+def scale_line(figures: Figures) -> str:
+    """Corpus, model and training, in a sentence."""
+    model, train = figures["settings"]["model"], figures["settings"]["train"]
+    seeds = ", ".join(map(str, figures["seeds"]))
+    return (
+        f"Trained on {figures['corpus']} ({figures['train_tokens']:,} tokens): {model['layers']} layers, "
+        f"{model['width']} wide, segments of {train['segment']}, {train['rows']} rows, {train['steps']:,} steps, "
+        f"seeds {seeds}; scored on the first {figures['tokens']:,} test tokens."
+    )
+
+
+def _ablation(figures: Figures) -> list[str]:
+    measure: ablation.Measure = figures["measure"]
+    found = {name: Findings.of_dict(entry, measure) for name, entry in figures["systems"].items()}
+    return [
+        heading("Which part of the model helps? (table 6)"),
+        paragraph(scale_line(figures)),
+        verbatim(figures["command"]),
+        paragraph(
+            f"{ablation.NAMES[measure].capitalize()}, the mean over seeds and how far the farthest is from it; lower "
+            "is better. Initial: at the attention length of training. The paper's are perplexities of words."
+        ),
+        table(ablation.COLUMNS, ablation.table_rows(found)),
+        draw(ablation.chart(found)),
+        heading("At equal memory (table 10)"),
+        paragraph(
+            f"{ablation.equal_memory_title(found)}. Without recurrence segments may be longer until a training step "
+            "needs as much memory as one with recurrence, weights and optimiser included."
+        ),
+        table(ablation.COLUMNS, ablation.equal_memory_rows(found)),
+        heading("What the paper says, and what came out here"),
+        table(["in the paper", "here"], [list(pair) for pair in ablation.verdicts(found)]),
+    ]
+
+
+def _context(figures: Figures) -> list[str]:
+    sweep = figures["groups"][0]
+    contexts = sweep["contexts"]
+    return [
+        heading("How far does a text help? (table 8)"),
+        paragraph(scale_line(figures)),
+        verbatim(figures["command"]),
+        paragraph(
+            f"Relative effective context length in tokens, a figure for each seed: {len(sweep['positions']):,} places of "
+            f"the test text, contexts of {contexts[0]:,} to {contexts[-1]:,} in steps of {sweep['step']:,}, and a "
+            f"gain of {sweep['threshold']:.0%} counts. Each table is a group, whose best every model is held to. The "
+            "paper's are words, in steps of 100."
+        ),
+        *(table(context_table.COLUMNS, rows) for rows in context_table.table_rows(figures["groups"])),
+        *(draw(context_table.chart(group)) for group in figures["groups"] if group["seed"] == sweep["seed"]),
+    ]
+
+
+def _speed(figures: Figures) -> list[str]:
+    where = f"{figures['number_format']}, {figures['threads']} threads on {figures['processor']}"
+    return [
+        heading("How much faster is evaluation with memory? (table 9)"),
+        paragraph(
+            f"{figures['model']}, {figures['parameters']:,} parameters, random weights, {where}: seconds for one "
+            "predicted token at the same attention length, and how many times faster memory is than a window that "
+            "moves token by token. Arithmetic allows: the factor if every multiplication took equally long."
+        ),
+        verbatim(figures["command"]),
+        paragraph("Vanilla as the paper ran it, scores stored:"),
+        table(evaluation_speed.COLUMNS, evaluation_speed.table_rows(figures, "stored")),
+        paragraph("Vanilla with fused causal attention:"),
+        table(evaluation_speed.COLUMNS, evaluation_speed.table_rows(figures, "fused")),
+    ]
+
+
+_SECTIONS: dict[str, Callable[[Figures], list[str]]] = {
+    "ablation": _ablation,
+    "context": _context,
+    "speed": _speed,
+}

@@ -1,0 +1,98 @@
+"""The paper's systems differ from a base in what they are about, and in nothing else."""
+
+import pytest
+
+from transformer_xl.analysis import systems
+from transformer_xl.analysis.systems import ABLATION, BY_NAME, EQUAL_MEMORY, RECURRENT, num_parameters
+from transformer_xl.config import UserError, merge, run_settings
+from transformer_xl.model.cost import step_cost
+
+BASE = {
+    "model": {"layers": 3, "width": 32, "heads": 2, "feedforward": 64, "dropout": 0.0},
+    "train": {"segment": 12, "memory": 12, "rows": 4, "steps": 7},
+    "evaluation": {"segment": 5},
+}
+
+
+def made(name, base=BASE):
+    settings = BY_NAME[name].settings(base, 50)
+    return run_settings(merge(settings, {"model": {"vocabulary_size": 50}}), name)
+
+
+def test_the_rows_are_the_papers():
+    told = [(system.recurrence, system.encoding, system.loss) for system in ABLATION]
+    assert told == [
+        (True, "relative", "full"),
+        (True, "shaw", "full"),
+        (True, "relative", "half"),
+        (False, "relative", "full"),
+        (False, "relative", "half"),
+        (False, "shaw", "full"),
+        (False, "shaw", "half"),
+        (False, "sinusoidal", "half"),
+        (False, "learned", "half"),
+        (True, "relative", "full"),
+    ]
+    best = [system.published.best for system in ABLATION]
+    assert best == [26.77, 27.94, 28.33, 29.02, 30.10, 29.75, 30.50, 30.97, 31.16, 23.09]
+
+
+@pytest.mark.parametrize("system", [*ABLATION, *EQUAL_MEMORY, *RECURRENT], ids=lambda system: system.name)
+def test_a_system_is_what_it_says_and_the_rest_is_the_base(system):
+    config = made(system.name)
+    assert config.train.loss == system.loss
+    assert config.train.memory == (12 if system.recurrence else 0)
+    assert (config.train.rows, config.train.steps) == (4, 7)
+    assert config.model.layers == (4 if system.larger else 3)
+    if system.attends:
+        assert (config.model.kind, config.model.encoding, config.model.width) == ("transformer", system.encoding, 32)
+    else:
+        assert config.model.kind == system.encoding
+    if not system.equal_memory:
+        assert config.train.segment == 12
+
+
+@pytest.mark.parametrize("name", ["relative-full-longer", "relative-half-longer"])
+def test_no_longer_segment_would_fit_into_the_same_memory(name):
+    def needed(config, segment):
+        return step_cost(config.model, rows=4, segment=segment, memory=config.train.memory).bytes
+
+    with_recurrence, longer = made("xl-full"), made(name)
+    budget = needed(with_recurrence, 12)
+    assert longer.train.segment > 12
+    assert needed(longer, longer.train.segment) <= budget < needed(longer, longer.train.segment + 1)
+
+
+@pytest.mark.parametrize("name", ["lstm", "qrnn"])
+def test_recurrent_models_are_as_large_as_the_transformer(name):
+    wanted, config = num_parameters(made("xl-full")), made(name)
+
+    def apart(width):
+        model = config.model.model_copy(update={"width": width, "head_width": None})
+        return abs(num_parameters(config.model_copy(update={"model": model})) - wanted)
+
+    width = config.model.width
+    assert width % 8 == 0
+    assert apart(width) <= min(apart(width - 8), apart(width + 8))
+
+
+def test_settings_that_a_system_does_not_have_are_left_out():
+    odd = {
+        "model": {"tie_position_biases": False, "clamp_length": 9, "norm": "pre", "attention_dropout": 0.1},
+        "evaluation": {"memory": 40, "clamp": 9},
+    }
+    base = merge(BASE, odd)
+    assert made("xl-full", base).evaluation.memory == 40
+    assert made("shaw-full", base).model.clamp_length == 9
+    assert made("learned-half", base).evaluation.memory is None
+    assert made("lstm", base).model.attention_dropout == 0.0
+
+
+def test_what_cannot_be_is_told():
+    with pytest.raises(UserError, match=r"model\.width: Input should be a multiple of 2"):
+        BY_NAME["xl-full"].settings(merge(BASE, {"model": {"width": 31}}), 50)
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 7, 8, 9, 100])
+def test_the_largest_number_that_fits(most):
+    assert systems._largest(lambda number: number <= most) == most

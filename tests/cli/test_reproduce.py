@@ -1,0 +1,183 @@
+"""`txl reproduce`: tables from ordinary runs, gone on with where they were left, never mixed with other settings."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from refusals import Capture, assert_refused, do, txl
+
+from transformer_xl.analysis import systems
+from transformer_xl.analysis.systems import BY_NAME
+
+ROWS = tuple(BY_NAME[name] for name in ("xl-full", "learned-half"))
+TINY = (
+    "--model.layers 1 --model.width 16 --model.heads 2 --model.head_width 8 --model.feedforward 16 --train.segment 8 "
+    "--train.memory 8 --train.rows 4 --train.steps 12 --train.save_every 4 --train.evaluate_every 12 "
+    "--train.evaluate_tokens 64 --tokens 100 --device cpu"
+)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A corpus, and an ablation of two rows."""
+    place = tmp_path_factory.mktemp("reproduce") / "w"
+    place.mkdir()
+    (place / "text.txt").write_bytes(b"".join(b"line %d of the text\n" % number for number in range(400)))
+    do(f"prepare {place}/text.txt --out {place}/corpus")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(systems, "ABLATION", ROWS)
+        patch.setattr(systems, "EQUAL_MEMORY", ())
+        said = txl("reproduce", "ablation", "--corpus", place / "corpus", "--out", place / "out", *TINY.split())
+        assert said.status == 0, said.err
+        again = txl(
+            "reproduce", "ablation", "--corpus", place / "corpus", "--out", place / "out", *TINY.split(), "--json"
+        )
+        assert "4 of 4 runs are trained and scored already" in again.err
+    (place / "said.txt").write_text(said.out)
+    (place / "said.json").write_text(again.out)
+    return place
+
+
+def test_figures_are_those_of_txl_evaluate(place: Path) -> None:
+    figures = json.loads((place / "said.json").read_text())["systems"]
+    assert list(figures) == [row.name for row in ROWS]
+    assert figures["xl-full"]["initial_length"] == 16
+    assert list(figures["xl-full"]["by_length"]) == ["4", "8", "12", "16", "24", "32", "48"]
+    assert list(figures["learned-half"]["by_length"]) == ["4", "8"]
+    tokens = ("--tokens", "100", "--json")
+    for seed in (1, 2):
+        run = place / "out" / "runs" / f"xl-full-seed{seed}"
+        alone = txl("evaluate", run, "--window", "24", "--memory", "23", *tokens).object
+        assert figures["xl-full"]["by_length"]["24"][seed - 1] == pytest.approx(alone["bits_per_byte"], rel=1e-6)
+        run = place / "out" / "runs" / f"learned-half-seed{seed}"
+        alone = txl("evaluate", run, "--method", "moving-window", "--window", "8", *tokens).object
+        assert figures["learned-half"]["initial"][seed - 1] == pytest.approx(alone["bits_per_byte"], rel=1e-6)
+    assert figures["xl-full"]["initial"][0] != figures["xl-full"]["initial"][1]
+
+
+def test_what_is_shown(place: Path) -> None:
+    shown = (place / "said.txt").read_text()
+    assert all(f"│ {row.name} " in shown for row in ROWS)
+    assert "26.77" in shown
+    report = (place / "out" / "report.html").read_text()
+    assert "<svg" in report
+    assert "txl reproduce ablation" in report or "Which part of the model helps?" in report
+    assert "segments of 8, 4 rows, 12 steps, seeds 1, 2" in report
+
+
+def test_a_row_can_be_trained_by_hand(place: Path) -> None:
+    """The recipe in the folder is all there is to it."""
+    do(
+        f"train {place}/out/recipes/learned-half.yaml --corpus {place}/corpus --run {place}/hand --train.seed 2 "
+        "--device cpu --threads 1"
+    )
+    by_hand = (place / "hand" / "model.safetensors").read_bytes()
+    assert by_hand == (place / "out" / "runs" / "learned-half-seed2" / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--train.steps 13", "was begun with train.steps 12, and now it is 13; give the same again, or another --out"),
+        ("--train.clip 0.5", "was begun with train.clip as by default, and now it is 0.5"),
+        ("--tokens 99", "was begun with tokens 100, and now it is 99"),
+        ("--tokens 0", "--tokens 0: wanted 1 or more"),
+        ("--workers 0", "--workers 0: wanted 1 or more"),
+        ("--seeds 1,x", "--seeds 1,x: wanted whole numbers"),
+        ("--lengths 0", "--lengths 0: wanted whole numbers from 1 on"),
+        ("--recipe ablatoin", "no recipe 'ablatoin' .did you mean 'ablation'"),
+        ("--model.encoding shaw", "model.encoding is what the systems differ in; leave it out"),
+        ("--train.loss half", "train.loss is not one for all systems; leave it out"),
+        ("--train.steps 0", "train.steps"),
+        ("--device abacus", "no device 'abacus'"),
+    ],
+)
+def test_refused(place: Path, capfd: Capture, flags: str, message: str) -> None:
+    words = f"reproduce ablation --corpus {place}/corpus --out {place}/out {TINY}"
+    names = {word for word in flags.split() if word.startswith("--")}
+    kept = " ".join(pair for pair in pairs(words) if pair.split()[0] not in names)
+    assert_refused(place, f"{kept} {flags}", message, capfd)
+
+
+def pairs(words: str) -> list[str]:
+    """A command line in pieces: the command, then each flag with its value."""
+    first, *flags = words.split(" --")
+    return [first, *(f"--{flag}" for flag in flags)]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--corpus {}/nowhere --out {}/new", "no corpus at .*nowhere; make one with 'txl prepare enwik8'"),
+        ("--corpus {}/corpus --out {}/hand", "exists and holds no reproduction; choose another --out"),
+        ("--corpus {}/corpus --out {}/text.txt", "exists and holds no reproduction"),
+    ],
+)
+def test_wrong_places(place: Path, capfd: Capture, words: str, message: str) -> None:
+    (place / "hand").mkdir(exist_ok=True)
+    (place / "hand" / "file").touch()
+    assert_refused(place, f"reproduce ablation {words.replace('{}', str(place))} {TINY}", message, capfd)
+
+
+def test_damaged_figures_are_told(place: Path) -> None:
+    file = place / "out" / "scores" / "xl-full-seed1.json"
+    whole = file.read_text()
+    file.write_text(whole[:50])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(systems, "ABLATION", ROWS)
+        patch.setattr(systems, "EQUAL_MEMORY", ())
+        said = txl("reproduce", "ablation", "--corpus", place / "corpus", "--out", place / "out", *TINY.split())
+    file.write_text(whole)
+    assert said.status == 2
+    assert "xl-full-seed1.json is damaged; delete it and give the command again" in said.err
+
+
+ONE_ROW = """
+import sys
+from transformer_xl.analysis import systems
+from transformer_xl.cli.main import main
+systems.ABLATION, systems.EQUAL_MEMORY = (systems.BY_NAME["xl-full"],), ()
+main()
+"""
+
+
+def test_killed_it_goes_on_where_it_was(place: Path) -> None:
+    """Nothing but the checkpoint is left of the killed training, and the figures are those of one never killed."""
+    flags = TINY.replace("--train.steps 12", "--train.steps 40").split()
+    words = ["reproduce", "ablation", "--corpus", str(place / "corpus"), *flags, "--seeds", "2", "--out"]
+
+    def start(out: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-c", ONE_ROW, *words, str(place / out)]
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+        return subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, **quiet)
+
+    parent = start("killed")
+    run = place / "killed" / "runs" / "xl-full-seed2"
+    wait_until(lambda: (run / "state").exists() and any((run / "state").glob("step-*")))
+    held = start("killed")
+    said = held.communicate(timeout=100)[1]
+    assert held.returncode == 2
+    assert b"another txl reproduce is at work" in said
+    parent.send_signal(signal.SIGTERM)
+    parent.communicate(timeout=100)
+    assert not (place / "killed" / "ablation.json").exists()
+    for out in ("killed", "whole"):
+        finished = start(out)
+        finished.communicate(timeout=200)
+        assert finished.returncode == 0
+    killed, whole = (json.loads((place / out / "ablation.json").read_text())["systems"] for out in ("killed", "whole"))
+    assert killed == whole
+
+
+def wait_until(holds, seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.02)
