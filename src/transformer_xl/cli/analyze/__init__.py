@@ -5,6 +5,8 @@ from __future__ import annotations
 from cyclopts import App
 
 COMMANDS = {
+    "attention": "Draw what heads attend to, term by term, and how the loss falls from a document's start.",
+    "context": "Measure how far back a text still helps each model (the paper's relative effective context length).",
     "speed": "Compare evaluation with memory to a window moved token by token (the paper's table of evaluation speed).",
 }
 

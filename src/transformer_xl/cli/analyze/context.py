@@ -1,0 +1,281 @@
+"""`txl analyze context`: how far back a text still helps each of several models, as tables and a curve of gains."""
+
+from __future__ import annotations
+
+import json as encoder
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from cyclopts import Parameter
+
+from transformer_xl.cli.options import ANY_MACHINE, Json, MachineOptions
+from transformer_xl.cli.output import ProgressBar, print_json, print_table, say
+from transformer_xl.config import RunConfig, UserError
+from transformer_xl.files import write_text
+
+if TYPE_CHECKING:
+    import torch
+
+    from transformer_xl.evaluation.effective_context import ContextSweep, EffectiveContext, Reader
+    from transformer_xl.evaluation.plan import Plan
+    from transformer_xl.run_folder import RunFolder
+    from transformer_xl.text.token_store import Tokens
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What is measured, and where."""
+
+    fractions: str = "0.1,0.5,1.0"
+    """Shares of the places that count, those that are hardest to predict: the paper's r."""
+    threshold: float = 0.01
+    """Smallest gain in perplexity that counts, as a share."""
+    step: int = 100
+    """How many tokens longer each context is than the one before."""
+    start: int | None = None
+    """The shortest context, in tokens. [default: the step]"""
+    longest: int | None = None
+    """No context is longer. [default: nine steps beyond the shortest]"""
+    positions: int = 1000
+    """Number of places drawn from the text."""
+    seed: int = 1
+    """Of that draw."""
+    corpus: Path | None = None
+    """Corpus with the runs' vocabulary. [default: the one the first was trained on]"""
+    split: str = "test"
+    """train, valid or test."""
+
+    def sweep(self) -> ContextSweep:
+        """The same, checked."""
+        from transformer_xl.evaluation.effective_context import ContextSweep
+
+        start = self.step if self.start is None else self.start
+        return ContextSweep(
+            start=start,
+            step=self.step,
+            longest=start + 9 * self.step if self.longest is None else self.longest,
+            positions=self.positions,
+            seed=self.seed,
+            fractions=_shares(self.fractions),
+            threshold=self.threshold,
+        )
+
+
+@dataclass(frozen=True)
+class Attention:
+    """How far models with memory look in one layer; each model as its run is evaluated where nothing is given."""
+
+    memory: int | Literal["all"] | None = None
+    """Memory slots, in tokens; all: as many as the longest context."""
+    window: int | Literal["none"] | None = None
+    """Keys a query sees, itself included; none: all."""
+    clamp: int | Literal["none"] | None = None
+    """Distances above this count as this one; none: no limit."""
+
+    def plan(self, config: RunConfig, longest: int) -> Plan:
+        """How a run reads; what its model does not have is left as it is."""
+        from transformer_xl.evaluation.plan import Limit, Plan
+
+        given: dict[str, Limit | None] = {}
+        if not config.model.is_absolute:
+            given["memory"] = longest if self.memory == "all" else self.memory
+        if config.model.is_relative:
+            given |= {"window": self.window, "clamp": self.clamp}
+        return Plan.of(config, **given)
+
+
+@dataclass(frozen=True)
+class Files:
+    """What is written."""
+
+    out: Path | None = None
+    """File for all figures, as JSON."""
+    picture: Path | None = None
+    """File for the curves of gains, .svg or .png."""
+
+    def check(self) -> None:
+        """Refuses, before anything is computed, what could not be written in the end."""
+        for flag, path in (("--out", self.out), ("--picture", self.picture)):
+            if path is None:
+                continue
+            if path.exists():
+                raise UserError(f"{path} exists already; choose another {flag}")
+            if not path.absolute().parent.is_dir():
+                raise UserError(f"{path}: there is no folder {path.parent}; make it, or choose another {flag}")
+        if self.picture is not None:
+            from transformer_xl.analysis.gain_curves import check_picture
+
+            check_picture(self.picture)
+            if self.picture == self.out:
+                raise UserError(f"{self.out} was given for --out and --picture; choose two names")
+
+    def write(self, figures: dict[str, Any], found: EffectiveContext) -> None:
+        """Writes what is wanted."""
+        if self.out is not None:
+            write_text(self.out, encoder.dumps(figures, indent=1) + "\n")
+        if self.picture is not None:
+            from transformer_xl.analysis.gain_curves import draw_gains, write_picture
+
+            write_picture(self.picture, draw_gains(found))
+
+
+_THE_PAPERS, _THE_RUNS, _NONE = Measured(), Attention(), Files()
+
+
+def context(
+    *runs: str,
+    measured: Annotated[Measured, Parameter(name="*")] = _THE_PAPERS,
+    attention: Annotated[Attention, Parameter(name="*")] = _THE_RUNS,
+    files: Annotated[Files, Parameter(name="*")] = _NONE,
+    machine: MachineOptions = ANY_MACHINE,
+    json: Json = False,
+) -> None:
+    """Measure how far back a text still helps each model (the paper's relative effective context length).
+
+    The runs are one group: each model is held to the best of them. What it will cost is said before it begins.
+
+    Parameters
+    ----------
+    runs
+        Folders of runs with the same vocabulary; NAME=RUN to call one something else than its folder.
+    measured
+        What is measured, and where.
+    attention
+        How far models with memory look in one layer.
+    files
+        What is written.
+    """
+    named = _named(runs)
+    files.check()
+    sweep = measured.sweep()
+    from transformer_xl.evaluation.effective_context import measure_context
+
+    folders = _opened(named)
+    tokens_K, corpus = _text(next(iter(folders.values())), measured)
+    sweep.places(len(tokens_K))
+    device = machine.choose()
+    readers = [_reader(name, folder, attention, sweep, device) for name, folder in folders.items()]
+    total = _say_cost(readers, sweep, tokens_K)
+    with ProgressBar("context", total, "tokens") as bar:
+        found = measure_context(readers, tokens_K, sweep, bar.advance)
+    figures = {
+        "corpus": corpus,
+        "split": measured.split,
+        "device": str(device),
+        "runs": {name: str(path) for name, path in named.items()},
+        **found.as_dict(),
+    }
+    if json:
+        print_json(figures)
+    else:
+        _show(measured.split, found)
+    files.write(figures, found)  # last: should a disk be full, the figures are on the screen
+
+
+def _shares(given: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) for part in given.split(","))
+    except ValueError:
+        raise UserError(f"--fractions {given}: wanted shares with commas between, such as 0.1,0.5,1.0") from None
+
+
+def _named(runs: tuple[str, ...]) -> dict[str, Path]:
+    """The folders by name: that of the folder, where none was given."""
+    if not runs:
+        raise UserError("no run was given; name the folders of the runs of one group, such as runs/a runs/b")
+    named: dict[str, Path] = {}
+    for word in runs:
+        name, equals, path = word.partition("=")
+        if not equals or Path(word).exists():
+            name, path = Path(word).resolve().name, word
+        if not name or not path:
+            raise UserError(f"{word}: wanted the folder of a run, or NAME=RUN")
+        if name in named:
+            raise UserError(f"two runs are called {name}, {named[name]} and {path}; name one otherwise: NAME=RUN")
+        named[name] = Path(path)
+    return named
+
+
+def _opened(named: dict[str, Path]) -> dict[str, RunFolder]:
+    from transformer_xl.run_folder import RunFolder
+    from transformer_xl.text.vocabulary import fingerprint
+
+    folders = {name: RunFolder.open(path) for name, path in named.items()}
+    first = next(iter(folders.values()))
+    for folder in folders.values():
+        if fingerprint(folder.vocabulary) != fingerprint(first.vocabulary):
+            raise UserError(
+                f"{folder.path} has another vocabulary ({folder.vocabulary.kind}, {folder.vocabulary.size:,} tokens) "
+                f"than {first.path} ({first.vocabulary.kind}, {first.vocabulary.size:,} tokens); give runs that read "
+                "the same tokens"
+            )
+    return folders
+
+
+def _text(first: RunFolder, measured: Measured) -> tuple[Tokens, str]:
+    """The text, and where it comes from."""
+    from transformer_xl.cli.train import corpus_of
+
+    corpus = corpus_of(first, measured.corpus)
+    tokens_K = corpus.split(measured.split).tokens
+    corpus.verify(measured.split)
+    return tokens_K, str(corpus.path)
+
+
+def _reader(name: str, folder: RunFolder, attention: Attention, sweep: ContextSweep, device: torch.device) -> Reader:
+    from transformer_xl.evaluation.effective_context import Reader
+
+    return Reader(name, folder.load_model(device), attention.plan(folder.config, sweep.longest))
+
+
+def _say_cost(readers: list[Reader], sweep: ContextSweep, tokens_K: Tokens) -> int:
+    """Says how much there is to do, and after a trial how long it will take; gives the number of tokens."""
+    costs = [reader.cost(sweep) for reader in readers]
+    contexts = sweep.contexts
+    each = ", ".join(f"{reader.name} {cost:,}" for reader, cost in zip(readers, costs, strict=True))
+    say(
+        f"{sweep.positions:,} places, {len(contexts)} contexts of {contexts[0]:,} to {contexts[-1]:,} tokens; "
+        f"tokens to read: {each}{f'; in all {sum(costs):,}' if costs[1:] else ''}"
+    )
+    places_P = sweep.places(len(tokens_K))
+    minutes = sum(reader.seconds_for(sweep, tokens_K, places_P) for reader in readers) / 60
+    say(f"by a short trial about {minutes:,.0f} minutes" if minutes >= 1.5 else "by a short trial a minute or less")
+    return sum(costs)
+
+
+def _show(split: str, found: EffectiveContext) -> None:
+    sweep = found.sweep
+    measured = [found.gains(fraction) for fraction in sweep.fractions]
+    lengths = zip(*(found.lengths(gains) for gains in measured), strict=True)
+    rows = [
+        [
+            reader.name,
+            f"{reader.model.num_parameters():,}",
+            *(f"{'' if length.found else '>= '}{length.tokens:,}" for length in row),
+        ]
+        for reader, row in zip(found.readers, lengths, strict=True)
+    ]
+    print_table(
+        f"Relative effective context length in tokens, {split}: {sweep.positions:,} places, "
+        f"a gain of {sweep.threshold:.3g} by {sweep.step:,} tokens more",
+        ["model", "parameters", *(f"r = {fraction:g}" for fraction in sweep.fractions)],
+        rows,
+    )
+    means = found.nats_ICP.mean(axis=-1)
+    print_table(
+        "Mean loss in nats per token, by how many tokens before it may be seen",
+        ["model", *(f"{context:,}" for context in sweep.contexts)],
+        [[reader.name, *(f"{nats:.4f}" for nats in row)] for reader, row in zip(found.readers, means, strict=True)],
+    )
+    early = {
+        reader.name
+        for gains in measured
+        for reader, gain in zip(found.readers, gains.gains_IC[:, 0], strict=True)
+        if gain < sweep.threshold and (reader.sees_at_most or sweep.longest) > sweep.start
+    }
+    if early:
+        say(
+            f"remark: {', '.join(sorted(early))}: no gain already at --start {sweep.start:,}, so the length may be "
+            "shorter; a smaller --start and --step would tell"
+        )

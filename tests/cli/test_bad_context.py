@@ -1,0 +1,95 @@
+"""`txl analyze context`: what it says and writes, and what it refuses in one line with exit status 2."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from refusals import assert_refused, do, txl
+
+Capture = pytest.CaptureFixture[str]
+SMALL = "--model.layers 1 --model.width 14 --model.heads 2 --model.feedforward 19"
+SHORT = "--train.segment 7 --train.rows 3 --train.steps 2 --train.warmup 0 --train.precision float32"
+QUICK = "--split train --step 5 --longest 20 --positions 11 --device cpu"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A corpus and two runs; one of another vocabulary, and one that lost its weights."""
+    place = tmp_path_factory.mktemp("context") / "w"
+    place.mkdir()
+    (place / "text.txt").write_bytes(b"".join(b"line %d\n" % number for number in range(99)))
+    do(f"prepare {place}/text.txt --out {place}/corpus")
+    do(f"prepare {place}/text.txt --out {place}/letters --vocabulary characters")
+    for name, system in (("xl", "--train.memory 11"), ("learned", "--model.encoding learned")):
+        do(f"train --corpus {place}/corpus --run {place}/{name} {SMALL} {SHORT} {system}")
+    do(f"train --corpus {place}/letters --run {place}/other {SMALL} {SHORT}")
+    (place / "empty" / "state").mkdir(parents=True)
+    for file in ("config.yaml", "vocabulary.json"):
+        shutil.copy(place / "xl" / file, place / "empty" / file)
+    (place / "there.json").write_text("mine")
+    return place
+
+
+def test_tables_files_and_what_it_costs(place: Path, tmp_path: Path) -> None:
+    out, picture = tmp_path / "figures.json", tmp_path / "gains.svg"
+    words = ["analyze", "context", place / "xl", f"vanilla={place}/learned", *QUICK.split(), "--fractions", "0.5,1"]
+    said = txl(*words, "--out", out, "--picture", picture)
+    assert said.status == 0
+    assert "Relative effective context length in tokens, train: 11 places" in said.out
+    assert "r = 0.5" in said.out
+    assert "Mean loss in nats per token" in said.out
+    # learned places see the 7 of a segment at most: of 5, 10, 15 and 20 tokens
+    assert "11 places, 4 contexts of 5 to 20 tokens; tokens to read: xl 550, vanilla 286; in all 836" in said.err
+    assert "by a short trial a minute or less" in said.err
+    assert "<svg" in picture.read_text(encoding="utf-8")
+    figures = json.loads(out.read_text(encoding="utf-8"))
+    assert figures["runs"] == {"xl": f"{place}/xl", "vanilla": f"{place}/learned"}
+    assert [model["memory"] for model in figures["models"]] == [11, 0]
+    assert txl(*words, "--json").object.keys() == figures.keys()
+
+
+def test_how_far_attention_looks(place: Path) -> None:
+    """Given lengths are for models that have them; the same places and losses come again."""
+    words = ["analyze", "context", place / "xl", place / "learned", *QUICK.split(), "--json"]
+    xl, learned = txl(*words).object["models"]
+    whole, still = txl(*words, "--memory", "all", "--clamp", "3").object["models"]
+    near, _ = txl(*words, "--memory", "0", "--window", "2").object["models"]
+    assert (whole["memory"], whole["clamp"], still["memory"], still["clamp"]) == (20, 3, 0, None)
+    assert (near["window"], near["sees_at_most"]) == (2, 7)
+    assert still["nats_per_token"] == learned["nats_per_token"]
+    assert whole["nats_per_token"][-1] != xl["nats_per_token"][-1]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("", "no run was given; name the folders of the runs"),
+        ("{}/xl {}/xl", "two runs are called xl, .*name one otherwise: NAME=RUN"),
+        ("a={}/xl a={}/learned", "two runs are called a"),
+        ("={}/xl", "wanted the folder of a run, or NAME=RUN"),
+        ("{}/none", "none: no such folder; wanted a folder that 'txl train"),
+        ("{}/corpus", "a corpus, not a run"),
+        ("{}/xl {}/other", "other has another vocabulary .characters, .* than .*xl .bytes, 256 tokens"),
+        ("{}/xl {}/empty " + QUICK, "empty has no weights yet"),
+        ("{}/xl --corpus {}/letters", "letters has another vocabulary"),
+        ("{}/xl --split tset", r"has no split 'tset' \(did you mean 'test'\?\)"),
+        ("{}/xl --longest 100000", "which 0 have 100,000 before them, and 1,000 positions were asked for"),
+        ("{}/xl --positions 1000000", "and 1,000,000 positions were asked for; give fewer positions"),
+        ("{}/xl --step 0", "step 0: wanted 1 or more"),
+        ("{}/xl --start 50 --longest 60", "longest 60 leaves nothing to compare with start 50; wanted 150"),
+        ("{}/xl --threshold 1", "threshold 1: wanted a share above 0 and below 1"),
+        ("{}/xl --fractions 0.1,x", "--fractions 0.1,x: wanted shares with commas between, such as 0.1,0.5,1.0"),
+        ("{}/xl --fractions 0.1,2", "fractions 0.1,2: wanted shares of the places, above 0 and up to 1"),
+        ("{}/xl --memory -1 " + QUICK, "memory -1 is too small; give 0 or more"),
+        ("{}/xl --memory some", "some"),
+        ("{}/xl --out {}/there.json", "there.json exists already; choose another --out"),
+        ("{}/xl --out {}/none/a.json", "there is no folder .*none; make it, or choose another --out"),
+        ("{}/xl --picture {}/a.jpg", "a.jpg: wanted a name that ends in .svg or .png"),
+        ("{}/xl --picture {}/a.svg --out {}/a.svg", "a.svg was given for --out and --picture; choose two names"),
+    ],
+)
+def test_what_is_refused(place: Path, capfd: Capture, words: str, message: str) -> None:
+    assert_refused(place, f"analyze context {words.replace('{}', str(place))}", message, capfd)
