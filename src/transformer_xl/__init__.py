@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from transformer_xl.evaluation.texts import score
     from transformer_xl.generation.decoding import generate
     from transformer_xl.generation.sampling import Sampler
+    from transformer_xl.model.build import build_model
     from transformer_xl.model.memory import Memory, Reach
     from transformer_xl.model.transformer_xl import TransformerXL
     from transformer_xl.run_folder import Run, load
@@ -40,6 +41,7 @@ _HOMES = {
     "TrainConfig": "config",
     "TransformerXL": "model.transformer_xl",
     "UserError": "config",
+    "build_model": "model.build",
     "evaluate": "evaluation.evaluate",
     "generate": "generation.decoding",
     "load": "run_folder",
@@ -60,6 +62,7 @@ __all__ = [
     "TrainConfig",
     "TransformerXL",
     "UserError",
+    "build_model",
     "evaluate",
     "generate",
     "load",

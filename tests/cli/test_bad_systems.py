@@ -31,7 +31,9 @@ def test_what_they_can_do(place: Path) -> None:
         said = txl("generate", place / name, "--prompt", "line", "--tokens", "13")
         assert (said.status, said.err) == (0, "")
         assert said.out
-        kind = txl("info", place / name, "--json").object["run"]["model"]
+        told = txl("info", place / name, "--json").object["run"]
+        assert told["kernel"] is None
+        kind = told["model"]
         assert (kind["kind"], kind["encoding"]) == (("lstm", "relative") if name == "lstm" else ("transformer", name))
 
 

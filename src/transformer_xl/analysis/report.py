@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from base64 import b64encode
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -11,7 +12,7 @@ body { font: 16px/1.5 system-ui, sans-serif; max-width: 46rem; margin: 2rem auto
 h1 { font-size: 1.7rem; } h2 { font-size: 1.2rem; margin-top: 2.2rem; }
 table { border-collapse: collapse; width: 100%; } th, td { padding: .3rem .6rem; text-align: right; }
 th:first-child, td:first-child { text-align: left; } th { border-bottom: 2px solid #888; }
-td { border-bottom: 1px solid #ddd; } svg { max-width: 100%; height: auto; }
+td { border-bottom: 1px solid #ddd; } svg, img { max-width: 100%; height: auto; }
 pre { background: #f5f5f2; padding: .8rem; overflow-x: auto; white-space: pre-wrap; overflow-wrap: anywhere; }
 """
 
@@ -47,6 +48,16 @@ def paragraph(text: str) -> str:
 def verbatim(text: str) -> str:
     """Text shown as it is."""
     return f"<pre>{escape(text)}</pre>"
+
+
+def picture(png: bytes, title: str) -> str:
+    """A picture that stands inside the page."""
+    return f'<p><img alt="{escape(title)}" src="data:image/png;base64,{b64encode(png).decode()}"></p>'
+
+
+def link(target: str, text: str) -> str:
+    """A link to a file beside the page."""
+    return f'<p><a href="{escape(target)}">{escape(text)}</a></p>'
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 from transformer_xl.analysis import ablation, context_table, evaluation_speed
 from transformer_xl.analysis.ablation import Findings
 from transformer_xl.analysis.plots import draw
-from transformer_xl.analysis.report import Page, heading, paragraph, table, verbatim
+from transformer_xl.analysis.report import Page, heading, link, paragraph, picture, table, verbatim
 from transformer_xl.config import UserError
 
 Figures = Mapping[str, Any]
@@ -48,6 +48,8 @@ def reproduction_page(folder: Path) -> str:
     for name, section in _SECTIONS.items():
         if (file := folder / f"{name}.json").exists():
             pieces += section(read_figures(file))
+    if (file := folder / "attention" / "figures.json").exists():
+        pieces += _attention(file.parent, read_figures(file))
     return Page("Transformer-XL: the paper's tables, made again", pieces).html()
 
 
@@ -94,10 +96,10 @@ def _context(figures: Figures) -> list[str]:
         paragraph(scale_line(figures)),
         verbatim(figures["command"]),
         paragraph(
-            f"Relative effective context length in tokens, a figure for each seed: {len(sweep['positions']):,} places of "
-            f"the test text, contexts of {contexts[0]:,} to {contexts[-1]:,} in steps of {sweep['step']:,}, and a "
-            f"gain of {sweep['threshold']:.0%} counts. Each table is a group, whose best every model is held to. The "
-            "paper's are words, in steps of 100."
+            "Relative effective context length in tokens, a figure for each seed: "
+            f"{len(sweep['positions']):,} places of the test text, contexts of {contexts[0]:,} to {contexts[-1]:,} in "
+            f"steps of {sweep['step']:,}, and a gain of {sweep['threshold']:.0%} counts. Each table is a group, whose "
+            "best every model is held to. The paper's are words, in steps of 100."
         ),
         *(table(context_table.COLUMNS, rows) for rows in context_table.table_rows(figures["groups"])),
         *(draw(context_table.chart(group)) for group in figures["groups"] if group["seed"] == sweep["seed"]),
@@ -119,6 +121,24 @@ def _speed(figures: Figures) -> list[str]:
         paragraph("Vanilla with fused causal attention:"),
         table(evaluation_speed.COLUMNS, evaluation_speed.table_rows(figures, "fused")),
     ]
+
+
+def _attention(folder: Path, figures: Figures) -> list[str]:
+    pieces = [
+        heading("What does a head see? (appendix D)"),
+        paragraph(
+            f"{figures['run']}, read over {figures['tokens']:,} tokens in segments of {figures['segment']:,} beside "
+            f"{figures['memory']:,} slots of memory: the mean attention of every head to the tokens before, some heads "
+            "by themselves, each term of the score alone, and the loss by distance from the start. The paper draws 640 "
+            "words back of 160 heads."
+        ),
+        verbatim(figures["command"]),
+    ]
+    for what in ("mean_attention", "heads", "terms", "loss"):
+        pictures = [name for name in figures["files"][what] if name.endswith(".png")]
+        pieces += [picture((folder / name).read_bytes(), name.removesuffix(".png")) for name in pictures]
+    page = f"{folder.name}/{figures['files']['page'][0]}"
+    return [*pieces, link(page, "Every layer, head and term, token by token")]
 
 
 _SECTIONS: dict[str, Callable[[Figures], list[str]]] = {

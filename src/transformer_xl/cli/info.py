@@ -103,13 +103,14 @@ def _run(path: Path, verify: bool, machine: Machine) -> dict[str, Any]:
     figures = folder.figures()
     valid = [line for line in figures if line["split"] == "valid"]
     newest = folder.newest_state()
+    relative = config.model.is_relative  # other models have no relative attention to compute
     return {
         "path": str(path),
         "recipe": config.recipe,
         "corpus": config.corpus.path if config.corpus else None,
         "vocabulary": f"{folder.vocabulary.kind}, {folder.vocabulary.size:,} tokens",
         "parameters": parameters,
-        "kernel": choose(config.model.kernel, machine.choose(), torch.float32).name,
+        "kernel": choose(config.model.kernel, machine.choose(), torch.float32).name if relative else None,
         "model": config.model.model_dump(exclude={"kernel", "vocabulary_size"}),
         "train": config.train.model_dump(),
         "evaluation": config.evaluation.model_dump(),

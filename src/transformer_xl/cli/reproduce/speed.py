@@ -42,7 +42,7 @@ def speed(
     smoke
         Tiny models and lengths: whether everything works.
     """
-    figures = make_speed("tiny" if smoke else model, out, _SMOKE if smoke else contested, machine)
+    figures = make_speed("tiny" if smoke else model, out, SMOKE if smoke else contested, machine)
     if json:
         print_json({**figures, "report": str(out / "report.html")})
         return
@@ -50,7 +50,7 @@ def speed(
     print(f"report: {out / 'report.html'}")
 
 
-_SMOKE = replace(_THE_PAPERS, lengths="16,32", segments="8,16", rounds=1)
+SMOKE = replace(_THE_PAPERS, lengths="16,32", segments="8,16", rounds=1)
 
 
 def make_speed(model: str, out: Path, contested: Contested, machine: Machine) -> dict[str, object]:
