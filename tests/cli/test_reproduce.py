@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from refusals import Capture, assert_refused, do, txl
 
-from transformer_xl.analysis import systems
+from transformer_xl.analysis import context_table, systems
 from transformer_xl.analysis.systems import BY_NAME
 
 ROWS = tuple(BY_NAME[name] for name in ("xl-full", "learned-half"))
@@ -70,6 +70,40 @@ def test_what_is_shown(place: Path) -> None:
     assert "<svg" in report
     assert "txl reproduce ablation" in report or "Which part of the model helps?" in report
     assert "segments of 8, 4 rows, 12 steps, seeds 1, 2" in report
+
+
+def test_context_of_the_same_runs(place: Path) -> None:
+    """Nothing is trained again, and each model reads with the attention length that it is best with."""
+    words = ("reproduce", "context", "--corpus", place / "corpus", "--out", place / "out", *TINY.split())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(context_table, "GROUPS", (("xl-full", "learned-half"),))
+        said = txl(*words, "--positions", "20", "--longest", "16", "--json")
+        assert "4 of 4 runs are trained and scored already" in said.err
+        report = (place / "out" / "report.html").read_text()
+        shown = txl(*words, "--positions", "20", "--longest", "16").out
+    groups = said.object["groups"]
+    assert [group["trained_with_seed"] for group in groups] == [1, 2]
+    assert groups[0]["contexts"] == [4, 8, 12, 16]
+    by_length = json.loads((place / "said.json").read_text())["systems"]["xl-full"]["by_length"]
+    for seed, group in enumerate(groups):
+        transformer, learned = group["models"]
+        best = min(by_length, key=lambda length: by_length[length][seed])
+        assert (str(transformer["window"]), transformer["memory"]) == (best, int(best) - 1)
+        assert (learned["memory"], learned["sees_at_most"]) == (0, 8)
+    assert "700, 600, 500" in shown
+    assert "How far does a text help?" in report
+    assert "Which part of the model helps?" in report  # what was there stays
+
+
+def test_speed_joins_the_report(place: Path) -> None:
+    said = txl("reproduce", "speed", "--smoke", "--out", place / "out")
+    assert said.status == 0, said.err
+    report = (place / "out" / "report.html").read_text()
+    assert "How much faster is evaluation with memory?" in report
+    assert json.loads((place / "out" / "speed.json").read_text())["model"] == "tiny"
+    elsewhere = txl("reproduce", "speed", "--smoke", "--out", place / "corpus")
+    assert (elsewhere.status, elsewhere.err.count("\n")) == (2, 1)
+    assert "holds no reproduction" in elsewhere.err
 
 
 def test_a_row_can_be_trained_by_hand(place: Path) -> None:
@@ -141,7 +175,7 @@ def test_damaged_figures_are_told(place: Path) -> None:
 
 ONE_ROW = """
 import sys
-from transformer_xl.analysis import systems
+from transformer_xl.analysis import context_table, systems
 from transformer_xl.cli.main import main
 systems.ABLATION, systems.EQUAL_MEMORY = (systems.BY_NAME["xl-full"],), ()
 main()

@@ -31,7 +31,7 @@ def table_rows(groups: Sequence[Mapping[str, Any]]) -> list[list[list[str]]]:
     """For each of the paper's groups the rows under COLUMNS, from what was measured of it with each seed.
 
     Args:
-        groups: for each group and seed what `EffectiveContext.as_dict` gave, with the `seed`.
+        groups: for each group and seed what `EffectiveContext.as_dict` gave, and `trained_with_seed`.
     """
     tables: list[list[list[str]]] = []
     for names in GROUPS:

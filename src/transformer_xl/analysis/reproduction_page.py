@@ -102,7 +102,11 @@ def _context(figures: Figures) -> list[str]:
             "best every model is held to. The paper's are words, in steps of 100."
         ),
         *(table(context_table.COLUMNS, rows) for rows in context_table.table_rows(figures["groups"])),
-        *(draw(context_table.chart(group)) for group in figures["groups"] if group["seed"] == sweep["seed"]),
+        *(
+            draw(context_table.chart(group))
+            for group in figures["groups"]
+            if group["trained_with_seed"] == sweep["trained_with_seed"]
+        ),
     ]
 
 

@@ -62,7 +62,7 @@ def make_context(workshop: Workshop, sweep: ContextSweep, *, json: bool = False)
             say(f"seed {seed}: {', '.join(names)} read {cost:,} tokens in {len(sweep.contexts)} contexts")
             with ProgressBar("context", cost, "tokens") as bar:
                 found = measure_context(readers, tokens_K, sweep, bar.advance)
-            groups.append({"seed": seed, **found.as_dict()})
+            groups.append({"trained_with_seed": seed, **found.as_dict()})
     figures = {**workshop.about(), "groups": groups}
     report = workshop.keep("context", figures)
     if json:
