@@ -17,7 +17,7 @@ import numpy.typing as npt
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import MaxNLocator, NullLocator
 
 from transformer_xl.analysis.attention_maps import TermMaps
 from transformer_xl.analysis.loss_by_distance import LossByDistance
@@ -36,6 +36,7 @@ _STYLES = ("-", "--", "-.", ":")
 def save(figure: Figure, stem: Path) -> list[str]:
     """Writes a picture as `stem`.png and `stem`.svg; gives the names of the files."""
     figure.savefig(stem.with_suffix(".png"), dpi=110)
+    figure.set_layout_engine("none")  # it has been laid out
     figure.savefig(stem.with_suffix(".svg"), dpi=110, metadata={"Date": None})
     return [stem.with_suffix(end).name for end in (".png", ".svg")]
 
@@ -91,7 +92,7 @@ def draw_heads(mean_LNP: npt.NDArray[np.float64], heads: Sequence[Head]) -> Figu
     ticks = [0, *(2**power for power in range(last.bit_length()))]
     axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
     axes.set_xlim(-0.1, max(1, last) * 1.1)
-    axes.minorticks_off()
+    axes.xaxis.set_minor_locator(NullLocator())
     axes.grid(visible=True, alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="lower left", ncols=1 + len(heads) // 9, fontsize=9)
@@ -113,7 +114,7 @@ def draw_terms(maps: TermMaps, head: Head, labels: Sequence[str]) -> Figure:
         norm = _logarithmic(found_QQ) if term == "probability" else None
         image = axes.imshow(found_QQ, cmap=_COLOURS, norm=norm, interpolation="nearest")
         axes.set_title(words if norm is None else f"{words}, logarithmic", fontsize=10)
-        _name_tokens(axes, labels)
+        _name_tokens(axes, labels, left=number % (len(shown) // 2) == 1, below=number > len(shown) // 2)
         figure.colorbar(image, shrink=0.75, label="probability" if norm else "part of the score")
     return figure
 
@@ -165,14 +166,17 @@ def _evenly(count: int, inches: float) -> range:
     return range(0, count, max(1, int(np.ceil(_LABEL_INCHES / inches))))
 
 
-def _name_tokens(axes: Axes, labels: Sequence[str]) -> None:
-    axes.set(xlabel="key", ylabel="query")
-    if len(labels) > _MOST_NAMED:
-        axes.set(xlabel="key (place in the text)", ylabel="query (place in the text)")
-        return
+def _name_tokens(axes: Axes, labels: Sequence[str], *, left: bool, below: bool) -> None:
+    """Names queries and keys at the outer axes; many tokens only have numbers."""
+    named = len(labels) <= _MOST_NAMED
+    what = "" if named else " (place in the text)"
+    axes.set(xlabel=f"key{what}" if below else "", ylabel=f"query{what}" if left else "")
     size = min(8.0, 210 / len(labels))
     # letters that the font lacks would be boxes, and $ would begin a formula
     names = [label.encode("ascii", "backslashreplace").decode() for label in labels]
-    for axis, turn in ((axes.xaxis, 90), (axes.yaxis, 0)):
-        axis.set_ticks(range(len(names)), names, fontsize=size, rotation=turn, parse_math=False)
-        axis.set_tick_params(length=0)
+    for axis, outer, turn in ((axes.xaxis, below, 90), (axes.yaxis, left, 0)):
+        if not outer:
+            axis.set_ticks([])
+        elif named:
+            axis.set_ticks(range(len(names)), names, fontsize=size, rotation=turn, parse_math=False)
+            axis.set_tick_params(length=0)

@@ -1,0 +1,166 @@
+"""Means and terms of attention are those of plain loops over a text, and nothing of a long text is kept."""
+
+from __future__ import annotations
+
+import gc
+import math
+
+import numpy as np
+import pytest
+import torch
+from attention_oracle import attention_of
+
+from transformer_xl.analysis.attention_maps import (
+    TERMS,
+    AttentionMeans,
+    TermMaps,
+    distances_seen,
+    look,
+    terms_of,
+    with_terms,
+)
+from transformer_xl.config import ModelConfig, UserError
+from transformer_xl.evaluation.plan import Plan
+from transformer_xl.model.build import build_model
+from transformer_xl.model.memory import Reach
+
+SHAW = ModelConfig(
+    vocabulary_size=23, encoding="shaw", learned_positions=6, layers=2, width=14, heads=2, head_width=5, feedforward=19
+)
+
+
+@pytest.fixture
+def text(tokens):
+    return tokens(1, 53)[0]
+
+
+@pytest.fixture
+def shaw():
+    torch.manual_seed(5)
+    model = build_model(SHAW).double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.3)
+    return model
+
+
+CASES = [
+    (5, Reach(11), 47),
+    (7, Reach(11, 9), 53),  # a window shorter than memory
+    (13, Reach(3, None, 4), 47),  # a clamp, and segments longer than memory
+    (4, Reach(0), 31),
+    (1, Reach(6, 7), 29),
+    (7, Reach(41), 29),  # memory is never full, so all count
+    (5, Reach(10), 11),  # one query counts
+]
+
+
+@pytest.mark.parametrize(("segment", "reach", "length"), CASES)
+def test_means_are_those_of_a_plain_loop(make_model, text, segment, reach, length):
+    model, plan = make_model(layers=2, tie_position_biases=False), Plan(segment, reach)
+    means = AttentionMeans(model, plan, length)
+    look(model, text[:length].numpy(), plan, [means.add])
+    counted = [i for i in range(length) if i - i % segment >= reach.memory]
+    assert means.fills_memory == bool(counted)
+    counted = counted or list(range(length))
+    assert means.num_queries == len(counted)
+    for (layer, head), seen in attention_of(model, text[:length], segment, reach).items():
+        total, count, far, entropy = {}, {}, 0.0, 0.0
+        for (i, j), p in seen.probability.items():
+            if i in counted:
+                total[i - j] = total.get(i - j, 0.0) + p
+                count[i - j] = count.get(i - j, 0) + 1
+                far += p * (i - j)
+                entropy -= p * math.log(p)
+        for distance in range(distances_seen(plan)):
+            assert int(means.count_P[distance]) == count.get(distance, 0)
+            wanted = total[distance] / count[distance] if distance in count else math.nan
+            found = means.mean_LNP(distance)[layer, head, distance]
+            assert found == pytest.approx(wanted, abs=1e-12, nan_ok=True)
+        assert means.distance_LN[layer, head] == pytest.approx(far / len(counted), abs=1e-10)
+        assert means.entropy_LN[layer, head] == pytest.approx(entropy / len(counted), abs=1e-10)
+
+
+def check_terms(model, text, segment, reach, length):
+    maps, plan = TermMaps(model, length), Plan(segment, reach)
+    look(model, text.numpy(), plan, [maps.taker(plan)])
+    for (layer, head), seen in attention_of(model, text, segment, reach).items():
+        wanted = {name: np.full((length, length), np.nan) for name in TERMS}
+        for (i, j), four in seen.terms.items():
+            if i < length:
+                for name, term in zip(("content", "position", "content_bias", "position_bias"), four, strict=True):
+                    wanted[name][i, j] = term
+                wanted["score"][i, j] = sum(four)
+                wanted["probability"][i, j] = seen.probability[i, j]
+        for name in maps.terms:
+            np.testing.assert_allclose(maps.map_QQ(name, layer, head), wanted[name], atol=1e-10, err_msg=name)
+
+
+@pytest.mark.parametrize(("segment", "reach", "length"), [*CASES[:5], (53, Reach(0), 19)])
+def test_terms_are_the_papers(make_model, text, segment, reach, length):
+    """Also where the last segment reaches beyond what is shown."""
+    check_terms(make_model(layers=2, tie_position_biases=False), text, segment, reach, length - length % 3)
+
+
+def test_shaws_terms(shaw, text):
+    assert list(terms_of(shaw)) == ["probability", "score", "content", "position"]
+    check_terms(shaw, text, 7, Reach(11), 31)
+
+
+def test_probabilities_of_all_keys_add_up(make_model, text):
+    model, plan = make_model(), Plan(5, Reach(11))
+    maps = TermMaps(model, 31)
+    look(model, text.numpy(), plan, [maps.taker(plan)])
+    for layer, head in np.ndindex(maps.shape):
+        assert np.nansum(maps.map_QQ("probability", layer, head), -1) == pytest.approx(np.ones(31), abs=1e-12)
+
+
+def test_empty_slots_that_are_attended_keep_their_share(make_model, text):
+    """Then a query's probabilities of the tokens add up to less than 1, and are still the model's."""
+    model, plan = make_model(attend_empty_memory=True), Plan(7, Reach(11))
+    maps, means = TermMaps(model, 7), AttentionMeans(model, plan, 7)
+    look(model, text[:7].numpy(), plan, [maps.taker(plan), means.add])
+    traced = list(model.trace(text[None, :7], model.initial_memory(1, plan.reach)))
+    for layer, trace in enumerate(traced):
+        for head in range(2):
+            wanted = trace.terms.probabilities_BNTS[0, head, :, 11:].detach().tril().numpy()
+            found = np.nan_to_num(maps.map_QQ("probability", layer, head))
+            np.testing.assert_allclose(found, wanted, atol=1e-12)
+            assert found.sum(-1).max() < 0.99
+            own = means.mean_LNP(0)[layer, head, 0]
+            assert own == pytest.approx(wanted.diagonal().mean(), abs=1e-12)
+
+
+def test_nothing_of_a_long_text_is_kept(make_model, tokens):
+    """As many numbers live in large tensors at the end of a long text as at the end of a short one."""
+    model, plan = make_model(), Plan(17, Reach(19))
+    smallest = 2 * 17 * (17 + 19)  # the numbers of one term of one layer
+
+    def living(length: int) -> int:
+        means, most = AttentionMeans(model, plan, length), 0
+
+        def watch(view):
+            nonlocal most
+            if view.layer == 2 and view.begin >= length - 3 * 17:
+                large = [each for each in gc.get_objects() if type(each) is torch.Tensor and each.numel() >= smallest]
+                most = max(most, sum(each.numel() for each in large))
+
+        look(model, tokens(1, length)[0].numpy(), plan, [means.add, watch])
+        return most
+
+    short, long = living(17 * 4), living(17 * 24)
+    assert 0 < long == short
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kind": "lstm"}, "kind lstm does not attend, so there is no picture of it; give a run with encoding"),
+        ({"kind": "qrnn"}, "kind qrnn does not attend"),
+        ({"encoding": "sinusoidal", "memory": 0}, "encoding sinusoidal attends without memory and without terms"),
+    ],
+)
+def test_other_models_are_refused(settings, message):
+    model = build_model(ModelConfig(vocabulary_size=23, layers=1, width=14, heads=2, feedforward=19, **settings))
+    with pytest.raises(UserError, match=message):
+        with_terms(model)

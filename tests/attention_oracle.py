@@ -1,0 +1,70 @@
+"""Attention of a whole text as plain loops over places, from the paper and the weights alone; float64.
+
+What stands in memory was computed when it was read and never again, so each layer has one input for each place, and a
+query of a segment that begins at b sees the keys from b - M on, as far as the window goes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from reference import layer_norm, sinusoid
+
+
+@dataclass
+class Seen:
+    """Of one layer and head: numbers by (query, key), places in the text."""
+
+    terms: dict[tuple[int, int], tuple[float, float, float, float]] = field(default_factory=dict)
+    probability: dict[tuple[int, int], float] = field(default_factory=dict)
+
+
+def attention_of(model, tokens, segment, reach):
+    """The numbers of every layer and head, as a dictionary by (layer, head)."""
+    weights, config = dict(model.state_dict()), model.config
+    width, heads, head_width = config.width, config.heads, config.head_size
+    x = weights["embedding.tables.0"][tokens] * math.sqrt(width)
+    found = {}
+    for layer in range(config.layers):
+
+        def part(name, layer=layer):
+            return weights[f"layers.{layer}.{name}"]
+
+        def position_key(distance, part=part):
+            """Of all heads: (N, H)."""
+            if config.encoding == "shaw":
+                keys = part("attention.distance_keys")
+                return keys[min(distance, len(keys) - 1)]
+            encoding = sinusoid(distance, width, reach.clamp_length)
+            return (part("attention.position_key.weight") @ encoding).view(heads, head_width)
+
+        q, k, v = (
+            (x @ part(f"attention.{name}.weight").T).view(-1, heads, head_width) for name in ("query", "key", "value")
+        )
+        pair = 0 if config.tie_position_biases else layer
+        u = weights["content_bias"][pair] if config.encoding != "shaw" else torch.zeros(heads, head_width).double()
+        w = weights["position_bias"][pair] if config.encoding != "shaw" else u
+        attended = torch.zeros_like(q)
+        for head in range(heads):
+            seen = found[layer, head] = Seen()
+            for i in range(len(tokens)):
+                first = max(0, i - i % segment - reach.memory)
+                keys = [j for j in range(first, i + 1) if reach.window is None or i - j < reach.window]
+                scores = []
+                for j in keys:
+                    r = position_key(i - j)[head]
+                    four = (q[i, head] @ k[j, head], q[i, head] @ r, u[head] @ k[j, head], w[head] @ r)
+                    seen.terms[i, j] = tuple(float(term) / math.sqrt(head_width) for term in four)
+                    scores.append(sum(seen.terms[i, j]))
+                total = sum(math.exp(score) for score in scores)
+                for j, score in zip(keys, scores, strict=True):
+                    seen.probability[i, j] = math.exp(score) / total
+                    attended[i, head] += seen.probability[i, j] * v[j, head]
+        x = x + attended.flatten(1) @ part("attention.output.weight").T
+        x = layer_norm(x, part("attention.norm.weight"), part("attention.norm.bias"))
+        inner = torch.relu(x @ part("feedforward.widen.weight").T + part("feedforward.widen.bias"))
+        x = x + inner @ part("feedforward.narrow.weight").T + part("feedforward.narrow.bias")
+        x = layer_norm(x, part("feedforward.norm.weight"), part("feedforward.norm.bias"))
+    return found

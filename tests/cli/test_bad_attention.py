@@ -1,0 +1,124 @@
+"""`txl analyze attention`: what it leaves and says, and what cannot be: one line, exit status 2, nothing on disk."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from refusals import assert_refused, do, error_of, files, no_file_larger_than, txl
+
+Capture = pytest.CaptureFixture[str]
+SMALL = "--model.layers 2 --model.width 14 --model.heads 2 --model.feedforward 19"
+SHORT = "--train.segment 7 --train.memory 11 --train.rows 3 --train.steps 2 --train.warmup 0 --train.precision float32"
+QUICK = ["--tokens", "61", "--page-tokens", "9"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A corpus of bytes and one of words, and a run on each; runs of other systems."""
+    place = tmp_path_factory.mktemp("attention") / "w"
+    place.mkdir()
+    (place / "text.txt").write_bytes(b"".join(b"line %d\n" % number for number in range(199)))
+    (place / "words.txt").write_bytes(b"the cat sat on the mat and the cat ran\n" * 99)
+    (place / "empty.txt").write_bytes(b"")
+    do(f"prepare {place}/text.txt --out {place}/corpus")
+    do(f"prepare {place}/words.txt --out {place}/words --vocabulary words")
+    do(f"train --corpus {place}/corpus --run {place}/run {SMALL} {SHORT}")
+    do(f"train --corpus {place}/words --run {place}/shaw {SMALL} {SHORT} --model.encoding shaw")
+    without = SHORT.replace("--train.memory 11 ", "")
+    do(f"train --corpus {place}/corpus --run {place}/learned {SMALL} {without} --model.encoding learned")
+    do(f"train --corpus {place}/corpus --run {place}/lstm {SMALL} {SHORT} --model.kind lstm")
+    return place
+
+
+def test_what_it_leaves(place: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    said = txl("analyze", "attention", place / "run", *QUICK, "--heads", "1:0", "--out", out, "--json")
+    assert said.status == 0
+    found = said.object
+    assert (found["tokens"], found["memory"], found["segment"], found["back"], found["page_tokens"]) == (
+        61,
+        11,
+        7,
+        11,
+        9,
+    )
+    assert found["counted_tokens"] == 61 - 14  # memory is full from the third segment on
+    assert (found["documents"], found["stretch"]) == (1, 7)
+    written = {name for names in found["files"].values() for name in names}
+    assert {path.name for path in out.iterdir()} == written
+    assert {"mean-attention.png", "terms-layer-1-head-0.svg", "loss.svg"} <= written
+    assert json.loads((out / "figures.json").read_text()) == found
+    means = np.load(out / "mean-attention.npy", allow_pickle=False)
+    assert means.shape == (2, 2, 12)
+    assert [(head["layer"], head["head"]) for head in found["heads"]] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    # nearly no training: attention is nearly even over the 12 to 18 keys in sight
+    assert all(4 < head["mean_distance"] < 9 for head in found["heads"])
+    assert found["loss"].keys() == {"reset", "continue"}
+    assert "line" in (out / "attention.html").read_text(encoding="utf-8")
+
+
+def test_for_people_beside_the_run(place: Path) -> None:
+    """A short text, one word of which is not known, on Shaw's encoding."""
+    said = txl("analyze", "attention", place / "shaw", "--prompt", "the dog sat on the mat", "--back", "3")
+    assert said.status == 0
+    assert "how many tokens back each head looks" in said.out
+    assert "remark: not in the vocabulary, and read as <unk>: 'dog'\n" in said.err
+    assert "remark: 7 tokens do not fill a memory of 11" in said.err
+    assert f"written: {place}/shaw-attention" in said.err
+    page = (place / "shaw-attention" / "attention.html").read_text(encoding="utf-8")
+    assert "(b) content-dependent position" in page
+    assert "(c) global content" not in page
+    assert '"apart":true' in page
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            "{}/lstm",
+            "kind lstm does not attend, so there is no picture of it; give a run with encoding relative or shaw",
+        ),
+        ("{}/learned", "encoding learned attends without memory and without terms"),
+        ("{}/none", "no such folder; wanted a folder that 'txl train --run DIR' made"),
+        ("{}/run --heads 2:0", "--heads 2:0: there is no layer 2; they are 0 to 1"),
+        ("{}/run --heads 0:0,1:2", "--heads 0:0,1:2: there is no head 2; they are 0 to 1"),
+        ("{}/run --heads 1", "--heads 1: wanted layer:head, both from 0, with commas between, such as 0:3,7:1"),
+        ("{}/run --heads 0:-1", "--heads 0:-1: wanted layer:head"),
+        ("{}/run --text {}/empty.txt", r"empty.txt: there is no token in it; give some text"),
+        ("{}/run --text {}/absent.txt", "reading .*absent.txt: no such file or folder"),
+        ("{}/run --prompt a --text {}/text.txt", "--prompt and --text were both given; use one of them"),
+        ("{}/run --prompt a --split valid", "--split valid and --prompt were both given; a split is of a corpus"),
+        ("{}/run --split tset", "has no split 'tset'.*'test'"),
+        ("{}/run --tokens 0", "--tokens 0: wanted 1 or more"),
+        ("{}/run --back 0", "--back 0: wanted 1 or more"),
+        ("{}/run --page-tokens 0", "--page-tokens 0: wanted 1 or more"),
+        ("{}/run --page-tokens 99999 --split train", "--page-tokens 99,999: the text has"),
+        ("{}/run --page-tokens 1400 --split train", "2 x 2 heads would take 15 MiB of the page; give 1,023 at most"),
+        ("{}/run --prompt line --back 4", "--back 4: the text has 4 tokens; give a longer one, or fewer to --back"),
+        (
+            "{}/run --back 18 --memory 11",
+            "--back 18: with memory 11 no token sees farther than 17 back; give --memory 18",
+        ),
+        (
+            "{}/run --back 9 --window 9",
+            "--back 9: with a window of 9 no token sees farther than 8 .*--window 10 or none",
+        ),
+        ("{}/run --corpus {}/words", "vocabulary"),
+        ("{}/run --memory 99999999999", "memory 99,999,999,999 is too large"),
+        ("{}/run --out {}/corpus", "corpus exists already; choose another --out or delete it first"),
+        ("{}/run --out {}/text.txt/new", "part of the path is a file, not a folder"),
+    ],
+)
+def test_wrong_words(place: Path, capfd: Capture, words: str, message: str) -> None:
+    assert_refused(place, "analyze attention " + words.replace("{}", str(place)), message, capfd)
+
+
+def test_a_picture_that_cannot_be_written_leaves_nothing(place: Path, capfd: Capture) -> None:
+    before = files(place)
+    words = f"--prompt line-5-line-6-line-7 --heads 0:0 --out {place}/new/pictures"
+    with no_file_larger_than(9000):
+        assert "file too large for this place" in error_of(f"analyze attention {place}/run {words}", capfd)
+    assert files(place) == before
