@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from transformer_xl.cli.options import Json
+from transformer_xl.cli.options import Json, num_cores
 from transformer_xl.cli.output import ProgressBar, print_json, print_table, say
 from transformer_xl.config import UserError, check_settings, nearest
 from transformer_xl.files import explained
@@ -213,7 +213,7 @@ def _asked(out: str | None) -> Path | None:
 def _processes(asked: int | None) -> int:
     if asked is not None and asked < 1:
         raise UserError(f"--workers {asked}: wanted 1 or more")
-    return asked or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    return asked or num_cores()
 
 
 def _existing(vocabulary: str | None, flags: VocabularyFlags) -> Vocabulary | None:

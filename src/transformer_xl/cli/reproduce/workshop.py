@@ -10,7 +10,6 @@ OUT/logs/              what the processes said
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from transformer_xl.cli.flags import ModelFlags, TrainFlags, given
-from transformer_xl.cli.options import whole_numbers
+from transformer_xl.cli.options import num_cores, whole_numbers
 from transformer_xl.cli.output import say
 from transformer_xl.cli.side_by_side import Command, Job, run_side_by_side
 from transformer_xl.config import MOST, UserError, load_recipe, merge, read_yaml, run_settings
@@ -176,8 +175,7 @@ class Workshop:
         open_jobs = [job for job in jobs if job is not None]
         say(f"{len(jobs) - len(open_jobs)} of {len(jobs)} runs are trained and scored already")
         if open_jobs:
-            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-            threads = max(1, cores // self.workers)
+            threads = max(1, num_cores() // self.workers)
             how = {"workers": min(self.workers, len(open_jobs)), "threads": threads, "held": (self.lock,)}
             run_side_by_side("reproduce", open_jobs, self.path / "logs", **how)
 
@@ -300,7 +298,7 @@ def _workers(device: str) -> int:
 
     if choose_device(device).type != "cpu":
         return 1
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return num_cores()
 
 
 def _check_same(out: Path, settings: dict[str, Any]) -> None:
