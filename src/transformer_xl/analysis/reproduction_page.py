@@ -80,7 +80,8 @@ def _ablation(figures: Figures) -> list[str]:
         heading("At equal memory (table 10)"),
         paragraph(
             f"{ablation.equal_memory_title(found)}. Without recurrence segments may be longer until a training step "
-            "needs as much memory as one with recurrence, weights and optimiser included."
+            "needs as much memory as one with recurrence, weights and optimiser included; steps are fewer, so that the "
+            "text read is as much."
         ),
         table(ablation.COLUMNS, ablation.equal_memory_rows(found)),
         heading("What the paper says, and what came out here"),

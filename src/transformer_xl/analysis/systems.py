@@ -58,7 +58,8 @@ class System:
     larger: bool = False
     """A layer more in four, as the paper has its 151M model beside that of 128M."""
     equal_memory: bool = False
-    """Its segments are as long as a step can have that needs no more memory than one with recurrence."""
+    """Its segments are as long as a step can have that needs no more memory than one with recurrence; so many fewer
+    steps are done, that the text read is as much."""
 
     @property
     def attends(self) -> bool:
@@ -91,6 +92,8 @@ class System:
             model["width"] = _fitting_width(settings, vocabulary_size, num_parameters(with_memory))
         if self.equal_memory:
             train["segment"] = _fitting_segment(settings, vocabulary_size, _step_bytes(with_memory))
+            base_train = with_memory.train
+            train["steps"] = round(base_train.steps * base_train.segment / train["segment"])
         _checked(settings, vocabulary_size)
         return settings
 
