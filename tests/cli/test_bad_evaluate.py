@@ -59,7 +59,7 @@ WRONG_WORDS = [
     ("evaluate run --method dynamic --dynamic.rate -1", "dynamic rate -1.0: wanted a number, 0 or more"),
     ("evaluate run --method dynamic --dynamic.rte 1", "--dynamic.rte. Did you mean --dynamic.rate?"),
     ("evaluate run --dynamic.statistics-tokens 7", "--dynamic.statistics-tokens was given; it goes with --method dyna"),
-    ("evaluate run --per-token a.npy --sweep-memory 0,5", "--per-token and --sweep-memory were both given"),
+    ("evaluate run --per-token a.npy --sweep-memory 0,5", "--per-token and a sweep were both given"),
     ("evaluate run --per-token gone/a.npy", "writing gone/a.npy: no such file or folder"),
     ("evaluate run --per-token folder", "writing folder: is a folder, wanted a file"),
     ("score", "RUN requires an argument"),

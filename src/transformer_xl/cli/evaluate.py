@@ -130,9 +130,7 @@ def evaluate(
     """
     swept = _swept(sweep_memory, sweep_window, lengths, method)
     _check_words(method, lengths, chosen)
-    sweep = "memory" if sweep_memory is not None else "window" if sweep_window is not None else None
-    if per_token is not None and sweep:
-        raise UserError(f"--per-token and --sweep-{sweep} were both given; a file holds the losses of one evaluation")
+    _check_alone(per_token, swept)
     from transformer_xl.cli.train import corpus_of
     from transformer_xl.run_folder import Run, RunFolder
 
@@ -146,8 +144,13 @@ def evaluate(
     loaded = Run(folder.load_model(device, weights), folder.vocabulary, folder.config)
     say_remarks(plans, device)
     results = [_scored(loaded, text, plan, chosen.tokens, per_token) for plan in plans]
-    head = {"run": str(run), "split": chosen.split}
-    _show(head, results, folder.vocabulary, json, swept=sweep is not None)
+    _show(
+        {"run": str(run), "split": chosen.split},
+        results,
+        folder.vocabulary,
+        json,
+        swept=bool(sweep_memory or sweep_window),
+    )
 
 
 def _check_words(method: str, lengths: Lengths, chosen: Chosen) -> None:
@@ -156,6 +159,11 @@ def _check_words(method: str, lengths: Lengths, chosen: Chosen) -> None:
         raise UserError(f"--tokens {chosen.tokens}: wanted 1 or more")
     if method == "moving-window" and lengths.segment is not None:
         raise UserError("--segment was given; a moving window reads whole windows, of --window tokens")
+
+
+def _check_alone(per_token: Path | None, swept: list[Lengths]) -> None:
+    if per_token is not None and len(swept) > 1:
+        raise UserError("--per-token and a sweep were both given; a file holds the losses of one evaluation")
 
 
 def _swept(memories: str | None, windows: str | None, lengths: Lengths, method: str) -> list[Lengths]:
