@@ -13,13 +13,21 @@ import pytest
 import torch
 
 from transformer_xl.analysis.attention_maps import TermMaps, look
-from transformer_xl.analysis.attention_page import MOST_BYTES, attention_page, fitting_tokens, num_bytes, token_texts
+from transformer_xl.analysis.attention_page import (
+    MOST_BYTES,
+    TokenText,
+    attention_page,
+    fitting_tokens,
+    num_bytes,
+    token_texts,
+)
 from transformer_xl.config import UserError
 from transformer_xl.evaluation.plan import Plan
 from transformer_xl.model.memory import Reach
 from transformer_xl.text.vocabulary import ByteVocabulary
 
 TEXT = 'a <b>&amp;\n</script><script>window.broken=1</script>\t"it\'s" caf\u00e9 $x\x00'.encode()
+HOSTILE = "</script><script>window.broken = 1</script><!--<script>"
 HEX = len(TEXT) - 5  # the place of the second byte of the accented letter
 
 
@@ -36,6 +44,7 @@ def maps(make_model):
 @pytest.fixture
 def page(maps):
     tokens = token_texts(ByteVocabulary(), np.frombuffer(TEXT, dtype=np.uint8))
+    tokens[60] = TokenText(HOSTILE, HOSTILE, False)  # as a token of a word vocabulary may be
     return attention_page(maps, tokens, "Heads of <run>", "What & how", apart=False)
 
 
@@ -50,7 +59,7 @@ def test_tokens_are_shown_as_text():
 
 def test_the_page_is_whole_and_nothing_in_the_text_breaks_out(page):
     assert page.count("</script>") == 2  # the data's and the program's own
-    assert "<b>" not in page
+    assert "<!--" not in page
     assert "Heads of &lt;run&gt;" in page
     assert "What &amp; how" in page
     assert "http" not in page
@@ -172,6 +181,7 @@ def test_a_browser_shows_the_text_and_its_numbers(tab, maps):
     assert tokens.count() == len(TEXT)
     assert tab.locator("#text").inner_text().replace("\u21b5\n", "\n")[:30] == TEXT[:30].decode()
     assert tab.evaluate("window.broken") is None
+    assert tokens.nth(60).inner_text() == HOSTILE
     # pointing at a token makes it the query
     tokens.nth(17).hover()
     check(tab, maps, 17, 17, 0, 0)

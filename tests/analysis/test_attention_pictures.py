@@ -60,7 +60,7 @@ def test_terms(make_model, tokens, length, tmp_path):
     maps = TermMaps(model, length)
     look(model, tokens(1, length)[0].numpy(), plan, [maps.taker(plan)])
     # a formula's sign, a letter that fonts lack, a line end
-    labels = ["$", "\u4e2d", "\u21b5", *"abcdefghij" * 6][:length]
+    labels = ["$", "\u4e2d", "\u21b5", "\u00b7", "antidisestablishment", *"abcdefghij" * 6][:length]
     figure = draw_terms(maps, (0, 1), labels)
     shown = [axes for axes in figure.axes if axes.images]
     titles = ["(a)", "(b)", "(c)", "(d)", "score", "attention"]
@@ -72,6 +72,8 @@ def test_terms(make_model, tokens, length, tmp_path):
     assert [axes.get_xlabel()[:3] for axes in shown] == ["", "", "", "key", "key", "key"]
     if length != 13:
         return
+    named = [label.get_text() for label in shown[0].get_yticklabels()]
+    assert named[:6] == ["$", "\\u4e2d", "\u21b5", "\u00b7", "antidisesta...", "a"]
     assert save(figure, tmp_path / "terms") == ["terms.png", "terms.svg"]
     assert (tmp_path / "terms.png").read_bytes().startswith(b"\x89PNG")
     assert ET.parse(tmp_path / "terms.svg").getroot().tag.endswith("svg")

@@ -28,6 +28,8 @@ Head = tuple[int, int]
 _COLOURS = "viridis"
 _FAINTEST = 1e-4  # of the highest; what is below has the same colour
 _MOST_NAMED = 48  # tokens that fit beside an axis
+_LONGEST_NAME = 14
+_SIGNS = "\u00b7\u21b5\u21e5"  # for a space, a line end and a tab; in the font
 _LABEL_INCHES = 0.15
 _LINES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")  # Okabe and Ito's
 _STYLES = ("-", "--", "-.", ":")
@@ -172,11 +174,17 @@ def _name_tokens(axes: Axes, labels: Sequence[str], *, left: bool, below: bool) 
     what = "" if named else " (place in the text)"
     axes.set(xlabel=f"key{what}" if below else "", ylabel=f"query{what}" if left else "")
     size = min(8.0, 210 / len(labels))
-    # letters that the font lacks would be boxes, and $ would begin a formula
-    names = [label.encode("ascii", "backslashreplace").decode() for label in labels]
+    names = [_in_font(label) for label in labels]
     for axis, outer, turn in ((axes.xaxis, below, 90), (axes.yaxis, left, 0)):
         if not outer:
             axis.set_ticks([])
         elif named:
+            # or $ would begin a formula
             axis.set_ticks(range(len(names)), names, fontsize=size, rotation=turn, parse_math=False)
             axis.set_tick_params(length=0)
+
+
+def _in_font(label: str) -> str:
+    """A token beside an axis: letters that matplotlib's font may lack as escapes, a long one cut."""
+    short = label if len(label) <= _LONGEST_NAME else label[: _LONGEST_NAME - 3] + "..."
+    return "".join(letter if letter.isascii() or letter in _SIGNS else ascii(letter)[1:-1] for letter in short)

@@ -110,31 +110,22 @@ def attention(
     with whole_folder(out) as aside:
         means, maps = _looked(model, text, plan, pictures.page_tokens)
         losses, stretch = _losses(model, text, plan)
-        chosen = chosen or _farthest(means)
         figures: dict[str, Any] = {
             "run": str(run),
             "folder": str(out),
-            "tokens": len(text.tokens_K),
+            **_read(text, plan),
             "counted_tokens": means.num_queries,
-            "segment": plan.segment,
-            "memory": plan.reach.memory,
-            "window": plan.reach.window,
-            "clamp": plan.reach.clamp_length,
             "back": back,
             "page_tokens": maps.num_tokens,
-            "drawn_heads": [list(head) for head in chosen],
+            "drawn_heads": [list(head) for head in chosen or _farthest(means)],
             "heads": _by_head(means),
-            "documents": len(text.edges("reset")) - 1,
             "stretch": stretch,
             "loss": {name: loss.as_dicts() for name, loss in losses.items()},
         }
         names = token_texts(folder.vocabulary, text.tokens_K[: maps.num_tokens])
         album = Album(aside, figures, apart=folder.vocabulary.kind in ("words", "integers"))
         figures["files"] = album.fill(means.mean_LNP(back), maps, names, losses)
-    if json:
-        print_json(figures)
-        return
-    _show(figures, means)
+    print_json(figures) if json else _show(figures, means)
 
 
 def _check_words(source: Source, pictures: Pictures) -> None:
@@ -274,6 +265,18 @@ def _losses(model: TransformerXL, text: Text, plan: Plan) -> tuple[dict[str, Los
             "reset": loss_by_distance(model, cut, plan, "reset", bar.advance),
             "continue": loss_by_distance(model, cut, plan, "continue", bar.advance),
         }, stretch
+
+
+def _read(text: Text, plan: Plan) -> dict[str, Any]:
+    """What was read and how, by name."""
+    return {
+        "tokens": len(text.tokens_K),
+        "documents": len(text.edges("reset")) - 1,
+        "segment": plan.segment,
+        "memory": plan.reach.memory,
+        "window": plan.reach.window,
+        "clamp": plan.reach.clamp_length,
+    }
 
 
 def _farthest(means: AttentionMeans) -> list[Head]:
