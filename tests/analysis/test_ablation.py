@@ -56,6 +56,9 @@ def test_cells_stand_under_their_columns():
         ((2.0, 2.25), (2.2, 2.3), "seeds overlap"),
         ((2.4, 2.5), (2.2, 2.3), "the other way round here"),
         ((2.0,), (2.2,), "as in the paper: 2.000 and 2.200 (one seed each)"),
+        ((2.2,), (2.0,), "the other way round here: 2.200 and 2.000 (one seed each)"),
+        ((2.2001,), (2.2004,), "no difference: 2.200 and 2.200 (one seed each)"),
+        ((2.2001, 2.1001), (2.2004, 2.3), "seeds overlap"),
     ],
 )
 def test_orderings(with_recurrence, without, said):
@@ -81,6 +84,10 @@ def test_lengths(name, longer, said):
     found = {name: findings(name, {16: (2.2, 2.3), 64: longer})}
     ((_, verdict),) = verdicts(found)
     assert verdict.startswith(said)
+
+
+def test_what_was_not_tried_is_not_claimed():
+    assert verdicts({"xl-full": findings("xl-full", {8: (2.4,), 16: (2.2,)})})[0][1] == "not tried here"
 
 
 def test_learned_positions_end_where_training_does():

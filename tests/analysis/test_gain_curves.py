@@ -27,7 +27,7 @@ def found() -> EffectiveContext:
 
 
 def test_lines_are_the_gains(found: EffectiveContext) -> None:
-    panels = draw_gains(found).axes
+    panels = draw_gains(found.as_dict()).axes
     assert len(panels) == 2
     for axes, fraction in zip(panels, SWEEP.fractions, strict=True):
         gains = found.gains(fraction)
@@ -45,7 +45,7 @@ def test_lines_are_the_gains(found: EffectiveContext) -> None:
 
 
 def test_files_are_what_their_names_say(found: EffectiveContext, tmp_path: Path) -> None:
-    figure = draw_gains(found)
+    figure = draw_gains(found.as_dict())
     write_picture(tmp_path / "a.svg", figure)
     write_picture(tmp_path / "a.PNG", figure)
     assert "<svg" in (tmp_path / "a.svg").read_text(encoding="utf-8")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from refusals import Capture, assert_refused, do, txl
+from refusals import Capture, Said, assert_refused, do, txl
 
 from transformer_xl.analysis import context_table, systems
 from transformer_xl.analysis.systems import BY_NAME
@@ -68,7 +69,8 @@ def test_what_is_shown(place: Path) -> None:
     assert "26.77" in shown
     report = (place / "out" / "report.html").read_text()
     assert "<svg" in report
-    assert "txl reproduce ablation" in report or "Which part of the model helps?" in report
+    assert "Which part of the model helps?" in report
+    assert f"{json.loads((place / 'said.json').read_text())['command']}" in report
     assert "segments of 8, 4 rows, 12 steps, seeds 1, 2" in report
 
 
@@ -121,10 +123,13 @@ def test_a_row_can_be_trained_by_hand(place: Path) -> None:
     [
         ("--train.steps 13", "was begun with train.steps 12, and now it is 13; give the same again, or another --out"),
         ("--train.clip 0.5", "was begun with train.clip as by default, and now it is 0.5"),
+        ("--smoke", "was begun with"),
         ("--tokens 99", "was begun with tokens 100, and now it is 99"),
         ("--tokens 0", "--tokens 0: wanted 1 or more"),
         ("--workers 0", "--workers 0: wanted 1 or more"),
         ("--seeds 1,x", "--seeds 1,x: wanted whole numbers"),
+        ("--seeds 2,1,2", "--seeds 2,1,2: one is named twice"),
+        ("--train.memory 0", "train.memory 0: recurrence is what is compared; give 1 or more"),
         ("--lengths 0", "--lengths 0: wanted whole numbers from 1 on"),
         ("--recipe ablatoin", "no recipe 'ablatoin' .did you mean 'ablation'"),
         ("--model.encoding shaw", "model.encoding is what the systems differ in; leave it out"),
@@ -152,25 +157,83 @@ def pairs(words: str) -> list[str]:
         ("--corpus {}/nowhere --out {}/new", "no corpus at .*nowhere; make one with 'txl prepare enwik8'"),
         ("--corpus {}/corpus --out {}/hand", "exists and holds no reproduction; choose another --out"),
         ("--corpus {}/corpus --out {}/text.txt", "exists and holds no reproduction"),
+        ("--corpus {}/corpus --out {}/new --train.rows 5000", "train.rows|too short|rows"),
+        ("--corpus {}/other --out {}/out", "was begun with test_sha256"),
     ],
 )
 def test_wrong_places(place: Path, capfd: Capture, words: str, message: str) -> None:
     (place / "hand").mkdir(exist_ok=True)
     (place / "hand" / "file").touch()
+    if not (place / "other").exists():
+        (place / "lines").mkdir()
+        text = (place / "text.txt").read_bytes()
+        for name, part in (("train", text[:7471]), ("valid", text[7471:7891]), ("test", text[7891:-20])):
+            (place / "lines" / name).write_bytes(part)
+        splits = " ".join(f"--{name} {place}/lines/{name}" for name in ("train", "valid", "test"))
+        do(f"prepare {splits} --out {place}/other")
     assert_refused(place, f"reproduce ablation {words.replace('{}', str(place))} {TINY}", message, capfd)
 
 
-def test_damaged_figures_are_told(place: Path) -> None:
-    file = place / "out" / "scores" / "xl-full-seed1.json"
-    whole = file.read_text()
-    file.write_text(whole[:50])
+def again(place: Path, *words: str | Path) -> Said:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(systems, "ABLATION", ROWS)
         patch.setattr(systems, "EQUAL_MEMORY", ())
-        said = txl("reproduce", "ablation", "--corpus", place / "corpus", "--out", place / "out", *TINY.split())
-    file.write_text(whole)
+        corpus, out = place / "corpus", place / "out"
+        return txl("reproduce", "ablation", "--corpus", corpus, "--out", out, *TINY.split(), *words)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("scores/xl-full-seed1.json", "{", "xl-full-seed1.json is damaged; delete it and give the command again"),
+        ("scores/xl-full-seed1.json", "{}", "xl-full-seed1.json is damaged"),
+        ("scores/xl-full-seed1.json", '{"sweep": null}', "xl-full-seed1.json is damaged"),
+        ("speed.json", '{"command": ""}', "speed.json is damaged; delete it and make it again"),
+        ("context.json", '{"command": "", "groups": []}', "context.json is damaged"),
+        ("recipes/xl-full.yaml", None, "xl-full-seed1 is not of the settings in the recipe beside it"),
+        ("settings.yaml", "", "settings.yaml is missing, so what the runs there are is not known"),
+    ],
+)
+def test_damage_is_told(place: Path, name: str, content: str | None, message: str) -> None:
+    file = place / "out" / name
+    whole = file.read_text() if file.exists() else None
+    if content is None:
+        file.write_text((whole or "").replace("clip", "clip").replace("rows: 4", "rows: 5"))
+    elif content:
+        file.write_text(content)
+    else:
+        file.unlink()
+    said = again(place)
+    file.unlink(missing_ok=True)
+    if whole is not None:
+        file.write_text(whole)
     assert said.status == 2
-    assert "xl-full-seed1.json is damaged; delete it and give the command again" in said.err
+    assert message in said.err
+    assert again(place).status == 0
+
+
+def test_lengths_that_were_scored_before_are_not_scored_again(place: Path) -> None:
+    """Nor is what was found at others lost."""
+    said = again(place, "--lengths", "8,24", "--json")
+    assert "4 of 4 runs are trained and scored already" in said.err
+    assert list(said.object["systems"]["xl-full"]["by_length"]) == ["8", "16", "24"]
+
+
+def test_a_run_whose_last_validation_is_lacking_is_finished_first(place: Path) -> None:
+    """Its log knows of the last step, but the weights kept as the best may be older."""
+    run, scores = place / "out" / "runs" / "xl-full-seed1", place / "out" / "scores" / "xl-full-seed1.json"
+    weights, figures = run / "model.safetensors", scores.read_text()
+    best, log = weights.read_bytes(), (run / "metrics.jsonl").read_bytes()
+    shutil.rmtree(run / "state" / "step-00000012")
+    weights.unlink()
+    scores.unlink()
+    assert again(place).status == 0
+    assert weights.read_bytes() == best
+    assert (
+        json.loads(scores.read_text())["sweep"][0]["nats_per_token"]
+        == (json.loads(figures)["sweep"][0]["nats_per_token"])
+    )
+    assert len((run / "metrics.jsonl").read_bytes().splitlines()) == len(log.splitlines())
 
 
 ONE_ROW = """
@@ -198,7 +261,7 @@ def test_killed_it_goes_on_where_it_was(place: Path) -> None:
     held = start("killed")
     said = held.communicate(timeout=100)[1]
     assert held.returncode == 2
-    assert b"another txl reproduce is at work" in said
+    assert b"another txl reproduce, or a training that it began, is at work" in said
     parent.send_signal(signal.SIGTERM)
     parent.communicate(timeout=100)
     assert not (place / "killed" / "ablation.json").exists()

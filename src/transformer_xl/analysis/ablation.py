@@ -111,11 +111,14 @@ ORDERINGS = (
 )
 
 
+_AT_EQUAL_MEMORY = (("xl-full", "relative-full-longer"), ("xl-half", "relative-half-longer"))
+
+
 def verdicts(found: Mapping[str, Findings]) -> list[tuple[str, str]]:
     """Each thing the paper says of orderings and lengths, and whether it is so here; only of systems that are there.
 
-    An ordering holds where every seed of the one is better than every seed of the other; where the seeds overlap,
-    nothing is said. One seed on each side says nothing of the spread, and the verdict says so.
+    An ordering holds where every seed of the one is better than every seed of the other, to the digits shown; where
+    the seeds overlap, the verdict says that. One seed on each side tells nothing of the spread, and is named.
     """
     said = [
         (ordering.says, _compared(found[ordering.better], found[ordering.worse]))
@@ -130,34 +133,46 @@ def verdicts(found: Mapping[str, Findings]) -> list[tuple[str, str]]:
 
 
 def _compared(better: Findings, worse: Findings) -> str:
-    digits, first, second = DIGITS[better.measure], better.best, worse.best
-    figures = f"{mean(first):.{digits}f} and {mean(second):.{digits}f}"
+    digits = DIGITS[better.measure]
+    first, second = ([round(value, digits) for value in findings.best] for findings in (better, worse))
+    figures = f"{mean(better.best):.{digits}f} and {mean(worse.best):.{digits}f}{_few(first)}"
     if max(first) < min(second):
-        few = " (one seed each)" if len(first) == 1 else ""
-        return f"as in the paper: {figures}{few}"
-    return f"the other way round here: {figures}" if max(second) < min(first) else f"seeds overlap: {figures}"
+        return f"as in the paper: {figures}"
+    if max(second) < min(first):
+        return f"the other way round here: {figures}"
+    return f"{'seeds overlap' if len(first) > 1 else 'no difference'}: {figures}"
+
+
+def _few(values: Sequence[float]) -> str:
+    return " (one seed each)" if len(values) == 1 else ""
 
 
 def _says_of_length(system: System) -> str:
-    longer = system.published is not None and system.published.initial != system.published.best
-    what = "longer attention than in training helps" if longer else "longer attention than in training is no help"
+    what = "longer attention than in training helps" if _longer_helps(system) else "longer attention is no help"
     return f"{system.name}: {what}"
 
 
+def _longer_helps(system: System) -> bool:
+    """In the paper."""
+    return system.published is not None and system.published.initial != system.published.best
+
+
 def _length_verdict(findings: Findings) -> str:
-    system, digits = findings.system, DIGITS[findings.measure]
+    system, digits, initial = findings.system, DIGITS[findings.measure], findings.initial
     longer = {length: values for length, values in findings.by_length.items() if length > findings.initial_length}
     if not longer:
-        return f"as in the paper: it has no positions beyond {findings.initial_length}"
+        learned = system.encoding == "learned"
+        return f"as in the paper: it has no positions beyond {findings.initial_length}" if learned else "not tried here"
     length = min(longer, key=lambda length: mean(longer[length]))
-    figures = f"{mean(findings.initial):.{digits}f} at {findings.initial_length}, {mean(longer[length]):.{digits}f} at"
-    says = system.published is not None and system.published.initial != system.published.best
-    pairs = zip(longer[length], findings.initial, strict=True)
+    pairs = zip(longer[length], initial, strict=True)
     each = {round(after, digits) < round(before, digits) for after, before in pairs}
-    helps = each == {True}
+    figures = (
+        f"{mean(initial):.{digits}f} at {findings.initial_length}, {mean(longer[length]):.{digits}f} at {length}"
+        f"{_few(initial)}"
+    )
     if len(each) == 2:
-        return f"seeds differ: {figures} {length}"
-    return f"{'as in the paper' if says == helps else 'otherwise here'}: {figures} {length}"
+        return f"seeds differ: {figures}"
+    return f"{'as in the paper' if each == {_longer_helps(system)} else 'otherwise here'}: {figures}"
 
 
 def table_rows(found: Mapping[str, Findings]) -> list[list[str]]:
@@ -167,10 +182,9 @@ def table_rows(found: Mapping[str, Findings]) -> list[list[str]]:
 
 def equal_memory_title(found: Mapping[str, Findings]) -> str:
     """What the comparison at equal memory compares."""
-    pairs = (("xl-full", "relative-full-longer"), ("xl-half", "relative-half-longer"))
     lengths = [
         f"{found[with_memory].segment} with recurrence, {found[without].segment} without"
-        for with_memory, without in pairs
+        for with_memory, without in _AT_EQUAL_MEMORY
         if with_memory in found and without in found
     ]
     return "At equal memory for training: segments of " + " (half the loss: ".join(lengths) + ")" * (len(lengths) - 1)
@@ -178,8 +192,7 @@ def equal_memory_title(found: Mapping[str, Findings]) -> str:
 
 def equal_memory_rows(found: Mapping[str, Findings]) -> list[list[str]]:
     """The comparison at equal memory, under COLUMNS: with recurrence, and without it with longer segments."""
-    names = ("xl-full", "relative-full-longer", "xl-half", "relative-half-longer")
-    return [found[name].cells() for name in names if name in found]
+    return [found[name].cells() for pair in _AT_EQUAL_MEMORY for name in pair if name in found]
 
 
 def chart(found: Mapping[str, Findings]) -> Chart:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from transformer_xl.analysis.plots import Chart, Line
-
 GROUPS = (("xl-larger", "qrnn", "lstm"), ("xl-full", "shaw-recurrent", "relative-full", "learned-half"))
 """Names of the systems of each group; a model is held to the best of its own."""
 
@@ -43,22 +41,6 @@ def table_rows(groups: Sequence[Mapping[str, Any]]) -> list[list[list[str]]]:
         if by_seed:
             tables.append([_row(name, [models[name] for models in by_seed]) for name in names])
     return tables
-
-
-def chart(group: Mapping[str, Any]) -> Chart:
-    """The gain by each further step of context, over all places, of one group with one seed."""
-    contexts, step = group["contexts"][:-1], group["step"]
-    lines = [
-        Line(model["name"], contexts, [100 * gain for gain in model["fractions"]["1"]["gains"]], style)
-        for model, style in zip(group["models"], ("o-", "s--", "^-.", "D:"), strict=False)
-    ]
-    return Chart(
-        f"What {step:,} tokens more of context bring, over all places",
-        "context (tokens)",
-        "gain in perplexity (%)",
-        lines,
-        {"threshold": 100 * group["threshold"]},
-    )
 
 
 def _row(name: str, models: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -56,7 +56,7 @@ def draw(chart: Chart) -> str:
         axes.annotate(name, (1.0, level), xycoords=("axes fraction", "data"), xytext=(-4, 3),
                       textcoords="offset points", ha="right", color="0.3", fontsize=9)  # fmt: skip
     _dress(axes, chart)
-    return _svg(figure)
+    return svg_of(figure)
 
 
 def _dress(axes: Axes, chart: Chart) -> None:
@@ -74,7 +74,8 @@ def _dress(axes: Axes, chart: Chart) -> None:
         axes.legend(frameon=False, loc=where, bbox_to_anchor=anchor)
 
 
-def _svg(figure: Figure) -> str:
+def svg_of(figure: Figure) -> str:
+    """A figure as an SVG element, without a date."""
     text = io.StringIO()
     FigureCanvasSVG(figure).print_svg(text, metadata={"Date": None})
     svg = text.getvalue()

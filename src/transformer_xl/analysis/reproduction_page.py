@@ -6,13 +6,15 @@ It is made anew from the figures in the folder whenever a part of it is done.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from transformer_xl.analysis import ablation, context_table, evaluation_speed
 from transformer_xl.analysis.ablation import Findings
-from transformer_xl.analysis.plots import draw
+from transformer_xl.analysis.gain_curves import draw_gains
+from transformer_xl.analysis.plots import draw, svg_of
 from transformer_xl.analysis.report import Page, heading, link, paragraph, picture, table, verbatim
 from transformer_xl.config import UserError
 
@@ -25,12 +27,22 @@ def read_figures(file: Path) -> dict[str, Any]:
     Raises:
         UserError: the file is damaged.
     """
-    try:
+    with _damage_told(file):
         found = json.loads(file.read_bytes())
-        found["command"]
-    except (ValueError, KeyError, TypeError):
+        if not isinstance(found["command"], str):
+            raise TypeError
+        return found
+
+
+@contextmanager
+def _damage_told(file: Path) -> Iterator[None]:
+    """What cannot be read of a file of figures means that it is not as it was written."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError):
         raise UserError(f"{file} is damaged; delete it and make it again") from None
-    return found
 
 
 def reproduction_page(folder: Path) -> str:
@@ -47,9 +59,11 @@ def reproduction_page(folder: Path) -> str:
     ]
     for name, section in _SECTIONS.items():
         if (file := folder / f"{name}.json").exists():
-            pieces += section(read_figures(file))
+            with _damage_told(file):
+                pieces += section(read_figures(file))
     if (file := folder / "attention" / "figures.json").exists():
-        pieces += _attention(file.parent, read_figures(file))
+        with _damage_told(file):
+            pieces += _attention(file.parent, read_figures(file))
     return Page("Transformer-XL: the paper's tables, made again", pieces).html()
 
 
@@ -60,7 +74,7 @@ def scale_line(figures: Figures) -> str:
     return (
         f"Trained on {figures['corpus']} ({figures['train_tokens']:,} tokens): {model['layers']} layers, "
         f"{model['width']} wide, segments of {train['segment']}, {train['rows']} rows, {train['steps']:,} steps, "
-        f"seeds {seeds}; scored on the first {figures['tokens']:,} test tokens."
+        f"seeds {seeds}."
     )
 
 
@@ -69,7 +83,7 @@ def _ablation(figures: Figures) -> list[str]:
     found = {name: Findings.of_dict(entry, measure) for name, entry in figures["systems"].items()}
     return [
         heading("Which part of the model helps? (table 6)"),
-        paragraph(scale_line(figures)),
+        paragraph(f"{scale_line(figures)} Scored on the first {figures['tokens']:,} test tokens."),
         verbatim(figures["command"]),
         paragraph(
             f"{ablation.NAMES[measure].capitalize()}, the mean over seeds and how far the farthest is from it; lower "
@@ -100,11 +114,13 @@ def _context(figures: Figures) -> list[str]:
             "Relative effective context length in tokens, a figure for each seed: "
             f"{len(sweep['positions']):,} places of the test text, contexts of {contexts[0]:,} to {contexts[-1]:,} in "
             f"steps of {sweep['step']:,}, and a gain of {sweep['threshold']:.0%} counts. Each table is a group, whose "
-            "best every model is held to. The paper's are words, in steps of 100."
+            "best every model is held to. Relative encodings are read with memory, also the one trained without it, "
+            "at the attention length that scored best on the start of the same test text. The paper's are words, in "
+            "steps of 100."
         ),
         *(table(context_table.COLUMNS, rows) for rows in context_table.table_rows(figures["groups"])),
         *(
-            draw(context_table.chart(group))
+            svg_of(draw_gains(group))
             for group in figures["groups"]
             if group["trained_with_seed"] == sweep["trained_with_seed"]
         ),

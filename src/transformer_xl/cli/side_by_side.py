@@ -83,6 +83,7 @@ class _Crew:
         with log.open("ab") as said:
             said.write(f"$ txl {' '.join(command.words)}\n".encode())
             said.flush()
+            begin = said.tell()
             with self.lock:
                 if self.stopping:
                     return False
@@ -100,7 +101,7 @@ class _Crew:
         with self.lock:
             del self.running[job.name]
         if process.returncode:
-            self._fail(f"{job.name} failed: {_last_line(log)}; {log} has all it said")
+            self._fail(f"{job.name} failed: {_reason(process.returncode, log, begin)}; {log} has all it said")
             return False
         if command.output:
             write_text(command.output, output.decode())
@@ -175,6 +176,11 @@ def _done(jobs: Sequence[Job]) -> int:
     return sum(min(job.size, job.done()) for job in jobs)
 
 
-def _last_line(log: Path) -> str:
-    lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    return lines[-1].removeprefix("txl: error: ") if lines else "it said nothing"
+def _reason(status: int, log: Path, begin: int) -> str:
+    """Why a command failed, by its status and what it said last, from a place in its log on."""
+    if status < 0:
+        what = signal.Signals(-status).name
+        return f"it was ended by {what}" + (", perhaps for want of memory" if what == "SIGKILL" else "")
+    text = log.read_bytes()[begin:].decode(errors="replace")
+    lines = [line for line in text.splitlines() if line.strip()]
+    return lines[-1].removeprefix("txl: error: ") if lines else f"status {status}, and it said nothing"

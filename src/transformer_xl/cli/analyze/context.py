@@ -110,14 +110,14 @@ class Files:
             if self.picture == self.out:
                 raise UserError(f"{self.out} was given for --out and --picture; choose two names")
 
-    def write(self, figures: dict[str, Any], found: EffectiveContext) -> None:
+    def write(self, figures: dict[str, Any]) -> None:
         """Writes what is wanted."""
         if self.out is not None:
             write_text(self.out, encoder.dumps(figures, indent=1) + "\n")
         if self.picture is not None:
             from transformer_xl.analysis.gain_curves import draw_gains, write_picture
 
-            write_picture(self.picture, draw_gains(found))
+            write_picture(self.picture, draw_gains(figures))
 
 
 _THE_PAPERS, _THE_RUNS, _NONE = Measured(), Attention(), Files()
@@ -170,7 +170,7 @@ def context(
         print_json(figures)
     else:
         _show(measured.split, found)
-    files.write(figures, found)  # last: should a disk be full, the figures are on the screen
+    files.write(figures)  # last: should a disk be full, the figures are on the screen
 
 
 def _shares(given: str) -> tuple[float, ...]:
@@ -272,7 +272,7 @@ def _show(split: str, found: EffectiveContext) -> None:
         reader.name
         for gains in measured
         for reader, gain in zip(found.readers, gains.gains_IC[:, 0], strict=True)
-        if gain < sweep.threshold and (reader.sees_at_most or sweep.longest) > sweep.start
+        if gain < sweep.threshold
     }
     if early:
         say(

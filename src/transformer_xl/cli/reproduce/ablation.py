@@ -8,7 +8,8 @@ from cyclopts import Parameter
 
 from transformer_xl.cli.options import Json, whole_numbers
 from transformer_xl.cli.output import print_json, print_table
-from transformer_xl.cli.reproduce.workshop import Scale, Workshop
+from transformer_xl.cli.reproduce.scale import Scale
+from transformer_xl.cli.reproduce.workshop import Workshop, keep
 
 if TYPE_CHECKING:
     from transformer_xl.analysis.ablation import Findings, Measure
@@ -36,8 +37,7 @@ def ablation(
         Attention lengths at which each system is scored, in tokens. [default: from half a segment to six segments]
     """
     wanted = None if lengths is None else whole_numbers("--lengths", lengths)
-    with Workshop.opened(scale) as workshop:
-        make_ablation(workshop, wanted, json=json)
+    make_ablation(Workshop.opened(scale), wanted, json=json)
 
 
 def make_ablation(workshop: Workshop, wanted: tuple[int, ...] | None = None, *, json: bool = False) -> None:
@@ -63,7 +63,7 @@ def make_ablation(workshop: Workshop, wanted: tuple[int, ...] | None = None, *, 
         "systems": {name: findings.as_dict() for name, findings in found.items()},
         "verdicts": [list(pair) for pair in verdicts(found)],
     }
-    report = workshop.keep("ablation", figures)
+    report = keep(workshop.path, "ablation", figures)
     if json:
         print_json({**figures, "report": str(report)})
         return

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json as encoder
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
 from transformer_xl.cli.options import Json
 from transformer_xl.cli.output import ProgressBar, print_json, print_table, say
-from transformer_xl.cli.reproduce.workshop import Scale, Workshop, best_window
+from transformer_xl.cli.reproduce.scale import Scale
+from transformer_xl.cli.reproduce.workshop import Workshop, best_window, keep
 
 if TYPE_CHECKING:
     from transformer_xl.evaluation.effective_context import ContextSweep, Reader
@@ -40,43 +43,64 @@ def context(
     positions
         Number of places drawn from the test text.
     """
-    with Workshop.opened(scale) as workshop:
-        make_context(workshop, workshop.context_sweep(step, longest, positions), json=json)
+    workshop = Workshop.opened(scale)
+    make_context(workshop, workshop.context_sweep(step, longest, positions), json=json)
 
 
 def make_context(workshop: Workshop, sweep: ContextSweep, *, json: bool = False) -> None:
-    """Trains, measures, and writes and prints what was found."""
+    """Trains, measures, writes and prints what was found; groups measured before are taken as they are."""
     from transformer_xl.analysis.context_table import COLUMNS, GROUPS, table_rows
     from transformer_xl.analysis.systems import BY_NAME
-    from transformer_xl.evaluation.effective_context import measure_context
 
     systems = [BY_NAME[name] for names in GROUPS for name in names]
-    tokens_K = workshop.corpus.split("test").tokens
-    sweep.places(len(tokens_K))
+    sweep.places(workshop.corpus.split("test").num_tokens)
     workshop.finish(systems, {system.name: workshop.windows(system) for system in systems})
+    known = _measured_before(workshop.path / "context.json")
     groups: list[dict[str, Any]] = []
+    figures = {**workshop.about(), "groups": groups}
+    report = workshop.path / "report.html"
     for index, seed in enumerate(workshop.seeds):
         for names in GROUPS:
             readers = [_reader(workshop, name, index) for name in names]
-            cost = sum(reader.cost(sweep) for reader in readers)
-            say(f"seed {seed}: {', '.join(names)} read {cost:,} tokens in {len(sweep.contexts)} contexts")
-            with ProgressBar("context", cost, "tokens") as bar:
-                found = measure_context(readers, tokens_K, sweep, bar.advance)
-            groups.append({"trained_with_seed": seed, **found.as_dict()})
-    figures = {**workshop.about(), "groups": groups}
-    report = workshop.keep("context", figures)
+            same = (group for group in known if _is_of(group, seed, readers, sweep))
+            groups.append(next(same, None) or _measured(workshop, seed, readers, sweep))
+            report = keep(workshop.path, "context", figures)
     if json:
         print_json({**figures, "report": str(report)})
         return
+    seeds = f"{len(workshop.seeds)} seeds" if len(workshop.seeds) > 1 else "1 seed"
     for rows in table_rows(groups):
-        print_table(f"Relative effective context length in tokens, a figure for each of {scale_of(workshop)}",
-                    COLUMNS, rows)  # fmt: skip
+        print_table(f"Relative effective context length in tokens, a figure for each of {seeds}", COLUMNS, rows)
     print(f"report: {report}")
 
 
-def scale_of(workshop: Workshop) -> str:
-    """How many seeds there are."""
-    return f"{len(workshop.seeds)} seeds" if len(workshop.seeds) > 1 else "1 seed"
+def _measured(workshop: Workshop, seed: int, readers: list[Reader], sweep: ContextSweep) -> dict[str, Any]:
+    from transformer_xl.evaluation.effective_context import measure_context
+
+    cost = sum(reader.cost(sweep) for reader in readers)
+    names = ", ".join(reader.name for reader in readers)
+    say(f"seed {seed}: {names} read {cost:,} tokens in {len(sweep.contexts)} contexts")
+    with ProgressBar("context", cost, "tokens") as bar:
+        found = measure_context(readers, workshop.corpus.split("test").tokens, sweep, bar.advance)
+    return {"trained_with_seed": seed, **found.as_dict()}
+
+
+def _measured_before(file: Path) -> list[dict[str, Any]]:
+    """The groups in a file; none where it is not there or damaged, as it is written again."""
+    try:
+        groups = encoder.loads(file.read_bytes())["groups"]
+        return [group for group in groups if {"models", "contexts", "positions", "threshold"} <= group.keys()]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return []
+
+
+def _is_of(group: dict[str, Any], seed: int, readers: list[Reader], sweep: ContextSweep) -> bool:
+    """Whether a group is what would be measured."""
+    models = [(model["name"], model["window"], model["memory"], model["segment"]) for model in group["models"]]
+    lengths = [(one.plan.reach.window, one.plan.reach.memory, one.plan.segment) for one in readers]
+    wanted = [(reader.name, *length) for reader, length in zip(readers, lengths, strict=True)]
+    same = (group["contexts"], len(group["positions"]), group["threshold"], group.get("trained_with_seed"))
+    return models == wanted and same == (list(sweep.contexts), sweep.positions, sweep.threshold, seed)
 
 
 def _reader(workshop: Workshop, name: str, index: int) -> Reader:

@@ -12,8 +12,9 @@ from transformer_xl.cli.options import Machine
 from transformer_xl.cli.output import say
 from transformer_xl.cli.reproduce.ablation import make_ablation
 from transformer_xl.cli.reproduce.context import make_context
-from transformer_xl.cli.reproduce.speed import SMOKE, make_speed
-from transformer_xl.cli.reproduce.workshop import Scale, Workshop
+from transformer_xl.cli.reproduce.scale import Scale
+from transformer_xl.cli.reproduce.speed import SMOKE, is_measured, make_speed
+from transformer_xl.cli.reproduce.workshop import Workshop, keep_report
 
 _DEFAULT = Scale()
 
@@ -34,16 +35,17 @@ def everything(
     speed_of
         Recipe whose sizes the speed of evaluation is measured at.
     """
-    with Workshop.opened(scale) as workshop:
-        sweep = workshop.context_sweep(positions=100 if scale.smoke else 1000)
-        make_ablation(workshop)
-        make_context(workshop, sweep)
-        pictures = workshop.path / "attention"
-        if not pictures.exists():
-            run = workshop.path / "runs" / f"xl-full-seed{workshop.seeds[0]}"
-            attention(run, pictures=Pictures(out=pictures), machine=Machine(scale.device))
-    if not (scale.out / "speed.json").exists():
+    workshop = Workshop.opened(scale)
+    sweep = workshop.context_sweep(positions=100 if scale.smoke else 1000)
+    make_ablation(workshop)
+    make_context(workshop, sweep)
+    pictures = workshop.path / "attention"
+    if not pictures.exists():
+        run = workshop.path / "runs" / f"xl-full-seed{workshop.seeds[0]}"
+        attention(run, pictures=Pictures(out=pictures), machine=Machine(scale.device))
+    model, contested = ("tiny", SMOKE) if scale.smoke else (speed_of, Contested())
+    if not is_measured(model, scale.out):
         say("the speed of evaluation")
-        wanted = ("tiny", SMOKE) if scale.smoke else (speed_of, Contested())
-        make_speed(wanted[0], scale.out, wanted[1], Machine(scale.device))
+        make_speed(model, scale.out, contested, Machine(scale.device))
+    keep_report(scale.out)
     print(f"all of it: {scale.out / 'report.html'}")

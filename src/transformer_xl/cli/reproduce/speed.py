@@ -65,3 +65,11 @@ def make_speed(model: str, out: Path, contested: Contested, machine: Machine) ->
         out.mkdir(parents=True, exist_ok=True)
     keep(out, "speed", figures)
     return figures
+
+
+def is_measured(model: str, out: Path) -> bool:
+    """Whether the folder has the figures of this model."""
+    from transformer_xl.analysis.reproduction_page import read_figures
+
+    file = out / "speed.json"
+    return file.exists() and read_figures(file).get("model") == model

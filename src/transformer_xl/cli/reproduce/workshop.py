@@ -5,26 +5,29 @@ OUT/recipes/           a recipe for each system
 OUT/runs/NAME-seedN    ordinary runs
 OUT/scores/            what `txl evaluate` said of each
 OUT/logs/              what the processes said
+OUT/*.json             what was found, part by part
+OUT/report.html        made of all of that
 """
 
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from transformer_xl.cli.flags import ModelFlags, TrainFlags, given
-from transformer_xl.cli.options import num_cores, whole_numbers
+from transformer_xl.cli.options import num_cores
 from transformer_xl.cli.output import say
+from transformer_xl.cli.reproduce.scale import Groups, Scale
 from transformer_xl.cli.side_by_side import Command, Job, run_side_by_side
-from transformer_xl.config import MOST, UserError, load_recipe, merge, read_yaml, run_settings
+from transformer_xl.config import MOST, RunConfig, UserError, load_recipe, merge, read_yaml, run_settings
 from transformer_xl.files import explained, write_text
 
 if TYPE_CHECKING:
@@ -32,83 +35,76 @@ if TYPE_CHECKING:
     from transformer_xl.evaluation.effective_context import ContextSweep
     from transformer_xl.text.token_store import Corpus
 
-_SMOKE: dict[str, dict[str, Any]] = {
-    "model": {"layers": 2, "width": 32, "heads": 2, "head_width": 16, "feedforward": 64},
-    "train": {"segment": 16, "memory": 16, "rows": 8, "steps": 30, "warmup": 5, "evaluate_every": 30,
-              "evaluate_tokens": 1024, "save_every": 10},
-}  # fmt: skip
-_SMOKE_TOKENS = 512
 _HALVES = (1, 2, 3, 4, 6, 8, 12)  # of a segment: the attention lengths of a sweep
-
-
-@dataclass(frozen=True)
-class Scale:
-    """How large all of it is."""
-
-    corpus: Path = Path("corpora/enwik8")
-    """Folder that 'txl prepare' made."""
-    out: Path = Path("reproduction")
-    """Folder for runs, figures and the report; what is there already is not done again."""
-    recipe: str = "ablation"
-    """Settings that all systems share."""
-    seeds: str = "1,2"
-    """Each system is trained once for each."""
-    tokens: int = 16_384
-    """Tokens of the test text that are scored, from its start."""
-    smoke: bool = False
-    """Tiny models, a few steps, one seed: whether everything works, in minutes."""
-    workers: int | None = None
-    """Trainings at a time. [default: one for each core; on a GPU one]"""
-    device: str = "auto"
-    """auto, cuda, mps or cpu."""
-    model: ModelFlags | None = None
-    train: TrainFlags | None = None
+_MEASURED = ("nats_per_token", "bits_per_byte", "perplexity")
 
 
 @dataclass(frozen=True)
 class Workshop:
-    """A reproduction's folder, opened."""
+    """A reproduction's folder, which need not be there yet."""
 
     path: Path
     corpus: Corpus
-    base: dict[str, dict[str, Any]]
+    base: Groups
     """Settings all systems share."""
     seeds: tuple[int, ...]
     tokens: int
     workers: int
     device: str
-    lock: int
-    """File descriptor of the lock; processes at work keep it open."""
+    found: dict[str, Groups] = field(default_factory=dict)
+    """Settings of systems, once they are found."""
 
     @staticmethod
-    @contextmanager
-    def opened(scale: Scale) -> Iterator[Workshop]:
-        """Checks everything, and makes the folder or finds it as it must be.
+    def opened(scale: Scale) -> Workshop:
+        """Checks what can be checked; nothing is written.
 
         Raises:
             UserError: no such corpus or recipe, settings that cannot be, or a folder with something else in it.
         """
         from transformer_xl.text.token_store import Corpus
 
-        if scale.tokens < 1:
-            raise UserError(f"--tokens {scale.tokens}: wanted 1 or more")
-        if scale.workers is not None and scale.workers < 1:
-            raise UserError(f"--workers {scale.workers}: wanted 1 or more")
-        seeds = whole_numbers("--seeds", "1" if scale.smoke else scale.seeds)
-        base = _base(scale)
+        seeds, base, workers = scale.all_seeds(), scale.base(), scale.num_workers()
         if not scale.corpus.exists():
             raise UserError(f"no corpus at {scale.corpus}; make one with 'txl prepare enwik8' or give --corpus DIR")
         corpus = Corpus.open(scale.corpus)
-        tokens = min(_SMOKE_TOKENS if scale.smoke else scale.tokens, corpus.split("test").num_tokens)
-        settings = {"corpus_sha256": corpus.record.splits["train"].sha256, "tokens": tokens, **base}
-        workers = scale.workers or _workers(scale.device)
-        _check_same(scale.out, settings)
-        with explained(f"writing {scale.out}"):
-            for name in ("recipes", "runs", "scores", "logs"):
-                (scale.out / name).mkdir(parents=True, exist_ok=True)
-        with _locked(scale.out) as lock:
-            write_text(scale.out / "settings.yaml", yaml.safe_dump(settings, sort_keys=False))
-            yield Workshop(scale.out, corpus, base, seeds, tokens, workers, scale.device, lock)
+        tokens = scale.num_tokens(corpus.split("test").num_tokens)
+        workshop = Workshop(scale.out, corpus, base, seeds, tokens, workers, scale.device)
+        workshop.check_same()
+        return workshop
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What may not change."""
+        from transformer_xl.text.vocabulary import fingerprint
+
+        splits = self.corpus.record.splits
+        return {
+            "train_sha256": splits["train"].sha256,
+            "test_sha256": splits["test"].sha256,
+            "vocabulary": fingerprint(self.corpus.vocabulary),
+            "tokens": self.tokens,
+            **self.base,
+        }
+
+    def check_same(self) -> None:
+        """Whether the folder is new, or holds what is asked for.
+
+        Raises:
+            UserError: it does not.
+        """
+        check_folder(self.path)
+        file = self.path / "settings.yaml"
+        if not file.exists():
+            if any((self.path / "runs").glob("*")):
+                raise UserError(f"{file} is missing, so what the runs there are is not known; choose another --out")
+            return
+        before, now = _flat(read_yaml(file.read_bytes(), str(file))), _flat(self.settings)
+        for name in [*before, *now]:
+            if before.get(name) != now.get(name):
+                raise UserError(
+                    f"{self.path} was begun with {name} {before.get(name, 'as by default')}, and now it is "
+                    f"{now.get(name, 'as by default')}; give the same again, or another --out"
+                )
 
     def runs(self, system: System) -> list[Path]:
         """Where its runs are or will be, one for each seed."""
@@ -118,17 +114,20 @@ class Workshop:
         """Where the figures of its runs are or will be."""
         return [self.path / "scores" / f"{run.name}.json" for run in self.runs(system)]
 
-    def recipe(self, system: System) -> dict[str, dict[str, Any]]:
+    def recipe(self, system: System) -> Groups:
         """Its settings; they are found once and kept."""
-        file = self.path / "recipes" / f"{system.name}.yaml"
-        if file.exists():
-            recipe = load_recipe(str(file))
-            return {"model": recipe.model, "train": recipe.train, "evaluation": recipe.evaluation}
-        say(f"settings of {system.name}")
-        settings = system.settings(self.base, self.corpus.vocabulary.size)
-        about = {"title": system.name, "source": "txl reproduce", "corpus": str(self.corpus.record.name)}
-        write_text(file, yaml.safe_dump({**about, **settings}, sort_keys=False))
-        return settings
+        if system.name not in self.found:
+            file = self._recipe_file(system)
+            if file.exists():
+                recipe = load_recipe(str(file))
+                groups = {"model": recipe.model, "train": recipe.train, "evaluation": recipe.evaluation}
+            else:
+                groups = system.settings(self.base, self.corpus.vocabulary.size)
+            self.found[system.name] = groups
+        return self.found[system.name]
+
+    def _recipe_file(self, system: System) -> Path:
+        return self.path / "recipes" / f"{system.name}.yaml"
 
     def windows(self, system: System, wanted: tuple[int, ...] | None = None) -> tuple[int, ...]:
         """Attention lengths at which a system is scored: those wanted, as far as it has them, and that of training.
@@ -145,16 +144,19 @@ class Workshop:
         return tuple(sorted({*(length for length in swept if 1 <= length <= most), trained}))
 
     def lengths(self, system: System | None) -> tuple[int, int]:
-        """Segment, and the attention length of training: segment and memory; none: of the base."""
-        train = run_settings(self.base if system is None else self.recipe(system), "settings").train
-        return train.segment, train.segment + train.memory
+        """Segment, and the attention length of training: segment and memory, or the window; none: of the base."""
+        config = run_settings(self.base if system is None else self.recipe(system), "settings")
+        most = config.train.segment + config.train.memory
+        return config.train.segment, min(most, config.model.window or most)
 
     def context_sweep(self, step: int | None = None, longest: int | None = None, positions: int = 1000) -> ContextSweep:
         """Contexts in steps of half a segment, ten of them, unless told otherwise."""
         from transformer_xl.evaluation.effective_context import ContextSweep
 
-        step = step or max(1, self.lengths(None)[0] // 2)
-        return ContextSweep(start=step, step=step, longest=longest or 10 * step, positions=positions)
+        step = max(1, self.lengths(None)[0] // 2) if step is None else step
+        return ContextSweep(
+            start=step, step=step, longest=10 * step if longest is None else longest, positions=positions
+        )
 
     def finish(self, systems: Sequence[System], windows: dict[str, tuple[int, ...]]) -> None:
         """Trains and scores what is not done yet.
@@ -164,20 +166,51 @@ class Workshop:
             windows: attention lengths at which each is scored, by name; none: as it is.
 
         Raises:
-            UserError: a training failed, or was stopped.
+            UserError: a training cannot begin, failed, or was stopped.
         """
-        settings = {system.name: self.recipe(system) for system in systems}
-        jobs = [
-            self._job(system, index, settings[system.name], windows[system.name])
-            for index in range(len(self.seeds))
-            for system in systems
-        ]
-        open_jobs = [job for job in jobs if job is not None]
-        say(f"{len(jobs) - len(open_jobs)} of {len(jobs)} runs are trained and scored already")
-        if open_jobs:
-            threads = max(1, num_cores() // self.workers)
-            how = {"workers": min(self.workers, len(open_jobs)), "threads": threads, "held": (self.lock,)}
-            run_side_by_side("reproduce", open_jobs, self.path / "logs", **how)
+        configs = {system.name: self._checked(system) for system in systems}
+        with self._at_work() as lock:
+            for system in systems:
+                self._keep_recipe(system)
+            jobs = [
+                self._job(system, index, configs[system.name], windows[system.name])
+                for index in range(len(self.seeds))
+                for system in systems
+            ]
+            open_jobs = [job for job in jobs if job is not None]
+            say(f"{len(jobs) - len(open_jobs)} of {len(jobs)} runs are trained and scored already")
+            if open_jobs:
+                threads = max(1, num_cores() // self.workers)
+                how = {"workers": min(self.workers, len(open_jobs)), "threads": threads, "held": lock}
+                run_side_by_side("reproduce", open_jobs, self.path / "logs", **how)
+
+    def _checked(self, system: System) -> RunConfig:
+        """Its settings as a run of the first seed has them, with which training can begin."""
+        from transformer_xl.device import choose_device
+        from transformer_xl.training.loop import check
+
+        known = {"model": {"vocabulary_size": self.corpus.vocabulary.size}}
+        config = run_settings(merge(self.recipe(system), known), system.name)
+        check(config, self.corpus, choose_device(self.device))
+        return config
+
+    @contextmanager
+    def _at_work(self) -> Iterator[tuple[int, ...]]:
+        """Makes the folder, or finds it as it must be, and holds it; gives what holds it, for processes to inherit."""
+        with explained(f"writing {self.path}"):
+            self.path.mkdir(parents=True, exist_ok=True)
+        with _locked(self.path) as lock:
+            self.check_same()  # another may have been quicker
+            write_text(self.path / "settings.yaml", yaml.safe_dump(self.settings, sort_keys=False))
+            for name in ("recipes", "runs", "scores", "logs"):
+                (self.path / name).mkdir(exist_ok=True)
+            yield lock
+
+    def _keep_recipe(self, system: System) -> None:
+        file = self._recipe_file(system)
+        if not file.exists():
+            about = {"title": system.name, "source": "txl reproduce", "corpus": str(self.corpus.record.name)}
+            write_text(file, yaml.safe_dump({**about, **self.recipe(system)}, sort_keys=False))
 
     def about(self) -> dict[str, Any]:
         """What figures of this folder are about, for JSON."""
@@ -193,41 +226,93 @@ class Workshop:
             **circumstances(choose_device(self.device)),
         }
 
-    def keep(self, name: str, figures: dict[str, Any]) -> Path:
-        """Writes the figures of a part, and the report anew; gives the report."""
-        return keep(self.path, name, figures)
+    def _job(self, system: System, index: int, config: RunConfig, windows: tuple[int, ...]) -> Job | None:
+        """What is left to do for one run; none: nothing.
 
-    def _job(
-        self, system: System, index: int, settings: dict[str, dict[str, Any]], windows: tuple[int, ...]
-    ) -> Job | None:
-        """What is left to do for one run; none: nothing."""
-        run, scores = self.runs(system)[index], self.scores(system)[index]
-        steps = run_settings(settings, system.name).train.steps
-        if scores.exists() and windows == tuple(score["window"] for score in read_scores(scores) if score["window"]):
+        Raises:
+            UserError: the run there is another one than its recipe says.
+        """
+        run, scores, seed = self.runs(system)[index], self.scores(system)[index], self.seeds[index]
+        _check_run(run, config, seed)
+        done = [score["window"] for score in read_scores(scores)] if scores.exists() else []
+        if done and set(windows) <= set(done):
             return None
+        windows = tuple(sorted({*windows, *(window for window in done if window)}))
 
         def commands() -> list[Command]:
-            options = ("--device", self.device)
-            train = ("train", str(self.path / "recipes" / f"{system.name}.yaml"), "--corpus", str(self.corpus.path),
-                     "--run", str(run), "--train.seed", str(self.seeds[index]), *options)  # fmt: skip
-            if run.exists():
-                train = ("train", "--resume", str(run), "--corpus", str(self.corpus.path), *options)
-            evaluate = ["evaluate", str(run), "--corpus", str(self.corpus.path), "--tokens", str(self.tokens), "--json"]
+            options = ("--corpus", str(self.corpus.path), "--device", self.device)
+            # a run whose steps are done may still lack its last validation; if nothing is lacking, nothing is done
+            begin = (str(self._recipe_file(system)), "--run", str(run), "--train.seed", str(seed))
+            train = ("train", *(("--resume", str(run)) if run.exists() else begin), *options)
+            evaluate = ["evaluate", str(run), *options, "--tokens", str(self.tokens), "--json"]
             if windows:
                 evaluate += ["--sweep-window", ",".join(map(str, windows))]
             if not system.has_memory:
                 evaluate += ["--method", "moving-window"]
-            trained = [] if step_of(run) >= steps else [Command(train)]
-            return [*trained, Command([*evaluate, *options], output=scores)]
+            return [Command(train), Command(evaluate, output=scores)]
 
-        return Job(run.name, commands, steps, lambda: step_of(run))
+        return Job(run.name, commands, config.train.steps, lambda: step_of(run))
+
+
+def _check_run(run: Path, config: RunConfig, seed: int) -> None:
+    """Whether the run that is there is what the recipe says.
+
+    Raises:
+        UserError: it is not.
+    """
+    from transformer_xl.run_folder import RunFolder
+
+    if not run.exists():
+        return
+    there, unknown = RunFolder.open(run).config, {"cutoffs"}  # which are found from the corpus
+    wanted = config.train.model_copy(update={"seed": seed})
+    same = there.train == wanted and there.model.model_dump(exclude=unknown) == config.model.model_dump(exclude=unknown)
+    if not same:
+        raise UserError(
+            f"{run} is not of the settings in the recipe beside it; delete the run, or choose another --out"
+        )
+
+
+def step_of(run: Path) -> int:
+    """How many steps of a run its log knows of; it is for a progress bar alone."""
+    try:
+        lines = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+        return max((json.loads(line)["step"] for line in lines[-2:] if line.endswith(b"\n")), default=0)
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
+
+
+def read_scores(file: Path) -> list[dict[str, Any]]:
+    """What `txl evaluate` found, one entry for each attention length.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    try:
+        found = json.loads(file.read_bytes())
+        entries = found.get("sweep", [found])
+        if not all(isinstance(entry[name], float) for entry in entries for name in _MEASURED):
+            raise ValueError
+        return [{"window": entry["window"], **entry} for entry in entries]
+    except (OSError, ValueError, AttributeError, KeyError, TypeError):
+        raise UserError(f"{file} is damaged; delete it and give the command again") from None
+
+
+def best_window(file: Path) -> int:
+    """The attention length at which a run scored best."""
+    return min(read_scores(file), key=lambda entry: entry["nats_per_token"])["window"]
 
 
 def keep(out: Path, name: str, figures: dict[str, Any]) -> Path:
     """Writes the figures of a part into a reproduction's folder, and the report anew; gives the report."""
+    write_text(out / f"{name}.json", json.dumps(figures, indent=1) + "\n")
+    return keep_report(out)
+
+
+def keep_report(out: Path) -> Path:
+    """Writes the report of what is there."""
     from transformer_xl.analysis.reproduction_page import reproduction_page
 
-    write_text(out / f"{name}.json", json.dumps(figures, indent=1) + "\n")
     report = out / "report.html"
     write_text(report, reproduction_page(out))
     return report
@@ -239,7 +324,7 @@ def check_folder(out: Path) -> None:
     Raises:
         UserError: something else is.
     """
-    known = ("settings.yaml", "report.html")
+    known = ("settings.yaml", "report.html", ".lock")
     if out.exists() and not (out.is_dir() and (not any(out.iterdir()) or any((out / name).exists() for name in known))):
         raise UserError(f"{out} exists and holds no reproduction; choose another --out")
 
@@ -247,73 +332,6 @@ def check_folder(out: Path) -> None:
 def command_line() -> str:
     """What was typed."""
     return shlex.join(["txl", *sys.argv[1:]])
-
-
-def step_of(run: Path) -> int:
-    """How many steps of a run its log knows of."""
-    file = run / "metrics.jsonl"
-    if not file.exists():
-        return 0
-    lines = file.read_bytes().splitlines(keepends=True)
-    return max((json.loads(line)["step"] for line in lines[-2:] if line.endswith(b"\n")), default=0)
-
-
-def read_scores(file: Path) -> list[dict[str, Any]]:
-    """What `txl evaluate` found, one entry for each attention length.
-
-    Raises:
-        UserError: the file is damaged.
-    """
-    try:
-        found = json.loads(file.read_bytes())
-        return found.get("sweep", [found])
-    except (OSError, ValueError, AttributeError):
-        raise UserError(f"{file} is damaged; delete it and give the command again") from None
-
-
-def best_window(file: Path) -> int:
-    """The attention length at which a run scored best."""
-    return min(read_scores(file), key=lambda entry: entry["nats_per_token"])["window"]
-
-
-def _base(scale: Scale) -> dict[str, dict[str, Any]]:
-    recipe = load_recipe(scale.recipe)
-    known = {"model": recipe.model, "train": recipe.train, "evaluation": recipe.evaluation}
-    flags = given(model=scale.model, train=scale.train)
-    if scale.smoke:
-        known = merge(known, _SMOKE) | {"evaluation": dict[str, Any]()}
-    base = merge(known, flags)
-    for name in ("kind", "encoding"):
-        if name in base["model"]:
-            raise UserError(f"model.{name} is what the systems differ in; leave it out")
-    for name in ("seed", "loss"):
-        if name in base["train"]:
-            raise UserError(f"train.{name} is not one for all systems; leave it out (--seeds says the seeds)")
-    run_settings(base, "settings")
-    return base
-
-
-def _workers(device: str) -> int:
-    from transformer_xl.device import choose_device
-
-    if choose_device(device).type != "cpu":
-        return 1
-    return num_cores()
-
-
-def _check_same(out: Path, settings: dict[str, Any]) -> None:
-    """Whether the folder is new, or holds what is asked for."""
-    check_folder(out)
-    file = out / "settings.yaml"
-    if not file.exists():
-        return
-    before, now = _flat(read_yaml(file.read_bytes(), str(file))), _flat(settings)
-    for name in [*before, *now]:
-        if before.get(name) != now.get(name):
-            raise UserError(
-                f"{out} was begun with {name} {before.get(name, 'as by default')}, and now it is "
-                f"{now.get(name, 'as by default')}; give the same again, or another --out"
-            )
 
 
 def _flat(values: dict[str, Any], before: str = "") -> dict[str, Any]:
@@ -324,18 +342,19 @@ def _flat(values: dict[str, Any], before: str = "") -> dict[str, Any]:
 
 
 @contextmanager
-def _locked(out: Path) -> Iterator[int]:
+def _locked(out: Path) -> Iterator[tuple[int, ...]]:
     """Holds the folder for one command at a time; processes that inherit the descriptor hold it too."""
     with (out / ".lock").open("w") as file:
-        try:
-            import fcntl
-        except ImportError:  # Windows
-            yield file.fileno()
+        if os.name != "posix":
+            yield ()
             return
+        import fcntl
+
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise UserError(
-                f"another txl reproduce is at work in {out}; wait for it, or choose another --out"
+                f"another txl reproduce, or a training that it began, is at work in {out}; wait for it, stop it, or "
+                "choose another --out"
             ) from None
-        yield file.fileno()
+        yield (file.fileno(),)
