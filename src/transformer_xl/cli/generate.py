@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Parameter
 
 from transformer_xl.cli.options import ANY_MACHINE, Json, MachineOptions
-from transformer_xl.cli.output import print_json, say
+from transformer_xl.cli.output import print_json, say, say_unknown
 from transformer_xl.config import UserError
 from transformer_xl.files import explained
 
@@ -192,7 +192,7 @@ def generate(
 
     sampler = sampling.sampler()
     loaded = _load(run, weights, machine, precision)
-    _say_unknown(loaded.vocabulary, prompts)
+    say_unknown(loaded.vocabulary, [_bytes(prompt) for prompt in prompts if prompt is not None])
     options = ending.options(loaded.vocabulary)
     options.update(memory=beginning.memory, context=beginning.context, precision=precision)
     options.update(log_probabilities=log_probabilities)
@@ -266,20 +266,6 @@ class _Shown:
 def _bytes(text: str | bytes) -> bytes:
     """As it was typed, even where that is not UTF-8."""
     return text if isinstance(text, bytes) else text.encode("utf-8", "surrogateescape")
-
-
-def _say_unknown(vocabulary: Vocabulary, prompts: list[str | bytes | None]) -> None:
-    """Says which words of the prompts are read as the vocabulary's unknown word."""
-    from transformer_xl.text.vocabularies.words import WordVocabulary
-
-    if not isinstance(vocabulary, WordVocabulary) or vocabulary.unknown is None:
-        return
-    for prompt in prompts:
-        found = () if prompt is None else vocabulary.lost(_bytes(prompt)).unknown
-        unknown = [word for word, _ in found]
-        if unknown:
-            words = ", ".join(f"'{word[:40]}'" for word in unknown[:5]) + (", ..." if len(unknown) > 5 else "")
-            say(f"remark: not in the vocabulary, and read as {vocabulary.unknown}: {words}")
 
 
 def _texts(run: Run, prompts: list[str | bytes | None], several: Several, options: Options) -> Iterator[_Shown]:

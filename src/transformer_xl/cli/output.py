@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import sys
 import time
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from transformer_xl.text.vocabulary import Vocabulary
 
 
 def print_json(values: dict[str, Any], *, indent: int | None = 2) -> None:
@@ -55,6 +59,24 @@ def console(*, stderr: bool = True) -> Console:
 def say(text: str) -> None:
     """A line for people, to standard error."""
     print(text, file=sys.stderr, flush=True)
+
+
+def say_unknown(vocabulary: Vocabulary, texts: Iterable[bytes]) -> None:
+    """Says which words of texts are read as the vocabulary's unknown word."""
+    from transformer_xl.text.vocabularies.words import WordVocabulary
+
+    if not isinstance(vocabulary, WordVocabulary) or vocabulary.unknown is None:
+        return
+    for text in texts:
+        unknown = [word for word, _ in vocabulary.lost(text).unknown]
+        if unknown:
+            words = ", ".join(f"'{word[:40]}'" for word in unknown[:5]) + (", ..." if len(unknown) > 5 else "")
+            say(f"remark: not in the vocabulary, and read as {vocabulary.unknown}: {words}")
+
+
+def command_line() -> str:
+    """What was typed."""
+    return shlex.join(["txl", *sys.argv[1:]])
 
 
 class ProgressBar:

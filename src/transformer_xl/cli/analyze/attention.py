@@ -10,7 +10,7 @@ from cyclopts import Parameter
 
 from transformer_xl.cli.evaluate import Lengths, Rows, plan_of, say_remarks
 from transformer_xl.cli.options import ANY_MACHINE, Json, MachineOptions
-from transformer_xl.cli.output import ProgressBar, print_json, print_table, say
+from transformer_xl.cli.output import ProgressBar, command_line, print_json, print_table, say, say_unknown
 from transformer_xl.config import MOST, UserError
 from transformer_xl.files import explained, whole_folder
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from transformer_xl.evaluation.plan import Plan, Text
     from transformer_xl.model.transformer_xl import TransformerXL
     from transformer_xl.run_folder import RunFolder
-    from transformer_xl.text.vocabulary import Vocabulary
 
 _PAPERS_BACK = 640
 _USUAL_TOKENS = 8192
@@ -111,6 +110,7 @@ def attention(
         means, maps = _looked(model, text, plan, pictures.page_tokens)
         losses, stretch = _losses(model, text, plan)
         figures: dict[str, Any] = {
+            "command": command_line(),
             "run": str(run),
             "folder": str(out),
             **_read(text, plan),
@@ -222,20 +222,8 @@ def _text(source: Source, folder: RunFolder) -> Text:
         with explained(f"reading {source.text}"):
             content = source.text.read_bytes()
     ids_K = encode_text(vocabulary, name, content)
-    _say_unknown(vocabulary, content)
+    say_unknown(vocabulary, [content])
     return Text(ids_K[:limit], vocabulary.start_id)
-
-
-def _say_unknown(vocabulary: Vocabulary, content: bytes) -> None:
-    """Says which words are read as the vocabulary's unknown word."""
-    from transformer_xl.text.vocabularies.words import WordVocabulary
-
-    if not isinstance(vocabulary, WordVocabulary) or vocabulary.unknown is None:
-        return
-    unknown = [word for word, _ in vocabulary.lost(content).unknown]
-    if unknown:
-        words = ", ".join(f"'{word[:40]}'" for word in unknown[:5]) + (", ..." if len(unknown) > 5 else "")
-        say(f"remark: not in the vocabulary, and read as {vocabulary.unknown}: {words}")
 
 
 def _looked(model: TransformerXL, text: Text, plan: Plan, page_tokens: int | None) -> tuple[AttentionMeans, TermMaps]:

@@ -10,8 +10,8 @@ from cyclopts import Parameter
 
 from transformer_xl.cli.analyze.speed import Contested, measure_speed, show_speed
 from transformer_xl.cli.options import ANY_MACHINE, Json, Machine, MachineOptions
-from transformer_xl.cli.output import print_json
-from transformer_xl.cli.reproduce.workshop import check_folder, command_line, keep
+from transformer_xl.cli.output import command_line, print_json
+from transformer_xl.cli.reproduce.workshop import check_folder, keep
 from transformer_xl.files import explained
 
 _THE_PAPERS = Contested()

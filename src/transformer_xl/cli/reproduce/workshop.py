@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from transformer_xl.cli.options import num_cores
-from transformer_xl.cli.output import say
+from transformer_xl.cli.output import command_line, say
 from transformer_xl.cli.reproduce.scale import Groups, Scale
 from transformer_xl.cli.side_by_side import Command, Job, run_side_by_side
 from transformer_xl.config import MOST, RunConfig, UserError, load_recipe, merge, read_yaml, run_settings
@@ -327,11 +325,6 @@ def check_folder(out: Path) -> None:
     known = ("settings.yaml", "report.html", ".lock")
     if out.exists() and not (out.is_dir() and (not any(out.iterdir()) or any((out / name).exists() for name in known))):
         raise UserError(f"{out} exists and holds no reproduction; choose another --out")
-
-
-def command_line() -> str:
-    """What was typed."""
-    return shlex.join(["txl", *sys.argv[1:]])
 
 
 def _flat(values: dict[str, Any], before: str = "") -> dict[str, Any]:
