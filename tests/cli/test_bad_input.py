@@ -124,7 +124,7 @@ WRONG_WORDS = [
     ("evaluate run --memory -1", "memory -1 is too small; give 0 or more"),
     ("evaluate run --tokens 0", "--tokens 0: wanted 1 or more"),
     ("evaluate run --threads 0", "--threads 0: wanted 1 or more"),
-    ("evaluate run --sweep-memory 0,a", "--sweep-memory 0,a: wanted whole numbers with commas between, such as 0,64"),
+    ("evaluate run --sweep-memory 0,a", "--sweep-memory 0,a: wanted whole numbers from 0 on with commas between"),
     ("evaluate run --sweep-memory 0,-1", "--sweep-memory 0,-1: wanted whole numbers"),
     ("evaluate run --sweep-memory 0 --memory 5", "--memory and --sweep-memory were both given; use one of them"),
     ("generate run --tokens 0", "0 tokens wanted; give 1 or more"),

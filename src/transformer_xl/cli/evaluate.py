@@ -38,6 +38,39 @@ class Lengths:
 
 
 @dataclass(frozen=True)
+class Sweep:
+    """Several lengths, with commas between: a line of results for each."""
+
+    sweep_memory: str | None = None
+    """Memory lengths, such as 0,64,512."""
+    sweep_window: str | None = None
+    """Windows, such as 64,128,512, each with just the memory that fills it."""
+
+    def each(self, lengths: Lengths, method: str) -> list[Lengths]:
+        """The lengths of each evaluation wanted.
+
+        Raises:
+            UserError: what was typed are no lengths, or one was given twice.
+        """
+        memories, windows = self.sweep_memory, self.sweep_window
+        for name, sweep, value in (("memory", memories, lengths.memory), ("window", windows, lengths.window)):
+            if sweep is not None and value is not None:
+                raise UserError(f"--{name} and --sweep-{name} were both given; use one of them")
+        if memories is not None and windows is not None:
+            raise UserError("--sweep-memory and --sweep-window were both given; use one of them")
+        if memories is not None:
+            return [replace(lengths, memory=memory) for memory in whole_numbers("--sweep-memory", memories, least=0)]
+        if windows is None:
+            return [lengths]
+        # a token sees itself and memory: so much of it fills the window wherever in its segment the token stands
+        kept = lengths.memory is not None or method == "moving-window"
+        return [
+            replace(lengths, window=window, memory=lengths.memory if kept else window - 1)
+            for window in whole_numbers("--sweep-window", windows)
+        ]
+
+
+@dataclass(frozen=True)
 class Chosen:
     """Which text is scored."""
 
@@ -82,7 +115,7 @@ class DynamicFlags:
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
-_WHOLE_TEST, _THE_RUNS, _ONE_ROW, _PUBLISHED = Chosen(), Lengths(), Rows(), DynamicFlags()
+_WHOLE_TEST, _THE_RUNS, _NO_SWEEP, _ONE_ROW, _PUBLISHED = Chosen(), Lengths(), Sweep(), Rows(), DynamicFlags()
 
 
 def evaluate(
@@ -91,8 +124,7 @@ def evaluate(
     *,
     chosen: Annotated[Chosen, Parameter(name="*")] = _WHOLE_TEST,
     lengths: Annotated[Lengths, Parameter(name="*")] = _THE_RUNS,
-    sweep_memory: str | None = None,
-    sweep_window: str | None = None,
+    sweep: Annotated[Sweep, Parameter(name="*")] = _NO_SWEEP,
     shares: Annotated[Rows, Parameter(name="*")] = _ONE_ROW,
     method: Literal["memory", "moving-window", "dynamic"] = "memory",
     dynamic: DynamicFlags = _PUBLISHED,
@@ -112,10 +144,8 @@ def evaluate(
         Which text is scored.
     lengths
         How far attention looks.
-    sweep_memory
-        Several memory lengths, such as 0,64,512: one line of results for each.
-    sweep_window
-        Several windows, such as 64,128,512: one line of results for each, with just the memory that fills it.
+    sweep
+        Several lengths.
     shares
         How the text is shared out.
     method
@@ -128,7 +158,7 @@ def evaluate(
     precision
         Number format of matrix products; bfloat16 is faster where the machine has it, and less exact.
     """
-    swept = _swept(sweep_memory, sweep_window, lengths, method)
+    swept = sweep.each(lengths, method)
     _check_words(method, lengths, chosen)
     _check_alone(per_token, swept)
     from transformer_xl.cli.train import corpus_of
@@ -144,13 +174,8 @@ def evaluate(
     loaded = Run(folder.load_model(device, weights), folder.vocabulary, folder.config)
     say_remarks(plans, device)
     results = [_scored(loaded, text, plan, chosen.tokens, per_token) for plan in plans]
-    _show(
-        {"run": str(run), "split": chosen.split},
-        results,
-        folder.vocabulary,
-        json,
-        swept=bool(sweep_memory or sweep_window),
-    )
+    head = {"run": str(run), "split": chosen.split}
+    _show(head, results, folder.vocabulary, json, swept=sweep != _NO_SWEEP)
 
 
 def _check_words(method: str, lengths: Lengths, chosen: Chosen) -> None:
@@ -164,25 +189,6 @@ def _check_words(method: str, lengths: Lengths, chosen: Chosen) -> None:
 def _check_alone(per_token: Path | None, swept: list[Lengths]) -> None:
     if per_token is not None and len(swept) > 1:
         raise UserError("--per-token and a sweep were both given; a file holds the losses of one evaluation")
-
-
-def _swept(memories: str | None, windows: str | None, lengths: Lengths, method: str) -> list[Lengths]:
-    """The lengths of each evaluation wanted."""
-    for name, sweep, value in (("memory", memories, lengths.memory), ("window", windows, lengths.window)):
-        if sweep is not None and value is not None:
-            raise UserError(f"--{name} and --sweep-{name} were both given; use one of them")
-    if memories is not None and windows is not None:
-        raise UserError("--sweep-memory and --sweep-window were both given; use one of them")
-    if memories is not None:
-        return [replace(lengths, memory=memory) for memory in whole_numbers("--sweep-memory", memories, least=0)]
-    if windows is None:
-        return [lengths]
-    # a token sees itself and memory: so much of it fills the window wherever in its segment the token stands
-    alone = method == "moving-window"
-    return [
-        replace(lengths, window=window, memory=lengths.memory if lengths.memory is not None or alone else window - 1)
-        for window in whole_numbers("--sweep-window", windows)
-    ]
 
 
 def plan_of(config: RunConfig, lengths: Lengths, shares: Rows, documents: Documents = "continue") -> Plan:
