@@ -19,6 +19,8 @@ Measure = Literal["bits_per_byte", "perplexity"]
 DIGITS: dict[Measure, int] = {"bits_per_byte": 3, "perplexity": 2}
 NAMES: dict[Measure, str] = {"bits_per_byte": "bits per byte", "perplexity": "perplexity"}
 
+_ABOVE = 0.5  # of the distance from the best to the worst at training length: what a picture shows above the worst
+
 COLUMNS = [
     *("system", "memory", "encoding", "loss"),
     *("initial", "best", "at length", "paper's initial", "best", "at length"),
@@ -209,8 +211,14 @@ def chart(found: Mapping[str, Findings]) -> Chart:
         for findings in (found[system.name] for system in ABLATION if system.name in found)
     ]
     measure = next(iter(found.values())).measure
-    title = f"Test {NAMES[measure]} by attention length"
-    return Chart(title, "attention length (tokens)", NAMES[measure], lines, logarithmic=True, legend_beside=True)
+    initial, best = ([mean(getattr(one, name)) for one in found.values()] for name in ("initial", "best"))
+    # where an encoding fails beyond its training, its line would press all others together
+    top = max(initial) + _ABOVE * (max(initial) - min(best))
+    beyond = any(mean(values) > top for one in found.values() for values in one.by_length.values())
+    title = f"Test {NAMES[measure]} by attention length" + (" (some go on above)" if beyond else "")
+    return Chart(
+        title, "attention length (tokens)", NAMES[measure], lines, logarithmic=True, top=top, legend_beside=True
+    )
 
 
 def _with_spread(values: Sequence[float], digits: int) -> str:

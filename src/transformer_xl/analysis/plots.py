@@ -38,6 +38,8 @@ class Chart:
     """Levels to compare with, by name; each is named at the right edge."""
     logarithmic: bool = False
     """Whether x is drawn by its logarithm."""
+    top: float | None = None
+    """Where y ends; lines may go on above. None: all is shown."""
     legend_beside: bool = False
     """Whether the names of the lines stand beside the picture, for many lines."""
 
@@ -69,6 +71,8 @@ def _dress(axes: Axes, chart: Chart) -> None:
         ticks = sorted({x for line in chart.lines for x in line.x})
         axes.set_xticks(ticks, [f"{tick:,.0f}" for tick in ticks])
         axes.minorticks_off()
+    if chart.top is not None:
+        axes.set_ylim(top=chart.top)
     if len(chart.lines) > 1:
         where, anchor = ("center left", (1.0, 0.5)) if chart.legend_beside else ("best", None)
         axes.legend(frameon=False, loc=where, bbox_to_anchor=anchor)
