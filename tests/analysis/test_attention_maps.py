@@ -72,7 +72,8 @@ def test_means_are_those_of_a_plain_loop(make_model, text, segment, reach, lengt
                 count[i - j] = count.get(i - j, 0) + 1
                 far += p * (i - j)
                 entropy -= p * math.log(p)
-        for distance in range(distances_seen(plan)):
+        assert len(means.count_P) == min(distances_seen(plan), length)
+        for distance in range(len(means.count_P)):
             assert int(means.count_P[distance]) == count.get(distance, 0)
             wanted = total[distance] / count[distance] if distance in count else math.nan
             found = means.mean_LNP(distance)[layer, head, distance]
@@ -150,6 +151,37 @@ def test_nothing_of_a_long_text_is_kept(make_model, tokens):
 
     short, long = living(17 * 4), living(17 * 24)
     assert 0 < long == short
+
+
+@pytest.mark.parametrize("attended", [False, True])
+def test_slots_that_are_never_filled_are_not_kept(make_model, text, attended):
+    """A memory far longer than the text gives the numbers of one just long enough, except where empty slots count."""
+    model, length, found = make_model(attend_empty_memory=attended), 29, []
+    for slots in (28, 997):
+        plan, keys = Plan(7, Reach(slots)), []
+        means, maps = AttentionMeans(model, plan, length), TermMaps(model, length)
+
+        def watch(view, keys=keys):
+            keys.append(view.terms.content_BNTS.shape[-1])
+
+        look(model, text[:length].numpy(), plan, [means.add, maps.taker(plan), watch])
+        assert max(keys) == 7 + (slots if attended else 28)
+        assert means.fills_memory == (slots == 28)
+        found.append([maps.map_QQ(term, layer, head) for term in TERMS for layer, head in np.ndindex(maps.shape)])
+        assert len(means.count_P) == length  # no token of it looks farther
+    if not attended:
+        np.testing.assert_allclose(found[1], found[0], atol=1e-12)
+
+
+@pytest.mark.parametrize("weight", ["query", "position_key", "output"])
+def test_weights_too_large_for_their_products_are_refused(make_model, text, weight):
+    model = make_model().float()
+    with torch.no_grad():
+        getattr(model.layers[1].attention, weight).weight.fill_(3e38)
+    plan, taken = Plan(7, Reach(11)), []
+    with pytest.raises(UserError, match=r"^layer 1 computes numbers that are infinite or not numbers: .* lower learn"):
+        look(model, text.numpy(), plan, [lambda view: taken.append(view.layer)])
+    assert taken == [0]
 
 
 @pytest.mark.parametrize(

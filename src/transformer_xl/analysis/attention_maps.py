@@ -6,14 +6,14 @@ shows them and then let go, so that means over a long text need no more memory t
 Where we differ: the paper averages over 640 tokens back that every query sees. Here what is seen is what the run is
 evaluated with, and each distance is divided by the number of queries that had it in sight.
 
-Letters: B rows, T queries of a segment, M memory slots, S = M + T keys, P distances, N heads, L layers, K tokens of the
-text, Q tokens that are shown, as queries and as keys.
+Letters: B rows, T queries of a segment, M memory slots, S = M + T keys, P distances, N heads, L layers, D model width,
+K tokens of the text, Q tokens that are shown, as queries and as keys.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -24,9 +24,10 @@ from torch import Tensor
 from transformer_xl.config import UserError
 from transformer_xl.evaluation.plan import Plan, Progress
 from transformer_xl.evaluation.scoring import check_weights, computing
+from transformer_xl.evaluation.stretches import slots_needed
 from transformer_xl.model.kernels import AttentionTerms
 from transformer_xl.model.language_model import LanguageModel
-from transformer_xl.model.transformer_xl import TransformerXL
+from transformer_xl.model.transformer_xl import LayerTrace, TransformerXL
 from transformer_xl.text.token_store import Tokens
 
 Term = Literal["probability", "score", "content", "position", "content_bias", "position_bias"]
@@ -46,6 +47,11 @@ def terms_of(model: TransformerXL) -> dict[Term, str]:
     """What can be shown of this model: Shaw's encoding has no global terms."""
     missing = ("content_bias", "position_bias") if model.config.encoding == "shaw" else ()
     return {term: words for term, words in TERMS.items() if term not in missing}
+
+
+def number_of(count: int, name: str = "token") -> str:
+    """A count and what is counted: 1 token, 2,048 tokens."""
+    return f"{count:,} {name}" if count == 1 else f"{count:,} {name}s"
 
 
 def with_terms(model: LanguageModel) -> TransformerXL:
@@ -92,18 +98,21 @@ def look(
         progress: told how many tokens were read.
 
     Raises:
-        UserError: a weight that is not a number.
+        UserError: a weight that is not a number, or weights so large that what a layer computes is none.
     """
     assert not model.training
     check_weights(model)
     device, reach = next(model.parameters()).device, plan.reach
-    memory = model.initial_memory(1, reach)
+    # slots that the text never fills change nothing, unless they are attended
+    slots = reach.memory if model.config.attend_empty_memory else slots_needed(len(tokens_K), plan)
+    memory = model.initial_memory(1, replace(reach, memory=slots))
     for begin in range(0, len(tokens_K), plan.segment):
         ids_T = np.asarray(tokens_K[begin : begin + plan.segment], dtype=np.int64)
         with computing(device, "float32"):
             tokens_BT = torch.from_numpy(ids_T)[None].to(device)
             rows_BTD = [model.first_input(tokens_BT, None)]
             for layer, trace in enumerate(model.trace(tokens_BT, memory)):
+                _check_finite(trace, layer)
                 view = LayerView(layer, begin, min(begin, reach.memory), trace.terms)
                 for take in takers:
                     take(view)
@@ -111,6 +120,15 @@ def look(
             memory = memory.after(rows_BTD[:-1])
         if progress:
             progress(len(ids_T))
+
+
+def _check_finite(trace: LayerTrace, layer: int) -> None:
+    shown = (trace.output_BTD, trace.terms.content_BNTS, trace.terms.position_BNTS)
+    if not torch.stack([numbers.isfinite().all() for numbers in shown]).all():
+        raise UserError(
+            f"layer {layer} computes numbers that are infinite or not numbers: the weights are too large; train again "
+            "with a lower learning rate, or take other weights (--weights best or last)"
+        )
 
 
 def by_distance(x_BNTS: Tensor, num_distances: int) -> Tensor:
@@ -135,7 +153,7 @@ class AttentionMeans:
     """
 
     def __init__(self, model: TransformerXL, plan: Plan, num_tokens: int) -> None:
-        num_distances = distances_seen(plan)
+        num_distances = min(distances_seen(plan), num_tokens)
         shape = (model.config.layers, model.config.heads)
         before = -(-plan.reach.memory // plan.segment) * plan.segment
         self.fills_memory = num_tokens > before
