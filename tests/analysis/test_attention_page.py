@@ -16,6 +16,7 @@ from transformer_xl.analysis.attention_maps import TermMaps, look
 from transformer_xl.analysis.attention_page import (
     MOST_BYTES,
     TokenText,
+    _token_text,
     attention_page,
     fitting_tokens,
     num_bytes,
@@ -28,6 +29,7 @@ from transformer_xl.text.vocabulary import ByteVocabulary
 
 TEXT = 'a <b>&amp;\n</script><script>window.broken=1</script>\t"it\'s" caf\u00e9 $x\x00'.encode()
 HOSTILE = "</script><script>window.broken = 1</script><!--<script>"
+HEBREW = "\u05e9\u05dc\u05d5\u05dd"
 HEX = len(TEXT) - 5  # the place of the second byte of the accented letter
 
 
@@ -45,6 +47,8 @@ def maps(make_model):
 def page(maps):
     tokens = token_texts(ByteVocabulary(), np.frombuffer(TEXT, dtype=np.uint8))
     tokens[60] = TokenText(HOSTILE, HOSTILE, False)  # as a token of a word vocabulary may be
+    tokens[44] = TokenText("W" * 60, "W" * 60, False)
+    tokens[45] = TokenText(HEBREW, HEBREW, False)
     return attention_page(maps, tokens, "Heads of <run>", "What & how", apart=False)
 
 
@@ -57,6 +61,21 @@ def test_tokens_are_shown_as_text():
     assert not any(token.odd for token in shown[: HEX - 1])
 
 
+@pytest.mark.parametrize(
+    ("content", "name"),
+    [
+        (b"x" * 60, "x" * 60),
+        (b"x" * 61, "x" * 57 + "..."),
+        (b"x" * 56 + b"\x00" + b"x" * 9, "x" * 56 + "..."),  # no half of an escape
+        (b"\xff" * 99, "bytes" + " FF" * 17 + " ..."),
+    ],
+)
+def test_a_long_token_has_a_short_name(content, name):
+    token = _token_text(content)
+    assert (token.name, len(token.name) <= 60) == (name, True)
+    assert len(token.shown) >= len(content)  # in the text it is whole
+
+
 def test_the_page_is_whole_and_nothing_in_the_text_breaks_out(page):
     assert page.count("</script>") == 2  # the data's and the program's own
     assert "<!--" not in page
@@ -66,16 +85,20 @@ def test_the_page_is_whole_and_nothing_in_the_text_breaks_out(page):
     assert len(re.findall(r"<(?:link|img|iframe)\b|\bsrc=|@import|url\(", page)) == 0
 
 
+def data_of(page):
+    return json.loads(re.search(r'id="data">(.*?)</script>', page, flags=re.DOTALL)[1])
+
+
+def numbers(text, dtype, *shape):
+    return np.frombuffer(base64.b64decode(text), dtype=dtype).reshape(shape)
+
+
 def test_the_data_are_the_terms_to_within_half_a_step(maps, page):
-    data = json.loads(re.search(r'id="data">(.*?)</script>', page, flags=re.DOTALL)[1])
+    data = data_of(page)
     size = len(data["tokens"])
     assert (data["layers"], data["heads"], size) == (2, 2, len(TEXT))
-
-    def numbers(name, dtype, *shape):
-        return np.frombuffer(base64.b64decode(data[name]), dtype=dtype).reshape(shape)
-
-    levels = numbers("levels", "<u2", 2, 2, 2, size * (size + 1) // 2)
-    ranges = numbers("ranges", "<f8", 2, 2, 2, 2)
+    levels = numbers(data["levels"], "<u2", 2, 2, 2, size * (size + 1) // 2)
+    ranges = numbers(data["ranges"], "<f8", 2, 2, 2, 2)
     for layer, head in np.ndindex(2, 2):
         for number, term in enumerate(("content", "position")):
             wanted, (low, step) = maps.map_QQ(term, layer, head), ranges[layer, head, number]
@@ -88,8 +111,9 @@ def test_the_data_are_the_terms_to_within_half_a_step(maps, page):
                     else:
                         assert np.isnan(wanted[query, key])
                     pair += 1
-    for name, found in (("content_bias", maps.content_bias_LNQ), ("position_bias", maps.position_bias_LNQ)):
-        np.testing.assert_array_equal(numbers(name, "<f4", 2, 2, size), found.float().numpy())
+    for name in ("content_bias", "position_bias", "log_total"):
+        found = getattr(maps, f"{name}_LNQ")
+        np.testing.assert_array_equal(numbers(data[name], "<f4", 2, 2, size), found.float().numpy())
 
 
 def test_alike_terms_have_one_level(make_model):
@@ -99,7 +123,10 @@ def test_alike_terms_have_one_level(make_model):
     maps, plan = TermMaps(model, 5), Plan(5, Reach(0))
     look(model, np.arange(5, dtype=np.uint8), plan, [maps.taker(plan)])
     page = attention_page(maps, token_texts(ByteVocabulary(), np.arange(5)), "a", "b", apart=True)
-    assert '"apart":true' in page
+    data = data_of(page)
+    assert data["apart"] is True
+    assert not numbers(data["levels"], "<u2", 1, 2, 2, 15).any()
+    assert not numbers(data["ranges"], "<f8", 1, 2, 2, 2).any()  # all are 0, and so is the step
 
 
 def test_how_many_tokens_fit():
@@ -237,3 +264,14 @@ def test_keys_and_the_map_choose_too(tab, maps):
     box = tab.locator("#map").bounding_box()
     tab.locator("#map").hover(position={"x": box["width"] * 30.5 / len(TEXT), "y": box["height"] * 45.5 / len(TEXT)})
     check(tab, maps, 45, 30, 0, 0)
+
+
+def test_names_of_any_length_and_direction_leave_the_numbers_alone(tab):
+    tab.locator("#text span").nth(45).hover()
+    assert f"query 45: \u2068{HEBREW}\u2069\nkey 45: \u2068{HEBREW}\u2069, 0 back\n" in tab.locator("#tip").inner_text()
+    assert tab.locator("#chosen").inner_text() == f"Token 45: \u2068{HEBREW}\u2069"
+    names = tab.locator("#strongest tbody td:first-child")
+    assert all(name[0] + name[-1] == "\u2068\u2069" for name in names.all_inner_texts())
+    names.first.evaluate("(cell, name) => { cell.textContent = name; }", "W" * 60)
+    assert names.first.bounding_box()["width"] <= 24 * 16 + 1
+    assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth")

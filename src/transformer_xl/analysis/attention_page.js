@@ -39,6 +39,8 @@ function all(query, key) {
   return found;
 }
 
+// set apart, so that a name that runs from right to left does not turn the numbers beside it around
+const nameOf = (place) => `\u2068${data.tokens[place].name}\u2069`;
 const value = (query, key) => all(query, key)[state.term];
 const shown = (x) => state.term === "probability" ? x.toPrecision(4) : x.toFixed(4);
 
@@ -98,7 +100,7 @@ function paintTable() {
   const table = part("strongest");
   while (table.rows.length) table.deleteRow(0);
   if (state.query < 0) return;
-  part("chosen").textContent = `Token ${state.query}: ${data.tokens[state.query].name}`;
+  part("chosen").textContent = `Token ${state.query}: ${nameOf(state.query)}`;
   const found = [];
   for (let key = data.first_seen[state.query]; key <= state.query; key++) found.push([key, all(state.query, key)]);
   found.sort((one, other) => other[1][state.term] - one[1][state.term]);
@@ -113,7 +115,7 @@ function paintTable() {
   const body = table.tBodies[0] || table.createTBody();
   for (const [key, values] of found.slice(0, 10)) {
     const row = body.insertRow();
-    for (const words of [data.tokens[key].name, state.query - key, shown(values[state.term])]) {
+    for (const words of [nameOf(key), state.query - key, shown(values[state.term])]) {
       row.insertCell().textContent = words;
     }
   }
@@ -140,16 +142,15 @@ function paintMap() {
 function tip(x, y) {
   const box = part("tip");
   const { query, key } = state;
-  const names = data.tokens;
-  const lines = [`query ${query}: ${names[query].name}`];
+  const lines = [`query ${query}: ${nameOf(query)}`];
   if (seen(query, key)) {
-    lines.push(`key ${key}: ${names[key].name}, ${query - key} back`);
+    lines.push(`key ${key}: ${nameOf(key)}, ${query - key} back`);
     const values = all(query, key);
     for (const { name, words } of data.terms) {
       lines.push(`${words}: ${name === "probability" ? values[name].toPrecision(4) : values[name].toFixed(4)}`);
     }
   } else {
-    lines.push(`key ${key}: ${names[key].name}, ${key > query ? "comes later" : "out of sight"}`);
+    lines.push(`key ${key}: ${nameOf(key)}, ${key > query ? "comes later" : "out of sight"}`);
   }
   box.textContent = lines.join("\n");
   box.hidden = false;

@@ -15,13 +15,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from html import escape
 from importlib import resources
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from matplotlib import colormaps
 
-from transformer_xl.analysis.attention_maps import TermMaps
+from transformer_xl.analysis.attention_maps import TermMaps, number_of
 from transformer_xl.config import UserError
 from transformer_xl.text.vocabulary import Vocabulary
 
@@ -31,6 +32,7 @@ USUAL_TOKENS = 192
 """Tokens of a page unless told otherwise, where they fit."""
 
 _LEVELS = 2**16 - 1
+_LONGEST_NAME = 60  # letters; enough to know a token by
 _SPACE, _LINE_END, _TAB = "\u00b7", "\u21b5", "\u21e5"
 
 
@@ -41,7 +43,7 @@ class TokenText:
     shown: str
     """In the text; a line end is a sign and a line end."""
     name: str
-    """By itself, in one line."""
+    """By itself, in one line, a long one cut."""
     odd: bool
     """Whether it is bytes that are no characters."""
 
@@ -55,17 +57,26 @@ def _token_text(content: bytes) -> TokenText:
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError:
-        return TokenText(content.hex(" ").upper(), f"bytes {content.hex(' ').upper()}", True)
+        digits = content.hex(" ").upper()
+        return TokenText(digits, cut(list(f"bytes {digits}"), _LONGEST_NAME), True)
     if not text:
         return TokenText("\u2205", "nothing", True)
     # the sign, then the line end itself, so that the text keeps its lines
     shown = "".join({"\n": _LINE_END + "\n", "\t": _TAB}.get(letter) or _visible(letter) for letter in text)
     marks = {"\n": _LINE_END, "\t": _TAB, " ": _SPACE}
-    return TokenText(shown, "".join(marks.get(letter) or _visible(letter) for letter in text), False)
+    return TokenText(shown, cut([marks.get(letter) or _visible(letter) for letter in text], _LONGEST_NAME), False)
 
 
 def _visible(letter: str) -> str:
     return letter if letter.isprintable() else repr(letter)[1:-1]
+
+
+def cut(pieces: Sequence[str], most: int) -> str:
+    """Pieces of text as one, or as many of the first as leave room for dots; no piece is cut in two."""
+    ends = list(accumulate(map(len, pieces)))
+    if not ends or ends[-1] <= most:
+        return "".join(pieces)
+    return "".join(piece for piece, end in zip(pieces, ends, strict=True) if end <= most - 3) + "..."
 
 
 def num_bytes(shape: tuple[int, int], num_tokens: int) -> int:
@@ -91,7 +102,7 @@ def fitting_tokens(shape: tuple[int, int], num_tokens: int, wanted: int | None) 
     if wanted is None:
         return max(1, min(most, USUAL_TOKENS, num_tokens))
     if wanted > num_tokens:
-        raise UserError(f"--page-tokens {wanted:,}: the text has {num_tokens:,} tokens; give that many at most")
+        raise UserError(f"--page-tokens {wanted:,}: the text has {number_of(num_tokens)}; give that many at most")
     if wanted > most:
         size = f"{num_bytes(shape, wanted) / 2**20:,.0f} MiB"
         raise UserError(
