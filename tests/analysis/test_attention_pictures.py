@@ -79,6 +79,22 @@ def test_terms(make_model, tokens, length, tmp_path):
     assert ET.parse(tmp_path / "terms.svg").getroot().tag.endswith("svg")
 
 
+def test_tokens_of_other_scripts_leave_room_for_the_maps(make_model, tokens, recwarn):
+    model, plan = make_model(layers=1), Plan(5, Reach(43))
+    maps = TermMaps(model, 48)
+    look(model, tokens(1, 48)[0].numpy(), plan, [maps.taker(plan)])
+    figure = draw_terms(maps, (0, 0), ["\u4e2d" * 14, "\U0001f600" * 3, "ab\u05d0\u05d1c"] * 16)
+    FigureCanvasAgg(figure).draw()
+    assert [str(each.message) for each in recwarn] == []
+    names = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    assert names[:3] == ["\\u4e2d...", "\\U0001f600...", "ab\\u05d0..."]
+
+
+def test_one_of_each():
+    means = np.ones((1, 1, 1))
+    assert draw_means(means).axes[0].get_title() == "Mean attention by distance: 1 layer x 1 head, a row each"
+
+
 def test_losses():
     loss = LossByDistance(
         2 ** np.arange(12), np.arange(12) + 1, np.linspace(3, 2, 12), np.array([np.nan, *np.full(11, 0.1)])

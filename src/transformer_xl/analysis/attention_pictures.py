@@ -3,7 +3,7 @@
 Colours are viridis, which colour-blind people can read. Means fall by orders of magnitude within a few tokens, so their
 colours go by the logarithm.
 
-Letters: L layers, N heads, P distances, Q tokens of a text as queries and keys.
+Letters: L layers, N heads, P distances, Q tokens of a text as queries and keys, G groups of distances.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullLocator
 
-from transformer_xl.analysis.attention_maps import TermMaps
+from transformer_xl.analysis.attention_maps import TermMaps, number_of
+from transformer_xl.analysis.attention_page import cut
 from transformer_xl.analysis.loss_by_distance import LossByDistance
 
 Head = tuple[int, int]
@@ -69,7 +70,7 @@ def draw_means(mean_LNP: npt.NDArray[np.float64]) -> Figure:
             np.arange(layers * heads) + 0.5, [f"head {head}" for _ in range(layers) for head in range(heads)]
         )
         right.tick_params(axis="y", length=0, labelsize=8)
-    axes.set_title(f"Mean attention by distance: {layers} layers x {heads} heads, a row each")
+    axes.set_title(f"Mean attention by distance: {number_of(layers, 'layer')} x {number_of(heads, 'head')}, a row each")
     axes.set_xlabel("tokens back (0: the token itself)")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.colorbar(image, label="mean probability (logarithmic)", pad=0.02)
@@ -109,7 +110,7 @@ def draw_terms(maps: TermMaps, head: Head, labels: Sequence[str]) -> Figure:
     probability, score, *parts = maps.terms.items()
     shown = [*parts, score, probability]
     figure = Figure(figsize=(4.6 * (len(shown) // 2), 8.2), layout="constrained")
-    figure.suptitle(f"Layer {head[0]}, head {head[1]}: what its score is made of, over {len(labels)} tokens")
+    figure.suptitle(f"Layer {head[0]}, head {head[1]}: what its score is made of, over {number_of(len(labels))}")
     for number, (term, words) in enumerate(shown, start=1):
         axes = figure.add_subplot(2, len(shown) // 2, number)
         found_QQ = np.ma.masked_invalid(maps.map_QQ(term, *head))
@@ -186,5 +187,5 @@ def _name_tokens(axes: Axes, labels: Sequence[str], *, left: bool, below: bool) 
 
 def _in_font(label: str) -> str:
     """A token beside an axis: letters that matplotlib's font may lack as escapes, a long one cut."""
-    short = label if len(label) <= _LONGEST_NAME else label[: _LONGEST_NAME - 3] + "..."
-    return "".join(letter if letter.isascii() or letter in _SIGNS else ascii(letter)[1:-1] for letter in short)
+    pieces = [letter if letter.isascii() or letter in _SIGNS else ascii(letter)[1:-1] for letter in label]
+    return cut(pieces, _LONGEST_NAME)
