@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from refusals import assert_refused, do, error_of, files, no_file_larger_than, txl
+
+from transformer_xl import Corpus, Plan, load
+from transformer_xl.analysis.attention_maps import AttentionMeans, look, with_terms
+from transformer_xl.analysis.loss_by_distance import in_stretches, loss_by_distance
+from transformer_xl.evaluation.plan import Text
+from transformer_xl.model.memory import Reach
 
 Capture = pytest.CaptureFixture[str]
 SMALL = "--model.layers 2 --model.width 14 --model.heads 2 --model.feedforward 19"
@@ -26,7 +34,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     do(f"prepare {place}/text.txt --out {place}/corpus")
     do(f"prepare {place}/words.txt --out {place}/words --vocabulary words")
     do(f"train --corpus {place}/corpus --run {place}/run {SMALL} {SHORT}")
-    do(f"train --corpus {place}/words --run {place}/shaw {SMALL} {SHORT} --model.encoding shaw")
+    deep = SMALL.replace("layers 2", "layers 5")
+    do(f"train --corpus {place}/words --run {place}/shaw {deep} {SHORT} --model.encoding shaw")
     without = SHORT.replace("--train.memory 11 ", "")
     do(f"train --corpus {place}/corpus --run {place}/learned {SMALL} {without} --model.encoding learned")
     do(f"train --corpus {place}/corpus --run {place}/lstm {SMALL} {SHORT} --model.kind lstm")
@@ -53,11 +62,28 @@ def test_what_it_leaves(place: Path, tmp_path: Path) -> None:
     assert json.loads((out / "figures.json").read_text()) == found
     means = np.load(out / "mean-attention.npy", allow_pickle=False)
     assert means.shape == (2, 2, 12)
+    check_numbers(place, found, means)
     assert [(head["layer"], head["head"]) for head in found["heads"]] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     # nearly no training: attention is nearly even over the 12 to 18 keys in sight
     assert all(4 < head["mean_distance"] < 9 for head in found["heads"])
-    assert found["loss"].keys() == {"reset", "continue"}
     assert "line" in (out / "attention.html").read_text(encoding="utf-8")
+
+
+def check_numbers(place: Path, found: dict[str, Any], means: np.ndarray) -> None:
+    """The means and both losses are those of the same text, computed in Python."""
+    run, plan = load(place / "run"), Plan(7, Reach(11))
+    model, tokens_K = with_terms(run.model), Corpus.open(place / "corpus").split("test").first(61)
+    computed = AttentionMeans(model, plan, 61)
+    look(model, tokens_K, plan, [computed.add])
+    np.testing.assert_allclose(means, computed.mean_LNP(11), rtol=1e-6)
+    cut, _ = in_stretches(Text(tokens_K, run.vocabulary.start_id), plan)
+    assert found["loss"].keys() == {"reset", "continue"}
+    for documents in ("reset", "continue"):
+        wanted = loss_by_distance(model, cut, plan, documents)
+        nats = [group["nats_per_token"] for group in found["loss"][documents]]
+        assert nats == pytest.approx(wanted.nats_G.tolist(), abs=1e-7)
+        assert [group["tokens"] for group in found["loss"][documents]] == wanted.count_G.tolist()
+    assert found["loss"]["reset"] != found["loss"]["continue"]
 
 
 def test_for_people_beside_the_run(place: Path) -> None:
@@ -66,12 +92,30 @@ def test_for_people_beside_the_run(place: Path) -> None:
     assert said.status == 0
     assert "how many tokens back each head looks" in said.out
     assert "remark: not in the vocabulary, and read as <unk>: 'dog'\n" in said.err
-    assert "remark: 7 tokens do not fill a memory of 11" in said.err
+    assert "remark: a text of 7 tokens does not fill a memory of 11" in said.err
     assert f"written: {place}/shaw-attention" in said.err
+    figures = json.loads((place / "shaw-attention" / "figures.json").read_text())
+    distance_LN = np.array([head["mean_distance"] for head in figures["heads"]]).reshape(5, 2)
+    assert figures["drawn_heads"] == [[layer, int(distance_LN[layer].argmax())] for layer in (0, 2, 4)]
+    assert figures["memory"] == 11
     page = (place / "shaw-attention" / "attention.html").read_text(encoding="utf-8")
     assert "(b) content-dependent position" in page
     assert "(c) global content" not in page
     assert '"apart":true' in page
+
+
+def test_from_inside_the_run_and_with_a_single_token(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is written into the run."""
+    run = place / "run"
+    before = files(run)
+    monkeypatch.chdir(run)
+    said = txl("analyze", "attention", ".", "--prompt", "l")
+    assert said.status == 0
+    assert files(run) == before
+    assert "remark: a text of 1 token does not fill" in said.err
+    assert "mean of 1 token, memory 11" in said.out
+    assert "The first 1 token of a text" in (place / "run-attention" / "attention.html").read_text(encoding="utf-8")
+    shutil.rmtree(place / "run-attention")  # what is refused next does not find it in its way
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ Letters: L layers, N heads, P distances.
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from transformer_xl.analysis import attention_pictures as pictures
-from transformer_xl.analysis.attention_maps import TermMaps
+from transformer_xl.analysis.attention_maps import TermMaps, number_of
 from transformer_xl.analysis.attention_page import TokenText, attention_page
 from transformer_xl.analysis.loss_by_distance import LossByDistance
 
@@ -42,7 +43,7 @@ class Album:
         """Draws and writes; gives the names of the files by what they show."""
         heads = [(layer, head) for layer, head in self.figures["drawn_heads"]]
         stretch = self.figures["stretch"]
-        subject = "a document" if stretch is None else f"a stretch of {stretch:,} tokens"
+        subject = "a document" if stretch is None else f"a stretch of {number_of(stretch)}"
         fall = pictures.draw_losses({_WORDED[name]: loss for name, loss in losses.items()}, subject)
         names = [token.name for token in tokens]
         files = {
@@ -58,7 +59,7 @@ class Album:
         (self.folder / "attention.html").write_text(page, encoding="utf-8", errors="replace")
         text = json.dumps({**self.figures, "files": files}, indent=1)
         (self.folder / "figures.json").write_text(text + "\n", encoding="utf-8")
-        np.save(self.folder / "mean-attention.npy", mean_LNP.astype(np.float32), allow_pickle=False)
+        save_numbers(self.folder / "mean-attention.npy", mean_LNP)
         return files
 
     def _terms(self, maps: TermMaps, head: pictures.Head, names: Sequence[str]) -> list[str]:
@@ -69,7 +70,18 @@ class Album:
         figures = self.figures
         window = "" if figures["window"] is None else f", a window of {figures['window']:,}"
         return (
-            f"The first {figures['page_tokens']:,} tokens of a text, read from an empty memory on, "
+            f"The first {number_of(figures['page_tokens'])} of a text, read from an empty memory on, "
             f"{figures['segment']:,} at a time beside {figures['memory']:,} slots of memory{window}. Layers and heads "
             "are numbered from 0."
         )
+
+
+def save_numbers(path: Path, numbers: npt.NDArray[np.floating]) -> None:
+    """Writes numbers in float32 as an .npy file.
+
+    Raises:
+        OSError: the file cannot be written whole.
+    """
+    whole = io.BytesIO()
+    np.save(whole, numbers.astype(np.float32), allow_pickle=False)
+    path.write_bytes(whole.getvalue())  # np.save to a path says nothing of what is lost when the file is closed

@@ -58,7 +58,7 @@ class Pictures:
     """Tokens on the page and in the pictures of single heads, from the start of the text. [default: 192, or as many as
     there are or fit]"""
     out: Path | None = None
-    """New folder for pictures, page and figures. [default: the run's name and -attention]"""
+    """New folder for pictures, page and figures. [default: beside the run, its name and -attention]"""
     weights: Literal["best", "last"] = "best"
     """The best weights on the validation text, or the last ones."""
 
@@ -97,7 +97,7 @@ def attention(
 
     device = machine.choose()
     folder = RunFolder.open(run)
-    out = pictures.out or run.parent / f"{run.resolve().name}-attention"
+    out = pictures.out or run.resolve().parent / f"{run.resolve().name}-attention"
     if out.exists():
         raise UserError(f"{out} exists already; choose another --out or delete it first")
     chosen = None if pictures.heads is None else _heads(pictures.heads, folder.config)
@@ -191,10 +191,12 @@ def _back(plan: Plan, wanted: int | None, num_tokens: int) -> int:
     Raises:
         UserError: more are wanted than the text has.
     """
-    from transformer_xl.analysis.attention_maps import distances_seen
+    from transformer_xl.analysis.attention_maps import distances_seen, number_of
 
     if wanted is not None and wanted >= num_tokens:
-        raise UserError(f"--back {wanted:,}: the text has {num_tokens:,} tokens; give a longer one, or fewer to --back")
+        raise UserError(
+            f"--back {wanted:,}: the text has {number_of(num_tokens)}; give a longer one, or fewer to --back"
+        )
     farthest = distances_seen(plan) - 1
     usual = min(_PAPERS_BACK, farthest, num_tokens - 1, plan.reach.memory or farthest)
     return usual if wanted is None else wanted
@@ -227,7 +229,7 @@ def _text(source: Source, folder: RunFolder) -> Text:
 
 
 def _looked(model: TransformerXL, text: Text, plan: Plan, page_tokens: int | None) -> tuple[AttentionMeans, TermMaps]:
-    from transformer_xl.analysis.attention_maps import AttentionMeans, TermMaps, look
+    from transformer_xl.analysis.attention_maps import AttentionMeans, TermMaps, look, number_of
     from transformer_xl.analysis.attention_page import fitting_tokens
 
     num_tokens, shape = len(text.tokens_K), (model.config.layers, model.config.heads)
@@ -235,8 +237,8 @@ def _looked(model: TransformerXL, text: Text, plan: Plan, page_tokens: int | Non
     means = AttentionMeans(model, plan, num_tokens)
     if not means.fills_memory:
         say(
-            f"remark: {num_tokens:,} tokens do not fill a memory of {plan.reach.memory:,}, so those count too that saw "
-            "little; a longer text or a shorter --memory gives better means"
+            f"remark: a text of {number_of(num_tokens)} does not fill a memory of {plan.reach.memory:,}, so those "
+            "count too that saw little; a longer text or a shorter --memory gives better means"
         )
     with ProgressBar("attention", num_tokens, "tokens") as bar:
         look(model, text.tokens_K, plan, [means.add, maps.taker(plan)], bar.advance)
@@ -282,11 +284,12 @@ def _by_head(means: AttentionMeans) -> list[dict[str, Any]]:
 
 
 def _show(figures: dict[str, Any], means: AttentionMeans) -> None:
+    from transformer_xl.analysis.attention_maps import number_of
+
     say(f"written: {figures['folder']}; open attention.html there in a browser")
     seen = f"memory {figures['memory']:,}, segment {figures['segment']:,}"
-    title = (
-        f"{figures['run']}: how many tokens back each head looks, mean of {figures['counted_tokens']:,} tokens, {seen}"
-    )
+    counted = number_of(figures["counted_tokens"])
+    title = f"{figures['run']}: how many tokens back each head looks, mean of {counted}, {seen}"
     columns = ["layer", *(f"head {head}" for head in range(means.distance_LN.shape[1]))]
     rows = [[str(layer), *(f"{mean:.1f}" for mean in row)] for layer, row in enumerate(means.distance_LN.tolist())]
     print_table(title, columns, rows)
