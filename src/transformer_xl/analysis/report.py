@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from html import escape
 
 _STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 46rem; margin: 2rem auto; padding: 0 1rem; color: #1a1a1a; }
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 56rem; margin: 2rem auto; padding: 0 1rem; color: #1a1a1a; }
 h1 { font-size: 1.7rem; } h2 { font-size: 1.2rem; margin-top: 2.2rem; }
 table { border-collapse: collapse; width: 100%; } th, td { padding: .3rem .6rem; text-align: right; }
-th:first-child, td:first-child { text-align: left; } th { border-bottom: 2px solid #888; }
+th:first-child, td:first-child { text-align: left; white-space: nowrap; } th { border-bottom: 2px solid #888; }
 td { border-bottom: 1px solid #ddd; } svg, img { max-width: 100%; height: auto; }
 pre { background: #f5f5f2; padding: .8rem; overflow-x: auto; white-space: pre-wrap; overflow-wrap: anywhere; }
 """
