@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -236,6 +237,14 @@ def test_a_run_whose_last_validation_is_lacking_is_finished_first(place: Path) -
     assert len((run / "metrics.jsonl").read_bytes().splitlines()) == len(log.splitlines())
 
 
+def test_one_command_at_a_time(place: Path) -> None:
+    with (place / "out" / ".lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        said = again(place)
+    assert said.status == 2
+    assert "another txl reproduce, or a training that it began, is at work" in said.err
+
+
 ONE_ROW = """
 import sys
 from transformer_xl.analysis import context_table, systems
@@ -245,9 +254,9 @@ main()
 """
 
 
-def test_killed_it_goes_on_where_it_was(place: Path) -> None:
-    """Nothing but the checkpoint is left of the killed training, and the figures are those of one never killed."""
-    flags = TINY.replace("--train.steps 12", "--train.steps 40").split()
+def test_stopped_it_goes_on_where_it_was(place: Path) -> None:
+    """The figures are those of one never stopped."""
+    flags = TINY.replace("--train.steps 12", "--train.steps 300").replace("save_every 4", "save_every 50").split()
     words = ["reproduce", "ablation", "--corpus", str(place / "corpus"), *flags, "--seeds", "2", "--out"]
 
     def start(out: str) -> subprocess.Popen[bytes]:
@@ -258,10 +267,6 @@ def test_killed_it_goes_on_where_it_was(place: Path) -> None:
     parent = start("killed")
     run = place / "killed" / "runs" / "xl-full-seed2"
     wait_until(lambda: (run / "state").exists() and any((run / "state").glob("step-*")))
-    held = start("killed")
-    said = held.communicate(timeout=100)[1]
-    assert held.returncode == 2
-    assert b"another txl reproduce, or a training that it began, is at work" in said
     parent.send_signal(signal.SIGTERM)
     parent.communicate(timeout=100)
     assert not (place / "killed" / "ablation.json").exists()
