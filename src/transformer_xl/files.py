@@ -93,6 +93,39 @@ def whole_file(path: Path) -> Iterator[Path]:
             raise
 
 
+@contextmanager
+def held(folder: Path, doing: str) -> Iterator[None]:
+    """Keeps a folder from other commands that hold it too, until the block or the process ends.
+
+    Nothing is written for it. Where the system cannot hold folders (not POSIX, some network file systems), none is.
+
+    Args:
+        folder: which.
+        doing: what whoever holds it does, such as `trained`.
+
+    Raises:
+        UserError: another holds it.
+    """
+    if os.name != "posix":
+        yield
+        return
+    import fcntl
+
+    with explained(f"reading {folder}"):
+        descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UserError(
+                    f"{folder} is being {doing} by another command; wait until it has ended, or stop it"
+                ) from None
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def write_text(path: Path, text: str) -> None:
     """Writes a text file (UTF-8) whole or not at all."""
     with whole_file(path) as aside:

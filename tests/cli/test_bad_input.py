@@ -7,6 +7,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,10 +15,13 @@ from refusals import FULL, assert_refused, do, error_of, files, full_after, no_f
 from safetensors.torch import save_file
 
 from transformer_xl.cli.main import run
+from transformer_xl.config import UserError
+from transformer_xl.files import held
 from transformer_xl.model.key_values import KeyValueMemory
 from transformer_xl.model.memory import HiddenMemory
 from transformer_xl.run_folder import RunFolder
 from transformer_xl.tensor_file import load_tensors
+from transformer_xl.training.loop import Training
 
 Capture, Patch = pytest.CaptureFixture[str], pytest.MonkeyPatch
 needs_permissions = pytest.mark.skipif(os.geteuid() == 0, reason="root may read and write everything")
@@ -295,6 +299,30 @@ def test_a_corpus_of_another_text(place: Path, capfd: Capture) -> None:
 
 
 # A full disk.
+
+
+@pytest.mark.skipif(os.name != "posix", reason="folders cannot be held there")
+def test_a_run_that_another_command_trains(place: Path, monkeypatch: Patch, capfd: Capture) -> None:
+    """Two would delete each other's checkpoints; a new run and one that goes on are held, until their end."""
+    tried: list[str] = []
+    train = Training.run
+
+    def try_as_well(training: Training, *given: Any) -> Any:
+        with pytest.raises(UserError) as error, held(training.folder.path, "trained"):
+            pass
+        tried.append(str(error.value))
+        return train(training, *given)
+
+    monkeypatch.setattr(Training, "run", try_as_well)
+    do(NEW)
+    do("train --resume run --train.steps=6")
+    said = "{} is being trained by another command; wait until it has ended, or stop it"
+    assert tried == [said.format(name) for name in ("new", "run")]
+    with held(place / "run", "trained"):
+        before = files(place)
+        assert said.format("run") in error_of("train --resume run --train.steps=7", capfd)
+        assert files(place) == before
+    do("train --resume run --train.steps=7")
 
 
 def test_a_disk_that_is_full(place: Path, monkeypatch: Patch, capfd: Capture) -> None:

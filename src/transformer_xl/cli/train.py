@@ -90,13 +90,14 @@ class _Wanted:
 
 def _train(wanted: _Wanted, world: World, json: bool) -> int:
     """All of training; when it returns, nothing of it is left that holds on to the other processes."""
-    if wanted.resume is not None:
-        training = _resumed(wanted.resume, wanted.corpus, wanted.flags, world)
-    else:
-        assert wanted.corpus is not None
-        assert wanted.run is not None
-        training = _begun(wanted.recipe, wanted.corpus, wanted.run, wanted.flags, world)
-    outcome, stopped_by = run_training(training)
+    with ExitStack() as stack:
+        if wanted.resume is not None:
+            training = _resumed(wanted.resume, wanted.corpus, wanted.flags, world, stack)
+        else:
+            assert wanted.corpus is not None
+            assert wanted.run is not None
+            training = _begun(wanted.recipe, wanted.corpus, wanted.run, wanted.flags, world, stack)
+        outcome, stopped_by = run_training(training)
     if world.is_first:
         _tell(training.folder, outcome, json)
     return 0 if outcome.finished else 128 + (stopped_by or signal.SIGTERM)
@@ -108,11 +109,18 @@ def new_training(
     """Checks everything, then makes the run folder: bad input leaves nothing behind. For one process."""
     from transformer_xl.training.distributed import World
 
-    return _begun(recipe, corpus, run, flags, World(device=machine.choose()))
+    with ExitStack() as stack:
+        return _begun(recipe, corpus, run, flags, World(device=machine.choose()), stack)
 
 
-def _begun(recipe: str | None, corpus: Path, run: Path, flags: dict[str, dict[str, Any]], world: World) -> Training:
-    """A new run; or, where torchrun starts the same command anew after a process has died, that run going on."""
+def _begun(
+    recipe: str | None, corpus: Path, run: Path, flags: dict[str, dict[str, Any]], world: World, stack: ExitStack
+) -> Training:
+    """A new run; or, where torchrun starts the same command anew after a process has died, that run going on.
+
+    Until `stack` is closed, no other command trains it.
+    """
+    from transformer_xl.files import held
     from transformer_xl.run_folder import RunFolder
     from transformer_xl.training.distributed import is_restartable
     from transformer_xl.training.loop import Training, check
@@ -131,6 +139,8 @@ def _begun(recipe: str | None, corpus: Path, run: Path, flags: dict[str, dict[st
     with world.together():  # last: a model too large for the machine leaves no folder
         if world.is_first and not again:
             RunFolder.create(run, config, opened.vocabulary)
+        if world.is_first:
+            stack.enter_context(held(run, "trained"))
     with world.together():
         if not (run / "config.yaml").exists():
             raise UserError(f"not every process can see {run}, which the first has made; put it where all machines can")
@@ -178,15 +188,20 @@ def cutoffs_for(config: ModelConfig, vocabulary: Vocabulary, *, tell: bool = Tru
     return found
 
 
-def _resumed(resume: Path, corpus: Path | None, flags: dict[str, dict[str, Any]], world: World) -> Training:
+def _resumed(
+    resume: Path, corpus: Path | None, flags: dict[str, dict[str, Any]], world: World, stack: ExitStack
+) -> Training:
+    """A run going on; until `stack` is closed, no other command trains it."""
     from dataclasses import replace
 
-    from transformer_xl.files import write_text
+    from transformer_xl.files import held, write_text
     from transformer_xl.run_folder import RunFolder, config_text
     from transformer_xl.training.loop import Training, check
 
     with world.together():
         folder = RunFolder.open(resume)
+        if world.is_first:
+            stack.enter_context(held(resume, "trained"))
         for group, names in flags.items():
             for name in names:
                 if group == "model" or (group == "train" and name not in _CHANGEABLE):
