@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from refusals import txl
 from training_runs import CPU, letters, make_corpus, start, train_until
 
 from transformer_xl.model.memory import Memory
@@ -91,3 +93,29 @@ def test_what_may_change_when_going_on(tmp_path: Path, changed: dict[str, Any]) 
     assert nats[0][:9] == nats[1][:9]
     same = nats[0] == pytest.approx(nats[1], rel=1e-5)
     assert same == ("chunks" in changed or "recompute" in changed)
+
+
+@pytest.mark.parametrize("other_file", [False, True])
+def test_losses_of_another_validation_text_are_not_compared(tmp_path: Path, *, other_file: bool) -> None:
+    """The text before had a lower loss than this one ever will: its weights are not the best for ever."""
+    text, hard = b"ab" * 70, letters(29, seed=2)
+    easy = make_corpus(tmp_path / "easy", text, b"ab" * 10 + hard)
+    training = start(tmp_path / "run", easy, steps=9, evaluate_every=5, evaluate_tokens=20)
+    train_until(training, 7)
+    before = training.state.progress.best_nats
+    place, changed = tmp_path / "run", {} if other_file else {"evaluate_tokens": None}
+    corpus = make_corpus(tmp_path / "hard", text, hard) if other_file else easy
+    folder = training.folder
+    config = folder.config.model_copy(update={"train": folder.config.train.model_copy(update=changed)})
+    (place / "config.yaml").write_text(config_text(config))
+    training = Training(RunFolder.open(place), corpus, CPU)
+    said = ["the validation text is another than before: the best weights are looked for anew"]
+    assert training.resume() == said
+    outcome = training.run()
+    assert training.resume() == []
+    last = [line for line in training.folder.figures() if line["split"] == "valid"][-1]["nats_per_token"]
+    assert before is not None
+    assert outcome.best_nats_per_token == last > before
+    assert training.folder.best_known() == (9, last)
+    found = json.loads(txl("info", place, "--json").out)["run"]["best_valid"]
+    assert (found["step"], found["nats_per_token"]) == (9, last)

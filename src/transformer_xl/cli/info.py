@@ -92,7 +92,7 @@ def _run(path: Path, verify: bool, machine: Machine) -> dict[str, Any]:
 
     from transformer_xl.model.build import build_model
     from transformer_xl.model.kernels import choose
-    from transformer_xl.run_folder import RunFolder
+    from transformer_xl.run_folder import RunFolder, StateRecord
 
     folder = RunFolder.open(path)
     config = folder.config
@@ -103,6 +103,8 @@ def _run(path: Path, verify: bool, machine: Machine) -> dict[str, Any]:
     figures = folder.figures()
     valid = [line for line in figures if line["split"] == "valid"]
     newest = folder.newest_state()
+    best = StateRecord.read(newest).progress.get("best_nats") if newest else None  # lines may be of several texts
+    lowest = [line for line in valid if line["nats_per_token"] == best] or valid
     relative = config.model.is_relative  # other models have no relative attention to compute
     return {
         "path": str(path),
@@ -116,7 +118,7 @@ def _run(path: Path, verify: bool, machine: Machine) -> dict[str, Any]:
         "evaluation": config.evaluation.model_dump(),
         "newest_checkpoint": newest.name if newest else None,
         "last_train": next((line for line in reversed(figures) if line["split"] == "train"), None),
-        "best_valid": min(valid, key=lambda line: line["nats_per_token"], default=None),
+        "best_valid": min(lowest, key=lambda line: line["nats_per_token"], default=None),
         "checksums": "all right" if verify else "not checked; --verify does",
     }
 

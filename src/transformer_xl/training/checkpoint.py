@@ -52,6 +52,8 @@ class Progress(Settings):
     """Step of the last validation."""
     best_nats: float | None = None
     """Lowest validation loss so far, in nats per token."""
+    best_of: str | None = None
+    """The validation text that it is a loss of (see `loop.validation_text`); none: not known, from an older version."""
     interval_nats: float = 0.0
     """Loss summed since the last line of figures, in nats."""
     interval_tokens: int = 0

@@ -137,6 +137,8 @@ class Training:
         if self.folder.newest_state() or self.folder.figures():  # else killed before its first checkpoint: it begins
             remarks = load_state(self.folder, self.state, self.world)
             self._know_best()
+            if self._is_other_text():
+                remarks.append("the validation text is another than before: the best weights are looked for anew")
             self._saved = self.state.progress
         progress = self.state.progress
         if progress.position.segment >= self.stream.segments_in(progress.position.epoch):  # other rows, other edges
@@ -254,16 +256,22 @@ class Training:
                 return False
             nats = self._over_all(nats)
             sums = self._sums("valid", nats, len(tokens))
-            step, best = state.progress.step, state.progress.best_nats
+            step, best = state.progress.step, None if self._is_other_text() else state.progress.best_nats
             if not math.isfinite(nats):
                 raise UserError(f"the validation loss became {nats} at step {step}; lower --train.learning_rate")
             if best is None or sums.nats_per_token < best:
                 best = sums.nats_per_token
                 self._keep_weights(best)
-        state.progress = state.progress.model_copy(update={"best_nats": best, "validated": step})
+        known = {"best_nats": best, "best_of": validation_text(self.corpus, self.config), "validated": step}
+        state.progress = state.progress.model_copy(update=known)
         self._write_figures("valid", step, sums, {})
         self._pace.pause(time.perf_counter() - begin)
         return True
+
+    def _is_other_text(self) -> bool:
+        """Whether the lowest loss so far is of another text than the next will be: they cannot be compared."""
+        before, now = self.state.progress.best_of, validation_text(self.corpus, self.config)
+        return before is not None and now is not None and before != now
 
     def _over_all(self, number: float) -> float:
         """The sum of a number over all processes."""
@@ -336,6 +344,14 @@ class _Pace:
         pace = self.tokens / max(1e-9, now - self._begin)
         self.tokens, self._begin = 0, now
         return round(pace, 1)
+
+
+def validation_text(corpus: Corpus, config: TrainConfig) -> str | None:
+    """What is scored at each validation, in a word that no other text has; none: the corpus has no such text."""
+    if "valid" not in corpus.splits:
+        return None
+    tokens = len(corpus.split("valid").first(config.evaluate_tokens))
+    return f"{tokens} tokens of {corpus.record.splits['valid'].sha256}"
 
 
 def check(config: RunConfig, corpus: Corpus, device: torch.device, world: World = ALONE) -> None:
