@@ -11,6 +11,14 @@ from transformer_xl.config import EvaluationConfig, ModelConfig, Settings, Train
 
 _NOT_FLAGS = {"vocabulary_size", "memory"}  # of the model: the corpus and train.memory say them
 
+# settings that have none among their choices, where it is no limit taken away
+_CHOOSE_NONE = {
+    name
+    for kind in (ModelConfig, TrainConfig, EvaluationConfig)
+    for name, field in kind.model_fields.items()
+    if "none" in get_args(field.annotation)
+}
+
 
 def _optional(kind: type[Settings], *leave_out: str) -> type[BaseModel]:
     """The same settings, none of them required and none with a default; checks are left to `run_settings`."""
@@ -32,9 +40,11 @@ EvaluationFlags = _optional(EvaluationConfig)
 
 
 def given(**groups: BaseModel | None) -> dict[str, dict[str, Any]]:
-    """The settings that were typed, by group; the word none takes a limit away."""
+    """The settings that were typed, by group; the word none takes a limit away, unless it is a choice."""
     typed = {name: flags.model_dump(exclude_unset=True) for name, flags in groups.items() if flags is not None}
     return {
-        group: {name: None if value == "none" else value for name, value in values.items()}
+        group: {
+            name: None if value == "none" and name not in _CHOOSE_NONE else value for name, value in values.items()
+        }
         for group, values in typed.items()
     }

@@ -86,8 +86,8 @@ class ModelConfig(Settings):
     second_target: bool = False
     """With encodings sinusoidal and learned: in training each place also predicts the token after the next, at half
     the weight (Al-Rfou et al. 2018)."""
-    qrnn_window: Literal[1, 2] = 2
-    """Inputs that the gates of a QRNN see: the token's own, or the one before as well."""
+    qrnn_window: int = Field(default=2, ge=1, le=2)
+    """Inputs that the gates of a QRNN see: 1, the token's own; 2, the one before as well."""
     zoneout: float = Field(default=0.0, ge=0, lt=1)
     """Share of a QRNN's state left as it was at each token, in training."""
     kernel: str = "auto"
