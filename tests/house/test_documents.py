@@ -48,6 +48,25 @@ def test_every_command_line_parses(document: Path) -> None:
     assert {shlex.join(words): why for words in lines if (why := refused(words))} == {}
 
 
+def setting_spans(text: str) -> list[list[str]]:
+    """The words of each piece of code in running text that begins with a setting of a run and says its value."""
+    spans = (span.split() for span in re.findall(r"`(--(?:model|train|evaluation)\.[^`\n]+)`", text))
+    return [words for words in spans if len(words) > 1]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_setting_in_running_text_parses(document: Path) -> None:
+    spans = setting_spans(document.read_text(encoding="utf-8"))
+    assert {shlex.join(words): why for words in spans if (why := refused(["train", "small", *words]))} == {}
+
+
+def test_a_wrong_setting_in_running_text_is_found() -> None:
+    text = "| `--pre_lnorm` | `--model.norm pre --model.final-norm false` | `--model.no-final-norm` `--train.steps 5` |"
+    wrong, right = setting_spans(text)
+    assert "false" in (refused(["train", "small", *wrong]) or "")
+    assert refused(["train", "small", *right]) is None
+
+
 def test_the_readme_shows_how_to_use_it() -> None:
     """Without this, the test above would hold of a README without command lines."""
     assert {words[0] for words in txl_lines(README)} >= {"prepare", "train", "evaluate", "generate"}

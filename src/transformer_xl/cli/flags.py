@@ -43,8 +43,6 @@ def given(**groups: BaseModel | None) -> dict[str, dict[str, Any]]:
     """The settings that were typed, by group; the word none takes a limit away, unless it is a choice."""
     typed = {name: flags.model_dump(exclude_unset=True) for name, flags in groups.items() if flags is not None}
     return {
-        group: {
-            name: None if value == "none" and name not in _CHOOSE_NONE else value for name, value in values.items()
-        }
+        group: {name: None if value == "none" and name not in _CHOOSE_NONE else value for name, value in values.items()}
         for group, values in typed.items()
     }
