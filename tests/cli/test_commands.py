@@ -195,6 +195,14 @@ def test_recipes() -> None:
     assert all(name in txl("recipes").out for name in recipe_names())
 
 
+@pytest.mark.parametrize("words", [["train"], *(["reproduce", name] for name in ("ablation", "context", "all"))])
+def test_help_says_that_a_recipe_goes_before_the_defaults_it_shows(words: list[str]) -> None:
+    said = " ".join(txl(*words, "--help").out.split())
+    assert "[default: 2000]" in said
+    assert "the defaults, then the recipe" in said
+    assert "then the recipe" not in txl("--help").out + txl("reproduce", "--help").out
+
+
 def test_version_and_help() -> None:
     assert txl("--version").out.strip() == transformer_xl.__version__
     for words in ([], ["--help"]):

@@ -63,7 +63,7 @@ class Sampling:
     greedy: Annotated[bool, Parameter(negative=())] = False
     """Always take the likeliest token."""
     temperature: float = 1.0
-    """Below 1 bolder, above 1 wilder; 0 is greedy."""
+    """Below 1 surer, above 1 wilder; 0 is greedy."""
     top_k: int | None = None
     """Draw from the k likeliest tokens only; 40, as in the paper, unless this, top-p or min-p is given."""
     top_p: float | None = None

@@ -11,10 +11,13 @@ from cyclopts import App, CycloptsError
 
 from transformer_xl import __version__
 
+# what 'txl --help' lists, and behind an empty line what only the command's own --help says
 COMMANDS = {
     "demo": "The main job on real text, end to end in minutes: prepare, train, evaluate, generate, report.",
     "prepare": "Turn text into a corpus: token numbers on disk.",
-    "train": "Train a model on a corpus, or go on with a run.",
+    "train": "Train a model on a corpus, or go on with a run.\n\nSettings: the defaults, then the recipe, then flags. "
+    "Ctrl-C or SIGTERM saves a checkpoint and ends the command with status 130 or 143; --resume goes on from there as "
+    "if it had never stopped.",
     "evaluate": "Score a text: perplexity and bits per byte, at any memory length.",
     "score": "Say how likely texts are: log-probabilities by token, line or file.",
     "generate": "Write text with a trained model.",
