@@ -18,7 +18,7 @@ class Sampler:
     """How the next token is chosen: the repetition penalty first, then all else in the order of the fields."""
 
     temperature: float = 1.0
-    """Scores are divided by it: below 1 bolder, above 1 wilder; 0: always the likeliest token (greedy)."""
+    """Scores are divided by it: below 1 surer, above 1 wilder; 0: always the likeliest token (greedy)."""
     top_k: int | None = None
     """Only the k likeliest tokens; none: all. The paper's samples use 40."""
     top_p: float | None = None
