@@ -35,7 +35,8 @@ class Continuation:
         return text if self.stopped else text + self._held
 
     def _shown(self, text: str, *, stopping: bool) -> str:
-        text = text.removeprefix(self._said)
+        # a dash that was said after a space may stand without one, now that the next word is known
+        text = text.removeprefix(self._said if text.startswith(self._said) else self._said.lstrip())
         if text:
             self._said = ""
         text = self._held + text
