@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import fields
 from itertools import islice
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from scripted import Scripted, Watched, assert_same_memory
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from transformer_xl.config import EvaluationConfig, RunConfig, TrainConfig, UserError
 from transformer_xl.generation.beams import Beams, beam_search
@@ -17,6 +19,7 @@ from transformer_xl.generation.sampling import THE_PAPERS, Sampler
 from transformer_xl.generation.writer import Writer
 from transformer_xl.model.memory import Memory, Reach
 from transformer_xl.run_folder import Run
+from transformer_xl.text.vocabularies.bpe import BpeVocabulary
 from transformer_xl.text.vocabularies.words import WordRules, WordVocabulary
 from transformer_xl.text.vocabulary import ByteVocabulary
 
@@ -125,6 +128,40 @@ def test_a_stop_string_in_the_rest_of_the_last_character(run: Run) -> None:
 def test_an_end_token_is_not_shown(run: Run) -> None:
     writing = generate(run, "x", **told("abcd", end_ids=[ord("c"), ord("z")]))
     assert ("".join(writing), writing.ended, writing.tokens) == ("ab", "end", (97, 98, 99))
+
+
+@pytest.fixture
+def signs_with_line_ends() -> BpeVocabulary:
+    """As tokenizers since GPT-4 are: signs and the line end after them are one token."""
+    alphabet, line_end = sorted(pre_tokenizers.ByteLevel.alphabet()), "\u010a"
+    vocabulary = {token: number for number, token in enumerate([*alphabet, ");", f");{line_end}"])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[(")", ";"), (");", line_end)]))
+    split = pre_tokenizers.Split(Regex(r"\p{L}+| ?[^\s\p{L}]+\n*|\s+"), "isolated")
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, level])
+    tokenizer.decoder = decoders.ByteLevel()
+    return BpeVocabulary.from_json({"kind": "bpe", "tokenizer": json.loads(tokenizer.to_str())})
+
+
+def test_signs_that_share_a_token_with_the_line_end_are_shown(signs_with_line_ends: BpeVocabulary, make_model) -> None:
+    """The line end is not; the same side by side, by beams, and where another token was named as an end."""
+    vocabulary = signs_with_line_ends
+    run = Run(make_model(vocabulary_size=vocabulary.size), vocabulary, RunConfig())
+    ids = vocabulary.encode("f(x);\n").tolist()
+    assert vocabulary.decode(ids[-1:]) == ");\n"
+    ends: Options = {"tokens": 9, "end_ids": vocabulary.ends_line_V.nonzero()[0].tolist()}
+    for stop, wanted in (("y", ("f(x);", "end")), (");", ("f(x", "stop"))):
+        writing = generate(run, "a", sampler=Scripted(list(ids)), stop=stop, **ends)
+        assert ("".join(writing), writing.ended) == wanted
+        (found,) = complete(run, ["a"], sampler=Scripted(list(ids)), stop=stop, **ends)
+        assert (found.text, found.ended) == wanted
+
+    def says(made_BT: torch.Tensor, logits_BV: torch.Tensor) -> torch.Tensor:
+        return logits_BV.index_fill(-1, torch.tensor(ids[min(made_BT.shape[1], len(ids) - 1)]), 1e4)
+
+    assert search(run, "a", beams=1, adjust=says, **ends)[0].text == "f(x);"
+    hidden: Options = {"tokens": 9, "end_ids": ids[:1]}
+    assert "".join(generate(run, "a", sampler=Scripted([ids[1], ids[0]]), **hidden)) == "("
 
 
 def test_before_so_many_tokens_no_stop_string_ends_it(run: Run) -> None:

@@ -16,7 +16,7 @@ class Continuation:
 
     def __init__(self, vocabulary: Vocabulary, prompt: Sequence[int], stops: Sequence[str] = ()) -> None:
         """`prompt` is what the text goes on from: with the space between two words, say."""
-        self._decoder = vocabulary.stream_decoder()
+        self._vocabulary, self._decoder = vocabulary, vocabulary.stream_decoder()
         certain = "".join(map(self._decoder.push, prompt))
         # what the decoder holds back of the prompt comes with the first token, but was said; not so half a character
         self._said = vocabulary.decode(prompt).removeprefix(certain).rstrip("\ufffd")
@@ -28,6 +28,15 @@ class Continuation:
     def push(self, token: int, *, stopping: bool = True) -> str:
         """The text that became certain with this token; unless `stopping`, no stop string is looked for in it."""
         return self._shown(self._decoder.push(token), stopping=stopping)
+
+    def end(self, token: int, *, stopping: bool = True) -> str:
+        """The rest, once a token came that ends the text; of one that ends a line only its line end is not shown.
+
+        Byte pairs may join the last signs of a line with its end, as in ");\\n".
+        """
+        line = self._decoder.push(token).removesuffix("\n") if self._vocabulary.ends_line_V[token] else ""
+        text = self._shown(line, stopping=stopping)
+        return text if self.stopped else text + self.finish(stopping=stopping)
 
     def finish(self, *, stopping: bool = True) -> str:
         """The rest, once no token follows."""

@@ -53,7 +53,7 @@ class Options(TypedDict, total=False, closed=True):
     min_tokens: int
     """Before so many no text ends, by a token or by a stop string."""
     end_ids: Collection[int]
-    """Tokens that end a text; they are not shown."""
+    """Tokens that end a text; they are not shown, but for what a token that ends a line holds before the line end."""
     stop: str | Sequence[str]
     """Texts that end the text; they are not shown, but the memory has read the tokens they came in."""
     adjust: Adjust | None
@@ -178,10 +178,14 @@ class _Row:
             if made.log_probability is not None:
                 self.log_probabilities.append(made.log_probability)
         stopping = self.num_made >= self._request.min_tokens
-        text = "" if made.ended else self._continuation.push(made.token, stopping=stopping)
-        if made.ended or self.num_made == self._request.tokens:
-            self.ended = "end" if made.ended else "tokens"
-            text += "" if self._continuation.stopped else self._continuation.finish(stopping=stopping)
+        if made.ended:
+            self.ended = "end"
+            text = self._continuation.end(made.token, stopping=stopping)
+        else:
+            text = self._continuation.push(made.token, stopping=stopping)
+            if self.num_made == self._request.tokens:
+                self.ended = "tokens"
+                text += "" if self._continuation.stopped else self._continuation.finish(stopping=stopping)
         if self._continuation.stopped:
             self.ended = "stop"
         return text
@@ -314,7 +318,8 @@ def search(
     completions: list[Completion] = []
     for one in found:
         continuation = Continuation(run.vocabulary, ids)
-        shown = one.tokens[:-1] if one.ended else one.tokens
-        text = "".join([*map(continuation.push, shown), continuation.finish()])
+        *first, last = one.tokens
+        shown = [*map(continuation.push, first), continuation.end(last) if one.ended else continuation.push(last)]
+        text = "".join([*shown, "" if one.ended else continuation.finish()])
         completions.append(Completion(text, one.tokens, one.log_probabilities, "end" if one.ended else "tokens"))
     return completions
