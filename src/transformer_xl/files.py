@@ -79,9 +79,14 @@ def whole_file(path: Path) -> Iterator[Path]:
     """Gives a path beside `path` to write to; it replaces `path` only when the block ends without an error.
 
     Raises:
-        UserError: the file system refuses; what stood at `path` stays.
+        UserError: the file system refuses; what stood at `path` stays. A folder, a device or a pipe there is no file
+            to be replaced, and is refused at once, not when all is written.
     """
     with explained(f"writing {path}"):
+        if path.is_dir():
+            raise UserError(f"writing {path}: {_MEANINGS[errno.EISDIR]}")
+        if path.exists() and not path.is_file():
+            raise UserError(f"writing {path}: is a device or a pipe, wanted a file")
         aside = path.parent / f".{path.name}.partial-{os.getpid()}"
         try:
             yield aside
