@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from scripted import Scripted, Watched, assert_same_memory
+from scripted import Scripted, Watched, assert_same_memory, whole
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from transformer_xl.config import EvaluationConfig, RunConfig, TrainConfig, UserError
@@ -52,6 +52,18 @@ def test_generated_text_is_that_of_its_tokens(run: Run) -> None:
         assert text_of(run, prompt, tokens=29, seed=3) == by_hand(Reach(13, 7, 5), as_bytes)
         assert text_of(run, prompt, tokens=29, seed=3, memory=2) == by_hand(Reach(2, 7, 5), as_bytes)
     assert Sampler(top_k=40) == THE_PAPERS
+
+
+def test_a_run_trained_without_memory_writes_from_a_segment(make_model) -> None:
+    """As it was trained, and not each token from the one before alone; also where memory 0 is asked for."""
+    config = RunConfig(train=TrainConfig(memory=0, segment=20))
+    run = Run(make_model(vocabulary_size=256, memory=0), ByteVocabulary(), config)
+    found = b"\nthe"
+    while len(found) < 20:
+        found += bytes([int(whole(run.model, list(found), Reach(0))[0][-1].argmax())])
+    for memory in (None, 0):
+        (text,) = complete(run, ["the"], tokens=16, sampler=Sampler(0), memory=memory)
+        assert bytes(text.tokens) == found[4:]
 
 
 def test_a_seed_gives_the_same_text_and_another_gives_another(run: Run) -> None:

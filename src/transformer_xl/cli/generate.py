@@ -38,7 +38,7 @@ class Beginning:
     chat: Annotated[bool, Parameter(negative=())] = False
     """Go on after each line of standard input, with memory of all before; answers end with their line, or at --stop."""
     memory: int | None = None
-    """Memory slots, in tokens. [default: the run's evaluation memory]"""
+    """Memory slots, in tokens; 0: what fills a segment of training. [default: the run's evaluation memory]"""
     context: int | None = None
     """Read only so many tokens, from the end of the prompt (the paper's samples: 512). [default: all]"""
 

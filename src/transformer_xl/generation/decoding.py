@@ -46,8 +46,9 @@ class Options(TypedDict, total=False, closed=True):
     seed: int
     """Of the random choices, 0 unless told; text r of several is drawn with seed + r."""
     memory: int | Memory | None
-    """Memory slots, in tokens (none: the run's evaluation memory); or a memory to go on from, a row for each prompt:
-    then a prompt is read as what comes next, and not as the beginning of a text."""
+    """Memory slots, in tokens (none: the run's evaluation memory; 0: what fills a segment of training, as else
+    each token would follow from the one before alone); or a memory to go on from, a row for each prompt: then a
+    prompt is read as what comes next, and not as the beginning of a text."""
     context: int | None
     """Only so many tokens are read, from the end of the prompt (the paper: 512); none: all."""
     min_tokens: int

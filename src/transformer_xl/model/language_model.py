@@ -12,6 +12,7 @@ Letters: B rows, T new tokens, D model width, V vocabulary, R candidates.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -52,10 +53,12 @@ class LanguageModel(nn.Module, ABC):
     def writing_memory(self, batch_size: int, reach: Reach | None = None, *, segment: int) -> Memory:
         """An empty memory to write with, token after token; `segment` is the longest that training had.
 
-        What `inference_memory` gives, but for a model that keeps nothing of earlier segments: it would see only the
-        token just written, so it remembers a segment of tokens, and reads them again every time.
+        What `inference_memory` gives, but where nothing is kept of earlier segments (memory 0): the model would see
+        only the token just written, so it gets what makes a segment with that token. A model without any memory
+        remembers those tokens, and reads them again every time.
         """
-        return self.inference_memory(batch_size, reach)
+        reach = reach or self.reach
+        return self.inference_memory(batch_size, reach if reach.memory else replace(reach, memory=segment - 1))
 
     @abstractmethod
     @override

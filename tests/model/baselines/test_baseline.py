@@ -43,6 +43,22 @@ def test_token_by_token_equals_the_full_pass(make_baseline, tokens, name):
 
 
 @pytest.mark.parametrize("name", SYSTEMS)
+def test_without_memory_writing_sees_a_segment(make_baseline, tokens, name):
+    """Else each token would follow from the one before alone, after training that had a segment."""
+    model, text = make_baseline(name, memory=0), tokens(2, 5)
+    whole_BTD, _ = model(text)
+    memory, parts = model.writing_memory(2, segment=5), []
+    assert memory.length == 4
+    with torch.inference_mode():
+        for part in text.split(1, dim=1):
+            hidden_B1D, memory = model(part, memory)
+            parts.append(hidden_B1D)
+    torch.testing.assert_close(torch.cat(parts, dim=1), whole_BTD, rtol=0, atol=1e-10)
+    if name in WITH_MEMORY:
+        assert model.writing_memory(2, Reach(3), segment=5).length == 3
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
 def test_causality_by_gradient(make_baseline, name):
     """The output at a place depends on all inputs up to it, and on none after it."""
     model = make_baseline(name)
