@@ -229,7 +229,7 @@ def test_weights_that_are_not_numbers(place: Path, tmp_path: Path, words: list[s
     assert said.err.count("\n") == 1
 
 
-def test_unknown_words_of_a_prompt_are_named(place: Path, tmp_path: Path) -> None:
+def test_unknown_words_are_named(place: Path, tmp_path: Path) -> None:
     """They are read as the unknown word, which nobody would see otherwise."""
     words = ("<eos>", "<unk>", "the", "cat", "sat", "on", "mat")
     save_vocabulary(WordVocabulary(words, None, "<eos>", "<unk>"), tmp_path / "words.json")
@@ -237,6 +237,9 @@ def test_unknown_words_of_a_prompt_are_named(place: Path, tmp_path: Path) -> Non
     assert txl("prepare", place / "text.txt", *how).status == 0
     assert txl("train", "--corpus", tmp_path / "corpus", "--run", tmp_path / "run", *MODEL, *TRAIN).status == 0
     said = txl("generate", tmp_path / "run", "--prompt", "the zebra", "--prompt", "the cat", "--tokens", "3")
+    assert (said.status, said.err) == (0, "remark: not in the vocabulary, and read as <unk>: 'zebra'\n")
+    (tmp_path / "zebra.txt").write_text("the zebra\n")
+    said = txl("score", tmp_path / "run", tmp_path / "zebra.txt", "--per", "file", "--json")
     assert (said.status, said.err) == (0, "remark: not in the vocabulary, and read as <unk>: 'zebra'\n")
 
 

@@ -13,7 +13,7 @@ from cyclopts import Parameter
 
 from transformer_xl.cli.evaluate import Lengths, Precision, Rows, plan_of, say_remarks
 from transformer_xl.cli.options import ANY_MACHINE, MachineOptions
-from transformer_xl.cli.output import ProgressBar, print_json, print_table
+from transformer_xl.cli.output import ProgressBar, print_json, print_table, say_unknown
 from transformer_xl.config import UserError
 from transformer_xl.files import explained
 
@@ -70,6 +70,7 @@ def score(
     model = folder.load_model(device, weights)
     say_remarks([plan], device)
     total = sum(len(encode_text(folder.vocabulary, name, text)) for name, text in texts.items())
+    say_unknown(folder.vocabulary, texts.values())
     with ProgressBar("score", total, "tokens") as bar:
         scores = score_texts(Run(model, folder.vocabulary, folder.config), texts, plan, progress=bar.advance)
     if json:
