@@ -8,6 +8,7 @@ from transformer_xl.config import ModelConfig, UserError
 from transformer_xl.model.baselines.recurrent import LSTMLayer, QRNNLayer, RecurrentMemory
 from transformer_xl.model.build import build_model
 from transformer_xl.model.memory import Reach
+from transformer_xl.model.precision import with_matrices_in
 
 QRNNS = ["qrnn, window 1", "qrnn, window 2"]
 
@@ -136,6 +137,27 @@ def test_what_goes_in_has_variance_1(embedding):
     model = build_model(ModelConfig(kind="lstm", width=64, layers=1, **embedding))
     rows_BTD = model.first_input(torch.arange(256).view(1, -1), None)
     assert 0.85 < rows_BTD.std() < 1.15
+
+
+@pytest.mark.parametrize("name", ["lstm", *QRNNS])
+@pytest.mark.parametrize("embedding", [{}, {"embedding_width": 6}])
+def test_products_in_bfloat16(make_baseline, tokens, name, embedding):
+    """On any CPU, side by side too; weights rounded once give the same, and states stay exact."""
+    model, text = make_baseline(name, **embedding).float(), tokens(2, 7)
+    exact_BTD, _ = model(text)
+    ready = with_matrices_in(model, torch.bfloat16)
+    for lengths_B in (None, torch.tensor([7, 7])):
+        results = []
+        with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+            for one in (model, ready):
+                hidden_BTD, memory = one(text, one.inference_memory(2), lengths_B=lengths_B)
+                assert {state.dtype for state in memory.states_BXD} == {torch.float32}
+                results.append(torch.cat([hidden_BTD, one(text, memory)[0]], dim=1))
+        assert torch.equal(*results)
+        torch.testing.assert_close(results[0][:, :7].float(), exact_BTD, rtol=0, atol=0.1)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(text)[0].sum().backward()
+    assert all(weight.grad is not None and weight.grad.isfinite().all() for weight in model.layers.parameters())
 
 
 @pytest.mark.parametrize(

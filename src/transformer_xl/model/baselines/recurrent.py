@@ -23,6 +23,7 @@ gates still need; W inputs that the gates of a QRNN see.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -123,6 +124,10 @@ class LSTMLayer(nn.Module):
     @override
     def forward(self, x_BTD: Tensor, state_BXD: Tensor, lengths_B: Tensor | None) -> tuple[Tensor, Tensor]:
         """Gives h of every place (B, T, D), and h and c after the last one (B, 2, D)."""
+        with _where_torch_can(x_BTD.device):
+            return self._gone_through(x_BTD.to(self.bias.dtype), state_BXD, lengths_B)
+
+    def _gone_through(self, x_BTD: Tensor, state_BXD: Tensor, lengths_B: Tensor | None) -> tuple[Tensor, Tensor]:
         first = tuple(row_BD[None].contiguous() for row_BD in state_BXD.to(x_BTD.dtype).unbind(1))
         weights = [self.input_weight, self.recurrent_weight, self.bias, torch.zeros_like(self.bias)]
         if lengths_B is None:
@@ -142,6 +147,12 @@ class LSTMLayer(nn.Module):
         hidden_BTD, _ = pad_packed_sequence(packed._replace(data=data), batch_first=True, total_length=num_new)
         state = torch.stack([row[0].index_select(0, back_B) for row in last], dim=1)
         return _rolled(hidden_BTD, -padding_B), torch.where(lengths_B[:, None, None] > 0, state, state_BXD)
+
+
+def _where_torch_can(device: torch.device) -> AbstractContextManager[object]:
+    """Products in the format that autocast says, unless torch then fails: its LSTM has no bfloat16 on older CPUs."""
+    fails = device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return torch.autocast("cpu", enabled=False) if fails else nullcontext()
 
 
 def _rolled(x_BTD: Tensor, by_B: Tensor) -> Tensor:
@@ -220,7 +231,8 @@ class RecurrentModel(TokenModel):
     @override
     def initial_memory(self, batch_size: int, reach: Reach | None = None) -> RecurrentMemory:
         shape = (self.config.layers, batch_size, self.num_state_rows, self.config.width)
-        return RecurrentMemory.empty(shape, self.checked(reach), next(self.layers.parameters()))
+        # not like a layer's weights, which may be rounded (`precision.py`): a state is summed up over all of the text
+        return RecurrentMemory.empty(shape, self.checked(reach), self.softmax.bias)
 
     @override
     def forward(
