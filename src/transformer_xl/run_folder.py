@@ -15,7 +15,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import yaml
@@ -163,8 +163,10 @@ class RunFolder:
         """Where the best weights are, or the last ones.
 
         Raises:
-            UserError: the run has none yet, or the best ones are lost.
+            UserError: the run has none yet, or the best ones are lost; or others are asked for.
         """
+        if weights not in get_args(Weights):
+            raise UserError(f"no weights {weights!r} of a run; there are {' and '.join(get_args(Weights))}")
         best, newest = self.path / "model.safetensors", self.newest_state()
         validated = any(line["split"] == "valid" for line in self.figures())
         # without validation the last weights are the best known, and a run that went on has newer ones than `best`;

@@ -32,11 +32,23 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], notes: Mapping[str, 
     # one entry: safetensors writes several in random order, and the same contents should be the same file
     entry = json.dumps({**notes, "sha256": _digest(separate, notes)}, sort_keys=True)
     with whole_file(path) as aside:
-        try:
-            save_file(separate, aside, metadata={_KEY: entry})
-        except SafetensorError as error:  # what the operating system refused stands only in its words
-            number = re.search(r"\(os error (\d+)\)", str(error))
-            raise OSError(int(number[1]) if number else 0, str(error)) from None
+        write_safetensors(aside, separate, {_KEY: entry})
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
+    """Writes a safetensors file that whoever may read new files here may read: the library's own is for its owner only.
+
+    Raises:
+        OSError: the file system refuses.
+    """
+    path.touch()
+    mode = path.stat().st_mode
+    try:
+        save_file(dict(tensors), path, metadata=metadata)
+    except SafetensorError as error:  # what the operating system refused stands only in its words
+        number = re.search(r"\(os error (\d+)\)", str(error))
+        raise OSError(int(number[1]) if number else 0, str(error)) from None
+    path.chmod(mode)
 
 
 def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:

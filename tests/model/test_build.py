@@ -10,13 +10,14 @@ from transformer_xl.model.build import build_model
 from transformer_xl.model.transformer_xl import TransformerXL
 
 SMALL = {"width": 14, "heads": 2, "layers": 1, "feedforward": 19}
+SHAW = {"encoding": "shaw", "learned_positions": 3}
 
 
 @pytest.mark.parametrize(
     ("settings", "kind"),
     [
         ({}, TransformerXL),
-        ({"encoding": "shaw", "learned_positions": 3}, ShawTransformer),
+        (SHAW, ShawTransformer),
         ({"encoding": "sinusoidal"}, AbsoluteTransformer),
         ({"encoding": "learned", "learned_positions": 3}, AbsoluteTransformer),
         ({"kind": "lstm"}, RecurrentModel),
@@ -27,6 +28,13 @@ def test_settings_choose_the_model(settings, kind):
     model = build_model(ModelConfig(**SMALL, **settings))
     assert type(model) is kind
     assert model.config.memory == (0 if kind is AbsoluteTransformer else 128)
+
+
+@pytest.mark.parametrize("settings", [{"encoding": "sinusoidal"}, {"kind": "lstm"}, SHAW])
+def test_transformer_xl_by_itself_is_no_other_model(settings):
+    """It would be built with relative attention, whatever was asked for."""
+    with pytest.raises(UserError, match=r"TransformerXL is not (encoding (sinusoidal|shaw)|lstm); use build_model"):
+        TransformerXL(ModelConfig(**SMALL, **settings))
 
 
 @pytest.mark.parametrize(

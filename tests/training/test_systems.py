@@ -9,6 +9,7 @@ import pytest
 import torch
 from training_runs import CPU, letters, make_corpus, nats_of, start, train_until
 
+from transformer_xl.config import UserError
 from transformer_xl.generation.decoding import complete
 from transformer_xl.generation.sampling import Sampler
 from transformer_xl.model.build import build_model
@@ -53,6 +54,8 @@ def test_stops_change_nothing(tmp_path: Path, name: str) -> None:
     assert nats_of(training) == nats_of(straight)
     loaded = load(tmp_path / "run", device="cpu")
     assert type(loaded.model) is type(straight.state.model)
+    with pytest.raises(UserError, match="no weights 'first' of a run; there are best and last"):
+        load(tmp_path / "run", device="cpu", weights="first")  # pyrefly: ignore[bad-argument-type]
 
 
 def test_auxiliary_losses_train_and_are_not_reported(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from transformer_xl.config import ModelConfig, RunConfig, UserError, check_settings
@@ -23,6 +22,7 @@ from transformer_xl.interop.names import HUGGING_FACE, to_ours, to_theirs
 from transformer_xl.interop.settings import Settings, lengths, refuse_unknown, shown, tied_projections
 from transformer_xl.interop.torch_file import TorchFile
 from transformer_xl.interop.vocabularies import first_of, read_json, read_vocabulary, symbols_of
+from transformer_xl.tensor_file import write_safetensors
 from transformer_xl.text.vocabularies.words import WordVocabulary
 from transformer_xl.text.vocabulary import Vocabulary
 
@@ -178,8 +178,8 @@ def write(path: Path, config: RunConfig, weights: Mapping[str, Tensor], vocabula
     with whole_folder(path) as aside:
         values = {**_config(config), "mem_len": memory, "same_length": same_length}
         write_text(aside / "config.json", _json(values))
-        save_file({name: tensor.contiguous() for name, tensor in theirs.items()}, aside / "model.safetensors",
-                  metadata={"format": "pt"})  # fmt: skip
+        contiguous = {name: tensor.contiguous() for name, tensor in theirs.items()}
+        write_safetensors(aside / "model.safetensors", contiguous, {"format": "pt"})
         if symbols is not None:
             write_text(aside / "vocab.txt", "".join(f"{symbol}\n" for symbol in symbols))
             folded = isinstance(vocabulary, WordVocabulary) and vocabulary.rules.case == "folded"

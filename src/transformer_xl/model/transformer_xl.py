@@ -49,13 +49,19 @@ class LayerTrace:
 class TransformerXL(TokenModel):
     """Token embedding times sqrt(D), L layers, and a softmax that shares the embedding's weights unless told not to."""
 
+    encoding = "relative"
+    """The one that the settings must name."""
+
     def __init__(self, config: ModelConfig) -> None:
         """Builds the model with the authors' first weights, drawn from torch's global random state.
 
         Raises:
-            UserError: the settings name no known attention kernel.
+            UserError: the settings are those of another model, or name no known attention kernel.
         """
         super().__init__(config)
+        if config.kind != "transformer" or config.encoding != self.encoding:
+            asked = config.kind if config.kind != "transformer" else f"encoding {config.encoding}"
+            raise UserError(f"{type(self).__name__} is not {asked}; use build_model, which gives the model asked for")
         kernels.check(config.kernel)
         num_bias_pairs = 1 if config.tie_position_biases else config.layers
         self.content_bias = nn.Parameter(torch.empty(num_bias_pairs, config.heads, config.head_size))

@@ -49,6 +49,8 @@ class ShawAttention(RelativeAttention):
 class ShawTransformer(TransformerXL):
     """Transformer-XL with learned vectors for distances."""
 
+    encoding = "shaw"
+
     def __init__(self, config: ModelConfig) -> None:
         """Builds the model with first weights drawn from torch's global random state.
 
