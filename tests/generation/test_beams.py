@@ -183,6 +183,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"tokens": 0}, "0 tokens wanted; give 1 or more"),
     ({"length_penalty": math.nan}, "length penalty nan: wanted a number"),
     ({"length_penalty": math.inf}, "length penalty inf: wanted a number"),
+    ({"length_penalty": 1e308}, r"length penalty 1e\+308: wanted -97 to 97 with these tokens"),
+    ({"length_penalty": -98.0}, "length penalty -98.0: wanted -97 to 97 with these tokens"),
 ]
 
 
@@ -210,3 +212,9 @@ def test_what_cannot_be_searched_is_refused(make_model) -> None:
         model.softmax.bias[5] = float("nan")
     with pytest.raises(UserError, match="scores are not numbers"):
         beam_search(model, [1], Beams())
+
+
+def test_the_largest_penalties_still_rank() -> None:
+    for penalty in (96.0, -96.0):
+        assert math.isfinite(Beams(length_penalty=penalty).score(-1e4, 500))
+    assert Beams(tokens=1, length_penalty=1e308).score(-2.0, 1) == -2.0

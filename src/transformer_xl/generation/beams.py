@@ -5,6 +5,7 @@ Shape suffixes: B beams, T tokens made, D model width, R candidates.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
@@ -17,6 +18,8 @@ from transformer_xl.generation.sampling import check_scores
 from transformer_xl.generation.writer import Adjust, adjusted, check_tokens, read_prompts, without
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import Memory
+
+_MOST_LOG = 600  # of length ** length_penalty, so that it is a number
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,9 @@ class Beams:
             raise UserError(f"{self.tokens} tokens wanted; give 1 or more")
         if not -float("inf") < self.length_penalty < float("inf"):
             raise UserError(f"length penalty {self.length_penalty}: wanted a number")
+        if abs(self.length_penalty) * math.log(self.tokens) > _MOST_LOG:
+            most = _MOST_LOG / math.log(self.tokens)
+            raise UserError(f"length penalty {self.length_penalty}: wanted {-most:.0f} to {most:.0f} with these tokens")
 
     def score(self, log_probability: float, length: int) -> float:
         """What continuations are ranked by (as in Wu et al. 2016, section 7, with the length itself)."""
