@@ -44,6 +44,7 @@ def ready(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "folder").mkdir()
     (place / "wrong.yaml").write_text("title: a\nsource: b\ncorpus: c\nmodle: {layers: 2}\n")
     (place / "list.yaml").write_text("- 1\n")
+    (place / "twice.yaml").write_text("title: a\nsource: b\ncorpus: c\nmodel: {layers: 2}\nmodel: {width: 8}\n")
     with Patch.context() as patch:
         patch.chdir(place)
         do("prepare text.txt --out corpus")
@@ -69,6 +70,10 @@ WRONG_WORDS = [
     ("train enwik8-12 --corpus corpus --run new", r"no recipe 'enwik8-12' \(did you mean 'enwik8-12l'\?\)"),
     ("train gone.yaml --corpus corpus --run new", "recipe file 'gone.yaml' cannot be read"),
     ("train wrong.yaml --corpus corpus --run new", r"wrong.yaml: unknown setting 'modle' \(did you mean 'model'\?\)"),
+    (
+        "train twice.yaml --corpus corpus --run new",
+        r"twice.yaml: .* \('model' stands twice in one mapping",
+    ),
     ("train list.yaml --corpus corpus --run new", "list.yaml: wanted a mapping of settings, found list"),
     (f"{TRY} --model.kernel refrence", r"no attention kernel 'refrence' \(did you mean 'reference'\?\)"),
     (f"{TRY} --device cpuu", r"no device 'cpuu' on this machine \(did you mean 'cpu'\?\); there are auto, "),

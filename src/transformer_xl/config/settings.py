@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
+from typing_extensions import override
 
 MOST = 2**31 - 1  # of anything counted here; more is a slip of the finger
 
@@ -75,6 +76,17 @@ def merge(*layers: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML in which no name stands twice in a mapping: all but the last would be lost without a word."""
+
+    @override
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names = [name.value for name, _ in node.value if isinstance(name, yaml.ScalarNode)]
+        if twice := next((name for place, name in enumerate(names) if name in names[:place]), None):
+            raise ValueError(f"'{twice}' stands twice in one mapping; join the two, or take one out")
+        return super().construct_mapping(node, deep)
+
+
 def read_yaml(text: str | bytes, source: str) -> dict[str, Any]:
     """Reads a YAML mapping.
 
@@ -82,7 +94,7 @@ def read_yaml(text: str | bytes, source: str) -> dict[str, Any]:
         UserError: it is not YAML, or not a mapping.
     """
     try:
-        values = yaml.safe_load(text)
+        values = yaml.load(text, _Loader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date that is none
         raise UserError(f"{source}: not readable as YAML ({' '.join(str(error).split())})") from None
     if not isinstance(values, dict):
