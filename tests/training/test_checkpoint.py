@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 import transformer_xl
 from transformer_xl.cli.main import run as txl
 from transformer_xl.config import ModelConfig, RunConfig, TrainConfig, UserError
+from transformer_xl.model.build import build_model
 from transformer_xl.run_folder import RunFolder, StateRecord, config_text
 from transformer_xl.tensor_file import load_tensors
 from transformer_xl.text.corpus_writer import write_corpus
@@ -283,6 +284,15 @@ def test_a_run_whose_checkpoints_are_gone_does_not_begin_anew(tmp_path: Path, st
     train_until(start(tmp_path / "run", corpus, {}), 6)
     shutil.rmtree(tmp_path / "run" / "state")
     with pytest.raises(UserError, match=r"state holds no checkpoint; start anew with 'txl train --run DIR'"):
+        go_on(tmp_path / "run", corpus)
+
+
+def test_weights_without_a_checkpoint_are_not_overwritten(tmp_path: Path, straight) -> None:
+    """As `txl convert` makes them: training would begin with other weights, and keep those as the best."""
+    corpus, _ = straight("base")
+    folder = start(tmp_path / "run", corpus, {}).folder
+    folder.save_weights(build_model(folder.config.model).state_dict(), step=0, nats=None)
+    with pytest.raises(UserError, match=r"state holds no checkpoint; .*converted run can be used, but not trained on"):
         go_on(tmp_path / "run", corpus)
 
 

@@ -135,7 +135,10 @@ def load_state(folder: RunFolder, state: TrainingState, world: World = ALONE) ->
     with world.together():
         path = folder.newest_state()
         if path is None:
-            raise UserError(f"{folder.path / 'state'} holds no checkpoint; start anew with 'txl train --run DIR'")
+            raise UserError(
+                f"{folder.path / 'state'} holds no checkpoint; start anew with 'txl train --run DIR' (the weights of a "
+                "converted run can be used, but not trained on)"
+            )
         record = StateRecord.read(path)
         record.verify(path, rank=world.rank, size=world.size)
         state.progress = check_settings(Progress, record.progress, str(path / "training.json"))

@@ -134,7 +134,9 @@ class Training:
             what the user should know (see `load_state`).
         """
         remarks: list[str] = []
-        if self.folder.newest_state() or self.folder.figures():  # else killed before its first checkpoint: it begins
+        folder = self.folder
+        # with nothing of these it was killed before its first checkpoint, and begins; a converted run has weights alone
+        if folder.newest_state() or folder.figures() or (folder.path / "model.safetensors").exists():
             remarks = load_state(self.folder, self.state, self.world)
             self._know_best()
             if self._is_other_text():
