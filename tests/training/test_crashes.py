@@ -131,6 +131,25 @@ def test_best_weights_without_a_loss_say_nothing(tmp_path: Path) -> None:
     assert training.folder.best_known() is None
 
 
+def test_lost_best_weights_are_found_anew(tmp_path: Path) -> None:
+    """Even if no later ones are as good: else the run would end without any."""
+    training = begin(tmp_path / "run", evaluate_every=6)
+    train_until(training, 8)
+    training.state.progress = training.state.progress.model_copy(update={"best_nats": 0.001})
+    save_state(training.folder, training.state)
+    best = tmp_path / "run" / "model.safetensors"
+    best.unlink()
+    training = go_on(training)
+    training.run()
+    lowest = min(
+        line["nats_per_token"] for line in training.folder.figures() if line["split"] == "valid" and line["step"] > 8
+    )
+    assert training.state.progress.best_nats == lowest
+    known = training.folder.best_known()
+    assert known is not None
+    assert known[1] == lowest
+
+
 def test_a_repeated_validation_is_shown_once(tmp_path: Path) -> None:
     """Stopped in the validation of step 9, then killed right after doing it: it is done and shown again."""
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")

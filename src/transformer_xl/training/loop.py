@@ -307,11 +307,17 @@ class Training:
             self.folder.save_weights(weights, step=self.state.progress.step, nats=nats)
 
     def _know_best(self) -> None:
-        """The best weights may be of a later step than the checkpoint (a crash): then their loss is to be beaten."""
+        """The best weights may be of a later step than the checkpoint (a crash): then their loss is to be beaten.
+
+        Where they were lost, any are better.
+        """
         with self.world.together():
-            told = json.dumps(self.folder.best_known() if self.world.is_first else None)
-        best, progress = json.loads(self.world.gather(told)[0]), self.state.progress
-        if best is not None and best[0] > progress.validated:
+            there = self.world.is_first and (self.folder.path / "model.safetensors").exists()
+            told = json.dumps([there, self.folder.best_known() if there else None])
+        (there, best), progress = json.loads(self.world.gather(told)[0]), self.state.progress
+        if not there:
+            self.state.progress = progress.model_copy(update={"best_nats": None})
+        elif best is not None and best[0] > progress.validated:
             self.state.progress = progress.model_copy(update={"best_nats": best[1]})
 
     def _write_figures(self, split: str, step: int, sums: Sums, more: Figures) -> None:
