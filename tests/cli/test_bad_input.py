@@ -44,6 +44,8 @@ def ready(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "folder").mkdir()
     (place / "wrong.yaml").write_text("title: a\nsource: b\ncorpus: c\nmodle: {layers: 2}\n")
     (place / "list.yaml").write_text("- 1\n")
+    (place / "yes.yaml").write_text("title: a\nsource: b\ncorpus: c\ntrain: {steps: yes}\n")
+    (place / "off.yaml").write_text("title: a\nsource: b\ncorpus: c\ntrain: {compile: off}\n")
     (place / "twice.yaml").write_text("title: a\nsource: b\ncorpus: c\nmodel: {layers: 2}\nmodel: {width: 8}\n")
     with Patch.context() as patch:
         patch.chdir(place)
@@ -70,6 +72,8 @@ WRONG_WORDS = [
     ("train enwik8-12 --corpus corpus --run new", r"no recipe 'enwik8-12' \(did you mean 'enwik8-12l'\?\)"),
     ("train gone.yaml --corpus corpus --run new", "recipe file 'gone.yaml' cannot be read"),
     ("train wrong.yaml --corpus corpus --run new", r"wrong.yaml: unknown setting 'modle' \(did you mean 'model'\?\)"),
+    ("train yes.yaml --corpus corpus --run new", r"train.steps: true and false .* \(given: True\)"),
+    ("train off.yaml --corpus corpus --run new", r"train.compile: .* quote what is a word \(given: False\)"),
     (
         "train twice.yaml --corpus corpus --run new",
         r"twice.yaml: .* \('model' stands twice in one mapping",

@@ -22,7 +22,6 @@ from safetensors.torch import load_file
 import transformer_xl
 from transformer_xl.cli.main import run as txl
 from transformer_xl.config import ModelConfig, RunConfig, TrainConfig, UserError
-from transformer_xl.model.build import build_model
 from transformer_xl.run_folder import RunFolder, StateRecord, config_text
 from transformer_xl.tensor_file import load_tensors
 from transformer_xl.text.corpus_writer import write_corpus
@@ -290,8 +289,8 @@ def test_a_run_whose_checkpoints_are_gone_does_not_begin_anew(tmp_path: Path, st
 def test_weights_without_a_checkpoint_are_not_overwritten(tmp_path: Path, straight) -> None:
     """As `txl convert` makes them: training would begin with other weights, and keep those as the best."""
     corpus, _ = straight("base")
-    folder = start(tmp_path / "run", corpus, {}).folder
-    folder.save_weights(build_model(folder.config.model).state_dict(), step=0, nats=None)
+    training = start(tmp_path / "run", corpus, {})
+    training.folder.save_weights(training.state.model.state_dict(), step=0, nats=None)
     with pytest.raises(UserError, match=r"state holds no checkpoint; .*converted run can be used, but not trained on"):
         go_on(tmp_path / "run", corpus)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 from typing_extensions import override
 
 MOST = 2**31 - 1  # of anything counted here; more is a slip of the finger
@@ -27,6 +27,15 @@ class Settings(BaseModel):
     """A frozen group of settings; unknown names are refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _yes_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """Python and pydantic take true for 1, and YAML takes yes and on for true."""
+        kind = cls.model_fields[str(info.field_name)].annotation
+        if isinstance(value, bool) and not {bool, Any} & {kind, *get_args(kind)}:
+            raise ValueError("true and false (in YAML also yes, no, on, off) are no value here; quote what is a word")
+        return value
 
 
 AnySettings = TypeVar("AnySettings", bound=Settings)
