@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from transformer_xl.model.kernels import KERNELS, AttentionInputs, Sight
+from transformer_xl.model.kernels import KERNELS, AttentionInputs, AttentionMask
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # least allowed error, as a share of the largest number: sums of some hundred terms in another order
@@ -31,7 +31,7 @@ class Shape:
     queries: int
     memory: int
     heads: int
-    head_width: int
+    d_head: int
     window: int | None = None
     dropout: float = 0.0
     dtype: str = "float32"
@@ -56,21 +56,21 @@ class Shape:
 
         The backward pass has twice as many, beside what a kernel computes again.
         """
-        return 3 * 2 * self.rows * self.heads * self.head_width * self.pairs
+        return 3 * 2 * self.rows * self.heads * self.d_head * self.pairs
 
     def words(self) -> str:
         """For people."""
-        parts = [f"B {self.rows}", f"T {self.queries}", f"M {self.memory}", f"{self.heads} x {self.head_width}"]
+        parts = [f"B {self.rows}", f"T {self.queries}", f"M {self.memory}", f"{self.heads} x {self.d_head}"]
         parts += [f"window {self.window}"] if self.window else []
         parts += [f"dropout {self.dropout:g}"] if self.dropout else []
         parts += [f"{self.empty} empty"] if self.empty else []
         return ", ".join([*parts, self.dtype])
 
 
-def draw(shape: Shape, seed: int = 1) -> tuple[AttentionInputs, Sight]:
+def draw(shape: Shape, seed: int = 1) -> tuple[AttentionInputs, AttentionMask]:
     """Inputs that want gradients, and what is seen. The same numbers on every device."""
     generator = torch.Generator().manual_seed(seed)
-    per_head = (shape.heads, shape.head_width)
+    per_head = (shape.heads, shape.d_head)
     distances = min(shape.keys, shape.window or shape.keys)
     sizes = [(shape.rows, shape.queries), (shape.rows, shape.keys), (shape.rows, shape.keys), (distances,), (), ()]
     tensors = [
@@ -78,10 +78,10 @@ def draw(shape: Shape, seed: int = 1) -> tuple[AttentionInputs, Sight]:
         for size in sizes
     ]
     if not shape.empty:
-        return AttentionInputs(*tensors), Sight(None)
+        return AttentionInputs(*tensors), AttentionMask(None)
     valid_B = torch.full((shape.rows,), shape.memory, device=shape.device)
     valid_B[0] -= shape.empty
-    return AttentionInputs(*tensors), Sight(valid_B)
+    return AttentionInputs(*tensors), AttentionMask(valid_B)
 
 
 def as_list(inputs: AttentionInputs) -> list[Tensor]:
@@ -89,7 +89,7 @@ def as_list(inputs: AttentionInputs) -> list[Tensor]:
     return [getattr(inputs, field.name) for field in fields(inputs)]
 
 
-def out_and_gradients(kernel: str, shape: Shape, inputs: AttentionInputs, sight: Sight) -> dict[str, Tensor]:
+def out_and_gradients(kernel: str, shape: Shape, inputs: AttentionInputs, sight: AttentionMask) -> dict[str, Tensor]:
     """Attended values and the gradient of every input, by name, for a fixed gradient of the output."""
     out_BTNH = KERNELS[kernel].attend(inputs, sight, shape.dropout)
     grad_BTNH = torch.randn(out_BTNH.shape, generator=torch.Generator().manual_seed(9)).to(out_BTNH)

@@ -67,7 +67,7 @@ def training_table(results: Results) -> str:
             f"{'' if name == results['compared_with'] else faster} | {of['peak_resident_bytes'] / GIB:.2f} | "
             f"{of['peak_resident_bytes_beyond_libraries'] / GIB:.2f} |"
         )
-    return "\n".join([circumstances(results), "", *lines, *[f"\nLeft out: {line}." for line in results["left_out"]]])
+    return "\n".join([environment(results), "", *lines, *[f"\nLeft out: {line}." for line in results["left_out"]]])
 
 
 def kernels_table(results: Results) -> str:
@@ -88,7 +88,7 @@ def kernels_table(results: Results) -> str:
         for of in results["memory"]
     ]
     more = ["", "Peak memory of one forward and backward pass beyond its inputs:", "", *growth] if growth else []
-    return "\n".join([circumstances(results), "", *lines, *more])
+    return "\n".join([environment(results), "", *lines, *more])
 
 
 def gpu_table(results: Results) -> str:
@@ -107,7 +107,7 @@ def gpu_table(results: Results) -> str:
             f"{of['tokens_per_second']:,.0f} | {of['tflops']:.1f} | {f'{share:.1%}' if share else ''} | "
             f"{f'{most / GIB:.2f}' if most else ''} |"
         )
-    return "\n".join([circumstances(results), "", *lines])
+    return "\n".join([environment(results), "", *lines])
 
 
 def optimizers_table(results: Results) -> str:
@@ -129,10 +129,10 @@ def optimizers_table(results: Results) -> str:
         lines.append(f"| `{name}` | {results['steps'][name]:,} | {final} | {shares[0]} | {shares[1]} |")
     budget = ", ".join(f"{amount:,} {what}" for what, amount in results["budget"].items())
     said = f"Recipe `{results['recipe']}`, {budget} for each training."
-    return "\n".join([circumstances(results), said, "", *lines])
+    return "\n".join([environment(results), said, "", *lines])
 
 
-def circumstances(results: Results) -> str:
+def environment(results: Results) -> str:
     """Where and how it was measured."""
     machine = results["machine"]
     where = machine["device"] if machine["device"] != "cpu" else f"{machine['cpu']}, {machine['threads']} threads"

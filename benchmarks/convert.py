@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from circumstances import RESULTS, command, commit, cpu_model, write
+from environment import RESULTS, command, commit, cpu_model, write
 from safetensors.torch import save_file
 
 from transformer_xl import __version__
@@ -36,8 +36,8 @@ CONFIG = {
     "tie_projs": [False, True, True, True], "tie_weight": True, "vocab_size": 267735,
 }  # fmt: skip
 MODEL = ModelConfig(
-    vocabulary_size=267_735, layers=18, width=1024, heads=16, feedforward=4096, cutoffs=(20_000, 40_000, 200_000),
-    div_val=4, embedding_width=1024, tie_projections="all_but_first", tie_position_biases=False,
+    vocab_size=267_735, n_layers=18, d_model=1024, n_heads=16, d_ff=4096, cutoffs=(20_000, 40_000, 200_000),
+    div_val=4, d_embed=1024, tie_projections="all_but_first", tie_attention_biases=False,
 )  # fmt: skip
 
 
@@ -47,7 +47,7 @@ def write_folder(folder: Path, *, safe: bool) -> None:
     torch.manual_seed(1)
     parts = [part for match in matches(MODEL, HUGGING_FACE) for part in match.theirs]
     weights = {name: torch.randn(shape) * 0.02 for name, shape in parts}
-    words = ["<eos>", "<unk>", *(f"word{number}" for number in range(MODEL.vocabulary_size - 2))]
+    words = ["<eos>", "<unk>", *(f"word{number}" for number in range(MODEL.vocab_size - 2))]
     numbered = {word: number for number, word in enumerate(words)}
     (folder / "config.json").write_text(json.dumps(CONFIG))
     if safe:
@@ -91,7 +91,7 @@ def main() -> None:
         figures["back"] = converted(place / "safetensors-run", place / "back", "--to", "huggingface")
     for kind, of in figures.items():
         print(f"{kind}: at most {of['peak_gib']} GiB resident")
-    circumstances = {
+    environment = {
         "command": command(),
         "commit": commit(),
         "versions": {
@@ -101,7 +101,7 @@ def main() -> None:
         },
         "machine": {"cpu": cpu_model(), "cores": os.cpu_count()},
     }
-    write({**circumstances, **figures}, given.out)
+    write({**environment, **figures}, given.out)
 
 
 if __name__ == "__main__":

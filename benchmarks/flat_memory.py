@@ -19,17 +19,17 @@ from typing import Any
 import matplotlib as mpl
 import numpy as np
 import torch
-from circumstances import RESULTS, command, commit, cpu_model, say, warn_if_busy, write
+from environment import RESULTS, command, commit, cpu_model, say, warn_if_busy, write
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
-from transformer_xl import ModelConfig, Plan, Reach, TransformerXL
+from transformer_xl import ContextLimits, EvaluationPlan, ModelConfig, TransformerXL
 from transformer_xl.evaluation.scoring import sum_nats
 
 MIB = 2**20
 SETTLED = 0.1  # share of the text after which buffers have their size
-MODEL = {"layers": 2, "width": 32, "heads": 2, "head_width": 16, "feedforward": 64, "dropout": 0.0}
-PLAN = Plan(segment=256, reach=Reach(256))
+MODEL = {"n_layers": 2, "d_model": 32, "n_heads": 2, "d_head": 16, "d_ff": 64, "dropout": 0.0}
+PLAN = EvaluationPlan(segment=256, context_limits=ContextLimits(256))
 
 
 def resident_bytes() -> int:
@@ -41,7 +41,7 @@ def resident_bytes() -> int:
 def measure(num_tokens: int, rows: int, *, num_samples: int = 200) -> dict[str, Any]:
     """Resident memory while so many tokens are scored, at about `num_samples` places."""
     torch.manual_seed(5)
-    model = TransformerXL(ModelConfig(**MODEL, vocabulary_size=256, memory=PLAN.reach.memory)).eval()
+    model = TransformerXL(ModelConfig(**MODEL, vocab_size=256, memory=PLAN.context_limits.memory_length)).eval()
     tokens_K = np.random.default_rng(5).integers(0, 256, num_tokens, dtype=np.uint8)
     samples: list[tuple[int, int]] = [(0, resident_bytes())]
     done, begin = 0, time.perf_counter()
@@ -94,10 +94,10 @@ def main() -> None:
         "torch": torch.__version__,
         "machine": {"cpu": cpu_model(), "python": platform.python_version(), "threads": sizes.threads, "load": load},
         "tokens": sizes.tokens,
-        "rows": sizes.rows,
+        "batch_size": sizes.rows,
         "model": MODEL,
-        "segment": PLAN.segment,
-        "memory": PLAN.reach.memory,
+        "segment_length": PLAN.segment,
+        "memory_length": PLAN.context_limits.memory_length,
         **measure(sizes.tokens, sizes.rows),
     }
     held = results["resident_bytes"]

@@ -31,7 +31,7 @@ from typing import Any
 import step_times
 import torch
 from attention_cases import Shape, check, check_deterministic, check_dropout, times
-from circumstances import RESULTS, command, commit, cpu_model, device_name, say, write
+from environment import RESULTS, command, commit, cpu_model, device_name, say, write
 
 from transformer_xl.model.kernels import KERNELS
 

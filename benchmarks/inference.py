@@ -22,13 +22,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from circumstances import RESULTS, command, commit, cpu_features, cpu_model, say, warn_if_busy, write
+from environment import RESULTS, command, commit, cpu_features, cpu_model, say, warn_if_busy, write
 from training import PEERS, RATES, SIZES, Entry, measure
 
 from transformer_xl.device import has_bfloat16
 
 MODULES = {"ours": "reading_ours", "transformers": "peer_transformers_reading"}
-JOBS = {"scoring": {"segment": 80, "steps": 4}, "generation": {"segment": 1, "steps": 24}}
+JOBS = {"scoring": {"segment_length": 80, "max_steps": 4}, "generation": {"segment_length": 1, "max_steps": 24}}
 READ_BYTES = 2**29  # far more than any cache
 
 
@@ -45,11 +45,11 @@ def read_bytes_per_second(rounds: int = 9) -> float:
 
 def bytes_per_token(sizes: argparse.Namespace, number_bytes: int) -> int:
     """What generating one token has to read: every weight, and keys, values and position keys of the memory."""
-    inner = sizes.heads * sizes.head_width
+    inner = sizes.heads * sizes.d_head
     layer = 4 * sizes.width * inner + 2 * sizes.width * sizes.feedforward
     distances = sizes.memory if sizes.clamp is None else min(sizes.memory, sizes.clamp + 1)
     kept = (2 * sizes.memory + distances) * inner
-    return number_bytes * (sizes.layers * (layer + kept) + sizes.vocabulary * sizes.width)
+    return number_bytes * (sizes.layers * (layer + kept) + sizes.tokenizer * sizes.width)
 
 
 def chosen(sizes: argparse.Namespace) -> tuple[list[Entry], list[str]]:

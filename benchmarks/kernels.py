@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 from attention_cases import Shape, as_list, check, check_dropout, draw, kept_bytes, times, wait
-from circumstances import RESULTS, command, commit, cpu_features, cpu_model, device_name, say, warn_if_busy, write
+from environment import RESULTS, command, commit, cpu_features, cpu_model, device_name, say, warn_if_busy, write
 
 from transformer_xl.device import has_bfloat16, set_threads
 from transformer_xl.model.kernels import KERNELS
@@ -60,7 +60,7 @@ def checks(kernels: list[str], dtypes: list[str], device: str) -> list[dict[str,
 
 def timed_shapes(sizes: argparse.Namespace) -> list[Shape]:
     """Over T = M, over the window, over long memories, and with dropout."""
-    base = Shape(sizes.rows, 0, 0, sizes.heads, sizes.head_width, device=sizes.device)
+    base = Shape(sizes.rows, 0, 0, sizes.heads, sizes.d_head, device=sizes.device)
     shapes = [replace(base, queries=length, memory=length) for length in sizes.lengths]
     middle = sizes.lengths[len(sizes.lengths) // 2]
     shapes.append(replace(base, queries=middle, memory=middle, window=middle))
@@ -122,7 +122,7 @@ def _status(name: str) -> int:
 def memory_growth(sizes: argparse.Namespace) -> list[dict[str, Any]]:
     """For each kernel and each way to grow: bytes at every length, and the ratio for each doubling."""
     found = []
-    base = Shape(1, 0, 0, sizes.heads, sizes.head_width, device=sizes.device, dtype=sizes.dtypes[0])
+    base = Shape(1, 0, 0, sizes.heads, sizes.d_head, device=sizes.device, dtype=sizes.dtypes[0])
     for kernel in sizes.kernels:
         if kernel == "reference" and not sizes.named:
             continue

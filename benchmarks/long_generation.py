@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from circumstances import RESULTS, command, commit, cpu_model, say, warn_if_busy, write
+from environment import RESULTS, command, commit, cpu_model, say, warn_if_busy, write
 
 from transformer_xl import ModelConfig, TransformerXL
 from transformer_xl.generation.sampling import Sampler
-from transformer_xl.generation.writer import Writer
+from transformer_xl.generation.writer import BatchGenerator
 
-MODEL = {"layers": 6, "width": 256, "heads": 4, "feedforward": 1024, "dropout": 0.0}
+MODEL = {"n_layers": 6, "d_model": 256, "n_heads": 4, "d_ff": 1024, "dropout": 0.0}
 THOUSAND = 1000
 
 
@@ -30,7 +30,7 @@ def measure(tokens: int, memory: int, part: int = THOUSAND) -> dict[str, Any]:
     torch.manual_seed(3)
     model = TransformerXL(ModelConfig(**MODEL, memory=memory)).eval()
     prompt = torch.randint(256, (memory + part,)).tolist()
-    writer = Writer(model, [prompt], Sampler(top_k=40))
+    writer = BatchGenerator(model, [prompt], Sampler(top_k=40))
     seconds = []
     for number in range(tokens // part):
         began = time.perf_counter()

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from circumstances import RESULTS, command, commit, cpu_model, device_name, say, warn_if_busy, write
+from environment import RESULTS, command, commit, cpu_model, device_name, say, warn_if_busy, write
 
 from transformer_xl.cli.options import Machine
 from transformer_xl.cli.train import new_training
@@ -72,15 +72,15 @@ class Arm:
         """Settings of training for so many steps."""
         chosen: dict[str, Any] = {
             "optimizer": self.optimizer,
-            "schedule": self.schedule,
-            "average": self.average,
-            "steps": steps,
-            "warmup": min(recipe.get("warmup", 100), round(WARMUP_SHARE * steps)),
+            "lr_schedule": self.schedule,
+            "weight_average": self.average,
+            "max_steps": steps,
+            "warmup_steps": min(recipe.get("warmup", 100), round(WARMUP_SHARE * steps)),
         }
         if self.schedule == "wsd":
             chosen["decay"] = max(1, round(DECAY_SHARE * steps))
         if self.average == "uniform":
-            chosen["average_from"] = steps - max(1, round(TAIL_SHARE * steps))
+            chosen["average_start_step"] = steps - max(1, round(TAIL_SHARE * steps))
         return chosen | self.settings
 
 
@@ -128,10 +128,10 @@ def train(arm: Arm, seed: int, steps: int, sizes: argparse.Namespace) -> Recorde
     settings = {
         **arm.train(recipe, steps),
         "seed": seed,
-        "evaluate_every": max(1, steps // sizes.points),
-        "evaluate_tokens": sizes.evaluate_tokens,
-        "save_every": steps,
-        "log_every": steps,
+        "eval_interval": max(1, steps // sizes.points),
+        "eval_tokens": sizes.eval_tokens,
+        "checkpoint_interval": steps,
+        "log_interval": steps,
     }
     recorder = Recorder()
     with tempfile.TemporaryDirectory() as folder:

@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from circumstances import RESULTS, command, commit, cpu_model, say, write
+from environment import RESULTS, command, commit, cpu_model, say, write
 
 from transformer_xl import __version__
 from transformer_xl.text.token_store import Corpus
@@ -159,7 +159,7 @@ def prepared(kind: str, path: Path, workers: int) -> tuple[dict[str, Any], dict[
         ran = run([*words, "--vocabulary", kind, "--workers", str(workers), "--json"])
         corpus = Corpus.open(out)
         ids = corpus.split("train").tokens
-        came = {"tokens": len(ids), "vocabulary": corpus.vocabulary.size, **digest(kind, ids[:])}
+        came = {"tokens": len(ids), "vocabulary": corpus.tokenizer.vocab_size, **digest(kind, ids[:])}
     return ran, came
 
 
@@ -213,14 +213,14 @@ def measure(path: Path, sizes: argparse.Namespace) -> dict[str, Any]:
     size = path.stat().st_size
     beginning = share_of(path, sizes.older_share)
     scale = size / beginning.stat().st_size
-    older_words = [sys.executable, __file__, sizes.vocabulary, str(beginning), "--older"]
-    _, ours = prepared(sizes.vocabulary, beginning, sizes.workers)
+    older_words = [sys.executable, __file__, sizes.tokenizer, str(beginning), "--older"]
+    _, ours = prepared(sizes.tokenizer, beginning, sizes.workers)
     ran: dict[str, list[dict[str, Any]]] = {"txl": [], "older": []}
     reading = []
     for number in range(sizes.rounds):
         reading.append(reading_seconds(path))
         for way in ("txl", "older") if number % 2 == 0 else ("older", "txl"):
-            one = run(older_words) if way == "older" else prepared(sizes.vocabulary, path, sizes.workers)[0]
+            one = run(older_words) if way == "older" else prepared(sizes.tokenizer, path, sizes.workers)[0]
             ran[way].append(one)
             say(f"round {number + 1} of {sizes.rounds}: {way} {one['seconds']:.2f} s")
     older = [one["printed"] for one in ran["older"]]
@@ -267,7 +267,7 @@ def distinct_words(path: Path) -> int:
     return len(found)
 
 
-def circumstances(sizes: argparse.Namespace) -> dict[str, Any]:
+def environment(sizes: argparse.Namespace) -> dict[str, Any]:
     """What someone else needs to measure the same."""
     return {
         "command": command(),
@@ -294,21 +294,21 @@ def main() -> None:
     parser.add_argument("--older", action="store_true", help=argparse.SUPPRESS)
     sizes = parser.parse_args()
     if sizes.older:
-        print(json.dumps(older_way(sizes.vocabulary, sizes.files[0])))
+        print(json.dumps(older_way(sizes.tokenizer, sizes.files[0])))
         return
-    if sizes.vocabulary == "words" and not sizes.files:
+    if sizes.tokenizer == "words" and not sizes.files:
         parser.error("words need a text: name files, such as wiki.valid.tokens")
-    size = round((sizes.megabytes or {"bytes": 100, "words": 500}[sizes.vocabulary]) * MEGABYTE)
+    size = round((sizes.megabytes or {"bytes": 100, "words": 500}[sizes.tokenizer]) * MEGABYTE)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "text"
         write_text(path, source_text(sizes.files), size, distinct=sizes.distinct)
-        results = {**circumstances(sizes), **measure(path, sizes)}
+        results = {**environment(sizes), **measure(path, sizes)}
     txl, older = results["txl"], results["older_way"]
     print(
         f"txl prepare {txl['median_seconds']:,.2f} s ({txl['median_seconds_beyond_reading']:,.2f} s beyond reading), "
         f"the older way {older['median_seconds_scaled_linearly']:,.1f} s (scaled); {results['median_ratio']:.1f} times"
     )
-    out = sizes.out or RESULTS / f"prepare-{sizes.vocabulary}.json"
+    out = sizes.out or RESULTS / f"prepare-{sizes.tokenizer}.json"
     write(results, out)
 
 

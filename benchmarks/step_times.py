@@ -38,8 +38,8 @@ PEAK_TFLOPS = {
     "RTX 4090": 165.2,
     "RTX 3090": 71.0,
 }
-SMALL = {"layers": 2, "width": 32, "heads": 2, "head_width": 16, "feedforward": 64}
-SMALL_TRAIN = {"segment": 16, "memory": 16, "rows": 4, "warmup": 0}
+SMALL = {"n_layers": 2, "d_model": 32, "n_heads": 2, "d_head": 16, "d_ff": 64}
+SMALL_TRAIN = {"segment_length": 16, "memory_length": 16, "batch_size": 4, "warmup_steps": 0}
 
 
 def peak_tflops(device: str) -> float | None:
@@ -55,7 +55,7 @@ def settings(recipe: str, train: dict[str, Any], *, small: bool) -> RunConfig:
     found = load_recipe(recipe)
     model = {**found.model, **(SMALL if small else {})}
     if small and model.get("cutoffs"):
-        model |= {"vocabulary_size": 100, "cutoffs": (20, 40), "embedding_width": 32}
+        model |= {"vocab_size": 100, "cutoffs": (20, 40), "d_embed": 32}
     return run_settings({"model": model, "train": {**found.train, **(SMALL_TRAIN if small else {}), **train}}, recipe)
 
 
@@ -63,8 +63,8 @@ class Tokens:
     """Segments of drawn tokens, whose frequencies fall with their rank as those of words do."""
 
     def __init__(self, config: RunConfig) -> None:
-        share_V = 1 / (torch.arange(config.model.vocabulary_size) + 2.7)
-        size = (config.train.rows * (config.train.segment + 1),)
+        share_V = 1 / (torch.arange(config.model.vocab_size) + 2.7)
+        size = (config.train.batch_size * (config.train.segment_length + 1),)
         generator = torch.Generator().manual_seed(5)
         # some segments, read over and over
         self.segments = [
@@ -72,7 +72,7 @@ class Tokens:
                 share_V.double().cumsum(0) / share_V.double().sum(), torch.rand(size, generator=generator).double()
             )
             .clamp(max=len(share_V) - 1)
-            .view(config.train.rows, -1)
+            .view(config.train.batch_size, -1)
             for _ in range(4)
         ]
         self.place = 0
@@ -86,7 +86,7 @@ class Tokens:
 
 def losses(recipe: str, device: str, steps: int, train: dict[str, Any], model: dict[str, Any]) -> list[float]:
     """Losses of the first steps of a small model of that kind, without dropout; memory and all."""
-    config = settings(recipe, {"rows": 4, "segment": 24, "memory": 32, **train}, small=True)
+    config = settings(recipe, {"batch_size": 4, "segment_length": 24, "memory_length": 32, **train}, small=True)
     changed = config.model.model_copy(update={"dropout": 0.0, "attention_dropout": 0.0, **model})
     torch.compiler.reset()  # of other models
     tokens, trainee = Tokens(config), Trainee(changed, config.train, device)
@@ -95,7 +95,7 @@ def losses(recipe: str, device: str, steps: int, train: dict[str, Any], model: d
 
 def measure(recipe: str, device: str, train: dict[str, Any], *, small: bool, peak: float | None) -> dict[str, Any]:
     """Times whole steps; where the recipe's rows do not fit into the device's memory, with half as many, and so on."""
-    rows = settings(recipe, train, small=small).train.rows
+    rows = settings(recipe, train, small=small).train.batch_size
     while True:
         try:
             return _measure(settings(recipe, {**train, "rows": rows}, small=small), device, peak) | {"recipe": recipe}
@@ -115,21 +115,26 @@ def _measure(config: RunConfig, device: str, peak: float | None) -> dict[str, An
     tokens, trainee = Tokens(config), Trainee(config.model, config.train, device)
     train = config.train
     # the memory full, and what is compiled or captured at the first steps done
-    for _ in range(4 + -(-train.memory // train.segment)):
+    for _ in range(4 + -(-train.memory_length // train.segment_length)):
         trainee.step(*tokens.next())
     wait(device)
     seconds = median_seconds(lambda: trainee.step(*tokens.next()), device, seconds=2.0 if cuda else 0.1, rounds=5)
     loss = statistics.fmean(float(trainee.step(*tokens.next())) for _ in range(2))
-    flops = step_cost(config.model, rows=train.rows, segment=train.segment, memory=train.memory).flops
+    flops = step_cost(
+        config.model,
+        batch_size=train.batch_size,
+        segment_length=train.segment_length,
+        memory_length=train.memory_length,
+    ).flops
     return {
         "compile": train.compile,
-        "precision": train.precision,
-        "kernel": config.model.kernel,
-        "rows": train.rows,
-        "segment": train.segment,
-        "memory": train.memory,
+        "dtype": train.dtype,
+        "kernel": config.model.attn_implementation,
+        "batch_size": train.batch_size,
+        "segment_length": train.segment_length,
+        "memory_length": train.memory_length,
         "step_seconds": seconds,
-        "tokens_per_second": train.rows * train.segment / seconds,
+        "tokens_per_second": train.batch_size * train.segment_length / seconds,
         "tflops": flops / seconds / 1e12,
         "model_flops_utilisation": flops / seconds / (peak * 1e12) if peak else None,
         "peak_device_bytes": torch.cuda.max_memory_allocated() if cuda else None,

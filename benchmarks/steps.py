@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 from attention_cases import wait
-from circumstances import RESULTS, command, commit, cpu_model, device_name, say, write
+from environment import RESULTS, command, commit, cpu_model, device_name, say, write
 from trainee import Trainee
 
 from transformer_xl import __version__
 from transformer_xl.config import ModelConfig, TrainConfig
-from transformer_xl.device import number_format, set_threads
+from transformer_xl.device import resolve_dtype, set_threads
 from transformer_xl.model.kernels import KERNELS
 
 OUT = RESULTS / "steps.json"
@@ -36,16 +36,18 @@ class Runner:
     def __init__(self, kernel: str, sizes: argparse.Namespace) -> None:
         """Weights are drawn from the same seed for every kernel."""
         model = ModelConfig(
-            layers=sizes.layers,
-            width=sizes.width,
-            heads=sizes.heads,
-            feedforward=4 * sizes.width,
+            n_layers=sizes.layers,
+            d_model=sizes.width,
+            n_heads=sizes.heads,
+            d_ff=4 * sizes.width,
             dropout=0.0,  # so that losses can be compared
             memory=sizes.memory,
-            kernel=kernel,
+            attn_implementation=kernel,
         )
         self.sizes = sizes
-        train = TrainConfig(rows=sizes.rows, segment=sizes.segment, memory=sizes.memory, precision=sizes.precision)
+        train = TrainConfig(
+            batch_size=sizes.rows, segment_length=sizes.segment, memory_length=sizes.memory, dtype=sizes.precision
+        )
         self.trainee = Trainee(model, train, sizes.device)
         self.generator = torch.Generator().manual_seed(2)
         self.losses: list[torch.Tensor] = []
@@ -103,7 +105,7 @@ def ratio(rates: list[float], others: list[float]) -> dict[str, Any]:
     }
 
 
-def circumstances(sizes: argparse.Namespace) -> dict[str, Any]:
+def environment(sizes: argparse.Namespace) -> dict[str, Any]:
     """What someone else needs to measure the same."""
     return {
         "command": command(),
@@ -113,7 +115,7 @@ def circumstances(sizes: argparse.Namespace) -> dict[str, Any]:
         "sizes": {
             name: value for name, value in vars(sizes).items() if name not in ("out", "threads", "device", "kernels")
         },
-        "precision": number_format(torch.device(sizes.device), sizes.precision),
+        "precision": resolve_dtype(torch.device(sizes.device), sizes.precision),
     }
 
 
@@ -137,7 +139,7 @@ def main() -> None:
     sizes = parser.parse_args()
     sizes.kernels = sizes.kernels.split(",") if sizes.kernels else fitting(sizes.device)
     set_threads(sizes.threads)
-    results = {**circumstances(sizes), **measure(sizes)}
+    results = {**environment(sizes), **measure(sizes)}
     for kernel, figures in results["kernels"].items():
         low, high = figures["ratio_range"]
         times = f"{figures['median_ratio']:.2f} times {results['compared_with']} ({low:.2f} to {high:.2f})"

@@ -12,7 +12,7 @@ from transformer_xl.text.segments import Segment
 from transformer_xl.training.compiling import compile_layers
 from transformer_xl.training.distributed import ALONE
 from transformer_xl.training.optimizers import build_optimizers
-from transformer_xl.training.step import Learner, ScoredModel
+from transformer_xl.training.step import ScoredModel, TrainStep
 
 
 class Trainee:
@@ -23,11 +23,11 @@ class Trainee:
         torch.manual_seed(1)
         place = torch.device(device)
         self.model = TransformerXL(model).to(place).train()
-        self.model.recompute = train.recompute
+        self.model.activation_checkpointing = train.activation_checkpointing
         compile_layers(self.model, place, train.compile)
         scored = ScoredModel(self.model, own_memory=train.compile == "graphs")
-        self.learner = Learner(scored, build_optimizers(self.model, train), train, place, ALONE)
-        self.memories = (self.model.initial_memory(train.rows),)
+        self.learner = TrainStep(scored, build_optimizers(self.model, train), train, place, ALONE)
+        self.memories = (self.model.initial_memory(train.batch_size),)
 
     def step(self, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
         """One whole optimiser step on tokens (B, T) that lie on the CPU; gives the mean loss in nats, on the device."""

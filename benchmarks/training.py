@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from circumstances import RESULTS, command, commit, cpu_features, cpu_model, device_name, say, warn_if_busy, write
+from environment import RESULTS, command, commit, cpu_features, cpu_model, device_name, say, warn_if_busy, write
 
 from transformer_xl.device import has_bfloat16
 
@@ -41,11 +41,11 @@ NO_BFLOAT16 = "transformers in bfloat16: its loss fails under autocast (bfloat16
 # keeps large blocks in the process: glibc gives those above 32 MiB back to the system as soon as they are free
 TUNED_MALLOC = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_TOP_PAD_": str(2**26)}
 SIZES = {
-    "layers": 12,
-    "width": 512,
-    "heads": 8,
-    "head_width": 64,
-    "feedforward": 2048,
+    "n_layers": 12,
+    "d_model": 512,
+    "n_heads": 8,
+    "d_head": 64,
+    "d_ff": 2048,
     "vocabulary": 204,
     "rows": 4,
     "segment": 512,

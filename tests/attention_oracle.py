@@ -21,10 +21,10 @@ class Seen:
     probability: dict[tuple[int, int], float] = field(default_factory=dict)
 
 
-def attention_of(model, tokens, segment, reach):
+def attention_of(model, tokens, segment, context_limits):
     """The numbers of every layer and head, as a dictionary by (layer, head)."""
     weights, config = dict(model.state_dict()), model.config
-    width, heads, head_width = config.width, config.heads, config.head_size
+    width, heads, d_head = config.width, config.heads, config.head_size
     x = weights["embedding.tables.0"][tokens] * math.sqrt(width)
     found = {}
     for layer in range(config.layers):
@@ -37,26 +37,28 @@ def attention_of(model, tokens, segment, reach):
             if config.encoding == "shaw":
                 keys = part("attention.distance_keys")
                 return keys[min(distance, len(keys) - 1)]
-            encoding = sinusoid(distance, width, reach.clamp_length)
-            return (part("attention.position_key.weight") @ encoding).view(heads, head_width)
+            encoding = sinusoid(distance, width, context_limits.clamp_length)
+            return (part("attention.position_key.weight") @ encoding).view(heads, d_head)
 
         q, k, v = (
-            (x @ part(f"attention.{name}.weight").T).view(-1, heads, head_width) for name in ("query", "key", "value")
+            (x @ part(f"attention.{name}.weight").T).view(-1, heads, d_head) for name in ("query", "key", "value")
         )
-        pair = 0 if config.tie_position_biases else layer
-        u = weights["content_bias"][pair] if config.encoding != "shaw" else torch.zeros(heads, head_width).double()
+        pair = 0 if config.tie_attention_biases else layer
+        u = weights["content_bias"][pair] if config.encoding != "shaw" else torch.zeros(heads, d_head).double()
         w = weights["position_bias"][pair] if config.encoding != "shaw" else u
         attended = torch.zeros_like(q)
         for head in range(heads):
             seen = found[layer, head] = Seen()
             for i in range(len(tokens)):
-                first = max(0, i - i % segment - reach.memory)
-                keys = [j for j in range(first, i + 1) if reach.window is None or i - j < reach.window]
+                first = max(0, i - i % segment - context_limits.memory)
+                keys = [
+                    j for j in range(first, i + 1) if context_limits.window is None or i - j < context_limits.window
+                ]
                 scores = []
                 for j in keys:
                     r = position_key(i - j)[head]
                     four = (q[i, head] @ k[j, head], q[i, head] @ r, u[head] @ k[j, head], w[head] @ r)
-                    seen.terms[i, j] = tuple(float(term) / math.sqrt(head_width) for term in four)
+                    seen.terms[i, j] = tuple(float(term) / math.sqrt(d_head) for term in four)
                     scores.append(sum(seen.terms[i, j]))
                 total = sum(math.exp(score) for score in scores)
                 for j, score in zip(keys, scores, strict=True):

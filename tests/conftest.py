@@ -34,8 +34,8 @@ def make_model():
     def make(seed: int = 7, **settings) -> TransformerXL:
         torch.manual_seed(seed)
         small = {
-            "vocabulary_size": 23, "layers": 3, "width": 14, "heads": 2, "head_width": 5,
-            "feedforward": 19, "dropout": 0.0, "memory": 11,
+            "vocab_size": 23, "n_layers": 3, "d_model": 14, "n_heads": 2, "d_head": 5,
+            "d_ff": 19, "dropout": 0.0, "memory": 11,
         }  # fmt: skip
         model = TransformerXL(ModelConfig(**{**small, **settings})).double()
         with torch.no_grad():

@@ -20,36 +20,36 @@ from transformer_xl.run_folder import RunFolder
 from transformer_xl.text.corpus_writer import write_corpus
 from transformer_xl.text.documents import Document
 from transformer_xl.text.token_store import Corpus
-from transformer_xl.text.vocabulary import ByteVocabulary
-from transformer_xl.training.distributed import ALONE, World, joined
-from transformer_xl.training.loop import Training
+from transformer_xl.text.tokenizer import ByteTokenizer
+from transformer_xl.training.distributed import ALONE, DistributedContext, process_group
+from transformer_xl.training.loop import Trainer
 from transformer_xl.training.step import ScoredModel
 
-MODEL = {"layers": 2, "width": 14, "heads": 2, "head_width": 5, "feedforward": 19, "dropout": 0.0}
+MODEL = {"n_layers": 2, "d_model": 14, "n_heads": 2, "d_head": 5, "d_ff": 19, "dropout": 0.0}
 TRAIN = {
-    "segment": 7, "memory": 11, "rows": 3, "steps": 11, "learning_rate": 0.01, "warmup": 3, "precision": "float32",
-    "seed": 13, "log_every": 1, "evaluate_every": 4, "save_every": 5,
+    "segment_length": 7, "memory_length": 11, "batch_size": 3, "max_steps": 11, "learning_rate": 0.01, "warmup_steps": 3, "dtype": "float32",
+    "seed": 13, "log_interval": 1, "eval_interval": 4, "checkpoint_interval": 5,
 }  # fmt: skip
 STOP = 5
 VARIANTS: dict[str, dict[str, Any]] = {
     "rows that do not divide": {},
-    "in shares": {"train": {"parallel": "fsdp"}},
+    "in shares": {"train": {"parallelism": "fsdp"}},
     "chunks, muon, average": {
         "train": {
-            "parallel": "fsdp", "rows": 5, "chunks": 2, "optimizer": "muon", "weight_decay": 0.1,
-            "average": "exponential", "average_decay": 0.7,
+            "parallelism": "fsdp", "batch_size": 5, "chunks": 2, "optimizer": "muon", "weight_decay": 0.1,
+            "weight_average": "exponential", "ema_decay": 0.7,
         },
     },
     "clusters, shuffled, shorter at first": {
         "model": {"cutoffs": (100, 110, 200), "div_val": 2, "norm": "pre"},
         "train": {
-            "order": "shuffled", "rows": 6, "chunks": 3, "segment": 8, "memory": 12, "first_segment": 2,
-            "length_warmup": 6, "recompute": True, "optimizer": "adamw", "average": "uniform",
+            "order": "shuffled", "batch_size": 6, "chunks": 3, "segment_length": 8, "memory_length": 12, "initial_segment_length": 2,
+            "segment_warmup_steps": 6, "activation_checkpointing": True, "optimizer": "adamw", "weight_average": "uniform",
         },
     },
-    "an LSTM in shares": {"model": {"kind": "lstm"}, "train": {"parallel": "fsdp"}},
+    "an LSTM in shares": {"model": {"kind": "lstm"}, "train": {"parallelism": "fsdp"}},
     "auxiliary losses": {
-        "model": {"encoding": "learned", "intermediate_losses": True, "second_target": True}, "train": {"memory": 0},
+        "model": {"encoding": "learned", "intermediate_layer_losses": True, "second_target": True}, "train": {"memory_length": 0},
     },
 }  # fmt: skip
 OTHER = {"ddp": "fsdp", "fsdp": "ddp"}
@@ -63,7 +63,7 @@ def make_corpus(place: Path) -> Corpus:
         return [Document("text", [bytes(part)]) for part in np.split(text, range(3, length, 11))]
 
     splits = {"train": documents(211, 1), "valid": documents(61, 2)}
-    return write_corpus(place, splits, name="tiny", source="a test", vocabulary=ByteVocabulary())
+    return write_corpus(place, splits, name="tiny", source="a test", tokenizer=ByteTokenizer())
 
 
 def config_of(variant: dict[str, Any], **train: Any) -> RunConfig:
@@ -72,30 +72,30 @@ def config_of(variant: dict[str, Any], **train: Any) -> RunConfig:
     return RunConfig(model=model, train=TrainConfig(**TRAIN | variant.get("train", {}) | train))
 
 
-def begin(place: Path, config: RunConfig, world: World = ALONE) -> Training:
+def begin(place: Path, config: RunConfig, world: DistributedContext = ALONE) -> Trainer:
     """A new run."""
     corpus = Corpus.open(place.parent / "corpus")
     if world.is_first:
-        RunFolder.create(place, config, corpus.vocabulary)
+        RunFolder.create(place, config, corpus.tokenizer)
     world.barrier()
-    return Training(RunFolder.open(place), corpus, torch.device("cpu"), world=world)
+    return Trainer(RunFolder.open(place), corpus, torch.device("cpu"), world=world)
 
 
-def go_on(place: Path, world: World = ALONE, **train: Any) -> tuple[Training, list[str]]:
+def go_on(place: Path, world: DistributedContext = ALONE, **train: Any) -> tuple[Trainer, list[str]]:
     """A run from its newest checkpoint, with some settings changed; also what was remarked."""
     folder = RunFolder.open(place)
     config = folder.config.model_copy(update={"train": folder.config.train.model_copy(update=train)})
     corpus = Corpus.open(place.parent / "corpus")
-    training = Training(RunFolder(place, config, corpus.vocabulary), corpus, torch.device("cpu"), world=world)
+    training = Trainer(RunFolder(place, config, corpus.tokenizer), corpus, torch.device("cpu"), world=world)
     return training, training.resume()
 
 
-def until(training: Training, step: int) -> None:
+def until(training: Trainer, step: int) -> None:
     """Trains until a step after which it would save anyway."""
     training.run(lambda: training.state.progress.step >= step)
 
 
-def copy(place: Path, name: str, world: World) -> Path:
+def copy(place: Path, name: str, world: DistributedContext) -> Path:
     """Copies a run beside itself."""
     if world.is_first:
         shutil.copytree(place, place.with_name(name))
@@ -103,7 +103,7 @@ def copy(place: Path, name: str, world: World) -> Path:
     return place.with_name(name)
 
 
-def check_world(world: World) -> None:
+def check_world(world: DistributedContext) -> None:
     """Sums, questions, texts, and what one process finds wrong."""
     assert world.sum(torch.tensor([world.rank + 1, 10])).tolist() == [3, 20]
     assert (world.any(world.rank == 1), world.any(False)) == (True, False)
@@ -114,10 +114,10 @@ def check_world(world: World) -> None:
     assert len(set(world.gather(str(torch.rand(3).tolist())))) == 2
 
 
-def check_shares(world: World) -> None:
+def check_shares(world: DistributedContext) -> None:
     """After a pass without gradients a process has its share alone, so a change of it shows in the next pass."""
     torch.manual_seed(5)
-    scored = world.wrap(ScoredModel(TransformerXL(ModelConfig(**MODEL, vocabulary_size=23, memory=11))), "fsdp")
+    scored = world.wrap(ScoredModel(TransformerXL(ModelConfig(**MODEL, vocab_size=23, memory=11))), "fsdp")
     tokens_BT = torch.arange(6).view(2, 3)
     model = scored.model
     with torch.no_grad():
@@ -128,14 +128,14 @@ def check_shares(world: World) -> None:
     assert (before_BT - after_BT).abs().min() > 1e-6
 
 
-def find_wrong(world: World, *, rank: int) -> None:
+def find_wrong(world: DistributedContext, *, rank: int) -> None:
     """Something is wrong in this process alone."""
     with world.together():
         if world.rank == rank:
             raise UserError("only here")
 
 
-def train_and_stop(place: Path, world: World) -> None:
+def train_and_stop(place: Path, world: DistributedContext) -> None:
     """Every variant, with a copy of what there was when it stopped; one with dropout also goes on from there."""
     for name, variant in VARIANTS.items():
         training = begin(place / name, config_of(variant), world)
@@ -152,11 +152,11 @@ def train_and_stop(place: Path, world: World) -> None:
     until(training, 100)
 
 
-def train_on(place: Path, world: World) -> None:
+def train_on(place: Path, world: DistributedContext) -> None:
     """Every variant from where it stopped, shared out the other way; and one that a single process began."""
     for name, variant in VARIANTS.items():
         own = copy(place / f"{name}, stopped", f"{name}, gone on by three", world)
-        before = config_of(variant).train.parallel
+        before = config_of(variant).train.parallelism
         training, remarks = go_on(own, world, parallel=OTHER[before])
         expected = "the checkpoint was written by 2 processes, now there are 3: dropout is drawn anew"
         assert remarks == [expected], remarks
@@ -166,7 +166,7 @@ def train_on(place: Path, world: World) -> None:
     until(training, 100)
 
 
-def work(job: str, place: Path, world: World) -> None:
+def work(job: str, place: Path, world: DistributedContext) -> None:
     """Does a job; when it returns, nothing of it is left."""
     if job == "train_and_stop":
         check_world(world)
@@ -179,5 +179,5 @@ def work(job: str, place: Path, world: World) -> None:
 if __name__ == "__main__":
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(1)
-    with joined(lambda: torch.device("cpu")) as all_processes:
+    with process_group(lambda: torch.device("cpu")) as all_processes:
         work(sys.argv[1], Path(sys.argv[2]), all_processes)

@@ -25,7 +25,7 @@ class Case:
 
 def attention(q, k, v, position_keys, u, w, case):
     """q (B, T, N, H), k and v (B, S, N, H), position_keys (P, N, H) farthest distance first, u and w (N, H)."""
-    rows, num_queries, num_heads, head_width = q.shape
+    rows, num_queries, num_heads, d_head = q.shape
     num_keys, num_distances = k.shape[1], position_keys.shape[0]
     memory = num_keys - num_queries
     out_rows = []
@@ -44,13 +44,13 @@ def attention(q, k, v, position_keys, u, w, case):
                     b_term = (q[b, i, n] * r).sum()
                     c = (u[n] * k[b, j, n]).sum()
                     d = (w[n] * r).sum()
-                    scores.append((a + b_term + c + d) / math.sqrt(head_width))
+                    scores.append((a + b_term + c + d) / math.sqrt(d_head))
                     values.append(v[b, j, n])
                 highest = max(score.item() for score in scores)
                 weights = [torch.exp(score - highest) for score in scores]
                 total = sum(weights)
                 out_rows.append(sum(weight / total * value for weight, value in zip(weights, values, strict=True)))
-    return torch.stack(out_rows).view(rows, num_queries, num_heads, head_width)
+    return torch.stack(out_rows).view(rows, num_queries, num_heads, d_head)
 
 
 def sinusoid(distance, width, clamp):

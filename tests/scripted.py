@@ -9,7 +9,7 @@ from torch import Tensor
 
 from transformer_xl.generation.sampling import Sampler
 from transformer_xl.model.language_model import LanguageModel
-from transformer_xl.model.memory import Memory, Reach
+from transformer_xl.model.memory import ContextLimits, Memory
 
 CLOSE = {"rtol": 0, "atol": 1e-10}
 TEXT = [3, 19, 7, 7, 0, 22, 11, 5, 17, 2, 13, 1, 20, 9, 4, 16, 8, 21, 6, 14, 10, 18, 12, 15, 3, 19, 0, 7, 22]
@@ -43,15 +43,15 @@ class Watched:
         return getattr(self.model, name)
 
 
-def whole(model: LanguageModel, tokens: list[int], reach: Reach) -> tuple[Tensor, Memory]:
+def whole(model: LanguageModel, tokens: list[int], context_limits: ContextLimits) -> tuple[Tensor, Memory]:
     """The scores after each token, (T, V), from one pass without anything before; and the memory it leaves."""
     with torch.no_grad():
-        hidden_BTD, memory = model(torch.tensor([tokens]), model.inference_memory(1, reach))
+        hidden_BTD, memory = model(torch.tensor([tokens]), model.inference_memory(1, context_limits))
         return model.logits(hidden_BTD)[0], memory
 
 
 def assert_same_memory(found: Memory, wanted: Memory) -> None:
-    assert (type(found), found.reach) == (type(wanted), wanted.reach)
+    assert (type(found), found.context_limits) == (type(wanted), wanted.context_limits)
     assert found.tensors().keys() == wanted.tensors().keys()
     for name, tensor in found.tensors().items():
         torch.testing.assert_close(tensor, wanted.tensors()[name], **CLOSE)

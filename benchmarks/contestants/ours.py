@@ -17,25 +17,25 @@ class Runner:
 
     def __init__(self, task: Task) -> None:
         model = ModelConfig(
-            vocabulary_size=task.vocabulary,
-            layers=task.layers,
-            width=task.width,
-            heads=task.heads,
-            head_width=task.head_width,
-            feedforward=task.feedforward,
+            vocab_size=task.tokenizer,
+            n_layers=task.layers,
+            d_model=task.width,
+            n_heads=task.heads,
+            d_head=task.d_head,
+            d_ff=task.feedforward,
             dropout=task.dropout,
             memory=task.memory,
         )
         train = TrainConfig.model_validate(
             {
-                "rows": task.rows,
-                "segment": task.segment,
-                "memory": task.memory,
+                "batch_size": task.rows,
+                "segment_length": task.segment,
+                "memory_length": task.memory,
                 "learning_rate": task.learning_rate,
-                "clip": task.clip,
-                "precision": task.precision,
+                "max_grad_norm": task.clip,
+                "dtype": task.precision,
                 "compile": "layers" if task.variant == "compile" else "off",
-                "recompute": task.variant == "recompute",
+                "activation_checkpointing": task.variant == "recompute",
             }
         )
         self.trainee = Trainee(model, train, task.device)

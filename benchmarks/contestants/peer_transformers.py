@@ -20,13 +20,13 @@ class Runner:
 
     def __init__(self, task: Task) -> None:
         config = TransfoXLConfig(
-            vocab_size=task.vocabulary,
+            vocab_size=task.tokenizer,
             cutoffs=[],
             div_val=1,
             d_model=task.width,
             d_embed=task.width,
             n_head=task.heads,
-            d_head=task.head_width,
+            d_head=task.d_head,
             d_inner=task.feedforward,
             n_layer=task.layers,
             mem_len=task.memory,

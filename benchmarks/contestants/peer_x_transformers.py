@@ -35,14 +35,14 @@ class Runner:
             dim=task.width,
             depth=task.layers,
             heads=task.heads,
-            attn_dim_head=task.head_width,
+            attn_dim_head=task.d_head,
             ff_mult=task.feedforward / task.width,
             ff_dropout=task.dropout,
             attn_dropout=0.0,
             **positions,
         )
         self.model = TransformerWrapper(
-            num_tokens=task.vocabulary,
+            num_tokens=task.tokenizer,
             max_seq_len=task.segment,
             max_mem_len=task.memory,
             emb_dropout=task.dropout,

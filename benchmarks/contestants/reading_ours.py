@@ -9,7 +9,7 @@ from torch import Tensor
 from transformer_xl import __version__
 from transformer_xl.config import ModelConfig
 from transformer_xl.generation.sampling import Sampler
-from transformer_xl.model.memory import Reach
+from transformer_xl.model.memory import ContextLimits
 from transformer_xl.model.precision import with_matrices_in
 from transformer_xl.model.transformer_xl import TransformerXL
 
@@ -22,19 +22,19 @@ class Runner:
 
     def __init__(self, task: Task) -> None:
         config = ModelConfig(
-            vocabulary_size=task.vocabulary,
-            layers=task.layers,
-            width=task.width,
-            heads=task.heads,
-            head_width=task.head_width,
-            feedforward=task.feedforward,
+            vocab_size=task.tokenizer,
+            n_layers=task.layers,
+            d_model=task.width,
+            n_heads=task.heads,
+            d_head=task.d_head,
+            d_ff=task.feedforward,
             dropout=0.0,
         )
         self.task, model = task, TransformerXL(config).eval().to(task.device)
         self.model = with_matrices_in(model, torch.bfloat16) if task.precision == "bfloat16" else model
-        reach = Reach(task.memory, task.memory, task.clamp)
+        context_limits = ContextLimits(task.memory, task.memory, task.clamp)
         kind = self.model.initial_memory if task.variant == "hidden" else self.model.inference_memory
-        self.memory = kind(task.rows, reach)
+        self.memory = kind(task.rows, context_limits)
         with torch.inference_mode(), task.autocast():
             for part_BT in torch.zeros(task.rows, task.memory, dtype=torch.int64).split(512, dim=1):
                 _, self.memory = self.model(part_BT.to(task.device), self.memory)
@@ -45,6 +45,6 @@ class Runner:
         with torch.inference_mode(), self.task.autocast():
             hidden_BTD, self.memory = self.model(inputs_BT.to(self.task.device), self.memory)
             if inputs_BT.shape[1] == 1:
-                scores_B1R, _ = self.model.top(hidden_BTD, 40)
+                scores_B1R, _ = self.model.topk(hidden_BTD, 40)
                 self.sampler.choose(scores_B1R[:, 0], self.generator)
             return self.model.nats(hidden_BTD, targets_BT).mean()

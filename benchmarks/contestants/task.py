@@ -24,9 +24,9 @@ class Task:
     layers: int
     width: int
     heads: int
-    head_width: int
+    d_head: int
     feedforward: int
-    vocabulary: int
+    tokenizer: int
     rows: int
     segment: int
     memory: int

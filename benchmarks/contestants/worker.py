@@ -37,7 +37,7 @@ class Segments:
     """Rows side by side, each a stretch of the text; from its end it goes on at its beginning."""
 
     def __init__(self, task: Task) -> None:
-        ids_A = torch.frombuffer(bytearray(text(task.rows * task.segment * 300)), dtype=torch.uint8) % task.vocabulary
+        ids_A = torch.frombuffer(bytearray(text(task.rows * task.segment * 300)), dtype=torch.uint8) % task.tokenizer
         length = (len(ids_A) // task.rows - 1) // task.segment * task.segment + 1
         self.ids_BA = ids_A[: task.rows * length].view(task.rows, length).long()
         self.task, self.place = task, 0

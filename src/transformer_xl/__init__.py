@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transformer_xl.config import ModelConfig, RunConfig, TrainConfig, UserError
-    from transformer_xl.evaluation.dynamic import Dynamic
+    from transformer_xl.evaluation.dynamic import DynamicEvaluation
     from transformer_xl.evaluation.evaluate import evaluate
-    from transformer_xl.evaluation.moving_window import MovingWindow
-    from transformer_xl.evaluation.plan import Plan
+    from transformer_xl.evaluation.plan import EvaluationPlan
+    from transformer_xl.evaluation.sliding_window import SlidingWindow
     from transformer_xl.evaluation.texts import score
     from transformer_xl.generation.decoding import generate
     from transformer_xl.generation.sampling import Sampler
     from transformer_xl.model.build import build_model
-    from transformer_xl.model.memory import Memory, Reach
+    from transformer_xl.model.memory import ContextLimits, Memory
     from transformer_xl.model.transformer_xl import TransformerXL
     from transformer_xl.run_folder import Run, load
     from transformer_xl.text.token_store import Corpus
@@ -29,12 +29,12 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Corpus": "text.token_store",
-    "Dynamic": "evaluation.dynamic",
+    "DynamicEvaluation": "evaluation.dynamic",
     "Memory": "model.memory",
     "ModelConfig": "config",
-    "MovingWindow": "evaluation.moving_window",
-    "Plan": "evaluation.plan",
-    "Reach": "model.memory",
+    "SlidingWindow": "evaluation.sliding_window",
+    "EvaluationPlan": "evaluation.plan",
+    "ContextLimits": "model.memory",
     "Run": "run_folder",
     "RunConfig": "config",
     "Sampler": "generation.sampling",
@@ -49,16 +49,16 @@ _HOMES = {
 }
 
 __all__ = [
+    "ContextLimits",
     "Corpus",
-    "Dynamic",
+    "DynamicEvaluation",
+    "EvaluationPlan",
     "Memory",
     "ModelConfig",
-    "MovingWindow",
-    "Plan",
-    "Reach",
     "Run",
     "RunConfig",
     "Sampler",
+    "SlidingWindow",
     "TrainConfig",
     "TransformerXL",
     "UserError",

@@ -59,7 +59,7 @@ def set_threads(number: int | None) -> None:
     torch.set_num_threads(number)
 
 
-def circumstances(device: torch.device) -> dict[str, Any]:
+def environment(device: torch.device) -> dict[str, Any]:
     """Where a figure was measured: device, threads, versions, and the processor as far as the system names it."""
     return {
         "device": str(device),
@@ -92,12 +92,12 @@ def has_bfloat16(device: torch.device) -> bool:
 
 def autocast(device: torch.device, precision: Precision) -> AbstractContextManager[object]:
     """A context in which matrix products run in the wanted number format; weights and sums stay float32."""
-    if number_format(device, precision) == "bfloat16":
+    if resolve_dtype(device, precision) == "bfloat16":
         return torch.autocast(device.type, torch.bfloat16)
     return nullcontext()
 
 
-def number_format(device: torch.device, precision: Precision) -> str:
+def resolve_dtype(device: torch.device, precision: Precision) -> str:
     """The name of the format `autocast` brings about."""
     wanted = precision == "bfloat16" or (precision == "auto" and has_bfloat16(device))
     return "bfloat16" if wanted else "float32"

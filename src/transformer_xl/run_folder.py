@@ -1,8 +1,8 @@
 """A run on disk: its settings, vocabulary, weights and figures; enough to use, repeat or go on with it.
 
-config.yaml        settings, whole          vocabulary.json     what the token numbers mean
+config.yaml        settings, whole          txl_tokenizer.json     what the token numbers mean
 model.safetensors  the best weights         metrics.jsonl       figures of training and validation, a line each
-state/step-N/      what training goes on from:
+checkpoints/step-N/      what training goes on from:
   model.safetensors    the last weights
   training/            optimiser, memory, average, random state, in one file of each process
   training.json        progress, and the checksums of those files
@@ -27,11 +27,11 @@ from transformer_xl.files import explained, whole_folder, write_text
 from transformer_xl.model.build import build_model
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.tensor_file import load_tensors, save_tensors
-from transformer_xl.text.vocabulary import Vocabulary, fingerprint, load_vocabulary, save_vocabulary
+from transformer_xl.text.tokenizer import Tokenizer, fingerprint, load_tokenizer, save_tokenizer
 
 Weights = Literal["best", "last"]
 
-_DAMAGED = "{} is damaged ({}); copy it again; a folder state/step-N can be deleted, to go on from the one before"
+_DAMAGED = "{} is damaged ({}); copy it again; a folder checkpoints/step-N can be deleted, to go on from the one before"
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Run:
     """A trained model ready to use."""
 
     model: LanguageModel
-    vocabulary: Vocabulary
+    tokenizer: Tokenizer
     config: RunConfig
 
 
@@ -97,10 +97,10 @@ class RunFolder:
 
     path: Path
     config: RunConfig
-    vocabulary: Vocabulary
+    tokenizer: Tokenizer
 
     @staticmethod
-    def create(path: Path, config: RunConfig, vocabulary: Vocabulary) -> RunFolder:
+    def create(path: Path, config: RunConfig, tokenizer: Tokenizer) -> RunFolder:
         """Makes the folder of a new run, without weights.
 
         Raises:
@@ -117,9 +117,9 @@ class RunFolder:
                 )
         with whole_folder(path) as aside:
             (aside / "config.yaml").write_text(config_text(config), encoding="utf-8")
-            save_vocabulary(vocabulary, aside / "vocabulary.json")
-            (aside / "state").mkdir()
-        return RunFolder(path, config, vocabulary)
+            save_tokenizer(tokenizer, aside / "txl_tokenizer.json")
+            (aside / "checkpoints").mkdir()
+        return RunFolder(path, config, tokenizer)
 
     @staticmethod
     def open(path: Path | str) -> RunFolder:
@@ -137,10 +137,10 @@ class RunFolder:
                 raise UserError(f"{path}: {what}; wanted a folder that 'txl train --run DIR' made")
         with explained(f"reading {settings}"):
             config = run_settings(read_yaml(settings.read_bytes(), str(settings)), str(settings))
-        vocabulary = load_vocabulary(path / "vocabulary.json")
-        if config.corpus and config.corpus.vocabulary != fingerprint(vocabulary):
-            raise UserError(f"{path / 'vocabulary.json'} is not the one this run was trained with; copy it again")
-        return RunFolder(path, config, vocabulary)
+        tokenizer = load_tokenizer(path / "txl_tokenizer.json")
+        if config.corpus and config.corpus.tokenizer_sha256 != fingerprint(tokenizer):
+            raise UserError(f"{path / 'txl_tokenizer.json'} is not the one this run was trained with; copy it again")
+        return RunFolder(path, config, tokenizer)
 
     def save_weights(self, weights: Mapping[str, Tensor], *, step: int, nats: float | None) -> None:
         """Keeps the weights of this step as the run's best, and their validation loss in nats per token, if known."""
@@ -167,11 +167,11 @@ class RunFolder:
         """
         if weights not in get_args(Weights):
             raise UserError(f"no weights {weights!r} of a run; there are {' and '.join(get_args(Weights))}")
-        best, newest = self.path / "model.safetensors", self.newest_state()
-        validated = any(line["split"] == "valid" for line in self.figures())
+        best, newest = self.path / "model.safetensors", self.latest_checkpoint()
+        validated = any(line["split"] == "valid" for line in self.metrics())
         # without validation the last weights are the best known, and a run that went on has newer ones than `best`;
         # but their average stands in `best` alone
-        averaged = self.config.train.average != "none"
+        averaged = self.config.train.weight_average != "none"
         if weights == "best" and best.exists() and (validated or averaged or newest is None):
             return best
         if weights == "best" and validated:
@@ -180,17 +180,17 @@ class RunFolder:
             raise UserError(f"{self.path} has no weights yet; train it with 'txl train --resume {self.path}'")
         return newest / "model.safetensors"
 
-    def states(self) -> list[Path]:
+    def checkpoints(self) -> list[Path]:
         """The checkpoints training can go on from, oldest first."""
-        folders = (self.path / "state").glob("step-*")
+        folders = (self.path / "checkpoints").glob("step-*")
         numbered = [folder for folder in folders if folder.name.removeprefix("step-").isdecimal()]
         return sorted(numbered, key=lambda folder: int(folder.name.removeprefix("step-")))
 
-    def newest_state(self) -> Path | None:
+    def latest_checkpoint(self) -> Path | None:
         """The newest checkpoint, if there is one."""
-        return next(reversed(self.states()), None)
+        return next(reversed(self.checkpoints()), None)
 
-    def figures(self) -> list[dict[str, Any]]:
+    def metrics(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl; a half-written last line (a killed run) is left out.
 
         Raises:
@@ -220,7 +220,7 @@ class RunFolder:
         model = build_model(self.config.model)
         if (best := self.path / "model.safetensors").exists():
             load_weights(model, best)
-        for state in self.states():
+        for state in self.checkpoints():
             load_weights(model, state / "model.safetensors")
             StateRecord.read(state).verify(state)
 
@@ -286,4 +286,4 @@ def load(path: Path | str, *, device: str = "auto", weights: Weights = "best") -
         UserError: not a run, no weights yet, or damaged files.
     """
     folder = RunFolder.open(path)
-    return Run(folder.load_model(choose_device(device), weights), folder.vocabulary, folder.config)
+    return Run(folder.load_model(choose_device(device), weights), folder.tokenizer, folder.config)

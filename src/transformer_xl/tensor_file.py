@@ -57,9 +57,7 @@ def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     Raises:
         UserError: there is no such file, or it is truncated or altered.
     """
-    damaged = (
-        f"{path} is damaged ({{}}); copy it again; a folder state/step-N can be deleted, to go on from the one before"
-    )
+    damaged = f"{path} is damaged ({{}}); copy it again; a folder checkpoints/step-N can be deleted, to go on from the one before"
     with explained(f"reading {path}"):
         path.open("rb").close()
     try:

@@ -20,12 +20,12 @@ from transformer_xl.analysis.attention_maps import (
     with_terms,
 )
 from transformer_xl.config import ModelConfig, UserError
-from transformer_xl.evaluation.plan import Plan
+from transformer_xl.evaluation.plan import EvaluationPlan
 from transformer_xl.model.build import build_model
-from transformer_xl.model.memory import Reach
+from transformer_xl.model.memory import ContextLimits
 
 SHAW = ModelConfig(
-    vocabulary_size=23, encoding="shaw", learned_positions=6, layers=2, width=14, heads=2, head_width=5, feedforward=19
+    vocab_size=23, encoding="shaw", learned_positions=6, n_layers=2, d_model=14, n_heads=2, d_head=5, d_ff=19
 )
 
 
@@ -45,26 +45,26 @@ def shaw():
 
 
 CASES = [
-    (5, Reach(11), 47),
-    (7, Reach(11, 9), 53),  # a window shorter than memory
-    (13, Reach(3, None, 4), 47),  # a clamp, and segments longer than memory
-    (4, Reach(0), 31),
-    (1, Reach(6, 7), 29),
-    (7, Reach(41), 29),  # memory is never full, so all count
-    (5, Reach(10), 11),  # one query counts
+    (5, ContextLimits(11), 47),
+    (7, ContextLimits(11, 9), 53),  # a window shorter than memory
+    (13, ContextLimits(3, None, 4), 47),  # a clamp, and segments longer than memory
+    (4, ContextLimits(0), 31),
+    (1, ContextLimits(6, 7), 29),
+    (7, ContextLimits(41), 29),  # memory is never full, so all count
+    (5, ContextLimits(10), 11),  # one query counts
 ]
 
 
 @pytest.mark.parametrize(("segment", "reach", "length"), CASES)
-def test_means_are_those_of_a_plain_loop(make_model, text, segment, reach, length):
-    model, plan = make_model(layers=2, tie_position_biases=False), Plan(segment, reach)
+def test_means_are_those_of_a_plain_loop(make_model, text, segment, context_limits, length):
+    model, plan = make_model(layers=2, tie_attention_biases=False), EvaluationPlan(segment, context_limits)
     means = AttentionMeans(model, plan, length)
     look(model, text[:length].numpy(), plan, [means.add])
-    counted = [i for i in range(length) if i - i % segment >= reach.memory]
+    counted = [i for i in range(length) if i - i % segment >= context_limits.memory]
     assert means.fills_memory == bool(counted)
     counted = counted or list(range(length))
     assert means.num_queries == len(counted)
-    for (layer, head), seen in attention_of(model, text[:length], segment, reach).items():
+    for (layer, head), seen in attention_of(model, text[:length], segment, context_limits).items():
         total, count, far, entropy = {}, {}, 0.0, 0.0
         for (i, j), p in seen.probability.items():
             if i in counted:
@@ -82,10 +82,10 @@ def test_means_are_those_of_a_plain_loop(make_model, text, segment, reach, lengt
         assert means.entropy_LN[layer, head] == pytest.approx(entropy / len(counted), abs=1e-10)
 
 
-def check_terms(model, text, segment, reach, length):
-    maps, plan = TermMaps(model, length), Plan(segment, reach)
+def check_terms(model, text, segment, context_limits, length):
+    maps, plan = TermMaps(model, length), EvaluationPlan(segment, context_limits)
     look(model, text.numpy(), plan, [maps.taker(plan)])
-    for (layer, head), seen in attention_of(model, text, segment, reach).items():
+    for (layer, head), seen in attention_of(model, text, segment, context_limits).items():
         wanted = {name: np.full((length, length), np.nan) for name in TERMS}
         for (i, j), four in seen.terms.items():
             if i < length:
@@ -97,19 +97,19 @@ def check_terms(model, text, segment, reach, length):
             np.testing.assert_allclose(maps.map_QQ(name, layer, head), wanted[name], atol=1e-10, err_msg=name)
 
 
-@pytest.mark.parametrize(("segment", "reach", "length"), [*CASES[:5], (53, Reach(0), 19)])
-def test_terms_are_the_papers(make_model, text, segment, reach, length):
+@pytest.mark.parametrize(("segment", "reach", "length"), [*CASES[:5], (53, ContextLimits(0), 19)])
+def test_terms_are_the_papers(make_model, text, segment, context_limits, length):
     """Also where the last segment reaches beyond what is shown."""
-    check_terms(make_model(layers=2, tie_position_biases=False), text, segment, reach, length - length % 3)
+    check_terms(make_model(layers=2, tie_attention_biases=False), text, segment, context_limits, length - length % 3)
 
 
 def test_shaws_terms(shaw, text):
     assert list(terms_of(shaw)) == ["probability", "score", "content", "position"]
-    check_terms(shaw, text, 7, Reach(11), 31)
+    check_terms(shaw, text, 7, ContextLimits(11), 31)
 
 
 def test_probabilities_of_all_keys_add_up(make_model, text):
-    model, plan = make_model(), Plan(5, Reach(11))
+    model, plan = make_model(), EvaluationPlan(5, ContextLimits(11))
     maps = TermMaps(model, 31)
     look(model, text.numpy(), plan, [maps.taker(plan)])
     for layer, head in np.ndindex(maps.shape):
@@ -118,10 +118,10 @@ def test_probabilities_of_all_keys_add_up(make_model, text):
 
 def test_empty_slots_that_are_attended_keep_their_share(make_model, text):
     """Then a query's probabilities of the tokens add up to less than 1, and are still the model's."""
-    model, plan = make_model(attend_empty_memory=True), Plan(7, Reach(11))
+    model, plan = make_model(attend_empty_memory=True), EvaluationPlan(7, ContextLimits(11))
     maps, means = TermMaps(model, 7), AttentionMeans(model, plan, 7)
     look(model, text[:7].numpy(), plan, [maps.taker(plan), means.add])
-    traced = list(model.trace(text[None, :7], model.initial_memory(1, plan.reach)))
+    traced = list(model.trace(text[None, :7], model.initial_memory(1, plan.context_limits)))
     for layer, trace in enumerate(traced):
         for head in range(2):
             wanted = trace.terms.probabilities_BNTS[0, head, :, 11:].detach().tril().numpy()
@@ -134,7 +134,7 @@ def test_empty_slots_that_are_attended_keep_their_share(make_model, text):
 
 def test_nothing_of_a_long_text_is_kept(make_model, tokens):
     """As many numbers live in large tensors at the end of a long text as at the end of a short one."""
-    model, plan = make_model(), Plan(17, Reach(19))
+    model, plan = make_model(), EvaluationPlan(17, ContextLimits(19))
     smallest = 2 * 17 * (17 + 19)  # the numbers of one term of one layer
 
     def living(length: int) -> int:
@@ -158,7 +158,7 @@ def test_slots_that_are_never_filled_are_not_kept(make_model, text, attended):
     """A memory far longer than the text gives the numbers of one just long enough, except where empty slots count."""
     model, length, found = make_model(attend_empty_memory=attended), 29, []
     for slots in (28, 997):
-        plan, keys = Plan(7, Reach(slots)), []
+        plan, keys = EvaluationPlan(7, ContextLimits(slots)), []
         means, maps = AttentionMeans(model, plan, length), TermMaps(model, length)
 
         def watch(view, keys=keys):
@@ -178,7 +178,7 @@ def test_weights_too_large_for_their_products_are_refused(make_model, text, weig
     model = make_model().float()
     with torch.no_grad():
         getattr(model.layers[1].attention, weight).weight.fill_(3e38)
-    plan, taken = Plan(7, Reach(11)), []
+    plan, taken = EvaluationPlan(7, ContextLimits(11)), []
     with pytest.raises(UserError, match=r"^layer 1 computes numbers that are infinite or not numbers: .* lower learn"):
         look(model, text.numpy(), plan, [lambda view: taken.append(view.layer)])
     assert taken == [0]
@@ -193,6 +193,6 @@ def test_weights_too_large_for_their_products_are_refused(make_model, text, weig
     ],
 )
 def test_other_models_are_refused(settings, message):
-    model = build_model(ModelConfig(vocabulary_size=23, layers=1, width=14, heads=2, feedforward=19, **settings))
+    model = build_model(ModelConfig(vocab_size=23, n_layers=1, d_model=14, n_heads=2, d_ff=19, **settings))
     with pytest.raises(UserError, match=message):
         with_terms(model)

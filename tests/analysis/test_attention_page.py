@@ -23,9 +23,9 @@ from transformer_xl.analysis.attention_page import (
     token_texts,
 )
 from transformer_xl.config import UserError
-from transformer_xl.evaluation.plan import Plan
-from transformer_xl.model.memory import Reach
-from transformer_xl.text.vocabulary import ByteVocabulary
+from transformer_xl.evaluation.plan import EvaluationPlan
+from transformer_xl.model.memory import ContextLimits
+from transformer_xl.text.tokenizer import ByteTokenizer
 
 TEXT = 'a <b>&amp;\n</script><script>window.broken=1</script>\t"it\'s" caf\u00e9 $x\x00'.encode()
 HOSTILE = "</script><script>window.broken = 1</script><!--<script>"
@@ -36,16 +36,16 @@ HEX = len(TEXT) - 5  # the place of the second byte of the accented letter
 @pytest.fixture
 def maps(make_model):
     """Of the hostile text, with a memory too short for all of it."""
-    model = make_model(vocabulary_size=256, layers=2)
+    model = make_model(vocab_size=256, n_layers=2)
     ids = np.frombuffer(TEXT, dtype=np.uint8)
-    maps, plan = TermMaps(model, len(TEXT)), Plan(13, Reach(29))
+    maps, plan = TermMaps(model, len(TEXT)), EvaluationPlan(13, ContextLimits(29))
     look(model, ids, plan, [maps.taker(plan)])
     return maps
 
 
 @pytest.fixture
 def page(maps):
-    tokens = token_texts(ByteVocabulary(), np.frombuffer(TEXT, dtype=np.uint8))
+    tokens = token_texts(ByteTokenizer(), np.frombuffer(TEXT, dtype=np.uint8))
     tokens[60] = TokenText(HOSTILE, HOSTILE, False)  # as a token of a word vocabulary may be
     tokens[44] = TokenText("W" * 60, "W" * 60, False)
     tokens[45] = TokenText(HEBREW, HEBREW, False)
@@ -53,7 +53,7 @@ def page(maps):
 
 
 def test_tokens_are_shown_as_text():
-    shown = token_texts(ByteVocabulary(), np.frombuffer(TEXT, dtype=np.uint8))
+    shown = token_texts(ByteTokenizer(), np.frombuffer(TEXT, dtype=np.uint8))
     assert "".join(token.name for token in shown[:4]) == "a\u00b7<b"
     assert [token.shown for token in shown if token.name == "\u21b5"] == ["\u21b5\n"]
     assert (shown[HEX].shown, shown[HEX].name, shown[HEX].odd) == ("A9", "bytes A9", True)
@@ -117,12 +117,12 @@ def test_the_data_are_the_terms_to_within_half_a_step(maps, page):
 
 
 def test_alike_terms_have_one_level(make_model):
-    model = make_model(vocabulary_size=256, layers=1)
+    model = make_model(vocab_size=256, n_layers=1)
     with torch.no_grad():
         model.layers[0].attention.query.weight.zero_()
-    maps, plan = TermMaps(model, 5), Plan(5, Reach(0))
+    maps, plan = TermMaps(model, 5), EvaluationPlan(5, ContextLimits(0))
     look(model, np.arange(5, dtype=np.uint8), plan, [maps.taker(plan)])
-    page = attention_page(maps, token_texts(ByteVocabulary(), np.arange(5)), "a", "b", apart=True)
+    page = attention_page(maps, token_texts(ByteTokenizer(), np.arange(5)), "a", "b", apart=True)
     data = data_of(page)
     assert data["apart"] is True
     assert not numbers(data["levels"], "<u2", 1, 2, 2, 15).any()

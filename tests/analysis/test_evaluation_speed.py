@@ -6,10 +6,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from transformer_xl.analysis.evaluation_speed import PAPER, Contest, Task, arithmetic_limit
 from transformer_xl.config import ModelConfig, UserError, load_recipe
-from transformer_xl.model.memory import Reach
+from transformer_xl.model.memory import ContextLimits
 from transformer_xl.model.transformer_xl import TransformerXL
 
-SMALL = ModelConfig(vocabulary_size=23, layers=2, width=14, heads=2, head_width=5, feedforward=19)
+SMALL = ModelConfig(vocab_size=23, n_layers=2, d_model=14, n_heads=2, d_head=5, d_ff=19)
 
 
 def test_limit_at_the_paper_s_size():
@@ -26,7 +26,9 @@ def test_limit_counts_what_is_multiplied(clamp):
     length = 9
     model = TransformerXL(SMALL.model_copy(update={"kernel": "sdpa"})).eval()
     with torch.inference_mode():
-        _, memory = model(torch.zeros(1, length, dtype=torch.int64), model.inference_memory(1, Reach(8, 9, clamp)))
+        _, memory = model(
+            torch.zeros(1, length, dtype=torch.int64), model.inference_memory(1, ContextLimits(8, 9, clamp))
+        )
         with FlopCounterMode(display=False) as counter:
             model(torch.zeros(1, 1, dtype=torch.int64), memory)
     inner, layers = 10, 2

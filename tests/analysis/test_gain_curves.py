@@ -11,17 +11,17 @@ from matplotlib.figure import Figure
 from transformer_xl.analysis.gain_curves import draw_gains, write_picture
 from transformer_xl.config import ModelConfig, UserError
 from transformer_xl.evaluation.effective_context import ContextSweep, EffectiveContext, Reader
-from transformer_xl.evaluation.plan import Plan
+from transformer_xl.evaluation.plan import EvaluationPlan
 from transformer_xl.model.build import build_model
-from transformer_xl.model.memory import Reach
+from transformer_xl.model.memory import ContextLimits
 
 SWEEP = ContextSweep(start=5, step=7, longest=30, positions=13, fractions=(0.3, 1.0), threshold=0.02)
 
 
 @pytest.fixture(scope="module")
 def found() -> EffectiveContext:
-    model = build_model(ModelConfig(vocabulary_size=5, layers=1, width=2, heads=1, feedforward=3))
-    readers = tuple(Reader(name, model, Plan(3, Reach(1))) for name in ("first", "second"))
+    model = build_model(ModelConfig(vocab_size=5, n_layers=1, d_model=2, n_heads=1, d_ff=3))
+    readers = tuple(Reader(name, model, EvaluationPlan(3, ContextLimits(1))) for name in ("first", "second"))
     nats_ICP = np.random.default_rng(3).gamma(2.0, 1.0, (2, 4, 13))
     return EffectiveContext(SWEEP, readers, np.arange(13), nats_ICP, (1.0, 2.0))
 

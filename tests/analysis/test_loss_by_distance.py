@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from transformer_xl.analysis.loss_by_distance import in_stretches, loss_by_distance
-from transformer_xl.evaluation.plan import Plan, Text
+from transformer_xl.evaluation.plan import EvaluationPlan, Text
 from transformer_xl.evaluation.scoring import token_nats
-from transformer_xl.model.memory import Reach
+from transformer_xl.model.memory import ContextLimits
 
-PLAN = Plan(5, Reach(11))
+PLAN = EvaluationPlan(5, ContextLimits(11))
 STARTS = [0, 1, 20, 37]
 
 

@@ -8,15 +8,15 @@ from transformer_xl.config import UserError, merge, run_settings
 from transformer_xl.model.cost import step_cost
 
 BASE = {
-    "model": {"layers": 3, "width": 32, "heads": 2, "feedforward": 64, "dropout": 0.0},
-    "train": {"segment": 12, "memory": 12, "rows": 4, "steps": 7},
-    "evaluation": {"segment": 5},
+    "model": {"n_layers": 3, "d_model": 32, "n_heads": 2, "d_ff": 64, "dropout": 0.0},
+    "train": {"segment_length": 12, "memory_length": 12, "batch_size": 4, "max_steps": 7},
+    "evaluation": {"segment_length": 5},
 }
 
 
 def made(name, base=BASE):
     settings = BY_NAME[name].settings(base, 50)
-    return run_settings(merge(settings, {"model": {"vocabulary_size": 50}}), name)
+    return run_settings(merge(settings, {"model": {"vocab_size": 50}}), name)
 
 
 def test_the_rows_are_the_papers():
@@ -41,27 +41,27 @@ def test_the_rows_are_the_papers():
 def test_a_system_is_what_it_says_and_the_rest_is_the_base(system):
     config = made(system.name)
     assert config.train.loss == system.loss
-    assert config.train.memory == (12 if system.recurrence else 0)
-    assert config.train.rows == 4
-    assert config.train.steps == (round(7 * 12 / config.train.segment) if system.equal_memory else 7)
-    assert config.model.layers == (4 if system.larger else 3)
+    assert config.train.memory_length == (12 if system.recurrence else 0)
+    assert config.train.batch_size == 4
+    assert config.train.max_steps == (round(7 * 12 / config.train.segment_length) if system.equal_memory else 7)
+    assert config.model.n_layers == (4 if system.larger else 3)
     if system.attends:
-        assert (config.model.kind, config.model.encoding, config.model.width) == ("transformer", system.encoding, 32)
+        assert (config.model.kind, config.model.encoding, config.model.d_model) == ("transformer", system.encoding, 32)
     else:
         assert config.model.kind == system.encoding
     if not system.equal_memory:
-        assert config.train.segment == 12
+        assert config.train.segment_length == 12
 
 
 @pytest.mark.parametrize("name", ["relative-full-longer", "relative-half-longer"])
 def test_no_longer_segment_would_fit_into_the_same_memory(name):
     def needed(config, segment):
-        return step_cost(config.model, rows=4, segment=segment, memory=config.train.memory).bytes
+        return step_cost(config.model, batch_size=4, segment_length=segment, memory_length=config.train.memory).bytes
 
     with_recurrence, longer = made("xl-full"), made(name)
     budget = needed(with_recurrence, 12)
-    assert longer.train.segment > 12
-    assert needed(longer, longer.train.segment) <= budget < needed(longer, longer.train.segment + 1)
+    assert longer.train.segment_length > 12
+    assert needed(longer, longer.train.segment_length) <= budget < needed(longer, longer.train.segment_length + 1)
 
 
 @pytest.mark.parametrize("name", ["lstm", "qrnn"])
@@ -69,29 +69,29 @@ def test_recurrent_models_are_as_large_as_the_transformer(name):
     wanted, config = num_parameters(made("xl-full")), made(name)
 
     def apart(width):
-        model = config.model.model_copy(update={"width": width, "head_width": None})
+        model = config.model.model_copy(update={"d_model": width, "d_head": None})
         return abs(num_parameters(config.model_copy(update={"model": model})) - wanted)
 
-    width = config.model.width
+    width = config.model.d_model
     assert width % 8 == 0
     assert apart(width) <= min(apart(width - 8), apart(width + 8))
 
 
 def test_settings_that_a_system_does_not_have_are_left_out():
     odd = {
-        "model": {"tie_position_biases": False, "clamp_length": 9, "norm": "pre", "attention_dropout": 0.1},
-        "evaluation": {"memory": 40, "clamp": 9},
+        "model": {"tie_attention_biases": False, "clamp_length": 9, "norm": "pre", "attention_dropout": 0.1},
+        "evaluation": {"memory_length": 40, "clamp_length": 9},
     }
     base = merge(BASE, odd)
-    assert made("xl-full", base).evaluation.memory == 40
+    assert made("xl-full", base).evaluation.memory_length == 40
     assert made("shaw-full", base).model.clamp_length == 9
-    assert made("learned-half", base).evaluation.memory is None
+    assert made("learned-half", base).evaluation.memory_length is None
     assert made("lstm", base).model.attention_dropout == 0.0
 
 
 def test_what_cannot_be_is_told():
     with pytest.raises(UserError, match=r"model\.width: Input should be a multiple of 2"):
-        BY_NAME["xl-full"].settings(merge(BASE, {"model": {"width": 31}}), 50)
+        BY_NAME["xl-full"].settings(merge(BASE, {"model": {"d_model": 31}}), 50)
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 7, 8, 9, 100])

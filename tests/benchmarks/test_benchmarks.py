@@ -47,7 +47,7 @@ def spoil(monkeypatch: pytest.MonkeyPatch, name: str, change) -> None:
 def test_pairs_are_the_keys_that_queries_see(shape):
     inputs, sight = draw(shape)
     assert shape.pairs == int(seen_keys(inputs, sight)[0].sum())
-    assert shape.forward_flops == 6 * shape.rows * shape.heads * shape.head_width * shape.pairs
+    assert shape.forward_flops == 6 * shape.rows * shape.heads * shape.d_head * shape.pairs
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -97,14 +97,14 @@ class _OtherMask(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *tensors):
         ctx.save_for_backward(*tensors)
-        return KERNELS["reference"].attend(AttentionInputs(*tensors), attention_cases.Sight(None), 0.3)
+        return KERNELS["reference"].attend(AttentionInputs(*tensors), attention_cases.AttentionMask(None), 0.3)
 
     @staticmethod
     def backward(ctx, grad_BTNH):
         with torch.enable_grad():
             tensors = [tensor.detach().requires_grad_() for tensor in ctx.saved_tensors]
             torch.manual_seed(5)
-            out_BTNH = KERNELS["reference"].attend(AttentionInputs(*tensors), attention_cases.Sight(None), 0.3)
+            out_BTNH = KERNELS["reference"].attend(AttentionInputs(*tensors), attention_cases.AttentionMask(None), 0.3)
             return torch.autograd.grad(out_BTNH, tensors, grad_BTNH)
 
 
@@ -198,7 +198,7 @@ def test_arms_are_compared_with_the_first_seed_by_seed():
 def test_arms_give_settings_of_training(name, steps):
     arm = Arm.parse(name)
     config = TrainConfig.model_validate(arm.train({"warmup": 50}, steps))
-    assert (config.steps, config.optimizer) == (steps, name.split("-")[0])
+    assert (config.max_steps, config.optimizer) == (steps, name.split("-")[0])
     assert arm.share == (0.5 if "@" in name else 1)
 
 

@@ -23,13 +23,13 @@ def test_memory_that_grows_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[mmap.mmap] = []  # not from the heap, which may have room left by what ran before
     sum_nats = flat_memory.sum_nats
 
-    def leaks(model, tokens_K, start_id, plan, progress):
+    def leaks(model, tokens_K, bos_token_id, plan, progress):
         def told(count: int) -> None:
             kept.append(mmap.mmap(-1, flat_memory.MIB))
             kept[-1].write(b"x" * flat_memory.MIB)
             progress(count)
 
-        return sum_nats(model, tokens_K, start_id, plan, told)
+        return sum_nats(model, tokens_K, bos_token_id, plan, told)
 
     monkeypatch.setattr(flat_memory, "sum_nats", leaks)
     held = flat_memory.measure(256 * 40, 1, num_samples=10)["resident_bytes"]

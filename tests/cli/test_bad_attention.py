@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 from refusals import assert_refused, do, error_of, files, no_file_larger_than, txl
 
-from transformer_xl import Corpus, Plan, load
+from transformer_xl import Corpus, EvaluationPlan, load
 from transformer_xl.analysis.attention_maps import AttentionMeans, look, with_terms
 from transformer_xl.analysis.loss_by_distance import in_stretches, loss_by_distance
 from transformer_xl.evaluation.plan import Text
-from transformer_xl.model.memory import Reach
+from transformer_xl.model.memory import ContextLimits
 
 Capture = pytest.CaptureFixture[str]
-SMALL = "--model.layers 2 --model.width 14 --model.heads 2 --model.feedforward 19"
-SHORT = "--train.segment 7 --train.memory 11 --train.rows 3 --train.steps 2 --train.warmup 0 --train.precision float32"
+SMALL = "--model.n-layers 2 --model.d-model 14 --model.n-heads 2 --model.d-ff 19"
+SHORT = "--train.segment-length 7 --train.memory-length 11 --train.batch-size 3 --train.max-steps 2 --train.warmup-steps 0 --train.dtype float32"
 QUICK = ["--tokens", "61", "--page-tokens", "9"]
 
 
@@ -36,7 +36,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     do(f"train --corpus {place}/corpus --run {place}/run {SMALL} {SHORT}")
     deep = SMALL.replace("layers 2", "layers 5")
     do(f"train --corpus {place}/words --run {place}/shaw {deep} {SHORT} --model.encoding shaw")
-    without = SHORT.replace("--train.memory 11 ", "")
+    without = SHORT.replace("--train.memory-length 11 ", "")
     do(f"train --corpus {place}/corpus --run {place}/learned {SMALL} {without} --model.encoding learned")
     do(f"train --corpus {place}/corpus --run {place}/lstm {SMALL} {SHORT} --model.kind lstm")
     return place
@@ -71,12 +71,12 @@ def test_what_it_leaves(place: Path, tmp_path: Path) -> None:
 
 def check_numbers(place: Path, found: dict[str, Any], means: np.ndarray) -> None:
     """The means and both losses are those of the same text, computed in Python."""
-    run, plan = load(place / "run"), Plan(7, Reach(11))
+    run, plan = load(place / "run"), EvaluationPlan(7, ContextLimits(11))
     model, tokens_K = with_terms(run.model), Corpus.open(place / "corpus").split("test").first(61)
     computed = AttentionMeans(model, plan, 61)
     look(model, tokens_K, plan, [computed.add])
     np.testing.assert_allclose(means, computed.mean_LNP(11), rtol=1e-6)
-    cut, _ = in_stretches(Text(tokens_K, run.vocabulary.start_id), plan)
+    cut, _ = in_stretches(Text(tokens_K, run.tokenizer.bos_token_id), plan)
     assert found["loss"].keys() == {"reset", "continue"}
     for documents in ("reset", "continue"):
         wanted = loss_by_distance(model, cut, plan, documents)

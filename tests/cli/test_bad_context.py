@@ -10,8 +10,8 @@ import pytest
 from refusals import assert_refused, do, txl
 
 Capture = pytest.CaptureFixture[str]
-SMALL = "--model.layers 1 --model.width 14 --model.heads 2 --model.feedforward 19"
-SHORT = "--train.segment 7 --train.rows 3 --train.steps 2 --train.warmup 0 --train.precision float32"
+SMALL = "--model.n-layers 1 --model.d-model 14 --model.n-heads 2 --model.d-ff 19"
+SHORT = "--train.segment-length 7 --train.batch-size 3 --train.max-steps 2 --train.warmup-steps 0 --train.dtype float32"
 QUICK = "--split train --step 5 --longest 20 --positions 11 --device cpu"
 
 
@@ -23,11 +23,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "text.txt").write_bytes(b"".join(b"line %d\n" % number for number in range(99)))
     do(f"prepare {place}/text.txt --out {place}/corpus")
     do(f"prepare {place}/text.txt --out {place}/letters --vocabulary characters")
-    for name, system in (("xl", "--train.memory 11"), ("learned", "--model.encoding learned")):
+    for name, system in (("xl", "--train.memory-length 11"), ("learned", "--model.encoding learned")):
         do(f"train --corpus {place}/corpus --run {place}/{name} {SMALL} {SHORT} {system}")
     do(f"train --corpus {place}/letters --run {place}/other {SMALL} {SHORT}")
-    (place / "empty" / "state").mkdir(parents=True)
-    for file in ("config.yaml", "vocabulary.json"):
+    (place / "empty" / "checkpoints").mkdir(parents=True)
+    for file in ("config.yaml", "txl_tokenizer.json"):
         shutil.copy(place / "xl" / file, place / "empty" / file)
     (place / "there.json").write_text("mine")
     return place

@@ -14,8 +14,8 @@ from transformer_xl.tensor_file import load_tensors
 
 Capture, Patch = pytest.CaptureFixture[str], pytest.MonkeyPatch
 
-MODEL = "--model.layers=2 --model.width=14 --model.heads=2 --model.head-width=5 --model.feedforward=19"
-TRAIN = "--train.segment=7 --train.memory=11 --train.rows=3 --train.steps=2"
+MODEL = "--model.n-layers=2 --model.d-model=14 --model.n-heads=2 --model.d-head=5 --model.d-ff=19"
+TRAIN = "--train.segment-length=7 --train.memory-length=11 --train.batch-size=3 --train.max-steps=2"
 
 
 @pytest.fixture(scope="module")
@@ -47,14 +47,17 @@ WRONG_WORDS = [
     ("evaluate run --rows 2 --warmup -1", "warmup -1: wanted 0 or more"),
     (f"evaluate run --segment {10**22}", "wanted 1 or more, 2,147,483,647 at most"),
     (f"evaluate run --rows {10**17}", "wanted 1 or more, 2,147,483,647 at most"),
-    ("evaluate run --method moving-window --memory 0 --window 5 --segment 3", "--segment was given; a moving window"),
-    ("evaluate run --method moving-window --memory 0 --window 5 --warmup 3", "warms up by nothing; leave out --warmup"),
+    ("evaluate run --method sliding-window --memory 0 --window 5 --segment 3", "--segment was given; a moving window"),
+    (
+        "evaluate run --method sliding-window --memory 0 --window 5 --warmup 3",
+        "warms up by nothing; leave out --warmup",
+    ),
     ("evaluate run --method dynamic --warmup 3", "without warming up; leave out --warmup"),
     ("evaluate run --method dynamic --dynamic.form sgd --dynamic.epsilon 5", "--dynamic.epsilon is for the form rms"),
     ("evaluate run --documents reste", 'Did you mean "reset"?'),
     ("evaluate run --method moving", "moving"),
-    ("evaluate run --method moving-window --window 5", r"has no memory, but memory 11 is asked for \(or is the run's"),
-    ("evaluate run --method moving-window --memory 0", "a moving window needs a length; give --window N"),
+    ("evaluate run --method sliding-window --window 5", r"has no memory, but memory 11 is asked for \(or is the run's"),
+    ("evaluate run --method sliding-window --memory 0", "a moving window needs a length; give --window N"),
     ("evaluate run --method dynamic --rows 2", "rows 2: dynamic evaluation reads one after another; give 1"),
     ("evaluate run --method dynamic --dynamic.rate -1", "dynamic rate -1.0: wanted a number, 0 or more"),
     ("evaluate run --method dynamic --dynamic.rte 1", "--dynamic.rte. Did you mean --dynamic.rate?"),

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 from refusals import assert_refused, do
 
-from transformer_xl.text.vocabularies.words import WordVocabulary
-from transformer_xl.text.vocabulary import save_vocabulary
+from transformer_xl.text.tokenizer import save_tokenizer
+from transformer_xl.text.tokenizers.words import WordTokenizer
 
 Capture, Patch = pytest.CaptureFixture[str], pytest.MonkeyPatch
 
-MODEL = "--model.layers=1 --model.width=14 --model.heads=2 --model.head-width=5 --model.feedforward=19"
-TRAIN = "--train.segment=7 --train.memory=11 --train.rows=3 --train.steps=2"
+MODEL = "--model.n-layers=1 --model.d-model=14 --model.n-heads=2 --model.d-head=5 --model.d-ff=19"
+TRAIN = "--train.segment-length=7 --train.memory-length=11 --train.batch-size=3 --train.max-steps=2"
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +22,7 @@ def ready(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("bad-generate") / "w"
     place.mkdir()
     (place / "text.txt").write_text("the cat sat on the mat " * 40)
-    save_vocabulary(WordVocabulary(("the", "cat", "sat", "on", "mat"), None), place / "words.json")
+    save_tokenizer(WordTokenizer(("the", "cat", "sat", "on", "mat"), None), place / "words.json")
     with Patch.context() as patch:
         patch.chdir(place)
         for kind, words in (("run", ""), ("words", " --vocabulary words.json")):

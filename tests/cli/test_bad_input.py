@@ -21,16 +21,18 @@ from transformer_xl.model.key_values import KeyValueMemory
 from transformer_xl.model.memory import HiddenMemory
 from transformer_xl.run_folder import RunFolder
 from transformer_xl.tensor_file import load_tensors
-from transformer_xl.training.loop import Training
+from transformer_xl.training.loop import Trainer
 
 Capture, Patch = pytest.CaptureFixture[str], pytest.MonkeyPatch
 needs_permissions = pytest.mark.skipif(os.geteuid() == 0, reason="root may read and write everything")
 
-MODEL = "--model.layers=2 --model.width=14 --model.heads=2 --model.head-width=5 --model.feedforward=19"
-TRAIN = "--train.segment=7 --train.memory=11 --train.rows=3 --train.steps=5 --train.evaluate-every=3"
-TRY = "train --corpus corpus --run new --train.segment=7 --train.rows=3"
+MODEL = "--model.n-layers=2 --model.d-model=14 --model.n-heads=2 --model.d-head=5 --model.d-ff=19"
+TRAIN = (
+    "--train.segment-length=7 --train.memory-length=11 --train.batch-size=3 --train.max-steps=5 --train.eval-interval=3"
+)
+TRY = "train --corpus corpus --run new --train.segment-length=7 --train.batch-size=3"
 NEW = f"train --corpus corpus --run new {MODEL} {TRAIN}"
-DAMAGED = "copy it again; a folder state/step-N can be deleted, to go on from the one before"
+DAMAGED = "copy it again; a folder checkpoints/step-N can be deleted, to go on from the one before"
 
 
 @pytest.fixture(scope="module")
@@ -67,8 +69,8 @@ WRONG_WORDS = [
     # what does not exist, with the nearest name that does
     ("trian", r'Unknown command "trian"\. Did you mean "train"\?'),
     ("evaluate run --memry 5", "Unknown option: --memry. Did you mean --memory?"),
-    (f"{TRY} --train.stepz 5", "--train.stepz. Did you mean --train.steps?"),
-    (f"{TRY} --stepz 5", "--stepz. Did you mean --train.steps?"),
+    (f"{TRY} --train.stepz 5", "--train.stepz. Did you mean --train.max-steps?"),
+    (f"{TRY} --stepz 5", "--stepz. Did you mean --train.max-steps?"),
     ("train enwik8-12 --corpus corpus --run new", r"no recipe 'enwik8-12' \(did you mean 'enwik8-12l'\?\)"),
     ("train gone.yaml --corpus corpus --run new", "recipe file 'gone.yaml' cannot be read"),
     ("train wrong.yaml --corpus corpus --run new", r"wrong.yaml: unknown setting 'modle' \(did you mean 'model'\?\)"),
@@ -79,7 +81,7 @@ WRONG_WORDS = [
         r"twice.yaml: .* \('model' stands twice in one mapping",
     ),
     ("train list.yaml --corpus corpus --run new", "list.yaml: wanted a mapping of settings, found list"),
-    (f"{TRY} --model.kernel refrence", r"no attention kernel 'refrence' \(did you mean 'reference'\?\)"),
+    (f"{TRY} --model.attn-implementation refrence", r"no attention kernel 'refrence' \(did you mean 'reference'\?\)"),
     (f"{TRY} --device cpuu", r"no device 'cpuu' on this machine \(did you mean 'cpu'\?\); there are auto, "),
     (f"{TRY} --device cpu:1", "no device 'cpu:1' on this machine"),
     ("evaluate run --device gpu", "no device 'gpu' on this machine"),
@@ -106,30 +108,33 @@ WRONG_WORDS = [
     ("generate run --prompt-file empty.txt", "the prompt is empty; give some text, or no prompt at all to begin a new"),
     ("generate run --prompt=", "the prompt is empty; give some text, or no prompt at all to begin a new text"),
     # numbers
-    (f"{TRY} --model.heads 3", "width 256 does not divide by heads 3; choose a multiple or set head_width"),
-    (f"{TRY} --model.width 13", "model.width: Input should be a multiple of 2"),
-    (f"{TRY} --model.window 0", r"model.window: Input should be greater than 0 \(given: 0\)"),
-    (f"{TRY} --evaluation.window 0", "evaluation.window: Input should be greater than 0"),
-    (f"{TRY} --model.layers two", r"layers: Input should be a valid integer.*\(given: 'two'\)"),
+    (f"{TRY} --model.n-heads 3", "width 256 does not divide by heads 3; choose a multiple or set head_width"),
+    (f"{TRY} --model.d-model 13", "model.width: Input should be a multiple of 2"),
+    (f"{TRY} --model.attention-window 0", r"model.window: Input should be greater than 0 \(given: 0\)"),
+    (f"{TRY} --evaluation.attention-window 0", "evaluation.window: Input should be greater than 0"),
+    (f"{TRY} --model.n-layers two", r"layers: Input should be a valid integer.*\(given: 'two'\)"),
     (f"{TRY} --model.dropout 1", "model.dropout: Input should be less than 1"),
-    (f"{TRY} --train.steps 0", "train.steps: Input should be greater than 0"),
+    (f"{TRY} --train.max-steps 0", "train.max_steps: Input should be greater than 0"),
     (f"{TRY} --train.seed -1", "train.seed: Input should be greater than or equal to 0"),
     (f"{TRY} --train.learning-rate nan", "train.learning_rate: Input should be"),
     (f"{TRY} --train.learning-rate inf", "train.learning_rate: Input should be a finite number"),
     (
         NEW.replace("rows=3", "rows=97"),
-        "has 631 tokens, and 97 rows of a segment of 7 tokens need 679; lower --train.rows",
+        "has 631 tokens, and 97 rows of a segment of 7 tokens need 679; lower --train.batch-size",
     ),
     (f"{TRY} --threads 0", "--threads 0: wanted 1 or more"),
     (
-        f"{TRY} --train.average uniform --train.average-from 2000",
+        f"{TRY} --train.weight-average uniform --train.average-start-step 2000",
         "average_from 2,000 leaves nothing of the 2,000 steps to average; give 1,999 or less, or average none",
     ),
     (
-        "train --corpus corpus --run new --train.segment 8 --train.first-segment 4 --train.length-warmup 2000",
+        "train --corpus corpus --run new --train.segment-length 8 --train.initial-segment-length 4 --train.segment-warmup-steps 2000",
         "length_warmup 2,000 leaves none of the 2,000 steps at full length; give 1,999 or less, or more steps",
     ),
-    ("train --resume run --model.layers 3", "model.layers cannot change within a run; start a new one with --run DIR"),
+    (
+        "train --resume run --model.n-layers 3",
+        "model.layers cannot change within a run; start a new one with --run DIR",
+    ),
     ("train --resume run --train.optimizer muon", "train.optimizer cannot change within a run; start a new one"),
     ("evaluate run --window 0", "window 0 is too small; give 1 or more"),
     ("evaluate run --clamp 0", "clamp_length 0 is too small"),
@@ -223,10 +228,10 @@ def swap(old: bytes, new: bytes) -> Change:
 
 
 BEST, SETTINGS, FIGURES = "model.safetensors", "config.yaml", "metrics.jsonl"
-LAST, PROGRESS = "state/step-00000005/model.safetensors", "state/step-00000005/training.json"
-STATE = "state/step-00000005/training/shard-00001-model-00001-of-00001.safetensors"
+LAST, PROGRESS = "checkpoints/step-00000005/model.safetensors", "checkpoints/step-00000005/training.json"
+STATE = "checkpoints/step-00000005/training/shard-00001-model-00001-of-00001.safetensors"
 NO_FIGURES = r"run/metrics.jsonl is damaged \(.*\); delete it"
-GO_ON = "train --resume run --train.steps 7"
+GO_ON = "train --resume run --train.max-steps 7"
 CHECKSUM = rf"safetensors is damaged \(its checksum does not fit its contents\); {DAMAGED}"
 CUT = rf"safetensors is damaged \(not a whole safetensors file: .*\); {DAMAGED}"
 NO_YAML = r"run/config.yaml: not readable as YAML \("
@@ -260,9 +265,9 @@ DAMAGES: dict[str, tuple[str, Change | None, str, str]] = {
         r"model.safetensors does not fit the settings in config.yaml \(at layers.0.feedforward"),
     "the corpus moved": (SETTINGS, swap(b"/w/corpus\n", b"/w/moved\n"), "evaluate run",
         "the corpus of this run, .*/w/moved, is no longer there; give --corpus DIR"),
-    "another vocabulary": (SETTINGS, swap(rb"vocabulary: [0-9a-f]{5}", b"vocabulary: 00000"), "generate run",
-        "run/vocabulary.json is not the one this run was trained with; copy it again"),
-    "no vocabulary": ("vocabulary.json", None, "generate run", "run/vocabulary.json: missing"),
+    "another vocabulary": (SETTINGS, swap(rb"tokenizer_sha256: [0-9a-f]{5}", b"tokenizer_sha256: 00000"), "generate run",
+        "run/txl_tokenizer.json is not the one this run was trained with; copy it again"),
+    "no vocabulary": ("txl_tokenizer.json", None, "generate run", "run/txl_tokenizer.json: missing"),
 }  # fmt: skip
 
 
@@ -286,7 +291,7 @@ def test_a_run_with_parts_that_are_something_else(place: Path, capfd: Capture) -
     weights.unlink()
     weights.mkdir()
     assert_refused(place, "evaluate run", "reading run/model.safetensors: is a folder, wanted a file", capfd)
-    shutil.rmtree(place / "run" / "state")
+    shutil.rmtree(place / "run" / "checkpoints")
     assert_refused(place, GO_ON, "run/state holds no checkpoint; start anew with 'txl train --run DIR'", capfd)
     nothing = "run has no weights yet; train it with 'txl train --resume run'"
     assert_refused(place, "evaluate run --weights last", nothing, capfd)
@@ -314,24 +319,24 @@ def test_a_corpus_of_another_text(place: Path, capfd: Capture) -> None:
 def test_a_run_that_another_command_trains(place: Path, monkeypatch: Patch, capfd: Capture) -> None:
     """Two would delete each other's checkpoints; a new run and one that goes on are held, until their end."""
     tried: list[str] = []
-    train = Training.run
+    train = Trainer.run
 
-    def try_as_well(training: Training, *given: Any) -> Any:
+    def try_as_well(training: Trainer, *given: Any) -> Any:
         with pytest.raises(UserError) as error, held(training.folder.path, "trained"):
             pass
         tried.append(str(error.value))
         return train(training, *given)
 
-    monkeypatch.setattr(Training, "run", try_as_well)
+    monkeypatch.setattr(Trainer, "run", try_as_well)
     do(NEW)
-    do("train --resume run --train.steps=6")
+    do("train --resume run --train.max-steps=6")
     said = "{} is being trained by another command; wait until it has ended, or stop it"
     assert tried == [said.format(name) for name in ("new", "run")]
     with held(place / "run", "trained"):
         before = files(place)
-        assert said.format("run") in error_of("train --resume run --train.steps=7", capfd)
+        assert said.format("run") in error_of("train --resume run --train.max-steps=7", capfd)
         assert files(place) == before
-    do("train --resume run --train.steps=7")
+    do("train --resume run --train.max-steps=7")
 
 
 def test_a_disk_that_is_full(place: Path, monkeypatch: Patch, capfd: Capture) -> None:
@@ -351,7 +356,11 @@ def test_a_disk_too_full_for_weights(place: Path, capfd: Capture) -> None:
     with no_file_larger_than(9000):
         said = error_of(NEW, capfd)
     assert re.search(r"writing new/state/.*model.safetensors: file too large for this place", said)
-    assert sorted(path.name for path in (place / "new").rglob("*")) == ["config.yaml", "state", "vocabulary.json"]
+    assert sorted(path.name for path in (place / "new").rglob("*")) == [
+        "config.yaml",
+        "checkpoints",
+        "txl_tokenizer.json",
+    ]
     do("train --resume new")
     found, wanted = (load_tensors(place / name / "model.safetensors")[0] for name in ("new", "run"))
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
@@ -359,7 +368,7 @@ def test_a_disk_too_full_for_weights(place: Path, capfd: Capture) -> None:
 
 def test_weights_on_a_full_disk(place: Path, monkeypatch: Patch, capfd: Capture) -> None:
     """Wherever it happens: what was good stays good, nothing is half written, and later training goes on the same."""
-    words = ["train", "--resume", "run", "--train.steps=11", "--train.save-every=2"]
+    words = ["train", "--resume", "run", "--train.max-steps=11", "--train.checkpoint-interval=2"]
     shutil.copytree("run", "start")
     assert run(words) == 0
     shutil.move("run", "whole")
@@ -374,7 +383,7 @@ def test_weights_on_a_full_disk(place: Path, monkeypatch: Patch, capfd: Capture)
                 break
         assert re.search(rf"^txl: error: .*{FULL}$", capfd.readouterr().err, re.MULTILINE)
         assert not list(Path("run").rglob("*.partial-*"))
-        assert RunFolder.open("run").figures()
+        assert RunFolder.open("run").metrics()
         assert Path("run/model.safetensors").exists()
         RunFolder.open("run").verify()
         assert run(words) == 0

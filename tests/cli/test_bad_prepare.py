@@ -141,8 +141,8 @@ def test_flags_beside_a_vocabulary_that_exists(place: Path, capfd: Capture) -> N
     message = "corpora/text is learned already; leave --no-lowercase, --max-size out, or name a kind"
     assert_refused(place, f"{words} --no-lowercase --max-size 7", message, capfd)
     assert_refused(place, "prepare text.txt", "corpora/text exists already", capfd)
-    (place / "corpora/text/vocabulary.json").write_bytes(b"{")
-    assert_refused(place, words, "vocabulary.json: damaged, not readable as JSON", capfd)
+    (place / "corpora/text/txl_tokenizer.json").write_bytes(b"{")
+    assert_refused(place, words, "txl_tokenizer.json: damaged, not readable as JSON", capfd)
 
 
 def test_no_network(place: Path, monkeypatch: Patch, capfd: Capture) -> None:

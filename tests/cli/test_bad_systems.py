@@ -8,8 +8,8 @@ import pytest
 from refusals import assert_refused, do, txl
 
 Capture = pytest.CaptureFixture[str]
-SMALL = "--model.layers 1 --model.width 14 --model.heads 2 --model.feedforward 19"
-SHORT = "--train.segment 7 --train.rows 3 --train.steps 2 --train.warmup 0 --train.precision float32"
+SMALL = "--model.n-layers 1 --model.d-model 14 --model.n-heads 2 --model.d-ff 19"
+SHORT = "--train.segment-length 7 --train.batch-size 3 --train.max-steps 2 --train.warmup-steps 0 --train.dtype float32"
 
 
 @pytest.fixture(scope="module")
@@ -41,11 +41,17 @@ def test_what_they_can_do(place: Path) -> None:
     ("flags", "message"),
     [
         ("--model.kind lsmt", "model.kind|lsmt"),
-        ("--model.kind lstm --model.window 3", "kind lstm does not attend, and window 3 was given; give window none"),
-        ("--model.kind qrnn --evaluation.clamp 3", "kind qrnn does not attend, and clamp 3 was given"),
+        (
+            "--model.kind lstm --model.attention-window 3",
+            "kind lstm does not attend, and window 3 was given; give window none",
+        ),
+        ("--model.kind qrnn --evaluation.clamp-length 3", "kind qrnn does not attend, and clamp 3 was given"),
         ("--model.kind lstm --model.encoding shaw", "encoding shaw needs kind transformer, and this is kind lstm"),
         ("--model.kind lstm --train.compile layers", "train.compile layers is for transformers"),
-        ("--model.encoding sinusoidal --train.memory 7", "encoding sinusoidal has no memory, and memory 7 was given"),
+        (
+            "--model.encoding sinusoidal --train.memory-length 7",
+            "encoding sinusoidal has no memory, and memory 7 was given",
+        ),
         ("--model.encoding learned --model.learned_positions 5", "segment 7 is longer than the 5 learned positions"),
         ("--model.encoding shaw --model.learned_positions 999", "learned_positions 999 are more than training goes"),
         ("--model.second_target", "second_target True needs encoding sinusoidal or learned"),
@@ -63,7 +69,7 @@ def test_wrong_settings(place: Path, capfd: Capture, flags: str, message: str) -
         ("evaluate {}/learned --memory 5", "encoding learned has no memory, and memory 5 was given; give memory 0"),
         ("evaluate {}/learned --segment 8", "segment 8 is longer than the 7 learned positions; give 7 at most"),
         ("generate {}/learned --prompt line --memory 5", "encoding learned has no memory, and memory 5 was given"),
-        ("train --resume {}/learned --train.steps 3 --model.second_target", "cannot change within a run"),
+        ("train --resume {}/learned --train.max-steps 3 --model.second_target", "cannot change within a run"),
     ],
 )
 def test_wrong_lengths(place: Path, capfd: Capture, words: str, message: str) -> None:

@@ -15,20 +15,20 @@ from refusals import Said, txl
 import transformer_xl
 from transformer_xl.config import recipe_names
 from transformer_xl.evaluation.evaluate import evaluate
-from transformer_xl.evaluation.plan import Plan
+from transformer_xl.evaluation.plan import EvaluationPlan
 from transformer_xl.generation.decoding import generate
 from transformer_xl.generation.sampling import Sampler
-from transformer_xl.model.memory import Reach
+from transformer_xl.model.memory import ContextLimits
 from transformer_xl.run_folder import RunFolder, load
 from transformer_xl.text.token_store import Corpus
 
 SENTENCE = "the cat sat on the mat, and the dog ran after it; then all of them slept in the sun. caf\u00e9!"
 TEXT = " ".join(SENTENCE.split()[place * place % 19] + str(place % 7) for place in range(401)).encode()
 TEST = TEXT[TEXT.index(b" ", len(TEXT) - round(len(TEXT) * 0.1) - 1) + 1 :]  # a tenth, from between two words on
-MODEL = ["--model.layers=2", "--model.width=14", "--model.heads=2", "--model.head-width=5", "--model.feedforward=19"]
+MODEL = ["--model.n-layers=2", "--model.d-model=14", "--model.n-heads=2", "--model.d-head=5", "--model.d-ff=19"]
 TRAIN = [
-    "--train.segment=7", "--train.memory=11", "--train.rows=3", "--train.steps=17", "--train.log-every=5",
-    "--train.evaluate-every=11", "--train.save-every=13", "--train.precision=float32", "--train.learning-rate=0.01",
+    "--train.segment-length=7", "--train.memory-length=11", "--train.batch-size=3", "--train.max-steps=17", "--train.log-interval=5",
+    "--train.eval-interval=11", "--train.checkpoint-interval=13", "--train.dtype=float32", "--train.learning-rate=0.01",
 ]  # fmt: skip
 
 
@@ -48,13 +48,13 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_what_training_leaves(place: Path) -> None:
     folder = RunFolder.open(place / "run")
-    lines = folder.figures()
+    lines = folder.metrics()
     assert [(line["split"], line["step"]) for line in lines] == [
         ("train", 5), ("train", 10), ("valid", 11), ("train", 15), ("valid", 17),
     ]  # fmt: skip
-    assert folder.states()[-1].name == "step-00000017"
-    assert folder.config.model.head_width == 5
-    assert folder.config.model.memory == folder.config.train.memory == 11
+    assert folder.checkpoints()[-1].name == "step-00000017"
+    assert folder.config.model.d_head == 5
+    assert folder.config.model.memory == folder.config.train.memory_length == 11
     assert folder.config.corpus is not None
     assert folder.config.corpus.path == str((place / "corpus").resolve())
 
@@ -64,22 +64,22 @@ def test_train_as_json_and_with_a_recipe(place: Path, tmp_path: Path) -> None:
     recipe = tmp_path / "small.yaml"
     recipe.write_text(
         "title: small\nsource: a test\ncorpus: text\n"
-        "model: {layers: 1, width: 14, heads: 2, head_width: 5, feedforward: 19}\n"
-        "train: {segment: 7, memory: 11, rows: 3, steps: 5, evaluate_tokens: 29}\n"
+        "model: {layers: 1, width: 14, heads: 2, d_head: 5, feedforward: 19}\n"
+        "train: {segment: 7, memory: 11, rows: 3, steps: 5, eval_tokens: 29}\n"
         "evaluation: {memory: 13, window: 5, clamp: 3}\n"
     )
-    words = ["--train.steps", "2", "--train.evaluate-tokens", "none", "--evaluation.window", "none", "--json"]
+    words = ["--train.max-steps", "2", "--train.eval-tokens", "none", "--evaluation.attention-window", "none", "--json"]
     said = txl("train", recipe, "--corpus", place / "corpus", "--run", tmp_path / "run", *words)
     assert said.status == 0
     found = said.object
     assert (found["run"], found["finished"], found["step"], found["steps"]) == (str(tmp_path / "run"), True, 2, 2)
     config = RunFolder.open(tmp_path / "run").config
-    assert (config.recipe, config.model.layers, config.train.evaluate_tokens) == (str(recipe), 1, None)
-    assert Plan.of(config) == Plan(7, Reach(13, None, 3))
-    more = txl("train", "--resume", tmp_path / "run", "--train.steps", "3", "--json")
+    assert (config.recipe, config.model.n_layers, config.train.eval_tokens) == (str(recipe), 1, None)
+    assert EvaluationPlan.of(config) == EvaluationPlan(7, ContextLimits(13, None, 3))
+    more = txl("train", "--resume", tmp_path / "run", "--train.max-steps", "3", "--json")
     assert (more.status, more.object["step"]) == (0, 3)
     assert more.err == f"going on with {tmp_path / 'run'} at step 2 of 3\n"
-    assert RunFolder.open(tmp_path / "run").config.train.steps == 3
+    assert RunFolder.open(tmp_path / "run").config.train.max_steps == 3
 
 
 def test_evaluate(place: Path) -> None:
@@ -107,7 +107,7 @@ def test_evaluate_at_other_lengths(place: Path) -> None:
     assert (found["tokens"], found["split"]) == (31, "valid")
     run_of = load(place / "run", device="cpu", weights="last")
     split = Corpus.open(place / "corpus").split("valid")
-    wanted = evaluate(run_of, split, Plan(5, Reach(29, 23, 3)), limit=31)
+    wanted = evaluate(run_of, split, EvaluationPlan(5, ContextLimits(29, 23, 3)), limit=31)
     assert found["nats_per_token"] == pytest.approx(wanted.nats_per_token, rel=1e-6)
     limitless = txl("evaluate", place / "run", "--json", "--window", "none", "--clamp", "none").object
     assert (limitless["window"], limitless["clamp"]) == (None, None)

@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 from transformer_xl.config import UserError
 from transformer_xl.interop.convert import _split
 from transformer_xl.run_folder import RunFolder
-from transformer_xl.text.vocabularies.words import WordVocabulary
-from transformer_xl.text.vocabulary import ByteVocabulary
+from transformer_xl.text.tokenizer import ByteTokenizer
+from transformer_xl.text.tokenizers.words import WordTokenizer
 
 WORDS = [
     "<eos>", "the", ",", ".", "<unk>", "@-@", "@,@", "@.@", "cat", "sat", "on", "mat", "well", "known", "'s", "1", "80",
@@ -28,7 +28,7 @@ WORDS = [
 TEXT = 'Hello, the well-known cat (1.80) sat on the mat.\nThe dog\'s mat: 23,000 "mats".\n' * 5
 
 
-def hub_folder(place: Path, vocabulary: str) -> Path:
+def hub_folder(place: Path, tokenizer: str) -> Path:
     """As on the Hub: configuration, pytorch_model.bin, and a tokenizer's attributes, pickled."""
     config, weights, _ = golden("tied-biases")
     folder = hugging_face_folder(place / "hub", config, weights)
@@ -40,22 +40,22 @@ def hub_folder(place: Path, vocabulary: str) -> Path:
         "max_size": None, "lower_case": False, "delimiter": None, "vocab_file": None, "never_split": None,
         "idx2sym": WORDS, "sym2idx": OrderedDict((word, place) for place, word in enumerate(WORDS)), "eos_idx": 0,
     }  # fmt: skip
-    if vocabulary == "vocab.pkl":
-        (folder / vocabulary).write_bytes(pickle.dumps(attributes, 3))
+    if tokenizer == "vocab.pkl":
+        (folder / tokenizer).write_bytes(pickle.dumps(attributes, 3))
     else:
-        torch.save(attributes, folder / vocabulary, _use_new_zipfile_serialization=False)
+        torch.save(attributes, folder / tokenizer, _use_new_zipfile_serialization=False)
     return folder
 
 
-@pytest.mark.parametrize("vocabulary", ["vocab.pkl", "vocab.bin"])
-def test_a_folder_of_the_hub_converts_evaluates_and_generates(vocabulary: str, tmp_path: Path) -> None:
-    hub_folder(tmp_path, vocabulary)
+@pytest.mark.parametrize("tokenizer", ["vocab.pkl", "vocab.bin"])
+def test_a_folder_of_the_hub_converts_evaluates_and_generates(tokenizer: str, tmp_path: Path) -> None:
+    hub_folder(tmp_path, tokenizer)
     (tmp_path / "text.txt").write_text(TEXT)
     done = txl("convert", tmp_path / "hub", tmp_path / "run", "--json")
     assert done.status == 0
     assert done.err == ""
     assert done.object["format"] == "huggingface"
-    assert done.object["vocabulary"] == "words, 23 tokens"
+    assert done.object["tokenizer"] == "words, 23 tokens"
     how = ("--vocabulary", tmp_path / "run", "--test-fraction", "0.5", "--out", tmp_path / "corpus")
     assert txl("prepare", tmp_path / "text.txt", *how).status == 0
     scored = txl("evaluate", tmp_path / "run", "--corpus", tmp_path / "corpus", "--json")
@@ -64,8 +64,8 @@ def test_a_folder_of_the_hub_converts_evaluates_and_generates(vocabulary: str, t
     assert scored.object["segment"] == 128
     assert scored.object["window"] == 9
     wanted = "Hello , the well @-@ known cat ( 1 @.@ 80 ) sat on the mat . <eos>"
-    vocabulary_read = RunFolder.open(tmp_path / "run").vocabulary
-    assert isinstance(vocabulary_read, WordVocabulary)
+    vocabulary_read = RunFolder.open(tmp_path / "run").tokenizer
+    assert isinstance(vocabulary_read, WordTokenizer)
     ids = vocabulary_read.encode(TEXT.splitlines()[0] + "\n")
     assert " ".join(WORDS[place] for place in ids) == wanted
     written = txl("generate", tmp_path / "run", "--prompt", "the cat", "--tokens", "11", "--json")
@@ -118,7 +118,7 @@ def test_another_vocabulary_of_the_same_size_can_be_named(tmp_path: Path) -> Non
     (tmp_path / "hub" / "vocab.txt").unlink()
     named = txl("convert", tmp_path / "hub", tmp_path / "two", "--vocabulary", tmp_path / "one")
     assert named.status == 0
-    assert (tmp_path / "one/vocabulary.json").read_bytes() == (tmp_path / "two/vocabulary.json").read_bytes()
+    assert (tmp_path / "one/txl_tokenizer.json").read_bytes() == (tmp_path / "two/txl_tokenizer.json").read_bytes()
 
 
 def test_the_splitting_can_be_chosen(tmp_path: Path) -> None:
@@ -126,8 +126,8 @@ def test_the_splitting_can_be_chosen(tmp_path: Path) -> None:
     for splitting, words in (("moses", ["the", "well", "@-@", "known"]), ("spaces", ["the", "<unk>"])):
         run = tmp_path / splitting
         assert txl("convert", tmp_path / "hub", run, "--splitting", splitting).status == 0
-        vocabulary = RunFolder.open(run).vocabulary
-        assert isinstance(vocabulary, WordVocabulary)
-        assert [vocabulary.words[place] for place in vocabulary.encode("the well-known")] == words
+        tokenizer = RunFolder.open(run).tokenizer
+        assert isinstance(tokenizer, WordTokenizer)
+        assert [tokenizer.words[place] for place in tokenizer.encode("the well-known")] == words
     with pytest.raises(UserError, match="--splitting spaces is for words, and this vocabulary has bytes"):
-        _split(ByteVocabulary(), "spaces")
+        _split(ByteTokenizer(), "spaces")

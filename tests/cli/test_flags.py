@@ -39,10 +39,10 @@ def test_there_are_choices_called_none() -> None:
 
 @pytest.mark.parametrize("inputs", [1, 2])
 def test_the_window_of_a_qrnn_can_be_typed(inputs: int) -> None:
-    found = typed("model", "qrnn_window", str(inputs))
-    assert ModelConfig(kind="qrnn", qrnn_window=found).qrnn_window == inputs
+    found = typed("model", "qrnn_kernel_size", str(inputs))
+    assert ModelConfig(kind="qrnn", qrnn_kernel_size=found).qrnn_kernel_size == inputs
 
 
-@pytest.mark.parametrize(("group", "name"), [("model", "window"), ("model", "cutoffs"), ("train", "evaluate_tokens")])
+@pytest.mark.parametrize(("group", "name"), [("model", "window"), ("model", "cutoffs"), ("train", "eval_tokens")])
 def test_elsewhere_none_takes_a_limit_away(group: str, name: str) -> None:
     assert typed(group, name, "none") is None

@@ -17,13 +17,19 @@ import transformer_xl
 from transformer_xl.config import UserError
 from transformer_xl.generation.decoding import complete, generate, search
 from transformer_xl.generation.sampling import Sampler
-from transformer_xl.generation.writer import Writer
+from transformer_xl.generation.writer import BatchGenerator
 from transformer_xl.run_folder import Run, RunFolder, load
-from transformer_xl.text.vocabularies.words import WordVocabulary
-from transformer_xl.text.vocabulary import save_vocabulary
+from transformer_xl.text.tokenizer import save_tokenizer
+from transformer_xl.text.tokenizers.words import WordTokenizer
 
-MODEL = ["--model.layers=2", "--model.width=14", "--model.heads=2", "--model.head-width=5", "--model.feedforward=19"]
-TRAIN = ["--train.segment=7", "--train.memory=11", "--train.rows=3", "--train.steps=9", "--train.learning-rate=0.01"]
+MODEL = ["--model.n-layers=2", "--model.d-model=14", "--model.n-heads=2", "--model.d-head=5", "--model.d-ff=19"]
+TRAIN = [
+    "--train.segment-length=7",
+    "--train.memory-length=11",
+    "--train.batch-size=3",
+    "--train.max-steps=9",
+    "--train.learning-rate=0.01",
+]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(transformer_xl.__file__).parents[1])}
 
 
@@ -34,7 +40,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lines = ["the cat sat on the mat", "a dog ran after it", "all of them slept"]
     (place / "text.txt").write_text("\n".join(lines[turn * turn % 3] for turn in range(97)) + "\n")
     words = ("<eos>", *sorted({word for line in lines for word in line.split()}))
-    save_vocabulary(WordVocabulary(words, None, "<eos>"), place / "words.json")
+    save_tokenizer(WordTokenizer(words, None, "<eos>"), place / "words.json")
     for kind, how in (("bytes", []), ("words", ["--vocabulary", place / "words.json"])):
         assert txl("prepare", place / "text.txt", "--out", place / f"{kind}-corpus", *how).status == 0
         made = txl("train", "--corpus", place / f"{kind}-corpus", "--run", place / kind, *MODEL, *TRAIN)
@@ -101,13 +107,13 @@ def test_another_number_format(place: Path) -> None:
     words = ["--tokens", "3", "--greedy", "--json", "--log-probabilities"]
     exact = txl("generate", place / "bytes", *words).object
     rounded = txl("generate", place / "bytes", *words, "--precision", "bfloat16").object
-    assert exact["log_probability"] != rounded["log_probability"]
-    assert exact["log_probabilities"][0] == pytest.approx(rounded["log_probabilities"][0], abs=0.3)
+    assert exact["logprob"] != rounded["logprob"]
+    assert exact["logprobs"][0] == pytest.approx(rounded["logprobs"][0], abs=0.3)
 
 
 def test_several_prompts_and_samples(place: Path, run: Run) -> None:
     words = ["--prompt", "the cat", "--prompt", "a", "--samples", "2", "--tokens", "13", "--seed", "5"]
-    wanted = complete(run, ["the cat", "a"], samples=2, tokens=13, seed=5, log_probabilities=True)
+    wanted = complete(run, ["the cat", "a"], samples=2, tokens=13, seed=5, logprobs=True)
     said = txl("generate", place / "bytes", *words)
     assert said.out == "".join(f"--- {place + 1} of 4\n{one.text}\n" for place, one in enumerate(wanted))
     found = txl("generate", place / "bytes", *words, "--json", "--log-probabilities").object
@@ -116,8 +122,8 @@ def test_several_prompts_and_samples(place: Path, run: Run) -> None:
     assert [text["seed"] for text in found["texts"]] == [5, 6, 7, 8]
     assert [text["token_ids"] for text in found["texts"]] == [list(one.tokens) for one in wanted]
     for text, one in zip(found["texts"], wanted, strict=True):
-        assert text["log_probabilities"] == pytest.approx(one.log_probabilities, abs=1e-5)
-        assert text["log_probability"] == pytest.approx(one.log_probability, abs=1e-4)
+        assert text["logprobs"] == pytest.approx(one.logprobs, abs=1e-5)
+        assert text["logprob"] == pytest.approx(one.logprob, abs=1e-4)
     assert found["tokens_per_second"] == pytest.approx(52 / found["seconds"])
 
 
@@ -126,12 +132,10 @@ def test_beams(place: Path, run: Run) -> None:
     wanted = search(run, "the", beams=3, tokens=7, length_penalty=0.5)
     found = txl("generate", place / "bytes", *words, "--json").object["texts"]
     assert [text["text"] for text in found] == [one.text for one in wanted]
-    assert [text["log_probability"] for text in found] == pytest.approx(
-        [one.log_probability for one in wanted], abs=1e-4
-    )
+    assert [text["logprob"] for text in found] == pytest.approx([one.logprob for one in wanted], abs=1e-4)
     assert "seed" not in found[0]
     said = txl("generate", place / "bytes", *words)
-    assert said.out.startswith(f"--- 1 of 3, log-probability {wanted[0].log_probability:.3f}\n{wanted[0].text}\n")
+    assert said.out.startswith(f"--- 1 of 3, log-probability {wanted[0].logprob:.3f}\n{wanted[0].text}\n")
 
 
 # A conversation.
@@ -232,7 +236,7 @@ def test_weights_that_are_not_numbers(place: Path, tmp_path: Path, words: list[s
 def test_unknown_words_are_named(place: Path, tmp_path: Path) -> None:
     """They are read as the unknown word, which nobody would see otherwise."""
     words = ("<eos>", "<unk>", "the", "cat", "sat", "on", "mat")
-    save_vocabulary(WordVocabulary(words, None, "<eos>", "<unk>"), tmp_path / "words.json")
+    save_tokenizer(WordTokenizer(words, None, "<eos>", "<unk>"), tmp_path / "words.json")
     how = ("--vocabulary", tmp_path / "words.json", "--out", tmp_path / "corpus")
     assert txl("prepare", place / "text.txt", *how).status == 0
     assert txl("train", "--corpus", tmp_path / "corpus", "--run", tmp_path / "run", *MODEL, *TRAIN).status == 0
@@ -263,4 +267,4 @@ def test_one_text_is_no_list_of_texts(run: Run) -> None:
         with pytest.raises(UserError, match=message):
             Sampler(**odd)
     with pytest.raises(UserError, match="something else was given; give whole numbers"):
-        Writer(run.model, [[1.5]])  # pyrefly: ignore[bad-argument-type]
+        BatchGenerator(run.model, [[1.5]])  # pyrefly: ignore[bad-argument-type]

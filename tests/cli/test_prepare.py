@@ -28,7 +28,7 @@ def tokens(folder: str | Path, split: str) -> list[int]:
 
 def text(folder: str | Path, split: str) -> bytes:
     corpus = Corpus.open(folder)
-    return corpus.vocabulary.decode_bytes(tokens(folder, split))
+    return corpus.tokenizer.decode_bytes(tokens(folder, split))
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +41,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_bytes_of_a_cut_text() -> None:
     found = prepare("text.txt", "--test-fraction", "0.1", "--json").object
-    assert (found["name"], found["vocabulary"], found["vocabulary_size"]) == ("text", "bytes", 256)
+    assert (found["name"], found["tokenizer"], found["vocab_size"]) == ("text", "bytes", 256)
     assert found["out"] == "corpora/text"
     parts = {split: text("corpora/text", split) for split in ("train", "valid", "test")}
     assert b"".join(parts.values()) == TEXT
@@ -81,11 +81,11 @@ def test_words_and_their_flags() -> None:
     assert prepare("text.txt", "--vocabulary", "words", "--out", "plain").status == 0
     counts = Corpus.open("plain").record.splits
     assert counts["valid"].unknown > 0 == counts["train"].unknown
-    size = Corpus.open("plain").vocabulary.size
+    size = Corpus.open("plain").tokenizer.vocab_size
     sizes = {}
     for flags in (["--lowercase"], ["--punctuation"], ["--min-count", "2"], ["--max-size", "11"], ["--no-end-of-line"]):
         found = prepare("text.txt", "--vocabulary", "words", *flags, "--out", f"c{flags[0]}", "--json").object
-        sizes[flags[0]] = found["vocabulary_size"]
+        sizes[flags[0]] = found["vocab_size"]
     assert sizes["--lowercase"] == size  # there are no large letters
     assert sizes["--punctuation"] != size
     assert sizes["--min-count"] < size
@@ -96,7 +96,7 @@ def test_words_and_their_flags() -> None:
     found = prepare(
         "text.txt", "--vocabulary", "words", "--words-file", "words.txt", "--out", "listed", "--json"
     ).object
-    assert found["vocabulary_size"] == 4
+    assert found["vocab_size"] == 4
     assert tokens("listed", "train")[:7] == [2, 3, 1, 1, 1, 0, 1]
 
 
@@ -110,17 +110,19 @@ def test_other_kinds_come_back_exactly(kind: str) -> None:
 def test_a_vocabulary_that_exists_reads_further_text() -> None:
     assert prepare("text.txt", "--vocabulary", "words", "--out", "first").status == 0
     Path("more.txt").write_bytes(b"the dog sat,\nthe cat\n")
-    for path in ("first", "first/vocabulary.json"):
+    for path in ("first", "first/txl_tokenizer.json"):
         found = prepare("--train", "more.txt", "--vocabulary", path, "--out", f"{path}-more", "--json")
         assert found.object["splits"]["train"]["unknown"] == 1
-        assert (Path(f"{path}-more") / "vocabulary.json").read_bytes() == Path("first/vocabulary.json").read_bytes()
+        assert (Path(f"{path}-more") / "txl_tokenizer.json").read_bytes() == Path(
+            "first/txl_tokenizer.json"
+        ).read_bytes()
 
 
 def test_numbers() -> None:
     rows = np.arange(7 * 11).reshape(7, 11) % 23
     np.save("music.npy", rows)
     found = prepare("music.npy", "--valid-fraction", "0.2", "--test-fraction", "0", "--json").object
-    assert (found["vocabulary"], found["vocabulary_size"], found["out"]) == ("integers", 24, "corpora/music")
+    assert (found["tokenizer"], found["vocab_size"], found["out"]) == ("integers", 24, "corpora/music")
     ended = np.concatenate([rows, np.full((7, 1), 23)], axis=1)
     assert tokens("corpora/music", "train") == ended[:6].ravel().tolist()
     assert tokens("corpora/music", "valid") == ended[6:].ravel().tolist()
@@ -128,7 +130,7 @@ def test_numbers() -> None:
     words = ["proteins.txt", "--vocabulary", "integers", "--values", "29", "--valid-fraction", "0.4"]
     assert prepare(*words, "--test-fraction", "0", "--out", "p").status == 0
     assert text("p", "train") + text("p", "valid") == Path("proteins.txt").read_bytes()
-    assert Corpus.open("p").vocabulary.size == 30
+    assert Corpus.open("p").tokenizer.vocab_size == 30
 
 
 @pytest.fixture
@@ -151,7 +153,7 @@ def small_ptb(place: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_named_corpus_brings_its_vocabulary(small_ptb: Path) -> None:
     said = prepare("ptb", "--source", small_ptb, "--json")
     found = said.object
-    assert (found["out"], found["vocabulary"], found["vocabulary_size"]) == ("corpora/ptb", "words", 7)
+    assert (found["out"], found["tokenizer"], found["vocab_size"]) == ("corpora/ptb", "words", 7)
     assert tokens("corpora/ptb", "train") == [1, 3, 4, 0, 2, 1, 0]
     assert text("corpora/ptb", "train") == b"a n <unk>\nb a\n"
     assert said.err == "note: test has 2 tokens, while ptb is known to have 5; is it that text?\n"
@@ -163,7 +165,7 @@ def test_its_options_can_be_changed(small_ptb: Path) -> None:
     assert said.err == ""
     found = prepare("ptb", "--source", small_ptb, "--vocabulary", "characters", "--out", "c", "--json").object
     assert text("c", "train") == b"a N <unk>\n b a\n"
-    assert found["vocabulary_size"] == len(set(b"a N <unk>\n b a\n")) + 256  # learned from train alone
+    assert found["vocab_size"] == len(set(b"a N <unk>\n b a\n")) + 256  # learned from train alone
 
 
 def test_glued_punctuation_is_noticed() -> None:

@@ -20,9 +20,9 @@ from transformer_xl.analysis.systems import BY_NAME
 
 ROWS = tuple(BY_NAME[name] for name in ("xl-full", "learned-half"))
 TINY = (
-    "--model.layers 1 --model.width 16 --model.heads 2 --model.head_width 8 --model.feedforward 16 --train.segment 8 "
-    "--train.memory 8 --train.rows 4 --train.steps 12 --train.save_every 4 --train.evaluate_every 12 "
-    "--train.evaluate_tokens 64 --tokens 100 --device cpu"
+    "--model.n-layers 1 --model.d-model 16 --model.n-heads 2 --model.d-head 8 --model.d-ff 16 --train.segment-length 8 "
+    "--train.memory-length 8 --train.batch-size 4 --train.max-steps 12 --train.checkpoint-interval 4 --train.eval-interval 12 "
+    "--train.eval-tokens 64 --tokens 100 --device cpu"
 )
 
 
@@ -59,7 +59,7 @@ def test_figures_are_those_of_txl_evaluate(place: Path) -> None:
         alone = txl("evaluate", run, "--window", "24", "--memory", "23", *tokens).object
         assert figures["xl-full"]["by_length"]["24"][seed - 1] == pytest.approx(alone["bits_per_byte"], rel=1e-6)
         run = place / "out" / "runs" / f"learned-half-seed{seed}"
-        alone = txl("evaluate", run, "--method", "moving-window", "--window", "8", *tokens).object
+        alone = txl("evaluate", run, "--method", "sliding-window", "--window", "8", *tokens).object
         assert figures["learned-half"]["initial"][seed - 1] == pytest.approx(alone["bits_per_byte"], rel=1e-6)
     assert figures["xl-full"]["initial"][0] != figures["xl-full"]["initial"][1]
 
@@ -122,20 +122,23 @@ def test_a_row_can_be_trained_by_hand(place: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--train.steps 13", "was begun with train.steps 12, and now it is 13; give the same again, or another --out"),
-        ("--train.clip 0.5", "was begun with train.clip as by default, and now it is 0.5"),
+        (
+            "--train.max-steps 13",
+            "was begun with train.max_steps 12, and now it is 13; give the same again, or another --out",
+        ),
+        ("--train.max-grad-norm 0.5", "was begun with train.clip as by default, and now it is 0.5"),
         ("--smoke", "was begun with"),
         ("--tokens 99", "was begun with tokens 100, and now it is 99"),
         ("--tokens 0", "--tokens 0: wanted 1 or more"),
         ("--workers 0", "--workers 0: wanted 1 or more"),
         ("--seeds 1,x", "--seeds 1,x: wanted whole numbers"),
         ("--seeds 2,1,2", "--seeds 2,1,2: one is named twice"),
-        ("--train.memory 0", "train.memory 0: recurrence is what is compared; give 1 or more"),
+        ("--train.memory-length 0", "train.memory_length 0: recurrence is what is compared; give 1 or more"),
         ("--lengths 0", "--lengths 0: wanted whole numbers from 1 on"),
         ("--recipe ablatoin", "no recipe 'ablatoin' .did you mean 'ablation'"),
         ("--model.encoding shaw", "model.encoding is what the systems differ in; leave it out"),
         ("--train.loss half", "train.loss is not one for all systems; leave it out"),
-        ("--train.steps 0", "train.steps"),
+        ("--train.max-steps 0", "train.max_steps"),
         ("--device abacus", "no device 'abacus'"),
     ],
 )
@@ -158,7 +161,7 @@ def pairs(words: str) -> list[str]:
         ("--corpus {}/nowhere --out {}/new", "no corpus at .*nowhere; make one with 'txl prepare enwik8'"),
         ("--corpus {}/corpus --out {}/hand", "exists and holds no reproduction; choose another --out"),
         ("--corpus {}/corpus --out {}/text.txt", "exists and holds no reproduction"),
-        ("--corpus {}/corpus --out {}/new --train.rows 5000", "train.rows|too short|rows"),
+        ("--corpus {}/corpus --out {}/new --train.batch-size 5000", "train.batch_size|too short|rows"),
         ("--corpus {}/other --out {}/out", "was begun with test_sha256"),
     ],
 )
@@ -225,7 +228,7 @@ def test_a_run_whose_last_validation_is_lacking_is_finished_first(place: Path) -
     run, scores = place / "out" / "runs" / "xl-full-seed1", place / "out" / "scores" / "xl-full-seed1.json"
     weights, figures = run / "model.safetensors", scores.read_text()
     best, log = weights.read_bytes(), (run / "metrics.jsonl").read_bytes()
-    shutil.rmtree(run / "state" / "step-00000012")
+    shutil.rmtree(run / "checkpoints" / "step-00000012")
     weights.unlink()
     scores.unlink()
     assert again(place).status == 0
@@ -256,7 +259,9 @@ main()
 
 def test_stopped_it_goes_on_where_it_was(place: Path) -> None:
     """The figures are those of one never stopped."""
-    flags = TINY.replace("--train.steps 12", "--train.steps 300").replace("save_every 4", "save_every 50").split()
+    flags = (
+        TINY.replace("--train.max-steps 12", "--train.max-steps 300").replace("save_every 4", "save_every 50").split()
+    )
     words = ["reproduce", "ablation", "--corpus", str(place / "corpus"), *flags, "--seeds", "2", "--out"]
 
     def start(out: str) -> subprocess.Popen[bytes]:
@@ -266,7 +271,7 @@ def test_stopped_it_goes_on_where_it_was(place: Path) -> None:
 
     parent = start("killed")
     run = place / "killed" / "runs" / "xl-full-seed2"
-    wait_until(lambda: (run / "state").exists() and any((run / "state").glob("step-*")))
+    wait_until(lambda: (run / "checkpoints").exists() and any((run / "checkpoints").glob("step-*")))
     parent.send_signal(signal.SIGTERM)
     parent.communicate(timeout=100)
     assert not (place / "killed" / "ablation.json").exists()

@@ -13,17 +13,23 @@ import numpy as np
 import pytest
 from refusals import Said, txl
 
-from transformer_xl.evaluation.dynamic import Dynamic
+from transformer_xl.evaluation.dynamic import DynamicEvaluation
 from transformer_xl.evaluation.evaluate import evaluate
-from transformer_xl.evaluation.moving_window import MovingWindow
-from transformer_xl.evaluation.plan import Plan
+from transformer_xl.evaluation.plan import EvaluationPlan
+from transformer_xl.evaluation.sliding_window import SlidingWindow
 from transformer_xl.evaluation.texts import score
-from transformer_xl.model.memory import Reach
+from transformer_xl.model.memory import ContextLimits
 from transformer_xl.run_folder import Run, load
 from transformer_xl.text.token_store import Corpus
 
-MODEL = ["--model.layers=2", "--model.width=14", "--model.heads=2", "--model.head-width=5", "--model.feedforward=19"]
-TRAIN = ["--train.segment=7", "--train.memory=11", "--train.rows=3", "--train.steps=11", "--train.precision=float32"]
+MODEL = ["--model.n-layers=2", "--model.d-model=14", "--model.n-heads=2", "--model.d-head=5", "--model.d-ff=19"]
+TRAIN = [
+    "--train.segment-length=7",
+    "--train.memory-length=11",
+    "--train.batch-size=3",
+    "--train.max-steps=11",
+    "--train.dtype=float32",
+]
 ODD = 'caf\u00e9 \u2603\tb [red]x[/red]\n\n"quoted" \\ line'.encode() + b"\xff\x00 end\n"
 
 
@@ -62,18 +68,18 @@ def test_score_by_token_line_and_file(place: Path, run: Run) -> None:
     by = {per: lines(txl("score", place / "run", *names, "--per", per, "--json")) for per in ("token", "line", "file")}
     assert [found["file"] for found in by["file"]] == names
     for one, whole in zip(wanted, by["file"], strict=True):
-        assert whole["log_probability"] == pytest.approx(-one.sums.nats, rel=1e-6)
+        assert whole["logprob"] == pytest.approx(-one.sums.nats, rel=1e-6)
         assert whole["perplexity"] == pytest.approx(one.sums.perplexity, rel=1e-6)
         assert (whole["tokens"], whole["bytes"]) == (one.sums.tokens, one.sums.bytes)
         for per in ("token", "line"):
-            parts = [found["log_probability"] for found in by[per] if found["file"] == one.name]
-            assert math.fsum(parts) == pytest.approx(whole["log_probability"], rel=1e-12)
+            parts = [found["logprob"] for found in by[per] if found["file"] == one.name]
+            assert math.fsum(parts) == pytest.approx(whole["logprob"], rel=1e-12)
     tokens = [found for found in by["token"] if found["file"] == names[0]]
     assert bytes(found["token"] for found in tokens) == ODD
     assert (
         b"".join(bytes.fromhex(found["hex"]) if "hex" in found else found["text"].encode() for found in tokens) == ODD
     )
-    np.testing.assert_allclose([-found["log_probability"] for found in tokens], wanted[0].nats_K, rtol=1e-5)
+    np.testing.assert_allclose([-found["logprob"] for found in tokens], wanted[0].nats_K, rtol=1e-5)
     texts = [found["text"] for found in by["line"] if found["file"] == names[0]]
     assert texts == ODD.decode("utf-8", "replace").removesuffix("\n").split("\n")
     assert [found["line"] for found in by["line"]] == [1, 2, 3, 1, 2]
@@ -84,7 +90,7 @@ def test_score_for_people(place: Path) -> None:
     """A line of output for each, whatever signs the text has, and the sum."""
     for per in ("token", "line", "file"):
         said = txl("score", place / "run", place / "odd.txt", place / "plain.txt", "--per", per)
-        whole = sum(found["log_probability"] for found in lines(
+        whole = sum(found["logprob"] for found in lines(
             txl("score", place / "run", place / "odd.txt", place / "plain.txt", "--per", per, "--json")
         ))  # fmt: skip
         assert (said.status, said.err) == (0, "")
@@ -105,8 +111,8 @@ def test_files_in_a_row(place: Path, run: Run) -> None:
     """--documents continue: the second file is read with the memory of the first; rows and segments change nothing."""
     files = [place / "odd.txt", place / "plain.txt"]
     said = txl("score", place / "run", *files, "--documents", "continue", "--per", "file", "--json")
-    wanted = score(run, [ODD, "the cat\nsat"], Plan.of(run.config))
-    found = [one["log_probability"] for one in lines(said)]
+    wanted = score(run, [ODD, "the cat\nsat"], EvaluationPlan.of(run.config))
+    found = [one["logprob"] for one in lines(said)]
     np.testing.assert_allclose(found, [-one.sums.nats for one in wanted], rtol=1e-6)
     lengths = ["--window", "9", "--memory", "8", "--per", "file", "--json"]
     several = [
@@ -115,8 +121,8 @@ def test_files_in_a_row(place: Path, run: Run) -> None:
     ]
     for one in several[1:]:
         np.testing.assert_allclose(
-            [found["log_probability"] for found in one],
-            [found["log_probability"] for found in several[0]],
+            [found["logprob"] for found in one],
+            [found["logprob"] for found in several[0]],
             rtol=1e-5,
         )
 
@@ -139,16 +145,16 @@ def test_evaluate_in_rows_and_by_documents(place: Path, run: Run) -> None:
     hasty = evaluated(place, "--rows", "5", "--warmup", "0")
     assert abs(hasty["nats_per_token"] - one["nats_per_token"]) > 1e-7
     apart = evaluated(place, "--documents", "reset")
-    wanted = evaluate(run, split, replace(Plan.of(run.config), documents="reset"))
+    wanted = evaluate(run, split, replace(EvaluationPlan.of(run.config), documents="reset"))
     assert apart["nats_per_token"] == pytest.approx(wanted.nats_per_token, rel=1e-6)
     assert abs(apart["nats_per_token"] - one["nats_per_token"]) > 1e-7
 
 
 def test_evaluate_by_a_moving_window(place: Path, run: Run) -> None:
-    found = evaluated(place, "--method", "moving-window", "--window", "13", "--memory", "0", "--tokens", "59")
+    found = evaluated(place, "--method", "sliding-window", "--window", "13", "--memory", "0", "--tokens", "59")
     split = Corpus.open(place / "corpus").split("test")
-    wanted = evaluate(run, split, Plan(7, Reach(0, 13), method=MovingWindow()), limit=59)
-    assert (found["method"], found["window"], found["memory"]) == ("moving-window", 13, 0)
+    wanted = evaluate(run, split, EvaluationPlan(7, ContextLimits(0, 13), method=SlidingWindow()), limit=59)
+    assert (found["method"], found["window"], found["memory"]) == ("sliding-window", 13, 0)
     assert found["nats_per_token"] == pytest.approx(wanted.nats_per_token, rel=1e-6)
 
 
@@ -161,8 +167,8 @@ def test_evaluate_dynamically(place: Path, run: Run, form: str) -> None:
         words += ["--dynamic.epsilon", "0.01", "--dynamic.statistics-tokens", "50"]
     found = evaluated(place, "--method", "dynamic", *words)
     corpus = Corpus.open(place / "corpus")
-    how = Dynamic(form, 0.001, 0.1, 0.01, corpus.split("train").tokens, 50)  # type: ignore[arg-type]
-    wanted = evaluate(run, corpus.split("test"), replace(Plan.of(run.config), method=how))
+    how = DynamicEvaluation(form, 0.001, 0.1, 0.01, corpus.split("train").tokens, 50)  # type: ignore[arg-type]
+    wanted = evaluate(run, corpus.split("test"), replace(EvaluationPlan.of(run.config), method=how))
     assert (found["method"], found["method_settings"]) == ("dynamic", how.settings)
     assert found["method_settings"]["rate"] == 0.001
     assert found["nats_per_token"] == pytest.approx(wanted.nats_per_token, rel=1e-6)
@@ -193,7 +199,7 @@ def test_remarks_go_to_standard_error(place: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_evaluate_says_how_for_people(place: Path) -> None:
-    words = ["--method", "moving-window", "--window", "5", "--memory", "0", "--documents", "reset", "--tokens", "31"]
+    words = ["--method", "sliding-window", "--window", "5", "--memory", "0", "--documents", "reset", "--tokens", "31"]
     said = txl("evaluate", place / "run", *words)
     assert (said.status, said.err) == (0, "")
-    assert "method moving-window, each document by itself" in said.out
+    assert "method sliding-window, each document by itself" in said.out

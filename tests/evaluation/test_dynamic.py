@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from transformer_xl.config import UserError
-from transformer_xl.evaluation.dynamic import Dynamic
-from transformer_xl.evaluation.plan import Plan, Text
+from transformer_xl.evaluation.dynamic import DynamicEvaluation
+from transformer_xl.evaluation.plan import EvaluationPlan, Text
 from transformer_xl.evaluation.scoring import ordered, score_parts, token_nats
-from transformer_xl.model.memory import Reach
+from transformer_xl.model.memory import ContextLimits
 
-START, REACH = 10, Reach(11)
+START, REACH = 10, ContextLimits(11)
 CLOSE = {"rtol": 0, "atol": 1e-10}
 
 
@@ -25,8 +25,8 @@ def draw(length: int, seed: int = 3) -> npt.NDArray[Any]:
     return np.random.default_rng(seed).integers(0, 23, length).astype(np.uint8)
 
 
-def plan_with(dynamic: Dynamic, **settings: Any) -> Plan:
-    return Plan(5, REACH, method=dynamic, **settings)
+def plan_with(dynamic: DynamicEvaluation, **settings: Any) -> EvaluationPlan:
+    return EvaluationPlan(5, REACH, method=dynamic, **settings)
 
 
 def segments(tokens_K: npt.NDArray[Any], length: int = 5) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -34,7 +34,7 @@ def segments(tokens_K: npt.NDArray[Any], length: int = 5) -> list[tuple[torch.Te
     return list(zip(inputs.split(length, dim=1), targets.split(length, dim=1), strict=True))
 
 
-def slowly(model, tokens_K, how: Dynamic, training_K=None) -> list[float]:
+def slowly(model, tokens_K, how: DynamicEvaluation, training_K=None) -> list[float]:
     """The equations of the papers, with one flat vector of all weights."""
     weights = list(model.parameters())
 
@@ -83,26 +83,26 @@ HOW = [
 @pytest.mark.parametrize("model_settings", [{}, {"cutoffs": (7, 13), "div_val": 2}], ids=str)
 def test_it_follows_the_equations(make_model, settings, model_settings) -> None:
     model, tokens_K, training_K = make_model(**model_settings), draw(38), draw(43, seed=8)
-    how = Dynamic(**settings, training_K=training_K, statistics_tokens=41)
+    how = DynamicEvaluation(**settings, training_K=training_K, statistics_tokens=41)
     wanted = slowly(model, tokens_K, how, training_K[:41])
     found_K = token_nats(model, tokens_K, START, plan_with(how))
     np.testing.assert_allclose(found_K, wanted, **CLOSE)
-    assert np.abs(found_K - token_nats(model, tokens_K, START, Plan(5, REACH)))[5:].max() > 1e-3
+    assert np.abs(found_K - token_nats(model, tokens_K, START, EvaluationPlan(5, REACH)))[5:].max() > 1e-3
 
 
 @pytest.mark.parametrize("form", ["sgd", "rms"])
 def test_rate_0_is_plain_evaluation(make_model, form) -> None:
     """Whatever the decay: weights that never left need not come back."""
     model, tokens_K = make_model(), draw(38)
-    how = Dynamic(form=form, rate=0.0, decay=0.5, training_K=draw(43))
-    plain_K = token_nats(model, tokens_K, START, Plan(5, REACH))
+    how = DynamicEvaluation(form=form, rate=0.0, decay=0.5, training_K=draw(43))
+    plain_K = token_nats(model, tokens_K, START, EvaluationPlan(5, REACH))
     np.testing.assert_allclose(token_nats(model, tokens_K, START, plan_with(how)), plain_K, **CLOSE)
 
 
 def test_the_first_segment_is_scored_before_anything_is_learned(make_model) -> None:
     model, tokens_K = make_model(), draw(38)
-    found_K = token_nats(model, tokens_K, START, plan_with(Dynamic(form="sgd", rate=0.1)))
-    plain_K = token_nats(model, tokens_K, START, Plan(5, REACH))
+    found_K = token_nats(model, tokens_K, START, plan_with(DynamicEvaluation(form="sgd", rate=0.1)))
+    plain_K = token_nats(model, tokens_K, START, EvaluationPlan(5, REACH))
     np.testing.assert_allclose(found_K[:5], plain_K[:5], **CLOSE)
     assert abs(found_K[5] - plain_K[5]) > 1e-6
 
@@ -110,7 +110,7 @@ def test_the_first_segment_is_scored_before_anything_is_learned(make_model) -> N
 def test_a_repeated_text_becomes_easier(make_model) -> None:
     """Even without memory: it is the weights that remember."""
     model, tokens_K = make_model(), np.tile(draw(20), 10)
-    plan = Plan(5, Reach(0), method=Dynamic(form="sgd", rate=0.1))
+    plan = EvaluationPlan(5, ContextLimits(0), method=DynamicEvaluation(form="sgd", rate=0.1))
     first, *_, last = np.split(token_nats(model, tokens_K, START, plan), 10)
     assert last.mean() < first.mean() - 0.5
     blind = np.split(token_nats(model, tokens_K, START, replace(plan, method=None)), 10)
@@ -129,7 +129,7 @@ def test_the_model_has_its_own_weights_again(make_model, stop_after) -> None:
         if len(calls) == stop_after:
             raise KeyboardInterrupt
 
-    parts = score_parts(model, Text(draw(38), START), plan_with(Dynamic(form="sgd", rate=0.1)), tell)
+    parts = score_parts(model, Text(draw(38), START), plan_with(DynamicEvaluation(form="sgd", rate=0.1)), tell)
     if stop_after is None:
         list(parts)
     else:
@@ -141,7 +141,7 @@ def test_the_model_has_its_own_weights_again(make_model, stop_after) -> None:
 
 
 def test_documents_that_start_afresh_start_with_the_trained_weights(make_model) -> None:
-    model, tokens_K, how = make_model(), draw(61), Dynamic(form="sgd", rate=0.1)
+    model, tokens_K, how = make_model(), draw(61), DynamicEvaluation(form="sgd", rate=0.1)
     found_K = np.full(61, np.nan)
     text = Text(tokens_K, START, np.array([0, 17, 20]))
     ordered(score_parts(model, text, plan_with(how, documents="reset")), found_K)
@@ -162,26 +162,30 @@ def test_documents_that_start_afresh_start_with_the_trained_weights(make_model) 
 )
 def test_settings_out_of_range_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        Dynamic(**settings)
+        DynamicEvaluation(**settings)
 
 
 def test_each_form_has_a_rate_of_its_own(make_model) -> None:
     model, tokens_K = make_model(), draw(38)
-    assert (Dynamic().step_size, Dynamic(form="sgd").step_size, Dynamic(form="sgd", rate=0.0).step_size) == (
+    assert (
+        DynamicEvaluation().step_size,
+        DynamicEvaluation(form="sgd").step_size,
+        DynamicEvaluation(form="sgd", rate=0.0).step_size,
+    ) == (
         1e-6,
         0.01,
         0,
     )
-    found_K = token_nats(model, tokens_K, START, plan_with(Dynamic(form="sgd")))
-    np.testing.assert_allclose(found_K, slowly(model, tokens_K, Dynamic(form="sgd", rate=0.01)), **CLOSE)
+    found_K = token_nats(model, tokens_K, START, plan_with(DynamicEvaluation(form="sgd")))
+    np.testing.assert_allclose(found_K, slowly(model, tokens_K, DynamicEvaluation(form="sgd", rate=0.01)), **CLOSE)
 
 
 def test_what_it_cannot_do_is_refused(make_model) -> None:
     model, tokens_K = make_model(), draw(38)
     with pytest.raises(UserError, match="rows 2: dynamic evaluation reads one after another; give 1"):
-        token_nats(model, tokens_K, START, plan_with(Dynamic(form="sgd"), rows=2))
+        token_nats(model, tokens_K, START, plan_with(DynamicEvaluation(form="sgd"), rows=2))
     with pytest.raises(UserError, match="form rms needs training text; give it, or take the form sgd"):
-        token_nats(model, tokens_K, START, plan_with(Dynamic()))
+        token_nats(model, tokens_K, START, plan_with(DynamicEvaluation()))
 
 
 def test_steps_that_are_too_large_are_refused(make_model) -> None:
@@ -189,5 +193,5 @@ def test_steps_that_are_too_large_are_refused(make_model) -> None:
     model = make_model()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with pytest.raises(UserError, match=r"dynamic rate 1e\+300: too large, from token 5 on losses are infinite or not"):
-        token_nats(model, draw(38), START, plan_with(Dynamic(form="sgd", rate=1e300)))
+        token_nats(model, draw(38), START, plan_with(DynamicEvaluation(form="sgd", rate=1e300)))
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())

@@ -17,37 +17,37 @@ from torch import Tensor, nn
 
 from transformer_xl.config import ModelConfig, UserError
 from transformer_xl.evaluation.effective_context import ContextSweep, EffectiveContext, Gains, Reader, measure_context
-from transformer_xl.evaluation.plan import Plan
+from transformer_xl.evaluation.plan import EvaluationPlan
 from transformer_xl.model.baselines.token_memory import TokenMemory
 from transformer_xl.model.build import build_model
 from transformer_xl.model.language_model import LanguageModel
-from transformer_xl.model.memory import Reach
+from transformer_xl.model.memory import ContextLimits
 
 CLOSE = {"rtol": 0, "atol": 1e-10}
-SIZES = {"vocabulary_size": 23, "layers": 3, "width": 14, "heads": 2, "feedforward": 19, "dropout": 0.0}
+SIZES = {"vocab_size": 23, "n_layers": 3, "d_model": 14, "n_heads": 2, "d_ff": 19, "dropout": 0.0}
 SEGMENT = 7
-READERS: dict[str, tuple[dict[str, Any], Reach]] = {
-    "relative": ({}, Reach(11)),
-    "relative, all": ({}, Reach(40)),
-    "relative, window and clamp": ({}, Reach(11, 9, 3)),
-    "relative, no memory": ({}, Reach(0)),
-    "relative, empty slots attended": ({"attend_empty_memory": True}, Reach(11)),
-    "shaw": ({"encoding": "shaw", "learned_positions": 5}, Reach(11)),
-    "sinusoidal": ({"encoding": "sinusoidal"}, Reach(0)),
-    "learned": ({"encoding": "learned", "learned_positions": SEGMENT}, Reach(0)),
-    "lstm": ({"kind": "lstm"}, Reach(1)),
-    "qrnn": ({"kind": "qrnn"}, Reach(1)),
+READERS: dict[str, tuple[dict[str, Any], ContextLimits]] = {
+    "relative": ({}, ContextLimits(11)),
+    "relative, all": ({}, ContextLimits(40)),
+    "relative, window and clamp": ({}, ContextLimits(11, 9, 3)),
+    "relative, no memory": ({}, ContextLimits(0)),
+    "relative, empty slots attended": ({"attend_empty_memory": True}, ContextLimits(11)),
+    "shaw": ({"encoding": "shaw", "learned_positions": 5}, ContextLimits(11)),
+    "sinusoidal": ({"encoding": "sinusoidal"}, ContextLimits(0)),
+    "learned": ({"encoding": "learned", "learned_positions": SEGMENT}, ContextLimits(0)),
+    "lstm": ({"kind": "lstm"}, ContextLimits(1)),
+    "qrnn": ({"kind": "qrnn"}, ContextLimits(1)),
 }
 
 
 def reader_of(kind: str, rows: int | None = None) -> Reader:
-    settings, reach = READERS[kind]
+    settings, context_limits = READERS[kind]
     torch.manual_seed(7)
     model = build_model(ModelConfig(**{**SIZES, **settings})).double().eval()
     with torch.no_grad():
         for parameter in model.parameters():  # larger than at the start, so that all of it matters
             parameter.add_(torch.randn_like(parameter) * 0.3)
-    return Reader(kind, model, Plan(SEGMENT, reach, rows=rows))
+    return Reader(kind, model, EvaluationPlan(SEGMENT, context_limits, rows=rows))
 
 
 def text(length: int, seed: int = 3) -> npt.NDArray[np.uint8]:
@@ -99,7 +99,7 @@ def test_gains_and_lengths_are_the_papers(seed: int, fraction: float) -> None:
     nats_ICP = falling_losses(seed)
     gains = Gains.of(nats_ICP, fraction)
     sweep = ContextSweep(start=5, step=7, longest=42, positions=29, threshold=0.05)
-    readers = tuple(Reader(str(i), Copying(), Plan(SEGMENT, Reach(1))) for i in range(3))
+    readers = tuple(Reader(str(i), Copying(), EvaluationPlan(SEGMENT, ContextLimits(1))) for i in range(3))
     found = EffectiveContext(sweep, readers, np.arange(29), nats_ICP, (0.0,) * 3)
     wanted, lengths = by_the_paper(dict(np.ndenumerate(nats_ICP)), nats_ICP.shape, fraction, 0.05)
     for (i, c), gain in wanted.items():
@@ -146,15 +146,15 @@ def test_large_losses_do_no_harm() -> None:
 def test_a_loss_is_that_of_one_place_read_alone(kind: str, context: int) -> None:
     """One place at a time, with hidden rows for memory: an odd segment first, whole ones after, the last loss taken."""
     reader, tokens_K, places_P = reader_of(kind, rows=2), text(61), np.array([33, 40, 47, 58, 60])
-    model, reach = reader.model, reader.plan.reach
+    model, context_limits = reader.model, reader.plan.context_limits
     wanted = []
     for place in places_P.tolist():
         seen = tokens_K[place - context : place].tolist()
-        if not reach.memory:
+        if not context_limits.memory_length:
             seen = seen[-SEGMENT:]
         pieces = [seen[: len(seen) % SEGMENT]] if len(seen) % SEGMENT else []
         pieces += [seen[at : at + SEGMENT] for at in range(len(seen) % SEGMENT, len(seen), SEGMENT)]
-        memory = model.initial_memory(1, reach)
+        memory = model.initial_memory(1, context_limits)
         with torch.no_grad():
             for piece in pieces:
                 hidden_BTD, memory = model(torch.tensor([piece]), memory)
@@ -166,7 +166,7 @@ def test_a_loss_is_that_of_one_place_read_alone(kind: str, context: int) -> None
 @pytest.mark.parametrize("context", [6, 8, 33])
 def test_memory_as_long_as_the_context_is_one_long_segment(context: int) -> None:
     reader, tokens_K, places_P = reader_of("relative, all"), text(61), np.array([33, 60])
-    at_once = replace(reader, plan=Plan(40, Reach(0)))
+    at_once = replace(reader, plan=EvaluationPlan(40, ContextLimits(0)))
     np.testing.assert_allclose(
         reader.nats(tokens_K, places_P, context), at_once.nats(tokens_K, places_P, context), **CLOSE
     )
@@ -214,11 +214,11 @@ class Copying(LanguageModel):
     """Knows the text below: sure of the value where it has read the token to be copied from, else without a guess."""
 
     def __init__(self, farthest: int = 19) -> None:
-        super().__init__(ModelConfig(vocabulary_size=VALUES * len(DISTANCES)))
+        super().__init__(ModelConfig(vocab_size=VALUES * len(DISTANCES)))
         self.farthest, self.scale, self.layers = farthest, nn.Parameter(torch.ones(1).double()), nn.ModuleList()
 
-    def initial_memory(self, batch_size: int, reach: Reach | None = None) -> TokenMemory:
-        return TokenMemory.empty(batch_size, Reach(100), torch.device("cpu"))
+    def initial_memory(self, batch_size: int, context_limits: ContextLimits | None = None) -> TokenMemory:
+        return TokenMemory.empty(batch_size, ContextLimits(100), torch.device("cpu"))
 
     def forward(self, tokens_BT: Tensor, memory: TokenMemory) -> tuple[Tensor, TokenMemory]:
         """Hidden is the value that comes next, or -1."""
@@ -262,7 +262,7 @@ def copied_text(length: int) -> npt.NDArray[np.uint8]:
 def test_the_length_of_a_known_dependency_is_found(start: int, step: int, wanted: tuple[int, int]) -> None:
     """The first context that holds the farthest source, as long as each step on the way brings one more."""
     sweep = ContextSweep(start=start, step=step, longest=start + 6 * step, positions=101)
-    plan = Plan(SEGMENT, Reach(100))
+    plan = EvaluationPlan(SEGMENT, ContextLimits(100))
     found = measure_context([Reader("all", Copying(), plan), Reader("near", Copying(9), plan)], copied_text(400), sweep)
     for fraction in sweep.fractions:
         assert tuple(length.tokens for length in found.lengths(found.gains(fraction))) == wanted

@@ -16,28 +16,28 @@ import torch
 from transformer_xl.config import ModelConfig, RunConfig, TrainConfig, UserError
 from transformer_xl.evaluation import scoring
 from transformer_xl.evaluation.evaluate import evaluate
-from transformer_xl.evaluation.plan import Plan
+from transformer_xl.evaluation.plan import EvaluationPlan
 from transformer_xl.evaluation.scoring import token_nats
-from transformer_xl.model.memory import Reach
+from transformer_xl.model.memory import ContextLimits
 from transformer_xl.run_folder import Run
 from transformer_xl.text.token_store import TokenSplit
-from transformer_xl.text.vocabularies.characters import CharacterVocabulary
-from transformer_xl.text.vocabularies.words import WordVocabulary
-from transformer_xl.text.vocabulary import ByteVocabulary, Vocabulary
+from transformer_xl.text.tokenizer import ByteTokenizer, Tokenizer
+from transformer_xl.text.tokenizers.characters import CharTokenizer
+from transformer_xl.text.tokenizers.words import WordTokenizer
 
 START = 10
-PLAN = Plan(7, Reach(11, None, 17))
+PLAN = EvaluationPlan(7, ContextLimits(11, None, 17))
 
 
-def draw(length: int, vocabulary_size: int = 256, seed: int = 3) -> npt.NDArray[Any]:
-    return np.random.default_rng(seed).integers(0, vocabulary_size, length).astype(np.uint8)
+def draw(length: int, vocab_size: int = 256, seed: int = 3) -> npt.NDArray[Any]:
+    return np.random.default_rng(seed).integers(0, vocab_size, length).astype(np.uint8)
 
 
 @pytest.fixture
 def run(make_model) -> Run:
-    model = make_model(vocabulary_size=256, memory=11, dropout=0.3)
-    config = RunConfig(model=ModelConfig(clamp_length=17), train=TrainConfig(segment=7, memory=11))
-    return Run(model, ByteVocabulary(), config)
+    model = make_model(vocab_size=256, memory=11, dropout=0.3)
+    config = RunConfig(model=ModelConfig(clamp_length=17), train=TrainConfig(segment_length=7, memory_length=11))
+    return Run(model, ByteTokenizer(), config)
 
 
 def split_of(tokens: npt.NDArray[Any], num_bytes: int | None = None, words: int = 1) -> TokenSplit:
@@ -96,18 +96,16 @@ def test_several_rows_and_documents_are_those_of_the_split(run: Run, documents) 
 TEXT = "Ein Gr\u00fc\u00dfe-\u2603 und\nnoch einer\n" * 5
 
 
-@pytest.mark.parametrize(
-    "vocabulary", [ByteVocabulary(), CharacterVocabulary("ein rud\n", None)], ids=lambda of: of.kind
-)
-def test_bits_per_character_where_tokens_give_the_text_back(make_model, vocabulary: Vocabulary, monkeypatch) -> None:
+@pytest.mark.parametrize("tokenizer", [ByteTokenizer(), CharTokenizer("ein rud\n", None)], ids=lambda of: of.kind)
+def test_bits_per_character_where_tokens_give_the_text_back(make_model, tokenizer: Tokenizer, monkeypatch) -> None:
     """However the text is cut to be looked through; a character that the end cuts does not count."""
     monkeypatch.setattr("transformer_xl.evaluation.evaluate._TOKENS_AT_ONCE", 3)
-    run = Run(make_model(vocabulary_size=vocabulary.size), vocabulary, RunConfig())
-    tokens_K = vocabulary.encode(TEXT)
+    run = Run(make_model(vocab_size=tokenizer.vocab_size), tokenizer, RunConfig())
+    tokens_K = tokenizer.encode(TEXT)
     result = evaluate(run, split_of(tokens_K, len(TEXT.encode()), 25), PLAN)
     assert (result.characters, result.bytes, result.words) == (len(TEXT), len(TEXT.encode()), 25)
     assert result.bits_per_character == pytest.approx(result.bits_per_byte * result.bytes / len(TEXT), rel=1e-12)
-    cut = vocabulary.encode("Ein Gr\u00fc\u00dfe-\u2603").tolist()[:-1]
+    cut = tokenizer.encode("Ein Gr\u00fc\u00dfe-\u2603").tolist()[:-1]
     part = evaluate(run, split_of(tokens_K, len(TEXT.encode()), 25), PLAN, limit=len(cut))
     assert (part.characters, part.bytes) == (10, 14)
 
@@ -119,14 +117,14 @@ def test_no_characters_where_the_text_is_not_utf8(run: Run) -> None:
 
 def test_words_are_counted_where_they_are_the_tokens(make_model) -> None:
     """In part of a text too; line ends are none. Of other vocabularies the number is that of the whole text."""
-    words = WordVocabulary(("<eos>", "<unk>", "a", "b"), None, "<eos>", "<unk>")
-    run = Run(make_model(vocabulary_size=4), words, RunConfig())
+    words = WordTokenizer(("<eos>", "<unk>", "a", "b"), None, "<eos>", "<unk>")
+    run = Run(make_model(vocab_size=4), words, RunConfig())
     tokens_K = words.encode("a b\nb c a\nb b\n")
     whole = evaluate(run, split_of(tokens_K, 15, 7), PLAN)
     assert (whole.tokens, whole.words, whole.characters, whole.unknown) == (10, 7, None, 1)
     part = evaluate(run, split_of(tokens_K, 15, 7), PLAN, limit=7)
     assert (part.words, part.bytes) == (5, round(15 * 7 / 10))
-    nats_K = token_nats(run.model, tokens_K, words.start_id, PLAN)
+    nats_K = token_nats(run.model, tokens_K, words.bos_token_id, PLAN)
     assert part.word_perplexity == pytest.approx(math.exp(nats_K[:7].sum() / 5), rel=1e-12)
 
 
@@ -195,6 +193,6 @@ def test_nothing_to_score_is_refused(run: Run) -> None:
 
 
 def test_tokens_the_model_does_not_know_are_refused(make_model) -> None:
-    run = Run(make_model(), ByteVocabulary(), RunConfig(train=TrainConfig(segment=7, memory=11)))
+    run = Run(make_model(), ByteTokenizer(), RunConfig(train=TrainConfig(segment_length=7, memory_length=11)))
     with pytest.raises(UserError, match="token 113 is not one of the 23 the model knows; give a corpus"):
         evaluate(run, split_of(np.array([5, 113, 7], dtype=np.uint8)))

@@ -9,18 +9,26 @@ import numpy as np
 import pytest
 
 from transformer_xl.config import EvaluationConfig, ModelConfig, RunConfig, TrainConfig, UserError
-from transformer_xl.evaluation.plan import Plan, Text
-from transformer_xl.model.memory import Reach
+from transformer_xl.evaluation.plan import EvaluationPlan, Text
+from transformer_xl.model.memory import ContextLimits
 
 
 def test_a_plan_is_the_runs_unless_told_otherwise() -> None:
-    plain = RunConfig(train=TrainConfig(segment=7, memory=11), model=ModelConfig(window=13, clamp_length=17))
-    assert Plan.of(plain) == Plan(7, Reach(11, 13, 17), rows=None, documents="continue", precision="float32")
-    own = plain.model_copy(update={"evaluation": EvaluationConfig(segment=2, memory=0, window=3, clamp=5)})
-    assert Plan.of(own) == Plan(2, Reach(0, 3, 5))
-    assert Plan.of(own, segment=19, memory=23, window=29, clamp=31) == Plan(19, Reach(23, 29, 31))
-    assert Plan.of(own, memory=None, window=29) == Plan(2, Reach(0, 29, 5))
-    assert Plan.of(own, window="none", clamp="none") == Plan(2, Reach(0))
+    plain = RunConfig(
+        train=TrainConfig(segment_length=7, memory_length=11), model=ModelConfig(attention_window=13, clamp_length=17)
+    )
+    assert EvaluationPlan.of(plain) == EvaluationPlan(
+        7, ContextLimits(11, 13, 17), rows=None, documents="continue", precision="float32"
+    )
+    own = plain.model_copy(
+        update={"evaluation": EvaluationConfig(segment_length=2, memory_length=0, attention_window=3, clamp_length=5)}
+    )
+    assert EvaluationPlan.of(own) == EvaluationPlan(2, ContextLimits(0, 3, 5))
+    assert EvaluationPlan.of(own, segment=19, memory=23, window=29, clamp=31) == EvaluationPlan(
+        19, ContextLimits(23, 29, 31)
+    )
+    assert EvaluationPlan.of(own, memory=None, window=29) == EvaluationPlan(2, ContextLimits(0, 29, 5))
+    assert EvaluationPlan.of(own, window="none", clamp="none") == EvaluationPlan(2, ContextLimits(0))
 
 
 @pytest.mark.parametrize(
@@ -37,7 +45,7 @@ def test_a_plan_is_the_runs_unless_told_otherwise() -> None:
 )
 def test_a_plan_out_of_range_is_refused(wanted: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        Plan.of(RunConfig(), **wanted)
+        EvaluationPlan.of(RunConfig(), **wanted)
 
 
 @pytest.mark.parametrize(
@@ -46,25 +54,27 @@ def test_a_plan_out_of_range_is_refused(wanted: dict[str, Any], message: str) ->
 )
 def test_rows_out_of_range_are_refused(wanted: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        Plan(7, Reach(11), **wanted)
+        EvaluationPlan(7, ContextLimits(11), **wanted)
 
 
 @pytest.mark.parametrize(
     ("segment", "reach", "layers", "context"),
     [
-        (7, Reach(0), 3, 0),
-        (7, Reach(11), 1, 11),
-        (7, Reach(11), 3, 11 + 14 + 14),
-        (7, Reach(14), 3, 42),
-        (80, Reach(2100), 12, 2100 + 11 * 2160),
-        (7, Reach(4, 5), 3, 12),  # four tokens back in each layer
-        (7, Reach(99, 5), 3, 12),
-        (7, Reach(3, 5), 3, 12),  # also where memory is too short for the window
-        (7, Reach(3, 99), 3, 3 + 7 + 7),
+        (7, ContextLimits(0), 3, 0),
+        (7, ContextLimits(11), 1, 11),
+        (7, ContextLimits(11), 3, 11 + 14 + 14),
+        (7, ContextLimits(14), 3, 42),
+        (80, ContextLimits(2100), 12, 2100 + 11 * 2160),
+        (7, ContextLimits(4, 5), 3, 12),  # four tokens back in each layer
+        (7, ContextLimits(99, 5), 3, 12),
+        (7, ContextLimits(3, 5), 3, 12),  # also where memory is too short for the window
+        (7, ContextLimits(3, 99), 3, 3 + 7 + 7),
     ],
 )
-def test_how_far_back_losses_depend(make_model, segment: int, reach: Reach, layers: int, context: int) -> None:
-    plan, model = Plan(segment, reach), make_model(layers=layers)
+def test_how_far_back_losses_depend(
+    make_model, segment: int, context_limits: ContextLimits, layers: int, context: int
+) -> None:
+    plan, model = EvaluationPlan(segment, context_limits), make_model(layers=layers)
     assert plan.context_of_segment(model) == context
     assert plan.warmup_of(model) == -(-context // segment) * segment
     assert replace(plan, warmup=segment + 1).warmup_of(model) == 2 * segment

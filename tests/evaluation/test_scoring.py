@@ -14,25 +14,27 @@ import torch
 
 from transformer_xl.config import ModelConfig, UserError
 from transformer_xl.evaluation import scoring
-from transformer_xl.evaluation.plan import Plan, Text
+from transformer_xl.evaluation.plan import EvaluationPlan, Text
 from transformer_xl.evaluation.scoring import ordered, score_parts, sum_nats, token_nats
 from transformer_xl.model.build import build_model
 from transformer_xl.model.language_model import LanguageModel
-from transformer_xl.model.memory import Reach
+from transformer_xl.model.memory import ContextLimits
 
 START = 10
 CLOSE = {"rtol": 0, "atol": 1e-10}
 
 
-def draw(length: int, vocabulary_size: int = 23, seed: int = 3) -> npt.NDArray[Any]:
-    return np.random.default_rng(seed).integers(0, vocabulary_size, length).astype(np.uint8)
+def draw(length: int, vocab_size: int = 23, seed: int = 3) -> npt.NDArray[Any]:
+    return np.random.default_rng(seed).integers(0, vocab_size, length).astype(np.uint8)
 
 
-def one_pass(model: LanguageModel, tokens_K: npt.NDArray[Any], reach: Reach, before: int = START) -> npt.NDArray[Any]:
+def one_pass(
+    model: LanguageModel, tokens_K: npt.NDArray[Any], context_limits: ContextLimits, before: int = START
+) -> npt.NDArray[Any]:
     """The loss of every token, the text read at once with no memory at all."""
     inputs_1K = torch.tensor([[before, *tokens_K[:-1].tolist()]])
     with torch.no_grad():
-        hidden_BTD, _ = model(inputs_1K, model.initial_memory(1, replace(reach, memory=0)))
+        hidden_BTD, _ = model(inputs_1K, model.initial_memory(1, replace(context_limits, memory=0)))
         return model.nats(hidden_BTD, torch.tensor(tokens_K[None].astype(np.int64)))[0].numpy()
 
 
@@ -42,18 +44,20 @@ def one_pass(model: LanguageModel, tokens_K: npt.NDArray[Any], reach: Reach, bef
 def test_any_segment_equals_one_pass(make_model, style, segment, extra, clamp) -> None:
     """With a memory for the whole text, or more."""
     model, tokens_K = make_model(**style), draw(37)
-    reach = Reach(37 + extra, None, clamp)
-    nats_K = token_nats(model, tokens_K, START, Plan(segment, reach))
+    context_limits = ContextLimits(37 + extra, None, clamp)
+    nats_K = token_nats(model, tokens_K, START, EvaluationPlan(segment, context_limits))
     assert nats_K.dtype == np.float64
-    np.testing.assert_allclose(nats_K, one_pass(model, tokens_K, reach), **CLOSE)
+    np.testing.assert_allclose(nats_K, one_pass(model, tokens_K, context_limits), **CLOSE)
 
 
 def test_each_loss_is_that_of_its_token_after_those_before(make_model) -> None:
     """The definition, token by token: minus the log of the probability that the text so far gives to the next."""
     model, tokens_K = make_model(), draw(17)
-    nats_K = token_nats(model, tokens_K, START, Plan(5, Reach(17)))
+    nats_K = token_nats(model, tokens_K, START, EvaluationPlan(5, ContextLimits(17)))
     for place in range(17):
-        hidden_BTD, _ = model(torch.tensor([[START, *tokens_K[:place].tolist()]]), model.initial_memory(1, Reach(0)))
+        hidden_BTD, _ = model(
+            torch.tensor([[START, *tokens_K[:place].tolist()]]), model.initial_memory(1, ContextLimits(0))
+        )
         probability = model.logits(hidden_BTD)[0, -1].softmax(-1)[tokens_K[place]].item()
         assert nats_K[place] == pytest.approx(-math.log(probability), abs=1e-10)
 
@@ -63,14 +67,14 @@ def test_memory_carries_what_the_segments_before_left(make_model, memory) -> Non
     """Also shorter than the text: the same as calling the model by hand, segment after segment."""
     model, tokens_K = make_model(), draw(37)
     inputs, targets = torch.tensor([[START, *tokens_K[:-1].tolist()]]), torch.tensor([tokens_K.tolist()])
-    state, wanted = model.initial_memory(1, Reach(memory)), []
+    state, wanted = model.initial_memory(1, ContextLimits(memory)), []
     with torch.no_grad():
         for first in range(0, 37, 5):
             hidden_BTD, state = model(inputs[:, first : first + 5], state)
             wanted.append(model.nats(hidden_BTD, targets[:, first : first + 5])[0])
-    found = token_nats(model, tokens_K, START, Plan(5, Reach(memory)))
+    found = token_nats(model, tokens_K, START, EvaluationPlan(5, ContextLimits(memory)))
     np.testing.assert_allclose(found, torch.cat(wanted).numpy(), **CLOSE)
-    blind = token_nats(model, tokens_K, START, Plan(5, Reach(0)))
+    blind = token_nats(model, tokens_K, START, EvaluationPlan(5, ContextLimits(0)))
     assert (np.abs(found - blind)[:5] < 1e-10).all()
     assert bool((np.abs(found - blind)[5:] > 1e-6).any()) == (memory > 0)
 
@@ -81,11 +85,13 @@ def test_memory_carries_what_the_segments_before_left(make_model, memory) -> Non
 def test_with_a_window_the_segment_does_not_matter(make_model, window, segment, extra) -> None:
     """A memory of window - 1 slots is enough, and one slot less is not."""
     model, tokens_K = make_model(), draw(37)
-    wanted_K = one_pass(model, tokens_K, Reach(0, window))
-    reach = Reach(window - 1 + extra, window)
-    np.testing.assert_allclose(token_nats(model, tokens_K, START, Plan(segment, reach)), wanted_K, **CLOSE)
+    wanted_K = one_pass(model, tokens_K, ContextLimits(0, window))
+    context_limits = ContextLimits(window - 1 + extra, window)
+    np.testing.assert_allclose(
+        token_nats(model, tokens_K, START, EvaluationPlan(segment, context_limits)), wanted_K, **CLOSE
+    )
     if window > 1 and segment < 37 and not extra:
-        short_K = token_nats(model, tokens_K, START, Plan(segment, Reach(window - 2, window)))
+        short_K = token_nats(model, tokens_K, START, EvaluationPlan(segment, ContextLimits(window - 2, window)))
         assert np.abs(short_K - wanted_K).max() > 1e-6
 
 
@@ -93,9 +99,9 @@ def test_a_mixture_of_segments_equals_one_pass(make_model) -> None:
     """Lengths may change from one segment to the next, for each kind of memory."""
     model, tokens_K = make_model(), draw(37)
     inputs, targets = torch.tensor([[START, *tokens_K[:-1].tolist()]]), torch.tensor([tokens_K.tolist()])
-    wanted_K = one_pass(model, tokens_K, Reach(37))
+    wanted_K = one_pass(model, tokens_K, ContextLimits(37))
     for kind in (model.initial_memory, model.inference_memory):
-        memory, found = kind(1, Reach(37)), []
+        memory, found = kind(1, ContextLimits(37)), []
         with torch.inference_mode():
             cut = (tensor.split([1, 11, 2, 19, 4], dim=1) for tensor in (inputs, targets))
             for inputs_BT, targets_BT in zip(*cut, strict=True):
@@ -108,7 +114,7 @@ def test_a_mixture_of_segments_equals_one_pass(make_model) -> None:
 def test_how_many_keys_a_window_holds(make_model, memory, window) -> None:
     """Both conventions: M keys with the query's own, or M + 1; seen from what changes when a token is another."""
     model, tokens_K = make_model(layers=1), draw(23)
-    plan, place = Plan(3, Reach(memory, window)), 20
+    plan, place = EvaluationPlan(3, ContextLimits(memory, window)), 20
     before = token_nats(model, tokens_K, START, plan)[place]
     seen = []
     for distance in range(1, place + 1):
@@ -131,7 +137,7 @@ WAYS = [
 def test_rows_change_nothing(make_model, rows, segment, memory, window, layers) -> None:
     """Every token gets the very loss it has in one stream, also where the context is not limited by a window."""
     model, tokens_K = make_model(layers=layers), draw(229)
-    plan = Plan(segment, Reach(memory, window))
+    plan = EvaluationPlan(segment, ContextLimits(memory, window))
     wanted_K = token_nats(model, tokens_K, START, plan)
     np.testing.assert_allclose(token_nats(model, tokens_K, START, replace(plan, rows=rows)), wanted_K, **CLOSE)
 
@@ -139,7 +145,7 @@ def test_rows_change_nothing(make_model, rows, segment, memory, window, layers) 
 @pytest.mark.parametrize(("segment", "memory", "window"), [(5, 11, None), (5, 4, 5), (3, 7, 8), (7, 5, 11), (3, 5, 5)])
 def test_the_warmup_is_no_longer_than_it_must_be(make_model, segment, memory, window) -> None:
     """One segment less, and some loss is another: of the first tokens of a row only."""
-    model, tokens_K, plan = make_model(), draw(229), Plan(segment, Reach(memory, window), rows=2)
+    model, tokens_K, plan = make_model(), draw(229), EvaluationPlan(segment, ContextLimits(memory, window), rows=2)
     wanted_K = token_nats(model, tokens_K, START, plan)
     short = replace(plan, warmup=plan.warmup_of(model) - segment)
     odd_K = np.abs(token_nats(model, tokens_K, START, short) - wanted_K) > 1e-9
@@ -152,9 +158,9 @@ def test_the_warmup_is_no_longer_than_it_must_be(make_model, segment, memory, wi
 def test_without_warmup_rows_begin_empty(make_model) -> None:
     """After the token that stands before them."""
     model, tokens_K = make_model(), draw(70)
-    found_K = token_nats(model, tokens_K, START, Plan(5, Reach(11), rows=2, warmup=0))
+    found_K = token_nats(model, tokens_K, START, EvaluationPlan(5, ContextLimits(11), batch_size=2, warmup_steps=0))
     for begin, before in ((0, START), (35, int(tokens_K[34]))):
-        alone_K = token_nats(model, tokens_K[begin : begin + 35], before, Plan(5, Reach(11)))
+        alone_K = token_nats(model, tokens_K[begin : begin + 35], before, EvaluationPlan(5, ContextLimits(11)))
         np.testing.assert_allclose(found_K[begin : begin + 35], alone_K, **CLOSE)
 
 
@@ -165,7 +171,7 @@ def test_every_token_counts_once(make_model, monkeypatch, length, rows, at_once)
     """The last, short segment and the last, short row included, whenever losses are fetched."""
     monkeypatch.setattr(scoring, "_STEPS_AT_ONCE", at_once)
     model, tokens_K, told = make_model(), draw(length), []
-    plan = Plan(7, Reach(11), rows)
+    plan = EvaluationPlan(7, ContextLimits(11), rows)
     parts = list(score_parts(model, Text(tokens_K, START), plan, told.append))
     places = np.concatenate([np.arange(part.begin, part.begin + len(part.nats_K)) for part in parts])
     assert sorted(places.tolist()) == list(range(length))
@@ -184,7 +190,7 @@ STARTS = np.array([0, 3, 3, 4, 21, 22, 60, 61])  # one of them empty
 def test_documents_that_start_afresh_are_as_if_alone(make_model, rows, segment, memory, window) -> None:
     """Each from the start token on, with nothing of the one before; long ones shared out over several rows too."""
     model, tokens_K = make_model(), draw(97)
-    plan = Plan(segment, Reach(memory, window))
+    plan = EvaluationPlan(segment, ContextLimits(memory, window))
     found_K = np.full(97, np.nan)
     text = Text(tokens_K, START, STARTS)
     total = ordered(score_parts(model, text, replace(plan, rows=rows, documents="reset")), found_K)
@@ -204,7 +210,7 @@ def test_a_document_does_not_see_the_one_before(make_model) -> None:
         for ids_K in (tokens_K, other_K):
             nats_K = np.empty(40)
             text = Text(ids_K, START, STARTS)
-            ordered(score_parts(model, text, Plan(5, Reach(11), documents=documents)), nats_K)
+            ordered(score_parts(model, text, EvaluationPlan(5, ContextLimits(11), documents=documents)), nats_K)
             losses.append(nats_K[21:])
     assert (found["reset"][0] == found["reset"][1]).all()
     assert np.abs(found["continue"][0] - found["continue"][1])[0] > 1e-6
@@ -223,7 +229,7 @@ def test_many_short_documents_are_read_side_by_side(make_model, monkeypatch) -> 
         return call(self, tokens_BT, memory, **rest)
 
     monkeypatch.setattr(type(model), "forward", watched)
-    list(score_parts(model, text, Plan(64, Reach(11), documents="reset")))
+    list(score_parts(model, text, EvaluationPlan(64, ContextLimits(11), documents="reset")))
     assert shapes == [(143, 7)]
     assert calls == [0]
 
@@ -233,16 +239,18 @@ def test_empty_slots_that_are_attended_are_kept(make_model) -> None:
     model, tokens_K = make_model(attend_empty_memory=True), draw(17)
     with torch.no_grad():
         inputs_1K = torch.tensor([[START, *tokens_K[:-1].tolist()]])
-        hidden_BTD, _ = model(inputs_1K, model.initial_memory(1, Reach(29)))
+        hidden_BTD, _ = model(inputs_1K, model.initial_memory(1, ContextLimits(29)))
         wanted_K = model.nats(hidden_BTD, torch.tensor(tokens_K[None].astype(np.int64)))[0].numpy()
-    np.testing.assert_allclose(token_nats(model, tokens_K, START, Plan(17, Reach(29))), wanted_K, **CLOSE)
-    assert np.abs(token_nats(model, tokens_K, START, Plan(17, Reach(0))) - wanted_K).max() > 1e-6
+    np.testing.assert_allclose(
+        token_nats(model, tokens_K, START, EvaluationPlan(17, ContextLimits(29))), wanted_K, **CLOSE
+    )
+    assert np.abs(token_nats(model, tokens_K, START, EvaluationPlan(17, ContextLimits(0))) - wanted_K).max() > 1e-6
 
 
 # Other models behind the same contract.
 
 BASELINES = [
-    ({"kind": "lstm", "layers": 1}, 11), ({"kind": "qrnn", "layers": 2}, 11), ({"kind": "lstm", "layers": 2}, 0),
+    ({"kind": "lstm", "n_layers": 1}, 11), ({"kind": "qrnn", "n_layers": 2}, 11), ({"kind": "lstm", "n_layers": 2}, 0),
     ({"encoding": "sinusoidal"}, 0), ({"encoding": "shaw", "learned_positions": 5}, 11),
 ]  # fmt: skip
 
@@ -251,14 +259,14 @@ BASELINES = [
 def test_other_models_are_read_the_same(settings: dict[str, Any], memory: int) -> None:
     """Rows where they can be exact, documents in any case; what keeps all it read says that rows cannot."""
     torch.manual_seed(7)
-    sizes = {"vocabulary_size": 23, "layers": 2, "width": 14, "heads": 2, "feedforward": 19, "dropout": 0.0}
+    sizes = {"vocab_size": 23, "n_layers": 2, "d_model": 14, "n_heads": 2, "d_ff": 19, "dropout": 0.0}
     model = build_model(ModelConfig(**sizes | settings))
-    model, tokens_K, plan = model.double().eval(), draw(97), Plan(5, Reach(memory))
+    model, tokens_K, plan = model.double().eval(), draw(97), EvaluationPlan(5, ContextLimits(memory))
     wanted_K = token_nats(model, tokens_K, START, plan)
     if memory and "kind" in settings:
         with pytest.raises(UserError, match=r"rows 3: kind \w+ keeps something of all it read, so rows .* give 1, or"):
             token_nats(model, tokens_K, START, replace(plan, rows=3))
-        longer = replace(plan, rows=3, warmup=97)
+        longer = replace(plan, batch_size=3, warmup_steps=97)
     else:
         longer = replace(plan, rows=3)
     np.testing.assert_allclose(token_nats(model, tokens_K, START, longer), wanted_K, **CLOSE)
@@ -276,7 +284,7 @@ def test_other_models_are_read_the_same(settings: dict[str, Any], memory: int) -
 @pytest.mark.parametrize("training", [True, False])
 def test_scoring_leaves_the_mode_even_when_it_is_stopped(make_model, training) -> None:
     model, text = make_model(dropout=0.3).train(training), Text(draw(37), START)
-    parts = score_parts(model, text, Plan(5, Reach(11)))
+    parts = score_parts(model, text, EvaluationPlan(5, ContextLimits(11)))
     next(parts)
     assert not model.training
     parts.close()
@@ -288,19 +296,19 @@ def test_weights_that_are_not_numbers_are_refused(make_model, value) -> None:
     """By the name of the tensor."""
     model = make_model()
     with torch.no_grad():
-        model.layers[1].feedforward.widen.bias[3] = value
+        model.layers[1].feedforward.up_proj.bias[3] = value
     message = r"the weights layers.1.feedforward.widen.bias hold numbers that are infinite or not numbers; train again"
     with pytest.raises(UserError, match=message):
-        token_nats(model, draw(7), START, Plan(5, Reach(11)))
+        token_nats(model, draw(7), START, EvaluationPlan(5, ContextLimits(11)))
     with torch.no_grad():
         model.content_bias[0] = value
     with pytest.raises(UserError, match="the weights content_bias and 1 more tensors hold numbers"):
-        token_nats(model, draw(7), START, Plan(5, Reach(11)))
+        token_nats(model, draw(7), START, EvaluationPlan(5, ContextLimits(11)))
 
 
 def test_bfloat16_is_near(make_model) -> None:
     model, tokens_K = make_model().float(), draw(101)
-    exact = sum_nats(model, tokens_K, START, Plan(7, Reach(11)))
-    low = sum_nats(model, tokens_K, START, Plan(7, Reach(11), precision="bfloat16"))
+    exact = sum_nats(model, tokens_K, START, EvaluationPlan(7, ContextLimits(11)))
+    low = sum_nats(model, tokens_K, START, EvaluationPlan(7, ContextLimits(11), precision="bfloat16"))
     assert low != exact
     assert low == pytest.approx(exact, rel=0.02)

@@ -10,69 +10,69 @@ import pytest
 
 from transformer_xl.config import RunConfig, TrainConfig, UserError
 from transformer_xl.evaluation import texts
-from transformer_xl.evaluation.plan import Plan
+from transformer_xl.evaluation.plan import EvaluationPlan
 from transformer_xl.evaluation.scoring import token_nats
 from transformer_xl.evaluation.texts import score
-from transformer_xl.model.memory import Reach
+from transformer_xl.model.memory import ContextLimits
 from transformer_xl.run_folder import Run
-from transformer_xl.text.vocabularies.characters import CharacterVocabulary
-from transformer_xl.text.vocabularies.words import WordVocabulary
-from transformer_xl.text.vocabulary import ByteVocabulary, Vocabulary
+from transformer_xl.text.tokenizer import ByteTokenizer, Tokenizer
+from transformer_xl.text.tokenizers.characters import CharTokenizer
+from transformer_xl.text.tokenizers.words import WordTokenizer
 
-PLAN = Plan(7, Reach(11))
+PLAN = EvaluationPlan(7, ContextLimits(11))
 CLOSE = {"rtol": 0, "atol": 1e-10}
 FIRST, SECOND = "Gr\u00fc\u00dfe\nan b\n\nb", "\u2603 b an\nb\n"
-WORDS = WordVocabulary(("<eos>", "<unk>", "an", "b"), None, "<eos>", "<unk>")
-KINDS = [ByteVocabulary(), CharacterVocabulary("an b\n", None), WORDS]
+WORDS = WordTokenizer(("<eos>", "<unk>", "an", "b"), None, "<eos>", "<unk>")
+KINDS = [ByteTokenizer(), CharTokenizer("an b\n", None), WORDS]
 
 
 @pytest.fixture
 def run_of(make_model):
-    def make(vocabulary: Vocabulary) -> Run:
-        config = RunConfig(train=TrainConfig(segment=7, memory=11))
-        return Run(make_model(vocabulary_size=vocabulary.size), vocabulary, config)
+    def make(tokenizer: Tokenizer) -> Run:
+        config = RunConfig(train=TrainConfig(segment_length=7, memory_length=11))
+        return Run(make_model(vocab_size=tokenizer.vocab_size), tokenizer, config)
 
     return make
 
 
-@pytest.mark.parametrize("vocabulary", KINDS, ids=lambda of: of.kind)
+@pytest.mark.parametrize("tokenizer", KINDS, ids=lambda of: of.kind)
 @pytest.mark.parametrize("rows", [None, 1, 3])
-def test_each_text_is_scored_as_if_alone(run_of, vocabulary: Vocabulary, rows) -> None:
+def test_each_text_is_scored_as_if_alone(run_of, tokenizer: Tokenizer, rows) -> None:
     """By the definition of its losses, in the order of its tokens; a word vocabulary ends the last line."""
-    run, told = run_of(vocabulary), []
+    run, told = run_of(tokenizer), []
     plan = replace(PLAN, rows=rows, documents="reset")
     found = score(run, {"first": FIRST, "second": SECOND.encode()}, plan, progress=told.append)
     assert [one.name for one in found] == ["first", "second"]
     assert sum(told) == sum(len(one.ids_K) for one in found)
     for one, text in zip(found, (FIRST, SECOND), strict=True):
-        written = text + "\n" * (vocabulary.closes_lines and not text.endswith("\n"))
-        assert one.ids_K.tolist() == vocabulary.encode(written).tolist()
-        wanted_K = token_nats(run.model, one.ids_K, vocabulary.start_id, PLAN)
+        written = text + "\n" * (tokenizer.closes_lines and not text.endswith("\n"))
+        assert one.ids_K.tolist() == tokenizer.encode(written).tolist()
+        wanted_K = token_nats(run.model, one.ids_K, tokenizer.bos_token_id, PLAN)
         np.testing.assert_allclose(one.nats_K, wanted_K, **CLOSE)
         assert one.sums.nats == pytest.approx(wanted_K.sum(), abs=1e-10)
         assert (one.sums.tokens, one.sums.bytes) == (len(one.ids_K), len(text.encode()))
         assert (one.sums.characters, one.sums.words) == (len(text), len(text.split()))
 
 
-@pytest.mark.parametrize("vocabulary", KINDS, ids=lambda of: of.kind)
-def test_lines_add_up_to_the_text(run_of, vocabulary: Vocabulary) -> None:
+@pytest.mark.parametrize("tokenizer", KINDS, ids=lambda of: of.kind)
+def test_lines_add_up_to_the_text(run_of, tokenizer: Tokenizer) -> None:
     """Every token is of one line, and a line ends with the token that ends it."""
-    (found,) = score(run_of(vocabulary), FIRST)
+    (found,) = score(run_of(tokenizer), FIRST)
     lines = list(found.lines())
     assert [line.number for line in lines] == [1, 2, 3, 4]
     assert np.concatenate([line.ids_K for line in lines]).tolist() == found.ids_K.tolist()
     assert np.concatenate([line.nats_K for line in lines]).tolist() == found.nats_K.tolist()
     assert math.fsum(line.nats for line in lines) == pytest.approx(found.sums.nats, abs=1e-10)
-    shown = [vocabulary.decode(line.ids_K).removesuffix("\n") for line in lines]
-    assert shown == (["<unk>", "an b", "", "b"] if vocabulary is WORDS else FIRST.split("\n"))
+    shown = [tokenizer.decode(line.ids_K).removesuffix("\n") for line in lines]
+    assert shown == (["<unk>", "an b", "", "b"] if tokenizer is WORDS else FIRST.split("\n"))
 
 
 def test_texts_in_a_row_are_one_text(run_of) -> None:
     """When memory goes on from one to the next."""
-    run = run_of(ByteVocabulary())
+    run = run_of(ByteTokenizer())
     found = score(run, [FIRST, SECOND], PLAN)
     joined_K = np.concatenate([one.nats_K for one in found])
-    wanted_K = token_nats(run.model, run.vocabulary.encode(FIRST + SECOND), 10, PLAN)
+    wanted_K = token_nats(run.model, run.tokenizer.encode(FIRST + SECOND), 10, PLAN)
     np.testing.assert_allclose(joined_K, wanted_K, **CLOSE)
     apart = score(run, [FIRST, SECOND])
     assert [one.name for one in apart] == ["text 1", "text 2"]
@@ -82,7 +82,7 @@ def test_texts_in_a_row_are_one_text(run_of) -> None:
 
 def test_the_order_of_texts_does_not_matter(run_of) -> None:
     """Nor how many there are beside."""
-    run = run_of(ByteVocabulary())
+    run = run_of(ByteTokenizer())
     texts_of = {"a": FIRST, "b": SECOND, "c": "an " * 30, "d": "b"}
     plan = replace(PLAN, documents="reset")
     wanted = {one.name: one.nats_K for one in score(run, texts_of, plan)}
@@ -95,28 +95,28 @@ def test_the_order_of_texts_does_not_matter(run_of) -> None:
 
 
 def test_bytes_that_are_no_text(run_of) -> None:
-    (found,) = score(run_of(ByteVocabulary()), b"\xff\x00\n\xc3")
+    (found,) = score(run_of(ByteTokenizer()), b"\xff\x00\n\xc3")
     assert found.ids_K.tolist() == [255, 0, 10, 195]
     assert (found.sums.characters, found.sums.bytes, len(list(found.lines()))) == (None, 4, 2)
 
 
 @pytest.mark.parametrize(
-    ("vocabulary", "given", "message"),
+    ("tokenizer", "given", "message"),
     [
         (KINDS[0], {"a.txt": "a", "b.txt": ""}, "b.txt: there is no token in it; give some text"),
         (KINDS[0], [], "there is nothing to score; give one text at least"),
         (KINDS[1], {"a.txt": b"abc\xff"}, "a.txt: byte 3: not UTF-8"),
-        (CharacterVocabulary("ab", None, closed=True), {"a.txt": "ab" * 4 + "c"}, "a.txt: byte 8: the character 'c'"),
+        (CharTokenizer("ab", None, closed=True), {"a.txt": "ab" * 4 + "c"}, "a.txt: byte 8: the character 'c'"),
     ],
 )
-def test_what_cannot_be_scored_is_refused(run_of, vocabulary: Vocabulary, given, message: str) -> None:
+def test_what_cannot_be_scored_is_refused(run_of, tokenizer: Tokenizer, given, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        score(run_of(vocabulary), given)
+        score(run_of(tokenizer), given)
 
 
 def test_the_place_of_a_fault_counts_from_the_start(run_of, monkeypatch) -> None:
     """Also where a long text is cut into pieces before."""
     cut = texts.cut_pieces
-    monkeypatch.setattr(texts, "cut_pieces", lambda vocabulary, chunks: cut(vocabulary, chunks, size=4))
+    monkeypatch.setattr(texts, "cut_pieces", lambda tokenizer, chunks: cut(tokenizer, chunks, size=4))
     with pytest.raises(UserError, match=r"a.txt: byte 9: the character 'c'"):
-        score(run_of(CharacterVocabulary("ab", None, closed=True)), {"a.txt": "abababab" + "ac"})
+        score(run_of(CharTokenizer("ab", None, closed=True)), {"a.txt": "abababab" + "ac"})

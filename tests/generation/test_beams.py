@@ -13,9 +13,9 @@ from scripted import TEXT, Watched, whole
 from transformer_xl.config import UserError
 from transformer_xl.generation.beams import Beams, Hypothesis, beam_search
 from transformer_xl.model.language_model import LanguageModel
-from transformer_xl.model.memory import Reach
+from transformer_xl.model.memory import ContextLimits
 
-REACH = Reach(53)
+REACH = ContextLimits(53)
 PROMPT = [2, 0, 1]
 
 
@@ -25,14 +25,14 @@ def found_by(model: Any, settings: Beams, prompt: list[int]) -> list[Hypothesis]
 
 def log_probabilities_of(model: LanguageModel, prompt: list[int], tokens: list[int]) -> list[float]:
     """Of each token after the prompt, by one pass over the whole."""
-    logits_TV, _ = whole(model, [*prompt, *tokens], Reach(0))
+    logits_TV, _ = whole(model, [*prompt, *tokens], ContextLimits(0))
     shares_TV = logits_TV.log_softmax(-1)
     return [float(shares_TV[len(prompt) - 1 + place, token]) for place, token in enumerate(tokens)]
 
 
 def exhaustive(model: LanguageModel, settings: Beams, prompt: list[int]) -> dict[tuple[int, ...], list[float]]:
     """Every continuation there is, with the log-probability of each token, from one pass over all; best first."""
-    every = list(product(range(model.config.vocabulary_size), repeat=settings.tokens))
+    every = list(product(range(model.config.vocab_size), repeat=settings.tokens))
     with torch.no_grad():
         hidden_BTD, _ = model(torch.tensor([[*prompt, *tokens] for tokens in every]))
         shares_BTV = model.logits(hidden_BTD).log_softmax(-1)[:, len(prompt) - 1 : -1]
@@ -52,13 +52,13 @@ def exhaustive(model: LanguageModel, settings: Beams, prompt: list[int]) -> dict
 def test_with_beams_enough_it_is_exhaustive(
     make_model, length_penalty: float, end_ids: tuple[int, ...], min_tokens: int, cutoffs: tuple[int, ...]
 ) -> None:
-    model = make_model(vocabulary_size=5, cutoffs=cutoffs, tie_weights=False)
+    model = make_model(vocab_size=5, cutoffs=cutoffs, tie_word_embeddings=False)
     settings = Beams(125, 3, length_penalty, end_ids, min_tokens)
     found, wanted = found_by(model, settings, PROMPT), exhaustive(model, settings, PROMPT)
     assert [one.tokens for one in found] == list(wanted)
     for one, (tokens, each) in zip(found, wanted.items(), strict=True):
-        assert list(one.log_probabilities) == pytest.approx(each, abs=1e-9)
-        assert one.log_probability == pytest.approx(sum(each), abs=1e-9)
+        assert list(one.logprobs) == pytest.approx(each, abs=1e-9)
+        assert one.logprob == pytest.approx(sum(each), abs=1e-9)
         assert one.score == pytest.approx(sum(each) / len(tokens) ** length_penalty, abs=1e-9)
         assert one.ended == (tokens[-1] in end_ids)
 
@@ -69,7 +69,7 @@ def by_hand(model: LanguageModel, settings: Beams, prompt: list[int]) -> list[tu
     for length in range(1, settings.tokens + 1):
         every = {}
         for tokens, total in live.items():
-            shares_V = whole(model, [*prompt, *tokens], Reach(0))[0][-1].log_softmax(-1)
+            shares_V = whole(model, [*prompt, *tokens], ContextLimits(0))[0][-1].log_softmax(-1)
             every |= {(*tokens, token): total + float(share) for token, share in enumerate(shares_V)}
         live = {}
         for tokens in sorted(every, key=every.__getitem__, reverse=True):
@@ -94,7 +94,7 @@ def test_each_beam_has_its_own_memory(make_model, beams: int, end_ids, length_pe
     assert [one.tokens for one in found] == by_hand(model, settings, TEXT[:4])
     for one in found:
         each = log_probabilities_of(model, TEXT[:4], list(one.tokens))
-        assert list(one.log_probabilities) == pytest.approx(each, abs=1e-9)
+        assert list(one.logprobs) == pytest.approx(each, abs=1e-9)
 
 
 def test_the_beams_of_the_test_above_cross(make_model) -> None:
@@ -118,7 +118,7 @@ def test_one_beam_is_greedy(make_model) -> None:
     (found,) = found_by(model, Beams(1, 11), TEXT[:4])
     tokens = TEXT[:4]
     for token in found.tokens:
-        assert token == int(whole(model, tokens, Reach(0))[0][-1].argmax())
+        assert token == int(whole(model, tokens, ContextLimits(0))[0][-1].argmax())
         tokens = [*tokens, token]
 
 
@@ -159,13 +159,13 @@ def test_the_prompt_is_read_once_and_the_memory_given_stays(make_model) -> None:
 
 def test_the_hook_changes_what_is_found(make_model) -> None:
     """Log-probabilities are those of the changed scores."""
-    model = make_model(vocabulary_size=5)
+    model = make_model(vocab_size=5)
     found = found_by(
         model, Beams(64, 2, adjust=lambda made_BT, logits_BV: logits_BV.index_fill(-1, torch.tensor(2), -1e9)), PROMPT
     )
     assert len(found) == 16 + 9  # the impossible is still there, last
     assert all(2 not in one.tokens for one in found[:16])
-    assert math.fsum(math.exp(one.log_probability) for one in found) == pytest.approx(1)
+    assert math.fsum(math.exp(one.logprob) for one in found) == pytest.approx(1)
     seen = []
 
     def watch(made_BT, logits_BV):

@@ -11,16 +11,16 @@ from torch import Tensor
 
 from transformer_xl.config import UserError
 from transformer_xl.generation.sampling import Sampler
-from transformer_xl.generation.writer import Writer
-from transformer_xl.model.memory import Reach
+from transformer_xl.generation.writer import BatchGenerator
+from transformer_xl.model.memory import ContextLimits
 
 CUTOFFS = [(), (5, 11)]
-REACH = Reach(53)
+REACH = ContextLimits(53)
 
 
 def write(model: Any, sampler: Sampler, tokens: int = 13, **settings: Any) -> list[int]:
     memory = model.inference_memory(1, REACH)
-    writer = Writer(model, [TEXT[:5]], sampler, memory=memory, **settings)
+    writer = BatchGenerator(model, [TEXT[:5]], sampler, memory=memory, **settings)
     return [made.token for _ in range(tokens) if writer.rows for made in writer.step()]
 
 
@@ -31,7 +31,7 @@ def write(model: Any, sampler: Sampler, tokens: int = 13, **settings: Any) -> li
 )
 def test_candidates_are_drawn_as_from_the_whole_vocabulary(make_model, sampler: Sampler, cutoffs) -> None:
     """Greedy and top-k score no more than they need, and give each token the probability it has among all."""
-    model = make_model(cutoffs=cutoffs, tie_weights=False)
+    model = make_model(cutoffs=cutoffs, tie_word_embeddings=False)
     with torch.no_grad():
         hidden_BTD, _ = model(torch.tensor([TEXT[:5], TEXT[2:7]]))
         logits_BV = model.logits(hidden_BTD[:, -1:])[:, 0]
@@ -44,7 +44,7 @@ def test_candidates_are_drawn_as_from_the_whole_vocabulary(make_model, sampler: 
     greedy_BV = logits_BV == logits_BV.amax(-1, True)
     allowed_BV = (sampler.probabilities(logits_BV) if sampler.temperature else greedy_BV) > 0
     for row, prompt in enumerate([TEXT[:5], TEXT[2:7]]):
-        drawn = {Writer(model, [prompt], sampler, seed=seed).step()[0].token for seed in range(30)}
+        drawn = {BatchGenerator(model, [prompt], sampler, seed=seed).step()[0].token for seed in range(30)}
         assert drawn <= set(allowed_BV[row].nonzero()[:, 0].tolist())
 
 
@@ -64,11 +64,11 @@ def test_the_whole_vocabulary_is_scored_only_where_needed(make_model, monkeypatc
 @pytest.mark.parametrize("cutoffs", CUTOFFS)
 def test_the_penalty_sees_the_last_tokens_of_prompt_and_text(make_model, window: int, cutoffs) -> None:
     """Greedy with a penalty, done by hand: each token that stood in the window once, by CTRL's formula."""
-    model = make_model(cutoffs=cutoffs, tie_weights=False)
+    model = make_model(cutoffs=cutoffs, tie_word_embeddings=False)
     found = write(model, Sampler(0, repetition_penalty=2.5, repetition_window=window))
     tokens = TEXT[:5]
     for token in found:
-        scores = whole(model, tokens, Reach(0))[0][-1].tolist()
+        scores = whole(model, tokens, ContextLimits(0))[0][-1].tolist()
         for earlier in set(tokens[-window:]):
             scores[earlier] = scores[earlier] / 2.5 if scores[earlier] > 0 else scores[earlier] * 2.5
         assert token == max(range(23), key=scores.__getitem__)
@@ -80,12 +80,12 @@ def test_the_penalty_goes_with_its_row(make_model) -> None:
     """When a row leaves, the others are judged by their own past as before."""
     model, sampler = make_model(), Sampler(0, repetition_penalty=4.0)
     prompts = [[1, 5], list(range(11)), list(range(9, 23))]
-    writer = Writer(model, prompts, sampler)
+    writer = BatchGenerator(model, prompts, sampler)
     found = [made.token for made in writer.step() if made.row > 0]
     writer.stop([0])
     found += [made.token for _ in range(8) for made in writer.step()]
     for place, prompt in enumerate(prompts[1:]):
-        alone = Writer(model, [prompt], sampler)
+        alone = BatchGenerator(model, [prompt], sampler)
         assert found[place::2] == [alone.step()[0].token for _ in range(9)]
 
 
@@ -100,7 +100,9 @@ def test_the_penalty_of_unequal_prompts(make_model, window: int) -> None:
     def judged(rows: list[list[int]]) -> Tensor:
         seen: list[Tensor] = []
         object.__setattr__(sampler, "script", [8, 3, 8, 11, 3])
-        writer = Writer(model, rows, sampler, adjust=lambda made_BT, logits_BV: seen.append(logits_BV) or logits_BV)
+        writer = BatchGenerator(
+            model, rows, sampler, adjust=lambda made_BT, logits_BV: seen.append(logits_BV) or logits_BV
+        )
         for _ in range(5):
             writer.step()
         return torch.stack(seen)
@@ -121,7 +123,7 @@ def test_the_hook_sees_what_was_made_and_says_what_comes(make_model) -> None:
     assert write(model, Sampler(top_k=4, repetition_penalty=1.5), tokens=5, adjust=alternate) == [0, 1, 0, 1, 0]
     assert [made for made, _ in seen] == [[[]], [[0]], [[0, 1]], [[0, 1, 0]], [[0, 1, 0, 1]]]
     wanted = Sampler(repetition_penalty=1.5).penalised(
-        whole(model, TEXT[:5], Reach(0))[0][-1:], torch.tensor([TEXT[:5]])
+        whole(model, TEXT[:5], ContextLimits(0))[0][-1:], torch.tensor([TEXT[:5]])
     )
     torch.testing.assert_close(seen[0][1], wanted, **CLOSE)
 
@@ -133,7 +135,7 @@ def test_the_hook_sees_the_rows_that_are_being_written(make_model) -> None:
         seen.append((list(writer.rows), made_BT.tolist()))
         return logits_BV
 
-    writer = Writer(make_model(), [TEXT[:3]] * 3, Scripted([5, 6, 7]), adjust=watch)
+    writer = BatchGenerator(make_model(), [TEXT[:3]] * 3, Scripted([5, 6, 7]), adjust=watch)
     writer.step()
     writer.stop([1])
     writer.step()
@@ -169,7 +171,7 @@ def test_no_end_before_so_many_tokens(make_model, sampler: Sampler) -> None:
     assert len(write(model, sampler, tokens=40, end_ids=ends)) < 7
     if not sampler.temperature and sampler.repetition_penalty == 1:
         for place, token in enumerate(found[:7]):
-            scores_V = whole(model, TEXT[:5] + found[:place], Reach(0))[0][-1]
+            scores_V = whole(model, TEXT[:5] + found[:place], ContextLimits(0))[0][-1]
             assert token == 2 * int(scores_V[1::2].argmax()) + 1
 
 
@@ -177,7 +179,7 @@ def test_an_end_right_after_so_many_tokens(make_model) -> None:
     """All but one token end the text: just so many times that one is made, and then the likeliest of all."""
     model = make_model()
     found = write(model, Sampler(0), tokens=40, end_ids=[token for token in range(23) if token != 11], min_tokens=7)
-    likeliest = int(whole(model, TEXT[:5] + [11] * 7, Reach(0))[0][-1].argmax())
+    likeliest = int(whole(model, TEXT[:5] + [11] * 7, ContextLimits(0))[0][-1].argmax())
     assert likeliest != 11
     assert found == [*[11] * 7, likeliest]
 
@@ -191,13 +193,13 @@ def test_nothing_left_before_an_end_is_refused(make_model) -> None:
 @pytest.mark.parametrize("sampler", [Sampler(0), Sampler(0.5, top_k=3), Sampler(2.0, repetition_penalty=3)])
 def test_log_probabilities_are_the_models_own(make_model, cutoffs, sampler: Sampler) -> None:
     """From one pass over the whole, before temperature, limits and penalty."""
-    model = make_model(cutoffs=cutoffs, tie_weights=False)
-    writer = Writer(model, [TEXT[:5]], sampler, memory=model.inference_memory(1, REACH), scored=True)
+    model = make_model(cutoffs=cutoffs, tie_word_embeddings=False)
+    writer = BatchGenerator(model, [TEXT[:5]], sampler, memory=model.inference_memory(1, REACH), scored=True)
     made = [writer.step()[0] for _ in range(9)]
     tokens = [one.token for one in made]
-    logits_TV, _ = whole(model, TEXT[:5] + tokens, Reach(0))
+    logits_TV, _ = whole(model, TEXT[:5] + tokens, ContextLimits(0))
     wanted_T = logits_TV.log_softmax(-1)[4:-1].gather(-1, torch.tensor(tokens)[:, None])[:, 0]
-    found_T = torch.tensor([one.log_probability for one in made], dtype=torch.float64)
+    found_T = torch.tensor([one.logprob for one in made], dtype=torch.float64)
     torch.testing.assert_close(found_T, wanted_T, **CLOSE)
-    unscored = Writer(model, [TEXT[:5]], sampler)
-    assert unscored.step()[0].log_probability is None
+    unscored = BatchGenerator(model, [TEXT[:5]], sampler)
+    assert unscored.step()[0].logprob is None

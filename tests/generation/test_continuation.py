@@ -9,16 +9,16 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from transformer_xl.generation.continuation import Continuation
-from transformer_xl.text.vocabularies.characters import CharacterVocabulary
-from transformer_xl.text.vocabularies.words import WordRules, WordVocabulary
-from transformer_xl.text.vocabulary import ByteVocabulary, Vocabulary
+from transformer_xl.text.tokenizer import ByteTokenizer, Tokenizer
+from transformer_xl.text.tokenizers.characters import CharTokenizer
+from transformer_xl.text.tokenizers.words import WordRules, WordTokenizer
 
-BYTES = ByteVocabulary()
+BYTES = ByteTokenizer()
 
 
-def shown(vocabulary: Vocabulary, prompt: Sequence[int], made: Sequence[int], *stops: str) -> tuple[list[str], bool]:
+def shown(tokenizer: Tokenizer, prompt: Sequence[int], made: Sequence[int], *stops: str) -> tuple[list[str], bool]:
     """The pieces, one for each token and one at the end, as far as a reader would go; and whether a stop was found."""
-    continuation = Continuation(vocabulary, prompt, stops)
+    continuation = Continuation(tokenizer, prompt, stops)
     pieces: list[str] = []
     for token in made:
         pieces.append(continuation.push(token))
@@ -112,33 +112,33 @@ WORDS = ("<eos>", "the", "cat", "(", ")", ",", "sat", "don't", "\u2013", "18")
 @example(ids=[9, 8, 9], cut=2)
 def test_words_go_on_from_the_prompt(rules: WordRules, ids: list[int], cut: int) -> None:
     """The space between its last word and the first one made is there, and nothing of it is said again."""
-    vocabulary = WordVocabulary(WORDS, None, "<eos>", None, rules)
+    tokenizer = WordTokenizer(WORDS, None, "<eos>", None, rules)
     prompt, made = ids[:cut], ids[cut:]
-    pieces, _ = shown(vocabulary, prompt, made)
-    before, whole = vocabulary.decode(prompt), vocabulary.decode(ids)
+    pieces, _ = shown(tokenizer, prompt, made)
+    before, whole = tokenizer.decode(prompt), tokenizer.decode(ids)
     if not whole.startswith(before):  # a dash at the end of a prompt, without a space once a number follows
         before = before.removesuffix(" \u2013") + "\u2013"
     assert before + "".join(pieces) == whole
 
 
 def test_words_stop_at_text_too() -> None:
-    vocabulary = WordVocabulary(WORDS, None, "<eos>", None, WordRules())
-    assert shown(vocabulary, [0, 1], [2, 6, 0, 1], "\n") == ([" cat", " sat", ""], True)
-    assert shown(vocabulary, [0, 1], [2, 6, 0, 1], "t s") == ([" ca", ""], True)
+    tokenizer = WordTokenizer(WORDS, None, "<eos>", None, WordRules())
+    assert shown(tokenizer, [0, 1], [2, 6, 0, 1], "\n") == ([" cat", " sat", ""], True)
+    assert shown(tokenizer, [0, 1], [2, 6, 0, 1], "t s") == ([" ca", ""], True)
 
 
 def test_a_stop_that_stands_twice_in_one_token() -> None:
-    vocabulary = WordVocabulary(("<eos>", "the", "tattoo"), None, "<eos>")
-    assert shown(vocabulary, [0, 1], [2], "t") == ([" "], True)
-    assert shown(vocabulary, [0, 1], [2], "o", "tt") == ([" ta"], True)
+    tokenizer = WordTokenizer(("<eos>", "the", "tattoo"), None, "<eos>")
+    assert shown(tokenizer, [0, 1], [2], "t") == ([" "], True)
+    assert shown(tokenizer, [0, 1], [2], "o", "tt") == ([" ta"], True)
 
 
 def test_what_is_held_back_of_a_prompt_is_not_said_again() -> None:
     words = ("<eos>", "1914", "\u2013", "18", "x")
-    vocabulary = WordVocabulary(words, None, "<eos>", None, WordRules(splitting="punctuation"))
-    assert "".join(shown(vocabulary, [1, 2], [4])[0]) == " x"
-    assert "".join(shown(vocabulary, [1, 2], [3])[0]) == "18"  # as in 1914\u201318, where no space stands
-    assert "".join(shown(vocabulary, [1, 2], [0, 3])[0]) == "\n18"
+    tokenizer = WordTokenizer(words, None, "<eos>", None, WordRules(splitting="punctuation"))
+    assert "".join(shown(tokenizer, [1, 2], [4])[0]) == " x"
+    assert "".join(shown(tokenizer, [1, 2], [3])[0]) == "18"  # as in 1914\u201318, where no space stands
+    assert "".join(shown(tokenizer, [1, 2], [0, 3])[0]) == "\n18"
 
 
 def test_characters_and_the_bytes_between_them() -> None:
@@ -146,7 +146,7 @@ def test_characters_and_the_bytes_between_them() -> None:
     assert shown(BYTES, [10], "a\u00e9\u20ac\U0001f600z".encode())[0] == [
         "a", "", "\u00e9", "", "", "\u20ac", "", "", "", "\U0001f600", "z", "",
     ]  # fmt: skip
-    vocabulary = CharacterVocabulary("ab\u00e9", None)
-    ids = vocabulary.encode("a\u20ac\u00e9b").tolist()
-    assert shown(vocabulary, ids[:1], ids[1:]) == (["", "", "\u20ac", "\u00e9", "b", ""], False)
-    assert shown(vocabulary, ids[:1], ids[1:], "\u20ac\u00e9") == (["", "", "", ""], True)
+    tokenizer = CharTokenizer("ab\u00e9", None)
+    ids = tokenizer.encode("a\u20ac\u00e9b").tolist()
+    assert shown(tokenizer, ids[:1], ids[1:]) == (["", "", "\u20ac", "\u00e9", "b", ""], False)
+    assert shown(tokenizer, ids[:1], ids[1:], "\u20ac\u00e9") == (["", "", "", ""], True)

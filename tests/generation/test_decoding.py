@@ -16,18 +16,21 @@ from transformer_xl.config import EvaluationConfig, RunConfig, TrainConfig, User
 from transformer_xl.generation.beams import Beams, beam_search
 from transformer_xl.generation.decoding import Completion, Options, Request, complete, generate, search
 from transformer_xl.generation.sampling import THE_PAPERS, Sampler
-from transformer_xl.generation.writer import Writer
-from transformer_xl.model.memory import Memory, Reach
+from transformer_xl.generation.writer import BatchGenerator
+from transformer_xl.model.memory import ContextLimits, Memory
 from transformer_xl.run_folder import Run
-from transformer_xl.text.vocabularies.bpe import BpeVocabulary
-from transformer_xl.text.vocabularies.words import WordRules, WordVocabulary
-from transformer_xl.text.vocabulary import ByteVocabulary
+from transformer_xl.text.tokenizer import ByteTokenizer
+from transformer_xl.text.tokenizers.bpe import BPETokenizer
+from transformer_xl.text.tokenizers.words import WordRules, WordTokenizer
 
 
 @pytest.fixture
 def run(make_model) -> Run:
-    config = RunConfig(train=TrainConfig(memory=11), evaluation=EvaluationConfig(memory=13, window=7, clamp=5))
-    return Run(make_model(vocabulary_size=256, memory=11), ByteVocabulary(), config)
+    config = RunConfig(
+        train=TrainConfig(memory_length=11),
+        evaluation=EvaluationConfig(memory_length=13, attention_window=7, clamp_length=5),
+    )
+    return Run(make_model(vocab_size=256, memory=11), ByteTokenizer(), config)
 
 
 def text_of(run: Run, prompt: str | bytes | None = "a", **options: Any) -> str:
@@ -43,24 +46,24 @@ def told(script: str | bytes, **options: Any) -> dict[str, Any]:
 def test_generated_text_is_that_of_its_tokens(run: Run) -> None:
     """After the start token and the prompt, with the run's evaluation lengths and the paper's sampler."""
 
-    def by_hand(reach: Reach, prompt: bytes) -> str:
-        memory = run.model.inference_memory(1, reach)
-        writer = Writer(run.model, [[10, *prompt]], Sampler(top_k=40), seed=3, memory=memory)
+    def by_hand(context_limits: ContextLimits, prompt: bytes) -> str:
+        memory = run.model.inference_memory(1, context_limits)
+        writer = BatchGenerator(run.model, [[10, *prompt]], Sampler(top_k=40), seed=3, memory=memory)
         return bytes(writer.step()[0].token for _ in range(29)).decode(errors="replace")
 
     for prompt, as_bytes in (("caf\u00e9", b"caf\xc3\xa9"), (b"\xff\x00", b"\xff\x00"), (None, b"")):
-        assert text_of(run, prompt, tokens=29, seed=3) == by_hand(Reach(13, 7, 5), as_bytes)
-        assert text_of(run, prompt, tokens=29, seed=3, memory=2) == by_hand(Reach(2, 7, 5), as_bytes)
+        assert text_of(run, prompt, tokens=29, seed=3) == by_hand(ContextLimits(13, 7, 5), as_bytes)
+        assert text_of(run, prompt, tokens=29, seed=3, memory=2) == by_hand(ContextLimits(2, 7, 5), as_bytes)
     assert Sampler(top_k=40) == THE_PAPERS
 
 
 def test_a_run_trained_without_memory_writes_from_a_segment(make_model) -> None:
     """As it was trained, and not each token from the one before alone; also where memory 0 is asked for."""
-    config = RunConfig(train=TrainConfig(memory=0, segment=20))
-    run = Run(make_model(vocabulary_size=256, memory=0), ByteVocabulary(), config)
+    config = RunConfig(train=TrainConfig(memory_length=0, segment_length=20))
+    run = Run(make_model(vocab_size=256, memory=0), ByteTokenizer(), config)
     found = b"\nthe"
     while len(found) < 20:
-        found += bytes([int(whole(run.model, list(found), Reach(0))[0][-1].argmax())])
+        found += bytes([int(whole(run.model, list(found), ContextLimits(0))[0][-1].argmax())])
     for memory in (None, 0):
         (text,) = complete(run, ["the"], tokens=16, sampler=Sampler(0), memory=memory)
         assert bytes(text.tokens) == found[4:]
@@ -77,7 +80,9 @@ def test_a_seed_gives_the_same_text_and_another_gives_another(run: Run) -> None:
 
 def test_only_the_end_of_the_prompt_is_read_if_so_wanted(run: Run) -> None:
     prompt = "abcdefghijklmnop"
-    writer = Writer(run.model, [list(b"mnop")], THE_PAPERS, memory=run.model.inference_memory(1, Reach(13, 7, 5)))
+    writer = BatchGenerator(
+        run.model, [list(b"mnop")], THE_PAPERS, memory=run.model.inference_memory(1, ContextLimits(13, 7, 5))
+    )
     wanted = bytes(writer.step()[0].token for _ in range(9)).decode(errors="replace")
     assert text_of(run, prompt, tokens=9, context=4) == wanted
     assert text_of(run, prompt, tokens=9, context=17) == text_of(run, prompt, tokens=9)
@@ -114,10 +119,10 @@ def test_just_so_many_tokens(run: Run) -> None:
 
 
 def test_without_end_nothing_is_kept(run: Run) -> None:
-    endless = generate(run, "a", tokens=None, log_probabilities=True)
+    endless = generate(run, "a", tokens=None, logprobs=True)
     assert len(list(islice(endless, 50))) == 50
     assert endless.num_tokens >= 50
-    assert (endless.tokens, endless.log_probabilities, endless.ended) == ((), (), None)
+    assert (endless.tokens, endless.logprobs, endless.ended) == ((), (), None)
 
 
 def test_a_stop_string_ends_the_text(run: Run) -> None:
@@ -143,25 +148,25 @@ def test_an_end_token_is_not_shown(run: Run) -> None:
 
 
 @pytest.fixture
-def signs_with_line_ends() -> BpeVocabulary:
+def signs_with_line_ends() -> BPETokenizer:
     """As tokenizers since GPT-4 are: signs and the line end after them are one token."""
     alphabet, line_end = sorted(pre_tokenizers.ByteLevel.alphabet()), "\u010a"
-    vocabulary = {token: number for number, token in enumerate([*alphabet, ");", f");{line_end}"])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[(")", ";"), (");", line_end)]))
+    tokenizer = {token: number for number, token in enumerate([*alphabet, ");", f");{line_end}"])}
+    tokenizer = Tokenizer(models.BPE(vocab=tokenizer, merges=[(")", ";"), (");", line_end)]))
     split = pre_tokenizers.Split(Regex(r"\p{L}+| ?[^\s\p{L}]+\n*|\s+"), "isolated")
     level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, level])
     tokenizer.decoder = decoders.ByteLevel()
-    return BpeVocabulary.from_json({"kind": "bpe", "tokenizer": json.loads(tokenizer.to_str())})
+    return BPETokenizer.from_json({"kind": "bpe", "tokenizer": json.loads(tokenizer.to_str())})
 
 
-def test_signs_that_share_a_token_with_the_line_end_are_shown(signs_with_line_ends: BpeVocabulary, make_model) -> None:
+def test_signs_that_share_a_token_with_the_line_end_are_shown(signs_with_line_ends: BPETokenizer, make_model) -> None:
     """The line end is not; the same side by side, by beams, and where another token was named as an end."""
-    vocabulary = signs_with_line_ends
-    run = Run(make_model(vocabulary_size=vocabulary.size), vocabulary, RunConfig())
-    ids = vocabulary.encode("f(x);\n").tolist()
-    assert vocabulary.decode(ids[-1:]) == ");\n"
-    ends: Options = {"tokens": 9, "end_ids": vocabulary.ends_line_V.nonzero()[0].tolist()}
+    tokenizer = signs_with_line_ends
+    run = Run(make_model(vocab_size=tokenizer.size), tokenizer, RunConfig())
+    ids = tokenizer.encode("f(x);\n").tolist()
+    assert tokenizer.decode(ids[-1:]) == ");\n"
+    ends: Options = {"tokens": 9, "end_ids": tokenizer.ends_line_V.nonzero()[0].tolist()}
     for stop, wanted in (("y", ("f(x);", "end")), (");", ("f(x", "stop"))):
         writing = generate(run, "a", sampler=Scripted(list(ids)), stop=stop, **ends)
         assert ("".join(writing), writing.ended) == wanted
@@ -183,13 +188,13 @@ def test_before_so_many_tokens_no_stop_string_ends_it(run: Run) -> None:
 
 
 def test_tokens_and_log_probabilities_of_a_stream(run: Run) -> None:
-    writing = generate(run, "x", tokens=9, seed=4, log_probabilities=True)
+    writing = generate(run, "x", tokens=9, seed=4, logprobs=True)
     list(writing)
-    (whole,) = complete(run, ["x"], tokens=9, seed=4, log_probabilities=True)
-    assert (writing.tokens, writing.log_probabilities) == (whole.tokens, whole.log_probabilities)
-    assert len(whole.log_probabilities) == 9
-    assert whole.log_probability == pytest.approx(sum(whole.log_probabilities))
-    assert complete(run, ["x"], tokens=9, seed=4)[0].log_probability is None
+    (whole,) = complete(run, ["x"], tokens=9, seed=4, logprobs=True)
+    assert (writing.tokens, writing.logprobs) == (whole.tokens, whole.logprobs)
+    assert len(whole.logprobs) == 9
+    assert whole.logprob == pytest.approx(sum(whole.logprobs))
+    assert complete(run, ["x"], tokens=9, seed=4)[0].logprob is None
 
 
 # A conversation.
@@ -199,7 +204,7 @@ def test_tokens_and_log_probabilities_of_a_stream(run: Run) -> None:
 def test_a_conversation_remembers_without_reading_again(run: Run, ending: dict[str, Any]) -> None:
     """Each turn reads its own prompt alone, and goes on as after all that was said; the memory handed in stays."""
     watched = Watched(run.model)
-    run = Run(watched, run.vocabulary, run.config)
+    run = Run(watched, run.tokenizer, run.config)
     memory: Any = None
     said = b"\n"
     for turn in range(3):
@@ -213,7 +218,9 @@ def test_a_conversation_remembers_without_reading_again(run: Run, ending: dict[s
         assert all(torch.equal(tensor, before[name]) for name, tensor in given.tensors().items()) if given else True
         said += prompt.encode() + b"ok\n"
         with torch.inference_mode():
-            _, wanted = watched.model(torch.tensor([list(said)]), watched.model.inference_memory(1, Reach(13, 7, 5)))
+            _, wanted = watched.model(
+                torch.tensor([list(said)]), watched.model.inference_memory(1, ContextLimits(13, 7, 5))
+            )
         assert_same_memory(memory, wanted)
 
 
@@ -226,13 +233,13 @@ def test_a_memory_changes_what_is_said(run: Run) -> None:
 def test_the_number_format_is_that_wanted(run: Run) -> None:
     """In a stream, side by side, and by beams; a conversation goes on in it."""
     run.model.float()
-    options: Options = {"tokens": 5, "log_probabilities": True, "end_ids": [], "sampler": Sampler(0)}
+    options: Options = {"tokens": 5, "logprobs": True, "end_ids": [], "sampler": Sampler(0)}
     exact, rounded = (complete(run, ["a"], precision=precision, **options)[0] for precision in ("float32", "bfloat16"))
-    assert exact.log_probabilities[0] != rounded.log_probabilities[0]
-    assert exact.log_probabilities[0] == pytest.approx(rounded.log_probabilities[0], abs=0.5)
+    assert exact.logprobs[0] != rounded.logprobs[0]
+    assert exact.logprobs[0] == pytest.approx(rounded.logprobs[0], abs=0.5)
     stream = generate(run, "a", precision="bfloat16", **options)
     list(stream)
-    assert stream.log_probabilities == rounded.log_probabilities
+    assert stream.logprobs == rounded.logprobs
     kept = {tensor.dtype for tensor in stream.memory().tensors().values() if tensor.is_floating_point()}
     assert kept == {torch.bfloat16}
     best = search(run, "a", beams=1, tokens=5, precision="bfloat16")[0]
@@ -246,14 +253,14 @@ def test_the_number_format_is_that_wanted(run: Run) -> None:
 def test_texts_side_by_side_are_each_alone(run: Run) -> None:
     """Of unequal prompts, several samples; text r is that of seed + r."""
     prompts: list[str | bytes | None] = ["the cat", None, b"\xffabcdefghijklmnopqrst", "a"]
-    found = complete(run, prompts, samples=2, tokens=19, seed=7, stop="e", end_ids=[5], log_probabilities=True)
+    found = complete(run, prompts, samples=2, tokens=19, seed=7, stop="e", end_ids=[5], logprobs=True)
     assert len(found) == 8
     for row, one in enumerate(found):
-        options: Options = {"tokens": 19, "seed": 7 + row, "stop": "e", "end_ids": [5], "log_probabilities": True}
+        options: Options = {"tokens": 19, "seed": 7 + row, "stop": "e", "end_ids": [5], "logprobs": True}
         alone = generate(run, prompts[row // 2], **options)
         assert one.text == "".join(alone)
         assert (one.tokens, one.ended) == (alone.tokens, alone.ended)
-        assert one.log_probabilities == pytest.approx(alone.log_probabilities, abs=1e-10)
+        assert one.logprobs == pytest.approx(alone.logprobs, abs=1e-10)
 
 
 def test_each_text_ends_by_itself(run: Run) -> None:
@@ -289,14 +296,14 @@ def test_memory_of_several_rows(run: Run) -> None:
 def test_the_likeliest_texts(run: Run) -> None:
     end = search(run, "the", beams=3, tokens=7)[0].tokens[2]
     found = search(run, "the", beams=3, tokens=7, end_ids=[end])
-    memory = run.model.inference_memory(1, Reach(13, 7, 5))
+    memory = run.model.inference_memory(1, ContextLimits(13, 7, 5))
     wanted = beam_search(run.model, [10, *b"the"], Beams(3, 7, end_ids=(end,)), memory)
     assert any(one.ended for one in wanted)
     assert [one.tokens for one in found] == [one.tokens for one in wanted]
     for one, other in zip(found, wanted, strict=True):
         shown = other.tokens[:-1] if other.ended else other.tokens
         ended = "end" if other.ended else "tokens"
-        assert one == Completion(bytes(shown).decode(errors="replace"), other.tokens, other.log_probabilities, ended)
+        assert one == Completion(bytes(shown).decode(errors="replace"), other.tokens, other.logprobs, ended)
     first = search(run, "the", beams=1, tokens=7)[0]
     assert first.text == text_of(run, "the", tokens=7, sampler=Sampler(0))
 
@@ -311,8 +318,8 @@ def test_beams_draw_nothing(run: Run, odd: dict[str, Any]) -> None:
 
 
 def test_unknown_words_are_named(make_model) -> None:
-    vocabulary = WordVocabulary(("<eos>", "the", "cat", "sat"), None, "<eos>", None, WordRules())
-    run = Run(make_model(vocabulary_size=4), vocabulary, RunConfig())
+    tokenizer = WordTokenizer(("<eos>", "the", "cat", "sat"), None, "<eos>", None, WordRules())
+    run = Run(make_model(vocab_size=4), tokenizer, RunConfig())
     with pytest.raises(UserError, match="the word 'dog' is not one of the 4 of this vocabulary, which has none for"):
         generate(run, "the dog sat")
     assert text_of(run, "the cat", tokens=3, sampler=Scripted([3, 0, 1])) == " sat\nthe"

@@ -36,10 +36,15 @@ def settings_of(name: str) -> RunConfig:
 def test_parameters_and_cost_of_a_step_are_as_said(name: str) -> None:
     recipe, config = load_recipe(name), settings_of(name)
     train = config.train
-    cost = step_cost(config.model, rows=train.rows, segment=train.segment, memory=train.memory)
+    cost = step_cost(
+        config.model,
+        batch_size=train.batch_size,
+        segment_length=train.segment_length,
+        memory_length=train.memory_length,
+    )
     assert cost.parameters == recipe.parameters
-    assert cost.flops == pytest.approx(recipe.step_flops, rel=0.01)
-    assert cost.bytes == pytest.approx(recipe.step_bytes, rel=0.01)
+    assert cost.flops == pytest.approx(recipe.flops_per_step, rel=0.01)
+    assert cost.bytes == pytest.approx(recipe.bytes_per_step, rel=0.01)
 
 
 @pytest.mark.parametrize("name", PAPER)

@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from transformer_xl.model.language_model import LanguageModel
-from transformer_xl.text.vocabularies.integers import IntegerVocabulary
-from transformer_xl.text.vocabulary import save_vocabulary
+from transformer_xl.text.tokenizer import save_tokenizer
+from transformer_xl.text.tokenizers.integers import IntegerTokenizer
 
 FIXTURES = Path(__file__).parent / "fixtures"
 CASES = sorted(path.stem for path in FIXTURES.glob("*.safetensors"))
@@ -43,7 +43,7 @@ def hugging_face_folder(
 
 def number_vocabulary(folder: Path, size: int) -> Path:
     """A vocabulary of `size` tokens that mean nothing."""
-    save_vocabulary(IntegerVocabulary(size - 1), folder / "numbers.json")
+    save_tokenizer(IntegerTokenizer(size - 1), folder / "numbers.json")
     return folder / "numbers.json"
 
 
@@ -68,7 +68,7 @@ def greedy(model: LanguageModel, prompt_T: Tensor, count: int) -> Tensor:
     new_BT = prompt_T[None]
     for _ in range(count):
         hidden_BTD, memory = model(new_BT, memory)
-        _, ids_BTR = model.top(hidden_BTD[:, -1:], 1)
+        _, ids_BTR = model.topk(hidden_BTD[:, -1:], 1)
         new_BT = ids_BTR[:, :, 0]
         written.append(int(new_BT))
         if not memory.length:

@@ -243,9 +243,9 @@ def _attended(old: Old, model: Any, layer: Any, x_TD: Tensor, key_SD: Tensor) ->
     sum_TD = torch.stack(rows)
     sum_TD = sum_TD if old.pre_lnorm else part.layer_norm(sum_TD)
     part = layer.pos_ff
-    wide, _, _, narrow, _ = part.CoreNet
+    wide, _, _, down_proj, _ = part.CoreNet
     inner_TD = part.layer_norm(sum_TD) if old.pre_lnorm else sum_TD
-    out_TD = sum_TD + narrow(wide(inner_TD).relu())
+    out_TD = sum_TD + down_proj(wide(inner_TD).relu())
     return out_TD if old.pre_lnorm else part.layer_norm(out_TD)
 
 
@@ -280,12 +280,12 @@ def _narrowed(old: Old, model: Any, x_D: Tensor, cluster: int) -> Tensor:
 
 def old_vocabulary(words: list[str], *, lower_case: bool = False) -> Vocab:
     """A Vocab with these words."""
-    vocabulary = Vocab()
-    vocabulary.__dict__.update(
+    tokenizer = Vocab()
+    tokenizer.__dict__.update(
         counter=Counter(words), special=["<eos>"], min_freq=0, max_size=None, lower_case=lower_case, delimiter=None,
         vocab_file=None, idx2sym=list(words), sym2idx=OrderedDict((word, place) for place, word in enumerate(words)),
     )  # fmt: skip
-    return vocabulary
+    return tokenizer
 
 
 def old_corpus(words: list[str], **settings: Any) -> Corpus:

@@ -21,10 +21,10 @@ from safetensors.torch import load_file, save_file
 
 from transformer_xl.config import UserError, run_settings
 from transformer_xl.interop.convert import to_huggingface, to_run
-from transformer_xl.interop.vocabularies import from_symbols, symbols_of
+from transformer_xl.interop.tokenizers import from_symbols, symbols_of
 from transformer_xl.model.build import build_model
 from transformer_xl.run_folder import Run, RunFolder, load
-from transformer_xl.text.vocabularies.words import WordVocabulary
+from transformer_xl.text.tokenizers.words import WordTokenizer
 
 MakeRun = Callable[..., Run]
 
@@ -35,11 +35,11 @@ def make_run() -> MakeRun:
 
     def make(path: Path, **settings: Any) -> Run:
         small = {
-            "vocabulary_size": 23, "layers": 2, "width": 8, "heads": 2, "head_width": 3, "feedforward": 7,
-            "cutoffs": (5, 11), "div_val": 2, "attend_empty_memory": True, "window": 9,
+            "vocab_size": 23, "n_layers": 2, "d_model": 8, "n_heads": 2, "d_head": 3, "d_ff": 7,
+            "cutoffs": (5, 11), "div_val": 2, "attend_empty_memory": True, "attention_window": 9,
         }  # fmt: skip
         evaluation, words = settings.pop("evaluation", {}), settings.pop("vocabulary", None)
-        values = {"model": {**small, **settings}, "train": {"memory": 9}, "evaluation": evaluation}
+        values = {"model": {**small, **settings}, "train": {"memory_length": 9}, "evaluation": evaluation}
         config = run_settings(values, "test")
         folder = RunFolder.create(path, config, words or from_symbols(WORDS, "test", splitting="moses"))
         torch.manual_seed(3)
@@ -90,7 +90,7 @@ def test_there_and_back_is_bit_identical(case: str, tmp_path: Path) -> None:
 def test_a_missing_projection_is_written_as_an_identity(make_run: MakeRun, tmp_path: Path) -> None:
     """Test 8: One Billion Word's model does not project the cluster that is as wide as the model."""
     for tied in ("all", "all_but_first", "none"):
-        run = make_run(tmp_path / tied, project_equal_width=False, tie_projections=tied)
+        run = make_run(tmp_path / tied, project_same_width=False, tie_projections=tied)
         assert "embedding.projections.0" not in run.model.state_dict()
         to_huggingface(tmp_path / tied, tmp_path / f"{tied}-there")
         to_run(tmp_path / f"{tied}-there", tmp_path / f"{tied}-back")
@@ -104,7 +104,7 @@ def test_a_missing_projection_is_written_as_an_identity(make_run: MakeRun, tmp_p
     ("settings", "system"),
     [
         ({"encoding": "shaw"}, "encoding shaw"),
-        ({"kind": "lstm", "window": None, "attend_empty_memory": False, "heads": 4}, "kind lstm"),
+        ({"kind": "lstm", "attention_window": None, "attend_empty_memory": False, "n_heads": 4}, "kind lstm"),
     ],
 )
 def test_a_model_of_another_kind_is_not_written(
@@ -163,16 +163,16 @@ def test_what_the_run_is_evaluated_with_goes_along(
 def test_how_text_becomes_tokens_goes_along(
     words: list[str], settings: dict[str, Any], lower_case: bool, remark: str | None, make_run: MakeRun, tmp_path: Path
 ) -> None:
-    make_run(tmp_path / "run", vocabulary=from_symbols(words, "test", **settings))
+    make_run(tmp_path / "run", tokenizer=from_symbols(words, "test", **settings))
     remarks = to_huggingface(tmp_path / "run", tmp_path / "there").remarks
     tokenizer = json.loads((tmp_path / "there" / "tokenizer_config.json").read_text())
     assert tokenizer == {"tokenizer_class": "TransfoXLTokenizer", "lower_case": lower_case}
     assert len(remarks) == (remark is not None)
     assert remark is None or remark in remarks[0]
     to_run(tmp_path / "there", tmp_path / "again")
-    back = RunFolder.open(tmp_path / "again").vocabulary
+    back = RunFolder.open(tmp_path / "again").tokenizer
     assert symbols_of(back) == tuple(words)
-    if isinstance(back, WordVocabulary):
+    if isinstance(back, WordTokenizer):
         assert back.rules.case == ("folded" if lower_case else "kept")
 
 
@@ -187,9 +187,9 @@ def test_the_tokenizers_settings_win_over_a_pickled_vocabulary(pickled: bool, to
     (folder / "tokenizer_config.json").write_text(json.dumps({"lower_case": told}))
     to_run(folder, tmp_path / "told")
     for name, folded in (("silent", pickled), ("told", told)):
-        vocabulary = RunFolder.open(tmp_path / name).vocabulary
-        assert isinstance(vocabulary, WordVocabulary)
-        assert (vocabulary.rules.case == "folded") == folded
+        tokenizer = RunFolder.open(tmp_path / name).tokenizer
+        assert isinstance(tokenizer, WordTokenizer)
+        assert (tokenizer.rules.case == "folded") == folded
 
 
 def test_weights_may_be_shared_out_over_files_and_stand_under_their_other_name(tmp_path: Path) -> None:

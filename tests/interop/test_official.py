@@ -14,9 +14,9 @@ from interop.old_modules import Old, nvidia_checkpoint, old_corpus, old_model, o
 from transformer_xl.config import UserError
 from transformer_xl.interop.convert import to_run
 from transformer_xl.run_folder import load
-from transformer_xl.text.vocabularies.characters import CharacterVocabulary
-from transformer_xl.text.vocabularies.words import WordVocabulary
-from transformer_xl.text.vocabulary import ByteVocabulary
+from transformer_xl.text.tokenizer import ByteTokenizer
+from transformer_xl.text.tokenizers.characters import CharTokenizer
+from transformer_xl.text.tokenizers.words import WordTokenizer
 
 CASES = {
     "clusters": Old(same_length=True, clamp_len=4),
@@ -73,11 +73,11 @@ def test_losses_of_the_authors_module(case: str, newer: bool, tmp_path: Path) ->
     to_run(saved if newer else saved / "model.pt", tmp_path / "run")
     assert_same_nats(tmp_path / "run", old, model)
     run = load(tmp_path / "run", device="cpu")
-    assert run.config.model.window == (old.mem_len if old.same_length else None)
+    assert run.config.model.attention_window == (old.mem_len if old.same_length else None)
     assert (run.config.model.dropout, run.config.model.attention_dropout) == (0.1, 0.2)
-    assert isinstance(run.vocabulary, WordVocabulary)
-    assert list(run.vocabulary.words) == WORDS
-    assert (run.vocabulary.end_of_line, run.vocabulary.unknown) == ("<eos>", "<unk>")
+    assert isinstance(run.tokenizer, WordTokenizer)
+    assert list(run.tokenizer.words) == WORDS
+    assert (run.tokenizer.end_of_line, run.tokenizer.unknown) == ("<eos>", "<unk>")
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -87,9 +87,9 @@ def test_losses_of_nvidias_module(case: str, tmp_path: Path) -> None:
     to_run(save_nvidia(tmp_path / "old", old, model), tmp_path / "run")
     assert_same_nats(tmp_path / "run", old, model)
     config = load(tmp_path / "run", device="cpu").config
-    assert config.model.window == (old.mem_len + 1 if old.same_length else None)
-    assert (config.evaluation.segment, config.evaluation.memory) == (old.tgt_len - 2, old.mem_len + 2)
-    assert config.evaluation.window == (old.mem_len + 3 if old.same_length else None)
+    assert config.model.attention_window == (old.mem_len + 1 if old.same_length else None)
+    assert (config.evaluation.segment_length, config.evaluation.memory_length) == (old.tgt_len - 2, old.mem_len + 2)
+    assert config.evaluation.attention_window == (old.mem_len + 3 if old.same_length else None)
 
 
 def test_half_precision_becomes_float32(tmp_path: Path) -> None:
@@ -105,10 +105,10 @@ def test_without_a_vocabulary_one_has_to_be_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="comes without its vocabulary of 23 tokens; give --vocabulary"):
         to_run(saved, tmp_path / "run")
     named = str(number_vocabulary(tmp_path, 23))
-    to_run(saved, tmp_path / "run", vocabulary=named)
+    to_run(saved, tmp_path / "run", tokenizer=named)
     assert_same_nats(tmp_path / "run", CASES["clusters"], model)
     with pytest.raises(UserError, match="--vocabulary bytes has 256 tokens and the model 23"):
-        to_run(saved, tmp_path / "other", vocabulary="bytes")
+        to_run(saved, tmp_path / "other", tokenizer="bytes")
 
 
 def test_byte_numbers_become_bytes(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_byte_numbers_become_bytes(tmp_path: Path) -> None:
     model = old_model(old)
     to_run(save_official(tmp_path / "old", model, old_corpus([str(number) for number in numbers])), tmp_path / "run")
     run = load(tmp_path / "run", device="cpu")
-    assert isinstance(run.vocabulary, ByteVocabulary)
+    assert isinstance(run.tokenizer, ByteTokenizer)
     text_T = torch.randint(0, 23, (24,), generator=torch.Generator().manual_seed(2))
     expected_T = old_nats(old, model, text_T[:-1], text_T[1:])
     bytes_T = torch.tensor(numbers)[text_T]
@@ -134,13 +134,13 @@ def test_the_letters_of_text8_become_characters(tmp_path: Path) -> None:
     old = Old(cutoffs=(), tie_projs=(False,))
     letters = ["_", *"etaoinshrdlcumwfgypbvk"]
     to_run(save_official(tmp_path / "old", old_model(old), old_corpus(letters)), tmp_path / "run")
-    vocabulary = load(tmp_path / "run", device="cpu").vocabulary
-    assert isinstance(vocabulary, CharacterVocabulary)
-    assert vocabulary.encode("the end").tolist() == [letters.index(letter) for letter in "the_end"]
+    tokenizer = load(tmp_path / "run", device="cpu").tokenizer
+    assert isinstance(tokenizer, CharTokenizer)
+    assert tokenizer.encode("the end").tolist() == [letters.index(letter) for letter in "the_end"]
 
 
 def test_lower_case_is_kept(tmp_path: Path) -> None:
     saved = save_official(tmp_path / "old", old_model(Old()), old_corpus(WORDS, lower_case=True))
     to_run(saved, tmp_path / "run")
-    vocabulary = load(tmp_path / "run", device="cpu").vocabulary
-    assert vocabulary.encode("The AND\n").tolist() == [1, 5, 0]
+    tokenizer = load(tmp_path / "run", device="cpu").tokenizer
+    assert tokenizer.encode("The AND\n").tolist() == [1, 5, 0]

@@ -16,32 +16,32 @@ from transformer_xl.config import ModelConfig, UserError, load_recipe, run_setti
 from transformer_xl.interop import tensorflow
 from transformer_xl.interop.convert import to_run
 from transformer_xl.interop.foreign import Foreign
-from transformer_xl.interop.vocabularies import with_bytes
-from transformer_xl.model.memory import Reach
+from transformer_xl.interop.tokenizers import with_bytes
+from transformer_xl.model.memory import ContextLimits
 from transformer_xl.model.transformer_xl import TransformerXL
-from transformer_xl.text.vocabularies.characters import CharacterVocabulary
-from transformer_xl.text.vocabularies.words import WordRules, WordVocabulary
+from transformer_xl.text.tokenizers.characters import CharTokenizer
+from transformer_xl.text.tokenizers.words import WordRules, WordTokenizer
 
 GOLDEN = Path(__file__).parent / "golden" / "tensorflow"
 KINDS = {
-    "bytes": {"cutoffs": (), "tie_position_biases": True, "tie_projections": "all"},
+    "bytes": {"cutoffs": (), "tie_attention_biases": True, "tie_projections": "all"},
     "words": {
         "cutoffs": (13, 29, 40),
         "div_val": 2,
         "tie_projections": "all_but_first",
-        "tie_position_biases": False,
-        "project_equal_width": True,
+        "tie_attention_biases": False,
+        "project_same_width": True,
     },
     "sentences": {
         "cutoffs": (13, 29),
         "div_val": 3,
         "tie_projections": "none",
-        "tie_position_biases": False,
-        "project_equal_width": False,
+        "tie_attention_biases": False,
+        "project_same_width": False,
     },
-    "narrow": {"cutoffs": (13, 29), "div_val": 1, "tie_projections": "all_but_first", "embedding_width": 7},
+    "narrow": {"cutoffs": (13, 29), "div_val": 1, "tie_projections": "all_but_first", "d_embed": 7},
 }
-SIZES = {"vocabulary_size": 61, "layers": 2, "width": 10, "heads": 3, "head_width": 2, "feedforward": 11}
+SIZES = {"vocab_size": 61, "n_layers": 2, "d_model": 10, "n_heads": 3, "d_head": 2, "d_ff": 11}
 
 
 def expected(name: str) -> dict[str, Any]:
@@ -56,7 +56,9 @@ def model_of(foreign: Foreign) -> TransformerXL:
 
 def nats_of(model: TransformerXL, values: dict[str, Any], tokens_BT: torch.Tensor) -> torch.Tensor:
     """The losses in segments as the authors', with the memory and the keys they give each query."""
-    memory = model.initial_memory(len(tokens_BT), Reach(values["memory"], values["memory"] + 1, values["clamp"]))
+    memory = model.initial_memory(
+        len(tokens_BT), ContextLimits(values["memory"], values["memory"] + 1, values["clamp"])
+    )
     found = []
     with torch.no_grad():
         for start in range(0, tokens_BT.shape[1] - 1, values["segment"]):
@@ -144,8 +146,8 @@ def with_corpus(folder: Path, name: str, dataset: str, words: list[str], **attri
     cutoffs = [0, *KINDS[name]["cutoffs"], 61]
     info = {"vocab_size": 61, "cutoffs": cutoffs if len(cutoffs) > 2 else [], "dataset": dataset}
     (folder / "data" / "corpus-info.json").write_text(json.dumps(info))
-    vocabulary = {"idx2sym": words, "sym2idx": {word: place for place, word in enumerate(words)}, **attributes}
-    corpus = {"dataset": dataset, "vocab": ("vocabulary Vocab", vocabulary), "cutoffs": [], "train": np.arange(200)}
+    tokenizer = {"idx2sym": words, "sym2idx": {word: place for place, word in enumerate(words)}, **attributes}
+    corpus = {"dataset": dataset, "vocab": ("vocabulary Vocab", tokenizer), "cutoffs": [], "train": np.arange(200)}
     (folder / "data" / "cache.pkl").write_bytes(b"\x80\x02" + old_pickle(("data_utils Corpus", corpus)) + b".")
     return folder
 
@@ -155,31 +157,31 @@ WORDS = ["<eos>", "the", "<unk>", "na\u00efve", "\u4e2d", *(f"w{place}" for plac
 
 def test_words_come_with_their_vocabulary(tmp_path: Path) -> None:
     foreign = tensorflow.read(with_corpus(tmp_path, "words", "wt103", WORDS, lower_case=False))
-    assert isinstance(foreign.vocabulary, WordVocabulary)
-    assert foreign.vocabulary.words == tuple(WORDS)
-    assert (foreign.vocabulary.end_of_line, foreign.vocabulary.unknown) == ("<eos>", "<unk>")
-    assert foreign.vocabulary.rules == WordRules("kept", "spaces")
-    assert foreign.vocabulary.encode("the na\u00efve \u4e2d cat\n").tolist() == [1, 3, 4, 2, 0]
+    assert isinstance(foreign.tokenizer, WordTokenizer)
+    assert foreign.tokenizer.words == tuple(WORDS)
+    assert (foreign.tokenizer.end_of_line, foreign.tokenizer.unknown) == ("<eos>", "<unk>")
+    assert foreign.tokenizer.rules == WordRules("kept", "spaces")
+    assert foreign.tokenizer.encode("the na\u00efve \u4e2d cat\n").tolist() == [1, 3, 4, 2, 0]
 
 
 def test_marks_and_case_of_other_data_sets(tmp_path: Path) -> None:
     words = ["<UNK>", "<S>", *(f"w{place}" for place in range(59))]
     foreign = tensorflow.read(with_corpus(tmp_path / "a", "sentences", "lm1b", words, lower_case=False))
-    assert isinstance(foreign.vocabulary, WordVocabulary)
-    assert (foreign.vocabulary.end_of_line, foreign.vocabulary.unknown) == ("<S>", "<UNK>")
+    assert isinstance(foreign.tokenizer, WordTokenizer)
+    assert (foreign.tokenizer.end_of_line, foreign.tokenizer.unknown) == ("<S>", "<UNK>")
     words[:2] = ["<eos>", "n"]
     foreign = tensorflow.read(with_corpus(tmp_path / "b", "bytes", "ptb", words, lower_case=True))
-    assert isinstance(foreign.vocabulary, WordVocabulary)
-    assert (foreign.vocabulary.end_of_line, foreign.vocabulary.unknown) == ("<eos>", None)
-    assert foreign.vocabulary.rules == WordRules("folded", "spaces")
+    assert isinstance(foreign.tokenizer, WordTokenizer)
+    assert (foreign.tokenizer.end_of_line, foreign.tokenizer.unknown) == ("<eos>", None)
+    assert foreign.tokenizer.rules == WordRules("folded", "spaces")
 
 
 def test_bytes_of_enwik8_are_put_in_their_order(tmp_path: Path) -> None:
     """Theirs are numbered by how often they stand in the text; the other bytes have no probability."""
     order = np.random.default_rng(5).permutation([*range(32, 127)])[:61]
     foreign = with_bytes(tensorflow.read(with_corpus(tmp_path, "bytes", "enwik8", [str(byte) for byte in order])))
-    assert foreign.vocabulary is not None
-    assert (foreign.vocabulary.kind, foreign.model["vocabulary_size"]) == ("bytes", 256)
+    assert foreign.tokenizer is not None
+    assert (foreign.tokenizer.kind, foreign.model["vocab_size"]) == ("bytes", 256)
     assert "tr -d" in foreign.remarks[0]
     model, values = model_of(foreign), expected("bytes")
     tokens_BT = torch.tensor(order)[torch.tensor(values["tokens"])]
@@ -193,9 +195,9 @@ def test_bytes_of_enwik8_are_put_in_their_order(tmp_path: Path) -> None:
 def test_letters_of_text8_are_characters(tmp_path: Path) -> None:
     letters = ["_", *(chr(place) for place in range(97, 97 + 60))]
     foreign = tensorflow.read(with_corpus(tmp_path, "bytes", "text8", letters))
-    assert isinstance(foreign.vocabulary, CharacterVocabulary)
-    assert foreign.vocabulary.encode("a b").tolist() == [1, 0, 2]
-    assert foreign.vocabulary.closed
+    assert isinstance(foreign.tokenizer, CharTokenizer)
+    assert foreign.tokenizer.encode("a b").tolist() == [1, 0, 2]
+    assert foreign.tokenizer.closed
 
 
 def test_what_shapes_do_not_tell_comes_from_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,7 +213,7 @@ def test_what_shapes_do_not_tell_comes_from_the_recipe(tmp_path: Path, monkeypat
     assert (foreign.train, foreign.model["dropout"]) == ({"segment": 384, "memory": 384}, 0.2)
     assert foreign.evaluation == {"segment": 128, "memory": 1600, "window": 1601, "clamp": 1000}
     run = run_settings({"model": foreign.model, "train": foreign.train, "evaluation": foreign.evaluation}, "foreign")
-    assert (run.model.attend_empty_memory, run.model.norm_epsilon) == (True, 1e-12)
+    assert (run.model.attend_empty_memory, run.model.norm_eps) == (True, 1e-12)
 
 
 def spoilt(folder: Path, old: bytes, new: bytes) -> None:

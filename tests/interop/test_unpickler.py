@@ -132,7 +132,7 @@ def test_a_name_that_is_not_expected_is_refused(made: Any, name: str, protocol: 
 def test_a_name_that_hides_behind_a_known_one_is_refused(name: str) -> None:
     """Test 11: a `transformers.*` global is refused; none of ours is a name of another's machinery."""
     from transformer_xl.interop import nvidia, official, torch_file
-    from transformer_xl.interop.vocabularies import admits_tokenizer, admits_vocabulary
+    from transformer_xl.interop.tokenizers import admits_tokenizer, admits_vocabulary
 
     module, _, last = name.rpartition(".")
     for admits in (

@@ -12,29 +12,31 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from transformer_xl.config import ModelConfig, UserError, check_settings
-from transformer_xl.model.adaptive import Embedding, Softmax
+from transformer_xl.model.adaptive import AdaptiveEmbedding, AdaptiveSoftmax
 from transformer_xl.model.transformer_xl import TransformerXL
 
 STYLES = {
     "dense": {"cutoffs": ()},
-    "dense, projected": {"cutoffs": (), "embedding_width": 6},
-    "dense, projections untied": {"cutoffs": (), "embedding_width": 6, "tie_projections": "none"},
+    "dense, projected": {"cutoffs": (), "d_embed": 6},
+    "dense, projections untied": {"cutoffs": (), "d_embed": 6, "tie_projections": "none"},
     "WikiText-103 standard": {},
     "WikiText-103 large": {"div_val": 2, "tie_projections": "all_but_first"},
-    "One Billion Word": {"div_val": 2, "tie_projections": "none", "project_equal_width": False},
+    "One Billion Word": {"div_val": 2, "tie_projections": "none", "project_same_width": False},
     "weights untied": {"div_val": 2, "tie_weights": False},
-    "one table, weights untied": {"tie_weights": False, "embedding_width": 6, "tie_projections": "none"},
-    "one table, projected": {"embedding_width": 10, "tie_projections": "all_but_first"},
+    "one table, weights untied": {"tie_weights": False, "d_embed": 6, "tie_projections": "none"},
+    "one table, projected": {"d_embed": 10, "tie_projections": "all_but_first"},
     "one-token clusters": {"cutoffs": (1, 2, 3, 4), "div_val": 1},
     "tails of one token": {"cutoffs": (21, 22), "div_val": 3},
 }
 
 
-def make(seed: int = 3, dtype: torch.dtype = torch.float64, **given_settings) -> tuple[Embedding, Softmax]:
-    small = {"vocabulary_size": 23, "width": 14, "heads": 2, "cutoffs": (5, 11, 19)}
+def make(
+    seed: int = 3, dtype: torch.dtype = torch.float64, **given_settings
+) -> tuple[AdaptiveEmbedding, AdaptiveSoftmax]:
+    small = {"vocab_size": 23, "d_model": 14, "n_heads": 2, "cutoffs": (5, 11, 19)}
     config = ModelConfig(**{**small, **given_settings})
-    embedding = Embedding(config)
-    softmax = Softmax(config, embedding)
+    embedding = AdaptiveEmbedding(config)
+    softmax = AdaptiveSoftmax(config, embedding)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in (*embedding.parameters(), *softmax.parameters()):
@@ -46,7 +48,9 @@ def hidden(rows: int = 3, length: int = 7, seed: int = 5) -> torch.Tensor:
     return torch.randn(rows, length, 14, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def dense_log_probabilities(embedding: Embedding, softmax: Softmax, hidden_D: torch.Tensor) -> list[float]:
+def dense_log_probabilities(
+    embedding: AdaptiveEmbedding, softmax: AdaptiveSoftmax, hidden_D: torch.Tensor
+) -> list[float]:
     """One place, written out token by token from the definition; reads the weights by name and nothing else."""
     edges = softmax.edges
     weights = {f"embedding.{name}": value for name, value in embedding.state_dict().items()}
@@ -127,7 +131,7 @@ def test_gradients_equal_those_of_the_dense_construction(style, targets):
 @pytest.mark.parametrize("style", STYLES)
 def test_all_parameters_take_part_in_each_step(style):
     """A step on text of head tokens alone, and of last-tail tokens alone, leaves no parameter without a gradient."""
-    small = {"vocabulary_size": 23, "width": 14, "heads": 2, "cutoffs": (5, 11, 19), "layers": 2, "feedforward": 19}
+    small = {"vocab_size": 23, "d_model": 14, "n_heads": 2, "cutoffs": (5, 11, 19), "n_layers": 2, "d_ff": 19}
     model = TransformerXL(ModelConfig(**{**small, **STYLES[style]}))
     for token in (0, 22):
         text_BT = torch.full((2, 3), token)
@@ -186,11 +190,11 @@ def test_any_cutoffs(data):
     cutoffs = tuple(sorted(data.draw(st.sets(st.integers(1, size - 1), max_size=5))))
     div_val = data.draw(st.integers(1, 3))
     tying = data.draw(st.sampled_from(["all", "all_but_first", "none"]))
-    values = {"vocabulary_size": size, "cutoffs": cutoffs, "div_val": div_val, "tie_projections": tying}
-    values |= {"tie_weights": data.draw(st.booleans()), "project_equal_width": data.draw(st.booleans())}
+    values = {"vocab_size": size, "cutoffs": cutoffs, "div_val": div_val, "tie_projections": tying}
+    values |= {"tie_weights": data.draw(st.booleans()), "project_same_width": data.draw(st.booleans())}
     if div_val ** len(cutoffs) > 14:
         with pytest.raises(UserError, match="leaves the last of"):
-            check_settings(ModelConfig, {"width": 14, "heads": 2, **values}, "test")
+            check_settings(ModelConfig, {"d_model": 14, "n_heads": 2, **values}, "test")
         return
     _, softmax = make(**values)
     log_BTV = softmax.logits(hidden()).log_softmax(-1)
@@ -200,7 +204,7 @@ def test_any_cutoffs(data):
     torch.testing.assert_close(softmax.nats(hidden(), targets_BT), wanted_BT, rtol=0, atol=1e-10)
 
 
-def plain_bfloat16(softmax: Softmax, rows_BTD: torch.Tensor) -> torch.Tensor:
+def plain_bfloat16(softmax: AdaptiveSoftmax, rows_BTD: torch.Tensor) -> torch.Tensor:
     """Log-probabilities when each cluster is one ordinary bfloat16 matrix product, and the rest float32."""
 
     def scores(cluster: int) -> torch.Tensor:
@@ -244,7 +248,7 @@ def test_bfloat16(style):
 
 
 def test_tied_weights_are_counted_and_saved_once():
-    model = TransformerXL(ModelConfig(vocabulary_size=23, width=14, heads=2, cutoffs=(5, 11), div_val=2, layers=2))
+    model = TransformerXL(ModelConfig(vocab_size=23, d_model=14, n_heads=2, cutoffs=(5, 11), div_val=2, n_layers=2))
     names = set(model.state_dict())
     assert {"embedding.tables.0", "embedding.projections.2", "softmax.bias", "softmax.cluster_weight"} <= names
     assert not any(name.startswith(("softmax.tables", "softmax.projections", "softmax._embedding")) for name in names)
@@ -273,12 +277,12 @@ def test_tied_weights_are_counted_and_saved_once():
 )
 def test_wrong_clusters_are_refused(values, message):
     with pytest.raises(UserError, match=message):
-        check_settings(ModelConfig, {"vocabulary_size": 23, "width": 14, "heads": 2, **values}, "test")
+        check_settings(ModelConfig, {"vocab_size": 23, "d_model": 14, "n_heads": 2, **values}, "test")
 
 
 def test_cutoffs_still_to_be_found_build_no_model():
     with pytest.raises(UserError, match="cutoffs auto are found by 'txl train'"):
-        TransformerXL(ModelConfig(vocabulary_size=23, width=14, heads=2, cutoffs="auto"))
+        TransformerXL(ModelConfig(vocab_size=23, d_model=14, n_heads=2, cutoffs="auto"))
 
 
 @pytest.mark.parametrize("style", STYLES)

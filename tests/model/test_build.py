@@ -9,7 +9,7 @@ from transformer_xl.model.baselines.shaw import ShawTransformer
 from transformer_xl.model.build import build_model
 from transformer_xl.model.transformer_xl import TransformerXL
 
-SMALL = {"width": 14, "heads": 2, "layers": 1, "feedforward": 19}
+SMALL = {"d_model": 14, "n_heads": 2, "n_layers": 1, "d_ff": 19}
 SHAW = {"encoding": "shaw", "learned_positions": 3}
 
 
@@ -43,17 +43,17 @@ def test_transformer_xl_by_itself_is_no_other_model(settings):
         ({"kind": "lstm", "encoding": "shaw"}, "encoding shaw needs kind transformer, and this is kind lstm"),
         ({"kind": "lstm", "attention_dropout": 0.1}, "attention_dropout 0.1 needs kind transformer"),
         ({"kind": "qrnn", "norm": "pre"}, "norm pre needs kind transformer, and this is kind qrnn; leave it out"),
-        ({"kind": "lstm", "qrnn_window": 1}, "qrnn_window 1 needs kind qrnn, and this is kind lstm"),
+        ({"kind": "lstm", "qrnn_kernel_size": 1}, "qrnn_window 1 needs kind qrnn, and this is kind lstm"),
         ({"zoneout": 0.1}, "zoneout 0.1 needs kind qrnn, and this is encoding relative"),
         ({"kind": "lstm", "window": 3}, "kind lstm does not attend, and window 3 was given; give window none"),
         ({"kind": "qrnn", "clamp_length": 3}, "kind qrnn does not attend, and clamp 3 was given; give clamp none"),
         ({"encoding": "learned", "clamp_length": 3}, "encoding learned knows no distances to clamp, and clamp 3"),
         ({"encoding": "sinusoidal", "attend_empty_memory": True}, "needs encoding relative or shaw"),
-        ({"encoding": "shaw", "tie_position_biases": False}, "tie_position_biases False needs encoding relative"),
+        ({"encoding": "shaw", "tie_attention_biases": False}, "tie_position_biases False needs encoding relative"),
         ({"encoding": "sinusoidal", "kernel": "cpu"}, "kernel cpu needs encoding relative or shaw"),
         ({"encoding": "sinusoidal", "learned_positions": 3}, "learned_positions 3 needs encoding shaw or learned"),
         ({"second_target": True}, "second_target True needs encoding sinusoidal or learned"),
-        ({"encoding": "sinusoidal", "intermediate_losses": True, "cutoffs": (5,)}, "need one softmax"),
+        ({"encoding": "sinusoidal", "intermediate_layer_losses": True, "cutoffs": (5,)}, "need one softmax"),
     ],
 )
 def test_a_setting_of_another_kind_is_refused(model, text):
@@ -64,12 +64,28 @@ def test_a_setting_of_another_kind_is_refused(model, text):
 @pytest.mark.parametrize(
     ("model", "others", "text"),
     [
-        ({"encoding": "sinusoidal"}, {"train": {"memory": 7}}, "encoding sinusoidal has no memory, and memory 7 was"),
-        ({"encoding": "learned"}, {"evaluation": {"memory": 7}}, "encoding learned has no memory, and memory 7 was"),
-        ({"encoding": "learned"}, {"evaluation": {"segment": 129}}, "segment 129 is longer than the 128 learned"),
+        (
+            {"encoding": "sinusoidal"},
+            {"train": {"memory_length": 7}},
+            "encoding sinusoidal has no memory, and memory 7 was",
+        ),
+        (
+            {"encoding": "learned"},
+            {"evaluation": {"memory_length": 7}},
+            "encoding learned has no memory, and memory 7 was",
+        ),
+        (
+            {"encoding": "learned"},
+            {"evaluation": {"segment_length": 129}},
+            "segment 129 is longer than the 128 learned",
+        ),
         ({"encoding": "learned", "learned_positions": 64}, {}, "segment 128 is longer than the 64 learned"),
         ({"encoding": "shaw", "learned_positions": 300}, {}, "learned_positions 300 are more than training goes thr"),
-        ({"kind": "lstm"}, {"evaluation": {"window": 7}}, "kind lstm does not attend, and window 7 was given"),
+        (
+            {"kind": "lstm"},
+            {"evaluation": {"attention_window": 7}},
+            "kind lstm does not attend, and window 7 was given",
+        ),
         ({"kind": "qrnn"}, {"train": {"compile": "layers"}}, "train.compile layers is for transformers"),
     ],
 )
@@ -80,9 +96,11 @@ def test_a_length_that_the_model_has_not_is_refused(model, others, text):
 
 def test_learned_positions_are_those_that_training_goes_through():
     """None would otherwise be trained, yet used where evaluation looks further."""
-    shaw = run_settings({"model": {"encoding": "shaw"}, "train": {"segment": 7, "memory": 11}}, "settings")
+    shaw = run_settings(
+        {"model": {"encoding": "shaw"}, "train": {"segment_length": 7, "memory_length": 11}}, "settings"
+    )
     assert shaw.model.learned_positions == 18
-    learned = run_settings({"model": {"encoding": "learned"}, "train": {"segment": 7}}, "settings")
-    assert (learned.model.learned_positions, learned.train.memory, learned.model.memory) == (7, 0, 0)
+    learned = run_settings({"model": {"encoding": "learned"}, "train": {"segment_length": 7}}, "settings")
+    assert (learned.model.learned_positions, learned.train.memory_length, learned.model.memory) == (7, 0, 0)
     assert run_settings(learned.model_dump(), "settings") == learned
     assert run_settings(shaw.model_dump(), "settings") == shaw

@@ -59,15 +59,15 @@ def test_found_cutoffs_can_be_used(counts, most):
     counts = sorted((*counts[1:], counts[0] + 1), reverse=True)
     cutoffs = find_cutoffs(np.array(counts, dtype=np.int64), most)
     assert len(cutoffs) <= min(most, 3)
-    ModelConfig(vocabulary_size=len(counts), cutoffs=cutoffs)
+    ModelConfig(vocab_size=len(counts), cutoffs=cutoffs)
 
 
 @pytest.mark.parametrize("cutoffs", [(), (5, 11)])
 def test_operations_are_those_of_a_real_step(cutoffs):
     config = ModelConfig(
-        vocabulary_size=23, layers=2, width=14, heads=2, feedforward=19, dropout=0.1, memory=7, cutoffs=cutoffs
+        vocab_size=23, n_layers=2, d_model=14, n_heads=2, d_ff=19, dropout=0.1, memory=7, cutoffs=cutoffs
     )
-    found = step_cost(config, rows=3, segment=5, memory=7)
+    found = step_cost(config, batch_size=3, segment_length=5, memory_length=7)
     model = TransformerXL(config.model_copy(update={"kernel": "sdpa"})).train()
     _, memory = model(torch.zeros(3, 7, dtype=torch.int64))
     targets_BT = torch.arange(15).view(3, 5) % 23
@@ -83,7 +83,7 @@ def test_operations_are_those_of_a_real_step(cutoffs):
 
 
 def test_kept_activations_are_those_of_a_real_step():
-    config = ModelConfig(vocabulary_size=23, layers=2, width=14, heads=2, feedforward=19, dropout=0.1, memory=7)
+    config = ModelConfig(vocab_size=23, n_layers=2, d_model=14, n_heads=2, d_ff=19, dropout=0.1, memory=7)
     kept: dict[int, torch.Tensor] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -97,4 +97,6 @@ def test_kept_activations_are_those_of_a_real_step():
         model.nats(model(tokens_BT, memory)[0], targets_BT).sum()
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     real = sum(tensor.untyped_storage().nbytes() for place, tensor in kept.items() if place not in own)
-    assert step_cost(config, rows=3, segment=5, memory=7).activation_bytes == pytest.approx(real, rel=0.02)
+    assert step_cost(config, batch_size=3, segment_length=5, memory_length=7).activation_bytes == pytest.approx(
+        real, rel=0.02
+    )

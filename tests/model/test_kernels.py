@@ -8,7 +8,7 @@ import torch
 from reference import Case, attention
 
 from transformer_xl.config import UserError
-from transformer_xl.model.kernels import KERNELS, AttentionInputs, Sight, choose
+from transformer_xl.model.kernels import KERNELS, AttentionInputs, AttentionMask, choose
 from transformer_xl.model.kernels.reference import attention_terms, weighted_values
 
 ROWS, HEADS, WIDTH = 2, 3, 5
@@ -51,7 +51,7 @@ def as_list(inputs: AttentionInputs) -> list[torch.Tensor]:
 def test_equals_the_oracle(name, case):
     num_queries, num_memory, valid, window = CASES[case]
     inputs = draw(num_queries, num_memory, window)
-    sight = Sight(torch.tensor(valid))
+    sight = AttentionMask(torch.tensor(valid))
     weight = torch.randn(ROWS, num_queries, HEADS, WIDTH, dtype=torch.float64)
 
     wanted = attention(*as_list(inputs), Case(valid, window))
@@ -69,7 +69,7 @@ def test_equals_the_oracle(name, case):
 @pytest.mark.parametrize("sizes", [{"_QUERIES": 2}, {"_QUERIES": 3, "_BUFFER_BYTES": 1}, {"_BUFFER_BYTES": 1}])
 def test_cpu_kernel_in_blocks(monkeypatch, valid, window, sizes):
     """Rows, heads and queries share buffers: nothing of one block may show in the next."""
-    inputs, sight = draw(5, 7, window), Sight(None if valid is None else torch.tensor(valid))
+    inputs, sight = draw(5, 7, window), AttentionMask(None if valid is None else torch.tensor(valid))
     weight_BTNH = torch.randn(ROWS, 5, HEADS, WIDTH, dtype=torch.float64)
     monkeypatch.setattr("torch.get_num_threads", lambda: 1)
     for name, size in sizes.items():
@@ -94,14 +94,14 @@ def test_cpu_kernel_drops_the_same_in_both_passes(monkeypatch, sizes):
 
     def attend(given, seed):
         torch.manual_seed(seed)
-        return KERNELS["cpu"].attend(given, Sight(None), share)
+        return KERNELS["cpu"].attend(given, AttentionMask(None), share)
 
     kept_BNTS = torch.zeros(ROWS, HEADS, num_queries, num_keys, dtype=torch.float64)
     for key in range(num_keys):
         v_BSNH = torch.zeros_like(inputs.v_BSNH)
         v_BSNH[:, key] = 1
         kept_BNTS[..., key] = attend(replace(inputs, v_BSNH=v_BSNH), 3)[..., 0].transpose(1, 2).detach()
-    p_BNTS = attention_terms(inputs, Sight(None)).probabilities_BNTS
+    p_BNTS = attention_terms(inputs, AttentionMask(None)).probabilities_BNTS
     seen_BNTS = p_BNTS > 0
     mask_BNTS = (kept_BNTS / p_BNTS.where(seen_BNTS, 1.0) * (1 - share)).detach()
     torch.testing.assert_close(mask_BNTS, mask_BNTS.round(), rtol=0, atol=1e-9)
@@ -119,22 +119,22 @@ def test_cpu_kernel_keeps_its_inputs_only():
     """Nothing of size T x S is kept for the backward pass, with dropout neither."""
     inputs, kept = draw(5, 200, None), []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        KERNELS["cpu"].attend(inputs, Sight(None), 0.1).sum()
+        KERNELS["cpu"].attend(inputs, AttentionMask(None), 0.1).sum()
     assert sum(t.numel() for t in kept) == sum(t.numel() for t in as_list(inputs)) + 1  # and the seed
 
 
 @pytest.mark.parametrize("name", ON_CPU)
 def test_all_valid_needs_no_mask(name):
     inputs = draw(5, 7, None)
-    masked = KERNELS[name].attend(inputs, Sight(torch.tensor([7, 7])), 0.0)
-    unmasked = KERNELS[name].attend(inputs, Sight(None), 0.0)
+    masked = KERNELS[name].attend(inputs, AttentionMask(torch.tensor([7, 7])), 0.0)
+    unmasked = KERNELS[name].attend(inputs, AttentionMask(None), 0.0)
     torch.testing.assert_close(masked, unmasked, rtol=0, atol=1e-14)
 
 
 @pytest.mark.parametrize("name", ON_CPU)
 def test_without_gradient_the_numbers_are_the_same(name):
     """Without a gradient torch takes another, fused, path."""
-    inputs, sight = draw(5, 7, 9), Sight(torch.tensor([2, 7]))
+    inputs, sight = draw(5, 7, 9), AttentionMask(torch.tensor([2, 7]))
     wanted = KERNELS[name].attend(inputs, sight, 0.0)
     with torch.no_grad():
         torch.testing.assert_close(KERNELS[name].attend(inputs, sight, 0.0), wanted, rtol=0, atol=1e-12)
@@ -156,7 +156,7 @@ def low_numbers(name: str, dtype: torch.dtype) -> list[torch.Tensor]:
     """Output and gradients of a kernel in a dtype, as float64, on inputs that make attention sharp."""
     inputs = AttentionInputs(*(2 * tensor.detach() for tensor in as_list(draw(17, 31, None))))
     inputs = AttentionInputs(*(tensor.to(dtype).requires_grad_() for tensor in as_list(inputs)))
-    out_BTNH = KERNELS[name].attend(inputs, Sight(torch.tensor([31, 5])), 0.0)
+    out_BTNH = KERNELS[name].attend(inputs, AttentionMask(torch.tensor([31, 5])), 0.0)
     weight_BTNH = torch.randn(out_BTNH.shape, generator=torch.Generator().manual_seed(2)).to(dtype)
     grads = torch.autograd.grad((out_BTNH * weight_BTNH).sum(), as_list(inputs))
     return [tensor.detach().double() for tensor in (out_BTNH, *grads)]
@@ -164,7 +164,7 @@ def low_numbers(name: str, dtype: torch.dtype) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("name", ON_CPU)
 def test_dropout_drops_probabilities_and_keeps_the_mean(name):
-    inputs, sight = draw(5, 7, None), Sight(None)
+    inputs, sight = draw(5, 7, None), AttentionMask(None)
     many = replace(
         inputs, **{name: getattr(inputs, name)[:1].repeat(3000, 1, 1, 1) for name in ("q_BTNH", "k_BSNH", "v_BSNH")}
     )
@@ -176,7 +176,7 @@ def test_dropout_drops_probabilities_and_keeps_the_mean(name):
 
 
 def test_terms_add_up_and_probabilities_sum_to_one():
-    inputs, sight = draw(5, 7, None), Sight(torch.tensor([3, 7]))
+    inputs, sight = draw(5, 7, None), AttentionMask(torch.tensor([3, 7]))
     terms = attention_terms(inputs, sight)
     assert (terms.probabilities_BNTS[0, :, :, :4] == 0).all()
     torch.testing.assert_close(terms.probabilities_BNTS.sum(-1), torch.ones(ROWS, HEADS, 5, dtype=torch.float64))
@@ -208,7 +208,7 @@ def test_choice():
 def test_cpu_kernel_without_gradients(monkeypatch, valid, least):
     """Whichever way few scores go."""
     monkeypatch.setattr("transformer_xl.model.kernels.cpu._WORTHWHILE", least)
-    inputs, sight = draw(5, 7, 6), Sight(None if valid is None else torch.tensor(valid))
+    inputs, sight = draw(5, 7, 6), AttentionMask(None if valid is None else torch.tensor(valid))
     with torch.inference_mode():
         found = KERNELS["cpu"].attend(inputs, sight, 0.0)
     torch.testing.assert_close(found.clone(), KERNELS["reference"].attend(inputs, sight, 0.0), rtol=0, atol=1e-12)
@@ -216,11 +216,11 @@ def test_cpu_kernel_without_gradients(monkeypatch, valid, least):
 
 
 SIGHTS = {
-    "three share": (Sight(None, 3), 5),
-    "padding": (Sight(torch.tensor([4, -3])), None),
-    "padding and window": (Sight(torch.tensor([-5, 2])), 4),
-    "share, partly valid": (Sight(torch.tensor([1, 6]), 4), 3),
-    "all share": (Sight(None, 11), 1),
+    "three share": (AttentionMask(None, 3), 5),
+    "padding": (AttentionMask(torch.tensor([4, -3])), None),
+    "padding and window": (AttentionMask(torch.tensor([-5, 2])), 4),
+    "share, partly valid": (AttentionMask(torch.tensor([1, 6]), 4), 3),
+    "all share": (AttentionMask(None, 11), 1),
 }
 
 
@@ -291,7 +291,7 @@ def test_cpu_kernel_drops_the_same_with_any_number_of_threads(monkeypatch):
     for forward, backward in ((1, 1), (3, 3), (1, 3)):
         monkeypatch.setattr("torch.get_num_threads", lambda threads=forward: threads)
         torch.manual_seed(3)
-        out_BTNH = KERNELS["cpu"].attend(inputs, Sight(None), 0.4)
+        out_BTNH = KERNELS["cpu"].attend(inputs, AttentionMask(None), 0.4)
         monkeypatch.setattr("torch.get_num_threads", lambda threads=backward: threads)
         results.append([out_BTNH, *torch.autograd.grad(out_BTNH.pow(2).sum(), as_list(inputs))])
     for other in results[1:]:

@@ -7,16 +7,16 @@ from hypothesis import strategies as st
 
 from transformer_xl.config import UserError
 from transformer_xl.model.key_values import KeyValueMemory
-from transformer_xl.model.memory import Memory, Reach
+from transformer_xl.model.memory import ContextLimits, Memory
 
 EXACT = {"rtol": 0, "atol": 1e-11}
 REACHES = {
-    "as trained": Reach(11),
-    "clamp": Reach(11, clamp_length=4),
-    "window": Reach(11, window=6),
-    "window and clamp": Reach(13, window=9, clamp_length=3),
-    "clamp of one": Reach(7, clamp_length=1),
-    "no memory": Reach(0),
+    "as trained": ContextLimits(11),
+    "clamp": ContextLimits(11, clamp_length=4),
+    "window": ContextLimits(11, attention_window=6),
+    "window and clamp": ContextLimits(13, attention_window=9, clamp_length=3),
+    "clamp of one": ContextLimits(7, clamp_length=1),
+    "no memory": ContextLimits(0),
 }
 
 
@@ -30,13 +30,13 @@ def read(model, memory: Memory, *parts: torch.Tensor, lengths=None) -> tuple[tor
 
 
 @pytest.mark.parametrize("reach", REACHES)
-@pytest.mark.parametrize("settings", [{}, {"norm": "pre"}, {"tie_position_biases": False}, {"kernel": "sdpa"}])
+@pytest.mark.parametrize("settings", [{}, {"norm": "pre"}, {"tie_attention_biases": False}, {"kernel": "sdpa"}])
 @pytest.mark.parametrize("attended", [False, True])
-def test_same_numbers_as_hidden_rows(make_model, tokens, reach, settings, attended):
-    model, reach = make_model(attend_empty_memory=attended, **settings), REACHES[reach]
+def test_same_numbers_as_hidden_rows(make_model, tokens, context_limits, settings, attended):
+    model, context_limits = make_model(attend_empty_memory=attended, **settings), REACHES[context_limits]
     parts = tokens(2, 41).split([1, 5, 1, 13, 1, 1, 17, 2], dim=1)
-    hidden_BTD, _ = read(model, model.initial_memory(2, reach), *parts)
-    found_BTD, memory = read(model, model.inference_memory(2, reach), *parts)
+    hidden_BTD, _ = read(model, model.initial_memory(2, context_limits), *parts)
+    found_BTD, memory = read(model, model.inference_memory(2, context_limits), *parts)
     torch.testing.assert_close(found_BTD, hidden_BTD, **EXACT)
     assert isinstance(memory, KeyValueMemory) or (attended and settings.get("norm") == "pre")
     assert memory.position_B.tolist() == [41, 41]
@@ -47,14 +47,14 @@ def test_same_numbers_as_hidden_rows(make_model, tokens, reach, settings, attend
 def test_segments_of_any_lengths_equal_one_pass_with_keys_and_values(lengths):
     model = _small()
     text = torch.randint(0, 23, (1, sum(lengths)), generator=torch.Generator().manual_seed(1))
-    whole_BTD, _ = read(model, model.initial_memory(1, Reach(80)), text)
-    found_BTD, _ = read(model, model.inference_memory(1, Reach(80)), *text.split(lengths, dim=1))
+    whole_BTD, _ = read(model, model.initial_memory(1, ContextLimits(80)), text)
+    found_BTD, _ = read(model, model.inference_memory(1, ContextLimits(80)), *text.split(lengths, dim=1))
     torch.testing.assert_close(found_BTD, whole_BTD, **EXACT)
 
 
 def test_the_oldest_rows_leave_and_storage_stays_small(make_model, tokens):
     model = make_model()
-    memory = model.inference_memory(1, Reach(200))
+    memory = model.inference_memory(1, ContextLimits(200))
     rows = []
     for part_BT in tokens(1, 1500).split(3, dim=1):
         _, memory = read(model, memory, part_BT)
@@ -104,12 +104,12 @@ def test_rows_are_reset_and_selected_by_themselves(make_model, tokens, attended)
 @pytest.mark.parametrize("attended", [False, True])
 @pytest.mark.parametrize("reach", ["as trained", "window and clamp", "no memory"])
 @pytest.mark.parametrize("kernel", ["auto", "sdpa", "reference"])
-def test_padding_on_the_left_changes_nothing(make_model, tokens, kind, attended, reach, kernel):
+def test_padding_on_the_left_changes_nothing(make_model, tokens, kind, attended, context_limits, kernel):
     """Rows of unequal texts, one of them all padding, with something read before: as each text alone."""
-    model, reach = make_model(kernel=kernel, attend_empty_memory=attended), REACHES[reach]
+    model, context_limits = make_model(kernel=kernel, attend_empty_memory=attended), REACHES[context_limits]
     before, text, more = tokens(4, 5, seed=1), tokens(4, 6, seed=2), tokens(4, 3, seed=3)
     lengths = torch.tensor([6, 2, 0, 5])
-    _, memory = read(model, getattr(model, kind)(4, reach), before)
+    _, memory = read(model, getattr(model, kind)(4, context_limits), before)
     hidden, memory = read(model, memory, text, lengths=lengths)
     assert hidden.isfinite().all()
     after, last = read(model, memory, more)
@@ -117,7 +117,7 @@ def test_padding_on_the_left_changes_nothing(make_model, tokens, kind, attended,
     for row, length in enumerate(lengths.tolist()):
         own = slice(row, row + 1)
         parts = [part for part in (before[own], text[own, 6 - length :], more[own]) if part.shape[1]]
-        wanted, _ = read(model, model.initial_memory(1, reach), *parts)
+        wanted, _ = read(model, model.initial_memory(1, context_limits), *parts)
         torch.testing.assert_close(hidden[own, 6 - length :], wanted[:, 5 : 5 + length], **EXACT)
         torch.testing.assert_close(after[own], wanted[:, 5 + length :], **EXACT)
 
@@ -169,7 +169,7 @@ def test_it_passes_no_gradient_and_says_so(make_model, tokens):
 
 def test_a_memory_of_another_model_is_refused(make_model, tokens):
     model = make_model()
-    for other in (make_model(layers=2), make_model(head_width=7)):
+    for other in (make_model(layers=2), make_model(d_head=7)):
         with pytest.raises(UserError, match="made by another model"):
             model(tokens(1, 3), other.inference_memory(1))
     with pytest.raises(UserError, match="lengths of shape"):
@@ -182,9 +182,7 @@ def _small():
 
     torch.manual_seed(5)
     return (
-        TransformerXL(
-            ModelConfig(vocabulary_size=23, layers=2, width=14, heads=2, head_width=5, feedforward=19, dropout=0.0)
-        )
+        TransformerXL(ModelConfig(vocab_size=23, n_layers=2, d_model=14, n_heads=2, d_head=5, d_ff=19, dropout=0.0))
         .double()
         .eval()
     )

@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from transformer_xl.config import UserError
-from transformer_xl.model.memory import HiddenMemory, Memory, Reach
+from transformer_xl.model.memory import ContextLimits, HiddenMemory, Memory
 
 ROWS, LENGTH, WIDTH, LAYERS = 3, 5, 7, 2
 
 
 def fresh() -> Memory:
-    return HiddenMemory.empty(LAYERS, ROWS, WIDTH, Reach(LENGTH), torch.zeros(1, dtype=torch.float64))
+    return HiddenMemory.empty(LAYERS, ROWS, WIDTH, ContextLimits(LENGTH), torch.zeros(1, dtype=torch.float64))
 
 
 def rows_of(count: int, start: float = 0.0) -> list[torch.Tensor]:
@@ -41,7 +41,9 @@ def test_it_holds_the_last_rows(counts):
 
 
 def test_length_zero():
-    memory = HiddenMemory.empty(LAYERS, ROWS, WIDTH, Reach(0), torch.zeros(1, dtype=torch.float64)).after(rows_of(3))
+    memory = HiddenMemory.empty(LAYERS, ROWS, WIDTH, ContextLimits(0), torch.zeros(1, dtype=torch.float64)).after(
+        rows_of(3)
+    )
     assert memory.layers_BMD[0].shape == (ROWS, 0, WIDTH)
     assert memory.all_valid
     assert memory.position_B.tolist() == [3] * ROWS
@@ -92,7 +94,7 @@ def test_kept_and_brought_back():
                                                 ({"memory": 1, "clamp_length": 0}, "clamp_length 0")])  # fmt: skip
 def test_impossible_reach(settings, text):
     with pytest.raises(UserError, match=text):
-        Reach(**settings)
+        ContextLimits(**settings)
 
 
 def test_concatenate_puts_together_what_select_took_apart():
@@ -103,7 +105,7 @@ def test_concatenate_puts_together_what_select_took_apart():
     assert all(torch.equal(one, other) for one, other in zip(joined.layers_BMD, whole.layers_BMD, strict=True))
     assert joined.valid_B.tolist() == [4, 1, 4]
     assert joined.position_B.tolist() == [4, 1, 4]
-    assert joined.reach == whole.reach
+    assert joined.context_limits == whole.context_limits
     assert not joined.all_valid
     full, empty = fresh().after(rows_of(7)), fresh()
     assert Memory.concatenate([full, full]).all_valid
@@ -120,7 +122,7 @@ def test_resized_keeps_the_newest(read, length):
     after = before.resized(length)
     wanted = torch.cat([torch.zeros(ROWS, 11, WIDTH, dtype=torch.float64), before.layers_BMD[1]], dim=1)
     assert torch.equal(after.layers_BMD[1], wanted[:, 16 - length :])
-    assert after.length == after.reach.memory == length
+    assert after.length == after.context_limits.memory_length == length
     assert after.valid_B.tolist() == [min(read, 5, length)] * ROWS
     assert after.position_B.tolist() == [read] * ROWS
     assert after.all_valid == (min(read, 5) >= length)

@@ -10,23 +10,23 @@ from reference import forward as oracle
 
 from transformer_xl.config import ModelConfig, UserError, load_recipe
 from transformer_xl.model.attention import encode_distances
-from transformer_xl.model.memory import Reach
+from transformer_xl.model.memory import ContextLimits
 from transformer_xl.model.transformer_xl import TransformerXL
 
 STYLES = {
     "the paper's": {},
     "pre-norm": {"norm": "pre"},
     "pre-norm as the authors'": {"norm": "pre", "final_norm": False},
-    "untied biases": {"tie_position_biases": False},
+    "untied biases": {"tie_attention_biases": False},
     "reference kernel": {"kernel": "reference"},
 }
 
 
-def oracle_settings(model: TransformerXL, reach: Reach) -> dict:
+def oracle_settings(model: TransformerXL, context_limits: ContextLimits) -> dict:
     config = model.config
     return {
-        "layers": config.layers, "heads": config.heads, "pre_norm": config.norm == "pre",
-        "tied": config.tie_position_biases, "window": reach.window, "clamp": reach.clamp_length,
+        "n_layers": config.n_layers, "n_heads": config.n_heads, "pre_norm": config.norm == "pre",
+        "tied": config.tie_attention_biases, "attention_window": context_limits.attention_window, "clamp": context_limits.clamp_length,
     }  # fmt: skip
 
 
@@ -34,25 +34,27 @@ def oracle_settings(model: TransformerXL, reach: Reach) -> dict:
 @pytest.mark.parametrize(
     ("reach", "segments"),
     [
-        (Reach(0), [5]),
-        (Reach(3), [5, 2]),
-        (Reach(7), [3, 3]),
-        (Reach(5, window=4), [3, 3]),
-        (Reach(5, window=7, clamp_length=3), [1, 5, 1]),
+        (ContextLimits(0), [5]),
+        (ContextLimits(3), [5, 2]),
+        (ContextLimits(7), [3, 3]),
+        (ContextLimits(5, attention_window=4), [3, 3]),
+        (ContextLimits(5, attention_window=7, clamp_length=3), [1, 5, 1]),
     ],
 )
-def test_equals_the_oracle(make_model, tokens, style, reach, segments):
+def test_equals_the_oracle(make_model, tokens, style, context_limits, segments):
     """Logits, memory and every gradient of a model read segment by segment."""
     model = make_model(**STYLES[style])
     weights = {name: parameter.detach().clone().requires_grad_() for name, parameter in model.named_parameters()}
     assert ("final_norm.weight" in weights) == (style == "pre-norm")
-    wanted_memory, valid = [torch.zeros(2, reach.memory, 14, dtype=torch.float64)] * 3, [0, 0]
-    memory = model.initial_memory(2, reach)
+    wanted_memory, valid = [torch.zeros(2, context_limits.memory, 14, dtype=torch.float64)] * 3, [0, 0]
+    memory = model.initial_memory(2, context_limits)
     for index, length in enumerate(segments):
         text = tokens(2, length, seed=index)
         hidden_BTD, memory = model(text, memory)
         logits_BTV = model.logits(hidden_BTD)
-        wanted, wanted_memory, valid = oracle(weights, oracle_settings(model, reach), text, wanted_memory, valid)
+        wanted, wanted_memory, valid = oracle(
+            weights, oracle_settings(model, context_limits), text, wanted_memory, valid
+        )
         torch.testing.assert_close(logits_BTV, wanted, rtol=0, atol=1e-10)
         for layer, wanted_layer in zip(memory.layers_BMD, wanted_memory, strict=True):
             torch.testing.assert_close(layer, wanted_layer, rtol=0, atol=1e-10)
@@ -71,15 +73,13 @@ def test_segments_of_any_lengths_equal_one_pass(norm, lengths, clamp):
     """With memory for all that came before, cutting a text changes nothing (up to float64 rounding)."""
     torch.manual_seed(5)
     model = (
-        TransformerXL(
-            ModelConfig(vocabulary_size=23, layers=3, width=14, heads=2, feedforward=19, dropout=0.0, norm=norm)
-        )
+        TransformerXL(ModelConfig(vocab_size=23, n_layers=3, d_model=14, n_heads=2, d_ff=19, dropout=0.0, norm=norm))
         .double()
         .eval()
     )
     text, targets = (torch.randint(0, 23, (2, sum(lengths))) for _ in range(2))
-    whole_BT = model.nats(model(text, model.initial_memory(2, Reach(0, None, clamp)))[0], targets)
-    memory, parts, start = model.initial_memory(2, Reach(sum(lengths), None, clamp)), [], 0
+    whole_BT = model.nats(model(text, model.initial_memory(2, ContextLimits(0, None, clamp)))[0], targets)
+    memory, parts, start = model.initial_memory(2, ContextLimits(sum(lengths), None, clamp)), [], 0
     for length in lengths:
         hidden_BTD, memory = model(text[:, start : start + length], memory)
         parts.append(model.nats(hidden_BTD, targets[:, start : start + length]))
@@ -91,24 +91,24 @@ def test_segments_of_any_lengths_equal_one_pass(norm, lengths, clamp):
 def test_with_a_window_the_segment_does_not_matter(make_model, tokens, segment):
     """A window fixes the context, so any memory of at least window - 1 slots gives the same result."""
     model, text = make_model(), tokens(2, 21)
-    whole_BTD, _ = model(text, model.initial_memory(2, Reach(0, window=4)))
-    memory, parts = model.initial_memory(2, Reach(5, window=4)), []
+    whole_BTD, _ = model(text, model.initial_memory(2, ContextLimits(0, attention_window=4)))
+    memory, parts = model.initial_memory(2, ContextLimits(5, attention_window=4)), []
     for part in text.split(segment, dim=1):
         hidden_BTD, memory = model(part, memory)
         parts.append(hidden_BTD)
     torch.testing.assert_close(torch.cat(parts, dim=1), whole_BTD, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("reach", [Reach(11), Reach(11, window=3), Reach(0)])
-def test_causality_by_gradient(make_model, reach):
+@pytest.mark.parametrize("reach", [ContextLimits(11), ContextLimits(11, attention_window=3), ContextLimits(0)])
+def test_causality_by_gradient(make_model, context_limits):
     """The output at a place depends on no input after it, nor (one layer) on any beyond the window."""
     model = make_model(layers=1)
     inputs_BTD = torch.randn(1, 9, 14, dtype=torch.float64, requires_grad=True)
-    hidden_BTD, _ = model(memory=model.initial_memory(1, reach), inputs_BTD=inputs_BTD)
+    hidden_BTD, _ = model(memory=model.initial_memory(1, context_limits), inputs_BTD=inputs_BTD)
     for place in range(9):
         (slope_BTD,) = torch.autograd.grad(hidden_BTD[:, place].square().sum(), inputs_BTD, retain_graph=True)
         touched = slope_BTD[0].abs().sum(-1) > 0
-        first = 0 if reach.window is None else max(0, place - reach.window + 1)
+        first = 0 if context_limits.window is None else max(0, place - context_limits.window + 1)
         assert touched.tolist() == [first <= index <= place for index in range(9)]
 
 
@@ -251,7 +251,7 @@ def test_dropout_depends_on_the_random_state_alone(make_model, tokens, kernel):
 
 def test_first_weights_are_the_authors():
     torch.manual_seed(0)
-    model = TransformerXL(ModelConfig(width=128, heads=4, layers=2))
+    model = TransformerXL(ModelConfig(d_model=128, n_heads=4, n_layers=2))
     for name, parameter in model.named_parameters():
         mean, std = (1.0, 0.02) if name.endswith("norm.weight") else (0.0, 0.0 if name.endswith("bias") else 0.02)
         std = 0.02 if name in ("content_bias", "position_bias") else std
@@ -263,7 +263,7 @@ def test_first_weights_are_the_authors():
 def test_parameters_at_the_paper_s_vocabulary(recipe, counted):
     """enwik8 holds 204 different bytes."""
     with torch.device("meta"):
-        model = TransformerXL(ModelConfig(**{**load_recipe(recipe).model, "vocabulary_size": 204}))
+        model = TransformerXL(ModelConfig(**{**load_recipe(recipe).model, "vocab_size": 204}))
     assert model.num_parameters() == counted
 
 
@@ -278,7 +278,7 @@ def test_parameters_at_the_paper_s_vocabulary(recipe, counted):
             lambda model: model(torch.zeros(2, 3, dtype=torch.int64), model.initial_memory(3)),
             "memory of 3 rows beside 2",
         ),
-        (lambda model: TransformerXL(ModelConfig(kernel="refrence")), "did you mean 'reference'"),
+        (lambda model: TransformerXL(ModelConfig(attn_implementation="refrence")), "did you mean 'reference'"),
     ],
 )
 def test_wrong_calls_say_so(make_model, call, text):

@@ -19,7 +19,7 @@ from reference import Case, attention
 
 from transformer_xl.config import ModelConfig, UserError
 from transformer_xl.model.cost import step_cost
-from transformer_xl.model.kernels import KERNELS, AttentionInputs, Sight, choose
+from transformer_xl.model.kernels import KERNELS, AttentionInputs, AttentionMask, choose
 from transformer_xl.model.kernels.triton import attend, fits
 from transformer_xl.model.transformer_xl import TransformerXL
 
@@ -74,7 +74,7 @@ def draw(case, width=5, dtype=EXACT):
     generator = torch.Generator().manual_seed(11)
     *tensors, weight = (torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes)
     inputs = AttentionInputs(*(tensor.to(DEVICE, dtype).requires_grad_() for tensor in tensors))
-    return inputs, Sight(torch.tensor(valid, device=DEVICE) * TIMES), weight.to(DEVICE, dtype)
+    return inputs, AttentionMask(torch.tensor(valid, device=DEVICE) * TIMES), weight.to(DEVICE, dtype)
 
 
 def as_list(inputs):
@@ -113,7 +113,7 @@ def test_equals_the_oracle(case):
 def test_padding_and_shared_distances(order, valid, beyond):
     """Queries of padding see nothing: what they give means nothing, but is finite, and has no part in gradients."""
     inputs, sight, weight = draw("partly valid")
-    sight = Sight(torch.tensor(valid, device=DEVICE) * TIMES, beyond)
+    sight = AttentionMask(torch.tensor(valid, device=DEVICE) * TIMES, beyond)
     own_BT = torch.arange(inputs.q_BTNH.shape[1], device=DEVICE) >= -sight.valid_B[:, None]
     found, wanted = (
         numbers(one, inputs, sight, weight * own_BT[..., None, None]) for one in (attend, KERNELS["reference"].attend)
@@ -192,8 +192,8 @@ def test_strides_and_expanded_gradients():
 
 def test_all_valid_needs_no_mask():
     inputs, _, weight = draw("one tile")
-    sight = Sight(torch.tensor([7 * TIMES] * 2, device=DEVICE))
-    assert_same(numbers(attend, inputs, Sight(None), weight), numbers(attend, inputs, sight, weight))
+    sight = AttentionMask(torch.tensor([7 * TIMES] * 2, device=DEVICE))
+    assert_same(numbers(attend, inputs, AttentionMask(None), weight), numbers(attend, inputs, sight, weight))
 
 
 def test_dropout_is_the_same_in_both_passes(order):
@@ -206,10 +206,10 @@ def test_dropout_is_the_same_in_both_passes(order):
     weight = torch.randn(2, num_queries, 1, 29, generator=generator, dtype=EXACT).to(DEVICE)
     inputs = AttentionInputs(*(tensor.to(DEVICE).requires_grad_() for tensor in (q, k, v, r, u, w)))
     torch.manual_seed(5)
-    out = attend(inputs, Sight(None), dropout)
+    out = attend(inputs, AttentionMask(None), dropout)
     gradients = torch.autograd.grad((out * weight).sum(), as_list(inputs))
 
-    plain = KERNELS["reference"].attend(inputs, Sight(None), 0.0)
+    plain = KERNELS["reference"].attend(inputs, AttentionMask(None), 0.0)
     kept = (out.detach() != 0).to(EXACT) / (1 - dropout)
     torch.testing.assert_close(out, plain * kept, rtol=0, atol=NEAR)
     seen = plain.detach() != 0
@@ -218,7 +218,7 @@ def test_dropout_is_the_same_in_both_passes(order):
     assert not torch.equal(kept[0], kept[1])
     probabilities = KERNELS["reference"].attend(
         AttentionInputs(*(t if n != "v_BSNH" else t.detach() for n, t in zip(FIELDS, as_list(inputs), strict=True))),
-        Sight(None), 0.0,
+        AttentionMask(None), 0.0,
     )  # fmt: skip
     wanted = torch.einsum("btns,bsnh->btnh", probabilities * kept, inputs.v_BSNH)
     assert_same([out, *gradients], [wanted, *torch.autograd.grad((wanted * weight).sum(), as_list(inputs))])
@@ -285,7 +285,7 @@ def test_a_model_trains_with_it(monkeypatch):
     """A whole model with the kernel asked for by name."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     config = ModelConfig(
-        vocabulary_size=13, layers=2, width=6, heads=2, feedforward=7, dropout=0.0, memory=3, kernel="triton"
+        vocab_size=13, n_layers=2, d_model=6, n_heads=2, d_ff=7, dropout=0.0, memory=3, attn_implementation="triton"
     )
     losses = []
     for kernel in ("triton", "reference"):
@@ -300,7 +300,9 @@ def test_a_model_trains_with_it(monkeypatch):
 
 
 def test_what_it_keeps_can_be_counted():
-    config = ModelConfig(vocabulary_size=13, layers=2, width=8, heads=2, feedforward=7, dropout=0.0, kernel="triton")
+    config = ModelConfig(
+        vocab_size=13, n_layers=2, d_model=8, n_heads=2, d_ff=7, dropout=0.0, attn_implementation="triton"
+    )
     kept = {
         kernel: step_cost(config.model_copy(update={"kernel": kernel}), rows=2, segment=64, memory=64).activation_bytes
         for kernel in ("triton", "sdpa")

@@ -22,10 +22,10 @@ from transformer_xl.config import UserError
 from transformer_xl.text.corpus_writer import Layout, count_words, write_corpus
 from transformer_xl.text.documents import Document, SplitName
 from transformer_xl.text.token_store import Corpus
-from transformer_xl.text.vocabularies.learning import VocabularyOptions, learn_vocabulary
-from transformer_xl.text.vocabulary import BadText, ByteVocabulary, Piece, Vocabulary, cut_pieces
+from transformer_xl.text.tokenizer import BadText, ByteTokenizer, EncodedChunk, Tokenizer, cut_pieces
+from transformer_xl.text.tokenizers.learning import TokenizerOptions, train_tokenizer
 
-BYTES = ByteVocabulary()
+BYTES = ByteTokenizer()
 TEXTS = st.lists(st.text("ab \n\t", max_size=13).map(str.encode), max_size=7)
 NUMBERS = st.lists(st.text("12 \n", max_size=13).map(str.encode), max_size=7)
 Kind = Literal["bytes", "characters", "words", "integers"]
@@ -38,17 +38,15 @@ def documents_of(texts: Iterable[Sequence[bytes]]) -> list[Document]:
 def write(
     folder: Path,
     splits: dict[SplitName, list[list[bytes]]],
-    vocabulary: Vocabulary = BYTES,
+    tokenizer: Tokenizer = BYTES,
     **layout: Any,
 ) -> Corpus:
     documents = {split: documents_of(texts) for split, texts in splits.items()}
-    return write_corpus(
-        folder, documents, name="sample", source="a test", vocabulary=vocabulary, layout=Layout(**layout)
-    )
+    return write_corpus(folder, documents, name="sample", source="a test", tokenizer=tokenizer, layout=Layout(**layout))
 
 
-def learned(kind: Kind, texts: list[bytes]) -> Vocabulary:
-    return learn_vocabulary(VocabularyOptions(kind=kind), documents_of([[text] for text in texts]))
+def learned(kind: Kind, texts: list[bytes]) -> Tokenizer:
+    return train_tokenizer(TokenizerOptions(kind=kind), documents_of([[text] for text in texts]))
 
 
 def chunked(text: bytes, size: int) -> list[bytes]:
@@ -82,14 +80,14 @@ def test_tokens_documents_and_counts_come_back(texts: list[bytes], size: int) ->
 def test_chunks_pieces_and_shards_change_nothing(kind: Kind, documents: str, data: st.DataObject) -> None:
     """Against an oracle: each document (or line) encoded by itself, one after another."""
     texts = [*data.draw(NUMBERS if kind == "integers" else TEXTS), b"12 1\n2 1"]
-    vocabulary = learned(kind, texts)
+    tokenizer = learned(kind, texts)
     pieces: list[np.ndarray] = []
     for text in texts:
-        closed = text + b"\n" if vocabulary.closes_lines and text and not text.endswith(b"\n") else text
+        closed = text + b"\n" if tokenizer.closes_lines and text and not text.endswith(b"\n") else text
         parts = [line + b"\n" for line in closed.split(b"\n")] if documents == "lines" else [closed]
         if documents == "lines":
             parts[-1] = parts[-1][:-1]
-        pieces += [ids for part in parts if len(ids := vocabulary.encode(part))]
+        pieces += [ids for part in parts if len(ids := tokenizer.encode(part))]
     shard, size = data.draw(st.integers(1, 13)), data.draw(st.integers(1, 5))
     pieces_of_size = partial(cut_pieces, size=data.draw(st.integers(1, 7)))
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
@@ -97,7 +95,7 @@ def test_chunks_pieces_and_shards_change_nothing(kind: Kind, documents: str, dat
         corpus = write(
             Path(folder) / "c",
             {"train": [chunked(text, size) for text in texts]},
-            vocabulary,
+            tokenizer,
             shard_tokens=shard,
             documents=documents,
         )
@@ -123,12 +121,12 @@ def large() -> list[bytes]:
 
 @pytest.mark.parametrize("documents", ["files", "lines"])
 def test_workers_chunks_and_shards_change_nothing(tmp_path: Path, large: list[bytes], documents: str) -> None:
-    vocabulary = learned("words", large)
-    one = write(tmp_path / "one", {"train": [[text] for text in large]}, vocabulary, documents=documents)
+    tokenizer = learned("words", large)
+    one = write(tmp_path / "one", {"train": [[text] for text in large]}, tokenizer, documents=documents)
     texts = [chunked(text, 999_983) for text in large]
-    two = write(tmp_path / "two", {"train": texts}, vocabulary, documents=documents, workers=2)
+    two = write(tmp_path / "two", {"train": texts}, tokenizer, documents=documents, workers=2)
     assert contents(one) == contents(two)
-    three = write(tmp_path / "three", {"train": texts}, vocabulary, documents=documents, workers=3, shard_tokens=49_999)
+    three = write(tmp_path / "three", {"train": texts}, tokenizer, documents=documents, workers=3, shard_tokens=49_999)
     record, other = one.record.splits["train"], three.record.splits["train"]
     assert len(other.shards) > 2
     assert other.model_copy(update={"shards": record.shards}) == record
@@ -137,14 +135,14 @@ def test_workers_chunks_and_shards_change_nothing(tmp_path: Path, large: list[by
 
 
 def test_unknown_words_are_counted(tmp_path: Path) -> None:
-    vocabulary = learned("words", [b"one two\n"])
+    tokenizer = learned("words", [b"one two\n"])
     splits: dict[SplitName, list[list[bytes]]] = {"train": [[b"one two\n"]], "test": [[b"one six two", b"ten\nsix"]]}
-    corpus = write(tmp_path / "c", splits, vocabulary)
+    corpus = write(tmp_path / "c", splits, tokenizer)
     assert [corpus.split(split).num_unknown for split in corpus.splits] == [0, 3]
     assert corpus.record.splits["test"].unknown == 3
 
 
-class Wide(ByteVocabulary):
+class Wide(ByteTokenizer):
     """Two bytes a token, to see wide ids written and sizes told apart from counts."""
 
     size = 65521
@@ -152,8 +150,8 @@ class Wide(ByteVocabulary):
     def last_cut(self, text: bytes) -> int:
         return len(text) // 2 * 2
 
-    def encode_piece(self, piece: bytes) -> Piece:
-        return Piece(np.frombuffer(piece, dtype=">u2"))
+    def encode_chunk(self, piece: bytes) -> EncodedChunk:
+        return EncodedChunk(np.frombuffer(piece, dtype=">u2"))
 
 
 def test_wide_ids_are_little_endian(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,25 +182,25 @@ def test_split_without_text_is_refused(
 
 
 def test_lines_need_a_token_that_ends_them(tmp_path: Path) -> None:
-    options = VocabularyOptions(kind="words", end_of_line=None)
-    vocabulary = learn_vocabulary(options, documents_of([[b"one two\n"]]))
+    options = TokenizerOptions(kind="words", end_of_line=None)
+    tokenizer = train_tokenizer(options, documents_of([[b"one two\n"]]))
     with pytest.raises(
         UserError, match=r"no token that ends a line, so lines cannot be documents; give it an end-of-l"
     ):
-        write(tmp_path / "c", {"train": [[b"one two\n"]]}, vocabulary, documents="lines")
+        write(tmp_path / "c", {"train": [[b"one two\n"]]}, tokenizer, documents="lines")
     assert list(tmp_path.iterdir()) == []
 
 
-class Picky(ByteVocabulary):
+class Picky(ByteTokenizer):
     """Refuses the byte 0xff; cut at line ends alone, so that there are pieces."""
 
     def last_cut(self, text: bytes) -> int:
         return text.rfind(b"\n") + 1
 
-    def encode_piece(self, piece: bytes) -> Piece:
+    def encode_chunk(self, piece: bytes) -> EncodedChunk:
         if b"\xff" in piece:
             raise BadText(piece.index(b"\xff"), "not UTF-8 (byte 0xff)")
-        return super().encode_piece(piece)
+        return super().encode_chunk(piece)
 
 
 def test_bad_text_is_named_with_its_place_in_the_document(tmp_path: Path) -> None:
@@ -219,13 +217,13 @@ def test_bad_text_is_named_with_its_place_in_the_document(tmp_path: Path) -> Non
 
 
 def test_bad_text_is_named_from_a_worker_too(tmp_path: Path, large: list[bytes]) -> None:
-    vocabulary = learned("words", large)
+    tokenizer = learned("words", large)
     text = bytearray(large[1])
     place = len(text) - 97
     text[place] = 0xFF
     splits: dict[SplitName, list[list[bytes]]] = {"train": [[large[1]], chunked(bytes(text), 2**20), [large[4]]]}
     with pytest.raises(UserError, match=rf"^text 1: byte {place:,}: not UTF-8 \(byte 0xff\)") as caught:
-        write(tmp_path / "c", splits, vocabulary, workers=2)
+        write(tmp_path / "c", splits, tokenizer, workers=2)
     assert caught.value.__notes__[0].startswith("In a worker process")
     assert list(tmp_path.iterdir()) == []
 
@@ -237,7 +235,7 @@ def test_nothing_is_left_when_reading_fails(tmp_path: Path) -> None:
 
     documents: dict[SplitName, list[Document]] = {"train": [Document("x", broken())]}
     with pytest.raises(UserError, match=r"reading x: permission denied"):
-        write_corpus(tmp_path / "c", documents, name="c", source="", vocabulary=BYTES)
+        write_corpus(tmp_path / "c", documents, name="c", source="", tokenizer=BYTES)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -257,7 +255,7 @@ def test_only_a_few_pieces_are_held_in_memory(tmp_path: Path) -> None:
             held.append((count + 1) * 2**20 - sum(file.stat().st_size for file in files))
 
     held: list[int] = []
-    write_corpus(tmp_path / "c", {"train": [Document("x", chunks())]}, name="c", source="", vocabulary=BYTES)
+    write_corpus(tmp_path / "c", {"train": [Document("x", chunks())]}, name="c", source="", tokenizer=BYTES)
     assert 0 < max(held) <= 5 * 2**20
 
 
@@ -266,13 +264,13 @@ def test_killed_half_way_leaves_nothing_that_looks_finished(tmp_path: Path) -> N
         import os, signal, sys
         from transformer_xl.text.corpus_writer import write_corpus
         from transformer_xl.text.documents import Document
-        from transformer_xl.text.vocabulary import ByteVocabulary
+        from transformer_xl.text.tokenizer import ByteTokenizer
         def chunks():
             for _ in range(17):
                 yield bytes(2**20)
             os.kill(os.getpid(), int(sys.argv[2]))
         documents = {"train": [Document("x", chunks())]}
-        write_corpus(sys.argv[1], documents, name="c", source="", vocabulary=ByteVocabulary())
+        write_corpus(sys.argv[1], documents, name="c", source="", tokenizer=ByteTokenizer())
     """
     words = [sys.executable, "-c", program, str(tmp_path / "c"), str(int(signal.SIGKILL))]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -13,7 +13,7 @@ import pytest
 
 from transformer_xl.config import UserError
 from transformer_xl.text.parallel import FEW, ordered_map
-from transformer_xl.text.vocabulary import BadText
+from transformer_xl.text.tokenizer import BadText
 
 
 def square_of(item: int) -> tuple[int, int]:

@@ -26,7 +26,7 @@ def streams(draw: st.DrawFn) -> SegmentStream:
     length = draw(st.integers(1, 211))
     rows = draw(st.integers(1, min(length, 13)))
     tokens = np.arange(1, length + 1, dtype=np.uint16)
-    return SegmentStream(tokens, rows=rows, segment=draw(st.integers(1, 17)), start_id=START)
+    return SegmentStream(tokens, batch_size=rows, segment_length=draw(st.integers(1, 17)), bos_token_id=START)
 
 
 def epoch(stream: SegmentStream) -> list[Segment]:
@@ -55,9 +55,9 @@ def test_every_token_is_a_target_once_under_any_rows_segment_and_shards(data: st
         length = rows
     tokens = np.arange(1, length + 1, dtype=np.uint16)
     segment = data.draw(st.integers(1, 17))
-    whole = SegmentStream(tokens, rows=rows, segment=segment, start_id=START)
+    whole = SegmentStream(tokens, batch_size=rows, segment_length=segment, bos_token_id=START)
     shards = [
-        SegmentStream(tokens, rows=rows, segment=segment, start_id=START, shard=Shard(index, count))
+        SegmentStream(tokens, batch_size=rows, segment_length=segment, bos_token_id=START, shard=Shard(index, count))
         for index in range(count)
     ]
     assert {shard.segments_in(5) for shard in shards} == {whole.num_segments}
@@ -80,12 +80,12 @@ def test_every_token_is_a_target_once_under_any_rows_segment_and_shards(data: st
 
 @UNHURRIED
 @given(st.lists(st.integers(1, 13), min_size=1, max_size=7), st.integers(1, 5), st.integers(1, 11))
-def test_tokens_in_shard_files_read_as_one_array(lengths: list[int], rows: int, segment: int) -> None:
+def test_tokens_in_shard_files_read_as_one_array(lengths: list[int], batch_size: int, segment_length: int) -> None:
     tokens = np.arange(1, sum(lengths) + 1, dtype=np.uint16)
     rows = min(rows, len(tokens))
     joined = ShardedTokens(tuple(np.split(tokens, np.cumsum(lengths)[:-1])))
-    one = SegmentStream(tokens, rows=rows, segment=segment, start_id=START)
-    other = SegmentStream(joined, rows=rows, segment=segment, start_id=START)
+    one = SegmentStream(tokens, batch_size=rows, segment_length=segment, bos_token_id=START)
+    other = SegmentStream(joined, batch_size=rows, segment_length=segment, bos_token_id=START)
     for first, second in zip(epoch(one), epoch(other), strict=True):
         assert first.inputs_BT.tolist() == second.inputs_BT.tolist()
         assert first.targets_BT.tolist() == second.targets_BT.tolist()
@@ -96,11 +96,11 @@ def test_tokens_in_shard_files_read_as_one_array(lengths: list[int], rows: int, 
 def test_rows_are_unbroken_stretches_of_the_text(stream: SegmentStream) -> None:
     segments = epoch(stream)
     length = len(stream.tokens)
-    for row in range(stream.rows):
+    for row in range(stream.batch_size):
         read = [token for segment in segments for token in segment.targets_BT[row][segment.counted_BT[row]].tolist()]
-        begin, end = row * length // stream.rows, (row + 1) * length // stream.rows
+        begin, end = row * length // stream.batch_size, (row + 1) * length // stream.batch_size
         assert read == list(range(begin + 1, end + 1))
-        assert abs(len(read) - length / stream.rows) < 1
+        assert abs(len(read) - length / stream.batch_size) < 1
         counted = np.concatenate([segment.counted_BT[row] for segment in segments])
         assert counted[: len(read)].all()
         assert not counted[len(read) :].any()
@@ -116,7 +116,7 @@ def test_shape_is_always_the_same_and_padding_is_marked(stream: SegmentStream) -
             (segment.targets_BT, np.int64),
             (segment.counted_BT, np.bool_),
         ):
-            assert array.shape == (stream.rows, stream.segment)
+            assert array.shape == (stream.batch_size, stream.segment_length)
             assert array.dtype == dtype
         assert (segment.inputs_BT[~segment.counted_BT] == START).all()
         assert (segment.targets_BT[~segment.counted_BT] == 0).all()
@@ -149,7 +149,7 @@ def test_trimmed_keeps_what_counts(stream: SegmentStream) -> None:
         assert short.inputs_BT[short.counted_BT].tolist() == segment.inputs_BT[segment.counted_BT].tolist()
         assert short.counted_BT.any(axis=0).all()
         assert short.starts == segment.starts
-        if stream.rows == 1:
+        if stream.batch_size == 1:
             assert short.counted_BT.all()
 
 
@@ -171,7 +171,7 @@ def test_saved_position_goes_on_where_it_was(stream: SegmentStream, before: int,
 
 
 def test_small_case_by_hand() -> None:
-    stream = SegmentStream(np.array([3, 5, 7, 11, 13], dtype=np.uint8), rows=2, segment=2, start_id=10)
+    stream = SegmentStream(np.array([3, 5, 7, 11, 13], dtype=np.uint8), batch_size=2, segment_length=2, bos_token_id=10)
     first, second = epoch(stream)
     assert first.inputs_BT.tolist() == [[10, 3], [5, 7]]
     assert first.targets_BT.tolist() == [[3, 5], [7, 11]]
@@ -190,7 +190,9 @@ def test_reads_from_a_memory_map_only_what_it_needs(tmp_path: Path) -> None:
     asked: list[int] = []
     np.arange(199, dtype=np.uint8).tofile(tmp_path / "tokens")
     mapped = np.memmap(tmp_path / "tokens", dtype=np.uint8, mode="r")
-    segment = SegmentStream(mapped.view(Watched), rows=3, segment=7, start_id=10).read(StreamPosition(segment=2))
+    segment = SegmentStream(mapped.view(Watched), batch_size=3, segment_length=7, bos_token_id=10).read(
+        StreamPosition(segment=2)
+    )
     assert sum(asked) <= 2 * 3 * 7
     assert segment.targets_BT.tolist() == [list(range(begin + 14, begin + 21)) for begin in (0, 66, 132)]
 
@@ -201,37 +203,39 @@ def test_positions_are_values() -> None:
     with pytest.raises(UserError, match=r"state: unknown setting 'segmnt' \(did you mean 'segment'\?\)"):
         check_settings(StreamPosition, {"epoch": 0, "segmnt": 1}, "state")
     with pytest.raises(UserError, match=r"state: segment: .*greater than or equal to 0"):
-        check_settings(StreamPosition, {"segment": -1}, "state")
+        check_settings(StreamPosition, {"segment_index": -1}, "state")
 
 
 def test_too_few_tokens_are_refused() -> None:
     tokens = np.arange(6, dtype=np.uint8)
     with pytest.raises(UserError, match="the text has 6 tokens for 7 rows, and each row needs one; lower the rows"):
-        SegmentStream(tokens, rows=7, segment=1, start_id=10)
+        SegmentStream(tokens, batch_size=7, segment_length=1, bos_token_id=10)
     with pytest.raises(UserError, match="the text has 0 tokens for 1 rows"):
-        SegmentStream(tokens[:0], rows=1, segment=1, start_id=10)
+        SegmentStream(tokens[:0], batch_size=1, segment_length=1, bos_token_id=10)
     for rows, segment in ((0, 3), (3, 0)):
         with pytest.raises(UserError, match=f"rows {rows} and segment {segment} were given; both must be at least 1"):
-            SegmentStream(tokens, rows=rows, segment=segment, start_id=10)
+            SegmentStream(tokens, batch_size=rows, segment_length=segment, bos_token_id=10)
 
 
 def test_rows_that_leave_a_shard_without_any_are_refused() -> None:
     tokens = np.arange(97, dtype=np.uint8)
     with pytest.raises(
         UserError,
-        match=r"4 rows, 2 for each process, leave some of the 3 processes without any; give --train.rows 6, or start 2",
+        match=r"4 rows, 2 for each process, leave some of the 3 processes without any; give --train.batch-size 6, or start 2",
     ):
-        SegmentStream(tokens, rows=4, segment=1, start_id=10, shard=Shard(0, 3))
-    with pytest.raises(UserError, match=r"2 rows, 1 for each process, .*; give --train.rows 3, or start 2 of them"):
-        SegmentStream(tokens, rows=2, segment=1, start_id=10, shard=Shard(1, 3))
+        SegmentStream(tokens, batch_size=4, segment_length=1, bos_token_id=10, shard=Shard(0, 3))
+    with pytest.raises(
+        UserError, match=r"2 rows, 1 for each process, .*; give --train.batch-size 3, or start 2 of them"
+    ):
+        SegmentStream(tokens, batch_size=2, segment_length=1, bos_token_id=10, shard=Shard(1, 3))
 
 
 def test_training_needs_a_segment_in_each_row() -> None:
     tokens = np.zeros(15, dtype=np.uint8)
-    check_training(SegmentStream(tokens, rows=3, segment=5, start_id=10))
-    check_training(SegmentStream(tokens, rows=2, segment=7, start_id=10))
+    check_training(SegmentStream(tokens, batch_size=3, segment_length=5, bos_token_id=10))
+    check_training(SegmentStream(tokens, batch_size=2, segment_length=7, bos_token_id=10))
     with pytest.raises(
         UserError,
-        match=r"has 14 tokens, and 3 rows of a segment of 5 tokens need 15; lower --train.rows or --train.segment",
+        match=r"has 14 tokens, and 3 rows of a segment of 5 tokens need 15; lower --train.batch-size or --train.segment-length",
     ):
-        check_training(SegmentStream(tokens[:14], rows=3, segment=5, start_id=10))
+        check_training(SegmentStream(tokens[:14], batch_size=3, segment_length=5, bos_token_id=10))

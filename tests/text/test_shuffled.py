@@ -20,18 +20,24 @@ UNHURRIED = settings(deadline=None)
 LENGTHS = st.lists(st.integers(1, 13), min_size=1, max_size=43)
 
 
-def stream_of(lengths: list[int], *, rows: int, segment: int, seed: int = 5, shard: Shard = ALL_ROWS) -> ShuffledStream:
+def stream_of(
+    lengths: list[int], *, batch_size: int, segment_length: int, seed: int = 5, shard: Shard = ALL_ROWS
+) -> ShuffledStream:
     """Documents of these lengths; the token at place i is i + 1, so that each place can be told from the others."""
     tokens = np.arange(1, sum(lengths) + 1, dtype=np.uint16)
     starts = np.cumsum([0, *lengths[:-1]]).astype(np.uint64)
-    return ShuffledStream(tokens, starts, rows=rows, segment=segment, start_id=START, seed=seed, shard=shard)
+    return ShuffledStream(
+        tokens, starts, batch_size=rows, segment_length=segment, bos_token_id=START, seed=seed, shard=shard
+    )
 
 
 @st.composite
 def streams(draw: st.DrawFn) -> ShuffledStream:
     lengths = draw(LENGTHS)
     rows = draw(st.integers(1, min(len(lengths), 7)))
-    return stream_of(lengths, rows=rows, segment=draw(st.integers(1, 17)), seed=draw(st.integers(0, 2**63 - 1)))
+    return stream_of(
+        lengths, batch_size=rows, segment_length=draw(st.integers(1, 17)), seed=draw(st.integers(0, 2**63 - 1))
+    )
 
 
 def epoch_of(stream: Stream, epoch: int = 0) -> Iterator[Segment]:
@@ -47,7 +53,7 @@ def rows_of(stream: Stream, epoch: int = 0) -> list[list[tuple[int, int]]]:
             counted = segment.counted_BT[row]
             assert not counted[np.argmin(counted) :].any() or counted.all()  # never a gap
             if counted.any():
-                assert len(pairs) % stream.segment == 0  # nor one before
+                assert len(pairs) % stream.segment_length == 0  # nor one before
             pairs += zip(
                 segment.inputs_BT[row][counted].tolist(), segment.targets_BT[row][counted].tolist(), strict=True
             )
@@ -78,7 +84,7 @@ def test_every_document_is_read_whole_and_once_after_the_one_before_it(stream: S
 @pytest.mark.parametrize("lengths", [[13] * 97, np.random.default_rng(3).integers(1, 30, 211).tolist()])
 def test_rows_are_cut_at_the_nearest_document(lengths: list[int]) -> None:
     for seed in range(5):
-        stream = stream_of(lengths, rows=7, segment=17, seed=seed)
+        stream = stream_of(lengths, batch_size=7, segment_length=17, seed=seed)
         rows = rows_of(stream)
         firsts = set((stream.document_starts + 1).tolist())
         edges = [place for place, (_, target) in enumerate(itertools.chain(*rows)) if target in firsts]
@@ -89,7 +95,7 @@ def test_rows_are_cut_at_the_nearest_document(lengths: list[int]) -> None:
 
 def test_a_document_longer_than_a_row_leaves_its_neighbours_one() -> None:
     for seed in range(11):
-        rows = rows_of(stream_of([101, 1, 1, 2, 1], rows=5, segment=7, seed=seed))
+        rows = rows_of(stream_of([101, 1, 1, 2, 1], batch_size=5, segment_length=7, seed=seed))
         assert sorted(map(len, rows)) == [1, 1, 1, 2, 101]
 
 
@@ -102,7 +108,7 @@ def test_shape_is_always_the_same_and_padding_is_marked(stream: ShuffledStream) 
             (segment.targets_BT, np.int64),
             (segment.counted_BT, np.bool_),
         ):
-            assert array.shape == (stream.rows, stream.segment)
+            assert array.shape == (stream.batch_size, stream.segment_length)
             assert array.dtype == dtype
         assert (segment.inputs_BT[~segment.counted_BT] == START).all()
         assert (segment.targets_BT[~segment.counted_BT] == 0).all()
@@ -112,11 +118,15 @@ def test_shape_is_always_the_same_and_padding_is_marked(stream: ShuffledStream) 
 
 @UNHURRIED
 @given(LENGTHS, st.integers(1, 4), st.integers(1, 3), st.integers(1, 11), st.integers(0, 2))
-def test_shards_read_the_rows_of_the_whole(lengths: list[int], count: int, each: int, segment: int, epoch: int) -> None:
+def test_shards_read_the_rows_of_the_whole(
+    lengths: list[int], count: int, each: int, segment_length: int, epoch: int
+) -> None:
     lengths = [*lengths, *[3] * (count * each)]
     rows = count * each - (each > 1)  # the last shard may have fewer
-    whole = stream_of(lengths, rows=rows, segment=segment)
-    shards = [stream_of(lengths, rows=rows, segment=segment, shard=Shard(index, count)) for index in range(count)]
+    whole = stream_of(lengths, batch_size=rows, segment_length=segment)
+    shards = [
+        stream_of(lengths, batch_size=rows, segment_length=segment, shard=Shard(index, count)) for index in range(count)
+    ]
     assert {shard.segments_in(epoch) for shard in shards} == {whole.segments_in(epoch)}
     for index, segment_read in enumerate(epoch_of(whole, epoch)):
         position = StreamPosition(epoch=epoch, segment=index)
@@ -136,9 +146,9 @@ def test_position_alone_goes_on_where_it_was(stream: ShuffledStream, before: int
     fresh = ShuffledStream(
         stream.tokens,
         stream.document_starts,
-        rows=stream.rows,
-        segment=stream.segment,
-        start_id=START,
+        batch_size=stream.batch_size,
+        segment_length=stream.segment_length,
+        bos_token_id=START,
         seed=stream.seed,
     )
     for _ in range(more):
@@ -153,16 +163,18 @@ def test_position_alone_goes_on_where_it_was(stream: ShuffledStream, before: int
 @UNHURRIED
 @given(LENGTHS, st.integers(1, 11))
 def test_tokens_in_shard_files_read_as_one_array(lengths: list[int], size: int) -> None:
-    one = stream_of(lengths, rows=1, segment=7)
+    one = stream_of(lengths, batch_size=1, segment_length=7)
     parts = tuple(one.tokens[start : start + size] for start in range(0, len(one.tokens), size))
-    other = ShuffledStream(ShardedTokens(parts), one.document_starts, rows=1, segment=7, start_id=START, seed=5)
+    other = ShuffledStream(
+        ShardedTokens(parts), one.document_starts, batch_size=1, segment_length=7, bos_token_id=START, seed=5
+    )
     assert rows_of(one) == rows_of(other)
 
 
 def test_each_epoch_and_seed_has_an_order_of_its_own() -> None:
     lengths = [2] * 97
     orders = [
-        tuple(documents_read(stream_of(lengths, rows=3, segment=7, seed=seed), epoch))
+        tuple(documents_read(stream_of(lengths, batch_size=3, segment_length=7, seed=seed), epoch))
         for seed in (0, 1, 2**32, 2**63 - 1)
         for epoch in (0, 1, 2)
     ]
@@ -172,7 +184,7 @@ def test_each_epoch_and_seed_has_an_order_of_its_own() -> None:
 
 
 def test_every_document_may_stand_anywhere() -> None:
-    stream = stream_of([1] * 5, rows=1, segment=5)
+    stream = stream_of([1] * 5, batch_size=1, segment_length=5)
     seen = np.zeros((5, 5), dtype=int)
     for epoch in range(1000):
         seen[np.arange(5), np.array(documents_read(stream, epoch)) - 1] += 1
@@ -185,12 +197,14 @@ def test_the_order_is_that_of_numbers_numpy_promises_to_keep() -> None:
     drawn = [int(generator.random_raw()) for _ in range(11)]
     order = sorted(range(11), key=drawn.__getitem__)
     assert order == [10, 4, 9, 3, 2, 1, 6, 0, 5, 7, 8]
-    assert documents_read(stream_of([1] * 11, rows=2, segment=3, seed=5), 3) == [place + 1 for place in order]
+    assert documents_read(stream_of([1] * 11, batch_size=2, segment_length=3, seed=5), 3) == [
+        place + 1 for place in order
+    ]
 
 
 def test_small_case_by_hand() -> None:
     """Documents 1 2, 3 4 5, 6, 7 8."""
-    stream = stream_of([2, 3, 1, 2], rows=2, segment=3, seed=1)
+    stream = stream_of([2, 3, 1, 2], batch_size=2, segment_length=3, seed=1)
     first, second = epoch_of(stream)
     # read as 3 4 5, 7 8, 6, 1 2, and cut into rows behind the 8
     assert first.inputs_BT.tolist() == [[START, 3, 4], [8, 6, 1]]
@@ -203,11 +217,11 @@ def test_small_case_by_hand() -> None:
 
 def test_what_cannot_be_read_side_by_side_is_refused() -> None:
     with pytest.raises(UserError, match=r"the text has 3 documents for 4 rows, .*--documents lines"):
-        stream_of([5, 5, 5], rows=4, segment=1)
+        stream_of([5, 5, 5], batch_size=4, segment_length=1)
     with pytest.raises(UserError, match="rows 0 and segment 3 were given; both must be at least 1"):
-        stream_of([5, 5, 5], rows=0, segment=3)
+        stream_of([5, 5, 5], batch_size=0, segment_length=3)
     with pytest.raises(UserError, match="1 rows, 1 for each process, leave some of the 2 processes without any"):
-        stream_of([5, 5, 5], rows=1, segment=3, shard=Shard(1, 2))
-    check_training(stream_of([5, 5, 5], rows=3, segment=5))
+        stream_of([5, 5, 5], batch_size=1, segment_length=3, shard=Shard(1, 2))
+    check_training(stream_of([5, 5, 5], batch_size=3, segment_length=5))
     with pytest.raises(UserError, match="has 15 tokens, and 3 rows of a segment of 7 tokens need 21"):
-        check_training(stream_of([5, 5, 5], rows=3, segment=7))
+        check_training(stream_of([5, 5, 5], batch_size=3, segment_length=7))

@@ -17,7 +17,7 @@ from transformer_xl.config import UserError
 from transformer_xl.text.corpus_writer import Layout, write_corpus
 from transformer_xl.text.documents import Document, SplitName
 from transformer_xl.text.token_store import Corpus, ShardedTokens
-from transformer_xl.text.vocabulary import ByteVocabulary
+from transformer_xl.text.tokenizer import ByteTokenizer
 
 TEXTS = [b"one two\n", b"three\tfour  five", b"six"]
 
@@ -28,7 +28,7 @@ def write(folder: Path, splits: dict[SplitName, list[bytes]], **layout: int) -> 
         for split, texts in splits.items()
     }
     return write_corpus(
-        folder, documents, name="sample", source="a test", vocabulary=ByteVocabulary(), layout=Layout(**layout)
+        folder, documents, name="sample", source="a test", tokenizer=ByteTokenizer(), layout=Layout(**layout)
     )
 
 
@@ -48,7 +48,7 @@ def test_corpus_says_what_it_is(corpus: Corpus) -> None:
     opened = Corpus.open(str(corpus.path))
     opened.verify()
     assert (opened.name, opened.source, opened.splits) == ("sample", "a test", ("train", "test"))
-    assert opened.vocabulary == ByteVocabulary()
+    assert opened.tokenizer == ByteTokenizer()
     split = opened.split("train")
     assert isinstance(split.tokens, ShardedTokens)
     assert split.tokens[:].tobytes() == b"".join(TEXTS)
@@ -62,7 +62,7 @@ def test_corpus_says_what_it_is(corpus: Corpus) -> None:
         "train-00001.tokens",
         "train-00002.tokens",
         "train.documents",
-        "vocabulary.json",
+        "txl_tokenizer.json",
     ]
     assert [(corpus.path / f"train-0000{shard}.tokens").stat().st_size for shard in range(3)] == [11, 11, 5]
 
@@ -174,7 +174,7 @@ def test_verify_finds_shards_in_the_wrong_order(corpus: Corpus) -> None:
             lambda values: values.update(version=3),
             "version 3, this txl reads 2; upgrade transformer-xl, or prepare the",
         ),
-        (lambda values: values.update(vocabulary="0" * 64), r"not the vocabulary this corpus was made with \(fingerp"),
+        (lambda values: values.update(tokenizer="0" * 64), r"not the vocabulary this corpus was made with \(fingerp"),
         (lambda values: values.update(nmae="x"), r"unknown setting 'nmae' \(did you mean 'name'\?\); copy the corpus"),
         (lambda values: values["splits"].pop("train"), "wanted a split 'train', found none; copy the corpus again"),
         (lambda values: values["splits"].update({"../x": {}}), "splits"),
@@ -207,8 +207,8 @@ def test_damaged_json_is_refused(corpus: Corpus) -> None:
 
 
 def test_missing_vocabulary_is_refused(corpus: Corpus) -> None:
-    (corpus.path / "vocabulary.json").unlink()
-    with pytest.raises(UserError, match=r"vocabulary.json: missing, wanted a JSON file; copy it again"):
+    (corpus.path / "txl_tokenizer.json").unlink()
+    with pytest.raises(UserError, match=r"txl_tokenizer.json: missing, wanted a JSON file; copy it again"):
         Corpus.open(corpus.path)
 
 

@@ -13,15 +13,15 @@ from training_runs import CPU, best_and, letters, make_corpus, rows_nats, start,
 from transformer_xl.config import TrainConfig, UserError
 from transformer_xl.run_folder import RunFolder
 from transformer_xl.tensor_file import load_tensors
-from transformer_xl.training.averaging import Average
-from transformer_xl.training.loop import Training
+from transformer_xl.training.averaging import WeightAverage
+from transformer_xl.training.loop import Trainer
 
 
 def weights_of(model: Any) -> Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).clone()
 
 
-def wander(model: Any, average: Average, steps: int) -> list[Tensor]:
+def wander(model: Any, average: WeightAverage, steps: int) -> list[Tensor]:
     """Moves the weights anywhere, and gives them after each step."""
     draw, seen = torch.Generator().manual_seed(3), []
     for step in range(1, steps + 1):
@@ -33,7 +33,7 @@ def wander(model: Any, average: Average, steps: int) -> list[Tensor]:
     return seen
 
 
-def averaged(model: Any, average: Average) -> Tensor:
+def averaged(model: Any, average: WeightAverage) -> Tensor:
     with average.in_place_of(model):
         return weights_of(model)
 
@@ -41,7 +41,7 @@ def averaged(model: Any, average: Average) -> Tensor:
 @pytest.mark.parametrize("begin", [0, 3, 10])
 def test_uniform_is_the_mean_of_the_weights_since_it_began(make_model, begin: int) -> None:
     model = make_model()
-    average = Average(model, TrainConfig(average="uniform", average_from=begin))
+    average = WeightAverage(model, TrainConfig(weight_average="uniform", average_start_step=begin))
     seen = wander(model, average, 11)
     torch.testing.assert_close(averaged(model, average), torch.stack(seen[begin:]).mean(0), rtol=0, atol=1e-12)
 
@@ -50,7 +50,7 @@ def test_uniform_is_the_mean_of_the_weights_since_it_began(make_model, begin: in
 @pytest.mark.parametrize("decay", [0.0, 0.9, 0.999])
 def test_exponential_weighs_older_weights_less(make_model, begin: int, decay: float) -> None:
     model = make_model()
-    average = Average(model, TrainConfig(average="exponential", average_decay=decay, average_from=begin))
+    average = WeightAverage(model, TrainConfig(weight_average="exponential", ema_decay=decay, average_start_step=begin))
     seen = torch.stack(wander(model, average, 11)[begin:])
     share = decay ** torch.arange(len(seen) - 1, -1, -1, dtype=torch.float64)
     wanted = (share[:, None] * seen).sum(0) / share.sum()
@@ -59,15 +59,15 @@ def test_exponential_weighs_older_weights_less(make_model, begin: int, decay: fl
 
 def test_before_it_begins_it_is_the_weights_themselves(make_model) -> None:
     model = make_model()
-    average = Average(model, TrainConfig(average="uniform", average_from=5))
+    average = WeightAverage(model, TrainConfig(weight_average="uniform", average_start_step=5))
     seen = wander(model, average, 5)
     assert torch.equal(averaged(model, average), seen[-1])
 
 
 def test_the_weights_are_back_bit_for_bit(make_model) -> None:
     model = make_model().float()
-    average = Average(model, TrainConfig(average="uniform"))
-    wander(model.double(), Average(model, TrainConfig()), 1)
+    average = WeightAverage(model, TrainConfig(weight_average="uniform"))
+    wander(model.double(), WeightAverage(model, TrainConfig()), 1)
     model.float()
     average.update(1)
     with torch.no_grad():
@@ -83,10 +83,12 @@ def test_the_weights_are_back_bit_for_bit(make_model) -> None:
 
 
 def test_it_goes_on_from_its_tensors(make_model) -> None:
-    model, config = make_model(), TrainConfig(average="uniform")
-    average = Average(model, config)
+    model, config = make_model(), TrainConfig(weight_average="uniform")
+    average = WeightAverage(model, config)
     wander(model, average, 5)
-    again = Average(model, config).with_tensors({name: tensor.clone() for name, tensor in average.tensors().items()})
+    again = WeightAverage(model, config).with_tensors(
+        {name: tensor.clone() for name, tensor in average.tensors().items()}
+    )
     with torch.no_grad():
         next(model.parameters()).mul_(3)
     for one in (average, again):
@@ -95,21 +97,21 @@ def test_it_goes_on_from_its_tensors(make_model) -> None:
     assert torch.equal(averaged(model, average), averaged(model, again))
     for wrong in (make_model(layers=2), make_model(width=22)):
         with pytest.raises(UserError, match="average of the weights is not one of this model's"):
-            average.with_tensors(Average(wrong, config).tensors())
+            average.with_tensors(WeightAverage(wrong, config).tensors())
 
 
 AVERAGES = [
-    {"average": "uniform", "average_from": 3},
-    {"average": "exponential", "average_decay": 0.5},
+    {"average": "uniform", "average_start_step": 3},
+    {"average": "exponential", "ema_decay": 0.5},
 ]
 
 
 @pytest.mark.parametrize("settings", AVERAGES)
 def test_validation_and_the_best_weights_are_the_averages(tmp_path: Path, settings: dict[str, Any]) -> None:
     corpus = make_corpus(tmp_path / "corpus", letters(127, seed=1), letters(41, seed=2))
-    plain = start(tmp_path / "plain", corpus, evaluate_every=5)
+    plain = start(tmp_path / "plain", corpus, eval_interval=5)
     plain.run()
-    training = start(tmp_path / "run", corpus, evaluate_every=5, **settings)
+    training = start(tmp_path / "run", corpus, eval_interval=5, **settings)
     training.run()
     assert torch.equal(weights_of(training.state.model), weights_of(plain.state.model))  # it never meets the training
     last, best = training.folder.figures()[-1], training.folder.load_model(CPU, "best")
@@ -135,12 +137,12 @@ def test_without_validation_text_the_average_is_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize("settings", AVERAGES)
 def test_a_stop_changes_nothing(tmp_path: Path, settings: dict[str, Any]) -> None:
     corpus = make_corpus(tmp_path / "corpus", letters(127, seed=1), letters(41, seed=2))
-    straight = start(tmp_path / "straight", corpus, evaluate_every=5, **settings)
+    straight = start(tmp_path / "straight", corpus, eval_interval=5, **settings)
     straight.run()
-    training = start(tmp_path / "run", corpus, evaluate_every=5, **settings)
+    training = start(tmp_path / "run", corpus, eval_interval=5, **settings)
     for stop in (1, 7, 11):
         train_until(training, stop)
-        training = Training(RunFolder.open(tmp_path / "run"), corpus, CPU)
+        training = Trainer(RunFolder.open(tmp_path / "run"), corpus, CPU)
         training.resume()
     training.run()
     assert (tmp_path / "run" / "model.safetensors").read_bytes() == (

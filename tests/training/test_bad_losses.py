@@ -12,10 +12,10 @@ from training_runs import CPU, letters, lines_of, make_corpus, start
 
 from transformer_xl.config import UserError
 from transformer_xl.run_folder import RunFolder
-from transformer_xl.training.loop import Training
+from transformer_xl.training.loop import Trainer
 
 
-def spoil(training: Training, step: int, change: Callable[[Tensor], Tensor]) -> None:
+def spoil(training: Trainer, step: int, change: Callable[[Tensor], Tensor]) -> None:
     """Lets the loss of one step be something else."""
     nats = training.state.model.nats
 
@@ -40,16 +40,16 @@ def test_a_loss_that_is_no_number_stops(
 ) -> None:
     """Also at the very step of a checkpoint, which must not be written; and one can go on from the one before."""
     corpus = make_corpus(tmp_path / "corpus", letters(127, seed=1))
-    training = start(tmp_path / "run", corpus, save_every=4)
+    training = start(tmp_path / "run", corpus, checkpoint_interval=4)
     spoil(training, step, change)
-    newest = rf".*run/state/step-{checkpoint:08} is the last good checkpoint\. Go on from it with a lower rate: "
+    newest = rf".*run/checkpoints/step-{checkpoint:08} is the last good checkpoint\. Go on from it with a lower rate: "
     go_on = r"txl train --resume .*run --train.learning_rate 0\.005$"
     with pytest.raises(UserError, match=message.format(step=step) + newest + go_on):
         training.run()
     assert training.folder.states()[-1].name == f"step-{checkpoint:08}"
     assert all(torch.isfinite(weight).all() for weight in training.folder.load_model(CPU, "last").parameters())
     assert [line["step"] for line in lines_of(training, "train")] == [*range(1, step)] if step > 1 else True
-    again = Training(RunFolder.open(tmp_path / "run"), corpus, CPU)
+    again = Trainer(RunFolder.open(tmp_path / "run"), corpus, CPU)
     again.resume()
     assert again.state.progress.step == checkpoint
     assert again.run().finished
@@ -57,11 +57,11 @@ def test_a_loss_that_is_no_number_stops(
 
 def test_an_absurd_rate_stops(tmp_path: Path) -> None:
     corpus = make_corpus(tmp_path / "corpus", letters(127, seed=1), letters(41, seed=2))
-    training = start(tmp_path / "run", corpus, learning_rate=1e30, warmup=0)
+    training = start(tmp_path / "run", corpus, learning_rate=1e30, warmup_steps=0)
     with pytest.raises(UserError, match=r"^(the loss|the gradient's norm) became (nan|inf) at step 2; .*step-00000000"):
         training.run()
     training.folder.load_model(CPU, "last")
-    validated = start(tmp_path / "validated", corpus, learning_rate=1e30, warmup=0, evaluate_every=1)
+    validated = start(tmp_path / "validated", corpus, learning_rate=1e30, warmup_steps=0, eval_interval=1)
     with pytest.raises(UserError, match=r"^the validation loss became nan at step 1; lower --train.learning_rate"):
         validated.run()
     assert not (tmp_path / "validated" / "model.safetensors").exists()

@@ -27,25 +27,25 @@ from transformer_xl.tensor_file import load_tensors
 from transformer_xl.text.corpus_writer import write_corpus
 from transformer_xl.text.documents import Document
 from transformer_xl.text.token_store import Corpus
-from transformer_xl.text.vocabulary import ByteVocabulary
+from transformer_xl.text.tokenizer import ByteTokenizer
 from transformer_xl.training.checkpoint import save_state
-from transformer_xl.training.loop import Outcome, Silence, Training
+from transformer_xl.training.loop import Silence, Trainer, TrainResult
 
 CPU = torch.device("cpu")
 MODEL = {
-    "layers": 2, "width": 14, "heads": 2, "head_width": 5, "feedforward": 19, "dropout": 0.1, "attention_dropout": 0.1,
+    "n_layers": 2, "d_model": 14, "n_heads": 2, "d_head": 5, "d_ff": 19, "dropout": 0.1, "attention_dropout": 0.1,
 }  # fmt: skip
 TRAIN = {
-    "segment": 7, "memory": 11, "rows": 3, "steps": 23, "learning_rate": 0.01, "warmup": 5, "precision": "float32",
-    "seed": 13, "log_every": 5, "evaluate_every": 6, "save_every": 4,
+    "segment_length": 7, "memory_length": 11, "batch_size": 3, "max_steps": 23, "learning_rate": 0.01, "warmup_steps": 5, "dtype": "float32",
+    "seed": 13, "log_interval": 5, "eval_interval": 6, "checkpoint_interval": 4,
 }  # fmt: skip
 VARIANTS: dict[str, dict[str, Any]] = {
     "base": {},
     "no valid split": {"valid": False},
     "half loss": {"train": {"loss": "half"}},
-    "bfloat16": {"train": {"precision": "bfloat16"}},
-    "no memory": {"train": {"memory": 0}},
-    "memory shorter than a segment": {"train": {"memory": 5}},
+    "bfloat16": {"train": {"dtype": "bfloat16"}},
+    "no memory": {"train": {"memory_length": 0}},
+    "memory shorter than a segment": {"train": {"memory_length": 5}},
     "pre-norm": {"model": {"norm": "pre"}},
     "adaptive, shuffled": {"model": {"cutoffs": (100, 110, 200), "div_val": 2}, "train": {"order": "shuffled"}},
 }
@@ -59,23 +59,23 @@ def make_corpus(place: Path, *, valid: bool = True) -> Corpus:
         return [Document("text", [bytes(part)]) for part in np.split(text, [3, 7, 11, 23])]
 
     splits = {"train": documents(127, 1)} | ({"valid": documents(41, 2)} if valid else {})
-    return write_corpus(place, splits, name="tiny", source="a test", vocabulary=ByteVocabulary())
+    return write_corpus(place, splits, name="tiny", source="a test", tokenizer=ByteTokenizer())
 
 
-def start(place: Path, corpus: Corpus, variant: dict[str, Any]) -> Training:
+def start(place: Path, corpus: Corpus, variant: dict[str, Any]) -> Trainer:
     model, train = MODEL | variant.get("model", {}), TRAIN | variant.get("train", {})
     config = RunConfig(model=ModelConfig(**model), train=TrainConfig(**train))
-    return Training(RunFolder.create(place, config, corpus.vocabulary), corpus, CPU)
+    return Trainer(RunFolder.create(place, config, corpus.tokenizer), corpus, CPU)
 
 
-def go_on(place: Path, corpus: Corpus) -> Training:
+def go_on(place: Path, corpus: Corpus) -> Trainer:
     torch.manual_seed(104_729)  # a new process would not have the old one's random state either
-    training = Training(RunFolder.open(place), corpus, CPU)
+    training = Trainer(RunFolder.open(place), corpus, CPU)
     training.resume()
     return training
 
 
-def train_until(training: Training, step: int) -> Outcome:
+def train_until(training: Trainer, step: int) -> TrainResult:
     return training.run(lambda: training.state.progress.step >= step)
 
 
@@ -83,7 +83,7 @@ def tensors_of(folder: RunFolder) -> dict[str, torch.Tensor]:
     """Best weights, last weights, optimiser, memory and random state of a run."""
     best, last = folder.weights_file("best"), folder.weights_file("last")
     (state,) = (last.parent / "training").iterdir()
-    read = {"best": load_tensors(best)[0], "last": load_tensors(last)[0], "state": load_file(state)}
+    read = {"best": load_tensors(best)[0], "last": load_tensors(last)[0], "checkpoints": load_file(state)}
     return {f"{kind}/{name}": tensor for kind, tensors in read.items() for name, tensor in tensors.items()}
 
 
@@ -104,7 +104,7 @@ def assert_same(one: RunFolder, other: RunFolder) -> None:
     for of in (lambda run: run.weights_file("best"), lambda run: run.weights_file("last")):
         assert of(one).read_bytes() == of(other).read_bytes()
     assert figures_of(one) == figures_of(other)
-    assert one.states()[-1].name == other.states()[-1].name
+    assert one.checkpoints()[-1].name == other.checkpoints()[-1].name
     assert not list(one.path.rglob("*.partial-*"))
 
 
@@ -112,9 +112,9 @@ def assert_same(one: RunFolder, other: RunFolder) -> None:
 def straight(tmp_path_factory: pytest.TempPathFactory):
     """Gives the corpus and the uninterrupted run of a variant, trained once."""
     place = tmp_path_factory.mktemp("straight")
-    known: dict[str, tuple[Corpus, Training]] = {}
+    known: dict[str, tuple[Corpus, Trainer]] = {}
 
-    def of(name: str) -> tuple[Corpus, Training]:
+    def of(name: str) -> tuple[Corpus, Trainer]:
         if name not in known:
             variant = VARIANTS[name]
             corpus = make_corpus(place / f"{name} corpus", valid=variant.get("valid", True))
@@ -173,7 +173,7 @@ def test_stopped_in_a_validation(tmp_path: Path, straight, step: int) -> None:
     training.reporter.validating = lambda *_: heard.append(training.state.progress.step)
     outcome = training.run(lambda: step in heard)
     assert (outcome.step, outcome.finished) == (step, False)
-    assert training.folder.figures()[-1]["step"] < step
+    assert training.folder.metrics()[-1]["step"] < step
     training = training if step == 12 else go_on(tmp_path / "run", corpus)  # at 12 it goes on by itself
     assert training.run().finished
     assert_same(training.folder, wanted.folder)
@@ -208,9 +208,9 @@ def test_training_again_gives_the_same_and_another_seed_does_not(tmp_path: Path,
 def test_a_run_with_more_steps_goes_on(tmp_path: Path, straight) -> None:
     """Where the rate does not depend on the steps (all of them in the warm-up), 11 and then 23 are 23."""
     corpus, _ = straight("base")
-    whole = start(tmp_path / "whole", corpus, {"train": {"warmup": 23}})
+    whole = start(tmp_path / "whole", corpus, {"train": {"warmup_steps": 23}})
     whole.run()
-    short = start(tmp_path / "short", corpus, {"train": {"warmup": 23, "steps": 11}})
+    short = start(tmp_path / "short", corpus, {"train": {"warmup_steps": 23, "max_steps": 11}})
     assert short.run().finished
     config = short.folder.config.model_copy(update={"train": whole.config})
     (tmp_path / "short" / "config.yaml").write_text(config_text(config))
@@ -224,23 +224,23 @@ def test_checkpoints_kept_and_their_files(tmp_path: Path, straight) -> None:
     corpus, _ = straight("base")
     training = start(tmp_path / "run", corpus, {})
     train_until(training, 9)
-    assert [path.name for path in training.folder.states()] == ["step-00000008", "step-00000009"]
-    for state in training.folder.states():
+    assert [path.name for path in training.folder.checkpoints()] == ["step-00000008", "step-00000009"]
+    for state in training.folder.checkpoints():
         assert sorted(file.name for file in state.iterdir()) == ["model.safetensors", "training", "training.json"]
         assert [file.name for file in (state / "training").iterdir()] == list(StateRecord.read(state).files)
     assert sorted(item.name for item in (tmp_path / "run").iterdir()) == [
         "config.yaml",
         "metrics.jsonl",
         "model.safetensors",
-        "state",
-        "vocabulary.json",
+        "checkpoints",
+        "txl_tokenizer.json",
     ]
 
 
 def test_leftovers_of_a_killed_save_are_ignored_and_cleaned(tmp_path: Path, straight) -> None:
     corpus, wanted = straight("base")
     train_until(start(tmp_path / "run", corpus, {}), 6)
-    state = tmp_path / "run" / "state"
+    state = tmp_path / "run" / "checkpoints"
     shutil.copytree(state / "step-00000006", state / ".step-00000010.partial-7919")
     (state / ".step-00000010.partial-7919" / "training.json").write_bytes(b"half")
     (state / ".step-00000011.partial-7919").mkdir()
@@ -257,13 +257,13 @@ def test_lines_after_the_checkpoint_and_a_half_line_are_dropped(tmp_path: Path, 
     corpus, wanted = straight("base")
     training = start(tmp_path / "run", corpus, {})
     train_until(training, 9)
-    shutil.rmtree(tmp_path / "run" / "state" / "step-00000009")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000009")
     with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
         for split, step in (("train", 10), ("valid", 12)):
             file.write(json.dumps({"split": split, "step": step, "nats_per_token": 1.0, "seconds": 1}) + "\n")
         file.write('{"split": "tra')
     training = go_on(tmp_path / "run", corpus)
-    assert [line["step"] for line in training.folder.figures()] == [5, 6]
+    assert [line["step"] for line in training.folder.metrics()] == [5, 6]
     training.run()
     assert_same(training.folder, wanted.folder)
 
@@ -281,7 +281,7 @@ def test_killed_before_its_first_checkpoint(tmp_path: Path, straight) -> None:
 def test_a_run_whose_checkpoints_are_gone_does_not_begin_anew(tmp_path: Path, straight) -> None:
     corpus, _ = straight("base")
     train_until(start(tmp_path / "run", corpus, {}), 6)
-    shutil.rmtree(tmp_path / "run" / "state")
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
     with pytest.raises(UserError, match=r"state holds no checkpoint; start anew with 'txl train --run DIR'"):
         go_on(tmp_path / "run", corpus)
 
@@ -298,7 +298,7 @@ def test_weights_without_a_checkpoint_are_not_overwritten(tmp_path: Path, straig
 def test_other_folders_beside_the_checkpoints_do_not_matter(tmp_path: Path, straight) -> None:
     corpus, wanted = straight("base")
     train_until(start(tmp_path / "run", corpus, {}), 6)
-    state = tmp_path / "run" / "state"
+    state = tmp_path / "run" / "checkpoints"
     shutil.copytree(state / "step-00000006", state / "step-of-friday")
     shutil.copytree(state / "step-00000006", state / "step-00000006.bak")
     training = go_on(tmp_path / "run", corpus)
@@ -329,7 +329,7 @@ def test_saving_changes_nothing(tmp_path: Path, straight) -> None:
     train_until(training, 3)
     before = {name: tensor.clone() for name, tensor in training.state.model.state_dict().items()}
     random_state = torch.get_rng_state()
-    shutil.rmtree(tmp_path / "run" / "state")
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
     path = save_state(training.folder, training.state)
     assert path.name == "step-00000003"
     assert torch.equal(torch.get_rng_state(), random_state)
@@ -341,7 +341,7 @@ def test_saving_changes_nothing(tmp_path: Path, straight) -> None:
 WORDS = [
     "--threads=1",
     *(f"--model.{name}={value}" for name, value in MODEL.items()),
-    *(f"--train.{name}={value}" for name, value in {**TRAIN, "steps": 307, "log_every": 1, "save_every": 2}.items()),
+    *(f"--train.{name}={value}" for name, value in {**TRAIN, "max_steps": 307, "log_interval": 1, "checkpoint_interval": 2}.items()),
 ]  # fmt: skip
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(transformer_xl.__file__).parents[1])}
 
@@ -378,7 +378,7 @@ def train_and_send(number: signal.Signals, corpus: Path, place: Path) -> subproc
 def test_kill_9_at_a_random_step(tmp_path: Path, uninterrupted: RunFolder, attempt: int) -> None:
     ended = train_and_send(signal.SIGKILL, uninterrupted.path.parent / "corpus", tmp_path / "run")
     assert ended.returncode == -signal.SIGKILL
-    assert RunFolder.open(tmp_path / "run").figures()[-1]["step"] < 307
+    assert RunFolder.open(tmp_path / "run").metrics()[-1]["step"] < 307
     assert txl(["train", "--resume", str(tmp_path / "run"), "--threads", "1"]) == 0
     assert_same(RunFolder.open(tmp_path / "run"), uninterrupted)
 
@@ -395,6 +395,6 @@ def test_a_signal_stops_after_the_step(
     said = re.fullmatch(message, "\n".join(lines))
     assert said
     assert 1 <= int(said[1]) < 307
-    assert RunFolder.open(tmp_path / "run").states()[-1].name == f"step-{int(said[1]):08}"
+    assert RunFolder.open(tmp_path / "run").checkpoints()[-1].name == f"step-{int(said[1]):08}"
     assert txl(["train", "--resume", str(tmp_path / "run"), "--threads", "1"]) == 0
     assert_same(RunFolder.open(tmp_path / "run"), uninterrupted)

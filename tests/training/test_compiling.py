@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("default")  # torch's compiler hides war
 def test_compiled_training_is_plain_training(tmp_path: Path) -> None:
     """Forward, backward, memory and validation; each state of the layers is compiled once and never again."""
     corpus = make_corpus(tmp_path / "corpus", letters(127, seed=1), letters(42, seed=2))
-    settings = {"steps": 9, "evaluate_every": 3, "segment": 7, "memory": 7}
+    settings = {"max_steps": 9, "eval_interval": 3, "segment_length": 7, "memory_length": 7}
     plain = start(tmp_path / "plain", corpus, **settings)
     plain.run()
     compiled = start(tmp_path / "compiled", corpus, compile="layers", **settings)
@@ -28,7 +28,7 @@ def test_compiled_training_is_plain_training(tmp_path: Path) -> None:
     compiled.run(lambda: graphs.append(counters["stats"]["unique_graphs"]))
     found, wanted = compiled.folder.figures(), plain.folder.figures()
     assert [line["split"] for line in found] == [line["split"] for line in wanted]
-    for name, closeness in (("nats_per_token", 1e-5), ("gradient_norm", 1e-4)):
+    for name, closeness in (("nats_per_token", 1e-5), ("grad_norm", 1e-4)):
         pairs = [(one[name], other[name]) for one, other in zip(found, wanted, strict=True) if name in one]
         assert len(pairs) == (12 if name == "nats_per_token" else 9)
         assert all(one == pytest.approx(other, rel=closeness) for one, other in pairs)

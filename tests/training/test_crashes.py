@@ -14,22 +14,28 @@ from transformer_xl.config import UserError
 from transformer_xl.run_folder import RunFolder, StateRecord
 from transformer_xl.tensor_file import load_tensors, save_tensors
 from transformer_xl.training.checkpoint import save_state
-from transformer_xl.training.loop import Training
+from transformer_xl.training.loop import Trainer
 
-SETTINGS: dict[str, Any] = {"evaluate_every": 3, "save_every": 4, "log_every": 1, "steps": 13, "learning_rate": 0.01}
+SETTINGS: dict[str, Any] = {
+    "eval_interval": 3,
+    "checkpoint_interval": 4,
+    "log_interval": 1,
+    "max_steps": 13,
+    "learning_rate": 0.01,
+}
 
 
 class Killed(Exception):
     """As if the process were gone."""
 
 
-def begin(place: Path, **changed: Any) -> Training:
+def begin(place: Path, **changed: Any) -> Trainer:
     corpus = make_corpus(place.parent / f"{place.name} corpus", letters(127, seed=1), letters(41, seed=2))
     return start(place, corpus, **{**SETTINGS, **changed})
 
 
-def go_on(training: Training) -> Training:
-    training = Training(RunFolder.open(training.folder.path), training.corpus, CPU)
+def go_on(training: Trainer) -> Trainer:
+    training = Trainer(RunFolder.open(training.folder.path), training.corpus, CPU)
     training.resume()
     return training
 
@@ -41,7 +47,7 @@ def test_a_checkpoint_replaced_by_one_of_the_same_step(
     """Killed anywhere in it, a whole checkpoint is there, and what is left aside goes with the next save."""
     training = begin(tmp_path / "run")
     train_until(training, 8)
-    states, rename, rmtree = tmp_path / "run" / "state", Path.rename, shutil.rmtree
+    states, rename, rmtree = tmp_path / "run" / "checkpoints", Path.rename, shutil.rmtree
     seen: list[str] = []
 
     def renamed(path: Path, target: Path) -> Path:
@@ -63,7 +69,7 @@ def test_a_checkpoint_replaced_by_one_of_the_same_step(
     with pytest.raises(Killed):
         save_state(training.folder, training.state)
     monkeypatch.undo()
-    newest = training.folder.newest_state()
+    newest = training.folder.latest_checkpoint()
     assert newest is not None
     assert newest.name == ("step-00000004" if moment == "between" else "step-00000008")
     StateRecord.read(newest).verify(newest)
@@ -71,14 +77,14 @@ def test_a_checkpoint_replaced_by_one_of_the_same_step(
     training = go_on(training)
     train_until(training, 9)
     assert not list(states.glob(".*"))
-    assert training.folder.states()[-1].name == "step-00000009"
+    assert training.folder.checkpoints()[-1].name == "step-00000009"
 
 
-def crash_after_a_better_validation(training: Training) -> None:
+def crash_after_a_better_validation(training: Trainer) -> None:
     """At step 11 only the checkpoint of step 8 is there, and the best weights are of the validation at step 9."""
     train_until(training, 11)
-    shutil.rmtree(training.folder.path / "state" / "step-00000011")
-    assert training.folder.newest_state() == training.folder.path / "state" / "step-00000008"
+    shutil.rmtree(training.folder.path / "checkpoints" / "step-00000011")
+    assert training.folder.latest_checkpoint() == training.folder.path / "checkpoints" / "step-00000008"
     known = training.folder.best_known()
     assert known is not None
     assert known == (9, training.state.progress.best_nats)
@@ -93,13 +99,15 @@ def test_the_best_weights_of_a_crashed_run_are_to_be_beaten(tmp_path: Path) -> N
     settings = (tmp_path / "run" / "config.yaml").read_text()
     assert "learning_rate: 0.01\n" in settings
     (tmp_path / "run" / "config.yaml").write_text(settings.replace("learning_rate: 0.01\n", "learning_rate: 0.001\n"))
-    at_checkpoint = json.loads((tmp_path / "run" / "state" / "step-00000008" / "training.json").read_text())["progress"]
+    at_checkpoint = json.loads((tmp_path / "run" / "checkpoints" / "step-00000008" / "training.json").read_text())[
+        "progress"
+    ]
     training = go_on(training)
     known = training.folder.best_known()
     assert known is not None
     assert training.state.progress.best_nats == known[1] < at_checkpoint["best_nats"]
     train_until(training, 10)
-    assert known[1] < training.folder.figures()[-2]["nats_per_token"] < at_checkpoint["best_nats"]
+    assert known[1] < training.folder.metrics()[-2]["nats_per_token"] < at_checkpoint["best_nats"]
     assert best.read_bytes() == kept
     assert training.state.progress.best_nats == known[1]
 
@@ -133,7 +141,7 @@ def test_best_weights_without_a_loss_say_nothing(tmp_path: Path) -> None:
 
 def test_lost_best_weights_are_found_anew(tmp_path: Path) -> None:
     """Even if no later ones are as good: else the run would end without any."""
-    training = begin(tmp_path / "run", evaluate_every=6)
+    training = begin(tmp_path / "run", eval_interval=6)
     train_until(training, 8)
     training.state.progress = training.state.progress.model_copy(update={"best_nats": 0.001})
     save_state(training.folder, training.state)
@@ -142,7 +150,7 @@ def test_lost_best_weights_are_found_anew(tmp_path: Path) -> None:
     training = go_on(training)
     training.run()
     lowest = min(
-        line["nats_per_token"] for line in training.folder.figures() if line["split"] == "valid" and line["step"] > 8
+        line["nats_per_token"] for line in training.folder.metrics() if line["split"] == "valid" and line["step"] > 8
     )
     assert training.state.progress.best_nats == lowest
     known = training.folder.best_known()
@@ -161,16 +169,16 @@ def test_a_repeated_validation_is_shown_once(tmp_path: Path) -> None:
         return calls.count(9) > 0  # step 9 validates first of all
 
     assert training.run(in_validation).step == 9
-    assert training.folder.figures()[-1]["split"] == "train"
+    assert training.folder.metrics()[-1]["split"] == "train"
     training = go_on(training)
     training._validate(lambda: False)
     training._log.close()
-    assert [line["split"] for line in training.folder.figures()[-2:]] == ["train", "valid"]
+    assert [line["split"] for line in training.folder.metrics()[-2:]] == ["train", "valid"]
     training = go_on(training)
     training.run()
     shown = accumulator.EventAccumulator(str(tmp_path / "run" / "tensorboard"))
     shown.Reload()
     for split in ("train", "valid"):
-        wanted = [line["step"] for line in training.folder.figures() if line["split"] == split]
+        wanted = [line["step"] for line in training.folder.metrics() if line["split"] == split]
         assert [event.step for event in shown.Scalars(f"{split}/nats_per_token")] == wanted
         assert 9 in wanted

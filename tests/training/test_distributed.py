@@ -108,15 +108,21 @@ def test_any_number_of_processes_gives_the_same(tmp_path: Path, double: None) ->
     assert_equal(tmp_path / "alone, gone on by three", tmp_path / f"{first}, one process", 1e-9)
     for run in (first, "in shares", "alone, gone on by three"):
         RunFolder.open(tmp_path / run).verify()
-    assert StateRecord.read(RunFolder.open(tmp_path / "in shares").states()[-1]).processes == 2
+    assert StateRecord.read(RunFolder.open(tmp_path / "in shares").checkpoints()[-1]).processes == 2
 
 
 # Through the command:
 WORDS = [
-    *("--threads=1", "--model.layers=2", "--model.width=14", "--model.heads=2", "--model.head_width=5"),
-    *("--model.feedforward=19", "--model.dropout=0.1", "--train.segment=7", "--train.memory=11", "--train.rows=3"),
-    *("--train.steps=59", "--train.warmup=5", "--train.precision=float32", "--train.log_every=1"),
-    *("--train.evaluate_every=20", "--train.save_every=4", "--train.parallel=fsdp", "--train.tensorboard"),
+    *("--threads=1", "--model.n-layers=2", "--model.d-model=14", "--model.n-heads=2", "--model.d-head=5"),
+    *(
+        "--model.d-ff=19",
+        "--model.dropout=0.1",
+        "--train.segment-length=7",
+        "--train.memory-length=11",
+        "--train.batch-size=3",
+    ),
+    *("--train.max-steps=59", "--train.warmup-steps=5", "--train.dtype=float32", "--train.log-interval=1"),
+    *("--train.eval-interval=20", "--train.checkpoint-interval=4", "--train.parallelism=fsdp", "--train.tensorboard"),
 ]
 
 
@@ -173,7 +179,7 @@ def test_killed_and_stopped_it_goes_on_as_if_nothing_had_been(tmp_path: Path) ->
     )  # or torchrun was faster
     assert err.count(f"going on with {run} at step ") == 1
     assert err.count("stopped and saved at step ") == 1
-    newest = RunFolder.open(run).states()[-1]
+    newest = RunFolder.open(run).checkpoints()[-1]
     assert 10 < int(newest.name.removeprefix("step-")) < 59
     damaged = shutil.copytree(run, tmp_path / "damaged")
 
@@ -202,7 +208,7 @@ def assert_shown_once(run: Path) -> None:
 
     shown = EventAccumulator(str(run / "tensorboard"))
     shown.Reload()
-    for split, name in (("train", "nats_per_token"), ("train", "gradient_norm"), ("valid", "bits_per_byte")):
+    for split, name in (("train", "nats_per_token"), ("train", "grad_norm"), ("valid", "bits_per_byte")):
         wanted = [(line["step"], line[name]) for line in lines_of(run) if line["split"] == split]
         found = [(event.step, event.value) for event in shown.Scalars(f"{split}/{name}")]
         assert [step for step, _ in found] == [step for step, _ in wanted]
@@ -212,12 +218,14 @@ def assert_shown_once(run: Path) -> None:
 def test_what_is_wrong_is_told_once(tmp_path: Path) -> None:
     """Before anything is made, in one line of one process."""
     make_corpus(tmp_path / "corpus")
-    ended = launch([word for word in train_command(tmp_path / "run", "--train.rows=1") if word != "--train.rows=3"])
+    ended = launch(
+        [word for word in train_command(tmp_path / "run", "--train.batch-size=1") if word != "--train.batch-size=3"]
+    )
     assert ended.returncode != 0
     assert ended.stdout == ""
     told = [line for line in ended.stderr.splitlines() if line.startswith("txl: ")]
     assert told == [  # though torchrun starts it anew once
-        "txl: error: 1 rows, 1 for each process, leave some of the 2 processes without any; give --train.rows 2, or "
+        "txl: error: 1 rows, 1 for each process, leave some of the 2 processes without any; give --train.batch-size 2, or "
         "start 1 of them"
     ]
     assert not (tmp_path / "run").exists()
@@ -228,7 +236,7 @@ def test_other_rows_begin_with_an_empty_memory_at_the_same_place(tmp_path: Path,
     make_corpus(tmp_path / "corpus")
     until(begin(tmp_path / "run", config_of({})), STOP)
     kept = {name: tensor.clone() for name, tensor in weights_of(tmp_path / "run").items()}
-    training, remarks = go_on(tmp_path / "run", rows=2, chunks=2)
+    training, remarks = go_on(tmp_path / "run", batch_size=2, chunks=2)
     assert remarks == ["the checkpoint is of 3 rows, now there are 2: memory begins empty, at about the same place"]
     assert training.state.progress.position.segment == 7
     assert [memory.valid_B.tolist() for memory in training.state.memories] == [[0], [0]]
@@ -241,7 +249,7 @@ def test_other_rows_begin_with_an_empty_memory_at_the_same_place(tmp_path: Path,
 def test_a_checkpoint_without_part_of_the_optimiser_is_refused(tmp_path: Path) -> None:
     make_corpus(tmp_path / "corpus")
     until(begin(tmp_path / "run", config_of({})), STOP)
-    state = tmp_path / "run" / "state" / "step-00000005"
+    state = tmp_path / "run" / "checkpoints" / "step-00000005"
     record = StateRecord.read(state)
     (name,) = record.files
     tensors, parts = load_file(state / "training" / name), load_sharding(state / "training" / name)

@@ -13,28 +13,28 @@ from training_runs import CPU, letters, make_corpus, start, train_until
 
 from transformer_xl.model.memory import Memory
 from transformer_xl.run_folder import RunFolder, config_text
-from transformer_xl.training.loop import Training
+from transformer_xl.training.loop import Trainer
 
-WARMUP = {"segment": 8, "memory": 12, "first_segment": 2, "length_warmup": 12}
+WARMUP = {"segment": 8, "memory": 12, "initial_segment_length": 2, "segment_warmup_steps": 12}
 SETTINGS: dict[str, dict[str, Any]] = {
     "adamw, wsd, an average": {
-        "optimizer": "adamw", "weight_decay": 0.1, "schedule": "wsd", "decay": 7, "average": "exponential",
-        "average_decay": 0.9,
+        "optimizer": "adamw", "weight_decay": 0.1, "lr_schedule": "wsd", "decay_steps": 7, "weight_average": "exponential",
+        "ema_decay": 0.9,
     },
-    "muon, a uniform average": {"optimizer": "muon", "average": "uniform", "average_from": 4},
+    "muon, a uniform average": {"optimizer": "muon", "average": "uniform", "average_start_step": 4},
     "chunks": {"chunks": 2, "recompute": True},
     "length warm-up": WARMUP,
     "length warm-up in chunks": {**WARMUP, "chunks": 3, "optimizer": "muon"},
 }  # fmt: skip
 
 
-def resumed(place: Path, training: Training, **changed: Any) -> Training:
+def resumed(place: Path, training: Trainer, **changed: Any) -> Trainer:
     """As a new process would go on, with some settings changed."""
     folder = training.folder
     config = folder.config.model_copy(update={"train": folder.config.train.model_copy(update=changed)})
     (place / "config.yaml").write_text(config_text(config))
     torch.manual_seed(104_729)
-    training = Training(RunFolder.open(place), training.corpus, CPU)
+    training = Trainer(RunFolder.open(place), training.corpus, CPU)
     training.resume()
     return training
 
@@ -43,7 +43,7 @@ def resumed(place: Path, training: Training, **changed: Any) -> Training:
 def test_stops_change_nothing(tmp_path: Path, name: str) -> None:
     """The stops fall inside segments that are read in pieces, between stages, and before an average begins."""
     corpus = make_corpus(tmp_path / "corpus", letters(70, seed=1), letters(41, seed=2))
-    settings = {**SETTINGS[name], "evaluate_every": 5}
+    settings = {**SETTINGS[name], "eval_interval": 5}
     straight = start(tmp_path / "straight", corpus, model={"dropout": 0.2}, **settings)
     straight.run()
     training = start(tmp_path / "run", corpus, model={"dropout": 0.2}, **settings)
@@ -57,9 +57,9 @@ def test_stops_change_nothing(tmp_path: Path, name: str) -> None:
         assert next(files).read_bytes() == next(files).read_bytes()
     one, other = (Memory.concatenate(run.state.memories) for run in (training, straight))
     assert all(torch.equal(a, b) for a, b in zip(one.layers_BMD, other.layers_BMD, strict=True))
-    same = {"nats_per_token", "gradient_norm", "learning_rate", "split", "step"}
+    same = {"nats_per_token", "grad_norm", "learning_rate", "split", "step"}
     lines = (
-        [{key: line[key] for key in same & line.keys()} for line in run.folder.figures()]
+        [{key: line[key] for key in same & line.keys()} for line in run.folder.metrics()]
         for run in (training, straight)
     )
     assert next(lines) == next(lines)
@@ -74,14 +74,14 @@ def test_stops_change_nothing(tmp_path: Path, name: str) -> None:
     [
         {"chunks": 3},
         {"recompute": True},
-        {"final_rate": 0.5},
+        {"min_learning_rate_ratio": 0.5},
         {"weight_decay": 0.3},
     ],
 )
 def test_what_may_change_when_going_on(tmp_path: Path, changed: dict[str, Any]) -> None:
     """Chunks and recomputing change no number but in its last digits; rates and decay count from there on."""
     corpus = make_corpus(tmp_path / "corpus", letters(127, seed=1))
-    settings = {"optimizer": "adamw", "warmup": 0, "chunks": 2}
+    settings = {"optimizer": "adamw", "warmup_steps": 0, "chunks": 2}
     straight = start(tmp_path / "straight", corpus, **settings)
     straight.run()
     training = start(tmp_path / "run", corpus, **settings)
@@ -89,7 +89,7 @@ def test_what_may_change_when_going_on(tmp_path: Path, changed: dict[str, Any]) 
     training = resumed(tmp_path / "run", training, **changed)
     assert len(training.state.memories) == changed.get("chunks", 2)
     training.run()
-    nats = [[line["nats_per_token"] for line in run.folder.figures()] for run in (training, straight)]
+    nats = [[line["nats_per_token"] for line in run.folder.metrics()] for run in (training, straight)]
     assert nats[0][:9] == nats[1][:9]
     same = nats[0] == pytest.approx(nats[1], rel=1e-5)
     assert same == ("chunks" in changed or "recompute" in changed)
@@ -100,20 +100,20 @@ def test_losses_of_another_validation_text_are_not_compared(tmp_path: Path, *, o
     """The text before had a lower loss than this one ever will: its weights are not the best for ever."""
     text, hard = b"ab" * 70, letters(29, seed=2)
     easy = make_corpus(tmp_path / "easy", text, b"ab" * 10 + hard)
-    training = start(tmp_path / "run", easy, steps=9, evaluate_every=5, evaluate_tokens=20)
+    training = start(tmp_path / "run", easy, max_steps=9, eval_interval=5, eval_tokens=20)
     train_until(training, 7)
     before = training.state.progress.best_nats
-    place, changed = tmp_path / "run", {} if other_file else {"evaluate_tokens": None}
+    place, changed = tmp_path / "run", {} if other_file else {"eval_tokens": None}
     corpus = make_corpus(tmp_path / "hard", text, hard) if other_file else easy
     folder = training.folder
     config = folder.config.model_copy(update={"train": folder.config.train.model_copy(update=changed)})
     (place / "config.yaml").write_text(config_text(config))
-    training = Training(RunFolder.open(place), corpus, CPU)
+    training = Trainer(RunFolder.open(place), corpus, CPU)
     said = ["the validation text is another than before: the best weights are looked for anew"]
     assert training.resume() == said
     outcome = training.run()
     assert training.resume() == []
-    last = [line for line in training.folder.figures() if line["split"] == "valid"][-1]["nats_per_token"]
+    last = [line for line in training.folder.metrics() if line["split"] == "valid"][-1]["nats_per_token"]
     assert before is not None
     assert outcome.best_nats_per_token == last > before
     assert training.folder.best_known() == (9, last)

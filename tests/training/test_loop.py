@@ -14,7 +14,7 @@ from transformer_xl.config import UserError
 from transformer_xl.run_folder import RunFolder, config_text
 from transformer_xl.text.segments import StreamPosition
 from transformer_xl.training import checkpoint, loop
-from transformer_xl.training.loop import Training, training_stream
+from transformer_xl.training.loop import Trainer, training_stream
 
 
 def test_text_before_reaches_the_next_step_through_memory_alone(tmp_path: Path) -> None:
@@ -41,7 +41,7 @@ def test_text_before_reaches_the_next_step_through_memory_alone(tmp_path: Path) 
 def test_an_epoch_begins_with_an_empty_memory(tmp_path: Path) -> None:
     """With weights that do not move, every epoch has the same losses."""
     corpus = make_corpus(tmp_path / "corpus", letters(127, seed=1))
-    training = start(tmp_path / "run", corpus, learning_rate=1e-30, steps=21)
+    training = start(tmp_path / "run", corpus, learning_rate=1e-30, max_steps=21)
     training.run()
     nats = nats_of(training)
     assert nats[:7] == nats[7:14] == nats[14:]
@@ -50,7 +50,7 @@ def test_an_epoch_begins_with_an_empty_memory(tmp_path: Path) -> None:
 
 def test_lines_are_means_over_the_tokens_since_the_last_line(tmp_path: Path) -> None:
     corpus = make_corpus(tmp_path / "corpus", letters(127, seed=1))
-    each, some = (start(tmp_path / f"{every}", corpus, log_every=every) for every in (1, 5))
+    each, some = (start(tmp_path / f"{every}", corpus, log_interval=every) for every in (1, 5))
     each.run()
     some.run()
     counts = [
@@ -73,7 +73,7 @@ def test_validation_is_a_score_of_the_validation_text(tmp_path: Path) -> None:
     corpus = make_corpus(tmp_path / "corpus", text, valid)
     without = start(tmp_path / "without", make_corpus(tmp_path / "alone", text), model={"dropout": 0.3})
     without.run()
-    training = start(tmp_path / "run", corpus, evaluate_every=3, model={"dropout": 0.3})
+    training = start(tmp_path / "run", corpus, eval_interval=3, model={"dropout": 0.3})
     training.run()
     assert [line["step"] for line in lines_of(training, "valid")] == [3, 6, 9, 12, 15, 17]
     assert nats_of(training) == nats_of(without)
@@ -90,7 +90,7 @@ def test_evaluate_tokens_cuts_the_validation_text(tmp_path: Path) -> None:
     """A short one is read in as many rows as it fills, at least one."""
     text, valid = letters(127, seed=1), letters(41, seed=2)
     whole, cut = make_corpus(tmp_path / "whole", text, valid), make_corpus(tmp_path / "cut", text, valid[:5])
-    one = start(tmp_path / "one", whole, evaluate_tokens=5, steps=2)
+    one = start(tmp_path / "one", whole, eval_tokens=5, steps=2)
     other = start(tmp_path / "other", cut, steps=2)
     assert one.run().best_nats_per_token == other.run().best_nats_per_token
 
@@ -100,9 +100,9 @@ def test_the_best_weights_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     corpus = make_corpus(tmp_path / "corpus", letters(127, seed=1), letters(41, seed=2))
     losses = iter([5.0, 3.0, 4.0, 3.0, 6.0])
     monkeypatch.setattr(loop, "sum_nats", lambda _model, stream, *_: next(losses) * len(stream.tokens))
-    training = start(tmp_path / "run", corpus, steps=15, evaluate_every=3)
+    training = start(tmp_path / "run", corpus, max_steps=15, eval_interval=3)
     train_until(training, 6)
-    state = training.folder.newest_state()
+    state = training.folder.latest_checkpoint()
     assert state is not None
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept" / "model.safetensors").write_bytes((state / "model.safetensors").read_bytes())
@@ -114,7 +114,7 @@ def test_the_best_weights_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_weights_wrecked_by_a_high_rate_are_not_the_best(tmp_path: Path) -> None:
     corpus = make_corpus(tmp_path / "corpus", letters(127, seed=1), letters(41, seed=2))
-    training = start(tmp_path / "run", corpus, steps=8, evaluate_every=4)
+    training = start(tmp_path / "run", corpus, max_steps=8, eval_interval=4)
     train_until(training, 5)
     good = lines_of(training, "valid")[0]["nats_per_token"]
     before = (tmp_path / "run" / "model.safetensors").read_bytes()
@@ -122,7 +122,7 @@ def test_weights_wrecked_by_a_high_rate_are_not_the_best(tmp_path: Path) -> None
     (tmp_path / "run" / "config.yaml").write_text(
         config_text(training.folder.config.model_copy(update={"train": wild}))
     )
-    training = Training(RunFolder.open(tmp_path / "run"), corpus, CPU)
+    training = Trainer(RunFolder.open(tmp_path / "run"), corpus, CPU)
     training.resume()
     outcome = training.run()
     first, second = (line["nats_per_token"] for line in lines_of(training, "valid"))
@@ -134,7 +134,7 @@ def test_weights_wrecked_by_a_high_rate_are_not_the_best(tmp_path: Path) -> None
 def test_a_checkpoint_written_anew_replaces_the_old_one_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run stopped in a validation has one of that step; where the next cannot be written, it must still be there."""
     corpus = make_corpus(tmp_path / "corpus", letters(127, seed=1), letters(41, seed=2))
-    training = start(tmp_path / "run", corpus, evaluate_every=4, save_every=4)
+    training = start(tmp_path / "run", corpus, eval_interval=4, checkpoint_interval=4)
     train_until(training, 4)
     assert not lines_of(training, "valid")
 
@@ -145,13 +145,13 @@ def test_a_checkpoint_written_anew_replaces_the_old_one_last(tmp_path: Path, mon
     with pytest.raises(UserError, match=r"writing .*step-00000004.*: no room"):
         training.run()
     assert len(lines_of(training, "valid")) == 1
-    Training(RunFolder.open(tmp_path / "run"), corpus, CPU).resume()
+    Trainer(RunFolder.open(tmp_path / "run"), corpus, CPU).resume()
     assert [path.name for path in training.folder.states()] == ["step-00000000", "step-00000004"]
 
 
 def test_without_validation_text_the_last_weights_are_the_best(tmp_path: Path) -> None:
     corpus = make_corpus(tmp_path / "corpus", letters(127, seed=1))
-    training = start(tmp_path / "run", corpus, evaluate_every=3)
+    training = start(tmp_path / "run", corpus, eval_interval=3)
     train_until(training, 5)
     assert not (tmp_path / "run" / "model.safetensors").exists()
     assert training.folder.weights_file("best") == training.folder.weights_file("last")
@@ -181,7 +181,7 @@ def test_a_reporter_hears_every_step_and_line(tmp_path: Path) -> None:
             heard.append((figures["split"], figures["step"]))
 
     corpus = make_corpus(tmp_path / "corpus", letters(127, seed=1), letters(41, seed=2))
-    training = start(tmp_path / "run", corpus, steps=8, log_every=4, evaluate_every=4)
+    training = start(tmp_path / "run", corpus, max_steps=8, log_interval=4, eval_interval=4)
     training.reporter = Ear()
     training.run()
     steps = [(step, 1 if step == 7 else 21) for step in range(1, 9)]

@@ -19,8 +19,15 @@ import torch
 from training_runs import make_corpus, nats_of, start
 
 FILE = Path(__file__).with_name("loss_curve.json")
-MODEL = {"layers": 3, "width": 34, "heads": 2, "head_width": 17, "feedforward": 67, "dropout": 0.0}
-TRAIN = {"segment": 19, "memory": 23, "rows": 4, "learning_rate": 3e-3, "warmup": 10, "clip": 0.25}
+MODEL = {"n_layers": 3, "d_model": 34, "n_heads": 2, "d_head": 17, "d_ff": 67, "dropout": 0.0}
+TRAIN = {
+    "segment_length": 19,
+    "memory_length": 23,
+    "batch_size": 4,
+    "learning_rate": 3e-3,
+    "warmup_steps": 10,
+    "max_grad_norm": 0.25,
+}
 
 
 def grammar_text(length: int, seed: int = 5) -> bytes:
@@ -82,7 +89,7 @@ def test_the_triton_kernel_trains_alike(tmp_path: Path) -> None:
 
         if torch.cuda.is_available():
             pytest.skip("the kernels may have been imported as compiled ones")
-        tiny = {"layers": 1, "segment": 5, "memory": 7, "rows": 1}
+        tiny = {"layers": 1, "segment_length": 5, "memory_length": 7, "batch_size": 1}
         one, other = (losses(tmp_path, 3, kernel, **tiny) for kernel in ("reference", "triton"))
     np.testing.assert_allclose(one, other, rtol=0, atol=1e-4)
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from transformer_xl.config import TrainConfig
 from transformer_xl.text.segments import SegmentStream, Shard, Stream, StreamPosition
 from transformer_xl.text.shuffled import ShuffledStream
-from transformer_xl.training.distributed import ALONE, World
+from transformer_xl.training.distributed import ALONE, DistributedContext
 from transformer_xl.training.pieces import Piece, Place, in_loss, read_piece
 
 
@@ -29,23 +29,29 @@ def pieces_of(stream: Stream, config: TrainConfig, *, epochs: int) -> list[tuple
 def make_stream(order: Literal["text", "shuffled"], number: int, rows: int, segment: int) -> Stream:
     tokens = np.arange(1, number + 1, dtype=np.uint32)
     if order == "text":
-        return SegmentStream(tokens, rows=rows, segment=segment, start_id=0)
+        return SegmentStream(tokens, batch_size=rows, segment_length=segment, bos_token_id=0)
     starts = np.arange(0, number, 3).astype(np.uint64)
-    return ShuffledStream(tokens, starts, rows=rows, segment=segment, start_id=0, seed=7)
+    return ShuffledStream(tokens, starts, batch_size=rows, segment_length=segment, bos_token_id=0, seed=7)
 
 
 @pytest.mark.parametrize("order", ["text", "shuffled"])
 @given(
     number=st.integers(24, 211),
-    rows=st.integers(1, 5),
+    batch_size=st.integers(1, 5),
     first=st.integers(1, 3),
     doublings=st.integers(1, 3),
-    warmup=st.integers(1, 97),
+    warmup_steps=st.integers(1, 97),
 )
 @settings(max_examples=40, deadline=None)
 def test_every_target_counts_once_an_epoch(order, number, rows, first, doublings, warmup) -> None:
     segment = first * 2**doublings
-    config = TrainConfig(segment=segment, memory=0, rows=rows, first_segment=first, length_warmup=warmup)
+    config = TrainConfig(
+        segment_length=segment,
+        memory_length=0,
+        batch_size=rows,
+        initial_segment_length=first,
+        segment_warmup_steps=warmup,
+    )
     stream = make_stream(order, number, rows, segment)
     found = pieces_of(stream, config, epochs=3)
     for epoch in range(3):
@@ -59,7 +65,9 @@ def test_every_target_counts_once_an_epoch(order, number, rows, first, doublings
 
 def test_lengths_double_where_segments_begin() -> None:
     """Stages of 5 steps; a segment that has begun is read to its end in the length it began with."""
-    config = TrainConfig(segment=8, memory=12, rows=2, first_segment=2, length_warmup=10)
+    config = TrainConfig(
+        segment_length=8, memory_length=12, batch_size=2, initial_segment_length=2, segment_warmup_steps=10
+    )
     found = pieces_of(make_stream("text", 79, 2, 8), config, epochs=1)
     assert [piece.segment.inputs_BT.shape[1] for _, piece in found] == [2] * 8 + [4] * 2 + [8] * 2
     assert [piece.memory for _, piece in found] == [3] * 8 + [6] * 2 + [12] * 2
@@ -71,7 +79,7 @@ def test_lengths_double_where_segments_begin() -> None:
 
 
 def test_without_a_length_warmup_steps_read_segments() -> None:
-    config = TrainConfig(segment=8, memory=12, rows=2)
+    config = TrainConfig(segment_length=8, memory_length=12, batch_size=2)
     found = pieces_of(make_stream("text", 79, 2, 8), config, epochs=2)
     assert len(found) == 10
     assert {piece.memory for _, piece in found} == {12}
@@ -79,12 +87,24 @@ def test_without_a_length_warmup_steps_read_segments() -> None:
 
 
 @pytest.mark.parametrize("order", ["text", "shuffled"])
-@given(number=st.integers(24, 211), rows=st.integers(1, 5), doublings=st.integers(1, 3), warmup=st.integers(1, 97))
+@given(
+    number=st.integers(24, 211),
+    batch_size=st.integers(1, 5),
+    doublings=st.integers(1, 3),
+    warmup_steps=st.integers(1, 97),
+)
 @settings(max_examples=40, deadline=None)
 def test_half_loss_leaves_no_step_without_targets(order, number, rows, doublings, warmup) -> None:
     """What is left out is at an epoch's end, where all rows end within the first half of a piece."""
     segment = 3 * 2**doublings
-    config = TrainConfig(segment=segment, memory=0, rows=rows, first_segment=3, length_warmup=warmup, loss="half")
+    config = TrainConfig(
+        segment_length=segment,
+        memory_length=0,
+        batch_size=rows,
+        initial_segment_length=3,
+        segment_warmup_steps=warmup,
+        loss="half",
+    )
     stream = make_stream(order, number, rows, segment)
     if number < rows * segment:  # refused before training begins
         return
@@ -102,7 +122,7 @@ def test_half_loss_leaves_no_step_without_targets(order, number, rows, doublings
 
 def test_half_loss_leaves_out_a_short_last_segment() -> None:
     """Rows of 10 and 11 tokens in segments of 8: 3 are no more than half a segment; of 12 and 13, 5 are more."""
-    config = TrainConfig(segment=8, memory=12, rows=2, loss="half")
+    config = TrainConfig(segment_length=8, memory_length=12, batch_size=2, loss="half")
     for number, segments in ((21, 1), (25, 2)):
         found = pieces_of(make_stream("text", number, 2, 8), config, epochs=2)
         assert [(place.position.epoch, place.position.segment) for place, _ in found] == [
@@ -117,12 +137,14 @@ def test_half_loss_leaves_out_a_short_last_segment() -> None:
 def test_processes_agree_on_what_is_left_out() -> None:
     """Rows of 8 and 9 tokens in segments of 8: in the second segment only the other process has something."""
 
-    class Other(World):
+    class Other(DistributedContext):
         def any(self, flag: bool) -> bool:
             assert not flag
             return True
 
-    config = TrainConfig(segment=8, memory=0, rows=2)
-    stream = SegmentStream(np.arange(17, dtype=np.uint32), rows=2, segment=8, start_id=0, shard=Shard(0, 2))
+    config = TrainConfig(segment_length=8, memory_length=0, batch_size=2)
+    stream = SegmentStream(
+        np.arange(17, dtype=np.uint32), batch_size=2, segment_length=8, bos_token_id=0, shard=Shard(0, 2)
+    )
     piece = read_piece(stream, Place(0, StreamPosition()), config, Other())
     assert piece.after == Place(1, StreamPosition(segment=1))

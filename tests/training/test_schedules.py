@@ -27,24 +27,24 @@ from transformer_xl.training.schedules import halvings, learning_rate, set_learn
     ],
 )
 def test_warmup_is_linear_and_the_rest_a_cosine(step: int, wanted: float) -> None:
-    config = TrainConfig(steps=20, warmup=4, learning_rate=2.0)
+    config = TrainConfig(max_steps=20, warmup_steps=4, learning_rate=2.0)
     assert learning_rate(step, config) == pytest.approx(wanted, abs=1e-12)
 
 
 def test_without_warmup_the_cosine_starts_at_once() -> None:
-    config = TrainConfig(steps=4, warmup=0, learning_rate=1.0)
+    config = TrainConfig(max_steps=4, warmup_steps=0, learning_rate=1.0)
     found = [learning_rate(step, config) for step in range(4)]
     assert found == pytest.approx([1.0, 0.5 + 0.5**1.5, 0.5, 0.5 - 0.5**1.5], abs=1e-12)
 
 
 @pytest.mark.parametrize("warmup", [5, 7])
 def test_as_long_a_warmup_as_the_training(warmup: int) -> None:
-    config = TrainConfig(steps=5, warmup=warmup, learning_rate=1.0)
+    config = TrainConfig(max_steps=5, warmup_steps=warmup, learning_rate=1.0)
     assert [learning_rate(step, config) for step in range(5)] == pytest.approx([(i + 1) / warmup for i in range(5)])
 
 
 def test_the_rate_only_rises_and_then_only_falls() -> None:
-    config = TrainConfig(steps=211, warmup=31, learning_rate=3.0)
+    config = TrainConfig(max_steps=211, warmup_steps=31, learning_rate=3.0)
     rates = [learning_rate(step, config) for step in range(211)]
     assert rates[:31] == sorted(rates[:31])
     assert rates[30:] == sorted(rates[30:], reverse=True)
@@ -67,33 +67,38 @@ def test_the_rate_only_rises_and_then_only_falls() -> None:
     ],
 )
 def test_wsd_is_stable_and_then_falls_along_a_line(step: int, wanted: float) -> None:
-    config = TrainConfig(steps=20, warmup=2, learning_rate=2.0, schedule="wsd", decay=4, final_rate=0.25)
+    config = TrainConfig(
+        max_steps=20, warmup_steps=2, learning_rate=2.0, lr_schedule="wsd", decay_steps=4, min_learning_rate_ratio=0.25
+    )
     assert learning_rate(step, config) == pytest.approx(wanted, abs=1e-12)
 
 
 def test_wsd_without_decay_stays_at_its_peak() -> None:
-    config = TrainConfig(steps=5, warmup=0, learning_rate=2.0, schedule="wsd")
+    config = TrainConfig(max_steps=5, warmup_steps=0, learning_rate=2.0, lr_schedule="wsd")
     assert [learning_rate(step, config) for step in range(5)] == [2.0] * 5
 
 
 def test_more_steps_leave_the_stable_part_of_wsd_as_it_was() -> None:
-    short, long = (TrainConfig(steps=steps, warmup=3, learning_rate=2.0, schedule="wsd", decay=5) for steps in (20, 40))
+    short, long = (
+        TrainConfig(max_steps=steps, warmup_steps=3, learning_rate=2.0, lr_schedule="wsd", decay_steps=5)
+        for steps in (20, 40)
+    )
     assert [learning_rate(step, short) for step in range(16)] == [learning_rate(step, long) for step in range(16)]
     assert learning_rate(16, short) < 2 == learning_rate(16, long)
 
 
 def test_a_cosine_falls_to_the_final_rate() -> None:
-    config = TrainConfig(steps=20, warmup=4, learning_rate=2.0, final_rate=0.1)
+    config = TrainConfig(max_steps=20, warmup_steps=4, learning_rate=2.0, min_learning_rate_ratio=0.1)
     assert learning_rate(4, config) == pytest.approx(2.0, abs=1e-12)
     assert learning_rate(12, config) == pytest.approx(1.1, abs=1e-12)
     assert learning_rate(20, config) == pytest.approx(0.2, abs=1e-12)
 
 
 def test_the_stages_of_the_length_warmup_are_equally_long() -> None:
-    config = TrainConfig(segment=32, memory=64, first_segment=4, length_warmup=30)
+    config = TrainConfig(segment_length=32, memory_length=64, initial_segment_length=4, segment_warmup_steps=30)
     found = [halvings(step, config) for step in range(40)]
     assert found == [3] * 10 + [2] * 10 + [1] * 10 + [0] * 10
-    uneven = config.model_copy(update={"length_warmup": 7})
+    uneven = config.model_copy(update={"segment_warmup_steps": 7})
     assert Counter(halvings(step, uneven) for step in range(7)) == {3: 3, 2: 2, 1: 2}
     assert [halvings(step, TrainConfig()) for step in range(3)] == [0, 0, 0]
 
@@ -101,20 +106,20 @@ def test_the_stages_of_the_length_warmup_are_equally_long() -> None:
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
-        ("average_from", {"average": "uniform"}),
-        ("average_from", {"average": "exponential"}),
-        ("length_warmup", {"segment": 8, "memory": 8, "first_segment": 4}),
+        ("average_start_step", {"average": "uniform"}),
+        ("average_start_step", {"average": "exponential"}),
+        ("segment_warmup_steps", {"segment": 8, "memory": 8, "initial_segment_length": 4}),
     ],
 )
 def test_what_would_begin_after_the_last_step_is_refused(name: str, settings: dict[str, Any]) -> None:
-    assert getattr(TrainConfig(steps=1200, **{name: 1199}, **settings), name) == 1199
+    assert getattr(TrainConfig(max_steps=1200, **{name: 1199}, **settings), name) == 1199
     with pytest.raises(ValueError, match=rf"{name} 1,200 leaves .* the 1,200 steps .*; give 1,199 or less, or "):
-        TrainConfig(steps=1200, **{name: 1200}, **settings)
+        TrainConfig(max_steps=1200, **{name: 1200}, **settings)
 
 
 def test_short_trials_need_no_other_warmup() -> None:
     """An average that is off begins nowhere, and the warm-up of the rate may be cut off."""
-    assert TrainConfig(steps=3, average_from=5).warmup == 100
+    assert TrainConfig(max_steps=3, average_start_step=5).warmup_steps == 100
 
 
 def test_setting_the_rate_reaches_every_group() -> None:

@@ -16,7 +16,7 @@ import torch
 import transformer_xl
 from transformer_xl.cli.main import run as txl
 from transformer_xl.config import UserError
-from transformer_xl.training.distributed import joined
+from transformer_xl.training.distributed import process_group
 
 WHOLE = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29400"}
 
@@ -49,13 +49,13 @@ def test_a_wrong_environment_is_told(
     given = {name: value for name, value in {**WHOLE, **changed}.items() if value is not None}
     start_in(monkeypatch, given)
     wanted = f"{message}; start several processes by torchrun, or take WORLD_SIZE out of the environment"
-    with pytest.raises(UserError, match=wanted), joined(lambda: torch.device("cpu")):
+    with pytest.raises(UserError, match=wanted), process_group(lambda: torch.device("cpu")):
         pass
 
 
 def test_one_process_needs_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     start_in(monkeypatch, {"WORLD_SIZE": "1", "RANK": "7"})
-    with joined(lambda: torch.device("cpu")) as world:
+    with process_group(lambda: torch.device("cpu")) as world:
         assert (world.rank, world.size) == (0, 1)
 
 
@@ -67,7 +67,7 @@ def test_a_port_that_is_taken_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         port = str(taken.getsockname()[1])
         start_in(monkeypatch, {**WHOLE, "MASTER_PORT": port})
         message = f"the 2 processes did not meet at 127.0.0.1:{port} (.*); start several processes by torchrun"
-        with pytest.raises(UserError, match=message), joined(lambda: torch.device("cpu")):
+        with pytest.raises(UserError, match=message), process_group(lambda: torch.device("cpu")):
             pass
     signal.signal(signal.SIGTERM, on_sigterm)  # a process that ends hears of no SIGTERM; this one goes on
     assert signal.getsignal(signal.SIGINT) == on_sigint

@@ -17,15 +17,15 @@ from torch import Tensor
 from training_runs import CPU, letters, lines_of, make_corpus, start, train_until
 
 from transformer_xl.config import TrainConfig
-from transformer_xl.model.memory import Memory, Reach
+from transformer_xl.model.memory import ContextLimits, Memory
 from transformer_xl.text.segments import Segment
 from transformer_xl.training.distributed import ALONE
-from transformer_xl.training.loop import Training
+from transformer_xl.training.loop import Trainer
 from transformer_xl.training.optimizers import build_optimizers
-from transformer_xl.training.step import Learner, ScoredModel, chunks_of
+from transformer_xl.training.step import ScoredModel, TrainStep, chunks_of
 
 
-def as_double(training: Training) -> Training:
+def as_double(training: Trainer) -> Trainer:
     training.state.model.double()
     training.state.memories = tuple(training.state.model.initial_memory(rows) for rows in training.chunks)
     return training
@@ -34,7 +34,7 @@ def as_double(training: Training) -> Training:
 class ByHand:
     """Training written out: each row alone and without padding, clipping and Adam as formulas."""
 
-    def __init__(self, training: Training, text: bytes, lengths: list[int]) -> None:
+    def __init__(self, training: Trainer, text: bytes, lengths: list[int]) -> None:
         self.model = copy.deepcopy(training.state.model)
         self.text, self.config = text, training.config
         self.weights = list(self.model.parameters())
@@ -44,7 +44,7 @@ class ByHand:
 
     def all_spans(self, lengths: list[int]) -> Iterator[tuple[int, int]]:
         """Where each step begins within the rows, and how many tokens it reads."""
-        longest, place = math.ceil(len(self.text) / self.config.rows), 0
+        longest, place = math.ceil(len(self.text) / self.config.batch_size), 0
         for length in lengths:
             yield place, length
             place = place + length if place + length < longest else 0
@@ -54,7 +54,7 @@ class ByHand:
         nats, count = self.loss(*next(self.spans))
         grads = torch.autograd.grad(nats / count, self.weights)
         norm = math.sqrt(sum(float(grad.square().sum()) for grad in grads))
-        scale = min(1.0, self.config.clip / (norm + 1e-6))
+        scale = min(1.0, self.config.max_grad_norm / (norm + 1e-6))
         for place, (weight, grad) in enumerate(zip(self.weights, grads, strict=True)):
             self.first[place] = 0.9 * self.first[place] + 0.1 * grad * scale
             self.second[place] = 0.999 * self.second[place] + 0.001 * (grad * scale) ** 2
@@ -63,11 +63,11 @@ class ByHand:
         return float(nats.detach()) / count, norm
 
     def loss(self, place: int, length: int) -> tuple[Tensor, int]:
-        rows = self.config.rows
+        rows = self.config.batch_size
         edges = list(pairwise(row * len(self.text) // rows for row in range(rows + 1)))
-        slots = self.config.memory * length // self.config.segment
+        slots = self.config.memory_length * length // self.config.segment_length
         if place == 0:
-            self.memories = [self.model.initial_memory(1, Reach(slots)) for _ in range(rows)]
+            self.memories = [self.model.initial_memory(1, ContextLimits(slots)) for _ in range(rows)]
         self.memories = [of_length(memory, slots) for memory in self.memories]
         nats, count = torch.zeros((), dtype=torch.float64), 0
         for row, (begin, end) in enumerate(edges):
@@ -92,7 +92,9 @@ def of_length(memory: Memory, slots: int) -> Memory:
         new_BMD[:, slots - read :] = layer_BMD[:, memory.length - read :]
         layers.append(new_BMD)
     valid_B = torch.tensor([read])
-    return replace(memory, layers_BMD=tuple(layers), valid_B=valid_B, reach=Reach(slots), least_valid=0)
+    return replace(
+        memory, layers_BMD=tuple(layers), valid_B=valid_B, context_limits=ContextLimits(slots), least_valid=0
+    )
 
 
 @pytest.mark.parametrize(
@@ -102,7 +104,7 @@ def of_length(memory: Memory, slots: int) -> Memory:
         (139, {"loss": "half"}),  # rows of 46, 46 and 47: the last segment counts 1, 1 and 2 targets
         (139, {"clip": 100.0}),
         (139, {"clip": 0.003, "memory": 0, "warmup": 0}),
-        (139, {"rows": 1, "segment": 31, "memory": 5}),
+        (139, {"batch_size": 1, "segment_length": 31, "memory_length": 5}),
         (139, {"chunks": 2, "loss": "half"}),
         (127, {"chunks": 3}),
         (127, {"chunks": 2, "recompute": True}),
@@ -130,31 +132,39 @@ def test_the_length_warmup_equals_reading_by_hand(
 ) -> None:
     """Segments of 8, and 10 steps a stage, which begins where a segment does; padding alone is no step."""
     text = letters(length, seed=1)
-    sizes = {"segment": 8, "memory": 12, "first_segment": 2, "length_warmup": 20, "steps": 25}
+    sizes = {
+        "segment_length": 8,
+        "memory_length": 12,
+        "initial_segment_length": 2,
+        "segment_warmup_steps": 20,
+        "max_steps": 25,
+    }
     training = start(tmp_path / "run", make_corpus(tmp_path / "corpus", text), **sizes | settings)
     compare_with_hand(training, text, lengths)
 
 
-def compare_with_hand(training: Training, text: bytes, lengths: list[int]) -> None:
+def compare_with_hand(training: Trainer, text: bytes, lengths: list[int]) -> None:
     hand = ByHand(as_double(training), text, lengths)
     config, wanted = training.config, []
 
     def compare() -> bool:
         step = training.state.progress.step - 1  # asked after every step, and before the first
         if step >= 0:
-            share = (step - config.warmup) / (config.steps - config.warmup)
-            warm = (step + 1) / config.warmup if step < config.warmup else (1 + math.cos(math.pi * share)) / 2
+            share = (step - config.warmup_steps) / (config.max_steps - config.warmup_steps)
+            warm = (
+                (step + 1) / config.warmup_steps if step < config.warmup_steps else (1 + math.cos(math.pi * share)) / 2
+            )
             wanted.append((*hand.step(step, 0.01 * warm), 0.01 * warm))
         for found, by_hand in zip(training.state.model.parameters(), hand.weights, strict=True):
             torch.testing.assert_close(found, by_hand, rtol=0, atol=1e-9)
         return False
 
     assert training.run(compare).finished
-    assert len(wanted) == config.steps
+    assert len(wanted) == config.max_steps
     lines = lines_of(training, "train")
-    found = [(line["nats_per_token"], line["gradient_norm"], line["learning_rate"]) for line in lines]
+    found = [(line["nats_per_token"], line["grad_norm"], line["learning_rate"]) for line in lines]
     np.testing.assert_allclose(found, wanted, rtol=1e-9)
-    assert [line["step"] for line in lines] == [*range(1, config.steps + 1)]
+    assert [line["step"] for line in lines] == [*range(1, config.max_steps + 1)]
     assert all(math.isclose(line["bits_per_byte"], line["nats_per_token"] / math.log(2)) for line in lines)
     assert all(line["tokens_per_second"] > 0 for line in lines)
 
@@ -170,7 +180,7 @@ def test_clip_limits_the_gradient_that_adam_sees(tmp_path: Path) -> None:
             )
         )
         train_until(training, 1)
-        seen[clip] = grads[0], lines_of(training, "train")[0]["gradient_norm"]
+        seen[clip] = grads[0], lines_of(training, "train")[0]["grad_norm"]
     (clipped, norm), (whole, same_norm) = seen[0.01], seen[1000.0]
     assert norm == same_norm == pytest.approx(whole.norm().item(), rel=1e-5)
     assert norm > 0.1
@@ -189,9 +199,9 @@ def random_segment(rows: int, length: int, seed: int) -> Segment:
     return Segment(tokens[:, :-1].copy(), tokens[:, 1:].copy(), counted, starts=False)
 
 
-def learner_of(model: Any, **settings: Any) -> Learner:
+def learner_of(model: Any, **settings: Any) -> TrainStep:
     config = TrainConfig(**{"segment": 5, "memory": 7, "clip": 0.1, "precision": "float32", **settings})
-    return Learner(ScoredModel(model.train()), build_optimizers(model, config), config, CPU, ALONE)
+    return TrainStep(ScoredModel(model.train()), build_optimizers(model, config), config, CPU, ALONE)
 
 
 @pytest.mark.parametrize("chunks", [2, 3, 5, 7])
@@ -200,7 +210,7 @@ def test_chunks_are_one_large_batch(make_model, settings: dict[str, Any], chunks
     found = {}
     for number in (1, chunks):
         model = make_model(memory=7, **settings)
-        learner = learner_of(model, rows=7, chunks=number)
+        learner = learner_of(model, batch_size=7, chunks=number)
         memories = tuple(model.initial_memory(len(rows)) for rows in chunks_of(7, learner.config, 1))
         assert len(memories) == number
         numbers = []
@@ -215,17 +225,17 @@ def test_chunks_are_one_large_batch(make_model, settings: dict[str, Any], chunks
 
 def test_chunks_are_even_and_as_many_in_every_process() -> None:
     """A process with fewer rows than chunks decides for all: each pass must be everybody's."""
-    config = TrainConfig(rows=7, chunks=3)
+    config = TrainConfig(batch_size=7, chunks=3)
     assert chunks_of(7, config, 1) == [range(2), range(2, 4), range(4, 7)]
     assert chunks_of(1, config.model_copy(update={"rows": 1}), 1) == [range(1)]
-    shared = config.model_copy(update={"rows": 8, "chunks": 4})
+    shared = config.model_copy(update={"batch_size": 8, "chunks": 4})
     assert chunks_of(4, shared, 2) == [range(place, place + 1) for place in range(4)]
     assert chunks_of(2, shared, 4) == [range(1), range(1, 2)]
 
 
-def gradients(model: Any, recompute: bool) -> tuple[list[Tensor], int]:
+def gradients(model: Any, activation_checkpointing: bool) -> tuple[list[Tensor], int]:
     """Of a step with dropout, and the bytes that the forward pass kept for the backward pass."""
-    model.recompute = recompute
+    model.activation_checkpointing = activation_checkpointing
     kept: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
@@ -245,7 +255,7 @@ def gradients(model: Any, recompute: bool) -> tuple[list[Tensor], int]:
 @pytest.mark.parametrize("norm", ["pre", "post"])
 def test_recomputing_changes_no_gradient_and_keeps_less(make_model, norm: str) -> None:
     """Bit for bit, with dropout everywhere; and what is kept no longer grows with what is inside the layers."""
-    model = make_model(dropout=0.3, attention_dropout=0.2, norm=norm, layers=5, feedforward=97).train()
+    model = make_model(dropout=0.3, attention_dropout=0.2, norm=norm, n_layers=5, d_ff=97).train()
     (plain, much), (again, little) = gradients(model, False), gradients(model, True)
     assert all(torch.equal(one, other) for one, other in zip(plain, again, strict=True))
     assert little < 0.5 * much

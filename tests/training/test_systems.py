@@ -15,14 +15,20 @@ from transformer_xl.generation.sampling import Sampler
 from transformer_xl.model.build import build_model
 from transformer_xl.model.memory import Memory
 from transformer_xl.run_folder import RunFolder, load
-from transformer_xl.training.loop import Training
+from transformer_xl.training.loop import Trainer
 
-AUXILIARY = {"intermediate_losses": True, "second_target": True}
+AUXILIARY = {"intermediate_layer_losses": True, "second_target": True}
 SYSTEMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "lstm, chunks": ({"kind": "lstm"}, {"chunks": 2}),
     "qrnn, length warm-up": (
         {"kind": "qrnn", "zoneout": 0.2},
-        {"segment": 8, "memory": 12, "first_segment": 2, "length_warmup": 12, "optimizer": "muon"},
+        {
+            "segment_length": 8,
+            "memory_length": 12,
+            "initial_segment_length": 2,
+            "segment_warmup_steps": 12,
+            "optimizer": "muon",
+        },
     ),
     "shaw": ({"encoding": "shaw"}, {"recompute": True}),
     "sinusoidal, half the loss": ({"encoding": "sinusoidal"}, {"memory": 0, "loss": "half"}),
@@ -34,14 +40,14 @@ SYSTEMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_stops_change_nothing(tmp_path: Path, name: str) -> None:
     corpus = make_corpus(tmp_path / "corpus", letters(70, seed=1), letters(41, seed=2))
     system, train = SYSTEMS[name]
-    settings = {"model": {"dropout": 0.2, **system}, **train, "evaluate_every": 5}
+    settings = {"model": {"dropout": 0.2, **system}, **train, "eval_interval": 5}
     straight = start(tmp_path / "straight", corpus, **settings)
     straight.run()
     training = start(tmp_path / "run", corpus, **settings)
     for stop in (3, 10):  # with two layers the losses of the first are there until a quarter of training
         train_until(training, stop)
         torch.manual_seed(104_729)
-        training = Training(RunFolder.open(tmp_path / "run"), corpus, CPU)
+        training = Trainer(RunFolder.open(tmp_path / "run"), corpus, CPU)
         training.resume()
         assert training.state.progress.step == stop
     training.run()
@@ -62,7 +68,14 @@ def test_auxiliary_losses_train_and_are_not_reported(tmp_path: Path) -> None:
     """The first figure is that of a model without them, and the second is not: they have moved the weights."""
     corpus = make_corpus(tmp_path / "corpus", letters(70, seed=1))
     without, along = (
-        start(tmp_path / name, corpus, model={"encoding": "learned", **extra}, memory=0, steps=3, warmup=0)
+        start(
+            tmp_path / name,
+            corpus,
+            model={"encoding": "learned", **extra},
+            memory_length=0,
+            max_steps=3,
+            warmup_steps=0,
+        )
         for name, extra in (("without", {}), ("along", AUXILIARY))
     )
     same = without.state.model.state_dict()
@@ -77,8 +90,8 @@ def test_auxiliary_losses_train_and_are_not_reported(tmp_path: Path) -> None:
 def test_auxiliary_losses_follow_the_steps_of_the_whole_training(tmp_path: Path) -> None:
     """Of two layers the first predicts in the first quarter of training; its map then stands still."""
     corpus = make_corpus(tmp_path / "corpus", letters(70, seed=1))
-    model = {"encoding": "learned", "intermediate_losses": True}
-    training = start(tmp_path / "run", corpus, model=model, memory=0, steps=8, warmup=0, beta1=0.0)
+    model = {"encoding": "learned", "intermediate_layer_losses": True}
+    training = start(tmp_path / "run", corpus, model=model, memory_length=0, max_steps=8, warmup_steps=0, beta1=0.0)
     weight = dict(training.state.model.named_parameters())["next_heads.1.weight"]
     moved = []
     for step in range(1, 6):

@@ -9,14 +9,14 @@ import pytest
 
 from transformer_xl.config import TrainConfig, UserError
 from transformer_xl.text.segments import SegmentStream, StreamPosition
-from transformer_xl.training.distributed import World
+from transformer_xl.training.distributed import DistributedContext
 from transformer_xl.training.validation import validation_stream
 
 
 def streams(tokens: int, size: int, *, rows: int) -> list[SegmentStream]:
-    config = TrainConfig(rows=rows, segment=4, memory=4)
+    config = TrainConfig(batch_size=rows, segment_length=4, memory_length=4)
     text = np.arange(tokens, dtype=np.uint32)
-    return [validation_stream(text, 0, config, World(rank=rank, size=size)) for rank in range(size)]
+    return [validation_stream(text, 0, config, DistributedContext(rank=rank, size=size)) for rank in range(size)]
 
 
 @pytest.mark.parametrize("size", range(1, 10))

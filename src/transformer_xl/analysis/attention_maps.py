@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from transformer_xl.config import UserError
-from transformer_xl.evaluation.plan import Plan, Progress
+from transformer_xl.evaluation.plan import EvaluationPlan, Progress
 from transformer_xl.evaluation.scoring import check_weights, computing
 from transformer_xl.evaluation.stretches import slots_needed
 from transformer_xl.model.kernels import AttentionTerms
@@ -86,7 +86,11 @@ Taker = Callable[[LayerView], None]
 
 
 def look(
-    model: TransformerXL, tokens_K: Tokens, plan: Plan, takers: Sequence[Taker], progress: Progress | None = None
+    model: TransformerXL,
+    tokens_K: Tokens,
+    plan: EvaluationPlan,
+    takers: Sequence[Taker],
+    progress: Progress | None = None,
 ) -> None:
     """Reads a text from an empty memory on and shows every layer of every segment to the takers, in order.
 
@@ -102,10 +106,10 @@ def look(
     """
     assert not model.training
     check_weights(model)
-    device, reach = next(model.parameters()).device, plan.reach
+    device, context_limits = next(model.parameters()).device, plan.context_limits
     # slots that the text never fills change nothing, unless they are attended
-    slots = reach.memory if model.config.attend_empty_memory else slots_needed(len(tokens_K), plan)
-    memory = model.initial_memory(1, replace(reach, memory=slots))
+    slots = context_limits.memory_length if model.config.attend_empty_memory else slots_needed(len(tokens_K), plan)
+    memory = model.initial_memory(1, replace(context_limits, memory_length=slots))
     for begin in range(0, len(tokens_K), plan.segment):
         ids_T = np.asarray(tokens_K[begin : begin + plan.segment], dtype=np.int64)
         with computing(device, "float32"):
@@ -113,7 +117,7 @@ def look(
             rows_BTD = [model.first_input(tokens_BT, None)]
             for layer, trace in enumerate(model.trace(tokens_BT, memory)):
                 _check_finite(trace, layer)
-                view = LayerView(layer, begin, min(begin, reach.memory), trace.terms)
+                view = LayerView(layer, begin, min(begin, context_limits.memory_length), trace.terms)
                 for take in takers:
                     take(view)
                 rows_BTD.append(trace.output_BTD)
@@ -152,13 +156,13 @@ class AttentionMeans:
     first, so each distance is divided by the number of counted queries that had it in sight.
     """
 
-    def __init__(self, model: TransformerXL, plan: Plan, num_tokens: int) -> None:
+    def __init__(self, model: TransformerXL, plan: EvaluationPlan, num_tokens: int) -> None:
         num_distances = min(distances_seen(plan), num_tokens)
-        shape = (model.config.layers, model.config.heads)
-        before = -(-plan.reach.memory // plan.segment) * plan.segment
+        shape = (model.config.n_layers, model.config.n_heads)
+        before = -(-plan.context_limits.memory_length // plan.segment) * plan.segment
         self.fills_memory = num_tokens > before
         """Whether the text is long enough for queries that have their memory full."""
-        self._least_valid = plan.reach.memory if self.fills_memory else 0
+        self._least_valid = plan.context_limits.memory_length if self.fills_memory else 0
         self.num_queries = 0
         """How many counted."""
         self.count_P = torch.zeros(num_distances, dtype=torch.int64)
@@ -198,10 +202,10 @@ class AttentionMeans:
         return (self._entropy_LN / self.num_queries).numpy()
 
 
-def distances_seen(plan: Plan) -> int:
+def distances_seen(plan: EvaluationPlan) -> int:
     """P: how many distances, 0 included, the last query of a segment sees beside a full memory."""
-    num_keys = plan.reach.memory + plan.segment
-    return min(num_keys, plan.reach.window or num_keys)
+    num_keys = plan.context_limits.memory_length + plan.segment
+    return min(num_keys, plan.context_limits.attention_window or num_keys)
 
 
 class TermMaps:
@@ -212,7 +216,7 @@ class TermMaps:
     """
 
     def __init__(self, model: TransformerXL, num_tokens: int) -> None:
-        shape = (model.config.layers, model.config.heads)
+        shape = (model.config.n_layers, model.config.n_heads)
         self.num_tokens = num_tokens
         self.shape = shape
         self.terms = terms_of(model)
@@ -231,13 +235,13 @@ class TermMaps:
         """The first token that each query sees."""
         self._window: int | None = None
 
-    def taker(self, plan: Plan) -> Taker:
+    def taker(self, plan: EvaluationPlan) -> Taker:
         """What `look` is given, with that plan; views beyond the first Q tokens are passed over."""
 
         def take(view: LayerView) -> None:
             num = min(plan.segment, self.num_tokens - view.begin)
             if num > 0:
-                self._add(view, num, plan.reach.window)
+                self._add(view, num, plan.context_limits.attention_window)
 
         return take
 

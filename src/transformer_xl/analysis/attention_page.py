@@ -24,7 +24,7 @@ from matplotlib import colormaps
 
 from transformer_xl.analysis.attention_maps import TermMaps, number_of
 from transformer_xl.config import UserError
-from transformer_xl.text.vocabulary import Vocabulary
+from transformer_xl.text.tokenizer import Tokenizer
 
 MOST_BYTES = 8 * 2**20
 """Of terms (a) and (b) in a page; as text they take a third more."""
@@ -48,9 +48,9 @@ class TokenText:
     """Whether it is bytes that are no characters."""
 
 
-def token_texts(vocabulary: Vocabulary, ids_Q: npt.NDArray[Any]) -> list[TokenText]:
+def token_texts(tokenizer: Tokenizer, ids_Q: npt.NDArray[Any]) -> list[TokenText]:
     """How the tokens of a text are shown one by one; bytes that are part of a character as hexadecimal numbers."""
-    return [_token_text(vocabulary.decode_bytes([token])) for token in ids_Q.tolist()]
+    return [_token_text(tokenizer.decode_bytes([token])) for token in ids_Q.tolist()]
 
 
 def _token_text(content: bytes) -> TokenText:
@@ -125,8 +125,8 @@ def attention_page(maps: TermMaps, tokens: Sequence[TokenText], title: str, abou
     layers, heads = maps.shape
     levels, ranges = _quantised(maps)
     data = {
-        "layers": layers,
-        "heads": heads,
+        "n_layers": layers,
+        "n_heads": heads,
         "tokens": [asdict(token) for token in tokens],
         "apart": apart,
         "terms": [{"name": name, "words": words} for name, words in maps.terms.items()],

@@ -37,7 +37,7 @@ class DemoResults:
 
 def result_rows(folder: RunFolder, results: DemoResults) -> list[list[str]]:
     """Rows of the results, under COLUMNS."""
-    trained = folder.config.train.memory
+    trained = folder.config.train.memory_length
     notes = {0: " (none)", trained: " (as trained)"}
     rows = [
         [
@@ -57,8 +57,8 @@ def demo_page(folder: RunFolder, source: str, results: DemoResults) -> str:
         "Transformer-XL, trained here and now",
         [
             paragraph(
-                f"A model of {model.layers} layers, {model.width} wide, read plain bytes ({source}): {train.steps:,} "
-                f"steps of {train.rows} x {train.segment} bytes. All on this page took {results.seconds:,.0f} seconds. "
+                f"A model of {model.n_layers} layers, {model.d_model} wide, read plain bytes ({source}): {train.max_steps:,} "
+                f"steps of {train.batch_size} x {train.segment_length} bytes. All on this page took {results.seconds:,.0f} seconds. "
                 f"The table scores the first {results.num_bytes:,} bytes of files the model never saw; at best it "
                 f"needs {results.best:.2f} bits for a byte."
             ),
@@ -87,7 +87,7 @@ def demo_page(folder: RunFolder, source: str, results: DemoResults) -> str:
 
 def _learning(folder: RunFolder) -> Chart:
     lines: list[Line] = []
-    figures = folder.figures()
+    figures = folder.metrics()
     for split, label, style in (("train", "training text", "-"), ("valid", "validation text", "o-")):
         seen = [line for line in figures if line["split"] == split]
         lines.append(Line(label, [line["step"] for line in seen], [line["bits_per_byte"] for line in seen], style))

@@ -21,10 +21,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from transformer_xl.config import ModelConfig, UserError
-from transformer_xl.device import Precision, autocast, number_format
+from transformer_xl.device import Precision, autocast, resolve_dtype
 from transformer_xl.model.build import build_model
 from transformer_xl.model.language_model import LanguageModel
-from transformer_xl.model.memory import Reach
+from transformer_xl.model.memory import ContextLimits
 from transformer_xl.model.precision import with_matrices_in
 
 PAPER = {800: 363, 1800: 773, 2800: 1409, 3800: 1874}
@@ -111,10 +111,10 @@ class Contest:
     def __init__(self, task: Task, device: torch.device) -> None:
         torch.manual_seed(1)
         self.task, self.device = task, device
-        self.format = number_format(device, task.precision)
+        self.format = resolve_dtype(device, task.precision)
         longest = max(task.lengths)
         # dropout plays no part; the vanilla model is Al-Rfou's, as in the paper, without its training losses
-        shared = {"dropout": 0.0, "attention_dropout": 0.0, "window": None, "clamp_length": None}
+        shared = {"dropout": 0.0, "attention_dropout": 0.0, "attention_window": None, "clamp_length": None}
         vanilla = {"encoding": "learned", "learned_positions": longest, "memory": 0}
         self._memory_model = self._ready(task.model.model_copy(update=shared))
         self._vanilla_model = self._ready(task.model.model_copy(update={**shared, **vanilla}))
@@ -191,7 +191,7 @@ class Contest:
             torch.cuda.synchronize()
 
     def _tokens(self, number: int) -> Tensor:
-        return torch.randint(self.task.model.vocabulary_size, (1, number), device=self.device)
+        return torch.randint(self.task.model.vocab_size, (1, number), device=self.device)
 
 
 class _Reading:
@@ -199,7 +199,7 @@ class _Reading:
 
     def __init__(self, model: LanguageModel, length: int, clamp: int | None, tokens: Callable[[int], Tensor]) -> None:
         self._model, self._tokens = model, tokens
-        self._memory = model.inference_memory(1, Reach(length - 1, length, clamp))
+        self._memory = model.inference_memory(1, ContextLimits(length - 1, length, clamp))
         for part_1T in tokens(length).split(1024, dim=1):
             _, self._memory = model(part_1T, self._memory)
 
@@ -217,8 +217,8 @@ def arithmetic_limit(config: ModelConfig, length: int, clamp: int | None) -> flo
     which there are W (W + 1) / 2; memory adds 2 N H for each of W keys, and N H for each distance that has a position
     key of its own.
     """
-    inner = config.heads * config.head_size
-    linear = 4 * config.width * inner + 2 * config.width * config.feedforward
+    inner = config.n_heads * config.head_size
+    linear = 4 * config.d_model * inner + 2 * config.d_model * config.d_ff
     distances = length if clamp is None else min(length, clamp + 1)
     vanilla = length * linear + length * (length + 1) * inner
     memory = linear + (2 * length + distances) * inner

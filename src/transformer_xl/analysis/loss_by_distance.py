@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from transformer_xl.evaluation.plan import Documents, Plan, Progress, Text
+from transformer_xl.evaluation.plan import Documents, EvaluationPlan, Progress, Text
 from transformer_xl.evaluation.scoring import score_parts
 from transformer_xl.model.language_model import LanguageModel
 
@@ -42,19 +42,19 @@ class LossByDistance:
         ]
 
 
-def in_stretches(text: Text, plan: Plan) -> tuple[Text, int | None]:
+def in_stretches(text: Text, plan: EvaluationPlan) -> tuple[Text, int | None]:
     """The text itself where it has documents; one without is cut, as if documents began there: and how long each is.
 
     Stretches are twice as long as memory and a segment, and shorter where the text would have fewer than eight.
     """
     if len(text.edges("reset")) > 2:
         return text, None
-    length = max(1, min(2 * (plan.reach.memory + plan.segment), len(text.tokens_K) // _LEAST_STRETCHES))
-    return Text(text.tokens_K, text.start_id, np.arange(0, len(text.tokens_K), length)), length
+    length = max(1, min(2 * (plan.context_limits.memory_length + plan.segment), len(text.tokens_K) // _LEAST_STRETCHES))
+    return Text(text.tokens_K, text.bos_token_id, np.arange(0, len(text.tokens_K), length)), length
 
 
 def loss_by_distance(
-    model: LanguageModel, text: Text, plan: Plan, documents: Documents, progress: Progress | None = None
+    model: LanguageModel, text: Text, plan: EvaluationPlan, documents: Documents, progress: Progress | None = None
 ) -> LossByDistance:
     """Scores a text and groups the losses by the distance from their document's start.
 

@@ -20,15 +20,15 @@ Groups = dict[str, dict[str, Any]]
 
 Encoding = Literal["relative", "shaw", "sinusoidal", "learned", "lstm", "qrnn"]
 
-_OF_RELATIVE = ("tie_position_biases",)
-_OF_DISTANCES = (*_OF_RELATIVE, "attend_empty_memory", "kernel", "clamp_length")
+_OF_RELATIVE = ("tie_attention_biases",)
+_OF_DISTANCES = (*_OF_RELATIVE, "attend_empty_memory", "attn_implementation", "clamp_length")
 _MEANINGLESS: dict[Encoding, tuple[str, ...]] = {
     "relative": (),
     "shaw": _OF_RELATIVE,
     "sinusoidal": _OF_DISTANCES,
     "learned": _OF_DISTANCES,
-    "lstm": (*_OF_DISTANCES, "window", "norm", "attention_dropout", "encoding"),
-    "qrnn": (*_OF_DISTANCES, "window", "norm", "attention_dropout", "encoding"),
+    "lstm": (*_OF_DISTANCES, "attention_window", "norm", "attention_dropout", "encoding"),
+    "qrnn": (*_OF_DISTANCES, "attention_window", "norm", "attention_dropout", "encoding"),
 }
 """Settings of a Transformer-XL that a system does not have."""
 
@@ -71,7 +71,7 @@ class System:
         """Whether memory can be given it when it is scored; without, a window must move token by token."""
         return self.encoding not in ("sinusoidal", "learned")
 
-    def settings(self, base: Mapping[str, Mapping[str, Any]], vocabulary_size: int) -> Groups:
+    def settings(self, base: Mapping[str, Mapping[str, Any]], vocab_size: int) -> Groups:
         """Its settings: the base's, with what makes it this system.
 
         Raises:
@@ -79,22 +79,22 @@ class System:
         """
         settings: Groups = merge({"model": {}, "train": {}, "evaluation": {}}, base)
         model, train = settings["model"], settings["train"]
-        with_memory = _checked(settings, vocabulary_size)
+        with_memory = _checked(settings, vocab_size)
         for name in _MEANINGLESS[self.encoding]:
             model.pop(name, None)
         model |= {"encoding": self.encoding} if self.attends else {"kind": self.encoding}
-        train |= {"loss": self.loss, "memory": with_memory.train.memory if self.recurrence else 0}
+        train |= {"loss": self.loss, "memory_length": with_memory.train.memory_length if self.recurrence else 0}
         if self.encoding not in ("relative", "shaw"):
             settings["evaluation"].clear()  # lengths of a memory
         if self.larger:
-            model["layers"] = with_memory.model.layers + max(1, with_memory.model.layers // 4)
+            model["n_layers"] = with_memory.model.n_layers + max(1, with_memory.model.n_layers // 4)
         if not self.attends:
-            model["width"] = _fitting_width(settings, vocabulary_size, num_parameters(with_memory))
+            model["d_model"] = _fitting_width(settings, vocab_size, num_parameters(with_memory))
         if self.equal_memory:
-            train["segment"] = _fitting_segment(settings, vocabulary_size, _step_bytes(with_memory))
+            train["segment_length"] = _fitting_segment(settings, vocab_size, _step_bytes(with_memory))
             base_train = with_memory.train
-            train["steps"] = round(base_train.steps * base_train.segment / train["segment"])
-        _checked(settings, vocabulary_size)
+            train["max_steps"] = round(base_train.max_steps * base_train.segment_length / train["segment_length"])
+        _checked(settings, vocab_size)
         return settings
 
 
@@ -130,9 +130,9 @@ def num_parameters(config: RunConfig) -> int:
         return build_model(config.model).num_parameters()
 
 
-def _checked(settings: Groups, vocabulary_size: int) -> RunConfig:
+def _checked(settings: Groups, vocab_size: int) -> RunConfig:
     """The settings as a run has them; clusters are left out, which are found from the corpus later."""
-    known: dict[str, Any] = {"vocabulary_size": vocabulary_size}
+    known: dict[str, Any] = {"vocab_size": vocab_size}
     if settings["model"].get("cutoffs") == "auto":
         known["cutoffs"] = ()
     return run_settings(merge(settings, {"model": known}), "settings")
@@ -140,26 +140,31 @@ def _checked(settings: Groups, vocabulary_size: int) -> RunConfig:
 
 def _step_bytes(config: RunConfig) -> int:
     train = config.train
-    return step_cost(config.model, rows=train.rows, segment=train.segment, memory=train.memory).bytes
+    return step_cost(
+        config.model,
+        batch_size=train.batch_size,
+        segment_length=train.segment_length,
+        memory_length=train.memory_length,
+    ).bytes
 
 
-def _fitting_width(settings: Groups, vocabulary_size: int, parameters: int) -> int:
+def _fitting_width(settings: Groups, vocab_size: int, parameters: int) -> int:
     """The width, a multiple of 8, at which a model has about so many parameters."""
 
     def at(width: int) -> int:
-        given = {"model": {"width": width, "heads": 1, "head_width": None}}
-        return num_parameters(_checked(merge(settings, given), vocabulary_size))
+        given = {"model": {"d_model": width, "n_heads": 1, "d_head": None}}
+        return num_parameters(_checked(merge(settings, given), vocab_size))
 
     most = _largest(lambda count: at(8 * count) <= parameters)
     return 8 * min((most, most + 1), key=lambda count: abs(at(8 * count) - parameters))
 
 
-def _fitting_segment(settings: Groups, vocabulary_size: int, num_bytes: int) -> int:
+def _fitting_segment(settings: Groups, vocab_size: int, num_bytes: int) -> int:
     """The longest segment with which a step needs no more than so many bytes."""
 
     def fits(segment: int) -> bool:
-        given = {"train": {"segment": segment}}
-        return _step_bytes(_checked(merge(settings, given), vocabulary_size)) <= num_bytes
+        given = {"train": {"segment_length": segment}}
+        return _step_bytes(_checked(merge(settings, given), vocab_size)) <= num_bytes
 
     return _largest(fits)
 

@@ -20,7 +20,7 @@ def convert(
     *,
     to: Literal["run", "huggingface"] = "run",
     format: Literal["huggingface", "official", "nvidia", "tensorflow"] | None = None,
-    vocabulary: str | None = None,
+    tokenizer: str | None = None,
     splitting: Literal["moses", "punctuation", "spaces"] | None = None,
     json: Json = False,
 ) -> None:
@@ -38,7 +38,7 @@ def convert(
     format
         What FROM is. [default: recognised]
     vocabulary
-        For a model that comes without its vocabulary: a run, a corpus or a vocabulary.json that has it; or bytes.
+        For a model that comes without its vocabulary: a run, a corpus or a txl_tokenizer.json that has it; or bytes.
     splitting
         How text becomes the words of the vocabulary: as Hugging Face's tokenizer splits it, as English in WikiText's
         forms, or at white space alone, for text that is split already. [default: as FROM had it]
@@ -47,18 +47,18 @@ def convert(
 
     began = time.perf_counter()
     if to == "huggingface":
-        if any(given is not None for given in (format, vocabulary, splitting)):
+        if any(given is not None for given in (format, tokenizer, splitting)):
             raise UserError("--format, --vocabulary and --splitting are for models of other programs; leave them out")
         done = to_huggingface(source, out)
     else:
-        done = to_run(source, out, format=format, vocabulary=vocabulary, splitting=splitting)
+        done = to_run(source, out, format=format, tokenizer=tokenizer, splitting=splitting)
     for remark in done.remarks:
         say(f"note: {remark}")
-    words = f"{done.vocabulary.kind}, {done.vocabulary.size:,} tokens"
+    words = f"{done.tokenizer.kind}, {done.tokenizer.vocab_size:,} tokens"
     seconds = time.perf_counter() - began
     if json:
         facts = {"from": str(source), "to": str(out), "format": done.format, "parameters": done.parameters}
-        print_json({**facts, "vocabulary": words, "remarks": list(done.remarks), "seconds": seconds})
+        print_json({**facts, "tokenizer": words, "remarks": list(done.remarks), "seconds": seconds})
         return
     rows = [["format", done.format], ["parameters", f"{done.parameters:,}"], ["vocabulary", words]]
     print_table(f"{out} ({seconds:.1f} s)", ["", "value"], rows)

@@ -78,11 +78,11 @@ def _train(out: Path, recipe: str, machine: Machine) -> tuple[RunFolder, Corpus,
     from transformer_xl.cli.train import new_training, run_training
     from transformer_xl.text.corpus_writer import write_corpus
     from transformer_xl.text.sources.corpora import find_text
-    from transformer_xl.text.vocabulary import ByteVocabulary
+    from transformer_xl.text.tokenizer import ByteTokenizer
 
     text = find_text(["python-stdlib"], given={})
     corpus = write_corpus(
-        out / "corpus", text.splits, name=text.name, source=text.description, vocabulary=ByteVocabulary()
+        out / "corpus", text.splits, name=text.name, source=text.description, tokenizer=ByteTokenizer()
     )
     train = corpus.split("train")
     say(f"text: {corpus.source}; {train.num_bytes:,} bytes in {train.num_documents:,} files to learn from")
@@ -90,7 +90,7 @@ def _train(out: Path, recipe: str, machine: Machine) -> tuple[RunFolder, Corpus,
     config = training.folder.config
     say(
         f"model: {training.state.model.num_parameters():,} parameters, on {training.device}; "
-        f"{config.train.steps:,} steps of {config.train.rows * config.train.segment:,} bytes"
+        f"{config.train.max_steps:,} steps of {config.train.batch_size * config.train.segment_length:,} bytes"
     )
     outcome, stopped_by = run_training(training)
     if not outcome.finished:
@@ -106,8 +106,8 @@ def _examine(folder: RunFolder, corpus: Corpus, machine: Machine, tokens: int, b
 
     run = load(folder.path, device=str(machine.choose()))
     test = corpus.split("test")
-    text = run.vocabulary.decode_bytes(test.tokens[:tokens])
-    trained = folder.config.train.memory
+    text = run.tokenizer.decode_bytes(test.tokens[:tokens])
+    trained = folder.config.train.memory_length
     swept = sorted({0, trained // 2, trained, trained * 4})
     lengths = {length: _scored(run, corpus, length, tokens) for length in swept}
     prompt = "class Queue:\n    def __init__(self"
@@ -126,10 +126,10 @@ def _examine(folder: RunFolder, corpus: Corpus, machine: Machine, tokens: int, b
 
 def _scored(run: Run, corpus: Corpus, length: int, tokens: int) -> dict[str, Any]:
     from transformer_xl.evaluation.evaluate import evaluate
-    from transformer_xl.evaluation.plan import Plan
+    from transformer_xl.evaluation.plan import EvaluationPlan
 
     test = corpus.split("test")
-    plan = Plan.of(run.config, memory=length)
+    plan = EvaluationPlan.of(run.config, memory=length)
     with ProgressBar(f"test, memory {length:,}", min(tokens, test.num_tokens), "tokens") as bar:
         return evaluate(run, test, plan, limit=tokens, progress=bar.advance).as_dict()
 

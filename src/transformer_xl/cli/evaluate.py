@@ -15,10 +15,10 @@ from transformer_xl.config import RunConfig, UserError
 if TYPE_CHECKING:
     import torch
 
-    from transformer_xl.evaluation.plan import Documents, Method, Plan
+    from transformer_xl.evaluation.plan import Documents, EvaluationPlan, Method
     from transformer_xl.run_folder import Run
     from transformer_xl.text.token_store import Corpus, TokenSplit
-    from transformer_xl.text.vocabulary import Vocabulary
+    from transformer_xl.text.tokenizer import Tokenizer
 
 Precision = Literal["auto", "float32", "bfloat16"]
 
@@ -63,7 +63,7 @@ class Sweep:
         if windows is None:
             return [lengths]
         # a token sees itself and memory: so much of it fills the window wherever in its segment the token stands
-        kept = lengths.memory is not None or method == "moving-window"
+        kept = lengths.memory is not None or method == "sliding-window"
         return [
             replace(lengths, window=window, memory=lengths.memory if kept else window - 1)
             for window in whole_numbers("--sweep-window", windows)
@@ -126,7 +126,7 @@ def evaluate(
     lengths: Annotated[Lengths, Parameter(name="*")] = _THE_RUNS,
     sweep: Annotated[Sweep, Parameter(name="*")] = _NO_SWEEP,
     shares: Annotated[Rows, Parameter(name="*")] = _ONE_ROW,
-    method: Literal["memory", "moving-window", "dynamic"] = "memory",
+    method: Literal["memory", "sliding-window", "dynamic"] = "memory",
     dynamic: DynamicFlags = _PUBLISHED,
     per_token: Path | None = None,
     weights: Literal["best", "last"] = "best",
@@ -149,7 +149,7 @@ def evaluate(
     shares
         How the text is shared out.
     method
-        memory: read on, as the paper does. moving-window: each token from exactly the window of tokens before it, all
+        memory: read on, as the paper does. sliding-window: each token from exactly the window of tokens before it, all
         computed anew, as its vanilla model does. dynamic: take a gradient step after each segment.
     per_token
         File to write the loss of every token to, in nats and text order: a numpy array (.npy) of float32.
@@ -171,18 +171,18 @@ def evaluate(
     how = {"method": method_of(method, dynamic, opened), "precision": precision}
     plans = [replace(plan_of(folder.config, each, shares), **how) for each in swept]
     opened.verify(chosen.split)
-    loaded = Run(folder.load_model(device, weights), folder.vocabulary, folder.config)
+    loaded = Run(folder.load_model(device, weights), folder.tokenizer, folder.config)
     say_remarks(plans, device)
     results = [_scored(loaded, text, plan, chosen.tokens, per_token) for plan in plans]
     head = {"run": str(run), "split": chosen.split}
-    _show(head, results, folder.vocabulary, json, swept=sweep != _NO_SWEEP)
+    _show(head, results, folder.tokenizer, json, swept=sweep != _NO_SWEEP)
 
 
 def _check_words(method: str, lengths: Lengths, chosen: Chosen) -> None:
     """Refuses words that cannot be meant, before anything is opened."""
     if chosen.tokens is not None and chosen.tokens < 1:
         raise UserError(f"--tokens {chosen.tokens}: wanted 1 or more")
-    if method == "moving-window" and lengths.segment is not None:
+    if method == "sliding-window" and lengths.segment is not None:
         raise UserError("--segment was given; a moving window reads whole windows, of --window tokens")
 
 
@@ -191,11 +191,11 @@ def _check_alone(per_token: Path | None, swept: list[Lengths]) -> None:
         raise UserError("--per-token and a sweep were both given; a file holds the losses of one evaluation")
 
 
-def plan_of(config: RunConfig, lengths: Lengths, shares: Rows, documents: Documents = "continue") -> Plan:
+def plan_of(config: RunConfig, lengths: Lengths, shares: Rows, documents: Documents = "continue") -> EvaluationPlan:
     """The run's lengths, with those that were typed in their place; `documents` unless that was typed."""
-    from transformer_xl.evaluation.plan import Plan
+    from transformer_xl.evaluation.plan import EvaluationPlan
 
-    plan = replace(Plan.of(config, **asdict(lengths)), rows=shares.rows, warmup=shares.warmup)
+    plan = replace(EvaluationPlan.of(config, **asdict(lengths)), rows=shares.rows, warmup=shares.warmup)
     return replace(plan, documents=shares.documents or documents)
 
 
@@ -211,28 +211,28 @@ def method_of(name: str, flags: DynamicFlags, corpus: Corpus | None) -> Method |
     unused = {"epsilon", "statistics_tokens"} & typed.keys()
     if flags.form == "sgd" and unused:
         raise UserError(f"--dynamic.{min(unused).replace('_', '-')} is for the form rms; leave it out with sgd")
-    if name == "moving-window":
-        from transformer_xl.evaluation.moving_window import MovingWindow
+    if name == "sliding-window":
+        from transformer_xl.evaluation.sliding_window import SlidingWindow
 
-        return MovingWindow()
+        return SlidingWindow()
     if name == "dynamic":
-        from transformer_xl.evaluation.dynamic import Dynamic
+        from transformer_xl.evaluation.dynamic import DynamicEvaluation
 
         if corpus is None or flags.form == "sgd":
-            return Dynamic(**typed)
+            return DynamicEvaluation(**typed)
         corpus.verify("train")
-        return Dynamic(**typed, training_K=corpus.split("train").tokens)
+        return DynamicEvaluation(**typed, training_K=corpus.split("train").tokens)
     return None
 
 
-def say_remarks(plans: list[Plan], device: torch.device) -> None:
+def say_remarks(plans: list[EvaluationPlan], device: torch.device) -> None:
     """Says to standard error what is not wrong, but may not be meant."""
     from transformer_xl.device import has_bfloat16
 
     if plans[0].precision == "bfloat16" and not has_bfloat16(device):
         say("remark: this machine has no bfloat16 instructions and imitates them; float32 is quicker and exact")
     for plan in plans:
-        window, memory = plan.reach.window, plan.reach.memory
+        window, memory = plan.context_limits.attention_window, plan.context_limits.memory_length
         if plan.method is None and window is not None and not plan.window_is_full:
             say(
                 f"remark: memory {memory:,} is too short for a window of {window:,}, so tokens see {memory + 1:,} keys "
@@ -240,18 +240,22 @@ def say_remarks(plans: list[Plan], device: torch.device) -> None:
             )
 
 
-def _scored(run: Run, split: TokenSplit, plan: Plan, limit: int | None, per_token: Path | None) -> dict[str, Any]:
+def _scored(
+    run: Run, split: TokenSplit, plan: EvaluationPlan, limit: int | None, per_token: Path | None
+) -> dict[str, Any]:
     from transformer_xl.evaluation.evaluate import evaluate as score
 
     total = min(split.num_tokens, limit or split.num_tokens)
-    lengths = f"memory {plan.reach.memory:,}" + (f", window {plan.reach.window:,}" if plan.reach.window else "")
+    lengths = f"memory {plan.context_limits.memory_length:,}" + (
+        f", window {plan.context_limits.attention_window:,}" if plan.context_limits.attention_window else ""
+    )
     with ProgressBar(lengths, total, "tokens") as bar:
         result = score(run, split, plan, limit=limit, progress=bar.advance, per_token=per_token)
     return result.as_dict()
 
 
 def _show(
-    head: dict[str, Any], results: list[dict[str, Any]], vocabulary: Vocabulary, json: bool, *, swept: bool
+    head: dict[str, Any], results: list[dict[str, Any]], tokenizer: Tokenizer, json: bool, *, swept: bool
 ) -> None:
     if json:
         from transformer_xl.device import peak_memory_bytes
@@ -259,7 +263,7 @@ def _show(
         head = {**head, "peak_memory_bytes": peak_memory_bytes()}
         print_json({**head, "sweep": results} if swept else {**head, **results[0]})
         return
-    first, words = results[0], vocabulary.kind == "words"
+    first, words = results[0], tokenizer.kind == "words"
     shown = {"bits_per_byte": "bits/byte", "bits_per_character": "bits/char", "perplexity": "perplexity"}
     digits = dict.fromkeys(shown, 4) | {"perplexity": 3, "word_perplexity": 3}
     if words:
@@ -278,7 +282,7 @@ def _show(
         for result in results
     ]
     columns = ["memory", "segment", "window", "clamp", *shown.values(), "nats/token", "tokens/s"]
-    counted = "words and line ends" if words and vocabulary.closes_lines else "tokens"
+    counted = "words and line ends" if words and tokenizer.closes_lines else "tokens"
     tokens, unknown = first["tokens"], first["unknown"]
     of_them = f" ({unknown:,} of them unknown words, {unknown / tokens:.1%})" if unknown else ""
     way = "" if first["method"] == "memory" else f", method {first['method']}"

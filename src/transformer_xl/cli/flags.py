@@ -1,4 +1,4 @@
-"""Settings as flags: `--model.layers 6`. Only what is given is passed on; the defaults stay where they are."""
+"""Settings as flags: `--model.n-layers 6`. Only what is given is passed on; the defaults stay where they are."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field, create_model
 
 from transformer_xl.config import EvaluationConfig, ModelConfig, Settings, TrainConfig
 
-_NOT_FLAGS = {"vocabulary_size", "memory"}  # of the model: the corpus and train.memory say them
+_NOT_FLAGS = {"vocab_size", "memory"}  # of the model: the corpus and train.memory say them
 
 # settings that have none among their choices, where it is no limit taken away
 _CHOOSE_NONE = {

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from transformer_xl.generation.decoding import Completion, Options
     from transformer_xl.generation.sampling import Sampler
     from transformer_xl.run_folder import Run, Weights
-    from transformer_xl.text.vocabulary import Vocabulary
+    from transformer_xl.text.tokenizer import Tokenizer
 
 _LINE_END = "\n"
 
@@ -109,13 +109,13 @@ class Ending:
     until_line_end: Annotated[bool, Parameter(negative=())] = False
     """End with the token that ends a line (or a sequence of numbers)."""
 
-    def options(self, vocabulary: Vocabulary) -> Options:
+    def options(self, tokenizer: Tokenizer) -> Options:
         """As the generation wants them.
 
         Raises:
             UserError: this vocabulary has no token that ends lines.
         """
-        end_ids = vocabulary.ends_line_V.nonzero()[0].tolist() if self.until_line_end else []
+        end_ids = tokenizer.ends_line_V.nonzero()[0].tolist() if self.until_line_end else []
         if self.until_line_end and not end_ids:
             raise UserError("this vocabulary has no token that ends a line; leave out --until-line-end, or use --stop")
         tokens = None if self.tokens == "none" else self.tokens
@@ -157,7 +157,7 @@ def generate(
     sampling: Annotated[Sampling, Parameter(name="*")] = _THE_PAPERS,
     ending: Annotated[Ending, Parameter(name="*")] = _A_PAGE,
     several: Annotated[Several, Parameter(name="*")] = _ONE,
-    log_probabilities: Annotated[bool, Parameter(negative=())] = False,
+    logprobs: Annotated[bool, Parameter(negative=())] = False,
     weights: Literal["best", "last"] = "best",
     precision: Literal["auto", "float32", "bfloat16"] = "float32",
     machine: MachineOptions = ANY_MACHINE,
@@ -185,17 +185,17 @@ def generate(
         Number format of matrix products; bfloat16 is faster where the machine has it, and less exact.
     """
     prompts = beginning.prompts()
-    form = _Form(json, log_probabilities, alone=len(prompts) == 1 and several == _ONE)
+    form = _Form(json, logprobs, alone=len(prompts) == 1 and several == _ONE)
     _check_words(several, sampling, ending, form)
     if beginning.chat and (prompts != [None] or json or several != _ONE):
         raise UserError("--chat reads prompts from standard input and shows one answer; leave the other options out")
 
     sampler = sampling.sampler()
     loaded = _load(run, weights, machine, precision)
-    say_unknown(loaded.vocabulary, [_bytes(prompt) for prompt in prompts if prompt is not None])
-    options = ending.options(loaded.vocabulary)
+    say_unknown(loaded.tokenizer, [_bytes(prompt) for prompt in prompts if prompt is not None])
+    options = ending.options(loaded.tokenizer)
     options.update(memory=beginning.memory, context=beginning.context, precision=precision)
-    options.update(log_probabilities=log_probabilities)
+    options.update(logprobs=logprobs)
     if several.beams is None:
         options.update(sampler=sampler, seed=sampling.seed)
     if beginning.chat:
@@ -212,12 +212,12 @@ def _load(run: Path, weights: Weights, machine: MachineOptions, precision: Preci
     """The run, its weights rounded once where products are to be quicker."""
     import torch
 
-    from transformer_xl.device import number_format
+    from transformer_xl.device import resolve_dtype
     from transformer_xl.model.precision import with_matrices_in
     from transformer_xl.run_folder import load
 
     loaded = load(run, device=str(machine.choose()), weights=weights)
-    if number_format(next(loaded.model.parameters()).device, precision) == "float32":
+    if resolve_dtype(next(loaded.model.parameters()).device, precision) == "float32":
         return loaded
     return replace(loaded, model=with_matrices_in(loaded.model, torch.bfloat16))
 
@@ -256,10 +256,10 @@ class _Shown:
         }
         if self.seed is not None:
             values["seed"] = self.seed
-        if found.log_probabilities:
-            values["log_probability"] = found.log_probability
+        if found.logprobs:
+            values["logprob"] = found.logprob
         if in_detail:
-            values |= {"token_ids": found.tokens, "log_probabilities": found.log_probabilities}
+            values |= {"token_ids": found.tokens, "logprobs": found.logprobs}
         return values
 
 
@@ -291,7 +291,7 @@ def _show(named: dict[str, Any], texts: list[_Shown], seconds: float, form: _For
         print_json({**named, **(each[0] if form.alone else {"texts": each}), **speed})
         return
     for place, text in enumerate(texts):
-        score = text.completion.log_probability
+        score = text.completion.logprob
         said = "" if score is None else f", log-probability {score:.3f}"
         sys.stdout.write(f"--- {place + 1} of {len(texts)}{said}\n{text.completion.text}\n")
 
@@ -328,7 +328,7 @@ def _chat(run: Run, options: Options) -> None:
     missing = ""
     for line in _lines():
         try:
-            run.vocabulary.encode(line)  # by itself, so that what is said of it counts from its start
+            run.tokenizer.encode(line)  # by itself, so that what is said of it counts from its start
             writing = write(run, missing + line + _LINE_END, **options)
         except UserError as error:
             if not sys.stdin.isatty():

@@ -52,7 +52,7 @@ def machine_facts(machine: Machine) -> dict[str, Any]:
     """What computes here, and how."""
     import torch
 
-    from transformer_xl.device import available_devices, number_format
+    from transformer_xl.device import available_devices, resolve_dtype
     from transformer_xl.model.kernels import KERNELS, choose
 
     chosen = machine.choose()
@@ -63,7 +63,7 @@ def machine_facts(machine: Machine) -> dict[str, Any]:
         "device": str(chosen),
         "devices": available_devices(),
         "threads": torch.get_num_threads(),
-        "precision_auto": number_format(chosen, "auto"),
+        "precision_auto": resolve_dtype(chosen, "auto"),
         "kernel_auto": choose("auto", chosen, torch.float32).name,
         "kernels": list(KERNELS),
     }
@@ -78,7 +78,7 @@ def _corpus(path: Path, verify: bool) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "name": corpus.name,
         "source": corpus.source,
-        "vocabulary": f"{corpus.vocabulary.kind}, {corpus.vocabulary.size:,} tokens",
+        "tokenizer": f"{corpus.tokenizer.kind}, {corpus.tokenizer.vocab_size:,} tokens",
     }
     for name in corpus.splits:
         split = corpus.split(name)
@@ -100,9 +100,9 @@ def _run(path: Path, verify: bool, machine: Machine) -> dict[str, Any]:
         parameters = build_model(config.model).num_parameters()
     if verify:
         folder.verify()
-    figures = folder.figures()
+    figures = folder.metrics()
     valid = [line for line in figures if line["split"] == "valid"]
-    newest = folder.newest_state()
+    newest = folder.latest_checkpoint()
     best = StateRecord.read(newest).progress.get("best_nats") if newest else None  # lines may be of several texts
     lowest = [line for line in valid if line["nats_per_token"] == best] or valid
     relative = config.model.is_relative  # other models have no relative attention to compute
@@ -110,10 +110,12 @@ def _run(path: Path, verify: bool, machine: Machine) -> dict[str, Any]:
         "path": str(path),
         "recipe": config.recipe,
         "corpus": config.corpus.path if config.corpus else None,
-        "vocabulary": f"{folder.vocabulary.kind}, {folder.vocabulary.size:,} tokens",
+        "tokenizer": f"{folder.tokenizer.kind}, {folder.tokenizer.vocab_size:,} tokens",
         "parameters": parameters,
-        "kernel": choose(config.model.kernel, machine.choose(), torch.float32).name if relative else None,
-        "model": config.model.model_dump(exclude={"kernel", "vocabulary_size"}),
+        "attn_implementation": choose(config.model.attn_implementation, machine.choose(), torch.float32).name
+        if relative
+        else None,
+        "model": config.model.model_dump(exclude={"attn_implementation", "vocab_size"}),
         "train": config.train.model_dump(),
         "evaluation": config.evaluation.model_dump(),
         "newest_checkpoint": newest.name if newest else None,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from transformer_xl.text.vocabulary import Vocabulary
+    from transformer_xl.text.tokenizer import Tokenizer
 
 
 def print_json(values: dict[str, Any], *, indent: int | None = 2) -> None:
@@ -61,17 +61,17 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def say_unknown(vocabulary: Vocabulary, texts: Iterable[bytes]) -> None:
+def say_unknown(tokenizer: Tokenizer, texts: Iterable[bytes]) -> None:
     """Says which words of texts are read as the vocabulary's unknown word."""
-    from transformer_xl.text.vocabularies.words import WordVocabulary
+    from transformer_xl.text.tokenizers.words import WordTokenizer
 
-    if not isinstance(vocabulary, WordVocabulary) or vocabulary.unknown is None:
+    if not isinstance(tokenizer, WordTokenizer) or tokenizer.unknown is None:
         return
     for text in texts:
-        unknown = [word for word, _ in vocabulary.lost(text).unknown]
+        unknown = [word for word, _ in tokenizer.lost(text).unknown]
         if unknown:
             words = ", ".join(f"'{word[:40]}'" for word in unknown[:5]) + (", ..." if len(unknown) > 5 else "")
-            say(f"remark: not in the vocabulary, and read as {vocabulary.unknown}: {words}")
+            say(f"remark: not in the vocabulary, and read as {tokenizer.unknown}: {words}")
 
 
 def command_line() -> str:

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from transformer_xl.text.documents import Document, SplitName
     from transformer_xl.text.sources.text_source import TextSource
     from transformer_xl.text.token_store import Corpus
-    from transformer_xl.text.vocabularies.learning import VocabularyOptions
-    from transformer_xl.text.vocabulary import Vocabulary
+    from transformer_xl.text.tokenizer import Tokenizer
+    from transformer_xl.text.tokenizers.learning import TokenizerOptions
 
 _FILES = Parameter(consume_multiple=True, negative=())
 _KINDS = ("bytes", "characters", "words", "bpe", "integers")
@@ -105,7 +105,7 @@ class VocabularyFlags:
     def _flag(self, name: str) -> str:
         return f"--{'no-' if self.typed[name] is False else ''}{name.replace('_', '-')}"
 
-    def change(self, options: VocabularyOptions) -> VocabularyOptions:
+    def change(self, options: TokenizerOptions) -> TokenizerOptions:
         """The options with what was given.
 
         Raises:
@@ -148,7 +148,7 @@ def prepare(
     out: str | None = None,
     source: Path | None = None,
     splits: Annotated[Splits, Parameter(name="*")] = _AS_GIVEN,
-    vocabulary: str | None = None,
+    tokenizer: str | None = None,
     flags: Annotated[VocabularyFlags, Parameter(name="*")] = _AS_NORMAL,
     documents: Literal["files", "lines"] | None = None,
     workers: int | None = None,
@@ -163,7 +163,7 @@ def prepare(
         source: File or folder that holds the files of the named corpus; without, they are downloaded.
         splits: How the text is split.
         vocabulary: bytes, characters, words, bpe or integers; or a vocabulary that exists: the folder of a corpus or
-            run, or a vocabulary.json. [default: the named corpus's own, else bytes]
+            run, or a txl_tokenizer.json. [default: the named corpus's own, else bytes]
         flags: How the vocabulary is learned.
         documents: Whether each file or each line is a document. [default: the named corpus's own, else files]
         workers: Processes that encode. [default: one for each core]
@@ -175,8 +175,8 @@ def prepare(
 
     began = time.perf_counter()
     workers = _processes(workers)
-    existing = _existing(vocabulary, flags)
-    kind = existing.kind if existing else vocabulary
+    existing = _existing(tokenizer, flags)
+    kind = existing.kind if existing else tokenizer
     asked = _asked(out)
     _refuse_early(asked, sources, kind, flags)
     with _Bars() as bars:
@@ -195,11 +195,11 @@ def prepare(
             _watched(_in_range(text, existing), bars, "write"),
             name=text.name,
             source=text.description,
-            vocabulary=existing,
+            tokenizer=existing,
             layout=Layout(documents=documents or text.documents, workers=workers),
         )
     _show(corpus, time.perf_counter() - began, as_json=json)
-    if vocabulary is None and not flags.typed and documents is None:
+    if tokenizer is None and not flags.typed and documents is None:
         _compare(corpus, text)
     _advise(corpus, flags, learned=learned)
 
@@ -216,23 +216,23 @@ def _processes(asked: int | None) -> int:
     return asked or num_cores()
 
 
-def _existing(vocabulary: str | None, flags: VocabularyFlags) -> Vocabulary | None:
+def _existing(tokenizer: str | None, flags: VocabularyFlags) -> Tokenizer | None:
     """The vocabulary that stands at a path; none where a kind was named, or nothing."""
-    if vocabulary is None or vocabulary in _KINDS:
+    if tokenizer is None or tokenizer in _KINDS:
         return None
-    if not os.path.exists(vocabulary):
+    if not os.path.exists(tokenizer):
         raise UserError(
-            f"--vocabulary: no vocabulary '{vocabulary}'{nearest(vocabulary, _KINDS)}; known: {', '.join(_KINDS)}, or "
-            "the path of a corpus, a run or a vocabulary.json"
+            f"--vocabulary: no vocabulary '{tokenizer}'{nearest(tokenizer, _KINDS)}; known: {', '.join(_KINDS)}, or "
+            "the path of a corpus, a run or a txl_tokenizer.json"
         )
     if flags.typed:
         raise UserError(
-            f"--vocabulary {vocabulary} is learned already; leave {flags.names} out, or name a kind "
+            f"--vocabulary {tokenizer} is learned already; leave {flags.names} out, or name a kind "
             f"({', '.join(_KINDS)})"
         )
-    from transformer_xl.text.vocabulary import find_vocabulary
+    from transformer_xl.text.tokenizer import find_tokenizer
 
-    return find_vocabulary(vocabulary)
+    return find_tokenizer(tokenizer)
 
 
 def _refuse_early(out: Path | None, sources: Sequence[str], kind: str | None, flags: VocabularyFlags) -> None:
@@ -243,7 +243,7 @@ def _refuse_early(out: Path | None, sources: Sequence[str], kind: str | None, fl
     if out or named:
         _refuse_existing(out or _CORPORA / sources[0])
     if kind is None and named in DISTRIBUTED:
-        kind = DISTRIBUTED[named].vocabulary.kind
+        kind = DISTRIBUTED[named].tokenizer.kind
     if kind:
         flags.refuse_for(kind)
 
@@ -255,29 +255,29 @@ def _refuse_existing(out: Path) -> None:
         raise UserError(f"{out} exists already; choose another place or delete it first")
 
 
-def _normal_options(text: TextSource, kind: str | None) -> VocabularyOptions:
-    from transformer_xl.text.vocabularies.learning import VocabularyOptions
+def _normal_options(text: TextSource, kind: str | None) -> TokenizerOptions:
+    from transformer_xl.text.tokenizers.learning import TokenizerOptions
 
-    if kind in (None, text.vocabulary.kind):
-        return text.vocabulary
-    return check_settings(VocabularyOptions, {"kind": kind}, "--vocabulary")
+    if kind in (None, text.tokenizer.kind):
+        return text.tokenizer
+    return check_settings(TokenizerOptions, {"kind": kind}, "--vocabulary")
 
 
-def _learn(text: TextSource, options: VocabularyOptions, bars: _Bars, workers: int) -> Vocabulary:
-    from transformer_xl.text.vocabularies.learning import learn_vocabulary
+def _learn(text: TextSource, options: TokenizerOptions, bars: _Bars, workers: int) -> Tokenizer:
+    from transformer_xl.text.tokenizers.learning import train_tokenizer
 
-    counted = text.counted if options.kind == text.vocabulary.kind else ("train",)
+    counted = text.counted if options.kind == text.tokenizer.kind else ("train",)
     read = [document for split in counted for document in text.splits.get(split, ())]
-    return learn_vocabulary(options, _watched({"train": read}, bars, "learn")["train"], workers=workers)
+    return train_tokenizer(options, _watched({"train": read}, bars, "learn")["train"], workers=workers)
 
 
-def _in_range(text: TextSource, vocabulary: Vocabulary) -> Mapping[SplitName, Sequence[Document]]:
+def _in_range(text: TextSource, tokenizer: Tokenizer) -> Mapping[SplitName, Sequence[Document]]:
     """The documents; where they are arrays, a number the vocabulary lacks is named by its place in the array."""
     from transformer_xl.text.sources.arrays import limited
 
-    if vocabulary.kind != "integers":
+    if tokenizer.kind != "integers":
         return text.splits
-    numbers = vocabulary.size - 1  # the last id is the mark
+    numbers = tokenizer.vocab_size - 1  # the last id is the mark
     return {split: limited(documents, numbers) for split, documents in text.splits.items()}
 
 
@@ -350,8 +350,8 @@ def _show(corpus: Corpus, seconds: float, *, as_json: bool) -> None:
         values: dict[str, Any] = {
             "name": corpus.name,
             "source": corpus.source,
-            "vocabulary": corpus.vocabulary.kind,
-            "vocabulary_size": corpus.vocabulary.size,
+            "tokenizer": corpus.tokenizer.kind,
+            "vocab_size": corpus.tokenizer.vocab_size,
             "splits": counts,
             "seconds": seconds,
             "out": str(corpus.path),
@@ -363,7 +363,7 @@ def _show(corpus: Corpus, seconds: float, *, as_json: bool) -> None:
         [split, *(f"{of[name]:,}{_share(of) if name == 'unknown' else ''}" for name in _COUNTED)]
         for split, of in counts.items()
     ]
-    title = f"{corpus.name}: {corpus.vocabulary.kind} vocabulary of {corpus.vocabulary.size:,}, in {corpus.path}"
+    title = f"{corpus.name}: {corpus.tokenizer.kind} vocabulary of {corpus.tokenizer.vocab_size:,}, in {corpus.path}"
     print_table(f"{title} ({seconds:.1f} s)", ["split", *columns], rows)
     print(f"next: txl train small --corpus {corpus.path}")
 
@@ -386,11 +386,11 @@ _LOOKED_AT, _GLUED_SHARE = 2000, 0.03
 
 def _advise(corpus: Corpus, flags: VocabularyFlags, *, learned: bool) -> None:
     """Names --punctuation where many frequent words end in punctuation."""
-    vocabulary = corpus.vocabulary
-    if vocabulary.kind != "words" or not learned or flags.punctuation is not None:
+    tokenizer = corpus.tokenizer
+    if tokenizer.kind != "words" or not learned or flags.punctuation is not None:
         return
-    number = min(_LOOKED_AT, vocabulary.size)
-    glued = [word for place in range(number) if _GLUED.fullmatch(word := vocabulary.decode([place]).strip())]
+    number = min(_LOOKED_AT, tokenizer.vocab_size)
+    glued = [word for place in range(number) if _GLUED.fullmatch(word := tokenizer.decode([place]).strip())]
     if len(glued) >= _GLUED_SHARE * number:
         say(
             f"note: {len(glued):,} of the {number:,} most frequent words end in punctuation ({', '.join(glued[:3])}); "

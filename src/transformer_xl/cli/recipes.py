@@ -18,8 +18,8 @@ def recipes(*, json: Json = False) -> None:
             name,
             recipe.corpus,
             "" if recipe.parameters is None else f"{recipe.parameters:,}",
-            "" if recipe.step_flops is None else f"{recipe.step_flops / 1e12:,.3g}",
-            "" if recipe.step_bytes is None else f"{recipe.step_bytes / 1e9:,.3g}",
+            "" if recipe.flops_per_step is None else f"{recipe.flops_per_step / 1e12:,.3g}",
+            "" if recipe.bytes_per_step is None else f"{recipe.bytes_per_step / 1e9:,.3g}",
             _figures(recipe.published) or "-",
             _figures(recipe.measured) or "not measured",
         ]

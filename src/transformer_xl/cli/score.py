@@ -20,7 +20,7 @@ from transformer_xl.files import explained
 if TYPE_CHECKING:
     from transformer_xl.evaluation.metrics import Sums
     from transformer_xl.evaluation.texts import Line, TextScore
-    from transformer_xl.text.vocabulary import Vocabulary
+    from transformer_xl.text.tokenizer import Tokenizer
 
 JsonLines = Annotated[bool, Parameter(negative=(), help="Print JSON lines, one object each, and nothing else there.")]
 _THE_RUNS, _MANY_ROWS = Lengths(), Rows()
@@ -69,10 +69,10 @@ def score(
     texts = {name: _read(file) for name, file in named.items()}
     model = folder.load_model(device, weights)
     say_remarks([plan], device)
-    total = sum(len(encode_text(folder.vocabulary, name, text)) for name, text in texts.items())
-    say_unknown(folder.vocabulary, texts.values())
+    total = sum(len(encode_text(folder.tokenizer, name, text)) for name, text in texts.items())
+    say_unknown(folder.tokenizer, texts.values())
     with ProgressBar("score", total, "tokens") as bar:
-        scores = score_texts(Run(model, folder.vocabulary, folder.config), texts, plan, progress=bar.advance)
+        scores = score_texts(Run(model, folder.tokenizer, folder.config), texts, plan, progress=bar.advance)
     if json:
         for found in _records(scores, per):
             print_json(found, indent=None)
@@ -112,11 +112,11 @@ def _records(scores: list[TextScore], per: str) -> Iterator[dict[str, Any]]:
             head = {"file": score.name, "line": line.number}
             if per == "line":
                 tokens = len(line.ids_K)
-                text = _text(score.vocabulary, line)
-                yield {**head, "tokens": tokens, "log_probability": -line.nats, "text": text}
+                text = _text(score.tokenizer, line)
+                yield {**head, "tokens": tokens, "logprob": -line.nats, "text": text}
             else:
                 for place, (token, nats) in enumerate(zip(line.ids_K.tolist(), line.nats_K.tolist(), strict=True)):
-                    yield {**head, "place": place, **_token(score.vocabulary, token), "log_probability": -nats}
+                    yield {**head, "place": place, **_token(score.tokenizer, token), "logprob": -nats}
 
 
 def _figures(sums: Sums) -> dict[str, Any]:
@@ -125,7 +125,7 @@ def _figures(sums: Sums) -> dict[str, Any]:
         "bytes": sums.bytes,
         "characters": sums.characters,
         "words": sums.words,
-        "log_probability": -sums.nats,
+        "logprob": -sums.nats,
         "nats_per_token": sums.nats_per_token,
         "perplexity": sums.perplexity,
         "bits_per_byte": sums.bits_per_byte,
@@ -134,13 +134,13 @@ def _figures(sums: Sums) -> dict[str, Any]:
     }
 
 
-def _text(vocabulary: Vocabulary, line: Line) -> str:
-    return vocabulary.decode(line.ids_K).removesuffix("\n")
+def _text(tokenizer: Tokenizer, line: Line) -> str:
+    return tokenizer.decode(line.ids_K).removesuffix("\n")
 
 
-def _token(vocabulary: Vocabulary, token: int) -> dict[str, Any]:
+def _token(tokenizer: Tokenizer, token: int) -> dict[str, Any]:
     """A token as text, and as bytes where it is not whole characters."""
-    content = vocabulary.decode_bytes([token])
+    content = tokenizer.decode_bytes([token])
     try:
         return {"token": token, "text": content.decode("utf-8")}
     except UnicodeDecodeError:
@@ -150,15 +150,15 @@ def _token(vocabulary: Vocabulary, token: int) -> dict[str, Any]:
 def _show(scores: list[TextScore], per: str) -> None:
     found = list(_records(scores, per))
     columns = {
-        "file": ["file", "tokens", "log_probability", "nats_per_token", "perplexity", "bits_per_byte"],
-        "line": ["text", "file", "line", "tokens", "log_probability"],
-        "token": ["text", "file", "line", "place", "token", "log_probability"],
+        "file": ["file", "tokens", "logprob", "nats_per_token", "perplexity", "bits_per_byte"],
+        "line": ["text", "file", "line", "tokens", "logprob"],
+        "token": ["text", "file", "line", "place", "token", "logprob"],
     }[per]
     rows = [[_cell(record[name]) for name in columns] for record in found]
     if len(found) > 1:
         nats = sum(score.sums.nats for score in scores)
         tokens = sum(score.sums.tokens for score in scores)
-        last = {columns[0]: "all", "tokens": f"{tokens:,}", "log_probability": f"{-nats:.4f}"}
+        last = {columns[0]: "all", "tokens": f"{tokens:,}", "logprob": f"{-nats:.4f}"}
         rows.append([last.get(name, "") for name in columns])
     title = f"natural logarithms of probabilities, by {per}"
     print_table(title, [name.replace("_", " ") for name in columns], rows)

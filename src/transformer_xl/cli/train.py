@@ -16,22 +16,22 @@ from cyclopts import Parameter
 from transformer_xl.cli.flags import EvaluationFlags, ModelFlags, TrainFlags, given
 from transformer_xl.cli.options import ANY_MACHINE, Json, Machine, MachineOptions
 from transformer_xl.cli.output import ProgressBar, print_json, say
-from transformer_xl.config import MOST, ModelConfig, RunConfig, UserError, load_recipe, merge, run_settings
+from transformer_xl.config import INT32_MAX, ModelConfig, RunConfig, UserError, load_recipe, merge, run_settings
 
 if TYPE_CHECKING:
     from transformer_xl.run_folder import RunFolder
     from transformer_xl.text.token_store import Corpus
-    from transformer_xl.text.vocabulary import Vocabulary
-    from transformer_xl.training.distributed import World
-    from transformer_xl.training.loop import Outcome, Training
+    from transformer_xl.text.tokenizer import Tokenizer
+    from transformer_xl.training.distributed import DistributedContext
+    from transformer_xl.training.loop import Trainer, TrainResult
 
 # What a resumed run may change: nothing that shapes the model, its memory or the order of the text, and nothing that a
 # kept average of gradients or weights is of. Other rows begin with an empty memory.
 _CHANGEABLE = {
-    *("steps", "learning_rate", "schedule", "warmup", "decay", "final_rate"),
-    *("beta1", "beta2", "momentum", "weight_decay", "clip", "average_decay"),
-    *("rows", "chunks", "compile", "recompute", "parallel"),
-    *("log_every", "evaluate_every", "evaluate_tokens", "save_every", "tensorboard"),
+    *("max_steps", "learning_rate", "lr_schedule", "warmup_steps", "decay_steps", "min_learning_rate_ratio"),
+    *("beta1", "beta2", "muon_momentum", "weight_decay", "max_grad_norm", "ema_decay"),
+    *("batch_size", "chunks", "compile", "activation_checkpointing", "parallelism"),
+    *("log_interval", "eval_interval", "eval_tokens", "checkpoint_interval", "tensorboard"),
 }
 
 
@@ -64,10 +64,10 @@ def train(
     resume
         Folder of a run to go on with, instead of a recipe, --corpus and --run.
     """
-    from transformer_xl.training.distributed import joined
+    from transformer_xl.training.distributed import process_group
 
     flags = given(model=model, train=train, evaluation=evaluation)
-    with joined(machine.choose) as world:
+    with process_group(machine.choose) as world:
         if resume is None:
             if corpus is None:
                 raise UserError("training needs --corpus DIR (from 'txl prepare'), or --resume RUN to go on with a run")
@@ -88,7 +88,7 @@ class _Wanted:
     flags: dict[str, dict[str, Any]]
 
 
-def _train(wanted: _Wanted, world: World, json: bool) -> int:
+def _train(wanted: _Wanted, world: DistributedContext, json: bool) -> int:
     """All of training; when it returns, nothing of it is left that holds on to the other processes."""
     with ExitStack() as stack:
         if wanted.resume is not None:
@@ -105,17 +105,22 @@ def _train(wanted: _Wanted, world: World, json: bool) -> int:
 
 def new_training(
     recipe: str | None, corpus: Path, run: Path, flags: dict[str, dict[str, Any]], machine: Machine
-) -> Training:
+) -> Trainer:
     """Checks everything, then makes the run folder: bad input leaves nothing behind. For one process."""
-    from transformer_xl.training.distributed import World
+    from transformer_xl.training.distributed import DistributedContext
 
     with ExitStack() as stack:
-        return _begun(recipe, corpus, run, flags, World(device=machine.choose()), stack)
+        return _begun(recipe, corpus, run, flags, DistributedContext(device=machine.choose()), stack)
 
 
 def _begun(
-    recipe: str | None, corpus: Path, run: Path, flags: dict[str, dict[str, Any]], world: World, stack: ExitStack
-) -> Training:
+    recipe: str | None,
+    corpus: Path,
+    run: Path,
+    flags: dict[str, dict[str, Any]],
+    world: DistributedContext,
+    stack: ExitStack,
+) -> Trainer:
     """A new run; or, where torchrun starts the same command anew after a process has died, that run going on.
 
     Until `stack` is closed, no other command trains it.
@@ -123,7 +128,7 @@ def _begun(
     from transformer_xl.files import held
     from transformer_xl.run_folder import RunFolder
     from transformer_xl.training.distributed import is_restartable
-    from transformer_xl.training.loop import Training, check
+    from transformer_xl.training.loop import Trainer, check
 
     with world.together():
         config, opened = _checked(recipe, corpus, flags, world)
@@ -135,10 +140,10 @@ def _begun(
                 f"{run} holds a run with other settings; go on with it by --resume {run}, or choose another --run"
             )
     again = world.any(there)
-    training = Training(RunFolder(run, config, opened.vocabulary), opened, world.device, world=world)
+    training = Trainer(RunFolder(run, config, opened.tokenizer), opened, world.device, world=world)
     with world.together():  # last: a model too large for the machine leaves no folder
         if world.is_first and not again:
-            RunFolder.create(run, config, opened.vocabulary)
+            RunFolder.create(run, config, opened.tokenizer)
         if world.is_first:
             stack.enter_context(held(run, "trained"))
     with world.together():
@@ -150,53 +155,53 @@ def _begun(
 
 
 def _checked(
-    recipe: str | None, corpus: Path, flags: dict[str, dict[str, Any]], world: World
+    recipe: str | None, corpus: Path, flags: dict[str, dict[str, Any]], world: DistributedContext
 ) -> tuple[RunConfig, Corpus]:
     """The settings of a new run as a whole, and its corpus."""
     known = load_recipe(recipe) if recipe else None
     layers = {name: getattr(known, name) for name in ("model", "train", "evaluation")} if known else {}
     settings = merge({"recipe": recipe}, layers, flags)
     # wrong settings are told before anything is read; the vocabulary is still unknown, and none is too large here
-    run_settings(merge({"model": {"vocabulary_size": MOST}}, settings), "settings")
+    run_settings(merge({"model": {"vocab_size": INT32_MAX}}, settings), "settings")
 
     from transformer_xl.text.token_store import Corpus
-    from transformer_xl.text.vocabulary import fingerprint
+    from transformer_xl.text.tokenizer import fingerprint
 
     opened = Corpus.open(corpus)
     reference = {
         "path": str(corpus.resolve()),
-        "vocabulary": fingerprint(opened.vocabulary),
+        "tokenizer_sha256": fingerprint(opened.tokenizer),
         "train_sha256": opened.record.splits["train"].sha256,
     }
-    settings = merge(settings, {"corpus": reference, "model": {"vocabulary_size": opened.vocabulary.size}})
+    settings = merge(settings, {"corpus": reference, "model": {"vocab_size": opened.tokenizer.vocab_size}})
     config = run_settings(settings, "settings")
     if config.model.cutoffs == "auto":
-        found = {"cutoffs": cutoffs_for(config.model, opened.vocabulary, tell=world.is_first)}
+        found = {"cutoffs": cutoffs_for(config.model, opened.tokenizer, tell=world.is_first)}
         config = run_settings(merge(settings, {"model": found}), "settings")
     if world.is_first:
         opened.verify("train", "valid")
     return config, opened
 
 
-def cutoffs_for(config: ModelConfig, vocabulary: Vocabulary, *, tell: bool = True) -> tuple[int, ...]:
+def cutoffs_for(config: ModelConfig, tokenizer: Tokenizer, *, tell: bool = True) -> tuple[int, ...]:
     """Cutoffs that suit a vocabulary; none where its ids are not in order of frequency, or too few to pay."""
     from transformer_xl.model.cost import find_cutoffs
 
-    found = () if vocabulary.counts is None else find_cutoffs(vocabulary.counts, config.most_tails)
+    found = () if tokenizer.counts is None else find_cutoffs(tokenizer.counts, config.max_tails)
     if tell:
         say(f"adaptive softmax with cutoffs {', '.join(map(str, found))}" if found else "softmax without cutoffs")
     return found
 
 
 def _resumed(
-    resume: Path, corpus: Path | None, flags: dict[str, dict[str, Any]], world: World, stack: ExitStack
-) -> Training:
+    resume: Path, corpus: Path | None, flags: dict[str, dict[str, Any]], world: DistributedContext, stack: ExitStack
+) -> Trainer:
     """A run going on; until `stack` is closed, no other command trains it."""
     from dataclasses import replace
 
     from transformer_xl.files import held, write_text
     from transformer_xl.run_folder import RunFolder, config_text
-    from transformer_xl.training.loop import Training, check
+    from transformer_xl.training.loop import Trainer, check
 
     with world.together():
         folder = RunFolder.open(resume)
@@ -218,7 +223,7 @@ def _resumed(
             moved = config.corpus.model_copy(update={"path": str(corpus.resolve())})
             config = config.model_copy(update={"corpus": moved})
         check(config, opened, world.device, world)
-    training = Training(replace(folder, config=config), opened, world.device, world=world)
+    training = Trainer(replace(folder, config=config), opened, world.device, world=world)
     _go_on(training)
     with world.together():
         if world.is_first and config != folder.config:
@@ -226,12 +231,12 @@ def _resumed(
     return training
 
 
-def _go_on(training: Training) -> None:
+def _go_on(training: Trainer) -> None:
     """Puts it where the newest checkpoint is, and says so."""
     remarks = training.resume()
-    step, steps, path = training.state.progress.step, training.config.steps, training.folder.path
+    step, steps, path = training.state.progress.step, training.config.max_steps, training.folder.path
     if step > steps:
-        raise UserError(f"{path} is at step {step:,} already, beyond --train.steps {steps:,}")
+        raise UserError(f"{path} is at step {step:,} already, beyond --train.max-steps {steps:,}")
     if training.world.is_first:
         for line in [*remarks, f"going on with {path} at step {step:,} of {steps:,}"]:
             say(line)
@@ -244,7 +249,7 @@ def corpus_of(folder: RunFolder, corpus: Path | None) -> Corpus:
         UserError: it is not there, or its vocabulary is not the run's.
     """
     from transformer_xl.text.token_store import Corpus
-    from transformer_xl.text.vocabulary import fingerprint
+    from transformer_xl.text.tokenizer import fingerprint
 
     reference = folder.config.corpus
     if corpus is None and reference is None:
@@ -255,23 +260,23 @@ def corpus_of(folder: RunFolder, corpus: Path | None) -> Corpus:
             raise UserError(f"the corpus of this run, {corpus}, is no longer there; give --corpus DIR")
     assert corpus is not None
     opened = Corpus.open(corpus)
-    if fingerprint(opened.vocabulary) != fingerprint(folder.vocabulary):
+    if fingerprint(opened.tokenizer) != fingerprint(folder.tokenizer):
         raise UserError(
-            f"{corpus} has another vocabulary ({opened.vocabulary.kind}, {opened.vocabulary.size:,} tokens) than "
-            f"{folder.path} ({folder.vocabulary.kind}, {folder.vocabulary.size:,} tokens); "
+            f"{corpus} has another vocabulary ({opened.tokenizer.kind}, {opened.tokenizer.vocab_size:,} tokens) than "
+            f"{folder.path} ({folder.tokenizer.kind}, {folder.tokenizer.vocab_size:,} tokens); "
             "give a corpus prepared with the run's vocabulary"
         )
     return opened
 
 
-def run_training(training: Training) -> tuple[Outcome, int | None]:
+def run_training(training: Trainer) -> tuple[TrainResult, int | None]:
     """Trains with a progress bar; a first Ctrl-C or SIGTERM stops after the current step, a second at once."""
     config = training.config
     with _stop_signals() as received, ExitStack() as stack:
         if training.world.is_first:
-            bar = stack.enter_context(ProgressBar("train", config.steps, "steps"))
+            bar = stack.enter_context(ProgressBar("train", config.max_steps, "steps"))
             bar.begin_at(training.state.progress.step)
-            training.reporter = _BarReporter(bar, training.folder.vocabulary.kind)
+            training.reporter = _BarReporter(bar, training.folder.tokenizer.kind)
         outcome = training.run(lambda: bool(received))
     return outcome, received[0] if received else None
 
@@ -326,7 +331,7 @@ class _BarReporter:
         self._notes[figures["split"]] = f"{loss}{quality}, "
 
 
-def _tell(folder: RunFolder, outcome: Outcome, json: bool) -> None:
+def _tell(folder: RunFolder, outcome: TrainResult, json: bool) -> None:
     best = outcome.best_nats_per_token
     if not outcome.finished:
         say(f"stopped and saved at step {outcome.step:,}; go on with: txl train --resume {folder.path}")
@@ -336,7 +341,7 @@ def _tell(folder: RunFolder, outcome: Outcome, json: bool) -> None:
                 "run": str(folder.path),
                 "finished": outcome.finished,
                 "step": outcome.step,
-                "steps": folder.config.train.steps,
+                "steps": folder.config.train.max_steps,
                 "best_valid_nats_per_token": best,
                 "seconds": outcome.seconds,
             }

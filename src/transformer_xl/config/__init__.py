@@ -15,7 +15,7 @@ from transformer_xl.config.run import (
     run_settings,
 )
 from transformer_xl.config.settings import (
-    MOST,
+    INT32_MAX,
     Settings,
     UserError,
     check_settings,
@@ -27,7 +27,7 @@ from transformer_xl.config.settings import (
 from transformer_xl.config.train import TrainConfig
 
 __all__ = [
-    "MOST",
+    "INT32_MAX",
     "CorpusReference",
     "EvaluationConfig",
     "ModelConfig",

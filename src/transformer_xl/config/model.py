@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from transformer_xl.config.settings import MOST, Settings, UserError
+from transformer_xl.config.settings import INT32_MAX, Settings, UserError
 
 
 def _numbers(value: Any) -> Any:
@@ -25,7 +25,7 @@ def _numbers(value: Any) -> Any:
 class ModelConfig(Settings):
     """The model alone: everything needed to build it, nothing about data or training."""
 
-    vocabulary_size: int = Field(default=256, gt=0, le=MOST)
+    vocab_size: int = Field(default=256, gt=0, le=INT32_MAX)
     """V: number of different tokens; in a run it is the corpus's."""
     kind: Literal["transformer", "lstm", "qrnn"] = "transformer"
     """What a layer is: attention and feed-forward, an LSTM, or a QRNN (both of the model's width; heads and
@@ -34,15 +34,15 @@ class ModelConfig(Settings):
     """How a transformer knows places: distances as in Transformer-XL, or a learned vector for each distance (Shaw et
     al. 2018); or the place in the segment, and then without memory: sinusoids (Vaswani et al. 2017), or learned
     vectors at every layer (Al-Rfou et al. 2018)."""
-    layers: int = Field(default=6, gt=0, le=MOST)
+    n_layers: int = Field(default=6, gt=0, le=INT32_MAX)
     """L: number of layers."""
-    width: int = Field(default=256, gt=0, le=MOST, multiple_of=2)
+    d_model: int = Field(default=256, gt=0, le=INT32_MAX, multiple_of=2)
     """D: width of the model (an even number, half of it sines and half cosines in the position encoding)."""
-    heads: int = Field(default=4, gt=0, le=MOST)
+    n_heads: int = Field(default=4, gt=0, le=INT32_MAX)
     """N: attention heads of a layer."""
-    head_width: int | None = Field(default=None, gt=0, le=MOST)
+    d_head: int | None = Field(default=None, gt=0, le=INT32_MAX)
     """H: width of one head; none: width / heads."""
-    feedforward: int = Field(default=1024, gt=0, le=MOST)
+    d_ff: int = Field(default=1024, gt=0, le=INT32_MAX)
     """F: width inside the feed-forward part."""
     dropout: float = Field(default=0.1, ge=0, lt=1)
     """Share of activations dropped in training, at the authors' places."""
@@ -52,45 +52,45 @@ class ModelConfig(Settings):
     """Where LayerNorm stands: after each residual sum (the paper's), or first inside each residual branch."""
     final_norm: bool = True
     """With norm 'pre': a LayerNorm after the last layer too (the authors' pre-norm code has none)."""
-    norm_epsilon: float = Field(default=1e-5, gt=0, lt=1)
+    norm_eps: float = Field(default=1e-5, gt=0, lt=1)
     """Added to the variance in every LayerNorm."""
-    embedding_width: int | None = Field(default=None, gt=0, le=MOST)
+    d_embed: int | None = Field(default=None, gt=0, le=INT32_MAX)
     """E: width of a token's embedding, projected to the model's; none: the model's width, without a projection."""
     cutoffs: Annotated[tuple[int, ...] | Literal["auto"], BeforeValidator(_numbers)] = ()
     """Adaptive embedding and softmax: the ids, frequent ones first, where the head ends and each tail but the last
     ends; auto: found from the word counts of the corpus, where it has any; none: one softmax over all tokens."""
-    div_val: int = Field(default=1, gt=0, le=MOST)
+    div_val: int = Field(default=1, gt=0, le=INT32_MAX)
     """Each tail's embeddings are this many times narrower than those of the cluster before; 1: all alike."""
-    tie_weights: bool = True
+    tie_word_embeddings: bool = True
     """The softmax uses the embeddings as its weights; false: it has its own."""
     tie_projections: Literal["all", "all_but_first", "none"] = "all"
     """Which clusters' projections the softmax takes from the embedding; the others it has for itself."""
-    project_equal_width: bool = True
+    project_same_width: bool = True
     """With div_val: a cluster as wide as the model is projected too (the authors' One Billion Word model does not)."""
-    tie_position_biases: bool = True
+    tie_attention_biases: bool = True
     """One pair of biases u, w for all layers; false: a pair for each layer."""
     attend_empty_memory: bool = False
     """Empty memory slots are attended, as the rows of zeros they are (the authors' TensorFlow code, Hugging Face)."""
-    memory: int = Field(default=128, ge=0, le=MOST)
-    """Memory slots that `initial_memory` gives when not told otherwise; a run sets it to train.memory."""
-    window: int | None = Field(default=None, gt=0, le=MOST)
+    memory: int = Field(default=128, ge=0, le=INT32_MAX)
+    """Memory slots that `initial_memory` gives when not told otherwise; a run sets it to train.memory_length."""
+    attention_window: int | None = Field(default=None, gt=0, le=INT32_MAX)
     """Number of keys a query sees, itself included; none: all there are."""
-    clamp_length: int | None = Field(default=None, gt=0, le=MOST)
+    clamp_length: int | None = Field(default=None, gt=0, le=INT32_MAX)
     """Distances above this count as this one in the position encoding; none: no limit."""
-    learned_positions: int | None = Field(default=None, gt=0, le=MOST)
+    learned_positions: int | None = Field(default=None, gt=0, le=INT32_MAX)
     """Learned vectors of encoding shaw (farther distances share the last) or learned (the longest segment); none: as
     many as training has distances or places."""
-    intermediate_losses: bool = False
+    intermediate_layer_losses: bool = False
     """With encodings sinusoidal and learned: in the first half of training every layer predicts, not only the last;
     the lowest stop first (Al-Rfou et al. 2018)."""
     second_target: bool = False
     """With encodings sinusoidal and learned: in training each place also predicts the token after the next, at half
     the weight (Al-Rfou et al. 2018)."""
-    qrnn_window: int = Field(default=2, ge=1, le=2)
+    qrnn_kernel_size: int = Field(default=2, ge=1, le=2)
     """Inputs that the gates of a QRNN see: 1, the token's own; 2, the one before as well."""
     zoneout: float = Field(default=0.0, ge=0, lt=1)
     """Share of a QRNN's state left as it was at each token, in training."""
-    kernel: str = "auto"
+    attn_implementation: str = "auto"
     """How relative attention is computed: auto, or the name of a kernel (all give the same numbers)."""
 
     @model_validator(mode="after")
@@ -100,15 +100,14 @@ class ModelConfig(Settings):
         said = f"cutoffs {', '.join(map(str, self.cutoffs))}"
         if any(start >= stop for start, stop in pairwise((0, *self.cutoffs))):
             raise ValueError(f"{said} must rise, from 1 on; give others, auto or none")
-        if self.cutoffs and self.cutoffs[-1] >= self.vocabulary_size:
+        if self.cutoffs and self.cutoffs[-1] >= self.vocab_size:
             raise ValueError(
-                f"{said} must stay below the {self.vocabulary_size:,} tokens of the vocabulary; give others, auto or "
-                "none"
+                f"{said} must stay below the {self.vocab_size:,} tokens of the vocabulary; give others, auto or none"
             )
-        if len(self.cutoffs) > self.most_tails:
+        if len(self.cutoffs) > self.max_tails:
             raise ValueError(
                 f"div_val {self.div_val} leaves the last of {len(self.cutoffs)} tails no embedding (it divides "
-                f"{self.embedding_width or self.width} as often); lower it, or give fewer cutoffs"
+                f"{self.d_embed or self.d_model} as often); lower it, or give fewer cutoffs"
             )
         return self
 
@@ -119,35 +118,35 @@ class ModelConfig(Settings):
             ("attention_dropout", "kind transformer", self.kind == "transformer"),
             ("norm", "kind transformer", self.kind == "transformer"),
             ("attend_empty_memory", "encoding relative or shaw", self.is_relative),
-            ("tie_position_biases", "encoding relative", self.kind == "transformer" and self.encoding == "relative"),
-            ("kernel", "encoding relative or shaw", self.is_relative),
+            ("tie_attention_biases", "encoding relative", self.kind == "transformer" and self.encoding == "relative"),
+            ("attn_implementation", "encoding relative or shaw", self.is_relative),
             ("learned_positions", "encoding shaw or learned", self.has_learned_positions),
-            ("intermediate_losses", "encoding sinusoidal or learned", self.is_absolute),
+            ("intermediate_layer_losses", "encoding sinusoidal or learned", self.is_absolute),
             ("second_target", "encoding sinusoidal or learned", self.is_absolute),
-            ("qrnn_window", "kind qrnn", self.kind == "qrnn"),
+            ("qrnn_kernel_size", "kind qrnn", self.kind == "qrnn"),
             ("zoneout", "kind qrnn", self.kind == "qrnn"),
         ):
             value = getattr(self, name)
             if not fits and value != type(self).model_fields[name].default:
                 raise ValueError(f"{name} {value} needs {needed}, and this is {self.system}; leave it out")
-        if (self.intermediate_losses or self.second_target) and self.cutoffs:
+        if (self.intermediate_layer_losses or self.second_target) and self.cutoffs:
             raise ValueError("intermediate_losses and second_target need one softmax; give cutoffs none")
-        self.check_reach(memory=self.memory if "memory" in self.model_fields_set else 0)
+        self.check_context_limits(memory=self.memory if "memory" in self.model_fields_set else 0)
         if self.is_absolute:
             object.__setattr__(self, "memory", 0)
         return self
 
     @model_validator(mode="after")
     def _fill_head_width(self) -> Self:
-        if self.head_width is None and self.kind == "transformer":
-            if self.width % self.heads:
+        if self.d_head is None and self.kind == "transformer":
+            if self.d_model % self.n_heads:
                 raise ValueError(
-                    f"width {self.width} does not divide by heads {self.heads}; choose a multiple or set head_width"
+                    f"width {self.d_model} does not divide by heads {self.n_heads}; choose a multiple or set head_width"
                 )
-            object.__setattr__(self, "head_width", self.width // self.heads)
+            object.__setattr__(self, "d_head", self.d_model // self.n_heads)
         return self
 
-    def check_reach(
+    def check_context_limits(
         self, *, segment: int = 1, memory: int = 0, window: int | None = None, clamp: int | None = None
     ) -> None:
         """Whether this model can read so; the window and clamp of the settings are looked at in any case.
@@ -155,7 +154,7 @@ class ModelConfig(Settings):
         Raises:
             UserError: it has no such length, or not so long a one.
         """
-        window, clamp = window or self.window, clamp or self.clamp_length
+        window, clamp = window or self.attention_window, clamp or self.clamp_length
         if self.is_absolute and memory:
             raise UserError(f"{self.system} has no memory, and memory {memory:,} was given; give memory 0")
         if self.is_absolute and clamp:
@@ -188,7 +187,7 @@ class ModelConfig(Settings):
         return self.kind == "transformer" and self.encoding in ("shaw", "learned")
 
     @property
-    def cluster_edges(self) -> tuple[int, ...]:
+    def cluster_boundaries(self) -> tuple[int, ...]:
         """0, the cutoffs and V: cluster i holds the ids from edge i up to edge i + 1.
 
         Raises:
@@ -196,14 +195,14 @@ class ModelConfig(Settings):
         """
         if self.cutoffs == "auto":
             raise UserError("cutoffs auto are found by 'txl train' from a corpus; give numbers to build the model")
-        return (0, *self.cutoffs, self.vocabulary_size)
+        return (0, *self.cutoffs, self.vocab_size)
 
     @property
-    def most_tails(self) -> int:
+    def max_tails(self) -> int:
         """How many tails have an embedding of some width."""
         if self.div_val == 1:
-            return MOST
-        widest, count = self.embedding_width or self.width, 0
+            return INT32_MAX
+        widest, count = self.d_embed or self.d_model, 0
         while widest >= self.div_val:
             widest, count = widest // self.div_val, count + 1
         return count
@@ -211,11 +210,11 @@ class ModelConfig(Settings):
     @property
     def cluster_widths(self) -> tuple[int, ...]:
         """Embedding width of each cluster."""
-        widest = self.embedding_width or self.width
-        return tuple(widest // self.div_val**index for index in range(len(self.cluster_edges) - 1))
+        widest = self.d_embed or self.d_model
+        return tuple(widest // self.div_val**index for index in range(len(self.cluster_boundaries) - 1))
 
     @property
     def head_size(self) -> int:
         """H, always a number."""
-        assert self.head_width is not None
-        return self.head_width
+        assert self.d_head is not None
+        return self.d_head

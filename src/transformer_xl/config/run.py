@@ -10,20 +10,20 @@ from typing import Any, Self
 from pydantic import Field, model_validator
 
 from transformer_xl.config.model import ModelConfig
-from transformer_xl.config.settings import MOST, Settings, UserError, check_settings, nearest, read_yaml
+from transformer_xl.config.settings import INT32_MAX, Settings, UserError, check_settings, nearest, read_yaml
 from transformer_xl.config.train import TrainConfig
 
 
 class EvaluationConfig(Settings):
     """How the run is evaluated unless told otherwise."""
 
-    segment: int | None = Field(default=None, gt=0, le=MOST)
-    """New tokens read in one step; none: train.segment. It changes the speed and, without a window, the context."""
-    memory: int | None = Field(default=None, ge=0, le=MOST)
-    """Memory slots, in tokens; none: train.memory."""
-    window: int | None = Field(default=None, gt=0, le=MOST)
+    segment_length: int | None = Field(default=None, gt=0, le=INT32_MAX)
+    """New tokens read in one step; none: train.segment_length. It changes the speed and, without a window, the context."""
+    memory_length: int | None = Field(default=None, ge=0, le=INT32_MAX)
+    """Memory slots, in tokens; none: train.memory_length."""
+    attention_window: int | None = Field(default=None, gt=0, le=INT32_MAX)
     """Number of keys a query sees, itself included; none: model.window."""
-    clamp: int | None = Field(default=None, gt=0, le=MOST)
+    clamp_length: int | None = Field(default=None, gt=0, le=INT32_MAX)
     """Distances above this count as this one; none: model.clamp_length."""
 
 
@@ -32,7 +32,7 @@ class CorpusReference(Settings):
 
     path: str
     """Folder of the corpus, as an absolute path."""
-    vocabulary: str
+    tokenizer_sha256: str
     """Fingerprint (sha256) of its vocabulary."""
     train_sha256: str
     """Of the training tokens: a run goes on only with the text it began with."""
@@ -49,30 +49,33 @@ class RunConfig(Settings):
 
     @model_validator(mode="after")
     def _one_memory_length(self) -> Self:
-        if "memory" in self.model.model_fields_set and self.model.memory != self.train.memory:
+        if "memory" in self.model.model_fields_set and self.model.memory != self.train.memory_length:
             raise ValueError(
-                f"model.memory {self.model.memory} and train.memory {self.train.memory} differ; set train.memory alone"
+                f"model.memory {self.model.memory} and train.memory_length {self.train.memory_length} differ; set train.memory_length alone"
             )
-        if self.model.is_absolute and "memory" not in self.train.model_fields_set:
-            object.__setattr__(self, "train", self.train.model_copy(update={"memory": 0}))
-        object.__setattr__(self, "model", self.model.model_copy(update={"memory": self.train.memory}))
+        if self.model.is_absolute and "memory_length" not in self.train.model_fields_set:
+            object.__setattr__(self, "train", self.train.model_copy(update={"memory_length": 0}))
+        object.__setattr__(self, "model", self.model.model_copy(update={"memory": self.train.memory_length}))
         return self
 
     @model_validator(mode="after")
     def _lengths_the_model_has(self) -> Self:
         model, train, wanted = self.model, self.train, self.evaluation
         if model.has_learned_positions:
-            most = train.segment + train.memory
+            most = train.segment_length + train.memory_length
             if (model.learned_positions or 0) > most:
                 raise ValueError(
                     f"model.learned_positions {model.learned_positions:,} are more than training goes through; "
-                    f"give {most:,} (train.segment and train.memory) at most, or none"
+                    f"give {most:,} (train.segment_length and train.memory_length) at most, or none"
                 )
             found = {"learned_positions": model.learned_positions or most}
             object.__setattr__(self, "model", model.model_copy(update=found))
-        self.model.check_reach(segment=train.segment, memory=train.memory)
-        self.model.check_reach(
-            segment=wanted.segment or 1, memory=wanted.memory or 0, window=wanted.window, clamp=wanted.clamp
+        self.model.check_context_limits(segment=train.segment_length, memory=train.memory_length)
+        self.model.check_context_limits(
+            segment=wanted.segment_length or 1,
+            memory=wanted.memory_length or 0,
+            window=wanted.attention_window,
+            clamp=wanted.clamp_length,
         )
         if model.kind != "transformer" and train.compile != "off":
             raise ValueError(f"train.compile {train.compile} is for transformers, and this is {model.system}; give off")
@@ -95,9 +98,9 @@ class Recipe(Settings):
     """Number of parameters as published, which is rounded."""
     parameters: int | None = None
     """Number of parameters of these settings."""
-    step_flops: float | None = None
+    flops_per_step: float | None = None
     """Additions and multiplications in the matrix products of one training step."""
-    step_bytes: float | None = None
+    bytes_per_step: float | None = None
     """Memory one training step needs in float32: weights, gradients, Adam's state, kept activations, hidden memory."""
     model: dict[str, Any] = Field(default_factory=dict)
     train: dict[str, Any] = Field(default_factory=dict)

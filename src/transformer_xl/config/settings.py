@@ -10,7 +10,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 from typing_extensions import override
 
-MOST = 2**31 - 1  # of anything counted here; more is a slip of the finger
+INT32_MAX = 2**31 - 1  # of anything counted here; more is a slip of the finger
 
 
 class UserError(ValueError):
@@ -30,7 +30,7 @@ class Settings(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _yes_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+    def _reject_bool(cls, value: Any, info: ValidationInfo) -> Any:
         """Python and pydantic take true for 1, and YAML takes yes and on for true."""
         kind = cls.model_fields[str(info.field_name)].annotation
         if isinstance(value, bool) and not {bool, Any} & {kind, *get_args(kind)}:

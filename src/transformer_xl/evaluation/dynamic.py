@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from transformer_xl.config import UserError
-from transformer_xl.evaluation.plan import Parts, Plan, Progress, Text
+from transformer_xl.evaluation.plan import EvaluationPlan, Parts, Progress, Text
 from transformer_xl.evaluation.scoring import Scored, Span, computing, fetched
 from transformer_xl.evaluation.stretches import Stretch, segment_of
 from transformer_xl.model.language_model import LanguageModel
@@ -38,7 +38,7 @@ _RATES = {"rms": 1e-6, "sgd": 0.01}
 
 
 @dataclass(frozen=True, eq=False)
-class Dynamic:
+class DynamicEvaluation:
     """How the weights follow the text. The defaults of rms are those published for enwik8 (docs/evaluation.md)."""
 
     form: Literal["rms", "sgd"] = "rms"
@@ -79,7 +79,7 @@ class Dynamic:
         """The rate, always a number."""
         return self.rate if self.rate is not None else _RATES[self.form]
 
-    def parts(self, model: LanguageModel, text: Text, plan: Plan, progress: Progress | None = None) -> Parts:
+    def parts(self, model: LanguageModel, text: Text, plan: EvaluationPlan, progress: Progress | None = None) -> Parts:
         """The loss of every token, once, in text order. The model has its own weights again when it ends.
 
         Where documents are read by themselves, the weights begin anew with each of them too.
@@ -110,12 +110,12 @@ class Dynamic:
                 yield part
 
     def _steps(
-        self, model: LanguageModel, text: Text, plan: Plan, progress: Progress | None
+        self, model: LanguageModel, text: Text, plan: EvaluationPlan, progress: Progress | None
     ) -> Generator[Scored, None, None]:
         reader = _Reader(model, plan)
         weights = _Weights(model)
         try:
-            weights.go_by(self, None if self.form == "sgd" else self._statistics(reader, text.start_id))
+            weights.go_by(self, None if self.form == "sgd" else self._statistics(reader, text.bos_token_id))
             for begin, end in pairwise(text.edges(plan.documents).tolist()):
                 weights.restore()
                 document = Stretch(begin, begin, end, fresh=True)
@@ -128,10 +128,10 @@ class Dynamic:
         finally:
             weights.restore()
 
-    def _statistics(self, reader: _Reader, start_id: int) -> list[Tensor]:
+    def _statistics(self, reader: _Reader, bos_token_id: int) -> list[Tensor]:
         """The root of the mean squared gradient, for each weight."""
         assert self.training_K is not None
-        training = Text(self.training_K[: self.statistics_tokens], start_id)
+        training = Text(self.training_K[: self.statistics_tokens], bos_token_id)
         squares, count = [torch.zeros_like(weight) for weight in reader.weights], 0
         for _, gradients in reader.read(training, Stretch(0, 0, len(training.tokens_K), fresh=True)):
             for square, gradient in zip(squares, gradients, strict=True):
@@ -143,13 +143,13 @@ class Dynamic:
 class _Reader:
     """Reads a text segment by segment, and gives losses and the gradient of their mean."""
 
-    def __init__(self, model: LanguageModel, plan: Plan) -> None:
+    def __init__(self, model: LanguageModel, plan: EvaluationPlan) -> None:
         self._model, self._plan = model, plan
         self.weights = _trained(model)
 
     def read(self, text: Text, stretch: Stretch) -> Generator[tuple[Tensor, list[Tensor]], None, None]:
         device = self.weights[0].device
-        memory: Memory = self._model.initial_memory(1, self._plan.reach)
+        memory: Memory = self._model.initial_memory(1, self._plan.context_limits)
         for offset in range(0, stretch.length, self._plan.segment):
             width = min(self._plan.segment, stretch.length - offset)
             inputs_BT, targets_BT = segment_of(text, [stretch], offset, width)
@@ -170,7 +170,7 @@ class _Weights:
         self._rates: list[Tensor | float] = []
         self._shares: list[Tensor | float] = []
 
-    def go_by(self, how: Dynamic, rms: list[Tensor] | None) -> None:
+    def go_by(self, how: DynamicEvaluation, rms: list[Tensor] | None) -> None:
         """Sets the rate of every weight, and how much of the way back to what it was it goes in a step."""
         if rms is None:
             self._rates = [how.step_size] * len(self._weights)

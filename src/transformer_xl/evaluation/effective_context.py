@@ -27,12 +27,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from transformer_xl.config import MOST, UserError
-from transformer_xl.evaluation.plan import Plan, Progress
+from transformer_xl.config import INT32_MAX, UserError
+from transformer_xl.evaluation.plan import EvaluationPlan, Progress
 from transformer_xl.evaluation.scoring import check_weights, computing
 from transformer_xl.evaluation.stretches import slots_needed
 from transformer_xl.model.language_model import LanguageModel
-from transformer_xl.model.memory import Reach
+from transformer_xl.model.memory import ContextLimits
 from transformer_xl.text.token_store import Tokens
 
 _TOKENS_AT_ONCE = 4096  # of a step, all rows together: enough for a machine to be busy
@@ -63,10 +63,10 @@ class ContextSweep:
     def __post_init__(self) -> None:
         """Refuses what cannot be."""
         for name in ("step", "start", "longest", "positions"):
-            if not 1 <= getattr(self, name) <= MOST:
-                raise UserError(f"{name} {getattr(self, name):,}: wanted 1 or more, {MOST:,} at most")
-        if not 0 <= self.seed <= MOST:
-            raise UserError(f"seed {self.seed}: wanted 0 or more, {MOST:,} at most")
+            if not 1 <= getattr(self, name) <= INT32_MAX:
+                raise UserError(f"{name} {getattr(self, name):,}: wanted 1 or more, {INT32_MAX:,} at most")
+        if not 0 <= self.seed <= INT32_MAX:
+            raise UserError(f"seed {self.seed}: wanted 0 or more, {INT32_MAX:,} at most")
         names = [f"{fraction:g}" for fraction in self.fractions]
         given = ",".join(names) or "nothing"
         if not names or not all(0 < fraction <= 1 for fraction in self.fractions):
@@ -108,7 +108,7 @@ class Reader:
 
     name: str
     model: LanguageModel
-    plan: Plan
+    plan: EvaluationPlan
     """Segment, reach and number format; what else a plan has is not looked at but for `rows`, tokens side by side."""
 
     @property
@@ -117,7 +117,7 @@ class Reader:
 
         Without memory they are those of its segment.
         """
-        return None if self.plan.reach.memory else self.plan.segment
+        return None if self.plan.context_limits.memory_length else self.plan.segment
 
     def tokens_of(self, context: int) -> int:
         """How many tokens it reads when it may see so many."""
@@ -143,14 +143,14 @@ class Reader:
         """
         model, segment = self.model, self.plan.segment
         device, read = next(model.parameters()).device, self.tokens_of(context)
-        reach, rows = self._reach(read), self._rows(read)
+        context_limits, rows = self._reach(read), self._rows(read)
         first = (read - 1) % segment + 1
         parts: list[torch.Tensor] = []
         for at_B in np.array_split(places_P, -(-len(places_P) // rows)):
             window_BS = torch.from_numpy(tokens_K[at_B[:, None] + np.arange(-read, 1)].astype(np.int64))
             with computing(device, self.plan.precision):
                 segments = window_BS[:, :-1].to(device).split([first] + [segment] * ((read - 1) // segment), dim=1)
-                hidden_BTD, memory = model(segments[0], model.inference_memory(len(at_B), reach))
+                hidden_BTD, memory = model(segments[0], model.inference_memory(len(at_B), context_limits))
                 for tokens_BT in segments[1:]:
                     hidden_BTD, memory = model(tokens_BT, memory)
                 parts.append(model.nats(hidden_BTD[:, -1:], window_BS[:, -1:]).flatten())
@@ -168,11 +168,11 @@ class Reader:
         seconds = time.perf_counter() - start
         return seconds * self.cost(sweep) / (len(some_P) * self.tokens_of(context))
 
-    def _reach(self, read: int) -> Reach:
+    def _reach(self, read: int) -> ContextLimits:
         """The plan's, with no more slots than so many tokens can fill."""
         if self.model.config.attend_empty_memory:
-            return self.plan.reach
-        return replace(self.plan.reach, memory=slots_needed(read, self.plan))
+            return self.plan.context_limits
+        return replace(self.plan.context_limits, memory_length=slots_needed(read, self.plan))
 
     def _rows(self, read: int) -> int:
         """B: places that are side by side when each reads so many tokens."""
@@ -282,9 +282,9 @@ class EffectiveContext:
             "name": reader.name,
             "parameters": reader.model.num_parameters(),
             "segment": plan.segment,
-            "memory": plan.reach.memory,
-            "window": plan.reach.window,
-            "clamp": plan.reach.clamp_length,
+            "memory": plan.context_limits.memory_length,
+            "window": plan.context_limits.attention_window,
+            "clamp": plan.context_limits.clamp_length,
             "sees_at_most": reader.sees_at_most,
             "tokens_read": reader.cost(self.sweep),
             "seconds": self.seconds_I[index],

@@ -16,15 +16,15 @@ import numpy as np
 import numpy.typing as npt
 
 from transformer_xl.config import UserError
-from transformer_xl.device import number_format
+from transformer_xl.device import resolve_dtype
 from transformer_xl.evaluation.metrics import Sums
-from transformer_xl.evaluation.plan import Documents, Parts, Plan, Progress, Text
+from transformer_xl.evaluation.plan import Documents, EvaluationPlan, Parts, Progress, Text
 from transformer_xl.evaluation.scoring import RECURRENCE, score_parts
 from transformer_xl.files import whole_file
 from transformer_xl.run_folder import Run
 from transformer_xl.text.token_store import Tokens, TokenSplit
-from transformer_xl.text.vocabularies.words import WordVocabulary
-from transformer_xl.text.vocabulary import Vocabulary
+from transformer_xl.text.tokenizer import Tokenizer
+from transformer_xl.text.tokenizers.words import WordTokenizer
 
 _TOKENS_AT_ONCE = 2**20  # tokens looked through at once
 
@@ -70,7 +70,7 @@ class Evaluation:
 def evaluate(
     run: Run,
     split: TokenSplit,
-    plan: Plan | None = None,
+    plan: EvaluationPlan | None = None,
     *,
     limit: int | None = None,
     progress: Progress | None = None,
@@ -90,22 +90,22 @@ def evaluate(
     Raises:
         UserError: an empty split, unknown tokens, a limit below 1, odd weights, or what the method cannot do.
     """
-    plan = plan or Plan.of(run.config)
+    plan = plan or EvaluationPlan.of(run.config)
     method = plan.method or RECURRENCE
     if limit is not None and limit < 1:
         raise UserError(f"limit {limit}: wanted 1 or more tokens")
     tokens_K = split.first(limit)
     if not len(tokens_K):
         raise UserError("there is nothing to score; the split is empty")
-    check_known(tokens_K, run.model.config.vocabulary_size)
-    text = Text(tokens_K, run.vocabulary.start_id, split.document_starts)
+    check_known(tokens_K, run.model.config.vocab_size)
+    text = Text(tokens_K, run.tokenizer.bos_token_id, split.document_starts)
     start = time.perf_counter()
     nats = _summed(score_parts(run.model, text, plan, progress), per_token, len(tokens_K))
     seconds = time.perf_counter() - start
-    sums = _counted(run.vocabulary, split, tokens_K, nats)
+    sums = _counted(run.tokenizer, split, tokens_K, nats)
     return Evaluation(
         tokens=sums.tokens,
-        unknown=_count_unknown(run.vocabulary, tokens_K),
+        unknown=_count_unknown(run.tokenizer, tokens_K),
         bytes=round(sums.bytes),
         characters=sums.characters,
         words=sums.words,
@@ -122,10 +122,10 @@ def evaluate(
         rows=plan.rows,
         warmup=plan.warmup,
         segment=plan.segment,
-        memory=plan.reach.memory,
-        window=plan.reach.window,
-        clamp=plan.reach.clamp_length,
-        precision=number_format(next(run.model.parameters()).device, plan.precision),
+        memory=plan.context_limits.memory_length,
+        window=plan.context_limits.attention_window,
+        clamp=plan.context_limits.clamp_length,
+        precision=resolve_dtype(next(run.model.parameters()).device, plan.precision),
     )
 
 
@@ -166,18 +166,18 @@ def check_known(tokens_K: Tokens, num_known: int) -> None:
         )
 
 
-def _counted(vocabulary: Vocabulary, split: TokenSplit, tokens_K: Tokens, nats: float) -> Sums:
+def _counted(tokenizer: Tokenizer, split: TokenSplit, tokens_K: Tokens, nats: float) -> Sums:
     """What there is to divide by: bytes, characters and words, as far as they are known."""
     whole = len(tokens_K) == split.num_tokens
-    words = split.num_words if whole and vocabulary.kind != "integers" else _count_words(vocabulary, tokens_K)
-    if vocabulary.kind in ("words", "integers"):  # decoded, it would be another text: unknown words, white space
+    words = split.num_words if whole and tokenizer.kind != "integers" else _count_words(tokenizer, tokens_K)
+    if tokenizer.kind in ("words", "integers"):  # decoded, it would be another text: unknown words, white space
         share = split.num_bytes if whole else max(1, round(split.bytes_per_token * len(tokens_K)))
         return Sums(nats, len(tokens_K), share, words=words)
-    num_bytes, characters = count_text(vocabulary, tokens_K)
+    num_bytes, characters = count_text(tokenizer, tokens_K)
     return Sums(nats, len(tokens_K), split.num_bytes if whole else num_bytes, characters, words)
 
 
-def count_text(vocabulary: Vocabulary, tokens_K: Tokens) -> tuple[int, int | None]:
+def count_text(tokenizer: Tokenizer, tokens_K: Tokens) -> tuple[int, int | None]:
     """Bytes and Unicode characters of a text that its tokens give back exactly; no characters where it is not UTF-8.
 
     A character that the end of the text cuts does not count.
@@ -185,7 +185,7 @@ def count_text(vocabulary: Vocabulary, tokens_K: Tokens) -> tuple[int, int | Non
     decoder, num_bytes = codecs.getincrementaldecoder("utf-8")(), 0
     characters: int | None = 0
     for part_K in _parts(tokens_K):
-        content = vocabulary.decode_bytes(part_K)
+        content = tokenizer.decode_bytes(part_K)
         num_bytes += len(content)
         if characters is not None:
             try:
@@ -195,15 +195,15 @@ def count_text(vocabulary: Vocabulary, tokens_K: Tokens) -> tuple[int, int | Non
     return num_bytes, characters
 
 
-def _count_words(vocabulary: Vocabulary, tokens_K: Tokens) -> int | None:
-    if not isinstance(vocabulary, WordVocabulary) or vocabulary.rules.splitting != "spaces":
+def _count_words(tokenizer: Tokenizer, tokens_K: Tokens) -> int | None:
+    if not isinstance(tokenizer, WordTokenizer) or tokenizer.rules.splitting != "spaces":
         return None
-    ends_line_V = vocabulary.ends_line_V
+    ends_line_V = tokenizer.ends_line_V
     return sum(len(part_K) - int(np.count_nonzero(ends_line_V[part_K])) for part_K in _parts(tokens_K))
 
 
-def _count_unknown(vocabulary: Vocabulary, tokens_K: Tokens) -> int:
-    if not isinstance(vocabulary, WordVocabulary) or vocabulary.unknown is None:
+def _count_unknown(tokenizer: Tokenizer, tokens_K: Tokens) -> int:
+    if not isinstance(tokenizer, WordTokenizer) or tokenizer.unknown is None:
         return 0
-    unknown = vocabulary.words.index(vocabulary.unknown)
+    unknown = tokenizer.words.index(tokenizer.unknown)
     return sum(int(np.count_nonzero(part_K == unknown)) for part_K in _parts(tokens_K))

@@ -12,10 +12,10 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from transformer_xl.config import MOST, RunConfig, UserError
+from transformer_xl.config import INT32_MAX, RunConfig, UserError
 from transformer_xl.device import Precision
 from transformer_xl.model.language_model import LanguageModel
-from transformer_xl.model.memory import Reach
+from transformer_xl.model.memory import ContextLimits
 from transformer_xl.text.token_store import Tokens
 
 Limit = int | Literal["none"]
@@ -34,7 +34,7 @@ class Text:
 
     tokens_K: Tokens
     """Token ids; may lie on disk."""
-    start_id: int
+    bos_token_id: int
     """The token taken as read before the text (or before each document) begins."""
     starts_N: npt.NDArray[Any] = field(default_factory=lambda: np.zeros(1, dtype=np.int64))
     """Where documents start, rising, the first 0."""
@@ -78,18 +78,18 @@ class Method(Protocol):
         """What it goes by beside the plan, for JSON."""
         ...
 
-    def parts(self, model: LanguageModel, text: Text, plan: Plan, progress: Progress | None = None) -> Parts:
+    def parts(self, model: LanguageModel, text: Text, plan: EvaluationPlan, progress: Progress | None = None) -> Parts:
         """The loss of every token, once, in parts that need not come in text order."""
         ...
 
 
 @dataclass(frozen=True)
-class Plan:
+class EvaluationPlan:
     """How a text is scored."""
 
     segment: int
     """T: new tokens read in one step."""
-    reach: Reach
+    context_limits: ContextLimits
     """How far attention looks back."""
     rows: int | None = None
     """B: stretches of the text read side by side. None: one, or, where each document is read by itself, as many
@@ -107,11 +107,11 @@ class Plan:
         """Refuses what cannot be."""
         for name, least in (("segment", 1), ("rows", 1), ("warmup", 0)):
             value = getattr(self, name)
-            if value is not None and not least <= value <= MOST:
-                raise UserError(f"{name} {value:,}: wanted {least} or more, {MOST:,} at most")
+            if value is not None and not least <= value <= INT32_MAX:
+                raise UserError(f"{name} {value:,}: wanted {least} or more, {INT32_MAX:,} at most")
 
     @staticmethod
-    def of(config: RunConfig, **wanted: Limit | None) -> Plan:
+    def of(config: RunConfig, **wanted: Limit | None) -> EvaluationPlan:
         """The run's evaluation settings, with those of `segment, memory, window, clamp` that are given replaced.
 
         Raises:
@@ -119,10 +119,10 @@ class Plan:
         """
         defaults = config.evaluation
         lengths: dict[str, Limit | None] = {
-            "segment": defaults.segment or config.train.segment,
-            "memory": config.train.memory if defaults.memory is None else defaults.memory,
-            "window": defaults.window or config.model.window,
-            "clamp": defaults.clamp or config.model.clamp_length,
+            "segment": defaults.segment_length or config.train.segment_length,
+            "memory": config.train.memory_length if defaults.memory_length is None else defaults.memory_length,
+            "window": defaults.attention_window or config.model.attention_window,
+            "clamp": defaults.clamp_length or config.model.clamp_length,
         }
         assert wanted.keys() <= lengths.keys()
         lengths |= {name: value for name, value in wanted.items() if value is not None}
@@ -131,12 +131,15 @@ class Plan:
             raise UserError("segment none: wanted 1 or more")
         if memory is None:
             raise UserError("memory none: wanted a number of tokens, 0 or more")
-        return Plan(segment, Reach(memory, window, clamp))
+        return EvaluationPlan(segment, ContextLimits(memory, window, clamp))
 
     @property
     def window_is_full(self) -> bool:
         """Whether every query sees as many keys as the window allows, so that the segment changes nothing."""
-        return self.reach.window is not None and self.reach.memory >= self.reach.window - 1
+        return (
+            self.context_limits.attention_window is not None
+            and self.context_limits.memory_length >= self.context_limits.attention_window - 1
+        )
 
     def context_of_segment(self, model: LanguageModel) -> int | None:
         """How many tokens before a segment its losses can depend on, through all layers; none: on all of them.
@@ -146,11 +149,11 @@ class Plan:
         rounded up to whole segments. A window allows no layer more than window - 1 tokens. A recurrent model's state
         holds something of all it read.
         """
-        memory, layers = self.reach.memory, len(model.layers)
+        memory, layers = self.context_limits.memory_length, len(model.layers)
         if memory and model.config.kind != "transformer":
             return None
         through_memory = memory + (layers - 1) * _round_up(memory, self.segment)
-        window = self.reach.window
+        window = self.context_limits.attention_window
         return through_memory if window is None else min(through_memory, layers * (window - 1))
 
     def warmup_of(self, model: LanguageModel) -> int | None:

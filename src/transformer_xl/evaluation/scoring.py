@@ -20,7 +20,7 @@ from torch import Tensor
 
 from transformer_xl.config import UserError
 from transformer_xl.device import Precision, autocast
-from transformer_xl.evaluation.plan import Method, Part, Parts, Plan, Progress, Text
+from transformer_xl.evaluation.plan import EvaluationPlan, Method, Part, Parts, Progress, Text
 from transformer_xl.evaluation.stretches import Stretch, Stretches, segment_of, slots_needed
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.text.token_store import Tokens
@@ -54,7 +54,7 @@ class Recurrence:
         """Nothing beside the plan."""
         return {}
 
-    def parts(self, model: LanguageModel, text: Text, plan: Plan, progress: Progress | None = None) -> Parts:
+    def parts(self, model: LanguageModel, text: Text, plan: EvaluationPlan, progress: Progress | None = None) -> Parts:
         """The loss of every token, once; where there are several rows or documents, not in text order.
 
         Raises:
@@ -72,7 +72,9 @@ class Recurrence:
 RECURRENCE: Method = Recurrence()
 
 
-def read(model: LanguageModel, text: Text, stretches: Stretches, plan: Plan, progress: Progress | None) -> Parts:
+def read(
+    model: LanguageModel, text: Text, stretches: Stretches, plan: EvaluationPlan, progress: Progress | None
+) -> Parts:
     """Reads stretches of a text, those of about the same length side by side; the losses of what counts in them."""
     groups = stretches.groups(plan)
     return fetched(scored for group in groups for scored in _read_group(model, text, group, plan, progress))
@@ -86,15 +88,15 @@ def computing(device: torch.device, precision: Precision, *, gradients: bool = F
 
 
 def _read_group(
-    model: LanguageModel, text: Text, group: list[Stretch], plan: Plan, progress: Progress | None
+    model: LanguageModel, text: Text, group: list[Stretch], plan: EvaluationPlan, progress: Progress | None
 ) -> Iterator[Scored]:
     """Reads stretches side by side, longest first; a row goes when its stretch has ended, and so needs no mask."""
     device, segment = next(model.parameters()).device, plan.segment
-    longest, reach = group[0].length, plan.reach
+    longest, context_limits = group[0].length, plan.context_limits
     if not model.config.attend_empty_memory:
-        reach = replace(reach, memory=slots_needed(longest, plan))
+        context_limits = replace(context_limits, memory_length=slots_needed(longest, plan))
     with computing(device, plan.precision):
-        memory = model.inference_memory(len(group), reach)
+        memory = model.inference_memory(len(group), context_limits)
     for offset in range(0, longest, segment):
         reading = sum(stretch.length > offset for stretch in group)
         inputs_BT, targets_BT = segment_of(text, group[:reading], offset, min(segment, longest - offset))
@@ -144,7 +146,7 @@ def _fetch(waiting: list[Scored]) -> Iterator[Part]:
             yield Part(span.begin, found_BT[span.row, span.columns])
 
 
-def score_parts(model: LanguageModel, text: Text, plan: Plan, progress: Progress | None = None) -> Parts:
+def score_parts(model: LanguageModel, text: Text, plan: EvaluationPlan, progress: Progress | None = None) -> Parts:
     """The loss of every token of a text, once, by the plan's method, in parts that need not come in text order.
 
     The model is in evaluation mode meanwhile.
@@ -188,16 +190,16 @@ def ordered(parts: Iterable[Part], nats_K: npt.NDArray[Any]) -> float:
     return total
 
 
-def token_nats(model: LanguageModel, tokens_K: Tokens, start_id: int, plan: Plan) -> npt.NDArray[Any]:
+def token_nats(model: LanguageModel, tokens_K: Tokens, bos_token_id: int, plan: EvaluationPlan) -> npt.NDArray[Any]:
     """The loss of every token of a text in nats, in text order: (K,)."""
     width = next(model.parameters()).dtype
     nats_K = np.empty(len(tokens_K), dtype=np.float64 if width == torch.float64 else np.float32)
-    ordered(score_parts(model, Text(tokens_K, start_id), plan), nats_K)
+    ordered(score_parts(model, Text(tokens_K, bos_token_id), plan), nats_K)
     return nats_K
 
 
 def sum_nats(
-    model: LanguageModel, tokens_K: Tokens, start_id: int, plan: Plan, progress: Progress | None = None
+    model: LanguageModel, tokens_K: Tokens, bos_token_id: int, plan: EvaluationPlan, progress: Progress | None = None
 ) -> float:
     """The sum of all losses of a text, in nats (added up in float64)."""
-    return sum((part.sum for part in score_parts(model, Text(tokens_K, start_id), plan, progress)), 0.0)
+    return sum((part.sum for part in score_parts(model, Text(tokens_K, bos_token_id), plan, progress)), 0.0)

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from transformer_xl.evaluation.plan import Plan, Text
+from transformer_xl.evaluation.plan import EvaluationPlan, Text
 
 _FAR = 2**62  # further than any text goes back, and not too large for an int64
 _SLOTS_AT_ONCE = 4096  # keys side by side in a step of several documents: enough for a machine to be busy
@@ -57,7 +57,7 @@ class Stretches:
         return Stretches(begin_S, begin_S, end_S, np.ones(len(begin_S), dtype=np.bool_))
 
     @staticmethod
-    def cut(text: Text, plan: Plan, warmup: int | None) -> Stretches:
+    def cut(text: Text, plan: EvaluationPlan, warmup: int | None) -> Stretches:
         """Cuts a text: each document into as many stretches as it has of `plan.rows` by its share of the text.
 
         `warmup`: tokens, in whole segments; none: documents stay whole.
@@ -82,7 +82,7 @@ class Stretches:
         first, begin, end = (int(column_S[index]) for column_S in (self.first_S, self.begin_S, self.end_S))
         return Stretch(first, begin, end, bool(self.fresh_S[index]))
 
-    def groups(self, plan: Plan) -> Iterator[list[Stretch]]:
+    def groups(self, plan: EvaluationPlan) -> Iterator[list[Stretch]]:
         """Stretches to read side by side, of about the same length in each group, longest first."""
         length_S = self.end_S - self.first_S
         longest_first_S = np.argsort(-length_S, kind="stable")
@@ -95,14 +95,14 @@ class Stretches:
             place += rows
 
 
-def slots_needed(length: int, plan: Plan) -> int:
+def slots_needed(length: int, plan: EvaluationPlan) -> int:
     """Memory slots that can be filled before the last segment of so many tokens is read; more would stay empty."""
-    return min(plan.reach.memory, (length - 1) // plan.segment * plan.segment)
+    return min(plan.context_limits.memory_length, (length - 1) // plan.segment * plan.segment)
 
 
 def segment_of(text: Text, group: list[Stretch], offset: int, width: int) -> tuple[Tensor, Tensor]:
     """Inputs and targets (B, T) of a segment; padding on the right, which nothing that counts can see."""
-    inputs_BT = np.full((len(group), width), text.start_id, dtype=np.int64)
+    inputs_BT = np.full((len(group), width), text.bos_token_id, dtype=np.int64)
     targets_BT = np.zeros((len(group), width), dtype=np.int64)
     for row, stretch in enumerate(group):
         start = stretch.first + offset

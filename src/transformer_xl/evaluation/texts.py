@@ -16,10 +16,10 @@ import numpy.typing as npt
 from transformer_xl.config import UserError
 from transformer_xl.evaluation.evaluate import check_known
 from transformer_xl.evaluation.metrics import Sums
-from transformer_xl.evaluation.plan import Plan, Progress, Text
+from transformer_xl.evaluation.plan import EvaluationPlan, Progress, Text
 from transformer_xl.evaluation.scoring import ordered, score_parts
 from transformer_xl.run_folder import Run
-from transformer_xl.text.vocabulary import BadText, TokenArray, Vocabulary, as_bytes, cut_pieces, token_dtype
+from transformer_xl.text.tokenizer import BadText, TokenArray, Tokenizer, as_bytes, cut_pieces, token_dtype
 
 Texts = str | bytes | Iterable[str | bytes] | Mapping[str, str | bytes]
 """One text, several, or several by name."""
@@ -51,11 +51,11 @@ class TextScore:
     """Loss of each token in nats, in text order: minus its log-probability."""
     sums: Sums
     """Of the whole text."""
-    vocabulary: Vocabulary
+    tokenizer: Tokenizer
 
     def lines(self) -> Iterator[Line]:
         """Its lines, whose losses add up to the whole."""
-        last_K = self.vocabulary.ends_line_V[self.ids_K]
+        last_K = self.tokenizer.ends_line_V[self.ids_K]
         last_K[-1] = True
         ends = (np.flatnonzero(last_K) + 1).tolist()
         for number, (begin, end) in enumerate(pairwise([0, *ends]), start=1):
@@ -65,7 +65,7 @@ class TextScore:
 def score(
     run: Run,
     texts: Texts,
-    plan: Plan | None = None,
+    plan: EvaluationPlan | None = None,
     *,
     progress: Progress | None = None,
 ) -> list[TextScore]:
@@ -81,15 +81,15 @@ def score(
     Raises:
         UserError: no text, an empty one, one that the vocabulary cannot write, or what `evaluate` raises.
     """
-    plan = plan or replace(Plan.of(run.config), documents="reset")
+    plan = plan or replace(EvaluationPlan.of(run.config), documents="reset")
     named = _named(texts)
-    encoded = {name: encode_text(run.vocabulary, name, content) for name, content in named.items()}
+    encoded = {name: encode_text(run.tokenizer, name, content) for name, content in named.items()}
     if not encoded:
         raise UserError("there is nothing to score; give one text at least")
     starts_N = np.cumsum([0, *map(len, encoded.values())])
     whole_K = np.concatenate(list(encoded.values()))
-    check_known(whole_K, run.model.config.vocabulary_size)
-    parts = score_parts(run.model, Text(whole_K, run.vocabulary.start_id, starts_N[:-1]), plan, progress)
+    check_known(whole_K, run.model.config.vocab_size)
+    parts = score_parts(run.model, Text(whole_K, run.tokenizer.bos_token_id, starts_N[:-1]), plan, progress)
     nats_K = np.empty(len(whole_K), dtype=np.float64)
     ordered(parts, nats_K)
     scores: list[TextScore] = []
@@ -100,9 +100,9 @@ def score(
             tokens=end - begin,
             bytes=len(content),
             characters=_characters(content),
-            words=None if run.vocabulary.kind == "integers" else len(content.split()),
+            words=None if run.tokenizer.kind == "integers" else len(content.split()),
         )
-        scores.append(TextScore(name, ids_K, nats_K[begin:end], sums, run.vocabulary))
+        scores.append(TextScore(name, ids_K, nats_K[begin:end], sums, run.tokenizer))
     return scores
 
 
@@ -114,24 +114,24 @@ def _named(texts: Texts) -> dict[str, bytes]:
     return {f"text {number}": as_bytes(text) for number, text in enumerate(texts, start=1)}
 
 
-def encode_text(vocabulary: Vocabulary, name: str, content: bytes) -> TokenArray:
+def encode_text(tokenizer: Tokenizer, name: str, content: bytes) -> TokenArray:
     """The tokens of a whole text, its last line ended where the vocabulary ends lines.
 
     Raises:
         UserError: it is empty, or the vocabulary cannot write it; the message has the text's name.
     """
-    ids_K = np.concatenate([np.zeros(0, dtype=token_dtype(vocabulary.size)), *_pieces(vocabulary, name, content)])
+    ids_K = np.concatenate([np.zeros(0, dtype=token_dtype(tokenizer.vocab_size)), *_pieces(tokenizer, name, content)])
     if not len(ids_K):
         raise UserError(f"{name}: there is no token in it; give some text")
     return ids_K
 
 
-def _pieces(vocabulary: Vocabulary, name: str, content: bytes) -> Iterator[TokenArray]:
+def _pieces(tokenizer: Tokenizer, name: str, content: bytes) -> Iterator[TokenArray]:
     place = 0
     try:
-        for piece in cut_pieces(vocabulary, [content]):
+        for piece in cut_pieces(tokenizer, [content]):
             try:
-                yield vocabulary.encode_piece(piece).ids
+                yield tokenizer.encode_chunk(piece).ids
             except BadText as error:
                 raise BadText(place + error.place, error.what) from None
             place += len(piece)

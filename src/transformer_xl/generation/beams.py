@@ -51,13 +51,13 @@ class Beams:
             most = _MOST_LOG / math.log(self.tokens)
             raise UserError(f"length penalty {self.length_penalty}: wanted {-most:.0f} to {most:.0f} with these tokens")
 
-    def score(self, log_probability: float, length: int) -> float:
+    def score(self, logprob: float, length: int) -> float:
         """What continuations are ranked by (as in Wu et al. 2016, section 7, with the length itself)."""
-        return log_probability / length**self.length_penalty
+        return logprob / length**self.length_penalty
 
-    def best_to_come(self, log_probability: float, length: int) -> float:
+    def best_to_come(self, logprob: float, length: int) -> float:
         """The best score that one of so many tokens can still reach, as a log-probability never rises."""
-        return self.score(log_probability, self.tokens if self.length_penalty > 0 else length + 1)
+        return self.score(logprob, self.tokens if self.length_penalty > 0 else length + 1)
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Hypothesis:
 
     tokens: tuple[int, ...]
     """With the one that ended it."""
-    log_probabilities: tuple[float, ...]
+    logprobs: tuple[float, ...]
     """Of each token, natural logarithms."""
     score: float
     """What it is ranked by."""
@@ -74,9 +74,9 @@ class Hypothesis:
     """Whether one of the ids that end a text ended it, or the number of tokens."""
 
     @property
-    def log_probability(self) -> float:
+    def logprob(self) -> float:
         """Of all its tokens together."""
-        return sum(self.log_probabilities)
+        return sum(self.logprobs)
 
 
 _EMPTY = Hypothesis((), (), 0.0, ended=False)
@@ -112,7 +112,7 @@ def beam_search(
             found = _ranked([*found, *ended])[: settings.beams]
             if not live or length == settings.tokens:
                 break
-            best = max(settings.best_to_come(one.log_probability, length) for one in live)
+            best = max(settings.best_to_come(one.logprob, length) for one in live)
             if len(found) == settings.beams and found[-1].score >= best:
                 live = []
                 break
@@ -128,9 +128,9 @@ def _likeliest(
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities and ids of enough tokens after each beam: (B, R) each, the likeliest first."""
     barred = settings.end_ids if len(live[0].tokens) < settings.min_tokens else ()
-    count = min(settings.beams + len(settings.end_ids), model.config.vocabulary_size)
+    count = min(settings.beams + len(settings.end_ids), model.config.vocab_size)
     if settings.adjust is None:
-        scores_B1R, ids_B1R = model.top(hidden_B1D, count)
+        scores_B1R, ids_B1R = model.topk(hidden_B1D, count)
         # scores differ from log-probabilities by a constant, found from the likeliest token
         shift_B1 = scores_B1R[..., 0].double() + model.nats(hidden_B1D, ids_B1R[..., 0].cpu().contiguous()).double()
         found_BR, ids_BR = scores_B1R[:, 0].double() - shift_B1, ids_B1R[:, 0]
@@ -153,7 +153,7 @@ def _extended(
     Returns:
         those that ended on the way, those that go on, and which beam each of these came from.
     """
-    sums_B1 = torch.tensor([[one.log_probability] for one in live], dtype=torch.float64, device=found_BR.device)
+    sums_B1 = torch.tensor([[one.logprob] for one in live], dtype=torch.float64, device=found_BR.device)
     order = (sums_B1 + found_BR).flatten().argsort(descending=True, stable=True).tolist()
     each, ids = found_BR.tolist(), ids_BR.tolist()
     ended: list[Hypothesis] = []
@@ -161,10 +161,10 @@ def _extended(
     parents: list[int] = []
     for place in order:
         beam, candidate = divmod(place, found_BR.shape[1])
-        token, log_probability = ids[beam][candidate], each[beam][candidate]
-        if log_probability == -float("inf"):
+        token, logprob = ids[beam][candidate], each[beam][candidate]
+        if logprob == -float("inf"):
             break
-        one = _with(live[beam], token, log_probability, settings)
+        one = _with(live[beam], token, logprob, settings)
         if one.ended:
             ended.append(one)
         else:
@@ -175,13 +175,13 @@ def _extended(
     return ended, going_on, parents
 
 
-def _with(one: Hypothesis, token: int, log_probability: float, settings: Beams) -> Hypothesis:
-    log_probabilities = (*one.log_probabilities, log_probability)
+def _with(one: Hypothesis, token: int, logprob: float, settings: Beams) -> Hypothesis:
+    logprobs = (*one.logprobs, logprob)
     return replace(
         one,
         tokens=(*one.tokens, token),
-        log_probabilities=log_probabilities,
-        score=settings.score(sum(log_probabilities), len(log_probabilities)),
+        logprobs=logprobs,
+        score=settings.score(sum(logprobs), len(logprobs)),
         ended=token in settings.end_ids,
     )
 

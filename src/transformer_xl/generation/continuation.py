@@ -8,18 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from transformer_xl.text.vocabulary import Vocabulary
+from transformer_xl.text.tokenizer import Tokenizer
 
 
 class Continuation:
     """The text of tokens made after a prompt, piece by piece."""
 
-    def __init__(self, vocabulary: Vocabulary, prompt: Sequence[int], stops: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str] = ()) -> None:
         """`prompt` is what the text goes on from: with the space between two words, say."""
-        self._vocabulary, self._decoder = vocabulary, vocabulary.stream_decoder()
+        self._vocabulary, self._decoder = tokenizer, tokenizer.stream_decoder()
         certain = "".join(map(self._decoder.push, prompt))
         # what the decoder holds back of the prompt comes with the first token, but was said; not so half a character
-        self._said = vocabulary.decode(prompt).removeprefix(certain).rstrip("\ufffd")
+        self._said = tokenizer.decode(prompt).removeprefix(certain).rstrip("\ufffd")
         self._stops = stops
         self._held = ""
         self.stopped = False

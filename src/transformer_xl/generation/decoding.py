@@ -20,14 +20,14 @@ from typing_extensions import TypedDict, override
 
 from transformer_xl.config import UserError
 from transformer_xl.device import Precision, autocast
-from transformer_xl.evaluation.plan import Plan
+from transformer_xl.evaluation.plan import EvaluationPlan
 from transformer_xl.generation.beams import Beams, beam_search
 from transformer_xl.generation.continuation import Continuation
 from transformer_xl.generation.sampling import THE_PAPERS, Sampler
-from transformer_xl.generation.writer import Adjust, Made, Writer
+from transformer_xl.generation.writer import Adjust, BatchGenerator, GeneratedToken
 from transformer_xl.model.memory import Memory
 from transformer_xl.run_folder import Run
-from transformer_xl.text.vocabulary import Vocabulary
+from transformer_xl.text.tokenizer import Tokenizer
 
 Ended = Literal["tokens", "end", "stop"]
 """Why a text ends: as many tokens as wanted, a token that ends texts, or a stop string."""
@@ -59,7 +59,7 @@ class Options(TypedDict, total=False, closed=True):
     """Texts that end the text; they are not shown, but the memory has read the tokens they came in."""
     adjust: Adjust | None
     """Changes the scores before each choice."""
-    log_probabilities: bool
+    logprobs: bool
     """Find the log-probability of each token too."""
     precision: Precision
     """Number format of matrix products, float32 unless told; for many texts round the weights to it once
@@ -79,7 +79,7 @@ class Request:
     end_ids: Collection[int] = ()
     stop: str | Sequence[str] = ()
     adjust: Adjust | None = None
-    log_probabilities: bool = False
+    logprobs: bool = False
     precision: Precision = "float32"
 
     def __post_init__(self) -> None:
@@ -97,7 +97,7 @@ class Request:
         """The stop strings, however many were given."""
         return [self.stop] if isinstance(self.stop, str) else self.stop
 
-    def token_ids(self, vocabulary: Vocabulary, prompt: Prompt) -> list[int]:
+    def token_ids(self, tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
         """What is read of a prompt.
 
         Raises:
@@ -108,13 +108,13 @@ class Request:
             raise UserError("a memory was given without a prompt; give the text that comes next")
         if prompt is not None and not len(prompt):
             raise UserError("the prompt is empty; give some text, or no prompt at all to begin a new text")
-        ids = [] if prompt is None else vocabulary.encode(prompt).tolist()
-        whole = ids if goes_on else [vocabulary.start_id, *ids]
+        ids = [] if prompt is None else tokenizer.encode(prompt).tolist()
+        whole = ids if goes_on else [tokenizer.bos_token_id, *ids]
         if not whole:
             raise UserError("the prompt holds no token of this vocabulary; give some text")
         return whole[-self.context :] if self.context else whole
 
-    def number_format(self, run: Run) -> AbstractContextManager[object]:
+    def resolve_dtype(self, run: Run) -> AbstractContextManager[object]:
         """The context in which the model is to be used."""
         return autocast(next(run.model.parameters()).device, self.precision)
 
@@ -122,12 +122,12 @@ class Request:
         """The memory to begin with."""
         if isinstance(self.memory, Memory):
             return self.memory
-        reach = Plan.of(run.config, memory=self.memory).reach
-        return run.model.writing_memory(num_prompts, reach, segment=run.config.train.segment)
+        context_limits = EvaluationPlan.of(run.config, memory=self.memory).context_limits
+        return run.model.generation_memory(num_prompts, context_limits, segment=run.config.train.segment_length)
 
-    def writer(self, run: Run, prompts: Sequence[Sequence[int]], samples: int) -> Writer:
+    def writer(self, run: Run, prompts: Sequence[Sequence[int]], samples: int) -> BatchGenerator:
         """What writes the tokens."""
-        return Writer(
+        return BatchGenerator(
             run.model,
             prompts,
             self.sampler or THE_PAPERS,
@@ -137,7 +137,7 @@ class Request:
             end_ids=self.end_ids,
             min_tokens=self.min_tokens,
             adjust=self.adjust,
-            scored=self.log_probabilities,
+            scored=self.logprobs,
         )
 
 
@@ -149,35 +149,35 @@ class Completion:
     """What follows the prompt, without what ended it."""
     tokens: tuple[int, ...]
     """All that were made, with those that ended it."""
-    log_probabilities: tuple[float, ...]
+    logprobs: tuple[float, ...]
     """Of each token, as the model has it: natural logarithms; empty unless asked for."""
     ended: Ended
     """Why it ends."""
 
     @property
-    def log_probability(self) -> float | None:
+    def logprob(self) -> float | None:
         """Of all tokens together; none: not asked for."""
-        return math.fsum(self.log_probabilities) if self.log_probabilities else None
+        return math.fsum(self.logprobs) if self.logprobs else None
 
 
 class _Row:
     """One text while it is written."""
 
-    def __init__(self, request: Request, vocabulary: Vocabulary, prompt: Sequence[int]) -> None:
+    def __init__(self, request: Request, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
         self._request = request
-        self._continuation = Continuation(vocabulary, prompt, request.stops)
+        self._continuation = Continuation(tokenizer, prompt, request.stops)
         self.num_made = 0
         self.tokens: list[int] = []
-        self.log_probabilities: list[float] = []
+        self.logprobs: list[float] = []
         self.ended: Ended | None = None
 
-    def add(self, made: Made) -> str:
+    def add(self, made: GeneratedToken) -> str:
         """Takes in one more token; gives the text that became certain."""
         self.num_made += 1
         if self._request.tokens is not None:  # of a text without end nothing is kept
             self.tokens.append(made.token)
-            if made.log_probability is not None:
-                self.log_probabilities.append(made.log_probability)
+            if made.logprob is not None:
+                self.logprobs.append(made.logprob)
         stopping = self.num_made >= self._request.min_tokens
         if made.ended:
             self.ended = "end"
@@ -192,13 +192,13 @@ class _Row:
         return text
 
 
-class Writing(Iterator[str]):
+class GenerationStream(Iterator[str]):
     """A text as it is written: iterate to get its pieces; a character is given once all its bytes are there."""
 
     def __init__(self, run: Run, prompt: Prompt, request: Request) -> None:
-        ids = request.token_ids(run.vocabulary, prompt)
-        self._row = _Row(request, run.vocabulary, ids)
-        self._number_format = partial(request.number_format, run)
+        ids = request.token_ids(run.tokenizer, prompt)
+        self._row = _Row(request, run.tokenizer, ids)
+        self._number_format = partial(request.resolve_dtype, run)
         with self._number_format():
             self._writer = request.writer(run, [ids], 1)
 
@@ -222,9 +222,9 @@ class Writing(Iterator[str]):
         return tuple(self._row.tokens)
 
     @property
-    def log_probabilities(self) -> tuple[float, ...]:
+    def logprobs(self) -> tuple[float, ...]:
         """Of each token so far, natural logarithms; empty unless asked for, and where no end was set."""
-        return tuple(self._row.log_probabilities)
+        return tuple(self._row.logprobs)
 
     @property
     def ended(self) -> Ended | None:
@@ -237,7 +237,7 @@ class Writing(Iterator[str]):
             return self._writer.memory()
 
 
-def generate(run: Run, prompt: Prompt = None, **options: Unpack[Options]) -> Writing:
+def generate(run: Run, prompt: Prompt = None, **options: Unpack[Options]) -> GenerationStream:
     """Writes one text; it is made while it is read.
 
     Args:
@@ -248,7 +248,7 @@ def generate(run: Run, prompt: Prompt = None, **options: Unpack[Options]) -> Wri
     Raises:
         UserError: an empty prompt, one that the vocabulary cannot write, or an option out of range.
     """
-    return Writing(run, prompt, Request(**options))
+    return GenerationStream(run, prompt, Request(**options))
 
 
 def complete(run: Run, prompts: Sequence[Prompt], *, samples: int = 1, **options: Unpack[Options]) -> list[Completion]:
@@ -271,10 +271,10 @@ def complete(run: Run, prompts: Sequence[Prompt], *, samples: int = 1, **options
     request = Request(**options)
     if request.tokens is None:
         raise UserError("texts that are to be handed over whole need an end; give a number of tokens")
-    ids = [request.token_ids(run.vocabulary, prompt) for prompt in prompts]
-    rows = [_Row(request, run.vocabulary, prompt) for prompt in ids for _ in range(samples)]
+    ids = [request.token_ids(run.tokenizer, prompt) for prompt in prompts]
+    rows = [_Row(request, run.tokenizer, prompt) for prompt in ids for _ in range(samples)]
     texts: list[list[str]] = [[] for _ in rows]
-    with request.number_format(run):
+    with request.resolve_dtype(run):
         writer = request.writer(run, ids, samples)
         while writer.rows:
             for made in writer.step():
@@ -285,7 +285,7 @@ def complete(run: Run, prompts: Sequence[Prompt], *, samples: int = 1, **options
 
 def _completion(text: str, row: _Row) -> Completion:
     assert row.ended is not None
-    return Completion(text, tuple(row.tokens), tuple(row.log_probabilities), row.ended)
+    return Completion(text, tuple(row.tokens), tuple(row.logprobs), row.ended)
 
 
 def search(
@@ -312,15 +312,15 @@ def search(
     request = Request(**options)
     if request.tokens is None:
         raise UserError("beams need an end; give a number of tokens")
-    ids = request.token_ids(run.vocabulary, prompt)
+    ids = request.token_ids(run.tokenizer, prompt)
     settings = Beams(beams, request.tokens, length_penalty, tuple(request.end_ids), request.min_tokens, request.adjust)
-    with request.number_format(run):
+    with request.resolve_dtype(run):
         found = beam_search(run.model, ids, settings, request.memory_of(run, 1))
     completions: list[Completion] = []
     for one in found:
-        continuation = Continuation(run.vocabulary, ids)
+        continuation = Continuation(run.tokenizer, ids)
         *first, last = one.tokens
         shown = [*map(continuation.push, first), continuation.end(last) if one.ended else continuation.push(last)]
         text = "".join([*shown, "" if one.ended else continuation.finish()])
-        completions.append(Completion(text, one.tokens, one.log_probabilities, "end" if one.ended else "tokens"))
+        completions.append(Completion(text, one.tokens, one.logprobs, "end" if one.ended else "tokens"))
     return completions

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from transformer_xl.config import MOST, UserError
+from transformer_xl.config import INT32_MAX, UserError
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,10 @@ class Sampler:
             raise UserError(f"min-p {self.min_p}: wanted a number from 0 to 1")
         if not 0 < self.repetition_penalty < float("inf"):
             raise UserError(f"repetition penalty {self.repetition_penalty}: wanted more than 0 (1 changes nothing)")
-        if not 1 <= self.repetition_window <= MOST:
-            raise UserError(f"repetition window {self.repetition_window}: wanted 1 or more tokens, {MOST:,} at most")
+        if not 1 <= self.repetition_window <= INT32_MAX:
+            raise UserError(
+                f"repetition window {self.repetition_window}: wanted 1 or more tokens, {INT32_MAX:,} at most"
+            )
 
     @property
     def candidates(self) -> int | None:

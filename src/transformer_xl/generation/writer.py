@@ -38,13 +38,13 @@ be changed in place.
 
 
 @dataclass(frozen=True)
-class Made:
+class GeneratedToken:
     """One token of one row."""
 
     row: int
     """Which row, from 0 on, counting those that have ended."""
     token: int
-    log_probability: float | None
+    logprob: float | None
     """Natural logarithm of the probability that the model gives it, before anything of the sampler; none: not asked."""
     ended: bool
     """Whether it is one of the ids that end a text, so that its row is done."""
@@ -59,7 +59,7 @@ class _Group:
     unread_B1: Tensor
 
 
-class Writer:
+class BatchGenerator:
     """Writes several rows at once, and holds what that takes: their memory, and how each token is chosen."""
 
     def __init__(
@@ -123,7 +123,7 @@ class Writer:
         window = self._sampler.repetition_window
         self._earlier_BK = _ends_of(prompts, window).repeat_interleave(samples, 0).to(hidden_B1D.device)
 
-    def step(self) -> list[Made]:
+    def step(self) -> list[GeneratedToken]:
         """Makes one more token in each row that has not ended, in the order of `rows`.
 
         Raises:
@@ -142,7 +142,7 @@ class Writer:
             self._remember(token_B)
         self._num_made += 1
         made = [
-            Made(row, token, None if loss is None else -loss, token in self._end_ids)
+            GeneratedToken(row, token, None if loss is None else -loss, token in self._end_ids)
             for row, token, loss in zip(self.rows, tokens, nats, strict=True)
         ]
         if self._end_ids:
@@ -196,7 +196,7 @@ class Writer:
                 scores_BR, ids_BR = scores_BR.topk(most)
         else:
             assert sampler.candidates is not None
-            scores_B1R, ids_B1R = self._model.top(self._hidden_B1D, sampler.candidates + len(barred))
+            scores_B1R, ids_B1R = self._model.topk(self._hidden_B1D, sampler.candidates + len(barred))
             scores_BR, ids_BR = scores_B1R[:, 0], ids_B1R[:, 0]
         if barred:
             scores_BR = without(barred, scores_BR, ids_BR)
@@ -256,7 +256,7 @@ def check_tokens(model: LanguageModel, prompts: Sequence[Sequence[int]], end_ids
         raise UserError("the prompt is empty; give at least one token")
     if not all(isinstance(token, Integral) for prompt in prompts for token in prompt):
         raise UserError("prompts are token numbers, and something else was given; give whole numbers")
-    known = model.config.vocabulary_size
+    known = model.config.vocab_size
     for what, ids in [("token", max(map(max, prompts))), ("token", min(map(min, prompts))), *_ends(end_ids)]:
         if not 0 <= ids < known:
             raise UserError(f"{what} {ids} is not one of the {known:,} the model knows; give 0 to {known - 1}")

@@ -20,12 +20,12 @@ from torch import Tensor
 from transformer_xl.config import RunConfig, UserError, nearest, run_settings
 from transformer_xl.files import explained, whole_folder, write_text
 from transformer_xl.interop.foreign import Foreign
-from transformer_xl.interop.vocabularies import with_bytes
+from transformer_xl.interop.tokenizers import with_bytes
 from transformer_xl.model.build import build_model
 from transformer_xl.run_folder import RunFolder, config_text
 from transformer_xl.tensor_file import load_tensors, save_tensors
-from transformer_xl.text.vocabularies.words import Splitting, WordVocabulary
-from transformer_xl.text.vocabulary import ByteVocabulary, Vocabulary, find_vocabulary, save_vocabulary
+from transformer_xl.text.tokenizer import ByteTokenizer, Tokenizer, find_tokenizer, save_tokenizer
+from transformer_xl.text.tokenizers.words import Splitting, WordTokenizer
 
 Format = Literal["huggingface", "official", "nvidia", "tensorflow"]
 
@@ -58,7 +58,7 @@ class Converted:
     """What was read, or written."""
     parameters: int
     """Numbers in the model, shared ones counted once."""
-    vocabulary: Vocabulary
+    tokenizer: Tokenizer
     remarks: tuple[str, ...]
     """What was left out or deliberately differs."""
 
@@ -68,7 +68,7 @@ def to_run(
     out: Path,
     *,
     format: str | None = None,
-    vocabulary: str | None = None,
+    tokenizer: str | None = None,
     splitting: Splitting | None = None,
 ) -> Converted:
     """Makes a run folder of another program's model.
@@ -77,7 +77,7 @@ def to_run(
         source: its file or folder.
         out: the folder to make.
         format: one of `FORMATS`; none: the first that recognises the path.
-        vocabulary: the folder of a run or corpus, a vocabulary.json, or bytes, for a model that comes without one.
+        vocabulary: the folder of a run or corpus, a txl_tokenizer.json, or bytes, for a model that comes without one.
         splitting: how text becomes the words of the vocabulary; none: as it was where the model comes from.
 
     Raises:
@@ -87,29 +87,27 @@ def to_run(
     _refuse_existing(out)
     chosen = _chosen(source, format)
     foreign = with_bytes(_reader(chosen).read(source))
-    foreign = replace(foreign, vocabulary=_vocabulary(foreign, source, vocabulary))
-    assert foreign.vocabulary is not None
+    foreign = replace(foreign, tokenizer=_vocabulary(foreign, source, tokenizer))
+    assert foreign.tokenizer is not None
     if splitting is not None:
-        foreign = replace(foreign, vocabulary=_split(foreign.vocabulary, splitting))
-    assert foreign.vocabulary is not None
+        foreign = replace(foreign, tokenizer=_split(foreign.tokenizer, splitting))
+    assert foreign.tokenizer is not None
     evaluation = {name: value for name, value in foreign.evaluation.items() if value is not None}
     values = {"model": foreign.model, "train": foreign.train, "evaluation": evaluation}
     config = run_settings(values, str(source))
     parameters = _check(config, foreign.weights, source)
     with whole_folder(out) as aside:
         write_text(aside / "config.yaml", config_text(config))
-        save_vocabulary(foreign.vocabulary, aside / "vocabulary.json")
-        (aside / "state").mkdir()
+        save_tokenizer(foreign.tokenizer, aside / "txl_tokenizer.json")
+        (aside / "checkpoints").mkdir()
         save_tensors(aside / "model.safetensors", foreign.weights, {"step": "0"})
-    return Converted(chosen, parameters, foreign.vocabulary, foreign.remarks)
+    return Converted(chosen, parameters, foreign.tokenizer, foreign.remarks)
 
 
-def _split(vocabulary: Vocabulary, splitting: Splitting) -> Vocabulary:
-    if not isinstance(vocabulary, WordVocabulary):
-        raise UserError(
-            f"--splitting {splitting} is for words, and this vocabulary has {vocabulary.kind}; leave it out"
-        )
-    return replace(vocabulary, rules=replace(vocabulary.rules, splitting=splitting))
+def _split(tokenizer: Tokenizer, splitting: Splitting) -> Tokenizer:
+    if not isinstance(tokenizer, WordTokenizer):
+        raise UserError(f"--splitting {splitting} is for words, and this vocabulary has {tokenizer.kind}; leave it out")
+    return replace(tokenizer, rules=replace(tokenizer.rules, splitting=splitting))
 
 
 def to_huggingface(source: Path, out: Path) -> Converted:
@@ -124,8 +122,8 @@ def to_huggingface(source: Path, out: Path) -> Converted:
     folder = RunFolder.open(source)
     weights, _ = load_tensors(folder.weights_file())
     parameters = _check(folder.config, weights, source)
-    remarks = huggingface.write(out, folder.config, weights, folder.vocabulary)
-    return Converted("huggingface", parameters, folder.vocabulary, remarks)
+    remarks = huggingface.write(out, folder.config, weights, folder.tokenizer)
+    return Converted("huggingface", parameters, folder.tokenizer, remarks)
 
 
 def _refuse_existing(out: Path) -> None:
@@ -163,21 +161,23 @@ def _wanted() -> str:
     return ", or ".join(FORMATS.values())
 
 
-def _vocabulary(foreign: Foreign, source: Path, asked: str | None) -> Vocabulary:
+def _vocabulary(foreign: Foreign, source: Path, asked: str | None) -> Tokenizer:
     """The model's own vocabulary, or the one asked for; of the model's size."""
-    size = foreign.model["vocabulary_size"]
-    if asked is None and foreign.vocabulary is None:
+    size = foreign.model["vocab_size"]
+    if asked is None and foreign.tokenizer is None:
         raise UserError(
             f"{source} comes without its vocabulary of {size:,} tokens; give --vocabulary and the folder of a run or "
             "corpus that has it, or bytes"
         )
-    found = foreign.vocabulary
+    found = foreign.tokenizer
     if asked is not None:
-        found = ByteVocabulary() if asked == "bytes" else find_vocabulary(asked)
+        found = ByteTokenizer() if asked == "bytes" else find_tokenizer(asked)
     assert found is not None
-    if found.size != size:
+    if found.vocab_size != size:
         where = f"--vocabulary {asked}" if asked is not None else f"the vocabulary of {source}"
-        raise UserError(f"{where} has {found.size:,} tokens and the model {size:,}; the two do not belong together")
+        raise UserError(
+            f"{where} has {found.vocab_size:,} tokens and the model {size:,}; the two do not belong together"
+        )
     return found
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from transformer_xl.text.vocabulary import Vocabulary
+from transformer_xl.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Foreign:
     """Settings of EvaluationConfig: segment, memory, window and clamp."""
     weights: dict[str, Tensor]
     """By the names of TransformerXL.state_dict()."""
-    vocabulary: Vocabulary | None
+    tokenizer: Tokenizer | None
     """None: it stands elsewhere, and whoever converts has to name it."""
     remarks: tuple[str, ...] = ()
     """What was left out or deliberately differs, for the user."""

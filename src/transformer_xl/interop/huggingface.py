@@ -20,11 +20,11 @@ from transformer_xl.files import explained, whole_folder, write_text
 from transformer_xl.interop.foreign import Foreign
 from transformer_xl.interop.names import HUGGING_FACE, to_ours, to_theirs
 from transformer_xl.interop.settings import Settings, lengths, refuse_unknown, shown, tied_projections
+from transformer_xl.interop.tokenizers import first_of, read_json, read_vocabulary, symbols_of
 from transformer_xl.interop.torch_file import TorchFile
-from transformer_xl.interop.vocabularies import first_of, read_json, read_vocabulary, symbols_of
 from transformer_xl.tensor_file import write_safetensors
-from transformer_xl.text.vocabularies.words import WordVocabulary
-from transformer_xl.text.vocabulary import Vocabulary
+from transformer_xl.text.tokenizer import Tokenizer
+from transformer_xl.text.tokenizers.words import WordTokenizer
 
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 _VOCABULARIES = ("vocab.json", "vocab.txt", "vocab.pkl", "vocab.bin")
@@ -74,14 +74,14 @@ def read(path: Path) -> Foreign:
         )
     vocabulary_file = first_of(path, _VOCABULARIES)
     train, evaluation = lengths(
-        segment=settings.number("tgt_len", 128), memory=settings.number("mem_len"), window=model["window"]
+        segment=settings.number("tgt_len", 128), memory=settings.number("mem_len"), window=model["attention_window"]
     )
     return Foreign(
         model=model,
         train=train,
         evaluation=evaluation,
         weights=to_ours(config, HUGGING_FACE, theirs, str(weights_file)),
-        vocabulary=None if vocabulary_file is None else _vocabulary(path, vocabulary_file),
+        tokenizer=None if vocabulary_file is None else _vocabulary(path, vocabulary_file),
     )
 
 
@@ -94,28 +94,28 @@ def _model(settings: Settings) -> dict[str, Any]:
     clamp = settings.number("clamp_len", -1)
     shared = settings.flag("proj_share_all_but_first", default=True)
     tied = settings.get("tie_projs", [False, *[shared] * len(cutoffs)])
-    div_val, embedding_width = settings.number("div_val"), settings.number("d_embed")
-    projected = div_val > 1 or embedding_width != width
+    div_val, d_embed = settings.number("div_val"), settings.number("d_embed")
+    projected = div_val > 1 or d_embed != width
     return {
-        "vocabulary_size": settings.number("vocab_size"),
-        "layers": settings.number("n_layer"),
-        "width": width,
-        "heads": settings.number("n_head"),
-        "head_width": settings.number("d_head"),
-        "feedforward": settings.number("d_inner"),
+        "vocab_size": settings.number("vocab_size"),
+        "n_layers": settings.number("n_layer"),
+        "d_model": width,
+        "n_heads": settings.number("n_head"),
+        "d_head": settings.number("d_head"),
+        "d_ff": settings.number("d_inner"),
         "dropout": settings.share("dropout", 0.1),
         "attention_dropout": settings.share("dropatt", 0.0),
         "norm": "pre" if settings.flag("pre_lnorm", default=False) else "post",
         "final_norm": False,
-        "norm_epsilon": settings.share("layer_norm_epsilon", 1e-5),
-        "embedding_width": embedding_width,
+        "norm_eps": settings.share("layer_norm_epsilon", 1e-5),
+        "d_embed": d_embed,
         "cutoffs": cutoffs,
         "div_val": div_val,
-        "tie_weights": settings.flag("tie_word_embeddings", default=True),
+        "tie_word_embeddings": settings.flag("tie_word_embeddings", default=True),
         "tie_projections": tied_projections(tied, len(cutoffs) + 1, settings.source) if projected else "all",
-        "tie_position_biases": not settings.flag("untie_r", default=True),
+        "tie_attention_biases": not settings.flag("untie_r", default=True),
         "attend_empty_memory": True,
-        "window": window,
+        "attention_window": window,
         "clamp_length": clamp if clamp > 0 else None,
     }
 
@@ -151,14 +151,14 @@ def _weights_in(file: Path) -> dict[str, Tensor]:
         raise UserError(f"{file} is damaged (not a whole safetensors file: {error}); get it again") from None
 
 
-def _vocabulary(folder: Path, file: Path) -> Vocabulary:
+def _vocabulary(folder: Path, file: Path) -> Tokenizer:
     tokenizer = folder / "tokenizer_config.json"
     values = read_json(tokenizer) if tokenizer.is_file() else {}
     lower_case = values.get("lower_case") if isinstance(values, dict) else None
     return read_vocabulary(file, splitting="moses", lower_case=lower_case if isinstance(lower_case, bool) else None)
 
 
-def write(path: Path, config: RunConfig, weights: Mapping[str, Tensor], vocabulary: Vocabulary) -> tuple[str, ...]:
+def write(path: Path, config: RunConfig, weights: Mapping[str, Tensor], tokenizer: Tokenizer) -> tuple[str, ...]:
     """Writes a model as a folder that transformers 4.37.2 and older load; gives remarks for the user.
 
     The vocabulary goes into vocab.txt, which its tokenizer reads without unpickling, and into vocab.json where a word
@@ -168,13 +168,13 @@ def write(path: Path, config: RunConfig, weights: Mapping[str, Tensor], vocabula
         UserError: the folder exists, or the model is one that TransfoXL cannot express.
     """
     model = config.model
-    memory = config.train.memory if config.evaluation.memory is None else config.evaluation.memory
+    memory = config.train.memory_length if config.evaluation.memory_length is None else config.evaluation.memory_length
     same_length, remarks = _same_length(config, memory)
-    remarks = [*_check_expressible(model), *remarks, *_vocabulary_remarks(vocabulary)]
+    remarks = [*_check_expressible(model), *remarks, *_vocabulary_remarks(tokenizer)]
     theirs = to_theirs(model, HUGGING_FACE, weights)
-    even_D = torch.arange(0.0, model.width, 2.0)
-    theirs["transformer.pos_emb.inv_freq"] = 1 / (10000 ** (even_D / model.width))
-    symbols = symbols_of(vocabulary)
+    even_D = torch.arange(0.0, model.d_model, 2.0)
+    theirs["transformer.pos_emb.inv_freq"] = 1 / (10000 ** (even_D / model.d_model))
+    symbols = symbols_of(tokenizer)
     with whole_folder(path) as aside:
         values = {**_config(config), "mem_len": memory, "same_length": same_length}
         write_text(aside / "config.json", _json(values))
@@ -182,9 +182,9 @@ def write(path: Path, config: RunConfig, weights: Mapping[str, Tensor], vocabula
         write_safetensors(aside / "model.safetensors", contiguous, {"format": "pt"})
         if symbols is not None:
             write_text(aside / "vocab.txt", "".join(f"{symbol}\n" for symbol in symbols))
-            folded = isinstance(vocabulary, WordVocabulary) and vocabulary.rules.case == "folded"
-            tokenizer = {"tokenizer_class": "TransfoXLTokenizer", "lower_case": folded}
-            write_text(aside / "tokenizer_config.json", _json(tokenizer))
+            folded = isinstance(tokenizer, WordTokenizer) and tokenizer.rules.case == "folded"
+            tokenizer_config = {"tokenizer_class": "TransfoXLTokenizer", "lower_case": folded}
+            write_text(aside / "tokenizer_config.json", _json(tokenizer_config))
             if _has_other_spaces(symbols):
                 write_text(aside / "vocab.json", _json(list(symbols)))
     return tuple(remarks)
@@ -199,16 +199,16 @@ def _has_other_spaces(symbols: Sequence[str]) -> bool:
     return any(symbol.split() != [symbol] for symbol in symbols)
 
 
-def _vocabulary_remarks(vocabulary: Vocabulary) -> list[str]:
+def _vocabulary_remarks(tokenizer: Tokenizer) -> list[str]:
     """How their tokenizer makes other tokens of a text than the run's own vocabulary."""
-    symbols, ids = symbols_of(vocabulary), "make its ids here (txl) and hand them to the model"
+    symbols, ids = symbols_of(tokenizer), "make its ids here (txl) and hand them to the model"
     if symbols is None:
-        return [f"a vocabulary of {vocabulary.kind} has no form there: hand its ids to the model"]
+        return [f"a vocabulary of {tokenizer.kind} has no form there: hand its ids to the model"]
     remarks = []
-    if not isinstance(vocabulary, WordVocabulary):
-        remarks.append(f"their tokenizer splits text into words, and these are {vocabulary.kind}: {ids}")
-    elif vocabulary.rules.splitting != "moses":
-        remarks.append(f"their tokenizer splits text otherwise than '{vocabulary.rules.splitting}': {ids}")
+    if not isinstance(tokenizer, WordTokenizer):
+        remarks.append(f"their tokenizer splits text into words, and these are {tokenizer.kind}: {ids}")
+    elif tokenizer.rules.splitting != "moses":
+        remarks.append(f"their tokenizer splits text otherwise than '{tokenizer.rules.splitting}': {ids}")
     if _has_other_spaces(symbols):
         remarks.append(
             "words that hold white space are cut in vocab.txt, so their tokenizer lacks them; see vocab.json"
@@ -222,7 +222,7 @@ def _same_length(config: RunConfig, memory: int) -> tuple[bool, list[str]]:
     Raises:
         UserError: the model has a window that is not the memory's length, and is not evaluated with one that is.
     """
-    window, own = config.evaluation.window or config.model.window, config.model.window
+    window, own = config.evaluation.attention_window or config.model.attention_window, config.model.attention_window
     if window in (None, memory):
         return window is not None, []
     if own not in (None, memory):
@@ -252,25 +252,25 @@ def _config(config: RunConfig) -> dict[str, Any]:
     return {
         "model_type": _ARCHITECTURE,
         "architectures": ["TransfoXLLMHeadModel"],
-        "vocab_size": model.vocabulary_size,
-        "n_layer": model.layers,
-        "d_model": model.width,
-        "n_head": model.heads,
+        "vocab_size": model.vocab_size,
+        "n_layer": model.n_layers,
+        "d_model": model.d_model,
+        "n_head": model.n_heads,
         "d_head": model.head_size,
-        "d_inner": model.feedforward,
+        "d_inner": model.d_ff,
         "dropout": model.dropout,
         "dropatt": model.attention_dropout,
         "pre_lnorm": model.norm == "pre",
-        "layer_norm_epsilon": model.norm_epsilon,
-        "d_embed": model.embedding_width or model.width,
-        "cutoffs": list(model.cluster_edges[1:-1]),
+        "layer_norm_epsilon": model.norm_eps,
+        "d_embed": model.d_embed or model.d_model,
+        "cutoffs": list(model.cluster_boundaries[1:-1]),
         "div_val": model.div_val,
         "adaptive": clusters > 1,
-        "tie_word_embeddings": model.tie_weights,
+        "tie_word_embeddings": model.tie_word_embeddings,
         "tie_projs": tied[model.tie_projections],
-        "untie_r": not model.tie_position_biases,
-        "tgt_len": config.evaluation.segment or config.train.segment,
-        "clamp_len": config.evaluation.clamp or model.clamp_length or -1,
+        "untie_r": not model.tie_attention_biases,
+        "tgt_len": config.evaluation.segment_length or config.train.segment_length,
+        "clamp_len": config.evaluation.clamp_length or model.clamp_length or -1,
         "attn_type": 0,
         "sample_softmax": -1,
         "eos_token_id": 0,

@@ -55,7 +55,7 @@ def matches(config: ModelConfig, layout: Layout) -> Iterator[Match]:
     yield from _embedding(config, layout)
     yield from _softmax(config, layout)
     yield from _biases(config, layout)
-    for index in range(config.layers):
+    for index in range(config.n_layers):
         yield from _layer(config, f"{layout.prefix}layers.{index}.", index)
 
 
@@ -64,13 +64,13 @@ def _same(ours: str, theirs: str, shape: Shape) -> Match:
 
 
 def _cluster_sizes(config: ModelConfig) -> list[int]:
-    edges = config.cluster_edges
+    edges = config.cluster_boundaries
     return [edges[-1]] if config.div_val == 1 else [stop - start for start, stop in pairwise(edges)]
 
 
 def _projected(config: ModelConfig) -> list[int]:
     """The clusters that these programs project: with div_val all, else all or none."""
-    needed = config.div_val > 1 or config.cluster_widths[0] != config.width
+    needed = config.div_val > 1 or config.cluster_widths[0] != config.d_model
     return list(range(len(config.cluster_widths))) if needed else []
 
 
@@ -81,19 +81,19 @@ def _embedding(config: ModelConfig, layout: Layout) -> Iterator[Match]:
         yield _same(f"embedding.tables.{index}", name, (size, widths[index]))
     for index in _projected(config)[: len(sizes)]:
         name = f"{layout.prefix}word_emb.emb_projs.{index}"
-        yield _same(f"embedding.projections.{index}", name, (config.width, widths[index]))
+        yield _same(f"embedding.projections.{index}", name, (config.d_model, widths[index]))
 
 
 def _softmax(config: ModelConfig, layout: Layout) -> Iterator[Match]:
     sizes, widths = _cluster_sizes(config), config.cluster_widths
     biases = tuple((layout.out_bias.format(index), (size,)) for index, size in enumerate(sizes))
-    yield Match((("softmax.bias", (config.vocabulary_size,)),), biases)
-    if not config.tie_weights:
+    yield Match((("softmax.bias", (config.vocab_size,)),), biases)
+    if not config.tie_word_embeddings:
         for index, size in enumerate(sizes):
             yield _same(f"softmax.tables.{index}", layout.out_table.format(index), (size, widths[index]))
     tied = {"all": 0, "all_but_first": 1, "none": len(widths)}[config.tie_projections]
     for index in _projected(config)[:tied]:
-        yield _same(f"softmax.projections.{index}", f"crit.out_projs.{index}", (config.width, widths[index]))
+        yield _same(f"softmax.projections.{index}", f"crit.out_projs.{index}", (config.d_model, widths[index]))
     tails = len(widths) - 1
     if tails:
         for part, shape in (("weight", (tails, widths[0])), ("bias", (tails,))):
@@ -102,29 +102,29 @@ def _softmax(config: ModelConfig, layout: Layout) -> Iterator[Match]:
 
 
 def _biases(config: ModelConfig, layout: Layout) -> Iterator[Match]:
-    shape = (config.heads, config.head_size)
+    shape = (config.n_heads, config.head_size)
     for ours, theirs in (("content_bias", "r_w_bias"), ("position_bias", "r_r_bias")):
-        if config.tie_position_biases:
+        if config.tie_attention_biases:
             yield Match(((ours, (1, *shape)),), ((f"{layout.prefix}{theirs}", shape),))
         else:
-            names = [f"{layout.prefix}layers.{index}.dec_attn.{theirs}" for index in range(config.layers)]
-            yield Match(((ours, (config.layers, *shape)),), tuple((name, shape) for name in names))
+            names = [f"{layout.prefix}layers.{index}.dec_attn.{theirs}" for index in range(config.n_layers)]
+            yield Match(((ours, (config.n_layers, *shape)),), tuple((name, shape) for name in names))
 
 
 def _layer(config: ModelConfig, their: str, index: int) -> Iterator[Match]:
-    width, inner, wide = config.width, config.heads * config.head_size, config.feedforward
+    width, inner, wide = config.d_model, config.n_heads * config.head_size, config.d_ff
     our = f"layers.{index}."
-    parts = tuple((f"{our}attention.{name}.weight", (inner, width)) for name in ("query", "key", "value"))
+    parts = tuple((f"{our}attention.{name}.weight", (inner, width)) for name in ("q_proj", "k_proj", "v_proj"))
     yield Match(parts, ((f"{their}dec_attn.qkv_net.weight", (3 * inner, width)),))
     for ours, theirs, shape in (
-        ("attention.position_key.weight", "dec_attn.r_net.weight", (inner, width)),
-        ("attention.output.weight", "dec_attn.o_net.weight", (width, inner)),
+        ("attention.r_proj.weight", "dec_attn.r_net.weight", (inner, width)),
+        ("attention.o_proj.weight", "dec_attn.o_net.weight", (width, inner)),
         ("attention.norm.weight", "dec_attn.layer_norm.weight", (width,)),
         ("attention.norm.bias", "dec_attn.layer_norm.bias", (width,)),
-        ("feedforward.widen.weight", "pos_ff.CoreNet.0.weight", (wide, width)),
-        ("feedforward.widen.bias", "pos_ff.CoreNet.0.bias", (wide,)),
-        ("feedforward.narrow.weight", "pos_ff.CoreNet.3.weight", (width, wide)),
-        ("feedforward.narrow.bias", "pos_ff.CoreNet.3.bias", (width,)),
+        ("feedforward.up_proj.weight", "pos_ff.CoreNet.0.weight", (wide, width)),
+        ("feedforward.up_proj.bias", "pos_ff.CoreNet.0.bias", (wide,)),
+        ("feedforward.down_proj.weight", "pos_ff.CoreNet.3.weight", (width, wide)),
+        ("feedforward.down_proj.bias", "pos_ff.CoreNet.3.bias", (width,)),
         ("feedforward.norm.weight", "pos_ff.layer_norm.weight", (width,)),
         ("feedforward.norm.bias", "pos_ff.layer_norm.bias", (width,)),
     ):
@@ -136,15 +136,15 @@ def aliases(config: ModelConfig, layout: Layout) -> dict[str, str]:
     sizes = _cluster_sizes(config)
     emb = f"{layout.prefix}word_emb."
     found = {f"crit.shared_out_projs.{index}": f"{emb}emb_projs.{index}" for index in _projected(config)[: len(sizes)]}
-    if config.tie_weights:
+    if config.tie_word_embeddings:
         for index in range(len(sizes)):
             found[layout.out_table.format(index)] = f"{emb}emb_layers.{index}.weight"
     tied = {"all": 0, "all_but_first": 1, "none": len(config.cluster_widths)}[config.tie_projections]
     for index in _projected(config)[tied:]:
         found[f"crit.out_projs.{index}"] = f"{emb}emb_projs.{min(index, len(sizes) - 1)}"
-    if config.tie_position_biases:
+    if config.tie_attention_biases:
         for bias in ("r_w_bias", "r_r_bias"):
-            for index in range(config.layers):
+            for index in range(config.n_layers):
                 found[f"{layout.prefix}layers.{index}.dec_attn.{bias}"] = f"{layout.prefix}{bias}"
     return found
 
@@ -155,8 +155,8 @@ def to_ours(config: ModelConfig, layout: Layout, theirs: Mapping[str, Tensor], s
     Raises:
         UserError: a weight is missing, has another shape, or is one that this model does not have.
     """
-    if config.layers > len(theirs):
-        raise UserError(f"{source} has {len(theirs):,} weights, and its settings ask for {config.layers:,} layers")
+    if config.n_layers > len(theirs):
+        raise UserError(f"{source} has {len(theirs):,} weights, and its settings ask for {config.n_layers:,} layers")
     known, second = list(matches(config, layout)), aliases(config, layout)
     first = {name: other for other, name in second.items() if other in theirs and name not in theirs}
     needed = {name: shape for match in known for name, shape in match.theirs}

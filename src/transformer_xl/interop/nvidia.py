@@ -15,9 +15,9 @@ from transformer_xl.config import ModelConfig, UserError, check_settings
 from transformer_xl.interop.foreign import Foreign
 from transformer_xl.interop.names import NVIDIA, to_ours
 from transformer_xl.interop.settings import Settings, lengths, refuse_unknown, tied_projections
+from transformer_xl.interop.tokenizers import admits_vocabulary, first_of, from_object
 from transformer_xl.interop.torch_file import TorchFile
 from transformer_xl.interop.unpickler import Record
-from transformer_xl.interop.vocabularies import admits_vocabulary, first_of, from_object
 
 _FILES = ("checkpoint_best.pt", "checkpoint_last.pt")
 _FILE = re.compile(r"checkpoint_(best|last|\d+)\.pt")
@@ -58,13 +58,13 @@ def read(path: Path) -> Foreign:
     )
     config = check_settings(ModelConfig, model, str(file))
     theirs = {str(name): content.tensor(record) for name, record in weights.items()}
-    vocabulary = found.get("vocab")
+    tokenizer = found.get("vocab")
     return Foreign(
         model=model,
         train=train,
         evaluation=evaluation,
         weights=to_ours(config, NVIDIA, theirs, str(file)),
-        vocabulary=None if vocabulary is None else from_object(vocabulary, str(file)),
+        tokenizer=None if tokenizer is None else from_object(tokenizer, str(file)),
     )
 
 
@@ -72,25 +72,25 @@ def _model(settings: Settings) -> dict[str, Any]:
     refuse_unknown(settings)
     cutoffs, width = settings.numbers("cutoffs"), settings.number("d_model")
     clamp = settings.number("clamp_len", -1)
-    div_val, embedding_width = settings.number("div_val", 1), settings.number("d_embed", width)
-    projected = div_val > 1 or embedding_width != width
+    div_val, d_embed = settings.number("div_val", 1), settings.number("d_embed", width)
+    projected = div_val > 1 or d_embed != width
     tied = settings.get("tie_projs", [False])
     return {
-        "vocabulary_size": settings.number("n_token"),
-        "layers": settings.number("n_layer"),
-        "width": width,
-        "heads": settings.number("n_head"),
-        "head_width": settings.number("d_head"),
-        "feedforward": settings.number("d_inner"),
+        "vocab_size": settings.number("n_token"),
+        "n_layers": settings.number("n_layer"),
+        "d_model": width,
+        "n_heads": settings.number("n_head"),
+        "d_head": settings.number("d_head"),
+        "d_ff": settings.number("d_inner"),
         "dropout": settings.share("dropout", 0.0),
         "attention_dropout": settings.share("dropatt", 0.0),
         "norm": "pre" if settings.flag("pre_lnorm", default=False) else "post",
         "final_norm": False,
-        "embedding_width": embedding_width,
+        "d_embed": d_embed,
         "cutoffs": cutoffs,
         "div_val": div_val,
-        "tie_weights": settings.flag("tie_weight", default=True),
+        "tie_word_embeddings": settings.flag("tie_weight", default=True),
         "tie_projections": tied_projections(tied, len(cutoffs) + 1, settings.source) if projected else "all",
-        "window": settings.window(settings.number("mem_len"), keys_beside_memory=1),
+        "attention_window": settings.window(settings.number("mem_len"), keys_beside_memory=1),
         "clamp_length": clamp if clamp > 0 else None,
     }

@@ -17,9 +17,9 @@ from transformer_xl.config import ModelConfig, UserError, check_settings
 from transformer_xl.interop.foreign import Foreign
 from transformer_xl.interop.names import OFFICIAL, to_ours
 from transformer_xl.interop.settings import Settings, lengths, refuse_unknown, tied_projections
+from transformer_xl.interop.tokenizers import first_of, read_vocabulary
 from transformer_xl.interop.torch_file import TorchFile, tensor_record
 from transformer_xl.interop.unpickler import Record
-from transformer_xl.interop.vocabularies import first_of, read_vocabulary
 
 _MODEL, _CLASS = "model.pt", "MemTransformerLM"
 _VOCABULARIES = ("cache.pt", "vocab.pkl", "vocab.txt", "vocab.json")
@@ -70,14 +70,14 @@ def read(path: Path) -> Foreign:
     folder = file.parent
     vocabulary_file = first_of(folder, _VOCABULARIES)
     train, evaluation = lengths(
-        segment=Settings(found.attributes, str(file)).number("tgt_len"), memory=memory, window=model["window"]
+        segment=Settings(found.attributes, str(file)).number("tgt_len"), memory=memory, window=model["attention_window"]
     )
     return Foreign(
         model=model,
         train=train,
         evaluation=evaluation,
         weights=to_ours(config, OFFICIAL, theirs, str(file)),
-        vocabulary=None if vocabulary_file is None else read_vocabulary(vocabulary_file),
+        tokenizer=None if vocabulary_file is None else read_vocabulary(vocabulary_file),
     )
 
 
@@ -120,28 +120,28 @@ def _model(found: Record, parts: dict[str, Record], shared: set[str], source: st
     widening = Settings(_attributes(parts, "layers.0.pos_ff.CoreNet.0"), source)
     cutoffs, size = crit.numbers("cutoffs")[:-1], settings.number("n_token")
     width, div_val = settings.number("d_model"), crit.number("div_val", 1)
-    embedding_width = settings.number("d_embed", width)
-    projected = div_val > 1 or embedding_width != width
+    d_embed = settings.number("d_embed", width)
+    projected = div_val > 1 or d_embed != width
     tied = [f"crit.out_projs.{index}" in shared for index in range(len(cutoffs) + 1)]
     clamp = settings.number("clamp_len", -1)
     return {
-        "vocabulary_size": size,
-        "layers": settings.number("n_layer"),
-        "width": width,
-        "heads": settings.number("n_head"),
-        "head_width": settings.number("d_head"),
-        "feedforward": widening.number("out_features"),
+        "vocab_size": size,
+        "n_layers": settings.number("n_layer"),
+        "d_model": width,
+        "n_heads": settings.number("n_head"),
+        "d_head": settings.number("d_head"),
+        "d_ff": widening.number("out_features"),
         "dropout": Settings(_attributes(parts, "drop"), source).share("p", 0.0),
         "attention_dropout": Settings(_attributes(parts, "layers.0.dec_attn.dropatt"), source).share("p", 0.0),
         "norm": "pre" if attention.flag("pre_lnorm", default=False) else "post",
         "final_norm": False,
-        "norm_epsilon": norm.share("eps", 1e-5),
-        "embedding_width": embedding_width,
+        "norm_eps": norm.share("eps", 1e-5),
+        "d_embed": d_embed,
         "cutoffs": cutoffs,
         "div_val": div_val,
-        "tie_weights": "crit.out_layers.0.weight" in shared,
+        "tie_word_embeddings": "crit.out_layers.0.weight" in shared,
         "tie_projections": tied_projections(tied, len(tied), source) if projected else "all",
-        "window": settings.window(settings.number("mem_len"), keys_beside_memory=0),
+        "attention_window": settings.window(settings.number("mem_len"), keys_beside_memory=0),
         "clamp_length": clamp if clamp > 0 else None,
     }
 

@@ -126,4 +126,8 @@ def tied_projections(given: object, clusters: int, source: str) -> Tied:
 
 def lengths(*, segment: int, memory: int, window: int | None) -> tuple[dict[str, Any], dict[str, Any]]:
     """Settings of training and evaluation for these lengths."""
-    return {"segment": segment, "memory": memory}, {"segment": segment, "memory": memory, "window": window}
+    return {"segment_length": segment, "memory_length": memory}, {
+        "segment_length": segment,
+        "memory_length": memory,
+        "attention_window": window,
+    }

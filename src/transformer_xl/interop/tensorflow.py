@@ -33,8 +33,8 @@ from transformer_xl.config import UserError, load_recipe
 from transformer_xl.files import explained
 from transformer_xl.interop.foreign import Foreign
 from transformer_xl.interop.tensor_bundle import TensorBundle
-from transformer_xl.interop.vocabularies import read_vocabulary
-from transformer_xl.text.vocabulary import Vocabulary, read_json_object
+from transformer_xl.interop.tokenizers import read_vocabulary
+from transformer_xl.text.tokenizer import Tokenizer, read_json_object
 
 _SCOPE = "transformer/"
 _ADAM = re.compile(r"/Adam(_\d+)?$")
@@ -45,7 +45,7 @@ _RECIPES = {
     "wt103": "wikitext-103-large",
     "lm1b": "lm1b-large",
 }  # published recipe of each data set, by the authors' name for it
-_SIZES = ("layers", "width", "heads", "head_width", "feedforward")
+_SIZES = ("n_layers", "d_model", "n_heads", "d_head", "d_ff")
 _DATA_SETS = {204: "enwik8", 27: "text8", 267_735: "wt103"}  # sizes of vocabularies that give the data set away
 _NO_LENGTHS = (
     "TensorFlow's files do not tell the lengths of segment, memory and clamp, nor dropout, and this is no published "
@@ -179,25 +179,25 @@ class _Variables:
 
 def _settings(variables: _Variables) -> dict[str, Any]:
     """What the shapes say, as settings of ModelConfig."""
-    *layers, heads, head_width = variables.shape("r_w_bias", 2, 3)
+    *layers, heads, d_head = variables.shape("r_w_bias", 2, 3)
     _, width = variables.shape("layer_0/rel_attn/o/kernel", 2)
     table_widths = [variables.shape(f"{name}lookup_table", 2)[1] for name in _tables(variables)]
     return {
-        "vocabulary_size": _edges(variables)[-1],
-        "layers": variables.count("layer_{}/rel_attn/o/kernel"),
-        "width": width,
-        "heads": heads,
-        "head_width": head_width,
-        "feedforward": variables.shape("layer_0/ff/layer_1/kernel", 2)[1],
-        "embedding_width": table_widths[0],
+        "vocab_size": _edges(variables)[-1],
+        "n_layers": variables.count("layer_{}/rel_attn/o/kernel"),
+        "d_model": width,
+        "n_heads": heads,
+        "d_head": d_head,
+        "d_ff": variables.shape("layer_0/ff/layer_1/kernel", 2)[1],
+        "d_embed": table_widths[0],
         "cutoffs": _edges(variables)[1:-1],
         "div_val": table_widths[0] // table_widths[1] if len(table_widths) > 1 else 1,
         "tie_projections": _tied_projections(variables),
-        "project_equal_width": not (
+        "project_same_width": not (
             len(table_widths) > 1 and table_widths[0] == width and f"{_tables(variables)[0]}proj_W" not in variables
         ),
-        "tie_position_biases": not layers,
-        "norm_epsilon": _NORM_EPSILON,
+        "tie_attention_biases": not layers,
+        "norm_eps": _NORM_EPSILON,
         "attend_empty_memory": True,
     }
 
@@ -256,11 +256,11 @@ def _weights(variables: _Variables) -> Iterator[tuple[str, Tensor]]:
 
 def _layer(variables: _Variables, theirs: str, ours: str) -> Iterator[tuple[str, Tensor]]:
     qkv = variables.turned(f"{theirs}rel_attn/qkv/kernel")
-    for name, part in zip(("query", "key", "value"), qkv.tensor_split(3), strict=True):
+    for name, part in zip(("q_proj", "k_proj", "v_proj"), qkv.tensor_split(3), strict=True):
         yield f"{ours}attention.{name}.weight", part.contiguous()
-    yield f"{ours}attention.position_key.weight", variables.turned(f"{theirs}rel_attn/r/kernel")
-    yield f"{ours}attention.output.weight", variables.turned(f"{theirs}rel_attn/o/kernel")
-    for name, kernel in (("widen", "layer_1"), ("narrow", "layer_2")):
+    yield f"{ours}attention.r_proj.weight", variables.turned(f"{theirs}rel_attn/r/kernel")
+    yield f"{ours}attention.o_proj.weight", variables.turned(f"{theirs}rel_attn/o/kernel")
+    for name, kernel in (("up_proj", "layer_1"), ("down_proj", "layer_2")):
         yield f"{ours}feedforward.{name}.weight", variables.turned(f"{theirs}ff/{kernel}/kernel")
         yield f"{ours}feedforward.{name}.bias", variables.tensor(f"{theirs}ff/{kernel}/bias")
     for name, norm in (("attention", "rel_attn"), ("feedforward", "ff")):
@@ -270,21 +270,21 @@ def _layer(variables: _Variables, theirs: str, ours: str) -> Iterator[tuple[str,
 
 def _foreign(model: dict[str, Any], weights: dict[str, Tensor], folder: Path) -> Foreign:
     """Adds what the data set tells: lengths, dropout and vocabulary."""
-    name, vocabulary = _corpus(folder, model["vocabulary_size"])
+    name, tokenizer = _corpus(folder, model["vocab_size"])
     recipe = load_recipe(_RECIPES[name]) if name in _RECIPES else None
     train: dict[str, Any] = {}
     evaluation: dict[str, Any] = {}
     remarks: list[str] = [_NO_LINE_ENDS] if name == "enwik8" else []
     if recipe is not None and all(recipe.model[size] == model[size] for size in _SIZES):
         model = {**model, **{setting: recipe.model[setting] for setting in ("dropout", "attention_dropout")}}
-        train = {setting: recipe.train[setting] for setting in ("segment", "memory")}
-        evaluation = {**recipe.evaluation, "window": recipe.evaluation["memory"] + 1}
+        train = {setting: recipe.train[setting] for setting in ("segment_length", "memory_length")}
+        evaluation = {**recipe.evaluation, "attention_window": recipe.evaluation["memory_length"] + 1}
     else:
         remarks.append(_NO_LENGTHS)
-    return Foreign(model, train, evaluation, weights, vocabulary, tuple(remarks))
+    return Foreign(model, train, evaluation, weights, tokenizer, tuple(remarks))
 
 
-def _corpus(folder: Path, size: int) -> tuple[str | None, Vocabulary | None]:
+def _corpus(folder: Path, size: int) -> tuple[str | None, Tokenizer | None]:
     """The data set by the authors' name for it, and its vocabulary; none: not known.
 
     They stand beside the checkpoint, in `data` there, or in `data` beside its folder: corpus-info.json names the data
@@ -310,9 +310,9 @@ def _corpus(folder: Path, size: int) -> tuple[str | None, Vocabulary | None]:
         name = str(values.get("dataset", name))
     if cache is None:
         return name, None
-    vocabulary = read_vocabulary(cache)
-    _check_size(cache, vocabulary.size, size)
-    return name, vocabulary
+    tokenizer = read_vocabulary(cache)
+    _check_size(cache, tokenizer.vocab_size, size)
+    return name, tokenizer
 
 
 def _check_size(path: Path, found: object, size: int) -> None:

@@ -28,7 +28,7 @@ _WEIGHT_STD, _PROJECTION_STD = 0.02, 0.01  # the authors' init_std and proj_init
 _ROUND = 8  # the places of a tail are filled up to a multiple, so that shapes vary less
 
 
-class Embedding(nn.Module):
+class AdaptiveEmbedding(nn.Module):
     """Token ids to rows of the model's width, not yet scaled.
 
     With div_val 1 one table serves all clusters; else each cluster has a table of its own width.
@@ -36,18 +36,18 @@ class Embedding(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        edges, widths = config.cluster_edges, config.cluster_widths
-        self.edges, self.width = edges, config.width
+        edges, widths = config.cluster_boundaries, config.cluster_widths
+        self.edges, self.width = edges, config.d_model
         self.shared = config.div_val == 1
         sizes = [edges[-1]] if self.shared else [stop - start for start, stop in pairwise(edges)]
         self.tables = nn.ParameterList(
             torch.empty(size, width) for size, width in zip(sizes, widths, strict=not self.shared)
         )
         self.projections = nn.ParameterDict(
-            {str(index): torch.empty(config.width, widths[index]) for index in projected(config)[: len(sizes)]}
+            {str(index): torch.empty(config.d_model, widths[index]) for index in projected(config)[: len(sizes)]}
         )
 
-    def initialise(self) -> None:
+    def init_weights(self) -> None:
         """Draws first weights as the authors' code does: tables N(0, 0.02), projections N(0, 0.01)."""
         for table in self.tables:
             nn.init.normal_(table, 0.0, _WEIGHT_STD)
@@ -91,32 +91,34 @@ class Embedding(nn.Module):
 def projected(config: ModelConfig) -> list[int]:
     """The clusters whose embeddings are projected: those of another width than the model, and with div_val all of them
     (the authors' code) unless `project_equal_width` is off."""
-    always = config.div_val > 1 and config.project_equal_width
-    return [index for index, width in enumerate(config.cluster_widths) if always or width != config.width]
+    always = config.div_val > 1 and config.project_same_width
+    return [index for index, width in enumerate(config.cluster_widths) if always or width != config.d_model]
 
 
-class Softmax(nn.Module):
+class AdaptiveSoftmax(nn.Module):
     """Scores of the vocabulary from the model's hidden rows; weights and projections may be the embedding's."""
 
-    def __init__(self, config: ModelConfig, embedding: Embedding) -> None:
+    def __init__(self, config: ModelConfig, embedding: AdaptiveEmbedding) -> None:
         super().__init__()
         # in a tuple: it is not a part of this module, so its parameters are neither saved nor counted twice
         self._embedding = (embedding,)
-        self.edges = config.cluster_edges
+        self.edges = config.cluster_boundaries
         self.num_tails = len(self.edges) - 2
         widths = config.cluster_widths
-        self.tie_weights = config.tie_weights
-        self.tables = nn.ParameterList([] if config.tie_weights else [torch.empty_like(t) for t in embedding.tables])
+        self.tie_word_embeddings = config.tie_word_embeddings
+        self.tables = nn.ParameterList(
+            [] if config.tie_word_embeddings else [torch.empty_like(t) for t in embedding.tables]
+        )
         tied = {"all": 0, "all_but_first": 1, "none": len(widths)}[config.tie_projections]
         self.first_tied_projection = tied
         self.projections = nn.ParameterDict(
-            {str(index): torch.empty(config.width, widths[index]) for index in projected(config) if index < tied}
+            {str(index): torch.empty(config.d_model, widths[index]) for index in projected(config) if index < tied}
         )
         self.bias = nn.Parameter(torch.empty(self.edges[-1]))
         self.cluster_weight = nn.Parameter(torch.empty(self.num_tails, widths[0])) if self.num_tails else None
         self.cluster_bias = nn.Parameter(torch.empty(self.num_tails)) if self.num_tails else None
 
-    def initialise(self) -> None:
+    def init_weights(self) -> None:
         """Draws first weights as the authors' code does: weights N(0, 0.02), projections N(0, 0.01), biases 0."""
         for table in self.tables:
             nn.init.normal_(table, 0.0, _WEIGHT_STD)
@@ -238,7 +240,7 @@ class Softmax(nn.Module):
 
     def _cluster_table(self, index: int) -> Tensor:
         embedding = self._embedding[0]
-        if self.tie_weights:
+        if self.tie_word_embeddings:
             return embedding.cluster_table(index)
         start, stop = self.edges[index], self.edges[index + 1]
         return self.tables[0][start:stop] if embedding.shared else self.tables[index]

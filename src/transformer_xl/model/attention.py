@@ -113,22 +113,22 @@ class RelativeAttention(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.head_shape = (config.heads, config.head_size)
+        self.head_shape = (config.n_heads, config.head_size)
         self.pre_norm = config.norm == "pre"
-        inner = config.heads * config.head_size
-        self.query = Linear(config.width, inner, bias=False)
-        self.key = Linear(config.width, inner, bias=False)
-        self.value = Linear(config.width, inner, bias=False)
-        self.position_key = Linear(config.width, inner, bias=False)
-        self.output = Linear(inner, config.width, bias=False)
-        self.norm = nn.LayerNorm(config.width, eps=config.norm_epsilon)
+        inner = config.n_heads * config.head_size
+        self.q_proj = Linear(config.d_model, inner, bias=False)
+        self.k_proj = Linear(config.d_model, inner, bias=False)
+        self.v_proj = Linear(config.d_model, inner, bias=False)
+        self.r_proj = Linear(config.d_model, inner, bias=False)
+        self.o_proj = Linear(inner, config.d_model, bias=False)
+        self.norm = nn.LayerNorm(config.d_model, eps=config.norm_eps)
         self.dropout = Dropout(config.dropout)
 
     @override
     def forward(self, x_BTD: Tensor, past: Past, biases: Biases, attend: Attention) -> Tensor:
         """Gives (B, T, D). The gradient reaches `key` and `value` through memory rows, but not the rows themselves."""
         new_BTD = self.norm(x_BTD) if self.pre_norm else x_BTD
-        q_BTNH = self.query(new_BTD).unflatten(-1, self.head_shape)
+        q_BTNH = self.q_proj(new_BTD).unflatten(-1, self.head_shape)
         k_BSNH, v_BSNH = past.keys_and_values(self, new_BTD)
         inputs = AttentionInputs(
             q_BTNH,
@@ -139,17 +139,17 @@ class RelativeAttention(nn.Module):
             biases.content_NH.to(q_BTNH.dtype),
             biases.position_NH.to(q_BTNH.dtype),
         )
-        sum_BTD = x_BTD + self.dropout(self.output(attend(inputs).flatten(-2)))
+        sum_BTD = x_BTD + self.dropout(self.o_proj(attend(inputs).flatten(-2)))
         return sum_BTD if self.pre_norm else self.norm(sum_BTD)
 
     def project(self, x_BXD: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values (B, X, N, H) of normalised rows."""
-        k_BXNH, v_BXNH = (projection(x_BXD).unflatten(-1, self.head_shape) for projection in (self.key, self.value))
+        k_BXNH, v_BXNH = (projection(x_BXD).unflatten(-1, self.head_shape) for projection in (self.k_proj, self.v_proj))
         return k_BXNH, v_BXNH
 
     def project_positions(self, encoding_PD: Tensor) -> Tensor:
         """Position keys (P, N, H) of encoded distances."""
-        return self.position_key(encoding_PD.to(self.position_key.weight.dtype)).unflatten(-1, self.head_shape)
+        return self.r_proj(encoding_PD.to(self.r_proj.weight.dtype)).unflatten(-1, self.head_shape)
 
 
 class FeedForward(nn.Module):
@@ -158,17 +158,17 @@ class FeedForward(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.pre_norm = config.norm == "pre"
-        self.widen = Linear(config.width, config.feedforward)
-        self.narrow = Linear(config.feedforward, config.width)
-        self.norm = nn.LayerNorm(config.width, eps=config.norm_epsilon)
+        self.up_proj = Linear(config.d_model, config.d_ff)
+        self.down_proj = Linear(config.d_ff, config.d_model)
+        self.norm = nn.LayerNorm(config.d_model, eps=config.norm_eps)
         self.inner_dropout = Dropout(config.dropout, relu=True)
         self.dropout = Dropout(config.dropout)
 
     @override
     def forward(self, x_BTD: Tensor) -> Tensor:
         """Gives (B, T, D)."""
-        inner_BTF = self.inner_dropout(self.widen(self.norm(x_BTD) if self.pre_norm else x_BTD))
-        sum_BTD = x_BTD + self.dropout(self.narrow(inner_BTF))
+        inner_BTF = self.inner_dropout(self.up_proj(self.norm(x_BTD) if self.pre_norm else x_BTD))
+        sum_BTD = x_BTD + self.dropout(self.down_proj(inner_BTF))
         return sum_BTD if self.pre_norm else self.norm(sum_BTD)
 
 

@@ -83,17 +83,19 @@ class StepCost:
         return self.state_bytes + self.activation_bytes + self.memory_bytes
 
 
-def step_cost(config: ModelConfig, *, rows: int, segment: int, memory: int) -> StepCost:
+def step_cost(config: ModelConfig, *, batch_size: int, segment_length: int, memory_length: int) -> StepCost:
     """Counts one training step by walking through it without numbers (torch's meta device): nothing is computed.
 
     Targets are taken to follow Zipf's law over the ids, so that each tail is aimed at as often as in ordinary text.
     Operations are those of the model, without what is computed again in the backward pass; what is kept is what the
     settings' kernel keeps (with `auto` the CPU's). Auxiliary losses are those of the first step.
     """
-    config = config.model_copy(update={"memory": memory})
-    shape = (rows, segment, memory)
+    config = config.model_copy(update={"memory": memory_length})
+    shape = (batch_size, segment_length, memory_length)
     with plain_way():
-        flops, _, _ = _walk(config.model_copy(update={"kernel": "sdpa"}), *shape)  # its backward pass can be counted
+        flops, _, _ = _walk(
+            config.model_copy(update={"attn_implementation": "sdpa"}), *shape
+        )  # its backward pass can be counted
     _, activation_bytes, memory_bytes = _walk(config, *shape)
     with torch.device("meta"):
         parameters = build_model(config).num_parameters()
@@ -106,14 +108,14 @@ def step_cost(config: ModelConfig, *, rows: int, segment: int, memory: int) -> S
     )
 
 
-def _walk(config: ModelConfig, rows: int, segment: int, memory: int) -> tuple[int, int, int]:
+def _walk(config: ModelConfig, batch_size: int, segment_length: int, memory_length: int) -> tuple[int, int, int]:
     """Operations of a step, bytes kept for its backward pass, and bytes of the memory it begins with."""
     with torch.device("meta"), torch.no_grad():
         model = build_model(config).train()
-        tokens_BT = torch.zeros(rows, segment, dtype=torch.int64)
-        full = model.initial_memory(rows)
-        if memory:
-            _, full = model(torch.zeros(rows, memory, dtype=torch.int64), full)
+        tokens_BT = torch.zeros(batch_size, segment_length, dtype=torch.int64)
+        full = model.initial_memory(batch_size)
+        if memory_length:
+            _, full = model(torch.zeros(batch_size, memory_length, dtype=torch.int64), full)
     kept = {parameter.untyped_storage()._cdata: 0 for parameter in model.parameters()}
 
     def keep(tensor: Tensor) -> Any:
@@ -125,15 +127,15 @@ def _walk(config: ModelConfig, rows: int, segment: int, memory: int) -> tuple[in
         FlopCounterMode(display=False) as counter,
         torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
     ):
-        targets_BT = _zipf_targets(config.vocabulary_size, rows, segment)
-        nats_BT, extra_BT, _ = model.training_nats(tokens_BT, targets_BT, full, done=0.0)
+        targets_BT = _zipf_targets(config.vocab_size, batch_size, segment_length)
+        nats_BT, extra_BT, _ = model.training_losses(tokens_BT, targets_BT, full, done=0.0)
         (nats_BT + extra_BT).sum().backward()
     carried = [tensor.nbytes for name, tensor in full.tensors().items() if name.startswith("layer")]
     return counter.get_total_flops(), sum(kept.values()), sum(carried)
 
 
-def _zipf_targets(size: int, rows: int, segment: int) -> Tensor:
+def _zipf_targets(size: int, batch_size: int, segment_length: int) -> Tensor:
     """Ids whose frequencies fall as 1 / (rank + 2.7), as words' do: (B, T) on the CPU, the same each time."""
     share_V = np.cumsum(1 / (np.arange(size) + 2.7))
-    places = (np.arange(rows * segment) + 0.5) / (rows * segment) * share_V[-1]
-    return torch.from_numpy(np.searchsorted(share_V, places)).view(rows, segment)
+    places = (np.arange(batch_size * segment_length) + 0.5) / (batch_size * segment_length) * share_V[-1]
+    return torch.from_numpy(np.searchsorted(share_V, places)).view(batch_size, segment_length)

@@ -23,7 +23,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from transformer_xl.config import UserError
-from transformer_xl.model.memory import Memory, Reach, counts_on, without_padding
+from transformer_xl.model.memory import ContextLimits, Memory, counts_on, without_padding
 
 _LEAST_ROOM = 64  # rows; new storage has room for half a memory more at least, so that copying is rare
 
@@ -39,14 +39,14 @@ class _Storage:
         k_BNXH, v_BNXH = rows
         self.num_written = k_BNXH.shape[2]
         capacity = self.num_written + max(_LEAST_ROOM, self.num_written // 2, room)
-        *outer, head_width = k_BNXH.shape[0], k_BNXH.shape[1], k_BNXH.shape[3]
+        *outer, d_head = k_BNXH.shape[0], k_BNXH.shape[1], k_BNXH.shape[3]
         with torch.inference_mode(False):  # what is made in that mode cannot be written outside of it
             # zeros: the system clears pages anyway, and only those that are touched
             if k_BNXH.device.type == "cpu":  # a CPU multiplies one query with columns faster than with rows
-                k_BNCH = k_BNXH.new_zeros(*outer, head_width, capacity).mT
+                k_BNCH = k_BNXH.new_zeros(*outer, d_head, capacity).mT
             else:
-                k_BNCH = k_BNXH.new_zeros(*outer, capacity, head_width)
-            self.rows = k_BNCH, v_BNXH.new_zeros(*outer, capacity, head_width)
+                k_BNCH = k_BNXH.new_zeros(*outer, capacity, d_head)
+            self.rows = k_BNCH, v_BNXH.new_zeros(*outer, capacity, d_head)
         self.write(0, rows)
 
     @property
@@ -117,7 +117,9 @@ class KeyValueMemory(Memory):
     """Whether the zeros of empty slots are attended."""
 
     @staticmethod
-    def empty(layer_shape: tuple[int, int, int, int], reach: Reach, like: Tensor, *, attended: bool) -> KeyValueMemory:
+    def empty(
+        layer_shape: tuple[int, int, int, int], context_limits: ContextLimits, like: Tensor, *, attended: bool
+    ) -> KeyValueMemory:
         """A memory without valid slots, on the device and in the dtype of `like`.
 
         Args:
@@ -127,24 +129,24 @@ class KeyValueMemory(Memory):
             attended: whether empty slots are attended nevertheless, as rows of zeros.
         """
         num_layers, batch_size, *head_shape = layer_shape
-        num_heads, head_width = head_shape
+        num_heads, d_head = head_shape
         counts_B = torch.zeros(batch_size, dtype=torch.int64, device=like.device)
-        nothing_BNMH = like.new_zeros(()).expand(batch_size, num_heads, reach.memory, head_width)
+        nothing_BNMH = like.new_zeros(()).expand(batch_size, num_heads, context_limits.memory_length, d_head)
         return KeyValueMemory(
             tuple(Span.of((nothing_BNMH, nothing_BNMH)) for _ in range(num_layers)),
             PositionKeys(),
             attended,
             valid_B=counts_B,
             position_B=counts_B.clone(),
-            reach=reach,
+            context_limits=context_limits,
             least_valid=0,
         )
 
     @property
     def layer_shape(self) -> tuple[int, int, int]:
         """L, N and H, which must be the model's."""
-        _, num_heads, _, head_width = self.spans[0].storage.rows[0].shape
-        return len(self.spans), num_heads, head_width
+        _, num_heads, _, d_head = self.spans[0].storage.rows[0].shape
+        return len(self.spans), num_heads, d_head
 
     def joined(
         self, layer: int, k_BTNH: Tensor, v_BTNH: Tensor, lengths_B: Tensor | None
@@ -203,7 +205,7 @@ class KeyValueMemory(Memory):
     def resized(self, length: int) -> KeyValueMemory:
         kept = min(length, self.length)
         newest = self._with_rows(span.last(kept) for span in self.spans)
-        counted = replace(newest, reach=replace(self.reach, memory=kept))
+        counted = replace(newest, context_limits=replace(self.context_limits, memory_length=kept))
         return counted._changed(lambda rows_BNMH: F.pad(rows_BNMH, (0, 0, length - kept, 0)))._resized_counts(length)
 
     @override

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from transformer_xl.config import ModelConfig
-from transformer_xl.model.memory import Memory, Reach
+from transformer_xl.model.memory import ContextLimits, Memory
 
 
 class LanguageModel(nn.Module, ABC):
@@ -31,34 +31,39 @@ class LanguageModel(nn.Module, ABC):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.recompute = False
+        self.activation_checkpointing = False
         """Whether what is inside a layer is computed again in the backward pass, dropout and all, and not kept."""
 
     @property
-    def reach(self) -> Reach:
+    def context_limits(self) -> ContextLimits:
         """How far attention looks when not told otherwise."""
-        return Reach(self.config.memory, self.config.window, self.config.clamp_length)
+        return ContextLimits(self.config.memory, self.config.attention_window, self.config.clamp_length)
 
     @abstractmethod
-    def initial_memory(self, batch_size: int, reach: Reach | None = None) -> Memory:
+    def initial_memory(self, batch_size: int, context_limits: ContextLimits | None = None) -> Memory:
         """An empty memory for B rows; `reach` in place of the model's own."""
 
-    def inference_memory(self, batch_size: int, reach: Reach | None = None) -> Memory:
+    def inference_memory(self, batch_size: int, context_limits: ContextLimits | None = None) -> Memory:
         """An empty memory of the quickest kind for a model whose weights do not change; no gradient passes it.
 
         What it gives is what `initial_memory` gives. It goes with this model, device and number format alone.
         """
-        return self.initial_memory(batch_size, reach)
+        return self.initial_memory(batch_size, context_limits)
 
-    def writing_memory(self, batch_size: int, reach: Reach | None = None, *, segment: int) -> Memory:
+    def generation_memory(
+        self, batch_size: int, context_limits: ContextLimits | None = None, *, segment: int
+    ) -> Memory:
         """An empty memory to write with, token after token; `segment` is the longest that training had.
 
         What `inference_memory` gives, but where nothing is kept of earlier segments (memory 0): the model would see
         only the token just written, so it gets what makes a segment with that token. A model without any memory
         remembers those tokens, and reads them again every time.
         """
-        reach = reach or self.reach
-        return self.inference_memory(batch_size, reach if reach.memory else replace(reach, memory=segment - 1))
+        context_limits = context_limits or self.context_limits
+        return self.inference_memory(
+            batch_size,
+            context_limits if context_limits.memory_length else replace(context_limits, memory_length=segment - 1),
+        )
 
     @abstractmethod
     @override
@@ -76,7 +81,7 @@ class LanguageModel(nn.Module, ABC):
         which is neither attended nor remembered; hidden rows of padding mean nothing, but are finite.
         """
 
-    def training_nats(
+    def training_losses(
         self, tokens_BT: Tensor, targets_BT: Tensor, memory: Memory, *, done: float
     ) -> tuple[Tensor, Tensor, Memory]:
         """What a step of training needs: `nats` of the targets, what else the model is to be trained for, the memory.
@@ -106,7 +111,7 @@ class LanguageModel(nn.Module, ABC):
         Targets may lie on the CPU whatever the model's device, and best do: then nothing is waited for.
         """
 
-    def top(self, hidden_BTD: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    def topk(self, hidden_BTD: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """The `count` likeliest tokens of each place (fewer where V is smaller): scores, falling, and ids; (B, T, R).
 
         Scores of one place differ from log-probabilities by a constant. A model that can find them without scoring

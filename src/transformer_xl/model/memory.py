@@ -19,29 +19,29 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import override
 
-from transformer_xl.config import MOST, UserError
+from transformer_xl.config import INT32_MAX, UserError
 
 Kind = TypeVar("Kind", bound="Memory")
 
 
 @dataclass(frozen=True)
-class Reach:
+class ContextLimits:
     """How far attention looks back; evaluation may look much further than training did."""
 
-    memory: int
+    memory_length: int
     """M: memory slots."""
-    window: int | None = None
+    attention_window: int | None = None
     """Number of keys a query sees, itself included; none: all there are."""
     clamp_length: int | None = None
     """Distances above this count as this one in the position encoding; none: no limit."""
 
     def __post_init__(self) -> None:
-        for name, least in (("memory", 0), ("window", 1), ("clamp_length", 1)):
+        for name, least in (("memory_length", 0), ("attention_window", 1), ("clamp_length", 1)):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise UserError(f"{name} {value} is too small; give {least} or more")
-            if value is not None and value > MOST:
-                raise UserError(f"{name} {value:,} is too large; give {MOST:,} at most")
+            if value is not None and value > INT32_MAX:
+                raise UserError(f"{name} {value:,} is too large; give {INT32_MAX:,} at most")
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +53,7 @@ class Memory(ABC):
     """How many slots of each row hold something (int64); they stand last, so the newest token is always at M - 1."""
     position_B: Tensor
     """How many tokens each row has read since its last reset (int64)."""
-    reach: Reach
+    context_limits: ContextLimits
     least_valid: int
     """A lower bound of valid_B known without asking the device, so that a full memory needs no mask."""
 
@@ -65,7 +65,7 @@ class Memory(ABC):
     @property
     def length(self) -> int:
         """M, counting empty slots."""
-        return self.reach.memory
+        return self.context_limits.memory_length
 
     @property
     def all_valid(self) -> bool:
@@ -97,7 +97,7 @@ class Memory(ABC):
     @staticmethod
     def concatenate(memories: Sequence[Kind]) -> Kind:
         """The rows of several memories of one model and reach, one after the other."""
-        assert len({memory.reach for memory in memories}) == 1
+        assert len({memory.context_limits for memory in memories}) == 1
         counted = replace(
             memories[0],
             valid_B=torch.cat([memory.valid_B for memory in memories]),
@@ -142,7 +142,7 @@ class Memory(ABC):
         return replace(
             self,
             valid_B=self.valid_B.clamp(max=length),
-            reach=replace(self.reach, memory=length),
+            context_limits=replace(self.context_limits, memory_length=length),
             least_valid=min(self.least_valid, length),
         )
 
@@ -171,12 +171,16 @@ class HiddenMemory(Memory):
         return len(self.layers_BMD), self.layers_BMD[0].shape[-1]
 
     @staticmethod
-    def empty(num_layers: int, batch_size: int, width: int, reach: Reach, like: Tensor) -> HiddenMemory:
+    def empty(
+        num_layers: int, batch_size: int, width: int, context_limits: ContextLimits, like: Tensor
+    ) -> HiddenMemory:
         """A memory without valid slots, on the device and in the dtype of `like`."""
         counts_B = torch.zeros(batch_size, dtype=torch.int64, device=like.device)
-        shape = (batch_size, reach.memory, width)
+        shape = (batch_size, context_limits.memory_length, width)
         layers = tuple(torch.zeros(shape, dtype=like.dtype, device=like.device) for _ in range(num_layers))
-        return HiddenMemory(layers, valid_B=counts_B, position_B=counts_B.clone(), reach=reach, least_valid=0)
+        return HiddenMemory(
+            layers, valid_B=counts_B, position_B=counts_B.clone(), context_limits=context_limits, least_valid=0
+        )
 
     def after(self, inputs_BTD: Sequence[Tensor], lengths_B: Tensor | None = None) -> HiddenMemory:
         """The memory once each layer has read its T new inputs: the last M rows of [memory ; inputs], detached.

@@ -13,10 +13,10 @@ from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
 from transformer_xl.config import ModelConfig, UserError
-from transformer_xl.model.adaptive import Embedding, Softmax
+from transformer_xl.model.adaptive import AdaptiveEmbedding, AdaptiveSoftmax
 from transformer_xl.model.dropout import Dropout
 from transformer_xl.model.language_model import LanguageModel
-from transformer_xl.model.memory import Memory, Reach
+from transformer_xl.model.memory import ContextLimits, Memory
 
 WEIGHT_STD, NORM_STD = 0.02, 0.02  # the authors' init_std
 
@@ -26,17 +26,17 @@ class TokenModel(LanguageModel):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
-        self.embedding = Embedding(config)
-        self.softmax = Softmax(config, self.embedding)
+        self.embedding = AdaptiveEmbedding(config)
+        self.softmax = AdaptiveSoftmax(config, self.embedding)
         self.dropout = Dropout(config.dropout)
 
-    def initialise(self) -> None:
+    def init_weights(self) -> None:
         """Draws the first weights as the authors' code does: N(0, 0.02), biases 0, LayerNorm weights N(1, 0.02)."""
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, 0.0, WEIGHT_STD)
-            elif isinstance(module, Embedding | Softmax):
-                module.initialise()
+            elif isinstance(module, AdaptiveEmbedding | AdaptiveSoftmax):
+                module.init_weights()
             elif isinstance(module, nn.LayerNorm):
                 nn.init.normal_(module.weight, 1.0, NORM_STD)
             if isinstance(module, nn.Linear | nn.LayerNorm) and module.bias is not None:
@@ -51,18 +51,22 @@ class TokenModel(LanguageModel):
         return self.softmax.nats(hidden_BTD, targets_BT)
 
     @override
-    def top(self, hidden_BTD: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    def topk(self, hidden_BTD: Tensor, count: int) -> tuple[Tensor, Tensor]:
         return self.softmax.top(hidden_BTD, count)
 
-    def checked(self, reach: Reach | None) -> Reach:
+    def checked(self, context_limits: ContextLimits | None) -> ContextLimits:
         """The model's own reach, or the one that is asked for.
 
         Raises:
             UserError: this model has nothing that could reach so.
         """
-        reach = reach or self.reach
-        self.config.check_reach(memory=reach.memory, window=reach.window, clamp=reach.clamp_length)
-        return reach
+        context_limits = context_limits or self.context_limits
+        self.config.check_context_limits(
+            memory=context_limits.memory_length,
+            window=context_limits.attention_window,
+            clamp=context_limits.clamp_length,
+        )
+        return context_limits
 
     def first_input(self, tokens_BT: Tensor | None, inputs_BTD: Tensor | None) -> Tensor:
         """The scaled embedding of the tokens, or the continuous inputs as they are; without dropout.
@@ -76,10 +80,10 @@ class TokenModel(LanguageModel):
             if tokens_BT.ndim != 2 or tokens_BT.is_floating_point() or not tokens_BT.shape[1]:
                 given = f"tokens of shape {tuple(tokens_BT.shape)}, {tokens_BT.dtype}"
                 raise UserError(f"{given}; wanted whole numbers (rows, tokens), one token at least")
-            inputs_BTD = self.embedding(tokens_BT) * self.config.width**0.5
+            inputs_BTD = self.embedding(tokens_BT) * self.config.d_model**0.5
         assert inputs_BTD is not None
-        if inputs_BTD.ndim != 3 or inputs_BTD.shape[-1] != self.config.width or not inputs_BTD.shape[1]:
-            raise UserError(f"inputs of shape {tuple(inputs_BTD.shape)}; wanted (rows, tokens, {self.config.width})")
+        if inputs_BTD.ndim != 3 or inputs_BTD.shape[-1] != self.config.d_model or not inputs_BTD.shape[1]:
+            raise UserError(f"inputs of shape {tuple(inputs_BTD.shape)}; wanted (rows, tokens, {self.config.d_model})")
         return inputs_BTD
 
     def matching(self, memory: Memory | None, x_BTD: Tensor, lengths_B: Tensor | None) -> Memory:
@@ -102,6 +106,6 @@ class TokenModel(LanguageModel):
 
     def through(self, layer: nn.Module, *given: Any) -> Any:
         """What a layer gives; where asked for, what is inside is computed again in the backward pass, and not kept."""
-        if self.recompute and torch.is_grad_enabled():
+        if self.activation_checkpointing and torch.is_grad_enabled():
             return checkpoint(layer, *given, use_reentrant=False)
         return layer(*given)

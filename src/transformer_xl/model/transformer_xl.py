@@ -30,9 +30,9 @@ from transformer_xl.model.attention import (
     RelativeAttention,
     encode_distances,
 )
-from transformer_xl.model.kernels import AttentionInputs, AttentionTerms, Sight, reference
+from transformer_xl.model.kernels import AttentionInputs, AttentionMask, AttentionTerms, reference
 from transformer_xl.model.key_values import KeyValueMemory, Span
-from transformer_xl.model.memory import HiddenMemory, Memory, Reach
+from transformer_xl.model.memory import ContextLimits, HiddenMemory, Memory
 from transformer_xl.model.token_model import WEIGHT_STD, TokenModel
 
 
@@ -62,34 +62,38 @@ class TransformerXL(TokenModel):
         if config.kind != "transformer" or config.encoding != self.encoding:
             asked = config.kind if config.kind != "transformer" else f"encoding {config.encoding}"
             raise UserError(f"{type(self).__name__} is not {asked}; use build_model, which gives the model asked for")
-        kernels.check(config.kernel)
-        num_bias_pairs = 1 if config.tie_position_biases else config.layers
-        self.content_bias = nn.Parameter(torch.empty(num_bias_pairs, config.heads, config.head_size))
-        self.position_bias = nn.Parameter(torch.empty(num_bias_pairs, config.heads, config.head_size))
-        self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
+        kernels.check(config.attn_implementation)
+        num_bias_pairs = 1 if config.tie_attention_biases else config.n_layers
+        self.content_bias = nn.Parameter(torch.empty(num_bias_pairs, config.n_heads, config.head_size))
+        self.position_bias = nn.Parameter(torch.empty(num_bias_pairs, config.n_heads, config.head_size))
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.n_layers))
         final = config.norm == "pre" and config.final_norm
-        self.final_norm = nn.LayerNorm(config.width, eps=config.norm_epsilon) if final else nn.Identity()
-        self.initialise()
+        self.final_norm = nn.LayerNorm(config.d_model, eps=config.norm_eps) if final else nn.Identity()
+        self.init_weights()
 
     @override
-    def initialise(self) -> None:
-        super().initialise()
+    def init_weights(self) -> None:
+        super().init_weights()
         nn.init.normal_(self.content_bias, 0.0, WEIGHT_STD)
         nn.init.normal_(self.position_bias, 0.0, WEIGHT_STD)
 
     @override
-    def initial_memory(self, batch_size: int, reach: Reach | None = None) -> HiddenMemory:
+    def initial_memory(self, batch_size: int, context_limits: ContextLimits | None = None) -> HiddenMemory:
         config = self.config
-        return HiddenMemory.empty(config.layers, batch_size, config.width, reach or self.reach, self.content_bias)
+        return HiddenMemory.empty(
+            config.n_layers, batch_size, config.d_model, context_limits or self.context_limits, self.content_bias
+        )
 
     @override
-    def inference_memory(self, batch_size: int, reach: Reach | None = None) -> Memory:
+    def inference_memory(self, batch_size: int, context_limits: ContextLimits | None = None) -> Memory:
         config = self.config
         if config.attend_empty_memory and config.norm == "pre":
-            return self.initial_memory(batch_size, reach)  # normalised, rows of zeros have keys that are not zeros
-        shape = (config.layers, batch_size, config.heads, config.head_size)
-        reach, attended = reach or self.reach, config.attend_empty_memory
-        return KeyValueMemory.empty(shape, reach, self.content_bias, attended=attended)
+            return self.initial_memory(
+                batch_size, context_limits
+            )  # normalised, rows of zeros have keys that are not zeros
+        shape = (config.n_layers, batch_size, config.n_heads, config.head_size)
+        context_limits, attended = context_limits or self.context_limits, config.attend_empty_memory
+        return KeyValueMemory.empty(shape, context_limits, self.content_bias, attended=attended)
 
     @override
     def forward(
@@ -129,7 +133,7 @@ class TransformerXL(TokenModel):
         """As `forward`, but gives L + 1 hidden rows (B, T, D): the input of every layer, then what `forward` gives."""
         x_BTD = self.dropout(self.first_input(tokens_BT, inputs_BTD))
         memory = self.matching(memory, x_BTD, lengths_B)
-        kernel = kernels.choose(self.config.kernel, x_BTD.device, x_BTD.dtype)
+        kernel = kernels.choose(self.config.attn_implementation, x_BTD.device, x_BTD.dtype)
         sight = self._sight(memory, x_BTD.shape[1], lengths_B)
         dropout = self.config.attention_dropout if self.training else 0.0
 
@@ -165,31 +169,31 @@ class TransformerXL(TokenModel):
     def matching(self, memory: Memory | None, x_BTD: Tensor, lengths_B: Tensor | None) -> Memory:
         memory = super().matching(memory, x_BTD, lengths_B)
         config = self.config
-        own = isinstance(memory, HiddenMemory) and memory.layer_shape == (config.layers, config.width)
+        own = isinstance(memory, HiddenMemory) and memory.layer_shape == (config.n_layers, config.d_model)
         if isinstance(memory, KeyValueMemory):
-            own = memory.layer_shape == (config.layers, config.heads, config.head_size)
+            own = memory.layer_shape == (config.n_layers, config.n_heads, config.head_size)
         if not own:
             raise UserError("this memory was made by another model; start with initial_memory")
         return memory
 
-    def _sight(self, memory: Memory, num_new: int, lengths_B: Tensor | None) -> Sight:
+    def _sight(self, memory: Memory, num_new: int, lengths_B: Tensor | None) -> AttentionMask:
         seen, told_apart = self._distances(memory, num_new)
         valid_B = None if memory.all_valid else memory.valid_B
         if self.config.attend_empty_memory:
             valid_B = None
         if lengths_B is not None:
             valid_B = (memory.length if valid_B is None else valid_B) - (num_new - lengths_B)
-        return Sight(valid_B, seen - told_apart)
+        return AttentionMask(valid_B, seen - told_apart)
 
     def _distances(self, memory: Memory, num_new: int) -> tuple[int, int]:
         """How many distances are seen, and how many of them a position encoding tells apart."""
-        reach, num_keys = memory.reach, memory.length + num_new
-        seen = min(num_keys, reach.window or num_keys)
-        return seen, min(seen, seen if reach.clamp_length is None else reach.clamp_length + 1)
+        context_limits, num_keys = memory.context_limits, memory.length + num_new
+        seen = min(num_keys, context_limits.attention_window or num_keys)
+        return seen, min(seen, seen if context_limits.clamp_length is None else context_limits.clamp_length + 1)
 
     def _biases(self) -> Iterator[Biases]:
-        for index in range(self.config.layers):
-            pair = 0 if self.config.tie_position_biases else index
+        for index in range(self.config.n_layers):
+            pair = 0 if self.config.tie_attention_biases else index
             yield Biases(self.content_bias[pair], self.position_bias[pair])
 
     def _reading(self, memory: Memory, x_BTD: Tensor, lengths_B: Tensor | None) -> _Reading:
@@ -197,13 +201,13 @@ class TransformerXL(TokenModel):
         _, told_apart = self._distances(memory, num_new)
         bias = self.content_bias
         if isinstance(memory, HiddenMemory):
-            encoding_PD = encode_distances(told_apart, self.config.width, like=bias).to(bias.dtype)
+            encoding_PD = encode_distances(told_apart, self.config.d_model, like=bias).to(bias.dtype)
             # one dropout mask serves all layers, as in the authors' code
             return _ReadingHidden(memory, self.dropout(encoding_PD), lengths_B)
         assert isinstance(memory, KeyValueMemory)
 
         def make() -> list[Tensor]:
-            encoding_PD = encode_distances(told_apart, self.config.width, like=bias).to(bias.dtype)
+            encoding_PD = encode_distances(told_apart, self.config.d_model, like=bias).to(bias.dtype)
             attentions = [attention for attention in self.modules() if isinstance(attention, RelativeAttention)]
             return [attention.project_positions(encoding_PD) for attention in attentions]
 
@@ -259,7 +263,7 @@ class _ReadingKeys:
         return self.memory.after(self.spans, self.num_new, self.lengths_B)
 
 
-def _watched(sight: Sight, seen: list[AttentionTerms]) -> Attention:
+def _watched(sight: AttentionMask, seen: list[AttentionTerms]) -> Attention:
     """The reference attention, which leaves its terms in `seen`."""
 
     def attend(inputs: AttentionInputs) -> Tensor:

@@ -28,13 +28,13 @@ from transformer_xl.text.token_store import (
     documents_file,
     token_file,
 )
-from transformer_xl.text.vocabulary import (
+from transformer_xl.text.tokenizer import (
     BadText,
     TokenArray,
-    Vocabulary,
+    Tokenizer,
     cut_pieces,
     fingerprint,
-    save_vocabulary,
+    save_tokenizer,
     token_dtype,
 )
 
@@ -88,7 +88,7 @@ def write_corpus(
     *,
     name: str,
     source: str,
-    vocabulary: Vocabulary,
+    tokenizer: Tokenizer,
     layout: Layout = Layout(),
 ) -> Corpus:
     """Writes a corpus, and opens it.
@@ -105,20 +105,20 @@ def write_corpus(
         UserError: the folder exists, the file system refuses, a document cannot be read or holds what the vocabulary
             cannot write, the vocabulary knows no lines where each is to be a document, or a split holds no text.
     """
-    if layout.documents == "lines" and not vocabulary.ends_line_V.any():
+    if layout.documents == "lines" and not tokenizer.ends_line_V.any():
         raise UserError(
-            f"this vocabulary of {vocabulary.kind} has no token that ends a line, so lines cannot be documents; give "
+            f"this vocabulary of {tokenizer.kind} has no token that ends a line, so lines cannot be documents; give "
             "it an end-of-line mark, or prepare with --documents files"
         )
     wanted = [split for split in SPLITS if split in splits]
     with whole_folder(Path(folder)) as aside:
-        save_vocabulary(vocabulary, aside / "vocabulary.json")
+        save_tokenizer(tokenizer, aside / "txl_tokenizer.json")
         with ExitStack() as stack:
-            writers = {split: stack.enter_context(_SplitWriter(aside, split, vocabulary, layout)) for split in wanted}
-            batches = _batches(_pieces({split: splits[split] for split in wanted}, writers, vocabulary))
+            writers = {split: stack.enter_context(_SplitWriter(aside, split, tokenizer, layout)) for split in wanted}
+            batches = _batches(_pieces({split: splits[split] for split in wanted}, writers, tokenizer))
             # A byte is encoded sooner than sent to another process.
-            workers = 1 if vocabulary.kind == "bytes" else layout.workers
-            encoder = _Encoder(vocabulary, layout.documents == "lines")
+            workers = 1 if tokenizer.kind == "bytes" else layout.workers
+            encoder = _Encoder(tokenizer, layout.documents == "lines")
             for results in stack.enter_context(closing(ordered_map(encoder, batches, workers=workers))):
                 for encoded in results:
                     writers[encoded.split].add(encoded)
@@ -130,21 +130,21 @@ def write_corpus(
                     f"{'' if split == 'train' else ', or leave it out'}"
                 )
         record = CorpusRecord.model_validate(
-            {"name": name, "source": source, "vocabulary": fingerprint(vocabulary), "splits": records}
+            {"name": name, "source": source, "tokenizer_sha256": fingerprint(tokenizer), "splits": records}
         )
         write_text(aside / "corpus.json", json.dumps(record.model_dump(), indent=1) + "\n")
     return Corpus.open(folder)
 
 
 def _pieces(
-    splits: Mapping[SplitName, Iterable[Document]], writers: Mapping[SplitName, _SplitWriter], vocabulary: Vocabulary
+    splits: Mapping[SplitName, Iterable[Document]], writers: Mapping[SplitName, _SplitWriter], tokenizer: Tokenizer
 ) -> Iterator[_Piece]:
     """All documents in pieces that can be encoded by themselves; the writers hear how many bytes were read."""
     for split, documents in splits.items():
         for number, document in enumerate(documents):
             place = 0
             try:
-                for text in cut_pieces(vocabulary, writers[split].counted(document.chunks)):
+                for text in cut_pieces(tokenizer, writers[split].counted(document.chunks)):
                     yield _Piece(split, number, document.name, place, text)
                     place += len(text)
             except BadText as error:
@@ -171,15 +171,15 @@ def _batches(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
 class _Encoder:
     """Encodes pieces; pickled to where that happens."""
 
-    def __init__(self, vocabulary: Vocabulary, lines: bool) -> None:
-        self._vocabulary, self._lines = vocabulary, lines
+    def __init__(self, tokenizer: Tokenizer, lines: bool) -> None:
+        self._vocabulary, self._lines = tokenizer, lines
 
     def __call__(self, pieces: list[_Piece]) -> list[_Encoded]:
         return [self._encoded(piece) for piece in pieces]
 
     def _encoded(self, piece: _Piece) -> _Encoded:
         try:
-            found = self._vocabulary.encode_piece(piece.text)
+            found = self._vocabulary.encode_chunk(piece.text)
         except BadText as error:
             raise _refused(piece.name, piece.place + error.place, error) from None
         lines = self._vocabulary.ends_line_V[found.ids].nonzero()[0] + 1 if self._lines else np.empty(0, np.int64)
@@ -199,10 +199,10 @@ def count_words(text: bytes) -> tuple[int, tuple[bool, bool]]:
 class _SplitWriter:
     """Files of one split, growing piece by piece."""
 
-    def __init__(self, folder: Path, split: SplitName, vocabulary: Vocabulary, layout: Layout) -> None:
+    def __init__(self, folder: Path, split: SplitName, tokenizer: Tokenizer, layout: Layout) -> None:
         assert layout.shard_tokens > 0
         self._folder, self._split, self._shard_tokens = folder, split, layout.shard_tokens
-        self._dtype = token_dtype(vocabulary.size)
+        self._dtype = token_dtype(tokenizer.vocab_size)
         self._shards: list[int] = []
         self._tokens: BinaryIO | None = None
         self._starts = documents_file(folder, split).open("wb")

@@ -33,7 +33,7 @@ class StreamPosition(Settings):
 
     epoch: int = Field(default=0, ge=0)
     """Times the whole text was read."""
-    segment: int = Field(default=0, ge=0)
+    segment_index: int = Field(default=0, ge=0)
     """Segments read of this epoch."""
 
 
@@ -51,13 +51,13 @@ class Segment:
     """True for the first segment of an epoch: memory must be fresh."""
 
     @classmethod
-    def empty(cls, shape: tuple[int, int], position: StreamPosition, start_id: int) -> Segment:
+    def empty(cls, shape: tuple[int, int], position: StreamPosition, bos_token_id: int) -> Segment:
         """A segment of padding only: inputs `start_id`, targets 0, nothing counted."""
         return cls(
-            np.full(shape, start_id, dtype=np.int64),
+            np.full(shape, bos_token_id, dtype=np.int64),
             np.zeros(shape, dtype=np.int64),
             np.zeros(shape, dtype=np.bool_),
-            starts=position.segment == 0,
+            starts=position.segment_index == 0,
         )
 
     def trimmed(self) -> Segment:
@@ -75,20 +75,20 @@ class Shard(NamedTuple):
     index: int = 0
     count: int = 1
 
-    def rows_of(self, rows: int) -> range:
-        """The numbers of its rows, of so many in all.
+    def rows_of(self, batch_size: int) -> range:
+        """The numbers of its batch_size, of so many in all.
 
         Raises:
-            UserError: some part would have no rows.
+            UserError: some part would have no batch_size.
         """
         assert 0 <= self.index < self.count
-        each = max(1, -(-rows // self.count))
-        if (self.count - 1) * each >= rows:
+        each = max(1, -(-batch_size // self.count))
+        if (self.count - 1) * each >= batch_size:
             raise UserError(
-                f"{rows} rows, {each} for each process, leave some of the {self.count} processes without any; give "
-                f"--train.rows {each * self.count}, or start {-(-rows // each)} of them"
+                f"{batch_size} batch_size, {each} for each process, leave some of the {self.count} processes without any; give "
+                f"--train.batch-size {each * self.count}, or start {-(-batch_size // each)} of them"
             )
-        return range(self.index * each, min((self.index + 1) * each, rows))
+        return range(self.index * each, min((self.index + 1) * each, batch_size))
 
 
 ALL_ROWS = Shard()
@@ -104,12 +104,12 @@ class Stream(Protocol):
         ...
 
     @property
-    def rows(self) -> int:
+    def batch_size(self) -> int:
         """Rows of all shards together."""
         ...
 
     @property
-    def segment(self) -> int:
+    def segment_length(self) -> int:
         """T: new tokens of a row in one segment."""
         ...
 
@@ -145,11 +145,11 @@ class SegmentStream:
     tokens: Tokens
     """(N,) ids; may lie on disk."""
     _: KW_ONLY
-    rows: int
+    batch_size: int
     """Stretches read side by side, in all shards together."""
-    segment: int
+    segment_length: int
     """T: new tokens of a row in one segment."""
-    start_id: int
+    bos_token_id: int
     """The token taken as read before the text begins; also fills padding."""
     shard: Shard = ALL_ROWS
     """Which of the rows are read here."""
@@ -158,23 +158,23 @@ class SegmentStream:
         """Checks the sizes."""
         assert self.tokens.ndim == 1
         check_sizes(self)
-        self.shard.rows_of(self.rows)
-        if len(self.tokens) < self.rows:
+        self.shard.rows_of(self.batch_size)
+        if len(self.tokens) < self.batch_size:
             raise UserError(
-                f"the text has {len(self.tokens):,} tokens for {self.rows:,} rows, and each row needs one; "
+                f"the text has {len(self.tokens):,} tokens for {self.batch_size:,} rows, and each row needs one; "
                 "lower the rows or give more text"
             )
 
     @property
     def shard_rows(self) -> int:
         """B: rows that are read here."""
-        return len(self.shard.rows_of(self.rows))
+        return len(self.shard.rows_of(self.batch_size))
 
     @property
     def num_segments(self) -> int:
         """Segments of an epoch: enough for the longest row."""
-        longest = -(-len(self.tokens) // self.rows)
-        return -(-longest // self.segment)
+        longest = -(-len(self.tokens) // self.batch_size)
+        return -(-longest // self.segment_length)
 
     def segments_in(self, epoch: int) -> int:
         """The same in every epoch."""
@@ -182,10 +182,10 @@ class SegmentStream:
 
     def read(self, position: StreamPosition) -> Segment:
         """The segment at this position; epochs do not differ."""
-        assert position.segment < self.num_segments
-        segment = Segment.empty((self.shard_rows, self.segment), position, self.start_id)
-        for place, row in enumerate(self.shard.rows_of(self.rows)):
-            start, stop = self._span(row, position.segment)
+        assert position.segment_index < self.num_segments
+        segment = Segment.empty((self.shard_rows, self.segment_length), position, self.bos_token_id)
+        for place, row in enumerate(self.shard.rows_of(self.batch_size)):
+            start, stop = self._span(row, position.segment_index)
             width = stop - start
             segment.targets_BT[place, :width] = self.tokens[start:stop]
             segment.counted_BT[place, :width] = True
@@ -199,17 +199,17 @@ class SegmentStream:
 
     def _span(self, row: int, index: int) -> tuple[int, int]:
         """Places in the text of the targets of a row in segment `index`; equal ones where the row has ended."""
-        begin, end = (edge * len(self.tokens) // self.rows for edge in (row, row + 1))
+        begin, end = (edge * len(self.tokens) // self.batch_size for edge in (row, row + 1))
         # Never past the end: the last segment begins before the longest row ends, and others are one token shorter.
-        start = begin + index * self.segment
-        return start, min(start + self.segment, end)
+        start = begin + index * self.segment_length
+        return start, min(start + self.segment_length, end)
 
 
 def following(position: StreamPosition, stream: Stream) -> StreamPosition:
     """The position that follows in this stream."""
-    if position.segment + 1 < stream.segments_in(position.epoch):
-        return StreamPosition(epoch=position.epoch, segment=position.segment + 1)
-    return StreamPosition(epoch=position.epoch + 1, segment=0)
+    if position.segment_index + 1 < stream.segments_in(position.epoch):
+        return StreamPosition(epoch=position.epoch, segment_index=position.segment_index + 1)
+    return StreamPosition(epoch=position.epoch + 1, segment_index=0)
 
 
 def check_sizes(stream: Stream) -> None:
@@ -218,8 +218,10 @@ def check_sizes(stream: Stream) -> None:
     Raises:
         UserError: rows or segment below 1.
     """
-    if stream.rows < 1 or stream.segment < 1:
-        raise UserError(f"rows {stream.rows} and segment {stream.segment} were given; both must be at least 1")
+    if stream.batch_size < 1 or stream.segment_length < 1:
+        raise UserError(
+            f"rows {stream.batch_size} and segment {stream.segment_length} were given; both must be at least 1"
+        )
 
 
 def check_training(stream: Stream) -> None:
@@ -228,9 +230,9 @@ def check_training(stream: Stream) -> None:
     Raises:
         UserError: it does not; the message says how many tokens there are and how many are needed.
     """
-    needed = stream.rows * stream.segment
+    needed = stream.batch_size * stream.segment_length
     if len(stream.tokens) < needed:
         raise UserError(
-            f"the training text has {len(stream.tokens):,} tokens, and {stream.rows:,} rows of a segment of "
-            f"{stream.segment:,} tokens need {needed:,}; lower --train.rows or --train.segment, or give more text"
+            f"the training text has {len(stream.tokens):,} tokens, and {stream.batch_size:,} rows of a segment of "
+            f"{stream.segment_length:,} tokens need {needed:,}; lower --train.batch-size or --train.segment-length, or give more text"
         )

@@ -43,11 +43,11 @@ class ShuffledStream:
     document_starts: npt.NDArray[np.uint64]
     """(number of documents,) rising places in `tokens`, the first 0."""
     _: KW_ONLY
-    rows: int
+    batch_size: int
     """Stretches read side by side, in all shards together."""
-    segment: int
+    segment_length: int
     """T: new tokens of a row in one segment."""
-    start_id: int
+    bos_token_id: int
     """The token taken as read before an epoch begins; also fills padding."""
     seed: int
     """What the orders are drawn from; the same in all shards."""
@@ -60,34 +60,38 @@ class ShuffledStream:
         """Checks the sizes."""
         assert self.tokens.ndim == 1
         check_sizes(self)
-        self.shard.rows_of(self.rows)
-        if len(self.document_starts) < self.rows:
+        self.shard.rows_of(self.batch_size)
+        if len(self.document_starts) < self.batch_size:
             raise UserError(
-                f"the text has {len(self.document_starts):,} documents for {self.rows:,} rows, and each row needs one; "
-                "lower --train.rows, or prepare the corpus with --documents lines"
+                f"the text has {len(self.document_starts):,} documents for {self.batch_size:,} rows, and each row needs one; "
+                "lower --train.batch-size, or prepare the corpus with --documents lines"
             )
         assert self.document_starts[0] == 0
 
     @property
     def shard_rows(self) -> int:
         """B: rows that are read here."""
-        return len(self.shard.rows_of(self.rows))
+        return len(self.shard.rows_of(self.batch_size))
 
     def segments_in(self, epoch: int) -> int:
         """Number of segments of this epoch: enough for the longest row of any shard."""
-        return -(-self._order(epoch).longest_row // self.segment)
+        return -(-self._order(epoch).longest_row // self.segment_length)
 
     def read(self, position: StreamPosition) -> Segment:
         """The segment at this position."""
-        assert position.segment < self.segments_in(position.epoch)
+        assert position.segment_index < self.segments_in(position.epoch)
         order = self._order(position.epoch)
-        segment = Segment.empty((self.shard_rows, self.segment), position, self.start_id)
-        places_BK = order.row_edges[:-1, None] + position.segment * self.segment + np.arange(-1, self.segment)
+        segment = Segment.empty((self.shard_rows, self.segment_length), position, self.bos_token_id)
+        places_BK = (
+            order.row_edges[:-1, None]
+            + position.segment_index * self.segment_length
+            + np.arange(-1, self.segment_length)
+        )
         inside_BK = places_BK < order.row_edges[1:, None]
         segment.counted_BT[:] = inside_BK[:, 1:]
         # Before the first token of an epoch nothing was read, and behind a row's end nothing is.
         known_BK = inside_BK & (places_BK >= 0)
-        read_BK = np.full(places_BK.shape, self.start_id)
+        read_BK = np.full(places_BK.shape, self.bos_token_id)
         read_BK[known_BK] = self._read(order, places_BK[known_BK])
         segment.inputs_BT[segment.counted_BT] = read_BK[:, :-1][segment.counted_BT]
         segment.targets_BT[segment.counted_BT] = read_BK[:, 1:][segment.counted_BT]
@@ -125,7 +129,7 @@ class _Order:
 
     @classmethod
     def draw(cls, stream: ShuffledStream, epoch: int) -> _Order:
-        number, rows = len(stream.document_starts), stream.rows
+        number, rows = len(stream.document_starts), stream.batch_size
         assert number < 2**32
         generator = np.random.PCG64(np.random.SeedSequence(stream.seed, spawn_key=(epoch,)))
         documents = np.argsort(generator.random_raw(number), kind="stable")

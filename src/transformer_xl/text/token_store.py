@@ -1,7 +1,7 @@
 """A corpus on disk: flat arrays of token ids that are read where they lie, and a JSON file that says what they are.
 
     corpus.json           what the corpus is, and the counts and checksums of each split
-    vocabulary.json       the vocabulary of its ids
+    txl_tokenizer.json       the vocabulary of its ids
     train-00000.tokens    ids of all documents one after another, little-endian, no header; a large split goes on in
                           train-00001.tokens and so on (valid and test likewise)
     train.documents       uint64, little-endian: where each document starts, in tokens; the first 0
@@ -25,11 +25,11 @@ from pydantic import Field, model_validator
 from transformer_xl.config import Settings, UserError, check_settings, nearest
 from transformer_xl.files import explained
 from transformer_xl.text.documents import SPLITS, SplitName
-from transformer_xl.text.vocabulary import (
+from transformer_xl.text.tokenizer import (
     TokenArray,
-    Vocabulary,
+    Tokenizer,
     fingerprint,
-    load_vocabulary,
+    load_tokenizer,
     read_json_object,
     token_dtype,
 )
@@ -81,7 +81,7 @@ class CorpusRecord(Settings):
     """What the corpus is called."""
     source: str
     """Where its text comes from, in words."""
-    vocabulary: str = Field(pattern="^[0-9a-f]{64}$")
+    tokenizer_sha256: str = Field(pattern="^[0-9a-f]{64}$")
     """Fingerprint of its vocabulary."""
     splits: dict[SplitName, SplitRecord]
     """Its splits; train is always there."""
@@ -190,7 +190,7 @@ class Corpus:
     """A corpus folder that was checked when opened."""
 
     path: Path
-    vocabulary: Vocabulary
+    tokenizer: Tokenizer
     record: CorpusRecord
 
     @classmethod
@@ -206,19 +206,19 @@ class Corpus:
             for file, length in _token_files(path, split, of).items():
                 _check_size(file, length * np.dtype(of.dtype).itemsize)
             _check_size(documents_file(path, split), of.documents * START_DTYPE.itemsize)
-        vocabulary = load_vocabulary(path / "vocabulary.json")
-        if fingerprint(vocabulary) != record.vocabulary:
+        tokenizer = load_tokenizer(path / "txl_tokenizer.json")
+        if fingerprint(tokenizer) != record.tokenizer_sha256:
             raise UserError(
-                f"{path / 'vocabulary.json'}: not the vocabulary this corpus was made with (fingerprint "
-                f"{fingerprint(vocabulary)[:12]}, wanted {record.vocabulary[:12]}); {_AGAIN}"
+                f"{path / 'txl_tokenizer.json'}: not the vocabulary this corpus was made with (fingerprint "
+                f"{fingerprint(tokenizer)[:12]}, wanted {record.tokenizer_sha256[:12]}); {_AGAIN}"
             )
         for split, of in record.splits.items():
-            wanted = token_dtype(vocabulary.size).name
+            wanted = token_dtype(tokenizer.vocab_size).name
             if of.dtype != wanted:
                 raise UserError(
                     f"{path / 'corpus.json'}: splits.{split}.dtype is {of.dtype}, wanted {wanted}; {_AGAIN}"
                 )
-        return cls(path, vocabulary, record)
+        return cls(path, tokenizer, record)
 
     @property
     def name(self) -> str:

@@ -16,7 +16,7 @@ from transformer_xl.config import TrainConfig, UserError
 from transformer_xl.model.language_model import LanguageModel
 
 
-class Average:
+class WeightAverage:
     """The average of a model's weights, on their device, and in shares over the processes where they are."""
 
     def __init__(self, model: LanguageModel, config: TrainConfig) -> None:
@@ -34,11 +34,11 @@ class Average:
         An exponential average of n steps weighs the k-th last of them decay^k, and divides by the sum of these weights,
         so that where it began is not held against it.
         """
-        if step <= self.config.average_from:
+        if step <= self.config.average_start_step:
             return
         self.count += 1
-        decay = self.config.average_decay
-        share = 1 / self.count if self.config.average == "uniform" else (1 - decay) / (1 - decay**self.count)
+        decay = self.config.ema_decay
+        share = 1 / self.count if self.config.weight_average == "uniform" else (1 - decay) / (1 - decay**self.count)
         torch._foreach_lerp_(_local(self._means.values()), _local(self._parameters.values()), share)
 
     @contextmanager
@@ -57,7 +57,7 @@ class Average:
         """What is needed to go on with it: the means by parameter name, and the `count`."""
         return {**self._means, "count": torch.tensor(self.count)}
 
-    def with_tensors(self, tensors: Mapping[str, Tensor]) -> Average:
+    def with_tensors(self, tensors: Mapping[str, Tensor]) -> WeightAverage:
         """An average of the same model's weights that holds what `tensors()` gave.
 
         Raises:

@@ -1,6 +1,6 @@
 """Checkpoints training can go on from, bit for bit: weights, optimiser, data position, memory, random state, sums.
 
-A checkpoint is a folder `state/step-N` that appears whole or not at all. Several processes write it together, each its
+A checkpoint is a folder `checkpoints/step-N` that appears whole or not at all. Several processes write it together, each its
 share, through `torch.distributed.checkpoint`; it can be read by another number of processes, which share the tensors
 out anew. Files are safetensors and JSON; no pickle is written or read.
 
@@ -29,8 +29,8 @@ from transformer_xl.model.memory import Memory
 from transformer_xl.run_folder import RunFolder, StateRecord, file_digest, read_weights
 from transformer_xl.tensor_file import save_tensors
 from transformer_xl.text.segments import StreamPosition
-from transformer_xl.training.averaging import Average
-from transformer_xl.training.distributed import ALONE, World
+from transformer_xl.training.averaging import WeightAverage
+from transformer_xl.training.distributed import ALONE, DistributedContext
 from transformer_xl.training.step import chunks_of, whole_weights
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 _KEPT = 2  # checkpoints kept: the newest, and one to go back to
 
 
-class Progress(Settings):
+class TrainerState(Settings):
     """How far training is, the same in all processes; with the tensors, all that is needed to go on."""
 
     step: int = Field(default=0, ge=0)
@@ -70,20 +70,20 @@ class TrainingState:
     optimizers: tuple[torch.optim.Optimizer, ...]
     memories: tuple[Memory, ...]
     """One for each chunk of the rows of this process, in their order."""
-    progress: Progress
-    average: Average | None = None
+    progress: TrainerState
+    average: WeightAverage | None = None
 
 
-def save_state(folder: RunFolder, state: TrainingState, world: World = ALONE) -> Path:
+def save_state(folder: RunFolder, state: TrainingState, world: DistributedContext = ALONE) -> Path:
     """Writes a checkpoint of this step, and deletes the oldest ones. All processes must take part.
 
     Raises:
         UserError: the file system refuses; older checkpoints stay. The same in all processes.
     """
-    path = folder.path / "state" / f"step-{state.progress.step:08}"
+    path = folder.path / "checkpoints" / f"step-{state.progress.step:08}"
     # one that is there already, from a stop in a validation that is done now, goes only once the new one is whole
     new = path.with_name(f".{path.name}.partial-new")
-    weights, tensors = whole_weights(state.model, world), _tensors(state, folder.config.train.rows, world)
+    weights, tensors = whole_weights(state.model, world), _tensors(state, folder.config.train.batch_size, world)
     with world.together(), ExitStack() as stack:
         aside = path
         with world.together():
@@ -113,7 +113,7 @@ def _put_in_place(folder: RunFolder, new: Path, path: Path) -> None:
             before = path.rename(_aside(path))
             new.rename(path)
             shutil.rmtree(before)
-        for old in folder.states()[:-_KEPT]:
+        for old in folder.checkpoints()[:-_KEPT]:
             shutil.rmtree(old.rename(_aside(old)))
 
 
@@ -122,7 +122,7 @@ def _aside(path: Path) -> Path:
     return path.with_name(f".{path.name}.partial-old")
 
 
-def load_state(folder: RunFolder, state: TrainingState, world: World = ALONE) -> list[str]:
+def load_state(folder: RunFolder, state: TrainingState, world: DistributedContext = ALONE) -> list[str]:
     """Sets `state` to the newest checkpoint of a run, torch's random state too. All processes must take part.
 
     Returns:
@@ -133,7 +133,7 @@ def load_state(folder: RunFolder, state: TrainingState, world: World = ALONE) ->
     """
     train = folder.config.train
     with world.together():
-        path = folder.newest_state()
+        path = folder.latest_checkpoint()
         if path is None:
             raise UserError(
                 f"{folder.path / 'state'} holds no checkpoint; start anew with 'txl train --run DIR' (the weights of a "
@@ -141,12 +141,12 @@ def load_state(folder: RunFolder, state: TrainingState, world: World = ALONE) ->
             )
         record = StateRecord.read(path)
         record.verify(path, rank=world.rank, size=world.size)
-        state.progress = check_settings(Progress, record.progress, str(path / "training.json"))
+        state.progress = check_settings(TrainerState, record.progress, str(path / "training.json"))
         weights = read_weights(state.model, path / "model.safetensors")
         saved = _shapes(path / "training")
         rows, memory = _memory_for(saved, state, folder)
         targets = _optimizer_targets(state, saved, path)
-        if rows == train.rows:
+        if rows == train.batch_size:
             targets |= _prefixed("memory", _shared(memory.tensors(), rows, world))
         if state.average is not None:
             kept = {name: torch.zeros_like(tensor) for name, tensor in state.average.tensors().items()}
@@ -162,12 +162,12 @@ def load_state(folder: RunFolder, state: TrainingState, world: World = ALONE) ->
     if state.average is not None:
         state.average = state.average.with_tensors(_without_prefix("average", targets))
     remarks: list[str] = []
-    if rows == train.rows:
+    if rows == train.batch_size:
         memory = memory.with_tensors({name: _local(t) for name, t in _without_prefix("memory", targets).items()})
         parts = chunks_of(memory.batch_size, train, world.size)
         state.memories = tuple(memory.select(part) for part in parts) if len(parts) > 1 else (memory,)
     else:
-        remarks.append(_read_on_with_other_rows(state, rows, train.rows))
+        remarks.append(_read_on_with_other_rows(state, rows, train.batch_size))
     if record.processes == world.size:
         _set_random_state(_without_prefix(f"random/{world.rank}", targets), memory.valid_B.device)
     else:
@@ -181,12 +181,12 @@ def load_state(folder: RunFolder, state: TrainingState, world: World = ALONE) ->
 def _read_on_with_other_rows(state: TrainingState, old: int, new: int) -> str:
     """Puts the position so that about the same share of the epoch is read; memory stays empty."""
     position = state.progress.position
-    position = position.model_copy(update={"segment": position.segment * old // new})
+    position = position.model_copy(update={"segment_index": position.segment_index * old // new})
     state.progress = state.progress.model_copy(update={"position": position, "piece": 0})
     return f"the checkpoint is of {old} rows, now there are {new}: memory begins empty, at about the same place"
 
 
-def _tensors(state: TrainingState, rows: int, world: World) -> dict[str, Tensor]:
+def _tensors(state: TrainingState, batch_size: int, world: DistributedContext) -> dict[str, Tensor]:
     """All that this process writes, or its share of it."""
     tensors: dict[str, Tensor] = {}
     named = {id(parameter): name for name, parameter in state.model.named_parameters()}
@@ -194,13 +194,13 @@ def _tensors(state: TrainingState, rows: int, world: World) -> dict[str, Tensor]
         for parameter, kept in optimizer.state.items():
             tensors |= _prefixed(f"optimizer/{named[id(parameter)]}", kept)
     memory = Memory.concatenate(state.memories)
-    tensors |= _prefixed("memory", _shared(memory.tensors(), rows, world))
+    tensors |= _prefixed("memory", _shared(memory.tensors(), batch_size, world))
     if state.average is not None:
         tensors |= _prefixed("average", state.average.tensors())
     return tensors | _prefixed(f"random/{world.rank}", _random_state(memory.valid_B.device))
 
 
-def _shared(tensors: Mapping[str, Tensor], rows: int, world: World) -> dict[str, Tensor]:
+def _shared(tensors: Mapping[str, Tensor], batch_size: int, world: DistributedContext) -> dict[str, Tensor]:
     """The rows of all processes as one tensor each, of which each process has its own rows."""
     if world.size == 1:
         return dict(tensors)
@@ -209,7 +209,7 @@ def _shared(tensors: Mapping[str, Tensor], rows: int, world: World) -> dict[str,
     assert world.mesh is not None
     shared: dict[str, Tensor] = {}
     for name, own in tensors.items():
-        shape = torch.Size((rows, *own.shape[1:]))
+        shape = torch.Size((batch_size, *own.shape[1:]))
         stride = torch.empty(shape, device="meta").stride()
         shared[name] = DTensor.from_local(own, world.mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
     return shared
@@ -223,7 +223,7 @@ def _memory_for(
     saved: Mapping[str, TensorStorageMetadata], state: TrainingState, folder: RunFolder
 ) -> tuple[int, Memory]:
     """How many rows the kept memory has, and a memory of this process's rows to put it in."""
-    memory = Memory.concatenate(state.memories).resized(folder.config.train.memory)
+    memory = Memory.concatenate(state.memories).resized(folder.config.train.memory_length)
     wanted = {f"memory/{name}": tensor.shape[1:] for name, tensor in memory.tensors().items()}
     found = {name: one.size for name, one in saved.items() if name.startswith("memory/")}
     if {name: size[1:] for name, size in found.items()} != wanted:
@@ -274,7 +274,7 @@ def _set_weights(model: LanguageModel, weights: dict[str, Any]) -> None:
     set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True))
 
 
-def _write(tensors: dict[str, Tensor], place: Path, world: World) -> None:
+def _write(tensors: dict[str, Tensor], place: Path, world: DistributedContext) -> None:
     from torch.distributed import checkpoint
 
     writer = checkpoint.HuggingFaceStorageWriter(str(place), save_distributed=True)
@@ -282,7 +282,7 @@ def _write(tensors: dict[str, Tensor], place: Path, world: World) -> None:
         checkpoint.save(tensors, storage_writer=writer, no_dist=world.size == 1)
 
 
-def _read(tensors: dict[str, Tensor], place: Path, world: World) -> None:
+def _read(tensors: dict[str, Tensor], place: Path, world: DistributedContext) -> None:
     from torch.distributed import checkpoint
 
     with _refusals_of_all(f"reading {place}"):

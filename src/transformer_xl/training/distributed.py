@@ -35,7 +35,7 @@ _BY_TORCHRUN = "start several processes by torchrun, or take WORLD_SIZE out of t
 
 
 @dataclass(frozen=True)
-class World:
+class DistributedContext:
     """The processes of one training, seen from one of them."""
 
     rank: int = 0
@@ -145,11 +145,11 @@ class World:
         torch.manual_seed(int(drawn[0]) >> 1)
 
 
-ALONE = World()
+ALONE = DistributedContext()
 
 
 @contextmanager
-def joined(choose: Callable[[], torch.device]) -> Iterator[World]:
+def process_group(choose: Callable[[], torch.device]) -> Iterator[DistributedContext]:
     """The world of the processes that torchrun started, for the time of the block; without torchrun, this one alone.
 
     `choose` says what to compute on; of several GPUs each process takes its own.
@@ -164,7 +164,7 @@ def joined(choose: Callable[[], torch.device]) -> Iterator[World]:
     """
     rank, size, local = _started_as()
     if size == 1:
-        yield World(device=choose())
+        yield DistributedContext(device=choose())
         return
     store: dist.Store | None = None
     try:
@@ -174,7 +174,7 @@ def joined(choose: Callable[[], torch.device]) -> Iterator[World]:
         with _ended_by_signals():
             dist.init_process_group(_BACKENDS[device.type], store=own, rank=rank, world_size=size)
             mesh = dist.device_mesh.init_device_mesh(device.type, (size,))
-        world = World(rank, size, device, mesh)
+        world = DistributedContext(rank, size, device, mesh)
         yield world
         world.barrier()
         shutdown()

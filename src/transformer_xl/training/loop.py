@@ -25,21 +25,21 @@ from transformer_xl.run_folder import RunFolder
 from transformer_xl.text.segments import ALL_ROWS, SegmentStream, Shard, Stream, StreamPosition, check_training
 from transformer_xl.text.shuffled import ShuffledStream
 from transformer_xl.text.token_store import Corpus
-from transformer_xl.training.averaging import Average
-from transformer_xl.training.checkpoint import Progress, TrainingState, load_state, save_state
+from transformer_xl.training.averaging import WeightAverage
+from transformer_xl.training.checkpoint import TrainerState, TrainingState, load_state, save_state
 from transformer_xl.training.compiling import compile_layers
-from transformer_xl.training.distributed import ALONE, World
+from transformer_xl.training.distributed import ALONE, DistributedContext
 from transformer_xl.training.optimizers import build_optimizers
 from transformer_xl.training.pieces import Place, read_piece
 from transformer_xl.training.reporting import Figures, MetricsLog, check_log
 from transformer_xl.training.schedules import learning_rate, set_learning_rate
-from transformer_xl.training.step import Learner, ScoredModel, chunks_of, evaluating, whole_weights
+from transformer_xl.training.step import ScoredModel, TrainStep, chunks_of, evaluating, whole_weights
 from transformer_xl.training.validation import sum_nats, validation_stream
 
 _BETWEEN_QUESTIONS = 10  # steps between two times that several processes ask each other whether to stop
 
 
-class Reporter(Protocol):
+class Callback(Protocol):
     """Hears what happens, to show it."""
 
     def step(self, step: int, tokens: int) -> None:
@@ -69,7 +69,7 @@ class Silence:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrainResult:
     """How training ended."""
 
     step: int
@@ -88,7 +88,7 @@ class _Queued:
     """What `Learner.step` gave, in one tensor so that one fetch brings them all."""
 
 
-class Training:
+class Trainer:
     """One run being trained: the state, and what to do with it."""
 
     def __init__(
@@ -96,8 +96,8 @@ class Training:
         folder: RunFolder,
         corpus: Corpus,
         device: torch.device,
-        reporter: Reporter | None = None,
-        world: World = ALONE,
+        reporter: Callback | None = None,
+        world: DistributedContext = ALONE,
     ) -> None:
         """Builds model and optimisers with first weights from the run's seed, the same in every process.
 
@@ -112,17 +112,17 @@ class Training:
         model = build_model(folder.config.model).to(device).train()
         if world.rank:  # each process drops out other activations
             world.seed(self.config.seed, 0)
-        model.recompute = self.config.recompute
+        model.activation_checkpointing = self.config.activation_checkpointing
         compile_layers(model, device, self.config.compile)
-        scored = world.wrap(ScoredModel(model, own_memory=self.config.compile == "graphs"), self.config.parallel)
+        scored = world.wrap(ScoredModel(model, own_memory=self.config.compile == "graphs"), self.config.parallelism)
         optimizers = build_optimizers(model, self.config)  # of the weights as they are shared out
-        average = None if self.config.average == "none" else Average(model, self.config)
-        self.learner = Learner(scored, optimizers, self.config, device, world)
+        average = None if self.config.weight_average == "none" else WeightAverage(model, self.config)
+        self.learner = TrainStep(scored, optimizers, self.config, device, world)
         self.chunks = [len(rows) for rows in chunks_of(self.stream.shard_rows, self.config, world.size)]
         memories = tuple(model.initial_memory(rows) for rows in self.chunks)
-        self.state = TrainingState(model, optimizers, memories, Progress(), average)
+        self.state = TrainingState(model, optimizers, memories, TrainerState(), average)
         self._queued: _Queued | None = None
-        self._saved: Progress | None = None
+        self._saved: TrainerState | None = None
         self._started = time.perf_counter()
         self._pace = _Pace()
         self._log = MetricsLog(folder)
@@ -136,14 +136,16 @@ class Training:
         remarks: list[str] = []
         folder = self.folder
         # with nothing of these it was killed before its first checkpoint, and begins; a converted run has weights alone
-        if folder.newest_state() or folder.figures() or (folder.path / "model.safetensors").exists():
+        if folder.latest_checkpoint() or folder.metrics() or (folder.path / "model.safetensors").exists():
             remarks = load_state(self.folder, self.state, self.world)
             self._know_best()
             if self._is_other_text():
                 remarks.append("the validation text is another than before: the best weights are looked for anew")
             self._saved = self.state.progress
         progress = self.state.progress
-        if progress.position.segment >= self.stream.segments_in(progress.position.epoch):  # other rows, other edges
+        if progress.position.segment_index >= self.stream.segments_in(
+            progress.position.epoch
+        ):  # other rows, other edges
             position = StreamPosition(epoch=progress.position.epoch + 1)
             self.state.progress = progress.model_copy(update={"position": position})
         with self.world.together():
@@ -152,7 +154,7 @@ class Training:
                 self._log.go_on(progress.step, progress.validated)
         return remarks
 
-    def run(self, should_stop: Callable[[], bool] = lambda: False) -> Outcome:
+    def run(self, should_stop: Callable[[], bool] = lambda: False) -> TrainResult:
         """Trains until the steps are done or `should_stop` says so; either way a checkpoint is written.
 
         Raises:
@@ -164,27 +166,27 @@ class Training:
         while True:
             step = state.progress.step
             # a resumed run may have been stopped in the middle of a validation: then it is done now
-            whole = step == 0 or step == state.progress.validated or not self._due(config.evaluate_every)
+            whole = step == 0 or step == state.progress.validated or not self._due(config.eval_interval)
             whole = whole or self._validate(should_stop)
             stopped = self._asked(should_stop)
-            if stopped or self._due(config.save_every):
+            if stopped or self._due(config.checkpoint_interval):
                 self._save()
-            if stopped or step >= config.steps:
+            if stopped or step >= config.max_steps:
                 break
             self._step()
         self._log.close()
         progress = state.progress
-        return Outcome(step, whole and step >= config.steps, progress.best_nats, progress.seconds)
+        return TrainResult(step, whole and step >= config.max_steps, progress.best_nats, progress.seconds)
 
     def _due(self, every: int) -> bool:
         step = self.state.progress.step
-        return step % every == 0 or step >= self.config.steps
+        return step % every == 0 or step >= self.config.max_steps
 
     def _asked(self, should_stop: Callable[[], bool]) -> bool:
         """Whether to stop here; several processes agree on it, which takes time and is not done after every step."""
         if self.world.size == 1:
             return should_stop()
-        times = (_BETWEEN_QUESTIONS, self.config.evaluate_every, self.config.save_every)
+        times = (_BETWEEN_QUESTIONS, self.config.eval_interval, self.config.checkpoint_interval)
         return any(self._due(every) for every in times) and self.world.any(should_stop())
 
     def _step(self) -> None:
@@ -196,7 +198,7 @@ class Training:
         if state.memories[0].length != piece.memory:
             state.memories = tuple(memory.resized(piece.memory) for memory in state.memories)
         set_learning_rate(state.optimizers, learning_rate(progress.step, self.config))
-        done = progress.step / self.config.steps
+        done = progress.step / self.config.max_steps
         numbers, state.memories = self.learner.step(piece.segment, state.memories, done=done)
         if state.average is not None:
             state.average.update(piece.after.step)
@@ -207,7 +209,7 @@ class Training:
             update={"step": piece.after.step, "position": piece.after.position, "piece": piece.after.piece}
         )
         here = int(piece.segment.counted_BT.sum())
-        self.reporter.step(piece.after.step, round(here * self.config.rows / self.stream.shard_rows))
+        self.reporter.step(piece.after.step, round(here * self.config.batch_size / self.stream.shard_rows))
 
     def _fetch(self) -> None:
         """Adds the queued step's numbers to the sums; every `log_every` steps writes a line of figures."""
@@ -217,7 +219,7 @@ class Training:
         nats, count, norm, read = queued.numbers.tolist()
         if not (math.isfinite(nats) and math.isfinite(norm)):
             what = f"the loss became {nats}" if not math.isfinite(nats) else f"the gradient's norm became {norm}"
-            newest = self.folder.newest_state()
+            newest = self.folder.latest_checkpoint()
             raise UserError(
                 f"{what} at step {queued.step}; {newest} is the last good checkpoint. Go on from it with a lower "
                 f"rate: txl train --resume {self.folder.path} --train.learning_rate {self.config.learning_rate / 2:g}"
@@ -225,8 +227,8 @@ class Training:
         progress = self.state.progress
         nats, tokens = progress.interval_nats + nats, progress.interval_tokens + round(count)
         self._pace.tokens += round(read)
-        if queued.step % self.config.log_every == 0 and tokens:
-            more = {"gradient_norm": norm, "tokens_per_second": self._pace.restart()}
+        if queued.step % self.config.log_interval == 0 and tokens:
+            more = {"grad_norm": norm, "tokens_per_second": self._pace.restart()}
             self._write_figures("train", queued.step, self._sums("train", nats, tokens), more)
             nats, tokens = 0.0, 0
         self.state.progress = progress.model_copy(update={"interval_nats": nats, "interval_tokens": tokens})
@@ -237,14 +239,14 @@ class Training:
         if "valid" not in self.corpus.splits:
             return True
         state, model, begin = self.state, self.state.model, time.perf_counter()
-        tokens = self.corpus.split("valid").first(self.config.evaluate_tokens)
-        stream = validation_stream(tokens, self.corpus.vocabulary.start_id, self.config, self.world)
+        tokens = self.corpus.split("valid").first(self.config.eval_tokens)
+        stream = validation_stream(tokens, self.corpus.tokenizer.bos_token_id, self.config, self.world)
         read, segments = 0, 0
 
         def tell(more: int) -> bool:
             nonlocal read, segments
             read, segments = read + more, segments + 1
-            self.reporter.validating(min(len(tokens), round(read * stream.rows / stream.shard_rows)), len(tokens))
+            self.reporter.validating(min(len(tokens), round(read * stream.batch_size / stream.shard_rows)), len(tokens))
             if self.world.size == 1:
                 return should_stop()
             return segments % _BETWEEN_QUESTIONS == 0 and self.world.any(should_stop())
@@ -291,9 +293,9 @@ class Training:
             return
         state.progress = self._saved = state.progress.model_copy(update={"seconds": begin - self._started})
         # in a checkpoint memory has its full length, so that it fits whatever the stage of the length warm-up
-        state.memories = tuple(memory.resized(self.config.memory) for memory in state.memories)
+        state.memories = tuple(memory.resized(self.config.memory_length) for memory in state.memories)
         save_state(self.folder, state, self.world)
-        if state.progress.step >= self.config.steps and "valid" not in self.corpus.splits:
+        if state.progress.step >= self.config.max_steps and "valid" not in self.corpus.splits:
             with ExitStack() as stack:  # the last weights, or their average, are the best known
                 if state.average is not None:
                     stack.enter_context(state.average.in_place_of(state.model))
@@ -358,11 +360,11 @@ def validation_text(corpus: Corpus, config: TrainConfig) -> str | None:
     """What is scored at each validation, in a word that no other text has; none: the corpus has no such text."""
     if "valid" not in corpus.splits:
         return None
-    tokens = len(corpus.split("valid").first(config.evaluate_tokens))
+    tokens = len(corpus.split("valid").first(config.eval_tokens))
     return f"{tokens} tokens of {corpus.record.splits['valid'].sha256}"
 
 
-def check(config: RunConfig, corpus: Corpus, device: torch.device, world: World = ALONE) -> None:
+def check(config: RunConfig, corpus: Corpus, device: torch.device, world: DistributedContext = ALONE) -> None:
     """Finds out, before a run folder is made, whether training can begin.
 
     Raises:
@@ -370,9 +372,9 @@ def check(config: RunConfig, corpus: Corpus, device: torch.device, world: World 
     """
     training_stream(corpus, config.train, world.shard)
     if "valid" in corpus.splits:
-        tokens = corpus.split("valid").first(config.train.evaluate_tokens)
-        validation_stream(tokens, corpus.vocabulary.start_id, config.train, world)
-    choose(config.model.kernel, device, torch.float32)
+        tokens = corpus.split("valid").first(config.train.eval_tokens)
+        validation_stream(tokens, corpus.tokenizer.bos_token_id, config.train, world)
+    choose(config.model.attn_implementation, device, torch.float32)
     check_log(config.train)
 
 
@@ -384,8 +386,13 @@ def training_stream(corpus: Corpus, config: TrainConfig, shard: Shard = ALL_ROWS
     """
     split = corpus.split("train")
     stream: Stream
-    start_id = corpus.vocabulary.start_id
-    sizes = {"rows": config.rows, "segment": config.segment, "start_id": start_id, "shard": shard}
+    bos_token_id = corpus.tokenizer.bos_token_id
+    sizes = {
+        "batch_size": config.batch_size,
+        "segment_length": config.segment_length,
+        "bos_token_id": bos_token_id,
+        "shard": shard,
+    }
     if config.order == "shuffled":
         stream = ShuffledStream(split.tokens, split.document_starts, **sizes, seed=config.seed)
     else:

@@ -52,7 +52,7 @@ class Muon(torch.optim.Optimizer):
     """
 
     def __init__(self, matrices: Iterable[nn.Parameter], config: TrainConfig) -> None:
-        defaults = {"lr": config.learning_rate, "momentum": config.momentum, "weight_decay": config.weight_decay}
+        defaults = {"lr": config.learning_rate, "momentum": config.muon_momentum, "weight_decay": config.weight_decay}
         super().__init__(matrices, defaults)
 
     @override

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from transformer_xl.config import TrainConfig
 from transformer_xl.text.segments import Segment, Stream, StreamPosition
-from transformer_xl.training.distributed import World
+from transformer_xl.training.distributed import DistributedContext
 from transformer_xl.training.schedules import halvings
 
 
@@ -43,11 +43,11 @@ class Piece:
     after: Place
 
 
-def read_piece(stream: Stream, place: Place, config: TrainConfig, world: World) -> Piece:
+def read_piece(stream: Stream, place: Place, config: TrainConfig, world: DistributedContext) -> Piece:
     """What the next step reads of this process's rows; all processes agree on what comes after."""
     place = _with_targets(stream, place, config, world)  # rows that changed may have put it where there are none
     segment, columns = stream.read(place.position), _columns(place, config)
-    if columns.stop < config.segment:
+    if columns.stop < config.segment_length:
         after = Place(place.step + 1, place.position, place.piece + 1)
     else:
         after = Place(place.step + 1, stream.after(place.position))
@@ -57,7 +57,7 @@ def read_piece(stream: Stream, place: Place, config: TrainConfig, world: World) 
         np.ascontiguousarray(segment.counted_BT[:, columns]),
         starts=segment.starts and place.piece == 0,
     )
-    return Piece(cut, config.memory >> _halved(place, config), _with_targets(stream, after, config, world))
+    return Piece(cut, config.memory_length >> _halved(place, config), _with_targets(stream, after, config, world))
 
 
 def in_loss(counted_BT: npt.NDArray[np.bool_], config: TrainConfig) -> npt.NDArray[np.bool_]:
@@ -68,13 +68,13 @@ def in_loss(counted_BT: npt.NDArray[np.bool_], config: TrainConfig) -> npt.NDArr
     return counted_BT
 
 
-def _with_targets(stream: Stream, place: Place, config: TrainConfig, world: World) -> Place:
+def _with_targets(stream: Stream, place: Place, config: TrainConfig, world: DistributedContext) -> Place:
     """The place itself; the next epoch's beginning, if from there on no process has anything to learn from.
 
     An epoch's last segment is padding from somewhere on, and steps without targets would do harm.
     """
     position = place.position
-    if position.segment + 1 < stream.segments_in(position.epoch):
+    if position.segment_index + 1 < stream.segments_in(position.epoch):
         return place  # the longest row goes on beyond it
     counted_BT = stream.read(position).counted_BT[:, _columns(place, config)]
     if world.any(bool(in_loss(counted_BT, config).any())):
@@ -84,7 +84,7 @@ def _with_targets(stream: Stream, place: Place, config: TrainConfig, world: Worl
 
 def _columns(place: Place, config: TrainConfig) -> slice:
     """Which places of its segment the piece has."""
-    width = config.segment >> _halved(place, config)
+    width = config.segment_length >> _halved(place, config)
     return slice(place.piece * width, (place.piece + 1) * width)
 
 

@@ -36,7 +36,7 @@ class MetricsLog:
             UserError: metrics.jsonl is damaged, or the file system refuses.
         """
         known_until = {"train": step, "valid": validated}
-        kept = [line for line in self.folder.figures() if line["step"] <= known_until.get(line["split"], 0)]
+        kept = [line for line in self.folder.metrics() if line["step"] <= known_until.get(line["split"], 0)]
         write_text(self.folder.path / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in kept))
         self._open_board(step)
         for line in kept:

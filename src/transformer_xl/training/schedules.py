@@ -20,14 +20,14 @@ def learning_rate(step: int, config: TrainConfig) -> float:
     part can be made longer without starting anew. (The authors' code lets the cosine start at step 0 and jumps into it
     when the warm-up ends; here it starts where the warm-up ends.)
     """
-    if step < config.warmup:
-        return config.learning_rate * (step + 1) / config.warmup
-    if config.schedule == "wsd":
-        left = 1 - max(0, step - (config.steps - config.decay)) / max(1, config.decay)
+    if step < config.warmup_steps:
+        return config.learning_rate * (step + 1) / config.warmup_steps
+    if config.lr_schedule == "wsd":
+        left = 1 - max(0, step - (config.max_steps - config.decay_steps)) / max(1, config.decay_steps)
     else:
-        share = (step - config.warmup) / max(1, config.steps - config.warmup)
+        share = (step - config.warmup_steps) / max(1, config.max_steps - config.warmup_steps)
         left = 0.5 * (1 + math.cos(math.pi * share))
-    return config.learning_rate * (config.final_rate + (1 - config.final_rate) * left)
+    return config.learning_rate * (config.min_learning_rate_ratio + (1 - config.min_learning_rate_ratio) * left)
 
 
 def set_learning_rate(optimizers: tuple[torch.optim.Optimizer, ...], rate: float) -> None:
@@ -43,6 +43,6 @@ def halvings(step: int, config: TrainConfig) -> int:
     The stages of the length warm-up are equally long, and each reads twice the length of the one before (a curriculum
     over the length, as in Li et al. 2022, "Stability-efficiency dilemma").
     """
-    if step >= config.length_warmup:
+    if step >= config.segment_warmup_steps:
         return 0
-    return config.num_doublings - step * config.num_doublings // config.length_warmup
+    return config.num_doublings - step * config.num_doublings // config.segment_warmup_steps

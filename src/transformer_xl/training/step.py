@@ -25,7 +25,7 @@ from transformer_xl.device import autocast, keep_freed_memory
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import HiddenMemory, Memory
 from transformer_xl.text.segments import Segment, Shard
-from transformer_xl.training.distributed import World
+from transformer_xl.training.distributed import DistributedContext
 from transformer_xl.training.optimizers import whole
 from transformer_xl.training.pieces import in_loss
 
@@ -56,14 +56,14 @@ class ScoredModel(nn.Module):
             nats_BT = self.model.nats(hidden_BTD, targets)
             extra_BT = torch.zeros_like(nats_BT)
         else:
-            nats_BT, extra_BT, memory = self.model.training_nats(inputs_BT, targets, memory, done=done)
+            nats_BT, extra_BT, memory = self.model.training_losses(inputs_BT, targets, memory, done=done)
         if self.own_memory and isinstance(memory, HiddenMemory):
             memory = replace(memory, layers_BMD=tuple(layer_BMD.clone() for layer_BMD in memory.layers_BMD))
         return nats_BT, extra_BT, memory
 
 
 @dataclass(frozen=True)
-class Learner:
+class TrainStep:
     """What moves weights: the model as the processes share it, its optimisers, and where they work."""
 
     scored: nn.Module
@@ -71,7 +71,7 @@ class Learner:
     optimizers: tuple[torch.optim.Optimizer, ...]
     config: TrainConfig
     device: torch.device
-    world: World
+    world: DistributedContext
 
     def __post_init__(self) -> None:
         """The work space of a step serves the next one too."""
@@ -104,7 +104,7 @@ class Learner:
             rows = slice(start, start + memory.batch_size)
             start = rows.stop
             self.world.sync_gradients(self.scored, place + 1 == len(memories))
-            with autocast(self.device, self.config.precision):
+            with autocast(self.device, self.config.dtype):
                 nats_BT, extra_BT, memory = self.scored(inputs_BT[rows], targets_BT[rows], memory, done)
             ((nats_BT + extra_BT) * weight_BT[rows]).sum().div(counts[0].clamp(min=1)).backward()
             nats = nats + (nats_BT.detach() * weight_BT[rows]).sum()
@@ -121,7 +121,7 @@ class Learner:
 
     def _move(self) -> Tensor:
         """Clips and applies the gradients; gives their norm before clipping."""
-        norm = whole(torch.nn.utils.clip_grad_norm_(self.scored.parameters(), self.config.clip))
+        norm = whole(torch.nn.utils.clip_grad_norm_(self.scored.parameters(), self.config.max_grad_norm))
         for optimizer in self.optimizers:
             optimizer.step()
             # CUDA graphs own the gradients they give: those must be added to tensors that are there already
@@ -129,15 +129,15 @@ class Learner:
         return norm
 
 
-def chunks_of(rows: int, config: TrainConfig, shards: int) -> list[range]:
+def chunks_of(batch_size: int, config: TrainConfig, shards: int) -> list[range]:
     """Which of this process's rows are in each chunk: as even as can be.
 
     All processes have the same number of chunks, since all must take part in each forward and backward pass; where one
     has fewer rows than `chunks`, that many.
     """
-    fewest = min(len(Shard(index, shards).rows_of(config.rows)) for index in range(shards))
+    fewest = min(len(Shard(index, shards).rows_of(config.batch_size)) for index in range(shards))
     number = min(config.chunks, fewest)
-    return [range(part * rows // number, (part + 1) * rows // number) for part in range(number)]
+    return [range(part * batch_size // number, (part + 1) * batch_size // number) for part in range(number)]
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
@@ -147,7 +147,7 @@ def send(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=True)
 
 
-def whole_weights(model: LanguageModel, world: World) -> dict[str, Tensor]:
+def whole_weights(model: LanguageModel, world: DistributedContext) -> dict[str, Tensor]:
     """All weights by name, gathered where they are shared out; every process must ask, the first one gets them."""
     if world.size == 1:
         return model.state_dict()

@@ -15,13 +15,15 @@ from transformer_xl.device import autocast
 from transformer_xl.model.memory import Memory
 from transformer_xl.text.segments import SegmentStream, StreamPosition
 from transformer_xl.text.token_store import Tokens
-from transformer_xl.training.distributed import World
+from transformer_xl.training.distributed import DistributedContext
 from transformer_xl.training.step import send
 
 _SUMS_AT_ONCE = 512  # sums left on the device before they are fetched, so that it need not wait for each
 
 
-def validation_stream(tokens: Tokens, start_id: int, config: TrainConfig, world: World) -> SegmentStream:
+def validation_stream(
+    tokens: Tokens, bos_token_id: int, config: TrainConfig, world: DistributedContext
+) -> SegmentStream:
     """The validation text in as many of training's rows as it fills with a segment, at least one for each process.
 
     A few rows fewer where so many would leave a process without any.
@@ -34,11 +36,11 @@ def validation_stream(tokens: Tokens, start_id: int, config: TrainConfig, world:
             f"the validation text has {len(tokens):,} tokens for {world.size:,} processes, and each needs one; start "
             "fewer processes, or give a longer text"
         )
-    rows = max(world.size, min(config.rows, len(tokens) // config.segment))
+    rows = max(world.size, min(config.batch_size, len(tokens) // config.segment_length))
     while (world.size - 1) * -(-rows // world.size) >= rows:  # ends at one row for each process, if not before
         rows -= 1
-    segment = min(config.segment, -(-len(tokens) // rows))
-    return SegmentStream(tokens, rows=rows, segment=segment, start_id=start_id, shard=world.shard)
+    segment = min(config.segment_length, -(-len(tokens) // rows))
+    return SegmentStream(tokens, batch_size=rows, segment_length=segment, bos_token_id=bos_token_id, shard=world.shard)
 
 
 def sum_nats(
@@ -56,11 +58,11 @@ def sum_nats(
     device, total = memory.valid_B.device, 0.0
     sums: list[Tensor] = []
     for index in range(stream.num_segments):
-        segment = stream.read(StreamPosition(segment=index))
+        segment = stream.read(StreamPosition(segment_index=index))
         inputs_BT, counted_BT = (
             send(torch.from_numpy(array), device) for array in (segment.inputs_BT, segment.counted_BT)
         )
-        with autocast(device, config.precision):
+        with autocast(device, config.dtype):
             nats_BT, _, memory = scored(inputs_BT, segment.targets_BT, memory)
         sums.append((nats_BT * counted_BT).sum())
         if len(sums) == _SUMS_AT_ONCE:

@@ -24,7 +24,7 @@ def make_baseline():
     def make(name: str, **settings) -> LanguageModel:
         torch.manual_seed(7)
         small = {
-            "vocabulary_size": 23, "layers": 3, "width": 14, "heads": 2, "head_width": 5, "feedforward": 19,
+            "vocab_size": 23, "n_layers": 3, "d_model": 14, "n_heads": 2, "d_head": 5, "d_ff": 19,
             "dropout": 0.0,
         }  # fmt: skip
         model = build_model(ModelConfig(**{**small, **SYSTEMS[name], **settings})).double()

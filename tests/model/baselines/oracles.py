@@ -141,10 +141,10 @@ def qrnn(weights, tokens, states, *, layers, forgets=None):
     x, after = embedded(weights, tokens), []
     for index in range(layers):
         part, (c, before), outputs = of_layer(weights, index), states[index], []
-        rows, reach = torch.cat([before, x], dim=1), before.shape[1]
+        rows, context_limits = torch.cat([before, x], dim=1), before.shape[1]
         gates = []
         for t in range(x.shape[1]):
-            seen = torch.cat([rows[:, t + back] for back in range(reach + 1)], dim=-1)
+            seen = torch.cat([rows[:, t + back] for back in range(context_limits + 1)], dim=-1)
             gates.append(seen @ part["gates.weight"].T + part["gates.bias"])
         z, f, o = torch.stack(gates, dim=1).chunk(3, dim=-1)
         f = torch.sigmoid(f) if forgets is None else forgets(index, torch.sigmoid(f))
@@ -152,7 +152,7 @@ def qrnn(weights, tokens, states, *, layers, forgets=None):
             c = f[:, t] * c + (1 - f[:, t]) * torch.tanh(z[:, t])
             outputs.append(torch.sigmoid(o[:, t]) * c)
         x = torch.stack(outputs, dim=1)
-        after.append((c.detach(), rows[:, rows.shape[1] - reach :].detach()))
+        after.append((c.detach(), rows[:, rows.shape[1] - context_limits :].detach()))
     return scores_of(weights, x), after
 
 

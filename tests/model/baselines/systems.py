@@ -6,7 +6,7 @@ from typing import Any
 
 SYSTEMS: dict[str, dict[str, Any]] = {
     "lstm": {"kind": "lstm", "memory": 11},
-    "qrnn, window 1": {"kind": "qrnn", "qrnn_window": 1, "memory": 11},
+    "qrnn, window 1": {"kind": "qrnn", "qrnn_kernel_size": 1, "memory": 11},
     "qrnn, window 2": {"kind": "qrnn", "memory": 11},
     "shaw": {"encoding": "shaw", "learned_positions": 5, "memory": 11},
     "sinusoidal": {"encoding": "sinusoidal"},

@@ -6,9 +6,9 @@ from oracles import absolute, assert_same_gradients, auxiliary, copied, scores_o
 
 from transformer_xl.config import ModelConfig, UserError, load_recipe
 from transformer_xl.model.build import build_model
-from transformer_xl.model.memory import Memory, Reach
+from transformer_xl.model.memory import ContextLimits, Memory
 
-BOTH = {"intermediate_losses": True, "second_target": True}
+BOTH = {"intermediate_layer_losses": True, "second_target": True}
 
 
 @pytest.mark.parametrize("name", ["sinusoidal", "learned"])
@@ -17,9 +17,9 @@ BOTH = {"intermediate_losses": True, "second_target": True}
 def test_equals_the_oracle(make_baseline, tokens, name, norm, window):
     """Scores and every gradient."""
     model, text = make_baseline(name, norm=norm), tokens(2, 7)
-    hidden_BTD, memory = model(text, model.initial_memory(2, Reach(0, window)))
+    hidden_BTD, memory = model(text, model.initial_memory(2, ContextLimits(0, window)))
     logits_BTV, weights = model.logits(hidden_BTD), copied(model)
-    outputs = absolute(weights, text, layers=3, heads=2, pre_norm=norm == "pre", window=window)
+    outputs = absolute(weights, text, n_layers=3, n_heads=2, pre_norm=norm == "pre", attention_window=window)
     wanted = scores_of(weights, outputs[-1])
     torch.testing.assert_close(logits_BTV, wanted, rtol=0, atol=1e-10)
     assert memory.position_B.tolist() == [7, 7]
@@ -27,16 +27,16 @@ def test_equals_the_oracle(make_baseline, tokens, name, norm, window):
     assert_same_gradients(model, (logits_BTV * weight).sum(), weights, (wanted * weight).sum())
 
 
-@pytest.mark.parametrize("settings", [BOTH, {"intermediate_losses": True}, {"second_target": True}, {}])
+@pytest.mark.parametrize("settings", [BOTH, {"intermediate_layer_losses": True}, {"second_target": True}, {}])
 @pytest.mark.parametrize("done", [0.0, 0.17, 0.4, 0.7])
 def test_auxiliary_losses_equal_the_oracle_s(make_baseline, tokens, settings, done):
     """With three layers the first stops at a sixth of training, the second at a third, and the last never."""
     model = make_baseline("learned", **settings)
     text, targets = tokens(2, 5), tokens(2, 5, seed=4)
-    nats_BT, extra_BT, _ = model.training_nats(text, targets, model.initial_memory(2), done=done)
+    nats_BT, extra_BT, _ = model.training_losses(text, targets, model.initial_memory(2), done=done)
     torch.testing.assert_close(nats_BT, model.nats(model(text)[0], targets), rtol=0, atol=1e-12)
     weights = copied(model)
-    outputs = absolute(weights, text, layers=3, heads=2)
+    outputs = absolute(weights, text, n_layers=3, n_heads=2)
     wanted_B = auxiliary(weights, outputs, targets, done)
     torch.testing.assert_close(extra_BT.sum(1), wanted_B, rtol=0, atol=1e-10)
     if wanted_B.requires_grad:
@@ -48,7 +48,7 @@ def test_auxiliary_losses_equal_the_oracle_s(make_baseline, tokens, settings, do
 def test_every_parameter_has_a_gradient_all_through_training(make_baseline, tokens, done):
     """Also that of a loss whose time is over, or sharing gradients out over processes would wait for it."""
     model = make_baseline("learned", **BOTH)
-    nats_BT, extra_BT, _ = model.training_nats(tokens(2, 5), tokens(2, 5), model.initial_memory(2), done=done)
+    nats_BT, extra_BT, _ = model.training_losses(tokens(2, 5), tokens(2, 5), model.initial_memory(2), done=done)
     (nats_BT + extra_BT).sum().backward()
     assert [name for name, parameter in model.named_parameters() if parameter.grad is None] == []
 
@@ -56,11 +56,11 @@ def test_every_parameter_has_a_gradient_all_through_training(make_baseline, toke
 def test_a_loss_stands_where_its_target_does(make_baseline, tokens):
     """So that what does not count for training leaves out the auxiliary losses of the same targets."""
     model, text, targets = make_baseline("learned", **BOTH), tokens(1, 5), tokens(1, 5, seed=4)
-    _, extra_BT, _ = model.training_nats(text, targets, model.initial_memory(1), done=0.0)
+    _, extra_BT, _ = model.training_losses(text, targets, model.initial_memory(1), done=0.0)
     for place in range(5):
         other = targets.clone()
         other[0, place] = (other[0, place] + 1) % 23
-        _, changed_BT, _ = model.training_nats(text, other, model.initial_memory(1), done=0.0)
+        _, changed_BT, _ = model.training_losses(text, other, model.initial_memory(1), done=0.0)
         assert (changed_BT != extra_BT)[0].tolist() == [index == place for index in range(5)]
 
 
@@ -89,7 +89,7 @@ def test_parameters_are_those_published(layers, trained, used, published):
     with torch.device("meta"):
         whole = build_model(ModelConfig(**settings)).num_parameters()
         without = build_model(
-            ModelConfig(**settings | {"intermediate_losses": False, "second_target": False})
+            ModelConfig(**settings | {"intermediate_layer_losses": False, "second_target": False})
         ).num_parameters()
     assert (whole, without) == (trained, used)
     assert (round(whole / 1e6), round(without / 1e6)) == published
@@ -98,8 +98,14 @@ def test_parameters_are_those_published(layers, trained, used, published):
 @pytest.mark.parametrize(
     ("call", "text"),
     [
-        (lambda model: model.initial_memory(2, Reach(5)), "encoding learned has no memory, and memory 5 was given"),
-        (lambda model: model.initial_memory(2, Reach(0, None, 3)), "no distances to clamp, and clamp 3 was given"),
+        (
+            lambda model: model.initial_memory(2, ContextLimits(5)),
+            "encoding learned has no memory, and memory 5 was given",
+        ),
+        (
+            lambda model: model.initial_memory(2, ContextLimits(0, None, 3)),
+            "no distances to clamp, and clamp 3 was given",
+        ),
         (lambda model: model(torch.zeros(1, 18).long()), "segment 18 is longer than the 17 learned positions"),
         (lambda model: model(torch.zeros(1, 3).long(), model.initial_memory(2)), "memory of 2 rows beside 1"),
         (lambda model: build_model(ModelConfig(encoding="learned")), "learned needs learned_positions"),
@@ -120,13 +126,13 @@ def test_a_memory_of_another_model_is_refused(make_baseline, tokens):
 def test_writing_reads_the_last_segment_again_for_each_token(make_baseline, tokens, name):
     """The hidden row after each token is that of the last five tokens alone; a long prompt may come at once."""
     model, text = make_baseline(name), tokens(2, 17)
-    memory = model.writing_memory(2, segment=5)
+    memory = model.generation_memory(2, segment=5)
     assert memory.length == 4
     for place in range(17):
         hidden_B1D, memory = model(text[:, place : place + 1], memory)
         wanted_BTD, _ = model(text[:, max(0, place - 4) : place + 1])
         torch.testing.assert_close(hidden_B1D, wanted_BTD[:, -1:], rtol=0, atol=1e-12)
-    at_once_BTD, after = model(text, model.writing_memory(2, segment=5))
+    at_once_BTD, after = model(text, model.generation_memory(2, segment=5))
     assert at_once_BTD.shape == (2, 17, 14)
     torch.testing.assert_close(at_once_BTD[:, -1], hidden_B1D[:, 0], rtol=0, atol=1e-12)
     assert torch.equal(after.tensors()["tokens"], memory.tensors()["tokens"])
@@ -138,7 +144,7 @@ def test_writing_reads_the_last_segment_again_for_each_token(make_baseline, toke
 @pytest.mark.parametrize("began", [0, 2, 7])
 def test_writing_after_prompts_of_unequal_lengths(make_baseline, tokens, lengths, began):
     model, text, more = make_baseline("learned"), tokens(2, 13), tokens(2, 3, seed=6)
-    memory = model.writing_memory(2, segment=5)
+    memory = model.generation_memory(2, segment=5)
     if began:
         _, memory = model(tokens(2, began, seed=2), memory)
     hidden_BTD, after = model(text, memory, lengths_B=torch.tensor(lengths))
@@ -155,7 +161,7 @@ def test_writing_after_prompts_of_unequal_lengths(make_baseline, tokens, lengths
 
 def test_a_memory_of_tokens_is_a_value(make_baseline, tokens):
     model = make_baseline("learned")
-    _, memory = model(tokens(3, 4), model.writing_memory(3, segment=99))
+    _, memory = model(tokens(3, 4), model.generation_memory(3, segment=99))
     assert memory.length == 16  # what there are learned positions for
     text_BM = memory.tensors()["tokens"]
     assert torch.equal(text_BM[:, -4:], tokens(3, 4))
@@ -166,7 +172,7 @@ def test_a_memory_of_tokens_is_a_value(make_baseline, tokens):
     assert torch.equal(joined.tensors()["tokens"], text_BM[[0, 2, 1]])
     assert torch.equal(memory.resized(3).tensors()["tokens"], text_BM[:, -3:])
     assert memory.resized(20).valid_B.tolist() == [4, 4, 4]
-    back = model.writing_memory(3, segment=99).with_tensors(memory.tensors())
+    back = model.generation_memory(3, segment=99).with_tensors(memory.tensors())
     assert torch.equal(back.tensors()["tokens"], text_BM)
     with pytest.raises(UserError, match="give tokens of those rows"):
         model(inputs_BTD=torch.zeros(3, 2, 14).double(), memory=memory)

@@ -8,7 +8,7 @@ from systems import SYSTEMS, WITH_MEMORY
 
 from transformer_xl.config import ModelConfig, UserError
 from transformer_xl.model.build import build_model
-from transformer_xl.model.memory import Reach
+from transformer_xl.model.memory import ContextLimits
 
 
 @pytest.mark.parametrize("name", WITH_MEMORY)
@@ -17,11 +17,11 @@ from transformer_xl.model.memory import Reach
 def test_segments_of_any_lengths_equal_one_pass(name, lengths):
     """With memory for all that came before, cutting a text changes nothing (up to float64 rounding)."""
     torch.manual_seed(5)
-    small = {"vocabulary_size": 23, "layers": 3, "width": 14, "heads": 2, "feedforward": 19, "dropout": 0.0}
+    small = {"vocab_size": 23, "n_layers": 3, "d_model": 14, "n_heads": 2, "d_ff": 19, "dropout": 0.0}
     model = build_model(ModelConfig(**{**small, **SYSTEMS[name]})).double().eval()
     text, targets = (torch.randint(0, 23, (2, sum(lengths))) for _ in range(2))
-    whole_BT = model.nats(model(text, model.initial_memory(2, Reach(sum(lengths))))[0], targets)
-    memory, parts, start = model.initial_memory(2, Reach(sum(lengths))), [], 0
+    whole_BT = model.nats(model(text, model.initial_memory(2, ContextLimits(sum(lengths))))[0], targets)
+    memory, parts, start = model.initial_memory(2, ContextLimits(sum(lengths))), [], 0
     for length in lengths:
         hidden_BTD, memory = model(text[:, start : start + length], memory)
         parts.append(model.nats(hidden_BTD, targets[:, start : start + length]))
@@ -47,7 +47,7 @@ def test_without_memory_writing_sees_a_segment(make_baseline, tokens, name):
     """Else each token would follow from the one before alone, after training that had a segment."""
     model, text = make_baseline(name, memory=0), tokens(2, 5)
     whole_BTD, _ = model(text)
-    memory, parts = model.writing_memory(2, segment=5), []
+    memory, parts = model.generation_memory(2, segment=5), []
     assert memory.length == 4
     with torch.inference_mode():
         for part in text.split(1, dim=1):
@@ -55,7 +55,7 @@ def test_without_memory_writing_sees_a_segment(make_baseline, tokens, name):
             parts.append(hidden_B1D)
     torch.testing.assert_close(torch.cat(parts, dim=1), whole_BTD, rtol=0, atol=1e-10)
     if name in WITH_MEMORY:
-        assert model.writing_memory(2, Reach(3), segment=5).length == 3
+        assert model.generation_memory(2, ContextLimits(3), segment=5).length == 3
 
 
 @pytest.mark.parametrize("name", SYSTEMS)
@@ -129,7 +129,7 @@ def test_neither_inputs_nor_memory_change(make_baseline, tokens, name):
     _, memory = model(tokens(2, 7))
     before = {name: tensor.clone() for name, tensor in memory.tensors().items()}
     kept = text.clone()
-    nats_BT, extra_BT, after = model.training_nats(text, text, memory, done=0.0)
+    nats_BT, extra_BT, after = model.training_losses(text, text, memory, done=0.0)
     (nats_BT + extra_BT).sum().backward()
     assert torch.equal(text, kept)
     assert all(torch.equal(tensor, before[name]) for name, tensor in memory.tensors().items())
@@ -143,7 +143,7 @@ def test_what_is_computed_again_is_the_same(make_baseline, tokens, name):
     grads = []
     for again in (False, True):
         model = make_baseline(name, dropout=0.3, **({"zoneout": 0.3} if name.startswith("qrnn") else {})).train()
-        model.recompute = again
+        model.activation_checkpointing = again
         torch.manual_seed(3)
         model.nats(model(tokens(2, 5))[0], tokens(2, 5)).sum().backward()
         grads.append([parameter.grad for parameter in model.parameters()])

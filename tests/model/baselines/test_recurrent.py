@@ -7,7 +7,7 @@ from oracles import assert_same_gradients, copied, lstm, qrnn
 from transformer_xl.config import ModelConfig, UserError
 from transformer_xl.model.baselines.recurrent import LSTMLayer, QRNNLayer, RecurrentMemory
 from transformer_xl.model.build import build_model
-from transformer_xl.model.memory import Reach
+from transformer_xl.model.memory import ContextLimits
 from transformer_xl.model.precision import with_matrices_in
 
 QRNNS = ["qrnn, window 1", "qrnn, window 2"]
@@ -85,11 +85,11 @@ def test_dropout_on_the_embedding_and_each_layer_s_output(make_baseline, tokens,
 @pytest.mark.parametrize("name", ["lstm", *QRNNS])
 def test_memory_0_begins_each_segment_anew(make_baseline, tokens, name):
     model, text = make_baseline(name), tokens(2, 5)
-    fresh_BTD, memory = model(text, model.initial_memory(2, Reach(0)))
+    fresh_BTD, memory = model(text, model.initial_memory(2, ContextLimits(0)))
     again_BTD, after = model(text, memory)
     assert torch.equal(again_BTD, fresh_BTD)
     assert after.position_B.tolist() == [10, 10]
-    carried_BTD, _ = model(text, model(text, model.initial_memory(2, Reach(1)))[1])
+    carried_BTD, _ = model(text, model(text, model.initial_memory(2, ContextLimits(1)))[1])
     assert (carried_BTD - fresh_BTD).abs().max() > 0.01
 
 
@@ -116,7 +116,7 @@ def test_a_state_is_a_value(make_baseline, tokens):
 def test_a_new_model_remembers():
     """Forget gates begin with bias 1, all other biases with 0."""
     for kind, layer, count, place in (("lstm", LSTMLayer, 4, 1), ("qrnn", QRNNLayer, 3, 1)):
-        model = build_model(ModelConfig(kind=kind, width=32, layers=2))
+        model = build_model(ModelConfig(kind=kind, d_model=32, n_layers=2))
         for one in model.layers:
             assert isinstance(one, layer)
             bias = one.bias if isinstance(one, LSTMLayer) else one.gates.bias
@@ -130,17 +130,17 @@ def test_a_new_model_remembers():
             assert 0.9 * bound < weight.abs().max() <= bound
 
 
-@pytest.mark.parametrize("embedding", [{}, {"embedding_width": 16}, {"cutoffs": (50, 100), "div_val": 2}])
+@pytest.mark.parametrize("embedding", [{}, {"d_embed": 16}, {"cutoffs": (50, 100), "div_val": 2}])
 def test_what_goes_in_has_variance_1(embedding):
     """No LayerNorm would bring it there, and a layer gives less than it gets."""
     torch.manual_seed(0)
-    model = build_model(ModelConfig(kind="lstm", width=64, layers=1, **embedding))
+    model = build_model(ModelConfig(kind="lstm", d_model=64, n_layers=1, **embedding))
     rows_BTD = model.first_input(torch.arange(256).view(1, -1), None)
     assert 0.85 < rows_BTD.std() < 1.15
 
 
 @pytest.mark.parametrize("name", ["lstm", *QRNNS])
-@pytest.mark.parametrize("embedding", [{}, {"embedding_width": 6}])
+@pytest.mark.parametrize("embedding", [{}, {"d_embed": 6}])
 def test_products_in_bfloat16(make_baseline, tokens, name, embedding):
     """On any CPU, side by side too; weights rounded once give the same, and states stay exact."""
     model, text = make_baseline(name, **embedding).float(), tokens(2, 7)
@@ -163,13 +163,13 @@ def test_products_in_bfloat16(make_baseline, tokens, name, embedding):
 @pytest.mark.parametrize(
     ("reach", "text"),
     [
-        (Reach(5, window=3), "kind lstm does not attend, and window 3 was given; give window none"),
-        (Reach(5, clamp_length=3), "kind lstm does not attend, and clamp 3 was given; give clamp none"),
+        (ContextLimits(5, attention_window=3), "kind lstm does not attend, and window 3 was given; give window none"),
+        (ContextLimits(5, clamp_length=3), "kind lstm does not attend, and clamp 3 was given; give clamp none"),
     ],
 )
-def test_a_reach_without_meaning_is_refused(make_baseline, reach, text):
+def test_a_reach_without_meaning_is_refused(make_baseline, context_limits, text):
     with pytest.raises(UserError, match=text):
-        make_baseline("lstm").initial_memory(2, reach)
+        make_baseline("lstm").initial_memory(2, context_limits)
 
 
 def test_a_memory_of_another_model_is_refused(make_baseline, tokens):

@@ -6,25 +6,36 @@ from oracles import assert_same_gradients, copied, shaw
 
 from transformer_xl.config import ModelConfig, UserError
 from transformer_xl.model.build import build_model
-from transformer_xl.model.memory import Reach
+from transformer_xl.model.memory import ContextLimits
 
 
 @pytest.mark.parametrize("norm", ["post", "pre"])
 @pytest.mark.parametrize(
     ("reach", "segments"),
-    [(Reach(0), [5]), (Reach(3), [5, 2]), (Reach(9), [3, 3, 5]), (Reach(9, window=4), [3, 3])],
+    [
+        (ContextLimits(0), [5]),
+        (ContextLimits(3), [5, 2]),
+        (ContextLimits(9), [3, 3, 5]),
+        (ContextLimits(9, attention_window=4), [3, 3]),
+    ],
 )
-def test_equals_the_oracle(make_baseline, tokens, norm, reach, segments):
+def test_equals_the_oracle(make_baseline, tokens, norm, context_limits, segments):
     """Scores and every gradient of a model read segment by segment; five distances have a vector."""
     model = make_baseline("shaw", norm=norm)
-    weights, memory = copied(model), model.initial_memory(2, reach)
+    weights, memory = copied(model), model.initial_memory(2, context_limits)
     kept = [torch.zeros(2, 0, 14, dtype=torch.float64)] * 3
     for index, length in enumerate(segments):
         text = tokens(2, length, seed=index)
         hidden_BTD, memory = model(text, memory)
         logits_BTV = model.logits(hidden_BTD)
         wanted, kept = shaw(
-            weights, text, kept, heads=2, slots=reach.memory, pre_norm=norm == "pre", window=reach.window
+            weights,
+            text,
+            kept,
+            heads=2,
+            slots=context_limits.memory,
+            pre_norm=norm == "pre",
+            window=context_limits.window,
         )
         torch.testing.assert_close(logits_BTV, wanted, rtol=0, atol=1e-10)
     weight = torch.randn(wanted.shape, dtype=torch.float64)
@@ -40,11 +51,13 @@ def test_kernels_agree(make_baseline, tokens, kernel):
 def test_a_clamp_below_the_farthest_vector_counts(make_baseline, tokens):
     """Distances above it then share its vector."""
     model, text = make_baseline("shaw"), tokens(2, 9)
-    clamped_BTD, _ = model(text, model.initial_memory(2, Reach(0, None, 2)))
+    clamped_BTD, _ = model(text, model.initial_memory(2, ContextLimits(0, None, 2)))
     with torch.no_grad():
         for layer in model.layers:
             layer.attention.distance_keys[3:] = layer.attention.distance_keys[2]
-    torch.testing.assert_close(model(text, model.initial_memory(2, Reach(0)))[0], clamped_BTD, rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        model(text, model.initial_memory(2, ContextLimits(0)))[0], clamped_BTD, rtol=0, atol=1e-12
+    )
 
 
 def test_it_has_distances_and_no_biases(make_baseline):
@@ -56,7 +69,7 @@ def test_it_has_distances_and_no_biases(make_baseline):
 
 def test_first_weights():
     torch.manual_seed(0)
-    model = build_model(ModelConfig(encoding="shaw", learned_positions=64, width=128, heads=4, layers=2))
+    model = build_model(ModelConfig(encoding="shaw", learned_positions=64, d_model=128, n_heads=4, n_layers=2))
     for name, parameter in model.named_parameters():
         mean, std = (1.0, 0.02) if name.endswith("norm.weight") else (0.0, 0.0 if name.endswith("bias") else 0.02)
         assert abs(parameter.mean().item() - mean) < 0.01, name

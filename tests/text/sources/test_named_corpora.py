@@ -20,7 +20,7 @@ from transformer_xl.text.sources.named_corpora import CORPUS_NAMES, DISTRIBUTED,
 from transformer_xl.text.sources.source_files import Origin, TextFile
 from transformer_xl.text.sources.text_source import TextSource
 from transformer_xl.text.token_store import Corpus
-from transformer_xl.text.vocabularies.learning import learn_vocabulary
+from transformer_xl.text.tokenizers.learning import train_tokenizer
 
 DIGITS = {"sha256": 64, "sha1": 40, "md5": 32}
 
@@ -66,10 +66,10 @@ def unchecked(corpus: NamedCorpus) -> NamedCorpus:
 
 def written(source: TextSource, folder: Path) -> Corpus:
     documents = [document for split in source.counted for document in source.splits[split]]
-    vocabulary = learn_vocabulary(source.vocabulary, documents)
+    tokenizer = train_tokenizer(source.tokenizer, documents)
     layout = Layout(documents=source.documents)
     return write_corpus(
-        folder, source.splits, name=source.name, source=source.description, vocabulary=vocabulary, layout=layout
+        folder, source.splits, name=source.name, source=source.description, tokenizer=tokenizer, layout=layout
     )
 
 
@@ -88,7 +88,7 @@ def test_what_is_written_down_is_sound(corpus: NamedCorpus) -> None:
             algorithm, _, digits = checksum.partition(":")
             assert re.fullmatch(rf"[0-9a-f]{{{DIGITS[algorithm]}}}", digits)
     assert tuple(corpus.splits) == SPLITS
-    assert bool(corpus.vocabulary.words_file) is False  # it is found with the texts
+    assert bool(corpus.tokenizer.words_file) is False  # it is found with the texts
     assert set(corpus.known_tokens) <= set(SPLITS)
 
 
@@ -127,9 +127,9 @@ def test_text8_is_cut_and_closed(tmp_path: Path) -> None:
     source = replace(corpus, splits=small).open(Origin(folder))
     assert [text_of(source.splits[split]) for split in SPLITS] == [letters * 3 + b"ccc", b"c" * 5, b"c" * 5]
     result = written(source, tmp_path / "out")
-    assert result.vocabulary.size == 27
+    assert result.tokenizer.vocab_size == 27
     with pytest.raises(UserError, match="!"):
-        result.vocabulary.encode("a!")
+        result.tokenizer.encode("a!")
 
 
 @pytest.mark.parametrize(("name", "words"), [("wikitext-103", 7), ("wikitext-2", 9), ("ptb", 8)])
@@ -144,9 +144,9 @@ def test_line_ends_are_words_and_counted_splits_differ(tmp_path: Path, name: str
         "wikitext-2": ["\n", "a", "N", "b", "<unk>", "n", "c", "d"],
         "ptb": ["\n", "a", "n", "b", "<unk>", "c", "d"],
     }[name]
-    found = corpus.vocabulary
-    assert [found.decode([place]) for place in range(found.size)] == expected
-    assert found.start_id == 0
+    found = corpus.tokenizer
+    assert [found.decode([place]) for place in range(found.vocab_size)] == expected
+    assert found.bos_token_id == 0
     assert corpus.split("train").num_tokens == 6 + 3
     assert np.asarray(corpus.split("test").tokens[:]).tolist()[1:] == [0]  # the last line is closed
     assert corpus.record.splits["valid"].unknown == (2 if name == "wikitext-103" else 0)
@@ -165,7 +165,7 @@ def test_lm1b_is_sentences_between_marks(tmp_path: Path) -> None:
     assert len(source.splits["train"]) == 99
     assert text_of(source.splits["train"][:2]) == b"The 1\nx The\nThe 2\nx The\n"
     corpus = written(source, tmp_path / "out")
-    assert (corpus.vocabulary.size, corpus.vocabulary.start_id) == (5, 0)
+    assert (corpus.tokenizer.vocab_size, corpus.tokenizer.bos_token_id) == (5, 0)
     train = corpus.split("train")
     assert train.num_documents == 2 * 99
     # inputs begin with the mark, each sentence of n words gives n + 1 targets: its words and the mark
@@ -181,13 +181,13 @@ def test_another_vocabulary_needs_no_list_of_words(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no 1b_word_vocab.txt there for lm1b"):
         unchecked(DISTRIBUTED["lm1b"]).open(Origin(folder))
     source = unchecked(DISTRIBUTED["lm1b"]).open(Origin(folder), kind="bytes")
-    assert source.vocabulary.kind == "bytes"
+    assert source.tokenizer.kind == "bytes"
     assert (source.documents, source.counted, source.known_tokens) == ("lines", ("train",), {})
     make(folder, {"1b_word_vocab.txt.gz": gzip.compress(words)})
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TXL_CACHE", str(tmp_path / "cache"))
         source = unchecked(DISTRIBUTED["lm1b"]).open(Origin(folder))
-    assert Path(source.vocabulary.words_file or "").read_bytes() == words
+    assert Path(source.tokenizer.words_file or "").read_bytes() == words
 
 
 def test_a_wrong_text_is_refused_by_name(tmp_path: Path) -> None:

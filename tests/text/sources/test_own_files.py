@@ -144,7 +144,7 @@ def test_default_is_ninety_five_five(tmp_path: Path) -> None:
     assert texts_of(source) == [text[:180], text[180:190], text[190:]]
     assert source.name == "a"
     assert str(tmp_path / "a.txt") in source.description
-    assert source.vocabulary.kind == "bytes"
+    assert source.tokenizer.kind == "bytes"
 
 
 def test_a_part_says_where_it_begins(tmp_path: Path) -> None:
@@ -266,7 +266,7 @@ def test_arrays_are_cut_between_rows(tmp_path: Path) -> None:
     found = [np.array([line.split() for line in text.splitlines()], int) for text in texts_of(source)]
     assert [len(part) for part in found] == [86, 10, 5]
     assert np.array_equal(np.concatenate(found), rows)
-    assert (source.vocabulary.kind, source.name) == ("integers", "a")
+    assert (source.tokenizer.kind, source.name) == ("integers", "a")
 
 
 def test_one_sequence_is_cut_between_numbers(tmp_path: Path) -> None:
@@ -286,7 +286,7 @@ def test_arrays_are_for_integers(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"a.npy is an array, other files are text: together they cannot be cut; give"):
         find(tmp_path, kind="integers")
     given: Mapping[SplitName, Sequence[str]] = {"train": [f"{tmp_path}/a.npy"], "valid": [f"{tmp_path}/b.txt"]}
-    assert find(given=given, kind="integers").vocabulary.kind == "integers"
+    assert find(given=given, kind="integers").tokenizer.kind == "integers"
 
 
 @pytest.mark.parametrize(

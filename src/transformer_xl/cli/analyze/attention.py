@@ -11,7 +11,7 @@ from cyclopts import Parameter
 from transformer_xl.cli.evaluate import Lengths, Rows, plan_of, say_remarks
 from transformer_xl.cli.options import ANY_MACHINE, Json, MachineOptions
 from transformer_xl.cli.output import ProgressBar, command_line, print_json, print_table, say, say_unknown
-from transformer_xl.config import MOST, UserError
+from transformer_xl.config import INT32_MAX, UserError
 from transformer_xl.files import explained, whole_folder
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from transformer_xl.analysis.attention_pictures import Head
     from transformer_xl.analysis.loss_by_distance import LossByDistance
     from transformer_xl.config import RunConfig
-    from transformer_xl.evaluation.plan import Plan, Text
+    from transformer_xl.evaluation.plan import EvaluationPlan, Text
     from transformer_xl.model.transformer_xl import TransformerXL
     from transformer_xl.run_folder import RunFolder
 
@@ -122,8 +122,8 @@ def attention(
             "stretch": stretch,
             "loss": {name: loss.as_dicts() for name, loss in losses.items()},
         }
-        names = token_texts(folder.vocabulary, text.tokens_K[: maps.num_tokens])
-        album = Album(aside, figures, apart=folder.vocabulary.kind in ("words", "integers"))
+        names = token_texts(folder.tokenizer, text.tokens_K[: maps.num_tokens])
+        album = Album(aside, figures, apart=folder.tokenizer.kind in ("words", "integers"))
         figures["files"] = album.fill(means.mean_LNP(back), maps, names, losses)
     print_json(figures) if json else _show(figures, means)
 
@@ -140,13 +140,13 @@ def _check_words(source: Source, pictures: Pictures) -> None:
         ("--back", pictures.back),
         ("--page-tokens", pictures.page_tokens),
     ):
-        if number is not None and not 1 <= number <= MOST:
-            raise UserError(f"{flag} {number:,}: wanted 1 or more, {MOST:,} at most")
+        if number is not None and not 1 <= number <= INT32_MAX:
+            raise UserError(f"{flag} {number:,}: wanted 1 or more, {INT32_MAX:,} at most")
 
 
 def _heads(given: str, config: RunConfig) -> list[Head]:
     """Heads that were typed as one word, 0:3,7:1."""
-    layers, heads = config.model.layers, config.model.heads
+    layers, heads = config.model.n_layers, config.model.n_heads
     found: list[Head] = []
     for word in given.split(","):
         parts = [part.strip() for part in word.split(":")]
@@ -162,7 +162,7 @@ def _heads(given: str, config: RunConfig) -> list[Head]:
     return found
 
 
-def _plan(config: RunConfig, lengths: Lengths, back: int | None) -> Plan:
+def _plan(config: RunConfig, lengths: Lengths, back: int | None) -> EvaluationPlan:
     """The lengths, with memory for so many tokens back where none is given.
 
     Raises:
@@ -173,19 +173,19 @@ def _plan(config: RunConfig, lengths: Lengths, back: int | None) -> Plan:
     plan = plan_of(config, lengths, Rows())
     if back is None:
         return plan
-    if lengths.memory is None and plan.reach.memory < back:
+    if lengths.memory is None and plan.context_limits.memory_length < back:
         plan = plan_of(config, replace(lengths, memory=back), Rows())
     farthest = distances_seen(plan) - 1
     if back > farthest:
-        window = plan.reach.window
-        narrow = window is not None and window <= back
-        wanted = f"--window {back + 1} or none" if narrow else f"--memory {back}"
-        because = f"with a window of {window:,}" if narrow else f"with memory {plan.reach.memory:,}"
+        window = plan.context_limits.attention_window
+        down_proj = window is not None and window <= back
+        wanted = f"--window {back + 1} or none" if down_proj else f"--memory {back}"
+        because = f"with a window of {window:,}" if down_proj else f"with memory {plan.context_limits.memory_length:,}"
         raise UserError(f"--back {back:,}: {because} no token sees farther than {farthest:,} back; give {wanted}")
     return plan
 
 
-def _back(plan: Plan, wanted: int | None, num_tokens: int) -> int:
+def _back(plan: EvaluationPlan, wanted: int | None, num_tokens: int) -> int:
     """How many tokens back are drawn.
 
     Raises:
@@ -198,7 +198,7 @@ def _back(plan: Plan, wanted: int | None, num_tokens: int) -> int:
             f"--back {wanted:,}: the text has {number_of(num_tokens)}; give a longer one, or fewer to --back"
         )
     farthest = distances_seen(plan) - 1
-    usual = min(_PAPERS_BACK, farthest, num_tokens - 1, plan.reach.memory or farthest)
+    usual = min(_PAPERS_BACK, farthest, num_tokens - 1, plan.context_limits.memory_length or farthest)
     return usual if wanted is None else wanted
 
 
@@ -207,15 +207,15 @@ def _text(source: Source, folder: RunFolder) -> Text:
     from transformer_xl.evaluation.evaluate import check_known
     from transformer_xl.evaluation.plan import Text
     from transformer_xl.evaluation.texts import encode_text
-    from transformer_xl.text.vocabulary import as_bytes
+    from transformer_xl.text.tokenizer import as_bytes
 
-    limit, vocabulary = source.tokens or _USUAL_TOKENS, folder.vocabulary
+    limit, tokenizer = source.tokens or _USUAL_TOKENS, folder.tokenizer
     if source.prompt is None and source.text is None:
         opened, name = corpus_of(folder, source.corpus), source.split or "test"
         split = opened.split(name)
         opened.verify(name)
-        check_known(split.first(limit), vocabulary.size)
-        return Text(split.first(limit), vocabulary.start_id, split.document_starts)
+        check_known(split.first(limit), tokenizer.vocab_size)
+        return Text(split.first(limit), tokenizer.bos_token_id, split.document_starts)
     content, name = b"", "--prompt"
     if source.prompt is not None:
         content = as_bytes(source.prompt)
@@ -223,21 +223,23 @@ def _text(source: Source, folder: RunFolder) -> Text:
         name = str(source.text)
         with explained(f"reading {source.text}"):
             content = source.text.read_bytes()
-    ids_K = encode_text(vocabulary, name, content)
-    say_unknown(vocabulary, [content])
-    return Text(ids_K[:limit], vocabulary.start_id)
+    ids_K = encode_text(tokenizer, name, content)
+    say_unknown(tokenizer, [content])
+    return Text(ids_K[:limit], tokenizer.bos_token_id)
 
 
-def _looked(model: TransformerXL, text: Text, plan: Plan, page_tokens: int | None) -> tuple[AttentionMeans, TermMaps]:
+def _looked(
+    model: TransformerXL, text: Text, plan: EvaluationPlan, page_tokens: int | None
+) -> tuple[AttentionMeans, TermMaps]:
     from transformer_xl.analysis.attention_maps import AttentionMeans, TermMaps, look, number_of
     from transformer_xl.analysis.attention_page import fitting_tokens
 
-    num_tokens, shape = len(text.tokens_K), (model.config.layers, model.config.heads)
+    num_tokens, shape = len(text.tokens_K), (model.config.n_layers, model.config.n_heads)
     maps = TermMaps(model, fitting_tokens(shape, num_tokens, page_tokens))
     means = AttentionMeans(model, plan, num_tokens)
     if not means.fills_memory:
         say(
-            f"remark: a text of {number_of(num_tokens)} does not fill a memory of {plan.reach.memory:,}, so those "
+            f"remark: a text of {number_of(num_tokens)} does not fill a memory of {plan.context_limits.memory_length:,}, so those "
             "count too that saw little; a longer text or a shorter --memory gives better means"
         )
     with ProgressBar("attention", num_tokens, "tokens") as bar:
@@ -245,7 +247,7 @@ def _looked(model: TransformerXL, text: Text, plan: Plan, page_tokens: int | Non
     return means, maps
 
 
-def _losses(model: TransformerXL, text: Text, plan: Plan) -> tuple[dict[str, LossByDistance], int | None]:
+def _losses(model: TransformerXL, text: Text, plan: EvaluationPlan) -> tuple[dict[str, LossByDistance], int | None]:
     """By how memory goes on, and the length of the stretches where the text has no documents."""
     from transformer_xl.analysis.loss_by_distance import in_stretches, loss_by_distance
 
@@ -257,15 +259,15 @@ def _losses(model: TransformerXL, text: Text, plan: Plan) -> tuple[dict[str, Los
         }, stretch
 
 
-def _read(text: Text, plan: Plan) -> dict[str, Any]:
+def _read(text: Text, plan: EvaluationPlan) -> dict[str, Any]:
     """What was read and how, by name."""
     return {
         "tokens": len(text.tokens_K),
         "documents": len(text.edges("reset")) - 1,
         "segment": plan.segment,
-        "memory": plan.reach.memory,
-        "window": plan.reach.window,
-        "clamp": plan.reach.clamp_length,
+        "memory": plan.context_limits.memory_length,
+        "window": plan.context_limits.attention_window,
+        "clamp": plan.context_limits.clamp_length,
     }
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from transformer_xl.evaluation.effective_context import ContextSweep, EffectiveContext, Reader
-    from transformer_xl.evaluation.plan import Plan
+    from transformer_xl.evaluation.plan import EvaluationPlan
     from transformer_xl.run_folder import RunFolder
     from transformer_xl.text.token_store import Tokens
 
@@ -73,16 +73,16 @@ class Attention:
     clamp: int | Literal["none"] | None = None
     """Distances above this count as this one; none: no limit."""
 
-    def plan(self, config: RunConfig, longest: int) -> Plan:
+    def plan(self, config: RunConfig, longest: int) -> EvaluationPlan:
         """How a run reads; what its model does not have is left as it is."""
-        from transformer_xl.evaluation.plan import Limit, Plan
+        from transformer_xl.evaluation.plan import EvaluationPlan, Limit
 
         given: dict[str, Limit | None] = {}
         if not config.model.is_absolute:
             given["memory"] = longest if self.memory == "all" else self.memory
         if config.model.is_relative:
             given |= {"window": self.window, "clamp": self.clamp}
-        return Plan.of(config, **given)
+        return EvaluationPlan.of(config, **given)
 
 
 @dataclass(frozen=True)
@@ -199,15 +199,15 @@ def _named(runs: tuple[str, ...]) -> dict[str, Path]:
 
 def _opened(named: dict[str, Path]) -> dict[str, RunFolder]:
     from transformer_xl.run_folder import RunFolder
-    from transformer_xl.text.vocabulary import fingerprint
+    from transformer_xl.text.tokenizer import fingerprint
 
     folders = {name: RunFolder.open(path) for name, path in named.items()}
     first = next(iter(folders.values()))
     for folder in folders.values():
-        if fingerprint(folder.vocabulary) != fingerprint(first.vocabulary):
+        if fingerprint(folder.tokenizer) != fingerprint(first.tokenizer):
             raise UserError(
-                f"{folder.path} has another vocabulary ({folder.vocabulary.kind}, {folder.vocabulary.size:,} tokens) "
-                f"than {first.path} ({first.vocabulary.kind}, {first.vocabulary.size:,} tokens); give runs that read "
+                f"{folder.path} has another vocabulary ({folder.tokenizer.kind}, {folder.tokenizer.vocab_size:,} tokens) "
+                f"than {first.path} ({first.tokenizer.kind}, {first.tokenizer.vocab_size:,} tokens); give runs that read "
                 "the same tokens"
             )
     return folders

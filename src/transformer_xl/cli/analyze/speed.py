@@ -40,7 +40,7 @@ class Contested:
 
         clamp = self.clamp
         if clamp is None:
-            clamp = config.evaluation.clamp or config.model.clamp_length or "none"
+            clamp = config.evaluation.clamp_length or config.model.clamp_length or "none"
         # cutoffs to be found from a text are left out: the softmax is no part of the comparison
         sizes = config.model.model_copy(update={"cutoffs": ()}) if config.model.cutoffs == "auto" else config.model
         return Task(
@@ -118,7 +118,7 @@ def _settings(model: str) -> RunConfig:
 
 
 def _circumstances(contest: Contest) -> dict[str, Any]:
-    from transformer_xl.device import circumstances
+    from transformer_xl.device import environment
 
     memory, vanilla = contest.parameters
     return {
@@ -127,7 +127,7 @@ def _circumstances(contest: Contest) -> dict[str, Any]:
         "clamp": contest.task.clamp,
         "rounds": contest.task.rounds,
         "number_format": contest.format,
-        **circumstances(contest.device),
+        **environment(contest.device),
     }
 
 

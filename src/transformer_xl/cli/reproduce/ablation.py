@@ -55,7 +55,7 @@ def make_ablation(workshop: Workshop, wanted: tuple[int, ...] | None = None, *, 
     systems = (*ABLATION, *EQUAL_MEMORY)
     windows = {system.name: workshop.windows(system, wanted) for system in systems}
     workshop.finish(systems, windows)
-    measure: Measure = "perplexity" if workshop.corpus.vocabulary.kind == "words" else "bits_per_byte"
+    measure: Measure = "perplexity" if workshop.corpus.tokenizer.kind == "words" else "bits_per_byte"
     found = {system.name: _findings(workshop, system, windows[system.name], measure) for system in systems}
     figures = {
         **workshop.about(),

@@ -97,7 +97,10 @@ def _measured_before(file: Path) -> list[dict[str, Any]]:
 def _is_of(group: dict[str, Any], seed: int, readers: list[Reader], sweep: ContextSweep) -> bool:
     """Whether a group is what would be measured."""
     models = [(model["name"], model["window"], model["memory"], model["segment"]) for model in group["models"]]
-    lengths = [(one.plan.reach.window, one.plan.reach.memory, one.plan.segment) for one in readers]
+    lengths = [
+        (one.plan.context_limits.attention_window, one.plan.context_limits.memory_length, one.plan.segment)
+        for one in readers
+    ]
     wanted = [(reader.name, *length) for reader, length in zip(readers, lengths, strict=True)]
     same = (group["contexts"], len(group["positions"]), group["threshold"], group.get("trained_with_seed"))
     return models == wanted and same == (list(sweep.contexts), sweep.positions, sweep.threshold, seed)
@@ -107,11 +110,11 @@ def _reader(workshop: Workshop, name: str, index: int) -> Reader:
     from transformer_xl.analysis.systems import BY_NAME
     from transformer_xl.device import choose_device
     from transformer_xl.evaluation.effective_context import Reader
-    from transformer_xl.evaluation.plan import Plan
+    from transformer_xl.evaluation.plan import EvaluationPlan
     from transformer_xl.run_folder import RunFolder
 
     system = BY_NAME[name]
     folder = RunFolder.open(workshop.runs(system)[index])
     window = best_window(workshop.scores(system)[index]) if system.attends and system.has_memory else None
     lengths = {} if window is None else {"memory": window - 1, "window": window}
-    return Reader(name, folder.load_model(choose_device(workshop.device)), Plan.of(folder.config, **lengths))
+    return Reader(name, folder.load_model(choose_device(workshop.device)), EvaluationPlan.of(folder.config, **lengths))

@@ -14,9 +14,9 @@ Groups = dict[str, dict[str, Any]]
 """Settings by group: model, train, evaluation."""
 
 _SMOKE: Groups = {
-    "model": {"layers": 2, "width": 32, "heads": 2, "head_width": 16, "feedforward": 64},
-    "train": {"segment": 16, "memory": 16, "rows": 8, "steps": 30, "warmup": 5, "evaluate_every": 30,
-              "evaluate_tokens": 1024, "save_every": 10},
+    "model": {"n_layers": 2, "d_model": 32, "n_heads": 2, "d_head": 16, "d_ff": 64},
+    "train": {"segment_length": 16, "memory_length": 16, "batch_size": 8, "max_steps": 30, "warmup_steps": 5, "eval_interval": 30,
+              "eval_tokens": 1024, "checkpoint_interval": 10},
 }  # fmt: skip
 _USUAL_TOKENS, _SMOKE_TOKENS = 16_384, 512
 _USUAL_SEEDS, _SMOKE_SEEDS = "1,2", "1"
@@ -98,6 +98,6 @@ class Scale:
         for name in ("seed", "loss"):
             if name in base["train"]:
                 raise UserError(f"train.{name} is not one for all systems; leave it out (--seeds says the seeds)")
-        if not run_settings(base, "settings").train.memory:
-            raise UserError("train.memory 0: recurrence is what is compared; give 1 or more")
+        if not run_settings(base, "settings").train.memory_length:
+            raise UserError("train.memory_length 0: recurrence is what is compared; give 1 or more")
         return base

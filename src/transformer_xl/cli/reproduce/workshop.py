@@ -25,7 +25,7 @@ from transformer_xl.cli.options import num_cores
 from transformer_xl.cli.output import command_line, say
 from transformer_xl.cli.reproduce.scale import Groups, Scale
 from transformer_xl.cli.side_by_side import Command, Job, run_side_by_side
-from transformer_xl.config import MOST, RunConfig, UserError, load_recipe, merge, read_yaml, run_settings
+from transformer_xl.config import INT32_MAX, RunConfig, UserError, load_recipe, merge, read_yaml, run_settings
 from transformer_xl.files import explained, write_text
 
 if TYPE_CHECKING:
@@ -73,13 +73,13 @@ class Workshop:
     @property
     def settings(self) -> dict[str, Any]:
         """What may not change."""
-        from transformer_xl.text.vocabulary import fingerprint
+        from transformer_xl.text.tokenizer import fingerprint
 
         splits = self.corpus.record.splits
         return {
             "train_sha256": splits["train"].sha256,
             "test_sha256": splits["test"].sha256,
-            "vocabulary": fingerprint(self.corpus.vocabulary),
+            "tokenizer_sha256": fingerprint(self.corpus.tokenizer),
             "tokens": self.tokens,
             **self.base,
         }
@@ -120,7 +120,7 @@ class Workshop:
                 recipe = load_recipe(str(file))
                 groups = {"model": recipe.model, "train": recipe.train, "evaluation": recipe.evaluation}
             else:
-                groups = system.settings(self.base, self.corpus.vocabulary.size)
+                groups = system.settings(self.base, self.corpus.tokenizer.vocab_size)
             self.found[system.name] = groups
         return self.found[system.name]
 
@@ -136,16 +136,16 @@ class Workshop:
             return ()
         segment, trained = self.lengths(system)
         unit = self.lengths(None)[0]
-        most = {"sinusoidal": 3 * unit, "learned": segment}.get(system.encoding, MOST)
+        most = {"sinusoidal": 3 * unit, "learned": segment}.get(system.encoding, INT32_MAX)
         swept = [share * unit // 2 for share in _HALVES] if wanted is None else list(wanted)
-        most = most if wanted is None or system.encoding == "learned" else MOST
+        most = most if wanted is None or system.encoding == "learned" else INT32_MAX
         return tuple(sorted({*(length for length in swept if 1 <= length <= most), trained}))
 
     def lengths(self, system: System | None) -> tuple[int, int]:
         """Segment, and the attention length of training: segment and memory, or the window; none: of the base."""
         config = run_settings(self.base if system is None else self.recipe(system), "settings")
-        most = config.train.segment + config.train.memory
-        return config.train.segment, min(most, config.model.window or most)
+        most = config.train.segment_length + config.train.memory_length
+        return config.train.segment_length, min(most, config.model.attention_window or most)
 
     def context_sweep(self, step: int | None = None, longest: int | None = None, positions: int = 1000) -> ContextSweep:
         """Contexts in steps of half a segment, ten of them, unless told otherwise."""
@@ -187,7 +187,7 @@ class Workshop:
         from transformer_xl.device import choose_device
         from transformer_xl.training.loop import check
 
-        known = {"model": {"vocabulary_size": self.corpus.vocabulary.size}}
+        known = {"model": {"vocab_size": self.corpus.tokenizer.vocab_size}}
         config = run_settings(merge(self.recipe(system), known), system.name)
         check(config, self.corpus, choose_device(self.device))
         return config
@@ -212,7 +212,7 @@ class Workshop:
 
     def about(self) -> dict[str, Any]:
         """What figures of this folder are about, for JSON."""
-        from transformer_xl.device import choose_device, circumstances
+        from transformer_xl.device import choose_device, environment
 
         return {
             "command": command_line(),
@@ -221,7 +221,7 @@ class Workshop:
             "tokens": self.tokens,
             "seeds": list(self.seeds),
             "settings": self.base,
-            **circumstances(choose_device(self.device)),
+            **environment(choose_device(self.device)),
         }
 
     def _job(self, system: System, index: int, config: RunConfig, windows: tuple[int, ...]) -> Job | None:
@@ -246,10 +246,10 @@ class Workshop:
             if windows:
                 evaluate += ["--sweep-window", ",".join(map(str, windows))]
             if not system.has_memory:
-                evaluate += ["--method", "moving-window"]
+                evaluate += ["--method", "sliding-window"]
             return [Command(train), Command(evaluate, output=scores)]
 
-        return Job(run.name, commands, config.train.steps, lambda: step_of(run))
+        return Job(run.name, commands, config.train.max_steps, lambda: step_of(run))
 
 
 def _check_run(run: Path, config: RunConfig, seed: int) -> None:

@@ -29,7 +29,7 @@ from transformer_xl.model.attention import FeedForward, encode_distances
 from transformer_xl.model.baselines.token_memory import TokenMemory
 from transformer_xl.model.cross_entropy import linear_cross_entropy
 from transformer_xl.model.dropout import Dropout
-from transformer_xl.model.memory import HiddenMemory, Memory, Reach
+from transformer_xl.model.memory import ContextLimits, HiddenMemory, Memory
 from transformer_xl.model.token_model import WEIGHT_STD, TokenModel
 
 _SECOND_WEIGHT = 0.5  # of the loss of the token after the next
@@ -40,14 +40,14 @@ class SelfAttention(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        inner = config.heads * config.head_size
-        self.head_shape = (config.heads, config.head_size)
+        inner = config.n_heads * config.head_size
+        self.head_shape = (config.n_heads, config.head_size)
         self.pre_norm, self.share_dropped = config.norm == "pre", config.attention_dropout
-        self.query = nn.Linear(config.width, inner, bias=False)
-        self.key = nn.Linear(config.width, inner, bias=False)
-        self.value = nn.Linear(config.width, inner, bias=False)
-        self.output = nn.Linear(inner, config.width, bias=False)
-        self.norm = nn.LayerNorm(config.width, eps=config.norm_epsilon)
+        self.q_proj = nn.Linear(config.d_model, inner, bias=False)
+        self.k_proj = nn.Linear(config.d_model, inner, bias=False)
+        self.v_proj = nn.Linear(config.d_model, inner, bias=False)
+        self.o_proj = nn.Linear(inner, config.d_model, bias=False)
+        self.norm = nn.LayerNorm(config.d_model, eps=config.norm_eps)
         self.dropout = Dropout(config.dropout)
 
     @override
@@ -56,7 +56,7 @@ class SelfAttention(nn.Module):
         new_BTD = self.norm(x_BTD) if self.pre_norm else x_BTD
         q_BNTH, k_BNTH, v_BNTH = (
             projection(new_BTD).unflatten(-1, self.head_shape).transpose(1, 2)
-            for projection in (self.query, self.key, self.value)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
         out_BNTH = F.scaled_dot_product_attention(
             q_BNTH,
@@ -66,7 +66,7 @@ class SelfAttention(nn.Module):
             dropout_p=self.share_dropped if self.training else 0.0,
             is_causal=seen_B1TT is None,
         )
-        sum_BTD = x_BTD + self.dropout(self.output(out_BNTH.transpose(1, 2).flatten(-2)))
+        sum_BTD = x_BTD + self.dropout(self.o_proj(out_BNTH.transpose(1, 2).flatten(-2)))
         return sum_BTD if self.pre_norm else self.norm(sum_BTD)
 
 
@@ -98,38 +98,40 @@ class AbsoluteTransformer(TokenModel):
         if config.encoding == "learned":
             if config.learned_positions is None:
                 raise UserError("encoding learned needs learned_positions, the longest segment; give a number")
-            self.place_vectors = nn.Parameter(torch.empty(config.layers, config.learned_positions, config.width))
-        self.layers = nn.ModuleList(AbsoluteLayer(config) for _ in range(config.layers))
+            self.place_vectors = nn.Parameter(torch.empty(config.n_layers, config.learned_positions, config.d_model))
+        self.layers = nn.ModuleList(AbsoluteLayer(config) for _ in range(config.n_layers))
         final = config.norm == "pre" and config.final_norm
-        self.final_norm = nn.LayerNorm(config.width, eps=config.norm_epsilon) if final else nn.Identity()
-        predicting = range(1, config.layers) if config.intermediate_losses else ()
-        both = [*predicting, config.layers] if config.second_target else []
+        self.final_norm = nn.LayerNorm(config.d_model, eps=config.norm_eps) if final else nn.Identity()
+        predicting = range(1, config.n_layers) if config.intermediate_layer_losses else ()
+        both = [*predicting, config.n_layers] if config.second_target else []
         self.next_heads = nn.ModuleDict({str(layer): _head(config) for layer in predicting})
         self.second_heads = nn.ModuleDict({str(layer): _head(config) for layer in both})
-        self.initialise()
+        self.init_weights()
 
     @override
-    def initialise(self) -> None:
-        super().initialise()
+    def init_weights(self) -> None:
+        super().init_weights()
         if self.place_vectors is not None:
             nn.init.normal_(self.place_vectors, 0.0, WEIGHT_STD)
 
     @override
-    def initial_memory(self, batch_size: int, reach: Reach | None = None) -> HiddenMemory:
+    def initial_memory(self, batch_size: int, context_limits: ContextLimits | None = None) -> HiddenMemory:
         """Rows without a slot.
 
         Raises:
             UserError: memory or a clamp is asked for.
         """
         like = next(self.layers.parameters())
-        return HiddenMemory.empty(1, batch_size, self.config.width, self.checked(reach), like)
+        return HiddenMemory.empty(1, batch_size, self.config.d_model, self.checked(context_limits), like)
 
     @override
-    def writing_memory(self, batch_size: int, reach: Reach | None = None, *, segment: int) -> TokenMemory:
-        reach = self.checked(reach)
+    def generation_memory(
+        self, batch_size: int, context_limits: ContextLimits | None = None, *, segment: int
+    ) -> TokenMemory:
+        context_limits = self.checked(context_limits)
         segment = min(segment, self.config.learned_positions or segment)
         device = next(self.layers.parameters()).device
-        return TokenMemory.empty(batch_size, Reach(segment - 1, reach.window), device)
+        return TokenMemory.empty(batch_size, ContextLimits(segment - 1, context_limits.attention_window), device)
 
     @override
     def forward(
@@ -156,7 +158,7 @@ class AbsoluteTransformer(TokenModel):
         return self._finished(last_BTD), self._after(memory, x_BTD, lengths_B)
 
     @override
-    def training_nats(
+    def training_losses(
         self, tokens_BT: Tensor, targets_BT: Tensor, memory: Memory, *, done: float
     ) -> tuple[Tensor, Tensor, Memory]:
         x_BTD = self.first_input(tokens_BT, None)
@@ -192,7 +194,10 @@ class AbsoluteTransformer(TokenModel):
             given = "no tokens" if tokens_BT is None else f"tokens of shape {tuple(tokens_BT.shape)}"
             raise UserError(f"{given} beside a memory of {memory.batch_size} rows of tokens; give tokens of those rows")
         parts_BTD: list[Tensor] = []
-        fresh, num_left = self.initial_memory(len(tokens_BT), Reach(0, memory.reach.window)), tokens_BT.shape[1]
+        fresh, num_left = (
+            self.initial_memory(len(tokens_BT), ContextLimits(0, memory.context_limits.attention_window)),
+            tokens_BT.shape[1],
+        )
         for part_BT in tokens_BT.split(memory.length + 1, dim=1):
             num_left -= part_BT.shape[1]
             # padding stands first, so the last parts of a row are its own
@@ -211,7 +216,7 @@ class AbsoluteTransformer(TokenModel):
     def _outputs(self, x_BTD: Tensor, memory: Memory, lengths_B: Tensor | None) -> Iterator[Tensor]:
         """The output (B, T, D) of one layer after the other."""
         num_new, width = x_BTD.shape[1:]
-        self.config.check_reach(segment=num_new)
+        self.config.check_context_limits(segment=num_new)
         place_T = torch.arange(num_new, device=x_BTD.device)
         place_BT = place_T[None] if lengths_B is None else place_T - (num_new - lengths_B)[:, None]
         own_BT = place_BT.clamp(min=0)
@@ -219,7 +224,7 @@ class AbsoluteTransformer(TokenModel):
             sinusoids = encode_distances(num_new, width, like=x_BTD).flip(0)  # which counts down
             x_BTD = x_BTD + sinusoids.to(x_BTD.dtype)[own_BT]
         x_BTD = self.dropout(x_BTD)
-        seen_B1TT = _seen(place_BT, memory.reach.window, padded=lengths_B is not None)
+        seen_B1TT = _seen(place_BT, memory.context_limits.attention_window, padded=lengths_B is not None)
         for index, layer in enumerate(self.layers):
             if self.place_vectors is not None:
                 x_BTD = x_BTD + self.place_vectors[index, :num_new].to(x_BTD.dtype)[own_BT]
@@ -239,7 +244,7 @@ def _seen(place_BT: Tensor, window: int | None, *, padded: bool) -> Tensor | Non
 
 
 def _head(config: ModelConfig) -> nn.Linear:
-    return nn.Linear(config.width, config.vocabulary_size)
+    return nn.Linear(config.d_model, config.vocab_size)
 
 
 def _loss(head: nn.Module, hidden_BTD: Tensor, targets_BT: Tensor, *, ahead: int) -> Tensor:

@@ -33,7 +33,7 @@ from typing_extensions import override
 
 from transformer_xl.config import ModelConfig, UserError
 from transformer_xl.model.baselines.scan import linear_recurrence
-from transformer_xl.model.memory import Memory, Reach, counts_on
+from transformer_xl.model.memory import ContextLimits, Memory, counts_on
 from transformer_xl.model.token_model import TokenModel
 
 _FORGET_BIAS = 1.0  # Jozefowicz et al. 2015
@@ -51,14 +51,16 @@ class RecurrentMemory(Memory):
     """One tensor a layer; zeros where nothing was read."""
 
     @staticmethod
-    def empty(state_shape: tuple[int, int, int, int], reach: Reach, like: Tensor) -> RecurrentMemory:
+    def empty(state_shape: tuple[int, int, int, int], context_limits: ContextLimits, like: Tensor) -> RecurrentMemory:
         """A memory of nothing, on the device and in the dtype of `like`; `state_shape` is L, B, X, D."""
         num_layers, batch_size, *state = state_shape
         counts_B = torch.zeros(batch_size, dtype=torch.int64, device=like.device)
         # not like.new_zeros: `like` may be shared out over processes, and memory never is
         empty = {"dtype": like.dtype, "device": like.device}
         states = tuple(torch.zeros(batch_size, *state, **empty) for _ in range(num_layers))
-        return RecurrentMemory(states, valid_B=counts_B, position_B=counts_B.clone(), reach=reach, least_valid=0)
+        return RecurrentMemory(
+            states, valid_B=counts_B, position_B=counts_B.clone(), context_limits=context_limits, least_valid=0
+        )
 
     def after(self, states_BXD: Sequence[Tensor], num_new: int, lengths_B: Tensor | None) -> RecurrentMemory:
         """The memory once each layer has gone through T new tokens; of padded rows, through `lengths_B` of them."""
@@ -108,11 +110,11 @@ class LSTMLayer(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.input_weight = nn.Parameter(torch.empty(4 * config.width, config.width))
-        self.recurrent_weight = nn.Parameter(torch.empty(4 * config.width, config.width))
-        self.bias = nn.Parameter(torch.empty(4 * config.width))
+        self.input_weight = nn.Parameter(torch.empty(4 * config.d_model, config.d_model))
+        self.recurrent_weight = nn.Parameter(torch.empty(4 * config.d_model, config.d_model))
+        self.bias = nn.Parameter(torch.empty(4 * config.d_model))
 
-    def initialise(self) -> None:
+    def init_weights(self) -> None:
         """Draws first weights: uniform of variance 1 / D, recurrent ones of a third; biases 0, forget gates' 1."""
         bound = self.input_weight.shape[1] ** -0.5
         nn.init.uniform_(self.input_weight, -(3**0.5) * bound, 3**0.5 * bound)
@@ -166,10 +168,10 @@ class QRNNLayer(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.window, self.zoneout = config.qrnn_window, config.zoneout
-        self.gates = nn.Linear(self.window * config.width, 3 * config.width)
+        self.window, self.zoneout = config.qrnn_kernel_size, config.zoneout
+        self.gates = nn.Linear(self.window * config.d_model, 3 * config.d_model)
 
-    def initialise(self) -> None:
+    def init_weights(self) -> None:
         """Draws first weights: uniform of variance 1 / (W D), biases 0 and of forget gates 1."""
         bound = (3 / self.gates.in_features) ** 0.5
         nn.init.uniform_(self.gates.weight, -bound, bound)
@@ -212,27 +214,27 @@ class RecurrentModel(TokenModel):
         """Builds the model with first weights drawn from torch's global random state."""
         super().__init__(config)
         layer = {"lstm": LSTMLayer, "qrnn": QRNNLayer}[config.kind]
-        self.layers = nn.ModuleList(layer(config) for _ in range(config.layers))
-        self.num_state_rows = 2 if config.kind == "lstm" else config.qrnn_window
-        self.initialise()
+        self.layers = nn.ModuleList(layer(config) for _ in range(config.n_layers))
+        self.num_state_rows = 2 if config.kind == "lstm" else config.qrnn_kernel_size
+        self.init_weights()
 
     @override
-    def initialise(self) -> None:
-        super().initialise()
+    def init_weights(self) -> None:
+        super().init_weights()
         for part in (self.embedding, self.softmax):
             for table in part.tables:
-                nn.init.normal_(table, 0.0, self.config.width**-0.5)
+                nn.init.normal_(table, 0.0, self.config.d_model**-0.5)
             for projection in part.projections.values():
                 nn.init.normal_(projection, 0.0, projection.shape[1] ** -0.5)
         for layer in self.layers:
             assert isinstance(layer, LSTMLayer | QRNNLayer)
-            layer.initialise()
+            layer.init_weights()
 
     @override
-    def initial_memory(self, batch_size: int, reach: Reach | None = None) -> RecurrentMemory:
-        shape = (self.config.layers, batch_size, self.num_state_rows, self.config.width)
+    def initial_memory(self, batch_size: int, context_limits: ContextLimits | None = None) -> RecurrentMemory:
+        shape = (self.config.n_layers, batch_size, self.num_state_rows, self.config.d_model)
         # not like a layer's weights, which may be rounded (`precision.py`): a state is summed up over all of the text
-        return RecurrentMemory.empty(shape, self.checked(reach), self.softmax.bias)
+        return RecurrentMemory.empty(shape, self.checked(context_limits), self.softmax.bias)
 
     @override
     def forward(
@@ -261,10 +263,10 @@ class RecurrentModel(TokenModel):
     @override
     def matching(self, memory: Memory | None, x_BTD: Tensor, lengths_B: Tensor | None) -> RecurrentMemory:
         memory = super().matching(memory, x_BTD, lengths_B)
-        state = (self.num_state_rows, self.config.width)
+        state = (self.num_state_rows, self.config.d_model)
         if (
             not isinstance(memory, RecurrentMemory)
-            or len(memory.states_BXD) != self.config.layers
+            or len(memory.states_BXD) != self.config.n_layers
             or memory.states_BXD[0].shape[1:] != state
         ):
             raise UserError("this memory was made by another model; start with initial_memory")

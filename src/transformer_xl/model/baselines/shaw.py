@@ -30,7 +30,7 @@ class ShawAttention(RelativeAttention):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
         assert config.learned_positions is not None
-        del self.position_key
+        del self.r_proj
         self.distance_keys = nn.Parameter(torch.empty(config.learned_positions, *self.head_shape))
 
     @override
@@ -68,11 +68,11 @@ class ShawTransformer(TransformerXL):
         del self.content_bias, self.position_bias
         self.register_buffer("content_bias", nothing_1NH, persistent=False)
         self.register_buffer("position_bias", nothing_1NH.clone(), persistent=False)
-        self.initialise()
+        self.init_weights()
 
     @override
-    def initialise(self) -> None:
-        super().initialise()
+    def init_weights(self) -> None:
+        super().init_weights()
         for module in self.modules():
             if isinstance(module, ShawAttention):
                 nn.init.normal_(module.distance_keys, 0.0, _WEIGHT_STD)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import override
 
-from transformer_xl.model.memory import Memory, Reach, counts_on, without_padding
+from transformer_xl.model.memory import ContextLimits, Memory, counts_on, without_padding
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,11 +28,13 @@ class TokenMemory(Memory):
     """Valid ones stand last; 0 elsewhere."""
 
     @staticmethod
-    def empty(batch_size: int, reach: Reach, device: torch.device) -> TokenMemory:
+    def empty(batch_size: int, context_limits: ContextLimits, device: torch.device) -> TokenMemory:
         """A memory without tokens, for `reach.memory` of them."""
         counts_B = torch.zeros(batch_size, dtype=torch.int64, device=device)
-        tokens_BM = torch.zeros(batch_size, reach.memory, dtype=torch.int64, device=device)
-        return TokenMemory(tokens_BM, valid_B=counts_B, position_B=counts_B.clone(), reach=reach, least_valid=0)
+        tokens_BM = torch.zeros(batch_size, context_limits.memory_length, dtype=torch.int64, device=device)
+        return TokenMemory(
+            tokens_BM, valid_B=counts_B, position_B=counts_B.clone(), context_limits=context_limits, least_valid=0
+        )
 
     def with_new(self, tokens_BT: Tensor, lengths_B: Tensor | None) -> tuple[Tensor, Tensor | None, TokenMemory]:
         """The last P tokens of each row, how many are its own (none: all), and the memory after them.

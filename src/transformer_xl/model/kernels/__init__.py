@@ -10,11 +10,11 @@ from torch import Tensor
 
 from transformer_xl.config import UserError, nearest
 from transformer_xl.model.kernels import cpu, reference, sdpa, triton
-from transformer_xl.model.kernels.reference import AttentionInputs, AttentionTerms, Sight
+from transformer_xl.model.kernels.reference import AttentionInputs, AttentionMask, AttentionTerms
 
-__all__ = ["KERNELS", "Attend", "AttentionInputs", "AttentionTerms", "Kernel", "Sight", "check", "choose"]
+__all__ = ["KERNELS", "Attend", "AttentionInputs", "AttentionMask", "AttentionTerms", "Kernel", "check", "choose"]
 
-Attend = Callable[[AttentionInputs, Sight, float], Tensor]
+Attend = Callable[[AttentionInputs, AttentionMask, float], Tensor]
 """Computes attention (B, T, N, H) from its inputs, what is seen, and the dropout on the probabilities."""
 
 

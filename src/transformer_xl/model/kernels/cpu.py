@@ -24,23 +24,23 @@ import torch
 from torch import Tensor
 
 from transformer_xl.model.dropout import draw_kept, num_draws
-from transformer_xl.model.kernels import few
-from transformer_xl.model.kernels.reference import AttentionInputs, Sight, empty_slots, written_out
+from transformer_xl.model.kernels import decode
+from transformer_xl.model.kernels.reference import AttentionInputs, AttentionMask, empty_slots, written_out
 
-_QUERIES = 128  # of a block: enough for fast matrix products, few enough to skip most of the future
+_QUERIES = 128  # of a block: enough for fast matrix products, decode enough to skip most of the future
 _BUFFER_BYTES = 2**22  # of one buffer: a few of them fit into the last-level cache
 _WORTHWHILE = 2**19  # scores of a call below which blocks cost more than they save
 _LINE = 16  # numbers; products write faster where rows begin at a cache line
 
 
-def attend(inputs: AttentionInputs, sight: Sight, dropout: float) -> Tensor:
+def attend(inputs: AttentionInputs, sight: AttentionMask, dropout: float) -> Tensor:
     """Relative attention; returns (B, T, N, H). A few scores that nobody differentiates need no blocks."""
     batch_size, num_queries, num_heads, _ = inputs.q_BTNH.shape
     num_scores = batch_size * num_heads * num_queries * inputs.k_BSNH.shape[1]
     differentiated, beyond = torch.is_grad_enabled(), sight.beyond
     counted_only = inputs.q_BTNH.device.type == "meta"
     if num_scores < _WORTHWHILE and not (differentiated or dropout or counted_only):
-        return few.attend(inputs, sight)
+        return decode.attend(inputs, sight)
     if differentiated:  # the backward pass has a gradient for each distance
         inputs, beyond = written_out(inputs, sight), 0
     seed = torch.randint(2**62, ()) if dropout else None
@@ -59,7 +59,7 @@ def _attention(
     inputs = AttentionInputs(*given)
     dropped = _Dropped(seed, dropout)
     out_BTNH = given[0].new_empty(given[0].shape)
-    for part in _parts(inputs, Sight(valid_B, beyond)):
+    for part in _parts(inputs, AttentionMask(valid_B, beyond)):
         out_GTH = _like("outputs", part.content_GTH)
         for block in part.blocks():
             p_GIK = _probabilities(part, block)
@@ -79,7 +79,7 @@ def _attention_backward(
     dq_BTNH, dk_BSNH, dv_BSNH = (t.new_empty(t.shape) for t in (q_BTNH, k_BSNH, v_BSNH))
     dr_NPH = _sums(position_key_PNH.transpose(0, 1))
     du_NH, dw_NH = _sums(content_bias_NH), _sums(position_bias_NH)
-    for part in _parts(inputs, Sight(valid_B)):
+    for part in _parts(inputs, AttentionMask(valid_B)):
         dout_GTH = part.take("output gradients", dout_BTNH).mul_(dropped.scale)
         grads = _PartGradients.zero(part, dr_NPH[part.heads])
         for block in part.blocks():
@@ -181,7 +181,7 @@ class _Part:
             yield _Block(number, slice(start, stop), keys, slice(num_near - near, num_near), occurring - near)
 
 
-def _parts(inputs: AttentionInputs, sight: Sight) -> Iterator[_Part]:
+def _parts(inputs: AttentionInputs, sight: AttentionMask) -> Iterator[_Part]:
     """Rows and heads, as many at once as fit a buffer; of long texts one row, and a head for each thread at least."""
     batch_size, num_queries, num_heads, _ = inputs.q_BTNH.shape
     largest = min(num_queries, _QUERIES) * (inputs.k_BSNH.shape[1] + _QUERIES) * inputs.q_BTNH.element_size()

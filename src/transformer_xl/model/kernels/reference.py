@@ -34,7 +34,7 @@ class AttentionInputs:
 
 
 @dataclass(frozen=True)
-class Sight:
+class AttentionMask:
     """Which keys a query sees: those at distances 0 to P - 1, and `beyond` more, that stand in no empty memory slot."""
 
     valid_B: Tensor | None
@@ -44,7 +44,7 @@ class Sight:
     """So many distances more are seen, which all have the farthest position key (a clamped distance)."""
 
 
-def written_out(inputs: AttentionInputs, sight: Sight) -> AttentionInputs:
+def written_out(inputs: AttentionInputs, sight: AttentionMask) -> AttentionInputs:
     """The same inputs with a position key for each distance that is seen."""
     if not sight.beyond:
         return inputs
@@ -71,7 +71,7 @@ def distances(num_queries: int, num_keys: int, device: torch.device) -> Tensor:
     return num_memory + query_T[:, None] - key_S[None, :]
 
 
-def seen_keys(inputs: AttentionInputs, sight: Sight) -> Tensor:
+def seen_keys(inputs: AttentionInputs, sight: AttentionMask) -> Tensor:
     """Which key each query sees, as bool (B or 1, T, S)."""
     num_queries, num_keys = inputs.q_BTNH.shape[1], inputs.k_BSNH.shape[1]
     distance_TS = distances(num_queries, num_keys, inputs.q_BTNH.device)
@@ -87,7 +87,7 @@ def empty_slots(valid_B: Tensor, num_queries: int, num_keys: int) -> Tensor:
     return torch.arange(num_keys, device=valid_B.device) < first_valid_B[:, None]
 
 
-def attention_terms(inputs: AttentionInputs, sight: Sight) -> AttentionTerms:
+def attention_terms(inputs: AttentionInputs, sight: AttentionMask) -> AttentionTerms:
     """Computes every term by itself; B x N x T x S numbers each."""
     seen_B1TS = seen_keys(inputs, sight)[:, None]
     inputs = written_out(inputs, sight)
@@ -119,6 +119,6 @@ def weighted_values(terms: AttentionTerms, v_BSNH: Tensor, dropout: float = 0.0)
     return torch.einsum("bnts,bsnh->btnh", kept_BNTS, v_BSNH)
 
 
-def attend(inputs: AttentionInputs, sight: Sight, dropout: float) -> Tensor:
+def attend(inputs: AttentionInputs, sight: AttentionMask, dropout: float) -> Tensor:
     """Relative attention; returns (B, T, N, H)."""
     return weighted_values(attention_terms(inputs, sight), inputs.v_BSNH, dropout)

@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from transformer_xl.model.kernels.reference import AttentionInputs, Sight, empty_slots
+from transformer_xl.model.kernels.reference import AttentionInputs, AttentionMask, empty_slots
 
 
-def attend(inputs: AttentionInputs, sight: Sight, dropout: float) -> Tensor:
+def attend(inputs: AttentionInputs, sight: AttentionMask, dropout: float) -> Tensor:
     """Relative attention; returns (B, T, N, H)."""
     scale = inputs.q_BTNH.shape[-1] ** -0.5
     content_BNTH = (inputs.q_BTNH + inputs.content_bias_NH).transpose(1, 2)

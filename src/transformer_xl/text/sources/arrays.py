@@ -14,7 +14,7 @@ import numpy.typing as npt
 from transformer_xl.config import UserError
 from transformer_xl.files import explained
 from transformer_xl.text.documents import Document
-from transformer_xl.text.vocabularies.integers import MOST_VALUES
+from transformer_xl.text.tokenizers.integers import MOST_VALUES
 
 _NUMBERS_AT_ONCE = 2**16
 _DAMAGED = (ValueError, EOFError, SyntaxError, TokenError, TypeError, OverflowError)  # what numpy raises for such files

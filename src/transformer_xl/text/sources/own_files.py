@@ -17,7 +17,7 @@ from transformer_xl.text.sources.archives import PACKED, FilePart, is_archive
 from transformer_xl.text.sources.arrays import ArrayPart
 from transformer_xl.text.sources.folders import matches, walk
 from transformer_xl.text.sources.text_source import AS_BYTES, TextSource
-from transformer_xl.text.vocabularies.learning import VocabularyOptions
+from transformer_xl.text.tokenizers.learning import TokenizerOptions
 
 NEAR_BYTES = 2**16
 """How far a cut is moved to fall between lines."""
@@ -41,14 +41,14 @@ def given_splits(given: Mapping[SplitName, Sequence[str]], kind: str | None) -> 
     if "train" not in given:
         raise UserError(f"--{next(iter(given))} was given without --train; add --train with the files to train on")
     parts = {split: parts_of(sources, f"--{split}: ") for split, sources in given.items()}
-    vocabulary = _normal_vocabulary([part for of in parts.values() for part in of], kind)
+    tokenizer = _normal_vocabulary([part for of in parts.values() for part in of], kind)
     notes = _repeated({str(split): of for split, of in parts.items()})
     return TextSource(
         _name_of(given["train"]),
         "; ".join(f"{split}: {listed(sources)}" for split, sources in given.items()),
         {split: _documents(of) for split, of in parts.items()},
-        vocabulary=vocabulary,
-        counted=_counted(vocabulary),
+        tokenizer=tokenizer,
+        counted=_counted(tokenizer),
         notes=notes,
     )
 
@@ -77,7 +77,7 @@ def cut_splits(sources: Sequence[str], fractions: Mapping[SplitName, float], kin
             "on; wanted a sum below 1"
         )
     parts = parts_of(sources, "")
-    vocabulary = _normal_vocabulary(parts, kind)
+    tokenizer = _normal_vocabulary(parts, kind)
     arrays = [part for part in parts if isinstance(part, ArrayPart)]
     if arrays and len(arrays) < len(parts):
         raise UserError(
@@ -88,7 +88,7 @@ def cut_splits(sources: Sequence[str], fractions: Mapping[SplitName, float], kin
     text = _Joined.of(parts)
     splits: dict[SplitName, list[Document]] = {}
     start = 0
-    for split, stop in text.cuts(fractions, whole_lines=vocabulary.kind == "integers").items():
+    for split, stop in text.cuts(fractions, whole_lines=tokenizer.kind == "integers").items():
         if start < stop:
             splits[split] = _documents(text.between(start, stop))
         elif split == "train" or fractions[split]:
@@ -102,8 +102,8 @@ def cut_splits(sources: Sequence[str], fractions: Mapping[SplitName, float], kin
         _name_of(sources),
         f"{listed(sources)}; {shares}",
         splits,
-        vocabulary=vocabulary,
-        counted=_counted(vocabulary),
+        tokenizer=tokenizer,
+        counted=_counted(tokenizer),
         notes=notes,
     )
 
@@ -187,21 +187,21 @@ def _near_edge(part: FilePart, place: int, most: int) -> int:
     return place  # not UTF-8
 
 
-def _normal_vocabulary(parts: Sequence[Part], kind: str | None) -> VocabularyOptions:
+def _normal_vocabulary(parts: Sequence[Part], kind: str | None) -> TokenizerOptions:
     arrays = [part for part in parts if isinstance(part, ArrayPart)]
     if not arrays:
-        return VocabularyOptions(kind="integers") if kind == "integers" else AS_BYTES
+        return TokenizerOptions(kind="integers") if kind == "integers" else AS_BYTES
     if kind not in (None, "integers") or (kind is None and len(arrays) < len(parts)):
         raise UserError(
             f"{arrays[0].path} holds numbers, not text; give --vocabulary integers, or leave it out (a pattern such as "
             "'folder/**/*.txt' takes some files only)"
         )
-    return VocabularyOptions(kind="integers")
+    return TokenizerOptions(kind="integers")
 
 
-def _counted(vocabulary: VocabularyOptions) -> tuple[SplitName, ...]:
+def _counted(tokenizer: TokenizerOptions) -> tuple[SplitName, ...]:
     """The range of numbers is that of the whole text; words and characters are learned from train alone."""
-    return SPLITS if vocabulary.kind == "integers" else ("train",)
+    return SPLITS if tokenizer.kind == "integers" else ("train",)
 
 
 def _documents(parts: Iterator[Part] | Sequence[Part]) -> list[Document]:

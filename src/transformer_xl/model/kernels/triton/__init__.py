@@ -14,7 +14,7 @@ import os
 import torch
 from torch import Tensor
 
-from transformer_xl.model.kernels.reference import AttentionInputs, Sight, written_out
+from transformer_xl.model.kernels.reference import AttentionInputs, AttentionMask, written_out
 from transformer_xl.model.kernels.triton.ops import relative_attention
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -44,7 +44,7 @@ def fits(device: torch.device, dtype: torch.dtype) -> bool:
     return torch.cuda.get_device_properties(device).major >= _LEAST_CAPABILITY
 
 
-def attend(inputs: AttentionInputs, sight: Sight, dropout: float) -> Tensor:
+def attend(inputs: AttentionInputs, sight: AttentionMask, dropout: float) -> Tensor:
     """Relative attention; returns (B, T, N, H).
 
     The backward pass keeps the inputs, the output and one number for each query and head. Which probabilities are

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from transformer_xl.text.vocabularies.splitting import (
+from transformer_xl.text.tokenizers.splitting import (
     EnglishJoiner,
     Joiner,
     SpaceJoiner,
@@ -18,7 +18,7 @@ from transformer_xl.text.vocabularies.splitting import (
     last_word_space,
     split_line,
 )
-from transformer_xl.text.vocabularies.words import WordRules
+from transformer_xl.text.tokenizers.words import WordRules
 
 UNHURRIED = settings(deadline=None)
 # Ordinary text and its words, one space between them.

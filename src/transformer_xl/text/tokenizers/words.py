@@ -17,24 +17,24 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from transformer_xl.text.vocabularies import moses
-from transformer_xl.text.vocabularies.splitting import (
-    EnglishJoiner,
-    Joiner,
-    SpaceJoiner,
-    last_chunk_end,
-    last_white_space,
-    split_line,
-)
-from transformer_xl.text.vocabulary import (
+from transformer_xl.text.tokenizer import (
     BadText,
-    Piece,
+    EncodedChunk,
     StreamDecoder,
     TokenArray,
     as_bytes,
     as_text,
     checked_ids,
     token_dtype,
+)
+from transformer_xl.text.tokenizers import moses
+from transformer_xl.text.tokenizers.splitting import (
+    EnglishJoiner,
+    Joiner,
+    SpaceJoiner,
+    last_chunk_end,
+    last_white_space,
+    split_line,
 )
 
 Case = Literal["kept", "folded"]
@@ -106,7 +106,7 @@ class _Ids(dict[bytes, int]):
 
 
 @dataclass(frozen=True, eq=False)
-class WordVocabulary:
+class WordTokenizer:
     """Words in the order of their ids, and how text is taken apart into them."""
 
     words: tuple[str, ...]
@@ -124,10 +124,10 @@ class WordVocabulary:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Without the table of ids, which is made again where it is needed."""
-        return WordVocabulary, (self.words, self.counts, self.end_of_line, self.unknown, self.rules)
+        return WordTokenizer, (self.words, self.counts, self.end_of_line, self.unknown, self.rules)
 
     @property
-    def size(self) -> int:
+    def vocab_size(self) -> int:
         """Number of words, marks included."""
         return len(self.words)
 
@@ -140,7 +140,7 @@ class WordVocabulary:
         return -1 if self.end_of_line is None else self.words.index(self.end_of_line)
 
     @property
-    def start_id(self) -> int:
+    def bos_token_id(self) -> int:
         """The mark of a line end; without one, the first word."""
         return max(self._mark, 0)
 
@@ -152,13 +152,13 @@ class WordVocabulary:
     @property
     def ends_line_V(self) -> npt.NDArray[np.bool_]:
         """(V,) the mark of line ends."""
-        return np.arange(self.size) == self._mark
+        return np.arange(self.vocab_size) == self._mark
 
     def last_cut(self, text: bytes) -> int:
         """The place after the last white space (where punctuation is split: not after every full stop)."""
         return self.rules.last_cut(text)
 
-    def encode_piece(self, piece: bytes) -> Piece:
+    def encode_chunk(self, piece: bytes) -> EncodedChunk:
         """The words of the piece, a mark for each line end.
 
         Raises:
@@ -173,11 +173,11 @@ class WordVocabulary:
                 word = words[int(missing.argmax())]
                 raise BadText(
                     self._place(word, piece),
-                    f"the word {_shown(word)} is not one of the {self.size:,} of this vocabulary, which has none for "
+                    f"the word {_shown(word)} is not one of the {self.vocab_size:,} of this vocabulary, which has none for "
                     "unknown words; leave it out, or take a vocabulary that has one",
                 )
             ids[missing] = self._ids[self.unknown.encode("utf-8")]
-        return Piece(ids.astype(token_dtype(self.size)), num_unknown)
+        return EncodedChunk(ids.astype(token_dtype(self.vocab_size)), num_unknown)
 
     def _place(self, word: bytes, piece: bytes) -> int:
         """Where the word stands first; the start of its line where that hangs on the words around it."""
@@ -191,7 +191,7 @@ class WordVocabulary:
 
     def encode(self, text: str | bytes) -> TokenArray:
         """The words of a text; raises what `encode_piece` and `as_bytes` do."""
-        return self.encode_piece(as_bytes(text)).ids
+        return self.encode_chunk(as_bytes(text)).ids
 
     def decode(self, ids: npt.ArrayLike) -> str:
         """The words with one space between them, or put together again where punctuation was split.
@@ -247,7 +247,7 @@ class WordVocabulary:
         }
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> WordVocabulary:
+    def from_json(cls, values: Mapping[str, Any]) -> WordTokenizer:
         """What `to_json` wrote.
 
         Raises:
@@ -269,10 +269,10 @@ _CHUNK = re.compile(rb"[^ \n\t\r\v\f]+")
 
 
 class _WordStreamDecoder:
-    def __init__(self, vocabulary: WordVocabulary) -> None:
-        self._vocabulary = vocabulary
-        self._joiner = vocabulary.rules.joiner()
-        self._mark = vocabulary.start_id if vocabulary.closes_lines else -1
+    def __init__(self, tokenizer: WordTokenizer) -> None:
+        self._vocabulary = tokenizer
+        self._joiner = tokenizer.rules.joiner()
+        self._mark = tokenizer.bos_token_id if tokenizer.closes_lines else -1
 
     def push(self, token: int) -> str:
         return self.push_checked(int(checked_ids(token, self._vocabulary)[0]))

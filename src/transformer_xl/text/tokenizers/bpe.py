@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from transformer_xl.text.vocabularies.splitting import last_word_space
-from transformer_xl.text.vocabulary import (
-    Piece,
+from transformer_xl.text.tokenizer import (
+    EncodedChunk,
     StreamDecoder,
     TokenArray,
     Utf8StreamDecoder,
@@ -30,6 +29,7 @@ from transformer_xl.text.vocabulary import (
     checked_ids,
     token_dtype,
 )
+from transformer_xl.text.tokenizers.splitting import last_word_space
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -51,7 +51,7 @@ def _byte_characters() -> dict[str, int]:
 
 
 @dataclass(frozen=True)
-class BpeVocabulary:
+class BPETokenizer:
     """A tokenizer that changes no text."""
 
     tokenizer_json: str
@@ -62,19 +62,19 @@ class BpeVocabulary:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Without the tokenizer, which is made again where it is needed."""
-        return BpeVocabulary, (self.tokenizer_json,)
+        return BPETokenizer, (self.tokenizer_json,)
 
     @property
     def counts(self) -> None:
         """Tokens stand in the order in which they were made, not in that of their counts."""
 
     @property
-    def size(self) -> int:
+    def vocab_size(self) -> int:
         """Number of tokens."""
         return len(self._contents)
 
     @property
-    def start_id(self) -> int:
+    def bos_token_id(self) -> int:
         """The line end as a token by itself."""
         return self._contents.index(b"\n")
 
@@ -118,7 +118,7 @@ class BpeVocabulary:
         """The place after the last line end, or before a space that no token reaches over."""
         return last_word_space(text) if self._cut_inside_lines else text.rfind(b"\n") + 1
 
-    def encode_piece(self, piece: bytes) -> Piece:
+    def encode_chunk(self, piece: bytes) -> EncodedChunk:
         """The tokens of each line of the piece.
 
         Raises:
@@ -132,11 +132,11 @@ class BpeVocabulary:
             ),
             dtype=np.int64,
         )
-        return Piece(ids.astype(token_dtype(self.size)))
+        return EncodedChunk(ids.astype(token_dtype(self.vocab_size)))
 
     def encode(self, text: str | bytes) -> TokenArray:
         """The tokens of a text; raises what `encode_piece` and `as_bytes` do."""
-        return self.encode_piece(as_bytes(text)).ids
+        return self.encode_chunk(as_bytes(text)).ids
 
     def decode(self, ids: npt.ArrayLike) -> str:
         """The text of these ids, with replacement signs for bytes that make no character; raises as `decode_bytes`."""
@@ -159,35 +159,35 @@ class BpeVocabulary:
         return {"kind": self.kind, "tokenizer": self._values}
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> BpeVocabulary:
+    def from_json(cls, values: Mapping[str, Any]) -> BPETokenizer:
         """What `to_json` wrote, or any tokenizer that changes no text.
 
         Raises:
             ValueError: what is wrong with the tokenizer.
         """
-        tokenizer = values.get("tokenizer")
-        if not isinstance(tokenizer, dict):
+        content = values.get("tokenizer")
+        if not isinstance(content, dict):
             raise ValueError("it holds no tokenizer")
-        model = tokenizer.get("model")
+        model = content.get("model")
         for name in ("continuing_subword_prefix", "end_of_word_suffix"):  # the library may panic while it reads them
             if isinstance(model, dict) and model.get(name):
                 raise ValueError(f"the tokenizer marks the parts of words by more than their bytes (it has {name})")
         from tokenizers import Tokenizer
 
-        vocabulary = cls(json.dumps(tokenizer))
+        tokenizer = cls(json.dumps(content))
         try:
-            _check_structure(json.loads(Tokenizer.from_str(vocabulary.tokenizer_json).to_str()), tokenizer)
-            back = vocabulary.decode_bytes(vocabulary.encode(_PROBE))
+            _check_structure(json.loads(Tokenizer.from_str(tokenizer.tokenizer_json).to_str()), content)
+            back = tokenizer.decode_bytes(tokenizer.encode(_PROBE))
         except ValueError:
             raise
         except Exception as error:  # tokenizers raises nothing narrower
             raise ValueError(f"the tokenizer cannot be used ({' '.join(str(error).split())})") from None
         if back != _PROBE.encode("utf-8"):
             raise ValueError("the tokenizer changes the text")
-        return vocabulary
+        return tokenizer
 
 
-def train_bpe(lines: Iterable[list[str]], size: int) -> BpeVocabulary:
+def train_bpe(lines: Iterable[list[str]], size: int) -> BPETokenizer:
     """Learns which neighbours to join, the most frequent first; the same lines give the same tokens.
 
     Args:
@@ -201,7 +201,7 @@ def train_bpe(lines: Iterable[list[str]], size: int) -> BpeVocabulary:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=[], initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(lines, trainer)
-    return BpeVocabulary.from_json({"tokenizer": json.loads(tokenizer.to_str())})
+    return BPETokenizer.from_json({"tokenizer": json.loads(tokenizer.to_str())})
 
 
 def lines_of(text: str) -> list[str]:

@@ -14,16 +14,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from transformer_xl.text.vocabularies.splitting import SpaceJoiner, last_white_space
-from transformer_xl.text.vocabulary import (
+from transformer_xl.text.tokenizer import (
     BadText,
-    Piece,
+    EncodedChunk,
     StreamDecoder,
     TokenArray,
     as_bytes,
     checked_ids,
     token_dtype,
 )
+from transformer_xl.text.tokenizers.splitting import SpaceJoiner, last_white_space
 
 MOST_VALUES = 2**31 - 1
 _MOST_DIGITS = 10  # of a number below MOST_VALUES
@@ -92,7 +92,7 @@ def _not_a_number(piece: bytes, place: int, below: int) -> BadText:
 
 
 @dataclass(frozen=True)
-class IntegerVocabulary:
+class IntegerTokenizer:
     """The numbers 0 .. values - 1, and a mark that ends each sequence."""
 
     values: int
@@ -106,36 +106,36 @@ class IntegerVocabulary:
         """Numbers stand in their own order, not in that of their counts."""
 
     @property
-    def size(self) -> int:
+    def vocab_size(self) -> int:
         """The numbers and the mark."""
         return self.values + 1
 
     @property
-    def start_id(self) -> int:
+    def bos_token_id(self) -> int:
         """The mark, as if a sequence had just ended."""
         return self.values
 
     @property
     def ends_line_V(self) -> npt.NDArray[np.bool_]:
         """(V,) the mark alone."""
-        return np.arange(self.size) == self.values
+        return np.arange(self.vocab_size) == self.values
 
     def last_cut(self, text: bytes) -> int:
         """The place after the last white space."""
         return last_white_space(text)
 
-    def encode_piece(self, piece: bytes) -> Piece:
+    def encode_chunk(self, piece: bytes) -> EncodedChunk:
         """The numbers of the piece, a mark for each line end.
 
         Raises:
             BadText: something that is not a number from 0 to values - 1.
         """
         numbers = read_numbers(piece, self.values)
-        return Piece(np.where(numbers == _LINE_END, self.values, numbers).astype(token_dtype(self.size)))
+        return EncodedChunk(np.where(numbers == _LINE_END, self.values, numbers).astype(token_dtype(self.vocab_size)))
 
     def encode(self, text: str | bytes) -> TokenArray:
         """The numbers of a text; raises what `encode_piece` and `as_bytes` do."""
-        return self.encode_piece(as_bytes(text)).ids
+        return self.encode_chunk(as_bytes(text)).ids
 
     def decode(self, ids: npt.ArrayLike) -> str:
         """The numbers with one space between them, a line for each sequence.
@@ -159,7 +159,7 @@ class IntegerVocabulary:
         return {"kind": self.kind, "values": self.values}
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> IntegerVocabulary:
+    def from_json(cls, values: Mapping[str, Any]) -> IntegerTokenizer:
         """What `to_json` wrote.
 
         Raises:
@@ -172,8 +172,8 @@ class IntegerVocabulary:
 
 
 class _NumberStreamDecoder:
-    def __init__(self, vocabulary: IntegerVocabulary) -> None:
-        self._vocabulary = vocabulary
+    def __init__(self, tokenizer: IntegerTokenizer) -> None:
+        self._vocabulary = tokenizer
         self._joiner = SpaceJoiner()
 
     def push(self, token: int) -> str:

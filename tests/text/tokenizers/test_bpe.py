@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from tokenizers import pre_tokenizers
 
 from transformer_xl.config import UserError
-from transformer_xl.text.vocabularies.bpe import BpeVocabulary, lines_of, train_bpe
-from transformer_xl.text.vocabularies.learning import VocabularyOptions, learn_vocabulary
-from transformer_xl.text.vocabulary import cut_pieces, fingerprint, vocabulary_from_json
+from transformer_xl.text.tokenizer import cut_pieces, fingerprint, tokenizer_from_json
+from transformer_xl.text.tokenizers.bpe import BPETokenizer, lines_of, train_bpe
+from transformer_xl.text.tokenizers.learning import TokenizerOptions, train_tokenizer
 
 UNHURRIED = settings(deadline=None)
 TEXT = "the quick brown fox isn't here\nthe caf\u00e9 is here\r\n\n\tthe 1,234 \u65e5\u672c\n" * 7
@@ -37,7 +37,7 @@ def test_any_text_comes_back(text: str) -> None:
 
 def test_words_become_single_tokens() -> None:
     assert (BPE.size, BPE.kind, BPE.counts, BPE.closes_lines) == (283, "bpe", None, False)
-    assert BPE.decode_bytes([BPE.start_id]) == b"\n"
+    assert BPE.decode_bytes([BPE.bos_token_id]) == b"\n"
     assert len(BPE.encode("the")) == 1
     assert len(BPE.encode(TEXT)) < len(TEXT.encode()) / 1.5
     assert BPE.encode("").tolist() == []
@@ -87,8 +87,8 @@ def test_long_lines_are_cut_at_spaces() -> None:
 def test_training_repeats_itself() -> None:
     """Also in another process, with other hash seeds and another number of threads."""
     code = (
-        "import sys; from transformer_xl.text.vocabularies.bpe import *;"
-        "from transformer_xl.text.vocabulary import fingerprint;"
+        "import sys; from transformer_xl.text.tokenizers.bpe import *;"
+        "from transformer_xl.text.tokenizer import fingerprint;"
         "print(fingerprint(train_bpe(iter([lines_of(sys.argv[1])]), 283)))"
     )
     environment = {**os.environ, "PYTHONPATH": str(SOURCE), "PYTHONHASHSEED": "7", "TOKENIZERS_PARALLELISM": "false"}
@@ -100,7 +100,7 @@ def test_training_repeats_itself() -> None:
 
 def test_tokenizers_is_imported_only_for_this_kind() -> None:
     code = (
-        "import sys; import transformer_xl.text.vocabularies.learning as l;"
+        "import sys; import transformer_xl.text.tokenizers.learning as l;"
         "l.learn_vocabulary(l.VocabularyOptions(kind='words'), [l.Document('a', [b'a'], 1)]);"
         "assert 'tokenizers' not in sys.modules;"
         "import os; assert 'TOKENIZERS_PARALLELISM' not in os.environ"
@@ -159,7 +159,7 @@ def test_a_tokenizer_that_changes_text_is_refused(tmp_path: Path, changes: dict[
     file = tmp_path / "tokenizer.json"
     file.write_text(json.dumps(changed(**changes)))
     with pytest.raises(UserError, match=message) as caught:
-        learn_vocabulary(VocabularyOptions(kind="bpe", tokenizer_file=str(file)), [])
+        train_tokenizer(TokenizerOptions(kind="bpe", tokenizer_file=str(file)), [])
     assert str(caught.value).startswith(f"{file}: ")
     assert "\n" not in str(caught.value)
 
@@ -170,7 +170,7 @@ def test_a_byte_without_a_token_is_refused() -> None:
         ("\u0101\u0101" if token == "!" else token): place for token, place in values["model"]["vocab"].items()
     }
     with pytest.raises(UserError, match="is not byte-level"):
-        vocabulary_from_json({"kind": "bpe", "tokenizer": values})
+        tokenizer_from_json({"kind": "bpe", "tokenizer": values})
 
 
 @pytest.mark.parametrize("pre_tokenizer", [BYTE_LEVEL, {"type": "Sequence", "pretokenizers": [ISOLATING, BYTE_LEVEL]}])
@@ -178,15 +178,15 @@ def test_other_byte_level_tokenizers_are_taken(tmp_path: Path, pre_tokenizer: di
     special = {**ADDED, "content": "<|end|>", "special": True}
     file = tmp_path / "tokenizer.json"
     file.write_text(json.dumps(changed(pre_tokenizer=pre_tokenizer, added_tokens=[special])))
-    loaded = learn_vocabulary(VocabularyOptions(kind="bpe", tokenizer_file=str(file)), [])
-    assert isinstance(loaded, BpeVocabulary)
+    loaded = train_tokenizer(TokenizerOptions(kind="bpe", tokenizer_file=str(file)), [])
+    assert isinstance(loaded, BPETokenizer)
     assert loaded.size == 284
     text = "the <|end|> fox\n\nis here "
     ids = loaded.encode(text)
     assert 283 not in ids.tolist()
     assert loaded.decode(ids) == text
     assert loaded.decode([283]) == "<|end|>"
-    assert vocabulary_from_json(json.loads(json.dumps(loaded.to_json()))).encode(text).tolist() == ids.tolist()
+    assert tokenizer_from_json(json.loads(json.dumps(loaded.to_json()))).encode(text).tolist() == ids.tolist()
     # Tokens may reach over spaces here.
     assert loaded.last_cut(b"the fox") == 0
     assert loaded.last_cut(b"the\nfox is") == 4
@@ -194,9 +194,9 @@ def test_other_byte_level_tokenizers_are_taken(tmp_path: Path, pre_tokenizer: di
 
 def test_a_missing_tokenizer_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"gone.json: missing, wanted a JSON file; give another tokenizer, or let txl"):
-        learn_vocabulary(VocabularyOptions(kind="bpe", tokenizer_file=str(tmp_path / "gone.json")), [])
+        train_tokenizer(TokenizerOptions(kind="bpe", tokenizer_file=str(tmp_path / "gone.json")), [])
 
 
 def test_empty_prefix_and_suffix_are_taken() -> None:
     values = changed(model__continuing_subword_prefix="", model__end_of_word_suffix="")
-    assert vocabulary_from_json({"kind": "bpe", "tokenizer": values}).encode(TEXT).tolist() == BPE.encode(TEXT).tolist()
+    assert tokenizer_from_json({"kind": "bpe", "tokenizer": values}).encode(TEXT).tolist() == BPE.encode(TEXT).tolist()

@@ -1,6 +1,6 @@
 """Vocabularies: text to token ids and back.
 
-A vocabulary is a value: it never changes, is written to `vocabulary.json`, and is recognised by its fingerprint, so
+A vocabulary is a value: it never changes, is written to `txl_tokenizer.json`, and is recognised by its fingerprint, so
 that a model is never fed ids of another vocabulary. Text arrives as bytes, because bytes are what files hold; a kind
 that needs characters decodes them itself. The kinds beside bytes stand in files of their own, imported when used.
 """
@@ -46,7 +46,7 @@ class BadText(UserError):
 
 
 @dataclass(frozen=True)
-class Piece:
+class EncodedChunk:
     """The tokens of one piece of text."""
 
     ids: TokenArray
@@ -80,7 +80,7 @@ class Cutting(Protocol):
         ...
 
 
-class Vocabulary(Cutting, Protocol):
+class Tokenizer(Cutting, Protocol):
     """What every kind of vocabulary offers; each can be pickled to a worker process."""
 
     @property
@@ -89,12 +89,12 @@ class Vocabulary(Cutting, Protocol):
         ...
 
     @property
-    def size(self) -> int:
+    def vocab_size(self) -> int:
         """V: number of different tokens; ids are 0 .. size - 1."""
         ...
 
     @property
-    def start_id(self) -> int:
+    def bos_token_id(self) -> int:
         """The token taken as read before a text begins, so that its first token is predicted from something."""
         ...
 
@@ -111,7 +111,7 @@ class Vocabulary(Cutting, Protocol):
         """(V,) the tokens that end a line."""
         ...
 
-    def encode_piece(self, piece: bytes) -> Piece:
+    def encode_chunk(self, piece: bytes) -> EncodedChunk:
         """The tokens of a piece cut where `last_cut` allows; no mark is added.
 
         Raises:
@@ -145,12 +145,12 @@ class Vocabulary(Cutting, Protocol):
 
 
 @dataclass(frozen=True)
-class ByteVocabulary:
+class ByteTokenizer:
     """The 256 byte values, for any text in any encoding. A text begins as if after a line end (byte 10)."""
 
     kind = "bytes"
-    size = 256
-    start_id = 10
+    vocab_size = 256
+    bos_token_id = 10
     closes_lines = False
 
     @property
@@ -160,19 +160,21 @@ class ByteVocabulary:
     @property
     def ends_line_V(self) -> npt.NDArray[np.bool_]:
         """(256,) byte 10 alone."""
-        return np.arange(self.size) == self.start_id
+        return np.arange(self.vocab_size) == self.bos_token_id
 
     def last_cut(self, text: bytes) -> int:
         """The end: bytes may be cut anywhere."""
         return len(text)
 
-    def encode_piece(self, piece: bytes) -> Piece:
+    def encode_chunk(self, piece: bytes) -> EncodedChunk:
         """The bytes of the piece, as uint8."""
-        return Piece(np.frombuffer(piece, dtype=np.uint8).copy())  # a view would be read-only, and torch warns at those
+        return EncodedChunk(
+            np.frombuffer(piece, dtype=np.uint8).copy()
+        )  # a view would be read-only, and torch warns at those
 
     def encode(self, text: str | bytes) -> TokenArray:
         """The bytes of the text (of its UTF-8 form), as uint8; raises what `as_bytes` does."""
-        return self.encode_piece(as_bytes(text)).ids
+        return self.encode_chunk(as_bytes(text)).ids
 
     def decode(self, ids: npt.ArrayLike) -> str:
         """The text of these ids, read as UTF-8; what is not UTF-8 becomes replacement signs."""
@@ -188,10 +190,10 @@ class ByteVocabulary:
 
     def to_json(self) -> dict[str, Any]:
         """Kind, size and start id."""
-        return {"kind": self.kind, "size": self.size, "start_id": self.start_id}
+        return {"kind": self.kind, "vocab_size": self.vocab_size, "bos_token_id": self.bos_token_id}
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> ByteVocabulary:
+    def from_json(cls, values: Mapping[str, Any]) -> ByteTokenizer:
         """There is only one, whatever the values."""
         return cls()
 
@@ -199,8 +201,8 @@ class ByteVocabulary:
 class Utf8StreamDecoder:
     """Decodes tokens that stand for bytes, holding back a UTF-8 character until all its bytes are there."""
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        self._vocabulary = vocabulary
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._vocabulary = tokenizer
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token: int) -> str:
@@ -212,7 +214,7 @@ class Utf8StreamDecoder:
         return self._decoder.decode(b"", final=True)
 
 
-def cut_pieces(vocabulary: Cutting, chunks: Iterable[bytes], size: int = PIECE_BYTES) -> Iterator[bytes]:
+def cut_pieces(tokenizer: Cutting, chunks: Iterable[bytes], size: int = PIECE_BYTES) -> Iterator[bytes]:
     """Cuts a document anew, at places where its tokens do not change; holds little more than one piece at a time.
 
     Args:
@@ -234,7 +236,7 @@ def cut_pieces(vocabulary: Cutting, chunks: Iterable[bytes], size: int = PIECE_B
             if len(held) < limit:
                 break
             text = bytes(held)
-            cut = vocabulary.last_cut(text)
+            cut = tokenizer.last_cut(text)
             if cut:
                 yield text[:cut]
                 held, place, last_byte = bytearray(text[cut:]), place + cut, text[cut - 1 : cut]
@@ -242,7 +244,7 @@ def cut_pieces(vocabulary: Cutting, chunks: Iterable[bytes], size: int = PIECE_B
                 raise BadText(place, _NO_CUT if text.split(None, 1) == [text.lstrip()] else _NO_LINE_END)
             limit = min(len(held) + size, MAX_STRETCH + 1)
     last_byte = bytes(held[-1:]) or last_byte
-    if vocabulary.closes_lines and last_byte not in (b"", b"\n"):
+    if tokenizer.closes_lines and last_byte not in (b"", b"\n"):
         held += b"\n"
     if held:
         yield bytes(held)
@@ -285,31 +287,31 @@ def as_text(piece: bytes) -> str:
         raise BadText(error.start, what) from None
 
 
-def checked_ids(ids: npt.ArrayLike, vocabulary: Vocabulary) -> npt.NDArray[np.int64]:
+def checked_ids(ids: npt.ArrayLike, tokenizer: Tokenizer) -> npt.NDArray[np.int64]:
     """The ids as int64, in one dimension.
 
     Raises:
         UserError: one is not of this vocabulary.
     """
     wide = np.asarray(ids, dtype=np.int64).reshape(-1)
-    if wide.size and not (wide.min() >= 0 and wide.max() < vocabulary.size):
+    if wide.size and not (wide.min() >= 0 and wide.max() < tokenizer.vocab_size):
         wrong = wide.min() if wide.min() < 0 else wide.max()
         raise UserError(
-            f"token id {wrong} is not one of this vocabulary of {vocabulary.kind}; wanted 0 to {vocabulary.size - 1}"
+            f"token id {wrong} is not one of this vocabulary of {tokenizer.kind}; wanted 0 to {tokenizer.vocab_size - 1}"
         )
     return wide
 
 
 _KINDS = {
-    "bytes": ("vocabulary", "ByteVocabulary"),
-    "characters": ("vocabularies.characters", "CharacterVocabulary"),
-    "words": ("vocabularies.words", "WordVocabulary"),
-    "bpe": ("vocabularies.bpe", "BpeVocabulary"),
-    "integers": ("vocabularies.integers", "IntegerVocabulary"),
+    "bytes": ("tokenizer", "ByteTokenizer"),
+    "characters": ("tokenizers.characters", "CharTokenizer"),
+    "words": ("tokenizers.words", "WordTokenizer"),
+    "bpe": ("tokenizers.bpe", "BPETokenizer"),
+    "integers": ("tokenizers.integers", "IntegerTokenizer"),
 }  # module of `text`, class
 
 
-def vocabulary_from_json(values: Mapping[str, Any], source: str = "vocabulary") -> Vocabulary:
+def tokenizer_from_json(values: Mapping[str, Any], source: str = "vocabulary") -> Tokenizer:
     """The vocabulary that `to_json` wrote.
 
     Args:
@@ -326,20 +328,20 @@ def vocabulary_from_json(values: Mapping[str, Any], source: str = "vocabulary") 
         raise UserError(f"{source}: no vocabulary '{kind}'{nearest(kind, _KINDS)}; known: {', '.join(_KINDS)}")
     file, name = _KINDS[kind]
     try:
-        vocabulary: Vocabulary = getattr(import_module(f"transformer_xl.text.{file}"), name).from_json(values)
+        tokenizer: Tokenizer = getattr(import_module(f"transformer_xl.text.{file}"), name).from_json(values)
     except ValueError as error:
         raise UserError(f"{source}: damaged, {error}; {_AGAIN}") from None
-    if vocabulary.to_json() != values:
+    if tokenizer.to_json() != values:
         raise UserError(f"{source}: damaged, its values do not describe a vocabulary of {kind}; {_AGAIN}")
-    return vocabulary
+    return tokenizer
 
 
 _AGAIN = "copy it again from where it came, or make the corpus again with 'txl prepare'"
 
 
-def fingerprint(vocabulary: Vocabulary) -> str:
+def fingerprint(tokenizer: Tokenizer) -> str:
     """What identifies a vocabulary: the sha256 of its JSON with sorted names and no spaces, as 64 hex digits."""
-    canonical = json.dumps(vocabulary.to_json(), sort_keys=True, separators=(",", ":"))
+    canonical = json.dumps(tokenizer.to_json(), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode("ascii")).hexdigest()
 
 
@@ -349,35 +351,35 @@ def token_dtype(size: int) -> np.dtype[np.unsignedinteger[Any]]:
     return np.dtype("u1" if size <= 2**8 else "<u2" if size <= 2**16 else "<u4")
 
 
-def save_vocabulary(vocabulary: Vocabulary, path: Path) -> None:
-    """Writes `vocabulary.json`, whole or not at all."""
-    write_text(path, json.dumps(vocabulary.to_json(), indent=1) + "\n")
+def save_tokenizer(tokenizer: Tokenizer, path: Path) -> None:
+    """Writes `txl_tokenizer.json`, whole or not at all."""
+    write_text(path, json.dumps(tokenizer.to_json(), indent=1) + "\n")
 
 
-def load_vocabulary(path: Path) -> Vocabulary:
-    """Reads `vocabulary.json`.
+def load_tokenizer(path: Path) -> Tokenizer:
+    """Reads `txl_tokenizer.json`.
 
     Raises:
         UserError: it is missing, damaged, or of an unknown kind.
     """
-    return vocabulary_from_json(read_json_object(path), str(path))
+    return tokenizer_from_json(read_json_object(path), str(path))
 
 
-def find_vocabulary(path: str | Path) -> Vocabulary:
-    """The vocabulary of a `vocabulary.json`, of a corpus folder or of a run folder.
+def find_tokenizer(path: str | Path) -> Tokenizer:
+    """The vocabulary of a `txl_tokenizer.json`, of a corpus folder or of a run folder.
 
     Raises:
         UserError: there is none at this path, or it is damaged.
     """
     place = Path(path)
     with explained(f"reading {place}"):
-        file = place / "vocabulary.json" if place.is_dir() else place
+        file = place / "txl_tokenizer.json" if place.is_dir() else place
         if not file.is_file():
             raise UserError(
-                f"no vocabulary at {place}; give a vocabulary.json, the folder of a corpus or of a run, or one of the "
+                f"no vocabulary at {place}; give a txl_tokenizer.json, the folder of a corpus or of a run, or one of the "
                 f"kinds {', '.join(_KINDS)}"
             )
-    return load_vocabulary(file)
+    return load_tokenizer(file)
 
 
 def read_json_object(path: Path, advice: str = _AGAIN) -> dict[str, Any]:

@@ -19,9 +19,9 @@ from transformer_xl.files import explained
 from transformer_xl.interop.foreign import Foreign
 from transformer_xl.interop.torch_file import TorchFile
 from transformer_xl.interop.unpickler import Record
-from transformer_xl.text.vocabularies.characters import CharacterVocabulary
-from transformer_xl.text.vocabularies.words import Splitting, WordRules, WordVocabulary, checked_words
-from transformer_xl.text.vocabulary import ByteVocabulary, Vocabulary
+from transformer_xl.text.tokenizer import ByteTokenizer, Tokenizer
+from transformer_xl.text.tokenizers.characters import CharTokenizer
+from transformer_xl.text.tokenizers.words import Splitting, WordRules, WordTokenizer, checked_words
 
 _LINE_ENDS = ("<eos>", "<S>")
 _UNKNOWN = ("<unk>", "<UNK>")
@@ -55,7 +55,7 @@ def admits_vocabulary(name: str) -> bool:
 
 def from_symbols(
     symbols: Sequence[object], source: str, *, lower_case: bool = False, splitting: Splitting = "spaces"
-) -> Vocabulary:
+) -> Tokenizer:
     """The vocabulary of these words, in this order.
 
     The 27 letters of text8, written with `_` for a space, become characters.
@@ -72,17 +72,17 @@ def from_symbols(
     letters = [" " if symbol == "_" else symbol for symbol in symbols]
     single = all(isinstance(letter, str) and len(letter) == 1 for letter in letters)
     if single and "_" in symbols and len(set(map(str, letters))) == len(letters):
-        return CharacterVocabulary("".join(map(str, letters)), None, closed=True)
+        return CharTokenizer("".join(map(str, letters)), None, closed=True)
     try:
         words = checked_words(list(symbols))
     except ValueError as error:
         raise UserError(f"{source}: {error}; get it again") from None
     mark = next((word for word in _LINE_ENDS if word in words), None)
     unknown = next((word for word in _UNKNOWN if word in words), None)
-    return WordVocabulary(words, None, mark, unknown, WordRules("folded" if lower_case else "kept", splitting))
+    return WordTokenizer(words, None, mark, unknown, WordRules("folded" if lower_case else "kept", splitting))
 
 
-def from_attributes(attributes: Mapping[str, Any], source: str, splitting: Splitting = "spaces") -> Vocabulary:
+def from_attributes(attributes: Mapping[str, Any], source: str, splitting: Splitting = "spaces") -> Tokenizer:
     """The vocabulary out of the attributes of an object of the authors' class Vocab, or of Hugging Face's tokenizer.
 
     Raises:
@@ -118,7 +118,7 @@ def read_json(path: Path) -> Any:
         raise UserError(f"{path} is not readable as JSON; get it again") from None
 
 
-def read_vocabulary(path: Path, *, splitting: Splitting = "spaces", lower_case: bool | None = None) -> Vocabulary:
+def read_vocabulary(path: Path, *, splitting: Splitting = "spaces", lower_case: bool | None = None) -> Tokenizer:
     """A vocabulary in a file: JSON, one word on each line, or pickled either way.
 
     Args:
@@ -151,7 +151,7 @@ def read_vocabulary(path: Path, *, splitting: Splitting = "spaces", lower_case: 
     return from_attributes({**_attributes(value), **told}, source, splitting)
 
 
-def from_object(value: object, source: str, splitting: Splitting = "spaces") -> Vocabulary:
+def from_object(value: object, source: str, splitting: Splitting = "spaces") -> Tokenizer:
     """The vocabulary in what was pickled: a tokenizer's attributes, a Vocab, or a Corpus that has one.
 
     Raises:
@@ -166,12 +166,12 @@ def _attributes(value: object) -> Mapping[str, Any]:
     return value if isinstance(value, dict) else value.attributes if isinstance(value, Record) else {}
 
 
-def symbols_of(vocabulary: Vocabulary) -> tuple[str, ...] | None:
+def symbols_of(tokenizer: Tokenizer) -> tuple[str, ...] | None:
     """The words of a vocabulary as other programs list them; none where it has none."""
-    if isinstance(vocabulary, WordVocabulary):
-        return vocabulary.words
-    if isinstance(vocabulary, CharacterVocabulary) and vocabulary.closed and "_" not in vocabulary.characters:
-        return tuple("_" if character == " " else character for character in vocabulary.characters)
+    if isinstance(tokenizer, WordTokenizer):
+        return tokenizer.words
+    if isinstance(tokenizer, CharTokenizer) and tokenizer.closed and "_" not in tokenizer.characters:
+        return tuple("_" if character == " " else character for character in tokenizer.characters)
     return None
 
 
@@ -181,7 +181,7 @@ def with_bytes(foreign: Foreign) -> Foreign:
     Bytes that it never saw get a row of zeros, and a score that leaves them no probability. So the numbers are the
     same, and text goes in as it is.
     """
-    words = foreign.vocabulary.words if isinstance(foreign.vocabulary, WordVocabulary) else ()
+    words = foreign.tokenizer.words if isinstance(foreign.tokenizer, WordTokenizer) else ()
     byte_names = {str(byte): byte for byte in range(256)}
     if not words or foreign.model.get("cutoffs") or not all(word in byte_names for word in words):
         return foreign
@@ -194,9 +194,9 @@ def with_bytes(foreign: Foreign) -> Foreign:
             weights[name] = spread.index_copy(0, place, rows)
     return replace(
         foreign,
-        model={**foreign.model, "vocabulary_size": 256},
+        model={**foreign.model, "vocab_size": 256},
         weights=weights,
-        vocabulary=ByteVocabulary(),
+        tokenizer=ByteTokenizer(),
         remarks=(
             *foreign.remarks,
             f"its {len(words)} byte numbers became the 256 bytes; the others have no probability",

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transformer_xl.text.vocabularies.characters import CharacterVocabulary, whole_characters
-from transformer_xl.text.vocabulary import BadText
+from transformer_xl.text.tokenizer import BadText
+from transformer_xl.text.tokenizers.characters import CharTokenizer, whole_characters
 
 UNHURRIED = settings(deadline=None)
-SMALL = CharacterVocabulary(" e\u00e9\n\U0001f600", np.array([5, 4, 3, 2, 1] + [0] * 256))
-CLOSED = CharacterVocabulary(" abc\u00e9", np.array([9, 7, 5, 3, 1]), closed=True)
+SMALL = CharTokenizer(" e\u00e9\n\U0001f600", np.array([5, 4, 3, 2, 1] + [0] * 256))
+CLOSED = CharTokenizer(" abc\u00e9", np.array([9, 7, 5, 3, 1]), closed=True)
 
 
 @UNHURRIED
@@ -30,10 +30,10 @@ def test_any_text_comes_back(text: str) -> None:
 
 def test_ids_are_pinned() -> None:
     assert SMALL.encode("\u00e9x \u20ac").tolist() == [2, 5 + 0x78, 0, 5 + 0xE2, 5 + 0x82, 5 + 0xAC]
-    assert (SMALL.size, SMALL.start_id, SMALL.encode("").tolist()) == (261, 3, [])
+    assert (SMALL.size, SMALL.bos_token_id, SMALL.encode("").tolist()) == (261, 3, [])
     assert SMALL.ends_line_V.nonzero()[0].tolist() == [3, 5 + 10]
-    assert (CLOSED.size, CLOSED.start_id, CLOSED.ends_line_V.sum()) == (5, 0, 0)
-    assert CharacterVocabulary("ab", None).start_id == 2 + 10
+    assert (CLOSED.size, CLOSED.bos_token_id, CLOSED.ends_line_V.sum()) == (5, 0, 0)
+    assert CharTokenizer("ab", None).bos_token_id == 2 + 10
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_ids_are_pinned() -> None:
 )
 def test_closed_vocabulary_names_what_it_lacks(text: str, place: int, shown: str) -> None:
     with pytest.raises(BadText, match=rf"the character {shown}.* is not one of the 5 of this vocabulary") as caught:
-        CLOSED.encode_piece(text.encode())
+        CLOSED.encode_chunk(text.encode())
     assert caught.value.place == place
 
 

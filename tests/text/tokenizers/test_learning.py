@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from transformer_xl.config import UserError, check_settings
 from transformer_xl.text.documents import Document
-from transformer_xl.text.vocabularies import learning
-from transformer_xl.text.vocabularies.characters import CharacterVocabulary
-from transformer_xl.text.vocabularies.integers import IntegerVocabulary
-from transformer_xl.text.vocabularies.learning import VocabularyOptions, learn_vocabulary
-from transformer_xl.text.vocabularies.words import WordVocabulary
-from transformer_xl.text.vocabulary import ByteVocabulary, Vocabulary, fingerprint
+from transformer_xl.text.tokenizer import ByteTokenizer, Tokenizer, fingerprint
+from transformer_xl.text.tokenizers import learning
+from transformer_xl.text.tokenizers.characters import CharTokenizer
+from transformer_xl.text.tokenizers.integers import IntegerTokenizer
+from transformer_xl.text.tokenizers.learning import TokenizerOptions, train_tokenizer
+from transformer_xl.text.tokenizers.words import WordTokenizer
 
 UNHURRIED = settings(deadline=None)
 TEXT = "the dog saw the cat\nThe cat saw <unk> <unk> <unk>\n<unk> dog ran"
@@ -32,12 +32,12 @@ def learn(*texts: str | bytes, workers: int = 1, **options: Any) -> Any:
         content = text.encode() if isinstance(text, str) else text
         chunks = [content[start : start + 7] for start in range(0, len(content), 7)]
         documents.append(Document(f"text{place}", chunks, len(content)))
-    return learn_vocabulary(VocabularyOptions(**options), documents, workers=workers)
+    return train_tokenizer(TokenizerOptions(**options), documents, workers=workers)
 
 
-def numbered(vocabulary: WordVocabulary) -> list[tuple[str, int]]:
-    assert vocabulary.counts is not None
-    return list(zip(vocabulary.words, vocabulary.counts.tolist(), strict=True))
+def numbered(tokenizer: WordTokenizer) -> list[tuple[str, int]]:
+    assert tokenizer.counts is not None
+    return list(zip(tokenizer.words, tokenizer.counts.tolist(), strict=True))
 
 
 def authors_words(text: str, max_size: int | None, min_count: int) -> list[str]:
@@ -116,7 +116,7 @@ def test_each_document_closes_its_last_line() -> None:
 
 def test_characters() -> None:
     found = learn("abba \u00e9\u00e9\u00e9", "bc", kind="characters")
-    assert isinstance(found, CharacterVocabulary)
+    assert isinstance(found, CharTokenizer)
     assert found.characters == "b\u00e9a c"
     assert found.counts is not None
     assert found.counts[:6].tolist() == [3, 3, 2, 1, 1, 0]
@@ -130,9 +130,9 @@ def test_characters() -> None:
 
 
 def test_other_kinds() -> None:
-    assert learn(b"\xff", kind="bytes") == ByteVocabulary()
-    assert learn("5 7\n\n11 3", "", kind="integers") == IntegerVocabulary(12)
-    assert learn("5 77 no", kind="integers", values=31) == IntegerVocabulary(31)
+    assert learn(b"\xff", kind="bytes") == ByteTokenizer()
+    assert learn("5 7\n\n11 3", "", kind="integers") == IntegerTokenizer(12)
+    assert learn("5 77 no", kind="integers", values=31) == IntegerTokenizer(31)
     assert learn("abc abc abc\n" * 7, kind="bpe", max_size=257).size == 257
     assert learn("\n", kind="bpe").size == 256
 
@@ -152,7 +152,7 @@ def test_neither_processes_nor_pieces_change_anything(options: dict[str, Any], m
     drawn = np.random.default_rng(5).zipf(1.5, 3001) % 997
     text = "".join(f"{number}{' ' if number % 7 else chr(10)}" for number in drawn.tolist())
     texts = [text[:7001], text[7001:], "" if options["kind"] == "integers" else "Caf\u00e9. \u20ac\n"]
-    whole: Vocabulary = learn(*texts, **options)
+    whole: Tokenizer = learn(*texts, **options)
     for size, workers in ((1009, 1), (1013, 2)):
         monkeypatch.setattr(learning, "PIECE_BYTES", size)
         assert fingerprint(learn(*texts, workers=workers, **options)) == fingerprint(whole)
@@ -166,7 +166,7 @@ def test_wrong_text_is_named_with_its_place(kind: str, size: int, monkeypatch: p
         learn("fine\n", "\u00e9 x\n".encode() * 240 + b"abc\xc3\xa9\xff", kind=kind)
     with pytest.raises(UserError, match=r"^text0: byte 7: '1x' is not a whole number"):
         learn("5\n31 2 1x 5", kind="integers")
-    monkeypatch.setattr("transformer_xl.text.vocabulary.MAX_STRETCH", 4096)
+    monkeypatch.setattr("transformer_xl.text.tokenizer.MAX_STRETCH", 4096)
     if kind != "characters":
         with pytest.raises(UserError, match=rf"^text1: byte {3 if kind == 'bpe' else 4}: no white space in"):
             learn("a b", "abc " + "x" * 5000, kind=kind)
@@ -194,7 +194,7 @@ def test_words_of_a_file(tmp_path: Path) -> None:
     assert found.encode("the dog\nb\n").tolist() == [2, 1, 0, 4, 0]
     file.write_bytes(b"<UNK> 9\nthe 5\n<eos> 7\na 6\n")  # not falling: known order, unknown counts
     found = learn(kind="words", words_file=str(file))
-    assert (found.words, found.counts, found.start_id) == (("<UNK>", "the", "<eos>", "a"), None, 2)
+    assert (found.words, found.counts, found.bos_token_id) == (("<UNK>", "the", "<eos>", "a"), None, 2)
     for count in (b"99999999999999999999", b"9" * 5000, b"9223372036854775807"):  # together more than there can be
         file.write_bytes(b"<eos> 1\n<unk> 1\nthe " + count + b"\n")
         assert learn(kind="words", words_file=str(file)).counts is None
@@ -247,10 +247,10 @@ def test_a_wrong_file_of_words_is_refused(tmp_path: Path, content: bytes | None,
 )
 def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        check_settings(VocabularyOptions, options, "vocabulary")
+        check_settings(TokenizerOptions, options, "vocabulary")
 
 
 def test_options_that_fit_are_taken() -> None:
     for kind, unknown in itertools.product(["words", "characters"], [None, "<UNK>"]):
-        assert check_settings(VocabularyOptions, {"kind": kind, "unknown": unknown}, "x").unknown == unknown
-    assert VocabularyOptions(kind="words", end_of_line=None, unknown=None).kind == "words"
+        assert check_settings(TokenizerOptions, {"kind": kind, "unknown": unknown}, "x").unknown == unknown
+    assert TokenizerOptions(kind="words", end_of_line=None, unknown=None).kind == "words"

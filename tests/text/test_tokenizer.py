@@ -14,40 +14,38 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from transformer_xl.config import UserError
-from transformer_xl.text import vocabulary as vocabularies
-from transformer_xl.text.vocabularies.bpe import lines_of, train_bpe
-from transformer_xl.text.vocabularies.characters import CharacterVocabulary
-from transformer_xl.text.vocabularies.integers import IntegerVocabulary
-from transformer_xl.text.vocabularies.words import WordRules, WordVocabulary
-from transformer_xl.text.vocabulary import (
+from transformer_xl.text import tokenizer as tokenizers
+from transformer_xl.text.tokenizer import (
     MAX_STRETCH,
     BadText,
-    ByteVocabulary,
-    Vocabulary,
+    ByteTokenizer,
+    Tokenizer,
     cut_pieces,
-    find_vocabulary,
+    find_tokenizer,
     fingerprint,
-    load_vocabulary,
-    save_vocabulary,
+    load_tokenizer,
+    save_tokenizer,
     token_dtype,
-    vocabulary_from_json,
+    tokenizer_from_json,
 )
+from transformer_xl.text.tokenizers.bpe import lines_of, train_bpe
+from transformer_xl.text.tokenizers.characters import CharTokenizer
+from transformer_xl.text.tokenizers.integers import IntegerTokenizer
+from transformer_xl.text.tokenizers.words import WordRules, WordTokenizer
 
 UNHURRIED = settings(deadline=None)
-BYTES = ByteVocabulary()
+BYTES = ByteTokenizer()
 WORDS = ("<eos>", "<unk>", "the", "a", "Mr.", ".", "'t", "@-@", "3", "\u00e9t\u00e9", "\x00")
 COUNTS = np.array([7, 5, 11, 3, 3, 2, 2, 2, 1, 1, 1])
-KINDS: dict[str, Vocabulary] = {
+KINDS: dict[str, Tokenizer] = {
     "bytes": BYTES,
-    "characters": CharacterVocabulary("e \u00e9\n", None),
-    "closed characters": CharacterVocabulary(
-        "a.3\u00e9\x00 \n\r\t'-,\"<>unk@theMrvxosy\u20ac\U0001f600", None, closed=True
-    ),
-    "words": WordVocabulary(WORDS, COUNTS, "<eos>", "<unk>"),
-    "words without a mark": WordVocabulary(WORDS, None, None, "<unk>", WordRules(case="folded")),
-    "punctuation": WordVocabulary(WORDS, COUNTS, "<eos>", "<unk>", WordRules(splitting="punctuation")),
+    "characters": CharTokenizer("e \u00e9\n", None),
+    "closed characters": CharTokenizer("a.3\u00e9\x00 \n\r\t'-,\"<>unk@theMrvxosy\u20ac\U0001f600", None, closed=True),
+    "words": WordTokenizer(WORDS, COUNTS, "<eos>", "<unk>"),
+    "words without a mark": WordTokenizer(WORDS, None, None, "<unk>", WordRules(case="folded")),
+    "punctuation": WordTokenizer(WORDS, COUNTS, "<eos>", "<unk>", WordRules(splitting="punctuation")),
     "bpe": train_bpe([lines_of("the \u00e9t\u00e9 the a\nMr. the\u20ac don't\r\nthe\n" * 3)], 277),
-    "integers": IntegerVocabulary(31),
+    "integers": IntegerTokenizer(31),
 }
 OF_TEXT = [name for name in KINDS if name != "integers"]
 # What any kind of text may be cut at, and what cutting must not take apart.
@@ -92,13 +90,13 @@ def chunked(text: bytes, cuts: Iterable[int]) -> Iterator[bytes]:
 def test_text_cut_anywhere_has_the_tokens_of_the_whole(
     name: str, data: st.DataObject, cuts: list[int], size: int
 ) -> None:
-    vocabulary, text = KINDS[name], data.draw(texts_for(name)).encode()
-    pieces = list(cut_pieces(vocabulary, chunked(text, cuts), size))
-    end = b"\n" if vocabulary.closes_lines and text and not text.endswith(b"\n") else b""
+    tokenizer, text = KINDS[name], data.draw(texts_for(name)).encode()
+    pieces = list(cut_pieces(tokenizer, chunked(text, cuts), size))
+    end = b"\n" if tokenizer.closes_lines and text and not text.endswith(b"\n") else b""
     assert b"".join(pieces) == text + end
     assert all(pieces)
-    found = [vocabulary.encode_piece(piece) for piece in pieces]
-    whole = vocabulary.encode_piece(text + end)
+    found = [tokenizer.encode_chunk(piece) for piece in pieces]
+    whole = tokenizer.encode_chunk(text + end)
     assert [token for piece in found for token in piece.ids.tolist()] == whole.ids.tolist()
     assert sum(piece.unknown for piece in found) == whole.unknown
 
@@ -107,67 +105,64 @@ def test_text_cut_anywhere_has_the_tokens_of_the_whole(
 @given(data=st.data())
 @pytest.mark.parametrize("name", KINDS)
 def test_stream_of_tokens_reads_as_the_whole(name: str, data: st.DataObject) -> None:
-    vocabulary = KINDS[name]
-    ids = data.draw(st.lists(st.integers(0, vocabulary.size - 1), max_size=23))
-    decoder = vocabulary.stream_decoder()
+    tokenizer = KINDS[name]
+    ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=23))
+    decoder = tokenizer.stream_decoder()
     text = "".join([*[decoder.push(token) for token in ids], decoder.finish()])
-    assert text == vocabulary.decode(ids) == vocabulary.decode(np.array(ids, dtype=np.uint16))
-    assert vocabulary.decode_bytes(ids).decode("utf-8", errors="replace") == text
+    assert text == tokenizer.decode(ids) == tokenizer.decode(np.array(ids, dtype=np.uint16))
+    assert tokenizer.decode_bytes(ids).decode("utf-8", errors="replace") == text
 
 
 @UNHURRIED
 @given(text=TEXTS)
 @pytest.mark.parametrize("name", ["bytes", "characters", "closed characters", "bpe"])
 def test_text_comes_back(name: str, text: str) -> None:
-    vocabulary = KINDS[name]
-    assert vocabulary.decode(vocabulary.encode(text)) == text
-    assert vocabulary.decode_bytes(vocabulary.encode(text.encode())) == text.encode()
+    tokenizer = KINDS[name]
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.decode_bytes(tokenizer.encode(text.encode())) == text.encode()
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_every_kind_says_what_it_is(name: str, tmp_path: Path) -> None:
-    vocabulary = KINDS[name]
-    ids = vocabulary.encode("3 3\n")
-    assert ids.dtype == token_dtype(vocabulary.size)
+    tokenizer = KINDS[name]
+    ids = tokenizer.encode("3 3\n")
+    assert ids.dtype == token_dtype(tokenizer.vocab_size)
     ids[0] = 0  # the caller's own
-    assert 0 <= vocabulary.start_id < vocabulary.size
-    assert vocabulary.counts is None or vocabulary.counts.shape == (vocabulary.size,)
-    assert vocabulary.ends_line_V.dtype == np.bool_
-    ends = [token for token in range(vocabulary.size) if vocabulary.decode([token]).endswith("\n")]
-    assert np.flatnonzero(vocabulary.ends_line_V).tolist() == ends
-    save_vocabulary(vocabulary, tmp_path / "vocabulary.json")
+    assert 0 <= tokenizer.bos_token_id < tokenizer.vocab_size
+    assert tokenizer.counts is None or tokenizer.counts.shape == (tokenizer.vocab_size,)
+    assert tokenizer.ends_line_V.dtype == np.bool_
+    ends = [token for token in range(tokenizer.vocab_size) if tokenizer.decode([token]).endswith("\n")]
+    assert np.flatnonzero(tokenizer.ends_line_V).tolist() == ends
+    save_tokenizer(tokenizer, tmp_path / "txl_tokenizer.json")
     for again in (
-        find_vocabulary(tmp_path),
-        load_vocabulary(tmp_path / "vocabulary.json"),
-        vocabulary_from_json(json.loads(json.dumps(vocabulary.to_json()))),
-        pickle.loads(pickle.dumps(vocabulary)),
+        find_tokenizer(tmp_path),
+        load_tokenizer(tmp_path / "txl_tokenizer.json"),
+        tokenizer_from_json(json.loads(json.dumps(tokenizer.to_json()))),
+        pickle.loads(pickle.dumps(tokenizer)),
     ):
-        assert type(again) is type(vocabulary)
-        assert fingerprint(again) == fingerprint(vocabulary)
+        assert type(again) is type(tokenizer)
+        assert fingerprint(again) == fingerprint(tokenizer)
         assert (
-            again.encode("the 3" * (name in OF_TEXT)).tolist()
-            == vocabulary.encode("the 3" * (name in OF_TEXT)).tolist()
+            again.encode("the 3" * (name in OF_TEXT)).tolist() == tokenizer.encode("the 3" * (name in OF_TEXT)).tolist()
         )
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_foreign_ids_are_refused(name: str) -> None:
-    vocabulary = KINDS[name]
-    for wrong in (vocabulary.size, -1):
-        message = (
-            rf"token id {wrong} is not one of this vocabulary of {vocabulary.kind}; wanted 0 to {vocabulary.size - 1}"
-        )
-        for use in (vocabulary.decode, vocabulary.decode_bytes):
+    tokenizer = KINDS[name]
+    for wrong in (tokenizer.vocab_size, -1):
+        message = rf"token id {wrong} is not one of this vocabulary of {tokenizer.kind}; wanted 0 to {tokenizer.vocab_size - 1}"
+        for use in (tokenizer.decode, tokenizer.decode_bytes):
             with pytest.raises(UserError, match=message):
                 use([0, wrong, 2])
         with pytest.raises(UserError, match=message):
-            vocabulary.stream_decoder().push(wrong)
+            tokenizer.stream_decoder().push(wrong)
 
 
 @pytest.mark.parametrize("name", [name for name in OF_TEXT if name != "bytes"])
 def test_what_is_not_utf8_is_refused_with_its_place(name: str) -> None:
     with pytest.raises(BadText, match=r"not UTF-8 \(byte 0xff\); save the text as UTF-8, or read it with") as caught:
-        KINDS[name].encode_piece("the \u00e9".encode() + b"\xffa")
+        KINDS[name].encode_chunk("the \u00e9".encode() + b"\xffa")
     assert caught.value.place == 6
     # Bytes of a command line that are not UTF-8 arrive as escapes.
     with pytest.raises(BadText, match=r"byte 0xe9"):
@@ -182,17 +177,17 @@ def test_bad_text_is_one_line_and_can_be_sent_between_processes() -> None:
 
 @pytest.mark.parametrize("name", ["words", "integers", "bpe"])
 def test_text_without_a_place_to_cut_is_refused(name: str) -> None:
-    vocabulary, chunk = KINDS[name], b"7" * 2**20
+    tokenizer, chunk = KINDS[name], b"7" * 2**20
     held = [b"7 7 ", *itertools.repeat(chunk, MAX_STRETCH // len(chunk) - 1)]
     head = {"bpe": 3}.get(name, 4)  # where the stretch begins
     fits = [*held, chunk[: MAX_STRETCH + head - sum(map(len, held))]]
-    last = list(cut_pieces(vocabulary, fits))[-1]
+    last = list(cut_pieces(tokenizer, fits))[-1]
     assert len(last.rstrip(b"\n")) == MAX_STRETCH
     taken = []
     with pytest.raises(
         BadText, match=r"no white space in 16 MiB where it could be cut, is this text\?; leave it out"
     ) as caught:
-        taken.extend(cut_pieces(vocabulary, [*fits, b"7 7"]))
+        taken.extend(cut_pieces(tokenizer, [*fits, b"7 7"]))
     assert caught.value.place == head
 
 
@@ -242,8 +237,8 @@ def test_half_a_surrogate_pair_is_refused(name: str) -> None:
 
 
 def test_what_bytes_are() -> None:
-    assert (BYTES.kind, BYTES.size, BYTES.start_id) == ("bytes", 256, ord("\n"))
-    assert ByteVocabulary() == BYTES
+    assert (BYTES.kind, BYTES.size, BYTES.bos_token_id) == ("bytes", 256, ord("\n"))
+    assert ByteTokenizer() == BYTES
 
 
 def test_fingerprint_is_pinned() -> None:
@@ -257,7 +252,10 @@ def test_fingerprint_is_pinned() -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"kind": "bytse"}', r"vocabulary.json: no vocabulary 'bytse' \(did you mean 'bytes'\?\); known: bytes, char"),
+        (
+            '{"kind": "bytse"}',
+            r"txl_tokenizer.json: no vocabulary 'bytse' \(did you mean 'bytes'\?\); known: bytes, char",
+        ),
         ('{"size": 256}', r"no kind of vocabulary in it, wanted one of bytes, characters, words, bpe, integers; copy"),
         ('{"kind": "bytes", "size": 255, "start_id": 10}', r"damaged, its values do not describe.*'txl prepare'"),
         ('{"kind": "bytes", "si', r"damaged, not readable as JSON .*copy it again"),
@@ -268,10 +266,10 @@ def test_fingerprint_is_pinned() -> None:
     ],
 )
 def test_wrong_file_is_refused(tmp_path: Path, content: str, message: str) -> None:
-    path = tmp_path / "vocabulary.json"
+    path = tmp_path / "txl_tokenizer.json"
     path.write_text(content, encoding="utf-8")
     with pytest.raises(UserError, match=message):
-        load_vocabulary(path)
+        load_tokenizer(path)
 
 
 @pytest.mark.parametrize(
@@ -309,23 +307,25 @@ def test_wrong_file_is_refused(tmp_path: Path, content: str, message: str) -> No
 )
 def test_damaged_values_are_refused(name: str, change: dict[str, object], message: str) -> None:
     with pytest.raises(UserError, match=message) as caught:
-        vocabulary_from_json({**KINDS[name].to_json(), **change}, "v.json")
+        tokenizer_from_json({**KINDS[name].to_json(), **change}, "v.json")
     assert str(caught.value).startswith("v.json: damaged, ")
     assert "\n" not in str(caught.value)
 
 
 def test_missing_file_and_folder_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"vocabulary.json: missing, wanted a JSON file; copy it again"):
-        load_vocabulary(tmp_path / "vocabulary.json")
+    with pytest.raises(UserError, match=r"txl_tokenizer.json: missing, wanted a JSON file; copy it again"):
+        load_tokenizer(tmp_path / "txl_tokenizer.json")
     with pytest.raises(UserError, match="is a folder, wanted a file"):
-        load_vocabulary(tmp_path)
-    for path in (tmp_path, tmp_path / "gone", tmp_path / "gone" / "vocabulary.json"):
-        with pytest.raises(UserError, match=r"no vocabulary at .*; give a vocabulary.json, the folder of a corpus or"):
-            find_vocabulary(path)
+        load_tokenizer(tmp_path)
+    for path in (tmp_path, tmp_path / "gone", tmp_path / "gone" / "txl_tokenizer.json"):
+        with pytest.raises(
+            UserError, match=r"no vocabulary at .*; give a txl_tokenizer.json, the folder of a corpus or"
+        ):
+            find_tokenizer(path)
 
 
 def test_every_kind_is_tested() -> None:
-    assert {vocabulary.kind for vocabulary in KINDS.values()} == set(vocabularies._KINDS)
+    assert {tokenizer.kind for tokenizer in KINDS.values()} == set(tokenizers._KINDS)
 
 
 @pytest.mark.parametrize(

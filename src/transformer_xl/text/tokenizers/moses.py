@@ -21,7 +21,7 @@ from __future__ import annotations
 import re
 from itertools import zip_longest
 
-from transformer_xl.text.vocabularies.moses_characters import DIGITS, LETTERS, NUMBERS
+from transformer_xl.text.tokenizers.moses_characters import DIGITS, LETTERS, NUMBERS
 
 _MARK = re.compile("(<unk>|<eos>|<formula>)")
 

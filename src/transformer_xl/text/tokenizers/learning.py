@@ -18,24 +18,24 @@ from typing import Generic, Literal, Self, TypeVar
 import numpy as np
 from pydantic import Field, model_validator
 
-from transformer_xl.config import MOST, Settings, UserError
+from transformer_xl.config import INT32_MAX, Settings, UserError
 from transformer_xl.files import explained
 from transformer_xl.text.documents import Document
 from transformer_xl.text.parallel import ordered_map
-from transformer_xl.text.vocabularies.bpe import BpeVocabulary, lines_of, train_bpe
-from transformer_xl.text.vocabularies.characters import CharacterVocabulary, code_points, whole_characters
-from transformer_xl.text.vocabularies.integers import MOST_VALUES, IntegerVocabulary, read_numbers
-from transformer_xl.text.vocabularies.splitting import last_white_space, last_word_space
-from transformer_xl.text.vocabularies.words import Case, Splitting, WordRules, WordVocabulary, checked_words
-from transformer_xl.text.vocabulary import (
+from transformer_xl.text.tokenizer import (
     PIECE_BYTES,
     BadText,
-    ByteVocabulary,
-    Vocabulary,
+    ByteTokenizer,
+    Tokenizer,
     as_text,
     cut_pieces,
     read_json_object,
 )
+from transformer_xl.text.tokenizers.bpe import BPETokenizer, lines_of, train_bpe
+from transformer_xl.text.tokenizers.characters import CharTokenizer, code_points, whole_characters
+from transformer_xl.text.tokenizers.integers import MOST_VALUES, IntegerTokenizer, read_numbers
+from transformer_xl.text.tokenizers.splitting import last_white_space, last_word_space
+from transformer_xl.text.tokenizers.words import Case, Splitting, WordRules, WordTokenizer, checked_words
 
 Kind = Literal["bytes", "characters", "words", "bpe", "integers"]
 Count = TypeVar("Count")
@@ -44,7 +44,7 @@ BPE_SIZE = 8192
 """Tokens of byte-pair encoding, unless told otherwise."""
 
 
-class VocabularyOptions(Settings):
+class TokenizerOptions(Settings):
     """Which vocabulary to make; what is set must apply to its kind."""
 
     kind: Kind = "bytes"
@@ -53,9 +53,9 @@ class VocabularyOptions(Settings):
     """Of words: as the text has it, or folded to small letters."""
     splitting: Splitting = "spaces"
     """Of words: at white space, or punctuation and numbers apart as well, in the forms of WikiText."""
-    min_count: int = Field(default=1, gt=0, le=MOST)
+    min_count: int = Field(default=1, gt=0, le=INT32_MAX)
     """Of words and characters: how often one must stand in the text; rarer ones are left out."""
-    max_size: int | None = Field(default=None, gt=0, le=MOST)
+    max_size: int | None = Field(default=None, gt=0, le=INT32_MAX)
     """Most words or characters, marks in front not counted; none: all. Of bpe: tokens wanted; none: 8192."""
     end_of_line: str | None = "<eos>"
     """Of words: the mark that each line end becomes, id 0; none: line ends are white space."""
@@ -101,7 +101,7 @@ _APPLIES_TO = {
 }
 
 
-def learn_vocabulary(options: VocabularyOptions, documents: Iterable[Document], *, workers: int = 1) -> Vocabulary:
+def train_tokenizer(options: TokenizerOptions, documents: Iterable[Document], *, workers: int = 1) -> Tokenizer:
     """The vocabulary that these options describe, for this text.
 
     Args:
@@ -115,14 +115,14 @@ def learn_vocabulary(options: VocabularyOptions, documents: Iterable[Document], 
     """
     reading = _Reading(documents, workers)
     if options.kind == "bytes":
-        return ByteVocabulary()
+        return ByteTokenizer()
     if options.kind == "characters":
         return _learn_characters(options, reading)
     if options.kind == "words":
         return _read_words(options, options.words_file) if options.words_file else _learn_words(options, reading)
     if options.kind == "bpe":
         return _read_bpe(options.tokenizer_file) if options.tokenizer_file else _learn_bpe(options, reading)
-    return IntegerVocabulary(options.values or _largest(reading) + 1)
+    return IntegerTokenizer(options.values or _largest(reading) + 1)
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ def _count_words(rules: WordRules, piece: bytes) -> tuple[Counter[bytes], int]:
     return Counter(rules.words(piece)), piece.count(b"\n")
 
 
-def _learn_words(options: VocabularyOptions, reading: _Reading) -> WordVocabulary:
+def _learn_words(options: TokenizerOptions, reading: _Reading) -> WordTokenizer:
     rules = WordRules(options.case, options.splitting)
     counts: Counter[bytes] = Counter()
     num_lines = 0
@@ -210,7 +210,7 @@ def _learn_words(options: VocabularyOptions, reading: _Reading) -> WordVocabular
         else:
             specials.append((unknown, num_unknown))
     words = [*specials, *sorted(kept.items(), key=lambda item: -item[1])]
-    return WordVocabulary(
+    return WordTokenizer(
         tuple(word.decode("utf-8") for word, _ in words),
         np.array([count for _, count in words], dtype=np.int64),
         options.end_of_line,
@@ -223,7 +223,7 @@ _COUNT = re.compile(rb"[0-9]{1,19}")
 _MOST_COUNTED = 2**63 - 1  # all together; a larger number is no count
 
 
-def _read_words(options: VocabularyOptions, file: str) -> WordVocabulary:
+def _read_words(options: TokenizerOptions, file: str) -> WordTokenizer:
     """The words of a file, with their counts where each line gives one and they fall."""
     with explained(f"reading {file}"):
         content = Path(file).read_bytes()
@@ -250,7 +250,7 @@ def _read_words(options: VocabularyOptions, file: str) -> WordVocabulary:
     of_others = [count for word, count in zip(words, counts, strict=False) if word not in (mark, unknown)]
     falling = len(counts) == len(words) and of_others == sorted(of_others, reverse=True)
     known_counts = np.array(counts, dtype=np.int64) if falling and sum(counts) <= _MOST_COUNTED else None
-    return WordVocabulary(words, known_counts, mark, unknown, WordRules(options.case, options.splitting))
+    return WordTokenizer(words, known_counts, mark, unknown, WordRules(options.case, options.splitting))
 
 
 def _count_characters(piece: bytes) -> tuple[str, list[int]]:
@@ -261,7 +261,7 @@ def _count_characters(piece: bytes) -> tuple[str, list[int]]:
     return characters, counts[code_points(characters)].tolist()
 
 
-def _learn_characters(options: VocabularyOptions, reading: _Reading) -> CharacterVocabulary:
+def _learn_characters(options: TokenizerOptions, reading: _Reading) -> CharTokenizer:
     counts: Counter[str] = Counter()
     for characters, numbers in reading.map(_count_characters, _Cuts(whole_characters)):
         counts.update(dict(zip(characters, numbers, strict=True)))
@@ -270,7 +270,7 @@ def _learn_characters(options: VocabularyOptions, reading: _Reading) -> Characte
     if not kept:
         raise UserError("no characters to learn: the text holds none that stands in it often enough; give more text")
     known = [count for _, count in kept] + [0] * (0 if closed else 256)
-    return CharacterVocabulary(
+    return CharTokenizer(
         "".join(character for character, _ in kept),
         # rare characters make some bytes more frequent than kept characters: counts would not fall
         np.array(known, dtype=np.int64) if len(kept) == len(counts) else None,
@@ -278,7 +278,7 @@ def _learn_characters(options: VocabularyOptions, reading: _Reading) -> Characte
     )
 
 
-def _learn_bpe(options: VocabularyOptions, reading: _Reading) -> BpeVocabulary:
+def _learn_bpe(options: TokenizerOptions, reading: _Reading) -> BPETokenizer:
     # the library counts in threads of its own, so one process reads
     pieces = _Reading(reading.documents, workers=1).map(as_text, _Cuts(last_word_space))
     return train_bpe(map(lines_of, pieces), options.max_size or BPE_SIZE)
@@ -287,9 +287,9 @@ def _learn_bpe(options: VocabularyOptions, reading: _Reading) -> BpeVocabulary:
 _OTHER_TOKENIZER = "give another tokenizer, or let txl learn one"
 
 
-def _read_bpe(file: str) -> BpeVocabulary:
+def _read_bpe(file: str) -> BPETokenizer:
     try:
-        return BpeVocabulary.from_json({"tokenizer": read_json_object(Path(file), _OTHER_TOKENIZER)})
+        return BPETokenizer.from_json({"tokenizer": read_json_object(Path(file), _OTHER_TOKENIZER)})
     except UserError:
         raise
     except ValueError as error:

@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transformer_xl.text.vocabularies.words import Lost, WordRules, WordVocabulary
-from transformer_xl.text.vocabulary import BadText, cut_pieces
+from transformer_xl.text.tokenizer import BadText, cut_pieces
+from transformer_xl.text.tokenizers.words import Lost, WordRules, WordTokenizer
 
 UNHURRIED = settings(deadline=None)
 WORDS = ("<eos>", "<unk>", "the", "dog", "isn", "'t", ",", "na\u00efve", "\x00\u2028x")
-PLAIN = WordVocabulary(WORDS, None, "<eos>", "<unk>")
-FOLDED = WordVocabulary(WORDS, None, "<eos>", "<unk>", WordRules(case="folded"))
-ENGLISH = WordVocabulary(WORDS, None, "<eos>", "<unk>", WordRules(splitting="punctuation"))
-UNMARKED = WordVocabulary(WORDS[2:], None, None, None)
+PLAIN = WordTokenizer(WORDS, None, "<eos>", "<unk>")
+FOLDED = WordTokenizer(WORDS, None, "<eos>", "<unk>", WordRules(case="folded"))
+ENGLISH = WordTokenizer(WORDS, None, "<eos>", "<unk>", WordRules(splitting="punctuation"))
+UNMARKED = WordTokenizer(WORDS[2:], None, None, None)
 NOTHING = Lost(exact=True, num_unknown=0, unknown=(), white_space=False, case=False, invalid=False)
 
 
@@ -36,7 +36,7 @@ def oracle(text: str) -> list[int]:
     | st.text()
 )
 def test_ids_are_those_of_every_line_in_turn(text: str) -> None:
-    piece = PLAIN.encode_piece(text.encode())
+    piece = PLAIN.encode_chunk(text.encode())
     assert piece.ids.tolist() == oracle(text) == PLAIN.encode(text).tolist()
     known = {*WORDS}
     assert piece.unknown == sum(word.decode() not in known for word in text.encode().split())
@@ -60,11 +60,11 @@ def test_text_reads_naturally() -> None:
 
 
 def test_line_ends_and_starts() -> None:
-    assert (PLAIN.start_id, PLAIN.closes_lines, PLAIN.ends_line_V.nonzero()[0].tolist()) == (0, True, [0])
-    assert (UNMARKED.start_id, UNMARKED.closes_lines, UNMARKED.ends_line_V.any()) == (0, False, False)
-    late = WordVocabulary(("the", "<S>", "<UNK>"), None, "<S>", "<UNK>")
+    assert (PLAIN.bos_token_id, PLAIN.closes_lines, PLAIN.ends_line_V.nonzero()[0].tolist()) == (0, True, [0])
+    assert (UNMARKED.bos_token_id, UNMARKED.closes_lines, UNMARKED.ends_line_V.any()) == (0, False, False)
+    late = WordTokenizer(("the", "<S>", "<UNK>"), None, "<S>", "<UNK>")
     assert late.encode("the cat\n<S>").tolist() == [0, 2, 1, 1]
-    assert (late.start_id, late.decode([0, 1, 0])) == (1, "the\nthe")
+    assert (late.bos_token_id, late.decode([0, 1, 0])) == (1, "the\nthe")
     assert list(cut_pieces(PLAIN, [b"the "])) == [b"the \n"]
     assert list(cut_pieces(PLAIN, [b"the ", b"dog "], 8)) == [b"the dog ", b"\n"]
     assert list(cut_pieces(PLAIN, [b"", b""])) == []
@@ -90,16 +90,16 @@ def test_english_is_cut_where_no_word_changes() -> None:
     ],
 )
 def test_unknown_word_without_a_token_is_named(rules: WordRules, text: str, place: int, shown: str) -> None:
-    vocabulary = WordVocabulary(WORDS[2:], None, None, None, rules)
+    tokenizer = WordTokenizer(WORDS[2:], None, None, None, rules)
     with pytest.raises(
         BadText, match=rf"the word ({shown}) is not one of the 7 of this vocabulary, which has"
     ) as caught:
-        vocabulary.encode_piece(text.encode())
+        tokenizer.encode_chunk(text.encode())
     assert caught.value.place == place
 
 
 def test_workers_get_no_table_of_ids() -> None:
-    large = WordVocabulary(tuple(f"word{place}" for place in range(10_007)), None, None, None)
+    large = WordTokenizer(tuple(f"word{place}" for place in range(10_007)), None, None, None)
     before = len(pickle.dumps(large))
     large.encode("word7")
     assert len(pickle.dumps(large)) == before < 200_000
@@ -107,7 +107,7 @@ def test_workers_get_no_table_of_ids() -> None:
 
 
 @pytest.mark.parametrize(
-    ("vocabulary", "text", "lost"),
+    ("tokenizer", "text", "lost"),
     [
         (PLAIN, "the dog\nthe", {}),
         (PLAIN, "the dog\n", {}),
@@ -127,21 +127,21 @@ def test_workers_get_no_table_of_ids() -> None:
         (UNMARKED, "the cat", {"num_unknown": 1, "unknown": (("cat", 1),)}),
     ],
 )
-def test_what_is_lost(vocabulary: WordVocabulary, text: str | bytes, lost: dict[str, object]) -> None:
-    found = vocabulary.lost(text)
+def test_what_is_lost(tokenizer: WordTokenizer, text: str | bytes, lost: dict[str, object]) -> None:
+    found = tokenizer.lost(text)
     exact = not lost and "<eos>" not in str(text)
     assert found == Lost(**{**NOTHING.__dict__, **lost, "exact": exact})
 
 
 @UNHURRIED
 @given(st.lists(st.sampled_from([*WORDS, " ", " ", "\n", ".", "The", "  "])).map("".join))
-@pytest.mark.parametrize("vocabulary", [PLAIN, FOLDED, ENGLISH], ids=["plain", "folded", "english"])
-def test_exact_is_exact(vocabulary: WordVocabulary, text: str) -> None:
-    lost = vocabulary.lost(text)
-    assert lost.exact == (vocabulary.decode(vocabulary.encode(text)) == text)
+@pytest.mark.parametrize("tokenizer", [PLAIN, FOLDED, ENGLISH], ids=["plain", "folded", "english"])
+def test_exact_is_exact(tokenizer: WordTokenizer, text: str) -> None:
+    lost = tokenizer.lost(text)
+    assert lost.exact == (tokenizer.decode(tokenizer.encode(text)) == text)
     if lost.exact:
         assert not any((lost.num_unknown, lost.white_space, lost.case, lost.invalid))
-    assert lost.num_unknown == vocabulary.encode_piece(text.encode()).unknown
+    assert lost.num_unknown == tokenizer.encode_chunk(text.encode()).unknown
 
 
 def test_no_more_than_twenty_unknown_words_are_listed() -> None:
@@ -151,8 +151,8 @@ def test_no_more_than_twenty_unknown_words_are_listed() -> None:
 
 
 def test_counts_are_kept() -> None:
-    counted = WordVocabulary(("a", "b"), np.array([5, 3]), None, None)
-    again = WordVocabulary.from_json(counted.to_json())
+    counted = WordTokenizer(("a", "b"), np.array([5, 3]), None, None)
+    again = WordTokenizer.from_json(counted.to_json())
     assert again.counts is not None
     assert again.counts.tolist() == [5, 3]
     assert again.counts.dtype == np.int64

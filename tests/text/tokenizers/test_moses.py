@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transformer_xl.text.vocabularies.moses import MosesJoiner, split_line
-from transformer_xl.text.vocabularies.words import WordRules, WordVocabulary
-from transformer_xl.text.vocabulary import cut_pieces, vocabulary_from_json
+from transformer_xl.text.tokenizer import cut_pieces, tokenizer_from_json
+from transformer_xl.text.tokenizers.moses import MosesJoiner, split_line
+from transformer_xl.text.tokenizers.words import WordRules, WordTokenizer
 
 UNHURRIED = settings(deadline=None)
 GOLDEN: list[tuple[str, list[str], str]] = json.loads((Path(__file__).parent / "moses.json").read_text())
@@ -36,7 +36,7 @@ WORDS = (
     "isn",
     "'t",
 )
-HUB = WordVocabulary(WORDS, None, "<eos>", "<unk>", RULES)
+HUB = WordTokenizer(WORDS, None, "<eos>", "<unk>", RULES)
 
 
 def join(words: list[str], joiner: MosesJoiner | None = None) -> str:
@@ -94,7 +94,7 @@ def test_numbers_and_marks_of_a_vocabulary() -> None:
     ]
     assert HUB.decode([2, 6, 7, 8, 15, 16, 9, 10, 11, 0, 12, 13, 14]) == "Hello, my dog isn't 23,000\n1.80"
     assert HUB.encode("<unk> <eos>Hello<unk>").tolist() == [1, 0, 2, 1]
-    assert vocabulary_from_json(HUB.to_json()).encode("1.80").tolist() == [12, 13, 14]
+    assert tokenizer_from_json(HUB.to_json()).encode("1.80").tolist() == [12, 13, 14]
 
 
 def test_what_is_lost() -> None:

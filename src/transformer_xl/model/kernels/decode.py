@@ -11,21 +11,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from transformer_xl.model.kernels.reference import AttentionInputs, Sight, empty_slots
+from transformer_xl.model.kernels.reference import AttentionInputs, AttentionMask, empty_slots
 from transformer_xl.model.kernels.sdpa import shifted
 
 
-def attend(inputs: AttentionInputs, sight: Sight) -> Tensor:
+def attend(inputs: AttentionInputs, sight: AttentionMask) -> Tensor:
     """Relative attention; returns (B, T, N, H)."""
-    batch_size, num_queries, num_heads, head_width = inputs.q_BTNH.shape
+    batch_size, num_queries, num_heads, d_head = inputs.q_BTNH.shape
     num_seen = _seen(inputs, sight)
     k_GKH, v_GKH = _by_head(inputs.k_BSNH, num_seen), _by_head(inputs.v_BSNH, num_seen)
-    content_GTH = _by_head((inputs.q_BTNH + inputs.content_bias_NH) * head_width**-0.5, num_queries)
-    position_GTH = _by_head((inputs.q_BTNH + inputs.position_bias_NH) * head_width**-0.5, num_queries)
+    content_GTH = _by_head((inputs.q_BTNH + inputs.content_bias_NH) * d_head**-0.5, num_queries)
+    position_GTH = _by_head((inputs.q_BTNH + inputs.position_bias_NH) * d_head**-0.5, num_queries)
     r_PNH = inputs.position_key_PNH
     num_near = min(num_seen, r_PNH.shape[0])
     position_BNTP = torch.matmul(
-        position_GTH.view(batch_size, num_heads, num_queries, head_width),
+        position_GTH.view(batch_size, num_heads, num_queries, d_head),
         r_PNH[r_PNH.shape[0] - num_near :].permute(1, 2, 0),
     )
     bias_BNTK = shifted(position_BNTP, num_keys=num_seen, beyond=min(sight.beyond, num_seen - num_near))
@@ -34,7 +34,7 @@ def attend(inputs: AttentionInputs, sight: Sight) -> Tensor:
         bias_BNTK = bias_BNTK.masked_fill(empty_BK[:, None, None, :], torch.finfo(bias_BNTK.dtype).min)
     p_GTK = torch.baddbmm(bias_BNTK.reshape(-1, num_queries, num_seen), content_GTH, k_GKH.mT)
     torch.softmax(p_GTK, -1, out=p_GTK)
-    return torch.bmm(p_GTK, v_GKH).view(batch_size, num_heads, num_queries, head_width).transpose(1, 2)
+    return torch.bmm(p_GTK, v_GKH).view(batch_size, num_heads, num_queries, d_head).transpose(1, 2)
 
 
 def _by_head(x_BXNH: Tensor, number: int) -> Tensor:
@@ -42,7 +42,7 @@ def _by_head(x_BXNH: Tensor, number: int) -> Tensor:
     return x_BXNH[:, x_BXNH.shape[1] - number :].transpose(1, 2).flatten(0, 1)
 
 
-def _seen(inputs: AttentionInputs, sight: Sight) -> int:
+def _seen(inputs: AttentionInputs, sight: AttentionMask) -> int:
     """How many keys, the last ones, hold all that any query sees."""
     num_queries, num_keys = inputs.q_BTNH.shape[1], inputs.k_BSNH.shape[1]
     within_window = inputs.position_key_PNH.shape[0] + sight.beyond + num_queries - 1

@@ -15,10 +15,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from transformer_xl.text.vocabularies.words import checked_counts
-from transformer_xl.text.vocabulary import (
+from transformer_xl.text.tokenizer import (
     BadText,
-    Piece,
+    EncodedChunk,
     StreamDecoder,
     TokenArray,
     Utf8StreamDecoder,
@@ -27,6 +26,7 @@ from transformer_xl.text.vocabulary import (
     checked_ids,
     token_dtype,
 )
+from transformer_xl.text.tokenizers.words import checked_counts
 
 _NUM_CODES = 0x110000
 
@@ -47,7 +47,7 @@ def whole_characters(text: bytes) -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class CharacterVocabulary:
+class CharTokenizer:
     """Characters in the order of their ids, and whether there are others."""
 
     characters: str
@@ -62,15 +62,15 @@ class CharacterVocabulary:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Without the tables, which are made again where they are needed."""
-        return CharacterVocabulary, (self.characters, self.counts, self.closed)
+        return CharTokenizer, (self.characters, self.counts, self.closed)
 
     @property
-    def size(self) -> int:
+    def vocab_size(self) -> int:
         """Number of characters, and 256 where other characters become bytes."""
         return len(self.characters) + (0 if self.closed else 256)
 
     @cached_property
-    def start_id(self) -> int:
+    def bos_token_id(self) -> int:
         """The line end; where a closed vocabulary has none, its most frequent character."""
         place = self.characters.find("\n")
         return place if place >= 0 else 0 if self.closed else len(self.characters) + ord("\n")
@@ -96,7 +96,7 @@ class CharacterVocabulary:
         """The end, or the start of the character that is not whole there."""
         return whole_characters(text)
 
-    def encode_piece(self, piece: bytes) -> Piece:
+    def encode_chunk(self, piece: bytes) -> EncodedChunk:
         """The characters of the piece, bytes for those that are not in the vocabulary.
 
         Raises:
@@ -110,7 +110,7 @@ class CharacterVocabulary:
             if self.closed:
                 raise BadText(
                     len(text[:first].encode("utf-8")),
-                    f"the character {text[first]!r} (U+{ord(text[first]):04X}) is not one of the {self.size} of this "
+                    f"the character {text[first]!r} (U+{ord(text[first]):04X}) is not one of the {self.vocab_size} of this "
                     "vocabulary; take it out, or leave the vocabulary open",
                 )
             contents = [text[place].encode("utf-8") for place in other]
@@ -118,11 +118,11 @@ class CharacterVocabulary:
             lengths[other] = [len(content) for content in contents]
             ids = np.repeat(ids, lengths)
             ids[ids < 0] = np.frombuffer(b"".join(contents), dtype=np.uint8).astype(np.int32) + len(self.characters)
-        return Piece(ids.astype(token_dtype(self.size)))
+        return EncodedChunk(ids.astype(token_dtype(self.vocab_size)))
 
     def encode(self, text: str | bytes) -> TokenArray:
         """The characters of a text; raises what `encode_piece` and `as_bytes` do."""
-        return self.encode_piece(as_bytes(text)).ids
+        return self.encode_chunk(as_bytes(text)).ids
 
     def decode(self, ids: npt.ArrayLike) -> str:
         """The text of these ids, with replacement signs for bytes that make no character; raises as `decode_bytes`."""
@@ -146,7 +146,7 @@ class CharacterVocabulary:
         return {"kind": self.kind, "closed": self.closed, "characters": list(self.characters), "counts": counts}
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> CharacterVocabulary:
+    def from_json(cls, values: Mapping[str, Any]) -> CharTokenizer:
         """What `to_json` wrote.
 
         Raises:
@@ -161,5 +161,5 @@ class CharacterVocabulary:
             raise ValueError("its characters are none at all, or one stands there twice")
         joined = "".join(characters)
         joined.encode("utf-8")  # half of a surrogate pair is refused
-        vocabulary = cls(joined, None, closed)
-        return cls(joined, checked_counts(values.get("counts"), vocabulary.size), closed)
+        tokenizer = cls(joined, None, closed)
+        return cls(joined, checked_counts(values.get("counts"), tokenizer.vocab_size), closed)

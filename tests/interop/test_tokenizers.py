@@ -14,10 +14,10 @@ from interop.old_modules import old_corpus, old_modules, old_vocabulary
 
 from transformer_xl.config import UserError
 from transformer_xl.interop.foreign import Foreign
-from transformer_xl.interop.vocabularies import from_symbols, read_vocabulary, symbols_of, with_bytes
-from transformer_xl.text.vocabularies.characters import CharacterVocabulary
-from transformer_xl.text.vocabularies.words import WordVocabulary
-from transformer_xl.text.vocabulary import ByteVocabulary
+from transformer_xl.interop.tokenizers import from_symbols, read_vocabulary, symbols_of, with_bytes
+from transformer_xl.text.tokenizer import ByteTokenizer
+from transformer_xl.text.tokenizers.characters import CharTokenizer
+from transformer_xl.text.tokenizers.words import WordTokenizer
 
 WORDS = ["<eos>", "zebra", "caf\u00e9", "<unk>", "apple", "the"]
 NUMBERED = {word: WORDS.index(word) for word in sorted(WORDS)}
@@ -57,27 +57,27 @@ FORMS = [
 
 @pytest.mark.parametrize("form", FORMS)
 def test_the_order_stays(form: str, tmp_path: Path) -> None:
-    vocabulary = read_vocabulary(save(tmp_path, form))
-    assert isinstance(vocabulary, WordVocabulary)
-    assert list(vocabulary.words) == WORDS
-    assert (vocabulary.end_of_line, vocabulary.unknown) == ("<eos>", "<unk>")
-    assert vocabulary.encode("the zebra pear\n").tolist() == [5, 1, 3, 0]
+    tokenizer = read_vocabulary(save(tmp_path, form))
+    assert isinstance(tokenizer, WordTokenizer)
+    assert list(tokenizer.words) == WORDS
+    assert (tokenizer.end_of_line, tokenizer.unknown) == ("<eos>", "<unk>")
+    assert tokenizer.encode("the zebra pear\n").tolist() == [5, 1, 3, 0]
 
 
 def test_marks_of_one_billion_words() -> None:
-    vocabulary = from_symbols(["<S>", "a", "<UNK>"], "x")
-    assert isinstance(vocabulary, WordVocabulary)
-    assert (vocabulary.end_of_line, vocabulary.unknown) == ("<S>", "<UNK>")
+    tokenizer = from_symbols(["<S>", "a", "<UNK>"], "x")
+    assert isinstance(tokenizer, WordTokenizer)
+    assert (tokenizer.end_of_line, tokenizer.unknown) == ("<S>", "<UNK>")
 
 
 def test_words_go_back_as_they_came() -> None:
     assert symbols_of(from_symbols(WORDS, "x")) == tuple(WORDS)
     letters = from_symbols(["_", "e", "t"], "x")
-    assert isinstance(letters, CharacterVocabulary)
+    assert isinstance(letters, CharTokenizer)
     assert letters.characters == " et"
     assert symbols_of(letters) == ("_", "e", "t")
-    assert symbols_of(ByteVocabulary()) is None
-    assert isinstance(from_symbols(["a", "e", "t"], "x"), WordVocabulary)
+    assert symbols_of(ByteTokenizer()) is None
+    assert isinstance(from_symbols(["a", "e", "t"], "x"), WordTokenizer)
 
 
 @pytest.mark.parametrize("symbols", [[], [1, 2], ["a", "a"], ["a b"], [""], ["_", "a", "a"], ["_", " "]])
@@ -90,11 +90,11 @@ def test_only_byte_numbers_without_clusters_become_bytes() -> None:
     weights = {"embedding.tables.0": torch.randn(3, 2), "softmax.bias": torch.randn(3)}
     for words, cutoffs, changed in ((["97", "10", "0"], (), True), (["97", "10", "x"], (), False),
                                     (["97", "10", "256"], (), False), (["97", "10", "0"], (1,), False)):  # fmt: skip
-        vocabulary = from_symbols(words, "x")
-        foreign = Foreign({"vocabulary_size": 3, "cutoffs": cutoffs}, {}, {}, weights, vocabulary)
+        tokenizer = from_symbols(words, "x")
+        foreign = Foreign({"vocab_size": 3, "cutoffs": cutoffs}, {}, {}, weights, tokenizer)
         found = with_bytes(foreign)
         assert (found is not foreign) == changed
         if changed:
-            assert found.model["vocabulary_size"] == 256
+            assert found.model["vocab_size"] == 256
             assert torch.equal(found.weights["embedding.tables.0"][[97, 10, 0]], weights["embedding.tables.0"])
             assert not found.weights["embedding.tables.0"][1:10].any()

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from transformer_xl.config import ModelConfig, UserError
-from transformer_xl.evaluation.moving_window import MovingWindow
-from transformer_xl.evaluation.plan import Plan, Text
+from transformer_xl.evaluation.plan import EvaluationPlan, Text
 from transformer_xl.evaluation.scoring import ordered, score_parts, token_nats
+from transformer_xl.evaluation.sliding_window import SlidingWindow
 from transformer_xl.model.build import build_model
-from transformer_xl.model.memory import Reach
+from transformer_xl.model.memory import ContextLimits
 
 START = 10
 CLOSE = {"rtol": 0, "atol": 1e-10}
@@ -25,8 +25,10 @@ def draw(length: int) -> npt.NDArray[Any]:
     return np.random.default_rng(3).integers(0, 23, length).astype(np.uint8)
 
 
-def moved(window: int | None, rows: int | None = None, context: int | None = None, **reach: Any) -> Plan:
-    return Plan(7, Reach(0, window, **reach), rows=rows, method=MovingWindow(context))
+def moved(
+    window: int | None, rows: int | None = None, context: int | None = None, **context_limits: Any
+) -> EvaluationPlan:
+    return EvaluationPlan(7, ContextLimits(0, window, **context_limits), rows=rows, method=SlidingWindow(context))
 
 
 @pytest.mark.parametrize("window", [1, 2, 5, 36, 37, 50])
@@ -40,7 +42,7 @@ def test_each_token_is_predicted_from_its_window_alone(make_model, window, rows,
     for place in range(37):
         inputs_BT = torch.tensor([before[max(0, place + 1 - window) : place + 1]])
         with torch.no_grad():
-            hidden_BTD, _ = model(inputs_BT, model.initial_memory(1, Reach(0, None, clamp)))
+            hidden_BTD, _ = model(inputs_BT, model.initial_memory(1, ContextLimits(0, None, clamp)))
             wanted.append(model.nats(hidden_BTD[:, -1:], torch.tensor([[tokens_K[place].item()]])).item())
     found_K = token_nats(model, tokens_K, START, moved(window, rows, clamp_length=clamp))
     np.testing.assert_allclose(found_K, wanted, **CLOSE)
@@ -51,7 +53,7 @@ def test_each_token_is_predicted_from_its_window_alone(make_model, window, rows,
 def test_one_layer_with_memory_sees_the_same(make_model, window, segment) -> None:
     """Where both see the same context, memory gives the very losses of the moving window."""
     model, tokens_K = make_model(layers=1), draw(61)
-    read_on_K = token_nats(model, tokens_K, START, Plan(segment, Reach(window - 1, window)))
+    read_on_K = token_nats(model, tokens_K, START, EvaluationPlan(segment, ContextLimits(window - 1, window)))
     np.testing.assert_allclose(token_nats(model, tokens_K, START, moved(window)), read_on_K, **CLOSE)
 
 
@@ -59,7 +61,7 @@ def test_one_layer_with_memory_sees_the_same(make_model, window, segment) -> Non
 def test_deeper_models_with_memory_see_further(make_model, layers) -> None:
     """window - 1 tokens further back in each layer: a moving window of that whole length gives the same losses."""
     model, tokens_K, window = make_model(layers=layers), draw(61), 5
-    read_on_K = token_nats(model, tokens_K, START, Plan(7, Reach(window - 1, window)))
+    read_on_K = token_nats(model, tokens_K, START, EvaluationPlan(7, ContextLimits(window - 1, window)))
     whole = layers * (window - 1) + 1
     np.testing.assert_allclose(token_nats(model, tokens_K, START, moved(window, context=whole)), read_on_K, **CLOSE)
     shorter_K = token_nats(model, tokens_K, START, moved(window, context=whole - 1))
@@ -71,14 +73,14 @@ def test_deeper_models_with_memory_see_further(make_model, layers) -> None:
 def test_models_that_know_no_memory_or_no_window(settings: dict[str, Any]) -> None:
     """The paper's vanilla models: places count from the window's start. A recurrent one starts with an empty state."""
     torch.manual_seed(7)
-    sizes = {"vocabulary_size": 23, "layers": 2, "width": 14, "heads": 2, "feedforward": 19, "dropout": 0.0}
+    sizes = {"vocab_size": 23, "n_layers": 2, "d_model": 14, "n_heads": 2, "d_ff": 19, "dropout": 0.0}
     sizes |= {"learned_positions": 5} if settings.get("encoding") == "learned" else {}
     model, tokens_K = build_model(ModelConfig(**sizes | settings)).double().eval(), draw(37)
     before, wanted = [START, *tokens_K.tolist()], []
     for place in range(37):
         inputs_BT = torch.tensor([before[max(0, place - 4) : place + 1]])
         with torch.no_grad():
-            hidden_BTD, _ = model(inputs_BT, model.initial_memory(1, Reach(0)))
+            hidden_BTD, _ = model(inputs_BT, model.initial_memory(1, ContextLimits(0)))
             wanted.append(model.nats(hidden_BTD[:, -1:], torch.tensor([[tokens_K[place].item()]])).item())
     np.testing.assert_allclose(token_nats(model, tokens_K, START, moved(5)), wanted, **CLOSE)
 
@@ -95,7 +97,7 @@ def test_documents_that_start_afresh(make_model) -> None:
 
 
 def test_a_model_with_memory_is_refused(make_model) -> None:
-    plan = replace(moved(5), reach=Reach(11, 5))
+    plan = replace(moved(5), context_limits=ContextLimits(11, 5))
     message = "a moving window computes everything anew and has no memory, but memory 11 is asked for .*--memory 0"
     with pytest.raises(UserError, match=message):
         token_nats(make_model(), draw(7), START, plan)

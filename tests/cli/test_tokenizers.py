@@ -16,9 +16,9 @@ from transformer_xl.run_folder import RunFolder
 TEXT = "the cat sat on a mat while that dog ran after it and all of them slept in warm sun till noon came"
 WORDS = TEXT.split()
 TINY = [
-    "--model.layers=2", "--model.width=14", "--model.heads=2", "--model.feedforward=19", "--train.segment=7",
-    "--train.memory=11", "--train.rows=3", "--train.steps=9", "--train.save-every=4", "--train.evaluate-every=5",
-    "--train.precision=float32",
+    "--model.n-layers=2", "--model.d-model=14", "--model.n-heads=2", "--model.d-ff=19", "--train.segment-length=7",
+    "--train.memory-length=11", "--train.batch-size=3", "--train.max-steps=9", "--train.checkpoint-interval=4", "--train.eval-interval=5",
+    "--train.dtype=float32",
 ]  # fmt: skip
 
 
@@ -53,7 +53,7 @@ def test_every_kind_goes_all_the_way(texts: Path, capsys: pytest.CaptureFixture[
     size = ["--max-size=300"] if kind == "bpe" else []
     files = ["--train", "train.txt", "--valid", "valid.txt", "--test", "test.txt"]
     made = said("prepare", *files, "--vocabulary", kind, *size, "--out", "corpus", capsys=capsys)
-    assert made["vocabulary"] == kind
+    assert made["tokenizer"] == kind
     train = said("train", "--corpus", "corpus", *TINY, capsys=capsys)
     assert train["run"] == "runs/corpus"
     scored = said("evaluate", "runs/corpus", capsys=capsys)
@@ -81,9 +81,9 @@ def test_word_level_with_clusters(texts: Path, capsys: pytest.CaptureFixture[str
     assert "words and line ends" in capsys.readouterr().out
     four = [word.replace("steps=9", "steps=4") for word in TINY]
     said("train", "--corpus", "corpora/mine", *clusters, *four, "--run=again", capsys=capsys)
-    said("train", "--resume", "again", "--train.steps=9", capsys=capsys)
+    said("train", "--resume", "again", "--train.max-steps=9", capsys=capsys)
     # with other steps the learning rate was another one: not the same numbers, but the same course
-    assert [line["step"] for line in RunFolder.open(Path("again")).figures()] == [4, 5, 9]
+    assert [line["step"] for line in RunFolder.open(Path("again")).metrics()] == [4, 5, 9]
     assert run(["train", "--corpus", "corpora/mine", "--model.cutoffs=auto", *TINY, "--run=found"]) == 0
     assert "softmax" in capsys.readouterr().err
     assert isinstance(RunFolder.open(Path("found")).config.model.cutoffs, tuple)

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transformer_xl.text.vocabularies.integers import MOST_VALUES, IntegerVocabulary, read_numbers
-from transformer_xl.text.vocabulary import BadText, cut_pieces
+from transformer_xl.text.tokenizer import BadText, cut_pieces
+from transformer_xl.text.tokenizers.integers import MOST_VALUES, IntegerTokenizer, read_numbers
 
 UNHURRIED = settings(deadline=None)
 WHITE = st.text(alphabet=" \t\r\v\f", min_size=1, max_size=3)
@@ -17,13 +17,13 @@ WHITE = st.text(alphabet=" \t\r\v\f", min_size=1, max_size=3)
 @UNHURRIED
 @given(st.lists(st.lists(st.integers(0, 65_536), max_size=7), max_size=5))
 def test_sequences_come_back(sequences: list[list[int]]) -> None:
-    vocabulary = IntegerVocabulary(65_537)
+    tokenizer = IntegerTokenizer(65_537)
     text = "".join(" ".join(map(str, sequence)) + "\n" for sequence in sequences)
-    ids = vocabulary.encode(text)
+    ids = tokenizer.encode(text)
     assert ids.dtype == np.uint32
     assert ids.tolist() == [number for sequence in sequences for number in [*sequence, 65_537]]
-    assert vocabulary.decode(ids) == text
-    assert vocabulary.decode_bytes(ids) == text.encode()
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.decode_bytes(ids) == text.encode()
 
 
 @UNHURRIED
@@ -36,12 +36,12 @@ def test_numbers_are_read_as_python_reads_them(items: list[int | str], data: st.
 
 
 def test_only_line_ends_become_marks() -> None:
-    vocabulary = IntegerVocabulary(31)
-    assert vocabulary.encode("7\t13\r\n\n007 ").tolist() == [7, 13, 31, 31, 7]
-    assert b"".join(cut_pieces(vocabulary, [b"7 1", b"3"])) == b"7 13\n"
-    assert (vocabulary.size, vocabulary.start_id, vocabulary.closes_lines) == (32, 31, True)
-    assert vocabulary.decode([3, 5]) == "3 5"
-    assert vocabulary.decode([31, 3, 31, 31, 5]) == "\n3\n\n5"
+    tokenizer = IntegerTokenizer(31)
+    assert tokenizer.encode("7\t13\r\n\n007 ").tolist() == [7, 13, 31, 31, 7]
+    assert b"".join(cut_pieces(tokenizer, [b"7 1", b"3"])) == b"7 13\n"
+    assert (tokenizer.size, tokenizer.bos_token_id, tokenizer.closes_lines) == (32, 31, True)
+    assert tokenizer.decode([3, 5]) == "3 5"
+    assert tokenizer.decode([31, 3, 31, 31, 5]) == "\n3\n\n5"
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_what_is_no_number_is_named(text: bytes, place: int, shown: str) -> None
     with pytest.raises(
         BadText, match=f"^byte {place} of the text: {shown} is not a whole number from 0 to 30; "
     ) as caught:
-        IntegerVocabulary(31).encode_piece(text)
+        IntegerTokenizer(31).encode_chunk(text)
     assert caught.value.place == place
 
 
@@ -89,7 +89,7 @@ def test_largest_value() -> None:
 )
 def test_what_to_do_is_what_helps(number: str, advice: str) -> None:
     with pytest.raises(BadText, match=f"from 0 to 30; {advice}$"):
-        IntegerVocabulary(31).encode(f"7 {number} 5")
+        IntegerTokenizer(31).encode(f"7 {number} 5")
 
 
 def test_leading_zeros_are_fine() -> None:
