@@ -10,20 +10,22 @@ from matplotlib.figure import Figure
 
 from transformer_xl.analysis.gain_curves import draw_gains, write_picture
 from transformer_xl.config import ModelConfig, UserError
-from transformer_xl.evaluation.effective_context import ContextSweep, EffectiveContext, Reader
+from transformer_xl.analysis.effective_context import ContextSweep, EffectiveContext, GroupModel
 from transformer_xl.evaluation.plan import EvaluationPlan
 from transformer_xl.model.build import build_model
 from transformer_xl.model.memory import ContextLimits
 
-SWEEP = ContextSweep(start=5, step=7, longest=30, positions=13, fractions=(0.3, 1.0), threshold=0.02)
+SWEEP = ContextSweep(
+    min_context=5, context_step=7, max_context=30, num_positions=13, fractions=(0.3, 1.0), threshold=0.02
+)
 
 
 @pytest.fixture(scope="module")
 def found() -> EffectiveContext:
     model = build_model(ModelConfig(vocab_size=5, n_layers=1, d_model=2, n_heads=1, d_ff=3))
-    readers = tuple(Reader(name, model, EvaluationPlan(3, ContextLimits(1))) for name in ("first", "second"))
+    models = tuple(GroupModel(name, model, EvaluationPlan(3, ContextLimits(1))) for name in ("first", "second"))
     nats_ICP = np.random.default_rng(3).gamma(2.0, 1.0, (2, 4, 13))
-    return EffectiveContext(SWEEP, readers, np.arange(13), nats_ICP, (1.0, 2.0))
+    return EffectiveContext(SWEEP, models, np.arange(13), nats_ICP, (1.0, 2.0))
 
 
 def test_lines_are_the_gains(found: EffectiveContext) -> None:
@@ -40,7 +42,7 @@ def test_lines_are_the_gains(found: EffectiveContext) -> None:
         assert f"r = {fraction:g}" in axes.get_title()
         assert "tokens" in axes.get_xlabel()
         looks = {(line.get_color(), line.get_linestyle(), line.get_marker()) for line in (first, second)}
-        assert all(len(set(kind)) == 2 for kind in zip(*looks, strict=True))  # colour alone tells some readers nothing
+        assert all(len(set(kind)) == 2 for kind in zip(*looks, strict=True))  # colour alone tells some models nothing
     assert "7 tokens more (%)" in panels[0].get_ylabel()
 
 

@@ -58,7 +58,7 @@ def test_how_far_attention_looks(place: Path) -> None:
     whole, still = txl(*words, "--memory", "all", "--clamp", "3").object["models"]
     near, _ = txl(*words, "--memory", "0", "--window", "2").object["models"]
     assert (whole["memory"], whole["clamp"], still["memory"], still["clamp"]) == (20, 3, 0, None)
-    assert (near["window"], near["sees_at_most"]) == (2, 7)
+    assert (near["attention_window"], near["max_visible_tokens"]) == (2, 7)
     assert still["nats_per_token"] == learned["nats_per_token"]
     assert whole["nats_per_token"][-1] != xl["nats_per_token"][-1]
 

@@ -92,7 +92,7 @@ def test_context_of_the_same_runs(place: Path) -> None:
         transformer, learned = group["models"]
         best = min(by_length, key=lambda length: by_length[length][seed])
         assert (str(transformer["window"]), transformer["memory"]) == (best, int(best) - 1)
-        assert (learned["memory"], learned["sees_at_most"]) == (0, 8)
+        assert (learned["memory_length"], learned["max_visible_tokens"]) == (0, 8)
     assert "700, 600, 500" in shown
     assert "How far does a text help?" in report
     assert "Which part of the model helps?" in report  # what was there stays

@@ -42,7 +42,7 @@ def draw_gains(found: Mapping[str, Any]) -> Figure:
     panels = figure.subplots(1, len(fractions), sharey=True, squeeze=False)[0]
     for axes, fraction in zip(panels, fractions, strict=True):
         _draw_panel(axes, found, fraction)
-    panels[0].set_ylabel(f"gain in perplexity by {found['step']:,} tokens more (%)")
+    panels[0].set_ylabel(f"gain in perplexity by {found['context_step']:,} tokens more (%)")
     panels[0].set_ylim(bottom=0)
     panels[-1].legend(frameon=False, fontsize=9)
     return figure

@@ -17,7 +17,7 @@ from transformer_xl.files import write_text
 if TYPE_CHECKING:
     import torch
 
-    from transformer_xl.evaluation.effective_context import ContextSweep, EffectiveContext, Reader
+    from transformer_xl.analysis.effective_context import ContextSweep, EffectiveContext, GroupModel
     from transformer_xl.evaluation.plan import EvaluationPlan
     from transformer_xl.run_folder import RunFolder
     from transformer_xl.text.token_store import Tokens
@@ -48,14 +48,14 @@ class Measured:
 
     def sweep(self) -> ContextSweep:
         """The same, checked."""
-        from transformer_xl.evaluation.effective_context import ContextSweep
+        from transformer_xl.analysis.effective_context import ContextSweep
 
         start = self.step if self.start is None else self.start
         return ContextSweep(
-            start=start,
-            step=self.step,
-            longest=start + 9 * self.step if self.longest is None else self.longest,
-            positions=self.positions,
+            min_context=start,
+            context_step=self.step,
+            max_context=start + 9 * self.step if self.longest is None else self.longest,
+            num_positions=self.positions,
             seed=self.seed,
             fractions=_shares(self.fractions),
             threshold=self.threshold,
@@ -149,16 +149,16 @@ def context(
     named = _named(runs)
     files.check()
     sweep = measured.sweep()
-    from transformer_xl.evaluation.effective_context import measure_context
+    from transformer_xl.analysis.effective_context import measure_context
 
     folders = _opened(named)
     tokens_K, corpus = _text(next(iter(folders.values())), measured)
-    sweep.places(len(tokens_K))
+    sweep.draw_positions(len(tokens_K))
     device = machine.choose()
-    readers = [_reader(name, folder, attention, sweep, device) for name, folder in folders.items()]
-    total = _say_cost(readers, sweep, tokens_K)
+    models = [_reader(name, folder, attention, sweep, device) for name, folder in folders.items()]
+    total = _say_cost(models, sweep, tokens_K)
     with ProgressBar("context", total, "tokens") as bar:
-        found = measure_context(readers, tokens_K, sweep, bar.advance)
+        found = measure_context(models, tokens_K, sweep, bar.advance)
     figures = {
         "corpus": corpus,
         "split": measured.split,
@@ -223,23 +223,25 @@ def _text(first: RunFolder, measured: Measured) -> tuple[Tokens, str]:
     return tokens_K, str(corpus.path)
 
 
-def _reader(name: str, folder: RunFolder, attention: Attention, sweep: ContextSweep, device: torch.device) -> Reader:
-    from transformer_xl.evaluation.effective_context import Reader
+def _reader(
+    name: str, folder: RunFolder, attention: Attention, sweep: ContextSweep, device: torch.device
+) -> GroupModel:
+    from transformer_xl.analysis.effective_context import GroupModel
 
-    return Reader(name, folder.load_model(device), attention.plan(folder.config, sweep.longest))
+    return GroupModel(name, folder.load_model(device), attention.plan(folder.config, sweep.max_context))
 
 
-def _say_cost(readers: list[Reader], sweep: ContextSweep, tokens_K: Tokens) -> int:
+def _say_cost(models: list[GroupModel], sweep: ContextSweep, tokens_K: Tokens) -> int:
     """Says how much there is to do, and after a trial how long it will take; gives the number of tokens."""
-    costs = [reader.cost(sweep) for reader in readers]
+    costs = [reader.cost(sweep) for reader in models]
     contexts = sweep.contexts
-    each = ", ".join(f"{reader.name} {cost:,}" for reader, cost in zip(readers, costs, strict=True))
+    each = ", ".join(f"{reader.name} {cost:,}" for reader, cost in zip(models, costs, strict=True))
     say(
-        f"{sweep.positions:,} places, {len(contexts)} contexts of {contexts[0]:,} to {contexts[-1]:,} tokens; "
+        f"{sweep.num_positions:,} places, {len(contexts)} contexts of {contexts[0]:,} to {contexts[-1]:,} tokens; "
         f"tokens to read: {each}{f'; in all {sum(costs):,}' if costs[1:] else ''}"
     )
-    places_P = sweep.places(len(tokens_K))
-    minutes = sum(reader.seconds_for(sweep, tokens_K, places_P) for reader in readers) / 60
+    positions_P = sweep.draw_positions(len(tokens_K))
+    minutes = sum(reader.estimate_seconds(sweep, tokens_K, positions_P) for reader in models) / 60
     say(f"by a short trial about {minutes:,.0f} minutes" if minutes >= 1.5 else "by a short trial a minute or less")
     return sum(costs)
 
@@ -254,11 +256,11 @@ def _show(split: str, found: EffectiveContext) -> None:
             f"{reader.model.num_parameters():,}",
             *(f"{'' if length.found else '>= '}{length.tokens:,}" for length in row),
         ]
-        for reader, row in zip(found.readers, lengths, strict=True)
+        for reader, row in zip(found.models, lengths, strict=True)
     ]
     print_table(
-        f"Relative effective context length in tokens, {split}: {sweep.positions:,} places, "
-        f"a gain of {sweep.threshold:.3g} by {sweep.step:,} tokens more",
+        f"Relative effective context length in tokens, {split}: {sweep.num_positions:,} places, "
+        f"a gain of {sweep.threshold:.3g} by {sweep.context_step:,} tokens more",
         ["model", "parameters", *(f"r = {fraction:g}" for fraction in sweep.fractions)],
         rows,
     )
@@ -266,16 +268,16 @@ def _show(split: str, found: EffectiveContext) -> None:
     print_table(
         "Mean loss in nats per token, by how many tokens before it may be seen",
         ["model", *(f"{context:,}" for context in sweep.contexts)],
-        [[reader.name, *(f"{nats:.4f}" for nats in row)] for reader, row in zip(found.readers, means, strict=True)],
+        [[reader.name, *(f"{nats:.4f}" for nats in row)] for reader, row in zip(found.models, means, strict=True)],
     )
     early = {
         reader.name
         for gains in measured
-        for reader, gain in zip(found.readers, gains.gains_IC[:, 0], strict=True)
+        for reader, gain in zip(found.models, gains.gains_IC[:, 0], strict=True)
         if gain < sweep.threshold
     }
     if early:
         say(
-            f"remark: {', '.join(sorted(early))}: no gain already at --start {sweep.start:,}, so the length may be "
+            f"remark: {', '.join(sorted(early))}: no gain already at --start {sweep.min_context:,}, so the length may be "
             "shorter; a smaller --start and --step would tell"
         )

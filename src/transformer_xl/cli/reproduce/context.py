@@ -14,7 +14,7 @@ from transformer_xl.cli.reproduce.scale import Scale
 from transformer_xl.cli.reproduce.workshop import Workshop, best_window, keep
 
 if TYPE_CHECKING:
-    from transformer_xl.evaluation.effective_context import ContextSweep, Reader
+    from transformer_xl.analysis.effective_context import ContextSweep, GroupModel
 
 _DEFAULT = Scale()
 
@@ -53,7 +53,7 @@ def make_context(workshop: Workshop, sweep: ContextSweep, *, json: bool = False)
     from transformer_xl.analysis.systems import BY_NAME
 
     systems = [BY_NAME[name] for names in GROUPS for name in names]
-    sweep.places(workshop.corpus.split("test").num_tokens)
+    sweep.draw_positions(workshop.corpus.split("test").num_tokens)
     workshop.finish(systems, {system.name: workshop.windows(system) for system in systems})
     known = _measured_before(workshop.path / "context.json")
     groups: list[dict[str, Any]] = []
@@ -61,9 +61,9 @@ def make_context(workshop: Workshop, sweep: ContextSweep, *, json: bool = False)
     report = workshop.path / "report.html"
     for index, seed in enumerate(workshop.seeds):
         for names in GROUPS:
-            readers = [_reader(workshop, name, index) for name in names]
-            same = (group for group in known if _is_of(group, seed, readers, sweep))
-            groups.append(next(same, None) or _measured(workshop, seed, readers, sweep))
+            models = [_reader(workshop, name, index) for name in names]
+            same = (group for group in known if _is_of(group, seed, models, sweep))
+            groups.append(next(same, None) or _measured(workshop, seed, models, sweep))
             report = keep(workshop.path, "context", figures)
     if json:
         print_json({**figures, "report": str(report)})
@@ -74,14 +74,14 @@ def make_context(workshop: Workshop, sweep: ContextSweep, *, json: bool = False)
     print(f"report: {report}")
 
 
-def _measured(workshop: Workshop, seed: int, readers: list[Reader], sweep: ContextSweep) -> dict[str, Any]:
-    from transformer_xl.evaluation.effective_context import measure_context
+def _measured(workshop: Workshop, seed: int, models: list[GroupModel], sweep: ContextSweep) -> dict[str, Any]:
+    from transformer_xl.analysis.effective_context import measure_context
 
-    cost = sum(reader.cost(sweep) for reader in readers)
-    names = ", ".join(reader.name for reader in readers)
+    cost = sum(reader.cost(sweep) for reader in models)
+    names = ", ".join(reader.name for reader in models)
     say(f"seed {seed}: {names} read {cost:,} tokens in {len(sweep.contexts)} contexts")
     with ProgressBar("context", cost, "tokens") as bar:
-        found = measure_context(readers, workshop.corpus.split("test").tokens, sweep, bar.advance)
+        found = measure_context(models, workshop.corpus.split("test").tokens, sweep, bar.advance)
     return {"trained_with_seed": seed, **found.as_dict()}
 
 
@@ -94,22 +94,25 @@ def _measured_before(file: Path) -> list[dict[str, Any]]:
         return []
 
 
-def _is_of(group: dict[str, Any], seed: int, readers: list[Reader], sweep: ContextSweep) -> bool:
+def _is_of(group: dict[str, Any], seed: int, models: list[GroupModel], sweep: ContextSweep) -> bool:
     """Whether a group is what would be measured."""
-    models = [(model["name"], model["window"], model["memory"], model["segment"]) for model in group["models"]]
-    lengths = [
-        (one.plan.context_limits.attention_window, one.plan.context_limits.memory_length, one.plan.segment)
-        for one in readers
+    found = [
+        (model["name"], model["attention_window"], model["memory_length"], model["segment_length"])
+        for model in group["models"]
     ]
-    wanted = [(reader.name, *length) for reader, length in zip(readers, lengths, strict=True)]
+    limits = [(model.plan.context_limits, model.plan.segment) for model in models]
+    wanted = [
+        (model.name, limit.attention_window, limit.memory_length, segment)
+        for model, (limit, segment) in zip(models, limits, strict=True)
+    ]
     same = (group["contexts"], len(group["positions"]), group["threshold"], group.get("trained_with_seed"))
-    return models == wanted and same == (list(sweep.contexts), sweep.positions, sweep.threshold, seed)
+    return found == wanted and same == (list(sweep.contexts), sweep.num_positions, sweep.threshold, seed)
 
 
-def _reader(workshop: Workshop, name: str, index: int) -> Reader:
+def _reader(workshop: Workshop, name: str, index: int) -> GroupModel:
     from transformer_xl.analysis.systems import BY_NAME
     from transformer_xl.device import choose_device
-    from transformer_xl.evaluation.effective_context import Reader
+    from transformer_xl.analysis.effective_context import GroupModel
     from transformer_xl.evaluation.plan import EvaluationPlan
     from transformer_xl.run_folder import RunFolder
 
@@ -117,4 +120,6 @@ def _reader(workshop: Workshop, name: str, index: int) -> Reader:
     folder = RunFolder.open(workshop.runs(system)[index])
     window = best_window(workshop.scores(system)[index]) if system.attends and system.has_memory else None
     lengths = {} if window is None else {"memory": window - 1, "window": window}
-    return Reader(name, folder.load_model(choose_device(workshop.device)), EvaluationPlan.of(folder.config, **lengths))
+    return GroupModel(
+        name, folder.load_model(choose_device(workshop.device)), EvaluationPlan.of(folder.config, **lengths)
+    )

@@ -30,7 +30,7 @@ from transformer_xl.files import explained, write_text
 
 if TYPE_CHECKING:
     from transformer_xl.analysis.systems import System
-    from transformer_xl.evaluation.effective_context import ContextSweep
+    from transformer_xl.analysis.effective_context import ContextSweep
     from transformer_xl.text.token_store import Corpus
 
 _HALVES = (1, 2, 3, 4, 6, 8, 12)  # of a segment: the attention lengths of a sweep
@@ -149,11 +149,14 @@ class Workshop:
 
     def context_sweep(self, step: int | None = None, longest: int | None = None, positions: int = 1000) -> ContextSweep:
         """Contexts in steps of half a segment, ten of them, unless told otherwise."""
-        from transformer_xl.evaluation.effective_context import ContextSweep
+        from transformer_xl.analysis.effective_context import ContextSweep
 
         step = max(1, self.lengths(None)[0] // 2) if step is None else step
         return ContextSweep(
-            start=step, step=step, longest=10 * step if longest is None else longest, positions=positions
+            min_context=step,
+            context_step=step,
+            max_context=10 * step if longest is None else longest,
+            num_positions=positions,
         )
 
     def finish(self, systems: Sequence[System], windows: dict[str, tuple[int, ...]]) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from transformer_xl.config import ModelConfig, UserError
-from transformer_xl.evaluation.effective_context import ContextSweep, EffectiveContext, Gains, Reader, measure_context
+from transformer_xl.analysis.effective_context import ContextSweep, EffectiveContext, Gains, GroupModel, measure_context
 from transformer_xl.evaluation.plan import EvaluationPlan
 from transformer_xl.model.baselines.token_memory import TokenMemory
 from transformer_xl.model.build import build_model
@@ -40,14 +40,14 @@ READERS: dict[str, tuple[dict[str, Any], ContextLimits]] = {
 }
 
 
-def reader_of(kind: str, rows: int | None = None) -> Reader:
+def reader_of(kind: str, rows: int | None = None) -> GroupModel:
     settings, context_limits = READERS[kind]
     torch.manual_seed(7)
     model = build_model(ModelConfig(**{**SIZES, **settings})).double().eval()
     with torch.no_grad():
         for parameter in model.parameters():  # larger than at the start, so that all of it matters
             parameter.add_(torch.randn_like(parameter) * 0.3)
-    return Reader(kind, model, EvaluationPlan(SEGMENT, context_limits, rows=rows))
+    return GroupModel(kind, model, EvaluationPlan(SEGMENT, context_limits, rows=rows))
 
 
 def text(length: int, seed: int = 3) -> npt.NDArray[np.uint8]:
@@ -98,9 +98,9 @@ def by_the_paper(
 def test_gains_and_lengths_are_the_papers(seed: int, fraction: float) -> None:
     nats_ICP = falling_losses(seed)
     gains = Gains.of(nats_ICP, fraction)
-    sweep = ContextSweep(start=5, step=7, longest=42, positions=29, threshold=0.05)
-    readers = tuple(Reader(str(i), Copying(), EvaluationPlan(SEGMENT, ContextLimits(1))) for i in range(3))
-    found = EffectiveContext(sweep, readers, np.arange(29), nats_ICP, (0.0,) * 3)
+    sweep = ContextSweep(min_context=5, context_step=7, max_context=42, num_positions=29, threshold=0.05)
+    models = tuple(GroupModel(str(i), Copying(), EvaluationPlan(SEGMENT, ContextLimits(1))) for i in range(3))
+    found = EffectiveContext(sweep, models, np.arange(29), nats_ICP, (0.0,) * 3)
     wanted, lengths = by_the_paper(dict(np.ndenumerate(nats_ICP)), nats_ICP.shape, fraction, 0.05)
     for (i, c), gain in wanted.items():
         assert gains.gains_IC[i, c] == pytest.approx(gain, rel=0, abs=1e-12)
@@ -145,10 +145,10 @@ def test_large_losses_do_no_harm() -> None:
 @pytest.mark.parametrize("context", [1, 6, 7, 8, 14, 33])
 def test_a_loss_is_that_of_one_place_read_alone(kind: str, context: int) -> None:
     """One place at a time, with hidden rows for memory: an odd segment first, whole ones after, the last loss taken."""
-    reader, tokens_K, places_P = reader_of(kind, rows=2), text(61), np.array([33, 40, 47, 58, 60])
+    reader, tokens_K, positions_P = reader_of(kind, rows=2), text(61), np.array([33, 40, 47, 58, 60])
     model, context_limits = reader.model, reader.plan.context_limits
     wanted = []
-    for place in places_P.tolist():
+    for place in positions_P.tolist():
         seen = tokens_K[place - context : place].tolist()
         if not context_limits.memory_length:
             seen = seen[-SEGMENT:]
@@ -160,22 +160,22 @@ def test_a_loss_is_that_of_one_place_read_alone(kind: str, context: int) -> None
                 hidden_BTD, memory = model(torch.tensor([piece]), memory)
             scores_V = model.logits(hidden_BTD)[0, -1]
         wanted.append(-torch.log_softmax(scores_V, 0)[int(tokens_K[place])].item())
-    np.testing.assert_allclose(reader.nats(tokens_K, places_P, context), wanted, **CLOSE)
+    np.testing.assert_allclose(reader.nats(tokens_K, positions_P, context), wanted, **CLOSE)
 
 
 @pytest.mark.parametrize("context", [6, 8, 33])
 def test_memory_as_long_as_the_context_is_one_long_segment(context: int) -> None:
-    reader, tokens_K, places_P = reader_of("relative, all"), text(61), np.array([33, 60])
+    reader, tokens_K, positions_P = reader_of("relative, all"), text(61), np.array([33, 60])
     at_once = replace(reader, plan=EvaluationPlan(40, ContextLimits(0)))
     np.testing.assert_allclose(
-        reader.nats(tokens_K, places_P, context), at_once.nats(tokens_K, places_P, context), **CLOSE
+        reader.nats(tokens_K, positions_P, context), at_once.nats(tokens_K, positions_P, context), **CLOSE
     )
 
 
 @pytest.mark.parametrize("kind", READERS)
 def test_how_many_are_read_at_once_changes_nothing(kind: str) -> None:
-    tokens_K, places_P = text(61), np.arange(20, 61)
-    one, many = (reader_of(kind, rows=rows).nats(tokens_K, places_P, 20) for rows in (1, None))
+    tokens_K, positions_P = text(61), np.arange(20, 61)
+    one, many = (reader_of(kind, rows=rows).nats(tokens_K, positions_P, 20) for rows in (1, None))
     np.testing.assert_allclose(one, many, **CLOSE)
 
 
@@ -183,21 +183,21 @@ def test_how_many_are_read_at_once_changes_nothing(kind: str) -> None:
 @pytest.mark.parametrize("context", [5, 7, 16])
 def test_nothing_older_is_seen(kind: str, context: int) -> None:
     """Bit for bit. But the token exactly so many places back is seen; of models without memory, that of the segment."""
-    reader, tokens_K, places_P = reader_of(kind), text(121), np.array([40, 80, 120])
-    losses_P = reader.nats(tokens_K, places_P, context)
+    reader, tokens_K, positions_P = reader_of(kind), text(121), np.array([40, 80, 120])
+    losses_P = reader.nats(tokens_K, positions_P, context)
     older_K, oldest_K = tokens_K.copy(), tokens_K.copy()
-    seen = np.concatenate([np.arange(place - context, place + 1) for place in places_P])
+    seen = np.concatenate([np.arange(place - context, place + 1) for place in positions_P])
     older = np.setdiff1d(np.arange(121), seen)
     older_K[older] = (older_K[older] + 5) % 23
-    assert np.array_equal(reader.nats(older_K, places_P, context), losses_P)
-    reached = context if reader.sees_at_most is None else min(context, reader.sees_at_most)
-    oldest_K[places_P - reached] = (oldest_K[places_P - reached] + 5) % 23
-    assert (reader.nats(oldest_K, places_P, context) != losses_P).all()
+    assert np.array_equal(reader.nats(older_K, positions_P, context), losses_P)
+    reached = context if reader.max_visible_tokens is None else min(context, reader.max_visible_tokens)
+    oldest_K[positions_P - reached] = (oldest_K[positions_P - reached] + 5) % 23
+    assert (reader.nats(oldest_K, positions_P, context) != losses_P).all()
 
 
 def test_models_without_memory_gain_nothing_beyond_their_segment() -> None:
     """As the paper's vanilla model, whose row is its segment."""
-    sweep = ContextSweep(start=3, step=5, longest=23, positions=17, threshold=1e-6)
+    sweep = ContextSweep(min_context=3, context_step=5, max_context=23, num_positions=17, threshold=1e-6)
     found = measure_context([reader_of("learned")], text(61), sweep)
     gains = found.gains(1.0)
     assert gains.gains_IC[0, 0] > 1e-3
@@ -261,9 +261,11 @@ def copied_text(length: int) -> npt.NDArray[np.uint8]:
 )
 def test_the_length_of_a_known_dependency_is_found(start: int, step: int, wanted: tuple[int, int]) -> None:
     """The first context that holds the farthest source, as long as each step on the way brings one more."""
-    sweep = ContextSweep(start=start, step=step, longest=start + 6 * step, positions=101)
+    sweep = ContextSweep(min_context=start, context_step=step, max_context=start + 6 * step, num_positions=101)
     plan = EvaluationPlan(SEGMENT, ContextLimits(100))
-    found = measure_context([Reader("all", Copying(), plan), Reader("near", Copying(9), plan)], copied_text(400), sweep)
+    found = measure_context(
+        [GroupModel("all", Copying(), plan), GroupModel("near", Copying(9), plan)], copied_text(400), sweep
+    )
     for fraction in sweep.fractions:
         assert tuple(length.tokens for length in found.lengths(found.gains(fraction))) == wanted
 
@@ -272,55 +274,55 @@ def test_the_length_of_a_known_dependency_is_found(start: int, step: int, wanted
 
 
 def test_places_are_drawn_once_each_and_have_the_context_before_them() -> None:
-    sweep = ContextSweep(start=2, step=3, longest=11, positions=50)
-    assert sweep.places(61).tolist() == list(range(11, 61))
-    some = replace(sweep, positions=20)
-    drawn = some.places(61).tolist()
-    assert drawn == some.places(61).tolist() == sorted(set(drawn))
+    sweep = ContextSweep(min_context=2, context_step=3, max_context=11, num_positions=50)
+    assert sweep.draw_positions(61).tolist() == list(range(11, 61))
+    some = replace(sweep, num_positions=20)
+    drawn = some.draw_positions(61).tolist()
+    assert drawn == some.draw_positions(61).tolist() == sorted(set(drawn))
     assert len(drawn) == 20
     assert set(drawn) <= set(range(11, 61))
-    assert drawn != replace(some, seed=2).places(61).tolist()
+    assert drawn != replace(some, seed=2).draw_positions(61).tolist()
 
 
 def test_figures_and_what_was_told_on_the_way() -> None:
-    sweep = ContextSweep(start=3, step=5, longest=14, positions=17, fractions=(0.25, 1.0), threshold=1e-9)
-    readers, told = [reader_of("lstm"), reader_of("learned")], []
-    found = measure_context(readers, text(61), sweep, told.append)
+    sweep = ContextSweep(
+        min_context=3, context_step=5, max_context=14, num_positions=17, fractions=(0.25, 1.0), threshold=1e-9
+    )
+    models, told = [reader_of("lstm"), reader_of("learned")], []
+    found = measure_context(models, text(61), sweep, told.append)
     figures = found.as_dict()
     assert figures["contexts"] == [3, 8, 13]
-    assert figures["positions"] == sweep.places(61).tolist()
-    assert figures["baseline"]["0.25"]["places"] == 4
+    assert figures["positions"] == sweep.draw_positions(61).tolist()
+    assert figures["baseline"]["0.25"]["num_positions"] == 4
     lstm, learned = figures["models"]
     assert (lstm["tokens_read"], learned["tokens_read"]) == (17 * (3 + 8 + 13), 17 * (3 + 7 + 7))
     assert sum(told) == lstm["tokens_read"] + learned["tokens_read"]
-    assert (lstm["name"], lstm["sees_at_most"], learned["sees_at_most"]) == ("lstm", None, SEGMENT)
+    assert (lstm["name"], lstm["max_visible_tokens"], learned["max_visible_tokens"]) == ("lstm", None, SEGMENT)
     assert lstm["fractions"]["1"]["effective_context_tokens"] == 13
     assert not lstm["fractions"]["1"]["fell_below_threshold"]
     for index, model in enumerate((lstm, learned)):
         for column, context in enumerate(sweep.contexts):
-            alone_P = readers[index].nats(text(61), found.places_P, context)
+            alone_P = models[index].nats(text(61), found.positions_P, context)
             assert model["nats_per_token"][column] == pytest.approx(alone_P.mean(), rel=0, abs=1e-12)
     further, before = lstm["fractions"]["1"]["further_nats_per_token"], figures["baseline"]["1"]["nats_per_token"]
     wanted = [1 - math.exp(after - first) for after, first in zip(further, before, strict=True)]
     np.testing.assert_allclose(lstm["fractions"]["1"]["gains"], wanted, **CLOSE)
-    assert readers[0].seconds_for(sweep, text(61), found.places_P) > 0
+    assert models[0].estimate_seconds(sweep, text(61), found.positions_P) > 0
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"step": 0}, "step 0: wanted 1 or more"),
-        ({"start": 0}, "start 0: wanted 1 or more"),
-        ({"positions": 0}, "positions 0: wanted 1 or more"),
-        ({"longest": 2**40}, "longest 1,099,511,627,776: wanted 1 or more, 2,147,483,647 at most"),
-        ({"seed": -1}, "seed -1: wanted 0 or more"),
-        ({"fractions": ()}, "fractions nothing: wanted shares of the places"),
-        ({"fractions": (0.1, 1.5)}, "fractions 0.1,1.5: wanted shares of the places, above 0 and up to 1"),
-        ({"fractions": (math.nan,)}, "fractions nan: wanted shares"),
-        ({"fractions": (0.5, 0.5)}, "fractions 0.5,0.5: wanted each share once"),
-        ({"threshold": 0.0}, "threshold 0: wanted a share above 0 and below 1"),
-        ({"threshold": math.nan}, "threshold nan: wanted"),
-        ({"longest": 199}, "longest 199 leaves nothing to compare with start 100; wanted 200"),
+        ({"context_step": 0}, "context_step 0"),
+        ({"num_positions": 0}, "num_positions 0"),
+        ({"max_context": 2**40}, "max_context 1,099,511,627,776.* 2,147,483,647 at most"),
+        ({"seed": -1}, "seed -1"),
+        ({"fractions": ()}, r"fractions \(none\)"),
+        ({"fractions": (0.1, 1.5)}, "fractions 0.1,1.5.* up to 1"),
+        ({"fractions": (math.nan,)}, "fractions nan"),
+        ({"fractions": (0.5, 0.5)}, "fractions 0.5,0.5.* once"),
+        ({"threshold": math.nan}, "threshold nan"),
+        ({"max_context": 199}, "max_context 199.* min_context 100; wanted 200"),
     ],
 )
 def test_what_cannot_be_is_refused(settings: dict[str, Any], message: str) -> None:
@@ -329,9 +331,13 @@ def test_what_cannot_be_is_refused(settings: dict[str, Any], message: str) -> No
 
 
 def test_too_short_a_text_is_refused() -> None:
-    message = "the text has 61 tokens, of which 20 have 41 before them, and 21 positions were asked for"
+    message = "20 have 41 before them, and num_positions is 21; give a smaller"
     with pytest.raises(UserError, match=message):
-        measure_context([reader_of("lstm")], text(61), ContextSweep(start=1, step=40, longest=41, positions=21))
+        measure_context(
+            [reader_of("lstm")],
+            text(61),
+            ContextSweep(min_context=1, context_step=40, max_context=41, num_positions=21),
+        )
 
 
 def test_weights_that_are_not_numbers_are_refused() -> None:
@@ -339,4 +345,4 @@ def test_weights_that_are_not_numbers_are_refused() -> None:
     with torch.no_grad():
         next(reader.model.parameters())[0, 0] = math.inf
     with pytest.raises(UserError, match="infinite or not numbers"):
-        measure_context([reader], text(61), ContextSweep(start=1, step=4, longest=9, positions=3))
+        measure_context([reader], text(61), ContextSweep(min_context=1, context_step=4, max_context=9, num_positions=3))
