@@ -27,6 +27,7 @@ from transformer_xl.files import explained, whole_folder, write_text
 from transformer_xl.model.build import build_model
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.tensor_file import load_tensors, save_tensors
+from transformer_xl.text.token_store import Corpus
 from transformer_xl.text.tokenizer import Tokenizer, fingerprint, load_tokenizer, save_tokenizer
 
 Weights = Literal["best", "last"]
@@ -141,6 +142,30 @@ class RunFolder:
         if config.corpus and config.corpus.tokenizer_sha256 != fingerprint(tokenizer):
             raise UserError(f"{path / 'txl_tokenizer.json'} is not the one this run was trained with; copy it again")
         return RunFolder(path, config, tokenizer)
+
+    def open_corpus(self, path: Path | str | None = None) -> Corpus:
+        """Open the corpus the run was trained on, or another one with the same tokenizer.
+
+        Args:
+            path: folder of the other corpus; None for the run's own.
+
+        Raises:
+            UserError: it does not exist, or its tokenizer is not the run's.
+        """
+        if path is None:
+            if self.config.corpus is None:
+                raise UserError(f"{self.path} does not say what it was trained on; give --corpus DIR")
+            path = Path(self.config.corpus.path)
+            if not path.exists():
+                raise UserError(f"the corpus of this run, {path}, is no longer there; give --corpus DIR")
+        corpus = Corpus.open(path)
+        own, other = self.tokenizer, corpus.tokenizer
+        if fingerprint(other) != fingerprint(own):
+            raise UserError(
+                f"{path} has another tokenizer ({other.kind}, {other.vocab_size:,} tokens) than {self.path} "
+                f"({own.kind}, {own.vocab_size:,} tokens); give a corpus prepared with --tokenizer {self.path}"
+            )
+        return corpus
 
     def save_weights(self, weights: Mapping[str, Tensor], *, step: int, nats: float | None) -> None:
         """Keeps the weights of this step as the run's best, and their validation loss in nats per token, if known."""

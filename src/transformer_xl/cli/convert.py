@@ -9,8 +9,9 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from transformer_xl.cli.options import Json
-from transformer_xl.cli.output import print_json, print_table, say
+from transformer_xl.cli.output import print_json, print_table
 from transformer_xl.config import UserError
+from transformer_xl.progress import say
 
 
 def convert(

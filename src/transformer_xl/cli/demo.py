@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from transformer_xl.cli.options import ANY_MACHINE, Json, Machine, MachineOptions
-from transformer_xl.cli.output import ProgressBar, print_json, print_table, say
+from transformer_xl.cli.output import print_json, print_table
 from transformer_xl.config import UserError, load_recipe
 from transformer_xl.files import explained, write_text
+from transformer_xl.progress import ProgressBar, say
 
 if TYPE_CHECKING:
     from transformer_xl.analysis.demo_page import DemoResults

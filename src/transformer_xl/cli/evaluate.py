@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Parameter
 
 from transformer_xl.cli.options import ANY_MACHINE, Json, MachineOptions, whole_numbers
-from transformer_xl.cli.output import ProgressBar, print_json, print_table, say
+from transformer_xl.cli.output import print_json, print_table
 from transformer_xl.config import RunConfig, UserError
+from transformer_xl.progress import ProgressBar, say
 
 if TYPE_CHECKING:
     import torch
@@ -161,12 +162,11 @@ def evaluate(
     swept = sweep.each(lengths, method)
     _check_words(method, lengths, chosen)
     _check_alone(per_token, swept)
-    from transformer_xl.cli.train import corpus_of
     from transformer_xl.run_folder import Run, RunFolder
 
     device = machine.choose()
     folder = RunFolder.open(run)
-    opened = corpus_of(folder, chosen.corpus)
+    opened = folder.open_corpus(chosen.corpus)
     text = opened.split(chosen.split)
     how = {"method": method_of(method, dynamic, opened), "precision": precision}
     plans = [replace(plan_of(folder.config, each, shares), **how) for each in swept]

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Parameter
 
 from transformer_xl.cli.options import ANY_MACHINE, Json, MachineOptions
-from transformer_xl.cli.output import print_json, say, say_unknown
+from transformer_xl.cli.output import print_json, say_unknown
 from transformer_xl.config import UserError
 from transformer_xl.files import explained
+from transformer_xl.progress import say
 
 if TYPE_CHECKING:
     from transformer_xl.device import Precision

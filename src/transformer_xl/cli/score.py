@@ -13,9 +13,10 @@ from cyclopts import Parameter
 
 from transformer_xl.cli.evaluate import Lengths, Precision, Rows, plan_of, say_remarks
 from transformer_xl.cli.options import ANY_MACHINE, MachineOptions
-from transformer_xl.cli.output import ProgressBar, print_json, print_table, say_unknown
+from transformer_xl.cli.output import print_json, print_table, say_unknown
 from transformer_xl.config import UserError
 from transformer_xl.files import explained
+from transformer_xl.progress import ProgressBar
 
 if TYPE_CHECKING:
     from transformer_xl.evaluation.metrics import Sums

@@ -18,9 +18,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from transformer_xl.cli.output import ProgressBar
 from transformer_xl.config import UserError
 from transformer_xl.files import write_text
+from transformer_xl.progress import ProgressBar
 
 PROGRAM = (sys.executable, "-m", "transformer_xl")
 _GLANCE = 1.0  # seconds between two looks at what is done

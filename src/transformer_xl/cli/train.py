@@ -15,8 +15,9 @@ from cyclopts import Parameter
 
 from transformer_xl.cli.flags import EvaluationFlags, ModelFlags, TrainFlags, given
 from transformer_xl.cli.options import ANY_MACHINE, Json, Machine, MachineOptions
-from transformer_xl.cli.output import ProgressBar, print_json, say
+from transformer_xl.cli.output import print_json
 from transformer_xl.config import INT32_MAX, ModelConfig, RunConfig, UserError, load_recipe, merge, run_settings
+from transformer_xl.progress import ProgressBar, say
 
 if TYPE_CHECKING:
     from transformer_xl.run_folder import RunFolder
@@ -212,7 +213,7 @@ def _resumed(
                 if group == "model" or (group == "train" and name not in _CHANGEABLE):
                     raise UserError(f"{group}.{name} cannot change within a run; start a new one with --run DIR")
         config = run_settings(merge(folder.config.model_dump(), flags), "settings")
-        opened = corpus_of(folder, corpus)
+        opened = folder.open_corpus(corpus)
         if folder.config.corpus and folder.config.corpus.train_sha256 != opened.record.splits["train"].sha256:
             raise UserError(
                 f"{opened.path} holds another training text than {resume} began with; give that corpus again"
@@ -240,33 +241,6 @@ def _go_on(training: Trainer) -> None:
     if training.world.is_first:
         for line in [*remarks, f"going on with {path} at step {step:,} of {steps:,}"]:
             say(line)
-
-
-def corpus_of(folder: RunFolder, corpus: Path | None) -> Corpus:
-    """The corpus a run was trained on, or another one with the same vocabulary.
-
-    Raises:
-        UserError: it is not there, or its vocabulary is not the run's.
-    """
-    from transformer_xl.text.token_store import Corpus
-    from transformer_xl.text.tokenizer import fingerprint
-
-    reference = folder.config.corpus
-    if corpus is None and reference is None:
-        raise UserError(f"{folder.path} does not say what it was trained on; give --corpus DIR")
-    if corpus is None and reference is not None:
-        corpus = Path(reference.path)
-        if not corpus.exists():
-            raise UserError(f"the corpus of this run, {corpus}, is no longer there; give --corpus DIR")
-    assert corpus is not None
-    opened = Corpus.open(corpus)
-    if fingerprint(opened.tokenizer) != fingerprint(folder.tokenizer):
-        raise UserError(
-            f"{corpus} has another vocabulary ({opened.tokenizer.kind}, {opened.tokenizer.vocab_size:,} tokens) than "
-            f"{folder.path} ({folder.tokenizer.kind}, {folder.tokenizer.vocab_size:,} tokens); "
-            "give a corpus prepared with the run's vocabulary"
-        )
-    return opened
 
 
 def run_training(training: Trainer) -> tuple[TrainResult, int | None]:

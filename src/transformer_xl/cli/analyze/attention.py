@@ -10,9 +10,10 @@ from cyclopts import Parameter
 
 from transformer_xl.cli.evaluate import Lengths, Rows, plan_of, say_remarks
 from transformer_xl.cli.options import ANY_MACHINE, Json, MachineOptions
-from transformer_xl.cli.output import ProgressBar, command_line, print_json, print_table, say, say_unknown
+from transformer_xl.cli.output import command_line, print_json, print_table, say_unknown
 from transformer_xl.config import INT32_MAX, UserError
 from transformer_xl.files import explained, whole_folder
+from transformer_xl.progress import ProgressBar, say
 
 if TYPE_CHECKING:
     from transformer_xl.analysis.attention_maps import AttentionMeans, TermMaps
@@ -203,7 +204,6 @@ def _back(plan: EvaluationPlan, wanted: int | None, num_tokens: int) -> int:
 
 
 def _text(source: Source, folder: RunFolder) -> Text:
-    from transformer_xl.cli.train import corpus_of
     from transformer_xl.evaluation.evaluate import check_known
     from transformer_xl.evaluation.plan import Text
     from transformer_xl.evaluation.texts import encode_text
@@ -211,7 +211,7 @@ def _text(source: Source, folder: RunFolder) -> Text:
 
     limit, tokenizer = source.tokens or _USUAL_TOKENS, folder.tokenizer
     if source.prompt is None and source.text is None:
-        opened, name = corpus_of(folder, source.corpus), source.split or "test"
+        opened, name = folder.open_corpus(source.corpus), source.split or "test"
         split = opened.split(name)
         opened.verify(name)
         check_known(split.first(limit), tokenizer.vocab_size)

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Parameter
 
 from transformer_xl.cli.options import ANY_MACHINE, Json, MachineOptions
-from transformer_xl.cli.output import ProgressBar, print_json, print_table, say
+from transformer_xl.cli.output import print_json, print_table
 from transformer_xl.config import RunConfig, UserError
 from transformer_xl.files import write_text
+from transformer_xl.progress import ProgressBar, say
 
 if TYPE_CHECKING:
     import torch
@@ -215,9 +216,7 @@ def _opened(named: dict[str, Path]) -> dict[str, RunFolder]:
 
 def _text(first: RunFolder, measured: Measured) -> tuple[Tokens, str]:
     """The text, and where it comes from."""
-    from transformer_xl.cli.train import corpus_of
-
-    corpus = corpus_of(first, measured.corpus)
+    corpus = first.open_corpus(measured.corpus)
     tokens_K = corpus.split(measured.split).tokens
     corpus.verify(measured.split)
     return tokens_K, str(corpus.path)

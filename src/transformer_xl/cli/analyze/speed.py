@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Parameter
 
 from transformer_xl.cli.options import ANY_MACHINE, Json, Machine, MachineOptions, whole_numbers
-from transformer_xl.cli.output import print_json, print_table, say
+from transformer_xl.cli.output import print_json, print_table
 from transformer_xl.config import UserError, load_recipe, run_settings
 from transformer_xl.files import write_text
+from transformer_xl.progress import say
 
 if TYPE_CHECKING:
     from transformer_xl.analysis.evaluation_speed import Contest, Task

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from transformer_xl.cli.options import Json
-from transformer_xl.cli.output import ProgressBar, print_json, print_table, say
+from transformer_xl.cli.output import print_json, print_table
 from transformer_xl.cli.reproduce.scale import Scale
 from transformer_xl.cli.reproduce.workshop import Workshop, best_window, keep
+from transformer_xl.progress import ProgressBar, say
 
 if TYPE_CHECKING:
     from transformer_xl.analysis.effective_context import ContextSweep, GroupModel

@@ -9,12 +9,12 @@ from cyclopts import Parameter
 from transformer_xl.cli.analyze.attention import Pictures, attention
 from transformer_xl.cli.analyze.speed import Contested
 from transformer_xl.cli.options import Machine
-from transformer_xl.cli.output import say
 from transformer_xl.cli.reproduce.ablation import make_ablation
 from transformer_xl.cli.reproduce.context import make_context
 from transformer_xl.cli.reproduce.scale import Scale
 from transformer_xl.cli.reproduce.speed import SMOKE, is_measured, make_speed
 from transformer_xl.cli.reproduce.workshop import Workshop, keep_report
+from transformer_xl.progress import say
 
 _DEFAULT = Scale()
 

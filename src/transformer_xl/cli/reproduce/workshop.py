@@ -22,11 +22,12 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from transformer_xl.cli.options import num_cores
-from transformer_xl.cli.output import command_line, say
+from transformer_xl.cli.output import command_line
 from transformer_xl.cli.reproduce.scale import Groups, Scale
 from transformer_xl.cli.side_by_side import Command, Job, run_side_by_side
 from transformer_xl.config import INT32_MAX, RunConfig, UserError, load_recipe, merge, read_yaml, run_settings
 from transformer_xl.files import explained, write_text
+from transformer_xl.progress import say
 
 if TYPE_CHECKING:
     from transformer_xl.analysis.systems import System

@@ -1,0 +1,97 @@
+"""Progress shown while something long runs: a bar in a terminal or a notebook, and plain lines elsewhere.
+
+Everything goes to standard error, so that results on standard output can be piped.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from importlib.util import find_spec
+from typing import Self
+
+
+def say(text: str) -> None:
+    """Print a line for people, to standard error."""
+    print(text, file=sys.stderr, flush=True)
+
+
+class ProgressBar:
+    """A progress bar with throughput and remaining time.
+
+    It is drawn in a terminal, and in a notebook that has ipywidgets; anywhere else (a log file, a pipe) a plain line is
+    printed now and then. Use it as a context manager.
+    """
+
+    def __init__(self, title: str, total: int, unit: str, *, seconds_between_lines: float = 10.0) -> None:
+        """Prepare the bar; it is drawn when the `with` block begins.
+
+        Args:
+            title: what is running, shown before the bar.
+            total: the amount that makes the bar full, in `unit`.
+            unit: what is counted, such as `steps` or `tokens`.
+            seconds_between_lines: least time between two plain lines, where no bar can be drawn.
+        """
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self._title, self._total, self._unit = title, total, unit
+        self._between = seconds_between_lines
+        self._done, self._notes = 0, ""
+        self._start = self._last_line = time.perf_counter()
+        self._first_done = 0
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=8),  # narrow: the numbers must fit into 80 columns
+            TextColumn("{task.fields[notes]}"),
+            TimeRemainingColumn(),
+        )
+        console = Console(file=sys.stderr, highlight=False)
+        # without ipywidgets rich would warn at every refresh
+        can_draw = console.is_terminal or (console.is_jupyter and find_spec("ipywidgets") is not None)
+        self._bar = Progress(*columns, console=console, transient=True) if can_draw else None
+        self._task = self._bar.add_task(title, total=total, notes="") if self._bar else None
+
+    def __enter__(self) -> Self:
+        if self._bar:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar:
+            self._bar.stop()
+
+    def begin_at(self, done: int) -> None:
+        """Start from an amount that was done earlier (a resumed run); it does not count towards the throughput."""
+        self._done = self._first_done = done
+        self.advance(0)
+
+    def advance(self, amount: int, notes: str | None = None) -> None:
+        """Add to what is done, in units.
+
+        Args:
+            amount: how much more is done.
+            notes: text to show beside the bar from now on, in place of the throughput.
+        """
+        self._done += amount
+        self._notes = self._notes if notes is None else notes
+        if self._bar and self._task is not None:
+            self._bar.update(self._task, completed=self._done, notes=self._beside())
+        elif time.perf_counter() - self._last_line >= self._between:
+            self._last_line = time.perf_counter()
+            say(f"{self._title}: {self._done:,} of {self._total:,} {self._unit}, {self._beside()}, {self._left()} left")
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the bar was made."""
+        return time.perf_counter() - self._start
+
+    def _rate(self) -> float:
+        return (self._done - self._first_done) / max(1e-9, self.seconds)
+
+    def _beside(self) -> str:
+        return self._notes or f"{self._rate():,.0f} {self._unit}/s"
+
+    def _left(self) -> str:
+        seconds = round((self._total - self._done) / max(1e-9, self._rate()))
+        return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
