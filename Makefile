@@ -10,12 +10,13 @@ PIP := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt $(BIN
 # tests run in two processes; one thread each is fastest, the models being tiny
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
-.PHONY: help setup demo test check bench clean
+.PHONY: help setup demo test docs check bench clean
 
 help:
 	@echo "make demo    train on the source of Python's standard library, evaluate, generate; report in runs/demo"
 	@echo "make test    all tests"
-	@echo "make check   format, lint, types and tests: what must pass before a change"
+	@echo "make docs    the documentation site, in site/index.html"
+	@echo "make check   format, lint, types, documentation and tests: what must pass before a change"
 	@echo "make bench   speed and memory beside other implementations, in .venv-peers; results in benchmarks/results"
 	@echo "make setup   only the virtual environment in $(VENV), which the others make where needed"
 	@echo "make clean   delete the virtual environments and caches (runs/ stays)"
@@ -28,10 +29,14 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(PYTEST)
 
+docs: $(STAMP)
+	$(BIN)/python docs/build.py
+
 check: $(STAMP)
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
+	$(BIN)/python docs/build.py
 	$(PYTEST)
 
 bench: $(STAMP) $(PEERS)/installed
@@ -46,7 +51,7 @@ bench: $(STAMP) $(PEERS)/installed
 	$(BIN)/python benchmarks/chart.py
 
 clean:
-	rm -rf $(VENV) $(PEERS) .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) site .cache .pytest_cache .ruff_cache .hypothesis
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Written last, so that an interrupted setup is done again.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import shlex
 from collections.abc import Iterator
@@ -166,3 +167,18 @@ def test_a_path_of_one_machine_is_found() -> None:
     slash = "/"
     assert machine_paths(f"cd {slash}home/me/x; ls '{slash}tmp'") == [f"{slash}home/me/x", f"{slash}tmp"]
     assert machine_paths(f"a{slash}work, .{slash}tmp, {slash}homely, {slash}usr/bin/env, {slash}{slash}root") == []
+
+
+def test_broken_links_of_the_site_are_found(tmp_path: Path) -> None:
+    specification = importlib.util.spec_from_file_location("build", ROOT / "docs" / "build.py")
+    assert specification is not None
+    assert specification.loader is not None
+    build = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(build)
+    (tmp_path / "a.svg").touch()
+    (tmp_path / "b.html").write_text('<h1 id="title">b</h1><a href="#title"></a><a href="a.html"></a>')
+    right = '<a href="b.html#title"></a><img src="a.svg"><a href="https://host/none"></a>'
+    (tmp_path / "a.html").write_text(right)
+    assert build.broken_links(tmp_path) == []
+    (tmp_path / "a.html").write_text(f'{right}<a href="c.html"></a><img src="b.svg"><a href="b.html#none"></a>')
+    assert build.broken_links(tmp_path) == ["a.html: c.html", "a.html: b.svg", "a.html: b.html#none"]
