@@ -8,7 +8,7 @@ from torch import Tensor
 
 from transformer_xl.config import ModelConfig, TrainConfig
 from transformer_xl.model.transformer_xl import TransformerXL
-from transformer_xl.text.segments import Segment
+from transformer_xl.text.segments import Batch
 from transformer_xl.training.compiling import compile_layers
 from transformer_xl.training.distributed import ALONE
 from transformer_xl.training.optimizers import build_optimizers
@@ -31,7 +31,7 @@ class Trainee:
 
     def step(self, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
         """One whole optimiser step on tokens (B, T) that lie on the CPU; gives the mean loss in nats, on the device."""
-        counted_BT = np.ones(tuple(inputs_BT.shape), dtype=np.bool_)
-        segment = Segment(inputs_BT.numpy(), targets_BT.numpy(), counted_BT, starts=False)
+        loss_mask_BT = np.ones(tuple(inputs_BT.shape), dtype=np.bool_)
+        segment = Batch(inputs_BT.numpy(), targets_BT.numpy(), loss_mask_BT, starts=False)
         numbers, self.memories = self.learner.step(segment, self.memories)
         return numbers[0] / numbers[1]

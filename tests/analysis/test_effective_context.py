@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from transformer_xl.config import ModelConfig, UserError
 from transformer_xl.analysis.effective_context import ContextSweep, EffectiveContext, Gains, GroupModel, measure_context
+from transformer_xl.config import ModelConfig, UserError
 from transformer_xl.evaluation.plan import EvaluationPlan
 from transformer_xl.model.baselines.token_memory import TokenMemory
 from transformer_xl.model.build import build_model

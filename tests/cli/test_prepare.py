@@ -80,7 +80,7 @@ def test_any_number_of_workers_gives_the_same() -> None:
 def test_words_and_their_flags() -> None:
     assert prepare("text.txt", "--vocabulary", "words", "--out", "plain").status == 0
     counts = Corpus.open("plain").record.splits
-    assert counts["valid"].unknown > 0 == counts["train"].unknown
+    assert counts["valid"].num_unknown > 0 == counts["train"].num_unknown
     size = Corpus.open("plain").tokenizer.vocab_size
     sizes = {}
     for flags in (["--lowercase"], ["--punctuation"], ["--min-count", "2"], ["--max-size", "11"], ["--no-end-of-line"]):

@@ -45,7 +45,7 @@ def test_each_text_is_scored_as_if_alone(run_of, tokenizer: Tokenizer, rows) -> 
     assert [one.name for one in found] == ["first", "second"]
     assert sum(told) == sum(len(one.ids_K) for one in found)
     for one, text in zip(found, (FIRST, SECOND), strict=True):
-        written = text + "\n" * (tokenizer.closes_lines and not text.endswith("\n"))
+        written = text + "\n" * (tokenizer.adds_final_newline and not text.endswith("\n"))
         assert one.ids_K.tolist() == tokenizer.encode(written).tolist()
         wanted_K = token_nats(run.model, one.ids_K, tokenizer.bos_token_id, PLAN)
         np.testing.assert_allclose(one.nats_K, wanted_K, **CLOSE)
@@ -116,7 +116,7 @@ def test_what_cannot_be_scored_is_refused(run_of, tokenizer: Tokenizer, given, m
 
 def test_the_place_of_a_fault_counts_from_the_start(run_of, monkeypatch) -> None:
     """Also where a long text is cut into pieces before."""
-    cut = texts.cut_pieces
+    cut = texts.split_chunks
     monkeypatch.setattr(texts, "cut_pieces", lambda tokenizer, chunks: cut(tokenizer, chunks, size=4))
     with pytest.raises(UserError, match=r"a.txt: byte 9: the character 'c'"):
         score(run_of(CharTokenizer("ab", None, closed=True)), {"a.txt": "abababab" + "ac"})

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from transformer_xl.generation.continuation import Continuation
 from transformer_xl.text.tokenizer import ByteTokenizer, Tokenizer
 from transformer_xl.text.tokenizers.characters import CharTokenizer
-from transformer_xl.text.tokenizers.words import WordRules, WordTokenizer
+from transformer_xl.text.tokenizers.words import WordSplitting, WordTokenizer
 
 BYTES = ByteTokenizer()
 
@@ -107,10 +107,10 @@ def test_it_is_the_text_up_to_the_first_stop(made: str, stops: list[str], free: 
 WORDS = ("<eos>", "the", "cat", "(", ")", ",", "sat", "don't", "\u2013", "18")
 
 
-@pytest.mark.parametrize("rules", [WordRules(), WordRules(splitting="punctuation")])
+@pytest.mark.parametrize("rules", [WordSplitting(), WordSplitting(splitting="punctuation")])
 @given(ids=st.lists(st.integers(0, 9), min_size=2, max_size=9), cut=st.integers(1, 8))
 @example(ids=[9, 8, 9], cut=2)
-def test_words_go_on_from_the_prompt(rules: WordRules, ids: list[int], cut: int) -> None:
+def test_words_go_on_from_the_prompt(rules: WordSplitting, ids: list[int], cut: int) -> None:
     """The space between its last word and the first one made is there, and nothing of it is said again."""
     tokenizer = WordTokenizer(WORDS, None, "<eos>", None, rules)
     prompt, made = ids[:cut], ids[cut:]
@@ -122,7 +122,7 @@ def test_words_go_on_from_the_prompt(rules: WordRules, ids: list[int], cut: int)
 
 
 def test_words_stop_at_text_too() -> None:
-    tokenizer = WordTokenizer(WORDS, None, "<eos>", None, WordRules())
+    tokenizer = WordTokenizer(WORDS, None, "<eos>", None, WordSplitting())
     assert shown(tokenizer, [0, 1], [2, 6, 0, 1], "\n") == ([" cat", " sat", ""], True)
     assert shown(tokenizer, [0, 1], [2, 6, 0, 1], "t s") == ([" ca", ""], True)
 
@@ -135,7 +135,7 @@ def test_a_stop_that_stands_twice_in_one_token() -> None:
 
 def test_what_is_held_back_of_a_prompt_is_not_said_again() -> None:
     words = ("<eos>", "1914", "\u2013", "18", "x")
-    tokenizer = WordTokenizer(words, None, "<eos>", None, WordRules(splitting="punctuation"))
+    tokenizer = WordTokenizer(words, None, "<eos>", None, WordSplitting(splitting="punctuation"))
     assert "".join(shown(tokenizer, [1, 2], [4])[0]) == " x"
     assert "".join(shown(tokenizer, [1, 2], [3])[0]) == "18"  # as in 1914\u201318, where no space stands
     assert "".join(shown(tokenizer, [1, 2], [0, 3])[0]) == "\n18"

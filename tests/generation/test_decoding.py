@@ -21,7 +21,7 @@ from transformer_xl.model.memory import ContextLimits, Memory
 from transformer_xl.run_folder import Run
 from transformer_xl.text.tokenizer import ByteTokenizer
 from transformer_xl.text.tokenizers.bpe import BPETokenizer
-from transformer_xl.text.tokenizers.words import WordRules, WordTokenizer
+from transformer_xl.text.tokenizers.words import WordSplitting, WordTokenizer
 
 
 @pytest.fixture
@@ -163,10 +163,10 @@ def signs_with_line_ends() -> BPETokenizer:
 def test_signs_that_share_a_token_with_the_line_end_are_shown(signs_with_line_ends: BPETokenizer, make_model) -> None:
     """The line end is not; the same side by side, by beams, and where another token was named as an end."""
     tokenizer = signs_with_line_ends
-    run = Run(make_model(vocab_size=tokenizer.size), tokenizer, RunConfig())
+    run = Run(make_model(vocab_size=tokenizer.vocab_size), tokenizer, RunConfig())
     ids = tokenizer.encode("f(x);\n").tolist()
     assert tokenizer.decode(ids[-1:]) == ");\n"
-    ends: Options = {"tokens": 9, "end_ids": tokenizer.ends_line_V.nonzero()[0].tolist()}
+    ends: Options = {"tokens": 9, "end_ids": tokenizer.is_newline_V.nonzero()[0].tolist()}
     for stop, wanted in (("y", ("f(x);", "end")), (");", ("f(x", "stop"))):
         writing = generate(run, "a", sampler=Scripted(list(ids)), stop=stop, **ends)
         assert ("".join(writing), writing.ended) == wanted
@@ -318,7 +318,7 @@ def test_beams_draw_nothing(run: Run, odd: dict[str, Any]) -> None:
 
 
 def test_unknown_words_are_named(make_model) -> None:
-    tokenizer = WordTokenizer(("<eos>", "the", "cat", "sat"), None, "<eos>", None, WordRules())
+    tokenizer = WordTokenizer(("<eos>", "the", "cat", "sat"), None, "<eos>", None, WordSplitting())
     run = Run(make_model(vocab_size=4), tokenizer, RunConfig())
     with pytest.raises(UserError, match="the word 'dog' is not one of the 4 of this vocabulary, which has none for"):
         generate(run, "the dog sat")

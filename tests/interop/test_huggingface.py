@@ -173,7 +173,7 @@ def test_how_text_becomes_tokens_goes_along(
     back = RunFolder.open(tmp_path / "again").tokenizer
     assert symbols_of(back) == tuple(words)
     if isinstance(back, WordTokenizer):
-        assert back.rules.case == ("folded" if lower_case else "kept")
+        assert back.splitting.case == ("folded" if lower_case else "kept")
 
 
 @pytest.mark.parametrize("pickled", [False, True])
@@ -189,7 +189,7 @@ def test_the_tokenizers_settings_win_over_a_pickled_vocabulary(pickled: bool, to
     for name, folded in (("silent", pickled), ("told", told)):
         tokenizer = RunFolder.open(tmp_path / name).tokenizer
         assert isinstance(tokenizer, WordTokenizer)
-        assert (tokenizer.rules.case == "folded") == folded
+        assert (tokenizer.splitting.case == "folded") == folded
 
 
 def test_weights_may_be_shared_out_over_files_and_stand_under_their_other_name(tmp_path: Path) -> None:

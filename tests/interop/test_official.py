@@ -77,7 +77,7 @@ def test_losses_of_the_authors_module(case: str, newer: bool, tmp_path: Path) ->
     assert (run.config.model.dropout, run.config.model.attention_dropout) == (0.1, 0.2)
     assert isinstance(run.tokenizer, WordTokenizer)
     assert list(run.tokenizer.words) == WORDS
-    assert (run.tokenizer.end_of_line, run.tokenizer.unknown) == ("<eos>", "<unk>")
+    assert (run.tokenizer.eos_token, run.tokenizer.unk_token) == ("<eos>", "<unk>")
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -20,7 +20,7 @@ from transformer_xl.interop.tokenizers import with_bytes
 from transformer_xl.model.memory import ContextLimits
 from transformer_xl.model.transformer_xl import TransformerXL
 from transformer_xl.text.tokenizers.characters import CharTokenizer
-from transformer_xl.text.tokenizers.words import WordRules, WordTokenizer
+from transformer_xl.text.tokenizers.words import WordSplitting, WordTokenizer
 
 GOLDEN = Path(__file__).parent / "golden" / "tensorflow"
 KINDS = {
@@ -159,8 +159,8 @@ def test_words_come_with_their_vocabulary(tmp_path: Path) -> None:
     foreign = tensorflow.read(with_corpus(tmp_path, "words", "wt103", WORDS, lower_case=False))
     assert isinstance(foreign.tokenizer, WordTokenizer)
     assert foreign.tokenizer.words == tuple(WORDS)
-    assert (foreign.tokenizer.end_of_line, foreign.tokenizer.unknown) == ("<eos>", "<unk>")
-    assert foreign.tokenizer.rules == WordRules("kept", "spaces")
+    assert (foreign.tokenizer.eos_token, foreign.tokenizer.unk_token) == ("<eos>", "<unk>")
+    assert foreign.tokenizer.splitting == WordSplitting("kept", "spaces")
     assert foreign.tokenizer.encode("the na\u00efve \u4e2d cat\n").tolist() == [1, 3, 4, 2, 0]
 
 
@@ -168,12 +168,12 @@ def test_marks_and_case_of_other_data_sets(tmp_path: Path) -> None:
     words = ["<UNK>", "<S>", *(f"w{place}" for place in range(59))]
     foreign = tensorflow.read(with_corpus(tmp_path / "a", "sentences", "lm1b", words, lower_case=False))
     assert isinstance(foreign.tokenizer, WordTokenizer)
-    assert (foreign.tokenizer.end_of_line, foreign.tokenizer.unknown) == ("<S>", "<UNK>")
+    assert (foreign.tokenizer.eos_token, foreign.tokenizer.unk_token) == ("<S>", "<UNK>")
     words[:2] = ["<eos>", "n"]
     foreign = tensorflow.read(with_corpus(tmp_path / "b", "bytes", "ptb", words, lower_case=True))
     assert isinstance(foreign.tokenizer, WordTokenizer)
-    assert (foreign.tokenizer.end_of_line, foreign.tokenizer.unknown) == ("<eos>", None)
-    assert foreign.tokenizer.rules == WordRules("folded", "spaces")
+    assert (foreign.tokenizer.eos_token, foreign.tokenizer.unk_token) == ("<eos>", None)
+    assert foreign.tokenizer.splitting == WordSplitting("folded", "spaces")
 
 
 def test_bytes_of_enwik8_are_put_in_their_order(tmp_path: Path) -> None:

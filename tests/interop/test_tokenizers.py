@@ -60,14 +60,14 @@ def test_the_order_stays(form: str, tmp_path: Path) -> None:
     tokenizer = read_vocabulary(save(tmp_path, form))
     assert isinstance(tokenizer, WordTokenizer)
     assert list(tokenizer.words) == WORDS
-    assert (tokenizer.end_of_line, tokenizer.unknown) == ("<eos>", "<unk>")
+    assert (tokenizer.eos_token, tokenizer.unk_token) == ("<eos>", "<unk>")
     assert tokenizer.encode("the zebra pear\n").tolist() == [5, 1, 3, 0]
 
 
 def test_marks_of_one_billion_words() -> None:
     tokenizer = from_symbols(["<S>", "a", "<UNK>"], "x")
     assert isinstance(tokenizer, WordTokenizer)
-    assert (tokenizer.end_of_line, tokenizer.unknown) == ("<S>", "<UNK>")
+    assert (tokenizer.eos_token, tokenizer.unk_token) == ("<S>", "<UNK>")
 
 
 def test_words_go_back_as_they_came() -> None:

@@ -19,11 +19,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from transformer_xl.config import UserError
-from transformer_xl.text.corpus_writer import Layout, count_words, write_corpus
+from transformer_xl.text.corpus_writer import CorpusLayout, count_words, write_corpus
 from transformer_xl.text.documents import Document, SplitName
 from transformer_xl.text.token_store import Corpus
-from transformer_xl.text.tokenizer import BadText, ByteTokenizer, EncodedChunk, Tokenizer, cut_pieces
-from transformer_xl.text.tokenizers.learning import TokenizerOptions, train_tokenizer
+from transformer_xl.text.tokenizer import ByteTokenizer, EncodedChunk, EncodingError, Tokenizer, split_chunks
+from transformer_xl.text.tokenizers.learning import TokenizerConfig, train_tokenizer
 
 BYTES = ByteTokenizer()
 TEXTS = st.lists(st.text("ab \n\t", max_size=13).map(str.encode), max_size=7)
@@ -42,11 +42,13 @@ def write(
     **layout: Any,
 ) -> Corpus:
     documents = {split: documents_of(texts) for split, texts in splits.items()}
-    return write_corpus(folder, documents, name="sample", source="a test", tokenizer=tokenizer, layout=Layout(**layout))
+    return write_corpus(
+        folder, documents, name="sample", source="a test", tokenizer=tokenizer, layout=CorpusLayout(**layout)
+    )
 
 
 def learned(kind: Kind, texts: list[bytes]) -> Tokenizer:
-    return train_tokenizer(TokenizerOptions(kind=kind), documents_of([[text] for text in texts]))
+    return train_tokenizer(TokenizerConfig(kind=kind), documents_of([[text] for text in texts]))
 
 
 def chunked(text: bytes, size: int) -> list[bytes]:
@@ -83,13 +85,13 @@ def test_chunks_pieces_and_shards_change_nothing(kind: Kind, documents: str, dat
     tokenizer = learned(kind, texts)
     pieces: list[np.ndarray] = []
     for text in texts:
-        closed = text + b"\n" if tokenizer.closes_lines and text and not text.endswith(b"\n") else text
+        closed = text + b"\n" if tokenizer.adds_final_newline and text and not text.endswith(b"\n") else text
         parts = [line + b"\n" for line in closed.split(b"\n")] if documents == "lines" else [closed]
         if documents == "lines":
             parts[-1] = parts[-1][:-1]
         pieces += [ids for part in parts if len(ids := tokenizer.encode(part))]
     shard, size = data.draw(st.integers(1, 13)), data.draw(st.integers(1, 5))
-    pieces_of_size = partial(cut_pieces, size=data.draw(st.integers(1, 7)))
+    pieces_of_size = partial(split_chunks, size=data.draw(st.integers(1, 7)))
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr("transformer_xl.text.corpus_writer.cut_pieces", pieces_of_size)
         corpus = write(
@@ -139,7 +141,7 @@ def test_unknown_words_are_counted(tmp_path: Path) -> None:
     splits: dict[SplitName, list[list[bytes]]] = {"train": [[b"one two\n"]], "test": [[b"one six two", b"ten\nsix"]]}
     corpus = write(tmp_path / "c", splits, tokenizer)
     assert [corpus.split(split).num_unknown for split in corpus.splits] == [0, 3]
-    assert corpus.record.splits["test"].unknown == 3
+    assert corpus.record.splits["test"].num_unknown == 3
 
 
 class Wide(ByteTokenizer):
@@ -147,7 +149,7 @@ class Wide(ByteTokenizer):
 
     size = 65521
 
-    def last_cut(self, text: bytes) -> int:
+    def last_boundary(self, text: bytes) -> int:
         return len(text) // 2 * 2
 
     def encode_chunk(self, piece: bytes) -> EncodedChunk:
@@ -182,7 +184,7 @@ def test_split_without_text_is_refused(
 
 
 def test_lines_need_a_token_that_ends_them(tmp_path: Path) -> None:
-    options = TokenizerOptions(kind="words", end_of_line=None)
+    options = TokenizerConfig(kind="words", eos_token=None)
     tokenizer = train_tokenizer(options, documents_of([[b"one two\n"]]))
     with pytest.raises(
         UserError, match=r"no token that ends a line, so lines cannot be documents; give it an end-of-l"
@@ -194,12 +196,12 @@ def test_lines_need_a_token_that_ends_them(tmp_path: Path) -> None:
 class Picky(ByteTokenizer):
     """Refuses the byte 0xff; cut at line ends alone, so that there are pieces."""
 
-    def last_cut(self, text: bytes) -> int:
+    def last_boundary(self, text: bytes) -> int:
         return text.rfind(b"\n") + 1
 
     def encode_chunk(self, piece: bytes) -> EncodedChunk:
         if b"\xff" in piece:
-            raise BadText(piece.index(b"\xff"), "not UTF-8 (byte 0xff)")
+            raise EncodingError(piece.index(b"\xff"), "not UTF-8 (byte 0xff)")
         return super().encode_chunk(piece)
 
 

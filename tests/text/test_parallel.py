@@ -13,12 +13,12 @@ import pytest
 
 from transformer_xl.config import UserError
 from transformer_xl.text.parallel import FEW, ordered_map
-from transformer_xl.text.tokenizer import BadText
+from transformer_xl.text.tokenizer import EncodingError
 
 
 def square_of(item: int) -> tuple[int, int]:
     if item == 7:
-        raise BadText(item, "seven")
+        raise EncodingError(item, "seven")
     if item == 11:
         os.kill(os.getpid(), signal.SIGKILL)
     return item * item, os.getpid()
@@ -58,7 +58,7 @@ def test_order_bound_and_end_of_several_processes() -> None:
 def test_errors_of_workers_come_back_as_themselves_in_their_place() -> None:
     results = ordered_map(square_of, range(8), workers=2)
     assert [next(results)[0] for _ in range(7)] == [0, 1, 4, 9, 16, 25, 36]
-    with pytest.raises(BadText, match="seven") as caught:
+    with pytest.raises(EncodingError, match="seven") as caught:
         next(results)
     assert (caught.value.place, caught.value.what) == (7, "seven")
     assert "square_of" in caught.value.__notes__[0]  # where it was raised

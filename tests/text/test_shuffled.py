@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from transformer_xl.config import UserError
-from transformer_xl.text.segments import ALL_ROWS, Segment, Shard, Stream, StreamPosition, check_training
-from transformer_xl.text.shuffled import ShuffledStream
-from transformer_xl.text.token_store import ShardedTokens
+from transformer_xl.text.segments import SINGLE_SHARD, Batch, DatasetPosition, Shard, TokenDataset, check_training
+from transformer_xl.text.shuffled import ShuffledDocumentDataset
+from transformer_xl.text.token_store import TokenShards
 
 START = 7919
 UNHURRIED = settings(deadline=None)
@@ -21,18 +21,18 @@ LENGTHS = st.lists(st.integers(1, 13), min_size=1, max_size=43)
 
 
 def stream_of(
-    lengths: list[int], *, batch_size: int, segment_length: int, seed: int = 5, shard: Shard = ALL_ROWS
-) -> ShuffledStream:
+    lengths: list[int], *, batch_size: int, segment_length: int, seed: int = 5, shard: Shard = SINGLE_SHARD
+) -> ShuffledDocumentDataset:
     """Documents of these lengths; the token at place i is i + 1, so that each place can be told from the others."""
     tokens = np.arange(1, sum(lengths) + 1, dtype=np.uint16)
     starts = np.cumsum([0, *lengths[:-1]]).astype(np.uint64)
-    return ShuffledStream(
+    return ShuffledDocumentDataset(
         tokens, starts, batch_size=rows, segment_length=segment, bos_token_id=START, seed=seed, shard=shard
     )
 
 
 @st.composite
-def streams(draw: st.DrawFn) -> ShuffledStream:
+def streams(draw: st.DrawFn) -> ShuffledDocumentDataset:
     lengths = draw(LENGTHS)
     rows = draw(st.integers(1, min(len(lengths), 7)))
     return stream_of(
@@ -40,17 +40,17 @@ def streams(draw: st.DrawFn) -> ShuffledStream:
     )
 
 
-def epoch_of(stream: Stream, epoch: int = 0) -> Iterator[Segment]:
+def epoch_of(stream: TokenDataset, epoch: int = 0) -> Iterator[Batch]:
     for index in range(stream.segments_in(epoch)):
-        yield stream.read(StreamPosition(epoch=epoch, segment=index))
+        yield stream.read(DatasetPosition(epoch=epoch, segment_index=index))
 
 
-def rows_of(stream: Stream, epoch: int = 0) -> list[list[tuple[int, int]]]:
+def rows_of(stream: TokenDataset, epoch: int = 0) -> list[list[tuple[int, int]]]:
     """The (input, target) pairs of each row, in the order they are read."""
     rows: list[list[tuple[int, int]]] = [[] for _ in range(stream.shard_rows)]
     for segment in epoch_of(stream, epoch):
         for row, pairs in enumerate(rows):
-            counted = segment.counted_BT[row]
+            counted = segment.loss_mask_BT[row]
             assert not counted[np.argmin(counted) :].any() or counted.all()  # never a gap
             if counted.any():
                 assert len(pairs) % stream.segment_length == 0  # nor one before
@@ -60,7 +60,7 @@ def rows_of(stream: Stream, epoch: int = 0) -> list[list[tuple[int, int]]]:
     return rows
 
 
-def documents_read(stream: ShuffledStream, epoch: int = 0) -> list[int]:
+def documents_read(stream: ShuffledDocumentDataset, epoch: int = 0) -> list[int]:
     """The first tokens of the documents in the order they are read."""
     firsts = set((stream.document_starts + 1).tolist())
     return [target for row in rows_of(stream, epoch) for _, target in row if target in firsts]
@@ -68,7 +68,9 @@ def documents_read(stream: ShuffledStream, epoch: int = 0) -> list[int]:
 
 @UNHURRIED
 @given(streams(), st.integers(0, 3))
-def test_every_document_is_read_whole_and_once_after_the_one_before_it(stream: ShuffledStream, epoch: int) -> None:
+def test_every_document_is_read_whole_and_once_after_the_one_before_it(
+    stream: ShuffledDocumentDataset, epoch: int
+) -> None:
     rows = rows_of(stream, epoch)
     pairs = [pair for row in rows for pair in row]
     targets = [target for _, target in pairs]
@@ -101,19 +103,19 @@ def test_a_document_longer_than_a_row_leaves_its_neighbours_one() -> None:
 
 @UNHURRIED
 @given(streams())
-def test_shape_is_always_the_same_and_padding_is_marked(stream: ShuffledStream) -> None:
+def test_shape_is_always_the_same_and_padding_is_marked(stream: ShuffledDocumentDataset) -> None:
     for index, segment in enumerate(epoch_of(stream)):
         for array, dtype in (
             (segment.inputs_BT, np.int64),
             (segment.targets_BT, np.int64),
-            (segment.counted_BT, np.bool_),
+            (segment.loss_mask_BT, np.bool_),
         ):
             assert array.shape == (stream.batch_size, stream.segment_length)
             assert array.dtype == dtype
-        assert (segment.inputs_BT[~segment.counted_BT] == START).all()
-        assert (segment.targets_BT[~segment.counted_BT] == 0).all()
-        assert segment.counted_BT.any()
-        assert segment.starts == (index == 0)
+        assert (segment.inputs_BT[~segment.loss_mask_BT] == START).all()
+        assert (segment.targets_BT[~segment.loss_mask_BT] == 0).all()
+        assert segment.loss_mask_BT.any()
+        assert segment.is_first == (index == 0)
 
 
 @UNHURRIED
@@ -129,7 +131,7 @@ def test_shards_read_the_rows_of_the_whole(
     ]
     assert {shard.segments_in(epoch) for shard in shards} == {whole.segments_in(epoch)}
     for index, segment_read in enumerate(epoch_of(whole, epoch)):
-        position = StreamPosition(epoch=epoch, segment=index)
+        position = DatasetPosition(epoch=epoch, segment_index=index)
         read = [shard.read(position) for shard in shards]
         for name in ("inputs_BT", "targets_BT", "counted_BT"):
             joined = np.concatenate([getattr(part, name) for part in read])
@@ -139,11 +141,11 @@ def test_shards_read_the_rows_of_the_whole(
 
 @UNHURRIED
 @given(streams(), st.integers(0, 40), st.integers(1, 23))
-def test_position_alone_goes_on_where_it_was(stream: ShuffledStream, before: int, more: int) -> None:
-    position = StreamPosition()
+def test_position_alone_goes_on_where_it_was(stream: ShuffledDocumentDataset, before: int, more: int) -> None:
+    position = DatasetPosition()
     for _ in range(before):
         position = stream.after(position)
-    fresh = ShuffledStream(
+    fresh = ShuffledDocumentDataset(
         stream.tokens,
         stream.document_starts,
         batch_size=stream.batch_size,
@@ -155,7 +157,7 @@ def test_position_alone_goes_on_where_it_was(stream: ShuffledStream, before: int
         one, other = stream.read(position), fresh.read(position)
         assert one.inputs_BT.tolist() == other.inputs_BT.tolist()
         assert one.targets_BT.tolist() == other.targets_BT.tolist()
-        assert one.starts == (position.segment == 0)
+        assert one.is_first == (position.segment_index == 0)
         assert stream.after(position) == fresh.after(position)
         position = stream.after(position)
 
@@ -165,8 +167,8 @@ def test_position_alone_goes_on_where_it_was(stream: ShuffledStream, before: int
 def test_tokens_in_shard_files_read_as_one_array(lengths: list[int], size: int) -> None:
     one = stream_of(lengths, batch_size=1, segment_length=7)
     parts = tuple(one.tokens[start : start + size] for start in range(0, len(one.tokens), size))
-    other = ShuffledStream(
-        ShardedTokens(parts), one.document_starts, batch_size=1, segment_length=7, bos_token_id=START, seed=5
+    other = ShuffledDocumentDataset(
+        TokenShards(parts), one.document_starts, batch_size=1, segment_length=7, bos_token_id=START, seed=5
     )
     assert rows_of(one) == rows_of(other)
 
@@ -209,10 +211,10 @@ def test_small_case_by_hand() -> None:
     # read as 3 4 5, 7 8, 6, 1 2, and cut into rows behind the 8
     assert first.inputs_BT.tolist() == [[START, 3, 4], [8, 6, 1]]
     assert first.targets_BT.tolist() == [[3, 4, 5], [6, 1, 2]]
-    assert first.counted_BT.all()
+    assert first.loss_mask_BT.all()
     assert second.inputs_BT.tolist() == [[5, 7, START], [START, START, START]]
     assert second.targets_BT.tolist() == [[7, 8, 0], [0, 0, 0]]
-    assert second.counted_BT.tolist() == [[True, True, False], [False, False, False]]
+    assert second.loss_mask_BT.tolist() == [[True, True, False], [False, False, False]]
 
 
 def test_what_cannot_be_read_side_by_side_is_refused() -> None:

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from transformer_xl.config import UserError
-from transformer_xl.text.corpus_writer import Layout, write_corpus
+from transformer_xl.text.corpus_writer import CorpusLayout, write_corpus
 from transformer_xl.text.documents import Document, SplitName
-from transformer_xl.text.token_store import Corpus, ShardedTokens
+from transformer_xl.text.token_store import Corpus, TokenShards
 from transformer_xl.text.tokenizer import ByteTokenizer
 
 TEXTS = [b"one two\n", b"three\tfour  five", b"six"]
@@ -28,7 +28,7 @@ def write(folder: Path, splits: dict[SplitName, list[bytes]], **layout: int) -> 
         for split, texts in splits.items()
     }
     return write_corpus(
-        folder, documents, name="sample", source="a test", tokenizer=ByteTokenizer(), layout=Layout(**layout)
+        folder, documents, name="sample", source="a test", tokenizer=ByteTokenizer(), layout=CorpusLayout(**layout)
     )
 
 
@@ -50,7 +50,7 @@ def test_corpus_says_what_it_is(corpus: Corpus) -> None:
     assert (opened.name, opened.source, opened.splits) == ("sample", "a test", ("train", "test"))
     assert opened.tokenizer == ByteTokenizer()
     split = opened.split("train")
-    assert isinstance(split.tokens, ShardedTokens)
+    assert isinstance(split.tokens, TokenShards)
     assert split.tokens[:].tobytes() == b"".join(TEXTS)
     assert split.document_starts.tolist() == [0, 8, 24]
     assert (split.num_tokens, split.num_words, split.num_documents, split.bytes_per_token) == (27, 6, 3, 1.0)
@@ -83,7 +83,7 @@ def test_tokens_stay_on_disk(corpus: Corpus) -> None:
 @given(st.lists(st.integers(1, 13), min_size=1, max_size=7), st.data())
 def test_shards_read_as_one_array(lengths: list[int], data: st.DataObject) -> None:
     joined = np.arange(sum(lengths), dtype=np.uint16)
-    tokens = ShardedTokens(tuple(np.split(joined, np.cumsum(lengths)[:-1])))
+    tokens = TokenShards(tuple(np.split(joined, np.cumsum(lengths)[:-1])))
     places = st.integers(-len(joined) - 3, len(joined) + 3) | st.none()
     start, stop = data.draw(places), data.draw(places)
     found = tokens[start:stop]
@@ -102,7 +102,7 @@ def test_shards_read_as_one_array(lengths: list[int], data: st.DataObject) -> No
 
 def test_a_slice_within_a_shard_is_not_copied() -> None:
     first, second = np.arange(7, dtype=np.uint8), np.arange(11, dtype=np.uint8)
-    tokens = ShardedTokens((first, second))
+    tokens = TokenShards((first, second))
     assert np.shares_memory(tokens[2:7], first)
     assert np.shares_memory(tokens[7:9], second)
     assert not np.shares_memory(tokens[2:8], first)

@@ -16,22 +16,22 @@ from hypothesis import strategies as st
 from transformer_xl.config import UserError
 from transformer_xl.text import tokenizer as tokenizers
 from transformer_xl.text.tokenizer import (
-    MAX_STRETCH,
-    BadText,
+    MAX_UNSPLIT_BYTES,
     ByteTokenizer,
+    EncodingError,
     Tokenizer,
-    cut_pieces,
     find_tokenizer,
     fingerprint,
     load_tokenizer,
     save_tokenizer,
+    split_chunks,
     token_dtype,
     tokenizer_from_json,
 )
 from transformer_xl.text.tokenizers.bpe import lines_of, train_bpe
 from transformer_xl.text.tokenizers.characters import CharTokenizer
 from transformer_xl.text.tokenizers.integers import IntegerTokenizer
-from transformer_xl.text.tokenizers.words import WordRules, WordTokenizer
+from transformer_xl.text.tokenizers.words import WordSplitting, WordTokenizer
 
 UNHURRIED = settings(deadline=None)
 BYTES = ByteTokenizer()
@@ -42,8 +42,8 @@ KINDS: dict[str, Tokenizer] = {
     "characters": CharTokenizer("e \u00e9\n", None),
     "closed characters": CharTokenizer("a.3\u00e9\x00 \n\r\t'-,\"<>unk@theMrvxosy\u20ac\U0001f600", None, closed=True),
     "words": WordTokenizer(WORDS, COUNTS, "<eos>", "<unk>"),
-    "words without a mark": WordTokenizer(WORDS, None, None, "<unk>", WordRules(case="folded")),
-    "punctuation": WordTokenizer(WORDS, COUNTS, "<eos>", "<unk>", WordRules(splitting="punctuation")),
+    "words without a mark": WordTokenizer(WORDS, None, None, "<unk>", WordSplitting(case="folded")),
+    "punctuation": WordTokenizer(WORDS, COUNTS, "<eos>", "<unk>", WordSplitting(splitting="punctuation")),
     "bpe": train_bpe([lines_of("the \u00e9t\u00e9 the a\nMr. the\u20ac don't\r\nthe\n" * 3)], 277),
     "integers": IntegerTokenizer(31),
 }
@@ -91,14 +91,14 @@ def test_text_cut_anywhere_has_the_tokens_of_the_whole(
     name: str, data: st.DataObject, cuts: list[int], size: int
 ) -> None:
     tokenizer, text = KINDS[name], data.draw(texts_for(name)).encode()
-    pieces = list(cut_pieces(tokenizer, chunked(text, cuts), size))
-    end = b"\n" if tokenizer.closes_lines and text and not text.endswith(b"\n") else b""
+    pieces = list(split_chunks(tokenizer, chunked(text, cuts), size))
+    end = b"\n" if tokenizer.adds_final_newline and text and not text.endswith(b"\n") else b""
     assert b"".join(pieces) == text + end
     assert all(pieces)
     found = [tokenizer.encode_chunk(piece) for piece in pieces]
     whole = tokenizer.encode_chunk(text + end)
     assert [token for piece in found for token in piece.ids.tolist()] == whole.ids.tolist()
-    assert sum(piece.unknown for piece in found) == whole.unknown
+    assert sum(piece.num_unknown for piece in found) == whole.num_unknown
 
 
 @UNHURRIED
@@ -130,9 +130,9 @@ def test_every_kind_says_what_it_is(name: str, tmp_path: Path) -> None:
     ids[0] = 0  # the caller's own
     assert 0 <= tokenizer.bos_token_id < tokenizer.vocab_size
     assert tokenizer.counts is None or tokenizer.counts.shape == (tokenizer.vocab_size,)
-    assert tokenizer.ends_line_V.dtype == np.bool_
+    assert tokenizer.is_newline_V.dtype == np.bool_
     ends = [token for token in range(tokenizer.vocab_size) if tokenizer.decode([token]).endswith("\n")]
-    assert np.flatnonzero(tokenizer.ends_line_V).tolist() == ends
+    assert np.flatnonzero(tokenizer.is_newline_V).tolist() == ends
     save_tokenizer(tokenizer, tmp_path / "txl_tokenizer.json")
     for again in (
         find_tokenizer(tmp_path),
@@ -161,46 +161,50 @@ def test_foreign_ids_are_refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in OF_TEXT if name != "bytes"])
 def test_what_is_not_utf8_is_refused_with_its_place(name: str) -> None:
-    with pytest.raises(BadText, match=r"not UTF-8 \(byte 0xff\); save the text as UTF-8, or read it with") as caught:
+    with pytest.raises(
+        EncodingError, match=r"not UTF-8 \(byte 0xff\); save the text as UTF-8, or read it with"
+    ) as caught:
         KINDS[name].encode_chunk("the \u00e9".encode() + b"\xffa")
     assert caught.value.place == 6
     # Bytes of a command line that are not UTF-8 arrive as escapes.
-    with pytest.raises(BadText, match=r"byte 0xe9"):
+    with pytest.raises(EncodingError, match=r"byte 0xe9"):
         KINDS[name].encode(b"the\xe9".decode("utf-8", errors="surrogateescape"))
 
 
 def test_bad_text_is_one_line_and_can_be_sent_between_processes() -> None:
-    error = pickle.loads(pickle.dumps(BadText(12345, "not so; do that")))
+    error = pickle.loads(pickle.dumps(EncodingError(12345, "not so; do that")))
     assert str(error) == "byte 12,345 of the text: not so; do that"
-    assert (type(error), error.place, error.what) == (BadText, 12345, "not so; do that")
+    assert (type(error), error.place, error.what) == (EncodingError, 12345, "not so; do that")
 
 
 @pytest.mark.parametrize("name", ["words", "integers", "bpe"])
 def test_text_without_a_place_to_cut_is_refused(name: str) -> None:
     tokenizer, chunk = KINDS[name], b"7" * 2**20
-    held = [b"7 7 ", *itertools.repeat(chunk, MAX_STRETCH // len(chunk) - 1)]
+    held = [b"7 7 ", *itertools.repeat(chunk, MAX_UNSPLIT_BYTES // len(chunk) - 1)]
     head = {"bpe": 3}.get(name, 4)  # where the stretch begins
-    fits = [*held, chunk[: MAX_STRETCH + head - sum(map(len, held))]]
-    last = list(cut_pieces(tokenizer, fits))[-1]
-    assert len(last.rstrip(b"\n")) == MAX_STRETCH
+    fits = [*held, chunk[: MAX_UNSPLIT_BYTES + head - sum(map(len, held))]]
+    last = list(split_chunks(tokenizer, fits))[-1]
+    assert len(last.rstrip(b"\n")) == MAX_UNSPLIT_BYTES
     taken = []
     with pytest.raises(
-        BadText, match=r"no white space in 16 MiB where it could be cut, is this text\?; leave it out"
+        EncodingError, match=r"no white space in 16 MiB where it could be cut, is this text\?; leave it out"
     ) as caught:
-        taken.extend(cut_pieces(tokenizer, [*fits, b"7 7"]))
+        taken.extend(split_chunks(tokenizer, [*fits, b"7 7"]))
     assert caught.value.place == head
 
 
 def test_a_long_line_is_not_said_to_lack_the_white_space_it_has() -> None:
     for name, part in (("punctuation", b"a. b. "), ("bpe", b"      ")):
-        with pytest.raises(BadText, match=r"no line end in 16 MiB, nor white space where this vocabulary may cut; br"):
-            list(cut_pieces(KINDS[name], [part * (MAX_STRETCH // 6 + 1)]))
+        with pytest.raises(
+            EncodingError, match=r"no line end in 16 MiB, nor white space where this vocabulary may cut; br"
+        ):
+            list(split_chunks(KINDS[name], [part * (MAX_UNSPLIT_BYTES // 6 + 1)]))
 
 
 def test_pieces_are_about_as_long_as_wanted() -> None:
     text = b"seven 7\n" * 100_003
     for chunks in ([text], chunked(text, range(0, len(text), 1009))):
-        pieces = list(cut_pieces(KINDS["words"], chunks, 10_007))
+        pieces = list(split_chunks(KINDS["words"], chunks, 10_007))
         assert {len(piece) // 1000 for piece in pieces[:-1]} <= {9, 10}
         assert b"".join(pieces) == text
 

@@ -184,7 +184,7 @@ def test_what_the_straight_run_went_through(straight) -> None:
     _, wanted = straight("base")
     tensors, progress = tensors_of(wanted.folder), wanted.state.progress
     assert progress.position.epoch == 3
-    assert progress.position.segment == 2
+    assert progress.position.segment_index == 2
     assert tensors["state/memory/valid"].tolist() == [11, 11, 11]
     assert len(tensors) == 2 * len(wanted.state.model.state_dict()) + 3 * len(list(wanted.state.model.parameters())) + 5
     lines = wanted.folder.figures()

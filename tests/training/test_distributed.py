@@ -238,7 +238,7 @@ def test_other_rows_begin_with_an_empty_memory_at_the_same_place(tmp_path: Path,
     kept = {name: tensor.clone() for name, tensor in weights_of(tmp_path / "run").items()}
     training, remarks = go_on(tmp_path / "run", batch_size=2, chunks=2)
     assert remarks == ["the checkpoint is of 3 rows, now there are 2: memory begins empty, at about the same place"]
-    assert training.state.progress.position.segment == 7
+    assert training.state.progress.position.segment_index == 7
     assert [memory.valid_B.tolist() for memory in training.state.memories] == [[0], [0]]
     assert all(torch.equal(kept[f"last/{name}"], tensor) for name, tensor in training.state.model.state_dict().items())
     until(training, 10)

@@ -12,7 +12,7 @@ from training_runs import CPU, best_and, letters, lines_of, make_corpus, nats_of
 
 from transformer_xl.config import UserError
 from transformer_xl.run_folder import RunFolder, config_text
-from transformer_xl.text.segments import StreamPosition
+from transformer_xl.text.segments import DatasetPosition
 from transformer_xl.training import checkpoint, loop
 from transformer_xl.training.loop import Trainer, training_stream
 
@@ -54,7 +54,7 @@ def test_lines_are_means_over_the_tokens_since_the_last_line(tmp_path: Path) -> 
     each.run()
     some.run()
     counts = [
-        training_stream(corpus, each.config).read(StreamPosition(segment=step % 7)).counted_BT.sum()
+        training_stream(corpus, each.config).read(DatasetPosition(segment_index=step % 7)).loss_mask_BT.sum()
         for step in range(17)
     ]
     assert counts[:7] == [21] * 6 + [1]

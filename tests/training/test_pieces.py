@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from transformer_xl.config import TrainConfig
-from transformer_xl.text.segments import SegmentStream, Shard, Stream, StreamPosition
-from transformer_xl.text.shuffled import ShuffledStream
+from transformer_xl.text.segments import DatasetPosition, SegmentDataset, Shard, TokenDataset
+from transformer_xl.text.shuffled import ShuffledDocumentDataset
 from transformer_xl.training.distributed import ALONE, DistributedContext
 from transformer_xl.training.pieces import Piece, Place, in_loss, read_piece
 
 
-def pieces_of(stream: Stream, config: TrainConfig, *, epochs: int) -> list[tuple[Place, Piece]]:
-    place, found = Place(0, StreamPosition()), []
+def pieces_of(stream: TokenDataset, config: TrainConfig, *, epochs: int) -> list[tuple[Place, Piece]]:
+    place, found = Place(0, DatasetPosition()), []
     while place.position.epoch < epochs:
         piece = read_piece(stream, place, config, ALONE)
         found.append((place, piece))
@@ -26,12 +26,12 @@ def pieces_of(stream: Stream, config: TrainConfig, *, epochs: int) -> list[tuple
     return found
 
 
-def make_stream(order: Literal["text", "shuffled"], number: int, rows: int, segment: int) -> Stream:
+def make_stream(order: Literal["text", "shuffled"], number: int, rows: int, segment: int) -> TokenDataset:
     tokens = np.arange(1, number + 1, dtype=np.uint32)
     if order == "text":
-        return SegmentStream(tokens, batch_size=rows, segment_length=segment, bos_token_id=0)
+        return SegmentDataset(tokens, batch_size=rows, segment_length=segment, bos_token_id=0)
     starts = np.arange(0, number, 3).astype(np.uint64)
-    return ShuffledStream(tokens, starts, batch_size=rows, segment_length=segment, bos_token_id=0, seed=7)
+    return ShuffledDocumentDataset(tokens, starts, batch_size=rows, segment_length=segment, bos_token_id=0, seed=7)
 
 
 @pytest.mark.parametrize("order", ["text", "shuffled"])
@@ -56,10 +56,10 @@ def test_every_target_counts_once_an_epoch(order, number, rows, first, doublings
     found = pieces_of(stream, config, epochs=3)
     for epoch in range(3):
         of_epoch = [piece.segment for place, piece in found if place.position.epoch == epoch]
-        seen = Counter(token for one in of_epoch for token in one.targets_BT[one.counted_BT].tolist())
+        seen = Counter(token for one in of_epoch for token in one.targets_BT[one.loss_mask_BT].tolist())
         assert seen == Counter(range(1, number + 1))
-        assert [one.starts for one in of_epoch] == [True] + [False] * (len(of_epoch) - 1)
-        assert all(one.counted_BT.any() for one in of_epoch)
+        assert [one.is_first for one in of_epoch] == [True] + [False] * (len(of_epoch) - 1)
+        assert all(one.loss_mask_BT.any() for one in of_epoch)
     assert [place.step for place, _ in found] == [*range(len(found))]
 
 
@@ -72,7 +72,7 @@ def test_lengths_double_where_segments_begin() -> None:
     assert [piece.segment.inputs_BT.shape[1] for _, piece in found] == [2] * 8 + [4] * 2 + [8] * 2
     assert [piece.memory for _, piece in found] == [3] * 8 + [6] * 2 + [12] * 2
     assert [place.piece for place, _ in found] == [0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 0, 0]
-    whole = [make_stream("text", 79, 2, 8).read(StreamPosition(segment=index)) for index in range(5)]
+    whole = [make_stream("text", 79, 2, 8).read(DatasetPosition(segment_index=index)) for index in range(5)]
     for name in ("inputs_BT", "targets_BT", "counted_BT"):
         read = np.concatenate([getattr(piece.segment, name) for _, piece in found], 1)
         np.testing.assert_array_equal(read, np.concatenate([getattr(segment, name) for segment in whole], 1))
@@ -109,15 +109,15 @@ def test_half_loss_leaves_no_step_without_targets(order, number, rows, doublings
     if number < rows * segment:  # refused before training begins
         return
     found = pieces_of(stream, config, epochs=3)
-    assert all(in_loss(piece.segment.counted_BT, config).any() for _, piece in found)
+    assert all(in_loss(piece.segment.loss_mask_BT, config).any() for _, piece in found)
     assert [place.step for place, _ in found] == [*range(len(found))]
     for epoch in range(3):
         of_epoch = [piece.segment for place, piece in found if place.position.epoch == epoch]
-        seen = Counter(token for one in of_epoch for token in one.targets_BT[one.counted_BT].tolist())
+        seen = Counter(token for one in of_epoch for token in one.targets_BT[one.loss_mask_BT].tolist())
         left_out = Counter(range(1, number + 1)) - seen
         assert max(seen.values()) == 1
         assert len(left_out) <= rows * (segment // 2)
-        assert of_epoch[0].starts
+        assert of_epoch[0].is_first
 
 
 def test_half_loss_leaves_out_a_short_last_segment() -> None:
@@ -125,13 +125,13 @@ def test_half_loss_leaves_out_a_short_last_segment() -> None:
     config = TrainConfig(segment_length=8, memory_length=12, batch_size=2, loss="half")
     for number, segments in ((21, 1), (25, 2)):
         found = pieces_of(make_stream("text", number, 2, 8), config, epochs=2)
-        assert [(place.position.epoch, place.position.segment) for place, _ in found] == [
+        assert [(place.position.epoch, place.position.segment_index) for place, _ in found] == [
             (epoch, segment) for epoch in range(2) for segment in range(segments)
         ]
     # rows that changed can put a resumed run there: it goes on with the next epoch
-    piece = read_piece(make_stream("text", 21, 2, 8), Place(5, StreamPosition(segment=1)), config, ALONE)
-    assert piece.segment.starts
-    assert piece.after == Place(6, StreamPosition(epoch=2))
+    piece = read_piece(make_stream("text", 21, 2, 8), Place(5, DatasetPosition(segment_index=1)), config, ALONE)
+    assert piece.segment.is_first
+    assert piece.after == Place(6, DatasetPosition(epoch=2))
 
 
 def test_processes_agree_on_what_is_left_out() -> None:
@@ -143,8 +143,8 @@ def test_processes_agree_on_what_is_left_out() -> None:
             return True
 
     config = TrainConfig(segment_length=8, memory_length=0, batch_size=2)
-    stream = SegmentStream(
+    stream = SegmentDataset(
         np.arange(17, dtype=np.uint32), batch_size=2, segment_length=8, bos_token_id=0, shard=Shard(0, 2)
     )
-    piece = read_piece(stream, Place(0, StreamPosition()), config, Other())
-    assert piece.after == Place(1, StreamPosition(segment=1))
+    piece = read_piece(stream, Place(0, DatasetPosition()), config, Other())
+    assert piece.after == Place(1, DatasetPosition(segment_index=1))

@@ -18,7 +18,7 @@ from training_runs import CPU, letters, lines_of, make_corpus, start, train_unti
 
 from transformer_xl.config import TrainConfig
 from transformer_xl.model.memory import ContextLimits, Memory
-from transformer_xl.text.segments import Segment
+from transformer_xl.text.segments import Batch
 from transformer_xl.training.distributed import ALONE
 from transformer_xl.training.loop import Trainer
 from transformer_xl.training.optimizers import build_optimizers
@@ -191,12 +191,12 @@ def test_clip_limits_the_gradient_that_adam_sees(tmp_path: Path) -> None:
 # Chunks and recomputing, on a model alone.
 
 
-def random_segment(rows: int, length: int, seed: int) -> Segment:
+def random_segment(rows: int, length: int, seed: int) -> Batch:
     """Of the small models' vocabulary; the number of targets that count differs from row to row."""
     draw = np.random.default_rng(seed)
     tokens = draw.integers(0, 23, (rows, length + 1))
     counted = np.arange(length) < draw.integers(0, length + 1, (rows, 1))
-    return Segment(tokens[:, :-1].copy(), tokens[:, 1:].copy(), counted, starts=False)
+    return Batch(tokens[:, :-1].copy(), tokens[:, 1:].copy(), counted, starts=False)
 
 
 def learner_of(model: Any, **settings: Any) -> TrainStep:

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from transformer_xl.config import TrainConfig, UserError
-from transformer_xl.text.segments import SegmentStream, StreamPosition
+from transformer_xl.text.segments import DatasetPosition, SegmentDataset
 from transformer_xl.training.distributed import DistributedContext
 from transformer_xl.training.validation import validation_stream
 
 
-def streams(tokens: int, size: int, *, rows: int) -> list[SegmentStream]:
+def streams(tokens: int, size: int, *, rows: int) -> list[SegmentDataset]:
     config = TrainConfig(batch_size=rows, segment_length=4, memory_length=4)
     text = np.arange(tokens, dtype=np.uint32)
     return [validation_stream(text, 0, config, DistributedContext(rank=rank, size=size)) for rank in range(size)]
@@ -30,8 +30,8 @@ def test_each_process_gets_rows_and_each_token_counts_once(size: int) -> None:
         fitting = [rows for rows in range(size, fills + 1) if (size - 1) * -(-rows // size) < rows]
         assert shared[0].rows == max(fitting)
         assert all(one.shard_rows > 0 for one in shared)
-        read = [one.read(StreamPosition(segment=index)) for one in shared for index in range(one.num_segments)]
-        seen = Counter(token for segment in read for token in segment.targets_BT[segment.counted_BT].tolist())
+        read = [one.read(DatasetPosition(segment_index=index)) for one in shared for index in range(one.num_segments)]
+        seen = Counter(token for segment in read for token in segment.targets_BT[segment.loss_mask_BT].tolist())
         assert seen == Counter(range(tokens))
 
 

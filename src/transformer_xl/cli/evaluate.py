@@ -282,7 +282,7 @@ def _show(
         for result in results
     ]
     columns = ["memory", "segment", "window", "clamp", *shown.values(), "nats/token", "tokens/s"]
-    counted = "words and line ends" if words and tokenizer.closes_lines else "tokens"
+    counted = "words and line ends" if words and tokenizer.adds_final_newline else "tokens"
     tokens, unknown = first["tokens"], first["unknown"]
     of_them = f" ({unknown:,} of them unknown words, {unknown / tokens:.1%})" if unknown else ""
     way = "" if first["method"] == "memory" else f", method {first['method']}"

@@ -116,7 +116,7 @@ class Ending:
         Raises:
             UserError: this vocabulary has no token that ends lines.
         """
-        end_ids = tokenizer.ends_line_V.nonzero()[0].tolist() if self.until_line_end else []
+        end_ids = tokenizer.is_newline_V.nonzero()[0].tolist() if self.until_line_end else []
         if self.until_line_end and not end_ids:
             raise UserError("this vocabulary has no token that ends a line; leave out --until-line-end, or use --stop")
         tokens = None if self.tokens == "none" else self.tokens

@@ -58,13 +58,13 @@ def say_unknown(tokenizer: Tokenizer, texts: Iterable[bytes]) -> None:
     """Says which words of texts are read as the vocabulary's unknown word."""
     from transformer_xl.text.tokenizers.words import WordTokenizer
 
-    if not isinstance(tokenizer, WordTokenizer) or tokenizer.unknown is None:
+    if not isinstance(tokenizer, WordTokenizer) or tokenizer.unk_token is None:
         return
     for text in texts:
-        unknown = [word for word, _ in tokenizer.lost(text).unknown]
+        unknown = [word for word, _ in tokenizer.round_trip_loss(text).unknown]
         if unknown:
             words = ", ".join(f"'{word[:40]}'" for word in unknown[:5]) + (", ..." if len(unknown) > 5 else "")
-            say(f"remark: not in the vocabulary, and read as {tokenizer.unknown}: {words}")
+            say(f"remark: not in the vocabulary, and read as {tokenizer.unk_token}: {words}")
 
 
 def command_line() -> str:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformer_xl.text.sources.text_source import TextSource
     from transformer_xl.text.token_store import Corpus
     from transformer_xl.text.tokenizer import Tokenizer
-    from transformer_xl.text.tokenizers.learning import TokenizerOptions
+    from transformer_xl.text.tokenizers.learning import TokenizerConfig
 
 _FILES = Parameter(consume_multiple=True, negative=())
 _KINDS = ("bytes", "characters", "words", "bpe", "integers")
@@ -65,13 +65,13 @@ class VocabularyFlags:
     """Words: read as if all letters were small."""
     punctuation: bool | None = None
     """Words: take punctuation apart from words, as WikiText has it."""
-    end_of_line: bool | None = None
+    eos_token: bool | None = None
     """Words: each line end becomes a mark (it does, unless told otherwise); without, it is white space."""
-    min_count: int | None = None
+    min_frequency: int | None = None
     """Words and characters: leave out what stands in the text less often."""
-    max_size: int | None = None
+    vocab_size: int | None = None
     """Words and characters: keep so many, the most frequent. bpe: size of the vocabulary."""
-    words_file: Path | None = None
+    vocab_file: Path | None = None
     """Words: take them from this file, a word on each line, instead of learning them."""
     tokenizer: Path | None = None
     """bpe: take it from this file (JSON of the library tokenizers) instead of training it."""
@@ -106,7 +106,7 @@ class VocabularyFlags:
     def _flag(self, name: str) -> str:
         return f"--{'no-' if self.typed[name] is False else ''}{name.replace('_', '-')}"
 
-    def change(self, options: TokenizerOptions) -> TokenizerOptions:
+    def change(self, options: TokenizerConfig) -> TokenizerConfig:
         """The options with what was given.
 
         Raises:
@@ -121,7 +121,7 @@ class VocabularyFlags:
                 case "punctuation":
                     values["splitting"] = "punctuation" if value else "spaces"
                 case "end_of_line":
-                    values["end_of_line"] = (options.end_of_line or "<eos>") if value else None
+                    values["end_of_line"] = (options.eos_token or "<eos>") if value else None
                 case "words_file":
                     values["words_file"] = str(value)
                 case "tokenizer":
@@ -170,7 +170,7 @@ def prepare(
         workers: Processes that encode. [default: one for each core]
         json: Print one JSON object and nothing else on standard output.
     """
-    from transformer_xl.text.corpus_writer import Layout, write_corpus
+    from transformer_xl.text.corpus_writer import CorpusLayout, write_corpus
     from transformer_xl.text.sources.corpora import find_text
     from transformer_xl.text.sources.source_files import Origin
 
@@ -197,7 +197,7 @@ def prepare(
             name=text.name,
             source=text.description,
             tokenizer=existing,
-            layout=Layout(documents=documents or text.documents, workers=workers),
+            layout=CorpusLayout(documents=documents or text.documents, workers=workers),
         )
     _show(corpus, time.perf_counter() - began, as_json=json)
     if tokenizer is None and not flags.typed and documents is None:
@@ -256,15 +256,15 @@ def _refuse_existing(out: Path) -> None:
         raise UserError(f"{out} exists already; choose another place or delete it first")
 
 
-def _normal_options(text: TextSource, kind: str | None) -> TokenizerOptions:
-    from transformer_xl.text.tokenizers.learning import TokenizerOptions
+def _normal_options(text: TextSource, kind: str | None) -> TokenizerConfig:
+    from transformer_xl.text.tokenizers.learning import TokenizerConfig
 
     if kind in (None, text.tokenizer.kind):
         return text.tokenizer
-    return check_settings(TokenizerOptions, {"kind": kind}, "--vocabulary")
+    return check_settings(TokenizerConfig, {"kind": kind}, "--vocabulary")
 
 
-def _learn(text: TextSource, options: TokenizerOptions, bars: _Bars, workers: int) -> Tokenizer:
+def _learn(text: TextSource, options: TokenizerConfig, bars: _Bars, workers: int) -> Tokenizer:
     from transformer_xl.text.tokenizers.learning import train_tokenizer
 
     counted = text.counted if options.kind == text.tokenizer.kind else ("train",)

@@ -196,14 +196,14 @@ def count_text(tokenizer: Tokenizer, tokens_K: Tokens) -> tuple[int, int | None]
 
 
 def _count_words(tokenizer: Tokenizer, tokens_K: Tokens) -> int | None:
-    if not isinstance(tokenizer, WordTokenizer) or tokenizer.rules.splitting != "spaces":
+    if not isinstance(tokenizer, WordTokenizer) or tokenizer.splitting.pre_tokenizer != "spaces":
         return None
-    ends_line_V = tokenizer.ends_line_V
-    return sum(len(part_K) - int(np.count_nonzero(ends_line_V[part_K])) for part_K in _parts(tokens_K))
+    is_newline_V = tokenizer.is_newline_V
+    return sum(len(part_K) - int(np.count_nonzero(is_newline_V[part_K])) for part_K in _parts(tokens_K))
 
 
 def _count_unknown(tokenizer: Tokenizer, tokens_K: Tokens) -> int:
-    if not isinstance(tokenizer, WordTokenizer) or tokenizer.unknown is None:
+    if not isinstance(tokenizer, WordTokenizer) or tokenizer.unk_token is None:
         return 0
-    unknown = tokenizer.words.index(tokenizer.unknown)
+    unknown = tokenizer.words.index(tokenizer.unk_token)
     return sum(int(np.count_nonzero(part_K == unknown)) for part_K in _parts(tokens_K))

@@ -19,7 +19,7 @@ from transformer_xl.evaluation.metrics import Sums
 from transformer_xl.evaluation.plan import EvaluationPlan, Progress, Text
 from transformer_xl.evaluation.scoring import ordered, score_parts
 from transformer_xl.run_folder import Run
-from transformer_xl.text.tokenizer import BadText, TokenArray, Tokenizer, as_bytes, cut_pieces, token_dtype
+from transformer_xl.text.tokenizer import EncodingError, TokenArray, Tokenizer, split_chunks, to_bytes, token_dtype
 
 Texts = str | bytes | Iterable[str | bytes] | Mapping[str, str | bytes]
 """One text, several, or several by name."""
@@ -55,7 +55,7 @@ class TextScore:
 
     def lines(self) -> Iterator[Line]:
         """Its lines, whose losses add up to the whole."""
-        last_K = self.tokenizer.ends_line_V[self.ids_K]
+        last_K = self.tokenizer.is_newline_V[self.ids_K]
         last_K[-1] = True
         ends = (np.flatnonzero(last_K) + 1).tolist()
         for number, (begin, end) in enumerate(pairwise([0, *ends]), start=1):
@@ -108,10 +108,10 @@ def score(
 
 def _named(texts: Texts) -> dict[str, bytes]:
     if isinstance(texts, str | bytes):
-        return {"text": as_bytes(texts)}
+        return {"text": to_bytes(texts)}
     if isinstance(texts, Mapping):
-        return {str(name): as_bytes(text) for name, text in texts.items()}
-    return {f"text {number}": as_bytes(text) for number, text in enumerate(texts, start=1)}
+        return {str(name): to_bytes(text) for name, text in texts.items()}
+    return {f"text {number}": to_bytes(text) for number, text in enumerate(texts, start=1)}
 
 
 def encode_text(tokenizer: Tokenizer, name: str, content: bytes) -> TokenArray:
@@ -129,13 +129,13 @@ def encode_text(tokenizer: Tokenizer, name: str, content: bytes) -> TokenArray:
 def _pieces(tokenizer: Tokenizer, name: str, content: bytes) -> Iterator[TokenArray]:
     place = 0
     try:
-        for piece in cut_pieces(tokenizer, [content]):
+        for piece in split_chunks(tokenizer, [content]):
             try:
                 yield tokenizer.encode_chunk(piece).ids
-            except BadText as error:
-                raise BadText(place + error.place, error.what) from None
+            except EncodingError as error:
+                raise EncodingError(place + error.place, error.what) from None
             place += len(piece)
-    except BadText as error:
+    except EncodingError as error:
         raise UserError(f"{name}: byte {error.place:,}: {error.what}") from None
 
 

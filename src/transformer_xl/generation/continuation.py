@@ -34,7 +34,7 @@ class Continuation:
 
         Byte pairs may join the last signs of a line with its end, as in ");\\n".
         """
-        line = self._decoder.push(token).removesuffix("\n") if self._vocabulary.ends_line_V[token] else ""
+        line = self._decoder.push(token).removesuffix("\n") if self._vocabulary.is_newline_V[token] else ""
         text = self._shown(line, stopping=stopping)
         return text if self.stopped else text + self.finish(stopping=stopping)
 

@@ -25,7 +25,7 @@ from transformer_xl.model.build import build_model
 from transformer_xl.run_folder import RunFolder, config_text
 from transformer_xl.tensor_file import load_tensors, save_tensors
 from transformer_xl.text.tokenizer import ByteTokenizer, Tokenizer, find_tokenizer, save_tokenizer
-from transformer_xl.text.tokenizers.words import Splitting, WordTokenizer
+from transformer_xl.text.tokenizers.words import PreTokenizerName, WordTokenizer
 
 Format = Literal["huggingface", "official", "nvidia", "tensorflow"]
 
@@ -69,7 +69,7 @@ def to_run(
     *,
     format: str | None = None,
     tokenizer: str | None = None,
-    splitting: Splitting | None = None,
+    splitting: PreTokenizerName | None = None,
 ) -> Converted:
     """Makes a run folder of another program's model.
 
@@ -104,10 +104,10 @@ def to_run(
     return Converted(chosen, parameters, foreign.tokenizer, foreign.remarks)
 
 
-def _split(tokenizer: Tokenizer, splitting: Splitting) -> Tokenizer:
+def _split(tokenizer: Tokenizer, splitting: PreTokenizerName) -> Tokenizer:
     if not isinstance(tokenizer, WordTokenizer):
         raise UserError(f"--splitting {splitting} is for words, and this vocabulary has {tokenizer.kind}; leave it out")
-    return replace(tokenizer, rules=replace(tokenizer.rules, splitting=splitting))
+    return replace(tokenizer, splitting=replace(tokenizer.splitting, pre_tokenizer=splitting))
 
 
 def to_huggingface(source: Path, out: Path) -> Converted:

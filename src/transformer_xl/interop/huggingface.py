@@ -182,7 +182,7 @@ def write(path: Path, config: RunConfig, weights: Mapping[str, Tensor], tokenize
         write_safetensors(aside / "model.safetensors", contiguous, {"format": "pt"})
         if symbols is not None:
             write_text(aside / "vocab.txt", "".join(f"{symbol}\n" for symbol in symbols))
-            folded = isinstance(tokenizer, WordTokenizer) and tokenizer.rules.case == "folded"
+            folded = isinstance(tokenizer, WordTokenizer) and tokenizer.splitting.case == "folded"
             tokenizer_config = {"tokenizer_class": "TransfoXLTokenizer", "lower_case": folded}
             write_text(aside / "tokenizer_config.json", _json(tokenizer_config))
             if _has_other_spaces(symbols):
@@ -207,8 +207,8 @@ def _vocabulary_remarks(tokenizer: Tokenizer) -> list[str]:
     remarks = []
     if not isinstance(tokenizer, WordTokenizer):
         remarks.append(f"their tokenizer splits text into words, and these are {tokenizer.kind}: {ids}")
-    elif tokenizer.rules.splitting != "moses":
-        remarks.append(f"their tokenizer splits text otherwise than '{tokenizer.rules.splitting}': {ids}")
+    elif tokenizer.splitting.pre_tokenizer != "moses":
+        remarks.append(f"their tokenizer splits text otherwise than '{tokenizer.splitting.pre_tokenizer}': {ids}")
     if _has_other_spaces(symbols):
         remarks.append(
             "words that hold white space are cut in vocab.txt, so their tokenizer lacks them; see vocab.json"

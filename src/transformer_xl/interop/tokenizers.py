@@ -21,7 +21,7 @@ from transformer_xl.interop.torch_file import TorchFile
 from transformer_xl.interop.unpickler import Record
 from transformer_xl.text.tokenizer import ByteTokenizer, Tokenizer
 from transformer_xl.text.tokenizers.characters import CharTokenizer
-from transformer_xl.text.tokenizers.words import Splitting, WordRules, WordTokenizer, checked_words
+from transformer_xl.text.tokenizers.words import PreTokenizerName, WordSplitting, WordTokenizer, check_words
 
 _LINE_ENDS = ("<eos>", "<S>")
 _UNKNOWN = ("<unk>", "<UNK>")
@@ -54,7 +54,7 @@ def admits_vocabulary(name: str) -> bool:
 
 
 def from_symbols(
-    symbols: Sequence[object], source: str, *, lower_case: bool = False, splitting: Splitting = "spaces"
+    symbols: Sequence[object], source: str, *, lower_case: bool = False, splitting: PreTokenizerName = "spaces"
 ) -> Tokenizer:
     """The vocabulary of these words, in this order.
 
@@ -74,15 +74,15 @@ def from_symbols(
     if single and "_" in symbols and len(set(map(str, letters))) == len(letters):
         return CharTokenizer("".join(map(str, letters)), None, closed=True)
     try:
-        words = checked_words(list(symbols))
+        words = check_words(list(symbols))
     except ValueError as error:
         raise UserError(f"{source}: {error}; get it again") from None
     mark = next((word for word in _LINE_ENDS if word in words), None)
     unknown = next((word for word in _UNKNOWN if word in words), None)
-    return WordTokenizer(words, None, mark, unknown, WordRules("folded" if lower_case else "kept", splitting))
+    return WordTokenizer(words, None, mark, unknown, WordSplitting("folded" if lower_case else "kept", splitting))
 
 
-def from_attributes(attributes: Mapping[str, Any], source: str, splitting: Splitting = "spaces") -> Tokenizer:
+def from_attributes(attributes: Mapping[str, Any], source: str, splitting: PreTokenizerName = "spaces") -> Tokenizer:
     """The vocabulary out of the attributes of an object of the authors' class Vocab, or of Hugging Face's tokenizer.
 
     Raises:
@@ -118,7 +118,7 @@ def read_json(path: Path) -> Any:
         raise UserError(f"{path} is not readable as JSON; get it again") from None
 
 
-def read_vocabulary(path: Path, *, splitting: Splitting = "spaces", lower_case: bool | None = None) -> Tokenizer:
+def read_vocabulary(path: Path, *, splitting: PreTokenizerName = "spaces", lower_case: bool | None = None) -> Tokenizer:
     """A vocabulary in a file: JSON, one word on each line, or pickled either way.
 
     Args:
@@ -151,7 +151,7 @@ def read_vocabulary(path: Path, *, splitting: Splitting = "spaces", lower_case: 
     return from_attributes({**_attributes(value), **told}, source, splitting)
 
 
-def from_object(value: object, source: str, splitting: Splitting = "spaces") -> Tokenizer:
+def from_object(value: object, source: str, splitting: PreTokenizerName = "spaces") -> Tokenizer:
     """The vocabulary in what was pickled: a tokenizer's attributes, a Vocab, or a Corpus that has one.
 
     Raises:

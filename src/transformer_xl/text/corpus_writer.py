@@ -29,12 +29,12 @@ from transformer_xl.text.token_store import (
     token_file,
 )
 from transformer_xl.text.tokenizer import (
-    BadText,
+    EncodingError,
     TokenArray,
     Tokenizer,
-    cut_pieces,
     fingerprint,
     save_tokenizer,
+    split_chunks,
     token_dtype,
 )
 
@@ -42,7 +42,7 @@ _BATCH_BYTES = 2**20  # small documents are sent to a worker together until they
 
 
 @dataclass(frozen=True)
-class Layout:
+class CorpusLayout:
     """How a corpus is laid out, and with how much help."""
 
     documents: Literal["files", "lines"] = "files"
@@ -54,7 +54,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _TextChunk:
     """A piece of a document on its way to be encoded."""
 
     split: SplitName
@@ -89,7 +89,7 @@ def write_corpus(
     name: str,
     source: str,
     tokenizer: Tokenizer,
-    layout: Layout = Layout(),
+    layout: CorpusLayout = CorpusLayout(),
 ) -> Corpus:
     """Writes a corpus, and opens it.
 
@@ -105,7 +105,7 @@ def write_corpus(
         UserError: the folder exists, the file system refuses, a document cannot be read or holds what the vocabulary
             cannot write, the vocabulary knows no lines where each is to be a document, or a split holds no text.
     """
-    if layout.documents == "lines" and not tokenizer.ends_line_V.any():
+    if layout.documents == "lines" and not tokenizer.is_newline_V.any():
         raise UserError(
             f"this vocabulary of {tokenizer.kind} has no token that ends a line, so lines cannot be documents; give "
             "it an end-of-line mark, or prepare with --documents files"
@@ -115,7 +115,7 @@ def write_corpus(
         save_tokenizer(tokenizer, aside / "txl_tokenizer.json")
         with ExitStack() as stack:
             writers = {split: stack.enter_context(_SplitWriter(aside, split, tokenizer, layout)) for split in wanted}
-            batches = _batches(_pieces({split: splits[split] for split in wanted}, writers, tokenizer))
+            batches = _batches(_text_chunks({split: splits[split] for split in wanted}, writers, tokenizer))
             # A byte is encoded sooner than sent to another process.
             workers = 1 if tokenizer.kind == "bytes" else layout.workers
             encoder = _Encoder(tokenizer, layout.documents == "lines")
@@ -136,34 +136,34 @@ def write_corpus(
     return Corpus.open(folder)
 
 
-def _pieces(
+def _text_chunks(
     splits: Mapping[SplitName, Iterable[Document]], writers: Mapping[SplitName, _SplitWriter], tokenizer: Tokenizer
-) -> Iterator[_Piece]:
+) -> Iterator[_TextChunk]:
     """All documents in pieces that can be encoded by themselves; the writers hear how many bytes were read."""
     for split, documents in splits.items():
         for number, document in enumerate(documents):
             place = 0
             try:
-                for text in cut_pieces(tokenizer, writers[split].counted(document.chunks)):
-                    yield _Piece(split, number, document.name, place, text)
+                for text in split_chunks(tokenizer, writers[split].counted(document.chunks)):
+                    yield _TextChunk(split, number, document.name, place, text)
                     place += len(text)
-            except BadText as error:
+            except EncodingError as error:
                 raise _refused(document.name, error.place, error) from None
 
 
-def _refused(name: str, place: int, error: BadText) -> UserError:
+def _refused(name: str, place: int, error: EncodingError) -> UserError:
     return UserError(f"{name}: byte {place:,}: {error.what}")
 
 
-def _batches(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
-    batch: list[_Piece] = []
+def _batches(pieces: Iterable[_TextChunk]) -> Iterator[list[_TextChunk]]:
+    batch: list[_TextChunk] = []
     length = 0
     for piece in pieces:
         batch.append(piece)
         length += len(piece.text)
         if length >= _BATCH_BYTES:
             yield batch
-            batch, length = list[_Piece](), 0
+            batch, length = list[_TextChunk](), 0
     if batch:
         yield batch
 
@@ -174,16 +174,16 @@ class _Encoder:
     def __init__(self, tokenizer: Tokenizer, lines: bool) -> None:
         self._vocabulary, self._lines = tokenizer, lines
 
-    def __call__(self, pieces: list[_Piece]) -> list[_Encoded]:
+    def __call__(self, pieces: list[_TextChunk]) -> list[_Encoded]:
         return [self._encoded(piece) for piece in pieces]
 
-    def _encoded(self, piece: _Piece) -> _Encoded:
+    def _encoded(self, piece: _TextChunk) -> _Encoded:
         try:
             found = self._vocabulary.encode_chunk(piece.text)
-        except BadText as error:
+        except EncodingError as error:
             raise _refused(piece.name, piece.place + error.place, error) from None
-        lines = self._vocabulary.ends_line_V[found.ids].nonzero()[0] + 1 if self._lines else np.empty(0, np.int64)
-        return _Encoded(piece.split, piece.document, found.ids, found.unknown, lines, *count_words(piece.text))
+        lines = self._vocabulary.is_newline_V[found.ids].nonzero()[0] + 1 if self._lines else np.empty(0, np.int64)
+        return _Encoded(piece.split, piece.document, found.ids, found.num_unknown, lines, *count_words(piece.text))
 
 
 _IN_WORD = bytes(not bytes([value]).isspace() for value in range(256))
@@ -199,7 +199,7 @@ def count_words(text: bytes) -> tuple[int, tuple[bool, bool]]:
 class _SplitWriter:
     """Files of one split, growing piece by piece."""
 
-    def __init__(self, folder: Path, split: SplitName, tokenizer: Tokenizer, layout: Layout) -> None:
+    def __init__(self, folder: Path, split: SplitName, tokenizer: Tokenizer, layout: CorpusLayout) -> None:
         assert layout.shard_tokens > 0
         self._folder, self._split, self._shard_tokens = folder, split, layout.shard_tokens
         self._dtype = token_dtype(tokenizer.vocab_size)

@@ -24,7 +24,7 @@ from transformer_xl.config import Settings, UserError
 from transformer_xl.text.token_store import Tokens
 
 
-class StreamPosition(Settings):
+class DatasetPosition(Settings):
     """Which segment comes next: all there is to the state of a stream.
 
     `model_dump()` gives it as plain values, and `config.check_settings(StreamPosition, values, source)` takes them
@@ -38,32 +38,32 @@ class StreamPosition(Settings):
 
 
 @dataclass(frozen=True, eq=False)
-class Segment:
+class Batch:
     """What a model reads in one step; its arrays are the reader's own."""
 
     inputs_BT: npt.NDArray[np.int64]
     """Token ids to read."""
     targets_BT: npt.NDArray[np.int64]
     """Token ids to predict: at each place the one that follows the input."""
-    counted_BT: npt.NDArray[np.bool_]
+    loss_mask_BT: npt.NDArray[np.bool_]
     """False past the end of a row, where there is padding that must not count."""
-    starts: bool
+    is_first: bool
     """True for the first segment of an epoch: memory must be fresh."""
 
     @classmethod
-    def empty(cls, shape: tuple[int, int], position: StreamPosition, bos_token_id: int) -> Segment:
+    def empty(cls, shape: tuple[int, int], position: DatasetPosition, bos_token_id: int) -> Batch:
         """A segment of padding only: inputs `start_id`, targets 0, nothing counted."""
         return cls(
             np.full(shape, bos_token_id, dtype=np.int64),
             np.zeros(shape, dtype=np.int64),
             np.zeros(shape, dtype=np.bool_),
-            starts=position.segment_index == 0,
+            is_first=position.segment_index == 0,
         )
 
-    def trimmed(self) -> Segment:
+    def trimmed(self) -> Batch:
         """The segment without the places where no row counts; with one row, no padding is left."""
-        width = int(self.counted_BT.sum(axis=1).max())
-        return Segment(self.inputs_BT[:, :width], self.targets_BT[:, :width], self.counted_BT[:, :width], self.starts)
+        width = int(self.loss_mask_BT.sum(axis=1).max())
+        return Batch(self.inputs_BT[:, :width], self.targets_BT[:, :width], self.loss_mask_BT[:, :width], self.is_first)
 
 
 class Shard(NamedTuple):
@@ -91,11 +91,11 @@ class Shard(NamedTuple):
         return range(self.index * each, min((self.index + 1) * each, batch_size))
 
 
-ALL_ROWS = Shard()
+SINGLE_SHARD = Shard()
 """All rows are read here."""
 
 
-class Stream(Protocol):
+class TokenDataset(Protocol):
     """A text in segments: what training needs of it."""
 
     @property
@@ -122,20 +122,20 @@ class Stream(Protocol):
         """Number of segments of this epoch: enough for the longest row of any shard."""
         ...
 
-    def read(self, position: StreamPosition) -> Segment:
+    def read(self, position: DatasetPosition) -> Batch:
         """The segment at this position, always of shape (B, T).
 
         Places past the end of a row have counted False, target 0 and input start_id.
         """
         ...
 
-    def after(self, position: StreamPosition) -> StreamPosition:
+    def after(self, position: DatasetPosition) -> DatasetPosition:
         """The position that follows; after the last segment of an epoch, the first of the next."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
-class SegmentStream:
+class SegmentDataset:
     """A text as segments of B rows and T tokens, each read straight from where the tokens lie.
 
     Raises:
@@ -151,7 +151,7 @@ class SegmentStream:
     """T: new tokens of a row in one segment."""
     bos_token_id: int
     """The token taken as read before the text begins; also fills padding."""
-    shard: Shard = ALL_ROWS
+    shard: Shard = SINGLE_SHARD
     """Which of the rows are read here."""
 
     def __post_init__(self) -> None:
@@ -180,20 +180,20 @@ class SegmentStream:
         """The same in every epoch."""
         return self.num_segments
 
-    def read(self, position: StreamPosition) -> Segment:
+    def read(self, position: DatasetPosition) -> Batch:
         """The segment at this position; epochs do not differ."""
         assert position.segment_index < self.num_segments
-        segment = Segment.empty((self.shard_rows, self.segment_length), position, self.bos_token_id)
+        segment = Batch.empty((self.shard_rows, self.segment_length), position, self.bos_token_id)
         for place, row in enumerate(self.shard.rows_of(self.batch_size)):
             start, stop = self._span(row, position.segment_index)
             width = stop - start
             segment.targets_BT[place, :width] = self.tokens[start:stop]
-            segment.counted_BT[place, :width] = True
+            segment.loss_mask_BT[place, :width] = True
             first = 1 if start == 0 else 0  # nothing stands before the text; its place keeps start_id
             segment.inputs_BT[place, first:width] = self.tokens[start + first - 1 : stop - 1]
         return segment
 
-    def after(self, position: StreamPosition) -> StreamPosition:
+    def after(self, position: DatasetPosition) -> DatasetPosition:
         """The position that follows; after the last segment of an epoch, the first of the next."""
         return following(position, self)
 
@@ -205,14 +205,14 @@ class SegmentStream:
         return start, min(start + self.segment_length, end)
 
 
-def following(position: StreamPosition, stream: Stream) -> StreamPosition:
+def following(position: DatasetPosition, stream: TokenDataset) -> DatasetPosition:
     """The position that follows in this stream."""
     if position.segment_index + 1 < stream.segments_in(position.epoch):
-        return StreamPosition(epoch=position.epoch, segment_index=position.segment_index + 1)
-    return StreamPosition(epoch=position.epoch + 1, segment_index=0)
+        return DatasetPosition(epoch=position.epoch, segment_index=position.segment_index + 1)
+    return DatasetPosition(epoch=position.epoch + 1, segment_index=0)
 
 
-def check_sizes(stream: Stream) -> None:
+def check_sizes(stream: TokenDataset) -> None:
     """Checks that there are rows and segments.
 
     Raises:
@@ -224,7 +224,7 @@ def check_sizes(stream: Stream) -> None:
         )
 
 
-def check_training(stream: Stream) -> None:
+def check_training(stream: TokenDataset) -> None:
     """Checks that there is a segment for every row at least.
 
     Raises:

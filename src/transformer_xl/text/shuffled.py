@@ -26,12 +26,12 @@ import numpy as np
 import numpy.typing as npt
 
 from transformer_xl.config import UserError
-from transformer_xl.text.segments import ALL_ROWS, Segment, Shard, StreamPosition, check_sizes, following
+from transformer_xl.text.segments import SINGLE_SHARD, Batch, DatasetPosition, Shard, check_sizes, following
 from transformer_xl.text.token_store import Tokens
 
 
 @dataclass(frozen=True, eq=False)
-class ShuffledStream:
+class ShuffledDocumentDataset:
     """A text as segments of B rows and T tokens, its documents in a new order every epoch.
 
     Raises:
@@ -51,7 +51,7 @@ class ShuffledStream:
     """The token taken as read before an epoch begins; also fills padding."""
     seed: int
     """What the orders are drawn from; the same in all shards."""
-    shard: Shard = ALL_ROWS
+    shard: Shard = SINGLE_SHARD
     """Which of the rows are read here."""
     _orders: dict[int, _Order] = field(default_factory=dict, init=False, repr=False)
     """The order of the epoch read last, which would take seconds to draw again."""
@@ -77,27 +77,27 @@ class ShuffledStream:
         """Number of segments of this epoch: enough for the longest row of any shard."""
         return -(-self._order(epoch).longest_row // self.segment_length)
 
-    def read(self, position: StreamPosition) -> Segment:
+    def read(self, position: DatasetPosition) -> Batch:
         """The segment at this position."""
         assert position.segment_index < self.segments_in(position.epoch)
         order = self._order(position.epoch)
-        segment = Segment.empty((self.shard_rows, self.segment_length), position, self.bos_token_id)
+        segment = Batch.empty((self.shard_rows, self.segment_length), position, self.bos_token_id)
         places_BK = (
             order.row_edges[:-1, None]
             + position.segment_index * self.segment_length
             + np.arange(-1, self.segment_length)
         )
         inside_BK = places_BK < order.row_edges[1:, None]
-        segment.counted_BT[:] = inside_BK[:, 1:]
+        segment.loss_mask_BT[:] = inside_BK[:, 1:]
         # Before the first token of an epoch nothing was read, and behind a row's end nothing is.
         known_BK = inside_BK & (places_BK >= 0)
         read_BK = np.full(places_BK.shape, self.bos_token_id)
         read_BK[known_BK] = self._read(order, places_BK[known_BK])
-        segment.inputs_BT[segment.counted_BT] = read_BK[:, :-1][segment.counted_BT]
-        segment.targets_BT[segment.counted_BT] = read_BK[:, 1:][segment.counted_BT]
+        segment.inputs_BT[segment.loss_mask_BT] = read_BK[:, :-1][segment.loss_mask_BT]
+        segment.targets_BT[segment.loss_mask_BT] = read_BK[:, 1:][segment.loss_mask_BT]
         return segment
 
-    def after(self, position: StreamPosition) -> StreamPosition:
+    def after(self, position: DatasetPosition) -> DatasetPosition:
         """The position that follows; after the last segment of an epoch, the first of the next."""
         return following(position, self)
 
@@ -128,7 +128,7 @@ class _Order:
     """Tokens of the longest row of any shard."""
 
     @classmethod
-    def draw(cls, stream: ShuffledStream, epoch: int) -> _Order:
+    def draw(cls, stream: ShuffledDocumentDataset, epoch: int) -> _Order:
         number, rows = len(stream.document_starts), stream.batch_size
         assert number < 2**32
         generator = np.random.PCG64(np.random.SeedSequence(stream.seed, spawn_key=(epoch,)))

@@ -54,7 +54,7 @@ class SplitRecord(Settings):
     """Number of bytes of the text they were made from."""
     words: int = Field(ge=0)
     """Number of words of that text: stretches between ASCII whitespace."""
-    unknown: int = Field(ge=0)
+    num_unknown: int = Field(ge=0)
     """Number of tokens that stand for a word the vocabulary lacks."""
     documents: int = Field(gt=0)
     """Number of documents."""
@@ -94,7 +94,7 @@ class CorpusRecord(Settings):
 
 
 @dataclass(frozen=True, eq=False)
-class ShardedTokens:
+class TokenShards:
     """Arrays of one dimension and type that are read as if they were one, without being joined."""
 
     shards: tuple[TokenArray, ...]
@@ -145,7 +145,7 @@ class ShardedTokens:
         return found
 
 
-Tokens = TokenArray | ShardedTokens
+Tokens = TokenArray | TokenShards
 """(N,) ids that may lie on disk: `len`, `dtype`, slices, and arrays of places."""
 
 
@@ -248,11 +248,11 @@ class Corpus:
                 shards = tuple(_map(*file, dtype) for file in _token_files(self.path, split, of).items())
                 return TokenSplit(
                     name=split,
-                    tokens=shards[0] if len(shards) == 1 else ShardedTokens(shards),
+                    tokens=shards[0] if len(shards) == 1 else TokenShards(shards),
                     document_starts=_map(documents_file(self.path, split), of.documents, START_DTYPE),
                     num_bytes=of.bytes,
                     num_words=of.words,
-                    num_unknown=of.unknown,
+                    num_unknown=of.num_unknown,
                 )
         raise UserError(
             f"the corpus {self.path} has no split '{name}'{nearest(name, self.splits)}; it has "

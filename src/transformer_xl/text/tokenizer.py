@@ -25,13 +25,13 @@ from transformer_xl.files import explained, write_text
 
 TokenArray = npt.NDArray[np.unsignedinteger[Any]]
 
-PIECE_BYTES = 4 * 2**20
+ENCODE_CHUNK_BYTES = 4 * 2**20
 """About how many bytes are encoded at once, unless told otherwise."""
-MAX_STRETCH = 16 * 2**20
+MAX_UNSPLIT_BYTES = 16 * 2**20
 """Most bytes in a row without a place where the text may be cut; they have to be held in memory."""
 
 
-class BadText(UserError):
+class EncodingError(UserError):
     """Text that a vocabulary cannot read."""
 
     def __init__(self, place: int, what: str) -> None:
@@ -51,7 +51,7 @@ class EncodedChunk:
 
     ids: TokenArray
     """(number of tokens,) of dtype `token_dtype(size)`; the array is the caller's own."""
-    unknown: int = 0
+    num_unknown: int = 0
     """How many of them stand for a word that the vocabulary lacks."""
 
 
@@ -67,20 +67,20 @@ class StreamDecoder(Protocol):
         ...
 
 
-class Cutting(Protocol):
+class BoundaryFinder(Protocol):
     """Where a text may be cut without changing a token."""
 
     @property
-    def closes_lines(self) -> bool:
+    def adds_final_newline(self) -> bool:
         """Whether the last line of a document is ended even where its text does not end it."""
         ...
 
-    def last_cut(self, text: bytes) -> int:
+    def last_boundary(self, text: bytes) -> int:
         """The last place at which `text` may be cut, whatever follows, without changing a token; 0: there is none."""
         ...
 
 
-class Tokenizer(Cutting, Protocol):
+class Tokenizer(BoundaryFinder, Protocol):
     """What every kind of vocabulary offers; each can be pickled to a worker process."""
 
     @property
@@ -107,7 +107,7 @@ class Tokenizer(Cutting, Protocol):
         ...
 
     @property
-    def ends_line_V(self) -> npt.NDArray[np.bool_]:
+    def is_newline_V(self) -> npt.NDArray[np.bool_]:
         """(V,) the tokens that end a line."""
         ...
 
@@ -151,18 +151,18 @@ class ByteTokenizer:
     kind = "bytes"
     vocab_size = 256
     bos_token_id = 10
-    closes_lines = False
+    adds_final_newline = False
 
     @property
     def counts(self) -> None:
         """Bytes are not learned from a text."""
 
     @property
-    def ends_line_V(self) -> npt.NDArray[np.bool_]:
+    def is_newline_V(self) -> npt.NDArray[np.bool_]:
         """(256,) byte 10 alone."""
         return np.arange(self.vocab_size) == self.bos_token_id
 
-    def last_cut(self, text: bytes) -> int:
+    def last_boundary(self, text: bytes) -> int:
         """The end: bytes may be cut anywhere."""
         return len(text)
 
@@ -174,7 +174,7 @@ class ByteTokenizer:
 
     def encode(self, text: str | bytes) -> TokenArray:
         """The bytes of the text (of its UTF-8 form), as uint8; raises what `as_bytes` does."""
-        return self.encode_chunk(as_bytes(text)).ids
+        return self.encode_chunk(to_bytes(text)).ids
 
     def decode(self, ids: npt.ArrayLike) -> str:
         """The text of these ids, read as UTF-8; what is not UTF-8 becomes replacement signs."""
@@ -182,7 +182,7 @@ class ByteTokenizer:
 
     def decode_bytes(self, ids: npt.ArrayLike) -> bytes:
         """The bytes of these ids; raises what `checked_ids` does."""
-        return checked_ids(ids, self).astype(np.uint8).tobytes()
+        return check_ids(ids, self).astype(np.uint8).tobytes()
 
     def stream_decoder(self) -> StreamDecoder:
         """A decoder that holds back a UTF-8 character until all its bytes are there."""
@@ -214,7 +214,7 @@ class Utf8StreamDecoder:
         return self._decoder.decode(b"", final=True)
 
 
-def cut_pieces(tokenizer: Cutting, chunks: Iterable[bytes], size: int = PIECE_BYTES) -> Iterator[bytes]:
+def split_chunks(tokenizer: BoundaryFinder, chunks: Iterable[bytes], size: int = ENCODE_CHUNK_BYTES) -> Iterator[bytes]:
     """Cuts a document anew, at places where its tokens do not change; holds little more than one piece at a time.
 
     Args:
@@ -225,7 +225,7 @@ def cut_pieces(tokenizer: Cutting, chunks: Iterable[bytes], size: int = PIECE_BY
     Raises:
         BadText: more than `MAX_STRETCH` bytes without a place to cut; its place counts from the start of the document.
     """
-    assert 0 < size <= MAX_STRETCH
+    assert 0 < size <= MAX_UNSPLIT_BYTES
     held, place, limit, last_byte = bytearray(), 0, size, b""
     for chunk in chunks:
         rest = memoryview(chunk)
@@ -236,15 +236,15 @@ def cut_pieces(tokenizer: Cutting, chunks: Iterable[bytes], size: int = PIECE_BY
             if len(held) < limit:
                 break
             text = bytes(held)
-            cut = tokenizer.last_cut(text)
+            cut = tokenizer.last_boundary(text)
             if cut:
                 yield text[:cut]
                 held, place, last_byte = bytearray(text[cut:]), place + cut, text[cut - 1 : cut]
-            elif len(held) > MAX_STRETCH:
-                raise BadText(place, _NO_CUT if text.split(None, 1) == [text.lstrip()] else _NO_LINE_END)
-            limit = min(len(held) + size, MAX_STRETCH + 1)
+            elif len(held) > MAX_UNSPLIT_BYTES:
+                raise EncodingError(place, _NO_CUT if text.split(None, 1) == [text.lstrip()] else _NO_LINE_END)
+            limit = min(len(held) + size, MAX_UNSPLIT_BYTES + 1)
     last_byte = bytes(held[-1:]) or last_byte
-    if tokenizer.closes_lines and last_byte not in (b"", b"\n"):
+    if tokenizer.adds_final_newline and last_byte not in (b"", b"\n"):
         held += b"\n"
     if held:
         yield bytes(held)
@@ -254,7 +254,7 @@ _NO_CUT = "no white space in 16 MiB where it could be cut, is this text?; leave 
 _NO_LINE_END = "no line end in 16 MiB, nor white space where this vocabulary may cut; break the line, or leave it out"
 
 
-def as_bytes(text: str | bytes) -> bytes:
+def to_bytes(text: str | bytes) -> bytes:
     """The UTF-8 form of a text; bytes stay as they are.
 
     Raises:
@@ -272,7 +272,7 @@ def as_bytes(text: str | bytes) -> bytes:
         ) from None
 
 
-def as_text(piece: bytes) -> str:
+def decode_utf8(piece: bytes) -> str:
     """The characters of a piece of UTF-8.
 
     Raises:
@@ -284,10 +284,10 @@ def as_text(piece: bytes) -> str:
         what = (
             f"not UTF-8 (byte 0x{piece[error.start]:02x}); save the text as UTF-8, or read it with --vocabulary bytes"
         )
-        raise BadText(error.start, what) from None
+        raise EncodingError(error.start, what) from None
 
 
-def checked_ids(ids: npt.ArrayLike, tokenizer: Tokenizer) -> npt.NDArray[np.int64]:
+def check_ids(ids: npt.ArrayLike, tokenizer: Tokenizer) -> npt.NDArray[np.int64]:
     """The ids as int64, in one dimension.
 
     Raises:

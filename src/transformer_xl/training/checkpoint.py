@@ -28,7 +28,7 @@ from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import Memory
 from transformer_xl.run_folder import RunFolder, StateRecord, file_digest, read_weights
 from transformer_xl.tensor_file import save_tensors
-from transformer_xl.text.segments import StreamPosition
+from transformer_xl.text.segments import DatasetPosition
 from transformer_xl.training.averaging import WeightAverage
 from transformer_xl.training.distributed import ALONE, DistributedContext
 from transformer_xl.training.step import chunks_of, whole_weights
@@ -44,7 +44,7 @@ class TrainerState(Settings):
 
     step: int = Field(default=0, ge=0)
     """Optimiser steps done."""
-    position: StreamPosition = StreamPosition()
+    position: DatasetPosition = DatasetPosition()
     """The next segment."""
     piece: int = Field(default=0, ge=0)
     """Pieces of that segment that were read, in the length warm-up."""

@@ -22,8 +22,15 @@ from transformer_xl.files import remove_leftovers
 from transformer_xl.model.build import build_model
 from transformer_xl.model.kernels import choose
 from transformer_xl.run_folder import RunFolder
-from transformer_xl.text.segments import ALL_ROWS, SegmentStream, Shard, Stream, StreamPosition, check_training
-from transformer_xl.text.shuffled import ShuffledStream
+from transformer_xl.text.segments import (
+    SINGLE_SHARD,
+    DatasetPosition,
+    SegmentDataset,
+    Shard,
+    TokenDataset,
+    check_training,
+)
+from transformer_xl.text.shuffled import ShuffledDocumentDataset
 from transformer_xl.text.token_store import Corpus
 from transformer_xl.training.averaging import WeightAverage
 from transformer_xl.training.checkpoint import TrainerState, TrainingState, load_state, save_state
@@ -146,7 +153,7 @@ class Trainer:
         if progress.position.segment_index >= self.stream.segments_in(
             progress.position.epoch
         ):  # other rows, other edges
-            position = StreamPosition(epoch=progress.position.epoch + 1)
+            position = DatasetPosition(epoch=progress.position.epoch + 1)
             self.state.progress = progress.model_copy(update={"position": position})
         with self.world.together():
             if self.world.is_first:
@@ -193,7 +200,7 @@ class Trainer:
         state, progress = self.state, self.state.progress
         place = Place(progress.step, progress.position, progress.piece)
         piece = read_piece(self.stream, place, self.config, self.world)
-        if piece.segment.starts:
+        if piece.segment.is_first:
             state.memories = tuple(state.model.initial_memory(rows) for rows in self.chunks)
         if state.memories[0].length != piece.memory:
             state.memories = tuple(memory.resized(piece.memory) for memory in state.memories)
@@ -208,7 +215,7 @@ class Trainer:
         state.progress = state.progress.model_copy(
             update={"step": piece.after.step, "position": piece.after.position, "piece": piece.after.piece}
         )
-        here = int(piece.segment.counted_BT.sum())
+        here = int(piece.segment.loss_mask_BT.sum())
         self.reporter.step(piece.after.step, round(here * self.config.batch_size / self.stream.shard_rows))
 
     def _fetch(self) -> None:
@@ -378,14 +385,14 @@ def check(config: RunConfig, corpus: Corpus, device: torch.device, world: Distri
     check_log(config.train)
 
 
-def training_stream(corpus: Corpus, config: TrainConfig, shard: Shard = ALL_ROWS) -> Stream:
+def training_stream(corpus: Corpus, config: TrainConfig, shard: Shard = SINGLE_SHARD) -> TokenDataset:
     """The training text as segments, in the order the settings ask for.
 
     Raises:
         UserError: it is too short for rows and segment, or has too few documents to shuffle.
     """
     split = corpus.split("train")
-    stream: Stream
+    stream: TokenDataset
     bos_token_id = corpus.tokenizer.bos_token_id
     sizes = {
         "batch_size": config.batch_size,
@@ -394,8 +401,8 @@ def training_stream(corpus: Corpus, config: TrainConfig, shard: Shard = ALL_ROWS
         "shard": shard,
     }
     if config.order == "shuffled":
-        stream = ShuffledStream(split.tokens, split.document_starts, **sizes, seed=config.seed)
+        stream = ShuffledDocumentDataset(split.tokens, split.document_starts, **sizes, seed=config.seed)
     else:
-        stream = SegmentStream(split.tokens, **sizes)
+        stream = SegmentDataset(split.tokens, **sizes)
     check_training(stream)
     return stream

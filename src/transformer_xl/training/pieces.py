@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from transformer_xl.config import TrainConfig
-from transformer_xl.text.segments import Segment, Stream, StreamPosition
+from transformer_xl.text.segments import Batch, DatasetPosition, TokenDataset
 from transformer_xl.training.distributed import DistributedContext
 from transformer_xl.training.schedules import halvings
 
@@ -26,7 +26,7 @@ class Place:
 
     step: int
     """Steps done."""
-    position: StreamPosition
+    position: DatasetPosition
     """The segment that is being read, or comes next."""
     piece: int = 0
     """Pieces of it that were read."""
@@ -36,14 +36,14 @@ class Place:
 class Piece:
     """What a step reads, and what comes after it."""
 
-    segment: Segment
+    segment: Batch
     """The tokens; `starts` only in an epoch's first piece."""
     memory: int
     """M: memory slots beside them."""
     after: Place
 
 
-def read_piece(stream: Stream, place: Place, config: TrainConfig, world: DistributedContext) -> Piece:
+def read_piece(stream: TokenDataset, place: Place, config: TrainConfig, world: DistributedContext) -> Piece:
     """What the next step reads of this process's rows; all processes agree on what comes after."""
     place = _with_targets(stream, place, config, world)  # rows that changed may have put it where there are none
     segment, columns = stream.read(place.position), _columns(place, config)
@@ -51,24 +51,24 @@ def read_piece(stream: Stream, place: Place, config: TrainConfig, world: Distrib
         after = Place(place.step + 1, place.position, place.piece + 1)
     else:
         after = Place(place.step + 1, stream.after(place.position))
-    cut = Segment(
+    cut = Batch(
         np.ascontiguousarray(segment.inputs_BT[:, columns]),
         np.ascontiguousarray(segment.targets_BT[:, columns]),
-        np.ascontiguousarray(segment.counted_BT[:, columns]),
-        starts=segment.starts and place.piece == 0,
+        np.ascontiguousarray(segment.loss_mask_BT[:, columns]),
+        is_first=segment.is_first and place.piece == 0,
     )
     return Piece(cut, config.memory_length >> _halved(place, config), _with_targets(stream, after, config, world))
 
 
-def in_loss(counted_BT: npt.NDArray[np.bool_], config: TrainConfig) -> npt.NDArray[np.bool_]:
+def in_loss(loss_mask_BT: npt.NDArray[np.bool_], config: TrainConfig) -> npt.NDArray[np.bool_]:
     """Which of the counted targets of a piece training learns from: a copy, without the first half for `half`."""
-    counted_BT = counted_BT.copy()
+    loss_mask_BT = loss_mask_BT.copy()
     if config.loss == "half":
-        counted_BT[:, : counted_BT.shape[1] // 2] = False
-    return counted_BT
+        loss_mask_BT[:, : loss_mask_BT.shape[1] // 2] = False
+    return loss_mask_BT
 
 
-def _with_targets(stream: Stream, place: Place, config: TrainConfig, world: DistributedContext) -> Place:
+def _with_targets(stream: TokenDataset, place: Place, config: TrainConfig, world: DistributedContext) -> Place:
     """The place itself; the next epoch's beginning, if from there on no process has anything to learn from.
 
     An epoch's last segment is padding from somewhere on, and steps without targets would do harm.
@@ -76,8 +76,8 @@ def _with_targets(stream: Stream, place: Place, config: TrainConfig, world: Dist
     position = place.position
     if position.segment_index + 1 < stream.segments_in(position.epoch):
         return place  # the longest row goes on beyond it
-    counted_BT = stream.read(position).counted_BT[:, _columns(place, config)]
-    if world.any(bool(in_loss(counted_BT, config).any())):
+    loss_mask_BT = stream.read(position).loss_mask_BT[:, _columns(place, config)]
+    if world.any(bool(in_loss(loss_mask_BT, config).any())):
         return place
     return Place(place.step, stream.after(position))
 

@@ -24,7 +24,7 @@ from transformer_xl.config import TrainConfig
 from transformer_xl.device import autocast, keep_freed_memory
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import HiddenMemory, Memory
-from transformer_xl.text.segments import Segment, Shard
+from transformer_xl.text.segments import Batch, Shard
 from transformer_xl.training.distributed import DistributedContext
 from transformer_xl.training.optimizers import whole
 from transformer_xl.training.pieces import in_loss
@@ -79,7 +79,7 @@ class TrainStep:
             keep_freed_memory()
 
     def step(
-        self, segment: Segment, memories: tuple[Memory, ...], *, done: float = 0.0
+        self, segment: Batch, memories: tuple[Memory, ...], *, done: float = 0.0
     ) -> tuple[Tensor, tuple[Memory, ...]]:
         """Moves the weights by one step.
 
@@ -94,9 +94,9 @@ class TrainStep:
         """
         if self.config.compile == "graphs":
             self._provide_gradients()
-        counted_BT = in_loss(segment.counted_BT, self.config)
-        counts = self.world.sum(send(torch.tensor([counted_BT.sum(), segment.counted_BT.sum()]), self.device))
-        weight_BT = send(torch.from_numpy(counted_BT), self.device)
+        loss_mask_BT = in_loss(segment.loss_mask_BT, self.config)
+        counts = self.world.sum(send(torch.tensor([loss_mask_BT.sum(), segment.loss_mask_BT.sum()]), self.device))
+        weight_BT = send(torch.from_numpy(loss_mask_BT), self.device)
         inputs_BT, targets_BT = send(torch.from_numpy(segment.inputs_BT), self.device), segment.targets_BT
         nats, start = torch.zeros((), device=self.device), 0
         after: list[Memory] = []

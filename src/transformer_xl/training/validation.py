@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformer_xl.config import TrainConfig, UserError
 from transformer_xl.device import autocast
 from transformer_xl.model.memory import Memory
-from transformer_xl.text.segments import SegmentStream, StreamPosition
+from transformer_xl.text.segments import DatasetPosition, SegmentDataset
 from transformer_xl.text.token_store import Tokens
 from transformer_xl.training.distributed import DistributedContext
 from transformer_xl.training.step import send
@@ -23,7 +23,7 @@ _SUMS_AT_ONCE = 512  # sums left on the device before they are fetched, so that 
 
 def validation_stream(
     tokens: Tokens, bos_token_id: int, config: TrainConfig, world: DistributedContext
-) -> SegmentStream:
+) -> SegmentDataset:
     """The validation text in as many of training's rows as it fills with a segment, at least one for each process.
 
     A few rows fewer where so many would leave a process without any.
@@ -40,11 +40,11 @@ def validation_stream(
     while (world.size - 1) * -(-rows // world.size) >= rows:  # ends at one row for each process, if not before
         rows -= 1
     segment = min(config.segment_length, -(-len(tokens) // rows))
-    return SegmentStream(tokens, batch_size=rows, segment_length=segment, bos_token_id=bos_token_id, shard=world.shard)
+    return SegmentDataset(tokens, batch_size=rows, segment_length=segment, bos_token_id=bos_token_id, shard=world.shard)
 
 
 def sum_nats(
-    scored: nn.Module, stream: SegmentStream, memory: Memory, config: TrainConfig, tell: Callable[[int], bool]
+    scored: nn.Module, stream: SegmentDataset, memory: Memory, config: TrainConfig, tell: Callable[[int], bool]
 ) -> float | None:
     """The sum of the losses of this process's rows, in nats (added up in float64).
 
@@ -58,17 +58,17 @@ def sum_nats(
     device, total = memory.valid_B.device, 0.0
     sums: list[Tensor] = []
     for index in range(stream.num_segments):
-        segment = stream.read(StreamPosition(segment_index=index))
-        inputs_BT, counted_BT = (
-            send(torch.from_numpy(array), device) for array in (segment.inputs_BT, segment.counted_BT)
+        segment = stream.read(DatasetPosition(segment_index=index))
+        inputs_BT, loss_mask_BT = (
+            send(torch.from_numpy(array), device) for array in (segment.inputs_BT, segment.loss_mask_BT)
         )
         with autocast(device, config.dtype):
             nats_BT, _, memory = scored(inputs_BT, segment.targets_BT, memory)
-        sums.append((nats_BT * counted_BT).sum())
+        sums.append((nats_BT * loss_mask_BT).sum())
         if len(sums) == _SUMS_AT_ONCE:
             total += _fetch(sums)
             sums.clear()
-        if tell(int(segment.counted_BT.sum())):
+        if tell(int(segment.loss_mask_BT.sum())):
             return None
     return total + (_fetch(sums) if sums else 0.0)
 

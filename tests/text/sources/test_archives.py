@@ -24,7 +24,7 @@ from transformer_xl.text.sources.archives import (
     is_archive,
     raw_chunks,
     unpack_tar,
-    watched,
+    with_progress,
     zip_members,
 )
 
@@ -182,7 +182,7 @@ def test_checksums_are_of_all_the_bytes(tmp_path: Path) -> None:
 
 def test_progress_counts_bytes() -> None:
     told: list[tuple[str, int, int]] = []
-    assert list(watched([b"abc", b"de"], lambda *said: told.append(said), "read a", 5)) == [b"abc", b"de"]
+    assert list(with_progress([b"abc", b"de"], lambda *said: told.append(said), "read a", 5)) == [b"abc", b"de"]
     assert told == [("read a", 3, 5), ("read a", 5, 5)]
 
 

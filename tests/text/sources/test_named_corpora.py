@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from transformer_xl.config import UserError
-from transformer_xl.text.corpus_writer import Layout, write_corpus
+from transformer_xl.text.corpus_writer import CorpusLayout, write_corpus
 from transformer_xl.text.documents import SPLITS, Document
 from transformer_xl.text.sources.corpora import find_text
 from transformer_xl.text.sources.named_corpora import CORPUS_NAMES, DISTRIBUTED, NamedCorpus, open_corpus
@@ -67,7 +67,7 @@ def unchecked(corpus: NamedCorpus) -> NamedCorpus:
 def written(source: TextSource, folder: Path) -> Corpus:
     documents = [document for split in source.counted for document in source.splits[split]]
     tokenizer = train_tokenizer(source.tokenizer, documents)
-    layout = Layout(documents=source.documents)
+    layout = CorpusLayout(documents=source.documents)
     return write_corpus(
         folder, source.splits, name=source.name, source=source.description, tokenizer=tokenizer, layout=layout
     )
@@ -88,7 +88,7 @@ def test_what_is_written_down_is_sound(corpus: NamedCorpus) -> None:
             algorithm, _, digits = checksum.partition(":")
             assert re.fullmatch(rf"[0-9a-f]{{{DIGITS[algorithm]}}}", digits)
     assert tuple(corpus.splits) == SPLITS
-    assert bool(corpus.tokenizer.words_file) is False  # it is found with the texts
+    assert bool(corpus.tokenizer.vocab_file) is False  # it is found with the texts
     assert set(corpus.known_tokens) <= set(SPLITS)
 
 
@@ -149,7 +149,7 @@ def test_line_ends_are_words_and_counted_splits_differ(tmp_path: Path, name: str
     assert found.bos_token_id == 0
     assert corpus.split("train").num_tokens == 6 + 3
     assert np.asarray(corpus.split("test").tokens[:]).tolist()[1:] == [0]  # the last line is closed
-    assert corpus.record.splits["valid"].unknown == (2 if name == "wikitext-103" else 0)
+    assert corpus.record.splits["valid"].num_unknown == (2 if name == "wikitext-103" else 0)
 
 
 def lm1b_files() -> dict[str, bytes]:
@@ -171,7 +171,7 @@ def test_lm1b_is_sentences_between_marks(tmp_path: Path) -> None:
     # inputs begin with the mark, each sentence of n words gives n + 1 targets: its words and the mark
     assert np.asarray(train.tokens[:12]).tolist() == [2, 1, 0, 3, 2, 0] * 2
     assert np.asarray(train.tokens[36:42]).tolist() == [2, 4, 0, 3, 2, 0]
-    assert corpus.record.splits["train"].unknown == 98
+    assert corpus.record.splits["train"].num_unknown == 98
 
 
 def test_another_vocabulary_needs_no_list_of_words(tmp_path: Path) -> None:
@@ -187,7 +187,7 @@ def test_another_vocabulary_needs_no_list_of_words(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TXL_CACHE", str(tmp_path / "cache"))
         source = unchecked(DISTRIBUTED["lm1b"]).open(Origin(folder))
-    assert Path(source.tokenizer.words_file or "").read_bytes() == words
+    assert Path(source.tokenizer.vocab_file or "").read_bytes() == words
 
 
 def test_a_wrong_text_is_refused_by_name(tmp_path: Path) -> None:

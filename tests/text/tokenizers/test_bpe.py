@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from tokenizers import pre_tokenizers
 
 from transformer_xl.config import UserError
-from transformer_xl.text.tokenizer import cut_pieces, fingerprint, tokenizer_from_json
+from transformer_xl.text.tokenizer import fingerprint, split_chunks, tokenizer_from_json
 from transformer_xl.text.tokenizers.bpe import BPETokenizer, lines_of, train_bpe
-from transformer_xl.text.tokenizers.learning import TokenizerOptions, train_tokenizer
+from transformer_xl.text.tokenizers.learning import TokenizerConfig, train_tokenizer
 
 UNHURRIED = settings(deadline=None)
 TEXT = "the quick brown fox isn't here\nthe caf\u00e9 is here\r\n\n\tthe 1,234 \u65e5\u672c\n" * 7
@@ -36,7 +36,7 @@ def test_any_text_comes_back(text: str) -> None:
 
 
 def test_words_become_single_tokens() -> None:
-    assert (BPE.size, BPE.kind, BPE.counts, BPE.closes_lines) == (283, "bpe", None, False)
+    assert (BPE.size, BPE.kind, BPE.counts, BPE.adds_final_newline) == (283, "bpe", None, False)
     assert BPE.decode_bytes([BPE.bos_token_id]) == b"\n"
     assert len(BPE.encode("the")) == 1
     assert len(BPE.encode(TEXT)) < len(TEXT.encode()) / 1.5
@@ -72,14 +72,14 @@ def test_a_line_is_cut_only_where_that_changes_nothing(line: str) -> None:
     whole = [part for part, _ in split(line)]
     text = line.encode()
     for end in range(len(text) + 1):
-        place = BPE.last_cut(text[:end])
+        place = BPE.last_boundary(text[:end])
         parts = [part for half in (text[:place], text[place:]) for part, _ in split(half.decode())]
         assert parts == whole
 
 
 def test_long_lines_are_cut_at_spaces() -> None:
     line = ("the quick brown fox isn't here " * 1009).encode()
-    pieces = list(cut_pieces(BPE, [line], 997))
+    pieces = list(split_chunks(BPE, [line], 997))
     assert max(map(len, pieces)) < 1100
     assert [token for piece in pieces for token in BPE.encode(piece).tolist()] == BPE.encode(line).tolist()
 
@@ -159,7 +159,7 @@ def test_a_tokenizer_that_changes_text_is_refused(tmp_path: Path, changes: dict[
     file = tmp_path / "tokenizer.json"
     file.write_text(json.dumps(changed(**changes)))
     with pytest.raises(UserError, match=message) as caught:
-        train_tokenizer(TokenizerOptions(kind="bpe", tokenizer_file=str(file)), [])
+        train_tokenizer(TokenizerConfig(kind="bpe", tokenizer_file=str(file)), [])
     assert str(caught.value).startswith(f"{file}: ")
     assert "\n" not in str(caught.value)
 
@@ -178,7 +178,7 @@ def test_other_byte_level_tokenizers_are_taken(tmp_path: Path, pre_tokenizer: di
     special = {**ADDED, "content": "<|end|>", "special": True}
     file = tmp_path / "tokenizer.json"
     file.write_text(json.dumps(changed(pre_tokenizer=pre_tokenizer, added_tokens=[special])))
-    loaded = train_tokenizer(TokenizerOptions(kind="bpe", tokenizer_file=str(file)), [])
+    loaded = train_tokenizer(TokenizerConfig(kind="bpe", tokenizer_file=str(file)), [])
     assert isinstance(loaded, BPETokenizer)
     assert loaded.size == 284
     text = "the <|end|> fox\n\nis here "
@@ -188,13 +188,13 @@ def test_other_byte_level_tokenizers_are_taken(tmp_path: Path, pre_tokenizer: di
     assert loaded.decode([283]) == "<|end|>"
     assert tokenizer_from_json(json.loads(json.dumps(loaded.to_json()))).encode(text).tolist() == ids.tolist()
     # Tokens may reach over spaces here.
-    assert loaded.last_cut(b"the fox") == 0
-    assert loaded.last_cut(b"the\nfox is") == 4
+    assert loaded.last_boundary(b"the fox") == 0
+    assert loaded.last_boundary(b"the\nfox is") == 4
 
 
 def test_a_missing_tokenizer_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"gone.json: missing, wanted a JSON file; give another tokenizer, or let txl"):
-        train_tokenizer(TokenizerOptions(kind="bpe", tokenizer_file=str(tmp_path / "gone.json")), [])
+        train_tokenizer(TokenizerConfig(kind="bpe", tokenizer_file=str(tmp_path / "gone.json")), [])
 
 
 def test_empty_prefix_and_suffix_are_taken() -> None:

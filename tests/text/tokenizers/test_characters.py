@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transformer_xl.text.tokenizer import BadText
+from transformer_xl.text.tokenizer import EncodingError
 from transformer_xl.text.tokenizers.characters import CharTokenizer, whole_characters
 
 UNHURRIED = settings(deadline=None)
@@ -31,8 +31,8 @@ def test_any_text_comes_back(text: str) -> None:
 def test_ids_are_pinned() -> None:
     assert SMALL.encode("\u00e9x \u20ac").tolist() == [2, 5 + 0x78, 0, 5 + 0xE2, 5 + 0x82, 5 + 0xAC]
     assert (SMALL.size, SMALL.bos_token_id, SMALL.encode("").tolist()) == (261, 3, [])
-    assert SMALL.ends_line_V.nonzero()[0].tolist() == [3, 5 + 10]
-    assert (CLOSED.size, CLOSED.bos_token_id, CLOSED.ends_line_V.sum()) == (5, 0, 0)
+    assert SMALL.is_newline_V.nonzero()[0].tolist() == [3, 5 + 10]
+    assert (CLOSED.size, CLOSED.bos_token_id, CLOSED.is_newline_V.sum()) == (5, 0, 0)
     assert CharTokenizer("ab", None).bos_token_id == 2 + 10
 
 
@@ -41,7 +41,9 @@ def test_ids_are_pinned() -> None:
     [("a\u00e9 x", 4, r"'x' \(U\+0078\)"), ("\u20ac", 0, "'\u20ac'"), ("ab\nc", 2, r"'\\n' \(U\+000A\)")],
 )
 def test_closed_vocabulary_names_what_it_lacks(text: str, place: int, shown: str) -> None:
-    with pytest.raises(BadText, match=rf"the character {shown}.* is not one of the 5 of this vocabulary") as caught:
+    with pytest.raises(
+        EncodingError, match=rf"the character {shown}.* is not one of the 5 of this vocabulary"
+    ) as caught:
         CLOSED.encode_chunk(text.encode())
     assert caught.value.place == place
 

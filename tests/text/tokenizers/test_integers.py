@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transformer_xl.text.tokenizer import BadText, cut_pieces
-from transformer_xl.text.tokenizers.integers import MOST_VALUES, IntegerTokenizer, read_numbers
+from transformer_xl.text.tokenizer import EncodingError, split_chunks
+from transformer_xl.text.tokenizers.integers import MAX_VALUES, IntegerTokenizer, read_numbers
 
 UNHURRIED = settings(deadline=None)
 WHITE = st.text(alphabet=" \t\r\v\f", min_size=1, max_size=3)
@@ -38,8 +38,8 @@ def test_numbers_are_read_as_python_reads_them(items: list[int | str], data: st.
 def test_only_line_ends_become_marks() -> None:
     tokenizer = IntegerTokenizer(31)
     assert tokenizer.encode("7\t13\r\n\n007 ").tolist() == [7, 13, 31, 31, 7]
-    assert b"".join(cut_pieces(tokenizer, [b"7 1", b"3"])) == b"7 13\n"
-    assert (tokenizer.size, tokenizer.bos_token_id, tokenizer.closes_lines) == (32, 31, True)
+    assert b"".join(split_chunks(tokenizer, [b"7 1", b"3"])) == b"7 13\n"
+    assert (tokenizer.vocab_size, tokenizer.bos_token_id, tokenizer.adds_final_newline) == (32, 31, True)
     assert tokenizer.decode([3, 5]) == "3 5"
     assert tokenizer.decode([31, 3, 31, 31, 5]) == "\n3\n\n5"
 
@@ -62,16 +62,16 @@ def test_only_line_ends_become_marks() -> None:
 )
 def test_what_is_no_number_is_named(text: bytes, place: int, shown: str) -> None:
     with pytest.raises(
-        BadText, match=f"^byte {place} of the text: {shown} is not a whole number from 0 to 30; "
+        EncodingError, match=f"^byte {place} of the text: {shown} is not a whole number from 0 to 30; "
     ) as caught:
         IntegerTokenizer(31).encode_chunk(text)
     assert caught.value.place == place
 
 
 def test_largest_value() -> None:
-    assert read_numbers(str(MOST_VALUES - 1).encode()).tolist() == [MOST_VALUES - 1]
-    with pytest.raises(BadText, match=f"'{MOST_VALUES}' is not a whole number from 0 to {MOST_VALUES - 1}"):
-        read_numbers(str(MOST_VALUES).encode())
+    assert read_numbers(str(MAX_VALUES - 1).encode()).tolist() == [MAX_VALUES - 1]
+    with pytest.raises(EncodingError, match=f"'{MAX_VALUES}' is not a whole number from 0 to {MAX_VALUES - 1}"):
+        read_numbers(str(MAX_VALUES).encode())
 
 
 @pytest.mark.parametrize(
@@ -79,8 +79,8 @@ def test_largest_value() -> None:
     [
         ("31", r"take it out, or prepare the corpus with --values 32 or more"),
         ("0" * 13 + "31", r"take it out, or prepare the corpus with --values 32 or more"),
-        (str(MOST_VALUES - 1), rf"take it out, or prepare the corpus with --values {MOST_VALUES} or more"),
-        (str(MOST_VALUES), r"take it out, or number the values anew from 0"),
+        (str(MAX_VALUES - 1), rf"take it out, or prepare the corpus with --values {MAX_VALUES} or more"),
+        (str(MAX_VALUES), r"take it out, or number the values anew from 0"),
         ("9" * 5000, r"take it out, or number the values anew from 0"),
         ("-2", r"take it out, or number the values anew from 0"),
         ("+1", r"write it in the digits 0 to 9 alone, or take it out"),
@@ -88,7 +88,7 @@ def test_largest_value() -> None:
     ],
 )
 def test_what_to_do_is_what_helps(number: str, advice: str) -> None:
-    with pytest.raises(BadText, match=f"from 0 to 30; {advice}$"):
+    with pytest.raises(EncodingError, match=f"from 0 to 30; {advice}$"):
         IntegerTokenizer(31).encode(f"7 {number} 5")
 
 

@@ -18,7 +18,7 @@ from transformer_xl.text.tokenizer import ByteTokenizer, Tokenizer, fingerprint
 from transformer_xl.text.tokenizers import learning
 from transformer_xl.text.tokenizers.characters import CharTokenizer
 from transformer_xl.text.tokenizers.integers import IntegerTokenizer
-from transformer_xl.text.tokenizers.learning import TokenizerOptions, train_tokenizer
+from transformer_xl.text.tokenizers.learning import TokenizerConfig, train_tokenizer
 from transformer_xl.text.tokenizers.words import WordTokenizer
 
 UNHURRIED = settings(deadline=None)
@@ -32,7 +32,7 @@ def learn(*texts: str | bytes, workers: int = 1, **options: Any) -> Any:
         content = text.encode() if isinstance(text, str) else text
         chunks = [content[start : start + 7] for start in range(0, len(content), 7)]
         documents.append(Document(f"text{place}", chunks, len(content)))
-    return train_tokenizer(TokenizerOptions(**options), documents, workers=workers)
+    return train_tokenizer(TokenizerConfig(**options), documents, workers=workers)
 
 
 def numbered(tokenizer: WordTokenizer) -> list[tuple[str, int]]:
@@ -40,25 +40,25 @@ def numbered(tokenizer: WordTokenizer) -> list[tuple[str, int]]:
     return list(zip(tokenizer.words, tokenizer.counts.tolist(), strict=True))
 
 
-def authors_words(text: str, max_size: int | None, min_count: int) -> list[str]:
+def authors_words(text: str, max_size: int | None, min_frequency: int) -> list[str]:
     """As the authors' code makes a vocabulary: the mark first, then the most common words while frequent enough."""
     counter: Counter[str] = Counter()
     for line in text.split("\n"):
         counter.update(line.strip(" ").split(" ") if line.strip(" ") else [])
-    return ["<eos>", *(word for word, count in counter.most_common(max_size) if count >= min_count)]
+    return ["<eos>", *(word for word, count in counter.most_common(max_size) if count >= min_frequency)]
 
 
 @UNHURRIED
 @given(
     words=st.lists(st.sampled_from(["a", "b", "c", "dd", "\u00e9", "<unk>", "\n"]), min_size=1, max_size=43),
     max_size=st.none() | st.integers(1, 7),
-    min_count=st.integers(1, 3),
+    min_frequency=st.integers(1, 3),
 )
-def test_words_are_in_the_order_of_the_authors_code(words: list[str], max_size: int | None, min_count: int) -> None:
+def test_words_are_in_the_order_of_the_authors_code(words: list[str], max_size: int | None, min_frequency: int) -> None:
     text = " ".join(words)
-    wanted = authors_words(text, max_size, min_count)
+    wanted = authors_words(text, max_size, min_frequency)
     if len(wanted) > 1:
-        found = learn(text, max_size=max_size, min_count=min_count, unknown=None, kind="words")
+        found = learn(text, max_size=max_size, min_frequency=min_frequency, unk_token=None, kind="words")
         assert list(found.words) == wanted
         closed = text + "\n" * (not text.endswith("\n"))
         assert found.counts.tolist() == [closed.count("\n"), *(closed.split().count(word) for word in wanted[1:])]
@@ -68,20 +68,20 @@ def test_words_are_in_the_order_of_the_authors_code(words: list[str], max_size: 
 @given(
     words=st.lists(st.sampled_from(["a", "b", "c", "dd", "<unk>", "<eos>", "\n"]), max_size=43),
     max_size=st.none() | st.integers(1, 5),
-    min_count=st.integers(1, 3),
+    min_frequency=st.integers(1, 3),
     unknown=st.sampled_from([None, "<unk>"]),
 )
 def test_counts_are_those_of_the_tokens_and_fall(
-    words: list[str], max_size: int | None, min_count: int, unknown: str | None
+    words: list[str], max_size: int | None, min_frequency: int, unknown: str | None
 ) -> None:
     text = " ".join(words) + "\n"
     kept = {word for word, _ in Counter(w for w in text.split() if w != "<eos>").most_common(max_size)}
-    if not {word for word in kept if text.split().count(word) >= min_count} - {unknown}:
+    if not {word for word in kept if text.split().count(word) >= min_frequency} - {unknown}:
         with pytest.raises(UserError, match="no words to learn"):
-            learn(text, kind="words", max_size=max_size, min_count=min_count, unknown=unknown)
+            learn(text, kind="words", max_size=max_size, min_frequency=min_frequency, unknown=unknown)
         return
-    found = learn(text, kind="words", max_size=max_size, min_count=min_count, unknown=unknown)
-    if unknown or (max_size is None and min_count == 1):
+    found = learn(text, kind="words", max_size=max_size, min_frequency=min_frequency, unknown=unknown)
+    if unknown or (max_size is None and min_frequency == 1):
         ids = found.encode(text)
         assert found.counts.tolist() == np.bincount(ids, minlength=found.size).tolist()
     in_front = 2 if found.words[1:2] == ("<unk>",) and "<unk>" not in words else 1
@@ -94,14 +94,14 @@ def test_special_words() -> None:
     assert numbered(learn(TEXT, kind="words")) == [
         ("<eos>", 3), ("<unk>", 4), ("the", 2), ("dog", 2), ("saw", 2), ("cat", 2), ("The", 1), ("ran", 1),
     ]  # fmt: skip
-    assert numbered(learn(TEXT, kind="words", min_count=2, unknown="<UNK>", end_of_line="<S>")) == [
+    assert numbered(learn(TEXT, kind="words", min_frequency=2, unknown="<UNK>", eos_token="<S>")) == [
         ("<S>", 3), ("<UNK>", 2), ("<unk>", 4), ("the", 2), ("dog", 2), ("saw", 2), ("cat", 2),
     ]  # fmt: skip
-    assert numbered(learn(TEXT, kind="words", max_size=2, end_of_line=None)) == [("<unk>", 12), ("the", 2)]
+    assert numbered(learn(TEXT, kind="words", max_size=2, eos_token=None)) == [("<unk>", 12), ("the", 2)]
     assert numbered(learn("a a b\n<unk> b a a c", kind="words")) == [
         ("<eos>", 2), ("a", 4), ("b", 2), ("<unk>", 1), ("c", 1),
     ]  # fmt: skip
-    tied = learn("<unk> a a b b c", kind="words", min_count=2)
+    tied = learn("<unk> a a b b c", kind="words", min_frequency=2)
     assert numbered(tied) == [("<eos>", 1), ("<unk>", 2), ("a", 2), ("b", 2)]
     folded = learn(TEXT, kind="words", case="folded")
     assert numbered(folded)[1:4] == [("<unk>", 4), ("the", 3), ("dog", 2)]
@@ -123,9 +123,9 @@ def test_characters() -> None:
     assert found.size == 5 + 256
     assert learn("zzyya", "wbb", kind="characters").characters == "zybaw"
     assert learn("abba ccc", kind="characters", max_size=2).characters == "ca"
-    rare = learn("abba ccc", kind="characters", min_count=3)
+    rare = learn("abba ccc", kind="characters", min_frequency=3)
     assert (rare.characters, rare.counts, rare.size) == ("c", None, 257)
-    closed = learn("abba ccc", kind="characters", unknown=None)
+    closed = learn("abba ccc", kind="characters", unk_token=None)
     assert (closed.characters, closed.size, closed.counts.tolist()) == ("cab ", 4, [3, 2, 2, 1])
 
 
@@ -174,14 +174,14 @@ def test_wrong_text_is_named_with_its_place(kind: str, size: int, monkeypatch: p
 
 def test_nothing_to_learn_is_said() -> None:
     with pytest.raises(UserError, match=r"no words to learn"):
-        learn(" \n", kind="words", unknown=None, end_of_line=None)
+        learn(" \n", kind="words", unk_token=None, eos_token=None)
     for text, limits in [("", {}), (" \n\t", {}), (TEXT, {"max_size": 5, "min_count": 100_000}), ("<unk> <eos>\n", {})]:
         with pytest.raises(UserError, match=r"no words to learn"):
             learn(text, kind="words", **limits)
     with pytest.raises(UserError, match=r"no characters to learn"):
-        learn("abba", kind="characters", min_count=3)
+        learn("abba", kind="characters", min_frequency=3)
     with pytest.raises(UserError, match=r"no characters to learn"):
-        learn("", kind="characters", unknown=None)
+        learn("", kind="characters", unk_token=None)
     with pytest.raises(UserError, match=r"holds no numbers to learn from; give one sequence"):
         learn("\n\n", kind="integers")
 
@@ -189,17 +189,17 @@ def test_nothing_to_learn_is_said() -> None:
 def test_words_of_a_file(tmp_path: Path) -> None:
     file = tmp_path / "words.txt"
     file.write_bytes("<S> 7\n<UNK> 1\r\nthe 5\n\ncat\u00e9 5\nb 2\n".encode())
-    found = learn("never read \xff", kind="words", words_file=str(file), end_of_line="<S>")
+    found = learn("never read \xff", kind="words", vocab_file=str(file), eos_token="<S>")
     assert numbered(found) == [("<S>", 7), ("<UNK>", 1), ("the", 5), ("cat\u00e9", 5), ("b", 2)]
     assert found.encode("the dog\nb\n").tolist() == [2, 1, 0, 4, 0]
     file.write_bytes(b"<UNK> 9\nthe 5\n<eos> 7\na 6\n")  # not falling: known order, unknown counts
-    found = learn(kind="words", words_file=str(file))
+    found = learn(kind="words", vocab_file=str(file))
     assert (found.words, found.counts, found.bos_token_id) == (("<UNK>", "the", "<eos>", "a"), None, 2)
     for count in (b"99999999999999999999", b"9" * 5000, b"9223372036854775807"):  # together more than there can be
         file.write_bytes(b"<eos> 1\n<unk> 1\nthe " + count + b"\n")
-        assert learn(kind="words", words_file=str(file)).counts is None
+        assert learn(kind="words", vocab_file=str(file)).counts is None
     file.write_bytes(b"the\na\n")
-    found = learn(kind="words", words_file=str(file), end_of_line=None, unknown=None)
+    found = learn(kind="words", vocab_file=str(file), eos_token=None, unk_token=None)
     assert (found.words, found.counts, found.unknown) == (("the", "a"), None, None)
 
 
@@ -221,7 +221,7 @@ def test_a_wrong_file_of_words_is_refused(tmp_path: Path, content: bytes | None,
     if content is not None:
         file.write_bytes(content)
     with pytest.raises(UserError, match=message):
-        learn(kind="words", words_file=str(file))
+        learn(kind="words", vocab_file=str(file))
 
 
 @pytest.mark.parametrize(
@@ -247,10 +247,10 @@ def test_a_wrong_file_of_words_is_refused(tmp_path: Path, content: bytes | None,
 )
 def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        check_settings(TokenizerOptions, options, "vocabulary")
+        check_settings(TokenizerConfig, options, "vocabulary")
 
 
 def test_options_that_fit_are_taken() -> None:
     for kind, unknown in itertools.product(["words", "characters"], [None, "<UNK>"]):
-        assert check_settings(TokenizerOptions, {"kind": kind, "unknown": unknown}, "x").unknown == unknown
-    assert TokenizerOptions(kind="words", end_of_line=None, unknown=None).kind == "words"
+        assert check_settings(TokenizerConfig, {"kind": kind, "unknown": unknown}, "x").unk_token == unknown
+    assert TokenizerConfig(kind="words", eos_token=None, unk_token=None).kind == "words"

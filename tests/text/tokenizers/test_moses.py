@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transformer_xl.text.tokenizer import cut_pieces, tokenizer_from_json
-from transformer_xl.text.tokenizers.moses import MosesJoiner, split_line
-from transformer_xl.text.tokenizers.words import WordRules, WordTokenizer
+from transformer_xl.text.tokenizer import split_chunks, tokenizer_from_json
+from transformer_xl.text.tokenizers.moses import MosesDetokenizer, split_line
+from transformer_xl.text.tokenizers.words import WordSplitting, WordTokenizer
 
 UNHURRIED = settings(deadline=None)
 GOLDEN: list[tuple[str, list[str], str]] = json.loads((Path(__file__).parent / "moses.json").read_text())
-RULES = WordRules("kept", "moses")
+RULES = WordSplitting("kept", "moses")
 WORDS = (
     "<eos>",
     "<unk>",
@@ -39,8 +39,8 @@ WORDS = (
 HUB = WordTokenizer(WORDS, None, "<eos>", "<unk>", RULES)
 
 
-def join(words: list[str], joiner: MosesJoiner | None = None) -> str:
-    joiner = joiner or MosesJoiner()
+def join(words: list[str], joiner: MosesDetokenizer | None = None) -> str:
+    joiner = joiner or MosesDetokenizer()
     return "".join([*map(joiner.push, words), joiner.finish()])
 
 
@@ -98,18 +98,18 @@ def test_numbers_and_marks_of_a_vocabulary() -> None:
 
 
 def test_what_is_lost() -> None:
-    assert HUB.lost("Hello, my dog isn't (23,000)").exact
-    lost = HUB.lost("Hello “cat”\n")
-    assert (lost.exact, lost.num_unknown, lost.white_space) == (False, 3, True)
+    assert HUB.round_trip_loss("Hello, my dog isn't (23,000)").exact
+    lost = HUB.round_trip_loss("Hello “cat”\n")
+    assert (lost.exact, lost.num_unknown, lost.whitespace) == (False, 3, True)
 
 
 def test_text_is_cut_at_line_ends_alone() -> None:
     """What stands after a full stop, or at the end of a line, says whether it belongs to the word."""
     text = b"Hello 1. my dog. 1.80\nHello Mr. (dog).\r\n\nx 23,000.'\n my"
     whole = HUB.encode(text).tolist()
-    assert RULES.last_cut(b"Hello. my") == 0
+    assert RULES.last_boundary(b"Hello. my") == 0
     for size in range(1, len(text)):
-        pieces = cut_pieces(HUB, [text[:size], text[size:]], size)
+        pieces = split_chunks(HUB, [text[:size], text[size:]], size)
         assert [token for piece in pieces for token in HUB.encode(piece).tolist()] == [*whole, 0]
 
 
@@ -125,7 +125,7 @@ def test_words_hold_no_white_space(text: str) -> None:
 @UNHURRIED
 @given(st.lists(st.sampled_from(GOLDEN), max_size=5))
 def test_lines_after_one_another_do_not_disturb_each_other(lines: list[tuple[str, list[str], str]]) -> None:
-    joiner = MosesJoiner()
+    joiner = MosesDetokenizer()
     assert [join(words, joiner) for _, words, _ in lines] == [text for _, _, text in lines]
 
 

@@ -10,15 +10,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from transformer_xl.text.tokenizers.splitting import (
-    EnglishJoiner,
-    Joiner,
-    SpaceJoiner,
+    Detokenizer,
+    PunctuationDetokenizer,
+    WhitespaceDetokenizer,
     last_chunk_end,
-    last_white_space,
+    last_whitespace,
     last_word_space,
     split_line,
 )
-from transformer_xl.text.tokenizers.words import WordRules
+from transformer_xl.text.tokenizers.words import WordSplitting
 
 UNHURRIED = settings(deadline=None)
 # Ordinary text and its words, one space between them.
@@ -72,8 +72,8 @@ def split(text: str) -> list[str]:
     return [word.decode() for word in split_line(text.encode())]
 
 
-def join(words: list[str], joiner: Joiner | None = None) -> str:
-    joiner = joiner or EnglishJoiner()
+def join(words: list[str], joiner: Detokenizer | None = None) -> str:
+    joiner = joiner or PunctuationDetokenizer()
     return "".join([*map(joiner.push, words), joiner.finish()])
 
 
@@ -101,7 +101,7 @@ def test_no_sign_is_lost_or_made(text: str) -> None:
 @UNHURRIED
 @given(st.lists(st.sampled_from(BOTH_WAYS), max_size=5))
 def test_lines_after_one_another_do_not_disturb_each_other(lines: list[tuple[str, str]]) -> None:
-    joiner = EnglishJoiner()
+    joiner = PunctuationDetokenizer()
     for text, _ in lines:
         assert join(split(text), joiner) == text
 
@@ -128,7 +128,7 @@ def test_long_words_take_linear_time(part: str) -> None:
 
 
 def test_spaces_stand_between_words_of_a_line() -> None:
-    joiner = SpaceJoiner()
+    joiner = WhitespaceDetokenizer()
     assert join(["a", ",", "b"], joiner) == "a , b"
     assert join(["c"], joiner) == "c"
 
@@ -140,7 +140,7 @@ def test_spaces_stand_between_words_of_a_line() -> None:
 @example(random=b"a ", likely=b"ab c, d .e")
 def test_places_to_cut(random: bytes, likely: bytes) -> None:
     for text in (random, likely):
-        place = last_white_space(text)
+        place = last_whitespace(text)
         assert place == (max(found) if (found := [m.end() for m in re.finditer(rb"[ \n\t\r\v\f]", text)]) else 0)
     place = last_word_space(likely)
     found = [m.end() for m in re.finditer(rb"\n", likely)] + [m.start() for m in re.finditer(rb" (?=[!-~])", likely)]
@@ -157,7 +157,7 @@ LIKELY += ["\U0001f600", "\u03a3", "\u1680"]
 def test_words_do_not_change_where_text_is_cut(text: str, end: int) -> None:
     """Whatever follows the part in which the place was found."""
     for case in ("kept", "folded"):
-        rules = WordRules(case, "punctuation")
+        rules = WordSplitting(case, "punctuation")
         whole = text.encode()
         place = last_chunk_end(whole[:end])
         assert rules.words(whole[:place], b"|") + rules.words(whole[place:], b"|") == rules.words(whole, b"|")

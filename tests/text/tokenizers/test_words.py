@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transformer_xl.text.tokenizer import BadText, cut_pieces
-from transformer_xl.text.tokenizers.words import Lost, WordRules, WordTokenizer
+from transformer_xl.text.tokenizer import EncodingError, split_chunks
+from transformer_xl.text.tokenizers.words import RoundTripLoss, WordSplitting, WordTokenizer
 
 UNHURRIED = settings(deadline=None)
 WORDS = ("<eos>", "<unk>", "the", "dog", "isn", "'t", ",", "na\u00efve", "\x00\u2028x")
 PLAIN = WordTokenizer(WORDS, None, "<eos>", "<unk>")
-FOLDED = WordTokenizer(WORDS, None, "<eos>", "<unk>", WordRules(case="folded"))
-ENGLISH = WordTokenizer(WORDS, None, "<eos>", "<unk>", WordRules(splitting="punctuation"))
+FOLDED = WordTokenizer(WORDS, None, "<eos>", "<unk>", WordSplitting(case="folded"))
+ENGLISH = WordTokenizer(WORDS, None, "<eos>", "<unk>", WordSplitting(splitting="punctuation"))
 UNMARKED = WordTokenizer(WORDS[2:], None, None, None)
-NOTHING = Lost(exact=True, num_unknown=0, unknown=(), white_space=False, case=False, invalid=False)
+NOTHING = RoundTripLoss(exact=True, num_unknown=0, unknown=(), white_space=False, case=False, invalid=False)
 
 
 def oracle(text: str) -> list[int]:
@@ -39,7 +39,7 @@ def test_ids_are_those_of_every_line_in_turn(text: str) -> None:
     piece = PLAIN.encode_chunk(text.encode())
     assert piece.ids.tolist() == oracle(text) == PLAIN.encode(text).tolist()
     known = {*WORDS}
-    assert piece.unknown == sum(word.decode() not in known for word in text.encode().split())
+    assert piece.num_unknown == sum(word.decode() not in known for word in text.encode().split())
 
 
 @UNHURRIED
@@ -60,15 +60,15 @@ def test_text_reads_naturally() -> None:
 
 
 def test_line_ends_and_starts() -> None:
-    assert (PLAIN.bos_token_id, PLAIN.closes_lines, PLAIN.ends_line_V.nonzero()[0].tolist()) == (0, True, [0])
-    assert (UNMARKED.bos_token_id, UNMARKED.closes_lines, UNMARKED.ends_line_V.any()) == (0, False, False)
+    assert (PLAIN.bos_token_id, PLAIN.adds_final_newline, PLAIN.is_newline_V.nonzero()[0].tolist()) == (0, True, [0])
+    assert (UNMARKED.bos_token_id, UNMARKED.adds_final_newline, UNMARKED.is_newline_V.any()) == (0, False, False)
     late = WordTokenizer(("the", "<S>", "<UNK>"), None, "<S>", "<UNK>")
     assert late.encode("the cat\n<S>").tolist() == [0, 2, 1, 1]
     assert (late.bos_token_id, late.decode([0, 1, 0])) == (1, "the\nthe")
-    assert list(cut_pieces(PLAIN, [b"the "])) == [b"the \n"]
-    assert list(cut_pieces(PLAIN, [b"the ", b"dog "], 8)) == [b"the dog ", b"\n"]
-    assert list(cut_pieces(PLAIN, [b"", b""])) == []
-    assert list(cut_pieces(UNMARKED, [b"the"])) == [b"the"]
+    assert list(split_chunks(PLAIN, [b"the "])) == [b"the \n"]
+    assert list(split_chunks(PLAIN, [b"the ", b"dog "], 8)) == [b"the dog ", b"\n"]
+    assert list(split_chunks(PLAIN, [b"", b""])) == []
+    assert list(split_chunks(UNMARKED, [b"the"])) == [b"the"]
 
 
 def test_english_is_cut_where_no_word_changes() -> None:
@@ -76,23 +76,23 @@ def test_english_is_cut_where_no_word_changes() -> None:
     whole = ENGLISH.encode(text).tolist()
     assert len(set(whole)) == 6
     for size in range(1, len(text)):
-        for pieces in (cut_pieces(ENGLISH, [text], size), cut_pieces(ENGLISH, [text[:size], text[size:]], 11)):
+        for pieces in (split_chunks(ENGLISH, [text], size), split_chunks(ENGLISH, [text[:size], text[size:]], 11)):
             assert [token for piece in pieces for token in ENGLISH.encode(piece).tolist()] == [*whole, 0]
 
 
 @pytest.mark.parametrize(
     ("rules", "text", "place", "shown"),
     [
-        (WordRules(), "the  dog\n na\u00efve cat the cow", 17, "'cat'"),
-        (WordRules(), "the " + "x" * 99, 4, "'" + "x" * 40 + r"\.\.\.'"),
-        (WordRules(case="folded"), "The DOG\nCAT", 8, "'cat'"),
-        (WordRules(splitting="punctuation"), "the dog,\nthe dog's", 13, "''s'|\"'s\""),
+        (WordSplitting(), "the  dog\n na\u00efve cat the cow", 17, "'cat'"),
+        (WordSplitting(), "the " + "x" * 99, 4, "'" + "x" * 40 + r"\.\.\.'"),
+        (WordSplitting(case="folded"), "The DOG\nCAT", 8, "'cat'"),
+        (WordSplitting(splitting="punctuation"), "the dog,\nthe dog's", 13, "''s'|\"'s\""),
     ],
 )
-def test_unknown_word_without_a_token_is_named(rules: WordRules, text: str, place: int, shown: str) -> None:
+def test_unknown_word_without_a_token_is_named(rules: WordSplitting, text: str, place: int, shown: str) -> None:
     tokenizer = WordTokenizer(WORDS[2:], None, None, None, rules)
     with pytest.raises(
-        BadText, match=rf"the word ({shown}) is not one of the 7 of this vocabulary, which has"
+        EncodingError, match=rf"the word ({shown}) is not one of the 7 of this vocabulary, which has"
     ) as caught:
         tokenizer.encode_chunk(text.encode())
     assert caught.value.place == place
@@ -128,24 +128,24 @@ def test_workers_get_no_table_of_ids() -> None:
     ],
 )
 def test_what_is_lost(tokenizer: WordTokenizer, text: str | bytes, lost: dict[str, object]) -> None:
-    found = tokenizer.lost(text)
+    found = tokenizer.round_trip_loss(text)
     exact = not lost and "<eos>" not in str(text)
-    assert found == Lost(**{**NOTHING.__dict__, **lost, "exact": exact})
+    assert found == RoundTripLoss(**{**NOTHING.__dict__, **lost, "exact": exact})
 
 
 @UNHURRIED
 @given(st.lists(st.sampled_from([*WORDS, " ", " ", "\n", ".", "The", "  "])).map("".join))
 @pytest.mark.parametrize("tokenizer", [PLAIN, FOLDED, ENGLISH], ids=["plain", "folded", "english"])
 def test_exact_is_exact(tokenizer: WordTokenizer, text: str) -> None:
-    lost = tokenizer.lost(text)
+    lost = tokenizer.round_trip_loss(text)
     assert lost.exact == (tokenizer.decode(tokenizer.encode(text)) == text)
     if lost.exact:
-        assert not any((lost.num_unknown, lost.white_space, lost.case, lost.invalid))
-    assert lost.num_unknown == tokenizer.encode_chunk(text.encode()).unknown
+        assert not any((lost.num_unknown, lost.whitespace, lost.case, lost.invalid))
+    assert lost.num_unknown == tokenizer.encode_chunk(text.encode()).num_unknown
 
 
 def test_no_more_than_twenty_unknown_words_are_listed() -> None:
-    lost = PLAIN.lost(" ".join(f"{place} " * place for place in range(31)))
+    lost = PLAIN.round_trip_loss(" ".join(f"{place} " * place for place in range(31)))
     assert [word for word, _ in lost.unknown] == [str(place) for place in range(30, 10, -1)]
     assert lost.num_unknown == sum(range(31))
 

@@ -207,7 +207,7 @@ def _text(source: Source, folder: RunFolder) -> Text:
     from transformer_xl.evaluation.evaluate import check_known
     from transformer_xl.evaluation.plan import Text
     from transformer_xl.evaluation.texts import encode_text
-    from transformer_xl.text.tokenizer import as_bytes
+    from transformer_xl.text.tokenizer import to_bytes
 
     limit, tokenizer = source.tokens or _USUAL_TOKENS, folder.tokenizer
     if source.prompt is None and source.text is None:
@@ -218,7 +218,7 @@ def _text(source: Source, folder: RunFolder) -> Text:
         return Text(split.first(limit), tokenizer.bos_token_id, split.document_starts)
     content, name = b"", "--prompt"
     if source.prompt is not None:
-        content = as_bytes(source.prompt)
+        content = to_bytes(source.prompt)
     elif source.text is not None:
         name = str(source.text)
         with explained(f"reading {source.text}"):

@@ -111,9 +111,9 @@ def _is_of(group: dict[str, Any], seed: int, models: list[GroupModel], sweep: Co
 
 
 def _reader(workshop: Workshop, name: str, index: int) -> GroupModel:
+    from transformer_xl.analysis.effective_context import GroupModel
     from transformer_xl.analysis.systems import BY_NAME
     from transformer_xl.device import choose_device
-    from transformer_xl.analysis.effective_context import GroupModel
     from transformer_xl.evaluation.plan import EvaluationPlan
     from transformer_xl.run_folder import RunFolder
 

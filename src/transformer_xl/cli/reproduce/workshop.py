@@ -30,8 +30,8 @@ from transformer_xl.files import explained, write_text
 from transformer_xl.progress import say
 
 if TYPE_CHECKING:
-    from transformer_xl.analysis.systems import System
     from transformer_xl.analysis.effective_context import ContextSweep
+    from transformer_xl.analysis.systems import System
     from transformer_xl.text.token_store import Corpus
 
 _HALVES = (1, 2, 3, 4, 6, 8, 12)  # of a segment: the attention lengths of a sweep

@@ -228,7 +228,7 @@ def checksum(chunks: Iterable[bytes], like: str) -> str:
     return f"{algorithm}:{digest.hexdigest()}"
 
 
-def watched(chunks: Iterable[bytes], progress: Progress, what: str, total: int) -> Iterator[bytes]:
+def with_progress(chunks: Iterable[bytes], progress: Progress, what: str, total: int) -> Iterator[bytes]:
     """The same bytes, telling how far they are."""
     done = 0
     for chunk in chunks:

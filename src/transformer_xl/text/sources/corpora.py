@@ -10,7 +10,7 @@ from transformer_xl.config import UserError, nearest
 from transformer_xl.files import explained
 from transformer_xl.text.documents import SPLITS, SplitName
 from transformer_xl.text.sources.named_corpora import CORPUS_NAMES, open_corpus
-from transformer_xl.text.sources.own_files import cut_splits, given_splits, listed
+from transformer_xl.text.sources.own_files import cut_splits, given_splits, list_texts
 from transformer_xl.text.sources.source_files import ANYWHERE, Origin
 from transformer_xl.text.sources.text_source import TextSource
 
@@ -44,7 +44,7 @@ def find_text(
     asked = {split: share for split, share in (fractions or {}).items() if share is not None}
     if sources and given:
         raise UserError(
-            f"both text to cut ({listed(sources)}) and --{next(iter(given))} were given; "
+            f"both text to cut ({list_texts(sources)}) and --{next(iter(given))} were given; "
             "write --train before the files to train on, or leave the split options out"
         )
     if not sources and not given:

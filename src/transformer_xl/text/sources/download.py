@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from transformer_xl import __version__
 from transformer_xl.config import UserError
 from transformer_xl.files import explained
-from transformer_xl.text.sources.archives import Progress, checksum, no_progress, raw_chunks, watched
+from transformer_xl.text.sources.archives import Progress, checksum, no_progress, raw_chunks, with_progress
 
 if TYPE_CHECKING:
     import requests
@@ -190,5 +190,5 @@ def _size(path: Path) -> int:
 
 
 def _checksum_of(path: Path, file: RemoteFile, progress: Progress) -> str:
-    chunks = watched(raw_chunks(path), progress, f"check {file.name}", _size(path))
+    chunks = with_progress(raw_chunks(path), progress, f"check {file.name}", _size(path))
     return checksum(chunks, file.checksum)

@@ -21,7 +21,7 @@ from transformer_xl.text.sources.download import RemoteFile
 from transformer_xl.text.sources.folders import walk
 from transformer_xl.text.sources.source_files import ANYWHERE, Origin, TextFile, find_files, plain_file
 from transformer_xl.text.sources.text_source import AS_BYTES, TextSource
-from transformer_xl.text.tokenizers.learning import TokenizerOptions
+from transformer_xl.text.tokenizers.learning import TokenizerConfig
 
 PYTHON_STDLIB = "python-stdlib"
 _STDLIB_SKIPPED = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
@@ -47,7 +47,7 @@ class NamedCorpus:
     splits: Mapping[SplitName, tuple[Stretch, ...]]
     archive: RemoteFile | None
     """What the texts are distributed in."""
-    tokenizer: TokenizerOptions = AS_BYTES
+    tokenizer: TokenizerConfig = AS_BYTES
     """What it is normally read with; a `words_file` is `words`."""
     counted: tuple[SplitName, ...] = ("train",)
     """Splits that the vocabulary is learned from."""
@@ -182,7 +182,7 @@ DISTRIBUTED: dict[str, NamedCorpus] = {
                 31_344_016,
                 "sha256:a6640522afe85d1963ad56c05b0ede0a0c000dddc9671758a6cc09b7a38e5232",
             ),
-            TokenizerOptions(kind="characters", unknown=None),
+            TokenizerConfig(kind="characters", unk_token=None),
             counted=SPLITS,
         ),
         NamedCorpus(
@@ -195,7 +195,7 @@ DISTRIBUTED: dict[str, NamedCorpus] = {
                 190_229_076,
                 "sha256:242ba0f20b329cfdf1ccc61e9e9e5b59becf189db7f7a81cd2a0e2fc31539590",
             ),
-            TokenizerOptions(kind="words"),
+            TokenizerConfig(kind="words"),
             known_tokens={"train": 103_227_021, "valid": 217_646, "test": 245_569},
         ),
         NamedCorpus(
@@ -208,7 +208,7 @@ DISTRIBUTED: dict[str, NamedCorpus] = {
                 4_475_746,
                 "sha256:92675f1d63015c1c8b51f1656a52d5bdbc33aafa60cc47a218a66e7ee817488c",
             ),
-            TokenizerOptions(kind="words"),
+            TokenizerConfig(kind="words"),
             counted=SPLITS,
             known_tokens={"train": 2_088_628, "valid": 217_646, "test": 245_569},
         ),
@@ -229,7 +229,7 @@ DISTRIBUTED: dict[str, NamedCorpus] = {
                 34_869_662,
                 "md5:30177ea32e27c525793142b6bf2c8e2d",
             ),
-            TokenizerOptions(kind="words", case="folded"),
+            TokenizerConfig(kind="words", case="folded"),
             counted=SPLITS,
             known_tokens={"train": 929_589, "valid": 73_760, "test": 82_430},
         ),
@@ -251,7 +251,7 @@ DISTRIBUTED: dict[str, NamedCorpus] = {
                 1_792_209_805,
                 "sha256:01ba60381110baf7f189dfd2b8374de371e8c9a340835793f190bdae9e90a34e",
             ),
-            TokenizerOptions(kind="words", end_of_line="<S>", unknown="<UNK>"),
+            TokenizerConfig(kind="words", eos_token="<S>", unk_token="<UNK>"),
             lines=True,
             words=TextFile(
                 "1b_word_vocab.txt",

@@ -17,9 +17,9 @@ from transformer_xl.text.sources.archives import PACKED, FilePart, is_archive
 from transformer_xl.text.sources.arrays import ArrayPart
 from transformer_xl.text.sources.folders import matches, walk
 from transformer_xl.text.sources.text_source import AS_BYTES, TextSource
-from transformer_xl.text.tokenizers.learning import TokenizerOptions
+from transformer_xl.text.tokenizers.learning import TokenizerConfig
 
-NEAR_BYTES = 2**16
+SPLIT_TOLERANCE_BYTES = 2**16
 """How far a cut is moved to fall between lines."""
 
 Part = FilePart | ArrayPart
@@ -45,7 +45,7 @@ def given_splits(given: Mapping[SplitName, Sequence[str]], kind: str | None) -> 
     notes = _repeated({str(split): of for split, of in parts.items()})
     return TextSource(
         _name_of(given["train"]),
-        "; ".join(f"{split}: {listed(sources)}" for split, sources in given.items()),
+        "; ".join(f"{split}: {list_texts(sources)}" for split, sources in given.items()),
         {split: _documents(of) for split, of in parts.items()},
         tokenizer=tokenizer,
         counted=_counted(tokenizer),
@@ -100,7 +100,7 @@ def cut_splits(sources: Sequence[str], fractions: Mapping[SplitName, float], kin
     shares = f"valid {fractions['valid']:g} and test {fractions['test']:g} of its {text.unit} cut from its end"
     return TextSource(
         _name_of(sources),
-        f"{listed(sources)}; {shares}",
+        f"{list_texts(sources)}; {shares}",
         splits,
         tokenizer=tokenizer,
         counted=_counted(tokenizer),
@@ -143,7 +143,7 @@ class _Joined:
                     return offset + part.row_end(inside)
                 if whole_lines:
                     return offset + _line_end(part, inside)
-                return offset + _near_edge(part, inside, min(most, NEAR_BYTES))
+                return offset + _near_edge(part, inside, min(most, SPLIT_TOLERANCE_BYTES))
             offset += part.size()
         return place
 
@@ -187,19 +187,19 @@ def _near_edge(part: FilePart, place: int, most: int) -> int:
     return place  # not UTF-8
 
 
-def _normal_vocabulary(parts: Sequence[Part], kind: str | None) -> TokenizerOptions:
+def _normal_vocabulary(parts: Sequence[Part], kind: str | None) -> TokenizerConfig:
     arrays = [part for part in parts if isinstance(part, ArrayPart)]
     if not arrays:
-        return TokenizerOptions(kind="integers") if kind == "integers" else AS_BYTES
+        return TokenizerConfig(kind="integers") if kind == "integers" else AS_BYTES
     if kind not in (None, "integers") or (kind is None and len(arrays) < len(parts)):
         raise UserError(
             f"{arrays[0].path} holds numbers, not text; give --vocabulary integers, or leave it out (a pattern such as "
             "'folder/**/*.txt' takes some files only)"
         )
-    return TokenizerOptions(kind="integers")
+    return TokenizerConfig(kind="integers")
 
 
-def _counted(tokenizer: TokenizerOptions) -> tuple[SplitName, ...]:
+def _counted(tokenizer: TokenizerConfig) -> tuple[SplitName, ...]:
     """The range of numbers is that of the whole text; words and characters are learned from train alone."""
     return SPLITS if tokenizer.kind == "integers" else ("train",)
 
@@ -296,7 +296,7 @@ def _name_of(sources: Sequence[str]) -> str:
     return Path(path.stem).stem if path.suffix.lower() in PACKED else path.stem
 
 
-def listed(sources: Sequence[str]) -> str:
+def list_texts(sources: Sequence[str]) -> str:
     """The first few of the sources, as absolute paths."""
     rest = f" and {len(sources) - 3:,} more" if len(sources) > 3 else ""
     return ", ".join(os.path.abspath(source) for source in sources[:3]) + rest

@@ -18,7 +18,7 @@ from transformer_xl.text.sources.archives import (
     no_progress,
     raw_chunks,
     unpack_tar,
-    watched,
+    with_progress,
     zip_members,
 )
 from transformer_xl.text.sources.download import RemoteFile, cache_folder, fetch
@@ -142,7 +142,7 @@ class _Archive:
             chosen = {text: _best(text, members) for text in self.texts}
             return {text: FilePart(self.path, member=member) for text, member in chosen.items() if member}
         total = self.path.stat().st_size
-        chunks = watched(raw_chunks(self.path), self.progress, f"check {self.path.name}", total)
+        chunks = with_progress(raw_chunks(self.path), self.progress, f"check {self.path.name}", total)
         digits = (self.known_checksum or checksum(chunks, "sha256:")).partition(":")[2]
         folder = _unpacked_folder() / f"{self.corpus}-{digits[:16]}"
         if not folder.exists():
@@ -214,7 +214,7 @@ class _Search:
             size = path.stat().st_size
         if size != self.archive.num_bytes:
             raise UserError(f"{path}: {size:,} bytes long, wanted {self.archive.num_bytes:,}; get it again")
-        chunks = watched(raw_chunks(path), self.progress, f"check {path.name}", size)
+        chunks = with_progress(raw_chunks(path), self.progress, f"check {path.name}", size)
         found = checksum(chunks, self.archive.checksum)
         if found != self.archive.checksum:
             raise UserError(
@@ -247,7 +247,7 @@ class _Search:
                 size += len(chunk)
                 yield chunk
 
-        found = checksum(watched(counted(), self.progress, what, text.num_bytes or 0), like)
+        found = checksum(with_progress(counted(), self.progress, what, text.num_bytes or 0), like)
         if text.num_bytes is not None and size != text.num_bytes:
             wrong = f"{size:,} bytes long, wanted {text.num_bytes:,}"
         elif text.checksum is not None and found != text.checksum:

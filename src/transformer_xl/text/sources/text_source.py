@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from transformer_xl.text.documents import Document, SplitName
-from transformer_xl.text.tokenizers.learning import TokenizerOptions
+from transformer_xl.text.tokenizers.learning import TokenizerConfig
 
-AS_BYTES = TokenizerOptions()
+AS_BYTES = TokenizerConfig()
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class TextSource:
     """Where the text comes from and how it was split, in words."""
     splits: Mapping[SplitName, Sequence[Document]]
     """Documents of each split; what is not given is not there."""
-    tokenizer: TokenizerOptions = AS_BYTES
+    tokenizer: TokenizerConfig = AS_BYTES
     """The vocabulary it is normally read with."""
     counted: tuple[SplitName, ...] = ("train",)
     """Splits that this vocabulary is learned from."""

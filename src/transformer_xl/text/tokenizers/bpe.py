@@ -24,9 +24,9 @@ from transformer_xl.text.tokenizer import (
     StreamDecoder,
     TokenArray,
     Utf8StreamDecoder,
-    as_bytes,
-    as_text,
-    checked_ids,
+    check_ids,
+    decode_utf8,
+    to_bytes,
     token_dtype,
 )
 from transformer_xl.text.tokenizers.splitting import last_word_space
@@ -58,7 +58,7 @@ class BPETokenizer:
     """The tokenizer as JSON, as `tokenizers` writes it."""
 
     kind = "bpe"
-    closes_lines = False
+    adds_final_newline = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Without the tokenizer, which is made again where it is needed."""
@@ -79,7 +79,7 @@ class BPETokenizer:
         return self._contents.index(b"\n")
 
     @cached_property
-    def ends_line_V(self) -> npt.NDArray[np.bool_]:
+    def is_newline_V(self) -> npt.NDArray[np.bool_]:
         """(V,) the tokens whose last byte is a line end."""
         return np.array([content.endswith(b"\n") for content in self._contents])
 
@@ -114,7 +114,7 @@ class BPETokenizer:
         before = self._values["pre_tokenizer"]
         return before["type"] == "ByteLevel" and before.get("use_regex", True)
 
-    def last_cut(self, text: bytes) -> int:
+    def last_boundary(self, text: bytes) -> int:
         """The place after the last line end, or before a space that no token reaches over."""
         return last_word_space(text) if self._cut_inside_lines else text.rfind(b"\n") + 1
 
@@ -127,7 +127,7 @@ class BPETokenizer:
         ids = np.fromiter(
             chain.from_iterable(
                 line.ids
-                for batch in _batches(lines_of(as_text(piece)))
+                for batch in _batches(lines_of(decode_utf8(piece)))
                 for line in self._tokenizer.encode_batch_fast(batch, add_special_tokens=False)
             ),
             dtype=np.int64,
@@ -136,7 +136,7 @@ class BPETokenizer:
 
     def encode(self, text: str | bytes) -> TokenArray:
         """The tokens of a text; raises what `encode_piece` and `as_bytes` do."""
-        return self.encode_chunk(as_bytes(text)).ids
+        return self.encode_chunk(to_bytes(text)).ids
 
     def decode(self, ids: npt.ArrayLike) -> str:
         """The text of these ids, with replacement signs for bytes that make no character; raises as `decode_bytes`."""
@@ -148,7 +148,7 @@ class BPETokenizer:
         Raises:
             UserError: an id that is not of this vocabulary.
         """
-        return b"".join(map(self._contents.__getitem__, checked_ids(ids, self).tolist()))
+        return b"".join(map(self._contents.__getitem__, check_ids(ids, self).tolist()))
 
     def stream_decoder(self) -> StreamDecoder:
         """A decoder that holds back a character until all its bytes are there."""

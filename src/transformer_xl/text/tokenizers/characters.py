@@ -16,17 +16,17 @@ import numpy as np
 import numpy.typing as npt
 
 from transformer_xl.text.tokenizer import (
-    BadText,
     EncodedChunk,
+    EncodingError,
     StreamDecoder,
     TokenArray,
     Utf8StreamDecoder,
-    as_bytes,
-    as_text,
-    checked_ids,
+    check_ids,
+    decode_utf8,
+    to_bytes,
     token_dtype,
 )
-from transformer_xl.text.tokenizers.words import checked_counts
+from transformer_xl.text.tokenizers.words import check_counts
 
 _NUM_CODES = 0x110000
 
@@ -58,7 +58,7 @@ class CharTokenizer:
     """Other characters are refused; otherwise they are written as bytes."""
 
     kind = "characters"
-    closes_lines = False
+    adds_final_newline = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Without the tables, which are made again where they are needed."""
@@ -76,7 +76,7 @@ class CharTokenizer:
         return place if place >= 0 else 0 if self.closed else len(self.characters) + ord("\n")
 
     @property
-    def ends_line_V(self) -> npt.NDArray[np.bool_]:
+    def is_newline_V(self) -> npt.NDArray[np.bool_]:
         """(V,) the line end, as a character and as a byte."""
         return np.array([content == b"\n" for content in self._contents])
 
@@ -92,7 +92,7 @@ class CharTokenizer:
         ids[code_points(self.characters)] = np.arange(len(self.characters))
         return ids
 
-    def last_cut(self, text: bytes) -> int:
+    def last_boundary(self, text: bytes) -> int:
         """The end, or the start of the character that is not whole there."""
         return whole_characters(text)
 
@@ -102,13 +102,13 @@ class CharTokenizer:
         Raises:
             BadText: it is not UTF-8, or holds a character that a closed vocabulary lacks.
         """
-        text = as_text(piece)
+        text = decode_utf8(piece)
         ids = self._ids[code_points(text)]
         other = np.flatnonzero(ids < 0)
         if other.size:
             first = int(other[0])
             if self.closed:
-                raise BadText(
+                raise EncodingError(
                     len(text[:first].encode("utf-8")),
                     f"the character {text[first]!r} (U+{ord(text[first]):04X}) is not one of the {self.vocab_size} of this "
                     "vocabulary; take it out, or leave the vocabulary open",
@@ -122,7 +122,7 @@ class CharTokenizer:
 
     def encode(self, text: str | bytes) -> TokenArray:
         """The characters of a text; raises what `encode_piece` and `as_bytes` do."""
-        return self.encode_chunk(as_bytes(text)).ids
+        return self.encode_chunk(to_bytes(text)).ids
 
     def decode(self, ids: npt.ArrayLike) -> str:
         """The text of these ids, with replacement signs for bytes that make no character; raises as `decode_bytes`."""
@@ -134,7 +134,7 @@ class CharTokenizer:
         Raises:
             UserError: an id that is not of this vocabulary.
         """
-        return b"".join(map(self._contents.__getitem__, checked_ids(ids, self).tolist()))
+        return b"".join(map(self._contents.__getitem__, check_ids(ids, self).tolist()))
 
     def stream_decoder(self) -> StreamDecoder:
         """A decoder that holds back a character until all its bytes are there."""
@@ -162,4 +162,4 @@ class CharTokenizer:
         joined = "".join(characters)
         joined.encode("utf-8")  # half of a surrogate pair is refused
         tokenizer = cls(joined, None, closed)
-        return cls(joined, checked_counts(values.get("counts"), tokenizer.vocab_size), closed)
+        return cls(joined, check_counts(values.get("counts"), tokenizer.vocab_size), closed)

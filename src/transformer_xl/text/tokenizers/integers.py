@@ -15,23 +15,23 @@ import numpy as np
 import numpy.typing as npt
 
 from transformer_xl.text.tokenizer import (
-    BadText,
     EncodedChunk,
+    EncodingError,
     StreamDecoder,
     TokenArray,
-    as_bytes,
-    checked_ids,
+    check_ids,
+    to_bytes,
     token_dtype,
 )
-from transformer_xl.text.tokenizers.splitting import SpaceJoiner, last_white_space
+from transformer_xl.text.tokenizers.splitting import WhitespaceDetokenizer, last_whitespace
 
-MOST_VALUES = 2**31 - 1
+MAX_VALUES = 2**31 - 1
 _MOST_DIGITS = 10  # of a number below MOST_VALUES
 _LINE_END = -1
 _WHITE = np.isin(np.arange(256), list(b" \n\t\r\v\f"))
 
 
-def read_numbers(piece: bytes, below: int = MOST_VALUES) -> npt.NDArray[np.int64]:
+def read_numbers(piece: bytes, below: int = MAX_VALUES) -> npt.NDArray[np.int64]:
     """The numbers of a piece in their order, with -1 for each line end.
 
     Args:
@@ -75,31 +75,31 @@ def _any_but_zeros(
     return (other >= 0) & digit[other]
 
 
-def _not_a_number(piece: bytes, place: int, below: int) -> BadText:
+def _not_a_number(piece: bytes, place: int, below: int) -> EncodingError:
     """What is wrong with the word that holds this byte."""
-    start = last_white_space(piece[:place])
+    start = last_whitespace(piece[:place])
     found = re.match(rb"[^ \n\t\r\v\f]+", piece[start:])
     word = (found[0] if found else b"").decode("utf-8", errors="backslashreplace")
     shown = repr(word if len(word) <= 40 else word[:40] + "...")
     digits = word.lstrip("0") if re.fullmatch("[0-9]+", word) else ""
-    if digits and len(digits) <= _MOST_DIGITS and int(digits) < MOST_VALUES:
+    if digits and len(digits) <= _MOST_DIGITS and int(digits) < MAX_VALUES:
         advice = f"take it out, or prepare the corpus with --values {int(digits) + 1} or more"
     elif digits or re.fullmatch("-[0-9]+", word):
         advice = "take it out, or number the values anew from 0"
     else:
         advice = "write it in the digits 0 to 9 alone, or take it out"
-    return BadText(start, f"{shown} is not a whole number from 0 to {below - 1}; {advice}")
+    return EncodingError(start, f"{shown} is not a whole number from 0 to {below - 1}; {advice}")
 
 
 @dataclass(frozen=True)
 class IntegerTokenizer:
     """The numbers 0 .. values - 1, and a mark that ends each sequence."""
 
-    values: int
+    num_values: int
     """How many different numbers there are."""
 
     kind = "integers"
-    closes_lines = True
+    adds_final_newline = True
 
     @property
     def counts(self) -> None:
@@ -108,21 +108,21 @@ class IntegerTokenizer:
     @property
     def vocab_size(self) -> int:
         """The numbers and the mark."""
-        return self.values + 1
+        return self.num_values + 1
 
     @property
     def bos_token_id(self) -> int:
         """The mark, as if a sequence had just ended."""
-        return self.values
+        return self.num_values
 
     @property
-    def ends_line_V(self) -> npt.NDArray[np.bool_]:
+    def is_newline_V(self) -> npt.NDArray[np.bool_]:
         """(V,) the mark alone."""
-        return np.arange(self.vocab_size) == self.values
+        return np.arange(self.vocab_size) == self.num_values
 
-    def last_cut(self, text: bytes) -> int:
+    def last_boundary(self, text: bytes) -> int:
         """The place after the last white space."""
-        return last_white_space(text)
+        return last_whitespace(text)
 
     def encode_chunk(self, piece: bytes) -> EncodedChunk:
         """The numbers of the piece, a mark for each line end.
@@ -130,12 +130,14 @@ class IntegerTokenizer:
         Raises:
             BadText: something that is not a number from 0 to values - 1.
         """
-        numbers = read_numbers(piece, self.values)
-        return EncodedChunk(np.where(numbers == _LINE_END, self.values, numbers).astype(token_dtype(self.vocab_size)))
+        numbers = read_numbers(piece, self.num_values)
+        return EncodedChunk(
+            np.where(numbers == _LINE_END, self.num_values, numbers).astype(token_dtype(self.vocab_size))
+        )
 
     def encode(self, text: str | bytes) -> TokenArray:
         """The numbers of a text; raises what `encode_piece` and `as_bytes` do."""
-        return self.encode_chunk(as_bytes(text)).ids
+        return self.encode_chunk(to_bytes(text)).ids
 
     def decode(self, ids: npt.ArrayLike) -> str:
         """The numbers with one space between them, a line for each sequence.
@@ -144,7 +146,7 @@ class IntegerTokenizer:
             UserError: an id that is not of this vocabulary.
         """
         decoder = _NumberStreamDecoder(self)
-        return "".join(map(decoder.push_checked, checked_ids(ids, self).tolist()))
+        return "".join(map(decoder.push_checked, check_ids(ids, self).tolist()))
 
     def decode_bytes(self, ids: npt.ArrayLike) -> bytes:
         """The same as ASCII; raises what `decode` does."""
@@ -156,7 +158,7 @@ class IntegerTokenizer:
 
     def to_json(self) -> dict[str, Any]:
         """Kind and number of values."""
-        return {"kind": self.kind, "values": self.values}
+        return {"kind": self.kind, "values": self.num_values}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> IntegerTokenizer:
@@ -166,21 +168,21 @@ class IntegerTokenizer:
             ValueError: what is wrong with the values.
         """
         number = values.get("values")
-        if type(number) is not int or not 0 < number <= MOST_VALUES:
-            raise ValueError(f"values is {number!r}, wanted a whole number from 1 to {MOST_VALUES}")
+        if type(number) is not int or not 0 < number <= MAX_VALUES:
+            raise ValueError(f"values is {number!r}, wanted a whole number from 1 to {MAX_VALUES}")
         return cls(number)
 
 
 class _NumberStreamDecoder:
     def __init__(self, tokenizer: IntegerTokenizer) -> None:
         self._vocabulary = tokenizer
-        self._joiner = SpaceJoiner()
+        self._joiner = WhitespaceDetokenizer()
 
     def push(self, token: int) -> str:
-        return self.push_checked(int(checked_ids(token, self._vocabulary)[0]))
+        return self.push_checked(int(check_ids(token, self._vocabulary)[0]))
 
     def push_checked(self, token: int) -> str:
-        if token == self._vocabulary.values:
+        if token == self._vocabulary.num_values:
             return self._joiner.finish() + "\n"
         return self._joiner.push(str(token))
 

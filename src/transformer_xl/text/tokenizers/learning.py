@@ -23,50 +23,50 @@ from transformer_xl.files import explained
 from transformer_xl.text.documents import Document
 from transformer_xl.text.parallel import ordered_map
 from transformer_xl.text.tokenizer import (
-    PIECE_BYTES,
-    BadText,
+    ENCODE_CHUNK_BYTES,
     ByteTokenizer,
+    EncodingError,
     Tokenizer,
-    as_text,
-    cut_pieces,
+    decode_utf8,
     read_json_object,
+    split_chunks,
 )
 from transformer_xl.text.tokenizers.bpe import BPETokenizer, lines_of, train_bpe
 from transformer_xl.text.tokenizers.characters import CharTokenizer, code_points, whole_characters
-from transformer_xl.text.tokenizers.integers import MOST_VALUES, IntegerTokenizer, read_numbers
-from transformer_xl.text.tokenizers.splitting import last_white_space, last_word_space
-from transformer_xl.text.tokenizers.words import Case, Splitting, WordRules, WordTokenizer, checked_words
+from transformer_xl.text.tokenizers.integers import MAX_VALUES, IntegerTokenizer, read_numbers
+from transformer_xl.text.tokenizers.splitting import last_whitespace, last_word_space
+from transformer_xl.text.tokenizers.words import Case, PreTokenizerName, WordSplitting, WordTokenizer, check_words
 
-Kind = Literal["bytes", "characters", "words", "bpe", "integers"]
+TokenizerKind = Literal["bytes", "characters", "words", "bpe", "integers"]
 Count = TypeVar("Count")
 
-BPE_SIZE = 8192
+DEFAULT_BPE_VOCAB_SIZE = 8192
 """Tokens of byte-pair encoding, unless told otherwise."""
 
 
-class TokenizerOptions(Settings):
+class TokenizerConfig(Settings):
     """Which vocabulary to make; what is set must apply to its kind."""
 
-    kind: Kind = "bytes"
+    kind: TokenizerKind = "bytes"
     """What a token is: a byte, a character, a word, a part of a word (byte-pair encoding), or a whole number."""
     case: Case = "kept"
     """Of words: as the text has it, or folded to small letters."""
-    splitting: Splitting = "spaces"
+    pre_tokenizer: PreTokenizerName = "spaces"
     """Of words: at white space, or punctuation and numbers apart as well, in the forms of WikiText."""
-    min_count: int = Field(default=1, gt=0, le=INT32_MAX)
+    min_frequency: int = Field(default=1, gt=0, le=INT32_MAX)
     """Of words and characters: how often one must stand in the text; rarer ones are left out."""
-    max_size: int | None = Field(default=None, gt=0, le=INT32_MAX)
+    vocab_size: int | None = Field(default=None, gt=0, le=INT32_MAX)
     """Most words or characters, marks in front not counted; none: all. Of bpe: tokens wanted; none: 8192."""
-    end_of_line: str | None = "<eos>"
+    eos_token: str | None = "<eos>"
     """Of words: the mark that each line end becomes, id 0; none: line ends are white space."""
-    unknown: str | None = "<unk>"
+    unk_token: str | None = "<unk>"
     """Of words: the one that stands for all that were left out; none: they are refused. Of characters: none means that
     other characters are refused, and anything else that they are written as bytes."""
-    words_file: str | None = None
+    vocab_file: str | None = None
     """Of words: a file with a word to a line, in the order of their ids, marks included; nothing is learned."""
     tokenizer_file: str | None = None
     """Of bpe: a tokenizer as a JSON file of the `tokenizers` library; nothing is learned."""
-    values: int | None = Field(default=None, gt=0, le=MOST_VALUES)
+    num_values: int | None = Field(default=None, gt=0, le=MAX_VALUES)
     """Of integers: numbers are 0 .. values - 1; none: the largest of the text + 1."""
 
     @model_validator(mode="after")
@@ -74,17 +74,17 @@ class TokenizerOptions(Settings):
         for name, kinds in _APPLIES_TO.items():
             if self.kind not in kinds and getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(f"{name} is for {' and '.join(kinds)}, not for {self.kind}; leave it out")
-        for mark in filter(None, (self.end_of_line, self.unknown)):
+        for mark in filter(None, (self.eos_token, self.unk_token)):
             if mark.encode("utf-8", errors="replace").split() != [mark.encode("utf-8", errors="replace")]:
                 raise ValueError(f"the mark {mark!r} holds white space; give one word")
-        if self.end_of_line == self.unknown is not None and self.kind == "words":
-            raise ValueError(f"{self.unknown!r} cannot mark both line ends and unknown words; give two words")
-        if "" in (self.end_of_line, self.unknown):
+        if self.eos_token == self.unk_token is not None and self.kind == "words":
+            raise ValueError(f"{self.unk_token!r} cannot mark both line ends and unknown words; give two words")
+        if "" in (self.eos_token, self.unk_token):
             raise ValueError("a mark is empty; give a word, or none")
-        if (self.words_file or self.tokenizer_file) and (self.max_size or self.min_count > 1):
+        if (self.vocab_file or self.tokenizer_file) and (self.vocab_size or self.min_frequency > 1):
             raise ValueError("the tokens come from a file, so they cannot be limited; leave min_count and max_size out")
-        if self.kind == "bpe" and self.max_size is not None and self.max_size < 256:
-            raise ValueError(f"max_size is {self.max_size}, but bpe has at least the 256 bytes; give a larger one")
+        if self.kind == "bpe" and self.vocab_size is not None and self.vocab_size < 256:
+            raise ValueError(f"max_size is {self.vocab_size}, but bpe has at least the 256 bytes; give a larger one")
         return self
 
 
@@ -101,7 +101,7 @@ _APPLIES_TO = {
 }
 
 
-def train_tokenizer(options: TokenizerOptions, documents: Iterable[Document], *, workers: int = 1) -> Tokenizer:
+def train_tokenizer(options: TokenizerConfig, documents: Iterable[Document], *, workers: int = 1) -> Tokenizer:
     """The vocabulary that these options describe, for this text.
 
     Args:
@@ -119,10 +119,10 @@ def train_tokenizer(options: TokenizerOptions, documents: Iterable[Document], *,
     if options.kind == "characters":
         return _learn_characters(options, reading)
     if options.kind == "words":
-        return _read_words(options, options.words_file) if options.words_file else _learn_words(options, reading)
+        return _read_words(options, options.vocab_file) if options.vocab_file else _learn_words(options, reading)
     if options.kind == "bpe":
         return _read_bpe(options.tokenizer_file) if options.tokenizer_file else _learn_bpe(options, reading)
-    return IntegerTokenizer(options.values or _largest(reading) + 1)
+    return IntegerTokenizer(options.num_values or _largest(reading) + 1)
 
 
 @dataclass(frozen=True)
@@ -130,9 +130,9 @@ class _Cuts:
     """Where text may be cut before there is a vocabulary."""
 
     find: Callable[[bytes], int]
-    closes_lines: bool = False
+    adds_final_newline: bool = False
 
-    def last_cut(self, text: bytes) -> int:
+    def last_boundary(self, text: bytes) -> int:
         """The last place to cut this text; 0: none."""
         return self.find(text)
 
@@ -155,7 +155,7 @@ class _Reader(Generic[Count]):
     def __call__(self, item: _Located) -> Count:
         try:
             return self.count(item.piece)
-        except BadText as error:
+        except EncodingError as error:
             raise UserError(f"{item.name}: byte {item.place + error.place:,}: {error.what}") from None
 
 
@@ -174,34 +174,34 @@ class _Reading:
         for document in self.documents:
             place = 0
             try:
-                for piece in cut_pieces(cuts, document.chunks, PIECE_BYTES):
+                for piece in split_chunks(cuts, document.chunks, ENCODE_CHUNK_BYTES):
                     yield _Located(document.name, place, piece)
                     place += len(piece)
-            except BadText as error:
+            except EncodingError as error:
                 raise UserError(f"{document.name}: byte {error.place:,}: {error.what}") from None
 
 
-def _count_words(rules: WordRules, piece: bytes) -> tuple[Counter[bytes], int]:
+def _count_words(rules: WordSplitting, piece: bytes) -> tuple[Counter[bytes], int]:
     return Counter(rules.words(piece)), piece.count(b"\n")
 
 
-def _learn_words(options: TokenizerOptions, reading: _Reading) -> WordTokenizer:
-    rules = WordRules(options.case, options.splitting)
+def _learn_words(options: TokenizerConfig, reading: _Reading) -> WordTokenizer:
+    rules = WordSplitting(options.case, options.pre_tokenizer)
     counts: Counter[bytes] = Counter()
     num_lines = 0
-    cuts = _Cuts(rules.last_cut, closes_lines=options.end_of_line is not None)
+    cuts = _Cuts(rules.last_boundary, adds_final_newline=options.eos_token is not None)
     for found, ends in reading.map(partial(_count_words, rules), cuts):
         counts.update(found)
         num_lines += ends
     specials: list[tuple[bytes, int]] = []
-    if options.end_of_line is not None:
-        mark = options.end_of_line.encode("utf-8")
+    if options.eos_token is not None:
+        mark = options.eos_token.encode("utf-8")
         specials.append((mark, num_lines + counts.pop(mark, 0)))
-    kept = {word: count for word, count in counts.most_common(options.max_size) if count >= options.min_count}
-    if not kept.keys() - {(options.unknown or "").encode("utf-8")}:
+    kept = {word: count for word, count in counts.most_common(options.vocab_size) if count >= options.min_frequency}
+    if not kept.keys() - {(options.unk_token or "").encode("utf-8")}:
         raise UserError("no words to learn: the text holds none that stands in it often enough; give more text")
-    if options.unknown is not None:
-        unknown = options.unknown.encode("utf-8")
+    if options.unk_token is not None:
+        unknown = options.unk_token.encode("utf-8")
         num_unknown = counts.total() - sum(kept.values()) + kept.get(unknown, 0)
         if unknown in counts:  # its place is that of all it stands for
             kept = {word: kept.get(word, 0) for word in counts if word in kept or word == unknown} | {
@@ -213,8 +213,8 @@ def _learn_words(options: TokenizerOptions, reading: _Reading) -> WordTokenizer:
     return WordTokenizer(
         tuple(word.decode("utf-8") for word, _ in words),
         np.array([count for _, count in words], dtype=np.int64),
-        options.end_of_line,
-        options.unknown,
+        options.eos_token,
+        options.unk_token,
         rules,
     )
 
@@ -223,20 +223,20 @@ _COUNT = re.compile(rb"[0-9]{1,19}")
 _MOST_COUNTED = 2**63 - 1  # all together; a larger number is no count
 
 
-def _read_words(options: TokenizerOptions, file: str) -> WordTokenizer:
+def _read_words(options: TokenizerConfig, file: str) -> WordTokenizer:
     """The words of a file, with their counts where each line gives one and they fall."""
     with explained(f"reading {file}"):
         content = Path(file).read_bytes()
     try:
-        lines = [line.split() for line in as_text(content).encode("utf-8").splitlines() if line.strip()]
+        lines = [line.split() for line in decode_utf8(content).encode("utf-8").splitlines() if line.strip()]
         if not lines:
             raise UserError(f"{file}: empty, wanted a word to a line, marks included; give another file of words")
-        words = checked_words([line[0].decode("utf-8") for line in lines])
-    except BadText as error:
+        words = check_words([line[0].decode("utf-8") for line in lines])
+    except EncodingError as error:
         raise UserError(f"{file}: byte {error.place:,}: {error.what}") from None
     except ValueError as error:
         raise UserError(f"{file}: {error}; wanted a word to a line") from None
-    mark, unknown = options.end_of_line, options.unknown
+    mark, unknown = options.eos_token, options.unk_token
     if mark is not None and mark not in words:
         raise UserError(f"{file}: no word '{mark}', the mark of line ends; add it, or give --no-end-of-line")
     if unknown is not None:
@@ -250,23 +250,23 @@ def _read_words(options: TokenizerOptions, file: str) -> WordTokenizer:
     of_others = [count for word, count in zip(words, counts, strict=False) if word not in (mark, unknown)]
     falling = len(counts) == len(words) and of_others == sorted(of_others, reverse=True)
     known_counts = np.array(counts, dtype=np.int64) if falling and sum(counts) <= _MOST_COUNTED else None
-    return WordTokenizer(words, known_counts, mark, unknown, WordRules(options.case, options.splitting))
+    return WordTokenizer(words, known_counts, mark, unknown, WordSplitting(options.case, options.pre_tokenizer))
 
 
 def _count_characters(piece: bytes) -> tuple[str, list[int]]:
     """The different characters in the order in which they first stand in the piece, and their counts."""
-    text = as_text(piece)
+    text = decode_utf8(piece)
     counts = np.bincount(code_points(text))
     characters = "".join(dict.fromkeys(text))
     return characters, counts[code_points(characters)].tolist()
 
 
-def _learn_characters(options: TokenizerOptions, reading: _Reading) -> CharTokenizer:
+def _learn_characters(options: TokenizerConfig, reading: _Reading) -> CharTokenizer:
     counts: Counter[str] = Counter()
     for characters, numbers in reading.map(_count_characters, _Cuts(whole_characters)):
         counts.update(dict(zip(characters, numbers, strict=True)))
-    kept = [item for item in counts.most_common(options.max_size) if item[1] >= options.min_count]
-    closed = options.unknown is None
+    kept = [item for item in counts.most_common(options.vocab_size) if item[1] >= options.min_frequency]
+    closed = options.unk_token is None
     if not kept:
         raise UserError("no characters to learn: the text holds none that stands in it often enough; give more text")
     known = [count for _, count in kept] + [0] * (0 if closed else 256)
@@ -278,10 +278,10 @@ def _learn_characters(options: TokenizerOptions, reading: _Reading) -> CharToken
     )
 
 
-def _learn_bpe(options: TokenizerOptions, reading: _Reading) -> BPETokenizer:
+def _learn_bpe(options: TokenizerConfig, reading: _Reading) -> BPETokenizer:
     # the library counts in threads of its own, so one process reads
-    pieces = _Reading(reading.documents, workers=1).map(as_text, _Cuts(last_word_space))
-    return train_bpe(map(lines_of, pieces), options.max_size or BPE_SIZE)
+    pieces = _Reading(reading.documents, workers=1).map(decode_utf8, _Cuts(last_word_space))
+    return train_bpe(map(lines_of, pieces), options.vocab_size or DEFAULT_BPE_VOCAB_SIZE)
 
 
 _OTHER_TOKENIZER = "give another tokenizer, or let txl learn one"
@@ -298,7 +298,7 @@ def _read_bpe(file: str) -> BPETokenizer:
 
 def _largest(reading: _Reading) -> int:
     largest = max(
-        chain([-1], (int(found.max(initial=-1)) for found in reading.map(read_numbers, _Cuts(last_white_space))))
+        chain([-1], (int(found.max(initial=-1)) for found in reading.map(read_numbers, _Cuts(last_whitespace))))
     )
     if largest < 0:
         raise UserError("the text holds no numbers to learn from; give one sequence of whole numbers to a line")

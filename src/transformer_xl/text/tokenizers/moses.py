@@ -136,7 +136,7 @@ _IDEOGRAPH = re.compile(
 )
 
 
-class MosesJoiner:
+class MosesDetokenizer:
     """Puts together what `split_line` took apart; it goes by the words of the line that came before."""
 
     def __init__(self) -> None:

@@ -138,7 +138,7 @@ def _begins(chunk: bytes) -> str:
     return "small" if first.islower() else "number" if first.isdigit() or first == "<" else ""
 
 
-class Joiner(Protocol):
+class Detokenizer(Protocol):
     """Turns words back into text, one at a time."""
 
     def push(self, word: str) -> str:
@@ -150,7 +150,7 @@ class Joiner(Protocol):
         ...
 
 
-class SpaceJoiner:
+class WhitespaceDetokenizer:
     """One space between the words of a line."""
 
     def __init__(self) -> None:
@@ -172,7 +172,7 @@ _CLOSING = frozenset(")]}”’»,.;:!?%°′″")
 _INNER = frozenset("/⁄—‑_")
 
 
-class EnglishJoiner:
+class PunctuationDetokenizer:
     """Puts together what `split_line` took apart; it goes by the words of the line that came before."""
 
     def __init__(self) -> None:
@@ -226,7 +226,7 @@ class EnglishJoiner:
         return not (closes or contracted or minutes), word not in _OPENING
 
 
-def last_white_space(text: bytes) -> int:
+def last_whitespace(text: bytes) -> int:
     """The place after the last ASCII white space of `text`; 0: there is none."""
     return 1 + max(text.rfind(character) for character in b" \n\t\r\v\f")
 

@@ -18,46 +18,46 @@ import numpy as np
 import numpy.typing as npt
 
 from transformer_xl.text.tokenizer import (
-    BadText,
     EncodedChunk,
+    EncodingError,
     StreamDecoder,
     TokenArray,
-    as_bytes,
-    as_text,
-    checked_ids,
+    check_ids,
+    decode_utf8,
+    to_bytes,
     token_dtype,
 )
 from transformer_xl.text.tokenizers import moses
 from transformer_xl.text.tokenizers.splitting import (
-    EnglishJoiner,
-    Joiner,
-    SpaceJoiner,
+    Detokenizer,
+    PunctuationDetokenizer,
+    WhitespaceDetokenizer,
     last_chunk_end,
-    last_white_space,
+    last_whitespace,
     split_line,
 )
 
 Case = Literal["kept", "folded"]
-Splitting = Literal["spaces", "punctuation", "moses"]
+PreTokenizerName = Literal["spaces", "punctuation", "moses"]
 
 _MOST_LISTED = 20
 
 
 @dataclass(frozen=True)
-class WordRules:
+class WordSplitting:
     """What the words of a text are."""
 
     case: Case = "kept"
     """As the text has it, or all in small letters."""
-    splitting: Splitting = "spaces"
+    pre_tokenizer: PreTokenizerName = "spaces"
     """Only at white space; or punctuation and numbers apart as well, in the forms of WikiText (`splitting.py`), or in
     those of Hugging Face's tokenizer (`moses.py`)."""
 
-    def last_cut(self, text: bytes) -> int:
+    def last_boundary(self, text: bytes) -> int:
         """The last place at which `text` may be cut without changing a word; 0: there is none."""
-        if self.splitting == "moses":  # the end of a line has a say in all of it
+        if self.pre_tokenizer == "moses":  # the end of a line has a say in all of it
             return text.rfind(b"\n") + 1
-        return last_white_space(text) if self.splitting == "spaces" else last_chunk_end(text)
+        return last_whitespace(text) if self.pre_tokenizer == "spaces" else last_chunk_end(text)
 
     def words(self, piece: bytes, line_end: bytes = b"") -> list[bytes]:
         """The words of a piece, in UTF-8, with `line_end` for each line end.
@@ -65,25 +65,25 @@ class WordRules:
         Raises:
             BadText: the piece is not UTF-8.
         """
-        text = as_text(piece)
+        text = decode_utf8(piece)
         if self.case == "folded":
             piece = text.lower().encode("utf-8")
-        if self.splitting == "punctuation":
+        if self.pre_tokenizer == "punctuation":
             piece = b"\n".join([b" ".join(split_line(line)) for line in piece.split(b"\n")])
-        elif self.splitting == "moses":
+        elif self.pre_tokenizer == "moses":
             lines = (moses.split_line(line) for line in piece.decode("utf-8").split("\n"))
             piece = "\n".join(map(" ".join, lines)).encode("utf-8")
         return (piece.replace(b"\n", b" " + line_end + b" ") if line_end else piece).split()
 
-    def joiner(self) -> Joiner:
+    def joiner(self) -> Detokenizer:
         """What turns words back into text."""
-        if self.splitting == "moses":
-            return moses.MosesJoiner()
-        return SpaceJoiner() if self.splitting == "spaces" else EnglishJoiner()
+        if self.pre_tokenizer == "moses":
+            return moses.MosesDetokenizer()
+        return WhitespaceDetokenizer() if self.pre_tokenizer == "spaces" else PunctuationDetokenizer()
 
 
 @dataclass(frozen=True)
-class Lost:
+class RoundTripLoss:
     """What a text loses on the way to tokens and back."""
 
     exact: bool
@@ -92,7 +92,7 @@ class Lost:
     """Words that the vocabulary lacks."""
     unknown: tuple[tuple[str, int], ...]
     """The most frequent of them with their numbers; at most 20."""
-    white_space: bool
+    whitespace: bool
     """White space comes back changed (or, where punctuation is split, other signs that are put together anew)."""
     case: bool
     """Capital letters come back small."""
@@ -113,18 +113,18 @@ class WordTokenizer:
     """(V,) every word, marks included."""
     counts: npt.NDArray[np.int64] | None
     """(V,) how often each stood in the text they were learned from; none: not known."""
-    end_of_line: str | None = None
+    eos_token: str | None = None
     """The word of `words` that stands for a line end; none: line ends are white space."""
-    unknown: str | None = None
+    unk_token: str | None = None
     """The word of `words` that stands for all others; none: others are refused."""
-    rules: WordRules = WordRules()
+    splitting: WordSplitting = WordSplitting()
     """What the words of a text are."""
 
     kind = "words"
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Without the table of ids, which is made again where it is needed."""
-        return WordTokenizer, (self.words, self.counts, self.end_of_line, self.unknown, self.rules)
+        return WordTokenizer, (self.words, self.counts, self.eos_token, self.unk_token, self.splitting)
 
     @property
     def vocab_size(self) -> int:
@@ -137,7 +137,7 @@ class WordTokenizer:
 
     @cached_property
     def _mark(self) -> int:
-        return -1 if self.end_of_line is None else self.words.index(self.end_of_line)
+        return -1 if self.eos_token is None else self.words.index(self.eos_token)
 
     @property
     def bos_token_id(self) -> int:
@@ -145,18 +145,18 @@ class WordTokenizer:
         return max(self._mark, 0)
 
     @property
-    def closes_lines(self) -> bool:
+    def adds_final_newline(self) -> bool:
         """Where line ends have a mark."""
-        return self.end_of_line is not None
+        return self.eos_token is not None
 
     @property
-    def ends_line_V(self) -> npt.NDArray[np.bool_]:
+    def is_newline_V(self) -> npt.NDArray[np.bool_]:
         """(V,) the mark of line ends."""
         return np.arange(self.vocab_size) == self._mark
 
-    def last_cut(self, text: bytes) -> int:
+    def last_boundary(self, text: bytes) -> int:
         """The place after the last white space (where punctuation is split: not after every full stop)."""
-        return self.rules.last_cut(text)
+        return self.splitting.last_boundary(text)
 
     def encode_chunk(self, piece: bytes) -> EncodedChunk:
         """The words of the piece, a mark for each line end.
@@ -164,34 +164,34 @@ class WordTokenizer:
         Raises:
             BadText: it is not UTF-8, or holds a word the vocabulary lacks and there is no unknown word.
         """
-        words = self.rules.words(piece, (self.end_of_line or "").encode("utf-8"))
+        words = self.splitting.words(piece, (self.eos_token or "").encode("utf-8"))
         ids = np.fromiter(map(self._ids.__getitem__, words), dtype=np.int32, count=len(words))
         missing = ids < 0
         num_unknown = int(np.count_nonzero(missing))
         if num_unknown:
-            if self.unknown is None:
+            if self.unk_token is None:
                 word = words[int(missing.argmax())]
-                raise BadText(
+                raise EncodingError(
                     self._place(word, piece),
                     f"the word {_shown(word)} is not one of the {self.vocab_size:,} of this vocabulary, which has none for "
                     "unknown words; leave it out, or take a vocabulary that has one",
                 )
-            ids[missing] = self._ids[self.unknown.encode("utf-8")]
+            ids[missing] = self._ids[self.unk_token.encode("utf-8")]
         return EncodedChunk(ids.astype(token_dtype(self.vocab_size)), num_unknown)
 
     def _place(self, word: bytes, piece: bytes) -> int:
         """Where the word stands first; the start of its line where that hangs on the words around it."""
         start = 0
         for line in piece.split(b"\n"):
-            if word in self.rules.words(line):
-                inside = (chunk.start() for chunk in _CHUNK.finditer(line) if word in self.rules.words(chunk[0]))
+            if word in self.splitting.words(line):
+                inside = (chunk.start() for chunk in _CHUNK.finditer(line) if word in self.splitting.words(chunk[0]))
                 return start + next(inside, 0)
             start += len(line) + 1
         raise AssertionError(f"{word!r} does not stand in the piece it was found in")
 
     def encode(self, text: str | bytes) -> TokenArray:
         """The words of a text; raises what `encode_piece` and `as_bytes` do."""
-        return self.encode_chunk(as_bytes(text)).ids
+        return self.encode_chunk(to_bytes(text)).ids
 
     def decode(self, ids: npt.ArrayLike) -> str:
         """The words with one space between them, or put together again where punctuation was split.
@@ -200,7 +200,7 @@ class WordTokenizer:
             UserError: an id that is not of this vocabulary.
         """
         decoder = _WordStreamDecoder(self)
-        return "".join([*map(decoder.push_checked, checked_ids(ids, self).tolist()), decoder.finish()])
+        return "".join([*map(decoder.push_checked, check_ids(ids, self).tolist()), decoder.finish()])
 
     def decode_bytes(self, ids: npt.ArrayLike) -> bytes:
         """The text of these ids in UTF-8; raises what `decode` does."""
@@ -210,26 +210,26 @@ class WordTokenizer:
         """A decoder whose pieces join to what `decode` gives."""
         return _WordStreamDecoder(self)
 
-    def lost(self, text: str | bytes) -> Lost:
+    def round_trip_loss(self, text: str | bytes) -> RoundTripLoss:
         """What does not come back when this text is encoded and decoded."""
-        given = as_bytes(text)
+        given = to_bytes(text)
         whole = given.decode("utf-8", errors="replace")
         content = whole.encode("utf-8")
         invalid = content != given
-        kept = whole.lower() if self.rules.case == "folded" else whole
-        missing = Counter(word for word in self.rules.words(content) if self._ids[word] < 0)
-        joiner = self.rules.joiner()
+        kept = whole.lower() if self.splitting.case == "folded" else whole
+        missing = Counter(word for word in self.splitting.words(content) if self._ids[word] < 0)
+        joiner = self.splitting.joiner()
         lines: list[str] = []
-        for line in content.split(b"\n") if self.closes_lines else [content]:
-            joined = [joiner.push(word.decode("utf-8")) for word in self.rules.words(line)]
+        for line in content.split(b"\n") if self.adds_final_newline else [content]:
+            joined = [joiner.push(word.decode("utf-8")) for word in self.splitting.words(line)]
             lines.append("".join([*joined, joiner.finish()]))
         unknown = sum(missing.values())
-        exact = not invalid and not (unknown and self.unknown is None) and self.decode(self.encode(given)) == whole
-        return Lost(
+        exact = not invalid and not (unknown and self.unk_token is None) and self.decode(self.encode(given)) == whole
+        return RoundTripLoss(
             exact=exact,
             num_unknown=unknown,
             unknown=tuple((word.decode("utf-8"), number) for word, number in missing.most_common(_MOST_LISTED)),
-            white_space="\n".join(lines) != kept,
+            whitespace="\n".join(lines) != kept,
             case=kept != whole,
             invalid=invalid,
         )
@@ -238,10 +238,10 @@ class WordTokenizer:
         """The words, their counts and how text becomes words."""
         return {
             "kind": self.kind,
-            "case": self.rules.case,
-            "splitting": self.rules.splitting,
-            "end_of_line": self.end_of_line,
-            "unknown": self.unknown,
+            "case": self.splitting.case,
+            "splitting": self.splitting.pre_tokenizer,
+            "end_of_line": self.eos_token,
+            "unknown": self.unk_token,
             "words": list(self.words),
             "counts": None if self.counts is None else self.counts.tolist(),
         }
@@ -255,14 +255,14 @@ class WordTokenizer:
         """
         case: Any = values.get("case")
         splitting: Any = values.get("splitting")
-        if case not in get_args(Case) or splitting not in get_args(Splitting):
+        if case not in get_args(Case) or splitting not in get_args(PreTokenizerName):
             raise ValueError(f"case {case!r} or splitting {splitting!r} is not known")
-        words = checked_words(values.get("words"))
+        words = check_words(values.get("words"))
         marks = values.get("end_of_line"), values.get("unknown")
         for mark in marks:
             if mark is not None and mark not in words:
                 raise ValueError(f"{mark!r} is not one of its words")
-        return cls(words, checked_counts(values.get("counts"), len(words)), *marks, WordRules(case, splitting))
+        return cls(words, check_counts(values.get("counts"), len(words)), *marks, WordSplitting(case, splitting))
 
 
 _CHUNK = re.compile(rb"[^ \n\t\r\v\f]+")
@@ -271,11 +271,11 @@ _CHUNK = re.compile(rb"[^ \n\t\r\v\f]+")
 class _WordStreamDecoder:
     def __init__(self, tokenizer: WordTokenizer) -> None:
         self._vocabulary = tokenizer
-        self._joiner = tokenizer.rules.joiner()
-        self._mark = tokenizer.bos_token_id if tokenizer.closes_lines else -1
+        self._joiner = tokenizer.splitting.joiner()
+        self._mark = tokenizer.bos_token_id if tokenizer.adds_final_newline else -1
 
     def push(self, token: int) -> str:
-        return self.push_checked(int(checked_ids(token, self._vocabulary)[0]))
+        return self.push_checked(int(check_ids(token, self._vocabulary)[0]))
 
     def push_checked(self, token: int) -> str:
         if token == self._mark:
@@ -286,7 +286,7 @@ class _WordStreamDecoder:
         return self._joiner.finish()
 
 
-def checked_words(words: object) -> tuple[str, ...]:
+def check_words(words: object) -> tuple[str, ...]:
     """A list of words as it should be: at least one, none twice, none with white space in it.
 
     Raises:
@@ -302,7 +302,7 @@ def checked_words(words: object) -> tuple[str, ...]:
     return tuple(words)
 
 
-def checked_counts(counts: object, size: int) -> npt.NDArray[np.int64] | None:
+def check_counts(counts: object, size: int) -> npt.NDArray[np.int64] | None:
     """A list of numbers as it should be, one for each token; or none.
 
     Raises:
