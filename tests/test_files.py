@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from transformer_xl.config import UserError
-from transformer_xl.files import whole_file, whole_folder
+from transformer_xl.files import atomic_file, atomic_folder
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for the names of open files")
@@ -22,7 +22,7 @@ def test_a_folder_is_flushed_with_all_below_it(tmp_path: Path, monkeypatch: pyte
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", note)
-    with whole_folder(tmp_path / "whole") as aside:
+    with atomic_folder(tmp_path / "whole") as aside:
         (aside / "below" / "further").mkdir(parents=True)
         for place in ("one", "below/two", "below/further/three"):
             (aside / place).write_text("text")
@@ -40,11 +40,11 @@ def test_what_is_no_file_is_refused_before_anything_is_written(tmp_path: Path) -
     """
     os.mkfifo(tmp_path / "pipe")
     for path, what in ((tmp_path, "a folder"), (tmp_path / "pipe", "a device or a pipe"), (Path("."), "a folder")):
-        with pytest.raises(UserError, match=f"is {what}, wanted a file"), whole_file(path):
+        with pytest.raises(UserError, match=f"is {what}, wanted a file"), atomic_file(path):
             pytest.fail("was begun")
     assert (tmp_path / "pipe").is_fifo()
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to(tmp_path / "file")
-    with whole_file(tmp_path / "link") as aside:
+    with atomic_file(tmp_path / "link") as aside:
         aside.write_text("text")
     assert (tmp_path / "link").read_text() == "text"

@@ -1,4 +1,4 @@
-"""Files and folders that appear whole or not at all: written aside, flushed to disk, renamed into place."""
+"""Atomic writes of files and folders: written under a temporary name, flushed to disk, renamed into place."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformer_xl.config import UserError
 _MEANINGS = {
     errno.ENOSPC: "no space left on the device; free some or choose another place",
     errno.EDQUOT: "disk quota used up; free some or choose another place",
-    errno.EFBIG: "file too large for this place; choose another",
+    errno.EFBIG: "file too large for this file system; choose another place",
     errno.EACCES: "permission denied",
     errno.EPERM: "permission denied",
     errno.EROFS: "read-only file system; choose another place",
@@ -27,11 +27,11 @@ _MEANINGS = {
 
 
 @contextmanager
-def explained(doing: str) -> Iterator[None]:
-    """Turns what the operating system refuses into one clear line.
+def as_user_error(action: str) -> Iterator[None]:
+    """Turn an error of the operating system into one line for the user.
 
     Args:
-        doing: what was being done, such as `writing runs/a`.
+        action: what the block does, such as `writing runs/a`; the message begins with it.
 
     Raises:
         UserError: in place of any OSError.
@@ -40,34 +40,27 @@ def explained(doing: str) -> Iterator[None]:
         yield
     except OSError as error:
         meaning = _MEANINGS.get(error.errno or 0, error.strerror or str(error))
-        raise UserError(f"{doing}: {meaning}") from error
+        raise UserError(f"{action}: {meaning}") from error
 
 
 @contextmanager
-def whole_folder(path: Path) -> Iterator[Path]:
-    """Gives a folder beside `path` to fill; it takes the place of `path` only when the block ends without an error.
+def atomic_folder(path: Path) -> Iterator[Path]:
+    """Yield a temporary folder beside `path` to fill; it is renamed to `path` if the block ends without an error.
 
     Raises:
         UserError: `path` exists, or the file system refuses (full, read-only, no permission); nothing is left behind.
     """
-    with explained(f"writing {path}"):
+    with as_user_error(f"writing {path}"):
         if path.exists():
             raise UserError(f"{path} exists already; choose another place or delete it first")
         new_parents = [parent for parent in path.parents if not parent.exists()]
-        aside = path.parent / f".{path.name}.partial-{os.getpid()}"
-        shutil.rmtree(aside, ignore_errors=True)
         _remove_abandoned(path)
         try:
-            aside.mkdir(parents=True)
-            yield aside
-            for item in aside.rglob("*"):
-                if item.is_file() or item.is_dir():  # a folder too: else its files may have no names after a power cut
-                    _flush(item)
-            _flush(aside)
-            aside.rename(path)
-            _flush(path.parent)
+            with _renamed_into_place(path) as temporary:
+                _remove(temporary)
+                temporary.mkdir(parents=True)
+                yield temporary
         except BaseException:
-            shutil.rmtree(aside, ignore_errors=True)
             for parent in new_parents:
                 with suppress(OSError):
                     parent.rmdir()
@@ -75,89 +68,106 @@ def whole_folder(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
-    """Gives a path beside `path` to write to; it replaces `path` only when the block ends without an error.
+def atomic_file(path: Path) -> Iterator[Path]:
+    """Yield a temporary path beside `path` to write to; it replaces `path` if the block ends without an error.
 
     Raises:
-        UserError: the file system refuses; what stood at `path` stays. A folder, a device or a pipe there is no file
-            to be replaced, and is refused at once, not when all is written.
+        UserError: the file system refuses, and the file at `path` is kept as it was; or `path` is a folder, a device
+            or a pipe, which is checked before the block runs.
     """
-    with explained(f"writing {path}"):
+    with as_user_error(f"writing {path}"):
         if path.is_dir():
             raise UserError(f"writing {path}: {_MEANINGS[errno.EISDIR]}")
         if path.exists() and not path.is_file():
             raise UserError(f"writing {path}: is a device or a pipe, wanted a file")
-        aside = path.parent / f".{path.name}.partial-{os.getpid()}"
-        try:
-            yield aside
-            _flush(aside)
-            aside.rename(path)
-            _flush(path.parent)
-        except BaseException:
-            aside.unlink(missing_ok=True)
-            raise
+        with _renamed_into_place(path) as temporary:
+            yield temporary
 
 
 @contextmanager
-def held(folder: Path, doing: str) -> Iterator[None]:
-    """Keeps a folder from other commands that hold it too, until the block or the process ends.
+def _renamed_into_place(path: Path) -> Iterator[Path]:
+    """Flush and rename what the block writes to the temporary path, or delete it if the block fails."""
+    temporary = path.parent / f".{path.name}.partial-{os.getpid()}"
+    try:
+        yield temporary
+        # Folders are flushed too: without it the names of their files can be lost in a power cut.
+        for item in [*temporary.rglob("*"), temporary]:
+            if item.is_file() or item.is_dir():
+                _flush(item)
+        temporary.rename(path)
+        _flush(path.parent)
+    except BaseException:
+        _remove(temporary)
+        raise
 
-    Nothing is written for it. Where the system cannot hold folders (not POSIX, some network file systems), none is.
+
+@contextmanager
+def lock_folder(folder: Path) -> Iterator[tuple[int, ...]]:
+    """Hold an exclusive lock on a folder while the block runs, so that one txl command at a time works in it.
+
+    The lock is an flock of the folder itself: it leaves no file, and ends with the last process that has the
+    descriptor open. Where folders cannot be locked (not POSIX, some network file systems) there is no lock.
 
     Args:
-        folder: which.
-        doing: what whoever holds it does, such as `trained`.
+        folder: the folder, which must exist.
+
+    Yields:
+        Descriptors for `pass_fds` of subprocess.Popen: child processes that inherit them hold the lock too, even
+        after this process has ended. Empty where there is no lock.
 
     Raises:
-        UserError: another holds it.
+        UserError: another process holds the lock.
     """
     if os.name != "posix":
-        yield
+        yield ()
         return
     import fcntl
 
-    with explained(f"reading {folder}"):
+    with as_user_error(f"reading {folder}"):
         descriptor = os.open(folder, os.O_RDONLY)
     try:
-        with suppress(OSError):
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise UserError(
-                    f"{folder} is being {doing} by another command; wait until it has ended, or stop it"
-                ) from None
-        yield
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{folder} is in use by another txl command; wait until it has ended, or stop it") from None
+        except OSError:  # this file system has no locks
+            pass
+        yield (descriptor,)
     finally:
         os.close(descriptor)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a text file (UTF-8) whole or not at all."""
-    with whole_file(path) as aside:
-        aside.write_text(text, encoding="utf-8")
+    """Write a text file (UTF-8) atomically."""
+    with atomic_file(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Deletes what killed writers left aside in `folder`."""
+    """Delete the temporary files and folders that killed writers left in `folder`."""
     for item in folder.glob(".*.partial-*"):
-        if item.is_dir():
-            shutil.rmtree(item, ignore_errors=True)
-        else:
-            item.unlink(missing_ok=True)
+        _remove(item)
 
 
 def _remove_abandoned(path: Path) -> None:
-    """Deletes what killed writers of `path` left beside it: large, when it was a corpus."""
-    if os.name != "posix":  # elsewhere there is no asking whether a process lives
+    """Delete the temporary folders that killed writers of `path` left beside it; those of a corpus are large."""
+    if os.name != "posix":  # on other systems, os.kill cannot ask whether a process is alive
         return
     for item in path.parent.glob(f".{glob.escape(path.name)}.partial-*"):
-        number = item.name.rpartition("-")[2]
+        process = item.name.rpartition("-")[2]
         try:
-            os.kill(int(number), 0)
+            os.kill(int(process), 0)
         except ProcessLookupError:
-            shutil.rmtree(item, ignore_errors=True)
-        except (OSError, ValueError, OverflowError):  # it lives, or the name is not one of ours
+            _remove(item)
+        except (OSError, ValueError, OverflowError):  # the process is alive, or the name is not one of ours
             continue
+
+
+def _remove(item: Path) -> None:
+    if item.is_dir():
+        shutil.rmtree(item, ignore_errors=True)
+    else:
+        item.unlink(missing_ok=True)
 
 
 def _flush(path: Path) -> None:

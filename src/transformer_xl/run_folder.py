@@ -23,7 +23,7 @@ from torch import Tensor
 
 from transformer_xl.config import RunConfig, Settings, UserError, check_settings, read_yaml, run_settings
 from transformer_xl.device import choose_device
-from transformer_xl.files import explained, whole_folder, write_text
+from transformer_xl.files import as_user_error, atomic_folder, write_text
 from transformer_xl.model.build import build_model
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.tensor_file import load_tensors, save_tensors
@@ -68,7 +68,7 @@ class StateRecord(Settings):
             UserError: there is none, or it is truncated or altered.
         """
         file = state / "training.json"
-        with explained(f"reading {file}"):
+        with as_user_error(f"reading {file}"):
             content = file.read_bytes()
         try:
             contents = json.loads(content)
@@ -87,7 +87,7 @@ class StateRecord(Settings):
         """
         for place, (name, expected) in enumerate(sorted(self.files.items())):
             file = state / "training" / name
-            with explained(f"reading {file}"):
+            with as_user_error(f"reading {file}"):
                 if place % size == rank and file_digest(file) != expected:
                     raise UserError(_DAMAGED.format(file, "its checksum does not fit its contents"))
 
@@ -111,12 +111,12 @@ class RunFolder:
             str(path).encode()
         except UnicodeEncodeError:
             raise UserError(f"{str(path)!r} is no name in UTF-8, as weights files need it; choose another") from None
-        with explained(f"writing {path}"):
+        with as_user_error(f"writing {path}"):
             if (path / "config.yaml").exists():
                 raise UserError(
                     f"{path} holds a run already; go on with 'txl train --resume {path}' or choose another --run"
                 )
-        with whole_folder(path) as aside:
+        with atomic_folder(path) as aside:
             (aside / "config.yaml").write_text(config_text(config), encoding="utf-8")
             save_tokenizer(tokenizer, aside / "txl_tokenizer.json")
             (aside / "checkpoints").mkdir()
@@ -131,12 +131,12 @@ class RunFolder:
         """
         path = Path(path)
         settings = path / "config.yaml"
-        with explained(f"reading {path}"):
+        with as_user_error(f"reading {path}"):
             if not settings.is_file():
                 what = "a corpus, not a run" if (path / "corpus.json").exists() else "not the folder of a run"
                 what = what if path.exists() else "no such folder"
                 raise UserError(f"{path}: {what}; wanted a folder that 'txl train --run DIR' made")
-        with explained(f"reading {settings}"):
+        with as_user_error(f"reading {settings}"):
             config = run_settings(read_yaml(settings.read_bytes(), str(settings)), str(settings))
         tokenizer = load_tokenizer(path / "txl_tokenizer.json")
         if config.corpus and config.corpus.tokenizer_sha256 != fingerprint(tokenizer):
@@ -224,7 +224,7 @@ class RunFolder:
         file = self.path / "metrics.jsonl"
         if not file.exists():
             return []
-        with explained(f"reading {file}"):
+        with as_user_error(f"reading {file}"):
             lines = file.read_bytes().splitlines(keepends=True)
         try:
             found = [json.loads(line) for line in lines if line.endswith(b"\n")]

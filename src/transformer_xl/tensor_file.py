@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from transformer_xl.config import UserError
-from transformer_xl.files import explained, whole_file
+from transformer_xl.files import as_user_error, atomic_file
 
 _KEY = "transformer_xl"
 _FORMAT = "1"
@@ -31,7 +31,7 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], notes: Mapping[str, 
     notes = {**(notes or {}), "format": _FORMAT}
     # one entry: safetensors writes several in random order, and the same contents should be the same file
     entry = json.dumps({**notes, "sha256": _digest(separate, notes)}, sort_keys=True)
-    with whole_file(path) as aside:
+    with atomic_file(path) as aside:
         write_safetensors(aside, separate, {_KEY: entry})
 
 
@@ -58,7 +58,7 @@ def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         UserError: there is no such file, or it is truncated or altered.
     """
     damaged = f"{path} is damaged ({{}}); copy it again; a folder checkpoints/step-N can be deleted, to go on from the one before"
-    with explained(f"reading {path}"):
+    with as_user_error(f"reading {path}"):
         path.open("rb").close()
     try:
         with safe_open(path, framework="pt") as file:

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from transformer_xl.cli.main import run
 from transformer_xl.config import UserError
-from transformer_xl.files import held
+from transformer_xl.files import lock_folder
 from transformer_xl.model.key_values import KeyValueMemory
 from transformer_xl.model.memory import HiddenMemory
 from transformer_xl.run_folder import RunFolder
@@ -322,7 +322,7 @@ def test_a_run_that_another_command_trains(place: Path, monkeypatch: Patch, capf
     train = Trainer.run
 
     def try_as_well(training: Trainer, *given: Any) -> Any:
-        with pytest.raises(UserError) as error, held(training.folder.path, "trained"):
+        with pytest.raises(UserError) as error, lock_folder(training.folder.path):
             pass
         tried.append(str(error.value))
         return train(training, *given)
@@ -330,9 +330,9 @@ def test_a_run_that_another_command_trains(place: Path, monkeypatch: Patch, capf
     monkeypatch.setattr(Trainer, "run", try_as_well)
     do(NEW)
     do("train --resume run --train.max-steps=6")
-    said = "{} is being trained by another command; wait until it has ended, or stop it"
+    said = "{} is in use by another txl command; wait until it has ended, or stop it"
     assert tried == [said.format(name) for name in ("new", "run")]
-    with held(place / "run", "trained"):
+    with lock_folder(place / "run"):
         before = files(place)
         assert said.format("run") in error_of("train --resume run --train.max-steps=7", capfd)
         assert files(place) == before

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from transformer_xl.analysis.plots import COLOURS
 from transformer_xl.config import UserError
-from transformer_xl.files import whole_file
+from transformer_xl.files import atomic_file
 
 FORMATS = (".svg", ".png")
 
@@ -76,5 +76,5 @@ def write_picture(path: Path, figure: Figure) -> None:
     """
     check_picture(path)
     form = path.suffix.lower().removeprefix(".")
-    with whole_file(path) as aside:
+    with atomic_file(path) as aside:
         figure.savefig(aside, format=form, dpi=130, metadata={"Date": None} if form == "svg" else None)

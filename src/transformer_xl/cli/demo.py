@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from transformer_xl.cli.options import ANY_MACHINE, Json, Machine, MachineOptions
 from transformer_xl.cli.output import print_json, print_table
 from transformer_xl.config import UserError, load_recipe
-from transformer_xl.files import explained, write_text
+from transformer_xl.files import as_user_error, write_text
 from transformer_xl.progress import ProgressBar, say
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def demo(
 
 def _clear(out: Path) -> None:
     """Makes room for a new demo: deletes what an earlier one made, and nothing else."""
-    with explained(f"writing {out}"):
+    with as_user_error(f"writing {out}"):
         if out.exists() and not (out / _MARK).exists() and (not out.is_dir() or any(out.iterdir())):
             raise UserError(f"{out} exists and is not an earlier demo; choose another --out or delete it first")
         out.mkdir(parents=True, exist_ok=True)

@@ -15,7 +15,7 @@ from cyclopts import Parameter
 from transformer_xl.cli.options import ANY_MACHINE, Json, MachineOptions
 from transformer_xl.cli.output import print_json, say_unknown
 from transformer_xl.config import UserError
-from transformer_xl.files import explained
+from transformer_xl.files import as_user_error
 from transformer_xl.progress import say
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class Beginning:
             raise UserError("--prompt and --prompt-file were both given; use one of them")
         if self.prompt_file is None:
             return list(self.prompt or [None])
-        with explained(f"reading {self.prompt_file}"):
+        with as_user_error(f"reading {self.prompt_file}"):
             return [self.prompt_file.read_bytes()]
 
 

@@ -12,7 +12,7 @@ from transformer_xl import __version__
 from transformer_xl.cli.options import ANY_MACHINE, Json, Machine, MachineOptions
 from transformer_xl.cli.output import print_json, print_table
 from transformer_xl.config import UserError
-from transformer_xl.files import explained
+from transformer_xl.files import as_user_error
 
 
 def info(
@@ -33,7 +33,7 @@ def info(
         Read the whole of it and compare every checksum.
     """
     shown = {"machine": machine_facts(machine)}
-    with explained(f"reading {path}"):
+    with as_user_error(f"reading {path}"):
         is_corpus = path is not None and (path / "corpus.json").exists()
     if path is not None and is_corpus:
         shown["corpus"] = _corpus(path, verify)

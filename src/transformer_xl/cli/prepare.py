@@ -15,7 +15,7 @@ from cyclopts import Parameter
 from transformer_xl.cli.options import Json, num_cores
 from transformer_xl.cli.output import print_json, print_table
 from transformer_xl.config import UserError, check_settings, nearest
-from transformer_xl.files import explained
+from transformer_xl.files import as_user_error
 from transformer_xl.progress import ProgressBar, say
 
 if TYPE_CHECKING:
@@ -250,7 +250,7 @@ def _refuse_early(out: Path | None, sources: Sequence[str], kind: str | None, fl
 
 
 def _refuse_existing(out: Path) -> None:
-    with explained(f"writing {out}"):
+    with as_user_error(f"writing {out}"):
         there = out.exists()
     if there:
         raise UserError(f"{out} exists already; choose another place or delete it first")

@@ -15,7 +15,7 @@ from transformer_xl.cli.evaluate import Lengths, Precision, Rows, plan_of, say_r
 from transformer_xl.cli.options import ANY_MACHINE, MachineOptions
 from transformer_xl.cli.output import print_json, print_table, say_unknown
 from transformer_xl.config import UserError
-from transformer_xl.files import explained
+from transformer_xl.files import as_user_error
 from transformer_xl.progress import ProgressBar
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def _names(files: tuple[Path, ...]) -> dict[str, Path]:
 def _read(file: Path) -> bytes:
     if str(file) == "-":
         return sys.stdin.buffer.read()
-    with explained(f"reading {file}"):
+    with as_user_error(f"reading {file}"):
         return file.read_bytes()
 
 

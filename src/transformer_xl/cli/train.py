@@ -126,7 +126,7 @@ def _begun(
 
     Until `stack` is closed, no other command trains it.
     """
-    from transformer_xl.files import held
+    from transformer_xl.files import lock_folder
     from transformer_xl.run_folder import RunFolder
     from transformer_xl.training.distributed import is_restartable
     from transformer_xl.training.loop import Trainer, check
@@ -146,7 +146,7 @@ def _begun(
         if world.is_first and not again:
             RunFolder.create(run, config, opened.tokenizer)
         if world.is_first:
-            stack.enter_context(held(run, "trained"))
+            stack.enter_context(lock_folder(run))
     with world.together():
         if not (run / "config.yaml").exists():
             raise UserError(f"not every process can see {run}, which the first has made; put it where all machines can")
@@ -200,14 +200,14 @@ def _resumed(
     """A run going on; until `stack` is closed, no other command trains it."""
     from dataclasses import replace
 
-    from transformer_xl.files import held, write_text
+    from transformer_xl.files import lock_folder, write_text
     from transformer_xl.run_folder import RunFolder, config_text
     from transformer_xl.training.loop import Trainer, check
 
     with world.together():
         folder = RunFolder.open(resume)
         if world.is_first:
-            stack.enter_context(held(resume, "trained"))
+            stack.enter_context(lock_folder(resume))
         for group, names in flags.items():
             for name in names:
                 if group == "model" or (group == "train" and name not in _CHANGEABLE):

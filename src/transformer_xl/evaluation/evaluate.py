@@ -20,7 +20,7 @@ from transformer_xl.device import resolve_dtype
 from transformer_xl.evaluation.metrics import Sums
 from transformer_xl.evaluation.plan import Documents, EvaluationPlan, Parts, Progress, Text
 from transformer_xl.evaluation.scoring import RECURRENCE, score_parts
-from transformer_xl.files import whole_file
+from transformer_xl.files import atomic_file
 from transformer_xl.run_folder import Run
 from transformer_xl.text.token_store import Tokens, TokenSplit
 from transformer_xl.text.tokenizer import Tokenizer
@@ -135,7 +135,7 @@ def _summed(parts: Parts, file: Path | None, length: int) -> float:
         return sum((part.sum for part in parts), 0.0)
     nats = 0.0
     # written, not mapped into memory: there a full disk would end the process
-    with whole_file(file) as aside, aside.open("wb") as out:
+    with atomic_file(file) as aside, aside.open("wb") as out:
         np.lib.format.write_array_header_1_0(out, {"descr": "<f4", "fortran_order": False, "shape": (length,)})
         begin = out.tell()
         for part in parts:

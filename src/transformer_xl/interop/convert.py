@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from transformer_xl.config import RunConfig, UserError, nearest, run_settings
-from transformer_xl.files import explained, whole_folder, write_text
+from transformer_xl.files import as_user_error, atomic_folder, write_text
 from transformer_xl.interop.foreign import Foreign
 from transformer_xl.interop.tokenizers import with_bytes
 from transformer_xl.model.build import build_model
@@ -96,7 +96,7 @@ def to_run(
     values = {"model": foreign.model, "train": foreign.train, "evaluation": evaluation}
     config = run_settings(values, str(source))
     parameters = _check(config, foreign.weights, source)
-    with whole_folder(out) as aside:
+    with atomic_folder(out) as aside:
         write_text(aside / "config.yaml", config_text(config))
         save_tokenizer(foreign.tokenizer, aside / "txl_tokenizer.json")
         (aside / "checkpoints").mkdir()
@@ -127,7 +127,7 @@ def to_huggingface(source: Path, out: Path) -> Converted:
 
 
 def _refuse_existing(out: Path) -> None:
-    with explained(f"writing {out}"):
+    with as_user_error(f"writing {out}"):
         if out.exists() or out.is_symlink():
             raise UserError(f"{out} exists already; choose another place or delete it first")
 
@@ -138,7 +138,7 @@ def _reader(format: Format) -> Reader:
 
 def _chosen(source: Path, format: str | None) -> Format:
     """The format asked for, or the one that recognises the path."""
-    with explained(f"reading {source}"):
+    with as_user_error(f"reading {source}"):
         if (source / "config.yaml").exists():
             raise UserError(
                 f"{source} is a run already; 'txl convert {source} TO --to huggingface' writes it for others"

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from transformer_xl.config import ModelConfig, RunConfig, UserError, check_settings
-from transformer_xl.files import explained, whole_folder, write_text
+from transformer_xl.files import as_user_error, atomic_folder, write_text
 from transformer_xl.interop.foreign import Foreign
 from transformer_xl.interop.names import HUGGING_FACE, to_ours, to_theirs
 from transformer_xl.interop.settings import Settings, lengths, refuse_unknown, shown, tied_projections
@@ -142,7 +142,7 @@ def _weights_in(file: Path) -> dict[str, Tensor]:
         if not isinstance(content.value, dict):
             raise UserError(f"{file} holds no weights by name; get it again")
         return {str(name): content.tensor(record) for name, record in content.value.items()}
-    with explained(f"reading {file}"):
+    with as_user_error(f"reading {file}"):
         file.open("rb").close()
     try:
         with safe_open(file, framework="pt") as weights:
@@ -175,7 +175,7 @@ def write(path: Path, config: RunConfig, weights: Mapping[str, Tensor], tokenize
     even_D = torch.arange(0.0, model.d_model, 2.0)
     theirs["transformer.pos_emb.inv_freq"] = 1 / (10000 ** (even_D / model.d_model))
     symbols = symbols_of(tokenizer)
-    with whole_folder(path) as aside:
+    with atomic_folder(path) as aside:
         values = {**_config(config), "mem_len": memory, "same_length": same_length}
         write_text(aside / "config.json", _json(values))
         contiguous = {name: tensor.contiguous() for name, tensor in theirs.items()}

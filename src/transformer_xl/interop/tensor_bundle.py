@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from transformer_xl.config import UserError
-from transformer_xl.files import explained
+from transformer_xl.files import as_user_error
 
 Array: TypeAlias = npt.NDArray[np.generic]
 
@@ -68,7 +68,7 @@ class TensorBundle:
             UserError: it is missing, damaged, or of a kind that is not read.
         """
         path = prefix.with_name(prefix.name + ".index")
-        with explained(f"reading {path}"):
+        with as_user_error(f"reading {path}"):
             if path.stat().st_size > _MOST_INDEX:
                 raise UserError(f"{path}: {path.stat().st_size:,} bytes, too large for an index of names; {_AGAIN}")
             content = path.read_bytes()
@@ -102,7 +102,7 @@ class TensorBundle:
         dtype = np.dtype(_DTYPES[entry.dtype])
         if entry.size != dtype.itemsize * np.prod(entry.shape, dtype=object):
             raise UserError(f"{about} has {entry.size:,} bytes for the shape {entry.shape}; {_AGAIN}")
-        with explained(f"reading {path}"), path.open("rb") as file:
+        with as_user_error(f"reading {path}"), path.open("rb") as file:
             size = path.stat().st_size
             if entry.offset + entry.size > size:
                 raise UserError(

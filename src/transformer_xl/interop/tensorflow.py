@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from transformer_xl.config import UserError, load_recipe
-from transformer_xl.files import explained
+from transformer_xl.files import as_user_error
 from transformer_xl.interop.foreign import Foreign
 from transformer_xl.interop.tensor_bundle import TensorBundle
 from transformer_xl.interop.tokenizers import read_vocabulary
@@ -72,7 +72,7 @@ def read(path: Path) -> Foreign:
     Raises:
         UserError: files are missing or damaged, there are several checkpoints, or it is not this model's.
     """
-    with explained(f"reading {path}"):
+    with as_user_error(f"reading {path}"):
         prefix = _prefix(path)
     variables = _Variables(prefix)
     model = _settings(variables)
@@ -297,7 +297,7 @@ def _corpus(folder: Path, size: int) -> tuple[str | None, Tokenizer | None]:
     Raises:
         UserError: a file is damaged, or belongs to another model.
     """
-    with explained(f"reading {folder}"):
+    with as_user_error(f"reading {folder}"):
         folders = (folder, folder / "data", folder.resolve().parent / "data")
         info, cache = (
             next((place / name for place in folders if (place / name).is_file()), None)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from transformer_xl.config import UserError
-from transformer_xl.files import explained
+from transformer_xl.files import as_user_error
 from transformer_xl.interop.foreign import Foreign
 from transformer_xl.interop.torch_file import TorchFile
 from transformer_xl.interop.unpickler import Record
@@ -110,7 +110,7 @@ def read_json(path: Path) -> Any:
     Raises:
         UserError: it cannot be read, or is not JSON.
     """
-    with explained(f"reading {path}"):
+    with as_user_error(f"reading {path}"):
         content = path.read_bytes()
     try:
         return json.loads(content)
@@ -139,7 +139,7 @@ def read_vocabulary(path: Path, *, splitting: PreTokenizerName = "spaces", lower
             return from_attributes({**value, **told}, source, splitting)
         return from_symbols(value if isinstance(value, list) else [], source, splitting=splitting, **told)
     if path.suffix == ".txt":
-        with explained(f"reading {path}"):
+        with as_user_error(f"reading {path}"):
             content = path.read_bytes()
         try:
             lines = content.decode("utf-8").split("\n")

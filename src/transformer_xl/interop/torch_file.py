@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from transformer_xl.config import UserError
-from transformer_xl.files import explained
+from transformer_xl.files import as_user_error
 from transformer_xl.interop.unpickler import Admits, Name, Outside, Record, read_pickle
 
 _MAGIC = 0x1950A86A20F9469CFC6C  # the first number of the older form
@@ -64,7 +64,7 @@ class TorchFile:
         self.path = path
         self._admits: Admits = lambda name: name in _NAMES or admits(name)
         self._places: dict[str, tuple[int, int]] = {}
-        with explained(f"reading {path}"), path.open("rb") as stream:
+        with as_user_error(f"reading {path}"), path.open("rb") as stream:
             if not stream.read(1):
                 raise UserError(f"{path} is empty; get it again")
             # copies what is written to, so that tensors may be changed and the file is not

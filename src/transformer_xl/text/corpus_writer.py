@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from transformer_xl.config import UserError
-from transformer_xl.files import whole_folder, write_text
+from transformer_xl.files import atomic_folder, write_text
 from transformer_xl.text.documents import SPLITS, Document, SplitName
 from transformer_xl.text.parallel import ordered_map
 from transformer_xl.text.token_store import (
@@ -111,7 +111,7 @@ def write_corpus(
             "it an end-of-line mark, or prepare with --documents files"
         )
     wanted = [split for split in SPLITS if split in splits]
-    with whole_folder(Path(folder)) as aside:
+    with atomic_folder(Path(folder)) as aside:
         save_tokenizer(tokenizer, aside / "txl_tokenizer.json")
         with ExitStack() as stack:
             writers = {split: stack.enter_context(_SplitWriter(aside, split, tokenizer, layout)) for split in wanted}

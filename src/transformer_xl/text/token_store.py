@@ -23,7 +23,7 @@ import numpy.typing as npt
 from pydantic import Field, model_validator
 
 from transformer_xl.config import Settings, UserError, check_settings, nearest
-from transformer_xl.files import explained
+from transformer_xl.files import as_user_error
 from transformer_xl.text.documents import SPLITS, SplitName
 from transformer_xl.text.tokenizer import (
     TokenArray,
@@ -320,7 +320,7 @@ def _read_record(path: Path) -> CorpusRecord:
 
 
 def _check_size(path: Path, wanted: int) -> None:
-    with explained(f"reading {path}"):
+    with as_user_error(f"reading {path}"):
         if not path.exists():
             raise UserError(f"{path}: missing, wanted {wanted:,} bytes; {_AGAIN}")
         found = path.stat().st_size
@@ -329,7 +329,7 @@ def _check_size(path: Path, wanted: int) -> None:
 
 
 def _map(path: Path, length: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    with explained(f"reading {path}"):
+    with as_user_error(f"reading {path}"):
         # As a plain array, which is sliced in half the time of a numpy.memmap.
         return np.asarray(np.memmap(path, dtype=dtype, mode="r", shape=(length,)))
 
@@ -337,7 +337,7 @@ def _map(path: Path, length: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
 def _hash_files(paths: Iterable[Path]) -> str:
     digest = hashlib.sha256()
     for path in paths:
-        with explained(f"reading {path}"), path.open("rb") as file:
+        with as_user_error(f"reading {path}"), path.open("rb") as file:
             while chunk := file.read(_HASH_CHUNK_BYTES):
                 digest.update(chunk)
     return digest.hexdigest()

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from typing_extensions import override
 
 from transformer_xl.config import UserError, nearest
-from transformer_xl.files import explained, write_text
+from transformer_xl.files import as_user_error, write_text
 
 TokenArray = npt.NDArray[np.unsignedinteger[Any]]
 
@@ -372,7 +372,7 @@ def find_tokenizer(path: str | Path) -> Tokenizer:
         UserError: there is none at this path, or it is damaged.
     """
     place = Path(path)
-    with explained(f"reading {place}"):
+    with as_user_error(f"reading {place}"):
         file = place / "txl_tokenizer.json" if place.is_dir() else place
         if not file.is_file():
             raise UserError(
@@ -388,7 +388,7 @@ def read_json_object(path: Path, advice: str = _AGAIN) -> dict[str, Any]:
     Raises:
         UserError: it is missing, unreadable or damaged.
     """
-    with explained(f"reading {path}"):
+    with as_user_error(f"reading {path}"):
         if not path.exists():
             raise UserError(f"{path}: missing, wanted a JSON file; {advice}")
         content = path.read_bytes()

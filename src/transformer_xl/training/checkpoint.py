@@ -23,7 +23,7 @@ from pydantic import Field
 from torch import Tensor
 
 from transformer_xl.config import Settings, UserError, check_settings
-from transformer_xl.files import explained, remove_leftovers, whole_folder
+from transformer_xl.files import as_user_error, atomic_folder, remove_leftovers
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import Memory
 from transformer_xl.run_folder import RunFolder, StateRecord, file_digest, read_weights
@@ -90,12 +90,12 @@ def save_state(folder: RunFolder, state: TrainingState, world: DistributedContex
             if world.is_first:
                 remove_leftovers(path.parent)
                 new = new if path.exists() else path
-                aside = stack.enter_context(whole_folder(new))
+                aside = stack.enter_context(atomic_folder(new))
                 save_tensors(aside / "model.safetensors", weights)
         aside = Path(world.gather(str(aside))[0])
         _write(tensors, aside / "training", world)
         own = [*(aside / "training").glob(f"shard-{world.rank + 1:05}-*")]
-        with world.together(), explained(f"reading {aside / 'training'}"):
+        with world.together(), as_user_error(f"reading {aside / 'training'}"):
             written = json.dumps({file.name: file_digest(file) for file in own})
         files = {name: digest for part in world.gather(written) for name, digest in json.loads(part).items()}
         progress = state.progress.model_dump(mode="json")
@@ -108,7 +108,7 @@ def save_state(folder: RunFolder, state: TrainingState, world: DistributedContex
 
 
 def _put_in_place(folder: RunFolder, new: Path, path: Path) -> None:
-    with explained(f"deleting old checkpoints in {path.parent}"):
+    with as_user_error(f"deleting old checkpoints in {path.parent}"):
         if new != path:
             before = path.rename(_aside(path))
             new.rename(path)
@@ -295,7 +295,7 @@ def _shapes(place: Path) -> dict[str, TensorStorageMetadata]:
     """Shape and dtype of each tensor kept, by name."""
     from torch.distributed.checkpoint import HuggingFaceStorageReader
 
-    with explained(f"reading {place}"):
+    with as_user_error(f"reading {place}"):
         return dict(HuggingFaceStorageReader(str(place)).read_metadata().state_dict_metadata)  # pyrefly: ignore
 
 
@@ -311,7 +311,7 @@ def _refusals_of_all(doing: str) -> Iterator[None]:
     except CheckpointException as error:
         for cause, _ in error.failures.values():
             if isinstance(cause, OSError):
-                with explained(doing):
+                with as_user_error(doing):
                     raise cause from error
         raise
 

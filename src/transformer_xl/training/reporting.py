@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from transformer_xl.config import TrainConfig, UserError
-from transformer_xl.files import explained, write_text
+from transformer_xl.files import as_user_error, write_text
 from transformer_xl.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class MetricsLog:
             UserError: the file system refuses.
         """
         file = self.folder.path / "metrics.jsonl"
-        with explained(f"writing {file}"), file.open("a", encoding="utf-8") as stream:
+        with as_user_error(f"writing {file}"), file.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(figures) + "\n")
         self._open_board(None)
         self._show(figures)
@@ -58,7 +58,7 @@ class MetricsLog:
     def _show(self, figures: Figures) -> None:
         if self._board is None:
             return
-        with explained(f"writing {self.folder.path / 'tensorboard'}"):
+        with as_user_error(f"writing {self.folder.path / 'tensorboard'}"):
             for name, value in figures.items():
                 if isinstance(value, int | float) and name != "step":
                     self._board.add_scalar(f"{figures['split']}/{name}", value, figures["step"])
@@ -74,7 +74,7 @@ class MetricsLog:
         """Begins a file for TensorBoard, which shows nothing of older files from `first_step` on."""
         if self._board is None and self.folder.config.train.tensorboard:
             place = str(self.folder.path / "tensorboard")
-            with explained(f"writing {place}"):
+            with as_user_error(f"writing {place}"):
                 self._board = _summary_writer()(place, purge_step=first_step)
 
 

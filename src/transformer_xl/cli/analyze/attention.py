@@ -12,7 +12,7 @@ from transformer_xl.cli.evaluate import Lengths, Rows, plan_of, say_remarks
 from transformer_xl.cli.options import ANY_MACHINE, Json, MachineOptions
 from transformer_xl.cli.output import command_line, print_json, print_table, say_unknown
 from transformer_xl.config import INT32_MAX, UserError
-from transformer_xl.files import explained, whole_folder
+from transformer_xl.files import as_user_error, atomic_folder
 from transformer_xl.progress import ProgressBar, say
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def attention(
     text = _text(source, folder)
     say_remarks([plan], device)
     back = _back(plan, pictures.back, len(text.tokens_K))
-    with whole_folder(out) as aside:
+    with atomic_folder(out) as aside:
         means, maps = _looked(model, text, plan, pictures.page_tokens)
         losses, stretch = _losses(model, text, plan)
         figures: dict[str, Any] = {
@@ -221,7 +221,7 @@ def _text(source: Source, folder: RunFolder) -> Text:
         content = to_bytes(source.prompt)
     elif source.text is not None:
         name = str(source.text)
-        with explained(f"reading {source.text}"):
+        with as_user_error(f"reading {source.text}"):
             content = source.text.read_bytes()
     ids_K = encode_text(tokenizer, name, content)
     say_unknown(tokenizer, [content])

@@ -12,7 +12,7 @@ from transformer_xl.cli.analyze.speed import Contested, measure_speed, show_spee
 from transformer_xl.cli.options import ANY_MACHINE, Json, Machine, MachineOptions
 from transformer_xl.cli.output import command_line, print_json
 from transformer_xl.cli.reproduce.workshop import check_folder, keep
-from transformer_xl.files import explained
+from transformer_xl.files import as_user_error
 
 _THE_PAPERS = Contested()
 
@@ -61,7 +61,7 @@ def make_speed(model: str, out: Path, contested: Contested, machine: Machine) ->
     """
     check_folder(out)
     figures = {"command": command_line(), **measure_speed(model, contested, machine)}
-    with explained(f"writing {out}"):
+    with as_user_error(f"writing {out}"):
         out.mkdir(parents=True, exist_ok=True)
     keep(out, "speed", figures)
     return figures

@@ -26,7 +26,7 @@ from transformer_xl.cli.output import command_line
 from transformer_xl.cli.reproduce.scale import Groups, Scale
 from transformer_xl.cli.side_by_side import Command, Job, run_side_by_side
 from transformer_xl.config import INT32_MAX, RunConfig, UserError, load_recipe, merge, read_yaml, run_settings
-from transformer_xl.files import explained, write_text
+from transformer_xl.files import as_user_error, write_text
 from transformer_xl.progress import say
 
 if TYPE_CHECKING:
@@ -199,7 +199,7 @@ class Workshop:
     @contextmanager
     def _at_work(self) -> Iterator[tuple[int, ...]]:
         """Makes the folder, or finds it as it must be, and holds it; gives what holds it, for processes to inherit."""
-        with explained(f"writing {self.path}"):
+        with as_user_error(f"writing {self.path}"):
             self.path.mkdir(parents=True, exist_ok=True)
         with _locked(self.path) as lock:
             self.check_same()  # another may have been quicker

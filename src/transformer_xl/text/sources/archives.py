@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO, cast
 
 from transformer_xl.config import UserError
-from transformer_xl.files import explained, whole_folder
+from transformer_xl.files import as_user_error, atomic_folder
 
 CHUNK_BYTES = 2**20
 PACKED = (".gz", ".bz2", ".xz")
@@ -90,7 +90,7 @@ class FilePart:
             return self.stop - self.start
         if self.packed:
             return sum(map(len, self))
-        with explained(f"reading {self.path}"):
+        with as_user_error(f"reading {self.path}"):
             return self.path.stat().st_size - self.start
 
 
@@ -131,7 +131,7 @@ def readable(path: Path) -> Iterator[None]:
     Raises:
         UserError: in place of any error of the operating system, or of unpacking.
     """
-    with explained(f"reading {path}"):
+    with as_user_error(f"reading {path}"):
         try:
             yield
         except (EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile, tarfile.TarError) as error:
@@ -171,7 +171,7 @@ def unpack_tar(path: Path, wanted: Collection[str], folder: Path, progress: Prog
         UserError: the archive is damaged or cannot be read, or the folder cannot be written.
     """
     names = {PurePosixPath(name).name for name in wanted}
-    with whole_folder(folder) as aside, readable(path), path.open("rb") as packed:
+    with atomic_folder(folder) as aside, readable(path), path.open("rb") as packed:
         total = path.stat().st_size
         # Unpacked here, because tarfile leaves the checksums of gzip unread.
         unpacked = _unpacker(packed)
@@ -182,7 +182,7 @@ def unpack_tar(path: Path, wanted: Collection[str], folder: Path, progress: Prog
                 content = archive.extractfile(entry) if entry.isreg() and target.name in names else None
                 if content is None or (target.exists() and not exact):
                     continue
-                with explained(f"writing {folder}"), target.open("wb") as file:
+                with as_user_error(f"writing {folder}"), target.open("wb") as file:
                     while chunk := _read(content, path):
                         file.write(chunk)
                         progress(f"unpack {path.name}", packed.tell(), total)
@@ -214,7 +214,7 @@ def raw_chunks(path: Path) -> Iterator[bytes]:
     Raises:
         UserError: it cannot be read.
     """
-    with explained(f"reading {path}"), path.open("rb", buffering=0) as file:
+    with as_user_error(f"reading {path}"), path.open("rb", buffering=0) as file:
         while chunk := file.read(CHUNK_BYTES):
             yield chunk
 

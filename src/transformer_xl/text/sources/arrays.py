@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from transformer_xl.config import UserError
-from transformer_xl.files import explained
+from transformer_xl.files import as_user_error
 from transformer_xl.text.documents import Document
 from transformer_xl.text.tokenizers.integers import MAX_VALUES
 
@@ -109,7 +109,7 @@ def limited(documents: Iterable[Document], below: int) -> list[Document]:
 
 
 def _mapped(path: Path) -> npt.NDArray[np.integer[Any]]:
-    with explained(f"reading {path}"):
+    with as_user_error(f"reading {path}"):
         try:
             array = np.lib.format.open_memmap(path, mode="r")
         except _DAMAGED:

@@ -7,7 +7,7 @@ from glob import has_magic
 from pathlib import Path
 
 from transformer_xl.config import UserError, nearest
-from transformer_xl.files import explained
+from transformer_xl.files import as_user_error
 from transformer_xl.text.documents import SPLITS, SplitName
 from transformer_xl.text.sources.named_corpora import CORPUS_NAMES, open_corpus
 from transformer_xl.text.sources.own_files import cut_splits, given_splits, list_texts
@@ -77,7 +77,7 @@ def find_text(
 def _refuse_unknown(sources: Sequence[str]) -> None:
     """Offers the nearest corpus for what is no file."""
     for source in sources:
-        with explained(f"reading {source}"):
+        with as_user_error(f"reading {source}"):
             there = not source or Path(source).exists() or has_magic(source)
         if not there:
             raise UserError(

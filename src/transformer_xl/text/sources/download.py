@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from transformer_xl import __version__
 from transformer_xl.config import UserError
-from transformer_xl.files import explained
+from transformer_xl.files import as_user_error
 from transformer_xl.text.sources.archives import Progress, checksum, no_progress, raw_chunks, with_progress
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def fetch(file: RemoteFile, folder: Path, progress: Progress = no_progress) -> P
 
     pooch.get_logger().setLevel(logging.WARNING)  # it announces every download
     downloader: Any = _Mirrors(file, folder, progress, refusals)
-    with explained(f"writing {target}"):
+    with as_user_error(f"writing {target}"):
         folder.mkdir(parents=True, exist_ok=True)
         pooch.retrieve(
             file.addresses[0],

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from transformer_xl.files import explained
+from transformer_xl.files import as_user_error
 
 _ANY = ("**", "*")
 
@@ -27,7 +27,7 @@ def walk(folder: Path, parts: Sequence[str] = _ANY, skip: frozenset[str] = froze
         UserError: a folder or file cannot be read.
     """
     # Not by glob, which follows links to folders, round in circles too.
-    with explained(f"reading {folder}"):
+    with as_user_error(f"reading {folder}"):
         if not folder.is_dir():
             return []
     if parts[-1] == "**":
@@ -46,7 +46,7 @@ def _fitting(folder: Path, parts: Sequence[str], skip: frozenset[str]) -> Iterat
     left = [(folder, frozenset({0}))]  # with the places in `parts` from which a path must go on there
     while left:
         inside, places = left.pop()
-        with explained(f"reading {inside}"), os.scandir(inside) as entries:
+        with as_user_error(f"reading {inside}"), os.scandir(inside) as entries:
             found = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
         for name, is_folder in found:
             after = _after(name, parts, places)
@@ -56,7 +56,7 @@ def _fitting(folder: Path, parts: Sequence[str], skip: frozenset[str]) -> Iterat
                 if further and name not in skip:
                     left.append((path, further))
             elif len(parts) in after:
-                with explained(f"reading {path}"):
+                with as_user_error(f"reading {path}"):
                     holds = path.is_file() and path.stat().st_size > 0
                 if holds:
                     yield path

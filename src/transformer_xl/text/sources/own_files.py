@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from transformer_xl.config import UserError
-from transformer_xl.files import explained
+from transformer_xl.files import as_user_error
 from transformer_xl.text.documents import SPLITS, Document, SplitName
 from transformer_xl.text.sources.archives import PACKED, FilePart, is_archive
 from transformer_xl.text.sources.arrays import ArrayPart
@@ -240,7 +240,7 @@ def _paths_of(source: str, option: str) -> list[Path]:
     if not source:
         raise UserError(f"{option}an empty name was given; name a file or folder ('.' is the current one)")
     path = Path(source)
-    with explained(f"{option}reading {source}"):
+    with as_user_error(f"{option}reading {source}"):
         if not path.exists():
             return _matches(source, option)
         status = path.stat()
@@ -272,7 +272,7 @@ def _repeated(parts: Mapping[str, Sequence[Part]]) -> tuple[str, ...]:
     met: dict[tuple[int, int], list[tuple[str, Path]]] = {}
     for place, of in parts.items():
         for part in of:
-            with explained(f"reading {part.path}"):
+            with as_user_error(f"reading {part.path}"):
                 status = part.path.stat()
             met.setdefault((status.st_dev, status.st_ino), []).append((place, part.path))
     several = [found for found in met.values() if len(found) > 1]

@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path, PurePosixPath
 
 from transformer_xl.config import UserError
-from transformer_xl.files import explained, whole_file
+from transformer_xl.files import as_user_error, atomic_file
 from transformer_xl.text.sources.archives import (
     PACKED,
     FilePart,
@@ -94,9 +94,9 @@ def plain_file(part: FilePart, text: TextFile) -> Path:
     if not part.packed:
         return part.path
     target = _unpacked_folder() / text.name
-    with explained(f"writing {target}"):
+    with as_user_error(f"writing {target}"):
         target.parent.mkdir(parents=True, exist_ok=True)
-        with whole_file(target) as aside, aside.open("wb") as file:
+        with atomic_file(target) as aside, aside.open("wb") as file:
             for chunk in part:
                 file.write(chunk)
     return target
@@ -169,7 +169,7 @@ class _Search:
 
     def run(self) -> dict[TextFile, FilePart]:
         """Each text, checked as far as its size and checksum are known."""
-        with explained(f"reading {self.source}"):
+        with as_user_error(f"reading {self.source}"):
             if not self.source.exists():
                 raise UserError(
                     f"--source {self.source}: no such file or folder; name the one that holds {self.corpus}"
@@ -201,7 +201,7 @@ class _Search:
             else:
                 tails = ["/".join(PurePosixPath(text.path).parts[place:]) for place in range(text.path.count("/") + 1)]
                 paths = [self.source / name for name in _packed_names((*tails, *text.also))]
-            with explained(f"reading {self.source}"):
+            with as_user_error(f"reading {self.source}"):
                 path = next((path for path in paths if path.is_file()), None)
             if path:
                 yield text, FilePart(path)
@@ -210,7 +210,7 @@ class _Search:
         """The checksum of the distributed archive, once it has been found right; none: another archive."""
         if self.archive is None or not self._is_distributed(path):
             return None
-        with explained(f"reading {path}"):
+        with as_user_error(f"reading {path}"):
             size = path.stat().st_size
         if size != self.archive.num_bytes:
             raise UserError(f"{path}: {size:,} bytes long, wanted {self.archive.num_bytes:,}; get it again")

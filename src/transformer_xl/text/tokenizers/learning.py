@@ -19,7 +19,7 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from transformer_xl.config import INT32_MAX, Settings, UserError
-from transformer_xl.files import explained
+from transformer_xl.files import as_user_error
 from transformer_xl.text.documents import Document
 from transformer_xl.text.parallel import ordered_map
 from transformer_xl.text.tokenizer import (
@@ -225,7 +225,7 @@ _MOST_COUNTED = 2**63 - 1  # all together; a larger number is no count
 
 def _read_words(options: TokenizerConfig, file: str) -> WordTokenizer:
     """The words of a file, with their counts where each line gives one and they fall."""
-    with explained(f"reading {file}"):
+    with as_user_error(f"reading {file}"):
         content = Path(file).read_bytes()
     try:
         lines = [line.split() for line in decode_utf8(content).encode("utf-8").splitlines() if line.strip()]
