@@ -25,7 +25,7 @@ from environment import RESULTS, command, commit, cpu_model, write
 from safetensors.torch import save_file
 
 from transformer_xl import __version__
-from transformer_xl.config import ModelConfig
+from transformer_xl.config import TransformerXLConfig
 from transformer_xl.interop.names import HUGGING_FACE, matches
 
 CONFIG = {
@@ -35,7 +35,7 @@ CONFIG = {
     "pre_lnorm": False, "same_length": True, "sample_softmax": -1, "tgt_len": 128, "untie_r": True,
     "tie_projs": [False, True, True, True], "tie_weight": True, "vocab_size": 267735,
 }  # fmt: skip
-MODEL = ModelConfig(
+MODEL = TransformerXLConfig(
     vocab_size=267_735, n_layers=18, d_model=1024, n_heads=16, d_ff=4096, cutoffs=(20_000, 40_000, 200_000),
     div_val=4, d_embed=1024, tie_projections="all_but_first", tie_attention_biases=False,
 )  # fmt: skip

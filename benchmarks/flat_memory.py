@@ -23,7 +23,7 @@ from environment import RESULTS, command, commit, cpu_model, say, warn_if_busy, 
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
-from transformer_xl import ContextLimits, EvaluationPlan, ModelConfig, TransformerXL
+from transformer_xl import ContextLimits, EvaluationPlan, TransformerXL, TransformerXLConfig
 from transformer_xl.evaluation.scoring import sum_nats
 
 MIB = 2**20
@@ -41,7 +41,7 @@ def resident_bytes() -> int:
 def measure(num_tokens: int, rows: int, *, num_samples: int = 200) -> dict[str, Any]:
     """Resident memory while so many tokens are scored, at about `num_samples` places."""
     torch.manual_seed(5)
-    model = TransformerXL(ModelConfig(**MODEL, vocab_size=256, memory=PLAN.context_limits.memory_length)).eval()
+    model = TransformerXL(TransformerXLConfig(**MODEL), memory_length=PLAN.context_limits.memory_length).eval()
     tokens_K = np.random.default_rng(5).integers(0, 256, num_tokens, dtype=np.uint8)
     samples: list[tuple[int, int]] = [(0, resident_bytes())]
     done, begin = 0, time.perf_counter()

@@ -98,9 +98,9 @@ def attempt(kernel: str, what: str, work: Callable[[], list[dict[str, Any]]]) ->
 
 def compiled(recipe: str, sizes: argparse.Namespace) -> list[dict[str, Any]]:
     """Losses of some steps of training, with other kernels and compiled, beside the reference kernel step by step."""
-    ways = {"as it is": "off"}
+    ways = {"as it is": "none"}
     ways |= {} if sizes.quick else {"compiled": "layers"}
-    ways |= {"CUDA graphs": "graphs"} if sizes.device.startswith("cuda") else {}
+    ways |= {"CUDA graphs": "cudagraphs"} if sizes.device.startswith("cuda") else {}
     lines = []
     for precision, allowed in (("float32", 1e-4), *([] if sizes.quick else [("bfloat16", 2e-2)])):
         train = {"precision": precision}
@@ -138,7 +138,7 @@ def kernel_times(sizes: argparse.Namespace) -> list[dict[str, Any]]:
 
 def training(sizes: argparse.Namespace) -> list[dict[str, Any]]:
     """Whole steps of the recipes: the way that is surest to work first, for all of them."""
-    ways = ("off", "layers", "graphs") if sizes.device.startswith("cuda") else ("off",)
+    ways = ("none", "layers", "cudagraphs") if sizes.device.startswith("cuda") else ("none",)
     lines = []
     for how in ways:
         for recipe in RECIPES:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from environment import RESULTS, command, commit, cpu_model, say, warn_if_busy, write
 
-from transformer_xl import ModelConfig, TransformerXL
+from transformer_xl import TransformerXL, TransformerXLConfig
 from transformer_xl.generation.sampling import Sampler
 from transformer_xl.generation.writer import BatchGenerator
 
@@ -28,7 +28,7 @@ THOUSAND = 1000
 def measure(tokens: int, memory: int, part: int = THOUSAND) -> dict[str, Any]:
     """Seconds of every `part` tokens, one after the other."""
     torch.manual_seed(3)
-    model = TransformerXL(ModelConfig(**MODEL, memory=memory)).eval()
+    model = TransformerXL(TransformerXLConfig(**MODEL), memory_length=memory).eval()
     prompt = torch.randint(256, (memory + part,)).tolist()
     writer = BatchGenerator(model, [prompt], Sampler(top_k=40))
     seconds = []

@@ -23,7 +23,7 @@ from environment import RESULTS, command, commit, cpu_model, device_name, say, w
 from trainee import Trainee
 
 from transformer_xl import __version__
-from transformer_xl.config import ModelConfig, TrainConfig
+from transformer_xl.config import TrainConfig, TransformerXLConfig
 from transformer_xl.device import resolve_dtype, set_threads
 from transformer_xl.model.kernels import KERNELS
 
@@ -35,13 +35,12 @@ class Runner:
 
     def __init__(self, kernel: str, sizes: argparse.Namespace) -> None:
         """Weights are drawn from the same seed for every kernel."""
-        model = ModelConfig(
+        model = TransformerXLConfig(
             n_layers=sizes.layers,
             d_model=sizes.width,
             n_heads=sizes.heads,
             d_ff=4 * sizes.width,
             dropout=0.0,  # so that losses can be compared
-            memory=sizes.memory,
             attn_implementation=kernel,
         )
         self.sizes = sizes

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from transformer_xl.config import ModelConfig, TrainConfig
+from transformer_xl.config import TrainConfig, TransformerXLConfig
 from transformer_xl.model.transformer_xl import TransformerXL
 from transformer_xl.text.segments import Batch
 from transformer_xl.training.compiling import compile_layers
@@ -18,14 +18,14 @@ from transformer_xl.training.step import ScoredModel, TrainStep
 class Trainee:
     """Carries its memory from step to step."""
 
-    def __init__(self, model: ModelConfig, train: TrainConfig, device: str) -> None:
+    def __init__(self, model: TransformerXLConfig, train: TrainConfig, device: str) -> None:
         """Weights are drawn from the same seed each time; the learning rate stays at its peak."""
         torch.manual_seed(1)
         place = torch.device(device)
-        self.model = TransformerXL(model).to(place).train()
+        self.model = TransformerXL(model, memory_length=train.memory_length).to(place).train()
         self.model.activation_checkpointing = train.activation_checkpointing
         compile_layers(self.model, place, train.compile)
-        scored = ScoredModel(self.model, own_memory=train.compile == "graphs")
+        scored = ScoredModel(self.model, own_memory=train.compile == "cudagraphs")
         self.learner = TrainStep(scored, build_optimizers(self.model, train), train, place, ALONE)
         self.memories = (self.model.initial_memory(train.batch_size),)
 

@@ -24,7 +24,7 @@ class Seen:
 def attention_of(model, tokens, segment, context_limits):
     """The numbers of every layer and head, as a dictionary by (layer, head)."""
     weights, config = dict(model.state_dict()), model.config
-    width, heads, d_head = config.width, config.heads, config.head_size
+    width, heads, d_head = config.width, config.heads, config.head_dim
     x = weights["embedding.tables.0"][tokens] * math.sqrt(width)
     found = {}
     for layer in range(config.layers):

@@ -13,7 +13,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from transformer_xl.config import ModelConfig
+from transformer_xl.config import TransformerXLConfig
 from transformer_xl.model.transformer_xl import TransformerXL
 
 # Triton looks when it is imported whether to interpret kernels, and torch imports it in passing here and there.
@@ -31,13 +31,13 @@ torch.set_num_threads(1)  # the tests run side by side, a process for each core
 def make_model():
     """Builds a float64 model without dropout; settings as keywords."""
 
-    def make(seed: int = 7, **settings) -> TransformerXL:
+    def make(seed: int = 7, memory_length: int = 11, **settings) -> TransformerXL:
         torch.manual_seed(seed)
         small = {
             "vocab_size": 23, "n_layers": 3, "d_model": 14, "n_heads": 2, "d_head": 5,
-            "d_ff": 19, "dropout": 0.0, "memory": 11,
+            "d_ff": 19, "dropout": 0.0,
         }  # fmt: skip
-        model = TransformerXL(ModelConfig(**{**small, **settings})).double()
+        model = TransformerXL(TransformerXLConfig(**{**small, **settings}), memory_length=memory_length).double()
         with torch.no_grad():
             for parameter in model.parameters():  # larger than at the start, so that attention is far from uniform
                 parameter.add_(torch.randn_like(parameter) * 0.3)

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from model_configs import model_config
 
-from transformer_xl.config import ModelConfig, RunConfig, TrainConfig, UserError
+from transformer_xl.config import RunConfig, TrainConfig, UserError
 from transformer_xl.model.transformer_xl import TransformerXL
 from transformer_xl.run_folder import RunFolder
 from transformer_xl.text.corpus_writer import write_corpus
@@ -37,19 +38,19 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "chunks, muon, average": {
         "train": {
             "parallelism": "fsdp", "batch_size": 5, "chunks": 2, "optimizer": "muon", "weight_decay": 0.1,
-            "weight_average": "exponential", "ema_decay": 0.7,
+            "weight_average": "ema", "ema_decay": 0.7,
         },
     },
     "clusters, shuffled, shorter at first": {
-        "model": {"cutoffs": (100, 110, 200), "div_val": 2, "norm": "pre"},
+        "model": {"cutoffs": (100, 110, 200), "div_val": 2, "norm_first": True},
         "train": {
-            "order": "shuffled", "batch_size": 6, "chunks": 3, "segment_length": 8, "memory_length": 12, "initial_segment_length": 2,
+            "shuffle_documents": True, "batch_size": 6, "chunks": 3, "segment_length": 8, "memory_length": 12, "initial_segment_length": 2,
             "segment_warmup_steps": 6, "activation_checkpointing": True, "optimizer": "adamw", "weight_average": "uniform",
         },
     },
-    "an LSTM in shares": {"model": {"kind": "lstm"}, "train": {"parallelism": "fsdp"}},
+    "an LSTM in shares": {"model": {"architecture": "lstm"}, "train": {"parallelism": "fsdp"}},
     "auxiliary losses": {
-        "model": {"encoding": "learned", "intermediate_layer_losses": True, "second_target": True}, "train": {"memory_length": 0},
+        "model": {"architecture": "al-rfou", "intermediate_layer_losses": True, "num_targets": 2}, "train": {"memory_length": 0},
     },
 }  # fmt: skip
 OTHER = {"ddp": "fsdp", "fsdp": "ddp"}
@@ -68,7 +69,7 @@ def make_corpus(place: Path) -> Corpus:
 
 def config_of(variant: dict[str, Any], **train: Any) -> RunConfig:
     """The settings of a variant."""
-    model = ModelConfig(**MODEL | variant.get("model", {}))
+    model = model_config(**MODEL | variant.get("model", {}))
     return RunConfig(model=model, train=TrainConfig(**TRAIN | variant.get("train", {}) | train))
 
 
@@ -117,7 +118,7 @@ def check_world(world: DistributedContext) -> None:
 def check_shares(world: DistributedContext) -> None:
     """After a pass without gradients a process has its share alone, so a change of it shows in the next pass."""
     torch.manual_seed(5)
-    scored = world.wrap(ScoredModel(TransformerXL(ModelConfig(**MODEL, vocab_size=23, memory=11))), "fsdp")
+    scored = world.wrap(ScoredModel(TransformerXL(model_config(**MODEL, vocab_size=23), memory_length=11)), "fsdp")
     tokens_BT = torch.arange(6).view(2, 3)
     model = scored.model
     with torch.no_grad():

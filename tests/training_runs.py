@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from model_configs import settings_of
 
-from transformer_xl.config import ModelConfig, RunConfig, TrainConfig
+from transformer_xl.config import run_settings
 from transformer_xl.evaluation.scoring import EvaluationPlan, sum_nats
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import ContextLimits
@@ -40,7 +41,7 @@ def make_corpus(place: Path, train: bytes, valid: bytes | None = None) -> Corpus
 
 
 def start(place: Path, corpus: Corpus, *, model: dict[str, Any] | None = None, **train: Any) -> Trainer:
-    config = RunConfig(model=ModelConfig(**MODEL | (model or {})), train=TrainConfig(**TRAIN | train))
+    config = run_settings({"model": settings_of(**MODEL | (model or {})), "train": TRAIN | train}, "test")
     return Trainer(RunFolder.create(place, config, corpus.tokenizer), corpus, CPU)
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from trainee import Trainee
 
 from transformer_xl import __version__
-from transformer_xl.config import ModelConfig, TrainConfig
+from transformer_xl.config import TrainConfig, TransformerXLConfig
 
 
 class Runner:
@@ -16,7 +16,7 @@ class Runner:
     versions = {"transformer_xl": __version__}  # noqa: RUF012
 
     def __init__(self, task: Task) -> None:
-        model = ModelConfig(
+        model = TransformerXLConfig(
             vocab_size=task.tokenizer,
             n_layers=task.layers,
             d_model=task.width,
@@ -24,7 +24,6 @@ class Runner:
             d_head=task.d_head,
             d_ff=task.feedforward,
             dropout=task.dropout,
-            memory=task.memory,
         )
         train = TrainConfig.model_validate(
             {
@@ -34,7 +33,7 @@ class Runner:
                 "learning_rate": task.learning_rate,
                 "max_grad_norm": task.clip,
                 "dtype": task.precision,
-                "compile": "layers" if task.variant == "compile" else "off",
+                "compile": "layers" if task.variant == "compile" else "none",
                 "activation_checkpointing": task.variant == "recompute",
             }
         )

@@ -7,7 +7,7 @@ from contestants.task import Task
 from torch import Tensor
 
 from transformer_xl import __version__
-from transformer_xl.config import ModelConfig
+from transformer_xl.config import TransformerXLConfig
 from transformer_xl.generation.sampling import Sampler
 from transformer_xl.model.memory import ContextLimits
 from transformer_xl.model.precision import with_matrices_in
@@ -21,7 +21,7 @@ class Runner:
     note = "keys and values kept; the 40 likeliest tokens drawn from"
 
     def __init__(self, task: Task) -> None:
-        config = ModelConfig(
+        config = TransformerXLConfig(
             vocab_size=task.tokenizer,
             n_layers=task.layers,
             d_model=task.width,

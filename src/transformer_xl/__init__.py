@@ -1,6 +1,6 @@
 """Transformer-XL today: train, evaluate with memory far beyond the training length, generate.
 
-    from transformer_xl import TransformerXL, ModelConfig, evaluate, generate, load
+    from transformer_xl import TransformerXL, TransformerXLConfig, evaluate, generate, load
 
 Nothing heavy is imported before it is asked for.
 """
@@ -11,7 +11,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from transformer_xl.config import ModelConfig, RunConfig, TrainConfig, UserError
+    from transformer_xl.config import (
+        AlRfouConfig,
+        EvaluationConfig,
+        LSTMConfig,
+        ModelConfig,
+        QRNNConfig,
+        RunConfig,
+        ShawConfig,
+        TrainConfig,
+        TransformerXLConfig,
+        UserError,
+        VaswaniConfig,
+    )
     from transformer_xl.evaluation.dynamic import DynamicEvaluation
     from transformer_xl.evaluation.evaluate import evaluate
     from transformer_xl.evaluation.plan import EvaluationPlan
@@ -28,19 +40,26 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "AlRfouConfig": "config",
+    "ContextLimits": "model.memory",
     "Corpus": "text.token_store",
     "DynamicEvaluation": "evaluation.dynamic",
+    "EvaluationConfig": "config",
+    "EvaluationPlan": "evaluation.plan",
+    "LSTMConfig": "config",
     "Memory": "model.memory",
     "ModelConfig": "config",
-    "SlidingWindow": "evaluation.sliding_window",
-    "EvaluationPlan": "evaluation.plan",
-    "ContextLimits": "model.memory",
+    "QRNNConfig": "config",
     "Run": "run_folder",
     "RunConfig": "config",
     "Sampler": "generation.sampling",
+    "ShawConfig": "config",
+    "SlidingWindow": "evaluation.sliding_window",
     "TrainConfig": "config",
     "TransformerXL": "model.transformer_xl",
+    "TransformerXLConfig": "config",
     "UserError": "config",
+    "VaswaniConfig": "config",
     "build_model": "model.build",
     "evaluate": "evaluation.evaluate",
     "generate": "generation.decoding",
@@ -49,19 +68,26 @@ _HOMES = {
 }
 
 __all__ = [
+    "AlRfouConfig",
     "ContextLimits",
     "Corpus",
     "DynamicEvaluation",
+    "EvaluationConfig",
     "EvaluationPlan",
+    "LSTMConfig",
     "Memory",
     "ModelConfig",
+    "QRNNConfig",
     "Run",
     "RunConfig",
     "Sampler",
+    "ShawConfig",
     "SlidingWindow",
     "TrainConfig",
     "TransformerXL",
+    "TransformerXLConfig",
     "UserError",
+    "VaswaniConfig",
     "build_model",
     "evaluate",
     "generate",

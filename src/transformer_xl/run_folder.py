@@ -242,7 +242,7 @@ class RunFolder:
         Raises:
             UserError: something is missing, damaged or of another model.
         """
-        model = build_model(self.config.model)
+        model = build_model(self.config.model, memory_length=self.config.train.memory_length)
         if (best := self.path / "model.safetensors").exists():
             load_weights(model, best)
         for state in self.checkpoints():
@@ -255,7 +255,7 @@ class RunFolder:
         Raises:
             UserError: no weights, a damaged file, or weights that do not fit the settings.
         """
-        model = build_model(self.config.model)
+        model = build_model(self.config.model, memory_length=self.config.train.memory_length)
         load_weights(model, self.weights_file(weights))
         return model.to(device).eval()
 

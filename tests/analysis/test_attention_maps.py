@@ -19,13 +19,13 @@ from transformer_xl.analysis.attention_maps import (
     terms_of,
     with_terms,
 )
-from transformer_xl.config import ModelConfig, UserError
+from transformer_xl.config import ShawConfig, TransformerXLConfig, UserError
 from transformer_xl.evaluation.plan import EvaluationPlan
 from transformer_xl.model.build import build_model
 from transformer_xl.model.memory import ContextLimits
 
-SHAW = ModelConfig(
-    vocab_size=23, encoding="shaw", learned_positions=6, n_layers=2, d_model=14, n_heads=2, d_head=5, d_ff=19
+SHAW = ShawConfig(
+    vocab_size=23, architecture="shaw", max_relative_positions=6, n_layers=2, d_model=14, n_heads=2, d_head=5, d_ff=19
 )
 
 
@@ -187,12 +187,12 @@ def test_weights_too_large_for_their_products_are_refused(make_model, text, weig
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"kind": "lstm"}, "kind lstm does not attend, so there is no picture of it; give a run with encoding"),
-        ({"kind": "qrnn"}, "kind qrnn does not attend"),
-        ({"encoding": "sinusoidal", "memory": 0}, "encoding sinusoidal attends without memory and without terms"),
+        ({"architecture": "lstm"}, "kind lstm does not attend, so there is no picture of it; give a run with encoding"),
+        ({"architecture": "qrnn"}, "kind qrnn does not attend"),
+        ({"architecture": "vaswani", "memory": 0}, "encoding sinusoidal attends without memory and without terms"),
     ],
 )
 def test_other_models_are_refused(settings, message):
-    model = build_model(ModelConfig(vocab_size=23, n_layers=1, d_model=14, n_heads=2, d_ff=19, **settings))
+    model = build_model(TransformerXLConfig(vocab_size=23, n_layers=1, d_model=14, n_heads=2, d_ff=19, **settings))
     with pytest.raises(UserError, match=message):
         with_terms(model)

@@ -5,16 +5,16 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from transformer_xl.analysis.evaluation_speed import PAPER, Contest, Task, arithmetic_limit
-from transformer_xl.config import ModelConfig, UserError, load_recipe
+from transformer_xl.config import TransformerXLConfig, UserError, load_recipe
 from transformer_xl.model.memory import ContextLimits
 from transformer_xl.model.transformer_xl import TransformerXL
 
-SMALL = ModelConfig(vocab_size=23, n_layers=2, d_model=14, n_heads=2, d_head=5, d_ff=19)
+SMALL = TransformerXLConfig(vocab_size=23, n_layers=2, d_model=14, n_heads=2, d_head=5, d_ff=19)
 
 
 def test_limit_at_the_paper_s_size():
     """As arithmetic without a clamp allows: about 700, 1,390, 1,960 and 2,470."""
-    config = ModelConfig.model_validate(load_recipe("enwik8-24l").model)
+    config = TransformerXLConfig.model_validate(load_recipe("enwik8-24l").model)
     limits = [arithmetic_limit(config, length, None) for length in PAPER]
     assert [round(limit, -1) for limit in limits] == [700, 1390, 1960, 2470]
     assert arithmetic_limit(config, 3800, 1000) > limits[-1]
@@ -73,7 +73,7 @@ def test_stored_really_stores_and_fused_really_is(monkeypatch):
         ({"lengths": (5, 0)}, "length 5, 0: wanted 1 or more"),
         ({"rounds": 0}, "rounds 0"),
         ({"segments": (0,)}, "segment 0"),
-        ({"model": SMALL.model_copy(update={"kind": "lstm"})}, "is compared for Transformer-XL"),
+        ({"model": SMALL.model_copy(update={"architecture": "lstm"})}, "is compared for Transformer-XL"),
     ],
 )
 def test_what_cannot_be_compared(settings, text):

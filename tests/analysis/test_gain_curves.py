@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from transformer_xl.analysis.effective_context import ContextSweep, EffectiveContext, GroupModel
 from transformer_xl.analysis.gain_curves import draw_gains, write_picture
-from transformer_xl.config import ModelConfig, UserError
+from transformer_xl.config import TransformerXLConfig, UserError
 from transformer_xl.evaluation.plan import EvaluationPlan
 from transformer_xl.model.build import build_model
 from transformer_xl.model.memory import ContextLimits
@@ -22,7 +22,7 @@ SWEEP = ContextSweep(
 
 @pytest.fixture(scope="module")
 def found() -> EffectiveContext:
-    model = build_model(ModelConfig(vocab_size=5, n_layers=1, d_model=2, n_heads=1, d_ff=3))
+    model = build_model(TransformerXLConfig(vocab_size=5, n_layers=1, d_model=2, n_heads=1, d_ff=3))
     models = tuple(GroupModel(name, model, EvaluationPlan(3, ContextLimits(1))) for name in ("first", "second"))
     nats_ICP = np.random.default_rng(3).gamma(2.0, 1.0, (2, 4, 13))
     return EffectiveContext(SWEEP, models, np.arange(13), nats_ICP, (1.0, 2.0))

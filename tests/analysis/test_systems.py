@@ -79,7 +79,7 @@ def test_recurrent_models_are_as_large_as_the_transformer(name):
 
 def test_settings_that_a_system_does_not_have_are_left_out():
     odd = {
-        "model": {"tie_attention_biases": False, "clamp_length": 9, "norm": "pre", "attention_dropout": 0.1},
+        "model": {"tie_attention_biases": False, "clamp_length": 9, "norm_first": True, "attention_dropout": 0.1},
         "evaluation": {"memory_length": 40, "clamp_length": 9},
     }
     base = merge(BASE, odd)

@@ -35,10 +35,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     do(f"prepare {place}/words.txt --out {place}/words --vocabulary words")
     do(f"train --corpus {place}/corpus --run {place}/run {SMALL} {SHORT}")
     deep = SMALL.replace("layers 2", "layers 5")
-    do(f"train --corpus {place}/words --run {place}/shaw {deep} {SHORT} --model.encoding shaw")
+    do(f"train --corpus {place}/words --run {place}/shaw {deep} {SHORT} --model.architecture shaw")
     without = SHORT.replace("--train.memory-length 11 ", "")
-    do(f"train --corpus {place}/corpus --run {place}/learned {SMALL} {without} --model.encoding learned")
-    do(f"train --corpus {place}/corpus --run {place}/lstm {SMALL} {SHORT} --model.kind lstm")
+    do(f"train --corpus {place}/corpus --run {place}/learned {SMALL} {without} --model.architecture al-rfou")
+    do(f"train --corpus {place}/corpus --run {place}/lstm {SMALL} {SHORT} --model.architecture lstm")
     return place
 
 

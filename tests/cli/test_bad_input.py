@@ -161,7 +161,7 @@ WRONG_WORDS = [
     ("train --corpus corpus --run new --model.cutoffs 5;7", r"wanted numbers with commas between them"),
     ("train wikitext-103-large --corpus corpus --run new", "must stay below the 256 tokens of the vocabulary"),
     ("train --corpus corpus --run new --model.cutoffs 5,7 --model.div_val 999", "leaves the last of 2 tails no embed"),
-    ("train --corpus corpus --run new --train.order shuffled", "has 1 documents for 16 rows"),
+    ("train --corpus corpus --run new --train.shuffle-documents", "has 1 documents for 16 rows"),
     ("train", r"training needs --corpus DIR \(from 'txl prepare'\), or --resume RUN to go on with a run"),
     ("evaluate", "RUN requires an argument"),
     ("generate", "RUN requires an argument"),

@@ -19,7 +19,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place.mkdir()
     (place / "text.txt").write_bytes(b"".join(b"line %d\n" % number for number in range(99)))
     do(f"prepare {place}/text.txt --out {place}/corpus")
-    for name, system in (("lstm", "--model.kind lstm"), ("learned", "--model.encoding learned")):
+    for name, system in (("lstm", "--model.architecture lstm"), ("learned", "--model.architecture al-rfou")):
         do(f"train --corpus {place}/corpus --run {place}/{name} {SMALL} {SHORT} {system}")
     return place
 
@@ -40,21 +40,30 @@ def test_what_they_can_do(place: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--model.kind lsmt", "model.kind|lsmt"),
+        ("--model.architecture lsmt", "model.kind|lsmt"),
         (
-            "--model.kind lstm --model.attention-window 3",
+            "--model.architecture lstm --model.attention-window 3",
             "kind lstm does not attend, and window 3 was given; give window none",
         ),
-        ("--model.kind qrnn --evaluation.clamp-length 3", "kind qrnn does not attend, and clamp 3 was given"),
-        ("--model.kind lstm --model.encoding shaw", "encoding shaw needs kind transformer, and this is kind lstm"),
-        ("--model.kind lstm --train.compile layers", "train.compile layers is for transformers"),
+        ("--model.architecture qrnn --evaluation.clamp-length 3", "kind qrnn does not attend, and clamp 3 was given"),
         (
-            "--model.encoding sinusoidal --train.memory-length 7",
+            "--model.architecture lstm --model.architecture shaw",
+            "encoding shaw needs kind transformer, and this is kind lstm",
+        ),
+        ("--model.architecture lstm --train.compile layers", "train.compile layers is for transformers"),
+        (
+            "--model.architecture vaswani --train.memory-length 7",
             "encoding sinusoidal has no memory, and memory 7 was given",
         ),
-        ("--model.encoding learned --model.learned_positions 5", "segment 7 is longer than the 5 learned positions"),
-        ("--model.encoding shaw --model.learned_positions 999", "learned_positions 999 are more than training goes"),
-        ("--model.second_target", "second_target True needs encoding sinusoidal or learned"),
+        (
+            "--model.architecture al-rfou --model.learned_positions 5",
+            "segment 7 is longer than the 5 learned positions",
+        ),
+        (
+            "--model.architecture shaw --model.learned_positions 999",
+            "learned_positions 999 are more than training goes",
+        ),
+        ("--model.num-targets 2", "second_target True needs encoding sinusoidal or learned"),
     ],
 )
 def test_wrong_settings(place: Path, capfd: Capture, flags: str, message: str) -> None:
@@ -69,7 +78,7 @@ def test_wrong_settings(place: Path, capfd: Capture, flags: str, message: str) -
         ("evaluate {}/learned --memory 5", "encoding learned has no memory, and memory 5 was given; give memory 0"),
         ("evaluate {}/learned --segment 8", "segment 8 is longer than the 7 learned positions; give 7 at most"),
         ("generate {}/learned --prompt line --memory 5", "encoding learned has no memory, and memory 5 was given"),
-        ("train --resume {}/learned --train.max-steps 3 --model.second_target", "cannot change within a run"),
+        ("train --resume {}/learned --train.max-steps 3 --model.num-targets 2", "cannot change within a run"),
     ],
 )
 def test_wrong_lengths(place: Path, capfd: Capture, words: str, message: str) -> None:

@@ -8,9 +8,9 @@ import pytest
 
 from transformer_xl.cli.flags import given
 from transformer_xl.cli.main import build_app
-from transformer_xl.config import ModelConfig, Settings, TrainConfig
+from transformer_xl.config import Settings, TrainConfig, TransformerXLConfig
 
-GROUPS: dict[str, type[Settings]] = {"model": ModelConfig, "train": TrainConfig}
+GROUPS: dict[str, type[Settings]] = {"model": TransformerXLConfig, "train": TrainConfig}
 CHOICES = [
     (group, name, choice)
     for group, kind in GROUPS.items()
@@ -40,7 +40,7 @@ def test_there_are_choices_called_none() -> None:
 @pytest.mark.parametrize("inputs", [1, 2])
 def test_the_window_of_a_qrnn_can_be_typed(inputs: int) -> None:
     found = typed("model", "qrnn_kernel_size", str(inputs))
-    assert ModelConfig(kind="qrnn", qrnn_kernel_size=found).qrnn_kernel_size == inputs
+    assert TransformerXLConfig(architecture="qrnn", qrnn_kernel_size=found).qrnn_kernel_size == inputs
 
 
 @pytest.mark.parametrize(("group", "name"), [("model", "window"), ("model", "cutoffs"), ("train", "eval_tokens")])

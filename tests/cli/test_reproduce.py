@@ -136,7 +136,7 @@ def test_a_row_can_be_trained_by_hand(place: Path) -> None:
         ("--train.memory-length 0", "train.memory_length 0: recurrence is what is compared; give 1 or more"),
         ("--lengths 0", "--lengths 0: wanted whole numbers from 1 on"),
         ("--recipe ablatoin", "no recipe 'ablatoin' .did you mean 'ablation'"),
-        ("--model.encoding shaw", "model.encoding is what the systems differ in; leave it out"),
+        ("--model.architecture shaw", "model.encoding is what the systems differ in; leave it out"),
         ("--train.loss half", "train.loss is not one for all systems; leave it out"),
         ("--train.max-steps 0", "train.max_steps"),
         ("--device abacus", "no device 'abacus'"),

@@ -92,8 +92,8 @@ def test_word_level_with_clusters(texts: Path, capsys: pytest.CaptureFixture[str
 def test_shuffled_sentences(texts: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = ["prepare", "--train", "train.txt", "--vocabulary", "words", "--documents", "lines", "--out", "corpus"]
     assert said(*lines, capsys=capsys)["splits"]["train"]["documents"] == 211
-    assert said("train", "--corpus", "corpus", "--train.order=shuffled", *TINY, capsys=capsys)["finished"]
-    assert RunFolder.open(Path("runs/corpus")).config.train.order == "shuffled"
+    assert said("train", "--corpus", "corpus", "--train.shuffle-documents", *TINY, capsys=capsys)["finished"]
+    assert RunFolder.open(Path("runs/corpus")).config.train.shuffle_documents
 
 
 def test_further_text_for_an_old_run(texts: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -121,6 +121,6 @@ def test_a_damaged_corpus_of_the_right_size_is_refused(
     said("prepare", *files, "--vocabulary", "words", "--documents", "lines", "--out", "corpus", capsys=capsys)
     path = Path("corpus", file)
     path.write_bytes(b"\x05" * path.stat().st_size)
-    assert run(["train", "--corpus", "corpus", "--train.order=shuffled", *TINY]) == 2
+    assert run(["train", "--corpus", "corpus", "--train.shuffle-documents", *TINY]) == 2
     assert f"{file}: damaged (sha256" in capsys.readouterr().err
     assert not Path("runs").exists()

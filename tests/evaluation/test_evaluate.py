@@ -13,7 +13,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from transformer_xl.config import ModelConfig, RunConfig, TrainConfig, UserError
+from transformer_xl.config import RunConfig, TrainConfig, TransformerXLConfig, UserError
 from transformer_xl.evaluation import scoring
 from transformer_xl.evaluation.evaluate import evaluate
 from transformer_xl.evaluation.plan import EvaluationPlan
@@ -35,8 +35,10 @@ def draw(length: int, vocab_size: int = 256, seed: int = 3) -> npt.NDArray[Any]:
 
 @pytest.fixture
 def run(make_model) -> Run:
-    model = make_model(vocab_size=256, memory=11, dropout=0.3)
-    config = RunConfig(model=ModelConfig(clamp_length=17), train=TrainConfig(segment_length=7, memory_length=11))
+    model = make_model(vocab_size=256, memory_length=11, dropout=0.3)
+    config = RunConfig(
+        model=TransformerXLConfig(clamp_length=17), train=TrainConfig(segment_length=7, memory_length=11)
+    )
     return Run(model, ByteTokenizer(), config)
 
 

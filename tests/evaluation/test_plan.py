@@ -8,14 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from transformer_xl.config import EvaluationConfig, ModelConfig, RunConfig, TrainConfig, UserError
+from transformer_xl.config import EvaluationConfig, RunConfig, TrainConfig, TransformerXLConfig, UserError
 from transformer_xl.evaluation.plan import EvaluationPlan, Text
 from transformer_xl.model.memory import ContextLimits
 
 
 def test_a_plan_is_the_runs_unless_told_otherwise() -> None:
     plain = RunConfig(
-        train=TrainConfig(segment_length=7, memory_length=11), model=ModelConfig(attention_window=13, clamp_length=17)
+        train=TrainConfig(segment_length=7, memory_length=11),
+        model=TransformerXLConfig(attention_window=13, clamp_length=17),
     )
     assert EvaluationPlan.of(plain) == EvaluationPlan(
         7, ContextLimits(11, 13, 17), rows=None, documents="continue", precision="float32"

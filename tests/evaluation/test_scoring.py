@@ -11,8 +11,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from model_configs import model_config
 
-from transformer_xl.config import ModelConfig, UserError
+from transformer_xl.config import UserError
 from transformer_xl.evaluation import scoring
 from transformer_xl.evaluation.plan import EvaluationPlan, Text
 from transformer_xl.evaluation.scoring import ordered, score_parts, sum_nats, token_nats
@@ -38,7 +39,7 @@ def one_pass(
         return model.nats(hidden_BTD, torch.tensor(tokens_K[None].astype(np.int64)))[0].numpy()
 
 
-@pytest.mark.parametrize("style", [{}, {"norm": "pre"}, {"kernel": "reference"}])
+@pytest.mark.parametrize("style", [{}, {"norm_first": True}, {"kernel": "reference"}])
 @pytest.mark.parametrize("segment", [1, 2, 7, 36, 37, 38, 101])
 @pytest.mark.parametrize(("extra", "clamp"), [(0, None), (13, 5)])
 def test_any_segment_equals_one_pass(make_model, style, segment, extra, clamp) -> None:
@@ -218,7 +219,7 @@ def test_a_document_does_not_see_the_one_before(make_model) -> None:
 
 def test_many_short_documents_are_read_side_by_side(make_model, monkeypatch) -> None:
     """Few steps, and no memory where no document is longer than a segment."""
-    model = make_model(memory=11)
+    model = make_model(memory_length=11)
     starts_N = np.arange(0, 997, 7)
     text = Text(draw(997), START, starts_N)
     shapes, calls, call = [], [], type(model).forward
@@ -250,8 +251,8 @@ def test_empty_slots_that_are_attended_are_kept(make_model) -> None:
 # Other models behind the same contract.
 
 BASELINES = [
-    ({"kind": "lstm", "n_layers": 1}, 11), ({"kind": "qrnn", "n_layers": 2}, 11), ({"kind": "lstm", "n_layers": 2}, 0),
-    ({"encoding": "sinusoidal"}, 0), ({"encoding": "shaw", "learned_positions": 5}, 11),
+    ({"architecture": "lstm", "n_layers": 1}, 11), ({"architecture": "qrnn", "n_layers": 2}, 11), ({"architecture": "lstm", "n_layers": 2}, 0),
+    ({"architecture": "vaswani"}, 0), ({"architecture": "shaw", "max_relative_positions": 5}, 11),
 ]  # fmt: skip
 
 
@@ -260,7 +261,7 @@ def test_other_models_are_read_the_same(settings: dict[str, Any], memory: int) -
     """Rows where they can be exact, documents in any case; what keeps all it read says that rows cannot."""
     torch.manual_seed(7)
     sizes = {"vocab_size": 23, "n_layers": 2, "d_model": 14, "n_heads": 2, "d_ff": 19, "dropout": 0.0}
-    model = build_model(ModelConfig(**sizes | settings))
+    model = build_model(model_config(**sizes | settings))
     model, tokens_K, plan = model.double().eval(), draw(97), EvaluationPlan(5, ContextLimits(memory))
     wanted_K = token_nats(model, tokens_K, START, plan)
     if memory and "kind" in settings:

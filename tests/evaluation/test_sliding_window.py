@@ -9,8 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from model_configs import model_config
 
-from transformer_xl.config import ModelConfig, UserError
+from transformer_xl.config import UserError
 from transformer_xl.evaluation.plan import EvaluationPlan, Text
 from transformer_xl.evaluation.scoring import ordered, score_parts, token_nats
 from transformer_xl.evaluation.sliding_window import SlidingWindow
@@ -69,13 +70,15 @@ def test_deeper_models_with_memory_see_further(make_model, layers) -> None:
     assert np.abs(token_nats(model, tokens_K, START, moved(window)) - read_on_K).max() > 1e-6
 
 
-@pytest.mark.parametrize("settings", [{"encoding": "sinusoidal"}, {"encoding": "learned"}, {"kind": "lstm"}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{"architecture": "vaswani"}, {"architecture": "al-rfou"}, {"architecture": "lstm"}], ids=str
+)
 def test_models_that_know_no_memory_or_no_window(settings: dict[str, Any]) -> None:
     """The paper's vanilla models: places count from the window's start. A recurrent one starts with an empty state."""
     torch.manual_seed(7)
     sizes = {"vocab_size": 23, "n_layers": 2, "d_model": 14, "n_heads": 2, "d_ff": 19, "dropout": 0.0}
     sizes |= {"learned_positions": 5} if settings.get("encoding") == "learned" else {}
-    model, tokens_K = build_model(ModelConfig(**sizes | settings)).double().eval(), draw(37)
+    model, tokens_K = build_model(model_config(**sizes | settings)).double().eval(), draw(37)
     before, wanted = [START, *tokens_K.tolist()], []
     for place in range(37):
         inputs_BT = torch.tensor([before[max(0, place - 4) : place + 1]])

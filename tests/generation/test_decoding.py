@@ -30,7 +30,7 @@ def run(make_model) -> Run:
         train=TrainConfig(memory_length=11),
         evaluation=EvaluationConfig(memory_length=13, attention_window=7, clamp_length=5),
     )
-    return Run(make_model(vocab_size=256, memory=11), ByteTokenizer(), config)
+    return Run(make_model(vocab_size=256, memory_length=11), ByteTokenizer(), config)
 
 
 def text_of(run: Run, prompt: str | bytes | None = "a", **options: Any) -> str:
@@ -60,7 +60,7 @@ def test_generated_text_is_that_of_its_tokens(run: Run) -> None:
 def test_a_run_trained_without_memory_writes_from_a_segment(make_model) -> None:
     """As it was trained, and not each token from the one before alone; also where memory 0 is asked for."""
     config = RunConfig(train=TrainConfig(memory_length=0, segment_length=20))
-    run = Run(make_model(vocab_size=256, memory=0), ByteTokenizer(), config)
+    run = Run(make_model(vocab_size=256, memory_length=0), ByteTokenizer(), config)
     found = b"\nthe"
     while len(found) < 20:
         found += bytes([int(whole(run.model, list(found), ContextLimits(0))[0][-1].argmax())])

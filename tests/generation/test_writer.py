@@ -48,7 +48,7 @@ REACHES = {
 }
 
 
-@pytest.mark.parametrize("style", [{}, {"norm": "pre"}, {"kernel": "reference"}])
+@pytest.mark.parametrize("style", [{}, {"norm_first": True}, {"kernel": "reference"}])
 @pytest.mark.parametrize("reach", REACHES.values(), ids=REACHES)
 @pytest.mark.parametrize("prompt_length", [1, 4, 17])
 def test_token_by_token_equals_one_pass(make_model, style, context_limits: ContextLimits, prompt_length: int) -> None:
@@ -210,7 +210,7 @@ def test_no_mode_is_left_switched_on(make_model) -> None:
 
 
 def test_without_memory_given_it_is_the_models_own(make_model) -> None:
-    model = make_model(memory=5)
+    model = make_model(memory_length=5)
     found, watched, _ = decode(model, TEXT[:4], TEXT[4:])
     wanted, _, _ = decode(model, TEXT[:4], TEXT[4:], model.inference_memory(1, ContextLimits(5)))
     assert torch.equal(found, wanted)

@@ -91,7 +91,11 @@ def test_imports_point_one_way() -> None:
         ("device", "import transformer_xl", ["everything"]),
         ("text", "from .vocabulary import Vocabulary", ["a relative import"]),
         ("cli", "from transformer_xl.training.loop import Training\nimport torch", []),
-        ("model", "from transformer_xl.model import kernels\nfrom transformer_xl.config import ModelConfig", []),
+        (
+            "model",
+            "from transformer_xl.model import kernels\nfrom transformer_xl.config import TransformerXLConfig",
+            [],
+        ),
     ],
 )
 def test_a_wrong_import_is_found(part: str, source: str, found: list[str]) -> None:

@@ -103,8 +103,8 @@ def test_a_missing_projection_is_written_as_an_identity(make_run: MakeRun, tmp_p
 @pytest.mark.parametrize(
     ("settings", "system"),
     [
-        ({"encoding": "shaw"}, "encoding shaw"),
-        ({"kind": "lstm", "attention_window": None, "attend_empty_memory": False, "n_heads": 4}, "kind lstm"),
+        ({"architecture": "shaw"}, "encoding shaw"),
+        ({"architecture": "lstm", "attention_window": None, "attend_empty_memory": False, "n_heads": 4}, "kind lstm"),
     ],
 )
 def test_a_model_of_another_kind_is_not_written(

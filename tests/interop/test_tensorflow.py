@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from transformer_xl.config import ModelConfig, UserError, load_recipe, run_settings
+from transformer_xl.config import TransformerXLConfig, UserError, load_recipe, run_settings
 from transformer_xl.interop import tensorflow
 from transformer_xl.interop.convert import to_run
 from transformer_xl.interop.foreign import Foreign
@@ -49,7 +49,7 @@ def expected(name: str) -> dict[str, Any]:
 
 
 def model_of(foreign: Foreign) -> TransformerXL:
-    model = TransformerXL(ModelConfig(**foreign.model))
+    model = TransformerXL(TransformerXLConfig(**foreign.model))
     model.load_state_dict(foreign.weights)
     return model.double().eval()
 

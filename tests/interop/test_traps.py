@@ -15,7 +15,7 @@ from interop.checkpoints import golden, hugging_face_folder, scores_of
 from interop.golden_huggingface import SEGMENTS
 from torch import Tensor
 
-from transformer_xl.config import ModelConfig
+from transformer_xl.config import TransformerXLConfig
 from transformer_xl.interop.huggingface import read
 from transformer_xl.model.transformer_xl import TransformerXL
 
@@ -75,7 +75,7 @@ def test_each_setting_counts(trap: str, tmp_path: Path) -> None:
     changed_weights = dict(foreign.weights)
     change(changed_weights)
     nats = [
-        nats_of(ModelConfig(**values), loaded, expected["tokens_BT"])
+        nats_of(TransformerXLConfig(**values), loaded, expected["tokens_BT"])
         for values, loaded in ((settings, foreign.weights), ({**settings, **changes}, changed_weights))
     ]
     change_BT = (nats[1] - nats[0]).abs()
@@ -84,7 +84,7 @@ def test_each_setting_counts(trap: str, tmp_path: Path) -> None:
     assert change_BT.max() > least
 
 
-def nats_of(config: ModelConfig, weights: Weights, tokens_BT: Tensor) -> Tensor:
+def nats_of(config: TransformerXLConfig, weights: Weights, tokens_BT: Tensor) -> Tensor:
     """Losses (B, T - 1) in nats, float64."""
     model = TransformerXL(config)
     model.load_state_dict(weights)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transformer_xl.config import ModelConfig, UserError, check_settings
+from transformer_xl.config import TransformerXLConfig, UserError, check_settings
 from transformer_xl.model.adaptive import AdaptiveEmbedding, AdaptiveSoftmax
 from transformer_xl.model.transformer_xl import TransformerXL
 
@@ -34,7 +34,7 @@ def make(
     seed: int = 3, dtype: torch.dtype = torch.float64, **given_settings
 ) -> tuple[AdaptiveEmbedding, AdaptiveSoftmax]:
     small = {"vocab_size": 23, "d_model": 14, "n_heads": 2, "cutoffs": (5, 11, 19)}
-    config = ModelConfig(**{**small, **given_settings})
+    config = TransformerXLConfig(**{**small, **given_settings})
     embedding = AdaptiveEmbedding(config)
     softmax = AdaptiveSoftmax(config, embedding)
     generator = torch.Generator().manual_seed(seed)
@@ -132,7 +132,7 @@ def test_gradients_equal_those_of_the_dense_construction(style, targets):
 def test_all_parameters_take_part_in_each_step(style):
     """A step on text of head tokens alone, and of last-tail tokens alone, leaves no parameter without a gradient."""
     small = {"vocab_size": 23, "d_model": 14, "n_heads": 2, "cutoffs": (5, 11, 19), "n_layers": 2, "d_ff": 19}
-    model = TransformerXL(ModelConfig(**{**small, **STYLES[style]}))
+    model = TransformerXL(TransformerXLConfig(**{**small, **STYLES[style]}))
     for token in (0, 22):
         text_BT = torch.full((2, 3), token)
         model.nats(model(text_BT)[0], text_BT).sum().backward()
@@ -194,7 +194,7 @@ def test_any_cutoffs(data):
     values |= {"tie_weights": data.draw(st.booleans()), "project_same_width": data.draw(st.booleans())}
     if div_val ** len(cutoffs) > 14:
         with pytest.raises(UserError, match="leaves the last of"):
-            check_settings(ModelConfig, {"d_model": 14, "n_heads": 2, **values}, "test")
+            check_settings(TransformerXLConfig, {"d_model": 14, "n_heads": 2, **values}, "test")
         return
     _, softmax = make(**values)
     log_BTV = softmax.logits(hidden()).log_softmax(-1)
@@ -248,7 +248,9 @@ def test_bfloat16(style):
 
 
 def test_tied_weights_are_counted_and_saved_once():
-    model = TransformerXL(ModelConfig(vocab_size=23, d_model=14, n_heads=2, cutoffs=(5, 11), div_val=2, n_layers=2))
+    model = TransformerXL(
+        TransformerXLConfig(vocab_size=23, d_model=14, n_heads=2, cutoffs=(5, 11), div_val=2, n_layers=2)
+    )
     names = set(model.state_dict())
     assert {"embedding.tables.0", "embedding.projections.2", "softmax.bias", "softmax.cluster_weight"} <= names
     assert not any(name.startswith(("softmax.tables", "softmax.projections", "softmax._embedding")) for name in names)
@@ -277,12 +279,12 @@ def test_tied_weights_are_counted_and_saved_once():
 )
 def test_wrong_clusters_are_refused(values, message):
     with pytest.raises(UserError, match=message):
-        check_settings(ModelConfig, {"vocab_size": 23, "d_model": 14, "n_heads": 2, **values}, "test")
+        check_settings(TransformerXLConfig, {"vocab_size": 23, "d_model": 14, "n_heads": 2, **values}, "test")
 
 
 def test_cutoffs_still_to_be_found_build_no_model():
     with pytest.raises(UserError, match="cutoffs auto are found by 'txl train'"):
-        TransformerXL(ModelConfig(vocab_size=23, d_model=14, n_heads=2, cutoffs="auto"))
+        TransformerXL(TransformerXLConfig(vocab_size=23, d_model=14, n_heads=2, cutoffs="auto"))
 
 
 @pytest.mark.parametrize("style", STYLES)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from transformer_xl.config import ModelConfig
+from transformer_xl.config import TransformerXLConfig
 from transformer_xl.model.cost import find_cutoffs, step_cost
 from transformer_xl.model.transformer_xl import TransformerXL
 
@@ -59,13 +59,13 @@ def test_found_cutoffs_can_be_used(counts, most):
     counts = sorted((*counts[1:], counts[0] + 1), reverse=True)
     cutoffs = find_cutoffs(np.array(counts, dtype=np.int64), most)
     assert len(cutoffs) <= min(most, 3)
-    ModelConfig(vocab_size=len(counts), cutoffs=cutoffs)
+    TransformerXLConfig(vocab_size=len(counts), cutoffs=cutoffs)
 
 
 @pytest.mark.parametrize("cutoffs", [(), (5, 11)])
 def test_operations_are_those_of_a_real_step(cutoffs):
-    config = ModelConfig(
-        vocab_size=23, n_layers=2, d_model=14, n_heads=2, d_ff=19, dropout=0.1, memory=7, cutoffs=cutoffs
+    config = TransformerXLConfig(
+        vocab_size=23, n_layers=2, d_model=14, n_heads=2, d_ff=19, dropout=0.1, cutoffs=cutoffs
     )
     found = step_cost(config, batch_size=3, segment_length=5, memory_length=7)
     model = TransformerXL(config.model_copy(update={"kernel": "sdpa"})).train()
@@ -83,7 +83,7 @@ def test_operations_are_those_of_a_real_step(cutoffs):
 
 
 def test_kept_activations_are_those_of_a_real_step():
-    config = ModelConfig(vocab_size=23, n_layers=2, d_model=14, n_heads=2, d_ff=19, dropout=0.1, memory=7)
+    config = TransformerXLConfig(vocab_size=23, n_layers=2, d_model=14, n_heads=2, d_ff=19, dropout=0.1)
     kept: dict[int, torch.Tensor] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:

@@ -30,7 +30,7 @@ def read(model, memory: Memory, *parts: torch.Tensor, lengths=None) -> tuple[tor
 
 
 @pytest.mark.parametrize("reach", REACHES)
-@pytest.mark.parametrize("settings", [{}, {"norm": "pre"}, {"tie_attention_biases": False}, {"kernel": "sdpa"}])
+@pytest.mark.parametrize("settings", [{}, {"norm_first": True}, {"tie_attention_biases": False}, {"kernel": "sdpa"}])
 @pytest.mark.parametrize("attended", [False, True])
 def test_same_numbers_as_hidden_rows(make_model, tokens, context_limits, settings, attended):
     model, context_limits = make_model(attend_empty_memory=attended, **settings), REACHES[context_limits]
@@ -38,7 +38,7 @@ def test_same_numbers_as_hidden_rows(make_model, tokens, context_limits, setting
     hidden_BTD, _ = read(model, model.initial_memory(2, context_limits), *parts)
     found_BTD, memory = read(model, model.inference_memory(2, context_limits), *parts)
     torch.testing.assert_close(found_BTD, hidden_BTD, **EXACT)
-    assert isinstance(memory, KeyValueMemory) or (attended and settings.get("norm") == "pre")
+    assert isinstance(memory, KeyValueMemory) or (attended and settings.get("norm_first"))
     assert memory.position_B.tolist() == [41, 41]
 
 
@@ -177,12 +177,14 @@ def test_a_memory_of_another_model_is_refused(make_model, tokens):
 
 
 def _small():
-    from transformer_xl.config import ModelConfig
+    from transformer_xl.config import TransformerXLConfig
     from transformer_xl.model.transformer_xl import TransformerXL
 
     torch.manual_seed(5)
     return (
-        TransformerXL(ModelConfig(vocab_size=23, n_layers=2, d_model=14, n_heads=2, d_head=5, d_ff=19, dropout=0.0))
+        TransformerXL(
+            TransformerXLConfig(vocab_size=23, n_layers=2, d_model=14, n_heads=2, d_head=5, d_ff=19, dropout=0.0)
+        )
         .double()
         .eval()
     )

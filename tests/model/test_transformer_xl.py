@@ -8,15 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import forward as oracle
 
-from transformer_xl.config import ModelConfig, UserError, load_recipe
+from transformer_xl.config import TransformerXLConfig, UserError, load_recipe
 from transformer_xl.model.attention import encode_distances
 from transformer_xl.model.memory import ContextLimits
 from transformer_xl.model.transformer_xl import TransformerXL
 
 STYLES = {
     "the paper's": {},
-    "pre-norm": {"norm": "pre"},
-    "pre-norm as the authors'": {"norm": "pre", "final_norm": False},
+    "pre-norm": {"norm_first": True},
+    "pre-norm as the authors'": {"norm_first": True, "final_norm": False},
     "untied biases": {"tie_attention_biases": False},
     "reference kernel": {"kernel": "reference"},
 }
@@ -25,7 +25,7 @@ STYLES = {
 def oracle_settings(model: TransformerXL, context_limits: ContextLimits) -> dict:
     config = model.config
     return {
-        "n_layers": config.n_layers, "n_heads": config.n_heads, "pre_norm": config.norm == "pre",
+        "n_layers": config.n_layers, "n_heads": config.n_heads, "pre_norm": config.norm_first,
         "tied": config.tie_attention_biases, "attention_window": context_limits.attention_window, "clamp": context_limits.clamp_length,
     }  # fmt: skip
 
@@ -73,7 +73,9 @@ def test_segments_of_any_lengths_equal_one_pass(norm, lengths, clamp):
     """With memory for all that came before, cutting a text changes nothing (up to float64 rounding)."""
     torch.manual_seed(5)
     model = (
-        TransformerXL(ModelConfig(vocab_size=23, n_layers=3, d_model=14, n_heads=2, d_ff=19, dropout=0.0, norm=norm))
+        TransformerXL(
+            TransformerXLConfig(vocab_size=23, n_layers=3, d_model=14, n_heads=2, d_ff=19, dropout=0.0, norm=norm)
+        )
         .double()
         .eval()
     )
@@ -207,8 +209,8 @@ def test_bfloat16_keeps_positions_in_float32(make_model, tokens):
     encoding_PD = encode_distances(2000, 14, torch.empty(0, dtype=torch.bfloat16))
     assert encoding_PD.dtype == torch.float32
     assert len({tuple(row) for row in encoding_PD.tolist()}) == 2000
-    model = make_model(memory=600)
-    half = make_model(memory=600).bfloat16()
+    model = make_model(memory_length=600)
+    half = make_model(memory_length=600).bfloat16()
     text = tokens(1, 300)
     exact_BTD, low_BTD = (one(text, one(text)[1])[0] for one in (model, half))
     assert low_BTD.dtype == torch.bfloat16
@@ -251,7 +253,7 @@ def test_dropout_depends_on_the_random_state_alone(make_model, tokens, kernel):
 
 def test_first_weights_are_the_authors():
     torch.manual_seed(0)
-    model = TransformerXL(ModelConfig(d_model=128, n_heads=4, n_layers=2))
+    model = TransformerXL(TransformerXLConfig(d_model=128, n_heads=4, n_layers=2))
     for name, parameter in model.named_parameters():
         mean, std = (1.0, 0.02) if name.endswith("norm.weight") else (0.0, 0.0 if name.endswith("bias") else 0.02)
         std = 0.02 if name in ("content_bias", "position_bias") else std
@@ -263,7 +265,7 @@ def test_first_weights_are_the_authors():
 def test_parameters_at_the_paper_s_vocabulary(recipe, counted):
     """enwik8 holds 204 different bytes."""
     with torch.device("meta"):
-        model = TransformerXL(ModelConfig(**{**load_recipe(recipe).model, "vocab_size": 204}))
+        model = TransformerXL(TransformerXLConfig(**{**load_recipe(recipe).model, "vocab_size": 204}))
     assert model.num_parameters() == counted
 
 
@@ -278,7 +280,7 @@ def test_parameters_at_the_paper_s_vocabulary(recipe, counted):
             lambda model: model(torch.zeros(2, 3, dtype=torch.int64), model.initial_memory(3)),
             "memory of 3 rows beside 2",
         ),
-        (lambda model: TransformerXL(ModelConfig(attn_implementation="refrence")), "did you mean 'reference'"),
+        (lambda model: TransformerXL(TransformerXLConfig(attn_implementation="refrence")), "did you mean 'reference'"),
     ],
 )
 def test_wrong_calls_say_so(make_model, call, text):

@@ -17,7 +17,7 @@ import pytest
 import torch
 from reference import Case, attention
 
-from transformer_xl.config import ModelConfig, UserError
+from transformer_xl.config import TransformerXLConfig, UserError
 from transformer_xl.model.cost import step_cost
 from transformer_xl.model.kernels import KERNELS, AttentionInputs, AttentionMask, choose
 from transformer_xl.model.kernels.triton import attend, fits
@@ -284,8 +284,8 @@ def test_compiles_without_a_break():
 def test_a_model_trains_with_it(monkeypatch):
     """A whole model with the kernel asked for by name."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    config = ModelConfig(
-        vocab_size=13, n_layers=2, d_model=6, n_heads=2, d_ff=7, dropout=0.0, memory=3, attn_implementation="triton"
+    config = TransformerXLConfig(
+        vocab_size=13, n_layers=2, d_model=6, n_heads=2, d_ff=7, dropout=0.0, attn_implementation="triton"
     )
     losses = []
     for kernel in ("triton", "reference"):
@@ -300,7 +300,7 @@ def test_a_model_trains_with_it(monkeypatch):
 
 
 def test_what_it_keeps_can_be_counted():
-    config = ModelConfig(
+    config = TransformerXLConfig(
         vocab_size=13, n_layers=2, d_model=8, n_heads=2, d_ff=7, dropout=0.0, attn_implementation="triton"
     )
     kept = {

@@ -50,7 +50,7 @@ def test_uniform_is_the_mean_of_the_weights_since_it_began(make_model, begin: in
 @pytest.mark.parametrize("decay", [0.0, 0.9, 0.999])
 def test_exponential_weighs_older_weights_less(make_model, begin: int, decay: float) -> None:
     model = make_model()
-    average = WeightAverage(model, TrainConfig(weight_average="exponential", ema_decay=decay, average_start_step=begin))
+    average = WeightAverage(model, TrainConfig(weight_average="ema", ema_decay=decay, average_start_step=begin))
     seen = torch.stack(wander(model, average, 11)[begin:])
     share = decay ** torch.arange(len(seen) - 1, -1, -1, dtype=torch.float64)
     wanted = (share[:, None] * seen).sum(0) / share.sum()
@@ -101,8 +101,8 @@ def test_it_goes_on_from_its_tensors(make_model) -> None:
 
 
 AVERAGES = [
-    {"average": "uniform", "average_start_step": 3},
-    {"average": "exponential", "ema_decay": 0.5},
+    {"weight_average": "uniform", "average_start_step": 3},
+    {"weight_average": "ema", "ema_decay": 0.5},
 ]
 
 

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 
 import transformer_xl
 from transformer_xl.cli.main import run as txl
-from transformer_xl.config import ModelConfig, RunConfig, TrainConfig, UserError
+from transformer_xl.config import RunConfig, TrainConfig, TransformerXLConfig, UserError
 from transformer_xl.run_folder import RunFolder, StateRecord, config_text
 from transformer_xl.tensor_file import load_tensors
 from transformer_xl.text.corpus_writer import write_corpus
@@ -46,8 +46,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "bfloat16": {"train": {"dtype": "bfloat16"}},
     "no memory": {"train": {"memory_length": 0}},
     "memory shorter than a segment": {"train": {"memory_length": 5}},
-    "pre-norm": {"model": {"norm": "pre"}},
-    "adaptive, shuffled": {"model": {"cutoffs": (100, 110, 200), "div_val": 2}, "train": {"order": "shuffled"}},
+    "pre-norm": {"model": {"norm_first": True}},
+    "adaptive, shuffled": {"model": {"cutoffs": (100, 110, 200), "div_val": 2}, "train": {"shuffle_documents": True}},
 }
 
 
@@ -64,7 +64,7 @@ def make_corpus(place: Path, *, valid: bool = True) -> Corpus:
 
 def start(place: Path, corpus: Corpus, variant: dict[str, Any]) -> Trainer:
     model, train = MODEL | variant.get("model", {}), TRAIN | variant.get("train", {})
-    config = RunConfig(model=ModelConfig(**model), train=TrainConfig(**train))
+    config = RunConfig(model=TransformerXLConfig(**model), train=TrainConfig(**train))
     return Trainer(RunFolder.create(place, config, corpus.tokenizer), corpus, CPU)
 
 

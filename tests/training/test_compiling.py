@@ -56,7 +56,7 @@ def test_a_copy_of_a_compiled_model_has_weights_of_its_own(make_model) -> None:
 
 def test_graphs_need_cuda(make_model) -> None:
     with pytest.raises(UserError, match=r"compile graphs needs CUDA, and this run is on cpu; give --train.compile lay"):
-        compile_layers(make_model(), CPU, "graphs")
+        compile_layers(make_model(), CPU, "cudagraphs")
 
 
 def test_a_machine_without_a_compiler_is_told(make_model, monkeypatch: pytest.MonkeyPatch) -> None:

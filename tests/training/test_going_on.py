@@ -18,10 +18,10 @@ from transformer_xl.training.loop import Trainer
 WARMUP = {"segment": 8, "memory": 12, "initial_segment_length": 2, "segment_warmup_steps": 12}
 SETTINGS: dict[str, dict[str, Any]] = {
     "adamw, wsd, an average": {
-        "optimizer": "adamw", "weight_decay": 0.1, "lr_schedule": "wsd", "decay_steps": 7, "weight_average": "exponential",
+        "optimizer": "adamw", "weight_decay": 0.1, "lr_schedule": "wsd", "decay_steps": 7, "weight_average": "ema",
         "ema_decay": 0.9,
     },
-    "muon, a uniform average": {"optimizer": "muon", "average": "uniform", "average_start_step": 4},
+    "muon, a uniform average": {"optimizer": "muon", "weight_average": "uniform", "average_start_step": 4},
     "chunks": {"chunks": 2, "recompute": True},
     "length warm-up": WARMUP,
     "length warm-up in chunks": {**WARMUP, "chunks": 3, "optimizer": "muon"},

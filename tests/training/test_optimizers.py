@@ -32,14 +32,14 @@ ADAPTIVE = {"cutoffs": (5, 11), "div_val": 2, "tie_word_embeddings": False, "tie
 
 
 def test_adam_is_torchs_with_the_papers_settings(make_model) -> None:
-    (group,) = groups_of(make_model(tie_attention_biases=False, norm="pre"))
+    (group,) = groups_of(make_model(tie_attention_biases=False, norm_first=True))
     assert type(group["of"]) is torch.optim.Adam
     assert (group["betas"], group["eps"], group["weight_decay"]) == ((0.9, 0.999), 1e-8, 0)
     (group,) = groups_of(make_model(), beta1=0.8, beta2=0.95)
     assert group["betas"] == (0.8, 0.95)
 
 
-@pytest.mark.parametrize("settings", [{}, ADAPTIVE, {"tie_attention_biases": False, "norm": "pre"}])
+@pytest.mark.parametrize("settings", [{}, ADAPTIVE, {"tie_attention_biases": False, "norm_first": True}])
 def test_adamw_takes_from_matrices_alone(make_model, settings: dict[str, Any]) -> None:
     model = make_model(**settings)
     decayed, others = groups_of(model, optimizer="adamw", weight_decay=0.1, beta2=0.95)
@@ -51,7 +51,7 @@ def test_adamw_takes_from_matrices_alone(make_model, settings: dict[str, Any]) -
     assert kept == wanted
 
 
-@pytest.mark.parametrize("settings", [{}, ADAPTIVE, {"tie_attention_biases": False, "norm": "pre"}])
+@pytest.mark.parametrize("settings", [{}, ADAPTIVE, {"tie_attention_biases": False, "norm_first": True}])
 def test_muon_moves_the_matrices_inside_the_layers(make_model, settings: dict[str, Any]) -> None:
     model = make_model(**settings)
     muon, decayed, others = groups_of(model, optimizer="muon", weight_decay=0.1, momentum=0.9)

@@ -106,8 +106,8 @@ def test_the_stages_of_the_length_warmup_are_equally_long() -> None:
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
-        ("average_start_step", {"average": "uniform"}),
-        ("average_start_step", {"average": "exponential"}),
+        ("average_start_step", {"weight_average": "uniform"}),
+        ("average_start_step", {"weight_average": "ema"}),
         ("segment_warmup_steps", {"segment": 8, "memory": 8, "initial_segment_length": 4}),
     ],
 )

@@ -209,7 +209,7 @@ def learner_of(model: Any, **settings: Any) -> TrainStep:
 def test_chunks_are_one_large_batch(make_model, settings: dict[str, Any], chunks: int) -> None:
     found = {}
     for number in (1, chunks):
-        model = make_model(memory=7, **settings)
+        model = make_model(memory_length=7, **settings)
         learner = learner_of(model, batch_size=7, chunks=number)
         memories = tuple(model.initial_memory(len(rows)) for rows in chunks_of(7, learner.config, 1))
         assert len(memories) == number

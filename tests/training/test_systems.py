@@ -17,11 +17,11 @@ from transformer_xl.model.memory import Memory
 from transformer_xl.run_folder import RunFolder, load
 from transformer_xl.training.loop import Trainer
 
-AUXILIARY = {"intermediate_layer_losses": True, "second_target": True}
+AUXILIARY = {"intermediate_layer_losses": True, "num_targets": 2}
 SYSTEMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "lstm, chunks": ({"kind": "lstm"}, {"chunks": 2}),
+    "lstm, chunks": ({"architecture": "lstm"}, {"chunks": 2}),
     "qrnn, length warm-up": (
-        {"kind": "qrnn", "zoneout": 0.2},
+        {"architecture": "qrnn", "zoneout": 0.2},
         {
             "segment_length": 8,
             "memory_length": 12,
@@ -30,9 +30,9 @@ SYSTEMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "optimizer": "muon",
         },
     ),
-    "shaw": ({"encoding": "shaw"}, {"recompute": True}),
-    "sinusoidal, half the loss": ({"encoding": "sinusoidal"}, {"memory": 0, "loss": "half"}),
-    "learned, auxiliary losses": ({"encoding": "learned", **AUXILIARY}, {"memory": 0, "average": "uniform"}),
+    "shaw": ({"architecture": "shaw"}, {"recompute": True}),
+    "sinusoidal, half the loss": ({"architecture": "vaswani"}, {"memory": 0, "loss": "half"}),
+    "learned, auxiliary losses": ({"architecture": "al-rfou", **AUXILIARY}, {"memory": 0, "weight_average": "uniform"}),
 }
 
 
@@ -71,7 +71,7 @@ def test_auxiliary_losses_train_and_are_not_reported(tmp_path: Path) -> None:
         start(
             tmp_path / name,
             corpus,
-            model={"encoding": "learned", **extra},
+            model={"architecture": "al-rfou", **extra},
             memory_length=0,
             max_steps=3,
             warmup_steps=0,
@@ -90,7 +90,7 @@ def test_auxiliary_losses_train_and_are_not_reported(tmp_path: Path) -> None:
 def test_auxiliary_losses_follow_the_steps_of_the_whole_training(tmp_path: Path) -> None:
     """Of two layers the first predicts in the first quarter of training; its map then stands still."""
     corpus = make_corpus(tmp_path / "corpus", letters(70, seed=1))
-    model = {"encoding": "learned", "intermediate_layer_losses": True}
+    model = {"architecture": "al-rfou", "intermediate_layer_losses": True}
     training = start(tmp_path / "run", corpus, model=model, memory_length=0, max_steps=8, warmup_steps=0, beta1=0.0)
     weight = dict(training.state.model.named_parameters())["next_heads.1.weight"]
     moved = []

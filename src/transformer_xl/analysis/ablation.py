@@ -22,7 +22,7 @@ NAMES: dict[Measure, str] = {"bits_per_byte": "bits per byte", "perplexity": "pe
 _ABOVE = 0.5  # of the distance from the best to the worst at training length: what a picture shows above the worst
 
 COLUMNS = [
-    *("system", "memory", "encoding", "loss"),
+    *("system", "memory", "architecture", "loss"),
     *("initial", "best", "at length", "paper's initial", "best", "at length"),
 ]
 
@@ -65,7 +65,7 @@ class Findings:
             paper[0] = "-" if published.initial is None else f"{published.initial:.2f}"
             paper[1:] = [f"{published.best:.2f}", "-" if published.length is None else f"{published.length}"]
         return [
-            *(system.name, "yes" if system.recurrence else "no", system.encoding, system.loss),
+            *(system.name, "yes" if system.recurrence else "no", system.architecture, system.loss),
             *(_with_spread(self.initial, digits), _with_spread(self.best, digits), f"{self.best_length:,}"),
             *paper,
         ]
@@ -163,7 +163,7 @@ def _length_verdict(findings: Findings) -> str:
     system, digits, initial = findings.system, DIGITS[findings.measure], findings.initial
     longer = {length: values for length, values in findings.by_length.items() if length > findings.initial_length}
     if not longer:
-        learned = system.encoding == "learned"
+        learned = system.architecture == "al-rfou"
         return f"as in the paper: it has no positions beyond {findings.initial_length}" if learned else "not tried here"
     length = min(longer, key=lambda length: mean(longer[length]))
     pairs = zip(longer[length], initial, strict=True)
@@ -198,15 +198,15 @@ def equal_memory_rows(found: Mapping[str, Findings]) -> list[list[str]]:
 
 
 def chart(found: Mapping[str, Findings]) -> Chart:
-    """Each system's figure by attention length: colours are encodings, broken lines half the loss, dots recurrence."""
-    encodings = ("relative", "shaw", "sinusoidal", "learned")
+    """Each system by attention length: colours are architectures, broken lines half the loss, dots recurrence."""
+    architectures = ("transformer-xl", "shaw", "vaswani", "al-rfou")
     lines = [
         Line(
             findings.system.name,
             list(findings.by_length),
             [mean(values) for values in findings.by_length.values()],
             ("o" if findings.system.recurrence else "x") + ("--" if findings.system.loss == "half" else "-"),
-            COLOURS[encodings.index(findings.system.encoding)] if not findings.system.larger else COLOURS[-1],
+            COLOURS[architectures.index(findings.system.architecture)] if not findings.system.larger else COLOURS[-1],
         )
         for findings in (found[system.name] for system in ABLATION if system.name in found)
     ]

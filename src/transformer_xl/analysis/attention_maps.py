@@ -21,9 +21,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from transformer_xl.config import UserError
+from transformer_xl.config import AbsoluteConfig, ShawConfig, UserError
 from transformer_xl.evaluation.plan import EvaluationPlan, Progress
-from transformer_xl.evaluation.scoring import check_weights, computing
+from transformer_xl.evaluation.scoring import attends_empty_memory, check_weights, computing
 from transformer_xl.evaluation.stretches import slots_needed
 from transformer_xl.model.kernels import AttentionTerms
 from transformer_xl.model.language_model import LanguageModel
@@ -45,7 +45,7 @@ TERMS: dict[Term, str] = {
 
 def terms_of(model: TransformerXL) -> dict[Term, str]:
     """What can be shown of this model: Shaw's encoding has no global terms."""
-    missing = ("content_bias", "position_bias") if model.config.encoding == "shaw" else ()
+    missing = ("content_bias", "position_bias") if isinstance(model.config, ShawConfig) else ()
     return {term: words for term, words in TERMS.items() if term not in missing}
 
 
@@ -62,9 +62,11 @@ def with_terms(model: LanguageModel) -> TransformerXL:
     """
     if isinstance(model, TransformerXL):
         return model
-    lacks = "attends without memory and without terms" if model.config.is_absolute else "does not attend"
+    lacks = (
+        "attends without memory and without terms" if isinstance(model.config, AbsoluteConfig) else "does not attend"
+    )
     raise UserError(
-        f"{model.config.system} {lacks}, so there is no picture of it; give a run with encoding relative or shaw"
+        f"{model.config.architecture} {lacks}, so there is no picture of it; give a run of transformer-xl or shaw"
     )
 
 
@@ -108,7 +110,7 @@ def look(
     check_weights(model)
     device, context_limits = next(model.parameters()).device, plan.context_limits
     # slots that the text never fills change nothing, unless they are attended
-    slots = context_limits.memory_length if model.config.attend_empty_memory else slots_needed(len(tokens_K), plan)
+    slots = context_limits.memory_length if attends_empty_memory(model) else slots_needed(len(tokens_K), plan)
     memory = model.initial_memory(1, replace(context_limits, memory_length=slots))
     for begin in range(0, len(tokens_K), plan.segment):
         ids_T = np.asarray(tokens_K[begin : begin + plan.segment], dtype=np.int64)

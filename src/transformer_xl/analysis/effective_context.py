@@ -29,7 +29,7 @@ import torch
 
 from transformer_xl.config import INT32_MAX, UserError
 from transformer_xl.evaluation.plan import EvaluationPlan, Progress
-from transformer_xl.evaluation.scoring import check_weights, computing
+from transformer_xl.evaluation.scoring import attends_empty_memory, check_weights, computing
 from transformer_xl.evaluation.stretches import slots_needed
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import ContextLimits
@@ -169,7 +169,7 @@ class GroupModel:
 
     def _context_limits(self, num_read: int) -> ContextLimits:
         """Return the plan's limits, with no more memory slots than `num_read` tokens can fill."""
-        if self.model.config.attend_empty_memory:
+        if attends_empty_memory(self.model):
             return self.plan.context_limits
         return replace(self.plan.context_limits, memory_length=slots_needed(num_read, self.plan))
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from transformer_xl.config import ModelConfig, UserError
+from transformer_xl.config import AlRfouConfig, BaseModelConfig, ModelConfig, TransformerXLConfig, UserError
 from transformer_xl.device import Precision, autocast, resolve_dtype
 from transformer_xl.model.build import build_model
 from transformer_xl.model.language_model import LanguageModel
@@ -38,7 +38,7 @@ class Task:
     """What is compared."""
 
     model: ModelConfig
-    """Sizes of both; encoding and memory are set here."""
+    """Settings of the model with memory, whose sizes the vanilla model takes."""
     lengths: tuple[int, ...] = tuple(PAPER)
     """W: attention lengths, in tokens."""
     clamp: int | None = None
@@ -53,7 +53,7 @@ class Task:
             if not numbers or min(numbers) < 1:
                 given = ", ".join(map(str, numbers)) or "nothing"
                 raise UserError(f"{what} {given}: wanted 1 or more")
-        if self.model.kind != "transformer" or self.model.encoding != "relative":
+        if not isinstance(self.model, TransformerXLConfig):
             raise UserError("the speed of evaluation is compared for Transformer-XL; give a recipe or run of that kind")
 
 
@@ -115,9 +115,10 @@ class Contest:
         longest = max(task.lengths)
         # dropout plays no part; the vanilla model is Al-Rfou's, as in the paper, without its training losses
         shared = {"dropout": 0.0, "attention_dropout": 0.0, "attention_window": None, "clamp_length": None}
-        vanilla = {"encoding": "learned", "learned_positions": longest, "memory": 0}
-        self._memory_model = self._ready(task.model.model_copy(update=shared))
-        self._vanilla_model = self._ready(task.model.model_copy(update={**shared, **vanilla}))
+        memory: ModelConfig = task.model.model_copy(update=shared)
+        sizes = memory.model_dump(include=AlRfouConfig.model_fields.keys() - {"architecture"})
+        self._memory_model = self._ready(memory)
+        self._vanilla_model = self._ready(AlRfouConfig(**sizes, max_position_embeddings=longest))
 
     def _ready(self, config: ModelConfig) -> LanguageModel:
         model = build_model(config).eval().to(self.device)
@@ -159,7 +160,7 @@ class Contest:
             vanilla_fused_seconds=fused,
             factor_stored=stored / each[best],
             factor_fused=fused / each[best],
-            limit=arithmetic_limit(self.task.model, length, self.task.clamp),
+            limit=arithmetic_limit(self._memory_model.config, length, self.task.clamp),
             paper=PAPER.get(length),
         )
 
@@ -210,14 +211,15 @@ class _Reading:
         self._model.nats(hidden_1TD, text_1T)
 
 
-def arithmetic_limit(config: ModelConfig, length: int, clamp: int | None) -> float:
+def arithmetic_limit(config: BaseModelConfig, length: int, clamp: int | None) -> float:
     """Multiplications of one window over those of one token beside a memory, at attention length W.
 
     A layer's linear maps take 4 D N H + 2 D F for each token. Vanilla attention adds 2 N H for each pair of tokens, of
     which there are W (W + 1) / 2; memory adds 2 N H for each of W keys, and N H for each distance that has a position
     key of its own.
     """
-    inner = config.n_heads * config.head_size
+    assert isinstance(config, TransformerXLConfig)
+    inner = config.n_heads * config.head_dim
     linear = 4 * config.d_model * inner + 2 * config.d_model * config.d_ff
     distances = length if clamp is None else min(length, clamp + 1)
     vanilla = length * linear + length * (length + 1) * inner

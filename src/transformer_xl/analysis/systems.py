@@ -11,26 +11,14 @@ from typing import Any, Literal
 
 import torch
 
-from transformer_xl.config import RunConfig, merge, run_settings
+from transformer_xl.config import ARCHITECTURES, RunConfig, merge, run_settings
 from transformer_xl.model.build import build_model
 from transformer_xl.model.cost import step_cost
 
 Groups = dict[str, dict[str, Any]]
 """Settings by group: model, train, evaluation."""
 
-Encoding = Literal["relative", "shaw", "sinusoidal", "learned", "lstm", "qrnn"]
-
-_OF_RELATIVE = ("tie_attention_biases",)
-_OF_DISTANCES = (*_OF_RELATIVE, "attend_empty_memory", "attn_implementation", "clamp_length")
-_MEANINGLESS: dict[Encoding, tuple[str, ...]] = {
-    "relative": (),
-    "shaw": _OF_RELATIVE,
-    "sinusoidal": _OF_DISTANCES,
-    "learned": _OF_DISTANCES,
-    "lstm": (*_OF_DISTANCES, "attention_window", "norm", "attention_dropout", "encoding"),
-    "qrnn": (*_OF_DISTANCES, "attention_window", "norm", "attention_dropout", "encoding"),
-}
-"""Settings of a Transformer-XL that a system does not have."""
+Architecture = Literal["transformer-xl", "shaw", "vaswani", "al-rfou", "lstm", "qrnn"]
 
 
 @dataclass(frozen=True)
@@ -50,8 +38,7 @@ class System:
 
     name: str
     """Of its runs: NAME-seedN."""
-    encoding: Encoding
-    """How it knows places; or which recurrent model it is, which needs none."""
+    architecture: Architecture
     recurrence: bool
     loss: Literal["full", "half"] = "full"
     published: Published | None = None
@@ -64,12 +51,12 @@ class System:
     @property
     def attends(self) -> bool:
         """Whether it has an attention length."""
-        return self.encoding not in ("lstm", "qrnn")
+        return self.architecture not in ("lstm", "qrnn")
 
     @property
     def has_memory(self) -> bool:
         """Whether memory can be given it when it is scored; without, a window must move token by token."""
-        return self.encoding not in ("sinusoidal", "learned")
+        return ARCHITECTURES[self.architecture].has_memory
 
     def settings(self, base: Mapping[str, Mapping[str, Any]], vocab_size: int) -> Groups:
         """Its settings: the base's, with what makes it this system.
@@ -80,11 +67,11 @@ class System:
         settings: Groups = merge({"model": {}, "train": {}, "evaluation": {}}, base)
         model, train = settings["model"], settings["train"]
         with_memory = _checked(settings, vocab_size)
-        for name in _MEANINGLESS[self.encoding]:
-            model.pop(name, None)
-        model |= {"encoding": self.encoding} if self.attends else {"kind": self.encoding}
+        fields = ARCHITECTURES[self.architecture].model_fields
+        model = settings["model"] = {name: value for name, value in model.items() if name in fields}
+        model["architecture"] = self.architecture
         train |= {"loss": self.loss, "memory_length": with_memory.train.memory_length if self.recurrence else 0}
-        if self.encoding not in ("relative", "shaw"):
+        if self.architecture not in ("transformer-xl", "shaw"):
             settings["evaluation"].clear()  # lengths of a memory
         if self.larger:
             model["n_layers"] = with_memory.model.n_layers + max(1, with_memory.model.n_layers // 4)
@@ -99,22 +86,22 @@ class System:
 
 
 ABLATION = (
-    System("xl-full", "relative", True, "full", Published(27.02, 26.77, 500)),
+    System("xl-full", "transformer-xl", True, "full", Published(27.02, 26.77, 500)),
     System("shaw-recurrent", "shaw", True, "full", Published(27.94, 27.94, 256)),
-    System("xl-half", "relative", True, "half", Published(28.69, 28.33, 460)),
-    System("relative-full", "relative", False, "full", Published(29.59, 29.02, 260)),
-    System("relative-half", "relative", False, "half", Published(30.10, 30.10, 120)),
+    System("xl-half", "transformer-xl", True, "half", Published(28.69, 28.33, 460)),
+    System("relative-full", "transformer-xl", False, "full", Published(29.59, 29.02, 260)),
+    System("relative-half", "transformer-xl", False, "half", Published(30.10, 30.10, 120)),
     System("shaw-full", "shaw", False, "full", Published(29.75, 29.75, 120)),
     System("shaw-half", "shaw", False, "half", Published(30.50, 30.50, 120)),
-    System("sinusoidal-half", "sinusoidal", False, "half", Published(30.97, 30.97, 120)),
-    System("learned-half", "learned", False, "half", Published(31.16, 31.16, 120)),
-    System("xl-larger", "relative", True, "full", Published(23.43, 23.09, 640), larger=True),
+    System("sinusoidal-half", "vaswani", False, "half", Published(30.97, 30.97, 120)),
+    System("learned-half", "al-rfou", False, "half", Published(31.16, 31.16, 120)),
+    System("xl-larger", "transformer-xl", True, "full", Published(23.43, 23.09, 640), larger=True),
 )
 """The ten rows of the ablation, in the paper's order (table 6)."""
 
 EQUAL_MEMORY = (
-    System("relative-full-longer", "relative", False, "full", Published(None, 27.98), equal_memory=True),
-    System("relative-half-longer", "relative", False, "half", Published(None, 28.83), equal_memory=True),
+    System("relative-full-longer", "transformer-xl", False, "full", Published(None, 27.98), equal_memory=True),
+    System("relative-half-longer", "transformer-xl", False, "half", Published(None, 28.83), equal_memory=True),
 )
 """The rows without recurrence at the same memory (table 10): their segments may be longer."""
 
@@ -152,7 +139,7 @@ def _fitting_width(settings: Groups, vocab_size: int, parameters: int) -> int:
     """The width, a multiple of 8, at which a model has about so many parameters."""
 
     def at(width: int) -> int:
-        given = {"model": {"d_model": width, "n_heads": 1, "d_head": None}}
+        given = {"model": {"d_model": width}}
         return num_parameters(_checked(merge(settings, given), vocab_size))
 
     most = _largest(lambda count: at(8 * count) <= parameters)

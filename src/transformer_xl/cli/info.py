@@ -11,7 +11,7 @@ from cyclopts import Parameter
 from transformer_xl import __version__
 from transformer_xl.cli.options import ANY_MACHINE, Json, Machine, MachineOptions
 from transformer_xl.cli.output import print_json, print_table
-from transformer_xl.config import UserError
+from transformer_xl.config import RelativeConfig, UserError
 from transformer_xl.files import as_user_error
 
 
@@ -105,7 +105,6 @@ def _run(path: Path, verify: bool, machine: Machine) -> dict[str, Any]:
     newest = folder.latest_checkpoint()
     best = StateRecord.read(newest).progress.get("best_nats") if newest else None  # lines may be of several texts
     lowest = [line for line in valid if line["nats_per_token"] == best] or valid
-    relative = config.model.is_relative  # other models have no relative attention to compute
     return {
         "path": str(path),
         "recipe": config.recipe,
@@ -113,7 +112,7 @@ def _run(path: Path, verify: bool, machine: Machine) -> dict[str, Any]:
         "tokenizer": f"{folder.tokenizer.kind}, {folder.tokenizer.vocab_size:,} tokens",
         "parameters": parameters,
         "attn_implementation": choose(config.model.attn_implementation, machine.choose(), torch.float32).name
-        if relative
+        if isinstance(config.model, RelativeConfig)
         else None,
         "model": config.model.model_dump(exclude={"attn_implementation", "vocab_size"}),
         "train": config.train.model_dump(),

@@ -16,7 +16,16 @@ from cyclopts import Parameter
 from transformer_xl.cli.flags import EvaluationFlags, ModelFlags, TrainFlags, given
 from transformer_xl.cli.options import ANY_MACHINE, Json, Machine, MachineOptions
 from transformer_xl.cli.output import print_json
-from transformer_xl.config import INT32_MAX, ModelConfig, RunConfig, UserError, load_recipe, merge, run_settings
+from transformer_xl.config import (
+    INT32_MAX,
+    ModelConfig,
+    RunConfig,
+    UserError,
+    load_recipe,
+    merge,
+    merge_recipe,
+    run_settings,
+)
 from transformer_xl.progress import ProgressBar, say
 
 if TYPE_CHECKING:
@@ -31,7 +40,7 @@ if TYPE_CHECKING:
 _CHANGEABLE = {
     *("max_steps", "learning_rate", "lr_schedule", "warmup_steps", "decay_steps", "min_learning_rate_ratio"),
     *("beta1", "beta2", "muon_momentum", "weight_decay", "max_grad_norm", "ema_decay"),
-    *("batch_size", "chunks", "compile", "activation_checkpointing", "parallelism"),
+    *("batch_size", "micro_batch_size", "compile", "activation_checkpointing", "parallelism"),
     *("log_interval", "eval_interval", "eval_tokens", "checkpoint_interval", "tensorboard"),
 }
 
@@ -160,8 +169,7 @@ def _checked(
 ) -> tuple[RunConfig, Corpus]:
     """The settings of a new run as a whole, and its corpus."""
     known = load_recipe(recipe) if recipe else None
-    layers = {name: getattr(known, name) for name in ("model", "train", "evaluation")} if known else {}
-    settings = merge({"recipe": recipe}, layers, flags)
+    settings = merge({"recipe": recipe}, merge_recipe(known, flags) if known else flags)
     # wrong settings are told before anything is read; the vocabulary is still unknown, and none is too large here
     run_settings(merge({"model": {"vocab_size": INT32_MAX}}, settings), "settings")
 

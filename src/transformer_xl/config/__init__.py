@@ -4,13 +4,28 @@ Settings come from three places, later ones winning: the defaults here, a recipe
 flags such as `--model.layers 6`. They are checked once, as a whole, and stored whole in `config.yaml` of the run.
 """
 
-from transformer_xl.config.model import ModelConfig
+from transformer_xl.config.model import (
+    ARCHITECTURES,
+    AbsoluteConfig,
+    AlRfouConfig,
+    BaseModelConfig,
+    LSTMConfig,
+    ModelConfig,
+    QRNNConfig,
+    RecurrentConfig,
+    RelativeConfig,
+    ShawConfig,
+    TransformerConfig,
+    TransformerXLConfig,
+    VaswaniConfig,
+)
 from transformer_xl.config.run import (
     CorpusReference,
     EvaluationConfig,
     Recipe,
     RunConfig,
     load_recipe,
+    merge_recipe,
     recipe_names,
     run_settings,
 )
@@ -27,19 +42,32 @@ from transformer_xl.config.settings import (
 from transformer_xl.config.train import TrainConfig
 
 __all__ = [
+    "ARCHITECTURES",
     "INT32_MAX",
+    "AbsoluteConfig",
+    "AlRfouConfig",
+    "BaseModelConfig",
     "CorpusReference",
     "EvaluationConfig",
+    "LSTMConfig",
     "ModelConfig",
+    "QRNNConfig",
     "Recipe",
+    "RecurrentConfig",
+    "RelativeConfig",
     "RunConfig",
     "Settings",
+    "ShawConfig",
     "TrainConfig",
+    "TransformerConfig",
+    "TransformerXLConfig",
     "UserError",
+    "VaswaniConfig",
     "check_settings",
     "explain",
     "load_recipe",
     "merge",
+    "merge_recipe",
     "nearest",
     "read_yaml",
     "recipe_names",

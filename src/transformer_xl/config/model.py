@@ -1,220 +1,267 @@
-"""Settings of the model."""
+"""Settings of the model: one configuration class for each architecture, and their union `ModelConfig`.
+
+A class has only the settings that its architecture reads; any other setting is refused, with the architecture's name.
+Lengths of the memory are not here: they belong to training (`train.memory_length`) and evaluation.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import pairwise
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from transformer_xl.config.settings import INT32_MAX, Settings, UserError
 
 
-def _numbers(value: Any) -> Any:
-    """Lets a flag give several numbers in one word, `20000,40000`; none is no number at all."""
+def _integers(value: Any) -> Any:
+    """Accept several integers in one string, `20000,40000`, as a flag gives them; None means no integers."""
     if value is None:
         return ()
     if isinstance(value, str) and value != "auto":
         parts = [part.strip() for part in value.split(",")]
         if not all(part.isascii() and part.isdecimal() for part in parts):
-            raise ValueError("wanted numbers with commas between them (20000,40000,200000), auto, or none")
+            raise ValueError("wanted integers separated by commas (20000,40000,200000), auto, or none")
         return tuple(int(part) for part in parts)
     return value
 
 
-class ModelConfig(Settings):
-    """The model alone: everything needed to build it, nothing about data or training."""
+class BaseModelConfig(Settings):
+    """Settings that every architecture has: sizes, embedding and softmax."""
 
+    has_memory: ClassVar[bool] = True
+    """Whether the model carries anything from one segment to the next."""
+
+    architecture: str
+    """Which model this is."""
     vocab_size: int = Field(default=256, gt=0, le=INT32_MAX)
-    """V: number of different tokens; in a run it is the corpus's."""
-    kind: Literal["transformer", "lstm", "qrnn"] = "transformer"
-    """What a layer is: attention and feed-forward, an LSTM, or a QRNN (both of the model's width; heads and
-    feedforward have no meaning there)."""
-    encoding: Literal["relative", "shaw", "sinusoidal", "learned"] = "relative"
-    """How a transformer knows places: distances as in Transformer-XL, or a learned vector for each distance (Shaw et
-    al. 2018); or the place in the segment, and then without memory: sinusoids (Vaswani et al. 2017), or learned
-    vectors at every layer (Al-Rfou et al. 2018)."""
+    """V: number of tokens in the vocabulary; a run takes it from its corpus."""
     n_layers: int = Field(default=6, gt=0, le=INT32_MAX)
     """L: number of layers."""
     d_model: int = Field(default=256, gt=0, le=INT32_MAX, multiple_of=2)
-    """D: width of the model (an even number, half of it sines and half cosines in the position encoding)."""
-    n_heads: int = Field(default=4, gt=0, le=INT32_MAX)
-    """N: attention heads of a layer."""
-    d_head: int | None = Field(default=None, gt=0, le=INT32_MAX)
-    """H: width of one head; none: width / heads."""
-    d_ff: int = Field(default=1024, gt=0, le=INT32_MAX)
-    """F: width inside the feed-forward part."""
+    """D: width of the hidden states; even, because sinusoidal position encodings are half sines and half cosines."""
     dropout: float = Field(default=0.1, ge=0, lt=1)
-    """Share of activations dropped in training, at the authors' places."""
-    attention_dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Share of attention probabilities dropped in training."""
-    norm: Literal["post", "pre"] = "post"
-    """Where LayerNorm stands: after each residual sum (the paper's), or first inside each residual branch."""
-    final_norm: bool = True
-    """With norm 'pre': a LayerNorm after the last layer too (the authors' pre-norm code has none)."""
-    norm_eps: float = Field(default=1e-5, gt=0, lt=1)
-    """Added to the variance in every LayerNorm."""
+    """Probability that dropout zeroes an activation in training."""
     d_embed: int | None = Field(default=None, gt=0, le=INT32_MAX)
-    """E: width of a token's embedding, projected to the model's; none: the model's width, without a projection."""
-    cutoffs: Annotated[tuple[int, ...] | Literal["auto"], BeforeValidator(_numbers)] = ()
-    """Adaptive embedding and softmax: the ids, frequent ones first, where the head ends and each tail but the last
-    ends; auto: found from the word counts of the corpus, where it has any; none: one softmax over all tokens."""
+    """E: width of a token embedding, which is projected to d_model; none: d_model, without a projection."""
+    cutoffs: Annotated[tuple[int, ...] | Literal["auto"], BeforeValidator(_integers)] = ()
+    """Adaptive embedding and softmax: token ids (frequent tokens first) where the head ends and where each tail but the
+    last ends; auto: chosen from the token counts of the corpus, if it has them; none: one softmax over all tokens."""
     div_val: int = Field(default=1, gt=0, le=INT32_MAX)
-    """Each tail's embeddings are this many times narrower than those of the cluster before; 1: all alike."""
+    """Factor by which each tail's embeddings are narrower than those of the cluster before; 1: all equally wide."""
     tie_word_embeddings: bool = True
-    """The softmax uses the embeddings as its weights; false: it has its own."""
+    """Use the embedding matrix as the weights of the softmax; false: the softmax has its own."""
     tie_projections: Literal["all", "all_but_first", "none"] = "all"
-    """Which clusters' projections the softmax takes from the embedding; the others it has for itself."""
+    """Clusters whose embedding projection the softmax shares; the other clusters have a projection of their own."""
     project_same_width: bool = True
-    """With div_val: a cluster as wide as the model is projected too (the authors' One Billion Word model does not)."""
-    tie_attention_biases: bool = True
-    """One pair of biases u, w for all layers; false: a pair for each layer."""
-    attend_empty_memory: bool = False
-    """Empty memory slots are attended, as the rows of zeros they are (the authors' TensorFlow code, Hugging Face)."""
-    memory: int = Field(default=128, ge=0, le=INT32_MAX)
-    """Memory slots that `initial_memory` gives when not told otherwise; a run sets it to train.memory_length."""
-    attention_window: int | None = Field(default=None, gt=0, le=INT32_MAX)
-    """Number of keys a query sees, itself included; none: all there are."""
-    clamp_length: int | None = Field(default=None, gt=0, le=INT32_MAX)
-    """Distances above this count as this one in the position encoding; none: no limit."""
-    learned_positions: int | None = Field(default=None, gt=0, le=INT32_MAX)
-    """Learned vectors of encoding shaw (farther distances share the last) or learned (the longest segment); none: as
-    many as training has distances or places."""
-    intermediate_layer_losses: bool = False
-    """With encodings sinusoidal and learned: in the first half of training every layer predicts, not only the last;
-    the lowest stop first (Al-Rfou et al. 2018)."""
-    second_target: bool = False
-    """With encodings sinusoidal and learned: in training each place also predicts the token after the next, at half
-    the weight (Al-Rfou et al. 2018)."""
-    qrnn_kernel_size: int = Field(default=2, ge=1, le=2)
-    """Inputs that the gates of a QRNN see: 1, the token's own; 2, the one before as well."""
-    zoneout: float = Field(default=0.0, ge=0, lt=1)
-    """Share of a QRNN's state left as it was at each token, in training."""
-    attn_implementation: str = "auto"
-    """How relative attention is computed: auto, or the name of a kernel (all give the same numbers)."""
+    """With div_val: also project a cluster as wide as d_model (the authors' One Billion Word model does not)."""
 
     @model_validator(mode="after")
     def _check_clusters(self) -> Self:
         if self.cutoffs == "auto":
             return self
-        said = f"cutoffs {', '.join(map(str, self.cutoffs))}"
+        given = f"cutoffs {', '.join(map(str, self.cutoffs))}"
         if any(start >= stop for start, stop in pairwise((0, *self.cutoffs))):
-            raise ValueError(f"{said} must rise, from 1 on; give others, auto or none")
+            raise ValueError(f"{given} must increase, starting at 1 or more; give others, auto or none")
         if self.cutoffs and self.cutoffs[-1] >= self.vocab_size:
-            raise ValueError(
-                f"{said} must stay below the {self.vocab_size:,} tokens of the vocabulary; give others, auto or none"
-            )
+            raise ValueError(f"{given} must be below vocab_size {self.vocab_size:,}; give others, auto or none")
         if len(self.cutoffs) > self.max_tails:
             raise ValueError(
-                f"div_val {self.div_val} leaves the last of {len(self.cutoffs)} tails no embedding (it divides "
-                f"{self.d_embed or self.d_model} as often); lower it, or give fewer cutoffs"
+                f"div_val {self.div_val} leaves the last of {len(self.cutoffs)} tails an embedding of width 0 (it "
+                f"divides {self.d_embed or self.d_model} once for each tail); lower it, or give fewer cutoffs"
             )
         return self
 
-    @model_validator(mode="after")
-    def _check_kind(self) -> Self:
-        for name, needed, fits in (
-            ("encoding", "kind transformer", self.kind == "transformer"),
-            ("attention_dropout", "kind transformer", self.kind == "transformer"),
-            ("norm", "kind transformer", self.kind == "transformer"),
-            ("attend_empty_memory", "encoding relative or shaw", self.is_relative),
-            ("tie_attention_biases", "encoding relative", self.kind == "transformer" and self.encoding == "relative"),
-            ("attn_implementation", "encoding relative or shaw", self.is_relative),
-            ("learned_positions", "encoding shaw or learned", self.has_learned_positions),
-            ("intermediate_layer_losses", "encoding sinusoidal or learned", self.is_absolute),
-            ("second_target", "encoding sinusoidal or learned", self.is_absolute),
-            ("qrnn_kernel_size", "kind qrnn", self.kind == "qrnn"),
-            ("zoneout", "kind qrnn", self.kind == "qrnn"),
-        ):
-            value = getattr(self, name)
-            if not fits and value != type(self).model_fields[name].default:
-                raise ValueError(f"{name} {value} needs {needed}, and this is {self.system}; leave it out")
-        if (self.intermediate_layer_losses or self.second_target) and self.cutoffs:
-            raise ValueError("intermediate_losses and second_target need one softmax; give cutoffs none")
-        self.check_context_limits(memory=self.memory if "memory" in self.model_fields_set else 0)
-        if self.is_absolute:
-            object.__setattr__(self, "memory", 0)
-        return self
-
-    @model_validator(mode="after")
-    def _fill_head_width(self) -> Self:
-        if self.d_head is None and self.kind == "transformer":
-            if self.d_model % self.n_heads:
-                raise ValueError(
-                    f"width {self.d_model} does not divide by heads {self.n_heads}; choose a multiple or set head_width"
-                )
-            object.__setattr__(self, "d_head", self.d_model // self.n_heads)
-        return self
+    def limit(self, name: Literal["attention_window", "clamp_length", "max_position_embeddings"]) -> int | None:
+        """Return one of the model's limits, in tokens; None: no limit, or the architecture has no such setting."""
+        return getattr(self, name, None)
 
     def check_context_limits(
-        self, *, segment: int = 1, memory: int = 0, window: int | None = None, clamp: int | None = None
+        self,
+        *,
+        segment_length: int = 1,
+        memory_length: int = 0,
+        attention_window: int | None = None,
+        clamp_length: int | None = None,
     ) -> None:
-        """Whether this model can read so; the window and clamp of the settings are looked at in any case.
+        """Check that this architecture can read with these lengths, in tokens.
 
         Raises:
-            UserError: it has no such length, or not so long a one.
+            UserError: the architecture has no such length, or a segment is longer than its positions.
         """
-        window, clamp = window or self.attention_window, clamp or self.clamp_length
-        if self.is_absolute and memory:
-            raise UserError(f"{self.system} has no memory, and memory {memory:,} was given; give memory 0")
-        if self.is_absolute and clamp:
-            raise UserError(f"{self.system} knows no distances to clamp, and clamp {clamp:,} was given; give none")
-        if self.kind != "transformer" and (window or clamp):
-            name, value = ("window", window) if window else ("clamp", clamp)
-            raise UserError(f"{self.system} does not attend, and {name} {value:,} was given; give {name} none")
-        most = self.learned_positions
-        if self.is_absolute and most is not None and segment > most:
-            raise UserError(f"segment {segment:,} is longer than the {most:,} learned positions; give {most:,} at most")
-
-    @property
-    def system(self) -> str:
-        """What kind of model this is, in the words of the settings."""
-        return f"encoding {self.encoding}" if self.kind == "transformer" else f"kind {self.kind}"
-
-    @property
-    def is_relative(self) -> bool:
-        """Whether it attends by distance, over a memory."""
-        return self.kind == "transformer" and self.encoding in ("relative", "shaw")
-
-    @property
-    def is_absolute(self) -> bool:
-        """Whether it knows places in the segment alone, and has no memory."""
-        return self.kind == "transformer" and not self.is_relative
-
-    @property
-    def has_learned_positions(self) -> bool:
-        """Whether `learned_positions` means anything."""
-        return self.kind == "transformer" and self.encoding in ("shaw", "learned")
+        if memory_length and not self.has_memory:
+            raise UserError(f"{self.architecture} has no memory; give memory_length 0, not {memory_length:,}")
+        for name, value in (("attention_window", attention_window), ("clamp_length", clamp_length)):
+            if value and name not in type(self).model_fields:
+                raise UserError(f"{self.architecture} has no {name}; give none, not {value:,}")
+        longest = self.limit("max_position_embeddings")
+        if longest is not None and segment_length > longest:
+            raise UserError(
+                f"segment_length {segment_length:,} is longer than the {longest:,} positions of this model "
+                f"(max_position_embeddings); give {longest:,} at most"
+            )
 
     @property
     def cluster_boundaries(self) -> tuple[int, ...]:
-        """0, the cutoffs and V: cluster i holds the ids from edge i up to edge i + 1.
+        """0, the cutoffs and V: cluster i holds the ids from boundary i up to boundary i + 1.
 
         Raises:
-            UserError: the cutoffs are still to be found from a corpus.
+            UserError: the cutoffs have not been chosen from a corpus yet.
         """
         if self.cutoffs == "auto":
-            raise UserError("cutoffs auto are found by 'txl train' from a corpus; give numbers to build the model")
+            raise UserError("cutoffs auto are chosen from a corpus by 'txl train'; give integers to build the model")
         return (0, *self.cutoffs, self.vocab_size)
 
     @property
     def max_tails(self) -> int:
-        """How many tails have an embedding of some width."""
+        """Number of tails whose embeddings have a width of at least 1."""
         if self.div_val == 1:
             return INT32_MAX
-        widest, count = self.d_embed or self.d_model, 0
-        while widest >= self.div_val:
-            widest, count = widest // self.div_val, count + 1
+        width, count = self.d_embed or self.d_model, 0
+        while width >= self.div_val:
+            width, count = width // self.div_val, count + 1
         return count
 
     @property
     def cluster_widths(self) -> tuple[int, ...]:
         """Embedding width of each cluster."""
-        widest = self.d_embed or self.d_model
-        return tuple(widest // self.div_val**index for index in range(len(self.cluster_boundaries) - 1))
+        width = self.d_embed or self.d_model
+        return tuple(width // self.div_val**index for index in range(len(self.cluster_boundaries) - 1))
+
+
+class TransformerConfig(BaseModelConfig):
+    """Settings of every architecture with attention and feed-forward layers."""
+
+    n_heads: int = Field(default=4, gt=0, le=INT32_MAX)
+    """N: number of attention heads in each layer."""
+    d_head: int | None = Field(default=None, gt=0, le=INT32_MAX)
+    """H: width of one attention head; none: d_model / n_heads."""
+    d_ff: int = Field(default=1024, gt=0, le=INT32_MAX)
+    """F: inner width of the feed-forward layers."""
+    attention_dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Probability that dropout zeroes an attention probability in training."""
+    norm_first: bool = False
+    """Apply LayerNorm at the start of each residual branch; false: after each residual sum, as in the paper."""
+    final_norm: bool = True
+    """With norm_first: apply LayerNorm after the last layer as well (the authors' pre-norm code does not)."""
+    norm_eps: float = Field(default=1e-5, gt=0, lt=1)
+    """Added to the variance in every LayerNorm."""
+    attention_window: int | None = Field(default=None, gt=0, le=INT32_MAX)
+    """Number of keys that a query attends to, its own position included; none: all there are."""
+
+    @model_validator(mode="after")
+    def _check_heads(self) -> Self:
+        if self.d_head is None and self.d_model % self.n_heads:
+            raise ValueError(
+                f"d_model {self.d_model} is not divisible by n_heads {self.n_heads}; choose a multiple, or give d_head"
+            )
+        return self
 
     @property
-    def head_size(self) -> int:
-        """H, always a number."""
-        assert self.d_head is not None
-        return self.d_head
+    def head_dim(self) -> int:
+        """H: width of one attention head."""
+        return self.d_model // self.n_heads if self.d_head is None else self.d_head
+
+
+class RelativeConfig(TransformerConfig):
+    """Settings of transformers that attend to a memory by relative distance."""
+
+    attend_empty_memory: bool = False
+    """Attend to empty memory slots, which are zeros (as the authors' TensorFlow code and Hugging Face do)."""
+    clamp_length: int | None = Field(default=None, gt=0, le=INT32_MAX)
+    """Distances above this one are encoded as this one; none: no limit."""
+    attn_implementation: str = "auto"
+    """Attention kernel by name; auto: the fastest for the device (all give the same numbers)."""
+
+
+class TransformerXLConfig(RelativeConfig):
+    """Transformer-XL (Dai et al. 2019)."""
+
+    architecture: Literal["transformer-xl"] = "transformer-xl"
+    tie_attention_biases: bool = True
+    """Share one pair of content_bias and position_bias (the paper's u and v) between all layers."""
+
+
+class ShawConfig(RelativeConfig):
+    """Transformer-XL's recurrence with learned relative positions (Shaw et al. 2018)."""
+
+    architecture: Literal["shaw"] = "shaw"
+    max_relative_positions: int | None = Field(default=None, gt=0, le=INT32_MAX)
+    """Number of distances with a learned vector, which larger distances share with the last; none: as many as there are
+    in training (train.segment_length + train.memory_length)."""
+
+
+class AbsoluteConfig(TransformerConfig):
+    """Settings of transformers with absolute positions, which have no memory."""
+
+    has_memory: ClassVar[bool] = False
+
+    intermediate_layer_losses: bool = False
+    """In the first half of training every layer predicts, not only the last; the lowest layers stop first (Al-Rfou et
+    al. 2018)."""
+    num_targets: int = Field(default=1, ge=1, le=2)
+    """2: in training each position also predicts the token after the next, at half the weight (Al-Rfou et al. 2018)."""
+
+    @model_validator(mode="after")
+    def _check_losses(self) -> Self:
+        if (self.intermediate_layer_losses or self.num_targets > 1) and self.cutoffs:
+            raise ValueError("intermediate_layer_losses and num_targets 2 need one softmax; give cutoffs none")
+        return self
+
+
+class VaswaniConfig(AbsoluteConfig):
+    """Transformer with sinusoidal absolute positions (Vaswani et al. 2017), without memory."""
+
+    architecture: Literal["vaswani"] = "vaswani"
+
+
+class AlRfouConfig(AbsoluteConfig):
+    """Transformer with learned absolute positions at every layer (Al-Rfou et al. 2018), without memory."""
+
+    architecture: Literal["al-rfou"] = "al-rfou"
+    max_position_embeddings: int | None = Field(default=None, gt=0, le=INT32_MAX)
+    """Number of learned positions, which is the longest segment; none: train.segment_length."""
+
+
+class RecurrentConfig(BaseModelConfig):
+    """Settings of recurrent networks."""
+
+
+class LSTMConfig(RecurrentConfig):
+    """LSTM (Hochreiter & Schmidhuber 1997); every layer is as wide as the model."""
+
+    architecture: Literal["lstm"] = "lstm"
+
+
+class QRNNConfig(RecurrentConfig):
+    """QRNN (Bradbury et al. 2017); every layer is as wide as the model."""
+
+    architecture: Literal["qrnn"] = "qrnn"
+    qrnn_kernel_size: int = Field(default=2, ge=1, le=2)
+    """Number of inputs that the gates see: 1, the token's own; 2, the one before as well."""
+    zoneout: float = Field(default=0.0, ge=0, lt=1)
+    """Probability that zoneout leaves an element of the state as it was, in training."""
+
+
+def _with_architecture(value: Any) -> Any:
+    """Take a mapping without an architecture to be a Transformer-XL."""
+    return {"architecture": "transformer-xl", **value} if isinstance(value, Mapping) else value
+
+
+ModelConfig = Annotated[
+    TransformerXLConfig | ShawConfig | VaswaniConfig | AlRfouConfig | LSTMConfig | QRNNConfig,
+    Field(discriminator="architecture"),
+    BeforeValidator(_with_architecture),
+]
+"""The settings of any model; `architecture` says which class they are of."""
+
+ARCHITECTURES: Mapping[str, type[BaseModelConfig]] = {
+    "transformer-xl": TransformerXLConfig,
+    "shaw": ShawConfig,
+    "vaswani": VaswaniConfig,
+    "al-rfou": AlRfouConfig,
+    "lstm": LSTMConfig,
+    "qrnn": QRNNConfig,
+}
+"""The configuration class of each architecture."""

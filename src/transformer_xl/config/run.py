@@ -9,22 +9,29 @@ from typing import Any, Self
 
 from pydantic import Field, model_validator
 
-from transformer_xl.config.model import ModelConfig
-from transformer_xl.config.settings import INT32_MAX, Settings, UserError, check_settings, nearest, read_yaml
+from transformer_xl.config.model import (
+    ARCHITECTURES,
+    AlRfouConfig,
+    ModelConfig,
+    RecurrentConfig,
+    ShawConfig,
+    TransformerXLConfig,
+)
+from transformer_xl.config.settings import INT32_MAX, Settings, UserError, check_settings, merge, nearest, read_yaml
 from transformer_xl.config.train import TrainConfig
 
 
 class EvaluationConfig(Settings):
-    """How the run is evaluated unless told otherwise."""
+    """Settings of evaluation: the defaults of `evaluate` for a run."""
 
     segment_length: int | None = Field(default=None, gt=0, le=INT32_MAX)
-    """New tokens read in one step; none: train.segment_length. It changes the speed and, without a window, the context."""
+    """Tokens read in one step; none: train.segment_length. Changes speed and, without attention_window, the context."""
     memory_length: int | None = Field(default=None, ge=0, le=INT32_MAX)
-    """Memory slots, in tokens; none: train.memory_length."""
+    """M: memory slots, in tokens; none: train.memory_length."""
     attention_window: int | None = Field(default=None, gt=0, le=INT32_MAX)
-    """Number of keys a query sees, itself included; none: model.window."""
+    """Number of keys that a query attends to, its own position included; none: model.attention_window."""
     clamp_length: int | None = Field(default=None, gt=0, le=INT32_MAX)
-    """Distances above this count as this one; none: model.clamp_length."""
+    """Distances above this one are encoded as this one; none: model.clamp_length."""
 
 
 class CorpusReference(Settings):
@@ -33,9 +40,9 @@ class CorpusReference(Settings):
     path: str
     """Folder of the corpus, as an absolute path."""
     tokenizer_sha256: str
-    """Fingerprint (sha256) of its vocabulary."""
+    """Fingerprint (sha256) of its tokenizer."""
     train_sha256: str
-    """Of the training tokens: a run goes on only with the text it began with."""
+    """Checksum of the training tokens: a run resumes only on the text it started with."""
 
 
 class RunConfig(Settings):
@@ -43,43 +50,45 @@ class RunConfig(Settings):
 
     recipe: str | None = None
     corpus: CorpusReference | None = None
-    model: ModelConfig = ModelConfig()
+    model: ModelConfig = TransformerXLConfig()
     train: TrainConfig = TrainConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
 
     @model_validator(mode="after")
-    def _one_memory_length(self) -> Self:
-        if "memory" in self.model.model_fields_set and self.model.memory != self.train.memory_length:
+    def _check_lengths(self) -> Self:
+        model, train, evaluation = self.model, self.train, self.evaluation
+        distances = train.segment_length + train.memory_length
+        if isinstance(model, ShawConfig) and (model.max_relative_positions or 0) > distances:
             raise ValueError(
-                f"model.memory {self.model.memory} and train.memory_length {self.train.memory_length} differ; set train.memory_length alone"
+                f"model.max_relative_positions {model.max_relative_positions:,} is more than training has distances; "
+                f"give {distances:,} (train.segment_length + train.memory_length) at most, or none"
             )
-        if self.model.is_absolute and "memory_length" not in self.train.model_fields_set:
-            object.__setattr__(self, "train", self.train.model_copy(update={"memory_length": 0}))
-        object.__setattr__(self, "model", self.model.model_copy(update={"memory": self.train.memory_length}))
+        if isinstance(model, AlRfouConfig) and (model.max_position_embeddings or 0) > train.segment_length:
+            raise ValueError(
+                f"model.max_position_embeddings {model.max_position_embeddings:,} is more than training has "
+                f"positions; give {train.segment_length:,} (train.segment_length) at most, or none"
+            )
+        model.check_context_limits(segment_length=train.segment_length, memory_length=train.memory_length)
+        model.check_context_limits(
+            segment_length=evaluation.segment_length or 1,
+            memory_length=evaluation.memory_length or 0,
+            attention_window=evaluation.attention_window,
+            clamp_length=evaluation.clamp_length,
+        )
+        if isinstance(model, RecurrentConfig) and train.compile != "none":
+            raise ValueError(f"train.compile {train.compile} is not for {model.architecture}; give none")
         return self
 
-    @model_validator(mode="after")
-    def _lengths_the_model_has(self) -> Self:
-        model, train, wanted = self.model, self.train, self.evaluation
-        if model.has_learned_positions:
-            most = train.segment_length + train.memory_length
-            if (model.learned_positions or 0) > most:
-                raise ValueError(
-                    f"model.learned_positions {model.learned_positions:,} are more than training goes through; "
-                    f"give {most:,} (train.segment_length and train.memory_length) at most, or none"
-                )
-            found = {"learned_positions": model.learned_positions or most}
-            object.__setattr__(self, "model", model.model_copy(update=found))
-        self.model.check_context_limits(segment=train.segment_length, memory=train.memory_length)
-        self.model.check_context_limits(
-            segment=wanted.segment_length or 1,
-            memory=wanted.memory_length or 0,
-            window=wanted.attention_window,
-            clamp=wanted.clamp_length,
-        )
-        if model.kind != "transformer" and train.compile != "off":
-            raise ValueError(f"train.compile {train.compile} is for transformers, and this is {model.system}; give off")
-        return self
+    def resolved(self) -> RunConfig:
+        """Return the settings with those filled in that were left to the lengths of training, as a run stores them."""
+        model, train = self.model, self.train
+        if isinstance(model, ShawConfig) and model.max_relative_positions is None:
+            known = {"max_relative_positions": train.segment_length + train.memory_length}
+        elif isinstance(model, AlRfouConfig) and model.max_position_embeddings is None:
+            known = {"max_position_embeddings": train.segment_length}
+        else:
+            return self
+        return self.model_copy(update={"model": model.model_copy(update=known)})
 
 
 class Recipe(Settings):
@@ -108,8 +117,33 @@ class Recipe(Settings):
 
 
 def run_settings(values: Mapping[str, Any], source: str) -> RunConfig:
-    """Checks the settings of a run as a whole, as `check_settings` does."""
-    return check_settings(RunConfig, values, source)
+    """Check the settings of a run as a whole, and fill in those that follow from others.
+
+    Args:
+        values: settings by group. Where none is given, train.memory_length is 0 for architectures without memory.
+        source: where they come from, for error messages.
+
+    Raises:
+        UserError: as `check_settings`.
+    """
+    model = values.get("model")
+    architecture = ARCHITECTURES.get(str(model.get("architecture"))) if isinstance(model, Mapping) else None
+    if architecture is not None and not architecture.has_memory:
+        values = merge({"train": {"memory_length": 0}}, values)
+    return check_settings(RunConfig, values, source).resolved()
+
+
+def merge_recipe(recipe: Recipe, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a recipe by group, with `overrides` in place of its own.
+
+    Where the overrides choose another architecture, settings of the recipe that it does not have are left out.
+    """
+    model = recipe.model
+    architecture = (overrides.get("model") or {}).get("architecture", model.get("architecture", "transformer-xl"))
+    if architecture in ARCHITECTURES and architecture != model.get("architecture", "transformer-xl"):
+        known = ARCHITECTURES[architecture].model_fields
+        model = {name: value for name, value in model.items() if name in known}
+    return merge({"model": model, "train": recipe.train, "evaluation": recipe.evaluation}, overrides)
 
 
 def recipe_names() -> list[str]:
@@ -134,5 +168,5 @@ def load_recipe(name: str) -> Recipe:
     else:
         raise UserError(f"no recipe '{name}'{nearest(name, recipe_names())}; 'txl recipes' lists them")
     recipe = check_settings(Recipe, read_yaml(text, f"recipe {name}"), f"recipe {name}")
-    run_settings({"model": recipe.model, "train": recipe.train, "evaluation": recipe.evaluation}, f"recipe {name}")
+    run_settings(merge_recipe(recipe, {}), f"recipe {name}")
     return recipe

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from typing_extensions import override
 
 INT32_MAX = 2**31 - 1  # of anything counted here; more is a slip of the finger
@@ -23,19 +24,31 @@ def nearest(name: str, names: Iterable[str]) -> str:
     return f" (did you mean '{close[0]}'?)" if close else ""
 
 
+@dataclass(frozen=True)
+class _MisplacedBool:
+    """A true or false given for a setting that is neither: no type of setting accepts it."""
+
+    value: bool
+
+
 class Settings(BaseModel):
     """A frozen group of settings; unknown names are refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True)
 
-    @field_validator("*", mode="before")
+    @model_validator(mode="before")
     @classmethod
-    def _reject_bool(cls, value: Any, info: ValidationInfo) -> Any:
-        """Python and pydantic take true for 1, and YAML takes yes and on for true."""
-        kind = cls.model_fields[str(info.field_name)].annotation
-        if isinstance(value, bool) and not {bool, Any} & {kind, *get_args(kind)}:
-            raise ValueError("true and false (in YAML also yes, no, on, off) are no value here; quote what is a word")
-        return value
+    def _reject_bools(cls, values: Any) -> Any:
+        """Keep pydantic from taking true for 1 where a number is wanted (YAML reads yes and on as true)."""
+        if not isinstance(values, Mapping):
+            return values
+        misplaced = {name for name, value in values.items() if isinstance(value, bool) and not cls._takes_bool(name)}
+        return {name: _MisplacedBool(value) if name in misplaced else value for name, value in values.items()}
+
+    @classmethod
+    def _takes_bool(cls, name: str) -> bool:
+        field = cls.model_fields.get(name)
+        return field is None or bool({bool, Any} & {field.annotation, *get_args(field.annotation)})
 
 
 AnySettings = TypeVar("AnySettings", bound=Settings)
@@ -54,25 +67,70 @@ def check_settings(kind: type[AnySettings], values: Mapping[str, Any], source: s
 
 
 def explain(kind: type[BaseModel], error: ValidationError) -> str:
-    """The first thing wrong with the settings, in one line."""
+    """Describe the first error of a validation in one line."""
     first = error.errors(include_url=False)[0]
-    place = ".".join(str(part) for part in first["loc"])
+    names, owner, others = _resolve(kind, first["loc"])
+    setting = ".".join(names)
     if first["type"] == "extra_forbidden":
-        *groups, name = first["loc"]
-        return f"unknown setting '{place}'{nearest(str(name), _names(kind, groups))}"
+        tag = f" of {others.tag_name} {others.tag}" if others else ""
+        having = [tag for tag, other in others.members.items() if names[-1] in other.model_fields] if others else []
+        if having:
+            return f"{setting} is a setting of {', '.join(having)}, and this is{tag[3:]}; leave it out"
+        return f"unknown setting '{setting}'{tag}{nearest(names[-1], owner.model_fields)}"
+    if first["type"] == "union_tag_invalid":
+        context = first["ctx"]
+        known = [name.strip(" '") for name in context["expected_tags"].split(",")]
+        name, given = context["discriminator"].strip("'"), str(context["tag"])
+        return f"{setting}.{name} '{given}': wanted one of {', '.join(known)}{nearest(given, known)}"
     wanted = first["msg"].removeprefix("Value error, ")
+    if isinstance(first["input"], _MisplacedBool):
+        return (
+            f"{setting}: {wanted} (given: {first['input'].value}; in YAML yes, no, on and off are such, unless quoted)"
+        )
     simple = isinstance(first["input"], str | int | float | None)
     given = f" (given: {first['input']!r})" if simple else ""
-    return f"{place}: {wanted}{given}" if place else wanted
+    return f"{setting}: {wanted}{given}" if setting else wanted
 
 
-def _names(kind: type[BaseModel], groups: Iterable[int | str]) -> list[str]:
-    for group in groups:
-        inner = kind.model_fields[str(group)].annotation
-        if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
-            break
-        kind = inner
-    return list(kind.model_fields)
+@dataclass(frozen=True)
+class _Variant:
+    """The member of a discriminated union that an error is about."""
+
+    tag_name: str
+    tag: str
+    members: Mapping[str, type[BaseModel]]
+
+
+def _resolve(
+    kind: type[BaseModel], location: Sequence[int | str]
+) -> tuple[list[str], type[BaseModel], _Variant | None]:
+    """Follow an error's location through nested settings.
+
+    Returns:
+        the names of the setting, without the tags of unions that pydantic puts between them; the class that the last
+        name belongs to; and which member of a union that class is, if it is one.
+    """
+    names: list[str] = []
+    variant: _Variant | None = None
+    parts = iter(location)
+    for part in parts:
+        names.append(str(part))
+        field = kind.model_fields.get(str(part))
+        inner = _models_in(field.annotation) if field else []
+        if len(inner) == 1:
+            kind, variant = inner[0], None
+        elif inner and field and isinstance(field.discriminator, str):
+            tag_name = field.discriminator
+            members = {str(one.model_fields[tag_name].default): one for one in inner}
+            tag = str(next(parts, ""))
+            if tag in members:
+                kind, variant = members[tag], _Variant(tag_name, tag, members)
+    return names, kind, variant
+
+
+def _models_in(annotation: Any) -> list[type[BaseModel]]:
+    members = get_args(annotation) or [annotation]
+    return [member for member in members if isinstance(member, type) and issubclass(member, BaseModel)]
 
 
 def merge(*layers: Mapping[str, Any]) -> dict[str, Any]:

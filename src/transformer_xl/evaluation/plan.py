@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from transformer_xl.config import INT32_MAX, RunConfig, UserError
+from transformer_xl.config import INT32_MAX, RecurrentConfig, RunConfig, UserError
 from transformer_xl.device import Precision
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import ContextLimits
@@ -121,8 +121,8 @@ class EvaluationPlan:
         lengths: dict[str, Limit | None] = {
             "segment": defaults.segment_length or config.train.segment_length,
             "memory": config.train.memory_length if defaults.memory_length is None else defaults.memory_length,
-            "window": defaults.attention_window or config.model.attention_window,
-            "clamp": defaults.clamp_length or config.model.clamp_length,
+            "window": defaults.attention_window or config.model.limit("attention_window"),
+            "clamp": defaults.clamp_length or config.model.limit("clamp_length"),
         }
         assert wanted.keys() <= lengths.keys()
         lengths |= {name: value for name, value in wanted.items() if value is not None}
@@ -150,7 +150,7 @@ class EvaluationPlan:
         holds something of all it read.
         """
         memory, layers = self.context_limits.memory_length, len(model.layers)
-        if memory and model.config.kind != "transformer":
+        if memory and isinstance(model.config, RecurrentConfig):
             return None
         through_memory = memory + (layers - 1) * _round_up(memory, self.segment)
         window = self.context_limits.attention_window

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from transformer_xl.config import UserError
+from transformer_xl.config import RelativeConfig, UserError
 from transformer_xl.device import Precision, autocast
 from transformer_xl.evaluation.plan import EvaluationPlan, Method, Part, Parts, Progress, Text
 from transformer_xl.evaluation.stretches import Stretch, Stretches, segment_of, slots_needed
@@ -63,8 +63,8 @@ class Recurrence:
         warmup = plan.warmup_of(model)
         if warmup is None and plan.documents == "continue" and plan.rows not in (None, 1):
             raise UserError(
-                f"rows {plan.rows}: {model.config.system} keeps something of all it read, so rows that begin inside "
-                "the text are not exact; give 1, or say with a warmup how many tokens are to be enough"
+                f"rows {plan.rows}: {model.config.architecture} keeps something of all it read, so rows that begin "
+                "inside the text are not exact; give 1, or say with a warmup how many tokens are to be enough"
             )
         return read(model, text, Stretches.cut(text, plan, warmup), plan, progress)
 
@@ -87,13 +87,18 @@ def computing(device: torch.device, precision: Precision, *, gradients: bool = F
         yield
 
 
+def attends_empty_memory(model: LanguageModel) -> bool:
+    """Whether empty memory slots change the losses, so that the memory must have its full length."""
+    return isinstance(model.config, RelativeConfig) and model.config.attend_empty_memory
+
+
 def _read_group(
     model: LanguageModel, text: Text, group: list[Stretch], plan: EvaluationPlan, progress: Progress | None
 ) -> Iterator[Scored]:
     """Reads stretches side by side, longest first; a row goes when its stretch has ended, and so needs no mask."""
     device, segment = next(model.parameters()).device, plan.segment
     longest, context_limits = group[0].length, plan.context_limits
-    if not model.config.attend_empty_memory:
+    if not attends_empty_memory(model):
         context_limits = replace(context_limits, memory_length=slots_needed(longest, plan))
     with computing(device, plan.precision):
         memory = model.inference_memory(len(group), context_limits)

@@ -21,7 +21,7 @@ class Foreign:
     """A model of another program, in this package's terms."""
 
     model: dict[str, Any]
-    """Settings of ModelConfig."""
+    """Settings of TransformerXLConfig."""
     train: dict[str, Any]
     """Settings of TrainConfig: segment and memory, as far as they are known."""
     evaluation: dict[str, Any]

@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from transformer_xl.config import ModelConfig, RunConfig, UserError, check_settings
+from transformer_xl.config import RunConfig, TransformerXLConfig, UserError, check_settings
 from transformer_xl.files import as_user_error, atomic_folder, write_text
 from transformer_xl.interop.foreign import Foreign
 from transformer_xl.interop.names import HUGGING_FACE, to_ours, to_theirs
@@ -63,7 +63,7 @@ def read(path: Path) -> Foreign:
         raise UserError(f"{file}: a model of type {shown(kind)}; only '{_ARCHITECTURE}' can be converted")
     settings = Settings({**_DEFAULTS, **values}, str(file))
     model = _model(settings)
-    config = check_settings(ModelConfig, model, str(file))
+    config = check_settings(TransformerXLConfig, model, str(file))
     weights_file = first_of(path, _WEIGHTS)
     if weights_file is None:
         raise UserError(f"{path} has no weights; wanted {' or '.join(_WEIGHTS)} beside config.json")
@@ -105,7 +105,7 @@ def _model(settings: Settings) -> dict[str, Any]:
         "d_ff": settings.number("d_inner"),
         "dropout": settings.share("dropout", 0.1),
         "attention_dropout": settings.share("dropatt", 0.0),
-        "norm": "pre" if settings.flag("pre_lnorm", default=False) else "post",
+        "norm_first": settings.flag("pre_lnorm", default=False),
         "final_norm": False,
         "norm_eps": settings.share("layer_norm_epsilon", 1e-5),
         "d_embed": d_embed,
@@ -167,16 +167,16 @@ def write(path: Path, config: RunConfig, weights: Mapping[str, Tensor], tokenize
     Raises:
         UserError: the folder exists, or the model is one that TransfoXL cannot express.
     """
-    model = config.model
+    model, differences = _expressible(config)
     memory = config.train.memory_length if config.evaluation.memory_length is None else config.evaluation.memory_length
     same_length, remarks = _same_length(config, memory)
-    remarks = [*_check_expressible(model), *remarks, *_vocabulary_remarks(tokenizer)]
+    remarks = [*differences, *remarks, *_vocabulary_remarks(tokenizer)]
     theirs = to_theirs(model, HUGGING_FACE, weights)
     even_D = torch.arange(0.0, model.d_model, 2.0)
     theirs["transformer.pos_emb.inv_freq"] = 1 / (10000 ** (even_D / model.d_model))
     symbols = symbols_of(tokenizer)
     with atomic_folder(path) as aside:
-        values = {**_config(config), "mem_len": memory, "same_length": same_length}
+        values = {**_config(config, model), "mem_len": memory, "same_length": same_length}
         write_text(aside / "config.json", _json(values))
         contiguous = {name: tensor.contiguous() for name, tensor in theirs.items()}
         write_safetensors(aside / "model.safetensors", contiguous, {"format": "pt"})
@@ -222,7 +222,8 @@ def _same_length(config: RunConfig, memory: int) -> tuple[bool, list[str]]:
     Raises:
         UserError: the model has a window that is not the memory's length, and is not evaluated with one that is.
     """
-    window, own = config.evaluation.attention_window or config.model.attention_window, config.model.attention_window
+    own = config.model.limit("attention_window")
+    window = config.evaluation.attention_window or own
     if window in (None, memory):
         return window is not None, []
     if own not in (None, memory):
@@ -234,19 +235,20 @@ def _same_length(config: RunConfig, memory: int) -> tuple[bool, list[str]]:
     return own is not None, [lost]
 
 
-def _check_expressible(model: ModelConfig) -> tuple[str, ...]:
-    if model.kind != "transformer" or model.encoding != "relative":
-        raise UserError(f"a model with {model.system} has no form in TransfoXL; only Transformer-XL itself has")
-    if model.norm == "pre" and model.final_norm:
+def _expressible(config: RunConfig) -> tuple[TransformerXLConfig, list[str]]:
+    """Return the model's settings, if TransfoXL can express them, and remarks on what differs there."""
+    model = config.model
+    if not isinstance(model, TransformerXLConfig):
+        raise UserError(f"{model.architecture} has no form in TransfoXL; only Transformer-XL itself has")
+    if model.norm_first and model.final_norm:
         raise UserError("a pre-norm model with a final LayerNorm has no form in TransfoXL, which has none")
     if not model.attend_empty_memory:
-        return ("TransfoXL attends the zeros of an empty memory, this model does not: first segments will differ",)
-    return ()
+        return model, ["TransfoXL attends to empty memory slots, this model does not: first segments will differ"]
+    return model, []
 
 
-def _config(config: RunConfig) -> dict[str, Any]:
+def _config(config: RunConfig, model: TransformerXLConfig) -> dict[str, Any]:
     """All but the lengths of memory and window."""
-    model = config.model
     clusters = len(model.cluster_widths)
     tied = {"all": [True] * clusters, "all_but_first": [False] + [True] * (clusters - 1), "none": [False] * clusters}
     return {
@@ -256,11 +258,11 @@ def _config(config: RunConfig) -> dict[str, Any]:
         "n_layer": model.n_layers,
         "d_model": model.d_model,
         "n_head": model.n_heads,
-        "d_head": model.head_size,
+        "d_head": model.head_dim,
         "d_inner": model.d_ff,
         "dropout": model.dropout,
         "dropatt": model.attention_dropout,
-        "pre_lnorm": model.norm == "pre",
+        "pre_lnorm": model.norm_first,
         "layer_norm_epsilon": model.norm_eps,
         "d_embed": model.d_embed or model.d_model,
         "cutoffs": list(model.cluster_boundaries[1:-1]),

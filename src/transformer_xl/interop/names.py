@@ -17,7 +17,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from transformer_xl.config import ModelConfig, UserError
+from transformer_xl.config import TransformerXLConfig, UserError
 
 Shape = tuple[int, ...]
 Part = tuple[str, Shape]
@@ -50,7 +50,7 @@ OFFICIAL = Layout()
 NVIDIA = Layout(out_table="crit.out_layers_weights.{}", out_bias="crit.out_layers_biases.{}")
 
 
-def matches(config: ModelConfig, layout: Layout) -> Iterator[Match]:
+def matches(config: TransformerXLConfig, layout: Layout) -> Iterator[Match]:
     """The whole table for one model, with every shape."""
     yield from _embedding(config, layout)
     yield from _softmax(config, layout)
@@ -63,18 +63,18 @@ def _same(ours: str, theirs: str, shape: Shape) -> Match:
     return Match(((ours, shape),), ((theirs, shape),))
 
 
-def _cluster_sizes(config: ModelConfig) -> list[int]:
+def _cluster_sizes(config: TransformerXLConfig) -> list[int]:
     edges = config.cluster_boundaries
     return [edges[-1]] if config.div_val == 1 else [stop - start for start, stop in pairwise(edges)]
 
 
-def _projected(config: ModelConfig) -> list[int]:
+def _projected(config: TransformerXLConfig) -> list[int]:
     """The clusters that these programs project: with div_val all, else all or none."""
     needed = config.div_val > 1 or config.cluster_widths[0] != config.d_model
     return list(range(len(config.cluster_widths))) if needed else []
 
 
-def _embedding(config: ModelConfig, layout: Layout) -> Iterator[Match]:
+def _embedding(config: TransformerXLConfig, layout: Layout) -> Iterator[Match]:
     sizes, widths = _cluster_sizes(config), config.cluster_widths
     for index, size in enumerate(sizes):
         name = f"{layout.prefix}word_emb.emb_layers.{index}.weight"
@@ -84,7 +84,7 @@ def _embedding(config: ModelConfig, layout: Layout) -> Iterator[Match]:
         yield _same(f"embedding.projections.{index}", name, (config.d_model, widths[index]))
 
 
-def _softmax(config: ModelConfig, layout: Layout) -> Iterator[Match]:
+def _softmax(config: TransformerXLConfig, layout: Layout) -> Iterator[Match]:
     sizes, widths = _cluster_sizes(config), config.cluster_widths
     biases = tuple((layout.out_bias.format(index), (size,)) for index, size in enumerate(sizes))
     yield Match((("softmax.bias", (config.vocab_size,)),), biases)
@@ -101,8 +101,8 @@ def _softmax(config: ModelConfig, layout: Layout) -> Iterator[Match]:
             yield Match(found.ours, found.theirs, reversed_rows=layout.reversed_clusters)
 
 
-def _biases(config: ModelConfig, layout: Layout) -> Iterator[Match]:
-    shape = (config.n_heads, config.head_size)
+def _biases(config: TransformerXLConfig, layout: Layout) -> Iterator[Match]:
+    shape = (config.n_heads, config.head_dim)
     for ours, theirs in (("content_bias", "r_w_bias"), ("position_bias", "r_r_bias")):
         if config.tie_attention_biases:
             yield Match(((ours, (1, *shape)),), ((f"{layout.prefix}{theirs}", shape),))
@@ -111,8 +111,8 @@ def _biases(config: ModelConfig, layout: Layout) -> Iterator[Match]:
             yield Match(((ours, (config.n_layers, *shape)),), tuple((name, shape) for name in names))
 
 
-def _layer(config: ModelConfig, their: str, index: int) -> Iterator[Match]:
-    width, inner, wide = config.d_model, config.n_heads * config.head_size, config.d_ff
+def _layer(config: TransformerXLConfig, their: str, index: int) -> Iterator[Match]:
+    width, inner, wide = config.d_model, config.n_heads * config.head_dim, config.d_ff
     our = f"layers.{index}."
     parts = tuple((f"{our}attention.{name}.weight", (inner, width)) for name in ("q_proj", "k_proj", "v_proj"))
     yield Match(parts, ((f"{their}dec_attn.qkv_net.weight", (3 * inner, width)),))
@@ -131,7 +131,7 @@ def _layer(config: ModelConfig, their: str, index: int) -> Iterator[Match]:
         yield _same(our + ours, their + theirs, shape)
 
 
-def aliases(config: ModelConfig, layout: Layout) -> dict[str, str]:
+def aliases(config: TransformerXLConfig, layout: Layout) -> dict[str, str]:
     """Names under which a weight may stand a second time, because it is shared; each with its first name."""
     sizes = _cluster_sizes(config)
     emb = f"{layout.prefix}word_emb."
@@ -149,7 +149,9 @@ def aliases(config: ModelConfig, layout: Layout) -> dict[str, str]:
     return found
 
 
-def to_ours(config: ModelConfig, layout: Layout, theirs: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
+def to_ours(
+    config: TransformerXLConfig, layout: Layout, theirs: Mapping[str, Tensor], source: str
+) -> dict[str, Tensor]:
     """Their weights under our names, in float32; parts of theirs where that needs no copy.
 
     Raises:
@@ -181,7 +183,7 @@ def to_ours(config: ModelConfig, layout: Layout, theirs: Mapping[str, Tensor], s
     )
 
 
-def to_theirs(config: ModelConfig, layout: Layout, ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def to_theirs(config: TransformerXLConfig, layout: Layout, ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Our weights under their names, first names only; an identity for a projection that ours does without."""
     known = list(matches(config, layout))
     other = ours.keys() - {name for match in known for name, _ in match.ours}

@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from transformer_xl.config import ModelConfig, UserError, check_settings
+from transformer_xl.config import TransformerXLConfig, UserError, check_settings
 from transformer_xl.interop.foreign import Foreign
 from transformer_xl.interop.names import NVIDIA, to_ours
 from transformer_xl.interop.settings import Settings, lengths, refuse_unknown, tied_projections
@@ -56,7 +56,7 @@ def read(path: Path) -> Foreign:
     _, evaluation = lengths(
         segment=evaluation_segment, memory=longer, window=settings.window(longer, keys_beside_memory=1)
     )
-    config = check_settings(ModelConfig, model, str(file))
+    config = check_settings(TransformerXLConfig, model, str(file))
     theirs = {str(name): content.tensor(record) for name, record in weights.items()}
     tokenizer = found.get("vocab")
     return Foreign(
@@ -84,7 +84,7 @@ def _model(settings: Settings) -> dict[str, Any]:
         "d_ff": settings.number("d_inner"),
         "dropout": settings.share("dropout", 0.0),
         "attention_dropout": settings.share("dropatt", 0.0),
-        "norm": "pre" if settings.flag("pre_lnorm", default=False) else "post",
+        "norm_first": settings.flag("pre_lnorm", default=False),
         "final_norm": False,
         "d_embed": d_embed,
         "cutoffs": cutoffs,

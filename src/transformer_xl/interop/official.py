@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from transformer_xl.config import ModelConfig, UserError, check_settings
+from transformer_xl.config import TransformerXLConfig, UserError, check_settings
 from transformer_xl.interop.foreign import Foreign
 from transformer_xl.interop.names import OFFICIAL, to_ours
 from transformer_xl.interop.settings import Settings, lengths, refuse_unknown, tied_projections
@@ -65,7 +65,7 @@ def read(path: Path) -> Foreign:
     }
     shared = _shared(content, records)
     model, memory = _model(found, parts, shared, str(file)), Settings(found.attributes, str(file)).number("mem_len")
-    config = check_settings(ModelConfig, model, str(file))
+    config = check_settings(TransformerXLConfig, model, str(file))
     theirs: dict[str, Tensor] = {name: content.tensor(record) for name, record in records.items()}
     folder = file.parent
     vocabulary_file = first_of(folder, _VOCABULARIES)
@@ -133,7 +133,7 @@ def _model(found: Record, parts: dict[str, Record], shared: set[str], source: st
         "d_ff": widening.number("out_features"),
         "dropout": Settings(_attributes(parts, "drop"), source).share("p", 0.0),
         "attention_dropout": Settings(_attributes(parts, "layers.0.dec_attn.dropatt"), source).share("p", 0.0),
-        "norm": "pre" if attention.flag("pre_lnorm", default=False) else "post",
+        "norm_first": attention.flag("pre_lnorm", default=False),
         "final_norm": False,
         "norm_eps": norm.share("eps", 1e-5),
         "d_embed": d_embed,

@@ -178,7 +178,7 @@ class _Variables:
 
 
 def _settings(variables: _Variables) -> dict[str, Any]:
-    """What the shapes say, as settings of ModelConfig."""
+    """What the shapes say, as settings of TransformerXLConfig."""
     *layers, heads, d_head = variables.shape("r_w_bias", 2, 3)
     _, width = variables.shape("layer_0/rel_attn/o/kernel", 2)
     table_widths = [variables.shape(f"{name}lookup_table", 2)[1] for name in _tables(variables)]

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
-from transformer_xl.config import ModelConfig
+from transformer_xl.config import BaseModelConfig
 from transformer_xl.model.cross_entropy import cross_entropy, fits_at_once, linear_cross_entropy
 
 _WEIGHT_STD, _PROJECTION_STD = 0.02, 0.01  # the authors' init_std and proj_init_std
@@ -34,7 +34,7 @@ class AdaptiveEmbedding(nn.Module):
     With div_val 1 one table serves all clusters; else each cluster has a table of its own width.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: BaseModelConfig) -> None:
         super().__init__()
         edges, widths = config.cluster_boundaries, config.cluster_widths
         self.edges, self.width = edges, config.d_model
@@ -88,7 +88,7 @@ class AdaptiveEmbedding(nn.Module):
         return rows_BTE if projection_DE is None else F.linear(rows_BTE, projection_DE)
 
 
-def projected(config: ModelConfig) -> list[int]:
+def projected(config: BaseModelConfig) -> list[int]:
     """The clusters whose embeddings are projected: those of another width than the model, and with div_val all of them
     (the authors' code) unless `project_equal_width` is off."""
     always = config.div_val > 1 and config.project_same_width
@@ -98,7 +98,7 @@ def projected(config: ModelConfig) -> list[int]:
 class AdaptiveSoftmax(nn.Module):
     """Scores of the vocabulary from the model's hidden rows; weights and projections may be the embedding's."""
 
-    def __init__(self, config: ModelConfig, embedding: AdaptiveEmbedding) -> None:
+    def __init__(self, config: BaseModelConfig, embedding: AdaptiveEmbedding) -> None:
         super().__init__()
         # in a tuple: it is not a part of this module, so its parameters are neither saved nor counted twice
         self._embedding = (embedding,)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from transformer_xl.config import ModelConfig
+from transformer_xl.config import RelativeConfig, TransformerConfig
 from transformer_xl.model.dropout import Dropout
 from transformer_xl.model.kernels import AttentionInputs
 from transformer_xl.model.linear import Linear
@@ -111,11 +111,11 @@ class KeysAndValues:
 class RelativeAttention(nn.Module):
     """Multi-head attention of the T new tokens over memory and themselves, with its residual sum."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: RelativeConfig) -> None:
         super().__init__()
-        self.head_shape = (config.n_heads, config.head_size)
-        self.pre_norm = config.norm == "pre"
-        inner = config.n_heads * config.head_size
+        self.head_shape = (config.n_heads, config.head_dim)
+        self.pre_norm = config.norm_first
+        inner = config.n_heads * config.head_dim
         self.q_proj = Linear(config.d_model, inner, bias=False)
         self.k_proj = Linear(config.d_model, inner, bias=False)
         self.v_proj = Linear(config.d_model, inner, bias=False)
@@ -155,9 +155,9 @@ class RelativeAttention(nn.Module):
 class FeedForward(nn.Module):
     """Two linear maps with ReLU between, and the residual sum."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        self.pre_norm = config.norm == "pre"
+        self.pre_norm = config.norm_first
         self.up_proj = Linear(config.d_model, config.d_ff)
         self.down_proj = Linear(config.d_ff, config.d_model)
         self.norm = nn.LayerNorm(config.d_model, eps=config.norm_eps)
@@ -175,7 +175,7 @@ class FeedForward(nn.Module):
 class Layer(nn.Module):
     """Attention, then feed-forward."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: RelativeConfig) -> None:
         super().__init__()
         self.attention = RelativeAttention(config)
         self.feedforward = FeedForward(config)

@@ -1,8 +1,8 @@
-"""The one place that chooses a model: Transformer-XL, or one of the paper's other systems."""
+"""Build the model that a configuration describes: Transformer-XL, or one of the paper's other systems."""
 
 from __future__ import annotations
 
-from transformer_xl.config import ModelConfig
+from transformer_xl.config import AbsoluteConfig, ModelConfig, RecurrentConfig, ShawConfig
 from transformer_xl.model.baselines.absolute import AbsoluteTransformer
 from transformer_xl.model.baselines.recurrent import RecurrentModel
 from transformer_xl.model.baselines.shaw import ShawTransformer
@@ -10,14 +10,20 @@ from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.transformer_xl import TransformerXL
 
 
-def build_model(config: ModelConfig) -> LanguageModel:
-    """The model that the settings ask for, with first weights from torch's global random state.
+def build_model(config: ModelConfig, *, memory_length: int | None = None) -> LanguageModel:
+    """Build a model with initial weights drawn from torch's global random state.
+
+    Args:
+        config: settings of the model.
+        memory_length: M, the memory slots of `initial_memory` unless it is given others. None: 128, or 0 where the
+            architecture has no memory.
 
     Raises:
-        UserError: the settings name no known attention kernel, or leave open what the model needs.
+        UserError: the settings name no known attention kernel, or leave out what the model needs.
     """
-    if config.kind != "transformer":
-        return RecurrentModel(config)
-    if config.is_absolute:
-        return AbsoluteTransformer(config)
-    return ShawTransformer(config) if config.encoding == "shaw" else TransformerXL(config)
+    lengths = {} if memory_length is None else {"memory_length": memory_length}
+    if isinstance(config, AbsoluteConfig):
+        return AbsoluteTransformer(config, **lengths)
+    if isinstance(config, RecurrentConfig):
+        return RecurrentModel(config, **lengths)
+    return ShawTransformer(config, **lengths) if isinstance(config, ShawConfig) else TransformerXL(config, **lengths)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from transformer_xl.config import ModelConfig
+from transformer_xl.config import ModelConfig, RelativeConfig
 from transformer_xl.model.build import build_model
 from transformer_xl.model.cross_entropy import plain_way
 
@@ -90,12 +90,12 @@ def step_cost(config: ModelConfig, *, batch_size: int, segment_length: int, memo
     Operations are those of the model, without what is computed again in the backward pass; what is kept is what the
     settings' kernel keeps (with `auto` the CPU's). Auxiliary losses are those of the first step.
     """
-    config = config.model_copy(update={"memory": memory_length})
     shape = (batch_size, segment_length, memory_length)
+    counted = config
+    if isinstance(config, RelativeConfig):  # sdpa: the operations of its backward pass can be counted
+        counted = config.model_copy(update={"attn_implementation": "sdpa"})
     with plain_way():
-        flops, _, _ = _walk(
-            config.model_copy(update={"attn_implementation": "sdpa"}), *shape
-        )  # its backward pass can be counted
+        flops, _, _ = _walk(counted, *shape)
     _, activation_bytes, memory_bytes = _walk(config, *shape)
     with torch.device("meta"):
         parameters = build_model(config).num_parameters()
@@ -111,7 +111,7 @@ def step_cost(config: ModelConfig, *, batch_size: int, segment_length: int, memo
 def _walk(config: ModelConfig, batch_size: int, segment_length: int, memory_length: int) -> tuple[int, int, int]:
     """Operations of a step, bytes kept for its backward pass, and bytes of the memory it begins with."""
     with torch.device("meta"), torch.no_grad():
-        model = build_model(config).train()
+        model = build_model(config, memory_length=memory_length).train()
         tokens_BT = torch.zeros(batch_size, segment_length, dtype=torch.int64)
         full = model.initial_memory(batch_size)
         if memory_length:

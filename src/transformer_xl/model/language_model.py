@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from transformer_xl.config import ModelConfig
+from transformer_xl.config import BaseModelConfig
 from transformer_xl.model.memory import ContextLimits, Memory
 
 
@@ -28,16 +28,15 @@ class LanguageModel(nn.Module, ABC):
     layers: nn.ModuleList
     """What training may compile, recompute or share out one by one: modules that follow one another, alike."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: BaseModelConfig, *, memory_length: int) -> None:
         super().__init__()
         self.config = config
+        self.context_limits = ContextLimits(
+            memory_length, config.limit("attention_window"), config.limit("clamp_length")
+        )
+        """Limits of attention where a memory is made without others."""
         self.activation_checkpointing = False
         """Whether what is inside a layer is computed again in the backward pass, dropout and all, and not kept."""
-
-    @property
-    def context_limits(self) -> ContextLimits:
-        """How far attention looks when not told otherwise."""
-        return ContextLimits(self.config.memory, self.config.attention_window, self.config.clamp_length)
 
     @abstractmethod
     def initial_memory(self, batch_size: int, context_limits: ContextLimits | None = None) -> Memory:

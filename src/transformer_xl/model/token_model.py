@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
-from transformer_xl.config import ModelConfig, UserError
+from transformer_xl.config import BaseModelConfig, UserError
 from transformer_xl.model.adaptive import AdaptiveEmbedding, AdaptiveSoftmax
 from transformer_xl.model.dropout import Dropout
 from transformer_xl.model.language_model import LanguageModel
@@ -24,8 +24,8 @@ WEIGHT_STD, NORM_STD = 0.02, 0.02  # the authors' init_std
 class TokenModel(LanguageModel):
     """Token embedding times sqrt(D), layers, and a softmax that shares the embedding's weights unless told not to."""
 
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__(config)
+    def __init__(self, config: BaseModelConfig, *, memory_length: int) -> None:
+        super().__init__(config, memory_length=memory_length)
         self.embedding = AdaptiveEmbedding(config)
         self.softmax = AdaptiveSoftmax(config, self.embedding)
         self.dropout = Dropout(config.dropout)
@@ -62,9 +62,9 @@ class TokenModel(LanguageModel):
         """
         context_limits = context_limits or self.context_limits
         self.config.check_context_limits(
-            memory=context_limits.memory_length,
-            window=context_limits.attention_window,
-            clamp=context_limits.clamp_length,
+            memory_length=context_limits.memory_length,
+            attention_window=context_limits.attention_window,
+            clamp_length=context_limits.clamp_length,
         )
         return context_limits
 

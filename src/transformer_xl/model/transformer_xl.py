@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from transformer_xl.config import ModelConfig, UserError
+from transformer_xl.config import RelativeConfig, TransformerXLConfig, UserError
 from transformer_xl.model import kernels
 from transformer_xl.model.attention import (
     Attention,
@@ -49,25 +49,25 @@ class LayerTrace:
 class TransformerXL(TokenModel):
     """Token embedding times sqrt(D), L layers, and a softmax that shares the embedding's weights unless told not to."""
 
-    encoding = "relative"
-    """The one that the settings must name."""
+    config: RelativeConfig  # pyrefly: ignore[bad-override-mutable-attribute]
+    config_class: ClassVar[type[RelativeConfig]] = TransformerXLConfig
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: RelativeConfig, *, memory_length: int = 128) -> None:
         """Builds the model with the authors' first weights, drawn from torch's global random state.
 
         Raises:
             UserError: the settings are those of another model, or name no known attention kernel.
         """
-        super().__init__(config)
-        if config.kind != "transformer" or config.encoding != self.encoding:
-            asked = config.kind if config.kind != "transformer" else f"encoding {config.encoding}"
-            raise UserError(f"{type(self).__name__} is not {asked}; use build_model, which gives the model asked for")
+        super().__init__(config, memory_length=memory_length)
+        if not isinstance(config, self.config_class):
+            raise UserError(f"{type(self).__name__} is not the model of {config.architecture}; use build_model")
         kernels.check(config.attn_implementation)
-        num_bias_pairs = 1 if config.tie_attention_biases else config.n_layers
-        self.content_bias = nn.Parameter(torch.empty(num_bias_pairs, config.n_heads, config.head_size))
-        self.position_bias = nn.Parameter(torch.empty(num_bias_pairs, config.n_heads, config.head_size))
+        tied = not isinstance(config, TransformerXLConfig) or config.tie_attention_biases
+        num_bias_pairs = 1 if tied else config.n_layers
+        self.content_bias = nn.Parameter(torch.empty(num_bias_pairs, config.n_heads, config.head_dim))
+        self.position_bias = nn.Parameter(torch.empty(num_bias_pairs, config.n_heads, config.head_dim))
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.n_layers))
-        final = config.norm == "pre" and config.final_norm
+        final = config.norm_first and config.final_norm
         self.final_norm = nn.LayerNorm(config.d_model, eps=config.norm_eps) if final else nn.Identity()
         self.init_weights()
 
@@ -87,11 +87,11 @@ class TransformerXL(TokenModel):
     @override
     def inference_memory(self, batch_size: int, context_limits: ContextLimits | None = None) -> Memory:
         config = self.config
-        if config.attend_empty_memory and config.norm == "pre":
+        if config.attend_empty_memory and config.norm_first:
             return self.initial_memory(
                 batch_size, context_limits
             )  # normalised, rows of zeros have keys that are not zeros
-        shape = (config.n_layers, batch_size, config.n_heads, config.head_size)
+        shape = (config.n_layers, batch_size, config.n_heads, config.head_dim)
         context_limits, attended = context_limits or self.context_limits, config.attend_empty_memory
         return KeyValueMemory.empty(shape, context_limits, self.content_bias, attended=attended)
 
@@ -171,7 +171,7 @@ class TransformerXL(TokenModel):
         config = self.config
         own = isinstance(memory, HiddenMemory) and memory.layer_shape == (config.n_layers, config.d_model)
         if isinstance(memory, KeyValueMemory):
-            own = memory.layer_shape == (config.n_layers, config.n_heads, config.head_size)
+            own = memory.layer_shape == (config.n_layers, config.n_heads, config.head_dim)
         if not own:
             raise UserError("this memory was made by another model; start with initial_memory")
         return memory
@@ -193,7 +193,7 @@ class TransformerXL(TokenModel):
 
     def _biases(self) -> Iterator[Biases]:
         for index in range(self.config.n_layers):
-            pair = 0 if self.config.tie_attention_biases else index
+            pair = index if len(self.content_bias) > 1 else 0
             yield Biases(self.content_bias[pair], self.position_bias[pair])
 
     def _reading(self, memory: Memory, x_BTD: Tensor, lengths_B: Tensor | None) -> _Reading:

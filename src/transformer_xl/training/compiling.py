@@ -17,20 +17,22 @@ from transformer_xl.model.language_model import LanguageModel
 _MOST_VARIANTS = 128
 
 
-def compile_layers(model: LanguageModel, device: torch.device, how: Literal["off", "layers", "graphs"]) -> None:
+def compile_layers(model: LanguageModel, device: torch.device, how: Literal["none", "layers", "cudagraphs"]) -> None:
     """Compiles the layers at their first use; what stands between them (embedding, softmax) is left as it is.
 
     Raises:
         UserError: CUDA graphs are wanted and there is no CUDA, or this machine cannot compile.
     """
-    if how == "off":
+    if how == "none":
         return
-    if how == "graphs" and device.type != "cuda":
-        raise UserError(f"compile graphs needs CUDA, and this run is on {device}; give --train.compile layers, or off")
+    if how == "cudagraphs" and device.type != "cuda":
+        raise UserError(
+            f"compile cudagraphs needs CUDA, and this run is on {device}; give --train.compile layers, or none"
+        )
     _try(device)
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_VARIANTS)
     for layer in model.layers:
-        layer.forward = _Compiled(layer, "reduce-overhead" if how == "graphs" else None)
+        layer.forward = _Compiled(layer, "reduce-overhead" if how == "cudagraphs" else None)
 
 
 class _Compiled:
@@ -61,5 +63,5 @@ def _try(device: torch.device) -> None:
         said = next(iter(str(inner).strip().splitlines()), "") or type(inner).__name__
         raise UserError(
             f"torch.compile does not work on this machine ({said}); install a C++ compiler (g++ or clang, and for "
-            "CUDA triton), or give --train.compile off"
+            "CUDA triton), or give --train.compile none"
         ) from None

@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from transformer_xl.config import RunConfig, TrainConfig, UserError
+from transformer_xl.config import RelativeConfig, RunConfig, TrainConfig, UserError
 from transformer_xl.evaluation.metrics import Sums
 from transformer_xl.files import remove_leftovers
 from transformer_xl.model.build import build_model
@@ -116,12 +116,12 @@ class Trainer:
         self.corpus = corpus
         self.stream = training_stream(corpus, self.config, world.shard)
         torch.manual_seed(self.config.seed)
-        model = build_model(folder.config.model).to(device).train()
+        model = build_model(folder.config.model, memory_length=self.config.memory_length).to(device).train()
         if world.rank:  # each process drops out other activations
             world.seed(self.config.seed, 0)
         model.activation_checkpointing = self.config.activation_checkpointing
         compile_layers(model, device, self.config.compile)
-        scored = world.wrap(ScoredModel(model, own_memory=self.config.compile == "graphs"), self.config.parallelism)
+        scored = world.wrap(ScoredModel(model, own_memory=self.config.compile == "cudagraphs"), self.config.parallelism)
         optimizers = build_optimizers(model, self.config)  # of the weights as they are shared out
         average = None if self.config.weight_average == "none" else WeightAverage(model, self.config)
         self.learner = TrainStep(scored, optimizers, self.config, device, world)
@@ -381,7 +381,8 @@ def check(config: RunConfig, corpus: Corpus, device: torch.device, world: Distri
     if "valid" in corpus.splits:
         tokens = corpus.split("valid").first(config.train.eval_tokens)
         validation_stream(tokens, corpus.tokenizer.bos_token_id, config.train, world)
-    choose(config.model.attn_implementation, device, torch.float32)
+    if isinstance(config.model, RelativeConfig):
+        choose(config.model.attn_implementation, device, torch.float32)
     check_log(config.train)
 
 
@@ -400,7 +401,7 @@ def training_stream(corpus: Corpus, config: TrainConfig, shard: Shard = SINGLE_S
         "bos_token_id": bos_token_id,
         "shard": shard,
     }
-    if config.order == "shuffled":
+    if config.shuffle_documents:
         stream = ShuffledDocumentDataset(split.tokens, split.document_starts, **sizes, seed=config.seed)
     else:
         stream = SegmentDataset(split.tokens, **sizes)

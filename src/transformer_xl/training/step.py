@@ -92,7 +92,7 @@ class TrainStep:
             in one tensor on the device: sum of nats, count of targets, norm of the gradient before clipping, and count
             of tokens read, of all processes and the same in each; and the memories after the segment.
         """
-        if self.config.compile == "graphs":
+        if self.config.compile == "cudagraphs":
             self._provide_gradients()
         loss_mask_BT = in_loss(segment.loss_mask_BT, self.config)
         counts = self.world.sum(send(torch.tensor([loss_mask_BT.sum(), segment.loss_mask_BT.sum()]), self.device))
@@ -125,18 +125,18 @@ class TrainStep:
         for optimizer in self.optimizers:
             optimizer.step()
             # CUDA graphs own the gradients they give: those must be added to tensors that are there already
-            optimizer.zero_grad(set_to_none=self.config.compile != "graphs")
+            optimizer.zero_grad(set_to_none=self.config.compile != "cudagraphs")
         return norm
 
 
 def chunks_of(batch_size: int, config: TrainConfig, shards: int) -> list[range]:
-    """Which of this process's rows are in each chunk: as even as can be.
+    """Which of this process's sequences are in each micro-batch: as even as can be, micro_batch_size at most.
 
-    All processes have the same number of chunks, since all must take part in each forward and backward pass; where one
-    has fewer rows than `chunks`, that many.
+    All processes have the same number of micro-batches, since all take part in each forward and backward pass; if one
+    process has fewer sequences than that, as many micro-batches as it has sequences.
     """
-    fewest = min(len(Shard(index, shards).rows_of(config.batch_size)) for index in range(shards))
-    number = min(config.chunks, fewest)
+    sizes = [len(Shard(index, shards).rows_of(config.batch_size)) for index in range(shards)]
+    number = min(-(-max(sizes) // (config.micro_batch_size or max(sizes))), *sizes)
     return [range(part * batch_size // number, (part + 1) * batch_size // number) for part in range(number)]
 
 

@@ -2,13 +2,14 @@
 
 import pytest
 import torch
+from model_configs import model_config
 from oracles import absolute, assert_same_gradients, auxiliary, copied, scores_of
 
-from transformer_xl.config import ModelConfig, UserError, load_recipe
+from transformer_xl.config import UserError, load_recipe
 from transformer_xl.model.build import build_model
 from transformer_xl.model.memory import ContextLimits, Memory
 
-BOTH = {"intermediate_layer_losses": True, "second_target": True}
+BOTH = {"intermediate_layer_losses": True, "num_targets": 2}
 
 
 @pytest.mark.parametrize("name", ["sinusoidal", "learned"])
@@ -27,7 +28,7 @@ def test_equals_the_oracle(make_baseline, tokens, name, norm, window):
     assert_same_gradients(model, (logits_BTV * weight).sum(), weights, (wanted * weight).sum())
 
 
-@pytest.mark.parametrize("settings", [BOTH, {"intermediate_layer_losses": True}, {"second_target": True}, {}])
+@pytest.mark.parametrize("settings", [BOTH, {"intermediate_layer_losses": True}, {"num_targets": 2}, {}])
 @pytest.mark.parametrize("done", [0.0, 0.17, 0.4, 0.7])
 def test_auxiliary_losses_equal_the_oracle_s(make_baseline, tokens, settings, done):
     """With three layers the first stops at a sixth of training, the second at a third, and the last never."""
@@ -87,9 +88,9 @@ def test_parameters_are_those_published(layers, trained, used, published):
     """44M and 235M count the maps of the auxiliary losses."""
     settings = load_recipe(f"enwik8-al-rfou-{layers}l").model | {"learned_positions": 512}
     with torch.device("meta"):
-        whole = build_model(ModelConfig(**settings)).num_parameters()
+        whole = build_model(model_config(**settings)).num_parameters()
         without = build_model(
-            ModelConfig(**settings | {"intermediate_layer_losses": False, "second_target": False})
+            model_config(**settings | {"intermediate_layer_losses": False, "num_targets": 1})
         ).num_parameters()
     assert (whole, without) == (trained, used)
     assert (round(whole / 1e6), round(without / 1e6)) == published
@@ -108,7 +109,7 @@ def test_parameters_are_those_published(layers, trained, used, published):
         ),
         (lambda model: model(torch.zeros(1, 18).long()), "segment 18 is longer than the 17 learned positions"),
         (lambda model: model(torch.zeros(1, 3).long(), model.initial_memory(2)), "memory of 2 rows beside 1"),
-        (lambda model: build_model(ModelConfig(encoding="learned")), "learned needs learned_positions"),
+        (lambda model: build_model(model_config(architecture="al-rfou")), "learned needs learned_positions"),
     ],
 )
 def test_wrong_calls_say_so(make_baseline, call, text):

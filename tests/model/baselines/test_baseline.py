@@ -4,9 +4,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from model_configs import model_config
 from systems import SYSTEMS, WITH_MEMORY
 
-from transformer_xl.config import ModelConfig, UserError
+from transformer_xl.config import UserError
 from transformer_xl.model.build import build_model
 from transformer_xl.model.memory import ContextLimits
 
@@ -18,7 +19,7 @@ def test_segments_of_any_lengths_equal_one_pass(name, lengths):
     """With memory for all that came before, cutting a text changes nothing (up to float64 rounding)."""
     torch.manual_seed(5)
     small = {"vocab_size": 23, "n_layers": 3, "d_model": 14, "n_heads": 2, "d_ff": 19, "dropout": 0.0}
-    model = build_model(ModelConfig(**{**small, **SYSTEMS[name]})).double().eval()
+    model = build_model(model_config(**{**small, **SYSTEMS[name]})).double().eval()
     text, targets = (torch.randint(0, 23, (2, sum(lengths))) for _ in range(2))
     whole_BT = model.nats(model(text, model.initial_memory(2, ContextLimits(sum(lengths))))[0], targets)
     memory, parts, start = model.initial_memory(2, ContextLimits(sum(lengths))), [], 0
@@ -32,7 +33,7 @@ def test_segments_of_any_lengths_equal_one_pass(name, lengths):
 @pytest.mark.parametrize("name", WITH_MEMORY)
 def test_token_by_token_equals_the_full_pass(make_baseline, tokens, name):
     """With the memory that generation uses, which may be of another kind."""
-    model, text = make_baseline(name, memory=13), tokens(2, 13)
+    model, text = make_baseline(name, memory_length=13), tokens(2, 13)
     whole_BTD, _ = model(text)
     memory, parts = model.inference_memory(2), []
     with torch.inference_mode():
@@ -45,7 +46,7 @@ def test_token_by_token_equals_the_full_pass(make_baseline, tokens, name):
 @pytest.mark.parametrize("name", SYSTEMS)
 def test_without_memory_writing_sees_a_segment(make_baseline, tokens, name):
     """Else each token would follow from the one before alone, after training that had a segment."""
-    model, text = make_baseline(name, memory=0), tokens(2, 5)
+    model, text = make_baseline(name, memory_length=0), tokens(2, 5)
     whole_BTD, _ = model(text)
     memory, parts = model.generation_memory(2, segment=5), []
     assert memory.length == 4

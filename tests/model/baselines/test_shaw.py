@@ -4,7 +4,7 @@ import pytest
 import torch
 from oracles import assert_same_gradients, copied, shaw
 
-from transformer_xl.config import ModelConfig, UserError
+from transformer_xl.config import ShawConfig, UserError
 from transformer_xl.model.build import build_model
 from transformer_xl.model.memory import ContextLimits
 
@@ -69,7 +69,7 @@ def test_it_has_distances_and_no_biases(make_baseline):
 
 def test_first_weights():
     torch.manual_seed(0)
-    model = build_model(ModelConfig(encoding="shaw", learned_positions=64, d_model=128, n_heads=4, n_layers=2))
+    model = build_model(ShawConfig(architecture="shaw", max_relative_positions=64, d_model=128, n_heads=4, n_layers=2))
     for name, parameter in model.named_parameters():
         mean, std = (1.0, 0.02) if name.endswith("norm.weight") else (0.0, 0.0 if name.endswith("bias") else 0.02)
         assert abs(parameter.mean().item() - mean) < 0.01, name
@@ -91,4 +91,4 @@ def test_training_in_bfloat16_products_gives_finite_gradients(make_baseline, tok
 
 def test_how_many_distances_must_be_said():
     with pytest.raises(UserError, match="shaw needs learned_positions"):
-        build_model(ModelConfig(encoding="shaw"))
+        build_model(ShawConfig(architecture="shaw"))

@@ -11,7 +11,7 @@ from cyclopts import Parameter
 from transformer_xl.cli.evaluate import Lengths, Rows, plan_of, say_remarks
 from transformer_xl.cli.options import ANY_MACHINE, Json, MachineOptions
 from transformer_xl.cli.output import command_line, print_json, print_table, say_unknown
-from transformer_xl.config import INT32_MAX, UserError
+from transformer_xl.config import INT32_MAX, RelativeConfig, UserError
 from transformer_xl.files import as_user_error, atomic_folder
 from transformer_xl.progress import ProgressBar, say
 
@@ -147,7 +147,7 @@ def _check_words(source: Source, pictures: Pictures) -> None:
 
 def _heads(given: str, config: RunConfig) -> list[Head]:
     """Heads that were typed as one word, 0:3,7:1."""
-    layers, heads = config.model.n_layers, config.model.n_heads
+    layers, heads = config.model.n_layers, config.model.n_heads if isinstance(config.model, RelativeConfig) else 0
     found: list[Head] = []
     for word in given.split(","):
         parts = [part.strip() for part in word.split(":")]

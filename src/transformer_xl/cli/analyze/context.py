@@ -11,7 +11,7 @@ from cyclopts import Parameter
 
 from transformer_xl.cli.options import ANY_MACHINE, Json, MachineOptions
 from transformer_xl.cli.output import print_json, print_table
-from transformer_xl.config import RunConfig, UserError
+from transformer_xl.config import RelativeConfig, RunConfig, UserError
 from transformer_xl.files import write_text
 from transformer_xl.progress import ProgressBar, say
 
@@ -79,9 +79,9 @@ class Attention:
         from transformer_xl.evaluation.plan import EvaluationPlan, Limit
 
         given: dict[str, Limit | None] = {}
-        if not config.model.is_absolute:
+        if config.model.has_memory:
             given["memory"] = longest if self.memory == "all" else self.memory
-        if config.model.is_relative:
+        if isinstance(config.model, RelativeConfig):
             given |= {"window": self.window, "clamp": self.clamp}
         return EvaluationPlan.of(config, **given)
 

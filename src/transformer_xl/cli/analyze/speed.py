@@ -41,7 +41,7 @@ class Contested:
 
         clamp = self.clamp
         if clamp is None:
-            clamp = config.evaluation.clamp_length or config.model.clamp_length or "none"
+            clamp = config.evaluation.clamp_length or config.model.limit("clamp_length") or "none"
         # cutoffs to be found from a text are left out: the softmax is no part of the comparison
         sizes = config.model.model_copy(update={"cutoffs": ()}) if config.model.cutoffs == "auto" else config.model
         return Task(

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformer_xl.cli.flags import ModelFlags, TrainFlags, given
 from transformer_xl.cli.options import num_cores, whole_numbers
-from transformer_xl.config import UserError, load_recipe, merge, run_settings
+from transformer_xl.config import UserError, load_recipe, merge, merge_recipe, run_settings
 
 Groups = dict[str, dict[str, Any]]
 """Settings by group: model, train, evaluation."""
@@ -88,13 +88,12 @@ class Scale:
             UserError: settings that cannot be, or that differ from system to system.
         """
         recipe = load_recipe(self.recipe)
-        known = {"model": recipe.model, "train": recipe.train, "evaluation": recipe.evaluation}
+        known = merge_recipe(recipe, {})
         if self.smoke:
             known = merge(known, _SMOKE) | {"evaluation": dict[str, Any]()}
         base: Groups = merge(known, given(model=self.model, train=self.train))
-        for name in ("kind", "encoding"):
-            if name in base["model"]:
-                raise UserError(f"model.{name} is what the systems differ in; leave it out")
+        if base["model"].pop("architecture", "transformer-xl") != "transformer-xl":
+            raise UserError("model.architecture is what the systems differ in; leave it out")
         for name in ("seed", "loss"):
             if name in base["train"]:
                 raise UserError(f"train.{name} is not one for all systems; leave it out (--seeds says the seeds)")

@@ -137,16 +137,16 @@ class Workshop:
             return ()
         segment, trained = self.lengths(system)
         unit = self.lengths(None)[0]
-        most = {"sinusoidal": 3 * unit, "learned": segment}.get(system.encoding, INT32_MAX)
+        most = {"vaswani": 3 * unit, "al-rfou": segment}.get(system.architecture, INT32_MAX)
         swept = [share * unit // 2 for share in _HALVES] if wanted is None else list(wanted)
-        most = most if wanted is None or system.encoding == "learned" else INT32_MAX
+        most = most if wanted is None or system.architecture == "al-rfou" else INT32_MAX
         return tuple(sorted({*(length for length in swept if 1 <= length <= most), trained}))
 
     def lengths(self, system: System | None) -> tuple[int, int]:
         """Segment, and the attention length of training: segment and memory, or the window; none: of the base."""
         config = run_settings(self.base if system is None else self.recipe(system), "settings")
         most = config.train.segment_length + config.train.memory_length
-        return config.train.segment_length, min(most, config.model.attention_window or most)
+        return config.train.segment_length, min(most, config.model.limit("attention_window") or most)
 
     def context_sweep(self, step: int | None = None, longest: int | None = None, positions: int = 1000) -> ContextSweep:
         """Contexts in steps of half a segment, ten of them, unless told otherwise."""

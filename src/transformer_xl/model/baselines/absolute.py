@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
-from transformer_xl.config import ModelConfig, UserError
+from transformer_xl.config import AbsoluteConfig, AlRfouConfig, UserError
 from transformer_xl.model.attention import FeedForward, encode_distances
 from transformer_xl.model.baselines.token_memory import TokenMemory
 from transformer_xl.model.cross_entropy import linear_cross_entropy
@@ -38,11 +38,11 @@ _SECOND_WEIGHT = 0.5  # of the loss of the token after the next
 class SelfAttention(nn.Module):
     """Multi-head attention of a segment over itself, with its residual sum."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: AbsoluteConfig) -> None:
         super().__init__()
-        inner = config.n_heads * config.head_size
-        self.head_shape = (config.n_heads, config.head_size)
-        self.pre_norm, self.share_dropped = config.norm == "pre", config.attention_dropout
+        inner = config.n_heads * config.head_dim
+        self.head_shape = (config.n_heads, config.head_dim)
+        self.pre_norm, self.share_dropped = config.norm_first, config.attention_dropout
         self.q_proj = nn.Linear(config.d_model, inner, bias=False)
         self.k_proj = nn.Linear(config.d_model, inner, bias=False)
         self.v_proj = nn.Linear(config.d_model, inner, bias=False)
@@ -73,7 +73,7 @@ class SelfAttention(nn.Module):
 class AbsoluteLayer(nn.Module):
     """Attention, then feed-forward."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: AbsoluteConfig) -> None:
         super().__init__()
         self.attention = SelfAttention(config)
         self.feedforward = FeedForward(config)
@@ -87,23 +87,27 @@ class AbsoluteLayer(nn.Module):
 class AbsoluteTransformer(TokenModel):
     """Embedding, layers with absolute places, softmax."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    config: AbsoluteConfig  # pyrefly: ignore[bad-override-mutable-attribute]
+
+    def __init__(self, config: AbsoluteConfig, *, memory_length: int = 0) -> None:
         """Builds the model with first weights drawn from torch's global random state.
 
         Raises:
-            UserError: the encoding is learned, and for how many places is not said.
+            UserError: the positions are learned and max_position_embeddings is none, or a memory is asked for.
         """
-        super().__init__(config)
+        super().__init__(config, memory_length=memory_length)
+        config.check_context_limits(memory_length=memory_length)
         self.place_vectors: nn.Parameter | None = None
-        if config.encoding == "learned":
-            if config.learned_positions is None:
-                raise UserError("encoding learned needs learned_positions, the longest segment; give a number")
-            self.place_vectors = nn.Parameter(torch.empty(config.n_layers, config.learned_positions, config.d_model))
+        if isinstance(config, AlRfouConfig):
+            longest = config.max_position_embeddings
+            if longest is None:
+                raise UserError("al-rfou needs max_position_embeddings, the longest segment; give a number")
+            self.place_vectors = nn.Parameter(torch.empty(config.n_layers, longest, config.d_model))
         self.layers = nn.ModuleList(AbsoluteLayer(config) for _ in range(config.n_layers))
-        final = config.norm == "pre" and config.final_norm
+        final = config.norm_first and config.final_norm
         self.final_norm = nn.LayerNorm(config.d_model, eps=config.norm_eps) if final else nn.Identity()
         predicting = range(1, config.n_layers) if config.intermediate_layer_losses else ()
-        both = [*predicting, config.n_layers] if config.second_target else []
+        both = [*predicting, config.n_layers] if config.num_targets > 1 else []
         self.next_heads = nn.ModuleDict({str(layer): _head(config) for layer in predicting})
         self.second_heads = nn.ModuleDict({str(layer): _head(config) for layer in both})
         self.init_weights()
@@ -129,7 +133,7 @@ class AbsoluteTransformer(TokenModel):
         self, batch_size: int, context_limits: ContextLimits | None = None, *, segment: int
     ) -> TokenMemory:
         context_limits = self.checked(context_limits)
-        segment = min(segment, self.config.learned_positions or segment)
+        segment = min(segment, self.config.limit("max_position_embeddings") or segment)
         device = next(self.layers.parameters()).device
         return TokenMemory.empty(batch_size, ContextLimits(segment - 1, context_limits.attention_window), device)
 
@@ -184,7 +188,7 @@ class AbsoluteTransformer(TokenModel):
     def matching(self, memory: Memory | None, x_BTD: Tensor, lengths_B: Tensor | None) -> HiddenMemory:
         memory = super().matching(memory, x_BTD, lengths_B)
         if not isinstance(memory, HiddenMemory) or len(memory.layers_BMD) != 1 or memory.length:
-            raise UserError(f"{self.config.system} has no memory; start with initial_memory")
+            raise UserError(f"{self.config.architecture} has no memory; start with initial_memory")
         return memory
 
     def _read_again(
@@ -216,7 +220,7 @@ class AbsoluteTransformer(TokenModel):
     def _outputs(self, x_BTD: Tensor, memory: Memory, lengths_B: Tensor | None) -> Iterator[Tensor]:
         """The output (B, T, D) of one layer after the other."""
         num_new, width = x_BTD.shape[1:]
-        self.config.check_context_limits(segment=num_new)
+        self.config.check_context_limits(segment_length=num_new)
         place_T = torch.arange(num_new, device=x_BTD.device)
         place_BT = place_T[None] if lengths_B is None else place_T - (num_new - lengths_B)[:, None]
         own_BT = place_BT.clamp(min=0)
@@ -243,7 +247,7 @@ def _seen(place_BT: Tensor, window: int | None, *, padded: bool) -> Tensor | Non
     return (seen_BTT | (distance_BTT == 0))[:, None]
 
 
-def _head(config: ModelConfig) -> nn.Linear:
+def _head(config: AbsoluteConfig) -> nn.Linear:
     return nn.Linear(config.d_model, config.vocab_size)
 
 

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from typing_extensions import override
 
-from transformer_xl.config import ModelConfig, UserError
+from transformer_xl.config import QRNNConfig, RecurrentConfig, UserError
 from transformer_xl.model.baselines.scan import linear_recurrence
 from transformer_xl.model.memory import ContextLimits, Memory, counts_on
 from transformer_xl.model.token_model import TokenModel
@@ -108,7 +108,7 @@ class RecurrentMemory(Memory):
 class LSTMLayer(nn.Module):
     """One layer of an LSTM; weights stand in torch's order of gates: i, f, z, o."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: RecurrentConfig) -> None:
         super().__init__()
         self.input_weight = nn.Parameter(torch.empty(4 * config.d_model, config.d_model))
         self.recurrent_weight = nn.Parameter(torch.empty(4 * config.d_model, config.d_model))
@@ -166,7 +166,7 @@ def _rolled(x_BTD: Tensor, by_B: Tensor) -> Tensor:
 class QRNNLayer(nn.Module):
     """One layer of a QRNN with fo-pooling."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: QRNNConfig) -> None:
         super().__init__()
         self.window, self.zoneout = config.qrnn_kernel_size, config.zoneout
         self.gates = nn.Linear(self.window * config.d_model, 3 * config.d_model)
@@ -210,12 +210,15 @@ class QRNNLayer(nn.Module):
 class RecurrentModel(TokenModel):
     """Embedding, layers of LSTM or QRNN, softmax."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    config: RecurrentConfig  # pyrefly: ignore[bad-override-mutable-attribute]
+
+    def __init__(self, config: RecurrentConfig, *, memory_length: int = 128) -> None:
         """Builds the model with first weights drawn from torch's global random state."""
-        super().__init__(config)
-        layer = {"lstm": LSTMLayer, "qrnn": QRNNLayer}[config.kind]
-        self.layers = nn.ModuleList(layer(config) for _ in range(config.n_layers))
-        self.num_state_rows = 2 if config.kind == "lstm" else config.qrnn_kernel_size
+        super().__init__(config, memory_length=memory_length)
+        self.layers = nn.ModuleList(
+            QRNNLayer(config) if isinstance(config, QRNNConfig) else LSTMLayer(config) for _ in range(config.n_layers)
+        )
+        self.num_state_rows = config.qrnn_kernel_size if isinstance(config, QRNNConfig) else 2
         self.init_weights()
 
     @override

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from transformer_xl.config import ModelConfig, UserError
+from transformer_xl.config import ShawConfig, UserError
 from transformer_xl.model.attention import Layer, RelativeAttention
 from transformer_xl.model.memory import Memory
 from transformer_xl.model.transformer_xl import TransformerXL
@@ -27,11 +27,11 @@ _WEIGHT_STD = 0.02
 class ShawAttention(RelativeAttention):
     """Relative attention whose position keys are learned as they are."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ShawConfig) -> None:
         super().__init__(config)
-        assert config.learned_positions is not None
+        assert config.max_relative_positions is not None
         del self.r_proj
-        self.distance_keys = nn.Parameter(torch.empty(config.learned_positions, *self.head_shape))
+        self.distance_keys = nn.Parameter(torch.empty(config.max_relative_positions, *self.head_shape))
 
     @override
     def project_positions(self, encoding_PD: Tensor) -> Tensor:
@@ -49,17 +49,17 @@ class ShawAttention(RelativeAttention):
 class ShawTransformer(TransformerXL):
     """Transformer-XL with learned vectors for distances."""
 
-    encoding = "shaw"
+    config_class = ShawConfig
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ShawConfig, *, memory_length: int = 128) -> None:
         """Builds the model with first weights drawn from torch's global random state.
 
         Raises:
             UserError: the settings do not say how many distances have a vector, or name no known attention kernel.
         """
-        if config.learned_positions is None:
-            raise UserError("encoding shaw needs learned_positions, the distances with a vector; give a number")
-        super().__init__(config)
+        if config.max_relative_positions is None:
+            raise UserError("shaw needs max_relative_positions, the number of distances with a vector; give a number")
+        super().__init__(config, memory_length=memory_length)
         for layer in self.layers:
             assert isinstance(layer, Layer)
             layer.attention = ShawAttention(config)
@@ -82,5 +82,6 @@ class ShawTransformer(TransformerXL):
     @override
     def _distances(self, memory: Memory, num_new: int) -> tuple[int, int]:
         seen, told_apart = super()._distances(memory, num_new)
-        assert self.config.learned_positions is not None
-        return seen, min(told_apart, self.config.learned_positions)
+        assert isinstance(self.config, ShawConfig)
+        assert self.config.max_relative_positions is not None
+        return seen, min(told_apart, self.config.max_relative_positions)
