@@ -13,10 +13,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from model_configs import model_config
 from torch import Tensor, nn
 
 from transformer_xl.analysis.effective_context import ContextSweep, EffectiveContext, Gains, GroupModel, measure_context
-from transformer_xl.config import ModelConfig, UserError
+from transformer_xl.config import TransformerXLConfig, UserError
 from transformer_xl.evaluation.plan import EvaluationPlan
 from transformer_xl.model.baselines.token_memory import TokenMemory
 from transformer_xl.model.build import build_model
@@ -32,18 +33,18 @@ READERS: dict[str, tuple[dict[str, Any], ContextLimits]] = {
     "relative, window and clamp": ({}, ContextLimits(11, 9, 3)),
     "relative, no memory": ({}, ContextLimits(0)),
     "relative, empty slots attended": ({"attend_empty_memory": True}, ContextLimits(11)),
-    "shaw": ({"encoding": "shaw", "learned_positions": 5}, ContextLimits(11)),
-    "sinusoidal": ({"encoding": "sinusoidal"}, ContextLimits(0)),
-    "learned": ({"encoding": "learned", "learned_positions": SEGMENT}, ContextLimits(0)),
-    "lstm": ({"kind": "lstm"}, ContextLimits(1)),
-    "qrnn": ({"kind": "qrnn"}, ContextLimits(1)),
+    "shaw": ({"architecture": "shaw", "max_relative_positions": 5}, ContextLimits(11)),
+    "sinusoidal": ({"architecture": "vaswani"}, ContextLimits(0)),
+    "learned": ({"architecture": "al-rfou", "max_position_embeddings": SEGMENT}, ContextLimits(0)),
+    "lstm": ({"architecture": "lstm"}, ContextLimits(1)),
+    "qrnn": ({"architecture": "qrnn"}, ContextLimits(1)),
 }
 
 
 def reader_of(kind: str, rows: int | None = None) -> GroupModel:
     settings, context_limits = READERS[kind]
     torch.manual_seed(7)
-    model = build_model(ModelConfig(**{**SIZES, **settings})).double().eval()
+    model = build_model(model_config(**{**SIZES, **settings})).double().eval()
     with torch.no_grad():
         for parameter in model.parameters():  # larger than at the start, so that all of it matters
             parameter.add_(torch.randn_like(parameter) * 0.3)
@@ -214,7 +215,7 @@ class Copying(LanguageModel):
     """Knows the text below: sure of the value where it has read the token to be copied from, else without a guess."""
 
     def __init__(self, farthest: int = 19) -> None:
-        super().__init__(ModelConfig(vocab_size=VALUES * len(DISTANCES)))
+        super().__init__(TransformerXLConfig(vocab_size=VALUES * len(DISTANCES)))
         self.farthest, self.scale, self.layers = farthest, nn.Parameter(torch.ones(1).double()), nn.ModuleList()
 
     def initial_memory(self, batch_size: int, context_limits: ContextLimits | None = None) -> TokenMemory:

@@ -55,8 +55,12 @@ def grammar_text(length: int, seed: int = 5) -> bytes:
 def losses(place: Path, steps: int, kernel: str = "auto", **changed: int | float) -> list[float]:
     """Of each step; further settings are of the model or of training."""
     corpus = make_corpus(place / f"{kernel} corpus", grammar_text(9973))
-    train = {**TRAIN, "steps": steps, **{name: value for name, value in changed.items() if name in TRAIN}}
-    model = {**MODEL, "kernel": kernel, **{name: value for name, value in changed.items() if name in MODEL}}
+    train = {**TRAIN, "max_steps": steps, **{name: value for name, value in changed.items() if name in TRAIN}}
+    model = {
+        **MODEL,
+        "attn_implementation": kernel,
+        **{name: value for name, value in changed.items() if name in MODEL},
+    }
     training = start(place / kernel, corpus, model=model, **train)
     assert training.run().finished
     return nats_of(training)
@@ -89,7 +93,7 @@ def test_the_triton_kernel_trains_alike(tmp_path: Path) -> None:
 
         if torch.cuda.is_available():
             pytest.skip("the kernels may have been imported as compiled ones")
-        tiny = {"layers": 1, "segment_length": 5, "memory_length": 7, "batch_size": 1}
+        tiny = {"n_layers": 1, "segment_length": 5, "memory_length": 7, "batch_size": 1}
         one, other = (losses(tmp_path, 3, kernel, **tiny) for kernel in ("reference", "triton"))
     np.testing.assert_allclose(one, other, rtol=0, atol=1e-4)
 

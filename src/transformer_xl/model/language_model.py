@@ -28,7 +28,7 @@ class LanguageModel(nn.Module, ABC):
     layers: nn.ModuleList
     """What training may compile, recompute or share out one by one: modules that follow one another, alike."""
 
-    def __init__(self, config: BaseModelConfig, *, memory_length: int) -> None:
+    def __init__(self, config: BaseModelConfig, *, memory_length: int = 128) -> None:
         super().__init__()
         self.config = config
         self.context_limits = ContextLimits(
