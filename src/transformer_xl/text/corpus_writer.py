@@ -273,7 +273,7 @@ class _SplitWriter:
             "tokens": self._num_tokens,
             "bytes": self._num_bytes,
             "words": self._num_words,
-            "unknown": self._num_unknown,
+            "num_unknown": self._num_unknown,
             "documents": self._num_documents,
             "shards": tuple(self._shards),
             "sha256": self._token_hash.hexdigest(),
