@@ -151,7 +151,7 @@ FILES: dict[str, tuple[Callable[[], Any], str, str]] = {
     "half safetensors": (cut("hub/model.safetensors", 0.5), "hub", r"model.safetensors is damaged \(not a whole"),
     "its header": (cut("hub/model.safetensors", 0.001), "hub", r"model.safetensors is damaged \(not a whole"),
     "an empty bin": (both(gone("hub/model.safetensors"), written("hub/pytorch_model.bin", b"")), "hub", "bin is empty"),
-    "half a model": (cut("official/model.pt", 0.5), "official", r"model.pt is damaged \(no whole archive of torch"),
+    "half a model": (cut("official/model.pt", 0.5), "official", r"model.pt is damaged \(not a complete archive of torch"),
     "a model's end": (cut("official/model.pt", 0.999), "official", r"model.pt is damaged \(no whole archive"),
     "half a checkpoint": (cut("nvidia/checkpoint_best.pt", 0.7), "nvidia", r"best.pt is damaged \(no whole archive"),
     "half a cache": (cut("official/cache.pt", 0.4), "official", r"cache.pt is damaged"),
@@ -187,7 +187,7 @@ FILES: dict[str, tuple[Callable[[], Any], str, str]] = {
     "no vocabulary": (gone("official/cache.pt"), "official", r"without its vocabulary of 23 tokens; give --vocabulary"),
     "half a pickled vocabulary": (
         both(gone("hub/vocab.json"), written("hub/vocab.pkl", pickle.dumps({"idx2sym": WORDS})[:99])), "hub",
-        r"vocab.pkl is damaged, or no pickle \(at byte"),
+        r"vocab.pkl is damaged, or not a pickle \(at byte"),
     "an empty vocabulary": (
         both(gone("hub/vocab.json"), written("hub/vocab.pkl", pickle.dumps({"a": 1}))), "hub", r"holds no words"),
     # what cannot be expressed
@@ -205,7 +205,7 @@ FILES: dict[str, tuple[Callable[[], Any], str, str]] = {
     "checkpoint alone": (
         written("weights/checkpoint", 'model_checkpoint_path: "model.ckpt-0"\n'), "weights", r"holds no weights"),
     "an archive of others": (
-        lambda: zipfile.ZipFile("official/model.pt", "w").writestr("a.txt", "b"), "official", r"no whole archive of"),
+        lambda: zipfile.ZipFile("official/model.pt", "w").writestr("a.txt", "b"), "official", r"not a complete archive of"),
     "a file of the folder": (lambda: None, "hub/config.json", r"is not recognised alone; give its folder, hub$"),
     "another file of it": (
         lambda: None, "hub/model.safetensors --format huggingface", r"is not recognised alone; give its folder, hub$"),

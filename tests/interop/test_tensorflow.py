@@ -229,7 +229,7 @@ def spoilt(folder: Path, old: bytes, new: bytes) -> None:
         (b"cvocabulary\nVocab", b"cos\nsystem", r"cache.pkl names os.system, which has no place"),
         (b"U\x02w5", b"U\x02w4", r"cache.pkl: the word 'w4' stands in it twice"),
         (b"U\x07idx2sym", b"U\x07idx2abc", r"cache.pkl: the numbers of its 61 words are not 0 up to 60"),
-        (b"U\x02w5", b"U\x05w5", r"cache.pkl is damaged, or no pickle"),
+        (b"U\x02w5", b"U\x05w5", r"cache.pkl is damaged, or not a pickle"),
     ],
 )
 def test_a_wrong_corpus_is_refused(old: bytes, new: bytes, said: str, tmp_path: Path) -> None:

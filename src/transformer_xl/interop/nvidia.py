@@ -17,7 +17,7 @@ from transformer_xl.interop.names import NVIDIA, to_ours
 from transformer_xl.interop.settings import Settings, lengths, refuse_unknown, tied_projections
 from transformer_xl.interop.tokenizers import admits_vocabulary, first_of, from_object
 from transformer_xl.interop.torch_file import TorchFile
-from transformer_xl.interop.unpickler import Record
+from transformer_xl.interop.unpickler import PickledObject
 
 _FILES = ("checkpoint_best.pt", "checkpoint_last.pt")
 _FILE = re.compile(r"checkpoint_(best|last|\d+)\.pt")
@@ -47,9 +47,9 @@ def read(path: Path) -> Foreign:
     settings = Settings(values, str(file))
     model = _model(settings)
     arguments = found.get("args")
-    evaluation_segment = Settings(arguments.attributes if isinstance(arguments, Record) else {}, str(file)).number(
-        "eval_tgt_len", settings.number("tgt_len")
-    )
+    evaluation_segment = Settings(
+        arguments.attributes if isinstance(arguments, PickledObject) else {}, str(file)
+    ).number("eval_tgt_len", settings.number("tgt_len"))
     memory, segment = settings.number("mem_len"), settings.number("tgt_len")
     train, _ = lengths(segment=segment, memory=memory, window=None)
     longer = max(0, memory + segment - evaluation_segment) if memory else 0

@@ -18,8 +18,8 @@ from transformer_xl.interop.foreign import Foreign
 from transformer_xl.interop.names import OFFICIAL, to_ours
 from transformer_xl.interop.settings import Settings, lengths, refuse_unknown, tied_projections
 from transformer_xl.interop.tokenizers import first_of, read_vocabulary
-from transformer_xl.interop.torch_file import TorchFile, tensor_record
-from transformer_xl.interop.unpickler import Record
+from transformer_xl.interop.torch_file import TorchFile
+from transformer_xl.interop.unpickler import PickledObject
 
 _MODEL, _CLASS = "model.pt", "MemTransformerLM"
 _VOCABULARIES = ("cache.pt", "vocab.pkl", "vocab.txt", "vocab.json")
@@ -50,8 +50,8 @@ def read(path: Path) -> Foreign:
     file = path / _MODEL if path.is_dir() else path
     content = TorchFile(file, _admits)
     found = content.value
-    if not isinstance(found, Record) or found.name.rpartition(".")[2] != _CLASS:
-        what = found.name if isinstance(found, Record) else type(found).__name__
+    if not isinstance(found, PickledObject) or found.name.rpartition(".")[2] != _CLASS:
+        what = found.name if isinstance(found, PickledObject) else type(found).__name__
         raise UserError(f"{file} holds {what}; wanted the authors' {_CLASS}, as their train.py saves it")
     parts = dict(_parts(found, str(file)))
     if "layers.0.dec_attn" not in parts or "crit" not in parts or "word_emb" not in parts:
@@ -63,10 +63,10 @@ def read(path: Path) -> Foreign:
         for inner, record in _dictionary(part, "_parameters").items()
         if record is not None
     }
-    shared = _shared(content, records)
+    theirs: dict[str, Tensor] = {name: content.tensor(record) for name, record in records.items()}
+    shared = _shared(theirs)
     model, memory = _model(found, parts, shared, str(file)), Settings(found.attributes, str(file)).number("mem_len")
     config = check_settings(TransformerXLConfig, model, str(file))
-    theirs: dict[str, Tensor] = {name: content.tensor(record) for name, record in records.items()}
     folder = file.parent
     vocabulary_file = first_of(folder, _VOCABULARIES)
     train, evaluation = lengths(
@@ -81,12 +81,12 @@ def read(path: Path) -> Foreign:
     )
 
 
-def _dictionary(part: Record, name: str) -> dict[str, Any]:
+def _dictionary(part: PickledObject, name: str) -> dict[str, Any]:
     found = part.attributes.get(name)
     return found if isinstance(found, dict) else {}
 
 
-def _parts(model: Record, source: str) -> Iterator[tuple[str, Record]]:
+def _parts(model: PickledObject, source: str) -> Iterator[tuple[str, PickledObject]]:
     """Every part of a module by its name, the module itself first, under no name."""
     left = [("", model)]
     for number, (name, part) in enumerate(left):
@@ -94,24 +94,17 @@ def _parts(model: Record, source: str) -> Iterator[tuple[str, Record]]:
             raise UserError(f"{source} is damaged (a part of it has itself as a part); get it again")
         yield name, part
         for inner, record in _dictionary(part, "_modules").items():
-            if isinstance(record, Record):
+            if isinstance(record, PickledObject):
                 left.append((f"{name}.{inner}".lstrip("."), record))
 
 
-def _shared(content: TorchFile, records: dict[str, Any]) -> set[str]:
-    """Which softmax weights and projections are the embedding's own: they lie at the same place in the file."""
-    places = {name: _place(content, record) for name, record in records.items()}
-    embedded = {place for name, place in places.items() if name.startswith("word_emb.")}
-    return {name for name, place in places.items() if name.startswith("crit.") and place in embedded}
+def _shared(weights: dict[str, Tensor]) -> set[str]:
+    """Names of the softmax weights and projections that are the embedding's own, at the same position in the file."""
+    embedded = {tensor.data_ptr() for name, tensor in weights.items() if name.startswith("word_emb.")}
+    return {name for name, tensor in weights.items() if name.startswith("crit.") and tensor.data_ptr() in embedded}
 
 
-def _place(content: TorchFile, record: object) -> tuple[int, Any]:
-    tensor = tensor_record(record)
-    offset = tensor.arguments[1] if len(tensor.arguments) > 1 else 0
-    return content.storage(tensor).start, offset if type(offset) is int else None
-
-
-def _model(found: Record, parts: dict[str, Record], shared: set[str], source: str) -> dict[str, Any]:
+def _model(found: PickledObject, parts: dict[str, PickledObject], shared: set[str], source: str) -> dict[str, Any]:
     settings = Settings(found.attributes, source)
     refuse_unknown(settings)
     crit = Settings(parts["crit"].attributes, source)
@@ -146,6 +139,6 @@ def _model(found: Record, parts: dict[str, Record], shared: set[str], source: st
     }
 
 
-def _attributes(parts: dict[str, Record], name: str) -> dict[str, Any]:
+def _attributes(parts: dict[str, PickledObject], name: str) -> dict[str, Any]:
     part = parts.get(name)
     return {} if part is None else part.attributes

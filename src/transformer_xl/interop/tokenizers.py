@@ -18,7 +18,7 @@ from transformer_xl.config import UserError
 from transformer_xl.files import as_user_error
 from transformer_xl.interop.foreign import Foreign
 from transformer_xl.interop.torch_file import TorchFile
-from transformer_xl.interop.unpickler import Record
+from transformer_xl.interop.unpickler import PickledObject
 from transformer_xl.text.tokenizer import ByteTokenizer, Tokenizer
 from transformer_xl.text.tokenizers.characters import CharTokenizer
 from transformer_xl.text.tokenizers.words import PreTokenizerName, WordSplitting, WordTokenizer, check_words
@@ -161,9 +161,9 @@ def from_object(value: object, source: str, splitting: PreTokenizerName = "space
 
 
 def _attributes(value: object) -> Mapping[str, Any]:
-    if isinstance(value, Record) and "vocab" in value.attributes:
+    if isinstance(value, PickledObject) and "vocab" in value.attributes:
         value = value.attributes["vocab"]
-    return value if isinstance(value, dict) else value.attributes if isinstance(value, Record) else {}
+    return value if isinstance(value, dict) else value.attributes if isinstance(value, PickledObject) else {}
 
 
 def symbols_of(tokenizer: Tokenizer) -> tuple[str, ...] | None:

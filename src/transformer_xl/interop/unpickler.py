@@ -1,390 +1,255 @@
-"""Reads pickles without running anything: an interpreter of pickle's opcodes that can only write things down.
+"""Reads pickles without executing them: an interpreter of pickle's opcodes that builds plain data and nothing else.
 
-Python's own unpickler imports what a pickle names and calls it, so a pickle is a program. Here a name stays a name.
-Where a pickle wants something called, the call is recorded: `Record("mem_transformer.MemTransformerLM", ...)`. Nothing
-is imported, nothing is called, no attribute of any object is set, and no setting changes that. Dictionaries, lists,
-texts and numbers are what they are; the dictionaries of `collections` become plain ones.
+Python's own unpickler imports what a pickle names and calls it, so a pickle is a program. Here dictionaries, lists,
+strings and numbers are built (the dictionaries of `collections` as plain ones), and every class or function stays a
+name: a call is recorded as a `PickledObject`. Nothing is imported, nothing is called and no attribute of any object is
+set, and no setting changes that.
 
-As a second fence, a name must be one that the caller expects; any other refuses the whole file, and the message says
-the name. So a file that is meant to do harm is noticed, not only disarmed.
+As a second line of defence the caller lists the names that it expects; any other name refuses the whole file, and the
+message shows the name.
 
-Sources: the opcodes are described in Python's pickletools, whose tables the tests compare with this one.
+The opcodes and their arguments are parsed by the standard library's disassembler, `pickletools`, which executes
+nothing either. Why not `torch.load(weights_only=True)`: see docs/design.md.
 """
 
 from __future__ import annotations
 
-import struct
+import pickletools
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import IO, Any
 
 from transformer_xl.config import UserError
-from transformer_xl.interop.plain_keys import Damaged, check_key, dictionary_of
 
-Admits = Callable[[str], bool]
-"""Whether a pickle may name this, such as `collections.Counter`."""
+IsAllowed = Callable[[str], bool]
+"""Whether a pickle may name this class or function, such as `argparse.Namespace`."""
 
-PLAIN = frozenset(
-    [
-        "collections.OrderedDict", "collections.Counter", "collections.defaultdict", "_codecs.encode",
-        "copyreg._reconstructor", "copy_reg._reconstructor",
-        *(f"{home}.{name}" for home in ("builtins", "__builtin__")
-          for name in ("dict", "list", "set", "frozenset", "tuple", "int", "long", "float", "bool", "str", "unicode",
-                       "bytes", "bytearray", "object")),
-    ]
-)  # fmt: skip
-"""Names that say no more than how plain values are kept."""
+_PYTHON_2_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}
+_DICTIONARIES = frozenset({"collections.OrderedDict", "collections.Counter", "builtins.dict"})
+_ALWAYS_ALLOWED = _DICTIONARIES | {
+    "collections.defaultdict", "_codecs.encode", "copyreg._reconstructor",
+    *(f"builtins.{name}" for name in ("list", "set", "frozenset", "tuple", "int", "long", "float", "bool", "str",
+                                      "unicode", "bytes", "bytearray", "object")),
+}  # fmt: skip
+"""Names with which pickle itself writes plain values."""
 
-_DICTIONARIES = frozenset({"collections.OrderedDict", "collections.Counter", "builtins.dict", "__builtin__.dict"})
+_MAX_INT_BITS = 8192  # converting a longer integer to decimal digits takes quadratic time
+_MAX_KEY = 2**61 - 2  # integers above it can share one hash, and a dictionary of such keys takes hours
+_MAX_OBJECTS = 250_000  # each takes far more memory than the bytes of the file that ask for it
 
 
 @dataclass(frozen=True)
-class Name:
-    """A class or function that a pickle names; it is neither looked up nor imported."""
+class GlobalName:
+    """A class or function that a pickle names; it is not looked up."""
 
     path: str
 
 
 @dataclass(eq=False)
-class Record:
-    """Something a pickle wanted made by a call, written down and not made."""
+class PickledObject:
+    """A call that a pickle asked for, recorded instead of executed."""
 
     name: str
     """Of the class or function."""
     arguments: tuple[Any, ...] = ()
     state: Any = None
-    """What it was to be given afterwards, for most objects their attributes."""
-    items: dict[Any, Any] = field(default_factory=dict)
-    """What was to be put into it by key."""
-    entries: list[Any] = field(default_factory=list)
-    """What was to be added to it."""
+    """What the object would get afterwards; for most classes its attributes."""
 
     @property
     def attributes(self) -> dict[str, Any]:
-        """The attributes of the object; empty where it kept something else."""
+        """The attributes of the object; empty where its state is something else."""
         state = self.state[0] if isinstance(self.state, tuple) and len(self.state) == 2 else self.state
         return state if isinstance(state, dict) else {}
 
 
-@dataclass(frozen=True)
-class Outside:
-    """A reference to what is kept beside the pickle, such as the numbers of a tensor."""
-
-    label: Any
-
-
-def read_pickle(content: memoryview, admits: Admits, source: str) -> tuple[Any, int]:
-    """The value of the first pickle in `content`, and where the next thing after it begins.
+def read_pickle(
+    file: IO[bytes], is_allowed: IsAllowed, source: str, persistent_load: Callable[[Any], Any] | None = None
+) -> Any:
+    """Read one pickle; the file is left at the byte behind it.
 
     Args:
-        content: bytes of the file, one dimension of unsigned bytes.
-        admits: which names may stand in it, beside those of `PLAIN`.
-        source: the file, for messages.
+        file: must not allocate more than it has when asked for more, as io.BytesIO and mmap do not.
+        is_allowed: names that may occur, beside those with which pickle writes plain values.
+        source: the file's name, for messages.
+        persistent_load: turns the id of something stored outside the pickle into a value; none: there are no such ids.
 
     Raises:
-        UserError: a name that is not admitted, or something that is no whole pickle.
+        UserError: a name is not allowed, or this is not a complete pickle.
     """
-    machine = _Machine(content, admits, source)
+    machine = _Machine(is_allowed, source, persistent_load)
     try:
-        return machine.run(), machine.place
-    except (
-        Damaged, IndexError, KeyError, TypeError, ValueError, AttributeError, struct.error, OverflowError, MemoryError,
-        RecursionError,
-    ) as error:  # fmt: skip
-        if isinstance(error, UserError):
-            raise
-        raise UserError(f"{source} is damaged, or no pickle (at byte {machine.place:,}); get it again") from None
-
-
-_MARK = object()
-_LARGEST_NUMBER = 1024  # bytes of a whole number; turning a long one into digits takes longer than its length
-_MOST_RECORDS = 250_000
+        for opcode, argument, position in pickletools.genops(file):
+            machine.position = position or 0
+            OPCODES[opcode.name](machine, argument)
+        return machine.stack.pop()
+    except UserError:
+        raise
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, MemoryError, RecursionError):
+        raise UserError(f"{source} is damaged, or not a pickle (at byte {machine.position:,}); get it again") from None
 
 
 class _Machine:
-    """A stack, a memo, and a way to go on with each opcode."""
+    """The state of pickle's virtual machine: the stack, the stacks below each open mark, and the memo."""
 
-    def __init__(self, content: memoryview, admits: Admits, source: str) -> None:
-        self.place = 0
-        self._content, self._admits, self._source = content, admits, source
-        self._stack: list[Any] = []
-        self._memo: dict[int, Any] = {}
-        self.copied = self._records = 0
-
-    def run(self) -> Any:
-        content, opcodes = self._content, OPCODES
-        while True:
-            code = content[self.place]
-            self.place += 1
-            if code == 0x2E:  # STOP
-                return self._stack.pop()
-            opcodes[code](self)
+    def __init__(self, is_allowed: IsAllowed, source: str, persistent_load: Callable[[Any], Any] | None) -> None:
+        self._is_allowed, self._source, self._persistent_load = is_allowed, source, persistent_load
+        self.stack: list[Any] = []
+        self.below_marks: list[list[Any]] = []
+        self.memo: dict[int, Any] = {}
+        self.position = self.num_copied = self.num_objects = 0
 
     def push(self, value: Any) -> None:
-        self._stack.append(value)
+        if isinstance(value, int) and value.bit_length() > _MAX_INT_BITS:
+            raise ValueError
+        self.stack.append(value)
 
-    def take(self, number: int) -> memoryview:
-        """The next bytes."""
-        stop = self.place + number
-        if number < 0 or stop > len(self._content):
-            raise Damaged
-        taken = self._content[self.place : stop]
-        self.place = stop
-        return taken
+    def push_bytes_or_text(self, value: str) -> None:
+        """Push a string of Python 2: bytes, most often UTF-8."""
+        content = value.encode("latin-1")
+        try:
+            self.push(content.decode("utf-8"))
+        except UnicodeDecodeError:
+            self.push(content)
 
-    def number(self, form: str) -> int:
-        return struct.unpack(form, self.take(struct.calcsize(form)))[0]
+    def mark(self) -> None:
+        self.below_marks.append(self.stack)
+        self.stack = []
 
-    def line(self) -> str:
-        """The text up to the next line end."""
-        start = self.place
-        while self.take(1)[0] != 0x0A:
-            pass
-        return bytes(self._content[start : self.place - 1]).decode("latin-1")
+    def pop_mark(self) -> list[Any]:
+        """Everything above the last mark."""
+        values, self.stack = self.stack, self.below_marks.pop()
+        return values
 
-    def marked(self) -> list[Any]:
-        """What stands above the last mark, taken off with it."""
-        stack = self._stack
-        for place in range(len(stack) - 1, -1, -1):
-            if stack[place] is _MARK:
-                values = stack[place + 1 :]
-                del stack[place:]
-                return values
-        raise Damaged
+    def pop(self, count: int) -> list[Any]:
+        return [self.stack.pop() for _ in range(count)][::-1]
 
-    def pop(self) -> Any:
-        value = self._stack.pop()
-        if value is _MARK:
-            raise Damaged
-        return value
+    def remember(self, index: int) -> None:
+        self.memo[index] = self.stack[-1]
 
-    def drop(self) -> None:
-        self._stack.pop()
-
-    def top(self) -> Any:
-        value = self._stack[-1]
-        if value is _MARK:
-            raise Damaged
-        return value
-
-    def remember(self, place: int) -> None:
-        self._memo[place] = self.top()
-
-    def memoize(self) -> None:
-        self.remember(len(self._memo))
-
-    def recall(self, place: int) -> None:
-        self.push(self._memo[place])
-
-    def name(self, module: Any, name: Any) -> None:
+    def push_global(self, module: Any, name: Any) -> None:
         if not (isinstance(module, str) and isinstance(name, str)):
-            raise Damaged
-        path = f"{module}.{name}"
-        if path not in PLAIN and not self._admits(path):
+            raise ValueError
+        path = f"{_PYTHON_2_MODULES.get(module, module)}.{name}"
+        if path not in _ALWAYS_ALLOWED and not self._is_allowed(path):
             raise UserError(
-                f"{self._source} names {_shown(path)}, which has no place in a checkpoint or vocabulary; it may be "
-                "meant to do harm: nothing of it was run, and it is not read"
+                f"{self._source} names {ascii(path)[1:-1][:120]}, which has no place in a checkpoint or vocabulary; it "
+                "may be malicious: nothing of it was executed, and it is not read"
             )
-        self.push(Name(path))
+        self.push(GlobalName(path))
 
     def call(self, called: Any, arguments: Any) -> None:
-        """Writes a call down."""
-        if isinstance(called, Outside) and isinstance(called.label, tuple) and called.label[:1] == ("module",):
-            called = called.label[1]  # a class with its source text, as torch.save used to write them
-        if not (isinstance(called, Name) and isinstance(arguments, tuple)):
-            raise Damaged
+        """Push the plain value or the record of a call."""
+        if not (isinstance(called, GlobalName) and isinstance(arguments, tuple)):
+            raise ValueError
         if called.path in _DICTIONARIES:
-            self.copied += sum(map(len, arguments))
-            self.push(dictionary_of(arguments))
-        elif called.path == "_codecs.encode":  # bytes, as old forms of pickle keep them
-            self.copied += len(arguments[0])
+            self._count_copied(sum(map(len, arguments)))
+            (given,) = arguments or ([],)
+            pairs = given.items() if isinstance(given, dict) else given
+            self.push_dictionary([part for key, value in pairs for part in (key, value)])
+        elif called.path == "_codecs.encode":  # bytes, in protocols 0 to 2
+            self._count_copied(len(arguments[0]))
             self.push(arguments[0].encode("latin-1"))
         elif called.path == "collections.defaultdict":
             self.push({})
-        elif called.path in ("builtins.bytes", "__builtin__.bytes") and not arguments:
+        elif called.path == "builtins.bytes" and not arguments:
             self.push(b"")
-        elif called.path in ("copyreg._reconstructor", "copy_reg._reconstructor"):
-            self.record(arguments[0].path, ())
         else:
-            self.record(called.path, arguments)
-        if self.copied > len(self._content):  # the same thing again and again: a small file that fills the memory
-            raise Damaged
+            if called.path == "copyreg._reconstructor":
+                called, arguments = arguments[0], ()
+            self.num_objects += 1
+            if self.num_objects > _MAX_OBJECTS:
+                raise ValueError
+            self.push(PickledObject(called.path, arguments))
 
-    def record(self, name: str, arguments: tuple[Any, ...]) -> None:
-        """A new record; each takes far more memory than the bytes that ask for it."""
-        self._records += 1
-        if self._records > _MOST_RECORDS:
-            raise Damaged
-        self.push(Record(name, arguments))
+    def call_class(self, values: list[Any]) -> None:
+        self.call(values[0], tuple(values[1:]))
+
+    def _count_copied(self, length: int) -> None:
+        self.num_copied += length
+        if self.num_copied > self.position:  # one value copied again and again: a small file that fills the memory
+            raise ValueError
 
     def build(self) -> None:
-        state, made = self.pop(), self.top()
-        if isinstance(made, Record):
-            made.state = state
-        elif not isinstance(made, dict):  # what a dictionary has beside its items is not wanted
-            raise Damaged
+        target, state = self.pop(2)
+        if isinstance(target, PickledObject):
+            target.state = state
+        elif not isinstance(target, dict):  # the attributes of a dictionary are not needed
+            raise ValueError
+        self.push(target)
 
-    def append(self, values: list[Any]) -> None:
-        made = self.top()
-        if not isinstance(made, (list, Record)):
-            raise Damaged
-        (made if isinstance(made, list) else made.entries).extend(values)
+    def extend(self, values: list[Any]) -> None:
+        target = self.stack[-1]
+        if isinstance(target, list):
+            target.extend(values)
+        elif not isinstance(target, PickledObject):  # the entries of other classes are not needed
+            raise ValueError
 
-    def put_in(self, values: list[Any]) -> None:
-        made = self.top()
-        if not isinstance(made, (dict, Record)) or len(values) % 2:
-            raise Damaged
-        for key in values[::2]:
-            check_key(key)
-        (made if isinstance(made, dict) else made.items).update(zip(values[::2], values[1::2], strict=True))
+    def set_items(self, values: list[Any]) -> None:
+        target, keys = self.stack[-1], values[::2]
+        # Hashing a tuple goes as deep as the file likes, beyond the end of the C stack.
+        if not all(isinstance(key, str | bytes | int | float | None) for key in keys):
+            raise ValueError
+        if any(isinstance(key, int) and abs(key) > _MAX_KEY for key in keys):
+            raise ValueError
+        pairs = zip(keys, values[1::2], strict=True)
+        if isinstance(target, dict):
+            target.update(pairs)
+        elif not isinstance(target, PickledObject):
+            raise ValueError
 
-    def integer(self, content: memoryview) -> int:
-        if len(content) > _LARGEST_NUMBER:
-            raise Damaged
-        return int.from_bytes(content, "little", signed=True)
+    def push_dictionary(self, values: list[Any]) -> None:
+        self.push({})
+        self.set_items(values)
 
-
-def _shown(path: str) -> str:
-    return ascii(path)[1:-1][:120]
-
-
-def _text(content: memoryview) -> str:
-    return bytes(content).decode("utf-8", "surrogatepass")
-
-
-def _old_text(content: memoryview) -> str | bytes:
-    """A string of Python 2: bytes, most of them text."""
-    try:
-        return bytes(content).decode("utf-8")
-    except UnicodeDecodeError:
-        return bytes(content)
+    def load_persistent(self, label: Any) -> None:
+        if self._persistent_load is None:
+            raise ValueError
+        self.push(self._persistent_load(label))
 
 
-def _quoted(machine: _Machine) -> None:
-    """A string as Python 2 wrote it in a line, between quotation marks; escapes are refused."""
-    line = machine.line()
-    if len(line) < 2 or line[0] != line[-1] or line[0] not in "'\"" or "\\" in line:
-        raise Damaged
-    machine.push(line[1:-1])
+_Step = Callable[[_Machine, Any], object]
 
-
-def _decimal(machine: _Machine) -> None:
-    line = machine.line().removesuffix("L")
-    if len(line) > _LARGEST_NUMBER:
-        raise Damaged
-    machine.push({"00": False, "01": True}[line] if line in ("00", "01") else int(line))
-
-
-def _dictionary(machine: _Machine) -> None:
-    values = machine.marked()
-    machine.push({})
-    machine.put_in(values)
-
-
-def _stack_global(machine: _Machine) -> None:
-    name, module = machine.pop(), machine.pop()
-    machine.name(module, name)
-
-
-def _reduce(machine: _Machine) -> None:
-    arguments, called = machine.pop(), machine.pop()
-    machine.call(called, arguments)
-
-
-def _new_with_keywords(machine: _Machine) -> None:
-    _, arguments, called = machine.pop(), machine.pop(), machine.pop()
-    machine.call(called, arguments)
-
-
-def _instance(machine: _Machine) -> None:
-    module, name = machine.line(), machine.line()
-    arguments = machine.marked()
-    machine.name(module, name)
-    machine.call(machine.pop(), tuple(arguments))
-
-
-def _object(machine: _Machine) -> None:
-    called, *arguments = machine.marked()
-    machine.call(called, tuple(arguments))
-
-
-def _last(number: int) -> Callable[[_Machine], None]:
-    def tuple_of(machine: _Machine) -> None:
-        machine.push(tuple(reversed([machine.pop() for _ in range(number)])))
-
-    return tuple_of
-
-
-Step = Callable[[_Machine], Any]
-
-_STEPS: dict[str, Step] = {
-    "\x80": lambda m: m.take(1),  # PROTO
-    "\x95": lambda m: m.take(8),  # FRAME
-    "(": lambda m: m.push(_MARK),
-    "0": lambda m: m.drop(),
-    "1": lambda m: m.marked(),  # POP_MARK
-    "2": lambda m: m.push(m.top()),  # DUP
-    "N": lambda m: m.push(None),
-    "\x88": lambda m: m.push(True),
-    "\x89": lambda m: m.push(False),
-    # numbers
-    "I": _decimal,
-    "L": _decimal,
-    "J": lambda m: m.push(m.number("<i")),
-    "K": lambda m: m.push(m.number("<B")),
-    "M": lambda m: m.push(m.number("<H")),
-    "\x8a": lambda m: m.push(m.integer(m.take(m.number("<B")))),
-    "\x8b": lambda m: m.push(m.integer(m.take(m.number("<i")))),
-    "F": lambda m: m.push(float(m.line())),
-    "G": lambda m: m.push(m.number(">d")),
-    # texts and bytes
-    "S": _quoted,
-    "T": lambda m: m.push(_old_text(m.take(m.number("<i")))),
-    "U": lambda m: m.push(_old_text(m.take(m.number("<B")))),
-    "V": lambda m: m.push(m.line().encode("latin-1").decode("raw_unicode_escape")),
-    "X": lambda m: m.push(_text(m.take(m.number("<I")))),
-    "\x8c": lambda m: m.push(_text(m.take(m.number("<B")))),
-    "\x8d": lambda m: m.push(_text(m.take(m.number("<Q")))),
-    "B": lambda m: m.push(bytes(m.take(m.number("<I")))),
-    "C": lambda m: m.push(bytes(m.take(m.number("<B")))),
-    "\x8e": lambda m: m.push(bytes(m.take(m.number("<Q")))),
-    "\x96": lambda m: m.push(bytes(m.take(m.number("<Q")))),
-    # tuples, lists, sets, dictionaries
-    ")": lambda m: m.push(()),
-    "\x85": _last(1),
-    "\x86": _last(2),
-    "\x87": _last(3),
-    "t": lambda m: m.push(tuple(m.marked())),
-    "]": lambda m: m.push([]),
-    "l": lambda m: m.push(m.marked()),
-    "a": lambda m: m.append([m.pop()]),
-    "e": lambda m: m.append(m.marked()),
-    "\x8f": lambda m: m.push([]),  # EMPTY_SET
-    "\x90": lambda m: m.append(m.marked()),  # ADDITEMS
-    "\x91": lambda m: m.push(m.marked()),  # FROZENSET
-    "}": lambda m: m.push({}),
-    "d": _dictionary,
-    "s": lambda m: m.put_in([m.pop(), m.pop()][::-1]),
-    "u": lambda m: m.put_in(m.marked()),
-    # what was seen before
-    "p": lambda m: m.remember(int(m.line())),
-    "q": lambda m: m.remember(m.number("<B")),
-    "r": lambda m: m.remember(m.number("<I")),
-    "\x94": lambda m: m.memoize(),
-    "g": lambda m: m.recall(int(m.line())),
-    "h": lambda m: m.recall(m.number("<B")),
-    "j": lambda m: m.recall(m.number("<I")),
-    # names, calls, what stands elsewhere
-    "c": lambda m: m.name(m.line(), m.line()),
-    "\x93": _stack_global,
-    "R": _reduce,
-    "\x81": _reduce,  # NEWOBJ
-    "\x92": _new_with_keywords,
-    "i": _instance,
-    "o": _object,
-    "b": lambda m: m.build(),
-    "P": lambda m: m.push(Outside(m.line())),
-    "Q": lambda m: m.push(Outside(m.pop())),
+_STEPS: dict[str, _Step] = {
+    "PROTO FRAME STOP": lambda m, _: None,
+    # plain values
+    "INT BININT BININT1 BININT2 LONG LONG1 LONG4 FLOAT BINFLOAT STRING UNICODE BINUNICODE SHORT_BINUNICODE BINUNICODE8 "
+    "BINBYTES SHORT_BINBYTES BINBYTES8 BYTEARRAY8": _Machine.push,
+    "BINSTRING SHORT_BINSTRING": _Machine.push_bytes_or_text,
+    "NONE": lambda m, _: m.push(None),
+    "NEWTRUE": lambda m, _: m.push(True),
+    "NEWFALSE": lambda m, _: m.push(False),
+    "EMPTY_TUPLE": lambda m, _: m.push(()),
+    "EMPTY_DICT": lambda m, _: m.push({}),
+    "EMPTY_LIST EMPTY_SET": lambda m, _: m.push([]),  # members of a set would have to be hashed
+    # containers
+    "TUPLE": lambda m, _: m.push(tuple(m.pop_mark())),
+    "TUPLE1": lambda m, _: m.push(tuple(m.pop(1))),
+    "TUPLE2": lambda m, _: m.push(tuple(m.pop(2))),
+    "TUPLE3": lambda m, _: m.push(tuple(m.pop(3))),
+    "LIST FROZENSET": lambda m, _: m.push(m.pop_mark()),
+    "DICT": lambda m, _: m.push_dictionary(m.pop_mark()),
+    "APPEND": lambda m, _: m.extend(m.pop(1)),
+    "APPENDS ADDITEMS": lambda m, _: m.extend(m.pop_mark()),
+    "SETITEM": lambda m, _: m.set_items(m.pop(2)),
+    "SETITEMS": lambda m, _: m.set_items(m.pop_mark()),
+    # stack and memo
+    "MARK": lambda m, _: m.mark(),
+    "POP": lambda m, _: m.pop(1) if m.stack else m.pop_mark(),
+    "POP_MARK": lambda m, _: m.pop_mark(),
+    "DUP": lambda m, _: m.push(m.stack[-1]),
+    "PUT BINPUT LONG_BINPUT": _Machine.remember,
+    "MEMOIZE": lambda m, _: m.remember(len(m.memo)),
+    "GET BINGET LONG_BINGET": lambda m, index: m.push(m.memo[index]),
+    # names, calls, and what is stored elsewhere
+    "GLOBAL": lambda m, names: m.push_global(*names.split(" ")),
+    "STACK_GLOBAL": lambda m, _: m.push_global(*m.pop(2)),
+    "REDUCE NEWOBJ": lambda m, _: m.call(*m.pop(2)),
+    "NEWOBJ_EX": lambda m, _: m.call(*m.pop(3)[:2]),
+    "INST": lambda m, names: (m.push_global(*names.split(" ")), m.call_class(m.pop(1) + m.pop_mark())),
+    "OBJ": lambda m, _: m.call_class(m.pop_mark()),
+    "BUILD": lambda m, _: m.build(),
+    "PERSID": _Machine.load_persistent,
+    "BINPERSID": lambda m, _: m.load_persistent(*m.pop(1)),
 }
-OPCODES = {ord(code): step for code, step in _STEPS.items()}
-"""What each opcode does; those for extension codes and for buffers out of band are not there."""
+OPCODES: dict[str, _Step] = {name: step for names, step in _STEPS.items() for name in names.split()}
+"""What each opcode does. Missing, and therefore refused: the extension registry and buffers out of band."""
