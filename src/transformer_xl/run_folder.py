@@ -21,7 +21,15 @@ import torch
 import yaml
 from torch import Tensor
 
-from transformer_xl.config import RunConfig, Settings, UserError, check_settings, read_yaml, run_settings
+from transformer_xl.config import (
+    RunConfig,
+    Settings,
+    UserError,
+    check_settings,
+    read_yaml,
+    run_settings,
+    setting_of_earlier_version,
+)
 from transformer_xl.device import choose_device
 from transformer_xl.files import as_user_error, atomic_folder, write_text
 from transformer_xl.model.build import build_model
@@ -137,7 +145,10 @@ class RunFolder:
                 what = what if path.exists() else "no such folder"
                 raise UserError(f"{path}: {what}; wanted a folder that 'txl train --run DIR' made")
         with as_user_error(f"reading {settings}"):
-            config = run_settings(read_yaml(settings.read_bytes(), str(settings)), str(settings))
+            values = read_yaml(settings.read_bytes(), str(settings))
+        if old := setting_of_earlier_version(values):
+            raise UserError(f"{path} was made by an earlier version ({old} in config.yaml); train or convert it again")
+        config = run_settings(values, str(settings))
         tokenizer = load_tokenizer(path / "txl_tokenizer.json")
         if config.corpus and config.corpus.tokenizer_sha256 != fingerprint(tokenizer):
             raise UserError(f"{path / 'txl_tokenizer.json'} is not the one this run was trained with; copy it again")

@@ -6,10 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from transformer_xl.config import RunConfig, UserError, load_recipe, recipe_names, run_settings
+from transformer_xl.config import (
+    RunConfig,
+    TransformerConfig,
+    UserError,
+    load_recipe,
+    merge_recipe,
+    recipe_names,
+    run_settings,
+)
 from transformer_xl.model.cost import step_cost
 
 FIDELITY = (Path(__file__).parents[2] / "docs" / "fidelity.md").read_text(encoding="utf-8")
+GROUPS = ("model", "train", "evaluation")
 PAPER = {
     "enwik8-12l": 41e6,
     "enwik8-24l": 277e6,
@@ -26,10 +35,43 @@ NOT_MET = {"wikitext-103-large", "lm1b-base", "lm1b-large"}  # docs/fidelity.md 
 
 
 def settings_of(name: str) -> RunConfig:
-    """The recipe's settings; cutoffs that are found from a corpus are taken to be none."""
+    """The recipe's settings; cutoffs to be chosen from a corpus are taken to be none."""
     recipe = load_recipe(name)
-    model = {**recipe.model, "cutoffs": () if recipe.model.get("cutoffs") == "auto" else recipe.model.get("cutoffs")}
-    return run_settings({"model": model, "train": recipe.train, "evaluation": recipe.evaluation}, name)
+    cutoffs = None if recipe.model["cutoffs"] == "auto" else recipe.model["cutoffs"]
+    return run_settings(merge_recipe(recipe, {"model": {"cutoffs": cutoffs}}), name)
+
+
+# settings that change neither the trained weights nor their evaluation
+WITHOUT_EFFECT = {
+    *("attn_implementation", "micro_batch_size", "compile", "activation_checkpointing", "parallelism"),
+    *("log_interval", "checkpoint_interval", "tensorboard"),
+}
+
+
+def effective_settings(config: RunConfig) -> dict[str, set[str]]:
+    """The settings, by group, that the result of a run depends on."""
+    model, train = config.model, config.train
+    unused = {
+        "final_norm": not (isinstance(model, TransformerConfig) and model.norm_first),
+        "tie_projections": model.div_val == 1 and model.d_embed in (None, model.d_model),
+        "project_same_width": model.div_val == 1,
+        "segment_warmup_steps": train.initial_segment_length is None,
+        "weight_decay": train.optimizer == "adam",
+        "muon_momentum": train.optimizer != "muon",
+        "decay_steps": train.lr_schedule != "wsd",
+        "ema_decay": train.weight_average != "ema",
+        "average_start_step": train.weight_average == "none",
+    }
+    without_effect = WITHOUT_EFFECT | {name for name, without in unused.items() if without}
+    return {name: type(getattr(config, name)).model_fields.keys() - without_effect for name in GROUPS}
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_a_recipe_states_every_setting_its_result_depends_on(name: str) -> None:
+    """So that another default changes no recipe."""
+    recipe = load_recipe(name)
+    for group, needed in effective_settings(settings_of(name)).items():
+        assert needed - getattr(recipe, group).keys() == set(), group
 
 
 @pytest.mark.parametrize("name", recipe_names())
@@ -67,5 +109,5 @@ def test_every_published_recipe_is_there() -> None:
 def test_a_wrong_recipe_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "wrong.yaml"
     file.write_text("title: t\nsource: s\ncorpus: c\nmodel: {layer: 3}\n", encoding="utf-8")
-    with pytest.raises(UserError, match=r"unknown setting 'model.layer' \(did you mean 'layers'\?\)"):
+    with pytest.raises(UserError, match=r"'model.layer' of architecture transformer-xl \(did you mean 'n_layers'\?\)"):
         load_recipe(str(file))

@@ -28,6 +28,7 @@ from transformer_xl.config.run import (
     merge_recipe,
     recipe_names,
     run_settings,
+    setting_of_earlier_version,
 )
 from transformer_xl.config.settings import (
     INT32_MAX,
@@ -72,4 +73,5 @@ __all__ = [
     "read_yaml",
     "recipe_names",
     "run_settings",
+    "setting_of_earlier_version",
 ]

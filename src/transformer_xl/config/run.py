@@ -146,6 +146,27 @@ def merge_recipe(recipe: Recipe, overrides: Mapping[str, Any]) -> dict[str, Any]
     return merge({"model": model, "train": recipe.train, "evaluation": recipe.evaluation}, overrides)
 
 
+# settings that earlier versions stored with every run
+_EARLIER = {
+    "model": ("kind", "encoding", "vocabulary_size", "layers", "width", "heads"),
+    "train": ("segment", "memory", "rows", "steps"),
+}
+
+
+def setting_of_earlier_version(values: Mapping[str, Any]) -> str | None:
+    """Return the first setting that only earlier versions had, as group.name; None if there is none."""
+    return next(
+        (
+            f"{group}.{name}"
+            for group, names in _EARLIER.items()
+            if isinstance(found := values.get(group), Mapping)
+            for name in names
+            if name in found
+        ),
+        None,
+    )
+
+
 def recipe_names() -> list[str]:
     """Names of the recipes that come with the package."""
     folder = resources.files("transformer_xl") / "recipes"
@@ -167,6 +188,9 @@ def load_recipe(name: str) -> Recipe:
         text = (resources.files("transformer_xl") / "recipes" / f"{name}.yaml").read_text(encoding="utf-8")
     else:
         raise UserError(f"no recipe '{name}'{nearest(name, recipe_names())}; 'txl recipes' lists them")
-    recipe = check_settings(Recipe, read_yaml(text, f"recipe {name}"), f"recipe {name}")
+    values = read_yaml(text, f"recipe {name}")
+    if old := setting_of_earlier_version(values):
+        raise UserError(f"recipe {name} is for an earlier version: {old} has another name now (see 'txl train --help')")
+    recipe = check_settings(Recipe, values, f"recipe {name}")
     run_settings(merge_recipe(recipe, {}), f"recipe {name}")
     return recipe

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformer_xl.cli.flags import ModelFlags, TrainFlags, given
 from transformer_xl.cli.options import num_cores, whole_numbers
-from transformer_xl.config import UserError, load_recipe, merge, merge_recipe, run_settings
+from transformer_xl.config import TransformerXLConfig, UserError, load_recipe, merge, merge_recipe, run_settings
 
 Groups = dict[str, dict[str, Any]]
 """Settings by group: model, train, evaluation."""
@@ -87,16 +87,19 @@ class Scale:
         Raises:
             UserError: settings that cannot be, or that differ from system to system.
         """
-        recipe = load_recipe(self.recipe)
-        known = merge_recipe(recipe, {})
-        if self.smoke:
-            known = merge(known, _SMOKE) | {"evaluation": dict[str, Any]()}
-        base: Groups = merge(known, given(model=self.model, train=self.train))
-        if base["model"].pop("architecture", "transformer-xl") != "transformer-xl":
+        flags = given(model=self.model, train=self.train)
+        if "architecture" in flags.get("model", {}):
             raise UserError("model.architecture is what the systems differ in; leave it out")
         for name in ("seed", "loss"):
-            if name in base["train"]:
+            if name in flags.get("train", {}):
                 raise UserError(f"train.{name} is not one for all systems; leave it out (--seeds says the seeds)")
-        if not run_settings(base, "settings").train.memory_length:
+        known = merge_recipe(load_recipe(self.recipe), {})
+        if self.smoke:
+            known = merge(known, _SMOKE) | {"evaluation": dict[str, Any]()}
+        base: Groups = merge(known, flags)
+        config = run_settings(base, "settings")
+        if not isinstance(config.model, TransformerXLConfig):
+            raise UserError(f"recipe {self.recipe} is of {config.model.architecture}; give one of transformer-xl")
+        if not config.train.memory_length:
             raise UserError("train.memory_length 0: recurrence is what is compared; give 1 or more")
         return base
