@@ -31,9 +31,12 @@ from typing import Any
 import torch
 from environment import RESULTS, command, commit, cpu_model, device_name, say, warn_if_busy, write
 
-from transformer_xl.cli.options import Machine
-from transformer_xl.cli.train import new_training
+from typing_extensions import override
+
 from transformer_xl.config import UserError, load_recipe
+from transformer_xl.training import train as training
+from transformer_xl.training.callbacks import Callback, Metrics
+from transformer_xl.training.trainer import Trainer
 
 DECAY_SHARE = 0.2  # of the steps, with wsd
 TAIL_SHARE = 0.2  # of the steps, that a uniform average goes over
@@ -75,10 +78,10 @@ class Arm:
             "lr_schedule": self.schedule,
             "weight_average": self.average,
             "max_steps": steps,
-            "warmup_steps": min(recipe.get("warmup", 100), round(WARMUP_SHARE * steps)),
+            "warmup_steps": min(recipe.get("warmup_steps", 100), round(WARMUP_SHARE * steps)),
         }
         if self.schedule == "wsd":
-            chosen["decay"] = max(1, round(DECAY_SHARE * steps))
+            chosen["decay_steps"] = max(1, round(DECAY_SHARE * steps))
         if self.average == "uniform":
             chosen["average_start_step"] = steps - max(1, round(TAIL_SHARE * steps))
         return chosen | self.settings
@@ -94,8 +97,8 @@ class Point:
     nats_per_token: float
 
 
-class Recorder:
-    """Hears of steps and validations; the clock stands still while the text is validated."""
+class Recorder(Callback):
+    """Records steps and validations; the clock stands still while the text is validated."""
 
     def __init__(self) -> None:
         self.points: list[Point] = []
@@ -103,22 +106,19 @@ class Recorder:
         self.tokens = 0
         self._last: float | None = None
 
-    def step(self, step: int, tokens: int) -> None:
-        """Counts it."""
+    @override
+    def on_step(self, trainer: Trainer, num_tokens: int) -> None:
         now = time.perf_counter()
         if self._last is not None:
             self.step_seconds.append(now - self._last)
         self._last = now
-        self.tokens += tokens
+        self.tokens += num_tokens
 
-    def validating(self, read: int, tokens: int) -> None:
-        """Nothing."""
-
-    def figures(self, figures: dict[str, Any]) -> None:
-        """Keeps what a validation gave."""
-        if figures["split"] == "valid":
-            nats = figures["nats_per_token"]
-            self.points.append(Point(figures["step"], self.tokens, sum(self.step_seconds), nats))
+    @override
+    def on_metrics(self, trainer: Trainer, metrics: Metrics) -> None:
+        if metrics["split"] == "valid":
+            nats = metrics["nats_per_token"]
+            self.points.append(Point(metrics["step"], self.tokens, sum(self.step_seconds), nats))
             self._last = time.perf_counter()
 
 
@@ -135,10 +135,10 @@ def train(arm: Arm, seed: int, steps: int, sizes: argparse.Namespace) -> Recorde
     }
     recorder = Recorder()
     with tempfile.TemporaryDirectory() as folder:
-        machine = Machine(sizes.device, sizes.threads)
-        training = new_training(sizes.recipe, sizes.corpus, Path(folder) / "run", {"train": settings}, machine)
-        training.reporter = recorder
-        training.run()
+        training.train(
+            *(sizes.recipe, sizes.corpus, Path(folder) / "run"),
+            train=settings, callbacks=[recorder], progress=False, device=sizes.device, threads=sizes.threads,
+        )  # fmt: skip
     return recorder
 
 
@@ -146,7 +146,9 @@ def steps_within(arm: Arm, sizes: argparse.Namespace) -> int:
     """How many steps the budget allows the arm."""
     recipe = load_recipe(sizes.recipe).train
     if sizes.tokens:
-        return max(1, round(arm.share * sizes.tokens / (recipe.get("rows", 16) * recipe.get("segment", 128))))
+        return max(
+            1, round(arm.share * sizes.tokens / (recipe.get("batch_size", 16) * recipe.get("segment_length", 128)))
+        )
     timed = train(arm, 1, sizes.timing_steps, sizes).step_seconds
     each = statistics.median(timed[len(timed) // 3 :])
     steps = max(1, round(arm.share * sizes.seconds / each))

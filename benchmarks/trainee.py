@@ -10,9 +10,9 @@ from transformer_xl.config import TrainConfig, TransformerXLConfig
 from transformer_xl.model.transformer_xl import TransformerXL
 from transformer_xl.text.segments import Batch
 from transformer_xl.training.compiling import compile_layers
-from transformer_xl.training.distributed import ALONE
+from transformer_xl.training.distributed import SINGLE_PROCESS
 from transformer_xl.training.optimizers import build_optimizers
-from transformer_xl.training.step import ScoredModel, TrainStep
+from transformer_xl.training.step import ModelWithLoss, TrainStep
 
 
 class Trainee:
@@ -25,13 +25,13 @@ class Trainee:
         self.model = TransformerXL(model, memory_length=train.memory_length).to(place).train()
         self.model.activation_checkpointing = train.activation_checkpointing
         compile_layers(self.model, place, train.compile)
-        scored = ScoredModel(self.model, own_memory=train.compile == "cudagraphs")
-        self.learner = TrainStep(scored, build_optimizers(self.model, train), train, place, ALONE)
+        scored = ModelWithLoss(self.model, copy_memory=train.compile == "cudagraphs")
+        self.train_step = TrainStep(scored, build_optimizers(self.model, train), train, place, SINGLE_PROCESS)
         self.memories = (self.model.initial_memory(train.batch_size),)
 
     def step(self, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
         """One whole optimiser step on tokens (B, T) that lie on the CPU; gives the mean loss in nats, on the device."""
         loss_mask_BT = np.ones(tuple(inputs_BT.shape), dtype=np.bool_)
         segment = Batch(inputs_BT.numpy(), targets_BT.numpy(), loss_mask_BT, starts=False)
-        numbers, self.memories = self.learner.step(segment, self.memories)
+        numbers, self.memories = self.train_step(segment, self.memories)
         return numbers[0] / numbers[1]

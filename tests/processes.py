@@ -22,9 +22,9 @@ from transformer_xl.text.corpus_writer import write_corpus
 from transformer_xl.text.documents import Document
 from transformer_xl.text.token_store import Corpus
 from transformer_xl.text.tokenizer import ByteTokenizer
-from transformer_xl.training.distributed import ALONE, DistributedContext, process_group
-from transformer_xl.training.loop import Trainer
-from transformer_xl.training.step import ScoredModel
+from transformer_xl.training.distributed import SINGLE_PROCESS, DistributedContext, process_group
+from transformer_xl.training.step import ModelWithLoss
+from transformer_xl.training.trainer import Trainer
 
 MODEL = {"n_layers": 2, "d_model": 14, "n_heads": 2, "d_head": 5, "d_ff": 19, "dropout": 0.0}
 TRAIN = {
@@ -73,7 +73,7 @@ def config_of(variant: dict[str, Any], **train: Any) -> RunConfig:
     return RunConfig(model=model, train=TrainConfig(**TRAIN | variant.get("train", {}) | train))
 
 
-def begin(place: Path, config: RunConfig, world: DistributedContext = ALONE) -> Trainer:
+def begin(place: Path, config: RunConfig, world: DistributedContext = SINGLE_PROCESS) -> Trainer:
     """A new run."""
     corpus = Corpus.open(place.parent / "corpus")
     if world.is_first:
@@ -82,7 +82,7 @@ def begin(place: Path, config: RunConfig, world: DistributedContext = ALONE) -> 
     return Trainer(RunFolder.open(place), corpus, torch.device("cpu"), world=world)
 
 
-def go_on(place: Path, world: DistributedContext = ALONE, **train: Any) -> tuple[Trainer, list[str]]:
+def go_on(place: Path, world: DistributedContext = SINGLE_PROCESS, **train: Any) -> tuple[Trainer, list[str]]:
     """A run from its newest checkpoint, with some settings changed; also what was remarked."""
     folder = RunFolder.open(place)
     config = folder.config.model_copy(update={"train": folder.config.train.model_copy(update=train)})
@@ -93,7 +93,7 @@ def go_on(place: Path, world: DistributedContext = ALONE, **train: Any) -> tuple
 
 def until(training: Trainer, step: int) -> None:
     """Trains until a step after which it would save anyway."""
-    training.run(lambda: training.state.progress.step >= step)
+    training.run(lambda: training.state.step >= step)
 
 
 def copy(place: Path, name: str, world: DistributedContext) -> Path:
@@ -118,7 +118,7 @@ def check_world(world: DistributedContext) -> None:
 def check_shares(world: DistributedContext) -> None:
     """After a pass without gradients a process has its share alone, so a change of it shows in the next pass."""
     torch.manual_seed(5)
-    scored = world.wrap(ScoredModel(TransformerXL(model_config(**MODEL, vocab_size=23), memory_length=11)), "fsdp")
+    scored = world.wrap(ModelWithLoss(TransformerXL(model_config(**MODEL, vocab_size=23), memory_length=11)), "fsdp")
     tokens_BT = torch.arange(6).view(2, 3)
     model = scored.model
     with torch.no_grad():

@@ -10,18 +10,20 @@ from typing import Any
 import numpy as np
 import torch
 from model_configs import settings_of
+from typing_extensions import override
 
 from transformer_xl.config import run_settings
 from transformer_xl.evaluation.scoring import EvaluationPlan, sum_nats
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import ContextLimits
-from transformer_xl.run_folder import RunFolder
+from transformer_xl.run_folder import RunFolder, config_text
 from transformer_xl.tensor_file import load_tensors
 from transformer_xl.text.corpus_writer import write_corpus
 from transformer_xl.text.documents import Document
 from transformer_xl.text.token_store import Corpus, Tokens
 from transformer_xl.text.tokenizer import ByteTokenizer
-from transformer_xl.training.loop import Trainer
+from transformer_xl.training.callbacks import Callback
+from transformer_xl.training.trainer import Trainer
 
 CPU = torch.device("cpu")
 MODEL = {"n_layers": 2, "d_model": 14, "n_heads": 2, "d_head": 5, "d_ff": 19, "dropout": 0.0}
@@ -45,8 +47,34 @@ def start(place: Path, corpus: Corpus, *, model: dict[str, Any] | None = None, *
     return Trainer(RunFolder.create(place, config, corpus.tokenizer), corpus, CPU)
 
 
-def train_until(training: Trainer, step: int) -> None:
-    training.run(lambda: training.state.progress.step >= step)
+class StopAt(Callback):
+    """Stops training after a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    @override
+    def on_step(self, trainer: Trainer, num_tokens: int) -> None:
+        if trainer.state.step >= self.step:
+            trainer.stop()
+
+
+def train_until(trainer: Trainer, step: int) -> None:
+    trainer.callbacks.append(StopAt(step))
+    trainer.run()
+    trainer.callbacks.pop()
+
+
+def reopened(trainer: Trainer, **changed: Any) -> Trainer:
+    """The run as another process resumes it, with some settings of training changed."""
+    folder = trainer.folder
+    if changed:
+        config = folder.config.model_copy(update={"train": folder.config.train.model_copy(update=changed)})
+        (folder.path / "config.yaml").write_text(config_text(config))
+    torch.manual_seed(104_729)  # a new process would not have the old one's random state either
+    trainer = Trainer(RunFolder.open(folder.path), trainer.corpus, CPU)
+    trainer.resume()
+    return trainer
 
 
 def rows_nats(model: LanguageModel, tokens: Tokens, rows: int = 3) -> float:

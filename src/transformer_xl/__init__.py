@@ -34,13 +34,16 @@ if TYPE_CHECKING:
     from transformer_xl.model.build import build_model
     from transformer_xl.model.memory import ContextLimits, Memory
     from transformer_xl.model.transformer_xl import TransformerXL
-    from transformer_xl.run_folder import Run, load
+    from transformer_xl.run_folder import Run, load, save
     from transformer_xl.text.token_store import Corpus
+    from transformer_xl.training.callbacks import Callback
+    from transformer_xl.training.train import TrainResult, resume, train
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "AlRfouConfig": "config",
+    "Callback": "training.callbacks",
     "ContextLimits": "model.memory",
     "Corpus": "text.token_store",
     "DynamicEvaluation": "evaluation.dynamic",
@@ -56,6 +59,7 @@ _HOMES = {
     "ShawConfig": "config",
     "SlidingWindow": "evaluation.sliding_window",
     "TrainConfig": "config",
+    "TrainResult": "training.train",
     "TransformerXL": "model.transformer_xl",
     "TransformerXLConfig": "config",
     "UserError": "config",
@@ -64,11 +68,15 @@ _HOMES = {
     "evaluate": "evaluation.evaluate",
     "generate": "generation.decoding",
     "load": "run_folder",
+    "resume": "training.train",
+    "save": "run_folder",
     "score": "evaluation.texts",
+    "train": "training.train",
 }
 
 __all__ = [
     "AlRfouConfig",
+    "Callback",
     "ContextLimits",
     "Corpus",
     "DynamicEvaluation",
@@ -84,6 +92,7 @@ __all__ = [
     "ShawConfig",
     "SlidingWindow",
     "TrainConfig",
+    "TrainResult",
     "TransformerXL",
     "TransformerXLConfig",
     "UserError",
@@ -92,7 +101,10 @@ __all__ = [
     "evaluate",
     "generate",
     "load",
+    "resume",
+    "save",
     "score",
+    "train",
 ]
 
 

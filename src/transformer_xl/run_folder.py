@@ -1,11 +1,13 @@
-"""A run on disk: its settings, vocabulary, weights and figures; enough to use, repeat or go on with it.
+"""A run on disk: its settings, tokenizer, weights and metrics; enough to use, repeat or resume it.
 
-config.yaml        settings, whole          txl_tokenizer.json     what the token numbers mean
-model.safetensors  the best weights         metrics.jsonl       figures of training and validation, a line each
-checkpoints/step-N/      what training goes on from:
-  model.safetensors    the last weights
-  training/            optimiser, memory, average, random state, in one file of each process
-  training.json        progress, and the checksums of those files
+config.yaml            all settings
+txl_tokenizer.json     the tokenizer
+model.safetensors      the best weights
+metrics.jsonl          metrics of training and validation, a line each
+checkpoints/step-N/    what training resumes from:
+  model.safetensors      the last weights
+  training/              optimizer, memory, weight average and random state, one file for each process
+  training.json          the trainer's state, and the checksums of those files
 """
 
 from __future__ import annotations
@@ -38,9 +40,10 @@ from transformer_xl.tensor_file import load_tensors, save_tensors
 from transformer_xl.text.token_store import Corpus
 from transformer_xl.text.tokenizer import Tokenizer, fingerprint, load_tokenizer, save_tokenizer
 
-Weights = Literal["best", "last"]
+CheckpointName = Literal["best", "last"]
+"""Which weights of a run: those with the lowest validation loss, or those of the newest checkpoint."""
 
-_DAMAGED = "{} is damaged ({}); copy it again; a folder checkpoints/step-N can be deleted, to go on from the one before"
+_DAMAGED = "{} is damaged ({}); copy it again, or delete its folder checkpoints/step-N to resume from the one before"
 
 
 @dataclass(frozen=True)
@@ -52,90 +55,102 @@ class Run:
     config: RunConfig
 
 
-class StateRecord(Settings):
-    """What `training.json` of a checkpoint says: how far training was, and what the other files must be."""
+class CheckpointRecord(Settings):
+    """The contents of `training.json` of a checkpoint: how far training was, and the checksums of the other files."""
 
-    format: Literal["2"] = "2"
-    processes: int
-    """How many took part in training."""
-    progress: dict[str, Any]
-    """As training keeps it."""
+    format: Literal["3"] = "3"
+    num_processes: int
+    """Number of processes that trained together."""
+    state: dict[str, Any]
+    """The trainer's state."""
     files: dict[str, str]
     """sha256 of each file in `training/`, by name."""
 
-    def write(self, state: Path) -> None:
-        """Writes it into the folder of a checkpoint, with a checksum of its own."""
+    def write(self, checkpoint: Path) -> None:
+        """Write it into the folder of a checkpoint, with a checksum of its own."""
         contents = self.model_dump(mode="json")
-        write_text(state / "training.json", json.dumps({**contents, "sha256": _digest(contents)}, indent=1) + "\n")
+        write_text(checkpoint / "training.json", json.dumps({**contents, "sha256": _digest(contents)}, indent=1) + "\n")
 
     @staticmethod
-    def read(state: Path) -> StateRecord:
-        """Reads that of a checkpoint.
+    def read(checkpoint: Path) -> CheckpointRecord:
+        """Read it from the folder of a checkpoint.
 
         Raises:
-            UserError: there is none, or it is truncated or altered.
+            UserError: it is missing, truncated or altered.
         """
-        file = state / "training.json"
+        file = checkpoint / "training.json"
         with as_user_error(f"reading {file}"):
             content = file.read_bytes()
         try:
             contents = json.loads(content)
             expected = contents.pop("sha256")
         except (ValueError, KeyError, TypeError, AttributeError):
-            raise UserError(_DAMAGED.format(file, "it is not whole")) from None
+            raise UserError(_DAMAGED.format(file, "it is incomplete")) from None
         if expected != _digest(contents):
-            raise UserError(_DAMAGED.format(file, "its checksum does not fit its contents"))
-        return check_settings(StateRecord, contents, str(file))
+            raise UserError(_DAMAGED.format(file, "its checksum does not match its contents"))
+        return check_settings(CheckpointRecord, contents, str(file))
 
-    def verify(self, state: Path, *, rank: int = 0, size: int = 1) -> None:
-        """Compares the files of a checkpoint with their checksums; several processes share them out.
+    def verify(self, checkpoint: Path, *, rank: int = 0, size: int = 1) -> None:
+        """Compare the files of a checkpoint with their checksums; several processes share the work.
 
         Raises:
             UserError: one is missing, truncated or altered.
         """
-        for place, (name, expected) in enumerate(sorted(self.files.items())):
-            file = state / "training" / name
+        for index, (name, expected) in enumerate(sorted(self.files.items())):
+            file = checkpoint / "training" / name
             with as_user_error(f"reading {file}"):
-                if place % size == rank and file_digest(file) != expected:
-                    raise UserError(_DAMAGED.format(file, "its checksum does not fit its contents"))
+                if index % size == rank and file_digest(file) != expected:
+                    raise UserError(_DAMAGED.format(file, "its checksum does not match its contents"))
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The folder of a run, with its settings and vocabulary read."""
+    """The folder of a run, with its settings and tokenizer."""
 
     path: Path
     config: RunConfig
     tokenizer: Tokenizer
 
     @staticmethod
-    def create(path: Path, config: RunConfig, tokenizer: Tokenizer) -> RunFolder:
-        """Makes the folder of a new run, without weights.
+    def create(
+        path: Path, config: RunConfig, tokenizer: Tokenizer, weights: Mapping[str, Tensor] | None = None
+    ) -> RunFolder:
+        """Make the folder of a new run.
+
+        Args:
+            path: the new folder.
+            config: settings of the run.
+            tokenizer: of its corpus.
+            weights: by name; None for a run that will be trained.
 
         Raises:
-            UserError: something stands there already, or the file system refuses.
+            UserError: the path exists already, or the file system refuses.
         """
         try:
             str(path).encode()
         except UnicodeEncodeError:
-            raise UserError(f"{str(path)!r} is no name in UTF-8, as weights files need it; choose another") from None
+            raise UserError(
+                f"{str(path)!r} is not valid UTF-8, which safetensors needs; choose another"
+            ) from None
         with as_user_error(f"writing {path}"):
             if (path / "config.yaml").exists():
                 raise UserError(
-                    f"{path} holds a run already; go on with 'txl train --resume {path}' or choose another --run"
+                    f"{path} holds a run already; resume it with 'txl train --resume {path}', or choose another folder"
                 )
         with atomic_folder(path) as aside:
             (aside / "config.yaml").write_text(config_text(config), encoding="utf-8")
             save_tokenizer(tokenizer, aside / "txl_tokenizer.json")
             (aside / "checkpoints").mkdir()
+            if weights is not None:
+                save_tensors(aside / "model.safetensors", weights, {"step": "0"})
         return RunFolder(path, config, tokenizer)
 
     @staticmethod
     def open(path: Path | str) -> RunFolder:
-        """Reads settings and vocabulary of a run.
+        """Read settings and tokenizer of a run.
 
         Raises:
-            UserError: it is not the folder of a run, or its files are damaged.
+            UserError: it is not the folder of a run, an earlier version wrote it, or its files are damaged.
         """
         path = Path(path)
         settings = path / "config.yaml"
@@ -144,6 +159,11 @@ class RunFolder:
                 what = "a corpus, not a run" if (path / "corpus.json").exists() else "not the folder of a run"
                 what = what if path.exists() else "no such folder"
                 raise UserError(f"{path}: {what}; wanted a folder that 'txl train --run DIR' made")
+            if (path / "vocabulary.json").exists():
+                raise UserError(
+                    f"{path} was written by an earlier version, whose settings and weights have other names; train it "
+                    "again with 'txl train --run DIR', or convert it again with 'txl convert'"
+                )
         with as_user_error(f"reading {settings}"):
             values = read_yaml(settings.read_bytes(), str(settings))
         if old := setting_of_earlier_version(values):
@@ -179,12 +199,21 @@ class RunFolder:
         return corpus
 
     def save_weights(self, weights: Mapping[str, Tensor], *, step: int, nats: float | None) -> None:
-        """Keeps the weights of this step as the run's best, and their validation loss in nats per token, if known."""
+        """Write the run's best weights.
+
+        Args:
+            weights: by name.
+            step: after which training had these weights.
+            nats: their validation loss in nats per token, if known.
+
+        Raises:
+            UserError: the file system refuses; the weights before stay.
+        """
         notes = {"step": str(step)} | ({} if nats is None else {"nats_per_token": repr(nats)})
         save_tensors(self.path / "model.safetensors", weights, notes)
 
     def best_known(self) -> tuple[int, float] | None:
-        """Step and validation loss (nats per token) of the best weights; none where there are none, or without loss.
+        """Return step and validation loss (nats per token) of the best weights; None if there are none, or no loss.
 
         Raises:
             UserError: the file is damaged.
@@ -195,39 +224,42 @@ class RunFolder:
             return None
         return int(notes["step"]), float(notes["nats_per_token"])
 
-    def weights_file(self, weights: Weights = "best") -> Path:
-        """Where the best weights are, or the last ones.
+    def weights_file(self, checkpoint: CheckpointName = "best") -> Path:
+        """Return the path of the best weights, or of the last ones.
 
         Raises:
-            UserError: the run has none yet, or the best ones are lost; or others are asked for.
+            UserError: the run has none yet, or the best ones are lost; or `checkpoint` is neither best nor last.
         """
-        if weights not in get_args(Weights):
-            raise UserError(f"no weights {weights!r} of a run; there are {' and '.join(get_args(Weights))}")
+        if checkpoint not in get_args(CheckpointName):
+            known = " and ".join(get_args(CheckpointName))
+            raise UserError(f"no checkpoint {checkpoint!r} of a run; there are {known}")
         best, newest = self.path / "model.safetensors", self.latest_checkpoint()
         validated = any(line["split"] == "valid" for line in self.metrics())
-        # without validation the last weights are the best known, and a run that went on has newer ones than `best`;
-        # but their average stands in `best` alone
+        # without validation the last weights count as the best, and a resumed run has newer ones than `best`; but their
+        # average is in `best` alone
         averaged = self.config.train.weight_average != "none"
-        if weights == "best" and best.exists() and (validated or averaged or newest is None):
+        if checkpoint == "best" and best.exists() and (validated or averaged or newest is None):
             return best
-        if weights == "best" and validated:
-            raise UserError(f"{best}, the best weights, is missing; copy it again, or evaluate with --weights last")
+        if checkpoint == "best" and validated:
+            raise UserError(
+                f"{best}, the best weights, is missing; copy it again, or use the last ones with --checkpoint last"
+            )
         if newest is None:
             raise UserError(f"{self.path} has no weights yet; train it with 'txl train --resume {self.path}'")
         return newest / "model.safetensors"
 
     def checkpoints(self) -> list[Path]:
-        """The checkpoints training can go on from, oldest first."""
+        """Return the folders of the checkpoints that training can resume from, oldest first."""
         folders = (self.path / "checkpoints").glob("step-*")
         numbered = [folder for folder in folders if folder.name.removeprefix("step-").isdecimal()]
         return sorted(numbered, key=lambda folder: int(folder.name.removeprefix("step-")))
 
     def latest_checkpoint(self) -> Path | None:
-        """The newest checkpoint, if there is one."""
+        """Return the folder of the newest checkpoint, if there is one."""
         return next(reversed(self.checkpoints()), None)
 
     def metrics(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl; a half-written last line (a killed run) is left out.
+        """Return the lines of metrics.jsonl; a half-written last line (of a killed run) is left out.
 
         Raises:
             UserError: the file is damaged.
@@ -244,11 +276,11 @@ class RunFolder:
                     raise ValueError(f"no split or step in {line}")
                 float(line["nats_per_token"])
         except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{file} is damaged ({error}); delete it, the figures are not needed to go on") from None
+            raise UserError(f"{file} is damaged ({error}); delete it: the metrics are not needed to resume") from None
         return found
 
     def verify(self) -> None:
-        """Reads all weights and checkpoints, and compares their checksums and what the settings need.
+        """Read all weights and checkpoints, and compare them with their checksums and with the settings.
 
         Raises:
             UserError: something is missing, damaged or of another model.
@@ -256,23 +288,23 @@ class RunFolder:
         model = build_model(self.config.model, memory_length=self.config.train.memory_length)
         if (best := self.path / "model.safetensors").exists():
             load_weights(model, best)
-        for state in self.checkpoints():
-            load_weights(model, state / "model.safetensors")
-            StateRecord.read(state).verify(state)
+        for checkpoint in self.checkpoints():
+            load_weights(model, checkpoint / "model.safetensors")
+            CheckpointRecord.read(checkpoint).verify(checkpoint)
 
-    def load_model(self, device: torch.device, weights: Weights = "best") -> LanguageModel:
-        """Builds the model with the run's weights, ready for evaluation.
+    def load_model(self, device: torch.device, checkpoint: CheckpointName = "best") -> LanguageModel:
+        """Build the model with the run's weights, in evaluation mode.
 
         Raises:
             UserError: no weights, a damaged file, or weights that do not fit the settings.
         """
         model = build_model(self.config.model, memory_length=self.config.train.memory_length)
-        load_weights(model, self.weights_file(weights))
+        load_weights(model, self.weights_file(checkpoint))
         return model.to(device).eval()
 
 
 def load_weights(model: LanguageModel, file: Path) -> None:
-    """Copies the weights of a file into a model.
+    """Load the weights of a file into a model.
 
     Raises:
         UserError: a damaged file, or weights of another model.
@@ -281,7 +313,7 @@ def load_weights(model: LanguageModel, file: Path) -> None:
 
 
 def read_weights(model: LanguageModel, file: Path) -> dict[str, Tensor]:
-    """Reads weights for a model, by name.
+    """Read weights for a model, by name.
 
     Raises:
         UserError: a damaged file, or weights of another model.
@@ -296,7 +328,7 @@ def read_weights(model: LanguageModel, file: Path) -> dict[str, Tensor]:
 
 
 def file_digest(file: Path) -> str:
-    """sha256 of a file."""
+    """Return the sha256 of a file."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
@@ -306,20 +338,38 @@ def _digest(contents: dict[str, Any]) -> str:
 
 
 def config_text(config: RunConfig) -> str:
-    """The settings as YAML."""
+    """Return the settings as YAML."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
 
 
-def load(path: Path | str, *, device: str = "auto", weights: Weights = "best") -> Run:
-    """Loads a run: `.model` (ready to use), `.vocabulary`, `.config`.
+def load(path: Path | str, *, device: str = "auto", checkpoint: CheckpointName = "best") -> Run:
+    """Load a run: its model, ready to use, its tokenizer and its config.
 
     Args:
         path: folder of the run.
         device: auto, cuda, mps or cpu.
-        weights: those best on the validation text, or the last ones.
+        checkpoint: the weights with the lowest validation loss (best), or those of the newest checkpoint (last).
 
     Raises:
-        UserError: not a run, no weights yet, or damaged files.
+        UserError: it is not the folder of a run, it has no weights yet, or its files are damaged.
     """
     folder = RunFolder.open(path)
-    return Run(folder.load_model(choose_device(device), weights), folder.tokenizer, folder.config)
+    return Run(folder.load_model(choose_device(device), checkpoint), folder.tokenizer, folder.config)
+
+
+def save(run: Run, path: Path | str) -> Path:
+    """Save a model with its tokenizer and config as the folder of a new run, which `load` and every command take.
+
+    `load` returns the same weights, bit for bit. Training cannot resume from them: optimizer and memory are not saved.
+
+    Args:
+        run: what to save.
+        path: the new folder.
+
+    Returns:
+        The folder.
+
+    Raises:
+        UserError: the path exists already, or the file system refuses.
+    """
+    return RunFolder.create(Path(path), run.config, run.tokenizer, run.model.state_dict()).path

@@ -21,7 +21,7 @@ from transformer_xl.model.key_values import KeyValueMemory
 from transformer_xl.model.memory import HiddenMemory
 from transformer_xl.run_folder import RunFolder
 from transformer_xl.tensor_file import load_tensors
-from transformer_xl.training.loop import Trainer
+from transformer_xl.training.trainer import Trainer
 
 Capture, Patch = pytest.CaptureFixture[str], pytest.MonkeyPatch
 needs_permissions = pytest.mark.skipif(os.geteuid() == 0, reason="root may read and write everything")

@@ -90,7 +90,7 @@ def test_imports_point_one_way() -> None:
         ("device", "from transformer_xl import files, load, __version__", ["load"]),
         ("device", "import transformer_xl", ["everything"]),
         ("text", "from .vocabulary import Vocabulary", ["a relative import"]),
-        ("cli", "from transformer_xl.training.loop import Training\nimport torch", []),
+        ("cli", "from transformer_xl.training.trainer import Trainer\nimport torch", []),
         (
             "model",
             "from transformer_xl.model import kernels\nfrom transformer_xl.config import TransformerXLConfig",

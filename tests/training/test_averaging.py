@@ -14,7 +14,7 @@ from transformer_xl.config import TrainConfig, UserError
 from transformer_xl.run_folder import RunFolder
 from transformer_xl.tensor_file import load_tensors
 from transformer_xl.training.averaging import WeightAverage
-from transformer_xl.training.loop import Trainer
+from transformer_xl.training.trainer import Trainer
 
 
 def weights_of(model: Any) -> Tensor:
@@ -113,25 +113,25 @@ def test_validation_and_the_best_weights_are_the_averages(tmp_path: Path, settin
     plain.run()
     training = start(tmp_path / "run", corpus, eval_interval=5, **settings)
     training.run()
-    assert torch.equal(weights_of(training.state.model), weights_of(plain.state.model))  # it never meets the training
-    last, best = training.folder.figures()[-1], training.folder.load_model(CPU, "best")
+    assert torch.equal(weights_of(training.model), weights_of(plain.model))  # it never meets the training
+    last, best = training.folder.metrics()[-1], training.folder.load_model(CPU, "best")
     assert (last["split"], last["step"]) == ("valid", 17)
-    assert last["nats_per_token"] == training.state.progress.best_nats
+    assert last["nats_per_token"] == training.state.best_nats
     tokens = corpus.split("valid").tokens
     wanted = rows_nats(best, tokens) / 41
     assert last["nats_per_token"] == pytest.approx(wanted, rel=1e-6)
-    assert training.state.average is not None
-    assert torch.equal(averaged(training.state.model, training.state.average), weights_of(best))
+    assert training.weight_average is not None
+    assert torch.equal(averaged(training.model, training.weight_average), weights_of(best))
     assert not any(best_and(training.folder, training.folder.weights_file("last")))
 
 
 def test_without_validation_text_the_average_is_kept(tmp_path: Path) -> None:
     training = start(tmp_path / "run", make_corpus(tmp_path / "corpus", letters(127, seed=1)), average="uniform")
     training.run()
-    assert training.state.average is not None
+    assert training.weight_average is not None
     kept, _ = load_tensors(training.folder.weights_file("best"))
-    found = torch.cat([kept[name].flatten() for name, _ in training.state.model.named_parameters()])
-    assert torch.equal(found, averaged(training.state.model, training.state.average))
+    found = torch.cat([kept[name].flatten() for name, _ in training.model.named_parameters()])
+    assert torch.equal(found, averaged(training.model, training.weight_average))
 
 
 @pytest.mark.parametrize("settings", AVERAGES)

@@ -12,18 +12,18 @@ from training_runs import CPU, letters, lines_of, make_corpus, start
 
 from transformer_xl.config import UserError
 from transformer_xl.run_folder import RunFolder
-from transformer_xl.training.loop import Trainer
+from transformer_xl.training.trainer import Trainer
 
 
 def spoil(training: Trainer, step: int, change: Callable[[Tensor], Tensor]) -> None:
     """Lets the loss of one step be something else."""
-    nats = training.state.model.nats
+    nats = training.model.nats
 
     def spoiled(hidden_BTD: Tensor, targets_BT: Tensor) -> Tensor:
         found = nats(hidden_BTD, targets_BT)
-        return change(found) if training.state.progress.step + 1 == step else found
+        return change(found) if training.state.step + 1 == step else found
 
-    training.state.model.nats = spoiled
+    training.model.nats = spoiled
 
 
 @pytest.mark.parametrize(
@@ -46,12 +46,12 @@ def test_a_loss_that_is_no_number_stops(
     go_on = r"txl train --resume .*run --train.learning_rate 0\.005$"
     with pytest.raises(UserError, match=message.format(step=step) + newest + go_on):
         training.run()
-    assert training.folder.states()[-1].name == f"step-{checkpoint:08}"
+    assert training.folder.checkpoints()[-1].name == f"step-{checkpoint:08}"
     assert all(torch.isfinite(weight).all() for weight in training.folder.load_model(CPU, "last").parameters())
     assert [line["step"] for line in lines_of(training, "train")] == [*range(1, step)] if step > 1 else True
     again = Trainer(RunFolder.open(tmp_path / "run"), corpus, CPU)
     again.resume()
-    assert again.state.progress.step == checkpoint
+    assert again.state.step == checkpoint
     assert again.run().finished
 
 

@@ -22,14 +22,14 @@ from safetensors.torch import load_file
 import transformer_xl
 from transformer_xl.cli.main import run as txl
 from transformer_xl.config import RunConfig, TrainConfig, TransformerXLConfig, UserError
-from transformer_xl.run_folder import RunFolder, StateRecord, config_text
+from transformer_xl.run_folder import CheckpointRecord, RunFolder, config_text
 from transformer_xl.tensor_file import load_tensors
 from transformer_xl.text.corpus_writer import write_corpus
 from transformer_xl.text.documents import Document
 from transformer_xl.text.token_store import Corpus
 from transformer_xl.text.tokenizer import ByteTokenizer
-from transformer_xl.training.checkpoint import save_state
-from transformer_xl.training.loop import Silence, Trainer, TrainResult
+from transformer_xl.training.checkpoint import save_checkpoint
+from transformer_xl.training.trainer import Silence, Trainer, TrainResult
 
 CPU = torch.device("cpu")
 MODEL = {
@@ -76,7 +76,7 @@ def go_on(place: Path, corpus: Corpus) -> Trainer:
 
 
 def train_until(training: Trainer, step: int) -> TrainResult:
-    return training.run(lambda: training.state.progress.step >= step)
+    return training.run(lambda: training.state.step >= step)
 
 
 def tensors_of(folder: RunFolder) -> dict[str, torch.Tensor]:
@@ -89,7 +89,7 @@ def tensors_of(folder: RunFolder) -> dict[str, torch.Tensor]:
 
 def figures_of(folder: RunFolder) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl, and at the end the progress; all without seconds, which no two runs share."""
-    progress = StateRecord.read(folder.weights_file("last").parent).progress
+    progress = CheckpointRecord.read(folder.weights_file("last").parent).progress
     lines = [*map(json.loads, (folder.path / "metrics.jsonl").read_text().splitlines()), progress]
     assert all(line.pop("seconds") >= 0 for line in lines)
     assert all(line.pop("tokens_per_second") > 0 for line in lines if line.get("split") == "train")
@@ -146,11 +146,11 @@ def test_resume_equals_the_straight_run(tmp_path: Path, straight, variant: str, 
         outcome = train_until(training, stop)
         assert (outcome.step, outcome.finished) == (stop, False)
         training = go_on(tmp_path / "run", corpus)
-        assert training.state.progress.step == stop
+        assert training.state.step == stop
     outcome = training.run()
     assert outcome.finished
     assert_same(training.folder, wanted.folder)
-    assert outcome.best_nats_per_token == wanted.state.progress.best_nats
+    assert outcome.best_nats_per_token == wanted.state.best_nats
 
 
 def test_stopped_at_every_step(tmp_path: Path, straight) -> None:
@@ -170,7 +170,7 @@ def test_stopped_in_a_validation(tmp_path: Path, straight, step: int) -> None:
     training = start(tmp_path / "run", corpus, {})
     heard: list[int] = []
     training.reporter = Silence()
-    training.reporter.validating = lambda *_: heard.append(training.state.progress.step)
+    training.reporter.validating = lambda *_: heard.append(training.state.step)
     outcome = training.run(lambda: step in heard)
     assert (outcome.step, outcome.finished) == (step, False)
     assert training.folder.metrics()[-1]["step"] < step
@@ -182,12 +182,12 @@ def test_stopped_in_a_validation(tmp_path: Path, straight, step: int) -> None:
 def test_what_the_straight_run_went_through(straight) -> None:
     """The equalities above would be easy for a run whose memory, random state or weights never moved."""
     _, wanted = straight("base")
-    tensors, progress = tensors_of(wanted.folder), wanted.state.progress
+    tensors, progress = tensors_of(wanted.folder), wanted.state
     assert progress.position.epoch == 3
     assert progress.position.segment_index == 2
     assert tensors["state/memory/valid"].tolist() == [11, 11, 11]
-    assert len(tensors) == 2 * len(wanted.state.model.state_dict()) + 3 * len(list(wanted.state.model.parameters())) + 5
-    lines = wanted.folder.figures()
+    assert len(tensors) == 2 * len(wanted.model.state_dict()) + 3 * len(list(wanted.model.parameters())) + 5
+    lines = wanted.folder.metrics()
     assert [line["step"] for line in lines if line["split"] == "train"] == [5, 10, 15, 20]
     assert [line["step"] for line in lines if line["split"] == "valid"] == [6, 12, 18, 23]
     assert progress.interval_tokens == 43  # steps 21, 22 and 23: a last segment of 1 token, then 21 and 21
@@ -202,7 +202,7 @@ def test_training_again_gives_the_same_and_another_seed_does_not(tmp_path: Path,
     assert_same(again.folder, wanted.folder)
     other = start(tmp_path / "other", corpus, {"train": {"seed": 17}})
     other.run()
-    assert not torch.equal(other.state.model.embedding.tables[0], again.state.model.embedding.tables[0])
+    assert not torch.equal(other.model.embedding.tables[0], again.model.embedding.tables[0])
 
 
 def test_a_run_with_more_steps_goes_on(tmp_path: Path, straight) -> None:
@@ -227,7 +227,7 @@ def test_checkpoints_kept_and_their_files(tmp_path: Path, straight) -> None:
     assert [path.name for path in training.folder.checkpoints()] == ["step-00000008", "step-00000009"]
     for state in training.folder.checkpoints():
         assert sorted(file.name for file in state.iterdir()) == ["model.safetensors", "training", "training.json"]
-        assert [file.name for file in (state / "training").iterdir()] == list(StateRecord.read(state).files)
+        assert [file.name for file in (state / "training").iterdir()] == list(CheckpointRecord.read(state).files)
     assert sorted(item.name for item in (tmp_path / "run").iterdir()) == [
         "config.yaml",
         "metrics.jsonl",
@@ -246,7 +246,7 @@ def test_leftovers_of_a_killed_save_are_ignored_and_cleaned(tmp_path: Path, stra
     (state / ".step-00000011.partial-7919").mkdir()
     (tmp_path / "run" / ".model.safetensors.partial-7919").write_bytes(b"half")
     training = go_on(tmp_path / "run", corpus)
-    assert training.state.progress.step == 6
+    assert training.state.step == 6
     training.run()
     assert_same(training.folder, wanted.folder)
     assert sorted(item.name for item in state.iterdir()) == ["step-00000020", "step-00000023"]
@@ -273,7 +273,7 @@ def test_killed_before_its_first_checkpoint(tmp_path: Path, straight) -> None:
     corpus, wanted = straight("base")
     start(tmp_path / "run", corpus, {})
     training = go_on(tmp_path / "run", corpus)
-    assert training.state.progress.step == 0
+    assert training.state.step == 0
     training.run()
     assert_same(training.folder, wanted.folder)
 
@@ -290,7 +290,7 @@ def test_weights_without_a_checkpoint_are_not_overwritten(tmp_path: Path, straig
     """As `txl convert` makes them: training would begin with other weights, and keep those as the best."""
     corpus, _ = straight("base")
     training = start(tmp_path / "run", corpus, {})
-    training.folder.save_weights(training.state.model.state_dict(), step=0, nats=None)
+    training.folder.save_weights(training.model.state_dict(), step=0, nats=None)
     with pytest.raises(UserError, match=r"state holds no checkpoint; .*converted run can be used, but not trained on"):
         go_on(tmp_path / "run", corpus)
 
@@ -327,13 +327,13 @@ def test_saving_changes_nothing(tmp_path: Path, straight) -> None:
     corpus, _ = straight("base")
     training = start(tmp_path / "run", corpus, {})
     train_until(training, 3)
-    before = {name: tensor.clone() for name, tensor in training.state.model.state_dict().items()}
+    before = {name: tensor.clone() for name, tensor in training.model.state_dict().items()}
     random_state = torch.get_rng_state()
     shutil.rmtree(tmp_path / "run" / "checkpoints")
-    path = save_state(training.folder, training.state)
+    path = save_checkpoint(training.folder, training.state)
     assert path.name == "step-00000003"
     assert torch.equal(torch.get_rng_state(), random_state)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in training.state.model.state_dict().items())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in training.model.state_dict().items())
     assert torch.equal(tensors_of(training.folder)["state/random/0/cpu"], random_state)
 
 

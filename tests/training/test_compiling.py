@@ -23,10 +23,10 @@ def test_compiled_training_is_plain_training(tmp_path: Path) -> None:
     plain = start(tmp_path / "plain", corpus, **settings)
     plain.run()
     compiled = start(tmp_path / "compiled", corpus, compile="layers", **settings)
-    assert list(compiled.state.model.state_dict()) == list(plain.state.model.state_dict())
+    assert list(compiled.model.state_dict()) == list(plain.model.state_dict())
     graphs: list[int] = []
     compiled.run(lambda: graphs.append(counters["stats"]["unique_graphs"]))
-    found, wanted = compiled.folder.figures(), plain.folder.figures()
+    found, wanted = compiled.folder.metrics(), plain.folder.metrics()
     assert [line["split"] for line in found] == [line["split"] for line in wanted]
     for name, closeness in (("nats_per_token", 1e-5), ("grad_norm", 1e-4)):
         pairs = [(one[name], other[name]) for one, other in zip(found, wanted, strict=True) if name in one]

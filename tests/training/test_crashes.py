@@ -11,10 +11,10 @@ import pytest
 from training_runs import CPU, letters, make_corpus, start, train_until
 
 from transformer_xl.config import UserError
-from transformer_xl.run_folder import RunFolder, StateRecord
+from transformer_xl.run_folder import CheckpointRecord, RunFolder
 from transformer_xl.tensor_file import load_tensors, save_tensors
-from transformer_xl.training.checkpoint import save_state
-from transformer_xl.training.loop import Trainer
+from transformer_xl.training.checkpoint import save_checkpoint
+from transformer_xl.training.trainer import Trainer
 
 SETTINGS: dict[str, Any] = {
     "eval_interval": 3,
@@ -67,12 +67,12 @@ def test_a_checkpoint_replaced_by_one_of_the_same_step(
     monkeypatch.setattr(Path, "rename", renamed)
     monkeypatch.setattr(shutil, "rmtree", removed)
     with pytest.raises(Killed):
-        save_state(training.folder, training.state)
+        save_checkpoint(training.folder, training.state)
     monkeypatch.undo()
     newest = training.folder.latest_checkpoint()
     assert newest is not None
     assert newest.name == ("step-00000004" if moment == "between" else "step-00000008")
-    StateRecord.read(newest).verify(newest)
+    CheckpointRecord.read(newest).verify(newest)
     assert len(list(states.glob(".*.partial-*"))) == (2 if moment == "between" else 1)
     training = go_on(training)
     train_until(training, 9)
@@ -87,7 +87,7 @@ def crash_after_a_better_validation(training: Trainer) -> None:
     assert training.folder.latest_checkpoint() == training.folder.path / "checkpoints" / "step-00000008"
     known = training.folder.best_known()
     assert known is not None
-    assert known == (9, training.state.progress.best_nats)
+    assert known == (9, training.state.best_nats)
 
 
 def test_the_best_weights_of_a_crashed_run_are_to_be_beaten(tmp_path: Path) -> None:
@@ -105,11 +105,11 @@ def test_the_best_weights_of_a_crashed_run_are_to_be_beaten(tmp_path: Path) -> N
     training = go_on(training)
     known = training.folder.best_known()
     assert known is not None
-    assert training.state.progress.best_nats == known[1] < at_checkpoint["best_nats"]
+    assert training.state.best_nats == known[1] < at_checkpoint["best_nats"]
     train_until(training, 10)
     assert known[1] < training.folder.metrics()[-2]["nats_per_token"] < at_checkpoint["best_nats"]
     assert best.read_bytes() == kept
-    assert training.state.progress.best_nats == known[1]
+    assert training.state.best_nats == known[1]
 
 
 def test_a_crashed_run_ends_as_if_nothing_had_been(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_a_crashed_run_ends_as_if_nothing_had_been(tmp_path: Path) -> None:
     for weights in ("best", "last"):
         files = [one.folder.weights_file(weights).read_bytes() for one in (training, straight)]
         assert files[0] == files[1]
-    assert training.state.progress.best_nats == straight.state.progress.best_nats
+    assert training.state.best_nats == straight.state.best_nats
 
 
 def test_best_weights_without_a_loss_say_nothing(tmp_path: Path) -> None:
@@ -143,8 +143,8 @@ def test_lost_best_weights_are_found_anew(tmp_path: Path) -> None:
     """Even if no later ones are as good: else the run would end without any."""
     training = begin(tmp_path / "run", eval_interval=6)
     train_until(training, 8)
-    training.state.progress = training.state.progress.model_copy(update={"best_nats": 0.001})
-    save_state(training.folder, training.state)
+    training.state = training.state.model_copy(update={"best_nats": 0.001})
+    save_checkpoint(training.folder, training.state)
     best = tmp_path / "run" / "model.safetensors"
     best.unlink()
     training = go_on(training)
@@ -152,7 +152,7 @@ def test_lost_best_weights_are_found_anew(tmp_path: Path) -> None:
     lowest = min(
         line["nats_per_token"] for line in training.folder.metrics() if line["split"] == "valid" and line["step"] > 8
     )
-    assert training.state.progress.best_nats == lowest
+    assert training.state.best_nats == lowest
     known = training.folder.best_known()
     assert known is not None
     assert known[1] == lowest
@@ -165,7 +165,7 @@ def test_a_repeated_validation_is_shown_once(tmp_path: Path) -> None:
     calls: list[int] = []
 
     def in_validation() -> bool:
-        calls.append(training.state.progress.step)
+        calls.append(training.state.step)
         return calls.count(9) > 0  # step 9 validates first of all
 
     assert training.run(in_validation).step == 9

@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 
 import transformer_xl
 from transformer_xl.config import UserError
-from transformer_xl.run_folder import RunFolder, StateRecord, file_digest
+from transformer_xl.run_folder import CheckpointRecord, RunFolder, file_digest
 from transformer_xl.tensor_file import load_tensors
 
 ENVIRONMENT = {
@@ -92,7 +92,7 @@ def test_any_number_of_processes_gives_the_same(tmp_path: Path, double: None) ->
         own = shutil.copytree(tmp_path / f"{name}, stopped", tmp_path / f"{name}, gone on by one")
         training, remarks = go_on(own)
         assert remarks == ["the checkpoint was written by 2 processes, now there is 1: dropout is drawn anew"]
-        assert training.state.progress.step == STOP
+        assert training.state.step == STOP
         until(training, 100)
         assert_equal(own, tmp_path / f"{name}, one process", 1e-9)
     # with dropout too, as many processes as before go on as if nothing had been, bit for bit
@@ -108,7 +108,7 @@ def test_any_number_of_processes_gives_the_same(tmp_path: Path, double: None) ->
     assert_equal(tmp_path / "alone, gone on by three", tmp_path / f"{first}, one process", 1e-9)
     for run in (first, "in shares", "alone, gone on by three"):
         RunFolder.open(tmp_path / run).verify()
-    assert StateRecord.read(RunFolder.open(tmp_path / "in shares").checkpoints()[-1]).processes == 2
+    assert CheckpointRecord.read(RunFolder.open(tmp_path / "in shares").checkpoints()[-1]).processes == 2
 
 
 # Through the command:
@@ -238,19 +238,19 @@ def test_other_rows_begin_with_an_empty_memory_at_the_same_place(tmp_path: Path,
     kept = {name: tensor.clone() for name, tensor in weights_of(tmp_path / "run").items()}
     training, remarks = go_on(tmp_path / "run", batch_size=2, chunks=2)
     assert remarks == ["the checkpoint is of 3 rows, now there are 2: memory begins empty, at about the same place"]
-    assert training.state.progress.position.segment_index == 7
-    assert [memory.valid_B.tolist() for memory in training.state.memories] == [[0], [0]]
-    assert all(torch.equal(kept[f"last/{name}"], tensor) for name, tensor in training.state.model.state_dict().items())
+    assert training.state.position.segment_index == 7
+    assert [memory.valid_B.tolist() for memory in training.memories] == [[0], [0]]
+    assert all(torch.equal(kept[f"last/{name}"], tensor) for name, tensor in training.model.state_dict().items())
     until(training, 10)
-    assert [memory.valid_B.tolist() for memory in training.state.memories] == [[11], [11]]
-    assert training.state.progress.step == 10
+    assert [memory.valid_B.tolist() for memory in training.memories] == [[11], [11]]
+    assert training.state.step == 10
 
 
 def test_a_checkpoint_without_part_of_the_optimiser_is_refused(tmp_path: Path) -> None:
     make_corpus(tmp_path / "corpus")
     until(begin(tmp_path / "run", config_of({})), STOP)
     state = tmp_path / "run" / "checkpoints" / "step-00000005"
-    record = StateRecord.read(state)
+    record = CheckpointRecord.read(state)
     (name,) = record.files
     tensors, parts = load_file(state / "training" / name), load_sharding(state / "training" / name)
     kept = {name: tensor for name, tensor in tensors.items() if "softmax.bias" not in name}

@@ -13,7 +13,7 @@ from training_runs import CPU, letters, make_corpus, start, train_until
 
 from transformer_xl.model.memory import Memory
 from transformer_xl.run_folder import RunFolder, config_text
-from transformer_xl.training.loop import Trainer
+from transformer_xl.training.trainer import Trainer
 
 WARMUP = {"segment": 8, "memory": 12, "initial_segment_length": 2, "segment_warmup_steps": 12}
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -50,12 +50,12 @@ def test_stops_change_nothing(tmp_path: Path, name: str) -> None:
     for stop in (2, 3, 7, 13):
         train_until(training, stop)
         training = resumed(tmp_path / "run", training)
-        assert training.state.progress.step == stop
+        assert training.state.step == stop
     training.run()
     for weights in ("best", "last"):
         files = (run.folder.weights_file(weights) for run in (training, straight))
         assert next(files).read_bytes() == next(files).read_bytes()
-    one, other = (Memory.concatenate(run.state.memories) for run in (training, straight))
+    one, other = (Memory.concatenate(run.memories) for run in (training, straight))
     assert all(torch.equal(a, b) for a, b in zip(one.layers_BMD, other.layers_BMD, strict=True))
     same = {"nats_per_token", "grad_norm", "learning_rate", "split", "step"}
     lines = (
@@ -63,9 +63,9 @@ def test_stops_change_nothing(tmp_path: Path, name: str) -> None:
         for run in (training, straight)
     )
     assert next(lines) == next(lines)
-    assert (training.state.progress.piece, training.state.progress.position) == (
-        straight.state.progress.piece,
-        straight.state.progress.position,
+    assert (training.state.piece, training.state.position) == (
+        straight.state.piece,
+        straight.state.position,
     )
 
 
@@ -87,7 +87,7 @@ def test_what_may_change_when_going_on(tmp_path: Path, changed: dict[str, Any]) 
     training = start(tmp_path / "run", corpus, **settings)
     train_until(training, 9)
     training = resumed(tmp_path / "run", training, **changed)
-    assert len(training.state.memories) == changed.get("chunks", 2)
+    assert len(training.memories) == changed.get("chunks", 2)
     training.run()
     nats = [[line["nats_per_token"] for line in run.folder.metrics()] for run in (training, straight)]
     assert nats[0][:9] == nats[1][:9]
@@ -102,7 +102,7 @@ def test_losses_of_another_validation_text_are_not_compared(tmp_path: Path, *, o
     easy = make_corpus(tmp_path / "easy", text, b"ab" * 10 + hard)
     training = start(tmp_path / "run", easy, max_steps=9, eval_interval=5, eval_tokens=20)
     train_until(training, 7)
-    before = training.state.progress.best_nats
+    before = training.state.best_nats
     place, changed = tmp_path / "run", {} if other_file else {"eval_tokens": None}
     corpus = make_corpus(tmp_path / "hard", text, hard) if other_file else easy
     folder = training.folder

@@ -14,7 +14,7 @@ from transformer_xl.config import UserError
 from transformer_xl.run_folder import RunFolder, config_text
 from transformer_xl.text.segments import DatasetPosition
 from transformer_xl.training import checkpoint, loop
-from transformer_xl.training.loop import Trainer, training_stream
+from transformer_xl.training.trainer import Trainer, training_dataset
 
 
 def test_text_before_reaches_the_next_step_through_memory_alone(tmp_path: Path) -> None:
@@ -30,7 +30,7 @@ def test_text_before_reaches_the_next_step_through_memory_alone(tmp_path: Path) 
             for place, corpus in enumerate(corpora)
         )
         for training in (first, second):
-            training.state.model.double()
+            training.model.double()
             train_until(training, 8)
         differ = [a != b for a, b in zip(nats_of(first), nats_of(second), strict=True)]
         # an epoch is 6 segments. In the fifth (places 28 on) the second layer's memory holds place 17, which was read
@@ -54,7 +54,7 @@ def test_lines_are_means_over_the_tokens_since_the_last_line(tmp_path: Path) -> 
     each.run()
     some.run()
     counts = [
-        training_stream(corpus, each.config).read(DatasetPosition(segment_index=step % 7)).loss_mask_BT.sum()
+        training_dataset(corpus, each.config).read(DatasetPosition(segment_index=step % 7)).loss_mask_BT.sum()
         for step in range(17)
     ]
     assert counts[:7] == [21] * 6 + [1]
@@ -77,7 +77,7 @@ def test_validation_is_a_score_of_the_validation_text(tmp_path: Path) -> None:
     training.run()
     assert [line["step"] for line in lines_of(training, "valid")] == [3, 6, 9, 12, 15, 17]
     assert nats_of(training) == nats_of(without)
-    assert training.state.model.training
+    assert training.model.training
     model = training.folder.load_model(CPU, "last")
     tokens = np.frombuffer(valid, dtype=np.uint8)
     last = lines_of(training, "valid")[-1]
@@ -146,7 +146,7 @@ def test_a_checkpoint_written_anew_replaces_the_old_one_last(tmp_path: Path, mon
         training.run()
     assert len(lines_of(training, "valid")) == 1
     Trainer(RunFolder.open(tmp_path / "run"), corpus, CPU).resume()
-    assert [path.name for path in training.folder.states()] == ["step-00000000", "step-00000004"]
+    assert [path.name for path in training.folder.checkpoints()] == ["step-00000000", "step-00000004"]
 
 
 def test_without_validation_text_the_last_weights_are_the_best(tmp_path: Path) -> None:

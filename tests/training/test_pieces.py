@@ -9,18 +9,18 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformer_xl.training.pieces import Piece, Place, in_loss, read_piece
 
 from transformer_xl.config import TrainConfig
 from transformer_xl.text.segments import DatasetPosition, SegmentDataset, Shard, TokenDataset
 from transformer_xl.text.shuffled import ShuffledDocumentDataset
-from transformer_xl.training.distributed import ALONE, DistributedContext
-from transformer_xl.training.pieces import Piece, Place, in_loss, read_piece
+from transformer_xl.training.distributed import SINGLE_PROCESS, DistributedContext
 
 
 def pieces_of(stream: TokenDataset, config: TrainConfig, *, epochs: int) -> list[tuple[Place, Piece]]:
     place, found = Place(0, DatasetPosition()), []
     while place.position.epoch < epochs:
-        piece = read_piece(stream, place, config, ALONE)
+        piece = read_piece(stream, place, config, SINGLE_PROCESS)
         found.append((place, piece))
         place = piece.after
     return found
@@ -73,7 +73,7 @@ def test_lengths_double_where_segments_begin() -> None:
     assert [piece.memory for _, piece in found] == [3] * 8 + [6] * 2 + [12] * 2
     assert [place.piece for place, _ in found] == [0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 0, 0]
     whole = [make_stream("text", 79, 2, 8).read(DatasetPosition(segment_index=index)) for index in range(5)]
-    for name in ("inputs_BT", "targets_BT", "counted_BT"):
+    for name in ("inputs_BT", "targets_BT", "loss_mask_BT"):
         read = np.concatenate([getattr(piece.segment, name) for _, piece in found], 1)
         np.testing.assert_array_equal(read, np.concatenate([getattr(segment, name) for segment in whole], 1))
 
@@ -129,7 +129,9 @@ def test_half_loss_leaves_out_a_short_last_segment() -> None:
             (epoch, segment) for epoch in range(2) for segment in range(segments)
         ]
     # rows that changed can put a resumed run there: it goes on with the next epoch
-    piece = read_piece(make_stream("text", 21, 2, 8), Place(5, DatasetPosition(segment_index=1)), config, ALONE)
+    piece = read_piece(
+        make_stream("text", 21, 2, 8), Place(5, DatasetPosition(segment_index=1)), config, SINGLE_PROCESS
+    )
     assert piece.segment.is_first
     assert piece.after == Place(6, DatasetPosition(epoch=2))
 

@@ -19,15 +19,15 @@ from training_runs import CPU, letters, lines_of, make_corpus, start, train_unti
 from transformer_xl.config import TrainConfig
 from transformer_xl.model.memory import ContextLimits, Memory
 from transformer_xl.text.segments import Batch
-from transformer_xl.training.distributed import ALONE
-from transformer_xl.training.loop import Trainer
+from transformer_xl.training.distributed import SINGLE_PROCESS
 from transformer_xl.training.optimizers import build_optimizers
-from transformer_xl.training.step import ScoredModel, TrainStep, chunks_of
+from transformer_xl.training.step import ModelWithLoss, TrainStep, micro_batches
+from transformer_xl.training.trainer import Trainer
 
 
 def as_double(training: Trainer) -> Trainer:
-    training.state.model.double()
-    training.state.memories = tuple(training.state.model.initial_memory(rows) for rows in training.chunks)
+    training.model.double()
+    training.memories = tuple(training.model.initial_memory(rows) for rows in training.chunks)
     return training
 
 
@@ -35,7 +35,7 @@ class ByHand:
     """Training written out: each row alone and without padding, clipping and Adam as formulas."""
 
     def __init__(self, training: Trainer, text: bytes, lengths: list[int]) -> None:
-        self.model = copy.deepcopy(training.state.model)
+        self.model = copy.deepcopy(training.model)
         self.text, self.config = text, training.config
         self.weights = list(self.model.parameters())
         self.first = [torch.zeros_like(weight) for weight in self.weights]
@@ -148,14 +148,14 @@ def compare_with_hand(training: Trainer, text: bytes, lengths: list[int]) -> Non
     config, wanted = training.config, []
 
     def compare() -> bool:
-        step = training.state.progress.step - 1  # asked after every step, and before the first
+        step = training.state.step - 1  # asked after every step, and before the first
         if step >= 0:
             share = (step - config.warmup_steps) / (config.max_steps - config.warmup_steps)
             warm = (
                 (step + 1) / config.warmup_steps if step < config.warmup_steps else (1 + math.cos(math.pi * share)) / 2
             )
             wanted.append((*hand.step(step, 0.01 * warm), 0.01 * warm))
-        for found, by_hand in zip(training.state.model.parameters(), hand.weights, strict=True):
+        for found, by_hand in zip(training.model.parameters(), hand.weights, strict=True):
             torch.testing.assert_close(found, by_hand, rtol=0, atol=1e-9)
         return False
 
@@ -174,7 +174,7 @@ def test_clip_limits_the_gradient_that_adam_sees(tmp_path: Path) -> None:
     for clip in (0.01, 1000.0):
         training = start(tmp_path / f"{clip}", corpus, clip=clip)
         grads: list[Tensor] = []
-        training.state.optimizers[0].register_step_pre_hook(
+        training.optimizers[0].register_step_pre_hook(
             lambda optimizer, _args, _kwargs, grads=grads: grads.append(
                 torch.cat([parameter.grad.flatten() for parameter in optimizer.param_groups[0]["params"]])
             )
@@ -201,7 +201,7 @@ def random_segment(rows: int, length: int, seed: int) -> Batch:
 
 def learner_of(model: Any, **settings: Any) -> TrainStep:
     config = TrainConfig(**{"segment": 5, "memory": 7, "clip": 0.1, "precision": "float32", **settings})
-    return TrainStep(ScoredModel(model.train()), build_optimizers(model, config), config, CPU, ALONE)
+    return TrainStep(ModelWithLoss(model.train()), build_optimizers(model, config), config, CPU, SINGLE_PROCESS)
 
 
 @pytest.mark.parametrize("chunks", [2, 3, 5, 7])
@@ -211,7 +211,7 @@ def test_chunks_are_one_large_batch(make_model, settings: dict[str, Any], chunks
     for number in (1, chunks):
         model = make_model(memory_length=7, **settings)
         learner = learner_of(model, batch_size=7, chunks=number)
-        memories = tuple(model.initial_memory(len(rows)) for rows in chunks_of(7, learner.config, 1))
+        memories = tuple(model.initial_memory(len(rows)) for rows in micro_batches(7, learner.config, 1))
         assert len(memories) == number
         numbers = []
         for step in range(4):
@@ -226,11 +226,11 @@ def test_chunks_are_one_large_batch(make_model, settings: dict[str, Any], chunks
 def test_chunks_are_even_and_as_many_in_every_process() -> None:
     """A process with fewer rows than chunks decides for all: each pass must be everybody's."""
     config = TrainConfig(batch_size=7, chunks=3)
-    assert chunks_of(7, config, 1) == [range(2), range(2, 4), range(4, 7)]
-    assert chunks_of(1, config.model_copy(update={"rows": 1}), 1) == [range(1)]
+    assert micro_batches(7, config, 1) == [range(2), range(2, 4), range(4, 7)]
+    assert micro_batches(1, config.model_copy(update={"rows": 1}), 1) == [range(1)]
     shared = config.model_copy(update={"batch_size": 8, "chunks": 4})
-    assert chunks_of(4, shared, 2) == [range(place, place + 1) for place in range(4)]
-    assert chunks_of(2, shared, 4) == [range(1), range(1, 2)]
+    assert micro_batches(4, shared, 2) == [range(place, place + 1) for place in range(4)]
+    assert micro_batches(2, shared, 4) == [range(1), range(1, 2)]
 
 
 def gradients(model: Any, activation_checkpointing: bool) -> tuple[list[Tensor], int]:
@@ -246,7 +246,7 @@ def gradients(model: Any, activation_checkpointing: bool) -> tuple[list[Tensor],
     segment = random_segment(7, 5, 1)
     inputs_BT = torch.from_numpy(segment.inputs_BT)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        nats, _, _ = ScoredModel(model)(inputs_BT, segment.targets_BT, model.initial_memory(7))
+        nats, _, _ = ModelWithLoss(model)(inputs_BT, segment.targets_BT, model.initial_memory(7))
     model.zero_grad()
     nats.sum().backward()
     return [parameter.grad.clone() for parameter in model.parameters()], sum(kept.values())

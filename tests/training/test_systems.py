@@ -15,7 +15,7 @@ from transformer_xl.generation.sampling import Sampler
 from transformer_xl.model.build import build_model
 from transformer_xl.model.memory import Memory
 from transformer_xl.run_folder import RunFolder, load
-from transformer_xl.training.loop import Trainer
+from transformer_xl.training.trainer import Trainer
 
 AUXILIARY = {"intermediate_layer_losses": True, "num_targets": 2}
 SYSTEMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -49,17 +49,17 @@ def test_stops_change_nothing(tmp_path: Path, name: str) -> None:
         torch.manual_seed(104_729)
         training = Trainer(RunFolder.open(tmp_path / "run"), corpus, CPU)
         training.resume()
-        assert training.state.progress.step == stop
+        assert training.state.step == stop
     training.run()
     for weights in ("best", "last"):
         files = (run.folder.weights_file(weights) for run in (training, straight))
         assert next(files).read_bytes() == next(files).read_bytes()
-    one, other = (Memory.concatenate(run.state.memories).tensors() for run in (training, straight))
+    one, other = (Memory.concatenate(run.memories).tensors() for run in (training, straight))
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
     assert nats_of(training) == nats_of(straight)
     loaded = load(tmp_path / "run", device="cpu")
-    assert type(loaded.model) is type(straight.state.model)
+    assert type(loaded.model) is type(straight.model)
     with pytest.raises(UserError, match="no weights 'first' of a run; there are best and last"):
         load(tmp_path / "run", device="cpu", weights="first")  # pyrefly: ignore[bad-argument-type]
 
@@ -78,8 +78,8 @@ def test_auxiliary_losses_train_and_are_not_reported(tmp_path: Path) -> None:
         )
         for name, extra in (("without", {}), ("along", AUXILIARY))
     )
-    same = without.state.model.state_dict()
-    along.state.model.load_state_dict({**along.state.model.state_dict(), **same})
+    same = without.model.state_dict()
+    along.model.load_state_dict({**along.model.state_dict(), **same})
     for training in (without, along):
         training.run()
     assert nats_of(along)[0] == nats_of(without)[0]
@@ -92,7 +92,7 @@ def test_auxiliary_losses_follow_the_steps_of_the_whole_training(tmp_path: Path)
     corpus = make_corpus(tmp_path / "corpus", letters(70, seed=1))
     model = {"architecture": "al-rfou", "intermediate_layer_losses": True}
     training = start(tmp_path / "run", corpus, model=model, memory_length=0, max_steps=8, warmup_steps=0, beta1=0.0)
-    weight = dict(training.state.model.named_parameters())["next_heads.1.weight"]
+    weight = dict(training.model.named_parameters())["next_heads.1.weight"]
     moved = []
     for step in range(1, 6):
         before = weight.detach().clone()

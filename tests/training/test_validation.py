@@ -10,13 +10,13 @@ import pytest
 from transformer_xl.config import TrainConfig, UserError
 from transformer_xl.text.segments import DatasetPosition, SegmentDataset
 from transformer_xl.training.distributed import DistributedContext
-from transformer_xl.training.validation import validation_stream
+from transformer_xl.training.validation import validation_dataset
 
 
 def streams(tokens: int, size: int, *, rows: int) -> list[SegmentDataset]:
     config = TrainConfig(batch_size=rows, segment_length=4, memory_length=4)
     text = np.arange(tokens, dtype=np.uint32)
-    return [validation_stream(text, 0, config, DistributedContext(rank=rank, size=size)) for rank in range(size)]
+    return [validation_dataset(text, 0, config, DistributedContext(rank=rank, size=size)) for rank in range(size)]
 
 
 @pytest.mark.parametrize("size", range(1, 10))

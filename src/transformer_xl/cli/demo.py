@@ -76,10 +76,12 @@ def _clear(out: Path) -> None:
 
 
 def _train(out: Path, recipe: str, machine: Machine) -> tuple[RunFolder, Corpus, int]:
-    from transformer_xl.cli.train import new_training, run_training
+    from transformer_xl.device import keep_freed_memory
+    from transformer_xl.run_folder import RunFolder
     from transformer_xl.text.corpus_writer import write_corpus
     from transformer_xl.text.sources.corpora import find_text
     from transformer_xl.text.tokenizer import ByteTokenizer
+    from transformer_xl.training import train as training
 
     text = find_text(["python-stdlib"], given={})
     corpus = write_corpus(
@@ -87,16 +89,12 @@ def _train(out: Path, recipe: str, machine: Machine) -> tuple[RunFolder, Corpus,
     )
     train = corpus.split("train")
     say(f"text: {corpus.source}; {train.num_bytes:,} bytes in {train.num_documents:,} files to learn from")
-    training = new_training(recipe, out / "corpus", out / "run", {}, machine)
-    config = training.folder.config
-    say(
-        f"model: {training.state.model.num_parameters():,} parameters, on {training.device}; "
-        f"{config.train.max_steps:,} steps of {config.train.batch_size * config.train.segment_length:,} bytes"
-    )
-    outcome, stopped_by = run_training(training)
-    if not outcome.finished:
-        say(f"stopped at step {outcome.step:,}; 'txl demo' begins anew")
-    return training.folder, corpus, 0 if outcome.finished else 128 + (stopped_by or 2)
+    keep_freed_memory()  # a training step reuses the buffers of the one before
+    run, device, threads = out / "run", machine.device, machine.threads
+    result = training.train(recipe, corpus, run, device=device, threads=threads, handle_signals=True)
+    if not result.finished:
+        say(f"stopped at step {result.step:,}; 'txl demo' starts over")
+    return RunFolder.open(run), corpus, 0 if result.finished else 128 + (result.stop_signal or 2)
 
 
 def _examine(folder: RunFolder, corpus: Corpus, machine: Machine, tokens: int, began: float) -> DemoResults:

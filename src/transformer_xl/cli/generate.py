@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from transformer_xl.device import Precision
     from transformer_xl.generation.decoding import Completion, Options
     from transformer_xl.generation.sampling import Sampler
-    from transformer_xl.run_folder import Run, Weights
+    from transformer_xl.run_folder import CheckpointName, Run
     from transformer_xl.text.tokenizer import Tokenizer
 
 _LINE_END = "\n"
@@ -209,7 +209,7 @@ def generate(
         _show({"run": str(run)}, texts, time.perf_counter() - began, form)
 
 
-def _load(run: Path, weights: Weights, machine: MachineOptions, precision: Precision) -> Run:
+def _load(run: Path, weights: CheckpointName, machine: MachineOptions, precision: Precision) -> Run:
     """The run, its weights rounded once where products are to be quicker."""
     import torch
 
@@ -217,7 +217,7 @@ def _load(run: Path, weights: Weights, machine: MachineOptions, precision: Preci
     from transformer_xl.model.precision import with_matrices_in
     from transformer_xl.run_folder import load
 
-    loaded = load(run, device=str(machine.choose()), weights=weights)
+    loaded = load(run, device=str(machine.choose()), checkpoint=weights)
     if resolve_dtype(next(loaded.model.parameters()).device, precision) == "float32":
         return loaded
     return replace(loaded, model=with_matrices_in(loaded.model, torch.bfloat16))

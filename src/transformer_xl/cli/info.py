@@ -92,7 +92,7 @@ def _run(path: Path, verify: bool, machine: Machine) -> dict[str, Any]:
 
     from transformer_xl.model.build import build_model
     from transformer_xl.model.kernels import choose
-    from transformer_xl.run_folder import RunFolder, StateRecord
+    from transformer_xl.run_folder import CheckpointRecord, RunFolder
 
     folder = RunFolder.open(path)
     config = folder.config
@@ -103,7 +103,7 @@ def _run(path: Path, verify: bool, machine: Machine) -> dict[str, Any]:
     figures = folder.metrics()
     valid = [line for line in figures if line["split"] == "valid"]
     newest = folder.latest_checkpoint()
-    best = StateRecord.read(newest).progress.get("best_nats") if newest else None  # lines may be of several texts
+    best = CheckpointRecord.read(newest).state.get("best_nats") if newest else None  # lines may be of several texts
     lowest = [line for line in valid if line["nats_per_token"] == best] or valid
     return {
         "path": str(path),

@@ -1,1 +1,1 @@
-"""How the weights are found: the loop, the optimiser and its schedule, and checkpoints training can go on from."""
+"""Training: the loop, the optimizers and their schedules, checkpoints, and several processes."""

@@ -1,6 +1,7 @@
-"""An average of the weights over the steps: often better than the weights of any one step, and free of charge.
+"""An average of the weights over the steps: often better than the weights of any one step, and nearly free.
 
-Uniform, the plain mean, is stochastic weight averaging (Izmailov et al. 2018); exponential forgets older weights.
+`uniform`, the plain mean, is stochastic weight averaging (Izmailov et al. 2018); `ema`, an exponential moving average,
+forgets older weights.
 """
 
 from __future__ import annotations
@@ -14,25 +15,29 @@ from torch import Tensor, nn
 
 from transformer_xl.config import TrainConfig, UserError
 from transformer_xl.model.language_model import LanguageModel
+from transformer_xl.training.distributed import local_tensor
 
 
 class WeightAverage:
-    """The average of a model's weights, on their device, and in shares over the processes where they are."""
+    """The average of a model's weights, on their device, and sharded over the processes where they are."""
 
     def __init__(self, model: LanguageModel, config: TrainConfig) -> None:
-        """Begins with the weights as they are."""
+        """Start with the weights as they are."""
         self.config = config
         self.count = 0
-        """Steps whose weights are in it; 0: it has not begun, and stands for the weights themselves."""
+        """Steps whose weights are in the average; 0: it has not begun, and is the weights themselves."""
         self._parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
         self._means: dict[str, Tensor] = {name: p.detach().clone() for name, p in self._parameters.items()}
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Takes in the weights as they are after so many steps; before `average_from` steps are over it does nothing.
+        """Add the weights as they are after a step; before `average_start_step` steps are done this does nothing.
 
         An exponential average of n steps weighs the k-th last of them decay^k, and divides by the sum of these weights,
-        so that where it began is not held against it.
+        so that it is not biased towards the weights it started with.
+
+        Args:
+            step: number of steps done.
         """
         if step <= self.config.average_start_step:
             return
@@ -43,7 +48,10 @@ class WeightAverage:
 
     @contextmanager
     def in_place_of(self, model: LanguageModel) -> Iterator[None]:
-        """The model has the average for weights, and afterwards its own again, bit for bit; nothing may train it."""
+        """For the time of the block the model has the average, afterwards its own weights again, bit for bit.
+
+        The model must not be trained in the block.
+        """
         assert all(
             own is parameter for own, parameter in zip(model.parameters(), self._parameters.values(), strict=True)
         )
@@ -54,11 +62,11 @@ class WeightAverage:
             self._swap()
 
     def tensors(self) -> dict[str, Tensor]:
-        """What is needed to go on with it: the means by parameter name, and the `count`."""
+        """Return what a checkpoint needs: the means by parameter name, and the `count`."""
         return {**self._means, "count": torch.tensor(self.count)}
 
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> WeightAverage:
-        """An average of the same model's weights that holds what `tensors()` gave.
+        """Return an average of the same model's weights that holds what `tensors()` returned.
 
         Raises:
             UserError: names or shapes are not those of this model's weights.
@@ -66,7 +74,7 @@ class WeightAverage:
         if tensors.keys() != {*self._means, "count"} or any(
             tensors[name].shape != mean.shape for name, mean in self._means.items()
         ):
-            raise UserError("the kept average of the weights is not one of this model's; start a new run")
+            raise UserError("the saved average of the weights is not one of this model's; start a new run")
         new = copy(self)
         new.count = int(tensors["count"])
         # clone: tensors read from a file may lie at odd addresses, which can change the last bit of what is computed
@@ -78,11 +86,10 @@ class WeightAverage:
         if not self.count:
             return
         for mean, weight in zip(_local(self._means.values()), _local(self._parameters.values()), strict=True):
-            kept = weight.clone()
+            own = weight.clone()
             weight.copy_(mean)
-            mean.copy_(kept)
+            mean.copy_(own)
 
 
 def _local(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """The tensors themselves, or this process's shares of them."""
-    return [tensor.to_local() if hasattr(tensor, "to_local") else tensor.detach() for tensor in tensors]
+    return [local_tensor(tensor).detach() for tensor in tensors]

@@ -1,12 +1,13 @@
-"""The processes that train one model together; one process alone is a world of its own.
+"""The processes that train one model together, which may be a single one.
 
-Each process has its own rows and their memory. Sums are added up over all of them before anything is divided.
-`torchrun` starts the processes, starts them anew when one dies, and tells each its number.
+Each process has its own rows of the batch and their memory. Sums are taken over all processes before anything is
+divided. `torchrun` starts the processes, restarts them when one dies, and tells each its rank.
 """
 
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import signal
 import traceback
@@ -29,36 +30,38 @@ from transformer_xl.text.segments import Shard
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-_BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}  # with CUDA, what lies on the CPU is summed up there
+_BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}  # with CUDA, tensors on the CPU are summed there
 
-_BY_TORCHRUN = "start several processes by torchrun, or take WORLD_SIZE out of the environment for one alone"
+_group_numbers = itertools.count()  # the processes of a program may form several groups, one after another
+
+_USE_TORCHRUN = "start several processes with torchrun, or take WORLD_SIZE out of the environment for a single one"
 
 
 @dataclass(frozen=True)
 class DistributedContext:
-    """The processes of one training, seen from one of them."""
+    """The processes that train one run, seen from one of them."""
 
     rank: int = 0
-    """Number of this process, from 0."""
+    """Index of this process, from 0."""
     size: int = 1
     """Number of processes."""
     device: torch.device = field(default=torch.device("cpu"))
-    """What this process computes on."""
+    """The device this process computes on."""
     mesh: DeviceMesh | None = None
-    """The processes as torch's sharded tensors know them, in one dimension; none for one process alone."""
+    """The processes as torch's sharded tensors know them, in one dimension; None for a single process."""
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the process that shows, logs and writes what is the same in all."""
+        """Whether this is the process that prints, logs and writes what is the same in all."""
         return self.rank == 0
 
     @property
     def shard(self) -> Shard:
-        """Which of the rows are read here."""
+        """Which rows of the batch this process reads."""
         return Shard(self.rank, self.size)
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum over all processes; every process gets it. Nothing waits for the device."""
+        """Return the sum over all processes, in every process. Does not wait for the device."""
         if self.size == 1:
             return tensor
         total = tensor.detach().clone()
@@ -66,19 +69,19 @@ class DistributedContext:
         return total
 
     def any(self, flag: bool) -> bool:
-        """Whether it is true in some process; every process gets the same answer. Waits for all, not for the device."""
+        """Return whether it is true in any process, in every process. Waits for all processes, not for the device."""
         return bool(self.sum(torch.tensor(int(flag))))
 
     def barrier(self) -> None:
-        """Waits until every process is here."""
+        """Wait until every process is here."""
         self.any(False)
 
     @contextmanager
-    def together(self) -> Iterator[None]:
-        """What the user must know of one process, all raise: none goes on to wait for another that has given up.
+    def raise_together(self) -> Iterator[None]:
+        """Raise a UserError of one process in all of them, so that none waits for another that has given up.
 
         Raises:
-            UserError: the block raised it, here or in another process; the same one in all.
+            UserError: the block raised it, here or in another process; the same one in all processes.
         """
         own: UserError | None = None
         try:
@@ -87,11 +90,11 @@ class DistributedContext:
             if self.size == 1:
                 raise
             own = error
-        if self.size > 1 and (first := next((text for text in self.gather(str(own or "")) if text), "")):
+        if self.size > 1 and (first := next((text for text in self.gather_texts(str(own or "")) if text), "")):
             raise UserError(first) from own
 
-    def gather(self, text: str) -> list[str]:
-        """The texts of all processes in their order; every process gets them."""
+    def gather_texts(self, text: str) -> list[str]:
+        """Return the texts of all processes in their order, in every process."""
         if self.size == 1:
             return [text]
         own = torch.frombuffer(bytearray(text.encode() + b"\0"), dtype=torch.uint8)
@@ -102,19 +105,20 @@ class DistributedContext:
         dist.all_gather(padded, nn.functional.pad(own, (0, longest - len(own))))
         return [bytes(one.tolist()).rstrip(b"\0").decode() for one in padded]
 
-    def wrap(self, module: nn.Module, parallel: str) -> nn.Module:
-        """The module whose gradients are sums over all processes (not means), whole (`ddp`) or in shares (`fsdp`).
+    def wrap(self, module: nn.Module, parallelism: str) -> nn.Module:
+        """Wrap a module so that its gradients are sums over all processes (not means).
 
-        With fsdp each layer is gathered when it is used and let go again; the rest of the model is a part by itself.
+        With `ddp` each process has all weights. With `fsdp` each has a shard of them: each layer is gathered when it is
+        used and resharded after it, and the rest of the model is one more such unit.
         """
         if self.size == 1:
             return module
-        if parallel == "ddp":
+        if parallelism == "ddp":
             from torch.nn.parallel import DistributedDataParallel
 
             wrapped = DistributedDataParallel(module, gradient_as_bucket_view=True)
             # in place of DDP's mean; a lambda, as DDP does not understand postponed annotations
-            wrapped.register_comm_hook(None, lambda _, bucket: _summed(bucket))  # pyrefly: ignore
+            wrapped.register_comm_hook(None, lambda _, bucket: _all_reduce(bucket))  # pyrefly: ignore
             return wrapped
         from torch.distributed.fsdp import FSDPModule, fully_shard
 
@@ -123,12 +127,12 @@ class DistributedContext:
             assert isinstance(part, FSDPModule)
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)  # gloo has no sum with a factor
-        module.register_forward_hook(_let_go)
+        module.register_forward_hook(_reshard_after_forward)
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # nothing writes into it
         return module
 
-    def sync_gradients(self, module: nn.Module, wanted: bool) -> None:
-        """Whether the next forward and backward pass adds gradients up over the processes, or leaves it to a later."""
+    def set_gradient_sync(self, module: nn.Module, wanted: bool) -> None:
+        """Set whether the next backward pass sums gradients over the processes, or leaves that to a later one."""
         if self.size == 1:
             return
         from torch.distributed.fsdp import FSDPModule
@@ -140,38 +144,42 @@ class DistributedContext:
             module.set_requires_gradient_sync(wanted)
 
     def seed(self, seed: int, step: int) -> None:
-        """Sets torch's random state to one that follows from seed and step, another one in each process."""
+        """Seed torch from a seed and a step, differently in each process."""
         drawn = np.random.SeedSequence((seed, step, self.rank)).generate_state(1, np.uint64)
         torch.manual_seed(int(drawn[0]) >> 1)
 
 
-ALONE = DistributedContext()
+SINGLE_PROCESS = DistributedContext()
+"""The context of a program that torchrun did not start."""
 
 
 @contextmanager
 def process_group(choose: Callable[[], torch.device]) -> Iterator[DistributedContext]:
-    """The world of the processes that torchrun started, for the time of the block; without torchrun, this one alone.
+    """Join the processes that torchrun started, for the time of the block; without torchrun, a single process.
 
-    `choose` says what to compute on; of several GPUs each process takes its own.
+    What the block made must be unreachable when it ends (let a function make it): a process group can only be destroyed
+    safely when nothing uses it any more.
 
-    What the block made must be out of reach when it ends (let a function make it): process groups can only be taken
-    down safely when nothing uses them any more.
+    Args:
+        choose: returns the device to compute on; of several GPUs each process takes its own.
 
     Raises:
-        UserError: the environment is not as torchrun sets it, the device cannot be shared so, another process has
-            ended, or one raised it in the block. Of all processes that have met the first to raise does; the others
-            end silently, with SystemExit.
+        UserError: the environment is not as torchrun sets it, the device cannot be shared, another process has ended,
+            or one raised it in the block. Only the first process to fail raises it; the others end silently, with
+            SystemExit.
     """
-    rank, size, local = _started_as()
+    rank, size, local = _read_environment()
     if size == 1:
         yield DistributedContext(device=choose())
         return
     store: dist.Store | None = None
+    group_name = f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}, group {next(_group_numbers)}"
     try:
-        store = _met(rank, size)
-        device = _own_device(choose(), local)
-        own = dist.PrefixStore(_attempt(), store)  # torchrun's store may still hold the addresses of those that ended
-        with _ended_by_signals():
+        store = _rendezvous(rank, size)
+        device = _local_device(choose(), local)
+        # a prefix, because torchrun's store may still hold the addresses of an earlier group
+        own = dist.PrefixStore(group_name, store)
+        with _default_signal_handlers():
             dist.init_process_group(_BACKENDS[device.type], store=own, rank=rank, world_size=size)
             mesh = dist.device_mesh.init_device_mesh(device.type, (size,))
         world = DistributedContext(rank, size, device, mesh)
@@ -179,18 +187,18 @@ def process_group(choose: Callable[[], torch.device]) -> Iterator[DistributedCon
         world.barrier()
         shutdown()
     except BaseException as error:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it when one process has ended; this one does so
-        end = _end_of(error, store)  # before the others can notice that this process goes
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it when one process has ended; this one does
+        end = _final_error(error, store, group_name)  # before the others can notice that this process goes
         traceback.clear_frames(error.__traceback__)
         shutdown()
         raise end from error.__cause__
 
 
 def shutdown() -> None:
-    """Takes the process group down.
+    """Destroy the process group.
 
     The order matters: gloo's threads abort the process at its end if something that uses them outlives their group. So
-    first all processes are done, then the model and its optimisers are gone, then the group.
+    first all processes are done, then the model and its optimizers are deleted, then the group.
     """
     gc.collect()
     if dist.is_initialized():
@@ -198,56 +206,51 @@ def shutdown() -> None:
 
 
 def is_restartable() -> bool:
-    """Whether torchrun watches over this process: the same command line may then come again, after one has died."""
+    """Return whether torchrun started this process: it may then run the same program again, after a process died."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def _attempt() -> str:
-    """A name for this start of the processes, which another one after a failure does not share."""
-    return f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-
-
-def _started_as() -> tuple[int, int, int]:
-    """Number of this process, number of processes, and number on its machine, as the environment says.
+def _read_environment() -> tuple[int, int, int]:
+    """Return rank, world size and local rank from the environment.
 
     Raises:
         UserError: the environment is not as torchrun sets it.
     """
-    size = _number("WORLD_SIZE", "1", 1, None)
+    size = _environment_int("WORLD_SIZE", "1", 1, None)
     if size == 1:
         return 0, 1, 0
-    rank, local = _number("RANK", None, 0, size - 1), _number("LOCAL_RANK", "0", 0, size - 1)
-    _number("MASTER_PORT", None, 1, 65535)
+    rank, local = _environment_int("RANK", None, 0, size - 1), _environment_int("LOCAL_RANK", "0", 0, size - 1)
+    _environment_int("MASTER_PORT", None, 1, 65535)
     if not os.environ.get("MASTER_ADDR"):
-        raise UserError(f"WORLD_SIZE is {size} in the environment and MASTER_ADDR is missing; {_BY_TORCHRUN}")
+        raise UserError(f"WORLD_SIZE is {size} in the environment and MASTER_ADDR is missing; {_USE_TORCHRUN}")
     return rank, size, local
 
 
-def _number(name: str, default: str | None, least: int, most: int | None) -> int:
-    """A whole number from the environment, from `least` to `most`."""
+def _environment_int(name: str, default: str | None, least: int, most: int | None) -> int:
+    """Read an integer from the environment, from `least` to `most`."""
     given = os.environ.get(name, default)
     if given is not None and given.isdecimal() and least <= int(given) and (most is None or int(given) <= most):
         return int(given)
     found = "is missing from the environment" if given is None else f"is {given!r} in the environment"
     wanted = f"at least {least}" if most is None else f"from {least} to {most}"
-    raise UserError(f"{name} {found}, wanted a whole number {wanted}; {_BY_TORCHRUN}")
+    raise UserError(f"{name} {found}, wanted an integer {wanted}; {_USE_TORCHRUN}")
 
 
-def _met(rank: int, size: int) -> dist.Store:
-    """What all processes can reach; waits for them."""
+def _rendezvous(rank: int, size: int) -> dist.Store:
+    """Return the store that all processes can reach; waits for them."""
     try:
-        with _ended_by_signals():
+        with _default_signal_handlers():
             store, *_ = next(iter(dist.rendezvous("env://", rank, size)))
     except (RuntimeError, ValueError, OSError) as error:
         place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         why = (str(error).splitlines() or [""])[0][:200]
-        raise UserError(f"the {size} processes did not meet at {place} ({why}); {_BY_TORCHRUN}") from error
+        raise UserError(f"the {size} processes did not meet at {place} ({why}); {_USE_TORCHRUN}") from error
     return store
 
 
 @contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """SIGTERM and SIGINT end the process at once: Python hears of no signal while torch waits for other processes."""
+def _default_signal_handlers() -> Iterator[None]:
+    """Let SIGTERM and SIGINT end the process at once: Python handles no signal while torch waits for processes."""
     before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
@@ -256,39 +259,39 @@ def _ended_by_signals() -> Iterator[None]:
             signal.signal(number, handler or signal.SIG_DFL)
 
 
-def _end_of(error: BaseException, store: dist.Store | None) -> BaseException:
-    """What this process ends with: the error in one process, a silent exit in the others.
+def _final_error(error: BaseException, store: dist.Store | None, group_name: str) -> BaseException:
+    """Return what this process ends with: the error in one process, a silent exit in the others.
 
-    What a user can put right is told once, however often torchrun starts the processes anew.
+    A UserError is raised once, however often torchrun restarts the processes.
     """
-    if store is None:  # the processes have not met
+    if store is None:  # the rendezvous failed
         return error
     first = told = 0
-    with suppress(RuntimeError):  # the store has gone with the process that kept it: that one has told it
-        first = store.add(f"{_attempt()}/ended", 1)
+    with suppress(RuntimeError):  # the process that kept the store has ended, and has raised the error
+        first = store.add(f"{group_name}/ended", 1)
         told = store.add(f"told/{error}", 1)
     if isinstance(error, UserError):
         return error if told == 1 else SystemExit(2)
     if isinstance(error, KeyboardInterrupt) and first != 1:
         return SystemExit(130)
-    if not isinstance(error, RuntimeError) or not _is_lost(error):
+    if not isinstance(error, RuntimeError) or not _is_connection_error(error):
         return error
     if first != 1:
         return SystemExit(2)
     return UserError(
-        "another process of this training has ended, so this one cannot go on; the same command under torchrun, or "
-        f"--resume RUN, goes on from the newest checkpoint ({str(error).splitlines()[0][:200]})"
+        "another process of this training has ended, so this one must end too; the same command under torchrun, or "
+        f"--resume RUN, resumes from the newest checkpoint ({str(error).splitlines()[0][:200]})"
     )
 
 
-def _is_lost(error: RuntimeError) -> bool:
-    """Whether it says that another process can no longer be reached."""
+def _is_connection_error(error: RuntimeError) -> bool:
+    """Return whether the error says that another process can no longer be reached."""
     words = ("gloo", "NCCL", "Connection", "Broken pipe")
     return isinstance(error, dist.DistError) or any(word in str(error) for word in words)
 
 
-def _own_device(device: torch.device, local: int) -> torch.device:
-    """The device of the process with this number on its machine."""
+def _local_device(device: torch.device, local: int) -> torch.device:
+    """Return the device of the process with this local rank."""
     if device.type == "cpu":
         return device
     if device.type != "cuda":
@@ -305,12 +308,35 @@ def _own_device(device: torch.device, local: int) -> torch.device:
     return own
 
 
+def gather_weights(model: LanguageModel, world: DistributedContext) -> dict[str, Tensor]:
+    """Return all weights by name, gathered where they are sharded.
+
+    Every process must call it; the first one gets the weights.
+    """
+    if world.size == 1:
+        return model.state_dict()
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    gathered = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    return {name: tensor for name, tensor in gathered.items() if isinstance(tensor, Tensor)}
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """Return the whole tensor, gathered from all processes if it is sharded."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """Return this process's shard of a tensor, or the tensor itself if it is not sharded."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
 def _layers(module: nn.Module) -> nn.ModuleList:
     return next(part for part in module.modules() if isinstance(part, LanguageModel)).layers
 
 
-def _let_go(module: nn.Module, *_: object) -> None:
-    """After a pass that no backward pass follows: else the next pass would use the weights that were gathered here."""
+def _reshard_after_forward(module: nn.Module, *_: object) -> None:
+    """Reshard after a pass without backward pass: else the next pass would use the weights that were gathered here."""
     from torch.distributed.fsdp import FSDPModule
 
     if not torch.is_grad_enabled():
@@ -318,8 +344,8 @@ def _let_go(module: nn.Module, *_: object) -> None:
         module.reshard()
 
 
-def _summed(bucket: dist.GradBucket) -> Future[Tensor]:
-    """The sum over all processes of some of the gradients."""
+def _all_reduce(bucket: dist.GradBucket) -> Future[Tensor]:
+    """Sum a bucket of gradients over all processes, instead of averaging it as DDP does."""
     work = dist.all_reduce(bucket.buffer(), async_op=True)
     assert work is not None
     return work.get_future().then(_first_result)

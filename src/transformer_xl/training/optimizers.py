@@ -1,4 +1,4 @@
-"""Which optimiser moves which weights: the paper's Adam, AdamW, or Muon for the matrices inside the layers."""
+"""The optimizers, and which weights each of them updates: the paper's Adam, AdamW, or Muon for matrices in layers."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from typing_extensions import override
 from transformer_xl.config import TrainConfig
 from transformer_xl.device import has_bfloat16
 from transformer_xl.model.language_model import LanguageModel
+from transformer_xl.training.distributed import full_tensor
 
 _MUON_COEFFICIENTS, _MUON_ITERATIONS, _MUON_LEAST_NORM = (3.4445, -4.7750, 2.0315), 5, 1e-7  # Jordan et al. 2024
 
 
 def build_optimizers(model: LanguageModel, config: TrainConfig) -> tuple[torch.optim.Optimizer, ...]:
-    """The optimisers of the settings; every parameter is in one group of one of them.
+    """Build the optimizers that the settings ask for; every parameter is in one group of one of them.
 
-    Weight decay takes from matrices alone, the embedding's among them: not from LayerNorms, biases, u and w. Muon takes
-    the matrices of the layers (queries, keys and values are matrices of their own here, as is best for it), and AdamW
-    all else, which Muon is not meant for.
+    Weight decay applies to matrices only, the embedding included: not to LayerNorms, biases and the attention biases.
+    Muon updates the matrices of the layers (query, key and value projections are separate matrices here, which suits
+    it), and AdamW everything else, which Muon is not meant for.
     """
     adam = {"lr": config.learning_rate, "betas": (config.beta1, config.beta2), "fused": True}
     if config.optimizer == "adam":
@@ -41,14 +42,14 @@ def _matrices(parameters: Iterable[nn.Parameter]) -> Iterable[nn.Parameter]:
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum whose every matrix is brought close to an orthogonal one before the step (Jordan et al. 2024).
+    """Momentum whose update is made nearly orthogonal, matrix by matrix (Jordan et al. 2024).
 
-    The numbers are those of `torch.optim.Muon` with Nesterov momentum and `match_rms_adamw` (Liu et al. 2025): at the
-    same rate its steps are about as large as AdamW's, which need not be the rate it does best with. That one takes the
-    matrices one by one, always in bfloat16, which is a hundred times slower on processors without instructions for it.
-    Here matrices of equal shape go through in one stack, in bfloat16 where the device has it and in float32 elsewhere.
-    Where weights are shared out over processes, each process gathers the whole matrices and keeps its share of the
-    result.
+    The results are those of `torch.optim.Muon` with Nesterov momentum and `match_rms_adamw` (Liu et al. 2025): at the
+    same learning rate its steps are about as large as AdamW's, which need not be the rate it does best with. That one
+    takes the matrices one by one, always in bfloat16, which is a hundred times slower on processors without
+    instructions for it. Here matrices of equal shape are stacked, in bfloat16 where the device has it and in float32
+    elsewhere. Where weights are sharded over processes, each process gathers the whole matrices and keeps its shard of
+    the result.
     """
 
     def __init__(self, matrices: Iterable[nn.Parameter], config: TrainConfig) -> None:
@@ -58,7 +59,7 @@ class Muon(torch.optim.Optimizer):
     @override
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # pyrefly: ignore[bad-override]
-        """Moves every matrix that has a gradient."""
+        """Update every matrix that has a gradient."""
         assert closure is None
         for group in self.param_groups:
             moved = [parameter for parameter in group["params"] if parameter.grad is not None]
@@ -67,18 +68,18 @@ class Muon(torch.optim.Optimizer):
                 torch._foreach_mul_(moved, 1 - group["lr"] * group["weight_decay"])
             stacks: dict[tuple[int, ...], list[tuple[nn.Parameter, Tensor]]] = {}
             for parameter, direction in zip(moved, directions, strict=True):
-                # a tall matrix lies down, so that it can stand in a stack with wide ones
+                # tall matrices are transposed, so that they stack with wide ones
                 wide = direction if direction.shape[0] <= direction.shape[1] else direction.mT
                 stacks.setdefault(tuple(wide.shape), []).append((parameter, wide))
             for (_, longer), members in stacks.items():
                 rate = 0.2 * longer**0.5 * group["lr"]
-                steps = orthogonal(torch.stack([wide for _, wide in members])).to(members[0][0].dtype)
+                steps = orthogonalize(torch.stack([wide for _, wide in members])).to(members[0][0].dtype)
                 for (parameter, _), wide in zip(members, steps, strict=True):
                     update = wide if wide.shape == parameter.shape else wide.mT
-                    parameter.add_(_shared_as(parameter, update), alpha=-rate)
+                    parameter.add_(_shard_like(parameter, update), alpha=-rate)
 
     def _directions(self, parameters: list[nn.Parameter], momentum: float) -> list[Tensor]:
-        """Nesterov's look ahead from the running means of the gradients, whole in every process."""
+        """Return the Nesterov momentum of the gradients, gathered whole in every process."""
         grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
         for parameter, grad in zip(parameters, grads, strict=True):
             state: dict[str, Any] = self.state[parameter]
@@ -86,13 +87,13 @@ class Muon(torch.optim.Optimizer):
                 state["momentum_buffer"] = torch.zeros_like(grad)
         means = [self.state[parameter]["momentum_buffer"] for parameter in parameters]
         torch._foreach_lerp_(means, grads, 1 - momentum)
-        return [whole(direction) for direction in torch._foreach_lerp(grads, means, momentum)]
+        return [full_tensor(direction) for direction in torch._foreach_lerp(grads, means, momentum)]
 
 
-def orthogonal(matrices: Tensor) -> Tensor:
-    """Wide matrices (number, rows, columns) with all singular values brought to about 1, by Newton-Schulz iterations.
+def orthogonalize(matrices: Tensor) -> Tensor:
+    """Bring all singular values of wide matrices, shape (number, rows, columns), to about 1.
 
-    Five iterations of a quintic: the values end between 0.7 and 1.2, which is all that Muon needs.
+    Five Newton-Schulz iterations of a quintic: the values end between 0.7 and 1.2, which is all that Muon needs.
     """
     a, b, c = _MUON_COEFFICIENTS
     low = torch.bfloat16 if has_bfloat16(matrices.device) else torch.float32
@@ -104,13 +105,8 @@ def orthogonal(matrices: Tensor) -> Tensor:
     return x
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """The tensor, gathered from all processes where it is shared out over them."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
-def _shared_as(like: Tensor, tensor: Tensor) -> Tensor:
-    """Of a tensor that every process has whole, the share that this one has of `like`; nothing is sent."""
+def _shard_like(like: Tensor, tensor: Tensor) -> Tensor:
+    """Shard a tensor that every process has whole as `like` is sharded; nothing is sent."""
     if not hasattr(like, "to_local"):
         return tensor
     from torch.distributed.tensor import DTensor, distribute_tensor  # takes most of a second to import

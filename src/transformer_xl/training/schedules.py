@@ -1,6 +1,6 @@
-"""What changes with the step: the learning rate, and how much of a segment and its memory a step uses.
+"""What changes with the step: the learning rate, and the lengths of segment and memory.
 
-Functions of the step and the settings alone, so that a resumed run needs nothing else.
+These are functions of the step and the settings alone, so that a resumed run needs no further state.
 """
 
 from __future__ import annotations
@@ -13,12 +13,16 @@ from transformer_xl.config import TrainConfig
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:
-    """The learning rate of a step, counted from 0: linear from 0 over `warmup` steps, then as `schedule` says.
+    """Return the learning rate of a step: linear from 0 over `warmup_steps`, then as `lr_schedule` says.
 
-    `cosine` falls at once, so that a step after the last would have the final rate. `wsd` (warm-up, stable, decay: Hu
-    et al. 2024) stays at the peak until `decay` steps are left, and falls along a line to the final rate; so the stable
-    part can be made longer without starting anew. (The authors' code lets the cosine start at step 0 and jumps into it
-    when the warm-up ends; here it starts where the warm-up ends.)
+    `cosine` decays right after the warm-up, so that a step after the last would have the minimum. `wsd` (warm-up,
+    stable, decay: Hu et al. 2024) stays at the peak until `decay_steps` are left, then decays linearly to the minimum;
+    so the stable part can be extended without starting over. (The authors' code starts the cosine at step 0 and jumps
+    into it when the warm-up ends; here it starts where the warm-up ends.)
+
+    Args:
+        step: counted from 0.
+        config: settings of training.
     """
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps
@@ -31,17 +35,21 @@ def learning_rate(step: int, config: TrainConfig) -> float:
 
 
 def set_learning_rate(optimizers: tuple[torch.optim.Optimizer, ...], rate: float) -> None:
-    """Gives every group of every optimiser the rate."""
+    """Set the learning rate of every parameter group of every optimizer."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = rate
 
 
-def halvings(step: int, config: TrainConfig) -> int:
-    """How often segment and memory are halved for a segment that begins at this step, counted from 0.
+def num_halvings(step: int, config: TrainConfig) -> int:
+    """Return how often segment and memory are halved for a segment that begins at a step.
 
-    The stages of the length warm-up are equally long, and each reads twice the length of the one before (a curriculum
+    The stages of the segment warm-up are equally long, and each reads twice the length of the one before (a curriculum
     over the length, as in Li et al. 2022, "Stability-efficiency dilemma").
+
+    Args:
+        step: counted from 0.
+        config: settings of training.
     """
     if step >= config.segment_warmup_steps:
         return 0

@@ -1,11 +1,14 @@
-"""The loss of the validation text while training: its rows side by side, shared out over the processes as in training.
+"""Validation: the loss of the validation text with the weights as they are, while training.
+
+The text is read in as many rows as a training batch has, shared over the processes as in training.
 
 Shape suffixes: B rows of this process, T new tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -14,19 +17,78 @@ from transformer_xl.config import TrainConfig, UserError
 from transformer_xl.device import autocast
 from transformer_xl.model.memory import Memory
 from transformer_xl.text.segments import DatasetPosition, SegmentDataset
-from transformer_xl.text.token_store import Tokens
+from transformer_xl.text.token_store import Corpus, Tokens
 from transformer_xl.training.distributed import DistributedContext
 from transformer_xl.training.step import send
 
 _SUMS_AT_ONCE = 512  # sums left on the device before they are fetched, so that it need not wait for each
 
 
-def validation_stream(
+class Validator:
+    """The validation text of a corpus, as one training run scores it."""
+
+    def __init__(self, corpus: Corpus, config: TrainConfig, world: DistributedContext) -> None:
+        """Open the text.
+
+        Args:
+            corpus: it must have a split `valid`.
+            config: settings of training; `eval_tokens` may cut the text short.
+            world: the processes that share the work.
+
+        Raises:
+            UserError: the text has fewer tokens than there are processes.
+        """
+        tokens = corpus.split("valid").first(config.eval_tokens)
+        self.num_tokens = len(tokens)
+        self.text_id = f"{self.num_tokens} tokens of {corpus.record.splits['valid'].sha256}"
+        """Tells this text from any other: losses of different texts must not be compared."""
+        self.dataset = validation_dataset(tokens, corpus.tokenizer.bos_token_id, config, world)
+        self._config, self._world = config, world
+
+    def sum_losses(
+        self, model: nn.Module, memory: Memory, on_progress: Callable[[int], None], should_stop: Callable[[], bool]
+    ) -> float | None:
+        """Score the text, in all processes together.
+
+        Args:
+            model: a `ModelWithLoss`, as the processes share it.
+            memory: an empty memory for the rows of this process.
+            on_progress: called after each segment with the number of tokens scored so far, by all processes.
+            should_stop: asked after each segment; where it says yes, scoring ends without a result.
+
+        Returns:
+            The sum of all losses in nats, added up in float64, the same in every process; None if it was stopped.
+        """
+        device, dataset = memory.valid_B.device, self.dataset
+        total, num_scored = 0.0, 0
+        waiting: list[Tensor] = []
+        with _evaluation_mode(model):
+            for index in range(dataset.num_segments):
+                segment = dataset.read(DatasetPosition(segment_index=index))
+                inputs_BT = send(torch.from_numpy(segment.inputs_BT), device)
+                loss_mask_BT = send(torch.from_numpy(segment.loss_mask_BT), device)
+                with autocast(device, self._config.dtype):
+                    nats_BT, _, memory = model(inputs_BT, segment.targets_BT, memory)
+                waiting.append((nats_BT * loss_mask_BT).sum())
+                if len(waiting) == _SUMS_AT_ONCE:
+                    total += _fetch_sum(waiting)
+                    waiting.clear()
+                num_scored += int(segment.loss_mask_BT.sum())
+                on_progress(min(self.num_tokens, round(num_scored * dataset.batch_size / dataset.shard_rows)))
+                if should_stop():
+                    return None
+        total += _fetch_sum(waiting) if waiting else 0.0
+        at = device if device.type == "cuda" else "cpu"  # MPS has no float64
+        return float(self._world.sum(torch.tensor(total, dtype=torch.float64, device=at)))
+
+
+def validation_dataset(
     tokens: Tokens, bos_token_id: int, config: TrainConfig, world: DistributedContext
 ) -> SegmentDataset:
-    """The validation text in as many of training's rows as it fills with a segment, at least one for each process.
+    """Cut the validation text into rows that are read side by side.
 
-    A few rows fewer where so many would leave a process without any.
+    There are as many rows as in a training batch, fewer if the text does not fill a segment of each, but at least one
+    for each process; and a few fewer where so many would leave a process without any.
 
     Raises:
         UserError: it has fewer tokens than there are processes.
@@ -43,35 +105,17 @@ def validation_stream(
     return SegmentDataset(tokens, batch_size=rows, segment_length=segment, bos_token_id=bos_token_id, shard=world.shard)
 
 
-def sum_nats(
-    scored: nn.Module, stream: SegmentDataset, memory: Memory, config: TrainConfig, tell: Callable[[int], bool]
-) -> float | None:
-    """The sum of the losses of this process's rows, in nats (added up in float64).
-
-    Args:
-        scored: a `ScoredModel` in evaluation mode, perhaps wrapped.
-        stream: the text.
-        memory: an empty one for the rows.
-        config: says in which number format to compute.
-        tell: hears how many tokens a segment had, and says whether to stop; then there is no sum.
-    """
-    device, total = memory.valid_B.device, 0.0
-    sums: list[Tensor] = []
-    for index in range(stream.num_segments):
-        segment = stream.read(DatasetPosition(segment_index=index))
-        inputs_BT, loss_mask_BT = (
-            send(torch.from_numpy(array), device) for array in (segment.inputs_BT, segment.loss_mask_BT)
-        )
-        with autocast(device, config.dtype):
-            nats_BT, _, memory = scored(inputs_BT, segment.targets_BT, memory)
-        sums.append((nats_BT * loss_mask_BT).sum())
-        if len(sums) == _SUMS_AT_ONCE:
-            total += _fetch(sums)
-            sums.clear()
-        if tell(int(segment.loss_mask_BT.sum())):
-            return None
-    return total + (_fetch(sums) if sums else 0.0)
+@contextmanager
+def _evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Turn off dropout and gradients for the time of the block."""
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(was_training)
 
 
-def _fetch(sums: list[Tensor]) -> float:
+def _fetch_sum(sums: list[Tensor]) -> float:
     return float(torch.stack(sums).cpu().double().sum())

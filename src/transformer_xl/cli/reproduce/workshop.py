@@ -189,11 +189,11 @@ class Workshop:
     def _checked(self, system: System) -> RunConfig:
         """Its settings as a run of the first seed has them, with which training can begin."""
         from transformer_xl.device import choose_device
-        from transformer_xl.training.loop import check
+        from transformer_xl.training.trainer import check_trainable
 
         known = {"model": {"vocab_size": self.corpus.tokenizer.vocab_size}}
         config = run_settings(merge(self.recipe(system), known), system.name)
-        check(config, self.corpus, choose_device(self.device))
+        check_trainable(config, self.corpus, choose_device(self.device))
         return config
 
     @contextmanager

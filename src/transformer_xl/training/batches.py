@@ -1,0 +1,106 @@
+"""What one step reads: a segment of the text, or during the segment warm-up a part of one.
+
+A warm-up that begins with a quarter of the segment length reads each segment in four steps, then in two, then whole.
+The parts are cut inside segments, so every token is a target exactly once, and the text is read in the same order as
+without a warm-up. Where an epoch ends in parts without any target to learn from, they are left out.
+
+Shape suffixes: B rows of this process, T new tokens of the step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from transformer_xl.config import TrainConfig
+from transformer_xl.text.segments import Batch, DatasetPosition, TokenDataset
+from transformer_xl.training.distributed import DistributedContext
+from transformer_xl.training.schedules import num_halvings
+
+
+@dataclass(frozen=True)
+class BatchPosition:
+    """Where training is in the text."""
+
+    step: int
+    """Steps done."""
+    segment: DatasetPosition
+    """The segment that is being read, or comes next."""
+    part: int = 0
+    """Parts of that segment already read."""
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """What a step reads, and where the next one continues."""
+
+    batch: Batch
+    """The tokens; `is_first` is true only at the beginning of an epoch."""
+    memory_length: int
+    """M: memory slots that the step attends to."""
+    next: BatchPosition
+
+
+def read_batch(
+    dataset: TokenDataset, position: BatchPosition, config: TrainConfig, world: DistributedContext
+) -> StepBatch:
+    """Read this process's rows of the next step; all processes agree on the position after it."""
+    # a batch size that was changed may have moved the position to where there are no targets
+    position = _skip_empty(dataset, position, config, world)
+    segment, columns = dataset.read(position.segment), _columns(position, config)
+    if columns.stop < config.segment_length:
+        after = BatchPosition(position.step + 1, position.segment, position.part + 1)
+    else:
+        after = BatchPosition(position.step + 1, dataset.after(position.segment))
+    part = Batch(
+        np.ascontiguousarray(segment.inputs_BT[:, columns]),
+        np.ascontiguousarray(segment.targets_BT[:, columns]),
+        np.ascontiguousarray(segment.loss_mask_BT[:, columns]),
+        is_first=segment.is_first and position.part == 0,
+    )
+    memory_length = config.memory_length >> _num_halvings(position, config)
+    return StepBatch(part, memory_length, _skip_empty(dataset, after, config, world))
+
+
+def trained_targets(loss_mask_BT: npt.NDArray[np.bool_], config: TrainConfig) -> npt.NDArray[np.bool_]:
+    """Return which targets the loss is taken of: all that count, or with `loss: half` only those of the second half.
+
+    Args:
+        loss_mask_BT: false for padding.
+        config: settings of training.
+
+    Returns:
+        A new array of the same shape.
+    """
+    loss_mask_BT = loss_mask_BT.copy()
+    if config.loss == "half":
+        loss_mask_BT[:, : loss_mask_BT.shape[1] // 2] = False
+    return loss_mask_BT
+
+
+def _skip_empty(
+    dataset: TokenDataset, position: BatchPosition, config: TrainConfig, world: DistributedContext
+) -> BatchPosition:
+    """Return the position itself, or the next epoch's beginning if no process has any target left from there on.
+
+    The last segment of an epoch ends in padding, and a step without targets would move the weights by momentum alone.
+    """
+    segment = position.segment
+    if segment.segment_index + 1 < dataset.segments_in(segment.epoch):
+        return position  # the longest row continues beyond it
+    loss_mask_BT = dataset.read(segment).loss_mask_BT[:, _columns(position, config)]
+    if world.any(bool(trained_targets(loss_mask_BT, config).any())):
+        return position
+    return BatchPosition(position.step, dataset.after(segment))
+
+
+def _columns(position: BatchPosition, config: TrainConfig) -> slice:
+    """Return which columns of its segment the part has."""
+    width = config.segment_length >> _num_halvings(position, config)
+    return slice(position.part * width, (position.part + 1) * width)
+
+
+def _num_halvings(position: BatchPosition, config: TrainConfig) -> int:
+    return num_halvings(position.step - position.part, config)  # the stage of the step that began this segment

@@ -1,0 +1,82 @@
+"""What follows a training run from outside: the base class of callbacks, and the one that shows progress."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
+
+from transformer_xl.progress import ProgressBar
+
+if TYPE_CHECKING:
+    from transformer_xl.training.trainer import Trainer
+
+Metrics = dict[str, Any]
+"""One line of metrics.jsonl: split, step, nats_per_token and what else was measured, by name with unit."""
+
+
+class Callback:
+    """Base class of callbacks. Override the methods you need; they return nothing.
+
+    Each method gets the trainer: `trainer.state` says how far training is, `trainer.model` and `trainer.config` are
+    what is trained and how, and `trainer.stop()` ends training after the current step, with a checkpoint. Under
+    torchrun every process has callbacks of its own, which see the same metrics; `trainer.world.is_first` is true in
+    one process only. The processes agree on stopping every few steps.
+    """
+
+    def on_train_begin(self, trainer: Trainer) -> None:
+        """Training begins or resumes, at `trainer.state.step`."""
+
+    def on_step(self, trainer: Trainer, num_tokens: int) -> None:
+        """A step was queued on the device; all processes together read `num_tokens` tokens in it."""
+
+    def on_validation_progress(self, trainer: Trainer, num_scored: int, num_tokens: int) -> None:
+        """`num_scored` of the `num_tokens` tokens of the validation text are scored."""
+
+    def on_metrics(self, trainer: Trainer, metrics: Metrics) -> None:
+        """A line of metrics was measured: `metrics["split"]` is "train" or "valid"."""
+
+    def on_train_end(self, trainer: Trainer) -> None:
+        """Training ended: it is finished, was stopped, or an error is being raised."""
+
+
+class ProgressCallback(Callback):
+    """Shows training on a progress bar, with the newest metrics beside it."""
+
+    def __init__(self) -> None:
+        """The bar is made when training begins."""
+        self._bar: ProgressBar | None = None
+        self._notes = {"train": "", "valid": ""}
+        self._num_tokens = 0
+
+    @override
+    def on_train_begin(self, trainer: Trainer) -> None:
+        self._bar = ProgressBar("train", trainer.config.max_steps, "steps").__enter__()
+        self._bar.begin_at(trainer.state.step)
+
+    @override
+    def on_step(self, trainer: Trainer, num_tokens: int) -> None:
+        assert self._bar is not None
+        self._num_tokens += num_tokens
+        rate = self._num_tokens / max(1e-9, self._bar.seconds)
+        self._bar.advance(1, f"{self._notes['train']}{self._notes['valid']}{rate:,.0f} tokens/s")
+
+    @override
+    def on_validation_progress(self, trainer: Trainer, num_scored: int, num_tokens: int) -> None:
+        assert self._bar is not None
+        self._bar.advance(0, f"validation, {num_scored:,} of {num_tokens:,} tokens")
+
+    @override
+    def on_metrics(self, trainer: Trainer, metrics: Metrics) -> None:
+        if trainer.corpus.tokenizer.kind in ("byte", "char"):
+            quality = f"{metrics['bits_per_byte']:.3f} bits/byte"
+        else:
+            quality = f"ppl {math.exp(min(metrics['nats_per_token'], 99)):.1f}"
+        loss = f"loss {metrics['nats_per_token']:.3f} " if metrics["split"] == "train" else "valid "
+        self._notes[metrics["split"]] = f"{loss}{quality}, "
+
+    @override
+    def on_train_end(self, trainer: Trainer) -> None:
+        if self._bar is not None:
+            self._bar.__exit__()

@@ -1,0 +1,390 @@
+"""The training loop: segment after segment of the text, the memory of each row carried on, until the steps are done.
+
+read a batch -> train step -> fetch the metrics of the step before -> (now and then) validate, save a checkpoint
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from transformer_xl.config import RelativeConfig, RunConfig, TrainConfig, UserError
+from transformer_xl.evaluation.metrics import Sums
+from transformer_xl.files import remove_leftovers
+from transformer_xl.model.build import build_model
+from transformer_xl.model.kernels import choose
+from transformer_xl.model.memory import Memory
+from transformer_xl.run_folder import RunFolder
+from transformer_xl.text.segments import (
+    SINGLE_SHARD,
+    DatasetPosition,
+    SegmentDataset,
+    Shard,
+    TokenDataset,
+    check_training,
+)
+from transformer_xl.text.shuffled import ShuffledDocumentDataset
+from transformer_xl.text.token_store import Corpus
+from transformer_xl.training.averaging import WeightAverage
+from transformer_xl.training.batches import BatchPosition, read_batch
+from transformer_xl.training.callbacks import Callback, Metrics
+from transformer_xl.training.checkpoint import TrainerState, load_checkpoint, save_checkpoint
+from transformer_xl.training.compiling import compile_layers
+from transformer_xl.training.distributed import SINGLE_PROCESS, DistributedContext, gather_weights
+from transformer_xl.training.metrics_log import MetricsLog, check_tensorboard
+from transformer_xl.training.optimizers import build_optimizers
+from transformer_xl.training.schedules import learning_rate, set_learning_rate
+from transformer_xl.training.step import ModelWithLoss, TrainStep, micro_batches
+from transformer_xl.training.validation import Validator
+
+_STOP_CHECK_INTERVAL = 10  # steps (in validation: segments) after which several processes agree whether to stop
+
+
+@dataclass(frozen=True)
+class _PendingStep:
+    """A step that the device may still be busy with: its metrics are fetched one step later."""
+
+    step: int
+    metrics: Tensor
+    """What `TrainStep` returned, in one tensor so that one fetch brings them all."""
+
+
+class Trainer:
+    """Trains one run: holds all that changes while training, and decides when to validate and to save.
+
+    Most programs want `transformer_xl.train` instead, which also checks the settings and makes the run folder.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        corpus: Corpus,
+        device: torch.device,
+        *,
+        callbacks: Sequence[Callback] = (),
+        world: DistributedContext = SINGLE_PROCESS,
+    ) -> None:
+        """Build the model and the optimizers; initial weights follow from the run's seed, the same in every process.
+
+        Args:
+            folder: of the run; its config says all else.
+            corpus: what to train on; its split `valid`, if there is one, is scored now and then.
+            device: what to compute on.
+            callbacks: called while training.
+            world: the processes that train this run together.
+
+        Raises:
+            UserError: the corpus is too short for the settings, or they ask for what this machine cannot do.
+        """
+        self.folder, self.corpus, self.device, self.world = folder, corpus, device, world
+        self.callbacks = list(callbacks)
+        config = self.config = folder.config.train
+        self.dataset = training_dataset(corpus, config, world.shard)
+        self.validator = Validator(corpus, config, world) if "valid" in corpus.splits else None
+        torch.manual_seed(config.seed)
+        self.model = build_model(folder.config.model, memory_length=config.memory_length).to(device).train()
+        if world.rank:  # each process draws another dropout mask
+            world.seed(config.seed, 0)
+        self.model.activation_checkpointing = config.activation_checkpointing
+        compile_layers(self.model, device, config.compile)
+        self.wrapped_model = world.wrap(
+            ModelWithLoss(self.model, copy_memory=config.compile == "cudagraphs"), config.parallelism
+        )
+        self.optimizers = build_optimizers(self.model, config)  # after wrapping: of the weights as they are sharded
+        self.weight_average = None if config.weight_average == "none" else WeightAverage(self.model, config)
+        self.micro_batches = [len(rows) for rows in micro_batches(self.dataset.shard_rows, config, world.size)]
+        self.memories = self._initial_memories()
+        self.state = TrainerState()
+        self._train_step = TrainStep(self.wrapped_model, self.optimizers, config, device, world)
+        self._pending: _PendingStep | None = None
+        self._saved: TrainerState | None = None
+        self._stop_requested = False
+        self._start_time = time.perf_counter()
+        self._throughput = _Throughput()
+        self._log = MetricsLog(folder)
+
+    def stop(self) -> None:
+        """End training after the current step (or in the middle of a validation), with a checkpoint.
+
+        May be called from callbacks, signal handlers and other threads. Several processes agree on it every few steps.
+        """
+        self._stop_requested = True
+
+    def resume(self) -> list[str]:
+        """Return to the newest checkpoint of the run, and remove later lines from metrics.jsonl.
+
+        Returns:
+            What the user should know: a line on each thing that cannot continue as it was.
+
+        Raises:
+            UserError: there is no checkpoint but other traces of training, or it is damaged or of other settings.
+        """
+        notes: list[str] = []
+        folder = self.folder
+        # with none of these it was killed before its first checkpoint, and starts; a converted run has weights alone
+        if folder.latest_checkpoint() or folder.metrics() or (folder.path / "model.safetensors").exists():
+            notes = load_checkpoint(folder, self, self.world)
+            self._restore_best_loss()
+            if self._is_other_validation_text():
+                notes.append("the validation text is another than before, so the best weights are chosen anew")
+            self._saved = self.state
+        position = self.state.position
+        if position.segment_index >= self.dataset.segments_in(position.epoch):  # another batch size: fewer segments
+            self._update_state(position=DatasetPosition(epoch=position.epoch + 1))
+        with self.world.raise_together():
+            if self.world.is_first:
+                remove_leftovers(folder.path)
+                self._log.rewind(self.state.step, self.state.validation_step)
+        return notes
+
+    def run(self) -> bool:
+        """Train until all steps are done or `stop` is called; either way a checkpoint is written.
+
+        Returns:
+            Whether all steps, and the validation after the last, are done.
+
+        Raises:
+            UserError: the loss is no longer a finite number, or the disk is full; the last checkpoint stays good.
+        """
+        config, self._stop_requested = self.config, False
+        self._start_time = time.perf_counter() - self.state.seconds
+        self._throughput = _Throughput()
+        try:
+            for callback in self.callbacks:
+                callback.on_train_begin(self)
+            while True:
+                # a run may have been stopped in the middle of a validation: after resuming, it is done first of all
+                validated = self.state.step in (0, self.state.validation_step) or not self._is_due(config.eval_interval)
+                validated = validated or self._validate()
+                stopping = self._should_stop()
+                if stopping or self._is_due(config.checkpoint_interval):
+                    self._save_checkpoint()
+                if stopping or self.state.step >= config.max_steps:
+                    return validated and self.state.step >= config.max_steps
+                self._train_one_step()
+        finally:
+            self._log.close()
+            for callback in self.callbacks:
+                callback.on_train_end(self)
+
+    def _is_due(self, interval: int) -> bool:
+        return self.state.step % interval == 0 or self.state.step >= self.config.max_steps
+
+    def _should_stop(self) -> bool:
+        """Whether to stop here; several processes agree on it, which takes time and is not done after every step."""
+        if self.world.size == 1:
+            return self._stop_requested
+        intervals = (_STOP_CHECK_INTERVAL, self.config.eval_interval, self.config.checkpoint_interval)
+        return any(self._is_due(interval) for interval in intervals) and self.world.any(self._stop_requested)
+
+    def _train_one_step(self) -> None:
+        state, config = self.state, self.config
+        batch = read_batch(self.dataset, BatchPosition(state.step, state.position, state.part), config, self.world)
+        if batch.batch.is_first:
+            self.memories = self._initial_memories()
+        if self.memories[0].length != batch.memory_length:
+            self.memories = tuple(memory.resized(batch.memory_length) for memory in self.memories)
+        set_learning_rate(self.optimizers, learning_rate(state.step, config))
+        metrics, self.memories = self._train_step(batch.batch, self.memories, done=state.step / config.max_steps)
+        if self.weight_average is not None:
+            self.weight_average.update(batch.next.step)
+        # the step before is fetched only now, with this one queued: the device never waits for the host
+        self._fetch_metrics()
+        self._pending = _PendingStep(batch.next.step, metrics)
+        self._update_state(step=batch.next.step, position=batch.next.segment, part=batch.next.part)
+        num_tokens = round(int(batch.batch.loss_mask_BT.sum()) * config.batch_size / self.dataset.shard_rows)
+        for callback in self.callbacks:
+            callback.on_step(self, num_tokens)
+
+    def _fetch_metrics(self) -> None:
+        """Add the metrics of the pending step to the sums; every `log_interval` steps, write a line."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        nats, num_targets, grad_norm, num_tokens = pending.metrics.tolist()
+        if not (math.isfinite(nats) and math.isfinite(grad_norm)):
+            what = f"the loss became {nats}" if not math.isfinite(nats) else f"the gradient norm became {grad_norm}"
+            raise UserError(
+                f"{what} at step {pending.step}; {self.folder.latest_checkpoint()} is the last good checkpoint. Resume "
+                f"from it with a lower learning rate: txl train --resume {self.folder.path} "
+                f"--train.learning-rate {self.config.learning_rate / 2:g}"
+            )
+        self._throughput.num_tokens += round(num_tokens)
+        nats, tokens = self.state.interval_nats + nats, self.state.interval_tokens + round(num_targets)
+        if pending.step % self.config.log_interval == 0 and tokens:
+            more = {"grad_norm": grad_norm, "tokens_per_second": self._throughput.restart()}
+            self._report("train", pending.step, self._sums("train", nats, tokens), more)
+            nats, tokens = 0.0, 0
+        self._update_state(interval_nats=nats, interval_tokens=tokens)
+
+    def _validate(self) -> bool:
+        """Score the validation text, and keep the weights if they are the best; False if stopped before the end."""
+        self._fetch_metrics()
+        validator, begin = self.validator, time.perf_counter()
+        if validator is None:
+            return True
+        num_segments = 0
+
+        def on_progress(num_scored: int) -> None:
+            for callback in self.callbacks:
+                callback.on_validation_progress(self, num_scored, validator.num_tokens)
+
+        def should_stop() -> bool:
+            nonlocal num_segments
+            num_segments += 1
+            if self.world.size == 1:
+                return self._stop_requested
+            return num_segments % _STOP_CHECK_INTERVAL == 0 and self.world.any(self._stop_requested)
+
+        with self._averaged_weights():
+            memory = self.model.initial_memory(validator.dataset.shard_rows)
+            nats = validator.sum_losses(self.wrapped_model, memory, on_progress, should_stop)
+            if nats is None:
+                return False
+            if not math.isfinite(nats):
+                raise UserError(
+                    f"the validation loss became {nats} at step {self.state.step}; lower --train.learning-rate"
+                )
+            sums = self._sums("valid", nats, validator.num_tokens)
+            best = None if self._is_other_validation_text() else self.state.best_nats
+            if best is None or sums.nats_per_token < best:
+                best = sums.nats_per_token
+                self._save_best_weights(best)
+        self._update_state(best_nats=best, validation_text=validator.text_id, validation_step=self.state.step)
+        self._report("valid", self.state.step, sums, {})
+        self._throughput.exclude(time.perf_counter() - begin)
+        return True
+
+    def _is_other_validation_text(self) -> bool:
+        """Whether the lowest loss so far is of another text than the next will be: they must not be compared."""
+        before = self.state.validation_text
+        return self.validator is not None and before is not None and before != self.validator.text_id
+
+    def _save_checkpoint(self) -> None:
+        self._fetch_metrics()
+        begin = time.perf_counter()
+        if self.state == self._saved:
+            return
+        self._update_state(seconds=begin - self._start_time)
+        self._saved = self.state
+        # in a checkpoint memory has its full length, so that it fits whatever the stage of the segment warm-up
+        self.memories = tuple(memory.resized(self.config.memory_length) for memory in self.memories)
+        save_checkpoint(self.folder, self, self.world)
+        if self.state.step >= self.config.max_steps and self.validator is None:
+            with self._averaged_weights():  # without validation, the last weights or their average count as the best
+                self._save_best_weights(None)
+        self._throughput.exclude(time.perf_counter() - begin)
+
+    def _save_best_weights(self, nats: float | None) -> None:
+        """Keep the weights that the model has now as the run's best, with their validation loss in nats per token."""
+        weights = gather_weights(self.model, self.world)
+        if self.world.is_first:
+            self.folder.save_weights(weights, step=self.state.step, nats=nats)
+
+    def _restore_best_loss(self) -> None:
+        """Compare the checkpoint's best loss with the best weights on disk.
+
+        These may be of a later step than the checkpoint (after a crash): then their loss is the one to beat. Where they
+        were lost, any weights are better.
+        """
+        with self.world.raise_together():
+            exists = self.world.is_first and (self.folder.path / "model.safetensors").exists()
+            found = json.dumps([exists, self.folder.best_known() if exists else None])
+        exists, best = json.loads(self.world.gather_texts(found)[0])
+        if not exists:
+            self._update_state(best_nats=None)
+        elif best is not None and best[0] > self.state.validation_step:
+            self._update_state(best_nats=best[1])
+
+    def _averaged_weights(self) -> AbstractContextManager[None]:
+        """For the time of a block, the model has the average of its weights, if one is kept."""
+        return nullcontext() if self.weight_average is None else self.weight_average.in_place_of(self.model)
+
+    def _initial_memories(self) -> tuple[Memory, ...]:
+        return tuple(self.model.initial_memory(rows) for rows in self.micro_batches)
+
+    def _update_state(self, **changes: object) -> None:
+        self.state = self.state.model_copy(update=changes)
+
+    def _sums(self, split: str, nats: float, tokens: int) -> Sums:
+        """Sums over part of a split, whose bytes are taken to be its share."""
+        return Sums(nats, tokens, tokens * self.corpus.split(split).bytes_per_token)
+
+    def _report(self, split: str, step: int, sums: Sums, more: Metrics) -> None:
+        """Write a line of metrics, and tell the callbacks."""
+        metrics: Metrics = {
+            "split": split,
+            "step": step,
+            "nats_per_token": sums.nats_per_token,
+            "bits_per_byte": sums.bits_per_byte,
+            **more,
+            "learning_rate": learning_rate(step - 1, self.config),
+            "seconds": round(time.perf_counter() - self._start_time, 3),
+        }
+        if self.world.is_first:
+            self._log.write(metrics)
+        for callback in self.callbacks:
+            callback.on_metrics(self, metrics)
+
+
+class _Throughput:
+    """Tokens per second of training since the last line of metrics, without validations and checkpoints."""
+
+    def __init__(self) -> None:
+        self.num_tokens, self._begin = 0, time.perf_counter()
+
+    def exclude(self, seconds: float) -> None:
+        """Leave out time that went into something else."""
+        self._begin += seconds
+
+    def restart(self) -> float:
+        """Return the tokens per second, and start over."""
+        now = time.perf_counter()
+        rate = self.num_tokens / max(1e-9, now - self._begin)
+        self.num_tokens, self._begin = 0, now
+        return round(rate, 1)
+
+
+def check_trainable(
+    config: RunConfig, corpus: Corpus, device: torch.device, world: DistributedContext = SINGLE_PROCESS
+) -> None:
+    """Check, before a run folder is made, that training can start.
+
+    Raises:
+        UserError: the text is too short for batch size and segment length, or the settings name what does not exist.
+    """
+    training_dataset(corpus, config.train, world.shard)
+    if "valid" in corpus.splits:
+        Validator(corpus, config.train, world)
+    if isinstance(config.model, RelativeConfig):
+        choose(config.model.attn_implementation, device, torch.float32)
+    check_tensorboard(config.train)
+
+
+def training_dataset(corpus: Corpus, config: TrainConfig, shard: Shard = SINGLE_SHARD) -> TokenDataset:
+    """Return the training text as segments, in the order the settings ask for.
+
+    Raises:
+        UserError: it is too short for batch size and segment length, or has too few documents to shuffle.
+    """
+    split = corpus.split("train")
+    dataset: TokenDataset
+    sizes = {
+        "batch_size": config.batch_size,
+        "segment_length": config.segment_length,
+        "bos_token_id": corpus.tokenizer.bos_token_id,
+        "shard": shard,
+    }
+    if config.shuffle_documents:
+        dataset = ShuffledDocumentDataset(split.tokens, split.document_starts, **sizes, seed=config.seed)
+    else:
+        dataset = SegmentDataset(split.tokens, **sizes)
+    check_training(dataset)
+    return dataset
