@@ -1,4 +1,4 @@
-"""Every choice of every setting can be typed."""
+"""Every setting of every architecture can be typed as a flag, and every one of its choices."""
 
 from __future__ import annotations
 
@@ -6,43 +6,61 @@ from typing import Any, Literal, get_args, get_origin
 
 import pytest
 
-from transformer_xl.cli.flags import given
+from transformer_xl.cli.flags import EvaluationFlags, ModelFlags, TrainFlags, given
 from transformer_xl.cli.main import build_app
-from transformer_xl.config import Settings, TrainConfig, TransformerXLConfig
+from transformer_xl.config import ARCHITECTURES, EvaluationConfig, Settings, TrainConfig, run_settings
 
-GROUPS: dict[str, type[Settings]] = {"model": TransformerXLConfig, "train": TrainConfig}
-CHOICES = [
+CLASSES: list[tuple[str, type[Settings]]] = [
+    *(("model", kind) for kind in ARCHITECTURES.values()),
+    ("train", TrainConfig),
+    ("evaluation", EvaluationConfig),
+]
+CHOICES = {
     (group, name, choice)
-    for group, kind in GROUPS.items()
+    for group, kind in CLASSES
     for name, field in kind.model_fields.items()
     if get_origin(field.annotation) is Literal
     for choice in get_args(field.annotation)
-]
+}
 
 
 def typed(group: str, name: str, value: str) -> Any:
-    """What a setting becomes that is typed so, checked as settings are."""
+    """The value that a flag gives to its setting, before the settings are checked."""
     option = f"--{group}.{name.replace('_', '-')}"
     _, bound, _ = build_app().parse_args(["train", "small", option, value], exit_on_error=False, print_error=False)
     return given(**{group: bound.arguments[group]})[group][name]
 
 
-@pytest.mark.parametrize(("group", "name", "choice"), CHOICES)
+def test_every_setting_is_a_flag() -> None:
+    flags = {"model": ModelFlags, "train": TrainFlags, "evaluation": EvaluationFlags}
+    for group, kind in CLASSES:
+        assert kind.model_fields.keys() - flags[group].model_fields.keys() <= {"vocab_size"}  # which the corpus says
+
+
+@pytest.mark.parametrize(("group", "name", "choice"), sorted(CHOICES))
 def test_every_choice_can_be_typed(group: str, name: str, choice: str) -> None:
-    assert typed(group, name, str(choice)) == choice
+    assert typed(group, name, choice) == choice
 
 
 def test_there_are_choices_called_none() -> None:
-    """Without this, the test above would not show that such a one is kept."""
-    assert {("model", "tie_projections", "none"), ("train", "average", "none")} <= set(CHOICES)
+    """Without this, the test above would not show that such a choice is kept."""
+    assert {("model", "tie_projections", "none"), ("train", "weight_average", "none")} <= CHOICES
 
 
-@pytest.mark.parametrize("inputs", [1, 2])
-def test_the_window_of_a_qrnn_can_be_typed(inputs: int) -> None:
-    found = typed("model", "qrnn_kernel_size", str(inputs))
-    assert TransformerXLConfig(architecture="qrnn", qrnn_kernel_size=found).qrnn_kernel_size == inputs
-
-
-@pytest.mark.parametrize(("group", "name"), [("model", "window"), ("model", "cutoffs"), ("train", "eval_tokens")])
-def test_elsewhere_none_takes_a_limit_away(group: str, name: str) -> None:
+@pytest.mark.parametrize(
+    ("group", "name"), [("model", "attention_window"), ("model", "cutoffs"), ("train", "eval_tokens")]
+)
+def test_elsewhere_none_means_no_limit(group: str, name: str) -> None:
     assert typed(group, name, "none") is None
+
+
+def test_several_integers_are_one_word() -> None:
+    cutoffs = typed("model", "cutoffs", "20,40")
+    assert run_settings({"model": {"cutoffs": cutoffs}}, "flags").model.cutoffs == (20, 40)
+
+
+def test_a_setting_that_not_every_architecture_has_names_those_that_do() -> None:
+    described = {name: str(field.description) for name, field in ModelFlags.model_fields.items()}
+    assert "[qrnn]" in described["zoneout"]
+    assert "[transformer-xl, shaw]" in described["clamp_length"]
+    assert "[" not in described["n_layers"].removesuffix("[default: 6]")

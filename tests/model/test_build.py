@@ -1,9 +1,15 @@
-"""The one place that chooses a model, and settings that make no sense for it."""
+"""Each architecture builds its model, has its own settings only, and refuses lengths that it does not have."""
+
+from __future__ import annotations
+
+from typing import Any
 
 import pytest
+import torch
 from model_configs import model_config
+from pydantic import ValidationError
 
-from transformer_xl.config import UserError, run_settings
+from transformer_xl.config import ARCHITECTURES, ShawConfig, TransformerXLConfig, UserError, VaswaniConfig, run_settings
 from transformer_xl.model.baselines.absolute import AbsoluteTransformer
 from transformer_xl.model.baselines.recurrent import RecurrentModel
 from transformer_xl.model.baselines.shaw import ShawTransformer
@@ -12,61 +18,67 @@ from transformer_xl.model.transformer_xl import TransformerXL
 
 SMALL = {"d_model": 14, "n_heads": 2, "n_layers": 1, "d_ff": 19}
 SHAW = {"architecture": "shaw", "max_relative_positions": 3}
+MODELS = {
+    "transformer-xl": TransformerXL,
+    "shaw": ShawTransformer,
+    "vaswani": AbsoluteTransformer,
+    "al-rfou": AbsoluteTransformer,
+    "lstm": RecurrentModel,
+    "qrnn": RecurrentModel,
+}
 
 
-@pytest.mark.parametrize(
-    ("settings", "kind"),
-    [
-        ({}, TransformerXL),
-        (SHAW, ShawTransformer),
-        ({"architecture": "vaswani"}, AbsoluteTransformer),
-        ({"architecture": "al-rfou", "max_position_embeddings": 3}, AbsoluteTransformer),
-        ({"architecture": "lstm"}, RecurrentModel),
-        ({"architecture": "qrnn"}, RecurrentModel),
-    ],
-)
-def test_settings_choose_the_model(settings, kind):
-    model = build_model(model_config(**SMALL, **settings))
-    assert type(model) is kind
-    assert model.config.memory == (0 if kind is AbsoluteTransformer else 128)
+def test_the_table_of_architectures_is_the_union() -> None:
+    assert {name: kind().architecture for name, kind in ARCHITECTURES.items()} == {name: name for name in ARCHITECTURES}
+    for name in ARCHITECTURES:
+        assert type(run_settings({"model": {"architecture": name}}, "settings").model) is ARCHITECTURES[name]
+    assert type(run_settings({}, "settings").model) is TransformerXLConfig
+    assert type(run_settings({"model": {"n_layers": 3}}, "settings").model) is TransformerXLConfig
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_each_architecture_builds_its_model(architecture: str) -> None:
+    resolved = run_settings({"model": model_config(architecture=architecture, **SMALL).model_dump()}, "settings").model
+    with torch.device("meta"):
+        model = build_model(resolved)
+    assert type(model) is MODELS[architecture]
+    assert model.context_limits.memory_length == (0 if architecture in ("vaswani", "al-rfou") else 128)
+
+
+def test_memory_length_is_that_asked_for() -> None:
+    assert build_model(TransformerXLConfig(**SMALL), memory_length=5).initial_memory(2).length == 5
+    with pytest.raises(UserError, match="vaswani has no memory; give memory_length 0, not 5"):
+        build_model(VaswaniConfig(**SMALL), memory_length=5)
 
 
 @pytest.mark.parametrize("settings", [{"architecture": "vaswani"}, {"architecture": "lstm"}, SHAW])
-def test_transformer_xl_by_itself_is_no_other_model(settings):
+def test_the_class_of_one_architecture_refuses_the_settings_of_another(settings: dict[str, Any]) -> None:
     """It would be built with relative attention, whatever was asked for."""
-    with pytest.raises(UserError, match=r"TransformerXL is not (encoding (sinusoidal|shaw)|lstm); use build_model"):
+    with pytest.raises(UserError, match=r"not the model of (vaswani|lstm|shaw); use build_model"):
         TransformerXL(model_config(**SMALL, **settings))
 
 
 @pytest.mark.parametrize(
     ("model", "text"),
     [
-        (
-            {"architecture": "lstm", "architecture": "shaw"},
-            "encoding shaw needs kind transformer, and this is kind lstm",
-        ),
-        ({"architecture": "lstm", "attention_dropout": 0.1}, "attention_dropout 0.1 needs kind transformer"),
-        (
-            {"architecture": "qrnn", "norm_first": True},
-            "norm pre needs kind transformer, and this is kind qrnn; leave it out",
-        ),
-        ({"architecture": "lstm", "qrnn_kernel_size": 1}, "qrnn_window 1 needs kind qrnn, and this is kind lstm"),
-        ({"zoneout": 0.1}, "zoneout 0.1 needs kind qrnn, and this is encoding relative"),
-        ({"architecture": "lstm", "window": 3}, "kind lstm does not attend, and window 3 was given; give window none"),
-        (
-            {"architecture": "qrnn", "clamp_length": 3},
-            "kind qrnn does not attend, and clamp 3 was given; give clamp none",
-        ),
-        ({"architecture": "al-rfou", "clamp_length": 3}, "encoding learned knows no distances to clamp, and clamp 3"),
-        ({"architecture": "vaswani", "attend_empty_memory": True}, "needs encoding relative or shaw"),
-        ({"architecture": "shaw", "tie_attention_biases": False}, "tie_position_biases False needs encoding relative"),
-        ({"architecture": "vaswani", "kernel": "cpu"}, "kernel cpu needs encoding relative or shaw"),
-        ({"architecture": "vaswani", "learned_positions": 3}, "learned_positions 3 needs encoding shaw or learned"),
-        ({"num_targets": 2}, "second_target True needs encoding sinusoidal or learned"),
+        ({"architecture": "lstm", "attention_dropout": 0.1}, "model.attention_dropout .* this is architecture lstm"),
+        ({"architecture": "qrnn", "norm_first": True}, "norm_first is a setting of transformer-xl, shaw, vaswani, al"),
+        ({"architecture": "lstm", "qrnn_kernel_size": 1}, "qrnn_kernel_size is a setting of qrnn, .* lstm; leave it"),
+        ({"zoneout": 0.1}, "zoneout is a setting of qrnn, and this is architecture transformer-xl; leave it out"),
+        ({"architecture": "lstm", "attention_window": 3}, "model.attention_window is a setting of transformer-xl, "),
+        ({"architecture": "al-rfou", "clamp_length": 3}, "clamp_length is a setting of transformer-xl, shaw, and"),
+        ({"architecture": "shaw", "tie_attention_biases": False}, "tie_attention_biases is a setting of transformer-xl"),
+        ({"architecture": "vaswani", "max_position_embeddings": 3}, "max_position_embeddings is a setting of al-rfou"),
         ({"architecture": "vaswani", "intermediate_layer_losses": True, "cutoffs": (5,)}, "need one softmax"),
+        ({"architecture": "lstm", "layer": 3}, r"'model.layer' of architecture lstm \(did you mean 'n_layers'\?\)"),
+        ({"architecture": "lsmt"}, r"model.architecture 'lsmt': wanted one of .* \(did you mean 'lstm'\?\)"),
+        ({"architecture": "lstm", "n_layers": "x"}, r"model.n_layers: .* integer.* \(given: 'x'\)"),
+        ({"n_layers": True}, r"model.n_layers: .* integer .*\(given: True; .* unless quoted\)"),
+        ({"d_model": 15, "n_heads": 3, "n_layers": 1}, "model.d_model: .* multiple of 2"),
+        ({"d_model": 16, "n_heads": 3}, "d_model 16 is not divisible by n_heads 3; .* d_head"),
     ],
 )
-def test_a_setting_of_another_kind_is_refused(model, text):
+def test_wrong_settings_name_the_architecture(model: dict[str, Any], text: str) -> None:
     with pytest.raises(UserError, match=text):
         run_settings({"model": model}, "settings")
 
@@ -74,47 +86,43 @@ def test_a_setting_of_another_kind_is_refused(model, text):
 @pytest.mark.parametrize(
     ("model", "others", "text"),
     [
+        ({"architecture": "vaswani"}, {"train": {"memory_length": 7}}, "vaswani has no memory; give memory_length 0"),
+        ({"architecture": "al-rfou"}, {"evaluation": {"memory_length": 7}}, "al-rfou has no memory; give memory_le"),
+        ({"architecture": "al-rfou"}, {"evaluation": {"clamp_length": 7}}, "al-rfou has no clamp_length; give none"),
         (
-            {"architecture": "vaswani"},
-            {"train": {"memory_length": 7}},
-            "encoding sinusoidal has no memory, and memory 7 was",
+            {"architecture": "al-rfou", "max_position_embeddings": 64},
+            {},
+            "segment_length 128 is longer than the 64 positions",
         ),
-        (
-            {"architecture": "al-rfou"},
-            {"evaluation": {"memory_length": 7}},
-            "encoding learned has no memory, and memory 7 was",
-        ),
-        (
-            {"architecture": "al-rfou"},
-            {"evaluation": {"segment_length": 129}},
-            "segment 129 is longer than the 128 learned",
-        ),
-        ({"architecture": "al-rfou", "max_position_embeddings": 64}, {}, "segment 128 is longer than the 64 learned"),
         (
             {"architecture": "shaw", "max_relative_positions": 300},
             {},
-            "learned_positions 300 are more than training goes thr",
+            "max_relative_positions 300 is more than .*give 256",
         ),
-        (
-            {"architecture": "lstm"},
-            {"evaluation": {"attention_window": 7}},
-            "kind lstm does not attend, and window 7 was given",
-        ),
-        ({"architecture": "qrnn"}, {"train": {"compile": "layers"}}, "train.compile layers is for transformers"),
+        ({"architecture": "lstm"}, {"evaluation": {"attention_window": 7}}, "lstm has no attention_window; give none"),
+        ({"architecture": "qrnn"}, {"train": {"compile": "layers"}}, "train.compile layers is not for qrnn; give none"),
     ],
 )
-def test_a_length_that_the_model_has_not_is_refused(model, others, text):
+def test_a_length_that_the_architecture_does_not_have_is_refused(
+    model: dict[str, Any], others: dict[str, Any], text: str
+) -> None:
     with pytest.raises(UserError, match=text):
         run_settings({"model": model, **others}, "settings")
 
 
-def test_learned_positions_are_those_that_training_goes_through():
-    """None would otherwise be trained, yet used where evaluation looks further."""
+def test_numbers_of_positions_are_those_of_training() -> None:
+    """Vectors of other positions would never be trained, yet used where evaluation reads further."""
     shaw = run_settings(
         {"model": {"architecture": "shaw"}, "train": {"segment_length": 7, "memory_length": 11}}, "settings"
     )
-    assert shaw.model.learned_positions == 18
     learned = run_settings({"model": {"architecture": "al-rfou"}, "train": {"segment_length": 7}}, "settings")
-    assert (learned.model.learned_positions, learned.train.memory_length, learned.model.memory) == (7, 0, 0)
-    assert run_settings(learned.model_dump(), "settings") == learned
-    assert run_settings(shaw.model_dump(), "settings") == shaw
+    assert shaw.model.max_relative_positions == 18
+    assert (learned.model.max_position_embeddings, learned.train.memory_length) == (7, 0)
+    for config in (shaw, learned):
+        assert run_settings(config.model_dump(), "settings") == config
+
+
+def test_a_config_in_python_takes_its_own_settings_only() -> None:
+    with pytest.raises(ValidationError, match="zoneout"):
+        ShawConfig(zoneout=0.1)
+    assert (TransformerXLConfig(d_model=24, n_heads=3).head_dim, TransformerXLConfig(d_head=5).head_dim) == (8, 5)
