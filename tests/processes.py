@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from model_configs import model_config
+from model_configs import model_config, settings_of
 
-from transformer_xl.config import RunConfig, TrainConfig, UserError
+from transformer_xl.config import RunConfig, UserError, run_settings
 from transformer_xl.model.transformer_xl import TransformerXL
 from transformer_xl.run_folder import RunFolder
 from transformer_xl.text.corpus_writer import write_corpus
@@ -35,16 +35,16 @@ STOP = 5
 VARIANTS: dict[str, dict[str, Any]] = {
     "rows that do not divide": {},
     "in shares": {"train": {"parallelism": "fsdp"}},
-    "chunks, muon, average": {
+    "micro-batches, muon, average": {
         "train": {
-            "parallelism": "fsdp", "batch_size": 5, "chunks": 2, "optimizer": "muon", "weight_decay": 0.1,
+            "parallelism": "fsdp", "batch_size": 5, "micro_batch_size": 2, "optimizer": "muon", "weight_decay": 0.1,
             "weight_average": "ema", "ema_decay": 0.7,
         },
     },
     "clusters, shuffled, shorter at first": {
         "model": {"cutoffs": (100, 110, 200), "div_val": 2, "norm_first": True},
         "train": {
-            "shuffle_documents": True, "batch_size": 6, "chunks": 3, "segment_length": 8, "memory_length": 12, "initial_segment_length": 2,
+            "shuffle_documents": True, "batch_size": 6, "micro_batch_size": 1, "segment_length": 8, "memory_length": 12, "initial_segment_length": 2,
             "segment_warmup_steps": 6, "activation_checkpointing": True, "optimizer": "adamw", "weight_average": "uniform",
         },
     },
@@ -69,8 +69,8 @@ def make_corpus(place: Path) -> Corpus:
 
 def config_of(variant: dict[str, Any], **train: Any) -> RunConfig:
     """The settings of a variant."""
-    model = model_config(**MODEL | variant.get("model", {}))
-    return RunConfig(model=model, train=TrainConfig(**TRAIN | variant.get("train", {}) | train))
+    model = settings_of(**MODEL | variant.get("model", {}))
+    return run_settings({"model": model, "train": TRAIN | variant.get("train", {}) | train}, "test")
 
 
 def begin(place: Path, config: RunConfig, world: DistributedContext = SINGLE_PROCESS) -> Trainer:
@@ -143,7 +143,7 @@ def train_and_stop(place: Path, world: DistributedContext) -> None:
         until(training, STOP)
         copy(place / name, f"{name}, stopped", world)
         until(training, 100)
-    noisy = config_of({"model": {"dropout": 0.1}}, parallel="fsdp", chunks=1)
+    noisy = config_of({"model": {"dropout": 0.1}}, parallelism="fsdp")
     training = begin(place / "noisy", noisy, world)
     until(training, STOP)
     stopped = copy(place / "noisy", "noisy, gone on", world)

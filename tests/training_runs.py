@@ -12,7 +12,7 @@ import torch
 from model_configs import settings_of
 from typing_extensions import override
 
-from transformer_xl.config import run_settings
+from transformer_xl.config import ARCHITECTURES, run_settings
 from transformer_xl.evaluation.scoring import EvaluationPlan, sum_nats
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import ContextLimits
@@ -43,7 +43,10 @@ def make_corpus(place: Path, train: bytes, valid: bytes | None = None) -> Corpus
 
 
 def start(place: Path, corpus: Corpus, *, model: dict[str, Any] | None = None, **train: Any) -> Trainer:
-    config = run_settings({"model": settings_of(**MODEL | (model or {})), "train": TRAIN | train}, "test")
+    settings = settings_of(**MODEL | (model or {}))
+    has_memory = ARCHITECTURES[settings.get("architecture", "transformer-xl")].has_memory
+    sizes = TRAIN if has_memory else {**TRAIN, "memory_length": 0}
+    config = run_settings({"model": settings, "train": sizes | train}, "test")
     return Trainer(RunFolder.create(place, config, corpus.tokenizer), corpus, CPU)
 
 

@@ -232,11 +232,11 @@ def test_what_is_wrong_is_told_once(tmp_path: Path) -> None:
 
 
 def test_other_rows_begin_with_an_empty_memory_at_the_same_place(tmp_path: Path, double: None) -> None:
-    """Of 211 tokens 3 rows of 7 have 11 segments; after 5 of them 2 rows are at segment 7, 3 chunks and all."""
+    """Of 211 tokens 3 rows of 7 have 11 segments; after 5 of them 2 rows are at segment 7."""
     make_corpus(tmp_path / "corpus")
     until(begin(tmp_path / "run", config_of({})), STOP)
     kept = {name: tensor.clone() for name, tensor in weights_of(tmp_path / "run").items()}
-    training, remarks = go_on(tmp_path / "run", batch_size=2, chunks=2)
+    training, remarks = go_on(tmp_path / "run", batch_size=2, micro_batch_size=1)
     assert remarks == ["the checkpoint is of 3 rows, now there are 2: memory begins empty, at about the same place"]
     assert training.state.position.segment_index == 7
     assert [memory.valid_B.tolist() for memory in training.memories] == [[0], [0]]

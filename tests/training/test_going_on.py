@@ -15,16 +15,16 @@ from transformer_xl.model.memory import Memory
 from transformer_xl.run_folder import RunFolder, config_text
 from transformer_xl.training.trainer import Trainer
 
-WARMUP = {"segment": 8, "memory": 12, "initial_segment_length": 2, "segment_warmup_steps": 12}
+WARMUP = {"segment_length": 8, "memory_length": 12, "initial_segment_length": 2, "segment_warmup_steps": 12}
 SETTINGS: dict[str, dict[str, Any]] = {
     "adamw, wsd, an average": {
         "optimizer": "adamw", "weight_decay": 0.1, "lr_schedule": "wsd", "decay_steps": 7, "weight_average": "ema",
         "ema_decay": 0.9,
     },
     "muon, a uniform average": {"optimizer": "muon", "weight_average": "uniform", "average_start_step": 4},
-    "chunks": {"chunks": 2, "recompute": True},
+    "micro-batches": {"micro_batch_size": 2, "activation_checkpointing": True},
     "length warm-up": WARMUP,
-    "length warm-up in chunks": {**WARMUP, "chunks": 3, "optimizer": "muon"},
+    "length warm-up in micro-batches": {**WARMUP, "micro_batch_size": 1, "optimizer": "muon"},
 }  # fmt: skip
 
 
@@ -72,27 +72,27 @@ def test_stops_change_nothing(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     "changed",
     [
-        {"chunks": 3},
-        {"recompute": True},
+        {"micro_batch_size": 1},
+        {"activation_checkpointing": True},
         {"min_learning_rate_ratio": 0.5},
         {"weight_decay": 0.3},
     ],
 )
 def test_what_may_change_when_going_on(tmp_path: Path, changed: dict[str, Any]) -> None:
-    """Chunks and recomputing change no number but in its last digits; rates and decay count from there on."""
+    """Micro-batches and recomputing change no number but in its last digits; rates and decay count from there on."""
     corpus = make_corpus(tmp_path / "corpus", letters(127, seed=1))
-    settings = {"optimizer": "adamw", "warmup_steps": 0, "chunks": 2}
+    settings = {"optimizer": "adamw", "warmup_steps": 0, "micro_batch_size": 2}
     straight = start(tmp_path / "straight", corpus, **settings)
     straight.run()
     training = start(tmp_path / "run", corpus, **settings)
     train_until(training, 9)
     training = resumed(tmp_path / "run", training, **changed)
-    assert len(training.memories) == changed.get("chunks", 2)
+    assert len(training.memories) == (3 if "micro_batch_size" in changed else 2)
     training.run()
     nats = [[line["nats_per_token"] for line in run.folder.metrics()] for run in (training, straight)]
     assert nats[0][:9] == nats[1][:9]
     same = nats[0] == pytest.approx(nats[1], rel=1e-5)
-    assert same == ("chunks" in changed or "recompute" in changed)
+    assert same == ("micro_batch_size" in changed or "activation_checkpointing" in changed)
 
 
 @pytest.mark.parametrize("other_file", [False, True])

@@ -102,18 +102,18 @@ def of_length(memory: Memory, slots: int) -> Memory:
     [
         (127, {}),  # rows of 42, 42 and 43: in the last segment two rows are padding alone
         (139, {"loss": "half"}),  # rows of 46, 46 and 47: the last segment counts 1, 1 and 2 targets
-        (139, {"clip": 100.0}),
-        (139, {"clip": 0.003, "memory": 0, "warmup": 0}),
+        (139, {"max_grad_norm": 100.0}),
+        (139, {"max_grad_norm": 0.003, "memory_length": 0, "warmup_steps": 0}),
         (139, {"batch_size": 1, "segment_length": 31, "memory_length": 5}),
-        (139, {"chunks": 2, "loss": "half"}),
-        (127, {"chunks": 3}),
-        (127, {"chunks": 2, "recompute": True}),
+        (139, {"micro_batch_size": 2, "loss": "half"}),
+        (127, {"micro_batch_size": 1}),
+        (127, {"micro_batch_size": 2, "activation_checkpointing": True}),
     ],
 )
 def test_every_step_equals_the_one_by_hand(tmp_path: Path, length: int, settings: dict[str, Any]) -> None:
     """In float64, over two epochs: loss, gradient norm, every weight; so padding and uncounted targets do nothing."""
     training = start(tmp_path / "run", make_corpus(tmp_path / "corpus", letters(length, seed=1)), **settings)
-    compare_with_hand(training, letters(length, seed=1), [training.config.segment] * 17)
+    compare_with_hand(training, letters(length, seed=1), [training.config.segment_length] * 17)
 
 
 @pytest.mark.parametrize(
@@ -121,8 +121,8 @@ def test_every_step_equals_the_one_by_hand(tmp_path: Path, length: int, settings
     [
         # rows of 21, 21 and 22: an epoch takes 11 steps of 2, one of 4 instead of 2 where a row's end is near
         (64, {}, [2] * 11 + [4] * 10 + [8] * 4),
-        (64, {"chunks": 2}, [2] * 11 + [4] * 10 + [8] * 4),
-        (64, {"memory": 0}, [2] * 11 + [4] * 10 + [8] * 4),
+        (64, {"micro_batch_size": 2}, [2] * 11 + [4] * 10 + [8] * 4),
+        (64, {"memory_length": 0}, [2] * 11 + [4] * 10 + [8] * 4),
         # rows of 23, 23 and 24: some target counts in every step
         (70, {"loss": "half"}, [2] * 12 + [4] * 8 + [8] * 5),
     ],
@@ -200,37 +200,40 @@ def random_segment(rows: int, length: int, seed: int) -> Batch:
 
 
 def learner_of(model: Any, **settings: Any) -> TrainStep:
-    config = TrainConfig(**{"segment": 5, "memory": 7, "clip": 0.1, "precision": "float32", **settings})
+    config = TrainConfig(
+        **{"segment_length": 5, "memory_length": 7, "max_grad_norm": 0.1, "dtype": "float32", **settings}
+    )
     return TrainStep(ModelWithLoss(model.train()), build_optimizers(model, config), config, CPU, SINGLE_PROCESS)
 
 
-@pytest.mark.parametrize("chunks", [2, 3, 5, 7])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("settings", [{}, {"cutoffs": (5, 11), "div_val": 2}])
-def test_chunks_are_one_large_batch(make_model, settings: dict[str, Any], chunks: int) -> None:
+def test_micro_batches_are_one_large_batch(make_model, settings: dict[str, Any], size: int) -> None:
     found = {}
-    for number in (1, chunks):
+    for number in (7, size):
         model = make_model(memory_length=7, **settings)
-        learner = learner_of(model, batch_size=7, chunks=number)
+        learner = learner_of(model, batch_size=7, micro_batch_size=number)
         memories = tuple(model.initial_memory(len(rows)) for rows in micro_batches(7, learner.config, 1))
-        assert len(memories) == number
+        assert len(memories) == -(-7 // number)
         numbers = []
         for step in range(4):
             step_numbers, memories = learner.step(random_segment(7, 5, step), memories)
             numbers.append(step_numbers)
         memory = Memory.concatenate(memories)
         found[number] = [torch.stack(numbers), *model.parameters(), *memory.layers_BMD, memory.valid_B]
-    for one, other in zip(found[1], found[chunks], strict=True):
+    for one, other in zip(found[7], found[size], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
 
 
-def test_chunks_are_even_and_as_many_in_every_process() -> None:
-    """A process with fewer rows than chunks decides for all: each pass must be everybody's."""
-    config = TrainConfig(batch_size=7, chunks=3)
+def test_micro_batches_are_even_and_as_many_in_every_process() -> None:
+    """The process with the fewest sequences decides for all: every process takes part in each pass."""
+    config = TrainConfig(batch_size=7, micro_batch_size=3)
     assert micro_batches(7, config, 1) == [range(2), range(2, 4), range(4, 7)]
-    assert micro_batches(1, config.model_copy(update={"rows": 1}), 1) == [range(1)]
-    shared = config.model_copy(update={"batch_size": 8, "chunks": 4})
-    assert micro_batches(4, shared, 2) == [range(place, place + 1) for place in range(4)]
-    assert micro_batches(2, shared, 4) == [range(1), range(1, 2)]
+    assert micro_batches(1, config.model_copy(update={"batch_size": 1}), 1) == [range(1)]
+    assert micro_batches(7, config.model_copy(update={"micro_batch_size": None}), 1) == [range(7)]
+    single = config.model_copy(update={"micro_batch_size": 1})
+    assert micro_batches(4, single, 2) == [range(1), range(1, 2), range(2, 4)]
+    assert micro_batches(3, single, 2) == [range(1), range(1, 2), range(2, 3)]
 
 
 def gradients(model: Any, activation_checkpointing: bool) -> tuple[list[Tensor], int]:
@@ -252,10 +255,10 @@ def gradients(model: Any, activation_checkpointing: bool) -> tuple[list[Tensor],
     return [parameter.grad.clone() for parameter in model.parameters()], sum(kept.values())
 
 
-@pytest.mark.parametrize("norm", ["pre", "post"])
-def test_recomputing_changes_no_gradient_and_keeps_less(make_model, norm: str) -> None:
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_recomputing_changes_no_gradient_and_keeps_less(make_model, norm_first: bool) -> None:
     """Bit for bit, with dropout everywhere; and what is kept no longer grows with what is inside the layers."""
-    model = make_model(dropout=0.3, attention_dropout=0.2, norm=norm, n_layers=5, d_ff=97).train()
+    model = make_model(dropout=0.3, attention_dropout=0.2, norm_first=norm_first, n_layers=5, d_ff=97).train()
     (plain, much), (again, little) = gradients(model, False), gradients(model, True)
     assert all(torch.equal(one, other) for one, other in zip(plain, again, strict=True))
     assert little < 0.5 * much
