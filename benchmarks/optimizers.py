@@ -30,7 +30,6 @@ from typing import Any
 
 import torch
 from environment import RESULTS, command, commit, cpu_model, device_name, say, warn_if_busy, write
-
 from typing_extensions import override
 
 from transformer_xl.config import UserError, load_recipe

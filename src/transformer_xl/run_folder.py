@@ -129,9 +129,7 @@ class RunFolder:
         try:
             str(path).encode()
         except UnicodeEncodeError:
-            raise UserError(
-                f"{str(path)!r} is not valid UTF-8, which safetensors needs; choose another"
-            ) from None
+            raise UserError(f"{str(path)!r} is not valid UTF-8, which safetensors needs; choose another") from None
         with as_user_error(f"writing {path}"):
             if (path / "config.yaml").exists():
                 raise UserError(

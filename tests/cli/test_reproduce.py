@@ -16,7 +16,7 @@ import pytest
 from refusals import Capture, Said, assert_refused, do, txl
 
 from transformer_xl.analysis import context_table, systems
-from transformer_xl.analysis.systems import BY_NAME
+from transformer_xl.reproduction.systems import BY_NAME
 
 ROWS = tuple(BY_NAME[name] for name in ("xl-full", "learned-half"))
 TINY = (

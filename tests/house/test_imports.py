@@ -25,7 +25,10 @@ RANKS = (
     {"text", "model"},
     {"run_folder"},
     {"evaluation"},
-    {"training", "generation", "analysis", "interop", "baselines"},
+    {"training", "generation", "baselines"},
+    {"analysis"},
+    {"interop"},
+    {"reproduction"},
     {"cli"},
     {"__main__"},
 )

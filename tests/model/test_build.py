@@ -67,7 +67,10 @@ def test_the_class_of_one_architecture_refuses_the_settings_of_another(settings:
         ({"zoneout": 0.1}, "zoneout is a setting of qrnn, and this is architecture transformer-xl; leave it out"),
         ({"architecture": "lstm", "attention_window": 3}, "model.attention_window is a setting of transformer-xl, "),
         ({"architecture": "al-rfou", "clamp_length": 3}, "clamp_length is a setting of transformer-xl, shaw, and"),
-        ({"architecture": "shaw", "tie_attention_biases": False}, "tie_attention_biases is a setting of transformer-xl"),
+        (
+            {"architecture": "shaw", "tie_attention_biases": False},
+            "tie_attention_biases is a setting of transformer-xl",
+        ),
         ({"architecture": "vaswani", "max_position_embeddings": 3}, "max_position_embeddings is a setting of al-rfou"),
         ({"architecture": "vaswani", "intermediate_layer_losses": True, "cutoffs": (5,)}, "need one softmax"),
         ({"architecture": "lstm", "layer": 3}, r"'model.layer' of architecture lstm \(did you mean 'n_layers'\?\)"),

@@ -16,7 +16,7 @@ from transformer_xl.files import as_user_error, write_text
 from transformer_xl.progress import ProgressBar, say
 
 if TYPE_CHECKING:
-    from transformer_xl.analysis.demo_page import DemoResults
+    from transformer_xl.reproduction.demo_page import DemoResults
     from transformer_xl.run_folder import Run, RunFolder
     from transformer_xl.text.token_store import Corpus
 
@@ -44,7 +44,7 @@ def demo(
     tokens
         Test tokens scored, from the start of the test text.
     """
-    from transformer_xl.analysis.demo_page import demo_page
+    from transformer_xl.reproduction.demo_page import demo_page
 
     began = time.perf_counter()
     load_recipe(recipe)
@@ -98,9 +98,9 @@ def _train(out: Path, recipe: str, machine: Machine) -> tuple[RunFolder, Corpus,
 
 
 def _examine(folder: RunFolder, corpus: Corpus, machine: Machine, tokens: int, began: float) -> DemoResults:
-    from transformer_xl.analysis.demo_page import DemoResults
     from transformer_xl.generation.decoding import generate
     from transformer_xl.generation.sampling import Sampler
+    from transformer_xl.reproduction.demo_page import DemoResults
     from transformer_xl.run_folder import load
 
     run = load(folder.path, device=str(machine.choose()))
@@ -134,7 +134,7 @@ def _scored(run: Run, corpus: Corpus, length: int, tokens: int) -> dict[str, Any
 
 
 def _show(folder: RunFolder, report: Path, results: DemoResults, json: bool) -> None:
-    from transformer_xl.analysis.demo_page import COLUMNS, result_rows
+    from transformer_xl.reproduction.demo_page import COLUMNS, result_rows
 
     if json:
         print_json(

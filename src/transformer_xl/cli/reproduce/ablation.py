@@ -9,11 +9,11 @@ from cyclopts import Parameter
 from transformer_xl.cli.options import Json, whole_numbers
 from transformer_xl.cli.output import print_json, print_table
 from transformer_xl.cli.reproduce.scale import Scale
-from transformer_xl.cli.reproduce.workshop import Workshop, keep
+from transformer_xl.reproduction.reproduction import Reproduction, keep
 
 if TYPE_CHECKING:
-    from transformer_xl.analysis.ablation import Findings, Measure
-    from transformer_xl.analysis.systems import System
+    from transformer_xl.reproduction.ablation import Findings, Measure
+    from transformer_xl.reproduction.systems import System
 
 _DEFAULT = Scale()
 
@@ -37,12 +37,12 @@ def ablation(
         Attention lengths at which each system is scored, in tokens. [default: from half a segment to six segments]
     """
     wanted = None if lengths is None else whole_numbers("--lengths", lengths)
-    make_ablation(Workshop.opened(scale), wanted, json=json)
+    make_ablation(Reproduction.opened(scale), wanted, json=json)
 
 
-def make_ablation(workshop: Workshop, wanted: tuple[int, ...] | None = None, *, json: bool = False) -> None:
+def make_ablation(reproduction: Reproduction, wanted: tuple[int, ...] | None = None, *, json: bool = False) -> None:
     """Trains, scores, and writes and prints what was found."""
-    from transformer_xl.analysis.ablation import (
+    from transformer_xl.reproduction.ablation import (
         COLUMNS,
         NAMES,
         equal_memory_rows,
@@ -50,20 +50,20 @@ def make_ablation(workshop: Workshop, wanted: tuple[int, ...] | None = None, *, 
         table_rows,
         verdicts,
     )
-    from transformer_xl.analysis.systems import ABLATION, EQUAL_MEMORY
+    from transformer_xl.reproduction.systems import ABLATION, EQUAL_MEMORY
 
     systems = (*ABLATION, *EQUAL_MEMORY)
-    windows = {system.name: workshop.windows(system, wanted) for system in systems}
-    workshop.finish(systems, windows)
-    measure: Measure = "perplexity" if workshop.corpus.tokenizer.kind == "words" else "bits_per_byte"
-    found = {system.name: _findings(workshop, system, windows[system.name], measure) for system in systems}
+    windows = {system.name: reproduction.windows(system, wanted) for system in systems}
+    reproduction.finish(systems, windows)
+    measure: Measure = "perplexity" if reproduction.corpus.tokenizer.kind == "words" else "bits_per_byte"
+    found = {system.name: _findings(reproduction, system, windows[system.name], measure) for system in systems}
     figures = {
-        **workshop.about(),
+        **reproduction.about(),
         "measure": measure,
         "systems": {name: findings.as_dict() for name, findings in found.items()},
         "verdicts": [list(pair) for pair in verdicts(found)],
     }
-    report = keep(workshop.path, "ablation", figures)
+    report = keep(reproduction.path, "ablation", figures)
     if json:
         print_json({**figures, "report": str(report)})
         return
@@ -75,11 +75,11 @@ def make_ablation(workshop: Workshop, wanted: tuple[int, ...] | None = None, *, 
     print(f"report: {report}")
 
 
-def _findings(workshop: Workshop, system: System, windows: tuple[int, ...], measure: Measure) -> Findings:
-    from transformer_xl.analysis.ablation import Findings
-    from transformer_xl.cli.reproduce.workshop import read_scores
+def _findings(reproduction: Reproduction, system: System, windows: tuple[int, ...], measure: Measure) -> Findings:
+    from transformer_xl.reproduction.ablation import Findings
+    from transformer_xl.reproduction.reproduction import read_scores
 
-    by_seed = [{entry["window"]: entry[measure] for entry in read_scores(file)} for file in workshop.scores(system)]
+    by_seed = [{entry["window"]: entry[measure] for entry in read_scores(file)} for file in reproduction.scores(system)]
     by_length = {window: [scores[window] for scores in by_seed] for window in windows}
-    segment, initial = workshop.lengths(system)
+    segment, initial = reproduction.lengths(system)
     return Findings(system, segment, initial, by_length, measure)

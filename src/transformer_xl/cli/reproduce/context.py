@@ -11,8 +11,8 @@ from cyclopts import Parameter
 from transformer_xl.cli.options import Json
 from transformer_xl.cli.output import print_json, print_table
 from transformer_xl.cli.reproduce.scale import Scale
-from transformer_xl.cli.reproduce.workshop import Workshop, best_window, keep
 from transformer_xl.progress import ProgressBar, say
+from transformer_xl.reproduction.reproduction import Reproduction, best_window, keep
 
 if TYPE_CHECKING:
     from transformer_xl.analysis.effective_context import ContextSweep, GroupModel
@@ -44,45 +44,45 @@ def context(
     positions
         Number of places drawn from the test text.
     """
-    workshop = Workshop.opened(scale)
-    make_context(workshop, workshop.context_sweep(step, longest, positions), json=json)
+    reproduction = Reproduction.opened(scale)
+    make_context(reproduction, reproduction.context_sweep(step, longest, positions), json=json)
 
 
-def make_context(workshop: Workshop, sweep: ContextSweep, *, json: bool = False) -> None:
+def make_context(reproduction: Reproduction, sweep: ContextSweep, *, json: bool = False) -> None:
     """Trains, measures, writes and prints what was found; groups measured before are taken as they are."""
-    from transformer_xl.analysis.context_table import COLUMNS, GROUPS, table_rows
-    from transformer_xl.analysis.systems import BY_NAME
+    from transformer_xl.reproduction.context_table import COLUMNS, GROUPS, table_rows
+    from transformer_xl.reproduction.systems import BY_NAME
 
     systems = [BY_NAME[name] for names in GROUPS for name in names]
-    sweep.draw_positions(workshop.corpus.split("test").num_tokens)
-    workshop.finish(systems, {system.name: workshop.windows(system) for system in systems})
-    known = _measured_before(workshop.path / "context.json")
+    sweep.draw_positions(reproduction.corpus.split("test").num_tokens)
+    reproduction.finish(systems, {system.name: reproduction.windows(system) for system in systems})
+    known = _measured_before(reproduction.path / "context.json")
     groups: list[dict[str, Any]] = []
-    figures = {**workshop.about(), "groups": groups}
-    report = workshop.path / "report.html"
-    for index, seed in enumerate(workshop.seeds):
+    figures = {**reproduction.about(), "groups": groups}
+    report = reproduction.path / "report.html"
+    for index, seed in enumerate(reproduction.seeds):
         for names in GROUPS:
-            models = [_reader(workshop, name, index) for name in names]
+            models = [_reader(reproduction, name, index) for name in names]
             same = (group for group in known if _is_of(group, seed, models, sweep))
-            groups.append(next(same, None) or _measured(workshop, seed, models, sweep))
-            report = keep(workshop.path, "context", figures)
+            groups.append(next(same, None) or _measured(reproduction, seed, models, sweep))
+            report = keep(reproduction.path, "context", figures)
     if json:
         print_json({**figures, "report": str(report)})
         return
-    seeds = f"{len(workshop.seeds)} seeds" if len(workshop.seeds) > 1 else "1 seed"
+    seeds = f"{len(reproduction.seeds)} seeds" if len(reproduction.seeds) > 1 else "1 seed"
     for rows in table_rows(groups):
         print_table(f"Relative effective context length in tokens, a figure for each of {seeds}", COLUMNS, rows)
     print(f"report: {report}")
 
 
-def _measured(workshop: Workshop, seed: int, models: list[GroupModel], sweep: ContextSweep) -> dict[str, Any]:
+def _measured(reproduction: Reproduction, seed: int, models: list[GroupModel], sweep: ContextSweep) -> dict[str, Any]:
     from transformer_xl.analysis.effective_context import measure_context
 
     cost = sum(reader.cost(sweep) for reader in models)
     names = ", ".join(reader.name for reader in models)
     say(f"seed {seed}: {names} read {cost:,} tokens in {len(sweep.contexts)} contexts")
     with ProgressBar("context", cost, "tokens") as bar:
-        found = measure_context(models, workshop.corpus.split("test").tokens, sweep, bar.advance)
+        found = measure_context(models, reproduction.corpus.split("test").tokens, sweep, bar.advance)
     return {"trained_with_seed": seed, **found.as_dict()}
 
 
@@ -110,17 +110,17 @@ def _is_of(group: dict[str, Any], seed: int, models: list[GroupModel], sweep: Co
     return found == wanted and same == (list(sweep.contexts), sweep.num_positions, sweep.threshold, seed)
 
 
-def _reader(workshop: Workshop, name: str, index: int) -> GroupModel:
+def _reader(reproduction: Reproduction, name: str, index: int) -> GroupModel:
     from transformer_xl.analysis.effective_context import GroupModel
-    from transformer_xl.analysis.systems import BY_NAME
     from transformer_xl.device import choose_device
     from transformer_xl.evaluation.plan import EvaluationPlan
+    from transformer_xl.reproduction.systems import BY_NAME
     from transformer_xl.run_folder import RunFolder
 
     system = BY_NAME[name]
-    folder = RunFolder.open(workshop.runs(system)[index])
-    window = best_window(workshop.scores(system)[index]) if system.attends and system.has_memory else None
+    folder = RunFolder.open(reproduction.runs(system)[index])
+    window = best_window(reproduction.scores(system)[index]) if system.attends and system.has_memory else None
     lengths = {} if window is None else {"memory": window - 1, "window": window}
     return GroupModel(
-        name, folder.load_model(choose_device(workshop.device)), EvaluationPlan.of(folder.config, **lengths)
+        name, folder.load_model(choose_device(reproduction.device)), EvaluationPlan.of(folder.config, **lengths)
     )

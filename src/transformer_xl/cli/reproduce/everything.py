@@ -13,8 +13,8 @@ from transformer_xl.cli.reproduce.ablation import make_ablation
 from transformer_xl.cli.reproduce.context import make_context
 from transformer_xl.cli.reproduce.scale import Scale
 from transformer_xl.cli.reproduce.speed import SMOKE, is_measured, make_speed
-from transformer_xl.cli.reproduce.workshop import Workshop, keep_report
 from transformer_xl.progress import say
+from transformer_xl.reproduction.reproduction import Reproduction, keep_report
 
 _DEFAULT = Scale()
 
@@ -35,13 +35,13 @@ def everything(
     speed_of
         Recipe whose sizes the speed of evaluation is measured at.
     """
-    workshop = Workshop.opened(scale)
-    sweep = workshop.context_sweep(positions=100 if scale.smoke else 1000)
-    make_ablation(workshop)
-    make_context(workshop, sweep)
-    pictures = workshop.path / "attention"
+    reproduction = Reproduction.opened(scale)
+    sweep = reproduction.context_sweep(positions=100 if scale.smoke else 1000)
+    make_ablation(reproduction)
+    make_context(reproduction, sweep)
+    pictures = reproduction.path / "attention"
     if not pictures.exists():
-        run = workshop.path / "runs" / f"xl-full-seed{workshop.seeds[0]}"
+        run = reproduction.path / "runs" / f"xl-full-seed{reproduction.seeds[0]}"
         attention(run, pictures=Pictures(out=pictures), machine=Machine(scale.device))
     model, contested = ("tiny", SMOKE) if scale.smoke else (speed_of, Contested())
     if not is_measured(model, scale.out):

@@ -11,8 +11,8 @@ from cyclopts import Parameter
 from transformer_xl.cli.analyze.speed import Contested, measure_speed, show_speed
 from transformer_xl.cli.options import ANY_MACHINE, Json, Machine, MachineOptions
 from transformer_xl.cli.output import command_line, print_json
-from transformer_xl.cli.reproduce.workshop import check_folder, keep
 from transformer_xl.files import as_user_error
+from transformer_xl.reproduction.reproduction import check_folder, keep
 
 _THE_PAPERS = Contested()
 
@@ -69,7 +69,7 @@ def make_speed(model: str, out: Path, contested: Contested, machine: Machine) ->
 
 def is_measured(model: str, out: Path) -> bool:
     """Whether the folder has the figures of this model."""
-    from transformer_xl.analysis.reproduction_page import read_figures
+    from transformer_xl.reproduction.report import read_figures
 
     file = out / "speed.json"
     return file.exists() and read_figures(file).get("model") == model

@@ -2,7 +2,8 @@
 
 import pytest
 
-from transformer_xl.analysis.ablation import (
+from transformer_xl.analysis.plots import draw
+from transformer_xl.reproduction.ablation import (
     COLUMNS,
     Findings,
     chart,
@@ -11,8 +12,7 @@ from transformer_xl.analysis.ablation import (
     table_rows,
     verdicts,
 )
-from transformer_xl.analysis.plots import draw
-from transformer_xl.analysis.systems import BY_NAME
+from transformer_xl.reproduction.systems import BY_NAME
 
 
 def findings(name, by_length, initial=16, measure="bits_per_byte"):

@@ -13,7 +13,7 @@ from statistics import mean
 from typing import Any, Literal
 
 from transformer_xl.analysis.plots import COLOURS, Chart, Line
-from transformer_xl.analysis.systems import ABLATION, BY_NAME, System
+from transformer_xl.reproduction.systems import ABLATION, BY_NAME, System
 
 Measure = Literal["bits_per_byte", "perplexity"]
 DIGITS: dict[Measure, int] = {"bits_per_byte": 3, "perplexity": 2}

@@ -23,7 +23,7 @@ from transformer_xl.files import write_text
 from transformer_xl.progress import ProgressBar
 
 PROGRAM = (sys.executable, "-m", "transformer_xl")
-_GLANCE = 1.0  # seconds between two looks at what is done
+POLL_SECONDS = 1.0  # seconds between two looks at what is done
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Job:
 
 
 @dataclass
-class _Crew:
+class _WorkerPool:
     """Workers that take jobs from one queue."""
 
     logs: Path
@@ -121,7 +121,7 @@ class _Crew:
                 process.send_signal(signal.SIGTERM)
 
 
-def run_side_by_side(
+def run_parallel(
     title: str, jobs: Sequence[Job], logs: Path, *, workers: int, threads: int, held: tuple[int, ...] = ()
 ) -> None:
     """Runs all jobs, so many at a time.
@@ -137,7 +137,7 @@ def run_side_by_side(
     Raises:
         UserError: a job failed; the others were stopped, and have saved.
     """
-    crew = _Crew(logs, threads, held)
+    crew = _WorkerPool(logs, threads, held)
     for job in jobs:
         crew.jobs.put(job)
     pool = ThreadPoolExecutor(workers)
@@ -146,7 +146,7 @@ def run_side_by_side(
         bar.begin_at(shown)
         tasks = [pool.submit(crew.work) for _ in range(workers)]
         with _none_left_behind(crew, tasks):
-            while wait(tasks, timeout=_GLANCE).not_done:
+            while wait(tasks, timeout=POLL_SECONDS).not_done:
                 now = _done(jobs)
                 bar.advance(now - shown, f"{len(crew.finished)} of {len(jobs)} done, now {', '.join(crew.running)}")
                 shown = now
@@ -157,7 +157,7 @@ def run_side_by_side(
 
 
 @contextmanager
-def _none_left_behind(crew: _Crew, tasks: Sequence[Future[None]]) -> Iterator[None]:
+def _none_left_behind(crew: _WorkerPool, tasks: Sequence[Future[None]]) -> Iterator[None]:
     """Whatever ends the work, every process is told to save, and waited for; a second Ctrl-C kills them."""
     try:
         yield

@@ -2,10 +2,10 @@
 
 import pytest
 
-from transformer_xl.analysis import systems
-from transformer_xl.analysis.systems import ABLATION, BY_NAME, EQUAL_MEMORY, RECURRENT, num_parameters
 from transformer_xl.config import UserError, merge, run_settings
 from transformer_xl.model.cost import step_cost
+from transformer_xl.reproduction import systems
+from transformer_xl.reproduction.systems import ABLATION, BY_NAME, EQUAL_MEMORY, RECURRENT, num_parameters
 
 BASE = {
     "model": {"n_layers": 3, "d_model": 32, "n_heads": 2, "d_ff": 64, "dropout": 0.0},

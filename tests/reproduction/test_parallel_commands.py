@@ -9,9 +9,9 @@ import time
 
 import pytest
 
-from transformer_xl.cli import side_by_side
-from transformer_xl.cli.side_by_side import Command, Job, run_side_by_side
 from transformer_xl.config import UserError
+from transformer_xl.reproduction import parallel
+from transformer_xl.reproduction.parallel import Command, Job, run_parallel
 
 
 def jobs_of(*jobs):
@@ -21,7 +21,7 @@ def jobs_of(*jobs):
 def test_what_is_printed_goes_into_a_file_and_commands_follow_one_another(tmp_path):
     one, two = tmp_path / "one.json", tmp_path / "two.json"
     commands = [Command(["recipes", "--json"], output=one), Command(["recipes", "--json"], output=two)]
-    run_side_by_side("all", jobs_of(("a", commands)), tmp_path, workers=1, threads=1)
+    run_parallel("all", jobs_of(("a", commands)), tmp_path, workers=1, threads=1)
     assert one.read_text() == two.read_text() != ""
     assert (tmp_path / "a.log").read_text() == "$ txl recipes --json\n" * 2
 
@@ -30,7 +30,7 @@ def test_a_failure_names_the_job_and_begins_no_other(tmp_path):
     never = tmp_path / "never.json"
     jobs = jobs_of(("bad", [Command(["info", "nowhere"])]), ("next", [Command(["recipes", "--json"], output=never)]))
     with pytest.raises(UserError, match=r"bad failed: nowhere: no such folder.*bad\.log has all it said"):
-        run_side_by_side("all", jobs, tmp_path, workers=1, threads=1)
+        run_parallel("all", jobs, tmp_path, workers=1, threads=1)
     assert not never.exists()
 
 
@@ -39,7 +39,7 @@ def test_a_fault_of_ours_is_not_hidden(tmp_path):
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        run_side_by_side("all", [Job("a", broken)], tmp_path, workers=2, threads=1)
+        run_parallel("all", [Job("a", broken)], tmp_path, workers=2, threads=1)
 
 
 SLEEPER = """
@@ -55,13 +55,13 @@ time.sleep(100)
 PARENT = """
 import signal, sys
 from pathlib import Path
-from transformer_xl.cli import side_by_side
-from transformer_xl.cli.side_by_side import Command, Job, run_side_by_side
-side_by_side.PROGRAM = (sys.executable, sys.argv[1])
+from transformer_xl.reproduction import parallel
+from transformer_xl.reproduction.parallel import Command, Job, run_parallel
+parallel.PROGRAM = (sys.executable, sys.argv[1])
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 jobs = [Job(name, lambda name=name: [Command([str(Path(sys.argv[2]) / name)])]) for name in ("a", "b")]
-run_side_by_side("all", jobs, Path(sys.argv[2]), workers=2, threads=1)
+run_parallel("all", jobs, Path(sys.argv[2]), workers=2, threads=1)
 """
 
 
@@ -79,10 +79,10 @@ def test_a_signal_lets_every_process_save(tmp_path, number):
 
 
 def test_what_is_done_is_counted_by_the_jobs(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(side_by_side, "_GLANCE", 0.01)
+    monkeypatch.setattr(parallel, "POLL_SECONDS", 0.01)
     counted = iter(range(1000))
     job = Job("a", lambda: [Command(["--version"])], size=3, done=lambda: next(counted))
-    run_side_by_side("all", [job], tmp_path, workers=1, threads=1)
+    run_parallel("all", [job], tmp_path, workers=1, threads=1)
     assert next(counted) > 3  # more than its size is not counted, and breaks nothing
 
 

@@ -24,14 +24,14 @@ import yaml
 from transformer_xl.cli.options import num_cores
 from transformer_xl.cli.output import command_line
 from transformer_xl.cli.reproduce.scale import Groups, Scale
-from transformer_xl.cli.side_by_side import Command, Job, run_side_by_side
 from transformer_xl.config import INT32_MAX, RunConfig, UserError, load_recipe, merge, read_yaml, run_settings
 from transformer_xl.files import as_user_error, write_text
 from transformer_xl.progress import say
+from transformer_xl.reproduction.parallel import Command, Job, run_parallel
 
 if TYPE_CHECKING:
     from transformer_xl.analysis.effective_context import ContextSweep
-    from transformer_xl.analysis.systems import System
+    from transformer_xl.reproduction.systems import System
     from transformer_xl.text.token_store import Corpus
 
 _HALVES = (1, 2, 3, 4, 6, 8, 12)  # of a segment: the attention lengths of a sweep
@@ -39,7 +39,7 @@ _MEASURED = ("nats_per_token", "bits_per_byte", "perplexity")
 
 
 @dataclass(frozen=True)
-class Workshop:
+class Reproduction:
     """A reproduction's folder, which need not be there yet."""
 
     path: Path
@@ -54,7 +54,7 @@ class Workshop:
     """Settings of systems, once they are found."""
 
     @staticmethod
-    def opened(scale: Scale) -> Workshop:
+    def opened(scale: Scale) -> Reproduction:
         """Checks what can be checked; nothing is written.
 
         Raises:
@@ -67,9 +67,9 @@ class Workshop:
             raise UserError(f"no corpus at {scale.corpus}; make one with 'txl prepare enwik8' or give --corpus DIR")
         corpus = Corpus.open(scale.corpus)
         tokens = scale.num_tokens(corpus.split("test").num_tokens)
-        workshop = Workshop(scale.out, corpus, base, seeds, tokens, workers, scale.device)
-        workshop.check_same()
-        return workshop
+        reproduction = Reproduction(scale.out, corpus, base, seeds, tokens, workers, scale.device)
+        reproduction.check_same()
+        return reproduction
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -184,7 +184,7 @@ class Workshop:
             if open_jobs:
                 threads = max(1, num_cores() // self.workers)
                 how = {"workers": min(self.workers, len(open_jobs)), "threads": threads, "held": lock}
-                run_side_by_side("reproduce", open_jobs, self.path / "logs", **how)
+                run_parallel("reproduce", open_jobs, self.path / "logs", **how)
 
     def _checked(self, system: System) -> RunConfig:
         """Its settings as a run of the first seed has them, with which training can begin."""
@@ -313,7 +313,7 @@ def keep(out: Path, name: str, figures: dict[str, Any]) -> Path:
 
 def keep_report(out: Path) -> Path:
     """Writes the report of what is there."""
-    from transformer_xl.analysis.reproduction_page import reproduction_page
+    from transformer_xl.reproduction.report import reproduction_page
 
     report = out / "report.html"
     write_text(report, reproduction_page(out))
