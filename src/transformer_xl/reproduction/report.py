@@ -11,11 +11,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from transformer_xl.analysis import ablation, context_table, evaluation_speed
+from transformer_xl.analysis import evaluation_speed
 from transformer_xl.analysis.gain_curves import draw_gains
 from transformer_xl.analysis.plots import draw, svg_of
 from transformer_xl.analysis.report import Page, heading, link, paragraph, picture, table, verbatim
 from transformer_xl.config import UserError
+from transformer_xl.reproduction import ablation, context_table
 from transformer_xl.reproduction.ablation import Findings
 
 Figures = Mapping[str, Any]
