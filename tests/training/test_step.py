@@ -172,7 +172,7 @@ def compare_with_hand(training: Trainer, text: bytes, lengths: list[int]) -> Non
 def test_clip_limits_the_gradient_that_adam_sees(tmp_path: Path) -> None:
     corpus, seen = make_corpus(tmp_path / "corpus", letters(139, seed=1)), {}
     for clip in (0.01, 1000.0):
-        training = start(tmp_path / f"{clip}", corpus, clip=clip)
+        training = start(tmp_path / f"{clip}", corpus, max_grad_norm=clip)
         grads: list[Tensor] = []
         training.optimizers[0].register_step_pre_hook(
             lambda optimizer, _args, _kwargs, grads=grads: grads.append(
