@@ -74,7 +74,9 @@ def test_segments_of_any_lengths_equal_one_pass(norm, lengths, clamp):
     torch.manual_seed(5)
     model = (
         TransformerXL(
-            TransformerXLConfig(vocab_size=23, n_layers=3, d_model=14, n_heads=2, d_ff=19, dropout=0.0, norm=norm)
+            TransformerXLConfig(
+                vocab_size=23, n_layers=3, d_model=14, n_heads=2, d_ff=19, dropout=0.0, norm_first=norm == "pre"
+            )
         )
         .double()
         .eval()

@@ -17,7 +17,7 @@ BOTH = {"intermediate_layer_losses": True, "num_targets": 2}
 @pytest.mark.parametrize("window", [None, 3])
 def test_equals_the_oracle(make_baseline, tokens, name, norm, window):
     """Scores and every gradient."""
-    model, text = make_baseline(name, norm=norm), tokens(2, 7)
+    model, text = make_baseline(name, norm_first=norm == "pre"), tokens(2, 7)
     hidden_BTD, memory = model(text, model.initial_memory(2, ContextLimits(0, window)))
     logits_BTV, weights = model.logits(hidden_BTD), copied(model)
     outputs = absolute(weights, text, n_layers=3, n_heads=2, pre_norm=norm == "pre", attention_window=window)
@@ -86,7 +86,7 @@ def test_places_matter(make_baseline):
 )
 def test_parameters_are_those_published(layers, trained, used, published):
     """44M and 235M count the maps of the auxiliary losses."""
-    settings = load_recipe(f"enwik8-al-rfou-{layers}l").model | {"learned_positions": 512}
+    settings = load_recipe(f"enwik8-al-rfou-{layers}l").model | {"max_position_embeddings": 512}
     with torch.device("meta"):
         whole = build_model(model_config(**settings)).num_parameters()
         without = build_model(
@@ -101,15 +101,15 @@ def test_parameters_are_those_published(layers, trained, used, published):
     [
         (
             lambda model: model.initial_memory(2, ContextLimits(5)),
-            "encoding learned has no memory, and memory 5 was given",
+            "al-rfou has no memory; give memory_length 0",
         ),
         (
             lambda model: model.initial_memory(2, ContextLimits(0, None, 3)),
-            "no distances to clamp, and clamp 3 was given",
+            "al-rfou has no clamp_length; give none, not 3",
         ),
-        (lambda model: model(torch.zeros(1, 18).long()), "segment 18 is longer than the 17 learned positions"),
+        (lambda model: model(torch.zeros(1, 18).long()), "segment_length 18 is longer than the 17 positions"),
         (lambda model: model(torch.zeros(1, 3).long(), model.initial_memory(2)), "memory of 2 rows beside 1"),
-        (lambda model: build_model(model_config(architecture="al-rfou")), "learned needs learned_positions"),
+        (lambda model: build_model(model_config(architecture="al-rfou")), "al-rfou needs max_position_embeddings"),
     ],
 )
 def test_wrong_calls_say_so(make_baseline, call, text):

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from model_configs import model_config
 from oracles import assert_same_gradients, copied, lstm, qrnn
 
-from transformer_xl.config import TransformerXLConfig, UserError
+from transformer_xl.config import UserError
 from transformer_xl.model.baselines.recurrent import LSTMLayer, QRNNLayer, RecurrentMemory
 from transformer_xl.model.build import build_model
 from transformer_xl.model.memory import ContextLimits
@@ -116,7 +117,7 @@ def test_a_state_is_a_value(make_baseline, tokens):
 def test_a_new_model_remembers():
     """Forget gates begin with bias 1, all other biases with 0."""
     for kind, layer, count, place in (("lstm", LSTMLayer, 4, 1), ("qrnn", QRNNLayer, 3, 1)):
-        model = build_model(TransformerXLConfig(kind=kind, d_model=32, n_layers=2))
+        model = build_model(model_config(architecture=kind, d_model=32, n_layers=2))
         for one in model.layers:
             assert isinstance(one, layer)
             bias = one.bias if isinstance(one, LSTMLayer) else one.gates.bias
@@ -134,7 +135,7 @@ def test_a_new_model_remembers():
 def test_what_goes_in_has_variance_1(embedding):
     """No LayerNorm would bring it there, and a layer gives less than it gets."""
     torch.manual_seed(0)
-    model = build_model(TransformerXLConfig(architecture="lstm", d_model=64, n_layers=1, **embedding))
+    model = build_model(model_config(architecture="lstm", d_model=64, n_layers=1, **embedding))
     rows_BTD = model.first_input(torch.arange(256).view(1, -1), None)
     assert 0.85 < rows_BTD.std() < 1.15
 

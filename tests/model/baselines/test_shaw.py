@@ -21,7 +21,7 @@ from transformer_xl.model.memory import ContextLimits
 )
 def test_equals_the_oracle(make_baseline, tokens, norm, context_limits, segments):
     """Scores and every gradient of a model read segment by segment; five distances have a vector."""
-    model = make_baseline("shaw", norm=norm)
+    model = make_baseline("shaw", norm_first=norm == "pre")
     weights, memory = copied(model), model.initial_memory(2, context_limits)
     kept = [torch.zeros(2, 0, 14, dtype=torch.float64)] * 3
     for index, length in enumerate(segments):
@@ -90,5 +90,5 @@ def test_training_in_bfloat16_products_gives_finite_gradients(make_baseline, tok
 
 
 def test_how_many_distances_must_be_said():
-    with pytest.raises(UserError, match="shaw needs learned_positions"):
+    with pytest.raises(UserError, match="shaw needs max_relative_positions"):
         build_model(ShawConfig(architecture="shaw"))
