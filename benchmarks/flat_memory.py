@@ -24,12 +24,13 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
 from transformer_xl import ContextLimits, EvaluationPlan, TransformerXL, TransformerXLConfig
-from transformer_xl.evaluation.scoring import sum_nats
+from transformer_xl.evaluation.evaluate import stream_losses
+from transformer_xl.evaluation.method import TokenizedText
 
 MIB = 2**20
 SETTLED = 0.1  # share of the text after which buffers have their size
 MODEL = {"n_layers": 2, "d_model": 32, "n_heads": 2, "d_head": 16, "d_ff": 64, "dropout": 0.0}
-PLAN = EvaluationPlan(segment=256, context_limits=ContextLimits(256))
+PLAN = EvaluationPlan(segment_length=256, context_limits=ContextLimits(256))
 
 
 def resident_bytes() -> int:
@@ -52,7 +53,8 @@ def measure(num_tokens: int, rows: int, *, num_samples: int = 200) -> dict[str, 
         if done >= len(samples) * num_tokens // num_samples or done == num_tokens:
             samples.append((done, resident_bytes()))
 
-    nats = sum_nats(model, tokens_K, 10, replace(PLAN, rows=rows), sample)
+    text, plan = TokenizedText(tokens_K, bos_token_id=10), replace(PLAN, batch_size=rows)
+    nats = sum(chunk.sum for chunk in stream_losses(model, text, plan, sample))
     seconds = time.perf_counter() - begin
     assert done == num_tokens
     settled = [held for place, held in samples if place >= SETTLED * num_tokens]

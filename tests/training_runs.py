@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 from model_configs import settings_of
+from token_losses import token_nats
 from typing_extensions import override
 
 from transformer_xl.config import ARCHITECTURES, run_settings
-from transformer_xl.evaluation.scoring import EvaluationPlan, sum_nats
+from transformer_xl.evaluation.evaluate import EvaluationPlan
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import ContextLimits
 from transformer_xl.run_folder import RunFolder, config_text
@@ -84,9 +85,9 @@ def rows_nats(model: LanguageModel, tokens: Tokens, rows: int = 3) -> float:
     """The loss of a text in rows that each begin with an empty memory, as validation reads it."""
     edges = [row * len(tokens) // rows for row in range(rows + 1)]
     before = [10, *(int(tokens[edge - 1]) for edge in edges[1:-1])]
-    plan = EvaluationPlan(segment=7, context_limits=ContextLimits(11))
+    plan = EvaluationPlan(segment_length=7, context_limits=ContextLimits(11))
     spans = zip(pairwise(edges), before, strict=True)
-    return sum(sum_nats(model, tokens[begin:end], start, plan) for (begin, end), start in spans)
+    return sum(float(token_nats(model, tokens[begin:end], start, plan).sum()) for (begin, end), start in spans)
 
 
 def lines_of(training: Trainer, split: str) -> list[dict[str, Any]]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformer_xl.config import (
         AlRfouConfig,
+        DynamicConfig,
         EvaluationConfig,
         LSTMConfig,
         ModelConfig,
@@ -24,11 +25,8 @@ if TYPE_CHECKING:
         UserError,
         VaswaniConfig,
     )
-    from transformer_xl.evaluation.dynamic import DynamicEvaluation
-    from transformer_xl.evaluation.evaluate import evaluate
-    from transformer_xl.evaluation.plan import EvaluationPlan
-    from transformer_xl.evaluation.sliding_window import SlidingWindow
-    from transformer_xl.evaluation.texts import score
+    from transformer_xl.evaluation.evaluate import EvaluationPlan, EvaluationResult, evaluate
+    from transformer_xl.evaluation.score import TextScore, score
     from transformer_xl.generation.decoding import generate
     from transformer_xl.generation.sampling import Sampler
     from transformer_xl.model.build import build_model
@@ -46,9 +44,10 @@ _HOMES = {
     "Callback": "training.callbacks",
     "ContextLimits": "model.memory",
     "Corpus": "text.token_store",
-    "DynamicEvaluation": "evaluation.dynamic",
+    "DynamicConfig": "config",
     "EvaluationConfig": "config",
-    "EvaluationPlan": "evaluation.plan",
+    "EvaluationPlan": "evaluation.evaluate",
+    "EvaluationResult": "evaluation.evaluate",
     "LSTMConfig": "config",
     "Memory": "model.memory",
     "ModelConfig": "config",
@@ -57,7 +56,7 @@ _HOMES = {
     "RunConfig": "config",
     "Sampler": "generation.sampling",
     "ShawConfig": "config",
-    "SlidingWindow": "evaluation.sliding_window",
+    "TextScore": "evaluation.score",
     "TrainConfig": "config",
     "TrainResult": "training.train",
     "TransformerXL": "model.transformer_xl",
@@ -70,7 +69,7 @@ _HOMES = {
     "load": "run_folder",
     "resume": "training.train",
     "save": "run_folder",
-    "score": "evaluation.texts",
+    "score": "evaluation.score",
     "train": "training.train",
 }
 
@@ -79,9 +78,10 @@ __all__ = [
     "Callback",
     "ContextLimits",
     "Corpus",
-    "DynamicEvaluation",
+    "DynamicConfig",
     "EvaluationConfig",
     "EvaluationPlan",
+    "EvaluationResult",
     "LSTMConfig",
     "Memory",
     "ModelConfig",
@@ -90,7 +90,7 @@ __all__ = [
     "RunConfig",
     "Sampler",
     "ShawConfig",
-    "SlidingWindow",
+    "TextScore",
     "TrainConfig",
     "TrainResult",
     "TransformerXL",

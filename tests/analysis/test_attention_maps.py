@@ -20,7 +20,7 @@ from transformer_xl.analysis.attention_maps import (
     with_terms,
 )
 from transformer_xl.config import ShawConfig, TransformerXLConfig, UserError
-from transformer_xl.evaluation.plan import EvaluationPlan
+from transformer_xl.evaluation.evaluate import EvaluationPlan
 from transformer_xl.model.build import build_model
 from transformer_xl.model.memory import ContextLimits
 
@@ -57,7 +57,7 @@ CASES = [
 
 @pytest.mark.parametrize(("segment", "reach", "length"), CASES)
 def test_means_are_those_of_a_plain_loop(make_model, text, segment, context_limits, length):
-    model, plan = make_model(layers=2, tie_attention_biases=False), EvaluationPlan(segment, context_limits)
+    model, plan = make_model(n_layers=2, tie_attention_biases=False), EvaluationPlan(segment, context_limits)
     means = AttentionMeans(model, plan, length)
     look(model, text[:length].numpy(), plan, [means.add])
     counted = [i for i in range(length) if i - i % segment >= context_limits.memory]
@@ -100,7 +100,7 @@ def check_terms(model, text, segment, context_limits, length):
 @pytest.mark.parametrize(("segment", "reach", "length"), [*CASES[:5], (53, ContextLimits(0), 19)])
 def test_terms_are_the_papers(make_model, text, segment, context_limits, length):
     """Also where the last segment reaches beyond what is shown."""
-    check_terms(make_model(layers=2, tie_attention_biases=False), text, segment, context_limits, length - length % 3)
+    check_terms(make_model(n_layers=2, tie_attention_biases=False), text, segment, context_limits, length - length % 3)
 
 
 def test_shaws_terms(shaw, text):

@@ -12,7 +12,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from transformer_xl.analysis.attention_maps import TermMaps, look
 from transformer_xl.analysis.attention_pictures import draw_heads, draw_losses, draw_means, draw_terms, save
 from transformer_xl.analysis.loss_by_distance import LossByDistance
-from transformer_xl.evaluation.plan import EvaluationPlan
+from transformer_xl.evaluation.evaluate import EvaluationPlan
 from transformer_xl.model.memory import ContextLimits
 
 FAR = np.random.default_rng(1).random((16, 10, 641)) / np.arange(1, 642) ** 2
@@ -56,7 +56,7 @@ def test_single_heads():
 
 @pytest.mark.parametrize("length", [1, 13, 53])
 def test_terms(make_model, tokens, length, tmp_path):
-    model, plan = make_model(layers=1), EvaluationPlan(5, ContextLimits(11))
+    model, plan = make_model(n_layers=1), EvaluationPlan(5, ContextLimits(11))
     maps = TermMaps(model, length)
     look(model, tokens(1, length)[0].numpy(), plan, [maps.taker(plan)])
     # a formula's sign, a letter that fonts lack, a line end
@@ -80,7 +80,7 @@ def test_terms(make_model, tokens, length, tmp_path):
 
 
 def test_tokens_of_other_scripts_leave_room_for_the_maps(make_model, tokens, recwarn):
-    model, plan = make_model(layers=1), EvaluationPlan(5, ContextLimits(43))
+    model, plan = make_model(n_layers=1), EvaluationPlan(5, ContextLimits(43))
     maps = TermMaps(model, 48)
     look(model, tokens(1, 48)[0].numpy(), plan, [maps.taker(plan)])
     figure = draw_terms(maps, (0, 0), ["\u4e2d" * 14, "\U0001f600" * 3, "ab\u05d0\u05d1c"] * 16)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from transformer_xl.analysis.effective_context import ContextSweep, EffectiveContext, Gains, GroupModel, measure_context
 from transformer_xl.config import TransformerXLConfig, UserError
-from transformer_xl.evaluation.plan import EvaluationPlan
+from transformer_xl.evaluation.evaluate import EvaluationPlan
 from transformer_xl.model.baselines.token_memory import TokenMemory
 from transformer_xl.model.build import build_model
 from transformer_xl.model.language_model import LanguageModel
@@ -48,7 +48,7 @@ def reader_of(kind: str, rows: int | None = None) -> GroupModel:
     with torch.no_grad():
         for parameter in model.parameters():  # larger than at the start, so that all of it matters
             parameter.add_(torch.randn_like(parameter) * 0.3)
-    return GroupModel(kind, model, EvaluationPlan(SEGMENT, context_limits, rows=rows))
+    return GroupModel(kind, model, EvaluationPlan(SEGMENT, context_limits, batch_size=rows))
 
 
 def text(length: int, seed: int = 3) -> npt.NDArray[np.uint8]:
@@ -345,5 +345,5 @@ def test_weights_that_are_not_numbers_are_refused() -> None:
     reader = reader_of("lstm")
     with torch.no_grad():
         next(reader.model.parameters())[0, 0] = math.inf
-    with pytest.raises(UserError, match="infinite or not numbers"):
+    with pytest.raises(UserError, match="not finite"):
         measure_context([reader], text(61), ContextSweep(min_context=1, context_step=4, max_context=9, num_positions=3))

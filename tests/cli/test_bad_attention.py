@@ -14,7 +14,7 @@ from refusals import assert_refused, do, error_of, files, no_file_larger_than, t
 from transformer_xl import Corpus, EvaluationPlan, load
 from transformer_xl.analysis.attention_maps import AttentionMeans, look, with_terms
 from transformer_xl.analysis.loss_by_distance import in_stretches, loss_by_distance
-from transformer_xl.evaluation.plan import Text
+from transformer_xl.evaluation.method import TokenizedText
 from transformer_xl.model.memory import ContextLimits
 
 Capture = pytest.CaptureFixture[str]
@@ -47,7 +47,7 @@ def test_what_it_leaves(place: Path, tmp_path: Path) -> None:
     said = txl("analyze", "attention", place / "run", *QUICK, "--heads", "1:0", "--out", out, "--json")
     assert said.status == 0
     found = said.object
-    assert (found["tokens"], found["memory"], found["segment"], found["back"], found["page_tokens"]) == (
+    assert (found["tokens"], found["memory_length"], found["segment_length"], found["back"], found["page_tokens"]) == (
         61,
         11,
         7,
@@ -76,10 +76,10 @@ def check_numbers(place: Path, found: dict[str, Any], means: np.ndarray) -> None
     computed = AttentionMeans(model, plan, 61)
     look(model, tokens_K, plan, [computed.add])
     np.testing.assert_allclose(means, computed.mean_LNP(11), rtol=1e-6)
-    cut, _ = in_stretches(Text(tokens_K, run.tokenizer.bos_token_id), plan)
+    cut, _ = in_stretches(TokenizedText(tokens_K, run.tokenizer.bos_token_id), plan)
     assert found["loss"].keys() == {"reset", "continue"}
     for documents in ("reset", "continue"):
-        wanted = loss_by_distance(model, cut, plan, documents)
+        wanted = loss_by_distance(model, cut, plan, reset_memory=documents == "reset")
         nats = [group["nats_per_token"] for group in found["loss"][documents]]
         assert nats == pytest.approx(wanted.nats_G.tolist(), abs=1e-7)
         assert [group["tokens"] for group in found["loss"][documents]] == wanted.count_G.tolist()
@@ -97,7 +97,7 @@ def test_for_people_beside_the_run(place: Path) -> None:
     figures = json.loads((place / "shaw-attention" / "figures.json").read_text())
     distance_LN = np.array([head["mean_distance"] for head in figures["heads"]]).reshape(5, 2)
     assert figures["drawn_heads"] == [[layer, int(distance_LN[layer].argmax())] for layer in (0, 2, 4)]
-    assert figures["memory"] == 11
+    assert figures["memory_length"] == 11
     page = (place / "shaw-attention" / "attention.html").read_text(encoding="utf-8")
     assert "(b) content-dependent position" in page
     assert "(c) global content" not in page
@@ -143,15 +143,15 @@ def test_from_inside_the_run_and_with_a_single_token(place: Path, monkeypatch: p
         ("{}/run --page-tokens 1400 --split train", "2 x 2 heads would take 15 MiB of the page; give 1,023 at most"),
         ("{}/run --prompt line --back 4", "--back 4: the text has 4 tokens; give a longer one, or fewer to --back"),
         (
-            "{}/run --back 18 --memory 11",
-            "--back 18: with memory 11 no token sees farther than 17 back; give --memory 18",
+            "{}/run --back 18 --memory-length 11",
+            "--back 18: with memory 11 no token sees farther than 17 back; give --memory-length 18",
         ),
         (
-            "{}/run --back 9 --window 9",
-            "--back 9: with a window of 9 no token sees farther than 8 .*--window 10 or none",
+            "{}/run --back 9 --attention-window 9",
+            "--back 9: with a window of 9 no token sees farther than 8 .*--attention-window 10 or none",
         ),
         ("{}/run --corpus {}/words", "vocabulary"),
-        ("{}/run --memory 99999999999", "memory 99,999,999,999 is too large"),
+        ("{}/run --memory-length 99999999999", "memory_length.*less than or equal to 2147483647"),
         ("{}/run --out {}/corpus", "corpus exists already; choose another --out or delete it first"),
         ("{}/run --out {}/text.txt/new", "part of the path is a file, not a folder"),
     ],

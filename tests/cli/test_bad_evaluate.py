@@ -29,7 +29,7 @@ def ready(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "folder").mkdir()
     with Patch.context() as patch:
         patch.chdir(place)
-        do("prepare text.txt --out corpus --vocabulary characters")
+        do("prepare text.txt --out corpus --tokenizer characters")
         do(f"train --corpus corpus --run run {MODEL} {TRAIN}")
     return place
 
@@ -42,41 +42,41 @@ def place(ready: Path, tmp_path: Path, monkeypatch: Patch) -> Path:
     return tmp_path / "w"
 
 
+SLIDING = "evaluate run --method sliding-window --memory-length 0"
 WRONG_WORDS = [
-    ("evaluate run --rows 0", "rows 0: wanted 1 or more"),
-    ("evaluate run --rows 2 --warmup -1", "warmup -1: wanted 0 or more"),
-    (f"evaluate run --segment {10**22}", "wanted 1 or more, 2,147,483,647 at most"),
-    (f"evaluate run --rows {10**17}", "wanted 1 or more, 2,147,483,647 at most"),
-    ("evaluate run --method sliding-window --memory 0 --window 5 --segment 3", "--segment was given; a moving window"),
-    (
-        "evaluate run --method sliding-window --memory 0 --window 5 --warmup 3",
-        "warms up by nothing; leave out --warmup",
-    ),
-    ("evaluate run --method dynamic --warmup 3", "without warming up; leave out --warmup"),
-    ("evaluate run --method dynamic --dynamic.form sgd --dynamic.epsilon 5", "--dynamic.epsilon is for the form rms"),
-    ("evaluate run --documents reste", 'Did you mean "reset"?'),
+    ("evaluate run --batch-size 0", "batch_size.*greater than 0"),
+    ("evaluate run --batch-size 2 --warmup-tokens -1", "warmup_tokens.*greater than or equal to 0"),
+    (f"evaluate run --segment-length {10**22}", "segment_length.*less than or equal to 2147483647"),
+    ("evaluate run --max-tokens 0", "max-tokens 0: wanted 1 or more"),
+    (f"{SLIDING} --attention-window 5 --segment-length 3", "segment-length was given, but method sliding-window"),
+    (f"{SLIDING} --attention-window 5 --warmup-tokens 3", "no warm-up; leave out warmup-tokens"),
+    (SLIDING, "needs attention-window"),
+    ("evaluate run --method sliding-window --attention-window 5", "memory-length is 11.*give memory-length 0"),
     ("evaluate run --method moving", "moving"),
-    ("evaluate run --method sliding-window --window 5", r"has no memory, but memory 11 is asked for \(or is the run's"),
-    ("evaluate run --method sliding-window --memory 0", "a moving window needs a length; give --window N"),
-    ("evaluate run --method dynamic --rows 2", "rows 2: dynamic evaluation reads one after another; give 1"),
-    ("evaluate run --method dynamic --dynamic.rate -1", "dynamic rate -1.0: wanted a number, 0 or more"),
-    ("evaluate run --method dynamic --dynamic.rte 1", "--dynamic.rte. Did you mean --dynamic.rate?"),
-    ("evaluate run --dynamic.statistics-tokens 7", "--dynamic.statistics-tokens was given; it goes with --method dyna"),
-    ("evaluate run --per-token a.npy --sweep-memory 0,5", "--per-token and a sweep were both given"),
-    ("evaluate run --per-token gone/a.npy", "writing gone/a.npy: no such file or folder"),
-    ("evaluate run --per-token folder", "writing folder: is a folder, wanted a file"),
+    ("evaluate run --method dynamic --warmup-tokens 3", "no warm-up; leave out warmup-tokens"),
+    ("evaluate run --method dynamic --batch-size 2", "batch-size 2: method dynamic reads one sequence; give 1"),
+    ("evaluate run --method dynamic --dynamic.learning-rate -1", "dynamic.learning_rate.*greater than or equal to 0"),
+    ("evaluate run --method dynamic --dynamic.larning-rate 1", "Did you mean --dynamic.learning-rate?"),
+    ("evaluate run --method dynamic --dynamic.optimizer sgd --dynamic.epsilon 5", "epsilon is for the optimizer rms"),
+    (
+        "evaluate run --dynamic.gradient-stats-tokens 7",
+        "settings of method dynamic were given, but the method is memory",
+    ),
+    ("evaluate run --sweep-memory-length 0,5 --memory-length 3", "--memory-length and --sweep-memory-length were both"),
+    ("evaluate run --token-losses a.npy --sweep-memory-length 0,5", "--token-losses and a sweep were both given"),
+    ("evaluate run --token-losses gone/a.npy", "writing gone/a.npy: no such file or folder"),
+    ("evaluate run --token-losses folder", "writing folder: is a folder, wanted a file"),
     ("score", "RUN requires an argument"),
-    ("score run", "txl score needs texts; give files after the run, or - for standard input"),
+    ("score run", "txl score needs texts"),
     ("score gone text.txt", "gone: no such folder"),
     ("score run gone.txt", "reading gone.txt: no such file or folder"),
     ("score run folder", "reading folder: is a folder, wanted a file"),
-    ("score run empty.txt", "empty.txt: there is no token in it; give some text"),
+    ("score run empty.txt", "empty.txt: the text is empty"),
     ("score run text.txt odd.txt", r"odd.txt: byte 3: not UTF-8 \(byte 0xff\)"),
     ("score run text.txt text.txt", "text.txt was given twice; give each file once"),
     ("score run text.txt --per word", "word"),
     ("score run text.txt --memry 5", r"Unknown option: --memry; --help shows what can be given, and ./--memry is a"),
-    ("score run text.txt --rows 0", "rows 0: wanted 1 or more"),
-    ("score run text.txt --segment 0", "segment 0: wanted 1 or more"),
+    ("score run text.txt --segment-length 0", "segment_length.*greater than 0"),
     ("score run text.txt --device gpu", "no device 'gpu' on this machine"),
 ]
 
@@ -86,16 +86,16 @@ def test_wrong_words(place: Path, words: str, message: str, capfd: Capture) -> N
     assert_refused(place, words, message, capfd)
 
 
-def test_weights_that_are_not_numbers(place: Path, capfd: Capture) -> None:
+def test_weights_that_are_not_finite(place: Path, capfd: Capture) -> None:
     folder = RunFolder.open("run")
     weights, _ = load_tensors(folder.path / "model.safetensors")
-    weights["layers.1.attention.key.weight"][2, 3] = torch.nan
+    name = next(name for name in weights if name.startswith("layers.1."))
+    weights[name].flatten()[3] = torch.nan
     folder.save_weights(weights, step=2, nats=1.0)
     for words in ("evaluate run", "score run text.txt"):
-        message = "the weights layers.1.attention.key.weight hold numbers that are infinite or not numbers; train again"
-        assert_refused(place, words, message, capfd)
+        assert_refused(place, words, f"the weights {name} are not finite; train again", capfd)
 
 
 def test_a_full_disk_leaves_no_losses(place: Path, monkeypatch: Patch, capfd: Capture) -> None:
     full_after(0, monkeypatch)
-    assert_refused(place, "evaluate run --per-token losses.npy", f"writing losses.npy: {FULL}", capfd)
+    assert_refused(place, "evaluate run --token-losses losses.npy", f"writing losses.npy: {FULL}", capfd)

@@ -13,9 +13,8 @@ import torch
 from refusals import Said, txl
 
 import transformer_xl
-from transformer_xl.config import recipe_names
-from transformer_xl.evaluation.evaluate import evaluate
-from transformer_xl.evaluation.plan import EvaluationPlan
+from transformer_xl.config import EvaluationConfig, recipe_names
+from transformer_xl.evaluation.evaluate import EvaluationPlan, evaluate
 from transformer_xl.generation.decoding import generate
 from transformer_xl.generation.sampling import Sampler
 from transformer_xl.model.memory import ContextLimits
@@ -75,11 +74,14 @@ def test_train_as_json_and_with_a_recipe(place: Path, tmp_path: Path) -> None:
     assert (found["run"], found["finished"], found["step"], found["steps"]) == (str(tmp_path / "run"), True, 2, 2)
     config = RunFolder.open(tmp_path / "run").config
     assert (config.recipe, config.model.n_layers, config.train.eval_tokens) == (str(recipe), 1, None)
-    assert EvaluationPlan.of(config) == EvaluationPlan(7, ContextLimits(13, None, 3))
+    assert EvaluationPlan.resolve(config) == EvaluationPlan(7, ContextLimits(13, None, 3))
     more = txl("train", "--resume", tmp_path / "run", "--train.max-steps", "3", "--json")
     assert (more.status, more.object["step"]) == (0, 3)
     assert more.err == f"going on with {tmp_path / 'run'} at step 2 of 3\n"
     assert RunFolder.open(tmp_path / "run").config.train.max_steps == 3
+
+
+LENGTHS = ("segment_length", "memory_length", "attention_window", "clamp_length")
 
 
 def test_evaluate(place: Path) -> None:
@@ -93,43 +95,44 @@ def test_evaluate(place: Path) -> None:
     assert found["bits_per_byte"] == pytest.approx(found["nats_per_token"] / math.log(2), rel=1e-12)
     assert found["perplexity"] == pytest.approx(math.exp(found["nats_per_token"]), rel=1e-12)
     assert found["tokens_per_second"] == pytest.approx(found["tokens"] / found["seconds"])
-    assert (found["segment"], found["memory"], found["window"], found["clamp"]) == (7, 11, None, None)
-    assert (found["run"], found["split"], found["precision"]) == (str(place / "run"), "test", "float32")
+    assert [found[name] for name in LENGTHS] == [7, 11, None, None]
+    assert (found["run"], found["split"], found["dtype"]) == (str(place / "run"), "test", "float32")
     assert found["peak_memory_bytes"] > 0
     assert found["nats_per_token"] < math.log(256)  # it has learnt something
 
 
 def test_evaluate_at_other_lengths(place: Path) -> None:
-    lengths = ["--segment", "5", "--memory", "29", "--window", "23", "--clamp", "3", "--split", "valid"]
-    said = txl("evaluate", place / "run", "--json", *lengths, "--tokens", "31", "--weights", "last")
+    lengths = ["--segment-length=5", "--memory-length=29", "--attention-window=23", "--clamp-length=3"]
+    said = txl("evaluate", place / "run", "--json", *lengths, "--split=valid", "--max-tokens=31", "--checkpoint=last")
     found = said.object
-    assert (found["segment"], found["memory"], found["window"], found["clamp"]) == (5, 29, 23, 3)
+    assert [found[name] for name in LENGTHS] == [5, 29, 23, 3]
     assert (found["tokens"], found["split"]) == (31, "valid")
     run_of = load(place / "run", device="cpu", weights="last")
     split = Corpus.open(place / "corpus").split("valid")
-    wanted = evaluate(run_of, split, EvaluationPlan(5, ContextLimits(29, 23, 3)), limit=31)
+    wanted = evaluate(run_of, split, EvaluationConfig(**dict(zip(LENGTHS, (5, 29, 23, 3), strict=True))), max_tokens=31)
     assert found["nats_per_token"] == pytest.approx(wanted.nats_per_token, rel=1e-6)
-    limitless = txl("evaluate", place / "run", "--json", "--window", "none", "--clamp", "none").object
-    assert (limitless["window"], limitless["clamp"]) == (None, None)
+    limitless = txl("evaluate", place / "run", "--json", "--attention-window=none", "--clamp-length=none").object
+    assert (limitless["attention_window"], limitless["clamp_length"]) == (None, None)
 
 
 def test_sweep_equals_one_after_another(place: Path) -> None:
-    said = txl("evaluate", place / "run", "--json", "--sweep-memory", "0, 11,53", "--tokens", "101")
+    said = txl("evaluate", place / "run", "--json", "--sweep-memory-length", "0, 11,53", "--max-tokens=101")
     assert (said.status, said.err) == (0, "")
     assert (said.object["run"], said.object["split"]) == (str(place / "run"), "test")
     sweep = said.object["sweep"]
-    assert [result["memory"] for result in sweep] == [0, 11, 53]
+    assert [result["memory_length"] for result in sweep] == [0, 11, 53]
     for result in sweep:
-        alone = txl("evaluate", place / "run", "--json", "--memory", str(result["memory"]), "--tokens", "101").object
-        same = ("tokens", "bytes", "nats_per_token", "bits_per_byte", "perplexity", "segment", "window", "clamp")
+        length = f"--memory-length={result['memory_length']}"
+        alone = txl("evaluate", place / "run", "--json", length, "--max-tokens=101").object
+        same = ("tokens", "bytes", "nats_per_token", "bits_per_byte", "perplexity", *LENGTHS)
         assert [result[name] for name in same] == [alone[name] for name in same]
     assert len({result["nats_per_token"] for result in sweep}) == 3
 
 
 def test_evaluate_for_people(place: Path) -> None:
-    said = txl("evaluate", place / "run", "--sweep-memory", "0,11", "--tokens", "101")
+    said = txl("evaluate", place / "run", "--sweep-memory-length", "0,11", "--max-tokens=101")
     assert (said.status, said.err) == (0, "")
-    figures = txl("evaluate", place / "run", "--memory", "11", "--tokens", "101", "--json").object
+    figures = txl("evaluate", place / "run", "--memory-length=11", "--max-tokens=101", "--json").object
     assert "101 tokens, 101 bytes" in said.out
     assert f"{figures['bits_per_byte']:.4f}" in said.out
     assert f"{figures['perplexity']:.3f}" in said.out

@@ -1,11 +1,10 @@
-"""`txl score`, and `txl evaluate` by other ways than one stream: what they print is what the library finds."""
+"""`txl score` and `txl evaluate`: what they print is what the library computes."""
 
 from __future__ import annotations
 
 import io
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,9 @@ import numpy as np
 import pytest
 from refusals import Said, txl
 
-from transformer_xl.evaluation.dynamic import DynamicEvaluation
+from transformer_xl.config import DynamicConfig, EvaluationConfig
 from transformer_xl.evaluation.evaluate import evaluate
-from transformer_xl.evaluation.plan import EvaluationPlan
-from transformer_xl.evaluation.sliding_window import SlidingWindow
-from transformer_xl.evaluation.texts import score
-from transformer_xl.model.memory import ContextLimits
+from transformer_xl.evaluation.score import score
 from transformer_xl.run_folder import Run, load
 from transformer_xl.text.token_store import Corpus
 
@@ -108,16 +104,16 @@ def test_score_reads_standard_input(place: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_files_in_a_row(place: Path, run: Run) -> None:
-    """--documents continue: the second file is read with the memory of the first; rows and segments change nothing."""
+    """--no-reset-memory: the second file continues the first; batch size and segment length change nothing."""
     files = [place / "odd.txt", place / "plain.txt"]
-    said = txl("score", place / "run", *files, "--documents", "continue", "--per", "file", "--json")
-    wanted = score(run, [ODD, "the cat\nsat"], EvaluationPlan.of(run.config))
+    said = txl("score", place / "run", *files, "--no-reset-memory", "--per", "file", "--json")
+    wanted = score(run, [ODD, "the cat\nsat"], EvaluationConfig(reset_memory=False))
     found = [one["logprob"] for one in lines(said)]
     np.testing.assert_allclose(found, [-one.sums.nats for one in wanted], rtol=1e-6)
-    lengths = ["--window", "9", "--memory", "8", "--per", "file", "--json"]
+    lengths = ["--attention-window", "9", "--memory-length", "8", "--per", "file", "--json"]
     several = [
         lines(txl("score", place / "run", *files, *lengths, *more))
-        for more in (["--rows", "1"], ["--rows", "4", "--segment", "3"], ["--segment", "64"])
+        for more in (["--batch-size", "1"], ["--batch-size", "4", "--segment-length", "3"], ["--segment-length", "64"])
     ]
     for one in several[1:]:
         np.testing.assert_allclose(
@@ -136,48 +132,55 @@ def evaluated(place: Path, *words: str | Path) -> dict[str, Any]:
     return said.object
 
 
-def test_evaluate_in_rows_and_by_documents(place: Path, run: Run) -> None:
+def test_evaluate_in_batches_and_by_documents(place: Path, run: Run) -> None:
     split = Corpus.open(place / "corpus").split("test")
     assert split.num_documents == 3
-    one, several = evaluated(place), evaluated(place, "--rows", "5")
+    one, several = evaluated(place), evaluated(place, "--batch-size", "5")
     assert several["nats_per_token"] == pytest.approx(one["nats_per_token"], rel=1e-6)
-    assert (several["rows"], several["warmup"], several["documents"]) == (5, None, "continue")
-    hasty = evaluated(place, "--rows", "5", "--warmup", "0")
+    assert (several["batch_size"], several["warmup_tokens"], several["reset_memory"]) == (5, None, False)
+    hasty = evaluated(place, "--batch-size", "5", "--warmup-tokens", "0")
     assert abs(hasty["nats_per_token"] - one["nats_per_token"]) > 1e-7
-    apart = evaluated(place, "--documents", "reset")
-    wanted = evaluate(run, split, replace(EvaluationPlan.of(run.config), documents="reset"))
+    apart = evaluated(place, "--reset-memory")
+    wanted = evaluate(run, split, EvaluationConfig(reset_memory=True))
     assert apart["nats_per_token"] == pytest.approx(wanted.nats_per_token, rel=1e-6)
     assert abs(apart["nats_per_token"] - one["nats_per_token"]) > 1e-7
 
 
-def test_evaluate_by_a_moving_window(place: Path, run: Run) -> None:
-    found = evaluated(place, "--method", "sliding-window", "--window", "13", "--memory", "0", "--tokens", "59")
+def test_evaluate_by_a_sliding_window(place: Path, run: Run) -> None:
+    found = evaluated(place, "--method=sliding-window", "--attention-window=13", "--memory-length=0", "--max-tokens=59")
     split = Corpus.open(place / "corpus").split("test")
-    wanted = evaluate(run, split, EvaluationPlan(7, ContextLimits(0, 13), method=SlidingWindow()), limit=59)
-    assert (found["method"], found["window"], found["memory"]) == ("sliding-window", 13, 0)
+    wanted = evaluate(
+        run, split, EvaluationConfig(method="sliding-window", attention_window=13, memory_length=0), max_tokens=59
+    )
+    assert (found["method"], found["attention_window"], found["memory_length"]) == ("sliding-window", 13, 0)
     assert found["nats_per_token"] == pytest.approx(wanted.nats_per_token, rel=1e-6)
 
 
-@pytest.mark.parametrize("form", ["rms", "sgd"])
-def test_evaluate_dynamically(place: Path, run: Run, form: str) -> None:
+@pytest.mark.parametrize("optimizer", ["rms", "sgd"])
+def test_evaluate_dynamically(place: Path, run: Run, optimizer: str) -> None:
     """The run on disk stays as it is."""
     weights = (place / "run" / "model.safetensors").read_bytes()
-    words = ["--dynamic.form", form, "--dynamic.rate", "0.001", "--dynamic.decay", "0.1"]
-    if form == "rms":
-        words += ["--dynamic.epsilon", "0.01", "--dynamic.statistics-tokens", "50"]
-    found = evaluated(place, "--method", "dynamic", *words)
+    settings: dict[str, Any] = {"optimizer": optimizer, "learning_rate": 0.001, "decay": 0.1}
+    if optimizer == "rms":
+        settings |= {"epsilon": 0.01, "gradient_stats_tokens": 50}
+    flags = [f"--dynamic.{name.replace('_', '-')}={value}" for name, value in settings.items()]
+    found = evaluated(place, "--method", "dynamic", *flags)
     corpus = Corpus.open(place / "corpus")
-    how = DynamicEvaluation(form, 0.001, 0.1, 0.01, corpus.split("train").tokens, 50)  # type: ignore[arg-type]
-    wanted = evaluate(run, corpus.split("test"), replace(EvaluationPlan.of(run.config), method=how))
-    assert (found["method"], found["method_settings"]) == ("dynamic", how.settings)
-    assert found["method_settings"]["rate"] == 0.001
+    config = EvaluationConfig(method="dynamic", dynamic=DynamicConfig(**settings))
+    wanted = evaluate(run, corpus.split("test"), config, train_split=corpus.split("train"))
+    assert (found["method"], found["method_settings"]) == ("dynamic", settings)
     assert found["nats_per_token"] == pytest.approx(wanted.nats_per_token, rel=1e-6)
     assert found["nats_per_token"] != evaluated(place)["nats_per_token"]
     assert (place / "run" / "model.safetensors").read_bytes() == weights
 
 
+def test_windows_are_swept_with_the_memory_that_fills_them(place: Path) -> None:
+    windows = evaluated(place, "--sweep-attention-window=4,9", "--max-tokens=59")["sweep"]
+    assert [(each["attention_window"], each["memory_length"]) for each in windows] == [(4, 3), (9, 8)]
+
+
 def test_losses_of_every_token_in_a_file(place: Path, tmp_path: Path) -> None:
-    found = evaluated(place, "--per-token", tmp_path / "losses.npy", "--rows", "3")
+    found = evaluated(place, "--token-losses", tmp_path / "losses.npy", "--batch-size", "3")
     nats_K = np.load(tmp_path / "losses.npy", allow_pickle=False)
     assert len(nats_K) == found["tokens"]
     assert nats_K.mean(dtype=np.float64) == pytest.approx(found["nats_per_token"], rel=1e-6)
@@ -185,21 +188,26 @@ def test_losses_of_every_token_in_a_file(place: Path, tmp_path: Path) -> None:
 
 def test_remarks_go_to_standard_error(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is not wrong but may not be meant is said, and the result is there all the same."""
-    said = txl("evaluate", place / "run", "--json", "--window", "64")
-    assert said.err == (
-        "remark: memory 11 is too short for a window of 64, so tokens see 12 keys or more, as their place in the "
-        "segment has it; --memory 63 gives each the whole window\n"
-    )
-    assert said.object["window"] == 64
-    assert txl("evaluate", place / "run", "--json", "--window", "12").err == ""
-    monkeypatch.setattr("transformer_xl.device.has_bfloat16", lambda _: False)
-    said = txl("evaluate", place / "run", "--json", "--precision", "bfloat16", "--tokens", "2")
+    said = txl("evaluate", place / "run", "--json", "--attention-window", "64")
+    assert said.err.startswith("remark: memory-length 11 is too short for attention-window 64")
+    assert said.err.endswith("memory-length 63 fills it\n")
+    assert said.object["attention_window"] == 64
+    assert txl("evaluate", place / "run", "--json", "--attention-window", "12").err == ""
+    monkeypatch.setattr("transformer_xl.evaluation.evaluate.has_bfloat16", lambda _: False)
+    said = txl("evaluate", place / "run", "--json", "--dtype", "bfloat16", "--max-tokens", "2")
     assert said.err.startswith("remark: this machine has no bfloat16 instructions")
-    assert said.object["precision"] == "bfloat16"
+    assert said.object["dtype"] == "bfloat16"
 
 
-def test_evaluate_says_how_for_people(place: Path) -> None:
-    words = ["--method", "sliding-window", "--window", "5", "--memory", "0", "--documents", "reset", "--tokens", "31"]
+def test_evaluate_for_people(place: Path) -> None:
+    words = [
+        "--method=sliding-window",
+        "--attention-window=5",
+        "--memory-length=0",
+        "--reset-memory",
+        "--max-tokens=31",
+    ]
     said = txl("evaluate", place / "run", *words)
     assert (said.status, said.err) == (0, "")
-    assert "method sliding-window, each document by itself" in said.out
+    assert "method sliding-window, memory reset at each document" in said.out
+    assert "method memory" in txl("evaluate", place / "run", "--max-tokens=31").out

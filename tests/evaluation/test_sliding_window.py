@@ -1,4 +1,4 @@
-"""The moving window: each token from exactly the tokens before it that the window holds, any number at once."""
+"""Sliding window: each token from exactly the tokens before it that the window holds, for any batch size."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import numpy.typing as npt
 import pytest
 import torch
 from model_configs import model_config
+from token_losses import token_nats
 
 from transformer_xl.config import UserError
-from transformer_xl.evaluation.plan import EvaluationPlan, Text
-from transformer_xl.evaluation.scoring import ordered, score_parts, token_nats
+from transformer_xl.evaluation.evaluate import EvaluationPlan, losses_in_order
+from transformer_xl.evaluation.method import TokenizedText
 from transformer_xl.evaluation.sliding_window import SlidingWindow
 from transformer_xl.model.build import build_model
 from transformer_xl.model.memory import ContextLimits
@@ -26,48 +27,34 @@ def draw(length: int) -> npt.NDArray[Any]:
     return np.random.default_rng(3).integers(0, 23, length).astype(np.uint8)
 
 
-def moved(
-    window: int | None, rows: int | None = None, context: int | None = None, **context_limits: Any
-) -> EvaluationPlan:
-    return EvaluationPlan(7, ContextLimits(0, window, **context_limits), rows=rows, method=SlidingWindow(context))
+def sliding(window: int | None, batch_size: int | None = None, clamp_length: int | None = None) -> EvaluationPlan:
+    return EvaluationPlan(7, ContextLimits(0, window, clamp_length), batch_size, method=SlidingWindow())
 
 
 @pytest.mark.parametrize("window", [1, 2, 5, 36, 37, 50])
-@pytest.mark.parametrize("rows", [None, 1, 3, 100])
+@pytest.mark.parametrize("batch_size", [None, 1, 3, 100])
 @pytest.mark.parametrize("clamp", [None, 3])
-def test_each_token_is_predicted_from_its_window_alone(make_model, window, rows, clamp) -> None:
+def test_each_token_is_predicted_from_its_window_alone(make_model, window, batch_size, clamp) -> None:
     """By definition: a pass of its own for each, over the `window` tokens before it, the first the start token."""
     model, tokens_K = make_model(), draw(37)
     before = [START, *tokens_K.tolist()]
     wanted = []
-    for place in range(37):
-        inputs_BT = torch.tensor([before[max(0, place + 1 - window) : place + 1]])
+    for position in range(37):
+        inputs_BT = torch.tensor([before[max(0, position + 1 - window) : position + 1]])
         with torch.no_grad():
             hidden_BTD, _ = model(inputs_BT, model.initial_memory(1, ContextLimits(0, None, clamp)))
-            wanted.append(model.nats(hidden_BTD[:, -1:], torch.tensor([[tokens_K[place].item()]])).item())
-    found_K = token_nats(model, tokens_K, START, moved(window, rows, clamp_length=clamp))
+            wanted.append(model.nats(hidden_BTD[:, -1:], torch.tensor([[tokens_K[position].item()]])).item())
+    found_K = token_nats(model, tokens_K, START, sliding(window, batch_size, clamp_length=clamp))
     np.testing.assert_allclose(found_K, wanted, **CLOSE)
 
 
 @pytest.mark.parametrize("window", [1, 4, 11])
 @pytest.mark.parametrize("segment", [1, 5, 64])
 def test_one_layer_with_memory_sees_the_same(make_model, window, segment) -> None:
-    """Where both see the same context, memory gives the very losses of the moving window."""
-    model, tokens_K = make_model(layers=1), draw(61)
+    """Where both see the same context, memory gives the very losses of the sliding window."""
+    model, tokens_K = make_model(n_layers=1), draw(61)
     read_on_K = token_nats(model, tokens_K, START, EvaluationPlan(segment, ContextLimits(window - 1, window)))
-    np.testing.assert_allclose(token_nats(model, tokens_K, START, moved(window)), read_on_K, **CLOSE)
-
-
-@pytest.mark.parametrize("layers", [2, 3])
-def test_deeper_models_with_memory_see_further(make_model, layers) -> None:
-    """window - 1 tokens further back in each layer: a moving window of that whole length gives the same losses."""
-    model, tokens_K, window = make_model(layers=layers), draw(61), 5
-    read_on_K = token_nats(model, tokens_K, START, EvaluationPlan(7, ContextLimits(window - 1, window)))
-    whole = layers * (window - 1) + 1
-    np.testing.assert_allclose(token_nats(model, tokens_K, START, moved(window, context=whole)), read_on_K, **CLOSE)
-    shorter_K = token_nats(model, tokens_K, START, moved(window, context=whole - 1))
-    assert np.abs(shorter_K - read_on_K)[whole - 1 :].max() > 1e-9
-    assert np.abs(token_nats(model, tokens_K, START, moved(window)) - read_on_K).max() > 1e-6
+    np.testing.assert_allclose(token_nats(model, tokens_K, START, sliding(window)), read_on_K, **CLOSE)
 
 
 @pytest.mark.parametrize(
@@ -77,35 +64,33 @@ def test_models_that_know_no_memory_or_no_window(settings: dict[str, Any]) -> No
     """The paper's vanilla models: places count from the window's start. A recurrent one starts with an empty state."""
     torch.manual_seed(7)
     sizes = {"vocab_size": 23, "n_layers": 2, "d_model": 14, "n_heads": 2, "d_ff": 19, "dropout": 0.0}
-    sizes |= {"learned_positions": 5} if settings.get("encoding") == "learned" else {}
+    sizes |= {"max_position_embeddings": 5} if settings["architecture"] == "al-rfou" else {}
     model, tokens_K = build_model(model_config(**sizes | settings)).double().eval(), draw(37)
     before, wanted = [START, *tokens_K.tolist()], []
-    for place in range(37):
-        inputs_BT = torch.tensor([before[max(0, place - 4) : place + 1]])
+    for position in range(37):
+        inputs_BT = torch.tensor([before[max(0, position - 4) : position + 1]])
         with torch.no_grad():
             hidden_BTD, _ = model(inputs_BT, model.initial_memory(1, ContextLimits(0)))
-            wanted.append(model.nats(hidden_BTD[:, -1:], torch.tensor([[tokens_K[place].item()]])).item())
-    np.testing.assert_allclose(token_nats(model, tokens_K, START, moved(5)), wanted, **CLOSE)
+            wanted.append(model.nats(hidden_BTD[:, -1:], torch.tensor([[tokens_K[position].item()]])).item())
+    np.testing.assert_allclose(token_nats(model, tokens_K, START, sliding(5)), wanted, **CLOSE)
 
 
 def test_documents_that_start_afresh(make_model) -> None:
     model, tokens_K, told = make_model(), draw(61), []
-    text = Text(tokens_K, START, np.array([0, 2, 7, 40]))
-    found_K = np.full(61, np.nan)
-    ordered(score_parts(model, text, replace(moved(5), documents="reset"), told.append), found_K)
+    text = TokenizedText(tokens_K, START, np.array([0, 2, 7, 40]))
+    found_K = losses_in_order(model, text, replace(sliding(5), reset_memory=True), told.append)
     edges = [(0, 2), (2, 7), (7, 40), (40, 61)]
-    alone = [token_nats(model, tokens_K[begin:end], START, moved(5)) for begin, end in edges]
+    alone = [token_nats(model, tokens_K[begin:end], START, sliding(5)) for begin, end in edges]
     np.testing.assert_allclose(found_K, np.concatenate(alone), **CLOSE)
     assert sum(told) == 61
 
 
 def test_a_model_with_memory_is_refused(make_model) -> None:
-    plan = replace(moved(5), context_limits=ContextLimits(11, 5))
-    message = "a moving window computes everything anew and has no memory, but memory 11 is asked for .*--memory 0"
-    with pytest.raises(UserError, match=message):
+    plan = replace(sliding(5), context_limits=ContextLimits(11, 5))
+    with pytest.raises(UserError, match=r"has no memory, but memory-length is 11.* give memory-length 0"):
         token_nats(make_model(), draw(7), START, plan)
 
 
 def test_a_window_without_length_is_refused(make_model) -> None:
-    with pytest.raises(UserError, match="a moving window needs a length; give --window N"):
-        token_nats(make_model(), draw(7), START, moved(None))
+    with pytest.raises(UserError, match="needs attention-window"):
+        token_nats(make_model(), draw(7), START, sliding(None))

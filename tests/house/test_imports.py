@@ -87,7 +87,11 @@ def test_imports_point_one_way() -> None:
         ("model", "from transformer_xl.device import autocast", ["device"]),
         ("model", "def f():\n    import transformer_xl.text.segments", ["text"]),
         ("text", "from transformer_xl.model.memory import Memory", ["model"]),
-        ("run_folder", "if TYPE_CHECKING:\n    from transformer_xl.evaluation.scoring import Plan", ["evaluation"]),
+        (
+            "run_folder",
+            "if TYPE_CHECKING:\n    from transformer_xl.evaluation.evaluate import EvaluationPlan",
+            ["evaluation"],
+        ),
         ("training", "from transformer_xl.generation.decoding import generate", ["generation"]),
         ("generation", "from transformer_xl.cli.output import print_json", ["cli"]),
         ("device", "from transformer_xl import files, load, __version__", ["load"]),

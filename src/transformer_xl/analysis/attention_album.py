@@ -68,10 +68,10 @@ class Album:
 
     def _about(self) -> str:
         figures = self.figures
-        window = "" if figures["window"] is None else f", a window of {figures['window']:,}"
+        window = "" if figures["attention_window"] is None else f", a window of {figures['attention_window']:,}"
         return (
             f"The first {number_of(figures['page_tokens'])} of a text, read from an empty memory on, "
-            f"{figures['segment']:,} at a time beside {figures['memory']:,} slots of memory{window}. Layers and heads "
+            f"{figures['segment_length']:,} at a time beside {figures['memory_length']:,} slots of memory{window}. Layers and heads "
             "are numbered from 0."
         )
 

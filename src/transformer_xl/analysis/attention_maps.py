@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from transformer_xl.config import AbsoluteConfig, ShawConfig, UserError
-from transformer_xl.evaluation.plan import EvaluationPlan, Progress
-from transformer_xl.evaluation.scoring import attends_empty_memory, check_weights, computing
-from transformer_xl.evaluation.stretches import slots_needed
+from transformer_xl.evaluation.evaluate import EvaluationPlan, check_weights
+from transformer_xl.evaluation.memory import memory_slots
+from transformer_xl.evaluation.method import ProgressCallback, compute_context
 from transformer_xl.model.kernels import AttentionTerms
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.transformer_xl import LayerTrace, TransformerXL
@@ -92,7 +92,7 @@ def look(
     tokens_K: Tokens,
     plan: EvaluationPlan,
     takers: Sequence[Taker],
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
 ) -> None:
     """Reads a text from an empty memory on and shows every layer of every segment to the takers, in order.
 
@@ -110,11 +110,11 @@ def look(
     check_weights(model)
     device, context_limits = next(model.parameters()).device, plan.context_limits
     # slots that the text never fills change nothing, unless they are attended
-    slots = context_limits.memory_length if attends_empty_memory(model) else slots_needed(len(tokens_K), plan)
+    slots = memory_slots(model, len(tokens_K), plan)
     memory = model.initial_memory(1, replace(context_limits, memory_length=slots))
-    for begin in range(0, len(tokens_K), plan.segment):
-        ids_T = np.asarray(tokens_K[begin : begin + plan.segment], dtype=np.int64)
-        with computing(device, "float32"):
+    for begin in range(0, len(tokens_K), plan.segment_length):
+        ids_T = np.asarray(tokens_K[begin : begin + plan.segment_length], dtype=np.int64)
+        with compute_context(device, "float32"):
             tokens_BT = torch.from_numpy(ids_T)[None].to(device)
             rows_BTD = [model.first_input(tokens_BT, None)]
             for layer, trace in enumerate(model.trace(tokens_BT, memory)):
@@ -161,7 +161,7 @@ class AttentionMeans:
     def __init__(self, model: TransformerXL, plan: EvaluationPlan, num_tokens: int) -> None:
         num_distances = min(distances_seen(plan), num_tokens)
         shape = (model.config.n_layers, model.config.n_heads)
-        before = -(-plan.context_limits.memory_length // plan.segment) * plan.segment
+        before = -(-plan.context_limits.memory_length // plan.segment_length) * plan.segment_length
         self.fills_memory = num_tokens > before
         """Whether the text is long enough for queries that have their memory full."""
         self._least_valid = plan.context_limits.memory_length if self.fills_memory else 0
@@ -206,7 +206,7 @@ class AttentionMeans:
 
 def distances_seen(plan: EvaluationPlan) -> int:
     """P: how many distances, 0 included, the last query of a segment sees beside a full memory."""
-    num_keys = plan.context_limits.memory_length + plan.segment
+    num_keys = plan.context_limits.memory_length + plan.segment_length
     return min(num_keys, plan.context_limits.attention_window or num_keys)
 
 
@@ -241,7 +241,7 @@ class TermMaps:
         """What `look` is given, with that plan; views beyond the first Q tokens are passed over."""
 
         def take(view: LayerView) -> None:
-            num = min(plan.segment, self.num_tokens - view.begin)
+            num = min(plan.segment_length, self.num_tokens - view.begin)
             if num > 0:
                 self._add(view, num, plan.context_limits.attention_window)
 

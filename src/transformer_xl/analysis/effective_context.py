@@ -28,9 +28,9 @@ import numpy.typing as npt
 import torch
 
 from transformer_xl.config import INT32_MAX, UserError
-from transformer_xl.evaluation.plan import EvaluationPlan, Progress
-from transformer_xl.evaluation.scoring import attends_empty_memory, check_weights, computing
-from transformer_xl.evaluation.stretches import slots_needed
+from transformer_xl.evaluation.evaluate import EvaluationPlan, check_weights
+from transformer_xl.evaluation.memory import memory_slots
+from transformer_xl.evaluation.method import ProgressCallback, compute_context
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import ContextLimits
 from transformer_xl.text.token_store import Tokens
@@ -116,7 +116,7 @@ class GroupModel:
 
         A model without memory sees those of its segment.
         """
-        return None if self.plan.context_limits.memory_length else self.plan.segment
+        return None if self.plan.context_limits.memory_length else self.plan.segment_length
 
     def tokens_read(self, context: int) -> int:
         """Return how many tokens the model reads when it may see `context` of them."""
@@ -127,7 +127,11 @@ class GroupModel:
         return sweep.num_positions * sum(self.tokens_read(context) for context in sweep.contexts)
 
     def nats(
-        self, tokens_K: Tokens, positions_P: npt.NDArray[np.int64], context: int, progress: Progress | None = None
+        self,
+        tokens_K: Tokens,
+        positions_P: npt.NDArray[np.int64],
+        context: int,
+        progress: ProgressCallback | None = None,
     ) -> Losses:
         """Return l_i(c, t): the loss of each target token given the `context` tokens before it alone; (P,).
 
@@ -140,14 +144,14 @@ class GroupModel:
             context: c, in tokens.
             progress: called with the number of tokens read since the last call.
         """
-        model, segment = self.model, self.plan.segment
+        model, segment = self.model, self.plan.segment_length
         device, num_read = next(model.parameters()).device, self.tokens_read(context)
         context_limits, batch_size = self._context_limits(num_read), self._batch_size(num_read)
         first = (num_read - 1) % segment + 1
         losses: list[torch.Tensor] = []
         for positions_B in np.array_split(positions_P, -(-len(positions_P) // batch_size)):
             tokens_BS = torch.from_numpy(tokens_K[positions_B[:, None] + np.arange(-num_read, 1)].astype(np.int64))
-            with computing(device, self.plan.precision):
+            with compute_context(device, self.plan.dtype):
                 segments = tokens_BS[:, :-1].to(device).split([first] + [segment] * ((num_read - 1) // segment), dim=1)
                 hidden_BTD, memory = model(segments[0], model.inference_memory(len(positions_B), context_limits))
                 for tokens_BT in segments[1:]:
@@ -169,17 +173,15 @@ class GroupModel:
 
     def _context_limits(self, num_read: int) -> ContextLimits:
         """Return the plan's limits, with no more memory slots than `num_read` tokens can fill."""
-        if attends_empty_memory(self.model):
-            return self.plan.context_limits
-        return replace(self.plan.context_limits, memory_length=slots_needed(num_read, self.plan))
+        return replace(self.plan.context_limits, memory_length=memory_slots(self.model, num_read, self.plan))
 
     def _batch_size(self, num_read: int) -> int:
         """Return B: positions computed at once when each reads `num_read` tokens."""
-        if self.plan.rows is not None:
-            return self.plan.rows
+        if self.plan.batch_size is not None:
+            return self.plan.batch_size
         memory = self.model.inference_memory(1, self._context_limits(num_read))
         memory_bytes = sum(tensor.nbytes for tensor in memory.tensors().values())
-        return max(1, min(_TOKENS_PER_STEP // min(self.plan.segment, num_read), _MEMORY_BYTES // memory_bytes))
+        return max(1, min(_TOKENS_PER_STEP // min(self.plan.segment_length, num_read), _MEMORY_BYTES // memory_bytes))
 
 
 @dataclass(frozen=True, eq=False)
@@ -281,7 +283,7 @@ class EffectiveContext:
         return {
             "name": model.name,
             "parameters": model.model.num_parameters(),
-            "segment_length": plan.segment,
+            "segment_length": plan.segment_length,
             "memory_length": plan.context_limits.memory_length,
             "attention_window": plan.context_limits.attention_window,
             "clamp_length": plan.context_limits.clamp_length,
@@ -301,7 +303,7 @@ def _length(gains_C: Losses, sweep: ContextSweep, max_visible_tokens: int | None
 
 
 def measure_context(
-    models: Sequence[GroupModel], tokens_K: Tokens, sweep: ContextSweep, progress: Progress | None = None
+    models: Sequence[GroupModel], tokens_K: Tokens, sweep: ContextSweep, progress: ProgressCallback | None = None
 ) -> EffectiveContext:
     """Measure the relative effective context length of each model of a group, at the same positions of one text.
 

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from transformer_xl.evaluation.plan import Documents, EvaluationPlan, Progress, Text
-from transformer_xl.evaluation.scoring import score_parts
+from transformer_xl.evaluation.evaluate import EvaluationPlan, stream_losses
+from transformer_xl.evaluation.method import ProgressCallback, TokenizedText
 from transformer_xl.model.language_model import LanguageModel
 
 _LEAST_STRETCHES = 8  # of a text without documents: fewer would show the noise of single tokens
@@ -42,19 +42,26 @@ class LossByDistance:
         ]
 
 
-def in_stretches(text: Text, plan: EvaluationPlan) -> tuple[Text, int | None]:
+def in_stretches(text: TokenizedText, plan: EvaluationPlan) -> tuple[TokenizedText, int | None]:
     """The text itself where it has documents; one without is cut, as if documents began there: and how long each is.
 
     Stretches are twice as long as memory and a segment, and shorter where the text would have fewer than eight.
     """
-    if len(text.edges("reset")) > 2:
+    if len(text.boundaries(reset_memory=True)) > 2:
         return text, None
-    length = max(1, min(2 * (plan.context_limits.memory_length + plan.segment), len(text.tokens_K) // _LEAST_STRETCHES))
-    return Text(text.tokens_K, text.bos_token_id, np.arange(0, len(text.tokens_K), length)), length
+    length = max(
+        1, min(2 * (plan.context_limits.memory_length + plan.segment_length), len(text.tokens_K) // _LEAST_STRETCHES)
+    )
+    return TokenizedText(text.tokens_K, text.bos_token_id, np.arange(0, len(text.tokens_K), length)), length
 
 
 def loss_by_distance(
-    model: LanguageModel, text: Text, plan: EvaluationPlan, documents: Documents, progress: Progress | None = None
+    model: LanguageModel,
+    text: TokenizedText,
+    plan: EvaluationPlan,
+    *,
+    reset_memory: bool,
+    progress: ProgressCallback | None = None,
 ) -> LossByDistance:
     """Scores a text and groups the losses by the distance from their document's start.
 
@@ -62,18 +69,18 @@ def loss_by_distance(
         model: any language model.
         text: with its documents.
         plan: lengths and rows.
-        documents: whether memory begins anew with each document, or goes on. What is counted is the same.
+        reset_memory: whether memory begins anew with each document, or goes on. What is counted is the same.
         progress: told how many tokens were scored.
 
     Raises:
         UserError: a weight that is not a number.
     """
-    edges_N = text.edges("reset")
+    edges_N = text.boundaries(reset_memory=True)
     longest = int(np.diff(edges_N).max())
     last_G = 2 ** np.arange((longest - 1).bit_length() + 1)
     count_G, sum_G, square_G = (np.zeros(len(last_G)) for _ in range(3))
-    for part in score_parts(model, text, replace(plan, documents=documents), progress):
-        place_K = np.arange(part.begin, part.begin + len(part.nats_K))
+    for part in stream_losses(model, text, replace(plan, reset_memory=reset_memory), progress):
+        place_K = np.arange(part.position, part.position + len(part.nats_K))
         start_K = edges_N[np.searchsorted(edges_N, place_K, side="right") - 1]
         group_K = np.searchsorted(last_G, place_K - start_K + 1)
         nats_K = part.nats_K.astype(np.float64)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformer_xl.cli.options import ANY_MACHINE, Json, Machine, MachineOptions
 from transformer_xl.cli.output import print_json, print_table
-from transformer_xl.config import UserError, load_recipe
+from transformer_xl.config import EvaluationConfig, UserError, load_recipe
 from transformer_xl.files import as_user_error, write_text
 from transformer_xl.progress import ProgressBar, say
 
@@ -125,12 +125,11 @@ def _examine(folder: RunFolder, corpus: Corpus, machine: Machine, tokens: int, b
 
 def _scored(run: Run, corpus: Corpus, length: int, tokens: int) -> dict[str, Any]:
     from transformer_xl.evaluation.evaluate import evaluate
-    from transformer_xl.evaluation.plan import EvaluationPlan
 
     test = corpus.split("test")
-    plan = EvaluationPlan.of(run.config, memory=length)
     with ProgressBar(f"test, memory {length:,}", min(tokens, test.num_tokens), "tokens") as bar:
-        return evaluate(run, test, plan, limit=tokens, progress=bar.advance).as_dict()
+        config = EvaluationConfig(memory_length=length)
+        return evaluate(run, test, config, max_tokens=tokens, progress=bar.advance).as_dict()
 
 
 def _show(folder: RunFolder, report: Path, results: DemoResults, json: bool) -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, Field, create_model
 from pydantic.fields import FieldInfo
 
-from transformer_xl.config import ARCHITECTURES, EvaluationConfig, TrainConfig
+from transformer_xl.config import ARCHITECTURES, EvaluationConfig, Settings, TrainConfig, check_settings
 
 
 def _model_fields() -> dict[str, FieldInfo]:
@@ -36,40 +36,59 @@ _GROUPS: Mapping[str, Mapping[str, FieldInfo]] = {
 }
 
 
-def _optional(group: str) -> type[BaseModel]:
+def _optional(name: str, settings: Mapping[str, FieldInfo], *leave_out: str) -> type[BaseModel]:
     """The settings of a group, all optional and without defaults; `run_settings` checks their values."""
     fields: dict[str, Any] = {}
-    for name, field in _GROUPS[group].items():
+    for setting, field in settings.items():
+        inner = field.annotation
+        if setting in leave_out:
+            continue
+        if isinstance(inner, type) and issubclass(inner, Settings):
+            fields[setting] = (_optional(setting, inner.model_fields) | None, None)
+            continue
         default = "none" if field.default in (None, ()) else str(field.default).lower()
-        several = any(get_origin(one) is tuple for one in get_args(field.annotation))
-        kind: Any = str if several else field.annotation  # several integers are one word, 20,40
-        if NoneType in get_args(field.annotation):
+        several = any(get_origin(one) is tuple for one in get_args(inner))
+        kind: Any = str if several else inner  # several integers are one word, 20,40
+        if NoneType in get_args(inner):
             kind |= Literal["none"]
-        fields[name] = (
-            kind | None,
-            Field(default=None, description=f"{' '.join(str(field.description).split())} [default: {default}]"),
-        )
-    return create_model(f"{group.capitalize()}Flags", **fields)
+        description = f"{' '.join(str(field.description).split())} [default: {default}]"
+        fields[setting] = (kind | None, Field(default=None, description=description))
+    return create_model(f"{name.capitalize()}Flags", **fields)
 
 
-ModelFlags = _optional("model")
-TrainFlags = _optional("train")
-EvaluationFlags = _optional("evaluation")
+ModelFlags = _optional("model", _GROUPS["model"])
+TrainFlags = _optional("train", _GROUPS["train"])
+EvaluationFlags = _optional("evaluation", _GROUPS["evaluation"])
+ScoreFlags = _optional("score", _GROUPS["evaluation"], "method", "dynamic")
+LengthFlags = _optional(
+    "length", _GROUPS["evaluation"], "method", "batch_size", "warmup_tokens", "reset_memory", "dtype", "dynamic"
+)
 
 
 def given(**groups: BaseModel | None) -> dict[str, dict[str, Any]]:
     """Return the settings that were typed, by group; the word none means no limit, unless it is one of the choices."""
     return {
-        group: {
-            name: None if value == "none" and "none" not in _choices(group, name) else value for name, value in values
-        }
-        for group, values in (
-            (group, flags.model_dump(exclude_unset=True).items())
-            for group, flags in groups.items()
-            if flags is not None
-        )
+        group: _without_none(flags.model_dump(exclude_unset=True), _GROUPS[group])
+        for group, flags in groups.items()
+        if flags is not None
     }
 
 
-def _choices(group: str, name: str) -> Iterable[Any]:
-    return get_args(_GROUPS[group][name].annotation)
+def _without_none(values: Mapping[str, Any], settings: Mapping[str, FieldInfo]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        kind: Any = settings[name].annotation
+        if isinstance(value, Mapping):
+            found[name] = _without_none(value, kind.model_fields)
+        else:
+            found[name] = None if value == "none" and "none" not in get_args(kind) else value
+    return found
+
+
+def evaluation_config(flags: BaseModel | None) -> EvaluationConfig:
+    """Return the evaluation settings that were typed as bare flags, such as `--memory-length 64`.
+
+    Raises:
+        UserError: one of them is out of range.
+    """
+    return check_settings(EvaluationConfig, given(evaluation=flags).get("evaluation", {}), "evaluation settings")

@@ -4,6 +4,7 @@ Settings come from three places, later ones winning: the defaults here, a recipe
 flags such as `--model.layers 6`. They are checked once, as a whole, and stored whole in `config.yaml` of the run.
 """
 
+from transformer_xl.config.evaluation import DynamicConfig, EvaluationConfig
 from transformer_xl.config.model import (
     ARCHITECTURES,
     AbsoluteConfig,
@@ -21,7 +22,6 @@ from transformer_xl.config.model import (
 )
 from transformer_xl.config.run import (
     CorpusReference,
-    EvaluationConfig,
     Recipe,
     RunConfig,
     load_recipe,
@@ -49,6 +49,7 @@ __all__ = [
     "AlRfouConfig",
     "BaseModelConfig",
     "CorpusReference",
+    "DynamicConfig",
     "EvaluationConfig",
     "LSTMConfig",
     "ModelConfig",

@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from pydantic import Field, model_validator
 
+from transformer_xl.config.evaluation import EvaluationConfig
 from transformer_xl.config.model import (
     ARCHITECTURES,
     AlRfouConfig,
@@ -17,21 +18,8 @@ from transformer_xl.config.model import (
     ShawConfig,
     TransformerXLConfig,
 )
-from transformer_xl.config.settings import INT32_MAX, Settings, UserError, check_settings, merge, nearest, read_yaml
+from transformer_xl.config.settings import Settings, UserError, check_settings, merge, nearest, read_yaml
 from transformer_xl.config.train import TrainConfig
-
-
-class EvaluationConfig(Settings):
-    """Settings of evaluation: the defaults of `evaluate` for a run."""
-
-    segment_length: int | None = Field(default=None, gt=0, le=INT32_MAX)
-    """Tokens read in one step; none: train.segment_length. Changes speed and, without attention_window, the context."""
-    memory_length: int | None = Field(default=None, ge=0, le=INT32_MAX)
-    """M: memory slots, in tokens; none: train.memory_length."""
-    attention_window: int | None = Field(default=None, gt=0, le=INT32_MAX)
-    """Number of keys that a query attends to, its own position included; none: model.attention_window."""
-    clamp_length: int | None = Field(default=None, gt=0, le=INT32_MAX)
-    """Distances above this one are encoded as this one; none: model.clamp_length."""
 
 
 class CorpusReference(Settings):

@@ -1,9 +1,10 @@
-"""Evaluation without memory, as the paper's vanilla model has it: a window that moves one token at a time.
+"""Evaluation without memory, as the paper's vanilla model: a window that moves one token at a time.
 
-Each token is predicted from exactly the `window` tokens before it (fewer near the start of the text), and everything
-is computed anew for each: `window` times the work of reading on (Al-Rfou et al. 2018; paper sections 2 and 4.5).
+Each token is predicted from exactly the `attention_window` tokens before it (fewer near the start of the text), and
+everything is computed anew for each token: `attention_window` times the work of evaluation with memory (Al-Rfou et al.
+2018; paper sections 2 and 4.5).
 
-Shape suffixes: R windows side by side, W tokens of a window, D model width, K tokens of the text, N documents.
+Shape suffixes: B windows computed at once, W tokens of a window, D model width, K tokens of the text, N documents.
 """
 
 from __future__ import annotations
@@ -11,78 +12,75 @@ from __future__ import annotations
 from collections.abc import Generator
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from transformer_xl.config import UserError
-from transformer_xl.evaluation.plan import EvaluationPlan, Parts, Progress, Text
-from transformer_xl.evaluation.scoring import Scored, Span, computing, fetched, read
-from transformer_xl.evaluation.stretches import Stretches
+from transformer_xl.evaluation.memory import TextSequences, read_sequences
+from transformer_xl.evaluation.method import CountedLosses, StepLosses, TokenizedText, compute_context
 from transformer_xl.model.language_model import LanguageModel
 
-_TOKENS_AT_ONCE = 4096  # of all windows side by side: enough for a machine to be busy
+if TYPE_CHECKING:
+    from transformer_xl.evaluation.evaluate import EvaluationPlan
+
+_TOKENS_PER_STEP = 4096  # over all windows: enough to keep a machine busy
 
 
 @dataclass(frozen=True)
 class SlidingWindow:
-    """The window that moves; `plan.rows` windows are computed at once, which changes no result."""
+    """A window that moves by one token; the plan's batch size is the number of windows computed at once."""
 
-    context: int | None = None
-    """Tokens each prediction sees; none: `plan.reach.window`. Longer than that, the window limits each layer alone."""
     name: str = "sliding-window"
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The context, where it is not the window."""
-        return {} if self.context is None else {"context": self.context}
+        """None beside the plan's."""
+        return {}
 
-    def parts(self, model: LanguageModel, text: Text, plan: EvaluationPlan, progress: Progress | None = None) -> Parts:
-        """The loss of every token, once.
+    def steps(
+        self, model: LanguageModel, text: TokenizedText, plan: EvaluationPlan
+    ) -> Generator[StepLosses, None, None]:
+        """Yield the loss of every token once.
 
         Raises:
-            UserError: the plan has memory, or no window says how long the context is.
+            UserError: the plan has memory or a warm-up, or no attention window.
         """
-        if plan.context_limits.memory_length:
+        window, memory_length = plan.context_limits.attention_window, plan.context_limits.memory_length
+        if memory_length:
             raise UserError(
-                f"a moving window computes everything anew and has no memory, but memory {plan.context_limits.memory_length} is asked "
-                "for (or is the run's own); give --memory 0 for the moving window, or --method memory"
+                f"method sliding-window has no memory, but memory-length is {memory_length} (given, or of the run); "
+                "give memory-length 0, or method memory"
             )
-        if plan.warmup is not None:
-            raise UserError("a moving window computes everything anew and warms up by nothing; leave out --warmup")
-        context = self.context or plan.context_limits.attention_window
-        if context is None:
-            raise UserError("a moving window needs a length; give --window N, the tokens each prediction sees")
-        return _moved(model, text, plan, context, progress)
+        if plan.warmup_tokens is not None:
+            raise UserError("method sliding-window has no warm-up; leave out warmup-tokens")
+        if window is None:
+            raise UserError("method sliding-window needs attention-window, the tokens each prediction sees")
+        return _slide(model, text, plan, window)
 
 
-def _moved(model: LanguageModel, text: Text, plan: EvaluationPlan, context: int, progress: Progress | None) -> Parts:
-    """First the tokens that have fewer before them, each document's in one pass; then one window for each token."""
-    edges_N = text.edges(plan.documents)
-    heads = Stretches.whole(edges_N[:-1], np.minimum(edges_N[1:], edges_N[:-1] + context))
-    # a pass over a window's tokens needs no window, and a recurrent model knows none
-    window = plan.context_limits.attention_window if plan.context_limits.attention_window != context else None
-    plan = replace(plan, context_limits=replace(plan.context_limits, attention_window=window))
-    yield from read(model, text, heads, replace(plan, segment=context, rows=None), progress)
-    yield from fetched(_windows(model, text, plan, context, progress))
+def _slide(
+    model: LanguageModel, text: TokenizedText, plan: EvaluationPlan, window: int
+) -> Generator[StepLosses, None, None]:
+    """Score the first tokens of each document in one pass, then one window for each further token."""
+    boundaries_N = text.boundaries(reset_memory=plan.reset_memory)
+    starts_N, ends_N = boundaries_N[:-1], boundaries_N[1:]
+    # a pass over as many tokens as the window holds needs no window, and some models have none
+    plan = replace(plan, context_limits=replace(plan.context_limits, attention_window=None))
+    heads = TextSequences.without_warmup(starts_N, np.minimum(ends_N, starts_N + window))
+    yield from read_sequences(model, text, heads, replace(plan, segment_length=window, batch_size=None))
 
-
-def _windows(
-    model: LanguageModel, text: Text, plan: EvaluationPlan, context: int, progress: Progress | None
-) -> Generator[Scored, None, None]:
     device = next(model.parameters()).device
-    rows = plan.rows or max(1, _TOKENS_AT_ONCE // context)
-    for document, end in pairwise(text.edges(plan.documents).tolist()):
-        for begin in range(document + context, end, rows):
-            stop = min(begin + rows, end)
-            read_K = text.tokens_K[begin - context : stop].astype(np.int64)
-            inputs_RW = np.lib.stride_tricks.sliding_window_view(read_K[:-1], context)
-            targets_R1 = torch.from_numpy(read_K[context:, None])
-            with computing(device, plan.precision):
-                tokens_RW = torch.from_numpy(inputs_RW.copy()).to(device)
-                hidden_RWD, _ = model(tokens_RW, model.inference_memory(stop - begin, plan.context_limits))
-                nats_R1 = model.nats(hidden_RWD[:, -1:], targets_R1)
-            yield nats_R1.transpose(0, 1), [Span(0, slice(0, stop - begin), begin)]
-            if progress:
-                progress(stop - begin)
+    batch_size = plan.batch_size or max(1, _TOKENS_PER_STEP // window)
+    for document_start, document_end in pairwise(boundaries_N.tolist()):
+        for start in range(document_start + window, document_end, batch_size):
+            end = min(start + batch_size, document_end)
+            read_K = text.tokens_K[start - window : end].astype(np.int64)
+            inputs_BW = np.lib.stride_tricks.sliding_window_view(read_K[:-1], window)
+            targets_B1 = torch.from_numpy(read_K[window:, None])
+            with compute_context(device, plan.dtype):
+                tokens_BW = torch.from_numpy(inputs_BW.copy()).to(device)
+                hidden_BWD, _ = model(tokens_BW, model.inference_memory(end - start, plan.context_limits))
+                nats_B1 = model.nats(hidden_BWD[:, -1:], targets_B1)
+            yield nats_B1.transpose(0, 1), [CountedLosses(0, start, end - start)]

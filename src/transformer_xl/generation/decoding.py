@@ -18,9 +18,9 @@ from typing import Literal, Unpack
 
 from typing_extensions import TypedDict, override
 
-from transformer_xl.config import UserError
+from transformer_xl.config import EvaluationConfig, UserError
 from transformer_xl.device import Precision, autocast
-from transformer_xl.evaluation.plan import EvaluationPlan
+from transformer_xl.evaluation.evaluate import EvaluationPlan
 from transformer_xl.generation.beams import Beams, beam_search
 from transformer_xl.generation.continuation import Continuation
 from transformer_xl.generation.sampling import THE_PAPERS, Sampler
@@ -122,7 +122,9 @@ class Request:
         """The memory to begin with."""
         if isinstance(self.memory, Memory):
             return self.memory
-        context_limits = EvaluationPlan.of(run.config, memory=self.memory).context_limits
+        context_limits = EvaluationPlan.resolve(
+            run.config, EvaluationConfig() if self.memory is None else EvaluationConfig(memory_length=self.memory)
+        ).context_limits
         return run.model.generation_memory(num_prompts, context_limits, segment=run.config.train.segment_length)
 
     def writer(self, run: Run, prompts: Sequence[Sequence[int]], samples: int) -> BatchGenerator:

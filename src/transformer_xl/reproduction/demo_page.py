@@ -76,7 +76,7 @@ def demo_page(folder: RunFolder, source: str, results: DemoResults) -> str:
             verbatim(results.prompt + results.sample),
             heading("Go on from here"),
             verbatim(
-                f"txl evaluate {folder.path} --sweep-memory 0,64,256,1024\n"
+                f"txl evaluate {folder.path} --sweep-memory-length 0,64,256,1024\n"
                 f"txl generate {folder.path} --prompt 'def '\n"
                 "txl prepare YOUR-FILES --out my-corpus\n"
                 "txl train --corpus my-corpus --run my-run"

@@ -114,7 +114,7 @@ def _context(figures: Figures) -> list[str]:
         paragraph(
             "Relative effective context length in tokens, a figure for each seed: "
             f"{len(sweep['positions']):,} places of the test text, contexts of {contexts[0]:,} to {contexts[-1]:,} in "
-            f"steps of {sweep['step']:,}, and a gain of {sweep['threshold']:.0%} counts. Each table is a group, whose "
+            f"steps of {sweep['context_step']:,}, and a gain of {sweep['threshold']:.0%} counts. Each table is a group, whose "
             "best every model is held to. Relative encodings are read with memory, also the one trained without it, "
             "at the attention length that scored best on the start of the same test text. The paper's are words, in "
             "steps of 100."

@@ -236,7 +236,7 @@ class Reproduction:
         """
         run, scores, seed = self.runs(system)[index], self.scores(system)[index], self.seeds[index]
         _check_run(run, config, seed)
-        done = [score["window"] for score in read_scores(scores)] if scores.exists() else []
+        done = [score["attention_window"] for score in read_scores(scores)] if scores.exists() else []
         if done and set(windows) <= set(done):
             return None
         windows = tuple(sorted({*windows, *(window for window in done if window)}))
@@ -246,9 +246,9 @@ class Reproduction:
             # a run whose steps are done may still lack its last validation; if nothing is lacking, nothing is done
             begin = (str(self._recipe_file(system)), "--run", str(run), "--train.seed", str(seed))
             train = ("train", *(("--resume", str(run)) if run.exists() else begin), *options)
-            evaluate = ["evaluate", str(run), *options, "--tokens", str(self.tokens), "--json"]
+            evaluate = ["evaluate", str(run), *options, "--max-tokens", str(self.tokens), "--json"]
             if windows:
-                evaluate += ["--sweep-window", ",".join(map(str, windows))]
+                evaluate += ["--sweep-attention-window", ",".join(map(str, windows))]
             if not system.has_memory:
                 evaluate += ["--method", "sliding-window"]
             return [Command(train), Command(evaluate, output=scores)]
@@ -295,14 +295,14 @@ def read_scores(file: Path) -> list[dict[str, Any]]:
         entries = found.get("sweep", [found])
         if not all(isinstance(entry[name], float) for entry in entries for name in _MEASURED):
             raise ValueError
-        return [{"window": entry["window"], **entry} for entry in entries]
+        return [{"attention_window": entry["attention_window"], **entry} for entry in entries]
     except (OSError, ValueError, AttributeError, KeyError, TypeError):
         raise UserError(f"{file} is damaged; delete it and give the command again") from None
 
 
 def best_window(file: Path) -> int:
     """The attention length at which a run scored best."""
-    return min(read_scores(file), key=lambda entry: entry["nats_per_token"])["window"]
+    return min(read_scores(file), key=lambda entry: entry["nats_per_token"])["attention_window"]
 
 
 def keep(out: Path, name: str, figures: dict[str, Any]) -> Path:

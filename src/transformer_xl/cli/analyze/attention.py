@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from transformer_xl.cli.evaluate import Lengths, Rows, plan_of, say_remarks
+from transformer_xl.cli.flags import LengthFlags, evaluation_config
 from transformer_xl.cli.options import ANY_MACHINE, Json, MachineOptions
 from transformer_xl.cli.output import command_line, print_json, print_table, say_unknown
 from transformer_xl.config import INT32_MAX, RelativeConfig, UserError
@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     from transformer_xl.analysis.attention_maps import AttentionMeans, TermMaps
     from transformer_xl.analysis.attention_pictures import Head
     from transformer_xl.analysis.loss_by_distance import LossByDistance
-    from transformer_xl.config import RunConfig
-    from transformer_xl.evaluation.plan import EvaluationPlan, Text
+    from transformer_xl.config import EvaluationConfig, RunConfig
+    from transformer_xl.evaluation.evaluate import EvaluationPlan
+    from transformer_xl.evaluation.method import TokenizedText
     from transformer_xl.model.transformer_xl import TransformerXL
     from transformer_xl.run_folder import RunFolder
 
@@ -64,7 +65,7 @@ class Pictures:
     """The best weights on the validation text, or the last ones."""
 
 
-_TEST_TEXT, _THE_RUNS, _THE_USUAL = Source(), Lengths(), Pictures()
+_TEST_TEXT, _THE_USUAL = Source(), Pictures()
 
 
 def attention(
@@ -72,7 +73,7 @@ def attention(
     /,
     *,
     source: Annotated[Source, Parameter(name="*")] = _TEST_TEXT,
-    lengths: Annotated[Lengths, Parameter(name="*")] = _THE_RUNS,
+    lengths: Annotated[LengthFlags | None, Parameter(name="*")] = None,
     pictures: Annotated[Pictures, Parameter(name="*")] = _THE_USUAL,
     machine: MachineOptions = ANY_MACHINE,
     json: Json = False,
@@ -102,10 +103,11 @@ def attention(
     if out.exists():
         raise UserError(f"{out} exists already; choose another --out or delete it first")
     chosen = None if pictures.heads is None else _heads(pictures.heads, folder.config)
-    plan = _plan(folder.config, lengths, pictures.back)
+    plan = _plan(folder.config, evaluation_config(lengths), pictures.back)
     model = with_terms(folder.load_model(device, pictures.weights))
     text = _text(source, folder)
-    say_remarks([plan], device)
+    for remark in plan.remarks(device):
+        say(f"remark: {remark}")
     back = _back(plan, pictures.back, len(text.tokens_K))
     with atomic_folder(out) as aside:
         means, maps = _looked(model, text, plan, pictures.page_tokens)
@@ -163,24 +165,25 @@ def _heads(given: str, config: RunConfig) -> list[Head]:
     return found
 
 
-def _plan(config: RunConfig, lengths: Lengths, back: int | None) -> EvaluationPlan:
+def _plan(config: RunConfig, lengths: EvaluationConfig, back: int | None) -> EvaluationPlan:
     """The lengths, with memory for so many tokens back where none is given.
 
     Raises:
         UserError: no token sees so far.
     """
     from transformer_xl.analysis.attention_maps import distances_seen
+    from transformer_xl.evaluation.evaluate import EvaluationPlan
 
-    plan = plan_of(config, lengths, Rows())
+    plan = EvaluationPlan.resolve(config, lengths)
     if back is None:
         return plan
-    if lengths.memory is None and plan.context_limits.memory_length < back:
-        plan = plan_of(config, replace(lengths, memory=back), Rows())
+    if lengths.memory_length is None and plan.context_limits.memory_length < back:
+        plan = EvaluationPlan.resolve(config, lengths.model_copy(update={"memory_length": back}))
     farthest = distances_seen(plan) - 1
     if back > farthest:
         window = plan.context_limits.attention_window
         down_proj = window is not None and window <= back
-        wanted = f"--window {back + 1} or none" if down_proj else f"--memory {back}"
+        wanted = f"--attention-window {back + 1} or none" if down_proj else f"--memory-length {back}"
         because = f"with a window of {window:,}" if down_proj else f"with memory {plan.context_limits.memory_length:,}"
         raise UserError(f"--back {back:,}: {because} no token sees farther than {farthest:,} back; give {wanted}")
     return plan
@@ -203,10 +206,10 @@ def _back(plan: EvaluationPlan, wanted: int | None, num_tokens: int) -> int:
     return usual if wanted is None else wanted
 
 
-def _text(source: Source, folder: RunFolder) -> Text:
-    from transformer_xl.evaluation.evaluate import check_known
-    from transformer_xl.evaluation.plan import Text
-    from transformer_xl.evaluation.texts import encode_text
+def _text(source: Source, folder: RunFolder) -> TokenizedText:
+    from transformer_xl.evaluation.evaluate import check_token_ids
+    from transformer_xl.evaluation.method import TokenizedText
+    from transformer_xl.evaluation.score import encode_text
     from transformer_xl.text.tokenizer import to_bytes
 
     limit, tokenizer = source.tokens or _USUAL_TOKENS, folder.tokenizer
@@ -214,8 +217,8 @@ def _text(source: Source, folder: RunFolder) -> Text:
         opened, name = folder.open_corpus(source.corpus), source.split or "test"
         split = opened.split(name)
         opened.verify(name)
-        check_known(split.first(limit), tokenizer.vocab_size)
-        return Text(split.first(limit), tokenizer.bos_token_id, split.document_starts)
+        check_token_ids(split.first(limit), tokenizer.vocab_size)
+        return TokenizedText(split.first(limit), tokenizer.bos_token_id, split.document_starts)
     content, name = b"", "--prompt"
     if source.prompt is not None:
         content = to_bytes(source.prompt)
@@ -225,11 +228,11 @@ def _text(source: Source, folder: RunFolder) -> Text:
             content = source.text.read_bytes()
     ids_K = encode_text(tokenizer, name, content)
     say_unknown(tokenizer, [content])
-    return Text(ids_K[:limit], tokenizer.bos_token_id)
+    return TokenizedText(ids_K[:limit], tokenizer.bos_token_id)
 
 
 def _looked(
-    model: TransformerXL, text: Text, plan: EvaluationPlan, page_tokens: int | None
+    model: TransformerXL, text: TokenizedText, plan: EvaluationPlan, page_tokens: int | None
 ) -> tuple[AttentionMeans, TermMaps]:
     from transformer_xl.analysis.attention_maps import AttentionMeans, TermMaps, look, number_of
     from transformer_xl.analysis.attention_page import fitting_tokens
@@ -239,35 +242,38 @@ def _looked(
     means = AttentionMeans(model, plan, num_tokens)
     if not means.fills_memory:
         say(
-            f"remark: a text of {number_of(num_tokens)} does not fill a memory of {plan.context_limits.memory_length:,}, so those "
-            "count too that saw little; a longer text or a shorter --memory gives better means"
+            f"remark: a text of {number_of(num_tokens)} does not fill a memory of "
+            f"{plan.context_limits.memory_length:,}, so those "
+            "count too that saw little; a longer text or a shorter --memory-length gives better means"
         )
     with ProgressBar("attention", num_tokens, "tokens") as bar:
         look(model, text.tokens_K, plan, [means.add, maps.taker(plan)], bar.advance)
     return means, maps
 
 
-def _losses(model: TransformerXL, text: Text, plan: EvaluationPlan) -> tuple[dict[str, LossByDistance], int | None]:
+def _losses(
+    model: TransformerXL, text: TokenizedText, plan: EvaluationPlan
+) -> tuple[dict[str, LossByDistance], int | None]:
     """By how memory goes on, and the length of the stretches where the text has no documents."""
     from transformer_xl.analysis.loss_by_distance import in_stretches, loss_by_distance
 
     cut, stretch = in_stretches(text, plan)
     with ProgressBar("loss", 2 * len(text.tokens_K), "tokens") as bar:
         return {
-            "reset": loss_by_distance(model, cut, plan, "reset", bar.advance),
-            "continue": loss_by_distance(model, cut, plan, "continue", bar.advance),
+            "reset": loss_by_distance(model, cut, plan, reset_memory=True, progress=bar.advance),
+            "continue": loss_by_distance(model, cut, plan, reset_memory=False, progress=bar.advance),
         }, stretch
 
 
-def _read(text: Text, plan: EvaluationPlan) -> dict[str, Any]:
+def _read(text: TokenizedText, plan: EvaluationPlan) -> dict[str, Any]:
     """What was read and how, by name."""
     return {
         "tokens": len(text.tokens_K),
-        "documents": len(text.edges("reset")) - 1,
-        "segment": plan.segment,
-        "memory": plan.context_limits.memory_length,
-        "window": plan.context_limits.attention_window,
-        "clamp": plan.context_limits.clamp_length,
+        "documents": len(text.boundaries(reset_memory=True)) - 1,
+        "segment_length": plan.segment_length,
+        "memory_length": plan.context_limits.memory_length,
+        "attention_window": plan.context_limits.attention_window,
+        "clamp_length": plan.context_limits.clamp_length,
     }
 
 
@@ -289,7 +295,7 @@ def _show(figures: dict[str, Any], means: AttentionMeans) -> None:
     from transformer_xl.analysis.attention_maps import number_of
 
     say(f"written: {figures['folder']}; open attention.html there in a browser")
-    seen = f"memory {figures['memory']:,}, segment {figures['segment']:,}"
+    seen = f"memory {figures['memory_length']:,}, segment {figures['segment_length']:,}"
     counted = number_of(figures["counted_tokens"])
     title = f"{figures['run']}: how many tokens back each head looks, mean of {counted}, {seen}"
     columns = ["layer", *(f"head {head}" for head in range(means.distance_LN.shape[1]))]

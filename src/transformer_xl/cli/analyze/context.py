@@ -11,7 +11,7 @@ from cyclopts import Parameter
 
 from transformer_xl.cli.options import ANY_MACHINE, Json, MachineOptions
 from transformer_xl.cli.output import print_json, print_table
-from transformer_xl.config import RelativeConfig, RunConfig, UserError
+from transformer_xl.config import EvaluationConfig, RelativeConfig, RunConfig, UserError, check_settings
 from transformer_xl.files import write_text
 from transformer_xl.progress import ProgressBar, say
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from transformer_xl.analysis.effective_context import ContextSweep, EffectiveContext, GroupModel
-    from transformer_xl.evaluation.plan import EvaluationPlan
+    from transformer_xl.evaluation.evaluate import EvaluationPlan
     from transformer_xl.run_folder import RunFolder
     from transformer_xl.text.token_store import Tokens
 
@@ -76,14 +76,15 @@ class Attention:
 
     def plan(self, config: RunConfig, longest: int) -> EvaluationPlan:
         """How a run reads; what its model does not have is left as it is."""
-        from transformer_xl.evaluation.plan import EvaluationPlan, Limit
+        from transformer_xl.evaluation.evaluate import EvaluationPlan
 
-        given: dict[str, Limit | None] = {}
+        given: dict[str, int | str | None] = {}
         if config.model.has_memory:
-            given["memory"] = longest if self.memory == "all" else self.memory
+            given["memory_length"] = longest if self.memory == "all" else self.memory
         if isinstance(config.model, RelativeConfig):
-            given |= {"window": self.window, "clamp": self.clamp}
-        return EvaluationPlan.of(config, **given)
+            given |= {"attention_window": self.window, "clamp_length": self.clamp}
+        limits = {name: None if value == "none" else value for name, value in given.items() if value is not None}
+        return EvaluationPlan.resolve(config, check_settings(EvaluationConfig, limits, "flags"))
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,8 @@ def _findings(reproduction: Reproduction, system: System, windows: tuple[int, ..
     from transformer_xl.reproduction.ablation import Findings
     from transformer_xl.reproduction.reproduction import read_scores
 
-    by_seed = [{entry["window"]: entry[measure] for entry in read_scores(file)} for file in reproduction.scores(system)]
+    files = reproduction.scores(system)
+    by_seed = [{entry["attention_window"]: entry[measure] for entry in read_scores(file)} for file in files]
     by_length = {window: [scores[window] for scores in by_seed] for window in windows}
     segment, initial = reproduction.lengths(system)
     return Findings(system, segment, initial, by_length, measure)

@@ -101,7 +101,7 @@ def _is_of(group: dict[str, Any], seed: int, models: list[GroupModel], sweep: Co
         (model["name"], model["attention_window"], model["memory_length"], model["segment_length"])
         for model in group["models"]
     ]
-    limits = [(model.plan.context_limits, model.plan.segment) for model in models]
+    limits = [(model.plan.context_limits, model.plan.segment_length) for model in models]
     wanted = [
         (model.name, limit.attention_window, limit.memory_length, segment)
         for model, (limit, segment) in zip(models, limits, strict=True)
@@ -112,15 +112,18 @@ def _is_of(group: dict[str, Any], seed: int, models: list[GroupModel], sweep: Co
 
 def _reader(reproduction: Reproduction, name: str, index: int) -> GroupModel:
     from transformer_xl.analysis.effective_context import GroupModel
+    from transformer_xl.config import EvaluationConfig
     from transformer_xl.device import choose_device
-    from transformer_xl.evaluation.plan import EvaluationPlan
+    from transformer_xl.evaluation.evaluate import EvaluationPlan
     from transformer_xl.reproduction.systems import BY_NAME
     from transformer_xl.run_folder import RunFolder
 
     system = BY_NAME[name]
     folder = RunFolder.open(reproduction.runs(system)[index])
     window = best_window(reproduction.scores(system)[index]) if system.attends and system.has_memory else None
-    lengths = {} if window is None else {"memory": window - 1, "window": window}
+    config = None if window is None else EvaluationConfig(memory_length=window - 1, attention_window=window)
     return GroupModel(
-        name, folder.load_model(choose_device(reproduction.device)), EvaluationPlan.of(folder.config, **lengths)
+        name,
+        folder.load_model(choose_device(reproduction.device)),
+        EvaluationPlan.resolve(folder.config, config),
     )

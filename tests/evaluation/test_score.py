@@ -1,18 +1,17 @@
-"""Scoring texts of one's own: tokens, lines and texts add up, in any language and for any vocabulary."""
+"""Scoring texts: tokens, lines and texts add up, in any language and for any tokenizer."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from importlib import import_module
 
 import numpy as np
 import pytest
+from token_losses import token_nats
 
-from transformer_xl.config import RunConfig, TrainConfig, UserError
-from transformer_xl.evaluation import texts
-from transformer_xl.evaluation.plan import EvaluationPlan
-from transformer_xl.evaluation.scoring import token_nats
-from transformer_xl.evaluation.texts import score
+from transformer_xl.config import EvaluationConfig, RunConfig, TrainConfig, UserError
+from transformer_xl.evaluation.evaluate import EvaluationPlan
+from transformer_xl.evaluation.score import score
 from transformer_xl.model.memory import ContextLimits
 from transformer_xl.run_folder import Run
 from transformer_xl.text.tokenizer import ByteTokenizer, Tokenizer
@@ -36,12 +35,12 @@ def run_of(make_model):
 
 
 @pytest.mark.parametrize("tokenizer", KINDS, ids=lambda of: of.kind)
-@pytest.mark.parametrize("rows", [None, 1, 3])
-def test_each_text_is_scored_as_if_alone(run_of, tokenizer: Tokenizer, rows) -> None:
+@pytest.mark.parametrize("batch_size", [None, 1, 3])
+def test_each_text_is_scored_as_if_alone(run_of, tokenizer: Tokenizer, batch_size) -> None:
     """By the definition of its losses, in the order of its tokens; a word vocabulary ends the last line."""
     run, told = run_of(tokenizer), []
-    plan = replace(PLAN, rows=rows, documents="reset")
-    found = score(run, {"first": FIRST, "second": SECOND.encode()}, plan, progress=told.append)
+    config = EvaluationConfig(batch_size=batch_size)
+    found = score(run, {"first": FIRST, "second": SECOND.encode()}, config, progress=told.append)
     assert [one.name for one in found] == ["first", "second"]
     assert sum(told) == sum(len(one.ids_K) for one in found)
     for one, text in zip(found, (FIRST, SECOND), strict=True):
@@ -70,7 +69,7 @@ def test_lines_add_up_to_the_text(run_of, tokenizer: Tokenizer) -> None:
 def test_texts_in_a_row_are_one_text(run_of) -> None:
     """When memory goes on from one to the next."""
     run = run_of(ByteTokenizer())
-    found = score(run, [FIRST, SECOND], PLAN)
+    found = score(run, [FIRST, SECOND], EvaluationConfig(reset_memory=False))
     joined_K = np.concatenate([one.nats_K for one in found])
     wanted_K = token_nats(run.model, run.tokenizer.encode(FIRST + SECOND), 10, PLAN)
     np.testing.assert_allclose(joined_K, wanted_K, **CLOSE)
@@ -84,11 +83,10 @@ def test_the_order_of_texts_does_not_matter(run_of) -> None:
     """Nor how many there are beside."""
     run = run_of(ByteTokenizer())
     texts_of = {"a": FIRST, "b": SECOND, "c": "an " * 30, "d": "b"}
-    plan = replace(PLAN, documents="reset")
-    wanted = {one.name: one.nats_K for one in score(run, texts_of, plan)}
+    wanted = {one.name: one.nats_K for one in score(run, texts_of)}
     for order in ("dcba", "bd", "acbd", "c"):
-        for rows in (None, 2):
-            found = score(run, {name: texts_of[name] for name in order}, replace(plan, rows=rows))
+        for batch_size in (None, 2):
+            found = score(run, {name: texts_of[name] for name in order}, EvaluationConfig(batch_size=batch_size))
             assert [one.name for one in found] == list(order)
             for one in found:
                 np.testing.assert_allclose(one.nats_K, wanted[one.name], **CLOSE)
@@ -103,8 +101,8 @@ def test_bytes_that_are_no_text(run_of) -> None:
 @pytest.mark.parametrize(
     ("tokenizer", "given", "message"),
     [
-        (KINDS[0], {"a.txt": "a", "b.txt": ""}, "b.txt: there is no token in it; give some text"),
-        (KINDS[0], [], "there is nothing to score; give one text at least"),
+        (KINDS[0], {"a.txt": "a", "b.txt": ""}, "b.txt: the text is empty"),
+        (KINDS[0], [], "there is nothing to score; give at least one text"),
         (KINDS[1], {"a.txt": b"abc\xff"}, "a.txt: byte 3: not UTF-8"),
         (CharTokenizer("ab", None, closed=True), {"a.txt": "ab" * 4 + "c"}, "a.txt: byte 8: the character 'c'"),
     ],
@@ -115,8 +113,9 @@ def test_what_cannot_be_scored_is_refused(run_of, tokenizer: Tokenizer, given, m
 
 
 def test_the_place_of_a_fault_counts_from_the_start(run_of, monkeypatch) -> None:
-    """Also where a long text is cut into pieces before."""
-    cut = texts.split_chunks
-    monkeypatch.setattr(texts, "cut_pieces", lambda tokenizer, chunks: cut(tokenizer, chunks, size=4))
+    """Also where a long text is split into chunks before."""
+    module = import_module("transformer_xl.evaluation.score")
+    split = module.split_chunks
+    monkeypatch.setattr(module, "split_chunks", lambda tokenizer, content: split(tokenizer, content, size=4))
     with pytest.raises(UserError, match=r"a.txt: byte 9: the character 'c'"):
         score(run_of(CharTokenizer("ab", None, closed=True)), {"a.txt": "abababab" + "ac"})

@@ -1,0 +1,224 @@
+"""Evaluation with memory, the paper's way: segment after segment, every token once.
+
+The text can be divided into sequences that are read as one batch. Each begins where a segment of its document begins,
+and first reads a warm-up of whole segments whose losses do not count. So every token has the same position in the same
+segment as in the text read as one sequence, whatever the batch size; and where the warm-up covers the receptive field,
+it gets the same loss.
+
+Shape suffixes: N documents, Q sequences, B batch size, T new tokens, D model width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from transformer_xl.config import RecurrentConfig, RelativeConfig, UserError
+from transformer_xl.evaluation.method import CountedLosses, StepLosses, TokenizedText, compute_context
+from transformer_xl.model.language_model import LanguageModel
+
+if TYPE_CHECKING:
+    from transformer_xl.evaluation.evaluate import EvaluationPlan
+
+_UNLIMITED = 2**62  # further than any text goes back, and small enough for an int64
+_KEYS_PER_STEP = 4096  # over a batch of documents: enough to keep a machine busy
+
+
+@dataclass(frozen=True)
+class RecurrentMemory:
+    """Reading segment after segment with memory."""
+
+    name: str = "memory"
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """None beside the plan's."""
+        return {}
+
+    def steps(
+        self, model: LanguageModel, text: TokenizedText, plan: EvaluationPlan
+    ) -> Generator[StepLosses, None, None]:
+        """Yield the loss of every token once; not in text order where several sequences are read as a batch.
+
+        Raises:
+            UserError: a batch size above 1 for a model with an unlimited receptive field, and no `warmup_tokens`.
+        """
+        warmup = warmup_length(model, plan)
+        if warmup is None and not plan.reset_memory and plan.batch_size not in (None, 1):
+            raise UserError(
+                f"batch-size {plan.batch_size}: the state of {model.config.architecture} depends on all it read, so "
+                "sequences that begin inside the text are not exact; give batch-size 1, or warmup-tokens that are enough"
+            )
+        return read_sequences(model, text, TextSequences.divide(text, plan, warmup), plan)
+
+
+def receptive_field(model: LanguageModel, plan: EvaluationPlan) -> int | None:
+    """Return how many tokens before a segment its losses can depend on, through all layers; None: on all of them.
+
+    In a transformer, a query of the first token sees M slots back. The hidden state there was computed in its own
+    segment, which may have begun T - 1 tokens earlier, and saw M slots before that; so each further layer adds M,
+    rounded up to whole segments. A window limits each layer to window - 1 tokens. The state of a recurrent model
+    depends on all that it read.
+    """
+    memory, num_layers = plan.context_limits.memory_length, len(model.layers)
+    if memory and isinstance(model.config, RecurrentConfig):
+        return None
+    through_memory = memory + (num_layers - 1) * _round_up(memory, plan.segment_length)
+    window = plan.context_limits.attention_window
+    return through_memory if window is None else min(through_memory, num_layers * (window - 1))
+
+
+def warmup_length(model: LanguageModel, plan: EvaluationPlan) -> int | None:
+    """Return the tokens a sequence reads before its own, in whole segments; None: no number would be exact."""
+    needed = receptive_field(model, plan) if plan.warmup_tokens is None else plan.warmup_tokens
+    return None if needed is None else _round_up(needed, plan.segment_length)
+
+
+def _round_up(length: int, unit: int) -> int:
+    return -(-length // unit) * unit
+
+
+def memory_slots(model: LanguageModel, length: int, plan: EvaluationPlan) -> int:
+    """Return the memory slots that matter for `length` tokens: the filled ones, unless empty ones are attended too."""
+    if isinstance(model.config, RelativeConfig) and model.config.attend_empty_memory:
+        return plan.context_limits.memory_length
+    return _filled_slots(length, plan)
+
+
+def _filled_slots(length: int, plan: EvaluationPlan) -> int:
+    """Return the memory slots that are filled when the last segment of `length` tokens is read."""
+    return min(plan.context_limits.memory_length, (length - 1) // plan.segment_length * plan.segment_length)
+
+
+@dataclass(frozen=True)
+class TextSequence:
+    """Consecutive tokens of a text that one batch row reads."""
+
+    first: int
+    """Position of the first token that is read."""
+    start: int
+    """Position of the first token that counts; those before it are warm-up."""
+    end: int
+    """Position after the last token."""
+    starts_document: bool
+    """Whether its first token is predicted from the BOS token."""
+
+    @property
+    def length(self) -> int:
+        """Number of tokens read."""
+        return self.end - self.first
+
+
+@dataclass(frozen=True, eq=False)
+class TextSequences:
+    """All sequences of a text, as arrays: a text may have millions of documents."""
+
+    first_Q: npt.NDArray[np.int64]
+    start_Q: npt.NDArray[np.int64]
+    end_Q: npt.NDArray[np.int64]
+    starts_document_Q: npt.NDArray[np.bool_]
+
+    @staticmethod
+    def without_warmup(start_Q: npt.NDArray[np.int64], end_Q: npt.NDArray[np.int64]) -> TextSequences:
+        """Sequences that start with a document each."""
+        return TextSequences(start_Q, start_Q, end_Q, np.ones(len(start_Q), dtype=np.bool_))
+
+    @staticmethod
+    def divide(text: TokenizedText, plan: EvaluationPlan, warmup: int | None) -> TextSequences:
+        """Divide a text: each document gets its share of the plan's batch size, by its share of the tokens.
+
+        Args:
+            text: with its documents.
+            plan: segment length, batch size and `reset_memory`.
+            warmup: tokens, in whole segments; None: documents are not divided.
+        """
+        boundaries_N = text.boundaries(reset_memory=plan.reset_memory)
+        start_N, end_N, total = boundaries_N[:-1], boundaries_N[1:], len(text.tokens_K)
+        segments_N = -(-(end_N - start_N) // plan.segment_length)
+        wanted = 1 if warmup is None or plan.batch_size is None else min(plan.batch_size, total)
+        share_N = -(-(end_N - start_N) * wanted // total)
+        sequences_N = np.minimum(share_N, segments_N)
+        document_start_Q, document_end_Q, segments_Q, sequences_Q = (
+            np.repeat(column_N, sequences_N) for column_N in (start_N, end_N, segments_N, sequences_N)
+        )
+        number_Q = np.arange(len(sequences_Q)) - np.repeat(np.cumsum(sequences_N) - sequences_N, sequences_N)
+        start_Q = document_start_Q + number_Q * segments_Q // sequences_Q * plan.segment_length
+        next_Q = document_start_Q + (number_Q + 1) * segments_Q // sequences_Q * plan.segment_length
+        first_Q = np.maximum(start_Q - min(warmup or 0, _UNLIMITED), document_start_Q)
+        return TextSequences(first_Q, start_Q, np.minimum(next_Q, document_end_Q), first_Q == document_start_Q)
+
+    def __getitem__(self, index: int) -> TextSequence:
+        first, start, end = (int(column_Q[index]) for column_Q in (self.first_Q, self.start_Q, self.end_Q))
+        return TextSequence(first, start, end, bool(self.starts_document_Q[index]))
+
+    def batches(self, plan: EvaluationPlan) -> Iterator[list[TextSequence]]:
+        """Yield sequences to read as one batch, of about the same length in each batch, longest first."""
+        length_Q = self.end_Q - self.first_Q
+        longest_first_Q = np.argsort(-length_Q, kind="stable")
+        begin = 0
+        while begin < len(longest_first_Q):
+            length = int(length_Q[longest_first_Q[begin]])
+            num_keys = min(length, plan.segment_length) + _filled_slots(length, plan)
+            batch_size = plan.batch_size or max(1, _KEYS_PER_STEP // num_keys)
+            yield [self[index] for index in longest_first_Q[begin : begin + batch_size]]
+            begin += batch_size
+
+
+def read_sequences(
+    model: LanguageModel, text: TokenizedText, sequences: TextSequences, plan: EvaluationPlan
+) -> Generator[StepLosses, None, None]:
+    """Read all sequences of a text, batch after batch, and yield the losses of the tokens that count."""
+    for batch in sequences.batches(plan):
+        yield from _read_batch(model, text, batch, plan)
+
+
+def _read_batch(
+    model: LanguageModel, text: TokenizedText, batch: list[TextSequence], plan: EvaluationPlan
+) -> Iterator[StepLosses]:
+    """Read a batch, longest sequence first; a batch row is dropped where its sequence ends, so no mask is needed."""
+    device, segment_length = next(model.parameters()).device, plan.segment_length
+    longest = batch[0].length
+    context_limits = replace(plan.context_limits, memory_length=memory_slots(model, longest, plan))
+    with compute_context(device, plan.dtype):
+        memory = model.inference_memory(len(batch), context_limits)
+    for offset in range(0, longest, segment_length):
+        batch_size = sum(sequence.length > offset for sequence in batch)
+        inputs_BT, targets_BT = segment_of(text, batch[:batch_size], offset, min(segment_length, longest - offset))
+        counted = [
+            CountedLosses(row, position, min(segment_length, sequence.end - position))
+            for row, sequence in enumerate(batch[:batch_size])
+            if (position := sequence.first + offset) >= sequence.start  # the warm-up is whole segments
+        ]
+        with compute_context(device, plan.dtype):
+            if batch_size < memory.batch_size:
+                memory = memory.select(range(batch_size))
+            hidden_BTD, memory = model(inputs_BT.to(device), memory)
+            nats_BT = model.nats(hidden_BTD, targets_BT) if counted else None
+        if nats_BT is not None:
+            yield nats_BT, counted
+
+
+def segment_of(text: TokenizedText, batch: list[TextSequence], offset: int, length: int) -> tuple[Tensor, Tensor]:
+    """Return inputs and targets (B, T) of a segment, padded on the right, where no token that counts attends.
+
+    Args:
+        text: the text.
+        batch: sequences that are longer than `offset`.
+        offset: tokens of each sequence before the segment.
+        length: T.
+    """
+    inputs_BT = np.full((len(batch), length), text.bos_token_id, dtype=np.int64)
+    targets_BT = np.zeros((len(batch), length), dtype=np.int64)
+    for row, sequence in enumerate(batch):
+        start = sequence.first + offset
+        end = min(start + length, sequence.end)
+        targets_BT[row, : end - start] = text.tokens_K[start:end]
+        num_bos = 1 if sequence.starts_document and not offset else 0
+        inputs_BT[row, num_bos : end - start] = text.tokens_K[start - 1 + num_bos : end - 1]
+    return torch.from_numpy(inputs_BT), torch.from_numpy(targets_BT)

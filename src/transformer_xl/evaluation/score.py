@@ -1,0 +1,150 @@
+"""Scoring texts: log-probabilities of tokens, lines and whole texts.
+
+Shape suffixes: K tokens of one text, V vocabulary, N texts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from transformer_xl.config import EvaluationConfig, UserError
+from transformer_xl.evaluation.evaluate import EvaluationPlan, check_token_ids, losses_in_order
+from transformer_xl.evaluation.method import ProgressCallback, TokenizedText
+from transformer_xl.evaluation.metrics import Sums, count_unknown
+from transformer_xl.run_folder import Run
+from transformer_xl.text.token_store import TokenSplit
+from transformer_xl.text.tokenizer import EncodingError, TokenArray, Tokenizer, split_chunks, to_bytes, token_dtype
+
+Texts = str | bytes | Iterable[str | bytes] | Mapping[str, str | bytes]
+"""One text, several, or several by name."""
+
+
+@dataclass(frozen=True, eq=False)
+class LineScore:
+    """Losses of one line of a text; the line includes the token that ends it."""
+
+    number: int
+    """1 for the first line."""
+    ids_K: TokenArray
+    nats_K: npt.NDArray[np.float64]
+    """Loss of each token in nats: minus its log-probability."""
+
+    @property
+    def nats(self) -> float:
+        """Loss of the line in nats."""
+        return float(self.nats_K.sum())
+
+
+@dataclass(frozen=True, eq=False)
+class TextScore:
+    """Losses of one text."""
+
+    name: str
+    ids_K: TokenArray
+    nats_K: npt.NDArray[np.float64]
+    """Loss of each token in nats, in text order: minus its log-probability."""
+    sums: Sums
+    """Loss and counts of the whole text."""
+    tokenizer: Tokenizer
+
+    def lines(self) -> Iterator[LineScore]:
+        """Yield the lines, whose losses add up to that of the text."""
+        is_newline_K = self.tokenizer.is_newline_V[self.ids_K]
+        is_newline_K[-1] = True
+        ends = (np.flatnonzero(is_newline_K) + 1).tolist()
+        for number, (start, end) in enumerate(pairwise([0, *ends]), start=1):
+            yield LineScore(number, self.ids_K[start:end], self.nats_K[start:end])
+
+
+def score(
+    run: Run,
+    texts: Texts,
+    config: EvaluationConfig | None = None,
+    *,
+    train_split: TokenSplit | None = None,
+    progress: ProgressCallback | None = None,
+) -> list[TextScore]:
+    """Return the log-probability of every token of texts, in order.
+
+    Args:
+        run: a loaded run.
+        texts: one text, several, or several by name.
+        config: settings that replace the run's own evaluation settings, one by one; None replaces none. Unless it sets
+            `reset_memory`, each text is read as if it were the only one.
+        train_split: the training text, for method dynamic with the optimizer rms.
+        progress: called with the number of tokens scored since the last call.
+
+    Raises:
+        UserError: no text, an empty one, one that the tokenizer cannot encode, or what `evaluate` raises.
+    """
+    plan = EvaluationPlan.resolve(run.config, config, train_split=train_split)
+    if config is None or "reset_memory" not in config.model_fields_set:
+        plan = replace(plan, reset_memory=True)
+    named = _named(texts)
+    encoded = {name: encode_text(run.tokenizer, name, content) for name, content in named.items()}
+    if not encoded:
+        raise UserError("there is nothing to score; give at least one text")
+    starts_N = np.cumsum([0, *map(len, encoded.values())])
+    tokens_K = np.concatenate(list(encoded.values()))
+    check_token_ids(tokens_K, run.model.config.vocab_size)
+    nats_K = losses_in_order(
+        run.model, TokenizedText(tokens_K, run.tokenizer.bos_token_id, starts_N[:-1]), plan, progress
+    )
+    scores: list[TextScore] = []
+    for (name, ids_K), (start, end) in zip(encoded.items(), pairwise(starts_N.tolist()), strict=True):
+        content = named[name]
+        sums = Sums(
+            nats=float(nats_K[start:end].sum()),
+            tokens=end - start,
+            bytes=len(content),
+            characters=_count_characters(content),
+            words=None if run.tokenizer.kind == "integers" else len(content.split()),
+            num_unknown=count_unknown(run.tokenizer, ids_K),
+        )
+        scores.append(TextScore(name, ids_K, nats_K[start:end], sums, run.tokenizer))
+    return scores
+
+
+def _named(texts: Texts) -> dict[str, bytes]:
+    if isinstance(texts, str | bytes):
+        return {"text": to_bytes(texts)}
+    if isinstance(texts, Mapping):
+        return {str(name): to_bytes(text) for name, text in texts.items()}
+    return {f"text {number}": to_bytes(text) for number, text in enumerate(texts, start=1)}
+
+
+def encode_text(tokenizer: Tokenizer, name: str, content: bytes) -> TokenArray:
+    """Return the tokens of a whole text; its last line is ended where the tokenizer marks line ends.
+
+    Raises:
+        UserError: it is empty, or the tokenizer cannot encode it; the message has the text's name.
+    """
+    ids_K = np.concatenate([np.zeros(0, dtype=token_dtype(tokenizer.vocab_size)), *_encode(tokenizer, name, content)])
+    if not len(ids_K):
+        raise UserError(f"{name}: the text is empty; give one with at least one token")
+    return ids_K
+
+
+def _encode(tokenizer: Tokenizer, name: str, content: bytes) -> Iterator[TokenArray]:
+    offset = 0
+    try:
+        for chunk in split_chunks(tokenizer, [content]):
+            try:
+                yield tokenizer.encode_chunk(chunk).ids
+            except EncodingError as error:
+                raise EncodingError(offset + error.place, error.what) from None
+            offset += len(chunk)
+    except EncodingError as error:
+        raise UserError(f"{name}: byte {error.place:,}: {error.what}") from None
+
+
+def _count_characters(content: bytes) -> int | None:
+    try:
+        return len(content.decode("utf-8"))
+    except UnicodeDecodeError:
+        return None
