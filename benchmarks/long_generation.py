@@ -18,8 +18,7 @@ import torch
 from environment import RESULTS, command, commit, cpu_model, say, warn_if_busy, write
 
 from transformer_xl import TransformerXL, TransformerXLConfig
-from transformer_xl.generation.sampling import Sampler
-from transformer_xl.generation.writer import BatchGenerator
+from transformer_xl.generation.batch import BatchGenerator
 
 MODEL = {"n_layers": 6, "d_model": 256, "n_heads": 4, "d_ff": 1024, "dropout": 0.0}
 THOUSAND = 1000
@@ -30,12 +29,12 @@ def measure(tokens: int, memory: int, part: int = THOUSAND) -> dict[str, Any]:
     torch.manual_seed(3)
     model = TransformerXL(TransformerXLConfig(**MODEL), memory_length=memory).eval()
     prompt = torch.randint(256, (memory + part,)).tolist()
-    writer = BatchGenerator(model, [prompt], Sampler(top_k=40))
+    generator = BatchGenerator(model, [prompt])
     seconds = []
     for number in range(tokens // part):
         began = time.perf_counter()
         for _ in range(part):
-            writer.step()
+            generator.step()
         seconds.append(time.perf_counter() - began)
         say(f"{(number + 1) * part:,} tokens: the last {part:,} at {part / seconds[-1]:,.1f} a second")
     return {

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from transformer_xl import __version__
 from transformer_xl.config import TransformerXLConfig
-from transformer_xl.generation.sampling import Sampler
+from transformer_xl.generation.config import GenerationConfig
+from transformer_xl.generation.sampling import sample
 from transformer_xl.model.memory import ContextLimits
 from transformer_xl.model.precision import with_matrices_in
 from transformer_xl.model.transformer_xl import TransformerXL
@@ -38,13 +39,14 @@ class Runner:
         with torch.inference_mode(), task.autocast():
             for part_BT in torch.zeros(task.rows, task.memory, dtype=torch.int64).split(512, dim=1):
                 _, self.memory = self.model(part_BT.to(task.device), self.memory)
-        self.sampler, self.generator = Sampler(top_k=40), torch.Generator().manual_seed(1)
+        self.sampling = GenerationConfig(top_k=40)
+        self.generators = [torch.Generator().manual_seed(1 + row) for row in range(task.rows)]
 
     def step(self, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
         """Reads on; a single token is followed by the choice of the next, as in generation."""
         with torch.inference_mode(), self.task.autocast():
             hidden_BTD, self.memory = self.model(inputs_BT.to(self.task.device), self.memory)
             if inputs_BT.shape[1] == 1:
-                scores_B1R, _ = self.model.topk(hidden_BTD, 40)
-                self.sampler.choose(scores_B1R[:, 0], self.generator)
+                logits_B1R, _ = self.model.topk(hidden_BTD, 40)
+                sample(logits_B1R[:, 0], self.sampling, self.generators)
             return self.model.nats(hidden_BTD, targets_BT).mean()

@@ -27,8 +27,10 @@ if TYPE_CHECKING:
     )
     from transformer_xl.evaluation.evaluate import EvaluationPlan, EvaluationResult, evaluate
     from transformer_xl.evaluation.score import TextScore, score
-    from transformer_xl.generation.decoding import generate
-    from transformer_xl.generation.sampling import Sampler
+    from transformer_xl.generation.beam_search import beam_search
+    from transformer_xl.generation.completion import Completion
+    from transformer_xl.generation.config import GenerationConfig
+    from transformer_xl.generation.generate import GenerationStream, generate, stream
     from transformer_xl.model.build import build_model
     from transformer_xl.model.memory import ContextLimits, Memory
     from transformer_xl.model.transformer_xl import TransformerXL
@@ -42,19 +44,21 @@ __version__ = "0.1.0"
 _HOMES = {
     "AlRfouConfig": "config",
     "Callback": "training.callbacks",
+    "Completion": "generation.completion",
     "ContextLimits": "model.memory",
     "Corpus": "text.token_store",
     "DynamicConfig": "config",
     "EvaluationConfig": "config",
     "EvaluationPlan": "evaluation.evaluate",
     "EvaluationResult": "evaluation.evaluate",
+    "GenerationConfig": "generation.config",
+    "GenerationStream": "generation.generate",
     "LSTMConfig": "config",
     "Memory": "model.memory",
     "ModelConfig": "config",
     "QRNNConfig": "config",
     "Run": "run_folder",
     "RunConfig": "config",
-    "Sampler": "generation.sampling",
     "ShawConfig": "config",
     "TextScore": "evaluation.score",
     "TrainConfig": "config",
@@ -63,32 +67,36 @@ _HOMES = {
     "TransformerXLConfig": "config",
     "UserError": "config",
     "VaswaniConfig": "config",
+    "beam_search": "generation.beam_search",
     "build_model": "model.build",
     "evaluate": "evaluation.evaluate",
-    "generate": "generation.decoding",
+    "generate": "generation.generate",
     "load": "run_folder",
     "resume": "training.train",
     "save": "run_folder",
     "score": "evaluation.score",
+    "stream": "generation.generate",
     "train": "training.train",
 }
 
 __all__ = [
     "AlRfouConfig",
     "Callback",
+    "Completion",
     "ContextLimits",
     "Corpus",
     "DynamicConfig",
     "EvaluationConfig",
     "EvaluationPlan",
     "EvaluationResult",
+    "GenerationConfig",
+    "GenerationStream",
     "LSTMConfig",
     "Memory",
     "ModelConfig",
     "QRNNConfig",
     "Run",
     "RunConfig",
-    "Sampler",
     "ShawConfig",
     "TextScore",
     "TrainConfig",
@@ -97,6 +105,7 @@ __all__ = [
     "TransformerXLConfig",
     "UserError",
     "VaswaniConfig",
+    "beam_search",
     "build_model",
     "evaluate",
     "generate",
@@ -104,6 +113,7 @@ __all__ = [
     "resume",
     "save",
     "score",
+    "stream",
     "train",
 ]
 

@@ -106,7 +106,6 @@ WRONG_WORDS = [
     ("generate run --prompt-file gone", "reading gone: no such file or folder"),
     ("generate run --prompt-file folder", "reading folder: is a folder, wanted a file"),
     ("generate run --prompt-file empty.txt", "the prompt is empty; give some text, or no prompt at all to begin a new"),
-    ("generate run --prompt=", "the prompt is empty; give some text, or no prompt at all to begin a new text"),
     # numbers
     (f"{TRY} --model.n-heads 3", "width 256 does not divide by heads 3; choose a multiple or set head_width"),
     (f"{TRY} --model.d-model 13", "model.width: Input should be a multiple of 2"),
@@ -145,13 +144,6 @@ WRONG_WORDS = [
     ("evaluate run --sweep-memory 0,a", "--sweep-memory 0,a: wanted whole numbers from 0 on with commas between"),
     ("evaluate run --sweep-memory 0,-1", "--sweep-memory 0,-1: wanted whole numbers"),
     ("evaluate run --sweep-memory 0 --memory 5", "--memory and --sweep-memory were both given; use one of them"),
-    ("generate run --tokens 0", "0 tokens wanted; give 1 or more"),
-    ("generate run --seed -1", "seed -1: wanted 0 or more"),
-    ("generate run --seed 18446744073709551616", "seed 18446744073709551616: wanted 0 or more"),
-    ("generate run --temperature -1", r"temperature -1.0: wanted 0 \(greedy\) or more"),
-    ("generate run --top-k 0", "top-k 0: wanted 1 or more"),
-    ("generate run --top-p 1.5", "top-p 1.5: wanted a number above 0, up to 1"),
-    ("generate run --memory -1", "memory -1 is too small"),
     # missing
     ("train --corpus corpus --run new --model.cutoffs 20,10", "cutoffs 20, 10 must rise, from 1 on"),
     (
@@ -165,7 +157,6 @@ WRONG_WORDS = [
     ("train", r"training needs --corpus DIR \(from 'txl prepare'\), or --resume RUN to go on with a run"),
     ("evaluate", "RUN requires an argument"),
     ("generate", "RUN requires an argument"),
-    ("generate run --prompt a --prompt-file text.txt", "--prompt and --prompt-file were both given; use one of them"),
     ("info --verify", "--verify needs the folder of a run or a corpus"),
 ]
 

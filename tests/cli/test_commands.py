@@ -15,8 +15,7 @@ from refusals import Said, txl
 import transformer_xl
 from transformer_xl.config import EvaluationConfig, recipe_names
 from transformer_xl.evaluation.evaluate import EvaluationPlan, evaluate
-from transformer_xl.generation.decoding import generate
-from transformer_xl.generation.sampling import Sampler
+from transformer_xl.generation.generate import generate
 from transformer_xl.model.memory import ContextLimits
 from transformer_xl.run_folder import RunFolder, load
 from transformer_xl.text.token_store import Corpus
@@ -141,12 +140,12 @@ def test_evaluate_for_people(place: Path) -> None:
 def test_generate(place: Path) -> None:
     """Streamed and as JSON it is the same text, the library's."""
     loaded = load(place / "run", device="cpu")
-    wanted = "".join(generate(loaded, "the caf\u00e9", tokens=41, sampler=Sampler(top_k=40), seed=3))
-    words = ["--prompt", "the caf\u00e9", "--tokens", "41", "--seed", "3"]
+    wanted = generate(loaded, "the caf\u00e9", max_new_tokens=41, seed=3).text
+    words = ["--prompt", "the caf\u00e9", "--max-new-tokens", "41", "--seed", "3"]
     streamed, said = txl("generate", place / "run", *words), txl("generate", place / "run", *words, "--json")
     assert (streamed.status, streamed.out, streamed.err) == (0, wanted + "\n", "")
     found = said.object
-    assert (found["text"], found["prompt"], found["tokens"], found["seed"]) == (wanted, "the caf\u00e9", 41, 3)
+    assert (found["text"], found["prompt"], found["num_tokens"], found["seed"]) == (wanted, "the caf\u00e9", 41, 3)
     assert found["tokens_per_second"] == pytest.approx(41 / found["seconds"])
 
 
@@ -155,15 +154,15 @@ def test_generate_in_other_ways(place: Path, tmp_path: Path) -> None:
     (tmp_path / "prompt").write_bytes(b"the caf\xc3\xa9" * 40)  # far longer than the memory of 11
     long = "the caf\u00e9" * 40
     for words, prompt, settings in (
-        (["--greedy"], None, {"sampler": Sampler(0.0)}),
-        (["--temperature", "0"], None, {"sampler": Sampler(0.0)}),
+        (["--greedy"], None, {"greedy": True}),
+        (["--temperature", "0"], None, {"greedy": True}),
         (["--prompt-file", tmp_path / "prompt"], long, {}),
-        (["--prompt-file", tmp_path / "prompt", "--memory", "53"], long, {"memory": 53}),
-        (["--top-p", "0.5"], None, {"sampler": Sampler(top_p=0.5)}),
-        (["--top-k", "2", "--temperature", "3"], None, {"sampler": Sampler(3.0, top_k=2)}),
+        (["--prompt-file", tmp_path / "prompt", "--memory-length", "53"], long, {"memory_length": 53}),
+        (["--top-p", "0.5"], None, {"top_p": 0.5}),
+        (["--top-k", "2", "--temperature", "3"], None, {"temperature": 3.0, "top_k": 2}),
     ):
-        said = txl("generate", place / "run", "--tokens", "23", *words)
-        assert (said.status, said.out) == (0, "".join(generate(loaded, prompt, tokens=23, **settings)) + "\n")
+        said = txl("generate", place / "run", "--max-new-tokens", "23", *words)
+        assert (said.status, said.out) == (0, generate(loaded, prompt, max_new_tokens=23, **settings).text + "\n")
 
 
 def test_info_of_a_run(place: Path) -> None:
@@ -232,7 +231,7 @@ def test_evaluate_as_a_program(place: Path) -> None:
 
 def test_generate_streams_and_bears_a_reader_that_leaves(place: Path) -> None:
     """The text appears while it is made: the first of it is read, and then no more is wanted."""
-    words = [*COMMAND, "generate", str(place / "run"), "--tokens", "1000000", "--prompt", "the"]
+    words = [*COMMAND, "generate", str(place / "run"), "--max-new-tokens", "1000000", "--prompt", "the"]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENVIRONMENT)
     try:
         assert process.stdout is not None

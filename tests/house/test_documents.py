@@ -84,7 +84,7 @@ def test_every_command_is_there() -> None:
         ("txl trian --corpus a", "Unknown command"),
         ("$ .venv/bin/txl evaluate runs/a --splitt test | head", "Unknown option: --splitt"),
         ("txl prepare a.txt --out \\\n  # a remark\n", "--out"),
-        ("txl generate runs/a --tokens many  # a remark", "many"),
+        ("txl generate runs/a --max-new-tokens many  # a remark", "many"),
     ],
 )
 def test_a_wrong_command_line_is_found(line: str, why: str) -> None:

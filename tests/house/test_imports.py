@@ -92,7 +92,7 @@ def test_imports_point_one_way() -> None:
             "if TYPE_CHECKING:\n    from transformer_xl.evaluation.evaluate import EvaluationPlan",
             ["evaluation"],
         ),
-        ("training", "from transformer_xl.generation.decoding import generate", ["generation"]),
+        ("training", "from transformer_xl.generation.generate import generate", ["generation"]),
         ("generation", "from transformer_xl.cli.output import print_json", ["cli"]),
         ("device", "from transformer_xl import files, load, __version__", ["load"]),
         ("device", "import transformer_xl", ["everything"]),

@@ -10,8 +10,7 @@ import torch
 from training_runs import CPU, letters, make_corpus, nats_of, start, train_until
 
 from transformer_xl.config import UserError
-from transformer_xl.generation.decoding import complete
-from transformer_xl.generation.sampling import Sampler
+from transformer_xl.generation.generate import generate
 from transformer_xl.model.build import build_model
 from transformer_xl.model.memory import Memory
 from transformer_xl.run_folder import RunFolder, load
@@ -109,12 +108,12 @@ def test_text_is_written_from_the_last_segment(tmp_path: Path, architecture: str
     torch.manual_seed(5)
     for parameter in run.model.parameters():  # so that what is written varies
         parameter.data.add_(torch.randn_like(parameter) * 0.3)
-    (made,) = complete(run, ["abcabcabcabc"], tokens=9, sampler=Sampler(temperature=0))
+    made = generate(run, "abcabcabcabc", max_new_tokens=9, greedy=True)
     text = list(b"abcabcabcabc")
     alone = []
     with torch.no_grad():
         for _ in range(9):
             text.append(int(run.model.logits(run.model(torch.tensor([text[-7:]]))[0])[0, -1].argmax()))
             alone.append(int(run.model.logits(run.model(torch.tensor([text[-2:-1]]))[0])[0, -1].argmax()))
-    assert list(made.tokens) == text[12:]
-    assert list(made.tokens) != alone
+    assert list(made.token_ids) == text[12:]
+    assert list(made.token_ids) != alone

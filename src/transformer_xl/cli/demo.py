@@ -98,8 +98,7 @@ def _train(out: Path, recipe: str, machine: Machine) -> tuple[RunFolder, Corpus,
 
 
 def _examine(folder: RunFolder, corpus: Corpus, machine: Machine, tokens: int, began: float) -> DemoResults:
-    from transformer_xl.generation.decoding import generate
-    from transformer_xl.generation.sampling import Sampler
+    from transformer_xl.generation.generate import generate
     from transformer_xl.reproduction.demo_page import DemoResults
     from transformer_xl.run_folder import load
 
@@ -110,7 +109,7 @@ def _examine(folder: RunFolder, corpus: Corpus, machine: Machine, tokens: int, b
     swept = sorted({0, trained // 2, trained, trained * 4})
     lengths = {length: _scored(run, corpus, length, tokens) for length in swept}
     prompt = "class Queue:\n    def __init__(self"
-    sample = "".join(generate(run, prompt, tokens=400, sampler=Sampler(0.7, top_k=40), seed=1))
+    sample = generate(run, prompt, max_new_tokens=400, temperature=0.7, seed=1).text
     return DemoResults(
         lengths,
         {

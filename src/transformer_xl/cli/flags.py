@@ -10,6 +10,7 @@ from pydantic import BaseModel, Field, create_model
 from pydantic.fields import FieldInfo
 
 from transformer_xl.config import ARCHITECTURES, EvaluationConfig, Settings, TrainConfig, check_settings
+from transformer_xl.generation.config import GenerationConfig
 
 
 def _model_fields() -> dict[str, FieldInfo]:
@@ -33,6 +34,7 @@ _GROUPS: Mapping[str, Mapping[str, FieldInfo]] = {
     "model": _model_fields(),
     "train": TrainConfig.model_fields,
     "evaluation": EvaluationConfig.model_fields,
+    "generation": GenerationConfig.model_fields,
 }
 
 
@@ -59,6 +61,7 @@ def _optional(name: str, settings: Mapping[str, FieldInfo], *leave_out: str) -> 
 ModelFlags = _optional("model", _GROUPS["model"])
 TrainFlags = _optional("train", _GROUPS["train"])
 EvaluationFlags = _optional("evaluation", _GROUPS["evaluation"])
+GenerationFlags = _optional("generation", _GROUPS["generation"])
 ScoreFlags = _optional("score", _GROUPS["evaluation"], "method", "dynamic")
 LengthFlags = _optional(
     "length", _GROUPS["evaluation"], "method", "batch_size", "warmup_tokens", "reset_memory", "dtype", "dynamic"

@@ -20,7 +20,7 @@ COMMANDS = {
     "if it had never stopped.",
     "evaluate": "Score a text: perplexity and bits per byte, at any memory length.",
     "score": "Say how likely texts are: log-probabilities by token, line or file.",
-    "generate": "Write text with a trained model.",
+    "generate": "Generate text with a trained model.",
     "analyze": "Show what a model does: what heads attend to, how far a text helps, how fast memory is.",
     "reproduce": "Make the paper's tables at any scale, beside its figures.",
     "convert": "Make a run of another program's model, or write a run for Hugging Face.",

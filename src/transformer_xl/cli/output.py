@@ -54,7 +54,7 @@ def console(*, stderr: bool = True) -> Console:
     return Console(file=stream, highlight=False, width=None if stream.isatty() else 120, soft_wrap=not stream.isatty())
 
 
-def say_unknown(tokenizer: Tokenizer, texts: Iterable[bytes]) -> None:
+def say_unknown(tokenizer: Tokenizer, texts: Iterable[str | bytes]) -> None:
     """Says which words of texts are read as the vocabulary's unknown word."""
     from transformer_xl.text.tokenizers.words import WordTokenizer
 

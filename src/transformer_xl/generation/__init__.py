@@ -1,1 +1,1 @@
-"""Writing text: choosing the next token, one after another, with memory."""
+"""Text generation: prefill a prompt into memory, then sample one token after another, or search with beams."""

@@ -1,0 +1,254 @@
+"""Batched generation of token ids: prefill the prompts, then one decode step for each token.
+
+    generator = BatchGenerator(model, [prompt_ids], config)
+    while generator.active:
+        for token in generator.step(): ...
+
+It needs no tokenizer, so the ids may stand for anything. Sequences of a batch do not affect each other, and a finished
+one leaves the batch.
+
+Shape suffixes: B batch rows, T tokens, D model width, V vocabulary, R candidates, K earlier tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from numbers import Integral
+
+import torch
+from torch import Tensor
+
+from transformer_xl.config import UserError
+from transformer_xl.generation.config import GenerationConfig
+from transformer_xl.generation.sampling import (
+    LogitsProcessor,
+    apply_repetition_penalty,
+    mask_tokens,
+    process_logits,
+    sample,
+)
+from transformer_xl.model.language_model import LanguageModel
+from transformer_xl.model.memory import Memory
+
+# Tokens of a prompt that are read at once. This bounds the working memory. It changes nothing beyond rounding where the
+# memory holds the whole prompt or the attention window; otherwise it also limits how far the prompt's tokens attend.
+_PREFILL_SEGMENT = 512
+
+
+@dataclass(frozen=True)
+class GeneratedToken:
+    """One new token of one sequence."""
+
+    sequence: int
+    """Index of the sequence, counting from 0 and including finished ones."""
+    token_id: int
+    logprob: float | None
+    """Its log-probability under the model, before any processing of the logits; None: not asked for."""
+    is_eos: bool
+    """Whether it is one of `eos_token_ids`, so that its sequence is finished."""
+
+
+@dataclass(frozen=True)
+class _Finished:
+    """Sequences that left the batch, their memory, and their last tokens, which the memory has not read yet."""
+
+    sequences: list[int]
+    memory: Memory
+    unread_B1: Tensor
+
+
+class BatchGenerator:
+    """Generates several sequences at once; holds their memory and random state."""
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        prompts: Sequence[Sequence[int]],
+        config: GenerationConfig | None = None,
+        *,
+        logits_processor: LogitsProcessor | None = None,
+        memory: Memory | None = None,
+    ) -> None:
+        """Read the prompts.
+
+        Args:
+            model: any language model, in evaluation mode.
+            prompts: token ids, one or more each, of any lengths. A prompt longer than the memory is read whole; later
+                tokens then attend to the end of it.
+            config: how tokens are sampled, `min_new_tokens`, `eos_token_ids` and `logprobs`. Whatever concerns text and
+                the length of sequences is left to the caller. Sequence i belongs to prompt i // num_samples and has a
+                random generator of its own, seeded with seed + i, so it does not depend on the rest of the batch.
+            logits_processor: changes the logits before each choice, after the repetition penalty.
+            memory: what was read before, one row for each prompt; None: nothing. It is not changed.
+
+        Raises:
+            UserError: an empty prompt, token ids out of range, a memory of another batch size, or a model in training
+                mode.
+        """
+        self._model, self._config, self._logits_processor = model, config or GenerationConfig(), logits_processor
+        check_inputs(model, prompts, self._config.eos_token_ids)
+        num_samples = self._config.num_samples
+        with torch.inference_mode():
+            hidden_B1D, memory = prefill(model, prompts, memory)
+            if num_samples > 1:
+                index_B = torch.arange(len(prompts), device=hidden_B1D.device).repeat_interleave(num_samples)
+                hidden_B1D, memory = hidden_B1D[index_B], memory.select(index_B)
+        self._hidden_B1D, self._memory = hidden_B1D, memory
+        self.active = list(range(len(prompts) * num_samples))
+        """Indices of the sequences that are not finished: the rows of the batch."""
+        self._num_generated = 0
+        self._unread_B1: Tensor | None = None
+        self._finished: list[_Finished] = []
+        self._generators = [torch.Generator().manual_seed(self._config.seed + index) for index in self.active]
+        # kept only where they are needed: for the logits processor and for the repetition penalty
+        self._generated_BT = torch.empty(len(self.active), 0, dtype=torch.int64, device=hidden_B1D.device)
+        latest_BK = _latest_tokens(prompts, self._config.repetition_penalty_window)
+        self._latest_BK = latest_BK.repeat_interleave(num_samples, 0).to(hidden_B1D.device)
+
+    def step(self) -> list[GeneratedToken]:
+        """Generate one more token for each active sequence, in the order of `active`.
+
+        Raises:
+            UserError: the model's logits are not finite, or the logits processor left no token to choose.
+        """
+        assert self.active
+        with torch.inference_mode():
+            if self._unread_B1 is not None:
+                self._hidden_B1D, self._memory = self._model(self._unread_B1, self._memory)
+            token_B = self._choose()
+            self._unread_B1 = token_B[:, None]
+            token_ids = token_B.tolist()
+            nats: list[float | None] = [None] * len(token_ids)
+            if self._config.logprobs:
+                nats = self._model.nats(self._hidden_B1D, self._unread_B1.cpu())[:, 0].tolist()
+            if self._logits_processor is not None:
+                self._generated_BT = torch.cat([self._generated_BT, self._unread_B1], 1)
+            if self._config.repetition_penalty != 1:
+                window = self._config.repetition_penalty_window
+                self._latest_BK = torch.cat([self._latest_BK, self._unread_B1], 1)[:, -window:]
+        self._num_generated += 1
+        tokens = [
+            GeneratedToken(index, token_id, None if loss is None else -loss, token_id in self._config.eos_token_ids)
+            for index, token_id, loss in zip(self.active, token_ids, nats, strict=True)
+        ]
+        self.finish([token.sequence for token in tokens if token.is_eos])
+        return tokens
+
+    def finish(self, sequences: Collection[int]) -> None:
+        """Take these sequences out of the batch; their memory is kept for `memory`."""
+        leave = [row for row, index in enumerate(self.active) if index in sequences]
+        if not leave:
+            return
+        assert self._unread_B1 is not None, "a sequence has at least one token when it finishes"
+        stay = [row for row, index in enumerate(self.active) if index not in sequences]
+        with torch.inference_mode():
+            memory = self._memory.select(leave) if stay else self._memory
+            self._finished.append(_Finished([self.active[row] for row in leave], memory, self._unread_B1[leave]))
+            self.active = [self.active[row] for row in stay]
+            if stay:
+                self._memory = self._memory.select(stay)
+            self._unread_B1, self._hidden_B1D = self._unread_B1[stay], self._hidden_B1D[stay]
+            self._generated_BT, self._latest_BK = self._generated_BT[stay], self._latest_BK[stay]
+        self._generators = [self._generators[row] for row in stay]
+
+    def memory(self) -> Memory:
+        """Return the memory of all sequences in order, finished or not, after all that was read and generated.
+
+        It can be given to the next BatchGenerator, as in a conversation; this one can still go on. Each call reads the
+        latest tokens.
+        """
+        if self._unread_B1 is None:
+            return self._memory
+        groups = self._finished
+        if self.active:
+            groups = [*groups, _Finished(self.active, self._memory, self._unread_B1)]
+        order = [index for group in groups for index in group.sequences]
+        with torch.inference_mode():
+            memory, unread_B1 = groups[0].memory, groups[0].unread_B1
+            if len(groups) > 1:
+                memory = Memory.concatenate([group.memory for group in groups])
+                unread_B1 = torch.cat([group.unread_B1 for group in groups])
+            _, memory = self._model(unread_B1, memory)
+            if order != sorted(order):
+                memory = memory.select(sorted(range(len(order)), key=order.__getitem__))
+        return memory
+
+    def _choose(self) -> Tensor:
+        """Choose the next token of each row, (B,), from the logits of as few tokens as needed."""
+        config, hidden_B1D, ids_BR = self._config, self._hidden_B1D, None
+        banned = config.eos_token_ids if self._num_generated < config.min_new_tokens else ()
+        # banned tokens may be among the most likely ones
+        count = None if config.num_candidates is None else config.num_candidates + len(set(banned))
+        if self._logits_processor is None and config.repetition_penalty == 1 and count is not None:
+            logits_B1R, ids_B1R = self._model.topk(hidden_B1D, count)
+            logits_BR, ids_BR = logits_B1R[:, 0], ids_B1R[:, 0]
+        else:
+            logits_BR = self._model.logits(hidden_B1D)[:, 0]
+            if config.repetition_penalty != 1:
+                logits_BR = apply_repetition_penalty(logits_BR, self._latest_BK, config.repetition_penalty)
+            if self._logits_processor is not None:
+                logits_BR = process_logits(self._logits_processor, self._generated_BT, logits_BR)
+            if count is not None:
+                logits_BR, ids_BR = logits_BR.topk(min(count, logits_BR.shape[-1]))
+        if banned:
+            logits_BR = mask_tokens(banned, logits_BR, ids_BR)
+        index_B = sample(logits_BR, config, self._generators)
+        return index_B if ids_BR is None else ids_BR.gather(-1, index_B[:, None])[:, 0]
+
+
+def prefill(model: LanguageModel, prompts: Sequence[Sequence[int]], memory: Memory | None) -> tuple[Tensor, Memory]:
+    """Read prompts of any lengths; return the last hidden state of each, (B, 1, D), and the memory.
+
+    Prompts are padded on the left. Segments are counted from the end, so that a prompt is cut at the same positions
+    whatever else is in the batch.
+    """
+    if memory is None:
+        memory = model.inference_memory(len(prompts))
+    longest = max(map(len, prompts))
+    tokens_BT = torch.zeros(len(prompts), longest, dtype=torch.int64)
+    for row_T, prompt in zip(tokens_BT, prompts, strict=True):
+        row_T[longest - len(prompt) :] = torch.tensor(list(prompt))
+    tokens_BT = tokens_BT.to(next(model.parameters()).device)
+    lengths_B = torch.tensor([len(prompt) for prompt in prompts])
+    hidden_BTD = None
+    for start, stop in pairwise(sorted({0, *range(longest, 0, -_PREFILL_SEGMENT)})):
+        segment_BT = tokens_BT[:, start:stop]
+        unpadded_B = (lengths_B - (longest - stop)).clamp(0, stop - start)
+        if bool((unpadded_B == stop - start).all()):
+            hidden_BTD, memory = model(segment_BT, memory)
+        else:
+            hidden_BTD, memory = model(segment_BT, memory, lengths_B=unpadded_B.to(tokens_BT.device))
+    assert hidden_BTD is not None
+    return hidden_BTD[:, -1:], memory
+
+
+def check_inputs(model: LanguageModel, prompts: Sequence[Sequence[int]], eos_token_ids: Collection[int]) -> None:
+    """Check that a model can generate from these prompts.
+
+    Raises:
+        UserError: a model in training mode, no prompt, an empty one, or a token id out of range.
+    """
+    if model.training:
+        raise UserError("the model is in training mode, where dropout is active; call model.eval() first")
+    if not len(prompts):
+        raise UserError("no prompt was given; give at least one")
+    if not all(len(prompt) for prompt in prompts):
+        raise UserError("the prompt is empty; give at least one token")
+    if not all(isinstance(token, Integral) for prompt in prompts for token in prompt):
+        raise UserError("a prompt has something else than token ids; give integers")
+    vocab_size = model.config.vocab_size
+    for name, ids in (("token id", [token for prompt in prompts for token in prompt]), ("eos token id", eos_token_ids)):
+        if wrong := [token_id for token_id in ids if not 0 <= token_id < vocab_size]:
+            raise UserError(f"{name} {wrong[0]} is not in the vocabulary of {vocab_size:,}; give 0 to {vocab_size - 1}")
+
+
+def _latest_tokens(prompts: Sequence[Sequence[int]], window: int) -> Tensor:
+    """Return the last tokens of each prompt, (B, K).
+
+    Short prompts are padded with their own last token, which changes nothing: the penalty applies to a token once.
+    """
+    width = min(window, max(map(len, prompts)))
+    rows = [list(prompt[-width:]) for prompt in prompts]
+    return torch.tensor([[row[-1]] * (width - len(row)) + row for row in rows])

@@ -1,0 +1,204 @@
+"""Beam search: the most likely continuations of one prompt.
+
+Shape suffixes: B beams, T generated tokens, D model width, V vocabulary, R candidates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from transformer_xl.device import autocast
+from transformer_xl.generation.batch import GeneratedToken, check_inputs, prefill
+from transformer_xl.generation.completion import Completion, CompletionBuilder, Prompt
+from transformer_xl.generation.config import GenerationConfig
+from transformer_xl.generation.generate import encode_prompt, inference_model, new_memory, resolve_config
+from transformer_xl.generation.sampling import LogitsProcessor, check_logits, mask_tokens, process_logits
+from transformer_xl.model.language_model import LanguageModel
+from transformer_xl.model.memory import Memory
+from transformer_xl.run_folder import Run
+
+_DEFAULT_NUM_BEAMS = 4
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """A continuation that the search found."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """Natural log-probability of each token."""
+    score: float
+    """What hypotheses are ranked by."""
+    is_finished: bool
+    """Whether its last token is one of `eos_token_ids`."""
+
+    @property
+    def logprob(self) -> float:
+        """Log-probability of all tokens together."""
+        return sum(self.logprobs)
+
+
+def beam_search(
+    run: Run,
+    prompt: Prompt = None,
+    config: GenerationConfig | None = None,
+    *,
+    logits_processor: LogitsProcessor | None = None,
+    memory: Memory | None = None,
+    **overrides: Any,
+) -> list[Completion]:
+    """Find the most likely continuations of a prompt.
+
+    Args:
+        run: a loaded run.
+        prompt: text to continue; None: begin a new text.
+        config: `num_beams` (4 where it is not given), `length_penalty` and the settings that do not concern sampling.
+        logits_processor: changes the logits before each step; log-probabilities are those of the changed logits.
+        memory: what was read before, of batch size 1; the prompt then continues it. It is not changed.
+        overrides: settings by name, in place of those of `config`.
+
+    Returns:
+        `num_beams` completions with log-probabilities, best first.
+
+    Raises:
+        UserError: a setting that is out of range or concerns sampling, or a prompt that cannot be read.
+    """
+    config = resolve_config(run.tokenizer, config, overrides, num_beams=_DEFAULT_NUM_BEAMS)
+    prompt_ids = encode_prompt(run.tokenizer, prompt, config, continued=memory is not None)
+    model = inference_model(run.model, config)
+    with autocast(next(model.parameters()).device, config.dtype):
+        memory = memory or new_memory(run, config, 1)
+        found = search_token_ids(model, prompt_ids, config, memory, logits_processor)
+    completions: list[Completion] = []
+    for one in found:
+        builder = CompletionBuilder(run.tokenizer, prompt_ids, config)
+        text = "".join(
+            builder.add(GeneratedToken(0, token_id, logprob, token_id in config.eos_token_ids))
+            for token_id, logprob in zip(one.token_ids, one.logprobs, strict=True)
+        )
+        assert builder.finish_reason is not None
+        completions.append(Completion(prompt, text, one.token_ids, one.logprobs, builder.finish_reason))
+    return completions
+
+
+def search_token_ids(
+    model: LanguageModel,
+    prompt: Sequence[int],
+    config: GenerationConfig,
+    memory: Memory | None = None,
+    logits_processor: LogitsProcessor | None = None,
+) -> list[Hypothesis]:
+    """Find the most likely continuations of a prompt of token ids.
+
+    With as many beams as there are continuations the search is exhaustive. It ends early once no beam can still score
+    better than the worst of `num_beams` finished hypotheses.
+
+    Args:
+        model: any language model, in evaluation mode.
+        prompt: token ids, one or more.
+        config: with `num_beams` and `max_new_tokens`.
+        memory: what was read before, of batch size 1; None: nothing. It is not changed.
+        logits_processor: as for `beam_search`.
+
+    Returns:
+        at most `num_beams` hypotheses, best first.
+
+    Raises:
+        UserError: a prompt, memory or model that cannot be used, or logits that are not finite.
+    """
+    assert config.num_beams is not None
+    assert config.max_new_tokens is not None
+    check_inputs(model, [prompt], config.eos_token_ids)
+    live = [Hypothesis((), (), 0.0, is_finished=False)]
+    finished: list[Hypothesis] = []
+    with torch.inference_mode():
+        hidden_B1D, memory = prefill(model, [prompt], memory)
+        for length in range(1, config.max_new_tokens + 1):
+            logprobs_BR, ids_BR = _candidates(model, hidden_B1D, live, config, logits_processor)
+            newly_finished, live, parents = _extend(config, live, logprobs_BR, ids_BR)
+            finished = _best([*finished, *newly_finished], config)
+            if not live or length == config.max_new_tokens:
+                break
+            # a log-probability never rises, and a longer sequence may divide it by more
+            final_length = config.max_new_tokens if config.length_penalty > 0 else length + 1
+            bound = max(_score(one.logprob, final_length, config) for one in live)
+            if len(finished) == config.num_beams and finished[-1].score >= bound:
+                return finished
+            if parents != list(range(memory.batch_size)):
+                memory = memory.select(parents)
+            last_B1 = torch.tensor([[one.token_ids[-1]] for one in live], device=hidden_B1D.device)
+            hidden_B1D, memory = model(last_B1, memory)
+    return _best([*finished, *live], config)
+
+
+def _candidates(
+    model: LanguageModel,
+    hidden_B1D: Tensor,
+    live: list[Hypothesis],
+    config: GenerationConfig,
+    logits_processor: LogitsProcessor | None,
+) -> tuple[Tensor, Tensor]:
+    """Return the log-probabilities and ids of the most likely next tokens of each beam, (B, R) each, best first."""
+    assert config.num_beams is not None
+    count = min(config.num_beams + len(config.eos_token_ids), model.config.vocab_size)
+    if logits_processor is None:
+        logits_B1R, ids_B1R = model.topk(hidden_B1D, count)
+        # topk's logits differ from log-probabilities by a constant, which the loss of the first token gives
+        shift_B1 = logits_B1R[..., 0].double() + model.nats(hidden_B1D, ids_B1R[..., 0].cpu().contiguous()).double()
+        logprobs_BR, ids_BR = logits_B1R[:, 0].double() - shift_B1, ids_B1R[:, 0]
+    else:
+        generated_BT = torch.tensor([one.token_ids for one in live], dtype=torch.int64, device=hidden_B1D.device)
+        logits_BV = process_logits(logits_processor, generated_BT, model.logits(hidden_B1D)[:, 0])
+        check_logits(logits_BV.amax(-1))
+        logprobs_BR, ids_BR = F.log_softmax(logits_BV.double(), -1).topk(count)
+    if config.eos_token_ids and len(live[0].token_ids) < config.min_new_tokens:
+        logprobs_BR = mask_tokens(config.eos_token_ids, logprobs_BR, ids_BR)
+    check_logits(logprobs_BR.amax(-1))
+    return logprobs_BR, ids_BR
+
+
+def _extend(
+    config: GenerationConfig, live: list[Hypothesis], logprobs_BR: Tensor, ids_BR: Tensor
+) -> tuple[list[Hypothesis], list[Hypothesis], list[int]]:
+    """Extend the beams by the candidates, best first, until there are `num_beams` unfinished ones.
+
+    Returns:
+        the hypotheses that finished on the way, the unfinished ones, and the beam that each of these extends.
+    """
+    sums_B1 = torch.tensor([[one.logprob] for one in live], dtype=torch.float64, device=logprobs_BR.device)
+    order = (sums_B1 + logprobs_BR).flatten().argsort(descending=True, stable=True).tolist()
+    logprobs, token_ids = logprobs_BR.tolist(), ids_BR.tolist()
+    finished: list[Hypothesis] = []
+    unfinished: list[Hypothesis] = []
+    parents: list[int] = []
+    for index in order:
+        beam, candidate = divmod(index, logprobs_BR.shape[1])
+        token_id, logprob = token_ids[beam][candidate], logprobs[beam][candidate]
+        if logprob == -float("inf"):
+            break
+        each = (*live[beam].logprobs, logprob)
+        score = _score(sum(each), len(each), config)
+        one = Hypothesis((*live[beam].token_ids, token_id), each, score, token_id in config.eos_token_ids)
+        if one.is_finished:
+            finished.append(one)
+        else:
+            unfinished.append(one)
+            parents.append(beam)
+        if len(unfinished) == config.num_beams:
+            break
+    return finished, unfinished, parents
+
+
+def _score(logprob: float, length: int, config: GenerationConfig) -> float:
+    """Score of a hypothesis, as in Wu et al. 2016, section 7, but normalized by the length itself."""
+    return logprob / length**config.length_penalty
+
+
+def _best(hypotheses: Collection[Hypothesis], config: GenerationConfig) -> list[Hypothesis]:
+    return sorted(hypotheses, key=lambda one: -one.score)[: config.num_beams]

@@ -1,0 +1,46 @@
+"""A conversation with a model: each reply remembers all lines and replies before it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from transformer_xl.generation.config import GenerationConfig
+from transformer_xl.generation.generate import GenerationStream, resolve_config, stream
+from transformer_xl.model.memory import Memory
+from transformer_xl.run_folder import Run
+
+
+class Chat:
+    """A conversation. A reply ends with its line, or before one of `stop`; reply i is sampled with seed + i."""
+
+    def __init__(self, run: Run, config: GenerationConfig | None = None, **overrides: Any) -> None:
+        """Begin a conversation; `config` and `overrides` are as for `stream`.
+
+        Raises:
+            UserError: a setting that is out of range.
+        """
+        config = resolve_config(run.tokenizer, config, overrides)
+        self._end_of_reply = (config.stop or ("\n",))[0]
+        if not config.eos_token_ids:
+            config = config.model_copy(update={"stop": config.stop or ("\n",)})
+        self._run, self._config = run, config
+        self._memory: Memory | None = None
+        self._unread = ""
+
+    def reply(self, line: str) -> Iterator[str]:
+        """Read a line, without its newline, and stream the reply; iterate to the end before the next line.
+
+        Raises:
+            UserError: the line cannot be encoded. The conversation can go on with another one.
+        """
+        self._run.tokenizer.encode(line)  # alone, so that positions in an error message count from its start
+        reply = stream(self._run, f"{self._unread}{line}\n", self._config, memory=self._memory)
+        return self._remember(reply)
+
+    def _remember(self, reply: GenerationStream) -> Iterator[str]:
+        yield from reply
+        self._memory = reply.memory()
+        # a reply that was cut off gets the end it did not reach, so that the next line starts as all others do
+        self._unread = self._end_of_reply if reply.finish_reason == "length" else ""
+        self._config = self._config.model_copy(update={"seed": self._config.seed + 1})

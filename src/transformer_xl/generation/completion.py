@@ -1,0 +1,123 @@
+"""From generated tokens to text: in whole characters, joined to the prompt, and cut before a stop string.
+
+A stop string may span several tokens, and tokens may split characters. So text that could be the beginning of a stop
+string is held back until the next tokens decide. Of several stop strings, the one that is complete first ends the text.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from transformer_xl.generation.batch import GeneratedToken
+from transformer_xl.generation.config import GenerationConfig
+from transformer_xl.text.tokenizer import Tokenizer
+
+Prompt = str | bytes | None
+"""Text to continue; None: begin a new text."""
+
+FinishReason = Literal["length", "eos", "stop"]
+"""Why a sequence ended: max_new_tokens, one of eos_token_ids, or a stop string."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A generated text."""
+
+    prompt: Prompt
+    text: str
+    """What follows the prompt, without what ended it."""
+    token_ids: tuple[int, ...]
+    """All generated tokens, including those that ended the text."""
+    logprobs: tuple[float, ...]
+    """Natural log-probability of each token under the model; empty unless asked for."""
+    finish_reason: FinishReason
+    seed: int | None = None
+    """Seed that reproduces it alone; None: found by beam search."""
+
+    @property
+    def logprob(self) -> float | None:
+        """Log-probability of all tokens together; None: not asked for."""
+        return math.fsum(self.logprobs) if self.logprobs else None
+
+    def as_dict(self, *, tokens: bool = True) -> dict[str, Any]:
+        """Return it as plain values for JSON; with `tokens`, also the ids and log-probability of each token."""
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            prompt = prompt.encode("utf-8", "surrogateescape")  # bytes of the command line that are not UTF-8
+        values: dict[str, Any] = {
+            "prompt": None if prompt is None else prompt.decode("utf-8", "replace"),
+            "text": self.text,
+            "num_tokens": len(self.token_ids),
+            "finish_reason": self.finish_reason,
+        }
+        values |= {} if self.seed is None else {"seed": self.seed}
+        values |= {} if self.logprob is None else {"logprob": self.logprob}
+        return {**values, "token_ids": self.token_ids, "logprobs": self.logprobs} if tokens else values
+
+
+class CompletionBuilder:
+    """A completion while it is generated: decodes its tokens and decides when it is finished."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], config: GenerationConfig) -> None:
+        """The text continues `prompt_ids`: it begins, for example, with the space between two words."""
+        self._tokenizer, self._decoder, self._config = tokenizer, tokenizer.stream_decoder(), config
+        decoded = "".join(map(self._decoder.push, prompt_ids))
+        # What the decoder holds back of the prompt comes out with the first token, but belongs to the prompt. That is
+        # not so for half a character.
+        self._rest_of_prompt = tokenizer.decode(prompt_ids).removeprefix(decoded).rstrip("\ufffd")
+        self._held = ""
+        self.num_tokens = 0
+        self.token_ids: list[int] = []
+        """All tokens so far; without max_new_tokens they are not kept."""
+        self.logprobs: list[float] = []
+        self.finish_reason: FinishReason | None = None
+        """None: not finished."""
+
+    def add(self, token: GeneratedToken) -> str:
+        """Take the next token; return the text that became certain."""
+        self.num_tokens += 1
+        if self._config.max_new_tokens is not None:
+            self.token_ids.append(token.token_id)
+            if token.logprob is not None:
+                self.logprobs.append(token.logprob)
+        if not token.is_eos:
+            text = self._release(self._decoder.push(token.token_id))
+        elif self._tokenizer.is_newline_V[token.token_id]:
+            # BPE may merge the last characters of a line with its newline, as in ");\n"
+            text = self._release(self._decoder.push(token.token_id).removesuffix("\n"))
+        else:
+            text = ""
+        if self.finish_reason is None and (token.is_eos or self.num_tokens == self._config.max_new_tokens):
+            text += self._release(self._decoder.finish())
+            if self.finish_reason is None:
+                self.finish_reason = "eos" if token.is_eos else "length"
+                text += self._held
+        return text
+
+    def _release(self, text: str) -> str:
+        """Return the text that cannot be part of a stop string; cut it at a complete one, which finishes the text."""
+        # a dash held back after a space may come out without the space, now that the next word is known
+        in_full = text.startswith(self._rest_of_prompt)
+        text = text.removeprefix(self._rest_of_prompt if in_full else self._rest_of_prompt.lstrip())
+        if text:
+            self._rest_of_prompt = ""
+        text = self._held + text
+        stops = self._config.stop if self.num_tokens >= self._config.min_new_tokens else ()
+        if found := [text.find(stop) for stop in stops if stop in text]:
+            self.finish_reason = "stop"
+            return text[: min(found)]
+        held = _length_of_stop_prefix(text, stops)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
+
+
+def _length_of_stop_prefix(text: str, stops: Sequence[str]) -> int:
+    """Return the length of the longest end of the text that is the beginning of a stop string."""
+    longest = max(map(len, stops), default=1) - 1
+    for length in range(min(longest, len(text)), 0, -1):
+        if any(stop.startswith(text[-length:]) for stop in stops):
+            return length
+    return 0

@@ -1,0 +1,128 @@
+"""Settings of text generation. Their names are also the flags of `txl generate`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from transformer_xl.config import INT32_MAX, Settings
+
+_PAPER_TOP_K = 40  # of the samples in the paper's appendix
+_MAX_LOG_DIVISOR = 600  # bounds length ** length_penalty, which must stay a finite float
+
+# beam search neither samples nor looks for stop strings
+_NOT_WITH_BEAMS = (
+    *("num_samples", "seed", "greedy", "temperature", "top_k", "top_p", "min_p"),
+    *("repetition_penalty", "repetition_penalty_window", "stop"),
+)
+
+
+class GenerationConfig(Settings):
+    """How sequences are generated: how long, how each token is sampled, and what is computed beside them.
+
+    Logits are processed in this order: repetition penalty, logits processor, temperature, top-k, top-p, min-p.
+    """
+
+    max_new_tokens: int | None = Field(default=500, ge=1)
+    """Most tokens to generate; none: generate until stopped (streaming only; token ids and logprobs are not kept)."""
+    min_new_tokens: int = Field(default=0, ge=0)
+    """A sequence does not end, by a token or a stop string, before it has this many tokens."""
+    stop: tuple[str, ...] = ()
+    """Text that ends a sequence and is left out of it; may be given several times. It is found across tokens."""
+    stop_at_newline: bool = False
+    """End with the token that ends a line (in a corpus of integers: a sequence)."""
+    eos_token_ids: tuple[int, ...] = ()
+    """Tokens that end a sequence. They are not shown, except for text that shares a token with a newline."""
+
+    greedy: bool = False
+    """Always take the most likely token."""
+    temperature: float = Field(default=1.0, ge=0, allow_inf_nan=False)
+    """Logits are divided by it: below 1 is more predictable, above 1 more varied, 0 is greedy."""
+    top_k: int | Literal["auto"] | None = "auto"
+    """Sample from the k most likely tokens; auto: 40, as for the paper's samples, unless top_p or min_p is given."""
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    """Sample from the smallest set of most likely tokens whose probabilities add up to top_p (nucleus sampling)."""
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    """Sample from the tokens with at least min_p times the probability of the most likely token."""
+    repetition_penalty: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    """Above 1, tokens that already occur become less likely (CTRL, Keskar et al. 2019, section 4.1)."""
+    repetition_penalty_window: int = Field(default=1024, ge=1, le=INT32_MAX)
+    """Number of latest tokens, of prompt and text, that the repetition penalty looks at."""
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    """Seed of the sampling. Sequence i of a batch is sampled with seed + i, as it would be alone."""
+    num_samples: int = Field(default=1, ge=1)
+    """Sequences to sample for each prompt; the prompt is read once."""
+
+    num_beams: int | None = Field(default=None, ge=1)
+    """Beams to keep, and sequences to return, in a beam search for the most likely sequences; none: sample instead."""
+    length_penalty: float = Field(default=1.0, allow_inf_nan=False)
+    """Beams are ranked by logprob / length ** length_penalty: above 0 favors long sequences, 0 is the plain logprob."""
+
+    max_prompt_tokens: int | None = Field(default=None, ge=1)
+    """Read only this many tokens, the last of the prompt (512 for the paper's samples); none: all."""
+    memory_length: int | None = Field(default=None, ge=0, le=INT32_MAX)
+    """Memory length in tokens; none: the run's evaluation memory length; 0: as much as fills a training segment."""
+    logprobs: bool = False
+    """Compute the log-probability of each token under the model, before any processing of the logits."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "float32"
+    """Number format of matrix products; bfloat16 is faster where the hardware supports it, and less exact."""
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _one_stop_string(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
+
+    @field_validator("stop")
+    @classmethod
+    def _no_empty_stop_string(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if not all(value):
+            raise ValueError("a stop string is empty; give some text, or leave it out")
+        return value
+
+    @field_validator("top_k")
+    @classmethod
+    def _positive_top_k(cls, value: int | str | None) -> int | str | None:
+        if isinstance(value, int) and value < 1:
+            raise ValueError("wanted 1 or more, or none to sample from the whole vocabulary")
+        return value
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        limit = self.max_new_tokens
+        if limit is not None and self.min_new_tokens > limit:
+            raise ValueError(f"min_new_tokens {self.min_new_tokens} is above max_new_tokens {limit}; lower it")
+        if self.num_beams is None:
+            if self.length_penalty != 1.0:
+                raise ValueError("length_penalty ranks beams; give num_beams too, or leave it out")
+            return self
+        fields = type(self).model_fields
+        if odd := [name for name in _NOT_WITH_BEAMS if getattr(self, name) != fields[name].default]:
+            raise ValueError(f"beam search neither samples nor looks for stop strings; leave out {odd[0]} or num_beams")
+        if limit is None:
+            raise ValueError("beam search needs an end; give a number as max_new_tokens")
+        if abs(self.length_penalty) * math.log(limit) > _MAX_LOG_DIVISOR:
+            most = _MAX_LOG_DIVISOR / math.log(limit)
+            raise ValueError(
+                f"length_penalty {self.length_penalty} is out of range; "
+                f"wanted {-most:.0f} to {most:.0f} with {limit} max_new_tokens"
+            )
+        return self
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
+        return self.greedy or self.temperature == 0
+
+    @property
+    def effective_top_k(self) -> int | None:
+        """The k of top-k sampling; None: no limit."""
+        if self.top_k != "auto":
+            return self.top_k
+        return _PAPER_TOP_K if self.top_p is None and self.min_p is None else None
+
+    @property
+    def num_candidates(self) -> int | None:
+        """Number of most likely tokens that are enough to sample from; None: the whole vocabulary."""
+        return 1 if self.is_greedy else self.effective_top_k

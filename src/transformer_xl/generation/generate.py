@@ -1,0 +1,249 @@
+"""Text in, text out: finished completions, or one text streamed as it is generated.
+
+    completion = generate(run, "Once upon a time", max_new_tokens=300)
+    completions = generate(run, ["Once", "The end"], num_samples=4, stop="\\n")
+    for text in stream(run, "Once upon a time", top_p=0.9): ...
+
+`beam_search` has a module of its own. All take the settings of `GenerationConfig`, as an object or by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, overload
+
+import torch
+from typing_extensions import override
+
+from transformer_xl.config import EvaluationConfig, UserError, check_settings
+from transformer_xl.device import autocast, resolve_dtype
+from transformer_xl.evaluation.evaluate import EvaluationPlan
+from transformer_xl.generation.batch import BatchGenerator
+from transformer_xl.generation.completion import Completion, CompletionBuilder, FinishReason, Prompt
+from transformer_xl.generation.config import GenerationConfig
+from transformer_xl.generation.sampling import LogitsProcessor
+from transformer_xl.model.language_model import LanguageModel
+from transformer_xl.model.memory import Memory
+from transformer_xl.model.precision import with_matrices_in
+from transformer_xl.run_folder import Run
+from transformer_xl.text.tokenizer import Tokenizer
+
+
+@overload
+def generate(
+    run: Run,
+    prompts: Prompt = None,
+    config: GenerationConfig | None = None,
+    *,
+    logits_processor: LogitsProcessor | None = None,
+    memory: Memory | None = None,
+    **overrides: Any,
+) -> Completion: ...
+
+
+@overload
+def generate(
+    run: Run,
+    prompts: Sequence[Prompt],
+    config: GenerationConfig | None = None,
+    *,
+    logits_processor: LogitsProcessor | None = None,
+    memory: Memory | None = None,
+    **overrides: Any,
+) -> list[Completion]: ...
+
+
+def generate(
+    run: Run,
+    prompts: Prompt | Sequence[Prompt] = None,
+    config: GenerationConfig | None = None,
+    *,
+    logits_processor: LogitsProcessor | None = None,
+    memory: Memory | None = None,
+    **overrides: Any,
+) -> Completion | list[Completion]:
+    """Sample completions of one prompt or of several, side by side; each is what it would be alone.
+
+    Args:
+        run: a loaded run.
+        prompts: text to continue (None: begin a new text), or a list of such prompts, of any lengths.
+        config: how to generate; None: the defaults.
+        logits_processor: changes the logits before each token is sampled.
+        memory: what was read before, one row for each prompt; the prompts then continue it. It is not changed.
+        overrides: settings by name, in place of those of `config`.
+
+    Returns:
+        one completion for one prompt; for a list, all samples of the first prompt, then those of the next.
+
+    Raises:
+        UserError: a setting that is out of range, or a prompt that is empty or cannot be encoded.
+    """
+    config = resolve_config(run.tokenizer, config, overrides)
+    if config.max_new_tokens is None:
+        raise UserError("finished texts need an end; give a number as max_new_tokens, or use stream")
+    if config.num_beams is not None:
+        raise UserError("generate samples; call beam_search, or leave num_beams out")
+    if prompts is None or isinstance(prompts, (str, bytes)):
+        if config.num_samples > 1:
+            raise UserError("one prompt gives one completion; put it in a list to get num_samples of them")
+        return generate(run, [prompts], config, logits_processor=logits_processor, memory=memory)[0]
+    each = [prompt for prompt in prompts for _ in range(config.num_samples)]
+    prompt_ids = [encode_prompt(run.tokenizer, prompt, config, continued=memory is not None) for prompt in prompts]
+    builders = [CompletionBuilder(run.tokenizer, ids, config) for ids in prompt_ids for _ in range(config.num_samples)]
+    texts: list[list[str]] = [[] for _ in each]
+    model = inference_model(run.model, config)
+    with autocast(next(model.parameters()).device, config.dtype):
+        memory = memory or new_memory(run, config, len(prompts))
+        generator = BatchGenerator(model, prompt_ids, config, logits_processor=logits_processor, memory=memory)
+        while generator.active:
+            for token in generator.step():
+                texts[token.sequence].append(builders[token.sequence].add(token))
+            generator.finish([index for index in generator.active if builders[index].finish_reason])
+    completions: list[Completion] = []
+    for index, (prompt, builder) in enumerate(zip(each, builders, strict=True)):
+        assert builder.finish_reason is not None
+        token_ids, logprobs = tuple(builder.token_ids), tuple(builder.logprobs)
+        text, seed = "".join(texts[index]), config.seed + index
+        completions.append(Completion(prompt, text, token_ids, logprobs, builder.finish_reason, seed))
+    return completions
+
+
+def stream(
+    run: Run,
+    prompt: Prompt = None,
+    config: GenerationConfig | None = None,
+    *,
+    logits_processor: LogitsProcessor | None = None,
+    memory: Memory | None = None,
+    **overrides: Any,
+) -> GenerationStream:
+    """Sample one text and return it as it is generated.
+
+    Args:
+        run: a loaded run.
+        prompt: text to continue; None: begin a new text.
+        config: how to generate; None: the defaults.
+        logits_processor: changes the logits before each token is sampled.
+        memory: what was read before, of batch size 1; the prompt then continues it. It is not changed.
+        overrides: settings by name, in place of those of `config`.
+
+    Returns:
+        an iterator over the text; the prompt is read now, and each token when its text is asked for.
+
+    Raises:
+        UserError: a setting that is out of range, or a prompt that is empty or cannot be encoded.
+    """
+    config = resolve_config(run.tokenizer, config, overrides)
+    if config.num_samples > 1 or config.num_beams is not None:
+        raise UserError("a stream is one sampled text; leave num_samples and num_beams out, or use generate")
+    return GenerationStream(run, prompt, config, logits_processor, memory)
+
+
+class GenerationStream(Iterator[str]):
+    """A text while it is generated, made by `stream`. A character appears once all its bytes are known."""
+
+    def __init__(
+        self,
+        run: Run,
+        prompt: Prompt,
+        config: GenerationConfig,
+        logits_processor: LogitsProcessor | None,
+        memory: Memory | None,
+    ) -> None:
+        prompt_ids = encode_prompt(run.tokenizer, prompt, config, continued=memory is not None)
+        self._builder = CompletionBuilder(run.tokenizer, prompt_ids, config)
+        model = inference_model(run.model, config)
+        self._device, self._dtype = next(model.parameters()).device, config.dtype
+        with autocast(self._device, self._dtype):
+            memory = memory or new_memory(run, config, 1)
+            self._generator = BatchGenerator(
+                model, [prompt_ids], config, logits_processor=logits_processor, memory=memory
+            )
+
+    @override
+    def __next__(self) -> str:
+        while self._builder.finish_reason is None:
+            with autocast(self._device, self._dtype):
+                (token,) = self._generator.step()
+            if text := self._builder.add(token):
+                return text
+        raise StopIteration
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens generated so far."""
+        return self._builder.num_tokens
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The tokens generated so far; empty without max_new_tokens."""
+        return tuple(self._builder.token_ids)
+
+    @property
+    def logprobs(self) -> tuple[float, ...]:
+        """Natural log-probability of each token so far; empty unless asked for, and without max_new_tokens."""
+        return tuple(self._builder.logprobs)
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why the text ended; None: it has not."""
+        return self._builder.finish_reason
+
+    def memory(self) -> Memory:
+        """Return the memory after all tokens so far, of batch size 1, to continue from with another prompt."""
+        with autocast(self._device, self._dtype):
+            return self._generator.memory()
+
+
+def resolve_config(
+    tokenizer: Tokenizer, config: GenerationConfig | None, overrides: Mapping[str, Any], **defaults: Any
+) -> GenerationConfig:
+    """Join settings, later ones winning: `defaults`, those given to `config`, `overrides`; and check them.
+
+    Returns:
+        settings in which `stop_at_newline` is replaced by the tokenizer's tokens that end a line.
+
+    Raises:
+        UserError: an unknown setting, one that is out of range, or no token that ends a line.
+    """
+    given = {} if config is None else config.model_dump(exclude_defaults=True)
+    config = check_settings(GenerationConfig, {**defaults, **given, **overrides}, "generation settings")
+    if not config.stop_at_newline:
+        return config
+    newline_ids = tokenizer.is_newline_V.nonzero()[0].tolist()
+    if not newline_ids:
+        raise UserError("this tokenizer has no token that ends a line; leave out stop_at_newline, or use stop")
+    eos_token_ids = tuple({*config.eos_token_ids, *newline_ids})
+    return config.model_copy(update={"stop_at_newline": False, "eos_token_ids": eos_token_ids})
+
+
+def encode_prompt(tokenizer: Tokenizer, prompt: Prompt, config: GenerationConfig, *, continued: bool) -> list[int]:
+    """Return the token ids to read: the start token and the prompt, or the prompt alone where it continues a memory.
+
+    Raises:
+        UserError: the prompt is empty or cannot be encoded, or a memory is continued without a prompt.
+    """
+    if prompt is None and continued:
+        raise UserError("a memory was given without a prompt; give the text that continues it")
+    if prompt is not None and not len(prompt):
+        raise UserError("the prompt is empty; give some text, or no prompt to begin a new text")
+    token_ids = [] if prompt is None else tokenizer.encode(prompt).tolist()
+    if not continued:
+        token_ids = [tokenizer.bos_token_id, *token_ids]
+    if not token_ids:
+        raise UserError("the prompt has no token in this vocabulary; give some text")
+    return token_ids if config.max_prompt_tokens is None else token_ids[-config.max_prompt_tokens :]
+
+
+def new_memory(run: Run, config: GenerationConfig, batch_size: int) -> Memory:
+    """Return the empty memory to generate with: of the wanted length, else of the run's evaluation memory length."""
+    given: dict[str, Any] = {} if config.memory_length is None else {"memory_length": config.memory_length}
+    context_limits = EvaluationPlan.resolve(run.config, EvaluationConfig(method="memory", **given)).context_limits
+    return run.model.generation_memory(batch_size, context_limits, segment=run.config.train.segment_length)
+
+
+def inference_model(model: LanguageModel, config: GenerationConfig) -> LanguageModel:
+    """Return the model with its matrices in the dtype of the products, else each step would convert them again."""
+    if resolve_dtype(next(model.parameters()).device, config.dtype) == "float32":
+        return model
+    return with_matrices_in(model, torch.bfloat16)
