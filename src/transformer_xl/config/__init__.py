@@ -1,7 +1,8 @@
-"""Settings: what can be set, in which units, with which checks; the recipes; and the error a user sees.
+"""Settings with their units and checks, the recipes, and the error that users see.
 
-Settings come from three places, later ones winning: the defaults here, a recipe (a YAML file, see `recipes/`), and
-flags such as `--model.layers 6`. They are checked once, as a whole, and stored whole in `config.yaml` of the run.
+Settings come from three places, later ones taking precedence: the defaults here, a recipe (a YAML file, see
+`recipes/`), and flags such as `--model.n-layers 6`. They are checked once, as a whole, and never changed afterwards;
+`config.yaml` of a run stores all of them.
 """
 
 from transformer_xl.config.evaluation import DynamicConfig, EvaluationConfig

@@ -1,4 +1,4 @@
-"""Everything about a run: its settings together, and the recipes they may come from."""
+"""The settings of a run together, and the recipes they may come from."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from transformer_xl.config.train import TrainConfig
 
 
 class CorpusReference(Settings):
-    """Which corpus a run was trained on."""
+    """The corpus that a run was trained on."""
 
     path: str
     """Folder of the corpus, as an absolute path."""
@@ -34,7 +34,7 @@ class CorpusReference(Settings):
 
 
 class RunConfig(Settings):
-    """Everything about a run, stored as its config.yaml."""
+    """All settings of a run, stored as its config.yaml."""
 
     recipe: str | None = None
     corpus: CorpusReference | None = None
@@ -80,25 +80,25 @@ class RunConfig(Settings):
 
 
 class Recipe(Settings):
-    """A named set of settings, with what is known about it."""
+    """A named set of settings, with its published and measured results."""
 
     title: str
     source: str
     """Where the settings come from."""
     corpus: str
-    """The corpus they are meant for."""
+    """Name of the corpus they are for; any: no particular one."""
     published: dict[str, float] = Field(default_factory=dict)
-    """Published figures on the test text, by name with unit."""
+    """Published results on the test split, by name with unit."""
     measured: dict[str, float] = Field(default_factory=dict)
-    """Our own figures, by name with unit."""
+    """Results of this package on the test split, by name with unit."""
     published_parameters: float | None = None
-    """Number of parameters as published, which is rounded."""
+    """Published number of parameters, rounded."""
     parameters: int | None = None
-    """Number of parameters of these settings."""
+    """Exact number of parameters of these settings."""
     flops_per_step: float | None = None
-    """Additions and multiplications in the matrix products of one training step."""
+    """Floating-point operations in the matrix products of one training step."""
     bytes_per_step: float | None = None
-    """Memory one training step needs in float32: weights, gradients, Adam's state, kept activations, hidden memory."""
+    """Bytes that one training step needs in float32: weights, gradients, Adam's state, activations and memory."""
     model: dict[str, Any] = Field(default_factory=dict)
     train: dict[str, Any] = Field(default_factory=dict)
     evaluation: dict[str, Any] = Field(default_factory=dict)
@@ -126,12 +126,19 @@ def merge_recipe(recipe: Recipe, overrides: Mapping[str, Any]) -> dict[str, Any]
 
     Where the overrides choose another architecture, settings of the recipe that it does not have are left out.
     """
-    model = recipe.model
-    architecture = (overrides.get("model") or {}).get("architecture", model.get("architecture", "transformer-xl"))
-    if architecture in ARCHITECTURES and architecture != model.get("architecture", "transformer-xl"):
-        known = ARCHITECTURES[architecture].model_fields
-        model = {name: value for name, value in model.items() if name in known}
-    return merge({"model": model, "train": recipe.train, "evaluation": recipe.evaluation}, overrides)
+    groups = {"model": recipe.model, "train": recipe.train, "evaluation": recipe.evaluation}
+    own = recipe.model.get("architecture", "transformer-xl")
+    chosen = (overrides.get("model") or {}).get("architecture", own)
+    if chosen != own and chosen in ARCHITECTURES:
+        kind = ARCHITECTURES[chosen]
+        missing = {"attention_window", "clamp_length"} - kind.model_fields.keys()
+        missing |= set() if kind.has_memory else {"memory_length"}
+        missing |= recipe.model.keys() - kind.model_fields.keys()
+        groups = {
+            group: {name: value for name, value in settings.items() if name not in missing}
+            for group, settings in groups.items()
+        }
+    return merge(groups, overrides)
 
 
 # settings that earlier versions stored with every run
@@ -156,16 +163,16 @@ def setting_of_earlier_version(values: Mapping[str, Any]) -> str | None:
 
 
 def recipe_names() -> list[str]:
-    """Names of the recipes that come with the package."""
+    """Return the names of the recipes in the package."""
     folder = resources.files("transformer_xl") / "recipes"
     return sorted(item.name.removesuffix(".yaml") for item in folder.iterdir() if item.name.endswith(".yaml"))
 
 
 def load_recipe(name: str) -> Recipe:
-    """Finds a recipe by its name, or by the path of a YAML file.
+    """Load a recipe by its name, or by the path of a YAML file.
 
     Raises:
-        UserError: there is none of that name (the nearest is offered), or it holds a wrong setting.
+        UserError: there is no recipe of that name, or it has a wrong setting.
     """
     if name.endswith((".yaml", ".yml")):
         try:

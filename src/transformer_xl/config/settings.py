@@ -1,4 +1,4 @@
-"""What all settings share: how they are checked, named in errors, joined and read; and the error a user sees."""
+"""Base of all settings: validation, error messages, merging and reading YAML; and the error that users see."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from typing_extensions import override
 
-INT32_MAX = 2**31 - 1  # of anything counted here; more is a slip of the finger
+INT32_MAX = 2**31 - 1  # upper limit of every count; a larger one is a typing error
 
 
 class UserError(ValueError):
-    """Something the user can put right: one line that says what was given, what was wanted and what to type next."""
+    """An error that the user can correct: one line with what was given, what was wanted and what to type next."""
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """A hint for a mistyped name: ` (did you mean 'x'?)`, or nothing where no known name is close."""
+    """Return a hint for a mistyped name, ` (did you mean 'x'?)`; empty if no known name is close."""
     close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
     return f" (did you mean '{close[0]}'?)" if close else ""
 
@@ -32,7 +32,7 @@ class _MisplacedBool:
 
 
 class Settings(BaseModel):
-    """A frozen group of settings; unknown names are refused."""
+    """An immutable group of settings; unknown names are refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True)
 
@@ -55,10 +55,15 @@ AnySettings = TypeVar("AnySettings", bound=Settings)
 
 
 def check_settings(kind: type[AnySettings], values: Mapping[str, Any], source: str) -> AnySettings:
-    """Builds settings from plain values.
+    """Build settings from plain values.
+
+    Args:
+        kind: class of the settings.
+        values: the settings by name.
+        source: where they come from, which error messages name.
 
     Raises:
-        UserError: an unknown name, a wrong type or a value out of range; the message names `source`.
+        UserError: an unknown name, a wrong type or a value out of range.
     """
     try:
         return kind.model_validate(values)
@@ -134,7 +139,7 @@ def _models_in(annotation: Any) -> list[type[BaseModel]]:
 
 
 def merge(*layers: Mapping[str, Any]) -> dict[str, Any]:
-    """Joins nested settings, later ones winning."""
+    """Merge nested settings; later ones take precedence."""
     merged: dict[str, Any] = {}
     for layer in layers:
         for name, value in layer.items():
@@ -144,25 +149,25 @@ def merge(*layers: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML in which no name stands twice in a mapping: all but the last would be lost without a word."""
+    """YAML loader that refuses duplicate keys, of which all but the last would be dropped silently."""
 
     @override
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         names = [name.value for name, _ in node.value if isinstance(name, yaml.ScalarNode)]
-        if twice := next((name for place, name in enumerate(names) if name in names[:place]), None):
-            raise ValueError(f"'{twice}' stands twice in one mapping; join the two, or take one out")
+        if twice := next((name for index, name in enumerate(names) if name in names[:index]), None):
+            raise ValueError(f"duplicate key '{twice}'; merge the two, or remove one")
         return super().construct_mapping(node, deep)
 
 
 def read_yaml(text: str | bytes, source: str) -> dict[str, Any]:
-    """Reads a YAML mapping.
+    """Read a YAML mapping.
 
     Raises:
-        UserError: it is not YAML, or not a mapping.
+        UserError: the text is not YAML, or not a mapping.
     """
     try:
         values = yaml.load(text, _Loader)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date that is none
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: an impossible date
         raise UserError(f"{source}: not readable as YAML ({' '.join(str(error).split())})") from None
     if not isinstance(values, dict):
         raise UserError(f"{source}: wanted a mapping of settings, found {type(values).__name__}")
