@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from transformer_xl.config import UserError
-from transformer_xl.text.sources.folders import matches, walk
+from transformer_xl.text.sources.folders import glob_files, list_files
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def test_without_links_it_is_as_glob_has_it(tree: Path, parts: list[str]) -> Non
     # For a file f, glob takes f/** to be f itself.
     found = {Path(name) for name in glob.iglob(pattern, recursive=True) if not name.endswith("/")}
     wanted = sorted((path for path in found if path.is_file() and path.stat().st_size), key=Path.as_posix)
-    assert matches(pattern) == wanted
+    assert glob_files(pattern) == wanted
 
 
 def test_links_to_folders_are_followed_in_front_of_the_wildcard_alone(
@@ -55,17 +55,17 @@ def test_links_to_folders_are_followed_in_front_of_the_wildcard_alone(
     Path("sl/self.txt").symlink_to("self.txt")
     Path("sl/one.txt").symlink_to("sub/a.txt")
     names = ["sl/one.txt", "sl/sub/a.txt"]
-    assert [str(path) for path in matches("sl/**/*.txt")] == names
-    assert [str(path) for path in matches("sl/**")] == [str(path) for path in walk(Path("sl"))] == names
-    assert [str(path) for path in matches("sl/**/**/sub/*.txt")] == ["sl/sub/a.txt"]
-    assert [str(path) for path in matches("sl/*/a.txt")] == ["sl/sub/a.txt"]
-    assert [str(path) for path in matches("sl/linkdir/*.txt")] == ["sl/linkdir/a.txt"]
-    assert [str(path) for path in matches("*/one.txt")] == ["sl/one.txt"]
-    assert matches("gone/*.txt") == matches("sl/one.txt/*") == []
+    assert [str(path) for path in glob_files("sl/**/*.txt")] == names
+    assert [str(path) for path in glob_files("sl/**")] == [str(path) for path in list_files(Path("sl"))] == names
+    assert [str(path) for path in glob_files("sl/**/**/sub/*.txt")] == ["sl/sub/a.txt"]
+    assert [str(path) for path in glob_files("sl/*/a.txt")] == ["sl/sub/a.txt"]
+    assert [str(path) for path in glob_files("sl/linkdir/*.txt")] == ["sl/linkdir/a.txt"]
+    assert [str(path) for path in glob_files("*/one.txt")] == ["sl/one.txt"]
+    assert glob_files("gone/*.txt") == glob_files("sl/one.txt/*") == []
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
 def test_unreadable_is_refused(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir(mode=0)
     with pytest.raises(UserError, match=r"reading .*sub: permission denied"):
-        matches(f"{tmp_path}/**/*.txt")
+        glob_files(f"{tmp_path}/**/*.txt")

@@ -1,75 +1,62 @@
-"""Which files a folder or a pattern means: sorted by path, nothing hidden or empty, no link to a folder followed."""
+"""Lists the files that a folder or a glob pattern means: sorted, none hidden or empty, without following links."""
 
 from __future__ import annotations
 
 import fnmatch
 import glob
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from transformer_xl.files import as_user_error
 
-_ANY = ("**", "*")
 
+def list_files(folder: Path, pattern: Sequence[str] = ("**", "*"), skip: frozenset[str] = frozenset()) -> list[Path]:
+    """List the non-empty files of a folder whose relative path matches the pattern, sorted by path.
 
-def walk(folder: Path, parts: Sequence[str] = _ANY, skip: frozenset[str] = frozenset()) -> list[Path]:
-    """The files in a folder that hold anything and whose path below it fits, sorted by path.
-
-    Nothing hidden is found unless a part itself begins with a dot, and no link to a folder is followed.
+    Hidden files and folders are left out unless a part of the pattern begins with a dot. Links to folders are not
+    followed; neither `glob` nor `Path.glob` can do that in every place of a pattern, nor tell of unreadable folders.
 
     Args:
-        folder: where to begin; may itself be a link.
-        parts: patterns of the folders' names, then of the file's; `**` stands for any number of folders.
+        folder: where the search begins; may itself be a link.
+        pattern: the parts of the path, as in a glob pattern; `**` means any number of folders.
         skip: names of folders that are left out.
 
     Raises:
         UserError: a folder or file cannot be read.
     """
-    # Not by glob, which follows links to folders, round in circles too.
+    if pattern[-1] == "**":
+        pattern = (*pattern, "*")
+    found: list[Path] = []
+    for current, folders, files in os.walk(folder, onerror=_refuse):
+        inside = Path(current).relative_to(folder).parts
+        folders[:] = [name for name in folders if name not in skip and _matches((*inside, name), pattern, partly=True)]
+        found += [Path(current, file) for file in files if _matches((*inside, file), pattern)]
     with as_user_error(f"reading {folder}"):
-        if not folder.is_dir():
-            return []
-    if parts[-1] == "**":
-        parts = (*parts, "*")
-    return sorted(_fitting(folder, parts, skip), key=lambda path: path.relative_to(folder).as_posix())
+        kept = [path for path in found if path.is_file() and path.stat().st_size]
+    return sorted(kept, key=lambda path: path.relative_to(folder).as_posix())
 
 
-def matches(pattern: str) -> list[Path]:
-    """The files that fit a pattern, as `walk` has it; links in front of its first wildcard are followed."""
+def glob_files(pattern: str) -> list[Path]:
+    """List the files that match a pattern, as `list_files` does; links before its first wildcard are followed."""
     parts = Path(pattern).parts
-    fixed = next(place for place, part in enumerate(parts) if glob.has_magic(part))
-    return walk(Path(*parts[:fixed]), parts[fixed:])
+    first = next(index for index, part in enumerate(parts) if glob.has_magic(part))
+    folder = Path(*parts[:first])
+    with as_user_error(f"reading {folder}"):
+        return list_files(folder, parts[first:]) if folder.is_dir() else []
 
 
-def _fitting(folder: Path, parts: Sequence[str], skip: frozenset[str]) -> Iterator[Path]:
-    left = [(folder, frozenset({0}))]  # with the places in `parts` from which a path must go on there
-    while left:
-        inside, places = left.pop()
-        with as_user_error(f"reading {inside}"), os.scandir(inside) as entries:
-            found = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
-        for name, is_folder in found:
-            after = _after(name, parts, places)
-            path = inside / name
-            if is_folder:
-                further = after - {len(parts)}
-                if further and name not in skip:
-                    left.append((path, further))
-            elif len(parts) in after:
-                with as_user_error(f"reading {path}"):
-                    holds = path.is_file() and path.stat().st_size > 0
-                if holds:
-                    yield path
+def _refuse(error: OSError) -> None:
+    with as_user_error(f"reading {error.filename}"):
+        raise error
 
 
-def _after(name: str, parts: Sequence[str], places: frozenset[int]) -> frozenset[int]:
-    """Where in `parts` one may be behind this name."""
-    after: set[int] = set()
-    for place in places:
-        while parts[place] == "**":  # no folder at all, or one more
-            if not name.startswith("."):
-                after.add(place)
-            place += 1
-        if fnmatch.fnmatch(name, parts[place]) and (parts[place].startswith(".") or not name.startswith(".")):
-            after.add(place + 1)
-    return frozenset(after)
+def _matches(path: Sequence[str], pattern: Sequence[str], *, partly: bool = False) -> bool:
+    """Whether a path matches; `partly`: whether a path in this folder can match."""
+    if not path or not pattern:
+        return not path and bool(pattern) == partly
+    visible = not path[0].startswith(".")
+    if pattern[0] == "**":
+        return _matches(path, pattern[1:], partly=partly) or (visible and _matches(path[1:], pattern, partly=partly))
+    fits = fnmatch.fnmatch(path[0], pattern[0]) and (visible or pattern[0].startswith("."))
+    return fits and _matches(path[1:], pattern[1:], partly=partly)

@@ -18,7 +18,7 @@ from transformer_xl.config import UserError
 from transformer_xl.text.documents import SPLITS, Document, SplitName
 from transformer_xl.text.sources.archives import FilePart
 from transformer_xl.text.sources.download import RemoteFile
-from transformer_xl.text.sources.folders import walk
+from transformer_xl.text.sources.folders import list_files
 from transformer_xl.text.sources.source_files import ANYWHERE, Origin, TextFile, find_files, plain_file
 from transformer_xl.text.sources.text_source import AS_BYTES, TextSource
 from transformer_xl.text.tokenizers.learning import TokenizerConfig
@@ -290,7 +290,7 @@ def python_stdlib() -> TextSource:
         UserError: this Python came without its library's source.
     """
     folder = Path(sysconfig.get_paths()["stdlib"])
-    paths = [path for path in walk(folder, skip=_STDLIB_SKIPPED) if path.suffix == ".py"]
+    paths = [path for path in list_files(folder, skip=_STDLIB_SKIPPED) if path.suffix == ".py"]
     documents: dict[SplitName, list[Document]] = {split: [] for split in SPLITS}
     names = {path.relative_to(folder).as_posix(): path for path in paths}
     for name in sorted(names, key=_drawn):

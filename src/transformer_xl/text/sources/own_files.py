@@ -15,7 +15,7 @@ from transformer_xl.files import as_user_error
 from transformer_xl.text.documents import SPLITS, Document, SplitName
 from transformer_xl.text.sources.archives import PACKED, FilePart, is_archive
 from transformer_xl.text.sources.arrays import ArrayPart
-from transformer_xl.text.sources.folders import matches, walk
+from transformer_xl.text.sources.folders import glob_files, list_files
 from transformer_xl.text.sources.text_source import AS_BYTES, TextSource
 from transformer_xl.text.tokenizers.learning import TokenizerConfig
 
@@ -245,7 +245,7 @@ def _paths_of(source: str, option: str) -> list[Path]:
             return _matches(source, option)
         status = path.stat()
     if stat.S_ISDIR(status.st_mode):
-        paths = walk(path)
+        paths = list_files(path)
         if not paths:
             raise UserError(
                 f"{option}the folder {source} holds no text (hidden and empty files are left out); name another"
@@ -261,7 +261,7 @@ def _paths_of(source: str, option: str) -> list[Path]:
 def _matches(pattern: str, option: str) -> list[Path]:
     if not glob.has_magic(pattern):
         raise UserError(f"{option}'{pattern}' is neither a file nor a folder; check the spelling")
-    paths = matches(pattern)
+    paths = glob_files(pattern)
     if not paths:
         raise UserError(f"{option}no file that holds text fits the pattern '{pattern}'; check it ('**' is any folder)")
     return paths
