@@ -157,7 +157,7 @@ def test_no_network(place: Path, monkeypatch: Patch, capfd: Capture) -> None:
     said = error_of("prepare wikitext-2", capfd)
     assert re.search(
         r"wikitext-2-v1.zip \(4,475,746 bytes, sha256 92675f1d\w+\) cannot be downloaded \[wikitext.smerity.com: .*\]; "
-        r"try again later, get it some other way and put it into .*cache, or name the folder .* --source DIR",
+        r"try again later, or get it some other way and put it into .*cache, or name the folder .* --data-dir DIR",
         said,
     )
     assert not (place / "corpora").exists()

@@ -142,7 +142,7 @@ def small_ptb(place: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (folder / f"ptb.{split}.txt.gz").write_bytes(gzip.compress(content))
     corpus = named_corpora.DISTRIBUTED["ptb"]
     splits = {
-        split: tuple(replace(part, text=replace(part.text, num_bytes=None, checksum=None, addresses=())) for part in of)
+        split: tuple(replace(part, text=replace(part.text, num_bytes=None, checksum=None, urls=())) for part in of)
         for split, of in corpus.splits.items()
     }
     known = {"train": 7, "valid": 3, "test": 5}

@@ -43,13 +43,13 @@ def test_order_bound_and_end_of_several_processes() -> None:
     drawn: list[int] = []
     results = ordered_map(square_of, counting(drawn, 10**9), workers=2)
     processes = set()
-    for number in range(97):
-        square, process = next(results)
+    for number, (square, process) in enumerate(results):
         assert square == (number % 5) ** 2
         assert number < len(drawn) <= number + 4
         processes.add(process)
+        if number > 97 and len(processes) == 2:  # the second may start late
+            break
     assert os.getpid() not in processes
-    assert len(processes) == 2
     results.close()
     assert all(gone(process) for process in processes)
     assert multiprocessing.active_children() == []

@@ -53,7 +53,7 @@ def unchecked(corpus: NamedCorpus) -> NamedCorpus:
     """The same corpus, of texts whose contents are not known."""
 
     def plain(text: TextFile) -> TextFile:
-        return replace(text, num_bytes=None, checksum=None, addresses=())
+        return replace(text, num_bytes=None, checksum=None, urls=())
 
     return replace(
         corpus,
@@ -81,8 +81,8 @@ def test_the_names() -> None:
 def test_what_is_written_down_is_sound(corpus: NamedCorpus) -> None:
     assert corpus.archive
     remotes = [corpus.archive, *filter(None, (text.remote for text in texts_of(corpus)))]
-    assert all(re.match(r"https?://[^/]+/", address) for remote in remotes for address in remote.addresses)
-    assert all(len(set(remote.addresses)) == len(remote.addresses) for remote in remotes)
+    assert all(re.match(r"https?://[^/]+/", url) for remote in remotes for url in remote.urls)
+    assert all(len(set(remote.urls)) == len(remote.urls) for remote in remotes)
     for checksum in (thing.checksum for thing in (*remotes, *texts_of(corpus))):
         if checksum:
             algorithm, _, digits = checksum.partition(":")
@@ -102,7 +102,7 @@ def test_published_figures_are_in_the_documentation() -> None:
             assert f"{thing.num_bytes:,}" in page
         assert all(f"{tokens:,}" in page for tokens in corpus.known_tokens.values())
         remotes = [corpus.archive, *filter(None, (text.remote for text in texts_of(corpus)))]
-        hosts = {address.split("/")[2] for remote in remotes for address in remote.addresses}
+        hosts = {url.split("/")[2] for remote in remotes for url in remote.urls}
         assert [host for host in hosts if host not in page] == []
 
 

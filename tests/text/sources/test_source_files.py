@@ -126,7 +126,7 @@ def test_what_was_downloaded_before_needs_no_network(cache: Path) -> None:
     make(cache, {"x-v1.zip": ZIP, "x-v1.tgz": TAR, "x.train": TEXTS[TRAIN.path]})
     for kind in ("zip", "tar"):
         assert find(None, kind) == list(TEXTS.values())
-    alone = TextFile(TRAIN.path, TRAIN.num_bytes, TRAIN.checksum, addresses=("http://127.0.0.1:1/",))
+    alone = TextFile(TRAIN.path, TRAIN.num_bytes, TRAIN.checksum, urls=("http://127.0.0.1:1/",))
     found = find_files("x", ARCHIVES["zip"], [alone, TEST], Origin())
     assert found[alone] == FilePart(cache / "x.train")
     assert found[TEST] == FilePart(cache / "x-v1.zip", member=TEST.path)

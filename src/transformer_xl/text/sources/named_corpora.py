@@ -136,7 +136,7 @@ def _ptb(split: str, num_bytes: int, sha256: str) -> TextFile:
         num_bytes,
         f"sha256:{sha256}",
         also=(f"{split}.txt",),
-        addresses=tuple(
+        urls=tuple(
             f"https://raw.githubusercontent.com/{owner}/lstm/master/data/ptb.{split}.txt"
             for owner in ("wojzaremba", "tomsercu")
         ),
@@ -257,7 +257,7 @@ DISTRIBUTED: dict[str, NamedCorpus] = {
                 "1b_word_vocab.txt",
                 9_507_106,
                 "sha1:aa2322a3da82ef628011336c9b5c6059e4f56c3f",
-                addresses=(
+                urls=(
                     "https://github.com/rafaljozefowicz/lm/raw/master/1b_word_vocab.txt",
                     "https://raw.githubusercontent.com/rafaljozefowicz/lm/master/1b_word_vocab.txt",
                 ),

@@ -21,7 +21,7 @@ from transformer_xl.text.sources.archives import (
     with_progress,
     zip_members,
 )
-from transformer_xl.text.sources.download import RemoteFile, cache_folder, fetch
+from transformer_xl.text.sources.download import RemoteFile, cache_folder, download_file
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class TextFile:
     """Algorithm and hex digits; none: not known."""
     also: tuple[str, ...] = ()
     """Other names it goes by."""
-    addresses: tuple[str, ...] = ()
+    urls: tuple[str, ...] = ()
     """Where it is to be had by itself; none: in the archive only."""
 
     @property
@@ -47,11 +47,11 @@ class TextFile:
     @property
     def remote(self) -> RemoteFile | None:
         """What to download to have it by itself."""
-        if not self.addresses:
+        if not self.urls:
             return None
         assert self.num_bytes is not None
         assert self.checksum is not None
-        return RemoteFile(self.name, self.addresses, self.num_bytes, self.checksum)
+        return RemoteFile(self.name, self.urls, self.num_bytes, self.checksum)
 
 
 @dataclass(frozen=True)
@@ -113,12 +113,12 @@ def _downloaded(
     rest: list[TextFile] = []
     for text in texts:
         if text.remote:
-            found[text] = FilePart(fetch(text.remote, cache_folder(), progress))
+            found[text] = FilePart(download_file(text.remote, cache_folder(), progress))
         else:
             rest.append(text)
     if rest:
         assert archive is not None
-        path = fetch(archive, cache_folder(), progress)
+        path = download_file(archive, cache_folder(), progress)
         found |= _Archive(corpus, path, tuple(rest), progress, archive.checksum).parts
     assert len(found) == len(rest) + len([text for text in texts if text.remote]), "the archive lacks a text"
     return found
