@@ -1,1 +1,39 @@
-"""What a token is: a character, a word, a part of a word, a whole number; bytes stand in `text/vocabulary.py`."""
+"""Tokenizers: text to token ids and back.
+
+`base.py` has the interface, `byte.py`, `char.py`, `word.py`, `bpe.py` and `integer.py` the five kinds, `config.py` and
+`training.py` how one is trained, `storage.py` how one is saved and loaded. Modules of kinds other than bytes are
+imported when they are used.
+"""
+
+from transformer_xl.text.tokenizers.base import (
+    EncodedChunk,
+    EncodingError,
+    StreamDecoder,
+    TokenArray,
+    Tokenizer,
+    to_bytes,
+    token_dtype,
+)
+from transformer_xl.text.tokenizers.byte import ByteTokenizer
+from transformer_xl.text.tokenizers.chunking import split_chunks
+from transformer_xl.text.tokenizers.config import TOKENIZER_KINDS, TokenizerConfig, TokenizerKind
+from transformer_xl.text.tokenizers.storage import fingerprint, load_tokenizer, save_tokenizer, tokenizer_from_json
+
+__all__ = [
+    "TOKENIZER_KINDS",
+    "ByteTokenizer",
+    "EncodedChunk",
+    "EncodingError",
+    "StreamDecoder",
+    "TokenArray",
+    "Tokenizer",
+    "TokenizerConfig",
+    "TokenizerKind",
+    "fingerprint",
+    "load_tokenizer",
+    "save_tokenizer",
+    "split_chunks",
+    "to_bytes",
+    "token_dtype",
+    "tokenizer_from_json",
+]

@@ -1,8 +1,8 @@
-"""Parts of words as tokens: byte-level byte-pair encoding, by the `tokenizers` library.
+"""Parts of words as tokens: byte-level byte-pair encoding by the `tokenizers` library.
 
-Each line is encoded by itself, together with its line end, so that a text cut at line ends has the tokens of the whole.
-Every byte is a token, so that every Unicode text comes back exactly. Tokenizers from elsewhere are taken where the same
-holds of them; special tokens in their list are never found in a text, whatever it holds.
+Each line is encoded on its own, together with its newline, so that a text cut at newlines has the tokens of the whole.
+Every byte is a token, so that every Unicode text comes back exactly. Tokenizers made elsewhere are accepted if the same
+holds for them; special tokens in their vocabulary are never found in a text.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,89 +19,88 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import override
 
-from transformer_xl.text.tokenizer import (
-    EncodedChunk,
-    StreamDecoder,
-    TokenArray,
-    Utf8StreamDecoder,
-    check_ids,
-    decode_utf8,
-    to_bytes,
-    token_dtype,
-)
-from transformer_xl.text.tokenizers.splitting import last_word_space
+from transformer_xl.text.tokenizers.base import EncodedChunk, Tokenizer, decode_utf8, token_dtype
+from transformer_xl.text.tokenizers.chunking import last_match_in_line
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+    import tokenizers
 
-_BATCH_CHARACTERS = 2**17  # encoded at once; a token takes some 150 bytes while it is
-_KEEP_TEXT = frozenset({"ByteLevel", "Split", "Digits", "Punctuation"})  # pre-tokenizers
-# Letters, numbers and signs of several scripts, white space, contractions, characters of one to four bytes.
+_BATCH_CHARACTERS = 2**17  # encoded at once; each token takes some 150 bytes meanwhile
+_LOSSLESS_PRE_TOKENIZERS = frozenset({"ByteLevel", "Split", "Digits", "Punctuation"})
+# Letters, numbers and punctuation of several scripts, white space, contractions, characters of one to four bytes.
 _PROBE = (
     "".join(map(chr, range(0x180)))
     + " a  b\r\n\r\n\t don't 1,234.5\u00a0\u3000\u65e5\u672c \ufb01 e\u0301 \U0001f600\n "
 )
 
 
-def _byte_characters() -> dict[str, int]:
-    """The character that stands for each byte in a token: itself where it can be seen, else one from U+0100 on."""
-    seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    unseen = [byte for byte in range(256) if byte not in seen]
-    return {chr(byte): byte for byte in seen} | {chr(0x100 + place): byte for place, byte in enumerate(unseen)}
+_SPACE = re.compile(
+    rb" (?=[\x00-\x08\x0e-\x1b!-\x7f]|[\x80-\xff].{2})"  # three bytes tell the white space of other scripts
+    rb"(?!\xc2[\x85\xa0]|\xe1(?:\x9a\x80|\xa0\x8e)|\xe2(?:\x80[\x80-\x8a\xa8\xa9\xaf]|\x81\x9f)|\xe3\x80\x80)",
+    flags=re.DOTALL,
+)
+
+
+def last_word_boundary(text: bytes) -> int:
+    """Return the position after the last newline, or before the last space that a word follows; 0 if there is neither.
+
+    No match of GPT-2's pattern crosses the start of such a space, and none looks back.
+    """
+    return last_match_in_line(_SPACE, text)
+
+
+def _byte_of_character() -> dict[str, int]:
+    """The character that represents each byte in a token: itself if it is printable, else one from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + index): byte for index, byte in enumerate(others)}
 
 
 @dataclass(frozen=True)
-class BPETokenizer:
-    """A tokenizer that changes no text."""
+class BPETokenizer(Tokenizer):
+    """A byte-level BPE tokenizer of the library `tokenizers` that gives back every text exactly."""
 
     tokenizer_json: str
-    """The tokenizer as JSON, as `tokenizers` writes it."""
+    """The tokenizer as JSON, as the library writes it."""
 
     kind = "bpe"
-    adds_final_newline = False
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Without the tokenizer, which is made again where it is needed."""
-        return BPETokenizer, (self.tokenizer_json,)
 
     @property
-    def counts(self) -> None:
-        """Tokens stand in the order in which they were made, not in that of their counts."""
-
-    @property
+    @override
     def vocab_size(self) -> int:
-        """Number of tokens."""
-        return len(self._contents)
+        return len(self._token_bytes)
 
     @property
+    @override
     def bos_token_id(self) -> int:
-        """The line end as a token by itself."""
-        return self._contents.index(b"\n")
+        """The newline as a token by itself."""
+        return self._token_bytes.index(b"\n")
 
     @cached_property
+    @override
     def is_newline_V(self) -> npt.NDArray[np.bool_]:
-        """(V,) the tokens whose last byte is a line end."""
-        return np.array([content.endswith(b"\n") for content in self._contents])
+        """(V,) the tokens whose last byte is a newline."""
+        return np.array([content.endswith(b"\n") for content in self._token_bytes])
 
     @cached_property
     def _values(self) -> dict[str, Any]:
         return json.loads(self.tokenizer_json)
 
     @cached_property
-    def _tokenizer(self) -> Tokenizer:
-        if multiprocessing.parent_process() is not None:  # a worker beside others has no use for threads of its own
+    def _tokenizer(self) -> tokenizers.Tokenizer:
+        if multiprocessing.parent_process() is not None:  # one of several worker processes needs no threads of its own
             os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         from tokenizers import Tokenizer
 
         tokenizer = Tokenizer.from_str(self.tokenizer_json)
-        tokenizer.encode_special_tokens = True  # as the characters they are made of
+        tokenizer.encode_special_tokens = True  # as ordinary characters
         return tokenizer
 
     @cached_property
-    def _contents(self) -> tuple[bytes, ...]:
-        """The bytes of each token."""
-        byte_of = _byte_characters()
+    def _token_bytes(self) -> tuple[bytes, ...]:
+        byte_of = _byte_of_character()
         contents = {token["id"]: token["content"].encode("utf-8") for token in self._values.get("added_tokens", ())}
         for token, number in self._values["model"]["vocab"].items():
             if number not in contents:
@@ -109,103 +109,86 @@ class BPETokenizer:
         return tuple(contents[number] for number in range(len(contents)))
 
     @cached_property
-    def _cut_inside_lines(self) -> bool:
-        """Whether no token reaches over the start of a space before a word: so with the pattern of GPT-2."""
-        before = self._values["pre_tokenizer"]
-        return before["type"] == "ByteLevel" and before.get("use_regex", True)
+    def _splits_words(self) -> bool:
+        """Whether no token crosses the start of a space before a word, which the pattern of GPT-2 ensures."""
+        pre_tokenizer = self._values["pre_tokenizer"]
+        return pre_tokenizer["type"] == "ByteLevel" and pre_tokenizer.get("use_regex", True)
 
+    @override
     def last_boundary(self, text: bytes) -> int:
-        """The place after the last line end, or before a space that no token reaches over."""
-        return last_word_space(text) if self._cut_inside_lines else text.rfind(b"\n") + 1
+        return last_word_boundary(text) if self._splits_words else text.rfind(b"\n") + 1
 
-    def encode_chunk(self, piece: bytes) -> EncodedChunk:
-        """The tokens of each line of the piece.
-
-        Raises:
-            BadText: it is not UTF-8.
-        """
+    @override
+    def encode_chunk(self, chunk: bytes) -> EncodedChunk:
         ids = np.fromiter(
             chain.from_iterable(
                 line.ids
-                for batch in _batches(lines_of(decode_utf8(piece)))
+                for batch in _batches(lines_of(decode_utf8(chunk)))
                 for line in self._tokenizer.encode_batch_fast(batch, add_special_tokens=False)
             ),
             dtype=np.int64,
         )
         return EncodedChunk(ids.astype(token_dtype(self.vocab_size)))
 
-    def encode(self, text: str | bytes) -> TokenArray:
-        """The tokens of a text; raises what `encode_piece` and `as_bytes` do."""
-        return self.encode_chunk(to_bytes(text)).ids
-
-    def decode(self, ids: npt.ArrayLike) -> str:
-        """The text of these ids, with replacement signs for bytes that make no character; raises as `decode_bytes`."""
-        return self.decode_bytes(ids).decode("utf-8", errors="replace")
-
+    @override
     def decode_bytes(self, ids: npt.ArrayLike) -> bytes:
-        """The text of these ids in UTF-8.
+        return b"".join(map(self._token_bytes.__getitem__, self.check_ids(ids).tolist()))
 
-        Raises:
-            UserError: an id that is not of this vocabulary.
-        """
-        return b"".join(map(self._contents.__getitem__, check_ids(ids, self).tolist()))
-
-    def stream_decoder(self) -> StreamDecoder:
-        """A decoder that holds back a character until all its bytes are there."""
-        return Utf8StreamDecoder(self)
-
+    @override
     def to_json(self) -> dict[str, Any]:
-        """The tokenizer as plain values."""
         return {"kind": self.kind, "tokenizer": self._values}
 
     @classmethod
+    @override
     def from_json(cls, values: Mapping[str, Any]) -> BPETokenizer:
-        """What `to_json` wrote, or any tokenizer that changes no text.
+        """Make the tokenizer from {"tokenizer": JSON of the library}, if it gives back every text exactly.
 
         Raises:
             ValueError: what is wrong with the tokenizer.
         """
         content = values.get("tokenizer")
         if not isinstance(content, dict):
-            raise ValueError("it holds no tokenizer")
+            raise ValueError("it has no tokenizer")
         model = content.get("model")
         for name in ("continuing_subword_prefix", "end_of_word_suffix"):  # the library may panic while it reads them
             if isinstance(model, dict) and model.get(name):
-                raise ValueError(f"the tokenizer marks the parts of words by more than their bytes (it has {name})")
+                raise ValueError(f"the tokenizer marks parts of words by more than their bytes (it has {name})")
         from tokenizers import Tokenizer
 
         tokenizer = cls(json.dumps(content))
         try:
             _check_structure(json.loads(Tokenizer.from_str(tokenizer.tokenizer_json).to_str()), content)
-            back = tokenizer.decode_bytes(tokenizer.encode(_PROBE))
+            decoded = tokenizer.decode_bytes(tokenizer.encode(_PROBE))
         except ValueError:
             raise
         except Exception as error:  # tokenizers raises nothing narrower
             raise ValueError(f"the tokenizer cannot be used ({' '.join(str(error).split())})") from None
-        if back != _PROBE.encode("utf-8"):
+        if decoded != _PROBE.encode("utf-8"):
             raise ValueError("the tokenizer changes the text")
         return tokenizer
 
 
-def train_bpe(lines: Iterable[list[str]], size: int) -> BPETokenizer:
-    """Learns which neighbours to join, the most frequent first; the same lines give the same tokens.
+def train_bpe(lines: Iterable[list[str]], vocab_size: int) -> BPETokenizer:
+    """Train byte-pair encoding, which merges the most frequent pair of tokens first; it is deterministic.
 
     Args:
-        lines: the text in lines, some at a time, each with its line end.
-        size: tokens wanted, at least 256; a short text may give fewer.
+        lines: the text in batches of lines, each with its newline.
+        vocab_size: tokens wanted, at least 256; a short text may give fewer.
     """
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=[], initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[], initial_alphabet=alphabet, show_progress=False
+    )
     tokenizer.train_from_iterator(lines, trainer)
     return BPETokenizer.from_json({"tokenizer": json.loads(tokenizer.to_str())})
 
 
 def lines_of(text: str) -> list[str]:
-    """The lines of a text, each with its line end; the last may have none."""
+    """Return the lines of a text, each with its newline; the last may have none."""
     *whole, rest = text.split("\n")
     return [line + "\n" for line in whole] + ([rest] if rest else [])
 
@@ -225,36 +208,36 @@ def _batches(lines: Iterable[str]) -> Iterator[list[str]]:
 
 
 def _check_structure(values: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Whether the parts of a tokenizer can be trusted with any text.
+    """Check that no part of a tokenizer changes the text.
 
     Args:
-        values: the tokenizer as `tokenizers` writes it, so that every part is there.
-        given: the tokenizer as it was given; `tokenizers` numbers added tokens anew where ids are missing.
+        values: the tokenizer as `tokenizers` writes it, so that every part is present.
+        given: the tokenizer as it was given; `tokenizers` renumbers added tokens if ids are missing.
 
     Raises:
-        ValueError: one that cannot.
+        ValueError: a part does.
     """
     model, added = values["model"], values["added_tokens"]
     if model["type"] != "BPE":
         raise ValueError("the tokenizer is not of type BPE")
     tokens = given["model"]["vocab"] | {token["content"]: token["id"] for token in given.get("added_tokens", ())}
     if sorted(tokens.values()) != list(range(len(tokens))):
-        raise ValueError("the tokenizer leaves out some token ids, or gives one twice")
+        raise ValueError("the token ids of the tokenizer are not 0, 1, 2, ... without gaps and duplicates")
     if values["normalizer"]:
-        raise ValueError("the tokenizer changes the text before it reads it (it has a normalizer)")
+        raise ValueError("the tokenizer changes the text before encoding it (it has a normalizer)")
     if values["truncation"] or values["padding"]:
-        raise ValueError("the tokenizer shortens or fills up texts (it has truncation or padding)")
+        raise ValueError("the tokenizer truncates or pads texts (it has truncation or padding)")
     if model["dropout"]:
-        raise ValueError("the tokenizer reads the same text differently each time (it has dropout)")
+        raise ValueError("the tokenizer encodes the same text differently each time (it has dropout)")
     first = values["pre_tokenizer"] or {"type": None}
     parts = first.get("pretokenizers", [first])
     levels = [part for part in parts if part["type"] == "ByteLevel"]
-    if not levels or _byte_characters().keys() - model["vocab"].keys():
-        raise ValueError("the tokenizer is not byte-level, so that it cannot write every text")
+    if not levels or _byte_of_character().keys() - model["vocab"].keys():
+        raise ValueError("the tokenizer is not byte-level, so it cannot encode every text")
     if any(part["add_prefix_space"] for part in levels):
         raise ValueError("the tokenizer puts a space before the text (add_prefix_space)")
     for part in parts:
-        if part["type"] not in _KEEP_TEXT or part.get("behavior") == "Removed":
+        if part["type"] not in _LOSSLESS_PRE_TOKENIZERS or part.get("behavior") == "Removed":
             raise ValueError(f"the tokenizer may drop text (its pre-tokenizer {part['type']})")
     for token in added:
         if not token["special"]:

@@ -1,15 +1,16 @@
-"""English as the tokenizer of the Hub's transfo-xl-wt103 splits it: made plain, by the Moses rules, numbers apart.
+"""The pre-tokenizer `moses`: English as the tokenizer of the Hub's transfo-xl-wt103 splits it.
 
     the “well-known” map (1.80m by 23,000 km) isn’t his.
     the " well @-@ known " map ( 1 @.@ 80m by 23 @,@ 000 km ) isn 't his .
 
-Whoever takes that model over from Hugging Face gets the same token numbers. They are not quite those of WikiText, which
-it was trained on (`splitting.py` has its rules): quotation marks and dashes are made plain, and text that is split
-already is split again. A line is a text of its own, as a call of their `tokenize` is.
+Text is normalized, split by the Moses rules, and numbers are split at commas and full stops. A model converted from
+Hugging Face needs this to get the same token ids. They are not quite those of WikiText, which that model was trained on
+(`punctuation.py` has its rules): quotation marks and dashes are normalized, and text that is already split is split
+again. Each line is a text of its own, as in a call of their `tokenize`.
 
-Joining goes by the rules of the Moses detokenizer, one word at a time. What was made plain stays plain. Commas and full
-stops of numbers are joined at the edges of a line too, where theirs are left with their marks. Of the marks, theirs
-also leaves those whole that are written in other letters (`<UNK>`).
+Detokenizing follows the rules of the Moses detokenizer, one word at a time. What was normalized is not restored.
+Commas and full stops of numbers are joined at the ends of a line too, where theirs keeps @,@ and @.@. Theirs also keeps
+special tokens in other letters (`<UNK>`) whole.
 
 Sources: Moses' normalize-punctuation.perl, tokenizer.perl and detokenizer.perl as sacremoses 0.2.0 has them, with
 aggressive hyphens and without escapes, and TransfoXLTokenizer of transformers 4.37.2. The tests compare both ways with
@@ -23,9 +24,9 @@ from itertools import zip_longest
 
 from transformer_xl.text.tokenizers.moses_characters import DIGITS, LETTERS, NUMBERS
 
-_MARK = re.compile("(<unk>|<eos>|<formula>)")
+_SPECIAL_TOKEN = re.compile("(<unk>|<eos>|<formula>)")
 
-_NORMALISED = [
+_NORMALIZATION = [
     (re.compile(pattern), replacement)
     for pattern, replacement in (
         ("\r", ""),
@@ -53,7 +54,7 @@ _NORMALISED = [
         (r"(\d)\xa0(\d)", r"\1.\2"),
     )
 ]
-"""What is made plain, in this order, each over the whole line."""
+"""Replacements that normalize a line, each applied to the whole line, in this order."""
 
 _SEPARATED = [
     (re.compile(pattern), replacement)
@@ -64,7 +65,7 @@ _SEPARATED = [
         (rf"([^{LETTERS}{DIGITS}\s.'`,-])", r" \1 "),
         (rf"(?<=[{LETTERS}{DIGITS}])-(?=[{LETTERS}{DIGITS}])", " @-@ "),
         (r"(\.{2,})", r" \1 "),
-        # twice, since a character between two commas can serve but one of them
+        # twice, since the character between two commas can be in one match only
         (rf"([^{NUMBERS}]),", r"\1 , "),
         (rf",([^{NUMBERS}])", r" , \1"),
         (rf"(?<=[{NUMBERS}]),$", " , "),
@@ -75,8 +76,8 @@ _SEPARATED = [
         (rf"([{NUMBERS}])'s", r"\1 's"),
     )
 ]
-"""White space that is put around signs, in this order, each over the whole line; words take up what stands beside them,
-so that of `a'b'c` only the first apostrophe is found."""
+"""Replacements that put white space around punctuation, each applied to the whole line, in this order. A match consumes
+its neighbours, so that of `a'b'c` only the first apostrophe is found."""
 
 _HAS_LETTER = re.compile(f"[{LETTERS}]")
 _IN_NUMBER = re.compile(r"(?<=\d)([,.])(?=\d)")
@@ -89,16 +90,16 @@ _KEEPS_IT_BEFORE_NUMBERS = frozenset({"No", "Art", "pp"})
 
 
 def split_line(line: str) -> list[str]:
-    """The words of one line; `<unk>`, `<eos>` and `<formula>` stay whole."""
+    """Return the words of one line; `<unk>`, `<eos>` and `<formula>` stay whole."""
     words: list[str] = []
-    for part in _MARK.split(line):
-        words += [part] if _MARK.fullmatch(part) else _split_part(part)
+    for part in _SPECIAL_TOKEN.split(line):
+        words += [part] if _SPECIAL_TOKEN.fullmatch(part) else _split_part(part)
     return words
 
 
 def _split_part(text: str) -> list[str]:
     text = text.strip()
-    for pattern, replacement in _NORMALISED:
+    for pattern, replacement in _NORMALIZATION:
         text = pattern.sub(replacement, text)
     text = text.strip()
     for pattern, replacement in _SEPARATED:
@@ -125,7 +126,7 @@ def _keeps_full_stop(word: str, following: str) -> bool:
     )
 
 
-_JOINTS = {"@-@": "-", "@,@": ",", "@.@": "."}
+_JOINERS = {"@-@": "-", "@,@": ",", "@.@": "."}
 _OPENING = re.compile(r"[$¢-¥֏؋৲৳৻૱௹฿៛₠-₽꠸﷼﹩＄￠￡￥￦(\[{¿¡]+")
 _CLOSING = re.compile(r"[,.?!:;\\%}\])]+")
 _QUOTES = re.compile("['\"„“`]+")
@@ -137,16 +138,16 @@ _IDEOGRAPH = re.compile(
 
 
 class MosesDetokenizer:
-    """Puts together what `split_line` took apart; it goes by the words of the line that came before."""
+    """Puts together what `split_line` split, by the words before in the same line."""
 
     def __init__(self) -> None:
         self.finish()
 
     def push(self, word: str) -> str:
-        """The word as it is written, with white space before it where there is some."""
+        """Return the word as it is written, after white space if there is some."""
         tight = self._tight
         self._tight = False
-        if word in _JOINTS:
+        if word in _JOINERS:
             self._tight = tight = True
         elif _IDEOGRAPH.match(word):
             tight = tight or _IDEOGRAPH.match(self._last[-1:]) is not None
@@ -157,17 +158,17 @@ class MosesDetokenizer:
         elif _QUOTES.fullmatch(word):
             tight = self._quote(word) or tight
         self._last = word
-        return " " * (not tight) + _JOINTS.get(word, word)
+        return " " * (not tight) + _JOINERS.get(word, word)
 
     def finish(self) -> str:
-        """Nothing is held back; the next word begins a line."""
+        """Return nothing, since nothing is held back; the next word begins a line."""
         self._last = ""
         self._tight = True  # no white space before the next word
-        self._open: set[str] = set()  # quotation marks that wait for their other half
+        self._open: set[str] = set()  # quotation marks that were opened
         return ""
 
     def _quote(self, word: str) -> bool:
-        """Whether a quotation mark stands close to the word before it; an opening one stands close to the next."""
+        """Whether there is no space before a quotation mark; after an opening one there is none either."""
         kind = '"' if set(word) <= set("„“”") else word
         if kind in self._open:
             self._open.remove(kind)

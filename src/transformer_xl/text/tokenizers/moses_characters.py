@@ -1,8 +1,8 @@
-"""What the Moses tokenizer takes for letters, digits and numbers, as code points in base 16.
+"""What the Moses tokenizer treats as letters, digits and numbers, as code points in base 16.
 
-These are properties of an older Unicode (with the marks of Indian scripts that join letters), and they are kept as they
-are: a newer Unicode has more letters, so the tokens of a text would change with the version of Python. Ideographs and
-Hangul syllables are not among the letters; each of them is a token.
+These are properties of an older Unicode version (with the combining vowel signs of Indian scripts), and are fixed here:
+newer versions have more letters, so the tokens of a text would change with the version of Python. Ideographs and Hangul
+syllables are not among the letters; each of them is a token.
 
 Sources: sacremoses 0.2.0, IsAlpha, IsAlnum and IsN.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 
 def _members(ranges: str) -> str:
-    """What stands between the brackets of a regular expression to mean these characters."""
+    """The content of a character class of a regular expression that matches these characters."""
     ends = (part.split("-") for part in ranges.split())
     return "".join(f"\\U{int(one[0], 16):08x}-\\U{int(one[-1], 16):08x}" for one in ends)
 
@@ -52,7 +52,7 @@ FFC2-FFC7 FFCA-FFCF FFD2-FFD7 FFDA-FFDC 10A3F 11046 110B9-110BA 11133 11173 111C
 1134D 11442 11446 114C2-114C3 115BF-115C0 1163F 116B6-116B7 11839-1183A 119E0 11A34 11C3F 11D42 11D45 11D97 1E94A
     """
 )
-"""Letters, and the marks that join them."""
+"""Letters, and the combining signs between them."""
 
 DIGITS = _members(
     """

@@ -1,0 +1,189 @@
+"""Words as tokens: what a pre-tokenizer splits text into, and an end-of-sequence token for each newline.
+
+White space is ASCII white space, as for bytes.split; anything else can be part of a word, NUL too. A word that is not
+in the vocabulary becomes the unknown token, or is refused if there is none. A word of the text that is spelled like one
+of these special tokens is encoded as that token. So text does not always come back unchanged.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, get_args
+
+import numpy as np
+import numpy.typing as npt
+from typing_extensions import override
+
+from transformer_xl.text.tokenizers.base import (
+    EncodedChunk,
+    EncodingError,
+    TokenArray,
+    Tokenizer,
+    check_counts,
+    quoted,
+    token_dtype,
+)
+from transformer_xl.text.tokenizers.pre_tokenizer import PreTokenizer, PreTokenizerName, WordStreamDecoder
+
+
+class _IdOfWord(dict[bytes, int]):
+    def __missing__(self, word: bytes) -> int:
+        return -1
+
+
+@dataclass(frozen=True, eq=False)
+class WordTokenizer(Tokenizer):
+    """Words in the order of their ids, and how text is split into them."""
+
+    words: tuple[str, ...]
+    """(V,) every word, special tokens included."""
+    counts: npt.NDArray[np.int64] | None = None
+    """(V,) how often each occurred in the training text; None if unknown."""
+    eos_token: str | None = None
+    """The word that stands for a newline; None: newlines are white space."""
+    unk_token: str | None = None
+    """The word that stands for all that are not in the vocabulary; None: they are refused."""
+    pre_tokenizer: PreTokenizer = PreTokenizer()
+    """How text is split into words."""
+
+    kind = "word"
+    is_lossless = False
+
+    @property
+    @override
+    def vocab_size(self) -> int:
+        """Number of words, special tokens included."""
+        return len(self.words)
+
+    @cached_property
+    def _id_of_word(self) -> _IdOfWord:
+        return _IdOfWord((word.encode("utf-8"), token) for token, word in enumerate(self.words))
+
+    def _id_of(self, special_token: str | None) -> int | None:
+        return None if special_token is None else self.words.index(special_token)
+
+    @cached_property
+    def eos_token_id(self) -> int | None:
+        """The end-of-sequence token, which stands for a newline; None if newlines are white space."""
+        return self._id_of(self.eos_token)
+
+    @cached_property
+    @override
+    def unk_token_id(self) -> int | None:
+        return self._id_of(self.unk_token)
+
+    @property
+    @override
+    def bos_token_id(self) -> int:
+        """The end-of-sequence token; without one, the first word."""
+        return self.eos_token_id or 0
+
+    @property
+    @override
+    def adds_final_newline(self) -> bool:
+        return self.eos_token is not None
+
+    @cached_property
+    @override
+    def is_newline_V(self) -> npt.NDArray[np.bool_]:
+        """(V,) the end-of-sequence token alone, if there is one."""
+        return np.arange(self.vocab_size) == (-1 if self.eos_token_id is None else self.eos_token_id)
+
+    @override
+    def last_boundary(self, text: bytes) -> int:
+        return self.pre_tokenizer.last_boundary(text)
+
+    @override
+    def encode_chunk(self, chunk: bytes) -> EncodedChunk:
+        words = self.pre_tokenizer.split(chunk, (self.eos_token or "").encode("utf-8"))
+        ids = np.fromiter(map(self._id_of_word.__getitem__, words), dtype=np.int32, count=len(words))
+        is_unknown = ids < 0
+        num_unknown = int(np.count_nonzero(is_unknown))
+        if num_unknown:
+            if self.unk_token_id is None:
+                word = words[int(is_unknown.argmax())]
+                raise EncodingError(
+                    self._position(word, chunk),
+                    f"the word {quoted(word.decode('utf-8'))} is not one of the {self.vocab_size:,} of this vocabulary, "
+                    "which has no unknown token; remove it, or take a tokenizer that has one",
+                )
+            ids[is_unknown] = self.unk_token_id
+        return EncodedChunk(ids.astype(token_dtype(self.vocab_size)), num_unknown)
+
+    def _position(self, word: bytes, chunk: bytes) -> int:
+        """Where the word occurs first, or the start of its line if that depends on the words around it."""
+        start = 0
+        for line in chunk.split(b"\n"):
+            if word in self.pre_tokenizer.split(line):
+                parts = (part.start() for part in _NOT_SPACE.finditer(line) if word in self.pre_tokenizer.split(part[0]))
+                return start + next(parts, 0)
+            start += len(line) + 1
+        raise AssertionError(f"{word!r} is not in the chunk it was found in")
+
+    @override
+    def stream_decoder(self) -> WordStreamDecoder:
+        detokenizer = self.pre_tokenizer.detokenizer()
+        return WordStreamDecoder(self, self.words.__getitem__, detokenizer, self.eos_token_id)
+
+    @override
+    def count_words(self, ids: TokenArray) -> int | None:
+        if self.pre_tokenizer.name != "whitespace":
+            return None
+        return len(ids) - (0 if self.eos_token_id is None else int(np.count_nonzero(ids == self.eos_token_id)))
+
+    @override
+    def unknown_words(self, text: bytes) -> list[str]:
+        if self.unk_token is None:
+            return []
+        words = self.pre_tokenizer.split(text.decode("utf-8", errors="replace").encode("utf-8"))
+        unknown = Counter(word for word in words if self._id_of_word[word] < 0)
+        return [word.decode("utf-8") for word, _ in unknown.most_common()]
+
+    @override
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "kind": self.kind,
+            "pre_tokenizer": self.pre_tokenizer.name,
+            "lowercase": self.pre_tokenizer.lowercase,
+            "eos_token": self.eos_token,
+            "unk_token": self.unk_token,
+            "words": list(self.words),
+            "counts": None if self.counts is None else self.counts.tolist(),
+        }
+
+    @classmethod
+    @override
+    def from_json(cls, values: Mapping[str, Any]) -> WordTokenizer:
+        name, lowercase = values.get("pre_tokenizer"), values.get("lowercase")
+        if name not in get_args(PreTokenizerName) or not isinstance(lowercase, bool):
+            raise ValueError(f"pre_tokenizer {name!r} with lowercase {lowercase!r} is not known")
+        words = check_words(values.get("words"))
+        special_tokens = values.get("eos_token"), values.get("unk_token")
+        for token in special_tokens:
+            if token is not None and token not in words:
+                raise ValueError(f"{token!r} is not one of its words")
+        counts = check_counts(values.get("counts"), len(words))
+        return cls(words, counts, *special_tokens, PreTokenizer(name, lowercase))
+
+
+_NOT_SPACE = re.compile(rb"[^ \n\t\r\v\f]+")
+
+
+def check_words(words: object) -> tuple[str, ...]:
+    """Check the words of a vocabulary: a list of at least one, without duplicates and white space.
+
+    Raises:
+        ValueError: they are something else.
+    """
+    if not isinstance(words, list) or not words or not all(isinstance(word, str) for word in words):
+        raise ValueError("its words are not a list of strings")
+    if "\n".join(words).encode("utf-8").split() != [word.encode("utf-8") for word in words]:
+        raise ValueError("one of its words is empty or has white space in it")
+    if len(set(words)) < len(words):
+        duplicate = next(word for word, number in Counter(words).items() if number > 1)
+        raise ValueError(f"it has the word {quoted(duplicate)} twice")
+    return tuple(words)
