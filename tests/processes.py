@@ -21,7 +21,7 @@ from transformer_xl.run_folder import RunFolder
 from transformer_xl.text.corpus_writer import write_corpus
 from transformer_xl.text.documents import Document
 from transformer_xl.text.token_store import Corpus
-from transformer_xl.text.tokenizer import ByteTokenizer
+from transformer_xl.text.tokenizers import ByteTokenizer
 from transformer_xl.training.distributed import SINGLE_PROCESS, DistributedContext, process_group
 from transformer_xl.training.step import ModelWithLoss
 from transformer_xl.training.trainer import Trainer

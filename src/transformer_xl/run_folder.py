@@ -38,7 +38,7 @@ from transformer_xl.model.build import build_model
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.tensor_file import load_tensors, save_tensors
 from transformer_xl.text.token_store import Corpus
-from transformer_xl.text.tokenizer import Tokenizer, fingerprint, load_tokenizer, save_tokenizer
+from transformer_xl.text.tokenizers import Tokenizer, fingerprint, load_tokenizer, save_tokenizer
 
 CheckpointName = Literal["best", "last"]
 """Which weights of a run: those with the lowest validation loss, or those of the newest checkpoint."""

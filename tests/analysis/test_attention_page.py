@@ -25,7 +25,7 @@ from transformer_xl.analysis.attention_page import (
 from transformer_xl.config import UserError
 from transformer_xl.evaluation.evaluate import EvaluationPlan
 from transformer_xl.model.memory import ContextLimits
-from transformer_xl.text.tokenizer import ByteTokenizer
+from transformer_xl.text.tokenizers import ByteTokenizer
 
 TEXT = 'a <b>&amp;\n</script><script>window.broken=1</script>\t"it\'s" caf\u00e9 $x\x00'.encode()
 HOSTILE = "</script><script>window.broken = 1</script><!--<script>"

@@ -10,8 +10,8 @@ from refusals import assert_refused
 from transformer_xl.config import RunConfig, TransformerXLConfig
 from transformer_xl.model.build import build_model
 from transformer_xl.run_folder import Run, save
-from transformer_xl.text.tokenizer import ByteTokenizer
-from transformer_xl.text.tokenizers.words import WordTokenizer
+from transformer_xl.text.tokenizers import ByteTokenizer
+from transformer_xl.text.tokenizers.word import WordTokenizer
 
 Capture, Patch = pytest.CaptureFixture[str], pytest.MonkeyPatch
 

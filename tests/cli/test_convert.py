@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 from transformer_xl.config import UserError
 from transformer_xl.interop.convert import _split
 from transformer_xl.run_folder import RunFolder
-from transformer_xl.text.tokenizer import ByteTokenizer
-from transformer_xl.text.tokenizers.words import WordTokenizer
+from transformer_xl.text.tokenizers import ByteTokenizer
+from transformer_xl.text.tokenizers.word import WordTokenizer
 
 WORDS = [
     "<eos>", "the", ",", ".", "<unk>", "@-@", "@,@", "@.@", "cat", "sat", "on", "mat", "well", "known", "'s", "1", "80",

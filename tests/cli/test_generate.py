@@ -21,8 +21,8 @@ from transformer_xl.generation.chat import Chat
 from transformer_xl.generation.generate import generate
 from transformer_xl.model.build import build_model
 from transformer_xl.run_folder import Run, RunFolder, load, save
-from transformer_xl.text.tokenizer import ByteTokenizer, Tokenizer
-from transformer_xl.text.tokenizers.words import WordTokenizer
+from transformer_xl.text.tokenizers import ByteTokenizer, Tokenizer
+from transformer_xl.text.tokenizers.word import WordTokenizer
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(transformer_xl.__file__).parents[1])}
 
@@ -157,7 +157,7 @@ def test_a_conversation_bears_bytes_that_are_no_text(place: Path, run: Run) -> N
 
 
 def test_a_word_that_is_not_known_ends_a_conversation(place: Path) -> None:
-    said = ask(place, "--chat", "--max-new-tokens", "3", kind="words", given=b"the cat\nthe horse\n")
+    said = ask(place, "--chat", "--max-new-tokens", "3", kind="word", given=b"the cat\nthe horse\n")
     assert (said.status, len(said.out.splitlines())) == (2, 1)
     assert said.err.startswith("txl: error: byte 4 of the text: the word 'horse' is not one of the ")
 

@@ -31,9 +31,9 @@ from transformer_xl.evaluation.sliding_window import SlidingWindow
 from transformer_xl.model.memory import ContextLimits
 from transformer_xl.run_folder import Run
 from transformer_xl.text.token_store import TokenSplit
-from transformer_xl.text.tokenizer import ByteTokenizer, Tokenizer
-from transformer_xl.text.tokenizers.characters import CharTokenizer
-from transformer_xl.text.tokenizers.words import WordTokenizer
+from transformer_xl.text.tokenizers import ByteTokenizer, Tokenizer
+from transformer_xl.text.tokenizers.char import CharTokenizer
+from transformer_xl.text.tokenizers.word import WordTokenizer
 
 START = 10
 PLAN = EvaluationPlan(7, ContextLimits(11, None, 17))

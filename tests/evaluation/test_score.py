@@ -14,9 +14,9 @@ from transformer_xl.evaluation.evaluate import EvaluationPlan
 from transformer_xl.evaluation.score import score
 from transformer_xl.model.memory import ContextLimits
 from transformer_xl.run_folder import Run
-from transformer_xl.text.tokenizer import ByteTokenizer, Tokenizer
-from transformer_xl.text.tokenizers.characters import CharTokenizer
-from transformer_xl.text.tokenizers.words import WordTokenizer
+from transformer_xl.text.tokenizers import ByteTokenizer, Tokenizer
+from transformer_xl.text.tokenizers.char import CharTokenizer
+from transformer_xl.text.tokenizers.word import WordTokenizer
 
 PLAN = EvaluationPlan(7, ContextLimits(11))
 CLOSE = {"rtol": 0, "atol": 1e-10}
@@ -104,7 +104,7 @@ def test_bytes_that_are_no_text(run_of) -> None:
         (KINDS[0], {"a.txt": "a", "b.txt": ""}, "b.txt: the text is empty"),
         (KINDS[0], [], "there is nothing to score; give at least one text"),
         (KINDS[1], {"a.txt": b"abc\xff"}, "a.txt: byte 3: not UTF-8"),
-        (CharTokenizer("ab", None, closed=True), {"a.txt": "ab" * 4 + "c"}, "a.txt: byte 8: the character 'c'"),
+        (CharTokenizer("ab", byte_fallback=False), {"a.txt": "ab" * 4 + "c"}, "a.txt: byte 8: the character 'c'"),
     ],
 )
 def test_what_cannot_be_scored_is_refused(run_of, tokenizer: Tokenizer, given, message: str) -> None:
@@ -118,4 +118,4 @@ def test_the_place_of_a_fault_counts_from_the_start(run_of, monkeypatch) -> None
     split = module.split_chunks
     monkeypatch.setattr(module, "split_chunks", lambda tokenizer, content: split(tokenizer, content, size=4))
     with pytest.raises(UserError, match=r"a.txt: byte 9: the character 'c'"):
-        score(run_of(CharTokenizer("ab", None, closed=True)), {"a.txt": "abababab" + "ac"})
+        score(run_of(CharTokenizer("ab", byte_fallback=False)), {"a.txt": "abababab" + "ac"})

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from transformer_xl.generation.batch import GeneratedToken
 from transformer_xl.generation.completion import CompletionBuilder
 from transformer_xl.generation.config import GenerationConfig
-from transformer_xl.text.tokenizer import ByteTokenizer, Tokenizer
-from transformer_xl.text.tokenizers.characters import CharTokenizer
-from transformer_xl.text.tokenizers.words import WordSplitting, WordTokenizer
+from transformer_xl.text.tokenizers import ByteTokenizer, Tokenizer
+from transformer_xl.text.tokenizers.char import CharTokenizer
+from transformer_xl.text.tokenizers.pre_tokenizer import PreTokenizer
+from transformer_xl.text.tokenizers.word import WordTokenizer
 
 BYTES = ByteTokenizer()
 
@@ -115,10 +116,10 @@ def test_an_eos_token_is_not_shown() -> None:
 WORDS = ("<eos>", "the", "cat", "(", ")", ",", "sat", "don't", "\u2013", "18")
 
 
-@pytest.mark.parametrize("rules", [WordSplitting(), WordSplitting(pre_tokenizer="punctuation")])
+@pytest.mark.parametrize("rules", [PreTokenizer(), PreTokenizer(pre_tokenizer="punctuation")])
 @given(ids=st.lists(st.integers(0, 9), min_size=2, max_size=9), cut=st.integers(1, 8))
 @example(ids=[9, 8, 9], cut=2)
-def test_words_continue_the_prompt(rules: WordSplitting, ids: list[int], cut: int) -> None:
+def test_words_continue_the_prompt(rules: PreTokenizer, ids: list[int], cut: int) -> None:
     """The space between its last word and the first new one is there, and nothing of the prompt is repeated."""
     tokenizer = WordTokenizer(WORDS, None, "<eos>", None, rules)
     prompt, new = ids[:cut], ids[cut:]
@@ -130,7 +131,7 @@ def test_words_continue_the_prompt(rules: WordSplitting, ids: list[int], cut: in
 
 
 def test_words_and_stop_strings() -> None:
-    tokenizer = WordTokenizer(WORDS, None, "<eos>", None, WordSplitting())
+    tokenizer = WordTokenizer(WORDS, None, "<eos>", None, PreTokenizer())
     assert pieces_of(tokenizer, [0, 1], [2, 6, 0, 1], "\n") == ([" cat", " sat", ""], True)
     assert pieces_of(tokenizer, [0, 1], [2, 6, 0, 1], "t s") == ([" ca", ""], True)
     tokenizer = WordTokenizer(("<eos>", "the", "tattoo"), None, "<eos>")  # twice in one token
@@ -140,7 +141,7 @@ def test_words_and_stop_strings() -> None:
 
 def test_what_is_held_back_of_a_prompt_is_not_repeated() -> None:
     words = ("<eos>", "1914", "\u2013", "18", "x")
-    tokenizer = WordTokenizer(words, None, "<eos>", None, WordSplitting(pre_tokenizer="punctuation"))
+    tokenizer = WordTokenizer(words, None, "<eos>", None, PreTokenizer(pre_tokenizer="punctuation"))
     assert "".join(pieces_of(tokenizer, [1, 2], [4])[0]) == " x"
     assert "".join(pieces_of(tokenizer, [1, 2], [3])[0]) == "18"  # as in 1914\u201318, without a space
     assert "".join(pieces_of(tokenizer, [1, 2], [0, 3])[0]) == "\n18"

@@ -19,9 +19,10 @@ from transformer_xl.generation.config import GenerationConfig
 from transformer_xl.generation.generate import generate, stream
 from transformer_xl.model.memory import ContextLimits, Memory
 from transformer_xl.run_folder import Run
-from transformer_xl.text.tokenizer import ByteTokenizer
+from transformer_xl.text.tokenizers import ByteTokenizer
 from transformer_xl.text.tokenizers.bpe import BPETokenizer
-from transformer_xl.text.tokenizers.words import WordSplitting, WordTokenizer
+from transformer_xl.text.tokenizers.pre_tokenizer import PreTokenizer
+from transformer_xl.text.tokenizers.word import WordTokenizer
 
 LIMITS = ContextLimits(13, 7, 5)  # the evaluation lengths of the run below
 
@@ -291,7 +292,7 @@ def test_text_that_shares_a_token_with_the_newline_is_shown(bpe_with_newlines: B
 
 
 def test_words(make_model) -> None:
-    tokenizer = WordTokenizer(("the", "cat", "sat"), None, None, None, WordSplitting())
+    tokenizer = WordTokenizer(("the", "cat", "sat"), None, None, None, PreTokenizer())
     run = Run(make_model(vocab_size=tokenizer.vocab_size), tokenizer, RunConfig())
     with pytest.raises(UserError, match="'dog'"):
         generate(run, "the dog sat")

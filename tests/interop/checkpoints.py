@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from transformer_xl.model.language_model import LanguageModel
-from transformer_xl.text.tokenizer import save_tokenizer
-from transformer_xl.text.tokenizers.integers import IntegerTokenizer
+from transformer_xl.text.tokenizers import save_tokenizer
+from transformer_xl.text.tokenizers.integer import IntegerTokenizer
 
 FIXTURES = Path(__file__).parent / "fixtures"
 CASES = sorted(path.stem for path in FIXTURES.glob("*.safetensors"))

@@ -24,7 +24,7 @@ from transformer_xl.interop.convert import to_huggingface, to_run
 from transformer_xl.interop.tokenizers import from_symbols, symbols_of
 from transformer_xl.model.build import build_model
 from transformer_xl.run_folder import Run, RunFolder, load
-from transformer_xl.text.tokenizers.words import WordTokenizer
+from transformer_xl.text.tokenizers.word import WordTokenizer
 
 MakeRun = Callable[..., Run]
 
@@ -173,7 +173,7 @@ def test_how_text_becomes_tokens_goes_along(
     back = RunFolder.open(tmp_path / "again").tokenizer
     assert symbols_of(back) == tuple(words)
     if isinstance(back, WordTokenizer):
-        assert back.splitting.case == ("folded" if lower_case else "kept")
+        assert back.pre_tokenizer.lowercase == lower_case
 
 
 @pytest.mark.parametrize("pickled", [False, True])
@@ -189,7 +189,7 @@ def test_the_tokenizers_settings_win_over_a_pickled_vocabulary(pickled: bool, to
     for name, folded in (("silent", pickled), ("told", told)):
         tokenizer = RunFolder.open(tmp_path / name).tokenizer
         assert isinstance(tokenizer, WordTokenizer)
-        assert (tokenizer.splitting.case == "folded") == folded
+        assert tokenizer.pre_tokenizer.lowercase == folded
 
 
 def test_weights_may_be_shared_out_over_files_and_stand_under_their_other_name(tmp_path: Path) -> None:

@@ -14,9 +14,9 @@ from interop.old_modules import Old, nvidia_checkpoint, old_corpus, old_model, o
 from transformer_xl.config import UserError
 from transformer_xl.interop.convert import to_run
 from transformer_xl.run_folder import load
-from transformer_xl.text.tokenizer import ByteTokenizer
-from transformer_xl.text.tokenizers.characters import CharTokenizer
-from transformer_xl.text.tokenizers.words import WordTokenizer
+from transformer_xl.text.tokenizers import ByteTokenizer
+from transformer_xl.text.tokenizers.char import CharTokenizer
+from transformer_xl.text.tokenizers.word import WordTokenizer
 
 CASES = {
     "clusters": Old(same_length=True, clamp_len=4),
@@ -108,7 +108,7 @@ def test_without_a_vocabulary_one_has_to_be_named(tmp_path: Path) -> None:
     to_run(saved, tmp_path / "run", tokenizer=named)
     assert_same_nats(tmp_path / "run", CASES["clusters"], model)
     with pytest.raises(UserError, match="--vocabulary bytes has 256 tokens and the model 23"):
-        to_run(saved, tmp_path / "other", tokenizer="bytes")
+        to_run(saved, tmp_path / "other", tokenizer="byte")
 
 
 def test_byte_numbers_become_bytes(tmp_path: Path) -> None:

@@ -19,8 +19,9 @@ from transformer_xl.interop.foreign import Foreign
 from transformer_xl.interop.tokenizers import with_bytes
 from transformer_xl.model.memory import ContextLimits
 from transformer_xl.model.transformer_xl import TransformerXL
-from transformer_xl.text.tokenizers.characters import CharTokenizer
-from transformer_xl.text.tokenizers.words import WordSplitting, WordTokenizer
+from transformer_xl.text.tokenizers.char import CharTokenizer
+from transformer_xl.text.tokenizers.pre_tokenizer import PreTokenizer
+from transformer_xl.text.tokenizers.word import WordTokenizer
 
 GOLDEN = Path(__file__).parent / "golden" / "tensorflow"
 KINDS = {
@@ -160,7 +161,7 @@ def test_words_come_with_their_vocabulary(tmp_path: Path) -> None:
     assert isinstance(foreign.tokenizer, WordTokenizer)
     assert foreign.tokenizer.words == tuple(WORDS)
     assert (foreign.tokenizer.eos_token, foreign.tokenizer.unk_token) == ("<eos>", "<unk>")
-    assert foreign.tokenizer.splitting == WordSplitting("kept", "spaces")
+    assert foreign.tokenizer.pre_tokenizer == PreTokenizer()
     assert foreign.tokenizer.encode("the na\u00efve \u4e2d cat\n").tolist() == [1, 3, 4, 2, 0]
 
 
@@ -173,7 +174,7 @@ def test_marks_and_case_of_other_data_sets(tmp_path: Path) -> None:
     foreign = tensorflow.read(with_corpus(tmp_path / "b", "bytes", "ptb", words, lower_case=True))
     assert isinstance(foreign.tokenizer, WordTokenizer)
     assert (foreign.tokenizer.eos_token, foreign.tokenizer.unk_token) == ("<eos>", None)
-    assert foreign.tokenizer.splitting == WordSplitting("folded", "spaces")
+    assert foreign.tokenizer.pre_tokenizer == PreTokenizer(lowercase=True)
 
 
 def test_bytes_of_enwik8_are_put_in_their_order(tmp_path: Path) -> None:
@@ -181,7 +182,7 @@ def test_bytes_of_enwik8_are_put_in_their_order(tmp_path: Path) -> None:
     order = np.random.default_rng(5).permutation([*range(32, 127)])[:61]
     foreign = with_bytes(tensorflow.read(with_corpus(tmp_path, "bytes", "enwik8", [str(byte) for byte in order])))
     assert foreign.tokenizer is not None
-    assert (foreign.tokenizer.kind, foreign.model["vocab_size"]) == ("bytes", 256)
+    assert (foreign.tokenizer.kind, foreign.model["vocab_size"]) == ("byte", 256)
     assert "tr -d" in foreign.remarks[0]
     model, values = model_of(foreign), expected("bytes")
     tokens_BT = torch.tensor(order)[torch.tensor(values["tokens"])]
@@ -197,7 +198,7 @@ def test_letters_of_text8_are_characters(tmp_path: Path) -> None:
     foreign = tensorflow.read(with_corpus(tmp_path, "bytes", "text8", letters))
     assert isinstance(foreign.tokenizer, CharTokenizer)
     assert foreign.tokenizer.encode("a b").tolist() == [1, 0, 2]
-    assert foreign.tokenizer.closed
+    assert not foreign.tokenizer.byte_fallback
 
 
 def test_what_shapes_do_not_tell_comes_from_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,9 +15,9 @@ from interop.old_modules import old_corpus, old_modules, old_vocabulary
 from transformer_xl.config import UserError
 from transformer_xl.interop.foreign import Foreign
 from transformer_xl.interop.tokenizers import from_symbols, read_vocabulary, symbols_of, with_bytes
-from transformer_xl.text.tokenizer import ByteTokenizer
-from transformer_xl.text.tokenizers.characters import CharTokenizer
-from transformer_xl.text.tokenizers.words import WordTokenizer
+from transformer_xl.text.tokenizers import ByteTokenizer
+from transformer_xl.text.tokenizers.char import CharTokenizer
+from transformer_xl.text.tokenizers.word import WordTokenizer
 
 WORDS = ["<eos>", "zebra", "caf\u00e9", "<unk>", "apple", "the"]
 NUMBERED = {word: WORDS.index(word) for word in sorted(WORDS)}

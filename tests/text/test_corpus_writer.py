@@ -22,13 +22,13 @@ from transformer_xl.config import UserError
 from transformer_xl.text.corpus_writer import CorpusLayout, count_words, write_corpus
 from transformer_xl.text.documents import Document, SplitName
 from transformer_xl.text.token_store import Corpus
-from transformer_xl.text.tokenizer import ByteTokenizer, EncodedChunk, EncodingError, Tokenizer, split_chunks
-from transformer_xl.text.tokenizers.learning import TokenizerConfig, train_tokenizer
+from transformer_xl.text.tokenizers import ByteTokenizer, EncodedChunk, EncodingError, Tokenizer, split_chunks
+from transformer_xl.text.tokenizers.training import TokenizerConfig, train_tokenizer
 
 BYTES = ByteTokenizer()
 TEXTS = st.lists(st.text("ab \n\t", max_size=13).map(str.encode), max_size=7)
 NUMBERS = st.lists(st.text("12 \n", max_size=13).map(str.encode), max_size=7)
-Kind = Literal["bytes", "characters", "words", "integers"]
+Kind = Literal["byte", "char", "word", "integer"]
 
 
 def documents_of(texts: Iterable[Sequence[bytes]]) -> list[Document]:
@@ -75,13 +75,13 @@ def test_tokens_documents_and_counts_come_back(texts: list[bytes], size: int) ->
         assert split.num_unknown == 0
 
 
-@pytest.mark.parametrize("kind", ["bytes", "characters", "words", "integers"])
+@pytest.mark.parametrize("kind", ["byte", "char", "word", "integer"])
 @pytest.mark.parametrize("documents", ["files", "lines"])
 @settings(deadline=None, max_examples=20)
 @given(data=st.data())
 def test_chunks_pieces_and_shards_change_nothing(kind: Kind, documents: str, data: st.DataObject) -> None:
     """Against an oracle: each document (or line) encoded by itself, one after another."""
-    texts = [*data.draw(NUMBERS if kind == "integers" else TEXTS), b"12 1\n2 1"]
+    texts = [*data.draw(NUMBERS if kind == "integer" else TEXTS), b"12 1\n2 1"]
     tokenizer = learned(kind, texts)
     pieces: list[np.ndarray] = []
     for text in texts:
@@ -123,7 +123,7 @@ def large() -> list[bytes]:
 
 @pytest.mark.parametrize("documents", ["files", "lines"])
 def test_workers_chunks_and_shards_change_nothing(tmp_path: Path, large: list[bytes], documents: str) -> None:
-    tokenizer = learned("words", large)
+    tokenizer = learned("word", large)
     one = write(tmp_path / "one", {"train": [[text] for text in large]}, tokenizer, documents=documents)
     texts = [chunked(text, 999_983) for text in large]
     two = write(tmp_path / "two", {"train": texts}, tokenizer, documents=documents, workers=2)
@@ -137,7 +137,7 @@ def test_workers_chunks_and_shards_change_nothing(tmp_path: Path, large: list[by
 
 
 def test_unknown_words_are_counted(tmp_path: Path) -> None:
-    tokenizer = learned("words", [b"one two\n"])
+    tokenizer = learned("word", [b"one two\n"])
     splits: dict[SplitName, list[list[bytes]]] = {"train": [[b"one two\n"]], "test": [[b"one six two", b"ten\nsix"]]}
     corpus = write(tmp_path / "c", splits, tokenizer)
     assert [corpus.split(split).num_unknown for split in corpus.splits] == [0, 3]
@@ -184,7 +184,7 @@ def test_split_without_text_is_refused(
 
 
 def test_lines_need_a_token_that_ends_them(tmp_path: Path) -> None:
-    options = TokenizerConfig(kind="words", eos_token=None)
+    options = TokenizerConfig(kind="word", add_eos=False)
     tokenizer = train_tokenizer(options, documents_of([[b"one two\n"]]))
     with pytest.raises(
         UserError, match=r"no token that ends a line, so lines cannot be documents; give it an end-of-l"
@@ -219,7 +219,7 @@ def test_bad_text_is_named_with_its_place_in_the_document(tmp_path: Path) -> Non
 
 
 def test_bad_text_is_named_from_a_worker_too(tmp_path: Path, large: list[bytes]) -> None:
-    tokenizer = learned("words", large)
+    tokenizer = learned("word", large)
     text = bytearray(large[1])
     place = len(text) - 97
     text[place] = 0xFF
@@ -266,7 +266,7 @@ def test_killed_half_way_leaves_nothing_that_looks_finished(tmp_path: Path) -> N
         import os, signal, sys
         from transformer_xl.text.corpus_writer import write_corpus
         from transformer_xl.text.documents import Document
-        from transformer_xl.text.tokenizer import ByteTokenizer
+        from transformer_xl.text.tokenizers import ByteTokenizer
         def chunks():
             for _ in range(17):
                 yield bytes(2**20)

@@ -13,7 +13,7 @@ import pytest
 
 from transformer_xl.config import UserError
 from transformer_xl.text.parallel import FEW, ordered_map
-from transformer_xl.text.tokenizer import EncodingError
+from transformer_xl.text.tokenizers import EncodingError
 
 
 def square_of(item: int) -> tuple[int, int]:
@@ -60,7 +60,7 @@ def test_errors_of_workers_come_back_as_themselves_in_their_place() -> None:
     assert [next(results)[0] for _ in range(7)] == [0, 1, 4, 9, 16, 25, 36]
     with pytest.raises(EncodingError, match="seven") as caught:
         next(results)
-    assert (caught.value.place, caught.value.what) == (7, "seven")
+    assert (caught.value.position, caught.value.reason) == (7, "seven")
     assert "square_of" in str(caught.value.__cause__)  # where it was raised
     assert multiprocessing.active_children() == []
 

@@ -17,7 +17,7 @@ from transformer_xl.config import UserError
 from transformer_xl.text.corpus_writer import CorpusLayout, write_corpus
 from transformer_xl.text.documents import Document, SplitName
 from transformer_xl.text.token_store import Corpus, TokenShards
-from transformer_xl.text.tokenizer import ByteTokenizer
+from transformer_xl.text.tokenizers import ByteTokenizer
 
 TEXTS = [b"one two\n", b"three\tfour  five", b"six"]
 

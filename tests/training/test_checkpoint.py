@@ -27,7 +27,7 @@ from transformer_xl.tensor_file import load_tensors
 from transformer_xl.text.corpus_writer import write_corpus
 from transformer_xl.text.documents import Document
 from transformer_xl.text.token_store import Corpus
-from transformer_xl.text.tokenizer import ByteTokenizer
+from transformer_xl.text.tokenizers import ByteTokenizer
 from transformer_xl.training.checkpoint import save_checkpoint
 from transformer_xl.training.trainer import Silence, Trainer, TrainResult
 

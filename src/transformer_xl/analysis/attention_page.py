@@ -24,7 +24,7 @@ from matplotlib import colormaps
 
 from transformer_xl.analysis.attention_maps import TermMaps, number_of
 from transformer_xl.config import UserError
-from transformer_xl.text.tokenizer import Tokenizer
+from transformer_xl.text.tokenizers import Tokenizer
 
 MOST_BYTES = 8 * 2**20
 """Of terms (a) and (b) in a page; as text they take a third more."""

@@ -22,7 +22,7 @@ def convert(
     to: Literal["run", "huggingface"] = "run",
     format: Literal["huggingface", "official", "nvidia", "tensorflow"] | None = None,
     tokenizer: str | None = None,
-    splitting: Literal["moses", "punctuation", "spaces"] | None = None,
+    splitting: Literal["whitespace", "punctuation", "moses"] | None = None,
     json: Json = False,
 ) -> None:
     """Make a run of another program's model, or write a run for Hugging Face; nothing in a checkpoint is executed.
@@ -39,7 +39,7 @@ def convert(
     format
         What FROM is. [default: recognised]
     vocabulary
-        For a model that comes without its vocabulary: a run, a corpus or a txl_tokenizer.json that has it; or bytes.
+        For a model that comes without its vocabulary: a run, a corpus or a txl_tokenizer.json that has it; or byte.
     splitting
         How text becomes the words of the vocabulary: as Hugging Face's tokenizer splits it, as English in WikiText's
         forms, or at white space alone, for text that is split already. [default: as FROM had it]

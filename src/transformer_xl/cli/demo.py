@@ -80,7 +80,7 @@ def _train(out: Path, recipe: str, machine: Machine) -> tuple[RunFolder, Corpus,
     from transformer_xl.run_folder import RunFolder
     from transformer_xl.text.corpus_writer import write_corpus
     from transformer_xl.text.sources.corpora import find_text
-    from transformer_xl.text.tokenizer import ByteTokenizer
+    from transformer_xl.text.tokenizers import ByteTokenizer
     from transformer_xl.training import train as training
 
     text = find_text(["python-stdlib"], given={})

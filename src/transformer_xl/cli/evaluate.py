@@ -15,7 +15,7 @@ from transformer_xl.config import EvaluationConfig, UserError
 from transformer_xl.progress import ProgressBar, say
 
 if TYPE_CHECKING:
-    from transformer_xl.text.tokenizer import Tokenizer
+    from transformer_xl.text.tokenizers import Tokenizer
 
 
 @dataclass(frozen=True)

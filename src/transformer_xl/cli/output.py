@@ -14,7 +14,7 @@ from transformer_xl.progress import say
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from transformer_xl.text.tokenizer import Tokenizer
+    from transformer_xl.text.tokenizers import Tokenizer
 
 
 def print_json(values: dict[str, Any], *, indent: int | None = 2) -> None:
@@ -56,15 +56,14 @@ def console(*, stderr: bool = True) -> Console:
 
 def say_unknown(tokenizer: Tokenizer, texts: Iterable[str | bytes]) -> None:
     """Says which words of texts are read as the vocabulary's unknown word."""
-    from transformer_xl.text.tokenizers.words import WordTokenizer
-
-    if not isinstance(tokenizer, WordTokenizer) or tokenizer.unk_token is None:
+    if tokenizer.unk_token_id is None:
         return
+    unk_token = tokenizer.decode([tokenizer.unk_token_id])
     for text in texts:
-        unknown = [word for word, _ in tokenizer.round_trip_loss(text).unknown]
+        unknown = tokenizer.unknown_words(text)
         if unknown:
             words = ", ".join(f"'{word[:40]}'" for word in unknown[:5]) + (", ..." if len(unknown) > 5 else "")
-            say(f"remark: not in the vocabulary, and read as {tokenizer.unk_token}: {words}")
+            say(f"remark: not in the vocabulary, and read as {unk_token}: {words}")
 
 
 def command_line() -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,7 +13,7 @@ from cyclopts import Parameter
 
 from transformer_xl.cli.options import Json, num_cores
 from transformer_xl.cli.output import print_json, print_table
-from transformer_xl.config import UserError, check_settings, nearest
+from transformer_xl.config import UserError, check_settings
 from transformer_xl.files import as_user_error
 from transformer_xl.progress import ProgressBar, say
 
@@ -22,11 +21,9 @@ if TYPE_CHECKING:
     from transformer_xl.text.documents import Document, SplitName
     from transformer_xl.text.sources.text_source import TextSource
     from transformer_xl.text.token_store import Corpus
-    from transformer_xl.text.tokenizer import Tokenizer
-    from transformer_xl.text.tokenizers.learning import TokenizerConfig
+    from transformer_xl.text.tokenizers import Tokenizer, TokenizerConfig
 
 _FILES = Parameter(consume_multiple=True, negative=())
-_KINDS = ("bytes", "characters", "words", "bpe", "integers")
 _CORPORA = Path("corpora")
 _SECONDS_BEFORE_BAR = 2.0
 
@@ -58,90 +55,49 @@ class Splits:
 
 
 @dataclass(frozen=True)
-class VocabularyFlags:
-    """How the vocabulary is learned; what is not given is as the corpus normally has it."""
+class TokenizerFlags:
+    """How the tokenizer is trained; what is not given is as the corpus normally has it."""
 
-    lowercase: bool | None = None
-    """Words: read as if all letters were small."""
-    punctuation: bool | None = None
-    """Words: take punctuation apart from words, as WikiText has it."""
-    eos_token: bool | None = None
-    """Words: each line end becomes a mark (it does, unless told otherwise); without, it is white space."""
-    min_frequency: int | None = None
-    """Words and characters: leave out what stands in the text less often."""
     vocab_size: int | None = None
-    """Words and characters: keep so many, the most frequent. bpe: size of the vocabulary."""
+    """Tokens of the vocabulary, special tokens and bytes included. integer: the numbers below it, less one."""
+    min_frequency: int | None = None
+    """word, char: leave out what occurs less often."""
+    lowercase: bool | None = None
+    """word: lowercase the text."""
+    split_punctuation: bool | None = None
+    """word: split punctuation from words, as WikiText has it."""
+    add_eos: bool | None = None
+    """word: each newline becomes a token (the default); without, it is white space."""
     vocab_file: Path | None = None
-    """Words: take them from this file, a word on each line, instead of learning them."""
-    tokenizer: Path | None = None
-    """bpe: take it from this file (JSON of the library tokenizers) instead of training it."""
-    values: int | None = None
-    """integers: the numbers are 0 up to this, not with it; without, up to the largest in the text."""
+    """word: take the words from this file, one a line, instead of training."""
 
     @property
     def typed(self) -> dict[str, Any]:
         """What was given."""
         found = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: value for name, value in found.items() if value is not None}
+        return {
+            name: str(value) if isinstance(value, Path) else value for name, value in found.items() if value is not None
+        }
 
     @property
     def names(self) -> str:
         """What was given, as it is typed."""
-        return ", ".join(map(self._flag, self.typed))
+        return ", ".join(
+            f"--{'no-' if value is False else ''}{name.replace('_', '-')}" for name, value in self.typed.items()
+        )
 
-    def refuse_for(self, kind: str) -> None:
-        """Refuses what says nothing to this kind of vocabulary.
-
-        Raises:
-            UserError: such an option was given.
-        """
-        for name in self.typed:
-            kinds = _APPLIES.get(name, ("words",))
-            if kind not in kinds:
-                raise UserError(
-                    f"{self._flag(name)} is for --vocabulary {' or '.join(kinds)}, and this is {kind}; leave it out or "
-                    f"give --vocabulary {kinds[0]}"
-                )
-
-    def _flag(self, name: str) -> str:
-        return f"--{'no-' if self.typed[name] is False else ''}{name.replace('_', '-')}"
-
-    def change(self, options: TokenizerConfig) -> TokenizerConfig:
-        """The options with what was given.
+    def change(self, config: TokenizerConfig) -> TokenizerConfig:
+        """The settings with what was given.
 
         Raises:
-            UserError: a value that cannot be.
+            UserError: a value that cannot be, or that does not apply to this kind.
         """
-        self.refuse_for(options.kind)
-        values = options.model_dump()
-        for name, value in self.typed.items():
-            match name:
-                case "lowercase":
-                    values["case"] = "folded" if value else "kept"
-                case "punctuation":
-                    values["splitting"] = "punctuation" if value else "spaces"
-                case "end_of_line":
-                    values["end_of_line"] = (options.eos_token or "<eos>") if value else None
-                case "words_file":
-                    values["words_file"] = str(value)
-                case "tokenizer":
-                    values["tokenizer_file"] = str(value)
-                case _:
-                    values[name] = value
-        try:
-            return check_settings(type(options), values, f"--vocabulary {options.kind}")
-        except UserError as error:
-            raise UserError(_SETTING.sub(lambda name: f"--{name[0].replace('_', '-')}", str(error))) from None
+        return check_settings(
+            type(config), {**config.model_dump(exclude_unset=True), **self.typed}, f"--tokenizer {config.kind}"
+        )
 
 
-_SETTING = re.compile(r"\b(min_count|max_size|values(?=:))")
-_APPLIES = {
-    "min_count": ("words", "characters"),
-    "max_size": ("words", "characters", "bpe"),
-    "tokenizer": ("bpe",),
-    "values": ("integers",),
-}
-_AS_GIVEN, _AS_NORMAL = Splits(), VocabularyFlags()
+_AS_GIVEN, _AS_NORMAL = Splits(), TokenizerFlags()
 
 
 def prepare(
@@ -150,7 +106,7 @@ def prepare(
     source: Path | None = None,
     splits: Annotated[Splits, Parameter(name="*")] = _AS_GIVEN,
     tokenizer: str | None = None,
-    flags: Annotated[VocabularyFlags, Parameter(name="*")] = _AS_NORMAL,
+    flags: Annotated[TokenizerFlags, Parameter(name="*")] = _AS_NORMAL,
     documents: Literal["files", "lines"] | None = None,
     workers: int | None = None,
     json: Json = False,
@@ -163,8 +119,9 @@ def prepare(
         out: Folder to make; it must not exist. [default: corpora/NAME]
         source: File or folder that holds the files of the named corpus; without, they are downloaded.
         splits: How the text is split.
-        vocabulary: bytes, characters, words, bpe or integers; or a vocabulary that exists: the folder of a corpus or
-            run, or a txl_tokenizer.json. [default: the named corpus's own, else bytes]
+        tokenizer: byte, char, word, bpe or integer; or a trained one: the folder of a corpus or run, its
+            txl_tokenizer.json, or a tokenizer.json of the library tokenizers. [default: the named corpus's
+            own, else byte]
         flags: How the vocabulary is learned.
         documents: Whether each file or each line is a document. [default: the named corpus's own, else files]
         workers: Processes that encode. [default: one for each core]
@@ -217,28 +174,24 @@ def _processes(asked: int | None) -> int:
     return asked or num_cores()
 
 
-def _existing(tokenizer: str | None, flags: VocabularyFlags) -> Tokenizer | None:
+def _existing(tokenizer: str | None, flags: TokenizerFlags) -> Tokenizer | None:
     """The vocabulary that stands at a path; none where a kind was named, or nothing."""
-    if tokenizer is None or tokenizer in _KINDS:
+    from transformer_xl.text.tokenizers import TOKENIZER_KINDS, load_tokenizer
+
+    if tokenizer is None or tokenizer in TOKENIZER_KINDS:
         return None
-    if not os.path.exists(tokenizer):
-        raise UserError(
-            f"--vocabulary: no vocabulary '{tokenizer}'{nearest(tokenizer, _KINDS)}; known: {', '.join(_KINDS)}, or "
-            "the path of a corpus, a run or a txl_tokenizer.json"
-        )
     if flags.typed:
         raise UserError(
-            f"--vocabulary {tokenizer} is learned already; leave {flags.names} out, or name a kind "
-            f"({', '.join(_KINDS)})"
+            f"--tokenizer {tokenizer} is trained already; leave {flags.names} out, or name a kind "
+            f"({', '.join(TOKENIZER_KINDS)})"
         )
-    from transformer_xl.text.tokenizer import find_tokenizer
-
-    return find_tokenizer(tokenizer)
+    return load_tokenizer(tokenizer)
 
 
-def _refuse_early(out: Path | None, sources: Sequence[str], kind: str | None, flags: VocabularyFlags) -> None:
+def _refuse_early(out: Path | None, sources: Sequence[str], kind: str | None, flags: TokenizerFlags) -> None:
     """Refuses what can be seen to be wrong before anything is downloaded or read."""
     from transformer_xl.text.sources.named_corpora import CORPUS_NAMES, DISTRIBUTED
+    from transformer_xl.text.tokenizers import TokenizerConfig
 
     named = sources[0] if sources and sources[0] in CORPUS_NAMES else None
     if out or named:
@@ -246,7 +199,7 @@ def _refuse_early(out: Path | None, sources: Sequence[str], kind: str | None, fl
     if kind is None and named in DISTRIBUTED:
         kind = DISTRIBUTED[named].tokenizer.kind
     if kind:
-        flags.refuse_for(kind)
+        flags.change(check_settings(TokenizerConfig, {"kind": kind}, "--tokenizer"))
 
 
 def _refuse_existing(out: Path) -> None:
@@ -257,26 +210,26 @@ def _refuse_existing(out: Path) -> None:
 
 
 def _normal_options(text: TextSource, kind: str | None) -> TokenizerConfig:
-    from transformer_xl.text.tokenizers.learning import TokenizerConfig
+    from transformer_xl.text.tokenizers import TokenizerConfig
 
     if kind in (None, text.tokenizer.kind):
         return text.tokenizer
-    return check_settings(TokenizerConfig, {"kind": kind}, "--vocabulary")
+    return check_settings(TokenizerConfig, {"kind": kind}, "--tokenizer")
 
 
 def _learn(text: TextSource, options: TokenizerConfig, bars: _Bars, workers: int) -> Tokenizer:
-    from transformer_xl.text.tokenizers.learning import train_tokenizer
+    from transformer_xl.text.tokenizers.training import train_tokenizer
 
     counted = text.counted if options.kind == text.tokenizer.kind else ("train",)
     read = [document for split in counted for document in text.splits.get(split, ())]
-    return train_tokenizer(options, _watched({"train": read}, bars, "learn")["train"], workers=workers)
+    return train_tokenizer(options, _watched({"train": read}, bars, "learn")["train"], num_workers=workers)
 
 
 def _in_range(text: TextSource, tokenizer: Tokenizer) -> Mapping[SplitName, Sequence[Document]]:
     """The documents; where they are arrays, a number the vocabulary lacks is named by its place in the array."""
     from transformer_xl.text.sources.arrays import limited
 
-    if tokenizer.kind != "integers":
+    if tokenizer.is_text:
         return text.splits
     numbers = tokenizer.vocab_size - 1  # the last id is the mark
     return {split: limited(documents, numbers) for split, documents in text.splits.items()}
@@ -385,15 +338,15 @@ _GLUED = re.compile(r"\w+[,;:!?]")
 _LOOKED_AT, _GLUED_SHARE = 2000, 0.03
 
 
-def _advise(corpus: Corpus, flags: VocabularyFlags, *, learned: bool) -> None:
-    """Names --punctuation where many frequent words end in punctuation."""
+def _advise(corpus: Corpus, flags: TokenizerFlags, *, learned: bool) -> None:
+    """Names --split-punctuation where many frequent words end in punctuation."""
     tokenizer = corpus.tokenizer
-    if tokenizer.kind != "words" or not learned or flags.punctuation is not None:
+    if tokenizer.kind != "word" or not learned or flags.split_punctuation is not None:
         return
     number = min(_LOOKED_AT, tokenizer.vocab_size)
     glued = [word for place in range(number) if _GLUED.fullmatch(word := tokenizer.decode([place]).strip())]
     if len(glued) >= _GLUED_SHARE * number:
         say(
             f"note: {len(glued):,} of the {number:,} most frequent words end in punctuation ({', '.join(glued[:3])}); "
-            "--punctuation takes it apart, and fewer words stay unknown"
+            "--split-punctuation takes it apart, and fewer words stay unknown"
         )

@@ -19,7 +19,7 @@ from transformer_xl.progress import ProgressBar, say
 
 if TYPE_CHECKING:
     from transformer_xl.evaluation.score import TextScore
-    from transformer_xl.text.tokenizer import Tokenizer
+    from transformer_xl.text.tokenizers import Tokenizer
 
 JsonLines = Annotated[bool, Parameter(negative=(), help="Print JSON lines, one object each, and nothing else there.")]
 _MAX_CELL_LENGTH = 60  # characters of a text in a table

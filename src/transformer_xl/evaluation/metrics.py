@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from transformer_xl.text.token_store import Tokens, TokenSplit
-from transformer_xl.text.tokenizer import Tokenizer
-from transformer_xl.text.tokenizers.words import WordTokenizer
+from transformer_xl.text.tokenizers import Tokenizer
+from transformer_xl.text.tokenizers.word import WordTokenizer
 
 _TOKENS_PER_CHUNK = 2**20
 

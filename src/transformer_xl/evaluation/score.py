@@ -18,7 +18,7 @@ from transformer_xl.evaluation.method import ProgressCallback, TokenizedText
 from transformer_xl.evaluation.metrics import Sums, count_unknown
 from transformer_xl.run_folder import Run
 from transformer_xl.text.token_store import TokenSplit
-from transformer_xl.text.tokenizer import EncodingError, TokenArray, Tokenizer, split_chunks, to_bytes, token_dtype
+from transformer_xl.text.tokenizers import EncodingError, TokenArray, Tokenizer, split_chunks, to_bytes, token_dtype
 
 Texts = str | bytes | Iterable[str | bytes] | Mapping[str, str | bytes]
 """One text, several, or several by name."""

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from transformer_xl.generation.batch import GeneratedToken
 from transformer_xl.generation.config import GenerationConfig
-from transformer_xl.text.tokenizer import Tokenizer
+from transformer_xl.text.tokenizers import Tokenizer
 
 Prompt = str | bytes | None
 """Text to continue; None: begin a new text."""

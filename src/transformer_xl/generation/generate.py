@@ -26,7 +26,7 @@ from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import Memory
 from transformer_xl.model.precision import with_matrices_in
 from transformer_xl.run_folder import Run
-from transformer_xl.text.tokenizer import Tokenizer
+from transformer_xl.text.tokenizers import Tokenizer
 
 
 @overload

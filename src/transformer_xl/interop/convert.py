@@ -24,8 +24,9 @@ from transformer_xl.interop.tokenizers import with_bytes
 from transformer_xl.model.build import build_model
 from transformer_xl.run_folder import RunFolder, config_text
 from transformer_xl.tensor_file import load_tensors, save_tensors
-from transformer_xl.text.tokenizer import ByteTokenizer, Tokenizer, find_tokenizer, save_tokenizer
-from transformer_xl.text.tokenizers.words import PreTokenizerName, WordTokenizer
+from transformer_xl.text.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer, save_tokenizer
+from transformer_xl.text.tokenizers.pre_tokenizer import PreTokenizerName
+from transformer_xl.text.tokenizers.word import WordTokenizer
 
 Format = Literal["huggingface", "official", "nvidia", "tensorflow"]
 
@@ -77,7 +78,7 @@ def to_run(
         source: its file or folder.
         out: the folder to make.
         format: one of `FORMATS`; none: the first that recognises the path.
-        vocabulary: the folder of a run or corpus, a txl_tokenizer.json, or bytes, for a model that comes without one.
+        vocabulary: the folder of a run or corpus, a txl_tokenizer.json, or byte, for a model that comes without one.
         splitting: how text becomes the words of the vocabulary; none: as it was where the model comes from.
 
     Raises:
@@ -107,7 +108,7 @@ def to_run(
 def _split(tokenizer: Tokenizer, splitting: PreTokenizerName) -> Tokenizer:
     if not isinstance(tokenizer, WordTokenizer):
         raise UserError(f"--splitting {splitting} is for words, and this vocabulary has {tokenizer.kind}; leave it out")
-    return replace(tokenizer, splitting=replace(tokenizer.splitting, pre_tokenizer=splitting))
+    return replace(tokenizer, pre_tokenizer=replace(tokenizer.pre_tokenizer, name=splitting))
 
 
 def to_huggingface(source: Path, out: Path) -> Converted:
@@ -167,11 +168,11 @@ def _vocabulary(foreign: Foreign, source: Path, asked: str | None) -> Tokenizer:
     if asked is None and foreign.tokenizer is None:
         raise UserError(
             f"{source} comes without its vocabulary of {size:,} tokens; give --vocabulary and the folder of a run or "
-            "corpus that has it, or bytes"
+            "corpus that has it, or byte"
         )
     found = foreign.tokenizer
     if asked is not None:
-        found = ByteTokenizer() if asked == "bytes" else find_tokenizer(asked)
+        found = ByteTokenizer() if asked == "byte" else load_tokenizer(asked)
     assert found is not None
     if found.vocab_size != size:
         where = f"--vocabulary {asked}" if asked is not None else f"the vocabulary of {source}"

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from transformer_xl.text.tokenizer import Tokenizer
+from transformer_xl.text.tokenizers import Tokenizer
 
 
 @dataclass(frozen=True)

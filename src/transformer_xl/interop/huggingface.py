@@ -23,8 +23,8 @@ from transformer_xl.interop.settings import Settings, lengths, refuse_unknown, s
 from transformer_xl.interop.tokenizers import first_of, read_json, read_vocabulary, symbols_of
 from transformer_xl.interop.torch_file import TorchFile
 from transformer_xl.tensor_file import write_safetensors
-from transformer_xl.text.tokenizer import Tokenizer
-from transformer_xl.text.tokenizers.words import WordTokenizer
+from transformer_xl.text.tokenizers import Tokenizer
+from transformer_xl.text.tokenizers.word import WordTokenizer
 
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 _VOCABULARIES = ("vocab.json", "vocab.txt", "vocab.pkl", "vocab.bin")
@@ -182,7 +182,7 @@ def write(path: Path, config: RunConfig, weights: Mapping[str, Tensor], tokenize
         write_safetensors(aside / "model.safetensors", contiguous, {"format": "pt"})
         if symbols is not None:
             write_text(aside / "vocab.txt", "".join(f"{symbol}\n" for symbol in symbols))
-            folded = isinstance(tokenizer, WordTokenizer) and tokenizer.splitting.case == "folded"
+            folded = isinstance(tokenizer, WordTokenizer) and tokenizer.pre_tokenizer.lowercase
             tokenizer_config = {"tokenizer_class": "TransfoXLTokenizer", "lower_case": folded}
             write_text(aside / "tokenizer_config.json", _json(tokenizer_config))
             if _has_other_spaces(symbols):
@@ -207,8 +207,8 @@ def _vocabulary_remarks(tokenizer: Tokenizer) -> list[str]:
     remarks = []
     if not isinstance(tokenizer, WordTokenizer):
         remarks.append(f"their tokenizer splits text into words, and these are {tokenizer.kind}: {ids}")
-    elif tokenizer.splitting.pre_tokenizer != "moses":
-        remarks.append(f"their tokenizer splits text otherwise than '{tokenizer.splitting.pre_tokenizer}': {ids}")
+    elif tokenizer.pre_tokenizer.name != "moses":
+        remarks.append(f"their tokenizer splits text otherwise than '{tokenizer.pre_tokenizer.name}': {ids}")
     if _has_other_spaces(symbols):
         remarks.append(
             "words that hold white space are cut in vocab.txt, so their tokenizer lacks them; see vocab.json"

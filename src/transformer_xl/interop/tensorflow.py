@@ -34,7 +34,8 @@ from transformer_xl.files import as_user_error
 from transformer_xl.interop.foreign import Foreign
 from transformer_xl.interop.tensor_bundle import TensorBundle
 from transformer_xl.interop.tokenizers import read_vocabulary
-from transformer_xl.text.tokenizer import Tokenizer, read_json_object
+from transformer_xl.text.tokenizers import Tokenizer
+from transformer_xl.text.tokenizers.storage import read_json_object
 
 _SCOPE = "transformer/"
 _ADAM = re.compile(r"/Adam(_\d+)?$")

@@ -19,9 +19,10 @@ from transformer_xl.files import as_user_error
 from transformer_xl.interop.foreign import Foreign
 from transformer_xl.interop.torch_file import TorchFile
 from transformer_xl.interop.unpickler import PickledObject
-from transformer_xl.text.tokenizer import ByteTokenizer, Tokenizer
-from transformer_xl.text.tokenizers.characters import CharTokenizer
-from transformer_xl.text.tokenizers.words import PreTokenizerName, WordSplitting, WordTokenizer, check_words
+from transformer_xl.text.tokenizers import ByteTokenizer, Tokenizer
+from transformer_xl.text.tokenizers.char import CharTokenizer
+from transformer_xl.text.tokenizers.pre_tokenizer import PreTokenizer, PreTokenizerName
+from transformer_xl.text.tokenizers.word import WordTokenizer, check_words
 
 _LINE_ENDS = ("<eos>", "<S>")
 _UNKNOWN = ("<unk>", "<UNK>")
@@ -54,7 +55,7 @@ def admits_vocabulary(name: str) -> bool:
 
 
 def from_symbols(
-    symbols: Sequence[object], source: str, *, lower_case: bool = False, splitting: PreTokenizerName = "spaces"
+    symbols: Sequence[object], source: str, *, lower_case: bool = False, splitting: PreTokenizerName = "whitespace"
 ) -> Tokenizer:
     """The vocabulary of these words, in this order.
 
@@ -72,17 +73,19 @@ def from_symbols(
     letters = [" " if symbol == "_" else symbol for symbol in symbols]
     single = all(isinstance(letter, str) and len(letter) == 1 for letter in letters)
     if single and "_" in symbols and len(set(map(str, letters))) == len(letters):
-        return CharTokenizer("".join(map(str, letters)), None, closed=True)
+        return CharTokenizer("".join(map(str, letters)), byte_fallback=False)
     try:
         words = check_words(list(symbols))
     except ValueError as error:
         raise UserError(f"{source}: {error}; get it again") from None
     mark = next((word for word in _LINE_ENDS if word in words), None)
     unknown = next((word for word in _UNKNOWN if word in words), None)
-    return WordTokenizer(words, None, mark, unknown, WordSplitting("folded" if lower_case else "kept", splitting))
+    return WordTokenizer(words, None, mark, unknown, PreTokenizer(splitting, lower_case))
 
 
-def from_attributes(attributes: Mapping[str, Any], source: str, splitting: PreTokenizerName = "spaces") -> Tokenizer:
+def from_attributes(
+    attributes: Mapping[str, Any], source: str, splitting: PreTokenizerName = "whitespace"
+) -> Tokenizer:
     """The vocabulary out of the attributes of an object of the authors' class Vocab, or of Hugging Face's tokenizer.
 
     Raises:
@@ -118,7 +121,9 @@ def read_json(path: Path) -> Any:
         raise UserError(f"{path} is not readable as JSON; get it again") from None
 
 
-def read_vocabulary(path: Path, *, splitting: PreTokenizerName = "spaces", lower_case: bool | None = None) -> Tokenizer:
+def read_vocabulary(
+    path: Path, *, splitting: PreTokenizerName = "whitespace", lower_case: bool | None = None
+) -> Tokenizer:
     """A vocabulary in a file: JSON, one word on each line, or pickled either way.
 
     Args:
@@ -151,7 +156,7 @@ def read_vocabulary(path: Path, *, splitting: PreTokenizerName = "spaces", lower
     return from_attributes({**_attributes(value), **told}, source, splitting)
 
 
-def from_object(value: object, source: str, splitting: PreTokenizerName = "spaces") -> Tokenizer:
+def from_object(value: object, source: str, splitting: PreTokenizerName = "whitespace") -> Tokenizer:
     """The vocabulary in what was pickled: a tokenizer's attributes, a Vocab, or a Corpus that has one.
 
     Raises:
@@ -170,7 +175,7 @@ def symbols_of(tokenizer: Tokenizer) -> tuple[str, ...] | None:
     """The words of a vocabulary as other programs list them; none where it has none."""
     if isinstance(tokenizer, WordTokenizer):
         return tokenizer.words
-    if isinstance(tokenizer, CharTokenizer) and tokenizer.closed and "_" not in tokenizer.characters:
+    if isinstance(tokenizer, CharTokenizer) and not tokenizer.byte_fallback and "_" not in tokenizer.characters:
         return tuple("_" if character == " " else character for character in tokenizer.characters)
     return None
 

@@ -74,7 +74,7 @@ class Reproduction:
     @property
     def settings(self) -> dict[str, Any]:
         """What may not change."""
-        from transformer_xl.text.tokenizer import fingerprint
+        from transformer_xl.text.tokenizers import fingerprint
 
         splits = self.corpus.record.splits
         return {

@@ -28,7 +28,7 @@ from transformer_xl.text.token_store import (
     documents_file,
     token_file,
 )
-from transformer_xl.text.tokenizer import (
+from transformer_xl.text.tokenizers import (
     EncodingError,
     TokenArray,
     Tokenizer,
@@ -117,7 +117,7 @@ def write_corpus(
             writers = {split: stack.enter_context(_SplitWriter(aside, split, tokenizer, layout)) for split in wanted}
             batches = _batches(_text_chunks({split: splits[split] for split in wanted}, writers, tokenizer))
             # A byte is encoded sooner than sent to another process.
-            workers = 1 if tokenizer.kind == "bytes" else layout.workers
+            workers = 1 if tokenizer.is_cheap_to_encode else layout.workers
             encoder = _Encoder(tokenizer, layout.documents == "lines")
             for results in stack.enter_context(closing(ordered_map(encoder, batches, workers=workers))):
                 for encoded in results:
@@ -148,11 +148,11 @@ def _text_chunks(
                     yield _TextChunk(split, number, document.name, place, text)
                     place += len(text)
             except EncodingError as error:
-                raise _refused(document.name, error.place, error) from None
+                raise _refused(document.name, error.position, error) from None
 
 
 def _refused(name: str, place: int, error: EncodingError) -> UserError:
-    return UserError(f"{name}: byte {place:,}: {error.what}")
+    return UserError(f"{name}: byte {place:,}: {error.reason}")
 
 
 def _batches(pieces: Iterable[_TextChunk]) -> Iterator[list[_TextChunk]]:
@@ -181,7 +181,7 @@ class _Encoder:
         try:
             found = self._vocabulary.encode_chunk(piece.text)
         except EncodingError as error:
-            raise _refused(piece.name, piece.place + error.place, error) from None
+            raise _refused(piece.name, piece.place + error.position, error) from None
         lines = self._vocabulary.is_newline_V[found.ids].nonzero()[0] + 1 if self._lines else np.empty(0, np.int64)
         return _Encoded(piece.split, piece.document, found.ids, found.num_unknown, lines, *count_words(piece.text))
 

@@ -25,14 +25,14 @@ from pydantic import Field, model_validator
 from transformer_xl.config import Settings, UserError, check_settings, nearest
 from transformer_xl.files import as_user_error
 from transformer_xl.text.documents import SPLITS, SplitName
-from transformer_xl.text.tokenizer import (
+from transformer_xl.text.tokenizers import (
     TokenArray,
     Tokenizer,
     fingerprint,
     load_tokenizer,
-    read_json_object,
     token_dtype,
 )
+from transformer_xl.text.tokenizers.storage import read_json_object
 
 START_DTYPE = np.dtype("<u8")
 """How the places where documents start are written."""

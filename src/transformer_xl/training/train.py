@@ -30,7 +30,7 @@ from transformer_xl.model.cost import find_cutoffs
 from transformer_xl.progress import say
 from transformer_xl.run_folder import Run, RunFolder, config_text, load
 from transformer_xl.text.token_store import Corpus
-from transformer_xl.text.tokenizer import fingerprint
+from transformer_xl.text.tokenizers import fingerprint
 from transformer_xl.training.callbacks import Callback, ProgressCallback
 from transformer_xl.training.distributed import DistributedContext, is_restartable, process_group
 from transformer_xl.training.trainer import Trainer, check_trainable

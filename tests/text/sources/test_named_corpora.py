@@ -20,7 +20,7 @@ from transformer_xl.text.sources.named_corpora import CORPUS_NAMES, DISTRIBUTED,
 from transformer_xl.text.sources.source_files import Origin, TextFile
 from transformer_xl.text.sources.text_source import TextSource
 from transformer_xl.text.token_store import Corpus
-from transformer_xl.text.tokenizers.learning import train_tokenizer
+from transformer_xl.text.tokenizers.training import train_tokenizer
 
 DIGITS = {"sha256": 64, "sha1": 40, "md5": 32}
 
@@ -180,8 +180,8 @@ def test_another_vocabulary_needs_no_list_of_words(tmp_path: Path) -> None:
     folder = make(tmp_path / "mine", files)
     with pytest.raises(UserError, match=r"no 1b_word_vocab.txt there for lm1b"):
         unchecked(DISTRIBUTED["lm1b"]).open(Origin(folder))
-    source = unchecked(DISTRIBUTED["lm1b"]).open(Origin(folder), kind="bytes")
-    assert source.tokenizer.kind == "bytes"
+    source = unchecked(DISTRIBUTED["lm1b"]).open(Origin(folder), kind="byte")
+    assert source.tokenizer.kind == "byte"
     assert (source.documents, source.counted, source.known_tokens) == ("lines", ("train",), {})
     make(folder, {"1b_word_vocab.txt.gz": gzip.compress(words)})
     with pytest.MonkeyPatch.context() as patch:

@@ -144,7 +144,7 @@ def test_default_is_ninety_five_five(tmp_path: Path) -> None:
     assert texts_of(source) == [text[:180], text[180:190], text[190:]]
     assert source.name == "a"
     assert str(tmp_path / "a.txt") in source.description
-    assert source.tokenizer.kind == "bytes"
+    assert source.tokenizer.kind == "byte"
 
 
 def test_a_part_says_where_it_begins(tmp_path: Path) -> None:
@@ -250,9 +250,9 @@ def test_integers_are_cut_between_lines(
     whole = b"".join(lines)
     if whole.find(b"\n", len(whole) - round(len(whole) * share) - 1) == len(whole) - 1:
         with pytest.raises(UserError, match="leave valid empty"):
-            find(path, fractions={"valid": share, "test": 0}, kind="integers")
+            find(path, fractions={"valid": share, "test": 0}, kind="integer")
         return
-    source = find(path, fractions={"valid": share, "test": 0}, kind="integers")
+    source = find(path, fractions={"valid": share, "test": 0}, kind="integer")
     train, valid = texts_of(source)
     assert train + valid == whole
     assert train.endswith(b"\n")
@@ -266,7 +266,7 @@ def test_arrays_are_cut_between_rows(tmp_path: Path) -> None:
     found = [np.array([line.split() for line in text.splitlines()], int) for text in texts_of(source)]
     assert [len(part) for part in found] == [86, 10, 5]
     assert np.array_equal(np.concatenate(found), rows)
-    assert (source.tokenizer.kind, source.name) == ("integers", "a")
+    assert (source.tokenizer.kind, source.name) == ("integer", "a")
 
 
 def test_one_sequence_is_cut_between_numbers(tmp_path: Path) -> None:
@@ -279,14 +279,14 @@ def test_one_sequence_is_cut_between_numbers(tmp_path: Path) -> None:
 def test_arrays_are_for_integers(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.arange(100))
     make(tmp_path, {"b.txt": b"1 2\n" * 97})
-    message = r"a.npy holds numbers, not text; give --vocabulary integers, or leave it out \(a pattern such as"
-    for words, kind in (([tmp_path / "a.npy"], "bytes"), ([tmp_path], None), ([tmp_path], "words")):
+    message = r"a.npy holds numbers, not text; give --tokenizer integer, or leave it out \(a pattern such as"
+    for words, kind in (([tmp_path / "a.npy"], "byte"), ([tmp_path], None), ([tmp_path], "word")):
         with pytest.raises(UserError, match=message):
             find(*words, kind=kind)
     with pytest.raises(UserError, match=r"a.npy is an array, other files are text: together they cannot be cut; give"):
-        find(tmp_path, kind="integers")
+        find(tmp_path, kind="integer")
     given: Mapping[SplitName, Sequence[str]] = {"train": [f"{tmp_path}/a.npy"], "valid": [f"{tmp_path}/b.txt"]}
-    assert find(given=given, kind="integers").tokenizer.kind == "integers"
+    assert find(given=given, kind="integer").tokenizer.kind == "integer"
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from tokenizers import pre_tokenizers
 
 from transformer_xl.config import UserError
-from transformer_xl.text.tokenizer import fingerprint, split_chunks, tokenizer_from_json
+from transformer_xl.text.tokenizers import fingerprint, split_chunks, tokenizer_from_json
 from transformer_xl.text.tokenizers.bpe import BPETokenizer, lines_of, train_bpe
-from transformer_xl.text.tokenizers.learning import TokenizerConfig, train_tokenizer
+from transformer_xl.text.tokenizers.training import TokenizerConfig, train_tokenizer
 
 UNHURRIED = settings(deadline=None)
 TEXT = "the quick brown fox isn't here\nthe caf\u00e9 is here\r\n\n\tthe 1,234 \u65e5\u672c\n" * 7
@@ -88,7 +88,7 @@ def test_training_repeats_itself() -> None:
     """Also in another process, with other hash seeds and another number of threads."""
     code = (
         "import sys; from transformer_xl.text.tokenizers.bpe import *;"
-        "from transformer_xl.text.tokenizer import fingerprint;"
+        "from transformer_xl.text.tokenizers import fingerprint;"
         "print(fingerprint(train_bpe(iter([lines_of(sys.argv[1])]), 283)))"
     )
     environment = {**os.environ, "PYTHONPATH": str(SOURCE), "PYTHONHASHSEED": "7", "TOKENIZERS_PARALLELISM": "false"}
@@ -100,7 +100,7 @@ def test_training_repeats_itself() -> None:
 
 def test_tokenizers_is_imported_only_for_this_kind() -> None:
     code = (
-        "import sys; import transformer_xl.text.tokenizers.learning as l;"
+        "import sys; import transformer_xl.text.tokenizers.training as l;"
         "l.learn_vocabulary(l.VocabularyOptions(kind='words'), [l.Document('a', [b'a'], 1)]);"
         "assert 'tokenizers' not in sys.modules;"
         "import os; assert 'TOKENIZERS_PARALLELISM' not in os.environ"

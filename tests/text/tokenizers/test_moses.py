@@ -10,13 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transformer_xl.text.tokenizer import split_chunks, tokenizer_from_json
+from transformer_xl.text.tokenizers import split_chunks, tokenizer_from_json
 from transformer_xl.text.tokenizers.moses import MosesDetokenizer, split_line
-from transformer_xl.text.tokenizers.words import WordSplitting, WordTokenizer
+from transformer_xl.text.tokenizers.pre_tokenizer import PreTokenizer
+from transformer_xl.text.tokenizers.word import WordTokenizer
 
 UNHURRIED = settings(deadline=None)
 GOLDEN: list[tuple[str, list[str], str]] = json.loads((Path(__file__).parent / "moses.json").read_text())
-RULES = WordSplitting("kept", "moses")
+RULES = PreTokenizer("moses")
 WORDS = (
     "<eos>",
     "<unk>",

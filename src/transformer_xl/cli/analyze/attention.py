@@ -210,7 +210,7 @@ def _text(source: Source, folder: RunFolder) -> TokenizedText:
     from transformer_xl.evaluation.evaluate import check_token_ids
     from transformer_xl.evaluation.method import TokenizedText
     from transformer_xl.evaluation.score import encode_text
-    from transformer_xl.text.tokenizer import to_bytes
+    from transformer_xl.text.tokenizers import to_bytes
 
     limit, tokenizer = source.tokens or _USUAL_TOKENS, folder.tokenizer
     if source.prompt is None and source.text is None:

@@ -201,7 +201,7 @@ def _named(runs: tuple[str, ...]) -> dict[str, Path]:
 
 def _opened(named: dict[str, Path]) -> dict[str, RunFolder]:
     from transformer_xl.run_folder import RunFolder
-    from transformer_xl.text.tokenizer import fingerprint
+    from transformer_xl.text.tokenizers import fingerprint
 
     folders = {name: RunFolder.open(path) for name, path in named.items()}
     first = next(iter(folders.values()))

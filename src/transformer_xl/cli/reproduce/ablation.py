@@ -55,7 +55,7 @@ def make_ablation(reproduction: Reproduction, wanted: tuple[int, ...] | None = N
     systems = (*ABLATION, *EQUAL_MEMORY)
     windows = {system.name: reproduction.windows(system, wanted) for system in systems}
     reproduction.finish(systems, windows)
-    measure: Measure = "perplexity" if reproduction.corpus.tokenizer.kind == "words" else "bits_per_byte"
+    measure: Measure = "bits_per_byte" if reproduction.corpus.tokenizer.is_lossless else "perplexity"
     found = {system.name: _findings(reproduction, system, windows[system.name], measure) for system in systems}
     figures = {
         **reproduction.about(),

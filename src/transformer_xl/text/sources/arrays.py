@@ -14,7 +14,7 @@ import numpy.typing as npt
 from transformer_xl.config import UserError
 from transformer_xl.files import as_user_error
 from transformer_xl.text.documents import Document
-from transformer_xl.text.tokenizers.integers import MAX_VALUES
+from transformer_xl.text.tokenizers.integer import MAX_VALUES
 
 _NUMBERS_AT_ONCE = 2**16
 _DAMAGED = (ValueError, EOFError, SyntaxError, TokenError, TypeError, OverflowError)  # what numpy raises for such files
@@ -91,7 +91,7 @@ class ArrayPart:
     def _out_of_range(self, number: int, place: tuple[int, ...]) -> UserError:
         where = ", ".join(map(str, place))
         fits = 0 <= number < MAX_VALUES
-        cure = "give --vocabulary integers and larger --values" if fits else "number the values anew from 0"
+        cure = "give --tokenizer integer and a larger --vocab-size" if fits else "number the values anew from 0"
         return UserError(
             f"{self.path}: array[{where}] is {number}, wanted a whole number from 0 to {self.below - 1}; take it out, "
             f"or {cure}"

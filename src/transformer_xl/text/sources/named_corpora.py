@@ -21,7 +21,7 @@ from transformer_xl.text.sources.download import RemoteFile
 from transformer_xl.text.sources.folders import list_files
 from transformer_xl.text.sources.source_files import ANYWHERE, Origin, TextFile, find_files, plain_file
 from transformer_xl.text.sources.text_source import AS_BYTES, TextSource
-from transformer_xl.text.tokenizers.learning import TokenizerConfig
+from transformer_xl.text.tokenizers import TokenizerConfig
 
 PYTHON_STDLIB = "python-stdlib"
 _STDLIB_SKIPPED = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
@@ -48,7 +48,7 @@ class NamedCorpus:
     archive: RemoteFile | None
     """What the texts are distributed in."""
     tokenizer: TokenizerConfig = AS_BYTES
-    """What it is normally read with; a `words_file` is `words`."""
+    """What it is normally read with; a `vocab_file` is `words`."""
     counted: tuple[SplitName, ...] = ("train",)
     """Splits that the vocabulary is learned from."""
     lines: bool = False
@@ -74,7 +74,7 @@ class NamedCorpus:
         found = find_files(self.name, self.archive, [*texts, *([words] if words else [])], origin)
         tokenizer = self.tokenizer
         if words:
-            tokenizer = tokenizer.model_copy(update={"words_file": str(plain_file(found[words], words))})
+            tokenizer = tokenizer.model_copy(update={"vocab_file": str(plain_file(found[words], words))})
         return TextSource(
             self.name,
             self.description,
@@ -182,7 +182,7 @@ DISTRIBUTED: dict[str, NamedCorpus] = {
                 31_344_016,
                 "sha256:a6640522afe85d1963ad56c05b0ede0a0c000dddc9671758a6cc09b7a38e5232",
             ),
-            TokenizerConfig(kind="characters", unk_token=None),
+            TokenizerConfig(kind="char", byte_fallback=False),
             counted=SPLITS,
         ),
         NamedCorpus(
@@ -195,7 +195,7 @@ DISTRIBUTED: dict[str, NamedCorpus] = {
                 190_229_076,
                 "sha256:242ba0f20b329cfdf1ccc61e9e9e5b59becf189db7f7a81cd2a0e2fc31539590",
             ),
-            TokenizerConfig(kind="words"),
+            TokenizerConfig(kind="word"),
             known_tokens={"train": 103_227_021, "valid": 217_646, "test": 245_569},
         ),
         NamedCorpus(
@@ -208,7 +208,7 @@ DISTRIBUTED: dict[str, NamedCorpus] = {
                 4_475_746,
                 "sha256:92675f1d63015c1c8b51f1656a52d5bdbc33aafa60cc47a218a66e7ee817488c",
             ),
-            TokenizerConfig(kind="words"),
+            TokenizerConfig(kind="word"),
             counted=SPLITS,
             known_tokens={"train": 2_088_628, "valid": 217_646, "test": 245_569},
         ),
@@ -229,7 +229,7 @@ DISTRIBUTED: dict[str, NamedCorpus] = {
                 34_869_662,
                 "md5:30177ea32e27c525793142b6bf2c8e2d",
             ),
-            TokenizerConfig(kind="words", case="folded"),
+            TokenizerConfig(kind="word", lowercase=True),
             counted=SPLITS,
             known_tokens={"train": 929_589, "valid": 73_760, "test": 82_430},
         ),
@@ -251,7 +251,7 @@ DISTRIBUTED: dict[str, NamedCorpus] = {
                 1_792_209_805,
                 "sha256:01ba60381110baf7f189dfd2b8374de371e8c9a340835793f190bdae9e90a34e",
             ),
-            TokenizerConfig(kind="words", eos_token="<S>", unk_token="<UNK>"),
+            TokenizerConfig(kind="word", eos_token="<S>", unk_token="<UNK>"),
             lines=True,
             words=TextFile(
                 "1b_word_vocab.txt",

@@ -17,7 +17,7 @@ from transformer_xl.text.sources.archives import PACKED, FilePart, is_archive
 from transformer_xl.text.sources.arrays import ArrayPart
 from transformer_xl.text.sources.folders import glob_files, list_files
 from transformer_xl.text.sources.text_source import AS_BYTES, TextSource
-from transformer_xl.text.tokenizers.learning import TokenizerConfig
+from transformer_xl.text.tokenizers import TokenizerConfig
 
 SPLIT_TOLERANCE_BYTES = 2**16
 """How far a cut is moved to fall between lines."""
@@ -88,7 +88,7 @@ def cut_splits(sources: Sequence[str], fractions: Mapping[SplitName, float], kin
     text = _Joined.of(parts)
     splits: dict[SplitName, list[Document]] = {}
     start = 0
-    for split, stop in text.cuts(fractions, whole_lines=tokenizer.kind == "integers").items():
+    for split, stop in text.cuts(fractions, whole_lines=tokenizer.kind == "integer").items():
         if start < stop:
             splits[split] = _documents(text.between(start, stop))
         elif split == "train" or fractions[split]:
@@ -190,18 +190,18 @@ def _near_edge(part: FilePart, place: int, most: int) -> int:
 def _normal_vocabulary(parts: Sequence[Part], kind: str | None) -> TokenizerConfig:
     arrays = [part for part in parts if isinstance(part, ArrayPart)]
     if not arrays:
-        return TokenizerConfig(kind="integers") if kind == "integers" else AS_BYTES
-    if kind not in (None, "integers") or (kind is None and len(arrays) < len(parts)):
+        return TokenizerConfig(kind="integer") if kind == "integer" else AS_BYTES
+    if kind not in (None, "integer") or (kind is None and len(arrays) < len(parts)):
         raise UserError(
-            f"{arrays[0].path} holds numbers, not text; give --vocabulary integers, or leave it out (a pattern such as "
+            f"{arrays[0].path} holds numbers, not text; give --tokenizer integer, or leave it out (a pattern such as "
             "'folder/**/*.txt' takes some files only)"
         )
-    return TokenizerConfig(kind="integers")
+    return TokenizerConfig(kind="integer")
 
 
 def _counted(tokenizer: TokenizerConfig) -> tuple[SplitName, ...]:
     """The range of numbers is that of the whole text; words and characters are learned from train alone."""
-    return SPLITS if tokenizer.kind == "integers" else ("train",)
+    return SPLITS if tokenizer.kind == "integer" else ("train",)
 
 
 def _documents(parts: Iterator[Part] | Sequence[Part]) -> list[Document]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from transformer_xl.text.documents import Document, SplitName
-from transformer_xl.text.tokenizers.learning import TokenizerConfig
+from transformer_xl.text.tokenizers import TokenizerConfig
 
 AS_BYTES = TokenizerConfig()
 

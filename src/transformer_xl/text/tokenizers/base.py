@@ -74,11 +74,14 @@ class Tokenizer(ABC):
     """Whether tokens are text; false for sequences of integers, where counting words and characters means nothing."""
     is_cheap_to_encode: ClassVar[bool] = False
     """Whether encoding is faster than sending text to another process."""
-    counts: npt.NDArray[np.int64] | None = None
-    """(V,) how often each token occurred in the training text, or None if unknown.
 
-    Where counts are given, ids are in order of falling counts (special tokens at the front aside).
-    """
+    @property
+    def counts(self) -> npt.NDArray[np.int64] | None:
+        """(V,) how often each token occurred in the training text, or None if unknown.
+
+        Where counts are given, ids are in order of falling counts (special tokens at the front aside).
+        """
+        return None
 
     @property
     @abstractmethod
@@ -163,7 +166,9 @@ class Tokenizer(ABC):
         checked = np.asarray(ids, dtype=np.int64).reshape(-1)
         if checked.size and not (checked.min() >= 0 and checked.max() < self.vocab_size):
             wrong = checked.min() if checked.min() < 0 else checked.max()
-            raise UserError(f"token id {wrong} is not in this {self.kind} vocabulary; wanted 0 to {self.vocab_size - 1}")
+            raise UserError(
+                f"token id {wrong} is not in this {self.kind} vocabulary; wanted 0 to {self.vocab_size - 1}"
+            )
         return checked
 
     @abstractmethod

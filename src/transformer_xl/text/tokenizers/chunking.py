@@ -19,9 +19,9 @@ class BoundaryFinder(Protocol):
     """What `split_chunks` asks of a tokenizer; `Tokenizer` documents both."""
 
     @property
-    def adds_final_newline(self) -> bool: ...  # noqa: D102
+    def adds_final_newline(self) -> bool: ...
 
-    def last_boundary(self, text: bytes) -> int: ...  # noqa: D102
+    def last_boundary(self, text: bytes) -> int: ...
 
 
 def split_chunks(tokenizer: BoundaryFinder, chunks: Iterable[bytes], size: int = ENCODE_CHUNK_BYTES) -> Iterator[bytes]:

@@ -51,9 +51,13 @@ class TokenizerConfig(Settings):
             if len(set(self.special_tokens)) < len(self.special_tokens):
                 raise ValueError(f"{self.unk_token!r} cannot be both eos_token and unk_token; give two words")
         if self.vocab_file is not None and (self.vocab_size is not None or self.min_frequency > 1):
-            raise ValueError("vocab_file gives the words, so they cannot be limited; leave vocab_size and min_frequency out")
+            raise ValueError(
+                "vocab_file gives the words, so they cannot be limited; leave vocab_size and min_frequency out"
+            )
         if self.vocab_size is not None and self.vocab_size < self._min_vocab_size:
-            raise ValueError(f"vocab_size {self.vocab_size} is too small for {self.kind}; give {self._min_vocab_size} or more")
+            raise ValueError(
+                f"vocab_size {self.vocab_size} is too small for {self.kind}; give {self._min_vocab_size} or more"
+            )
         return self
 
     @property
@@ -63,7 +67,12 @@ class TokenizerConfig(Settings):
 
     @property
     def _min_vocab_size(self) -> int:
-        at_least_one_more = {"word": len(self.special_tokens), "char": 256 * self.byte_fallback, "integer": 1, "bpe": 255}
+        at_least_one_more = {
+            "word": len(self.special_tokens),
+            "char": 256 * self.byte_fallback,
+            "integer": 1,
+            "bpe": 255,
+        }
         return at_least_one_more.get(self.kind, 0) + 1
 
 

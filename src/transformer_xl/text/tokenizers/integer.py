@@ -126,7 +126,9 @@ class IntegerTokenizer(Tokenizer):
     @override
     def encode_chunk(self, chunk: bytes) -> EncodedChunk:
         numbers = read_numbers(chunk, self.num_values)
-        return EncodedChunk(np.where(numbers == _NEWLINE, self.num_values, numbers).astype(token_dtype(self.vocab_size)))
+        return EncodedChunk(
+            np.where(numbers == _NEWLINE, self.num_values, numbers).astype(token_dtype(self.vocab_size))
+        )
 
     @override
     def stream_decoder(self) -> WordStreamDecoder:

@@ -4,9 +4,9 @@
     the well @-@ known " Map " ( 1 @.@ 80 m by 23 @,@ 000 km ) isn 't his .
 
 The rules are those of the Moses tokenizer for English (with aggressive hyphen splitting), with the joiners that
-WikiText has inside numbers. Hyphens between letters or digits become @-@, commas and full stops between digits @,@ and @.@.
-Dashes, quotation marks, brackets, slashes, currency signs and the like become words of their own. An apostrophe goes
-with the letters after it (isn 't, he 's), and is a word of its own after or before a word (the players ' names,
+WikiText has inside numbers. Hyphens between letters or digits become @-@, commas and full stops between digits @,@ and
+@.@. Dashes, quotation marks, brackets, slashes, currency signs and the like become words of their own. An apostrophe
+goes with the letters after it (isn 't, he 's), and is a word of its own after or before a word (the players ' names,
 ' so ').
 
 A full stop stays with a word that has another one inside (U.S.), with a single letter, with the abbreviations listed
@@ -96,7 +96,9 @@ def _separated(atoms: Sequence[str]) -> list[list[str]]:
             words[-1].append(atom)
         else:
             words.append([atom])
-            open_word = continues or _is_special(atom) or atom in ("-", ".") or (atom == "'" and _contracts(before, after))
+            open_word = (
+                continues or _is_special(atom) or atom in ("-", ".") or (atom == "'" and _contracts(before, after))
+            )
     return words
 
 

@@ -58,8 +58,10 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
                 raise UserError(f"{path}: missing; {_AGAIN}")
             raise UserError(f"no tokenizer at {path}{nearest(str(path), TOKENIZER_KINDS)}; {_ADVICE}")
     values = read_json_object(file)
-    return _from_library(values, file) if {"kind", "model"} & values.keys() == {"model"} else tokenizer_from_json(
-        values, str(file)
+    return (
+        _from_library(values, file)
+        if {"kind", "model"} & values.keys() == {"model"}
+        else tokenizer_from_json(values, str(file))
     )
 
 
@@ -73,7 +75,9 @@ def _from_library(values: dict[str, Any], file: Path) -> Tokenizer:
 
 
 def _written_by_earlier_version(source: object) -> UserError:
-    return UserError(f"{source}: written by an earlier version of txl, which this one does not read; prepare the corpus again")
+    return UserError(
+        f"{source}: written by an earlier version of txl, which this one does not read; prepare the corpus again"
+    )
 
 
 def tokenizer_from_json(values: Mapping[str, Any], source: str = "tokenizer") -> Tokenizer:

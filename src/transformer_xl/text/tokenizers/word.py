@@ -29,6 +29,8 @@ from transformer_xl.text.tokenizers.base import (
 )
 from transformer_xl.text.tokenizers.pre_tokenizer import PreTokenizer, PreTokenizerName, WordStreamDecoder
 
+_WHITESPACE = PreTokenizer()
+
 
 class _IdOfWord(dict[bytes, int]):
     def __missing__(self, word: bytes) -> int:
@@ -47,7 +49,7 @@ class WordTokenizer(Tokenizer):
     """The word that stands for a newline; None: newlines are white space."""
     unk_token: str | None = None
     """The word that stands for all that are not in the vocabulary; None: they are refused."""
-    pre_tokenizer: PreTokenizer = PreTokenizer()
+    pre_tokenizer: PreTokenizer = _WHITESPACE
     """How text is split into words."""
 
     kind = "word"
@@ -108,8 +110,8 @@ class WordTokenizer(Tokenizer):
                 word = words[int(is_unknown.argmax())]
                 raise EncodingError(
                     self._position(word, chunk),
-                    f"the word {quoted(word.decode('utf-8'))} is not one of the {self.vocab_size:,} of this vocabulary, "
-                    "which has no unknown token; remove it, or take a tokenizer that has one",
+                    f"the word {quoted(word.decode('utf-8'))} is not one of the {self.vocab_size:,} of this "
+                    "vocabulary, which has no unknown token; remove it, or take a tokenizer that has one",
                 )
             ids[is_unknown] = self.unk_token_id
         return EncodedChunk(ids.astype(token_dtype(self.vocab_size)), num_unknown)
@@ -119,7 +121,9 @@ class WordTokenizer(Tokenizer):
         start = 0
         for line in chunk.split(b"\n"):
             if word in self.pre_tokenizer.split(line):
-                parts = (part.start() for part in _NOT_SPACE.finditer(line) if word in self.pre_tokenizer.split(part[0]))
+                parts = (
+                    part.start() for part in _NOT_SPACE.finditer(line) if word in self.pre_tokenizer.split(part[0])
+                )
                 return start + next(parts, 0)
             start += len(line) + 1
         raise AssertionError(f"{word!r} is not in the chunk it was found in")
@@ -158,7 +162,8 @@ class WordTokenizer(Tokenizer):
     @classmethod
     @override
     def from_json(cls, values: Mapping[str, Any]) -> WordTokenizer:
-        name, lowercase = values.get("pre_tokenizer"), values.get("lowercase")
+        name: Any = values.get("pre_tokenizer")
+        lowercase = values.get("lowercase")
         if name not in get_args(PreTokenizerName) or not isinstance(lowercase, bool):
             raise ValueError(f"pre_tokenizer {name!r} with lowercase {lowercase!r} is not known")
         words = check_words(values.get("words"))

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transformer_xl.text.tokenizer import EncodingError
-from transformer_xl.text.tokenizers.characters import CharTokenizer, whole_characters
+from transformer_xl.text.tokenizers import EncodingError
+from transformer_xl.text.tokenizers.char import CharTokenizer, whole_characters
 
 UNHURRIED = settings(deadline=None)
 SMALL = CharTokenizer(" e\u00e9\n\U0001f600", np.array([5, 4, 3, 2, 1] + [0] * 256))
-CLOSED = CharTokenizer(" abc\u00e9", np.array([9, 7, 5, 3, 1]), closed=True)
+CLOSED = CharTokenizer(" abc\u00e9", np.array([9, 7, 5, 3, 1]), byte_fallback=False)
 
 
 @UNHURRIED

@@ -15,12 +15,11 @@ from hypothesis import strategies as st
 
 from transformer_xl.config import UserError
 from transformer_xl.text import tokenizer as tokenizers
-from transformer_xl.text.tokenizer import (
+from transformer_xl.text.tokenizers import (
     MAX_UNSPLIT_BYTES,
     ByteTokenizer,
     EncodingError,
     Tokenizer,
-    find_tokenizer,
     fingerprint,
     load_tokenizer,
     save_tokenizer,
@@ -29,9 +28,10 @@ from transformer_xl.text.tokenizer import (
     tokenizer_from_json,
 )
 from transformer_xl.text.tokenizers.bpe import lines_of, train_bpe
-from transformer_xl.text.tokenizers.characters import CharTokenizer
-from transformer_xl.text.tokenizers.integers import IntegerTokenizer
-from transformer_xl.text.tokenizers.words import WordSplitting, WordTokenizer
+from transformer_xl.text.tokenizers.char import CharTokenizer
+from transformer_xl.text.tokenizers.integer import IntegerTokenizer
+from transformer_xl.text.tokenizers.pre_tokenizer import PreTokenizer
+from transformer_xl.text.tokenizers.word import WordTokenizer
 
 UNHURRIED = settings(deadline=None)
 BYTES = ByteTokenizer()
@@ -40,10 +40,10 @@ COUNTS = np.array([7, 5, 11, 3, 3, 2, 2, 2, 1, 1, 1])
 KINDS: dict[str, Tokenizer] = {
     "bytes": BYTES,
     "characters": CharTokenizer("e \u00e9\n", None),
-    "closed characters": CharTokenizer("a.3\u00e9\x00 \n\r\t'-,\"<>unk@theMrvxosy\u20ac\U0001f600", None, closed=True),
+    "closed characters": CharTokenizer("a.3\u00e9\x00 \n\r\t'-,\"<>unk@theMrvxosy\u20ac\U0001f600", byte_fallback=False),
     "words": WordTokenizer(WORDS, COUNTS, "<eos>", "<unk>"),
-    "words without a mark": WordTokenizer(WORDS, None, None, "<unk>", WordSplitting(case="folded")),
-    "punctuation": WordTokenizer(WORDS, COUNTS, "<eos>", "<unk>", WordSplitting(splitting="punctuation")),
+    "words without a mark": WordTokenizer(WORDS, None, None, "<unk>", PreTokenizer(lowercase=True)),
+    "punctuation": WordTokenizer(WORDS, COUNTS, "<eos>", "<unk>", PreTokenizer("punctuation")),
     "bpe": train_bpe([lines_of("the \u00e9t\u00e9 the a\nMr. the\u20ac don't\r\nthe\n" * 3)], 277),
     "integers": IntegerTokenizer(31),
 }
@@ -135,7 +135,7 @@ def test_every_kind_says_what_it_is(name: str, tmp_path: Path) -> None:
     assert np.flatnonzero(tokenizer.is_newline_V).tolist() == ends
     save_tokenizer(tokenizer, tmp_path / "txl_tokenizer.json")
     for again in (
-        find_tokenizer(tmp_path),
+        load_tokenizer(tmp_path),
         load_tokenizer(tmp_path / "txl_tokenizer.json"),
         tokenizer_from_json(json.loads(json.dumps(tokenizer.to_json()))),
         pickle.loads(pickle.dumps(tokenizer)),
@@ -325,7 +325,7 @@ def test_missing_file_and_folder_are_refused(tmp_path: Path) -> None:
         with pytest.raises(
             UserError, match=r"no vocabulary at .*; give a txl_tokenizer.json, the folder of a corpus or"
         ):
-            find_tokenizer(path)
+            load_tokenizer(path)
 
 
 def test_every_kind_is_tested() -> None:

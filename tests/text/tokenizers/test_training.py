@@ -14,12 +14,11 @@ from hypothesis import strategies as st
 
 from transformer_xl.config import UserError, check_settings
 from transformer_xl.text.documents import Document
-from transformer_xl.text.tokenizer import ByteTokenizer, Tokenizer, fingerprint
-from transformer_xl.text.tokenizers import learning
-from transformer_xl.text.tokenizers.characters import CharTokenizer
-from transformer_xl.text.tokenizers.integers import IntegerTokenizer
-from transformer_xl.text.tokenizers.learning import TokenizerConfig, train_tokenizer
-from transformer_xl.text.tokenizers.words import WordTokenizer
+from transformer_xl.text.tokenizers import ByteTokenizer, Tokenizer, fingerprint, learning
+from transformer_xl.text.tokenizers.char import CharTokenizer
+from transformer_xl.text.tokenizers.integer import IntegerTokenizer
+from transformer_xl.text.tokenizers.training import TokenizerConfig, train_tokenizer
+from transformer_xl.text.tokenizers.word import WordTokenizer
 
 UNHURRIED = settings(deadline=None)
 TEXT = "the dog saw the cat\nThe cat saw <unk> <unk> <unk>\n<unk> dog ran"
@@ -58,7 +57,7 @@ def test_words_are_in_the_order_of_the_authors_code(words: list[str], max_size: 
     text = " ".join(words)
     wanted = authors_words(text, max_size, min_frequency)
     if len(wanted) > 1:
-        found = learn(text, max_size=max_size, min_frequency=min_frequency, unk_token=None, kind="words")
+        found = learn(text, max_size=max_size, min_frequency=min_frequency, unk_token=None, kind="word")
         assert list(found.words) == wanted
         closed = text + "\n" * (not text.endswith("\n"))
         assert found.counts.tolist() == [closed.count("\n"), *(closed.split().count(word) for word in wanted[1:])]
@@ -78,9 +77,9 @@ def test_counts_are_those_of_the_tokens_and_fall(
     kept = {word for word, _ in Counter(w for w in text.split() if w != "<eos>").most_common(max_size)}
     if not {word for word in kept if text.split().count(word) >= min_frequency} - {unknown}:
         with pytest.raises(UserError, match="no words to learn"):
-            learn(text, kind="words", max_size=max_size, min_frequency=min_frequency, unknown=unknown)
+            learn(text, kind="word", max_size=max_size, min_frequency=min_frequency, unknown=unknown)
         return
-    found = learn(text, kind="words", max_size=max_size, min_frequency=min_frequency, unknown=unknown)
+    found = learn(text, kind="word", max_size=max_size, min_frequency=min_frequency, unknown=unknown)
     if unknown or (max_size is None and min_frequency == 1):
         ids = found.encode(text)
         assert found.counts.tolist() == np.bincount(ids, minlength=found.size).tolist()
@@ -91,48 +90,48 @@ def test_counts_are_those_of_the_tokens_and_fall(
 
 
 def test_special_words() -> None:
-    assert numbered(learn(TEXT, kind="words")) == [
+    assert numbered(learn(TEXT, kind="word")) == [
         ("<eos>", 3), ("<unk>", 4), ("the", 2), ("dog", 2), ("saw", 2), ("cat", 2), ("The", 1), ("ran", 1),
     ]  # fmt: skip
-    assert numbered(learn(TEXT, kind="words", min_frequency=2, unknown="<UNK>", eos_token="<S>")) == [
+    assert numbered(learn(TEXT, kind="word", min_frequency=2, unknown="<UNK>", eos_token="<S>")) == [
         ("<S>", 3), ("<UNK>", 2), ("<unk>", 4), ("the", 2), ("dog", 2), ("saw", 2), ("cat", 2),
     ]  # fmt: skip
-    assert numbered(learn(TEXT, kind="words", max_size=2, eos_token=None)) == [("<unk>", 12), ("the", 2)]
-    assert numbered(learn("a a b\n<unk> b a a c", kind="words")) == [
+    assert numbered(learn(TEXT, kind="word", max_size=2, eos_token=None)) == [("<unk>", 12), ("the", 2)]
+    assert numbered(learn("a a b\n<unk> b a a c", kind="word")) == [
         ("<eos>", 2), ("a", 4), ("b", 2), ("<unk>", 1), ("c", 1),
     ]  # fmt: skip
-    tied = learn("<unk> a a b b c", kind="words", min_frequency=2)
+    tied = learn("<unk> a a b b c", kind="word", min_frequency=2)
     assert numbered(tied) == [("<eos>", 1), ("<unk>", 2), ("a", 2), ("b", 2)]
-    folded = learn(TEXT, kind="words", case="folded")
+    folded = learn(TEXT, kind="word", case="folded")
     assert numbered(folded)[1:4] == [("<unk>", 4), ("the", 3), ("dog", 2)]
     assert folded.encode("THE").tolist() == [2]
-    split = learn("It isn't (well-known).", kind="words", splitting="punctuation")
+    split = learn("It isn't (well-known).", kind="word", splitting="punctuation")
     assert split.words == ("<eos>", "<unk>", "It", "isn", "'t", "(", "well", "@-@", "known", ")", ".")
 
 
 def test_each_document_closes_its_last_line() -> None:
-    assert numbered(learn("a", "b\n", "", "c", kind="words"))[0] == ("<eos>", 3)
+    assert numbered(learn("a", "b\n", "", "c", kind="word"))[0] == ("<eos>", 3)
 
 
 def test_characters() -> None:
-    found = learn("abba \u00e9\u00e9\u00e9", "bc", kind="characters")
+    found = learn("abba \u00e9\u00e9\u00e9", "bc", kind="char")
     assert isinstance(found, CharTokenizer)
     assert found.characters == "b\u00e9a c"
     assert found.counts is not None
     assert found.counts[:6].tolist() == [3, 3, 2, 1, 1, 0]
     assert found.size == 5 + 256
-    assert learn("zzyya", "wbb", kind="characters").characters == "zybaw"
-    assert learn("abba ccc", kind="characters", max_size=2).characters == "ca"
-    rare = learn("abba ccc", kind="characters", min_frequency=3)
+    assert learn("zzyya", "wbb", kind="char").characters == "zybaw"
+    assert learn("abba ccc", kind="char", max_size=2).characters == "ca"
+    rare = learn("abba ccc", kind="char", min_frequency=3)
     assert (rare.characters, rare.counts, rare.size) == ("c", None, 257)
-    closed = learn("abba ccc", kind="characters", unk_token=None)
+    closed = learn("abba ccc", kind="char", unk_token=None)
     assert (closed.characters, closed.size, closed.counts.tolist()) == ("cab ", 4, [3, 2, 2, 1])
 
 
 def test_other_kinds() -> None:
-    assert learn(b"\xff", kind="bytes") == ByteTokenizer()
-    assert learn("5 7\n\n11 3", "", kind="integers") == IntegerTokenizer(12)
-    assert learn("5 77 no", kind="integers", values=31) == IntegerTokenizer(31)
+    assert learn(b"\xff", kind="byte") == ByteTokenizer()
+    assert learn("5 7\n\n11 3", "", kind="integer") == IntegerTokenizer(12)
+    assert learn("5 77 no", kind="integer", values=31) == IntegerTokenizer(31)
     assert learn("abc abc abc\n" * 7, kind="bpe", max_size=257).size == 257
     assert learn("\n", kind="bpe").size == 256
 
@@ -165,8 +164,8 @@ def test_wrong_text_is_named_with_its_place(kind: str, size: int, monkeypatch: p
     with pytest.raises(UserError, match=r"^text1: byte 1,205: not UTF-8 \(byte 0xff\); save the text as UTF-8, or"):
         learn("fine\n", "\u00e9 x\n".encode() * 240 + b"abc\xc3\xa9\xff", kind=kind)
     with pytest.raises(UserError, match=r"^text0: byte 7: '1x' is not a whole number"):
-        learn("5\n31 2 1x 5", kind="integers")
-    monkeypatch.setattr("transformer_xl.text.tokenizer.MAX_STRETCH", 4096)
+        learn("5\n31 2 1x 5", kind="integer")
+    monkeypatch.setattr("transformer_xl.text.tokenizers.MAX_STRETCH", 4096)
     if kind != "characters":
         with pytest.raises(UserError, match=rf"^text1: byte {3 if kind == 'bpe' else 4}: no white space in"):
             learn("a b", "abc " + "x" * 5000, kind=kind)
@@ -174,32 +173,32 @@ def test_wrong_text_is_named_with_its_place(kind: str, size: int, monkeypatch: p
 
 def test_nothing_to_learn_is_said() -> None:
     with pytest.raises(UserError, match=r"no words to learn"):
-        learn(" \n", kind="words", unk_token=None, eos_token=None)
+        learn(" \n", kind="word", unk_token=None, eos_token=None)
     for text, limits in [("", {}), (" \n\t", {}), (TEXT, {"max_size": 5, "min_count": 100_000}), ("<unk> <eos>\n", {})]:
         with pytest.raises(UserError, match=r"no words to learn"):
-            learn(text, kind="words", **limits)
+            learn(text, kind="word", **limits)
     with pytest.raises(UserError, match=r"no characters to learn"):
-        learn("abba", kind="characters", min_frequency=3)
+        learn("abba", kind="char", min_frequency=3)
     with pytest.raises(UserError, match=r"no characters to learn"):
-        learn("", kind="characters", unk_token=None)
+        learn("", kind="char", unk_token=None)
     with pytest.raises(UserError, match=r"holds no numbers to learn from; give one sequence"):
-        learn("\n\n", kind="integers")
+        learn("\n\n", kind="integer")
 
 
 def test_words_of_a_file(tmp_path: Path) -> None:
     file = tmp_path / "words.txt"
     file.write_bytes("<S> 7\n<UNK> 1\r\nthe 5\n\ncat\u00e9 5\nb 2\n".encode())
-    found = learn("never read \xff", kind="words", vocab_file=str(file), eos_token="<S>")
+    found = learn("never read \xff", kind="word", vocab_file=str(file), eos_token="<S>")
     assert numbered(found) == [("<S>", 7), ("<UNK>", 1), ("the", 5), ("cat\u00e9", 5), ("b", 2)]
     assert found.encode("the dog\nb\n").tolist() == [2, 1, 0, 4, 0]
     file.write_bytes(b"<UNK> 9\nthe 5\n<eos> 7\na 6\n")  # not falling: known order, unknown counts
-    found = learn(kind="words", vocab_file=str(file))
+    found = learn(kind="word", vocab_file=str(file))
     assert (found.words, found.counts, found.bos_token_id) == (("<UNK>", "the", "<eos>", "a"), None, 2)
     for count in (b"99999999999999999999", b"9" * 5000, b"9223372036854775807"):  # together more than there can be
         file.write_bytes(b"<eos> 1\n<unk> 1\nthe " + count + b"\n")
-        assert learn(kind="words", vocab_file=str(file)).counts is None
+        assert learn(kind="word", vocab_file=str(file)).counts is None
     file.write_bytes(b"the\na\n")
-    found = learn(kind="words", vocab_file=str(file), eos_token=None, unk_token=None)
+    found = learn(kind="word", vocab_file=str(file), eos_token=None, unk_token=None)
     assert (found.words, found.counts, found.unknown) == (("the", "a"), None, None)
 
 
@@ -221,7 +220,7 @@ def test_a_wrong_file_of_words_is_refused(tmp_path: Path, content: bytes | None,
     if content is not None:
         file.write_bytes(content)
     with pytest.raises(UserError, match=message):
-        learn(kind="words", vocab_file=str(file))
+        learn(kind="word", vocab_file=str(file))
 
 
 @pytest.mark.parametrize(
@@ -253,4 +252,4 @@ def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: s
 def test_options_that_fit_are_taken() -> None:
     for kind, unknown in itertools.product(["words", "characters"], [None, "<UNK>"]):
         assert check_settings(TokenizerConfig, {"kind": kind, "unknown": unknown}, "x").unk_token == unknown
-    assert TokenizerConfig(kind="words", eos_token=None, unk_token=None).kind == "words"
+    assert TokenizerConfig(kind="word", eos_token=None, unk_token=None).kind == "words"

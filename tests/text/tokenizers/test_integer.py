@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transformer_xl.text.tokenizer import EncodingError, split_chunks
-from transformer_xl.text.tokenizers.integers import MAX_VALUES, IntegerTokenizer, read_numbers
+from transformer_xl.text.tokenizers import EncodingError, split_chunks
+from transformer_xl.text.tokenizers.integer import MAX_VALUES, IntegerTokenizer, read_numbers
 
 UNHURRIED = settings(deadline=None)
 WHITE = st.text(alphabet=" \t\r\v\f", min_size=1, max_size=3)

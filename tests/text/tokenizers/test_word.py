@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transformer_xl.text.tokenizer import EncodingError, split_chunks
-from transformer_xl.text.tokenizers.words import RoundTripLoss, WordSplitting, WordTokenizer
+from transformer_xl.text.tokenizers import EncodingError, split_chunks
+from transformer_xl.text.tokenizers.word import RoundTripLoss, WordTokenizer
 
 UNHURRIED = settings(deadline=None)
 WORDS = ("<eos>", "<unk>", "the", "dog", "isn", "'t", ",", "na\u00efve", "\x00\u2028x")
 PLAIN = WordTokenizer(WORDS, None, "<eos>", "<unk>")
-FOLDED = WordTokenizer(WORDS, None, "<eos>", "<unk>", WordSplitting(case="folded"))
-ENGLISH = WordTokenizer(WORDS, None, "<eos>", "<unk>", WordSplitting(splitting="punctuation"))
+FOLDED = WordTokenizer(WORDS, None, "<eos>", "<unk>", PreTokenizer(lowercase=True))
+ENGLISH = WordTokenizer(WORDS, None, "<eos>", "<unk>", PreTokenizer("punctuation"))
 UNMARKED = WordTokenizer(WORDS[2:], None, None, None)
 NOTHING = RoundTripLoss(exact=True, num_unknown=0, unknown=(), white_space=False, case=False, invalid=False)
 
@@ -83,13 +83,13 @@ def test_english_is_cut_where_no_word_changes() -> None:
 @pytest.mark.parametrize(
     ("rules", "text", "place", "shown"),
     [
-        (WordSplitting(), "the  dog\n na\u00efve cat the cow", 17, "'cat'"),
-        (WordSplitting(), "the " + "x" * 99, 4, "'" + "x" * 40 + r"\.\.\.'"),
-        (WordSplitting(case="folded"), "The DOG\nCAT", 8, "'cat'"),
-        (WordSplitting(splitting="punctuation"), "the dog,\nthe dog's", 13, "''s'|\"'s\""),
+        (PreTokenizer(), "the  dog\n na\u00efve cat the cow", 17, "'cat'"),
+        (PreTokenizer(), "the " + "x" * 99, 4, "'" + "x" * 40 + r"\.\.\.'"),
+        (PreTokenizer(lowercase=True), "The DOG\nCAT", 8, "'cat'"),
+        (PreTokenizer("punctuation"), "the dog,\nthe dog's", 13, "''s'|\"'s\""),
     ],
 )
-def test_unknown_word_without_a_token_is_named(rules: WordSplitting, text: str, place: int, shown: str) -> None:
+def test_unknown_word_without_a_token_is_named(rules: PreTokenizer, text: str, place: int, shown: str) -> None:
     tokenizer = WordTokenizer(WORDS[2:], None, None, None, rules)
     with pytest.raises(
         EncodingError, match=rf"the word ({shown}) is not one of the 7 of this vocabulary, which has"

@@ -8,7 +8,6 @@ import time
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-
 from transformer_xl.text.tokenizers.splitting import (
     Detokenizer,
     PunctuationDetokenizer,
@@ -18,7 +17,8 @@ from transformer_xl.text.tokenizers.splitting import (
     last_word_space,
     split_line,
 )
-from transformer_xl.text.tokenizers.words import WordSplitting
+
+from transformer_xl.text.tokenizers.pre_tokenizer import PreTokenizer
 
 UNHURRIED = settings(deadline=None)
 # Ordinary text and its words, one space between them.
@@ -157,7 +157,7 @@ LIKELY += ["\U0001f600", "\u03a3", "\u1680"]
 def test_words_do_not_change_where_text_is_cut(text: str, end: int) -> None:
     """Whatever follows the part in which the place was found."""
     for case in ("kept", "folded"):
-        rules = WordSplitting(case, "punctuation")
+        rules = PreTokenizer(case, "punctuation")
         whole = text.encode()
         place = last_chunk_end(whole[:end])
         assert rules.words(whole[:place], b"|") + rules.words(whole[place:], b"|") == rules.words(whole, b"|")
