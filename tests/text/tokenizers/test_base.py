@@ -40,7 +40,9 @@ COUNTS = np.array([7, 5, 11, 3, 3, 2, 2, 2, 1, 1, 1])
 KINDS: dict[str, Tokenizer] = {
     "bytes": BYTES,
     "characters": CharTokenizer("e \u00e9\n", None),
-    "closed characters": CharTokenizer("a.3\u00e9\x00 \n\r\t'-,\"<>unk@theMrvxosy\u20ac\U0001f600", byte_fallback=False),
+    "closed characters": CharTokenizer(
+        "a.3\u00e9\x00 \n\r\t'-,\"<>unk@theMrvxosy\u20ac\U0001f600", byte_fallback=False
+    ),
     "words": WordTokenizer(WORDS, COUNTS, "<eos>", "<unk>"),
     "words without a mark": WordTokenizer(WORDS, None, None, "<unk>", PreTokenizer(lowercase=True)),
     "punctuation": WordTokenizer(WORDS, COUNTS, "<eos>", "<unk>", PreTokenizer("punctuation")),
