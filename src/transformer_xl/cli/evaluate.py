@@ -135,7 +135,7 @@ def evaluate(
 
 
 def _print_results(name: str, results: list[dict[str, Any]], tokenizer: Tokenizer) -> None:
-    first, words = results[0], tokenizer.kind == "words"
+    first, words = results[0], tokenizer.kind == "word"
     metrics = {"bits_per_byte": "bits/byte", "bits_per_character": "bits/char", "perplexity": "perplexity"}
     digits = dict.fromkeys(metrics, 4) | {"perplexity": 3, "word_perplexity": 3}
     if words:

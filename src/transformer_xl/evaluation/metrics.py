@@ -16,7 +16,6 @@ import numpy.typing as npt
 
 from transformer_xl.text.token_store import Tokens, TokenSplit
 from transformer_xl.text.tokenizers import Tokenizer
-from transformer_xl.text.tokenizers.word import WordTokenizer
 
 _TOKENS_PER_CHUNK = 2**20
 
@@ -44,9 +43,9 @@ class Sums:
     def of_split(nats: float, tokenizer: Tokenizer, split: TokenSplit, tokens_K: Tokens) -> Sums:
         """Count bytes, characters and words of the first K tokens of a split, as far as they are known."""
         whole = len(tokens_K) == split.num_tokens
-        words = split.num_words if whole and tokenizer.kind != "integers" else _count_words(tokenizer, tokens_K)
+        words = split.num_words if whole and tokenizer.is_text else _count_words(tokenizer, tokens_K)
         num_unknown = count_unknown(tokenizer, tokens_K)
-        if tokenizer.kind in ("words", "integers"):  # decoding does not give the text back: unknown words, white space
+        if not tokenizer.is_lossless:  # decoding does not give the text back: unknown words, white space
             num_bytes = split.num_bytes if whole else max(1, round(split.bytes_per_token * len(tokens_K)))
             return Sums(nats, len(tokens_K), num_bytes, None, words, num_unknown)
         num_bytes, characters = count_text(tokenizer, tokens_K)
@@ -122,15 +121,12 @@ def count_text(tokenizer: Tokenizer, tokens_K: Tokens) -> tuple[int, int | None]
 
 
 def _count_words(tokenizer: Tokenizer, tokens_K: Tokens) -> int | None:
-    if not isinstance(tokenizer, WordTokenizer) or tokenizer.splitting.pre_tokenizer != "spaces":
-        return None
-    is_newline_V = tokenizer.is_newline_V
-    return sum(len(chunk_K) - int(np.count_nonzero(is_newline_V[chunk_K])) for chunk_K in chunks(tokens_K))
+    counts = [tokenizer.count_words(chunk_K) for chunk_K in chunks(tokens_K)]
+    return None if None in counts else sum(count for count in counts if count is not None)
 
 
 def count_unknown(tokenizer: Tokenizer, tokens_K: Tokens) -> int:
     """Return how many tokens stand for a word the tokenizer does not know."""
-    if not isinstance(tokenizer, WordTokenizer) or tokenizer.unk_token is None:
+    if tokenizer.unk_token_id is None:
         return 0
-    unknown = tokenizer.words.index(tokenizer.unk_token)
-    return sum(int(np.count_nonzero(chunk_K == unknown)) for chunk_K in chunks(tokens_K))
+    return sum(int(np.count_nonzero(chunk_K == tokenizer.unk_token_id)) for chunk_K in chunks(tokens_K))

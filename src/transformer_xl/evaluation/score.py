@@ -103,7 +103,7 @@ def score(
             tokens=end - start,
             bytes=len(content),
             characters=_count_characters(content),
-            words=None if run.tokenizer.kind == "integers" else len(content.split()),
+            words=len(content.split()) if run.tokenizer.is_text else None,
             num_unknown=count_unknown(run.tokenizer, ids_K),
         )
         scores.append(TextScore(name, ids_K, nats_K[start:end], sums, run.tokenizer))
@@ -137,10 +137,10 @@ def _encode(tokenizer: Tokenizer, name: str, content: bytes) -> Iterator[TokenAr
             try:
                 yield tokenizer.encode_chunk(chunk).ids
             except EncodingError as error:
-                raise EncodingError(offset + error.place, error.what) from None
+                raise EncodingError(offset + error.position, error.reason) from None
             offset += len(chunk)
     except EncodingError as error:
-        raise UserError(f"{name}: byte {error.place:,}: {error.what}") from None
+        raise UserError(f"{name}: byte {error.position:,}: {error.reason}") from None
 
 
 def _count_characters(content: bytes) -> int | None:

@@ -126,7 +126,7 @@ def attention(
             "loss": {name: loss.as_dicts() for name, loss in losses.items()},
         }
         names = token_texts(folder.tokenizer, text.tokens_K[: maps.num_tokens])
-        album = Album(aside, figures, apart=folder.tokenizer.kind in ("words", "integers"))
+        album = Album(aside, figures, apart=not folder.tokenizer.is_lossless)
         figures["files"] = album.fill(means.mean_LNP(back), maps, names, losses)
     print_json(figures) if json else _show(figures, means)
 

@@ -153,7 +153,7 @@ class Tokenizer(ABC):
         """Return the number of words between white space in the text of these ids, or None if ids do not tell."""
         return None
 
-    def unknown_words(self, text: bytes) -> list[str]:
+    def unknown_words(self, text: str | bytes) -> list[str]:
         """Return the words of a text that are encoded as the unknown token, the most frequent first."""
         return []
 

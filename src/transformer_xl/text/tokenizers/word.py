@@ -25,6 +25,7 @@ from transformer_xl.text.tokenizers.base import (
     Tokenizer,
     check_counts,
     quoted,
+    to_bytes,
     token_dtype,
 )
 from transformer_xl.text.tokenizers.pre_tokenizer import PreTokenizer, PreTokenizerName, WordStreamDecoder
@@ -140,10 +141,10 @@ class WordTokenizer(Tokenizer):
         return len(ids) - (0 if self.eos_token_id is None else int(np.count_nonzero(ids == self.eos_token_id)))
 
     @override
-    def unknown_words(self, text: bytes) -> list[str]:
+    def unknown_words(self, text: str | bytes) -> list[str]:
         if self.unk_token is None:
             return []
-        words = self.pre_tokenizer.split(text.decode("utf-8", errors="replace").encode("utf-8"))
+        words = self.pre_tokenizer.split(to_bytes(text).decode("utf-8", errors="replace").encode("utf-8"))
         unknown = Counter(word for word in words if self._id_of_word[word] < 0)
         return [word.decode("utf-8") for word, _ in unknown.most_common()]
 
