@@ -106,7 +106,7 @@ def test_evaluate_at_other_lengths(place: Path) -> None:
     found = said.object
     assert [found[name] for name in LENGTHS] == [5, 29, 23, 3]
     assert (found["tokens"], found["split"]) == (31, "valid")
-    run_of = load(place / "run", device="cpu", weights="last")
+    run_of = load(place / "run", device="cpu", checkpoint="last")
     split = Corpus.open(place / "corpus").split("valid")
     wanted = evaluate(run_of, split, EvaluationConfig(**dict(zip(LENGTHS, (5, 29, 23, 3), strict=True))), max_tokens=31)
     assert found["nats_per_token"] == pytest.approx(wanted.nats_per_token, rel=1e-6)
