@@ -24,35 +24,38 @@ class Seen:
 def attention_of(model, tokens, segment, context_limits):
     """The numbers of every layer and head, as a dictionary by (layer, head)."""
     weights, config = dict(model.state_dict()), model.config
-    width, heads, d_head = config.width, config.heads, config.head_dim
+    width, heads, d_head = config.d_model, config.n_heads, config.head_dim
     x = weights["embedding.tables.0"][tokens] * math.sqrt(width)
     found = {}
-    for layer in range(config.layers):
+    for layer in range(config.n_layers):
 
         def part(name, layer=layer):
             return weights[f"layers.{layer}.{name}"]
 
         def position_key(distance, part=part):
             """Of all heads: (N, H)."""
-            if config.encoding == "shaw":
+            if config.architecture == "shaw":
                 keys = part("attention.distance_keys")
                 return keys[min(distance, len(keys) - 1)]
             encoding = sinusoid(distance, width, context_limits.clamp_length)
-            return (part("attention.position_key.weight") @ encoding).view(heads, d_head)
+            return (part("attention.r_proj.weight") @ encoding).view(heads, d_head)
 
         q, k, v = (
-            (x @ part(f"attention.{name}.weight").T).view(-1, heads, d_head) for name in ("query", "key", "value")
+            (x @ part(f"attention.{name}.weight").T).view(-1, heads, d_head) for name in ("q_proj", "k_proj", "v_proj")
         )
-        pair = 0 if config.tie_attention_biases else layer
-        u = weights["content_bias"][pair] if config.encoding != "shaw" else torch.zeros(heads, d_head).double()
-        w = weights["position_bias"][pair] if config.encoding != "shaw" else u
+        u = w = torch.zeros(heads, d_head, dtype=torch.float64)
+        if config.architecture != "shaw":
+            pair = 0 if config.tie_attention_biases else layer
+            u, w = weights["content_bias"][pair], weights["position_bias"][pair]
         attended = torch.zeros_like(q)
         for head in range(heads):
             seen = found[layer, head] = Seen()
             for i in range(len(tokens)):
-                first = max(0, i - i % segment - context_limits.memory)
+                first = max(0, i - i % segment - context_limits.memory_length)
                 keys = [
-                    j for j in range(first, i + 1) if context_limits.window is None or i - j < context_limits.window
+                    j
+                    for j in range(first, i + 1)
+                    if context_limits.attention_window is None or i - j < context_limits.attention_window
                 ]
                 scores = []
                 for j in keys:
@@ -64,9 +67,9 @@ def attention_of(model, tokens, segment, context_limits):
                 for j, score in zip(keys, scores, strict=True):
                     seen.probability[i, j] = math.exp(score) / total
                     attended[i, head] += seen.probability[i, j] * v[j, head]
-        x = x + attended.flatten(1) @ part("attention.output.weight").T
+        x = x + attended.flatten(1) @ part("attention.o_proj.weight").T
         x = layer_norm(x, part("attention.norm.weight"), part("attention.norm.bias"))
-        inner = torch.relu(x @ part("feedforward.widen.weight").T + part("feedforward.widen.bias"))
-        x = x + inner @ part("feedforward.narrow.weight").T + part("feedforward.narrow.bias")
-        x = layer_norm(x, part("feedforward.norm.weight"), part("feedforward.norm.bias"))
+        inner = torch.relu(x @ part("feed_forward.up_proj.weight").T + part("feed_forward.up_proj.bias"))
+        x = x + inner @ part("feed_forward.down_proj.weight").T + part("feed_forward.down_proj.bias")
+        x = layer_norm(x, part("feed_forward.norm.weight"), part("feed_forward.norm.bias"))
     return found

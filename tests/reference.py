@@ -97,20 +97,20 @@ def forward(weights, settings, tokens, memory, valid):
         def split(rows, heads=heads):
             return rows.unflatten(-1, (heads, -1))
 
-        q = split(context[:, num_memory:] @ part("attention.query.weight").T)
-        k = split(context @ part("attention.key.weight").T)
-        v = split(context @ part("attention.value.weight").T)
-        r = split(encodings @ part("attention.position_key.weight").T)
+        q = split(context[:, num_memory:] @ part("attention.q_proj.weight").T)
+        k = split(context @ part("attention.k_proj.weight").T)
+        v = split(context @ part("attention.v_proj.weight").T)
+        r = split(encodings @ part("attention.r_proj.weight").T)
         pair = 0 if settings["tied"] else index
         u, w = weights["content_bias"][pair], weights["position_bias"][pair]
         attended = attention(q, k, v, r, u, w, Case(valid, settings["window"])).flatten(-2)
-        x = x + attended @ part("attention.output.weight").T
+        x = x + attended @ part("attention.o_proj.weight").T
         x = x if settings["pre_norm"] else layer_norm(x, *norm)
 
-        norm = part("feedforward.norm.weight"), part("feedforward.norm.bias")
+        norm = part("feed_forward.norm.weight"), part("feed_forward.norm.bias")
         inner = layer_norm(x, *norm) if settings["pre_norm"] else x
-        inner = torch.relu(inner @ part("feedforward.widen.weight").T + part("feedforward.widen.bias"))
-        x = x + inner @ part("feedforward.narrow.weight").T + part("feedforward.narrow.bias")
+        inner = torch.relu(inner @ part("feed_forward.up_proj.weight").T + part("feed_forward.up_proj.bias"))
+        x = x + inner @ part("feed_forward.down_proj.weight").T + part("feed_forward.down_proj.bias")
         x = x if settings["pre_norm"] else layer_norm(x, *norm)
     if "final_norm.weight" in weights:
         x = layer_norm(x, weights["final_norm.weight"], weights["final_norm.bias"])

@@ -59,7 +59,10 @@ def test_numbers_are_those_of_transformers(case: str, tmp_path: Path) -> None:
     torch.testing.assert_close(scores_BTV, expected["scores_BTV"], atol=1e-5, rtol=0)
     if config["mem_len"]:
         torch.testing.assert_close(
-            torch.stack(memory.layers_BMD), expected["memory_LMBD"].transpose(1, 2), atol=1e-5, rtol=0
+            torch.stack([cache.hidden_BMD for cache in memory.layers]),
+            expected["memory_LMBD"].transpose(1, 2),
+            atol=1e-5,
+            rtol=0,
         )
     with torch.no_grad():
         hidden_BTD, _ = model(tokens_BT[:, :-1], model.initial_memory(len(tokens_BT)))

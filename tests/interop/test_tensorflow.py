@@ -301,7 +301,10 @@ def test_another_model_is_refused(
     ("change", "said"),
     [
         ({}, None),
-        ({"layer_1/ff/layer_1/bias": (12,)}, "'layers.1.feedforward.widen.bias' is missing, too many or of the wrong"),
+        (
+            {"layer_1/ff/layer_1/bias": (12,)},
+            "'layers.1.feed_forward.up_proj.bias' is missing, too many or of the wrong",
+        ),
         ({"layer_1/rel_attn/qkv/kernel": (10, 17)}, "layers.1.attention.* is missing, too many or of the wrong shape"),
         ({"adaptive_embed/cutoff_1/lookup_table": (16, 11)}, "model.div_val: Input should be greater than 0"),
         ({"r_w_bias": (3, 2)}, "'position_bias' is missing, too many or of the wrong shape"),

@@ -22,8 +22,8 @@ STYLES = {
     "WikiText-103 standard": {},
     "WikiText-103 large": {"div_val": 2, "tie_projections": "all_but_first"},
     "One Billion Word": {"div_val": 2, "tie_projections": "none", "project_same_width": False},
-    "weights untied": {"div_val": 2, "tie_weights": False},
-    "one table, weights untied": {"tie_weights": False, "d_embed": 6, "tie_projections": "none"},
+    "weights untied": {"div_val": 2, "tie_word_embeddings": False},
+    "one table, weights untied": {"tie_word_embeddings": False, "d_embed": 6, "tie_projections": "none"},
     "one table, projected": {"d_embed": 10, "tie_projections": "all_but_first"},
     "one-token clusters": {"cutoffs": (1, 2, 3, 4), "div_val": 1},
     "tails of one token": {"cutoffs": (21, 22), "div_val": 3},
@@ -156,29 +156,29 @@ def test_embedding_rows_are_projected_rows_of_the_own_cluster(style):
 def test_top_equals_the_largest_of_all_scores(style, count):
     _, softmax = make(**STYLES[style])
     scores_BTV = softmax.logits(hidden())
-    wanted_BTR, wanted_id_BTR = scores_BTV.sort(-1, descending=True)
-    found_BTR, id_BTR = softmax.top(hidden(), count)
-    assert found_BTR.shape[-1] == min(count, 23)
-    torch.testing.assert_close(found_BTR, wanted_BTR[..., :count], rtol=0, atol=1e-12)
-    assert torch.equal(id_BTR, wanted_id_BTR[..., :count])
+    wanted_BTK, wanted_id_BTK = scores_BTV.sort(-1, descending=True)
+    found_BTK, id_BTK = softmax.topk(hidden(), count)
+    assert found_BTK.shape[-1] == min(count, 23)
+    torch.testing.assert_close(found_BTK, wanted_BTK[..., :count], rtol=0, atol=1e-12)
+    assert torch.equal(id_BTK, wanted_id_BTK[..., :count])
 
 
 def test_top_leaves_out_tails_that_cannot_matter(monkeypatch):
     """Where the head is sure of a token of its own, no tail is scored; where it is not, the tail is."""
     _, softmax = make()
     asked: list[int] = []
-    scores = softmax._scores
-    monkeypatch.setattr(softmax, "_scores", lambda rows, index: (asked.append(index), scores(rows, index))[1])
+    scores = softmax._logits_within
+    monkeypatch.setattr(softmax, "_logits_within", lambda rows, index: (asked.append(index), scores(rows, index))[1])
     with torch.no_grad():
         softmax.bias[:5] = 40.0
-    softmax.top(hidden(), 5)
+    softmax.topk(hidden(), 5)
     assert asked == []
-    softmax.top(hidden(), 6)  # the head has five tokens: the sixth may stand anywhere
+    softmax.topk(hidden(), 6)  # the head has five tokens: the sixth may stand anywhere
     assert asked[0] == 1
     asked.clear()
     with torch.no_grad():
         softmax.cluster_bias[1] = 80.0
-    assert softmax.top(hidden(), 3)[1].min() >= 11
+    assert softmax.topk(hidden(), 3)[1].min() >= 11
     assert asked == [2]
 
 
@@ -191,7 +191,7 @@ def test_any_cutoffs(data):
     div_val = data.draw(st.integers(1, 3))
     tying = data.draw(st.sampled_from(["all", "all_but_first", "none"]))
     values = {"vocab_size": size, "cutoffs": cutoffs, "div_val": div_val, "tie_projections": tying}
-    values |= {"tie_weights": data.draw(st.booleans()), "project_same_width": data.draw(st.booleans())}
+    values |= {"tie_word_embeddings": data.draw(st.booleans()), "project_same_width": data.draw(st.booleans())}
     if div_val ** len(cutoffs) > 14:
         with pytest.raises(UserError, match="leaves the last of"):
             check_settings(TransformerXLConfig, {"d_model": 14, "n_heads": 2, **values}, "test")
@@ -209,7 +209,9 @@ def plain_bfloat16(softmax: AdaptiveSoftmax, rows_BTD: torch.Tensor) -> torch.Te
 
     def scores(cluster: int) -> torch.Tensor:
         identity, zero = torch.eye(14, dtype=torch.float64), torch.zeros(1, 14, dtype=torch.float64)
-        score = softmax._head if cluster == 0 and softmax.num_tails else lambda rows: softmax._scores(rows, cluster)
+        score = (
+            softmax._head if cluster == 0 and softmax.num_tails else lambda rows: softmax._logits_within(rows, cluster)
+        )
         bias_V = score(zero)[0]
         weight_VD = (score(identity) - bias_V).T
         return F.linear(rows_BTD.bfloat16(), weight_VD.bfloat16(), bias_V.bfloat16()).float()
@@ -244,7 +246,7 @@ def test_bfloat16(style):
     found = softmax.nats(rows_BTD.bfloat16(), targets_BT)
     assert found.dtype == torch.float32
     assert (found.double() - exact).abs().max() <= bound
-    assert softmax.top(rows_BTD.bfloat16(), 3)[1].shape == (13, 17, 3)
+    assert softmax.topk(rows_BTD.bfloat16(), 3)[1].shape == (13, 17, 3)
 
 
 def test_tied_weights_are_counted_and_saved_once():
@@ -265,14 +267,14 @@ def test_tied_weights_are_counted_and_saved_once():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"cutoffs": "5,3"}, "cutoffs 5, 3 must rise"),
-        ({"cutoffs": "5,5"}, "must rise"),
-        ({"cutoffs": "0,5"}, "from 1 on"),
-        ({"cutoffs": "5,23"}, "stay below the 23 tokens"),
-        ({"cutoffs": [5, 99]}, "stay below the 23 tokens"),
-        ({"cutoffs": "5;7"}, "wanted numbers with commas"),
-        ({"cutoffs": "five"}, "wanted numbers with commas"),
-        ({"cutoffs": "5,7", "div_val": 4}, "div_val 4 leaves the last of 2 tails no embedding"),
+        ({"cutoffs": "5,3"}, "cutoffs 5, 3 must increase"),
+        ({"cutoffs": "5,5"}, "must increase"),
+        ({"cutoffs": "0,5"}, "starting at 1"),
+        ({"cutoffs": "5,23"}, "below vocab_size 23"),
+        ({"cutoffs": [5, 99]}, "below vocab_size 23"),
+        ({"cutoffs": "5;7"}, "integers separated by commas"),
+        ({"cutoffs": "five"}, "integers separated by commas"),
+        ({"cutoffs": "5,7", "div_val": 4}, "div_val 4 leaves the last of 2 tails"),
         ({"div_val": 0}, "div_val"),
         ({"tie_projections": "some"}, "tie_projections"),
     ],
@@ -283,7 +285,7 @@ def test_wrong_clusters_are_refused(values, message):
 
 
 def test_cutoffs_still_to_be_found_build_no_model():
-    with pytest.raises(UserError, match="cutoffs auto are found by 'txl train'"):
+    with pytest.raises(UserError, match="cutoffs auto"):
         TransformerXL(TransformerXLConfig(vocab_size=23, d_model=14, n_heads=2, cutoffs="auto"))
 
 

@@ -68,7 +68,7 @@ def test_operations_are_those_of_a_real_step(cutoffs):
         vocab_size=23, n_layers=2, d_model=14, n_heads=2, d_ff=19, dropout=0.1, cutoffs=cutoffs
     )
     found = step_cost(config, batch_size=3, segment_length=5, memory_length=7)
-    model = TransformerXL(config.model_copy(update={"kernel": "sdpa"})).train()
+    model = TransformerXL(config.model_copy(update={"attn_implementation": "sdpa"}), memory_length=7).train()
     _, memory = model(torch.zeros(3, 7, dtype=torch.int64))
     targets_BT = torch.arange(15).view(3, 5) % 23
     with FlopCounterMode(display=False) as counter:
@@ -90,7 +90,7 @@ def test_kept_activations_are_those_of_a_real_step():
         kept[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
-    model = TransformerXL(config).train()
+    model = TransformerXL(config, memory_length=7).train()
     _, memory = model(torch.zeros(3, 7, dtype=torch.int64))
     tokens_BT, targets_BT = torch.zeros(3, 5, dtype=torch.int64), torch.zeros(3, 5, dtype=torch.int64)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):

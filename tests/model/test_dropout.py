@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from transformer_xl.model.dropout import Dropout
+from transformer_xl.model.dropout import FastDropout
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
@@ -11,7 +11,7 @@ from transformer_xl.model.dropout import Dropout
 def test_drops_that_share_and_scales_the_rest(share, relu):
     torch.manual_seed(5)
     x = torch.randn(300, 401, dtype=torch.float64, requires_grad=True)
-    out = Dropout(share, relu=relu)(x)
+    out = FastDropout(share, relu=relu)(x)
     given = x.relu() if relu else x
     kept = (out != 0) | (given == 0)
     torch.testing.assert_close(out, torch.where(kept, given / (1 - share), 0.0), rtol=0, atol=1e-14)
@@ -26,7 +26,7 @@ def test_drops_that_share_and_scales_the_rest(share, relu):
 def test_neighbours_are_independent():
     """Four decisions come out of one draw: none may follow from another."""
     torch.manual_seed(6)
-    kept = Dropout(0.5)(torch.ones(200_000)).view(-1, 4) > 0
+    kept = FastDropout(0.5)(torch.ones(200_000)).view(-1, 4) > 0
     for one in range(4):
         assert abs(kept[:, one].double().mean() - 0.5) < 0.01
         for other in range(one):
@@ -37,15 +37,15 @@ def test_neighbours_are_independent():
 def test_nothing_is_dropped_in_evaluation_or_at_share_0(relu):
     x = torch.randn(7, 5)
     wanted = x.relu() if relu else x
-    assert torch.equal(Dropout(0.5, relu=relu).eval()(x), wanted)
-    assert torch.equal(Dropout(0.0, relu=relu)(x), wanted)
+    assert torch.equal(FastDropout(0.5, relu=relu).eval()(x), wanted)
+    assert torch.equal(FastDropout(0.0, relu=relu)(x), wanted)
 
 
 def test_follows_from_the_random_state():
     torch.manual_seed(7)
-    first, second = (Dropout(0.5)(torch.ones(100)) for _ in range(2))
+    first, second = (FastDropout(0.5)(torch.ones(100)) for _ in range(2))
     torch.manual_seed(7)
-    assert torch.equal(Dropout(0.5)(torch.ones(100)), first)
+    assert torch.equal(FastDropout(0.5)(torch.ones(100)), first)
     assert not torch.equal(first, second)
 
 
@@ -53,6 +53,6 @@ def test_with_relu_only_the_output_is_kept():
     kept = []
     x = torch.randn(64, 64, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        out = Dropout(0.5, relu=True)(x)
+        out = FastDropout(0.5, relu=True)(x)
     assert len(kept) == 1
     assert torch.equal(kept[0], out)

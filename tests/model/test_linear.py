@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from transformer_xl.model.linear import Linear
+from transformer_xl.model.linear import FewRowsLinear
 
 
 @pytest.mark.parametrize("shape", [(13,), (1, 13), (3, 1, 13), (2, 7, 13), (0, 13), (5, 11, 13)])
@@ -13,7 +13,7 @@ from transformer_xl.model.linear import Linear
 def test_equals_torch(monkeypatch, shape, threads, bias):
     monkeypatch.setattr("torch.get_num_threads", lambda: threads)
     torch.manual_seed(1)
-    linear, x = Linear(13, 10, bias=bias).double(), torch.randn(shape, dtype=torch.float64)
+    linear, x = FewRowsLinear(13, 10, bias=bias).double(), torch.randn(shape, dtype=torch.float64)
     with torch.inference_mode():
         found = linear(x)
     torch.testing.assert_close(found, F.linear(x, linear.weight, linear.bias), rtol=0, atol=1e-12)
@@ -24,7 +24,7 @@ def test_it_reads_few_rows_in_parts(monkeypatch):
     monkeypatch.setattr("torch.get_num_threads", lambda: 2)
     products = []
     monkeypatch.setattr("torch.bmm", lambda a, b, bmm=torch.bmm: products.append(a.shape) or bmm(a, b))
-    linear = Linear(13, 10)
+    linear = FewRowsLinear(13, 10)
     with torch.inference_mode():
         linear(torch.randn(4, 13))
         linear(torch.randn(100, 13))

@@ -1,130 +1,148 @@
-"""Memory is a value: it is never changed, and knows what of it is valid."""
+"""Memory is a value: it is never changed, and knows which of its slots are valid."""
 
 import pytest
 import torch
+from tensors import assert_same_tensors
 
 from transformer_xl.config import UserError
 from transformer_xl.model.memory import ContextLimits, HiddenMemory, Memory
 
-ROWS, LENGTH, WIDTH, LAYERS = 3, 5, 7, 2
+BATCH, LENGTH, WIDTH, LAYERS = 3, 5, 7, 2
 
 
-def fresh() -> Memory:
-    return HiddenMemory.empty(LAYERS, ROWS, WIDTH, ContextLimits(LENGTH), torch.zeros(1, dtype=torch.float64))
+def empty(length: int = LENGTH) -> HiddenMemory:
+    return HiddenMemory.empty(LAYERS, BATCH, WIDTH, ContextLimits(length), torch.zeros(1, dtype=torch.float64))
 
 
-def rows_of(count: int, start: float = 0.0) -> list[torch.Tensor]:
-    counted = torch.arange(ROWS * count * WIDTH, dtype=torch.float64).view(ROWS, count, WIDTH) + start
-    return [counted + layer for layer in range(LAYERS)]
+def inputs(num_new: int, start: float = 0.0) -> list[torch.Tensor]:
+    """Different numbers everywhere: those of a layer are one more than those of the layer before."""
+    first_BTD = torch.arange(BATCH * num_new * WIDTH, dtype=torch.float64).view(BATCH, num_new, WIDTH) + start
+    return [first_BTD + layer for layer in range(LAYERS)]
+
+
+def read(memory: HiddenMemory, layers_BTD: list[torch.Tensor], lengths_B: torch.Tensor | None = None) -> HiddenMemory:
+    caches = [cache.append(x_BTD, lengths_B) for cache, x_BTD in zip(memory.layers, layers_BTD, strict=True)]
+    return memory.advance(caches, layers_BTD[0].shape[1], lengths_B)
+
+
+def copied(memory: Memory) -> dict[str, torch.Tensor]:
+    return {name: kept.clone() for name, kept in memory.tensors().items()}
 
 
 def test_it_has_its_full_length_from_the_start():
-    memory = fresh()
+    memory = empty()
     assert memory.length == LENGTH
-    assert memory.layers_BMD[0].shape == (ROWS, LENGTH, WIDTH)
-    assert memory.valid_B.tolist() == memory.position_B.tolist() == [0] * ROWS
+    assert [cache.hidden_BMD.shape for cache in memory.layers] == [(BATCH, LENGTH, WIDTH)] * LAYERS
+    assert memory.valid_B.tolist() == memory.position_B.tolist() == [0] * BATCH
     assert not memory.all_valid
 
 
-@pytest.mark.parametrize("counts", [[2, 2, 2], [5], [13], [1, 7, 3], [4, 1]])
-def test_it_holds_the_last_rows(counts):
-    memory, read = fresh(), []
-    for index, count in enumerate(counts):
-        new = rows_of(count, 1000.0 * index)
-        read.append(new[1])
-        memory = memory.after(new)
-    everything = torch.cat([torch.zeros(ROWS, LENGTH, WIDTH, dtype=torch.float64), *read], dim=1)
-    assert torch.equal(memory.layers_BMD[1], everything[:, -LENGTH:])
-    assert memory.valid_B.tolist() == [min(sum(counts), LENGTH)] * ROWS
-    assert memory.position_B.tolist() == [sum(counts)] * ROWS
-    assert memory.all_valid == (sum(counts) >= LENGTH)
+@pytest.mark.parametrize("lengths", [[2, 2, 2], [5], [13], [1, 7, 3], [4, 1]])
+def test_it_holds_the_last_inputs(lengths):
+    memory, parts = empty(), []
+    for index, length in enumerate(lengths):
+        parts.append(inputs(length, 1000.0 * index))
+        memory = read(memory, parts[-1])
+    zeros = torch.zeros(BATCH, LENGTH, WIDTH, dtype=torch.float64)
+    for layer, cache in enumerate(memory.layers):
+        everything = torch.cat([zeros, *(part[layer] for part in parts)], dim=1)
+        assert torch.equal(cache.hidden_BMD, everything[:, -LENGTH:])
+    assert memory.valid_B.tolist() == [min(sum(lengths), LENGTH)] * BATCH
+    assert memory.position_B.tolist() == [sum(lengths)] * BATCH
+    assert memory.all_valid == (sum(lengths) >= LENGTH)
+
+
+def test_padding_is_not_kept():
+    before, new, lengths = read(empty(), inputs(4)), inputs(6, 1000.0), [6, 0, 2]
+    after = read(before, new, torch.tensor(lengths))
+    for layer, cache in enumerate(after.layers):
+        for row, length in enumerate(lengths):
+            kept_SD = torch.cat([before.layers[layer].hidden_BMD[row], new[layer][row, 6 - length :]])
+            assert torch.equal(cache.hidden_BMD[row], kept_SD[-LENGTH:])
+    assert after.valid_B.tolist() == [5, 4, 5]
+    assert after.position_B.tolist() == [10, 4, 6]
 
 
 def test_length_zero():
-    memory = HiddenMemory.empty(LAYERS, ROWS, WIDTH, ContextLimits(0), torch.zeros(1, dtype=torch.float64)).after(
-        rows_of(3)
-    )
-    assert memory.layers_BMD[0].shape == (ROWS, 0, WIDTH)
+    memory = read(empty(0), inputs(3))
+    assert [cache.hidden_BMD.shape for cache in memory.layers] == [(BATCH, 0, WIDTH)] * LAYERS
     assert memory.all_valid
-    assert memory.position_B.tolist() == [3] * ROWS
+    assert memory.position_B.tolist() == [3] * BATCH
 
 
 def test_it_carries_no_gradient():
-    new = [row.requires_grad_() for row in rows_of(3)]
-    assert not any(layer.requires_grad for layer in fresh().after(new).layers_BMD)
+    memory = read(empty(), [x_BTD.requires_grad_() for x_BTD in inputs(3)])
+    assert [cache.hidden_BMD.requires_grad for cache in memory.layers] == [False] * LAYERS
 
 
 @pytest.mark.parametrize("rows", [[1], torch.tensor([False, True, False])])
-def test_reset_empties_rows_and_changes_nothing_else(rows):
-    before = fresh().after(rows_of(7))
-    kept = [layer.clone() for layer in before.layers_BMD]
+def test_reset_empties_some_batch_rows_and_changes_nothing_else(rows):
+    before = read(empty(), inputs(7))
+    kept = copied(before)
     after = before.reset(rows)
-    assert after.valid_B.tolist() == [5, 0, 5]
-    assert after.position_B.tolist() == [7, 0, 7]
     assert not after.all_valid
-    assert (after.layers_BMD[0][1] == 0).all()
-    assert torch.equal(after.layers_BMD[0][[0, 2]], kept[0][[0, 2]])
-    assert all(torch.equal(layer, old) for layer, old in zip(before.layers_BMD, kept, strict=True))
-    assert before.valid_B.tolist() == [5, 5, 5]
+    assert not any(tensor[1].any() for tensor in after.tensors().values())
+    assert_same_tensors(after.select([0, 2]), before.select([0, 2]))
+    assert_same_tensors(before, kept)
 
 
 def test_select_repeats_and_reorders():
-    memory = fresh().after(rows_of(7)).reset([0]).select([2, 0, 0, 1])
-    assert memory.batch_size == 4
-    assert memory.valid_B.tolist() == [5, 0, 0, 5]
-    assert torch.equal(memory.layers_BMD[0][0], rows_of(7)[0][2, -5:])
+    before, order = read(empty(), inputs(7)).reset([0]), [2, 0, 0, 1]
+    after = before.select(order)
+    assert after.batch_size == 4
+    assert_same_tensors(after, {name: kept[order] for name, kept in before.tensors().items()})
 
 
 def test_to_another_dtype():
-    memory = fresh().after(rows_of(2)).to(dtype=torch.float32)
-    assert memory.layers_BMD[0].dtype == torch.float32
-    assert memory.valid_B.dtype == torch.int64
+    memory = read(empty(), inputs(2)).to(dtype=torch.float32)
+    assert [cache.hidden_BMD.dtype for cache in memory.layers] == [torch.float32] * LAYERS
+    assert memory.valid_B.dtype == memory.position_B.dtype == torch.int64
 
 
-def test_kept_and_brought_back():
-    memory = fresh().after(rows_of(7)).reset([2])
-    again = fresh().with_tensors(memory.tensors())
-    assert again.least_valid == 0
-    assert all(torch.equal(again.tensors()[name], tensor) for name, tensor in memory.tensors().items())
+def test_saved_and_loaded():
+    memory = read(empty(), inputs(7)).reset([2])
+    again = empty().with_tensors(memory.tensors())
+    assert again.min_valid == 0
+    assert_same_tensors(again, memory)
     with pytest.raises(UserError, match="another shape"):
-        fresh().select([0]).with_tensors(memory.tensors())
+        empty().select([0]).with_tensors(memory.tensors())
 
 
-@pytest.mark.parametrize(("settings", "text"), [({"memory": -1}, "memory -1"), ({"memory": 1, "window": 0}, "window 0"),
-                                                ({"memory": 1, "clamp_length": 0}, "clamp_length 0")])  # fmt: skip
-def test_impossible_reach(settings, text):
-    with pytest.raises(UserError, match=text):
-        ContextLimits(**settings)
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [((-1,), "memory_length -1 .* 0 or more"), ((1, 0), "attention_window 0 .* 1 or more"),
+     ((1, None, 0), "clamp_length 0 .* 1 or more"), ((2**31,), "memory_length .* too large")],
+)  # fmt: skip
+def test_impossible_limits(limits, message):
+    with pytest.raises(UserError, match=message):
+        ContextLimits(*limits)
 
 
-def test_concatenate_puts_together_what_select_took_apart():
-    whole = fresh().after(rows_of(3)).reset([1])
-    whole = whole.after(rows_of(1, 100.0))
-    parts = [whole.select([0]), whole.select([1, 2])]
-    joined = Memory.concatenate(parts)
-    assert all(torch.equal(one, other) for one, other in zip(joined.layers_BMD, whole.layers_BMD, strict=True))
+def test_concatenate_joins_what_select_took_apart():
+    whole = read(read(empty(), inputs(3)).reset([1]), inputs(1, 100.0))
+    joined = Memory.concatenate([whole.select([0]), whole.select([1, 2])])
+    assert_same_tensors(joined, whole)
     assert joined.valid_B.tolist() == [4, 1, 4]
-    assert joined.position_B.tolist() == [4, 1, 4]
     assert joined.context_limits == whole.context_limits
     assert not joined.all_valid
-    full, empty = fresh().after(rows_of(7)), fresh()
+    full = read(empty(), inputs(7))
     assert Memory.concatenate([full, full]).all_valid
-    assert not Memory.concatenate([full, empty]).all_valid
+    assert not Memory.concatenate([full, empty()]).all_valid
     with pytest.raises(AssertionError):
         Memory.concatenate([full, full.resized(4)])
 
 
-@pytest.mark.parametrize("read", [0, 3, 7])
+@pytest.mark.parametrize("num_read", [0, 3, 7])
 @pytest.mark.parametrize("length", [0, 2, 5, 11])
-def test_resized_keeps_the_newest(read, length):
-    before = fresh().after(rows_of(read)) if read else fresh()
-    kept = [layer.clone() for layer in before.layers_BMD]
+def test_resized_keeps_the_newest(num_read, length):
+    before = read(empty(), inputs(num_read)) if num_read else empty()
+    kept = copied(before)
     after = before.resized(length)
-    wanted = torch.cat([torch.zeros(ROWS, 11, WIDTH, dtype=torch.float64), before.layers_BMD[1]], dim=1)
-    assert torch.equal(after.layers_BMD[1], wanted[:, 16 - length :])
+    zeros = torch.zeros(BATCH, 11, WIDTH, dtype=torch.float64)
+    for old, new in zip(before.layers, after.layers, strict=True):
+        assert torch.equal(new.hidden_BMD, torch.cat([zeros, old.hidden_BMD], dim=1)[:, 16 - length :])
     assert after.length == after.context_limits.memory_length == length
-    assert after.valid_B.tolist() == [min(read, 5, length)] * ROWS
-    assert after.position_B.tolist() == [read] * ROWS
-    assert after.all_valid == (min(read, 5) >= length)
-    assert all(torch.equal(one, other) for one, other in zip(before.layers_BMD, kept, strict=True))
-    assert torch.equal(after.after(rows_of(11)).layers_BMD[0], rows_of(11)[0][:, 11 - length :])
+    assert after.valid_B.tolist() == [min(num_read, 5, length)] * BATCH
+    assert after.position_B.tolist() == [num_read] * BATCH
+    assert after.all_valid == (min(num_read, 5) >= length)
+    assert_same_tensors(before, kept)

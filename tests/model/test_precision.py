@@ -16,7 +16,7 @@ def test_as_autocast_bit_for_bit_and_the_model_stays(make_model, tokens):
             hidden_BTD, _ = one(tokens(2, 7, seed=5), memory)
             results.append(one.nats(hidden_BTD, tokens(2, 7)))
     assert torch.equal(*results)
-    assert ready.layers[0].attention.key.weight.dtype == torch.bfloat16
+    assert ready.layers[0].attention.k_proj.weight.dtype == torch.bfloat16
     assert ready.embedding.tables[0] is model.embedding.tables[0]
     for name, tensor in model.state_dict().items():
         assert tensor.dtype == torch.float32

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import forward as oracle
+from tensors import assert_drawn_from_normal, assert_same_tensors, authors_mean_std
 
 from transformer_xl.config import TransformerXLConfig, UserError, load_recipe
 from transformer_xl.model.attention import encode_distances
@@ -18,21 +19,22 @@ STYLES = {
     "pre-norm": {"norm_first": True},
     "pre-norm as the authors'": {"norm_first": True, "final_norm": False},
     "untied biases": {"tie_attention_biases": False},
-    "reference kernel": {"kernel": "reference"},
+    "reference kernel": {"attn_implementation": "reference"},
 }
 
 
 def oracle_settings(model: TransformerXL, context_limits: ContextLimits) -> dict:
     config = model.config
     return {
-        "n_layers": config.n_layers, "n_heads": config.n_heads, "pre_norm": config.norm_first,
-        "tied": config.tie_attention_biases, "attention_window": context_limits.attention_window, "clamp": context_limits.clamp_length,
+        "layers": config.n_layers, "heads": config.n_heads, "pre_norm": config.norm_first,
+        "tied": config.tie_attention_biases, "window": context_limits.attention_window,
+        "clamp": context_limits.clamp_length,
     }  # fmt: skip
 
 
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize(
-    ("reach", "segments"),
+    ("context_limits", "segments"),
     [
         (ContextLimits(0), [5]),
         (ContextLimits(3), [5, 2]),
@@ -46,7 +48,7 @@ def test_equals_the_oracle(make_model, tokens, style, context_limits, segments):
     model = make_model(**STYLES[style])
     weights = {name: parameter.detach().clone().requires_grad_() for name, parameter in model.named_parameters()}
     assert ("final_norm.weight" in weights) == (style == "pre-norm")
-    wanted_memory, valid = [torch.zeros(2, context_limits.memory, 14, dtype=torch.float64)] * 3, [0, 0]
+    wanted_memory, valid = [torch.zeros(2, context_limits.memory_length, 14, dtype=torch.float64)] * 3, [0, 0]
     memory = model.initial_memory(2, context_limits)
     for index, length in enumerate(segments):
         text = tokens(2, length, seed=index)
@@ -56,31 +58,23 @@ def test_equals_the_oracle(make_model, tokens, style, context_limits, segments):
             weights, oracle_settings(model, context_limits), text, wanted_memory, valid
         )
         torch.testing.assert_close(logits_BTV, wanted, rtol=0, atol=1e-10)
-        for layer, wanted_layer in zip(memory.layers_BMD, wanted_memory, strict=True):
-            torch.testing.assert_close(layer, wanted_layer, rtol=0, atol=1e-10)
+        assert_same_tensors([cache.hidden_BMD for cache in memory.layers], wanted_memory, atol=1e-10)
         assert memory.valid_B.tolist() == valid
     weight = torch.randn(wanted.shape, dtype=torch.float64)
     found_grads = torch.autograd.grad((logits_BTV * weight).sum(), list(model.parameters()))
     wanted_grads = torch.autograd.grad((wanted * weight).sum(), list(weights.values()))
-    for name, one, other in zip(weights, found_grads, wanted_grads, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9, msg=lambda text, name=name: f"{name}: {text}")
+    by_name = (dict(zip(weights, grads, strict=True)) for grads in (found_grads, wanted_grads))
+    assert_same_tensors(*by_name, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("norm", ["post", "pre"])
+@pytest.mark.parametrize("norm_first", [False, True])
 @settings(max_examples=15, deadline=None)
 @given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=6), clamp=st.none() | st.integers(1, 40))
-def test_segments_of_any_lengths_equal_one_pass(norm, lengths, clamp):
+def test_segments_of_any_lengths_equal_one_pass(norm_first, lengths, clamp):
     """With memory for all that came before, cutting a text changes nothing (up to float64 rounding)."""
     torch.manual_seed(5)
-    model = (
-        TransformerXL(
-            TransformerXLConfig(
-                vocab_size=23, n_layers=3, d_model=14, n_heads=2, d_ff=19, dropout=0.0, norm_first=norm == "pre"
-            )
-        )
-        .double()
-        .eval()
-    )
+    small = {"vocab_size": 23, "n_layers": 3, "d_model": 14, "n_heads": 2, "d_ff": 19, "dropout": 0.0}
+    model = TransformerXL(TransformerXLConfig(**small, norm_first=norm_first)).double().eval()
     text, targets = (torch.randint(0, 23, (2, sum(lengths))) for _ in range(2))
     whole_BT = model.nats(model(text, model.initial_memory(2, ContextLimits(0, None, clamp)))[0], targets)
     memory, parts, start = model.initial_memory(2, ContextLimits(sum(lengths), None, clamp)), [], 0
@@ -103,26 +97,26 @@ def test_with_a_window_the_segment_does_not_matter(make_model, tokens, segment):
     torch.testing.assert_close(torch.cat(parts, dim=1), whole_BTD, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("reach", [ContextLimits(11), ContextLimits(11, attention_window=3), ContextLimits(0)])
+@pytest.mark.parametrize("context_limits", [ContextLimits(11), ContextLimits(11, attention_window=3), ContextLimits(0)])
 def test_causality_by_gradient(make_model, context_limits):
-    """The output at a place depends on no input after it, nor (one layer) on any beyond the window."""
-    model = make_model(layers=1)
+    """The output at a position depends on no input after it, nor (one layer) on any beyond the window."""
+    model = make_model(n_layers=1)
     inputs_BTD = torch.randn(1, 9, 14, dtype=torch.float64, requires_grad=True)
     hidden_BTD, _ = model(memory=model.initial_memory(1, context_limits), inputs_BTD=inputs_BTD)
-    for place in range(9):
-        (slope_BTD,) = torch.autograd.grad(hidden_BTD[:, place].square().sum(), inputs_BTD, retain_graph=True)
+    for position in range(9):
+        (slope_BTD,) = torch.autograd.grad(hidden_BTD[:, position].square().sum(), inputs_BTD, retain_graph=True)
         touched = slope_BTD[0].abs().sum(-1) > 0
-        first = 0 if context_limits.window is None else max(0, place - context_limits.window + 1)
-        assert touched.tolist() == [first <= index <= place for index in range(9)]
+        first = 0 if context_limits.attention_window is None else max(0, position - context_limits.attention_window + 1)
+        assert touched.tolist() == [first <= index <= position for index in range(9)]
 
 
 @pytest.mark.parametrize("kernel", ["cpu", "sdpa", "reference"])
-@pytest.mark.parametrize("name", ["key", "value"])
+@pytest.mark.parametrize("name", ["k_proj", "v_proj"])
 def test_gradient_stops_at_memory_but_reaches_keys_and_values_through_it(make_model, tokens, name, kernel):
     """The weights' gradient is a sum over memory rows too, though the rows themselves carry none."""
-    model = make_model(kernel=kernel)
+    model = make_model(attn_implementation=kernel)
     _, memory = model(tokens(2, 11), model.initial_memory(2))
-    assert not any(layer.requires_grad for layer in memory.layers_BMD)
+    assert not any(cache.hidden_BMD.requires_grad for cache in memory.layers)
     linear = getattr(model.layers[1].attention, name)
     seen = []
 
@@ -150,15 +144,15 @@ def test_neither_inputs_nor_memory_change(make_model, tokens):
     hidden_BTD, after = model(text, memory)
     model.nats(hidden_BTD, text).sum().backward()
     assert torch.equal(text, kept)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in memory.tensors().items())
+    assert_same_tensors(memory, before)
     assert after is not memory
 
 
-def test_a_row_does_not_depend_on_the_others(make_model, tokens):
+def test_a_sequence_does_not_depend_on_the_others_of_its_batch(make_model, tokens):
     model = make_model()
     text, more = tokens(5, 7), tokens(5, 6, seed=8)
     _, memory = model(text)
-    memory = memory.reset([1, 3])  # rows with different numbers of valid slots side by side
+    memory = memory.reset([1, 3])  # batch rows with different numbers of valid slots
     hidden_BTD, after = model(more, memory)
     order = [4, 1, 0, 3, 2]
     shuffled_BTD, _ = model(more[order], memory.select(order))
@@ -166,10 +160,10 @@ def test_a_row_does_not_depend_on_the_others(make_model, tokens):
     for row in range(5):
         alone_BTD, alone_after = model(more[row : row + 1], memory.select([row]))
         torch.testing.assert_close(alone_BTD, hidden_BTD[row : row + 1], rtol=0, atol=1e-12)
-        torch.testing.assert_close(alone_after.layers_BMD[2], after.layers_BMD[2][row : row + 1], rtol=0, atol=1e-12)
+        assert_same_tensors(alone_after, after.select([row]), atol=1e-12)
 
 
-def test_a_row_reset_is_a_row_that_never_read(make_model, tokens):
+def test_a_batch_row_after_reset_is_as_new(make_model, tokens):
     model, more = make_model(), tokens(2, 6, seed=8)
     _, memory = model(tokens(2, 7))
     hidden_BTD, _ = model(more, memory.reset([1]))
@@ -184,7 +178,8 @@ def test_trace_shows_what_forward_does(make_model, tokens):
     traces = list(model.trace(text, memory))
     assert len(traces) == 3
     torch.testing.assert_close(traces[-1].output_BTD, hidden_BTD)
-    torch.testing.assert_close(after.layers_BMD[1][:, -5:], traces[0].output_BTD)
+    torch.testing.assert_close(after.layers[1].hidden_BMD[:, -5:], traces[0].output_BTD)
+    assert_same_tensors(memory.advance([trace.cache for trace in traces], 5), after, atol=1e-12)
     for trace in traces:
         assert trace.terms.probabilities_BNTS.shape == (2, 2, 5, 16)
         torch.testing.assert_close(trace.terms.probabilities_BNTS.sum(-1), torch.ones(2, 2, 5, dtype=torch.float64))
@@ -197,8 +192,8 @@ def test_hidden_states_are_all_layers_outputs(make_model, tokens):
     hidden_BTD, wanted = model(text)
     assert len(states) == 4
     torch.testing.assert_close(states[-1], hidden_BTD)
-    torch.testing.assert_close(torch.stack(states[:-1]), torch.stack(wanted.layers_BMD)[:, :, -5:])
-    torch.testing.assert_close(memory.layers_BMD[2], wanted.layers_BMD[2])
+    assert_same_tensors(memory, wanted)
+    assert_same_tensors(states[:-1], [cache.hidden_BMD[:, -5:] for cache in wanted.layers])
 
 
 def test_continuous_inputs_equal_the_embedding(make_model, tokens):
@@ -221,8 +216,8 @@ def test_bfloat16_keeps_positions_in_float32(make_model, tokens):
 
 def test_dropout_at_the_authors_places(make_model, tokens, monkeypatch):
     """Embedding; position encodings, one mask for all layers; in each layer probabilities, attention's output and
-    twice in the feed-forward part; the last hidden rows."""
-    model = make_model(dropout=0.5, attention_dropout=0.25, kernel="reference").train()
+    twice in the feed-forward part; the last hidden states."""
+    model = make_model(dropout=0.5, attention_dropout=0.25, attn_implementation="reference").train()
     dropped = []
 
     def recorded(draw):
@@ -232,7 +227,7 @@ def test_dropout_at_the_authors_places(make_model, tokens, monkeypatch):
 
         return record
 
-    for where in ("torch.nn.functional.dropout", "transformer_xl.model.dropout._kept"):
+    for where in ("torch.nn.functional.dropout", "transformer_xl.model.dropout._mask"):
         monkeypatch.setattr(where, recorded(pkgutil.resolve_name(where)))
     model(tokens(3, 5))
     layer = [((3, 2, 5, 16), 0.25), ((3, 5, 14), 0.5), ((3, 5, 19), 0.5), ((3, 5, 14), 0.5)]
@@ -244,7 +239,7 @@ def test_dropout_at_the_authors_places(make_model, tokens, monkeypatch):
 
 @pytest.mark.parametrize("kernel", ["cpu", "sdpa", "reference"])
 def test_dropout_depends_on_the_random_state_alone(make_model, tokens, kernel):
-    model = make_model(dropout=0.5, attention_dropout=0.5, kernel=kernel).train()
+    model = make_model(dropout=0.5, attention_dropout=0.5, attn_implementation=kernel).train()
     torch.manual_seed(1)
     first, _ = model(tokens(2, 5))
     second, _ = model(tokens(2, 5))
@@ -253,14 +248,10 @@ def test_dropout_depends_on_the_random_state_alone(make_model, tokens, kernel):
     assert torch.equal(model(tokens(2, 5))[0], first)
 
 
-def test_first_weights_are_the_authors():
+def test_initial_weights_are_the_authors():
     torch.manual_seed(0)
     model = TransformerXL(TransformerXLConfig(d_model=128, n_heads=4, n_layers=2))
-    for name, parameter in model.named_parameters():
-        mean, std = (1.0, 0.02) if name.endswith("norm.weight") else (0.0, 0.0 if name.endswith("bias") else 0.02)
-        std = 0.02 if name in ("content_bias", "position_bias") else std
-        assert abs(parameter.mean().item() - mean) < 0.01, name
-        assert abs(parameter.std().item() - std) < 0.006, name
+    assert_drawn_from_normal(model, authors_mean_std)
 
 
 @pytest.mark.parametrize(("recipe", "counted"), [("enwik8-12l", 41_055_436), ("enwik8-24l", 277_231_820)])
@@ -275,22 +266,22 @@ def test_parameters_at_the_paper_s_vocabulary(recipe, counted):
     ("call", "text"),
     [
         (lambda model: model(), "either tokens_BT or inputs_BTD"),
-        (lambda model: model(torch.zeros(2, 3)), "wanted whole numbers"),
-        (lambda model: model(torch.zeros(2, 0, dtype=torch.int64)), "wanted whole numbers"),
-        (lambda model: model(inputs_BTD=torch.zeros(2, 3, 5)), r"wanted \(rows, tokens, 14\)"),
+        (lambda model: model(torch.zeros(2, 3)), "wanted integers"),
+        (lambda model: model(torch.zeros(2, 0, dtype=torch.int64)), "wanted integers"),
+        (lambda model: model(inputs_BTD=torch.zeros(2, 3, 5)), r"wanted \(batch, tokens, 14\)"),
         (
             lambda model: model(torch.zeros(2, 3, dtype=torch.int64), model.initial_memory(3)),
-            "memory of 3 rows beside 2",
+            "batch size 3 .* batch size 2",
         ),
         (lambda model: TransformerXL(TransformerXLConfig(attn_implementation="refrence")), "did you mean 'reference'"),
     ],
 )
-def test_wrong_calls_say_so(make_model, call, text):
+def test_wrong_calls_are_refused(make_model, call, text):
     with pytest.raises(UserError, match=text):
         call(make_model())
 
 
 def test_memory_of_another_model_is_refused(make_model, tokens):
-    other = make_model(layers=2).initial_memory(2)
+    other = make_model(n_layers=2).initial_memory(2)
     with pytest.raises(UserError, match="another model"):
         make_model()(tokens(2, 3), other)

@@ -290,7 +290,7 @@ def test_a_model_trains_with_it(monkeypatch):
     losses = []
     for kernel in ("triton", "reference"):
         torch.manual_seed(3)
-        model = TransformerXL(config.model_copy(update={"kernel": kernel})).to(DEVICE)
+        model = TransformerXL(config.model_copy(update={"attn_implementation": kernel})).to(DEVICE)
         tokens = torch.arange(10).view(2, 5).to(DEVICE)
         nats = model.nats(model(tokens)[0], tokens)
         nats.sum().backward()
@@ -304,7 +304,9 @@ def test_what_it_keeps_can_be_counted():
         vocab_size=13, n_layers=2, d_model=8, n_heads=2, d_ff=7, dropout=0.0, attn_implementation="triton"
     )
     kept = {
-        kernel: step_cost(config.model_copy(update={"kernel": kernel}), rows=2, segment=64, memory=64).activation_bytes
+        kernel: step_cost(
+            config.model_copy(update={"attn_implementation": kernel}), batch_size=2, segment_length=64, memory_length=64
+        ).activation_bytes
         for kernel in ("triton", "sdpa")
     }
     assert kept["triton"] < kept["sdpa"] / 2

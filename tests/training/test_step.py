@@ -17,7 +17,7 @@ from torch import Tensor
 from training_runs import CPU, letters, lines_of, make_corpus, start, train_until
 
 from transformer_xl.config import TrainConfig
-from transformer_xl.model.memory import ContextLimits, Memory
+from transformer_xl.model.memory import ContextLimits, HiddenCache, Memory
 from transformer_xl.text.segments import Batch
 from transformer_xl.training.distributed import SINGLE_PROCESS
 from transformer_xl.training.optimizers import build_optimizers
@@ -87,14 +87,12 @@ def of_length(memory: Memory, slots: int) -> Memory:
     """The newest rows that were read, with zeros before them."""
     read = min(int(memory.valid_B), slots)
     layers = []
-    for layer_BMD in memory.layers_BMD:
+    for layer_BMD in (cache.hidden_BMD for cache in memory.layers):
         new_BMD = torch.zeros(1, slots, layer_BMD.shape[-1], dtype=layer_BMD.dtype)
         new_BMD[:, slots - read :] = layer_BMD[:, memory.length - read :]
-        layers.append(new_BMD)
+        layers.append(HiddenCache(new_BMD))
     valid_B = torch.tensor([read])
-    return replace(
-        memory, layers_BMD=tuple(layers), valid_B=valid_B, context_limits=ContextLimits(slots), least_valid=0
-    )
+    return replace(memory, layers=tuple(layers), valid_B=valid_B, context_limits=ContextLimits(slots), min_valid=0)
 
 
 @pytest.mark.parametrize(
@@ -220,7 +218,7 @@ def test_micro_batches_are_one_large_batch(make_model, settings: dict[str, Any],
             step_numbers, memories = learner.step(random_segment(7, 5, step), memories)
             numbers.append(step_numbers)
         memory = Memory.concatenate(memories)
-        found[number] = [torch.stack(numbers), *model.parameters(), *memory.layers_BMD, memory.valid_B]
+        found[number] = [torch.stack(numbers), *model.parameters(), *memory.tensors().values()]
     for one, other in zip(found[7], found[size], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
 

@@ -27,6 +27,7 @@ from transformer_xl.evaluation.memory import memory_slots
 from transformer_xl.evaluation.method import ProgressCallback, compute_context
 from transformer_xl.model.kernels import AttentionTerms
 from transformer_xl.model.language_model import LanguageModel
+from transformer_xl.model.memory import LayerCache
 from transformer_xl.model.transformer_xl import LayerTrace, TransformerXL
 from transformer_xl.text.token_store import Tokens
 
@@ -116,14 +117,14 @@ def look(
         ids_T = np.asarray(tokens_K[begin : begin + plan.segment_length], dtype=np.int64)
         with compute_context(device, "float32"):
             tokens_BT = torch.from_numpy(ids_T)[None].to(device)
-            rows_BTD = [model.first_input(tokens_BT, None)]
+            caches: list[LayerCache] = []
             for layer, trace in enumerate(model.trace(tokens_BT, memory)):
                 _check_finite(trace, layer)
                 view = LayerView(layer, begin, min(begin, context_limits.memory_length), trace.terms)
                 for take in takers:
                     take(view)
-                rows_BTD.append(trace.output_BTD)
-            memory = memory.after(rows_BTD[:-1])
+                caches.append(trace.cache)
+            memory = memory.advance(caches, len(ids_T))
         if progress:
             progress(len(ids_T))
 

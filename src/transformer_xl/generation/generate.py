@@ -239,7 +239,7 @@ def new_memory(run: Run, config: GenerationConfig, batch_size: int) -> Memory:
     """Return the empty memory to generate with: of the wanted length, else of the run's evaluation memory length."""
     given: dict[str, Any] = {} if config.memory_length is None else {"memory_length": config.memory_length}
     context_limits = EvaluationPlan.resolve(run.config, EvaluationConfig(method="memory", **given)).context_limits
-    return run.model.generation_memory(batch_size, context_limits, segment=run.config.train.segment_length)
+    return run.model.generation_memory(batch_size, context_limits, segment_length=run.config.train.segment_length)
 
 
 def inference_model(model: LanguageModel, config: GenerationConfig) -> LanguageModel:

@@ -121,12 +121,12 @@ def _layer(config: TransformerXLConfig, their: str, index: int) -> Iterator[Matc
         ("attention.o_proj.weight", "dec_attn.o_net.weight", (width, inner)),
         ("attention.norm.weight", "dec_attn.layer_norm.weight", (width,)),
         ("attention.norm.bias", "dec_attn.layer_norm.bias", (width,)),
-        ("feedforward.up_proj.weight", "pos_ff.CoreNet.0.weight", (wide, width)),
-        ("feedforward.up_proj.bias", "pos_ff.CoreNet.0.bias", (wide,)),
-        ("feedforward.down_proj.weight", "pos_ff.CoreNet.3.weight", (width, wide)),
-        ("feedforward.down_proj.bias", "pos_ff.CoreNet.3.bias", (width,)),
-        ("feedforward.norm.weight", "pos_ff.layer_norm.weight", (width,)),
-        ("feedforward.norm.bias", "pos_ff.layer_norm.bias", (width,)),
+        ("feed_forward.up_proj.weight", "pos_ff.CoreNet.0.weight", (wide, width)),
+        ("feed_forward.up_proj.bias", "pos_ff.CoreNet.0.bias", (wide,)),
+        ("feed_forward.down_proj.weight", "pos_ff.CoreNet.3.weight", (width, wide)),
+        ("feed_forward.down_proj.bias", "pos_ff.CoreNet.3.bias", (width,)),
+        ("feed_forward.norm.weight", "pos_ff.layer_norm.weight", (width,)),
+        ("feed_forward.norm.bias", "pos_ff.layer_norm.bias", (width,)),
     ):
         yield _same(our + ours, their + theirs, shape)
 

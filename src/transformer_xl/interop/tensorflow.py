@@ -262,9 +262,9 @@ def _layer(variables: _Variables, theirs: str, ours: str) -> Iterator[tuple[str,
     yield f"{ours}attention.r_proj.weight", variables.turned(f"{theirs}rel_attn/r/kernel")
     yield f"{ours}attention.o_proj.weight", variables.turned(f"{theirs}rel_attn/o/kernel")
     for name, kernel in (("up_proj", "layer_1"), ("down_proj", "layer_2")):
-        yield f"{ours}feedforward.{name}.weight", variables.turned(f"{theirs}ff/{kernel}/kernel")
-        yield f"{ours}feedforward.{name}.bias", variables.tensor(f"{theirs}ff/{kernel}/bias")
-    for name, norm in (("attention", "rel_attn"), ("feedforward", "ff")):
+        yield f"{ours}feed_forward.{name}.weight", variables.turned(f"{theirs}ff/{kernel}/kernel")
+        yield f"{ours}feed_forward.{name}.bias", variables.tensor(f"{theirs}ff/{kernel}/bias")
+    for name, norm in (("attention", "rel_attn"), ("feed_forward", "ff")):
         yield f"{ours}{name}.norm.weight", variables.tensor(f"{theirs}{norm}/LayerNorm/gamma")
         yield f"{ours}{name}.norm.bias", variables.tensor(f"{theirs}{norm}/LayerNorm/beta")
 

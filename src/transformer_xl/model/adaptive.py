@@ -2,14 +2,14 @@
 Baevski & Auli 2018). Without cutoffs there is one cluster, and both are the ordinary dense ones.
 
     cluster 0, the head: ids 0 .. n0 - 1        tail i: ids from cutoff i - 1 up to cutoff i
-    log p(token in head)   = its head score - logsumexp(n0 head scores, one score for each tail)
-    log p(token in tail i) = (score of tail i in the head, normalised as above) + log softmax within the tail
+    log p(token in head)   = its head logit - logsumexp(n0 head logits, one logit for each tail)
+    log p(token in tail i) = (logit of tail i in the head, normalised as above) + log softmax within the tail
 
-Tail i stands in column n0 + i - 1 of the head (as in the authors' TensorFlow code; their PyTorch code counts from the
-end). Losses come back in input order. Every parameter takes part in every step, also that of a tail nobody aimed at.
+Tail i is column n0 + i - 1 of the head (as in the authors' TensorFlow code; their PyTorch code counts from the end).
+Losses are returned in input order. Every parameter has a gradient in every step, also that of a tail without targets.
 
-Shape suffixes: B rows, T new tokens, K places (B x T, or some of them), D model width, E embedding width, V tokens of
-the vocabulary (or of one cluster, or of the head with its tails' scores), R candidates.
+Letters: B batch rows, T new tokens, K positions (B x T, or some of them; most likely tokens in `topk`), D model width,
+E embedding width, V tokens of the vocabulary (or of one cluster, or of the head with the logits of its tails).
 """
 
 from __future__ import annotations
@@ -25,30 +25,33 @@ from transformer_xl.config import BaseModelConfig
 from transformer_xl.model.cross_entropy import cross_entropy, fits_at_once, linear_cross_entropy
 
 _WEIGHT_STD, _PROJECTION_STD = 0.02, 0.01  # the authors' init_std and proj_init_std
-_ROUND = 8  # the places of a tail are filled up to a multiple, so that shapes vary less
+_ROUND = 8  # positions of a tail are padded to a multiple, so that shapes vary less
 
 
 class AdaptiveEmbedding(nn.Module):
-    """Token ids to rows of the model's width, not yet scaled.
+    """Embeddings of the model's width for token ids, not yet scaled.
 
-    With div_val 1 one table serves all clusters; else each cluster has a table of its own width.
+    With div_val 1 one table serves all clusters; otherwise each cluster has a table of its own width.
     """
 
     def __init__(self, config: BaseModelConfig) -> None:
         super().__init__()
         edges, widths = config.cluster_boundaries, config.cluster_widths
-        self.edges, self.width = edges, config.d_model
+        self.edges = edges
         self.shared = config.div_val == 1
         sizes = [edges[-1]] if self.shared else [stop - start for start, stop in pairwise(edges)]
         self.tables = nn.ParameterList(
             torch.empty(size, width) for size, width in zip(sizes, widths, strict=not self.shared)
         )
         self.projections = nn.ParameterDict(
-            {str(index): torch.empty(config.d_model, widths[index]) for index in projected(config)[: len(sizes)]}
+            {
+                str(index): torch.empty(config.d_model, widths[index])
+                for index in projected_clusters(config)[: len(sizes)]
+            }
         )
 
     def init_weights(self) -> None:
-        """Draws first weights as the authors' code does: tables N(0, 0.02), projections N(0, 0.01)."""
+        """Draws initial weights as the authors' code does: tables N(0, 0.02), projections N(0, 0.01)."""
         for table in self.tables:
             nn.init.normal_(table, 0.0, _WEIGHT_STD)
         for projection in self.projections.values():
@@ -56,51 +59,51 @@ class AdaptiveEmbedding(nn.Module):
 
     @override
     def forward(self, tokens_BT: Tensor) -> Tensor:
-        """Rows (B, T, D) of the tokens.
+        """Return the embeddings (B, T, D) of the tokens.
 
-        Every table is looked up and projected for every token, and what belongs to other clusters is masked: shapes
-        depend on nothing, the device is never waited for, and each parameter has a gradient. It costs less than one
-        percent of a large model's step.
+        Every table is looked up and projected for every token, and the results of other clusters are masked: so shapes
+        do not depend on the tokens, nothing waits for the device, and each parameter has a gradient. It costs less than
+        one percent of a large model's step.
         """
         if len(self.tables) == 1:
             return self._projected(F.embedding(tokens_BT, self.tables[0]), 0)
         parts_BTD: list[Tensor] = []
         for index, (start, stop) in enumerate(pairwise(self.edges)):
             inside_BT = (tokens_BT >= start) & (tokens_BT < stop)
-            # the remainder spreads the tokens of other clusters over the table: their zero gradients then do not
-            # queue up at a single row
+            # the remainder spreads the tokens of other clusters over the table, so that their zero gradients are not
+            # all added to a single row
             local_BT = torch.remainder(tokens_BT - start, stop - start)
-            rows_BTD = self._projected(F.embedding(local_BT, self.tables[index]), index)
-            parts_BTD.append(rows_BTD.masked_fill(~inside_BT[..., None], 0))
+            embedded_BTD = self._projected(F.embedding(local_BT, self.tables[index]), index)
+            parts_BTD.append(embedded_BTD.masked_fill(~inside_BT[..., None], 0))
         return torch.stack(parts_BTD).sum(0)
 
     def cluster_table(self, index: int) -> Tensor:
-        """Embeddings of one cluster, (V, E)."""
+        """Return the embeddings of one cluster, (V, E)."""
         return self.tables[0][self.edges[index] : self.edges[index + 1]] if self.shared else self.tables[index]
 
     def projection(self, index: int) -> Tensor | None:
-        """Projection (D, E) of one cluster; none where it is as wide as the model."""
+        """Return the projection (D, E) of one cluster; none where it has none."""
         name = "0" if self.shared else str(index)
         return self.projections.get(name)
 
-    def _projected(self, rows_BTE: Tensor, index: int) -> Tensor:
+    def _projected(self, embedded_BTE: Tensor, index: int) -> Tensor:
         projection_DE = self.projection(index)
-        return rows_BTE if projection_DE is None else F.linear(rows_BTE, projection_DE)
+        return embedded_BTE if projection_DE is None else F.linear(embedded_BTE, projection_DE)
 
 
-def projected(config: BaseModelConfig) -> list[int]:
-    """The clusters whose embeddings are projected: those of another width than the model, and with div_val all of them
-    (the authors' code) unless `project_equal_width` is off."""
+def projected_clusters(config: BaseModelConfig) -> list[int]:
+    """Return the clusters whose embeddings are projected: those of another width than the model, and with div_val all
+    of them (as in the authors' code) unless `project_same_width` is off."""
     always = config.div_val > 1 and config.project_same_width
     return [index for index, width in enumerate(config.cluster_widths) if always or width != config.d_model]
 
 
 class AdaptiveSoftmax(nn.Module):
-    """Scores of the vocabulary from the model's hidden rows; weights and projections may be the embedding's."""
+    """Logits and losses from the model's hidden states; weights and projections may be those of the embedding."""
 
     def __init__(self, config: BaseModelConfig, embedding: AdaptiveEmbedding) -> None:
         super().__init__()
-        # in a tuple: it is not a part of this module, so its parameters are neither saved nor counted twice
+        # in a tuple, so that it is no submodule: its parameters would be saved and counted twice
         self._embedding = (embedding,)
         self.edges = config.cluster_boundaries
         self.num_tails = len(self.edges) - 2
@@ -112,14 +115,18 @@ class AdaptiveSoftmax(nn.Module):
         tied = {"all": 0, "all_but_first": 1, "none": len(widths)}[config.tie_projections]
         self.first_tied_projection = tied
         self.projections = nn.ParameterDict(
-            {str(index): torch.empty(config.d_model, widths[index]) for index in projected(config) if index < tied}
+            {
+                str(index): torch.empty(config.d_model, widths[index])
+                for index in projected_clusters(config)
+                if index < tied
+            }
         )
         self.bias = nn.Parameter(torch.empty(self.edges[-1]))
         self.cluster_weight = nn.Parameter(torch.empty(self.num_tails, widths[0])) if self.num_tails else None
         self.cluster_bias = nn.Parameter(torch.empty(self.num_tails)) if self.num_tails else None
 
     def init_weights(self) -> None:
-        """Draws first weights as the authors' code does: weights N(0, 0.02), projections N(0, 0.01), biases 0."""
+        """Draws initial weights as the authors' code does: weights N(0, 0.02), projections N(0, 0.01), biases 0."""
         for table in self.tables:
             nn.init.normal_(table, 0.0, _WEIGHT_STD)
         for projection in self.projections.values():
@@ -130,22 +137,22 @@ class AdaptiveSoftmax(nn.Module):
             nn.init.zeros_(self.cluster_bias)
 
     def logits(self, hidden_BTD: Tensor) -> Tensor:
-        """Scores (B, T, V) of all tokens, in the order of their ids; with tails they are log-probabilities."""
+        """Return the logits (B, T, V) of all tokens in the order of their ids; with tails, log-probabilities."""
         if not self.num_tails:
-            return self._scores(hidden_BTD, 0)
+            return self._logits_within(hidden_BTD, 0)
         head_BTV = _log_softmax(self._head(hidden_BTD))
         num_head = self.edges[1]
         parts_BTV = [head_BTV[..., :num_head]]
         for index in range(1, self.num_tails + 1):
-            in_tail_BTV = _log_softmax(self._scores(hidden_BTD, index))
+            in_tail_BTV = _log_softmax(self._logits_within(hidden_BTD, index))
             parts_BTV.append(head_BTV[..., num_head + index - 1, None] + in_tail_BTV)
         return torch.cat(parts_BTV, -1)
 
     def nats(self, hidden_BTD: Tensor, targets_BT: Tensor) -> Tensor:
-        """Loss of each target in nats, float32 or float64 (B, T), in input order.
+        """Return the loss of each target in nats, float32 or float64 (B, T), in input order.
 
-        The places of each tail are picked out on the host. Where the targets lie on the CPU (training and scoring hand
-        them in so) the device is not waited for; targets on another device are fetched first.
+        The positions of each tail are selected on the CPU. Where the targets are there too, as in training and
+        evaluation, nothing waits for the device; targets on another device are copied to the CPU first.
         """
         hidden_KD = hidden_BTD.flatten(0, 1)
         device = hidden_KD.device
@@ -157,56 +164,59 @@ class AdaptiveSoftmax(nn.Module):
         head_K = torch.where(cluster_K == 0, target_K, self.edges[1] - 1 + cluster_K)
         nats_K = self._nats_of_head(hidden_KD, _send(head_K, device))
         for index in range(1, self.num_tails + 1):
-            place_K, local_K, counted_K = self._aimed_at(index, cluster_K, target_K)
-            place_K = _send(place_K, device)
-            in_tail_K = self._nats_within(index, hidden_KD.index_select(0, place_K), _send(local_K, device))
-            nats_K = nats_K.index_add(0, place_K, (in_tail_K * _send(counted_K, device)).to(nats_K.dtype))
+            index_K, local_K, counted_K = self._targets_of(index, cluster_K, target_K)
+            index_K = _send(index_K, device)
+            in_tail_K = self._nats_within(index, hidden_KD.index_select(0, index_K), _send(local_K, device))
+            nats_K = nats_K.index_add(0, index_K, (in_tail_K * _send(counted_K, device)).to(nats_K.dtype))
         return nats_K.view(targets_BT.shape)
 
-    def top(self, hidden_BTD: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """The `count` likeliest tokens: their scores, falling, and their ids; each (B, T, R).
+    def topk(self, hidden_BTD: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """Return the k most likely tokens: their logits in falling order, and their ids; each (B, T, K).
 
-        A tail is scored only if some place gives the tail as a whole more probability than its worst candidate has:
-        no token can have more than its tail. Asking that waits for the device.
+        The logits of a tail are computed only if at some position the tail as a whole is more likely than the least
+        likely token found so far: no token can be more likely than its tail. Asking that waits for the device.
         """
         if not self.num_tails:
-            return _top(self._scores(hidden_BTD, 0), count)
+            return _topk(self._logits_within(hidden_BTD, 0), k)
         head_BTV = _log_softmax(self._head(hidden_BTD))
         num_head = self.edges[1]
-        best_BTR, id_BTR = _top(head_BTV[..., :num_head], count)
+        best_BTK, id_BTK = _topk(head_BTV[..., :num_head], k)
         for index in range(1, self.num_tails + 1):
             tail_BT1 = head_BTV[..., num_head + index - 1, None]
-            if best_BTR.shape[-1] >= count and not bool((tail_BT1 > best_BTR[..., -1:]).any()):
+            if best_BTK.shape[-1] >= k and not bool((tail_BT1 > best_BTK[..., -1:]).any()):
                 continue
-            more_BTR, more_id_BTR = _top(tail_BT1 + _log_softmax(self._scores(hidden_BTD, index)), count)
-            both_BTR = torch.cat([best_BTR, more_BTR], -1)
-            both_id_BTR = torch.cat([id_BTR, more_id_BTR + self.edges[index]], -1)
-            best_BTR, order_BTR = _top(both_BTR, count)
-            id_BTR = both_id_BTR.gather(-1, order_BTR)
-        return best_BTR, id_BTR
+            more_BTK, more_id_BTK = _topk(tail_BT1 + _log_softmax(self._logits_within(hidden_BTD, index)), k)
+            both_BTK = torch.cat([best_BTK, more_BTK], -1)
+            both_id_BTK = torch.cat([id_BTK, more_id_BTK + self.edges[index]], -1)
+            best_BTK, order_BTK = _topk(both_BTK, k)
+            id_BTK = both_id_BTK.gather(-1, order_BTK)
+        return best_BTK, id_BTK
 
-    def _aimed_at(self, index: int, cluster_K: Tensor, target_K: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of one tail: the places aimed at it, the targets within it, and 1 where a place counts.
+    def _targets_of(self, index: int, cluster_K: Tensor, target_K: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of one tail: the positions whose target is in it, the targets counted from its first token, and 1 where a
+        position is no padding.
 
-        A tail that nobody aimed at is gone through with no places: its parameters then have gradients of zeros, not
-        none, which would stall data-parallel training.
+        A tail without targets gets no positions: its parameters then have gradients of zeros, not none, which would
+        stall data-parallel training.
         """
-        place_K = (cluster_K == index).nonzero()[:, 0]
-        missing = -len(place_K) % _ROUND
-        counted_K = torch.ones(len(place_K) + missing)
-        counted_K[len(place_K) :] = 0
-        local_K = F.pad(target_K[place_K] - self.edges[index], (0, missing))
-        return F.pad(place_K, (0, missing)), local_K, counted_K
+        index_K = (cluster_K == index).nonzero()[:, 0]
+        missing = -len(index_K) % _ROUND
+        counted_K = torch.ones(len(index_K) + missing)
+        counted_K[len(index_K) :] = 0
+        local_K = F.pad(target_K[index_K] - self.edges[index], (0, missing))
+        return F.pad(index_K, (0, missing)), local_K, counted_K
 
     def _head(self, hidden_KD: Tensor) -> Tensor:
-        """Scores of the head's tokens and then of the tails: (K, V)."""
+        """Logits of the head's tokens and then of the tails: (K, V)."""
         assert self.cluster_weight is not None
         assert self.cluster_bias is not None
-        rows_KE = self._narrowed(hidden_KD, 0)
-        if rows_KE.numel() // rows_KE.shape[-1] < rows_KE.shape[-1]:  # the smaller thing is copied
-            tails_KV = F.linear(rows_KE, self.cluster_weight, self.cluster_bias)
-            return torch.cat([F.linear(rows_KE, self._cluster_table(0), self._cluster_bias(0)), tails_KV], -1)
-        return F.linear(rows_KE, *self._head_weights())
+        hidden_KE = self._to_cluster_width(hidden_KD, 0)
+        if (
+            hidden_KE.numel() // hidden_KE.shape[-1] < hidden_KE.shape[-1]
+        ):  # concatenates the smaller of logits and weights
+            tails_KV = F.linear(hidden_KE, self.cluster_weight, self.cluster_bias)
+            return torch.cat([F.linear(hidden_KE, self._cluster_table(0), self._cluster_bias(0)), tails_KV], -1)
+        return F.linear(hidden_KE, *self._head_weights())
 
     def _head_weights(self) -> tuple[Tensor, Tensor]:
         assert self.cluster_weight is not None
@@ -217,21 +227,21 @@ class AdaptiveSoftmax(nn.Module):
     def _nats_of_head(self, hidden_KD: Tensor, target_K: Tensor) -> Tensor:
         if fits_at_once(len(hidden_KD), self.edges[1] + self.num_tails):
             return cross_entropy(self._head(hidden_KD), target_K)
-        return linear_cross_entropy(self._narrowed(hidden_KD, 0), *self._head_weights(), target_K)
+        return linear_cross_entropy(self._to_cluster_width(hidden_KD, 0), *self._head_weights(), target_K)
 
     def _nats_within(self, index: int, hidden_KD: Tensor, target_K: Tensor) -> Tensor:
-        """Of targets counted from the first token of a cluster, among that cluster."""
+        """Losses within a cluster, of targets counted from its first token."""
         weights = self._cluster_table(index), self._cluster_bias(index)
-        return linear_cross_entropy(self._narrowed(hidden_KD, index), *weights, target_K)
+        return linear_cross_entropy(self._to_cluster_width(hidden_KD, index), *weights, target_K)
 
-    def _scores(self, hidden_KD: Tensor, index: int) -> Tensor:
-        return F.linear(self._narrowed(hidden_KD, index), self._cluster_table(index), self._cluster_bias(index))
+    def _logits_within(self, hidden_KD: Tensor, index: int) -> Tensor:
+        return F.linear(self._to_cluster_width(hidden_KD, index), self._cluster_table(index), self._cluster_bias(index))
 
     def _cluster_bias(self, index: int) -> Tensor:
         return self.bias[self.edges[index] : self.edges[index + 1]]
 
-    def _narrowed(self, hidden_KD: Tensor, index: int) -> Tensor:
-        """Hidden rows in the width of a cluster's embeddings: (K, E)."""
+    def _to_cluster_width(self, hidden_KD: Tensor, index: int) -> Tensor:
+        """Hidden states in the width of a cluster's embeddings: (K, E)."""
         if index < self.first_tied_projection:
             projection_DE = self.projections.get(str(index))
         else:
@@ -246,13 +256,12 @@ class AdaptiveSoftmax(nn.Module):
         return self.tables[0][start:stop] if embedding.shared else self.tables[index]
 
 
-def _top(scores_BTV: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The largest scores, falling, and their places."""
-    return scores_BTV.topk(min(count, scores_BTV.shape[-1]), dim=-1)
+def _topk(logits_BTV: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    return logits_BTV.topk(min(k, logits_BTV.shape[-1]), dim=-1)
 
 
-def _log_softmax(scores_KV: Tensor) -> Tensor:
-    return F.log_softmax(scores_KV, -1, dtype=torch.promote_types(scores_KV.dtype, torch.float32))
+def _log_softmax(logits_KV: Tensor) -> Tensor:
+    return F.log_softmax(logits_KV, -1, dtype=torch.promote_types(logits_KV.dtype, torch.float32))
 
 
 def _send(values_K: Tensor, device: torch.device) -> Tensor:

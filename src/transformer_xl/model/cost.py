@@ -128,10 +128,10 @@ def _walk(config: ModelConfig, batch_size: int, segment_length: int, memory_leng
         torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
     ):
         targets_BT = _zipf_targets(config.vocab_size, batch_size, segment_length)
-        nats_BT, extra_BT, _ = model.training_losses(tokens_BT, targets_BT, full, done=0.0)
+        nats_BT, extra_BT, _ = model.training_losses(tokens_BT, targets_BT, full, progress=0.0)
         (nats_BT + extra_BT).sum().backward()
-    carried = [tensor.nbytes for name, tensor in full.tensors().items() if name.startswith("layer")]
-    return counter.get_total_flops(), sum(kept.values()), sum(carried)
+    memory_bytes = sum(tensor.nbytes for tensor in full.cache_tensors().values())
+    return counter.get_total_flops(), sum(kept.values()), memory_bytes
 
 
 def _zipf_targets(size: int, batch_size: int, segment_length: int) -> Tensor:

@@ -1,7 +1,7 @@
-"""Dropout that is quick on a CPU: torch draws a float for every number there, and keeps masks as wide as the numbers.
+"""Dropout that is fast on a CPU, where torch draws a float for each element and keeps masks as wide as the elements.
 
-Here 16 random bits decide (any share of dropped numbers to 1 in 65,536), four of them come out of one draw, and a mask
-takes one byte a number. Drawn from torch's global random state, as torch's own is.
+Here 16 random bits decide (so p is exact to 1 in 65,536), one random number serves four elements, and a mask takes one
+byte for each. Random numbers come from torch's global random state, as torch's own dropout takes them.
 """
 
 from __future__ import annotations
@@ -16,57 +16,57 @@ from typing_extensions import override
 _BITS = 16
 
 
-class Dropout(nn.Module):
-    """In training drops that share of all numbers and scales the others up; torch's own anywhere but on a CPU.
+class FastDropout(nn.Module):
+    """In training, zero each element with probability p and scale the others by 1 / (1 - p); off the CPU torch's own.
 
-    With `relu`, negative numbers become 0 first. Where one function does both, its output is all that is kept: a number
-    that came out as 0 has no gradient, whatever made it 0.
+    With `relu`, negative elements become 0 first. One function does both, so that only its output is kept for the
+    backward pass: an element that came out as 0 has no gradient, whatever made it 0.
     """
 
-    def __init__(self, share: float, *, relu: bool = False) -> None:
+    def __init__(self, p: float, *, relu: bool = False) -> None:
         super().__init__()
-        self.share, self.relu = share, relu
+        self.p, self.relu = p, relu
 
     @override
     def forward(self, x: Tensor) -> Tensor:
-        """Any shape."""
-        if not self.training or not self.share:
+        """Return a tensor of the same shape; any shape will do."""
+        if not self.training or not self.p:
             return x.relu() if self.relu else x
         if x.device.type not in ("cpu", "meta") or torch.compiler.is_compiling():
-            return F.dropout(x.relu() if self.relu else x, self.share)
-        return (_DroppedRelu if self.relu else _Dropped).apply(x, self.share)
+            return F.dropout(x.relu() if self.relu else x, self.p)
+        return (_DroppedRelu if self.relu else _Dropped).apply(x, self.p)
 
     @override
     def extra_repr(self) -> str:
-        return f"share={self.share}, relu={self.relu}"
+        return f"p={self.p}, relu={self.relu}"
 
 
-def draw_kept(keep: Tensor, share: float, draws: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """Fills `keep` (bool) with true where a number stays.
+def draw_mask(keep: Tensor, p: float, draws: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """Fill `keep` (bool) with true where an element is kept, and return it.
 
     Args:
         keep: overwritten.
-        share: of numbers dropped, below 1.
-        draws: int64 work space, one number for every four of `keep` at least.
+        p: probability that an element is dropped, below 1.
+        draws: int64 work space of `num_draws` numbers.
         generator: none: torch's global one.
     """
     draws.random_(-(2**63), None, generator=generator)
-    least = min(round(share * 2**_BITS), 2**_BITS - 1) - 2 ** (_BITS - 1)
+    least = min(round(p * 2**_BITS), 2**_BITS - 1) - 2 ** (_BITS - 1)
     return torch.ge(draws.view(torch.int16)[: keep.numel()].view(keep.shape), least, out=keep)
 
 
 def num_draws(count: int) -> int:
-    """How many int64 numbers `draw_kept` needs for so many decisions."""
+    """Return how many int64 numbers `draw_mask` needs for a mask of `count` elements."""
     return -(-count * _BITS // 64)
 
 
 class _Dropped(torch.autograd.Function):
     @staticmethod
     @override
-    def forward(ctx: Any, x: Tensor, share: float) -> Tensor:  # pyrefly: ignore[bad-override]
-        keep = _kept(x, share)
+    def forward(ctx: Any, x: Tensor, p: float) -> Tensor:  # pyrefly: ignore[bad-override]
+        keep = _mask(x, p)
         ctx.save_for_backward(keep)
-        ctx.scale = 1 / (1 - share)
+        ctx.scale = 1 / (1 - p)
         return torch.mul(x, keep).mul_(ctx.scale)
 
     @staticmethod
@@ -79,9 +79,9 @@ class _Dropped(torch.autograd.Function):
 class _DroppedRelu(torch.autograd.Function):
     @staticmethod
     @override
-    def forward(ctx: Any, x: Tensor, share: float) -> Tensor:  # pyrefly: ignore[bad-override]
-        ctx.scale = 1 / (1 - share)
-        out = x.relu().mul_(_kept(x, share)).mul_(ctx.scale)
+    def forward(ctx: Any, x: Tensor, p: float) -> Tensor:  # pyrefly: ignore[bad-override]
+        ctx.scale = 1 / (1 - p)
+        out = x.relu().mul_(_mask(x, p)).mul_(ctx.scale)
         ctx.save_for_backward(out)
         return out
 
@@ -92,6 +92,6 @@ class _DroppedRelu(torch.autograd.Function):
         return torch.mul(grad_outputs[0], out > 0).mul_(ctx.scale), None
 
 
-def _kept(x: Tensor, share: float) -> Tensor:
+def _mask(x: Tensor, p: float) -> Tensor:
     draws = torch.empty(num_draws(x.numel()), dtype=torch.int64, device=x.device)
-    return draw_kept(torch.empty(x.shape, dtype=torch.bool, device=x.device), share, draws)
+    return draw_mask(torch.empty(x.shape, dtype=torch.bool, device=x.device), p, draws)

@@ -1,12 +1,12 @@
-"""The contract of every language model here; training, scoring, generation and analysis use nothing else.
+"""The interface of every language model here; training, evaluation, generation and analysis use nothing else.
 
-    memory = model.initial_memory(batch_size)         (or, for weights that stay, model.inference_memory(batch_size))
+    memory = model.initial_memory(batch_size)         (or model.inference_memory(batch_size), where nothing is trained)
     hidden_BTD, memory = model(tokens_BT, memory)
     logits_BTV = model.logits(hidden_BTD)
     nats_BT = model.nats(hidden_BTD, targets_BT)
-    scores_BTR, ids_BTR = model.top(hidden_BTD, count)
+    logits_BTK, ids_BTK = model.topk(hidden_BTD, k)
 
-Letters: B rows, T new tokens, D model width, V vocabulary, R candidates.
+Letters: B batch rows, T new tokens, D model width, V vocabulary, K most likely tokens.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from transformer_xl.model.memory import ContextLimits, Memory
 
 
 class LanguageModel(nn.Module, ABC):
-    """Reads tokens beside a memory, and says how likely each next token is."""
+    """A model that reads tokens after a memory and predicts the next token at every position."""
 
     layers: nn.ModuleList
-    """What training may compile, recompute or share out one by one: modules that follow one another, alike."""
+    """The layers in order, alike; training may compile, checkpoint or shard them one by one."""
 
     def __init__(self, config: BaseModelConfig, *, memory_length: int = 128) -> None:
         super().__init__()
@@ -34,35 +34,52 @@ class LanguageModel(nn.Module, ABC):
         self.context_limits = ContextLimits(
             memory_length, config.limit("attention_window"), config.limit("clamp_length")
         )
-        """Limits of attention where a memory is made without others."""
+        """The limits of a memory that is made without others."""
         self.activation_checkpointing = False
-        """Whether what is inside a layer is computed again in the backward pass, dropout and all, and not kept."""
+        """Compute the activations inside a layer again in the backward pass, dropout included, instead of keeping
+        them."""
 
     @abstractmethod
     def initial_memory(self, batch_size: int, context_limits: ContextLimits | None = None) -> Memory:
-        """An empty memory for B rows; `reach` in place of the model's own."""
+        """Return an empty memory for training.
+
+        Args:
+            batch_size: B.
+            context_limits: how far attention looks back; none: the model's own limits.
+
+        Raises:
+            UserError: this model cannot have such limits.
+        """
 
     def inference_memory(self, batch_size: int, context_limits: ContextLimits | None = None) -> Memory:
-        """An empty memory of the quickest kind for a model whose weights do not change; no gradient passes it.
+        """Return an empty memory of the fastest kind for weights that do not change: a KV cache where there is one.
 
-        What it gives is what `initial_memory` gives. It goes with this model, device and number format alone.
+        Hidden states are those with `initial_memory`, but no gradient passes this memory, and it fits only this model,
+        device and dtype. Arguments and errors are those of `initial_memory`.
         """
         return self.initial_memory(batch_size, context_limits)
 
     def generation_memory(
-        self, batch_size: int, context_limits: ContextLimits | None = None, *, segment: int
+        self, batch_size: int, context_limits: ContextLimits | None = None, *, segment_length: int
     ) -> Memory:
-        """An empty memory to write with, token after token; `segment` is the longest that training had.
+        """Return an empty memory for generating token after token.
 
-        What `inference_memory` gives, but where nothing is kept of earlier segments (memory 0): the model would see
-        only the token just written, so it gets what makes a segment with that token. A model without any memory
-        remembers those tokens, and reads them again every time.
+        It is that of `inference_memory`, unless the limits have memory_length 0: then the model would see only the
+        newest token, so it gets the memory that together with that token makes a segment. A model that has no memory
+        keeps those tokens, and reads them again every time.
+
+        Args:
+            batch_size: B.
+            context_limits: how far attention looks back; none: the model's own limits.
+            segment_length: the longest segment of training, in tokens.
+
+        Raises:
+            UserError: this model cannot have such limits.
         """
-        context_limits = context_limits or self.context_limits
-        return self.inference_memory(
-            batch_size,
-            context_limits if context_limits.memory_length else replace(context_limits, memory_length=segment - 1),
-        )
+        limits = context_limits or self.context_limits
+        if not limits.memory_length:
+            limits = replace(limits, memory_length=segment_length - 1)
+        return self.inference_memory(batch_size, limits)
 
     @abstractmethod
     @override
@@ -74,26 +91,36 @@ class LanguageModel(nn.Module, ABC):
         inputs_BTD: Tensor | None = None,
         lengths_B: Tensor | None = None,
     ) -> tuple[Tensor, Memory]:
-        """Reads T tokens of each row after what `memory` holds; gives hidden rows (B, T, D) and the next memory.
+        """Read T tokens of each batch row after what `memory` holds.
 
-        Where `lengths_B` is given, only so many tokens of a row, the last ones, are its own. Those before are padding,
-        which is neither attended nor remembered; hidden rows of padding mean nothing, but are finite.
+        Args:
+            tokens_BT: token ids, int64.
+            memory: what was read before; none: nothing. It is not changed.
+            inputs_BTD: in place of tokens, continuous inputs to the first layer.
+            lengths_B: how many of the T tokens, the last ones, belong to each batch row. Those before are padding,
+                which is neither attended nor remembered; its hidden states mean nothing, but are finite. None: all.
+
+        Returns:
+            hidden states (B, T, D), and the memory after these tokens.
+
+        Raises:
+            UserError: not exactly one kind of input, a wrong shape, or a memory of another batch or model.
         """
 
     def training_losses(
-        self, tokens_BT: Tensor, targets_BT: Tensor, memory: Memory, *, done: float
+        self, tokens_BT: Tensor, targets_BT: Tensor, memory: Memory, *, progress: float
     ) -> tuple[Tensor, Tensor, Memory]:
-        """What a step of training needs: `nats` of the targets, what else the model is to be trained for, the memory.
+        """Return the losses of one training step.
 
         Args:
             tokens_BT: as for `forward`.
             targets_BT: as for `nats`.
             memory: as for `forward`.
-            done: share of the training that is done, from 0 to 1.
+            progress: how much of the training is done, from 0 to 1.
 
         Returns:
-            nats (B, T); auxiliary losses of the same places in nats (B, T), zeros unless a model has some, which are
-            trained and never reported; and the next memory.
+            nats (B, T) of the targets; auxiliary losses at the same positions in nats (B, T), zeros unless a model has
+            some, which are trained and never reported; and the next memory.
         """
         hidden_BTD, memory = self(tokens_BT, memory)
         nats_BT = self.nats(hidden_BTD, targets_BT)
@@ -101,24 +128,36 @@ class LanguageModel(nn.Module, ABC):
 
     @abstractmethod
     def logits(self, hidden_BTD: Tensor) -> Tensor:
-        """Unnormalised log-probabilities (B, T, V) of the token after each place."""
+        """Return the next-token logits, shape (B, T, V), for every position."""
 
     @abstractmethod
     def nats(self, hidden_BTD: Tensor, targets_BT: Tensor) -> Tensor:
-        """Loss of each target in nats, float32 (or float64) of shape (B, T), in input order, never averaged.
+        """Return the cross-entropy of each target.
 
-        Targets may lie on the CPU whatever the model's device, and best do: then nothing is waited for.
+        Args:
+            hidden_BTD: what `forward` returned.
+            targets_BT: token ids, int64. They may be on the CPU whatever the model's device, and best are: then nothing
+                waits for the device.
+
+        Returns:
+            nats, float32 (or float64) of shape (B, T), in input order, never averaged.
         """
 
-    def topk(self, hidden_BTD: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """The `count` likeliest tokens of each place (fewer where V is smaller): scores, falling, and ids; (B, T, R).
+    def topk(self, hidden_BTD: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """Return the k most likely next tokens at every position (fewer where V is smaller).
 
-        Scores of one place differ from log-probabilities by a constant. A model that can find them without scoring
-        the whole vocabulary does so.
+        A model that finds them without computing the logits of the whole vocabulary does so.
+
+        Args:
+            hidden_BTD: what `forward` returned.
+            k: number of tokens.
+
+        Returns:
+            their logits in falling order, up to a constant at each position, and their ids; each (B, T, K).
         """
-        scores_BTV = self.logits(hidden_BTD)
-        return scores_BTV.topk(min(count, scores_BTV.shape[-1]), dim=-1)
+        logits_BTV = self.logits(hidden_BTD)
+        return logits_BTV.topk(min(k, logits_BTV.shape[-1]), dim=-1)
 
     def num_parameters(self) -> int:
-        """Number of trained numbers, shared ones counted once."""
+        """Return the number of trained parameters, shared ones counted once."""
         return sum(parameter.numel() for parameter in self.parameters())

@@ -1,10 +1,10 @@
-"""A linear map that is quick for a single token too.
+"""A linear layer that is fast for a single token too.
 
-With few rows a product takes as long as reading the weights. On a CPU torch's product of a row and a matrix reads them
-at some two thirds of the speed that memory has; as a batch of products, one for each thread with a part of the
-weights, it comes near to it (`benchmarks/generation.py`).
+With few rows a matrix product takes as long as reading the weights. On a CPU torch's product of a row and a matrix
+reads them at about two thirds of the memory bandwidth; as a batch of products, one for each thread with a part of the
+weights, it comes close to it (`benchmarks/generation.py`).
 
-Letters: X rows, I and O widths of input and output, Y parts.
+Letters: X rows, I and O widths of input and output, Y parts of the weights.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing_extensions import override
 _FEW_ROWS = 32
 
 
-class Linear(nn.Linear):
-    """As torch's, the same parameters; weights are read in one part for each thread where rows are few."""
+class FewRowsLinear(nn.Linear):
+    """torch's Linear, but on a CPU without gradient each thread reads a part of the weights where rows are few."""
 
     @override
     def forward(self, input: Tensor) -> Tensor:
-        """Gives (..., O)."""
+        """Return (..., O) for an input of shape (..., I)."""
         if torch.is_grad_enabled() or torch.compiler.is_compiling() or not self._few_rows(input):
             return super().forward(input)
         num_parts = torch.get_num_threads()

@@ -1,39 +1,45 @@
-"""Memory is a value: what a model keeps of earlier segments, handed in and handed back, never changed.
+"""Memory is a value: what a model keeps of the segments it has read, passed in and handed back, never changed in place.
 
-It has its full length from the first step: empty slots are zeros, counted as not valid, and never attended. So shapes
-stay the same from the first token to the last. There are several kinds with one interface: hidden rows, for training
-(here), and keys and values, for weights that do not change (`key_values.py`).
+    hidden_BTD, memory = model(tokens_BT, memory)      a Memory holds one LayerCache for each layer
+    x_BTD, cache = layer(x_BTD, cache, context)        a layer takes its own cache and returns the next one
 
-Letters: B rows, T new tokens, M memory slots, S = M + T, D model width, L layers, X any shape.
+A memory has its full length from the first step: empty slots hold zeros, are not counted as valid, and are never
+attended. So shapes stay the same from the first segment to the last. All kinds share one interface: hidden states, for
+training (here); keys and values, for inference (`key_values.py`); the state of a recurrent network and plain tokens
+(`baselines/`).
+
+Letters: B batch rows, T new tokens, M memory slots, S = M + T, D model width, X any size.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, replace
-from typing import Self, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, fields, replace
+from typing import Generic, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from typing_extensions import override
+from typing_extensions import TypeVar, override
 
 from transformer_xl.config import INT32_MAX, UserError
-
-Kind = TypeVar("Kind", bound="Memory")
 
 
 @dataclass(frozen=True)
 class ContextLimits:
-    """How far attention looks back; evaluation may look much further than training did."""
+    """How far attention looks back; evaluation may look much further than training did.
+
+    Raises:
+        UserError: a length that is too small or too large.
+    """
 
     memory_length: int
     """M: memory slots."""
     attention_window: int | None = None
-    """Number of keys a query sees, itself included; none: all there are."""
+    """Number of keys a query attends to, itself included; none: all there are."""
     clamp_length: int | None = None
-    """Distances above this count as this one in the position encoding; none: no limit."""
+    """Distances above this one share its position encoding; none: no limit."""
 
     def __post_init__(self) -> None:
         for name, least in (("memory_length", 0), ("attention_window", 1), ("clamp_length", 1)):
@@ -45,17 +51,66 @@ class ContextLimits:
 
 
 @dataclass(frozen=True, eq=False)
-class Memory(ABC):
-    """What any kind of memory knows and can do; none of it changes a memory that is there."""
+class LayerCache(ABC):
+    """What one layer keeps of the tokens it has read: batch first, without gradient, never changed in place.
 
+    The fields of a subclass are the tensors it keeps, unless it overrides `tensors` and `with_tensors`.
+    """
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors of the cache by name, the batch as their first dimension."""
+        return {_without_suffix(field.name): getattr(self, field.name) for field in fields(self)}
+
+    def with_tensors(self, tensors: Mapping[str, Tensor]) -> Self:
+        """Return a cache of the same kind that holds the given tensors, named as `tensors` names them."""
+        return replace(self, **{field.name: tensors[_without_suffix(field.name)] for field in fields(self)})
+
+    @abstractmethod
+    def resized(self, length: int) -> Self:
+        """Return the cache with `length` slots: empty ones are added in front, or the oldest are dropped."""
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Self:
+        """Return the cache with each of its tensors changed by a function."""
+        return self.with_tensors({name: change(tensor) for name, tensor in self.tensors().items()})
+
+    def reset(self, reset_B: Tensor) -> Self:
+        """Return the cache with zeros in the batch rows where the mask is true."""
+        return self.map(lambda kept: kept.masked_fill(reset_B.view(-1, *[1] * (kept.ndim - 1)), 0))
+
+    def to(self, device: torch.device | str | None, dtype: torch.dtype | None) -> Self:
+        """Return the cache on another device, with its floating-point tensors in another dtype."""
+        return self.map(lambda kept: kept.to(device=device, dtype=dtype if kept.is_floating_point() else None))
+
+
+Cache = TypeVar("Cache", bound=LayerCache, default=LayerCache, covariant=True)
+AnyCache = TypeVar("AnyCache", bound=LayerCache)
+AnyMemory = TypeVar("AnyMemory", bound="Memory")
+
+
+@dataclass(frozen=True, eq=False)
+class Memory(Generic[Cache]):
+    """What a model keeps of the tokens it has read; no method changes the memory it is called on."""
+
+    layers: tuple[Cache, ...]
+    """One cache for each layer."""
     _: KW_ONLY
     valid_B: Tensor
-    """How many slots of each row hold something (int64); they stand last, so the newest token is always at M - 1."""
+    """Number of slots of each batch row that hold something (int64); they come last, the newest token at M - 1."""
     position_B: Tensor
-    """How many tokens each row has read since its last reset (int64)."""
+    """Number of tokens each batch row has read since its last reset (int64)."""
     context_limits: ContextLimits
-    least_valid: int
-    """A lower bound of valid_B known without asking the device, so that a full memory needs no mask."""
+    min_valid: int
+    """A lower bound of valid_B known without waiting for the device, so that a full memory needs no mask."""
+
+    @classmethod
+    def of_layers(
+        cls, layers: Iterable[LayerCache], batch_size: int, context_limits: ContextLimits, device: torch.device
+    ) -> Self:
+        """Return a memory without valid slots from the empty caches of the layers."""
+        zeros_B = torch.zeros(batch_size, dtype=torch.int64, device=device)
+        return cls(
+            tuple(layers), valid_B=zeros_B, position_B=zeros_B.clone(), context_limits=context_limits, min_valid=0
+        )
 
     @property
     def batch_size(self) -> int:
@@ -64,202 +119,190 @@ class Memory(ABC):
 
     @property
     def length(self) -> int:
-        """M, counting empty slots."""
+        """M, empty slots included."""
         return self.context_limits.memory_length
 
     @property
     def all_valid(self) -> bool:
         """Whether every slot is known to hold something."""
-        return self.least_valid >= self.length
+        return self.min_valid >= self.length
+
+    def advance(self, layers: Iterable[LayerCache], num_new: int, lengths_B: Tensor | None = None) -> Self:
+        """Return the memory after T more tokens.
+
+        Args:
+            layers: the caches that the layers returned.
+            num_new: T.
+            lengths_B: how many of the T tokens belong to each batch row, where there is padding before them; none: T.
+        """
+        read_B = num_new if lengths_B is None else lengths_B
+        return replace(
+            self,
+            layers=tuple(layers),
+            valid_B=(self.valid_B + read_B).clamp(max=self.length),
+            position_B=self.position_B + read_B,
+            # how much was read of padded batches is on the device, and asking would wait for it
+            min_valid=min(self.min_valid + (num_new if lengths_B is None else 0), self.length),
+        )
 
     def reset(self, rows: Sequence[int] | Tensor) -> Self:
-        """The memory with the given rows (indices, or a mask of B truth values) empty again."""
+        """Return the memory with some batch rows empty again.
+
+        Args:
+            rows: indices, or a boolean mask of shape (B,).
+        """
         index = torch.as_tensor(rows, device=self.valid_B.device)
         keep_B = torch.ones_like(self.valid_B)
         keep_B[index if index.dtype == torch.bool else index.long()] = 0
-        counted = replace(self, valid_B=self.valid_B * keep_B, position_B=self.position_B * keep_B, least_valid=0)
-        return counted._emptied(keep_B == 0)
+        return replace(
+            self,
+            layers=tuple(cache.reset(keep_B == 0) for cache in self.layers),
+            valid_B=self.valid_B * keep_B,
+            position_B=self.position_B * keep_B,
+            min_valid=0,
+        )
 
     def select(self, rows: Sequence[int] | Tensor) -> Self:
-        """The memory of the given rows, in that order; a row may be taken several times (samples, beams)."""
-        index_B = torch.as_tensor(rows, device=self.valid_B.device).long()
-        counted = replace(self, valid_B=self.valid_B[index_B], position_B=self.position_B[index_B])
-        return counted._taken(index_B)
-
-    @abstractmethod
-    def _emptied(self, rows_B: Tensor) -> Self:
-        """With zeros in the slots of these rows (a mask), where that matters; their counts are 0 already."""
-
-    @abstractmethod
-    def _taken(self, index_B: Tensor) -> Self:
-        """With what these rows hold; their counts are there already."""
+        """Return the memory of the given batch rows, in that order; a row may be taken several times (beam search)."""
+        index = torch.as_tensor(rows, device=self.valid_B.device).long()
+        selected = self.map(lambda kept: kept[index])
+        return replace(selected, valid_B=self.valid_B[index], position_B=self.position_B[index])
 
     @staticmethod
-    def concatenate(memories: Sequence[Kind]) -> Kind:
-        """The rows of several memories of one model and reach, one after the other."""
+    def concatenate(memories: Sequence[AnyMemory]) -> AnyMemory:
+        """Return the batch rows of several memories of one model and the same limits, one after the other."""
         assert len({memory.context_limits for memory in memories}) == 1
-        counted = replace(
+        return replace(
             memories[0],
+            layers=tuple(_concatenated(caches) for caches in zip(*(m.layers for m in memories), strict=True)),
             valid_B=torch.cat([memory.valid_B for memory in memories]),
             position_B=torch.cat([memory.position_B for memory in memories]),
-            least_valid=min(memory.least_valid for memory in memories),
+            min_valid=min(memory.min_valid for memory in memories),
         )
-        return counted._joined(memories)
 
-    @abstractmethod
-    def _joined(self, memories: Sequence[Self]) -> Self:
-        """With what these memories hold, row after row; its counts are there already."""
-
-    @abstractmethod
     def resized(self, length: int) -> Self:
-        """The memory with so many slots: empty ones come in front, or the oldest go."""
+        """Return the memory with `length` slots: empty ones are added in front, or the oldest are dropped."""
+        return replace(
+            self,
+            layers=tuple(cache.resized(length) for cache in self.layers),
+            valid_B=self.valid_B.clamp(max=length),
+            context_limits=replace(self.context_limits, memory_length=length),
+            min_valid=min(self.min_valid, length),
+        )
 
-    @abstractmethod
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
-        """The memory on another device, or with what it holds in another dtype."""
+        """Return the memory on another device, or with its floating-point tensors in another dtype."""
+        return replace(
+            self,
+            layers=tuple(cache.to(device, dtype) for cache in self.layers),
+            valid_B=self.valid_B.to(device=device),
+            position_B=self.position_B.to(device=device),
+        )
 
-    @abstractmethod
+    def map(self, change: Callable[[Tensor], Tensor]) -> Self:
+        """Return the memory with each tensor of its caches changed by a function."""
+        return replace(self, layers=tuple(cache.map(change) for cache in self.layers))
+
+    def cache_tensors(self) -> dict[str, Tensor]:
+        """Return the tensors of the caches as `NAME_LAYER`, without the counts."""
+        return {f"{name}_{i}": kept for i, cache in enumerate(self.layers) for name, kept in cache.tensors().items()}
+
     def tensors(self) -> dict[str, Tensor]:
-        """What is needed to keep it in a file, by name."""
+        """Return by name all tensors a checkpoint must keep: those of the caches, `valid` and `position`."""
+        return {**self.cache_tensors(), "valid": self.valid_B, "position": self.position_B}
 
-    @abstractmethod
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> Self:
-        """A memory of this one's shape and device holding what `tensors()` gave.
+        """Return a memory of this one's shape, device and dtype that holds what `tensors()` returned.
 
         Raises:
             UserError: names or shapes are not this memory's.
         """
-
-    def _fitting(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Those tensors on the device and in the dtype of this memory's own, whose names and shapes they must have."""
         own = self.tensors()
         if own.keys() != tensors.keys() or any(own[name].shape != tensors[name].shape for name in own):
-            raise UserError("the kept memory has another shape than this model, row count and memory length need")
+            raise UserError("the saved memory has another shape than this model, batch size and memory length need")
         # clone: tensors read from a file may lie at odd addresses, which can change the last bit of matrix products
-        return {name: tensors[name].to(own[name].device, own[name].dtype).clone() for name in own}
-
-    def _resized_counts(self, length: int) -> Self:
-        return replace(
-            self,
-            valid_B=self.valid_B.clamp(max=length),
-            context_limits=replace(self.context_limits, memory_length=length),
-            least_valid=min(self.least_valid, length),
+        new = {name: tensors[name].to(own[name].device, own[name].dtype).clone() for name in own}
+        layers = tuple(
+            cache.with_tensors({name: new[f"{name}_{i}"] for name in cache.tensors()})
+            for i, cache in enumerate(self.layers)
         )
-
-    def _counted(self, num_new: int, lengths_B: Tensor | None) -> Self:
-        """With the counts it has after so many tokens more; of each row as many as `lengths_B` says, where given."""
-        read_B = num_new if lengths_B is None else lengths_B
-        return replace(
-            self,
-            valid_B=(self.valid_B + read_B).clamp(max=self.length),
-            position_B=self.position_B + read_B,
-            # of padded rows nobody knows how much was read without asking the device
-            least_valid=min(self.least_valid + (num_new if lengths_B is None else 0), self.length),
-        )
+        min_valid = int(new["valid"].min()) if self.batch_size else 0
+        return replace(self, layers=layers, valid_B=new["valid"], position_B=new["position"], min_valid=min_valid)
 
 
 @dataclass(frozen=True, eq=False)
-class HiddenMemory(Memory):
-    """The inputs every layer had at the last M tokens of each row, without gradient (paper section 3.2)."""
+class HiddenCache(LayerCache):
+    """The inputs a layer had at the last M tokens of each batch row (paper section 3.2)."""
 
-    layers_BMD: tuple[Tensor, ...]
-    """One tensor a layer."""
+    hidden_BMD: Tensor
 
-    @property
-    def layer_shape(self) -> tuple[int, int]:
-        """L and D, which must be the model's."""
-        return len(self.layers_BMD), self.layers_BMD[0].shape[-1]
+    def append(self, x_BTD: Tensor, lengths_B: Tensor | None = None) -> HiddenCache:
+        """Return the cache after T more inputs: the last M of [cache ; inputs], detached.
+
+        Args:
+            x_BTD: the layer's new inputs.
+            lengths_B: how many of them belong to each batch row; those before are padding, which is not kept.
+        """
+        old_BMD, new_BTD = self.hidden_BMD, x_BTD.detach()
+        num_old, num_new = old_BMD.shape[1], new_BTD.shape[1]
+        if lengths_B is not None:
+            hidden_BSD = torch.cat([old_BMD, new_BTD.to(old_BMD.dtype)], dim=1)
+            return HiddenCache(padding_first(hidden_BSD, num_new, lengths_B)[:, num_new:].contiguous())
+        if num_new >= num_old:
+            # contiguous: a view would keep the whole segment alive
+            return HiddenCache(new_BTD[:, num_new - num_old :].contiguous())
+        return HiddenCache(torch.cat([old_BMD[:, num_new:], new_BTD.to(old_BMD.dtype)], dim=1))
+
+    @override
+    def resized(self, length: int) -> HiddenCache:
+        return HiddenCache(resized_slots(self.hidden_BMD, length, dim=1))
+
+
+class HiddenMemory(Memory[HiddenCache]):
+    """Hidden states: the memory of a model whose weights change, and so must be projected to keys and values anew."""
 
     @staticmethod
     def empty(
         num_layers: int, batch_size: int, width: int, context_limits: ContextLimits, like: Tensor
     ) -> HiddenMemory:
-        """A memory without valid slots, on the device and in the dtype of `like`."""
-        counts_B = torch.zeros(batch_size, dtype=torch.int64, device=like.device)
+        """Return a memory without valid slots, on the device and in the dtype of `like`."""
         shape = (batch_size, context_limits.memory_length, width)
-        layers = tuple(torch.zeros(shape, dtype=like.dtype, device=like.device) for _ in range(num_layers))
-        return HiddenMemory(
-            layers, valid_B=counts_B, position_B=counts_B.clone(), context_limits=context_limits, least_valid=0
-        )
-
-    def after(self, inputs_BTD: Sequence[Tensor], lengths_B: Tensor | None = None) -> HiddenMemory:
-        """The memory once each layer has read its T new inputs: the last M rows of [memory ; inputs], detached.
-
-        Args:
-            inputs_BTD: of each layer.
-            lengths_B: how many of the T are the row's own; those before are padding, which is not kept.
-        """
-        layers = tuple(
-            _last_rows(old, new.detach(), lengths_B) for old, new in zip(self.layers_BMD, inputs_BTD, strict=True)
-        )
-        return replace(self._counted(inputs_BTD[0].shape[1], lengths_B), layers_BMD=layers)
-
-    @override
-    def _emptied(self, rows_B: Tensor) -> HiddenMemory:
-        return replace(self, layers_BMD=tuple(layer.masked_fill(rows_B[:, None, None], 0) for layer in self.layers_BMD))
-
-    @override
-    def _taken(self, index_B: Tensor) -> HiddenMemory:
-        return replace(self, layers_BMD=tuple(layer[index_B] for layer in self.layers_BMD))
-
-    @override
-    def _joined(self, memories: Sequence[HiddenMemory]) -> HiddenMemory:
-        layers = zip(*(memory.layers_BMD for memory in memories), strict=True)
-        return replace(self, layers_BMD=tuple(torch.cat(parts) for parts in layers))
-
-    @override
-    def resized(self, length: int) -> HiddenMemory:
-        kept = min(length, self.length)
-        layers = tuple(F.pad(layer[:, self.length - kept :], (0, 0, length - kept, 0)) for layer in self.layers_BMD)
-        return replace(self._resized_counts(length), layers_BMD=layers)
-
-    @override
-    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> HiddenMemory:
-        layers = tuple(layer.to(device=device, dtype=dtype) for layer in self.layers_BMD)
-        return replace(self, layers_BMD=layers, **counts_on(self, device))
-
-    @override
-    def tensors(self) -> dict[str, Tensor]:
-        named = {f"layer_{index}": layer for index, layer in enumerate(self.layers_BMD)}
-        return {**named, "valid": self.valid_B, "position": self.position_B}
-
-    @override
-    def with_tensors(self, tensors: Mapping[str, Tensor]) -> HiddenMemory:
-        fitting = self._fitting(tensors)
-        layers = tuple(fitting[f"layer_{index}"] for index in range(len(self.layers_BMD)))
-        least = int(fitting["valid"].min()) if self.batch_size else 0
-        return replace(
-            self, layers_BMD=layers, valid_B=fitting["valid"], position_B=fitting["position"], least_valid=least
-        )
+        # not like.new_zeros: `like` may be sharded over processes, and memory never is
+        caches = (HiddenCache(torch.zeros(shape, dtype=like.dtype, device=like.device)) for _ in range(num_layers))
+        return HiddenMemory.of_layers(caches, batch_size, context_limits, like.device)
 
 
-def without_padding(rows_BSX: Tensor, num_new: int, lengths_B: Tensor) -> Tensor:
-    """Rows [memory ; padding ; new] as [padding ; memory ; new], so that nothing stands between what was read.
+def padding_first(x_BSX: Tensor, num_new: int, lengths_B: Tensor) -> Tensor:
+    """Reorder [memory ; padding ; new] to [padding ; memory ; new], so that no gap is left between what was read.
 
     Args:
-        rows_BSX: S rows of any kind, of which the last `num_new` are new or padding.
+        x_BSX: memory, then `num_new` new tokens (or their hidden states, keys, values) of which the first are padding.
         num_new: T.
-        lengths_B: how many of the T are new; the others, before them, are padding.
+        lengths_B: how many of the T are no padding.
+
+    Returns:
+        a tensor of the same shape.
     """
-    num_rows = rows_BSX.shape[1]
+    length = x_BSX.shape[1]
     padding_B1 = (num_new - lengths_B)[:, None]
-    place_S = torch.arange(num_rows, device=rows_BSX.device)
-    is_new_BS = place_S >= num_rows - num_new + padding_B1
-    from_BS = torch.where(is_new_BS, place_S, (place_S - padding_B1).clamp(min=0))
-    return rows_BSX[torch.arange(len(rows_BSX), device=rows_BSX.device)[:, None], from_BS]
+    index_S = torch.arange(length, device=x_BSX.device)
+    is_new_BS = index_S >= length - num_new + padding_B1
+    source_BS = torch.where(is_new_BS, index_S, (index_S - padding_B1).clamp(min=0))
+    return x_BSX[torch.arange(len(x_BSX), device=x_BSX.device)[:, None], source_BS]
 
 
-def counts_on(memory: Memory, device: torch.device | str | None) -> dict[str, Tensor]:
-    """The counts of a memory on another device, by name."""
-    return {"valid_B": memory.valid_B.to(device=device), "position_B": memory.position_B.to(device=device)}
+def resized_slots(x: Tensor, length: int, *, dim: int) -> Tensor:
+    """Return `length` slots along a dimension: zeros are added in front, or the oldest slots are dropped."""
+    kept = min(length, x.shape[dim])
+    newest = x.narrow(dim, x.shape[dim] - kept, kept)
+    return F.pad(newest, [0, 0] * (x.ndim - 1 - dim) + [length - kept, 0])
 
 
-def _last_rows(old_BMD: Tensor, new_BTD: Tensor, lengths_B: Tensor | None) -> Tensor:
-    num_old, num_new = old_BMD.shape[1], new_BTD.shape[1]
-    if lengths_B is not None:
-        rows_BSD = torch.cat([old_BMD, new_BTD.to(old_BMD.dtype)], dim=1)
-        return without_padding(rows_BSD, num_new, lengths_B)[:, num_new:].contiguous()
-    if num_new >= num_old:
-        # contiguous: a view would keep the whole segment alive
-        return new_BTD[:, num_new - num_old :].contiguous()
-    return torch.cat([old_BMD[:, num_new:], new_BTD.to(old_BMD.dtype)], dim=1)
+def _concatenated(caches: Sequence[AnyCache]) -> AnyCache:
+    every = [cache.tensors() for cache in caches]
+    return caches[0].with_tensors({name: torch.cat([one[name] for one in every]) for name in every[0]})
+
+
+def _without_suffix(name: str) -> str:
+    """The name of a tensor without the letters of its shape: hidden for hidden_BMD."""
+    return name.rpartition("_")[0]

@@ -1,6 +1,6 @@
-"""What every model of tokens here shares: embedding and softmax around layers of any kind.
+"""What all models of tokens share: embedding and softmax around layers of any kind.
 
-Letters: B rows, T new tokens, D model width, V vocabulary, R candidates, X any shape.
+Letters: B batch rows, T new tokens, D model width, V vocabulary, K most likely tokens.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from transformer_xl.config import BaseModelConfig, UserError
 from transformer_xl.model.adaptive import AdaptiveEmbedding, AdaptiveSoftmax
-from transformer_xl.model.dropout import Dropout
+from transformer_xl.model.dropout import FastDropout
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import ContextLimits, Memory
 
@@ -28,10 +28,10 @@ class TokenModel(LanguageModel):
         super().__init__(config, memory_length=memory_length)
         self.embedding = AdaptiveEmbedding(config)
         self.softmax = AdaptiveSoftmax(config, self.embedding)
-        self.dropout = Dropout(config.dropout)
+        self.dropout = FastDropout(config.dropout)
 
     def init_weights(self) -> None:
-        """Draws the first weights as the authors' code does: N(0, 0.02), biases 0, LayerNorm weights N(1, 0.02)."""
+        """Draws the initial weights as the authors' code does: N(0, 0.02), biases 0, LayerNorm weights N(1, 0.02)."""
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, 0.0, WEIGHT_STD)
@@ -51,25 +51,25 @@ class TokenModel(LanguageModel):
         return self.softmax.nats(hidden_BTD, targets_BT)
 
     @override
-    def topk(self, hidden_BTD: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        return self.softmax.top(hidden_BTD, count)
+    def topk(self, hidden_BTD: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        return self.softmax.topk(hidden_BTD, k)
 
-    def checked(self, context_limits: ContextLimits | None) -> ContextLimits:
-        """The model's own reach, or the one that is asked for.
+    def check_limits(self, context_limits: ContextLimits | None) -> ContextLimits:
+        """Return the given limits, or the model's own where there are none.
 
         Raises:
-            UserError: this model has nothing that could reach so.
+            UserError: this model cannot have such limits.
         """
-        context_limits = context_limits or self.context_limits
+        limits = context_limits or self.context_limits
         self.config.check_context_limits(
-            memory_length=context_limits.memory_length,
-            attention_window=context_limits.attention_window,
-            clamp_length=context_limits.clamp_length,
+            memory_length=limits.memory_length,
+            attention_window=limits.attention_window,
+            clamp_length=limits.clamp_length,
         )
-        return context_limits
+        return limits
 
-    def first_input(self, tokens_BT: Tensor | None, inputs_BTD: Tensor | None) -> Tensor:
-        """The scaled embedding of the tokens, or the continuous inputs as they are; without dropout.
+    def embed_inputs(self, tokens_BT: Tensor | None, inputs_BTD: Tensor | None) -> Tensor:
+        """Return the scaled embeddings of the tokens, or the continuous inputs as they are; (B, T, D), without dropout.
 
         Raises:
             UserError: not exactly one kind of input, or a wrong shape.
@@ -78,34 +78,35 @@ class TokenModel(LanguageModel):
             raise UserError("give either tokens_BT or inputs_BTD")
         if tokens_BT is not None:
             if tokens_BT.ndim != 2 or tokens_BT.is_floating_point() or not tokens_BT.shape[1]:
-                given = f"tokens of shape {tuple(tokens_BT.shape)}, {tokens_BT.dtype}"
-                raise UserError(f"{given}; wanted whole numbers (rows, tokens), one token at least")
+                given = f"tokens_BT of shape {tuple(tokens_BT.shape)}, {tokens_BT.dtype}"
+                raise UserError(f"{given}; wanted integers of shape (batch, tokens), with one token or more")
             inputs_BTD = self.embedding(tokens_BT) * self.config.d_model**0.5
         assert inputs_BTD is not None
         if inputs_BTD.ndim != 3 or inputs_BTD.shape[-1] != self.config.d_model or not inputs_BTD.shape[1]:
-            raise UserError(f"inputs of shape {tuple(inputs_BTD.shape)}; wanted (rows, tokens, {self.config.d_model})")
+            given = f"inputs_BTD of shape {tuple(inputs_BTD.shape)}"
+            raise UserError(f"{given}; wanted (batch, tokens, {self.config.d_model}), with one token or more")
         return inputs_BTD
 
-    def matching(self, memory: Memory | None, x_BTD: Tensor, lengths_B: Tensor | None) -> Memory:
-        """The memory, or an empty one.
+    def check_memory(self, memory: Memory | None, x_BTD: Tensor, lengths_B: Tensor | None) -> Memory:
+        """Return the memory, or an empty one where there is none.
 
         Raises:
-            UserError: it has another number of rows, or the lengths have.
+            UserError: the memory or the lengths are of another batch size, or the memory is of another model.
         """
         batch_size = len(x_BTD)
         if lengths_B is not None and lengths_B.shape != (batch_size,):
-            raise UserError(f"lengths of shape {tuple(lengths_B.shape)} beside {batch_size} rows; wanted one a row")
+            raise UserError(f"lengths_B of shape {tuple(lengths_B.shape)} for batch size {batch_size}; wanted one each")
         if memory is None:
             return self.initial_memory(batch_size)
         if memory.batch_size != batch_size:
             raise UserError(
-                f"memory of {memory.batch_size} rows beside {batch_size} rows of input; "
-                "use memory.select(rows), or initial_memory for new texts"
+                f"memory of batch size {memory.batch_size} for inputs of batch size {batch_size}; "
+                "use memory.select(rows), or initial_memory for new sequences"
             )
         return memory
 
-    def through(self, layer: nn.Module, *given: Any) -> Any:
-        """What a layer gives; where asked for, what is inside is computed again in the backward pass, and not kept."""
+    def run_layer(self, layer: nn.Module, *inputs: Any) -> Any:
+        """Return what a layer returns, with activation checkpointing where it is on."""
         if self.activation_checkpointing and torch.is_grad_enabled():
-            return checkpoint(layer, *given, use_reentrant=False)
-        return layer(*given)
+            return checkpoint(layer, *inputs, use_reentrant=False)
+        return layer(*inputs)

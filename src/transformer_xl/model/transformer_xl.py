@@ -1,18 +1,18 @@
-"""Transformer-XL (Dai et al. 2019, section 3): layers that attend over a memory of what they read before.
+"""Transformer-XL (Dai et al. 2019, section 3): layers that attend to a memory of the segments read before.
 
     hidden_BTD, memory = model(tokens_BT, memory)
 
-Memory is hidden rows while weights change, keys and values where they do not; the numbers are the same.
+The memory holds hidden states while weights change, keys and values where they do not; the numbers are the same.
 
-Letters: B rows, T new tokens, M memory slots, S = M + T keys, P distances that have a position key of their own,
+Letters: B batch rows, T new tokens, M memory slots, S = M + T keys, P distances that have a position key of their own,
 D model width, N heads, H head width, L layers, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -20,30 +20,23 @@ from typing_extensions import override
 
 from transformer_xl.config import RelativeConfig, TransformerXLConfig, UserError
 from transformer_xl.model import kernels
-from transformer_xl.model.attention import (
-    Attention,
-    Biases,
-    HiddenRows,
-    KeysAndValues,
-    Layer,
-    Past,
-    RelativeAttention,
-    encode_distances,
-)
-from transformer_xl.model.kernels import AttentionInputs, AttentionMask, AttentionTerms, reference
-from transformer_xl.model.key_values import KeyValueMemory, Span
-from transformer_xl.model.memory import ContextLimits, HiddenMemory, Memory
+from transformer_xl.model.attention import AttentionContext, Biases, Layer, encode_distances, make_final_norm
+from transformer_xl.model.kernels import AttentionMask, AttentionTerms, reference
+from transformer_xl.model.key_values import KeyValueMemory
+from transformer_xl.model.memory import ContextLimits, HiddenMemory, LayerCache, Memory
 from transformer_xl.model.token_model import WEIGHT_STD, TokenModel
 
 
 @dataclass(frozen=True)
 class LayerTrace:
-    """What one layer did, for pictures and for reading features."""
+    """What one layer computed, for attention maps and for reading features."""
 
     output_BTD: Tensor
-    """What the layer gave to the next one."""
+    """The layer's output, which is the next layer's input."""
     terms: AttentionTerms
     """Its four attention terms and the probabilities, over [memory ; new tokens]."""
+    cache: LayerCache
+    """Its cache after the new tokens."""
 
 
 class TransformerXL(TokenModel):
@@ -53,10 +46,14 @@ class TransformerXL(TokenModel):
     config_class: ClassVar[type[RelativeConfig]] = TransformerXLConfig
 
     def __init__(self, config: RelativeConfig, *, memory_length: int = 128) -> None:
-        """Builds the model with the authors' first weights, drawn from torch's global random state.
+        """Builds the model with the authors' initial weights, drawn from torch's global random state.
+
+        Args:
+            config: settings of the model.
+            memory_length: M, the memory slots of `initial_memory` unless it is given others.
 
         Raises:
-            UserError: the settings are those of another model, or name no known attention kernel.
+            UserError: the settings are those of another architecture, or name no known attention kernel.
         """
         super().__init__(config, memory_length=memory_length)
         if not isinstance(config, self.config_class):
@@ -67,8 +64,7 @@ class TransformerXL(TokenModel):
         self.content_bias = nn.Parameter(torch.empty(num_bias_pairs, config.n_heads, config.head_dim))
         self.position_bias = nn.Parameter(torch.empty(num_bias_pairs, config.n_heads, config.head_dim))
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.n_layers))
-        final = config.norm_first and config.final_norm
-        self.final_norm = nn.LayerNorm(config.d_model, eps=config.norm_eps) if final else nn.Identity()
+        self.final_norm = make_final_norm(config)
         self.init_weights()
 
     @override
@@ -79,21 +75,16 @@ class TransformerXL(TokenModel):
 
     @override
     def initial_memory(self, batch_size: int, context_limits: ContextLimits | None = None) -> HiddenMemory:
-        config = self.config
-        return HiddenMemory.empty(
-            config.n_layers, batch_size, config.d_model, context_limits or self.context_limits, self.content_bias
-        )
+        limits, config = context_limits or self.context_limits, self.config
+        return HiddenMemory.empty(config.n_layers, batch_size, config.d_model, limits, self.content_bias)
 
     @override
     def inference_memory(self, batch_size: int, context_limits: ContextLimits | None = None) -> Memory:
-        config = self.config
-        if config.attend_empty_memory and config.norm_first:
-            return self.initial_memory(
-                batch_size, context_limits
-            )  # normalised, rows of zeros have keys that are not zeros
+        limits, config = context_limits or self.context_limits, self.config
+        if config.attend_empty_memory and config.norm_first:  # keys of zeros that were normalised are no zeros
+            return self.initial_memory(batch_size, limits)
         shape = (config.n_layers, batch_size, config.n_heads, config.head_dim)
-        context_limits, attended = context_limits or self.context_limits, config.attend_empty_memory
-        return KeyValueMemory.empty(shape, context_limits, self.content_bias, attended=attended)
+        return KeyValueMemory.empty(shape, limits, self.content_bias, attend_empty=config.attend_empty_memory)
 
     @override
     def forward(
@@ -104,17 +95,17 @@ class TransformerXL(TokenModel):
         inputs_BTD: Tensor | None = None,
         lengths_B: Tensor | None = None,
     ) -> tuple[Tensor, Memory]:
-        """Reads T tokens of each row after what `memory` holds.
+        """Read T tokens of each batch row after what `memory` holds.
 
         Args:
-            tokens_BT: token numbers, int64.
+            tokens_BT: token ids, int64.
             memory: what was read before; none: nothing. It is not changed.
             inputs_BTD: in place of tokens, continuous inputs (music, control, speech): the first layer's input as is.
-            lengths_B: how many of the T are the row's own; they stand last. What stands before is padding, which is
-                neither attended nor remembered; hidden rows of padding mean nothing. None: all.
+            lengths_B: how many of the T tokens belong to each batch row; they stand last. What stands before them is
+                padding, which is neither attended nor remembered; its hidden states mean nothing. None: all.
 
         Returns:
-            hidden rows (B, T, D), and the memory to hand in with the next tokens of the same rows.
+            hidden states (B, T, D), and the memory to pass in with the next tokens of the same batch rows.
 
         Raises:
             UserError: not exactly one kind of input, a wrong shape, or a memory of another batch or model.
@@ -130,145 +121,102 @@ class TransformerXL(TokenModel):
         inputs_BTD: Tensor | None = None,
         lengths_B: Tensor | None = None,
     ) -> tuple[list[Tensor], Memory]:
-        """As `forward`, but gives L + 1 hidden rows (B, T, D): the input of every layer, then what `forward` gives."""
-        x_BTD = self.dropout(self.first_input(tokens_BT, inputs_BTD))
-        memory = self.matching(memory, x_BTD, lengths_B)
-        kernel = kernels.choose(self.config.attn_implementation, x_BTD.device, x_BTD.dtype)
-        sight = self._sight(memory, x_BTD.shape[1], lengths_B)
-        dropout = self.config.attention_dropout if self.training else 0.0
+        """Read as `forward` does, and return the hidden states of all layers.
 
-        def attend(inputs: AttentionInputs) -> Tensor:
-            return kernel.attend(inputs, sight, dropout)
-
+        Returns:
+            L + 1 tensors (B, T, D), the input of every layer and then what `forward` returns; and the next memory.
+        """
+        x_BTD, memory, context = self._begin(tokens_BT, memory, inputs_BTD, lengths_B)
         states_BTD: list[Tensor] = []
-        reading = self._reading(memory, x_BTD, lengths_B)
-        for layer, past, biases in zip(self.layers, reading.pasts, self._biases(), strict=True):
+        caches: list[LayerCache] = []
+        for layer, cache, biases in zip(self.layers, memory.layers, self._biases(), strict=True):
             states_BTD.append(x_BTD)
-            x_BTD = self.through(layer, x_BTD, past, biases, attend)
-        after = reading.after(states_BTD)
-        return [*states_BTD, self.dropout(self.final_norm(x_BTD))], after
+            x_BTD, cache = self.run_layer(layer, x_BTD, cache, context, biases)
+            caches.append(cache)
+        states_BTD.append(self.dropout(self.final_norm(x_BTD)))
+        return states_BTD, memory.advance(caches, x_BTD.shape[1], lengths_B)
 
     def trace(
         self, tokens_BT: Tensor | None = None, memory: Memory | None = None, *, inputs_BTD: Tensor | None = None
     ) -> Iterator[LayerTrace]:
-        """Goes through the layers one by one and shows each: its output, and every attention term by itself.
+        """Go through the layers and yield what each computes: its output, and every attention term by itself.
 
-        Same inputs as `forward`. A layer's B x N x T x S numbers live only until the next layer is asked for.
-        Meant for pictures: dropout is not applied to the probabilities, and the reference kernel is used.
+        A layer's terms, B x N x T x S numbers each, live only until the next layer is asked for. Meant for attention
+        maps: dropout is not applied to the probabilities, and the reference kernel is used.
+
+        Args:
+            tokens_BT: as for `forward`.
+            memory: as for `forward`.
+            inputs_BTD: as for `forward`.
+
+        Yields:
+            a `LayerTrace` for each layer.
         """
-        x_BTD = self.dropout(self.first_input(tokens_BT, inputs_BTD))
-        memory = self.matching(memory, x_BTD, None)
-        sight = self._sight(memory, x_BTD.shape[1], None)
-        reading = self._reading(memory, x_BTD, None)
-        for layer, past, biases in zip(self.layers, reading.pasts, self._biases(), strict=True):
-            seen: list[AttentionTerms] = []
-            x_BTD = layer(x_BTD, past, biases, _watched(sight, seen))
-            yield LayerTrace(x_BTD, seen.pop())
+        x_BTD, memory, context = self._begin(tokens_BT, memory, inputs_BTD, None)
+        for layer, cache, biases in zip(self.layers, memory.layers, self._biases(), strict=True):
+            assert isinstance(layer, Layer)
+            inputs, cache = layer.attention.attention_inputs(x_BTD, cache, context, biases)
+            terms = reference.attention_terms(inputs, context.mask)
+            attended_BTNH = reference.weighted_values(terms, inputs.v_BSNH)
+            x_BTD = layer.feed_forward(layer.attention.output(x_BTD, attended_BTNH))
+            yield LayerTrace(x_BTD, terms, cache)
 
     @override
-    def matching(self, memory: Memory | None, x_BTD: Tensor, lengths_B: Tensor | None) -> Memory:
-        memory = super().matching(memory, x_BTD, lengths_B)
-        config = self.config
-        own = isinstance(memory, HiddenMemory) and memory.layer_shape == (config.n_layers, config.d_model)
-        if isinstance(memory, KeyValueMemory):
-            own = memory.layer_shape == (config.n_layers, config.n_heads, config.head_dim)
-        if not own:
+    def check_memory(self, memory: Memory | None, x_BTD: Tensor, lengths_B: Tensor | None) -> Memory:
+        memory = super().check_memory(memory, x_BTD, lengths_B)
+        config, fits = self.config, len(memory.layers) == self.config.n_layers
+        if isinstance(memory, HiddenMemory):
+            fits = fits and memory.layers[0].hidden_BMD.shape[-1] == config.d_model
+        elif isinstance(memory, KeyValueMemory):
+            fits = fits and memory.layers[0].head_shape == (config.n_heads, config.head_dim)
+        else:
+            fits = False
+        if not fits:
             raise UserError("this memory was made by another model; start with initial_memory")
         return memory
 
-    def _sight(self, memory: Memory, num_new: int, lengths_B: Tensor | None) -> AttentionMask:
-        seen, told_apart = self._distances(memory, num_new)
-        valid_B = None if memory.all_valid else memory.valid_B
-        if self.config.attend_empty_memory:
-            valid_B = None
+    def _begin(
+        self, tokens_BT: Tensor | None, memory: Memory | None, inputs_BTD: Tensor | None, lengths_B: Tensor | None
+    ) -> tuple[Tensor, Memory, AttentionContext]:
+        """The first layer's input, the memory, and what all layers share."""
+        x_BTD = self.dropout(self.embed_inputs(tokens_BT, inputs_BTD))
+        memory = self.check_memory(memory, x_BTD, lengths_B)
+        kernel = kernels.choose(self.config.attn_implementation, x_BTD.device, x_BTD.dtype)
+        num_seen, num_encoded = self._num_distances(memory, x_BTD.shape[1])
+        return x_BTD, memory, AttentionContext(
+            num_distances=num_encoded,
+            encoding_PD=self._encoding(memory, num_encoded),
+            mask=AttentionMask(self._valid_slots(memory, x_BTD.shape[1], lengths_B), num_seen - num_encoded),
+            lengths_B=lengths_B,
+            attend=kernel.attend,
+            dropout=self.config.attention_dropout if self.training else 0.0,
+        )  # fmt: skip
+
+    def _num_distances(self, memory: Memory, num_new: int) -> tuple[int, int]:
+        """How many distances are attended, and how many of them have an encoding of their own."""
+        limits, num_keys = memory.context_limits, memory.length + num_new
+        num_seen = min(num_keys, limits.attention_window or num_keys)
+        return num_seen, min(num_seen, num_seen if limits.clamp_length is None else limits.clamp_length + 1)
+
+    def _encoding(self, memory: Memory, num_distances: int) -> Tensor | None:
+        """Encodings (P, D) of the distances; none where the caches hold the position keys already."""
+        is_inference = isinstance(memory, KeyValueMemory)
+        if is_inference and memory.num_position_keys >= num_distances:
+            return None
+        bias = self.content_bias
+        encoding_PD = encode_distances(num_distances, self.config.d_model, like=bias).to(bias.dtype)
+        # one dropout mask serves all layers, as in the authors' code
+        return encoding_PD if is_inference else self.dropout(encoding_PD)
+
+    def _valid_slots(self, memory: Memory, num_new: int, lengths_B: Tensor | None) -> Tensor | None:
+        """The `valid_B` of an `AttentionMask`."""
+        valid_B = None if memory.all_valid or self.config.attend_empty_memory else memory.valid_B
         if lengths_B is not None:
             valid_B = (memory.length if valid_B is None else valid_B) - (num_new - lengths_B)
-        return AttentionMask(valid_B, seen - told_apart)
-
-    def _distances(self, memory: Memory, num_new: int) -> tuple[int, int]:
-        """How many distances are seen, and how many of them a position encoding tells apart."""
-        context_limits, num_keys = memory.context_limits, memory.length + num_new
-        seen = min(num_keys, context_limits.attention_window or num_keys)
-        return seen, min(seen, seen if context_limits.clamp_length is None else context_limits.clamp_length + 1)
+        return valid_B
 
     def _biases(self) -> Iterator[Biases]:
+        num_pairs = len(self.content_bias)
         for index in range(self.config.n_layers):
-            pair = index if len(self.content_bias) > 1 else 0
+            pair = index % num_pairs
             yield Biases(self.content_bias[pair], self.position_bias[pair])
-
-    def _reading(self, memory: Memory, x_BTD: Tensor, lengths_B: Tensor | None) -> _Reading:
-        num_new = x_BTD.shape[1]
-        _, told_apart = self._distances(memory, num_new)
-        bias = self.content_bias
-        if isinstance(memory, HiddenMemory):
-            encoding_PD = encode_distances(told_apart, self.config.d_model, like=bias).to(bias.dtype)
-            # one dropout mask serves all layers, as in the authors' code
-            return _ReadingHidden(memory, self.dropout(encoding_PD), lengths_B)
-        assert isinstance(memory, KeyValueMemory)
-
-        def make() -> list[Tensor]:
-            encoding_PD = encode_distances(told_apart, self.config.d_model, like=bias).to(bias.dtype)
-            attentions = [attention for attention in self.modules() if isinstance(attention, RelativeAttention)]
-            return [attention.project_positions(encoding_PD) for attention in attentions]
-
-        return _ReadingKeys(memory, memory.position_keys.nearest(told_apart, make), num_new, lengths_B)
-
-
-class _Reading(Protocol):
-    """New tokens going through the layers beside one kind of memory."""
-
-    @property
-    def pasts(self) -> Iterator[Past]:
-        """What each layer read before."""
-        ...
-
-    def after(self, inputs_BTD: list[Tensor]) -> Memory:
-        """The memory that follows, once all layers had their inputs."""
-        ...
-
-
-@dataclass(frozen=True)
-class _ReadingHidden:
-    memory: HiddenMemory
-    encoding_PD: Tensor
-    lengths_B: Tensor | None
-
-    @property
-    def pasts(self) -> Iterator[Past]:
-        return (HiddenRows(rows_BMD, self.encoding_PD, self.lengths_B) for rows_BMD in self.memory.layers_BMD)
-
-    def after(self, inputs_BTD: list[Tensor]) -> Memory:
-        return self.memory.after(inputs_BTD, self.lengths_B)
-
-
-@dataclass(frozen=True)
-class _ReadingKeys:
-    memory: KeyValueMemory
-    position_keys_PNH: list[Tensor]
-    num_new: int
-    lengths_B: Tensor | None
-    spans: list[Span] = field(default_factory=list)
-
-    @property
-    def pasts(self) -> Iterator[Past]:
-        return (KeysAndValues(self._join, position_key_PNH) for position_key_PNH in self.position_keys_PNH)
-
-    def _join(self, k_BTNH: Tensor, v_BTNH: Tensor) -> tuple[Tensor, Tensor]:
-        """Called by one layer after the other."""
-        span, k_BSNH, v_BSNH = self.memory.joined(len(self.spans), k_BTNH, v_BTNH, self.lengths_B)
-        self.spans.append(span)
-        return k_BSNH, v_BSNH
-
-    def after(self, inputs_BTD: list[Tensor]) -> Memory:
-        return self.memory.after(self.spans, self.num_new, self.lengths_B)
-
-
-def _watched(sight: AttentionMask, seen: list[AttentionTerms]) -> Attention:
-    """The reference attention, which leaves its terms in `seen`."""
-
-    def attend(inputs: AttentionInputs) -> Tensor:
-        terms = reference.attention_terms(inputs, sight)
-        seen.append(terms)
-        return reference.weighted_values(terms, inputs.v_BSNH)
-
-    return attend

@@ -10,7 +10,7 @@ Shape suffixes: B rows of this process (in a micro-batch: some of them), T new t
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,7 @@ from typing_extensions import override
 from transformer_xl.config import TrainConfig
 from transformer_xl.device import autocast
 from transformer_xl.model.language_model import LanguageModel
-from transformer_xl.model.memory import HiddenMemory, Memory
+from transformer_xl.model.memory import Memory
 from transformer_xl.text.segments import Batch, Shard
 from transformer_xl.training.batches import trained_targets
 from transformer_xl.training.distributed import DistributedContext, full_tensor
@@ -66,9 +66,9 @@ class ModelWithLoss(nn.Module):
             nats_BT = self.model.nats(hidden_BTD, targets)
             auxiliary_BT = torch.zeros_like(nats_BT)
         else:
-            nats_BT, auxiliary_BT, memory = self.model.training_losses(inputs_BT, targets, memory, done=progress)
-        if self.copy_memory and isinstance(memory, HiddenMemory):
-            memory = replace(memory, layers_BMD=tuple(layer_BMD.clone() for layer_BMD in memory.layers_BMD))
+            nats_BT, auxiliary_BT, memory = self.model.training_losses(inputs_BT, targets, memory, progress=progress)
+        if self.copy_memory:
+            memory = memory.map(Tensor.clone)
         return nats_BT, auxiliary_BT, memory
 
 

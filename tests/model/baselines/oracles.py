@@ -37,7 +37,9 @@ def sinusoid(place, width):
 def attended(part, x, before, heads, position_score, window=None):
     """x (B, T, D) over [before ; x]; `position_score(q, n, distance)` is added to q . k."""
     rows = torch.cat([before, x], dim=1)
-    q, k, v = (r @ part[f"attention.{name}.weight"].T for name, r in (("query", x), ("key", rows), ("value", rows)))
+    q, k, v = (
+        r @ part[f"attention.{name}.weight"].T for name, r in (("q_proj", x), ("k_proj", rows), ("v_proj", rows))
+    )
     q, k, v = (t.unflatten(-1, (heads, -1)) for t in (q, k, v))
     width, out = q.shape[-1], []
     for b in range(len(x)):
@@ -58,12 +60,12 @@ def attended(part, x, before, heads, position_score, window=None):
 def transformer_layer(part, x, before, heads, pre_norm, position_score, window=None):
     norm = part["attention.norm.weight"], part["attention.norm.bias"]
     given = (layer_norm(x, *norm), layer_norm(before, *norm)) if pre_norm else (x, before)
-    x = x + attended(part, *given, heads, position_score, window) @ part["attention.output.weight"].T
+    x = x + attended(part, *given, heads, position_score, window) @ part["attention.o_proj.weight"].T
     x = x if pre_norm else layer_norm(x, *norm)
-    norm = part["feedforward.norm.weight"], part["feedforward.norm.bias"]
+    norm = part["feed_forward.norm.weight"], part["feed_forward.norm.bias"]
     inner = layer_norm(x, *norm) if pre_norm else x
-    inner = (inner @ part["feedforward.widen.weight"].T + part["feedforward.widen.bias"]).clamp(min=0)
-    x = x + inner @ part["feedforward.narrow.weight"].T + part["feedforward.narrow.bias"]
+    inner = (inner @ part["feed_forward.up_proj.weight"].T + part["feed_forward.up_proj.bias"]).clamp(min=0)
+    x = x + inner @ part["feed_forward.down_proj.weight"].T + part["feed_forward.down_proj.bias"]
     return x if pre_norm else layer_norm(x, *norm)
 
 
@@ -87,11 +89,11 @@ def shaw(weights, tokens, memory, *, heads, slots, pre_norm=False, window=None):
 def absolute(weights, tokens, *, layers, heads, pre_norm=False, window=None):
     """The output (B, T, D) of every layer, after the last norm where there is one."""
     x, outputs = embedded(weights, tokens), []
-    if "place_vectors" not in weights:
+    if "position_embeddings" not in weights:
         x = x + torch.stack([sinusoid(place, x.shape[-1]) for place in range(x.shape[1])])
     for index in range(layers):
-        if "place_vectors" in weights:
-            x = x + weights["place_vectors"][index, : x.shape[1]]
+        if "position_embeddings" in weights:
+            x = x + weights["position_embeddings"][index, : x.shape[1]]
         x = transformer_layer(of_layer(weights, index), x, x[:, :0], heads, pre_norm, lambda *_: 0.0, window)
         last = x
         if "final_norm.weight" in weights:
@@ -100,11 +102,11 @@ def absolute(weights, tokens, *, layers, heads, pre_norm=False, window=None):
     return outputs
 
 
-def auxiliary(weights, outputs, targets, done):
+def auxiliary(weights, outputs, targets, progress):
     """What Al-Rfou et al. add for each row, target by target: (B,) sums of nats."""
     total, num_layers = torch.zeros(len(targets), dtype=torch.float64), len(outputs)
     for number, output in enumerate(outputs, start=1):
-        if number < num_layers and done >= number / (2 * num_layers):
+        if number < num_layers and progress >= number / (2 * num_layers):
             continue
         for kind, ahead, share in (("next", 0, 1.0), ("second", 1, 0.5)):
             name = f"{kind}_heads.{number}"

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_configs import model_config
 from systems import SYSTEMS, WITH_MEMORY
+from tensors import assert_same_tensors
 
 from transformer_xl.config import UserError
 from transformer_xl.model.build import build_model
@@ -44,11 +45,11 @@ def test_token_by_token_equals_the_full_pass(make_baseline, tokens, name):
 
 
 @pytest.mark.parametrize("name", SYSTEMS)
-def test_without_memory_writing_sees_a_segment(make_baseline, tokens, name):
+def test_with_memory_length_0_generation_sees_a_segment(make_baseline, tokens, name):
     """Else each token would follow from the one before alone, after training that had a segment."""
     model, text = make_baseline(name, memory_length=0), tokens(2, 5)
     whole_BTD, _ = model(text)
-    memory, parts = model.generation_memory(2, segment=5), []
+    memory, parts = model.generation_memory(2, segment_length=5), []
     assert memory.length == 4
     with torch.inference_mode():
         for part in text.split(1, dim=1):
@@ -56,23 +57,23 @@ def test_without_memory_writing_sees_a_segment(make_baseline, tokens, name):
             parts.append(hidden_B1D)
     torch.testing.assert_close(torch.cat(parts, dim=1), whole_BTD, rtol=0, atol=1e-10)
     if name in WITH_MEMORY:
-        assert model.generation_memory(2, ContextLimits(3), segment=5).length == 3
+        assert model.generation_memory(2, ContextLimits(3), segment_length=5).length == 3
 
 
 @pytest.mark.parametrize("name", SYSTEMS)
 def test_causality_by_gradient(make_baseline, name):
-    """The output at a place depends on all inputs up to it, and on none after it."""
+    """The output at a position depends on all inputs up to it, and on none after it."""
     model = make_baseline(name)
     inputs_BTD = torch.randn(1, 7, 14, dtype=torch.float64, requires_grad=True)
     hidden_BTD, _ = model(inputs_BTD=inputs_BTD)
-    for place in range(7):
-        (slope_BTD,) = torch.autograd.grad(hidden_BTD[:, place].square().sum(), inputs_BTD, retain_graph=True)
+    for position in range(7):
+        (slope_BTD,) = torch.autograd.grad(hidden_BTD[:, position].square().sum(), inputs_BTD, retain_graph=True)
         touched = slope_BTD[0].abs().sum(-1) > 0
-        assert touched.tolist() == [index <= place for index in range(7)]
+        assert touched.tolist() == [index <= position for index in range(7)]
 
 
 @pytest.mark.parametrize("name", SYSTEMS)
-def test_a_row_does_not_depend_on_the_others(make_baseline, tokens, name):
+def test_a_sequence_does_not_depend_on_the_others_of_its_batch(make_baseline, tokens, name):
     model = make_baseline(name)
     text, more = tokens(5, 7), tokens(5, 6, seed=8)
     _, memory = model(text)
@@ -84,16 +85,15 @@ def test_a_row_does_not_depend_on_the_others(make_baseline, tokens, name):
     for row in range(5):
         alone_BTD, alone = model(more[row : row + 1], memory.select([row]))
         torch.testing.assert_close(alone_BTD, hidden_BTD[row : row + 1], rtol=0, atol=1e-12)
-        for one, all_rows in zip(alone.tensors().values(), after.tensors().values(), strict=True):
-            torch.testing.assert_close(one, all_rows[row : row + 1], rtol=0, atol=1e-12)
+        assert_same_tensors(alone, after.select([row]), atol=1e-12)
     fresh_BTD, _ = model(more)
     torch.testing.assert_close(hidden_BTD[[1, 3]], fresh_BTD[[1, 3]], rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", SYSTEMS)
 @pytest.mark.parametrize("began", [False, True])
-def test_padding_is_neither_seen_nor_remembered(make_baseline, tokens, name, began):
-    """Rows of any length, none at all among them, give and remember what each gives alone."""
+def test_padding_is_neither_attended_nor_remembered(make_baseline, tokens, name, began):
+    """Sequences of unequal lengths, an empty one among them, give and remember what each gives alone."""
     model, text, lengths = make_baseline(name), tokens(5, 7), [7, 3, 0, 1, 5]
     memory = model(tokens(5, 4, seed=2))[1] if began else model.initial_memory(5)
     lengths_B = torch.tensor(lengths)
@@ -130,37 +130,36 @@ def test_neither_inputs_nor_memory_change(make_baseline, tokens, name):
     _, memory = model(tokens(2, 7))
     before = {name: tensor.clone() for name, tensor in memory.tensors().items()}
     kept = text.clone()
-    nats_BT, extra_BT, after = model.training_losses(text, text, memory, done=0.0)
+    nats_BT, extra_BT, after = model.training_losses(text, text, memory, progress=0.0)
     (nats_BT + extra_BT).sum().backward()
     assert torch.equal(text, kept)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in memory.tensors().items())
+    assert_same_tensors(memory, before)
     assert not any(tensor.requires_grad for tensor in after.tensors().values())
     assert [name for name, parameter in model.named_parameters() if parameter.grad is None] == []
 
 
 @pytest.mark.parametrize("name", SYSTEMS)
-def test_what_is_computed_again_is_the_same(make_baseline, tokens, name):
-    """With dropout, whose draws must come back."""
+def test_activation_checkpointing_gives_the_same_gradients(make_baseline, tokens, name):
+    """With dropout, whose random numbers must be the same in both passes."""
     grads = []
-    for again in (False, True):
+    for checkpointing in (False, True):
         model = make_baseline(name, dropout=0.3, **({"zoneout": 0.3} if name.startswith("qrnn") else {})).train()
-        model.activation_checkpointing = again
+        model.activation_checkpointing = checkpointing
         torch.manual_seed(3)
         model.nats(model(tokens(2, 5))[0], tokens(2, 5)).sum().backward()
-        grads.append([parameter.grad for parameter in model.parameters()])
-    for one, other in zip(*grads, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+        grads.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    assert_same_tensors(*grads, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", SYSTEMS)
 def test_the_softmax_is_transformer_xl_s(make_baseline, tokens, name):
-    """Clusters, losses in input order, and the best tokens without all scores."""
+    """Clusters, losses in input order, and the most likely tokens without all logits."""
     model, text = make_baseline(name, cutoffs=(5, 11), div_val=2), tokens(2, 5)
     hidden_BTD, _ = model(text)
     logits_BTV = model.logits(hidden_BTD).log_softmax(-1)
     wanted_BT = -logits_BTV.gather(-1, text[..., None])[..., 0]
     torch.testing.assert_close(model.nats(hidden_BTD, text), wanted_BT, rtol=0, atol=1e-10)
-    torch.testing.assert_close(model.top(hidden_BTD, 3)[1], logits_BTV.topk(3).indices)
+    torch.testing.assert_close(model.topk(hidden_BTD, 3)[1], logits_BTV.topk(3).indices)
 
 
 @pytest.mark.parametrize("name", SYSTEMS)
@@ -175,13 +174,13 @@ def test_continuous_inputs_equal_the_embedding(make_baseline, tokens, name):
     ("call", "text"),
     [
         (lambda model: model(), "either tokens_BT or inputs_BTD"),
-        (lambda model: model(torch.zeros(2, 3)), "wanted whole numbers"),
-        (lambda model: model(torch.zeros(2, 0, dtype=torch.int64)), "wanted whole numbers"),
-        (lambda model: model(inputs_BTD=torch.zeros(2, 3, 5)), r"wanted \(rows, tokens, 14\)"),
-        (lambda model: model(torch.zeros(2, 3).long(), model.initial_memory(3)), "memory of 3 rows beside 2"),
-        (lambda model: model(torch.zeros(2, 3).long(), lengths_B=torch.ones(3).long()), "wanted one a row"),
+        (lambda model: model(torch.zeros(2, 3)), "wanted integers"),
+        (lambda model: model(torch.zeros(2, 0, dtype=torch.int64)), "wanted integers"),
+        (lambda model: model(inputs_BTD=torch.zeros(2, 3, 5)), r"wanted \(batch, tokens, 14\)"),
+        (lambda model: model(torch.zeros(2, 3).long(), model.initial_memory(3)), "batch size 3 .* batch size 2"),
+        (lambda model: model(torch.zeros(2, 3).long(), lengths_B=torch.ones(3).long()), "lengths_B"),
     ],
 )
-def test_wrong_calls_say_so(make_baseline, name, call, text):
+def test_wrong_calls_are_refused(make_baseline, name, call, text):
     with pytest.raises(UserError, match=text):
         call(make_baseline(name))

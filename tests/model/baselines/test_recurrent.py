@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from model_configs import model_config
 from oracles import assert_same_gradients, copied, lstm, qrnn
+from tensors import assert_same_tensors
 
-from transformer_xl.config import UserError
+from transformer_xl.config import LSTMConfig, QRNNConfig, UserError
 from transformer_xl.model.baselines.recurrent import LSTMLayer, QRNNLayer, RecurrentMemory
 from transformer_xl.model.build import build_model
 from transformer_xl.model.memory import ContextLimits
@@ -34,10 +34,10 @@ def test_equals_the_oracle(make_baseline, tokens, name):
         logits_BTV = model.logits(hidden_BTD)
         wanted, states = (lstm if name == "lstm" else qrnn)(weights, text, states, layers=3)
         torch.testing.assert_close(logits_BTV, wanted, rtol=0, atol=1e-10)
-        for state, (first, second) in zip(memory.states_BXD, states, strict=True):
+        for cache, (first, second) in zip(memory.layers, states, strict=True):
             kept = torch.cat([first[:, None], second[:, None] if name == "lstm" else second], dim=1)
-            torch.testing.assert_close(state, kept, rtol=0, atol=1e-10)
-            assert not state.requires_grad
+            torch.testing.assert_close(cache.state_BXD, kept, rtol=0, atol=1e-10)
+            assert not cache.state_BXD.requires_grad
     weight = torch.randn(wanted.shape, dtype=torch.float64)
     assert_same_gradients(model, (logits_BTV * weight).sum(), weights, (wanted * weight).sum())
 
@@ -55,7 +55,8 @@ def test_equals_torch_s_lstm(make_baseline, tokens):
     hidden_BTD, memory = model(text)
     wanted_BTD, (h, c) = theirs(model.embedding(text) * 14**0.5)
     torch.testing.assert_close(hidden_BTD, wanted_BTD, rtol=0, atol=1e-12)
-    torch.testing.assert_close(torch.stack(memory.states_BXD, 0), torch.stack([h, c], 2), rtol=0, atol=1e-12)
+    states_LBXD = torch.stack([cache.state_BXD for cache in memory.layers])
+    torch.testing.assert_close(states_LBXD, torch.stack([h, c], 2), rtol=0, atol=1e-12)
 
 
 def test_zoneout_keeps_what_was_in_training_alone(make_baseline, tokens, monkeypatch):
@@ -80,7 +81,7 @@ def test_dropout_on_the_embedding_and_each_layer_s_output(make_baseline, tokens,
     monkeypatch.setattr(model.dropout, "forward", lambda x: dropped.append(tuple(x.shape)) or x)
     model(tokens(3, 5))
     assert dropped == [(3, 5, 14)] * 4
-    assert model.dropout.share == 0.5
+    assert model.dropout.p == 0.5
 
 
 @pytest.mark.parametrize("name", ["lstm", *QRNNS])
@@ -100,29 +101,28 @@ def test_a_state_is_a_value(make_baseline, tokens):
     assert memory.valid_B.tolist() == memory.position_B.tolist() == [5, 5, 5]
     emptied = memory.reset([1])
     assert emptied.position_B.tolist() == emptied.valid_B.tolist() == [5, 0, 5]
-    assert not emptied.states_BXD[2][1].any()
-    assert torch.equal(emptied.states_BXD[2][[0, 2]], memory.states_BXD[2][[0, 2]])
-    assert memory.states_BXD[2][1].any()
+    assert not any(cache.state_BXD[1].any() for cache in emptied.layers)
+    assert_same_tensors(emptied.select([0, 2]), memory.select([0, 2]))
+    assert all(cache.state_BXD[1].any() for cache in memory.layers)
     joined = RecurrentMemory.concatenate([memory.select([0, 2]), memory.select([1])])
-    assert torch.equal(joined.states_BXD[1], memory.states_BXD[1][[0, 2, 1]])
-    back = model.initial_memory(3).with_tensors(memory.tensors())
-    assert all(torch.equal(back.tensors()[name], tensor) for name, tensor in memory.tensors().items())
-    assert memory.resized(3).length == 3
-    assert torch.equal(memory.resized(3).states_BXD[0], memory.states_BXD[0])
-    assert memory.resized(3).valid_B.tolist() == [3, 3, 3]
-    assert not memory.resized(0).states_BXD[0].any()
-    assert memory.to(dtype=torch.float32).states_BXD[0].dtype == torch.float32
+    assert_same_tensors(joined, {name: kept[[0, 2, 1]] for name, kept in memory.tensors().items()})
+    assert_same_tensors(model.initial_memory(3).with_tensors(memory.tensors()), memory)
+    shorter = memory.resized(3)
+    assert (shorter.length, shorter.valid_B.tolist()) == (3, [3, 3, 3])
+    assert_same_tensors(shorter.cache_tensors(), memory.cache_tensors())
+    assert not any(kept.any() for kept in memory.resized(0).cache_tensors().values())
+    assert {kept.dtype for kept in memory.to(dtype=torch.float32).cache_tensors().values()} == {torch.float32}
 
 
 def test_a_new_model_remembers():
     """Forget gates begin with bias 1, all other biases with 0."""
-    for kind, layer, count, place in (("lstm", LSTMLayer, 4, 1), ("qrnn", QRNNLayer, 3, 1)):
-        model = build_model(model_config(architecture=kind, d_model=32, n_layers=2))
+    for config, layer, count in ((LSTMConfig(d_model=32), LSTMLayer, 4), (QRNNConfig(d_model=32), QRNNLayer, 3)):
+        model = build_model(config)
         for one in model.layers:
             assert isinstance(one, layer)
             bias = one.bias if isinstance(one, LSTMLayer) else one.gates.bias
             wanted = torch.zeros(count, 32)
-            wanted[place] = 1
+            wanted[1] = 1
             assert torch.equal(bias.detach().view(count, 32), wanted)
             weight = one.input_weight if isinstance(one, LSTMLayer) else one.gates.weight
             if isinstance(one, LSTMLayer):
@@ -135,9 +135,9 @@ def test_a_new_model_remembers():
 def test_what_goes_in_has_variance_1(embedding):
     """No LayerNorm would bring it there, and a layer gives less than it gets."""
     torch.manual_seed(0)
-    model = build_model(model_config(architecture="lstm", d_model=64, n_layers=1, **embedding))
-    rows_BTD = model.first_input(torch.arange(256).view(1, -1), None)
-    assert 0.85 < rows_BTD.std() < 1.15
+    model = build_model(LSTMConfig(d_model=64, n_layers=1, **embedding))
+    inputs_BTD = model.embed_inputs(torch.arange(256).view(1, -1), None)
+    assert 0.85 < inputs_BTD.std() < 1.15
 
 
 @pytest.mark.parametrize("name", ["lstm", *QRNNS])
@@ -152,7 +152,7 @@ def test_products_in_bfloat16(make_baseline, tokens, name, embedding):
         with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
             for one in (model, ready):
                 hidden_BTD, memory = one(text, one.inference_memory(2), lengths_B=lengths_B)
-                assert {state.dtype for state in memory.states_BXD} == {torch.float32}
+                assert {cache.state_BXD.dtype for cache in memory.layers} == {torch.float32}
                 results.append(torch.cat([hidden_BTD, one(text, memory)[0]], dim=1))
         assert torch.equal(*results)
         torch.testing.assert_close(results[0][:, :7].float(), exact_BTD, rtol=0, atol=0.1)
@@ -162,19 +162,19 @@ def test_products_in_bfloat16(make_baseline, tokens, name, embedding):
 
 
 @pytest.mark.parametrize(
-    ("reach", "text"),
+    ("context_limits", "text"),
     [
-        (ContextLimits(5, attention_window=3), "kind lstm does not attend, and window 3 was given; give window none"),
-        (ContextLimits(5, clamp_length=3), "kind lstm does not attend, and clamp 3 was given; give clamp none"),
+        (ContextLimits(5, attention_window=3), "lstm has no attention_window; give none"),
+        (ContextLimits(5, clamp_length=3), "lstm has no clamp_length; give none"),
     ],
 )
-def test_a_reach_without_meaning_is_refused(make_baseline, context_limits, text):
+def test_a_limit_without_meaning_is_refused(make_baseline, context_limits, text):
     with pytest.raises(UserError, match=text):
         make_baseline("lstm").initial_memory(2, context_limits)
 
 
 def test_a_memory_of_another_model_is_refused(make_baseline, tokens):
     model = make_baseline("qrnn, window 2")
-    for other in (make_baseline("lstm", layers=2), make_baseline("qrnn, window 1"), make_baseline("shaw")):
+    for other in (make_baseline("lstm", n_layers=2), make_baseline("qrnn, window 1"), make_baseline("shaw")):
         with pytest.raises(UserError, match="another model"):
             model(tokens(2, 3), other.initial_memory(2))

@@ -3,15 +3,16 @@
 import pytest
 import torch
 from oracles import assert_same_gradients, copied, shaw
+from tensors import assert_drawn_from_normal, authors_mean_std
 
 from transformer_xl.config import ShawConfig, UserError
 from transformer_xl.model.build import build_model
 from transformer_xl.model.memory import ContextLimits
 
 
-@pytest.mark.parametrize("norm", ["post", "pre"])
+@pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize(
-    ("reach", "segments"),
+    ("context_limits", "segments"),
     [
         (ContextLimits(0), [5]),
         (ContextLimits(3), [5, 2]),
@@ -19,9 +20,9 @@ from transformer_xl.model.memory import ContextLimits
         (ContextLimits(9, attention_window=4), [3, 3]),
     ],
 )
-def test_equals_the_oracle(make_baseline, tokens, norm, context_limits, segments):
+def test_equals_the_oracle(make_baseline, tokens, norm_first, context_limits, segments):
     """Scores and every gradient of a model read segment by segment; five distances have a vector."""
-    model = make_baseline("shaw", norm_first=norm == "pre")
+    model = make_baseline("shaw", norm_first=norm_first)
     weights, memory = copied(model), model.initial_memory(2, context_limits)
     kept = [torch.zeros(2, 0, 14, dtype=torch.float64)] * 3
     for index, length in enumerate(segments):
@@ -33,9 +34,9 @@ def test_equals_the_oracle(make_baseline, tokens, norm, context_limits, segments
             text,
             kept,
             heads=2,
-            slots=context_limits.memory,
-            pre_norm=norm == "pre",
-            window=context_limits.window,
+            slots=context_limits.memory_length,
+            pre_norm=norm_first,
+            window=context_limits.attention_window,
         )
         torch.testing.assert_close(logits_BTV, wanted, rtol=0, atol=1e-10)
     weight = torch.randn(wanted.shape, dtype=torch.float64)
@@ -44,11 +45,11 @@ def test_equals_the_oracle(make_baseline, tokens, norm, context_limits, segments
 
 @pytest.mark.parametrize("kernel", ["cpu", "sdpa", "reference"])
 def test_kernels_agree(make_baseline, tokens, kernel):
-    model, other, text = make_baseline("shaw"), make_baseline("shaw", kernel=kernel), tokens(2, 13)
+    model, other, text = make_baseline("shaw"), make_baseline("shaw", attn_implementation=kernel), tokens(2, 13)
     torch.testing.assert_close(other(text)[0], model(text)[0], rtol=0, atol=1e-10)
 
 
-def test_a_clamp_below_the_farthest_vector_counts(make_baseline, tokens):
+def test_a_clamp_below_the_largest_distance_counts(make_baseline, tokens):
     """Distances above it then share its vector."""
     model, text = make_baseline("shaw"), tokens(2, 9)
     clamped_BTD, _ = model(text, model.initial_memory(2, ContextLimits(0, None, 2)))
@@ -67,19 +68,16 @@ def test_it_has_distances_and_no_biases(make_baseline):
     assert make_baseline("shaw").state_dict().keys() == names.keys()
 
 
-def test_first_weights():
+def test_initial_weights():
     torch.manual_seed(0)
-    model = build_model(ShawConfig(architecture="shaw", max_relative_positions=64, d_model=128, n_heads=4, n_layers=2))
-    for name, parameter in model.named_parameters():
-        mean, std = (1.0, 0.02) if name.endswith("norm.weight") else (0.0, 0.0 if name.endswith("bias") else 0.02)
-        assert abs(parameter.mean().item() - mean) < 0.01, name
-        assert abs(parameter.std().item() - std) < 0.006, name
+    model = build_model(ShawConfig(max_relative_positions=64, d_model=128, n_heads=4, n_layers=2))
+    assert_drawn_from_normal(model, authors_mean_std)
     assert not model.content_bias.any()
     assert not model.position_bias.any()
 
 
 def test_training_in_bfloat16_products_gives_finite_gradients(make_baseline, tokens):
-    model = make_baseline("shaw", layers=1).float().train()
+    model = make_baseline("shaw", n_layers=1).float().train()
     with torch.autocast("cpu", torch.bfloat16):
         hidden_BTD, memory = model(tokens(1, 3))
         hidden_BTD, _ = model(tokens(1, 3), memory)
@@ -89,6 +87,6 @@ def test_training_in_bfloat16_products_gives_finite_gradients(make_baseline, tok
     assert gradient.abs().amax() > 0
 
 
-def test_how_many_distances_must_be_said():
+def test_max_relative_positions_is_needed():
     with pytest.raises(UserError, match="shaw needs max_relative_positions"):
-        build_model(ShawConfig(architecture="shaw"))
+        build_model(ShawConfig())

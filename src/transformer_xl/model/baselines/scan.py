@@ -2,13 +2,13 @@
 
     c_t = keep_t c_(t-1) + added_t
 
-Doubling (Hillis & Steele 1986): once every place knows what the s steps up to it do to a state, it joins that with what
-the s steps before do, and knows 2 s steps. So T steps take log2(T) rounds over whole tensors. No division and no
-logarithm is in it: products of numbers below 1 get small, never large, however long the text is.
+Doubling (Hillis & Steele 1986): where each position has the combined effect of the s steps up to it, combining that
+with the effect of the s steps before gives 2 s steps. So T steps take log2(T) rounds over whole tensors. There is no
+division and no logarithm: products of numbers below 1 get small, never large, however long the text is.
 
-The gradient is such a recurrence too, from the last place to the first.
+The gradient is such a recurrence too, from the last position to the first.
 
-Letters: B rows, T new tokens, D width.
+Letters: B batch rows, T new tokens, D width.
 """
 
 from __future__ import annotations
@@ -22,7 +22,13 @@ from typing_extensions import override
 
 
 def linear_recurrence(keep_BTD: Tensor, added_BTD: Tensor, first_BD: Tensor) -> Tensor:
-    """All states c_1 ... c_T (B, T, D) from c_0; best in float32 at least, since rounding adds up."""
+    """Return all states c_1 ... c_T, shape (B, T, D).
+
+    Args:
+        keep_BTD: keep_1 ... keep_T, best in float32 or float64, since rounding errors add up.
+        added_BTD: added_1 ... added_T.
+        first_BD: c_0.
+    """
     return _Recurrence.apply(keep_BTD, added_BTD, first_BD)
 
 
@@ -52,7 +58,7 @@ class _Recurrence(torch.autograd.Function):
 
 
 def _scan(keep_BTD: Tensor, states_BTD: Tensor) -> None:
-    """Turns what is added at each place into states, in place; `keep_BTD` is overwritten, its first place not read."""
+    """Turns what is added at each step into states, in place; overwrites `keep_BTD`, whose first step is not read."""
     num_known, num_steps = 1, states_BTD.shape[1]
     while num_known < num_steps:
         later_BTD, earlier_BTD = keep_BTD[:, num_known:], keep_BTD[:, :-num_known]

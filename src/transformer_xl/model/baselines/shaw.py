@@ -1,13 +1,14 @@
 """Transformer-XL's recurrence with the relative encoding of Shaw et al. 2018 in place of its own.
 
     score[i, j] = ( q_i . k_j + q_i . r[d] ) / sqrt(H)      r[d]: learned, for each layer, head and distance d up to
-                                                            the farthest, which all farther ones share
+                                                            the largest, which all larger ones share
 
-Of Transformer-XL's four terms these are (a) and (b); there are no u and w, and no WkR: the learned vector stands where
-WkR R[d] does, and all else is Transformer-XL, kernels and memories included. Memory 0 makes it the model without
-recurrence. Where we differ from Shaw et al.: they add learned vectors to the values too.
+Of Transformer-XL's four terms these are (a) and (b); there are no content and position biases, and no r_proj: the
+learned vector takes the place of W_{k,R} R[d]. All else is Transformer-XL, kernels and memories included. With
+memory_length 0 it is the model without recurrence. Where we differ from Shaw et al.: they add learned vectors to the
+values too.
 
-Letters: B rows, P distances, N heads, H head width, D model width, F farthest: distances with a vector of their own.
+Letters: P distances, N heads, H head width, D model width.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _WEIGHT_STD = 0.02
 
 
 class ShawAttention(RelativeAttention):
-    """Relative attention whose position keys are learned as they are."""
+    """Relative attention whose position keys are learned vectors."""
 
     def __init__(self, config: ShawConfig) -> None:
         super().__init__(config)
@@ -35,9 +36,9 @@ class ShawAttention(RelativeAttention):
 
     @override
     def project_positions(self, encoding_PD: Tensor) -> Tensor:
-        """Position keys (P, N, H) of the distances P - 1, ..., 1, 0, farthest first; how they are encoded is ignored.
+        """Return the position keys (P, N, H) of the distances P - 1, ..., 1, 0; of their encodings only P is used.
 
-        Products of keys and queries go in one format, which autocast sets where it is on.
+        Under autocast they have its dtype, as the queries have that they are multiplied with.
         """
         keys_PNH = self.distance_keys[: len(encoding_PD)].flip(0)
         kind = keys_PNH.device.type
@@ -47,12 +48,12 @@ class ShawAttention(RelativeAttention):
 
 
 class ShawTransformer(TransformerXL):
-    """Transformer-XL with learned vectors for distances."""
+    """Transformer-XL with a learned vector for each distance."""
 
     config_class = ShawConfig
 
     def __init__(self, config: ShawConfig, *, memory_length: int = 128) -> None:
-        """Builds the model with first weights drawn from torch's global random state.
+        """Builds the model with initial weights drawn from torch's global random state.
 
         Raises:
             UserError: the settings do not say how many distances have a vector, or name no known attention kernel.
@@ -63,11 +64,11 @@ class ShawTransformer(TransformerXL):
         for layer in self.layers:
             assert isinstance(layer, Layer)
             layer.attention = ShawAttention(config)
-        # in place of u and w: zeros that nobody trains or keeps
-        nothing_1NH = torch.zeros_like(self.content_bias[:1]).detach()
+        # in place of the biases: zeros that are neither trained nor saved
+        zeros_1NH = torch.zeros_like(self.content_bias[:1]).detach()
         del self.content_bias, self.position_bias
-        self.register_buffer("content_bias", nothing_1NH, persistent=False)
-        self.register_buffer("position_bias", nothing_1NH.clone(), persistent=False)
+        self.register_buffer("content_bias", zeros_1NH, persistent=False)
+        self.register_buffer("position_bias", zeros_1NH.clone(), persistent=False)
         self.init_weights()
 
     @override
@@ -80,8 +81,8 @@ class ShawTransformer(TransformerXL):
             nn.init.zeros_(bias_1NH)
 
     @override
-    def _distances(self, memory: Memory, num_new: int) -> tuple[int, int]:
-        seen, told_apart = super()._distances(memory, num_new)
+    def _num_distances(self, memory: Memory, num_new: int) -> tuple[int, int]:
+        num_seen, num_encoded = super()._num_distances(memory, num_new)
         assert isinstance(self.config, ShawConfig)
         assert self.config.max_relative_positions is not None
-        return seen, min(told_apart, self.config.max_relative_positions)
+        return num_seen, min(num_encoded, self.config.max_relative_positions)

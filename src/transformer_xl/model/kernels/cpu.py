@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from transformer_xl.model.dropout import draw_kept, num_draws
+from transformer_xl.model.dropout import draw_mask, num_draws
 from transformer_xl.model.kernels import decode
 from transformer_xl.model.kernels.reference import AttentionInputs, AttentionMask, empty_slots, written_out
 
@@ -355,7 +355,7 @@ class _Dropped:
         for place, keep_IK in enumerate(keep_GIK):
             head, row = part.heads.start + place // num_rows, part.rows.start + place % num_rows
             number = (row * part.all_heads + head) * num_blocks + block.number
-            draw_kept(keep_IK, self._share, draws, torch.Generator().manual_seed(self._seed + number))
+            draw_mask(keep_IK, self._share, draws, torch.Generator().manual_seed(self._seed + number))
         return torch.mul(p_GIK, keep_GIK, out=p_GIK if in_place else _like("dropped", p_GIK))
 
 
