@@ -1,4 +1,4 @@
-"""What each process of training/test_distributed.py does; torchrun starts it: processes.py JOB PLACE.
+"""What each process of training/test_distributed.py does; torchrun starts it as processes.py JOB FOLDER.
 
 All numbers are float64, so that what must be equal is equal to many digits.
 """
@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from model_configs import model_config, settings_of
+from model_configs import model_config
+from training_runs import StopAt, train_until
 
-from transformer_xl.config import RunConfig, UserError, run_settings
+from transformer_xl.config import RunConfig, TrainConfig, UserError
 from transformer_xl.model.transformer_xl import TransformerXL
 from transformer_xl.run_folder import RunFolder
 from transformer_xl.text.corpus_writer import write_corpus
@@ -24,6 +25,7 @@ from transformer_xl.text.token_store import Corpus
 from transformer_xl.text.tokenizers import ByteTokenizer
 from transformer_xl.training.distributed import SINGLE_PROCESS, DistributedContext, process_group
 from transformer_xl.training.step import ModelWithLoss
+from transformer_xl.training.train import resume, train
 from transformer_xl.training.trainer import Trainer
 
 MODEL = {"n_layers": 2, "d_model": 14, "n_heads": 2, "d_head": 5, "d_ff": 19, "dropout": 0.0}
@@ -34,23 +36,25 @@ TRAIN = {
 STOP = 5
 VARIANTS: dict[str, dict[str, Any]] = {
     "rows that do not divide": {},
-    "in shares": {"train": {"parallelism": "fsdp"}},
+    "sharded": {"train": {"parallelism": "fsdp"}},
     "micro-batches, muon, average": {
         "train": {
             "parallelism": "fsdp", "batch_size": 5, "micro_batch_size": 2, "optimizer": "muon", "weight_decay": 0.1,
             "weight_average": "ema", "ema_decay": 0.7,
         },
     },
-    "clusters, shuffled, shorter at first": {
+    "cutoffs, shuffled, segment warm-up": {
         "model": {"cutoffs": (100, 110, 200), "div_val": 2, "norm_first": True},
         "train": {
-            "shuffle_documents": True, "batch_size": 6, "micro_batch_size": 1, "segment_length": 8, "memory_length": 12, "initial_segment_length": 2,
-            "segment_warmup_steps": 6, "activation_checkpointing": True, "optimizer": "adamw", "weight_average": "uniform",
+            "shuffle_documents": True, "batch_size": 6, "micro_batch_size": 1, "segment_length": 8, "memory_length": 12,
+            "initial_segment_length": 2, "segment_warmup_steps": 6, "activation_checkpointing": True, "optimizer": "adamw",
+            "weight_average": "uniform",
         },
     },
-    "an LSTM in shares": {"model": {"architecture": "lstm"}, "train": {"parallelism": "fsdp"}},
+    "a sharded LSTM": {"model": {"architecture": "lstm"}, "train": {"parallelism": "fsdp"}},
     "auxiliary losses": {
-        "model": {"architecture": "al-rfou", "intermediate_layer_losses": True, "num_targets": 2}, "train": {"memory_length": 0},
+        "model": {"architecture": "al-rfou", "intermediate_layer_losses": True, "num_targets": 2},
+        "train": {"memory_length": 0},
     },
 }  # fmt: skip
 OTHER = {"ddp": "fsdp", "fsdp": "ddp"}
@@ -69,12 +73,12 @@ def make_corpus(place: Path) -> Corpus:
 
 def config_of(variant: dict[str, Any], **train: Any) -> RunConfig:
     """The settings of a variant."""
-    model = settings_of(**MODEL | variant.get("model", {}))
-    return run_settings({"model": model, "train": TRAIN | variant.get("train", {}) | train}, "test")
+    model = model_config(**MODEL | variant.get("model", {}))
+    return RunConfig(model=model, train=TrainConfig(**TRAIN | variant.get("train", {}) | train))
 
 
 def begin(place: Path, config: RunConfig, world: DistributedContext = SINGLE_PROCESS) -> Trainer:
-    """A new run."""
+    """Starts a new run."""
     corpus = Corpus.open(place.parent / "corpus")
     if world.is_first:
         RunFolder.create(place, config, corpus.tokenizer)
@@ -82,18 +86,13 @@ def begin(place: Path, config: RunConfig, world: DistributedContext = SINGLE_PRO
     return Trainer(RunFolder.open(place), corpus, torch.device("cpu"), world=world)
 
 
-def go_on(place: Path, world: DistributedContext = SINGLE_PROCESS, **train: Any) -> tuple[Trainer, list[str]]:
-    """A run from its newest checkpoint, with some settings changed; also what was remarked."""
+def resumed(place: Path, world: DistributedContext = SINGLE_PROCESS, **train: Any) -> tuple[Trainer, list[str]]:
+    """A run at its newest checkpoint, with some settings changed; and the notes on it."""
     folder = RunFolder.open(place)
     config = folder.config.model_copy(update={"train": folder.config.train.model_copy(update=train)})
     corpus = Corpus.open(place.parent / "corpus")
     training = Trainer(RunFolder(place, config, corpus.tokenizer), corpus, torch.device("cpu"), world=world)
     return training, training.resume()
-
-
-def until(training: Trainer, step: int) -> None:
-    """Trains until a step after which it would save anyway."""
-    training.run(lambda: training.state.step >= step)
 
 
 def copy(place: Path, name: str, world: DistributedContext) -> Path:
@@ -108,15 +107,15 @@ def check_world(world: DistributedContext) -> None:
     """Sums, questions, texts, and what one process finds wrong."""
     assert world.sum(torch.tensor([world.rank + 1, 10])).tolist() == [3, 20]
     assert (world.any(world.rank == 1), world.any(False)) == (True, False)
-    assert world.gather(f"\u00e4{'x' * world.rank}") == ["\u00e4", "\u00e4x"]
+    assert world.gather_texts(f"\u00e4{'x' * world.rank}") == ["\u00e4", "\u00e4x"]
     with pytest.raises(UserError, match="only here"):
         find_wrong(world, rank=1)
     world.seed(3, 0)
-    assert len(set(world.gather(str(torch.rand(3).tolist())))) == 2
+    assert len(set(world.gather_texts(str(torch.rand(3).tolist())))) == 2
 
 
-def check_shares(world: DistributedContext) -> None:
-    """After a pass without gradients a process has its share alone, so a change of it shows in the next pass."""
+def check_sharding(world: DistributedContext) -> None:
+    """After a pass without gradients a process has its shard alone, so a change of it shows in the next pass."""
     torch.manual_seed(5)
     scored = world.wrap(ModelWithLoss(TransformerXL(model_config(**MODEL, vocab_size=23), memory_length=11)), "fsdp")
     tokens_BT = torch.arange(6).view(2, 3)
@@ -130,51 +129,64 @@ def check_shares(world: DistributedContext) -> None:
 
 
 def find_wrong(world: DistributedContext, *, rank: int) -> None:
-    """Something is wrong in this process alone."""
-    with world.together():
+    """Raises an error in one process alone."""
+    with world.raise_together():
         if world.rank == rank:
             raise UserError("only here")
 
 
 def train_and_stop(place: Path, world: DistributedContext) -> None:
-    """Every variant, with a copy of what there was when it stopped; one with dropout also goes on from there."""
+    """Trains every variant, with a copy of it when it was stopped; one with dropout is also resumed from there."""
     for name, variant in VARIANTS.items():
         training = begin(place / name, config_of(variant), world)
-        until(training, STOP)
+        train_until(training, STOP)
         copy(place / name, f"{name}, stopped", world)
-        until(training, 100)
+        training.run()
     noisy = config_of({"model": {"dropout": 0.1}}, parallelism="fsdp")
     training = begin(place / "noisy", noisy, world)
-    until(training, STOP)
-    stopped = copy(place / "noisy", "noisy, gone on", world)
-    until(training, 100)
-    training, remarks = go_on(stopped, world)
-    assert remarks == []
-    until(training, 100)
+    train_until(training, STOP)
+    stopped = copy(place / "noisy", "noisy, resumed", world)
+    training.run()
+    training, notes = resumed(stopped, world)
+    assert notes == []
+    training.run()
 
 
-def train_on(place: Path, world: DistributedContext) -> None:
-    """Every variant from where it stopped, shared out the other way; and one that a single process began."""
+def resume_all(place: Path, world: DistributedContext) -> None:
+    """Resumes every variant where it was stopped, with the other parallelism; and one that a single process began."""
     for name, variant in VARIANTS.items():
-        own = copy(place / f"{name}, stopped", f"{name}, gone on by three", world)
+        own = copy(place / f"{name}, stopped", f"{name}, resumed by three", world)
         before = config_of(variant).train.parallelism
-        training, remarks = go_on(own, world, parallel=OTHER[before])
-        expected = "the checkpoint was written by 2 processes, now there are 3: dropout is drawn anew"
-        assert remarks == [expected], remarks
-        until(training, 100)
-    training, remarks = go_on(copy(place / "alone, stopped", "alone, gone on by three", world), world, parallel="fsdp")
-    assert len(remarks) == 1
-    until(training, 100)
+        training, notes = resumed(own, world, parallelism=OTHER[before])
+        assert len(notes) == 1
+        assert "by 2 processes, now there are 3" in notes[0]
+        training.run()
+    training, notes = resumed(
+        copy(place / "alone, stopped", "alone, resumed by three", world), world, parallelism="fsdp"
+    )
+    assert len(notes) == 1
+    training.run()
 
 
 def work(job: str, place: Path, world: DistributedContext) -> None:
-    """Does a job; when it returns, nothing of it is left."""
+    """Does a job; when it returns, nothing it made is reachable."""
     if job == "train_and_stop":
         check_world(world)
-        check_shares(world)
+        check_sharding(world)
         train_and_stop(place, world)
     else:
-        train_on(place, world)
+        resume_all(place, world)
+
+
+def call_library(place: Path) -> None:
+    """Trains and resumes by the library's functions, each of which forms a process group of its own."""
+    options = {"device": "cpu", "progress": False}
+    run, config = place / "by the library", config_of(VARIANTS["sharded"])
+    stopped = train(config, place / "corpus", run, callbacks=[StopAt(STOP)], **options)
+    assert (stopped.step, stopped.finished) == (STOP, False)
+    result = resume(run, **options)
+    assert result.finished
+    assert not result.run.model.training
 
 
 if __name__ == "__main__":
@@ -182,3 +194,5 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     with process_group(lambda: torch.device("cpu")) as all_processes:
         work(sys.argv[1], Path(sys.argv[2]), all_processes)
+    if sys.argv[1] == "train_and_stop":
+        call_library(Path(sys.argv[2]))

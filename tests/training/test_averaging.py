@@ -8,13 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from training_runs import CPU, best_and, letters, make_corpus, rows_nats, start, train_until
+from training_runs import CPU, best_and, letters, make_corpus, reopened, rows_nats, start, train_until
 
 from transformer_xl.config import TrainConfig, UserError
-from transformer_xl.run_folder import RunFolder
 from transformer_xl.tensor_file import load_tensors
 from transformer_xl.training.averaging import WeightAverage
-from transformer_xl.training.trainer import Trainer
 
 
 def weights_of(model: Any) -> Tensor:
@@ -95,8 +93,8 @@ def test_it_goes_on_from_its_tensors(make_model) -> None:
         one.update(6)
     assert again.count == 6
     assert torch.equal(averaged(model, average), averaged(model, again))
-    for wrong in (make_model(layers=2), make_model(width=22)):
-        with pytest.raises(UserError, match="average of the weights is not one of this model's"):
+    for wrong in (make_model(n_layers=2), make_model(d_model=22)):
+        with pytest.raises(UserError, match="average of the weights is not .* this model"):
             average.with_tensors(WeightAverage(wrong, config).tensors())
 
 
@@ -126,7 +124,7 @@ def test_validation_and_the_best_weights_are_the_averages(tmp_path: Path, settin
 
 
 def test_without_validation_text_the_average_is_kept(tmp_path: Path) -> None:
-    training = start(tmp_path / "run", make_corpus(tmp_path / "corpus", letters(127, seed=1)), average="uniform")
+    training = start(tmp_path / "run", make_corpus(tmp_path / "corpus", letters(127, seed=1)), weight_average="uniform")
     training.run()
     assert training.weight_average is not None
     kept, _ = load_tensors(training.folder.weights_file("best"))
@@ -142,8 +140,7 @@ def test_a_stop_changes_nothing(tmp_path: Path, settings: dict[str, Any]) -> Non
     training = start(tmp_path / "run", corpus, eval_interval=5, **settings)
     for stop in (1, 7, 11):
         train_until(training, stop)
-        training = Trainer(RunFolder.open(tmp_path / "run"), corpus, CPU)
-        training.resume()
+        training = reopened(training)
     training.run()
     assert (tmp_path / "run" / "model.safetensors").read_bytes() == (
         tmp_path / "straight" / "model.safetensors"

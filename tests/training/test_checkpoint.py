@@ -18,20 +18,22 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from training_runs import CPU, reopened, train_until
+from typing_extensions import override
 
 import transformer_xl
 from transformer_xl.cli.main import run as txl
-from transformer_xl.config import RunConfig, TrainConfig, TransformerXLConfig, UserError
-from transformer_xl.run_folder import CheckpointRecord, RunFolder, config_text
+from transformer_xl.config import UserError, run_settings
+from transformer_xl.run_folder import CheckpointRecord, RunFolder
 from transformer_xl.tensor_file import load_tensors
 from transformer_xl.text.corpus_writer import write_corpus
 from transformer_xl.text.documents import Document
 from transformer_xl.text.token_store import Corpus
 from transformer_xl.text.tokenizers import ByteTokenizer
+from transformer_xl.training.callbacks import Callback
 from transformer_xl.training.checkpoint import save_checkpoint
-from transformer_xl.training.trainer import Silence, Trainer, TrainResult
+from transformer_xl.training.trainer import Trainer
 
-CPU = torch.device("cpu")
 MODEL = {
     "n_layers": 2, "d_model": 14, "n_heads": 2, "d_head": 5, "d_ff": 19, "dropout": 0.1, "attention_dropout": 0.1,
 }  # fmt: skip
@@ -51,7 +53,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def make_corpus(place: Path, *, valid: bool = True) -> Corpus:
+def make_documents_corpus(place: Path, *, valid: bool = True) -> Corpus:
     """127 tokens in 5 documents: an epoch of 3 rows is 7 segments of 7, the last with one token in one row only."""
 
     def documents(length: int, seed: int) -> list[Document]:
@@ -63,34 +65,22 @@ def make_corpus(place: Path, *, valid: bool = True) -> Corpus:
 
 
 def start(place: Path, corpus: Corpus, variant: dict[str, Any]) -> Trainer:
-    model, train = MODEL | variant.get("model", {}), TRAIN | variant.get("train", {})
-    config = RunConfig(model=TransformerXLConfig(**model), train=TrainConfig(**train))
-    return Trainer(RunFolder.create(place, config, corpus.tokenizer), corpus, CPU)
-
-
-def go_on(place: Path, corpus: Corpus) -> Trainer:
-    torch.manual_seed(104_729)  # a new process would not have the old one's random state either
-    training = Trainer(RunFolder.open(place), corpus, CPU)
-    training.resume()
-    return training
-
-
-def train_until(training: Trainer, step: int) -> TrainResult:
-    return training.run(lambda: training.state.step >= step)
+    settings = {"model": MODEL | variant.get("model", {}), "train": TRAIN | variant.get("train", {})}
+    return Trainer(RunFolder.create(place, run_settings(settings, "test"), corpus.tokenizer), corpus, CPU)
 
 
 def tensors_of(folder: RunFolder) -> dict[str, torch.Tensor]:
     """Best weights, last weights, optimiser, memory and random state of a run."""
     best, last = folder.weights_file("best"), folder.weights_file("last")
-    (state,) = (last.parent / "training").iterdir()
-    read = {"best": load_tensors(best)[0], "last": load_tensors(last)[0], "checkpoints": load_file(state)}
+    (file,) = (last.parent / "training").iterdir()
+    read = {"best": load_tensors(best)[0], "last": load_tensors(last)[0], "training": load_file(file)}
     return {f"{kind}/{name}": tensor for kind, tensors in read.items() for name, tensor in tensors.items()}
 
 
-def figures_of(folder: RunFolder) -> list[dict[str, Any]]:
+def metrics_of(folder: RunFolder) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl, and at the end the progress; all without seconds, which no two runs share."""
-    progress = CheckpointRecord.read(folder.weights_file("last").parent).progress
-    lines = [*map(json.loads, (folder.path / "metrics.jsonl").read_text().splitlines()), progress]
+    state = CheckpointRecord.read(folder.weights_file("last").parent).state
+    lines = [*map(json.loads, (folder.path / "metrics.jsonl").read_text().splitlines()), state]
     assert all(line.pop("seconds") >= 0 for line in lines)
     assert all(line.pop("tokens_per_second") > 0 for line in lines if line.get("split") == "train")
     return lines
@@ -103,9 +93,21 @@ def assert_same(one: RunFolder, other: RunFolder) -> None:
     # weights are the same files, byte for byte; training.json also notes the seconds, which no two runs share
     for of in (lambda run: run.weights_file("best"), lambda run: run.weights_file("last")):
         assert of(one).read_bytes() == of(other).read_bytes()
-    assert figures_of(one) == figures_of(other)
+    assert metrics_of(one) == metrics_of(other)
     assert one.checkpoints()[-1].name == other.checkpoints()[-1].name
     assert not list(one.path.rglob("*.partial-*"))
+
+
+class StopInValidation(Callback):
+    """Stops training in the middle of the validation of a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    @override
+    def on_validation_progress(self, trainer: Trainer, num_scored: int, num_tokens: int) -> None:
+        if trainer.state.step == self.step:
+            trainer.stop()
 
 
 @pytest.fixture(scope="module")
@@ -117,10 +119,10 @@ def straight(tmp_path_factory: pytest.TempPathFactory):
     def of(name: str) -> tuple[Corpus, Trainer]:
         if name not in known:
             variant = VARIANTS[name]
-            corpus = make_corpus(place / f"{name} corpus", valid=variant.get("valid", True))
+            corpus = make_documents_corpus(place / f"{name} corpus", valid=variant.get("valid", True))
             training = start(place / name, corpus, variant)
-            outcome = training.run()
-            assert (outcome.step, outcome.finished) == (23, True)
+            assert training.run()
+            assert training.state.step == 23
             known[name] = corpus, training
         return known[name]
 
@@ -143,14 +145,13 @@ def test_resume_equals_the_straight_run(tmp_path: Path, straight, variant: str, 
     corpus, wanted = straight(variant)
     training = start(tmp_path / "run", corpus, VARIANTS[variant])
     for stop in stops:
-        outcome = train_until(training, stop)
-        assert (outcome.step, outcome.finished) == (stop, False)
-        training = go_on(tmp_path / "run", corpus)
+        train_until(training, stop)
         assert training.state.step == stop
-    outcome = training.run()
-    assert outcome.finished
+        training = reopened(training)
+        assert training.state.step == stop
+    assert training.run()
     assert_same(training.folder, wanted.folder)
-    assert outcome.best_nats_per_token == wanted.state.best_nats
+    assert training.state.best_nats == wanted.state.best_nats
 
 
 def test_stopped_at_every_step(tmp_path: Path, straight) -> None:
@@ -158,8 +159,8 @@ def test_stopped_at_every_step(tmp_path: Path, straight) -> None:
     training = start(tmp_path / "run", corpus, {})
     for step in range(1, 24):
         train_until(training, step)
-        training = go_on(tmp_path / "run", corpus)
-    assert training.run().finished  # nothing is left to do, and doing it changes nothing
+        training = reopened(training)
+    assert training.run()  # nothing is left to do, and doing it changes nothing
     assert_same(training.folder, wanted.folder)
 
 
@@ -168,14 +169,13 @@ def test_stopped_in_a_validation(tmp_path: Path, straight, step: int) -> None:
     """It is cut short, and done anew first of all; the checkpoint before it is whole."""
     corpus, wanted = straight("base")
     training = start(tmp_path / "run", corpus, {})
-    heard: list[int] = []
-    training.reporter = Silence()
-    training.reporter.validating = lambda *_: heard.append(training.state.step)
-    outcome = training.run(lambda: step in heard)
-    assert (outcome.step, outcome.finished) == (step, False)
+    training.callbacks.append(StopInValidation(step))
+    assert not training.run()
+    assert training.state.step == step
+    training.callbacks.clear()
     assert training.folder.metrics()[-1]["step"] < step
-    training = training if step == 12 else go_on(tmp_path / "run", corpus)  # at 12 it goes on by itself
-    assert training.run().finished
+    training = training if step == 12 else reopened(training)  # the same trainer can go on too
+    assert training.run()
     assert_same(training.folder, wanted.folder)
 
 
@@ -185,7 +185,7 @@ def test_what_the_straight_run_went_through(straight) -> None:
     tensors, progress = tensors_of(wanted.folder), wanted.state
     assert progress.position.epoch == 3
     assert progress.position.segment_index == 2
-    assert tensors["state/memory/valid"].tolist() == [11, 11, 11]
+    assert tensors["training/memory/valid"].tolist() == [11, 11, 11]
     assert len(tensors) == 2 * len(wanted.model.state_dict()) + 3 * len(list(wanted.model.parameters())) + 5
     lines = wanted.folder.metrics()
     assert [line["step"] for line in lines if line["split"] == "train"] == [5, 10, 15, 20]
@@ -211,10 +211,8 @@ def test_a_run_with_more_steps_goes_on(tmp_path: Path, straight) -> None:
     whole = start(tmp_path / "whole", corpus, {"train": {"warmup_steps": 23}})
     whole.run()
     short = start(tmp_path / "short", corpus, {"train": {"warmup_steps": 23, "max_steps": 11}})
-    assert short.run().finished
-    config = short.folder.config.model_copy(update={"train": whole.config})
-    (tmp_path / "short" / "config.yaml").write_text(config_text(config))
-    longer = go_on(tmp_path / "short", corpus)
+    assert short.run()
+    longer = reopened(short, max_steps=23)
     longer.run()
     found, wanted = tensors_of(longer.folder), tensors_of(whole.folder)
     assert [name for name in wanted if name.startswith("last") and not torch.equal(found[name], wanted[name])] == []
@@ -229,23 +227,24 @@ def test_checkpoints_kept_and_their_files(tmp_path: Path, straight) -> None:
         assert sorted(file.name for file in state.iterdir()) == ["model.safetensors", "training", "training.json"]
         assert [file.name for file in (state / "training").iterdir()] == list(CheckpointRecord.read(state).files)
     assert sorted(item.name for item in (tmp_path / "run").iterdir()) == [
+        "checkpoints",
         "config.yaml",
         "metrics.jsonl",
         "model.safetensors",
-        "checkpoints",
         "txl_tokenizer.json",
     ]
 
 
 def test_leftovers_of_a_killed_save_are_ignored_and_cleaned(tmp_path: Path, straight) -> None:
     corpus, wanted = straight("base")
-    train_until(start(tmp_path / "run", corpus, {}), 6)
+    training = start(tmp_path / "run", corpus, {})
+    train_until(training, 6)
     state = tmp_path / "run" / "checkpoints"
     shutil.copytree(state / "step-00000006", state / ".step-00000010.partial-7919")
     (state / ".step-00000010.partial-7919" / "training.json").write_bytes(b"half")
     (state / ".step-00000011.partial-7919").mkdir()
     (tmp_path / "run" / ".model.safetensors.partial-7919").write_bytes(b"half")
-    training = go_on(tmp_path / "run", corpus)
+    training = reopened(training)
     assert training.state.step == 6
     training.run()
     assert_same(training.folder, wanted.folder)
@@ -262,7 +261,7 @@ def test_lines_after_the_checkpoint_and_a_half_line_are_dropped(tmp_path: Path, 
         for split, step in (("train", 10), ("valid", 12)):
             file.write(json.dumps({"split": split, "step": step, "nats_per_token": 1.0, "seconds": 1}) + "\n")
         file.write('{"split": "tra')
-    training = go_on(tmp_path / "run", corpus)
+    training = reopened(training)
     assert [line["step"] for line in training.folder.metrics()] == [5, 6]
     training.run()
     assert_same(training.folder, wanted.folder)
@@ -271,8 +270,8 @@ def test_lines_after_the_checkpoint_and_a_half_line_are_dropped(tmp_path: Path, 
 def test_killed_before_its_first_checkpoint(tmp_path: Path, straight) -> None:
     """Such a run has settings and nothing else; to go on with it is to begin."""
     corpus, wanted = straight("base")
-    start(tmp_path / "run", corpus, {})
-    training = go_on(tmp_path / "run", corpus)
+    training = start(tmp_path / "run", corpus, {})
+    training = reopened(training)
     assert training.state.step == 0
     training.run()
     assert_same(training.folder, wanted.folder)
@@ -280,10 +279,11 @@ def test_killed_before_its_first_checkpoint(tmp_path: Path, straight) -> None:
 
 def test_a_run_whose_checkpoints_are_gone_does_not_begin_anew(tmp_path: Path, straight) -> None:
     corpus, _ = straight("base")
-    train_until(start(tmp_path / "run", corpus, {}), 6)
+    training = start(tmp_path / "run", corpus, {})
+    train_until(training, 6)
     shutil.rmtree(tmp_path / "run" / "checkpoints")
-    with pytest.raises(UserError, match=r"state holds no checkpoint; start anew with 'txl train --run DIR'"):
-        go_on(tmp_path / "run", corpus)
+    with pytest.raises(UserError, match=r"checkpoints holds no checkpoint; start a new run with 'txl train --run DIR'"):
+        reopened(training)
 
 
 def test_weights_without_a_checkpoint_are_not_overwritten(tmp_path: Path, straight) -> None:
@@ -291,17 +291,18 @@ def test_weights_without_a_checkpoint_are_not_overwritten(tmp_path: Path, straig
     corpus, _ = straight("base")
     training = start(tmp_path / "run", corpus, {})
     training.folder.save_weights(training.model.state_dict(), step=0, nats=None)
-    with pytest.raises(UserError, match=r"state holds no checkpoint; .*converted run can be used, but not trained on"):
-        go_on(tmp_path / "run", corpus)
+    with pytest.raises(UserError, match=r"no checkpoint; .*converted .* can be used"):
+        reopened(training)
 
 
 def test_other_folders_beside_the_checkpoints_do_not_matter(tmp_path: Path, straight) -> None:
     corpus, wanted = straight("base")
-    train_until(start(tmp_path / "run", corpus, {}), 6)
+    training = start(tmp_path / "run", corpus, {})
+    train_until(training, 6)
     state = tmp_path / "run" / "checkpoints"
     shutil.copytree(state / "step-00000006", state / "step-of-friday")
     shutil.copytree(state / "step-00000006", state / "step-00000006.bak")
-    training = go_on(tmp_path / "run", corpus)
+    training = reopened(training)
     training.run()
     assert (state / "step-of-friday").is_dir()
     assert (state / "step-00000006.bak").is_dir()
@@ -310,17 +311,18 @@ def test_other_folders_beside_the_checkpoints_do_not_matter(tmp_path: Path, stra
 
 def test_a_checkpoint_of_other_settings_is_refused(tmp_path: Path, straight) -> None:
     corpus, _ = straight("base")
-    train_until(start(tmp_path / "run", corpus, {}), 2)
+    training = start(tmp_path / "run", corpus, {})
+    train_until(training, 2)
     for old, new, message in (
-        ("memory: 11", "memory: 13", "the kept memory has another shape than this model and memory length need"),
-        ("feedforward: 19", "feedforward: 17", r"model.safetensors does not fit the settings in config.yaml \(at lay"),
-        ("layers: 2", "layers: 3", r"does not fit the settings in config.yaml \(at layers.2"),
+        ("memory_length: 11", "memory_length: 13", "memory has another shape"),
+        ("d_ff: 19", "d_ff: 17", r"model.safetensors does not fit .*config.yaml \(at lay"),
+        ("n_layers: 2", "n_layers: 3", r"does not fit .*config.yaml \(at layers.2"),
     ):
         shutil.copytree(tmp_path / "run", tmp_path / new)
         settings = tmp_path / new / "config.yaml"
         settings.write_text(settings.read_text().replace(old, new))
         with pytest.raises(UserError, match=message):
-            go_on(tmp_path / new, corpus)
+            Trainer(RunFolder.open(tmp_path / new), corpus, CPU).resume()
 
 
 def test_saving_changes_nothing(tmp_path: Path, straight) -> None:
@@ -330,18 +332,18 @@ def test_saving_changes_nothing(tmp_path: Path, straight) -> None:
     before = {name: tensor.clone() for name, tensor in training.model.state_dict().items()}
     random_state = torch.get_rng_state()
     shutil.rmtree(tmp_path / "run" / "checkpoints")
-    path = save_checkpoint(training.folder, training.state)
+    path = save_checkpoint(training.folder, training)
     assert path.name == "step-00000003"
     assert torch.equal(torch.get_rng_state(), random_state)
     assert all(torch.equal(tensor, before[name]) for name, tensor in training.model.state_dict().items())
-    assert torch.equal(tensors_of(training.folder)["state/random/0/cpu"], random_state)
+    assert torch.equal(tensors_of(training.folder)["training/random/0/cpu"], random_state)
 
 
 # Through the command:
 WORDS = [
     "--threads=1",
     *(f"--model.{name}={value}" for name, value in MODEL.items()),
-    *(f"--train.{name}={value}" for name, value in {**TRAIN, "max_steps": 307, "log_interval": 1, "checkpoint_interval": 2}.items()),
+    *(f"--train.{name}={value}" for name, value in {**TRAIN, "max_steps": 97, "log_interval": 1, "checkpoint_interval": 3}.items()),
 ]  # fmt: skip
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(transformer_xl.__file__).parents[1])}
 
@@ -349,7 +351,7 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(transformer_xl.__file__).par
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     place = tmp_path_factory.mktemp("uninterrupted")
-    make_corpus(place / "corpus")
+    make_documents_corpus(place / "corpus")
     assert txl(["train", "--corpus", str(place / "corpus"), "--run", str(place / "run"), *WORDS]) == 0
     return RunFolder.open(place / "run")
 
@@ -359,7 +361,7 @@ def train_and_send(number: signal.Signals, corpus: Path, place: Path) -> subproc
     words = [sys.executable, "-m", "transformer_xl", "train", "--corpus", str(corpus), "--run", str(place), *WORDS]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
     try:
-        wanted, metrics = random.randrange(1, 60), place / "metrics.jsonl"
+        wanted, metrics = random.randrange(1, 40), place / "metrics.jsonl"
         deadline = time.monotonic() + 300
         while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= wanted):
             assert process.poll() is None
@@ -374,11 +376,10 @@ def train_and_send(number: signal.Signals, corpus: Path, place: Path) -> subproc
     return subprocess.CompletedProcess(words, process.returncode, out, err)
 
 
-@pytest.mark.parametrize("attempt", [1, 2])
-def test_kill_9_at_a_random_step(tmp_path: Path, uninterrupted: RunFolder, attempt: int) -> None:
+def test_kill_9_at_a_random_step(tmp_path: Path, uninterrupted: RunFolder) -> None:
     ended = train_and_send(signal.SIGKILL, uninterrupted.path.parent / "corpus", tmp_path / "run")
     assert ended.returncode == -signal.SIGKILL
-    assert RunFolder.open(tmp_path / "run").metrics()[-1]["step"] < 307
+    assert RunFolder.open(tmp_path / "run").metrics()[-1]["step"] < 97
     assert txl(["train", "--resume", str(tmp_path / "run"), "--threads", "1"]) == 0
     assert_same(RunFolder.open(tmp_path / "run"), uninterrupted)
 
@@ -390,11 +391,11 @@ def test_a_signal_stops_after_the_step(
     ended = train_and_send(number, uninterrupted.path.parent / "corpus", tmp_path / "run")
     assert ended.returncode == status
     assert ended.stdout == ""
-    lines = [line for line in ended.stderr.splitlines() if not line.startswith("train: ")]  # progress, where it is slow
-    message = rf"stopped and saved at step (\d+); go on with: txl train --resume {re.escape(str(tmp_path / 'run'))}"
+    lines = [line for line in ended.stderr.splitlines() if not line.startswith(("train: ", "model: "))]
+    message = rf"stopped and saved at step (\d+); resume with: txl train --resume {re.escape(str(tmp_path / 'run'))}"
     said = re.fullmatch(message, "\n".join(lines))
     assert said
-    assert 1 <= int(said[1]) < 307
+    assert 1 <= int(said[1]) < 97
     assert RunFolder.open(tmp_path / "run").checkpoints()[-1].name == f"step-{int(said[1]):08}"
     assert txl(["train", "--resume", str(tmp_path / "run"), "--threads", "1"]) == 0
     assert_same(RunFolder.open(tmp_path / "run"), uninterrupted)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from torch._dynamo.utils import counters
 from training_runs import CPU, letters, make_corpus, start
+from typing_extensions import override
 
 from transformer_xl.config import UserError
+from transformer_xl.training.callbacks import Callback, Metrics
 from transformer_xl.training.compiling import compile_layers
+from transformer_xl.training.trainer import Trainer
 
 pytestmark = pytest.mark.filterwarnings("default")  # torch's compiler hides warnings of its own, not if they are errors
 
@@ -24,15 +28,22 @@ def test_compiled_training_is_plain_training(tmp_path: Path) -> None:
     plain.run()
     compiled = start(tmp_path / "compiled", corpus, compile="layers", **settings)
     assert list(compiled.model.state_dict()) == list(plain.model.state_dict())
-    graphs: list[int] = []
-    compiled.run(lambda: graphs.append(counters["stats"]["unique_graphs"]))
+    graphs: list[int] = [counters["stats"]["unique_graphs"]]
+
+    class CountGraphs(Callback):
+        @override
+        def on_metrics(self, trainer: Trainer, metrics: Metrics) -> None:
+            graphs.append(counters["stats"]["unique_graphs"])
+
+    compiled.callbacks.append(CountGraphs())
+    compiled.run()
     found, wanted = compiled.folder.metrics(), plain.folder.metrics()
     assert [line["split"] for line in found] == [line["split"] for line in wanted]
     for name, closeness in (("nats_per_token", 1e-5), ("grad_norm", 1e-4)):
         pairs = [(one[name], other[name]) for one, other in zip(found, wanted, strict=True) if name in one]
         assert len(pairs) == (12 if name == "nats_per_token" else 9)
         assert all(one == pytest.approx(other, rel=closeness) for one, other in pairs)
-    # asked before the first step, after it, and in the end: by the first validation each kind of pass was met
+    # before the first step, after it, and in the end: by the first validation each kind of pass was compiled
     assert graphs[0] < graphs[1] < graphs[-1]
     assert len(set(graphs[-8:])) == 1
     assert counters["graph_break"] == {}
@@ -55,7 +66,7 @@ def test_a_copy_of_a_compiled_model_has_weights_of_its_own(make_model) -> None:
 
 
 def test_graphs_need_cuda(make_model) -> None:
-    with pytest.raises(UserError, match=r"compile graphs needs CUDA, and this run is on cpu; give --train.compile lay"):
+    with pytest.raises(UserError, match=r"needs CUDA.*cpu; give --train.compile layers"):
         compile_layers(make_model(), CPU, "cudagraphs")
 
 
@@ -68,5 +79,4 @@ def test_a_machine_without_a_compiler_is_told(make_model, monkeypatch: pytest.Mo
     with torch._inductor.utils.fresh_cache(), pytest.raises(UserError) as told:
         compile_layers(make_model(), CPU, "layers")
     assert "\n" not in str(told.value)
-    assert "no such file: g++" in str(told.value)
-    assert "install a C++ compiler (g++ or clang, and for CUDA triton), or give --train.compile off" in str(told.value)
+    assert re.search(r"no such file: g\+\+.*install a C\+\+ compiler.*--train.compile none", str(told.value))

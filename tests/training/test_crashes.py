@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from training_runs import CPU, letters, make_corpus, start, train_until
+from training_runs import letters, make_corpus, reopened, start, train_until
+from typing_extensions import override
 
 from transformer_xl.config import UserError
-from transformer_xl.run_folder import CheckpointRecord, RunFolder
+from transformer_xl.run_folder import CheckpointRecord
 from transformer_xl.tensor_file import load_tensors, save_tensors
+from transformer_xl.training.callbacks import Callback
 from transformer_xl.training.checkpoint import save_checkpoint
 from transformer_xl.training.trainer import Trainer
 
@@ -32,12 +34,6 @@ class Killed(Exception):
 def begin(place: Path, **changed: Any) -> Trainer:
     corpus = make_corpus(place.parent / f"{place.name} corpus", letters(127, seed=1), letters(41, seed=2))
     return start(place, corpus, **{**SETTINGS, **changed})
-
-
-def go_on(training: Trainer) -> Trainer:
-    training = Trainer(RunFolder.open(training.folder.path), training.corpus, CPU)
-    training.resume()
-    return training
 
 
 @pytest.mark.parametrize("moment", ["before", "between", "after"])
@@ -67,14 +63,14 @@ def test_a_checkpoint_replaced_by_one_of_the_same_step(
     monkeypatch.setattr(Path, "rename", renamed)
     monkeypatch.setattr(shutil, "rmtree", removed)
     with pytest.raises(Killed):
-        save_checkpoint(training.folder, training.state)
+        save_checkpoint(training.folder, training)
     monkeypatch.undo()
     newest = training.folder.latest_checkpoint()
     assert newest is not None
     assert newest.name == ("step-00000004" if moment == "between" else "step-00000008")
     CheckpointRecord.read(newest).verify(newest)
     assert len(list(states.glob(".*.partial-*"))) == (2 if moment == "between" else 1)
-    training = go_on(training)
+    training = reopened(training)
     train_until(training, 9)
     assert not list(states.glob(".*"))
     assert training.folder.checkpoints()[-1].name == "step-00000009"
@@ -100,9 +96,9 @@ def test_the_best_weights_of_a_crashed_run_are_to_be_beaten(tmp_path: Path) -> N
     assert "learning_rate: 0.01\n" in settings
     (tmp_path / "run" / "config.yaml").write_text(settings.replace("learning_rate: 0.01\n", "learning_rate: 0.001\n"))
     at_checkpoint = json.loads((tmp_path / "run" / "checkpoints" / "step-00000008" / "training.json").read_text())[
-        "progress"
+        "state"
     ]
-    training = go_on(training)
+    training = reopened(training)
     known = training.folder.best_known()
     assert known is not None
     assert training.state.best_nats == known[1] < at_checkpoint["best_nats"]
@@ -116,7 +112,7 @@ def test_a_crashed_run_ends_as_if_nothing_had_been(tmp_path: Path) -> None:
     straight, training = begin(tmp_path / "straight"), begin(tmp_path / "run")
     straight.run()
     crash_after_a_better_validation(training)
-    training = go_on(training)
+    training = reopened(training)
     training.run()
     for weights in ("best", "last"):
         files = [one.folder.weights_file(weights).read_bytes() for one in (training, straight)]
@@ -131,10 +127,10 @@ def test_best_weights_without_a_loss_say_nothing(tmp_path: Path) -> None:
     best = tmp_path / "run" / "model.safetensors"
     save_tensors(best, load_tensors(best)[0])
     assert training.folder.best_known() is None
-    go_on(training)
+    reopened(training)
     best.write_bytes(best.read_bytes()[:-1])
     with pytest.raises(UserError, match=r"model.safetensors is damaged"):
-        go_on(training)
+        reopened(training)
     best.unlink()
     assert training.folder.best_known() is None
 
@@ -144,10 +140,10 @@ def test_lost_best_weights_are_found_anew(tmp_path: Path) -> None:
     training = begin(tmp_path / "run", eval_interval=6)
     train_until(training, 8)
     training.state = training.state.model_copy(update={"best_nats": 0.001})
-    save_checkpoint(training.folder, training.state)
+    save_checkpoint(training.folder, training)
     best = tmp_path / "run" / "model.safetensors"
     best.unlink()
-    training = go_on(training)
+    training = reopened(training)
     training.run()
     lowest = min(
         line["nats_per_token"] for line in training.folder.metrics() if line["split"] == "valid" and line["step"] > 8
@@ -162,19 +158,22 @@ def test_a_repeated_validation_is_shown_once(tmp_path: Path) -> None:
     """Stopped in the validation of step 9, then killed right after doing it: it is done and shown again."""
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     training = begin(tmp_path / "run", tensorboard=True)
-    calls: list[int] = []
 
-    def in_validation() -> bool:
-        calls.append(training.state.step)
-        return calls.count(9) > 0  # step 9 validates first of all
+    class StopInValidation(Callback):
+        @override
+        def on_validation_progress(self, trainer: Trainer, num_scored: int, num_tokens: int) -> None:
+            if trainer.state.step == 9:
+                trainer.stop()
 
-    assert training.run(in_validation).step == 9
+    training.callbacks.append(StopInValidation())
+    assert not training.run()
+    assert training.state.step == 9
     assert training.folder.metrics()[-1]["split"] == "train"
-    training = go_on(training)
-    training._validate(lambda: False)
+    training = reopened(training)
+    training._validate()
     training._log.close()
     assert [line["split"] for line in training.folder.metrics()[-2:]] == ["train", "valid"]
-    training = go_on(training)
+    training = reopened(training)
     training.run()
     shown = accumulator.EventAccumulator(str(tmp_path / "run" / "tensorboard"))
     shown.Reload()

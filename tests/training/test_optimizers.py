@@ -1,4 +1,4 @@
-"""Which optimiser moves which weight, and Muon against torch's and against one written out in float64."""
+"""Which optimizer updates which weight, and Muon against torch's and against one written out in float64."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from transformer_xl.config import TrainConfig
-from transformer_xl.training.optimizers import Muon, build_optimizers, orthogonal
+from transformer_xl.training.optimizers import Muon, build_optimizers, orthogonalize
 
 SHAPES = [(7, 7), (5, 11), (11, 5), (5, 11), (3, 13), (11, 5)]
 
@@ -54,12 +54,12 @@ def test_adamw_takes_from_matrices_alone(make_model, settings: dict[str, Any]) -
 @pytest.mark.parametrize("settings", [{}, ADAPTIVE, {"tie_attention_biases": False, "norm_first": True}])
 def test_muon_moves_the_matrices_inside_the_layers(make_model, settings: dict[str, Any]) -> None:
     model = make_model(**settings)
-    muon, decayed, others = groups_of(model, optimizer="muon", weight_decay=0.1, momentum=0.9)
+    muon, decayed, others = groups_of(model, optimizer="muon", weight_decay=0.1, muon_momentum=0.9)
     assert (type(muon["of"]), type(decayed["of"])) == (Muon, torch.optim.AdamW)
     assert (muon["momentum"], muon["weight_decay"], decayed["weight_decay"], others["weight_decay"]) == (
         0.9, 0.1, 0.1, 0.0,
     )  # fmt: skip
-    inside = {"query", "key", "value", "position_key", "output", "widen", "narrow"}
+    inside = {"q_proj", "k_proj", "v_proj", "o_proj", "r_proj", "up_proj", "down_proj"}
     assert {name.split(".")[-2] for name in names_in(model, muon)} == inside
     assert len(muon["params"]) == 7 * 3
     assert all(name.startswith(("embedding", "softmax")) for name in names_in(model, decayed))
@@ -115,13 +115,13 @@ def test_muon_equals_one_written_out() -> None:
         torch.testing.assert_close(found.detach(), by_hand, rtol=0, atol=1e-10)
 
 
-def test_orthogonal_brings_singular_values_to_about_one() -> None:
+def test_orthogonalize_brings_singular_values_to_about_one() -> None:
     draw = torch.Generator().manual_seed(7)
     many = torch.randn(11, 5, 13, generator=draw) * torch.logspace(-6, 3, 11)[:, None, None]
-    values = torch.linalg.svdvals(orthogonal(many).float())
+    values = torch.linalg.svdvals(orthogonalize(many).float())
     assert float(values.min()) > 0.6
     assert float(values.max()) < 1.3
-    assert torch.equal(orthogonal(torch.zeros(2, 3, 5)), torch.zeros(2, 3, 5).to(orthogonal(many).dtype))
+    assert torch.equal(orthogonalize(torch.zeros(2, 3, 5)), torch.zeros(2, 3, 5).to(orthogonalize(many).dtype))
 
 
 def test_muon_leaves_weights_without_a_gradient_alone() -> None:

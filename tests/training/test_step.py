@@ -1,4 +1,4 @@
-"""One step against one by hand, whatever the chunks and lengths; chunks against one batch; recomputing."""
+"""One step against one by hand, whatever the micro-batches and lengths; micro-batches against one batch; activation checkpointing."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ import pytest
 import torch
 from torch import Tensor
 from training_runs import CPU, letters, lines_of, make_corpus, start, train_until
+from typing_extensions import override
 
 from transformer_xl.config import TrainConfig
 from transformer_xl.model.memory import ContextLimits, HiddenCache, Memory
 from transformer_xl.text.segments import Batch
+from transformer_xl.training.callbacks import Callback
 from transformer_xl.training.distributed import SINGLE_PROCESS
 from transformer_xl.training.optimizers import build_optimizers
 from transformer_xl.training.step import ModelWithLoss, TrainStep, micro_batches
@@ -27,7 +29,7 @@ from transformer_xl.training.trainer import Trainer
 
 def as_double(training: Trainer) -> Trainer:
     training.model.double()
-    training.memories = tuple(training.model.initial_memory(rows) for rows in training.chunks)
+    training.memories = tuple(training.model.initial_memory(rows) for rows in training.micro_batches)
     return training
 
 
@@ -109,9 +111,11 @@ def of_length(memory: Memory, slots: int) -> Memory:
     ],
 )
 def test_every_step_equals_the_one_by_hand(tmp_path: Path, length: int, settings: dict[str, Any]) -> None:
-    """In float64, over two epochs: loss, gradient norm, every weight; so padding and uncounted targets do nothing."""
-    training = start(tmp_path / "run", make_corpus(tmp_path / "corpus", letters(length, seed=1)), **settings)
-    compare_with_hand(training, letters(length, seed=1), [training.config.segment_length] * 17)
+    """In float64, into the second epoch: loss, gradient norm, every weight; so padding and uncounted targets do nothing."""
+    training = start(
+        tmp_path / "run", make_corpus(tmp_path / "corpus", letters(length, seed=1)), **settings, max_steps=11
+    )
+    compare_with_hand(training, letters(length, seed=1), [training.config.segment_length] * 11)
 
 
 @pytest.mark.parametrize(
@@ -145,19 +149,20 @@ def compare_with_hand(training: Trainer, text: bytes, lengths: list[int]) -> Non
     hand = ByHand(as_double(training), text, lengths)
     config, wanted = training.config, []
 
-    def compare() -> bool:
-        step = training.state.step - 1  # asked after every step, and before the first
-        if step >= 0:
+    class Compare(Callback):
+        @override
+        def on_step(self, trainer: Trainer, num_tokens: int) -> None:
+            step = trainer.state.step - 1
             share = (step - config.warmup_steps) / (config.max_steps - config.warmup_steps)
             warm = (
                 (step + 1) / config.warmup_steps if step < config.warmup_steps else (1 + math.cos(math.pi * share)) / 2
             )
             wanted.append((*hand.step(step, 0.01 * warm), 0.01 * warm))
-        for found, by_hand in zip(training.model.parameters(), hand.weights, strict=True):
-            torch.testing.assert_close(found, by_hand, rtol=0, atol=1e-9)
-        return False
+            for found, by_hand in zip(trainer.model.parameters(), hand.weights, strict=True):
+                torch.testing.assert_close(found, by_hand, rtol=0, atol=1e-9)
 
-    assert training.run(compare).finished
+    training.callbacks.append(Compare())
+    assert training.run()
     assert len(wanted) == config.max_steps
     lines = lines_of(training, "train")
     found = [(line["nats_per_token"], line["grad_norm"], line["learning_rate"]) for line in lines]
@@ -186,18 +191,18 @@ def test_clip_limits_the_gradient_that_adam_sees(tmp_path: Path) -> None:
     torch.testing.assert_close(clipped, whole * (0.01 / norm), rtol=1e-4, atol=1e-9)
 
 
-# Chunks and recomputing, on a model alone.
+# Micro-batches and activation checkpointing, on a model alone.
 
 
-def random_segment(rows: int, length: int, seed: int) -> Batch:
+def random_batch(rows: int, length: int, seed: int) -> Batch:
     """Of the small models' vocabulary; the number of targets that count differs from row to row."""
     draw = np.random.default_rng(seed)
     tokens = draw.integers(0, 23, (rows, length + 1))
     counted = np.arange(length) < draw.integers(0, length + 1, (rows, 1))
-    return Batch(tokens[:, :-1].copy(), tokens[:, 1:].copy(), counted, starts=False)
+    return Batch(tokens[:, :-1].copy(), tokens[:, 1:].copy(), counted, is_first=False)
 
 
-def learner_of(model: Any, **settings: Any) -> TrainStep:
+def train_step_of(model: Any, **settings: Any) -> TrainStep:
     config = TrainConfig(
         **{"segment_length": 5, "memory_length": 7, "max_grad_norm": 0.1, "dtype": "float32", **settings}
     )
@@ -208,30 +213,30 @@ def learner_of(model: Any, **settings: Any) -> TrainStep:
 @pytest.mark.parametrize("settings", [{}, {"cutoffs": (5, 11), "div_val": 2}])
 def test_micro_batches_are_one_large_batch(make_model, settings: dict[str, Any], size: int) -> None:
     found = {}
-    for number in (7, size):
+    for micro_batch_size in (None, size):
         model = make_model(memory_length=7, **settings)
-        learner = learner_of(model, batch_size=7, micro_batch_size=number)
-        memories = tuple(model.initial_memory(len(rows)) for rows in micro_batches(7, learner.config, 1))
-        assert len(memories) == -(-7 // number)
+        train_step = train_step_of(model, batch_size=7, micro_batch_size=micro_batch_size)
+        memories = tuple(model.initial_memory(len(rows)) for rows in micro_batches(7, train_step.config, 1))
+        assert len(memories) == math.ceil(7 / (micro_batch_size or 7))
         numbers = []
         for step in range(4):
-            step_numbers, memories = learner.step(random_segment(7, 5, step), memories)
+            step_numbers, memories = train_step(random_batch(7, 5, step), memories)
             numbers.append(step_numbers)
         memory = Memory.concatenate(memories)
-        found[number] = [torch.stack(numbers), *model.parameters(), *memory.tensors().values()]
-    for one, other in zip(found[7], found[size], strict=True):
+        found[micro_batch_size] = [torch.stack(numbers), *model.parameters(), *memory.tensors().values()]
+    for one, other in zip(found[None], found[size], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
 
 
 def test_micro_batches_are_even_and_as_many_in_every_process() -> None:
-    """The process with the fewest sequences decides for all: every process takes part in each pass."""
+    """A process with few rows decides for all: all take part in each pass."""
     config = TrainConfig(batch_size=7, micro_batch_size=3)
     assert micro_batches(7, config, 1) == [range(2), range(2, 4), range(4, 7)]
-    assert micro_batches(1, config.model_copy(update={"batch_size": 1}), 1) == [range(1)]
-    assert micro_batches(7, config.model_copy(update={"micro_batch_size": None}), 1) == [range(7)]
-    single = config.model_copy(update={"micro_batch_size": 1})
-    assert micro_batches(4, single, 2) == [range(1), range(1, 2), range(2, 4)]
-    assert micro_batches(3, single, 2) == [range(1), range(1, 2), range(2, 3)]
+    shared = TrainConfig(batch_size=8, micro_batch_size=1)
+    assert micro_batches(4, shared, 2) == [range(row, row + 1) for row in range(4)]
+    # 3, 3 and 1 rows: one micro-batch, as the last process has only one row
+    assert micro_batches(3, TrainConfig(batch_size=7, micro_batch_size=1), 3) == [range(3)]
+    assert micro_batches(7, TrainConfig(batch_size=7), 1) == [range(7)]
 
 
 def gradients(model: Any, activation_checkpointing: bool) -> tuple[list[Tensor], int]:
@@ -244,17 +249,17 @@ def gradients(model: Any, activation_checkpointing: bool) -> tuple[list[Tensor],
         return tensor
 
     torch.manual_seed(5)
-    segment = random_segment(7, 5, 1)
-    inputs_BT = torch.from_numpy(segment.inputs_BT)
+    batch = random_batch(7, 5, 1)
+    inputs_BT = torch.from_numpy(batch.inputs_BT)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        nats, _, _ = ModelWithLoss(model)(inputs_BT, segment.targets_BT, model.initial_memory(7))
+        nats, _, _ = ModelWithLoss(model)(inputs_BT, batch.targets_BT, model.initial_memory(7))
     model.zero_grad()
     nats.sum().backward()
     return [parameter.grad.clone() for parameter in model.parameters()], sum(kept.values())
 
 
 @pytest.mark.parametrize("norm_first", [True, False])
-def test_recomputing_changes_no_gradient_and_keeps_less(make_model, norm_first: bool) -> None:
+def test_recomputing_changes_no_gradient_and_keeps_less(make_model, *, norm_first: bool) -> None:
     """Bit for bit, with dropout everywhere; and what is kept no longer grows with what is inside the layers."""
     model = make_model(dropout=0.3, attention_dropout=0.2, norm_first=norm_first, n_layers=5, d_ff=97).train()
     (plain, much), (again, little) = gradients(model, False), gradients(model, True)

@@ -13,7 +13,7 @@ from transformer_xl.training.distributed import DistributedContext
 from transformer_xl.training.validation import validation_dataset
 
 
-def streams(tokens: int, size: int, *, rows: int) -> list[SegmentDataset]:
+def datasets(tokens: int, size: int, *, rows: int) -> list[SegmentDataset]:
     config = TrainConfig(batch_size=rows, segment_length=4, memory_length=4)
     text = np.arange(tokens, dtype=np.uint32)
     return [validation_dataset(text, 0, config, DistributedContext(rank=rank, size=size)) for rank in range(size)]
@@ -23,12 +23,12 @@ def streams(tokens: int, size: int, *, rows: int) -> list[SegmentDataset]:
 def test_each_process_gets_rows_and_each_token_counts_once(size: int) -> None:
     for segments in range(1, 41):
         tokens = max(size, segments * 4 + 3)
-        shared = streams(tokens, size, rows=64)
-        assert len({one.rows for one in shared}) == 1
+        shared = datasets(tokens, size, rows=64)
+        assert len({one.batch_size for one in shared}) == 1
         # as many as the text fills, where torch's way of sharing gives each process one; else the next below
         fills = max(size, tokens // 4)
         fitting = [rows for rows in range(size, fills + 1) if (size - 1) * -(-rows // size) < rows]
-        assert shared[0].rows == max(fitting)
+        assert shared[0].batch_size == max(fitting)
         assert all(one.shard_rows > 0 for one in shared)
         read = [one.read(DatasetPosition(segment_index=index)) for one in shared for index in range(one.num_segments)]
         seen = Counter(token for segment in read for token in segment.targets_BT[segment.loss_mask_BT].tolist())
@@ -36,11 +36,11 @@ def test_each_process_gets_rows_and_each_token_counts_once(size: int) -> None:
 
 
 def test_training_rows_are_the_most() -> None:
-    assert [one.shard_rows for one in streams(400, 3, rows=8)] == [3, 3, 2]
+    assert [one.shard_rows for one in datasets(400, 3, rows=8)] == [3, 3, 2]
 
 
 @pytest.mark.parametrize("tokens", [0, 3])
 def test_fewer_tokens_than_processes_are_refused(tokens: int) -> None:
     message = f"the validation text has {tokens} tokens for 4 processes, and each needs one; start fewer processes"
     with pytest.raises(UserError, match=message):
-        streams(tokens, 4, rows=8)
+        datasets(tokens, 4, rows=8)

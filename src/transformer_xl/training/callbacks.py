@@ -41,7 +41,7 @@ class Callback:
         """Training ended: it is finished, was stopped, or an error is being raised."""
 
 
-class ProgressCallback(Callback):
+class ProgressBarCallback(Callback):
     """Shows training on a progress bar, with the newest metrics beside it."""
 
     def __init__(self) -> None:

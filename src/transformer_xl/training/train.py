@@ -31,7 +31,7 @@ from transformer_xl.progress import say
 from transformer_xl.run_folder import Run, RunFolder, config_text, load
 from transformer_xl.text.token_store import Corpus
 from transformer_xl.text.tokenizers import fingerprint
-from transformer_xl.training.callbacks import Callback, ProgressCallback
+from transformer_xl.training.callbacks import Callback, ProgressBarCallback
 from transformer_xl.training.distributed import DistributedContext, is_restartable, process_group
 from transformer_xl.training.trainer import Trainer, check_trainable
 
@@ -199,7 +199,7 @@ def _run(
                 f"model: {trainer.model.num_parameters():,} parameters, on {trainer.device}; "
                 f"{trainer.config.max_steps:,} steps of {num_tokens:,} tokens"
             )
-            trainer.callbacks = [*([ProgressCallback()] if shows else []), *callbacks]
+            trainer.callbacks = [*([ProgressBarCallback()] if shows else []), *callbacks]
             with _stop_signals(trainer.stop, handle_signals=handle_signals) as received:
                 finished = trainer.run()
         if received and not handle_signals:

@@ -8,13 +8,27 @@ from typing import Any
 
 import numpy as np
 import pytest
-from training_runs import CPU, best_and, letters, lines_of, make_corpus, nats_of, rows_nats, start, train_until
+from training_runs import (
+    CPU,
+    best_and,
+    letters,
+    lines_of,
+    make_corpus,
+    nats_of,
+    reopened,
+    rows_nats,
+    start,
+    train_until,
+)
+from typing_extensions import override
 
 from transformer_xl.config import UserError
-from transformer_xl.run_folder import RunFolder, config_text
+from transformer_xl.run_folder import RunFolder
 from transformer_xl.text.segments import DatasetPosition
-from transformer_xl.training import checkpoint, loop
+from transformer_xl.training import checkpoint
+from transformer_xl.training.callbacks import Callback
 from transformer_xl.training.trainer import Trainer, training_dataset
+from transformer_xl.training.validation import Validator
 
 
 def test_text_before_reaches_the_next_step_through_memory_alone(tmp_path: Path) -> None:
@@ -26,7 +40,7 @@ def test_text_before_reaches_the_next_step_through_memory_alone(tmp_path: Path) 
     corpora = [make_corpus(tmp_path / f"corpus {place}", bytes(text)) for place, text in enumerate((one, other))]
     for memory in (0, 11):
         first, second = (
-            start(tmp_path / f"{memory} {place}", corpus, memory=memory, learning_rate=1e-30)
+            start(tmp_path / f"{memory} {place}", corpus, memory_length=memory, learning_rate=1e-30)
             for place, corpus in enumerate(corpora)
         )
         for training in (first, second):
@@ -90,24 +104,26 @@ def test_evaluate_tokens_cuts_the_validation_text(tmp_path: Path) -> None:
     """A short one is read in as many rows as it fills, at least one."""
     text, valid = letters(127, seed=1), letters(41, seed=2)
     whole, cut = make_corpus(tmp_path / "whole", text, valid), make_corpus(tmp_path / "cut", text, valid[:5])
-    one = start(tmp_path / "one", whole, eval_tokens=5, steps=2)
-    other = start(tmp_path / "other", cut, steps=2)
-    assert one.run().best_nats_per_token == other.run().best_nats_per_token
+    one = start(tmp_path / "one", whole, eval_tokens=5, max_steps=2)
+    other = start(tmp_path / "other", cut, max_steps=2)
+    for trainer in (one, other):
+        trainer.run()
+    assert one.state.best_nats == other.state.best_nats
 
 
 def test_the_best_weights_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Validation losses 5, 3, 4, 3, 6: the second's weights."""
     corpus = make_corpus(tmp_path / "corpus", letters(127, seed=1), letters(41, seed=2))
     losses = iter([5.0, 3.0, 4.0, 3.0, 6.0])
-    monkeypatch.setattr(loop, "sum_nats", lambda _model, stream, *_: next(losses) * len(stream.tokens))
+    monkeypatch.setattr(Validator, "sum_losses", lambda self, *_: next(losses) * self.num_tokens)
     training = start(tmp_path / "run", corpus, max_steps=15, eval_interval=3)
     train_until(training, 6)
     state = training.folder.latest_checkpoint()
     assert state is not None
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept" / "model.safetensors").write_bytes((state / "model.safetensors").read_bytes())
-    outcome = training.run()
-    assert outcome.best_nats_per_token == 3.0
+    training.run()
+    assert training.state.best_nats == 3.0
     assert all(best_and(training.folder, tmp_path / "kept" / "model.safetensors"))
     assert not any(best_and(training.folder, training.folder.weights_file("last")))
 
@@ -118,15 +134,10 @@ def test_weights_wrecked_by_a_high_rate_are_not_the_best(tmp_path: Path) -> None
     train_until(training, 5)
     good = lines_of(training, "valid")[0]["nats_per_token"]
     before = (tmp_path / "run" / "model.safetensors").read_bytes()
-    wild = training.config.model_copy(update={"learning_rate": 30.0})
-    (tmp_path / "run" / "config.yaml").write_text(
-        config_text(training.folder.config.model_copy(update={"train": wild}))
-    )
-    training = Trainer(RunFolder.open(tmp_path / "run"), corpus, CPU)
-    training.resume()
-    outcome = training.run()
+    training = reopened(training, learning_rate=30.0)
+    training.run()
     first, second = (line["nats_per_token"] for line in lines_of(training, "valid"))
-    assert (first, outcome.best_nats_per_token) == (good, good)
+    assert (first, training.state.best_nats) == (good, good)
     assert second > good + 1
     assert (tmp_path / "run" / "model.safetensors").read_bytes() == before
 
@@ -155,42 +166,69 @@ def test_without_validation_text_the_last_weights_are_the_best(tmp_path: Path) -
     train_until(training, 5)
     assert not (tmp_path / "run" / "model.safetensors").exists()
     assert training.folder.weights_file("best") == training.folder.weights_file("last")
-    assert training.run().best_nats_per_token is None
+    assert training.run()
+    assert training.state.best_nats is None
     assert all(best_and(training.folder, training.folder.weights_file("last")))
 
 
 def test_too_short_a_text_is_refused(tmp_path: Path) -> None:
     corpus = make_corpus(tmp_path / "corpus", letters(20, seed=1))
-    with pytest.raises(
-        UserError, match=r"the training text has 20 tokens, and 3 rows of a segment of 7 tokens need 21"
-    ):
+    with pytest.raises(UserError, match=r"20 tokens.*21.*--train.batch-size"):
         start(tmp_path / "run", corpus)
 
 
-def test_a_reporter_hears_every_step_and_line(tmp_path: Path) -> None:
-    heard: list[Any] = []
+class Recorder(Callback):
+    """Keeps what it is told."""
 
-    class Ear:
-        def step(self, step: int, tokens: int) -> None:
-            heard.append((step, tokens))
+    def __init__(self) -> None:
+        self.heard: list[Any] = []
 
-        def validating(self, read: int, tokens: int) -> None:
-            heard.append((read / tokens, "validation"))
+    @override
+    def on_train_begin(self, trainer: Trainer) -> None:
+        self.heard.append("begin")
 
-        def figures(self, figures: dict[str, Any]) -> None:
-            heard.append((figures["split"], figures["step"]))
+    @override
+    def on_step(self, trainer: Trainer, num_tokens: int) -> None:
+        self.heard.append((trainer.state.step, num_tokens))
 
+    @override
+    def on_validation_progress(self, trainer: Trainer, num_scored: int, num_tokens: int) -> None:
+        self.heard.append((num_scored / num_tokens, "validation"))
+
+    @override
+    def on_metrics(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
+        self.heard.append((metrics["split"], metrics["step"]))
+
+    @override
+    def on_train_end(self, trainer: Trainer) -> None:
+        self.heard.append("end")
+
+
+def test_a_callback_sees_every_step_and_line(tmp_path: Path) -> None:
     corpus = make_corpus(tmp_path / "corpus", letters(127, seed=1), letters(41, seed=2))
     training = start(tmp_path / "run", corpus, max_steps=8, log_interval=4, eval_interval=4)
-    training.reporter = Ear()
-    training.run()
+    recorder = Recorder()
+    training.callbacks.append(recorder)
+    assert training.run()
+    begin, *heard, end = recorder.heard
+    assert (begin, end) == ("begin", "end")
     steps = [(step, 1 if step == 7 else 21) for step in range(1, 9)]
     assert [one for one in heard if isinstance(one[0], int)] == steps
     assert [one[0] for one in heard if one[1] == "validation"][-1] == 1
-    assert [one for one in heard if isinstance(one[0], str)] == [
-        ("train", 4),
-        ("valid", 4),
-        ("train", 8),
-        ("valid", 8),
-    ]
+    lines = [one for one in heard if isinstance(one[0], str)]
+    assert lines == [("train", 4), ("valid", 4), ("train", 8), ("valid", 8)]
     assert heard.index(("train", 4)) < heard.index((5, 21))
+
+
+def test_a_callback_is_told_the_end_when_training_fails(tmp_path: Path) -> None:
+    class Failing(Recorder):
+        @override
+        def on_step(self, trainer: Trainer, num_tokens: int) -> None:
+            raise ZeroDivisionError
+
+    training = start(tmp_path / "run", make_corpus(tmp_path / "corpus", letters(127, seed=1)))
+    failing = Failing()
+    training.callbacks.append(failing)
+    with pytest.raises(ZeroDivisionError):
+        training.run()
+    assert failing.heard[-1] == "end"

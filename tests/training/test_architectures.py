@@ -7,19 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from training_runs import CPU, letters, make_corpus, nats_of, start, train_until
+from training_runs import letters, make_corpus, nats_of, reopened, start, train_until
 
 from transformer_xl.config import UserError
 from transformer_xl.generation.generate import generate
 from transformer_xl.model.build import build_model
 from transformer_xl.model.memory import Memory
-from transformer_xl.run_folder import RunFolder, load
-from transformer_xl.training.trainer import Trainer
+from transformer_xl.run_folder import load
 
 AUXILIARY = {"intermediate_layer_losses": True, "num_targets": 2}
-SYSTEMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+ARCHITECTURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "lstm, micro-batches": ({"architecture": "lstm"}, {"micro_batch_size": 2}),
-    "qrnn, length warm-up": (
+    "qrnn, segment warm-up": (
         {"architecture": "qrnn", "zoneout": 0.2},
         {
             "segment_length": 8,
@@ -30,24 +29,25 @@ SYSTEMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
     ),
     "shaw": ({"architecture": "shaw"}, {"activation_checkpointing": True}),
-    "vaswani, half the loss": ({"architecture": "vaswani"}, {"loss": "half"}),
-    "al-rfou, auxiliary losses": ({"architecture": "al-rfou", **AUXILIARY}, {"weight_average": "uniform"}),
+    "vaswani, half the loss": ({"architecture": "vaswani"}, {"memory_length": 0, "loss": "half"}),
+    "al-rfou, auxiliary losses": (
+        {"architecture": "al-rfou", **AUXILIARY},
+        {"memory_length": 0, "weight_average": "uniform"},
+    ),
 }
 
 
-@pytest.mark.parametrize("name", SYSTEMS)
+@pytest.mark.parametrize("name", ARCHITECTURES)
 def test_stops_change_nothing(tmp_path: Path, name: str) -> None:
     corpus = make_corpus(tmp_path / "corpus", letters(70, seed=1), letters(41, seed=2))
-    system, train = SYSTEMS[name]
-    settings = {"model": {"dropout": 0.2, **system}, **train, "eval_interval": 5}
+    architecture, train = ARCHITECTURES[name]
+    settings = {"model": {"dropout": 0.2, **architecture}, **train, "eval_interval": 5}
     straight = start(tmp_path / "straight", corpus, **settings)
     straight.run()
     training = start(tmp_path / "run", corpus, **settings)
     for stop in (3, 10):  # with two layers the losses of the first are there until a quarter of training
         train_until(training, stop)
-        torch.manual_seed(104_729)
-        training = Trainer(RunFolder.open(tmp_path / "run"), corpus, CPU)
-        training.resume()
+        training = reopened(training)
         assert training.state.step == stop
     training.run()
     for weights in ("best", "last"):
@@ -59,8 +59,8 @@ def test_stops_change_nothing(tmp_path: Path, name: str) -> None:
     assert nats_of(training) == nats_of(straight)
     loaded = load(tmp_path / "run", device="cpu")
     assert type(loaded.model) is type(straight.model)
-    with pytest.raises(UserError, match="no weights 'first' of a run; there are best and last"):
-        load(tmp_path / "run", device="cpu", weights="first")  # pyrefly: ignore[bad-argument-type]
+    with pytest.raises(UserError, match="'first'.* best and last"):
+        load(tmp_path / "run", device="cpu", checkpoint="first")  # pyrefly: ignore[bad-argument-type]
 
 
 def test_auxiliary_losses_train_and_are_not_reported(tmp_path: Path) -> None:
@@ -71,6 +71,7 @@ def test_auxiliary_losses_train_and_are_not_reported(tmp_path: Path) -> None:
             tmp_path / name,
             corpus,
             model={"architecture": "al-rfou", **extra},
+            memory_length=0,
             max_steps=3,
             warmup_steps=0,
         )
@@ -89,7 +90,7 @@ def test_auxiliary_losses_follow_the_steps_of_the_whole_training(tmp_path: Path)
     """Of two layers the first predicts in the first quarter of training; its map then stands still."""
     corpus = make_corpus(tmp_path / "corpus", letters(70, seed=1))
     model = {"architecture": "al-rfou", "intermediate_layer_losses": True}
-    training = start(tmp_path / "run", corpus, model=model, max_steps=8, warmup_steps=0, beta1=0.0)
+    training = start(tmp_path / "run", corpus, model=model, memory_length=0, max_steps=8, warmup_steps=0, beta1=0.0)
     weight = dict(training.model.named_parameters())["next_heads.1.weight"]
     moved = []
     for step in range(1, 6):
@@ -103,7 +104,7 @@ def test_auxiliary_losses_follow_the_steps_of_the_whole_training(tmp_path: Path)
 def test_text_is_written_from_the_last_segment(tmp_path: Path, architecture: str) -> None:
     """Not from the last token alone, which is all that a model without memory would see."""
     corpus = make_corpus(tmp_path / "corpus", letters(70, seed=1))
-    start(tmp_path / "run", corpus, model={"architecture": architecture}, max_steps=1).run()
+    start(tmp_path / "run", corpus, model={"architecture": architecture}, memory_length=0, max_steps=1).run()
     run = load(tmp_path / "run", device="cpu")
     torch.manual_seed(5)
     for parameter in run.model.parameters():  # so that what is written varies

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 from refusals import txl
-from tensors import assert_same_tensors
-from training_runs import CPU, letters, make_corpus, start, train_until
+from training_runs import CPU, letters, make_corpus, reopened, start, train_until
 
 from transformer_xl.model.memory import Memory
 from transformer_xl.run_folder import RunFolder, config_text
@@ -18,56 +17,41 @@ from transformer_xl.training.trainer import Trainer
 
 WARMUP = {"segment_length": 8, "memory_length": 12, "initial_segment_length": 2, "segment_warmup_steps": 12}
 SETTINGS: dict[str, dict[str, Any]] = {
-    "adamw, wsd, an average": {
+    "adamw, wsd, ema": {
         "optimizer": "adamw", "weight_decay": 0.1, "lr_schedule": "wsd", "decay_steps": 7, "weight_average": "ema",
         "ema_decay": 0.9,
     },
-    "muon, a uniform average": {"optimizer": "muon", "weight_average": "uniform", "average_start_step": 4},
+    "muon, uniform average": {"optimizer": "muon", "weight_average": "uniform", "average_start_step": 4},
     "micro-batches": {"micro_batch_size": 2, "activation_checkpointing": True},
-    "length warm-up": WARMUP,
-    "length warm-up in micro-batches": {**WARMUP, "micro_batch_size": 1, "optimizer": "muon"},
+    "segment warm-up": WARMUP,
+    "segment warm-up, micro-batches": {**WARMUP, "micro_batch_size": 1, "optimizer": "muon"},
 }  # fmt: skip
-
-
-def resumed(place: Path, training: Trainer, **changed: Any) -> Trainer:
-    """As a new process would go on, with some settings changed."""
-    folder = training.folder
-    config = folder.config.model_copy(update={"train": folder.config.train.model_copy(update=changed)})
-    (place / "config.yaml").write_text(config_text(config))
-    torch.manual_seed(104_729)
-    training = Trainer(RunFolder.open(place), training.corpus, CPU)
-    training.resume()
-    return training
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_stops_change_nothing(tmp_path: Path, name: str) -> None:
-    """The stops fall inside segments that are read in pieces, between stages, and before an average begins."""
+    """The stops fall inside segments that are read in parts, between stages, and before an average begins."""
     corpus = make_corpus(tmp_path / "corpus", letters(70, seed=1), letters(41, seed=2))
     settings = {**SETTINGS[name], "eval_interval": 5}
     straight = start(tmp_path / "straight", corpus, model={"dropout": 0.2}, **settings)
     straight.run()
-    training = start(tmp_path / "run", corpus, model={"dropout": 0.2}, **settings)
+    trainer = start(tmp_path / "run", corpus, model={"dropout": 0.2}, **settings)
     for stop in (2, 3, 7, 13):
-        train_until(training, stop)
-        training = resumed(tmp_path / "run", training)
-        assert training.state.step == stop
-    training.run()
-    for weights in ("best", "last"):
-        files = (run.folder.weights_file(weights) for run in (training, straight))
+        train_until(trainer, stop)
+        trainer = reopened(trainer)
+        assert trainer.state.step == stop
+    trainer.run()
+    for checkpoint in ("best", "last"):
+        files = (run.folder.weights_file(checkpoint) for run in (trainer, straight))
         assert next(files).read_bytes() == next(files).read_bytes()
-    one, other = (Memory.concatenate(run.memories) for run in (training, straight))
-    assert_same_tensors(one, other)
+    one, other = (Memory.concatenate(run.memories).tensors() for run in (trainer, straight))
+    assert all(torch.equal(one[name], other[name]) for name in other)
     same = {"nats_per_token", "grad_norm", "learning_rate", "split", "step"}
     lines = (
-        [{key: line[key] for key in same & line.keys()} for line in run.folder.metrics()]
-        for run in (training, straight)
+        [{key: line[key] for key in same & line.keys()} for line in run.folder.metrics()] for run in (trainer, straight)
     )
     assert next(lines) == next(lines)
-    assert (training.state.piece, training.state.position) == (
-        straight.state.piece,
-        straight.state.position,
-    )
+    assert (trainer.state.part, trainer.state.position) == (straight.state.part, straight.state.position)
 
 
 @pytest.mark.parametrize(
@@ -79,18 +63,18 @@ def test_stops_change_nothing(tmp_path: Path, name: str) -> None:
         {"weight_decay": 0.3},
     ],
 )
-def test_what_may_change_when_going_on(tmp_path: Path, changed: dict[str, Any]) -> None:
+def test_what_may_change_in_a_resumed_run(tmp_path: Path, changed: dict[str, Any]) -> None:
     """Micro-batches and recomputing change no number but in its last digits; rates and decay count from there on."""
     corpus = make_corpus(tmp_path / "corpus", letters(127, seed=1))
     settings = {"optimizer": "adamw", "warmup_steps": 0, "micro_batch_size": 2}
     straight = start(tmp_path / "straight", corpus, **settings)
     straight.run()
-    training = start(tmp_path / "run", corpus, **settings)
-    train_until(training, 9)
-    training = resumed(tmp_path / "run", training, **changed)
-    assert len(training.memories) == (3 if "micro_batch_size" in changed else 2)
-    training.run()
-    nats = [[line["nats_per_token"] for line in run.folder.metrics()] for run in (training, straight)]
+    trainer = start(tmp_path / "run", corpus, **settings)
+    train_until(trainer, 9)
+    trainer = reopened(trainer, **changed)
+    assert len(trainer.memories) == (3 if "micro_batch_size" in changed else 2)
+    trainer.run()
+    nats = [[line["nats_per_token"] for line in run.folder.metrics()] for run in (trainer, straight)]
     assert nats[0][:9] == nats[1][:9]
     same = nats[0] == pytest.approx(nats[1], rel=1e-5)
     assert same == ("micro_batch_size" in changed or "activation_checkpointing" in changed)
@@ -110,13 +94,13 @@ def test_losses_of_another_validation_text_are_not_compared(tmp_path: Path, *, o
     config = folder.config.model_copy(update={"train": folder.config.train.model_copy(update=changed)})
     (place / "config.yaml").write_text(config_text(config))
     training = Trainer(RunFolder.open(place), corpus, CPU)
-    said = ["the validation text is another than before: the best weights are looked for anew"]
-    assert training.resume() == said
-    outcome = training.run()
+    (note,) = training.resume()
+    assert "validation text is another" in note
+    assert training.run()
     assert training.resume() == []
     last = [line for line in training.folder.metrics() if line["split"] == "valid"][-1]["nats_per_token"]
     assert before is not None
-    assert outcome.best_nats_per_token == last > before
+    assert training.state.best_nats == last > before
     assert training.folder.best_known() == (9, last)
     found = json.loads(txl("info", place, "--json").out)["run"]["best_valid"]
     assert (found["step"], found["nats_per_token"]) == (9, last)
