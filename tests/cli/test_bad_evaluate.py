@@ -36,7 +36,7 @@ def ready(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def place(ready: Path, tmp_path: Path, monkeypatch: Patch) -> Path:
-    """A copy of it to stand in."""
+    """A copy of that folder, as the working directory."""
     shutil.copytree(ready, tmp_path / "w")
     monkeypatch.chdir(tmp_path / "w")
     return tmp_path / "w"

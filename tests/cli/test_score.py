@@ -51,14 +51,14 @@ def run(place: Path) -> Run:
 
 
 def lines(said: Said) -> list[dict[str, Any]]:
-    """The objects of JSON lines, in ASCII and without numbers that JSON does not have."""
+    """Parse JSON lines; they must be ASCII and must not hold NaN or Infinity."""
     assert said.status == 0, said.err
     assert said.out.isascii()
     return [json.loads(line, parse_constant=pytest.fail) for line in said.out.splitlines()]
 
 
 def test_score_by_token_line_and_file(place: Path, run: Run) -> None:
-    """They add up, and are the library's; bytes inside characters and of no character are valid JSON too."""
+    """They add up and equal the library's; bytes that are not whole characters are valid JSON, too."""
     names = [str(place / "odd.txt"), str(place / "plain.txt")]
     wanted = score(run, {names[0]: ODD, names[1]: "the cat\nsat"})
     by = {per: lines(txl("score", place / "run", *names, "--per", per, "--json")) for per in ("token", "line", "file")}
@@ -83,7 +83,7 @@ def test_score_by_token_line_and_file(place: Path, run: Run) -> None:
 
 
 def test_score_for_people(place: Path) -> None:
-    """A line of output for each, whatever signs the text has, and the sum."""
+    """One line of output for each, for any characters in the text, and the sum."""
     for per in ("token", "line", "file"):
         said = txl("score", place / "run", place / "odd.txt", place / "plain.txt", "--per", per)
         whole = sum(found["logprob"] for found in lines(
@@ -103,7 +103,7 @@ def test_score_reads_standard_input(place: Path, monkeypatch: pytest.MonkeyPatch
     assert piped == [{**of_file[0], "file": "-"}]
 
 
-def test_files_in_a_row(place: Path, run: Run) -> None:
+def test_files_as_one_text(place: Path, run: Run) -> None:
     """--no-reset-memory: the second file continues the first; batch size and segment length change nothing."""
     files = [place / "odd.txt", place / "plain.txt"]
     said = txl("score", place / "run", *files, "--no-reset-memory", "--per", "file", "--json")
@@ -187,7 +187,7 @@ def test_losses_of_every_token_in_a_file(place: Path, tmp_path: Path) -> None:
 
 
 def test_remarks_go_to_standard_error(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is not wrong but may not be meant is said, and the result is there all the same."""
+    """Settings that may not be intended are remarked on, and the result is printed as usual."""
     said = txl("evaluate", place / "run", "--json", "--attention-window", "64")
     assert said.err.startswith("remark: memory-length 11 is too short for attention-window 64")
     assert said.err.endswith("memory-length 63 fills it\n")

@@ -98,7 +98,7 @@ def test_it_follows_the_equations(make_model, settings, model_settings) -> None:
 
 @pytest.mark.parametrize("optimizer", ["sgd", "rms"])
 def test_learning_rate_0_is_plain_evaluation(make_model, optimizer) -> None:
-    """Whatever the decay: weights that never left need not come back."""
+    """For any decay: weights that never moved have nothing to decay to."""
     model, tokens_K = make_model(), draw(38)
     how = dynamic(draw(43), optimizer=optimizer, learning_rate=0.0, decay=0.5)
     plain_K = token_nats(model, tokens_K, START, EvaluationPlan(5, LIMITS))
@@ -114,7 +114,7 @@ def test_the_first_segment_is_scored_before_anything_is_learned(make_model) -> N
 
 
 def test_a_repeated_text_becomes_easier(make_model) -> None:
-    """Even without memory: it is the weights that remember."""
+    """Even without memory, because the weights learn the text."""
     model, tokens_K = make_model(), np.tile(draw(20), 10)
     plan = EvaluationPlan(5, ContextLimits(0), method=dynamic(optimizer="sgd", learning_rate=0.1))
     first, *_, last = np.split(token_nats(model, tokens_K, START, plan), 10)
@@ -125,7 +125,7 @@ def test_a_repeated_text_becomes_easier(make_model) -> None:
 
 @pytest.mark.parametrize("stop_after", [None, 1, 3])
 def test_the_model_has_its_own_weights_again(make_model, stop_after) -> None:
-    """To the last bit; also after an error in the middle, and without gradients left over."""
+    """Bit for bit, also after an error halfway, and without leftover gradients."""
     model = make_model()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     calls = []
@@ -148,7 +148,7 @@ def test_the_model_has_its_own_weights_again(make_model, stop_after) -> None:
     assert all(weight.grad is None and weight.requires_grad for weight in model.parameters())
 
 
-def test_documents_that_start_afresh_start_with_the_trained_weights(make_model) -> None:
+def test_reset_documents_start_from_the_trained_weights(make_model) -> None:
     model, tokens_K, how = make_model(), draw(61), dynamic(optimizer="sgd", learning_rate=0.1)
     text = TokenizedText(tokens_K, START, np.array([0, 17, 20]))
     found_K = losses_in_order(model, text, plan_with(how, reset_memory=True))
@@ -175,7 +175,7 @@ def test_what_it_cannot_do_is_refused(make_model) -> None:
 
 
 def test_steps_that_are_too_large_are_refused(make_model) -> None:
-    """By where it goes wrong; the model is as it was."""
+    """The message has the position; the model has its own weights again."""
     model = make_model()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with pytest.raises(

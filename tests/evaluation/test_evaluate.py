@@ -58,8 +58,8 @@ def split_of(tokens: npt.NDArray[Any], num_bytes: int | None = None, words: int 
     return TokenSplit("test", tokens, starts, len(tokens) if num_bytes is None else num_bytes, words)
 
 
-def test_figures_of_an_evaluation(run: Run) -> None:
-    """By hand from the losses; bytes are those of the text, here three a token."""
+def test_metrics_of_an_evaluation(run: Run) -> None:
+    """Computed here from the losses; bytes are those of the text, here three per token."""
     tokens_K = draw(101)
     result = evaluate(run, split_of(tokens_K, num_bytes=303, words=29))
     nats_K = token_nats(run.model.eval(), tokens_K, START, PLAN)
@@ -104,7 +104,7 @@ TEXT = "Ein Gr\u00fc\u00dfe-\u2603 und\nnoch einer\n" * 5
 
 @pytest.mark.parametrize("tokenizer", [ByteTokenizer(), CharTokenizer("ein rud\n", None)], ids=lambda of: of.kind)
 def test_bits_per_character_where_tokens_give_the_text_back(make_model, tokenizer: Tokenizer, monkeypatch) -> None:
-    """However the text is cut to be looked through; a character that the end cuts does not count."""
+    """For any chunk size; a character that the end of the text cuts does not count."""
     monkeypatch.setattr("transformer_xl.evaluation.metrics._TOKENS_PER_CHUNK", 3)
     run = Run(make_model(vocab_size=tokenizer.vocab_size), tokenizer, RunConfig())
     tokens_K = tokenizer.encode(TEXT)
@@ -122,7 +122,7 @@ def test_no_characters_where_the_text_is_not_utf8(run: Run) -> None:
 
 
 def test_words_are_counted_where_they_are_the_tokens(make_model) -> None:
-    """In part of a text too; line ends are none. Of other vocabularies the number is that of the whole text."""
+    """Also in part of a text; line ends are not words. With other tokenizers only the whole text has a count."""
     words = WordTokenizer(("<eos>", "<unk>", "a", "b"), None, "<eos>", "<unk>")
     run = Run(make_model(vocab_size=4), words, RunConfig())
     tokens_K = words.encode("a b\nb c a\nb b\n")
@@ -170,8 +170,8 @@ def test_the_file_is_whole_or_not_there(run: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_evaluating_leaves_no_trace(run: Run, training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither in the model's mode, also after an error, nor its weights, nor torch's random state."""
+def test_evaluating_has_no_side_effects(run: Run, training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model's mode (also after an error), its weights and torch's random state are unchanged."""
     run.model.train(training)
     weights = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
     random_state = torch.get_rng_state()

@@ -68,7 +68,7 @@ def test_each_loss_is_that_of_its_token_after_those_before(make_model) -> None:
 
 @pytest.mark.parametrize("memory", [0, 3, 11, 37])
 def test_memory_carries_what_the_segments_before_left(make_model, memory) -> None:
-    """Also shorter than the text: the same as calling the model by hand, segment after segment."""
+    """Also shorter than the text: the same as calling the model directly, segment after segment."""
     model, tokens_K = make_model(), draw(37)
     inputs, targets = torch.tensor([[START, *tokens_K[:-1].tolist()]]), torch.tensor([tokens_K.tolist()])
     state, wanted = model.initial_memory(1, ContextLimits(memory)), []
@@ -101,7 +101,7 @@ def test_with_a_window_the_segment_does_not_matter(make_model, window, segment, 
 
 @pytest.mark.parametrize(("memory", "window"), [(0, 1), (5, 5), (5, 6), (1, 1), (1, 2), (9, 4)])
 def test_how_many_keys_a_window_holds(make_model, memory, window) -> None:
-    """Both conventions: M keys with the query's own, or M + 1; seen from what changes when a token is another."""
+    """Count the keys by changing one token at a time and comparing the loss."""
     model, tokens_K = make_model(n_layers=1), draw(23)
     plan, position = EvaluationPlan(3, ContextLimits(memory, window)), 20
     before = token_nats(model, tokens_K, START, plan)[position]
@@ -123,8 +123,8 @@ WAYS = [
 
 @pytest.mark.parametrize(("batch_size", "segment", "memory", "window"), WAYS)
 @pytest.mark.parametrize("layers", [1, 3])
-def test_rows_change_nothing(make_model, batch_size, segment, memory, window, layers) -> None:
-    """Every token gets the very loss it has in one stream, also where the context is not limited by a window."""
+def test_batch_size_changes_nothing(make_model, batch_size, segment, memory, window, layers) -> None:
+    """Every token gets the same loss as in one sequence, with and without a window."""
     model, tokens_K = make_model(n_layers=layers), draw(229)
     plan = EvaluationPlan(segment, ContextLimits(memory, window))
     wanted_K = token_nats(model, tokens_K, START, plan)
@@ -135,7 +135,7 @@ def test_rows_change_nothing(make_model, batch_size, segment, memory, window, la
 
 @pytest.mark.parametrize(("segment", "memory", "window"), [(5, 11, None), (5, 4, 5), (3, 7, 8), (7, 5, 11), (3, 5, 5)])
 def test_the_warmup_is_no_longer_than_it_must_be(make_model, segment, memory, window) -> None:
-    """One segment less, and some loss is another: of the first tokens of a row only."""
+    """With one segment less, some losses change, and only of the first tokens of a sequence."""
     model, tokens_K, plan = (
         make_model(),
         draw(229),
@@ -150,8 +150,8 @@ def test_the_warmup_is_no_longer_than_it_must_be(make_model, segment, memory, wi
     assert odd_K[second : second + segment].any()
 
 
-def test_without_warmup_rows_begin_empty(make_model) -> None:
-    """After the token that stands before them."""
+def test_without_warmup_sequences_start_with_empty_memory(make_model) -> None:
+    """Their first input is the token before them."""
     model, tokens_K = make_model(), draw(70)
     found_K = token_nats(model, tokens_K, START, EvaluationPlan(5, ContextLimits(11), batch_size=2, warmup_tokens=0))
     for begin, before in ((0, START), (35, int(tokens_K[34]))):
@@ -163,7 +163,7 @@ def test_without_warmup_rows_begin_empty(make_model) -> None:
 @pytest.mark.parametrize("batch_size", [None, 1, 2, 3, 5, 50])
 @pytest.mark.parametrize("at_once", [1, 2, 512])
 def test_every_token_counts_once(make_model, monkeypatch, length, batch_size, at_once) -> None:
-    """The last, short segment and the last, short row included, whenever losses are fetched."""
+    """Including the last, short segment and sequence, whenever losses are copied from the device."""
     monkeypatch.setattr(harness, "_MAX_STEPS_ON_DEVICE", at_once)
     model, tokens_K, told = make_model(), draw(length), []
     plan = EvaluationPlan(7, ContextLimits(11), batch_size)
@@ -183,7 +183,7 @@ STARTS = np.array([0, 3, 3, 4, 21, 22, 60, 61])  # one of them empty
 
 @pytest.mark.parametrize("batch_size", [None, 1, 2, 5, 100])
 @pytest.mark.parametrize(("segment", "memory", "window"), [(5, 11, None), (7, 0, None), (64, 11, None), (3, 4, 5)])
-def test_documents_that_start_afresh_are_as_if_alone(make_model, batch_size, segment, memory, window) -> None:
+def test_reset_documents_are_scored_as_if_alone(make_model, batch_size, segment, memory, window) -> None:
     """Each starts from the BOS token and an empty memory; long ones are divided into several sequences, too."""
     model, tokens_K = make_model(), draw(97)
     plan = EvaluationPlan(segment, ContextLimits(memory, window))
@@ -195,7 +195,7 @@ def test_documents_that_start_afresh_are_as_if_alone(make_model, batch_size, seg
 
 
 def test_a_document_does_not_see_the_one_before(make_model) -> None:
-    """Other tokens there, the same losses here; when memory goes on, others."""
+    """Changing the document before changes no loss if memory is reset, and some loss if it continues."""
     model, tokens_K = make_model(), draw(40)
     other_K = tokens_K.copy()
     other_K[:21] = draw(21, seed=8)
@@ -208,7 +208,7 @@ def test_a_document_does_not_see_the_one_before(make_model) -> None:
     assert np.abs(found[False][0] - found[False][1])[0] > 1e-6
 
 
-def test_many_short_documents_are_read_side_by_side(make_model, monkeypatch) -> None:
+def test_many_short_documents_are_one_batch(make_model, monkeypatch) -> None:
     """Few steps, and no memory where no document is longer than a segment."""
     model = make_model(memory_length=11)
     starts_N = np.arange(0, 997, 7)
@@ -250,7 +250,7 @@ BASELINES = [
 
 @pytest.mark.parametrize(("settings", "memory"), BASELINES, ids=str)
 def test_other_models_are_read_the_same(settings: dict[str, Any], memory: int) -> None:
-    """Rows where they can be exact, documents in any case; what keeps all it read says that batch_size cannot."""
+    """Larger batches where they are exact, documents always; recurrent models refuse batches that are not exact."""
     torch.manual_seed(7)
     sizes = {"vocab_size": 23, "n_layers": 2, "d_model": 14, "n_heads": 2, "d_ff": 19, "dropout": 0.0}
     model = build_model(model_config(**sizes | settings))
@@ -258,7 +258,7 @@ def test_other_models_are_read_the_same(settings: dict[str, Any], memory: int) -
     wanted_K = token_nats(model, tokens_K, START, plan)
     if memory and settings["architecture"] in ("lstm", "qrnn"):
         with pytest.raises(
-            UserError, match=r"batch-size 3: the state of \w+ depends on all .* give batch-size 1, or warmup-tokens"
+            UserError, match=r"batch-size 3: the state of \w+ depends on all .* give batch-size 1 or enough warmup-tokens"
         ):
             token_nats(model, tokens_K, START, replace(plan, batch_size=3))
         longer = replace(plan, batch_size=3, warmup_tokens=97)

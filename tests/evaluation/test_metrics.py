@@ -1,4 +1,4 @@
-"""Figures by hand."""
+"""Metrics computed by hand."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from transformer_xl.evaluation.metrics import Sums
 
 
-def test_figures_by_hand() -> None:
+def test_metrics_by_hand() -> None:
     """Eight tokens of 1.5 nats each that stand for 24 bytes: half a nat a byte."""
     sums = Sums(nats=12.0, tokens=8, bytes=24)
     assert sums.nats_per_token == 1.5
@@ -17,17 +17,5 @@ def test_figures_by_hand() -> None:
     assert sums.perplexity == pytest.approx(math.e**1.5, rel=1e-15)
 
 
-def test_guessing_among_256_bytes_is_8_bits() -> None:
-    sums = Sums(nats=17 * math.log(256), tokens=17, bytes=17)
-    assert sums.bits_per_byte == pytest.approx(8, rel=1e-15)
-    assert sums.perplexity == pytest.approx(256, rel=1e-12)
-
-
 def test_a_perplexity_beyond_all_numbers_is_infinite() -> None:
     assert Sums(nats=800.0, tokens=1, bytes=1).perplexity == math.inf
-
-
-@pytest.mark.parametrize(("tokens", "num_bytes"), [(0, 1), (1, 0)])
-def test_nothing_counted_is_our_mistake(tokens: int, num_bytes: int) -> None:
-    with pytest.raises(AssertionError):
-        Sums(1.0, tokens, num_bytes)

@@ -37,7 +37,7 @@ def run_of(make_model):
 @pytest.mark.parametrize("tokenizer", KINDS, ids=lambda of: of.kind)
 @pytest.mark.parametrize("batch_size", [None, 1, 3])
 def test_each_text_is_scored_as_if_alone(run_of, tokenizer: Tokenizer, batch_size) -> None:
-    """By the definition of its losses, in the order of its tokens; a word vocabulary ends the last line."""
+    """With the losses of `token_nats`, in text order; a word tokenizer adds the final line end."""
     run, told = run_of(tokenizer), []
     config = EvaluationConfig(batch_size=batch_size)
     found = score(run, {"first": FIRST, "second": SECOND.encode()}, config, progress=told.append)
@@ -55,7 +55,7 @@ def test_each_text_is_scored_as_if_alone(run_of, tokenizer: Tokenizer, batch_siz
 
 @pytest.mark.parametrize("tokenizer", KINDS, ids=lambda of: of.kind)
 def test_lines_add_up_to_the_text(run_of, tokenizer: Tokenizer) -> None:
-    """Every token is of one line, and a line ends with the token that ends it."""
+    """Every token is in one line, and a line includes the token that ends it."""
     (found,) = score(run_of(tokenizer), FIRST)
     lines = list(found.lines())
     assert [line.number for line in lines] == [1, 2, 3, 4]
@@ -67,7 +67,7 @@ def test_lines_add_up_to_the_text(run_of, tokenizer: Tokenizer) -> None:
 
 
 def test_texts_in_a_row_are_one_text(run_of) -> None:
-    """When memory goes on from one to the next."""
+    """When memory continues from one to the next."""
     run = run_of(ByteTokenizer())
     found = score(run, [FIRST, SECOND], EvaluationConfig(reset_memory=False))
     joined_K = np.concatenate([one.nats_K for one in found])
@@ -80,7 +80,7 @@ def test_texts_in_a_row_are_one_text(run_of) -> None:
 
 
 def test_the_order_of_texts_does_not_matter(run_of) -> None:
-    """Nor how many there are beside."""
+    """Nor how many other texts are scored."""
     run = run_of(ByteTokenizer())
     texts_of = {"a": FIRST, "b": SECOND, "c": "an " * 30, "d": "b"}
     wanted = {one.name: one.nats_K for one in score(run, texts_of)}
@@ -92,7 +92,7 @@ def test_the_order_of_texts_does_not_matter(run_of) -> None:
                 np.testing.assert_allclose(one.nats_K, wanted[one.name], **CLOSE)
 
 
-def test_bytes_that_are_no_text(run_of) -> None:
+def test_bytes_that_are_not_utf8(run_of) -> None:
     (found,) = score(run_of(ByteTokenizer()), b"\xff\x00\n\xc3")
     assert found.ids_K.tolist() == [255, 0, 10, 195]
     assert (found.sums.characters, found.sums.bytes, len(list(found.lines()))) == (None, 4, 2)
@@ -112,7 +112,7 @@ def test_what_cannot_be_scored_is_refused(run_of, tokenizer: Tokenizer, given, m
         score(run_of(tokenizer), given)
 
 
-def test_the_place_of_a_fault_counts_from_the_start(run_of, monkeypatch) -> None:
+def test_the_position_of_an_encoding_error_counts_from_the_start(run_of, monkeypatch) -> None:
     """Also where a long text is split into chunks before."""
     module = import_module("transformer_xl.evaluation.score")
     split = module.split_chunks

@@ -35,7 +35,7 @@ def sliding(window: int | None, batch_size: int | None = None, clamp_length: int
 @pytest.mark.parametrize("batch_size", [None, 1, 3, 100])
 @pytest.mark.parametrize("clamp", [None, 3])
 def test_each_token_is_predicted_from_its_window_alone(make_model, window, batch_size, clamp) -> None:
-    """By definition: a pass of its own for each, over the `window` tokens before it, the first the start token."""
+    """The definition: a separate pass for each token, over the `window` tokens before it; BOS comes first."""
     model, tokens_K = make_model(), draw(37)
     before = [START, *tokens_K.tolist()]
     wanted = []
@@ -61,7 +61,7 @@ def test_one_layer_with_memory_sees_the_same(make_model, window, segment) -> Non
     "settings", [{"architecture": "vaswani"}, {"architecture": "al-rfou"}, {"architecture": "lstm"}], ids=str
 )
 def test_models_that_know_no_memory_or_no_window(settings: dict[str, Any]) -> None:
-    """The paper's vanilla models: places count from the window's start. A recurrent one starts with an empty state."""
+    """The paper's vanilla models: positions count from the start of the window; a recurrent state starts empty."""
     torch.manual_seed(7)
     sizes = {"vocab_size": 23, "n_layers": 2, "d_model": 14, "n_heads": 2, "d_ff": 19, "dropout": 0.0}
     sizes |= {"max_position_embeddings": 5} if settings["architecture"] == "al-rfou" else {}
@@ -75,7 +75,7 @@ def test_models_that_know_no_memory_or_no_window(settings: dict[str, Any]) -> No
     np.testing.assert_allclose(token_nats(model, tokens_K, START, sliding(5)), wanted, **CLOSE)
 
 
-def test_documents_that_start_afresh(make_model) -> None:
+def test_reset_documents_are_scored_as_if_alone(make_model) -> None:
     model, tokens_K, told = make_model(), draw(61), []
     text = TokenizedText(tokens_K, START, np.array([0, 2, 7, 40]))
     found_K = losses_in_order(model, text, replace(sliding(5), reset_memory=True), told.append)

@@ -1,1 +1,1 @@
-"""How well a model predicts a text: nats summed in text order, divided once."""
+"""How well a model predicts a text: losses in nats, summed and divided once."""

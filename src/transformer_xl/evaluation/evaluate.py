@@ -123,8 +123,8 @@ class EvaluationPlan:
         if self.method.name == "memory" and window is not None and memory_length < window - 1:
             remarks.append(
                 f"memory-length {memory_length:,} is too short for attention-window {window:,}: depending on its "
-                f"position in the segment, a token sees only {memory_length + 1:,} keys or more; memory-length {window - 1} "
-                "fills it"
+                f"position in the segment, a token sees only {memory_length + 1:,} keys or more; "
+                f"memory-length {window - 1} fills it"
             )
         return remarks
 

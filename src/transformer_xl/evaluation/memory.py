@@ -53,7 +53,7 @@ class RecurrentMemory:
         if warmup is None and not plan.reset_memory and plan.batch_size not in (None, 1):
             raise UserError(
                 f"batch-size {plan.batch_size}: the state of {model.config.architecture} depends on all it read, so "
-                "sequences that begin inside the text are not exact; give batch-size 1, or warmup-tokens that are enough"
+                "sequences that begin inside the text are not exact; give batch-size 1 or enough warmup-tokens"
             )
         return read_sequences(model, text, TextSequences.divide(text, plan, warmup), plan)
 
