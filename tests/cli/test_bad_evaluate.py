@@ -29,7 +29,7 @@ def ready(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "folder").mkdir()
     with Patch.context() as patch:
         patch.chdir(place)
-        do("prepare text.txt --out corpus --tokenizer characters")
+        do("prepare text.txt --out corpus --tokenizer char")
         do(f"train --corpus corpus --run run {MODEL} {TRAIN}")
     return place
 

@@ -258,7 +258,8 @@ def test_other_models_are_read_the_same(settings: dict[str, Any], memory: int) -
     wanted_K = token_nats(model, tokens_K, START, plan)
     if memory and settings["architecture"] in ("lstm", "qrnn"):
         with pytest.raises(
-            UserError, match=r"batch-size 3: the state of \w+ depends on all .* give batch-size 1 or enough warmup-tokens"
+            UserError,
+            match=r"batch-size 3: the state of \w+ depends on all .* give batch-size 1 or enough warmup-tokens",
         ):
             token_nats(model, tokens_K, START, replace(plan, batch_size=3))
         longer = replace(plan, batch_size=3, warmup_tokens=97)

@@ -295,7 +295,7 @@ class _Watched:
             self.reading.advance(len(chunk))
 
 
-_COUNTED = ("tokens", "bytes", "words", "unknown", "documents")
+_COUNTED = ("tokens", "bytes", "words", "num_unknown", "documents")
 
 
 def _show(corpus: Corpus, seconds: float, *, as_json: bool) -> None:
@@ -312,9 +312,9 @@ def _show(corpus: Corpus, seconds: float, *, as_json: bool) -> None:
         }
         print_json(values)
         return
-    columns = ["unknown words" if name == "unknown" else name for name in _COUNTED]
+    columns = ["unknown words" if name == "num_unknown" else name for name in _COUNTED]
     rows = [
-        [split, *(f"{of[name]:,}{_share(of) if name == 'unknown' else ''}" for name in _COUNTED)]
+        [split, *(f"{of[name]:,}{_share(of) if name == 'num_unknown' else ''}" for name in _COUNTED)]
         for split, of in counts.items()
     ]
     title = f"{corpus.name}: {corpus.tokenizer.kind} vocabulary of {corpus.tokenizer.vocab_size:,}, in {corpus.path}"
@@ -323,7 +323,7 @@ def _show(corpus: Corpus, seconds: float, *, as_json: bool) -> None:
 
 
 def _share(of: Mapping[str, int]) -> str:
-    return f" ({of['unknown'] / of['tokens']:.2%})" if of["unknown"] else ""
+    return f" ({of['num_unknown'] / of['tokens']:.2%})" if of["num_unknown"] else ""
 
 
 def _compare(corpus: Corpus, text: TextSource) -> None:
