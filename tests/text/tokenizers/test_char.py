@@ -1,4 +1,4 @@
-"""Characters: any text comes back, a closed vocabulary names what it lacks."""
+"""Characters: any text comes back, or what the vocabulary lacks is named."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from transformer_xl.text.tokenizers import EncodingError
 from transformer_xl.text.tokenizers.char import CharTokenizer, whole_characters
 
-UNHURRIED = settings(deadline=None)
+UNHURRIED = settings(deadline=None, max_examples=50)
 SMALL = CharTokenizer(" e\u00e9\n\U0001f600", np.array([5, 4, 3, 2, 1] + [0] * 256))
 CLOSED = CharTokenizer(" abc\u00e9", np.array([9, 7, 5, 3, 1]), byte_fallback=False)
 
@@ -30,22 +30,22 @@ def test_any_text_comes_back(text: str) -> None:
 
 def test_ids_are_pinned() -> None:
     assert SMALL.encode("\u00e9x \u20ac").tolist() == [2, 5 + 0x78, 0, 5 + 0xE2, 5 + 0x82, 5 + 0xAC]
-    assert (SMALL.size, SMALL.bos_token_id, SMALL.encode("").tolist()) == (261, 3, [])
+    assert (SMALL.vocab_size, SMALL.bos_token_id, SMALL.encode("").tolist()) == (261, 3, [])
     assert SMALL.is_newline_V.nonzero()[0].tolist() == [3, 5 + 10]
-    assert (CLOSED.size, CLOSED.bos_token_id, CLOSED.is_newline_V.sum()) == (5, 0, 0)
-    assert CharTokenizer("ab", None).bos_token_id == 2 + 10
+    assert (CLOSED.vocab_size, CLOSED.bos_token_id, CLOSED.is_newline_V.sum()) == (5, 0, 0)
+    assert CharTokenizer("ab").bos_token_id == 2 + 10
 
 
 @pytest.mark.parametrize(
-    ("text", "place", "shown"),
+    ("text", "position", "shown"),
     [("a\u00e9 x", 4, r"'x' \(U\+0078\)"), ("\u20ac", 0, "'\u20ac'"), ("ab\nc", 2, r"'\\n' \(U\+000A\)")],
 )
-def test_closed_vocabulary_names_what_it_lacks(text: str, place: int, shown: str) -> None:
+def test_without_byte_fallback_other_characters_are_named(text: str, position: int, shown: str) -> None:
     with pytest.raises(
         EncodingError, match=rf"the character {shown}.* is not one of the 5 of this vocabulary"
     ) as caught:
         CLOSED.encode_chunk(text.encode())
-    assert caught.value.place == place
+    assert caught.value.position == position
 
 
 @UNHURRIED

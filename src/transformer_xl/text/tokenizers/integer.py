@@ -16,11 +16,12 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import override
 
+from transformer_xl.config import INT32_MAX
 from transformer_xl.text.tokenizers.base import EncodedChunk, EncodingError, Tokenizer, quoted, token_dtype
 from transformer_xl.text.tokenizers.chunking import last_whitespace
 from transformer_xl.text.tokenizers.pre_tokenizer import WhitespaceDetokenizer, WordStreamDecoder
 
-MAX_VALUES = 2**31 - 1
+MAX_VALUES = INT32_MAX - 1  # so that the size of the vocabulary is at most INT32_MAX
 _MAX_DIGITS = 10  # of a number below MAX_VALUES
 _NEWLINE = -1
 _IS_WHITESPACE = np.isin(np.arange(256), list(b" \n\t\r\v\f"))
