@@ -116,7 +116,7 @@ def test_an_eos_token_is_not_shown() -> None:
 WORDS = ("<eos>", "the", "cat", "(", ")", ",", "sat", "don't", "\u2013", "18")
 
 
-@pytest.mark.parametrize("rules", [PreTokenizer(), PreTokenizer(pre_tokenizer="punctuation")])
+@pytest.mark.parametrize("rules", [PreTokenizer(), PreTokenizer("punctuation")])
 @given(ids=st.lists(st.integers(0, 9), min_size=2, max_size=9), cut=st.integers(1, 8))
 @example(ids=[9, 8, 9], cut=2)
 def test_words_continue_the_prompt(rules: PreTokenizer, ids: list[int], cut: int) -> None:
@@ -141,7 +141,7 @@ def test_words_and_stop_strings() -> None:
 
 def test_what_is_held_back_of_a_prompt_is_not_repeated() -> None:
     words = ("<eos>", "1914", "\u2013", "18", "x")
-    tokenizer = WordTokenizer(words, None, "<eos>", None, PreTokenizer(pre_tokenizer="punctuation"))
+    tokenizer = WordTokenizer(words, None, "<eos>", None, PreTokenizer("punctuation"))
     assert "".join(pieces_of(tokenizer, [1, 2], [4])[0]) == " x"
     assert "".join(pieces_of(tokenizer, [1, 2], [3])[0]) == "18"  # as in 1914\u201318, without a space
     assert "".join(pieces_of(tokenizer, [1, 2], [0, 3])[0]) == "\n18"
