@@ -105,7 +105,7 @@ WRONG_WORDS = [
     ("generate corpus", "corpus: a corpus, not a run"),
     ("generate run --prompt-file gone", "reading gone: no such file or folder"),
     ("generate run --prompt-file folder", "reading folder: is a folder, wanted a file"),
-    ("generate run --prompt-file empty.txt", "the prompt is empty; give some text, or no prompt at all to begin a new"),
+    ("generate run --prompt-file empty.txt", "the prompt is empty; give some text"),
     # numbers
     (f"{TRY} --model.n-heads 3", "d_model 256 is not divisible by n_heads 3; .* d_head"),
     (f"{TRY} --model.d-model 13", "model.d_model: Input should be a multiple of 2"),

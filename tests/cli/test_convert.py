@@ -68,7 +68,7 @@ def test_a_folder_of_the_hub_converts_evaluates_and_generates(tokenizer: str, tm
     assert isinstance(vocabulary_read, WordTokenizer)
     ids = vocabulary_read.encode(TEXT.splitlines()[0] + "\n")
     assert " ".join(WORDS[place] for place in ids) == wanted
-    written = txl("generate", tmp_path / "run", "--prompt", "the cat", "--tokens", "11", "--json")
+    written = txl("generate", tmp_path / "run", "--prompt", "the cat", "--max-new-tokens", "11", "--json")
     assert written.status == 0
     assert written.object["text"]
     told = txl("info", tmp_path / "run", "--verify", "--json")

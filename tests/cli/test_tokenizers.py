@@ -60,7 +60,7 @@ def test_every_kind_goes_all_the_way(texts: Path, capsys: pytest.CaptureFixture[
     assert scored["tokens"] == made["splits"]["test"]["tokens"]
     assert math.isfinite(scored["perplexity"])
     prompt = "3 3" if kind == "integers" else "the cat"
-    assert run(["generate", "runs/corpus", "--prompt", prompt, "--tokens", "5"]) == 0
+    assert run(["generate", "runs/corpus", "--prompt", prompt, "--max-new-tokens", "5"]) == 0
     assert capsys.readouterr().out
 
 
