@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 
 from transformer_xl import __version__
 from transformer_xl.config import TransformerXLConfig
-from transformer_xl.interop.names import HUGGING_FACE, matches
+from transformer_xl.interop.weight_names import HUGGING_FACE, matches
 
 CONFIG = {
     "model_type": "transfo-xl", "adaptive": True, "attn_type": 0, "clamp_len": 1000, "cutoffs": [20000, 40000, 200000],

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from transformer_xl.generation.completion import Completion
     from transformer_xl.generation.config import GenerationConfig
     from transformer_xl.generation.generate import GenerationStream, generate, stream
+    from transformer_xl.interop.convert import convert
     from transformer_xl.model.build import build_model
     from transformer_xl.model.memory import ContextLimits, Memory
     from transformer_xl.model.transformer_xl import TransformerXL
@@ -69,6 +70,7 @@ _HOMES = {
     "VaswaniConfig": "config",
     "beam_search": "generation.beam_search",
     "build_model": "model.build",
+    "convert": "interop.convert",
     "evaluate": "evaluation.evaluate",
     "generate": "generation.generate",
     "load": "run_folder",
@@ -107,6 +109,7 @@ __all__ = [
     "VaswaniConfig",
     "beam_search",
     "build_model",
+    "convert",
     "evaluate",
     "generate",
     "load",

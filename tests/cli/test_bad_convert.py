@@ -184,7 +184,7 @@ FILES: dict[str, tuple[Callable[[], Any], str, str]] = {
     "a letter twice": (written("hub/vocab.json", json.dumps(["_", *"a" * 22])), "hub", r"word 'a' stands in it twice"),
     "numbers missing": (written("hub/vocab.json", '{"a": 0, "b": 2}'), "hub", r"its 2 words are not 0 up to 1"),
     "no words": (written("hub/vocab.json", "7"), "hub", r"vocab.json: its words are not a list"),
-    "no vocabulary": (gone("official/cache.pt"), "official", r"without its vocabulary of 23 tokens; give --vocabulary"),
+    "no vocabulary": (gone("official/cache.pt"), "official", r"without its vocabulary of 23 tokens; give --tokenizer"),
     "half a pickled vocabulary": (
         both(gone("hub/vocab.json"), written("hub/vocab.pkl", pickle.dumps({"idx2sym": WORDS})[:99])), "hub",
         r"vocab.pkl is damaged, or not a pickle \(at byte"),
@@ -201,18 +201,18 @@ FILES: dict[str, tuple[Callable[[], Any], str, str]] = {
         lambda: torch.save({"a": 1}, "nvidia/checkpoint_best.pt"), "nvidia", r"is no checkpoint of NVIDIA's train.py"),
     # what is given
     "nothing there": (lambda: None, "nowhere", r"nowhere: no such file or folder; wanted checkpoint_best.pt of NV"),
-    "an empty folder": (lambda: None, "weights", r"weights is not recognised; wanted .*; --format NAME says which"),
+    "an empty folder": (lambda: None, "weights", r"weights is not recognised; wanted .*; --source-format NAME says which"),
     "checkpoint alone": (
         written("weights/checkpoint", 'model_checkpoint_path: "model.ckpt-0"\n'), "weights", r"holds no weights"),
     "an archive of others": (
         lambda: zipfile.ZipFile("official/model.pt", "w").writestr("a.txt", "b"), "official", r"not a complete archive of"),
     "a file of the folder": (lambda: None, "hub/config.json", r"is not recognised alone; give its folder, hub$"),
     "another file of it": (
-        lambda: None, "hub/model.safetensors --format huggingface", r"is not recognised alone; give its folder, hub$"),
-    "another format": (lambda: None, "hub --format nvidia", r"hub: is a folder|hub.*no checkpoint"),
-    "no vocabulary there": (lambda: None, "hub --vocabulary nowhere", r"nowhere"),
+        lambda: None, "hub/model.safetensors --source-format huggingface", r"is not recognised alone; give its folder, hub$"),
+    "another format": (lambda: None, "hub --source-format nvidia", r"hub: is a folder|hub.*no checkpoint"),
+    "no vocabulary there": (lambda: None, "hub --tokenizer nowhere", r"nowhere"),
     "options of the other way": (
-        lambda: None, "hub --to huggingface --format nvidia", r"--format, --vocabulary and --splitting are for"),
+        lambda: None, "hub --to huggingface --source-format nvidia", r"--source-format, --tokenizer and --pre-tokenizer are for"),
     "no run": (lambda: None, "hub --to huggingface", r"hub: not the folder of a run"),
 }  # fmt: skip
 

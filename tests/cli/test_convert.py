@@ -15,10 +15,7 @@ from interop.old_modules import Old, nvidia_checkpoint, old_corpus, old_model, o
 from refusals import txl
 from safetensors.torch import load_file
 
-from transformer_xl.config import UserError
-from transformer_xl.interop.convert import _split
 from transformer_xl.run_folder import RunFolder
-from transformer_xl.text.tokenizers import ByteTokenizer
 from transformer_xl.text.tokenizers.word import WordTokenizer
 
 WORDS = [
@@ -56,7 +53,7 @@ def test_a_folder_of_the_hub_converts_evaluates_and_generates(tokenizer: str, tm
     assert done.err == ""
     assert done.object["format"] == "huggingface"
     assert done.object["tokenizer"] == "words, 23 tokens"
-    how = ("--vocabulary", tmp_path / "run", "--test-fraction", "0.5", "--out", tmp_path / "corpus")
+    how = ("--tokenizer", tmp_path / "run", "--test-fraction", "0.5", "--out", tmp_path / "corpus")
     assert txl("prepare", tmp_path / "text.txt", *how).status == 0
     scored = txl("evaluate", tmp_path / "run", "--corpus", tmp_path / "corpus", "--json")
     assert scored.status == 0, scored.err
@@ -82,7 +79,7 @@ def test_what_is_printed_and_the_way_back(tmp_path: Path) -> None:
     hugging_face_folder(tmp_path / "hub", config, weights)
     there = txl("convert", tmp_path / "hub", tmp_path / "run")
     assert (there.status, there.err) == (0, "")
-    assert f"next: txl prepare FILES --vocabulary {tmp_path / 'run'} --out CORPUS" in there.out
+    assert f"next: txl prepare FILES --tokenizer {tmp_path / 'run'} --out CORPUS" in there.out
     back = txl("convert", tmp_path / "run", tmp_path / "back", "--to", "huggingface")
     assert (back.status, back.err) == (0, "")
     assert load_file(tmp_path / "back" / "model.safetensors").keys() == weights.keys()
@@ -90,7 +87,7 @@ def test_what_is_printed_and_the_way_back(tmp_path: Path) -> None:
 
 
 def test_kinds_are_recognised_and_can_be_named(tmp_path: Path) -> None:
-    """A folder with several kinds in it: the first is taken, and --format chooses."""
+    """A folder with several kinds in it: the first is taken, and --source-format chooses."""
     old = Old()
     (tmp_path / "both").mkdir()
     with old_modules():
@@ -100,7 +97,7 @@ def test_kinds_are_recognised_and_can_be_named(tmp_path: Path) -> None:
         torch.save(checkpoint, tmp_path / "both" / "checkpoint_last.pt")
     for name, words in {
         "nvidia": (),
-        "official": ("--format", "official"),
+        "official": ("--source-format", "official"),
     }.items():
         done = txl("convert", tmp_path / "both", tmp_path / name, *words, "--json")
         assert done.status == 0, done.err
@@ -116,18 +113,16 @@ def test_another_vocabulary_of_the_same_size_can_be_named(tmp_path: Path) -> Non
     (tmp_path / "hub" / "vocab.txt").write_text("".join(f"{word}\n" for word in WORDS))
     assert txl("convert", tmp_path / "hub", tmp_path / "one").status == 0
     (tmp_path / "hub" / "vocab.txt").unlink()
-    named = txl("convert", tmp_path / "hub", tmp_path / "two", "--vocabulary", tmp_path / "one")
+    named = txl("convert", tmp_path / "hub", tmp_path / "two", "--tokenizer", tmp_path / "one")
     assert named.status == 0
     assert (tmp_path / "one/txl_tokenizer.json").read_bytes() == (tmp_path / "two/txl_tokenizer.json").read_bytes()
 
 
 def test_the_splitting_can_be_chosen(tmp_path: Path) -> None:
     hub_folder(tmp_path, "vocab.pkl")
-    for splitting, words in (("moses", ["the", "well", "@-@", "known"]), ("spaces", ["the", "<unk>"])):
+    for splitting, words in (("moses", ["the", "well", "@-@", "known"]), ("whitespace", ["the", "<unk>"])):
         run = tmp_path / splitting
-        assert txl("convert", tmp_path / "hub", run, "--splitting", splitting).status == 0
+        assert txl("convert", tmp_path / "hub", run, "--pre-tokenizer", splitting).status == 0
         tokenizer = RunFolder.open(run).tokenizer
         assert isinstance(tokenizer, WordTokenizer)
         assert [tokenizer.words[place] for place in tokenizer.encode("the well-known")] == words
-    with pytest.raises(UserError, match="--splitting spaces is for words, and this vocabulary has bytes"):
-        _split(ByteTokenizer(), "spaces")

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Old:
-    """Settings of an old model."""
+    """SourceConfig of an old model."""
 
     cutoffs: tuple[int, ...] = (5, 11)
     div_val: int = 1

@@ -20,7 +20,7 @@ from interop.golden_huggingface import SEGMENTS
 from safetensors.torch import load_file, save_file
 
 from transformer_xl.config import UserError, run_settings
-from transformer_xl.interop.convert import to_huggingface, to_run
+from transformer_xl.interop.convert import convert
 from transformer_xl.interop.tokenizers import from_symbols, symbols_of
 from transformer_xl.model.build import build_model
 from transformer_xl.run_folder import Run, RunFolder, load
@@ -52,7 +52,7 @@ def make_run() -> MakeRun:
 @pytest.mark.parametrize("case", CASES)
 def test_numbers_are_those_of_transformers(case: str, tmp_path: Path) -> None:
     config, weights, expected = golden(case)
-    to_run(hugging_face_folder(tmp_path / "hub", config, weights), tmp_path / "run")
+    convert(hugging_face_folder(tmp_path / "hub", config, weights), tmp_path / "run")
     model = load(tmp_path / "run", device="cpu").model
     tokens_BT = expected["tokens_BT"]
     scores_BTV, memory = scores_of(model, tokens_BT, SEGMENTS)
@@ -74,8 +74,8 @@ def test_numbers_are_those_of_transformers(case: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_there_and_back_is_bit_identical(case: str, tmp_path: Path) -> None:
     config, weights, _ = golden(case)
-    to_run(hugging_face_folder(tmp_path / "hub", config, weights), tmp_path / "run")
-    done = to_huggingface(tmp_path / "run", tmp_path / "back")
+    convert(hugging_face_folder(tmp_path / "hub", config, weights), tmp_path / "run")
+    done = convert(tmp_path / "run", tmp_path / "back", to="huggingface")
     assert done.remarks == ()
     back = load_file(tmp_path / "back" / "model.safetensors")
     assert back.keys() == weights.keys()
@@ -86,7 +86,7 @@ def test_there_and_back_is_bit_identical(case: str, tmp_path: Path) -> None:
     assert odd <= {"adaptive", "tie_projs"}  # the one is not used there, the other where nothing is projected
     assert config["div_val"] == 1 or "tie_projs" not in odd
     assert (tmp_path / "back" / "vocab.txt").read_text().split() == WORDS[: config["vocab_size"]]
-    to_run(tmp_path / "back", tmp_path / "again")
+    convert(tmp_path / "back", tmp_path / "again")
     assert (tmp_path / "again" / "model.safetensors").read_bytes() == (tmp_path / "run/model.safetensors").read_bytes()
 
 
@@ -95,8 +95,8 @@ def test_a_missing_projection_is_written_as_an_identity(make_run: MakeRun, tmp_p
     for tied in ("all", "all_but_first", "none"):
         run = make_run(tmp_path / tied, project_same_width=False, tie_projections=tied)
         assert "embedding.projections.0" not in run.model.state_dict()
-        to_huggingface(tmp_path / tied, tmp_path / f"{tied}-there")
-        to_run(tmp_path / f"{tied}-there", tmp_path / f"{tied}-back")
+        convert(tmp_path / tied, tmp_path / f"{tied}-there", to="huggingface")
+        convert(tmp_path / f"{tied}-there", tmp_path / f"{tied}-back")
         back = load(tmp_path / f"{tied}-back", device="cpu").model
         tokens_BT = torch.randint(0, 23, (2, 19), generator=torch.Generator().manual_seed(1))
         expected_BTV, _ = scores_of(run.model, tokens_BT, SEGMENTS)
@@ -115,25 +115,30 @@ def test_a_model_of_another_kind_is_not_written(
 ) -> None:
     make_run(tmp_path / "run", **settings)
     with pytest.raises(UserError, match=f"a model with {system} has no form in TransfoXL"):
-        to_huggingface(tmp_path / "run", tmp_path / "there")
+        convert(tmp_path / "run", tmp_path / "there", to="huggingface")
     assert not (tmp_path / "there").exists()
 
 
 def test_an_empty_memory_that_is_not_attended_is_said_to_differ(make_run: MakeRun, tmp_path: Path) -> None:
     make_run(tmp_path / "run", attend_empty_memory=False)
-    remarks = to_huggingface(tmp_path / "run", tmp_path / "there").remarks
+    remarks = convert(tmp_path / "run", tmp_path / "there", to="huggingface").remarks
     assert [remark for remark in remarks if "first segments will differ" in remark]
 
 
 @pytest.mark.parametrize(
     ("window", "evaluation", "written", "remark"),
     [
-        (9, {"clamp": 7}, (9, True, 7), None),
-        (9, {"window": 9, "memory": 9}, (9, True, 5), None),
-        (None, {"window": 9}, (9, True, 5), None),
-        (9, {"window": 30, "memory": 30}, (30, True, 5), None),
-        (None, {"window": 4}, (9, False, 5), "evaluated here with window 4; TransfoXL has no form for it with 9"),
-        (9, {"window": 4}, (9, True, 5), "evaluated here with window 4; TransfoXL has no form for it with 9"),
+        (9, {"clamp_length": 7}, (9, True, 7), None),
+        (9, {"attention_window": 9, "memory_length": 9}, (9, True, 5), None),
+        (None, {"attention_window": 9}, (9, True, 5), None),
+        (9, {"attention_window": 30, "memory_length": 30}, (30, True, 5), None),
+        (
+            None,
+            {"attention_window": 4},
+            (9, False, 5),
+            "evaluated here with window 4; TransfoXL has no form for it with 9",
+        ),
+        (9, {"attention_window": 4}, (9, True, 5), "evaluated here with window 4; TransfoXL has no form for it with 9"),
     ],
 )
 def test_what_the_run_is_evaluated_with_goes_along(
@@ -141,7 +146,7 @@ def test_what_the_run_is_evaluated_with_goes_along(
     make_run: MakeRun, tmp_path: Path,
 ) -> None:  # fmt: skip
     make_run(tmp_path / "run", window=window, clamp_length=5, evaluation=evaluation)
-    remarks = to_huggingface(tmp_path / "run", tmp_path / "there").remarks
+    remarks = convert(tmp_path / "run", tmp_path / "there", to="huggingface").remarks
     config = json.loads((tmp_path / "there" / "config.json").read_text())
     assert (config["mem_len"], config["same_length"], config["clamp_len"]) == written
     assert len(remarks) == (remark is not None)
@@ -167,12 +172,12 @@ def test_how_text_becomes_tokens_goes_along(
     words: list[str], settings: dict[str, Any], lower_case: bool, remark: str | None, make_run: MakeRun, tmp_path: Path
 ) -> None:
     make_run(tmp_path / "run", tokenizer=from_symbols(words, "test", **settings))
-    remarks = to_huggingface(tmp_path / "run", tmp_path / "there").remarks
+    remarks = convert(tmp_path / "run", tmp_path / "there", to="huggingface").remarks
     tokenizer = json.loads((tmp_path / "there" / "tokenizer_config.json").read_text())
     assert tokenizer == {"tokenizer_class": "TransfoXLTokenizer", "lower_case": lower_case}
     assert len(remarks) == (remark is not None)
     assert remark is None or remark in remarks[0]
-    to_run(tmp_path / "there", tmp_path / "again")
+    convert(tmp_path / "there", tmp_path / "again")
     back = RunFolder.open(tmp_path / "again").tokenizer
     assert symbols_of(back) == tuple(words)
     if isinstance(back, WordTokenizer):
@@ -186,9 +191,9 @@ def test_the_tokenizers_settings_win_over_a_pickled_vocabulary(pickled: bool, to
     folder = hugging_face_folder(tmp_path / "hub", config, weights)
     (folder / "vocab.json").unlink()
     (folder / "vocab.pkl").write_bytes(pickle.dumps({"idx2sym": WORDS, "lower_case": pickled}))
-    to_run(folder, tmp_path / "silent")
+    convert(folder, tmp_path / "silent")
     (folder / "tokenizer_config.json").write_text(json.dumps({"lower_case": told}))
-    to_run(folder, tmp_path / "told")
+    convert(folder, tmp_path / "told")
     for name, folded in (("silent", pickled), ("told", told)):
         tokenizer = RunFolder.open(tmp_path / name).tokenizer
         assert isinstance(tokenizer, WordTokenizer)
@@ -206,7 +211,7 @@ def test_weights_may_be_shared_out_over_files_and_stand_under_their_other_name(t
     for file in set(places.values()):
         save_file({name: weights[name].clone() for name in places if places[name] == file}, tmp_path / "hub" / file)
     (tmp_path / "hub" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
-    to_run(tmp_path / "hub", tmp_path / "run")
+    convert(tmp_path / "hub", tmp_path / "run")
     scores_BTV, _ = scores_of(load(tmp_path / "run", device="cpu").model, expected["tokens_BT"], SEGMENTS)
     torch.testing.assert_close(scores_BTV, expected["scores_BTV"], atol=1e-5, rtol=0)
 
@@ -216,4 +221,4 @@ def test_settings_that_are_missing_are_those_of_transformers(tmp_path: Path) -> 
     (tmp_path / "hub" / "config.json").write_text('{"model_type": "transfo-xl", "untie_r": true}')
     save_file({"crit.cluster_bias": torch.zeros(3)}, tmp_path / "hub" / "model.safetensors")
     with pytest.raises(UserError, match=r"has 1 weights, and its settings ask for 18 layers"):
-        to_run(tmp_path / "hub", tmp_path / "run")
+        convert(tmp_path / "hub", tmp_path / "run")

@@ -12,7 +12,7 @@ from interop.checkpoints import WORDS, number_vocabulary
 from interop.old_modules import Old, nvidia_checkpoint, old_corpus, old_model, old_modules, old_nats
 
 from transformer_xl.config import UserError
-from transformer_xl.interop.convert import to_run
+from transformer_xl.interop.convert import convert
 from transformer_xl.run_folder import load
 from transformer_xl.text.tokenizers import ByteTokenizer
 from transformer_xl.text.tokenizers.char import CharTokenizer
@@ -70,7 +70,7 @@ def test_losses_of_the_authors_module(case: str, newer: bool, tmp_path: Path) ->
     old = CASES[case]
     model = old_model(old)
     saved = save_official(tmp_path / "old", model, old_corpus(WORDS), _use_new_zipfile_serialization=newer)
-    to_run(saved if newer else saved / "model.pt", tmp_path / "run")
+    convert(saved if newer else saved / "model.pt", tmp_path / "run")
     assert_same_nats(tmp_path / "run", old, model)
     run = load(tmp_path / "run", device="cpu")
     assert run.config.model.attention_window == (old.mem_len if old.same_length else None)
@@ -84,7 +84,7 @@ def test_losses_of_the_authors_module(case: str, newer: bool, tmp_path: Path) ->
 def test_losses_of_nvidias_module(case: str, tmp_path: Path) -> None:
     old = replace(CASES[case], nvidia=True)
     model = old_model(old)
-    to_run(save_nvidia(tmp_path / "old", old, model), tmp_path / "run")
+    convert(save_nvidia(tmp_path / "old", old, model), tmp_path / "run")
     assert_same_nats(tmp_path / "run", old, model)
     config = load(tmp_path / "run", device="cpu").config
     assert config.model.attention_window == (old.mem_len + 1 if old.same_length else None)
@@ -95,20 +95,20 @@ def test_losses_of_nvidias_module(case: str, tmp_path: Path) -> None:
 def test_half_precision_becomes_float32(tmp_path: Path) -> None:
     old = CASES["clusters"]
     model = old_model(old).half()
-    to_run(save_official(tmp_path / "old", model, old_corpus(WORDS)), tmp_path / "run")
+    convert(save_official(tmp_path / "old", model, old_corpus(WORDS)), tmp_path / "run")
     assert_same_nats(tmp_path / "run", old, model)
 
 
 def test_without_a_vocabulary_one_has_to_be_named(tmp_path: Path) -> None:
     model = old_model(CASES["clusters"])
     saved = save_official(tmp_path / "old", model)
-    with pytest.raises(UserError, match="comes without its vocabulary of 23 tokens; give --vocabulary"):
-        to_run(saved, tmp_path / "run")
+    with pytest.raises(UserError, match="comes without its vocabulary of 23 tokens; give --tokenizer"):
+        convert(saved, tmp_path / "run")
     named = str(number_vocabulary(tmp_path, 23))
-    to_run(saved, tmp_path / "run", tokenizer=named)
+    convert(saved, tmp_path / "run", tokenizer=named)
     assert_same_nats(tmp_path / "run", CASES["clusters"], model)
-    with pytest.raises(UserError, match="--vocabulary bytes has 256 tokens and the model 23"):
-        to_run(saved, tmp_path / "other", tokenizer="byte")
+    with pytest.raises(UserError, match="--tokenizer bytes has 256 tokens and the model 23"):
+        convert(saved, tmp_path / "other", tokenizer="byte")
 
 
 def test_byte_numbers_become_bytes(tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_byte_numbers_become_bytes(tmp_path: Path) -> None:
     old = Old(cutoffs=(), tie_projs=(False,))
     numbers = [32, 101, 116, 97, 255, 0, *range(70, 87)]
     model = old_model(old)
-    to_run(save_official(tmp_path / "old", model, old_corpus([str(number) for number in numbers])), tmp_path / "run")
+    convert(save_official(tmp_path / "old", model, old_corpus([str(number) for number in numbers])), tmp_path / "run")
     run = load(tmp_path / "run", device="cpu")
     assert isinstance(run.tokenizer, ByteTokenizer)
     text_T = torch.randint(0, 23, (24,), generator=torch.Generator().manual_seed(2))
@@ -133,7 +133,7 @@ def test_byte_numbers_become_bytes(tmp_path: Path) -> None:
 def test_the_letters_of_text8_become_characters(tmp_path: Path) -> None:
     old = Old(cutoffs=(), tie_projs=(False,))
     letters = ["_", *"etaoinshrdlcumwfgypbvk"]
-    to_run(save_official(tmp_path / "old", old_model(old), old_corpus(letters)), tmp_path / "run")
+    convert(save_official(tmp_path / "old", old_model(old), old_corpus(letters)), tmp_path / "run")
     tokenizer = load(tmp_path / "run", device="cpu").tokenizer
     assert isinstance(tokenizer, CharTokenizer)
     assert tokenizer.encode("the end").tolist() == [letters.index(letter) for letter in "the_end"]
@@ -141,6 +141,6 @@ def test_the_letters_of_text8_become_characters(tmp_path: Path) -> None:
 
 def test_lower_case_is_kept(tmp_path: Path) -> None:
     saved = save_official(tmp_path / "old", old_model(Old()), old_corpus(WORDS, lower_case=True))
-    to_run(saved, tmp_path / "run")
+    convert(saved, tmp_path / "run")
     tokenizer = load(tmp_path / "run", device="cpu").tokenizer
     assert tokenizer.encode("The AND\n").tolist() == [1, 5, 0]

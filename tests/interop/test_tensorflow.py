@@ -14,8 +14,8 @@ import torch
 
 from transformer_xl.config import TransformerXLConfig, UserError, load_recipe, run_settings
 from transformer_xl.interop import tensorflow
-from transformer_xl.interop.convert import to_run
-from transformer_xl.interop.foreign import Foreign
+from transformer_xl.interop.convert import convert
+from transformer_xl.interop.imported import ImportedModel
 from transformer_xl.interop.tokenizers import with_bytes
 from transformer_xl.model.memory import ContextLimits
 from transformer_xl.model.transformer_xl import TransformerXL
@@ -49,9 +49,9 @@ def expected(name: str) -> dict[str, Any]:
     return json.loads((GOLDEN / name / "expected.json").read_text())
 
 
-def model_of(foreign: Foreign) -> TransformerXL:
-    model = TransformerXL(TransformerXLConfig(**foreign.model))
-    model.load_state_dict(foreign.weights)
+def model_of(imported: ImportedModel) -> TransformerXL:
+    model = TransformerXL(TransformerXLConfig(**imported.model))
+    model.load_state_dict(imported.weights)
     return model.double().eval()
 
 
@@ -72,9 +72,9 @@ def nats_of(model: TransformerXL, values: dict[str, Any], tokens_BT: torch.Tenso
 @pytest.mark.parametrize("name", KINDS)
 def test_losses_are_those_of_the_authors_code(name: str) -> None:
     """Theirs were computed in float32, from zeros that are attended on."""
-    foreign, values = tensorflow.read(GOLDEN / name), expected(name)
-    assert {**foreign.model, **SIZES, **KINDS[name]} == foreign.model
-    nats_BT = nats_of(model_of(foreign), values, torch.tensor(values["tokens"]))
+    imported, values = tensorflow.read(GOLDEN / name), expected(name)
+    assert {**imported.model, **SIZES, **KINDS[name]} == imported.model
+    nats_BT = nats_of(model_of(imported), values, torch.tensor(values["tokens"]))
     np.testing.assert_allclose(nats_BT, values["nats"], atol=3e-6)
 
 
@@ -83,7 +83,7 @@ def test_every_way_to_name_a_checkpoint(ending: str, tmp_path: Path) -> None:
     folder = tmp_path / "tf_enwik8" / "model"
     shutil.copytree(GOLDEN / "bytes", folder)
     for path in (folder / f"model.ckpt-17{ending}", folder, folder.parent, folder / "checkpoint"):
-        assert tensorflow.recognises(path)
+        assert tensorflow.recognizes(path)
         assert tensorflow.read(path).model["layers"] == 2
 
 
@@ -101,7 +101,7 @@ def test_the_newest_of_several_is_taken(tmp_path: Path) -> None:
 def test_the_text_file_alone_is_refused(tmp_path: Path) -> None:
     shutil.copy(GOLDEN / "bytes" / "checkpoint", tmp_path)
     for path in (tmp_path, tmp_path / "checkpoint"):
-        assert tensorflow.recognises(path)
+        assert tensorflow.recognizes(path)
         with pytest.raises(UserError, match="names a checkpoint, but holds no weights; wanted a"):
             tensorflow.read(path)
 
@@ -111,7 +111,7 @@ def test_other_things_are_not_recognised(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").touch()
     (tmp_path / "model.safetensors.index.json").touch()
     for path in (tmp_path, tmp_path / "model.safetensors", tmp_path / "checkpoint", tmp_path / "none", Path("x\0y")):
-        assert not tensorflow.recognises(path)
+        assert not tensorflow.recognizes(path)
     with pytest.raises(UserError, match="none: no TensorFlow checkpoint; wanted"):
         tensorflow.read(tmp_path / "none")
 
@@ -157,34 +157,34 @@ WORDS = ["<eos>", "the", "<unk>", "na\u00efve", "\u4e2d", *(f"w{place}" for plac
 
 
 def test_words_come_with_their_vocabulary(tmp_path: Path) -> None:
-    foreign = tensorflow.read(with_corpus(tmp_path, "words", "wt103", WORDS, lower_case=False))
-    assert isinstance(foreign.tokenizer, WordTokenizer)
-    assert foreign.tokenizer.words == tuple(WORDS)
-    assert (foreign.tokenizer.eos_token, foreign.tokenizer.unk_token) == ("<eos>", "<unk>")
-    assert foreign.tokenizer.pre_tokenizer == PreTokenizer()
-    assert foreign.tokenizer.encode("the na\u00efve \u4e2d cat\n").tolist() == [1, 3, 4, 2, 0]
+    imported = tensorflow.read(with_corpus(tmp_path, "words", "wt103", WORDS, lower_case=False))
+    assert isinstance(imported.tokenizer, WordTokenizer)
+    assert imported.tokenizer.words == tuple(WORDS)
+    assert (imported.tokenizer.eos_token, imported.tokenizer.unk_token) == ("<eos>", "<unk>")
+    assert imported.tokenizer.pre_tokenizer == PreTokenizer()
+    assert imported.tokenizer.encode("the na\u00efve \u4e2d cat\n").tolist() == [1, 3, 4, 2, 0]
 
 
 def test_marks_and_case_of_other_data_sets(tmp_path: Path) -> None:
     words = ["<UNK>", "<S>", *(f"w{place}" for place in range(59))]
-    foreign = tensorflow.read(with_corpus(tmp_path / "a", "sentences", "lm1b", words, lower_case=False))
-    assert isinstance(foreign.tokenizer, WordTokenizer)
-    assert (foreign.tokenizer.eos_token, foreign.tokenizer.unk_token) == ("<S>", "<UNK>")
+    imported = tensorflow.read(with_corpus(tmp_path / "a", "sentences", "lm1b", words, lower_case=False))
+    assert isinstance(imported.tokenizer, WordTokenizer)
+    assert (imported.tokenizer.eos_token, imported.tokenizer.unk_token) == ("<S>", "<UNK>")
     words[:2] = ["<eos>", "n"]
-    foreign = tensorflow.read(with_corpus(tmp_path / "b", "bytes", "ptb", words, lower_case=True))
-    assert isinstance(foreign.tokenizer, WordTokenizer)
-    assert (foreign.tokenizer.eos_token, foreign.tokenizer.unk_token) == ("<eos>", None)
-    assert foreign.tokenizer.pre_tokenizer == PreTokenizer(lowercase=True)
+    imported = tensorflow.read(with_corpus(tmp_path / "b", "bytes", "ptb", words, lower_case=True))
+    assert isinstance(imported.tokenizer, WordTokenizer)
+    assert (imported.tokenizer.eos_token, imported.tokenizer.unk_token) == ("<eos>", None)
+    assert imported.tokenizer.pre_tokenizer == PreTokenizer(lowercase=True)
 
 
 def test_bytes_of_enwik8_are_put_in_their_order(tmp_path: Path) -> None:
     """Theirs are numbered by how often they stand in the text; the other bytes have no probability."""
     order = np.random.default_rng(5).permutation([*range(32, 127)])[:61]
-    foreign = with_bytes(tensorflow.read(with_corpus(tmp_path, "bytes", "enwik8", [str(byte) for byte in order])))
-    assert foreign.tokenizer is not None
-    assert (foreign.tokenizer.kind, foreign.model["vocab_size"]) == ("byte", 256)
-    assert "tr -d" in foreign.remarks[0]
-    model, values = model_of(foreign), expected("bytes")
+    imported = with_bytes(tensorflow.read(with_corpus(tmp_path, "bytes", "enwik8", [str(byte) for byte in order])))
+    assert imported.tokenizer is not None
+    assert (imported.tokenizer.kind, imported.model["vocab_size"]) == ("byte", 256)
+    assert "tr -d" in imported.remarks[0]
+    model, values = model_of(imported), expected("bytes")
     tokens_BT = torch.tensor(order)[torch.tensor(values["tokens"])]
     np.testing.assert_allclose(nats_of(model, values, tokens_BT), values["nats"], atol=3e-6)
     with torch.no_grad():
@@ -195,10 +195,10 @@ def test_bytes_of_enwik8_are_put_in_their_order(tmp_path: Path) -> None:
 
 def test_letters_of_text8_are_characters(tmp_path: Path) -> None:
     letters = ["_", *(chr(place) for place in range(97, 97 + 60))]
-    foreign = tensorflow.read(with_corpus(tmp_path, "bytes", "text8", letters))
-    assert isinstance(foreign.tokenizer, CharTokenizer)
-    assert foreign.tokenizer.encode("a b").tolist() == [1, 0, 2]
-    assert not foreign.tokenizer.byte_fallback
+    imported = tensorflow.read(with_corpus(tmp_path, "bytes", "text8", letters))
+    assert isinstance(imported.tokenizer, CharTokenizer)
+    assert imported.tokenizer.encode("a b").tolist() == [1, 0, 2]
+    assert not imported.tokenizer.byte_fallback
 
 
 def test_what_shapes_do_not_tell_comes_from_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,11 +209,18 @@ def test_what_shapes_do_not_tell_comes_from_the_recipe(tmp_path: Path, monkeypat
     recipe = load_recipe("wikitext-103-large")
     small = recipe.model_copy(update={"model": {**recipe.model, **SIZES}})
     monkeypatch.setattr(tensorflow, "load_recipe", {"wikitext-103-large": small}.__getitem__)
-    foreign = tensorflow.read(folder)
-    assert foreign.remarks == ()
-    assert (foreign.train, foreign.model["dropout"]) == ({"segment": 384, "memory": 384}, 0.2)
-    assert foreign.evaluation == {"segment": 128, "memory": 1600, "window": 1601, "clamp": 1000}
-    run = run_settings({"model": foreign.model, "train": foreign.train, "evaluation": foreign.evaluation}, "foreign")
+    imported = tensorflow.read(folder)
+    assert imported.remarks == ()
+    assert (imported.train, imported.model["dropout"]) == ({"segment_length": 384, "memory_length": 384}, 0.2)
+    assert imported.evaluation == {
+        "segment_length": 128,
+        "memory_length": 1600,
+        "attention_window": 1601,
+        "clamp_length": 1000,
+    }
+    run = run_settings(
+        {"model": imported.model, "train": imported.train, "evaluation": imported.evaluation}, "imported"
+    )
     assert (run.model.attend_empty_memory, run.model.norm_eps) == (True, 1e-12)
 
 
@@ -316,8 +323,8 @@ def test_converting(
     folder = with_corpus(tmp_path, "words", "wt103", WORDS)
     changed(change, monkeypatch)
     if said is None:
-        assert to_run(folder, tmp_path / "run").format == "tensorflow"
+        assert convert(folder, tmp_path / "run").format == "tensorflow"
         return
     with pytest.raises(UserError, match=said):
-        to_run(folder, tmp_path / "run")
+        convert(folder, tmp_path / "run")
     assert not (tmp_path / "run").exists()

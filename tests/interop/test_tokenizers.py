@@ -13,7 +13,7 @@ import torch
 from interop.old_modules import old_corpus, old_modules, old_vocabulary
 
 from transformer_xl.config import UserError
-from transformer_xl.interop.foreign import Foreign
+from transformer_xl.interop.imported import ImportedModel
 from transformer_xl.interop.tokenizers import from_symbols, read_vocabulary, symbols_of, with_bytes
 from transformer_xl.text.tokenizers import ByteTokenizer
 from transformer_xl.text.tokenizers.char import CharTokenizer
@@ -91,9 +91,9 @@ def test_only_byte_numbers_without_clusters_become_bytes() -> None:
     for words, cutoffs, changed in ((["97", "10", "0"], (), True), (["97", "10", "x"], (), False),
                                     (["97", "10", "256"], (), False), (["97", "10", "0"], (1,), False)):  # fmt: skip
         tokenizer = from_symbols(words, "x")
-        foreign = Foreign({"vocab_size": 3, "cutoffs": cutoffs}, {}, {}, weights, tokenizer)
-        found = with_bytes(foreign)
-        assert (found is not foreign) == changed
+        imported = ImportedModel({"vocab_size": 3, "cutoffs": cutoffs}, {}, {}, weights, tokenizer)
+        found = with_bytes(imported)
+        assert (found is not imported) == changed
         if changed:
             assert found.model["vocab_size"] == 256
             assert torch.equal(found.weights["embedding.tables.0"][[97, 10, 0]], weights["embedding.tables.0"])

@@ -55,8 +55,8 @@ def nothing(_: Weights) -> None:
 TRAPS: dict[str, tuple[str, dict[str, Any], Callable[[Weights], None], float]] = {
     "tails counted from the other end": ("clusters", {}, flipped, 0.01),
     "an empty memory not attended": ("clusters", {"attend_empty_memory": False}, nothing, 0.01),
-    "one key more for each query": ("clusters", {"window": 10}, nothing, 0.01),
-    "all keys for each query": ("clusters", {"window": None}, nothing, 0.01),
+    "one key more for each query": ("clusters", {"attention_window": 10}, nothing, 0.01),
+    "all keys for each query": ("clusters", {"attention_window": None}, nothing, 0.01),
     "distances not clamped": ("clusters", {"clamp_length": None}, nothing, 0.01),
     "one pair of biases for all layers": ("clusters", {"tie_attention_biases": True}, as_first, 0.01),
     "the embedding's projections": ("narrow-tails", {"tie_projections": "all"}, without_own_projections, 0.01),
@@ -70,13 +70,13 @@ TRAPS: dict[str, tuple[str, dict[str, Any], Callable[[Weights], None], float]] =
 def test_each_setting_counts(trap: str, tmp_path: Path) -> None:
     case, changes, change, least = TRAPS[trap]
     config, weights, expected = golden(case)
-    foreign = read(hugging_face_folder(tmp_path / "hub", config, weights))
-    settings = {**foreign.model, "memory": config["mem_len"]}
-    changed_weights = dict(foreign.weights)
+    imported = read(hugging_face_folder(tmp_path / "hub", config, weights))
+    settings = imported.model
+    changed_weights = dict(imported.weights)
     change(changed_weights)
     nats = [
         nats_of(TransformerXLConfig(**values), loaded, expected["tokens_BT"])
-        for values, loaded in ((settings, foreign.weights), ({**settings, **changes}, changed_weights))
+        for values, loaded in ((settings, imported.weights), ({**settings, **changes}, changed_weights))
     ]
     change_BT = (nats[1] - nats[0]).abs()
     means = ", ".join(f"{one.mean():.6f}" for one in nats)

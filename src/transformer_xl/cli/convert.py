@@ -1,16 +1,15 @@
-"""`txl convert`: a model of another program becomes a run, or a run a folder for Hugging Face."""
+"""`txl convert`: convert checkpoints of other programs to runs, and runs to the Hugging Face layout."""
 
 from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
 from transformer_xl.cli.options import Json
 from transformer_xl.cli.output import print_json, print_table
-from transformer_xl.config import UserError
 from transformer_xl.progress import say
 
 
@@ -20,12 +19,12 @@ def convert(
     /,
     *,
     to: Literal["run", "huggingface"] = "run",
-    format: Literal["huggingface", "official", "nvidia", "tensorflow"] | None = None,
+    source_format: Literal["huggingface", "official", "nvidia", "tensorflow"] | None = None,
     tokenizer: str | None = None,
-    splitting: Literal["whitespace", "punctuation", "moses"] | None = None,
+    pre_tokenizer: Literal["whitespace", "punctuation", "moses"] | None = None,
     json: Json = False,
 ) -> None:
-    """Make a run of another program's model, or write a run for Hugging Face; nothing in a checkpoint is executed.
+    """Convert a checkpoint of another program to a run, or a run to the Hugging Face layout; nothing in it is executed.
 
     Parameters
     ----------
@@ -35,33 +34,31 @@ def convert(
     out
         Folder to make; it must not exist.
     to
-        What to make of it.
-    format
-        What FROM is. [default: recognised]
-    vocabulary
-        For a model that comes without its vocabulary: a run, a corpus or a txl_tokenizer.json that has it; or byte.
-    splitting
-        How text becomes the words of the vocabulary: as Hugging Face's tokenizer splits it, as English in WikiText's
-        forms, or at white space alone, for text that is split already. [default: as FROM had it]
+        What to write.
+    source_format
+        Format of FROM. [default: told from the files]
+    tokenizer
+        For a model that comes without a tokenizer: a run, a corpus or a txl_tokenizer.json that has it; or byte.
+    pre_tokenizer
+        How a word tokenizer splits text: as Hugging Face's tokenizer does (moses), punctuation apart as in WikiText, or
+        at white space alone, for text that is tokenized already. [default: as FROM had it]
     """
-    from transformer_xl.interop.convert import to_huggingface, to_run
+    from transformer_xl.interop import convert as interop
 
     began = time.perf_counter()
-    if to == "huggingface":
-        if any(given is not None for given in (format, tokenizer, splitting)):
-            raise UserError("--format, --vocabulary and --splitting are for models of other programs; leave them out")
-        done = to_huggingface(source, out)
-    else:
-        done = to_run(source, out, format=format, tokenizer=tokenizer, splitting=splitting)
-    for remark in done.remarks:
-        say(f"note: {remark}")
-    words = f"{done.tokenizer.kind}, {done.tokenizer.vocab_size:,} tokens"
+    result = interop.convert(
+        source, out, to=to, source_format=source_format, tokenizer=tokenizer, pre_tokenizer=pre_tokenizer
+    )
     seconds = time.perf_counter() - began
+    for remark in result.remarks:
+        say(f"note: {remark}")
+    words = f"{result.tokenizer.kind}, {result.tokenizer.vocab_size:,} tokens"
+    facts: dict[str, Any] = {"format": result.format, "parameters": result.parameters, "tokenizer": words}
     if json:
-        facts = {"from": str(source), "to": str(out), "format": done.format, "parameters": done.parameters}
-        print_json({**facts, "tokenizer": words, "remarks": list(done.remarks), "seconds": seconds})
+        remarks = list(result.remarks)
+        print_json({"from": str(source), "to": str(out), **facts, "remarks": remarks, "seconds": seconds})
         return
-    rows = [["format", done.format], ["parameters", f"{done.parameters:,}"], ["vocabulary", words]]
-    print_table(f"{out} ({seconds:.1f} s)", ["", "value"], rows)
+    facts["parameters"] = f"{result.parameters:,}"
+    print_table(f"{out} ({seconds:.1f} s)", ["", "value"], [[name, str(value)] for name, value in facts.items()])
     if to == "run":
-        print(f"next: txl prepare FILES --vocabulary {out} --out CORPUS, txl evaluate {out} --corpus CORPUS")
+        print(f"next: txl prepare FILES --tokenizer {out} --out CORPUS, txl evaluate {out} --corpus CORPUS")

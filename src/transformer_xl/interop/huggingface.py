@@ -17,11 +17,17 @@ from torch import Tensor
 
 from transformer_xl.config import RunConfig, TransformerXLConfig, UserError, check_settings
 from transformer_xl.files import as_user_error, atomic_folder, write_text
-from transformer_xl.interop.foreign import Foreign
-from transformer_xl.interop.names import HUGGING_FACE, to_ours, to_theirs
-from transformer_xl.interop.settings import Settings, lengths, refuse_unknown, shown, tied_projections
+from transformer_xl.interop.imported import ImportedModel
+from transformer_xl.interop.source_config import (
+    SourceConfig,
+    check_supported,
+    format_value,
+    length_settings,
+    parse_tied_projections,
+)
 from transformer_xl.interop.tokenizers import first_of, read_json, read_vocabulary, symbols_of
 from transformer_xl.interop.torch_file import TorchFile
+from transformer_xl.interop.weight_names import HUGGING_FACE, export_weights, import_weights
 from transformer_xl.tensor_file import write_safetensors
 from transformer_xl.text.tokenizers import Tokenizer
 from transformer_xl.text.tokenizers.word import WordTokenizer
@@ -45,12 +51,12 @@ _DEFAULTS = {
 }  # fmt: skip (of TransfoXLConfig; the others are given where they are read)
 
 
-def recognises(path: Path) -> bool:
+def recognizes(path: Path) -> bool:
     """Whether this is a folder with Hugging Face's config.json."""
     return (path / "config.json").is_file()
 
 
-def read(path: Path) -> Foreign:
+def read(path: Path) -> ImportedModel:
     """Reads such a folder.
 
     Raises:
@@ -60,8 +66,8 @@ def read(path: Path) -> Foreign:
     values = read_json(file)
     if not isinstance(values, dict) or values.get("model_type", _ARCHITECTURE) != _ARCHITECTURE:
         kind = values.get("model_type") if isinstance(values, dict) else type(values).__name__
-        raise UserError(f"{file}: a model of type {shown(kind)}; only '{_ARCHITECTURE}' can be converted")
-    settings = Settings({**_DEFAULTS, **values}, str(file))
+        raise UserError(f"{file}: a model of type {format_value(kind)}; only '{_ARCHITECTURE}' can be converted")
+    settings = SourceConfig({**_DEFAULTS, **values}, str(file))
     model = _model(settings)
     config = check_settings(TransformerXLConfig, model, str(file))
     weights_file = first_of(path, _WEIGHTS)
@@ -73,20 +79,20 @@ def read(path: Path) -> Foreign:
             f"{weights_file} has no softmax (crit.*): a TransfoXLModel or a classifier; wanted a TransfoXLLMHeadModel"
         )
     vocabulary_file = first_of(path, _VOCABULARIES)
-    train, evaluation = lengths(
+    train, evaluation = length_settings(
         segment=settings.number("tgt_len", 128), memory=settings.number("mem_len"), window=model["attention_window"]
     )
-    return Foreign(
+    return ImportedModel(
         model=model,
         train=train,
         evaluation=evaluation,
-        weights=to_ours(config, HUGGING_FACE, theirs, str(weights_file)),
+        weights=import_weights(config, HUGGING_FACE, theirs, str(weights_file)),
         tokenizer=None if vocabulary_file is None else _vocabulary(path, vocabulary_file),
     )
 
 
-def _model(settings: Settings) -> dict[str, Any]:
-    refuse_unknown(settings)
+def _model(settings: SourceConfig) -> dict[str, Any]:
+    check_supported(settings)
     memory = settings.number("mem_len")
     cutoffs = settings.numbers("cutoffs")
     width = settings.number("d_model")
@@ -112,7 +118,7 @@ def _model(settings: Settings) -> dict[str, Any]:
         "cutoffs": cutoffs,
         "div_val": div_val,
         "tie_word_embeddings": settings.flag("tie_word_embeddings", default=True),
-        "tie_projections": tied_projections(tied, len(cutoffs) + 1, settings.source) if projected else "all",
+        "tie_projections": parse_tied_projections(tied, len(cutoffs) + 1, settings.source) if projected else "all",
         "tie_attention_biases": not settings.flag("untie_r", default=True),
         "attend_empty_memory": True,
         "attention_window": window,
@@ -171,7 +177,7 @@ def write(path: Path, config: RunConfig, weights: Mapping[str, Tensor], tokenize
     memory = config.train.memory_length if config.evaluation.memory_length is None else config.evaluation.memory_length
     same_length, remarks = _same_length(config, memory)
     remarks = [*differences, *remarks, *_vocabulary_remarks(tokenizer)]
-    theirs = to_theirs(model, HUGGING_FACE, weights)
+    theirs = export_weights(model, HUGGING_FACE, weights)
     even_D = torch.arange(0.0, model.d_model, 2.0)
     theirs["transformer.pos_emb.inv_freq"] = 1 / (10000 ** (even_D / model.d_model))
     symbols = symbols_of(tokenizer)

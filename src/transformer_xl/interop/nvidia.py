@@ -12,18 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from transformer_xl.config import TransformerXLConfig, UserError, check_settings
-from transformer_xl.interop.foreign import Foreign
-from transformer_xl.interop.names import NVIDIA, to_ours
-from transformer_xl.interop.settings import Settings, lengths, refuse_unknown, tied_projections
+from transformer_xl.interop.imported import ImportedModel
+from transformer_xl.interop.source_config import SourceConfig, check_supported, length_settings, parse_tied_projections
 from transformer_xl.interop.tokenizers import admits_vocabulary, first_of, from_object
 from transformer_xl.interop.torch_file import TorchFile
 from transformer_xl.interop.unpickler import PickledObject
+from transformer_xl.interop.weight_names import NVIDIA, import_weights
 
 _FILES = ("checkpoint_best.pt", "checkpoint_last.pt")
 _FILE = re.compile(r"checkpoint_(best|last|\d+)\.pt")
 
 
-def recognises(path: Path) -> bool:
+def recognizes(path: Path) -> bool:
     """Whether this is such a file, or a folder with one."""
     return (_FILE.fullmatch(path.name) is not None and path.is_file()) or first_of(path, _FILES) is not None
 
@@ -32,7 +32,7 @@ def _admits(name: str) -> bool:
     return name == "argparse.Namespace" or admits_vocabulary(name)
 
 
-def read(path: Path) -> Foreign:
+def read(path: Path) -> ImportedModel:
     """Reads a checkpoint; of a folder the best one.
 
     Raises:
@@ -44,32 +44,32 @@ def read(path: Path) -> Foreign:
     weights, values = found.get("model_state"), found.get("model_config")
     if not isinstance(weights, dict) or not isinstance(values, dict):
         raise UserError(f"{file} is no checkpoint of NVIDIA's train.py (no model_state and model_config in it)")
-    settings = Settings(values, str(file))
+    settings = SourceConfig(values, str(file))
     model = _model(settings)
     arguments = found.get("args")
-    evaluation_segment = Settings(
+    evaluation_segment = SourceConfig(
         arguments.attributes if isinstance(arguments, PickledObject) else {}, str(file)
     ).number("eval_tgt_len", settings.number("tgt_len"))
     memory, segment = settings.number("mem_len"), settings.number("tgt_len")
-    train, _ = lengths(segment=segment, memory=memory, window=None)
+    train, _ = length_settings(segment=segment, memory=memory, window=None)
     longer = max(0, memory + segment - evaluation_segment) if memory else 0
-    _, evaluation = lengths(
+    _, evaluation = length_settings(
         segment=evaluation_segment, memory=longer, window=settings.window(longer, keys_beside_memory=1)
     )
     config = check_settings(TransformerXLConfig, model, str(file))
     theirs = {str(name): content.tensor(record) for name, record in weights.items()}
     tokenizer = found.get("vocab")
-    return Foreign(
+    return ImportedModel(
         model=model,
         train=train,
         evaluation=evaluation,
-        weights=to_ours(config, NVIDIA, theirs, str(file)),
+        weights=import_weights(config, NVIDIA, theirs, str(file)),
         tokenizer=None if tokenizer is None else from_object(tokenizer, str(file)),
     )
 
 
-def _model(settings: Settings) -> dict[str, Any]:
-    refuse_unknown(settings)
+def _model(settings: SourceConfig) -> dict[str, Any]:
+    check_supported(settings)
     cutoffs, width = settings.numbers("cutoffs"), settings.number("d_model")
     clamp = settings.number("clamp_len", -1)
     div_val, d_embed = settings.number("div_val", 1), settings.number("d_embed", width)
@@ -90,7 +90,7 @@ def _model(settings: Settings) -> dict[str, Any]:
         "cutoffs": cutoffs,
         "div_val": div_val,
         "tie_word_embeddings": settings.flag("tie_weight", default=True),
-        "tie_projections": tied_projections(tied, len(cutoffs) + 1, settings.source) if projected else "all",
+        "tie_projections": parse_tied_projections(tied, len(cutoffs) + 1, settings.source) if projected else "all",
         "attention_window": settings.window(settings.number("mem_len"), keys_beside_memory=1),
         "clamp_length": clamp if clamp > 0 else None,
     }

@@ -14,12 +14,12 @@ from typing import Any
 from torch import Tensor
 
 from transformer_xl.config import TransformerXLConfig, UserError, check_settings
-from transformer_xl.interop.foreign import Foreign
-from transformer_xl.interop.names import OFFICIAL, to_ours
-from transformer_xl.interop.settings import Settings, lengths, refuse_unknown, tied_projections
+from transformer_xl.interop.imported import ImportedModel
+from transformer_xl.interop.source_config import SourceConfig, check_supported, length_settings, parse_tied_projections
 from transformer_xl.interop.tokenizers import first_of, read_vocabulary
 from transformer_xl.interop.torch_file import TorchFile
 from transformer_xl.interop.unpickler import PickledObject
+from transformer_xl.interop.weight_names import OFFICIAL, import_weights
 
 _MODEL, _CLASS = "model.pt", "MemTransformerLM"
 _VOCABULARIES = ("cache.pt", "vocab.pkl", "vocab.txt", "vocab.json")
@@ -32,7 +32,7 @@ _ADMITTED = re.compile(
 _MOST_PARTS = 100_000  # of a module; a pickle can name itself as its own part
 
 
-def recognises(path: Path) -> bool:
+def recognizes(path: Path) -> bool:
     """Whether this is model.pt, or a folder with one."""
     return (path.name == _MODEL and path.is_file()) or (path / _MODEL).is_file()
 
@@ -41,7 +41,7 @@ def _admits(name: str) -> bool:
     return _ADMITTED.fullmatch(name) is not None
 
 
-def read(path: Path) -> Foreign:
+def read(path: Path) -> ImportedModel:
     """Reads model.pt, and cache.pt beside it for the vocabulary where there is one.
 
     Raises:
@@ -55,7 +55,7 @@ def read(path: Path) -> Foreign:
         raise UserError(f"{file} holds {what}; wanted the authors' {_CLASS}, as their train.py saves it")
     parts = dict(_parts(found, str(file)))
     if "layers.0.dec_attn" not in parts or "crit" not in parts or "word_emb" not in parts:
-        refuse_unknown(Settings(found.attributes, str(file)))
+        check_supported(SourceConfig(found.attributes, str(file)))
         raise UserError(f"{file} is not a whole {_CLASS} (no layers, embedding or softmax); get it again")
     records = {
         f"{name}.{inner}".lstrip("."): record
@@ -65,18 +65,20 @@ def read(path: Path) -> Foreign:
     }
     theirs: dict[str, Tensor] = {name: content.tensor(record) for name, record in records.items()}
     shared = _shared(theirs)
-    model, memory = _model(found, parts, shared, str(file)), Settings(found.attributes, str(file)).number("mem_len")
+    model, memory = _model(found, parts, shared, str(file)), SourceConfig(found.attributes, str(file)).number("mem_len")
     config = check_settings(TransformerXLConfig, model, str(file))
     folder = file.parent
     vocabulary_file = first_of(folder, _VOCABULARIES)
-    train, evaluation = lengths(
-        segment=Settings(found.attributes, str(file)).number("tgt_len"), memory=memory, window=model["attention_window"]
+    train, evaluation = length_settings(
+        segment=SourceConfig(found.attributes, str(file)).number("tgt_len"),
+        memory=memory,
+        window=model["attention_window"],
     )
-    return Foreign(
+    return ImportedModel(
         model=model,
         train=train,
         evaluation=evaluation,
-        weights=to_ours(config, OFFICIAL, theirs, str(file)),
+        weights=import_weights(config, OFFICIAL, theirs, str(file)),
         tokenizer=None if vocabulary_file is None else read_vocabulary(vocabulary_file),
     )
 
@@ -105,12 +107,12 @@ def _shared(weights: dict[str, Tensor]) -> set[str]:
 
 
 def _model(found: PickledObject, parts: dict[str, PickledObject], shared: set[str], source: str) -> dict[str, Any]:
-    settings = Settings(found.attributes, source)
-    refuse_unknown(settings)
-    crit = Settings(parts["crit"].attributes, source)
-    attention = Settings(parts["layers.0.dec_attn"].attributes, source)
-    norm = Settings(_attributes(parts, "layers.0.dec_attn.layer_norm"), source)
-    widening = Settings(_attributes(parts, "layers.0.pos_ff.CoreNet.0"), source)
+    settings = SourceConfig(found.attributes, source)
+    check_supported(settings)
+    crit = SourceConfig(parts["crit"].attributes, source)
+    attention = SourceConfig(parts["layers.0.dec_attn"].attributes, source)
+    norm = SourceConfig(_attributes(parts, "layers.0.dec_attn.layer_norm"), source)
+    widening = SourceConfig(_attributes(parts, "layers.0.pos_ff.CoreNet.0"), source)
     cutoffs, size = crit.numbers("cutoffs")[:-1], settings.number("n_token")
     width, div_val = settings.number("d_model"), crit.number("div_val", 1)
     d_embed = settings.number("d_embed", width)
@@ -124,8 +126,8 @@ def _model(found: PickledObject, parts: dict[str, PickledObject], shared: set[st
         "n_heads": settings.number("n_head"),
         "d_head": settings.number("d_head"),
         "d_ff": widening.number("out_features"),
-        "dropout": Settings(_attributes(parts, "drop"), source).share("p", 0.0),
-        "attention_dropout": Settings(_attributes(parts, "layers.0.dec_attn.dropatt"), source).share("p", 0.0),
+        "dropout": SourceConfig(_attributes(parts, "drop"), source).share("p", 0.0),
+        "attention_dropout": SourceConfig(_attributes(parts, "layers.0.dec_attn.dropatt"), source).share("p", 0.0),
         "norm_first": attention.flag("pre_lnorm", default=False),
         "final_norm": False,
         "norm_eps": norm.share("eps", 1e-5),
@@ -133,7 +135,7 @@ def _model(found: PickledObject, parts: dict[str, PickledObject], shared: set[st
         "cutoffs": cutoffs,
         "div_val": div_val,
         "tie_word_embeddings": "crit.out_layers.0.weight" in shared,
-        "tie_projections": tied_projections(tied, len(tied), source) if projected else "all",
+        "tie_projections": parse_tied_projections(tied, len(tied), source) if projected else "all",
         "attention_window": settings.window(settings.number("mem_len"), keys_beside_memory=0),
         "clamp_length": clamp if clamp > 0 else None,
     }

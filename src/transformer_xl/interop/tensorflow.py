@@ -31,7 +31,7 @@ from torch import Tensor
 
 from transformer_xl.config import UserError, load_recipe
 from transformer_xl.files import as_user_error
-from transformer_xl.interop.foreign import Foreign
+from transformer_xl.interop.imported import ImportedModel
 from transformer_xl.interop.tensor_bundle import TensorBundle
 from transformer_xl.interop.tokenizers import read_vocabulary
 from transformer_xl.text.tokenizers import Tokenizer
@@ -60,14 +60,14 @@ _ENDING = re.compile(r"\.(index|meta|data-\d{5}-of-\d{5})$")
 _WANTED = "wanted a .index file and its .data files; give their folder, or their path without the ending"
 
 
-def recognises(path: Path) -> bool:
+def recognizes(path: Path) -> bool:
     """Whether a TensorFlow checkpoint seems to be there: its folder, its prefix, a file of it, or `checkpoint`."""
     with suppress(OSError, ValueError):
         return bool(_prefixes(path)) or _names_a_checkpoint(path)
     return False
 
 
-def read(path: Path) -> Foreign:
+def read(path: Path) -> ImportedModel:
     """Reads a checkpoint: a folder, a prefix such as `model.ckpt-0`, one of its files, or the text file `checkpoint`.
 
     Raises:
@@ -269,7 +269,7 @@ def _layer(variables: _Variables, theirs: str, ours: str) -> Iterator[tuple[str,
         yield f"{ours}{name}.norm.bias", variables.tensor(f"{theirs}{norm}/LayerNorm/beta")
 
 
-def _foreign(model: dict[str, Any], weights: dict[str, Tensor], folder: Path) -> Foreign:
+def _foreign(model: dict[str, Any], weights: dict[str, Tensor], folder: Path) -> ImportedModel:
     """Adds what the data set tells: lengths, dropout and vocabulary."""
     name, tokenizer = _corpus(folder, model["vocab_size"])
     recipe = load_recipe(_RECIPES[name]) if name in _RECIPES else None
@@ -282,7 +282,7 @@ def _foreign(model: dict[str, Any], weights: dict[str, Tensor], folder: Path) ->
         evaluation = {**recipe.evaluation, "attention_window": recipe.evaluation["memory_length"] + 1}
     else:
         remarks.append(_NO_LENGTHS)
-    return Foreign(model, train, evaluation, weights, tokenizer, tuple(remarks))
+    return ImportedModel(model, train, evaluation, weights, tokenizer, tuple(remarks))
 
 
 def _corpus(folder: Path, size: int) -> tuple[str | None, Tokenizer | None]:

@@ -16,7 +16,7 @@ import torch
 
 from transformer_xl.config import UserError
 from transformer_xl.files import as_user_error
-from transformer_xl.interop.foreign import Foreign
+from transformer_xl.interop.imported import ImportedModel
 from transformer_xl.interop.torch_file import TorchFile
 from transformer_xl.interop.unpickler import PickledObject
 from transformer_xl.text.tokenizers import ByteTokenizer, Tokenizer
@@ -96,7 +96,7 @@ def from_attributes(
     if not symbols and isinstance(numbered, dict):
         symbols = _ordered(numbered, source)
     if not isinstance(symbols, (list, tuple)) or not symbols:
-        raise UserError(f"{source} holds no words (idx2sym, sym2idx); give --vocabulary RUN, or the right file")
+        raise UserError(f"{source} holds no words (idx2sym, sym2idx); give --tokenizer RUN, or the right file")
     return from_symbols(symbols, source, lower_case=attributes.get("lower_case") is True, splitting=splitting)
 
 
@@ -180,30 +180,30 @@ def symbols_of(tokenizer: Tokenizer) -> tuple[str, ...] | None:
     return None
 
 
-def with_bytes(foreign: Foreign) -> Foreign:
+def with_bytes(imported: ImportedModel) -> ImportedModel:
     """A model of byte numbers, as the authors' enwik8 has them, in bytes: its rows stand where the bytes are.
 
     Bytes that it never saw get a row of zeros, and a score that leaves them no probability. So the numbers are the
     same, and text goes in as it is.
     """
-    words = foreign.tokenizer.words if isinstance(foreign.tokenizer, WordTokenizer) else ()
+    words = imported.tokenizer.words if isinstance(imported.tokenizer, WordTokenizer) else ()
     byte_names = {str(byte): byte for byte in range(256)}
-    if not words or foreign.model.get("cutoffs") or not all(word in byte_names for word in words):
-        return foreign
+    if not words or imported.model.get("cutoffs") or not all(word in byte_names for word in words):
+        return imported
     place = torch.tensor([byte_names[word] for word in words])
-    weights = dict(foreign.weights)
+    weights = dict(imported.weights)
     for name in ("embedding.tables.0", "softmax.tables.0", "softmax.bias"):
         if name in weights:
             rows = weights[name]
             spread = rows.new_full((256, *rows.shape[1:]), _IMPOSSIBLE if name == "softmax.bias" else 0.0)
             weights[name] = spread.index_copy(0, place, rows)
     return replace(
-        foreign,
-        model={**foreign.model, "vocab_size": 256},
+        imported,
+        model={**imported.model, "vocab_size": 256},
         weights=weights,
         tokenizer=ByteTokenizer(),
         remarks=(
-            *foreign.remarks,
+            *imported.remarks,
             f"its {len(words)} byte numbers became the 256 bytes; the others have no probability",
         ),
     )

@@ -24,7 +24,7 @@ Part = tuple[str, Shape]
 
 
 @dataclass(frozen=True)
-class Match:
+class WeightMapping:
     """Some weights of ours and the same ones of theirs."""
 
     ours: tuple[Part, ...]
@@ -34,7 +34,7 @@ class Match:
 
 
 @dataclass(frozen=True)
-class Layout:
+class WeightNames:
     """How one program calls the weights."""
 
     prefix: str = ""
@@ -45,12 +45,12 @@ class Layout:
     """Tails are counted from the end of the head."""
 
 
-HUGGING_FACE = Layout(prefix="transformer.", reversed_clusters=False)
-OFFICIAL = Layout()
-NVIDIA = Layout(out_table="crit.out_layers_weights.{}", out_bias="crit.out_layers_biases.{}")
+HUGGING_FACE = WeightNames(prefix="transformer.", reversed_clusters=False)
+OFFICIAL = WeightNames()
+NVIDIA = WeightNames(out_table="crit.out_layers_weights.{}", out_bias="crit.out_layers_biases.{}")
 
 
-def matches(config: TransformerXLConfig, layout: Layout) -> Iterator[Match]:
+def weight_mappings(config: TransformerXLConfig, layout: WeightNames) -> Iterator[WeightMapping]:
     """The whole table for one model, with every shape."""
     yield from _embedding(config, layout)
     yield from _softmax(config, layout)
@@ -59,8 +59,8 @@ def matches(config: TransformerXLConfig, layout: Layout) -> Iterator[Match]:
         yield from _layer(config, f"{layout.prefix}layers.{index}.", index)
 
 
-def _same(ours: str, theirs: str, shape: Shape) -> Match:
-    return Match(((ours, shape),), ((theirs, shape),))
+def _same(ours: str, theirs: str, shape: Shape) -> WeightMapping:
+    return WeightMapping(((ours, shape),), ((theirs, shape),))
 
 
 def _cluster_sizes(config: TransformerXLConfig) -> list[int]:
@@ -74,7 +74,7 @@ def _projected(config: TransformerXLConfig) -> list[int]:
     return list(range(len(config.cluster_widths))) if needed else []
 
 
-def _embedding(config: TransformerXLConfig, layout: Layout) -> Iterator[Match]:
+def _embedding(config: TransformerXLConfig, layout: WeightNames) -> Iterator[WeightMapping]:
     sizes, widths = _cluster_sizes(config), config.cluster_widths
     for index, size in enumerate(sizes):
         name = f"{layout.prefix}word_emb.emb_layers.{index}.weight"
@@ -84,10 +84,10 @@ def _embedding(config: TransformerXLConfig, layout: Layout) -> Iterator[Match]:
         yield _same(f"embedding.projections.{index}", name, (config.d_model, widths[index]))
 
 
-def _softmax(config: TransformerXLConfig, layout: Layout) -> Iterator[Match]:
+def _softmax(config: TransformerXLConfig, layout: WeightNames) -> Iterator[WeightMapping]:
     sizes, widths = _cluster_sizes(config), config.cluster_widths
     biases = tuple((layout.out_bias.format(index), (size,)) for index, size in enumerate(sizes))
-    yield Match((("softmax.bias", (config.vocab_size,)),), biases)
+    yield WeightMapping((("softmax.bias", (config.vocab_size,)),), biases)
     if not config.tie_word_embeddings:
         for index, size in enumerate(sizes):
             yield _same(f"softmax.tables.{index}", layout.out_table.format(index), (size, widths[index]))
@@ -98,24 +98,24 @@ def _softmax(config: TransformerXLConfig, layout: Layout) -> Iterator[Match]:
     if tails:
         for part, shape in (("weight", (tails, widths[0])), ("bias", (tails,))):
             found = _same(f"softmax.cluster_{part}", f"crit.cluster_{part}", shape)
-            yield Match(found.ours, found.theirs, reversed_rows=layout.reversed_clusters)
+            yield WeightMapping(found.ours, found.theirs, reversed_rows=layout.reversed_clusters)
 
 
-def _biases(config: TransformerXLConfig, layout: Layout) -> Iterator[Match]:
+def _biases(config: TransformerXLConfig, layout: WeightNames) -> Iterator[WeightMapping]:
     shape = (config.n_heads, config.head_dim)
     for ours, theirs in (("content_bias", "r_w_bias"), ("position_bias", "r_r_bias")):
         if config.tie_attention_biases:
-            yield Match(((ours, (1, *shape)),), ((f"{layout.prefix}{theirs}", shape),))
+            yield WeightMapping(((ours, (1, *shape)),), ((f"{layout.prefix}{theirs}", shape),))
         else:
             names = [f"{layout.prefix}layers.{index}.dec_attn.{theirs}" for index in range(config.n_layers)]
-            yield Match(((ours, (config.n_layers, *shape)),), tuple((name, shape) for name in names))
+            yield WeightMapping(((ours, (config.n_layers, *shape)),), tuple((name, shape) for name in names))
 
 
-def _layer(config: TransformerXLConfig, their: str, index: int) -> Iterator[Match]:
+def _layer(config: TransformerXLConfig, their: str, index: int) -> Iterator[WeightMapping]:
     width, inner, wide = config.d_model, config.n_heads * config.head_dim, config.d_ff
     our = f"layers.{index}."
     parts = tuple((f"{our}attention.{name}.weight", (inner, width)) for name in ("q_proj", "k_proj", "v_proj"))
-    yield Match(parts, ((f"{their}dec_attn.qkv_net.weight", (3 * inner, width)),))
+    yield WeightMapping(parts, ((f"{their}dec_attn.qkv_net.weight", (3 * inner, width)),))
     for ours, theirs, shape in (
         ("attention.r_proj.weight", "dec_attn.r_net.weight", (inner, width)),
         ("attention.o_proj.weight", "dec_attn.o_net.weight", (width, inner)),
@@ -131,7 +131,7 @@ def _layer(config: TransformerXLConfig, their: str, index: int) -> Iterator[Matc
         yield _same(our + ours, their + theirs, shape)
 
 
-def aliases(config: TransformerXLConfig, layout: Layout) -> dict[str, str]:
+def aliases(config: TransformerXLConfig, layout: WeightNames) -> dict[str, str]:
     """Names under which a weight may stand a second time, because it is shared; each with its first name."""
     sizes = _cluster_sizes(config)
     emb = f"{layout.prefix}word_emb."
@@ -149,8 +149,8 @@ def aliases(config: TransformerXLConfig, layout: Layout) -> dict[str, str]:
     return found
 
 
-def to_ours(
-    config: TransformerXLConfig, layout: Layout, theirs: Mapping[str, Tensor], source: str
+def import_weights(
+    config: TransformerXLConfig, layout: WeightNames, theirs: Mapping[str, Tensor], source: str
 ) -> dict[str, Tensor]:
     """Their weights under our names, in float32; parts of theirs where that needs no copy.
 
@@ -159,7 +159,7 @@ def to_ours(
     """
     if config.n_layers > len(theirs):
         raise UserError(f"{source} has {len(theirs):,} weights, and its settings ask for {config.n_layers:,} layers")
-    known, second = list(matches(config, layout)), aliases(config, layout)
+    known, second = list(weight_mappings(config, layout)), aliases(config, layout)
     first = {name: other for other, name in second.items() if other in theirs and name not in theirs}
     needed = {name: shape for match in known for name, shape in match.theirs}
     for name, shape in needed.items():
@@ -183,9 +183,9 @@ def to_ours(
     )
 
 
-def to_theirs(config: TransformerXLConfig, layout: Layout, ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def export_weights(config: TransformerXLConfig, layout: WeightNames, ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Our weights under their names, first names only; an identity for a projection that ours does without."""
-    known = list(matches(config, layout))
+    known = list(weight_mappings(config, layout))
     other = ours.keys() - {name for match in known for name, _ in match.ours}
     assert not other, f"not in the table: {other}"
     without = {name: shape for match in known for name, shape in match.ours if name not in ours}

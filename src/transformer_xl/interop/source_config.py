@@ -1,4 +1,4 @@
-"""Settings of other programs, checked one by one, and what none of ours can express."""
+"""SourceConfig of other programs, checked one by one, and what none of ours can express."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Literal
 from transformer_xl.config import UserError
 
 
-def shown(value: object) -> str:
+def format_value(value: object) -> str:
     """A value for a message; of what is nested only the kind, as a file can nest without end."""
     plain = str, bytes, int, float, type(None)
     inside = value if isinstance(value, (list, tuple)) else [value]
@@ -19,8 +19,8 @@ def shown(value: object) -> str:
 
 
 @dataclass(frozen=True)
-class Settings:
-    """Settings by the other program's names."""
+class SourceConfig:
+    """SourceConfig by the other program's names."""
 
     values: Mapping[str, Any]
     source: str
@@ -75,10 +75,10 @@ class Settings:
         return memory + keys_beside_memory
 
     def _wrong(self, name: str, value: object, wanted: str) -> UserError:
-        return UserError(f"{self.source}: {name} is {shown(value)}; wanted {wanted}")
+        return UserError(f"{self.source}: {name} is {format_value(value)}; wanted {wanted}")
 
 
-def refuse_unknown(settings: Settings) -> None:
+def check_supported(settings: SourceConfig) -> None:
     """Refuses what this package cannot express.
 
     Raises:
@@ -104,7 +104,7 @@ def refuse_unknown(settings: Settings) -> None:
 Tied = Literal["all", "all_but_first", "none"]
 
 
-def tied_projections(given: object, clusters: int, source: str) -> Tied:
+def parse_tied_projections(given: object, clusters: int, source: str) -> Tied:
     """Which clusters' projections the softmax takes from the embedding, out of a list of yes and no.
 
     Raises:
@@ -120,12 +120,12 @@ def tied_projections(given: object, clusters: int, source: str) -> Tied:
     if len(pattern) == clusters and pattern == [False] + [True] * (clusters - 1):
         return "all_but_first"
     raise UserError(
-        f"{source}: tie_projs {shown(given)} cannot be expressed here; only all, all but the first, or none can"
+        f"{source}: tie_projs {format_value(given)} cannot be expressed here; only all, all but the first, or none can"
     )
 
 
-def lengths(*, segment: int, memory: int, window: int | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Settings of training and evaluation for these lengths."""
+def length_settings(*, segment: int, memory: int, window: int | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """SourceConfig of training and evaluation for these lengths."""
     return {"segment_length": segment, "memory_length": memory}, {
         "segment_length": segment,
         "memory_length": memory,

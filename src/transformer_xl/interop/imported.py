@@ -2,8 +2,8 @@
 
 A reader module offers two functions:
 
-    recognises(path) -> bool       whether the path looks like what it reads; cheap, never raises
-    read(path) -> Foreign          the whole of it; UserError says what cannot be read or expressed
+    recognizes(path) -> bool       whether the path looks like what it reads; cheap, never raises
+    read(path) -> ImportedModel          the whole of it; UserError says what cannot be read or expressed
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from transformer_xl.text.tokenizers import Tokenizer
 
 
 @dataclass(frozen=True)
-class Foreign:
+class ImportedModel:
     """A model of another program, in this package's terms."""
 
     model: dict[str, Any]
