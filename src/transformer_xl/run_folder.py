@@ -30,7 +30,6 @@ from transformer_xl.config import (
     check_settings,
     read_yaml,
     run_settings,
-    setting_of_earlier_version,
 )
 from transformer_xl.device import choose_device
 from transformer_xl.files import as_user_error, atomic_folder, write_text
@@ -163,10 +162,7 @@ class RunFolder:
                     "again with 'txl train --run DIR', or convert it again with 'txl convert'"
                 )
         with as_user_error(f"reading {settings}"):
-            values = read_yaml(settings.read_bytes(), str(settings))
-        if old := setting_of_earlier_version(values):
-            raise UserError(f"{path} was made by an earlier version ({old} in config.yaml); train or convert it again")
-        config = run_settings(values, str(settings))
+            config = run_settings(read_yaml(settings.read_bytes(), str(settings)), str(settings))
         tokenizer = load_tokenizer(path / "txl_tokenizer.json")
         if config.corpus and config.corpus.tokenizer_sha256 != fingerprint(tokenizer):
             raise UserError(f"{path / 'txl_tokenizer.json'} is not the one this run was trained with; copy it again")

@@ -43,7 +43,15 @@ def settings_of(name: str) -> RunConfig:
 
 # settings that change neither the trained weights nor their evaluation
 WITHOUT_EFFECT = {
-    *("attn_implementation", "micro_batch_size", "compile", "activation_checkpointing", "parallelism"),
+    *(
+        "evaluation.batch_size",
+        "evaluation.warmup_tokens",
+        "attn_implementation",
+        "micro_batch_size",
+        "compile",
+        "activation_checkpointing",
+        "parallelism",
+    ),
     *("log_interval", "checkpoint_interval", "tensorboard"),
 }
 
@@ -61,9 +69,15 @@ def effective_settings(config: RunConfig) -> dict[str, set[str]]:
         "decay_steps": train.lr_schedule != "wsd",
         "ema_decay": train.weight_average != "ema",
         "average_start_step": train.weight_average == "none",
+        "dynamic": config.evaluation.method != "dynamic",
     }
     without_effect = WITHOUT_EFFECT | {name for name, without in unused.items() if without}
-    return {name: type(getattr(config, name)).model_fields.keys() - without_effect for name in GROUPS}
+    return {
+        group: {
+            name for name in type(getattr(config, group)).model_fields if not {name, f"{group}.{name}"} & without_effect
+        }
+        for group in GROUPS
+    }
 
 
 @pytest.mark.parametrize("name", recipe_names())

@@ -29,7 +29,6 @@ from transformer_xl.config.run import (
     merge_recipe,
     recipe_names,
     run_settings,
-    setting_of_earlier_version,
 )
 from transformer_xl.config.settings import (
     INT32_MAX,
@@ -75,5 +74,4 @@ __all__ = [
     "read_yaml",
     "recipe_names",
     "run_settings",
-    "setting_of_earlier_version",
 ]

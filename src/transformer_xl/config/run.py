@@ -114,11 +114,16 @@ def run_settings(values: Mapping[str, Any], source: str) -> RunConfig:
     Raises:
         UserError: as `check_settings`.
     """
-    model = values.get("model")
-    architecture = ARCHITECTURES.get(str(model.get("architecture"))) if isinstance(model, Mapping) else None
+    architecture = ARCHITECTURES.get(str(_mapping(values, "model").get("architecture")))
     if architecture is not None and not architecture.has_memory:
         values = merge({"train": {"memory_length": 0}}, values)
     return check_settings(RunConfig, values, source).resolved()
+
+
+def _mapping(values: Mapping[str, Any], group: str) -> Mapping[str, Any]:
+    """Return a group of settings that are not checked yet; empty if it is missing or not a mapping."""
+    found = values.get(group)
+    return found if isinstance(found, Mapping) else {}
 
 
 def merge_recipe(recipe: Recipe, overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -128,7 +133,7 @@ def merge_recipe(recipe: Recipe, overrides: Mapping[str, Any]) -> dict[str, Any]
     """
     groups = {"model": recipe.model, "train": recipe.train, "evaluation": recipe.evaluation}
     own = recipe.model.get("architecture", "transformer-xl")
-    chosen = (overrides.get("model") or {}).get("architecture", own)
+    chosen = _mapping(overrides, "model").get("architecture", own)
     if chosen != own and chosen in ARCHITECTURES:
         kind = ARCHITECTURES[chosen]
         missing = {"attention_window", "clamp_length"} - kind.model_fields.keys()
@@ -141,31 +146,14 @@ def merge_recipe(recipe: Recipe, overrides: Mapping[str, Any]) -> dict[str, Any]
     return merge(groups, overrides)
 
 
-# settings that earlier versions stored with every run
-_EARLIER = {
-    "model": ("kind", "encoding", "vocabulary_size", "layers", "width", "heads"),
-    "train": ("segment", "memory", "rows", "steps"),
-}
-
-
-def setting_of_earlier_version(values: Mapping[str, Any]) -> str | None:
-    """Return the first setting that only earlier versions had, as group.name; None if there is none."""
-    return next(
-        (
-            f"{group}.{name}"
-            for group, names in _EARLIER.items()
-            if isinstance(found := values.get(group), Mapping)
-            for name in names
-            if name in found
-        ),
-        None,
-    )
-
-
 def recipe_names() -> list[str]:
     """Return the names of the recipes in the package."""
     folder = resources.files("transformer_xl") / "recipes"
     return sorted(item.name.removesuffix(".yaml") for item in folder.iterdir() if item.name.endswith(".yaml"))
+
+
+# some settings that recipes of earlier versions had
+_EARLIER = {"model": ("kind", "encoding", "layers", "width", "heads"), "train": ("segment", "memory", "rows", "steps")}
 
 
 def load_recipe(name: str) -> Recipe:
@@ -184,8 +172,8 @@ def load_recipe(name: str) -> Recipe:
     else:
         raise UserError(f"no recipe '{name}'{nearest(name, recipe_names())}; 'txl recipes' lists them")
     values = read_yaml(text, f"recipe {name}")
-    if old := setting_of_earlier_version(values):
-        raise UserError(f"recipe {name} is for an earlier version: {old} has another name now (see 'txl train --help')")
+    if old := [f"{group}.{key}" for group, keys in _EARLIER.items() for key in keys if key in _mapping(values, group)]:
+        raise UserError(f"recipe {name} is for an earlier version: {old[0]} has another name now ('txl train --help')")
     recipe = check_settings(Recipe, values, f"recipe {name}")
     run_settings(merge_recipe(recipe, {}), f"recipe {name}")
     return recipe
