@@ -32,14 +32,14 @@ KERNELS = {
 def signature(kernel, pointer, dropout):
     """Types of a kernel's arguments; rows of float32 where sums are written."""
     rows, sums = (tiles.Rows(kind, "i32", "i32", "i32", "i32") for kind in (pointer, "*fp32"))
-    side = tiles.Side("*i64", "*i64" if dropout else "constexpr")
-    taken = {"inputs": tiles.Inputs(rows, rows, rows, rows, pointer, pointer), "side": side}
+    valid_and_seed = tiles.ValidAndSeed("*i64", "*i64" if dropout else "constexpr")
+    taken = {"inputs": tiles.Inputs(rows, rows, rows, rows, pointer, pointer), "valid_and_seed": valid_and_seed}
     if kernel == "forward":
         taken["results"] = forward.Results(rows, "*fp32")
     else:
-        taken["kept"] = backward.Kept(rows, rows, "*fp32", "*fp32")
+        taken["saved"] = backward.SavedForBackward(rows, rows, "*fp32", "*fp32")
         taken["gradients"] = backward.Gradients(rows, rows, rows, sums, sums, sums)
-    return taken | {"sizes": tiles.Sizes(*["i32"] * 6), "how": "constexpr"}
+    return taken | {"sizes": tiles.Sizes(*["i32"] * 6), "config": "constexpr"}
 
 
 def aligned(types, path=(), name=""):
@@ -53,17 +53,17 @@ def aligned(types, path=(), name=""):
 
 def compiled(kernel, width, dtype, dropout, tile=None):
     """Compiles one kernel as it would be launched, or with a smaller tile."""
-    plan = tiles.plan(kernel, width, dtype, dropout, atomic=kernel == "queries")
-    how = plan.how._replace(tile=tile or plan.how.tile)
+    config = tiles.choose_config(kernel, width, dtype, dropout, atomic=kernel == "queries")
+    kernel_config = config.kernel._replace(tile=tile or config.kernel.tile)
     pointer = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}[dtype]
     types = signature(kernel, pointer, dropout)
-    constants = {"how": how} | ({} if dropout else {(1, 1): None})
+    constants = {"config": kernel_config} | ({} if dropout else {(1, 1): None})
     divisible = [path for index, kind in enumerate(types.values()) for path in aligned(kind, (index,))]
     attributes = {path: [["tt.divisibility", 16]] for path in divisible} if width % 16 == 0 else {}
     return triton.compile(
         ASTSource(KERNELS[kernel], types, constants, attributes),
         target=GPUTarget("cuda", 90, 32),
-        options={"num_warps": plan.num_warps, "num_stages": plan.num_stages},
+        options={"num_warps": config.num_warps, "num_stages": config.num_stages},
     )
 
 

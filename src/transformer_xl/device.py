@@ -1,4 +1,4 @@
-"""Where the numbers are computed: CUDA, Apple's MPS or the CPU, how many threads, and in which number format."""
+"""The device that computes: CUDA, Apple's MPS or the CPU; its threads, dtypes and memory."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _processor() -> str:
 
 
 def has_bfloat16(device: torch.device) -> bool:
-    """Whether the device multiplies bfloat16 matrices in hardware (without that, bfloat16 is slower than float32)."""
+    """Return whether the device multiplies bfloat16 matrices in hardware (else it is slower than float32)."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     if device.type != "cpu" or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
@@ -90,17 +90,17 @@ def has_bfloat16(device: torch.device) -> bool:
     return not x86 or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
-def autocast(device: torch.device, precision: Precision) -> AbstractContextManager[object]:
-    """A context in which matrix products run in the wanted number format; weights and sums stay float32."""
-    if resolve_dtype(device, precision) == "bfloat16":
+def autocast(device: torch.device, dtype: Precision) -> AbstractContextManager[object]:
+    """Return a context in which matrix products run in the given dtype; weights and sums stay float32."""
+    if resolve_dtype(device, dtype) == "bfloat16":
         return torch.autocast(device.type, torch.bfloat16)
     return nullcontext()
 
 
-def resolve_dtype(device: torch.device, precision: Precision) -> str:
-    """The name of the format `autocast` brings about."""
-    wanted = precision == "bfloat16" or (precision == "auto" and has_bfloat16(device))
-    return "bfloat16" if wanted else "float32"
+def resolve_dtype(device: torch.device, dtype: Precision) -> str:
+    """Return the name of the dtype of matrix products under `autocast`; auto: bfloat16 where it is in hardware."""
+    is_bfloat16 = dtype == "bfloat16" or (dtype == "auto" and has_bfloat16(device))
+    return "bfloat16" if is_bfloat16 else "float32"
 
 
 def keep_freed_memory() -> bool:

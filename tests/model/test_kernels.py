@@ -51,12 +51,12 @@ def as_list(inputs: AttentionInputs) -> list[torch.Tensor]:
 def test_equals_the_oracle(name, case):
     num_queries, num_memory, valid, window = CASES[case]
     inputs = draw(num_queries, num_memory, window)
-    sight = AttentionMask(torch.tensor(valid))
+    mask = AttentionMask(torch.tensor(valid))
     weight = torch.randn(ROWS, num_queries, HEADS, WIDTH, dtype=torch.float64)
 
     wanted = attention(*as_list(inputs), Case(valid, window))
     wanted_grads = torch.autograd.grad((wanted * weight).sum(), as_list(inputs), materialize_grads=True)
-    found = KERNELS[name].attend(inputs, sight, 0.0)
+    found = KERNELS[name].attend(inputs, mask, 0.0)
     found_grads = torch.autograd.grad((found * weight).sum(), as_list(inputs), materialize_grads=True)
 
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
@@ -69,14 +69,14 @@ def test_equals_the_oracle(name, case):
 @pytest.mark.parametrize("sizes", [{"_QUERIES": 2}, {"_QUERIES": 3, "_BUFFER_BYTES": 1}, {"_BUFFER_BYTES": 1}])
 def test_cpu_kernel_in_blocks(monkeypatch, valid, window, sizes):
     """Rows, heads and queries share buffers: nothing of one block may show in the next."""
-    inputs, sight = draw(5, 7, window), AttentionMask(None if valid is None else torch.tensor(valid))
+    inputs, mask = draw(5, 7, window), AttentionMask(None if valid is None else torch.tensor(valid))
     weight_BTNH = torch.randn(ROWS, 5, HEADS, WIDTH, dtype=torch.float64)
     monkeypatch.setattr("torch.get_num_threads", lambda: 1)
     for name, size in sizes.items():
         monkeypatch.setattr(f"transformer_xl.model.kernels.cpu.{name}", size)
     results = []
     for name in ("cpu", "reference"):
-        out_BTNH = KERNELS[name].attend(inputs, sight, 0.0)
+        out_BTNH = KERNELS[name].attend(inputs, mask, 0.0)
         results.append([out_BTNH, *torch.autograd.grad((out_BTNH * weight_BTNH).sum(), as_list(inputs))])
     for found, wanted in zip(*results, strict=True):
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-11)
@@ -134,10 +134,10 @@ def test_all_valid_needs_no_mask(name):
 @pytest.mark.parametrize("name", ON_CPU)
 def test_without_gradient_the_numbers_are_the_same(name):
     """Without a gradient torch takes another, fused, path."""
-    inputs, sight = draw(5, 7, 9), AttentionMask(torch.tensor([2, 7]))
-    wanted = KERNELS[name].attend(inputs, sight, 0.0)
+    inputs, mask = draw(5, 7, 9), AttentionMask(torch.tensor([2, 7]))
+    wanted = KERNELS[name].attend(inputs, mask, 0.0)
     with torch.no_grad():
-        torch.testing.assert_close(KERNELS[name].attend(inputs, sight, 0.0), wanted, rtol=0, atol=1e-12)
+        torch.testing.assert_close(KERNELS[name].attend(inputs, mask, 0.0), wanted, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", ON_CPU)
@@ -164,20 +164,20 @@ def low_numbers(name: str, dtype: torch.dtype) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("name", ON_CPU)
 def test_dropout_drops_probabilities_and_keeps_the_mean(name):
-    inputs, sight = draw(5, 7, None), AttentionMask(None)
+    inputs, mask = draw(5, 7, None), AttentionMask(None)
     many = replace(
         inputs, **{name: getattr(inputs, name)[:1].repeat(3000, 1, 1, 1) for name in ("q_BTNH", "k_BSNH", "v_BSNH")}
     )
     torch.manual_seed(5)
     with torch.no_grad():
-        dropped_BTNH = KERNELS[name].attend(many, sight, 0.5)
-        torch.testing.assert_close(dropped_BTNH.mean(0), KERNELS[name].attend(inputs, sight, 0.0)[0], rtol=0, atol=0.12)
+        dropped_BTNH = KERNELS[name].attend(many, mask, 0.5)
+        torch.testing.assert_close(dropped_BTNH.mean(0), KERNELS[name].attend(inputs, mask, 0.0)[0], rtol=0, atol=0.12)
         assert not torch.equal(dropped_BTNH[0], dropped_BTNH[1])
 
 
 def test_terms_add_up_and_probabilities_sum_to_one():
-    inputs, sight = draw(5, 7, None), AttentionMask(torch.tensor([3, 7]))
-    terms = attention_terms(inputs, sight)
+    inputs, mask = draw(5, 7, None), AttentionMask(torch.tensor([3, 7]))
+    terms = attention_terms(inputs, mask)
     assert (terms.probabilities_BNTS[0, :, :, :4] == 0).all()
     torch.testing.assert_close(terms.probabilities_BNTS.sum(-1), torch.ones(ROWS, HEADS, 5, dtype=torch.float64))
     score_BNTS = terms.content_BNTS + terms.position_BNTS + terms.content_bias_BNTS + terms.position_bias_BNTS
@@ -185,7 +185,7 @@ def test_terms_add_up_and_probabilities_sum_to_one():
     again_BNTS = score_BNTS.masked_fill(~seen_BNTS, -torch.inf).softmax(-1)
     torch.testing.assert_close(again_BNTS, terms.probabilities_BNTS)
     attended_BTNH = weighted_values(terms, inputs.v_BSNH)
-    torch.testing.assert_close(attended_BTNH, KERNELS["sdpa"].attend(inputs, sight, 0.0))
+    torch.testing.assert_close(attended_BTNH, KERNELS["sdpa"].attend(inputs, mask, 0.0))
 
 
 def test_choice():
@@ -208,14 +208,14 @@ def test_choice():
 def test_cpu_kernel_without_gradients(monkeypatch, valid, least):
     """Whichever way few scores go."""
     monkeypatch.setattr("transformer_xl.model.kernels.cpu._WORTHWHILE", least)
-    inputs, sight = draw(5, 7, 6), AttentionMask(None if valid is None else torch.tensor(valid))
+    inputs, mask = draw(5, 7, 6), AttentionMask(None if valid is None else torch.tensor(valid))
     with torch.inference_mode():
-        found = KERNELS["cpu"].attend(inputs, sight, 0.0)
-    torch.testing.assert_close(found.clone(), KERNELS["reference"].attend(inputs, sight, 0.0), rtol=0, atol=1e-12)
-    KERNELS["cpu"].attend(inputs, sight, 0.0).sum().backward()  # buffers made in inference mode can still be written
+        found = KERNELS["cpu"].attend(inputs, mask, 0.0)
+    torch.testing.assert_close(found.clone(), KERNELS["reference"].attend(inputs, mask, 0.0), rtol=0, atol=1e-12)
+    KERNELS["cpu"].attend(inputs, mask, 0.0).sum().backward()  # buffers made in inference mode can still be written
 
 
-SIGHTS = {
+MASKS = {
     "three share": (AttentionMask(None, 3), 5),
     "padding": (AttentionMask(torch.tensor([4, -3])), None),
     "padding and window": (AttentionMask(torch.tensor([-5, 2])), 4),
@@ -225,18 +225,18 @@ SIGHTS = {
 
 
 @pytest.mark.parametrize("name", ON_CPU)
-@pytest.mark.parametrize("case", SIGHTS)
+@pytest.mark.parametrize("case", MASKS)
 @pytest.mark.parametrize("layout", ["rows", "heads", "columns"])
 @pytest.mark.parametrize("sizes", [{}, {"_QUERIES": 2, "_WORTHWHILE": 0}, {"_BUFFER_BYTES": 1, "_WORTHWHILE": 0}])
 def test_shared_distances_padding_and_layouts(monkeypatch, name, case, layout, sizes):
     """Against every distance written out and every query by itself: outputs, and gradients where they are wanted."""
-    sight, window = SIGHTS[case]
+    mask, window = MASKS[case]
     for what, size in sizes.items():
         monkeypatch.setattr(f"transformer_xl.model.kernels.cpu.{what}", size)
     monkeypatch.setattr("torch.get_num_threads", lambda: 1)
     inputs = draw(5, 7, window)
-    written = torch.cat([inputs.position_key_PNH[:1].expand(sight.beyond, -1, -1), inputs.position_key_PNH])
-    valid = [7, 7] if sight.valid_B is None else sight.valid_B.tolist()
+    written = torch.cat([inputs.position_key_PNH[:1].expand(mask.beyond, -1, -1), inputs.position_key_PNH])
+    valid = [7, 7] if mask.valid_B is None else mask.valid_B.tolist()
     own_BT = torch.tensor([[query >= -count for query in range(5)] for count in valid])
     given = replace(inputs, position_key_PNH=written)
     wanted = torch.stack(
@@ -252,8 +252,8 @@ def test_shared_distances_padding_and_layouts(monkeypatch, name, case, layout, s
     laid = replace(inputs, **{key: LAYOUTS[layout](getattr(inputs, key)) for key in ("k_BSNH", "v_BSNH")})
     laid = replace(laid, position_key_PNH=LAYOUTS[layout](inputs.position_key_PNH[None])[0])
     with torch.inference_mode():
-        without = KERNELS[name].attend(laid, sight, 0.0)
-    found = KERNELS[name].attend(laid, sight, 0.0)
+        without = KERNELS[name].attend(laid, mask, 0.0)
+    found = KERNELS[name].attend(laid, mask, 0.0)
     for out in (without.clone(), found):
         assert out.isfinite().all()
         torch.testing.assert_close(out[own_BT], wanted[own_BT], rtol=0, atol=1e-12)

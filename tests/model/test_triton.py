@@ -61,7 +61,7 @@ def order(request):
 
 
 def draw(case, width=5, dtype=EXACT):
-    """Inputs of a case, its sight, and a weight for each number of the output."""
+    """Inputs of a case, its mask, and a weight for each number of the output."""
     num_queries, num_memory, valid, window, heads = CASES[case]
     num_queries, num_memory = num_queries * TIMES, num_memory * TIMES
     num_keys = num_queries + num_memory
@@ -81,9 +81,9 @@ def as_list(inputs):
     return [getattr(inputs, name) for name in FIELDS]
 
 
-def numbers(attend, inputs, sight, weight):
+def numbers(attend, inputs, mask, weight):
     """Output and gradients."""
-    out = attend(inputs, sight, 0.0)
+    out = attend(inputs, mask, 0.0)
     return [out.detach(), *torch.autograd.grad((out * weight).sum(), as_list(inputs), materialize_grads=True)]
 
 
@@ -95,28 +95,28 @@ def assert_same(found, wanted, within=NEAR):
         )  # fmt: skip
 
 
-def oracle(inputs, sight, _dropout):
+def oracle(inputs, mask, _dropout):
     """The loops of tests/reference.py; too slow for the sizes of a GPU, where the reference kernel stands in."""
     if ON_GPU:
-        return KERNELS["reference"].attend(inputs, sight, 0.0)
-    return attention(*as_list(inputs), Case(sight.valid_B.tolist(), len(inputs.position_key_PNH)))
+        return KERNELS["reference"].attend(inputs, mask, 0.0)
+    return attention(*as_list(inputs), Case(mask.valid_B.tolist(), len(inputs.position_key_PNH)))
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_equals_the_oracle(case):
-    inputs, sight, weight = draw(case)
-    assert_same(numbers(attend, inputs, sight, weight), numbers(oracle, inputs, sight, weight))
+    inputs, mask, weight = draw(case)
+    assert_same(numbers(attend, inputs, mask, weight), numbers(oracle, inputs, mask, weight))
 
 
 @pytest.mark.parametrize("beyond", [0, 3])
 @pytest.mark.parametrize("valid", [[-3, 19], [-17, 4]])
 def test_padding_and_shared_distances(order, valid, beyond):
     """Queries of padding see nothing: what they give means nothing, but is finite, and has no part in gradients."""
-    inputs, sight, weight = draw("partly valid")
-    sight = AttentionMask(torch.tensor(valid, device=DEVICE) * TIMES, beyond)
-    own_BT = torch.arange(inputs.q_BTNH.shape[1], device=DEVICE) >= -sight.valid_B[:, None]
+    inputs, mask, weight = draw("partly valid")
+    mask = AttentionMask(torch.tensor(valid, device=DEVICE) * TIMES, beyond)
+    own_BT = torch.arange(inputs.q_BTNH.shape[1], device=DEVICE) >= -mask.valid_B[:, None]
     found, wanted = (
-        numbers(one, inputs, sight, weight * own_BT[..., None, None]) for one in (attend, KERNELS["reference"].attend)
+        numbers(one, inputs, mask, weight * own_BT[..., None, None]) for one in (attend, KERNELS["reference"].attend)
     )
     assert found[0].isfinite().all()
     assert_same([found[0][own_BT], *found[1:]], [wanted[0][own_BT], *wanted[1:]])
@@ -124,22 +124,22 @@ def test_padding_and_shared_distances(order, valid, beyond):
 
 @pytest.mark.parametrize("case", ["partly valid", "window and partly valid"])
 def test_a_fixed_order_gives_the_same_gradients_twice(case):
-    inputs, sight, weight = draw(case)
+    inputs, mask, weight = draw(case)
     torch.use_deterministic_algorithms(True)
     try:
-        found, again = (numbers(attend, inputs, sight, weight) for _ in range(2))
+        found, again = (numbers(attend, inputs, mask, weight) for _ in range(2))
     finally:
         torch.use_deterministic_algorithms(False)
     assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True))
-    assert_same(found, numbers(KERNELS["reference"].attend, inputs, sight, weight))
+    assert_same(found, numbers(KERNELS["reference"].attend, inputs, mask, weight))
 
 
 def test_the_order_of_sums_follows_the_setting(order, monkeypatch):
     launched, launch = [], tiles.launch
 
-    def watched(kernel, programs, plan, *arguments):
-        launched.append((kernel.__name__, plan.how.atomic))
-        launch(kernel, programs, plan, *arguments)
+    def watched(kernel, programs, config, *arguments):
+        launched.append((kernel.__name__, config.kernel.atomic))
+        launch(kernel, programs, config, *arguments)
 
     monkeypatch.setattr(tiles, "launch", watched)
     numbers(attend, *draw("one query, no memory"))
@@ -150,30 +150,30 @@ def test_the_order_of_sums_follows_the_setting(order, monkeypatch):
 
 def test_rows_of_the_batch_are_summed_in_groups(monkeypatch):
     """Few enough that partial sums stay small: here both rows in one."""
-    inputs, sight, weight = draw("one tile")
+    inputs, mask, weight = draw("one tile")
     monkeypatch.setattr(ops, "_PROGRAMS", 1)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    assert_same(numbers(attend, inputs, sight, weight), numbers(KERNELS["reference"].attend, inputs, sight, weight))
+    assert_same(numbers(attend, inputs, mask, weight), numbers(KERNELS["reference"].attend, inputs, mask, weight))
 
 
 @pytest.mark.parametrize("width", [1, 16, 38, 41, 80])
 def test_head_widths(width):
-    inputs, sight, weight = draw("one tile", width, torch.float32)
-    wanted = numbers(KERNELS["reference"].attend, inputs, sight, weight)
-    assert_same(numbers(attend, inputs, sight, weight), wanted, within=2e-5)
+    inputs, mask, weight = draw("one tile", width, torch.float32)
+    wanted = numbers(KERNELS["reference"].attend, inputs, mask, weight)
+    assert_same(numbers(attend, inputs, mask, weight), wanted, within=2e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_is_as_exact_as_plain(dtype):
     """The error of output and gradients against float64 is at most twice that of the reference in the same format."""
     case = "memory as long as the segment"
-    exact_inputs, sight, exact_weight = draw(case, 5, torch.float64)
+    exact_inputs, mask, exact_weight = draw(case, 5, torch.float64)
     low = AttentionInputs(*((2 * t.detach()).to(dtype).requires_grad_() for t in as_list(exact_inputs)))
     exact_inputs = AttentionInputs(*((2 * t.detach()).requires_grad_() for t in as_list(exact_inputs)))
     weight = exact_weight.to(dtype)
-    found = numbers(attend, low, sight, weight)
-    plain = numbers(KERNELS["reference"].attend, low, sight, weight)
-    exact = numbers(KERNELS["reference"].attend, exact_inputs, sight, exact_weight)
+    found = numbers(attend, low, mask, weight)
+    plain = numbers(KERNELS["reference"].attend, low, mask, weight)
+    exact = numbers(KERNELS["reference"].attend, exact_inputs, mask, exact_weight)
     for field, one, other, right in zip(("output", *FIELDS), found, plain, exact, strict=True):
         assert one.dtype == dtype
         assert (one.double() - right).norm() <= 2 * (other.double() - right).norm(), field
@@ -181,19 +181,19 @@ def test_low_precision_is_as_exact_as_plain(dtype):
 
 def test_strides_and_expanded_gradients():
     """Tensors as slices of larger ones, batch second, and a gradient that is one number seen everywhere."""
-    inputs, sight, _ = draw("one tile")
+    inputs, mask, _ = draw("one tile")
     odd = [
         torch.cat([t, t], -1).transpose(0, 1).contiguous().transpose(0, 1)[..., : t.shape[-1]] for t in as_list(inputs)
     ]
     odd = AttentionInputs(*(t.detach().requires_grad_() for t in odd))
     one = torch.ones((), dtype=EXACT, device=DEVICE)
-    assert_same(numbers(attend, odd, sight, one), numbers(KERNELS["reference"].attend, inputs, sight, one))
+    assert_same(numbers(attend, odd, mask, one), numbers(KERNELS["reference"].attend, inputs, mask, one))
 
 
 def test_all_valid_needs_no_mask():
     inputs, _, weight = draw("one tile")
-    sight = AttentionMask(torch.tensor([7 * TIMES] * 2, device=DEVICE))
-    assert_same(numbers(attend, inputs, AttentionMask(None), weight), numbers(attend, inputs, sight, weight))
+    mask = AttentionMask(torch.tensor([7 * TIMES] * 2, device=DEVICE))
+    assert_same(numbers(attend, inputs, AttentionMask(None), weight), numbers(attend, inputs, mask, weight))
 
 
 def test_dropout_is_the_same_in_both_passes(order):
@@ -225,25 +225,25 @@ def test_dropout_is_the_same_in_both_passes(order):
 
 
 def test_dropout_depends_on_the_random_state_alone():
-    inputs, sight, _ = draw("one tile")
+    inputs, mask, _ = draw("one tile")
     results = []
     for seed in (5, 5, 6):
         torch.manual_seed(seed)
         with torch.no_grad():
-            results.append(attend(inputs, sight, 0.5))
+            results.append(attend(inputs, mask, 0.5))
     assert torch.equal(results[0], results[1])
     assert not torch.equal(results[0], results[2])
 
 
 def test_nothing_of_queries_times_keys_is_stored(order, monkeypatch):
     """Neither kept for the backward pass nor handed to a kernel."""
-    inputs, sight = draw("memory longer than the segment", width=2)[:2]
+    inputs, mask = draw("memory longer than the segment", width=2)[:2]
     size = inputs.q_BTNH.shape[1] * inputs.k_BSNH.shape[1]
     kept, handed, launch = [], [], tiles.launch
 
-    def watched(kernel, programs, plan, *arguments):
+    def watched(kernel, programs, config, *arguments):
         handed.extend(tensors(arguments))
-        launch(kernel, programs, plan, *arguments)
+        launch(kernel, programs, config, *arguments)
 
     def tensors(value):
         if isinstance(value, torch.Tensor):
@@ -253,7 +253,7 @@ def test_nothing_of_queries_times_keys_is_stored(order, monkeypatch):
 
     monkeypatch.setattr(tiles, "launch", watched)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
-        out = attend(inputs, sight, 0.0)
+        out = attend(inputs, mask, 0.0)
     out.sum().backward()
     num_statistics = out[..., 0].numel()
     wanted = [tensor.numel() for tensor in as_list(inputs)] + [2, out.numel(), num_statistics]
@@ -262,23 +262,23 @@ def test_nothing_of_queries_times_keys_is_stored(order, monkeypatch):
 
 
 def test_without_gradient_nothing_is_kept():
-    inputs, sight, _ = draw("one query, no memory")
+    inputs, mask, _ = draw("one query, no memory")
     with torch.no_grad():
-        out = attend(inputs, sight, 0.0)
+        out = attend(inputs, mask, 0.0)
     assert out.grad_fn is None
-    assert torch.equal(out, attend(inputs, sight, 0.0))
+    assert torch.equal(out, attend(inputs, mask, 0.0))
 
 
 def test_operations_are_what_torch_wants_of_them():
-    inputs, sight, _ = draw("one query, no memory")
+    inputs, mask, _ = draw("one query, no memory")
     seed = torch.tensor([3], device=DEVICE)
-    torch.library.opcheck(ops.relative_attention, (as_list(inputs), sight.valid_B, seed, 0.5), test_utils=_CHECKS)
+    torch.library.opcheck(ops.relative_attention, (as_list(inputs), mask.valid_B, seed, 0.5), test_utils=_CHECKS)
 
 
 def test_compiles_without_a_break():
-    inputs, sight, weight = draw("one query, no memory")
+    inputs, mask, weight = draw("one query, no memory")
     whole = torch.compile(attend, backend="aot_eager", fullgraph=True)
-    assert_same(numbers(whole, inputs, sight, weight), numbers(attend, inputs, sight, weight))
+    assert_same(numbers(whole, inputs, mask, weight), numbers(attend, inputs, mask, weight))
 
 
 def test_a_model_trains_with_it(monkeypatch):
@@ -335,20 +335,22 @@ def test_old_gpus_are_left_to_others(monkeypatch):
     with pytest.raises(UserError, match=r"'triton' does not work with torch.bfloat16 on cuda:0; use auto"):
         choose("triton", torch.device("cuda", 0), torch.bfloat16)
     monkeypatch.setattr(tiles, "INTERPRETED", False)
-    plans = (tiles.plan("keys", 64, torch.bfloat16, 0.0, device=torch.device("cuda", index)) for index in majors)
-    assert [plan.how.tile for plan in plans] == [32, 32, 64]
+    configs = (
+        tiles.choose_config("keys", 64, torch.bfloat16, 0.0, device=torch.device("cuda", index)) for index in majors
+    )
+    assert [config.kernel.tile for config in configs] == [32, 32, 64]
 
 
 def test_tiles_are_chosen_for_the_device_of_the_tensors(monkeypatch):
-    devices, plan = [], tiles.plan
+    devices, config = [], tiles.choose_config
 
     def watched(*given, **named):
         devices.append(named.get("device"))
-        return plan(*given, **named)
+        return config(*given, **named)
 
-    monkeypatch.setattr(tiles, "plan", watched)
-    inputs, sight, weight = draw("one query, no memory")
-    numbers(attend, inputs, sight, weight)
+    monkeypatch.setattr(tiles, "choose_config", watched)
+    inputs, mask, weight = draw("one query, no memory")
+    numbers(attend, inputs, mask, weight)
     assert devices == [inputs.q_BTNH.device] * 4
 
 
@@ -361,8 +363,10 @@ def test_float32_is_multiplied_as_torch_is_told(name, on, off):
     try:
         for value in (on, off):
             setattr(products, name, value)
-            plans = [tiles.plan("keys", 5, dtype, 0.0) for dtype in (torch.float32, torch.bfloat16, torch.float64)]
-            found.append([plan.how.precision for plan in plans])
+            configs = [
+                tiles.choose_config("keys", 5, dtype, 0.0) for dtype in (torch.float32, torch.bfloat16, torch.float64)
+            ]
+            found.append([config.kernel.input_precision for config in configs])
     finally:
         products.fp32_precision = before
     assert found == [["tf32", "ieee", "ieee"], ["ieee"] * 3]

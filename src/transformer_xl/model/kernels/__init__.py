@@ -1,4 +1,4 @@
-"""Relative attention, several ways: all give the same numbers, and the fastest that fits is chosen."""
+"""The kernels of relative attention: all give the same numbers, and the fastest one for the device is chosen."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from transformer_xl.model.kernels.reference import AttentionInputs, AttentionMas
 __all__ = ["KERNELS", "Attend", "AttentionInputs", "AttentionMask", "AttentionTerms", "Kernel", "check", "choose"]
 
 Attend = Callable[[AttentionInputs, AttentionMask, float], Tensor]
-"""Computes attention (B, T, N, H) from its inputs, what is seen, and the dropout on the probabilities."""
+"""Computes attention (B, T, N, H) from its inputs, the mask, and the dropout on the probabilities."""
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One way to compute attention."""
+    """An implementation of relative attention."""
 
     name: str
     attend: Attend
     fits: Callable[[torch.device, torch.dtype], bool]
-    """Whether it works there."""
+    """Whether it works on a device and dtype."""
 
 
 _SDPA_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -42,10 +42,10 @@ KERNELS = {
 
 
 def choose(name: str, device: torch.device, dtype: torch.dtype) -> Kernel:
-    """The kernel of that name, or for `auto` the fastest that fits.
+    """Return the kernel of that name, or for `auto` the fastest for the device and dtype.
 
     Raises:
-        UserError: there is no kernel of that name (the nearest is offered), or it does not work there.
+        UserError: there is no kernel of that name, or it does not work there.
     """
     check(name)
     if name == "auto":
@@ -58,10 +58,10 @@ def choose(name: str, device: torch.device, dtype: torch.dtype) -> Kernel:
 
 
 def check(name: str) -> None:
-    """Whether there is a kernel of that name, or it is `auto`; whether it works somewhere is not asked.
+    """Check that there is a kernel of that name, or that it is `auto`; not whether it works on some device.
 
     Raises:
-        UserError: there is none; the nearest is offered.
+        UserError: there is none.
     """
     names = ["auto", *KERNELS]
     if name not in names:

@@ -1,16 +1,16 @@
 """Relative attention for a CPU: scores exist for one block of queries at a time, in buffers that stay.
 
-Both passes go through rows, heads and queries in blocks small enough for the processor's cache. The backward pass makes
-scores and probabilities of a block again, so nothing but the inputs is kept between the passes. A block reads only keys
-that one of its queries sees: a fifth less work than all of T x S where T = M.
+Both passes go through batch rows, heads and queries in blocks small enough for the processor's cache. The backward pass
+computes scores and probabilities of a block again, so nothing but the inputs is kept between the passes. A block reads
+only keys that one of its queries attends to: a fifth less work than all of T x S where T = M.
 
 Within a block, position scores go into a buffer whose shifted view is bias and mask at once, as in `sdpa.py`; in the
 backward pass the same view of another buffer moves score gradients back to their distances. Products run in the dtype
-of the inputs, sums over blocks in float32. Probabilities come from softmax in both passes (inside it torch counts in
-float32), because exp(score - logsumexp) of a score rounded to bfloat16 would not sum to one.
+of the inputs, sums over blocks in float32. Probabilities come from softmax in both passes (inside which torch computes
+in float32), because exp(score - logsumexp) of a score rounded to bfloat16 would not sum to one.
 
-Letters: B rows, T queries, S = M + T keys, P distances, N heads, H head width, X any length. Of a part: C rows,
-J heads, G = J x C. Of a block: I queries, K keys, R distances, A = C x I, W >= K + I - 1.
+Letters: B batch rows, T queries, S = M + T keys, P distances, N heads, H head width, X any length. Of a part: C batch
+rows, J heads, G = J x C. Of a block: I queries, K keys, R distances, A = C x I, W >= K + I - 1.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from transformer_xl.model.dropout import draw_mask, num_draws
 from transformer_xl.model.kernels import decode
 from transformer_xl.model.kernels.reference import AttentionInputs, AttentionMask, empty_slots, written_out
 
-_QUERIES = 128  # of a block: enough for fast matrix products, decode enough to skip most of the future
+_QUERIES = 128  # of a block: large enough for fast matrix products, small enough to skip most of the future
 _BUFFER_BYTES = 2**22  # of one buffer: a few of them fit into the last-level cache
 _WORTHWHILE = 2**19  # scores of a call below which blocks cost more than they save
 _LINE = 16  # numbers; products write faster where rows begin at a cache line
 
 
-def attend(inputs: AttentionInputs, sight: AttentionMask, dropout: float) -> Tensor:
-    """Relative attention; returns (B, T, N, H). A few scores that nobody differentiates need no blocks."""
+def attend(inputs: AttentionInputs, mask: AttentionMask, dropout: float) -> Tensor:
+    """Compute relative attention; returns (B, T, N, H). A few scores without gradient need no blocks."""
     batch_size, num_queries, num_heads, _ = inputs.q_BTNH.shape
     num_scores = batch_size * num_heads * num_queries * inputs.k_BSNH.shape[1]
-    differentiated, beyond = torch.is_grad_enabled(), sight.beyond
+    differentiated, beyond = torch.is_grad_enabled(), mask.beyond
     counted_only = inputs.q_BTNH.device.type == "meta"
     if num_scores < _WORTHWHILE and not (differentiated or dropout or counted_only):
-        return decode.attend(inputs, sight)
+        return decode.attend(inputs, mask)
     if differentiated:  # the backward pass has a gradient for each distance
-        inputs, beyond = written_out(inputs, sight), 0
+        inputs, beyond = written_out(inputs, mask), 0
     seed = torch.randint(2**62, ()) if dropout else None
     given = [getattr(inputs, field.name) for field in fields(inputs)]
-    return _attention(given, sight.valid_B, seed, dropout, beyond)
+    return _attention(given, mask.valid_B, seed, dropout, beyond)
 
 
 # Each pass is an operator of its own, which torch.compile, torch's counters and its meta device take as one step. Both
@@ -120,7 +120,7 @@ _attention.register_autograd(_differentiate, setup_context=_keep)
 
 @dataclass(frozen=True)
 class _Block:
-    """Some queries of a part, the keys that one of them sees at least, and the distances that occur."""
+    """Some queries of a part, the keys that at least one of them attends to, and the distances that occur."""
 
     number: int
     """Counted from the first queries."""
@@ -167,7 +167,7 @@ class _Part:
         out_BXNH[self.rows, :, self.heads].permute(2, 0, 1, 3).copy_(x_GXH.unflatten(0, (self.num_heads, -1)))
 
     def blocks(self) -> Iterator[_Block]:
-        """Its queries in order; keys that none of a block's queries sees are left out."""
+        """Its queries in order; keys that none of a block's queries attends to are left out."""
         (_, num_queries, _), (_, num_keys, _) = self.content_GTH.shape, self.k_GSH.shape
         num_memory, num_near = num_keys - num_queries, self.position_key_JPH.shape[1]
         num_distances = num_near + self.beyond
@@ -181,7 +181,7 @@ class _Part:
             yield _Block(number, slice(start, stop), keys, slice(num_near - near, num_near), occurring - near)
 
 
-def _parts(inputs: AttentionInputs, sight: AttentionMask) -> Iterator[_Part]:
+def _parts(inputs: AttentionInputs, mask: AttentionMask) -> Iterator[_Part]:
     """Rows and heads, as many at once as fit a buffer; of long texts one row, and a head for each thread at least."""
     batch_size, num_queries, num_heads, _ = inputs.q_BTNH.shape
     largest = min(num_queries, _QUERIES) * (inputs.k_BSNH.shape[1] + _QUERIES) * inputs.q_BTNH.element_size()
@@ -192,7 +192,7 @@ def _parts(inputs: AttentionInputs, sight: AttentionMask) -> Iterator[_Part]:
     rows_at_once = min(batch_size, max(1, fitting // num_heads)) if few_queries else 1
     for row in range(0, batch_size, rows_at_once):
         rows = slice(row, min(row + rows_at_once, batch_size))
-        valid_C = None if sight.valid_B is None else sight.valid_B[rows]
+        valid_C = None if mask.valid_B is None else mask.valid_B[rows]
         for head in range(0, num_heads, heads_at_once):
             heads = slice(head, min(head + heads_at_once, num_heads))
             content_GTH, position_GTH = (
@@ -205,7 +205,7 @@ def _parts(inputs: AttentionInputs, sight: AttentionMask) -> Iterator[_Part]:
             k_GSH, v_GSH = _laid("keys", inputs.k_BSNH, rows, heads), _laid("values", inputs.v_BSNH, rows, heads)
             position_key_JPH = _laid("position keys", inputs.position_key_PNH[None], slice(0, 1), heads)
             queries = content_GTH, position_GTH
-            yield _Part(rows, heads, num_heads, *queries, k_GSH, v_GSH, position_key_JPH, valid_C, sight.beyond)
+            yield _Part(rows, heads, num_heads, *queries, k_GSH, v_GSH, position_key_JPH, valid_C, mask.beyond)
 
 
 def _biased(q_GTH: Tensor, bias_JH: Tensor) -> Tensor:
@@ -248,7 +248,7 @@ def _probabilities(part: _Part, block: _Block) -> Tensor:
     if part.valid_C is not None:
         empty_CS = empty_slots(part.valid_C, part.content_GTH.shape[1], part.k_GSH.shape[1])
         bias_JCIK = bias_GIK.unflatten(0, (part.num_heads, -1))
-        # the least number, not -inf: a query of padding sees nothing else, and would become nan
+        # the lowest number, not -inf: a query of padding attends to nothing else, and would become nan
         bias_JCIK.masked_fill_(empty_CS[:, None, block.keys], torch.finfo(bias_JCIK.dtype).min)
     p_GIK = _BUFFERS.take("probabilities", bias_GIK.shape, bias_GIK.dtype)
     torch.baddbmm(bias_GIK, part.content_GTH[:, block.queries], part.k_GSH[:, block.keys].mT, out=p_GIK)

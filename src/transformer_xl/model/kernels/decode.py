@@ -1,9 +1,10 @@
-"""Relative attention for a few queries on a CPU, as when one token after another is made: no blocks, no gradient.
+"""Relative attention for a few queries on a CPU, as in decoding token after token: no blocks, no gradient.
 
-The time goes into reading keys and values, so what nobody sees is not read: empty memory, and keys beyond the window.
+The time goes into reading keys and values, so those that no query attends to are not read: empty memory, and keys
+beyond the window.
 
-Letters: B rows, T queries, S = M + T keys, P position keys, N heads, H head width, K keys that are seen, G = B x N,
-X any places.
+Letters: B batch rows, T queries, S = M + T keys, P position keys, N heads, H head width, K keys that are attended,
+G = B x N, X any length.
 """
 
 from __future__ import annotations
@@ -15,36 +16,36 @@ from transformer_xl.model.kernels.reference import AttentionInputs, AttentionMas
 from transformer_xl.model.kernels.sdpa import shifted
 
 
-def attend(inputs: AttentionInputs, sight: AttentionMask) -> Tensor:
-    """Relative attention; returns (B, T, N, H)."""
+def attend(inputs: AttentionInputs, mask: AttentionMask) -> Tensor:
+    """Compute relative attention; returns (B, T, N, H)."""
     batch_size, num_queries, num_heads, d_head = inputs.q_BTNH.shape
-    num_seen = _seen(inputs, sight)
-    k_GKH, v_GKH = _by_head(inputs.k_BSNH, num_seen), _by_head(inputs.v_BSNH, num_seen)
+    num_attended = _num_attended(inputs, mask)
+    k_GKH, v_GKH = _by_head(inputs.k_BSNH, num_attended), _by_head(inputs.v_BSNH, num_attended)
     content_GTH = _by_head((inputs.q_BTNH + inputs.content_bias_NH) * d_head**-0.5, num_queries)
     position_GTH = _by_head((inputs.q_BTNH + inputs.position_bias_NH) * d_head**-0.5, num_queries)
     r_PNH = inputs.position_key_PNH
-    num_near = min(num_seen, r_PNH.shape[0])
+    num_near = min(num_attended, r_PNH.shape[0])
     position_BNTP = torch.matmul(
         position_GTH.view(batch_size, num_heads, num_queries, d_head),
         r_PNH[r_PNH.shape[0] - num_near :].permute(1, 2, 0),
     )
-    bias_BNTK = shifted(position_BNTP, num_keys=num_seen, beyond=min(sight.beyond, num_seen - num_near))
-    if sight.valid_B is not None:
-        empty_BK = empty_slots(sight.valid_B, num_queries, inputs.k_BSNH.shape[1])[:, -num_seen:]
+    bias_BNTK = shifted(position_BNTP, num_keys=num_attended, beyond=min(mask.beyond, num_attended - num_near))
+    if mask.valid_B is not None:
+        empty_BK = empty_slots(mask.valid_B, num_queries, inputs.k_BSNH.shape[1])[:, -num_attended:]
         bias_BNTK = bias_BNTK.masked_fill(empty_BK[:, None, None, :], torch.finfo(bias_BNTK.dtype).min)
-    p_GTK = torch.baddbmm(bias_BNTK.reshape(-1, num_queries, num_seen), content_GTH, k_GKH.mT)
+    p_GTK = torch.baddbmm(bias_BNTK.reshape(-1, num_queries, num_attended), content_GTH, k_GKH.mT)
     torch.softmax(p_GTK, -1, out=p_GTK)
     return torch.bmm(p_GTK, v_GKH).view(batch_size, num_heads, num_queries, d_head).transpose(1, 2)
 
 
 def _by_head(x_BXNH: Tensor, number: int) -> Tensor:
-    """The last so many places as (G, X, H); a view where they lie head by head already."""
+    """The last `number` along X as (G, X, H); a view where they are laid out head by head already."""
     return x_BXNH[:, x_BXNH.shape[1] - number :].transpose(1, 2).flatten(0, 1)
 
 
-def _seen(inputs: AttentionInputs, sight: AttentionMask) -> int:
-    """How many keys, the last ones, hold all that any query sees."""
+def _num_attended(inputs: AttentionInputs, mask: AttentionMask) -> int:
+    """How many keys, the last ones, include all that any query attends to."""
     num_queries, num_keys = inputs.q_BTNH.shape[1], inputs.k_BSNH.shape[1]
-    within_window = inputs.position_key_PNH.shape[0] + sight.beyond + num_queries - 1
-    held = num_keys if sight.valid_B is None else num_queries + max(int(sight.valid_B.max()), 0)
+    within_window = inputs.position_key_PNH.shape[0] + mask.beyond + num_queries - 1
+    held = num_keys if mask.valid_B is None else num_queries + max(int(mask.valid_B.max()), 0)
     return min(num_keys, within_window, held)

@@ -18,16 +18,16 @@ from torch import Tensor
 from transformer_xl.model.kernels.reference import AttentionInputs, AttentionMask, empty_slots
 
 
-def attend(inputs: AttentionInputs, sight: AttentionMask, dropout: float) -> Tensor:
-    """Relative attention; returns (B, T, N, H)."""
+def attend(inputs: AttentionInputs, mask: AttentionMask, dropout: float) -> Tensor:
+    """Compute relative attention; returns (B, T, N, H)."""
     scale = inputs.q_BTNH.shape[-1] ** -0.5
     content_BNTH = (inputs.q_BTNH + inputs.content_bias_NH).transpose(1, 2)
     position_BNTH = ((inputs.q_BTNH + inputs.position_bias_NH) * scale).transpose(1, 2)
     position_BNTP = position_BNTH @ inputs.position_key_PNH.permute(1, 2, 0)
-    bias_BNTS = shifted(position_BNTP, num_keys=inputs.k_BSNH.shape[1], beyond=sight.beyond)
-    if sight.valid_B is not None:
-        empty_BS = empty_slots(sight.valid_B, inputs.q_BTNH.shape[1], inputs.k_BSNH.shape[1])
-        # the least number, not -inf: a query of padding sees nothing else, and would become nan
+    bias_BNTS = shifted(position_BNTP, num_keys=inputs.k_BSNH.shape[1], beyond=mask.beyond)
+    if mask.valid_B is not None:
+        empty_BS = empty_slots(mask.valid_B, inputs.q_BTNH.shape[1], inputs.k_BSNH.shape[1])
+        # the lowest number, not -inf: a query of padding attends to nothing else, and would become nan
         bias_BNTS = bias_BNTS.masked_fill(empty_BS[:, None, None, :], torch.finfo(bias_BNTS.dtype).min)
     if bias_BNTS.device.type != "cpu":
         bias_BNTS = bias_BNTS.contiguous()  # torch's fused GPU kernels want rows at aligned addresses
@@ -39,9 +39,9 @@ def attend(inputs: AttentionInputs, sight: AttentionMask, dropout: float) -> Ten
 
 
 def shifted(position_BNTP: Tensor, *, num_keys: int, beyond: int = 0) -> Tensor:
-    """Moves scores by distance (farthest first) over the keys they belong to; -inf where a key is not seen.
+    """Move scores by distance (largest first) to the keys they belong to; -inf where a key is not attended.
 
-    The `beyond` next distances have the score of the farthest.
+    The `beyond` next distances have the score of the largest.
     """
     num_queries, num_distances = position_BNTP.shape[-2:]
     if beyond:
@@ -55,7 +55,7 @@ def shifted(position_BNTP: Tensor, *, num_keys: int, beyond: int = 0) -> Tensor:
 
 
 def shifted_view(wide_BNTW: Tensor, num_keys: int) -> Tensor:
-    """A contiguous buffer seen as (B, N, T, S), row i moved left by T - 1 - i; no number is copied."""
+    """View a contiguous buffer as (B, N, T, S) with row i moved left by T - 1 - i; nothing is copied."""
     num_queries, width = wide_BNTW.shape[-2:]
     if num_queries == 1:
         return wide_BNTW

@@ -27,11 +27,9 @@ def installed() -> bool:
 
 
 def fits(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the kernels work there: on CUDA (compute capability 8.0 or more, or no GPU to ask) with Triton installed.
+    """Return whether the kernels work there: on CUDA (compute capability 8.0 or more, or no GPU to ask) with Triton.
 
-    On a CPU they do only where Triton interprets them.
-
-    On torch's meta device, where nothing is computed, they can be counted.
+    On a CPU they do only where Triton interprets them; on torch's meta device operations can be counted.
     """
     if not installed():
         return False
@@ -44,14 +42,14 @@ def fits(device: torch.device, dtype: torch.dtype) -> bool:
     return torch.cuda.get_device_properties(device).major >= _LEAST_CAPABILITY
 
 
-def attend(inputs: AttentionInputs, sight: AttentionMask, dropout: float) -> Tensor:
-    """Relative attention; returns (B, T, N, H).
+def attend(inputs: AttentionInputs, mask: AttentionMask, dropout: float) -> Tensor:
+    """Compute relative attention; returns (B, T, N, H).
 
     The backward pass keeps the inputs, the output and one number for each query and head. Which probabilities are
     dropped follows from a seed drawn here. Gradients of position keys are summed in a fixed order only if
     `torch.use_deterministic_algorithms` asks for it.
     """
-    inputs, dtype = written_out(inputs, sight), inputs.q_BTNH.dtype
+    inputs, dtype = written_out(inputs, mask), inputs.q_BTNH.dtype
     given = [
         inputs.q_BTNH,
         inputs.k_BSNH.to(dtype),
@@ -61,4 +59,4 @@ def attend(inputs: AttentionInputs, sight: AttentionMask, dropout: float) -> Ten
         inputs.position_bias_NH.to(dtype),
     ]
     seed = torch.randint(2**62, (1,), device=inputs.q_BTNH.device) if dropout else None
-    return relative_attention(given, sight.valid_B, seed, dropout)[0]
+    return relative_attention(given, mask.valid_B, seed, dropout)[0]

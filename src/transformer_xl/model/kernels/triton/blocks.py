@@ -24,125 +24,131 @@ import triton.language as tl
 
 
 @triton.jit
-def place(tiles, num_heads):
-    """Which tile, row of the batch and head this program works on; tiles of one head are neighbours."""
+def program_position(tiles, num_heads):
+    """Tile, batch row and head that this program works on; tiles of one head are neighbours."""
     program = tl.program_id(0)
     row_head = program // tiles
     return program % tiles, (row_head // num_heads).to(tl.int64), row_head % num_heads
 
 
 @triton.jit
-def rows_at(rows, b, n, index_X, how: tl.constexpr):
-    """Where rows of one head lie, (X, H), and which of these numbers there are."""
-    lane_H = tl.arange(0, how.padded)
+def row_pointers(rows, b, n, index_X, config: tl.constexpr):
+    """Pointers to rows of one head, (X, H), and which of them are inside the tensor."""
+    lane_H = tl.arange(0, config.padded)
     inside_X = (index_X >= 0) & (index_X < rows.count_plus_one - 1)
     offset_XH = index_X.to(tl.int64)[:, None] * rows.stride_row + lane_H[None, :]
     start = rows.pointer + b * rows.stride_b + n * rows.stride_n
-    return start + offset_XH, inside_X[:, None] & (lane_H < how.width)[None, :]
+    return start + offset_XH, inside_X[:, None] & (lane_H < config.width)[None, :]
 
 
 @triton.jit
-def load_rows(rows, b, n, index_X, how: tl.constexpr):
-    """Rows of one head, (X, H); 0 where there are none."""
-    place_XH, there_XH = rows_at(rows, b, n, index_X, how)
-    return tl.load(place_XH, mask=there_XH, other=0.0)
+def load_rows(rows, b, n, index_X, config: tl.constexpr):
+    """Rows of one head, (X, H); 0 outside the tensor."""
+    pointer_XH, exists_XH = row_pointers(rows, b, n, index_X, config)
+    return tl.load(pointer_XH, mask=exists_XH, other=0.0)
 
 
 @triton.jit
-def store_rows(rows, b, n, index_X, value_XH, how: tl.constexpr):
-    """Stores rows of one head in the number format of the tensor."""
-    place_XH, there_XH = rows_at(rows, b, n, index_X, how)
-    tl.store(place_XH, value_XH.to(rows.pointer.dtype.element_ty), mask=there_XH)
+def store_rows(rows, b, n, index_X, value_XH, config: tl.constexpr):
+    """Stores rows of one head in the dtype of the tensor."""
+    pointer_XH, exists_XH = row_pointers(rows, b, n, index_X, config)
+    tl.store(pointer_XH, value_XH.to(rows.pointer.dtype.element_ty), mask=exists_XH)
 
 
 @triton.jit
-def plus_bias(q_IH, bias, n, how: tl.constexpr):
-    """Queries with one of the biases added, rounded to the queries' number format."""
-    lane_H = tl.arange(0, how.padded)
-    bias_H = tl.load(bias + n * how.width + lane_H, mask=lane_H < how.width, other=0.0)
-    return (q_IH.to(how.number) + bias_H.to(how.number)[None, :]).to(q_IH.dtype)
+def plus_bias(q_IH, bias, n, config: tl.constexpr):
+    """Queries with one of the biases added, rounded to the queries' dtype."""
+    lane_H = tl.arange(0, config.padded)
+    bias_H = tl.load(bias + n * config.width + lane_H, mask=lane_H < config.width, other=0.0)
+    return (q_IH.to(config.acc_dtype) + bias_H.to(config.acc_dtype)[None, :]).to(q_IH.dtype)
 
 
 @triton.jit
-def product(left_XY, right_YX, how: tl.constexpr):
-    """Matrix product in the number format of sums."""
-    if how.interpreted:  # the interpreter would multiply the bits of bfloat16
-        left_XY = left_XY.to(how.number)
-        right_YX = right_YX.to(how.number)
-    return tl.dot(left_XY, right_YX, input_precision=how.precision, out_dtype=how.number)
+def product(left_XY, right_YX, config: tl.constexpr):
+    """Matrix product in the accumulator dtype."""
+    if config.interpreted:  # the interpreter would multiply the bits of bfloat16
+        left_XY = left_XY.to(config.acc_dtype)
+        right_YX = right_YX.to(config.acc_dtype)
+    return tl.dot(left_XY, right_YX, input_precision=config.input_precision, out_dtype=config.acc_dtype)
 
 
 @triton.jit
-def step(how: tl.constexpr):
+def step(config: tl.constexpr):
     """0, 1, ..., W - 1, made anew at each call.
 
     Were it known to be the same in each turn of a loop, the compiler would keep all that follows from it in registers
     from turn to turn, and spill others for it.
     """
     zero = 0
-    if not how.interpreted:
+    if not config.interpreted:
         zero = tl.inline_asm_elementwise("mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
-    return zero + tl.arange(0, how.tile)
+    return zero + tl.arange(0, config.tile)
 
 
 @triton.jit
-def is_far(how: tl.constexpr):
+def is_far(config: tl.constexpr):
     """Where in (I, D) the far block is meant; elsewhere the near block."""
-    return step(how)[:, None] + step(how)[None, :] >= how.tile - 1
+    return step(config)[:, None] + step(config)[None, :] >= config.tile - 1
 
 
 @triton.jit
-def over_keys(score_ID, how: tl.constexpr):
+def over_keys(score_ID, config: tl.constexpr):
     """Turns what stands by distance, far and near as `is_far` says, over its keys: (I, J)."""
-    return tl.gather(score_ID, (step(how)[None, :] - step(how)[:, None] - 1) & (how.tile - 1), 1)
+    return tl.gather(score_ID, (step(config)[None, :] - step(config)[:, None] - 1) & (config.tile - 1), 1)
 
 
 @triton.jit
-def over_distances(score_IJ, how: tl.constexpr):
+def over_distances(score_IJ, config: tl.constexpr):
     """Turns what stands over keys back to its distance: (I, D)."""
-    return tl.gather(score_IJ, (step(how)[None, :] + step(how)[:, None] + 1) & (how.tile - 1), 1)
+    return tl.gather(score_IJ, (step(config)[None, :] + step(config)[:, None] + 1) & (config.tile - 1), 1)
 
 
 @triton.jit
-def oldest_key(side, b, sizes):
-    """The first key of this row that stands in no empty memory slot."""
-    return 0 if side.valid is None else tl.maximum(sizes.S - sizes.T - tl.load(side.valid + b).to(tl.int32), 0)
+def first_valid_key(valid_and_seed, b, sizes):
+    """The first key of this batch row that is in no empty memory slot."""
+    return (
+        0
+        if valid_and_seed.valid is None
+        else tl.maximum(sizes.S - sizes.T - tl.load(valid_and_seed.valid + b).to(tl.int32), 0)
+    )
 
 
 @triton.jit
-def seen(distance, key, oldest, sizes):
-    """Whether a key is seen: not in the future, not beyond the window, not in an empty slot."""
-    return (distance >= 0) & (distance < sizes.P) & (key >= oldest)
+def is_attended(distance, key, first_valid, sizes):
+    """Whether a query attends to a key: not in the future, not beyond the window, not in an empty slot."""
+    return (distance >= 0) & (distance < sizes.P) & (key >= first_valid)
 
 
 @triton.jit
-def keep(side, row_head, first_query, first_key, how: tl.constexpr):
+def keep(valid_and_seed, row_head, first_query, first_key, config: tl.constexpr):
     """Which probabilities of a tile dropout leaves, (I, J): Philox counters of row and head, query, and four keys.
 
-    Depends on the places alone, so every kernel draws the same; first_key is a multiple of four.
+    Depends on the indices alone, so every kernel draws the same; first_key is a multiple of four.
     """
-    quarter: tl.constexpr = how.tile // 4
-    query_IJ = first_query + tl.arange(0, how.tile)[:, None] + tl.full([how.tile, quarter], 0, tl.int32)
-    four_IJ = first_key // 4 + tl.arange(0, quarter)[None, :] + tl.full([how.tile, quarter], 0, tl.int32)
-    row_head_IJ = row_head.to(tl.int32) + tl.full([how.tile, quarter], 0, tl.int32)
-    one, two, three, four = tl.philox(tl.load(side.seed), four_IJ, query_IJ, row_head_IJ, tl.zeros_like(query_IJ))
-    even = tl.interleave(_survives(one, how), _survives(three, how))
-    odd = tl.interleave(_survives(two, how), _survives(four, how))
+    quarter: tl.constexpr = config.tile // 4
+    query_IJ = first_query + tl.arange(0, config.tile)[:, None] + tl.full([config.tile, quarter], 0, tl.int32)
+    four_IJ = first_key // 4 + tl.arange(0, quarter)[None, :] + tl.full([config.tile, quarter], 0, tl.int32)
+    row_head_IJ = row_head.to(tl.int32) + tl.full([config.tile, quarter], 0, tl.int32)
+    one, two, three, four = tl.philox(
+        tl.load(valid_and_seed.seed), four_IJ, query_IJ, row_head_IJ, tl.zeros_like(query_IJ)
+    )
+    even = tl.interleave(_survives(one, config), _survives(three, config))
+    odd = tl.interleave(_survives(two, config), _survives(four, config))
     return tl.interleave(even, odd) != 0
 
 
 @triton.jit
-def _survives(bits, how: tl.constexpr):
-    return ((bits >> 1).to(tl.int32) >= how.threshold).to(tl.int8)
+def _survives(bits, config: tl.constexpr):
+    return ((bits >> 1).to(tl.int32) >= config.threshold).to(tl.int8)
 
 
 @triton.jit
-def probability(score_IJ, log_sum_I, seen_IJ, how: tl.constexpr):
+def probability(score_IJ, log_sum_I, attended_IJ, config: tl.constexpr):
     """Probabilities from scores and their log2-sum-exp2."""
-    return tl.exp2(tl.where(seen_IJ, score_IJ * how.scale_log2, float("-inf")) - log_sum_I[:, None])
+    return tl.exp2(tl.where(attended_IJ, score_IJ * config.scale_log2, float("-inf")) - log_sum_I[:, None])
 
 
 @triton.jit
-def dropped(values, kept, how: tl.constexpr):
+def dropped(values, kept, config: tl.constexpr):
     """Values after dropout: 0, or larger by 1 / (1 - dropout)."""
-    return tl.where(kept, values * (1 / (1 - how.dropout)), 0.0)
+    return tl.where(kept, values * (1 / (1 - config.dropout)), 0.0)

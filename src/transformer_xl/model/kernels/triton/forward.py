@@ -20,15 +20,15 @@ from torch import Tensor
 
 from transformer_xl.model.kernels.triton.blocks import (
     dropped,
+    first_valid_key,
+    is_attended,
     is_far,
     keep,
     load_rows,
-    oldest_key,
     over_keys,
-    place,
     plus_bias,
     product,
-    seen,
+    program_position,
     store_rows,
 )
 from transformer_xl.model.kernels.triton.tiles import Rows
@@ -42,48 +42,48 @@ class Results(NamedTuple):
 
 
 @triton.jit
-def forward_kernel(inputs, side, results, sizes, how: tl.constexpr):
+def forward_kernel(inputs, valid_and_seed, results, sizes, config: tl.constexpr):
     """Attended values of W queries of one head."""
-    tile, b, n = place(tl.cdiv(sizes.T, how.tile), sizes.N)
+    tile, b, n = program_position(tl.cdiv(sizes.T, config.tile), sizes.N)
     memory = sizes.S - sizes.T
-    first_query = tile * how.tile
-    step = tl.arange(0, how.tile)
+    first_query = tile * config.tile
+    step = tl.arange(0, config.tile)
     query_I = first_query + step
-    q_IH = load_rows(inputs.q, b, n, query_I, how)
-    content_IH = plus_bias(q_IH, inputs.content_bias, n, how)
-    position_IH = plus_bias(q_IH, inputs.position_bias, n, how)
+    q_IH = load_rows(inputs.q, b, n, query_I, config)
+    content_IH = plus_bias(q_IH, inputs.content_bias, n, config)
+    position_IH = plus_bias(q_IH, inputs.position_bias, n, config)
 
-    oldest = oldest_key(side, b, sizes)
-    first = tl.maximum(oldest, memory + first_query - sizes.P + 1) // how.tile * how.tile
-    last = memory + tl.minimum(first_query + how.tile, sizes.T)
+    first_valid = first_valid_key(valid_and_seed, b, sizes)
+    first = tl.maximum(first_valid, memory + first_query - sizes.P + 1) // config.tile * config.tile
+    last = memory + tl.minimum(first_query + config.tile, sizes.T)
     near_D = sizes.P - (memory + first_query - first) + step  # where the near position keys stand
-    far_ID = product(position_IH, tl.trans(load_rows(inputs.r, 0, n, near_D - how.tile, how)), how)
-    top_I = tl.full([how.tile], float("-inf"), how.number)
-    total_I = tl.full([how.tile], 0.0, how.number)
-    out_IH = tl.full([how.tile, how.padded], 0.0, how.number)
-    for start in range(first, last, how.tile):
+    far_ID = product(position_IH, tl.trans(load_rows(inputs.r, 0, n, near_D - config.tile, config)), config)
+    top_I = tl.full([config.tile], float("-inf"), config.acc_dtype)
+    total_I = tl.full([config.tile], 0.0, config.acc_dtype)
+    out_IH = tl.full([config.tile, config.padded], 0.0, config.acc_dtype)
+    for start in range(first, last, config.tile):
         key_J = start + step
-        near_ID = product(position_IH, tl.trans(load_rows(inputs.r, 0, n, near_D, how)), how)
-        score_IJ = product(content_IH, tl.trans(load_rows(inputs.k, b, n, key_J, how)), how)
-        score_IJ += over_keys(tl.where(is_far(how), far_ID, near_ID), how)
-        seen_IJ = seen(memory + query_I[:, None] - key_J[None, :], key_J[None, :], oldest, sizes)
-        score_IJ = tl.where(seen_IJ, score_IJ * how.scale_log2, float("-inf"))
+        near_ID = product(position_IH, tl.trans(load_rows(inputs.r, 0, n, near_D, config)), config)
+        score_IJ = product(content_IH, tl.trans(load_rows(inputs.k, b, n, key_J, config)), config)
+        score_IJ += over_keys(tl.where(is_far(config), far_ID, near_ID), config)
+        attended_IJ = is_attended(memory + query_I[:, None] - key_J[None, :], key_J[None, :], first_valid, sizes)
+        score_IJ = tl.where(attended_IJ, score_IJ * config.scale_log2, float("-inf"))
         higher_I = tl.maximum(top_I, tl.max(score_IJ, 1))
         from_I = tl.where(higher_I == float("-inf"), 0.0, higher_I)  # a row may have seen nothing yet
         shrink_I = tl.exp2(top_I - from_I)
         weight_IJ = tl.exp2(score_IJ - from_I[:, None])
         total_I = total_I * shrink_I + tl.sum(weight_IJ, 1)
-        if how.dropout > 0:
-            weight_IJ = dropped(weight_IJ, keep(side, b * sizes.N + n, first_query, start, how), how)
-        v_JH = load_rows(inputs.v, b, n, key_J, how)
-        out_IH = out_IH * shrink_I[:, None] + product(weight_IJ.to(v_JH.dtype), v_JH, how)
+        if config.dropout > 0:
+            weight_IJ = dropped(weight_IJ, keep(valid_and_seed, b * sizes.N + n, first_query, start, config), config)
+        v_JH = load_rows(inputs.v, b, n, key_J, config)
+        out_IH = out_IH * shrink_I[:, None] + product(weight_IJ.to(v_JH.dtype), v_JH, config)
         top_I = higher_I
         far_ID = near_ID
-        near_D += how.tile
+        near_D += config.tile
 
     saw_I = total_I > 0  # not so rows beyond T, and queries of padding
     total_I = tl.where(saw_I, total_I, 1.0)
-    store_rows(results.out, b, n, query_I, out_IH / total_I[:, None], how)
+    store_rows(results.out, b, n, query_I, out_IH / total_I[:, None], config)
     log_sum = results.log_sum + (b * sizes.N + n) * sizes.T
     # inf for those that saw nothing: their probabilities are 0 in the backward pass
     log_sum_I = tl.where(saw_I, top_I + tl.log2(total_I), float("inf"))

@@ -27,15 +27,15 @@ def relative_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attended values (B, T, N, H), and log2-sum-exp2 of the scores of each query (B, N, T)."""
     from transformer_xl.model.kernels.triton.forward import Results, forward_kernel
-    from transformer_xl.model.kernels.triton.tiles import Side, launch, plan, rows_of
+    from transformer_xl.model.kernels.triton.tiles import ValidAndSeed, choose_config, launch, rows_of
 
     out_BTNH, log_sum_BNT = _empty_results(given)
     inputs, sizes = _inputs_and_sizes(given)
-    cut = plan("forward", out_BTNH.shape[-1], out_BTNH.dtype, dropout, device=out_BTNH.device)
+    launch_config = choose_config("forward", out_BTNH.shape[-1], out_BTNH.dtype, dropout, device=out_BTNH.device)
     with _on(out_BTNH):
-        programs = _tiles(sizes.T, cut.how.tile) * sizes.B * sizes.N
+        programs = _tiles(sizes.T, launch_config.kernel.tile) * sizes.B * sizes.N
         results = Results(rows_of(out_BTNH), log_sum_BNT)
-        launch(forward_kernel, programs, cut, inputs, Side(valid_B, seed), results, sizes)
+        launch(forward_kernel, programs, launch_config, inputs, ValidAndSeed(valid_B, seed), results, sizes)
     return out_BTNH, log_sum_BNT
 
 
@@ -57,31 +57,33 @@ def relative_attention_backward(
 ) -> tuple[Tensor, ...]:
     """Gradients of the given tensors, from that of the output and what the forward pass gave."""
     from transformer_xl.model.kernels.triton import backward
-    from transformer_xl.model.kernels.triton.tiles import Side, launch, plan, rows_of
+    from transformer_xl.model.kernels.triton.tiles import ValidAndSeed, choose_config, launch, rows_of
 
     dq_BTNH, dk_BSNH, dv_BSNH = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in given[:3])
     out_BTNH, log_sum_BNT = kept
     width, dtype, device = out_BTNH.shape[-1], out_BTNH.dtype, out_BTNH.device
     atomic = not torch.are_deterministic_algorithms_enabled()
-    by_queries = plan("queries", width, dtype, dropout, atomic=atomic, device=device)
-    by_keys, by_distances = (plan(name, width, dtype, dropout, device=device) for name in ("keys", "distances"))
+    by_queries = choose_config("queries", width, dtype, dropout, atomic=atomic, device=device)
+    by_keys, by_distances = (
+        choose_config(name, width, dtype, dropout, device=device) for name in ("keys", "distances")
+    )
     inputs, sizes = _inputs_and_sizes(given)
-    num_tiles = _tiles(sizes.T, by_queries.how.tile)
-    num_blocks = _tiles(sizes.P + by_distances.how.tile - (sizes.S - sizes.T) % by_distances.how.tile,
-                        by_distances.how.tile)  # fmt: skip
+    num_tiles = _tiles(sizes.T, by_queries.kernel.tile)
+    num_blocks = _tiles(sizes.P + by_distances.kernel.tile - (sizes.S - sizes.T) % by_distances.kernel.tile,
+                        by_distances.kernel.tile)  # fmt: skip
     groups = 1 if atomic else max(1, min(sizes.B, _PROGRAMS // (num_blocks * sizes.N)))
     sizes = sizes._replace(groups=groups)
     new = torch.zeros if atomic else torch.empty
     partial_GPNH = new(groups, *given[3].shape, dtype=log_sum_BNT.dtype, device=dout_BTNH.device)
     partial_2BYNH = log_sum_BNT.new_empty(2, sizes.B, num_tiles, sizes.N, width)
-    side = Side(valid_B, seed)
-    rest = backward.Kept(rows_of(out_BTNH), rows_of(dout_BTNH), log_sum_BNT, torch.empty_like(log_sum_BNT))
+    valid_and_seed = ValidAndSeed(valid_B, seed)
+    rest = backward.SavedForBackward(rows_of(out_BTNH), rows_of(dout_BTNH), log_sum_BNT, torch.empty_like(log_sum_BNT))
     written = (dq_BTNH, dk_BSNH, dv_BSNH, partial_GPNH, partial_2BYNH[0], partial_2BYNH[1])
     gradients = backward.Gradients(*(rows_of(tensor) for tensor in written))
-    arguments = inputs, side, rest, gradients, sizes
+    arguments = inputs, valid_and_seed, rest, gradients, sizes
     with _on(out_BTNH):
         launch(backward.queries_kernel, num_tiles * sizes.B * sizes.N, by_queries, *arguments)
-        launch(backward.keys_kernel, _tiles(sizes.S, by_keys.how.tile) * sizes.B * sizes.N, by_keys, *arguments)
+        launch(backward.keys_kernel, _tiles(sizes.S, by_keys.kernel.tile) * sizes.B * sizes.N, by_keys, *arguments)
         if not atomic:
             launch(backward.distances_kernel, num_blocks * groups * sizes.N, by_distances, *arguments)
     dbias_2NH = partial_2BYNH.sum((1, 2)).to(dtype)

@@ -1,4 +1,4 @@
-"""What the Triton kernels take: tensors with their strides, sizes, and how each kernel is cut into tiles.
+"""Arguments of the Triton kernels: tensors with their strides, sizes, and the configuration of each kernel.
 
 A tile is W queries, W keys or W distances. It is square because the W distances that two neighbouring tiles of keys
 share are then exactly one tile of distances (see `blocks.py`).
@@ -43,8 +43,8 @@ class Inputs(NamedTuple):
     position_bias: Tensor
 
 
-class Side(NamedTuple):
-    """Valid memory slots of each row (none: all), and the seed of dropout (none: no dropout)."""
+class ValidAndSeed(NamedTuple):
+    """Valid memory slots of each batch row (none: all), and the seed of dropout (none: no dropout)."""
 
     valid: Tensor | None
     seed: Tensor | None
@@ -61,8 +61,8 @@ class Sizes(NamedTuple):
     groups: int
 
 
-class How(NamedTuple):
-    """What a kernel is compiled for."""
+class KernelConfig(NamedTuple):
+    """The compile-time constants of a kernel."""
 
     width: int
     """Head width H."""
@@ -77,32 +77,32 @@ class How(NamedTuple):
     dropout: float
     threshold: int
     """Of 2^31 draws, how many are dropped."""
-    precision: str
-    """How float32 is multiplied: ieee or tf32."""
-    number: tl.dtype
-    """Number format of scores, sums and statistics."""
+    input_precision: str
+    """Precision of float32 products: ieee or tf32."""
+    acc_dtype: tl.dtype
+    """Dtype of scores, sums and statistics."""
     interpreted: bool
     atomic: bool
     """Whether gradients of position keys are added atomically, in whatever order the programs come."""
 
 
 @dataclass(frozen=True)
-class Plan:
-    """How one kernel is cut and launched."""
+class LaunchConfig:
+    """How one kernel is compiled and launched."""
 
-    how: How
+    kernel: KernelConfig
     num_warps: int
     num_stages: int
 
 
 def rows_of(tensor: Tensor) -> Rows:
-    """A tensor (B, rows, N, H) or (rows, N, H) as the kernels take it; copied only where heads are not contiguous."""
+    """Return (B, rows, N, H) or (rows, N, H) as the kernels take it; copied only if heads are not contiguous."""
     tensor = tensor if tensor.stride(-1) == 1 else tensor.contiguous()
     stride_b = tensor.stride(0) if tensor.dim() == 4 else 0
     return Rows(tensor, tensor.shape[-3] + 1, stride_b, tensor.stride(-3), tensor.stride(-2))
 
 
-def plan(
+def choose_config(
     kernel: str,
     width: int,
     dtype: torch.dtype,
@@ -110,15 +110,21 @@ def plan(
     *,
     atomic: bool = False,
     device: torch.device | None = None,
-) -> Plan:
-    """How a kernel (`forward`, `queries`, `keys` or `distances`) is cut for this head width and number format.
+) -> LaunchConfig:
+    """Return how a kernel is compiled and launched.
 
-    The device is the one it will run on; none: the current one.
+    Args:
+        kernel: `forward`, `queries`, `keys` or `distances`.
+        width: H.
+        dtype: of queries, keys and values.
+        dropout: probability that dropout zeroes an attention probability.
+        atomic: add the gradients of position keys atomically (`queries` only).
+        device: where it will run; none: the current one.
     """
     padded = max(16, 1 << (width - 1).bit_length())
-    tile, num_warps, num_stages = _cut(kernel, padded, dtype, device)
-    return Plan(
-        How(
+    tile, num_warps, num_stages = _tile_and_warps(kernel, padded, dtype, device)
+    return LaunchConfig(
+        KernelConfig(
             width=width,
             padded=padded,
             tile=tile,
@@ -126,8 +132,8 @@ def plan(
             scale_log2=math.log2(math.e) / math.sqrt(width),
             dropout=dropout,
             threshold=int(dropout * 2**31),
-            precision="tf32" if dtype == torch.float32 and _rounds_to_tf32() else "ieee",
-            number=tl.float64 if dtype == torch.float64 else tl.float32,
+            input_precision="tf32" if dtype == torch.float32 and _rounds_to_tf32() else "ieee",
+            acc_dtype=tl.float64 if dtype == torch.float64 else tl.float32,
             interpreted=INTERPRETED,
             atomic=atomic,
         ),
@@ -136,8 +142,8 @@ def plan(
     )
 
 
-def _cut(kernel: str, padded: int, dtype: torch.dtype, device: torch.device | None) -> tuple[int, int, int]:
-    """Tile side, warps and pipeline stages: the largest tiles whose numbers stay in registers, or nearly.
+def _tile_and_warps(kernel: str, padded: int, dtype: torch.dtype, device: torch.device | None) -> tuple[int, int, int]:
+    """Tile valid_and_seed, warps and pipeline stages: the largest tiles whose numbers stay in registers, or nearly.
 
     Chosen by what the compiler says of registers, spills and shared memory for compute capability 9.0.
     """
@@ -153,16 +159,16 @@ def _cut(kernel: str, padded: int, dtype: torch.dtype, device: torch.device | No
 
 
 def _rounds_to_tf32() -> bool:
-    """Whether torch may round the numbers of float32 products to 10 bits of fraction."""
+    """Whether torch may round the factors of float32 products to 10 bits of mantissa."""
     # not `allow_tf32`: reading that fails where the user chose by the newer name
     return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 def _much_shared_memory(device: torch.device | None) -> bool:
-    """Whether a program may take 227 KiB of it, as on Hopper; also where there is no GPU to ask."""
+    """Whether a program may use 227 KiB of shared memory, as on Hopper; also where there is no GPU to ask."""
     return not torch.cuda.is_available() or torch.cuda.get_device_properties(device).major in (9, 10)
 
 
-def launch(kernel: Any, programs: int, plan: Plan, *arguments: Any) -> None:
-    """Runs a kernel in that many programs."""
-    kernel[(programs,)](*arguments, plan.how, num_warps=plan.num_warps, num_stages=plan.num_stages)
+def launch(kernel: Any, programs: int, config: LaunchConfig, *arguments: Any) -> None:
+    """Run a kernel in that many programs."""
+    kernel[(programs,)](*arguments, config.kernel, num_warps=config.num_warps, num_stages=config.num_stages)
