@@ -58,7 +58,8 @@ def error_of(words: str, capfd: Capture) -> str:
     capfd.readouterr()
     status = run(words.split())
     out, err = capfd.readouterr()
-    said = "".join(line for line in err.splitlines(keepends=True) if not line.startswith("going on with run at"))
+    remarks = ("resuming run at", "model: ")
+    said = "".join(line for line in err.splitlines(keepends=True) if not line.startswith(remarks))
     assert (status, out) == (2, "")
     assert re.fullmatch(r"txl: error: [^\n]+\n", said)
     return said

@@ -57,7 +57,8 @@ def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     Raises:
         UserError: there is no such file, or it is truncated or altered.
     """
-    damaged = f"{path} is damaged ({{}}); copy it again; a folder checkpoints/step-N can be deleted, to go on from the one before"
+    advice = "copy it again, or delete its folder checkpoints/step-N to resume from the one before"
+    damaged = f"{path} is damaged ({{}}); {advice}"
     with as_user_error(f"reading {path}"):
         path.open("rb").close()
     try:
@@ -74,7 +75,7 @@ def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     if notes.get("format") != _FORMAT:
         raise UserError(f"{path} was not written by this program (or by another version); wanted format {_FORMAT}")
     if expected != _digest(tensors, notes):
-        raise UserError(damaged.format("its checksum does not fit its contents"))
+        raise UserError(damaged.format("its checksum does not match its contents"))
     return tensors, notes
 
 
