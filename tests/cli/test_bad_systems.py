@@ -8,7 +8,7 @@ import pytest
 from refusals import assert_refused, do, txl
 
 Capture = pytest.CaptureFixture[str]
-SIZES = "--model.n-layers 1 --model.d-model 14"
+SIZES = "--model.n-layers 1 --model.d-model 16"
 SHORT = "--train.segment-length 7 --train.batch-size 3 --train.max-steps 2 --train.warmup-steps 0 --train.dtype float32"
 
 
@@ -40,7 +40,7 @@ def test_another_architecture_leaves_out_what_it_does_not_have(place: Path) -> N
     """A recipe states the heads of its transformer, and an LSTM has none."""
     flags = "--model.architecture lstm --train.max-steps 1 --train.warmup-steps 0 --train.batch-size 3"
     do(f"train ablation --corpus {place}/corpus --run {place}/from-recipe {SIZES} {flags} --train.segment-length 7")
-    assert txl("info", place / "from-recipe", "--json").object["run"]["model"]["d_model"] == 14
+    assert txl("info", place / "from-recipe", "--json").object["run"]["model"]["d_model"] == 16
 
 
 @pytest.mark.parametrize(

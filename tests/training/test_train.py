@@ -70,7 +70,7 @@ def test_resumed_after_a_callback_stopped_it(tmp_path: Path, corpus: Corpus) -> 
 
 
 def test_wrong_settings_leave_nothing_behind(tmp_path: Path, corpus: Corpus) -> None:
-    for wrong, message in (({"rows": 3}, "unknown setting 'train.rows'"), ({"batch_size": 97}, "127 tokens")):
+    for wrong, message in (({"batchsize": 3}, "unknown setting 'train.batchsize'"), ({"batch_size": 97}, "127 tokens")):
         with pytest.raises(UserError, match=message):
             train_run(None, corpus, tmp_path / "run", train=wrong, **QUIET)
         assert not (tmp_path / "run").exists()

@@ -54,7 +54,7 @@ class RecurrentCache(LayerCache):
         return self if length else RecurrentCache(torch.zeros_like(self.state_BXD))
 
 
-class RecurrentMemory(Memory[RecurrentCache]):
+class StateMemory(Memory[RecurrentCache]):
     """The states of all layers.
 
     A state has no slots: it may hold something of all that was read. So any length above 0 means the same, and 0 means
@@ -62,12 +62,12 @@ class RecurrentMemory(Memory[RecurrentCache]):
     """
 
     @staticmethod
-    def empty(shape: tuple[int, int, int, int], context_limits: ContextLimits, like: Tensor) -> RecurrentMemory:
+    def empty(shape: tuple[int, int, int, int], context_limits: ContextLimits, like: Tensor) -> StateMemory:
         """Return a memory of nothing, on the device and in the dtype of `like`; `shape` is L, B, X, D."""
         num_layers, *state_shape = shape
         # not like.new_zeros: `like` may be sharded over processes, and memory never is
         zeros = (torch.zeros(state_shape, dtype=like.dtype, device=like.device) for _ in range(num_layers))
-        return RecurrentMemory.of_layers(map(RecurrentCache, zeros), state_shape[0], context_limits, like.device)
+        return StateMemory.of_layers(map(RecurrentCache, zeros), state_shape[0], context_limits, like.device)
 
 
 class LSTMLayer(nn.Module):
@@ -201,10 +201,10 @@ class RecurrentModel(TokenModel):
             layer.init_weights()
 
     @override
-    def initial_memory(self, batch_size: int, context_limits: ContextLimits | None = None) -> RecurrentMemory:
+    def initial_memory(self, batch_size: int, context_limits: ContextLimits | None = None) -> StateMemory:
         shape = (self.config.n_layers, batch_size, self.num_state_rows, self.config.d_model)
         # not like a layer's weights, which may be rounded (`precision.py`): a state is a sum over all of the text
-        return RecurrentMemory.empty(shape, self.check_limits(context_limits), self.softmax.bias)
+        return StateMemory.empty(shape, self.check_limits(context_limits), self.softmax.bias)
 
     @override
     def forward(
@@ -232,11 +232,11 @@ class RecurrentModel(TokenModel):
         return x_BTD, memory.advance(caches if memory.length else memory.layers, x_BTD.shape[1], lengths_B)
 
     @override
-    def check_memory(self, memory: Memory | None, x_BTD: Tensor, lengths_B: Tensor | None) -> RecurrentMemory:
+    def check_memory(self, memory: Memory | None, x_BTD: Tensor, lengths_B: Tensor | None) -> StateMemory:
         memory = super().check_memory(memory, x_BTD, lengths_B)
         state_shape = (self.num_state_rows, self.config.d_model)
         if (
-            not isinstance(memory, RecurrentMemory)
+            not isinstance(memory, StateMemory)
             or len(memory.layers) != self.config.n_layers
             or memory.layers[0].state_BXD.shape[1:] != state_shape
         ):
