@@ -1,6 +1,6 @@
 """Relative effective context length: the paper's definition in plain loops, losses one by one, and nothing older seen.
 
-Letters: I models, C contexts, P places, B rows, T new tokens, D width, K tokens of the text, V vocabulary.
+Letters: I models, C contexts, P positions, B batch size, T new tokens, D width, K tokens of the text, V vocabulary.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from transformer_xl.model.memory import ContextLimits
 CLOSE = {"rtol": 0, "atol": 1e-10}
 SIZES = {"vocab_size": 23, "n_layers": 3, "d_model": 14, "n_heads": 2, "d_ff": 19, "dropout": 0.0}
 SEGMENT = 7
-READERS: dict[str, tuple[dict[str, Any], ContextLimits]] = {
+CASES: dict[str, tuple[dict[str, Any], ContextLimits]] = {
     "relative": ({}, ContextLimits(11)),
     "relative, all": ({}, ContextLimits(40)),
     "relative, window and clamp": ({}, ContextLimits(11, 9, 3)),
@@ -41,14 +41,14 @@ READERS: dict[str, tuple[dict[str, Any], ContextLimits]] = {
 }
 
 
-def reader_of(kind: str, rows: int | None = None) -> GroupModel:
-    settings, context_limits = READERS[kind]
+def group_model(kind: str, batch_size: int | None = None) -> GroupModel:
+    settings, context_limits = CASES[kind]
     torch.manual_seed(7)
     model = build_model(model_config(**{**SIZES, **settings})).double().eval()
     with torch.no_grad():
         for parameter in model.parameters():  # larger than at the start, so that all of it matters
             parameter.add_(torch.randn_like(parameter) * 0.3)
-    return GroupModel(kind, model, EvaluationPlan(SEGMENT, context_limits, batch_size=rows))
+    return GroupModel(kind, model, EvaluationPlan(SEGMENT, context_limits, batch_size=batch_size))
 
 
 def text(length: int, seed: int = 3) -> npt.NDArray[np.uint8]:
@@ -58,27 +58,27 @@ def text(length: int, seed: int = 3) -> npt.NDArray[np.uint8]:
 # --- the definition
 
 
-def falling_losses(seed: int, contexts: int = 6, places: int = 29) -> npt.NDArray[np.float64]:
+def falling_losses(seed: int, contexts: int = 6, positions: int = 29) -> npt.NDArray[np.float64]:
     """One model falls on and on, one soon falls no more, one is never the best. Few digits, so that some are equal."""
     draw = np.random.default_rng(seed)
     level_I11, fall_I11, rate_I11 = np.array([[0.0, 1.5, 3.0], [2.0, 0.5, 1.0], [0.1, 0.7, 2.0]])[..., None, None]
     mean_IC1 = level_I11 + fall_I11 * np.exp(-rate_I11 * np.arange(contexts)[:, None])
-    noise_ICP = draw.normal(0, 0.05, (3, contexts, places))
-    return (mean_IC1 + draw.gamma(1.0, 1.0, places) + noise_ICP).round(1)
+    noise_ICP = draw.normal(0, 0.05, (3, contexts, positions))
+    return (mean_IC1 + draw.gamma(1.0, 1.0, positions) + noise_ICP).round(1)
 
 
 def by_the_paper(
     losses: dict[tuple[int, int, int], float], sizes: tuple[int, int, int], fraction: float, threshold: float
 ) -> tuple[dict[tuple[int, int], float], dict[int, int | None]]:
     """Gain of each model and context, and how many steps its length is (none: the contexts end before)."""
-    models, contexts, places = (range(size) for size in sizes)
-    count = max(1, math.floor(fraction * len(places) + 0.5))
+    models, contexts, positions = (range(size) for size in sizes)
+    count = max(1, math.floor(fraction * len(positions) + 0.5))
 
     def best(c: int, t: int) -> float:
         return min(losses[i, c, t] for i in models)
 
     def mean_nats(i: int, c: int, further: int) -> float:
-        hardest = sorted(places, key=lambda t: (-best(c, t), t))[:count]
+        hardest = sorted(positions, key=lambda t: (-best(c, t), t))[:count]
         return sum(min(best(c, t), losses[i, further, t]) for t in hardest) / count
 
     def gain(i: int, c: int) -> float:
@@ -121,14 +121,14 @@ def test_the_tables_above_have_every_kind_of_length() -> None:
 
 
 def test_by_hand() -> None:
-    """Two places, two models. Catching up with the best is no gain."""
+    """Two positions, two models. Catching up with the best is no gain."""
     first, second = [[3.0, 1.0], [2.0, 2.0], [2.0, 2.0]], [[9.0, 9.0], [3.0, 1.0], [1.0, 1.0]]
     gains = Gains.of(np.array([first, second]), 0.5)
-    # the hardest: place 0 (b = 3, first model), then place 0 (b = 2); at the second context b of place 1 is 1
+    # the hardest: position 0 (b = 3, first model), then position 0 (b = 2); at the second context b of position 1 is 1
     np.testing.assert_allclose(gains.nats_C, [3.0, 2.0], **CLOSE)
     np.testing.assert_allclose(gains.further_nats_IC, [[2.0, 2.0], [3.0, 1.0]], **CLOSE)
     np.testing.assert_allclose(gains.gains_IC, [[1 - math.exp(-1), 0.0], [0.0, 1 - math.exp(-1)]], **CLOSE)
-    # all places: the means of (3, 1) and (2, 1); the first model's loss of place 1 grows, which is no gain either
+    # all positions: the means of (3, 1) and (2, 1); the first model's loss of position 1 grows, which is no gain either
     gains = Gains.of(np.array([first, second]), 1.0)
     np.testing.assert_allclose(gains.nats_C, [2.0, 1.5], **CLOSE)
     np.testing.assert_allclose(gains.further_nats_IC, [[1.5, 1.5], [2.0, 1.0]], **CLOSE)
@@ -142,15 +142,15 @@ def test_large_losses_do_no_harm() -> None:
 # --- l_i(c, t)
 
 
-@pytest.mark.parametrize("kind", READERS)
+@pytest.mark.parametrize("kind", CASES)
 @pytest.mark.parametrize("context", [1, 6, 7, 8, 14, 33])
-def test_a_loss_is_that_of_one_place_read_alone(kind: str, context: int) -> None:
-    """One place at a time, with hidden rows for memory: an odd segment first, whole ones after, the last loss taken."""
-    reader, tokens_K, positions_P = reader_of(kind, rows=2), text(61), np.array([33, 40, 47, 58, 60])
+def test_a_loss_is_that_of_one_position_alone(kind: str, context: int) -> None:
+    """One position at a time, with hidden states as memory: the remainder first, then whole segments."""
+    reader, tokens_K, positions_P = group_model(kind, batch_size=2), text(61), np.array([33, 40, 47, 58, 60])
     model, context_limits = reader.model, reader.plan.context_limits
     wanted = []
-    for place in positions_P.tolist():
-        seen = tokens_K[place - context : place].tolist()
+    for position in positions_P.tolist():
+        seen = tokens_K[position - context : position].tolist()
         if not context_limits.memory_length:
             seen = seen[-SEGMENT:]
         pieces = [seen[: len(seen) % SEGMENT]] if len(seen) % SEGMENT else []
@@ -160,34 +160,34 @@ def test_a_loss_is_that_of_one_place_read_alone(kind: str, context: int) -> None
             for piece in pieces:
                 hidden_BTD, memory = model(torch.tensor([piece]), memory)
             scores_V = model.logits(hidden_BTD)[0, -1]
-        wanted.append(-torch.log_softmax(scores_V, 0)[int(tokens_K[place])].item())
+        wanted.append(-torch.log_softmax(scores_V, 0)[int(tokens_K[position])].item())
     np.testing.assert_allclose(reader.nats(tokens_K, positions_P, context), wanted, **CLOSE)
 
 
 @pytest.mark.parametrize("context", [6, 8, 33])
 def test_memory_as_long_as_the_context_is_one_long_segment(context: int) -> None:
-    reader, tokens_K, positions_P = reader_of("relative, all"), text(61), np.array([33, 60])
+    reader, tokens_K, positions_P = group_model("relative, all"), text(61), np.array([33, 60])
     at_once = replace(reader, plan=EvaluationPlan(40, ContextLimits(0)))
     np.testing.assert_allclose(
         reader.nats(tokens_K, positions_P, context), at_once.nats(tokens_K, positions_P, context), **CLOSE
     )
 
 
-@pytest.mark.parametrize("kind", READERS)
-def test_how_many_are_read_at_once_changes_nothing(kind: str) -> None:
+@pytest.mark.parametrize("kind", CASES)
+def test_the_batch_size_changes_nothing(kind: str) -> None:
     tokens_K, positions_P = text(61), np.arange(20, 61)
-    one, many = (reader_of(kind, rows=rows).nats(tokens_K, positions_P, 20) for rows in (1, None))
+    one, many = (group_model(kind, batch_size=batch_size).nats(tokens_K, positions_P, 20) for batch_size in (1, None))
     np.testing.assert_allclose(one, many, **CLOSE)
 
 
-@pytest.mark.parametrize("kind", READERS)
+@pytest.mark.parametrize("kind", CASES)
 @pytest.mark.parametrize("context", [5, 7, 16])
 def test_nothing_older_is_seen(kind: str, context: int) -> None:
-    """Bit for bit. But the token exactly so many places back is seen; of models without memory, that of the segment."""
-    reader, tokens_K, positions_P = reader_of(kind), text(121), np.array([40, 80, 120])
+    """Bit for bit, while the oldest token of the context (without memory: of the segment) does change the loss."""
+    reader, tokens_K, positions_P = group_model(kind), text(121), np.array([40, 80, 120])
     losses_P = reader.nats(tokens_K, positions_P, context)
     older_K, oldest_K = tokens_K.copy(), tokens_K.copy()
-    seen = np.concatenate([np.arange(place - context, place + 1) for place in positions_P])
+    seen = np.concatenate([np.arange(position - context, position + 1) for position in positions_P])
     older = np.setdiff1d(np.arange(121), seen)
     older_K[older] = (older_K[older] + 5) % 23
     assert np.array_equal(reader.nats(older_K, positions_P, context), losses_P)
@@ -199,7 +199,7 @@ def test_nothing_older_is_seen(kind: str, context: int) -> None:
 def test_models_without_memory_gain_nothing_beyond_their_segment() -> None:
     """As the paper's vanilla model, whose row is its segment."""
     sweep = ContextSweep(min_context=3, context_step=5, max_context=23, num_positions=17, threshold=1e-6)
-    found = measure_context([reader_of("learned")], text(61), sweep)
+    found = measure_context([group_model("learned")], text(61), sweep)
     gains = found.gains(1.0)
     assert gains.gains_IC[0, 0] > 1e-3
     assert gains.gains_IC[0, 1:].tolist() == [0.0, 0.0, 0.0]
@@ -223,7 +223,8 @@ class Copying(LanguageModel):
 
     def forward(self, tokens_BT: Tensor, memory: TokenMemory) -> tuple[Tensor, TokenMemory]:
         """Hidden is the value that comes next, or -1."""
-        read_BS, own_B, after = memory.with_new(tokens_BT, None)
+        read_BS, own_B, after = memory.append(tokens_BT, None)
+        assert own_B is not None  # the text is shorter than the memory
         hidden = [
             [self.next_value(row[-own:], end) for end in range(own - tokens_BT.shape[1], own)]
             for row, own in zip(read_BS.tolist(), own_B.tolist(), strict=True)
@@ -231,7 +232,7 @@ class Copying(LanguageModel):
         return torch.tensor(hidden)[..., None], after
 
     def next_value(self, read: list[int], last: int) -> int:
-        """What follows the token at this place, or -1."""
+        """What follows the token at this position, or -1."""
         back = DISTANCES[read[last] % len(DISTANCES)]
         if back > min(last + 1, self.farthest):
             return -1
@@ -251,8 +252,8 @@ def copied_text(length: int) -> npt.NDArray[np.uint8]:
     draw = np.random.default_rng(5)
     kinds = draw.integers(0, len(DISTANCES), length)
     values = draw.integers(0, VALUES, length)
-    for place in range(max(DISTANCES), length):
-        values[place] = values[place - DISTANCES[kinds[place - 1]]]
+    for position in range(max(DISTANCES), length):
+        values[position] = values[position - DISTANCES[kinds[position - 1]]]
     return (values * len(DISTANCES) + kinds).astype(np.uint8)
 
 
@@ -271,10 +272,10 @@ def test_the_length_of_a_known_dependency_is_found(start: int, step: int, wanted
         assert tuple(length.tokens for length in found.lengths(found.gains(fraction))) == wanted
 
 
-# --- places, costs, figures, refusals
+# --- positions, costs, results, refusals
 
 
-def test_places_are_drawn_once_each_and_have_the_context_before_them() -> None:
+def test_positions_are_drawn_once_each_and_have_the_context_before_them() -> None:
     sweep = ContextSweep(min_context=2, context_step=3, max_context=11, num_positions=50)
     assert sweep.draw_positions(61).tolist() == list(range(11, 61))
     some = replace(sweep, num_positions=20)
@@ -285,11 +286,11 @@ def test_places_are_drawn_once_each_and_have_the_context_before_them() -> None:
     assert drawn != replace(some, seed=2).draw_positions(61).tolist()
 
 
-def test_figures_and_what_was_told_on_the_way() -> None:
+def test_results_and_progress() -> None:
     sweep = ContextSweep(
         min_context=3, context_step=5, max_context=14, num_positions=17, fractions=(0.25, 1.0), threshold=1e-9
     )
-    models, told = [reader_of("lstm"), reader_of("learned")], []
+    models, told = [group_model("lstm"), group_model("learned")], []
     found = measure_context(models, text(61), sweep, told.append)
     figures = found.as_dict()
     assert figures["contexts"] == [3, 8, 13]
@@ -335,14 +336,14 @@ def test_too_short_a_text_is_refused() -> None:
     message = "20 have 41 before them, and num_positions is 21; give a smaller"
     with pytest.raises(UserError, match=message):
         measure_context(
-            [reader_of("lstm")],
+            [group_model("lstm")],
             text(61),
             ContextSweep(min_context=1, context_step=40, max_context=41, num_positions=21),
         )
 
 
-def test_weights_that_are_not_numbers_are_refused() -> None:
-    reader = reader_of("lstm")
+def test_weights_that_are_not_finite_are_refused() -> None:
+    reader = group_model("lstm")
     with torch.no_grad():
         next(reader.model.parameters())[0, 0] = math.inf
     with pytest.raises(UserError, match="not finite"):
