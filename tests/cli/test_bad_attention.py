@@ -32,7 +32,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "words.txt").write_bytes(b"the cat sat on the mat and the cat ran\n" * 99)
     (place / "empty.txt").write_bytes(b"")
     do(f"prepare {place}/text.txt --out {place}/corpus")
-    do(f"prepare {place}/words.txt --out {place}/words --vocabulary words")
+    do(f"prepare {place}/words.txt --out {place}/words --tokenizer word")
     do(f"train --corpus {place}/corpus --run {place}/run {SMALL} {SHORT}")
     deep = SMALL.replace("layers 2", "layers 5")
     do(f"train --corpus {place}/words --run {place}/shaw {deep} {SHORT} --model.architecture shaw")

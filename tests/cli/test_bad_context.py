@@ -22,7 +22,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place.mkdir()
     (place / "text.txt").write_bytes(b"".join(b"line %d\n" % number for number in range(99)))
     do(f"prepare {place}/text.txt --out {place}/corpus")
-    do(f"prepare {place}/text.txt --out {place}/letters --vocabulary characters")
+    do(f"prepare {place}/text.txt --out {place}/letters --tokenizer char")
     for name, system in (("xl", "--train.memory-length 11"), ("learned", "--model.architecture al-rfou")):
         do(f"train --corpus {place}/corpus --run {place}/{name} {SMALL} {SHORT} {system}")
     do(f"train --corpus {place}/letters --run {place}/other {SMALL} {SHORT}")

@@ -158,12 +158,12 @@ def test_what_the_run_is_evaluated_with_goes_along(
     [
         (WORDS, {"splitting": "moses"}, False, None),
         (WORDS, {"splitting": "moses", "lower_case": True}, True, None),
-        (WORDS, {}, False, "their tokenizer splits text otherwise than 'spaces'"),
+        (WORDS, {}, False, "their tokenizer splits text otherwise than 'whitespace'"),
         (
             ["_", *"abcdefghijklmnopqrstuv"],
             {},
             False,
-            "their tokenizer splits text into words, and these are characters",
+            "their tokenizer splits text into words, and this is a char tokenizer",
         ),
         (["caf\xa0e", "caf", *WORDS[2:]], {"splitting": "moses"}, False, "are cut in vocab.txt"),
     ],

@@ -209,10 +209,10 @@ def _vocabulary_remarks(tokenizer: Tokenizer) -> list[str]:
     """How their tokenizer makes other tokens of a text than the run's own vocabulary."""
     symbols, ids = symbols_of(tokenizer), "make its ids here (txl) and hand them to the model"
     if symbols is None:
-        return [f"a vocabulary of {tokenizer.kind} has no form there: hand its ids to the model"]
+        return [f"a {tokenizer.kind} tokenizer has no form there: hand its ids to the model"]
     remarks = []
     if not isinstance(tokenizer, WordTokenizer):
-        remarks.append(f"their tokenizer splits text into words, and these are {tokenizer.kind}: {ids}")
+        remarks.append(f"their tokenizer splits text into words, and this is a {tokenizer.kind} tokenizer: {ids}")
     elif tokenizer.pre_tokenizer.name != "moses":
         remarks.append(f"their tokenizer splits text otherwise than '{tokenizer.pre_tokenizer.name}': {ids}")
     if _has_other_spaces(symbols):
