@@ -46,10 +46,10 @@ class EvaluationConfig(Settings):
     memory_length: int | None = Field(default=None, ge=0, le=INT32_MAX)
     """Memory slots, in tokens; none: train.memory_length. May be far more than in training."""
     attention_window: int | None = Field(default=None, gt=0, le=INT32_MAX)
-    """Keys a query sees, itself included; none: model.attention_window. With a memory of attention_window - 1 or more
-    tokens, the segment length changes no result."""
+    """Keys a query sees, itself included; default: model.attention_window, and a typed none removes the limit. With a
+    memory of attention_window - 1 or more tokens, the segment length changes no result."""
     clamp_length: int | None = Field(default=None, gt=0, le=INT32_MAX)
-    """Distances above this count as this one; none: model.clamp_length."""
+    """Distances above this count as this one; default: model.clamp_length, and a typed none removes the limit."""
     batch_size: int | None = Field(default=None, gt=0, le=INT32_MAX)
     """Sequences of the text read at once, which changes no result; none: 1, or with reset_memory as many documents as
     keep the machine busy."""
