@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from transformer_xl.config import BaseModelConfig
+from transformer_xl.device import to_device
 from transformer_xl.model.cross_entropy import cross_entropy, fits_at_once, linear_cross_entropy
 
 _WEIGHT_STD, _PROJECTION_STD = 0.02, 0.01  # the authors' init_std and proj_init_std
@@ -157,17 +158,17 @@ class AdaptiveSoftmax(nn.Module):
         hidden_KD = hidden_BTD.flatten(0, 1)
         device = hidden_KD.device
         if not self.num_tails:
-            target_K = _send(targets_BT.flatten(), device)
+            target_K = to_device(targets_BT.flatten(), device)
             return self._nats_within(0, hidden_KD, target_K).view(targets_BT.shape)
         target_K = targets_BT.flatten().cpu()
         cluster_K = torch.bucketize(target_K, torch.tensor(self.edges[1:-1]), right=True)
         head_K = torch.where(cluster_K == 0, target_K, self.edges[1] - 1 + cluster_K)
-        nats_K = self._nats_of_head(hidden_KD, _send(head_K, device))
+        nats_K = self._nats_of_head(hidden_KD, to_device(head_K, device))
         for index in range(1, self.num_tails + 1):
             index_K, local_K, counted_K = self._targets_of(index, cluster_K, target_K)
-            index_K = _send(index_K, device)
-            in_tail_K = self._nats_within(index, hidden_KD.index_select(0, index_K), _send(local_K, device))
-            nats_K = nats_K.index_add(0, index_K, (in_tail_K * _send(counted_K, device)).to(nats_K.dtype))
+            index_K = to_device(index_K, device)
+            in_tail_K = self._nats_within(index, hidden_KD.index_select(0, index_K), to_device(local_K, device))
+            nats_K = nats_K.index_add(0, index_K, (in_tail_K * to_device(counted_K, device)).to(nats_K.dtype))
         return nats_K.view(targets_BT.shape)
 
     def topk(self, hidden_BTD: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -262,10 +263,3 @@ def _topk(logits_BTV: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 def _log_softmax(logits_KV: Tensor) -> Tensor:
     return F.log_softmax(logits_KV, -1, dtype=torch.promote_types(logits_KV.dtype, torch.float32))
-
-
-def _send(values_K: Tensor, device: torch.device) -> Tensor:
-    """To the device without waiting for it: only a copy from pinned memory does not."""
-    if device.type == "cuda" and values_K.device.type == "cpu":
-        values_K = values_K.pin_memory()
-    return values_K.to(device, non_blocking=True)

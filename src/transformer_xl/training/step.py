@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from transformer_xl.config import TrainConfig
-from transformer_xl.device import autocast
+from transformer_xl.device import autocast, to_device
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import Memory
 from transformer_xl.text.segments import Batch, Shard
@@ -100,9 +100,9 @@ class TrainStep:
         if self.config.compile == "cudagraphs":
             self._allocate_gradients()
         loss_mask_BT = trained_targets(batch.loss_mask_BT, self.config)
-        counts = self.world.sum(send(torch.tensor([loss_mask_BT.sum(), batch.loss_mask_BT.sum()]), self.device))
-        weight_BT = send(torch.from_numpy(loss_mask_BT), self.device)
-        inputs_BT, targets_BT = send(torch.from_numpy(batch.inputs_BT), self.device), batch.targets_BT
+        counts = self.world.sum(to_device(torch.tensor([loss_mask_BT.sum(), batch.loss_mask_BT.sum()]), self.device))
+        weight_BT = to_device(torch.from_numpy(loss_mask_BT), self.device)
+        inputs_BT, targets_BT = to_device(torch.from_numpy(batch.inputs_BT), self.device), batch.targets_BT
         nats, start = torch.zeros((), device=self.device), 0
         after: list[Memory] = []
         for index, memory in enumerate(memories):
@@ -143,10 +143,3 @@ def micro_batches(batch_size: int, config: TrainConfig, num_processes: int) -> l
     sizes = [len(Shard(index, num_processes).rows_of(config.batch_size)) for index in range(num_processes)]
     number = min(-(-max(sizes) // (config.micro_batch_size or max(sizes))), *sizes)
     return [range(part * batch_size // number, (part + 1) * batch_size // number) for part in range(number)]
-
-
-def send(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor to the device without waiting for it, which only a copy from pinned memory allows."""
-    if device.type == "cuda":
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)

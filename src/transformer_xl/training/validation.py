@@ -14,12 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from transformer_xl.config import TrainConfig, UserError
-from transformer_xl.device import autocast
+from transformer_xl.device import autocast, to_device
 from transformer_xl.model.memory import Memory
 from transformer_xl.text.segments import DatasetPosition, SegmentDataset
 from transformer_xl.text.token_store import Corpus, Tokens
 from transformer_xl.training.distributed import DistributedContext
-from transformer_xl.training.step import send
 
 _SUMS_AT_ONCE = 512  # sums left on the device before they are fetched, so that it need not wait for each
 
@@ -65,8 +64,8 @@ class Validator:
         with _evaluation_mode(model):
             for index in range(dataset.num_segments):
                 segment = dataset.read(DatasetPosition(segment_index=index))
-                inputs_BT = send(torch.from_numpy(segment.inputs_BT), device)
-                loss_mask_BT = send(torch.from_numpy(segment.loss_mask_BT), device)
+                inputs_BT = to_device(torch.from_numpy(segment.inputs_BT), device)
+                loss_mask_BT = to_device(torch.from_numpy(segment.loss_mask_BT), device)
                 with autocast(device, self._config.dtype):
                     nats_BT, _, memory = model(inputs_BT, segment.targets_BT, memory)
                 waiting.append((nats_BT * loss_mask_BT).sum())
