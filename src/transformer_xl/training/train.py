@@ -127,7 +127,7 @@ def train(
     path = Path(run)
 
     def start(world: DistributedContext, stack: ExitStack, tell: Callable[[str], None]) -> Trainer:
-        return _start(config, corpus_path, path, overrides, world, stack, tell)
+        return _start(config, corpus_path, path, overrides, world=world, stack=stack, tell=tell)
 
     return _run(start, device, threads, callbacks, progress=progress, handle_signals=handle_signals)
 
@@ -230,6 +230,7 @@ def _start(
     corpus_path: Path,
     path: Path,
     overrides: Mapping[str, Overrides],
+    *,
     world: DistributedContext,
     stack: ExitStack,
     tell: Callable[[str], None],
