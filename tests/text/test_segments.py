@@ -67,7 +67,7 @@ def test_every_token_is_a_target_once_under_any_rows_segment_and_shards(data: st
         read = [shard.read(position) for shard in shards]
         shared = [len(part) for part in torch.arange(rows).chunk(count)]  # as torch shares out a sharded tensor
         assert [part.targets_BT.shape for part in read] == [(own, segment) for own in shared]
-        assert [shard.shard_rows for shard in shards] == shared
+        assert [shard.local_batch_size for shard in shards] == shared
         for name in ("inputs_BT", "targets_BT", "counted_BT"):
             joined = np.concatenate([getattr(part, name) for part in read])
             assert joined.tolist() == getattr(whole.read(position), name).tolist()

@@ -47,7 +47,7 @@ def epoch_of(stream: TokenDataset, epoch: int = 0) -> Iterator[Batch]:
 
 def rows_of(stream: TokenDataset, epoch: int = 0) -> list[list[tuple[int, int]]]:
     """The (input, target) pairs of each row, in the order they are read."""
-    rows: list[list[tuple[int, int]]] = [[] for _ in range(stream.shard_rows)]
+    rows: list[list[tuple[int, int]]] = [[] for _ in range(stream.local_batch_size)]
     for segment in epoch_of(stream, epoch):
         for row, pairs in enumerate(rows):
             counted = segment.loss_mask_BT[row]

@@ -29,14 +29,14 @@ def test_each_process_gets_rows_and_each_token_counts_once(size: int) -> None:
         fills = max(size, tokens // 4)
         fitting = [rows for rows in range(size, fills + 1) if (size - 1) * -(-rows // size) < rows]
         assert shared[0].batch_size == max(fitting)
-        assert all(one.shard_rows > 0 for one in shared)
+        assert all(one.local_batch_size > 0 for one in shared)
         read = [one.read(DatasetPosition(segment_index=index)) for one in shared for index in range(one.num_segments)]
         seen = Counter(token for segment in read for token in segment.targets_BT[segment.loss_mask_BT].tolist())
         assert seen == Counter(range(tokens))
 
 
 def test_training_rows_are_the_most() -> None:
-    assert [one.shard_rows for one in datasets(400, 3, rows=8)] == [3, 3, 2]
+    assert [one.local_batch_size for one in datasets(400, 3, rows=8)] == [3, 3, 2]
 
 
 @pytest.mark.parametrize("tokens", [0, 3])

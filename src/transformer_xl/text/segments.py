@@ -1,14 +1,14 @@
-"""Ordered segments: a text cut into rows that are read side by side, each segment continuing the one before.
+"""Ordered segments: a text cut into batch rows that are read in parallel, each segment continuing the one before.
 
-The N tokens become B rows; row b holds the tokens b*N//B up to (b+1)*N//B, so rows differ by one token at most. Segment
-i holds the places i*T up to (i+1)*T of every row. A model that carries its memory from one segment to the next reads
-each row as one unbroken text. Every token is a target exactly once an epoch, predicted from the token before it in the
-text, also across the edge of a row. (The authors' iterators drop the N mod B last tokens, and the first of each row is
-never a target.)
+The N tokens become B batch rows; row b has the tokens b*N//B up to (b+1)*N//B, so rows differ by one token at most.
+Segment i has the positions i*T up to (i+1)*T of every row. A model that carries its memory from one segment to the next
+reads each row as one text without gaps. Every token is a target exactly once an epoch, predicted from the token before
+it in the text, also at the start of a row. (The authors' iterators drop the N mod B last tokens, and the first token of
+each row is never a target.)
 
-Several processes that train one model share the rows: each reads its shard of them, and all agree on every position.
+Processes that train one model share the batch rows: each reads its shard of them, and all agree on every position.
 
-Shape suffixes: B rows of a shard, T new tokens.
+Shape suffixes: B batch rows of a shard, T new tokens.
 """
 
 from __future__ import annotations
@@ -25,34 +25,33 @@ from transformer_xl.text.token_store import Tokens
 
 
 class DatasetPosition(Settings):
-    """Which segment comes next: all there is to the state of a stream.
+    """Which segment comes next: the whole state of a dataset, saved in checkpoints.
 
-    `model_dump()` gives it as plain values, and `config.check_settings(StreamPosition, values, source)` takes them
-    back. It holds for a stream of the same tokens, rows and segment (and seed, where there is one), whatever the shard.
+    It is valid for a dataset of the same tokens, batch size and segment length (and seed, if any), whatever the shard.
     """
 
     epoch: int = Field(default=0, ge=0)
-    """Times the whole text was read."""
+    """Number of times the whole text was read."""
     segment_index: int = Field(default=0, ge=0)
-    """Segments read of this epoch."""
+    """Number of segments read in this epoch."""
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """What a model reads in one step; its arrays are the reader's own."""
+    """What a model reads in one step; the arrays are fresh and may be changed."""
 
     inputs_BT: npt.NDArray[np.int64]
     """Token ids to read."""
     targets_BT: npt.NDArray[np.int64]
-    """Token ids to predict: at each place the one that follows the input."""
+    """Token ids to predict: at each position the one that follows the input."""
     loss_mask_BT: npt.NDArray[np.bool_]
-    """False past the end of a row, where there is padding that must not count."""
+    """False for padding after the end of a batch row, which must not count."""
     is_first: bool
-    """True for the first segment of an epoch: memory must be fresh."""
+    """True for the first segment of an epoch, which starts with fresh memory."""
 
     @classmethod
     def empty(cls, shape: tuple[int, int], position: DatasetPosition, bos_token_id: int) -> Batch:
-        """A segment of padding only: inputs `start_id`, targets 0, nothing counted."""
+        """Return a batch of padding only: inputs `bos_token_id`, targets 0, loss mask False."""
         return cls(
             np.full(shape, bos_token_id, dtype=np.int64),
             np.zeros(shape, dtype=np.int64),
@@ -61,42 +60,45 @@ class Batch:
         )
 
     def trimmed(self) -> Batch:
-        """The segment without the places where no row counts; with one row, no padding is left."""
-        width = int(self.loss_mask_BT.sum(axis=1).max())
-        return Batch(self.inputs_BT[:, :width], self.targets_BT[:, :width], self.loss_mask_BT[:, :width], self.is_first)
+        """Return the batch without the positions at which all rows are padding."""
+        length = int(self.loss_mask_BT.sum(axis=1).max())
+        return Batch(
+            self.inputs_BT[:, :length], self.targets_BT[:, :length], self.loss_mask_BT[:, :length], self.is_first
+        )
 
 
 class Shard(NamedTuple):
-    """Which of all rows are read here: of `count` parts, the part with number `index`.
+    """The batch rows that this process reads: part `index` of `count` parts.
 
-    Parts are cut as torch cuts a sharded tensor: all of one size, but the last one, which may be smaller.
+    Rows are divided as torch divides a sharded tensor: into parts of one size, of which the last may be smaller.
     """
 
     index: int = 0
     count: int = 1
 
-    def rows_of(self, batch_size: int) -> range:
-        """The numbers of its batch_size, of so many in all.
+    def batch_rows(self, batch_size: int) -> range:
+        """Return the indices of its rows in a batch of `batch_size` sequences over all shards.
 
         Raises:
-            UserError: some part would have no batch_size.
+            UserError: some shard would have no row.
         """
         assert 0 <= self.index < self.count
         each = max(1, -(-batch_size // self.count))
         if (self.count - 1) * each >= batch_size:
             raise UserError(
-                f"{batch_size} batch_size, {each} for each process, leave some of the {self.count} processes without any; give "
-                f"--train.batch-size {each * self.count}, or start {-(-batch_size // each)} of them"
+                f"a batch of {batch_size} sequences, {each} for each process, leaves some of the {self.count} "
+                f"processes without any; give --train.batch-size {each * self.count}, or start "
+                f"{-(-batch_size // each)} processes"
             )
         return range(self.index * each, min((self.index + 1) * each, batch_size))
 
 
 SINGLE_SHARD = Shard()
-"""All rows are read here."""
+"""All batch rows, for a single process."""
 
 
 class TokenDataset(Protocol):
-    """A text in segments: what training needs of it."""
+    """A text in segments, as training reads it."""
 
     @property
     def tokens(self) -> Tokens:
@@ -105,134 +107,136 @@ class TokenDataset(Protocol):
 
     @property
     def batch_size(self) -> int:
-        """Rows of all shards together."""
+        """Number of sequences in a batch, over all shards."""
         ...
 
     @property
     def segment_length(self) -> int:
-        """T: new tokens of a row in one segment."""
+        """T, the new tokens of a sequence in one segment."""
         ...
 
     @property
-    def shard_rows(self) -> int:
-        """B: rows that are read here."""
+    def local_batch_size(self) -> int:
+        """B, the number of sequences in this shard's batches."""
         ...
 
     def segments_in(self, epoch: int) -> int:
-        """Number of segments of this epoch: enough for the longest row of any shard."""
+        """Return the number of segments of an epoch: enough for the longest batch row of any shard."""
         ...
 
     def read(self, position: DatasetPosition) -> Batch:
-        """The segment at this position, always of shape (B, T).
+        """Return the segment at a position, always of shape (B, T).
 
-        Places past the end of a row have counted False, target 0 and input start_id.
+        After the end of a batch row the loss mask is False, the target 0 and the input `bos_token_id`.
         """
         ...
 
     def after(self, position: DatasetPosition) -> DatasetPosition:
-        """The position that follows; after the last segment of an epoch, the first of the next."""
+        """Return the next position; after the last segment of an epoch, the first of the next epoch."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class SegmentDataset:
-    """A text as segments of B rows and T tokens, each read straight from where the tokens lie.
+    """A text as segments of B batch rows and T tokens, in order, read from where the tokens are stored.
 
     Raises:
-        UserError: rows or segment below 1, fewer tokens than rows, or rows that the shards cannot share.
+        UserError: batch size or segment length below 1, fewer tokens than batch rows, or fewer rows than shards.
     """
 
     tokens: Tokens
-    """(N,) ids; may lie on disk."""
+    """(N,) ids; may be on disk."""
     _: KW_ONLY
     batch_size: int
-    """Stretches read side by side, in all shards together."""
+    """Number of sequences in a batch, over all shards."""
     segment_length: int
-    """T: new tokens of a row in one segment."""
+    """T, the new tokens of a sequence in one segment."""
     bos_token_id: int
-    """The token taken as read before the text begins; also fills padding."""
+    """The input before the first token of the text, and in padding."""
     shard: Shard = SINGLE_SHARD
-    """Which of the rows are read here."""
+    """Which of the batch rows are read."""
 
     def __post_init__(self) -> None:
-        """Checks the sizes."""
+        """Check the sizes."""
         assert self.tokens.ndim == 1
         check_sizes(self)
-        self.shard.rows_of(self.batch_size)
+        self.shard.batch_rows(self.batch_size)
         if len(self.tokens) < self.batch_size:
             raise UserError(
-                f"the text has {len(self.tokens):,} tokens for {self.batch_size:,} rows, and each row needs one; "
-                "lower the rows or give more text"
+                f"the text has {len(self.tokens):,} tokens, and a batch of {self.batch_size:,} sequences needs one for "
+                "each; lower the batch size or give more text"
             )
 
     @property
-    def shard_rows(self) -> int:
-        """B: rows that are read here."""
-        return len(self.shard.rows_of(self.batch_size))
+    def local_batch_size(self) -> int:
+        """B, the number of sequences in this shard's batches."""
+        return len(self.shard.batch_rows(self.batch_size))
 
     @property
     def num_segments(self) -> int:
-        """Segments of an epoch: enough for the longest row."""
+        """Number of segments of an epoch: enough for the longest batch row."""
         longest = -(-len(self.tokens) // self.batch_size)
         return -(-longest // self.segment_length)
 
     def segments_in(self, epoch: int) -> int:
-        """The same in every epoch."""
+        """Return the number of segments of an epoch, which is the same for all."""
         return self.num_segments
 
     def read(self, position: DatasetPosition) -> Batch:
-        """The segment at this position; epochs do not differ."""
+        """Return the segment at a position; it is the same in every epoch."""
         assert position.segment_index < self.num_segments
-        segment = Batch.empty((self.shard_rows, self.segment_length), position, self.bos_token_id)
-        for place, row in enumerate(self.shard.rows_of(self.batch_size)):
-            start, stop = self._span(row, position.segment_index)
-            width = stop - start
-            segment.targets_BT[place, :width] = self.tokens[start:stop]
-            segment.loss_mask_BT[place, :width] = True
-            first = 1 if start == 0 else 0  # nothing stands before the text; its place keeps start_id
-            segment.inputs_BT[place, first:width] = self.tokens[start + first - 1 : stop - 1]
-        return segment
+        batch = Batch.empty((self.local_batch_size, self.segment_length), position, self.bos_token_id)
+        for index, row in enumerate(self.shard.batch_rows(self.batch_size)):
+            start, stop = self._target_range(row, position.segment_index)
+            length = stop - start
+            batch.targets_BT[index, :length] = self.tokens[start:stop]
+            batch.loss_mask_BT[index, :length] = True
+            first = 1 if start == 0 else 0  # the text's first token is predicted from bos_token_id
+            batch.inputs_BT[index, first:length] = self.tokens[start + first - 1 : stop - 1]
+        return batch
 
     def after(self, position: DatasetPosition) -> DatasetPosition:
-        """The position that follows; after the last segment of an epoch, the first of the next."""
-        return following(position, self)
+        """Return the next position; after the last segment of an epoch, the first of the next epoch."""
+        return next_position(position, self)
 
-    def _span(self, row: int, index: int) -> tuple[int, int]:
-        """Places in the text of the targets of a row in segment `index`; equal ones where the row has ended."""
-        begin, end = (edge * len(self.tokens) // self.batch_size for edge in (row, row + 1))
-        # Never past the end: the last segment begins before the longest row ends, and others are one token shorter.
-        start = begin + index * self.segment_length
-        return start, min(start + self.segment_length, end)
+    def _target_range(self, row: int, segment_index: int) -> tuple[int, int]:
+        """Start and stop of the targets of a batch row in a segment; equal if the row has ended."""
+        row_start, row_stop = (edge * len(self.tokens) // self.batch_size for edge in (row, row + 1))
+        # start <= row_stop: the last segment begins before the longest row ends, and others are one token shorter.
+        start = row_start + segment_index * self.segment_length
+        return start, min(start + self.segment_length, row_stop)
 
 
-def following(position: DatasetPosition, stream: TokenDataset) -> DatasetPosition:
-    """The position that follows in this stream."""
-    if position.segment_index + 1 < stream.segments_in(position.epoch):
+def next_position(position: DatasetPosition, dataset: TokenDataset) -> DatasetPosition:
+    """Return the position after this one."""
+    if position.segment_index + 1 < dataset.segments_in(position.epoch):
         return DatasetPosition(epoch=position.epoch, segment_index=position.segment_index + 1)
     return DatasetPosition(epoch=position.epoch + 1, segment_index=0)
 
 
-def check_sizes(stream: TokenDataset) -> None:
-    """Checks that there are rows and segments.
+def check_sizes(dataset: TokenDataset) -> None:
+    """Check the batch size and the segment length.
 
     Raises:
-        UserError: rows or segment below 1.
+        UserError: one is below 1.
     """
-    if stream.batch_size < 1 or stream.segment_length < 1:
+    if dataset.batch_size < 1 or dataset.segment_length < 1:
         raise UserError(
-            f"rows {stream.batch_size} and segment {stream.segment_length} were given; both must be at least 1"
+            f"batch size {dataset.batch_size} and segment length {dataset.segment_length} were given; both must be at "
+            "least 1"
         )
 
 
-def check_training(stream: TokenDataset) -> None:
-    """Checks that there is a segment for every row at least.
+def check_training(dataset: TokenDataset) -> None:
+    """Check that a text is long enough to train on: one whole segment for every batch row.
 
     Raises:
-        UserError: it does not; the message says how many tokens there are and how many are needed.
+        UserError: it is not; the message says how many tokens there are and how many are needed.
     """
-    needed = stream.batch_size * stream.segment_length
-    if len(stream.tokens) < needed:
+    needed = dataset.batch_size * dataset.segment_length
+    if len(dataset.tokens) < needed:
         raise UserError(
-            f"the training text has {len(stream.tokens):,} tokens, and {stream.batch_size:,} rows of a segment of "
-            f"{stream.segment_length:,} tokens need {needed:,}; lower --train.batch-size or --train.segment-length, or give more text"
+            f"the training text has {len(dataset.tokens):,} tokens, and a batch of {dataset.batch_size:,} sequences of "
+            f"{dataset.segment_length:,} tokens needs {needed:,}; lower --train.batch-size or --train.segment-length, "
+            "or give more text"
         )

@@ -1,12 +1,12 @@
-"""A corpus on disk: flat arrays of token ids that are read where they lie, and a JSON file that says what they are.
+"""A corpus on disk: arrays of token ids that are memory-mapped, and a JSON file that describes them.
 
-    corpus.json           what the corpus is, and the counts and checksums of each split
-    txl_tokenizer.json       the vocabulary of its ids
-    train-00000.tokens    ids of all documents one after another, little-endian, no header; a large split goes on in
+    corpus.json           what the corpus is, with the counts and checksums of each split
+    txl_tokenizer.json    its tokenizer
+    train-00000.tokens    ids of all documents one after another, little-endian, no header; a large split continues in
                           train-00001.tokens and so on (valid and test likewise)
-    train.documents       uint64, little-endian: where each document starts, in tokens; the first 0
+    train.documents       uint64, little-endian: where each document starts, in tokens; the first is 0
 
-Opening reads no token, so a corpus may be larger than the machine's memory. `corpus_writer` makes one.
+No token is read when a corpus is opened, so it may be larger than memory. `corpus_writer` writes one.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from transformer_xl.text.tokenizers import (
 )
 from transformer_xl.text.tokenizers.storage import read_json_object
 
-START_DTYPE = np.dtype("<u8")
-"""How the places where documents start are written."""
+DOCUMENT_START_DTYPE = np.dtype("<u8")
+"""Type of the positions where documents start, in a file."""
 
 _FORMAT = "txl-corpus"
-_VERSION = 2
+_VERSION = 3
 _HASH_CHUNK_BYTES = 2**20
-_AGAIN = "copy the corpus again, or make it again with 'txl prepare'"
+_AGAIN = "copy the corpus again, or prepare it again with 'txl prepare'"
 
 
 class SplitRecord(Settings):
@@ -48,27 +48,25 @@ class SplitRecord(Settings):
 
     dtype: Literal["uint8", "uint16", "uint32"]
     """Type of a token id."""
-    tokens: int = Field(gt=0)
-    """Number of tokens."""
-    bytes: int = Field(gt=0)
-    """Number of bytes of the text they were made from."""
-    words: int = Field(ge=0)
-    """Number of words of that text: stretches between ASCII whitespace."""
+    num_tokens: int = Field(gt=0)
+    num_bytes: int = Field(gt=0)
+    """Bytes of the text the tokens were made from."""
+    num_words: int = Field(ge=0)
+    """Words of that text, between ASCII white space."""
     num_unknown: int = Field(ge=0)
-    """Number of tokens that stand for a word the vocabulary lacks."""
-    documents: int = Field(gt=0)
-    """Number of documents."""
-    shards: tuple[Annotated[int, Field(gt=0)], ...]
+    """Tokens that stand for a word that is not in the vocabulary."""
+    num_documents: int = Field(gt=0)
+    shard_lengths: tuple[Annotated[int, Field(gt=0)], ...]
     """Number of tokens in each token file."""
     sha256: str = Field(pattern="^[0-9a-f]{64}$")
-    """Checksum of all its tokens as they lie in the token files, one file after another."""
+    """Checksum of all tokens, as they are in the token files one after another."""
     documents_sha256: str = Field(pattern="^[0-9a-f]{64}$")
     """Checksum of the file of document starts."""
 
     @model_validator(mode="after")
-    def _adds_up(self) -> Self:
-        if sum(self.shards) != self.tokens:
-            raise ValueError(f"shards of {sum(self.shards):,} tokens in all, wanted {self.tokens:,}")
+    def _check_sum(self) -> Self:
+        if sum(self.shard_lengths) != self.num_tokens:
+            raise ValueError(f"shards of {sum(self.shard_lengths):,} tokens in all, wanted {self.num_tokens:,}")
         return self
 
 
@@ -76,15 +74,15 @@ class CorpusRecord(Settings):
     """What `corpus.json` holds."""
 
     format: Literal["txl-corpus"] = _FORMAT
-    version: Literal[2] = _VERSION
+    version: Literal[3] = _VERSION
     name: str
-    """What the corpus is called."""
+    """Name of the corpus."""
     source: str
     """Where its text comes from, in words."""
     tokenizer_sha256: str = Field(pattern="^[0-9a-f]{64}$")
-    """Fingerprint of its vocabulary."""
+    """Fingerprint of its tokenizer."""
     splits: dict[SplitName, SplitRecord]
-    """Its splits; train is always there."""
+    """Its splits; there is always train."""
 
     @model_validator(mode="after")
     def _has_train(self) -> Self:
@@ -95,7 +93,7 @@ class CorpusRecord(Settings):
 
 @dataclass(frozen=True, eq=False)
 class TokenShards:
-    """Arrays of one dimension and type that are read as if they were one, without being joined."""
+    """One-dimensional arrays of one type that are indexed as one array, without being joined."""
 
     shards: tuple[TokenArray, ...]
     """None of them empty."""
@@ -114,18 +112,18 @@ class TokenShards:
         return int(self._ends[-1])
 
     @overload
-    def __getitem__(self, places: slice | npt.NDArray[np.integer[Any]]) -> TokenArray: ...
+    def __getitem__(self, index: slice | npt.NDArray[np.integer[Any]]) -> TokenArray: ...
     @overload
-    def __getitem__(self, places: int) -> np.unsignedinteger[Any]: ...
-    def __getitem__(self, places: int | slice | npt.NDArray[np.integer[Any]]) -> TokenArray | np.unsignedinteger[Any]:
-        """What stands at these places.
+    def __getitem__(self, index: int) -> np.unsignedinteger[Any]: ...
+    def __getitem__(self, index: int | slice | npt.NDArray[np.integer[Any]]) -> TokenArray | np.unsignedinteger[Any]:
+        """Return the tokens at an index.
 
         Args:
-            places: a number; a slice without step, whose tokens are copied where it lies in more than one shard; or
-                an array of numbers from 0 on, of any shape.
+            index: an int; a slice without step, which copies only if it reaches over several shards; or an array of
+                non-negative ints, of any shape.
         """
-        if isinstance(places, slice):
-            start, stop, step = places.indices(len(self))
+        if isinstance(index, slice):
+            start, stop, step = index.indices(len(self))
             assert step == 1
             parts = [
                 shard[max(start - begin, 0) : stop - begin]
@@ -133,40 +131,39 @@ class TokenShards:
                 if start < begin + len(shard) and begin < stop
             ]
             return parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else self.shards[0][:0]
-        if isinstance(places, int):
-            place = range(len(self))[places]
-            return self[np.array(place)][()]
-        shard_of = np.searchsorted(self._ends, places, side="right")
-        found = np.empty(places.shape, self.dtype)
-        for index in np.unique(shard_of):
-            here = shard_of == index
-            begin = self._ends[index] - len(self.shards[index])
-            found[here] = self.shards[index][places[here] - begin]
+        if isinstance(index, int):
+            return self[np.array(range(len(self))[index])][()]
+        shard_of = np.searchsorted(self._ends, index, side="right")
+        found = np.empty(index.shape, self.dtype)
+        for shard in np.unique(shard_of):
+            inside = shard_of == shard
+            begin = self._ends[shard] - len(self.shards[shard])
+            found[inside] = self.shards[shard][index[inside] - begin]
         return found
 
 
 Tokens = TokenArray | TokenShards
-"""(N,) ids that may lie on disk: `len`, `dtype`, slices, and arrays of places."""
+"""(N,) token ids that may be on disk; they have `len`, `dtype`, slices, and indexing by arrays."""
 
 
 @dataclass(frozen=True, eq=False)
 class TokenSplit:
-    """The tokens of one split, left on disk until read."""
+    """The tokens of one split, memory-mapped."""
 
     name: str
     tokens: Tokens
-    """(num_tokens,) ids, read only."""
+    """(num_tokens,) ids, read-only."""
     document_starts: npt.NDArray[np.uint64]
-    """(num_documents,) rising places in `tokens`, read only."""
+    """(num_documents,) rising positions in `tokens`, read-only."""
     num_bytes: int
     """Bytes of the text the tokens were made from."""
     num_words: int
-    """Words of that text: stretches between ASCII whitespace."""
+    """Words of that text, between ASCII white space."""
     num_unknown: int = 0
-    """Tokens that stand for a word the vocabulary lacks."""
+    """Tokens that stand for a word that is not in the vocabulary."""
 
     def first(self, limit: int | None) -> Tokens:
-        """The first `limit` tokens (a copy, where they lie in several files); none: all, left on disk."""
+        """Return the first `limit` tokens (None: all), memory-mapped unless they are in several files."""
         return self.tokens if limit is None or limit >= len(self.tokens) else self.tokens[:limit]
 
     @property
@@ -187,42 +184,44 @@ class TokenSplit:
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """A corpus folder that was checked when opened."""
+    """A corpus folder, checked when it was opened."""
 
     path: Path
     tokenizer: Tokenizer
     record: CorpusRecord
+    notes: tuple[str, ...] = ()
+    """What `prepare` noticed about the text, such as files given twice; empty for a corpus that was opened."""
 
     @classmethod
     def open(cls, folder: str | Path) -> Corpus:
-        """Opens a corpus: its format, the sizes of its files and its vocabulary are checked, no token is read.
+        """Open a corpus. Its format, the sizes of its files and its tokenizer are checked; no token is read.
 
         Raises:
-            UserError: it is not a corpus, or one that is damaged or cut short.
+            UserError: it is not a corpus, was made by an earlier version, or is damaged or cut short.
         """
         path = Path(folder)
-        record = _read_record(path)
-        for split, of in record.splits.items():
-            for file, length in _token_files(path, split, of).items():
-                _check_size(file, length * np.dtype(of.dtype).itemsize)
-            _check_size(documents_file(path, split), of.documents * START_DTYPE.itemsize)
+        corpus_record = _read_record(path)
+        for split, record in corpus_record.splits.items():
+            for file, length in _token_files(path, split, record).items():
+                _check_size(file, length * np.dtype(record.dtype).itemsize)
+            _check_size(documents_file(path, split), record.num_documents * DOCUMENT_START_DTYPE.itemsize)
         tokenizer = load_tokenizer(path / "txl_tokenizer.json")
-        if fingerprint(tokenizer) != record.tokenizer_sha256:
+        if fingerprint(tokenizer) != corpus_record.tokenizer_sha256:
             raise UserError(
-                f"{path / 'txl_tokenizer.json'}: not the vocabulary this corpus was made with (fingerprint "
-                f"{fingerprint(tokenizer)[:12]}, wanted {record.tokenizer_sha256[:12]}); {_AGAIN}"
+                f"{path / 'txl_tokenizer.json'}: not the tokenizer this corpus was made with (fingerprint "
+                f"{fingerprint(tokenizer)[:12]}, wanted {corpus_record.tokenizer_sha256[:12]}); {_AGAIN}"
             )
-        for split, of in record.splits.items():
+        for split, record in corpus_record.splits.items():
             wanted = token_dtype(tokenizer.vocab_size).name
-            if of.dtype != wanted:
+            if record.dtype != wanted:
                 raise UserError(
-                    f"{path / 'corpus.json'}: splits.{split}.dtype is {of.dtype}, wanted {wanted}; {_AGAIN}"
+                    f"{path / 'corpus.json'}: splits.{split}.dtype is {record.dtype}, wanted {wanted}; {_AGAIN}"
                 )
-        return cls(path, tokenizer, record)
+        return cls(path, tokenizer, corpus_record)
 
     @property
     def name(self) -> str:
-        """What the corpus is called."""
+        """Its name."""
         return self.record.name
 
     @property
@@ -236,23 +235,23 @@ class Corpus:
         return tuple(split for split in SPLITS if split in self.record.splits)
 
     def split(self, name: str) -> TokenSplit:
-        """One split by its name.
+        """Return one split.
 
         Raises:
-            UserError: the corpus does not have it; the nearest is offered.
+            UserError: the corpus does not have it; the message offers the nearest name.
         """
         for split in self.splits:
             if split == name:
-                of = self.record.splits[split]
-                dtype = np.dtype(of.dtype).newbyteorder("<")
-                shards = tuple(_map(*file, dtype) for file in _token_files(self.path, split, of).items())
+                record = self.record.splits[split]
+                dtype = np.dtype(record.dtype).newbyteorder("<")
+                shards = tuple(_map(*file, dtype) for file in _token_files(self.path, split, record).items())
                 return TokenSplit(
                     name=split,
                     tokens=shards[0] if len(shards) == 1 else TokenShards(shards),
-                    document_starts=_map(documents_file(self.path, split), of.documents, START_DTYPE),
-                    num_bytes=of.bytes,
-                    num_words=of.words,
-                    num_unknown=of.num_unknown,
+                    document_starts=_map(documents_file(self.path, split), record.num_documents, DOCUMENT_START_DTYPE),
+                    num_bytes=record.num_bytes,
+                    num_words=record.num_words,
+                    num_unknown=record.num_unknown,
                 )
         raise UserError(
             f"the corpus {self.path} has no split '{name}'{nearest(name, self.splits)}; it has "
@@ -260,17 +259,20 @@ class Corpus:
         )
 
     def verify(self, *splits: str) -> None:
-        """Reads the token and document files of these splits (none: of all) once and compares the checksums.
+        """Compare the checksums of the token and document files, which are read once.
+
+        Args:
+            splits: the splits to check; all if none is given.
 
         Raises:
-            UserError: a file was changed or damaged since it was made.
+            UserError: a file was changed or damaged since it was written.
         """
-        for split, of in self.record.splits.items():
+        for split, record in self.record.splits.items():
             if splits and split not in splits:
                 continue
             for files, wanted in (
-                (list(_token_files(self.path, split, of)), of.sha256),
-                ([documents_file(self.path, split)], of.documents_sha256),
+                (list(_token_files(self.path, split, record)), record.sha256),
+                ([documents_file(self.path, split)], record.documents_sha256),
             ):
                 found = _hash_files(files)
                 if found != wanted:
@@ -279,18 +281,18 @@ class Corpus:
 
 
 def token_file(folder: Path, split: SplitName, shard: int) -> Path:
-    """Where a shard of a split's tokens lies."""
+    """Return the path of a shard of a split's tokens."""
     return folder / f"{split}-{shard:05d}.tokens"
 
 
 def documents_file(folder: Path, split: SplitName) -> Path:
-    """Where the places lie at which a split's documents start."""
+    """Return the path of the file that has the positions where a split's documents start."""
     return folder / f"{split}.documents"
 
 
 def _token_files(folder: Path, split: SplitName, record: SplitRecord) -> dict[Path, int]:
-    """Each token file of a split, and how many tokens it holds."""
-    return {token_file(folder, split, number): length for number, length in enumerate(record.shards)}
+    """Each token file of a split, and its number of tokens."""
+    return {token_file(folder, split, shard): length for shard, length in enumerate(record.shard_lengths)}
 
 
 def _read_record(path: Path) -> CorpusRecord:
@@ -302,16 +304,19 @@ def _read_record(path: Path) -> CorpusRecord:
     file = path / "corpus.json"
     if not file.exists():
         if (path / "config.yaml").exists():
-            raise UserError(f"{path} is a run, wanted a corpus; its config.yaml names the one it learned, {makes_one}")
+            raise UserError(
+                f"{path} is a run, wanted a corpus; its config.yaml names the one it was trained on, {makes_one}"
+            )
         raise UserError(f"{path} is not a corpus (it has no corpus.json); {makes_one}")
     values = read_json_object(file)
     if values.get("format") != _FORMAT:
         raise UserError(f"{file}: format {values.get('format')!r}, wanted '{_FORMAT}'; {makes_one}")
-    if values.get("version") != _VERSION:
-        older = values.get("version") == 1
+    version = values.get("version")
+    if version != _VERSION:
+        newer = isinstance(version, int) and version > _VERSION
         raise UserError(
-            f"{file}: version {values.get('version')!r}, this txl reads {_VERSION}; "
-            f"{'' if older else 'upgrade transformer-xl, or '}prepare the corpus again with 'txl prepare'"
+            f"{file}: made by {'a later' if newer else 'an earlier'} version of txl (format {version!r}, wanted "
+            f"{_VERSION}); {'upgrade transformer-xl, or ' if newer else ''}prepare the corpus again with 'txl prepare'"
         )
     try:
         return check_settings(CorpusRecord, values, str(file))
@@ -330,7 +335,7 @@ def _check_size(path: Path, wanted: int) -> None:
 
 def _map(path: Path, length: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     with as_user_error(f"reading {path}"):
-        # As a plain array, which is sliced in half the time of a numpy.memmap.
+        # A plain array, because slicing it takes half the time of slicing a numpy.memmap.
         return np.asarray(np.memmap(path, dtype=dtype, mode="r", shape=(length,)))
 
 

@@ -140,6 +140,6 @@ def micro_batches(batch_size: int, config: TrainConfig, num_processes: int) -> l
     All processes have the same number of micro-batches, since all take part in each forward and backward pass; if one
     process has fewer rows than that, as many micro-batches as it has rows.
     """
-    sizes = [len(Shard(index, num_processes).rows_of(config.batch_size)) for index in range(num_processes)]
+    sizes = [len(Shard(index, num_processes).batch_rows(config.batch_size)) for index in range(num_processes)]
     number = min(-(-max(sizes) // (config.micro_batch_size or max(sizes))), *sizes)
     return [range(part * batch_size // number, (part + 1) * batch_size // number) for part in range(number)]

@@ -99,7 +99,7 @@ class Trainer:
         )
         self.optimizers = build_optimizers(self.model, config)  # after wrapping: of the weights as they are sharded
         self.weight_average = None if config.weight_average == "none" else WeightAverage(self.model, config)
-        self.micro_batches = [len(rows) for rows in micro_batches(self.dataset.shard_rows, config, world.size)]
+        self.micro_batches = [len(rows) for rows in micro_batches(self.dataset.local_batch_size, config, world.size)]
         self.memories = self._initial_memories()
         self.state = TrainerState()
         self._train_step = TrainStep(self.wrapped_model, self.optimizers, config, device, world)
@@ -199,7 +199,7 @@ class Trainer:
         self._fetch_metrics()
         self._pending = _PendingStep(batch.next.step, metrics)
         self._update_state(step=batch.next.step, position=batch.next.segment, part=batch.next.part)
-        num_tokens = round(int(batch.batch.loss_mask_BT.sum()) * config.batch_size / self.dataset.shard_rows)
+        num_tokens = round(int(batch.batch.loss_mask_BT.sum()) * config.batch_size / self.dataset.local_batch_size)
         for callback in self.callbacks:
             callback.on_step(self, num_tokens)
 
@@ -244,7 +244,7 @@ class Trainer:
             return num_segments % _STOP_CHECK_INTERVAL == 0 and self.world.any(self._stop_requested)
 
         with self._averaged_weights():
-            memory = self.model.initial_memory(validator.dataset.shard_rows)
+            memory = self.model.initial_memory(validator.dataset.local_batch_size)
             nats = validator.sum_losses(self.wrapped_model, memory, on_progress, should_stop)
             if nats is None:
                 return False

@@ -73,7 +73,7 @@ class Validator:
                     total += _fetch_sum(waiting)
                     waiting.clear()
                 num_scored += int(segment.loss_mask_BT.sum())
-                on_progress(min(self.num_tokens, round(num_scored * dataset.batch_size / dataset.shard_rows)))
+                on_progress(min(self.num_tokens, round(num_scored * dataset.batch_size / dataset.local_batch_size)))
                 if should_stop():
                     return None
         total += _fetch_sum(waiting) if waiting else 0.0

@@ -1,4 +1,4 @@
-"""Files as they lie: plain, packed (gzip, bzip2, xz), or inside a zip or tar archive; read in pieces, never whole."""
+"""Reading text from files: plain, compressed (gzip, bzip2, xz), or in a zip or tar archive; in chunks, never whole."""
 
 from __future__ import annotations
 
@@ -19,97 +19,101 @@ from transformer_xl.config import UserError
 from transformer_xl.files import as_user_error, atomic_folder
 
 CHUNK_BYTES = 2**20
-PACKED = (".gz", ".bz2", ".xz")
-TARS = (".tar", ".tgz", ".tbz2", ".txz", ".tar.gz", ".tar.bz2", ".tar.xz")
+COMPRESSED_SUFFIXES = (".gz", ".bz2", ".xz")
+_TAR_SUFFIXES = (".tar", ".tgz", ".tbz2", ".txz", ".tar.gz", ".tar.bz2", ".tar.xz")
 
 Progress = Callable[[str, int, int], None]
-"""Told what is being done, how many bytes of it are done, and how many there are in all (0: not known)."""
+"""Called with the name of a stage (such as `download enwik8.zip`), its bytes done so far, and its total (0: unknown)."""
 
 
-def no_progress(what: str, done: int, total: int) -> None:
-    """Shows nothing."""
+def no_progress(stage: str, done: int, total: int) -> None:
+    """Ignore progress."""
 
 
 def is_archive(path: Path) -> bool:
-    """Whether the name is that of a zip or tar archive."""
-    return path.name.lower().endswith((".zip", *TARS))
+    """Return whether the name is that of a zip or tar archive."""
+    return path.name.lower().endswith((".zip", *_TAR_SUFFIXES))
 
 
 @dataclass(frozen=True)
-class FilePart:
-    """The bytes `start` to `stop` of a text, in pieces; the file is opened only while they are gone through.
+class FileRange:
+    """The bytes `start` to `stop` of a text in a file, iterated in chunks; the file is open only while iterated.
 
-    The text is the file, what is packed in it (`PACKED`), or a member of a zip archive. Places count unpacked bytes.
+    The text is the file, decompressed if its suffix is one of `COMPRESSED_SUFFIXES`, or a member of a zip archive.
+    Positions count decompressed bytes.
     """
 
     path: Path
     start: int = 0
     stop: int | None = None
-    """None: to the end."""
+    """None: the end of the text."""
     member: str = ""
-    """Of a zip archive."""
+    """Member of the zip archive at `path`; empty: the file itself."""
 
     @property
     def name(self) -> str:
-        """What to call it in messages."""
+        """Path, member and start, for messages."""
         text = f"{self.path} ({self.member})" if self.member else str(self.path)
         return f"{text}, from byte {self.start:,} on" if self.start else text
 
     @property
-    def packed(self) -> bool:
-        """Whether its places are not those of the file on disk."""
-        return bool(self.member) or self.path.suffix.lower() in PACKED
+    def is_compressed(self) -> bool:
+        """Whether positions in the text differ from positions in the file."""
+        return bool(self.member) or self.path.suffix.lower() in COMPRESSED_SUFFIXES
+
+    @property
+    def known_num_bytes(self) -> int:
+        """Length in bytes; 0 if the file would have to be decompressed to find out."""
+        return 0 if self.is_compressed and self.stop is None else self.size()
 
     def __iter__(self) -> Iterator[bytes]:
-        """Reads the part.
+        """Read the chunks.
 
         Raises:
-            UserError: the file cannot be read, is damaged, or has become shorter.
+            UserError: the file cannot be read, is damaged, or became shorter.
         """
         left = None if self.stop is None else self.stop - self.start
-        with opened(self.path, self.member) as file:
+        with open_text(self.path, self.member) as file:
             file.seek(self.start)
             while left is None or left:
                 chunk = file.read(CHUNK_BYTES if left is None else min(left, CHUNK_BYTES))
                 if not chunk:
                     if left is None:
                         return
-                    raise UserError(
-                        f"{self.path} became shorter while it was read; try again once it no longer changes"
-                    )
+                    raise UserError(f"{self.path} became shorter while it was read; try again once it is complete")
                 left = None if left is None else left - len(chunk)
                 yield chunk
 
     def size(self) -> int:
-        """Its length in bytes; a packed file is read through to know it.
+        """Return the length in bytes; a compressed file is read to find out.
 
         Raises:
             UserError: the file cannot be read, or is damaged.
         """
         if self.stop is not None:
             return self.stop - self.start
-        if self.packed:
+        if self.is_compressed:
             return sum(map(len, self))
         with as_user_error(f"reading {self.path}"):
             return self.path.stat().st_size - self.start
 
 
 @contextmanager
-def opened(path: Path, member: str = "") -> Iterator[IO[bytes]]:
-    """A file, unpacked as its name says, or a member of a zip archive, to read.
+def open_text(path: Path, member: str = "") -> Iterator[IO[bytes]]:
+    """Open a file, decompressed as its suffix says, or a member of a zip archive.
 
     Raises:
         UserError: it cannot be read, or is damaged.
     """
-    with readable(path), ExitStack() as stack:
+    with refuse_damaged(path), ExitStack() as stack:
         if not member:
             yield stack.enter_context(_open(path))
             return
         archive = stack.enter_context(zipfile.ZipFile(path))
         try:
             file = archive.open(member)
-        except RuntimeError as error:  # encrypted, or packed in a way that Python does not know
-            raise UserError(f"{path}: {member} cannot be unpacked ({error}); unpack it some other way") from None
+        except RuntimeError as error:  # encrypted, or compressed in a way that Python does not support
+            raise UserError(f"{path}: {member} cannot be extracted ({error}); extract it with another tool") from None
         yield stack.enter_context(file)
 
 
@@ -125,11 +129,11 @@ def _open(path: Path) -> IO[bytes]:
 
 
 @contextmanager
-def readable(path: Path) -> Iterator[None]:
-    """Turns what happens when a damaged archive is read into one clear line.
+def refuse_damaged(path: Path) -> Iterator[None]:
+    """Turn errors of reading and decompressing a file into one line for the user.
 
     Raises:
-        UserError: in place of any error of the operating system, or of unpacking.
+        UserError: in place of any error of the operating system or of decompression.
     """
     with as_user_error(f"reading {path}"):
         try:
@@ -137,7 +141,7 @@ def readable(path: Path) -> Iterator[None]:
         except (EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile, tarfile.TarError) as error:
             raise _damaged(path, error) from None
         except OSError as error:
-            if error.errno is None:  # gzip and bz2 say so that the contents are wrong
+            if error.errno is None:  # gzip and bz2 raise OSError for wrong contents
                 raise _damaged(path, error) from None
             raise
 
@@ -147,37 +151,37 @@ def _damaged(path: Path, error: Exception) -> UserError:
 
 
 def zip_members(path: Path) -> list[str]:
-    """Names of the files in a zip archive.
+    """Return the names of the files in a zip archive.
 
     Raises:
         UserError: it cannot be read, or is damaged.
     """
-    with readable(path), zipfile.ZipFile(path) as archive:
+    with refuse_damaged(path), zipfile.ZipFile(path) as archive:
         return [entry.filename for entry in archive.infolist() if not entry.is_dir()]
 
 
-def unpack_tar(path: Path, wanted: Collection[str], folder: Path, progress: Progress = no_progress) -> None:
-    """Writes the wanted files of a tar archive into a new folder, under their last names; whole or not at all.
+def extract_from_tar(path: Path, wanted: Collection[str], folder: Path, progress: Progress = no_progress) -> None:
+    """Extract the wanted files of a tar archive into a new folder, under their last names; atomically.
 
     Nothing else of the archive is written: no link, no folder, no other name.
 
     Args:
-        path: the archive, packed or not.
-        wanted: paths in the archive. A file elsewhere in it counts too, if its last name is the same.
-        folder: where they go; must not exist. It is made even where the archive holds none of them.
-        progress: told how much of the archive has been read.
+        path: the archive, compressed or not.
+        wanted: paths in the archive; a file at another path counts too, if its last name is the same.
+        folder: must not exist; it is created even if the archive has none of the files.
+        progress: called with how much of the archive has been read.
 
     Raises:
         UserError: the archive is damaged or cannot be read, or the folder cannot be written.
     """
     names = {PurePosixPath(name).name for name in wanted}
-    with atomic_folder(folder) as aside, readable(path), path.open("rb") as packed:
+    with atomic_folder(folder) as temporary, refuse_damaged(path), path.open("rb") as compressed:
         total = path.stat().st_size
-        # Unpacked here, because tarfile leaves the checksums of gzip unread.
-        unpacked = _unpacker(packed)
-        with unpacked, tarfile.open(fileobj=unpacked, mode="r|") as archive:
+        # Decompressed here, because tarfile does not read to the checksums of gzip.
+        decompressed = _decompressed(compressed)
+        with decompressed, tarfile.open(fileobj=decompressed, mode="r|") as archive:
             for entry in archive:
-                target = aside / PurePosixPath(entry.name).name
+                target = temporary / PurePosixPath(entry.name).name
                 exact = entry.name.removeprefix("./") in wanted
                 content = archive.extractfile(entry) if entry.isreg() and target.name in names else None
                 if content is None or (target.exists() and not exact):
@@ -185,13 +189,13 @@ def unpack_tar(path: Path, wanted: Collection[str], folder: Path, progress: Prog
                 with as_user_error(f"writing {folder}"), target.open("wb") as file:
                     while chunk := _read(content, path):
                         file.write(chunk)
-                        progress(f"unpack {path.name}", packed.tell(), total)
-            while unpacked.read(CHUNK_BYTES):
+                        progress(f"extract {path.name}", compressed.tell(), total)
+            while decompressed.read(CHUNK_BYTES):
                 pass
 
 
-def _unpacker(file: IO[bytes]) -> IO[bytes]:
-    """The file unpacked, as its first bytes say."""
+def _decompressed(file: IO[bytes]) -> IO[bytes]:
+    """The file decompressed as its first bytes say."""
     start = file.read(6)
     file.seek(0)
     if start.startswith(b"\x1f\x8b"):
@@ -204,23 +208,12 @@ def _unpacker(file: IO[bytes]) -> IO[bytes]:
 
 
 def _read(content: IO[bytes], path: Path) -> bytes:
-    with readable(path):
+    with refuse_damaged(path):
         return content.read(CHUNK_BYTES)
 
 
-def raw_chunks(path: Path) -> Iterator[bytes]:
-    """The bytes of a file as they lie on disk, packed or not.
-
-    Raises:
-        UserError: it cannot be read.
-    """
-    with as_user_error(f"reading {path}"), path.open("rb", buffering=0) as file:
-        while chunk := file.read(CHUNK_BYTES):
-            yield chunk
-
-
 def checksum(chunks: Iterable[bytes], like: str) -> str:
-    """The checksum of these bytes, written as `like` is: the algorithm, a colon, hex digits."""
+    """Return the checksum of these bytes, in the form of `like`: the algorithm, a colon, hex digits."""
     algorithm = like.partition(":")[0]
     digest = hashlib.new(algorithm, usedforsecurity=False)
     for chunk in chunks:
@@ -228,10 +221,27 @@ def checksum(chunks: Iterable[bytes], like: str) -> str:
     return f"{algorithm}:{digest.hexdigest()}"
 
 
-def with_progress(chunks: Iterable[bytes], progress: Progress, what: str, total: int) -> Iterator[bytes]:
-    """The same bytes, telling how far they are."""
+def file_checksum(path: Path, like: str, progress: Progress = no_progress, name: str = "") -> str:
+    """Return the checksum of a file as it is on disk, in the form of `like`.
+
+    Args:
+        path: the file.
+        like: begins with the algorithm and a colon.
+        progress: called with the bytes read so far.
+        name: what the file is called in progress; its own name if empty.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    with as_user_error(f"reading {path}"), path.open("rb", buffering=0) as file:
+        chunks = iter(lambda: file.read(CHUNK_BYTES), b"")
+        return checksum(with_progress(chunks, progress, f"check {name or path.name}", path.stat().st_size), like)
+
+
+def with_progress(chunks: Iterable[bytes], progress: Progress, stage: str, total: int) -> Iterator[bytes]:
+    """Yield the same chunks, reporting progress after each."""
     done = 0
     for chunk in chunks:
         yield chunk
         done += len(chunk)
-        progress(what, done, total)
+        progress(stage, done, total)

@@ -17,7 +17,7 @@ from urllib.request import Request, urlopen
 from transformer_xl import __version__
 from transformer_xl.config import UserError
 from transformer_xl.files import as_user_error
-from transformer_xl.text.sources.archives import Progress, checksum, no_progress, raw_chunks, with_progress
+from transformer_xl.text.sources.archives import Progress, file_checksum, no_progress
 
 _TIMEOUT_SECONDS = 60.0  # to connect, and without a byte
 _ATTEMPTS = 5  # for each mirror, each resuming the one before
@@ -159,5 +159,4 @@ def _size(path: Path) -> int:
 
 
 def _checksum_of(path: Path, file: RemoteFile, progress: Progress) -> str:
-    chunks = with_progress(raw_chunks(path), progress, f"check {file.name}", _size(path))
-    return checksum(chunks, file.checksum)
+    return file_checksum(path, file.checksum, progress, file.name)

@@ -1,6 +1,6 @@
-"""Corpora known by name: where their files are, what the files must be, how they are split and read.
+"""Data sets known by name: where their files are, what the files must be, how they are split and tokenized.
 
-Sizes, checksums, marks and counts are explained for users in `docs/data.md`. A further corpus is an entry of
+Sizes, checksums, special tokens and counts are explained for users in `docs/data.md`. A further data set is an entry of
 `DISTRIBUTED`.
 """
 
@@ -15,117 +15,119 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from transformer_xl.config import UserError
-from transformer_xl.text.documents import SPLITS, Document, SplitName
-from transformer_xl.text.sources.archives import FilePart
+from transformer_xl.text.documents import SPLITS, Document, DocumentUnit, SplitName, TextSource
+from transformer_xl.text.sources.archives import FileRange, Progress, no_progress
 from transformer_xl.text.sources.download import RemoteFile
 from transformer_xl.text.sources.folders import list_files
-from transformer_xl.text.sources.source_files import ANYWHERE, Origin, TextFile, find_files, plain_file
-from transformer_xl.text.sources.text_source import AS_BYTES, TextSource
-from transformer_xl.text.tokenizers import TokenizerConfig
+from transformer_xl.text.sources.source_files import TextFile, find_files, plain_file
+from transformer_xl.text.tokenizers.config import TokenizerConfig
 
 PYTHON_STDLIB = "python-stdlib"
 _STDLIB_SKIPPED = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 
 
 @dataclass(frozen=True)
-class Stretch:
-    """A part of a text that goes to a split, in bytes."""
+class SplitFile:
+    """A text, or a range of its bytes, that belongs to a split."""
 
     text: TextFile
     start: int = 0
     stop: int | None = None
-    """None: to the end."""
+    """None: the end of the text."""
 
 
 @dataclass(frozen=True)
-class NamedCorpus:
-    """A corpus that others distribute."""
+class NamedDataset:
+    """A data set that others distribute."""
 
     name: str
     description: str
-    """What it is and how it was split, in words."""
-    splits: Mapping[SplitName, tuple[Stretch, ...]]
+    """What it is and how it is split."""
+    splits: Mapping[SplitName, tuple[SplitFile, ...]]
     archive: RemoteFile | None
-    """What the texts are distributed in."""
-    tokenizer: TokenizerConfig = AS_BYTES
-    """What it is normally read with; a `vocab_file` is `words`."""
-    counted: tuple[SplitName, ...] = ("train",)
-    """Splits that the vocabulary is learned from."""
-    lines: bool = False
-    """Whether each line is a document of its own."""
-    words: TextFile | None = None
-    """Its list of words."""
-    known_tokens: Mapping[SplitName, int] = field(default_factory=dict)
-    """How many tokens others count in each split, line ends included."""
+    """The archive the texts are distributed in."""
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    """Its default tokenizer, without `vocab_file`."""
+    tokenizer_splits: tuple[SplitName, ...] = ("train",)
+    """Splits that this tokenizer is trained on."""
+    document_unit: DocumentUnit = "file"
+    vocab_file: TextFile | None = None
+    """The words of its default tokenizer, where they are distributed."""
+    expected_num_tokens: Mapping[SplitName, int] = field(default_factory=dict)
+    """Published number of tokens of each split, ends of lines included."""
 
-    def open(self, origin: Origin = ANYWHERE, *, kind: str | None = None) -> TextSource:
-        """The texts, found or downloaded, and checked.
+    def open(
+        self, data_dir: Path | None = None, progress: Progress = no_progress, *, kind: str | None = None
+    ) -> TextSource:
+        """Find or download the texts, and check them.
 
         Args:
-            origin: from where.
-            kind: the kind of vocabulary that will read them; none: the corpus's own.
+            data_dir: a file or folder of the user's that has them; None: the network, or earlier downloads.
+            progress: called while files are downloaded, extracted and checked.
+            kind: the kind of tokenizer that will encode them; None: that of the default tokenizer.
 
         Raises:
-            UserError: a file is missing, damaged, another than it should be, or cannot be downloaded.
+            UserError: a file is missing, damaged, different from what it should be, or cannot be downloaded.
         """
-        own = kind in (None, self.tokenizer.kind)
-        words = self.words if own else None
-        texts = list(dict.fromkeys(stretch.text for stretches in self.splits.values() for stretch in stretches))
-        found = find_files(self.name, self.archive, [*texts, *([words] if words else [])], origin)
-        tokenizer = self.tokenizer
-        if words:
-            tokenizer = tokenizer.model_copy(update={"vocab_file": str(plain_file(found[words], words))})
+        uses_default = kind in (None, self.tokenizer.kind)
+        texts = list(dict.fromkeys(file.text for files in self.splits.values() for file in files))
+        vocab_file = self.vocab_file if uses_default else None
+        found = find_files(self.name, self.archive, [*texts, *filter(None, [vocab_file])], data_dir, progress)
+        tokenizer = self.tokenizer if uses_default else TokenizerConfig()
+        if vocab_file:
+            path = plain_file(found[vocab_file], vocab_file.name)
+            tokenizer = TokenizerConfig(**tokenizer.model_dump(exclude_unset=True), vocab_file=str(path))
         return TextSource(
             self.name,
             self.description,
             {
-                split: [_document(replace(found[part.text], start=part.start, stop=part.stop)) for part in stretches]
-                for split, stretches in self.splits.items()
+                split: [_document(replace(found[file.text], start=file.start, stop=file.stop)) for file in files]
+                for split, files in self.splits.items()
             },
-            tokenizer=tokenizer if own else AS_BYTES,
-            counted=self.counted if own else ("train",),
-            documents="lines" if self.lines else "files",
-            known_tokens=self.known_tokens if own else {},
+            tokenizer=tokenizer,
+            tokenizer_splits=self.tokenizer_splits if uses_default else ("train",),
+            document_unit=self.document_unit,
+            expected_num_tokens=self.expected_num_tokens if uses_default else {},
         )
 
 
-def _document(part: FilePart) -> Document:
-    return Document(part.name, part, 0 if part.packed and part.stop is None else part.size())
+def _document(text: FileRange) -> Document:
+    return Document(text.name, text, text.known_num_bytes)
 
 
 _MAHONEY_SPLIT = "first 90,000,000 bytes train, next 5,000,000 valid, last 5,000,000 test"
 
 
-def _mahoney(text: TextFile) -> dict[SplitName, tuple[Stretch, ...]]:
+def _mahoney(text: TextFile) -> dict[SplitName, tuple[SplitFile, ...]]:
     return {
-        "train": (Stretch(text, 0, 90_000_000),),
-        "valid": (Stretch(text, 90_000_000, 95_000_000),),
-        "test": (Stretch(text, 95_000_000, 100_000_000),),
+        "train": (SplitFile(text, 0, 90_000_000),),
+        "valid": (SplitFile(text, 90_000_000, 95_000_000),),
+        "test": (SplitFile(text, 95_000_000, 100_000_000),),
     }
 
 
-def _each(train: TextFile, valid: TextFile, test: TextFile) -> dict[SplitName, tuple[Stretch, ...]]:
-    return {"train": (Stretch(train),), "valid": (Stretch(valid),), "test": (Stretch(test),)}
+def _each(train: TextFile, valid: TextFile, test: TextFile) -> dict[SplitName, tuple[SplitFile, ...]]:
+    return {"train": (SplitFile(train),), "valid": (SplitFile(valid),), "test": (SplitFile(test),)}
 
 
 _ENWIK8 = TextFile("enwik8", 100_000_000, "sha256:2b49720ec4d78c3c9fabaee6e4179a5e997302b3a70029f30f2d582218c024a8")
 _TEXT8 = TextFile("text8", 100_000_000, "sha1:0dc3edebc970dcc96137e7deda4d9995af9d93de")
 
 
-def _wikitext(folder: str) -> dict[SplitName, tuple[Stretch, ...]]:
+def _wikitext(folder: str) -> dict[SplitName, tuple[SplitFile, ...]]:
     return _each(
-        TextFile(f"{folder}/wiki.train.tokens", also=("train.txt",)),
+        TextFile(f"{folder}/wiki.train.tokens", other_names=("train.txt",)),
         TextFile(
             f"{folder}/wiki.valid.tokens",
             1_121_681,
             "sha256:f0737ed31fc1329026e95cb8b98e19c2a182c39c240ab909dc31abf2f8af58e8",
-            also=("valid.txt",),
+            other_names=("valid.txt",),
         ),
         TextFile(
             f"{folder}/wiki.test.tokens",
             1_256_449,
             "sha256:d790b833ef8cf03a90db7bf1271b7520b83c45ce07ba3c1a9699df81e239eca0",
-            also=("test.txt",),
+            other_names=("test.txt",),
         ),
     )
 
@@ -135,7 +137,7 @@ def _ptb(split: str, num_bytes: int, sha256: str) -> TextFile:
         f"simple-examples/data/ptb.{split}.txt",
         num_bytes,
         f"sha256:{sha256}",
-        also=(f"{split}.txt",),
+        other_names=(f"{split}.txt",),
         urls=tuple(
             f"https://raw.githubusercontent.com/{owner}/lstm/master/data/ptb.{split}.txt"
             for owner in ("wojzaremba", "tomsercu")
@@ -146,18 +148,18 @@ def _ptb(split: str, num_bytes: int, sha256: str) -> TextFile:
 _LM1B = "1-billion-word-language-modeling-benchmark-r13output"
 
 
-def _lm1b_train(number: int) -> Stretch:
-    return Stretch(TextFile(f"{_LM1B}/training-monolingual.tokenized.shuffled/news.en-{number:05}-of-00100"))
+def _lm1b_train(number: int) -> SplitFile:
+    return SplitFile(TextFile(f"{_LM1B}/training-monolingual.tokenized.shuffled/news.en-{number:05}-of-00100"))
 
 
-def _lm1b_heldout(number: int) -> Stretch:
-    return Stretch(TextFile(f"{_LM1B}/heldout-monolingual.tokenized.shuffled/news.en.heldout-{number:05}-of-00050"))
+def _lm1b_heldout(number: int) -> SplitFile:
+    return SplitFile(TextFile(f"{_LM1B}/heldout-monolingual.tokenized.shuffled/news.en.heldout-{number:05}-of-00050"))
 
 
-DISTRIBUTED: dict[str, NamedCorpus] = {
-    corpus.name: corpus
-    for corpus in (
-        NamedCorpus(
+DISTRIBUTED: dict[str, NamedDataset] = {
+    dataset.name: dataset
+    for dataset in (
+        NamedDataset(
             "enwik8",
             f"the first 100,000,000 bytes of an XML dump of the English Wikipedia of 2006; {_MAHONEY_SPLIT}",
             _mahoney(_ENWIK8),
@@ -172,7 +174,7 @@ DISTRIBUTED: dict[str, NamedCorpus] = {
                 "sha256:547994d9980ebed1288380d652999f38a14fe291a6247c157c3d33d4932534bc",
             ),
         ),
-        NamedCorpus(
+        NamedDataset(
             "text8",
             f"100,000,000 letters and spaces of the English Wikipedia of 2006; {_MAHONEY_SPLIT}",
             _mahoney(_TEXT8),
@@ -183,9 +185,9 @@ DISTRIBUTED: dict[str, NamedCorpus] = {
                 "sha256:a6640522afe85d1963ad56c05b0ede0a0c000dddc9671758a6cc09b7a38e5232",
             ),
             TokenizerConfig(kind="char", byte_fallback=False),
-            counted=SPLITS,
+            tokenizer_splits=SPLITS,
         ),
-        NamedCorpus(
+        NamedDataset(
             "wikitext-103",
             "WikiText-103: good and featured articles of the English Wikipedia, as words; its own three splits",
             _wikitext("wikitext-103"),
@@ -196,9 +198,9 @@ DISTRIBUTED: dict[str, NamedCorpus] = {
                 "sha256:242ba0f20b329cfdf1ccc61e9e9e5b59becf189db7f7a81cd2a0e2fc31539590",
             ),
             TokenizerConfig(kind="word"),
-            known_tokens={"train": 103_227_021, "valid": 217_646, "test": 245_569},
+            expected_num_tokens={"train": 103_227_021, "valid": 217_646, "test": 245_569},
         ),
-        NamedCorpus(
+        NamedDataset(
             "wikitext-2",
             "WikiText-2: a small part of WikiText-103 with the same valid and test texts; its own three splits",
             _wikitext("wikitext-2"),
@@ -209,10 +211,10 @@ DISTRIBUTED: dict[str, NamedCorpus] = {
                 "sha256:92675f1d63015c1c8b51f1656a52d5bdbc33aafa60cc47a218a66e7ee817488c",
             ),
             TokenizerConfig(kind="word"),
-            counted=SPLITS,
-            known_tokens={"train": 2_088_628, "valid": 217_646, "test": 245_569},
+            tokenizer_splits=SPLITS,
+            expected_num_tokens={"train": 2_088_628, "valid": 217_646, "test": 245_569},
         ),
-        NamedCorpus(
+        NamedDataset(
             "ptb",
             "the Penn Treebank as distributed for language modelling, 10,000 words, a sentence a line; its own splits",
             _each(
@@ -230,10 +232,10 @@ DISTRIBUTED: dict[str, NamedCorpus] = {
                 "md5:30177ea32e27c525793142b6bf2c8e2d",
             ),
             TokenizerConfig(kind="word", lowercase=True),
-            counted=SPLITS,
-            known_tokens={"train": 929_589, "valid": 73_760, "test": 82_430},
+            tokenizer_splits=SPLITS,
+            expected_num_tokens={"train": 929_589, "valid": 73_760, "test": 82_430},
         ),
-        NamedCorpus(
+        NamedDataset(
             "lm1b",
             "One Billion Word: news sentences in random order; training files 1 to 99, heldout files 1 (valid) "
             "and 0 (test)",
@@ -252,8 +254,8 @@ DISTRIBUTED: dict[str, NamedCorpus] = {
                 "sha256:01ba60381110baf7f189dfd2b8374de371e8c9a340835793f190bdae9e90a34e",
             ),
             TokenizerConfig(kind="word", eos_token="<S>", unk_token="<UNK>"),
-            lines=True,
-            words=TextFile(
+            document_unit="line",
+            vocab_file=TextFile(
                 "1b_word_vocab.txt",
                 9_507_106,
                 "sha1:aa2322a3da82ef628011336c9b5c6059e4f56c3f",
@@ -266,41 +268,45 @@ DISTRIBUTED: dict[str, NamedCorpus] = {
     )
 }
 
-CORPUS_NAMES = (*DISTRIBUTED, PYTHON_STDLIB)
+DATASET_NAMES = (*DISTRIBUTED, PYTHON_STDLIB)
 
 
-def open_corpus(name: str, origin: Origin = ANYWHERE, *, kind: str | None = None) -> TextSource:
-    """The text of a corpus by its name, one of `CORPUS_NAMES`; arguments and errors as `NamedCorpus.open` has them."""
+def open_dataset(
+    name: str, data_dir: Path | None = None, progress: Progress = no_progress, *, kind: str | None = None
+) -> TextSource:
+    """Find or download a data set by its name, one of `DATASET_NAMES`; see `NamedDataset.open`."""
     if name == PYTHON_STDLIB:
-        if origin.source:
-            raise UserError(f"{name} is read from this machine's Python; leave --source out")
+        if data_dir:
+            raise UserError(f"{name} is read from this machine's Python; leave --data-dir out")
         return python_stdlib()
-    return DISTRIBUTED[name].open(origin, kind=kind)
+    return DISTRIBUTED[name].open(data_dir, progress, kind=kind)
 
 
 def python_stdlib() -> TextSource:
-    """The source of Python's own standard library, its tests left out: real text found on any machine.
+    """Return the source code of Python's standard library without its tests: real text found on any machine.
 
-    Each file goes whole to a split drawn from the sha256 of its path (train 90%, valid 5%, test 5%), so that a file
-    stays in its split from one Python version to the next. Within a split files stand in the order of that hash: in
-    the order of paths, hundreds of look-alike files (encodings, idlelib) would follow one another, and rows of a
-    short training would see little else.
+    Each file goes whole to a split that follows from the sha256 of its path (train 90%, valid 5%, test 5%), so it stays
+    in its split from one Python version to the next. Within a split files are in the order of that hash: sorted by
+    path, hundreds of similar files (encodings, idlelib) would follow one another, and batch rows of a short training
+    would have little else.
 
     Raises:
-        UserError: this Python came without its library's source.
+        UserError: this Python was installed without the source of its library.
     """
     folder = Path(sysconfig.get_paths()["stdlib"])
     paths = [path for path in list_files(folder, skip=_STDLIB_SKIPPED) if path.suffix == ".py"]
     documents: dict[SplitName, list[Document]] = {split: [] for split in SPLITS}
     names = {path.relative_to(folder).as_posix(): path for path in paths}
-    for name in sorted(names, key=_drawn):
-        part = FilePart(names[name])
-        part = replace(part, stop=part.size())
-        documents[_split_of(_drawn(name))].append(Document(name, part, part.size()))
+    for name in sorted(names, key=_hash_fraction):
+        text = FileRange(names[name])
+        text = replace(text, stop=text.size())
+        fraction = _hash_fraction(name)
+        split: SplitName = "train" if fraction < 0.9 else "valid" if fraction < 0.95 else "test"
+        documents[split].append(Document(name, text, text.size()))
     if not all(documents.values()):
         raise UserError(
-            f"this Python's library holds too little source to split ({len(paths)} files in {folder}); give files of "
-            "your own to 'txl prepare'"
+            f"this Python's library has too little source code to split ({len(paths)} files in {folder}); give files "
+            "of your own to 'txl prepare'"
         )
     return TextSource(
         PYTHON_STDLIB,
@@ -309,10 +315,6 @@ def python_stdlib() -> TextSource:
     )
 
 
-def _drawn(name: str) -> float:
-    """A number from 0 to 1 that depends on the name alone."""
+def _hash_fraction(name: str) -> float:
+    """A number in [0, 1) that depends on the name alone."""
     return int.from_bytes(hashlib.sha256(os.fsencode(name)).digest()[:8], "big") / 2**64
-
-
-def _split_of(drawn: float) -> SplitName:
-    return "train" if drawn < 0.9 else "valid" if drawn < 0.95 else "test"
