@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from transformer_xl.model.memory import ContextLimits, Memory
     from transformer_xl.model.transformer_xl import TransformerXL
     from transformer_xl.run_folder import Run, load, save
+    from transformer_xl.text.prepare import prepare
     from transformer_xl.text.token_store import Corpus
     from transformer_xl.training.callbacks import Callback
     from transformer_xl.training.train import TrainResult, resume, train
@@ -74,6 +75,7 @@ _HOMES = {
     "evaluate": "evaluation.evaluate",
     "generate": "generation.generate",
     "load": "run_folder",
+    "prepare": "text.prepare",
     "resume": "training.train",
     "save": "run_folder",
     "score": "evaluation.score",
@@ -113,6 +115,7 @@ __all__ = [
     "evaluate",
     "generate",
     "load",
+    "prepare",
     "resume",
     "save",
     "score",

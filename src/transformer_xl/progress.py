@@ -95,3 +95,39 @@ class ProgressBar:
     def _left(self) -> str:
         seconds = round((self._total - self._done) / max(1e-9, self._rate()))
         return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
+
+
+class StageBars:
+    """Progress bars for stages that follow one another; a stage gets a bar once it has taken two seconds.
+
+    Use it as a context manager, and call it with the name of the stage, the bytes done so far, and their total.
+    """
+
+    _SECONDS_BEFORE_BAR = 2.0
+
+    def __init__(self) -> None:
+        self._stage, self._start, self._done = "", 0.0, 0
+        self._bar: ProgressBar | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close()
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        """Show that `done` of `total` bytes are done."""
+        if stage != self._stage:
+            self._close()
+            self._stage, self._start = stage, time.perf_counter()
+        if self._bar:
+            self._bar.advance(done - self._done)
+        elif time.perf_counter() - self._start >= self._SECONDS_BEFORE_BAR:
+            self._bar = ProgressBar(stage, max(total, done), "bytes").__enter__()
+            self._bar.begin_at(done)
+        self._done = done
+
+    def _close(self) -> None:
+        if self._bar:
+            self._bar.__exit__()
+        self._bar = None

@@ -78,15 +78,10 @@ def _clear(out: Path) -> None:
 def _train(out: Path, recipe: str, machine: Machine) -> tuple[RunFolder, Corpus, int]:
     from transformer_xl.device import keep_freed_memory
     from transformer_xl.run_folder import RunFolder
-    from transformer_xl.text.corpus_writer import write_corpus
-    from transformer_xl.text.sources.corpora import find_text
-    from transformer_xl.text.tokenizers import ByteTokenizer
+    from transformer_xl.text.prepare import prepare
     from transformer_xl.training import train as training
 
-    text = find_text(["python-stdlib"], given={})
-    corpus = write_corpus(
-        out / "corpus", text.splits, name=text.name, source=text.description, tokenizer=ByteTokenizer()
-    )
+    corpus = prepare("python-stdlib", out / "corpus")
     train = corpus.split("train")
     say(f"text: {corpus.source}; {train.num_bytes:,} bytes in {train.num_documents:,} files to learn from")
     keep_freed_memory()  # a training step reuses the buffers of the one before

@@ -11,6 +11,7 @@ from pydantic.fields import FieldInfo
 
 from transformer_xl.config import ARCHITECTURES, EvaluationConfig, Settings, TrainConfig, check_settings
 from transformer_xl.generation.config import GenerationConfig
+from transformer_xl.text.tokenizers.config import TokenizerConfig
 
 
 def _model_fields() -> dict[str, FieldInfo]:
@@ -35,6 +36,7 @@ _GROUPS: Mapping[str, Mapping[str, FieldInfo]] = {
     "train": TrainConfig.model_fields,
     "evaluation": EvaluationConfig.model_fields,
     "generation": GenerationConfig.model_fields,
+    "tokenizer": TokenizerConfig.model_fields,
 }
 
 
@@ -63,6 +65,7 @@ TrainFlags = _optional("train", _GROUPS["train"])
 EvaluationFlags = _optional("evaluation", _GROUPS["evaluation"])
 GenerationFlags = _optional("generation", _GROUPS["generation"])
 ScoreFlags = _optional("score", _GROUPS["evaluation"], "method", "dynamic")
+TokenizerFlags = _optional("tokenizer", _GROUPS["tokenizer"], "kind", "eos_token", "unk_token", "byte_fallback")
 LengthFlags = _optional(
     "length", _GROUPS["evaluation"], "method", "batch_size", "warmup_tokens", "reset_memory", "dtype", "dynamic"
 )

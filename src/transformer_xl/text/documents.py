@@ -14,6 +14,8 @@ SPLITS: tuple[SplitName, ...] = ("train", "valid", "test")
 DocumentUnit = Literal["file", "line"]
 """What one document of a corpus is: a file (or text) as a whole, or each of its lines."""
 
+DEFAULT_TOKENIZER = TokenizerConfig()
+
 
 @dataclass(frozen=True)
 class Document:
@@ -37,7 +39,7 @@ class TextSource:
     """Where the text comes from and how it was split."""
     splits: Mapping[SplitName, Sequence[Document]]
     """Documents of each split; splits without text are absent."""
-    tokenizer: TokenizerConfig = TokenizerConfig()
+    tokenizer: TokenizerConfig = DEFAULT_TOKENIZER
     """Its default tokenizer."""
     tokenizer_splits: tuple[SplitName, ...] = ("train",)
     """Splits that this tokenizer is trained on."""

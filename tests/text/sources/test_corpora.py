@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from transformer_xl.text.sources.corpora import find_text
 
 from transformer_xl.config import UserError
-from transformer_xl.text.sources.corpora import find_text
 from transformer_xl.text.sources.source_files import Origin
 
 

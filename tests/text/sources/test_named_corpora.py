@@ -11,14 +11,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from transformer_xl.text.sources.corpora import find_text
+from transformer_xl.text.sources.text_source import TextSource
 
 from transformer_xl.config import UserError
 from transformer_xl.text.corpus_writer import CorpusLayout, write_corpus
 from transformer_xl.text.documents import SPLITS, Document
-from transformer_xl.text.sources.corpora import find_text
 from transformer_xl.text.sources.named_corpora import CORPUS_NAMES, DISTRIBUTED, NamedCorpus, open_corpus
 from transformer_xl.text.sources.source_files import Origin, TextFile
-from transformer_xl.text.sources.text_source import TextSource
 from transformer_xl.text.token_store import Corpus
 from transformer_xl.text.tokenizers.training import train_tokenizer
 

@@ -23,7 +23,8 @@ COMPRESSED_SUFFIXES = (".gz", ".bz2", ".xz")
 _TAR_SUFFIXES = (".tar", ".tgz", ".tbz2", ".txz", ".tar.gz", ".tar.bz2", ".tar.xz")
 
 Progress = Callable[[str, int, int], None]
-"""Called with the name of a stage (such as `download enwik8.zip`), its bytes done so far, and its total (0: unknown)."""
+"""Called with the name of a stage (such as `download enwik8.zip`), its bytes done so far, and their total (0: unknown).
+"""
 
 
 def no_progress(stage: str, done: int, total: int) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from transformer_xl.config import UserError
-from transformer_xl.text.documents import SPLITS, Document, DocumentUnit, SplitName, TextSource
+from transformer_xl.text.documents import DEFAULT_TOKENIZER, SPLITS, Document, DocumentUnit, SplitName, TextSource
 from transformer_xl.text.sources.archives import FileRange, Progress, no_progress
 from transformer_xl.text.sources.download import RemoteFile
 from transformer_xl.text.sources.folders import list_files
@@ -46,7 +46,7 @@ class NamedDataset:
     splits: Mapping[SplitName, tuple[SplitFile, ...]]
     archive: RemoteFile | None
     """The archive the texts are distributed in."""
-    tokenizer: TokenizerConfig = TokenizerConfig()
+    tokenizer: TokenizerConfig = DEFAULT_TOKENIZER
     """Its default tokenizer, without `vocab_file`."""
     tokenizer_splits: tuple[SplitName, ...] = ("train",)
     """Splits that this tokenizer is trained on."""
@@ -73,7 +73,7 @@ class NamedDataset:
         texts = list(dict.fromkeys(file.text for files in self.splits.values() for file in files))
         vocab_file = self.vocab_file if uses_default else None
         found = find_files(self.name, self.archive, [*texts, *filter(None, [vocab_file])], data_dir, progress)
-        tokenizer = self.tokenizer if uses_default else TokenizerConfig()
+        tokenizer = self.tokenizer if uses_default else DEFAULT_TOKENIZER
         if vocab_file:
             path = plain_file(found[vocab_file], vocab_file.name)
             tokenizer = TokenizerConfig(**tokenizer.model_dump(exclude_unset=True), vocab_file=str(path))

@@ -52,7 +52,7 @@ class BytesRange:
 
     def size(self) -> int:
         """Return the length in bytes."""
-        return len(self.text[self.start : self.stop])
+        return (len(self.text) if self.stop is None else self.stop) - self.start
 
 
 TextRange = FileRange | ArrayRange | BytesRange

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformer_xl.text.sources.corpora import find_text
+from transformer_xl.text.sources.text_source import TextSource
 
 from transformer_xl.config import UserError
 from transformer_xl.text.documents import SPLITS, Document, SplitName
 from transformer_xl.text.sources import own_files
-from transformer_xl.text.sources.corpora import find_text
-from transformer_xl.text.sources.text_source import TextSource
 
 needs_permissions = pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
 WHOLE: Mapping[SplitName, float] = {"valid": 0, "test": 0}
