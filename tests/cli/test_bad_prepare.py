@@ -51,82 +51,72 @@ def place(tmp_path: Path, monkeypatch: Patch) -> Path:
 
 WRONG_WORDS = [
     # which text
-    ("prepare --out new", "no text was given; name files, folders, --train FILE, or a corpus"),
-    ("prepare python-stdlb", r"nor a known corpus \(did you mean 'python-stdlib'\?\)"),
-    ("prepare wikitext103", r"nor a known corpus \(did you mean 'wikitext-103'\?\)"),
+    ("prepare --out new", "no text was given; name files, folders, --train FILE, or a data set"),
+    ("prepare python-stdlb", r"nor a known data set \(did you mean 'python-stdlib'\?\)"),
+    ("prepare wikitext103", r"nor a known data set \(did you mean 'wikitext-103'\?\)"),
     ("prepare gone.txt", "'gone.txt' is neither a file nor a folder"),
     ("prepare --train gone.txt", "--train: 'gone.txt' is neither a file nor a folder"),
-    ("prepare d/*.txt", r"no file that holds text fits the pattern 'd/\*.txt'"),
-    ("prepare empty.txt", "the file empty.txt is empty; leave it out, or name one that holds text"),
-    ("prepare folder", "the folder folder holds no text"),
+    ("prepare d/*.txt", r"no file with text matches the pattern 'd/\*.txt'"),
+    ("prepare empty.txt", "the file empty.txt is empty; leave it out, or name one that has text"),
+    ("prepare folder", "the folder folder has no text"),
     ("prepare short.txt", "the text is too short to split: 3 bytes leave valid empty"),
-    ("prepare data.zip", "data.zip is an archive; unpack it first, or leave it out"),
+    ("prepare data.zip", "data.zip is an archive; extract it first, or leave it out"),
     ("prepare cut.gz", r"cut.gz: damaged or cut short \(.*\); get it again"),
     ("prepare --train altered.gz", r"altered.gz: damaged or cut short \(.*\); get it again"),
-    ("prepare --train empty.gz", "train.* holds no text|train.*empty"),
-    ("prepare --train text.txt --valid empty.gz", "valid.* holds no text|valid.*empty"),
+    ("prepare --train empty.gz", "train.* has no text|train.*empty"),
+    ("prepare --train text.txt --valid empty.gz", "valid.* has no text|valid.*empty"),
     ("prepare --valid text.txt", "--valid was given without --train"),
     ("prepare text.txt --test text.txt", "both text to cut .* and --test were given"),
-    ("prepare text.txt --test-fraction 1", "--test-fraction 1 is not a share"),
+    ("prepare text.txt --test-fraction 1", "--test-fraction 1 is not a fraction"),
     ("prepare ptb --test-fraction 0.1", "the splits of ptb are fixed"),
     # where it goes
-    ("prepare text.txt --out folder", "folder exists already; choose another place or delete it first"),
+    ("prepare text.txt --out folder", "folder exists already; choose another folder or delete it first"),
     ("prepare enwik8 --out folder", "folder exists already"),
-    ("prepare text.txt --out=", "--out: an empty name was given; name a folder to make, or leave --out out for corp"),
+    ("prepare text.txt --out=", "--out: an empty path was given"),
     ("prepare text.txt --out text.txt/new", "writing text.txt/new: part of the path is a file, not a folder"),
     # files of a named corpus
-    ("prepare ptb --source gone", "--source gone: no such file or folder; name the one that holds ptb"),
+    ("prepare ptb --data-dir gone", "--data-dir gone: no such file or folder; name the one that has ptb"),
     (
-        "prepare ptb --source folder",
-        "--source folder: no simple-examples.tgz or ptb.train.txt, ptb.valid.txt, ptb.test",
+        "prepare ptb --data-dir folder",
+        "--data-dir folder: no simple-examples.tgz or ptb.train.txt, ptb.valid.txt, ptb.test",
     ),
-    ("prepare lm1b --source folder", "no 1-billion-.*news.en-00001-of-00100, news.en-00002-of-00100, .* and 99 more"),
+    ("prepare lm1b --data-dir folder", "no 1-billion-.*news.en-00001-of-00100, news.en-00002-of-00100, .* and 99 more"),
     (
-        "prepare ptb --source ptb",
+        "prepare ptb --data-dir ptb",
         "ptb.train.txt: 3,499 bytes long, wanted 5,101,618 for ptb; .* txl prepare --train ptb/",
     ),
-    ("prepare enwik8 --source zip", "zip/enwik8.zip: 194 bytes long, wanted 36,445,475; get it again"),
-    ("prepare enwik8 --source zip/other.zip", r"\(enwik8\): unpacked 5 bytes long, wanted 100,000,000 for enwik8"),
-    ("prepare text8 --source tar", r"tar/any.tgz: damaged or cut short \(.*\); get it again"),
-    ("prepare text.txt --source folder", "--source folder is for a corpus known by name"),
-    # vocabularies
-    ("prepare text.txt --vocabulary byte", r"no vocabulary 'byte' \(did you mean 'bytes'\?\)"),
-    ("prepare text.txt --vocabulary folder", "folder"),
-    ("prepare text.txt --vocabulary text.txt", "text.txt"),
-    ("prepare text.txt --min-count 2", "--min-count is for --vocabulary words or characters, and this is bytes; leave"),
+    ("prepare enwik8 --data-dir zip", "zip/enwik8.zip: 194 bytes long, wanted 36,445,475; get it again"),
     (
-        "prepare enwik8 --no-end-of-line",
-        "--no-end-of-line is for --vocabulary words, and this is bytes; leave it out or",
+        "prepare enwik8 --data-dir zip/other.zip",
+        r"\(enwik8\): decompressed 5 bytes long, wanted 100,000,000 for enwik8",
     ),
-    ("prepare text.txt --vocabulary bpe --lowercase", "--lowercase is for --vocabulary words, and this is bpe"),
-    ("prepare text.txt --vocabulary words --values 3", "--values is for --vocabulary integers, and this is words"),
-    ("prepare text.txt --vocabulary words --tokenizer a", "--tokenizer is for --vocabulary bpe, and this is words"),
-    (
-        "prepare text.txt --vocabulary words --min-count 0",
-        r"--vocabulary words: --min-count: .*greater than 0 \(given: 0",
-    ),
-    ("prepare text.txt --vocabulary bpe --max-size 9", "--vocabulary bpe: --max-size is 9, but bpe has at least the"),
-    (
-        "prepare text.txt --vocabulary words --words-file words.txt --max-size 5",
-        "so they cannot be limited; leave --min-count and --max-size out",
-    ),
-    ("prepare music.npy --values 0", "--vocabulary integers: --values: .*greater than 0"),
-    ("prepare text.txt --vocabulary words --words-file gone", "gone"),
-    ("prepare text.txt --vocabulary words --words-file words.txt", "words.txt"),
-    ("prepare text.txt --vocabulary bpe --tokenizer words.txt", "words.txt"),
-    ("prepare text.txt --documents pages", "pages"),
-    ("prepare text.txt --workers 0", "--workers 0: wanted 1 or more"),
-    # text that a vocabulary cannot read
-    ("prepare --train latin.txt --vocabulary words", r"latin.txt: byte 3,502.*0xe9"),
-    ("prepare --train text.txt --test latin.txt --vocabulary characters", r"latin.txt: byte 3,502.*0xe9"),
-    ("prepare latin.txt --vocabulary words", r"latin.txt, from byte 3,\d\d\d on: byte \d+.*0xe9"),
-    ("prepare --train numbers.txt --vocabulary integers", r"numbers.txt: byte 8.*x"),
-    ("prepare large.txt --vocabulary integers --values 9", r"large.txt, from byte \d+ on: byte \d+.*99"),
-    ("prepare --train text.txt --valid music.npy", "music.npy holds numbers, not text; give --vocabulary integers"),
-    ("prepare music.npy --vocabulary words", "music.npy holds numbers, not text"),
-    ("prepare music.npy --values 89", r"music.npy: array\[89\] is 89, wanted a whole number from 0 to 88; take it out"),
-    ("prepare real.npy", "real.npy: holds float64, wanted whole numbers"),
-    ("prepare music.npy numbers.txt --vocabulary integers", "together they cannot be cut; give --train, --valid and"),
+    ("prepare text8 --data-dir tar", r"tar/any.tgz: damaged or cut short \(.*\); get it again"),
+    ("prepare text.txt --data-dir folder", "--data-dir folder is for a data set known by name"),
+    # tokenizers
+    ("prepare text.txt --tokenizer bytes", r"no tokenizer at bytes \(did you mean 'byte'\?\)"),
+    ("prepare text.txt --tokenizer folder", "no tokenizer at folder"),
+    ("prepare text.txt --tokenizer text.txt", "text.txt: .*JSON"),
+    ("prepare text.txt --min-frequency 2", "min_frequency is for word and char tokenizers, not for byte"),
+    ("prepare enwik8 --no-add-eos", "add_eos is for word tokenizers, not for byte"),
+    ("prepare text.txt --tokenizer bpe --lowercase", "lowercase is for word tokenizers, not for bpe"),
+    ("prepare text.txt --tokenizer word --min-frequency 0", r"min_frequency: .*greater than 0 \(given: 0"),
+    ("prepare text.txt --tokenizer bpe --vocab-size 9", "vocab_size 9 is too small for bpe; give 256 or more"),
+    ("prepare text.txt --tokenizer word --vocab-file words.txt --vocab-size 5", "leave vocab_size and min_freq"),
+    ("prepare text.txt --tokenizer word --vocab-file gone", "gone: no such file"),
+    ("prepare text.txt --tokenizer word --vocab-file words.txt", "words.txt: .*'a'"),
+    ("prepare text.txt --document-unit pages", "pages"),
+    ("prepare text.txt --num-workers 0", "--num-workers 0: wanted 1 or more"),
+    # text that a tokenizer cannot encode
+    ("prepare --train latin.txt --tokenizer word", r"latin.txt: byte 3,502.*0xe9"),
+    ("prepare --train text.txt --test latin.txt --tokenizer char", r"latin.txt: byte 3,502.*0xe9"),
+    ("prepare latin.txt --tokenizer word", r"latin.txt, from byte 3,\d\d\d on: byte \d+.*0xe9"),
+    ("prepare --train numbers.txt --tokenizer integer", r"numbers.txt: byte 8.*x"),
+    ("prepare large.txt --tokenizer integer --vocab-size 10", r"large.txt, from byte \d+ on: byte \d+.*99"),
+    ("prepare --train text.txt --valid music.npy", "music.npy holds numbers, not text; give --tokenizer integer"),
+    ("prepare music.npy --tokenizer word", "music.npy holds numbers, not text"),
+    ("prepare music.npy --vocab-size 90", r"music.npy: array\[89\] is 89, wanted an integer from 0 to 88; remove it"),
+    ("prepare real.npy", "real.npy: has float64, wanted integers"),
+    ("prepare music.npy numbers.txt --tokenizer integer", "cannot be joined and cut; give --train, --valid and"),
 ]
 
 
@@ -135,11 +125,11 @@ def test_wrong_words(place: Path, words: str, message: str, capfd: Capture) -> N
     assert_refused(place, words, message, capfd)
 
 
-def test_flags_beside_a_vocabulary_that_exists(place: Path, capfd: Capture) -> None:
-    do("prepare text.txt --vocabulary words")
-    words = "prepare text.txt --out new --vocabulary corpora/text"
-    message = "corpora/text is learned already; leave --no-lowercase, --max-size out, or name a kind"
-    assert_refused(place, f"{words} --no-lowercase --max-size 7", message, capfd)
+def test_settings_of_a_trained_tokenizer(place: Path, capfd: Capture) -> None:
+    do("prepare text.txt --tokenizer word")
+    words = "prepare text.txt --out new --tokenizer corpora/text"
+    message = "corpora/text is trained already; leave --vocab-size, --no-lowercase out, or name a kind"
+    assert_refused(place, f"{words} --no-lowercase --vocab-size 7", message, capfd)
     assert_refused(place, "prepare text.txt", "corpora/text exists already", capfd)
     (place / "corpora/text/txl_tokenizer.json").write_bytes(b"{")
     assert_refused(place, words, "txl_tokenizer.json: damaged, not readable as JSON", capfd)
@@ -184,5 +174,5 @@ def test_a_disk_that_is_full(place: Path, monkeypatch: Patch, capfd: Capture) ->
             assert re.search(f"writing .*text.*: {FULL}", error_of("prepare text.txt", capfd))
         assert files(place) == before
     with no_file_larger_than(100):
-        assert "file too large for this place; choose another" in error_of("prepare text.txt", capfd)
+        assert "file too large for this file system; choose another" in error_of("prepare text.txt", capfd)
     assert files(place) == before

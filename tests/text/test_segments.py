@@ -22,7 +22,7 @@ UNHURRIED = settings(deadline=None)
 
 @st.composite
 def streams(draw: st.DrawFn) -> SegmentDataset:
-    """Streams of any size; the token at place i is i + 1, so that each place can be told from the others."""
+    """Streams of any size; the token at index i is i + 1, so that each index can be told from the others."""
     length = draw(st.integers(1, 211))
     rows = draw(st.integers(1, min(length, 13)))
     tokens = np.arange(1, length + 1, dtype=np.uint16)
@@ -68,7 +68,7 @@ def test_every_token_is_a_target_once_under_any_rows_segment_and_shards(data: st
         shared = [len(part) for part in torch.arange(rows).chunk(count)]  # as torch shares out a sharded tensor
         assert [part.targets_BT.shape for part in read] == [(own, segment) for own in shared]
         assert [shard.local_batch_size for shard in shards] == shared
-        for name in ("inputs_BT", "targets_BT", "counted_BT"):
+        for name in ("inputs_BT", "targets_BT", "loss_mask_BT"):
             joined = np.concatenate([getattr(part, name) for part in read])
             assert joined.tolist() == getattr(whole.read(position), name).tolist()
         targets.extend(token for part in read for token in part.targets_BT[part.loss_mask_BT].tolist())
@@ -82,10 +82,10 @@ def test_every_token_is_a_target_once_under_any_rows_segment_and_shards(data: st
 @given(st.lists(st.integers(1, 13), min_size=1, max_size=7), st.integers(1, 5), st.integers(1, 11))
 def test_tokens_in_shard_files_read_as_one_array(lengths: list[int], batch_size: int, segment_length: int) -> None:
     tokens = np.arange(1, sum(lengths) + 1, dtype=np.uint16)
-    rows = min(rows, len(tokens))
+    rows = min(batch_size, len(tokens))
     joined = TokenShards(tuple(np.split(tokens, np.cumsum(lengths)[:-1])))
-    one = SegmentDataset(tokens, batch_size=rows, segment_length=segment, bos_token_id=START)
-    other = SegmentDataset(joined, batch_size=rows, segment_length=segment, bos_token_id=START)
+    one = SegmentDataset(tokens, batch_size=rows, segment_length=segment_length, bos_token_id=START)
+    other = SegmentDataset(joined, batch_size=rows, segment_length=segment_length, bos_token_id=START)
     for first, second in zip(epoch(one), epoch(other), strict=True):
         assert first.inputs_BT.tolist() == second.inputs_BT.tolist()
         assert first.targets_BT.tolist() == second.targets_BT.tolist()
@@ -93,7 +93,7 @@ def test_tokens_in_shard_files_read_as_one_array(lengths: list[int], batch_size:
 
 @UNHURRIED
 @given(streams())
-def test_rows_are_unbroken_stretches_of_the_text(stream: SegmentDataset) -> None:
+def test_batch_rows_are_contiguous_ranges_of_the_text(stream: SegmentDataset) -> None:
     segments = epoch(stream)
     length = len(stream.tokens)
     for row in range(stream.batch_size):
@@ -127,7 +127,9 @@ def test_shape_is_always_the_same_and_padding_is_marked(stream: SegmentDataset) 
 @UNHURRIED
 @given(streams(), st.data())
 def test_reading_again_and_elsewhere_changes_nothing(stream: SegmentDataset, data: st.DataObject) -> None:
-    positions = st.builds(DatasetPosition, epoch=st.integers(0, 3), segment=st.integers(0, stream.num_segments - 1))
+    positions = st.builds(
+        DatasetPosition, epoch=st.integers(0, 3), segment_index=st.integers(0, stream.num_segments - 1)
+    )
     position = data.draw(positions)
     first = stream.read(position)
     expected = first.inputs_BT.copy(), first.targets_BT.copy(), first.loss_mask_BT.copy()
@@ -202,20 +204,22 @@ def test_reads_from_a_memory_map_only_what_it_needs(tmp_path: Path) -> None:
 def test_positions_are_values() -> None:
     position = DatasetPosition(epoch=2, segment_index=3)
     assert position == DatasetPosition(epoch=2, segment_index=3)
-    with pytest.raises(UserError, match=r"state: unknown setting 'segmnt' \(did you mean 'segment'\?\)"):
-        check_settings(DatasetPosition, {"epoch": 0, "segmnt": 1}, "state")
-    with pytest.raises(UserError, match=r"state: segment: .*greater than or equal to 0"):
+    with pytest.raises(UserError, match=r"state: unknown setting 'segment_indx' \(did you mean 'segment_index'\?\)"):
+        check_settings(DatasetPosition, {"epoch": 0, "segment_indx": 1}, "state")
+    with pytest.raises(UserError, match=r"state: segment_index: .*greater than or equal to 0"):
         check_settings(DatasetPosition, {"segment_index": -1}, "state")
 
 
 def test_too_few_tokens_are_refused() -> None:
     tokens = np.arange(6, dtype=np.uint8)
-    with pytest.raises(UserError, match="the text has 6 tokens for 7 rows, and each row needs one; lower the rows"):
+    with pytest.raises(
+        UserError, match="6 tokens, and a batch of 7 sequences needs one for each; lower the batch size"
+    ):
         SegmentDataset(tokens, batch_size=7, segment_length=1, bos_token_id=10)
-    with pytest.raises(UserError, match="the text has 0 tokens for 1 rows"):
+    with pytest.raises(UserError, match="0 tokens, and a batch of 1 sequences"):
         SegmentDataset(tokens[:0], batch_size=1, segment_length=1, bos_token_id=10)
     for rows, segment in ((0, 3), (3, 0)):
-        with pytest.raises(UserError, match=f"rows {rows} and segment {segment} were given; both must be at least 1"):
+        with pytest.raises(UserError, match=f"batch size {rows} and segment length {segment} .* at least 1"):
             SegmentDataset(tokens, batch_size=rows, segment_length=segment, bos_token_id=10)
 
 
@@ -223,12 +227,10 @@ def test_rows_that_leave_a_shard_without_any_are_refused() -> None:
     tokens = np.arange(97, dtype=np.uint8)
     with pytest.raises(
         UserError,
-        match=r"4 rows, 2 for each process, leave some of the 3 processes without any; give --train.batch-size 6, or start 2",
+        match=r"4 sequences, 2 for each process, .* 3 processes without any; give --train.batch-size 6, or start 2",
     ):
         SegmentDataset(tokens, batch_size=4, segment_length=1, bos_token_id=10, shard=Shard(0, 3))
-    with pytest.raises(
-        UserError, match=r"2 rows, 1 for each process, .*; give --train.batch-size 3, or start 2 of them"
-    ):
+    with pytest.raises(UserError, match=r"2 sequences, 1 for each process, .*; give --train.batch-size 3, or start 2"):
         SegmentDataset(tokens, batch_size=2, segment_length=1, bos_token_id=10, shard=Shard(1, 3))
 
 
@@ -238,6 +240,6 @@ def test_training_needs_a_segment_in_each_row() -> None:
     check_training(SegmentDataset(tokens, batch_size=2, segment_length=7, bos_token_id=10))
     with pytest.raises(
         UserError,
-        match=r"has 14 tokens, and 3 rows of a segment of 5 tokens need 15; lower --train.batch-size or --train.segment-length",
+        match=r"14 tokens, and a batch of 3 sequences of 5 tokens needs 15; lower --train.batch-size",
     ):
         check_training(SegmentDataset(tokens[:14], batch_size=3, segment_length=5, bos_token_id=10))

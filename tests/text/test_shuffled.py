@@ -27,7 +27,7 @@ def stream_of(
     tokens = np.arange(1, sum(lengths) + 1, dtype=np.uint16)
     starts = np.cumsum([0, *lengths[:-1]]).astype(np.uint64)
     return ShuffledDocumentDataset(
-        tokens, starts, batch_size=rows, segment_length=segment, bos_token_id=START, seed=seed, shard=shard
+        tokens, starts, batch_size=batch_size, segment_length=segment_length, bos_token_id=START, seed=seed, shard=shard
     )
 
 
@@ -125,15 +125,16 @@ def test_shards_read_the_rows_of_the_whole(
 ) -> None:
     lengths = [*lengths, *[3] * (count * each)]
     rows = count * each - (each > 1)  # the last shard may have fewer
-    whole = stream_of(lengths, batch_size=rows, segment_length=segment)
+    whole = stream_of(lengths, batch_size=rows, segment_length=segment_length)
     shards = [
-        stream_of(lengths, batch_size=rows, segment_length=segment, shard=Shard(index, count)) for index in range(count)
+        stream_of(lengths, batch_size=rows, segment_length=segment_length, shard=Shard(index, count))
+        for index in range(count)
     ]
     assert {shard.segments_in(epoch) for shard in shards} == {whole.segments_in(epoch)}
     for index, segment_read in enumerate(epoch_of(whole, epoch)):
         position = DatasetPosition(epoch=epoch, segment_index=index)
         read = [shard.read(position) for shard in shards]
-        for name in ("inputs_BT", "targets_BT", "counted_BT"):
+        for name in ("inputs_BT", "targets_BT", "loss_mask_BT"):
             joined = np.concatenate([getattr(part, name) for part in read])
             assert joined.tolist() == getattr(segment_read, name).tolist()
         assert {shard.after(position) for shard in shards} == {whole.after(position)}
@@ -185,7 +186,7 @@ def test_each_epoch_and_seed_has_an_order_of_its_own() -> None:
     assert all(30 < rising < 66 for rising in in_order)  # 48 of 96 are expected
 
 
-def test_every_document_may_stand_anywhere() -> None:
+def test_every_position_is_as_likely() -> None:
     stream = stream_of([1] * 5, batch_size=1, segment_length=5)
     seen = np.zeros((5, 5), dtype=int)
     for epoch in range(1000):
@@ -218,12 +219,12 @@ def test_small_case_by_hand() -> None:
 
 
 def test_what_cannot_be_read_side_by_side_is_refused() -> None:
-    with pytest.raises(UserError, match=r"the text has 3 documents for 4 rows, .*--documents lines"):
+    with pytest.raises(UserError, match=r"3 documents, and a batch of 4 sequences .*--document-unit line"):
         stream_of([5, 5, 5], batch_size=4, segment_length=1)
-    with pytest.raises(UserError, match="rows 0 and segment 3 were given; both must be at least 1"):
+    with pytest.raises(UserError, match=r"batch size 0 and segment length 3 .* at least 1"):
         stream_of([5, 5, 5], batch_size=0, segment_length=3)
-    with pytest.raises(UserError, match="1 rows, 1 for each process, leave some of the 2 processes without any"):
+    with pytest.raises(UserError, match=r"1 sequences, 1 for each process, .* 2 processes without any"):
         stream_of([5, 5, 5], batch_size=1, segment_length=3, shard=Shard(1, 2))
     check_training(stream_of([5, 5, 5], batch_size=3, segment_length=5))
-    with pytest.raises(UserError, match="has 15 tokens, and 3 rows of a segment of 7 tokens need 21"):
+    with pytest.raises(UserError, match="15 tokens, and a batch of 3 sequences of 7 tokens needs 21"):
         check_training(stream_of([5, 5, 5], batch_size=3, segment_length=7))

@@ -205,6 +205,8 @@ def find_text(
     if asked and (given or isinstance(documents, Mapping)):
         raise UserError("fractions cut one text into splits, but the splits are given; leave the fractions out")
     if given:
+        if "train" not in given:
+            raise UserError(f"--{next(iter(given))} was given without --train; add --train with the files to train on")
         texts = {split: texts_of_paths(of_split, f"--{split}: ") for split, of_split in given.items()}
         description = "; ".join(f"{split}: {describe_paths(of_split)}" for split, of_split in given.items())
         return source_of_splits(texts, name=name_of_paths(given["train"]), description=description, kind=kind)

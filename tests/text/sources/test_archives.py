@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 
 from transformer_xl.config import UserError
 from transformer_xl.text.sources.archives import (
-    FilePart,
+    FileRange,
     checksum,
+    extract_from_tar,
+    file_checksum,
     is_archive,
-    raw_chunks,
-    unpack_tar,
     with_progress,
     zip_members,
 )
@@ -67,22 +67,22 @@ def test_a_part_of_a_packed_file(
     text = bytes(range(60, 254))
     path = tmp_path_factory.mktemp("packed") / f"a{ending}"
     path.write_bytes(PACKERS[ending](text))
-    part = FilePart(path, start, start + length)
+    part = FileRange(path, start, start + length)
     assert b"".join(part) == b"".join(part) == text[start : start + length]
     assert part.size() == length
-    assert b"".join(FilePart(path)) == text
-    assert FilePart(path).size() == len(text)
-    assert FilePart(path).packed == bool(ending)
-    assert b"".join(FilePart(path, start)) == text[start:]
+    assert b"".join(FileRange(path)) == text
+    assert FileRange(path).size() == len(text)
+    assert FileRange(path).is_compressed == bool(ending)
+    assert b"".join(FileRange(path, start)) == text[start:]
 
 
 def test_a_part_of_a_zip_member(tmp_path: Path) -> None:
     path = tmp_path / "a.zip"
     path.write_bytes(zip_of({"x/a": b"-", "x/b": TEXT}))
     assert zip_members(path) == ["x/a", "x/b"]
-    assert b"".join(FilePart(path, 17, 1013, "x/b")) == TEXT[17:1013]
-    assert FilePart(path, member="x/b").size() == len(TEXT)
-    assert FilePart(path, 17, member="x/b").name == f"{path} (x/b), from byte 17 on"
+    assert b"".join(FileRange(path, 17, 1013, "x/b")) == TEXT[17:1013]
+    assert FileRange(path, member="x/b").size() == len(TEXT)
+    assert FileRange(path, 17, member="x/b").name == f"{path} (x/b), from byte 17 on"
 
 
 @pytest.mark.parametrize("ending", [".gz", ".zip"])
@@ -90,7 +90,7 @@ def test_packed_text_is_read_in_pieces(tmp_path: Path, ending: str) -> None:
     path = tmp_path / f"a{ending}"
     text = bytes(3 * 2**20 + 7)
     path.write_bytes(zip_of({"a": text}) if ending == ".zip" else gzip.compress(text, 1))
-    part = FilePart(path, member="a" if ending == ".zip" else "")
+    part = FileRange(path, member="a" if ending == ".zip" else "")
     assert [len(chunk) for chunk in part] == [2**20, 2**20, 2**20, 7]
 
 
@@ -109,7 +109,7 @@ def test_damaged_packed_files_are_refused(tmp_path: Path, ending: str, damage: s
     path = tmp_path / f"a{ending}"
     path.write_bytes(damaged(PACKERS[ending](TEXT))[damage])
     with pytest.raises(UserError, match=rf"a{ending}: damaged or cut short \(.+\); get it again") as caught:
-        list(FilePart(path))
+        list(FileRange(path))
     assert "\n" not in str(caught.value)
 
 
@@ -118,7 +118,7 @@ def test_damaged_zips_are_refused(tmp_path: Path, damage: str) -> None:
     path = tmp_path / "a.zip"
     path.write_bytes(damaged(zip_of({"b": TEXT}))[damage])
     with pytest.raises(UserError, match=r"a.zip: damaged or cut short \(.+\); get it again"):
-        print([b"".join(FilePart(path, member=member)) for member in zip_members(path)])
+        print([b"".join(FileRange(path, member=member)) for member in zip_members(path)])
 
 
 # A plain tar has no checksum of its contents: altered ones are seen only by the checksum of the archive or the text.
@@ -131,7 +131,7 @@ def test_damaged_tars_leave_nothing(tmp_path: Path, mode: str, damage: str) -> N
     path = tmp_path / "a.tar"
     path.write_bytes(damaged(tar_of({"x/b": TEXT * 3, "x/c": TEXT}, mode))[damage])
     with pytest.raises(UserError, match=r"a.tar: damaged or cut short \(.+\); get it again"):
-        unpack_tar(path, ["x/b", "x/c"], tmp_path / "new" / "out")
+        extract_from_tar(path, ["x/b", "x/c"], tmp_path / "new" / "out")
     assert list(tmp_path.iterdir()) == [path]
 
 
@@ -142,8 +142,8 @@ def test_locked_zips_are_refused(tmp_path: Path) -> None:
         for found in re.finditer(re.escape(sign), bytes(content)):
             content[found.start() + flags] |= 1
     path.write_bytes(content)
-    with pytest.raises(UserError, match=r"a.zip: b cannot be unpacked \(.*encrypted.*\); unpack it some other way"):
-        list(FilePart(path, member="b"))
+    with pytest.raises(UserError, match=r"a.zip: b cannot be extracted \(.*encrypted.*\)"):
+        list(FileRange(path, member="b"))
 
 
 def test_only_what_is_wanted_leaves_a_tar(tmp_path: Path) -> None:
@@ -153,11 +153,11 @@ def test_only_what_is_wanted_leaves_a_tar(tmp_path: Path) -> None:
     files = {"../../evil": b"1", "/b": b"2", "./x/a": b"3", "x/other": b"4", "y/a": b"5", "z/d": b"6"}
     path.write_bytes(tar_of(files, extra=(link,)))
     told: list[tuple[str, int, int]] = []
-    unpack_tar(path, ["x/a", "x/b", "x/c", "w/d"], tmp_path / "out", lambda *said: told.append(said))
+    extract_from_tar(path, ["x/a", "x/b", "x/c", "w/d"], tmp_path / "out", lambda *said: told.append(said))
     found = {item.relative_to(tmp_path).as_posix(): item.read_bytes() for item in (tmp_path / "out").iterdir()}
     assert found == {"out/a": b"3", "out/b": b"2", "out/d": b"6"}
     assert not (tmp_path.parent / "evil").exists()
-    assert told[0][0] == "unpack a.tgz"
+    assert told[0][0] == "extract a.tgz"
     assert 0 < told[-1][1] <= told[-1][2] == path.stat().st_size
 
 
@@ -165,7 +165,7 @@ def test_the_right_path_wins_over_the_right_name(tmp_path: Path) -> None:
     for files in ({"y/a": b"wrong", "x/a": b"right"}, {"x/a": b"right", "y/a": b"wrong"}):
         path = tmp_path / "a.tar"
         path.write_bytes(tar_of(files, "w"))
-        unpack_tar(path, ["x/a"], tmp_path / next(iter(files))[0])
+        extract_from_tar(path, ["x/a"], tmp_path / next(iter(files))[0])
         assert (tmp_path / next(iter(files))[0] / "a").read_bytes() == b"right"
 
 
@@ -177,7 +177,7 @@ def test_checksums_are_of_all_the_bytes(tmp_path: Path) -> None:
             checksum([TEXT[:99], TEXT[99:]], f"{algorithm}:0")
             == f"{algorithm}:{hashlib.new(algorithm, TEXT).hexdigest()}"
         )
-    assert checksum(raw_chunks(path), "sha256:") == f"sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}"
+    assert file_checksum(path, "sha256:") == f"sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}"
 
 
 def test_progress_counts_bytes() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transformer_xl.config import UserError
 from transformer_xl.text.documents import Document
 from transformer_xl.text.sources import arrays
-from transformer_xl.text.sources.arrays import ArrayPart, limited
+from transformer_xl.text.sources.arrays import ArrayRange, limit_numbers
 
 
 @given(
@@ -34,7 +34,7 @@ def test_numbers_become_lines(
     path = tmp_path_factory.mktemp("arrays") / "a.npy"
     array = (np.arange(np.prod(shape)) * 13 % 127).astype(dtype).reshape(shape)
     np.save(path, np.asarray(array, order=order))
-    part = ArrayPart.whole(path)
+    part = ArrayRange.whole(path)
     assert part.size() == array.size
     start = data.draw(st.integers(0, array.size))
     stop = data.draw(st.integers(start, array.size))
@@ -44,8 +44,8 @@ def test_numbers_become_lines(
         row_ends = (place + 1) % shape[-1] == 0 or place + 1 == stop
         wanted += f"{array.reshape(-1)[place]}" + ("\n" if row_ends else " ")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(arrays, "_NUMBERS_AT_ONCE", at_once)
-        chunks = list(ArrayPart(path, start, stop))
+        patch.setattr(arrays, "_CHUNK_NUMBERS", at_once)
+        chunks = list(ArrayRange(path, start, stop))
     assert b"".join(chunks).decode() == wanted
     assert len(chunks) <= (stop - start) / min(at_once, shape[-1]) + 1
     assert all(chunk.count(b" ") + chunk.count(b"\n") < 2 * at_once + 1 for chunk in chunks)
@@ -54,26 +54,29 @@ def test_numbers_become_lines(
 def test_rows_are_whole(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.zeros((5, 7), int))
     np.save(tmp_path / "b.npy", np.zeros(35, int))
-    assert [ArrayPart.whole(tmp_path / "a.npy").row_end(place) for place in (0, 1, 7, 8, 35)] == [0, 7, 7, 14, 35]
-    assert [ArrayPart.whole(tmp_path / "b.npy").row_end(place) for place in (0, 1, 7, 8, 35)] == [0, 1, 7, 8, 35]
+    assert [ArrayRange.whole(tmp_path / "a.npy").row_end(place) for place in (0, 1, 7, 8, 35)] == [0, 7, 7, 14, 35]
+    assert [ArrayRange.whole(tmp_path / "b.npy").row_end(place) for place in (0, 1, 7, 8, 35)] == [0, 1, 7, 8, 35]
 
 
 @pytest.mark.parametrize(
     ("array", "message"),
     [
-        (np.zeros(3), "holds float64, wanted whole numbers; convert it with array.astype"),
-        (np.zeros(3, bool), "holds bool, wanted whole numbers"),
-        (np.zeros((2, 3, 5), int), r"an array of 3 dimensions, wanted 1 \(one sequence\) or 2 \(a sequence a row\)"),
+        (np.zeros(3), "has float64, wanted integers; convert it with array.astype"),
+        (np.zeros(3, bool), "has bool, wanted integers"),
+        (
+            np.zeros((2, 3, 5), int),
+            r"an array of 3 dimensions, wanted 1 \(one sequence\) or 2 \(a sequence in each row\)",
+        ),
         (np.array(7), "an array of 0 dimensions"),
-        (np.zeros((0, 5), int), "an array without numbers; leave it out"),
-        (np.array([None, 1]), "not a whole .npy file of whole numbers; write it anew with numpy.save"),
-        (np.zeros(3, [("a", int)]), "holds .*, wanted whole numbers"),
+        (np.zeros((0, 5), int), "an empty array; leave it out"),
+        (np.array([None, 1]), "damaged, or not a .npy file of integers; write it again with numpy.save"),
+        (np.zeros(3, [("a", int)]), "has .*, wanted integers"),
     ],
 )
 def test_other_arrays_are_refused(tmp_path: Path, array: np.ndarray, message: str) -> None:
     np.save(tmp_path / "a.npy", array, allow_pickle=True)
     with pytest.raises(UserError, match=f"a.npy: {message}") as caught:
-        ArrayPart.whole(tmp_path / "a.npy")
+        ArrayRange.whole(tmp_path / "a.npy")
     assert "\n" not in str(caught.value)
 
 
@@ -81,12 +84,12 @@ def test_damaged_arrays_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.npy"
     np.save(path, np.arange(1009))
     content = path.read_bytes()
-    part = ArrayPart.whole(path)
+    part = ArrayRange.whole(path)
     headers = [content.replace(b"(1009,)", new) for new in (b"(1009, ", b"((0009)", b"(-109,)", b"0o10.7,")]
     for damaged in (content[:-1], content[:50], content[:3], b"1 2 3\n", b"PK\3\4", *headers):
         path.write_bytes(damaged)
-        with pytest.raises(UserError, match=r"a.npy: not a whole .npy file of whole numbers; write it anew") as caught:
-            ArrayPart.whole(path)
+        with pytest.raises(UserError, match=r"a.npy: damaged, or not a .npy file of integers") as caught:
+            ArrayRange.whole(path)
         assert "pickle" not in str(caught.value)
     np.save(path, np.arange(997))
     with pytest.raises(UserError, match=r"a.npy became shorter while it was read"):
@@ -100,22 +103,20 @@ def test_damaged_arrays_are_refused(tmp_path: Path) -> None:
 def test_numbers_out_of_range_are_named_by_their_place(
     tmp_path: Path, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(arrays, "_NUMBERS_AT_ONCE", at_once)
+    monkeypatch.setattr(arrays, "_CHUNK_NUMBERS", at_once)
     array = np.arange(35)
     array[[25, 31]] = -2, 2**31
     np.save(tmp_path / "one.npy", array)
     np.save(tmp_path / "two.npy", array.reshape(5, 7))
-    one, two = ArrayPart.whole(tmp_path / "one.npy"), ArrayPart.whole(tmp_path / "two.npy")
+    one, two = ArrayRange.whole(tmp_path / "one.npy"), ArrayRange.whole(tmp_path / "two.npy")
     for part, stop, below, message in (
-        (one, 35, 29, r"one.npy: array\[25\] is -2, wanted a whole number from 0 to 28; take it out, or number the v"),
-        (two, 35, 29, r"two.npy: array\[3, 4\] is -2, wanted a whole number from 0 to 28; take it out, or number"),
-        (two, 25, 23, r"two.npy: array\[3, 2\] is 23, wanted a whole number from 0 to 22; .* and larger --values$"),
+        (one, 35, 29, r"one.npy: array\[25\] is -2, wanted an integer from 0 to 28; remove it, or renumber"),
+        (two, 35, 29, r"two.npy: array\[3, 4\] is -2, wanted an integer from 0 to 28; remove it, or renumber"),
+        (two, 25, 23, r"two.npy: array\[3, 2\] is 23, wanted an integer from 0 to 22; .* and a larger --vocab-size$"),
     ):
-        (document,) = limited([Document("a", ArrayPart(part.path, 0, stop))], below)
+        (document,) = limit_numbers([Document("a", ArrayRange(part.path, 0, stop))], below)
         with pytest.raises(UserError, match=message):
             list(document.chunks)
-    with pytest.raises(
-        UserError, match=r"array\[4, 3\] is 2147483648, wanted .* 0 to 2147483646; .* number the values"
-    ):
-        list(ArrayPart(two.path, 26, 35))
-    assert b"".join(ArrayPart(two.path, 26, 31, 31)) == b"26 27\n28 29 30\n"
+    with pytest.raises(UserError, match=r"array\[4, 3\] is 2147483648, wanted .* 0 to 214748364\d; .* renumber"):
+        list(ArrayRange(two.path, 26, 35))
+    assert b"".join(ArrayRange(two.path, 26, 31, 31)) == b"26 27\n28 29 30\n"

@@ -1,4 +1,4 @@
-"""Corpora known by name: what is written down about them is sound, and each is split and read as it should be."""
+"""Named data sets: the tables about them are sound, and each is split and tokenized as it should be."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from transformer_xl.text.sources.corpora import find_text
-from transformer_xl.text.sources.text_source import TextSource
 
 from transformer_xl.config import UserError
-from transformer_xl.text.corpus_writer import CorpusLayout, write_corpus
-from transformer_xl.text.documents import SPLITS, Document
-from transformer_xl.text.sources.named_corpora import CORPUS_NAMES, DISTRIBUTED, NamedCorpus, open_corpus
-from transformer_xl.text.sources.source_files import Origin, TextFile
+from transformer_xl.text.corpus_writer import write_corpus
+from transformer_xl.text.documents import SPLITS, Document, TextSource
+from transformer_xl.text.prepare import find_text
+from transformer_xl.text.sources.named_corpora import DATASET_NAMES, DISTRIBUTED, NamedDataset, open_dataset
+from transformer_xl.text.sources.source_files import TextFile
 from transformer_xl.text.token_store import Corpus
 from transformer_xl.text.tokenizers.training import train_tokenizer
 
@@ -44,12 +43,12 @@ def make(folder: Path, files: Mapping[str, bytes]) -> Path:
     return folder
 
 
-def texts_of(corpus: NamedCorpus) -> list[TextFile]:
+def texts_of(corpus: NamedDataset) -> list[TextFile]:
     texts = [part.text for parts in corpus.splits.values() for part in parts]
-    return [*texts, *([corpus.words] if corpus.words else [])]
+    return [*texts, *([corpus.vocab_file] if corpus.vocab_file else [])]
 
 
-def unchecked(corpus: NamedCorpus) -> NamedCorpus:
+def unchecked(corpus: NamedDataset) -> NamedDataset:
     """The same corpus, of texts whose contents are not known."""
 
     def plain(text: TextFile) -> TextFile:
@@ -60,25 +59,29 @@ def unchecked(corpus: NamedCorpus) -> NamedCorpus:
         splits={
             split: tuple(replace(part, text=plain(part.text)) for part in of) for split, of in corpus.splits.items()
         },
-        words=corpus.words and plain(corpus.words),
+        vocab_file=corpus.vocab_file and plain(corpus.vocab_file),
     )
 
 
 def written(source: TextSource, folder: Path) -> Corpus:
-    documents = [document for split in source.counted for document in source.splits[split]]
+    documents = [document for split in source.tokenizer_splits for document in source.splits[split]]
     tokenizer = train_tokenizer(source.tokenizer, documents)
-    layout = CorpusLayout(documents=source.documents)
     return write_corpus(
-        folder, source.splits, name=source.name, source=source.description, tokenizer=tokenizer, layout=layout
+        folder,
+        source.splits,
+        name=source.name,
+        source=source.description,
+        tokenizer=tokenizer,
+        document_unit=source.document_unit,
     )
 
 
 def test_the_names() -> None:
-    assert CORPUS_NAMES == ("enwik8", "text8", "wikitext-103", "wikitext-2", "ptb", "lm1b", "python-stdlib")
+    assert DATASET_NAMES == ("enwik8", "text8", "wikitext-103", "wikitext-2", "ptb", "lm1b", "python-stdlib")
 
 
 @pytest.mark.parametrize("corpus", DISTRIBUTED.values(), ids=lambda corpus: corpus.name)
-def test_what_is_written_down_is_sound(corpus: NamedCorpus) -> None:
+def test_what_is_written_down_is_sound(corpus: NamedDataset) -> None:
     assert corpus.archive
     remotes = [corpus.archive, *filter(None, (text.remote for text in texts_of(corpus)))]
     assert all(re.match(r"https?://[^/]+/", url) for remote in remotes for url in remote.urls)
@@ -89,7 +92,7 @@ def test_what_is_written_down_is_sound(corpus: NamedCorpus) -> None:
             assert re.fullmatch(rf"[0-9a-f]{{{DIGITS[algorithm]}}}", digits)
     assert tuple(corpus.splits) == SPLITS
     assert bool(corpus.tokenizer.vocab_file) is False  # it is found with the texts
-    assert set(corpus.known_tokens) <= set(SPLITS)
+    assert set(corpus.expected_num_tokens) <= set(SPLITS)
 
 
 def test_published_figures_are_in_the_documentation() -> None:
@@ -100,7 +103,7 @@ def test_published_figures_are_in_the_documentation() -> None:
         for thing in things:
             assert (thing.checksum or "").partition(":")[2] in page
             assert f"{thing.num_bytes:,}" in page
-        assert all(f"{tokens:,}" in page for tokens in corpus.known_tokens.values())
+        assert all(f"{tokens:,}" in page for tokens in corpus.expected_num_tokens.values())
         remotes = [corpus.archive, *filter(None, (text.remote for text in texts_of(corpus)))]
         hosts = {url.split("/")[2] for remote in remotes for url in remote.urls}
         assert [host for host in hosts if host not in page] == []
@@ -124,7 +127,7 @@ def test_text8_is_cut_and_closed(tmp_path: Path) -> None:
         split: tuple(replace(part, start=part.start // 10**6, stop=(part.stop or 0) // 10**6) for part in of)
         for split, of in corpus.splits.items()
     }
-    source = replace(corpus, splits=small).open(Origin(folder))
+    source = replace(corpus, splits=small).open(folder)
     assert [text_of(source.splits[split]) for split in SPLITS] == [letters * 3 + b"ccc", b"c" * 5, b"c" * 5]
     result = written(source, tmp_path / "out")
     assert result.tokenizer.vocab_size == 27
@@ -137,7 +140,7 @@ def test_line_ends_are_words_and_counted_splits_differ(tmp_path: Path, name: str
     """`<unk>` is where its count puts it; WikiText-103 learns its words from train alone; only PTB folds case."""
     train, valid, test = b" a N\n \n b a <unk> a\n", b" n c\n", b" d"
     files = {"train.txt": train, "valid.txt": valid, "test.txt": test}
-    source = unchecked(DISTRIBUTED[name]).open(Origin(make(tmp_path / "mine", files)))
+    source = unchecked(DISTRIBUTED[name]).open(make(tmp_path / "mine", files))
     corpus = written(source, tmp_path / "out")
     expected = {
         "wikitext-103": ["\n", "a", "N", "b", "<unk>"],
@@ -160,7 +163,7 @@ def lm1b_files() -> dict[str, bytes]:
 
 
 def test_lm1b_is_sentences_between_marks(tmp_path: Path) -> None:
-    source = unchecked(DISTRIBUTED["lm1b"]).open(Origin(make(tmp_path / "mine", lm1b_files())))
+    source = unchecked(DISTRIBUTED["lm1b"]).open(make(tmp_path / "mine", lm1b_files()))
     assert [text_of(source.splits[split]) for split in ("valid", "test")] == [b"x 1\n", b"x 0\n"]
     assert len(source.splits["train"]) == 99
     assert text_of(source.splits["train"][:2]) == b"The 1\nx The\nThe 2\nx The\n"
@@ -179,14 +182,14 @@ def test_another_vocabulary_needs_no_list_of_words(tmp_path: Path) -> None:
     words = files.pop("1b_word_vocab.txt")
     folder = make(tmp_path / "mine", files)
     with pytest.raises(UserError, match=r"no 1b_word_vocab.txt there for lm1b"):
-        unchecked(DISTRIBUTED["lm1b"]).open(Origin(folder))
-    source = unchecked(DISTRIBUTED["lm1b"]).open(Origin(folder), kind="byte")
+        unchecked(DISTRIBUTED["lm1b"]).open(folder)
+    source = unchecked(DISTRIBUTED["lm1b"]).open(folder, kind="byte")
     assert source.tokenizer.kind == "byte"
-    assert (source.documents, source.counted, source.known_tokens) == ("lines", ("train",), {})
+    assert (source.document_unit, source.tokenizer_splits, source.expected_num_tokens) == ("line", ("train",), {})
     make(folder, {"1b_word_vocab.txt.gz": gzip.compress(words)})
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TXL_CACHE", str(tmp_path / "cache"))
-        source = unchecked(DISTRIBUTED["lm1b"]).open(Origin(folder))
+        source = unchecked(DISTRIBUTED["lm1b"]).open(folder)
     assert Path(source.tokenizer.vocab_file or "").read_bytes() == words
 
 
@@ -195,11 +198,11 @@ def test_a_wrong_text_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(
         UserError, match=r"ptb.train.txt: 3 bytes long, wanted 5,101,618 for ptb; .* txl prepare --train"
     ):
-        open_corpus("ptb", Origin(tmp_path))
+        open_dataset("ptb", tmp_path)
 
 
 def test_standard_library_has_no_tests_and_no_overlap() -> None:
-    source = find_text(["python-stdlib"], given={})
+    source = find_text(["python-stdlib"])
     names = {split: [document.name for document in documents] for split, documents in source.splits.items()}
     everything = [name for of in names.values() for name in of]
     assert source.name == "python-stdlib"
@@ -223,7 +226,7 @@ def test_standard_library_split_is_drawn_from_the_path_alone(tmp_path: Path, mon
     files = {f"m{place}.py": b"x" for place in range(40)}
     make(tmp_path, {**files, "test/t.py": b"x", "a/tests/t.py": b"x", "a/readme.txt": b"x", "empty.py": b""})
     monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(tmp_path)})
-    splits = find_text(["python-stdlib"], given={}).splits
+    splits = find_text(["python-stdlib"]).splits
     assert names_of(splits["valid"]) == ["m27.py", "m12.py", "m4.py", "m18.py"]
     assert names_of(splits["test"]) == ["m11.py", "m9.py", "m28.py"]
     assert len(names_of(splits["train"])) == 40 - 4 - 3
@@ -231,5 +234,5 @@ def test_standard_library_split_is_drawn_from_the_path_alone(tmp_path: Path, mon
 
 def test_python_without_source_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(tmp_path)})
-    with pytest.raises(UserError, match=r"too little source to split \(0 files in .*give files of your own"):
-        find_text(["python-stdlib"], given={})
+    with pytest.raises(UserError, match=r"too little source code to split \(0 files in .*give files of your own"):
+        find_text(["python-stdlib"])

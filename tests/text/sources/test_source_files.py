@@ -16,9 +16,9 @@ import pytest
 
 from transformer_xl.config import UserError
 from transformer_xl.text.sources import source_files
-from transformer_xl.text.sources.archives import FilePart
+from transformer_xl.text.sources.archives import FileRange
 from transformer_xl.text.sources.download import RemoteFile
-from transformer_xl.text.sources.source_files import Origin, TextFile, find_files, plain_file
+from transformer_xl.text.sources.source_files import TextFile, find_files, plain_file
 
 TEXTS = {f"x-v1/data/x.{split}": b"%s text\n" % split.encode() * 1009 for split in ("train", "valid", "test")}
 
@@ -51,7 +51,8 @@ ARCHIVES = {
     "tar": RemoteFile("x-v1.tgz", ("http://127.0.0.1:1/x",), len(TAR), sha256(TAR)),
 }
 TRAIN, VALID, TEST = (
-    TextFile(path, len(text), sha256(text), also=(f"{path.rpartition('.')[2]}.txt",)) for path, text in TEXTS.items()
+    TextFile(path, len(text), sha256(text), other_names=(f"{path.rpartition('.')[2]}.txt",))
+    for path, text in TEXTS.items()
 )
 UNKNOWN = TextFile(TRAIN.path)
 
@@ -70,7 +71,7 @@ def make(folder: Path, files: Mapping[str, bytes]) -> Path:
 
 
 def find(source: Path | None, kind: str = "zip", texts: tuple[TextFile, ...] = (TRAIN, VALID, TEST)) -> list[bytes]:
-    found = find_files("x", ARCHIVES[kind], texts, Origin(source))
+    found = find_files("x", ARCHIVES[kind], texts, source)
     assert list(found) == list(texts) or set(found) == set(texts)
     return [b"".join(found[text]) for text in texts]
 
@@ -127,16 +128,20 @@ def test_what_was_downloaded_before_needs_no_network(cache: Path) -> None:
     for kind in ("zip", "tar"):
         assert find(None, kind) == list(TEXTS.values())
     alone = TextFile(TRAIN.path, TRAIN.num_bytes, TRAIN.checksum, urls=("http://127.0.0.1:1/",))
-    found = find_files("x", ARCHIVES["zip"], [alone, TEST], Origin())
-    assert found[alone] == FilePart(cache / "x.train")
-    assert found[TEST] == FilePart(cache / "x-v1.zip", member=TEST.path)
+    found = find_files(
+        "x",
+        ARCHIVES["zip"],
+        [alone, TEST],
+    )
+    assert found[alone] == FileRange(cache / "x.train")
+    assert found[TEST] == FileRange(cache / "x-v1.zip", member=TEST.path)
 
 
 def test_a_tar_is_unpacked_once_for_its_contents(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make(tmp_path / "mine", {"mine.tgz": TAR})
     find(folder)
     with monkeypatch.context() as patch:
-        patch.setattr(source_files, "unpack_tar", None)
+        patch.setattr(source_files, "extract_from_tar", None)
         find(folder)
     other = {path: text[::-1] for path, text in TEXTS.items()}
     make(folder, {"mine.tgz": tar_of(other)})
@@ -148,28 +153,28 @@ def test_a_tar_is_unpacked_once_for_its_contents(tmp_path: Path, cache: Path, mo
 def test_progress_is_told(tmp_path: Path) -> None:
     told: list[tuple[str, int, int]] = []
     folder = make(tmp_path / "mine", {"x-v1.tgz": TAR, "x.test": TEXTS[TEST.path]})
-    find_files("x", ARCHIVES["tar"], [TRAIN, TEST], Origin(folder, lambda *said: told.append(said)))
-    assert list(dict.fromkeys(what for what, *_ in told)) == ["check x-v1.tgz", "unpack x-v1.tgz", "check x.test"]
+    find_files("x", ARCHIVES["tar"], [TRAIN, TEST], folder, lambda *said: told.append(said))
+    assert list(dict.fromkeys(what for what, *_ in told)) == ["check x-v1.tgz", "extract x-v1.tgz", "check x.test"]
     assert ("check x.test", TEST.num_bytes, TEST.num_bytes) in told
 
 
 WRONG = TEXTS[TRAIN.path][::-1]
-OWN = r"get it again, or use it as text of your own: txl prepare --train .*mine/x.train"
+OWN = r"get it again, or use it as your own text: txl prepare --train .*mine/x.train"
 REFUSED: dict[str, tuple[dict[str, bytes], str]] = {
     "nothing": (
         {"other": b"-"},
-        r"--source .*mine: no x-v1.zip or x.train, x.valid, x.test there for x \(nor with .gz, .bz2 or .xz, nor in a "
-        r"zip or tar archive\); name the folder that holds them, or leave --source out to download",
+        r"--data-dir .*mine: no x-v1.zip or x.train, x.valid, x.test there for x \(nor with .gz, .bz2 or .xz, nor in a "
+        r"zip or tar archive\); name the folder that has them, or leave --data-dir out to download",
     ),
     "one missing": ({**FORMS["by their last names"], "x.valid": b""}, r"x.valid: 0 bytes long, wanted 11,099 for x"),
-    "two missing": ({"x.train": TEXTS[TRAIN.path]}, r"--source .*mine: no x.valid, x.test there for x"),
+    "two missing": ({"x.train": TEXTS[TRAIN.path]}, r"--data-dir .*mine: no x.valid, x.test there for x"),
     "other contents": (
         {**FORMS["by their last names"], "x.train": WRONG},
         rf"x.train: sha256 {sha256(WRONG)[7:]}, wanted sha256 {(TRAIN.checksum or '')[7:]} for x; {OWN}",
     ),
     "other contents, packed": (
         {**FORMS["gzip"], "x.train.gz": gzip.compress(WRONG[1:])},
-        rf"x.train.gz: unpacked 11,098 bytes long, wanted 11,099 for x; {OWN}.gz",
+        rf"x.train.gz: decompressed 11,098 bytes long, wanted 11,099 for x; {OWN}.gz",
     ),
     "packed, cut short": (
         {**FORMS["gzip"], "x.train.gz": gzip.compress(WRONG)[:-20]},
@@ -178,13 +183,13 @@ REFUSED: dict[str, tuple[dict[str, bytes], str]] = {
     "the zip cut short": ({"x-v1.zip": ZIP[:-7]}, rf"x-v1.zip: {len(ZIP) - 7:,} bytes long, wanted {len(ZIP):,}; get"),
     "the zip altered": (
         {"x-v1.zip": ZIP[:99] + b"!" + ZIP[100:]},
-        r"x-v1.zip: sha256 \w{64}, wanted sha256 \w{64}; get it again, or use what is in it as text .*: unpack it",
+        r"x-v1.zip: sha256 \w{64}, wanted sha256 \w{64}; get it again, or use what is in it .*: extract it",
     ),
     "another zip cut short": ({"a.zip": ZIP[:-7]}, r"a.zip: damaged or cut short \(.*\); get it again"),
     "another tar cut short": ({"a.tgz": TAR[:-99]}, r"a.tgz: damaged or cut short \(.*\); get it again"),
     "another zip, other contents": (
         {"a.zip": zip_of({**TEXTS, TRAIN.path: WRONG})},
-        r"a.zip \(x-v1/data/x.train\): unpacked sha256 \w{64}, wanted sha256 \w{64} for x; .*: unpack it, and txl",
+        r"a.zip \(x-v1/data/x.train\): decompressed sha256 \w{64}, wanted sha256 \w{64} for x; .*: extract it, and txl",
     ),
 }  # fmt: skip
 
@@ -200,7 +205,7 @@ def test_wrong_sources_are_refused(tmp_path: Path, cache: Path, case: str) -> No
 
 
 def test_a_source_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"--source .*gone: no such file or folder; name the one that holds x"):
+    with pytest.raises(UserError, match=r"--data-dir .*gone: no such file or folder; name the one that has x"):
         find(tmp_path / "gone")
 
 
@@ -211,8 +216,8 @@ def test_a_text_without_known_contents_is_taken_as_it_is(tmp_path: Path) -> None
 
 def test_a_plain_file_of_any_text(tmp_path: Path, cache: Path) -> None:
     folder = make(tmp_path / "mine", {"x.train": b"words", "x.train.gz": gzip.compress(b"words")})
-    assert plain_file(FilePart(folder / "x.train"), TRAIN) == folder / "x.train"
+    assert plain_file(FileRange(folder / "x.train"), "x.train") == folder / "x.train"
     for _ in range(2):
-        path = plain_file(FilePart(folder / "x.train.gz"), TRAIN)
+        path = plain_file(FileRange(folder / "x.train.gz"), "x.train")
         assert path == cache / "unpacked" / "x.train"
         assert path.read_bytes() == b"words"

@@ -65,16 +65,14 @@ def source_of_splits(
     """Return text whose splits are given.
 
     Args:
-        splits: the texts of each split, from `texts_of_paths` or in memory.
+        splits: the texts of each split, from `texts_of_paths` or in memory; there must be train.
         name: default name of the corpus.
         description: where the text comes from.
         kind: the kind of tokenizer that will encode it; None: integer for .npy files, byte for others.
 
     Raises:
-        UserError: there is no train split, or a text is not for this kind of tokenizer.
+        UserError: a text is not for this kind of tokenizer.
     """
-    if "train" not in splits:
-        raise UserError(f"--{next(iter(splits))} was given without --train; add --train with the files to train on")
     tokenizer = _default_tokenizer([text for texts in splits.values() for text in texts], kind)
     return TextSource(
         name,

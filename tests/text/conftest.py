@@ -1,0 +1,13 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_flush() -> Iterator[None]:
+    """Do not wait for the disk; tests/test_files.py tests that files are flushed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("transformer_xl.files._flush", lambda path: None)
+        yield
