@@ -1,6 +1,6 @@
 """What a model costs: the cutoffs that make its softmax cheap, and the arithmetic and memory of one training step.
 
-Shape suffixes: B rows, T new tokens, D model width, V vocabulary, G places of a grid.
+Letters: B batch rows, T new tokens, D model width, V vocabulary, G points of a grid.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from transformer_xl.model.cross_entropy import plain_way
 
 _HEAD_SHARE = 0.9  # of the running text: what stands in the head is scored best, and most of the text should be
 _MOST_TAILS = 3  # as the authors have; a fourth saves next to nothing
-_GRID = 64  # places where a cutoff may stand, evenly spread over the logarithm of the rank
+_GRID = 64  # points where a cutoff may be, evenly spread over the logarithm of the rank
 _WORTHWHILE = 0.5  # share of the dense softmax's work above which clusters are not worth their trouble
 _ADAM_STATE = 16  # bytes of a parameter: weight, gradient and Adam's two averages in float32
 
@@ -30,7 +30,7 @@ def find_cutoffs(counts_V: npt.NDArray[np.int64], most_tails: int = _MOST_TAILS)
 
     The head holds nine tenths of the running text at least. A word of tail i costs the tail's whole size, so the
     expected number of scores is n0 + tails + sum over i of share(i) size(i); the least is found by dynamic programming
-    over a grid of places (Grave et al. 2017, section 4). None at all where less than half of the work would be saved.
+    over a grid of points (Grave et al. 2017, section 4). None at all where less than half of the work would be saved.
 
     Args:
         counts_V: how often each id stood in the text.
@@ -40,11 +40,11 @@ def find_cutoffs(counts_V: npt.NDArray[np.int64], most_tails: int = _MOST_TAILS)
     size = len(counts_V)
     share_V = np.concatenate([[0.0], np.cumsum(counts_V) / counts_V.sum()])
     grid_G = np.unique(np.geomspace(1, max(1, size - 1), _GRID).round().astype(np.int64))
-    # cheapest scores so far, and the cutoffs that reach them, when the last cutoff stands at a place of the grid
-    best = {int(place): (float(place), (int(place),)) for place in grid_G if share_V[place] >= _HEAD_SHARE}
+    # cheapest scores so far, and the cutoffs that reach them, when the last cutoff is at a point of the grid
+    best = {int(point): (float(point), (int(point),)) for point in grid_G if share_V[point] >= _HEAD_SHARE}
     finished: list[tuple[float, tuple[int, ...]]] = [(_WORTHWHILE * size, ())]
     for num_tails in range(1, min(most_tails, _MOST_TAILS) + 1):
-        ends = [(work + _tail_work(share_V, place, size), cutoffs) for place, (work, cutoffs) in best.items()]
+        ends = [(work + _tail_work(share_V, point, size), cutoffs) for point, (work, cutoffs) in best.items()]
         finished += [(work + num_tails, cutoffs) for work, cutoffs in ends]
         best = {
             int(stop): min(
@@ -75,7 +75,7 @@ class StepCost:
     activation_bytes: int
     """Kept from the forward pass for the backward pass, beside the parameters."""
     memory_bytes: int
-    """Hidden rows, or states, carried from step to step."""
+    """Memory carried from step to step."""
 
     @property
     def bytes(self) -> int:
@@ -137,5 +137,5 @@ def _walk(config: ModelConfig, batch_size: int, segment_length: int, memory_leng
 def _zipf_targets(size: int, batch_size: int, segment_length: int) -> Tensor:
     """Ids whose frequencies fall as 1 / (rank + 2.7), as words' do: (B, T) on the CPU, the same each time."""
     share_V = np.cumsum(1 / (np.arange(size) + 2.7))
-    places = (np.arange(batch_size * segment_length) + 0.5) / (batch_size * segment_length) * share_V[-1]
-    return torch.from_numpy(np.searchsorted(share_V, places)).view(batch_size, segment_length)
+    points = (np.arange(batch_size * segment_length) + 0.5) / (batch_size * segment_length) * share_V[-1]
+    return torch.from_numpy(np.searchsorted(share_V, points)).view(batch_size, segment_length)

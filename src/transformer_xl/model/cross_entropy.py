@@ -1,10 +1,10 @@
-"""Cross-entropy of a linear layer without its scores: a few places at a time, and again in the backward pass.
+"""Cross-entropy of a linear layer without keeping its logits: in chunks of positions, recomputed in the backward pass.
 
-The plain way keeps K x V scores, and their float32 copy, for the backward pass: with a large vocabulary more than all
-the rest of the model. Here each pass holds the scores of as many places as fit a small buffer; the price is one matrix
-product more. Where all of them fit, the plain way is taken.
+The plain way keeps K x V logits, and their float32 copy, for the backward pass: with a large vocabulary more than all
+the rest of the model. Here each pass holds the logits of as many positions as fit a small buffer; the price is one more
+matrix product. Where all of them fit, the plain way is taken.
 
-Letters: K places, E width, V scores of a place.
+Letters: K positions, E width, V logits of a position.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _plainly = ContextVar("plainly", default=False)
 
 @contextmanager
 def plain_way() -> Iterator[None]:
-    """Within it all scores are kept, however many: to count the operations of the model alone."""
+    """Keep all logits within this context, however many: to count the operations of the model alone."""
     token = _plainly.set(True)
     try:
         yield
@@ -34,45 +34,45 @@ def plain_way() -> Iterator[None]:
         _plainly.reset(token)
 
 
-def fits_at_once(num_places: int, num_scores: int) -> bool:
-    """Whether the scores of all places may be kept."""
-    return _plainly.get() or num_places * num_scores <= _SCORES_AT_ONCE
+def fits_at_once(num_positions: int, num_logits: int) -> bool:
+    """Return whether the logits of all positions may be kept."""
+    return _plainly.get() or num_positions * num_logits <= _SCORES_AT_ONCE
 
 
-def cross_entropy(scores_KV: Tensor, target_K: Tensor) -> Tensor:
-    """Nats (K,) of each target from its place's scores, float32 at least."""
-    scores_KV = scores_KV.to(torch.promote_types(scores_KV.dtype, torch.float32))
-    return F.cross_entropy(scores_KV, target_K, reduction="none")
+def cross_entropy(logits_KV: Tensor, target_K: Tensor) -> Tensor:
+    """Return the nats (K,) of each target from the logits of its position, float32 or float64."""
+    logits_KV = logits_KV.to(torch.promote_types(logits_KV.dtype, torch.float32))
+    return F.cross_entropy(logits_KV, target_K, reduction="none")
 
 
-def linear_cross_entropy(rows_KE: Tensor, weight_VE: Tensor, bias_V: Tensor, target_K: Tensor) -> Tensor:
-    """Nats (K,) of each target from scores rows @ weight.T + bias, float32 at least; autocast is heeded."""
-    if fits_at_once(len(rows_KE), len(weight_VE)):
-        return cross_entropy(F.linear(rows_KE, weight_VE, bias_V), target_K)
-    kind = rows_KE.device.type
+def linear_cross_entropy(hidden_KE: Tensor, weight_VE: Tensor, bias_V: Tensor, target_K: Tensor) -> Tensor:
+    """Return the nats (K,) of each target from the logits hidden @ weight.T + bias, float32 or more; autocast applies."""
+    if fits_at_once(len(hidden_KE), len(weight_VE)):
+        return cross_entropy(F.linear(hidden_KE, weight_VE, bias_V), target_K)
+    kind = hidden_KE.device.type
     if not torch.amp.is_autocast_available(kind):  # torch's meta device
-        return _InPieces.apply(rows_KE, weight_VE, bias_V, target_K)
+        return _ChunkedCrossEntropy.apply(hidden_KE, weight_VE, bias_V, target_K)
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
-        rows_KE, weight_VE, bias_V = (tensor.to(dtype) for tensor in (rows_KE, weight_VE, bias_V))
+        hidden_KE, weight_VE, bias_V = (tensor.to(dtype) for tensor in (hidden_KE, weight_VE, bias_V))
     with torch.autocast(kind, enabled=False):
-        return _InPieces.apply(rows_KE, weight_VE, bias_V, target_K)
+        return _ChunkedCrossEntropy.apply(hidden_KE, weight_VE, bias_V, target_K)
 
 
-class _InPieces(torch.autograd.Function):
+class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     @override
     def forward(  # pyrefly: ignore[bad-override]
-        ctx: Any, rows_KE: Tensor, weight_VE: Tensor, bias_V: Tensor, target_K: Tensor
+        ctx: Any, hidden_KE: Tensor, weight_VE: Tensor, bias_V: Tensor, target_K: Tensor
     ) -> Tensor:
-        sums = torch.promote_types(rows_KE.dtype, torch.float32)
-        total_K = torch.empty(len(rows_KE), dtype=sums, device=rows_KE.device)
+        sums = torch.promote_types(hidden_KE.dtype, torch.float32)
+        total_K = torch.empty(len(hidden_KE), dtype=sums, device=hidden_KE.device)
         nats_K = torch.empty_like(total_K)
-        for piece in _pieces(rows_KE, weight_VE):
-            scores_KV = F.linear(rows_KE[piece], weight_VE, bias_V).to(sums)
-            total_K[piece] = scores_KV.logsumexp(-1)
-            nats_K[piece] = total_K[piece] - scores_KV.gather(-1, target_K[piece, None])[:, 0]
-        ctx.save_for_backward(rows_KE, weight_VE, bias_V, target_K, total_K)
+        for chunk in _chunks(hidden_KE, weight_VE):
+            logits_KV = F.linear(hidden_KE[chunk], weight_VE, bias_V).to(sums)
+            total_K[chunk] = logits_KV.logsumexp(-1)
+            nats_K[chunk] = total_K[chunk] - logits_KV.gather(-1, target_K[chunk, None])[:, 0]
+        ctx.save_for_backward(hidden_KE, weight_VE, bias_V, target_K, total_K)
         return nats_K
 
     @staticmethod
@@ -81,23 +81,25 @@ class _InPieces(torch.autograd.Function):
     def backward(  # pyrefly: ignore[bad-override]
         ctx: Any, *grad_outputs: Any
     ) -> tuple[Tensor, Tensor, Tensor, None]:
-        rows_KE, weight_VE, bias_V, target_K, total_K = ctx.saved_tensors
+        hidden_KE, weight_VE, bias_V, target_K, total_K = ctx.saved_tensors
         dnats_K = grad_outputs[0]
-        drows_KE = torch.empty_like(rows_KE)
+        dhidden_KE = torch.empty_like(hidden_KE)
         dweight_VE, dbias_V = (torch.zeros_like(tensor, dtype=total_K.dtype) for tensor in (weight_VE, bias_V))
-        for piece in _pieces(rows_KE, weight_VE):
-            scores_KV = F.linear(rows_KE[piece], weight_VE, bias_V).to(total_K.dtype)
-            dscores_KV = scores_KV.sub_(total_K[piece, None]).exp_()  # of the same scores as before: they sum to one
-            dscores_KV.scatter_add_(-1, target_K[piece, None], dscores_KV.new_full((len(dscores_KV), 1), -1.0))
-            dscores_KV.mul_(dnats_K[piece, None])
-            dbias_V += dscores_KV.sum(0)
-            dscores_KV = dscores_KV.to(rows_KE.dtype)
-            drows_KE[piece] = dscores_KV @ weight_VE
-            dweight_VE += dscores_KV.mT @ rows_KE[piece]
-        return drows_KE, dweight_VE.to(weight_VE.dtype), dbias_V.to(bias_V.dtype), None
+        for chunk in _chunks(hidden_KE, weight_VE):
+            logits_KV = F.linear(hidden_KE[chunk], weight_VE, bias_V).to(total_K.dtype)
+            dlogits_KV = logits_KV.sub_(
+                total_K[chunk, None]
+            ).exp_()  # of the same logits as in the forward pass: they sum to one
+            dlogits_KV.scatter_add_(-1, target_K[chunk, None], dlogits_KV.new_full((len(dlogits_KV), 1), -1.0))
+            dlogits_KV.mul_(dnats_K[chunk, None])
+            dbias_V += dlogits_KV.sum(0)
+            dlogits_KV = dlogits_KV.to(hidden_KE.dtype)
+            dhidden_KE[chunk] = dlogits_KV @ weight_VE
+            dweight_VE += dlogits_KV.mT @ hidden_KE[chunk]
+        return dhidden_KE, dweight_VE.to(weight_VE.dtype), dbias_V.to(bias_V.dtype), None
 
 
-def _pieces(rows_KE: Tensor, weight_VE: Tensor) -> Iterator[slice]:
+def _chunks(hidden_KE: Tensor, weight_VE: Tensor) -> Iterator[slice]:
     at_once = max(1, _SCORES_AT_ONCE // len(weight_VE))
-    for start in range(0, len(rows_KE), at_once):
+    for start in range(0, len(hidden_KE), at_once):
         yield slice(start, start + at_once)
