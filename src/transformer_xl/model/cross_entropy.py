@@ -46,7 +46,7 @@ def cross_entropy(logits_KV: Tensor, target_K: Tensor) -> Tensor:
 
 
 def linear_cross_entropy(hidden_KE: Tensor, weight_VE: Tensor, bias_V: Tensor, target_K: Tensor) -> Tensor:
-    """Return the nats (K,) of each target from the logits hidden @ weight.T + bias, float32 or more; autocast applies."""
+    """Return the nats (K,) of each target from the logits hidden @ weight.T + bias; heeds autocast."""
     if fits_at_once(len(hidden_KE), len(weight_VE)):
         return cross_entropy(F.linear(hidden_KE, weight_VE, bias_V), target_K)
     kind = hidden_KE.device.type
