@@ -33,6 +33,7 @@ from environment import RESULTS, command, commit, cpu_model, device_name, say, w
 from typing_extensions import override
 
 from transformer_xl.config import UserError, load_recipe
+from transformer_xl.device import choose_device, set_threads
 from transformer_xl.training import train as training
 from transformer_xl.training.callbacks import Callback, Metrics
 from transformer_xl.training.trainer import Trainer
@@ -247,7 +248,8 @@ def main() -> None:
     load = warn_if_busy()
     budget = {"seconds": sizes.seconds} if sizes.seconds else {"tokens": sizes.tokens}
     try:
-        device = str(Machine(sizes.device, sizes.threads).choose())
+        set_threads(sizes.threads)
+        device = str(choose_device(sizes.device))
         found = measure(sizes)
     except UserError as error:
         raise SystemExit(str(error)) from None

@@ -30,8 +30,8 @@ from transformer_xl.training.trainer import Trainer
 
 MODEL = {"n_layers": 2, "d_model": 14, "n_heads": 2, "d_head": 5, "d_ff": 19, "dropout": 0.0}
 TRAIN = {
-    "segment_length": 7, "memory_length": 11, "batch_size": 3, "max_steps": 11, "learning_rate": 0.01, "warmup_steps": 3, "dtype": "float32",
-    "seed": 13, "log_interval": 1, "eval_interval": 4, "checkpoint_interval": 5,
+    "segment_length": 7, "memory_length": 11, "batch_size": 3, "max_steps": 11, "learning_rate": 0.01,
+    "warmup_steps": 3, "dtype": "float32", "seed": 13, "log_interval": 1, "eval_interval": 4, "checkpoint_interval": 5,
 }  # fmt: skip
 STOP = 5
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -47,8 +47,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "model": {"cutoffs": (100, 110, 200), "div_val": 2, "norm_first": True},
         "train": {
             "shuffle_documents": True, "batch_size": 6, "micro_batch_size": 1, "segment_length": 8, "memory_length": 12,
-            "initial_segment_length": 2, "segment_warmup_steps": 6, "activation_checkpointing": True, "optimizer": "adamw",
-            "weight_average": "uniform",
+            "initial_segment_length": 2, "segment_warmup_steps": 6, "activation_checkpointing": True,
+            "optimizer": "adamw", "weight_average": "uniform",
         },
     },
     "a sharded LSTM": {"model": {"architecture": "lstm"}, "train": {"parallelism": "fsdp"}},

@@ -29,8 +29,8 @@ from transformer_xl.training.trainer import Trainer
 CPU = torch.device("cpu")
 MODEL = {"n_layers": 2, "d_model": 14, "n_heads": 2, "d_head": 5, "d_ff": 19, "dropout": 0.0}
 TRAIN = {
-    "segment_length": 7, "memory_length": 11, "batch_size": 3, "max_steps": 17, "learning_rate": 0.01, "warmup_steps": 5, "dtype": "float32",
-    "log_interval": 1, "eval_interval": 1000, "checkpoint_interval": 1000,
+    "segment_length": 7, "memory_length": 11, "batch_size": 3, "max_steps": 17, "learning_rate": 0.01,
+    "warmup_steps": 5, "dtype": "float32", "log_interval": 1, "eval_interval": 1000, "checkpoint_interval": 1000,
 }  # fmt: skip
 
 

@@ -59,7 +59,7 @@ def test_stops_change_nothing(tmp_path: Path, name: str) -> None:
     assert nats_of(training) == nats_of(straight)
     loaded = load(tmp_path / "run", device="cpu")
     assert type(loaded.model) is type(straight.model)
-    with pytest.raises(UserError, match="'first'.* best and last"):
+    with pytest.raises(UserError, match=r"'first'.* best and last"):
         load(tmp_path / "run", device="cpu", checkpoint="first")  # pyrefly: ignore[bad-argument-type]
 
 

@@ -38,8 +38,8 @@ MODEL = {
     "n_layers": 2, "d_model": 14, "n_heads": 2, "d_head": 5, "d_ff": 19, "dropout": 0.1, "attention_dropout": 0.1,
 }  # fmt: skip
 TRAIN = {
-    "segment_length": 7, "memory_length": 11, "batch_size": 3, "max_steps": 23, "learning_rate": 0.01, "warmup_steps": 5, "dtype": "float32",
-    "seed": 13, "log_interval": 5, "eval_interval": 6, "checkpoint_interval": 4,
+    "segment_length": 7, "memory_length": 11, "batch_size": 3, "max_steps": 23, "learning_rate": 0.01,
+    "warmup_steps": 5, "dtype": "float32", "seed": 13, "log_interval": 5, "eval_interval": 6, "checkpoint_interval": 4,
 }  # fmt: skip
 VARIANTS: dict[str, dict[str, Any]] = {
     "base": {},
@@ -338,11 +338,11 @@ def test_saving_changes_nothing(tmp_path: Path, straight) -> None:
     assert torch.equal(tensors_of(training.folder)["training/random/0/cpu"], random_state)
 
 
-# Through the command:
+SHORT = {"max_steps": 97, "log_interval": 1, "checkpoint_interval": 3}
 WORDS = [
     "--threads=1",
     *(f"--model.{name}={value}" for name, value in MODEL.items()),
-    *(f"--train.{name}={value}" for name, value in {**TRAIN, "max_steps": 97, "log_interval": 1, "checkpoint_interval": 3}.items()),
+    *(f"--train.{name}={value}" for name, value in (TRAIN | SHORT).items()),
 ]  # fmt: skip
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(transformer_xl.__file__).parents[1])}
 

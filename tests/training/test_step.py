@@ -1,4 +1,4 @@
-"""One step against one by hand, whatever the micro-batches and lengths; micro-batches against one batch; activation checkpointing."""
+"""One step against one by hand, whatever the micro-batches and lengths; micro-batches against one large batch."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def of_length(memory: Memory, slots: int) -> Memory:
     ],
 )
 def test_every_step_equals_the_one_by_hand(tmp_path: Path, length: int, settings: dict[str, Any]) -> None:
-    """In float64, into the second epoch: loss, gradient norm, every weight; so padding and uncounted targets do nothing."""
+    """In float64, into the second epoch: loss, gradient norm, every weight; padding and masked targets do nothing."""
     training = start(
         tmp_path / "run", make_corpus(tmp_path / "corpus", letters(length, seed=1)), **settings, max_steps=11
     )

@@ -75,7 +75,7 @@ def test_wrong_settings_leave_nothing_behind(tmp_path: Path, corpus: Corpus) -> 
             train_run(None, corpus, tmp_path / "run", train=wrong, **QUIET)
         assert not (tmp_path / "run").exists()
     train_run(None, corpus, tmp_path / "run", model=MODEL, train=TRAIN, callbacks=[StopAt(2)], **QUIET)
-    with pytest.raises(UserError, match="train.optimizer cannot change"):
+    with pytest.raises(UserError, match=r"train\.optimizer cannot change"):
         resume(tmp_path / "run", train={"optimizer": "muon"}, **QUIET)
     with pytest.raises(UserError, match="another training text"):
         resume(tmp_path / "run", make_corpus(tmp_path / "other", letters(127, seed=5)), **QUIET)
@@ -133,7 +133,7 @@ def test_load_after_save_is_bit_equal(tmp_path: Path, corpus: Corpus, architectu
     tokens_BT = torch.arange(14).view(2, 7)
     with torch.no_grad():
         assert torch.equal(loaded.model(tokens_BT)[0], run.model(tokens_BT)[0])
-    with pytest.raises(UserError, match="exists already|holds a run already"):
+    with pytest.raises(UserError, match="holds a run already"):
         save(run, tmp_path / "saved")
     with pytest.raises(UserError, match="saved run can be used, but not trained further"):
         resume(tmp_path / "saved", **QUIET)
