@@ -18,7 +18,7 @@ from transformer_xl.evaluation.method import ProgressCallback, TokenizedText
 from transformer_xl.evaluation.metrics import Sums, count_unknown
 from transformer_xl.run_folder import Run
 from transformer_xl.text.token_store import TokenSplit
-from transformer_xl.text.tokenizers import EncodingError, TokenArray, Tokenizer, split_chunks, to_bytes, token_dtype
+from transformer_xl.text.tokenizers import TokenArray, Tokenizer, document_errors, split_chunks, to_bytes, token_dtype
 
 Texts = str | bytes | Iterable[str | bytes] | Mapping[str, str | bytes]
 """One text, several, or several by name."""
@@ -132,15 +132,11 @@ def encode_text(tokenizer: Tokenizer, name: str, content: bytes) -> TokenArray:
 
 def _encode(tokenizer: Tokenizer, name: str, content: bytes) -> Iterator[TokenArray]:
     offset = 0
-    try:
+    with document_errors(name):
         for chunk in split_chunks(tokenizer, [content]):
-            try:
+            with document_errors(name, offset):
                 yield tokenizer.encode_chunk(chunk).ids
-            except EncodingError as error:
-                raise EncodingError(offset + error.position, error.reason) from None
             offset += len(chunk)
-    except EncodingError as error:
-        raise UserError(f"{name}: byte {error.position:,}: {error.reason}") from None
 
 
 def _count_characters(content: bytes) -> int | None:

@@ -30,9 +30,9 @@ from transformer_xl.text.token_store import (
     token_file,
 )
 from transformer_xl.text.tokenizers import (
-    EncodingError,
     TokenArray,
     Tokenizer,
+    document_errors,
     fingerprint,
     save_tokenizer,
     split_chunks,
@@ -136,16 +136,10 @@ def _text_chunks(
     for split, documents in splits.items():
         for index, document in enumerate(documents):
             position = 0
-            try:
+            with document_errors(document.name):
                 for text in split_chunks(tokenizer, writers[split].count_bytes(document.chunks)):
                     yield _TextChunk(split, index, document.name, position, text)
                     position += len(text)
-            except EncodingError as error:
-                raise _cannot_encode(document.name, error.position, error) from None
-
-
-def _cannot_encode(document_name: str, position: int, error: EncodingError) -> UserError:
-    return UserError(f"{document_name}: byte {position:,}: {error.reason}")
 
 
 def _batches(chunks: Iterable[_TextChunk]) -> Iterator[list[_TextChunk]]:
@@ -172,10 +166,8 @@ class _Encoder:
         return [self._encode(chunk) for chunk in chunks]
 
     def _encode(self, chunk: _TextChunk) -> _TokenChunk:
-        try:
+        with document_errors(chunk.document_name, chunk.position):
             encoded = self.tokenizer.encode_chunk(chunk.text)
-        except EncodingError as error:
-            raise _cannot_encode(chunk.document_name, chunk.position + error.position, error) from None
         ends = self.tokenizer.is_newline_V[encoded.ids].nonzero()[0] + 1 if self.finds_lines else np.empty(0, np.int64)
         words = count_words(chunk.text)
         return _TokenChunk(chunk.split, chunk.document, encoded.ids, encoded.num_unknown, ends, *words)

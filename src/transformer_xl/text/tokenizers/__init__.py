@@ -11,6 +11,7 @@ from transformer_xl.text.tokenizers.base import (
     StreamDecoder,
     TokenArray,
     Tokenizer,
+    document_errors,
     to_bytes,
     token_dtype,
 )
@@ -29,6 +30,7 @@ __all__ = [
     "Tokenizer",
     "TokenizerConfig",
     "TokenizerKind",
+    "document_errors",
     "fingerprint",
     "load_tokenizer",
     "save_tokenizer",

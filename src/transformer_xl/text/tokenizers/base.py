@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import codecs
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Protocol, Self, cast
 
@@ -39,6 +40,23 @@ class EncodingError(UserError):
     @override
     def __str__(self) -> str:
         return f"byte {self.position:,} of the text: {self.reason}"
+
+
+@contextmanager
+def document_errors(name: str, position: int = 0) -> Iterator[None]:
+    """Name the document in errors of encoding.
+
+    Args:
+        name: the document.
+        position: where the chunk that is encoded starts in it, in bytes.
+
+    Raises:
+        UserError: in place of an EncodingError.
+    """
+    try:
+        yield
+    except EncodingError as error:
+        raise UserError(f"{name}: byte {position + error.position:,}: {error.reason}") from None
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from transformer_xl.config import UserError
 from transformer_xl.files import as_user_error
 from transformer_xl.text.documents import Document
 from transformer_xl.text.parallel import ordered_map
-from transformer_xl.text.tokenizers.base import EncodingError, Tokenizer, decode_utf8
+from transformer_xl.text.tokenizers.base import Tokenizer, decode_utf8, document_errors
 from transformer_xl.text.tokenizers.bpe import BPETokenizer, last_word_boundary, lines_of, train_bpe
 from transformer_xl.text.tokenizers.byte import ByteTokenizer
 from transformer_xl.text.tokenizers.char import CharTokenizer, code_points, whole_characters
@@ -89,10 +89,8 @@ class _ChunkCounter(Generic[Counted]):
     count: Callable[[bytes], Counted]
 
     def __call__(self, chunk: _DocumentChunk) -> Counted:
-        try:
+        with document_errors(chunk.name, chunk.position):
             return self.count(chunk.text)
-        except EncodingError as error:
-            raise UserError(f"{chunk.name}: byte {chunk.position + error.position:,}: {error.reason}") from None
 
 
 @dataclass(frozen=True)
@@ -109,12 +107,10 @@ class _TrainingText:
     def _chunks(self, boundaries: _Boundaries) -> Iterator[_DocumentChunk]:
         for document in self.documents:
             position = 0
-            try:
+            with document_errors(document.name):
                 for text in split_chunks(boundaries, document.chunks, ENCODE_CHUNK_BYTES):
                     yield _DocumentChunk(document.name, position, text)
                     position += len(text)
-            except EncodingError as error:
-                raise UserError(f"{document.name}: byte {error.position:,}: {error.reason}") from None
 
 
 def _count_words(pre_tokenizer: PreTokenizer, chunk: bytes) -> tuple[Counter[bytes], int]:
@@ -169,13 +165,13 @@ def _read_words(config: TokenizerConfig, file: str) -> WordTokenizer:
     """The words of a file, with their counts if each line gives one and they fall."""
     with as_user_error(f"reading {file}"):
         content = Path(file).read_bytes()
+    with document_errors(file):
+        decode_utf8(content)
+    lines = [line.split() for line in content.splitlines() if line.strip()]
+    if not lines:
+        raise UserError(f"{file}: empty, wanted one word a line, special tokens included; give another file")
     try:
-        lines = [line.split() for line in decode_utf8(content).encode("utf-8").splitlines() if line.strip()]
-        if not lines:
-            raise UserError(f"{file}: empty, wanted one word a line, special tokens included; give another file")
         words = check_words([line[0].decode("utf-8") for line in lines])
-    except EncodingError as error:
-        raise UserError(f"{file}: byte {error.position:,}: {error.reason}") from None
     except ValueError as error:
         raise UserError(f"{file}: {error}; wanted one word a line") from None
     eos, unk = config.eos_token if config.add_eos else None, config.unk_token
