@@ -69,6 +69,7 @@ WRONG_WORDS = [
     ("prepare text.txt --test text.txt", "both text to cut .* and --test were given"),
     ("prepare text.txt --test-fraction 1", "--test-fraction 1 is not a fraction"),
     ("prepare ptb --test-fraction 0.1", "the splits of ptb are fixed"),
+    ("prepare --train text.txt --test-fraction 0", "splits are given; leave the fractions out"),
     # where it goes
     ("prepare text.txt --out folder", "folder exists already; choose another folder or delete it first"),
     ("prepare enwik8 --out folder", "folder exists already"),
@@ -92,6 +93,7 @@ WRONG_WORDS = [
     ),
     ("prepare text8 --data-dir tar", r"tar/any.tgz: damaged or cut short \(.*\); get it again"),
     ("prepare text.txt --data-dir folder", "--data-dir folder is for a data set known by name"),
+    ("prepare python-stdlib --data-dir folder", "read from this machine's Python; leave --data-dir out"),
     # tokenizers
     ("prepare text.txt --tokenizer bytes", r"no tokenizer at bytes \(did you mean 'byte'\?\)"),
     ("prepare text.txt --tokenizer folder", "no tokenizer at folder"),

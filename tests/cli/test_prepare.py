@@ -13,7 +13,7 @@ from refusals import Said, txl
 from transformer_xl.config import UserError
 from transformer_xl.progress import StageBars
 from transformer_xl.text.prepare import prepare as prepare_corpus
-from transformer_xl.text.sources import named_corpora
+from transformer_xl.text.sources import named_datasets
 from transformer_xl.text.token_store import Corpus
 from transformer_xl.text.tokenizers import TokenizerConfig
 
@@ -147,13 +147,13 @@ def small_ptb(place: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     for split, content in {"train": b"a N <unk>\n b a\n", "valid": b"b c\n", "test": b"d\n"}.items():
         (folder / f"ptb.{split}.txt.gz").write_bytes(gzip.compress(content))
-    corpus = named_corpora.DISTRIBUTED["ptb"]
+    corpus = named_datasets.DISTRIBUTED["ptb"]
     splits = {
         split: tuple(replace(part, text=replace(part.text, num_bytes=None, checksum=None, urls=())) for part in of)
         for split, of in corpus.splits.items()
     }
     known = {"train": 7, "valid": 3, "test": 5}
-    monkeypatch.setitem(named_corpora.DISTRIBUTED, "ptb", replace(corpus, splits=splits, expected_num_tokens=known))
+    monkeypatch.setitem(named_datasets.DISTRIBUTED, "ptb", replace(corpus, splits=splits, expected_num_tokens=known))
     return folder
 
 

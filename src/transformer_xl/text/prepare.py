@@ -16,7 +16,7 @@ from transformer_xl.text.corpus_writer import write_corpus
 from transformer_xl.text.documents import SPLITS, Document, DocumentUnit, SplitName, TextSource
 from transformer_xl.text.sources.archives import Progress, no_progress
 from transformer_xl.text.sources.arrays import limit_numbers
-from transformer_xl.text.sources.named_corpora import DATASET_NAMES, DISTRIBUTED, open_dataset
+from transformer_xl.text.sources.named_datasets import DATASET_NAMES, DISTRIBUTED, open_dataset
 from transformer_xl.text.sources.text_files import (
     BytesRange,
     check_fractions,
@@ -185,28 +185,16 @@ def find_text(
     """
     given: dict[SplitName, Sequence[str]] = {split: of for split in SPLITS if splits and (of := splits.get(split))}
     asked = {split: fraction for split, fraction in (fractions or {}).items() if fraction is not None}
-    if paths and given:
-        raise UserError(
-            f"both text to cut ({describe_paths(paths)}) and --{next(iter(given))} were given; write --train before "
-            "the files to train on, or leave the split options out"
-        )
-    if documents is not None and (paths or given):
-        raise UserError("both documents and files were given; leave one of them out")
-    if not paths and not given and documents is None:
-        raise UserError(
-            f"no text was given; name files, folders, --train FILE, or a data set ({', '.join(DATASET_NAMES)})"
-        )
     dataset = next((path for path in paths if path in DATASET_NAMES), None)
-    if data_dir and not dataset:
-        raise UserError(
-            f"--data-dir {data_dir} is for a data set known by name ({', '.join(DATASET_NAMES)}); your own files are "
-            "given without it"
+    _refuse_contradictions(paths, given, documents, dataset, data_dir)
+    if asked and (given or dataset or isinstance(documents, Mapping)):
+        fixed = (
+            f"the splits of {dataset} are fixed"
+            if dataset
+            else "fractions cut a text into splits, but splits are given"
         )
-    if asked and (given or isinstance(documents, Mapping)):
-        raise UserError("fractions cut one text into splits, but the splits are given; leave the fractions out")
+        raise UserError(f"{fixed}; leave the fractions out")
     if given:
-        if "train" not in given:
-            raise UserError(f"--{next(iter(given))} was given without --train; add --train with the files to train on")
         texts = {split: texts_of_paths(of_split, f"--{split}: ") for split, of_split in given.items()}
         description = "; ".join(f"{split}: {describe_paths(of_split)}" for split, of_split in given.items())
         return source_of_splits(texts, name=name_of_paths(given["train"]), description=description, kind=kind)
@@ -214,13 +202,6 @@ def find_text(
         texts = _splits_in_memory(cast("Mapping[SplitName, Texts]", documents))
         return source_of_splits(texts, name="documents", description=_IN_MEMORY, kind=kind)
     if dataset:
-        if len(paths) > 1:
-            raise UserError(
-                f"the data set {dataset} cannot be joined with others, but {len(paths)} sources were given; leave the "
-                f"others out, or write ./{dataset} for a file of that name"
-            )
-        if asked:
-            raise UserError(f"the splits of {dataset} are fixed; leave the fractions out")
         return open_dataset(dataset, data_dir, progress, kind=kind)
     shares: dict[SplitName, float] = {"valid": DEFAULT_FRACTION, "test": DEFAULT_FRACTION, **asked}
     check_fractions(shares)
@@ -230,6 +211,38 @@ def find_text(
     _refuse_unknown_names(paths)
     name, description = name_of_paths(paths), describe_paths(paths)
     return cut_into_splits(texts_of_paths(paths), shares, name=name, description=description, kind=kind)
+
+
+def _refuse_contradictions(
+    paths: Sequence[str],
+    splits: Mapping[SplitName, Sequence[str]],
+    documents: Texts | Mapping[SplitName, Texts] | None,
+    dataset: str | None,
+    data_dir: Path | None,
+) -> None:
+    if paths and splits:
+        raise UserError(
+            f"both text to cut ({describe_paths(paths)}) and --{next(iter(splits))} were given; write --train before "
+            "the files to train on, or leave the split options out"
+        )
+    if documents is not None and (paths or splits):
+        raise UserError("both documents and files were given; leave one of them out")
+    if not paths and not splits and documents is None:
+        raise UserError(
+            f"no text was given; name files, folders, --train FILE, or a data set ({', '.join(DATASET_NAMES)})"
+        )
+    if splits and "train" not in splits:
+        raise UserError(f"--{next(iter(splits))} was given without --train; add --train with the files to train on")
+    if dataset and len(paths) > 1:
+        raise UserError(
+            f"the data set {dataset} cannot be joined with others, but {len(paths)} sources were given; leave the "
+            f"others out, or write ./{dataset} for a file of that name"
+        )
+    if data_dir and not dataset:
+        raise UserError(
+            f"--data-dir {data_dir} is for a data set known by name ({', '.join(DATASET_NAMES)}); your own files are "
+            "given without it"
+        )
 
 
 _IN_MEMORY = "documents in memory"

@@ -1,1 +1,1 @@
-"""Where text comes from: data sets known by name, downloads, archives, and files of one's own."""
+"""Where text comes from: named data sets, downloads, archives, and the user's own files."""

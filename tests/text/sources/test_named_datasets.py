@@ -16,8 +16,8 @@ from transformer_xl.config import UserError
 from transformer_xl.text.corpus_writer import write_corpus
 from transformer_xl.text.documents import SPLITS, Document, TextSource
 from transformer_xl.text.prepare import find_text
-from transformer_xl.text.sources.named_corpora import DATASET_NAMES, DISTRIBUTED, NamedDataset, open_dataset
-from transformer_xl.text.sources.source_files import TextFile
+from transformer_xl.text.sources.dataset_files import TextFile
+from transformer_xl.text.sources.named_datasets import DATASET_NAMES, DISTRIBUTED, NamedDataset, open_dataset
 from transformer_xl.text.token_store import Corpus
 from transformer_xl.text.tokenizers.training import train_tokenizer
 

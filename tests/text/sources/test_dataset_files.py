@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from transformer_xl.config import UserError
-from transformer_xl.text.sources import source_files
+from transformer_xl.text.sources import dataset_files
 from transformer_xl.text.sources.archives import FileRange
+from transformer_xl.text.sources.dataset_files import TextFile, find_files, plain_file
 from transformer_xl.text.sources.download import RemoteFile
-from transformer_xl.text.sources.source_files import TextFile, find_files, plain_file
 
 TEXTS = {f"x-v1/data/x.{split}": b"%s text\n" % split.encode() * 1009 for split in ("train", "valid", "test")}
 
@@ -141,7 +141,7 @@ def test_a_tar_is_unpacked_once_for_its_contents(tmp_path: Path, cache: Path, mo
     folder = make(tmp_path / "mine", {"mine.tgz": TAR})
     find(folder)
     with monkeypatch.context() as patch:
-        patch.setattr(source_files, "extract_from_tar", None)
+        patch.setattr(dataset_files, "extract_from_tar", None)
         find(folder)
     other = {path: text[::-1] for path, text in TEXTS.items()}
     make(folder, {"mine.tgz": tar_of(other)})

@@ -17,9 +17,9 @@ from pathlib import Path
 from transformer_xl.config import UserError
 from transformer_xl.text.documents import DEFAULT_TOKENIZER, SPLITS, Document, DocumentUnit, SplitName, TextSource
 from transformer_xl.text.sources.archives import FileRange, Progress, no_progress
+from transformer_xl.text.sources.dataset_files import TextFile, find_files, plain_file
 from transformer_xl.text.sources.download import RemoteFile
 from transformer_xl.text.sources.folders import list_files
-from transformer_xl.text.sources.source_files import TextFile, find_files, plain_file
 from transformer_xl.text.tokenizers.config import TokenizerConfig
 
 PYTHON_STDLIB = "python-stdlib"
