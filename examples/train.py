@@ -13,9 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import transformer_xl as txl
-from transformer_xl.text.corpus_writer import write_corpus
-from transformer_xl.text.documents import Document
-from transformer_xl.text.tokenizers import ByteTokenizer
 
 
 class StopAtLoss(txl.Callback):
@@ -33,9 +30,7 @@ class StopAtLoss(txl.Callback):
 def main(folder: Path, max_steps: int = 300, stop_at: float = 2.5) -> None:
     """Make a corpus, a run and a saved copy of its model in a folder."""
     files = sorted(Path(email.__file__).parent.glob("*.py"))
-    documents = [Document(file.name, [file.read_bytes()]) for file in files]
-    splits = {"train": documents[2:], "valid": documents[:2]}
-    corpus = write_corpus(folder / "corpus", splits, name="email", source="stdlib", tokenizer=ByteTokenizer())
+    corpus = txl.prepare(files, folder / "corpus", tokenizer="byte", valid_fraction=0.1)
 
     config = txl.RunConfig(
         model=txl.TransformerXLConfig(n_layers=2, d_model=64, n_heads=2, d_ff=128, dropout=0.0),
