@@ -25,8 +25,8 @@ TEXT = " ".join(SENTENCE.split()[place * place % 19] + str(place % 7) for place 
 TEST = TEXT[TEXT.index(b" ", len(TEXT) - round(len(TEXT) * 0.1) - 1) + 1 :]  # a tenth, from between two words on
 MODEL = ["--model.n-layers=2", "--model.d-model=14", "--model.n-heads=2", "--model.d-head=5", "--model.d-ff=19"]
 TRAIN = [
-    "--train.segment-length=7", "--train.memory-length=11", "--train.batch-size=3", "--train.max-steps=17", "--train.log-interval=5",
-    "--train.eval-interval=11", "--train.checkpoint-interval=13", "--train.dtype=float32", "--train.learning-rate=0.01",
+    "--train.segment-length=7", "--train.memory-length=11", "--train.batch-size=3", "--train.max-steps=17",
+    "--train.log-interval=5", "--train.eval-interval=11", "--train.checkpoint-interval=13", "--train.dtype=float32", "--train.learning-rate=0.01",
 ]  # fmt: skip
 
 
@@ -52,7 +52,7 @@ def test_what_training_leaves(place: Path) -> None:
     ]  # fmt: skip
     assert folder.checkpoints()[-1].name == "step-00000017"
     assert folder.config.model.d_head == 5
-    assert folder.config.model.memory == folder.config.train.memory_length == 11
+    assert folder.config.train.memory_length == 11
     assert folder.config.corpus is not None
     assert folder.config.corpus.path == str((place / "corpus").resolve())
 
@@ -62,21 +62,21 @@ def test_train_as_json_and_with_a_recipe(place: Path, tmp_path: Path) -> None:
     recipe = tmp_path / "small.yaml"
     recipe.write_text(
         "title: small\nsource: a test\ncorpus: text\n"
-        "model: {layers: 1, width: 14, heads: 2, d_head: 5, feedforward: 19}\n"
-        "train: {segment: 7, memory: 11, rows: 3, steps: 5, eval_tokens: 29}\n"
-        "evaluation: {memory: 13, window: 5, clamp: 3}\n"
+        "model: {n_layers: 1, d_model: 14, n_heads: 2, d_head: 5, d_ff: 19}\n"
+        "train: {segment_length: 7, memory_length: 11, batch_size: 3, max_steps: 5, eval_tokens: 29}\n"
+        "evaluation: {memory_length: 13, attention_window: 5, clamp_length: 3}\n"
     )
     words = ["--train.max-steps", "2", "--train.eval-tokens", "none", "--evaluation.attention-window", "none", "--json"]
     said = txl("train", recipe, "--corpus", place / "corpus", "--run", tmp_path / "run", *words)
     assert said.status == 0
     found = said.object
-    assert (found["run"], found["finished"], found["step"], found["steps"]) == (str(tmp_path / "run"), True, 2, 2)
+    assert (found["run"], found["finished"], found["step"], found["max_steps"]) == (str(tmp_path / "run"), True, 2, 2)
     config = RunFolder.open(tmp_path / "run").config
     assert (config.recipe, config.model.n_layers, config.train.eval_tokens) == (str(recipe), 1, None)
     assert EvaluationPlan.resolve(config) == EvaluationPlan(7, ContextLimits(13, None, 3))
     more = txl("train", "--resume", tmp_path / "run", "--train.max-steps", "3", "--json")
     assert (more.status, more.object["step"]) == (0, 3)
-    assert more.err == f"going on with {tmp_path / 'run'} at step 2 of 3\n"
+    assert more.err.startswith(f"resuming {tmp_path / 'run'} at step 2 of 3\n")
     assert RunFolder.open(tmp_path / "run").config.train.max_steps == 3
 
 
@@ -171,7 +171,11 @@ def test_info_of_a_run(place: Path) -> None:
     found = said.object["run"]
     model = RunFolder.open(place / "run").load_model(torch.device("cpu"))
     assert found["parameters"] == model.num_parameters()
-    assert (found["model"]["layers"], found["train"]["steps"], found["newest_checkpoint"]) == (2, 17, "step-00000017")
+    assert (found["model"]["n_layers"], found["train"]["max_steps"], found["newest_checkpoint"]) == (
+        2,
+        17,
+        "step-00000017",
+    )
     assert found["checksums"] == "all right"
     assert found["best_valid"]["split"] == "valid"
     assert found["last_train"]["step"] == 15

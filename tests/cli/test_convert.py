@@ -52,18 +52,18 @@ def test_a_folder_of_the_hub_converts_evaluates_and_generates(tokenizer: str, tm
     assert done.status == 0
     assert done.err == ""
     assert done.object["format"] == "huggingface"
-    assert done.object["tokenizer"] == "words, 23 tokens"
+    assert done.object["tokenizer"] == "word, 23 tokens"
     how = ("--tokenizer", tmp_path / "run", "--test-fraction", "0.5", "--out", tmp_path / "corpus")
     assert txl("prepare", tmp_path / "text.txt", *how).status == 0
     scored = txl("evaluate", tmp_path / "run", "--corpus", tmp_path / "corpus", "--json")
     assert scored.status == 0, scored.err
-    assert scored.object["memory"] == 9
-    assert scored.object["segment"] == 128
-    assert scored.object["window"] == 9
+    assert scored.object["memory_length"] == 9
+    assert scored.object["segment_length"] == 128
+    assert scored.object["attention_window"] == 9
     wanted = "Hello , the well @-@ known cat ( 1 @.@ 80 ) sat on the mat . <eos>"
-    vocabulary_read = RunFolder.open(tmp_path / "run").tokenizer
-    assert isinstance(vocabulary_read, WordTokenizer)
-    ids = vocabulary_read.encode(TEXT.splitlines()[0] + "\n")
+    tokenizer_read = RunFolder.open(tmp_path / "run").tokenizer
+    assert isinstance(tokenizer_read, WordTokenizer)
+    ids = tokenizer_read.encode(TEXT.splitlines()[0] + "\n")
     assert " ".join(WORDS[place] for place in ids) == wanted
     written = txl("generate", tmp_path / "run", "--prompt", "the cat", "--max-new-tokens", "11", "--json")
     assert written.status == 0
@@ -106,7 +106,7 @@ def test_kinds_are_recognised_and_can_be_named(tmp_path: Path) -> None:
     assert file.object["format"] == "nvidia"
 
 
-def test_another_vocabulary_of_the_same_size_can_be_named(tmp_path: Path) -> None:
+def test_another_tokenizer_of_the_same_size_can_be_given(tmp_path: Path) -> None:
     config, weights, _ = golden("clusters")
     hugging_face_folder(tmp_path / "hub", config, weights)
     (tmp_path / "hub" / "vocab.json").unlink()
@@ -118,11 +118,11 @@ def test_another_vocabulary_of_the_same_size_can_be_named(tmp_path: Path) -> Non
     assert (tmp_path / "one/txl_tokenizer.json").read_bytes() == (tmp_path / "two/txl_tokenizer.json").read_bytes()
 
 
-def test_the_splitting_can_be_chosen(tmp_path: Path) -> None:
+def test_the_pre_tokenizer_can_be_chosen(tmp_path: Path) -> None:
     hub_folder(tmp_path, "vocab.pkl")
-    for splitting, words in (("moses", ["the", "well", "@-@", "known"]), ("whitespace", ["the", "<unk>"])):
-        run = tmp_path / splitting
-        assert txl("convert", tmp_path / "hub", run, "--pre-tokenizer", splitting).status == 0
+    for pre_tokenizer, words in (("moses", ["the", "well", "@-@", "known"]), ("whitespace", ["the", "<unk>"])):
+        run = tmp_path / pre_tokenizer
+        assert txl("convert", tmp_path / "hub", run, "--pre-tokenizer", pre_tokenizer).status == 0
         tokenizer = RunFolder.open(run).tokenizer
         assert isinstance(tokenizer, WordTokenizer)
         assert [tokenizer.words[place] for place in tokenizer.encode("the well-known")] == words

@@ -99,15 +99,15 @@ def test_half_precision_becomes_float32(tmp_path: Path) -> None:
     assert_same_nats(tmp_path / "run", old, model)
 
 
-def test_without_a_vocabulary_one_has_to_be_named(tmp_path: Path) -> None:
+def test_without_a_tokenizer_one_has_to_be_given(tmp_path: Path) -> None:
     model = old_model(CASES["clusters"])
     saved = save_official(tmp_path / "old", model)
-    with pytest.raises(UserError, match="comes without its vocabulary of 23 tokens; give --tokenizer"):
+    with pytest.raises(UserError, match=r"comes without a tokenizer .* 23 tokens; give --tokenizer"):
         convert(saved, tmp_path / "run")
     named = str(number_vocabulary(tmp_path, 23))
     convert(saved, tmp_path / "run", tokenizer=named)
     assert_same_nats(tmp_path / "run", CASES["clusters"], model)
-    with pytest.raises(UserError, match="--tokenizer bytes has 256 tokens and the model 23"):
+    with pytest.raises(UserError, match="--tokenizer byte has 256 tokens and the model 23"):
         convert(saved, tmp_path / "other", tokenizer="byte")
 
 

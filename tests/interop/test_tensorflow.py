@@ -16,7 +16,7 @@ from transformer_xl.config import TransformerXLConfig, UserError, load_recipe, r
 from transformer_xl.interop import tensorflow
 from transformer_xl.interop.convert import convert
 from transformer_xl.interop.imported import ImportedModel
-from transformer_xl.interop.tokenizers import with_bytes
+from transformer_xl.interop.tokenizers import bytes_from_byte_ids
 from transformer_xl.model.memory import ContextLimits
 from transformer_xl.model.transformer_xl import TransformerXL
 from transformer_xl.text.tokenizers.char import CharTokenizer
@@ -84,7 +84,7 @@ def test_every_way_to_name_a_checkpoint(ending: str, tmp_path: Path) -> None:
     shutil.copytree(GOLDEN / "bytes", folder)
     for path in (folder / f"model.ckpt-17{ending}", folder, folder.parent, folder / "checkpoint"):
         assert tensorflow.recognizes(path)
-        assert tensorflow.read(path).model["layers"] == 2
+        assert tensorflow.read(path).model["n_layers"] == 2
 
 
 def test_the_newest_of_several_is_taken(tmp_path: Path) -> None:
@@ -180,7 +180,9 @@ def test_marks_and_case_of_other_data_sets(tmp_path: Path) -> None:
 def test_bytes_of_enwik8_are_put_in_their_order(tmp_path: Path) -> None:
     """Theirs are numbered by how often they stand in the text; the other bytes have no probability."""
     order = np.random.default_rng(5).permutation([*range(32, 127)])[:61]
-    imported = with_bytes(tensorflow.read(with_corpus(tmp_path, "bytes", "enwik8", [str(byte) for byte in order])))
+    imported = bytes_from_byte_ids(
+        tensorflow.read(with_corpus(tmp_path, "bytes", "enwik8", [str(byte) for byte in order]))
+    )
     assert imported.tokenizer is not None
     assert (imported.tokenizer.kind, imported.model["vocab_size"]) == ("byte", 256)
     assert "tr -d" in imported.remarks[0]
@@ -235,7 +237,7 @@ def spoilt(folder: Path, old: bytes, new: bytes) -> None:
     ("old", "new", "said"),
     [
         (b"cvocabulary\nVocab", b"cos\nsystem", r"cache.pkl names os.system, which has no place"),
-        (b"U\x02w5", b"U\x02w4", r"cache.pkl: the word 'w4' stands in it twice"),
+        (b"U\x02w5", b"U\x02w4", r"cache.pkl: .* word 'w4' twice"),
         (b"U\x07idx2sym", b"U\x07idx2abc", r"cache.pkl: the numbers of its 61 words are not 0 up to 60"),
         (b"U\x02w5", b"U\x05w5", r"cache.pkl is damaged, or not a pickle"),
     ],
@@ -310,11 +312,11 @@ def test_another_model_is_refused(
         ({}, None),
         (
             {"layer_1/ff/layer_1/bias": (12,)},
-            "'layers.1.feed_forward.up_proj.bias' is missing, too many or of the wrong",
+            "'layers.1.feed_forward.up_proj.bias' is .* of the wrong shape",
         ),
-        ({"layer_1/rel_attn/qkv/kernel": (10, 17)}, "layers.1.attention.* is missing, too many or of the wrong shape"),
+        ({"layer_1/rel_attn/qkv/kernel": (10, 17)}, "'layers.1.attention.* is .* of the wrong shape"),
         ({"adaptive_embed/cutoff_1/lookup_table": (16, 11)}, "model.div_val: Input should be greater than 0"),
-        ({"r_w_bias": (3, 2)}, "'position_bias' is missing, too many or of the wrong shape"),
+        ({"r_w_bias": (3, 2)}, "'position_bias' is .* of the wrong shape"),
     ],
 )
 def test_converting(

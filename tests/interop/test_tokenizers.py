@@ -14,7 +14,7 @@ from interop.old_modules import old_corpus, old_modules, old_vocabulary
 
 from transformer_xl.config import UserError
 from transformer_xl.interop.imported import ImportedModel
-from transformer_xl.interop.tokenizers import from_symbols, read_vocabulary, symbols_of, with_bytes
+from transformer_xl.interop.tokenizers import bytes_from_byte_ids, read_tokenizer, tokenizer_from_words, words_of
 from transformer_xl.text.tokenizers import ByteTokenizer
 from transformer_xl.text.tokenizers.char import CharTokenizer
 from transformer_xl.text.tokenizers.word import WordTokenizer
@@ -57,7 +57,7 @@ FORMS = [
 
 @pytest.mark.parametrize("form", FORMS)
 def test_the_order_stays(form: str, tmp_path: Path) -> None:
-    tokenizer = read_vocabulary(save(tmp_path, form))
+    tokenizer = read_tokenizer(save(tmp_path, form))
     assert isinstance(tokenizer, WordTokenizer)
     assert list(tokenizer.words) == WORDS
     assert (tokenizer.eos_token, tokenizer.unk_token) == ("<eos>", "<unk>")
@@ -65,34 +65,34 @@ def test_the_order_stays(form: str, tmp_path: Path) -> None:
 
 
 def test_marks_of_one_billion_words() -> None:
-    tokenizer = from_symbols(["<S>", "a", "<UNK>"], "x")
+    tokenizer = tokenizer_from_words(["<S>", "a", "<UNK>"], "x")
     assert isinstance(tokenizer, WordTokenizer)
     assert (tokenizer.eos_token, tokenizer.unk_token) == ("<S>", "<UNK>")
 
 
 def test_words_go_back_as_they_came() -> None:
-    assert symbols_of(from_symbols(WORDS, "x")) == tuple(WORDS)
-    letters = from_symbols(["_", "e", "t"], "x")
+    assert words_of(tokenizer_from_words(WORDS, "x")) == tuple(WORDS)
+    letters = tokenizer_from_words(["_", "e", "t"], "x")
     assert isinstance(letters, CharTokenizer)
     assert letters.characters == " et"
-    assert symbols_of(letters) == ("_", "e", "t")
-    assert symbols_of(ByteTokenizer()) is None
-    assert isinstance(from_symbols(["a", "e", "t"], "x"), WordTokenizer)
+    assert words_of(letters) == ("_", "e", "t")
+    assert words_of(ByteTokenizer()) is None
+    assert isinstance(tokenizer_from_words(["a", "e", "t"], "x"), WordTokenizer)
 
 
 @pytest.mark.parametrize("symbols", [[], [1, 2], ["a", "a"], ["a b"], [""], ["_", "a", "a"], ["_", " "]])
 def test_what_is_no_list_of_words_is_refused(symbols: list[Any]) -> None:
     with pytest.raises(UserError, match=r"^some.json: "):
-        from_symbols(symbols, "some.json")
+        tokenizer_from_words(symbols, "some.json")
 
 
 def test_only_byte_numbers_without_clusters_become_bytes() -> None:
     weights = {"embedding.tables.0": torch.randn(3, 2), "softmax.bias": torch.randn(3)}
     for words, cutoffs, changed in ((["97", "10", "0"], (), True), (["97", "10", "x"], (), False),
                                     (["97", "10", "256"], (), False), (["97", "10", "0"], (1,), False)):  # fmt: skip
-        tokenizer = from_symbols(words, "x")
+        tokenizer = tokenizer_from_words(words, "x")
         imported = ImportedModel({"vocab_size": 3, "cutoffs": cutoffs}, {}, {}, weights, tokenizer)
-        found = with_bytes(imported)
+        found = bytes_from_byte_ids(imported)
         assert (found is not imported) == changed
         if changed:
             assert found.model["vocab_size"] == 256

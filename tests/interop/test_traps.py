@@ -60,7 +60,7 @@ TRAPS: dict[str, tuple[str, dict[str, Any], Callable[[Weights], None], float]] =
     "distances not clamped": ("clusters", {"clamp_length": None}, nothing, 0.01),
     "one pair of biases for all layers": ("clusters", {"tie_attention_biases": True}, as_first, 0.01),
     "the embedding's projections": ("narrow-tails", {"tie_projections": "all"}, without_own_projections, 0.01),
-    "the embedding's weights": ("own-softmax", {"tie_weights": True}, without_own_tables, 0.01),
+    "the embedding's weights": ("own-softmax", {"tie_word_embeddings": True}, without_own_tables, 0.01),
     "a LayerNorm after the last layer": ("pre-norm", {"final_norm": True}, with_final_norm, 0.01),
     "LayerNorm's epsilon 1e-12, not 1e-5": ("clusters", {"norm_eps": 1e-12}, nothing, 1e-7),
 }  # fmt: skip

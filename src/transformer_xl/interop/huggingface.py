@@ -25,7 +25,7 @@ from transformer_xl.interop.source_config import (
     length_settings,
     parse_tied_projections,
 )
-from transformer_xl.interop.tokenizers import first_of, read_json, read_vocabulary, symbols_of
+from transformer_xl.interop.tokenizers import first_existing, read_json, read_tokenizer, words_of
 from transformer_xl.interop.torch_file import TorchFile
 from transformer_xl.interop.weight_names import HUGGING_FACE, export_weights, import_weights
 from transformer_xl.tensor_file import write_safetensors
@@ -70,7 +70,7 @@ def read(path: Path) -> ImportedModel:
     settings = SourceConfig({**_DEFAULTS, **values}, str(file))
     model = _model(settings)
     config = check_settings(TransformerXLConfig, model, str(file))
-    weights_file = first_of(path, _WEIGHTS)
+    weights_file = first_existing(path, _WEIGHTS)
     if weights_file is None:
         raise UserError(f"{path} has no weights; wanted {' or '.join(_WEIGHTS)} beside config.json")
     theirs = _weights(weights_file)
@@ -78,9 +78,9 @@ def read(path: Path) -> ImportedModel:
         raise UserError(
             f"{weights_file} has no softmax (crit.*): a TransfoXLModel or a classifier; wanted a TransfoXLLMHeadModel"
         )
-    vocabulary_file = first_of(path, _VOCABULARIES)
+    vocabulary_file = first_existing(path, _VOCABULARIES)
     train, evaluation = length_settings(
-        segment=settings.number("tgt_len", 128), memory=settings.number("mem_len"), window=model["attention_window"]
+        segment=settings.get_int("tgt_len", 128), memory=settings.get_int("mem_len"), window=model["attention_window"]
     )
     return ImportedModel(
         model=model,
@@ -93,33 +93,33 @@ def read(path: Path) -> ImportedModel:
 
 def _model(settings: SourceConfig) -> dict[str, Any]:
     check_supported(settings)
-    memory = settings.number("mem_len")
-    cutoffs = settings.numbers("cutoffs")
-    width = settings.number("d_model")
-    window = settings.window(memory, keys_beside_memory=0)
-    clamp = settings.number("clamp_len", -1)
-    shared = settings.flag("proj_share_all_but_first", default=True)
+    memory = settings.get_int("mem_len")
+    cutoffs = settings.get_ints("cutoffs")
+    width = settings.get_int("d_model")
+    window = settings.attention_window(memory, keys_beside_memory=0)
+    clamp = settings.get_int("clamp_len", -1)
+    shared = settings.get_bool("proj_share_all_but_first", default=True)
     tied = settings.get("tie_projs", [False, *[shared] * len(cutoffs)])
-    div_val, d_embed = settings.number("div_val"), settings.number("d_embed")
+    div_val, d_embed = settings.get_int("div_val"), settings.get_int("d_embed")
     projected = div_val > 1 or d_embed != width
     return {
-        "vocab_size": settings.number("vocab_size"),
-        "n_layers": settings.number("n_layer"),
+        "vocab_size": settings.get_int("vocab_size"),
+        "n_layers": settings.get_int("n_layer"),
         "d_model": width,
-        "n_heads": settings.number("n_head"),
-        "d_head": settings.number("d_head"),
-        "d_ff": settings.number("d_inner"),
-        "dropout": settings.share("dropout", 0.1),
-        "attention_dropout": settings.share("dropatt", 0.0),
-        "norm_first": settings.flag("pre_lnorm", default=False),
+        "n_heads": settings.get_int("n_head"),
+        "d_head": settings.get_int("d_head"),
+        "d_ff": settings.get_int("d_inner"),
+        "dropout": settings.get_float("dropout", 0.1),
+        "attention_dropout": settings.get_float("dropatt", 0.0),
+        "norm_first": settings.get_bool("pre_lnorm", default=False),
         "final_norm": False,
-        "norm_eps": settings.share("layer_norm_epsilon", 1e-5),
+        "norm_eps": settings.get_float("layer_norm_epsilon", 1e-5),
         "d_embed": d_embed,
         "cutoffs": cutoffs,
         "div_val": div_val,
-        "tie_word_embeddings": settings.flag("tie_word_embeddings", default=True),
+        "tie_word_embeddings": settings.get_bool("tie_word_embeddings", default=True),
         "tie_projections": parse_tied_projections(tied, len(cutoffs) + 1, settings.source) if projected else "all",
-        "tie_attention_biases": not settings.flag("untie_r", default=True),
+        "tie_attention_biases": not settings.get_bool("untie_r", default=True),
         "attend_empty_memory": True,
         "attention_window": window,
         "clamp_length": clamp if clamp > 0 else None,
@@ -161,7 +161,7 @@ def _vocabulary(folder: Path, file: Path) -> Tokenizer:
     tokenizer = folder / "tokenizer_config.json"
     values = read_json(tokenizer) if tokenizer.is_file() else {}
     lower_case = values.get("lower_case") if isinstance(values, dict) else None
-    return read_vocabulary(file, splitting="moses", lower_case=lower_case if isinstance(lower_case, bool) else None)
+    return read_tokenizer(file, pre_tokenizer="moses", lower_case=lower_case if isinstance(lower_case, bool) else None)
 
 
 def write(path: Path, config: RunConfig, weights: Mapping[str, Tensor], tokenizer: Tokenizer) -> tuple[str, ...]:
@@ -176,11 +176,11 @@ def write(path: Path, config: RunConfig, weights: Mapping[str, Tensor], tokenize
     model, differences = _expressible(config)
     memory = config.train.memory_length if config.evaluation.memory_length is None else config.evaluation.memory_length
     same_length, remarks = _same_length(config, memory)
-    remarks = [*differences, *remarks, *_vocabulary_remarks(tokenizer)]
+    remarks = [*differences, *remarks, *_tokenizer_remarks(tokenizer)]
     theirs = export_weights(model, HUGGING_FACE, weights)
     even_D = torch.arange(0.0, model.d_model, 2.0)
     theirs["transformer.pos_emb.inv_freq"] = 1 / (10000 ** (even_D / model.d_model))
-    symbols = symbols_of(tokenizer)
+    symbols = words_of(tokenizer)
     with atomic_folder(path) as aside:
         values = {**_config(config, model), "mem_len": memory, "same_length": same_length}
         write_text(aside / "config.json", _json(values))
@@ -205,19 +205,19 @@ def _has_other_spaces(symbols: Sequence[str]) -> bool:
     return any(symbol.split() != [symbol] for symbol in symbols)
 
 
-def _vocabulary_remarks(tokenizer: Tokenizer) -> list[str]:
-    """How their tokenizer makes other tokens of a text than the run's own vocabulary."""
-    symbols, ids = symbols_of(tokenizer), "make its ids here (txl) and hand them to the model"
-    if symbols is None:
-        return [f"a {tokenizer.kind} tokenizer has no form there: hand its ids to the model"]
+def _tokenizer_remarks(tokenizer: Tokenizer) -> list[str]:
+    """Say how their tokenizer would encode a text differently from the run's own."""
+    words, advice = words_of(tokenizer), "encode text with this run's tokenizer and pass the ids to the model"
+    if words is None:
+        return [f"a {tokenizer.kind} tokenizer has no form there: {advice}"]
     remarks = []
     if not isinstance(tokenizer, WordTokenizer):
-        remarks.append(f"their tokenizer splits text into words, and this is a {tokenizer.kind} tokenizer: {ids}")
+        remarks.append(f"their tokenizer splits text into words, and this one is {tokenizer.kind}: {advice}")
     elif tokenizer.pre_tokenizer.name != "moses":
-        remarks.append(f"their tokenizer splits text otherwise than '{tokenizer.pre_tokenizer.name}': {ids}")
-    if _has_other_spaces(symbols):
+        remarks.append(f"their tokenizer does not split text as '{tokenizer.pre_tokenizer.name}' does: {advice}")
+    if _has_other_spaces(words):
         remarks.append(
-            "words that hold white space are cut in vocab.txt, so their tokenizer lacks them; see vocab.json"
+            "words that contain white space are cut in vocab.txt, so their tokenizer lacks them; see vocab.json"
         )
     return remarks
 
@@ -234,10 +234,10 @@ def _same_length(config: RunConfig, memory: int) -> tuple[bool, list[str]]:
         return window is not None, []
     if own not in (None, memory):
         raise UserError(
-            f"a window of {own} keys with {memory} memory slots has no form in TransfoXL, where it is the memory's "
-            "length; train or evaluate with equal ones"
+            f"attention_window {own} with memory_length {memory} has no form in TransfoXL, where both are mem_len; "
+            "train or evaluate with equal ones"
         )
-    lost = f"evaluated here with window {window}; TransfoXL has no form for it with {memory} memory slots"
+    lost = f"this run is evaluated with attention_window {window}, which TransfoXL cannot express with mem_len {memory}"
     return own is not None, [lost]
 
 

@@ -1,10 +1,4 @@
-"""What every reader of another program's files gives: a model in this package's terms.
-
-A reader module offers two functions:
-
-    recognizes(path) -> bool       whether the path looks like what it reads; cheap, never raises
-    read(path) -> ImportedModel          the whole of it; UserError says what cannot be read or expressed
-"""
+"""The model that a reader of another program's files returns, in this package's terms."""
 
 from __future__ import annotations
 
@@ -18,17 +12,17 @@ from transformer_xl.text.tokenizers import Tokenizer
 
 @dataclass(frozen=True)
 class ImportedModel:
-    """A model of another program, in this package's terms."""
+    """A model of another program: settings, weights and tokenizer in this package's terms."""
 
     model: dict[str, Any]
     """Settings of TransformerXLConfig."""
     train: dict[str, Any]
-    """Settings of TrainConfig: segment and memory, as far as they are known."""
+    """segment_length and memory_length of TrainConfig, if known."""
     evaluation: dict[str, Any]
-    """Settings of EvaluationConfig: segment, memory, window and clamp."""
+    """segment_length, memory_length, attention_window and clamp_length of EvaluationConfig, if known."""
     weights: dict[str, Tensor]
     """By the names of TransformerXL.state_dict()."""
     tokenizer: Tokenizer | None
-    """None: it stands elsewhere, and whoever converts has to name it."""
+    """None: the source comes without one, and the user has to give it."""
     remarks: tuple[str, ...] = ()
     """What was left out or deliberately differs, for the user."""

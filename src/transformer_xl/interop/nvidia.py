@@ -14,7 +14,7 @@ from typing import Any
 from transformer_xl.config import TransformerXLConfig, UserError, check_settings
 from transformer_xl.interop.imported import ImportedModel
 from transformer_xl.interop.source_config import SourceConfig, check_supported, length_settings, parse_tied_projections
-from transformer_xl.interop.tokenizers import admits_vocabulary, first_of, from_object
+from transformer_xl.interop.tokenizers import first_existing, is_corpus_class, tokenizer_from_pickle
 from transformer_xl.interop.torch_file import TorchFile
 from transformer_xl.interop.unpickler import PickledObject
 from transformer_xl.interop.weight_names import NVIDIA, import_weights
@@ -25,11 +25,11 @@ _FILE = re.compile(r"checkpoint_(best|last|\d+)\.pt")
 
 def recognizes(path: Path) -> bool:
     """Whether this is such a file, or a folder with one."""
-    return (_FILE.fullmatch(path.name) is not None and path.is_file()) or first_of(path, _FILES) is not None
+    return (_FILE.fullmatch(path.name) is not None and path.is_file()) or first_existing(path, _FILES) is not None
 
 
 def _admits(name: str) -> bool:
-    return name == "argparse.Namespace" or admits_vocabulary(name)
+    return name == "argparse.Namespace" or is_corpus_class(name)
 
 
 def read(path: Path) -> ImportedModel:
@@ -38,7 +38,7 @@ def read(path: Path) -> ImportedModel:
     Raises:
         UserError: it is damaged, no such checkpoint, names what it should not, or cannot be expressed.
     """
-    file = (first_of(path, _FILES) or path) if path.is_dir() else path
+    file = (first_existing(path, _FILES) or path) if path.is_dir() else path
     content = TorchFile(file, _admits)
     found = content.value if isinstance(content.value, dict) else {}
     weights, values = found.get("model_state"), found.get("model_config")
@@ -49,12 +49,12 @@ def read(path: Path) -> ImportedModel:
     arguments = found.get("args")
     evaluation_segment = SourceConfig(
         arguments.attributes if isinstance(arguments, PickledObject) else {}, str(file)
-    ).number("eval_tgt_len", settings.number("tgt_len"))
-    memory, segment = settings.number("mem_len"), settings.number("tgt_len")
+    ).get_int("eval_tgt_len", settings.get_int("tgt_len"))
+    memory, segment = settings.get_int("mem_len"), settings.get_int("tgt_len")
     train, _ = length_settings(segment=segment, memory=memory, window=None)
     longer = max(0, memory + segment - evaluation_segment) if memory else 0
     _, evaluation = length_settings(
-        segment=evaluation_segment, memory=longer, window=settings.window(longer, keys_beside_memory=1)
+        segment=evaluation_segment, memory=longer, window=settings.attention_window(longer, keys_beside_memory=1)
     )
     config = check_settings(TransformerXLConfig, model, str(file))
     theirs = {str(name): content.tensor(record) for name, record in weights.items()}
@@ -64,33 +64,33 @@ def read(path: Path) -> ImportedModel:
         train=train,
         evaluation=evaluation,
         weights=import_weights(config, NVIDIA, theirs, str(file)),
-        tokenizer=None if tokenizer is None else from_object(tokenizer, str(file)),
+        tokenizer=None if tokenizer is None else tokenizer_from_pickle(tokenizer, str(file)),
     )
 
 
 def _model(settings: SourceConfig) -> dict[str, Any]:
     check_supported(settings)
-    cutoffs, width = settings.numbers("cutoffs"), settings.number("d_model")
-    clamp = settings.number("clamp_len", -1)
-    div_val, d_embed = settings.number("div_val", 1), settings.number("d_embed", width)
+    cutoffs, width = settings.get_ints("cutoffs"), settings.get_int("d_model")
+    clamp = settings.get_int("clamp_len", -1)
+    div_val, d_embed = settings.get_int("div_val", 1), settings.get_int("d_embed", width)
     projected = div_val > 1 or d_embed != width
     tied = settings.get("tie_projs", [False])
     return {
-        "vocab_size": settings.number("n_token"),
-        "n_layers": settings.number("n_layer"),
+        "vocab_size": settings.get_int("n_token"),
+        "n_layers": settings.get_int("n_layer"),
         "d_model": width,
-        "n_heads": settings.number("n_head"),
-        "d_head": settings.number("d_head"),
-        "d_ff": settings.number("d_inner"),
-        "dropout": settings.share("dropout", 0.0),
-        "attention_dropout": settings.share("dropatt", 0.0),
-        "norm_first": settings.flag("pre_lnorm", default=False),
+        "n_heads": settings.get_int("n_head"),
+        "d_head": settings.get_int("d_head"),
+        "d_ff": settings.get_int("d_inner"),
+        "dropout": settings.get_float("dropout", 0.0),
+        "attention_dropout": settings.get_float("dropatt", 0.0),
+        "norm_first": settings.get_bool("pre_lnorm", default=False),
         "final_norm": False,
         "d_embed": d_embed,
         "cutoffs": cutoffs,
         "div_val": div_val,
-        "tie_word_embeddings": settings.flag("tie_weight", default=True),
+        "tie_word_embeddings": settings.get_bool("tie_weight", default=True),
         "tie_projections": parse_tied_projections(tied, len(cutoffs) + 1, settings.source) if projected else "all",
-        "attention_window": settings.window(settings.number("mem_len"), keys_beside_memory=1),
+        "attention_window": settings.attention_window(settings.get_int("mem_len"), keys_beside_memory=1),
         "clamp_length": clamp if clamp > 0 else None,
     }

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformer_xl.config import TransformerXLConfig, UserError, check_settings
 from transformer_xl.interop.imported import ImportedModel
 from transformer_xl.interop.source_config import SourceConfig, check_supported, length_settings, parse_tied_projections
-from transformer_xl.interop.tokenizers import first_of, read_vocabulary
+from transformer_xl.interop.tokenizers import first_existing, read_tokenizer
 from transformer_xl.interop.torch_file import TorchFile
 from transformer_xl.interop.unpickler import PickledObject
 from transformer_xl.interop.weight_names import OFFICIAL, import_weights
@@ -65,12 +65,15 @@ def read(path: Path) -> ImportedModel:
     }
     theirs: dict[str, Tensor] = {name: content.tensor(record) for name, record in records.items()}
     shared = _shared(theirs)
-    model, memory = _model(found, parts, shared, str(file)), SourceConfig(found.attributes, str(file)).number("mem_len")
+    model, memory = (
+        _model(found, parts, shared, str(file)),
+        SourceConfig(found.attributes, str(file)).get_int("mem_len"),
+    )
     config = check_settings(TransformerXLConfig, model, str(file))
     folder = file.parent
-    vocabulary_file = first_of(folder, _VOCABULARIES)
+    vocabulary_file = first_existing(folder, _VOCABULARIES)
     train, evaluation = length_settings(
-        segment=SourceConfig(found.attributes, str(file)).number("tgt_len"),
+        segment=SourceConfig(found.attributes, str(file)).get_int("tgt_len"),
         memory=memory,
         window=model["attention_window"],
     )
@@ -79,7 +82,7 @@ def read(path: Path) -> ImportedModel:
         train=train,
         evaluation=evaluation,
         weights=import_weights(config, OFFICIAL, theirs, str(file)),
-        tokenizer=None if vocabulary_file is None else read_vocabulary(vocabulary_file),
+        tokenizer=None if vocabulary_file is None else read_tokenizer(vocabulary_file),
     )
 
 
@@ -113,30 +116,30 @@ def _model(found: PickledObject, parts: dict[str, PickledObject], shared: set[st
     attention = SourceConfig(parts["layers.0.dec_attn"].attributes, source)
     norm = SourceConfig(_attributes(parts, "layers.0.dec_attn.layer_norm"), source)
     widening = SourceConfig(_attributes(parts, "layers.0.pos_ff.CoreNet.0"), source)
-    cutoffs, size = crit.numbers("cutoffs")[:-1], settings.number("n_token")
-    width, div_val = settings.number("d_model"), crit.number("div_val", 1)
-    d_embed = settings.number("d_embed", width)
+    cutoffs, size = crit.get_ints("cutoffs")[:-1], settings.get_int("n_token")
+    width, div_val = settings.get_int("d_model"), crit.get_int("div_val", 1)
+    d_embed = settings.get_int("d_embed", width)
     projected = div_val > 1 or d_embed != width
     tied = [f"crit.out_projs.{index}" in shared for index in range(len(cutoffs) + 1)]
-    clamp = settings.number("clamp_len", -1)
+    clamp = settings.get_int("clamp_len", -1)
     return {
         "vocab_size": size,
-        "n_layers": settings.number("n_layer"),
+        "n_layers": settings.get_int("n_layer"),
         "d_model": width,
-        "n_heads": settings.number("n_head"),
-        "d_head": settings.number("d_head"),
-        "d_ff": widening.number("out_features"),
-        "dropout": SourceConfig(_attributes(parts, "drop"), source).share("p", 0.0),
-        "attention_dropout": SourceConfig(_attributes(parts, "layers.0.dec_attn.dropatt"), source).share("p", 0.0),
-        "norm_first": attention.flag("pre_lnorm", default=False),
+        "n_heads": settings.get_int("n_head"),
+        "d_head": settings.get_int("d_head"),
+        "d_ff": widening.get_int("out_features"),
+        "dropout": SourceConfig(_attributes(parts, "drop"), source).get_float("p", 0.0),
+        "attention_dropout": SourceConfig(_attributes(parts, "layers.0.dec_attn.dropatt"), source).get_float("p", 0.0),
+        "norm_first": attention.get_bool("pre_lnorm", default=False),
         "final_norm": False,
-        "norm_eps": norm.share("eps", 1e-5),
+        "norm_eps": norm.get_float("eps", 1e-5),
         "d_embed": d_embed,
         "cutoffs": cutoffs,
         "div_val": div_val,
         "tie_word_embeddings": "crit.out_layers.0.weight" in shared,
         "tie_projections": parse_tied_projections(tied, len(tied), source) if projected else "all",
-        "attention_window": settings.window(settings.number("mem_len"), keys_beside_memory=0),
+        "attention_window": settings.attention_window(settings.get_int("mem_len"), keys_beside_memory=0),
         "clamp_length": clamp if clamp > 0 else None,
     }
 

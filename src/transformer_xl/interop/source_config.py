@@ -1,4 +1,4 @@
-"""SourceConfig of other programs, checked one by one, and what none of ours can express."""
+"""Settings of other programs, with each value checked when it is read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transformer_xl.config import UserError
 
 
 def format_value(value: object) -> str:
-    """A value for a message; of what is nested only the kind, as a file can nest without end."""
+    """Format a value for a message, shortened; of a nested value only its type, since a file can nest without end."""
     plain = str, bytes, int, float, type(None)
     inside = value if isinstance(value, (list, tuple)) else [value]
     if all(isinstance(part, plain) for part in inside[:60]):
@@ -20,81 +20,81 @@ def format_value(value: object) -> str:
 
 @dataclass(frozen=True)
 class SourceConfig:
-    """SourceConfig by the other program's names."""
+    """Settings by the other program's names."""
 
     values: Mapping[str, Any]
     source: str
-    """Where they come from, for messages."""
+    """The file they were read from, for messages."""
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The value as it is; `default` where it is missing or none."""
+        """Return the value unchecked; `default` where it is missing or None."""
         value = self.values.get(name)
         return default if value is None else value
 
-    def number(self, name: str, default: int | None = None) -> int:
-        """A whole number."""
+    def get_int(self, name: str, default: int | None = None) -> int:
+        """Return an integer."""
         value = self.get(name, default)
         if type(value) is not int:
-            raise self._wrong(name, value, "a whole number")
+            raise self._error(name, value, "an integer")
         return value
 
-    def share(self, name: str, default: float) -> float:
-        """A number."""
+    def get_float(self, name: str, default: float) -> float:
+        """Return a number as a float."""
         value = self.get(name, default)
         if type(value) not in (int, float):
-            raise self._wrong(name, value, "a number")
+            raise self._error(name, value, "a number")
         return float(value)
 
-    def flag(self, name: str, *, default: bool) -> bool:
-        """Yes or no."""
+    def get_bool(self, name: str, *, default: bool) -> bool:
+        """Return a boolean."""
         value = self.get(name, default)
         if type(value) is not bool:
-            raise self._wrong(name, value, "true or false")
+            raise self._error(name, value, "true or false")
         return value
 
-    def numbers(self, name: str) -> tuple[int, ...]:
-        """A list of whole numbers; empty where it is missing."""
+    def get_ints(self, name: str) -> tuple[int, ...]:
+        """Return a list of integers; empty where it is missing."""
         value = self.get(name, [])
         if not isinstance(value, (list, tuple)) or not all(type(number) is int for number in value):
-            raise self._wrong(name, value, "a list of whole numbers")
+            raise self._error(name, value, "a list of integers")
         return tuple(value)
 
-    def window(self, memory: int, *, keys_beside_memory: int) -> int | None:
-        """How many keys a query sees, itself included; none: all there are.
+    def attention_window(self, memory: int, *, keys_beside_memory: int) -> int | None:
+        """Return how many keys `same_length` shows each query, its own included; None: all there are.
 
         Args:
             memory: memory slots.
-            keys_beside_memory: how many more keys than those `same_length` shows in that program.
+            keys_beside_memory: how many keys that program shows beyond the memory length.
         """
-        if not self.flag("same_length", default=False):
+        if not self.get_bool("same_length", default=False):
             return None
         if memory + keys_beside_memory < 1:
             raise UserError(
-                f"{self.source}: same_length with mem_len {memory} lets no query see a key; there is no such model"
+                f"{self.source}: same_length with mem_len {memory} lets no query see a key; no model can be run so"
             )
         return memory + keys_beside_memory
 
-    def _wrong(self, name: str, value: object, wanted: str) -> UserError:
+    def _error(self, name: str, value: object, wanted: str) -> UserError:
         return UserError(f"{self.source}: {name} is {format_value(value)}; wanted {wanted}")
 
 
 def check_supported(settings: SourceConfig) -> None:
-    """Refuses what this package cannot express.
+    """Refuse settings that this package cannot express.
 
     Raises:
-        UserError: another kind of attention, an extended context, or a sampled softmax.
+        UserError: another type of attention, an extended context, or a sampled softmax.
     """
-    kind = settings.number("attn_type", 0)
+    kind = settings.get_int("attn_type", 0)
     if kind != 0:
         raise UserError(
             f"{settings.source}: attn_type {kind} cannot be expressed here; only 0, the paper's attention, can"
         )
-    extended = settings.number("ext_len", 0)
+    extended = settings.get_int("ext_len", 0)
     if extended > 0:
         raise UserError(
             f"{settings.source}: ext_len {extended} cannot be expressed here; only 0, no extended context, can"
         )
-    sampled = settings.number("sample_softmax", -1)
+    sampled = settings.get_int("sample_softmax", -1)
     if sampled > 0:
         raise UserError(
             f"{settings.source}: sample_softmax {sampled} cannot be expressed here; only a full softmax (-1) can"
@@ -105,10 +105,10 @@ Tied = Literal["all", "all_but_first", "none"]
 
 
 def parse_tied_projections(given: object, clusters: int, source: str) -> Tied:
-    """Which clusters' projections the softmax takes from the embedding, out of a list of yes and no.
+    """Return for which clusters the softmax shares the embedding's projection, from a list of booleans.
 
     Raises:
-        UserError: a pattern that cannot be expressed.
+        UserError: the pattern cannot be expressed here.
     """
     pattern = list(given) if isinstance(given, (list, tuple)) else [None]
     missing: Sequence[bool] = [False] * (clusters - len(pattern))
@@ -125,7 +125,7 @@ def parse_tied_projections(given: object, clusters: int, source: str) -> Tied:
 
 
 def length_settings(*, segment: int, memory: int, window: int | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """SourceConfig of training and evaluation for these lengths."""
+    """Return the settings of training and of evaluation for these lengths."""
     return {"segment_length": segment, "memory_length": memory}, {
         "segment_length": segment,
         "memory_length": memory,

@@ -33,7 +33,7 @@ from transformer_xl.config import UserError, load_recipe
 from transformer_xl.files import as_user_error
 from transformer_xl.interop.imported import ImportedModel
 from transformer_xl.interop.tensor_bundle import TensorBundle
-from transformer_xl.interop.tokenizers import read_vocabulary
+from transformer_xl.interop.tokenizers import read_tokenizer
 from transformer_xl.text.tokenizers import Tokenizer
 from transformer_xl.text.tokenizers.storage import read_json_object
 
@@ -76,11 +76,11 @@ def read(path: Path) -> ImportedModel:
     with as_user_error(f"reading {path}"):
         prefix = _prefix(path)
     variables = _Variables(prefix)
-    model = _settings(variables)
+    model = _model_settings(variables)
     weights = dict(_weights(variables))
     if variables.unread():
-        raise variables.refused(f"'{_SCOPE}{variables.unread()[0]}' is not part of the model that it seems to be")
-    return _foreign(model, weights, prefix.parent)
+        raise variables.error(f"'{_SCOPE}{variables.unread()[0]}' is not part of the model that it seems to be")
+    return _with_dataset_settings(model, weights, prefix.parent)
 
 
 def _names_a_checkpoint(path: Path) -> bool:
@@ -152,10 +152,10 @@ class _Variables:
             UserError: there is none of that name, or it has another number of dimensions.
         """
         if name not in self._shapes:
-            raise self.refused(f"no variable '{_SCOPE}{name}'")
+            raise self.error(f"no variable '{_SCOPE}{name}'")
         shape = self._shapes[name]
         if len(shape) not in dimensions or 0 in shape:
-            raise self.refused(f"'{_SCOPE}{name}' has the shape {shape}")
+            raise self.error(f"'{_SCOPE}{name}' has the shape {shape}")
         return shape
 
     def tensor(self, name: str) -> Tensor:
@@ -164,7 +164,7 @@ class _Variables:
         self._read.add(name)
         return torch.from_numpy(self._bundle.tensor(_SCOPE + name)).float()
 
-    def turned(self, name: str) -> Tensor:
+    def transposed(self, name: str) -> Tensor:
         """A kernel or projection (in, out), as (out, in)."""
         self.shape(name, 2)
         return self.tensor(name).T.contiguous()
@@ -173,12 +173,12 @@ class _Variables:
         """Names that nobody asked for."""
         return sorted(set(self._shapes) - self._read)
 
-    def refused(self, what: str) -> UserError:
+    def error(self, what: str) -> UserError:
         """The error to raise."""
         return UserError(f"{self._prefix}: {what}; wanted a checkpoint of the authors' tf/model.py")
 
 
-def _settings(variables: _Variables) -> dict[str, Any]:
+def _model_settings(variables: _Variables) -> dict[str, Any]:
     """What the shapes say, as settings of TransformerXLConfig."""
     *layers, heads, d_head = variables.shape("r_w_bias", 2, 3)
     _, width = variables.shape("layer_0/rel_attn/o/kernel", 2)
@@ -231,7 +231,7 @@ def _tied_projections(variables: _Variables) -> str:
     tables = _tables(variables)
     projected = {index for index in clusters if f"{tables[min(index, len(tables) - 1)]}proj_W" in variables}
     if own not in ({0}, projected):
-        raise variables.refused(f"projections of its own for the clusters {sorted(own)} of {sorted(projected)} alone")
+        raise variables.error(f"projections of its own for the clusters {sorted(own)} of {sorted(projected)} alone")
     return "all_but_first" if own == {0} else "none"
 
 
@@ -243,33 +243,33 @@ def _weights(variables: _Variables) -> Iterator[tuple[str, Tensor]]:
     for index, table in enumerate(_tables(variables)):
         yield f"embedding.tables.{index}", variables.tensor(f"{table}lookup_table")
         if f"{table}proj_W" in variables:
-            yield f"embedding.projections.{index}", variables.turned(f"{table}proj_W")
+            yield f"embedding.projections.{index}", variables.transposed(f"{table}proj_W")
     yield "softmax.bias", torch.cat([variables.tensor(name) for name in _biases(variables)])
     if "adaptive_softmax/cutoff_0/b" in variables:
         yield "softmax.cluster_weight", variables.tensor("adaptive_softmax/cutoff_0/cluster_W")
         yield "softmax.cluster_bias", variables.tensor("adaptive_softmax/cutoff_0/cluster_b")
     for index in range(len(_biases(variables))):
         if f"adaptive_softmax/cutoff_{index}/proj" in variables:
-            yield f"softmax.projections.{index}", variables.turned(f"adaptive_softmax/cutoff_{index}/proj")
+            yield f"softmax.projections.{index}", variables.transposed(f"adaptive_softmax/cutoff_{index}/proj")
     for index in range(variables.count("layer_{}/rel_attn/o/kernel")):
         yield from _layer(variables, f"layer_{index}/", f"layers.{index}.")
 
 
 def _layer(variables: _Variables, theirs: str, ours: str) -> Iterator[tuple[str, Tensor]]:
-    qkv = variables.turned(f"{theirs}rel_attn/qkv/kernel")
+    qkv = variables.transposed(f"{theirs}rel_attn/qkv/kernel")
     for name, part in zip(("q_proj", "k_proj", "v_proj"), qkv.tensor_split(3), strict=True):
         yield f"{ours}attention.{name}.weight", part.contiguous()
-    yield f"{ours}attention.r_proj.weight", variables.turned(f"{theirs}rel_attn/r/kernel")
-    yield f"{ours}attention.o_proj.weight", variables.turned(f"{theirs}rel_attn/o/kernel")
+    yield f"{ours}attention.r_proj.weight", variables.transposed(f"{theirs}rel_attn/r/kernel")
+    yield f"{ours}attention.o_proj.weight", variables.transposed(f"{theirs}rel_attn/o/kernel")
     for name, kernel in (("up_proj", "layer_1"), ("down_proj", "layer_2")):
-        yield f"{ours}feed_forward.{name}.weight", variables.turned(f"{theirs}ff/{kernel}/kernel")
+        yield f"{ours}feed_forward.{name}.weight", variables.transposed(f"{theirs}ff/{kernel}/kernel")
         yield f"{ours}feed_forward.{name}.bias", variables.tensor(f"{theirs}ff/{kernel}/bias")
     for name, norm in (("attention", "rel_attn"), ("feed_forward", "ff")):
         yield f"{ours}{name}.norm.weight", variables.tensor(f"{theirs}{norm}/LayerNorm/gamma")
         yield f"{ours}{name}.norm.bias", variables.tensor(f"{theirs}{norm}/LayerNorm/beta")
 
 
-def _foreign(model: dict[str, Any], weights: dict[str, Tensor], folder: Path) -> ImportedModel:
+def _with_dataset_settings(model: dict[str, Any], weights: dict[str, Tensor], folder: Path) -> ImportedModel:
     """Adds what the data set tells: lengths, dropout and vocabulary."""
     name, tokenizer = _corpus(folder, model["vocab_size"])
     recipe = load_recipe(_RECIPES[name]) if name in _RECIPES else None
@@ -279,7 +279,9 @@ def _foreign(model: dict[str, Any], weights: dict[str, Tensor], folder: Path) ->
     if recipe is not None and all(recipe.model[size] == model[size] for size in _SIZES):
         model = {**model, **{setting: recipe.model[setting] for setting in ("dropout", "attention_dropout")}}
         train = {setting: recipe.train[setting] for setting in ("segment_length", "memory_length")}
-        evaluation = {**recipe.evaluation, "attention_window": recipe.evaluation["memory_length"] + 1}
+        lengths = ("segment_length", "memory_length", "clamp_length")
+        evaluation = {setting: recipe.evaluation[setting] for setting in lengths}
+        evaluation["attention_window"] = recipe.evaluation["memory_length"] + 1  # as their --same_length
     else:
         remarks.append(_NO_LENGTHS)
     return ImportedModel(model, train, evaluation, weights, tokenizer, tuple(remarks))
@@ -311,7 +313,7 @@ def _corpus(folder: Path, size: int) -> tuple[str | None, Tokenizer | None]:
         name = str(values.get("dataset", name))
     if cache is None:
         return name, None
-    tokenizer = read_vocabulary(cache)
+    tokenizer = read_tokenizer(cache)
     _check_size(cache, tokenizer.vocab_size, size)
     return name, tokenizer
 

@@ -44,18 +44,18 @@ _CORPUS = frozenset(
 )  # fmt: skip
 
 
-def admits_tokenizer(name: str) -> bool:
+def is_huggingface_class(name: str) -> bool:
     """Names that stand in what Hugging Face's tokenizer pickles of itself; none of these things is made or used."""
     return name in _TOKENIZER
 
 
-def admits_vocabulary(name: str) -> bool:
+def is_corpus_class(name: str) -> bool:
     """Names that stand in the vocabularies of the authors' and NVIDIA's code, and in the text kept beside them."""
     return name in _CORPUS
 
 
-def from_symbols(
-    symbols: Sequence[object], source: str, *, lower_case: bool = False, splitting: PreTokenizerName = "whitespace"
+def tokenizer_from_words(
+    symbols: Sequence[object], source: str, *, lower_case: bool = False, pre_tokenizer: PreTokenizerName = "whitespace"
 ) -> Tokenizer:
     """The vocabulary of these words, in this order.
 
@@ -65,7 +65,7 @@ def from_symbols(
         symbols: every word, marks included.
         source: where they come from, for messages.
         lower_case: text is read as if all letters were small.
-        splitting: what stands between words.
+        pre_tokenizer: what stands between words.
 
     Raises:
         UserError: they are no words, or one stands in it twice.
@@ -80,11 +80,11 @@ def from_symbols(
         raise UserError(f"{source}: {error}; get it again") from None
     mark = next((word for word in _LINE_ENDS if word in words), None)
     unknown = next((word for word in _UNKNOWN if word in words), None)
-    return WordTokenizer(words, None, mark, unknown, PreTokenizer(splitting, lower_case))
+    return WordTokenizer(words, None, mark, unknown, PreTokenizer(pre_tokenizer, lower_case))
 
 
-def from_attributes(
-    attributes: Mapping[str, Any], source: str, splitting: PreTokenizerName = "whitespace"
+def tokenizer_from_attributes(
+    attributes: Mapping[str, Any], source: str, pre_tokenizer: PreTokenizerName = "whitespace"
 ) -> Tokenizer:
     """The vocabulary out of the attributes of an object of the authors' class Vocab, or of Hugging Face's tokenizer.
 
@@ -94,13 +94,15 @@ def from_attributes(
     symbols = attributes.get("idx2sym")
     numbered = attributes.get("sym2idx")
     if not symbols and isinstance(numbered, dict):
-        symbols = _ordered(numbered, source)
+        symbols = _sorted_by_id(numbered, source)
     if not isinstance(symbols, (list, tuple)) or not symbols:
         raise UserError(f"{source} holds no words (idx2sym, sym2idx); give --tokenizer RUN, or the right file")
-    return from_symbols(symbols, source, lower_case=attributes.get("lower_case") is True, splitting=splitting)
+    return tokenizer_from_words(
+        symbols, source, lower_case=attributes.get("lower_case") is True, pre_tokenizer=pre_tokenizer
+    )
 
 
-def _ordered(numbered: Mapping[Any, Any], source: str) -> list[Any]:
+def _sorted_by_id(numbered: Mapping[Any, Any], source: str) -> list[Any]:
     """Words in the order of their numbers."""
     if sorted(number for number in numbered.values() if type(number) is int) != list(range(len(numbered))):
         raise UserError(f"{source}: the numbers of its {len(numbered):,} words are not 0 up to {len(numbered) - 1:,}")
@@ -121,14 +123,14 @@ def read_json(path: Path) -> Any:
         raise UserError(f"{path} is not readable as JSON; get it again") from None
 
 
-def read_vocabulary(
-    path: Path, *, splitting: PreTokenizerName = "whitespace", lower_case: bool | None = None
+def read_tokenizer(
+    path: Path, *, pre_tokenizer: PreTokenizerName = "whitespace", lower_case: bool | None = None
 ) -> Tokenizer:
     """A vocabulary in a file: JSON, one word on each line, or pickled either way.
 
     Args:
         path: the file; the end of its name says which.
-        splitting: what stands between words.
+        pre_tokenizer: what stands between words.
         lower_case: whether text is read as if all letters were small, whatever the file says; none: as it says.
 
     Raises:
@@ -139,10 +141,12 @@ def read_vocabulary(
     if path.suffix == ".json":
         value = read_json(path)
         if isinstance(value, dict) and not {"idx2sym", "sym2idx"} & value.keys():
-            value = _ordered(value, source)
+            value = _sorted_by_id(value, source)
         if isinstance(value, dict):
-            return from_attributes({**value, **told}, source, splitting)
-        return from_symbols(value if isinstance(value, list) else [], source, splitting=splitting, **told)
+            return tokenizer_from_attributes({**value, **told}, source, pre_tokenizer)
+        return tokenizer_from_words(
+            value if isinstance(value, list) else [], source, pre_tokenizer=pre_tokenizer, **told
+        )
     if path.suffix == ".txt":
         with as_user_error(f"reading {path}"):
             content = path.read_bytes()
@@ -151,18 +155,18 @@ def read_vocabulary(
         except UnicodeDecodeError:
             raise UserError(f"{path} is not UTF-8; get it again") from None
         words = [line.split()[0] for line in lines if line.split()]
-        return from_symbols(list(dict.fromkeys(words)), source, splitting=splitting, **told)
-    value = TorchFile(path, lambda name: admits_tokenizer(name) or admits_vocabulary(name)).value
-    return from_attributes({**_attributes(value), **told}, source, splitting)
+        return tokenizer_from_words(list(dict.fromkeys(words)), source, pre_tokenizer=pre_tokenizer, **told)
+    value = TorchFile(path, lambda name: is_huggingface_class(name) or is_corpus_class(name)).value
+    return tokenizer_from_attributes({**_attributes(value), **told}, source, pre_tokenizer)
 
 
-def from_object(value: object, source: str, splitting: PreTokenizerName = "whitespace") -> Tokenizer:
+def tokenizer_from_pickle(value: object, source: str, pre_tokenizer: PreTokenizerName = "whitespace") -> Tokenizer:
     """The vocabulary in what was pickled: a tokenizer's attributes, a Vocab, or a Corpus that has one.
 
     Raises:
         UserError: there is none.
     """
-    return from_attributes(_attributes(value), source, splitting)
+    return tokenizer_from_attributes(_attributes(value), source, pre_tokenizer)
 
 
 def _attributes(value: object) -> Mapping[str, Any]:
@@ -171,7 +175,7 @@ def _attributes(value: object) -> Mapping[str, Any]:
     return value if isinstance(value, dict) else value.attributes if isinstance(value, PickledObject) else {}
 
 
-def symbols_of(tokenizer: Tokenizer) -> tuple[str, ...] | None:
+def words_of(tokenizer: Tokenizer) -> tuple[str, ...] | None:
     """The words of a vocabulary as other programs list them; none where it has none."""
     if isinstance(tokenizer, WordTokenizer):
         return tokenizer.words
@@ -180,7 +184,7 @@ def symbols_of(tokenizer: Tokenizer) -> tuple[str, ...] | None:
     return None
 
 
-def with_bytes(imported: ImportedModel) -> ImportedModel:
+def bytes_from_byte_ids(imported: ImportedModel) -> ImportedModel:
     """A model of byte numbers, as the authors' enwik8 has them, in bytes: its rows stand where the bytes are.
 
     Bytes that it never saw get a row of zeros, and a score that leaves them no probability. So the numbers are the
@@ -209,6 +213,6 @@ def with_bytes(imported: ImportedModel) -> ImportedModel:
     )
 
 
-def first_of(folder: Path, names: Iterable[str]) -> Path | None:
+def first_existing(folder: Path, names: Iterable[str]) -> Path | None:
     """The first of these files that is in the folder."""
     return next((folder / name for name in names if (folder / name).is_file()), None)
