@@ -1,1 +1,1 @@
-"""Text on its way to the model: where it comes from, its vocabulary, its tokens on disk, its segments in order."""
+"""Text: where it comes from, tokenizers, corpora of tokens on disk, and datasets that read them in segments."""
