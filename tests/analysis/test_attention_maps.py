@@ -14,12 +14,12 @@ from transformer_xl.analysis.attention_maps import (
     TERMS,
     AttentionMeans,
     TermMaps,
-    distances_seen,
-    look,
+    num_visible_distances,
+    read_attention,
     terms_of,
-    with_terms,
+    require_attention_terms,
 )
-from transformer_xl.config import ShawConfig, TransformerXLConfig, UserError
+from transformer_xl.config import LSTMConfig, ShawConfig, UserError, VaswaniConfig
 from transformer_xl.evaluation.evaluate import EvaluationPlan
 from transformer_xl.model.build import build_model
 from transformer_xl.model.memory import ContextLimits
@@ -55,12 +55,12 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("segment", "reach", "length"), CASES)
+@pytest.mark.parametrize(("segment", "context_limits", "length"), CASES)
 def test_means_are_those_of_a_plain_loop(make_model, text, segment, context_limits, length):
     model, plan = make_model(n_layers=2, tie_attention_biases=False), EvaluationPlan(segment, context_limits)
     means = AttentionMeans(model, plan, length)
-    look(model, text[:length].numpy(), plan, [means.add])
-    counted = [i for i in range(length) if i - i % segment >= context_limits.memory]
+    read_attention(model, text[:length].numpy(), plan, [means.add])
+    counted = [i for i in range(length) if i - i % segment >= context_limits.memory_length]
     assert means.fills_memory == bool(counted)
     counted = counted or list(range(length))
     assert means.num_queries == len(counted)
@@ -72,7 +72,7 @@ def test_means_are_those_of_a_plain_loop(make_model, text, segment, context_limi
                 count[i - j] = count.get(i - j, 0) + 1
                 far += p * (i - j)
                 entropy -= p * math.log(p)
-        assert len(means.count_P) == min(distances_seen(plan), length)
+        assert len(means.count_P) == min(num_visible_distances(plan), length)
         for distance in range(len(means.count_P)):
             assert int(means.count_P[distance]) == count.get(distance, 0)
             wanted = total[distance] / count[distance] if distance in count else math.nan
@@ -84,7 +84,7 @@ def test_means_are_those_of_a_plain_loop(make_model, text, segment, context_limi
 
 def check_terms(model, text, segment, context_limits, length):
     maps, plan = TermMaps(model, length), EvaluationPlan(segment, context_limits)
-    look(model, text.numpy(), plan, [maps.taker(plan)])
+    read_attention(model, text.numpy(), plan, [maps.callback(plan)])
     for (layer, head), seen in attention_of(model, text, segment, context_limits).items():
         wanted = {name: np.full((length, length), np.nan) for name in TERMS}
         for (i, j), four in seen.terms.items():
@@ -97,7 +97,7 @@ def check_terms(model, text, segment, context_limits, length):
             np.testing.assert_allclose(maps.map_QQ(name, layer, head), wanted[name], atol=1e-10, err_msg=name)
 
 
-@pytest.mark.parametrize(("segment", "reach", "length"), [*CASES[:5], (53, ContextLimits(0), 19)])
+@pytest.mark.parametrize(("segment", "context_limits", "length"), [*CASES[:5], (53, ContextLimits(0), 19)])
 def test_terms_are_the_papers(make_model, text, segment, context_limits, length):
     """Also where the last segment reaches beyond what is shown."""
     check_terms(make_model(n_layers=2, tie_attention_biases=False), text, segment, context_limits, length - length % 3)
@@ -111,7 +111,7 @@ def test_shaws_terms(shaw, text):
 def test_probabilities_of_all_keys_add_up(make_model, text):
     model, plan = make_model(), EvaluationPlan(5, ContextLimits(11))
     maps = TermMaps(model, 31)
-    look(model, text.numpy(), plan, [maps.taker(plan)])
+    read_attention(model, text.numpy(), plan, [maps.callback(plan)])
     for layer, head in np.ndindex(maps.shape):
         assert np.nansum(maps.map_QQ("probability", layer, head), -1) == pytest.approx(np.ones(31), abs=1e-12)
 
@@ -120,7 +120,7 @@ def test_empty_slots_that_are_attended_keep_their_share(make_model, text):
     """Then a query's probabilities of the tokens add up to less than 1, and are still the model's."""
     model, plan = make_model(attend_empty_memory=True), EvaluationPlan(7, ContextLimits(11))
     maps, means = TermMaps(model, 7), AttentionMeans(model, plan, 7)
-    look(model, text[:7].numpy(), plan, [maps.taker(plan), means.add])
+    read_attention(model, text[:7].numpy(), plan, [maps.callback(plan), means.add])
     traced = list(model.trace(text[None, :7], model.initial_memory(1, plan.context_limits)))
     for layer, trace in enumerate(traced):
         for head in range(2):
@@ -140,13 +140,13 @@ def test_nothing_of_a_long_text_is_kept(make_model, tokens):
     def living(length: int) -> int:
         means, most = AttentionMeans(model, plan, length), 0
 
-        def watch(view):
+        def watch(attention):
             nonlocal most
-            if view.layer == 2 and view.begin >= length - 3 * 17:
+            if attention.layer == 2 and attention.start >= length - 3 * 17:
                 large = [each for each in gc.get_objects() if type(each) is torch.Tensor and each.numel() >= smallest]
                 most = max(most, sum(each.numel() for each in large))
 
-        look(model, tokens(1, length)[0].numpy(), plan, [means.add, watch])
+        read_attention(model, tokens(1, length)[0].numpy(), plan, [means.add, watch])
         return most
 
     short, long = living(17 * 4), living(17 * 24)
@@ -161,10 +161,10 @@ def test_slots_that_are_never_filled_are_not_kept(make_model, text, attended):
         plan, keys = EvaluationPlan(7, ContextLimits(slots)), []
         means, maps = AttentionMeans(model, plan, length), TermMaps(model, length)
 
-        def watch(view, keys=keys):
-            keys.append(view.terms.content_BNTS.shape[-1])
+        def watch(attention, keys=keys):
+            keys.append(attention.terms.content_BNTS.shape[-1])
 
-        look(model, text[:length].numpy(), plan, [means.add, maps.taker(plan), watch])
+        read_attention(model, text[:length].numpy(), plan, [means.add, maps.callback(plan), watch])
         assert max(keys) == 7 + (slots if attended else 28)
         assert means.fills_memory == (slots == 28)
         found.append([maps.map_QQ(term, layer, head) for term in TERMS for layer, head in np.ndindex(maps.shape)])
@@ -173,26 +173,25 @@ def test_slots_that_are_never_filled_are_not_kept(make_model, text, attended):
         np.testing.assert_allclose(found[1], found[0], atol=1e-12)
 
 
-@pytest.mark.parametrize("weight", ["query", "position_key", "output"])
+@pytest.mark.parametrize("weight", ["q_proj", "r_proj", "o_proj"])
 def test_weights_too_large_for_their_products_are_refused(make_model, text, weight):
     model = make_model().float()
     with torch.no_grad():
         getattr(model.layers[1].attention, weight).weight.fill_(3e38)
     plan, taken = EvaluationPlan(7, ContextLimits(11)), []
-    with pytest.raises(UserError, match=r"^layer 1 computes numbers that are infinite or not numbers: .* lower learn"):
-        look(model, text.numpy(), plan, [lambda view: taken.append(view.layer)])
+    with pytest.raises(UserError, match=r"^layer 1 gives values that are not finite: .* lower learn"):
+        read_attention(model, text.numpy(), plan, [lambda attention: taken.append(attention.layer)])
     assert taken == [0]
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("kind", "message"),
     [
-        ({"architecture": "lstm"}, "kind lstm does not attend, so there is no picture of it; give a run with encoding"),
-        ({"architecture": "qrnn"}, "kind qrnn does not attend"),
-        ({"architecture": "vaswani", "memory": 0}, "encoding sinusoidal attends without memory and without terms"),
+        (LSTMConfig, "lstm has no attention to show; give a run of transformer-xl or shaw"),
+        (VaswaniConfig, "vaswani has no attention terms and memory"),
     ],
 )
-def test_other_models_are_refused(settings, message):
-    model = build_model(TransformerXLConfig(vocab_size=23, n_layers=1, d_model=14, n_heads=2, d_ff=19, **settings))
+def test_other_models_are_refused(kind, message):
+    heads = {} if kind is LSTMConfig else {"n_heads": 2, "d_ff": 19}
     with pytest.raises(UserError, match=message):
-        with_terms(model)
+        require_attention_terms(build_model(kind(vocab_size=23, n_layers=1, d_model=14, **heads)))

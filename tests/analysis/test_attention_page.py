@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from transformer_xl.analysis.attention_maps import TermMaps, look
+from transformer_xl.analysis.attention_maps import TermMaps, read_attention
 from transformer_xl.analysis.attention_page import (
-    MOST_BYTES,
+    MAX_BYTES,
     TokenText,
     _token_text,
     attention_page,
@@ -39,7 +39,7 @@ def maps(make_model):
     model = make_model(vocab_size=256, n_layers=2)
     ids = np.frombuffer(TEXT, dtype=np.uint8)
     maps, plan = TermMaps(model, len(TEXT)), EvaluationPlan(13, ContextLimits(29))
-    look(model, ids, plan, [maps.taker(plan)])
+    read_attention(model, ids, plan, [maps.callback(plan)])
     return maps
 
 
@@ -96,7 +96,7 @@ def numbers(text, dtype, *shape):
 def test_the_data_are_the_terms_to_within_half_a_step(maps, page):
     data = data_of(page)
     size = len(data["tokens"])
-    assert (data["layers"], data["heads"], size) == (2, 2, len(TEXT))
+    assert (data["n_layers"], data["n_heads"], size) == (2, 2, len(TEXT))
     levels = numbers(data["levels"], "<u2", 2, 2, 2, size * (size + 1) // 2)
     ranges = numbers(data["ranges"], "<f8", 2, 2, 2, 2)
     for layer, head in np.ndindex(2, 2):
@@ -119,9 +119,9 @@ def test_the_data_are_the_terms_to_within_half_a_step(maps, page):
 def test_alike_terms_have_one_level(make_model):
     model = make_model(vocab_size=256, n_layers=1)
     with torch.no_grad():
-        model.layers[0].attention.query.weight.zero_()
+        model.layers[0].attention.q_proj.weight.zero_()
     maps, plan = TermMaps(model, 5), EvaluationPlan(5, ContextLimits(0))
-    look(model, np.arange(5, dtype=np.uint8), plan, [maps.taker(plan)])
+    read_attention(model, np.arange(5, dtype=np.uint8), plan, [maps.callback(plan)])
     page = attention_page(maps, token_texts(ByteTokenizer(), np.arange(5)), "a", "b", apart=True)
     data = data_of(page)
     assert data["apart"] is True
@@ -132,15 +132,13 @@ def test_alike_terms_have_one_level(make_model):
 def test_how_many_tokens_fit():
     shape = (16, 10)
     most = fitting_tokens(shape, 10**6, None)
-    assert num_bytes(shape, most) <= MOST_BYTES < num_bytes(shape, most + 1)
+    assert num_bytes(shape, most) <= MAX_BYTES < num_bytes(shape, most + 1)
     assert fitting_tokens((4, 2), 10**6, None) == 192
     assert fitting_tokens((4, 2), 31, None) == 31
     assert fitting_tokens((4, 2), 10**6, 700) == 700
-    with pytest.raises(
-        UserError, match=f"--page-tokens 300: .* 16 x 10 heads would take 28 MiB .* give {most} at most"
-    ):
+    with pytest.raises(UserError, match=f"page_tokens 300: .* 16 x 10 heads would take 28 MiB .* give {most} at most"):
         fitting_tokens(shape, 10**6, 300)
-    with pytest.raises(UserError, match="--page-tokens 300: the text has 299 tokens"):
+    with pytest.raises(UserError, match="page_tokens 300: the text has 299 tokens"):
         fitting_tokens((4, 2), 299, 300)
 
 

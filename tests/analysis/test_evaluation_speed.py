@@ -1,10 +1,10 @@
-"""The contest of evaluation speed compares what it says it compares."""
+"""The measurement of evaluation speed compares what it says it compares."""
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from transformer_xl.analysis.evaluation_speed import PAPER, Contest, Task, arithmetic_limit
+from transformer_xl.analysis.evaluation_speed import PAPER, SpeedComparison, SpeedMeasurement, arithmetic_limit
 from transformer_xl.config import TransformerXLConfig, UserError, load_recipe
 from transformer_xl.model.memory import ContextLimits
 from transformer_xl.model.transformer_xl import TransformerXL
@@ -24,7 +24,7 @@ def test_limit_at_the_paper_s_size():
 def test_limit_counts_what_is_multiplied(clamp):
     """Of a token beside a full memory: what torch counts in a step, all keys at their own distance in it."""
     length = 9
-    model = TransformerXL(SMALL.model_copy(update={"kernel": "sdpa"})).eval()
+    model = TransformerXL(SMALL.model_copy(update={"attn_implementation": "sdpa"})).eval()
     with torch.inference_mode():
         _, memory = model(
             torch.zeros(1, length, dtype=torch.int64), model.inference_memory(1, ContextLimits(8, 9, clamp))
@@ -37,28 +37,29 @@ def test_limit_counts_what_is_multiplied(clamp):
 
 
 def test_both_models_have_the_same_sizes_and_take_turns():
-    task = Task(SMALL, lengths=(5, 7), segments=(2, 3), rounds=2, precision="float32")
-    contest = Contest(task, torch.device("cpu"))
-    memory, vanilla = contest.parameters
+    comparison = SpeedComparison((5, 7), (2, 3), repeats=2, dtype="float32")
+    measurement = SpeedMeasurement(SMALL, comparison, torch.device("cpu"))
+    memory, vanilla = measurement.num_parameters
 
-    # a learned vector for each place on one side; position keys and one pair of biases on the other
+    # a learned vector for each position on one side; position keys and one pair of biases on the other
     assert vanilla - memory == 2 * 14 * 7 - (2 * 14 * 10 + 2 * 2 * 5)
     told = []
-    rows = list(contest.rows(told.append))
+    rows = list(measurement.rows(told.append))
     assert len(told) == 4
-    assert [row.attention_length for row in rows] == [5, 7]
+    assert [row.attention_window for row in rows] == [5, 7]
     for row in rows:
-        assert row.segment in (2, 3)
+        assert row.segment_length in (2, 3)
         assert row.factor_fused == pytest.approx(row.vanilla_fused_seconds / row.memory_seconds)
         assert row.factor_stored == pytest.approx(row.vanilla_stored_seconds / row.memory_seconds)
         assert row.paper is None
 
 
 def test_stored_really_stores_and_fused_really_is(monkeypatch):
-    contest = Contest(Task(SMALL, lengths=(6,), precision="float32"), torch.device("cpu"))
+    comparison = SpeedComparison((6,), dtype="float32")
+    measurement = SpeedMeasurement(SMALL, comparison, torch.device("cpu"))
     text = torch.zeros(1, 6, dtype=torch.int64)
     used = {}
-    for name, work in (("fused", contest._window), ("stored", contest._stored)):
+    for name, work in (("fused", measurement._predict_window), ("stored", measurement._predict_window_stored)):
         with torch.inference_mode(), torch.profiler.profile() as profile:
             work(text)
         used[name] = {event.key for event in profile.key_averages()}
@@ -67,15 +68,15 @@ def test_stored_really_stores_and_fused_really_is(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("settings", "text"),
+    ("settings", "message"),
     [
-        ({"lengths": ()}, "length nothing: wanted 1 or more"),
-        ({"lengths": (5, 0)}, "length 5, 0: wanted 1 or more"),
-        ({"rounds": 0}, "rounds 0"),
-        ({"segments": (0,)}, "segment 0"),
-        ({"model": SMALL.model_copy(update={"architecture": "lstm"})}, "is compared for Transformer-XL"),
+        ({"attention_windows": ()}, "attention_windows .none.: wanted 1 or more"),
+        ({"attention_windows": (5, 0)}, "attention_windows 5,0: wanted 1 or more"),
+        ({"repeats": 0}, "repeats 0"),
+        ({"segment_lengths": (0,)}, "segment_lengths 0"),
+        ({"clamp_length": 0}, "clamp_length 0"),
     ],
 )
-def test_what_cannot_be_compared(settings, text):
-    with pytest.raises(UserError, match=text):
-        Task(**{"model": SMALL, **settings})
+def test_numbers_out_of_range_are_refused(settings, message):
+    with pytest.raises(UserError, match=message):
+        SpeedComparison(**settings)

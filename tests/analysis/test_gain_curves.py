@@ -9,7 +9,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from transformer_xl.analysis.effective_context import ContextSweep, EffectiveContext, GroupModel
-from transformer_xl.analysis.gain_curves import draw_gains, write_picture
+from transformer_xl.analysis.gain_curves import draw_gains, write_plot
 from transformer_xl.config import TransformerXLConfig, UserError
 from transformer_xl.evaluation.evaluate import EvaluationPlan
 from transformer_xl.model.build import build_model
@@ -48,13 +48,13 @@ def test_lines_are_the_gains(found: EffectiveContext) -> None:
 
 def test_files_are_what_their_names_say(found: EffectiveContext, tmp_path: Path) -> None:
     figure = draw_gains(found.as_dict())
-    write_picture(tmp_path / "a.svg", figure)
-    write_picture(tmp_path / "a.PNG", figure)
+    write_plot(tmp_path / "a.svg", figure)
+    write_plot(tmp_path / "a.PNG", figure)
     assert "<svg" in (tmp_path / "a.svg").read_text(encoding="utf-8")
     assert (tmp_path / "a.PNG").read_bytes().startswith(b"\x89PNG")
 
 
 def test_another_ending_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"a\.jpg: wanted a name that ends in \.svg or \.png"):
-        write_picture(tmp_path / "a.jpg", Figure())
+    with pytest.raises(UserError, match=r"a\.jpg: wanted a file name that ends in \.svg or \.png"):
+        write_plot(tmp_path / "a.jpg", Figure())
     assert not list(tmp_path.iterdir())

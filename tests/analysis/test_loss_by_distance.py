@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from token_losses import token_nats
 
-from transformer_xl.analysis.loss_by_distance import in_stretches, loss_by_distance
+from transformer_xl.analysis.loss_by_distance import with_chunks, loss_by_distance
 from transformer_xl.evaluation.evaluate import EvaluationPlan
 from transformer_xl.evaluation.method import TokenizedText
 from transformer_xl.model.memory import ContextLimits
@@ -46,13 +46,13 @@ def test_groups_are_those_of_a_plain_loop(make_model, tokens, reset_memory):
 
 def test_a_text_without_documents_is_cut(tokens):
     ids = tokens(1, 300)[0].numpy().astype(np.uint8)
-    cut, length = in_stretches(TokenizedText(ids, 10), PLAN)
+    cut, length = with_chunks(TokenizedText(ids, 10), PLAN)
     assert length == 32  # twice memory and segment
     assert cut.document_starts_N.tolist() == list(range(0, 300, 32))
-    assert in_stretches(TokenizedText(ids[:80], 10), PLAN)[1] == 10  # eight of them
-    assert in_stretches(TokenizedText(ids[:3], 10), PLAN)[1] == 1
+    assert with_chunks(TokenizedText(ids[:80], 10), PLAN)[1] == 10  # eight of them
+    assert with_chunks(TokenizedText(ids[:3], 10), PLAN)[1] == 1
     whole = TokenizedText(ids, 10, np.array([0, 70]))
-    assert in_stretches(whole, PLAN) == (whole, None)
+    assert with_chunks(whole, PLAN) == (whole, None)
 
 
 def test_a_single_token_has_no_standard_error(make_model, tokens):

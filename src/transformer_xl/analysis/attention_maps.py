@@ -1,13 +1,13 @@
-"""What attention looks at: how far back each head looks on average, and every term over a text (paper, appendix D).
+"""What heads attend to: mean attention by distance, and each term of the attention scores (paper appendix D).
 
-A text is read with memory, segment by segment, and layer after layer within it. Each layer's numbers are taken when it
-shows them and then let go, so that means over a long text need no more memory than over a short one.
+A text is read with memory, segment by segment and layer by layer. The attention of each layer is passed to callbacks
+and then dropped, so that means over a long text need no more memory than over a short one.
 
-Where we differ: the paper averages over 640 tokens back that every query sees. Here what is seen is what the run is
-evaluated with, and each distance is divided by the number of queries that had it in sight.
+Where we differ: the paper averages over 640 tokens back that every query sees. Here queries see what the run is
+evaluated with, and the sum at each distance is divided by the number of queries that saw that distance.
 
-Letters: B rows, T queries of a segment, M memory slots, S = M + T keys, P distances, N heads, L layers, D model width,
-K tokens of the text, Q tokens that are shown, as queries and as keys.
+Shape suffixes: B batch size, T queries of a segment, M memory slots, S = M + T keys, P distances, N heads, L layers,
+D d_model, K tokens of the text, Q tokens that are shown, as queries and as keys.
 """
 
 from __future__ import annotations
@@ -41,88 +41,84 @@ TERMS: dict[Term, str] = {
     "content_bias": "(c) global content",
     "position_bias": "(d) global position",
 }
-"""What can be shown of a head, in words."""
+"""The maps that can be shown of a head, with their titles."""
 
 
 def terms_of(model: TransformerXL) -> dict[Term, str]:
-    """What can be shown of this model: Shaw's encoding has no global terms."""
+    """Return the maps that a model has, with their titles: Shaw's encoding has no global terms."""
     missing = ("content_bias", "position_bias") if isinstance(model.config, ShawConfig) else ()
     return {term: words for term, words in TERMS.items() if term not in missing}
 
 
-def number_of(count: int, name: str = "token") -> str:
-    """A count and what is counted: 1 token, 2,048 tokens."""
-    return f"{count:,} {name}" if count == 1 else f"{count:,} {name}s"
+def pluralize(count: int, noun: str = "token") -> str:
+    """Return a count with its noun: 1 token, 2,048 tokens."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
-def with_terms(model: LanguageModel) -> TransformerXL:
-    """The model, if its attention can be taken apart.
+def require_attention_terms(model: LanguageModel) -> TransformerXL:
+    """Return the model, if its attention scores are a sum of terms.
 
     Raises:
-        UserError: it does not attend, or attends by the place in the segment, without terms and without memory.
+        UserError: it has no attention, or absolute positions, without terms and without memory.
     """
     if isinstance(model, TransformerXL):
         return model
-    lacks = (
-        "attends without memory and without terms" if isinstance(model.config, AbsoluteConfig) else "does not attend"
-    )
-    raise UserError(
-        f"{model.config.architecture} {lacks}, so there is no picture of it; give a run of transformer-xl or shaw"
-    )
+    lacks = "attention terms and memory" if isinstance(model.config, AbsoluteConfig) else "attention"
+    raise UserError(f"{model.config.architecture} has no {lacks} to show; give a run of transformer-xl or shaw")
 
 
 @dataclass(frozen=True)
-class LayerView:
-    """What one layer looked at in one segment."""
+class LayerAttention:
+    """The attention of one layer in one segment."""
 
     layer: int
-    begin: int
-    """Place in the text of the first query."""
-    valid: int
-    """Memory slots that hold something, the last ones."""
+    start: int
+    """Position of the first query in the text."""
+    num_valid: int
+    """Number of valid memory slots, which are the last ones."""
     terms: AttentionTerms
-    """Of one row (B = 1)."""
+    """Scores and probabilities, with batch size 1."""
 
 
-Taker = Callable[[LayerView], None]
-"""Takes what it needs of a layer; the layer's numbers are let go when it returns."""
+LayerCallback = Callable[[LayerAttention], None]
+"""Called with the attention of a layer, which is dropped when it returns."""
 
 
-def look(
+def read_attention(
     model: TransformerXL,
     tokens_K: Tokens,
     plan: EvaluationPlan,
-    takers: Sequence[Taker],
+    callbacks: Sequence[LayerCallback],
     progress: ProgressCallback | None = None,
 ) -> None:
-    """Reads a text from an empty memory on and shows every layer of every segment to the takers, in order.
+    """Read a text, starting with empty memory, and pass the attention of each layer of each segment to the callbacks.
 
     Args:
         model: in evaluation mode.
-        tokens_K: what is read, each token once; the vocabulary's start token is not put before it.
-        plan: segment and reach; the rest of it has no meaning here.
-        takers: are given each layer once.
-        progress: told how many tokens were read.
+        tokens_K: the text; each token is read once, without a start token before them.
+        plan: segment length and context limits are used, the other fields are not.
+        callbacks: each is called with every layer of every segment, in order.
+        progress: called with the number of tokens read since the last call.
 
     Raises:
-        UserError: a weight that is not a number, or weights so large that what a layer computes is none.
+        UserError: weights that are not finite, or so large that a layer's output is not.
     """
     assert not model.training
     check_weights(model)
     device, context_limits = next(model.parameters()).device, plan.context_limits
-    # slots that the text never fills change nothing, unless they are attended
+    # memory slots that the text never fills make no difference, unless they are attended
     slots = memory_slots(model, len(tokens_K), plan)
     memory = model.initial_memory(1, replace(context_limits, memory_length=slots))
-    for begin in range(0, len(tokens_K), plan.segment_length):
-        ids_T = np.asarray(tokens_K[begin : begin + plan.segment_length], dtype=np.int64)
+    for start in range(0, len(tokens_K), plan.segment_length):
+        ids_T = np.asarray(tokens_K[start : start + plan.segment_length], dtype=np.int64)
         with compute_context(device, "float32"):
             tokens_BT = torch.from_numpy(ids_T)[None].to(device)
             caches: list[LayerCache] = []
             for layer, trace in enumerate(model.trace(tokens_BT, memory)):
                 _check_finite(trace, layer)
-                view = LayerView(layer, begin, min(begin, context_limits.memory_length), trace.terms)
-                for take in takers:
-                    take(view)
+                attention = LayerAttention(layer, start, min(start, context_limits.memory_length), trace.terms)
+                for callback in callbacks:
+                    callback(attention)
                 caches.append(trace.cache)
             memory = memory.advance(caches, len(ids_T))
         if progress:
@@ -130,18 +126,18 @@ def look(
 
 
 def _check_finite(trace: LayerTrace, layer: int) -> None:
-    shown = (trace.output_BTD, trace.terms.content_BNTS, trace.terms.position_BNTS)
-    if not torch.stack([numbers.isfinite().all() for numbers in shown]).all():
+    checked = (trace.output_BTD, trace.terms.content_BNTS, trace.terms.position_BNTS)
+    if not torch.stack([tensor.isfinite().all() for tensor in checked]).all():
         raise UserError(
-            f"layer {layer} computes numbers that are infinite or not numbers: the weights are too large; train again "
-            "with a lower learning rate, or take other weights (--weights best or last)"
+            f"layer {layer} gives values that are not finite: its weights are too large; train again with a lower "
+            "learning rate, or use the other checkpoint (--checkpoint best or last)"
         )
 
 
 def by_distance(x_BNTS: Tensor, num_distances: int) -> Tensor:
-    """Numbers of queries and keys of one row as those of queries and distances 0, 1, ...: (N, T, P).
+    """Rearrange values of queries and keys, batch size 1, to queries and distances 0, 1, ...; shape (N, T, P).
 
-    Places before the first key are 0.
+    Positions before the first key are 0.
     """
     num_queries, num_keys = x_BNTS.shape[-2:]
     query_T = torch.arange(num_queries, device=x_BNTS.device)
@@ -152,73 +148,86 @@ def by_distance(x_BNTS: Tensor, num_distances: int) -> Tensor:
 
 
 class AttentionMeans:
-    """Mean attention of every head by distance, over all queries of a text that had their memory full.
+    """Mean attention of each head by distance, over the queries of a text that are read with a full memory.
 
-    Queries of the segments that are read before the memory is full do not count, because they see fewer keys and give
-    more to each; in a text too short to fill the memory, all count. A segment's later queries see further than its
-    first, so each distance is divided by the number of counted queries that had it in sight.
+    Queries before the memory is full do not count, because they see fewer keys and attend more to each; in a text too
+    short to fill the memory, all count. Later queries of a segment see farther than its first, so the sum at each
+    distance is divided by the number of counted queries that saw that distance.
     """
 
     def __init__(self, model: TransformerXL, plan: EvaluationPlan, num_tokens: int) -> None:
-        num_distances = min(distances_seen(plan), num_tokens)
+        """Start with nothing counted.
+
+        Args:
+            model: the model that will be read.
+            plan: as given to `read_attention`.
+            num_tokens: length of the text.
+        """
+        num_distances = min(num_visible_distances(plan), num_tokens)
         shape = (model.config.n_layers, model.config.n_heads)
         before = -(-plan.context_limits.memory_length // plan.segment_length) * plan.segment_length
         self.fills_memory = num_tokens > before
-        """Whether the text is long enough for queries that have their memory full."""
-        self._least_valid = plan.context_limits.memory_length if self.fills_memory else 0
+        """Whether the text is long enough for queries with a full memory."""
+        self._min_valid = plan.context_limits.memory_length if self.fills_memory else 0
         self.num_queries = 0
-        """How many counted."""
+        """Number of counted queries."""
         self.count_P = torch.zeros(num_distances, dtype=torch.int64)
-        """How many of them had each distance in sight."""
+        """How many of them saw each distance."""
         self._sum_LNP = torch.zeros(*shape, num_distances, dtype=torch.float64)
         self._entropy_LN = torch.zeros(shape, dtype=torch.float64)
 
-    def add(self, view: LayerView) -> None:
-        """Takes a layer of a segment."""
-        if view.valid < self._least_valid:
+    def add(self, attention: LayerAttention) -> None:
+        """Add a layer of a segment; a callback of `read_attention`."""
+        if attention.num_valid < self._min_valid:
             return
-        p_BNTS = view.terms.probabilities_BNTS
+        p_BNTS = attention.terms.probabilities_BNTS
         num_queries = p_BNTS.shape[2]
-        seen_TP = torch.arange(len(self.count_P)) <= view.valid + torch.arange(num_queries)[:, None]
-        if view.layer == 0:
+        seen_TP = torch.arange(len(self.count_P)) <= attention.num_valid + torch.arange(num_queries)[:, None]
+        if attention.layer == 0:
             self.num_queries += num_queries
             self.count_P += seen_TP.sum(0)
         p_NTP = by_distance(p_BNTS, len(self.count_P)).masked_fill(~seen_TP.to(p_BNTS.device), 0)
-        # no float64 on some devices, so sums of a segment are made there and added up here
-        self._sum_LNP[view.layer] += p_NTP.sum(1).cpu().double()
-        self._entropy_LN[view.layer] += torch.special.entr(p_BNTS[0]).sum((-1, -2)).cpu().double()
+        # some devices have no float64: each segment is summed there, and the sums are added up on the CPU
+        self._sum_LNP[attention.layer] += p_NTP.sum(1).cpu().double()
+        self._entropy_LN[attention.layer] += torch.special.entr(p_BNTS[0]).sum((-1, -2)).cpu().double()
 
-    def mean_LNP(self, back: int) -> npt.NDArray[np.float64]:
-        """Mean probability at distances 0 to `back`; not a number where no counted query had that distance in sight."""
+    def mean_LNP(self, max_distance: int) -> npt.NDArray[np.float64]:
+        """Return the mean probability at distances 0 to `max_distance`; nan where no counted query saw a distance."""
         mean_LNP = self._sum_LNP / self.count_P.double().where(self.count_P > 0, torch.nan)
-        return mean_LNP[..., : back + 1].numpy()
+        return mean_LNP[..., : max_distance + 1].numpy()
 
     @property
     def distance_LN(self) -> npt.NDArray[np.float64]:
-        """How far back each head looks, in tokens: the mean of the distance under its probabilities."""
+        """Mean distance that each head attends to, in tokens: the expectation under its probabilities."""
         distance_P = torch.arange(len(self.count_P), dtype=torch.float64)
         return ((self._sum_LNP * distance_P).sum(-1) / self.num_queries).numpy()
 
     @property
     def entropy_LN(self) -> npt.NDArray[np.float64]:
-        """How spread each head's attention is, in nats: 0 for a single key, ln(n) for n keys alike."""
+        """Mean entropy of each head's attention, in nats: 0 for a single key, ln(n) for n equally probable keys."""
         return (self._entropy_LN / self.num_queries).numpy()
 
 
-def distances_seen(plan: EvaluationPlan) -> int:
-    """P: how many distances, 0 included, the last query of a segment sees beside a full memory."""
+def num_visible_distances(plan: EvaluationPlan) -> int:
+    """Return P: the number of distances, 0 included, that the last query of a segment sees with a full memory."""
     num_keys = plan.context_limits.memory_length + plan.segment_length
     return min(num_keys, plan.context_limits.attention_window or num_keys)
 
 
 class TermMaps:
-    """Every term of every head over the first Q tokens of a text.
+    """Every attention term of every head over the first Q tokens of a text.
 
-    Terms (c) and (d) are kept by key and by distance, which is all they depend on. Probabilities are made from scores
-    when asked for, with the total that each query divides by: it may have seen empty memory slots too.
+    Terms (c) and (d) are stored by key and by distance, which is all they depend on. Probabilities are computed from
+    scores when asked for, with the softmax denominator of each query, which may include empty memory slots.
     """
 
     def __init__(self, model: TransformerXL, num_tokens: int) -> None:
+        """Allocate the maps.
+
+        Args:
+            model: the model that will be read.
+            num_tokens: Q.
+        """
         shape = (model.config.n_layers, model.config.n_heads)
         self.num_tokens = num_tokens
         self.shape = shape
@@ -233,49 +242,48 @@ class TermMaps:
         self.position_bias_LNQ = torch.zeros(*shape, num_tokens, dtype=dtype)
         """Term (d), by distance."""
         self.log_total_LNQ = torch.zeros(*shape, num_tokens, dtype=dtype)
-        """What each query subtracts from its scores, so that exp gives probabilities."""
+        """Log of each query's softmax denominator."""
         self.first_seen_Q = torch.zeros(num_tokens, dtype=torch.int64)
-        """The first token that each query sees."""
-        self._window: int | None = None
+        """Position of the first token that each query sees."""
 
-    def taker(self, plan: EvaluationPlan) -> Taker:
-        """What `look` is given, with that plan; views beyond the first Q tokens are passed over."""
+    def callback(self, plan: EvaluationPlan) -> LayerCallback:
+        """Return the callback for `read_attention` with the same plan; it ignores what is beyond the first Q tokens."""
 
-        def take(view: LayerView) -> None:
-            num = min(plan.segment_length, self.num_tokens - view.begin)
+        def add(attention: LayerAttention) -> None:
+            num = min(plan.segment_length, self.num_tokens - attention.start)
             if num > 0:
-                self._add(view, num, plan.context_limits.attention_window)
+                self._add(attention, num, plan.context_limits.attention_window)
 
-        return take
+        return add
 
-    def _add(self, view: LayerView, num: int, window: int | None) -> None:
-        layer, begin, terms = view.layer, view.begin, view.terms
+    def _add(self, attention: LayerAttention, num: int, window: int | None) -> None:
+        layer, begin, terms = attention.layer, attention.start, attention.terms
         num_queries, num_keys = terms.content_BNTS.shape[-2:]
         num_memory = num_keys - num_queries
-        queries, slots = slice(begin, begin + num), slice(num_memory - view.valid, num_memory + num)
-        keys = slice(begin - view.valid, begin + num)
+        queries, slots = slice(begin, begin + num), slice(num_memory - attention.num_valid, num_memory + num)
+        keys = slice(begin - attention.num_valid, begin + num)
         self.content_LNQQ[layer, :, queries, keys] = terms.content_BNTS[0, :, :num, slots].cpu()
         self.position_LNQQ[layer, :, queries, keys] = terms.position_BNTS[0, :, :num, slots].cpu()
         own = terms.content_bias_BNTS[0].diagonal(num_memory, -2, -1)  # each query's own key, which it always sees
         self.content_bias_LNQ[layer, :, queries] = own[:, :num].cpu()
-        seen = min(view.valid + num, window or num_keys)
+        seen = min(attention.num_valid + num, window or num_keys)
         last_NS = terms.position_bias_BNTS[0, :, num - 1]
         self.position_bias_LNQ[layer, :, :seen] = last_NS[:, : num_memory + num][:, -seen:].flip(-1).cpu()
         self.log_total_LNQ[layer, :, queries] = _log_total(terms)[:, :num].cpu()
-        place_T = torch.arange(begin, begin + num)
-        nearest = torch.full_like(place_T, begin - view.valid)
-        self.first_seen_Q[queries] = nearest if window is None else nearest.maximum(place_T - window + 1)
+        position_T = torch.arange(begin, begin + num)
+        nearest = torch.full_like(position_T, begin - attention.num_valid)
+        self.first_seen_Q[queries] = nearest if window is None else nearest.maximum(position_T - window + 1)
 
     @property
     def seen_QQ(self) -> Tensor:
-        """Which token (second) each token (first) sees, as bool."""
-        place_Q = torch.arange(self.num_tokens)
-        return (place_Q <= place_Q[:, None]) & (place_Q >= self.first_seen_Q[:, None])
+        """Whether each query (first dimension) sees each key (second)."""
+        position_Q = torch.arange(self.num_tokens)
+        return (position_Q <= position_Q[:, None]) & (position_Q >= self.first_seen_Q[:, None])
 
     def map_QQ(self, term: Term, layer: int, head: int) -> npt.NDArray[np.floating]:
-        """A head's numbers of that name, queries and keys; not a number where a key is not seen."""
-        place_Q = torch.arange(self.num_tokens)
-        distance_QQ = (place_Q[:, None] - place_Q).clamp(min=0)
+        """Return a map of a head by query and key; nan where the query does not see the key."""
+        position_Q = torch.arange(self.num_tokens)
+        distance_QQ = (position_Q[:, None] - position_Q).clamp(min=0)
         parts = {
             "content": self.content_LNQQ[layer, head],
             "position": self.position_LNQQ[layer, head],
@@ -292,7 +300,7 @@ class TermMaps:
 
 
 def _log_total(terms: AttentionTerms) -> Tensor:
-    """Log of the sum of the exponentials of all scores that a query sees, from its likeliest key: (N, T)."""
+    """Return the log of each query's softmax denominator, from its most probable key; shape (N, T)."""
     score_BNTS = terms.content_BNTS + terms.position_BNTS + terms.content_bias_BNTS + terms.position_bias_BNTS
     highest_BNT, key_BNT = terms.probabilities_BNTS.max(-1)
     return (score_BNTS.gather(-1, key_BNT[..., None])[..., 0] - highest_BNT.log())[0]

@@ -1,6 +1,6 @@
 "use strict";
-// One query and one key are chosen at a time. Numbers are computed from the terms when they are shown, so that what is
-// stored is only what cannot be computed: terms (a) and (b) of every pair, (c) of every key, (d) of every distance.
+// One query and one key are selected at a time. Scores and probabilities are computed when they are shown; the page
+// stores only the terms: terms (a) and (b) of every pair, (c) of every key, (d) of every distance.
 const data = JSON.parse(document.getElementById("data").textContent);
 const size = data.tokens.length;
 const pairs = size * (size + 1) / 2;
@@ -23,9 +23,9 @@ function seen(query, key) {
   return key <= query && key >= data.first_seen[query];
 }
 
-// Every number of one query and key, by the name of the term.
+// All values of one query and key, by the name of the term.
 function all(query, key) {
-  const head = state.layer * data.heads + state.head;
+  const head = state.layer * data.n_heads + state.head;
   const pair = query * (query + 1) / 2 + key;
   const [low, step, lowB, stepB] = ranges.subarray(4 * head, 4 * head + 4);
   const found = {
@@ -39,8 +39,8 @@ function all(query, key) {
   return found;
 }
 
-// set apart, so that a name that runs from right to left does not turn the numbers beside it around
-const nameOf = (place) => `\u2068${data.tokens[place].name}\u2069`;
+// isolated, so that a right-to-left name does not reorder the numbers beside it
+const nameOf = (index) => `\u2068${data.tokens[index].name}\u2069`;
 const value = (query, key) => all(query, key)[state.term];
 const shown = (x) => state.term === "probability" ? x.toPrecision(4) : x.toFixed(4);
 
@@ -57,8 +57,8 @@ function extent(queries) {
 }
 
 function colour(x, [low, high]) {
-  const place = high > low ? (x - low) / (high - low) : 1;
-  return data.colours[Math.round(255 * Math.min(1, Math.max(0, place)))];
+  const share = high > low ? (x - low) / (high - low) : 1;
+  return data.colours[Math.round(255 * Math.min(1, Math.max(0, share)))];
 }
 
 const css = ([r, g, b]) => `rgb(${r},${g},${b})`;
@@ -68,31 +68,31 @@ function ink(rgb) {
   return 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.179 ? "#000" : "#fff";
 }
 
-const spans = data.tokens.map((token, place) => {
+const spans = data.tokens.map((token, index) => {
   const span = document.createElement("span");
   span.textContent = token.shown;
-  span.tabIndex = place ? -1 : 0;
-  span.dataset.place = place;
+  span.tabIndex = index ? -1 : 0;
+  span.dataset.index = index;
   span.setAttribute("role", "button");
-  span.setAttribute("aria-label", `token ${place}: ${token.name}`);
+  span.setAttribute("aria-label", `token ${index}: ${token.name}`);
   if (token.odd) span.className = "odd";
   return span;
 });
 
 function paintText() {
   const range = state.query < 0 ? [0, 1] : extent([state.query]);
-  spans.forEach((span, place) => {
-    const lit = state.query >= 0 && seen(state.query, place);
-    const rgb = lit ? colour(value(state.query, place), range) : null;
+  spans.forEach((span, index) => {
+    const lit = state.query >= 0 && seen(state.query, index);
+    const rgb = lit ? colour(value(state.query, index), range) : null;
     span.style.background = rgb ? css(rgb) : "";
     span.style.color = rgb ? ink(rgb) : "";
     span.classList.toggle("unseen", state.query >= 0 && !lit);
-    span.classList.toggle("query", place === state.query);
-    span.setAttribute("aria-pressed", String(state.held && place === state.query));
+    span.classList.toggle("query", index === state.query);
+    span.setAttribute("aria-pressed", String(state.held && index === state.query));
   });
   part("lowest").textContent = state.query < 0 ? "lowest" : shown(range[0]);
   part("highest").textContent = state.query < 0 ? "highest" : shown(range[1]);
-  part("meaning").textContent = state.query < 0 ? "" : "of the keys that the framed token sees";
+  part("meaning").textContent = state.query < 0 ? "" : "over the keys that the framed token sees";
   part("release").disabled = !state.held;
 }
 
@@ -150,7 +150,7 @@ function tip(x, y) {
       lines.push(`${words}: ${name === "probability" ? values[name].toPrecision(4) : values[name].toFixed(4)}`);
     }
   } else {
-    lines.push(`key ${key}: ${nameOf(key)}, ${key > query ? "comes later" : "out of sight"}`);
+    lines.push(`key ${key}: ${nameOf(key)}, ${key > query ? "comes later" : "not visible"}`);
   }
   box.textContent = lines.join("\n");
   box.hidden = false;
@@ -170,9 +170,9 @@ function choose(query, key, x, y) {
   tip(x, y);
 }
 
-function hold(place) {
+function hold(index) {
   state.held = true;
-  state.query = state.key = place;
+  state.query = state.key = index;
   paintText();
   paintTable();
 }
@@ -183,12 +183,12 @@ function release() {
 }
 
 function reach(span, x, y) {
-  const place = Number(span.dataset.place);
-  choose(state.held ? state.query : place, place, x, y);
+  const index = Number(span.dataset.index);
+  choose(state.held ? state.query : index, index, x, y);
 }
 
-function focusOn(place) {
-  const next = spans[Math.min(size - 1, Math.max(0, place))];
+function focusOn(index) {
+  const next = spans[Math.min(size - 1, Math.max(0, index))];
   for (const span of spans) span.tabIndex = span === next ? 0 : -1;
   next.focus();
 }
@@ -197,7 +197,7 @@ const text = part("text");
 text.classList.toggle("words", data.apart);
 text.append(...spans);
 text.addEventListener("pointermove", (event) => {
-  const span = event.target.closest("[data-place]");
+  const span = event.target.closest("[data-index]");
   if (span) reach(span, event.clientX, event.clientY);
 });
 text.addEventListener("pointerleave", () => { part("tip").hidden = true; });
@@ -207,17 +207,17 @@ text.addEventListener("focusin", (event) => {
 });
 text.addEventListener("focusout", () => { part("tip").hidden = true; });
 text.addEventListener("click", (event) => {
-  const span = event.target.closest("[data-place]");
+  const span = event.target.closest("[data-index]");
   if (!span) return;
-  hold(Number(span.dataset.place));
+  hold(Number(span.dataset.index));
   focusOn(state.query);
 });
 text.addEventListener("keydown", (event) => {
-  const place = Number(event.target.dataset.place);
-  const moves = { ArrowRight: place + 1, ArrowLeft: place - 1, ArrowDown: place + 10, ArrowUp: place - 10, Home: 0,
+  const index = Number(event.target.dataset.index);
+  const moves = { ArrowRight: index + 1, ArrowLeft: index - 1, ArrowDown: index + 10, ArrowUp: index - 10, Home: 0,
     End: size - 1 };
   if (event.key in moves) focusOn(moves[event.key]);
-  else if (event.key === "Enter" || event.key === " ") hold(place);
+  else if (event.key === "Enter" || event.key === " ") hold(index);
   else return;
   event.preventDefault();
 });
@@ -241,14 +241,14 @@ function fill(id, entries) {
   });
 }
 
-fill("layer", Array.from({ length: data.layers }, (_, layer) => [layer, String(layer)]));
-fill("head", Array.from({ length: data.heads }, (_, head) => [head, String(head)]));
+fill("layer", Array.from({ length: data.n_layers }, (_, layer) => [layer, String(layer)]));
+fill("head", Array.from({ length: data.n_heads }, (_, head) => [head, String(head)]));
 fill("term", data.terms.map((term) => [term.name, term.words]));
 part("choice").reset();
 const scale = part("scale").getContext("2d");
-data.colours.forEach((rgb, place) => {
+data.colours.forEach((rgb, index) => {
   scale.fillStyle = css(rgb);
-  scale.fillRect(place, 0, 1, 1);
+  scale.fillRect(index, 0, 1, 1);
 });
 paintText();
 paintMap();

@@ -1,10 +1,10 @@
-"""The page of attention: one HTML file, which needs nothing beside it, with every term of every head over a text.
+"""The attention page: one self-contained HTML file with every attention term of every head over a text.
 
-What it holds: terms (a) and (b) of every query and key as whole numbers of 16 bits between the least and the greatest
-of their head, and terms (c) by key and (d) by distance in float32. The page adds them up. So a number of (a) or (b) is
-off by half a step at most, 1/131070 of the head's range, and a probability by that share of itself twice over.
+Terms (a) and (b) of each query and key are stored as 16-bit integers between the minimum and maximum of their head, and
+terms (c) by key and (d) by distance in float32; the page adds them up. So a value of (a) or (b) is off by half a
+quantization step at most, 1/131070 of the head's range, and a probability by twice that share of its own value.
 
-Letters: L layers, N heads, Q tokens as queries and as keys, X pairs of a query and a key that is not after it.
+Shape suffixes: L layers, N heads, Q tokens as queries and as keys, X pairs of a query and a key that is not after it.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ import numpy as np
 import numpy.typing as npt
 from matplotlib import colormaps
 
-from transformer_xl.analysis.attention_maps import TermMaps, number_of
+from transformer_xl.analysis.attention_maps import TermMaps, pluralize
 from transformer_xl.config import UserError
 from transformer_xl.text.tokenizers import Tokenizer
 
-MOST_BYTES = 8 * 2**20
-"""Of terms (a) and (b) in a page; as text they take a third more."""
-USUAL_TOKENS = 192
-"""Tokens of a page unless told otherwise, where they fit."""
+MAX_BYTES = 8 * 2**20
+"""Most bytes of terms (a) and (b) in a page; base64 makes them a third larger."""
+DEFAULT_TOKENS = 192
+"""Tokens on a page by default, if they fit."""
 
 _LEVELS = 2**16 - 1
-_LONGEST_NAME = 60  # letters; enough to know a token by
+_MAX_NAME = 60  # characters, enough to recognize a token
 _SPACE, _LINE_END, _TAB = "\u00b7", "\u21b5", "\u21e5"
 
 
@@ -41,15 +41,15 @@ class TokenText:
     """How a token is shown."""
 
     shown: str
-    """In the text; a line end is a sign and a line end."""
+    """Within the text; a newline is shown as a sign and a newline."""
     name: str
-    """By itself, in one line, a long one cut."""
+    """On its own, in one line and truncated."""
     odd: bool
-    """Whether it is bytes that are no characters."""
+    """Whether it is bytes that are not whole characters."""
 
 
 def token_texts(tokenizer: Tokenizer, ids_Q: npt.NDArray[Any]) -> list[TokenText]:
-    """How the tokens of a text are shown one by one; bytes that are part of a character as hexadecimal numbers."""
+    """Return how each token of a text is shown; bytes that are part of a character are shown in hexadecimal."""
     return [_token_text(tokenizer.decode_bytes([token])) for token in ids_Q.tolist()]
 
 
@@ -58,69 +58,69 @@ def _token_text(content: bytes) -> TokenText:
         text = content.decode("utf-8")
     except UnicodeDecodeError:
         digits = content.hex(" ").upper()
-        return TokenText(digits, cut(list(f"bytes {digits}"), _LONGEST_NAME), True)
+        return TokenText(digits, truncate(list(f"bytes {digits}"), _MAX_NAME), True)
     if not text:
         return TokenText("\u2205", "nothing", True)
-    # the sign, then the line end itself, so that the text keeps its lines
+    # the sign, then the newline itself, so that the text keeps its lines
     shown = "".join({"\n": _LINE_END + "\n", "\t": _TAB}.get(letter) or _visible(letter) for letter in text)
     marks = {"\n": _LINE_END, "\t": _TAB, " ": _SPACE}
-    return TokenText(shown, cut([marks.get(letter) or _visible(letter) for letter in text], _LONGEST_NAME), False)
+    return TokenText(shown, truncate([marks.get(letter) or _visible(letter) for letter in text], _MAX_NAME), False)
 
 
 def _visible(letter: str) -> str:
     return letter if letter.isprintable() else repr(letter)[1:-1]
 
 
-def cut(pieces: Sequence[str], most: int) -> str:
-    """Pieces of text as one, or as many of the first as leave room for dots; no piece is cut in two."""
-    ends = list(accumulate(map(len, pieces)))
-    if not ends or ends[-1] <= most:
-        return "".join(pieces)
-    return "".join(piece for piece, end in zip(pieces, ends, strict=True) if end <= most - 3) + "..."
+def truncate(parts: Sequence[str], max_length: int) -> str:
+    """Join parts of text, truncated with dots to at most `max_length` characters; no part is split."""
+    ends = list(accumulate(map(len, parts)))
+    if not ends or ends[-1] <= max_length:
+        return "".join(parts)
+    return "".join(part for part, end in zip(parts, ends, strict=True) if end <= max_length - 3) + "..."
 
 
 def num_bytes(shape: tuple[int, int], num_tokens: int) -> int:
-    """What terms (a) and (b) of L x N heads over so many tokens take in a page."""
+    """Return the bytes of terms (a) and (b) of L x N heads over `num_tokens` tokens."""
     layers, heads = shape
     return layers * heads * num_tokens * (num_tokens + 1) // 2 * 2 * np.dtype(np.uint16).itemsize
 
 
 def fitting_tokens(shape: tuple[int, int], num_tokens: int, wanted: int | None) -> int:
-    """How many tokens the page shows: those wanted, or as many as is usual and fit.
+    """Return the number of tokens on the page: those wanted, or by default as many as fit, at most `DEFAULT_TOKENS`.
 
     Args:
         shape: L and N.
-        num_tokens: of the text.
-        wanted: what the user asks for; none: leaves it to us.
+        num_tokens: length of the text.
+        wanted: the number that the user asks for; None: the default.
 
     Raises:
         UserError: more are wanted than the text has, or than fit into a page.
     """
-    most = int(np.sqrt(MOST_BYTES / num_bytes(shape, 1)) * 2**0.5)
-    while num_bytes(shape, most) > MOST_BYTES:
+    most = int(np.sqrt(MAX_BYTES / num_bytes(shape, 1)) * 2**0.5)
+    while num_bytes(shape, most) > MAX_BYTES:
         most -= 1
     if wanted is None:
-        return max(1, min(most, USUAL_TOKENS, num_tokens))
+        return max(1, min(most, DEFAULT_TOKENS, num_tokens))
     if wanted > num_tokens:
-        raise UserError(f"--page-tokens {wanted:,}: the text has {number_of(num_tokens)}; give that many at most")
+        raise UserError(f"page_tokens {wanted:,}: the text has {pluralize(num_tokens)}; give that many at most")
     if wanted > most:
         size = f"{num_bytes(shape, wanted) / 2**20:,.0f} MiB"
         raise UserError(
-            f"--page-tokens {wanted:,}: the terms of {shape[0]} x {shape[1]} heads would take {size} of the page; give "
+            f"page_tokens {wanted:,}: the terms of {shape[0]} x {shape[1]} heads would take {size} of the page; give "
             f"{most:,} at most"
         )
     return wanted
 
 
 def attention_page(maps: TermMaps, tokens: Sequence[TokenText], title: str, about: str, *, apart: bool) -> str:
-    """The page as HTML.
+    """Return the page as HTML.
 
     Args:
         maps: all terms.
-        tokens: how each is shown.
-        title: of the page.
+        tokens: how each token is shown.
+        title: title of the page.
         about: a sentence on what was read and how.
-        apart: whether there is space between tokens (words), or none (bytes, characters, pieces).
+        apart: whether to put spaces between tokens (words) or not (bytes, characters, subwords).
     """
     layers, heads = maps.shape
     levels, ranges = _quantised(maps)
@@ -132,13 +132,13 @@ def attention_page(maps: TermMaps, tokens: Sequence[TokenText], title: str, abou
         "terms": [{"name": name, "words": words} for name, words in maps.terms.items()],
         "first_seen": maps.first_seen_Q.tolist(),
         "colours": (colormaps["viridis"](np.arange(256))[:, :3] * 255).round().astype(int).tolist(),
-        "levels": _as_text(levels, "<u2"),
-        "ranges": _as_text(ranges, "<f8"),
-        "content_bias": _as_text(maps.content_bias_LNQ.numpy(), "<f4"),
-        "position_bias": _as_text(maps.position_bias_LNQ.numpy(), "<f4"),
-        "log_total": _as_text(maps.log_total_LNQ.numpy(), "<f4"),
+        "levels": _base64(levels, "<u2"),
+        "ranges": _base64(ranges, "<f8"),
+        "content_bias": _base64(maps.content_bias_LNQ.numpy(), "<f4"),
+        "position_bias": _base64(maps.position_bias_LNQ.numpy(), "<f4"),
+        "log_total": _base64(maps.log_total_LNQ.numpy(), "<f4"),
     }
-    # nothing in the text can end the script element: < is written as an escape that JSON knows
+    # < is escaped, so that nothing in the text can end the script element
     encoded = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     filled = {
         "title": escape(title),
@@ -147,9 +147,9 @@ def attention_page(maps: TermMaps, tokens: Sequence[TokenText], title: str, abou
         "script": _part("js"),
         "data": encoded,
     }
-    pieces = _part("html").split("@")
-    assert set(pieces[1::2]) == filled.keys()
-    return "".join(filled[piece] if place % 2 else piece for place, piece in enumerate(pieces))
+    parts = _part("html").split("@")
+    assert set(parts[1::2]) == filled.keys()
+    return "".join(filled[part] if index % 2 else part for index, part in enumerate(parts))
 
 
 def _part(kind: str) -> str:
@@ -157,9 +157,9 @@ def _part(kind: str) -> str:
 
 
 def _quantised(maps: TermMaps) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.float64]]:
-    """Levels (L, N, 2, X) of terms (a) and (b), and (L, N, 2, 2): the least number of each and the step of a level.
+    """Quantize terms (a) and (b): levels (L, N, 2, X), and the minimum and the step of each head (L, N, 2, 2).
 
-    A key that is not seen has level 0, which means nothing.
+    Keys that are not seen have level 0, without meaning.
     """
     query_X, key_X = np.tril_indices(maps.num_tokens)
     seen_X = maps.seen_QQ.numpy()[query_X, key_X]
@@ -175,5 +175,5 @@ def _quantised(maps: TermMaps) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.f
     return levels, ranges
 
 
-def _as_text(numbers: npt.NDArray[Any], dtype: str) -> str:
+def _base64(numbers: npt.NDArray[Any], dtype: str) -> str:
     return base64.b64encode(np.ascontiguousarray(numbers, dtype=dtype).tobytes()).decode("ascii")

@@ -19,21 +19,25 @@ and its target, D model width, K tokens of the text.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from transformer_xl.config import INT32_MAX, UserError
+from transformer_xl.config import INT32_MAX, EvaluationConfig, RelativeConfig, UserError, check_settings
+from transformer_xl.device import choose_device
 from transformer_xl.evaluation.evaluate import EvaluationPlan, check_weights
 from transformer_xl.evaluation.memory import memory_slots
 from transformer_xl.evaluation.method import ProgressCallback, compute_context
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import ContextLimits
+from transformer_xl.run_folder import RunFolder
 from transformer_xl.text.token_store import Tokens
+from transformer_xl.text.tokenizers import fingerprint
 
 _TOKENS_PER_STEP = 4096  # over the whole batch: enough to keep a machine busy
 _MEMORY_BYTES = 2**29  # most bytes of memory for the sequences of one batch
@@ -95,7 +99,8 @@ class ContextSweep:
         if self.num_positions > available:
             raise UserError(
                 f"the text has {num_tokens:,} tokens, of which {available:,} have {self.max_context:,} before them, "
-                f"and num_positions is {self.num_positions:,}; give a smaller num_positions or max_context, or more text"
+                f"and num_positions is {self.num_positions:,}; give a smaller num_positions or max_context, or a "
+                "longer text"
             )
         drawn_P = np.random.default_rng(self.seed).choice(available, self.num_positions, replace=False)
         return np.sort(drawn_P).astype(np.int64) + self.max_context
@@ -300,6 +305,49 @@ def _length(gains_C: Losses, sweep: ContextSweep, max_visible_tokens: int | None
         if gain < sweep.threshold:
             return EffectiveLength(min(context, max_visible_tokens or context), found=True)
     return EffectiveLength(sweep.contexts[-1], found=False)
+
+
+def load_group(
+    runs: Mapping[str, Path],
+    *,
+    memory_length: int | None = None,
+    attention_window: int | Literal["none"] | None = None,
+    clamp_length: int | Literal["none"] | None = None,
+    device: str = "auto",
+) -> list[GroupModel]:
+    """Load the models of a group. Each reads with its run's evaluation settings, except for those given here.
+
+    Settings that a model does not have are ignored for that model.
+
+    Args:
+        runs: run folders by the name of the model.
+        memory_length: memory slots, in tokens.
+        attention_window: keys that a query sees, itself included; none: all.
+        clamp_length: distances above this count as this one; none: all differ.
+        device: auto, cuda, mps or cpu.
+
+    Raises:
+        UserError: no such run or device, a number out of range, or runs with different tokenizers.
+    """
+    folders = {name: RunFolder.open(path) for name, path in runs.items()}
+    first = next(iter(folders.values()))
+    for folder in folders.values():
+        if fingerprint(folder.tokenizer) != fingerprint(first.tokenizer):
+            (one, two) = (f"{run.tokenizer.kind}, {run.tokenizer.vocab_size:,} tokens" for run in (folder, first))
+            raise UserError(
+                f"{folder.path} has another tokenizer ({one}) than {first.path} ({two}); give runs with the same "
+                "tokenizer"
+            )
+    models: list[GroupModel] = []
+    for name, folder in folders.items():
+        given: dict[str, int | str | None] = {"memory_length": memory_length} if folder.config.model.has_memory else {}
+        if isinstance(folder.config.model, RelativeConfig):
+            given |= {"attention_window": attention_window, "clamp_length": clamp_length}
+        limits = {key: None if value == "none" else value for key, value in given.items() if value is not None}
+        config = check_settings(EvaluationConfig, limits, "context limits")
+        model = folder.load_model(choose_device(device))
+        models.append(GroupModel(name, model, EvaluationPlan.resolve(folder.config, config)))
+    return models
 
 
 def measure_context(

@@ -1,4 +1,4 @@
-"""The picture of effective context: how much each further step of context helps, model by model."""
+"""The plot of effective context: how much each further step of context helps each model."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from transformer_xl.files import atomic_file
 
 FORMATS = (".svg", ".png")
 
-# dashes and marks say the same as colours, for whoever sees none
+# dashes and markers repeat what colours say, for readers who cannot tell those apart
 _STYLES = ("-", "--", "-.", ":", "-", "--", "-.")
 _MARKS = ("o", "s", "^", "D", "v", "P", "X")
 
 
-def check_picture(path: Path) -> None:
-    """Looks whether a picture can have this name.
+def check_plot_path(path: Path) -> None:
+    """Check that a plot can be written to a path of this name.
 
     Raises:
-        UserError: its ending is not one of `FORMATS`.
+        UserError: its suffix is not one of `FORMATS`.
     """
     if path.suffix.lower() not in FORMATS:
-        raise UserError(f"{path}: wanted a name that ends in {' or '.join(FORMATS)}, for a picture of that kind")
+        raise UserError(f"{path}: wanted a file name that ends in {' or '.join(FORMATS)}, for a plot in that format")
 
 
 def draw_gains(found: Mapping[str, Any]) -> Figure:
-    """A panel for each fraction r, in it a line for each model: the gain g(c, c + step) over c, and the threshold.
+    """Draw a panel for each fraction r, with a line for each model: the gain g(c, c + step) over c, and the threshold.
 
     Args:
-        found: what `EffectiveContext.as_dict` gave.
+        found: what `EffectiveContext.as_dict` returned.
     """
     fractions = list(found["baseline"])
     figure = Figure(figsize=(1.2 + 4.0 * len(fractions), 4.0), layout="constrained")
@@ -62,19 +62,19 @@ def _draw_panel(axes: Axes, found: Mapping[str, Any], fraction: str) -> None:
             label=model["name"],
         )
     axes.axhline(100 * found["threshold"], color="0.45", linestyle=":", linewidth=1.2, label="threshold")
-    share = "all places" if float(fraction) == 1 else f"the hardest {100 * float(fraction):g}% of places"
+    share = "all positions" if float(fraction) == 1 else f"the hardest {100 * float(fraction):g}% of positions"
     axes.set(title=f"r = {fraction}: {share}", xlabel="context c (tokens)")
     axes.grid(visible=True, alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def write_picture(path: Path, figure: Figure) -> None:
-    """Writes a picture, whole or not at all, in the format that its name ends with.
+def write_plot(path: Path, figure: Figure) -> None:
+    """Write a plot atomically, in the format of the path's suffix.
 
     Raises:
-        UserError: another ending than those of `FORMATS`, or the file system refuses.
+        UserError: another suffix than those of `FORMATS`, or the file system refuses.
     """
-    check_picture(path)
-    form = path.suffix.lower().removeprefix(".")
-    with atomic_file(path) as aside:
-        figure.savefig(aside, format=form, dpi=130, metadata={"Date": None} if form == "svg" else None)
+    check_plot_path(path)
+    suffix = path.suffix.lower().removeprefix(".")
+    with atomic_file(path) as temporary:
+        figure.savefig(temporary, format=suffix, dpi=130, metadata={"Date": None} if suffix == "svg" else None)

@@ -1,6 +1,6 @@
-"""How the loss falls from a document's start on, with memory empty there and with memory that goes on.
+"""How the loss falls from a document's start, with memory reset there and with memory that continues.
 
-Letters: K tokens of a text, G groups of distances, N documents.
+Shape suffixes: K tokens of a text, G groups of distances, N documents.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from transformer_xl.evaluation.evaluate import EvaluationPlan, stream_losses
 from transformer_xl.evaluation.method import ProgressCallback, TokenizedText
 from transformer_xl.model.language_model import LanguageModel
 
-_LEAST_STRETCHES = 8  # of a text without documents: fewer would show the noise of single tokens
+_MIN_CHUNKS = 8  # of a text without documents: fewer would show the noise of single tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,16 +23,16 @@ class LossByDistance:
     """Mean loss at distances 1, 2, 3 to 4, 5 to 8 and so on; the first token of a document is at distance 1."""
 
     last_G: npt.NDArray[np.int64]
-    """The farthest distance of each group: 1, 2, 4, 8, ..."""
+    """The largest distance of each group: 1, 2, 4, 8, ..."""
     count_G: npt.NDArray[np.int64]
-    """Tokens in each group."""
+    """Number of tokens in each group."""
     nats_G: npt.NDArray[np.float64]
     """Mean loss in nats per token."""
     error_G: npt.NDArray[np.float64]
-    """Standard error of that mean, tokens taken as independent; not a number for a single token."""
+    """Standard error of that mean, taking tokens as independent; nan for a single token."""
 
     def as_dicts(self) -> list[dict[str, Any]]:
-        """Groups by name, for JSON."""
+        """Return an entry for each group as plain values, for JSON."""
         columns = (self.last_G, self.count_G, self.nats_G, self.error_G)
         names = ("up_to_distance", "tokens", "nats_per_token", "standard_error")
         groups = zip(*(column.tolist() for column in columns), strict=True)
@@ -42,15 +42,18 @@ class LossByDistance:
         ]
 
 
-def in_stretches(text: TokenizedText, plan: EvaluationPlan) -> tuple[TokenizedText, int | None]:
-    """The text itself where it has documents; one without is cut, as if documents began there: and how long each is.
+def with_chunks(text: TokenizedText, plan: EvaluationPlan) -> tuple[TokenizedText, int | None]:
+    """Return the text with documents: if it is one document, it is split into chunks of equal length.
 
-    Stretches are twice as long as memory and a segment, and shorter where the text would have fewer than eight.
+    Chunks are twice as long as memory and a segment together, and shorter if there would be fewer than eight.
+
+    Returns:
+        The text, and the length of its chunks in tokens; None if it has documents.
     """
     if len(text.boundaries(reset_memory=True)) > 2:
         return text, None
     length = max(
-        1, min(2 * (plan.context_limits.memory_length + plan.segment_length), len(text.tokens_K) // _LEAST_STRETCHES)
+        1, min(2 * (plan.context_limits.memory_length + plan.segment_length), len(text.tokens_K) // _MIN_CHUNKS)
     )
     return TokenizedText(text.tokens_K, text.bos_token_id, np.arange(0, len(text.tokens_K), length)), length
 
@@ -63,26 +66,26 @@ def loss_by_distance(
     reset_memory: bool,
     progress: ProgressCallback | None = None,
 ) -> LossByDistance:
-    """Scores a text and groups the losses by the distance from their document's start.
+    """Score a text, and group the losses by distance from the start of their document.
 
     Args:
-        model: any language model.
-        text: with its documents.
-        plan: lengths and rows.
-        reset_memory: whether memory begins anew with each document, or goes on. What is counted is the same.
-        progress: told how many tokens were scored.
+        model: any language model, in evaluation mode.
+        text: the text, with its documents.
+        plan: how it is scored.
+        reset_memory: whether memory is reset at each document, or continues; the groups are the same.
+        progress: called with the number of tokens scored since the last call.
 
     Raises:
-        UserError: a weight that is not a number.
+        UserError: weights that are not finite.
     """
     edges_N = text.boundaries(reset_memory=True)
     longest = int(np.diff(edges_N).max())
     last_G = 2 ** np.arange((longest - 1).bit_length() + 1)
     count_G, sum_G, square_G = (np.zeros(len(last_G)) for _ in range(3))
     for part in stream_losses(model, text, replace(plan, reset_memory=reset_memory), progress):
-        place_K = np.arange(part.position, part.position + len(part.nats_K))
-        start_K = edges_N[np.searchsorted(edges_N, place_K, side="right") - 1]
-        group_K = np.searchsorted(last_G, place_K - start_K + 1)
+        position_K = np.arange(part.position, part.position + len(part.nats_K))
+        start_K = edges_N[np.searchsorted(edges_N, position_K, side="right") - 1]
+        group_K = np.searchsorted(last_G, position_K - start_K + 1)
         nats_K = part.nats_K.astype(np.float64)
         for total_G, weight_K in ((count_G, None), (sum_G, nats_K), (square_G, nats_K**2)):
             total_G += np.bincount(group_K, weight_K, minlength=len(last_G))

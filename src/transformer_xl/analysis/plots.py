@@ -1,4 +1,4 @@
-"""Pictures, drawn by matplotlib without a screen, as SVG text that stands inside a page."""
+"""Line charts as SVG elements for HTML pages, drawn by matplotlib without a display."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
-"""Told apart by colour-blind readers too (Okabe and Ito 2008)."""
+"""A palette that colour-blind readers can tell apart (Okabe and Ito 2008)."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a picture."""
+    """One line of a chart."""
 
     label: str
     x: Sequence[float]
@@ -28,24 +28,24 @@ class Line:
 
 @dataclass(frozen=True)
 class Chart:
-    """A picture of lines, with horizontal marks to compare with."""
+    """A line chart, with horizontal reference lines."""
 
     title: str
     x_label: str
     y_label: str
     lines: Sequence[Line]
-    marks: Mapping[str, float] = field(default_factory=dict)
-    """Levels to compare with, by name; each is named at the right edge."""
+    references: Mapping[str, float] = field(default_factory=dict)
+    """Horizontal reference lines, by their labels at the right edge."""
     logarithmic: bool = False
-    """Whether x is drawn by its logarithm."""
+    """Whether the x axis is logarithmic."""
     top: float | None = None
-    """Where y ends; lines may go on above. None: all is shown."""
+    """Upper limit of the y axis, beyond which lines may continue; None: all is shown."""
     legend_beside: bool = False
-    """Whether the names of the lines stand beside the picture, for many lines."""
+    """Whether the legend is beside the chart, for many lines."""
 
 
 def draw(chart: Chart) -> str:
-    """The picture as an SVG element."""
+    """Return the chart as an SVG element."""
     figure = Figure(figsize=(9.4 if chart.legend_beside else 7.2, 4.0), layout="constrained")
     axes = figure.add_subplot()
     axes.set_prop_cycle(color=COLOURS)
@@ -53,15 +53,15 @@ def draw(chart: Chart) -> str:
         (drawn,) = axes.plot(line.x, line.y, line.style, label=line.label, linewidth=1.8)
         if line.colour is not None:
             drawn.set_color(line.colour)
-    for name, level in chart.marks.items():
+    for name, level in chart.references.items():
         axes.axhline(level, color="0.45", linestyle=":", linewidth=1.2)
         axes.annotate(name, (1.0, level), xycoords=("axes fraction", "data"), xytext=(-4, 3),
                       textcoords="offset points", ha="right", color="0.3", fontsize=9)  # fmt: skip
-    _dress(axes, chart)
+    _format_axes(axes, chart)
     return svg_of(figure)
 
 
-def _dress(axes: Axes, chart: Chart) -> None:
+def _format_axes(axes: Axes, chart: Chart) -> None:
     axes.set(title=chart.title, xlabel=chart.x_label, ylabel=chart.y_label)
     axes.grid(visible=True, alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
@@ -79,7 +79,7 @@ def _dress(axes: Axes, chart: Chart) -> None:
 
 
 def svg_of(figure: Figure) -> str:
-    """A figure as an SVG element, without a date."""
+    """Return a figure as an SVG element, without a date."""
     text = io.StringIO()
     FigureCanvasSVG(figure).print_svg(text, metadata={"Date": None})
     svg = text.getvalue()

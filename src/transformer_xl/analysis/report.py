@@ -1,4 +1,4 @@
-"""A page of tables, pictures and text in one HTML file that needs nothing beside it."""
+"""Self-contained HTML pages of tables, charts and text."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ pre { background: #f5f5f2; padding: .8rem; overflow-x: auto; white-space: pre-wr
 
 @dataclass(frozen=True)
 class Page:
-    """HTML pieces under a title."""
+    """An HTML page."""
 
     title: str
-    pieces: Sequence[str]
+    elements: Sequence[str]
+    """HTML of its body, in order."""
 
     def html(self) -> str:
-        """The whole page."""
+        """Return the whole page."""
         title = escape(self.title)
         head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>'
-        body = "\n".join(self.pieces)
+        body = "\n".join(self.elements)
         return (
             f'<!doctype html>\n<html lang="en"><head>{head}<style>{_STYLE}</style></head>\n'
             f"<body>\n<h1>{title}</h1>\n{body}\n</body></html>\n"
@@ -36,32 +37,32 @@ class Page:
 
 
 def heading(text: str) -> str:
-    """A heading below the title."""
+    """Return a heading below the title."""
     return f"<h2>{escape(text)}</h2>"
 
 
 def paragraph(text: str) -> str:
-    """A paragraph of plain text."""
+    """Return a paragraph of plain text."""
     return f"<p>{escape(text)}</p>"
 
 
 def verbatim(text: str) -> str:
-    """Text shown as it is."""
+    """Return preformatted text."""
     return f"<pre>{escape(text)}</pre>"
 
 
-def picture(png: bytes, title: str) -> str:
-    """A picture that stands inside the page."""
+def image(png: bytes, title: str) -> str:
+    """Return an image that is embedded in the page."""
     return f'<p><img alt="{escape(title)}" src="data:image/png;base64,{b64encode(png).decode()}"></p>'
 
 
 def link(target: str, text: str) -> str:
-    """A link to a file beside the page."""
+    """Return a link to a file beside the page."""
     return f'<p><a href="{escape(target)}">{escape(text)}</a></p>'
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table; the first column stands left, the others right."""
+    """Return a table; the first column is left-aligned, the others right-aligned."""
     head = "".join(f"<th>{escape(column)}</th>" for column in columns)
     lines = ("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"

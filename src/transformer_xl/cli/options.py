@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
@@ -39,11 +38,6 @@ class Machine:
 
 MachineOptions = Annotated[Machine, Parameter(name="*")]
 ANY_MACHINE = Machine()
-
-
-def num_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def whole_numbers(flag: str, given: str, *, least: int = 1) -> tuple[int, ...]:

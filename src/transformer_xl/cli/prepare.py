@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from transformer_xl.cli.flags import TokenizerFlags, given
-from transformer_xl.cli.options import Json, num_cores
+from transformer_xl.cli.options import Json
 from transformer_xl.cli.output import print_json, print_table
 from transformer_xl.progress import StageBars, say
 from transformer_xl.text.documents import DocumentUnit
@@ -55,6 +55,7 @@ def prepare(
         num_workers: Processes that encode. [default: one for each core]
         json: Print one JSON object and nothing else on standard output.
     """
+    from transformer_xl.text.parallel import num_cores
     from transformer_xl.text.prepare import prepare as prepare_corpus
 
     start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The paper's table of relative effective context lengths (table 8): which models form a group, and what it found."""
+"""The table of relative effective context lengths (paper table 8): its groups of models, and the paper's results."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 GROUPS = (("xl-larger", "qrnn", "lstm"), ("xl-full", "shaw-recurrent", "relative-full", "learned-half"))
-"""Names of the systems of each group; a model is held to the best of its own."""
+"""Names of the systems in each group; each model is compared with the best of its own group."""
 
 FRACTIONS = (0.1, 0.5, 1.0)
 """The paper's r."""
@@ -26,21 +26,18 @@ COLUMNS = ["system", "parameters", *(f"r = {fraction:g}" for fraction in FRACTIO
 
 
 def table_rows(groups: Sequence[Mapping[str, Any]]) -> list[list[list[str]]]:
-    """For each of the paper's groups the rows under COLUMNS, from what was measured of it with each seed.
+    """Return a table for each group of models, as rows under COLUMNS, with a value for each seed.
 
     Args:
-        groups: for each group and seed what `EffectiveContext.as_dict` gave, and `trained_with_seed`.
+        groups: the measured groups: `EffectiveContext.as_dict` with `trained_with_seed`.
     """
-    tables: list[list[list[str]]] = []
-    for names in GROUPS:
-        by_seed = [
-            {model["name"]: model for model in group["models"]}
-            for group in groups
-            if [model["name"] for model in group["models"]] == list(names)
-        ]
-        if by_seed:
-            tables.append([_row(name, [models[name] for models in by_seed]) for name in names])
-    return tables
+    by_names: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
+    for group in groups:
+        by_names.setdefault(tuple(model["name"] for model in group["models"]), []).append(group)
+    return [
+        [_row(name, [group["models"][index] for group in seeds]) for index, name in enumerate(names)]
+        for names, seeds in by_names.items()
+    ]
 
 
 def _row(name: str, models: Sequence[Mapping[str, Any]]) -> list[str]:

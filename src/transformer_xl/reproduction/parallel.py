@@ -1,7 +1,8 @@
-"""Several command lines of txl at a time, each in a process of its own: independent trainings fill a machine so.
+"""Run several txl commands at a time, each in its own process, to train independent runs on all cores.
 
-Small models use one core better than several, so many one-thread processes finish sooner than one after the other with
-all threads. What a process says goes into its log. Ctrl-C, SIGTERM or a failure stops all of them, and each saves.
+Small models scale badly over threads, so many one-thread processes finish sooner than one process at a time with all
+threads. The output of each process goes to a log file. Ctrl-C, SIGTERM or a failure stops all of them, and each saves a
+checkpoint.
 """
 
 from __future__ import annotations
@@ -23,39 +24,40 @@ from transformer_xl.files import write_text
 from transformer_xl.progress import ProgressBar
 
 PROGRAM = (sys.executable, "-m", "transformer_xl")
-POLL_SECONDS = 1.0  # seconds between two looks at what is done
+POLL_SECONDS = 1.0  # between updates of the progress bar
 
 
 @dataclass(frozen=True)
 class Command:
-    """Words after `txl`."""
+    """A txl command."""
 
-    words: Sequence[str]
+    arguments: Sequence[str]
+    """What follows `txl` on the command line."""
     output: Path | None = None
-    """Where its standard output goes, whole, once it has ended well; none: into the log."""
+    """File for its standard output, written once it has succeeded; None: the log."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """Commands that follow one another."""
+    """Commands that run one after another."""
 
     name: str
     commands: Callable[[], Sequence[Command]]
-    """Asked when the job begins."""
+    """Called when the job starts."""
     size: int = 1
-    """How much there is to do, as `done` counts it."""
+    """Amount of work, in the unit of `done`."""
     done: Callable[[], int] = lambda: 0
-    """How much is done already."""
+    """Called for the amount of work done so far."""
 
 
 @dataclass
 class _WorkerPool:
-    """Workers that take jobs from one queue."""
+    """Threads that take jobs from one queue; each runs one process at a time."""
 
     logs: Path
     threads: int
-    held: tuple[int, ...]
-    """File descriptors that processes keep open, so that a lock stands until the last has ended."""
+    pass_fds: tuple[int, ...]
+    """File descriptors that the processes inherit, so that a lock is held until the last of them has ended."""
     jobs: queue.SimpleQueue[Job] = field(default_factory=queue.SimpleQueue)
     running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     finished: list[Job] = field(default_factory=list)
@@ -64,7 +66,7 @@ class _WorkerPool:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def work(self) -> None:
-        """Takes jobs until there are no more."""
+        """Run jobs until none is left."""
         try:
             while not self.stopping:
                 job = self.jobs.get_nowait()
@@ -77,44 +79,43 @@ class _WorkerPool:
             raise
 
     def _run(self, job: Job, command: Command) -> bool:
-        """Whether the command ended well."""
+        """Run a command; return whether it succeeded."""
         log = self.logs / f"{job.name}.log"
-        words = [*PROGRAM, *command.words]
-        with log.open("ab") as said:
-            said.write(f"$ txl {' '.join(command.words)}\n".encode())
-            said.flush()
-            begin = said.tell()
+        with log.open("ab") as log_file:
+            log_file.write(f"$ txl {' '.join(command.arguments)}\n".encode())
+            log_file.flush()
+            begin = log_file.tell()
             with self.lock:
                 if self.stopping:
                     return False
                 process = subprocess.Popen(
-                    words,
+                    [*PROGRAM, *command.arguments],
                     stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE if command.output else said,
-                    stderr=said,
+                    stdout=subprocess.PIPE if command.output else log_file,
+                    stderr=log_file,
                     env={**os.environ, "OMP_NUM_THREADS": str(self.threads)},
-                    start_new_session=True,  # Ctrl-C reaches us alone, and each process is told once
-                    pass_fds=self.held,
+                    start_new_session=True,  # Ctrl-C reaches only this process, which then signals each of them once
+                    pass_fds=self.pass_fds,
                 )
                 self.running[job.name] = process
             output, _ = process.communicate()
         with self.lock:
             del self.running[job.name]
         if process.returncode:
-            self._fail(f"{job.name} failed: {_reason(process.returncode, log, begin)}; {log} has all it said")
+            self._fail(f"{job.name} failed: {_reason(process.returncode, log, begin)}; see {log}")
             return False
         if command.output:
             write_text(command.output, output.decode())
         return True
 
-    def _fail(self, why: str) -> None:
+    def _fail(self, reason: str) -> None:
         with self.lock:
-            first, self.failure = not self.stopping, self.failure or (None if self.stopping else why)
+            first, self.failure = not self.stopping, self.failure or (None if self.stopping else reason)
         if first:
             self.stop()
 
     def stop(self) -> None:
-        """Asks every process to save and end."""
+        """Ask every process to save a checkpoint and end."""
         with self.lock:
             self.stopping = True
             for process in self.running.values():
@@ -122,52 +123,55 @@ class _WorkerPool:
 
 
 def run_parallel(
-    title: str, jobs: Sequence[Job], logs: Path, *, workers: int, threads: int, held: tuple[int, ...] = ()
+    title: str, jobs: Sequence[Job], logs: Path, *, workers: int, threads: int, pass_fds: tuple[int, ...] = ()
 ) -> None:
-    """Runs all jobs, so many at a time.
+    """Run jobs, `workers` of them at a time, and show their progress.
 
     Args:
-        title: what the progress bar says.
-        jobs: in the order in which they begin.
-        logs: folder for what each of them says.
-        workers: jobs at a time.
-        threads: of each.
-        held: open file descriptors that the processes inherit.
+        title: title of the progress bar.
+        jobs: in the order in which they start.
+        logs: folder for the log of each job.
+        workers: number of jobs at a time.
+        threads: number of threads of each process (OMP_NUM_THREADS).
+        pass_fds: open file descriptors that the processes inherit.
 
     Raises:
-        UserError: a job failed; the others were stopped, and have saved.
+        UserError: a job failed; the others were stopped and have saved checkpoints.
     """
-    crew = _WorkerPool(logs, threads, held)
+    worker_pool = _WorkerPool(logs, threads, pass_fds)
     for job in jobs:
-        crew.jobs.put(job)
-    pool = ThreadPoolExecutor(workers)
+        worker_pool.jobs.put(job)
+    executor = ThreadPoolExecutor(workers)
     with ProgressBar(title, sum(job.size for job in jobs), "steps", seconds_between_lines=60.0) as bar:
         shown = _done(jobs)
         bar.begin_at(shown)
-        tasks = [pool.submit(crew.work) for _ in range(workers)]
-        with _none_left_behind(crew, tasks):
+        tasks = [executor.submit(worker_pool.work) for _ in range(workers)]
+        with _stopped_at_exit(worker_pool, tasks):
             while wait(tasks, timeout=POLL_SECONDS).not_done:
                 now = _done(jobs)
-                bar.advance(now - shown, f"{len(crew.finished)} of {len(jobs)} done, now {', '.join(crew.running)}")
+                bar.advance(
+                    now - shown,
+                    f"{len(worker_pool.finished)} of {len(jobs)} done, now {', '.join(worker_pool.running)}",
+                )
                 shown = now
     for task in tasks:
         task.result()
-    if crew.failure:
-        raise UserError(crew.failure)
+    if worker_pool.failure:
+        raise UserError(worker_pool.failure)
 
 
 @contextmanager
-def _none_left_behind(crew: _WorkerPool, tasks: Sequence[Future[None]]) -> Iterator[None]:
-    """Whatever ends the work, every process is told to save, and waited for; a second Ctrl-C kills them."""
+def _stopped_at_exit(worker_pool: _WorkerPool, tasks: Sequence[Future[None]]) -> Iterator[None]:
+    """However the block ends, ask every process to save and wait for it; a second Ctrl-C kills them."""
     try:
         yield
     finally:
         try:
             if wait(tasks, timeout=0).not_done:
-                crew.stop()
+                worker_pool.stop()
             wait(tasks)
         except BaseException:
-            for process in list(crew.running.values()):
+            for process in list(worker_pool.running.values()):
                 process.kill()
             raise
 
@@ -177,10 +181,10 @@ def _done(jobs: Sequence[Job]) -> int:
 
 
 def _reason(status: int, log: Path, begin: int) -> str:
-    """Why a command failed, by its status and what it said last, from a place in its log on."""
+    """Return why a command failed: its signal, or the last line of its log after the position `begin`."""
     if status < 0:
         what = signal.Signals(-status).name
-        return f"it was ended by {what}" + (", perhaps for want of memory" if what == "SIGKILL" else "")
+        return f"it was killed by {what}" + (", perhaps because memory ran out" if what == "SIGKILL" else "")
     text = log.read_bytes()[begin:].decode(errors="replace")
     lines = [line for line in text.splitlines() if line.strip()]
-    return lines[-1].removeprefix("txl: error: ") if lines else f"status {status}, and it said nothing"
+    return lines[-1].removeprefix("txl: error: ") if lines else f"exit status {status} without a message"

@@ -1,6 +1,6 @@
-"""The systems that the paper compares (tables 6 to 8), as settings that differ from a base in what they are about.
+"""The systems that the paper compares (tables 6, 8 and 10), each as the settings in which it differs from a base.
 
-Each becomes an ordinary run: `txl train` trains its settings, `txl evaluate` scores it.
+Each becomes an ordinary run, which `txl train` trains and `txl evaluate` scores.
 """
 
 from __future__ import annotations
@@ -23,46 +23,51 @@ Architecture = Literal["transformer-xl", "shaw", "vaswani", "al-rfou", "lstm", "
 
 @dataclass(frozen=True)
 class Published:
-    """What the paper says of a system: perplexity of WikiText-103's test text."""
+    """The paper's result of a system: word perplexity on the test split of WikiText-103."""
 
     initial: float | None
-    """At the attention length of training."""
+    """With the attention window of training."""
     best: float
-    length: int | None = None
-    """Attention length of the best, in tokens."""
+    """With the best attention window."""
+    attention_window: int | None = None
+    """The best attention window, in tokens."""
 
 
 @dataclass(frozen=True)
 class System:
-    """One row of a table."""
+    """One row of a table of the paper."""
 
     name: str
-    """Of its runs: NAME-seedN."""
+    """Its runs are called NAME-seedN."""
     architecture: Architecture
     recurrence: bool
     loss: Literal["full", "half"] = "full"
     published: Published | None = None
     larger: bool = False
-    """A layer more in four, as the paper has its 151M model beside that of 128M."""
+    """Whether it has a quarter more layers, as the paper's model of 151M parameters beside that of 128M."""
     equal_memory: bool = False
-    """Its segments are as long as a step can have that needs no more memory than one with recurrence; so many fewer
-    steps are done, that the text read is as much."""
+    """Whether its segments are as long as they can be without a training step needing more bytes than one with
+    recurrence; it trains for fewer steps, so that it reads as much text."""
 
     @property
     def attends(self) -> bool:
-        """Whether it has an attention length."""
+        """Whether it has attention."""
         return self.architecture not in ("lstm", "qrnn")
 
     @property
     def has_memory(self) -> bool:
-        """Whether memory can be given it when it is scored; without, a window must move token by token."""
+        """Whether it can be evaluated with memory; without, evaluation needs a sliding window."""
         return ARCHITECTURES[self.architecture].has_memory
 
     def settings(self, base: Mapping[str, Mapping[str, Any]], vocab_size: int) -> Groups:
-        """Its settings: the base's, with what makes it this system.
+        """Return its settings: those of the base, with what makes it this system.
+
+        Args:
+            base: settings by group.
+            vocab_size: size of the corpus's vocabulary.
 
         Raises:
-            UserError: it cannot be made of the base.
+            UserError: the system cannot be made from the base.
         """
         settings: Groups = merge({"model": {}, "train": {}, "evaluation": {}}, base)
         model, train = settings["model"], settings["train"]
@@ -72,7 +77,7 @@ class System:
         model["architecture"] = self.architecture
         train |= {"loss": self.loss, "memory_length": with_memory.train.memory_length if self.recurrence else 0}
         if self.architecture not in ("transformer-xl", "shaw"):
-            settings["evaluation"].clear()  # lengths of a memory
+            settings["evaluation"].clear()  # lengths of a memory that it does not have
         if self.larger:
             model["n_layers"] = with_memory.model.n_layers + max(1, with_memory.model.n_layers // 4)
         if not self.attends:
@@ -106,19 +111,19 @@ EQUAL_MEMORY = (
 """The rows without recurrence at the same memory (table 10): their segments may be longer."""
 
 RECURRENT = (System("qrnn", "qrnn", True), System("lstm", "lstm", True))
-"""What else the effective context length is measured of (table 8)."""
+"""The recurrent models whose effective context length is measured too (table 8)."""
 
 BY_NAME = {system.name: system for system in (*ABLATION, *EQUAL_MEMORY, *RECURRENT)}
 
 
 def num_parameters(config: RunConfig) -> int:
-    """Trained numbers of a model, which is not built."""
+    """Return the number of parameters of a model, without allocating it."""
     with torch.device("meta"):
         return build_model(config.model).num_parameters()
 
 
 def _checked(settings: Groups, vocab_size: int) -> RunConfig:
-    """The settings as a run has them; clusters are left out, which are found from the corpus later."""
+    """Return the settings as those of a run; cutoffs to be found from the corpus are left out."""
     known: dict[str, Any] = {"vocab_size": vocab_size}
     if settings["model"].get("cutoffs") == "auto":
         known["cutoffs"] = ()
@@ -126,6 +131,7 @@ def _checked(settings: Groups, vocab_size: int) -> RunConfig:
 
 
 def _step_bytes(config: RunConfig) -> int:
+    """Return the bytes of memory that a training step needs."""
     train = config.train
     return step_cost(
         config.model,
@@ -136,18 +142,17 @@ def _step_bytes(config: RunConfig) -> int:
 
 
 def _fitting_width(settings: Groups, vocab_size: int, parameters: int) -> int:
-    """The width, a multiple of 8, at which a model has about so many parameters."""
+    """Return the d_model, a multiple of 8, whose number of parameters is closest to `parameters`."""
 
     def at(width: int) -> int:
-        given = {"model": {"d_model": width}}
-        return num_parameters(_checked(merge(settings, given), vocab_size))
+        return num_parameters(_checked(merge(settings, {"model": {"d_model": width}}), vocab_size))
 
     most = _largest(lambda count: at(8 * count) <= parameters)
     return 8 * min((most, most + 1), key=lambda count: abs(at(8 * count) - parameters))
 
 
 def _fitting_segment(settings: Groups, vocab_size: int, num_bytes: int) -> int:
-    """The longest segment with which a step needs no more than so many bytes."""
+    """Return the longest segment with which a training step needs at most `num_bytes`."""
 
     def fits(segment: int) -> bool:
         given = {"train": {"segment_length": segment}}
@@ -157,7 +162,7 @@ def _fitting_segment(settings: Groups, vocab_size: int, num_bytes: int) -> int:
 
 
 def _largest(fits: Callable[[int], bool]) -> int:
-    """The largest number from 1 on that fits, where all below it do: by doubling, then halving."""
+    """Return the largest number that fits, if 1 and all numbers below it do: by doubling, then halving."""
     most = 1
     while fits(2 * most):
         most *= 2

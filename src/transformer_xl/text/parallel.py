@@ -23,6 +23,11 @@ FEW = 3
 """Up to so many items are mapped in this process; starting others takes half a second."""
 
 
+def num_cores() -> int:
+    """Return the number of CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def ordered_map(
     function: Callable[[Item], Result], items: Iterable[Item], *, workers: int
 ) -> Generator[Result, None, None]:

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-from transformer_xl.analysis.attention_maps import TermMaps, look
-from transformer_xl.analysis.attention_pictures import draw_heads, draw_losses, draw_means, draw_terms, save
+from transformer_xl.analysis.attention_maps import TermMaps, read_attention
+from transformer_xl.analysis.attention_plots import draw_heads, draw_losses, draw_means, draw_terms, save
 from transformer_xl.analysis.loss_by_distance import LossByDistance
 from transformer_xl.evaluation.evaluate import EvaluationPlan
 from transformer_xl.model.memory import ContextLimits
@@ -39,7 +39,7 @@ def test_means(shape):
         found = boxes(figure, axes, axis)
         assert found
         assert not any(one.overlaps(other) for one, other in itertools.combinations(found, 2))
-    assert axes.get_xlabel().startswith("tokens back")
+    assert axes.get_xlabel().startswith("distance in tokens")
     assert figure.axes[1].get_ylabel() == "mean probability (logarithmic)"
 
 
@@ -58,7 +58,7 @@ def test_single_heads():
 def test_terms(make_model, tokens, length, tmp_path):
     model, plan = make_model(n_layers=1), EvaluationPlan(5, ContextLimits(11))
     maps = TermMaps(model, length)
-    look(model, tokens(1, length)[0].numpy(), plan, [maps.taker(plan)])
+    read_attention(model, tokens(1, length)[0].numpy(), plan, [maps.callback(plan)])
     # a formula's sign, a letter that fonts lack, a line end
     labels = ["$", "\u4e2d", "\u21b5", "\u00b7", "antidisestablishment", *"abcdefghij" * 6][:length]
     figure = draw_terms(maps, (0, 1), labels)
@@ -82,7 +82,7 @@ def test_terms(make_model, tokens, length, tmp_path):
 def test_tokens_of_other_scripts_leave_room_for_the_maps(make_model, tokens, recwarn):
     model, plan = make_model(n_layers=1), EvaluationPlan(5, ContextLimits(43))
     maps = TermMaps(model, 48)
-    look(model, tokens(1, 48)[0].numpy(), plan, [maps.taker(plan)])
+    read_attention(model, tokens(1, 48)[0].numpy(), plan, [maps.callback(plan)])
     figure = draw_terms(maps, (0, 0), ["\u4e2d" * 14, "\U0001f600" * 3, "ab\u05d0\u05d1c"] * 16)
     FigureCanvasAgg(figure).draw()
     assert [str(each.message) for each in recwarn] == []

@@ -1,0 +1,286 @@
+"""Analyze what the heads of a run attend to: plots, an interactive page, and the numbers behind them, in one folder.
+
+Shape suffixes: L layers, N heads, P distances, K tokens of the text.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from transformer_xl.analysis import attention_plots as plots
+from transformer_xl.analysis.attention_maps import (
+    AttentionMeans,
+    TermMaps,
+    num_visible_distances,
+    pluralize,
+    read_attention,
+    require_attention_terms,
+)
+from transformer_xl.analysis.attention_page import attention_page, fitting_tokens, token_texts
+from transformer_xl.analysis.attention_plots import Head
+from transformer_xl.analysis.loss_by_distance import LossByDistance, loss_by_distance, with_chunks
+from transformer_xl.config import INT32_MAX, EvaluationConfig, RelativeConfig, RunConfig, UserError
+from transformer_xl.device import choose_device, set_threads
+from transformer_xl.evaluation.evaluate import EvaluationPlan, check_token_ids
+from transformer_xl.evaluation.method import TokenizedText
+from transformer_xl.evaluation.score import encode_text
+from transformer_xl.files import atomic_folder
+from transformer_xl.model.transformer_xl import TransformerXL
+from transformer_xl.progress import ProgressBar, say
+from transformer_xl.run_folder import CheckpointName, RunFolder
+from transformer_xl.text.tokenizers import to_bytes
+
+DEFAULT_TOKENS = 8192
+"""Tokens that are read by default."""
+_PAPER_DISTANCE = 640
+_MAX_HEADS = 24  # lines that can be told apart in one plot
+_MEMORY_LABELS = {"reset": "memory reset at the start", "continue": "memory continues"}
+
+
+@dataclass(frozen=True)
+class AttentionAnalysis:
+    """What an analysis measured and wrote."""
+
+    folder: Path
+    """Plots, page, and the numbers as figures.json and mean-attention.npy."""
+    values: dict[str, Any]
+    """Settings and results as plain values, as written to figures.json."""
+    distance_LN: npt.NDArray[np.float64]
+    """Mean distance that each head attends to, in tokens."""
+
+
+def analyze_attention(
+    run: Path | str,
+    text: str | bytes | None = None,
+    *,
+    corpus: Path | str | None = None,
+    split: str = "test",
+    max_tokens: int = DEFAULT_TOKENS,
+    config: EvaluationConfig | None = None,
+    max_distance: int | None = None,
+    heads: Sequence[Head] | None = None,
+    page_tokens: int | None = None,
+    out: Path | str | None = None,
+    checkpoint: CheckpointName = "best",
+    device: str = "auto",
+    threads: int | None = None,
+    command: str = "",
+) -> AttentionAnalysis:
+    """Measure and plot what heads attend to, term by term, and how the loss falls from a document's start.
+
+    Args:
+        run: folder of a run of transformer-xl or shaw.
+        text: the text to read; None: a split of a corpus.
+        corpus: folder of a corpus with the run's tokenizer; None: the one that the run was trained on.
+        split: train, valid or test, of the corpus.
+        max_tokens: number of tokens to read, from the start.
+        config: evaluation settings in place of the run's; memory is at least `max_distance` unless it is given here.
+        max_distance: largest distance of the plots of means; None: as far as memory reaches, at most 640.
+        heads: (layer, head) of the heads with plots of their own, both from 0; None: the head with the largest mean
+            distance in the first, middle and last layer.
+        page_tokens: tokens on the page and in the plots of terms, from the start; None: 192, or as many as fit.
+        out: new folder for the results; None: RUN-attention, beside the run.
+        checkpoint: the weights with the best validation loss, or the last ones.
+        device: auto, cuda, mps or cpu.
+        threads: CPU threads of one operation; None: torch's choice.
+        command: the command that was typed, for reports.
+
+    Raises:
+        UserError: the run has no attention terms, a number is out of range, the text is empty, or the folder exists.
+    """
+    for name, number in (("max_tokens", max_tokens), ("max_distance", max_distance), ("page_tokens", page_tokens)):
+        if number is not None and not 1 <= number <= INT32_MAX:
+            raise UserError(f"{name} {number:,}: wanted 1 or more, {INT32_MAX:,} at most")
+    set_threads(threads)
+    chosen_device, path = choose_device(device), Path(run)
+    folder = RunFolder.open(path)
+    target = path.resolve().parent / f"{path.resolve().name}-attention" if out is None else Path(out)
+    if target.exists():
+        raise UserError(f"{target} exists already; choose another out or delete it first")
+    _check_heads(heads, folder.config)
+    plan = _plan(folder.config, config or EvaluationConfig(), max_distance)
+    model = require_attention_terms(folder.load_model(chosen_device, checkpoint))
+    read = _corpus_text(folder, corpus, split, max_tokens) if text is None else _plain_text(folder, text, max_tokens)
+    for remark in plan.remarks(chosen_device):
+        say(f"remark: {remark}")
+    distance = _distance(plan, max_distance, len(read.tokens_K))
+    with atomic_folder(target) as temporary:
+        means, maps = _measure(model, read, plan, page_tokens)
+        losses, chunk_length = _losses(model, read, plan)
+        values: dict[str, Any] = {
+            "command": command,
+            "run": str(run),
+            "folder": str(target),
+            "tokens": len(read.tokens_K),
+            "documents": len(read.boundaries(reset_memory=True)) - 1,
+            "segment_length": plan.segment_length,
+            "memory_length": plan.context_limits.memory_length,
+            "attention_window": plan.context_limits.attention_window,
+            "clamp_length": plan.context_limits.clamp_length,
+            "counted_tokens": means.num_queries,
+            "max_distance": distance,
+            "page_tokens": maps.num_tokens,
+            "plotted_heads": [list(head) for head in heads or _farthest_heads(means)],
+            "heads": _by_head(means),
+            "chunk_length": chunk_length,
+            "loss": {name: loss.as_dicts() for name, loss in losses.items()},
+        }
+        _write(temporary, values, folder, read, means.mean_LNP(distance), maps, losses)
+    return AttentionAnalysis(target, values, means.distance_LN)
+
+
+def _check_heads(heads: Sequence[Head] | None, config: RunConfig) -> None:
+    counts = (config.model.n_layers, config.model.n_heads if isinstance(config.model, RelativeConfig) else 0)
+    for head in heads or ():
+        for name, number, count in zip(("layer", "head"), head, counts, strict=True):
+            if not 0 <= number < count:
+                raise UserError(f"heads {head[0]}:{head[1]}: there is no {name} {number}; they are 0 to {count - 1}")
+    if heads and len(heads) > _MAX_HEADS:
+        raise UserError(f"heads names {len(heads)} heads; name {_MAX_HEADS} at most, the page has all")
+
+
+def _plan(run: RunConfig, config: EvaluationConfig, max_distance: int | None) -> EvaluationPlan:
+    """Resolve the settings, with memory for `max_distance` tokens unless its length is given."""
+    plan = EvaluationPlan.resolve(run, config)
+    if max_distance is None:
+        return plan
+    if config.memory_length is None and plan.context_limits.memory_length < max_distance:
+        plan = EvaluationPlan.resolve(run, config.model_copy(update={"memory_length": max_distance}))
+    farthest = num_visible_distances(plan) - 1
+    if max_distance > farthest:
+        window, memory = plan.context_limits.attention_window, plan.context_limits.memory_length
+        if window is not None and window <= max_distance:
+            reason, advice = f"attention window {window:,}", f"attention window {max_distance + 1} or none"
+        else:
+            reason, advice = f"memory length {memory:,}", f"memory length {max_distance}"
+        raise UserError(
+            f"max_distance {max_distance:,}: with {reason} no token sees farther than {farthest:,} back; give {advice}"
+        )
+    return plan
+
+
+def _distance(plan: EvaluationPlan, wanted: int | None, num_tokens: int) -> int:
+    """Return the largest distance of the plots of means."""
+    if wanted is None:
+        farthest = num_visible_distances(plan) - 1
+        return min(_PAPER_DISTANCE, farthest, num_tokens - 1, plan.context_limits.memory_length or farthest)
+    if wanted >= num_tokens:
+        raise UserError(
+            f"max_distance {wanted:,}: the text has {pluralize(num_tokens)}; give a longer text or a smaller distance"
+        )
+    return wanted
+
+
+def _corpus_text(folder: RunFolder, corpus: Path | str | None, split: str, max_tokens: int) -> TokenizedText:
+    opened = folder.open_corpus(corpus)
+    tokens = opened.split(split)
+    opened.verify(split)
+    check_token_ids(tokens.first(max_tokens), folder.tokenizer.vocab_size)
+    return TokenizedText(tokens.first(max_tokens), folder.tokenizer.bos_token_id, tokens.document_starts)
+
+
+def _plain_text(folder: RunFolder, text: str | bytes, max_tokens: int) -> TokenizedText:
+    content = to_bytes(text) if isinstance(text, str) else text
+    return TokenizedText(encode_text(folder.tokenizer, "the text", content)[:max_tokens], folder.tokenizer.bos_token_id)
+
+
+def _measure(
+    model: TransformerXL, text: TokenizedText, plan: EvaluationPlan, page_tokens: int | None
+) -> tuple[AttentionMeans, TermMaps]:
+    num_tokens, shape = len(text.tokens_K), (model.config.n_layers, model.config.n_heads)
+    maps = TermMaps(model, fitting_tokens(shape, num_tokens, page_tokens))
+    means = AttentionMeans(model, plan, num_tokens)
+    if not means.fills_memory:
+        say(
+            f"remark: a text of {pluralize(num_tokens)} does not fill a memory of "
+            f"{plan.context_limits.memory_length:,}, so the means include tokens that saw little; a longer text or a "
+            "shorter memory length gives better means"
+        )
+    with ProgressBar("attention", num_tokens, "tokens") as bar:
+        read_attention(model, text.tokens_K, plan, [means.add, maps.callback(plan)], bar.advance)
+    return means, maps
+
+
+def _losses(
+    model: TransformerXL, text: TokenizedText, plan: EvaluationPlan
+) -> tuple[dict[str, LossByDistance], int | None]:
+    """Return the losses with memory reset and continued, and the length of the chunks of a text without documents."""
+    chunked, chunk_length = with_chunks(text, plan)
+    with ProgressBar("loss", 2 * len(text.tokens_K), "tokens") as bar:
+        return {
+            "reset": loss_by_distance(model, chunked, plan, reset_memory=True, progress=bar.advance),
+            "continue": loss_by_distance(model, chunked, plan, reset_memory=False, progress=bar.advance),
+        }, chunk_length
+
+
+def _farthest_heads(means: AttentionMeans) -> list[Head]:
+    """Return the head with the largest mean distance of the first, middle and last layer."""
+    layers = len(means.distance_LN)
+    return [(layer, int(means.distance_LN[layer].argmax())) for layer in sorted({0, layers // 2, layers - 1})]
+
+
+def _by_head(means: AttentionMeans) -> list[dict[str, Any]]:
+    return [
+        {"layer": layer, "head": head, "mean_distance": float(distance), "entropy_nats": float(entropy)}
+        for layer, pairs in enumerate(zip(means.distance_LN, means.entropy_LN, strict=True))
+        for head, (distance, entropy) in enumerate(zip(*pairs, strict=True))
+    ]
+
+
+def _write(
+    out: Path,
+    values: dict[str, Any],
+    folder: RunFolder,
+    text: TokenizedText,
+    mean_LNP: npt.NDArray[np.float64],
+    maps: TermMaps,
+    losses: Mapping[str, LossByDistance],
+) -> None:
+    """Write plots, page and numbers, and add the names of the files to the values."""
+    heads = [(layer, head) for layer, head in values["plotted_heads"]]
+    chunk_length = values["chunk_length"]
+    subject = "a document" if chunk_length is None else f"a chunk of {pluralize(chunk_length)}"
+    loss_plot = plots.draw_losses({_MEMORY_LABELS[name]: loss for name, loss in losses.items()}, subject)
+    tokens = token_texts(folder.tokenizer, text.tokens_K[: maps.num_tokens])
+    names = [token.name for token in tokens]
+    values["files"] = {
+        "mean_attention": plots.save(plots.draw_means(mean_LNP), out / "mean-attention"),
+        "heads": plots.save(plots.draw_heads(mean_LNP, heads), out / "heads"),
+        "terms": [
+            file
+            for head in heads
+            for file in plots.save(plots.draw_terms(maps, head, names), out / f"terms-layer-{head[0]}-head-{head[1]}")
+        ],
+        "loss": plots.save(loss_plot, out / "loss"),
+        "page": ["attention.html"],
+        "figures": ["figures.json", "mean-attention.npy"],
+    }
+    title = f"What the heads of {Path(values['run']).resolve().name} attend to"
+    page = attention_page(maps, tokens, title, _about(values), apart=not folder.tokenizer.is_lossless)
+    (out / "attention.html").write_text(page, encoding="utf-8", errors="replace")
+    (out / "figures.json").write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+    _save_array(out / "mean-attention.npy", mean_LNP)
+
+
+def _about(values: Mapping[str, Any]) -> str:
+    window = "" if values["attention_window"] is None else f", with attention window {values['attention_window']:,}"
+    return (
+        f"The first {pluralize(values['page_tokens'])} of a text, read in segments of {values['segment_length']:,} "
+        f"with memory length {values['memory_length']:,}, empty at the start{window}. Layers and heads are numbered "
+        "from 0."
+    )
+
+
+def _save_array(path: Path, array: npt.NDArray[np.floating]) -> None:
+    """Write an array in float32 as an .npy file; raise OSError if it cannot be written completely."""
+    content = io.BytesIO()
+    np.save(content, array.astype(np.float32), allow_pickle=False)
+    path.write_bytes(content.getvalue())  # np.save to a path does not report what is lost when the file is closed
