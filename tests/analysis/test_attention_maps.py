@@ -16,8 +16,8 @@ from transformer_xl.analysis.attention_maps import (
     TermMaps,
     num_visible_distances,
     read_attention,
-    terms_of,
     require_attention_terms,
+    terms_of,
 )
 from transformer_xl.config import LSTMConfig, ShawConfig, UserError, VaswaniConfig
 from transformer_xl.evaluation.evaluate import EvaluationPlan
