@@ -17,14 +17,14 @@ from refusals import FULL, assert_refused, do, error_of, files, full_after, no_f
 Capture, Patch = pytest.CaptureFixture[str], pytest.MonkeyPatch
 needs_permissions = pytest.mark.skipif(os.geteuid() == 0, reason="root may read and write everything")
 
-TEXT = b"".join(b"line %d\n" % place for place in range(401))
+TEXT = b"".join(b"line %d\n" % number for number in range(401))
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: Patch) -> Path:
+def folder(tmp_path: Path, monkeypatch: Patch) -> Path:
     """A folder to stand in, with texts of several kinds."""
-    place = tmp_path / "w"
-    place.mkdir()
+    folder = tmp_path / "w"
+    folder.mkdir()
     packed = gzip.compress(TEXT)
     held = io.BytesIO()
     with tarfile.open(fileobj=held, mode="w:gz") as archive:
@@ -37,16 +37,16 @@ def place(tmp_path: Path, monkeypatch: Patch) -> Path:
         "zip/enwik8.zip": b"PK" * 97, "tar/any.tgz": held.getvalue()[:-9], "words.txt": b"a\na\n",
     }  # fmt: skip
     for name, content in contents.items():
-        (place / name).parent.mkdir(exist_ok=True)
-        (place / name).write_bytes(content)
-    with zipfile.ZipFile(place / "zip" / "other.zip", "w") as archive:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(content)
+    with zipfile.ZipFile(folder / "zip" / "other.zip", "w") as archive:
         archive.writestr("enwik8", b"short")
-    (place / "folder").mkdir()
-    np.save(place / "music.npy", np.arange(97))
-    np.save(place / "real.npy", np.zeros(97))
-    monkeypatch.chdir(place)
+    (folder / "folder").mkdir()
+    np.save(folder / "music.npy", np.arange(97))
+    np.save(folder / "real.npy", np.zeros(97))
+    monkeypatch.chdir(folder)
     monkeypatch.setenv("TXL_CACHE", str(tmp_path / "cache"))
-    return place
+    return folder
 
 
 WRONG_WORDS = [
@@ -123,21 +123,21 @@ WRONG_WORDS = [
 
 
 @pytest.mark.parametrize(("words", "message"), WRONG_WORDS, ids=[words[:60] for words, _ in WRONG_WORDS])
-def test_wrong_words(place: Path, words: str, message: str, capfd: Capture) -> None:
-    assert_refused(place, words, message, capfd)
+def test_wrong_words(folder: Path, words: str, message: str, capfd: Capture) -> None:
+    assert_refused(folder, words, message, capfd)
 
 
-def test_settings_of_a_trained_tokenizer(place: Path, capfd: Capture) -> None:
+def test_settings_of_a_trained_tokenizer(folder: Path, capfd: Capture) -> None:
     do("prepare text.txt --tokenizer word")
     words = "prepare text.txt --out new --tokenizer corpora/text"
     message = "corpora/text is trained already; leave --vocab-size, --no-lowercase out, or name a kind"
-    assert_refused(place, f"{words} --no-lowercase --vocab-size 7", message, capfd)
-    assert_refused(place, "prepare text.txt", "corpora/text exists already", capfd)
-    (place / "corpora/text/txl_tokenizer.json").write_bytes(b"{")
-    assert_refused(place, words, "txl_tokenizer.json: damaged, not readable as JSON", capfd)
+    assert_refused(folder, f"{words} --no-lowercase --vocab-size 7", message, capfd)
+    assert_refused(folder, "prepare text.txt", "corpora/text exists already", capfd)
+    (folder / "corpora/text/txl_tokenizer.json").write_bytes(b"{")
+    assert_refused(folder, words, "txl_tokenizer.json: damaged, not readable as JSON", capfd)
 
 
-def test_no_network(place: Path, monkeypatch: Patch, capfd: Capture) -> None:
+def test_no_network(folder: Path, monkeypatch: Patch, capfd: Capture) -> None:
     """A name that no server can have; the line says what to do by hand."""
     for name in ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
@@ -152,29 +152,29 @@ def test_no_network(place: Path, monkeypatch: Patch, capfd: Capture) -> None:
         r"try again later, or get it some other way and put it into .*cache, or name the folder .* --data-dir DIR",
         said,
     )
-    assert not (place / "corpora").exists()
+    assert not (folder / "corpora").exists()
 
 
 @needs_permissions
-def test_no_permission(place: Path, capfd: Capture) -> None:
-    (place / "text.txt").chmod(0)
-    (place / "folder").chmod(0o500)
+def test_no_permission(folder: Path, capfd: Capture) -> None:
+    (folder / "text.txt").chmod(0)
+    (folder / "folder").chmod(0o500)
     for words, message in (
         ("prepare text.txt --out new", "reading text.txt: permission denied"),
         ("prepare short.txt --out folder/new --valid-fraction 0 --test-fraction 0", "writing folder/new: permission"),
     ):
         assert re.search(message, error_of(words, capfd))
-        assert not list((place / "folder").iterdir())
-        assert not (place / "new").exists()
+        assert not list((folder / "folder").iterdir())
+        assert not (folder / "new").exists()
 
 
-def test_a_disk_that_is_full(place: Path, monkeypatch: Patch, capfd: Capture) -> None:
-    before = files(place)
+def test_a_disk_that_is_full(folder: Path, monkeypatch: Patch, capfd: Capture) -> None:
+    before = files(folder)
     for writes in range(3):
         with monkeypatch.context() as patch:
             full_after(writes, patch)
             assert re.search(f"writing .*text.*: {FULL}", error_of("prepare text.txt", capfd))
-        assert files(place) == before
+        assert files(folder) == before
     with no_file_larger_than(100):
         assert "file too large for this file system; choose another" in error_of("prepare text.txt", capfd)
-    assert files(place) == before
+    assert files(folder) == before

@@ -1,4 +1,4 @@
-"""`txl prepare`, as a user runs it: own text, numbers, a named corpus among own files, vocabularies that exist."""
+"""`txl prepare` and `prepare()`: files, numbers, named data sets, texts in memory, trained tokenizers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from transformer_xl.text.sources import named_datasets
 from transformer_xl.text.token_store import Corpus
 from transformer_xl.text.tokenizers import TokenizerConfig
 
-TEXT = "".join(f"the cat no. {place % 41} sat,\nand sat; caf\u00e9 {place}\n" for place in range(307)).encode()
+TEXT = "".join(f"the cat no. {index % 41} sat,\nand sat; caf\u00e9 {index}\n" for index in range(307)).encode()
 
 
 def prepare(*words: str | Path) -> Said:
@@ -34,7 +34,7 @@ def text(folder: str | Path, split: str) -> bytes:
 
 
 @pytest.fixture(autouse=True)
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TXL_CACHE", str(tmp_path / "cache"))
     (tmp_path / "text.txt").write_bytes(TEXT)
@@ -114,7 +114,7 @@ def test_other_kinds_come_back_exactly(kind: str) -> None:
     assert b"".join(text("c", split) for split in ("train", "valid", "test")) == TEXT
 
 
-def test_a_vocabulary_that_exists_reads_further_text() -> None:
+def test_a_trained_tokenizer_encodes_further_text() -> None:
     assert prepare("text.txt", "--tokenizer", "word", "--out", "first").status == 0
     Path("more.txt").write_bytes(b"the dog sat,\nthe cat\n")
     for path in ("first", "first/txl_tokenizer.json"):
@@ -141,9 +141,9 @@ def test_numbers() -> None:
 
 
 @pytest.fixture
-def small_ptb(place: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with other texts in the place of ptb's, and a corpus that does not mind."""
-    folder = place / "mine"
+def small_ptb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with other texts instead of those of ptb, and a ptb without checksums."""
+    folder = tmp_path / "mine"
     folder.mkdir()
     for split, content in {"train": b"a N <unk>\n b a\n", "valid": b"b c\n", "test": b"d\n"}.items():
         (folder / f"ptb.{split}.txt.gz").write_bytes(gzip.compress(content))
@@ -157,7 +157,7 @@ def small_ptb(place: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_a_named_corpus_brings_its_vocabulary(small_ptb: Path) -> None:
+def test_a_named_dataset_has_its_own_tokenizer(small_ptb: Path) -> None:
     said = prepare("ptb", "--data-dir", small_ptb, "--json")
     found = said.object
     assert (found["out"], found["tokenizer"], found["vocab_size"]) == ("corpora/ptb", "word", 7)
@@ -166,7 +166,7 @@ def test_a_named_corpus_brings_its_vocabulary(small_ptb: Path) -> None:
     assert said.err == "note: test has 2 tokens, but ptb is known to have 5; is it that text?\n"
 
 
-def test_its_options_can_be_changed(small_ptb: Path) -> None:
+def test_its_tokenizer_can_be_changed(small_ptb: Path) -> None:
     said = prepare("ptb", "--data-dir", small_ptb, "--no-lowercase", "--out", "large", "--json")
     assert text("large", "train") == b"a N <unk>\nb a\n"
     assert said.err == ""

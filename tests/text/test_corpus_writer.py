@@ -32,7 +32,7 @@ Kind = Literal["byte", "char", "word", "integer"]
 
 
 def documents_of(texts: Iterable[Sequence[bytes]]) -> list[Document]:
-    return [Document(f"text {place}", chunks) for place, chunks in enumerate(texts)]
+    return [Document(f"text {index}", chunks) for index, chunks in enumerate(texts)]
 
 
 def write(
@@ -62,7 +62,7 @@ def test_tokens_documents_and_counts_come_back(texts: list[bytes], size: int) ->
         write(Path(folder) / "c", {"train": [chunked(text, size) for text in texts]})
         split = Corpus.open(Path(folder) / "c").split("train")
         assert split.tokens[:].tobytes() == b"".join(kept)
-        assert split.document_starts.tolist() == [sum(map(len, kept[:place])) for place in range(len(kept))]
+        assert split.document_starts.tolist() == [sum(map(len, kept[:index])) for index in range(len(kept))]
         assert (split.num_tokens, split.num_documents) == (len(b"".join(kept)), len(kept))
         assert split.num_bytes == len(b"".join(kept))
         assert split.num_words == sum(len(text.split()) for text in kept)
@@ -73,21 +73,21 @@ def test_tokens_documents_and_counts_come_back(texts: list[bytes], size: int) ->
 @pytest.mark.parametrize("unit", ["file", "line"])
 @settings(deadline=None, max_examples=20)
 @given(data=st.data())
-def test_chunks_pieces_and_shards_change_nothing(kind: Kind, unit: DocumentUnit, data: st.DataObject) -> None:
+def test_chunks_and_shards_change_nothing(kind: Kind, unit: DocumentUnit, data: st.DataObject) -> None:
     """Against an oracle: each document (or line) encoded by itself, one after another."""
     texts = [*data.draw(NUMBERS if kind == "integer" else TEXTS), b"12 1\n2 1"]
     tokenizer = learned(kind, texts)
-    pieces: list[np.ndarray] = []
+    ids_of_documents: list[np.ndarray] = []
     for text in texts:
         closed = text + b"\n" if tokenizer.adds_final_newline and text and not text.endswith(b"\n") else text
         parts = [line + b"\n" for line in closed.split(b"\n")] if unit == "line" else [closed]
         if unit == "line":
             parts[-1] = parts[-1][:-1]
-        pieces += [ids for part in parts if len(ids := tokenizer.encode(part))]
+        ids_of_documents += [ids for part in parts if len(ids := tokenizer.encode(part))]
     shard, size = data.draw(st.integers(1, 13)), data.draw(st.integers(1, 5))
-    pieces_of_size = partial(split_chunks, size=data.draw(st.integers(1, 7)))
+    small_chunks = partial(split_chunks, size=data.draw(st.integers(1, 7)))
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("transformer_xl.text.corpus_writer.split_chunks", pieces_of_size)
+        patch.setattr("transformer_xl.text.corpus_writer.split_chunks", small_chunks)
         corpus = write(
             Path(folder) / "c",
             {"train": [chunked(text, size) for text in texts]},
@@ -97,9 +97,9 @@ def test_chunks_pieces_and_shards_change_nothing(kind: Kind, unit: DocumentUnit,
         )
         corpus.verify()
         split, record = corpus.split("train"), corpus.record.splits["train"]
-        joined = np.concatenate(pieces)
+        joined = np.concatenate(ids_of_documents)
         assert split.tokens[:].tolist() == joined.tolist()
-        assert split.document_starts.tolist() == np.cumsum([0, *map(len, pieces[:-1])]).tolist()
+        assert split.document_starts.tolist() == np.cumsum([0, *map(len, ids_of_documents[:-1])]).tolist()
         assert record.sha256 == hashlib.sha256(joined.tobytes()).hexdigest()
         assert record.num_bytes == sum(map(len, texts))
         assert record.num_words == sum(len(text.split()) for text in texts)
@@ -186,7 +186,7 @@ def test_lines_need_a_token_that_ends_them(tmp_path: Path) -> None:
 
 
 class Picky(ByteTokenizer):
-    """Refuses the byte 0xff; cut at line ends alone, so that there are pieces."""
+    """Refuses the byte 0xff; cut at line ends alone, so that there are several chunks."""
 
     def last_boundary(self, text: bytes) -> int:
         return text.rfind(b"\n") + 1
@@ -197,13 +197,13 @@ class Picky(ByteTokenizer):
         return super().encode_chunk(chunk)
 
 
-def test_bad_text_is_named_with_its_place_in_the_document(tmp_path: Path) -> None:
+def test_bad_text_is_named_with_its_position_in_the_document(tmp_path: Path) -> None:
     line = b"x" * (2**20 - 1) + b"\n"
-    for place in (0, 5 * 2**20 + 17, 8 * 2**20):
+    for position in (0, 5 * 2**20 + 17, 8 * 2**20):
         text = bytearray(line * 9)
-        text[place] = 0xFF
+        text[position] = 0xFF
         splits: dict[SplitName, list[list[bytes]]] = {"train": [[line], chunked(bytes(text), 2**19)]}
-        with pytest.raises(UserError, match=rf"^text 1: byte {place:,}: not UTF-8 \(byte 0xff\)$"):
+        with pytest.raises(UserError, match=rf"^text 1: byte {position:,}: not UTF-8 \(byte 0xff\)$"):
             write(tmp_path / "c", splits, Picky())
     with pytest.raises(UserError, match=r"^text 0: byte 1,048,576: no white space in 16 MiB"):
         write(tmp_path / "c", {"train": [[line, *[b"x" * 2**20] * 21]]}, Picky())
@@ -213,10 +213,10 @@ def test_bad_text_is_named_with_its_place_in_the_document(tmp_path: Path) -> Non
 def test_bad_text_is_named_from_a_worker_too(tmp_path: Path, large: list[bytes]) -> None:
     tokenizer = learned("word", large)
     text = bytearray(large[1])
-    place = len(text) - 97
-    text[place] = 0xFF
+    position = len(text) - 97
+    text[position] = 0xFF
     splits: dict[SplitName, list[list[bytes]]] = {"train": [[large[1]], chunked(bytes(text), 2**16), [large[4]]]}
-    with pytest.raises(UserError, match=rf"^text 1: byte {place:,}: not UTF-8 \(byte 0xff\)"):
+    with pytest.raises(UserError, match=rf"^text 1: byte {position:,}: not UTF-8 \(byte 0xff\)"):
         write(tmp_path / "c", splits, tokenizer, num_workers=2)
     assert list(tmp_path.iterdir()) == []
 
@@ -239,7 +239,7 @@ def test_existing_folder_is_left_alone(tmp_path: Path) -> None:
     corpus.verify()
 
 
-def test_only_a_few_pieces_are_held_in_memory(tmp_path: Path) -> None:
+def test_only_a_few_chunks_are_held_in_memory(tmp_path: Path) -> None:
     def chunks() -> Iterator[bytes]:
         for count in range(41):
             yield bytes(2**20)
@@ -270,9 +270,9 @@ def test_killed_half_way_leaves_nothing_that_looks_finished(tmp_path: Path) -> N
     assert subprocess.run(words, env=environment).returncode == -signal.SIGKILL
     (left,) = tmp_path.iterdir()
     assert left.name.startswith(".c.partial-")
-    for place in (left, tmp_path / "c"):
+    for path in (left, tmp_path / "c"):
         with pytest.raises(UserError, match=r"is not a corpus|no corpus at"):
-            Corpus.open(place)
+            Corpus.open(path)
     living = left.rename(tmp_path / f".c.partial-{os.getpid()}")
     left.mkdir()  # the killed writer's again, which the next writer takes away; not so that of a writer that lives
     words[-1] = str(int(signal.SIGINT))

@@ -23,7 +23,7 @@ LENGTHS = st.lists(st.integers(1, 13), min_size=1, max_size=43)
 def stream_of(
     lengths: list[int], *, batch_size: int, segment_length: int, seed: int = 5, shard: Shard = SINGLE_SHARD
 ) -> ShuffledDocumentDataset:
-    """Documents of these lengths; the token at place i is i + 1, so that each place can be told from the others."""
+    """Documents of these lengths; the token at index i is i + 1, so that each can be told from the others."""
     tokens = np.arange(1, sum(lengths) + 1, dtype=np.uint16)
     starts = np.cumsum([0, *lengths[:-1]]).astype(np.uint64)
     return ShuffledDocumentDataset(
@@ -89,7 +89,7 @@ def test_rows_are_cut_at_the_nearest_document(lengths: list[int]) -> None:
         stream = stream_of(lengths, batch_size=7, segment_length=17, seed=seed)
         rows = rows_of(stream)
         firsts = set((stream.document_starts + 1).tolist())
-        edges = [place for place, (_, target) in enumerate(itertools.chain(*rows)) if target in firsts]
+        edges = [index for index, (_, target) in enumerate(itertools.chain(*rows)) if target in firsts]
         cuts = np.cumsum([len(row) for row in rows])[:-1].tolist()
         for cut, wanted in zip(cuts, (np.arange(1, 7) * sum(lengths) // 7).tolist(), strict=True):
             assert abs(cut - wanted) == min(abs(edge - wanted) for edge in edges)
@@ -191,7 +191,7 @@ def test_every_position_is_as_likely() -> None:
     seen = np.zeros((5, 5), dtype=int)
     for epoch in range(1000):
         seen[np.arange(5), np.array(documents_read(stream, epoch)) - 1] += 1
-    # 200 are expected at each of 25 places; chi-squared with 16 degrees of freedom is above 39 once in a thousand
+    # 200 are expected at each of 25 positions; chi-squared with 16 degrees of freedom is above 39 once in a thousand
     assert ((seen - 200) ** 2 / 200).sum() < 39
 
 
@@ -201,7 +201,7 @@ def test_the_order_is_that_of_numbers_numpy_promises_to_keep() -> None:
     order = sorted(range(11), key=drawn.__getitem__)
     assert order == [10, 4, 9, 3, 2, 1, 6, 0, 5, 7, 8]
     assert documents_read(stream_of([1] * 11, batch_size=2, segment_length=3, seed=5), 3) == [
-        place + 1 for place in order
+        index + 1 for index in order
     ]
 
 

@@ -24,7 +24,7 @@ TEXTS = [b"one two\n", b"three\tfour  five", b"six"]
 
 def write(folder: Path, splits: dict[SplitName, list[bytes]], **layout: int) -> Corpus:
     documents = {
-        split: [Document(f"{split} {place}", [text]) for place, text in enumerate(texts)]
+        split: [Document(f"{split} {index}", [text]) for index, text in enumerate(texts)]
         for split, texts in splits.items()
     }
     return write_corpus(folder, documents, name="sample", source="a test", tokenizer=ByteTokenizer(), **layout)
@@ -82,15 +82,15 @@ def test_tokens_stay_on_disk(corpus: Corpus) -> None:
 def test_shards_read_as_one_array(lengths: list[int], data: st.DataObject) -> None:
     joined = np.arange(sum(lengths), dtype=np.uint16)
     tokens = TokenShards(tuple(np.split(joined, np.cumsum(lengths)[:-1])))
-    places = st.integers(-len(joined) - 3, len(joined) + 3) | st.none()
-    start, stop = data.draw(places), data.draw(places)
+    indices = st.integers(-len(joined) - 3, len(joined) + 3) | st.none()
+    start, stop = data.draw(indices), data.draw(indices)
     found = tokens[start:stop]
     assert found.tolist() == joined[start:stop].tolist()
     assert found.dtype == joined.dtype == tokens.dtype
     assert (len(tokens), tokens.ndim) == (len(joined), 1)
-    place = data.draw(st.integers(-len(joined), len(joined) - 1))
-    assert tokens[place] == joined[place]
-    assert np.shape(tokens[place]) == ()
+    index = data.draw(st.integers(-len(joined), len(joined) - 1))
+    assert tokens[index] == joined[index]
+    assert np.shape(tokens[index]) == ()
     drawn = np.array(data.draw(st.lists(st.integers(0, len(joined) - 1), min_size=6, max_size=6))).reshape(2, 3)
     assert tokens[drawn].tolist() == joined[drawn].tolist()
     for wrong in (len(joined), -len(joined) - 1):

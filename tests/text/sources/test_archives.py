@@ -1,4 +1,4 @@
-"""Packed files and archives: the same bytes in pieces, nothing written but what is wanted, damage in one line."""
+"""Compressed files and archives: read in chunks, only wanted files extracted, damage reported in one line."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from transformer_xl.text.sources.archives import (
     zip_members,
 )
 
-TEXT = b"".join(b"line %d\n" % place for place in range(7919))
+TEXT = b"".join(b"line %d\n" % index for index in range(7919))
 PACKERS: dict[str, Callable[[bytes], bytes]] = {
     "": lambda text: text,
     ".gz": gzip.compress,
@@ -61,22 +61,22 @@ def zip_of(files: Mapping[str, bytes]) -> bytes:
 @pytest.mark.parametrize("ending", PACKERS)
 @given(start=st.integers(0, 97), length=st.integers(0, 97))
 @settings(max_examples=11, deadline=None)
-def test_a_part_of_a_packed_file(
+def test_a_range_of_a_compressed_file(
     tmp_path_factory: pytest.TempPathFactory, ending: str, start: int, length: int
 ) -> None:
     text = bytes(range(60, 254))
     path = tmp_path_factory.mktemp("packed") / f"a{ending}"
     path.write_bytes(PACKERS[ending](text))
-    part = FileRange(path, start, start + length)
-    assert b"".join(part) == b"".join(part) == text[start : start + length]
-    assert part.size() == length
+    text_range = FileRange(path, start, start + length)
+    assert b"".join(text_range) == b"".join(text_range) == text[start : start + length]
+    assert text_range.size() == length
     assert b"".join(FileRange(path)) == text
     assert FileRange(path).size() == len(text)
     assert FileRange(path).is_compressed == bool(ending)
     assert b"".join(FileRange(path, start)) == text[start:]
 
 
-def test_a_part_of_a_zip_member(tmp_path: Path) -> None:
+def test_a_range_of_a_zip_member(tmp_path: Path) -> None:
     path = tmp_path / "a.zip"
     path.write_bytes(zip_of({"x/a": b"-", "x/b": TEXT}))
     assert zip_members(path) == ["x/a", "x/b"]
@@ -86,26 +86,28 @@ def test_a_part_of_a_zip_member(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ending", [".gz", ".zip"])
-def test_packed_text_is_read_in_pieces(tmp_path: Path, ending: str) -> None:
+def test_compressed_text_is_read_in_chunks(tmp_path: Path, ending: str) -> None:
     path = tmp_path / f"a{ending}"
     text = bytes(3 * 2**20 + 7)
     path.write_bytes(zip_of({"a": text}) if ending == ".zip" else gzip.compress(text, 1))
-    part = FileRange(path, member="a" if ending == ".zip" else "")
-    assert [len(chunk) for chunk in part] == [2**20, 2**20, 2**20, 7]
+    text_range = FileRange(path, member="a" if ending == ".zip" else "")
+    assert [len(chunk) for chunk in text_range] == [2**20, 2**20, 2**20, 7]
 
 
 def damaged(content: bytes) -> dict[str, bytes]:
-    place = len(content) // 2
+    middle = len(content) // 2
     return {
-        "cut short": content[:place],
-        "altered": content[:place] + bytes(byte ^ 255 for byte in content[place : place + 20]) + content[place + 20 :],
+        "cut short": content[:middle],
+        "altered": content[:middle]
+        + bytes(byte ^ 255 for byte in content[middle : middle + 20])
+        + content[middle + 20 :],
         "something else": b"no archive at all\n" * 97,
     }
 
 
 @pytest.mark.parametrize("damage", ["cut short", "altered", "something else"])
 @pytest.mark.parametrize("ending", [".gz", ".bz2", ".xz"])
-def test_damaged_packed_files_are_refused(tmp_path: Path, ending: str, damage: str) -> None:
+def test_damaged_compressed_files_are_refused(tmp_path: Path, ending: str, damage: str) -> None:
     path = tmp_path / f"a{ending}"
     path.write_bytes(damaged(PACKERS[ending](TEXT))[damage])
     with pytest.raises(UserError, match=rf"a{ending}: damaged or cut short \(.+\); get it again") as caught:

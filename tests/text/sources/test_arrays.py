@@ -40,9 +40,9 @@ def test_numbers_become_lines(
     stop = data.draw(st.integers(start, array.size))
     # Number by number: a line ends where a row does, and where the part does.
     wanted = ""
-    for place in range(start, stop):
-        row_ends = (place + 1) % shape[-1] == 0 or place + 1 == stop
-        wanted += f"{array.reshape(-1)[place]}" + ("\n" if row_ends else " ")
+    for index in range(start, stop):
+        row_ends = (index + 1) % shape[-1] == 0 or index + 1 == stop
+        wanted += f"{array.reshape(-1)[index]}" + ("\n" if row_ends else " ")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(arrays, "_CHUNK_NUMBERS", at_once)
         chunks = list(ArrayRange(path, start, stop))
@@ -54,8 +54,8 @@ def test_numbers_become_lines(
 def test_rows_are_whole(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.zeros((5, 7), int))
     np.save(tmp_path / "b.npy", np.zeros(35, int))
-    assert [ArrayRange.whole(tmp_path / "a.npy").row_end(place) for place in (0, 1, 7, 8, 35)] == [0, 7, 7, 14, 35]
-    assert [ArrayRange.whole(tmp_path / "b.npy").row_end(place) for place in (0, 1, 7, 8, 35)] == [0, 1, 7, 8, 35]
+    assert [ArrayRange.whole(tmp_path / "a.npy").row_end(index) for index in (0, 1, 7, 8, 35)] == [0, 7, 7, 14, 35]
+    assert [ArrayRange.whole(tmp_path / "b.npy").row_end(index) for index in (0, 1, 7, 8, 35)] == [0, 1, 7, 8, 35]
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_damaged_arrays_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("at_once", [2, 1000])
-def test_numbers_out_of_range_are_named_by_their_place(
+def test_numbers_out_of_range_are_named_by_their_index(
     tmp_path: Path, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(arrays, "_CHUNK_NUMBERS", at_once)

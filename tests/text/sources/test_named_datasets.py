@@ -148,7 +148,7 @@ def test_line_ends_are_words_and_counted_splits_differ(tmp_path: Path, name: str
         "ptb": ["\n", "a", "n", "b", "<unk>", "c", "d"],
     }[name]
     found = corpus.tokenizer
-    assert [found.decode([place]) for place in range(found.vocab_size)] == expected
+    assert [found.decode([index]) for index in range(found.vocab_size)] == expected
     assert found.bos_token_id == 0
     assert corpus.split("train").num_tokens == 6 + 3
     assert np.asarray(corpus.split("test").tokens[:]).tolist()[1:] == [0]  # the last line is closed
@@ -177,7 +177,7 @@ def test_lm1b_is_sentences_between_marks(tmp_path: Path) -> None:
     assert corpus.record.splits["train"].num_unknown == 98
 
 
-def test_another_vocabulary_needs_no_list_of_words(tmp_path: Path) -> None:
+def test_another_tokenizer_needs_no_vocab_file(tmp_path: Path) -> None:
     files = lm1b_files()
     words = files.pop("1b_word_vocab.txt")
     folder = make(tmp_path / "mine", files)
@@ -223,7 +223,7 @@ def test_standard_library_split_is_drawn_from_the_path_alone(tmp_path: Path, mon
 
     Within a split the order is that of the same digits.
     """
-    files = {f"m{place}.py": b"x" for place in range(40)}
+    files = {f"m{index}.py": b"x" for index in range(40)}
     make(tmp_path, {**files, "test/t.py": b"x", "a/tests/t.py": b"x", "a/readme.txt": b"x", "empty.py": b""})
     monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(tmp_path)})
     splits = find_text(["python-stdlib"]).splits

@@ -52,25 +52,25 @@ def make(folder: Path, files: Mapping[str, bytes]) -> Path:
     return folder
 
 
-def best_cut(texts: list[bytes], place: int, most: int) -> int:
-    """A cut by the rule as it is told, a place at a time."""
+def best_cut(texts: list[bytes], position: int, most: int) -> int:
+    """The boundary by the documented rule, checked position by position."""
     whole = b"".join(texts)
     edges = [sum(map(len, texts[:number])) for number in range(len(texts) + 1)]
-    end = min(edge for edge in edges if edge >= place)
-    near = range(place, min(place + most, end) + 1)
+    end = min(edge for edge in edges if edge >= position)
+    near = range(position, min(position + most, end) + 1)
     for good in (
-        lambda place: whole[place - 1 : place] == b"\n",
-        lambda place: place == end,
-        lambda place: whole[place - 1 : place].isspace(),
-        lambda place: place in edges,
+        lambda position: whole[position - 1 : position] == b"\n",
+        lambda position: position == end,
+        lambda position: whole[position - 1 : position].isspace(),
+        lambda position: position in edges,
     ):
         for candidate in near:
-            if candidate in (0, len(whole)) or place in edges or good(candidate):
+            if candidate in (0, len(whole)) or position in edges or good(candidate):
                 return candidate
-    for candidate in range(place, min(place + 3, end) + 1):
+    for candidate in range(position, min(position + 3, end) + 1):
         if candidate == end or not 0x80 <= whole[candidate] < 0xC0:
             return candidate
-    return place
+    return position
 
 
 @settings(deadline=None, max_examples=150)
@@ -123,8 +123,8 @@ def test_cut_text_joins_to_the_whole(
 
 def test_cuts_fall_between_lines_words_and_characters(tmp_path: Path) -> None:
     fractions: Mapping[SplitName, float] = {"valid": 0.1, "test": 0.1}
-    lines = b"".join(b"line %d\n" % place for place in range(1009))
-    words = b" ".join(b"word%d" % place for place in range(1009))
+    lines = b"".join(b"line %d\n" % index for index in range(1009))
+    words = b" ".join(b"word%d" % index for index in range(1009))
     characters = "漢字".encode() * 503
     for name, text, last in (("lines", lines, b"\n"), ("words", words, b" "), ("characters", characters, b"")):
         make(tmp_path, {name: text})
@@ -224,7 +224,7 @@ def test_given_splits_are_kept_whole(tmp_path: Path) -> None:
     assert [text_of([document]) for document in source.splits["valid"]] == [b"v", b"w"]
 
 
-def test_packed_files_are_read_unpacked(tmp_path: Path) -> None:
+def test_compressed_files_are_read_decompressed(tmp_path: Path) -> None:
     make(tmp_path, {"a.txt.gz": gzip.compress(b"1\n"), "b.bz2": bz2.compress(b"2\n"), "c.xz": lzma.compress(b"3\n"),
                     "d": b"4\n"})  # fmt: skip
     source = find(tmp_path, fractions=WHOLE)
@@ -233,7 +233,7 @@ def test_packed_files_are_read_unpacked(tmp_path: Path) -> None:
     assert (text_of(source.splits["train"]), source.name) == (b"1\n", "a")
 
 
-def test_reading_is_lazy_and_in_pieces(tmp_path: Path) -> None:
+def test_reading_is_lazy_and_in_chunks(tmp_path: Path) -> None:
     path = tmp_path / "a"
     path.write_bytes(bytes(3 * 2**20 + 7))
     (document,) = find(path, fractions=WHOLE).splits["train"]
@@ -251,7 +251,7 @@ def test_reading_is_lazy_and_in_pieces(tmp_path: Path) -> None:
 def test_integers_are_cut_between_lines(
     tmp_path_factory: pytest.TempPathFactory, lengths: list[int], share: float
 ) -> None:
-    lines = [b" ".join(b"%d" % (place * length) for place in range(length)) + b"\n" for length in lengths]
+    lines = [b" ".join(b"%d" % (index * length) for index in range(length)) + b"\n" for length in lengths]
     path = make(tmp_path_factory.mktemp("numbers"), {"a": b"".join(lines)}) / "a"
     whole = b"".join(lines)
     if whole.find(b"\n", len(whole) - round(len(whole) * share) - 1) == len(whole) - 1:
