@@ -1,11 +1,10 @@
-"""Rules for the code itself: sizes, names that say shapes, no pickle."""
+"""Rules for the code itself: names that say shapes, einsum letters, no pickle."""
 
 from __future__ import annotations
 
 import ast
 import re
 from collections.abc import Callable, Collection, Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,72 +12,12 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SRC = ROOT / "src" / "transformer_xl"
 SOURCES = sorted(SRC.rglob("*.py"))
-ALL_PYTHON = [
-    path for folder in ("src", "tests", "benchmarks", "docs") for path in sorted((ROOT / folder).rglob("*.py"))
-]
-
-MOST_LINES, MOST_FUNCTION_LINES, MOST_PARAMETERS = 400, 60, 6
-
-Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def broken(paths: list[Path], check: Callable[[str], Collection[str]]) -> dict[str, Collection[str]]:
     """What the check finds in each file, by its path; files without faults are left out."""
     found = {path.relative_to(ROOT).as_posix(): check(path.read_text(encoding="utf-8")) for path in paths}
     return {path: faults for path, faults in found.items() if faults}
-
-
-def functions(source: str) -> Iterator[Function]:
-    return (node for node in ast.walk(ast.parse(source)) if isinstance(node, Function))
-
-
-def oversized(source: str) -> list[str]:
-    """Where a file, or the body of a function without its docstring, is too long."""
-    faults = [f"the file has {lines} lines"] if (lines := len(source.splitlines())) > MOST_LINES else []
-    for function in functions(source):
-        first = function.body[1 if ast.get_docstring(function) is not None and len(function.body) > 1 else 0]
-        lines = (function.end_lineno or function.lineno) - first.lineno + 1
-        if lines > MOST_FUNCTION_LINES:
-            faults.append(f"{function.name} has {lines} lines")
-    return faults
-
-
-def with_many_parameters(source: str, *, command: str | None = None) -> list[str]:
-    """Functions with too many parameters; constructors do not count, nor does the function a command is made from.
-
-    What Python or torch hands over (self, cls, the ctx of an autograd function) is not counted, nor are keyword-only
-    parameters: those of the library's functions are the flags of the commands.
-    """
-    faults = []
-    for function in functions(source):
-        given = function.args
-        names = [a.arg for a in (*given.posonlyargs, *given.args, given.vararg, given.kwarg) if a]
-        number = len([name for name in names if name not in ("self", "cls", "ctx")])
-        if number > MOST_PARAMETERS and function.name not in ("__init__", command):
-            faults.append(f"{function.name} takes {number} parameters")
-    return faults
-
-
-def test_files_and_functions_are_short() -> None:
-    assert broken(ALL_PYTHON, oversized) == {}
-
-
-def test_functions_take_few_parameters() -> None:
-    commands = [path for path in SOURCES if path.parent == SRC / "cli"]
-    assert broken([path for path in SOURCES if path not in commands], with_many_parameters) == {}
-    for path in commands:
-        assert broken([path], partial(with_many_parameters, command=path.stem)) == {}
-
-
-def test_too_much_is_found() -> None:
-    assert oversized("x = 1\n" * 401) == ["the file has 401 lines"]
-    assert oversized("x = 1\n" * 400) == []
-    assert oversized("def f():\n" + "    x = 1\n" * 61) == ["f has 61 lines"]
-    assert oversized("class A:\n    def f(self):\n" + "        x = 1\n" * 59) == []
-    many = "def f(self, a, /, b, c, d, e, f, g): ...\ndef __init__(self, a, b, c, d, e, f, g): ..."
-    assert with_many_parameters(many) == ["f takes 7 parameters"]
-    assert with_many_parameters(many, command="f") == []
-    assert with_many_parameters("def f(self, a, b, c, d, e, f, *, g): ...") == []
 
 
 def suffix(name: str) -> str | None:
