@@ -47,7 +47,7 @@ bench: $(STAMP) $(PEERS)/installed
 	  --rows 32 --out benchmarks/results/steps-64.json
 	$(BIN)/python benchmarks/steps.py --precision auto --layers 2 --width 512 --heads 8 --segment 512 --memory 512 \
 	  --rows 4 --steps 2 --out benchmarks/results/steps-512.json
-	$(BIN)/python benchmarks/prepare.py bytes --out benchmarks/results/prepare-bytes.json
+	$(BIN)/python benchmarks/prepare.py byte --out benchmarks/results/prepare-byte.json
 	$(BIN)/python benchmarks/chart.py
 
 clean:

@@ -1,7 +1,7 @@
 """Speed and memory of `txl prepare`, beside reading the file alone and beside the older way of preparing text.
 
-    python benchmarks/prepare.py bytes [FILE ...] [--megabytes 100] [--rounds 5] [--out FILE]
-    python benchmarks/prepare.py words FILE ...   [--megabytes 500] [--distinct] ... [--out FILE]
+    python benchmarks/prepare.py byte [FILE ...] [--megabytes 100] [--rounds 5] [--out FILE]
+    python benchmarks/prepare.py word FILE ...   [--megabytes 500] [--distinct] ... [--out FILE]
 
 The text is that of the files (gzip is unpacked; for bytes, without files, the source of Python's standard library),
 repeated to size in a temporary folder. Repeated text has few distinct words; with --distinct some rare words of each
@@ -102,7 +102,7 @@ def share_of(path: Path, share: float) -> Path:
 def older_way(kind: str, path: Path) -> dict[str, Any]:
     """Prepares a text word by word; says how long it took, and what came out."""
     began = time.perf_counter()
-    if kind == "bytes":
+    if kind == "byte":
         numbers = path.with_suffix(".numbers")
         with path.open("rb") as file:
             content = " ".join("\n" if byte == 10 else str(byte) for byte in file.read())
@@ -119,7 +119,7 @@ def older_way(kind: str, path: Path) -> dict[str, Any]:
             parts.append(np.array([words.look_up(word) for word in [*line.strip().split(), MARK]], dtype=np.int64))
     ids = np.concatenate(parts)
     seconds = time.perf_counter() - began
-    return {"seconds": seconds, "tokens": len(ids), "vocabulary": len(words.ids), **digest(kind, ids)}
+    return {"seconds": seconds, "tokens": len(ids), "vocab_size": len(words.ids), **digest(kind, ids)}
 
 
 class OlderVocabulary:
@@ -148,7 +148,7 @@ class OlderVocabulary:
 
 def digest(kind: str, ids: np.ndarray) -> dict[str, str]:
     """A checksum of the ids; not of bytes, where the two ways number differently."""
-    return {"sha256": hashlib.sha256(ids.astype(np.int64)).hexdigest()} if kind == "words" else {}
+    return {"sha256": hashlib.sha256(ids.astype(np.int64)).hexdigest()} if kind == "word" else {}
 
 
 def prepared(kind: str, path: Path, workers: int) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -156,10 +156,10 @@ def prepared(kind: str, path: Path, workers: int) -> tuple[dict[str, Any], dict[
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         out = Path(folder) / "corpus"
         words = [sys.executable, "-m", "transformer_xl", "prepare", "--train", str(path), "--out", str(out)]
-        ran = run([*words, "--vocabulary", kind, "--workers", str(workers), "--json"])
+        ran = run([*words, "--tokenizer", kind, "--num-workers", str(workers), "--json"])
         corpus = Corpus.open(out)
         ids = corpus.split("train").tokens
-        came = {"tokens": len(ids), "vocabulary": corpus.tokenizer.vocab_size, **digest(kind, ids[:])}
+        came = {"tokens": len(ids), "vocab_size": corpus.tokenizer.vocab_size, **digest(kind, ids[:])}
     return ran, came
 
 
@@ -214,13 +214,13 @@ def measure(path: Path, sizes: argparse.Namespace) -> dict[str, Any]:
     beginning = share_of(path, sizes.older_share)
     scale = size / beginning.stat().st_size
     older_words = [sys.executable, __file__, sizes.tokenizer, str(beginning), "--older"]
-    _, ours = prepared(sizes.tokenizer, beginning, sizes.workers)
+    _, ours = prepared(sizes.tokenizer, beginning, sizes.num_workers)
     ran: dict[str, list[dict[str, Any]]] = {"txl": [], "older": []}
     reading = []
     for number in range(sizes.rounds):
         reading.append(reading_seconds(path))
         for way in ("txl", "older") if number % 2 == 0 else ("older", "txl"):
-            one = run(older_words) if way == "older" else prepared(sizes.tokenizer, path, sizes.workers)[0]
+            one = run(older_words) if way == "older" else prepared(sizes.tokenizer, path, sizes.num_workers)[0]
             ran[way].append(one)
             say(f"round {number + 1} of {sizes.rounds}: {way} {one['seconds']:.2f} s")
     older = [one["printed"] for one in ran["older"]]
@@ -275,7 +275,7 @@ def environment(sizes: argparse.Namespace) -> dict[str, Any]:
         "versions": {"transformer_xl": __version__, "numpy": np.__version__, "python": platform.python_version()},
         "machine": {"cpu": cpu_model(), "cores": os.cpu_count()},
         "sizes": {
-            name: getattr(sizes, name) for name in ("vocabulary", "distinct", "workers", "rounds", "older_share")
+            name: getattr(sizes, name) for name in ("tokenizer", "distinct", "num_workers", "rounds", "older_share")
         },
     }
 
@@ -283,22 +283,22 @@ def environment(sizes: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     """Measures, prints the figures and writes them to a file."""
     parser = argparse.ArgumentParser(description="Speed of txl prepare beside the older way.")
-    parser.add_argument("vocabulary", choices=["bytes", "words"])
+    parser.add_argument("tokenizer", choices=["byte", "word"])
     parser.add_argument("files", type=Path, nargs="*", help="text to repeat; .gz is unpacked")
-    parser.add_argument("--megabytes", type=float, help="size of the text (default 100 for bytes, 500 for words)")
+    parser.add_argument("--megabytes", type=float, help="size of the text (default 100 for byte, 500 for word)")
     parser.add_argument("--distinct", action="store_true", help="new words in each repetition")
-    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes (default: one for each core)")
+    parser.add_argument("--num-workers", type=int, default=os.cpu_count(), help="processes (default: one a core)")
     parser.add_argument("--rounds", type=int, default=5, help="default 5")
     parser.add_argument("--older-share", type=float, default=0.1, help="share that the older way reads (default 0.1)")
-    parser.add_argument("--out", type=Path, help="default prepare-VOCABULARY.json in results/ beside this file")
+    parser.add_argument("--out", type=Path, help="default prepare-TOKENIZER.json in results/ beside this file")
     parser.add_argument("--older", action="store_true", help=argparse.SUPPRESS)
     sizes = parser.parse_args()
     if sizes.older:
         print(json.dumps(older_way(sizes.tokenizer, sizes.files[0])))
         return
-    if sizes.tokenizer == "words" and not sizes.files:
+    if sizes.tokenizer == "word" and not sizes.files:
         parser.error("words need a text: name files, such as wiki.valid.tokens")
-    size = round((sizes.megabytes or {"bytes": 100, "words": 500}[sizes.tokenizer]) * MEGABYTE)
+    size = round((sizes.megabytes or {"byte": 100, "word": 500}[sizes.tokenizer]) * MEGABYTE)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "text"
         write_text(path, source_text(sizes.files), size, distinct=sizes.distinct)
