@@ -88,7 +88,7 @@ def check_tensorboard(config: TrainConfig) -> None:
     """
     if config.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise UserError(
-            "train.tensorboard needs a package that is not installed; type pip install tensorboard, "
+            "train.tensorboard needs a package that is not installed; type pip install 'transformer-xl[tensorboard]', "
             "or leave --train.tensorboard out (metrics.jsonl has the same numbers)"
         )
 
