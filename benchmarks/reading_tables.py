@@ -38,21 +38,21 @@ def inference_table(results: Results) -> str:
 def evaluation_table(results: Results) -> str:
     """Both tables of `txl analyze speed`, side by side."""
     lines = [
-        "| attention length | memory, ms a token (segment) | vanilla, scores stored, s | factor | vanilla, fused, s "
+        "| attention window | memory, ms a token (segment) | vanilla, scores stored, s | factor | vanilla, fused, s "
         "| factor | the paper's | arithmetic allows |",
         "|---|---|---|---|---|---|---|---|",
     ]
     lines += [
-        f"| {row['attention_length']:,} | {row['memory_seconds'] * 1e3:.2f} ({row['segment']:,}) | "
+        f"| {row['attention_window']:,} | {row['memory_seconds'] * 1e3:.2f} ({row['segment_length']:,}) | "
         f"{row['vanilla_stored_seconds']:.2f} | {row['factor_stored']:,.0f} | {row['vanilla_fused_seconds']:.2f} | "
         f"{row['factor_fused']:,.0f} | {row['paper'] or 0:,.0f} | {row['limit']:,.0f} |"
         for row in results["rows"]
     ]
     said = (
         f"`txl analyze speed`: {results['model']}, {results['parameters']:,} parameters beside "
-        f"{results['vanilla_parameters']:,} (with a learned vector for each place and layer), "
-        f"{results['number_format']}, {results['threads']} threads on {results['processor']}, "
-        f"torch {results['torch']}, clamp {results['clamp']}, medians of {results['rounds']} rounds."
+        f"{results['vanilla_parameters']:,} (with a learned vector for each position and layer), "
+        f"{results['dtype']}, {results['threads']} threads on {results['processor']}, "
+        f"torch {results['torch']}, clamp length {results['clamp_length']}, medians of {results['repeats']} repeats."
     )
     return "\n".join([said, "", *lines])
 
@@ -62,14 +62,14 @@ def evaluation_chart(results: Results) -> Figure:
     figure = Figure(figsize=(7.2, 4.0), layout="constrained")
     axes = figure.subplots()
     rows = results["rows"]
-    lengths = [row["attention_length"] for row in rows]
+    lengths = [row["attention_window"] for row in rows]
     for key, label, colour, mark, style in (
         ("factor_stored", "vanilla stores its scores, as in the paper", BLUE, "o", "-"),
         ("factor_fused", "vanilla has fused attention", ORANGE, "s", "--"),
         ("paper", "the paper's (one GPU of 2018)", BLACK, "x", ":"),
     ):
         axes.plot(lengths, [row[key] for row in rows], label=label, color=colour, marker=mark, linestyle=style)
-    axes.set(xlabel="attention length, tokens", ylabel="times as long for a token without memory", ylim=(0, None))
+    axes.set(xlabel="attention window, tokens", ylabel="times as long for a token without memory", ylim=(0, None))
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.grid(visible=True, alpha=0.25)

@@ -5,7 +5,7 @@ import pytest
 from transformer_xl.analysis.plots import draw
 from transformer_xl.reproduction.ablation import (
     COLUMNS,
-    Findings,
+    SystemResult,
     chart,
     equal_memory_rows,
     equal_memory_title,
@@ -15,27 +15,27 @@ from transformer_xl.reproduction.ablation import (
 from transformer_xl.reproduction.systems import BY_NAME
 
 
-def findings(name, by_length, initial=16, measure="bits_per_byte"):
-    return Findings(BY_NAME[name], 8, initial, by_length, measure)
+def result_of(name, by_window, trained=16, metric="bits_per_byte"):
+    return SystemResult(BY_NAME[name], 8, trained, by_window, metric)
 
 
 def test_best_is_the_shortest_length_that_gives_the_figure_shown():
-    found = findings("xl-full", {8: (2.5, 2.7), 16: (2.3, 2.5), 32: (2.2004, 2.4), 64: (2.2001, 2.4), 128: (2.3, 2.4)})
+    found = result_of("xl-full", {8: (2.5, 2.7), 16: (2.3, 2.5), 32: (2.2004, 2.4), 64: (2.2001, 2.4), 128: (2.3, 2.4)})
     assert found.initial == (2.3, 2.5)
-    assert (found.best_length, found.best) == (32, (2.2004, 2.4))
+    assert (found.best_window, found.best) == (32, (2.2004, 2.4))
 
 
 def test_a_mean_decides_over_seeds_not_the_luckiest():
-    assert findings("xl-full", {16: (2.0, 2.6), 32: (2.2, 2.3)}).best_length == 32
+    assert result_of("xl-full", {16: (2.0, 2.6), 32: (2.2, 2.3)}).best_window == 32
 
 
 def test_cells_stand_under_their_columns():
-    cells = findings("xl-half", {16: (2.0, 2.2), 32: (1.9, 2.1)}).cells()
+    cells = result_of("xl-half", {16: (2.0, 2.2), 32: (1.9, 2.1)}).cells()
     assert len(cells) == len(COLUMNS)
     assert cells == [
         "xl-half",
         "yes",
-        "relative",
+        "transformer-xl",
         "half",
         "2.100 ±0.100",
         "2.000 ±0.100",
@@ -44,7 +44,7 @@ def test_cells_stand_under_their_columns():
         "28.33",
         "460",
     ]
-    alone = findings("relative-full-longer", {16: (30.125,)}, measure="perplexity").cells()
+    alone = result_of("relative-full-longer", {16: (30.125,)}, metric="perplexity").cells()
     assert alone[0] == "relative-full-longer"
     assert alone[4:] == ["30.12", "30.12", "16", "-", "27.98", "-"]
 
@@ -63,8 +63,8 @@ def test_cells_stand_under_their_columns():
 )
 def test_orderings(with_recurrence, without, said):
     found = {
-        "xl-full": findings("xl-full", {16: with_recurrence}),
-        "relative-full": findings("relative-full", {16: without}),
+        "xl-full": result_of("xl-full", {16: with_recurrence}),
+        "relative-full": result_of("relative-full", {16: without}),
     }
     assert dict(verdicts(found))["recurrence helps"].startswith(said)
 
@@ -81,28 +81,28 @@ def test_orderings(with_recurrence, without, said):
     ],
 )
 def test_lengths(name, longer, said):
-    found = {name: findings(name, {16: (2.2, 2.3), 64: longer})}
+    found = {name: result_of(name, {16: (2.2, 2.3), 64: longer})}
     ((_, verdict),) = verdicts(found)
     assert verdict.startswith(said)
 
 
 def test_what_was_not_tried_is_not_claimed():
-    assert verdicts({"xl-full": findings("xl-full", {8: (2.4,), 16: (2.2,)})})[0][1] == "not tried here"
+    assert verdicts({"xl-full": result_of("xl-full", {8: (2.4,), 16: (2.2,)})})[0][1] == "not tried here"
 
 
 def test_learned_positions_end_where_training_does():
-    found = {"learned-half": findings("learned-half", {8: (2.4,), 16: (2.2,)})}
+    found = {"learned-half": result_of("learned-half", {8: (2.4,), 16: (2.2,)})}
     assert verdicts(found)[0][1] == "as in the paper: it has no positions beyond 16"
 
 
 def test_figures_come_back_from_json():
-    found = findings("xl-larger", {16: [2.2, 2.3], 64: [2.1, 2.2]})
-    assert Findings.of_dict(found.as_dict(), "bits_per_byte") == found
+    found = result_of("xl-larger", {16: [2.2, 2.3], 64: [2.1, 2.2]})
+    assert SystemResult.from_dict(found.as_dict(), "bits_per_byte") == found
 
 
 def test_tables_and_picture_have_every_system():
     names = ["learned-half", "xl-full", "relative-full-longer", "xl-half"]
-    found = {name: findings(name, {8: (2.4,), 16: (2.2,)}) for name in names}
+    found = {name: result_of(name, {8: (2.4,), 16: (2.2,)}) for name in names}
     assert [row[0] for row in table_rows(found)] == ["xl-full", "xl-half", "learned-half"]
     assert [row[0] for row in equal_memory_rows(found)] == ["xl-full", "relative-full-longer", "xl-half"]
     assert equal_memory_title(found) == "At equal memory for training: segments of 8 with recurrence, 8 without"

@@ -29,7 +29,7 @@ def test_what_is_printed_goes_into_a_file_and_commands_follow_one_another(tmp_pa
 def test_a_failure_names_the_job_and_begins_no_other(tmp_path):
     never = tmp_path / "never.json"
     jobs = jobs_of(("bad", [Command(["info", "nowhere"])]), ("next", [Command(["recipes", "--json"], output=never)]))
-    with pytest.raises(UserError, match=r"bad failed: nowhere: no such folder.*bad\.log has all it said"):
+    with pytest.raises(UserError, match=r"bad failed: nowhere: no such folder.*bad\.log"):
         run_parallel("all", jobs, tmp_path, workers=1, threads=1)
     assert not never.exists()
 

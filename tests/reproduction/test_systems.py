@@ -1,5 +1,7 @@
 """The paper's systems differ from a base in what they are about, and in nothing else."""
 
+from functools import cache, partial
+
 import pytest
 
 from transformer_xl.config import UserError, merge, run_settings
@@ -14,9 +16,12 @@ BASE = {
 }
 
 
-def made(name, base=BASE):
+def made_of(base, name):
     settings = BY_NAME[name].settings(base, 50)
     return run_settings(merge(settings, {"model": {"vocab_size": 50}}), name)
+
+
+made = cache(partial(made_of, BASE))  # to find the longest segment takes seconds
 
 
 def test_the_rows_are_the_papers():
@@ -84,10 +89,10 @@ def test_settings_that_a_system_does_not_have_are_left_out():
         "evaluation": {"memory_length": 40, "clamp_length": 9},
     }
     base = merge(BASE, odd)
-    assert made("xl-full", base).evaluation.memory_length == 40
-    assert made("shaw-full", base).model.clamp_length == 9
-    assert made("learned-half", base).evaluation.memory_length is None
-    assert "attention_dropout" not in made("lstm", base).model.model_dump()
+    assert made_of(base, "xl-full").evaluation.memory_length == 40
+    assert made_of(base, "shaw-full").model.clamp_length == 9
+    assert made_of(base, "learned-half").evaluation.memory_length is None
+    assert "attention_dropout" not in made_of(base, "lstm").model.model_dump()
 
 
 def test_what_cannot_be_is_told():
