@@ -43,11 +43,11 @@ bench: $(STAMP) $(PEERS)/installed
 	$(BIN)/python benchmarks/training.py --peers $(PEERS)/bin/python
 	$(BIN)/python benchmarks/inference.py --peers $(PEERS)/bin/python
 	$(BIN)/python benchmarks/kernels.py
-	$(BIN)/python benchmarks/steps.py --precision auto --layers 4 --width 192 --heads 3 --segment 64 --memory 64 \
-	  --rows 32 --out benchmarks/results/steps-64.json
-	$(BIN)/python benchmarks/steps.py --precision auto --layers 2 --width 512 --heads 8 --segment 512 --memory 512 \
-	  --rows 4 --steps 2 --out benchmarks/results/steps-512.json
-	$(BIN)/python benchmarks/prepare.py byte --out benchmarks/results/prepare-byte.json
+	$(BIN)/python benchmarks/steps.py --dtype auto --n-layers 4 --d-model 192 --n-heads 3 --segment-length 64 \
+	  --memory-length 64 --batch-size 32 --out benchmarks/results/steps-64.json
+	$(BIN)/python benchmarks/steps.py --dtype auto --n-layers 2 --d-model 512 --n-heads 8 --segment-length 512 \
+	  --memory-length 512 --batch-size 4 --steps 2 --out benchmarks/results/steps-512.json
+	$(BIN)/python benchmarks/prepare.py byte
 	$(BIN)/python benchmarks/chart.py
 
 clean:

@@ -27,28 +27,28 @@ TIMES_REFERENCE = 3.0  # allowed error, in those of the reference kernel in the 
 class Shape:
     """Sizes of one attention."""
 
-    rows: int
+    batch_size: int
     queries: int
-    memory: int
-    heads: int
+    memory_length: int
+    n_heads: int
     d_head: int
-    window: int | None = None
+    attention_window: int | None = None
     dropout: float = 0.0
     dtype: str = "float32"
     device: str = "cpu"
-    empty: int = 0
+    empty_slots: int = 0
     """Memory slots of the first row that hold nothing; 0: every slot of every row is valid, and no mask is given."""
 
     @property
     def keys(self) -> int:
         """S."""
-        return self.memory + self.queries
+        return self.memory_length + self.queries
 
     @property
     def pairs(self) -> int:
         """Pairs of a query and a key it sees, in one head of one row."""
-        window = self.window or self.keys
-        return sum(min(window, self.memory + place + 1) for place in range(self.queries))
+        window = self.attention_window or self.keys
+        return sum(min(window, self.memory_length + place + 1) for place in range(self.queries))
 
     @property
     def forward_flops(self) -> int:
@@ -56,31 +56,43 @@ class Shape:
 
         The backward pass has twice as many, beside what a kernel computes again.
         """
-        return 3 * 2 * self.rows * self.heads * self.d_head * self.pairs
+        return 3 * 2 * self.batch_size * self.n_heads * self.d_head * self.pairs
 
     def words(self) -> str:
         """For people."""
-        parts = [f"B {self.rows}", f"T {self.queries}", f"M {self.memory}", f"{self.heads} x {self.d_head}"]
-        parts += [f"window {self.window}"] if self.window else []
+        parts = [
+            f"B {self.batch_size}",
+            f"T {self.queries}",
+            f"M {self.memory_length}",
+            f"{self.n_heads} x {self.d_head}",
+        ]
+        parts += [f"window {self.attention_window}"] if self.attention_window else []
         parts += [f"dropout {self.dropout:g}"] if self.dropout else []
-        parts += [f"{self.empty} empty"] if self.empty else []
+        parts += [f"{self.empty_slots} empty"] if self.empty_slots else []
         return ", ".join([*parts, self.dtype])
 
 
 def draw(shape: Shape, seed: int = 1) -> tuple[AttentionInputs, AttentionMask]:
     """Inputs that want gradients, and what is seen. The same numbers on every device."""
     generator = torch.Generator().manual_seed(seed)
-    per_head = (shape.heads, shape.d_head)
-    distances = min(shape.keys, shape.window or shape.keys)
-    sizes = [(shape.rows, shape.queries), (shape.rows, shape.keys), (shape.rows, shape.keys), (distances,), (), ()]
+    per_head = (shape.n_heads, shape.d_head)
+    distances = min(shape.keys, shape.attention_window or shape.keys)
+    sizes = [
+        (shape.batch_size, shape.queries),
+        (shape.batch_size, shape.keys),
+        (shape.batch_size, shape.keys),
+        (distances,),
+        (),
+        (),
+    ]
     tensors = [
         torch.randn(*size, *per_head, generator=generator).to(shape.device, DTYPES[shape.dtype]).requires_grad_()
         for size in sizes
     ]
-    if not shape.empty:
+    if not shape.empty_slots:
         return AttentionInputs(*tensors), AttentionMask(None)
-    valid_B = torch.full((shape.rows,), shape.memory, device=shape.device)
-    valid_B[0] -= shape.empty
+    valid_B = torch.full((shape.batch_size,), shape.memory_length, device=shape.device)
+    valid_B[0] -= shape.empty_slots
     return AttentionInputs(*tensors), AttentionMask(valid_B)
 
 

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
+from inference_tables import evaluation_chart, evaluation_table, inference_table
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
-from reading_tables import evaluation_chart, evaluation_table, inference_table
 
 HERE = Path(__file__).parent
 GIB = 2**30
@@ -38,9 +38,9 @@ NOTHING = "Not measured."
 Results = dict[str, Any]
 
 
-def title(contestant: str) -> str:
-    """A contestant's name for people."""
-    rest, _, variant = contestant.partition("+")
+def title(implementation: str) -> str:
+    """An implementation's name for people."""
+    rest, _, variant = implementation.partition("+")
     who, _, precision = rest.rpartition("-")
     named = {
         ("ours", ""): "this package",
@@ -49,17 +49,17 @@ def title(contestant: str) -> str:
         ("x-transformers", ""): "x-transformers, rotary + flash",
         ("x-transformers", "bias"): "x-transformers, T5 bias",
     }
-    return f"{named.get((who, variant), contestant)}, {precision}"
+    return f"{named.get((who, variant), implementation)}, {precision}"
 
 
 def training_table(results: Results) -> str:
-    """Contestants of training.py."""
+    """Implementations of training.py."""
     lines = [
         "| | parameters | tokens a second | this package is faster by | peak memory, GiB | beyond libraries, GiB |",
         "|---|---|---|---|---|---|",
     ]
-    first = results["contestants"][results["compared_with"]]["tokens_per_second"]
-    for name, of in results["contestants"].items():
+    first = results["implementations"][results["compared_with"]]["tokens_per_second"]
+    for name, of in results["implementations"].items():
         times = [one / other for one, other in zip(first, of["tokens_per_second"], strict=True)]
         faster = f"{statistics.median(times):.2f} ({min(times):.2f} to {max(times):.2f})"
         lines.append(
@@ -94,7 +94,7 @@ def kernels_table(results: Results) -> str:
 def gpu_table(results: Results) -> str:
     """Whole steps of gpu.py."""
     lines = [
-        "| recipe | compile | rows | ms a step | tokens a second | TFLOP/s | share of the peak | peak memory, GiB |",
+        "| recipe | compile | batch size | ms a step | tokens a second | TFLOP/s | share of peak | peak memory, GiB |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for of in results.get("training", {}).get("lines", []):
@@ -103,7 +103,7 @@ def gpu_table(results: Results) -> str:
             continue
         share, most = of["model_flops_utilisation"], of["peak_device_bytes"]
         lines.append(
-            f"| {of['recipe']} | {of['compile']} | {of['rows']} | {of['step_seconds'] * 1e3:.1f} | "
+            f"| {of['recipe']} | {of['compile']} | {of['batch_size']} | {of['step_seconds'] * 1e3:.1f} | "
             f"{of['tokens_per_second']:,.0f} | {of['tflops']:.1f} | {f'{share:.1%}' if share else ''} | "
             f"{f'{most / GIB:.2f}' if most else ''} |"
         )
@@ -136,7 +136,7 @@ def environment(results: Results) -> str:
     """Where and how it was measured."""
     machine = results["machine"]
     where = machine["device"] if machine["device"] != "cpu" else f"{machine['cpu']}, {machine['threads']} threads"
-    versions = results.get("versions") or results["contestants"][results["compared_with"]]["versions"]
+    versions = results.get("versions") or results["implementations"][results["compared_with"]]["versions"]
     load = machine.get("load_average_before")
     busy = f", load average before {load}" if load is not None else ""
     return f"{where}, torch {versions['torch']}{busy}; commit `{results['commit']}`; `{results['command']}`."
@@ -144,16 +144,17 @@ def environment(results: Results) -> str:
 
 def shape_words(shape: dict[str, Any]) -> str:
     """A shape for people."""
-    parts = [f"B {shape['rows']}, T {shape['queries']}, M {shape['memory']}, {shape['heads']} x {shape['head_width']}"]
-    parts += [f"window {shape['window']}"] if shape["window"] else []
+    sizes = f"B {shape['batch_size']}, T {shape['queries']}, M {shape['memory_length']}"
+    parts = [sizes, f"{shape['n_heads']} x {shape['d_head']}"]
+    parts += [f"window {shape['attention_window']}"] if shape["attention_window"] else []
     parts += [f"dropout {shape['dropout']:g}"] if shape["dropout"] else []
     return ", ".join([*parts, shape["dtype"]])
 
 
 def training_chart(results: Results) -> Figure:
-    """Tokens a second, and memory, a bar for each contestant."""
-    names = list(results["contestants"])
-    of = [results["contestants"][name] for name in names]
+    """Tokens a second, and memory, a bar for each implementation."""
+    names = list(results["implementations"])
+    of = [results["implementations"][name] for name in names]
     figure = Figure(figsize=(9.6, 1.2 + 0.42 * len(names)), layout="constrained")
     speed, memory = figure.subplots(1, 2, sharey=True)
     colours = [BLUE if name.startswith("ours") else ORANGE for name in names]

@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 
 from transformer_xl import __version__
 from transformer_xl.config import TransformerXLConfig
-from transformer_xl.interop.weight_names import HUGGING_FACE, matches
+from transformer_xl.interop.weight_names import HUGGING_FACE, weight_mappings
 
 CONFIG = {
     "model_type": "transfo-xl", "adaptive": True, "attn_type": 0, "clamp_len": 1000, "cutoffs": [20000, 40000, 200000],
@@ -45,7 +45,7 @@ def write_folder(folder: Path, *, safe: bool) -> None:
     """Configuration, random weights and words."""
     folder.mkdir()
     torch.manual_seed(1)
-    parts = [part for match in matches(MODEL, HUGGING_FACE) for part in match.theirs]
+    parts = [part for mapping in weight_mappings(MODEL, HUGGING_FACE) for part in mapping.theirs]
     weights = {name: torch.randn(shape) * 0.02 for name, shape in parts}
     words = ["<eos>", "<unk>", *(f"word{number}" for number in range(MODEL.vocab_size - 2))]
     numbered = {word: number for number, word in enumerate(words)}

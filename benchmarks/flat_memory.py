@@ -1,6 +1,6 @@
 """Whether memory stays flat on a text without end: resident memory against tokens scored, as figures and as a chart.
 
-    python benchmarks/flat_memory.py [--tokens 10000000] [--rows 1] [--out ...json] [--chart docs/evaluation-memory.svg]
+    python benchmarks/flat_memory.py [--max-tokens 10000000] [--batch-size 1] [--out FILE] [--chart FILE]
 
 A tiny model scores drawn tokens as one stream, with memory that goes on from the first to the last. The tokens lie in
 memory from the beginning, so whatever is added comes from scoring. Linux only: there a process can ask what it holds.
@@ -39,7 +39,7 @@ def resident_bytes() -> int:
     return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
-def measure(num_tokens: int, rows: int, *, num_samples: int = 200) -> dict[str, Any]:
+def measure(num_tokens: int, batch_size: int, *, num_samples: int = 200) -> dict[str, Any]:
     """Resident memory while so many tokens are scored, at about `num_samples` places."""
     torch.manual_seed(5)
     model = TransformerXL(TransformerXLConfig(**MODEL), memory_length=PLAN.context_limits.memory_length).eval()
@@ -53,7 +53,7 @@ def measure(num_tokens: int, rows: int, *, num_samples: int = 200) -> dict[str, 
         if done >= len(samples) * num_tokens // num_samples or done == num_tokens:
             samples.append((done, resident_bytes()))
 
-    text, plan = TokenizedText(tokens_K, bos_token_id=10), replace(PLAN, batch_size=rows)
+    text, plan = TokenizedText(tokens_K, bos_token_id=10), replace(PLAN, batch_size=batch_size)
     nats = sum(chunk.sum for chunk in stream_losses(model, text, plan, sample))
     seconds = time.perf_counter() - begin
     assert done == num_tokens
@@ -82,8 +82,8 @@ def chart(results: dict[str, Any]) -> Figure:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=10_000_000)
-    parser.add_argument("--rows", type=int, default=1)
+    parser.add_argument("--max-tokens", type=int, default=10_000_000)
+    parser.add_argument("--batch-size", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, default=RESULTS / "flat-memory.json")
     parser.add_argument("--chart", type=Path, default=RESULTS.parents[1] / "docs" / "evaluation-memory.svg")
@@ -95,12 +95,12 @@ def main() -> None:
         "commit": commit(),
         "torch": torch.__version__,
         "machine": {"cpu": cpu_model(), "python": platform.python_version(), "threads": sizes.threads, "load": load},
-        "tokens": sizes.tokens,
-        "batch_size": sizes.rows,
+        "tokens": sizes.max_tokens,
+        "batch_size": sizes.batch_size,
         "model": MODEL,
-        "segment_length": PLAN.segment,
+        "segment_length": PLAN.segment_length,
         "memory_length": PLAN.context_limits.memory_length,
-        **measure(sizes.tokens, sizes.rows),
+        **measure(sizes.max_tokens, sizes.batch_size),
     }
     held = results["resident_bytes"]
     say(f"resident: {held['least_settled'] / MIB:.1f} to {held['most_settled'] / MIB:.1f} MiB once settled")

@@ -41,7 +41,11 @@ LEFT = "left out: no time left (--minutes)"
 
 def checked_shapes(*, quick: bool) -> list[Shape]:
     """Ragged lengths and head widths, windows, empty slots, long and no memory."""
-    small = [Shape(2, 37, 23, 2, 41), Shape(2, 20, 45, 2, 38, empty=17), Shape(1, 33, 0, 1, 80, window=9)]
+    small = [
+        Shape(2, 37, 23, 2, 41),
+        Shape(2, 20, 45, 2, 38, empty_slots=17),
+        Shape(1, 33, 0, 1, 80, attention_window=9),
+    ]
     if quick:
         return small
     widths = [Shape(2, 97, 131, 2, width) for width in (32, 38, 41, 64, 80, 128)]
@@ -50,10 +54,10 @@ def checked_shapes(*, quick: bool) -> list[Shape]:
         *widths,
         Shape(2, 256, 256, 2, 64),
         Shape(1, 512, 512, 2, 64),
-        Shape(1, 384, 384, 1, 128, window=300),
-        Shape(3, 150, 150, 2, 41, empty=150),
-        Shape(2, 64, 64, 2, 64, window=1),
-        Shape(2, 100, 300, 2, 64, window=333, empty=77),
+        Shape(1, 384, 384, 1, 128, attention_window=300),
+        Shape(3, 150, 150, 2, 41, empty_slots=150),
+        Shape(2, 64, 64, 2, 64, attention_window=1),
+        Shape(2, 100, 300, 2, 64, attention_window=333, empty_slots=77),
         Shape(2, 1, 255, 4, 64),
         Shape(2, 1, 0, 4, 64),
         Shape(1, 16, 2500, 2, 64),
@@ -102,13 +106,13 @@ def compiled(recipe: str, sizes: argparse.Namespace) -> list[dict[str, Any]]:
     ways |= {} if sizes.quick else {"compiled": "layers"}
     ways |= {"CUDA graphs": "cudagraphs"} if sizes.device.startswith("cuda") else {}
     lines = []
-    for precision, allowed in (("float32", 1e-4), *([] if sizes.quick else [("bfloat16", 2e-2)])):
-        train = {"precision": precision}
-        wanted = step_times.losses(recipe, sizes.device, 6, train, {"kernel": "reference"})
+    for dtype, allowed in (("float32", 1e-4), *([] if sizes.quick else [("bfloat16", 2e-2)])):
+        train = {"dtype": dtype}
+        wanted = step_times.losses(recipe, sizes.device, 6, train, {"attn_implementation": "reference"})
         for name, how in ways.items():
             found = step_times.losses(recipe, sizes.device, 6, {**train, "compile": how}, {})
             error = max(abs(one - other) for one, other in zip(found, wanted, strict=True))
-            what = f"losses of training {recipe} in {precision}, {name}"
+            what = f"losses of training {recipe} in {dtype}, {name}"
             ok = error <= allowed  # false where it is not a number
             lines.append({"kernel": "auto", "what": what, "error": error, "allowed": allowed, "ok": ok})
     return lines
@@ -123,7 +127,7 @@ def kernel_times(sizes: argparse.Namespace) -> list[dict[str, Any]]:
     lines = []
     for dtype, chosen in (("bfloat16", lengths), ("float32", lengths[1:2])):
         for queries, memory in chosen:
-            shape = replace(base, queries=queries, memory=memory, dtype=dtype, device=sizes.device)
+            shape = replace(base, queries=queries, memory_length=memory, dtype=dtype, device=sizes.device)
             for kernel in [*fitting(sizes.device, dtype), "reference"]:
                 if kernel == "reference" and queries * (queries + memory) > 2**16:
                     continue  # it has a position key for every pair
@@ -146,7 +150,7 @@ def training(sizes: argparse.Namespace) -> list[dict[str, Any]]:
             if time.monotonic() > sizes.until:
                 lines.append({**named, "failed": LEFT})
                 continue
-            train = {"precision": "float32" if sizes.quick else "bfloat16", "compile": how}
+            train = {"dtype": "float32" if sizes.quick else "bfloat16", "compile": how}
             lines.append(
                 {
                     **named,
@@ -164,20 +168,20 @@ def training(sizes: argparse.Namespace) -> list[dict[str, Any]]:
 def peers(sizes: argparse.Namespace) -> list[dict[str, Any]]:
     """`training.py` with the other implementations that this Python has."""
     names = ["ours-bfloat16", "ours-bfloat16+compile"]
-    for package, contestant in (
+    for package, implementation in (
         ("x-transformers", "x-transformers-bfloat16"),
         ("transformers", "transformers-float32"),
     ):
         try:
             if package == "x-transformers" or version(package).startswith("4.37."):
                 version(package)
-                names.append(contestant)
+                names.append(implementation)
         except PackageNotFoundError:
             pass
     if len(names) == 2:
         return [{"left_out": "no x-transformers and no transformers 4.37 in this Python"}]
-    words = [sys.executable, str(Path(__file__).parent / "training.py"), "--device", "cuda", "--rows", "22"]
-    words += ["--peers", sys.executable, "--contestants", ",".join(names), "--steps", "20", "--rounds", "5"]
+    words = [sys.executable, str(Path(__file__).parent / "training.py"), "--device", "cuda", "--batch-size", "22"]
+    words += ["--peers", sys.executable, "--implementations", ",".join(names), "--steps", "20", "--rounds", "5"]
     out = sizes.out.with_name(sizes.out.stem + "-peers.json")
     subprocess.run([*words, "--out", str(out)], check=True, timeout=max(30.0, sizes.until - time.monotonic()))
     return [{"results": out.name}]
@@ -204,7 +208,8 @@ def told(line: dict[str, Any]) -> str:
         )
     share, most = line["model_flops_utilisation"], line["peak_device_bytes"]
     return (
-        f"{line['step_seconds'] * 1e3:8.2f} ms, {line['tokens_per_second']:,.0f} tokens/s at {line['rows']} rows, "
+        f"{line['step_seconds'] * 1e3:8.2f} ms, {line['tokens_per_second']:,.0f} tokens/s, "
+        f"batch size {line['batch_size']}, "
         f"{line['tflops']:.1f} TFLOP/s"
         + (f", {share:.1%} of the peak" if share is not None else "")
         + (f", {most / 2**30:.2f} GiB" if most is not None else "")

@@ -1,13 +1,13 @@
 """Scoring and generation beside transformers' Transformer-XL, at the size of the paper's enwik8 model, memory 2,100.
 
-    python benchmarks/inference.py [--peers .venv-peers/bin/python] [--rounds 5] [--contestants ours-float32,...]
+    python benchmarks/inference.py [--peers .venv-peers/bin/python] [--rounds 5] [--implementations ours-float32,...]
 
-As `training.py`: each contestant is a process of its own with all cores, they take turns, figures are medians over the
-rounds and ratios are formed round by round. Scoring reads segments of 80 tokens (the paper's evaluation) and forms the
-loss of each; generation reads single tokens and draws the next from the 40 likeliest. Memory is full from the start.
+As in `training.py`, each implementation is a process of its own with all cores, they take turns, and ratios are formed
+round by round. Scoring computes the losses of segments of 80 tokens (the paper's evaluation); generation samples one
+token at a time from the 40 most likely. The memory is full from the start.
 
-Beside generation stands its limit: the speed at which this machine reads memory, over the bytes that must be read for
-each token (weights, keys, values and position keys once).
+The results include the limit that memory bandwidth sets to generation: the measured read speed of this machine divided
+by the bytes that each token has to read (weights, keys, values and position keys once).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from training import PEERS, RATES, SIZES, Entry, measure
 
 from transformer_xl.device import has_bfloat16
 
-MODULES = {"ours": "reading_ours", "transformers": "peer_transformers_reading"}
-JOBS = {"scoring": {"segment_length": 80, "max_steps": 4}, "generation": {"segment_length": 1, "max_steps": 24}}
+MODULES = {"ours": "ours_inference", "transformers": "peer_transformers_inference"}
+JOBS = {"scoring": {"segment_length": 80, "steps": 4}, "generation": {"segment_length": 1, "steps": 24}}
 READ_BYTES = 2**29  # far more than any cache
 
 
@@ -45,11 +45,11 @@ def read_bytes_per_second(rounds: int = 9) -> float:
 
 def bytes_per_token(sizes: argparse.Namespace, number_bytes: int) -> int:
     """What generating one token has to read: every weight, and keys, values and position keys of the memory."""
-    inner = sizes.heads * sizes.d_head
-    layer = 4 * sizes.width * inner + 2 * sizes.width * sizes.feedforward
-    distances = sizes.memory if sizes.clamp is None else min(sizes.memory, sizes.clamp + 1)
-    kept = (2 * sizes.memory + distances) * inner
-    return number_bytes * (sizes.layers * (layer + kept) + sizes.tokenizer * sizes.width)
+    inner = sizes.n_heads * sizes.d_head
+    layer = 4 * sizes.d_model * inner + 2 * sizes.d_model * sizes.d_ff
+    distances = sizes.memory_length if sizes.clamp_length is None else min(sizes.memory_length, sizes.clamp_length + 1)
+    kept = (2 * sizes.memory_length + distances) * inner
+    return number_bytes * (sizes.n_layers * (layer + kept) + sizes.vocab_size * sizes.d_model)
 
 
 def chosen(sizes: argparse.Namespace) -> tuple[list[Entry], list[str]]:
@@ -62,17 +62,19 @@ def chosen(sizes: argparse.Namespace) -> tuple[list[Entry], list[str]]:
     if not sizes.peers.exists():
         said.append(f"transformers: no Python at {sizes.peers}; 'make bench' makes one")
         names.remove("transformers-float32")
-    names = sizes.contestants.split(",") if sizes.contestants else names
+    names = sizes.implementations.split(",") if sizes.implementations else names
     return [Entry.parse(name, MODULES) for name in names], said
 
 
 def parsed() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description="Scoring and generation beside transformers' Transformer-XL.")
-    for name, default in {**SIZES, **RATES, "memory": 2100, "rows": 1, "clamp": 820}.items():
-        if name != "segment":
+    for name, default in {**SIZES, **RATES, "memory_length": 2100, "batch_size": 1, "clamp_length": 820}.items():
+        if name != "segment_length":
             parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
-    parser.add_argument("--contestants", help="names with commas between; the first is what others are compared with")
+    parser.add_argument(
+        "--implementations", help="names with commas between; the first is what others are compared with"
+    )
     parser.add_argument("--jobs", default=",".join(JOBS), help="scoring, generation or both")
     parser.add_argument("--peers", type=Path, default=PEERS, help=f"the Python that has the peers (default {PEERS})")
     parser.add_argument("--rounds", type=int, default=5, help="default 5")
@@ -112,7 +114,7 @@ def main() -> None:
             "load_average_before": load,
             "read_bytes_per_second": round(speed),
         },
-        "sizes": {name: getattr(sizes, name) for name in (*SIZES, "clamp") if name != "segment"},
+        "sizes": {name: getattr(sizes, name) for name in (*SIZES, "clamp_length") if name != "segment_length"},
         "left_out": said,
         "bytes_per_generated_token_float32": bytes_per_token(sizes, 4),
         "generation_limit_tokens_per_second": limits,
@@ -125,7 +127,7 @@ def main() -> None:
 def show(results: dict[str, Any]) -> None:
     """The figures, for people."""
     for job, found in results["jobs"].items():
-        for name, of in found["contestants"].items():
+        for name, of in found["implementations"].items():
             print(
                 f"{job:<11} {name:<24} {of['median_tokens_per_second']:9,.1f} tokens/s "
                 f"({of['median_ratio']:.3f} times {found['compared_with']}, "

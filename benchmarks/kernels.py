@@ -1,6 +1,6 @@
 """Each attention kernel by itself: right first, then how long it takes, and how its memory grows.
 
-    python benchmarks/kernels.py [--kernels sdpa,cpu] [--dtypes float32,bfloat16] [--rows 4] [--out FILE]
+    python benchmarks/kernels.py [--kernels sdpa,cpu] [--dtypes float32,bfloat16] [--batch-size 4] [--out FILE]
 
 Every kernel is first held to the reference in float64, outputs and all gradients; a kernel that is wrong ends the run
 with status 1. Times are medians, forward alone (as in evaluation) and forward with backward (as in training); the
@@ -35,8 +35,8 @@ from transformer_xl.model.kernels import KERNELS
 
 CHECKED = (
     Shape(2, 37, 23, 3, 38),
-    Shape(2, 64, 64, 2, 64, window=50),
-    Shape(3, 20, 45, 2, 41, empty=17),
+    Shape(2, 64, 64, 2, 64, attention_window=50),
+    Shape(3, 20, 45, 2, 41, empty_slots=17),
     Shape(1, 1, 63, 2, 80),
     Shape(2, 33, 0, 2, 64),
 )
@@ -60,12 +60,12 @@ def checks(kernels: list[str], dtypes: list[str], device: str) -> list[dict[str,
 
 def timed_shapes(sizes: argparse.Namespace) -> list[Shape]:
     """Over T = M, over the window, over long memories, and with dropout."""
-    base = Shape(sizes.rows, 0, 0, sizes.heads, sizes.d_head, device=sizes.device)
-    shapes = [replace(base, queries=length, memory=length) for length in sizes.lengths]
+    base = Shape(sizes.batch_size, 0, 0, sizes.n_heads, sizes.d_head, device=sizes.device)
+    shapes = [replace(base, queries=length, memory_length=length) for length in sizes.lengths]
     middle = sizes.lengths[len(sizes.lengths) // 2]
-    shapes.append(replace(base, queries=middle, memory=middle, window=middle))
-    shapes.append(replace(base, queries=middle, memory=3 * middle))
-    shapes.append(replace(base, queries=middle, memory=middle, dropout=0.1))
+    shapes.append(replace(base, queries=middle, memory_length=middle, attention_window=middle))
+    shapes.append(replace(base, queries=middle, memory_length=3 * middle))
+    shapes.append(replace(base, queries=middle, memory_length=middle, dropout=0.1))
     return [replace(shape, dtype=dtype) for dtype in sizes.dtypes for shape in shapes]
 
 
@@ -89,7 +89,7 @@ def time_all(sizes: argparse.Namespace) -> list[dict[str, Any]]:
 
 def peak_beyond_inputs(kernel: str, shape: Shape) -> dict[str, int]:
     """In this process: the most memory of a forward and backward pass beyond its inputs, and what is kept between."""
-    small = replace(shape, queries=8, memory=8, rows=1)
+    small = replace(shape, queries=8, memory_length=8, batch_size=1)
     kept_bytes(kernel, small)  # what torch loads at first use
     _pass(kernel, small)
     inputs, sight = draw(shape)
@@ -122,7 +122,7 @@ def _status(name: str) -> int:
 def memory_growth(sizes: argparse.Namespace) -> list[dict[str, Any]]:
     """For each kernel and each way to grow: bytes at every length, and the ratio for each doubling."""
     found = []
-    base = Shape(1, 0, 0, sizes.heads, sizes.d_head, device=sizes.device, dtype=sizes.dtypes[0])
+    base = Shape(1, 0, 0, sizes.n_heads, sizes.d_head, device=sizes.device, dtype=sizes.dtypes[0])
     for kernel in sizes.kernels:
         if kernel == "reference" and not sizes.named:
             continue
@@ -130,7 +130,7 @@ def memory_growth(sizes: argparse.Namespace) -> list[dict[str, Any]]:
             lines = []
             for keys in sizes.memory_keys:
                 queries = sizes.memory_queries if way == "keys" else keys // 2
-                shape = replace(base, queries=queries, memory=keys - queries)
+                shape = replace(base, queries=queries, memory_length=keys - queries)
                 words = [sys.executable, __file__, "--one", json.dumps([kernel, asdict(shape)])]
                 words += ["--threads", str(sizes.threads)] if sizes.threads else []
                 printed = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True).stdout
@@ -157,9 +157,9 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--kernels", help="names with commas between; default: all that fit")
     parser.add_argument("--dtypes", help="default: float32, and bfloat16 where the machine has instructions for it")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
-    parser.add_argument("--rows", type=int, default=4, help="default 4")
-    parser.add_argument("--heads", type=int, default=8, help="default 8")
-    parser.add_argument("--head-width", type=int, default=64, help="default 64")
+    parser.add_argument("--batch-size", type=int, default=4, help="default 4")
+    parser.add_argument("--n-heads", type=int, default=8, help="default 8")
+    parser.add_argument("--d-head", type=int, default=64, help="default 64")
     parser.add_argument("--lengths", default="64,128,256,512,1024", help="T = M of the timed shapes")
     parser.add_argument("--memory-queries", type=int, default=512, help="T while the keys alone grow (default 512)")
     parser.add_argument(

@@ -1,6 +1,6 @@
 """Whether generation keeps its speed: tokens a second in the first and the last thousand of a long text.
 
-    python benchmarks/long_generation.py [--tokens 20000] [--memory 512] [--out ...json]
+    python benchmarks/long_generation.py [--max-new-tokens 20000] [--memory-length 512] [--out ...json]
 
 A model with random weights writes one row; memory is full before the first thousand begins, as it is ever after.
 """
@@ -24,11 +24,11 @@ MODEL = {"n_layers": 6, "d_model": 256, "n_heads": 4, "d_ff": 1024, "dropout": 0
 THOUSAND = 1000
 
 
-def measure(tokens: int, memory: int, part: int = THOUSAND) -> dict[str, Any]:
+def measure(tokens: int, memory_length: int, part: int = THOUSAND) -> dict[str, Any]:
     """Seconds of every `part` tokens, one after the other."""
     torch.manual_seed(3)
-    model = TransformerXL(TransformerXLConfig(**MODEL), memory_length=memory).eval()
-    prompt = torch.randint(256, (memory + part,)).tolist()
+    model = TransformerXL(TransformerXLConfig(**MODEL), memory_length=memory_length).eval()
+    prompt = torch.randint(256, (memory_length + part,)).tolist()
     generator = BatchGenerator(model, [prompt])
     seconds = []
     for number in range(tokens // part):
@@ -48,8 +48,8 @@ def measure(tokens: int, memory: int, part: int = THOUSAND) -> dict[str, Any]:
 def main() -> None:
     """Measures, prints the figures and writes them to a file."""
     parser = argparse.ArgumentParser(description="Whether generation keeps its speed.")
-    parser.add_argument("--tokens", type=int, default=20_000)
-    parser.add_argument("--memory", type=int, default=512)
+    parser.add_argument("--max-new-tokens", type=int, default=20_000)
+    parser.add_argument("--memory-length", type=int, default=512)
     parser.add_argument("--out", type=Path, default=RESULTS / "long-generation.json")
     given = parser.parse_args()
     load = warn_if_busy()
@@ -60,9 +60,9 @@ def main() -> None:
         "torch": torch.__version__,
         "machine": {"cpu": cpu_model(), "cores": os.cpu_count(), "load_average_before": load},
         "model": MODEL,
-        "tokens": given.tokens,
-        "memory": given.memory,
-        **measure(given.tokens, given.memory),
+        "tokens": given.max_new_tokens,
+        "memory_length": given.memory_length,
+        **measure(given.max_new_tokens, given.memory_length),
     }
     print(
         f"first thousand {results['first_tokens_per_second']:,.1f} tokens/s, "

@@ -4,8 +4,8 @@
         [--seeds 1,2,3] (--seconds 300 | --tokens 2000000) [--out FILE]
 
 An arm is OPTIMIZER-SCHEDULE or OPTIMIZER-SCHEDULE-AVERAGE, with other settings of training after colons:
-`muon-wsd:learning_rate=2e-3:momentum=0.9`. `@0.7` gives it 0.7 of the budget, its schedule ending there. Each arm and
-seed is a real training through the package, with the recipe's other settings. With --seconds the number of steps is
+`muon-wsd:learning_rate=2e-3:muon_momentum=0.9`. `@0.7` gives it 0.7 of the budget, its schedule ending there. Each arm
+and seed is a real training through the package, with the recipe's other settings. With --seconds the number of steps is
 found from a short timing of each arm, so that the schedule ends when the time is over; with --tokens all read as many.
 Time counts training alone, without validations and checkpoints, from the end of the first step.
 
@@ -67,7 +67,9 @@ class Arm:
         optimizer, schedule, average = (*words.split("-"), "none")[:3] if words.count("-") else ("", "", "")
         known = optimizer in ("adam", "adamw", "muon") and schedule in ("cosine", "wsd")
         if not known or words.count("-") > 2 or not all("=" in setting for setting in settings):
-            raise UserError(f"no arm '{name}'; wanted such as adam-cosine, muon-wsd, muon-wsd-uniform:momentum=0.9@0.7")
+            raise UserError(
+                f"no arm '{name}'; wanted such as adam-cosine, muon-wsd, muon-wsd-uniform:muon_momentum=0.9@0.7"
+            )
         pairs = dict(setting.split("=", 1) for setting in settings)
         return Arm(name, optimizer, schedule, average, pairs, float(share or 1))
 
@@ -211,7 +213,7 @@ def parsed() -> argparse.Namespace:
     budget.add_argument("--seconds", type=float, help="training time of each arm and seed")
     budget.add_argument("--tokens", type=int, help="tokens read by each arm and seed")
     parser.add_argument("--points", type=int, default=20, help="validations of a training (default 20)")
-    parser.add_argument("--evaluate-tokens", type=int, default=50_000, help="tokens of a validation (default 50,000)")
+    parser.add_argument("--eval-tokens", type=int, default=50_000, help="tokens of a validation (default 50,000)")
     parser.add_argument("--timing-steps", type=int, default=15, help="steps of the short timing (default 15)")
     parser.add_argument("--device", default="auto", help="default auto")
     parser.add_argument("--threads", type=int, help="CPU threads; default: torch's own choice")

@@ -151,12 +151,12 @@ def digest(kind: str, ids: np.ndarray) -> dict[str, str]:
     return {"sha256": hashlib.sha256(ids.astype(np.int64)).hexdigest()} if kind == "word" else {}
 
 
-def prepared(kind: str, path: Path, workers: int) -> tuple[dict[str, Any], dict[str, Any]]:
+def prepared(kind: str, path: Path, num_workers: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """Runs `txl prepare`; gives how it ran, and what came out."""
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         out = Path(folder) / "corpus"
         words = [sys.executable, "-m", "transformer_xl", "prepare", "--train", str(path), "--out", str(out)]
-        ran = run([*words, "--tokenizer", kind, "--num-workers", str(workers), "--json"])
+        ran = run([*words, "--tokenizer", kind, "--num-workers", str(num_workers), "--json"])
         corpus = Corpus.open(out)
         ids = corpus.split("train").tokens
         came = {"tokens": len(ids), "vocab_size": corpus.tokenizer.vocab_size, **digest(kind, ids[:])}
@@ -287,7 +287,9 @@ def main() -> None:
     parser.add_argument("files", type=Path, nargs="*", help="text to repeat; .gz is unpacked")
     parser.add_argument("--megabytes", type=float, help="size of the text (default 100 for byte, 500 for word)")
     parser.add_argument("--distinct", action="store_true", help="new words in each repetition")
-    parser.add_argument("--num-workers", type=int, default=os.cpu_count(), help="processes (default: one a core)")
+    parser.add_argument(
+        "--num-workers", type=int, default=os.cpu_count(), help="processes (default: one for each core)"
+    )
     parser.add_argument("--rounds", type=int, default=5, help="default 5")
     parser.add_argument("--older-share", type=float, default=0.1, help="share that the older way reads (default 0.1)")
     parser.add_argument("--out", type=Path, help="default prepare-TOKENIZER.json in results/ beside this file")
@@ -297,7 +299,7 @@ def main() -> None:
         print(json.dumps(older_way(sizes.tokenizer, sizes.files[0])))
         return
     if sizes.tokenizer == "word" and not sizes.files:
-        parser.error("words need a text: name files, such as wiki.valid.tokens")
+        parser.error("word needs a text: name files, such as wiki.valid.tokens")
     size = round((sizes.megabytes or {"byte": 100, "word": 500}[sizes.tokenizer]) * MEGABYTE)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "text"

@@ -1,6 +1,6 @@
 """Whole training steps of a recipe on one device: seconds, tokens a second, peak memory, share of the device's peak.
 
-Letters: B rows, T new tokens.
+Letters: B batch_size, T new tokens.
 """
 
 from __future__ import annotations
@@ -94,15 +94,17 @@ def losses(recipe: str, device: str, steps: int, train: dict[str, Any], model: d
 
 
 def measure(recipe: str, device: str, train: dict[str, Any], *, small: bool, peak: float | None) -> dict[str, Any]:
-    """Times whole steps; where the recipe's rows do not fit into the device's memory, with half as many, and so on."""
-    rows = settings(recipe, train, small=small).train.batch_size
+    """Time whole training steps; the batch size is halved until it fits into the device's memory."""
+    batch_size = settings(recipe, train, small=small).train.batch_size
     while True:
         try:
-            return _measure(settings(recipe, {**train, "rows": rows}, small=small), device, peak) | {"recipe": recipe}
+            return _measure(settings(recipe, {**train, "batch_size": batch_size}, small=small), device, peak) | {
+                "recipe": recipe
+            }
         except torch.OutOfMemoryError:
-            if rows == 1:
+            if batch_size == 1:
                 raise
-        rows //= 2
+        batch_size //= 2
         torch.cuda.empty_cache()
 
 
@@ -129,7 +131,7 @@ def _measure(config: RunConfig, device: str, peak: float | None) -> dict[str, An
     return {
         "compile": train.compile,
         "dtype": train.dtype,
-        "kernel": config.model.attn_implementation,
+        "attn_implementation": config.model.attn_implementation,
         "batch_size": train.batch_size,
         "segment_length": train.segment_length,
         "memory_length": train.memory_length,

@@ -1,6 +1,6 @@
 """Training speed of the attention kernels, side by side: tokens a second of whole optimiser steps.
 
-    python benchmarks/steps.py [--kernels reference,sdpa] [--layers 4] [--segment 128] [--rounds 5] ... [--out FILE]
+    python benchmarks/steps.py [--kernels reference,sdpa] [--n-layers 4] ... [--rounds 5] [--out FILE]
 
 The models start with the same weights and read the same tokens, in one process. The kernels take turns (A B C, then
 C B A, ...), so that whatever else the machine does falls on all. The figures are medians over the rounds; a ratio is
@@ -36,16 +36,19 @@ class Runner:
     def __init__(self, kernel: str, sizes: argparse.Namespace) -> None:
         """Weights are drawn from the same seed for every kernel."""
         model = TransformerXLConfig(
-            n_layers=sizes.layers,
-            d_model=sizes.width,
-            n_heads=sizes.heads,
-            d_ff=4 * sizes.width,
+            n_layers=sizes.n_layers,
+            d_model=sizes.d_model,
+            n_heads=sizes.n_heads,
+            d_ff=4 * sizes.d_model,
             dropout=0.0,  # so that losses can be compared
             attn_implementation=kernel,
         )
         self.sizes = sizes
         train = TrainConfig(
-            batch_size=sizes.rows, segment_length=sizes.segment, memory_length=sizes.memory, dtype=sizes.precision
+            batch_size=sizes.batch_size,
+            segment_length=sizes.segment_length,
+            memory_length=sizes.memory_length,
+            dtype=sizes.dtype,
         )
         self.trainee = Trainee(model, train, sizes.device)
         self.generator = torch.Generator().manual_seed(2)
@@ -53,7 +56,9 @@ class Runner:
 
     def step(self) -> None:
         """One optimiser step on fresh tokens."""
-        tokens_BT = torch.randint(0, 256, (self.sizes.rows, self.sizes.segment + 1), generator=self.generator)
+        tokens_BT = torch.randint(
+            0, 256, (self.sizes.batch_size, self.sizes.segment_length + 1), generator=self.generator
+        )
         self.losses.append(self.trainee.step(tokens_BT[:, :-1], tokens_BT[:, 1:]))
 
     def tokens_per_second(self, steps: int) -> float:
@@ -63,14 +68,14 @@ class Runner:
         for _ in range(steps):
             self.step()
         wait(self.sizes.device)
-        return steps * self.sizes.rows * self.sizes.segment / (time.perf_counter() - start)
+        return steps * self.sizes.batch_size * self.sizes.segment_length / (time.perf_counter() - start)
 
 
 def measure(sizes: argparse.Namespace) -> dict[str, Any]:
     """Lets the kernels take turns; gives all rates, medians, ratios, and how far the losses are apart."""
     kernels: list[str] = sizes.kernels
     runners = {kernel: Runner(kernel, sizes) for kernel in kernels}
-    filling = -(-sizes.memory // sizes.segment)
+    filling = -(-sizes.memory_length // sizes.segment_length)
     for runner in runners.values():
         runner.tokens_per_second(1 + filling)  # warm, and the memory full
     rates: dict[str, list[float]] = {kernel: [] for kernel in kernels}
@@ -114,7 +119,7 @@ def environment(sizes: argparse.Namespace) -> dict[str, Any]:
         "sizes": {
             name: value for name, value in vars(sizes).items() if name not in ("out", "threads", "device", "kernels")
         },
-        "precision": resolve_dtype(torch.device(sizes.device), sizes.precision),
+        "dtype": resolve_dtype(torch.device(sizes.device), sizes.dtype),
     }
 
 
@@ -126,12 +131,19 @@ def fitting(device: str) -> list[str]:
 def main() -> None:
     """Measures, prints the figures and writes them to a file."""
     parser = argparse.ArgumentParser(description="Training speed of the attention kernels, side by side.")
-    for name, default in (("layers", 4), ("width", 256), ("heads", 4), ("segment", 128), ("memory", 128), ("rows", 8)):
+    for name, default in (
+        ("n-layers", 4),
+        ("d-model", 256),
+        ("n-heads", 4),
+        ("segment-length", 128),
+        ("memory-length", 128),
+        ("batch-size", 8),
+    ):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
     parser.add_argument("--kernels", help="names with commas between; default: all that fit, slowest first")
     parser.add_argument("--steps", type=int, default=6, help="optimiser steps of a kernel in one round (default 6)")
     parser.add_argument("--rounds", type=int, default=5, help="default 5")
-    parser.add_argument("--precision", choices=["auto", "float32", "bfloat16"], default="float32")
+    parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="float32")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--threads", type=int, help="CPU threads; default: torch's own choice")
     parser.add_argument("--out", type=Path, default=OUT, help=f"default {OUT.name} in results/ beside this file")

@@ -32,6 +32,6 @@ class Trainee:
     def step(self, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
         """One whole optimiser step on tokens (B, T) that lie on the CPU; gives the mean loss in nats, on the device."""
         loss_mask_BT = np.ones(tuple(inputs_BT.shape), dtype=np.bool_)
-        segment = Batch(inputs_BT.numpy(), targets_BT.numpy(), loss_mask_BT, starts=False)
+        segment = Batch(inputs_BT.numpy(), targets_BT.numpy(), loss_mask_BT, is_first=False)
         numbers, self.memories = self.train_step(segment, self.memories)
         return numbers[0] / numbers[1]

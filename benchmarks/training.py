@@ -1,17 +1,17 @@
 """Training speed and memory beside other implementations that carry a memory, at the size of the paper's enwik8 model.
 
-    python benchmarks/training.py [--peers .venv-peers/bin/python] [--contestants ours-float32,...] [--rounds 5] ...
+    python benchmarks/training.py [--peers .venv-peers/bin/python] [--implementations ours-float32,...] [--rounds 5] ...
 
-A contestant is NAME-PRECISION or NAME-PRECISION+VARIANT: ours-float32, ours-bfloat16, ours-float32+compile,
+An implementation is NAME-DTYPE or NAME-DTYPE+VARIANT: ours-float32, ours-bfloat16, ours-float32+compile,
 transformers-float32, x-transformers-float32, x-transformers-bfloat16+bias, ... Each is a process of its own, in its
 own environment, with all cores. They are started one after the other, wait idle, and take turns (A B C, then C B A,
 ...), so only one computes at any time and whatever else the machine does falls on all. Steps are whole: forward with a
 memory that is full and carried on, cross-entropy, backward, clip, fused Adam. Figures are medians over the rounds; a
-ratio is the median of each round's ratio to the first contestant. The losses on the same text stand beside them, so
-that a contestant that is fast because it learns nothing is seen.
+ratio is the median of each round's ratio to the first implementation. The losses on the same text stand beside them, so
+that an implementation that is fast because it learns nothing is seen.
 
-Without --contestants all run in float32, and in bfloat16 too where the machine has instructions for it; transformers
-does not, its loss fails under bfloat16 autocast.
+Without --implementations all run in float32, and all but transformers also in bfloat16 where the machine has
+instructions for it: the loss of transformers fails under bfloat16 autocast.
 """
 
 from __future__ import annotations
@@ -46,43 +46,43 @@ SIZES = {
     "n_heads": 8,
     "d_head": 64,
     "d_ff": 2048,
-    "vocabulary": 204,
-    "rows": 4,
-    "segment": 512,
-    "memory": 512,
+    "vocab_size": 204,
+    "batch_size": 4,
+    "segment_length": 512,
+    "memory_length": 512,
 }
-RATES = {"dropout": 0.1, "learning_rate": 2.5e-4, "clip": 0.25}
+RATES = {"dropout": 0.1, "learning_rate": 2.5e-4, "max_grad_norm": 0.25}
 REST_SECONDS = 0.5  # threads of the one before spin a little before they sleep
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A contestant by name."""
+    """An implementation by name."""
 
     name: str
     module: str
-    precision: str
+    dtype: str
     variant: str
 
     @staticmethod
     def parse(name: str, modules: dict[str, str]) -> Entry:
-        """NAME-PRECISION or NAME-PRECISION+VARIANT of these modules; ends the program where it is neither."""
+        """NAME-DTYPE or NAME-DTYPE+VARIANT of these modules; ends the program where it is neither."""
         rest, _, variant = name.partition("+")
-        who, _, precision = rest.rpartition("-")
-        if who not in modules or precision not in ("float32", "bfloat16"):
-            sys.exit(f"no contestant '{name}'; wanted NAME-PRECISION, NAME one of {', '.join(modules)}")
-        return Entry(name, modules[who], precision, variant)
+        who, _, dtype = rest.rpartition("-")
+        if who not in modules or dtype not in ("float32", "bfloat16"):
+            sys.exit(f"no implementation '{name}'; wanted NAME-DTYPE, NAME one of {', '.join(modules)}")
+        return Entry(name, modules[who], dtype, variant)
 
 
 class Worker:
-    """A contestant's process."""
+    """An implementation's process."""
 
     def __init__(self, entry: Entry, sizes: argparse.Namespace) -> None:
         """Starts it and waits until it is built and its memory is full (one that reads has filled it by itself)."""
         self.entry = entry
         task = {name: getattr(sizes, name) for name in (*SIZES, *RATES, "device")}
-        task |= {"contestant": entry.module, "precision": entry.precision, "variant": entry.variant}
-        task |= {"clamp": getattr(sizes, "clamp", None)}
+        task |= {"implementation": entry.module, "dtype": entry.dtype, "variant": entry.variant}
+        task |= {"clamp_length": getattr(sizes, "clamp_length", None)}
         python = str(sizes.peers.absolute()) if entry.module.startswith("peer") else sys.executable
         environment = {
             **os.environ,
@@ -90,7 +90,7 @@ class Worker:
             **(TUNED_MALLOC if sizes.tuned_malloc else {}),
         }
         self.process = subprocess.Popen(
-            [python, "-m", "contestants.worker", json.dumps(task)],
+            [python, "-m", "implementations.worker", json.dumps(task)],
             cwd=HERE,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -98,7 +98,7 @@ class Worker:
             text=True,
         )
         self.built = self._answer()
-        filling = 2 if "reading" in entry.module else 1 + -(-sizes.memory // sizes.segment)
+        filling = 2 if "inference" in entry.module else 1 + -(-sizes.memory_length // sizes.segment_length)
         self.first = self.steps(filling + (3 if "compile" in entry.variant else 0))
 
     def steps(self, number: int) -> dict[str, Any]:
@@ -126,7 +126,7 @@ class Worker:
 
 
 def measure(entries: list[Entry], sizes: argparse.Namespace) -> dict[str, Any]:
-    """Lets the contestants take turns; gives all rates, medians, ratios, losses and memory."""
+    """Lets the implementations take turns; gives all rates, medians, ratios, losses and memory."""
     workers = {}
     for entry in entries:
         workers[entry.name] = Worker(entry, sizes)
@@ -139,22 +139,22 @@ def measure(entries: list[Entry], sizes: argparse.Namespace) -> dict[str, Any]:
         for name in names if number % 2 == 0 else reversed(names):
             time.sleep(REST_SECONDS)
             took = workers[name].steps(sizes.steps)
-            rates[name].append(sizes.steps * sizes.rows * sizes.segment / took["seconds"])
+            rates[name].append(sizes.steps * sizes.batch_size * sizes.segment_length / took["seconds"])
             losses[name].append(took["loss"])
         last = ", ".join(f"{name} {of[-1]:,.0f}" for name, of in rates.items())
         say(f"round {number + 1} of {sizes.rounds}, tokens/s: {last}")
     first = rates[names[0]]
     return {
         "compared_with": names[0],
-        "contestants": {
-            name: {**figures(rates[name], first), "losses": losses[name], **worker.built, **memory(worker.end())}
+        "implementations": {
+            name: {**metrics(rates[name], first), "losses": losses[name], **worker.built, **memory(worker.end())}
             for name, worker in workers.items()
         },
     }
 
 
-def figures(rates: list[float], first: list[float]) -> dict[str, Any]:
-    """Median rate, and how many times the first contestant's, round by round."""
+def metrics(rates: list[float], first: list[float]) -> dict[str, Any]:
+    """Median rate, and how many times the first implementation's, round by round."""
     ratios = [rate / other for rate, other in zip(rates, first, strict=True)]
     return {
         "median_tokens_per_second": round(statistics.median(rates), 1),
@@ -172,8 +172,8 @@ def memory(ended: dict[str, Any]) -> dict[str, Any]:
 
 def chosen(sizes: argparse.Namespace) -> tuple[list[Entry], list[str]]:
     """Who takes part, and what to say about who does not."""
-    if sizes.contestants:
-        return [Entry.parse(name, MODULES) for name in sizes.contestants.split(",")], []
+    if sizes.implementations:
+        return [Entry.parse(name, MODULES) for name in sizes.implementations.split(",")], []
     names = [name.format("float32") for name in STANDARD]
     said = []
     if has_bfloat16(torch.device(sizes.device)):
@@ -181,7 +181,7 @@ def chosen(sizes: argparse.Namespace) -> tuple[list[Entry], list[str]]:
         said.append(NO_BFLOAT16)
     else:
         said.append(
-            "bfloat16: this machine has no instructions for it; name the contestants to measure it all the same"
+            "bfloat16: this machine has no instructions for it; name the implementations to measure it all the same"
         )
     if not sizes.peers.exists():
         said.append(f"the peers: no Python at {sizes.peers}; 'make bench' makes one")
@@ -195,13 +195,17 @@ def parsed() -> argparse.Namespace:
     for name, default in {**SIZES, **RATES}.items():
         flag = f"--{name.replace('_', '-')}"
         parser.add_argument(flag, type=type(default), default=default, help=f"default {default:g}")
-    parser.add_argument("--contestants", help="names with commas between; the first is what others are compared with")
+    parser.add_argument(
+        "--implementations", help="names with commas between; the first is what others are compared with"
+    )
     parser.add_argument("--peers", type=Path, default=PEERS, help=f"the Python that has the peers (default {PEERS})")
     parser.add_argument("--steps", type=int, default=2, help="optimiser steps of a turn (default 2)")
     parser.add_argument("--rounds", type=int, default=5, help="default 5")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="CPU threads (default: one for each core)")
-    parser.add_argument("--tuned-malloc", action="store_true", help="let glibc keep large blocks, for every contestant")
+    parser.add_argument(
+        "--tuned-malloc", action="store_true", help="let glibc keep large blocks, for every implementation"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS / "training.json", help="default results/training.json")
     return parser.parse_args()
 
@@ -213,7 +217,7 @@ def main() -> None:
     entries, said = chosen(sizes)
     for line in said:
         say(f"left out: {line}")
-    left_out = ("contestants", "peers", "out", "device", "threads")
+    left_out = ("implementations", "peers", "out", "device", "threads")
     results = {
         "command": command(),
         "commit": commit(),
@@ -231,7 +235,7 @@ def main() -> None:
         "left_out": said,
         **measure(entries, sizes),
     }
-    for name, of in results["contestants"].items():
+    for name, of in results["implementations"].items():
         low, high = of["ratio_range"]
         print(
             f"{name:<30} {of['parameters'] / 1e6:6.1f}M parameters {of['median_tokens_per_second']:9,.0f} tokens/s "

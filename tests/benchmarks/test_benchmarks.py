@@ -21,8 +21,8 @@ import pytest
 import torch
 import training
 from attention_cases import Shape, check, check_deterministic, check_dropout, draw
-from contestants.task import Task
-from contestants.worker import Segments
+from implementations.task import Task
+from implementations.worker import Segments
 from optimizers import Arm, Point
 from step_times import Tokens, settings
 
@@ -31,7 +31,7 @@ from transformer_xl.model.kernels import KERNELS
 from transformer_xl.model.kernels.reference import AttentionInputs, seen_keys
 
 ROOT = Path(__file__).parents[2]
-SHAPE = Shape(2, 7, 5, 3, 11, window=4)
+SHAPE = Shape(2, 7, 5, 3, 11, attention_window=4)
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch, name: str, change) -> None:
@@ -43,16 +43,18 @@ def spoil(monkeypatch: pytest.MonkeyPatch, name: str, change) -> None:
     monkeypatch.setitem(KERNELS, name, replace(KERNELS["reference"], name=name, attend=attend))
 
 
-@pytest.mark.parametrize("shape", [SHAPE, replace(SHAPE, window=None), replace(SHAPE, memory=0, window=100)])
+@pytest.mark.parametrize(
+    "shape", [SHAPE, replace(SHAPE, attention_window=None), replace(SHAPE, memory_length=0, attention_window=100)]
+)
 def test_pairs_are_the_keys_that_queries_see(shape):
     inputs, sight = draw(shape)
     assert shape.pairs == int(seen_keys(inputs, sight)[0].sum())
-    assert shape.forward_flops == 6 * shape.rows * shape.heads * shape.d_head * shape.pairs
+    assert shape.forward_flops == 6 * shape.batch_size * shape.n_heads * shape.d_head * shape.pairs
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_right_kernel_passes(dtype):
-    shape = replace(SHAPE, dtype=dtype, empty=3)
+    shape = replace(SHAPE, dtype=dtype, empty_slots=3)
     assert all(line["ok"] for name in gpu.fitting("cpu", dtype) for line in [check(name, shape)])
 
 
@@ -144,19 +146,19 @@ def test_growth_is_that_beyond_what_is_always_there(power, ratio):
 
 
 def test_rates_are_compared_round_by_round():
-    found = training.figures([20.0, 60.0, 30.0], [10.0, 20.0, 30.0])
+    found = training.metrics([20.0, 60.0, 30.0], [10.0, 20.0, 30.0])
     assert found["median_tokens_per_second"] == 30.0
     assert (found["median_ratio"], found["ratio_range"]) == (2.0, [1.0, 3.0])
 
 
-def test_contestants_have_names():
+def test_implementations_are_parsed_by_name():
     entry = training.Entry.parse("x-transformers-bfloat16+bias", training.MODULES)
-    assert (entry.module, entry.precision, entry.variant) == ("peer_x_transformers", "bfloat16", "bias")
-    with pytest.raises(SystemExit, match="no contestant 'theirs-float32'; wanted NAME-PRECISION"):
+    assert (entry.module, entry.dtype, entry.variant) == ("peer_x_transformers", "bfloat16", "bias")
+    with pytest.raises(SystemExit, match="no implementation 'theirs-float32'; wanted NAME-DTYPE"):
         training.Entry.parse("theirs-float32", training.MODULES)
 
 
-def test_contestants_read_the_text_in_order():
+def test_implementations_read_the_text_in_order():
     task = Task("ours", "float32", "", "cpu", 1, 8, 1, 8, 8, 204, 3, 5, 5, 0.0, 1e-3, 1.0)
     segments = Segments(task)
     first, second = segments.next(), segments.next()
@@ -168,7 +170,7 @@ def test_contestants_read_the_text_in_order():
 
 
 def test_drawn_tokens_fall_with_their_rank():
-    inputs_BT, targets_BT = Tokens(settings("enwik8-12l", {"segment": 400}, small=True)).next()
+    inputs_BT, targets_BT = Tokens(settings("enwik8-12l", {"segment_length": 400}, small=True)).next()
     assert torch.equal(inputs_BT[:, 1:], targets_BT[:, :-1])
     assert (inputs_BT < 16).sum() > (inputs_BT >= 128).sum() > 0
 
@@ -193,11 +195,13 @@ def test_arms_are_compared_with_the_first_seed_by_seed():
     assert (never["seeds_that_reach_the_first"], never["share_of_seconds_to_reach_the_first"]) == ("0 of 1", None)
 
 
-@pytest.mark.parametrize("name", ["adam-cosine", "adamw-wsd:weight_decay=0.1", "muon-wsd-uniform:momentum=0.9@0.5"])
+@pytest.mark.parametrize(
+    "name", ["adam-cosine", "adamw-wsd:weight_decay=0.1", "muon-wsd-uniform:muon_momentum=0.9@0.5"]
+)
 @pytest.mark.parametrize("steps", [1, 7, 1000])
 def test_arms_give_settings_of_training(name, steps):
     arm = Arm.parse(name)
-    config = TrainConfig.model_validate(arm.train({"warmup": 50}, steps))
+    config = TrainConfig.model_validate(arm.train({"warmup_steps": 50}, steps))
     assert (config.max_steps, config.optimizer) == (steps, name.split("-")[0])
     assert arm.share == (0.5 if "@" in name else 1)
 
@@ -215,12 +219,14 @@ def run_script(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_training_is_measured_and_drawn(tmp_path):
-    small = "--layers 1 --width 16 --heads 2 --head-width 8 --feedforward 16 --segment 8 --memory 8 --rows 2"
-    words = [*small.split(), "--rounds", "2", "--threads", "1", "--contestants", "ours-float32"]
+    small = (
+        "--n-layers 1 --d-model 16 --n-heads 2 --d-head 8 --d-ff 16 --segment-length 8 --memory-length 8 --batch-size 2"
+    )
+    words = [*small.split(), "--rounds", "2", "--threads", "1", "--implementations", "ours-float32"]
     ended = run_script("training.py", *words, "--out", str(tmp_path / "training.json"))
     assert ended.returncode == 0, ended.stderr
     results = json.loads((tmp_path / "training.json").read_text())
-    ours = results["contestants"]["ours-float32"]
+    ours = results["implementations"]["ours-float32"]
     assert ours["parameters"] > 204 * 16
     assert ours["peak_resident_bytes"] > ours["peak_resident_bytes_beyond_libraries"] > 0
     assert 4 < ours["losses"][-1] < math.log(204) + 0.5

@@ -21,16 +21,16 @@ def test_memory_is_sampled_over_the_whole_text() -> None:
 def test_memory_that_grows_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that keeps a megabyte for good."""
     kept: list[mmap.mmap] = []  # not from the heap, which may have room left by what ran before
-    sum_nats = flat_memory.sum_nats
+    stream_losses = flat_memory.stream_losses
 
-    def leaks(model, tokens_K, bos_token_id, plan, progress):
+    def leaks(model, text, plan, progress):
         def told(count: int) -> None:
             kept.append(mmap.mmap(-1, flat_memory.MIB))
             kept[-1].write(b"x" * flat_memory.MIB)
             progress(count)
 
-        return sum_nats(model, tokens_K, bos_token_id, plan, told)
+        return stream_losses(model, text, plan, told)
 
-    monkeypatch.setattr(flat_memory, "sum_nats", leaks)
+    monkeypatch.setattr(flat_memory, "stream_losses", leaks)
     held = flat_memory.measure(256 * 40, 1, num_samples=10)["resident_bytes"]
     assert held["most_settled"] - held["least_settled"] > 25 * flat_memory.MIB

@@ -89,7 +89,10 @@ WRONG_WORDS = [
     ("evaluate run --checkpoint lst", 'Did you mean "last"?'),
     ("recipes enwik8-12l", "Unused Tokens"),
     # files and folders
-    (NEW.replace("corpus corpus", "corpus small"), "has 20 tokens, and 3 rows of a segment of 7 tokens need 21"),
+    (
+        NEW.replace("corpus corpus", "corpus small"),
+        "has 20 tokens, .* 3 sequences of 7 tokens needs 21; lower --train.batch-size",
+    ),
     (NEW.replace("corpus corpus", "corpus gone"), "no corpus at gone; 'txl prepare FILES --out gone' makes one there"),
     (NEW.replace("corpus corpus", "corpus run"), "run is a run, wanted a corpus"),
     (NEW.replace("corpus corpus", "corpus folder"), r"folder is not a corpus \(it has no corpus.json\)"),
@@ -118,7 +121,7 @@ WRONG_WORDS = [
     (f"{TRY} --train.learning-rate inf", "train.learning_rate: Input should be a finite number"),
     (
         NEW.replace("batch-size=3", "batch-size=97"),
-        "has 631 tokens, and 97 rows of a segment of 7 tokens need 679; lower --train.batch-size",
+        "has 631 tokens, .* 97 sequences of 7 tokens needs 679; lower --train.batch-size",
     ),
     (f"{TRY} --threads 0", "--threads 0: wanted 1 or more"),
     (
@@ -153,7 +156,10 @@ WRONG_WORDS = [
     ("train --corpus corpus --run new --model.cutoffs 5;7", "wanted integers separated by commas"),
     ("train wikitext-103-large --corpus corpus --run new", "must be below vocab_size 256"),
     ("train --corpus corpus --run new --model.cutoffs 5,7 --model.div_val 999", "last of 2 tails .* width 0"),
-    ("train --corpus corpus --run new --train.shuffle-documents", "has 1 documents for 16 rows"),
+    (
+        "train --corpus corpus --run new --train.shuffle-documents",
+        "has 1 documents, .* 16 sequences .*; lower --train.batch-size",
+    ),
     ("train", r"training needs --corpus DIR \(from 'txl prepare'\), or --resume RUN to resume a run"),
     ("evaluate", "RUN requires an argument"),
     ("generate", "RUN requires an argument"),

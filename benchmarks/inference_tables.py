@@ -11,11 +11,11 @@ Results = dict[str, Any]
 
 
 def inference_table(results: Results) -> str:
-    """Contestants of inference.py."""
+    """Implementations of inference.py."""
     machine = results["machine"]
     lines = ["| | | tokens a second | times as many | peak memory, GiB |", "|---|---|---|---|---|"]
     for job, found in results["jobs"].items():
-        for name, of in found["contestants"].items():
+        for name, of in found["implementations"].items():
             who, _, precision = name.rpartition("-")
             who = "this package" if who == "ours" else f"{who} {of['versions'].get(who, '')}".strip()
             low, high = of["ratio_range"]
@@ -52,7 +52,7 @@ def evaluation_table(results: Results) -> str:
         f"`txl analyze speed`: {results['model']}, {results['parameters']:,} parameters beside "
         f"{results['vanilla_parameters']:,} (with a learned vector for each position and layer), "
         f"{results['dtype']}, {results['threads']} threads on {results['processor']}, "
-        f"torch {results['torch']}, clamp length {results['clamp_length']}, medians of {results['repeats']} repeats."
+        f"torch {results['torch']}, clamp {results['clamp_length']}, medians of {results['repeats']} repeats."
     )
     return "\n".join([said, "", *lines])
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contestants.task import Task
+from implementations.task import Task
 from torch import Tensor
 from trainee import Trainee
 
@@ -17,22 +17,22 @@ class Runner:
 
     def __init__(self, task: Task) -> None:
         model = TransformerXLConfig(
-            vocab_size=task.tokenizer,
-            n_layers=task.layers,
-            d_model=task.width,
-            n_heads=task.heads,
+            vocab_size=task.vocab_size,
+            n_layers=task.n_layers,
+            d_model=task.d_model,
+            n_heads=task.n_heads,
             d_head=task.d_head,
-            d_ff=task.feedforward,
+            d_ff=task.d_ff,
             dropout=task.dropout,
         )
         train = TrainConfig.model_validate(
             {
-                "batch_size": task.rows,
-                "segment_length": task.segment,
-                "memory_length": task.memory,
+                "batch_size": task.batch_size,
+                "segment_length": task.segment_length,
+                "memory_length": task.memory_length,
                 "learning_rate": task.learning_rate,
-                "max_grad_norm": task.clip,
-                "dtype": task.precision,
+                "max_grad_norm": task.max_grad_norm,
+                "dtype": task.dtype,
                 "compile": "layers" if task.variant == "compile" else "none",
                 "activation_checkpointing": task.variant == "recompute",
             }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from contestants.task import Task
+from implementations.task import Task
 from torch import Tensor
 
 from transformer_xl import __version__
@@ -23,24 +23,24 @@ class Runner:
 
     def __init__(self, task: Task) -> None:
         config = TransformerXLConfig(
-            vocab_size=task.tokenizer,
-            n_layers=task.layers,
-            d_model=task.width,
-            n_heads=task.heads,
+            vocab_size=task.vocab_size,
+            n_layers=task.n_layers,
+            d_model=task.d_model,
+            n_heads=task.n_heads,
             d_head=task.d_head,
-            d_ff=task.feedforward,
+            d_ff=task.d_ff,
             dropout=0.0,
         )
         self.task, model = task, TransformerXL(config).eval().to(task.device)
-        self.model = with_matrices_in(model, torch.bfloat16) if task.precision == "bfloat16" else model
-        context_limits = ContextLimits(task.memory, task.memory, task.clamp)
+        self.model = with_matrices_in(model, torch.bfloat16) if task.dtype == "bfloat16" else model
+        context_limits = ContextLimits(task.memory_length, task.memory_length, task.clamp_length)
         kind = self.model.initial_memory if task.variant == "hidden" else self.model.inference_memory
-        self.memory = kind(task.rows, context_limits)
+        self.memory = kind(task.batch_size, context_limits)
         with torch.inference_mode(), task.autocast():
-            for part_BT in torch.zeros(task.rows, task.memory, dtype=torch.int64).split(512, dim=1):
+            for part_BT in torch.zeros(task.batch_size, task.memory_length, dtype=torch.int64).split(512, dim=1):
                 _, self.memory = self.model(part_BT.to(task.device), self.memory)
         self.sampling = GenerationConfig(top_k=40)
-        self.generators = [torch.Generator().manual_seed(1 + row) for row in range(task.rows)]
+        self.generators = [torch.Generator().manual_seed(1 + row) for row in range(task.batch_size)]
 
     def step(self, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
         """Reads on; a single token is followed by the choice of the next, as in generation."""

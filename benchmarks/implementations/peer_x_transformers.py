@@ -6,7 +6,7 @@ from importlib.metadata import version
 
 import torch
 import torch.nn.functional as F
-from contestants.task import Task
+from implementations.task import Task
 from torch import Tensor
 from x_transformers import Decoder, TransformerWrapper
 
@@ -32,19 +32,19 @@ class Runner:
         self.note += "; its own attention, cheaper than the paper's"
         self.task = task
         decoder = Decoder(
-            dim=task.width,
-            depth=task.layers,
-            heads=task.heads,
+            dim=task.d_model,
+            depth=task.n_layers,
+            heads=task.n_heads,
             attn_dim_head=task.d_head,
-            ff_mult=task.feedforward / task.width,
+            ff_mult=task.d_ff / task.d_model,
             ff_dropout=task.dropout,
             attn_dropout=0.0,
             **positions,
         )
         self.model = TransformerWrapper(
-            num_tokens=task.tokenizer,
-            max_seq_len=task.segment,
-            max_mem_len=task.memory,
+            num_tokens=task.vocab_size,
+            max_seq_len=task.segment_length,
+            max_mem_len=task.memory_length,
             emb_dropout=task.dropout,
             tie_embedding=True,
             attn_layers=decoder,
@@ -62,7 +62,7 @@ class Runner:
             logits_BTV, self.mems = self.model(inputs_BT, mems=self.mems, return_mems=True)
             loss = F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.task.clip)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.task.max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return loss

@@ -1,10 +1,10 @@
-"""One contestant of `training.py` or `inference.py` in a process of its own: builds the model, steps when told to.
+"""One implementation of `training.py` or `inference.py` in a process of its own: builds the model, steps when told to.
 
-    python -m contestants.worker '{"contestant": "ours", "precision": "float32", ...}'
+    python -m implementations.worker '{"implementation": "ours", "precision": "float32", ...}'
 
 Reads a number of steps a line, answers each with one line of JSON: seconds, and the mean loss of those steps. Nothing
 is computed while it waits. The end of the input ends it, after a last line: the most memory it had. It needs torch and
-what the contestant needs, nothing else, so it runs in the peers' environment too.
+what the implementation needs, nothing else, so it runs in the peers' environment too.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from contestants.task import Contestant, Task
+from implementations.task import Implementation, Task
 from torch import Tensor
 
 
@@ -37,16 +37,19 @@ class Segments:
     """Rows side by side, each a stretch of the text; from its end it goes on at its beginning."""
 
     def __init__(self, task: Task) -> None:
-        ids_A = torch.frombuffer(bytearray(text(task.rows * task.segment * 300)), dtype=torch.uint8) % task.tokenizer
-        length = (len(ids_A) // task.rows - 1) // task.segment * task.segment + 1
-        self.ids_BA = ids_A[: task.rows * length].view(task.rows, length).long()
+        ids_A = (
+            torch.frombuffer(bytearray(text(task.batch_size * task.segment_length * 300)), dtype=torch.uint8)
+            % task.vocab_size
+        )
+        length = (len(ids_A) // task.batch_size - 1) // task.segment_length * task.segment_length + 1
+        self.ids_BA = ids_A[: task.batch_size * length].view(task.batch_size, length).long()
         self.task, self.place = task, 0
 
     def next(self) -> tuple[Tensor, Tensor]:
         """Inputs and targets (B, T), on the CPU."""
-        if self.place + self.task.segment >= self.ids_BA.shape[1]:
+        if self.place + self.task.segment_length >= self.ids_BA.shape[1]:
             self.place = 0
-        start, self.place = self.place, self.place + self.task.segment
+        start, self.place = self.place, self.place + self.task.segment_length
         return self.ids_BA[:, start : self.place], self.ids_BA[:, start + 1 : self.place + 1]
 
 
@@ -63,13 +66,13 @@ def wait(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def run(contestant: Contestant, segments: Segments, steps: int, device: str) -> dict[str, float]:
+def run(implementation: Implementation, segments: Segments, steps: int, device: str) -> dict[str, float]:
     """Takes steps against the clock."""
     losses = []
     wait(device)
     began = time.perf_counter()
     for _ in range(steps):
-        losses.append(contestant.step(*segments.next()).detach())
+        losses.append(implementation.step(*segments.next()).detach())
     wait(device)
     return {"seconds": time.perf_counter() - began, "loss": float(torch.stack(losses).float().mean())}
 
@@ -83,7 +86,7 @@ def peak(device: str, before: int) -> dict[str, int]:
 
 
 def warm_libraries(device: str) -> None:
-    """Takes a step of a tiny model, so that what torch loads late does not count as the contestant's memory."""
+    """Takes a step of a tiny model, so that what torch loads late does not count as the implementation's memory."""
     tiny = torch.nn.Linear(2, 2).to(device)
     tiny(torch.ones(1, 2, device=device)).sum().backward()
     torch.optim.Adam(tiny.parameters(), fused=True).step()
@@ -97,25 +100,25 @@ def answer(what: dict[str, Any]) -> None:
 def main() -> None:
     """Says what was built, then does as told."""
     task = Task(**json.loads(sys.argv[1]))
-    module = importlib.import_module(f"contestants.{task.contestant}")
+    module = importlib.import_module(f"implementations.{task.implementation}")
     warm_libraries(task.device)
     before = resident_bytes("VmRSS")
     torch.manual_seed(1)
-    contestant: Contestant = module.Runner(task)
+    implementation: Implementation = module.Runner(task)
     segments = Segments(task)
     # several names may stand for one tensor
-    parameters = sum(parameter.numel() for parameter in set(contestant.model.parameters()))
-    versions = {"torch": torch.__version__, **contestant.versions}
+    parameters = sum(parameter.numel() for parameter in set(implementation.model.parameters()))
+    versions = {"torch": torch.__version__, **implementation.versions}
     answer(
         {
             "parameters": parameters,
             "threads": torch.get_num_threads(),
-            "note": contestant.note,
+            "note": implementation.note,
             "versions": versions,
         }
     )
     for line in sys.stdin:
-        answer(run(contestant, segments, int(line), task.device))
+        answer(run(implementation, segments, int(line), task.device))
     answer(peak(task.device, before))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import transformers
-from contestants.task import Task
+from implementations.task import Task
 from torch import Tensor
 from transformers import TransfoXLConfig, TransfoXLLMHeadModel
 
@@ -20,16 +20,16 @@ class Runner:
 
     def __init__(self, task: Task) -> None:
         config = TransfoXLConfig(
-            vocab_size=task.tokenizer,
+            vocab_size=task.vocab_size,
             cutoffs=[],
             div_val=1,
-            d_model=task.width,
-            d_embed=task.width,
-            n_head=task.heads,
+            d_model=task.d_model,
+            d_embed=task.d_model,
+            n_head=task.n_heads,
             d_head=task.d_head,
-            d_inner=task.feedforward,
-            n_layer=task.layers,
-            mem_len=task.memory,
+            d_inner=task.d_ff,
+            n_layer=task.n_layers,
+            mem_len=task.memory_length,
             clamp_len=-1,
             same_length=False,
             dropout=task.dropout,
@@ -51,7 +51,7 @@ class Runner:
             out = self.model(input_ids=inputs_BT, labels=inputs_BT, mems=self.mems)
         self.mems = out.mems
         out.loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.task.clip)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.task.max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return out.loss

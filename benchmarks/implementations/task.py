@@ -1,4 +1,4 @@
-"""What a contestant of `training.py` or `inference.py` is given, and what it must offer."""
+"""What an implementation of `training.py` or `inference.py` is given, and what it must offer."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ from torch import Tensor
 class Task:
     """What is to be trained, and how."""
 
-    contestant: str
+    implementation: str
     """Name of the module beside this file."""
-    precision: str
+    dtype: str
     """float32 or bfloat16."""
     variant: str
-    """What the contestant is asked to do otherwise; empty: nothing."""
+    """What the implementation is asked to do otherwise; empty: nothing."""
     device: str
-    layers: int
-    width: int
-    heads: int
+    n_layers: int
+    d_model: int
+    n_heads: int
     d_head: int
-    feedforward: int
-    tokenizer: int
-    rows: int
-    segment: int
-    memory: int
+    d_ff: int
+    vocab_size: int
+    batch_size: int
+    segment_length: int
+    memory_length: int
     dropout: float
     learning_rate: float
-    clip: float
-    clamp: int | None = None
+    max_grad_norm: float
+    clamp_length: int | None = None
     """Distances above this count as this one; none: no limit. For reading alone."""
 
     def autocast(self) -> AbstractContextManager[object]:
         """Matrix products in the wanted number format."""
-        if self.precision == "float32":
+        if self.dtype == "float32":
             return nullcontext()
         return torch.autocast(torch.device(self.device).type, torch.bfloat16)
 
 
-class Contestant(Protocol):
+class Implementation(Protocol):
     """A model in training, or one that reads, carrying its memory from step to step."""
 
     model: torch.nn.Module

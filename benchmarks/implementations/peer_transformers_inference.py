@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import transformers
-from contestants.task import Task
+from implementations.task import Task
 from torch import Tensor
 from transformers import TransfoXLConfig, TransfoXLLMHeadModel
 
@@ -20,17 +20,17 @@ class Runner:
 
     def __init__(self, task: Task) -> None:
         config = TransfoXLConfig(
-            vocab_size=task.tokenizer,
+            vocab_size=task.vocab_size,
             cutoffs=[],
             div_val=1,
-            d_model=task.width,
-            d_embed=task.width,
-            n_head=task.heads,
+            d_model=task.d_model,
+            d_embed=task.d_model,
+            n_head=task.n_heads,
             d_head=task.d_head,
-            d_inner=task.feedforward,
-            n_layer=task.layers,
-            mem_len=task.memory,
-            clamp_len=-1 if task.clamp is None else task.clamp,
+            d_inner=task.d_ff,
+            n_layer=task.n_layers,
+            mem_len=task.memory_length,
+            clamp_len=-1 if task.clamp_length is None else task.clamp_length,
             same_length=True,
             untie_r=False,
         )
