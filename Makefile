@@ -52,7 +52,7 @@ bench: $(STAMP) $(PEERS)/installed
 
 clean:
 	rm -rf $(VENV) $(PEERS) site .cache .pytest_cache .ruff_cache .hypothesis
-	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src tests benchmarks docs examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Written last, so that an interrupted setup is done again.
 $(STAMP): pyproject.toml constraints.txt
