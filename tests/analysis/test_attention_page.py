@@ -210,7 +210,7 @@ def test_a_browser_shows_the_text_and_its_numbers(tab, maps):
     # pointing at a token makes it the query
     tokens.nth(17).hover()
     check(tab, maps, 17, 17, 0, 0)
-    assert tab.locator("#text span.query").get_attribute("data-place") == "17"
+    assert tab.locator("#text span.query").get_attribute("data-index") == "17"
     # held, others are read as keys, whatever layer and head are chosen
     tokens.nth(41).click()
     for layer, head in ((0, 0), (1, 0), (1, 1)):
@@ -221,12 +221,12 @@ def test_a_browser_shows_the_text_and_its_numbers(tab, maps):
     tokens.nth(50).hover()
     assert "comes later" in tab.locator("#tip").inner_text()
     tokens.nth(0).hover()
-    assert "out of sight" in tab.locator("#tip").inner_text()
+    assert "not visible" in tab.locator("#tip").inner_text()
 
 
 def test_colours_and_table_are_of_the_chosen_term(tab, maps):
     def background(place):
-        return tab.locator(f"[data-place='{place}']").evaluate("e => e.style.background")
+        return tab.locator(f"[data-index='{place}']").evaluate("e => e.style.background")
 
     tab.locator("#text span").nth(41).click()
     tab.select_option("#layer", "1")
@@ -241,7 +241,7 @@ def test_colours_and_table_are_of_the_chosen_term(tab, maps):
         assert background(int(np.nanargmin(found))) != background(int(np.nanargmax(found)))
         assert tab.locator("#highest").inner_text()[:5] == f"{np.nanmax(found):.4f}"[:5]
     # what is not seen is grey: later tokens, and those that left the memory
-    grey = tab.locator("#text span.unseen").evaluate_all("a => a.map(e => Number(e.dataset.place))")
+    grey = tab.locator("#text span.unseen").evaluate_all("a => a.map(e => Number(e.dataset.index))")
     assert set(grey) == {place for place in range(len(TEXT)) if not maps.seen_QQ[41, place]} > {0, 42}
 
 

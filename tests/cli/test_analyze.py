@@ -5,18 +5,19 @@ import json
 import pytest
 from refusals import txl
 
-QUICK = ["analyze", "speed", "tiny", "--lengths", "8,16", "--segments", "4", "--rounds", "1", "--precision", "float32"]
+QUICK = ["analyze", "speed", "tiny", "--attention-windows", "8,16", "--segment-lengths", "4"]
+QUICK += ["--repeats", "1", "--dtype", "float32"]
 
 
 def test_speed_shows_two_tables_and_writes_the_figures(tmp_path):
     out = tmp_path / "speed.json"
     said = txl(*QUICK, "--out", out)
     assert said.status == 0
-    assert "scores stored" in said.out
+    assert "attention scores stored" in said.out
     assert "fused causal attention" in said.out
     figures = json.loads(out.read_text())
-    assert [row["attention_length"] for row in figures["rows"]] == [8, 16]
-    assert figures["number_format"] == "float32"
+    assert [row["attention_window"] for row in figures["rows"]] == [8, 16]
+    assert figures["dtype"] == "float32"
     assert txl(*QUICK, "--json").object.keys() == figures.keys()
 
 
@@ -24,11 +25,10 @@ def test_speed_shows_two_tables_and_writes_the_figures(tmp_path):
     ("words", "text"),
     [
         (["tinny"], "no recipe 'tinny'"),
-        (["tiny", "--lengths", "8,x"], "--lengths 8,x: wanted whole numbers"),
-        (["tiny", "--lengths", ""], "--lengths : wanted whole numbers"),
-        (["tiny", "--segments", "0"], "--segments 0: wanted whole numbers"),
-        (["tiny", "--rounds", "0"], "rounds 0: wanted 1 or more"),
-        (["tiny", "--clamp", "0"], "clamp_length 0 is too small"),
+        (["tiny", "--attention-windows", "8,x"], "--attention-windows 8,x: wanted whole numbers"),
+        (["tiny", "--segment-lengths", "0"], "--segment-lengths 0: wanted whole numbers"),
+        (["tiny", "--repeats", "0"], "repeats 0: wanted 1 or more"),
+        (["tiny", "--clamp-length", "0"], "clamp_length 0: wanted 1 or more"),
         (["enwik8-al-rfou-12l"], "is compared for Transformer-XL"),
     ],
 )

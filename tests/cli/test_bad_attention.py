@@ -12,15 +12,15 @@ import pytest
 from refusals import assert_refused, do, error_of, files, no_file_larger_than, txl
 
 from transformer_xl import Corpus, EvaluationPlan, load
-from transformer_xl.analysis.attention_maps import AttentionMeans, look, with_terms
-from transformer_xl.analysis.loss_by_distance import in_stretches, loss_by_distance
+from transformer_xl.analysis.attention_maps import AttentionMeans, read_attention, require_attention_terms
+from transformer_xl.analysis.loss_by_distance import loss_by_distance, with_chunks
 from transformer_xl.evaluation.method import TokenizedText
 from transformer_xl.model.memory import ContextLimits
 
 Capture = pytest.CaptureFixture[str]
 SMALL = "--model.n-layers 2 --model.d-model 14 --model.n-heads 2 --model.d-ff 19"
 SHORT = "--train.segment-length 7 --train.memory-length 11 --train.batch-size 3 --train.max-steps 2 --train.warmup-steps 0 --train.dtype float32"
-QUICK = ["--tokens", "61", "--page-tokens", "9"]
+QUICK = ["--max-tokens", "61", "--page-tokens", "9"]
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     do(f"train --corpus {place}/words --run {place}/shaw {deep} {SHORT} --model.architecture shaw")
     without = SHORT.replace("--train.memory-length 11 ", "")
     do(f"train --corpus {place}/corpus --run {place}/learned {SMALL} {without} --model.architecture al-rfou")
-    do(f"train --corpus {place}/corpus --run {place}/lstm {SMALL} {SHORT} --model.architecture lstm")
+    do(f"train --corpus {place}/corpus --run {place}/lstm {SHORT} --model.architecture lstm --model.d-model 14")
     return place
 
 
@@ -47,7 +47,13 @@ def test_what_it_leaves(place: Path, tmp_path: Path) -> None:
     said = txl("analyze", "attention", place / "run", *QUICK, "--heads", "1:0", "--out", out, "--json")
     assert said.status == 0
     found = said.object
-    assert (found["tokens"], found["memory_length"], found["segment_length"], found["back"], found["page_tokens"]) == (
+    assert (
+        found["tokens"],
+        found["memory_length"],
+        found["segment_length"],
+        found["max_distance"],
+        found["page_tokens"],
+    ) == (
         61,
         11,
         7,
@@ -55,7 +61,7 @@ def test_what_it_leaves(place: Path, tmp_path: Path) -> None:
         9,
     )
     assert found["counted_tokens"] == 61 - 14  # memory is full from the third segment on
-    assert (found["documents"], found["stretch"]) == (1, 7)
+    assert (found["documents"], found["chunk_length"]) == (1, 7)
     written = {name for names in found["files"].values() for name in names}
     assert {path.name for path in out.iterdir()} == written
     assert {"mean-attention.png", "terms-layer-1-head-0.svg", "loss.svg"} <= written
@@ -72,11 +78,11 @@ def test_what_it_leaves(place: Path, tmp_path: Path) -> None:
 def check_numbers(place: Path, found: dict[str, Any], means: np.ndarray) -> None:
     """The means and both losses are those of the same text, computed in Python."""
     run, plan = load(place / "run"), EvaluationPlan(7, ContextLimits(11))
-    model, tokens_K = with_terms(run.model), Corpus.open(place / "corpus").split("test").first(61)
+    model, tokens_K = require_attention_terms(run.model), Corpus.open(place / "corpus").split("test").first(61)
     computed = AttentionMeans(model, plan, 61)
-    look(model, tokens_K, plan, [computed.add])
+    read_attention(model, tokens_K, plan, [computed.add])
     np.testing.assert_allclose(means, computed.mean_LNP(11), rtol=1e-6)
-    cut, _ = in_stretches(TokenizedText(tokens_K, run.tokenizer.bos_token_id), plan)
+    cut, _ = with_chunks(TokenizedText(tokens_K, run.tokenizer.bos_token_id), plan)
     assert found["loss"].keys() == {"reset", "continue"}
     for documents in ("reset", "continue"):
         wanted = loss_by_distance(model, cut, plan, reset_memory=documents == "reset")
@@ -88,15 +94,15 @@ def check_numbers(place: Path, found: dict[str, Any], means: np.ndarray) -> None
 
 def test_for_people_beside_the_run(place: Path) -> None:
     """A short text, one word of which is not known, on Shaw's encoding."""
-    said = txl("analyze", "attention", place / "shaw", "--prompt", "the dog sat on the mat", "--back", "3")
+    said = txl("analyze", "attention", place / "shaw", "--prompt", "the dog sat on the mat", "--max-distance", "3")
     assert said.status == 0
-    assert "how many tokens back each head looks" in said.out
+    assert "mean distance in tokens that each head attends to" in said.out
     assert "remark: not in the vocabulary, and read as <unk>: 'dog'\n" in said.err
     assert "remark: a text of 7 tokens does not fill a memory of 11" in said.err
     assert f"written: {place}/shaw-attention" in said.err
     figures = json.loads((place / "shaw-attention" / "figures.json").read_text())
     distance_LN = np.array([head["mean_distance"] for head in figures["heads"]]).reshape(5, 2)
-    assert figures["drawn_heads"] == [[layer, int(distance_LN[layer].argmax())] for layer in (0, 2, 4)]
+    assert figures["plotted_heads"] == [[layer, int(distance_LN[layer].argmax())] for layer in (0, 2, 4)]
     assert figures["memory_length"] == 11
     page = (place / "shaw-attention" / "attention.html").read_text(encoding="utf-8")
     assert "(b) content-dependent position" in page
@@ -113,7 +119,7 @@ def test_from_inside_the_run_and_with_a_single_token(place: Path, monkeypatch: p
     assert said.status == 0
     assert files(run) == before
     assert "remark: a text of 1 token does not fill" in said.err
-    assert "mean of 1 token, memory 11" in said.out
+    assert "1 tokens counted, memory length 11" in said.out
     assert "The first 1 token of a text" in (place / "run-attention" / "attention.html").read_text(encoding="utf-8")
     shutil.rmtree(place / "run-attention")  # what is refused next does not find it in its way
 
@@ -123,36 +129,39 @@ def test_from_inside_the_run_and_with_a_single_token(place: Path, monkeypatch: p
     [
         (
             "{}/lstm",
-            "kind lstm does not attend, so there is no picture of it; give a run with encoding relative or shaw",
+            "lstm has no attention to show; give a run of transformer-xl or shaw",
         ),
-        ("{}/learned", "encoding learned attends without memory and without terms"),
+        ("{}/learned", "al-rfou has no attention terms and memory"),
         ("{}/none", "no such folder; wanted a folder that 'txl train --run DIR' made"),
-        ("{}/run --heads 2:0", "--heads 2:0: there is no layer 2; they are 0 to 1"),
-        ("{}/run --heads 0:0,1:2", "--heads 0:0,1:2: there is no head 2; they are 0 to 1"),
-        ("{}/run --heads 1", "--heads 1: wanted layer:head, both from 0, with commas between, such as 0:3,7:1"),
+        ("{}/run --heads 2:0", "heads 2:0: there is no layer 2; they are 0 to 1"),
+        ("{}/run --heads 0:0,1:2", "heads 1:2: there is no head 2; they are 0 to 1"),
+        ("{}/run --heads 1", "--heads 1: wanted layer:head, both from 0, separated by commas, such as 0:3,7:1"),
         ("{}/run --heads 0:-1", "--heads 0:-1: wanted layer:head"),
-        ("{}/run --text {}/empty.txt", r"empty.txt: there is no token in it; give some text"),
-        ("{}/run --text {}/absent.txt", "reading .*absent.txt: no such file or folder"),
-        ("{}/run --prompt a --text {}/text.txt", "--prompt and --text were both given; use one of them"),
+        ("{}/run --text-file {}/empty.txt", "the text is empty"),
+        ("{}/run --text-file {}/absent.txt", "reading .*absent.txt: no such file or folder"),
+        ("{}/run --prompt a --text-file {}/text.txt", "--prompt and --text-file were both given; use one of them"),
         ("{}/run --prompt a --split valid", "--split valid and --prompt were both given; a split is of a corpus"),
         ("{}/run --split tset", "has no split 'tset'.*'test'"),
-        ("{}/run --tokens 0", "--tokens 0: wanted 1 or more"),
-        ("{}/run --back 0", "--back 0: wanted 1 or more"),
-        ("{}/run --page-tokens 0", "--page-tokens 0: wanted 1 or more"),
-        ("{}/run --page-tokens 99999 --split train", "--page-tokens 99,999: the text has"),
+        ("{}/run --max-tokens 0", "max_tokens 0: wanted 1 or more"),
+        ("{}/run --max-distance 0", "max_distance 0: wanted 1 or more"),
+        ("{}/run --page-tokens 0", "page_tokens 0: wanted 1 or more"),
+        ("{}/run --page-tokens 99999 --split train", "page_tokens 99,999: the text has"),
         ("{}/run --page-tokens 1400 --split train", "2 x 2 heads would take 15 MiB of the page; give 1,023 at most"),
-        ("{}/run --prompt line --back 4", "--back 4: the text has 4 tokens; give a longer one, or fewer to --back"),
         (
-            "{}/run --back 18 --memory-length 11",
-            "--back 18: with memory 11 no token sees farther than 17 back; give --memory-length 18",
+            "{}/run --prompt line --max-distance 4",
+            "max_distance 4: the text has 4 tokens; give a longer text or a smaller",
         ),
         (
-            "{}/run --back 9 --attention-window 9",
-            "--back 9: with a window of 9 no token sees farther than 8 .*--attention-window 10 or none",
+            "{}/run --max-distance 18 --memory-length 11",
+            "max_distance 18: with memory length 11 no token sees farther than 17 back; give memory length 18",
         ),
-        ("{}/run --corpus {}/words", "vocabulary"),
+        (
+            "{}/run --max-distance 9 --attention-window 9",
+            "max_distance 9: with attention window 9 no token sees farther than 8 .*attention window 10 or none",
+        ),
+        ("{}/run --corpus {}/words", "tokenizer|vocabulary"),
         ("{}/run --memory-length 99999999999", "memory_length.*less than or equal to 2147483647"),
-        ("{}/run --out {}/corpus", "corpus exists already; choose another --out or delete it first"),
+        ("{}/run --out {}/corpus", "corpus exists already; choose another out or delete it first"),
         ("{}/run --out {}/text.txt/new", "part of the path is a file, not a folder"),
     ],
 )
@@ -164,5 +173,5 @@ def test_a_picture_that_cannot_be_written_leaves_nothing(place: Path, capfd: Cap
     before = files(place)
     words = f"--prompt line-5-line-6-line-7 --heads 0:0 --out {place}/new/pictures"
     with no_file_larger_than(9000):
-        assert "file too large for this place" in error_of(f"analyze attention {place}/run {words}", capfd)
+        assert "file too large" in error_of(f"analyze attention {place}/run {words}", capfd)
     assert files(place) == before

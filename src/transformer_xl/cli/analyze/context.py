@@ -92,10 +92,6 @@ def context(
         fractions=_fractions(fractions),
         threshold=threshold,
     )
-    text = RunFolder.open(next(iter(named.values()))).open_corpus(corpus)
-    tokens_K = text.split(split).tokens
-    text.verify(split)
-    sweep.draw_positions(len(tokens_K))
     device = machine.choose()
     models = load_group(
         named,
@@ -104,6 +100,9 @@ def context(
         clamp_length=clamp_length,
         device=str(device),
     )
+    text = RunFolder.open(next(iter(named.values()))).open_corpus(corpus)
+    tokens_K = text.split(split).tokens
+    text.verify(split)
     _say_cost(models, sweep, tokens_K)
     with ProgressBar("context", sum(model.cost(sweep) for model in models), "tokens") as bar:
         found = measure_context(models, tokens_K, sweep, bar.advance)
@@ -158,6 +157,7 @@ def _named(runs: tuple[str, ...]) -> dict[str, Path]:
 
 def _say_cost(models: list[GroupModel], sweep: ContextSweep, tokens_K: Tokens) -> None:
     """Print how many tokens will be read and, after a trial, how long it will take."""
+    positions_P = sweep.draw_positions(len(tokens_K))
     costs = {model.name: model.cost(sweep) for model in models}
     total = f"; in all {sum(costs.values()):,}" if len(costs) > 1 else ""
     say(
@@ -165,7 +165,6 @@ def _say_cost(models: list[GroupModel], sweep: ContextSweep, tokens_K: Tokens) -
         f"{sweep.contexts[-1]:,} tokens; tokens to read: "
         f"{', '.join(f'{name} {cost:,}' for name, cost in costs.items())}{total}"
     )
-    positions_P = sweep.draw_positions(len(tokens_K))
     minutes = sum(model.estimate_seconds(sweep, tokens_K, positions_P) for model in models) / 60
     say(f"estimated time: {f'about {minutes:,.0f} minutes' if minutes >= 1.5 else 'a minute or less'}")
 
