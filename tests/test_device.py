@@ -10,7 +10,7 @@ from transformer_xl.device import autocast, has_bfloat16, resolve_dtype
 
 TOUCH = """
 import ctypes, resource, sys
-from transformer_xl.device import keep_freed_memory
+from transformer_xl.cli.main import keep_freed_memory
 
 if sys.argv[1] == "keep":
     assert keep_freed_memory()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import platform
 import sys
 from contextlib import AbstractContextManager, nullcontext
@@ -108,25 +107,6 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if device.type == "cuda" and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
-
-
-def keep_freed_memory() -> bool:
-    """Lets this process keep the memory it frees, so that a step need not ask the system for the pages of the last one.
-
-    Fresh pages must be cleared first, which costs more than using them. Buffers above 32 MiB, the most that glibc
-    takes from its heap, still come and go: without that limit holes between aligned buffers would make the heap grow.
-    Only where the C library is glibc.
-
-    Returns:
-        whether it could be done.
-    """
-    if not sys.platform.startswith("linux"):
-        return False
-    trim_threshold, top_pad, mmap_threshold = -1, -2, -3  # glibc's malloc.h
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
-        return False
-    return all([mallopt(mmap_threshold, 2**25), mallopt(trim_threshold, -1), mallopt(top_pad, 2**26)])
 
 
 def peak_memory_bytes() -> int | None:

@@ -71,7 +71,7 @@ def test_a_folder_of_the_hub_converts_evaluates_and_generates(tokenizer: str, tm
     told = txl("info", tmp_path / "run", "--verify", "--json")
     assert told.status == 0
     assert told.object["run"]["parameters"] == done.object["parameters"]
-    assert told.object["run"]["checksums"] == "all right"
+    assert told.object["run"]["checksums"] == "valid"
 
 
 def test_what_is_printed_and_the_way_back(tmp_path: Path) -> None:

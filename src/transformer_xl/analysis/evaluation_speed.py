@@ -37,7 +37,6 @@ from transformer_xl.device import (
     autocast,
     choose_device,
     environment,
-    keep_freed_memory,
     resolve_dtype,
     set_threads,
 )
@@ -128,7 +127,6 @@ def compare_speed(
     # cutoffs to be found from a corpus are left out: the softmax is not compared
     sizes = config.model.model_copy(update={"cutoffs": ()}) if config.model.cutoffs == "auto" else config.model
     set_threads(threads)
-    keep_freed_memory()
     measurement = SpeedMeasurement(sizes, comparison, choose_device(device))
     rows = [asdict(row) for row in measurement.rows(say)]
     with_memory, vanilla = measurement.num_parameters

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Parameter
 
 from transformer_xl.cli.flags import EvaluationFlags, evaluation_config
-from transformer_xl.cli.options import ANY_MACHINE, Json, MachineOptions, whole_numbers
+from transformer_xl.cli.options import ANY_MACHINE, Json, MachineOptions, parse_integers
 from transformer_xl.cli.output import print_json, print_table
 from transformer_xl.config import EvaluationConfig, UserError
 from transformer_xl.progress import ProgressBar, say
@@ -40,7 +40,7 @@ class Sweep:
         if memory_lengths is not None and windows is not None:
             raise UserError("--sweep-memory-length and --sweep-attention-window were both given; use one of them")
         if memory_lengths is not None:
-            lengths = whole_numbers("--sweep-memory-length", memory_lengths, least=0)
+            lengths = parse_integers("--sweep-memory-length", memory_lengths, minimum=0)
             return [config.model_copy(update={"memory_length": length}) for length in lengths]
         if windows is None:
             return [config]
@@ -48,7 +48,7 @@ class Sweep:
         return [
             # a query sees itself too, so a memory of window - 1 fills the window at every position of a segment
             config.model_copy(update={"attention_window": window} | ({"memory_length": window - 1} if fills else {}))
-            for window in whole_numbers("--sweep-attention-window", windows)
+            for window in parse_integers("--sweep-attention-window", windows)
         ]
 
 

@@ -1,4 +1,4 @@
-"""`txl info`: this machine, or what a run or a corpus is."""
+"""`txl info`: show this machine, a run or a corpus."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def info(
     path
         Folder of a run or of a corpus. [default: only the machine]
     verify
-        Read the whole of it and compare every checksum.
+        Read every file and compare its checksum.
     """
     shown = {"machine": machine_facts(machine)}
     with as_user_error(f"reading {path}"):
@@ -45,11 +45,11 @@ def info(
         print_json(shown)
         return
     for title, facts in shown.items():
-        print_table(title, ["", "value"], [[name.replace("_", " "), _word(value)] for name, value in facts.items()])
+        print_table(title, ["", "value"], [[name.replace("_", " "), _format(value)] for name, value in facts.items()])
 
 
 def machine_facts(machine: Machine) -> dict[str, Any]:
-    """What computes here, and how."""
+    """Return versions, devices and what the automatic settings choose on this machine."""
     import torch
 
     from transformer_xl.device import available_devices, resolve_dtype
@@ -63,9 +63,9 @@ def machine_facts(machine: Machine) -> dict[str, Any]:
         "device": str(chosen),
         "devices": available_devices(),
         "threads": torch.get_num_threads(),
-        "precision_auto": resolve_dtype(chosen, "auto"),
-        "kernel_auto": choose("auto", chosen, torch.float32).name,
-        "kernels": list(KERNELS),
+        "dtype_auto": resolve_dtype(chosen, "auto"),
+        "attn_implementation_auto": choose("auto", chosen, torch.float32).name,
+        "attn_implementations": list(KERNELS),
     }
 
 
@@ -83,8 +83,8 @@ def _corpus(path: Path, verify: bool) -> dict[str, Any]:
     for name in corpus.splits:
         split = corpus.split(name)
         facts[name] = {"tokens": split.num_tokens, "bytes": split.num_bytes}
-        facts[name] |= {"unknown_words": split.num_unknown, "documents": split.num_documents}
-    return {**facts, "checksums": "all right" if verify else "not checked; --verify does"}
+        facts[name] |= {"num_unknown": split.num_unknown, "documents": split.num_documents}
+    return {**facts, "checksums": "valid" if verify else "not checked; give --verify"}
 
 
 def _run(path: Path, verify: bool, machine: Machine) -> dict[str, Any]:
@@ -100,10 +100,12 @@ def _run(path: Path, verify: bool, machine: Machine) -> dict[str, Any]:
         parameters = build_model(config.model).num_parameters()
     if verify:
         folder.verify()
-    figures = folder.metrics()
-    valid = [line for line in figures if line["split"] == "valid"]
+    metrics = folder.metrics()
+    valid = [line for line in metrics if line["split"] == "valid"]
     newest = folder.latest_checkpoint()
-    best = CheckpointRecord.read(newest).state.get("best_nats") if newest else None  # lines may be of several texts
+    best = (
+        CheckpointRecord.read(newest).state.get("best_nats") if newest else None
+    )  # after a change of corpus, lines are of several texts
     lowest = [line for line in valid if line["nats_per_token"] == best] or valid
     return {
         "path": str(path),
@@ -118,17 +120,17 @@ def _run(path: Path, verify: bool, machine: Machine) -> dict[str, Any]:
         "train": config.train.model_dump(),
         "evaluation": config.evaluation.model_dump(),
         "newest_checkpoint": newest.name if newest else None,
-        "last_train": next((line for line in reversed(figures) if line["split"] == "train"), None),
+        "last_train": next((line for line in reversed(metrics) if line["split"] == "train"), None),
         "best_valid": min(lowest, key=lambda line: line["nats_per_token"], default=None),
-        "checksums": "all right" if verify else "not checked; --verify does",
+        "checksums": "valid" if verify else "not checked; give --verify",
     }
 
 
-def _word(value: Any) -> str:
+def _format(value: Any) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{name.replace('_', ' ')} {_word(inner)}" for name, inner in value.items())
+        return ", ".join(f"{name.replace('_', ' ')} {_format(inner)}" for name, inner in value.items())
     if isinstance(value, list):
-        return ", ".join(_word(inner) for inner in value)
+        return ", ".join(_format(inner) for inner in value)
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int):

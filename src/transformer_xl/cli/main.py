@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import io
 import os
 import signal
@@ -11,26 +12,26 @@ from cyclopts import App, CycloptsError
 
 from transformer_xl import __version__
 
-# what 'txl --help' lists, and behind an empty line what only the command's own --help says
+# The first paragraph is shown by 'txl --help', the rest only by the command's own --help.
 COMMANDS = {
     "demo": "The main job on real text, end to end in minutes: prepare, train, evaluate, generate, report.",
-    "prepare": "Turn text into a corpus: token numbers on disk.",
-    "train": "Train a model on a corpus, or go on with a run.\n\nSettings: the defaults, then the recipe, then flags. "
-    "Ctrl-C or SIGTERM saves a checkpoint and ends the command with status 130 or 143; --resume goes on from there as "
-    "if it had never stopped.",
-    "evaluate": "Score a text: perplexity and bits per byte, at any memory length.",
-    "score": "Say how likely texts are: log-probabilities by token, line or file.",
+    "prepare": "Turn text into a corpus: token ids on disk.",
+    "train": "Train a model on a corpus, or resume a run.\n\nSettings: the defaults, then the recipe, then flags. "
+    "Ctrl-C or SIGTERM saves a checkpoint and ends the command with status 130 or 143; --resume continues from there "
+    "with the same results as without the stop.",
+    "evaluate": "Evaluate a run on a text: perplexity and bits per byte, at any memory length.",
+    "score": "Compute log-probabilities of texts: by token, line or file.",
     "generate": "Generate text with a trained model.",
-    "analyze": "Show what a model does: what heads attend to, how far a text helps, how fast memory is.",
-    "reproduce": "Make the paper's tables at any scale, beside its figures.",
-    "convert": "Make a run of another program's model, or write a run for Hugging Face.",
-    "recipes": "List the settings that come with the package.",
+    "analyze": "Analyze a model: what heads attend to, how much distant context helps, how fast evaluation is.",
+    "reproduce": "Reproduce the paper's tables at any scale, beside its figures.",
+    "convert": "Convert another program's checkpoint to a run, or a run to the Hugging Face layout.",
+    "recipes": "List the recipes that come with the package.",
     "info": "Show this machine, a run or a corpus.",
 }
 
 
 def build_app() -> App:
-    """The command tree; nothing heavy is imported."""
+    """Build the command tree without importing torch."""
     app = App(
         name="txl",
         help="Transformer-XL: train, evaluate with memory far beyond the training length, generate.",
@@ -44,19 +45,38 @@ def build_app() -> App:
 
 
 def main() -> None:
-    """Runs one command. Exit status: 0 done, 2 bad input, 130 or 143 stopped by Ctrl-C or SIGTERM."""
-    # as Ctrl-C does, SIGTERM unwinds the program, so that half-written files are taken away
+    """Run one command. Exit status: 0 done, 2 bad input, 130 or 143 stopped by Ctrl-C or SIGTERM."""
+    # SIGTERM raises SystemExit, so that half-written files are removed, as after Ctrl-C
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    keep_freed_memory()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal that lacks a character still shows the rest
+            stream.reconfigure(errors="replace")  # for a terminal whose encoding lacks a character
     if sys.stdout is None:  # closed by the caller (>&-)
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (open as long as the program runs)
     sys.exit(run(sys.argv[1:]))
 
 
+def keep_freed_memory() -> bool:
+    """Let glibc keep the memory that this process frees, so that a training step reuses the pages of the one before.
+
+    Fresh pages must be zeroed by the kernel, which costs more than using them. Buffers above 32 MiB, the largest that
+    glibc takes from its heap, are still returned: without that limit, gaps between aligned buffers make the heap grow.
+
+    Returns:
+        whether it was done; false where the C library is not glibc.
+    """
+    if not sys.platform.startswith("linux"):
+        return False
+    trim_threshold, top_pad, mmap_threshold = -1, -2, -3  # M_TRIM_THRESHOLD, ... in glibc's malloc.h
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return False
+    return all([mallopt(mmap_threshold, 2**25), mallopt(trim_threshold, -1), mallopt(top_pad, 2**26)])
+
+
 def run(words: list[str]) -> int:
-    """Runs one command line and gives its exit status; what the user can put right becomes one line."""
+    """Run one command line and return its exit status; an error that the user can correct is printed as one line."""
     try:
         status = build_app()(words, exit_on_error=False, print_error=False)
         sys.stdout.flush()
@@ -65,39 +85,39 @@ def run(words: list[str]) -> int:
         print("txl: stopped", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        return _leave_output()  # the reader has gone (| head)
+        return _discard_output()  # the reader of the pipe has closed it (| head)
     except Exception as error:
         line = _one_line(error)
         if line is None:
-            raise  # a fault of ours: its traceback is wanted
-        if isinstance(error, CycloptsError) and _another_speaks():
+            raise  # a bug: keep the traceback
+        if isinstance(error, CycloptsError) and _is_nonzero_rank():
             return 2
         print(f"txl: error: {line}", file=sys.stderr)
         if isinstance(error, OSError):
-            _leave_output()
+            _discard_output()
         return 2
 
 
-def _another_speaks() -> bool:
-    """Whether this is one of several processes that were started with the same words, and not the first."""
+def _is_nonzero_rank() -> bool:
+    """Return whether this is a torchrun worker other than rank 0, which prints the same error."""
     rank, size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
     return rank.isdecimal() and size.isdecimal() and 0 < int(rank) < int(size)
 
 
-def _leave_output() -> int:
-    """Sees to it that nothing more is written to standard output, not even when Python ends."""
+def _discard_output() -> int:
+    """Redirect standard output to nowhere, so that flushing it at exit cannot fail again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
 def _one_line(error: Exception) -> str | None:
-    """What to tell the user; none where the user is not the cause."""
+    """Return the message for the user, or None if the user cannot correct the error."""
     from pydantic import BaseModel, ValidationError
 
     from transformer_xl.config import UserError, explain
 
-    if _out_of_memory(error):
-        return "not enough memory for these sizes; lower rows, segment, memory or the model's sizes"
+    if _is_out_of_memory(error):
+        return "not enough memory; lower the batch size, the segment length, the memory length or the model's size"
     if isinstance(error, OSError):
         return f"{error.filename or 'writing the output'}: {error.strerror or error}"
     if not isinstance(error, UserError | CycloptsError):
@@ -111,6 +131,6 @@ def _one_line(error: Exception) -> str | None:
     return " ".join(text.split())
 
 
-def _out_of_memory(error: Exception) -> bool:
-    words = ("can't allocate memory", "out of memory", "Invalid buffer size")  # torch on CPU, CUDA, MPS
-    return isinstance(error, MemoryError) or any(word in str(error) for word in words)
+def _is_out_of_memory(error: Exception) -> bool:
+    messages = ("can't allocate memory", "out of memory", "Invalid buffer size")  # torch on CPU, CUDA, MPS
+    return isinstance(error, MemoryError) or any(message in str(error) for message in messages)

@@ -17,18 +17,18 @@ Json = Annotated[bool, Parameter(negative=(), help="Print one JSON object and no
 
 @dataclass(frozen=True)
 class Machine:
-    """What computes."""
+    """The device and the CPU threads that a command computes with."""
 
     device: str = "auto"
     """auto, cuda, mps or cpu."""
     threads: int | None = None
-    """CPU threads of one operation."""
+    """Number of CPU threads for one operation."""
 
     def choose(self) -> torch.device:
-        """The device, with the threads set.
+        """Set the number of threads and return the device.
 
         Raises:
-            UserError: there is no such device here, or fewer than one thread.
+            UserError: this machine has no such device, or the number of threads is below one.
         """
         from transformer_xl.device import choose_device, set_threads
 
@@ -40,13 +40,13 @@ MachineOptions = Annotated[Machine, Parameter(name="*")]
 ANY_MACHINE = Machine()
 
 
-def whole_numbers(flag: str, given: str, *, least: int = 1) -> tuple[int, ...]:
-    """Numbers that were typed as one word, 800,1800.
+def parse_integers(flag: str, given: str, *, minimum: int = 1) -> tuple[int, ...]:
+    """Parse integers separated by commas, such as 800,1800.
 
     Raises:
-        UserError: something else was typed.
+        UserError: the text is something else, or a number is below `minimum`.
     """
     parts = [part.strip() for part in given.split(",")]
-    if not all(part.isascii() and part.isdecimal() and least <= int(part) < 10**7 for part in parts):
-        raise UserError(f"{flag} {given}: wanted whole numbers from {least} on with commas between, such as 800,1800")
+    if not all(part.isascii() and part.isdecimal() and minimum <= int(part) < 10**7 for part in parts):
+        raise UserError(f"{flag} {given}: wanted integers of at least {minimum} separated by commas, such as 800,1800")
     return tuple(int(part) for part in parts)

@@ -1,4 +1,4 @@
-"""What commands print on standard output: tables for people, one JSON object for programs."""
+"""Output of the commands on standard output: tables for people, one JSON object for programs."""
 
 from __future__ import annotations
 
@@ -12,13 +12,11 @@ from typing import TYPE_CHECKING, Any
 from transformer_xl.progress import say
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from transformer_xl.text.tokenizers import Tokenizer
 
 
 def print_json(values: dict[str, Any], *, indent: int | None = 2) -> None:
-    """Writes one JSON object to standard output (indent none: as one line of ASCII); inf and nan become null."""
+    """Print one JSON object to standard output (indent None: on one line); inf and nan become null."""
     print(json.dumps(_plain(values), indent=indent))
 
 
@@ -31,31 +29,27 @@ def _plain(value: Any) -> Any:
 
 
 def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
-    """Writes a table to standard output; the first column stands left, the others right."""
+    """Print a table to standard output; the first column is left-aligned, the others right-aligned."""
+    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    # Text: brackets in names are not markup
+    # rich.text.Text, because brackets in names would be read as markup
     table = Table(title=Text(title), title_justify="left", title_style="bold")
     for index, column in enumerate(columns):
-        # names are found by the eye and copied: they are folded last
-        least = min(30, max((len(row[0]) for row in rows), default=0)) if index == 0 else None
-        table.add_column(column, justify="left" if index == 0 else "right", overflow="fold", min_width=least)
+        # names are read and copied, so they are wrapped last
+        min_width = min(30, max((len(row[0]) for row in rows), default=0)) if index == 0 else None
+        table.add_column(column, justify="left" if index == 0 else "right", overflow="fold", min_width=min_width)
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
-    console(stderr=False).print(table)
-
-
-def console(*, stderr: bool = True) -> Console:
-    """A console on standard error (or output); wide enough for a table where nobody looks through a window."""
-    from rich.console import Console
-
-    stream = sys.stderr if stderr else sys.stdout
-    return Console(file=stream, highlight=False, width=None if stream.isatty() else 120, soft_wrap=not stream.isatty())
+    # a pipe or a file has no width, and a table must not be cut there
+    is_terminal = sys.stdout.isatty()
+    width = None if is_terminal else 120
+    Console(file=sys.stdout, highlight=False, width=width, soft_wrap=not is_terminal).print(table)
 
 
 def say_unknown(tokenizer: Tokenizer, texts: Iterable[str | bytes]) -> None:
-    """Says which words of texts are read as the vocabulary's unknown word."""
+    """Tell the user which words of the texts are not in the tokenizer's vocabulary."""
     if tokenizer.unk_token_id is None:
         return
     unk_token = tokenizer.decode([tokenizer.unk_token_id])
@@ -67,5 +61,5 @@ def say_unknown(tokenizer: Tokenizer, texts: Iterable[str | bytes]) -> None:
 
 
 def command_line() -> str:
-    """What was typed."""
+    """Return the command line as it was typed."""
     return shlex.join(["txl", *sys.argv[1:]])

@@ -1,4 +1,4 @@
-"""`txl recipes`: the settings that come with the package."""
+"""`txl recipes`: list the recipes that come with the package."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from transformer_xl.config import load_recipe, recipe_names
 
 
 def recipes(*, json: Json = False) -> None:
-    """List the settings that come with the package."""
+    """List the recipes that come with the package, with published and measured results."""
     found = {name: load_recipe(name) for name in recipe_names()}
     if json:
         print_json({name: recipe.model_dump() for name, recipe in found.items()})
@@ -20,8 +20,8 @@ def recipes(*, json: Json = False) -> None:
             "" if recipe.parameters is None else f"{recipe.parameters:,}",
             "" if recipe.flops_per_step is None else f"{recipe.flops_per_step / 1e12:,.3g}",
             "" if recipe.bytes_per_step is None else f"{recipe.bytes_per_step / 1e9:,.3g}",
-            _figures(recipe.published) or "-",
-            _figures(recipe.measured) or "not measured",
+            _format_metrics(recipe.published) or "-",
+            _format_metrics(recipe.measured) or "not measured",
         ]
         for name, recipe in found.items()
     ]
@@ -29,6 +29,6 @@ def recipes(*, json: Json = False) -> None:
     print_table("Recipes: parameters, arithmetic and memory (float32) of a training step, test results", columns, rows)
 
 
-def _figures(figures: dict[str, float]) -> str:
+def _format_metrics(metrics: dict[str, float]) -> str:
     short = {"bits_per_byte": "bits/byte", "perplexity": "ppl"}
-    return ", ".join(f"{value:g} {short.get(name, name.replace('_', ' '))}" for name, value in figures.items())
+    return ", ".join(f"{value:g} {short.get(name, name.replace('_', ' '))}" for name, value in metrics.items())

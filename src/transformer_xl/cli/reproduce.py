@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import App, Parameter
 
 from transformer_xl.cli.flags import ModelFlags, TrainFlags, given
-from transformer_xl.cli.options import ANY_MACHINE, Json, MachineOptions, whole_numbers
+from transformer_xl.cli.options import ANY_MACHINE, Json, MachineOptions, parse_integers
 from transformer_xl.cli.output import command_line, print_json, print_table
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class Scale:
 
     def open(self) -> Reproduction:
         """Open the folder; everything is checked and nothing is written."""
-        seeds = None if self.seeds is None else whole_numbers("--seeds", self.seeds)
+        seeds = None if self.seeds is None else parse_integers("--seeds", self.seeds)
         from transformer_xl.reproduction.reproduction import Reproduction
 
         return Reproduction.open(
@@ -80,7 +80,7 @@ def ablation(*, scale: ScaleOptions = _DEFAULT, attention_windows: str | None = 
     attention_windows
         Attention windows with which each system is scored, in tokens. [default: from half a segment to six segments]
     """
-    windows = None if attention_windows is None else whole_numbers("--attention-windows", attention_windows)
+    windows = None if attention_windows is None else parse_integers("--attention-windows", attention_windows)
     reproduction = scale.open()
     from transformer_xl.reproduction import tables
     from transformer_xl.reproduction.ablation import COLUMNS, NAMES, equal_memory_rows, equal_memory_title, table_rows

@@ -48,13 +48,11 @@ def train(
     resume
         Folder of a run to resume, instead of a recipe and --run.
     """
-    from transformer_xl.device import keep_freed_memory
     from transformer_xl.training import train as training
 
     flags = given(model=model, train=train, evaluation=evaluation)
     of_model, of_train, of_evaluation = (flags.get(group) for group in ("model", "train", "evaluation"))
     device, threads = machine.device, machine.threads
-    keep_freed_memory()  # a training step reuses the buffers of the one before
     if resume is None:
         if corpus is None:
             raise UserError("training needs --corpus DIR (from 'txl prepare'), or --resume RUN to resume a run")

@@ -16,7 +16,7 @@ from typing import Any
 from transformer_xl.analysis.plots import Chart, Line, draw
 from transformer_xl.analysis.report import Page, heading, paragraph, table, verbatim
 from transformer_xl.config import EvaluationConfig, UserError, load_recipe
-from transformer_xl.device import choose_device, keep_freed_memory
+from transformer_xl.device import choose_device
 from transformer_xl.evaluation.evaluate import evaluate
 from transformer_xl.files import as_user_error, write_text
 from transformer_xl.generation.generate import generate
@@ -100,7 +100,6 @@ def run_demo(
     corpus = prepare("python-stdlib", out / "corpus")
     split = corpus.split("train")
     say(f"text: {corpus.source}; {split.num_bytes:,} bytes in {split.num_documents:,} files to train on")
-    keep_freed_memory()  # each training step reuses the buffers of the one before
     trained = train(recipe, corpus, out / "run", device=device, threads=threads, handle_signals=handle_signals)
     report = out / "report.html"
     if not trained.finished:

@@ -6,7 +6,7 @@ import json as encoder
 from pathlib import Path
 from typing import Literal
 
-from transformer_xl.cli.options import ANY_MACHINE, Json, MachineOptions, whole_numbers
+from transformer_xl.cli.options import ANY_MACHINE, Json, MachineOptions, parse_integers
 from transformer_xl.cli.output import print_json, print_table
 from transformer_xl.config import UserError
 from transformer_xl.files import write_text
@@ -49,8 +49,8 @@ def speed(
     """
     if out is not None and out.exists():
         raise UserError(f"{out} exists already; choose another --out")
-    windows = whole_numbers("--attention-windows", attention_windows)
-    lengths = whole_numbers("--segment-lengths", segment_lengths)
+    windows = parse_integers("--attention-windows", attention_windows)
+    lengths = parse_integers("--segment-lengths", segment_lengths)
     from transformer_xl.analysis.evaluation_speed import COLUMNS, SpeedComparison, compare_speed, speed_tables
 
     comparison = SpeedComparison(windows, lengths, repeats, None if clamp_length == "none" else clamp_length, dtype)
