@@ -17,6 +17,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformer_xl.config import ModelConfig, RelativeConfig
 from transformer_xl.model.build import build_model
 from transformer_xl.model.cross_entropy import plain_way
+from transformer_xl.model.language_model import LanguageModel
+from transformer_xl.model.memory import Memory
 
 _HEAD_SHARE = 0.9  # of the running text: what stands in the head is scored best, and most of the text should be
 _MOST_TAILS = 3  # as the authors have; a fourth saves next to nothing
@@ -95,27 +97,11 @@ def step_cost(config: ModelConfig, *, batch_size: int, segment_length: int, memo
     if isinstance(config, RelativeConfig):  # sdpa: the operations of its backward pass can be counted
         counted = config.model_copy(update={"attn_implementation": "sdpa"})
     with plain_way():
-        flops, _, _ = _walk(counted, *shape)
-    _, activation_bytes, memory_bytes = _walk(config, *shape)
-    with torch.device("meta"):
-        parameters = build_model(config).num_parameters()
-    return StepCost(
-        parameters=parameters,
-        flops=flops,
-        state_bytes=_ADAM_STATE * parameters,
-        activation_bytes=activation_bytes,
-        memory_bytes=memory_bytes,
-    )
+        model, full = _meta_model(counted, *shape)
+        with FlopCounterMode(display=False) as counter:
+            _run_step(model, full, batch_size, segment_length)
 
-
-def _walk(config: ModelConfig, batch_size: int, segment_length: int, memory_length: int) -> tuple[int, int, int]:
-    """Operations of a step, bytes kept for its backward pass, and bytes of the memory it begins with."""
-    with torch.device("meta"), torch.no_grad():
-        model = build_model(config, memory_length=memory_length).train()
-        tokens_BT = torch.zeros(batch_size, segment_length, dtype=torch.int64)
-        full = model.initial_memory(batch_size)
-        if memory_length:
-            _, full = model(torch.zeros(batch_size, memory_length, dtype=torch.int64), full)
+    model, full = _meta_model(config, *shape)
     kept = {parameter.untyped_storage()._cdata: 0 for parameter in model.parameters()}
 
     def keep(tensor: Tensor) -> Any:
@@ -123,15 +109,36 @@ def _walk(config: ModelConfig, batch_size: int, segment_length: int, memory_leng
         kept.setdefault(storage._cdata, storage.nbytes())
         return tensor
 
-    with (
-        FlopCounterMode(display=False) as counter,
-        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
-    ):
-        targets_BT = _zipf_targets(config.vocab_size, batch_size, segment_length)
-        nats_BT, extra_BT, _ = model.training_losses(tokens_BT, targets_BT, full, progress=0.0)
-        (nats_BT + extra_BT).sum().backward()
-    memory_bytes = sum(tensor.nbytes for tensor in full.cache_tensors().values())
-    return counter.get_total_flops(), sum(kept.values()), memory_bytes
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        _run_step(model, full, batch_size, segment_length)
+    parameters = model.num_parameters()
+    return StepCost(
+        parameters=parameters,
+        flops=counter.get_total_flops(),
+        state_bytes=_ADAM_STATE * parameters,
+        activation_bytes=sum(kept.values()),
+        memory_bytes=sum(tensor.nbytes for tensor in full.cache_tensors().values()),
+    )
+
+
+def _meta_model(
+    config: ModelConfig, batch_size: int, segment_length: int, memory_length: int
+) -> tuple[LanguageModel, Memory]:
+    """The model on the meta device, in training mode, and a full memory."""
+    with torch.device("meta"), torch.no_grad():
+        model = build_model(config, memory_length=memory_length).train()
+        full = model.initial_memory(batch_size)
+        if memory_length:
+            _, full = model(torch.zeros(batch_size, memory_length, dtype=torch.int64), full)
+    return model, full
+
+
+def _run_step(model: LanguageModel, full: Memory, batch_size: int, segment_length: int) -> None:
+    """Forward and backward pass of one training step on the meta device."""
+    tokens_BT = torch.zeros(batch_size, segment_length, dtype=torch.int64, device="meta")
+    targets_BT = _zipf_targets(model.config.vocab_size, batch_size, segment_length)
+    nats_BT, extra_BT, _ = model.training_losses(tokens_BT, targets_BT, full, progress=0.0)
+    (nats_BT + extra_BT).sum().backward()
 
 
 def _zipf_targets(size: int, batch_size: int, segment_length: int) -> Tensor:
