@@ -1,7 +1,8 @@
-"""What documents and recipes say is so: commands parse, paths and targets exist, no path is of one machine."""
+"""Checks of the documents: commands parse, imports, paths and make targets exist, no path is of one machine."""
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import re
 import shlex
@@ -19,23 +20,23 @@ DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def code_blocks(text: str, label: str = r"\w*") -> list[str]:
-    """What stands between fences; `label` after the opening one."""
+    """Return the contents of fenced code blocks whose opening fence has the label."""
     return re.findall(rf"^```{label}\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
 
 
 def txl_lines(text: str) -> Iterator[list[str]]:
-    """The words after `txl` of each command line in a code block, without what a shell would take."""
+    """Yield the arguments of each `txl` command line in a code block, up to a pipe or redirection."""
     for block in code_blocks(text):
         for line in block.replace("\\\n", " ").splitlines():
             found = re.match(r"(?:\$ )?(?:\S*/)?txl(?: (.*))?$", line.strip())
             if found:
                 words = shlex.split(found[1] or "", comments=True)
-                shell = [place for place, word in enumerate(words) if word in ("|", ">", "2>", "<", "&&", ";")]
+                shell = [index for index, word in enumerate(words) if word in ("|", ">", "2>", "<", "&&", ";")]
                 yield words[: shell[0]] if shell else words
 
 
 def refused(words: list[str]) -> str | None:
-    """Why the real command line does not understand these words; nothing is run."""
+    """Return why the command line refuses these arguments; None: it does not. Nothing is run."""
     try:
         build_app().parse_args(words, exit_on_error=False, print_error=False)
     except CycloptsError as error:
@@ -50,7 +51,7 @@ def test_every_command_line_parses(document: Path) -> None:
 
 
 def setting_spans(text: str) -> list[list[str]]:
-    """The words of each piece of code in running text that begins with a setting of a run and says its value."""
+    """Return the words of each code span that begins with a setting of a run and gives its value."""
     spans = (span.split() for span in re.findall(r"`(--(?:model|train|evaluation)\.[^`\n]+)`", text))
     return [words for words in spans if len(words) > 1]
 
@@ -69,7 +70,7 @@ def test_a_wrong_setting_in_running_text_is_found() -> None:
 
 
 def test_the_readme_shows_how_to_use_it() -> None:
-    """Without this, the test above would hold of a README without command lines."""
+    """Otherwise the tests above would pass for a README without command lines."""
     assert {words[0] for words in txl_lines(README)} >= {"prepare", "train", "evaluate", "generate"}
 
 
@@ -97,12 +98,33 @@ def test_command_lines_are_read_as_a_shell_would() -> None:
     assert list(txl_lines(text)) == [["generate", "a", "--prompt", "x | y"]]
 
 
+def wrong_imports(text: str) -> list[str]:
+    """Return the names that Python blocks import from this package and that it does not have."""
+    nodes = [node for block in code_blocks(text, "python") for node in ast.walk(ast.parse(block))]
+    return [
+        f"{node.module}.{alias.name}"
+        for node in nodes
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "transformer_xl"
+        for alias in node.names
+        if not hasattr(importlib.import_module(node.module or ""), alias.name)
+    ]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_python_imports_what_exists(document: Path) -> None:
+    assert wrong_imports(document.read_text(encoding="utf-8")) == []
+
+
+def test_a_wrong_import_in_python_is_found() -> None:
+    assert wrong_imports("```python\nfrom transformer_xl import load, Sampler\n```\n") == ["transformer_xl.Sampler"]
+
+
 def make_targets(makefile: str) -> set[str]:
     return set(re.findall(r"^([a-z]+):", makefile, flags=re.MULTILINE))
 
 
 def make_words(text: str) -> set[str]:
-    """X of every `make X` in code."""
+    """Return X of every `make X` in code."""
     code = "\n".join([*code_blocks(text), *(span for span in re.findall(r"`([^`\n]+)`", text))])
     return set(re.findall(r"^(?:\$ )?make ([a-z]+)", code, flags=re.MULTILINE))
 
@@ -120,7 +142,7 @@ def test_the_readme_names_the_two_targets() -> None:
 
 
 def tree_paths(text: str) -> list[str]:
-    """The paths of an annotated tree: a code block labelled `tree`, two spaces a level, a path first on each line."""
+    """Return the paths of code blocks labelled `tree`: a path first on each line, indented by two spaces per level."""
     paths: list[str] = []
     above: list[str] = []
     for line in "".join(code_blocks(text, "tree")).splitlines():
@@ -142,7 +164,7 @@ def test_a_tree_is_read_level_by_level() -> None:
 
 
 def project_texts() -> Iterator[tuple[str, str]]:
-    """Every text file of the project by its path."""
+    """Yield the path and content of every text file of the project."""
     found = [path for path in ROOT.iterdir() if path.is_file()]
     for folder in (".ci", "src", "tests", "benchmarks", "docs"):
         found += [path for path in (ROOT / folder).rglob("*") if path.is_file() and "__pycache__" not in path.parts]
@@ -153,7 +175,7 @@ def project_texts() -> Iterator[tuple[str, str]]:
 
 
 def machine_paths(text: str) -> list[str]:
-    """Absolute paths that only one machine has."""
+    """Return absolute paths that only one machine has."""
     return re.findall(r"(?<![\w./-])/(?:work|root|home|tmp)\b[\w./-]*", text)
 
 
