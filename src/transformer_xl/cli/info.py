@@ -65,7 +65,7 @@ def machine_facts(machine: Machine) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "dtype_auto": resolve_dtype(chosen, "auto"),
         "attn_implementation_auto": choose("auto", chosen, torch.float32).name,
-        "attn_implementations": list(KERNELS),
+        "attn_implementations": [name for name, kernel in KERNELS.items() if kernel.fits(chosen, torch.float32)],
     }
 
 
