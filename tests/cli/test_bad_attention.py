@@ -19,7 +19,10 @@ from transformer_xl.model.memory import ContextLimits
 
 Capture = pytest.CaptureFixture[str]
 SMALL = "--model.n-layers 2 --model.d-model 14 --model.n-heads 2 --model.d-ff 19"
-SHORT = "--train.segment-length 7 --train.memory-length 11 --train.batch-size 3 --train.max-steps 2 --train.warmup-steps 0 --train.dtype float32"
+SHORT = (
+    "--train.segment-length 7 --train.memory-length 11 --train.batch-size 3 --train.max-steps 2 --train.warmup-steps 0 "
+    "--train.dtype float32"
+)
 QUICK = ["--max-tokens", "61", "--page-tokens", "9"]
 
 

@@ -134,10 +134,10 @@ def _context(results: Results) -> list[str]:
         paragraph(
             "Relative effective context length in tokens, a figure for each seed: "
             f"{len(sweep['positions']):,} positions of the test text, contexts of {contexts[0]:,} to {contexts[-1]:,} "
-            f"in steps of {sweep['context_step']:,}, and a gain of {sweep['threshold']:.0%} counts. Each table is a group "
-            "of models, each compared with the best of its group. Models with relative encodings read with memory, "
-            "also those trained without, and with the attention window that scored best on the start of the same test text. The paper's lengths "
-            "are in words, in steps of 100."
+            f"in steps of {sweep['context_step']:,}, and a gain of {sweep['threshold']:.0%} counts. Each table is a "
+            "group of models, each compared with the best of its group. Models with relative encodings read with "
+            "memory, also those trained without, and with the attention window that scored best on the start of the "
+            "same test text. The paper's lengths are in words, in steps of 100."
         ),
         *(table(context_table.COLUMNS, rows) for rows in context_table.table_rows(results["groups"])),
         *(
