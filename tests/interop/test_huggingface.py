@@ -155,7 +155,7 @@ def test_what_the_run_is_evaluated_with_goes_along(
     ("words", "settings", "lower_case", "remark"),
     [
         (WORDS, {"pre_tokenizer": "moses"}, False, None),
-        (WORDS, {"pre_tokenizer": "moses", "lower_case": True}, True, None),
+        (WORDS, {"pre_tokenizer": "moses", "lowercase": True}, True, None),
         (WORDS, {}, False, "does not split text as 'whitespace'"),
         (
             ["_", *"abcdefghijklmnopqrstuv"],

@@ -154,7 +154,7 @@ def test_a_wrong_index_is_refused(content: bytes, said: str, tmp_path: Path) -> 
         (entry((3,), 8), r"has 8 bytes for the shape \(3,\); copy it again"),
         (entry((2**62, 4), 0), "has 0 bytes for the shape"),
         (entry((17,), 68), "ends at byte 68, but the file has 64; copy it again"),
-        (entry((16,), 64), "is damaged, its checksum is another; copy it again"),
+        (entry((16,), 64), "is damaged, its checksum does not match; copy it again"),
         (entry((2,), 8, more=b"\x18\x05"), r"a.data-00005-of-00001: no such file"),
     ],
 )
@@ -203,7 +203,7 @@ def test_every_damaged_byte_is_noticed(tmp_path: Path) -> None:
     for place in range(0, len(numbers), 311):
         path.write_bytes(numbers[:place] + bytes([numbers[place] ^ 1]) + numbers[place + 1 :])
         (said,) = refusals_of(good)
-        assert "is damaged, its checksum is another; copy it again" in said
+        assert "is damaged, its checksum does not match; copy it again" in said
     path.write_bytes(numbers[:-3])
     (said,) = refusals_of(good)
     assert f"ends at byte {len(numbers):,}, but the file has {len(numbers) - 3:,}" in said

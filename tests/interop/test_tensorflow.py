@@ -207,7 +207,7 @@ def test_what_shapes_do_not_tell_comes_from_the_recipe(tmp_path: Path, monkeypat
     folder = with_corpus(tmp_path, "words", "wt103", WORDS)
     unknown = tensorflow.read(folder)
     assert (unknown.train, unknown.evaluation) == ({}, {})
-    assert "do not tell the lengths of segment, memory and clamp" in unknown.remarks[-1]
+    assert "do not tell the segment, memory and clamp lengths" in unknown.remarks[-1]
     recipe = load_recipe("wikitext-103-large")
     small = recipe.model_copy(update={"model": {**recipe.model, **SIZES}})
     monkeypatch.setattr(tensorflow, "load_recipe", {"wikitext-103-large": small}.__getitem__)
@@ -238,7 +238,7 @@ def spoilt(folder: Path, old: bytes, new: bytes) -> None:
     [
         (b"cvocabulary\nVocab", b"cos\nsystem", r"cache.pkl names os.system, which has no place"),
         (b"U\x02w5", b"U\x02w4", r"cache.pkl: .* word 'w4' twice"),
-        (b"U\x07idx2sym", b"U\x07idx2abc", r"cache.pkl: the numbers of its 61 words are not 0 up to 60"),
+        (b"U\x07idx2sym", b"U\x07idx2abc", r"cache.pkl: the ids of its 61 words are not 0 up to 60"),
         (b"U\x02w5", b"U\x05w5", r"cache.pkl is damaged, or not a pickle"),
     ],
 )
@@ -254,11 +254,11 @@ def test_a_wrong_corpus_is_refused(old: bytes, new: bytes, said: str, tmp_path: 
 
 def test_files_of_different_models_are_refused(tmp_path: Path) -> None:
     folder = with_corpus(tmp_path / "a", "words", "wt103", WORDS[:-1])
-    with pytest.raises(UserError, match=r"cache.pkl is of a vocabulary of 60 tokens, and the checkpoint has 61; put"):
+    with pytest.raises(UserError, match=r"cache.pkl has a vocabulary of 60 tokens, and the checkpoint one of 61; put"):
         tensorflow.read(folder)
     folder = with_corpus(tmp_path / "b", "words", "wt103", WORDS)
     (folder / "data" / "corpus-info.json").write_text('{"vocab_size": 267735}')
-    with pytest.raises(UserError, match=r"corpus-info.json is of a vocabulary of 267735 tokens, and the checkpoint"):
+    with pytest.raises(UserError, match=r"corpus-info.json has a vocabulary of 267735 tokens, and the checkpoint"):
         tensorflow.read(folder)
 
 
@@ -291,10 +291,13 @@ def changed(change: dict[str, tuple[int, ...] | None], monkeypatch: pytest.Monke
         ({"r_w_bias": (3,)}, r"'transformer/r_w_bias' has the shape \(3,\)"),
         ({"layer_1/ff/layer_1/bias": None}, "no variable 'transformer/layer_1/ff/layer_1/bias'"),
         ({"layer_1/rel_attn/r/kernel": (60,)}, r"'transformer/layer_1/rel_attn/r/kernel' has the shape \(60,\)"),
-        ({"layer_1/rel_attn/gate/kernel": (10, 6)}, "'transformer/layer_1/rel_attn/gate/kernel' is not part of the mo"),
-        ({"layer_3/rel_attn/o/kernel": (6, 10)}, "'transformer/layer_3/rel_attn/o/kernel' is not part of the model"),
+        (
+            {"layer_1/rel_attn/gate/kernel": (10, 6)},
+            "'transformer/layer_1/rel_attn/gate/kernel' is not part of this mo",
+        ),
+        ({"layer_3/rel_attn/o/kernel": (6, 10)}, "'transformer/layer_3/rel_attn/o/kernel' is not part of this model"),
         ({"adaptive_softmax/cutoff_2/proj": (2, 10)}, r"projections of its own for the clusters \[0, 2\]"),
-        ({"adaptive_softmax/cutoff_2/b": None}, "'transformer/adaptive_softmax/cutoff_3/b' is not part of the model"),
+        ({"adaptive_softmax/cutoff_2/b": None}, "'transformer/adaptive_softmax/cutoff_3/b' is not part of this model"),
         ({"adaptive_embed/cutoff_1/lookup_table": (0, 5)}, r"lookup_table' has the shape \(0, 5\)"),
     ],
 )

@@ -1,1 +1,1 @@
-"""Models of other programs, read and written: begin with convert.py."""
+"""Import and export of other programs' checkpoints; start reading at convert.py."""

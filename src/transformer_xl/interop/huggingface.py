@@ -1,7 +1,8 @@
-"""Hugging Face's TransfoXL folders, read and written: config.json, weights, vocabulary.
+"""Read and write Hugging Face's TransfoXL folders: config.json, weights and tokenizer.
 
-Written for the layout of transformers 4.37.2, among the last versions that ran the model. The numbers are the same:
-zeros of an empty memory are attended, `same_length` shows each query `mem_len` keys, tails stand first to last.
+Written for the layout of transformers 4.37.2, among the last versions that have the model. Losses are the same
+as there: zeros of an empty memory are attended to, `same_length` shows each query `mem_len` keys, and the rows for the
+tail clusters are in order.
 """
 
 from __future__ import annotations
@@ -48,19 +49,19 @@ _DEFAULTS = {
     "mem_len": 1600,
     "clamp_len": 1000,
     "same_length": True,
-}  # fmt: skip (of TransfoXLConfig; the others are given where they are read)
+}  # fmt: skip (defaults of TransfoXLConfig; further defaults are where a setting is read)
 
 
 def recognizes(path: Path) -> bool:
-    """Whether this is a folder with Hugging Face's config.json."""
+    """Return whether this is a folder with Hugging Face's config.json."""
     return (path / "config.json").is_file()
 
 
 def read(path: Path) -> ImportedModel:
-    """Reads such a folder.
+    """Read a TransfoXL folder.
 
     Raises:
-        UserError: something in it is missing, damaged, of another architecture, or cannot be expressed.
+        UserError: a file is missing, damaged, of another architecture, or cannot be expressed.
     """
     file = path / "config.json"
     values = read_json(file)
@@ -87,7 +88,7 @@ def read(path: Path) -> ImportedModel:
         train=train,
         evaluation=evaluation,
         weights=import_weights(config, HUGGING_FACE, theirs, str(weights_file)),
-        tokenizer=None if vocabulary_file is None else _vocabulary(path, vocabulary_file),
+        tokenizer=None if vocabulary_file is None else _read_tokenizer(path, vocabulary_file),
     )
 
 
@@ -127,7 +128,7 @@ def _model(settings: SourceConfig) -> dict[str, Any]:
 
 
 def _weights(file: Path) -> dict[str, Tensor]:
-    """All weights, mapped from one file or from those that an index names."""
+    """Read all weights, memory-mapped, from one file or from the shards that an index names."""
     if file.suffix != ".json":
         return _weights_in(file)
     index = read_json(file)
@@ -157,21 +158,21 @@ def _weights_in(file: Path) -> dict[str, Tensor]:
         raise UserError(f"{file} is damaged (not a whole safetensors file: {error}); get it again") from None
 
 
-def _vocabulary(folder: Path, file: Path) -> Tokenizer:
+def _read_tokenizer(folder: Path, file: Path) -> Tokenizer:
     tokenizer = folder / "tokenizer_config.json"
     values = read_json(tokenizer) if tokenizer.is_file() else {}
     lower_case = values.get("lower_case") if isinstance(values, dict) else None
-    return read_tokenizer(file, pre_tokenizer="moses", lower_case=lower_case if isinstance(lower_case, bool) else None)
+    return read_tokenizer(file, pre_tokenizer="moses", lowercase=lower_case if isinstance(lower_case, bool) else None)
 
 
 def write(path: Path, config: RunConfig, weights: Mapping[str, Tensor], tokenizer: Tokenizer) -> tuple[str, ...]:
-    """Writes a model as a folder that transformers 4.37.2 and older load; gives remarks for the user.
+    """Write a model as a folder that transformers 4.37.2 and older load; return remarks for the user.
 
-    The vocabulary goes into vocab.txt, which its tokenizer reads without unpickling, and into vocab.json where a word
-    would not come back from there.
+    The words go into vocab.txt, which its tokenizer reads without unpickling, and also into vocab.json if a word
+    contains white space, which vocab.txt cannot hold.
 
     Raises:
-        UserError: the folder exists, or the model is one that TransfoXL cannot express.
+        UserError: the folder exists, or TransfoXL cannot express the model.
     """
     model, differences = _expressible(config)
     memory = config.train.memory_length if config.evaluation.memory_length is None else config.evaluation.memory_length
@@ -180,19 +181,19 @@ def write(path: Path, config: RunConfig, weights: Mapping[str, Tensor], tokenize
     theirs = export_weights(model, HUGGING_FACE, weights)
     even_D = torch.arange(0.0, model.d_model, 2.0)
     theirs["transformer.pos_emb.inv_freq"] = 1 / (10000 ** (even_D / model.d_model))
-    symbols = words_of(tokenizer)
+    words = words_of(tokenizer)
     with atomic_folder(path) as aside:
         values = {**_config(config, model), "mem_len": memory, "same_length": same_length}
         write_text(aside / "config.json", _json(values))
         contiguous = {name: tensor.contiguous() for name, tensor in theirs.items()}
         write_safetensors(aside / "model.safetensors", contiguous, {"format": "pt"})
-        if symbols is not None:
-            write_text(aside / "vocab.txt", "".join(f"{symbol}\n" for symbol in symbols))
+        if words is not None:
+            write_text(aside / "vocab.txt", "".join(f"{word}\n" for word in words))
             folded = isinstance(tokenizer, WordTokenizer) and tokenizer.pre_tokenizer.lowercase
             tokenizer_config = {"tokenizer_class": "TransfoXLTokenizer", "lower_case": folded}
             write_text(aside / "tokenizer_config.json", _json(tokenizer_config))
-            if _has_other_spaces(symbols):
-                write_text(aside / "vocab.json", _json(list(symbols)))
+            if _has_other_spaces(words):
+                write_text(aside / "vocab.json", _json(list(words)))
     return tuple(remarks)
 
 
@@ -200,9 +201,9 @@ def _json(values: object) -> str:
     return json.dumps(values, indent=2, sort_keys=True) + "\n"
 
 
-def _has_other_spaces(symbols: Sequence[str]) -> bool:
-    """Whether a word holds white space of Unicode, which ends a word of vocab.txt."""
-    return any(symbol.split() != [symbol] for symbol in symbols)
+def _has_other_spaces(words: Sequence[str]) -> bool:
+    """Return whether a word contains Unicode white space, which ends a word of vocab.txt."""
+    return any(word.split() != [word] for word in words)
 
 
 def _tokenizer_remarks(tokenizer: Tokenizer) -> list[str]:
@@ -223,10 +224,10 @@ def _tokenizer_remarks(tokenizer: Tokenizer) -> list[str]:
 
 
 def _same_length(config: RunConfig, memory: int) -> tuple[bool, list[str]]:
-    """Whether `same_length` is to be set, for the window that the run is evaluated with, and what is lost.
+    """Return whether to set `same_length`, for the window that the run is evaluated with, and remarks on what is lost.
 
     Raises:
-        UserError: the model has a window that is not the memory's length, and is not evaluated with one that is.
+        UserError: the attention window differs from the memory length, in training and in evaluation.
     """
     own = config.model.limit("attention_window")
     window = config.evaluation.attention_window or own
@@ -254,7 +255,7 @@ def _expressible(config: RunConfig) -> tuple[TransformerXLConfig, list[str]]:
 
 
 def _config(config: RunConfig, model: TransformerXLConfig) -> dict[str, Any]:
-    """All but the lengths of memory and window."""
+    """Return config.json without mem_len and same_length."""
     clusters = len(model.cluster_widths)
     tied = {"all": [True] * clusters, "all_but_first": [False] + [True] * (clusters - 1), "none": [False] * clusters}
     return {

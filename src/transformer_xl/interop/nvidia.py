@@ -1,8 +1,8 @@
-"""Reads checkpoint_best.pt and checkpoint_last.pt of NVIDIA's Transformer-XL (DeepLearningExamples).
+"""Read checkpoint_best.pt and checkpoint_last.pt of NVIDIA's Transformer-XL (DeepLearningExamples).
 
-A dictionary with the weights, the settings and the vocabulary; what belongs to training (optimiser, schedule, random
-state) stays behind. With `same_length` a query sees one key more than in the authors' code, and evaluation keeps memory
-and segment together as long as in training.
+The file is a dictionary with weights, settings and vocabulary; the state of training (optimizer, schedule, random
+state) is not imported. With `same_length` a query sees one key more than in the authors' code. In evaluation, memory
+and segment together are as long as in training.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _FILE = re.compile(r"checkpoint_(best|last|\d+)\.pt")
 
 
 def recognizes(path: Path) -> bool:
-    """Whether this is such a file, or a folder with one."""
+    """Return whether this is such a file, or a folder with one."""
     return (_FILE.fullmatch(path.name) is not None and path.is_file()) or first_existing(path, _FILES) is not None
 
 
@@ -33,10 +33,10 @@ def _admits(name: str) -> bool:
 
 
 def read(path: Path) -> ImportedModel:
-    """Reads a checkpoint; of a folder the best one.
+    """Read a checkpoint; of a folder, checkpoint_best.pt if it is there.
 
     Raises:
-        UserError: it is damaged, no such checkpoint, names what it should not, or cannot be expressed.
+        UserError: the file is damaged, is not such a checkpoint, names other classes, or cannot be expressed here.
     """
     file = (first_existing(path, _FILES) or path) if path.is_dir() else path
     content = TorchFile(file, _admits)

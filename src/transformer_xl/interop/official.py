@@ -1,7 +1,7 @@
-"""Reads model.pt of the authors' PyTorch code: a whole module, pickled with its classes.
+"""Read model.pt of the authors' PyTorch code: a whole module, pickled with its classes.
 
-Nothing of those classes is needed or made. What the pickle says of the module is its attributes, its parameters and its
-parts, and that is all there is to know. The vocabulary stands in another file, cache.pt, which pickles the corpus.
+None of those classes is imported. The pickle states the attributes, parameters and submodules of the module, which is
+all that is needed. The vocabulary is in another file, cache.pt, which pickles the corpus.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _ADMITTED = re.compile(
     r"|torch\.nn\.(modules\.[a-z]+|parameter)\.[A-Za-z]+"
     r"|torch\.nn\.backends\.thnn\._get_thnn_function_backend"
 )
-_MOST_PARTS = 100_000  # of a module; a pickle can name itself as its own part
+_MAX_MODULES = 100_000  # a pickled module can contain itself
 
 
 def recognizes(path: Path) -> bool:
-    """Whether this is model.pt, or a folder with one."""
+    """Return whether this is model.pt, or a folder with one."""
     return (path.name == _MODEL and path.is_file()) or (path / _MODEL).is_file()
 
 
@@ -42,10 +42,10 @@ def _admits(name: str) -> bool:
 
 
 def read(path: Path) -> ImportedModel:
-    """Reads model.pt, and cache.pt beside it for the vocabulary where there is one.
+    """Read model.pt, and the vocabulary from cache.pt beside it if there is one.
 
     Raises:
-        UserError: something is damaged, of another class, names what it should not, or cannot be expressed.
+        UserError: a file is damaged, holds another class, names other classes, or cannot be expressed here.
     """
     file = path / _MODEL if path.is_dir() else path
     content = TorchFile(file, _admits)
@@ -53,20 +53,20 @@ def read(path: Path) -> ImportedModel:
     if not isinstance(found, PickledObject) or found.name.rpartition(".")[2] != _CLASS:
         what = found.name if isinstance(found, PickledObject) else type(found).__name__
         raise UserError(f"{file} holds {what}; wanted the authors' {_CLASS}, as their train.py saves it")
-    parts = dict(_parts(found, str(file)))
-    if "layers.0.dec_attn" not in parts or "crit" not in parts or "word_emb" not in parts:
+    modules = dict(_modules(found, str(file)))
+    if "layers.0.dec_attn" not in modules or "crit" not in modules or "word_emb" not in modules:
         check_supported(SourceConfig(found.attributes, str(file)))
         raise UserError(f"{file} is not a whole {_CLASS} (no layers, embedding or softmax); get it again")
     records = {
         f"{name}.{inner}".lstrip("."): record
-        for name, part in parts.items()
-        for inner, record in _dictionary(part, "_parameters").items()
+        for name, module in modules.items()
+        for inner, record in _dictionary(module, "_parameters").items()
         if record is not None
     }
     theirs: dict[str, Tensor] = {name: content.tensor(record) for name, record in records.items()}
     shared = _shared(theirs)
     model, memory = (
-        _model(found, parts, shared, str(file)),
+        _model(found, modules, shared, str(file)),
         SourceConfig(found.attributes, str(file)).get_int("mem_len"),
     )
     config = check_settings(TransformerXLConfig, model, str(file))
@@ -86,36 +86,36 @@ def read(path: Path) -> ImportedModel:
     )
 
 
-def _dictionary(part: PickledObject, name: str) -> dict[str, Any]:
-    found = part.attributes.get(name)
+def _dictionary(module: PickledObject, name: str) -> dict[str, Any]:
+    found = module.attributes.get(name)
     return found if isinstance(found, dict) else {}
 
 
-def _parts(model: PickledObject, source: str) -> Iterator[tuple[str, PickledObject]]:
-    """Every part of a module by its name, the module itself first, under no name."""
+def _modules(model: PickledObject, source: str) -> Iterator[tuple[str, PickledObject]]:
+    """Yield every submodule with its name; the module itself comes first, with an empty name."""
     left = [("", model)]
-    for number, (name, part) in enumerate(left):
-        if number > _MOST_PARTS or len(name) > 1000:
-            raise UserError(f"{source} is damaged (a part of it has itself as a part); get it again")
-        yield name, part
-        for inner, record in _dictionary(part, "_modules").items():
+    for number, (name, module) in enumerate(left):
+        if number > _MAX_MODULES or len(name) > 1000:
+            raise UserError(f"{source} is damaged (a module contains itself); get it again")
+        yield name, module
+        for inner, record in _dictionary(module, "_modules").items():
             if isinstance(record, PickledObject):
                 left.append((f"{name}.{inner}".lstrip("."), record))
 
 
 def _shared(weights: dict[str, Tensor]) -> set[str]:
-    """Names of the softmax weights and projections that are the embedding's own, at the same position in the file."""
+    """Return the names of softmax weights and projections that share the embedding's storage."""
     embedded = {tensor.data_ptr() for name, tensor in weights.items() if name.startswith("word_emb.")}
     return {name for name, tensor in weights.items() if name.startswith("crit.") and tensor.data_ptr() in embedded}
 
 
-def _model(found: PickledObject, parts: dict[str, PickledObject], shared: set[str], source: str) -> dict[str, Any]:
+def _model(found: PickledObject, modules: dict[str, PickledObject], shared: set[str], source: str) -> dict[str, Any]:
     settings = SourceConfig(found.attributes, source)
     check_supported(settings)
-    crit = SourceConfig(parts["crit"].attributes, source)
-    attention = SourceConfig(parts["layers.0.dec_attn"].attributes, source)
-    norm = SourceConfig(_attributes(parts, "layers.0.dec_attn.layer_norm"), source)
-    widening = SourceConfig(_attributes(parts, "layers.0.pos_ff.CoreNet.0"), source)
+    crit = SourceConfig(modules["crit"].attributes, source)
+    attention = SourceConfig(modules["layers.0.dec_attn"].attributes, source)
+    norm = SourceConfig(_attributes(modules, "layers.0.dec_attn.layer_norm"), source)
+    up_proj = SourceConfig(_attributes(modules, "layers.0.pos_ff.CoreNet.0"), source)
     cutoffs, size = crit.get_ints("cutoffs")[:-1], settings.get_int("n_token")
     width, div_val = settings.get_int("d_model"), crit.get_int("div_val", 1)
     d_embed = settings.get_int("d_embed", width)
@@ -128,9 +128,11 @@ def _model(found: PickledObject, parts: dict[str, PickledObject], shared: set[st
         "d_model": width,
         "n_heads": settings.get_int("n_head"),
         "d_head": settings.get_int("d_head"),
-        "d_ff": widening.get_int("out_features"),
-        "dropout": SourceConfig(_attributes(parts, "drop"), source).get_float("p", 0.0),
-        "attention_dropout": SourceConfig(_attributes(parts, "layers.0.dec_attn.dropatt"), source).get_float("p", 0.0),
+        "d_ff": up_proj.get_int("out_features"),
+        "dropout": SourceConfig(_attributes(modules, "drop"), source).get_float("p", 0.0),
+        "attention_dropout": SourceConfig(_attributes(modules, "layers.0.dec_attn.dropatt"), source).get_float(
+            "p", 0.0
+        ),
         "norm_first": attention.get_bool("pre_lnorm", default=False),
         "final_norm": False,
         "norm_eps": norm.get_float("eps", 1e-5),
@@ -144,6 +146,6 @@ def _model(found: PickledObject, parts: dict[str, PickledObject], shared: set[st
     }
 
 
-def _attributes(parts: dict[str, PickledObject], name: str) -> dict[str, Any]:
-    part = parts.get(name)
-    return {} if part is None else part.attributes
+def _attributes(modules: dict[str, PickledObject], name: str) -> dict[str, Any]:
+    module = modules.get(name)
+    return {} if module is None else module.attributes

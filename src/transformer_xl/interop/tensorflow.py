@@ -1,4 +1,4 @@
-"""Reads checkpoints of the authors' TensorFlow code (`tf/` of their repository), those they published above all.
+"""Read checkpoints of the authors' TensorFlow code (`tf/` of their repository), such as those they published.
 
 The published folders are read as they are unpacked:
 
@@ -13,7 +13,9 @@ with `transformer/` in front of each:
     adaptive_softmax/{bias (V,)} or cutoff_i/{b, proj (E, D)}, cutoff_0/{cluster_W (tails, E), cluster_b}
     layer_l/rel_attn/{qkv, r, o}/kernel, ff/{layer_1, layer_2}/{kernel, bias}, {rel_attn, ff}/LayerNorm/{gamma, beta}
 
-Kernels and projections are stored (in, out), so they are turned; tables are not. Letters: V tokens of the vocabulary or
+Kernels and projections are stored (in, out), so they are transposed; tables are not.
+
+Letters: V tokens of the vocabulary or
 of a cluster, E embedding width, D model width, L layers, N heads, H head width.
 """
 
@@ -47,31 +49,31 @@ _RECIPES = {
     "lm1b": "lm1b-large",
 }  # published recipe of each data set, by the authors' name for it
 _SIZES = ("n_layers", "d_model", "n_heads", "d_head", "d_ff")
-_DATA_SETS = {204: "enwik8", 27: "text8", 267_735: "wt103"}  # sizes of vocabularies that give the data set away
+_DATA_SETS = {204: "enwik8", 27: "text8", 267_735: "wt103"}  # vocabulary sizes that identify the data set
 _NO_LENGTHS = (
-    "TensorFlow's files do not tell the lengths of segment, memory and clamp, nor dropout, and this is no published "
-    "model: these settings are our defaults. The authors' --same_length is a window of memory + 1"
+    "the files do not tell the segment, memory and clamp lengths, nor dropout, and this is not a published model: "
+    "these settings are the defaults. The authors' --same_length is an attention_window of memory_length + 1"
 )
 _NO_LINE_ENDS = (
-    "the authors' enwik8 has no line ends: they split it at them and dropped them. Take them out of a text "
-    "(tr -d '\\n') before it is scored"
+    "the authors' enwik8 has no line ends, as they split it at them and dropped them. Remove them from a text "
+    "(tr -d '\\n') before evaluating on it"
 )
 _ENDING = re.compile(r"\.(index|meta|data-\d{5}-of-\d{5})$")
 _WANTED = "wanted a .index file and its .data files; give their folder, or their path without the ending"
 
 
 def recognizes(path: Path) -> bool:
-    """Whether a TensorFlow checkpoint seems to be there: its folder, its prefix, a file of it, or `checkpoint`."""
+    """Return whether the path is a TensorFlow checkpoint: its folder, its prefix, one of its files, or `checkpoint`."""
     with suppress(OSError, ValueError):
         return bool(_prefixes(path)) or _names_a_checkpoint(path)
     return False
 
 
 def read(path: Path) -> ImportedModel:
-    """Reads a checkpoint: a folder, a prefix such as `model.ckpt-0`, one of its files, or the text file `checkpoint`.
+    """Read a checkpoint: a folder, a prefix such as `model.ckpt-0`, one of its files, or the text file `checkpoint`.
 
     Raises:
-        UserError: files are missing or damaged, there are several checkpoints, or it is not this model's.
+        UserError: files are missing or damaged, there are several checkpoints, or it is of another model.
     """
     with as_user_error(f"reading {path}"):
         prefix = _prefix(path)
@@ -79,7 +81,7 @@ def read(path: Path) -> ImportedModel:
     model = _model_settings(variables)
     weights = dict(_weights(variables))
     if variables.unread():
-        raise variables.error(f"'{_SCOPE}{variables.unread()[0]}' is not part of the model that it seems to be")
+        raise variables.error(f"'{_SCOPE}{variables.unread()[0]}' is not part of this model")
     return _with_dataset_settings(model, weights, prefix.parent)
 
 
@@ -92,7 +94,7 @@ def _names_a_checkpoint(path: Path) -> bool:
 
 
 def _prefixes(path: Path) -> list[Path]:
-    """The checkpoints meant by a path, in the order of their names; of several, the one that `checkpoint` names."""
+    """Return the checkpoints of a path, sorted by name; of several, only the one that the file `checkpoint` names."""
     if path.is_dir() or path.name == "checkpoint":
         folder = path if path.is_dir() else path.parent
         found = [place for inner in (folder, folder / "model") for place in sorted(inner.glob("*.index"))]
@@ -103,7 +105,7 @@ def _prefixes(path: Path) -> list[Path]:
 
 
 def _newest(text: Path) -> str | None:
-    """The name of the newest checkpoint, as the text file `checkpoint` has it."""
+    """Return the name of the newest checkpoint, as the text file `checkpoint` states it."""
     if not text.is_file():
         return None
     found = re.search(
@@ -123,7 +125,7 @@ def _prefix(path: Path) -> Path:
 
 
 class _Variables:
-    """The variables of the model by their names without the scope; Adam's averages and counters are left out."""
+    """The variables of the model, by name without the scope; Adam's moments and counters are left out."""
 
     def __init__(self, prefix: Path) -> None:
         self._prefix = prefix
@@ -139,17 +141,17 @@ class _Variables:
         return name in self._shapes
 
     def count(self, pattern: str) -> int:
-        """How many numbers from 0 on can stand for {} in this name."""
+        """Return how many variables have this name with 0, 1, 2, ... in place of {}."""
         number = 0
         while pattern.format(number) in self:
             number += 1
         return number
 
     def shape(self, name: str, *dimensions: int) -> tuple[int, ...]:
-        """The shape of a variable; `dimensions`: how many it may have.
+        """Return the shape of a variable, which must have one of these numbers of dimensions.
 
         Raises:
-            UserError: there is none of that name, or it has another number of dimensions.
+            UserError: there is no variable of that name, or it has another number of dimensions.
         """
         if name not in self._shapes:
             raise self.error(f"no variable '{_SCOPE}{name}'")
@@ -159,27 +161,27 @@ class _Variables:
         return shape
 
     def tensor(self, name: str) -> Tensor:
-        """A variable, in float32."""
+        """Return a variable in float32."""
         self.shape(name, 1, 2, 3)
         self._read.add(name)
         return torch.from_numpy(self._bundle.tensor(_SCOPE + name)).float()
 
     def transposed(self, name: str) -> Tensor:
-        """A kernel or projection (in, out), as (out, in)."""
+        """Return a kernel or projection, stored (in, out), as (out, in)."""
         self.shape(name, 2)
         return self.tensor(name).T.contiguous()
 
     def unread(self) -> list[str]:
-        """Names that nobody asked for."""
+        """Return the names of variables that were not read."""
         return sorted(set(self._shapes) - self._read)
 
     def error(self, what: str) -> UserError:
-        """The error to raise."""
+        """Return the UserError to raise."""
         return UserError(f"{self._prefix}: {what}; wanted a checkpoint of the authors' tf/model.py")
 
 
 def _model_settings(variables: _Variables) -> dict[str, Any]:
-    """What the shapes say, as settings of TransformerXLConfig."""
+    """Return the settings of TransformerXLConfig that the shapes tell."""
     *layers, heads, d_head = variables.shape("r_w_bias", 2, 3)
     _, width = variables.shape("layer_0/rel_attn/o/kernel", 2)
     table_widths = [variables.shape(f"{name}lookup_table", 2)[1] for name in _tables(variables)]
@@ -204,7 +206,7 @@ def _model_settings(variables: _Variables) -> dict[str, Any]:
 
 
 def _tables(variables: _Variables) -> list[str]:
-    """What the names of each embedding table and its projection begin with."""
+    """Return the name prefix of each embedding table and its projection."""
     if "adaptive_embed/lookup_table" in variables:
         return ["adaptive_embed/"]
     number = max(variables.count("adaptive_embed/cutoff_{}/lookup_table"), 1)
@@ -212,18 +214,18 @@ def _tables(variables: _Variables) -> list[str]:
 
 
 def _biases(variables: _Variables) -> list[str]:
-    """Names of the softmax's biases, one for each cluster."""
+    """Return the names of the softmax biases, one for each cluster."""
     number = variables.count("adaptive_softmax/cutoff_{}/b")
     return [f"adaptive_softmax/cutoff_{index}/b" for index in range(number)] or ["adaptive_softmax/bias"]
 
 
 def _edges(variables: _Variables) -> tuple[int, ...]:
-    """0, the cutoffs and V."""
+    """Return 0, the cutoffs and V."""
     return (0, *accumulate(variables.shape(name, 1)[0] for name in _biases(variables)))
 
 
 def _tied_projections(variables: _Variables) -> str:
-    """For which clusters the softmax uses the embedding's projection."""
+    """Return for which clusters the softmax shares the embedding's projection."""
     clusters = range(len(_biases(variables)))
     own = {index for index in clusters if f"adaptive_softmax/cutoff_{index}/proj" in variables}
     if not own:
@@ -236,7 +238,7 @@ def _tied_projections(variables: _Variables) -> str:
 
 
 def _weights(variables: _Variables) -> Iterator[tuple[str, Tensor]]:
-    """The weights by our names."""
+    """Yield the weights under our names."""
     for ours, theirs in (("content_bias", "r_w_bias"), ("position_bias", "r_r_bias")):
         bias = variables.tensor(theirs)
         yield ours, bias if bias.ndim == 3 else bias[None]
@@ -270,7 +272,7 @@ def _layer(variables: _Variables, theirs: str, ours: str) -> Iterator[tuple[str,
 
 
 def _with_dataset_settings(model: dict[str, Any], weights: dict[str, Tensor], folder: Path) -> ImportedModel:
-    """Adds what the data set tells: lengths, dropout and vocabulary."""
+    """Add what the data set tells: lengths, dropout and tokenizer."""
     name, tokenizer = _corpus(folder, model["vocab_size"])
     recipe = load_recipe(_RECIPES[name]) if name in _RECIPES else None
     train: dict[str, Any] = {}
@@ -288,14 +290,14 @@ def _with_dataset_settings(model: dict[str, Any], weights: dict[str, Tensor], fo
 
 
 def _corpus(folder: Path, size: int) -> tuple[str | None, Tokenizer | None]:
-    """The data set by the authors' name for it, and its vocabulary; none: not known.
+    """Return the authors' name of the data set, and its tokenizer; None where it is not known.
 
-    They stand beside the checkpoint, in `data` there, or in `data` beside its folder: corpus-info.json names the data
+    They are beside the checkpoint, in `data` there, or in `data` beside its folder: corpus-info.json names the data
     set, and cache.pkl is their data_utils.Corpus, as Python 2 pickled it.
 
     Args:
-        folder: where the checkpoint is.
-        size: V, its number of tokens.
+        folder: the folder of the checkpoint.
+        size: V, the vocabulary size.
 
     Raises:
         UserError: a file is damaged, or belongs to another model.
@@ -321,6 +323,6 @@ def _corpus(folder: Path, size: int) -> tuple[str | None, Tokenizer | None]:
 def _check_size(path: Path, found: object, size: int) -> None:
     if found != size:
         raise UserError(
-            f"{path} is of a vocabulary of {found} tokens, and the checkpoint has {size}; put the files of one model "
+            f"{path} has a vocabulary of {found} tokens, and the checkpoint one of {size}; put the files of one model "
             "together"
         )

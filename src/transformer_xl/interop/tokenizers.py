@@ -1,7 +1,7 @@
-"""Vocabularies of other programs: a list of words in the order of their ids, wherever it is kept.
+"""Tokenizers of other programs: a list of words in the order of their ids, read from any of their file formats.
 
-The order is never made anew. Ties in the counts fell as the words happened to come, so a vocabulary that was learned
-again from the same text need not be the same one.
+The stored order is kept. It cannot be rebuilt from the text, because the order of words with equal counts depends on
+details of the program that counted them.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from transformer_xl.text.tokenizers.char import CharTokenizer
 from transformer_xl.text.tokenizers.pre_tokenizer import PreTokenizer, PreTokenizerName
 from transformer_xl.text.tokenizers.word import WordTokenizer, check_words
 
-_LINE_ENDS = ("<eos>", "<S>")
-_UNKNOWN = ("<unk>", "<UNK>")
-_IMPOSSIBLE = -1e4  # a score that no other comes near: the probability is zero, and the loss of such a byte finite
+_EOS_TOKENS = ("<eos>", "<S>")
+_UNK_TOKENS = ("<unk>", "<UNK>")
+_IMPOSSIBLE = -1e4  # a logit so low that the probability is zero, while the loss of such a byte stays finite
 
 _TOKENIZER = frozenset(
     [
@@ -45,72 +45,72 @@ _CORPUS = frozenset(
 
 
 def is_huggingface_class(name: str) -> bool:
-    """Names that stand in what Hugging Face's tokenizer pickles of itself; none of these things is made or used."""
+    """Return whether Hugging Face's pickled tokenizer may name this class; none of these classes is imported."""
     return name in _TOKENIZER
 
 
 def is_corpus_class(name: str) -> bool:
-    """Names that stand in the vocabularies of the authors' and NVIDIA's code, and in the text kept beside them."""
+    """Return whether a pickled vocabulary or corpus of the authors' or NVIDIA's code may name this class."""
     return name in _CORPUS
 
 
 def tokenizer_from_words(
-    symbols: Sequence[object], source: str, *, lower_case: bool = False, pre_tokenizer: PreTokenizerName = "whitespace"
+    words: Sequence[object], source: str, *, lowercase: bool = False, pre_tokenizer: PreTokenizerName = "whitespace"
 ) -> Tokenizer:
-    """The vocabulary of these words, in this order.
+    """Build a tokenizer with these words, in this order.
 
-    The 27 letters of text8, written with `_` for a space, become characters.
+    Single characters with `_` for the space, as in text8, give a char tokenizer.
 
     Args:
-        symbols: every word, marks included.
-        source: where they come from, for messages.
-        lower_case: text is read as if all letters were small.
-        pre_tokenizer: what stands between words.
+        words: every word, special tokens included.
+        source: the file they come from, for messages.
+        lowercase: whether text is lowercased.
+        pre_tokenizer: how text is split into words.
 
     Raises:
-        UserError: they are no words, or one stands in it twice.
+        UserError: the list is not one of words, or has a word twice.
     """
-    letters = [" " if symbol == "_" else symbol for symbol in symbols]
+    letters = [" " if word == "_" else word for word in words]
     single = all(isinstance(letter, str) and len(letter) == 1 for letter in letters)
-    if single and "_" in symbols and len(set(map(str, letters))) == len(letters):
+    if single and "_" in words and len(set(map(str, letters))) == len(letters):
         return CharTokenizer("".join(map(str, letters)), byte_fallback=False)
     try:
-        words = check_words(list(symbols))
+        checked = check_words(list(words))
     except ValueError as error:
         raise UserError(f"{source}: {error}; get it again") from None
-    mark = next((word for word in _LINE_ENDS if word in words), None)
-    unknown = next((word for word in _UNKNOWN if word in words), None)
-    return WordTokenizer(words, None, mark, unknown, PreTokenizer(pre_tokenizer, lower_case))
+    eos_token = next((word for word in _EOS_TOKENS if word in checked), None)
+    unk_token = next((word for word in _UNK_TOKENS if word in checked), None)
+    return WordTokenizer(checked, None, eos_token, unk_token, PreTokenizer(pre_tokenizer, lowercase))
 
 
 def tokenizer_from_attributes(
     attributes: Mapping[str, Any], source: str, pre_tokenizer: PreTokenizerName = "whitespace"
 ) -> Tokenizer:
-    """The vocabulary out of the attributes of an object of the authors' class Vocab, or of Hugging Face's tokenizer.
+    """Build a tokenizer from the attributes of the authors' Vocab or of Hugging Face's tokenizer.
 
     Raises:
-        UserError: it holds no words.
+        UserError: the attributes have no words.
     """
-    symbols = attributes.get("idx2sym")
-    numbered = attributes.get("sym2idx")
-    if not symbols and isinstance(numbered, dict):
-        symbols = _sorted_by_id(numbered, source)
-    if not isinstance(symbols, (list, tuple)) or not symbols:
+    words = attributes.get("idx2sym")
+    ids = attributes.get("sym2idx")
+    if not words and isinstance(ids, dict):
+        words = _sorted_by_id(ids, source)
+    if not isinstance(words, (list, tuple)) or not words:
         raise UserError(f"{source} holds no words (idx2sym, sym2idx); give --tokenizer RUN, or the right file")
     return tokenizer_from_words(
-        symbols, source, lower_case=attributes.get("lower_case") is True, pre_tokenizer=pre_tokenizer
+        words, source, lowercase=attributes.get("lower_case") is True, pre_tokenizer=pre_tokenizer
     )
 
 
-def _sorted_by_id(numbered: Mapping[Any, Any], source: str) -> list[Any]:
-    """Words in the order of their numbers."""
-    if sorted(number for number in numbered.values() if type(number) is int) != list(range(len(numbered))):
-        raise UserError(f"{source}: the numbers of its {len(numbered):,} words are not 0 up to {len(numbered) - 1:,}")
-    return sorted(numbered, key=numbered.__getitem__)
+def _sorted_by_id(ids: Mapping[Any, Any], source: str) -> list[Any]:
+    """Return the words in the order of their ids."""
+    if sorted(number for number in ids.values() if type(number) is int) != list(range(len(ids))):
+        raise UserError(f"{source}: the ids of its {len(ids):,} words are not 0 up to {len(ids) - 1:,}")
+    return sorted(ids, key=ids.__getitem__)
 
 
 def read_json(path: Path) -> Any:
-    """A JSON file.
+    """Read a JSON file.
 
     Raises:
         UserError: it cannot be read, or is not JSON.
@@ -124,28 +124,28 @@ def read_json(path: Path) -> Any:
 
 
 def read_tokenizer(
-    path: Path, *, pre_tokenizer: PreTokenizerName = "whitespace", lower_case: bool | None = None
+    path: Path, *, pre_tokenizer: PreTokenizerName = "whitespace", lowercase: bool | None = None
 ) -> Tokenizer:
-    """A vocabulary in a file: JSON, one word on each line, or pickled either way.
+    """Read a tokenizer from JSON, from text with one word on each line, or from a pickle.
 
     Args:
-        path: the file; the end of its name says which.
-        pre_tokenizer: what stands between words.
-        lower_case: whether text is read as if all letters were small, whatever the file says; none: as it says.
+        path: the file; its suffix says which format it is.
+        pre_tokenizer: how text is split into words.
+        lowercase: whether text is lowercased; None: as the file says.
 
     Raises:
-        UserError: it cannot be read, is damaged, or is meant to do harm.
+        UserError: the file cannot be read, is damaged, or names classes that a tokenizer has no use for.
     """
     source = str(path)
-    told = {} if lower_case is None else {"lower_case": lower_case}
+    given = {} if lowercase is None else {"lower_case": lowercase}
     if path.suffix == ".json":
         value = read_json(path)
         if isinstance(value, dict) and not {"idx2sym", "sym2idx"} & value.keys():
             value = _sorted_by_id(value, source)
         if isinstance(value, dict):
-            return tokenizer_from_attributes({**value, **told}, source, pre_tokenizer)
+            return tokenizer_from_attributes({**value, **given}, source, pre_tokenizer)
         return tokenizer_from_words(
-            value if isinstance(value, list) else [], source, pre_tokenizer=pre_tokenizer, **told
+            value if isinstance(value, list) else [], source, pre_tokenizer=pre_tokenizer, lowercase=lowercase is True
         )
     if path.suffix == ".txt":
         with as_user_error(f"reading {path}"):
@@ -155,16 +155,18 @@ def read_tokenizer(
         except UnicodeDecodeError:
             raise UserError(f"{path} is not UTF-8; get it again") from None
         words = [line.split()[0] for line in lines if line.split()]
-        return tokenizer_from_words(list(dict.fromkeys(words)), source, pre_tokenizer=pre_tokenizer, **told)
+        return tokenizer_from_words(
+            list(dict.fromkeys(words)), source, pre_tokenizer=pre_tokenizer, lowercase=lowercase is True
+        )
     value = TorchFile(path, lambda name: is_huggingface_class(name) or is_corpus_class(name)).value
-    return tokenizer_from_attributes({**_attributes(value), **told}, source, pre_tokenizer)
+    return tokenizer_from_attributes({**_attributes(value), **given}, source, pre_tokenizer)
 
 
 def tokenizer_from_pickle(value: object, source: str, pre_tokenizer: PreTokenizerName = "whitespace") -> Tokenizer:
-    """The vocabulary in what was pickled: a tokenizer's attributes, a Vocab, or a Corpus that has one.
+    """Build a tokenizer from a pickled object: a tokenizer's attributes, a Vocab, or a Corpus that has one.
 
     Raises:
-        UserError: there is none.
+        UserError: the object has no words.
     """
     return tokenizer_from_attributes(_attributes(value), source, pre_tokenizer)
 
@@ -176,7 +178,7 @@ def _attributes(value: object) -> Mapping[str, Any]:
 
 
 def words_of(tokenizer: Tokenizer) -> tuple[str, ...] | None:
-    """The words of a vocabulary as other programs list them; none where it has none."""
+    """Return the words as other programs list them; None for a tokenizer that has none."""
     if isinstance(tokenizer, WordTokenizer):
         return tokenizer.words
     if isinstance(tokenizer, CharTokenizer) and not tokenizer.byte_fallback and "_" not in tokenizer.characters:
@@ -185,22 +187,22 @@ def words_of(tokenizer: Tokenizer) -> tuple[str, ...] | None:
 
 
 def bytes_from_byte_ids(imported: ImportedModel) -> ImportedModel:
-    """A model of byte numbers, as the authors' enwik8 has them, in bytes: its rows stand where the bytes are.
+    """Give a model whose words are the bytes in decimal, as in the authors' enwik8, a byte tokenizer.
 
-    Bytes that it never saw get a row of zeros, and a score that leaves them no probability. So the numbers are the
-    same, and text goes in as it is.
+    The rows of its embedding and softmax move to the byte values. Bytes that are not among its words get zeros, and a
+    bias that leaves them no probability, so the losses stay the same. Other models are returned unchanged.
     """
     words = imported.tokenizer.words if isinstance(imported.tokenizer, WordTokenizer) else ()
     byte_names = {str(byte): byte for byte in range(256)}
     if not words or imported.model.get("cutoffs") or not all(word in byte_names for word in words):
         return imported
-    place = torch.tensor([byte_names[word] for word in words])
+    byte_of_row = torch.tensor([byte_names[word] for word in words])
     weights = dict(imported.weights)
     for name in ("embedding.tables.0", "softmax.tables.0", "softmax.bias"):
         if name in weights:
             rows = weights[name]
-            spread = rows.new_full((256, *rows.shape[1:]), _IMPOSSIBLE if name == "softmax.bias" else 0.0)
-            weights[name] = spread.index_copy(0, place, rows)
+            moved = rows.new_full((256, *rows.shape[1:]), _IMPOSSIBLE if name == "softmax.bias" else 0.0)
+            weights[name] = moved.index_copy(0, byte_of_row, rows)
     return replace(
         imported,
         model={**imported.model, "vocab_size": 256},
@@ -208,11 +210,11 @@ def bytes_from_byte_ids(imported: ImportedModel) -> ImportedModel:
         tokenizer=ByteTokenizer(),
         remarks=(
             *imported.remarks,
-            f"its {len(words)} byte numbers became the 256 bytes; the others have no probability",
+            f"its {len(words)} byte numbers became a byte tokenizer; the other bytes have no probability",
         ),
     )
 
 
 def first_existing(folder: Path, names: Iterable[str]) -> Path | None:
-    """The first of these files that is in the folder."""
+    """Return the first of these files that the folder has; None if it has none."""
     return next((folder / name for name in names if (folder / name).is_file()), None)
