@@ -141,28 +141,6 @@ def test_the_readme_names_the_two_targets() -> None:
     assert make_targets("A := b\ndemo: x\n\tmake y: z\ntest:\n") == {"demo", "test"}
 
 
-def tree_paths(text: str) -> list[str]:
-    """Return the paths of code blocks labelled `tree`: a path first on each line, indented by two spaces per level."""
-    paths: list[str] = []
-    above: list[str] = []
-    for line in "".join(code_blocks(text, "tree")).splitlines():
-        level = (len(line) - len(line.lstrip())) // 2
-        above = [*above[:level], line.split()[0].rstrip("/")]
-        paths.append("/".join(above))
-    return paths
-
-
-def test_every_path_of_the_tree_exists() -> None:
-    paths = tree_paths(README)
-    assert "src/transformer_xl/model/memory.py" in paths
-    assert [path for path in paths if not (ROOT / path).exists()] == []
-
-
-def test_a_tree_is_read_level_by_level() -> None:
-    text = "```tree\na/     first\n  b/   second\n    c  third\n  d    fourth\ne/f    last\n```\n"
-    assert tree_paths(text) == ["a", "a/b", "a/b/c", "a/d", "e/f"]
-
-
 def project_texts() -> Iterator[tuple[str, str]]:
     """Yield the path and content of every text file of the project."""
     found = [path for path in ROOT.iterdir() if path.is_file()]
