@@ -26,6 +26,17 @@ def assert_same_tensors(found: Tensors, wanted: Tensors, *, rtol: float = 0, ato
         )
 
 
+def copied_tensors(tensors: Tensors) -> dict[str, Tensor]:
+    """Return copies by name, to compare with after something that must not change them."""
+    return {name: tensor.detach().clone() for name, tensor in _by_name(tensors).items()}
+
+
+def named_gradients(scalar: Tensor, tensors: Tensors) -> dict[str, Tensor]:
+    """Return the gradients of a scalar by the names of the tensors; zeros where it does not depend on them."""
+    named = dict(tensors.named_parameters()) if isinstance(tensors, nn.Module) else _by_name(tensors)
+    return dict(zip(named, torch.autograd.grad(scalar, list(named.values()), materialize_grads=True), strict=True))
+
+
 def authors_mean_std(name: str) -> tuple[float, float]:
     """Mean and standard deviation of a parameter in the authors' initialisation."""
     if name.endswith("norm.weight"):

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from tensors import assert_same_tensors, copied_tensors
 from token_losses import token_nats
 
 from transformer_xl.config import DynamicConfig, UserError
@@ -127,7 +128,7 @@ def test_a_repeated_text_becomes_easier(make_model) -> None:
 def test_the_model_has_its_own_weights_again(make_model, stop_after) -> None:
     """Bit for bit, also after an error halfway, and without leftover gradients."""
     model = make_model()
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    before = copied_tensors(model)
     calls = []
 
     def tell(_: int) -> None:
@@ -144,7 +145,7 @@ def test_the_model_has_its_own_weights_again(make_model, stop_after) -> None:
         with pytest.raises(KeyboardInterrupt):
             list(chunks)
     assert any(calls) or stop_after == 1  # they were others meanwhile
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert_same_tensors(model, before)
     assert all(weight.grad is None and weight.requires_grad for weight in model.parameters())
 
 
@@ -177,9 +178,9 @@ def test_what_it_cannot_do_is_refused(make_model) -> None:
 def test_steps_that_are_too_large_are_refused(make_model) -> None:
     """The message has the position; the model has its own weights again."""
     model = make_model()
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    before = copied_tensors(model)
     with pytest.raises(
         UserError, match=r"dynamic.learning-rate 1e\+300: too large, losses are not finite from token 5 on"
     ):
         token_nats(model, draw(38), START, plan_with(dynamic(optimizer="sgd", learning_rate=1e300)))
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert_same_tensors(model, before)

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from tensors import assert_same_tensors, copied_tensors
 from token_losses import token_nats
 
 from transformer_xl.config import (
@@ -173,13 +174,13 @@ def test_the_file_is_whole_or_not_there(run: Run, tmp_path: Path) -> None:
 def test_evaluating_has_no_side_effects(run: Run, training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The model's mode (also after an error), its weights and torch's random state are unchanged."""
     run.model.train(training)
-    weights = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
+    weights = copied_tensors(run.model)
     random_state = torch.get_rng_state()
     first = evaluate(run, split_of(draw(37)))
     assert run.model.training is training
     assert all(module.training is training for module in run.model.modules())
     assert torch.equal(torch.get_rng_state(), random_state)
-    assert all(torch.equal(tensor, weights[name]) for name, tensor in run.model.state_dict().items())
+    assert_same_tensors(run.model, weights)
     assert all(weight.grad is None and weight.requires_grad for weight in run.model.parameters())
     assert evaluate(run, split_of(draw(37))).nats_per_token == first.nats_per_token  # no dropout
 

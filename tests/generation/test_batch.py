@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from scripted import CLOSE, TEXT, Scripted, Watched, assert_same_memory, full_pass
+from tensors import assert_same_tensors, copied_tensors
 from torch import Tensor
 
 from transformer_xl.config import UserError
@@ -169,10 +170,10 @@ def test_memory_continues_what_was_read_before(
     wanted, _, _ = decode(model, TEXT[:17], TEXT[17:], model.inference_memory(1, context_limits))
     with torch.no_grad():
         _, memory = model(torch.tensor([TEXT[:first]]), getattr(model, kind)(1, context_limits))
-    before = {name: tensor.clone() for name, tensor in memory.tensors().items()}
+    before = copied_tensors(memory)
     found, _, _ = decode(model, TEXT[first:17], TEXT[17:], memory)
     torch.testing.assert_close(found, wanted, **CLOSE)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in memory.tensors().items())
+    assert_same_tensors(memory, before)
     without, _, _ = decode(model, TEXT[first:17], TEXT[17:], model.inference_memory(1, context_limits))
     assert (without[0] - wanted[0]).abs().max() > 1e-6
 
@@ -184,9 +185,9 @@ def test_a_memory_taken_on_the_way_stays_as_it_was(make_model) -> None:
     generator, undisturbed = (BatchGenerator(model, PROMPTS[:2], config) for _ in range(2))
     generated(generator, 3)
     memory = generator.memory()
-    before = {name: tensor.clone() for name, tensor in memory.tensors().items()}
+    before = copied_tensors(memory)
     after = generated(generator, 5)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in memory.tensors().items())
+    assert_same_tensors(memory, before)
     assert [sequence[3:] for sequence in generated(undisturbed, 8)] == after
     assert not torch.equal(generator.memory().position_B, memory.position_B)
 

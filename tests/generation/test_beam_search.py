@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from scripted import TEXT, Watched, full_pass
+from tensors import assert_same_tensors, copied_tensors
 
 from transformer_xl.config import UserError
 from transformer_xl.generation.beam_search import Hypothesis, search_token_ids
@@ -151,11 +152,11 @@ def test_the_prompt_is_read_once_and_the_memory_given_stays(make_model) -> None:
     model = make_model()
     with torch.no_grad():
         _, memory = model(torch.tensor([TEXT[:7]]), model.inference_memory(1, LIMITS))
-    before = {name: tensor.clone() for name, tensor in memory.tensors().items()}
+    before = copied_tensors(memory)
     watched = Watched(model)
     found = search_token_ids(watched, TEXT[7:11], config_of(3, 5), memory)
     assert watched.lengths == [4, 1, 1, 1, 1]
-    assert all(torch.equal(tensor, before[name]) for name, tensor in memory.tensors().items())
+    assert_same_tensors(memory, before)
     assert [one.token_ids for one in found] == [one.token_ids for one in found_by(model, config_of(3, 5), TEXT[:11])]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from scripted import Scripted, Watched, assert_same_memory, full_pass
+from tensors import assert_same_tensors, copied_tensors
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from transformer_xl.config import EvaluationConfig, RunConfig, TrainConfig, UserError
@@ -191,13 +192,14 @@ def test_memory_continues_without_reading_again(run: Run, ending: dict[str, Any]
     said = b"\n"
     for turn in range(3):
         prompt = f"line {turn}\n"
-        before = {} if memory is None else {name: tensor.clone() for name, tensor in memory.tensors().items()}
+        before = None if memory is None else copied_tensors(memory)
         given, calls = memory, len(watched.lengths)
         reply = stream(run, prompt, **forced("ok\n", **ending), memory=memory)
         assert "".join(reply).rstrip("\n") == "ok"
         assert watched.lengths[calls:] == [len(prompt) + (turn == 0), 1, 1]
         memory = reply.memory()
-        assert given is None or all(torch.equal(one, before[name]) for name, one in given.tensors().items())
+        if given is not None:
+            assert_same_tensors(given, before)
         said += prompt.encode() + b"ok\n"
         with torch.inference_mode():
             _, wanted = watched.model(torch.tensor([list(said)]), watched.model.inference_memory(1, LIMITS))

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tensors import assert_same_tensors
+from torch import nn
 
 from transformer_xl.config import TransformerXLConfig, UserError, check_settings
 from transformer_xl.model.adaptive import AdaptiveEmbedding, AdaptiveSoftmax
@@ -116,16 +118,18 @@ def test_nats_stand_in_input_order(style):
 def test_gradients_equal_those_of_the_dense_construction(style, targets):
     """Through nats and through the scores of the whole vocabulary; none is missing, also of a tail without targets."""
     embedding, softmax = make(**STYLES[style])
-    parameters = [*embedding.parameters(), *softmax.parameters()]
     rows_BTD = hidden(1, 3).requires_grad_()
     targets_BT = torch.tensor([targets])
-    found = torch.autograd.grad(softmax.nats(rows_BTD, targets_BT).sum(), [rows_BTD, *parameters], allow_unused=True)
     wanted_BT = F.cross_entropy(softmax.logits(rows_BTD)[0], targets_BT[0], reduction="none")
-    wanted = torch.autograd.grad(wanted_BT.sum(), [rows_BTD, *parameters], allow_unused=True)
-    for one, other in zip(found, wanted, strict=True):
-        assert (one is None) == (other is None)  # tables of the input side alone have none here
-        if one is not None:
-            torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+    losses = (softmax.nats(rows_BTD, targets_BT).sum(), wanted_BT.sum())
+    assert_same_tensors(*(gradients(loss, rows_BTD, embedding, softmax) for loss in losses), atol=1e-12)
+
+
+def gradients(loss, hidden_BTD, embedding, softmax):
+    """By name, without those that are missing: tables that only the input side uses have none."""
+    named = {"hidden": hidden_BTD, **dict(nn.ModuleDict({"in": embedding, "out": softmax}).named_parameters())}
+    found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+    return {name: grad for name, grad in zip(named, found, strict=True) if grad is not None}
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -300,12 +304,7 @@ def test_in_pieces_it_is_the_same_and_keeps_no_scores(monkeypatch, style):
         hidden_BTD, kept = hidden().requires_grad_(), []
         with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: kept.append(t) or t, lambda t: t):
             nats_BT = softmax.nats(hidden_BTD, targets_BT)
-        everything = [hidden_BTD, *embedding.parameters(), *softmax.parameters()]
-        found = torch.autograd.grad(nats_BT.pow(2).sum(), everything, allow_unused=True)
-        results.append([nats_BT, *found])
+        results.append({"nats": nats_BT, **gradients(nats_BT.pow(2).sum(), hidden_BTD, embedding, softmax)})
         kept_numbers.append(sum(t.numel() for t in kept if t.ndim == 2 and len(t) == targets_BT.numel()))
-    for plain, pieces in zip(*results, strict=True):
-        assert (plain is None) == (pieces is None)
-        if plain is not None:
-            torch.testing.assert_close(pieces, plain, rtol=0, atol=1e-11)
+    assert_same_tensors(*results, atol=1e-11)
     assert kept_numbers[1] <= kept_numbers[0] - targets_BT.numel() * (softmax.edges[1] + softmax.num_tails)

@@ -3,11 +3,15 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from tensors import assert_same_tensors, named_gradients
 
 from transformer_xl.model.cross_entropy import linear_cross_entropy
 
 PLACES, WIDTH, SCORES = 11, 5, 23
 SIZES = ((PLACES, WIDTH), (SCORES, WIDTH), (SCORES,))
+
+
+NAMES = ("hidden", "weight", "bias")
 
 
 def draw(dtype=torch.float64, *, autograd=True):
@@ -25,9 +29,9 @@ def test_equals_the_plain_way(monkeypatch, at_once):
     results = []
     for way in (linear_cross_entropy, lambda *given: F.cross_entropy(F.linear(*given[:3]), given[3], reduction="none")):
         nats_K = way(*tensors, target_K)
-        results.append([nats_K, *torch.autograd.grad((nats_K * weight_K).sum(), tensors)])
-    for found, wanted in zip(*results, strict=True):
-        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+        grads = named_gradients((nats_K * weight_K).sum(), dict(zip(NAMES, tensors, strict=True)))
+        results.append({"nats": nats_K, **grads})
+    assert_same_tensors(*results, atol=1e-12)
 
 
 @pytest.mark.parametrize("autocast", [False, True])

@@ -6,6 +6,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 from reference import Case, attention
+from tensors import assert_same_tensors, named_gradients
 
 from transformer_xl.config import UserError
 from transformer_xl.model.kernels import KERNELS, AttentionInputs, AttentionMask, choose
@@ -42,8 +43,13 @@ def draw(num_queries: int, num_memory: int, window: int | None) -> AttentionInpu
     return AttentionInputs(*(torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes))
 
 
-def as_list(inputs: AttentionInputs) -> list[torch.Tensor]:
-    return [getattr(inputs, name) for name in AttentionInputs.__dataclass_fields__]
+def by_name(inputs: AttentionInputs) -> dict[str, torch.Tensor]:
+    return {name: getattr(inputs, name) for name in AttentionInputs.__dataclass_fields__}
+
+
+def with_gradients(out_BTNH: torch.Tensor, inputs: AttentionInputs, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The output, and the gradients of the loss by the inputs' names."""
+    return {"output": out_BTNH, **named_gradients(loss, by_name(inputs))}
 
 
 @pytest.mark.parametrize("name", ON_CPU)
@@ -54,14 +60,11 @@ def test_equals_the_oracle(name, case):
     mask = AttentionMask(torch.tensor(valid))
     weight = torch.randn(ROWS, num_queries, HEADS, WIDTH, dtype=torch.float64)
 
-    wanted = attention(*as_list(inputs), Case(valid, window))
-    wanted_grads = torch.autograd.grad((wanted * weight).sum(), as_list(inputs), materialize_grads=True)
+    wanted = attention(*by_name(inputs).values(), Case(valid, window))
     found = KERNELS[name].attend(inputs, mask, 0.0)
-    found_grads = torch.autograd.grad((found * weight).sum(), as_list(inputs), materialize_grads=True)
-
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
-    for field, one, other in zip(AttentionInputs.__dataclass_fields__, found_grads, wanted_grads, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-11, msg=lambda text, field=field: f"{field}: {text}")
+    grads = (named_gradients((out * weight).sum(), by_name(inputs)) for out in (found, wanted))
+    assert_same_tensors(*grads, atol=1e-11)
 
 
 @pytest.mark.parametrize("valid", [None, [0, 4], [7, 1]])
@@ -77,9 +80,8 @@ def test_cpu_kernel_in_blocks(monkeypatch, valid, window, sizes):
     results = []
     for name in ("cpu", "reference"):
         out_BTNH = KERNELS[name].attend(inputs, mask, 0.0)
-        results.append([out_BTNH, *torch.autograd.grad((out_BTNH * weight_BTNH).sum(), as_list(inputs))])
-    for found, wanted in zip(*results, strict=True):
-        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-11)
+        results.append(with_gradients(out_BTNH, inputs, (out_BTNH * weight_BTNH).sum()))
+    assert_same_tensors(*results, atol=1e-11)
 
 
 @pytest.mark.parametrize("sizes", [{}, {"_QUERIES": 2, "_BUFFER_BYTES": 1}])
@@ -108,10 +110,8 @@ def test_cpu_kernel_drops_the_same_in_both_passes(monkeypatch, sizes):
     assert 0.45 < mask_BNTS[seen_BNTS].mean() < 0.75
     wanted = torch.einsum("bnts,bsnh->btnh", p_BNTS * mask_BNTS.round() / (1 - share), inputs.v_BSNH)
     found = attend(inputs, 3)
-    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-11)
-    pairs = [torch.autograd.grad((out * weight_BTNH).sum(), as_list(inputs)) for out in (found, wanted)]
-    for one, other in zip(*pairs, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-11)
+    results = (with_gradients(out, inputs, (out * weight_BTNH).sum()) for out in (found, wanted))
+    assert_same_tensors(*results, atol=1e-11)
     assert not torch.equal(attend(inputs, 4), found)
 
 
@@ -120,7 +120,7 @@ def test_cpu_kernel_keeps_its_inputs_only():
     inputs, kept = draw(5, 200, None), []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         KERNELS["cpu"].attend(inputs, AttentionMask(None), 0.1).sum()
-    assert sum(t.numel() for t in kept) == sum(t.numel() for t in as_list(inputs)) + 1  # and the seed
+    assert sum(t.numel() for t in kept) == sum(t.numel() for t in by_name(inputs).values()) + 1  # and the seed
 
 
 @pytest.mark.parametrize("name", ON_CPU)
@@ -146,20 +146,18 @@ def test_bfloat16_is_as_exact_as_plain_bfloat16(name):
     exact = low_numbers("reference", torch.float64)
     plain = low_numbers("reference", torch.bfloat16)
     found = low_numbers(name, torch.bfloat16)
-    for field, one, other, right in zip(
-        ("output", *AttentionInputs.__dataclass_fields__), found, plain, exact, strict=True
-    ):
-        assert (one - right).norm() <= 2 * (other - right).norm(), field
+    for field, right in exact.items():
+        assert (found[field] - right).norm() <= 2 * (plain[field] - right).norm(), field
 
 
-def low_numbers(name: str, dtype: torch.dtype) -> list[torch.Tensor]:
+def low_numbers(name: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Output and gradients of a kernel in a dtype, as float64, on inputs that make attention sharp."""
-    inputs = AttentionInputs(*(2 * tensor.detach() for tensor in as_list(draw(17, 31, None))))
-    inputs = AttentionInputs(*(tensor.to(dtype).requires_grad_() for tensor in as_list(inputs)))
+    drawn = by_name(draw(17, 31, None)).values()
+    inputs = AttentionInputs(*((2 * tensor.detach()).to(dtype).requires_grad_() for tensor in drawn))
     out_BTNH = KERNELS[name].attend(inputs, AttentionMask(torch.tensor([31, 5])), 0.0)
     weight_BTNH = torch.randn(out_BTNH.shape, generator=torch.Generator().manual_seed(2)).to(dtype)
-    grads = torch.autograd.grad((out_BTNH * weight_BTNH).sum(), as_list(inputs))
-    return [tensor.detach().double() for tensor in (out_BTNH, *grads)]
+    found = with_gradients(out_BTNH, inputs, (out_BTNH * weight_BTNH).sum())
+    return {name: tensor.detach().double() for name, tensor in found.items()}
 
 
 @pytest.mark.parametrize("name", ON_CPU)
@@ -257,12 +255,8 @@ def test_shared_distances_padding_and_layouts(monkeypatch, name, case, layout, s
     for out in (without.clone(), found):
         assert out.isfinite().all()
         torch.testing.assert_close(out[own_BT], wanted[own_BT], rtol=0, atol=1e-12)
-    grads, wanted_grads = (
-        torch.autograd.grad((out[own_BT] ** 2).sum(), as_list(inputs), materialize_grads=True)
-        for out in (found, wanted)
-    )
-    for one, other in zip(grads, wanted_grads, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-11)
+    grads = (named_gradients((out[own_BT] ** 2).sum(), by_name(inputs)) for out in (found, wanted))
+    assert_same_tensors(*grads, atol=1e-11)
 
 
 LAYOUTS = {
@@ -293,7 +287,6 @@ def test_cpu_kernel_drops_the_same_with_any_number_of_threads(monkeypatch):
         torch.manual_seed(3)
         out_BTNH = KERNELS["cpu"].attend(inputs, AttentionMask(None), 0.4)
         monkeypatch.setattr("torch.get_num_threads", lambda threads=backward: threads)
-        results.append([out_BTNH, *torch.autograd.grad(out_BTNH.pow(2).sum(), as_list(inputs))])
+        results.append(with_gradients(out_BTNH, inputs, out_BTNH.pow(2).sum()))
     for other in results[1:]:
-        for one, two in zip(results[0], other, strict=True):
-            torch.testing.assert_close(one, two, rtol=0, atol=1e-12)
+        assert_same_tensors(other, results[0], atol=1e-12)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tensors import assert_same_tensors
+from tensors import assert_same_tensors, copied_tensors
 
 from transformer_xl.config import UserError
 from transformer_xl.model.key_values import KeyValueMemory
@@ -72,7 +72,7 @@ def test_two_continuations_of_one_memory_do_not_disturb_each_other(make_model, t
     model = make_model()
     prompt, one, other = tokens(2, 7), tokens(2, 3, seed=5), tokens(2, 3, seed=6)
     _, memory = read(model, model.inference_memory(2), prompt)
-    before = {name: tensor.clone() for name, tensor in memory.tensors().items()}
+    before = copied_tensors(memory)
     first, after_first = read(model, memory, one)
     second, after_second = read(model, memory, other)
     again, _ = read(model, memory, one)
@@ -96,11 +96,10 @@ def test_batch_rows_are_reset_and_selected_by_themselves(make_model, tokens, att
         changed, _ = read(model, memory.reset([1]), more)
         picked, _ = read(model, memory.select([2, 0, 2]), more)
         untouched, _ = read(model, memory, more)
-        results.append((changed, picked, untouched))
-    for found, wanted in zip(*results, strict=True):
-        torch.testing.assert_close(found, wanted, **EXACT)
+        results.append({"reset": changed, "selected": picked, "untouched": untouched})
+    assert_same_tensors(*results, **EXACT)
     alone, _ = read(model, model.inference_memory(1), more[1:2])
-    torch.testing.assert_close(results[1][0][1:2], alone, **EXACT)
+    torch.testing.assert_close(results[1]["reset"][1:2], alone, **EXACT)
 
 
 @pytest.mark.parametrize("kind", ["initial_memory", "inference_memory"])

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tensors import assert_same_tensors
+from tensors import assert_same_tensors, copied_tensors
 
 from transformer_xl.config import UserError
 from transformer_xl.model.memory import ContextLimits, HiddenMemory, Memory
@@ -23,10 +23,6 @@ def inputs(num_new: int, start: float = 0.0) -> list[torch.Tensor]:
 def read(memory: HiddenMemory, layers_BTD: list[torch.Tensor], lengths_B: torch.Tensor | None = None) -> HiddenMemory:
     caches = [cache.append(x_BTD, lengths_B) for cache, x_BTD in zip(memory.layers, layers_BTD, strict=True)]
     return memory.advance(caches, layers_BTD[0].shape[1], lengths_B)
-
-
-def copied(memory: Memory) -> dict[str, torch.Tensor]:
-    return {name: kept.clone() for name, kept in memory.tensors().items()}
 
 
 def test_it_has_its_full_length_from_the_start():
@@ -78,7 +74,7 @@ def test_it_carries_no_gradient():
 @pytest.mark.parametrize("rows", [[1], torch.tensor([False, True, False])])
 def test_reset_empties_some_batch_rows_and_changes_nothing_else(rows):
     before = read(empty(), inputs(7))
-    kept = copied(before)
+    kept = copied_tensors(before)
     after = before.reset(rows)
     assert not after.all_valid
     assert not any(tensor[1].any() for tensor in after.tensors().values())
@@ -136,7 +132,7 @@ def test_concatenate_joins_what_select_took_apart():
 @pytest.mark.parametrize("length", [0, 2, 5, 11])
 def test_resized_keeps_the_newest(num_read, length):
     before = read(empty(), inputs(num_read)) if num_read else empty()
-    kept = copied(before)
+    kept = copied_tensors(before)
     after = before.resized(length)
     zeros = torch.zeros(BATCH, 11, WIDTH, dtype=torch.float64)
     for old, new in zip(before.layers, after.layers, strict=True):

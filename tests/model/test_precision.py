@@ -1,13 +1,14 @@
 """Weights rounded once give what weights rounded for every product give."""
 
 import torch
+from tensors import assert_same_tensors, copied_tensors
 
 from transformer_xl.model.precision import with_matrices_in
 
 
 def test_as_autocast_bit_for_bit_and_the_model_stays(make_model, tokens):
     model = make_model().float()
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    before = copied_tensors(model)
     ready = with_matrices_in(model, torch.bfloat16)
     with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
         results = []
@@ -18,6 +19,4 @@ def test_as_autocast_bit_for_bit_and_the_model_stays(make_model, tokens):
     assert torch.equal(*results)
     assert ready.layers[0].attention.k_proj.weight.dtype == torch.bfloat16
     assert ready.embedding.tables[0] is model.embedding.tables[0]
-    for name, tensor in model.state_dict().items():
-        assert tensor.dtype == torch.float32
-        assert torch.equal(tensor, before[name])
+    assert_same_tensors(model, before)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import forward as oracle
-from tensors import assert_drawn_from_normal, assert_same_tensors, authors_mean_std
+from tensors import assert_drawn_from_normal, assert_same_tensors, authors_mean_std, copied_tensors, named_gradients
 
 from transformer_xl.config import TransformerXLConfig, UserError, load_recipe
 from transformer_xl.model.attention import encode_distances
@@ -61,10 +61,8 @@ def test_equals_the_oracle(make_model, tokens, style, context_limits, segments):
         assert_same_tensors([cache.hidden_BMD for cache in memory.layers], wanted_memory, atol=1e-10)
         assert memory.valid_B.tolist() == valid
     weight = torch.randn(wanted.shape, dtype=torch.float64)
-    found_grads = torch.autograd.grad((logits_BTV * weight).sum(), list(model.parameters()))
-    wanted_grads = torch.autograd.grad((wanted * weight).sum(), list(weights.values()))
-    by_name = (dict(zip(weights, grads, strict=True)) for grads in (found_grads, wanted_grads))
-    assert_same_tensors(*by_name, rtol=1e-9, atol=1e-9)
+    found_grads = named_gradients((logits_BTV * weight).sum(), model)
+    assert_same_tensors(found_grads, named_gradients((wanted * weight).sum(), weights), rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("norm_first", [False, True])
@@ -139,7 +137,7 @@ def test_gradient_stops_at_memory_but_reaches_keys_and_values_through_it(make_mo
 def test_neither_inputs_nor_memory_change(make_model, tokens):
     model, text = make_model().train(), tokens(2, 5)
     _, memory = model(tokens(2, 7))
-    before = {name: tensor.clone() for name, tensor in memory.tensors().items()}
+    before = copied_tensors(memory)
     kept = text.clone()
     hidden_BTD, after = model(text, memory)
     model.nats(hidden_BTD, text).sum().backward()

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tensors import assert_same_tensors
 from training_runs import letters, make_corpus, nats_of, reopened, start, train_until
 
 from transformer_xl.config import UserError
@@ -53,9 +54,7 @@ def test_stops_change_nothing(tmp_path: Path, name: str) -> None:
     for weights in ("best", "last"):
         files = (run.folder.weights_file(weights) for run in (training, straight))
         assert next(files).read_bytes() == next(files).read_bytes()
-    one, other = (Memory.concatenate(run.memories).tensors() for run in (training, straight))
-    assert one.keys() == other.keys()
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert_same_tensors(*(Memory.concatenate(run.memories) for run in (training, straight)))
     assert nats_of(training) == nats_of(straight)
     loaded = load(tmp_path / "run", device="cpu")
     assert type(loaded.model) is type(straight.model)

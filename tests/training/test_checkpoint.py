@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from tensors import assert_same_tensors, copied_tensors
 from training_runs import CPU, reopened, train_until
 from typing_extensions import override
 
@@ -87,9 +88,7 @@ def metrics_of(folder: RunFolder) -> list[dict[str, Any]]:
 
 
 def assert_same(one: RunFolder, other: RunFolder) -> None:
-    found, wanted = tensors_of(one), tensors_of(other)
-    assert found.keys() == wanted.keys()
-    assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
+    assert_same_tensors(tensors_of(one), tensors_of(other))
     # weights are the same files, byte for byte; training.json also notes the seconds, which no two runs share
     for of in (lambda run: run.weights_file("best"), lambda run: run.weights_file("last")):
         assert of(one).read_bytes() == of(other).read_bytes()
@@ -214,8 +213,11 @@ def test_a_run_with_more_steps_goes_on(tmp_path: Path, straight) -> None:
     assert short.run()
     longer = reopened(short, max_steps=23)
     longer.run()
-    found, wanted = tensors_of(longer.folder), tensors_of(whole.folder)
-    assert [name for name in wanted if name.startswith("last") and not torch.equal(found[name], wanted[name])] == []
+    found, wanted = (
+        {name: tensor for name, tensor in tensors_of(run.folder).items() if name.startswith("last")}
+        for run in (longer, whole)
+    )
+    assert_same_tensors(found, wanted)
 
 
 def test_checkpoints_kept_and_their_files(tmp_path: Path, straight) -> None:
@@ -328,13 +330,13 @@ def test_saving_changes_nothing(tmp_path: Path, straight) -> None:
     corpus, _ = straight("base")
     training = start(tmp_path / "run", corpus, {})
     train_until(training, 3)
-    before = {name: tensor.clone() for name, tensor in training.model.state_dict().items()}
+    before = copied_tensors(training.model)
     random_state = torch.get_rng_state()
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     path = save_checkpoint(training.folder, training)
     assert path.name == "step-00000003"
     assert torch.equal(torch.get_rng_state(), random_state)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in training.model.state_dict().items())
+    assert_same_tensors(training.model, before)
     assert torch.equal(tensors_of(training.folder)["training/random/0/cpu"], random_state)
 
 

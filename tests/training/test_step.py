@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tensors import assert_same_tensors
 from torch import Tensor
 from training_runs import CPU, letters, lines_of, make_corpus, start, train_until
 from typing_extensions import override
@@ -158,8 +159,7 @@ def compare_with_hand(training: Trainer, text: bytes, lengths: list[int]) -> Non
                 (step + 1) / config.warmup_steps if step < config.warmup_steps else (1 + math.cos(math.pi * share)) / 2
             )
             wanted.append((*hand.step(step, 0.01 * warm), 0.01 * warm))
-            for found, by_hand in zip(trainer.model.parameters(), hand.weights, strict=True):
-                torch.testing.assert_close(found, by_hand, rtol=0, atol=1e-9)
+            assert_same_tensors(trainer.model.parameters(), hand.weights, atol=1e-9)
 
     training.callbacks.append(Compare())
     assert training.run()
@@ -223,9 +223,8 @@ def test_micro_batches_are_one_large_batch(make_model, settings: dict[str, Any],
             step_numbers, memories = train_step(random_batch(7, 5, step), memories)
             numbers.append(step_numbers)
         memory = Memory.concatenate(memories)
-        found[micro_batch_size] = [torch.stack(numbers), *model.parameters(), *memory.tensors().values()]
-    for one, other in zip(found[None], found[size], strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+        found[micro_batch_size] = {"numbers": torch.stack(numbers), **model.state_dict(), **memory.tensors()}
+    assert_same_tensors(found[size], found[None], rtol=1e-10, atol=1e-10)
 
 
 def test_micro_batches_are_even_and_as_many_in_every_process() -> None:
@@ -239,7 +238,7 @@ def test_micro_batches_are_even_and_as_many_in_every_process() -> None:
     assert micro_batches(7, TrainConfig(batch_size=7), 1) == [range(7)]
 
 
-def gradients(model: Any, activation_checkpointing: bool) -> tuple[list[Tensor], int]:
+def gradients(model: Any, activation_checkpointing: bool) -> tuple[dict[str, Tensor], int]:
     """Of a step with dropout, and the bytes that the forward pass kept for the backward pass."""
     model.activation_checkpointing = activation_checkpointing
     kept: dict[int, int] = {}
@@ -255,7 +254,7 @@ def gradients(model: Any, activation_checkpointing: bool) -> tuple[list[Tensor],
         nats, _, _ = ModelWithLoss(model)(inputs_BT, batch.targets_BT, model.initial_memory(7))
     model.zero_grad()
     nats.sum().backward()
-    return [parameter.grad.clone() for parameter in model.parameters()], sum(kept.values())
+    return {name: weight.grad.clone() for name, weight in model.named_parameters()}, sum(kept.values())
 
 
 @pytest.mark.parametrize("norm_first", [True, False])
@@ -263,7 +262,7 @@ def test_recomputing_changes_no_gradient_and_keeps_less(make_model, *, norm_firs
     """Bit for bit, with dropout everywhere; and what is kept no longer grows with what is inside the layers."""
     model = make_model(dropout=0.3, attention_dropout=0.2, norm_first=norm_first, n_layers=5, d_ff=97).train()
     (plain, much), (again, little) = gradients(model, False), gradients(model, True)
-    assert all(torch.equal(one, other) for one, other in zip(plain, again, strict=True))
+    assert_same_tensors(again, plain)
     assert little < 0.5 * much
     model.eval()
-    assert torch.equal(gradients(model, False)[0][0], gradients(model, True)[0][0])
+    assert_same_tensors(gradients(model, True)[0], gradients(model, False)[0])

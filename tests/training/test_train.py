@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tensors import assert_same_tensors
 from training_runs import MODEL, TRAIN, StopAt, letters, make_corpus
 from typing_extensions import override
 
@@ -29,11 +30,6 @@ def weights_of(path: Path) -> dict[str, torch.Tensor]:
     return load(path, device="cpu").model.state_dict()
 
 
-def assert_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
-
-
 def test_settings_come_from_a_config_a_file_or_by_name(tmp_path: Path, corpus: Corpus) -> None:
     config = RunConfig(model=TransformerXLConfig(**MODEL), train=TrainConfig(**TRAIN))
     result = train_run(config, corpus, tmp_path / "config", **QUIET)
@@ -44,7 +40,7 @@ def test_settings_come_from_a_config_a_file_or_by_name(tmp_path: Path, corpus: C
     again = train_run(recipe, corpus.path, tmp_path / "file", model={"d_ff": 19}, **QUIET)
     plain = train_run(None, str(corpus.path), tmp_path / "none", model=MODEL, train=TRAIN, **QUIET)
     for other in (again, plain):
-        assert_equal(other.run.model.state_dict(), result.run.model.state_dict())
+        assert_same_tensors(other.run.model.state_dict(), result.run.model.state_dict())
     kept = read_yaml((tmp_path / "file" / "config.yaml").read_text(), "")
     assert kept["model"]["vocab_size"] == 256
     assert kept["corpus"]["path"] == str(corpus.path.resolve())
@@ -64,7 +60,7 @@ def test_resumed_after_a_callback_stopped_it(tmp_path: Path, corpus: Corpus) -> 
     resumed = resume(tmp_path / "run", **QUIET)
     assert (resumed.step, resumed.finished) == (17, True)
     assert resumed.best_nats_per_token == whole.best_nats_per_token
-    assert_equal(weights_of(tmp_path / "run"), weights_of(tmp_path / "whole"))
+    assert_same_tensors(weights_of(tmp_path / "run"), weights_of(tmp_path / "whole"))
     longer = resume(tmp_path / "run", train={"max_steps": 19}, **QUIET)
     assert (longer.step, longer.max_steps) == (19, 19)
 
@@ -128,7 +124,7 @@ def test_load_after_save_is_bit_equal(tmp_path: Path, corpus: Corpus, architectu
     with torch.no_grad():
         next(run.model.parameters()).mul_(3)
     loaded = load(save(run, tmp_path / "saved"), device="cpu")
-    assert_equal(loaded.model.state_dict(), run.model.state_dict())
+    assert_same_tensors(loaded.model.state_dict(), run.model.state_dict())
     assert loaded.config == run.config
     tokens_BT = torch.arange(14).view(2, 7)
     with torch.no_grad():

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 
 import torch
+from tensors import assert_same_tensors, named_gradients
 
 
 def layer_norm(x, weight, bias):
@@ -165,9 +166,4 @@ def copied(model):
 
 def assert_same_gradients(model, found, weights, wanted):
     """Of two scalars, one of the model's parameters and one of the weights."""
-    grads = torch.autograd.grad(found, list(model.parameters()), allow_unused=True)
-    others = torch.autograd.grad(wanted, list(weights.values()), allow_unused=True)
-    for name, one, other in zip(weights, grads, others, strict=True):
-        other = torch.zeros_like(weights[name]) if other is None else other
-        one = torch.zeros_like(other) if one is None else one
-        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9, msg=lambda text, name=name: f"{name}: {text}")
+    assert_same_tensors(named_gradients(found, model), named_gradients(wanted, weights), rtol=1e-9, atol=1e-9)

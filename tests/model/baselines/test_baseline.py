@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_configs import model_config
 from systems import SYSTEMS, WITH_MEMORY
-from tensors import assert_same_tensors
+from tensors import assert_same_tensors, copied_tensors
 
 from transformer_xl.config import UserError
 from transformer_xl.model.build import build_model
@@ -128,7 +128,7 @@ def test_padding_gives_no_gradient(make_baseline, tokens, name):
 def test_neither_inputs_nor_memory_change(make_baseline, tokens, name):
     model, text = make_baseline(name, dropout=0.2).train(), tokens(2, 5)
     _, memory = model(tokens(2, 7))
-    before = {name: tensor.clone() for name, tensor in memory.tensors().items()}
+    before = copied_tensors(memory)
     kept = text.clone()
     nats_BT, extra_BT, after = model.training_losses(text, text, memory, progress=0.0)
     (nats_BT + extra_BT).sum().backward()

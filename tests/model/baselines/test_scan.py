@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tensors import assert_same_tensors, copied_tensors, named_gradients
 
 from transformer_xl.model.baselines.scan import linear_recurrence
 
@@ -23,14 +24,13 @@ def test_equals_the_loop(length):
     ]
     for tensor in given:
         tensor.requires_grad_()
-    kept = [tensor.detach().clone() for tensor in given]
+    kept = copied_tensors(given)
     found_BTD, wanted_BTD = linear_recurrence(*given), by_loop(*given)
     torch.testing.assert_close(found_BTD, wanted_BTD, rtol=0, atol=1e-12)
     weight_BTD = torch.randn(wanted_BTD.shape, dtype=torch.float64)
-    grads = (torch.autograd.grad((states * weight_BTD).sum(), given) for states in (found_BTD, wanted_BTD))
-    for one, other in zip(*grads, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
-    assert all(torch.equal(tensor, before) for tensor, before in zip(given, kept, strict=True))
+    grads = (named_gradients((states * weight_BTD).sum(), given) for states in (found_BTD, wanted_BTD))
+    assert_same_tensors(*grads, atol=1e-12)
+    assert_same_tensors(given, kept)
 
 
 def test_gates_that_are_shut_or_open_do_no_harm_over_a_long_text():
