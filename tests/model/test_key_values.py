@@ -59,12 +59,12 @@ def test_successive_memories_share_storage_that_stays_small(make_model, tokens):
     model = make_model()
     memory = model.inference_memory(1, ContextLimits(200))
     storages = []
-    for part_BT in tokens(1, 1500).split(3, dim=1):
+    for part_BT in tokens(1, 1500).split(12, dim=1):
         _, memory = read(model, memory, part_BT)
         storages.append(memory.layers[0].storage)
     assert max(storage.capacity for storage in storages) <= 300
-    # 500 parts of 3 tokens, and storage of 200 tokens has room for 33 parts more
-    assert len({id(storage) for storage in storages}) == 500 // 33 + 1
+    # 125 parts of 12 tokens, and storage of 200 tokens has room for 8 parts more
+    assert len({id(storage) for storage in storages}) == 125 // 8 + 1
     assert memory.valid_B.tolist() == [200]
 
 

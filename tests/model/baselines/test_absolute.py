@@ -80,20 +80,12 @@ def test_positions_matter(make_baseline):
         assert (hidden_BTD[0, 1:] - hidden_BTD[0, :-1]).abs().amax(-1).min() > 1e-3
 
 
-@pytest.mark.parametrize(
-    ("layers", "trained", "used", "published"),
-    [(12, 44_232_704, 41_212_160, (44, 41)), (64, 235_339_776, 218_661_120, (235, 219))],
-)
-def test_parameters_are_those_published(layers, trained, used, published):
-    """44M and 235M count the maps of the auxiliary losses."""
-    settings = load_recipe(f"enwik8-al-rfou-{layers}l").model | {"max_position_embeddings": 512}
+def test_without_auxiliary_losses_parameters_are_the_other_count_of_the_paper():
+    """41M; the 44M with their heads are compared in the tests of recipes, and so are those of 64 layers."""
+    settings = load_recipe("enwik8-al-rfou-12l").model | {"max_position_embeddings": 512}
     with torch.device("meta"):
-        whole = build_model(model_config(**settings)).num_parameters()
-        without = build_model(
-            model_config(**settings | {"intermediate_layer_losses": False, "num_targets": 1})
-        ).num_parameters()
-    assert (whole, without) == (trained, used)
-    assert (round(whole / 1e6), round(without / 1e6)) == published
+        model = build_model(model_config(**settings | {"intermediate_layer_losses": False, "num_targets": 1}))
+    assert model.num_parameters() == 41_212_160
 
 
 @pytest.mark.parametrize(
