@@ -157,7 +157,7 @@ def test_a_conversation_bears_bytes_that_are_no_text(place: Path, run: Run) -> N
 
 
 def test_a_word_that_is_not_known_ends_a_conversation(place: Path) -> None:
-    said = ask(place, "--chat", "--max-new-tokens", "3", kind="word", given=b"the cat\nthe horse\n")
+    said = ask(place, "--chat", "--max-new-tokens", "3", kind="words", given=b"the cat\nthe horse\n")
     assert (said.status, len(said.out.splitlines())) == (2, 1)
     assert said.err.startswith("txl: error: byte 4 ")
     assert "'horse'" in said.err

@@ -17,8 +17,8 @@ TEXT = "the cat sat on a mat while that dog ran after it and all of them slept i
 WORDS = TEXT.split()
 TINY = [
     "--model.n-layers=2", "--model.d-model=14", "--model.n-heads=2", "--model.d-ff=19", "--train.segment-length=7",
-    "--train.memory-length=11", "--train.batch-size=3", "--train.max-steps=9", "--train.checkpoint-interval=4", "--train.eval-interval=5",
-    "--train.dtype=float32",
+    "--train.memory-length=11", "--train.batch-size=3", "--train.max-steps=9", "--train.checkpoint-interval=4",
+    "--train.eval-interval=5", "--train.dtype=float32",
 ]  # fmt: skip
 
 
