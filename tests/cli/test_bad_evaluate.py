@@ -47,7 +47,7 @@ WRONG_WORDS = [
     ("evaluate run --batch-size 0", "batch_size.*greater than 0"),
     ("evaluate run --batch-size 2 --warmup-tokens -1", "warmup_tokens.*greater than or equal to 0"),
     (f"evaluate run --segment-length {10**22}", "segment_length.*less than or equal to 2147483647"),
-    ("evaluate run --max-tokens 0", "max-tokens 0: wanted 1 or more"),
+    ("evaluate run --max-tokens 0", "max-tokens 0: must be 1 or more"),
     (f"{SLIDING} --attention-window 5 --segment-length 3", "segment-length was given, but method sliding-window"),
     (f"{SLIDING} --attention-window 5 --warmup-tokens 3", "no warm-up; leave out warmup-tokens"),
     (SLIDING, "needs attention-window"),

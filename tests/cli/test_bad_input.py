@@ -142,7 +142,7 @@ WRONG_WORDS = [
     ("evaluate run --clamp-length 0", "clamp.length.* 0"),
     ("evaluate run --segment-length 0", "segment.length.* 0"),
     ("evaluate run --memory-length -1", "memory.length.* -1"),
-    ("evaluate run --max-tokens 0", "max-tokens 0: wanted 1 or more"),
+    ("evaluate run --max-tokens 0", "max-tokens 0: must be 1 or more"),
     ("evaluate run --threads 0", "--threads 0: wanted 1 or more"),
     ("evaluate run --sweep-memory-length 0,a", "--sweep-memory-length 0,a: wanted"),
     ("evaluate run --sweep-memory-length 0,-1", "--sweep-memory-length 0,-1: wanted"),

@@ -190,7 +190,7 @@ def test_remarks_go_to_standard_error(place: Path, monkeypatch: pytest.MonkeyPat
     """Settings that may not be intended are remarked on, and the result is printed as usual."""
     said = txl("evaluate", place / "run", "--json", "--attention-window", "64")
     assert said.err.startswith("remark: memory-length 11 is too short for attention-window 64")
-    assert said.err.endswith("memory-length 63 fills it\n")
+    assert said.err.endswith("memory-length 63 to fill the window\n")
     assert said.object["attention_window"] == 64
     assert txl("evaluate", place / "run", "--json", "--attention-window", "12").err == ""
     monkeypatch.setattr("transformer_xl.evaluation.evaluate.has_bfloat16", lambda _: False)

@@ -197,7 +197,7 @@ def test_evaluating_has_no_side_effects(run: Run, training: bool, monkeypatch: p
 def test_nothing_to_score_is_refused(run: Run) -> None:
     with pytest.raises(UserError, match="nothing to score; the split is empty"):
         evaluate(run, split_of(draw(0)))
-    with pytest.raises(UserError, match="max-tokens 0: wanted 1 or more"):
+    with pytest.raises(UserError, match="max-tokens 0: must be 1 or more"):
         evaluate(run, split_of(draw(7)), max_tokens=0)
 
 

@@ -1,7 +1,7 @@
-"""Evaluating a run on a split of a corpus: metrics for the whole, and the loss of every token where wanted.
+"""Evaluation of a run on a split of a corpus: metrics of the whole split, and optionally the loss of every token.
 
-`evaluate` resolves the settings to an `EvaluationPlan`, lets the plan's method (`memory.py`, `sliding_window.py` or
-`dynamic.py`) give every token its loss, sums them in float64, and divides once.
+`evaluate` resolves the settings to an `EvaluationPlan`. The plan's method (`memory.py`, `sliding_window.py` or
+`dynamic.py`) computes the loss of every token; the losses are summed in float64 and divided once.
 
 Shape suffixes: K tokens of the text.
 """
@@ -32,26 +32,27 @@ from transformer_xl.model.memory import ContextLimits
 from transformer_xl.run_folder import Run
 from transformer_xl.text.token_store import Tokens, TokenSplit
 
-_MAX_STEPS_ON_DEVICE = 512  # losses stay on the device that long, so that it need not wait for each step
+# losses are copied from the device after this many steps or losses, because each copy synchronizes with the device
+_MAX_STEPS_ON_DEVICE = 512
 _MAX_LOSSES_ON_DEVICE = 2**20
 
 
 @dataclass(frozen=True)
 class EvaluationPlan:
-    """The settings of an evaluation, resolved: nothing is left to the run."""
+    """The resolved settings of an evaluation; none of them depends on the run any more."""
 
     segment_length: int
-    """T: new tokens read in one step."""
+    """T: new tokens read in each step."""
     context_limits: ContextLimits
     """Memory length, attention window and clamp length."""
     batch_size: int | None = None
-    """B: sequences read at once; None: one, or with `reset_memory` as many documents as keep the machine busy."""
+    """B: sequences read at once, or None for one (with `reset_memory`: enough documents to keep the device busy)."""
     warmup_tokens: int | None = None
-    """Tokens each sequence reads before its own without counting them; None: as many as make the result exact."""
+    """Unscored tokens that each sequence reads first, or None for the smallest number that gives exact losses."""
     reset_memory: bool = False
-    """Whether each document is read as if it were the only text."""
+    """Whether the memory is emptied at the start of each document."""
     dtype: Precision = "float32"
-    """Type of matrix products."""
+    """Data type of matrix products."""
     method: Method = field(default_factory=RecurrentMemory)
 
     @staticmethod
@@ -62,47 +63,49 @@ class EvaluationPlan:
 
         Args:
             run: settings of the run.
-            config: settings that replace the run's evaluation settings, one by one.
-            train_split: the training text, for method dynamic with the optimizer rms.
+            config: settings that override individual evaluation settings of the run.
+            train_split: the training text, required by method dynamic with the optimizer rms.
 
         Raises:
-            UserError: settings that do not go together.
+            UserError: settings contradict each other.
         """
-        given = EvaluationConfig() if config is None else config
-        chosen = check_settings(
-            EvaluationConfig, merge(run.evaluation.model_dump(), given.model_dump(exclude_unset=True)), "evaluation"
+        overrides = EvaluationConfig() if config is None else config
+        merged = check_settings(
+            EvaluationConfig, merge(run.evaluation.model_dump(), overrides.model_dump(exclude_unset=True)), "evaluation"
         )
-        if "dynamic" in given.model_fields_set and chosen.method != "dynamic":
+        if "dynamic" in overrides.model_fields_set and merged.method != "dynamic":
             raise UserError(
-                f"settings of method dynamic were given, but the method is {chosen.method}; give one of both"
+                f"settings of method dynamic were given, but the method is {merged.method}; "
+                "give method dynamic, or leave the settings out"
             )
-        if chosen.method == "sliding-window" and given.segment_length is not None:
+        if merged.method == "sliding-window" and overrides.segment_length is not None:
             raise UserError(
-                "segment-length was given, but method sliding-window reads windows of attention-window tokens"
+                "segment-length was given, but method sliding-window reads windows of attention-window tokens; "
+                "leave segment-length out"
             )
 
         def limit(name: Literal["attention_window", "clamp_length"]) -> int | None:
-            """None set by the caller takes the limit away; None in the run's settings means the model's limit."""
-            return getattr(chosen, name) or (None if name in given.model_fields_set else run.model.limit(name))
+            """Return a limit; an explicit None in `config` removes it, a None in the run means the model's limit."""
+            return getattr(merged, name) or (None if name in overrides.model_fields_set else run.model.limit(name))
 
-        memory_length = run.train.memory_length if chosen.memory_length is None else chosen.memory_length
+        memory_length = run.train.memory_length if merged.memory_length is None else merged.memory_length
         methods: dict[str, Method] = {
             "memory": RecurrentMemory(),
             "sliding-window": SlidingWindow(),
-            "dynamic": DynamicEvaluation(chosen.dynamic, train_split.tokens if train_split else None),
+            "dynamic": DynamicEvaluation(merged.dynamic, train_split.tokens if train_split else None),
         }
         return EvaluationPlan(
-            segment_length=chosen.segment_length or run.train.segment_length,
+            segment_length=merged.segment_length or run.train.segment_length,
             context_limits=ContextLimits(memory_length, limit("attention_window"), limit("clamp_length")),
-            batch_size=chosen.batch_size,
-            warmup_tokens=chosen.warmup_tokens,
-            reset_memory=chosen.reset_memory,
-            dtype=chosen.dtype,
-            method=methods[chosen.method],
+            batch_size=merged.batch_size,
+            warmup_tokens=merged.warmup_tokens,
+            reset_memory=merged.reset_memory,
+            dtype=merged.dtype,
+            method=methods[merged.method],
         )
 
     def as_dict(self, device: torch.device) -> dict[str, Any]:
-        """Return the settings by name, for JSON; dtype auto as what it means on the device."""
+        """Return the settings by name, for JSON; dtype auto is resolved for the device."""
         return {
             "method": self.method.name,
             "method_settings": self.method.settings,
@@ -115,18 +118,18 @@ class EvaluationPlan:
         }
 
     def remarks(self, device: torch.device) -> list[str]:
-        """Return what is not wrong but may not be intended, a sentence each."""
-        remarks: list[str] = []
+        """Return warnings about valid settings that are probably not intended."""
+        warnings: list[str] = []
         if self.dtype == "bfloat16" and not has_bfloat16(device):
-            remarks.append("this machine has no bfloat16 instructions and emulates them; float32 is faster and exact")
+            warnings.append("this device has no bfloat16 instructions and emulates them; float32 is faster and exact")
         memory_length, window = self.context_limits.memory_length, self.context_limits.attention_window
         if self.method.name == "memory" and window is not None and memory_length < window - 1:
-            remarks.append(
+            warnings.append(
                 f"memory-length {memory_length:,} is too short for attention-window {window:,}: depending on its "
-                f"position in the segment, a token sees only {memory_length + 1:,} keys or more; "
-                f"memory-length {window - 1} fills it"
+                f"position in the segment, a token sees as few as {memory_length + 1:,} keys; "
+                f"give memory-length {window - 1} to fill the window"
             )
-        return remarks
+        return warnings
 
 
 @dataclass(frozen=True)
@@ -134,21 +137,22 @@ class EvaluationResult:
     """Metrics of a scored text, and the settings they were measured with."""
 
     tokens: int
+    """Number of scored tokens."""
     num_unknown: int
-    """How many of them are the tokenizer's token for unknown words; 0 where it has none."""
+    """Number of scored tokens that are the tokenizer's unknown-word token; 0 if it has no such token."""
     bytes: int
-    """Of the text. Of part of a text of words or integers, whose white space is not kept: its share of the whole."""
+    """Bytes of the text; for part of a text of words or integers, estimated from the mean bytes per token."""
     characters: int | None
-    """Unicode characters; None for words or integers, where white space is not kept, and text that is not UTF-8."""
+    """Unicode characters, or None for text of words or integers (whitespace is not kept) or not in UTF-8."""
     words: int | None
-    """Number of words, separated by white space; None for part of a text whose tokens are not words."""
+    """Number of words separated by whitespace, or None for part of a text whose tokens are not words."""
     nats_per_token: float
     bits_per_byte: float
     bits_per_character: float | None
     perplexity: float
     """Per token."""
     word_perplexity: float | None
-    """Per word of the text: line ends do not count as words, but their loss does."""
+    """Per word of the text; newline tokens are not counted as words, but their loss is included."""
     seconds: float
     tokens_per_second: float
     method: str
@@ -178,25 +182,25 @@ def evaluate(
     progress: ProgressCallback | None = None,
     token_losses: Path | str | None = None,
 ) -> EvaluationResult:
-    """Score a split of a corpus: every token once, as loss, perplexity and bits per byte.
+    """Score every token of a split once and return loss, perplexity and bits per byte.
 
     Args:
         run: a loaded run.
         split: the text, such as `Corpus.open(DIR).split("test")`; its tokenizer must be the run's.
-        config: settings that replace the run's own evaluation settings, one by one; None replaces none.
-        max_tokens: number of tokens to score, from the start of the split; None: all.
-        train_split: the training text, for method dynamic with the optimizer rms.
+        config: settings that override individual evaluation settings of the run.
+        max_tokens: number of tokens to score from the start of the split, or None for all.
+        train_split: the training text, required by method dynamic with the optimizer rms.
         progress: called with the number of tokens scored since the last call.
-        token_losses: a file to write, whole or not at all: the loss of every token in nats, in text order, as a numpy
-            array (.npy) of float32.
+        token_losses: path of a .npy file to write atomically, with the loss of every token in nats, in text order, as
+            float32.
 
     Raises:
-        UserError: settings that do not go together, an empty split, token ids the model does not have, `max_tokens`
-            below 1, or weights that are not finite.
+        UserError: settings contradict each other, the split is empty, a token id is not below the model's vocab_size,
+            `max_tokens` is below 1, or weights are not finite.
     """
     plan = EvaluationPlan.resolve(run.config, config, train_split=train_split)
     if max_tokens is not None and max_tokens < 1:
-        raise UserError(f"max-tokens {max_tokens}: wanted 1 or more")
+        raise UserError(f"max-tokens {max_tokens}: must be 1 or more")
     tokens_K = split.first(max_tokens)
     if not len(tokens_K):
         raise UserError("there is nothing to score; the split is empty")
@@ -220,15 +224,15 @@ def check_token_ids(tokens_K: Tokens, vocab_size: int) -> None:
     """Check that all token ids of a text are below the model's vocabulary size.
 
     Raises:
-        UserError: one is not; the message names it.
+        UserError: a token id is not; the message contains the largest one.
     """
     if np.iinfo(tokens_K.dtype).max < vocab_size:
         return
     largest = max(int(chunk_K.max()) for chunk_K in chunks(tokens_K))
     if largest >= vocab_size:
         raise UserError(
-            f"token id {largest} is not below the model's vocab_size {vocab_size}; give a corpus prepared with its "
-            "tokenizer"
+            f"token id {largest} is not below the model's vocab_size {vocab_size}; give a corpus prepared with the "
+            "model's tokenizer"
         )
 
 
@@ -236,15 +240,15 @@ def check_weights(model: LanguageModel) -> None:
     """Check that all weights are finite.
 
     Raises:
-        UserError: one is not; the message names its tensor.
+        UserError: a weight is not; the message names its tensor.
     """
     names = [name for name, _ in model.named_parameters()]
-    finite = torch.stack([weight.detach().isfinite().all() for weight in model.parameters()]).tolist()
-    odd = [name for name, good in zip(names, finite, strict=True) if not good]
-    if odd:
-        more = f" and {len(odd) - 1} more tensors" if odd[1:] else ""
+    are_finite = torch.stack([weight.detach().isfinite().all() for weight in model.parameters()]).tolist()
+    non_finite = [name for name, is_finite in zip(names, are_finite, strict=True) if not is_finite]
+    if non_finite:
+        more = f" and {len(non_finite) - 1} more tensors" if non_finite[1:] else ""
         raise UserError(
-            f"the weights {odd[0]}{more} are not finite; train again with a lower learning rate, or take another "
+            f"the weights {non_finite[0]}{more} are not finite; train again with a lower learning rate, or use another "
             "checkpoint (--checkpoint best or last)"
         )
 
@@ -254,13 +258,13 @@ class TokenLosses:
     """Losses of consecutive tokens of a text."""
 
     position: int
-    """Position of the first of them."""
+    """Position of the first token in the text."""
     nats_K: npt.NDArray[Any]
-    """Loss of each in nats, in the dtype of the model's losses."""
+    """Loss of each token in nats, in the dtype of the model's losses."""
 
     @property
     def sum(self) -> float:
-        """Their sum, accumulated in float64."""
+        """Sum of the losses, accumulated in float64."""
         return float(self.nats_K.sum(dtype=np.float64))
 
 
@@ -269,10 +273,10 @@ def stream_losses(
 ) -> Generator[TokenLosses, None, None]:
     """Yield the loss of every token of a text once, by the plan's method, in chunks that need not be in text order.
 
-    Meanwhile the model is in evaluation mode.
+    The model is in evaluation mode until the generator ends or is closed.
 
     Raises:
-        UserError: what the method cannot do, or weights that are not finite.
+        UserError: the method does not support a setting of the plan, or weights are not finite.
     """
     check_weights(model)
     was_training = model.training
@@ -281,11 +285,11 @@ def stream_losses(
         with closing(plan.method.steps(model, text, plan)) as steps:
             pending: list[StepLosses] = []
             num_pending = 0
-            for nats_BT, counted in steps:
-                pending.append((nats_BT, counted))
+            for nats_BT, scored in steps:
+                pending.append((nats_BT, scored))
                 num_pending += nats_BT.numel()
                 if progress:
-                    progress(sum(losses.length for losses in counted))
+                    progress(sum(losses.length for losses in scored))
                 if len(pending) == _MAX_STEPS_ON_DEVICE or num_pending >= _MAX_LOSSES_ON_DEVICE:
                     yield from _fetch(pending)
                     pending, num_pending = list[StepLosses](), 0
@@ -295,22 +299,22 @@ def stream_losses(
 
 
 def _fetch(steps: list[StepLosses]) -> Iterator[TokenLosses]:
-    """Copy the losses of many steps from the device at once."""
+    """Copy the losses of several steps from the device in one transfer, and yield those of scored tokens."""
     if not steps:
         return
     all_K = torch.cat([nats_BT.flatten() for nats_BT, _ in steps]).cpu().numpy()
     begin = 0
-    for nats_BT, counted in steps:
+    for nats_BT, scored in steps:
         step_BT = all_K[begin : begin + nats_BT.numel()].reshape(nats_BT.shape)
         begin += nats_BT.numel()
-        for losses in counted:
+        for losses in scored:
             yield TokenLosses(losses.position, step_BT[losses.row, : losses.length])
 
 
 def losses_in_order(
     model: LanguageModel, text: TokenizedText, plan: EvaluationPlan, progress: ProgressCallback | None = None
 ) -> npt.NDArray[np.float64]:
-    """Return the loss of every token of a text in nats, in text order; (K,)."""
+    """Return the loss of every token of a text in nats, in text order, shape (K,)."""
     nats_K = np.full(len(text.tokens_K), np.nan)
     for chunk in stream_losses(model, text, plan, progress):
         nats_K[chunk.position : chunk.position + len(chunk.nats_K)] = chunk.nats_K
@@ -318,12 +322,12 @@ def losses_in_order(
 
 
 def _write_losses(losses: Iterator[TokenLosses], file: Path, length: int) -> Iterator[TokenLosses]:
-    """Pass the losses on, and write them to a file that appears when it is complete."""
-    # written, not memory-mapped: with a full disk a mapped file would kill the process
-    with atomic_file(file) as aside, aside.open("wb") as out:
+    """Yield the losses unchanged, and write them to a .npy file that is moved to its path once it is complete."""
+    # not memory-mapped: on a full disk, writing to a mapped file kills the process (SIGBUS)
+    with atomic_file(file) as temporary, temporary.open("wb") as out:
         np.lib.format.write_array_header_1_0(out, {"descr": "<f4", "fortran_order": False, "shape": (length,)})
         begin = out.tell()
         for chunk in losses:
-            out.seek(begin + 4 * chunk.position)
+            out.seek(begin + 4 * chunk.position)  # 4 bytes per float32
             out.write(chunk.nats_K.astype("<f4").tobytes())
             yield chunk

@@ -1,4 +1,4 @@
-"""Sums over a scored text, and the metrics computed from them: losses are summed in nats and divided here, once.
+"""Total loss and counts of a scored text, and the metrics computed from them.
 
 Shape suffixes: K tokens of the text.
 """
@@ -17,23 +17,25 @@ import numpy.typing as npt
 from transformer_xl.text.token_store import Tokens, TokenSplit
 from transformer_xl.text.tokenizers import Tokenizer
 
-_TOKENS_PER_CHUNK = 2**20
+_TOKENS_PER_CHUNK = 2**20  # a few megabytes
 
 
 @dataclass(frozen=True)
 class Sums:
-    """Loss and counts of a text."""
+    """Total loss and counts of a text."""
 
     nats: float
+    """Sum of the losses of all tokens."""
     tokens: int
+    """Number of tokens."""
     bytes: float
-    """Not a whole number where only the bytes of the whole text are known, and this is part of it."""
+    """Number of bytes; a fraction if it is estimated as part of a whole text."""
     characters: int | None = None
-    """Unicode characters; None: not known, or the text is not UTF-8."""
+    """Number of Unicode characters, or None if it is not known or the text is not UTF-8."""
     words: int | None = None
-    """Number of words, separated by white space; None: not known."""
+    """Number of words separated by whitespace, or None if it is not known."""
     num_unknown: int = 0
-    """Tokens that stand for a word the tokenizer does not know."""
+    """Number of tokens that are the tokenizer's unknown-word token."""
 
     def __post_init__(self) -> None:
         assert self.tokens > 0
@@ -41,15 +43,15 @@ class Sums:
 
     @staticmethod
     def of_split(nats: float, tokenizer: Tokenizer, split: TokenSplit, tokens_K: Tokens) -> Sums:
-        """Count bytes, characters and words of the first K tokens of a split, as far as they are known."""
-        whole = len(tokens_K) == split.num_tokens
-        words = split.num_words if whole and tokenizer.is_text else _count_words(tokenizer, tokens_K)
+        """Count bytes, characters and words of the first K tokens of a split, as far as they can be known."""
+        is_whole = len(tokens_K) == split.num_tokens
+        words = split.num_words if is_whole and tokenizer.is_text else _count_words(tokenizer, tokens_K)
         num_unknown = count_unknown(tokenizer, tokens_K)
-        if not tokenizer.is_lossless:  # decoding does not give the text back: unknown words, white space
-            num_bytes = split.num_bytes if whole else max(1, round(split.bytes_per_token * len(tokens_K)))
+        if not tokenizer.is_lossless:  # decoding does not restore unknown words and whitespace
+            num_bytes = split.num_bytes if is_whole else max(1, round(split.bytes_per_token * len(tokens_K)))
             return Sums(nats, len(tokens_K), num_bytes, None, words, num_unknown)
         num_bytes, characters = count_text(tokenizer, tokens_K)
-        return Sums(nats, len(tokens_K), split.num_bytes if whole else num_bytes, characters, words, num_unknown)
+        return Sums(nats, len(tokens_K), split.num_bytes if is_whole else num_bytes, characters, words, num_unknown)
 
     @property
     def nats_per_token(self) -> float:
@@ -58,22 +60,22 @@ class Sums:
 
     @property
     def bits_per_byte(self) -> float:
-        """Bits per byte of the text; comparable across tokenizers. The paper's bpc of enwik8 is this."""
+        """Bits per byte of the text, comparable across tokenizers; what the paper reports as bpc on enwik8."""
         return self.nats / math.log(2) / self.bytes
 
     @property
     def bits_per_character(self) -> float | None:
-        """Bits per Unicode character; None where their number is not known."""
+        """Bits per Unicode character, or None if the number of characters is not known."""
         return self.nats / math.log(2) / self.characters if self.characters else None
 
     @property
     def perplexity(self) -> float:
-        """exp of the mean loss per token (infinite where that overflows)."""
+        """exp of the mean loss per token, or infinity if that overflows."""
         return _exp(self.nats_per_token)
 
     @property
     def word_perplexity(self) -> float | None:
-        """exp of the loss per word, which includes the loss of line ends and spaces; None: words not known."""
+        """exp of the loss per word, including newline and space tokens, or None if the word count is not known."""
         return _exp(self.nats / self.words) if self.words else None
 
     def as_dict(self) -> dict[str, Any]:
@@ -93,19 +95,19 @@ class Sums:
 
 
 def _exp(nats: float) -> float:
-    return math.exp(nats) if nats < 700 else math.inf
+    return math.exp(nats) if nats < 700 else math.inf  # math.exp overflows above 709
 
 
 def chunks(tokens_K: Tokens) -> Iterator[npt.NDArray[Any]]:
-    """Yield a text in chunks, so that a large one is never in memory as a whole."""
+    """Yield a text in chunks, so that a large one is never loaded into memory as a whole."""
     for start in range(0, len(tokens_K), _TOKENS_PER_CHUNK):
         yield tokens_K[start : start + _TOKENS_PER_CHUNK]
 
 
 def count_text(tokenizer: Tokenizer, tokens_K: Tokens) -> tuple[int, int | None]:
-    """Return bytes and Unicode characters of a text whose tokens decode exactly; characters None: it is not UTF-8.
+    """Return the numbers of bytes and of Unicode characters of a text whose tokens decode exactly.
 
-    A character that the end of the text cuts does not count.
+    The number of characters is None if the text is not UTF-8. An incomplete character at the end is not counted.
     """
     decoder, num_bytes = codecs.getincrementaldecoder("utf-8")(), 0
     characters: int | None = 0
@@ -126,7 +128,7 @@ def _count_words(tokenizer: Tokenizer, tokens_K: Tokens) -> int | None:
 
 
 def count_unknown(tokenizer: Tokenizer, tokens_K: Tokens) -> int:
-    """Return how many tokens stand for a word the tokenizer does not know."""
+    """Return how many tokens are the tokenizer's unknown-word token."""
     if tokenizer.unk_token_id is None:
         return 0
     return sum(int(np.count_nonzero(chunk_K == tokenizer.unk_token_id)) for chunk_K in chunks(tokens_K))

@@ -1,6 +1,6 @@
-"""What a model costs: the cutoffs that make its softmax cheap, and the arithmetic and memory of one training step.
+"""The cost of a model: softmax cutoffs that minimize it, and the FLOPs and memory of one training step.
 
-Letters: B batch rows, T new tokens, D model width, V vocabulary, G points of a grid.
+Shape suffixes: B batch size, T new tokens, D model width, V vocabulary, G candidate cutoffs.
 """
 
 from __future__ import annotations
@@ -20,129 +20,143 @@ from transformer_xl.model.cross_entropy import plain_way
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import Memory
 
-_HEAD_SHARE = 0.9  # of the running text: what stands in the head is scored best, and most of the text should be
-_MOST_TAILS = 3  # as the authors have; a fourth saves next to nothing
-_GRID = 64  # points where a cutoff may be, evenly spread over the logarithm of the rank
-_WORTHWHILE = 0.5  # share of the dense softmax's work above which clusters are not worth their trouble
-_ADAM_STATE = 16  # bytes of a parameter: weight, gradient and Adam's two averages in float32
+_MIN_HEAD_SHARE = 0.9  # fraction of the text's tokens in the head, which has the widest embeddings and best predictions
+_MAX_TAILS = 3  # as in the authors' code; a fourth tail saves almost nothing
+_NUM_CANDIDATES = 64  # candidate cutoffs, evenly spaced in the logarithm of the frequency rank
+_MAX_COST_RATIO = 0.5  # use no clusters if they would cost more than this fraction of the dense softmax
+_BYTES_PER_PARAMETER = 16  # weight, gradient and Adam's two moving averages, in float32
 
 
-def find_cutoffs(counts_V: npt.NDArray[np.int64], most_tails: int = _MOST_TAILS) -> tuple[int, ...]:
-    """Cutoffs for a vocabulary in order of falling frequency: the fewest expected scores for a word of the text.
+def find_cutoffs(counts_V: npt.NDArray[np.int64], most_tails: int = _MAX_TAILS) -> tuple[int, ...]:
+    """Return the cutoffs that minimize the expected number of logits per token of the text.
 
-    The head holds nine tenths of the running text at least. A word of tail i costs the tail's whole size, so the
-    expected number of scores is n0 + tails + sum over i of share(i) size(i); the least is found by dynamic programming
-    over a grid of points (Grave et al. 2017, section 4). None at all where less than half of the work would be saved.
+    The head contains at least nine tenths of the text's tokens. A token of tail i requires the logits of the whole
+    tail, so the expected number of logits is n0 + number of tails + sum over i of share(i) size(i), with n0 the size of
+    the head and share(i) the fraction of tokens in tail i. Dynamic programming over candidate cutoffs finds the
+    minimum (Grave et al. 2017, section 4).
 
     Args:
-        counts_V: how often each id stood in the text.
-        most_tails: no more than these, nor than three (div_val may leave further ones no width).
+        counts_V: number of occurrences of each token id in the text, in descending order.
+        most_tails: maximum number of tails; at most three are used. With div_val, more tails could have width 0.
 
+    Returns:
+        the cutoffs in ascending order; empty if they would save less than half of the dense softmax's logits.
     """
     size = len(counts_V)
     share_V = np.concatenate([[0.0], np.cumsum(counts_V) / counts_V.sum()])
-    grid_G = np.unique(np.geomspace(1, max(1, size - 1), _GRID).round().astype(np.int64))
-    # cheapest scores so far, and the cutoffs that reach them, when the last cutoff is at a point of the grid
-    best = {int(point): (float(point), (int(point),)) for point in grid_G if share_V[point] >= _HEAD_SHARE}
-    finished: list[tuple[float, tuple[int, ...]]] = [(_WORTHWHILE * size, ())]
-    for num_tails in range(1, min(most_tails, _MOST_TAILS) + 1):
-        ends = [(work + _tail_work(share_V, point, size), cutoffs) for point, (work, cutoffs) in best.items()]
-        finished += [(work + num_tails, cutoffs) for work, cutoffs in ends]
+    candidates_G = np.unique(np.geomspace(1, max(1, size - 1), _NUM_CANDIDATES).round().astype(np.int64))
+    # for each candidate as the last cutoff: the lowest cost of the clusters before it, and their cutoffs
+    best = {int(stop): (float(stop), (int(stop),)) for stop in candidates_G if share_V[stop] >= _MIN_HEAD_SHARE}
+    solutions: list[tuple[float, tuple[int, ...]]] = [(_MAX_COST_RATIO * size, ())]
+    for num_tails in range(1, min(most_tails, _MAX_TAILS) + 1):
+        with_last_tail = [(cost + _tail_cost(share_V, stop, size), cutoffs) for stop, (cost, cutoffs) in best.items()]
+        solutions += [(cost + num_tails, cutoffs) for cost, cutoffs in with_last_tail]
         best = {
             int(stop): min(
-                (work + _tail_work(share_V, start, int(stop)), (*cutoffs, int(stop)))
-                for start, (work, cutoffs) in best.items()
+                (cost + _tail_cost(share_V, start, int(stop)), (*cutoffs, int(stop)))
+                for start, (cost, cutoffs) in best.items()
                 if start < stop
             )
-            for stop in grid_G
+            for stop in candidates_G
             if any(start < stop for start in best)
         }
-    return min(finished)[1]
+    return min(solutions)[1]
 
 
-def _tail_work(share_V: npt.NDArray[np.float64], start: int, stop: int) -> float:
+def _tail_cost(share_V: npt.NDArray[np.float64], start: int, stop: int) -> float:
+    """Return the expected number of logits of a tail with ids from `start` to `stop`; share_V is cumulative."""
     return float(share_V[stop] - share_V[start]) * (stop - start)
 
 
 @dataclass(frozen=True)
 class StepCost:
-    """What one training step takes, in float32."""
+    """FLOPs and bytes of one training step in float32."""
 
     parameters: int
-    """Trained numbers."""
+    """Number of trainable parameters."""
     flops: int
     """Additions and multiplications of matrix products, forward and backward."""
     state_bytes: int
-    """Weights, gradients and Adam's two averages."""
+    """Size of weights, gradients and Adam's two moving averages."""
     activation_bytes: int
-    """Kept from the forward pass for the backward pass, beside the parameters."""
+    """Size of the activations saved in the forward pass for the backward pass, without the parameters."""
     memory_bytes: int
-    """Memory carried from step to step."""
+    """Size of the memory (cached hidden states) carried from one segment to the next."""
 
     @property
     def bytes(self) -> int:
-        """All of them together; work space inside one operation comes on top."""
+        """Sum of the three sizes; temporary buffers inside an operation are not included."""
         return self.state_bytes + self.activation_bytes + self.memory_bytes
 
 
 def step_cost(config: ModelConfig, *, batch_size: int, segment_length: int, memory_length: int) -> StepCost:
-    """Counts one training step by walking through it without numbers (torch's meta device): nothing is computed.
+    """Return the cost of one training step, measured by running it on torch's meta device, which computes no values.
 
-    Targets are taken to follow Zipf's law over the ids, so that each tail is aimed at as often as in ordinary text.
-    Operations are those of the model, without what is computed again in the backward pass; what is kept is what the
-    settings' kernel keeps (with `auto` the CPU's). Auxiliary losses are those of the first step.
+    Targets follow Zipf's law, so that each tail of an adaptive softmax has as many targets as in natural text. FLOPs
+    exclude recomputation in the backward pass. Activations are those that the configured attention kernel saves (the
+    CPU kernel for `auto`). Auxiliary losses are those of the first step.
+
+    Args:
+        config: settings of the model.
+        batch_size: number of sequences.
+        segment_length: new tokens of each sequence.
+        memory_length: memory slots, all of them filled.
     """
     shape = (batch_size, segment_length, memory_length)
-    counted = config
-    if isinstance(config, RelativeConfig):  # sdpa: the operations of its backward pass can be counted
-        counted = config.model_copy(update={"attn_implementation": "sdpa"})
+    flops_config = config
+    if isinstance(config, RelativeConfig):  # FlopCounterMode can count the backward pass of sdpa only
+        flops_config = config.model_copy(update={"attn_implementation": "sdpa"})
     with plain_way():
-        model, full = _meta_model(counted, *shape)
+        model, memory = _meta_model(flops_config, *shape)
         with FlopCounterMode(display=False) as counter:
-            _run_step(model, full, batch_size, segment_length)
+            _run_step(model, memory, batch_size, segment_length)
 
-    model, full = _meta_model(config, *shape)
-    kept = {parameter.untyped_storage()._cdata: 0 for parameter in model.parameters()}
+    model, memory = _meta_model(config, *shape)
+    # sizes of the saved storages by address, each counted once; parameters count as 0
+    saved_bytes = {parameter.untyped_storage()._cdata: 0 for parameter in model.parameters()}
 
-    def keep(tensor: Tensor) -> Any:
+    def record(tensor: Tensor) -> Any:
         storage = tensor.untyped_storage()
-        kept.setdefault(storage._cdata, storage.nbytes())
+        saved_bytes.setdefault(storage._cdata, storage.nbytes())
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        _run_step(model, full, batch_size, segment_length)
+    with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
+        _run_step(model, memory, batch_size, segment_length)
     parameters = model.num_parameters()
     return StepCost(
         parameters=parameters,
         flops=counter.get_total_flops(),
-        state_bytes=_ADAM_STATE * parameters,
-        activation_bytes=sum(kept.values()),
-        memory_bytes=sum(tensor.nbytes for tensor in full.cache_tensors().values()),
+        state_bytes=_BYTES_PER_PARAMETER * parameters,
+        activation_bytes=sum(saved_bytes.values()),
+        memory_bytes=sum(tensor.nbytes for tensor in memory.cache_tensors().values()),
     )
 
 
 def _meta_model(
     config: ModelConfig, batch_size: int, segment_length: int, memory_length: int
 ) -> tuple[LanguageModel, Memory]:
-    """The model on the meta device, in training mode, and a full memory."""
+    """Return the model on the meta device, in training mode, and a memory whose slots are all filled."""
     with torch.device("meta"), torch.no_grad():
         model = build_model(config, memory_length=memory_length).train()
-        full = model.initial_memory(batch_size)
+        memory = model.initial_memory(batch_size)
         if memory_length:
-            _, full = model(torch.zeros(batch_size, memory_length, dtype=torch.int64), full)
-    return model, full
+            _, memory = model(torch.zeros(batch_size, memory_length, dtype=torch.int64), memory)
+    return model, memory
 
 
-def _run_step(model: LanguageModel, full: Memory, batch_size: int, segment_length: int) -> None:
-    """Forward and backward pass of one training step on the meta device."""
+def _run_step(model: LanguageModel, memory: Memory, batch_size: int, segment_length: int) -> None:
+    """Run the forward and backward pass of one training step on the meta device."""
     tokens_BT = torch.zeros(batch_size, segment_length, dtype=torch.int64, device="meta")
     targets_BT = _zipf_targets(model.config.vocab_size, batch_size, segment_length)
-    nats_BT, extra_BT, _ = model.training_losses(tokens_BT, targets_BT, full, progress=0.0)
-    (nats_BT + extra_BT).sum().backward()
+    nats_BT, auxiliary_BT, _ = model.training_losses(tokens_BT, targets_BT, memory, progress=0.0)
+    (nats_BT + auxiliary_BT).sum().backward()
 
 
-def _zipf_targets(size: int, batch_size: int, segment_length: int) -> Tensor:
-    """Ids whose frequencies fall as 1 / (rank + 2.7), as words' do: (B, T) on the CPU, the same each time."""
-    share_V = np.cumsum(1 / (np.arange(size) + 2.7))
-    points = (np.arange(batch_size * segment_length) + 0.5) / (batch_size * segment_length) * share_V[-1]
-    return torch.from_numpy(np.searchsorted(share_V, points)).view(batch_size, segment_length)
+def _zipf_targets(vocab_size: int, batch_size: int, segment_length: int) -> Tensor:
+    """Return deterministic token ids (B, T) on the CPU whose frequencies are proportional to 1 / (rank + 2.7).
+
+    This is the Zipf-Mandelbrot law of word frequencies, with its usual offset of 2.7.
+    """
+    cumulative_V = np.cumsum(1 / (np.arange(vocab_size) + 2.7))
+    quantiles = (np.arange(batch_size * segment_length) + 0.5) / (batch_size * segment_length) * cumulative_V[-1]
+    return torch.from_numpy(np.searchsorted(cumulative_V, quantiles)).view(batch_size, segment_length)

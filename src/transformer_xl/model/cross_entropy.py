@@ -1,10 +1,10 @@
-"""Cross-entropy of a linear layer without keeping its logits: in chunks of positions, recomputed in the backward pass.
+"""Cross-entropy of a linear layer without saving its logits: in chunks of positions, recomputed in the backward pass.
 
-The plain way keeps K x V logits, and their float32 copy, for the backward pass: with a large vocabulary more than all
-the rest of the model. Here each pass holds the logits of as many positions as fit a small buffer; the price is one more
-matrix product. Where all of them fit, the plain way is taken.
+The standard computation saves K x V logits, and a float32 copy, for the backward pass; with a large vocabulary that is
+more than the rest of the model. Here each pass holds the logits of only as many positions as fit a small buffer, at the
+cost of one more matrix product. If all logits fit the buffer, the standard computation is used.
 
-Letters: K positions, E width, V logits of a position.
+Shape suffixes: K positions, E embedding width, V logits of a position (vocabulary or cluster size).
 """
 
 from __future__ import annotations
@@ -20,42 +20,42 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
-_SCORES_AT_ONCE = 2**22
-_plainly = ContextVar("plainly", default=False)
+_SCORES_AT_ONCE = 2**22  # logits held at once: 16 MiB in float32
+_unchunked = ContextVar("unchunked", default=False)
 
 
 @contextmanager
 def plain_way() -> Iterator[None]:
-    """Keep all logits within this context, however many: to count the operations of the model alone."""
-    token = _plainly.set(True)
+    """Use the standard computation within this context whatever its size, so that FLOPs exclude recomputation."""
+    token = _unchunked.set(True)
     try:
         yield
     finally:
-        _plainly.reset(token)
+        _unchunked.reset(token)
 
 
 def fits_at_once(num_positions: int, num_logits: int) -> bool:
-    """Return whether the logits of all positions may be kept."""
-    return _plainly.get() or num_positions * num_logits <= _SCORES_AT_ONCE
+    """Return whether the logits of all positions may be held at once."""
+    return _unchunked.get() or num_positions * num_logits <= _SCORES_AT_ONCE
 
 
 def cross_entropy(logits_KV: Tensor, target_K: Tensor) -> Tensor:
-    """Return the nats (K,) of each target from the logits of its position, float32 or float64."""
+    """Return the loss of each target in nats, shape (K,), in float32 or float64."""
     logits_KV = logits_KV.to(torch.promote_types(logits_KV.dtype, torch.float32))
     return F.cross_entropy(logits_KV, target_K, reduction="none")
 
 
 def linear_cross_entropy(hidden_KE: Tensor, weight_VE: Tensor, bias_V: Tensor, target_K: Tensor) -> Tensor:
-    """Return the nats (K,) of each target from the logits hidden @ weight.T + bias; heeds autocast."""
+    """Return the loss of each target in nats, shape (K,), for the logits hidden @ weight.T + bias; honors autocast."""
     if fits_at_once(len(hidden_KE), len(weight_VE)):
         return cross_entropy(F.linear(hidden_KE, weight_VE, bias_V), target_K)
-    kind = hidden_KE.device.type
-    if not torch.amp.is_autocast_available(kind):  # torch's meta device
+    device_type = hidden_KE.device.type
+    if not torch.amp.is_autocast_available(device_type):  # torch's meta device
         return _ChunkedCrossEntropy.apply(hidden_KE, weight_VE, bias_V, target_K)
-    if torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
+    if torch.is_autocast_enabled(device_type):
+        dtype = torch.get_autocast_dtype(device_type)
         hidden_KE, weight_VE, bias_V = (tensor.to(dtype) for tensor in (hidden_KE, weight_VE, bias_V))
-    with torch.autocast(kind, enabled=False):
+    with torch.autocast(device_type, enabled=False):
         return _ChunkedCrossEntropy.apply(hidden_KE, weight_VE, bias_V, target_K)
 
 
@@ -65,14 +65,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def forward(  # pyrefly: ignore[bad-override]
         ctx: Any, hidden_KE: Tensor, weight_VE: Tensor, bias_V: Tensor, target_K: Tensor
     ) -> Tensor:
-        sums = torch.promote_types(hidden_KE.dtype, torch.float32)
-        total_K = torch.empty(len(hidden_KE), dtype=sums, device=hidden_KE.device)
-        nats_K = torch.empty_like(total_K)
+        sum_dtype = torch.promote_types(hidden_KE.dtype, torch.float32)
+        logsumexp_K = torch.empty(len(hidden_KE), dtype=sum_dtype, device=hidden_KE.device)
+        nats_K = torch.empty_like(logsumexp_K)
         for chunk in _chunks(hidden_KE, weight_VE):
-            logits_KV = F.linear(hidden_KE[chunk], weight_VE, bias_V).to(sums)
-            total_K[chunk] = logits_KV.logsumexp(-1)
-            nats_K[chunk] = total_K[chunk] - logits_KV.gather(-1, target_K[chunk, None])[:, 0]
-        ctx.save_for_backward(hidden_KE, weight_VE, bias_V, target_K, total_K)
+            logits_KV = F.linear(hidden_KE[chunk], weight_VE, bias_V).to(sum_dtype)
+            logsumexp_K[chunk] = logits_KV.logsumexp(-1)
+            nats_K[chunk] = logsumexp_K[chunk] - logits_KV.gather(-1, target_K[chunk, None])[:, 0]
+        ctx.save_for_backward(hidden_KE, weight_VE, bias_V, target_K, logsumexp_K)
         return nats_K
 
     @staticmethod
@@ -81,15 +81,13 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def backward(  # pyrefly: ignore[bad-override]
         ctx: Any, *grad_outputs: Any
     ) -> tuple[Tensor, Tensor, Tensor, None]:
-        hidden_KE, weight_VE, bias_V, target_K, total_K = ctx.saved_tensors
+        hidden_KE, weight_VE, bias_V, target_K, logsumexp_K = ctx.saved_tensors
         dnats_K = grad_outputs[0]
         dhidden_KE = torch.empty_like(hidden_KE)
-        dweight_VE, dbias_V = (torch.zeros_like(tensor, dtype=total_K.dtype) for tensor in (weight_VE, bias_V))
+        dweight_VE, dbias_V = (torch.zeros_like(tensor, dtype=logsumexp_K.dtype) for tensor in (weight_VE, bias_V))
         for chunk in _chunks(hidden_KE, weight_VE):
-            logits_KV = F.linear(hidden_KE[chunk], weight_VE, bias_V).to(total_K.dtype)
-            dlogits_KV = logits_KV.sub_(
-                total_K[chunk, None]
-            ).exp_()  # of the same logits as in the forward pass: they sum to one
+            logits_KV = F.linear(hidden_KE[chunk], weight_VE, bias_V).to(logsumexp_K.dtype)
+            dlogits_KV = logits_KV.sub_(logsumexp_K[chunk, None]).exp_()  # the softmax probabilities
             dlogits_KV.scatter_add_(-1, target_K[chunk, None], dlogits_KV.new_full((len(dlogits_KV), 1), -1.0))
             dlogits_KV.mul_(dnats_K[chunk, None])
             dbias_V += dlogits_KV.sum(0)
@@ -100,6 +98,6 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def _chunks(hidden_KE: Tensor, weight_VE: Tensor) -> Iterator[slice]:
-    at_once = max(1, _SCORES_AT_ONCE // len(weight_VE))
-    for start in range(0, len(hidden_KE), at_once):
-        yield slice(start, start + at_once)
+    chunk_size = max(1, _SCORES_AT_ONCE // len(weight_VE))
+    for start in range(0, len(hidden_KE), chunk_size):
+        yield slice(start, start + chunk_size)
