@@ -195,7 +195,7 @@ def test_remarks_go_to_standard_error(place: Path, monkeypatch: pytest.MonkeyPat
     assert txl("evaluate", place / "run", "--json", "--attention-window", "12").err == ""
     monkeypatch.setattr("transformer_xl.evaluation.evaluate.has_bfloat16", lambda _: False)
     said = txl("evaluate", place / "run", "--json", "--dtype", "bfloat16", "--max-tokens", "2")
-    assert said.err.startswith("remark: this machine has no bfloat16 instructions")
+    assert said.err.startswith("remark: this device has no bfloat16 instructions")
     assert said.object["dtype"] == "bfloat16"
 
 

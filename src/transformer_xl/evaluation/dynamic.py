@@ -38,7 +38,7 @@ _LEARNING_RATES = {"rms": 1e-6, "sgd": 0.01}
 
 @dataclass(frozen=True, eq=False)
 class DynamicEvaluation:
-    """Gradient steps on the text that is scored."""
+    """Evaluation with a gradient step after each scored segment."""
 
     config: DynamicConfig
     train_tokens_K: Tokens | None = None
@@ -53,19 +53,20 @@ class DynamicEvaluation:
 
     @property
     def learning_rate(self) -> float:
-        """The learning rate, with the optimizer's default where none is set."""
+        """The learning rate that is set, or else the optimizer's default."""
         rate = self.config.learning_rate
         return _LEARNING_RATES[self.config.optimizer] if rate is None else rate
 
     def steps(
         self, model: LanguageModel, text: TokenizedText, plan: EvaluationPlan
     ) -> Generator[StepLosses, None, None]:
-        """Yield the loss of every token once, in text order. At the end the model has its own weights again.
+        """Yield the loss of every token once, in text order; the trained weights are restored at the end.
 
-        With `reset_memory` each document starts from the trained weights, too.
+        With `reset_memory` the trained weights are also restored at the start of each document.
 
         Raises:
-            UserError: a batch size above 1, a warm-up, no training text for rms, or losses that are not finite.
+            UserError: the batch size is above 1, a warm-up is set, the training text for rms is missing, or losses are
+                not finite.
         """
         if plan.batch_size not in (None, 1):
             raise UserError(f"batch-size {plan.batch_size}: method dynamic reads one sequence; give 1")
@@ -98,30 +99,30 @@ class DynamicEvaluation:
             weights.restore()
 
     def _check_finite(self, nats_BT: Tensor, position: int) -> None:
-        odd = (~nats_BT[0].isfinite()).nonzero().flatten().tolist()
-        if odd:
+        non_finite = (~nats_BT[0].isfinite()).nonzero().flatten().tolist()
+        if non_finite:
             raise UserError(
                 f"dynamic.learning-rate {self.learning_rate:g}: too large, losses are not finite from token "
-                f"{position + odd[0]:,} on; give a smaller one, or a larger dynamic.epsilon"
+                f"{position + non_finite[0]:,} on; give a smaller one, or a larger dynamic.epsilon"
             )
 
     def _gradient_rms(self, model: LanguageModel, bos_token_id: int, plan: EvaluationPlan) -> list[Tensor]:
         """Return the root of the mean squared gradient on the training text, for each weight."""
         assert self.train_tokens_K is not None
-        training = TokenizedText(self.train_tokens_K[: self.config.gradient_stats_tokens], bos_token_id)
-        sequence = TextSequence(0, 0, len(training.tokens_K), starts_document=True)
-        squares, count = [torch.zeros_like(weight) for weight in _trainable(model)], 0
-        for _, gradients in _read_with_gradients(model, training, sequence, plan):
-            for square, gradient in zip(squares, gradients, strict=True):
-                square.add_(gradient.square())
-            count += 1
-        return [(square / count).sqrt() for square in squares]
+        train_text = TokenizedText(self.train_tokens_K[: self.config.gradient_stats_tokens], bos_token_id)
+        sequence = TextSequence(0, 0, len(train_text.tokens_K), starts_document=True)
+        square_sums, num_segments = [torch.zeros_like(weight) for weight in _trainable(model)], 0
+        for _, gradients in _read_with_gradients(model, train_text, sequence, plan):
+            for square_sum, gradient in zip(square_sums, gradients, strict=True):
+                square_sum.add_(gradient.square())
+            num_segments += 1
+        return [(square_sum / num_segments).sqrt() for square_sum in square_sums]
 
 
 def _read_with_gradients(
     model: LanguageModel, text: TokenizedText, sequence: TextSequence, plan: EvaluationPlan
 ) -> Generator[tuple[Tensor, list[Tensor]], None, None]:
-    """Read a sequence segment by segment; yield its losses, and the gradient of their mean for each weight."""
+    """Read a sequence segment by segment; yield the losses and the gradient of their mean by each weight."""
     weights = _trainable(model)
     device = weights[0].device
     memory: Memory = model.initial_memory(1, plan.context_limits)
@@ -130,13 +131,13 @@ def _read_with_gradients(
         with compute_context(device, plan.dtype, gradients=True):
             hidden_BTD, memory = model(inputs_BT.to(device), memory)
             nats_BT = model.nats(hidden_BTD, targets_BT)
-        # some weights may take no part, such as the tails of an adaptive softmax
+        # allow_unused: some weights may not affect the loss, such as those of an adaptive softmax's tails
         gradients = torch.autograd.grad(nats_BT.mean(), weights, allow_unused=True, materialize_grads=True)
         yield nats_BT.detach(), list(gradients)
 
 
 class _AdaptedWeights:
-    """The weights of a model, their trained values, and the step sizes of each."""
+    """The trainable weights of a model with their trained values and step sizes."""
 
     def __init__(self, model: LanguageModel) -> None:
         self._weights = _trainable(model)
@@ -145,25 +146,25 @@ class _AdaptedWeights:
         self._decays: list[Tensor | float] = []
 
     def set_step_sizes(self, learning_rate: float, config: DynamicConfig, rms: list[Tensor] | None) -> None:
-        """Set the learning rate and the decay of each weight; `rms` None: the same for all (sgd)."""
+        """Set the learning rate and the decay of each weight, which are the same for all weights if `rms` is None."""
         if rms is None:
             self._rates = [learning_rate] * len(self._weights)
             self._decays = [config.decay] * len(self._weights)
             return
-        self._rates = [learning_rate / (one + config.epsilon) for one in rms]
-        mean = torch.cat([one.flatten() for one in rms]).mean()
-        self._decays = [(one / mean * config.decay).clamp(max=1) if config.decay else 0.0 for one in rms]
+        self._rates = [learning_rate / (weight_rms + config.epsilon) for weight_rms in rms]
+        mean = torch.cat([weight_rms.flatten() for weight_rms in rms]).mean()
+        self._decays = [(weight_rms / mean * config.decay).clamp(max=1) if config.decay else 0.0 for weight_rms in rms]
 
     @torch.no_grad()
     def step(self, gradients: list[Tensor]) -> None:
-        """Update all weights by the equations above."""
+        """Update all weights by the equations in the module's docstring."""
         columns = zip(self._weights, self._trained, gradients, self._rates, self._decays, strict=True)
         for weight, trained, gradient, rate, decay in columns:
             weight.add_((trained - weight) * decay - gradient * rate)
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Give all weights their trained values."""
+        """Reset all weights to their trained values."""
         for weight, trained in zip(self._weights, self._trained, strict=True):
             weight.copy_(trained)
 

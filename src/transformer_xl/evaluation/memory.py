@@ -1,11 +1,11 @@
 """Evaluation with memory, the paper's way: segment after segment, every token once.
 
 The text can be divided into sequences that are read as one batch. Each begins where a segment of its document begins,
-and first reads a warm-up of whole segments whose losses do not count. So every token has the same position in the same
-segment as in the text read as one sequence, whatever the batch size; and where the warm-up covers the receptive field,
-it gets the same loss.
+and first reads a warm-up of whole segments whose losses are not scored. So every token has the same position in the
+same segment as in the text read as one sequence, whatever the batch size. If the warm-up covers the receptive field,
+each token also has the same loss.
 
-Shape suffixes: N documents, Q sequences, B batch size, T new tokens, D model width.
+Shape suffixes: N documents, Q sequences, B batch size, T new tokens, D model width, K tokens of a text.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from transformer_xl.model.language_model import LanguageModel
 if TYPE_CHECKING:
     from transformer_xl.evaluation.evaluate import EvaluationPlan
 
-_UNLIMITED = 2**62  # further than any text goes back, and small enough for an int64
-_KEYS_PER_STEP = 4096  # over a batch of documents: enough to keep a machine busy
+_UNLIMITED = 2**62  # longer than any text, and small enough for int64
+_KEYS_PER_STEP = 4096  # keys over a batch of documents: enough to keep the device busy
 
 
 @dataclass(frozen=True)
 class RecurrentMemory:
-    """Reading segment after segment with memory."""
+    """Evaluation segment after segment with memory."""
 
     name: str = "memory"
 
     @property
     def settings(self) -> dict[str, Any]:
-        """None beside the plan's."""
+        """Empty: the method has no settings besides the plan's."""
         return {}
 
     def steps(
@@ -47,24 +47,25 @@ class RecurrentMemory:
         """Yield the loss of every token once; not in text order where several sequences are read as a batch.
 
         Raises:
-            UserError: a batch size above 1 for a model with an unlimited receptive field, and no `warmup_tokens`.
+            UserError: the batch size is above 1 for a model with an unlimited receptive field and no `warmup_tokens`.
         """
         warmup = warmup_length(model, plan)
         if warmup is None and not plan.reset_memory and plan.batch_size not in (None, 1):
             raise UserError(
-                f"batch-size {plan.batch_size}: the state of {model.config.architecture} depends on all it read, so "
-                "sequences that begin inside the text are not exact; give batch-size 1 or enough warmup-tokens"
+                f"batch-size {plan.batch_size}: the state of {model.config.architecture} depends on all "
+                "earlier tokens, so sequences that begin inside the text are not exact; "
+                "give batch-size 1 or enough warmup-tokens"
             )
         return read_sequences(model, text, TextSequences.divide(text, plan, warmup), plan)
 
 
 def receptive_field(model: LanguageModel, plan: EvaluationPlan) -> int | None:
-    """Return how many tokens before a segment its losses can depend on, through all layers; None: on all of them.
+    """Return how many tokens before a segment its losses can depend on, through all layers, or None if on all of them.
 
-    In a transformer, a query of the first token sees M slots back. The hidden state there was computed in its own
-    segment, which may have begun T - 1 tokens earlier, and saw M slots before that; so each further layer adds M,
-    rounded up to whole segments. A window limits each layer to window - 1 tokens. The state of a recurrent model
-    depends on all that it read.
+    In a transformer, the first query of a segment sees M slots back. The hidden state in the oldest slot was computed
+    in its own segment, which may have begun T - 1 tokens earlier, and could see M slots before that segment; so each
+    further layer adds M, rounded up to whole segments. A window limits each layer to window - 1 tokens. The state of a
+    recurrent model depends on all earlier tokens.
     """
     memory, num_layers = plan.context_limits.memory_length, len(model.layers)
     if memory and isinstance(model.config, RecurrentConfig):
@@ -75,7 +76,7 @@ def receptive_field(model: LanguageModel, plan: EvaluationPlan) -> int | None:
 
 
 def warmup_length(model: LanguageModel, plan: EvaluationPlan) -> int | None:
-    """Return the tokens a sequence reads before its own, in whole segments; None: no number would be exact."""
+    """Return the number of warm-up tokens of a sequence, in whole segments, or None if no number would be exact."""
     needed = receptive_field(model, plan) if plan.warmup_tokens is None else plan.warmup_tokens
     return None if needed is None else _round_up(needed, plan.segment_length)
 
@@ -85,14 +86,14 @@ def _round_up(length: int, unit: int) -> int:
 
 
 def memory_slots(model: LanguageModel, length: int, plan: EvaluationPlan) -> int:
-    """Return the memory slots that matter for `length` tokens: the filled ones, unless empty ones are attended too."""
+    """Return the number of slots needed for `length` tokens: the filled ones, or all if empty ones are attended."""
     if isinstance(model.config, RelativeConfig) and model.config.attend_empty_memory:
         return plan.context_limits.memory_length
     return _filled_slots(length, plan)
 
 
 def _filled_slots(length: int, plan: EvaluationPlan) -> int:
-    """Return the memory slots that are filled when the last segment of `length` tokens is read."""
+    """Return the number of memory slots that are filled when the last segment of `length` tokens is read."""
     return min(plan.context_limits.memory_length, (length - 1) // plan.segment_length * plan.segment_length)
 
 
@@ -103,11 +104,11 @@ class TextSequence:
     first: int
     """Position of the first token that is read."""
     start: int
-    """Position of the first token that counts; those before it are warm-up."""
+    """Position of the first scored token; the tokens before it are warm-up."""
     end: int
     """Position after the last token."""
     starts_document: bool
-    """Whether its first token is predicted from the BOS token."""
+    """Whether the first token is predicted from the BOS token."""
 
     @property
     def length(self) -> int:
@@ -126,30 +127,30 @@ class TextSequences:
 
     @staticmethod
     def without_warmup(start_Q: npt.NDArray[np.int64], end_Q: npt.NDArray[np.int64]) -> TextSequences:
-        """Sequences that start with a document each."""
+        """Return sequences that each start at the start of a document and have no warm-up."""
         return TextSequences(start_Q, start_Q, end_Q, np.ones(len(start_Q), dtype=np.bool_))
 
     @staticmethod
     def divide(text: TokenizedText, plan: EvaluationPlan, warmup: int | None) -> TextSequences:
-        """Divide a text: each document gets its share of the plan's batch size, by its share of the tokens.
+        """Divide a text into sequences; each document gets a share of the batch size proportional to its length.
 
         Args:
-            text: with its documents.
-            plan: segment length, batch size and `reset_memory`.
-            warmup: tokens, in whole segments; None: documents are not divided.
+            text: the text with its document starts.
+            plan: the plan, of which segment length, batch size and `reset_memory` are used.
+            warmup: number of warm-up tokens, in whole segments, or None to leave documents undivided.
         """
         boundaries_N = text.boundaries(reset_memory=plan.reset_memory)
         start_N, end_N, total = boundaries_N[:-1], boundaries_N[1:], len(text.tokens_K)
         segments_N = -(-(end_N - start_N) // plan.segment_length)
-        wanted = 1 if warmup is None or plan.batch_size is None else min(plan.batch_size, total)
-        share_N = -(-(end_N - start_N) * wanted // total)
+        batch_size = 1 if warmup is None or plan.batch_size is None else min(plan.batch_size, total)
+        share_N = -(-(end_N - start_N) * batch_size // total)
         sequences_N = np.minimum(share_N, segments_N)
         document_start_Q, document_end_Q, segments_Q, sequences_Q = (
             np.repeat(column_N, sequences_N) for column_N in (start_N, end_N, segments_N, sequences_N)
         )
-        number_Q = np.arange(len(sequences_Q)) - np.repeat(np.cumsum(sequences_N) - sequences_N, sequences_N)
-        start_Q = document_start_Q + number_Q * segments_Q // sequences_Q * plan.segment_length
-        next_Q = document_start_Q + (number_Q + 1) * segments_Q // sequences_Q * plan.segment_length
+        index_Q = np.arange(len(sequences_Q)) - np.repeat(np.cumsum(sequences_N) - sequences_N, sequences_N)
+        start_Q = document_start_Q + index_Q * segments_Q // sequences_Q * plan.segment_length
+        next_Q = document_start_Q + (index_Q + 1) * segments_Q // sequences_Q * plan.segment_length
         first_Q = np.maximum(start_Q - min(warmup or 0, _UNLIMITED), document_start_Q)
         return TextSequences(first_Q, start_Q, np.minimum(next_Q, document_end_Q), first_Q == document_start_Q)
 
@@ -158,7 +159,7 @@ class TextSequences:
         return TextSequence(first, start, end, bool(self.starts_document_Q[index]))
 
     def batches(self, plan: EvaluationPlan) -> Iterator[list[TextSequence]]:
-        """Yield sequences to read as one batch, of about the same length in each batch, longest first."""
+        """Yield batches of sequences of similar length, longest first."""
         length_Q = self.end_Q - self.first_Q
         longest_first_Q = np.argsort(-length_Q, kind="stable")
         begin = 0
@@ -173,7 +174,7 @@ class TextSequences:
 def read_sequences(
     model: LanguageModel, text: TokenizedText, sequences: TextSequences, plan: EvaluationPlan
 ) -> Generator[StepLosses, None, None]:
-    """Read all sequences of a text, batch after batch, and yield the losses of the tokens that count."""
+    """Read all sequences of a text, batch after batch, and yield the losses of the scored tokens."""
     for batch in sequences.batches(plan):
         yield from _read_batch(model, text, batch, plan)
 
@@ -181,7 +182,7 @@ def read_sequences(
 def _read_batch(
     model: LanguageModel, text: TokenizedText, batch: list[TextSequence], plan: EvaluationPlan
 ) -> Iterator[StepLosses]:
-    """Read a batch, longest sequence first; a batch row is dropped where its sequence ends, so no mask is needed."""
+    """Read a batch, longest sequence first; a batch row is dropped when its sequence ends, so no mask is needed."""
     device, segment_length = next(model.parameters()).device, plan.segment_length
     longest = batch[0].length
     context_limits = replace(plan.context_limits, memory_length=memory_slots(model, longest, plan))
@@ -190,7 +191,7 @@ def _read_batch(
     for offset in range(0, longest, segment_length):
         batch_size = sum(sequence.length > offset for sequence in batch)
         inputs_BT, targets_BT = segment_of(text, batch[:batch_size], offset, min(segment_length, longest - offset))
-        counted = [
+        scored = [
             CountedLosses(row, position, min(segment_length, sequence.end - position))
             for row, sequence in enumerate(batch[:batch_size])
             if (position := sequence.first + offset) >= sequence.start  # the warm-up is whole segments
@@ -199,18 +200,18 @@ def _read_batch(
             if batch_size < memory.batch_size:
                 memory = memory.select(range(batch_size))
             hidden_BTD, memory = model(inputs_BT.to(device), memory)
-            nats_BT = model.nats(hidden_BTD, targets_BT) if counted else None
+            nats_BT = model.nats(hidden_BTD, targets_BT) if scored else None
         if nats_BT is not None:
-            yield nats_BT, counted
+            yield nats_BT, scored
 
 
 def segment_of(text: TokenizedText, batch: list[TextSequence], offset: int, length: int) -> tuple[Tensor, Tensor]:
-    """Return inputs and targets (B, T) of a segment, padded on the right, where no token that counts attends.
+    """Return inputs and targets (B, T) of a segment, padded on the right, where no scored token attends.
 
     Args:
         text: the text.
         batch: sequences that are longer than `offset`.
-        offset: tokens of each sequence before the segment.
+        offset: number of tokens of each sequence before the segment.
         length: T.
     """
     inputs_BT = np.full((len(batch), length), text.bos_token_id, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""What an evaluation method is: it reads a text with a model and gives the loss of every token, step by step.
+"""The interface of evaluation methods, which read a text with a model and yield the loss of every token, step by step.
 
 Shape suffixes: B batch size, T new tokens, K tokens of a text, N documents.
 """
@@ -28,17 +28,17 @@ ProgressCallback = Callable[[int], None]
 
 @dataclass(frozen=True, eq=False)
 class TokenizedText:
-    """Token ids to score."""
+    """A text to score, as token ids."""
 
     tokens_K: Tokens
-    """Token ids; may be on disk."""
+    """Token ids, possibly a memory-mapped array."""
     bos_token_id: int
     """Input at the first position of the text (or of each document)."""
     document_starts_N: npt.NDArray[Any] = field(default_factory=lambda: np.zeros(1, dtype=np.int64))
-    """Where documents start, in increasing order; the first is 0."""
+    """Positions where documents start, in ascending order; the first is 0."""
 
     def boundaries(self, *, reset_memory: bool) -> npt.NDArray[np.int64]:
-        """Return where memory starts empty, and the end of the text: the edges of the documents, or of the whole."""
+        """Return the positions where memory starts empty, and the end of the text, in ascending order."""
         inner_N = self.document_starts_N[1:] if reset_memory else self.document_starts_N[:0]
         inside_N = inner_N[inner_N < len(self.tokens_K)].astype(np.int64)
         return np.unique(np.concatenate([[0], inside_N, [len(self.tokens_K)]]))  # unique: drops empty documents
@@ -46,20 +46,22 @@ class TokenizedText:
 
 @dataclass(frozen=True)
 class CountedLosses:
-    """Which losses of a batch row count: the first `length`, of consecutive tokens of the text."""
+    """The losses of a batch row that are scored: its first `length`, of consecutive tokens of the text."""
 
     row: int
+    """Index of the batch row."""
     position: int
-    """Position of the first of these tokens in the text."""
+    """Position of the first scored token in the text."""
     length: int
+    """Number of scored tokens."""
 
 
 StepLosses = tuple[Tensor, list[CountedLosses]]
-"""Losses (B, T) of one step in nats, on the device, and which of them count."""
+"""Losses (B, T) of one step in nats, on the device, and which of them are scored."""
 
 
 class Method(Protocol):
-    """A way to give every token its loss."""
+    """A method of computing the loss of every token."""
 
     @property
     def name(self) -> str:
@@ -68,7 +70,7 @@ class Method(Protocol):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Settings of the method alone, for JSON."""
+        """Settings that only this method has, for JSON."""
         ...
 
     def steps(

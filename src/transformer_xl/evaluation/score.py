@@ -1,4 +1,4 @@
-"""Scoring texts: log-probabilities of tokens, lines and whole texts.
+"""Scoring of texts: log-probabilities of tokens, lines and whole texts.
 
 Shape suffixes: K tokens of one text, V vocabulary, N texts.
 """
@@ -21,15 +21,15 @@ from transformer_xl.text.token_store import TokenSplit
 from transformer_xl.text.tokenizers import TokenArray, Tokenizer, document_errors, split_chunks, to_bytes, token_dtype
 
 Texts = str | bytes | Iterable[str | bytes] | Mapping[str, str | bytes]
-"""One text, several, or several by name."""
+"""One text, several texts, or a mapping from names to texts."""
 
 
 @dataclass(frozen=True, eq=False)
 class LineScore:
-    """Losses of one line of a text; the line includes the token that ends it."""
+    """Losses of one line of a text, including its newline token."""
 
     number: int
-    """1 for the first line."""
+    """Line number, starting at 1."""
     ids_K: TokenArray
     nats_K: npt.NDArray[np.float64]
     """Loss of each token in nats: minus its log-probability."""
@@ -53,7 +53,7 @@ class TextScore:
     tokenizer: Tokenizer
 
     def lines(self) -> Iterator[LineScore]:
-        """Yield the lines, whose losses add up to that of the text."""
+        """Yield the lines of the text, whose losses add up to the loss of the text."""
         is_newline_K = self.tokenizer.is_newline_V[self.ids_K]
         is_newline_K[-1] = True
         ends = (np.flatnonzero(is_newline_K) + 1).tolist()
@@ -73,14 +73,14 @@ def score(
 
     Args:
         run: a loaded run.
-        texts: one text, several, or several by name.
-        config: settings that replace the run's own evaluation settings, one by one; None replaces none. Unless it sets
-            `reset_memory`, each text is read as if it were the only one.
-        train_split: the training text, for method dynamic with the optimizer rms.
+        texts: one text, several texts, or a mapping from names to texts.
+        config: settings that override individual evaluation settings of the run. Unless it sets `reset_memory`, each
+            text is scored independently of the others.
+        train_split: the training text, required by method dynamic with the optimizer rms.
         progress: called with the number of tokens scored since the last call.
 
     Raises:
-        UserError: no text, an empty one, one that the tokenizer cannot encode, or what `evaluate` raises.
+        UserError: there is no text, a text is empty or cannot be encoded, or an error of `evaluate` occurs.
     """
     plan = EvaluationPlan.resolve(run.config, config, train_split=train_split)
     if config is None or "reset_memory" not in config.model_fields_set:
@@ -119,10 +119,10 @@ def _named(texts: Texts) -> dict[str, bytes]:
 
 
 def encode_text(tokenizer: Tokenizer, name: str, content: bytes) -> TokenArray:
-    """Return the tokens of a whole text; its last line is ended where the tokenizer marks line ends.
+    """Return the tokens of a whole text, with a final newline token if the tokenizer has one for each line.
 
     Raises:
-        UserError: it is empty, or the tokenizer cannot encode it; the message has the text's name.
+        UserError: the text is empty, or the tokenizer cannot encode it; the message contains the text's name.
     """
     ids_K = np.concatenate([np.zeros(0, dtype=token_dtype(tokenizer.vocab_size)), *_encode(tokenizer, name, content)])
     if not len(ids_K):

@@ -1,8 +1,8 @@
-"""Evaluation without memory, as the paper's vanilla model: a window that moves one token at a time.
+"""Evaluation without memory, as for the paper's vanilla model: a window that moves one token at a time.
 
 Each token is predicted from exactly the `attention_window` tokens before it (fewer near the start of the text), and
-everything is computed anew for each token: `attention_window` times the work of evaluation with memory (Al-Rfou et al.
-2018; paper sections 2 and 4.5).
+all hidden states are recomputed for each token: about `attention_window` times the FLOPs of evaluation with memory
+(Al-Rfou et al. 2018; paper sections 2 and 4.5).
 
 Shape suffixes: B windows computed at once, W tokens of a window, D model width, K tokens of the text, N documents.
 """
@@ -25,18 +25,18 @@ from transformer_xl.model.language_model import LanguageModel
 if TYPE_CHECKING:
     from transformer_xl.evaluation.evaluate import EvaluationPlan
 
-_TOKENS_PER_STEP = 4096  # over all windows: enough to keep a machine busy
+_TOKENS_PER_STEP = 4096  # tokens over all windows: enough to keep the device busy
 
 
 @dataclass(frozen=True)
 class SlidingWindow:
-    """A window that moves by one token; the plan's batch size is the number of windows computed at once."""
+    """Evaluation with a window that moves by one token; the plan's batch size is the number of windows per step."""
 
     name: str = "sliding-window"
 
     @property
     def settings(self) -> dict[str, Any]:
-        """None beside the plan's."""
+        """Empty: the method has no settings besides the plan's."""
         return {}
 
     def steps(
@@ -45,40 +45,42 @@ class SlidingWindow:
         """Yield the loss of every token once.
 
         Raises:
-            UserError: the plan has memory or a warm-up, or no attention window.
+            UserError: the plan has a memory or a warm-up, or has no attention window.
         """
         window, memory_length = plan.context_limits.attention_window, plan.context_limits.memory_length
         if memory_length:
             raise UserError(
-                f"method sliding-window has no memory, but memory-length is {memory_length} (given, or of the run); "
+                f"method sliding-window has no memory, but memory-length is {memory_length} (given or from the run); "
                 "give memory-length 0, or method memory"
             )
         if plan.warmup_tokens is not None:
             raise UserError("method sliding-window has no warm-up; leave out warmup-tokens")
         if window is None:
-            raise UserError("method sliding-window needs attention-window, the tokens each prediction sees")
+            raise UserError(
+                "method sliding-window needs an attention-window; give the number of tokens to predict from"
+            )
         return _slide(model, text, plan, window)
 
 
 def _slide(
     model: LanguageModel, text: TokenizedText, plan: EvaluationPlan, window: int
 ) -> Generator[StepLosses, None, None]:
-    """Score the first tokens of each document in one pass, then one window for each further token."""
+    """Score the first `window` tokens of each document in one pass, then each later token with its own window."""
     boundaries_N = text.boundaries(reset_memory=plan.reset_memory)
     starts_N, ends_N = boundaries_N[:-1], boundaries_N[1:]
-    # a pass over as many tokens as the window holds needs no window, and some models have none
+    # a pass over `window` tokens needs no limit, and some models do not support attention_window
     plan = replace(plan, context_limits=replace(plan.context_limits, attention_window=None))
-    heads = TextSequences.without_warmup(starts_N, np.minimum(ends_N, starts_N + window))
-    yield from read_sequences(model, text, heads, replace(plan, segment_length=window, batch_size=None))
+    beginnings = TextSequences.without_warmup(starts_N, np.minimum(ends_N, starts_N + window))
+    yield from read_sequences(model, text, beginnings, replace(plan, segment_length=window, batch_size=None))
 
     device = next(model.parameters()).device
     batch_size = plan.batch_size or max(1, _TOKENS_PER_STEP // window)
     for document_start, document_end in pairwise(boundaries_N.tolist()):
         for start in range(document_start + window, document_end, batch_size):
             end = min(start + batch_size, document_end)
-            read_K = text.tokens_K[start - window : end].astype(np.int64)
-            inputs_BW = np.lib.stride_tricks.sliding_window_view(read_K[:-1], window)
-            targets_B1 = torch.from_numpy(read_K[window:, None])
+            tokens_K = text.tokens_K[start - window : end].astype(np.int64)
+            inputs_BW = np.lib.stride_tricks.sliding_window_view(tokens_K[:-1], window)
+            targets_B1 = torch.from_numpy(tokens_K[window:, None])
             with compute_context(device, plan.dtype):
                 tokens_BW = torch.from_numpy(inputs_BW.copy()).to(device)
                 hidden_BWD, _ = model(tokens_BW, model.inference_memory(end - start, plan.context_limits))

@@ -1,14 +1,14 @@
-"""Memory is a value: what a model keeps of the segments it has read, passed in and handed back, never changed in place.
+"""The memory of a model: an immutable value that holds what is cached of earlier segments.
 
     hidden_BTD, memory = model(tokens_BT, memory)      a Memory holds one LayerCache for each layer
     x_BTD, cache = layer(x_BTD, cache, context)        a layer takes its own cache and returns the next one
 
-A memory has its full length from the first step: empty slots hold zeros, are not counted as valid, and are never
-attended. So shapes stay the same from the first segment to the last. All kinds share one interface: hidden states, for
-training (here); keys and values, for inference (`key_values.py`); the state of a recurrent network and plain tokens
-(`baselines/`).
+A memory has its full length from the first step: empty slots contain zeros, are not valid, and are not attended (unless
+the model has `attend_empty_memory`). So shapes stay the same from the first segment to the last. All kinds of memory
+share one interface: hidden states for training (in this file), keys and values for inference (`key_values.py`), the
+state of a recurrent network and plain tokens (both in `baselines/`).
 
-Letters: B batch rows, T new tokens, M memory slots, S = M + T, D model width, X any size.
+Shape suffixes: B batch size, T new tokens, M memory slots, S = M + T, D model width, X any size.
 """
 
 from __future__ import annotations
@@ -28,41 +28,41 @@ from transformer_xl.config import INT32_MAX, UserError
 
 @dataclass(frozen=True)
 class ContextLimits:
-    """How far attention looks back; evaluation may look much further than training did.
+    """How far back attention can look; the limits of evaluation may be much larger than those of training.
 
     Raises:
-        UserError: a length that is too small or too large.
+        UserError: a length is too small or too large.
     """
 
     memory_length: int
-    """M: memory slots."""
+    """M: number of memory slots."""
     attention_window: int | None = None
-    """Number of keys a query attends to, itself included; none: all there are."""
+    """Number of keys that a query attends to, including its own position, or None for all keys."""
     clamp_length: int | None = None
-    """Distances above this one share its position encoding; none: no limit."""
+    """Distances above this one use its position encoding; None means no limit."""
 
     def __post_init__(self) -> None:
-        for name, least in (("memory_length", 0), ("attention_window", 1), ("clamp_length", 1)):
+        for name, minimum in (("memory_length", 0), ("attention_window", 1), ("clamp_length", 1)):
             value = getattr(self, name)
-            if value is not None and value < least:
-                raise UserError(f"{name} {value} is too small; give {least} or more")
+            if value is not None and value < minimum:
+                raise UserError(f"{name} {value} is too small; give {minimum} or more")
             if value is not None and value > INT32_MAX:
                 raise UserError(f"{name} {value:,} is too large; give {INT32_MAX:,} at most")
 
 
 @dataclass(frozen=True, eq=False)
 class LayerCache(ABC):
-    """What one layer keeps of the tokens it has read: batch first, without gradient, never changed in place.
+    """The tensors that one layer caches of earlier tokens: batch first, without gradient, never changed in place.
 
-    The fields of a subclass are the tensors it keeps, unless it overrides `tensors` and `with_tensors`.
+    The fields of a subclass are its tensors, unless it overrides `tensors` and `with_tensors`.
     """
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors of the cache by name, the batch as their first dimension."""
+        """Return the tensors of the cache by name; their first dimension is the batch."""
         return {_without_suffix(field.name): getattr(self, field.name) for field in fields(self)}
 
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> Self:
-        """Return a cache of the same kind that holds the given tensors, named as `tensors` names them."""
+        """Return a cache of the same class with these tensors, named as in the result of `tensors`."""
         return replace(self, **{field.name: tensors[_without_suffix(field.name)] for field in fields(self)})
 
     @abstractmethod
@@ -70,16 +70,16 @@ class LayerCache(ABC):
         """Return the cache with `length` slots: empty ones are added in front, or the oldest are dropped."""
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Self:
-        """Return the cache with each of its tensors changed by a function."""
+        """Return the cache with a function applied to each of its tensors."""
         return self.with_tensors({name: change(tensor) for name, tensor in self.tensors().items()})
 
     def reset(self, reset_B: Tensor) -> Self:
         """Return the cache with zeros in the batch rows where the mask is true."""
-        return self.map(lambda kept: kept.masked_fill(reset_B.view(-1, *[1] * (kept.ndim - 1)), 0))
+        return self.map(lambda tensor: tensor.masked_fill(reset_B.view(-1, *[1] * (tensor.ndim - 1)), 0))
 
     def to(self, device: torch.device | str | None, dtype: torch.dtype | None) -> Self:
         """Return the cache on another device, with its floating-point tensors in another dtype."""
-        return self.map(lambda kept: kept.to(device=device, dtype=dtype if kept.is_floating_point() else None))
+        return self.map(lambda tensor: tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else None))
 
 
 Cache = TypeVar("Cache", bound=LayerCache, default=LayerCache, covariant=True)
@@ -89,13 +89,13 @@ AnyMemory = TypeVar("AnyMemory", bound="Memory")
 
 @dataclass(frozen=True, eq=False)
 class Memory(Generic[Cache]):
-    """What a model keeps of the tokens it has read; no method changes the memory it is called on."""
+    """The caches of all layers; no method changes the memory it is called on."""
 
     layers: tuple[Cache, ...]
     """One cache for each layer."""
     _: KW_ONLY
     valid_B: Tensor
-    """Number of slots of each batch row that hold something (int64); they come last, the newest token at M - 1."""
+    """Number of filled slots of each batch row (int64); they are the last slots, with the newest token at M - 1."""
     position_B: Tensor
     """Number of tokens each batch row has read since its last reset (int64)."""
     context_limits: ContextLimits
@@ -106,7 +106,7 @@ class Memory(Generic[Cache]):
     def of_layers(
         cls, layers: Iterable[LayerCache], batch_size: int, context_limits: ContextLimits, device: torch.device
     ) -> Self:
-        """Return a memory without valid slots from the empty caches of the layers."""
+        """Return a memory without valid slots, made of empty caches."""
         zeros_B = torch.zeros(batch_size, dtype=torch.int64, device=device)
         return cls(
             tuple(layers), valid_B=zeros_B, position_B=zeros_B.clone(), context_limits=context_limits, min_valid=0
@@ -124,7 +124,7 @@ class Memory(Generic[Cache]):
 
     @property
     def all_valid(self) -> bool:
-        """Whether every slot is known to hold something."""
+        """Whether every slot is known to be filled."""
         return self.min_valid >= self.length
 
     def advance(self, layers: Iterable[LayerCache], num_new: int, lengths_B: Tensor | None = None) -> Self:
@@ -133,15 +133,15 @@ class Memory(Generic[Cache]):
         Args:
             layers: the caches that the layers returned.
             num_new: T.
-            lengths_B: how many of the T tokens belong to each batch row, where there is padding before them; none: T.
+            lengths_B: number of tokens of each batch row that are not padding, or None if all T are not.
         """
-        read_B = num_new if lengths_B is None else lengths_B
+        num_read_B = num_new if lengths_B is None else lengths_B
         return replace(
             self,
             layers=tuple(layers),
-            valid_B=(self.valid_B + read_B).clamp(max=self.length),
-            position_B=self.position_B + read_B,
-            # how much was read of padded batches is on the device, and asking would wait for it
+            valid_B=(self.valid_B + num_read_B).clamp(max=self.length),
+            position_B=self.position_B + num_read_B,
+            # lengths_B is on the device, and reading its values would synchronize
             min_valid=min(self.min_valid + (num_new if lengths_B is None else 0), self.length),
         )
 
@@ -163,14 +163,14 @@ class Memory(Generic[Cache]):
         )
 
     def select(self, rows: Sequence[int] | Tensor) -> Self:
-        """Return the memory of the given batch rows, in that order; a row may be taken several times (beam search)."""
+        """Return the memory of the given batch rows, in that order; a row may occur several times (beam search)."""
         index = torch.as_tensor(rows, device=self.valid_B.device).long()
-        selected = self.map(lambda kept: kept[index])
+        selected = self.map(lambda tensor: tensor[index])
         return replace(selected, valid_B=self.valid_B[index], position_B=self.position_B[index])
 
     @staticmethod
     def concatenate(memories: Sequence[AnyMemory]) -> AnyMemory:
-        """Return the batch rows of several memories of one model and the same limits, one after the other."""
+        """Return the batch rows of several memories of the same model and limits as one memory."""
         assert len({memory.context_limits for memory in memories}) == 1
         return replace(
             memories[0],
@@ -200,28 +200,28 @@ class Memory(Generic[Cache]):
         )
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Self:
-        """Return the memory with each tensor of its caches changed by a function."""
+        """Return the memory with a function applied to each tensor of its caches."""
         return replace(self, layers=tuple(cache.map(change) for cache in self.layers))
 
     def cache_tensors(self) -> dict[str, Tensor]:
-        """Return the tensors of the caches as `NAME_LAYER`, without the counts."""
-        return {f"{name}_{i}": kept for i, cache in enumerate(self.layers) for name, kept in cache.tensors().items()}
+        """Return the tensors of the caches, named `NAME_LAYER`."""
+        return {f"{name}_{i}": value for i, cache in enumerate(self.layers) for name, value in cache.tensors().items()}
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return by name all tensors a checkpoint must keep: those of the caches, `valid` and `position`."""
+        """Return by name all tensors that a checkpoint contains: those of the caches, `valid` and `position`."""
         return {**self.cache_tensors(), "valid": self.valid_B, "position": self.position_B}
 
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> Self:
-        """Return a memory of this one's shape, device and dtype that holds what `tensors()` returned.
+        """Return a memory with these tensors, named as in the result of `tensors`, in this memory's device and dtypes.
 
         Raises:
-            UserError: names or shapes are not this memory's.
+            UserError: the names or shapes differ from those of this memory.
         """
-        own = self.tensors()
-        if own.keys() != tensors.keys() or any(own[name].shape != tensors[name].shape for name in own):
+        current = self.tensors()
+        if current.keys() != tensors.keys() or any(current[name].shape != tensors[name].shape for name in current):
             raise UserError("the saved memory has another shape than this model, batch size and memory length need")
-        # clone: tensors read from a file may lie at odd addresses, which can change the last bit of matrix products
-        new = {name: tensors[name].to(own[name].device, own[name].dtype).clone() for name in own}
+        # clone: tensors read from a file may be unaligned, which can change the last bit of matrix products
+        new = {name: tensors[name].to(current[name].device, current[name].dtype).clone() for name in current}
         layers = tuple(
             cache.with_tensors({name: new[f"{name}_{i}"] for name in cache.tensors()})
             for i, cache in enumerate(self.layers)
@@ -232,7 +232,7 @@ class Memory(Generic[Cache]):
 
 @dataclass(frozen=True, eq=False)
 class HiddenCache(LayerCache):
-    """The inputs a layer had at the last M tokens of each batch row (paper section 3.2)."""
+    """The inputs of a layer at the last M tokens of each batch row (paper section 3.2)."""
 
     hidden_BMD: Tensor
 
@@ -241,7 +241,7 @@ class HiddenCache(LayerCache):
 
         Args:
             x_BTD: the layer's new inputs.
-            lengths_B: how many of them belong to each batch row; those before are padding, which is not kept.
+            lengths_B: number of inputs of each batch row that are not padding; padding comes first and is not cached.
         """
         old_BMD, new_BTD = self.hidden_BMD, x_BTD.detach()
         num_old, num_new = old_BMD.shape[1], new_BTD.shape[1]
@@ -259,7 +259,7 @@ class HiddenCache(LayerCache):
 
 
 class HiddenMemory(Memory[HiddenCache]):
-    """Hidden states: the memory of a model whose weights change, and so must be projected to keys and values anew."""
+    """Cached hidden states, used in training: keys and values must be recomputed because the weights change."""
 
     @staticmethod
     def empty(
@@ -267,18 +267,18 @@ class HiddenMemory(Memory[HiddenCache]):
     ) -> HiddenMemory:
         """Return a memory without valid slots, on the device and in the dtype of `like`."""
         shape = (batch_size, context_limits.memory_length, width)
-        # not like.new_zeros: `like` may be sharded over processes, and memory never is
+        # not like.new_zeros: `like` may be sharded over processes (fsdp), but memory is not
         caches = (HiddenCache(torch.zeros(shape, dtype=like.dtype, device=like.device)) for _ in range(num_layers))
         return HiddenMemory.of_layers(caches, batch_size, context_limits, like.device)
 
 
 def padding_first(x_BSX: Tensor, num_new: int, lengths_B: Tensor) -> Tensor:
-    """Reorder [memory ; padding ; new] to [padding ; memory ; new], so that no gap is left between what was read.
+    """Reorder [memory ; padding ; new] to [padding ; memory ; new], so that no padding is between memory and tokens.
 
     Args:
-        x_BSX: memory, then `num_new` new tokens (or their hidden states, keys, values) of which the first are padding.
+        x_BSX: memory, then `num_new` new tokens (or their hidden states, keys, values) that begin with padding.
         num_new: T.
-        lengths_B: how many of the T are no padding.
+        lengths_B: number of new tokens of each batch row that are not padding.
 
     Returns:
         a tensor of the same shape.
@@ -293,16 +293,16 @@ def padding_first(x_BSX: Tensor, num_new: int, lengths_B: Tensor) -> Tensor:
 
 def resized_slots(x: Tensor, length: int, *, dim: int) -> Tensor:
     """Return `length` slots along a dimension: zeros are added in front, or the oldest slots are dropped."""
-    kept = min(length, x.shape[dim])
-    newest = x.narrow(dim, x.shape[dim] - kept, kept)
-    return F.pad(newest, [0, 0] * (x.ndim - 1 - dim) + [length - kept, 0])
+    num_kept = min(length, x.shape[dim])
+    newest = x.narrow(dim, x.shape[dim] - num_kept, num_kept)
+    return F.pad(newest, [0, 0] * (x.ndim - 1 - dim) + [length - num_kept, 0])
 
 
 def _concatenated(caches: Sequence[AnyCache]) -> AnyCache:
-    every = [cache.tensors() for cache in caches]
-    return caches[0].with_tensors({name: torch.cat([one[name] for one in every]) for name in every[0]})
+    tensors = [cache.tensors() for cache in caches]
+    return caches[0].with_tensors({name: torch.cat([each[name] for each in tensors]) for name in tensors[0]})
 
 
 def _without_suffix(name: str) -> str:
-    """The name of a tensor without the letters of its shape: hidden for hidden_BMD."""
+    """Return the name of a tensor without its shape suffix: hidden for hidden_BMD."""
     return name.rpartition("_")[0]
