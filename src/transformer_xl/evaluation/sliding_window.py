@@ -56,9 +56,7 @@ class SlidingWindow:
         if plan.warmup_tokens is not None:
             raise UserError("method sliding-window has no warm-up; leave out warmup-tokens")
         if window is None:
-            raise UserError(
-                "method sliding-window needs an attention-window; give the number of tokens to predict from"
-            )
+            raise UserError("method sliding-window needs attention-window; give the number of tokens to predict from")
         return _slide(model, text, plan, window)
 
 

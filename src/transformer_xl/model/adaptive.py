@@ -1,15 +1,15 @@
-"""Embedding and softmax over a vocabulary cut into clusters of falling frequency (paper section 4.1; Grave et al. 2017,
-Baevski & Auli 2018). Without cutoffs there is one cluster, and both are the ordinary dense ones.
+"""Adaptive embedding and softmax: the vocabulary is split into clusters of descending frequency (paper section 4.1;
+Grave et al. 2017, Baevski & Auli 2018). Without cutoffs there is one cluster, and both are ordinary dense layers.
 
     cluster 0, the head: ids 0 .. n0 - 1        tail i: ids from cutoff i - 1 up to cutoff i
     log p(token in head)   = its head logit - logsumexp(n0 head logits, one logit for each tail)
     log p(token in tail i) = (logit of tail i in the head, normalised as above) + log softmax within the tail
 
 Tail i is column n0 + i - 1 of the head (as in the authors' TensorFlow code; their PyTorch code counts from the end).
-Losses are returned in input order. Every parameter has a gradient in every step, also that of a tail without targets.
+Losses are returned in input order. Every parameter gets a gradient in every step, even those of a tail without targets.
 
-Letters: B batch rows, T new tokens, K positions (B x T, or some of them; most likely tokens in `topk`), D model width,
-E embedding width, V tokens of the vocabulary (or of one cluster, or of the head with the logits of its tails).
+Shape suffixes: B batch size, T new tokens, K positions (B x T, or a subset; in `topk` the k tokens), D model width,
+E embedding width, V tokens of the vocabulary (or of one cluster, or of the head with one logit for each tail).
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from transformer_xl.device import to_device
 from transformer_xl.model.cross_entropy import cross_entropy, fits_at_once, linear_cross_entropy
 
 _WEIGHT_STD, _PROJECTION_STD = 0.02, 0.01  # the authors' init_std and proj_init_std
-_ROUND = 8  # positions of a tail are padded to a multiple, so that shapes vary less
+_ROUND = 8  # the positions of a tail are padded to a multiple of this, so that fewer different shapes occur
 
 
 class AdaptiveEmbedding(nn.Module):
-    """Embeddings of the model's width for token ids, not yet scaled.
+    """Embeddings of token ids in the model's width, without the scaling by sqrt(D).
 
-    With div_val 1 one table serves all clusters; otherwise each cluster has a table of its own width.
+    With div_val 1 all clusters share one table; otherwise each cluster has its own table, in its own width.
     """
 
     def __init__(self, config: BaseModelConfig) -> None:
@@ -52,7 +52,7 @@ class AdaptiveEmbedding(nn.Module):
         )
 
     def init_weights(self) -> None:
-        """Draws initial weights as the authors' code does: tables N(0, 0.02), projections N(0, 0.01)."""
+        """Draw initial weights as the authors' code does: tables N(0, 0.02), projections N(0, 0.01)."""
         for table in self.tables:
             nn.init.normal_(table, 0.0, _WEIGHT_STD)
         for projection in self.projections.values():
@@ -62,9 +62,9 @@ class AdaptiveEmbedding(nn.Module):
     def forward(self, tokens_BT: Tensor) -> Tensor:
         """Return the embeddings (B, T, D) of the tokens.
 
-        Every table is looked up and projected for every token, and the results of other clusters are masked: so shapes
-        do not depend on the tokens, nothing waits for the device, and each parameter has a gradient. It costs less than
-        one percent of a large model's step.
+        Every token is looked up in every table and projected, and the results of other clusters are masked. So shapes
+        do not depend on the tokens, the CPU need not wait for the device, and each parameter gets a gradient. This
+        takes less than one percent of the time of a large model's step.
         """
         if len(self.tables) == 1:
             return self._projected(F.embedding(tokens_BT, self.tables[0]), 0)
@@ -83,7 +83,7 @@ class AdaptiveEmbedding(nn.Module):
         return self.tables[0][self.edges[index] : self.edges[index + 1]] if self.shared else self.tables[index]
 
     def projection(self, index: int) -> Tensor | None:
-        """Return the projection (D, E) of one cluster; none where it has none."""
+        """Return the projection (D, E) of one cluster, or None if it has none."""
         name = "0" if self.shared else str(index)
         return self.projections.get(name)
 
@@ -93,10 +93,13 @@ class AdaptiveEmbedding(nn.Module):
 
 
 def projected_clusters(config: BaseModelConfig) -> list[int]:
-    """Return the clusters whose embeddings are projected: those of another width than the model, and with div_val all
-    of them (as in the authors' code) unless `project_same_width` is off."""
-    always = config.div_val > 1 and config.project_same_width
-    return [index for index, width in enumerate(config.cluster_widths) if always or width != config.d_model]
+    """Return the indices of the clusters whose embeddings are projected to the model's width.
+
+    These are the clusters whose width is not d_model; with div_val, all clusters (as in the authors' code) unless
+    `project_same_width` is false.
+    """
+    project_all = config.div_val > 1 and config.project_same_width
+    return [index for index, width in enumerate(config.cluster_widths) if project_all or width != config.d_model]
 
 
 class AdaptiveSoftmax(nn.Module):
@@ -104,7 +107,7 @@ class AdaptiveSoftmax(nn.Module):
 
     def __init__(self, config: BaseModelConfig, embedding: AdaptiveEmbedding) -> None:
         super().__init__()
-        # in a tuple, so that it is no submodule: its parameters would be saved and counted twice
+        # in a tuple, so that it is not registered as a submodule, which would save its parameters twice
         self._embedding = (embedding,)
         self.edges = config.cluster_boundaries
         self.num_tails = len(self.edges) - 2
@@ -127,7 +130,7 @@ class AdaptiveSoftmax(nn.Module):
         self.cluster_bias = nn.Parameter(torch.empty(self.num_tails)) if self.num_tails else None
 
     def init_weights(self) -> None:
-        """Draws initial weights as the authors' code does: weights N(0, 0.02), projections N(0, 0.01), biases 0."""
+        """Draw initial weights as the authors' code does: weights N(0, 0.02), projections N(0, 0.01), biases 0."""
         for table in self.tables:
             nn.init.normal_(table, 0.0, _WEIGHT_STD)
         for projection in self.projections.values():
@@ -138,7 +141,7 @@ class AdaptiveSoftmax(nn.Module):
             nn.init.zeros_(self.cluster_bias)
 
     def logits(self, hidden_BTD: Tensor) -> Tensor:
-        """Return the logits (B, T, V) of all tokens in the order of their ids; with tails, log-probabilities."""
+        """Return the logits of all tokens in order of their ids, shape (B, T, V); with tails, log-probabilities."""
         if not self.num_tails:
             return self._logits_within(hidden_BTD, 0)
         head_BTV = _log_softmax(self._head(hidden_BTD))
@@ -150,10 +153,10 @@ class AdaptiveSoftmax(nn.Module):
         return torch.cat(parts_BTV, -1)
 
     def nats(self, hidden_BTD: Tensor, targets_BT: Tensor) -> Tensor:
-        """Return the loss of each target in nats, float32 or float64 (B, T), in input order.
+        """Return the loss of each target in nats, shape (B, T), float32 or float64, in input order.
 
-        The positions of each tail are selected on the CPU. Where the targets are there too, as in training and
-        evaluation, nothing waits for the device; targets on another device are copied to the CPU first.
+        The positions of each tail are selected on the CPU. If the targets are on the CPU, as in training and
+        evaluation, this does not synchronize with the device; otherwise they are copied to the CPU first.
         """
         hidden_KD = hidden_BTD.flatten(0, 1)
         device = hidden_KD.device
@@ -165,17 +168,17 @@ class AdaptiveSoftmax(nn.Module):
         head_K = torch.where(cluster_K == 0, target_K, self.edges[1] - 1 + cluster_K)
         nats_K = self._nats_of_head(hidden_KD, to_device(head_K, device))
         for index in range(1, self.num_tails + 1):
-            index_K, local_K, counted_K = self._targets_of(index, cluster_K, target_K)
+            index_K, local_K, is_target_K = self._targets_of(index, cluster_K, target_K)
             index_K = to_device(index_K, device)
             in_tail_K = self._nats_within(index, hidden_KD.index_select(0, index_K), to_device(local_K, device))
-            nats_K = nats_K.index_add(0, index_K, (in_tail_K * to_device(counted_K, device)).to(nats_K.dtype))
+            nats_K = nats_K.index_add(0, index_K, (in_tail_K * to_device(is_target_K, device)).to(nats_K.dtype))
         return nats_K.view(targets_BT.shape)
 
     def topk(self, hidden_BTD: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """Return the k most likely tokens: their logits in falling order, and their ids; each (B, T, K).
+        """Return the logits of the k most likely tokens in descending order, and their ids, each of shape (B, T, K).
 
-        The logits of a tail are computed only if at some position the tail as a whole is more likely than the least
-        likely token found so far: no token can be more likely than its tail. Asking that waits for the device.
+        No token can be more likely than its tail as a whole. So the logits of a tail are computed only if the tail is
+        more likely than the k-th best token so far at some position. This check synchronizes with the device.
         """
         if not self.num_tails:
             return _topk(self._logits_within(hidden_BTD, 0), k)
@@ -194,27 +197,28 @@ class AdaptiveSoftmax(nn.Module):
         return best_BTK, id_BTK
 
     def _targets_of(self, index: int, cluster_K: Tensor, target_K: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of one tail: the positions whose target is in it, the targets counted from its first token, and 1 where a
-        position is no padding.
+        """Return the targets in one tail, padded to a multiple of `_ROUND`.
 
-        A tail without targets gets no positions: its parameters then have gradients of zeros, not none, which would
+        A tail without targets gets no positions. Its parameters then have zero gradients instead of None, which would
         stall data-parallel training.
+
+        Returns:
+            the positions of the targets, the targets' indices within the tail, and 1 for targets and 0 for padding.
         """
         index_K = (cluster_K == index).nonzero()[:, 0]
-        missing = -len(index_K) % _ROUND
-        counted_K = torch.ones(len(index_K) + missing)
-        counted_K[len(index_K) :] = 0
-        local_K = F.pad(target_K[index_K] - self.edges[index], (0, missing))
-        return F.pad(index_K, (0, missing)), local_K, counted_K
+        num_padding = -len(index_K) % _ROUND
+        is_target_K = torch.ones(len(index_K) + num_padding)
+        is_target_K[len(index_K) :] = 0
+        local_K = F.pad(target_K[index_K] - self.edges[index], (0, num_padding))
+        return F.pad(index_K, (0, num_padding)), local_K, is_target_K
 
     def _head(self, hidden_KD: Tensor) -> Tensor:
-        """Logits of the head's tokens and then of the tails: (K, V)."""
+        """Return the logits of the head's tokens, then of the tails, shape (K, V)."""
         assert self.cluster_weight is not None
         assert self.cluster_bias is not None
         hidden_KE = self._to_cluster_width(hidden_KD, 0)
-        if (
-            hidden_KE.numel() // hidden_KE.shape[-1] < hidden_KE.shape[-1]
-        ):  # concatenates the smaller of logits and weights
+        num_positions, width = hidden_KE.numel() // hidden_KE.shape[-1], hidden_KE.shape[-1]
+        if num_positions < width:  # concatenate the smaller of logits and weights
             tails_KV = F.linear(hidden_KE, self.cluster_weight, self.cluster_bias)
             return torch.cat([F.linear(hidden_KE, self._cluster_table(0), self._cluster_bias(0)), tails_KV], -1)
         return F.linear(hidden_KE, *self._head_weights())
@@ -231,7 +235,7 @@ class AdaptiveSoftmax(nn.Module):
         return linear_cross_entropy(self._to_cluster_width(hidden_KD, 0), *self._head_weights(), target_K)
 
     def _nats_within(self, index: int, hidden_KD: Tensor, target_K: Tensor) -> Tensor:
-        """Losses within a cluster, of targets counted from its first token."""
+        """Return the losses of targets within a cluster, given by their indices within it."""
         weights = self._cluster_table(index), self._cluster_bias(index)
         return linear_cross_entropy(self._to_cluster_width(hidden_KD, index), *weights, target_K)
 
@@ -242,7 +246,7 @@ class AdaptiveSoftmax(nn.Module):
         return self.bias[self.edges[index] : self.edges[index + 1]]
 
     def _to_cluster_width(self, hidden_KD: Tensor, index: int) -> Tensor:
-        """Hidden states in the width of a cluster's embeddings: (K, E)."""
+        """Return the hidden states projected to the width of a cluster's embeddings, shape (K, E)."""
         if index < self.first_tied_projection:
             projection_DE = self.projections.get(str(index))
         else:

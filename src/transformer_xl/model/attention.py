@@ -1,10 +1,10 @@
-"""One layer of Transformer-XL: relative attention over memory and new tokens, then the feed-forward part (section 3.3).
+"""One layer of Transformer-XL: relative attention over memory and new tokens, then feed-forward (paper section 3.3).
 
-Names and the paper's: `content_bias` is u, `position_bias` is v (v in code is always the values), and the weights
+In the paper, `content_bias` is u, `position_bias` is v (v in the code is always the values), and the weights
 `q_proj`, `k_proj`, `v_proj`, `r_proj` are W_q, W_{k,E}, W_v, W_{k,R}.
 
-Letters: B batch rows, T new tokens, M memory slots, S = M + T keys, P distances, D model width, K = D / 2 frequencies,
-N heads, H head width, F feed-forward width, X any number of rows.
+Shape suffixes: B batch size, T new tokens, M memory slots, S = M + T keys, P distances, D model width, K = D / 2
+frequencies, N heads, H head width, F feed-forward width, X any number of rows.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from transformer_xl.model.memory import HiddenCache, LayerCache, padding_first
 
 @dataclass(frozen=True)
 class AttentionContext:
-    """What attention over one segment needs beside the layer's weights; the same for every layer."""
+    """The inputs to attention over one segment that are the same for every layer."""
 
     num_distances: int
-    """P: distances that have a position key of their own."""
+    """P: number of distances with different position keys."""
     encoding_PD: Tensor | None
-    """Encodings of the distances P - 1, ..., 1, 0; none where every layer's cache holds its position keys already."""
+    """Encodings of the distances P - 1, ..., 1, 0, or None if every layer's cache already holds its position keys."""
     mask: AttentionMask
     """Which keys a query attends to."""
     lengths_B: Tensor | None
-    """How many of the T tokens belong to each batch row, where there is padding before them; none: all."""
+    """Number of tokens of each batch row that are not padding (which comes first), or None if there is no padding."""
     attend: Attend
     """The attention kernel."""
     dropout: float
@@ -44,7 +44,7 @@ class AttentionContext:
 
 @dataclass(frozen=True)
 class Biases:
-    """The trained vectors that a layer adds to its queries."""
+    """The learned vectors that a layer adds to its queries."""
 
     content_NH: Tensor
     """The paper's u."""
@@ -53,10 +53,10 @@ class Biases:
 
 
 def encode_distances(num_distances: int, width: int, like: Tensor) -> Tensor:
-    """Return the sinusoidal encodings of the distances P - 1, ..., 1, 0: sines, then cosines; shape (P, D).
+    """Return the sinusoidal encodings of the distances P - 1, ..., 1, 0, sines then cosines, shape (P, D).
 
-    On the device of `like`, in float32 even where `like` is bfloat16, which cannot tell distances above 256 apart
-    (float64 stays float64).
+    The result is on the device of `like` and in its dtype, but at least float32: bfloat16 cannot represent all integers
+    above 256.
     """
     dtype = torch.promote_types(like.dtype, torch.float32)
     distance_P = torch.arange(num_distances - 1, -1, -1, dtype=dtype, device=like.device)
@@ -67,14 +67,14 @@ def encode_distances(num_distances: int, width: int, like: Tensor) -> Tensor:
 
 
 def make_final_norm(config: TransformerConfig) -> nn.Module:
-    """Return the LayerNorm after the last layer, or an identity where the settings have none."""
+    """Return the LayerNorm after the last layer, or an identity if the settings have none."""
     if config.norm_first and config.final_norm:
         return nn.LayerNorm(config.d_model, eps=config.norm_eps)
     return nn.Identity()
 
 
 class RelativeAttention(nn.Module):
-    """Multi-head attention of the T new tokens to memory and themselves, with its residual sum."""
+    """Multi-head attention of the T new tokens to memory and to each other, with the residual connection."""
 
     def __init__(self, config: RelativeConfig) -> None:
         super().__init__()
@@ -95,12 +95,12 @@ class RelativeAttention(nn.Module):
     ) -> tuple[Tensor, LayerCache]:
         """Attend to memory and new tokens.
 
-        The gradient reaches the weights of keys and values through memory too, but not the memory itself.
+        The weights of keys and values also get gradients through the memory, but the memory itself gets none.
 
         Args:
             x_BTD: the layer's input.
-            cache: what the layer kept of earlier tokens.
-            context: what all layers share.
+            cache: the layer's cache of earlier tokens.
+            context: inputs that all layers share.
             biases: content and position bias of this layer.
 
         Returns:
@@ -112,7 +112,7 @@ class RelativeAttention(nn.Module):
     def attention_inputs(
         self, x_BTD: Tensor, cache: LayerCache, context: AttentionContext, biases: Biases
     ) -> tuple[AttentionInputs, LayerCache]:
-        """Return what the attention kernel computes with, and the next cache; arguments as for `forward`."""
+        """Return the inputs of the attention kernel, and the next cache; arguments are as for `forward`."""
         new_BTD = self.norm(x_BTD) if self.norm_first else x_BTD
         q_BTNH = self.q_proj(new_BTD).unflatten(-1, self.head_shape)
         if isinstance(cache, KeyValueCache):
@@ -123,17 +123,17 @@ class RelativeAttention(nn.Module):
             k_BSNH, v_BSNH = self._project_all(cache, new_BTD, context.lengths_B)
             r_PNH = self._position_keys(context)
             cache = cache.append(x_BTD, context.lengths_B)
-        # the dtype of q: under autocast the products are bfloat16 and the biases float32
+        # in the dtype of q, because under autocast projections are bfloat16 and biases float32
         content_bias_NH, position_bias_NH = biases.content_NH.to(q_BTNH.dtype), biases.position_NH.to(q_BTNH.dtype)
         return AttentionInputs(q_BTNH, k_BSNH, v_BSNH, r_PNH, content_bias_NH, position_bias_NH), cache
 
     def output(self, x_BTD: Tensor, attended_BTNH: Tensor) -> Tensor:
-        """Project the attended values and add them to the layer's input; (B, T, D)."""
+        """Project the attended values and add them to the layer's input, shape (B, T, D)."""
         sum_BTD = x_BTD + self.dropout(self.o_proj(attended_BTNH.flatten(-2)))
         return sum_BTD if self.norm_first else self.norm(sum_BTD)
 
     def project(self, x_BXD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values (B, X, N, H) of hidden states, which with norm_first are normalised already."""
+        """Return keys and values (B, X, N, H) of hidden states, which are already normalized if norm_first is set."""
         k_BXNH, v_BXNH = (projection(x_BXD).unflatten(-1, self.head_shape) for projection in (self.k_proj, self.v_proj))
         return k_BXNH, v_BXNH
 
@@ -146,9 +146,9 @@ class RelativeAttention(nn.Module):
         return self.project_positions(context.encoding_PD)
 
     def _project_all(self, cache: HiddenCache, new_BTD: Tensor, lengths_B: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Keys and values (B, S, N, H) of memory and new tokens.
+        """Return keys and values (B, S, N, H) of memory and new tokens.
 
-        Both are projected apart: nobody asks for the gradient of memory, which saves the product that gives it.
+        Memory is projected separately, because it needs no gradient; this saves one matrix product.
         """
         hidden_BMD = cache.hidden_BMD.to(new_BTD.dtype)
         if self.norm_first:
@@ -162,7 +162,7 @@ class RelativeAttention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Two linear maps with ReLU between them, and the residual sum."""
+    """Two linear layers with ReLU between them, and the residual connection."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -182,7 +182,7 @@ class FeedForward(nn.Module):
 
 
 class Layer(nn.Module):
-    """Relative attention, then feed-forward."""
+    """One Transformer-XL layer: relative attention, then feed-forward."""
 
     def __init__(self, config: RelativeConfig) -> None:
         super().__init__()

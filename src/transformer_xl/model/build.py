@@ -15,11 +15,11 @@ def build_model(config: ModelConfig, *, memory_length: int | None = None) -> Lan
 
     Args:
         config: settings of the model.
-        memory_length: M, the memory slots of `initial_memory` unless it is given others. None: 128, or 0 where the
+        memory_length: M, the default number of memory slots of `initial_memory`; None means 128, or 0 if the
             architecture has no memory.
 
     Raises:
-        UserError: the settings name no known attention kernel, or leave out what the model needs.
+        UserError: the attention kernel is unknown, or a setting that the model needs is missing.
     """
     lengths = {} if memory_length is None else {"memory_length": memory_length}
     if isinstance(config, AbsoluteConfig):

@@ -1,7 +1,7 @@
-"""Dropout that is fast on a CPU, where torch draws a float for each element and keeps masks as wide as the elements.
+"""Dropout that is fast on a CPU, where torch draws a float for each element and saves masks in the elements' dtype.
 
-Here 16 random bits decide (so p is exact to 1 in 65,536), one random number serves four elements, and a mask takes one
-byte for each. Random numbers come from torch's global random state, as torch's own dropout takes them.
+Here each element needs 16 random bits (so p is exact to 1 in 65,536), one int64 random number covers four elements, and
+a mask takes one byte for each element. As in torch's dropout, random numbers come from torch's global random state.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _BITS = 16
 
 
 class FastDropout(nn.Module):
-    """In training, zero each element with probability p and scale the others by 1 / (1 - p); off the CPU torch's own.
+    """Dropout: in training, zero each element with probability p and scale the others by 1 / (1 - p).
 
-    With `relu`, negative elements become 0 first. One function does both, so that only its output is kept for the
-    backward pass: an element that came out as 0 has no gradient, whatever made it 0.
+    On devices other than the CPU it is torch's dropout. With `relu`, ReLU is applied first; both are one function, so
+    that only its output is saved for the backward pass: an output of 0 has no gradient, whether by ReLU or dropout.
     """
 
     def __init__(self, p: float, *, relu: bool = False) -> None:
@@ -29,7 +29,7 @@ class FastDropout(nn.Module):
 
     @override
     def forward(self, x: Tensor) -> Tensor:
-        """Return a tensor of the same shape; any shape will do."""
+        """Return a tensor of the shape of x, which may be any."""
         if not self.training or not self.p:
             return x.relu() if self.relu else x
         if x.device.type not in ("cpu", "meta") or torch.compiler.is_compiling():
@@ -42,17 +42,18 @@ class FastDropout(nn.Module):
 
 
 def draw_mask(keep: Tensor, p: float, draws: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """Fill `keep` (bool) with true where an element is kept, and return it.
+    """Fill `keep` (bool) with true for each element that is kept, and return it.
 
     Args:
-        keep: overwritten.
+        keep: the mask, which is overwritten.
         p: probability that an element is dropped, below 1.
-        draws: int64 work space of `num_draws` numbers.
-        generator: none: torch's global one.
+        draws: int64 buffer for `num_draws` random numbers, which is overwritten.
+        generator: a random generator, or None for torch's global one.
     """
     draws.random_(-(2**63), None, generator=generator)
-    least = min(round(p * 2**_BITS), 2**_BITS - 1) - 2 ** (_BITS - 1)
-    return torch.ge(draws.view(torch.int16)[: keep.numel()].view(keep.shape), least, out=keep)
+    # threshold over the range of int16, which starts at -2**15
+    threshold = min(round(p * 2**_BITS), 2**_BITS - 1) - 2 ** (_BITS - 1)
+    return torch.ge(draws.view(torch.int16)[: keep.numel()].view(keep.shape), threshold, out=keep)
 
 
 def num_draws(count: int) -> int:

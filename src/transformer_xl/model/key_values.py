@@ -1,15 +1,15 @@
-"""KV cache: the memory of a model whose weights do not change, which projects no token twice.
+"""KV cache: the memory used in inference, where weights do not change and no token needs to be projected twice.
 
-Keys and values of a token follow from the hidden state that a layer had there, so keeping them in its place gives the
-same numbers. Position keys are projected once for all that follows. In training weights change from step to step, so
-there the hidden states are kept (`memory.py`).
+The keys and values of a token are functions of the layer's hidden state and weights, so caching them instead of the
+hidden state gives the same results. Position keys are also projected only once. In training, weights change from step
+to step, so hidden states are cached instead (`memory.py`).
 
-A memory stays a value, yet appending to it does not copy it: new rows are written behind the old ones, in storage that
-later memories share, and no memory sees beyond its own end. Appending to an older memory, behind which rows were
-written already, copies to new storage; so does appending to full storage.
+A memory is immutable, yet appending to it does not copy it: new rows are written after its last row, into storage that
+later memories share, and each memory reads only up to its own end. Appending copies to new storage only if the storage
+is full, or if another memory has already written rows after this one's end.
 
-Letters: B batch rows, T new tokens, M memory slots, S = M + T keys, C rows of storage, P distances, N heads, H head
-width, X any number of rows.
+Shape suffixes: B batch size, T new tokens, M memory slots, S = M + T keys, C rows of storage, P distances, N heads,
+H head width, X any number of rows.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from typing_extensions import override
 from transformer_xl.config import UserError
 from transformer_xl.model.memory import ContextLimits, LayerCache, Memory, padding_first, resized_slots
 
-_MIN_FREE_ROWS = 64  # new storage has room for half a memory more at least, so that copying is rare
+_MIN_FREE_ROWS = 64  # minimum number of free rows in new storage, so that short memories are rarely copied
 
 
 class _Storage:
-    """Keys and values of one layer, head by head; rows are only ever appended."""
+    """Preallocated keys and values of one layer, head by head, to which rows are appended."""
 
     def __init__(self, k_BNXH: Tensor, v_BNXH: Tensor, *, num_free: int = 0) -> None:
-        """Copies the rows to the front of storage that has room for half as many more, and for `num_free` at least."""
+        """Copy the rows to the start of new storage with room for half as many more rows, and at least `num_free`."""
         self.num_written = k_BNXH.shape[2]
         capacity = self.num_written + max(_MIN_FREE_ROWS, self.num_written // 2, num_free)
         *outer, d_head = k_BNXH.shape[0], k_BNXH.shape[1], k_BNXH.shape[3]
-        with torch.inference_mode(False):  # tensors made in that mode cannot be written to outside of it
-            # zeros: the system clears pages anyway, and only those that are touched
-            if k_BNXH.device.type == "cpu":  # a CPU multiplies one query with columns faster than with rows
+        with torch.inference_mode(False):  # inference tensors cannot be modified outside inference mode
+            # zeros cost nothing extra: the operating system clears pages when they are first touched
+            if k_BNXH.device.type == "cpu":  # keys as columns make the products of a single query faster on a CPU
                 self.k_BNCH = k_BNXH.new_zeros(*outer, d_head, capacity).mT
             else:
                 self.k_BNCH = k_BNXH.new_zeros(*outer, capacity, d_head)
@@ -46,21 +46,21 @@ class _Storage:
 
     @property
     def capacity(self) -> int:
-        """C."""
+        """C: number of rows."""
         return self.v_BNCH.shape[2]
 
     def write(self, start: int, k_BNXH: Tensor, v_BNXH: Tensor) -> None:
-        """Writes rows from index `start` on, which become the last ones."""
+        """Write rows from index `start` on; they become the last rows."""
         self.num_written = start + k_BNXH.shape[2]
         self.k_BNCH[:, :, start : self.num_written] = k_BNXH
         self.v_BNCH[:, :, start : self.num_written] = v_BNXH
 
 
 class _PositionKeys:
-    """The position keys of one layer, projected when first needed and again when more distances are.
+    """The position keys of one layer, projected when first needed and again when more distances are needed.
 
-    They follow from the weights, so all memories that come from one another share them. They are laid out as columns,
-    which the products of a single query read faster.
+    They depend only on the weights, so a memory shares them with all memories derived from it. They are stored as
+    columns, which makes the products of a single query faster.
     """
 
     def __init__(self) -> None:
@@ -68,35 +68,36 @@ class _PositionKeys:
 
     @property
     def num_distances(self) -> int:
-        """P."""
+        """P: number of distances with a position key; 0 before the first projection."""
         return 0 if self.r_NHP is None else self.r_NHP.shape[-1]
 
 
 @dataclass(frozen=True, eq=False)
 class KeyValueCache(LayerCache):
-    """The keys and values a layer computed for the last M tokens of each batch row: rows of its storage up to `end`."""
+    """The keys and values of a layer for the last M tokens of each batch row: the rows of its storage up to `end`."""
 
     storage: _Storage
     end: int
+    """Index after the last row of this cache; later rows belong to other caches."""
     length: int
-    """M."""
+    """M: number of memory slots."""
     position_keys: _PositionKeys
     attend_empty: bool
     """Whether the zeros of empty slots are attended."""
 
     @staticmethod
     def of(k_BNMH: Tensor, v_BNMH: Tensor, position_keys: _PositionKeys, *, attend_empty: bool) -> KeyValueCache:
-        """Return a cache of these rows in storage of its own."""
+        """Return a cache of these rows in new storage."""
         length = k_BNMH.shape[2]
         return KeyValueCache(_Storage(k_BNMH, v_BNMH), length, length, position_keys, attend_empty)
 
     @property
     def head_shape(self) -> tuple[int, int]:
-        """N and H."""
+        """N and H: number and width of heads."""
         return self.storage.v_BNCH.shape[1], self.storage.v_BNCH.shape[3]
 
     def newest(self, number: int) -> tuple[Tensor, Tensor]:
-        """Return the newest keys and values as views, (B, N, `number`, H) each."""
+        """Return the newest keys and values as views, each of shape (B, N, `number`, H)."""
         start = self.end - number
         return self.storage.k_BNCH[:, :, start : self.end], self.storage.v_BNCH[:, :, start : self.end]
 
@@ -108,13 +109,13 @@ class KeyValueCache(LayerCache):
         Args:
             k_BTNH: keys.
             v_BTNH: values.
-            lengths_B: how many of the T tokens belong to each batch row; those before are padding, which is not kept.
+            lengths_B: number of tokens of each batch row that are not padding; padding comes first and is not cached.
 
         Returns:
             keys and values (B, S, N, H) of memory and new tokens, in that order, and the next cache.
 
         Raises:
-            UserError: gradients are wanted.
+            UserError: gradients are required.
         """
         if k_BTNH.requires_grad and torch.is_grad_enabled():
             raise UserError("a KV cache passes no gradient; use initial_memory to train, or torch.inference_mode()")
@@ -144,12 +145,12 @@ class KeyValueCache(LayerCache):
 
         Args:
             num_distances: P.
-            project: computes them from the weights, where they are not there yet.
+            project: computes the keys (P, N, H) from the weights; called only if fewer than P are cached.
         """
-        kept = self.position_keys
-        if kept.r_NHP is None or kept.num_distances < num_distances:
-            kept.r_NHP = project().permute(1, 2, 0).contiguous()
-        return kept.r_NHP[..., kept.num_distances - num_distances :].permute(2, 0, 1)
+        cached = self.position_keys
+        if cached.r_NHP is None or cached.num_distances < num_distances:
+            cached.r_NHP = project().permute(1, 2, 0).contiguous()
+        return cached.r_NHP[..., cached.num_distances - num_distances :].permute(2, 0, 1)
 
     @override
     def tensors(self) -> dict[str, Tensor]:
@@ -158,8 +159,7 @@ class KeyValueCache(LayerCache):
 
     @override
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> KeyValueCache:
-        given = tensors["keys"], tensors["values"]
-        return KeyValueCache.of(*given, self.position_keys, attend_empty=self.attend_empty)
+        return KeyValueCache.of(tensors["keys"], tensors["values"], self.position_keys, attend_empty=self.attend_empty)
 
     @override
     def resized(self, length: int) -> KeyValueCache:
@@ -167,7 +167,7 @@ class KeyValueCache(LayerCache):
 
     @override
     def reset(self, reset_B: Tensor) -> KeyValueCache:
-        # where empty slots are not attended, nobody looks at what they hold
+        # unattended slots need not be zeroed
         return super().reset(reset_B) if self.attend_empty else self
 
     @override
@@ -176,7 +176,7 @@ class KeyValueCache(LayerCache):
 
 
 class KeyValueMemory(Memory[KeyValueCache]):
-    """The keys and values of every layer: the KV cache of a model whose weights do not change."""
+    """The KV cache of a model: the keys and values of every layer."""
 
     @property
     def num_position_keys(self) -> int:
@@ -191,9 +191,9 @@ class KeyValueMemory(Memory[KeyValueCache]):
 
         Args:
             shape: L, B, N, H.
-            context_limits: how far attention looks back.
-            like: some tensor.
-            attend_empty: whether empty slots are attended nevertheless, as zeros.
+            context_limits: how far back attention can look.
+            like: a tensor with the device and dtype of the memory.
+            attend_empty: whether empty slots are attended, as zeros.
         """
         num_layers, batch_size, num_heads, d_head = shape
         zeros_BNMH = like.new_zeros(()).expand(batch_size, num_heads, context_limits.memory_length, d_head)

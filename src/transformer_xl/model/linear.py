@@ -1,10 +1,10 @@
-"""A linear layer that is fast for a single token too.
+"""A linear layer that is also fast for a single token.
 
-With few rows a matrix product takes as long as reading the weights. On a CPU torch's product of a row and a matrix
-reads them at about two thirds of the memory bandwidth; as a batch of products, one for each thread with a part of the
-weights, it comes close to it (`benchmarks/generation.py`).
+With few rows, a matrix product is bound by reading the weights. On a CPU, torch's product of a row and a matrix
+reaches about two thirds of the memory bandwidth. Computed as a batch of products, one for each thread with its part of
+the weights, it comes close to the full bandwidth (`benchmarks/generation.py`).
 
-Letters: X rows, I and O widths of input and output, Y parts of the weights.
+Shape suffixes: X rows, I input width, O output width (divided by the number of parts after Y), Y parts of the weights.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-_FEW_ROWS = 32
+_FEW_ROWS = 32  # with more rows, torch's own product is as fast
 
 
 class FewRowsLinear(nn.Linear):
-    """torch's Linear, but on a CPU without gradient each thread reads a part of the weights where rows are few."""
+    """torch's Linear, except for few rows on a CPU without gradients, where each thread reads a part of the weights."""
 
     @override
     def forward(self, input: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Weights in the number format in which they are multiplied, so that it need not be changed with every product."""
+"""Conversion of weight matrices to the dtype of matrix products, so that autocast need not convert them each time."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ AnyModel = TypeVar("AnyModel", bound=nn.Module)
 
 
 def with_matrices_in(model: AnyModel, dtype: torch.dtype) -> AnyModel:
-    """The model with the matrices of its linear maps in another dtype, for inference under autocast to that dtype.
+    """Return a copy of a model with the matrices of its linear layers in `dtype`, for inference under autocast to it.
 
-    Autocast rounds weights to the dtype each time they are used, which for a few tokens takes longer than the products.
-    Here that is done once; the numbers are the same. All other parameters are shared with the given model, which stays
-    as it is.
+    Autocast converts weights each time they are used, which for a few tokens takes longer than the products. Here they
+    are converted once, with the same results. The copy shares all other parameters with the model, which is unchanged.
     """
     matrices = {id(module.weight): module.weight for module in model.modules() if isinstance(module, nn.Linear)}
-    kept = {id(parameter): parameter for parameter in model.parameters()}
-    rounded = {name: nn.Parameter(matrix.detach().to(dtype), requires_grad=False) for name, matrix in matrices.items()}
-    return copy.deepcopy(model, {**kept, **rounded})
+    shared = {id(parameter): parameter for parameter in model.parameters()}
+    converted = {key: nn.Parameter(matrix.detach().to(dtype), requires_grad=False) for key, matrix in matrices.items()}
+    return copy.deepcopy(model, {**shared, **converted})  # deepcopy's memo: these objects are not copied

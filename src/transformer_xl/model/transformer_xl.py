@@ -2,9 +2,9 @@
 
     hidden_BTD, memory = model(tokens_BT, memory)
 
-The memory holds hidden states while weights change, keys and values where they do not; the numbers are the same.
+The memory contains hidden states in training, and keys and values in inference, with the same results.
 
-Letters: B batch rows, T new tokens, M memory slots, S = M + T keys, P distances that have a position key of their own,
+Shape suffixes: B batch size, T new tokens, M memory slots, S = M + T keys, P distances with different position keys,
 D model width, N heads, H head width, L layers, V vocabulary.
 """
 
@@ -29,31 +29,31 @@ from transformer_xl.model.token_model import WEIGHT_STD, TokenModel
 
 @dataclass(frozen=True)
 class LayerTrace:
-    """What one layer computed, for attention maps and for reading features."""
+    """The values that one layer computed, for attention maps and feature extraction."""
 
     output_BTD: Tensor
     """The layer's output, which is the next layer's input."""
     terms: AttentionTerms
-    """Its four attention terms and the probabilities, over [memory ; new tokens]."""
+    """The layer's four attention terms and probabilities, over [memory ; new tokens]."""
     cache: LayerCache
-    """Its cache after the new tokens."""
+    """The layer's cache after the new tokens."""
 
 
 class TransformerXL(TokenModel):
-    """Token embedding times sqrt(D), L layers, and a softmax that shares the embedding's weights unless told not to."""
+    """Token embedding times sqrt(D), L layers, and a softmax that by default shares the embedding's weights."""
 
     config: RelativeConfig  # pyrefly: ignore[bad-override-mutable-attribute]
     config_class: ClassVar[type[RelativeConfig]] = TransformerXLConfig
 
     def __init__(self, config: RelativeConfig, *, memory_length: int = 128) -> None:
-        """Builds the model with the authors' initial weights, drawn from torch's global random state.
+        """Build the model with initial weights as in the authors' code, drawn from torch's global random state.
 
         Args:
             config: settings of the model.
-            memory_length: M, the memory slots of `initial_memory` unless it is given others.
+            memory_length: M, the default number of memory slots of `initial_memory`.
 
         Raises:
-            UserError: the settings are those of another architecture, or name no known attention kernel.
+            UserError: the settings are those of another architecture, or the attention kernel is unknown.
         """
         super().__init__(config, memory_length=memory_length)
         if not isinstance(config, self.config_class):
@@ -81,7 +81,7 @@ class TransformerXL(TokenModel):
     @override
     def inference_memory(self, batch_size: int, context_limits: ContextLimits | None = None) -> Memory:
         limits, config = context_limits or self.context_limits, self.config
-        if config.attend_empty_memory and config.norm_first:  # keys of zeros that were normalised are no zeros
+        if config.attend_empty_memory and config.norm_first:  # LayerNorm maps zeros to its bias, so keys are not 0
             return self.initial_memory(batch_size, limits)
         shape = (config.n_layers, batch_size, config.n_heads, config.head_dim)
         return KeyValueMemory.empty(shape, limits, self.content_bias, attend_empty=config.attend_empty_memory)
@@ -95,20 +95,21 @@ class TransformerXL(TokenModel):
         inputs_BTD: Tensor | None = None,
         lengths_B: Tensor | None = None,
     ) -> tuple[Tensor, Memory]:
-        """Read T tokens of each batch row after what `memory` holds.
+        """Read T tokens of each batch row, which continue the tokens in `memory`.
 
         Args:
             tokens_BT: token ids, int64.
-            memory: what was read before; none: nothing. It is not changed.
-            inputs_BTD: in place of tokens, continuous inputs (music, control, speech): the first layer's input as is.
-            lengths_B: how many of the T tokens belong to each batch row; they stand last. What stands before them is
-                padding, which is neither attended nor remembered; its hidden states mean nothing. None: all.
+            memory: the memory of earlier tokens, or None if there are none. It is not changed.
+            inputs_BTD: continuous inputs to the first layer (music, control, speech), in place of tokens.
+            lengths_B: number of tokens of each batch row that are not padding, or None if there is no padding. Padding
+                comes first and is neither attended nor cached; its hidden states are meaningless.
 
         Returns:
             hidden states (B, T, D), and the memory to pass in with the next tokens of the same batch rows.
 
         Raises:
-            UserError: not exactly one kind of input, a wrong shape, or a memory of another batch or model.
+            UserError: not exactly one of tokens and inputs is given, a shape is wrong, or the memory is of another
+                batch size or model.
         """
         states_BTD, memory = self.hidden_states(tokens_BT, memory, inputs_BTD=inputs_BTD, lengths_B=lengths_B)
         return states_BTD[-1], memory
@@ -124,7 +125,7 @@ class TransformerXL(TokenModel):
         """Read as `forward` does, and return the hidden states of all layers.
 
         Returns:
-            L + 1 tensors (B, T, D), the input of every layer and then what `forward` returns; and the next memory.
+            L + 1 tensors (B, T, D), the inputs of all layers and then the result of `forward`; and the next memory.
         """
         x_BTD, memory, context = self._begin(tokens_BT, memory, inputs_BTD, lengths_B)
         states_BTD: list[Tensor] = []
@@ -139,10 +140,10 @@ class TransformerXL(TokenModel):
     def trace(
         self, tokens_BT: Tensor | None = None, memory: Memory | None = None, *, inputs_BTD: Tensor | None = None
     ) -> Iterator[LayerTrace]:
-        """Go through the layers and yield what each computes: its output, and every attention term by itself.
+        """Run the layers one by one and yield the output and the separate attention terms of each.
 
-        A layer's terms, B x N x T x S numbers each, live only until the next layer is asked for. Meant for attention
-        maps: dropout is not applied to the probabilities, and the reference kernel is used.
+        Each term has B x N x T x S elements; unless the caller stores them, they are freed before the next layer runs.
+        For attention maps: dropout is not applied to the probabilities, and the reference kernel is used.
 
         Args:
             tokens_BT: as for `forward`.
@@ -178,7 +179,7 @@ class TransformerXL(TokenModel):
     def _begin(
         self, tokens_BT: Tensor | None, memory: Memory | None, inputs_BTD: Tensor | None, lengths_B: Tensor | None
     ) -> tuple[Tensor, Memory, AttentionContext]:
-        """The first layer's input, the memory, and what all layers share."""
+        """Return the first layer's input, the memory, and the inputs that all layers share."""
         x_BTD = self.dropout(self.embed_inputs(tokens_BT, inputs_BTD))
         memory = self.check_memory(memory, x_BTD, lengths_B)
         kernel = kernels.choose(self.config.attn_implementation, x_BTD.device, x_BTD.dtype)
@@ -193,23 +194,23 @@ class TransformerXL(TokenModel):
         )  # fmt: skip
 
     def _num_distances(self, memory: Memory, num_new: int) -> tuple[int, int]:
-        """How many distances are attended, and how many of them have an encoding of their own."""
+        """Return the number of attended distances, and the number of different encodings among them."""
         limits, num_keys = memory.context_limits, memory.length + num_new
         num_seen = min(num_keys, limits.attention_window or num_keys)
         return num_seen, min(num_seen, num_seen if limits.clamp_length is None else limits.clamp_length + 1)
 
     def _encoding(self, memory: Memory, num_distances: int) -> Tensor | None:
-        """Encodings (P, D) of the distances; none where the caches hold the position keys already."""
+        """Return encodings (P, D) of the distances, or None if the caches already hold the position keys."""
         is_inference = isinstance(memory, KeyValueMemory)
         if is_inference and memory.num_position_keys >= num_distances:
             return None
         bias = self.content_bias
         encoding_PD = encode_distances(num_distances, self.config.d_model, like=bias).to(bias.dtype)
-        # one dropout mask serves all layers, as in the authors' code
+        # all layers share one dropout mask, as in the authors' code
         return encoding_PD if is_inference else self.dropout(encoding_PD)
 
     def _valid_slots(self, memory: Memory, num_new: int, lengths_B: Tensor | None) -> Tensor | None:
-        """The `valid_B` of an `AttentionMask`."""
+        """Return the `valid_B` of an `AttentionMask`."""
         valid_B = None if memory.all_valid or self.config.attend_empty_memory else memory.valid_B
         if lengths_B is not None:
             valid_B = (memory.length if valid_B is None else valid_B) - (num_new - lengths_B)
