@@ -40,7 +40,7 @@ def test_what_is_no_file_is_refused_before_anything_is_written(tmp_path: Path) -
     """
     os.mkfifo(tmp_path / "pipe")
     for path, what in ((tmp_path, "a folder"), (tmp_path / "pipe", "a device or a pipe"), (Path("."), "a folder")):
-        with pytest.raises(UserError, match=f"is {what}, wanted a file"), atomic_file(path):
+        with pytest.raises(UserError, match=f"is {what}, must be a file"), atomic_file(path):
             pytest.fail("was begun")
     assert (tmp_path / "pipe").is_fifo()
     (tmp_path / "file").touch()

@@ -13,28 +13,28 @@ from pathlib import Path
 from transformer_xl.config import UserError
 
 _MEANINGS = {
-    errno.ENOSPC: "no space left on the device; free some or choose another place",
-    errno.EDQUOT: "disk quota used up; free some or choose another place",
-    errno.EFBIG: "file too large for this file system; choose another place",
+    errno.ENOSPC: "no space left on the device; free some or choose another path",
+    errno.EDQUOT: "disk quota used up; free some or choose another path",
+    errno.EFBIG: "file too large for this file system; choose another path",
     errno.EACCES: "permission denied",
     errno.EPERM: "permission denied",
-    errno.EROFS: "read-only file system; choose another place",
+    errno.EROFS: "read-only file system; choose another path",
     errno.ENOENT: "no such file or folder",
     errno.EEXIST: "part of the path is a file, not a folder",
     errno.ENOTDIR: "part of the path is a file, not a folder",
-    errno.EISDIR: "is a folder, wanted a file",
+    errno.EISDIR: "is a folder, must be a file",
 }
 
 
 @contextmanager
 def as_user_error(action: str) -> Iterator[None]:
-    """Turn an error of the operating system into one line for the user.
+    """Convert an OSError to a UserError with a one-line message.
 
     Args:
         action: what the block does, such as `writing runs/a`; the message begins with it.
 
     Raises:
-        UserError: in place of any OSError.
+        UserError: the block raised an OSError.
     """
     try:
         yield
@@ -45,14 +45,14 @@ def as_user_error(action: str) -> Iterator[None]:
 
 @contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
-    """Yield a temporary folder beside `path` to fill; it is renamed to `path` if the block ends without an error.
+    """Yield a temporary folder next to `path`, which is renamed to `path` if the block ends without an error.
 
     Raises:
         UserError: `path` exists, or the file system refuses (full, read-only, no permission); nothing is left behind.
     """
     with as_user_error(f"writing {path}"):
         if path.exists():
-            raise UserError(f"{path} exists already; choose another place or delete it first")
+            raise UserError(f"{path} exists already; choose another path or delete it first")
         new_parents = [parent for parent in path.parents if not parent.exists()]
         _remove_abandoned(path)
         try:
@@ -69,17 +69,17 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path` to write to; it replaces `path` if the block ends without an error.
+    """Yield a temporary path next to `path`; the file written there replaces `path` if the block ends without an error.
 
     Raises:
-        UserError: the file system refuses, and the file at `path` is kept as it was; or `path` is a folder, a device
+        UserError: the file system refuses, and the file at `path` is unchanged; or `path` is a folder, a device
             or a pipe, which is checked before the block runs.
     """
     with as_user_error(f"writing {path}"):
         if path.is_dir():
             raise UserError(f"writing {path}: {_MEANINGS[errno.EISDIR]}")
         if path.exists() and not path.is_file():
-            raise UserError(f"writing {path}: is a device or a pipe, wanted a file")
+            raise UserError(f"writing {path}: is a device or a pipe, must be a file")
         with _renamed_into_place(path) as temporary:
             yield temporary
 
@@ -90,7 +90,7 @@ def _renamed_into_place(path: Path) -> Iterator[Path]:
     temporary = path.parent / f".{path.name}.partial-{os.getpid()}"
     try:
         yield temporary
-        # Folders are flushed too: without it the names of their files can be lost in a power cut.
+        # Folders are flushed too; otherwise a power failure can lose the names of the files in them.
         for item in [*temporary.rglob("*"), temporary]:
             if item.is_file() or item.is_dir():
                 _flush(item)
@@ -106,14 +106,14 @@ def lock_folder(folder: Path) -> Iterator[tuple[int, ...]]:
     """Hold an exclusive lock on a folder while the block runs, so that one txl command at a time works in it.
 
     The lock is an flock of the folder itself: it leaves no file, and ends with the last process that has the
-    descriptor open. Where folders cannot be locked (not POSIX, some network file systems) there is no lock.
+    descriptor open. Where folders cannot be locked (not POSIX, some network file systems) nothing is locked.
 
     Args:
         folder: the folder, which must exist.
 
     Yields:
         Descriptors for `pass_fds` of subprocess.Popen: child processes that inherit them hold the lock too, even
-        after this process has ended. Empty where there is no lock.
+        after this process has ended. Empty if folders cannot be locked.
 
     Raises:
         UserError: another process holds the lock.
@@ -150,8 +150,8 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def _remove_abandoned(path: Path) -> None:
-    """Delete the temporary folders that killed writers of `path` left beside it; those of a corpus are large."""
-    if os.name != "posix":  # on other systems, os.kill cannot ask whether a process is alive
+    """Delete temporary folders that killed writers of `path` left next to it; those of a corpus are large."""
+    if os.name != "posix":  # on other systems, os.kill cannot check whether a process is alive
         return
     for item in path.parent.glob(f".{glob.escape(path.name)}.partial-*"):
         process = item.name.rpartition("-")[2]
@@ -159,7 +159,7 @@ def _remove_abandoned(path: Path) -> None:
             os.kill(int(process), 0)
         except ProcessLookupError:
             _remove(item)
-        except (OSError, ValueError, OverflowError):  # the process is alive, or the name is not one of ours
+        except (OSError, ValueError, OverflowError):  # the process is alive, or the name has no process id
             continue
 
 

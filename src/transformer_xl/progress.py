@@ -1,4 +1,4 @@
-"""Progress shown while something long runs: a bar in a terminal or a notebook, and plain lines elsewhere.
+"""Progress of long operations: a bar in a terminal or a notebook, and plain lines elsewhere.
 
 Everything goes to standard error, so that results on standard output can be piped.
 """
@@ -20,7 +20,7 @@ class ProgressBar:
     """A progress bar with throughput and remaining time.
 
     It is drawn in a terminal, and in a notebook that has ipywidgets; anywhere else (a log file, a pipe) a plain line is
-    printed now and then. Use it as a context manager.
+    printed every few seconds. Use it as a context manager.
     """
 
     def __init__(self, title: str, total: int, unit: str, *, seconds_between_lines: float = 10.0) -> None:
@@ -30,7 +30,7 @@ class ProgressBar:
             title: what is running, shown before the bar.
             total: the amount that makes the bar full, in `unit`.
             unit: what is counted, such as `steps` or `tokens`.
-            seconds_between_lines: least time between two plain lines, where no bar can be drawn.
+            seconds_between_lines: minimum time between two plain lines if no bar can be drawn.
         """
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -42,12 +42,12 @@ class ProgressBar:
         self._first_done = 0
         columns = (
             TextColumn("{task.description}"),
-            BarColumn(bar_width=8),  # narrow: the numbers must fit into 80 columns
+            BarColumn(bar_width=8),  # narrow, so that the metrics fit into 80 columns
             TextColumn("{task.fields[notes]}"),
             TimeRemainingColumn(),
         )
         console = Console(file=sys.stderr, highlight=False)
-        # without ipywidgets rich would warn at every refresh
+        # without ipywidgets, rich warns at every refresh
         can_draw = console.is_terminal or (console.is_jupyter and find_spec("ipywidgets") is not None)
         self._bar = Progress(*columns, console=console, transient=True) if can_draw else None
         self._task = self._bar.add_task(title, total=total, notes="") if self._bar else None
@@ -62,24 +62,24 @@ class ProgressBar:
             self._bar.stop()
 
     def begin_at(self, done: int) -> None:
-        """Start from an amount that was done earlier (a resumed run); it does not count towards the throughput."""
+        """Set the amount that was done before (a resumed run); it is not included in the throughput."""
         self._done = self._first_done = done
         self.advance(0)
 
     def advance(self, amount: int, notes: str | None = None) -> None:
-        """Add to what is done, in units.
+        """Advance the bar.
 
         Args:
-            amount: how much more is done.
-            notes: text to show beside the bar from now on, in place of the throughput.
+            amount: the additional amount done, in `unit`.
+            notes: text to show next to the bar from now on, instead of the throughput.
         """
         self._done += amount
         self._notes = self._notes if notes is None else notes
         if self._bar and self._task is not None:
-            self._bar.update(self._task, completed=self._done, notes=self._beside())
+            self._bar.update(self._task, completed=self._done, notes=self._status())
         elif time.perf_counter() - self._last_line >= self._between:
             self._last_line = time.perf_counter()
-            say(f"{self._title}: {self._done:,} of {self._total:,} {self._unit}, {self._beside()}, {self._left()} left")
+            say(f"{self._title}: {self._done:,} of {self._total:,} {self._unit}, {self._status()}, {self._left()} left")
 
     @property
     def seconds(self) -> float:
@@ -89,7 +89,7 @@ class ProgressBar:
     def _rate(self) -> float:
         return (self._done - self._first_done) / max(1e-9, self.seconds)
 
-    def _beside(self) -> str:
+    def _status(self) -> str:
         return self._notes or f"{self._rate():,.0f} {self._unit}/s"
 
     def _left(self) -> str:
@@ -98,7 +98,7 @@ class ProgressBar:
 
 
 class StageBars:
-    """Progress bars for stages that follow one another; a stage gets a bar once it has taken two seconds.
+    """Progress bars for stages that run one after another; a bar appears once a stage has taken two seconds.
 
     Use it as a context manager, and call it with the name of the stage, the bytes done so far, and their total.
     """

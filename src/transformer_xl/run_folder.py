@@ -1,9 +1,9 @@
-"""A run on disk: its settings, tokenizer, weights and metrics; enough to use, repeat or resume it.
+"""The folder of a run: settings, tokenizer, weights and metrics, enough to use, repeat or resume the run.
 
 config.yaml            all settings
 txl_tokenizer.json     the tokenizer
 model.safetensors      the best weights
-metrics.jsonl          metrics of training and validation, a line each
+metrics.jsonl          metrics of training and validation, one JSON object per line
 checkpoints/step-N/    what training resumes from:
   model.safetensors      the last weights
   training/              optimizer, memory, weight average and random state, one file for each process
@@ -42,7 +42,7 @@ from transformer_xl.text.tokenizers import Tokenizer, fingerprint, load_tokenize
 CheckpointName = Literal["best", "last"]
 """Which weights of a run: those with the lowest validation loss, or those of the newest checkpoint."""
 
-_DAMAGED = "{} is damaged ({}); copy it again, or delete its folder checkpoints/step-N to resume from the one before"
+_DAMAGED = "{} is damaged ({}); copy it again, or delete its folder checkpoints/step-N to resume from the previous one"
 
 
 @dataclass(frozen=True)
@@ -66,16 +66,16 @@ class CheckpointRecord(Settings):
     """sha256 of each file in `training/`, by name."""
 
     def write(self, checkpoint: Path) -> None:
-        """Write it into the folder of a checkpoint, with a checksum of its own."""
+        """Write the record, with its checksum, to the folder of a checkpoint."""
         contents = self.model_dump(mode="json")
         write_text(checkpoint / "training.json", json.dumps({**contents, "sha256": _digest(contents)}, indent=1) + "\n")
 
     @staticmethod
     def read(checkpoint: Path) -> CheckpointRecord:
-        """Read it from the folder of a checkpoint.
+        """Read the record from the folder of a checkpoint.
 
         Raises:
-            UserError: it is missing, truncated or altered.
+            UserError: the file is missing, truncated or altered.
         """
         file = checkpoint / "training.json"
         with as_user_error(f"reading {file}"):
@@ -90,10 +90,10 @@ class CheckpointRecord(Settings):
         return check_settings(CheckpointRecord, contents, str(file))
 
     def verify(self, checkpoint: Path, *, rank: int = 0, size: int = 1) -> None:
-        """Compare the files of a checkpoint with their checksums; several processes share the work.
+        """Compare the files of a checkpoint with their checksums; several processes each verify some of them.
 
         Raises:
-            UserError: one is missing, truncated or altered.
+            UserError: a file is missing, truncated or altered.
         """
         for index, (name, expected) in enumerate(sorted(self.files.items())):
             file = checkpoint / "training" / name
@@ -119,8 +119,8 @@ class RunFolder:
         Args:
             path: the new folder.
             config: settings of the run.
-            tokenizer: of its corpus.
-            weights: by name; None for a run that will be trained.
+            tokenizer: the tokenizer of its corpus.
+            weights: tensors by name, or None if the run will be trained.
 
         Raises:
             UserError: the path exists already, or the file system refuses.
@@ -134,20 +134,20 @@ class RunFolder:
                 raise UserError(
                     f"{path} holds a run already; resume it with 'txl train --resume {path}', or choose another folder"
                 )
-        with atomic_folder(path) as aside:
-            (aside / "config.yaml").write_text(config_text(config), encoding="utf-8")
-            save_tokenizer(tokenizer, aside / "txl_tokenizer.json")
-            (aside / "checkpoints").mkdir()
+        with atomic_folder(path) as temporary:
+            (temporary / "config.yaml").write_text(config_text(config), encoding="utf-8")
+            save_tokenizer(tokenizer, temporary / "txl_tokenizer.json")
+            (temporary / "checkpoints").mkdir()
             if weights is not None:
-                save_tensors(aside / "model.safetensors", weights, {"step": "0"})
+                save_tensors(temporary / "model.safetensors", weights, {"step": "0"})
         return RunFolder(path, config, tokenizer)
 
     @staticmethod
     def open(path: Path | str) -> RunFolder:
-        """Read settings and tokenizer of a run.
+        """Open a run and read its settings and tokenizer.
 
         Raises:
-            UserError: it is not the folder of a run, an earlier version wrote it, or its files are damaged.
+            UserError: the path is not the folder of a run, an earlier version wrote it, or its files are damaged.
         """
         path = Path(path)
         settings = path / "config.yaml"
@@ -155,7 +155,7 @@ class RunFolder:
             if not settings.is_file():
                 what = "a corpus, not a run" if (path / "corpus.json").exists() else "not the folder of a run"
                 what = what if path.exists() else "no such folder"
-                raise UserError(f"{path}: {what}; wanted a folder that 'txl train --run DIR' made")
+                raise UserError(f"{path}: {what}; expected a folder made by 'txl train --run DIR'")
             if (path / "vocabulary.json").exists():
                 raise UserError(
                     f"{path} was written by an earlier version, whose settings and weights have other names; train it "
@@ -172,23 +172,23 @@ class RunFolder:
         """Open the corpus the run was trained on, or another one with the same tokenizer.
 
         Args:
-            path: folder of the other corpus; None for the run's own.
+            path: folder of the other corpus, or None for the run's corpus.
 
         Raises:
-            UserError: it does not exist, or its tokenizer is not the run's.
+            UserError: the corpus does not exist, or its tokenizer is not that of the run.
         """
         if path is None:
             if self.config.corpus is None:
-                raise UserError(f"{self.path} does not say what it was trained on; give --corpus DIR")
+                raise UserError(f"{self.path} does not record its corpus; pass --corpus DIR")
             path = Path(self.config.corpus.path)
             if not path.exists():
-                raise UserError(f"the corpus of this run, {path}, is no longer there; give --corpus DIR")
+                raise UserError(f"the corpus of this run, {path}, no longer exists; pass --corpus DIR")
         corpus = Corpus.open(path)
-        own, other = self.tokenizer, corpus.tokenizer
-        if fingerprint(other) != fingerprint(own):
+        expected, actual = self.tokenizer, corpus.tokenizer
+        if fingerprint(actual) != fingerprint(expected):
             raise UserError(
-                f"{path} has another tokenizer ({other.kind}, {other.vocab_size:,} tokens) than {self.path} "
-                f"({own.kind}, {own.vocab_size:,} tokens); give a corpus prepared with --tokenizer {self.path}"
+                f"{path} has another tokenizer ({actual.kind}, {actual.vocab_size:,} tokens) than {self.path} "
+                f"({expected.kind}, {expected.vocab_size:,} tokens); prepare it with --tokenizer {self.path}"
             )
         return corpus
 
@@ -196,41 +196,41 @@ class RunFolder:
         """Write the run's best weights.
 
         Args:
-            weights: by name.
-            step: after which training had these weights.
-            nats: their validation loss in nats per token, if known.
+            weights: tensors by name.
+            step: number of training steps after which the model had these weights.
+            nats: validation loss of the weights in nats per token, or None if unknown.
 
         Raises:
-            UserError: the file system refuses; the weights before stay.
+            UserError: the file system refuses; the previous weights are unchanged.
         """
-        notes = {"step": str(step)} | ({} if nats is None else {"nats_per_token": repr(nats)})
-        save_tensors(self.path / "model.safetensors", weights, notes)
+        metadata = {"step": str(step)} | ({} if nats is None else {"nats_per_token": repr(nats)})
+        save_tensors(self.path / "model.safetensors", weights, metadata)
 
     def best_known(self) -> tuple[int, float] | None:
-        """Return step and validation loss (nats per token) of the best weights; None if there are none, or no loss.
+        """Return step and validation loss (nats per token) of the best weights, or None if either is missing.
 
         Raises:
             UserError: the file is damaged.
         """
         best = self.path / "model.safetensors"
-        notes = load_tensors(best)[1] if best.is_file() else {}
-        if "nats_per_token" not in notes:
+        metadata = load_tensors(best)[1] if best.is_file() else {}
+        if "nats_per_token" not in metadata:
             return None
-        return int(notes["step"]), float(notes["nats_per_token"])
+        return int(metadata["step"]), float(metadata["nats_per_token"])
 
     def weights_file(self, checkpoint: CheckpointName = "best") -> Path:
         """Return the path of the best weights, or of the last ones.
 
         Raises:
-            UserError: the run has none yet, or the best ones are lost; or `checkpoint` is neither best nor last.
+            UserError: the run has no weights yet, the best ones are missing, or `checkpoint` is neither best nor last.
         """
         if checkpoint not in get_args(CheckpointName):
             known = " and ".join(get_args(CheckpointName))
-            raise UserError(f"no checkpoint {checkpoint!r} of a run; there are {known}")
+            raise UserError(f"no checkpoint {checkpoint!r}; available: {known}")
         best, newest = self.path / "model.safetensors", self.latest_checkpoint()
         validated = any(line["split"] == "valid" for line in self.metrics())
-        # without validation the last weights count as the best, and a resumed run has newer ones than `best`; but their
-        # average is in `best` alone
+        # without validation the last weights are the best, and a resumed run has newer weights than `best`; but only
+        # `best` contains the weight average
         averaged = self.config.train.weight_average != "none"
         if checkpoint == "best" and best.exists() and (validated or averaged or newest is None):
             return best
@@ -249,11 +249,11 @@ class RunFolder:
         return sorted(numbered, key=lambda folder: int(folder.name.removeprefix("step-")))
 
     def latest_checkpoint(self) -> Path | None:
-        """Return the folder of the newest checkpoint, if there is one."""
+        """Return the folder of the newest checkpoint, or None if the run has none."""
         return next(reversed(self.checkpoints()), None)
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Return the lines of metrics.jsonl; a half-written last line (of a killed run) is left out.
+        """Return the lines of metrics.jsonl; an incomplete last line (of a killed run) is skipped.
 
         Raises:
             UserError: the file is damaged.
@@ -264,20 +264,20 @@ class RunFolder:
         with as_user_error(f"reading {file}"):
             lines = file.read_bytes().splitlines(keepends=True)
         try:
-            found = [json.loads(line) for line in lines if line.endswith(b"\n")]
-            for line in found:
+            entries = [json.loads(line) for line in lines if line.endswith(b"\n")]
+            for line in entries:
                 if not (isinstance(line["split"], str) and isinstance(line["step"], int)):
                     raise ValueError(f"no split or step in {line}")
                 float(line["nats_per_token"])
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{file} is damaged ({error}); delete it: the metrics are not needed to resume") from None
-        return found
+        return entries
 
     def verify(self) -> None:
-        """Read all weights and checkpoints, and compare them with their checksums and with the settings.
+        """Read all weights and checkpoints, and verify their checksums, and check that they fit the settings.
 
         Raises:
-            UserError: something is missing, damaged or of another model.
+            UserError: a file is missing, damaged or of another model.
         """
         model = build_model(self.config.model, memory_length=self.config.train.memory_length)
         if (best := self.path / "model.safetensors").exists():
@@ -290,7 +290,7 @@ class RunFolder:
         """Build the model with the run's weights, in evaluation mode.
 
         Raises:
-            UserError: no weights, a damaged file, or weights that do not fit the settings.
+            UserError: the run has no weights, or they are damaged or do not fit the settings.
         """
         model = build_model(self.config.model, memory_length=self.config.train.memory_length)
         load_weights(model, self.weights_file(checkpoint))
@@ -301,7 +301,7 @@ def load_weights(model: LanguageModel, file: Path) -> None:
     """Load the weights of a file into a model.
 
     Raises:
-        UserError: a damaged file, or weights of another model.
+        UserError: the file is damaged, or its weights are of another model.
     """
     model.load_state_dict(read_weights(model, file))
 
@@ -310,14 +310,16 @@ def read_weights(model: LanguageModel, file: Path) -> dict[str, Tensor]:
     """Read weights for a model, by name.
 
     Raises:
-        UserError: a damaged file, or weights of another model.
+        UserError: the file is damaged, or its weights are of another model.
     """
     tensors, _ = load_tensors(file)
-    own = model.state_dict()
-    odd = [name for name in own.keys() | tensors.keys() if name not in own or name not in tensors]
-    odd = odd or [name for name in own if own[name].shape != tensors[name].shape]
-    if odd:
-        raise UserError(f"{file} does not fit the settings in config.yaml (at {min(odd)}); copy the whole run again")
+    expected = model.state_dict()
+    mismatched = [name for name in expected.keys() | tensors.keys() if name not in expected or name not in tensors]
+    mismatched = mismatched or [name for name in expected if expected[name].shape != tensors[name].shape]
+    if mismatched:
+        raise UserError(
+            f"{file} does not fit the settings in config.yaml (at {min(mismatched)}); copy the whole run again"
+        )
     return tensors
 
 

@@ -1,4 +1,4 @@
-"""Tensors in a safetensors file that carries its own checksum, so that a damaged file is never taken for a good one."""
+"""Tensors in a safetensors file with a checksum in its header, so that damaged files are detected."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ _KEY = "transformer_xl"
 _FORMAT = "1"
 
 
-def save_tensors(path: Path, tensors: Mapping[str, Tensor], notes: Mapping[str, str] | None = None) -> None:
-    """Writes tensors and notes to `path`, whole or not at all.
+def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+    """Write tensors and metadata to `path` atomically.
 
     Raises:
-        UserError: the file system refuses (full, read-only, no permission); what stood there stays.
+        UserError: the file system refuses (full, read-only, no permission); an existing file is unchanged.
     """
-    # clone: safetensors wants each tensor in a storage of its own
+    # clone: safetensors requires that tensors share no storage
     separate = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-    notes = {**(notes or {}), "format": _FORMAT}
-    # one entry: safetensors writes several in random order, and the same contents should be the same file
-    entry = json.dumps({**notes, "sha256": _digest(separate, notes)}, sort_keys=True)
-    with atomic_file(path) as aside:
-        write_safetensors(aside, separate, {_KEY: entry})
+    metadata = {**(metadata or {}), "format": _FORMAT}
+    # one entry, because safetensors writes several in random order; equal contents should give equal files
+    entry = json.dumps({**metadata, "sha256": _digest(separate, metadata)}, sort_keys=True)
+    with atomic_file(path) as temporary:
+        write_safetensors(temporary, separate, {_KEY: entry})
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
-    """Writes a safetensors file that whoever may read new files here may read: the library's own is for its owner only.
+    """Write a safetensors file with the default permissions of new files; safetensors makes it private to its owner.
 
     Raises:
         OSError: the file system refuses.
@@ -45,19 +45,19 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[
     mode = path.stat().st_mode
     try:
         save_file(dict(tensors), path, metadata=metadata)
-    except SafetensorError as error:  # what the operating system refused stands only in its words
+    except SafetensorError as error:  # the OS error number is only in the message
         number = re.search(r"\(os error (\d+)\)", str(error))
         raise OSError(int(number[1]) if number else 0, str(error)) from None
     path.chmod(mode)
 
 
 def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Reads what `save_tensors` wrote: the tensors (on the CPU) and the notes.
+    """Read a file written by `save_tensors`; return the tensors (on the CPU) and the metadata.
 
     Raises:
-        UserError: there is no such file, or it is truncated or altered.
+        UserError: the file is missing, truncated or altered.
     """
-    advice = "copy it again, or delete its folder checkpoints/step-N to resume from the one before"
+    advice = "copy it again, or delete its folder checkpoints/step-N to resume from the previous one"
     damaged = f"{path} is damaged ({{}}); {advice}"
     with as_user_error(f"reading {path}"):
         path.open("rb").close()
@@ -66,22 +66,22 @@ def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
             entry = (file.metadata() or {}).get(_KEY, "{}")
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
     except (SafetensorError, OSError) as error:
-        raise UserError(damaged.format(f"not a whole safetensors file: {error}")) from None
+        raise UserError(damaged.format(f"not a complete safetensors file: {error}")) from None
     try:
-        notes = {name: str(value) for name, value in json.loads(entry).items()}
+        metadata = {name: str(value) for name, value in json.loads(entry).items()}
     except (ValueError, AttributeError):
         raise UserError(damaged.format("its header is not readable")) from None
-    expected = notes.pop("sha256", None)
-    if notes.get("format") != _FORMAT:
-        raise UserError(f"{path} was not written by this program (or by another version); wanted format {_FORMAT}")
-    if expected != _digest(tensors, notes):
+    expected = metadata.pop("sha256", None)
+    if metadata.get("format") != _FORMAT:
+        raise UserError(f"{path} was not written by this version of the program; expected format {_FORMAT}")
+    if expected != _digest(tensors, metadata):
         raise UserError(damaged.format("its checksum does not match its contents"))
-    return tensors, notes
+    return tensors, metadata
 
 
-def _digest(tensors: Mapping[str, Tensor], notes: Mapping[str, str]) -> str:
-    """sha256 over names, types, shapes, contents and notes, whatever the order in the file."""
-    digest = hashlib.sha256(repr(sorted(notes.items())).encode())
+def _digest(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
+    """Return the sha256 of names, dtypes, shapes, contents and metadata, independent of the order in the file."""
+    digest = hashlib.sha256(repr(sorted(metadata.items())).encode())
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)

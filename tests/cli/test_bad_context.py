@@ -75,7 +75,7 @@ def test_how_far_attention_looks(place: Path) -> None:
         ("{}/xl {}/xl", "two runs are called xl, .*name one otherwise: NAME=RUN"),
         ("a={}/xl a={}/learned", "two runs are called a"),
         ("={}/xl", "wanted the folder of a run, or NAME=RUN"),
-        ("{}/none", "none: no such folder; wanted a folder that 'txl train"),
+        ("{}/none", "none: no such folder; expected a folder made by"),
         ("{}/corpus", "a corpus, not a run"),
         ("{}/xl {}/other", "other has another tokenizer .char, .* than .*xl .byte, 256 tokens"),
         ("{}/xl {}/empty " + QUICK, "empty has no weights yet"),

@@ -81,10 +81,10 @@ WRONG_WORDS = [
     ),
     ("train list.yaml --corpus corpus --run new", "list.yaml: wanted a mapping of settings, found list"),
     (f"{TRY} --model.attn-implementation refrence", r"no attention kernel 'refrence' \(did you mean 'reference'\?\)"),
-    (f"{TRY} --device cpuu", r"no device 'cpuu' on this machine \(did you mean 'cpu'\?\); there are auto, "),
-    (f"{TRY} --device cpu:1", "no device 'cpu:1' on this machine"),
-    ("evaluate run --device gpu", "no device 'gpu' on this machine"),
-    ("generate run --device gpu", "no device 'gpu' on this machine"),
+    (f"{TRY} --device cpuu", r"no device 'cpuu' on this computer \(did you mean 'cpu'\?\); available: auto, "),
+    (f"{TRY} --device cpu:1", "no device 'cpu:1' on this computer"),
+    ("evaluate run --device gpu", "no device 'gpu' on this computer"),
+    ("generate run --device gpu", "no device 'gpu' on this computer"),
     ("evaluate run --split tset", r"no split 'tset' \(did you mean 'test'\?\)"),
     ("evaluate run --checkpoint lst", 'Did you mean "last"?'),
     ("recipes enwik8-12l", "Unused Tokens"),
@@ -97,16 +97,16 @@ WRONG_WORDS = [
     (NEW.replace("corpus corpus", "corpus run"), "run is a run, wanted a corpus"),
     (NEW.replace("corpus corpus", "corpus folder"), r"folder is not a corpus \(it has no corpus.json\)"),
     (NEW.replace("run new", "run run"), "run holds a run already; resume it with 'txl train --resume run'"),
-    (NEW.replace("run new", "run corpus"), "corpus exists already; choose another place"),
-    ("train --resume gone", "gone: no such folder; wanted a folder that 'txl train --run DIR' made"),
-    ("train --resume corpus", "corpus: a corpus, not a run; wanted a folder that"),
+    (NEW.replace("run new", "run corpus"), "corpus exists already; choose another path"),
+    ("train --resume gone", "gone: no such folder; expected a folder made by"),
+    ("train --resume corpus", "corpus: a corpus, not a run; expected a folder"),
     ("train --resume run --run new", "leave the recipe and --run out"),
-    ("evaluate folder", "folder: not the folder of a run; wanted a folder that"),
+    ("evaluate folder", "folder: not the folder of a run; expected a folder"),
     ("evaluate gone", "gone: no such folder"),
     ("evaluate run --corpus gone", "no corpus at gone"),
     ("generate corpus", "corpus: a corpus, not a run"),
     ("generate run --prompt-file gone", "reading gone: no such file or folder"),
-    ("generate run --prompt-file folder", "reading folder: is a folder, wanted a file"),
+    ("generate run --prompt-file folder", "reading folder: is a folder, must be a file"),
     ("generate run --prompt-file empty.txt", "the prompt is empty; give some text"),
     # numbers
     (f"{TRY} --model.n-heads 3", "d_model 256 is not divisible by n_heads 3; .* d_head"),
@@ -123,7 +123,7 @@ WRONG_WORDS = [
         NEW.replace("batch-size=3", "batch-size=97"),
         "has 631 tokens, .* 97 sequences of 7 tokens needs 679; lower --train.batch-size",
     ),
-    (f"{TRY} --threads 0", "--threads 0: wanted 1 or more"),
+    (f"{TRY} --threads 0", "--threads 0: must be"),
     (
         f"{TRY} --train.weight-average uniform --train.average-start-step 2000",
         "average_start_step 2,000 .*; give 1,999 or less, or weight_average none",
@@ -143,7 +143,7 @@ WRONG_WORDS = [
     ("evaluate run --segment-length 0", "segment.length.* 0"),
     ("evaluate run --memory-length -1", "memory.length.* -1"),
     ("evaluate run --max-tokens 0", "max-tokens 0: must be 1 or more"),
-    ("evaluate run --threads 0", "--threads 0: wanted 1 or more"),
+    ("evaluate run --threads 0", "--threads 0: must be"),
     ("evaluate run --sweep-memory-length 0,a", "--sweep-memory-length 0,a: wanted"),
     ("evaluate run --sweep-memory-length 0,-1", "--sweep-memory-length 0,-1: wanted"),
     ("evaluate run --sweep-memory-length 0 --memory-length 5", "--sweep-memory-length .*one of them"),
@@ -230,7 +230,7 @@ STATE = "checkpoints/step-00000005/training/shard-00001-model-00001-of-00001.saf
 NO_FIGURES = r"run/metrics.jsonl is damaged \(.*\); delete it"
 GO_ON = "train --resume run --train.max-steps 7"
 CHECKSUM = rf"safetensors is damaged \(its checksum does not match its contents\); {DAMAGED}"
-CUT = rf"safetensors is damaged \(not a whole safetensors file: .*\); {DAMAGED}"
+CUT = rf"safetensors is damaged \(not a complete safetensors file: .*\); {DAMAGED}"
 NO_YAML = r"run/config.yaml: not readable as YAML \("
 # a file of the run, what becomes of it (nothing: it is deleted), a command, what is said
 DAMAGES: dict[str, tuple[str, Change | None, str, str]] = {
@@ -261,7 +261,7 @@ DAMAGES: dict[str, tuple[str, Change | None, str, str]] = {
     "settings of another model": (SETTINGS, swap(b"d_ff: 19", b"d_ff: 23"), "evaluate run",
         r"model.safetensors does not fit the settings in config.yaml \(at layers.0.feed_forward"),
     "the corpus moved": (SETTINGS, swap(b"/w/corpus\n", b"/w/moved\n"), "evaluate run",
-        "the corpus of this run, .*/w/moved, is no longer there; give --corpus DIR"),
+        "the corpus of this run, .*/w/moved, no longer exists; pass --corpus DIR"),
     "another tokenizer": (SETTINGS, swap(rb"tokenizer_sha256: [0-9a-f]{5}", b"tokenizer_sha256: 0000"), "generate run",
         "run/txl_tokenizer.json is not the one this run was trained with; copy it again"),
     "no vocabulary": ("txl_tokenizer.json", None, "generate run", "run/txl_tokenizer.json: missing"),
@@ -287,16 +287,16 @@ def test_a_run_with_parts_that_are_something_else(place: Path, capfd: Capture) -
     assert_refused(place, "evaluate run", "model.safetensors was not written by this program", capfd)
     weights.unlink()
     weights.mkdir()
-    assert_refused(place, "evaluate run", "reading run/model.safetensors: is a folder, wanted a file", capfd)
+    assert_refused(place, "evaluate run", "reading run/model.safetensors: is a folder, must be a file", capfd)
     shutil.rmtree(place / "run" / "checkpoints")
-    assert_refused(place, GO_ON, "run/checkpoints holds no checkpoint; .* 'txl train --run DIR'", capfd)
+    assert_refused(place, GO_ON, "run/checkpoints contains no checkpoint; .* 'txl train --run DIR'", capfd)
     nothing = "run has no weights yet; train it with 'txl train --resume run'"
     assert_refused(place, "evaluate run --checkpoint last", nothing, capfd)
 
 
 def test_a_corpus_of_another_vocabulary(place: Path, capfd: Capture) -> None:
     do("prepare text.txt --out other --tokenizer char")
-    message = r"other has another tokenizer \(char, 282 tokens\) than run \(byte, 256 tokens\); give a corpus"
+    message = r"other has another tokenizer \(char, 282 tokens\) than run \(byte, 256 tokens\); prepare it"
     assert_refused(place, "evaluate run --corpus other", message, capfd)
     assert_refused(place, "train --resume run --corpus other", message, capfd)
 
@@ -305,7 +305,7 @@ def test_a_corpus_of_another_text(place: Path, capfd: Capture) -> None:
     """One may be scored on it, but training cannot go on with it."""
     do("prepare other.txt --out other")
     do("evaluate run --corpus other --json")
-    message = "other holds another training text than run began with; give that corpus again"
+    message = "other has a different training text than run; pass the corpus of the run"
     assert_refused(place, "train --resume run --corpus other", message, capfd)
 
 
@@ -344,7 +344,7 @@ def test_a_disk_that_is_full(place: Path, monkeypatch: Patch, capfd: Capture) ->
             assert re.search(f"writing .*new.*: {FULL}", error_of(NEW, capfd))
         assert files(place) == before
     with no_file_larger_than(100):
-        assert "file too large for this file system; choose another place" in error_of(NEW, capfd)
+        assert "file too large for this file system; choose another path" in error_of(NEW, capfd)
     assert files(place) == before
 
 

@@ -281,7 +281,9 @@ def test_a_run_whose_checkpoints_are_gone_does_not_begin_anew(tmp_path: Path, st
     training = start(tmp_path / "run", corpus, {})
     train_until(training, 6)
     shutil.rmtree(tmp_path / "run" / "checkpoints")
-    with pytest.raises(UserError, match=r"checkpoints holds no checkpoint; start a new run with 'txl train --run DIR'"):
+    with pytest.raises(
+        UserError, match=r"checkpoints contains no checkpoint; start a new run with 'txl train --run DIR'"
+    ):
         reopened(training)
 
 

@@ -66,7 +66,7 @@ def test_a_copy_of_a_compiled_model_has_weights_of_its_own(make_model) -> None:
 
 
 def test_graphs_need_cuda(make_model) -> None:
-    with pytest.raises(UserError, match=r"needs CUDA.*cpu; give --train.compile layers"):
+    with pytest.raises(UserError, match=r"needs CUDA.*cpu; set --train.compile to layers"):
         compile_layers(make_model(), CPU, "cudagraphs")
 
 

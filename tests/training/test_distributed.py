@@ -178,7 +178,7 @@ def test_killed_and_stopped_it_goes_on_as_if_nothing_had_been(tmp_path: Path) ->
         out, err = process.communicate(timeout=100)
     assert process.returncode != 0
     assert out == ""
-    assert err.count("txl: error: another process of this training has ended") <= 1  # or torchrun was faster
+    assert err.count("txl: error: another process of this run has ended") <= 1  # or torchrun was faster
     assert err.count(f"resuming {run} at step ") == 1
     assert err.count("stopped and saved at step ") == 1
     newest = RunFolder.open(run).checkpoints()[-1]
@@ -224,7 +224,7 @@ def test_another_batch_size_starts_with_an_empty_memory_at_the_same_position(tmp
     kept = {name: tensor.clone() for name, tensor in weights_of(tmp_path / "run").items()}
     training, notes = resumed(tmp_path / "run", batch_size=2, micro_batch_size=1)
     assert len(notes) == 1
-    assert "batch size 3, now it is 2: memory starts empty" in notes[0]
+    assert "batch size changed from 3 to 2: memory starts empty" in notes[0]
     assert training.state.position.segment_index == 7
     assert [memory.valid_B.tolist() for memory in training.memories] == [[0], [0]]
     assert_same_tensors(training.model, {name: kept[f"last/{name}"] for name in training.model.state_dict()})

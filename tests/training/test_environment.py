@@ -63,7 +63,7 @@ def test_a_port_that_is_taken_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         taken.listen()
         port = str(taken.getsockname()[1])
         start_in(monkeypatch, {**WHOLE, "MASTER_PORT": port})
-        message = f"the 2 processes did not meet at 127.0.0.1:{port} (.*); .*torchrun"
+        message = f"the 2 processes could not connect at 127.0.0.1:{port} (.*); .*torchrun"
         with pytest.raises(UserError, match=message), process_group(lambda: torch.device("cpu")):
             pass
     signal.signal(signal.SIGTERM, on_sigterm)  # a process that ends hears of no SIGTERM; this one goes on

@@ -73,7 +73,7 @@ def test_wrong_settings_leave_nothing_behind(tmp_path: Path, corpus: Corpus) -> 
     train_run(None, corpus, tmp_path / "run", model=MODEL, train=TRAIN, callbacks=[StopAt(2)], **QUIET)
     with pytest.raises(UserError, match=r"train\.optimizer cannot change"):
         resume(tmp_path / "run", train={"optimizer": "muon"}, **QUIET)
-    with pytest.raises(UserError, match="another training text"):
+    with pytest.raises(UserError, match="different training text"):
         resume(tmp_path / "run", make_corpus(tmp_path / "other", letters(127, seed=5)), **QUIET)
 
 

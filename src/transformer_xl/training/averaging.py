@@ -1,4 +1,4 @@
-"""An average of the weights over the steps: often better than the weights of any one step, and nearly free.
+"""An average of the weights over training steps: often better than the last weights, at almost no cost.
 
 `uniform`, the plain mean, is stochastic weight averaging (Izmailov et al. 2018); `ema`, an exponential moving average,
 forgets older weights.
@@ -19,22 +19,22 @@ from transformer_xl.training.distributed import local_tensor
 
 
 class WeightAverage:
-    """The average of a model's weights, on their device, and sharded over the processes where they are."""
+    """The average of a model's weights, on the device of the weights and sharded like them."""
 
     def __init__(self, model: LanguageModel, config: TrainConfig) -> None:
-        """Start with the weights as they are."""
+        """Initialize the average with the current weights."""
         self.config = config
         self.count = 0
-        """Steps whose weights are in the average; 0: it has not begun, and is the weights themselves."""
+        """Number of steps in the average; while it is 0, the average equals the initial weights and is not used."""
         self._parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
         self._means: dict[str, Tensor] = {name: p.detach().clone() for name, p in self._parameters.items()}
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Add the weights as they are after a step; before `average_start_step` steps are done this does nothing.
+        """Add the current weights to the average; does nothing before `average_start_step` steps are done.
 
-        An exponential average of n steps weighs the k-th last of them decay^k, and divides by the sum of these weights,
-        so that it is not biased towards the weights it started with.
+        An exponential average of n steps weights the step k steps ago by decay^k and divides by the sum of these
+        factors, so that it is not biased towards the initial weights.
 
         Args:
             step: number of steps done.
@@ -48,12 +48,13 @@ class WeightAverage:
 
     @contextmanager
     def in_place_of(self, model: LanguageModel) -> Iterator[None]:
-        """For the time of the block the model has the average, afterwards its own weights again, bit for bit.
+        """Replace the model's weights by the average within the block, and restore them bit for bit afterwards.
 
         The model must not be trained in the block.
         """
         assert all(
-            own is parameter for own, parameter in zip(model.parameters(), self._parameters.values(), strict=True)
+            current is parameter
+            for current, parameter in zip(model.parameters(), self._parameters.values(), strict=True)
         )
         self._swap()
         try:
@@ -62,22 +63,22 @@ class WeightAverage:
             self._swap()
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return what a checkpoint needs: the means by parameter name, and the `count`."""
+        """Return the state for a checkpoint: the means by parameter name, and the `count`."""
         return {**self._means, "count": torch.tensor(self.count)}
 
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> WeightAverage:
-        """Return an average of the same model's weights that holds what `tensors()` returned.
+        """Return an average of the same model's weights with the state that `tensors()` returned.
 
         Raises:
-            UserError: names or shapes are not those of this model's weights.
+            UserError: names or shapes differ from this model's weights.
         """
         if tensors.keys() != {*self._means, "count"} or any(
             tensors[name].shape != mean.shape for name, mean in self._means.items()
         ):
-            raise UserError("the saved average of the weights is not one of this model's; start a new run")
+            raise UserError("the saved weight average does not fit this model; start a new run")
         new = copy(self)
         new.count = int(tensors["count"])
-        # clone: tensors read from a file may lie at odd addresses, which can change the last bit of what is computed
+        # clone: tensors read from a file may be misaligned in memory, which can change the last bit of results
         new._means = {name: tensors[name].to(mean.device, mean.dtype).clone() for name, mean in self._means.items()}
         return new
 
@@ -86,9 +87,9 @@ class WeightAverage:
         if not self.count:
             return
         for mean, weight in zip(_local(self._means.values()), _local(self._parameters.values()), strict=True):
-            own = weight.clone()
+            original = weight.clone()
             weight.copy_(mean)
-            mean.copy_(own)
+            mean.copy_(original)
 
 
 def _local(tensors: Iterable[Tensor]) -> list[Tensor]:

@@ -1,8 +1,8 @@
-"""What one step reads: a segment of the text, or during the segment warm-up a part of one.
+"""The batch of one training step: a segment of the text, or a part of one during the segment warm-up.
 
 A warm-up that begins with a quarter of the segment length reads each segment in four steps, then in two, then whole.
-The parts are cut inside segments, so every token is a target exactly once, and the text is read in the same order as
-without a warm-up. Where an epoch ends in parts without any target to learn from, they are left out.
+Segments are split into parts, so every token is a target exactly once, and the text is read in the same order as
+without a warm-up. Parts without targets at the end of an epoch are skipped.
 
 Shape suffixes: B rows of this process, T new tokens of the step.
 """
@@ -22,32 +22,32 @@ from transformer_xl.training.schedules import num_halvings
 
 @dataclass(frozen=True)
 class BatchPosition:
-    """Where training is in the text."""
+    """The position of training in the text."""
 
     step: int
     """Steps done."""
     segment: DatasetPosition
-    """The segment that is being read, or comes next."""
+    """The current segment if some of its parts are read, else the next one."""
     part: int = 0
     """Parts of that segment already read."""
 
 
 @dataclass(frozen=True)
 class StepBatch:
-    """What a step reads, and where the next one continues."""
+    """The batch of a step, and the position of the next step."""
 
     batch: Batch
     """The tokens; `is_first` is true only at the beginning of an epoch."""
     memory_length: int
-    """M: memory slots that the step attends to."""
+    """Number of memory slots that the step attends to."""
     next: BatchPosition
 
 
 def read_batch(
     dataset: TokenDataset, position: BatchPosition, config: TrainConfig, world: DistributedContext
 ) -> StepBatch:
-    """Read this process's rows of the next step; all processes agree on the position after it."""
-    # a batch size that was changed may have moved the position to where there are no targets
+    """Read this process's rows of the next step; the position after it is the same in all processes."""
+    # after a change of batch size, the position may be in the padding at the end of an epoch
     position = _skip_empty(dataset, position, config, world)
     segment, columns = dataset.read(position.segment), _columns(position, config)
     if columns.stop < config.segment_length:
@@ -65,7 +65,7 @@ def read_batch(
 
 
 def trained_targets(loss_mask_BT: npt.NDArray[np.bool_], config: TrainConfig) -> npt.NDArray[np.bool_]:
-    """Return which targets the loss is taken of: all that count, or with `loss: half` only those of the second half.
+    """Return the mask of trained targets: all except padding, or with `loss: half` only those of the second half.
 
     Args:
         loss_mask_BT: false for padding.
@@ -83,13 +83,13 @@ def trained_targets(loss_mask_BT: npt.NDArray[np.bool_], config: TrainConfig) ->
 def _skip_empty(
     dataset: TokenDataset, position: BatchPosition, config: TrainConfig, world: DistributedContext
 ) -> BatchPosition:
-    """Return the position itself, or the next epoch's beginning if no process has any target left from there on.
+    """Return the position, or the start of the next epoch if no process has targets left in this one.
 
     The last segment of an epoch ends in padding, and a step without targets would move the weights by momentum alone.
     """
     segment = position.segment
     if segment.segment_index + 1 < dataset.segments_in(segment.epoch):
-        return position  # the longest row continues beyond it
+        return position  # the next segment of the epoch has targets
     loss_mask_BT = dataset.read(segment).loss_mask_BT[:, _columns(position, config)]
     if world.any(bool(trained_targets(loss_mask_BT, config).any())):
         return position
@@ -97,7 +97,7 @@ def _skip_empty(
 
 
 def _columns(position: BatchPosition, config: TrainConfig) -> slice:
-    """Return which columns of its segment the part has."""
+    """Return the columns of the segment that belong to the part."""
     width = config.segment_length >> _num_halvings(position, config)
     return slice(position.part * width, (position.part + 1) * width)
 

@@ -1,4 +1,4 @@
-"""What follows a training run from outside: the base class of callbacks, and the one that shows progress."""
+"""Callbacks of a training run: the base class, and the progress bar."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ if TYPE_CHECKING:
     from transformer_xl.training.trainer import Trainer
 
 Metrics = dict[str, Any]
-"""One line of metrics.jsonl: split, step, nats_per_token and what else was measured, by name with unit."""
+"""One line of metrics.jsonl: split, step, nats_per_token and other metrics by name."""
 
 
 class Callback:
-    """Base class of callbacks. Override the methods you need; they return nothing.
+    """Base class of callbacks. Override the methods you need; each returns None.
 
-    Each method gets the trainer: `trainer.state` says how far training is, `trainer.model` and `trainer.config` are
-    what is trained and how, and `trainer.stop()` ends training after the current step, with a checkpoint. Under
-    torchrun every process has callbacks of its own, which see the same metrics; `trainer.world.is_first` is true in
-    one process only. The processes agree on stopping every few steps.
+    Each method gets the trainer: `trainer.state` contains the progress, `trainer.model` and `trainer.config` the
+    model and its settings, and `trainer.stop()` ends training after the current step, with a checkpoint. Under
+    torchrun every process runs its own callbacks, which get the same metrics; `trainer.world.is_first` is true in
+    one process only. Stop requests are synchronized across processes every few steps.
     """
 
     def on_train_begin(self, trainer: Trainer) -> None:
         """Training begins or resumes, at `trainer.state.step`."""
 
     def on_step(self, trainer: Trainer, num_tokens: int) -> None:
-        """A step was queued on the device; all processes together read `num_tokens` tokens in it."""
+        """A step was queued on the device; all processes together read `num_tokens` tokens in this step."""
 
     def on_validation_progress(self, trainer: Trainer, num_scored: int, num_tokens: int) -> None:
         """`num_scored` of the `num_tokens` tokens of the validation text are scored."""
@@ -38,14 +38,14 @@ class Callback:
         """A line of metrics was measured: `metrics["split"]` is "train" or "valid"."""
 
     def on_train_end(self, trainer: Trainer) -> None:
-        """Training ended: it is finished, was stopped, or an error is being raised."""
+        """Training ended: it is finished, was stopped, or failed with an error."""
 
 
 class ProgressBarCallback(Callback):
-    """Shows training on a progress bar, with the newest metrics beside it."""
+    """Shows training on a progress bar, with the newest metrics."""
 
     def __init__(self) -> None:
-        """The bar is made when training begins."""
+        """Prepare the callback; the bar is created when training begins."""
         self._bar: ProgressBar | None = None
         self._notes = {"train": "", "valid": ""}
         self._num_tokens = 0

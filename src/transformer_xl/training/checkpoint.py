@@ -1,8 +1,8 @@
-"""Checkpoints that training resumes from bit for bit: weights, optimizer, data position, memory, random state, sums.
+"""Checkpoints that training resumes from bit for bit: weights, optimizer, data position, memory, random state, metrics.
 
-A checkpoint is a folder `checkpoints/step-N` that appears whole or not at all. Several processes write it together,
-each its shard, through `torch.distributed.checkpoint`; another number of processes can read it, and shards the tensors
-anew. Files are safetensors and JSON; no pickle is written or read.
+A checkpoint is a folder `checkpoints/step-N` that is written atomically. Several processes write it together,
+each its shard, through `torch.distributed.checkpoint`; a different number of processes can read it and reshard the
+tensors. Files are safetensors and JSON; no pickle is written or read.
 
 Names of tensors: `optimizer/PARAMETER/KEY`, `memory/NAME` (all rows), `average/PARAMETER`, `random/PROCESS/KIND`.
 """
@@ -35,11 +35,11 @@ from transformer_xl.training.step import micro_batches
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-_NUM_KEPT = 2  # checkpoints kept: the newest, and one to go back to
+_NUM_KEPT = 2  # checkpoints kept: the newest, and the previous one in case the newest is damaged
 
 
 class TrainerState(Settings):
-    """How far training is, the same in all processes; with the tensors, all that is needed to resume."""
+    """The progress of training, the same in all processes; with the tensors, everything needed to resume."""
 
     step: int = Field(default=0, ge=0)
     """Optimizer steps done."""
@@ -52,22 +52,22 @@ class TrainerState(Settings):
     best_nats: float | None = None
     """Lowest validation loss so far, in nats per token."""
     validation_text: str | None = None
-    """The validation text that it is a loss of (see `Validator.text_id`)."""
+    """The validation text of `best_nats` (see `Validator.text_id`)."""
     interval_nats: float = 0.0
-    """Loss summed since the last line of training metrics, in nats."""
+    """Sum of the losses since the last line of training metrics, in nats."""
     interval_tokens: int = 0
-    """Targets counted since the last line of training metrics."""
+    """Number of targets since the last line of training metrics."""
     seconds: float = 0.0
     """Time spent in training so far."""
 
 
 class Checkpointable(Protocol):
-    """What a checkpoint holds of a `Trainer`."""
+    """The attributes of a `Trainer` that a checkpoint saves."""
 
     model: LanguageModel
     optimizers: tuple[torch.optim.Optimizer, ...]
     memories: tuple[Memory, ...]
-    """One for each micro-batch of the rows of this process, in their order."""
+    """One for each micro-batch of this process, in order."""
     weight_average: WeightAverage | None
     state: TrainerState
 
@@ -79,29 +79,29 @@ def save_checkpoint(folder: RunFolder, trainer: Checkpointable, world: Distribut
         Folder of the checkpoint.
 
     Raises:
-        UserError: the file system refuses; older checkpoints stay. The same error in all processes.
+        UserError: the file system refuses; older checkpoints are kept. All processes raise the same error.
     """
     path = folder.path / "checkpoints" / f"step-{trainer.state.step:08}"
-    # one of this step may exist, from a stop in a validation that is done now: it goes only once the new one is whole
+    # a stop during validation may have saved this step before; that checkpoint is deleted once the new one is complete
     new = path.with_name(f".{path.name}.partial-new")
     weights, tensors = gather_weights(trainer.model, world), _tensors(trainer, folder.config.train.batch_size, world)
     with world.raise_together(), ExitStack() as stack:
-        aside = path
+        temporary = path
         with world.raise_together():
             if world.is_first:
                 remove_leftovers(path.parent)
                 new = new if path.exists() else path
-                aside = stack.enter_context(atomic_folder(new))
-                save_tensors(aside / "model.safetensors", weights)
-        aside = Path(world.gather_texts(str(aside))[0])
-        _write(tensors, aside / "training", world)
-        own = [*(aside / "training").glob(f"shard-{world.rank + 1:05}-*")]
-        with world.raise_together(), as_user_error(f"reading {aside / 'training'}"):
-            written = json.dumps({file.name: file_digest(file) for file in own})
+                temporary = stack.enter_context(atomic_folder(new))
+                save_tensors(temporary / "model.safetensors", weights)
+        temporary = Path(world.gather_texts(str(temporary))[0])
+        _write(tensors, temporary / "training", world)
+        shard_files = [*(temporary / "training").glob(f"shard-{world.rank + 1:05}-*")]
+        with world.raise_together(), as_user_error(f"reading {temporary / 'training'}"):
+            written = json.dumps({file.name: file_digest(file) for file in shard_files})
         files = {name: digest for part in world.gather_texts(written) for name, digest in json.loads(part).items()}
         state = trainer.state.model_dump(mode="json")
         if world.is_first:
-            CheckpointRecord(num_processes=world.size, state=state, files=files).write(aside)
+            CheckpointRecord(num_processes=world.size, state=state, files=files).write(temporary)
     with world.raise_together():
         if world.is_first:
             _put_in_place(folder, new, path)
@@ -111,37 +111,37 @@ def save_checkpoint(folder: RunFolder, trainer: Checkpointable, world: Distribut
 def _put_in_place(folder: RunFolder, new: Path, path: Path) -> None:
     with as_user_error(f"deleting old checkpoints in {path.parent}"):
         if new != path:
-            before = path.rename(_aside(path))
+            before = path.rename(_deletion_path(path))
             new.rename(path)
             shutil.rmtree(before)
         for old in folder.checkpoints()[:-_NUM_KEPT]:
-            shutil.rmtree(old.rename(_aside(old)))
+            shutil.rmtree(old.rename(_deletion_path(old)))
 
 
-def _aside(path: Path) -> Path:
-    """Return a name under which a killed deletion leaves no half checkpoint: `remove_leftovers` deletes it."""
+def _deletion_path(path: Path) -> Path:
+    """Return the path to rename a checkpoint to before deletion; `remove_leftovers` completes a killed deletion."""
     return path.with_name(f".{path.name}.partial-old")
 
 
 def load_checkpoint(
     folder: RunFolder, trainer: Checkpointable, world: DistributedContext = SINGLE_PROCESS
 ) -> list[str]:
-    """Set a trainer to the newest checkpoint of a run, and torch's random state too. All processes must take part.
+    """Restore a trainer and torch's random state from the newest checkpoint. All processes must take part.
 
     Returns:
-        What the user should know: a line on each thing that cannot continue as it was.
+        Notes for the user: one line for each part of the state that cannot be restored exactly.
 
     Raises:
-        UserError: there is none, it is damaged, or it is not of this model and memory length. The same error in all
-            processes.
+        UserError: the run has no checkpoint, or it is damaged or does not fit the model and memory length. All
+            processes raise the same error.
     """
     train = folder.config.train
     with world.raise_together():
         path = folder.latest_checkpoint()
         if path is None:
             raise UserError(
-                f"{folder.path / 'checkpoints'} holds no checkpoint; start a new run with 'txl train --run DIR' (the "
-                "weights of a converted or saved run can be used, but not trained further)"
+                f"{folder.path / 'checkpoints'} contains no checkpoint; start a new run with 'txl train --run DIR' "
+                "(the weights of a converted or saved run can be used, but not trained further)"
             )
         record = CheckpointRecord.read(path)
         record.verify(path, rank=world.rank, size=world.size)
@@ -156,10 +156,10 @@ def load_checkpoint(
             means = {name: torch.zeros_like(tensor) for name, tensor in trainer.weight_average.tensors().items()}
             targets |= _prefixed("average", means)
         if record.num_processes == world.size:
-            own = _prefixed(f"random/{world.rank}", _random_state(memory.valid_B.device))
-            targets |= {name: tensor for name, tensor in own.items() if name in saved}
+            random_state = _prefixed(f"random/{world.rank}", _random_state(memory.valid_B.device))
+            targets |= {name: tensor for name, tensor in random_state.items() if name in saved}
         if missing := sorted(targets.keys() - saved.keys()):
-            raise UserError(f"{path} lacks {missing[0]}; delete it to resume from the checkpoint before")
+            raise UserError(f"{path} lacks {missing[0]}; delete it to resume from the previous checkpoint")
     _set_weights(trainer.model, weights)
     _read(targets, path / "training", world)
     _set_optimizers(trainer, targets)
@@ -178,20 +178,20 @@ def load_checkpoint(
         world.seed(train.seed, trainer.state.step)
         before = "1 process" if record.num_processes == 1 else f"{record.num_processes} processes"
         now = "is 1" if world.size == 1 else f"are {world.size}"
-        notes.append(f"the checkpoint was written by {before}, now there {now}: dropout draws other random numbers")
+        notes.append(f"the checkpoint was written by {before}, now there {now}: dropout masks will differ")
     return notes
 
 
 def _move_to_other_rows(trainer: Checkpointable, old: int, new: int) -> str:
-    """Set the position so that about the same share of the epoch is read; memory stays empty."""
+    """Set the position so that about the same share of the epoch is done; memory starts empty."""
     position = trainer.state.position
     position = position.model_copy(update={"segment_index": position.segment_index * old // new})
     trainer.state = trainer.state.model_copy(update={"position": position, "part": 0})
-    return f"the checkpoint has batch size {old}, now it is {new}: memory starts empty, at about the same position"
+    return f"the batch size changed from {old} to {new}: memory starts empty, at about the same position"
 
 
 def _tensors(trainer: Checkpointable, batch_size: int, world: DistributedContext) -> dict[str, Tensor]:
-    """Return all tensors that this process writes, or its shard of them."""
+    """Return all tensors of the checkpoint except the weights, or this process's shard of them."""
     tensors: dict[str, Tensor] = {}
     names = _parameter_names(trainer)
     for optimizer in trainer.optimizers:
@@ -209,50 +209,52 @@ def _parameter_names(trainer: Checkpointable) -> dict[int, str]:
 
 
 def _sharded(tensors: Mapping[str, Tensor], batch_size: int, world: DistributedContext) -> dict[str, Tensor]:
-    """Return the rows of all processes as one tensor each, of which each process has its own rows."""
+    """Return each tensor as a DTensor of the rows of all processes, sharded by row."""
     if world.size == 1:
         return dict(tensors)
     from torch.distributed.tensor import DTensor, Shard
 
     assert world.mesh is not None
     sharded: dict[str, Tensor] = {}
-    for name, own in tensors.items():
-        shape = torch.Size((batch_size, *own.shape[1:]))
+    for name, local in tensors.items():
+        shape = torch.Size((batch_size, *local.shape[1:]))
         stride = torch.empty(shape, device="meta").stride()
-        sharded[name] = DTensor.from_local(own, world.mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+        sharded[name] = DTensor.from_local(local, world.mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
     return sharded
 
 
 def _memory_for(
     saved: Mapping[str, TensorStorageMetadata], trainer: Checkpointable, folder: RunFolder
 ) -> tuple[int, Memory]:
-    """Return how many rows the saved memory has, and a memory of this process's rows to load it into."""
+    """Return the number of rows of the saved memory, and a memory for this process's rows to load into."""
     memory = Memory.concatenate(trainer.memories).resized(folder.config.train.memory_length)
-    wanted = {f"memory/{name}": tensor.shape[1:] for name, tensor in memory.tensors().items()}
-    found = {name: one.size for name, one in saved.items() if name.startswith("memory/")}
-    if {name: size[1:] for name, size in found.items()} != wanted:
-        raise UserError("the saved memory has another shape than this model and memory_length need; start a new run")
-    return found["memory/valid"][0], memory
+    expected_shapes = {f"memory/{name}": tensor.shape[1:] for name, tensor in memory.tensors().items()}
+    sizes = {name: one.size for name, one in saved.items() if name.startswith("memory/")}
+    if {name: size[1:] for name, size in sizes.items()} != expected_shapes:
+        raise UserError("the saved memory does not fit this model and memory_length; start a new run")
+    return sizes["memory/valid"][0], memory
 
 
 def _optimizer_targets(
     trainer: Checkpointable, saved: Mapping[str, TensorStorageMetadata], path: Path
 ) -> dict[str, Tensor]:
-    """Return tensors for the saved state of the optimizers to be read into, sharded as the parameters are."""
+    """Allocate tensors to read the saved optimizer state into, sharded like the parameters."""
     names = _parameter_names(trainer)
     targets: dict[str, Tensor] = {}
     for optimizer in trainer.optimizers:
-        found: set[frozenset[str]] = set()
+        key_sets: set[frozenset[str]] = set()
         for parameter in (one for group in optimizer.param_groups for one in group["params"]):
             start = f"optimizer/{names[id(parameter)]}/"
             values = {name: saved[name] for name in saved if name.startswith(start)}
-            found.add(frozenset(name.removeprefix(start) for name in values))
+            key_sets.add(frozenset(name.removeprefix(start) for name in values))
             for name, one in values.items():
-                like = one.size == parameter.shape
+                same_shape = one.size == parameter.shape
                 dtype = one.properties.dtype
-                targets[name] = torch.zeros_like(parameter, dtype=dtype) if like else torch.zeros(one.size, dtype=dtype)
-        if len(found) > 1:
-            raise UserError(f"{path} lacks part of the optimizer state; delete it to resume from the one before")
+                targets[name] = (
+                    torch.zeros_like(parameter, dtype=dtype) if same_shape else torch.zeros(one.size, dtype=dtype)
+                )
+        if len(key_sets) > 1:
+            raise UserError(f"{path} lacks part of the optimizer state; delete it to resume from the previous one")
     return targets
 
 
@@ -304,18 +306,18 @@ def _read_shapes(folder: Path) -> dict[str, TensorStorageMetadata]:
 
 
 @contextmanager
-def _as_user_error(doing: str) -> Iterator[None]:
-    """Turn what the operating system refused to any process into one clear line in all of them."""
+def _as_user_error(action: str) -> Iterator[None]:
+    """Convert an OSError of any process to a UserError in all processes."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
         with warnings.catch_warnings(), torch.no_grad():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # with one process, as it should be
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # expected with one process
             yield
     except CheckpointException as error:
         for cause, _ in error.failures.values():
             if isinstance(cause, OSError):
-                with as_user_error(doing):
+                with as_user_error(action):
                     raise cause from error
         raise
 

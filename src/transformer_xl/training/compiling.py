@@ -1,4 +1,4 @@
-"""torch.compile for each layer by itself: layers share the compiled code, and names of weights stay as they are."""
+"""torch.compile for each layer separately: layers share the compiled code, and weights keep their names."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from transformer_xl.config import UserError
 from transformer_xl.model.language_model import LanguageModel
 
 # Shapes and modes of one run: empty or full memory, training or evaluation, two sizes of micro-batches, and the stages
-# of the segment warm-up. torch's own limit, 8, is meant for shapes that keep changing.
+# of the segment warm-up. torch's default limit, 8, is meant for shapes that keep changing.
 _MAX_VARIANTS = 128
 
 
 def compile_layers(model: LanguageModel, device: torch.device, mode: Literal["none", "layers", "cudagraphs"]) -> None:
-    """Compile the layers at their first use; embedding and softmax are not compiled.
+    """Compile each layer at its first use; embedding and softmax are not compiled.
 
     Raises:
-        UserError: CUDA graphs are asked for without CUDA, or this machine has no working compiler.
+        UserError: CUDA graphs are requested without CUDA, or no working compiler is installed.
     """
     if mode == "none":
         return
     if mode == "cudagraphs" and device.type != "cuda":
         raise UserError(
-            f"compile cudagraphs needs CUDA, and this run is on {device}; give --train.compile layers, or none"
+            f"compile cudagraphs needs CUDA, and this run is on {device}; set --train.compile to layers or none"
         )
     _check_compiler(device)
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MAX_VARIANTS)
@@ -36,9 +36,9 @@ def compile_layers(model: LanguageModel, device: torch.device, mode: Literal["no
 
 
 class _Compiled:
-    """Replaces a layer's `forward`; a copy of the layer gets one of its own, which computes with the copy's weights.
+    """Replaces a layer's `forward` so that a deep copy of the layer computes with the weights of the copy.
 
-    A bound method would be copied as it is, and compute with the weights of the layer that was copied.
+    A compiled bound method would not be copied, and would compute with the weights of the original layer.
     """
 
     def __init__(self, layer: nn.Module, mode: str | None) -> None:
@@ -55,13 +55,13 @@ def _compiled(function: Callable[..., Any], mode: str | None) -> Callable[..., A
 
 
 def _check_compiler(device: torch.device) -> None:
-    """Compile something small, so that a machine without a compiler is found out at the start."""
+    """Compile a small function, so that a missing compiler is reported at the start."""
     try:
         torch.compile(torch.sin, fullgraph=True, dynamic=False)(torch.zeros(2, device=device))
-    except Exception as error:  # torch has no single class of errors for it
+    except Exception as error:  # torch raises various exceptions without a common base class
         inner = getattr(error, "inner_exception", error)
-        said = next(iter(str(inner).strip().splitlines()), "") or type(inner).__name__
+        reason = next(iter(str(inner).strip().splitlines()), "") or type(inner).__name__
         raise UserError(
-            f"torch.compile does not work on this machine ({said}); install a C++ compiler (g++ or clang, and for "
-            "CUDA triton), or give --train.compile none"
+            f"torch.compile does not work here ({reason}); install a C++ compiler (g++ or clang, and for "
+            "CUDA triton), or set --train.compile none"
         ) from None

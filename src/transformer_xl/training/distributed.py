@@ -1,7 +1,7 @@
-"""The processes that train one model together, which may be a single one.
+"""The processes that train one model together, or a single process.
 
 Each process has its own rows of the batch and their memory. Sums are taken over all processes before anything is
-divided. `torchrun` starts the processes, restarts them when one dies, and tells each its rank.
+divided. `torchrun` starts the processes, restarts all of them if one dies, and sets the rank of each.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from transformer_xl.text.segments import Shard
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-_BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}  # with CUDA, tensors on the CPU are summed there
+_BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}  # with CUDA, gloo sums the tensors that are on the CPU
 
-_group_numbers = itertools.count()  # the processes of a program may form several groups, one after another
+_group_indices = itertools.count()  # a program may create several process groups, one after another
 
-_USE_TORCHRUN = "start several processes with torchrun, or take WORLD_SIZE out of the environment for a single one"
+_USE_TORCHRUN = "start several processes with torchrun, or unset WORLD_SIZE for a single one"
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,11 @@ class DistributedContext:
     device: torch.device = field(default=torch.device("cpu"))
     """The device this process computes on."""
     mesh: DeviceMesh | None = None
-    """The processes as torch's sharded tensors know them, in one dimension; None for a single process."""
+    """One-dimensional device mesh of the processes, or None for a single process."""
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the process that prints, logs and writes what is the same in all."""
+        """Whether this is the process that prints and writes everything that is the same in all processes."""
         return self.rank == 0
 
     @property
@@ -69,47 +69,47 @@ class DistributedContext:
         return total
 
     def any(self, flag: bool) -> bool:
-        """Return whether it is true in any process, in every process. Waits for all processes, not for the device."""
+        """Return, in every process, whether the flag is true in any. Waits for all processes, not for the device."""
         return bool(self.sum(torch.tensor(int(flag))))
 
     def barrier(self) -> None:
-        """Wait until every process is here."""
+        """Wait until every process has called this."""
         self.any(False)
 
     @contextmanager
     def raise_together(self) -> Iterator[None]:
-        """Raise a UserError of one process in all of them, so that none waits for another that has given up.
+        """Raise a UserError of one process in all of them, so that no process waits for a failed one.
 
         Raises:
-            UserError: the block raised it, here or in another process; the same one in all processes.
+            UserError: the block raised it in any process; all processes raise the same error.
         """
-        own: UserError | None = None
+        local_error: UserError | None = None
         try:
             yield
         except UserError as error:
             if self.size == 1:
                 raise
-            own = error
-        if self.size > 1 and (first := next((text for text in self.gather_texts(str(own or "")) if text), "")):
-            raise UserError(first) from own
+            local_error = error
+        if self.size > 1 and (first := next((text for text in self.gather_texts(str(local_error or "")) if text), "")):
+            raise UserError(first) from local_error
 
     def gather_texts(self, text: str) -> list[str]:
         """Return the texts of all processes in their order, in every process."""
         if self.size == 1:
             return [text]
-        own = torch.frombuffer(bytearray(text.encode() + b"\0"), dtype=torch.uint8)
+        local = torch.frombuffer(bytearray(text.encode() + b"\0"), dtype=torch.uint8)
         lengths = [torch.zeros((), dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(lengths, torch.tensor(len(own)))
+        dist.all_gather(lengths, torch.tensor(len(local)))
         longest = max(map(int, lengths))
         padded = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
-        dist.all_gather(padded, nn.functional.pad(own, (0, longest - len(own))))
+        dist.all_gather(padded, nn.functional.pad(local, (0, longest - len(local))))
         return [bytes(one.tolist()).rstrip(b"\0").decode() for one in padded]
 
     def wrap(self, module: nn.Module, parallelism: str) -> nn.Module:
         """Wrap a module so that its gradients are sums over all processes (not means).
 
         With `ddp` each process has all weights. With `fsdp` each has a shard of them: each layer is gathered when it is
-        used and resharded after it, and the rest of the model is one more such unit.
+        used and resharded after it, and the rest of the model is another FSDP unit.
         """
         if self.size == 1:
             return module
@@ -117,7 +117,7 @@ class DistributedContext:
             from torch.nn.parallel import DistributedDataParallel
 
             wrapped = DistributedDataParallel(module, gradient_as_bucket_view=True)
-            # in place of DDP's mean; a lambda, as DDP does not understand postponed annotations
+            # replaces DDP's mean; a lambda, because DDP cannot parse postponed annotations
             wrapped.register_comm_hook(None, lambda _, bucket: _all_reduce(bucket))  # pyrefly: ignore
             return wrapped
         from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -128,11 +128,11 @@ class DistributedContext:
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)  # gloo has no sum with a factor
         module.register_forward_hook(_reshard_after_forward)
-        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # nothing writes into it
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # the view is never written to
         return module
 
     def set_gradient_sync(self, module: nn.Module, wanted: bool) -> None:
-        """Set whether the next backward pass sums gradients over the processes, or leaves that to a later one."""
+        """Set whether the next backward pass sums gradients over the processes, or accumulates them locally."""
         if self.size == 1:
             return
         from torch.distributed.fsdp import FSDPModule
@@ -145,8 +145,8 @@ class DistributedContext:
 
     def seed(self, seed: int, step: int) -> None:
         """Seed torch from a seed and a step, differently in each process."""
-        drawn = np.random.SeedSequence((seed, step, self.rank)).generate_state(1, np.uint64)
-        torch.manual_seed(int(drawn[0]) >> 1)
+        state = np.random.SeedSequence((seed, step, self.rank)).generate_state(1, np.uint64)
+        torch.manual_seed(int(state[0]) >> 1)
 
 
 SINGLE_PROCESS = DistributedContext()
@@ -155,17 +155,17 @@ SINGLE_PROCESS = DistributedContext()
 
 @contextmanager
 def process_group(choose: Callable[[], torch.device]) -> Iterator[DistributedContext]:
-    """Join the processes that torchrun started, for the time of the block; without torchrun, a single process.
+    """Join the processes that torchrun started, for the duration of the block; without torchrun, use a single process.
 
-    What the block made must be unreachable when it ends (let a function make it): a process group can only be destroyed
-    safely when nothing uses it any more.
+    Objects created in the block must be unreachable when it ends (create them in a function), because a process group
+    can only be destroyed safely when nothing uses it.
 
     Args:
-        choose: returns the device to compute on; of several GPUs each process takes its own.
+        choose: returns the device to compute on; for CUDA, each process uses the GPU of its local rank.
 
     Raises:
         UserError: the environment is not as torchrun sets it, the device cannot be shared, another process has ended,
-            or one raised it in the block. Only the first process to fail raises it; the others end silently, with
+            or a process raised it in the block. Only the first process to fail raises it; the others end silently, with
             SystemExit.
     """
     rank, size, local = _read_environment()
@@ -173,22 +173,24 @@ def process_group(choose: Callable[[], torch.device]) -> Iterator[DistributedCon
         yield DistributedContext(device=choose())
         return
     store: dist.Store | None = None
-    group_name = f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}, group {next(_group_numbers)}"
+    group_name = f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}, group {next(_group_indices)}"
     try:
         store = _rendezvous(rank, size)
         device = _local_device(choose(), local)
-        # a prefix, because torchrun's store may still hold the addresses of an earlier group
-        own = dist.PrefixStore(group_name, store)
+        # a prefix, because torchrun's store may still contain the addresses of an earlier group
+        group_store = dist.PrefixStore(group_name, store)
         with _default_signal_handlers():
-            dist.init_process_group(_BACKENDS[device.type], store=own, rank=rank, world_size=size)
+            dist.init_process_group(_BACKENDS[device.type], store=group_store, rank=rank, world_size=size)
             mesh = dist.device_mesh.init_device_mesh(device.type, (size,))
         world = DistributedContext(rank, size, device, mesh)
         yield world
         world.barrier()
         shutdown()
     except BaseException as error:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it when one process has ended; this one does
-        end = _final_error(error, store, group_name)  # before the others can notice that this process goes
+        signal.signal(
+            signal.SIGTERM, signal.SIG_IGN
+        )  # torchrun sends it after one process has ended, but this one is ending already
+        end = _final_error(error, store, group_name)  # before other processes notice that this one ends
         traceback.clear_frames(error.__traceback__)
         shutdown()
         raise end from error.__cause__
@@ -197,8 +199,8 @@ def process_group(choose: Callable[[], torch.device]) -> Iterator[DistributedCon
 def shutdown() -> None:
     """Destroy the process group.
 
-    The order matters: gloo's threads abort the process at its end if something that uses them outlives their group. So
-    first all processes are done, then the model and its optimizers are deleted, then the group.
+    The order matters: gloo's threads abort the process at exit if an object that uses them outlives the group. So
+    all processes finish first, then the model and its optimizers are deleted, then the group.
     """
     gc.collect()
     if dist.is_initialized():
@@ -206,7 +208,7 @@ def shutdown() -> None:
 
 
 def is_restartable() -> bool:
-    """Return whether torchrun started this process: it may then run the same program again, after a process died."""
+    """Return whether torchrun started this process, and so may restart the program after a process died."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
@@ -226,31 +228,31 @@ def _read_environment() -> tuple[int, int, int]:
     return rank, size, local
 
 
-def _environment_int(name: str, default: str | None, least: int, most: int | None) -> int:
-    """Read an integer from the environment, from `least` to `most`."""
-    given = os.environ.get(name, default)
-    if given is not None and given.isdecimal() and least <= int(given) and (most is None or int(given) <= most):
-        return int(given)
-    found = "is missing from the environment" if given is None else f"is {given!r} in the environment"
-    wanted = f"at least {least}" if most is None else f"from {least} to {most}"
-    raise UserError(f"{name} {found}, wanted an integer {wanted}; {_USE_TORCHRUN}")
+def _environment_int(name: str, default: str | None, minimum: int, maximum: int | None) -> int:
+    """Read an integer from the environment, from `minimum` to `maximum`."""
+    value = os.environ.get(name, default)
+    if value is not None and value.isdecimal() and minimum <= int(value) and (maximum is None or int(value) <= maximum):
+        return int(value)
+    problem = "is missing from the environment" if value is None else f"is {value!r} in the environment"
+    allowed = f"at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
+    raise UserError(f"{name} {problem}, must be an integer {allowed}; {_USE_TORCHRUN}")
 
 
 def _rendezvous(rank: int, size: int) -> dist.Store:
-    """Return the store that all processes can reach; waits for them."""
+    """Wait for all processes, and return the store that they share."""
     try:
         with _default_signal_handlers():
             store, *_ = next(iter(dist.rendezvous("env://", rank, size)))
     except (RuntimeError, ValueError, OSError) as error:
-        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        why = (str(error).splitlines() or [""])[0][:200]
-        raise UserError(f"the {size} processes did not meet at {place} ({why}); {_USE_TORCHRUN}") from error
+        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        reason = (str(error).splitlines() or [""])[0][:200]
+        raise UserError(f"the {size} processes could not connect at {address} ({reason}); {_USE_TORCHRUN}") from error
     return store
 
 
 @contextmanager
 def _default_signal_handlers() -> Iterator[None]:
-    """Let SIGTERM and SIGINT end the process at once: Python handles no signal while torch waits for processes."""
+    """Let SIGTERM and SIGINT end the process at once, because Python handlers do not run while torch waits."""
     before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
@@ -260,26 +262,26 @@ def _default_signal_handlers() -> Iterator[None]:
 
 
 def _final_error(error: BaseException, store: dist.Store | None, group_name: str) -> BaseException:
-    """Return what this process ends with: the error in one process, a silent exit in the others.
+    """Return the exception to end this process with: the error in one process, a silent exit in the others.
 
-    A UserError is raised once, however often torchrun restarts the processes.
+    A UserError is raised only once, even if torchrun restarts the processes.
     """
     if store is None:  # the rendezvous failed
         return error
-    first = told = 0
-    with suppress(RuntimeError):  # the process that kept the store has ended, and has raised the error
-        first = store.add(f"{group_name}/ended", 1)
-        told = store.add(f"told/{error}", 1)
+    num_ended = num_reports = 0
+    with suppress(RuntimeError):  # the process that hosts the store has ended, and has raised the error
+        num_ended = store.add(f"{group_name}/ended", 1)
+        num_reports = store.add(f"told/{error}", 1)
     if isinstance(error, UserError):
-        return error if told == 1 else SystemExit(2)
-    if isinstance(error, KeyboardInterrupt) and first != 1:
+        return error if num_reports == 1 else SystemExit(2)
+    if isinstance(error, KeyboardInterrupt) and num_ended != 1:
         return SystemExit(130)
     if not isinstance(error, RuntimeError) or not _is_connection_error(error):
         return error
-    if first != 1:
+    if num_ended != 1:
         return SystemExit(2)
     return UserError(
-        "another process of this training has ended, so this one must end too; the same command under torchrun, or "
+        "another process of this run has ended, so this one must end too; the same command under torchrun, or "
         f"--resume RUN, resumes from the newest checkpoint ({str(error).splitlines()[0][:200]})"
     )
 
@@ -295,23 +297,21 @@ def _local_device(device: torch.device, local: int) -> torch.device:
     if device.type == "cpu":
         return device
     if device.type != "cuda":
-        raise UserError(
-            f"several processes cannot share --device {device.type}; give cpu or cuda, or start one process"
-        )
+        raise UserError(f"several processes cannot share --device {device.type}; use cpu or cuda, or start one process")
     if local >= torch.cuda.device_count():
         raise UserError(
-            f"process {local + 1} of this machine has no GPU, there are {torch.cuda.device_count()}; start no more "
-            "processes with --nproc-per-node, or give --device cpu"
+            f"local process {local + 1} has no GPU, this computer has {torch.cuda.device_count()}; start at most that "
+            "many processes with --nproc-per-node, or use --device cpu"
         )
-    own = torch.device("cuda", local)
-    torch.cuda.set_device(own)
-    return own
+    local_device = torch.device("cuda", local)
+    torch.cuda.set_device(local_device)
+    return local_device
 
 
 def gather_weights(model: LanguageModel, world: DistributedContext) -> dict[str, Tensor]:
-    """Return all weights by name, gathered where they are sharded.
+    """Return all weights by name, gathered from all processes if they are sharded.
 
-    Every process must call it; the first one gets the weights.
+    Every process must call this; the first process gets the weights.
     """
     if world.size == 1:
         return model.state_dict()
@@ -336,7 +336,7 @@ def _layers(module: nn.Module) -> nn.ModuleList:
 
 
 def _reshard_after_forward(module: nn.Module, *_: object) -> None:
-    """Reshard after a pass without backward pass: else the next pass would use the weights that were gathered here."""
+    """Reshard after a pass without backward pass; otherwise the next pass would use these gathered weights."""
     from torch.distributed.fsdp import FSDPModule
 
     if not torch.is_grad_enabled():

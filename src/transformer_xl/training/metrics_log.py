@@ -1,6 +1,6 @@
-"""The metrics of a run on disk: a line of JSON for each, and the same for TensorBoard if wanted.
+"""The metrics of a run on disk: a file of JSON lines, and optionally TensorBoard files.
 
-Under several processes only the first one writes.
+With several processes, only the first one writes.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ class MetricsLog:
     _board: SummaryWriter | None = field(default=None, init=False, repr=False)
 
     def rewind(self, step: int, validation_step: int) -> None:
-        """Remove the lines after a checkpoint: a resumed run measures them again.
+        """Remove the lines after a checkpoint, because the resumed run writes them again.
 
         Args:
-            step: of the checkpoint; later lines of training are removed.
-            validation_step: of its last validation; later lines of validation are removed.
+            step: step of the checkpoint; later lines of training are removed.
+            validation_step: step of its last validation; later lines of validation are removed.
 
         Raises:
             UserError: metrics.jsonl is damaged, or the file system refuses.
         """
         known_until = {"train": step, "valid": validation_step}
-        kept = [line for line in self.folder.metrics() if line["step"] <= known_until.get(line["split"], 0)]
-        write_text(self.folder.path / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in kept))
+        remaining = [line for line in self.folder.metrics() if line["step"] <= known_until.get(line["split"], 0)]
+        write_text(self.folder.path / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in remaining))
         self._open_board(step)
-        for line in kept:
+        for line in remaining:
             if line["step"] == step:  # purge_step hides this step too
                 self._show(line)
 
@@ -58,7 +58,7 @@ class MetricsLog:
         self._show(metrics)
 
     def close(self) -> None:
-        """Close the file for TensorBoard; a later line begins another."""
+        """Close the TensorBoard file; the next `write` opens a new one."""
         if self._board is not None:
             self._board.close()
         self._board = None
@@ -70,26 +70,26 @@ class MetricsLog:
             for name, value in metrics.items():
                 if isinstance(value, int | float) and name != "step":
                     self._board.add_scalar(f"{metrics['split']}/{name}", value, metrics["step"])
-            self._board.flush()  # a run that is killed must not lose metrics that its checkpoint knows of
+            self._board.flush()  # a killed run must not lose metrics from before its checkpoint
 
     def _open_board(self, first_step: int | None) -> None:
-        """Begin a file for TensorBoard, which then shows nothing of older files from `first_step` on."""
+        """Open a TensorBoard file; TensorBoard then hides steps from `first_step` on of older files."""
         if self._board is None and self.folder.config.train.tensorboard:
-            place = str(self.folder.path / "tensorboard")
-            with as_user_error(f"writing {place}"):
-                self._board = _summary_writer()(place, purge_step=first_step)
+            log_dir = str(self.folder.path / "tensorboard")
+            with as_user_error(f"writing {log_dir}"):
+                self._board = _summary_writer()(log_dir, purge_step=first_step)
 
 
 def check_tensorboard(config: TrainConfig) -> None:
-    """Check, before a run folder is made, that metrics can be written for TensorBoard if the settings ask for it.
+    """Check, before a run folder is made, that TensorBoard is installed if the settings enable it.
 
     Raises:
         UserError: the package is missing.
     """
     if config.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise UserError(
-            "train.tensorboard needs a package that is not installed; type pip install 'transformer-xl[tensorboard]', "
-            "or leave --train.tensorboard out (metrics.jsonl has the same numbers)"
+            "train.tensorboard needs a package that is not installed; run pip install 'transformer-xl[tensorboard]', "
+            "or omit --train.tensorboard (metrics.jsonl contains the same values)"
         )
 
 

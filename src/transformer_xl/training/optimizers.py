@@ -1,4 +1,4 @@
-"""The optimizers, and which weights each of them updates: the paper's Adam, AdamW, or Muon for matrices in layers."""
+"""The optimizers and their parameter groups: the paper's Adam, AdamW, or Muon for the matrices of the layers."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from transformer_xl.device import has_bfloat16
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.training.distributed import full_tensor
 
-_MUON_COEFFICIENTS, _MUON_ITERATIONS, _MUON_LEAST_NORM = (3.4445, -4.7750, 2.0315), 5, 1e-7  # Jordan et al. 2024
+_MUON_COEFFICIENTS, _MUON_ITERATIONS, _MUON_MIN_NORM = (3.4445, -4.7750, 2.0315), 5, 1e-7  # Jordan et al. 2024
 
 
 def build_optimizers(model: LanguageModel, config: TrainConfig) -> tuple[torch.optim.Optimizer, ...]:
-    """Build the optimizers that the settings ask for; every parameter is in one group of one of them.
+    """Build the optimizers of the settings; every parameter is in exactly one group of one optimizer.
 
     Weight decay applies to matrices only, the embedding included: not to LayerNorms, biases and the attention biases.
-    Muon updates the matrices of the layers (query, key and value projections are separate matrices here, which suits
-    it), and AdamW everything else, which Muon is not meant for.
+    Muon updates the matrices of the layers (query, key and value projections are separate matrices, as Muon
+    requires), and AdamW all other parameters.
     """
     adam = {"lr": config.learning_rate, "betas": (config.beta1, config.beta2), "fused": True}
     if config.optimizer == "adam":
         return (torch.optim.Adam(model.parameters(), **adam),)
-    inside = list(_matrices(model.layers.parameters())) if config.optimizer == "muon" else []
-    rest = [parameter for parameter in model.parameters() if not any(parameter is matrix for matrix in inside)]
+    layer_matrices = list(_matrices(model.layers.parameters())) if config.optimizer == "muon" else []
+    rest = [parameter for parameter in model.parameters() if not any(parameter is matrix for matrix in layer_matrices)]
     groups = [
         {"params": list(_matrices(rest)), "weight_decay": config.weight_decay},
         {"params": [parameter for parameter in rest if parameter.ndim != 2], "weight_decay": 0.0},
     ]
     adamw = torch.optim.AdamW(groups, **adam)
-    return (Muon(inside, config), adamw) if inside else (adamw,)
+    return (Muon(layer_matrices, config), adamw) if layer_matrices else (adamw,)
 
 
 def _matrices(parameters: Iterable[nn.Parameter]) -> Iterable[nn.Parameter]:
@@ -42,14 +42,14 @@ def _matrices(parameters: Iterable[nn.Parameter]) -> Iterable[nn.Parameter]:
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum whose update is made nearly orthogonal, matrix by matrix (Jordan et al. 2024).
+    """Momentum SGD with nearly orthogonalized updates of matrices (Jordan et al. 2024).
 
     The results are those of `torch.optim.Muon` with Nesterov momentum and `match_rms_adamw` (Liu et al. 2025): at the
-    same learning rate its steps are about as large as AdamW's, which need not be the rate it does best with. That one
-    takes the matrices one by one, always in bfloat16, which is a hundred times slower on processors without
-    instructions for it. Here matrices of equal shape are stacked, in bfloat16 where the device has it and in float32
-    elsewhere. Where weights are sharded over processes, each process gathers the whole matrices and keeps its shard of
-    the result.
+    same learning rate its updates are about as large as AdamW's, though its best learning rate may differ. torch's Muon
+    updates the matrices one by one, always in bfloat16, which is a hundred times slower on processors without
+    bfloat16 instructions. Here matrices of equal shape are stacked, in bfloat16 if the device supports it, else in
+    float32. If weights are sharded over processes, each process gathers the full matrices and keeps its shard of the
+    result.
     """
 
     def __init__(self, matrices: Iterable[nn.Parameter], config: TrainConfig) -> None:
@@ -62,13 +62,13 @@ class Muon(torch.optim.Optimizer):
         """Update every matrix that has a gradient."""
         assert closure is None
         for group in self.param_groups:
-            moved = [parameter for parameter in group["params"] if parameter.grad is not None]
-            directions = self._directions(moved, group["momentum"])
+            updated = [parameter for parameter in group["params"] if parameter.grad is not None]
+            directions = self._directions(updated, group["momentum"])
             if group["weight_decay"]:
-                torch._foreach_mul_(moved, 1 - group["lr"] * group["weight_decay"])
+                torch._foreach_mul_(updated, 1 - group["lr"] * group["weight_decay"])
             stacks: dict[tuple[int, ...], list[tuple[nn.Parameter, Tensor]]] = {}
-            for parameter, direction in zip(moved, directions, strict=True):
-                # tall matrices are transposed, so that they stack with wide ones
+            for parameter, direction in zip(updated, directions, strict=True):
+                # tall matrices are transposed, so that they can be stacked with wide ones
                 wide = direction if direction.shape[0] <= direction.shape[1] else direction.mT
                 stacks.setdefault(tuple(wide.shape), []).append((parameter, wide))
             for (_, longer), members in stacks.items():
@@ -79,7 +79,7 @@ class Muon(torch.optim.Optimizer):
                     parameter.add_(_shard_like(parameter, update), alpha=-rate)
 
     def _directions(self, parameters: list[nn.Parameter], momentum: float) -> list[Tensor]:
-        """Return the Nesterov momentum of the gradients, gathered whole in every process."""
+        """Return the Nesterov momentum of the gradients, gathered in every process."""
         grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
         for parameter, grad in zip(parameters, grads, strict=True):
             state: dict[str, Any] = self.state[parameter]
@@ -91,14 +91,14 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:
-    """Bring all singular values of wide matrices, shape (number, rows, columns), to about 1.
+    """Set all singular values of wide matrices, shape (count, rows, columns), to about 1.
 
-    Five Newton-Schulz iterations of a quintic: the values end between 0.7 and 1.2, which is all that Muon needs.
+    Uses five quintic Newton-Schulz iterations; the results are between 0.7 and 1.2, which is sufficient for Muon.
     """
     a, b, c = _MUON_COEFFICIENTS
-    low = torch.bfloat16 if has_bfloat16(matrices.device) else torch.float32
-    x = matrices.to(torch.float64 if matrices.dtype == torch.float64 else low)
-    x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=_MUON_LEAST_NORM)
+    fast_dtype = torch.bfloat16 if has_bfloat16(matrices.device) else torch.float32
+    x = matrices.to(torch.float64 if matrices.dtype == torch.float64 else fast_dtype)
+    x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=_MUON_MIN_NORM)
     for _ in range(_MUON_ITERATIONS):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
@@ -106,10 +106,10 @@ def orthogonalize(matrices: Tensor) -> Tensor:
 
 
 def _shard_like(like: Tensor, tensor: Tensor) -> Tensor:
-    """Shard a tensor that every process has whole as `like` is sharded; nothing is sent."""
+    """Shard a tensor that every process has in full like the tensor `like`, without communication."""
     if not hasattr(like, "to_local"):
         return tensor
-    from torch.distributed.tensor import DTensor, distribute_tensor  # takes most of a second to import
+    from torch.distributed.tensor import DTensor, distribute_tensor  # slow to import
 
     assert isinstance(like, DTensor)
     return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)

@@ -1,9 +1,9 @@
-"""One optimizer step: forward and backward by micro-batches, gradients summed over all processes, clipped, applied.
+"""One optimizer step: forward and backward in micro-batches, gradients summed over all processes, clipped, applied.
 
     loss = nats of all micro-batches of all processes / number of all their targets
 
-The number is known before the first backward pass, so that the sum is divided once, and the result does not depend on
-how the rows are cut into micro-batches or shared over processes. Nothing here waits for the device.
+The number of targets is known before the first backward pass, so the result does not depend on how the rows are split
+into micro-batches or distributed over processes. Nothing here synchronizes with the device.
 
 Shape suffixes: B rows of this process (in a micro-batch: some of them), T new tokens, M memory slots, D model width.
 """
@@ -28,13 +28,13 @@ from transformer_xl.training.distributed import DistributedContext, full_tensor
 
 
 class ModelWithLoss(nn.Module):
-    """A model together with its loss: everything that uses weights is in one forward pass, as DDP and FSDP need it."""
+    """A model with its loss, so that one forward pass uses all weights, as DDP and FSDP require."""
 
     def __init__(self, model: LanguageModel, *, copy_memory: bool = False) -> None:
         """Wrap a model.
 
         Args:
-            model: what computes the losses.
+            model: the model that computes the losses.
             copy_memory: copy the memory that the model returns; needed with CUDA graphs, which overwrite their outputs
                 when they run again.
         """
@@ -49,11 +49,11 @@ class ModelWithLoss(nn.Module):
 
         Args:
             inputs_BT: token ids to read.
-            targets_BT: token ids to predict. They are best on the CPU (see `LanguageModel.nats`), and an array stays
-                there: tensors are sent to the device by FSDP.
-            memory: of the tokens before.
-            progress: share of the training that is done, from 0 to 1; None outside of training, where auxiliary losses
-                are zeros.
+            targets_BT: token ids to predict. They should be on the CPU (see `LanguageModel.nats`), so they are an
+                array: FSDP would copy a tensor to the device.
+            memory: memory of the preceding tokens.
+            progress: fraction of training that is done, from 0 to 1, or None outside of training, where auxiliary
+                losses are zero.
 
         Returns:
             Losses of the targets in nats (B, T), in input order; auxiliary losses in nats (B, T); and the next memory.
@@ -74,7 +74,7 @@ class ModelWithLoss(nn.Module):
 
 @dataclass(frozen=True)
 class TrainStep:
-    """Updates the weights: the model as the processes share it, its optimizers, and where they compute."""
+    """Runs optimizer steps: contains the wrapped model, its optimizers, the device and the processes."""
 
     model: nn.Module
     """A `ModelWithLoss`, as `DistributedContext.wrap` returned it."""
@@ -89,13 +89,13 @@ class TrainStep:
         """Take one optimizer step.
 
         Args:
-            batch: what the rows of this process read.
-            memories: one for each micro-batch of the rows, in their order.
-            done: share of the training that is done: auxiliary losses may depend on it.
+            batch: the rows of this process.
+            memories: one for each micro-batch, in order.
+            done: fraction of training that is done; auxiliary losses may depend on it.
 
         Returns:
-            In one tensor on the device: sum of losses in nats, number of targets, gradient norm before clipping, and
-            number of tokens read, of all processes and the same in each. And the memories after the batch.
+            A tensor on the device with the sum of losses in nats, number of targets, gradient norm before clipping, and
+            number of tokens read, each over all processes; and the memories after the batch.
         """
         if self.config.compile == "cudagraphs":
             self._allocate_gradients()
@@ -104,7 +104,7 @@ class TrainStep:
         weight_BT = to_device(torch.from_numpy(loss_mask_BT), self.device)
         inputs_BT, targets_BT = to_device(torch.from_numpy(batch.inputs_BT), self.device), batch.targets_BT
         nats, start = torch.zeros((), device=self.device), 0
-        after: list[Memory] = []
+        new_memories: list[Memory] = []
         for index, memory in enumerate(memories):
             rows = slice(start, start + memory.batch_size)
             start = rows.stop
@@ -113,11 +113,13 @@ class TrainStep:
                 nats_BT, auxiliary_BT, memory = self.model(inputs_BT[rows], targets_BT[rows], memory, done)
             ((nats_BT + auxiliary_BT) * weight_BT[rows]).sum().div(counts[0].clamp(min=1)).backward()
             nats = nats + (nats_BT.detach() * weight_BT[rows]).sum()
-            after.append(memory)
+            new_memories.append(memory)
         assert start == len(inputs_BT)
         grad_norm = self._clip_and_apply()
         nats = self.world.sum(nats)
-        return torch.stack([number.to(nats.dtype) for number in (nats, counts[0], grad_norm, counts[1])]), tuple(after)
+        return torch.stack([value.to(nats.dtype) for value in (nats, counts[0], grad_norm, counts[1])]), tuple(
+            new_memories
+        )
 
     def _allocate_gradients(self) -> None:
         for parameter in self.model.parameters():
@@ -129,16 +131,16 @@ class TrainStep:
         norm = full_tensor(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm))
         for optimizer in self.optimizers:
             optimizer.step()
-            # CUDA graphs own the gradients they produce: those must be added to tensors that exist already
+            # CUDA graphs reuse the memory of gradients, so these must be accumulated into existing tensors
             optimizer.zero_grad(set_to_none=self.config.compile != "cudagraphs")
         return norm
 
 
 def micro_batches(batch_size: int, config: TrainConfig, num_processes: int) -> list[range]:
-    """Return which of this process's rows are in each micro-batch: as even as can be, micro_batch_size at most.
+    """Split this process's rows evenly into micro-batches of at most micro_batch_size rows.
 
-    All processes have the same number of micro-batches, since all take part in each forward and backward pass; if one
-    process has fewer rows than that, as many micro-batches as it has rows.
+    All processes have the same number of micro-batches, since all take part in each forward and backward pass: at most
+    as many as the process with the fewest rows has rows.
     """
     sizes = [len(Shard(index, num_processes).batch_rows(config.batch_size)) for index in range(num_processes)]
     number = min(-(-max(sizes) // (config.micro_batch_size or max(sizes))), *sizes)

@@ -1,4 +1,4 @@
-"""Train a model on a corpus, or resume a run: everything from settings to a finished run folder.
+"""Train a model on a corpus, or resume a run: from the settings to a finished run folder.
 
 The same functions run alone and under torchrun, where each process calls them with the same arguments.
 """
@@ -38,8 +38,8 @@ from transformer_xl.training.trainer import Trainer, check_trainable
 Overrides = Mapping[str, Any]
 """Settings of one group by name, such as {"max_steps": 1000}."""
 
-# What a resumed run may change: nothing that shapes the model, its memory or the order of the text, and nothing that a
-# kept average of gradients or weights depends on. With another batch size memory starts empty.
+# Settings that a resumed run may change. Settings that determine the model, its memory, the order of the text or the
+# state of optimizer and weight average cannot change. After a change of batch size, memory starts empty.
 _CHANGEABLE = {
     *("max_steps", "learning_rate", "lr_schedule", "warmup_steps", "decay_steps", "min_learning_rate_ratio"),
     *("beta1", "beta2", "muon_momentum", "weight_decay", "max_grad_norm", "ema_decay"),
@@ -50,22 +50,22 @@ _CHANGEABLE = {
 
 @dataclass(frozen=True)
 class TrainResult:
-    """How training ended."""
+    """The result of training."""
 
     path: Path
     """Folder of the run."""
     device: str
-    """What it was trained on."""
+    """Device it was trained on."""
     step: int
-    """Optimizer steps done, in all."""
+    """Total number of optimizer steps done."""
     max_steps: int
-    """Optimizer steps asked for, in all."""
+    """Total number of optimizer steps in the settings."""
     finished: bool
-    """False: training was stopped before its end, and can be resumed."""
+    """Whether all steps are done; if not, training was stopped and can be resumed."""
     best_nats_per_token: float | None
-    """Lowest validation loss; None without a validation text."""
+    """Lowest validation loss, or None without a validation text."""
     seconds: float
-    """Time spent in training, in all."""
+    """Total training time."""
     stop_signal: int | None = None
     """The signal that stopped training, with `handle_signals`."""
     rank: int = 0
@@ -94,29 +94,30 @@ def train(
     """Train a new model on a corpus.
 
     Everything is checked before the run folder is made. Ctrl-C (KeyboardInterrupt) is raised only after the current
-    step, when a checkpoint is written; a second one is raised at once. `resume` continues from there as if training had
-    never stopped. Under torchrun all processes train together, and a restart of the program resumes the run.
+    step, after a checkpoint is written; a second one is raised at once. `resume` continues from there as if
+    training had never stopped. Under torchrun all processes train together, and a restarted program resumes
+    the run.
 
     Args:
-        config: name of a recipe (`txl recipes` lists them), path of a YAML file like them, a RunConfig, or None for the
-            defaults. The size of the vocabulary is the corpus's.
-        corpus: what to train on: a corpus, or the folder that `prepare` made.
-        run: new folder for settings, weights and metrics; None for runs/CORPUS-RECIPE.
+        config: name of a recipe (`txl recipes` lists them), path of a YAML file in the same format, a RunConfig, or
+            None for the defaults. The vocabulary size is that of the corpus.
+        corpus: corpus to train on, or the folder that `prepare` created.
+        run: new folder for settings, weights and metrics, or None for runs/CORPUS-RECIPE.
         model: settings of the model that replace those of `config`, such as {"n_layers": 6}.
         train: settings of training that replace those of `config`, such as {"max_steps": 1000}.
         evaluation: settings of evaluation that replace those of `config`.
         device: auto, cuda, mps or cpu.
-        threads: CPU threads of one operation; None for torch's choice.
-        callbacks: called while training; they can stop it.
+        threads: CPU threads of one operation, or None for torch's default.
+        callbacks: called during training; they can stop it.
         progress: show a progress bar and notes on standard error.
         handle_signals: let SIGINT and SIGTERM stop training after the current step, with a checkpoint and a result. For
-            programs that end then; signal handlers are the caller's own otherwise.
+            programs that exit afterwards; otherwise the caller's signal handlers are unchanged.
 
     Returns:
-        How training ended; `.run` is the trained model, ready to use.
+        The result; `.run` is the trained model, ready to use.
 
     Raises:
-        UserError: settings, corpus or folder are not right, the loss is no longer finite, or the disk is full.
+        UserError: settings, corpus or folder are invalid, the loss is no longer finite, or the disk is full.
         KeyboardInterrupt: Ctrl-C was pressed, unless `handle_signals`.
     """
     corpus_path = corpus.path if isinstance(corpus, Corpus) else Path(corpus)
@@ -126,8 +127,8 @@ def train(
     overrides = {"model": model or {}, "train": train or {}, "evaluation": evaluation or {}}
     path = Path(run)
 
-    def start(world: DistributedContext, stack: ExitStack, tell: Callable[[str], None]) -> Trainer:
-        return _start(config, corpus_path, path, overrides, world=world, stack=stack, tell=tell)
+    def start(world: DistributedContext, stack: ExitStack, log: Callable[[str], None]) -> Trainer:
+        return _start(config, corpus_path, path, overrides, world=world, stack=stack, log=log)
 
     return _run(start, device, threads, callbacks, progress=progress, handle_signals=handle_signals)
 
@@ -148,7 +149,7 @@ def resume(
 
     Args:
         run: folder of the run.
-        corpus: where the corpus is now; None for where it was.
+        corpus: new location of the corpus, or None if it has not moved.
         train: settings of training to change from here on, such as {"max_steps": 2000}.
         evaluation: settings of evaluation to change.
         device: auto, cuda, mps or cpu.
@@ -158,18 +159,18 @@ def resume(
         handle_signals: as for `train`.
 
     Returns:
-        How training ended; `.run` is the trained model, ready to use.
+        The result; `.run` is the trained model, ready to use.
 
     Raises:
-        UserError: there is no such run, another process trains it, it has no checkpoint or a damaged one, the corpus is
-            another, or a setting cannot change within a run.
+        UserError: the run does not exist, is being trained by another process, or has no valid checkpoint; the corpus
+            is a different one; or a setting cannot change within a run.
         KeyboardInterrupt: Ctrl-C was pressed, unless `handle_signals`.
     """
     overrides = {"train": train or {}, "evaluation": evaluation or {}}
     path, corpus_path = Path(run), corpus.path if isinstance(corpus, Corpus) else corpus
 
-    def start(world: DistributedContext, stack: ExitStack, tell: Callable[[str], None]) -> Trainer:
-        return _resume(path, corpus_path, overrides, world, stack, tell)
+    def start(world: DistributedContext, stack: ExitStack, log: Callable[[str], None]) -> Trainer:
+        return _resume(path, corpus_path, overrides, world, stack, log)
 
     return _run(start, device, threads, callbacks, progress=progress, handle_signals=handle_signals)
 
@@ -183,23 +184,23 @@ def _run(
     progress: bool,
     handle_signals: bool,
 ) -> TrainResult:
-    """Train what `start` makes, among all processes; the run's folder is locked meanwhile."""
+    """Train with the trainer that `start` returns, in all processes, while the run's folder is locked."""
 
     def choose() -> Any:
         set_threads(threads)
         return choose_device(device)
 
-    def within(world: DistributedContext) -> TrainResult:  # what it makes is unreachable when it ends, as torch needs
-        shows = progress and world.is_first
+    def within(world: DistributedContext) -> TrainResult:  # its objects are freed at the end, see `process_group`
+        show_progress = progress and world.is_first
         with ExitStack() as stack:
-            tell = say if shows else _ignore
-            trainer = start(world, stack, tell)
+            log = say if show_progress else _ignore
+            trainer = start(world, stack, log)
             num_tokens = trainer.config.batch_size * trainer.config.segment_length
-            tell(
+            log(
                 f"model: {trainer.model.num_parameters():,} parameters, on {trainer.device}; "
                 f"{trainer.config.max_steps:,} steps of {num_tokens:,} tokens"
             )
-            trainer.callbacks = [*([ProgressBarCallback()] if shows else []), *callbacks]
+            trainer.callbacks = [*([ProgressBarCallback()] if show_progress else []), *callbacks]
             with _stop_signals(trainer.stop, handle_signals=handle_signals) as received:
                 finished = trainer.run()
         if received and not handle_signals:
@@ -233,35 +234,35 @@ def _start(
     *,
     world: DistributedContext,
     stack: ExitStack,
-    tell: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> Trainer:
-    """Return the trainer of a new run, or of that run resumed where torchrun restarts the program.
+    """Return the trainer of a new run, or of the resumed run if torchrun restarted the program.
 
-    Until `stack` is closed, no other process trains it.
+    The run's folder is locked until `stack` is closed.
     """
     with world.raise_together():
-        checked, corpus = _check_settings(config, corpus_path, overrides, tell)
+        checked, corpus = _check_settings(config, corpus_path, overrides, log)
         if world.is_first:
             corpus.verify("train", "valid")
         check_trainable(checked, corpus, world.device, world)
-        # only the first looks: a shared file system may go on telling the others that nothing is there
+        # only the first process checks, because other machines may see a stale view of a shared file system
         exists = world.is_first and is_restartable() and (path / "config.yaml").exists()
         if exists and RunFolder.open(path).config != checked:
             raise UserError(
-                f"{path} holds a run with other settings; resume it with --resume {path}, or choose another --run"
+                f"{path} contains a run with other settings; resume it with --resume {path}, or choose another --run"
             )
     restarted = world.any(exists)
     trainer = Trainer(RunFolder(path, checked, corpus.tokenizer), corpus, world.device, world=world)
-    with world.raise_together():  # last: a model too large for the machine leaves no folder
+    with world.raise_together():  # last, so that a model that does not fit into memory leaves no folder
         if world.is_first and not restarted:
             RunFolder.create(path, checked, corpus.tokenizer)
         if world.is_first:
             stack.enter_context(lock_folder(path))
     with world.raise_together():
         if not (path / "config.yaml").exists():
-            raise UserError(f"not every process can see {path}, which the first made; put it where all machines can")
+            raise UserError(f"not every process can read {path}; put it on a file system that all nodes share")
     if restarted:
-        _restore(trainer, tell)
+        _restore(trainer, log)
     return trainer
 
 
@@ -269,16 +270,16 @@ def _check_settings(
     config: str | Path | RunConfig | None,
     corpus_path: Path,
     overrides: Mapping[str, Overrides],
-    tell: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> tuple[RunConfig, Corpus]:
-    """Return the settings of a new run as a whole, and its corpus."""
+    """Return the complete settings of a new run, and its corpus."""
     if isinstance(config, RunConfig):
         settings = merge(config.model_dump(), overrides)
     elif config is not None:
         settings = merge({"recipe": str(config)}, merge_recipe(load_recipe(str(config)), overrides))
     else:
         settings = merge(overrides)
-    # wrong settings are refused before anything is read; the vocabulary is still unknown, and none is too large here
+    # check settings before reading anything; the vocabulary size is unknown yet, so the largest one stands in
     run_settings(merge(settings, {"model": {"vocab_size": INT32_MAX}}), "settings")
     corpus = Corpus.open(corpus_path)
     reference = {
@@ -291,7 +292,7 @@ def _check_settings(
     if checked.model.cutoffs == "auto":
         counts = corpus.tokenizer.counts  # None where ids are not in order of frequency
         cutoffs = () if counts is None else find_cutoffs(counts, checked.model.max_tails)
-        tell(f"adaptive softmax with cutoffs {', '.join(map(str, cutoffs))}" if cutoffs else "softmax without cutoffs")
+        log(f"adaptive softmax with cutoffs {', '.join(map(str, cutoffs))}" if cutoffs else "softmax without cutoffs")
         checked = run_settings(merge(settings, {"model": {"cutoffs": cutoffs}}), "settings")
     return checked, corpus
 
@@ -302,9 +303,9 @@ def _resume(
     overrides: Mapping[str, Overrides],
     world: DistributedContext,
     stack: ExitStack,
-    tell: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> Trainer:
-    """Return the trainer of a run at its newest checkpoint; until `stack` is closed, no other process trains it."""
+    """Return the trainer of a run at its newest checkpoint; the run's folder is locked until `stack` is closed."""
     with world.raise_together():
         folder = RunFolder.open(path)
         if world.is_first:
@@ -315,7 +316,7 @@ def _resume(
         config = run_settings(merge(folder.config.model_dump(), overrides), "settings")
         corpus = folder.open_corpus(corpus_path)
         if folder.config.corpus and folder.config.corpus.train_sha256 != corpus.record.splits["train"].sha256:
-            raise UserError(f"{corpus.path} holds another training text than {path} began with; give that corpus again")
+            raise UserError(f"{corpus.path} has a different training text than {path}; pass the corpus of the run")
         if world.is_first:
             corpus.verify("train", "valid")
         if corpus_path is not None and config.corpus is not None:
@@ -323,29 +324,29 @@ def _resume(
             config = config.model_copy(update={"corpus": moved})
         check_trainable(config, corpus, world.device, world)
     trainer = Trainer(replace(folder, config=config), corpus, world.device, world=world)
-    _restore(trainer, tell)
+    _restore(trainer, log)
     with world.raise_together():
         if world.is_first and config != folder.config:
             write_text(folder.path / "config.yaml", config_text(config))
     return trainer
 
 
-def _restore(trainer: Trainer, tell: Callable[[str], None]) -> None:
-    """Return to the newest checkpoint, and say so."""
+def _restore(trainer: Trainer, log: Callable[[str], None]) -> None:
+    """Restore the newest checkpoint, and print where training resumes."""
     notes = trainer.resume()
     step, max_steps, path = trainer.state.step, trainer.config.max_steps, trainer.folder.path
     if step > max_steps:
         raise UserError(f"{path} is at step {step:,} already, beyond --train.max-steps {max_steps:,}")
     for line in [*notes, f"resuming {path} at step {step:,} of {max_steps:,}"]:
-        tell(line)
+        log(line)
 
 
 @contextmanager
 def _stop_signals(stop: Callable[[], None], *, handle_signals: bool) -> Iterator[list[int]]:
-    """Call `stop` at the first signal, and collect it; after it, the handlers before are back.
+    """Call `stop` at the first signal, and yield a list that collects it; then restore the previous handlers.
 
     Without `handle_signals` only Ctrl-C is delayed, in the main thread and where Python itself would raise
-    KeyboardInterrupt: raised in the middle of a step, it would leave weights that belong to no step.
+    KeyboardInterrupt: raised in the middle of a step, it would leave partly updated weights.
     """
     received: list[int] = []
     numbers: tuple[int, ...] = (signal.SIGINT, signal.SIGTERM) if handle_signals else (signal.SIGINT,)
@@ -359,13 +360,13 @@ def _stop_signals(stop: Callable[[], None], *, handle_signals: bool) -> Iterator
         for number, handler in before.items():
             signal.signal(number, handler)
 
-    def note(number: int, _: FrameType | None) -> None:
+    def on_signal(number: int, _: FrameType | None) -> None:
         received.append(number)
         restore()
         stop()
 
     for number in numbers:
-        signal.signal(number, note)
+        signal.signal(number, on_signal)
     try:
         yield received
     finally:

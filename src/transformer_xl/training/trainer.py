@@ -1,6 +1,6 @@
-"""The training loop: segment after segment of the text, the memory of each row carried on, until the steps are done.
+"""The training loop: reads the text segment by segment, with the memory of each row carried over.
 
-read a batch -> train step -> fetch the metrics of the step before -> (now and then) validate, save a checkpoint
+read a batch -> train step -> fetch the metrics of the previous step -> (at intervals) validate, save a checkpoint
 """
 
 from __future__ import annotations
@@ -44,22 +44,22 @@ from transformer_xl.training.schedules import learning_rate, set_learning_rate
 from transformer_xl.training.step import ModelWithLoss, TrainStep, micro_batches
 from transformer_xl.training.validation import Validator
 
-_STOP_CHECK_INTERVAL = 10  # steps (in validation: segments) after which several processes agree whether to stop
+_STOP_CHECK_INTERVAL = 10  # steps (in validation: segments) between synchronizations of stop requests across processes
 
 
 @dataclass(frozen=True)
 class _PendingStep:
-    """A step that the device may still be busy with: its metrics are fetched one step later."""
+    """A step that the device may still be computing; its metrics are fetched one step later."""
 
     step: int
     metrics: Tensor
-    """What `TrainStep` returned, in one tensor so that one fetch brings them all."""
+    """The metrics that `TrainStep` returned, in one tensor so that a single copy fetches all."""
 
 
 class Trainer:
-    """Trains one run: holds all that changes while training, and decides when to validate and to save.
+    """Trains one run: contains the training state, and decides when to validate and to save.
 
-    Most programs want `transformer_xl.train` instead, which also checks the settings and makes the run folder.
+    Most programs should use `transformer_xl.train`, which also checks the settings and creates the run folder.
     """
 
     def __init__(
@@ -71,17 +71,17 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
         world: DistributedContext = SINGLE_PROCESS,
     ) -> None:
-        """Build the model and the optimizers; initial weights follow from the run's seed, the same in every process.
+        """Build the model and the optimizers; the run's seed determines the initial weights.
 
         Args:
-            folder: of the run; its config says all else.
-            corpus: what to train on; its split `valid`, if there is one, is scored now and then.
-            device: what to compute on.
-            callbacks: called while training.
+            folder: folder of the run, with its settings.
+            corpus: corpus to train on; its split `valid`, if present, is scored every `eval_interval` steps.
+            device: device to compute on.
+            callbacks: called during training.
             world: the processes that train this run together.
 
         Raises:
-            UserError: the corpus is too short for the settings, or they ask for what this machine cannot do.
+            UserError: the corpus is too short for the settings, or the device does not support them.
         """
         self.folder, self.corpus, self.device, self.world = folder, corpus, device, world
         self.callbacks = list(callbacks)
@@ -90,14 +90,14 @@ class Trainer:
         self.validator = Validator(corpus, config, world) if "valid" in corpus.splits else None
         torch.manual_seed(config.seed)
         self.model = build_model(folder.config.model, memory_length=config.memory_length).to(device).train()
-        if world.rank:  # each process draws another dropout mask
+        if world.rank:  # each process draws different dropout masks
             world.seed(config.seed, 0)
         self.model.activation_checkpointing = config.activation_checkpointing
         compile_layers(self.model, device, config.compile)
         self.wrapped_model = world.wrap(
             ModelWithLoss(self.model, copy_memory=config.compile == "cudagraphs"), config.parallelism
         )
-        self.optimizers = build_optimizers(self.model, config)  # after wrapping: of the weights as they are sharded
+        self.optimizers = build_optimizers(self.model, config)  # after wrapping, which shards the weights
         self.weight_average = None if config.weight_average == "none" else WeightAverage(self.model, config)
         self.micro_batches = [len(rows) for rows in micro_batches(self.dataset.local_batch_size, config, world.size)]
         self.memories = self._initial_memories()
@@ -113,30 +113,30 @@ class Trainer:
     def stop(self) -> None:
         """End training after the current step (or in the middle of a validation), with a checkpoint.
 
-        May be called from callbacks, signal handlers and other threads. Several processes agree on it every few steps.
+        May be called from callbacks, signal handlers and other threads. Processes synchronize it every few steps.
         """
         self._stop_requested = True
 
     def resume(self) -> list[str]:
-        """Return to the newest checkpoint of the run, and remove later lines from metrics.jsonl.
+        """Restore the newest checkpoint of the run, and remove later lines from metrics.jsonl.
 
         Returns:
-            What the user should know: a line on each thing that cannot continue as it was.
+            Notes for the user: one line for each part of the state that cannot be restored exactly.
 
         Raises:
-            UserError: there is no checkpoint but other traces of training, or it is damaged or of other settings.
+            UserError: the checkpoint is damaged, does not fit the settings, or is missing in a trained run.
         """
         notes: list[str] = []
         folder = self.folder
-        # with none of these it was killed before its first checkpoint, and starts; a converted run has weights alone
+        # a run without any of these was killed before its first checkpoint; a converted run has only weights
         if folder.latest_checkpoint() or folder.metrics() or (folder.path / "model.safetensors").exists():
             notes = load_checkpoint(folder, self, self.world)
             self._restore_best_loss()
             if self._is_other_validation_text():
-                notes.append("the validation text is another than before, so the best weights are chosen anew")
+                notes.append("the validation text has changed, so the search for the best weights starts over")
             self._saved = self.state
         position = self.state.position
-        if position.segment_index >= self.dataset.segments_in(position.epoch):  # another batch size: fewer segments
+        if position.segment_index >= self.dataset.segments_in(position.epoch):  # after a change of batch size
             self._update_state(position=DatasetPosition(epoch=position.epoch + 1))
         with self.world.raise_together():
             if self.world.is_first:
@@ -148,10 +148,10 @@ class Trainer:
         """Train until all steps are done or `stop` is called; either way a checkpoint is written.
 
         Returns:
-            Whether all steps, and the validation after the last, are done.
+            Whether all steps and the validation after the last one are done.
 
         Raises:
-            UserError: the loss is no longer a finite number, or the disk is full; the last checkpoint stays good.
+            UserError: the loss is no longer a finite number, or the disk is full; the last checkpoint is unchanged.
         """
         config, self._stop_requested = self.config, False
         self._start_time = time.perf_counter() - self.state.seconds
@@ -160,7 +160,7 @@ class Trainer:
             for callback in self.callbacks:
                 callback.on_train_begin(self)
             while True:
-                # a run may have been stopped in the middle of a validation: after resuming, it is done first of all
+                # if the run was stopped during a validation, the validation is repeated first
                 validated = self.state.step in (0, self.state.validation_step) or not self._is_due(config.eval_interval)
                 validated = validated or self._validate()
                 stopping = self._should_stop()
@@ -178,7 +178,7 @@ class Trainer:
         return self.state.step % interval == 0 or self.state.step >= self.config.max_steps
 
     def _should_stop(self) -> bool:
-        """Whether to stop here; several processes agree on it, which takes time and is not done after every step."""
+        """Return whether to stop now; with several processes this needs communication, so not after every step."""
         if self.world.size == 1:
             return self._stop_requested
         intervals = (_STOP_CHECK_INTERVAL, self.config.eval_interval, self.config.checkpoint_interval)
@@ -195,7 +195,7 @@ class Trainer:
         metrics, self.memories = self._train_step(batch.batch, self.memories, done=state.step / config.max_steps)
         if self.weight_average is not None:
             self.weight_average.update(batch.next.step)
-        # the step before is fetched only now, with this one queued: the device never waits for the host
+        # fetched only after this step is queued, so that the device never waits for the host
         self._fetch_metrics()
         self._pending = _PendingStep(batch.next.step, metrics)
         self._update_state(step=batch.next.step, position=batch.next.segment, part=batch.next.part)
@@ -204,7 +204,7 @@ class Trainer:
             callback.on_step(self, num_tokens)
 
     def _fetch_metrics(self) -> None:
-        """Add the metrics of the pending step to the sums; every `log_interval` steps, write a line."""
+        """Add the metrics of the pending step to the sums; write a line of metrics every `log_interval` steps."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -219,13 +219,13 @@ class Trainer:
         self._throughput.num_tokens += round(num_tokens)
         nats, tokens = self.state.interval_nats + nats, self.state.interval_tokens + round(num_targets)
         if pending.step % self.config.log_interval == 0 and tokens:
-            more = {"grad_norm": grad_norm, "tokens_per_second": self._throughput.restart()}
-            self._report("train", pending.step, self._sums("train", nats, tokens), more)
+            extra = {"grad_norm": grad_norm, "tokens_per_second": self._throughput.restart()}
+            self._report("train", pending.step, self._sums("train", nats, tokens), extra)
             nats, tokens = 0.0, 0
         self._update_state(interval_nats=nats, interval_tokens=tokens)
 
     def _validate(self) -> bool:
-        """Score the validation text, and keep the weights if they are the best; False if stopped before the end."""
+        """Score the validation text, and save the weights if they are the best; return False if stopped early."""
         self._fetch_metrics()
         validator, begin = self.validator, time.perf_counter()
         if validator is None:
@@ -263,7 +263,7 @@ class Trainer:
         return True
 
     def _is_other_validation_text(self) -> bool:
-        """Whether the lowest loss so far is of another text than the next will be: they must not be compared."""
+        """Return whether `best_nats` is of a different validation text, so that it must not be compared."""
         before = self.state.validation_text
         return self.validator is not None and before is not None and before != self.validator.text_id
 
@@ -274,37 +274,37 @@ class Trainer:
             return
         self._update_state(seconds=begin - self._start_time)
         self._saved = self.state
-        # in a checkpoint memory has its full length, so that it fits whatever the stage of the segment warm-up
+        # checkpoints save memory at full length, independent of the stage of the segment warm-up
         self.memories = tuple(memory.resized(self.config.memory_length) for memory in self.memories)
         save_checkpoint(self.folder, self, self.world)
         if self.state.step >= self.config.max_steps and self.validator is None:
-            with self._averaged_weights():  # without validation, the last weights or their average count as the best
+            with self._averaged_weights():  # without validation, the last weights or their average are the best
                 self._save_best_weights(None)
         self._throughput.exclude(time.perf_counter() - begin)
 
     def _save_best_weights(self, nats: float | None) -> None:
-        """Keep the weights that the model has now as the run's best, with their validation loss in nats per token."""
+        """Save the model's current weights as the best of the run, with the validation loss in nats per token."""
         weights = gather_weights(self.model, self.world)
         if self.world.is_first:
             self.folder.save_weights(weights, step=self.state.step, nats=nats)
 
     def _restore_best_loss(self) -> None:
-        """Compare the checkpoint's best loss with the best weights on disk.
+        """Set the best loss to that of the best weights on disk.
 
-        These may be of a later step than the checkpoint (after a crash): then their loss is the one to beat. Where they
-        were lost, any weights are better.
+        After a crash these may be of a later step than the checkpoint; then their loss replaces that of the checkpoint.
+        If they are missing, the next weights are saved as the best.
         """
         with self.world.raise_together():
             exists = self.world.is_first and (self.folder.path / "model.safetensors").exists()
-            found = json.dumps([exists, self.folder.best_known() if exists else None])
-        exists, best = json.loads(self.world.gather_texts(found)[0])
+            on_disk = json.dumps([exists, self.folder.best_known() if exists else None])
+        exists, best = json.loads(self.world.gather_texts(on_disk)[0])
         if not exists:
             self._update_state(best_nats=None)
         elif best is not None and best[0] > self.state.validation_step:
             self._update_state(best_nats=best[1])
 
     def _averaged_weights(self) -> AbstractContextManager[None]:
-        """For the time of a block, the model has the average of its weights, if one is kept."""
+        """Return a context in which the model has the average of its weights, if the run computes one."""
         return nullcontext() if self.weight_average is None else self.weight_average.in_place_of(self.model)
 
     def _initial_memories(self) -> tuple[Memory, ...]:
@@ -314,17 +314,17 @@ class Trainer:
         self.state = self.state.model_copy(update=changes)
 
     def _sums(self, split: str, nats: float, tokens: int) -> Sums:
-        """Sums over part of a split, whose bytes are taken to be its share."""
+        """Return the sums over part of a split; its number of bytes is estimated from bytes per token."""
         return Sums(nats, tokens, tokens * self.corpus.split(split).bytes_per_token)
 
-    def _report(self, split: str, step: int, sums: Sums, more: Metrics) -> None:
-        """Write a line of metrics, and tell the callbacks."""
+    def _report(self, split: str, step: int, sums: Sums, extra: Metrics) -> None:
+        """Write a line of metrics, and call the callbacks."""
         metrics: Metrics = {
             "split": split,
             "step": step,
             "nats_per_token": sums.nats_per_token,
             "bits_per_byte": sums.bits_per_byte,
-            **more,
+            **extra,
             "learning_rate": learning_rate(step - 1, self.config),
             "seconds": round(time.perf_counter() - self._start_time, 3),
         }
@@ -335,17 +335,17 @@ class Trainer:
 
 
 class _Throughput:
-    """Tokens per second of training since the last line of metrics, without validations and checkpoints."""
+    """Tokens per second of training since the last line of metrics, excluding validations and checkpoints."""
 
     def __init__(self) -> None:
         self.num_tokens, self._begin = 0, time.perf_counter()
 
     def exclude(self, seconds: float) -> None:
-        """Leave out time that went into something else."""
+        """Exclude time that was not spent on training steps."""
         self._begin += seconds
 
     def restart(self) -> float:
-        """Return the tokens per second, and start over."""
+        """Return the tokens per second, and reset."""
         now = time.perf_counter()
         rate = self.num_tokens / max(1e-9, now - self._begin)
         self.num_tokens, self._begin = 0, now
@@ -358,7 +358,8 @@ def check_trainable(
     """Check, before a run folder is made, that training can start.
 
     Raises:
-        UserError: the text is too short for batch size and segment length, or the settings name what does not exist.
+        UserError: the text is too short for batch size and segment length, or an attention implementation or
+            package is not available.
     """
     training_dataset(corpus, config.train, world.shard)
     if "valid" in corpus.splits:
@@ -369,10 +370,10 @@ def check_trainable(
 
 
 def training_dataset(corpus: Corpus, config: TrainConfig, shard: Shard = SINGLE_SHARD) -> TokenDataset:
-    """Return the training text as segments, in the order the settings ask for.
+    """Return the training text as segments, in the order of the settings.
 
     Raises:
-        UserError: it is too short for batch size and segment length, or has too few documents to shuffle.
+        UserError: the text is too short for batch size and segment length, or has too few documents to shuffle.
     """
     split = corpus.split("train")
     dataset: TokenDataset
