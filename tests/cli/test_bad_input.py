@@ -153,7 +153,7 @@ WRONG_WORDS = [
         "train --corpus corpus --run new --model.cutoffs 5,256",
         "cutoffs 5, 256 must be below vocab_size 256",
     ),
-    ("train --corpus corpus --run new --model.cutoffs 5;7", "wanted integers separated by commas"),
+    ("train --corpus corpus --run new --model.cutoffs 5;7", "must be integers separated by commas"),
     ("train wikitext-103-large --corpus corpus --run new", "must be below vocab_size 256"),
     ("train --corpus corpus --run new --model.cutoffs 5,7 --model.div_val 999", "last of 2 tails .* width 0"),
     (

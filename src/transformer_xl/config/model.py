@@ -22,7 +22,7 @@ def _integers(value: Any) -> Any:
     if isinstance(value, str) and value != "auto":
         parts = [part.strip() for part in value.split(",")]
         if not all(part.isascii() and part.isdecimal() for part in parts):
-            raise ValueError("wanted integers separated by commas (20000,40000,200000), auto, or none")
+            raise ValueError("must be integers separated by commas (20000,40000,200000), auto, or none")
         return tuple(int(part) for part in parts)
     return value
 
@@ -74,7 +74,7 @@ class BaseModelConfig(Settings):
         return self
 
     def limit(self, name: Literal["attention_window", "clamp_length", "max_position_embeddings"]) -> int | None:
-        """Return one of the model's limits, in tokens; None: no limit, or the architecture has no such setting."""
+        """Return one of the model's limits in tokens, or None if it is not limited or has no such setting."""
         return getattr(self, name, None)
 
     def check_context_limits(
@@ -245,7 +245,7 @@ class QRNNConfig(RecurrentConfig):
 
 
 def _with_architecture(value: Any) -> Any:
-    """Take a mapping without an architecture to be a Transformer-XL."""
+    """Add architecture transformer-xl to a mapping that has none."""
     return {"architecture": "transformer-xl", **value} if isinstance(value, Mapping) else value
 
 
@@ -254,7 +254,7 @@ ModelConfig = Annotated[
     Field(discriminator="architecture"),
     BeforeValidator(_with_architecture),
 ]
-"""The settings of any model; `architecture` says which class they are of."""
+"""The settings of any model; the value of `architecture` selects the class."""
 
 ARCHITECTURES: Mapping[str, type[BaseModelConfig]] = {
     "transformer-xl": TransformerXLConfig,

@@ -68,7 +68,7 @@ class RunConfig(Settings):
         return self
 
     def resolved(self) -> RunConfig:
-        """Return the settings with those filled in that were left to the lengths of training, as a run stores them."""
+        """Return the settings as a run stores them, with defaults that depend on training lengths filled in."""
         model, train = self.model, self.train
         if isinstance(model, ShawConfig) and model.max_relative_positions is None:
             known = {"max_relative_positions": train.segment_length + train.memory_length}
@@ -105,7 +105,7 @@ class Recipe(Settings):
 
 
 def run_settings(values: Mapping[str, Any], source: str) -> RunConfig:
-    """Check the settings of a run as a whole, and fill in those that follow from others.
+    """Check the settings of a run as a whole, and fill in those that depend on others.
 
     Args:
         values: settings by group. Where none is given, train.memory_length is 0 for architectures without memory.

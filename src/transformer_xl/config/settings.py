@@ -15,7 +15,7 @@ INT32_MAX = 2**31 - 1  # upper limit of every count; a larger one is a typing er
 
 
 class UserError(ValueError):
-    """An error that the user can correct: one line with what was given, what was wanted and what to type next."""
+    """An error that the user can correct: one line with the given value, the expected value and what to do next."""
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
@@ -26,7 +26,7 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
 @dataclass(frozen=True)
 class _MisplacedBool:
-    """A true or false given for a setting that is neither: no type of setting accepts it."""
+    """A bool given for a setting that is not a bool; no type of setting accepts this class."""
 
     value: bool
 
@@ -39,7 +39,7 @@ class Settings(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _reject_bools(cls, values: Any) -> Any:
-        """Keep pydantic from taking true for 1 where a number is wanted (YAML reads yes and on as true)."""
+        """Keep pydantic from converting true to 1 for a number (YAML reads yes and on as true)."""
         if not isinstance(values, Mapping):
             return values
         misplaced = {name for name, value in values.items() if isinstance(value, bool) and not cls._takes_bool(name)}

@@ -1,13 +1,13 @@
-"""Batched generation of token ids: prefill the prompts, then one decode step for each token.
+"""Batched generation of token ids: prefill the prompts, then run one decode step for each token.
 
     generator = BatchGenerator(model, [prompt_ids], config)
     while generator.active:
         for token in generator.step(): ...
 
-It needs no tokenizer, so the ids may stand for anything. Sequences of a batch do not affect each other, and a finished
-one leaves the batch.
+No tokenizer is needed. Sequences of a batch do not affect each other, and a finished sequence is removed from the
+batch.
 
-Shape suffixes: B batch rows, T tokens, D model width, V vocabulary, R candidates, K earlier tokens.
+Shape suffixes: B batch size, T tokens, D model width, V vocabulary, R candidates, K earlier tokens.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ class GeneratedToken:
     """Index of the sequence, counting from 0 and including finished ones."""
     token_id: int
     logprob: float | None
-    """Its log-probability under the model, before any processing of the logits; None: not asked for."""
+    """Log-probability under the model, before any processing of the logits, or None if `logprobs` is off."""
     is_eos: bool
-    """Whether it is one of `eos_token_ids`, so that its sequence is finished."""
+    """Whether the token is one of `eos_token_ids`, so that its sequence is finished."""
 
 
 @dataclass(frozen=True)
 class _Finished:
-    """Sequences that left the batch, their memory, and their last tokens, which the memory has not read yet."""
+    """Sequences removed from the batch, their memory, and their last tokens, which the memory does not include yet."""
 
     sequences: list[int]
     memory: Memory
@@ -81,7 +81,7 @@ class BatchGenerator:
                 the length of sequences is left to the caller. Sequence i belongs to prompt i // num_samples and has a
                 random generator of its own, seeded with seed + i, so it does not depend on the rest of the batch.
             logits_processor: changes the logits before each choice, after the repetition penalty.
-            memory: what was read before, one row for each prompt; None: nothing. It is not changed.
+            memory: the memory of earlier tokens, one row for each prompt, or None if there are none. It is not changed.
 
         Raises:
             UserError: an empty prompt, token ids out of range, a memory of another batch size, or a model in training
@@ -137,7 +137,7 @@ class BatchGenerator:
         return tokens
 
     def finish(self, sequences: Collection[int]) -> None:
-        """Take these sequences out of the batch; their memory is kept for `memory`."""
+        """Remove these sequences from the batch; `memory` still returns their memory."""
         leave = [row for row, index in enumerate(self.active) if index in sequences]
         if not leave:
             return
@@ -156,8 +156,8 @@ class BatchGenerator:
     def memory(self) -> Memory:
         """Return the memory of all sequences in order, finished or not, after all that was read and generated.
 
-        It can be given to the next BatchGenerator, as in a conversation; this one can still go on. Each call reads the
-        latest tokens.
+        It can be passed to the next BatchGenerator, as in a conversation; this generator can still continue. Each call
+        runs the model on the latest tokens.
         """
         if self._unread_B1 is None:
             return self._memory
@@ -201,8 +201,8 @@ class BatchGenerator:
 def prefill(model: LanguageModel, prompts: Sequence[Sequence[int]], memory: Memory | None) -> tuple[Tensor, Memory]:
     """Read prompts of any lengths; return the last hidden state of each, (B, 1, D), and the memory.
 
-    Prompts are padded on the left. Segments are counted from the end, so that a prompt is cut at the same positions
-    whatever else is in the batch.
+    Prompts are padded on the left. Segments are counted from the end, so that a prompt is split at the same positions
+    whatever the other prompts are.
     """
     if memory is None:
         memory = model.inference_memory(len(prompts))
@@ -237,7 +237,7 @@ def check_inputs(model: LanguageModel, prompts: Sequence[Sequence[int]], eos_tok
     if not all(len(prompt) for prompt in prompts):
         raise UserError("the prompt is empty; give at least one token")
     if not all(isinstance(token, Integral) for prompt in prompts for token in prompt):
-        raise UserError("a prompt has something else than token ids; give integers")
+        raise UserError("a prompt contains values that are not token ids; give integers")
     vocab_size = model.config.vocab_size
     for name, ids in (("token id", [token for prompt in prompts for token in prompt]), ("eos token id", eos_token_ids)):
         if wrong := [token_id for token_id in ids if not 0 <= token_id < vocab_size]:
@@ -247,7 +247,7 @@ def check_inputs(model: LanguageModel, prompts: Sequence[Sequence[int]], eos_tok
 def _latest_tokens(prompts: Sequence[Sequence[int]], window: int) -> Tensor:
     """Return the last tokens of each prompt, (B, K).
 
-    Short prompts are padded with their own last token, which changes nothing: the penalty applies to a token once.
+    Short prompts are padded with their own last token. This changes nothing: the penalty applies once to each token.
     """
     width = min(window, max(map(len, prompts)))
     rows = [list(prompt[-width:]) for prompt in prompts]

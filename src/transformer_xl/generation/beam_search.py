@@ -28,13 +28,13 @@ _DEFAULT_NUM_BEAMS = 4
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """A continuation that the search found."""
+    """A continuation of the prompt, finished or not."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     """Natural log-probability of each token."""
     score: float
-    """What hypotheses are ranked by."""
+    """The log-probability with the length penalty, by which hypotheses are ranked."""
     is_finished: bool
     """Whether its last token is one of `eos_token_ids`."""
 
@@ -57,11 +57,11 @@ def beam_search(
 
     Args:
         run: a loaded run.
-        prompt: text to continue; None: begin a new text.
-        config: `num_beams` (4 where it is not given), `length_penalty` and the settings that do not concern sampling.
+        prompt: text to continue, or None to begin a new text.
+        config: `num_beams` (default 4), `length_penalty` and the settings that do not concern sampling.
         logits_processor: changes the logits before each step; log-probabilities are those of the changed logits.
-        memory: what was read before, of batch size 1; the prompt then continues it. It is not changed.
-        overrides: settings by name, in place of those of `config`.
+        memory: a memory of batch size 1, which the prompt continues. It is not changed.
+        overrides: settings by name, which override those of `config`.
 
     Returns:
         `num_beams` completions with log-probabilities, best first.
@@ -74,16 +74,16 @@ def beam_search(
     model = inference_model(run.model, config)
     with autocast(next(model.parameters()).device, config.dtype):
         memory = memory or new_memory(run, config, 1)
-        found = search_token_ids(model, prompt_ids, config, memory, logits_processor)
+        hypotheses = search_token_ids(model, prompt_ids, config, memory, logits_processor)
     completions: list[Completion] = []
-    for one in found:
+    for hypothesis in hypotheses:
         builder = CompletionBuilder(run.tokenizer, prompt_ids, config)
         text = "".join(
             builder.add(GeneratedToken(0, token_id, logprob, token_id in config.eos_token_ids))
-            for token_id, logprob in zip(one.token_ids, one.logprobs, strict=True)
+            for token_id, logprob in zip(hypothesis.token_ids, hypothesis.logprobs, strict=True)
         )
         assert builder.finish_reason is not None
-        completions.append(Completion(prompt, text, one.token_ids, one.logprobs, builder.finish_reason))
+        completions.append(Completion(prompt, text, hypothesis.token_ids, hypothesis.logprobs, builder.finish_reason))
     return completions
 
 
@@ -103,7 +103,7 @@ def search_token_ids(
         model: any language model, in evaluation mode.
         prompt: token ids, one or more.
         config: with `num_beams` and `max_new_tokens`.
-        memory: what was read before, of batch size 1; None: nothing. It is not changed.
+        memory: a memory of batch size 1, or None for an empty one. It is not changed.
         logits_processor: as for `beam_search`.
 
     Returns:
@@ -125,7 +125,7 @@ def search_token_ids(
             finished = _best([*finished, *newly_finished], config)
             if not live or length == config.max_new_tokens:
                 break
-            # a log-probability never rises, and a longer sequence may divide it by more
+            # upper bound: a log-probability never increases, and a longer sequence may divide it by more
             final_length = config.max_new_tokens if config.length_penalty > 0 else length + 1
             bound = max(_score(one.logprob, final_length, config) for one in live)
             if len(finished) == config.num_beams and finished[-1].score >= bound:
@@ -149,7 +149,7 @@ def _candidates(
     count = min(config.num_beams + len(config.eos_token_ids), model.config.vocab_size)
     if logits_processor is None:
         logits_B1R, ids_B1R = model.topk(hidden_B1D, count)
-        # topk's logits differ from log-probabilities by a constant, which the loss of the first token gives
+        # topk's logits differ from log-probabilities by a constant, computed here from the loss of the first token
         shift_B1 = logits_B1R[..., 0].double() + model.nats(hidden_B1D, ids_B1R[..., 0].cpu().contiguous()).double()
         logprobs_BR, ids_BR = logits_B1R[:, 0].double() - shift_B1, ids_B1R[:, 0]
     else:
@@ -169,7 +169,7 @@ def _extend(
     """Extend the beams by the candidates, best first, until there are `num_beams` unfinished ones.
 
     Returns:
-        the hypotheses that finished on the way, the unfinished ones, and the beam that each of these extends.
+        the newly finished hypotheses, the unfinished ones, and the beam that each unfinished one extends.
     """
     sums_B1 = torch.tensor([[one.logprob] for one in live], dtype=torch.float64, device=logprobs_BR.device)
     order = (sums_B1 + logprobs_BR).flatten().argsort(descending=True, stable=True).tolist()
@@ -196,7 +196,7 @@ def _extend(
 
 
 def _score(logprob: float, length: int, config: GenerationConfig) -> float:
-    """Score of a hypothesis, as in Wu et al. 2016, section 7, but normalized by the length itself."""
+    """Return the score of a hypothesis, as in Wu et al. 2016, section 7, but normalized by the length itself."""
     return logprob / length**config.length_penalty
 
 

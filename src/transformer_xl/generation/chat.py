@@ -1,4 +1,4 @@
-"""A conversation with a model: each reply remembers all lines and replies before it."""
+"""A conversation with a model, whose memory continues from turn to turn."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformer_xl.run_folder import Run
 
 
 class Chat:
-    """A conversation. A reply ends with its line, or before one of `stop`; reply i is sampled with seed + i."""
+    """A conversation. A reply ends at a newline or a `stop` string; reply i is sampled with seed + i."""
 
     def __init__(self, run: Run, config: GenerationConfig | None = None, **overrides: Any) -> None:
         """Begin a conversation; `config` and `overrides` are as for `stream`.
@@ -29,18 +29,18 @@ class Chat:
         self._unread = ""
 
     def reply(self, line: str) -> Iterator[str]:
-        """Read a line, without its newline, and stream the reply; iterate to the end before the next line.
+        """Read a line, given without its newline, and stream the reply; iterate to its end before the next line.
 
         Raises:
-            UserError: the line cannot be encoded. The conversation can go on with another one.
+            UserError: the line cannot be encoded. The conversation can continue with another line.
         """
-        self._run.tokenizer.encode(line)  # alone, so that positions in an error message count from its start
+        self._run.tokenizer.encode(line)  # first check the line alone, so that positions in errors count from its start
         reply = stream(self._run, f"{self._unread}{line}\n", self._config, memory=self._memory)
         return self._remember(reply)
 
     def _remember(self, reply: GenerationStream) -> Iterator[str]:
         yield from reply
         self._memory = reply.memory()
-        # a reply that was cut off gets the end it did not reach, so that the next line starts as all others do
+        # terminate a reply that was truncated by max_new_tokens before the next line
         self._unread = self._end_of_reply if reply.finish_reason == "length" else ""
         self._config = self._config.model_copy(update={"seed": self._config.seed + 1})

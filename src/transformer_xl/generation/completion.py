@@ -1,7 +1,7 @@
-"""From generated tokens to text: in whole characters, joined to the prompt, and cut before a stop string.
+"""Decoding of generated tokens to text in whole characters, up to a stop string.
 
 A stop string may span several tokens, and tokens may split characters. So text that could be the beginning of a stop
-string is held back until the next tokens decide. Of several stop strings, the one that is complete first ends the text.
+string is held back until later tokens decide. Of several stop strings, the first complete one ends the text.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from transformer_xl.generation.config import GenerationConfig
 from transformer_xl.text.tokenizers import Tokenizer
 
 Prompt = str | bytes | None
-"""Text to continue; None: begin a new text."""
+"""Text to continue, or None to begin a new text."""
 
 FinishReason = Literal["length", "eos", "stop"]
 """Why a sequence ended: max_new_tokens, one of eos_token_ids, or a stop string."""
@@ -28,22 +28,22 @@ class Completion:
 
     prompt: Prompt
     text: str
-    """What follows the prompt, without what ended it."""
+    """The text after the prompt, without the stop string or EOS token that ended it."""
     token_ids: tuple[int, ...]
     """All generated tokens, including those that ended the text."""
     logprobs: tuple[float, ...]
-    """Natural log-probability of each token under the model; empty unless asked for."""
+    """Natural log-probability of each token under the model; empty if `logprobs` is off."""
     finish_reason: FinishReason
     seed: int | None = None
-    """Seed that reproduces it alone; None: found by beam search."""
+    """Seed that reproduces this completion alone, or None for beam search."""
 
     @property
     def logprob(self) -> float | None:
-        """Log-probability of all tokens together; None: not asked for."""
+        """Log-probability of all tokens together, or None if `logprobs` is off."""
         return math.fsum(self.logprobs) if self.logprobs else None
 
     def as_dict(self, *, tokens: bool = True) -> dict[str, Any]:
-        """Return it as plain values for JSON; with `tokens`, also the ids and log-probability of each token."""
+        """Return the completion for JSON; with `tokens`, also the id and log-probability of each token."""
         prompt = self.prompt
         if isinstance(prompt, str):
             prompt = prompt.encode("utf-8", "surrogateescape")  # bytes of the command line that are not UTF-8
@@ -59,7 +59,7 @@ class Completion:
 
 
 class CompletionBuilder:
-    """A completion while it is generated: decodes its tokens and decides when it is finished."""
+    """Builds a completion from its tokens as they are generated: decodes them and decides when it is finished."""
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], config: GenerationConfig) -> None:
         """The text continues `prompt_ids`: it begins, for example, with the space between two words."""
@@ -74,10 +74,10 @@ class CompletionBuilder:
         """All tokens so far; without max_new_tokens they are not kept."""
         self.logprobs: list[float] = []
         self.finish_reason: FinishReason | None = None
-        """None: not finished."""
+        """Why the text ended, or None if it is not finished."""
 
     def add(self, token: GeneratedToken) -> str:
-        """Take the next token; return the text that became certain."""
+        """Add the next token, and return the text that is now certain."""
         self.num_tokens += 1
         if self._config.max_new_tokens is not None:
             self.token_ids.append(token.token_id)
@@ -98,7 +98,7 @@ class CompletionBuilder:
         return text
 
     def _release(self, text: str) -> str:
-        """Return the text that cannot be part of a stop string; cut it at a complete one, which finishes the text."""
+        """Return the text that cannot be part of a stop string; truncate at a complete one, which ends the text."""
         # a dash held back after a space may come out without the space, now that the next word is known
         in_full = text.startswith(self._rest_of_prompt)
         text = text.removeprefix(self._rest_of_prompt if in_full else self._rest_of_prompt.lstrip())

@@ -20,7 +20,7 @@ _NOT_WITH_BEAMS = (
 
 
 class GenerationConfig(Settings):
-    """How sequences are generated: how long, how each token is sampled, and what is computed beside them.
+    """Settings of text generation: length, sampling, beam search and outputs.
 
     Logits are processed in this order: repetition penalty, logits processor, temperature, top-k, top-p, min-p.
     """
@@ -98,15 +98,17 @@ class GenerationConfig(Settings):
                 raise ValueError("length_penalty ranks beams; give num_beams too, or leave it out")
             return self
         fields = type(self).model_fields
-        if odd := [name for name in _NOT_WITH_BEAMS if getattr(self, name) != fields[name].default]:
-            raise ValueError(f"beam search neither samples nor looks for stop strings; leave out {odd[0]} or num_beams")
+        if conflicts := [name for name in _NOT_WITH_BEAMS if getattr(self, name) != fields[name].default]:
+            raise ValueError(
+                f"beam search neither samples nor looks for stop strings; leave out {conflicts[0]} or num_beams"
+            )
         if limit is None:
             raise ValueError("beam search needs an end; give a number as max_new_tokens")
         if abs(self.length_penalty) * math.log(limit) > _MAX_LOG_DIVISOR:
-            most = _MAX_LOG_DIVISOR / math.log(limit)
+            bound = _MAX_LOG_DIVISOR / math.log(limit)
             raise ValueError(
                 f"length_penalty {self.length_penalty} is out of range; "
-                f"wanted {-most:.0f} to {most:.0f} with {limit} max_new_tokens"
+                f"it must be {-bound:.0f} to {bound:.0f} with {limit} max_new_tokens"
             )
         return self
 
@@ -117,12 +119,12 @@ class GenerationConfig(Settings):
 
     @property
     def effective_top_k(self) -> int | None:
-        """The k of top-k sampling; None: no limit."""
+        """The k of top-k sampling, or None for no limit."""
         if self.top_k != "auto":
             return self.top_k
         return _PAPER_TOP_K if self.top_p is None and self.min_p is None else None
 
     @property
     def num_candidates(self) -> int | None:
-        """Number of most likely tokens that are enough to sample from; None: the whole vocabulary."""
+        """Number of most likely tokens that are enough to sample from, or None for the whole vocabulary."""
         return 1 if self.is_greedy else self.effective_top_k

@@ -1,10 +1,10 @@
-"""Text in, text out: finished completions, or one text streamed as it is generated.
+"""Text generation: finished completions, or one text streamed as it is generated.
 
     completion = generate(run, "Once upon a time", max_new_tokens=300)
     completions = generate(run, ["Once", "The end"], num_samples=4, stop="\\n")
     for text in stream(run, "Once upon a time", top_p=0.9): ...
 
-`beam_search` has a module of its own. All take the settings of `GenerationConfig`, as an object or by name.
+`beam_search` is in `beam_search.py`. All functions accept the settings of `GenerationConfig`, as an object or by name.
 """
 
 from __future__ import annotations
@@ -62,15 +62,15 @@ def generate(
     memory: Memory | None = None,
     **overrides: Any,
 ) -> Completion | list[Completion]:
-    """Sample completions of one prompt or of several, side by side; each is what it would be alone.
+    """Sample completions of one prompt or a batch of prompts; the result does not depend on the rest of the batch.
 
     Args:
         run: a loaded run.
-        prompts: text to continue (None: begin a new text), or a list of such prompts, of any lengths.
-        config: how to generate; None: the defaults.
+        prompts: text to continue, or None to begin a new text, or a list of such prompts of any lengths.
+        config: settings of the generation, or None for the defaults.
         logits_processor: changes the logits before each token is sampled.
-        memory: what was read before, one row for each prompt; the prompts then continue it. It is not changed.
-        overrides: settings by name, in place of those of `config`.
+        memory: a memory with one row for each prompt, which the prompts continue. It is not changed.
+        overrides: settings by name, which override those of `config`.
 
     Returns:
         one completion for one prompt; for a list, all samples of the first prompt, then those of the next.
@@ -121,14 +121,14 @@ def stream(
 
     Args:
         run: a loaded run.
-        prompt: text to continue; None: begin a new text.
-        config: how to generate; None: the defaults.
+        prompt: text to continue, or None to begin a new text.
+        config: settings of the generation, or None for the defaults.
         logits_processor: changes the logits before each token is sampled.
-        memory: what was read before, of batch size 1; the prompt then continues it. It is not changed.
-        overrides: settings by name, in place of those of `config`.
+        memory: a memory of batch size 1, which the prompt continues. It is not changed.
+        overrides: settings by name, which override those of `config`.
 
     Returns:
-        an iterator over the text; the prompt is read now, and each token when its text is asked for.
+        an iterator over the text. The prompt is read immediately, and tokens are generated as it is iterated.
 
     Raises:
         UserError: a setting that is out of range, or a prompt that is empty or cannot be encoded.
@@ -181,12 +181,12 @@ class GenerationStream(Iterator[str]):
 
     @property
     def logprobs(self) -> tuple[float, ...]:
-        """Natural log-probability of each token so far; empty unless asked for, and without max_new_tokens."""
+        """Natural log-probability of each token so far; empty if `logprobs` is off, or without max_new_tokens."""
         return tuple(self._builder.logprobs)
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Why the text ended; None: it has not."""
+        """Why the text ended, or None if it is not finished."""
         return self._builder.finish_reason
 
     def memory(self) -> Memory:
@@ -236,14 +236,14 @@ def encode_prompt(tokenizer: Tokenizer, prompt: Prompt, config: GenerationConfig
 
 
 def new_memory(run: Run, config: GenerationConfig, batch_size: int) -> Memory:
-    """Return the empty memory to generate with: of the wanted length, else of the run's evaluation memory length."""
+    """Return an empty memory of the configured length, or else of the run's evaluation memory length."""
     given: dict[str, Any] = {} if config.memory_length is None else {"memory_length": config.memory_length}
     context_limits = EvaluationPlan.resolve(run.config, EvaluationConfig(method="memory", **given)).context_limits
     return run.model.generation_memory(batch_size, context_limits, segment_length=run.config.train.segment_length)
 
 
 def inference_model(model: LanguageModel, config: GenerationConfig) -> LanguageModel:
-    """Return the model with its matrices in the dtype of the products, else each step would convert them again."""
+    """Return the model with its matrices in the dtype of the products, so that no step has to convert them."""
     if resolve_dtype(next(model.parameters()).device, config.dtype) == "float32":
         return model
     return with_matrices_in(model, torch.bfloat16)

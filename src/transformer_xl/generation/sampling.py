@@ -28,7 +28,7 @@ def sample(logits_BV: Tensor, config: GenerationConfig, generators: Sequence[tor
     The repetition penalty is not applied here, as it needs the logits of the whole vocabulary.
 
     Args:
-        logits_BV: of the whole vocabulary, or of the candidates that `LanguageModel.topk` found.
+        logits_BV: logits of the whole vocabulary, or of the candidates that `LanguageModel.topk` returned.
         config: temperature, greedy, top_k, top_p and min_p.
         generators: CPU generators, one for each row. Sampling happens on the CPU, so that a seed gives the same text on
             every device that computes the same logits.
@@ -88,12 +88,14 @@ def process_logits(process: LogitsProcessor, token_ids_BT: Tensor, logits_BV: Te
     """Call a logits processor and check the shape of what it returns.
 
     Raises:
-        UserError: it returned something else than logits of the same shape.
+        UserError: the processor did not return logits of the same shape.
     """
     processed_BV = process(token_ids_BT, logits_BV)
     if not isinstance(processed_BV, Tensor) or processed_BV.shape != logits_BV.shape:
-        found = tuple(processed_BV.shape) if isinstance(processed_BV, Tensor) else type(processed_BV).__name__
-        raise UserError(f"logits_processor returned {found}; wanted logits of the same shape, {tuple(logits_BV.shape)}")
+        result = tuple(processed_BV.shape) if isinstance(processed_BV, Tensor) else type(processed_BV).__name__
+        raise UserError(
+            f"logits_processor returned {result}; expected logits of the same shape, {tuple(logits_BV.shape)}"
+        )
     return processed_BV
 
 
@@ -103,7 +105,7 @@ def mask_tokens(banned: Collection[int], logits_BV: Tensor, ids_BV: Tensor | Non
     Args:
         banned: token ids.
         logits_BV: logits, or log-probabilities.
-        ids_BV: the token that each logit belongs to; None: logits are in the order of the vocabulary.
+        ids_BV: the token id of each logit, or None if the logits are those of the whole vocabulary.
     """
     banned_K = torch.tensor(sorted(banned), device=logits_BV.device)
     if ids_BV is None:
