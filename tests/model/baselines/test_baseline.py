@@ -176,7 +176,7 @@ def test_continuous_inputs_equal_the_embedding(make_baseline, tokens, name):
         (lambda model: model(), "either tokens_BT or inputs_BTD"),
         (lambda model: model(torch.zeros(2, 3)), "expected integers"),
         (lambda model: model(torch.zeros(2, 0, dtype=torch.int64)), "expected integers"),
-        (lambda model: model(inputs_BTD=torch.zeros(2, 3, 5)), r"wanted \(batch, tokens, 14\)"),
+        (lambda model: model(inputs_BTD=torch.zeros(2, 3, 5)), r"expected \(batch, tokens, 14\)"),
         (lambda model: model(torch.zeros(2, 3).long(), model.initial_memory(3)), "batch size 3 .* batch size 2"),
         (lambda model: model(torch.zeros(2, 3).long(), lengths_B=torch.ones(3).long()), "lengths_B"),
     ],
