@@ -25,8 +25,8 @@ def test_speed_shows_two_tables_and_writes_the_figures(tmp_path):
     ("words", "text"),
     [
         (["tinny"], "no recipe 'tinny'"),
-        (["tiny", "--attention-windows", "8,x"], "--attention-windows 8,x: wanted"),
-        (["tiny", "--segment-lengths", "0"], "--segment-lengths 0: wanted"),
+        (["tiny", "--attention-windows", "8,x"], "--attention-windows 8,x: must be"),
+        (["tiny", "--segment-lengths", "0"], "--segment-lengths 0: must be"),
         (["tiny", "--repeats", "0"], "repeats 0: wanted 1 or more"),
         (["tiny", "--clamp-length", "0"], "clamp_length 0: wanted 1 or more"),
         (["enwik8-al-rfou-12l"], "is compared for Transformer-XL"),

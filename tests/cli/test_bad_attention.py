@@ -100,8 +100,8 @@ def test_for_people_beside_the_run(place: Path) -> None:
     said = txl("analyze", "attention", place / "shaw", "--prompt", "the dog sat on the mat", "--max-distance", "3")
     assert said.status == 0
     assert "mean distance in tokens that each head attends to" in said.out
-    assert "remark: not in the vocabulary, and read as <unk>: 'dog'\n" in said.err
-    assert "remark: a text of 7 tokens does not fill a memory of 11" in said.err
+    assert "warning: not in the vocabulary, and read as <unk>: 'dog'\n" in said.err
+    assert "warning: a text of 7 tokens does not fill a memory of 11" in said.err
     assert f"written: {place}/shaw-attention" in said.err
     figures = json.loads((place / "shaw-attention" / "figures.json").read_text())
     distance_LN = np.array([head["mean_distance"] for head in figures["heads"]]).reshape(5, 2)
@@ -121,8 +121,8 @@ def test_from_inside_the_run_and_with_a_single_token(place: Path, monkeypatch: p
     said = txl("analyze", "attention", ".", "--prompt", "l")
     assert said.status == 0
     assert files(run) == before
-    assert "remark: a text of 1 token does not fill" in said.err
-    assert "1 tokens counted, memory length 11" in said.out
+    assert "warning: a text of 1 token does not fill" in said.err
+    assert "1 queries averaged, memory length 11" in said.out
     assert "The first 1 token of a text" in (place / "run-attention" / "attention.html").read_text(encoding="utf-8")
     shutil.rmtree(place / "run-attention")  # what is refused next does not find it in its way
 
@@ -132,31 +132,31 @@ def test_from_inside_the_run_and_with_a_single_token(place: Path, monkeypatch: p
     [
         (
             "{}/lstm",
-            "lstm has no attention to show; give a run of transformer-xl or shaw",
+            "lstm has no attention to show; use a run of transformer-xl or shaw",
         ),
         ("{}/learned", "al-rfou has no attention terms and memory"),
         ("{}/none", "no such folder; wanted a folder that 'txl train --run DIR' made"),
-        ("{}/run --heads 2:0", "heads 2:0: there is no layer 2; they are 0 to 1"),
-        ("{}/run --heads 0:0,1:2", "heads 1:2: there is no head 2; they are 0 to 1"),
-        ("{}/run --heads 1", "--heads 1: wanted layer:head, both from 0, separated by commas, such as 0:3,7:1"),
-        ("{}/run --heads 0:-1", "--heads 0:-1: wanted layer:head"),
+        ("{}/run --heads 2:0", "heads 2:0: layer 2 does not exist; valid are 0 to 1"),
+        ("{}/run --heads 0:0,1:2", "heads 1:2: head 2 does not exist; valid are 0 to 1"),
+        ("{}/run --heads 1", "--heads 1: must be layer:head, both from 0, separated by commas, such as 0:3,7:1"),
+        ("{}/run --heads 0:-1", "--heads 0:-1: must be layer:head"),
         ("{}/run --text-file {}/empty.txt", "the text is empty"),
         ("{}/run --text-file {}/absent.txt", "reading .*absent.txt: no such file or folder"),
         ("{}/run --prompt a --text-file {}/text.txt", "--prompt and --text-file were both given; use one of them"),
         ("{}/run --prompt a --split valid", "--split valid and --prompt were both given; a split is of a corpus"),
         ("{}/run --split tset", "has no split 'tset'.*'test'"),
-        ("{}/run --max-tokens 0", "max_tokens 0: wanted 1 or more"),
-        ("{}/run --max-distance 0", "max_distance 0: wanted 1 or more"),
-        ("{}/run --page-tokens 0", "page_tokens 0: wanted 1 or more"),
+        ("{}/run --max-tokens 0", "max_tokens 0: must be"),
+        ("{}/run --max-distance 0", "max_distance 0: must be"),
+        ("{}/run --page-tokens 0", "page_tokens 0: must be"),
         ("{}/run --page-tokens 99999 --split train", "page_tokens 99,999: the text has"),
         ("{}/run --page-tokens 1400 --split train", "2 x 2 heads would take 15 MiB of the page; give 1,023 at most"),
         (
             "{}/run --prompt line --max-distance 4",
-            "max_distance 4: the text has 4 tokens; give a longer text or a smaller",
+            "max_distance 4: the text has 4 tokens; use a longer text or a smaller",
         ),
         (
             "{}/run --max-distance 18 --memory-length 11",
-            "max_distance 18: with memory length 11 no token sees farther than 17 back; give memory length 18",
+            "max_distance 18: with memory length 11 no token sees farther than 17 back; set memory length 18",
         ),
         (
             "{}/run --max-distance 9 --attention-window 9",

@@ -144,8 +144,8 @@ WRONG_WORDS = [
     ("evaluate run --memory-length -1", "memory.length.* -1"),
     ("evaluate run --max-tokens 0", "max-tokens 0: must be 1 or more"),
     ("evaluate run --threads 0", "--threads 0: must be"),
-    ("evaluate run --sweep-memory-length 0,a", "--sweep-memory-length 0,a: wanted"),
-    ("evaluate run --sweep-memory-length 0,-1", "--sweep-memory-length 0,-1: wanted"),
+    ("evaluate run --sweep-memory-length 0,a", "--sweep-memory-length 0,a: must be"),
+    ("evaluate run --sweep-memory-length 0,-1", "--sweep-memory-length 0,-1: must be"),
     ("evaluate run --sweep-memory-length 0 --memory-length 5", "--sweep-memory-length .*one of them"),
     # missing
     ("train --corpus corpus --run new --model.cutoffs 20,10", "cutoffs 20, 10 must increase"),

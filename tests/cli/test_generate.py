@@ -207,10 +207,10 @@ def test_unknown_words_are_named(place: Path, tmp_path: Path) -> None:
     """They are read as the unknown word, which nobody would see otherwise."""
     save_run(tmp_path / "run", WordTokenizer(("<eos>", "<unk>", *WORDS), None, "<eos>", "<unk>"))
     said = txl("generate", tmp_path / "run", "--prompt", "the zebra", "--prompt", "the cat", "--max-new-tokens", "3")
-    assert (said.status, said.err) == (0, "remark: not in the vocabulary, and read as <unk>: 'zebra'\n")
+    assert (said.status, said.err) == (0, "warning: not in the vocabulary, and read as <unk>: 'zebra'\n")
     (tmp_path / "zebra.txt").write_text("the zebra\n")
     said = txl("score", tmp_path / "run", tmp_path / "zebra.txt", "--per", "file", "--json")
-    assert (said.status, said.err) == (0, "remark: not in the vocabulary, and read as <unk>: 'zebra'\n")
+    assert (said.status, said.err) == (0, "warning: not in the vocabulary, and read as <unk>: 'zebra'\n")
 
 
 def test_a_prompt_that_is_no_text_is_shown_with_signs(place: Path) -> None:

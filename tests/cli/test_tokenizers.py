@@ -78,7 +78,7 @@ def test_word_level_with_clusters(texts: Path, capsys: pytest.CaptureFixture[str
     assert straight.config.model.cutoffs == (5, 11)
     assert said("evaluate", "runs/mine", capsys=capsys)["tokens"] == made["splits"]["test"]["num_tokens"]
     assert run(["evaluate", "runs/mine"]) == 0
-    assert "words and line ends" in capsys.readouterr().out
+    assert "words and newlines" in capsys.readouterr().out
     four = [word.replace("steps=9", "steps=4") for word in TINY]
     said("train", "--corpus", "corpora/mine", *clusters, *four, "--run=again", capsys=capsys)
     said("train", "--resume", "again", "--train.max-steps=9", capsys=capsys)
@@ -107,7 +107,7 @@ def test_further_text_for_an_old_run(texts: Path, capsys: pytest.CaptureFixture[
     scored = said(*further, capsys=capsys)
     assert (scored["tokens"], scored["num_unknown"], scored["bytes"]) == (11, 3, 42)
     assert run(further) == 0
-    assert "11 words and line ends (3 of them unknown words, 27.3%), 42 bytes" in capsys.readouterr().out
+    assert "11 words and newlines (3 of them unknown words, 27.3%), 42 bytes" in capsys.readouterr().out
     # the bytes of a part are estimated by its share of the tokens, since white space and unknown words are lost
     part = said(*further, "--max-tokens=6", capsys=capsys)
     assert (part["tokens"], part["num_unknown"], part["bytes"]) == (6, 2, round(42 / 11 * 6))

@@ -1,4 +1,4 @@
-"""Analyze what the heads of a run attend to: plots, an interactive page, and the numbers behind them, in one folder.
+"""Analyze what the heads of a run attend to: plots, an interactive page, and the plotted values, in one folder.
 
 Shape suffixes: L layers, N heads, P distances, K tokens of the text.
 """
@@ -41,16 +41,16 @@ from transformer_xl.text.tokenizers import to_bytes
 DEFAULT_TOKENS = 8192
 """Tokens that are read by default."""
 _PAPER_DISTANCE = 640
-_MAX_HEADS = 24  # lines that can be told apart in one plot
+_MAX_HEADS = 24  # lines that can be distinguished in one plot
 _MEMORY_LABELS = {"reset": "memory reset at the start", "continue": "memory continues"}
 
 
 @dataclass(frozen=True)
 class AttentionAnalysis:
-    """What an analysis measured and wrote."""
+    """The results and files of an analysis."""
 
     folder: Path
-    """Plots, page, and the numbers as figures.json and mean-attention.npy."""
+    """Plots, page, and the values as figures.json and mean-attention.npy."""
     values: dict[str, Any]
     """Settings and results as plain values, as written to figures.json."""
     distance_LN: npt.NDArray[np.float64]
@@ -74,43 +74,43 @@ def analyze_attention(
     threads: int | None = None,
     command: str = "",
 ) -> AttentionAnalysis:
-    """Measure and plot what heads attend to, term by term, and how the loss falls from a document's start.
+    """Measure and plot what heads attend to, term by term, and how the loss decreases from a document's start.
 
     Args:
         run: folder of a run of transformer-xl or shaw.
-        text: the text to read; None: a split of a corpus.
-        corpus: folder of a corpus with the run's tokenizer; None: the one that the run was trained on.
+        text: the text to read, or None for a split of a corpus.
+        corpus: folder of a corpus with the run's tokenizer, or None for the corpus the run was trained on.
         split: train, valid or test, of the corpus.
         max_tokens: number of tokens to read, from the start.
-        config: evaluation settings in place of the run's; memory is at least `max_distance` unless it is given here.
-        max_distance: largest distance of the plots of means; None: as far as memory reaches, at most 640.
-        heads: (layer, head) of the heads with plots of their own, both from 0; None: the head with the largest mean
+        config: evaluation settings that replace the run's; memory is at least `max_distance` unless set here.
+        max_distance: largest distance in the plots of means, or None for the memory length, at most 640.
+        heads: (layer, head) of the heads to plot individually, both from 0, or None for the head with the largest mean
             distance in the first, middle and last layer.
-        page_tokens: tokens on the page and in the plots of terms, from the start; None: 192, or as many as fit.
-        out: new folder for the results; None: RUN-attention, beside the run.
+        page_tokens: tokens on the page and in the plots of terms, from the start, or None for at most 192.
+        out: new folder for the results, or None for RUN-attention next to the run.
         checkpoint: the weights with the best validation loss, or the last ones.
         device: auto, cuda, mps or cpu.
-        threads: CPU threads of one operation; None: torch's choice.
+        threads: CPU threads of one operation, or None for torch's default.
         command: the command that was typed, for reports.
 
     Raises:
-        UserError: the run has no attention terms, a number is out of range, the text is empty, or the folder exists.
+        UserError: the run has no attention terms, a value is out of range, the text is empty, or the folder exists.
     """
     for name, number in (("max_tokens", max_tokens), ("max_distance", max_distance), ("page_tokens", page_tokens)):
         if number is not None and not 1 <= number <= INT32_MAX:
-            raise UserError(f"{name} {number:,}: wanted 1 or more, {INT32_MAX:,} at most")
+            raise UserError(f"{name} {number:,}: must be between 1 and {INT32_MAX:,}")
     set_threads(threads)
-    chosen_device, path = choose_device(device), Path(run)
+    torch_device, path = choose_device(device), Path(run)
     folder = RunFolder.open(path)
     target = path.resolve().parent / f"{path.resolve().name}-attention" if out is None else Path(out)
     if target.exists():
         raise UserError(f"{target} exists already; choose another out or delete it first")
     _check_heads(heads, folder.config)
     plan = _plan(folder.config, config or EvaluationConfig(), max_distance)
-    model = require_attention_terms(folder.load_model(chosen_device, checkpoint))
+    model = require_attention_terms(folder.load_model(torch_device, checkpoint))
     read = _corpus_text(folder, corpus, split, max_tokens) if text is None else _plain_text(folder, text, max_tokens)
-    for remark in plan.remarks(chosen_device):
-        say(f"remark: {remark}")
+    for warning in plan.remarks(torch_device):
+        say(f"warning: {warning}")
     distance = _distance(plan, max_distance, len(read.tokens_K))
     with atomic_folder(target) as temporary:
         means, maps = _measure(model, read, plan, page_tokens)
@@ -142,13 +142,15 @@ def _check_heads(heads: Sequence[Head] | None, config: RunConfig) -> None:
     for head in heads or ():
         for name, number, count in zip(("layer", "head"), head, counts, strict=True):
             if not 0 <= number < count:
-                raise UserError(f"heads {head[0]}:{head[1]}: there is no {name} {number}; they are 0 to {count - 1}")
+                raise UserError(
+                    f"heads {head[0]}:{head[1]}: {name} {number} does not exist; valid are 0 to {count - 1}"
+                )
     if heads and len(heads) > _MAX_HEADS:
-        raise UserError(f"heads names {len(heads)} heads; name {_MAX_HEADS} at most, the page has all")
+        raise UserError(f"heads names {len(heads)} heads; plot at most {_MAX_HEADS}; the page contains all")
 
 
 def _plan(run: RunConfig, config: EvaluationConfig, max_distance: int | None) -> EvaluationPlan:
-    """Resolve the settings, with memory for `max_distance` tokens unless its length is given."""
+    """Resolve the settings, with memory for `max_distance` tokens unless its length is set."""
     plan = EvaluationPlan.resolve(run, config)
     if max_distance is None:
         return plan
@@ -162,21 +164,21 @@ def _plan(run: RunConfig, config: EvaluationConfig, max_distance: int | None) ->
         else:
             reason, advice = f"memory length {memory:,}", f"memory length {max_distance}"
         raise UserError(
-            f"max_distance {max_distance:,}: with {reason} no token sees farther than {farthest:,} back; give {advice}"
+            f"max_distance {max_distance:,}: with {reason} no token sees farther than {farthest:,} back; set {advice}"
         )
     return plan
 
 
-def _distance(plan: EvaluationPlan, wanted: int | None, num_tokens: int) -> int:
+def _distance(plan: EvaluationPlan, requested: int | None, num_tokens: int) -> int:
     """Return the largest distance of the plots of means."""
-    if wanted is None:
+    if requested is None:
         farthest = num_visible_distances(plan) - 1
         return min(_PAPER_DISTANCE, farthest, num_tokens - 1, plan.context_limits.memory_length or farthest)
-    if wanted >= num_tokens:
+    if requested >= num_tokens:
         raise UserError(
-            f"max_distance {wanted:,}: the text has {pluralize(num_tokens)}; give a longer text or a smaller distance"
+            f"max_distance {requested:,}: the text has {pluralize(num_tokens)}; use a longer text or a smaller distance"
         )
-    return wanted
+    return requested
 
 
 def _corpus_text(folder: RunFolder, corpus: Path | str | None, split: str, max_tokens: int) -> TokenizedText:
@@ -200,9 +202,9 @@ def _measure(
     means = AttentionMeans(model, plan, num_tokens)
     if not means.fills_memory:
         say(
-            f"remark: a text of {pluralize(num_tokens)} does not fill a memory of "
-            f"{plan.context_limits.memory_length:,}, so the means include tokens that saw little; a longer text or a "
-            "shorter memory length gives better means"
+            f"warning: a text of {pluralize(num_tokens)} does not fill a memory of "
+            f"{plan.context_limits.memory_length:,}, so the means include queries with little context; a longer "
+            "text or a shorter memory length gives better means"
         )
     with ProgressBar("attention", num_tokens, "tokens") as bar:
         read_attention(model, text.tokens_K, plan, [means.add, maps.callback(plan)], bar.advance)
@@ -244,7 +246,7 @@ def _write(
     maps: TermMaps,
     losses: Mapping[str, LossByDistance],
 ) -> None:
-    """Write plots, page and numbers, and add the names of the files to the values."""
+    """Write plots, page and values, and add the names of the files to the values."""
     heads = [(layer, head) for layer, head in values["plotted_heads"]]
     chunk_length = values["chunk_length"]
     subject = "a document" if chunk_length is None else f"a chunk of {pluralize(chunk_length)}"
@@ -283,4 +285,4 @@ def _save_array(path: Path, array: npt.NDArray[np.floating]) -> None:
     """Write an array in float32 as an .npy file; raise OSError if it cannot be written completely."""
     content = io.BytesIO()
     np.save(content, array.astype(np.float32), allow_pickle=False)
-    path.write_bytes(content.getvalue())  # np.save to a path does not report what is lost when the file is closed
+    path.write_bytes(content.getvalue())  # np.save to a path ignores write errors when the file is closed

@@ -1,10 +1,10 @@
 """What heads attend to: mean attention by distance, and each term of the attention scores (paper appendix D).
 
 A text is read with memory, segment by segment and layer by layer. The attention of each layer is passed to callbacks
-and then dropped, so that means over a long text need no more memory than over a short one.
+and then discarded, so that memory use does not depend on the length of the text.
 
-Where we differ: the paper averages over 640 tokens back that every query sees. Here queries see what the run is
-evaluated with, and the sum at each distance is divided by the number of queries that saw that distance.
+Difference from the paper: it averages over 640 preceding tokens that every query sees. Here the evaluation settings
+determine the context, and the sum at each distance is divided by the number of queries that saw that distance.
 
 Shape suffixes: B batch size, T queries of a segment, M memory slots, S = M + T keys, P distances, N heads, L layers,
 D d_model, K tokens of the text, Q tokens that are shown, as queries and as keys.
@@ -64,7 +64,7 @@ def require_attention_terms(model: LanguageModel) -> TransformerXL:
     if isinstance(model, TransformerXL):
         return model
     lacks = "attention terms and memory" if isinstance(model.config, AbsoluteConfig) else "attention"
-    raise UserError(f"{model.config.architecture} has no {lacks} to show; give a run of transformer-xl or shaw")
+    raise UserError(f"{model.config.architecture} has no {lacks} to show; use a run of transformer-xl or shaw")
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class LayerAttention:
 
 
 LayerCallback = Callable[[LayerAttention], None]
-"""Called with the attention of a layer, which is dropped when it returns."""
+"""Called with the attention of a layer, which is discarded when it returns."""
 
 
 def read_attention(
@@ -95,7 +95,7 @@ def read_attention(
 
     Args:
         model: in evaluation mode.
-        tokens_K: the text; each token is read once, without a start token before them.
+        tokens_K: the text; each token is read once, without a start token.
         plan: segment length and context limits are used, the other fields are not.
         callbacks: each is called with every layer of every segment, in order.
         progress: called with the number of tokens read since the last call.
@@ -106,7 +106,7 @@ def read_attention(
     assert not model.training
     check_weights(model)
     device, context_limits = next(model.parameters()).device, plan.context_limits
-    # memory slots that the text never fills make no difference, unless they are attended
+    # memory slots that the text never fills are omitted, unless queries attend to empty slots
     slots = memory_slots(model, len(tokens_K), plan)
     memory = model.initial_memory(1, replace(context_limits, memory_length=slots))
     for start in range(0, len(tokens_K), plan.segment_length):
@@ -150,17 +150,17 @@ def by_distance(x_BNTS: Tensor, num_distances: int) -> Tensor:
 class AttentionMeans:
     """Mean attention of each head by distance, over the queries of a text that are read with a full memory.
 
-    Queries before the memory is full do not count, because they see fewer keys and attend more to each; in a text too
-    short to fill the memory, all count. Later queries of a segment see farther than its first, so the sum at each
-    distance is divided by the number of counted queries that saw that distance.
+    Queries before the memory is full are excluded, as they see fewer keys and attend more to each; in a text too short
+    to fill the memory, all are included. Later queries of a segment see farther than its first, so the sum at each
+    distance is divided by the number of included queries that saw that distance.
     """
 
     def __init__(self, model: TransformerXL, plan: EvaluationPlan, num_tokens: int) -> None:
-        """Start with nothing counted.
+        """Initialize all sums with zero.
 
         Args:
             model: the model that will be read.
-            plan: as given to `read_attention`.
+            plan: the plan passed to `read_attention`.
             num_tokens: length of the text.
         """
         num_distances = min(num_visible_distances(plan), num_tokens)
@@ -170,9 +170,9 @@ class AttentionMeans:
         """Whether the text is long enough for queries with a full memory."""
         self._min_valid = plan.context_limits.memory_length if self.fills_memory else 0
         self.num_queries = 0
-        """Number of counted queries."""
+        """Number of included queries."""
         self.count_P = torch.zeros(num_distances, dtype=torch.int64)
-        """How many of them saw each distance."""
+        """Number of included queries that saw each distance."""
         self._sum_LNP = torch.zeros(*shape, num_distances, dtype=torch.float64)
         self._entropy_LN = torch.zeros(shape, dtype=torch.float64)
 
@@ -192,7 +192,7 @@ class AttentionMeans:
         self._entropy_LN[attention.layer] += torch.special.entr(p_BNTS[0]).sum((-1, -2)).cpu().double()
 
     def mean_LNP(self, max_distance: int) -> npt.NDArray[np.float64]:
-        """Return the mean probability at distances 0 to `max_distance`; nan where no counted query saw a distance."""
+        """Return the mean probability at distances 0 to `max_distance`; nan where no query saw a distance."""
         mean_LNP = self._sum_LNP / self.count_P.double().where(self.count_P > 0, torch.nan)
         return mean_LNP[..., : max_distance + 1].numpy()
 
@@ -218,7 +218,7 @@ class TermMaps:
     """Every attention term of every head over the first Q tokens of a text.
 
     Terms (c) and (d) are stored by key and by distance, which is all they depend on. Probabilities are computed from
-    scores when asked for, with the softmax denominator of each query, which may include empty memory slots.
+    scores on request, with the softmax denominator of each query, which may include empty memory slots.
     """
 
     def __init__(self, model: TransformerXL, num_tokens: int) -> None:
@@ -264,8 +264,8 @@ class TermMaps:
         keys = slice(begin - attention.num_valid, begin + num)
         self.content_LNQQ[layer, :, queries, keys] = terms.content_BNTS[0, :, :num, slots].cpu()
         self.position_LNQQ[layer, :, queries, keys] = terms.position_BNTS[0, :, :num, slots].cpu()
-        own = terms.content_bias_BNTS[0].diagonal(num_memory, -2, -1)  # each query's own key, which it always sees
-        self.content_bias_LNQ[layer, :, queries] = own[:, :num].cpu()
+        bias_NT = terms.content_bias_BNTS[0].diagonal(num_memory, -2, -1)  # each query's own key, which it always sees
+        self.content_bias_LNQ[layer, :, queries] = bias_NT[:, :num].cpu()
         seen = min(attention.num_valid + num, window or num_keys)
         last_NS = terms.position_bias_BNTS[0, :, num - 1]
         self.position_bias_LNQ[layer, :, :seen] = last_NS[:, : num_memory + num][:, -seen:].flip(-1).cpu()
@@ -291,12 +291,12 @@ class TermMaps:
             "position_bias": self.position_bias_LNQ[layer, head][distance_QQ],
         }
         if term in parts:
-            found_QQ = parts[term]
+            map_QQ = parts[term]
         else:
-            found_QQ = parts["content"] + parts["position"] + parts["content_bias"] + parts["position_bias"]
+            map_QQ = parts["content"] + parts["position"] + parts["content_bias"] + parts["position_bias"]
             if term == "probability":
-                found_QQ = (found_QQ - self.log_total_LNQ[layer, head, :, None]).exp()
-        return found_QQ.masked_fill(~self.seen_QQ, torch.nan).numpy()
+                map_QQ = (map_QQ - self.log_total_LNQ[layer, head, :, None]).exp()
+        return map_QQ.masked_fill(~self.seen_QQ, torch.nan).numpy()
 
 
 def _log_total(terms: AttentionTerms) -> Tensor:

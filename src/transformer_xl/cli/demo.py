@@ -1,4 +1,4 @@
-"""`txl demo`: the main job on real text found on any machine, end to end in minutes."""
+"""`txl demo`: the main workflow on text that every Python installation has, in minutes."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def demo(
     machine: MachineOptions = ANY_MACHINE,
     json: Json = False,
 ) -> int:
-    """Prepare, train, evaluate at several memory lengths beside gzip and xz, generate, and write a report.
+    """Prepare, train, evaluate at several memory lengths, compare with gzip and xz, generate, and write a report.
 
     The text is the source of Python's own standard library. Takes minutes on two CPU cores.
 
     Parameters
     ----------
     out
-        Folder for corpus, run and report.html; an earlier demo there is replaced.
+        Folder for corpus, run and report.html; a demo already there is replaced.
     recipe
         Settings of the model and its training.
     max_tokens

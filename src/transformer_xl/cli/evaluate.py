@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Several lengths, separated by commas; there is one line of results for each."""
+    """Several lengths, separated by commas; each gives one line of results."""
 
     sweep_memory_length: str | None = None
     """Memory lengths, such as 0,64,512."""
@@ -31,7 +31,7 @@ class Sweep:
         """Return the settings of each evaluation.
 
         Raises:
-            UserError: values that are not lengths, or a length given in two ways.
+            UserError: a value is not a length, or a length is set by two flags.
         """
         memory_lengths, windows = self.sweep_memory_length, self.sweep_attention_window
         for name, sweep in (("memory-length", memory_lengths), ("attention-window", windows)):
@@ -92,7 +92,7 @@ def evaluate(
     """
     configs = sweep.configs(evaluation_config(settings))
     if token_losses is not None and len(configs) > 1:
-        raise UserError("--token-losses and a sweep were both given; a file holds the losses of one evaluation")
+        raise UserError("--token-losses and a sweep were both given; a file contains the losses of one evaluation")
     from transformer_xl.evaluation.evaluate import EvaluationPlan
     from transformer_xl.evaluation.evaluate import evaluate as evaluate_split
     from transformer_xl.run_folder import Run, RunFolder
@@ -108,8 +108,8 @@ def evaluate(
         train_split = opened.split("train")
         opened.verify("train")
     loaded = Run(folder.load_model(device, checkpoint), folder.tokenizer, folder.config)
-    for remark in dict.fromkeys(remark for plan in plans for remark in plan.remarks(device)):
-        say(f"remark: {remark}")
+    for warning in dict.fromkeys(warning for plan in plans for warning in plan.remarks(device)):
+        say(f"warning: {warning}")
     results: list[dict[str, Any]] = []
     for config, plan in zip(configs, plans, strict=True):
         window = plan.context_limits.attention_window
@@ -154,7 +154,7 @@ def _print_results(name: str, results: list[dict[str, Any]], tokenizer: Tokenize
         for result in results
     ]
     columns = ["memory", "segment", "window", "clamp", *metrics.values(), "nats/token", "tokens/s"]
-    unit = "words and line ends" if words and tokenizer.adds_final_newline else "tokens"
+    unit = "words and newlines" if words and tokenizer.adds_final_newline else "tokens"
     tokens, num_unknown = first["tokens"], first["num_unknown"]
     unknown = f" ({num_unknown:,} of them unknown words, {num_unknown / tokens:.1%})" if num_unknown else ""
     reset = ", memory reset at each document" if first["reset_memory"] else ""

@@ -1,4 +1,4 @@
-"""Settings as flags: `--model.n-layers 6`. Only what is typed is passed on; defaults are the configuration classes'."""
+"""Settings as flags, such as `--model.n-layers 6`. Only typed flags are passed on; config classes set defaults."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from transformer_xl.text.tokenizers.config import TokenizerConfig
 
 
 def _model_fields() -> dict[str, FieldInfo]:
-    """Every setting of any architecture, with the architectures that have it in its description."""
-    described = "Which model; settings that not every architecture has name those that do."
+    """Return the settings of all architectures; descriptions list the architectures that have the setting."""
+    description = "Model architecture. Flags that only some architectures have list them in brackets."
     choices: Any = Literal[*ARCHITECTURES]  # pyrefly: ignore[invalid-literal]
-    fields = {"architecture": FieldInfo(annotation=choices, default="transformer-xl", description=described)}
+    fields = {"architecture": FieldInfo(annotation=choices, default="transformer-xl", description=description)}
     for name in dict.fromkeys(name for kind in ARCHITECTURES.values() for name in kind.model_fields):
         owners = [tag for tag, kind in ARCHITECTURES.items() if name in kind.model_fields]
         field = ARCHITECTURES[owners[0]].model_fields[name]
-        if name in ("architecture", "vocab_size"):  # the corpus says the size of the vocabulary
+        if name in ("architecture", "vocab_size"):  # the corpus determines the vocabulary size
             continue
         if len(owners) < len(ARCHITECTURES):
             field = field._copy()
@@ -40,19 +40,19 @@ _GROUPS: Mapping[str, Mapping[str, FieldInfo]] = {
 }
 
 
-def _optional(name: str, settings: Mapping[str, FieldInfo], *leave_out: str) -> type[BaseModel]:
-    """The settings of a group, all optional and without defaults; `run_settings` checks their values."""
+def _optional(name: str, settings: Mapping[str, FieldInfo], *excluded: str) -> type[BaseModel]:
+    """Return a class of a group's settings, all optional and without defaults; `run_settings` checks the values."""
     fields: dict[str, Any] = {}
     for setting, field in settings.items():
         inner = field.annotation
-        if setting in leave_out:
+        if setting in excluded:
             continue
         if isinstance(inner, type) and issubclass(inner, Settings):
             fields[setting] = (_optional(setting, inner.model_fields) | None, None)
             continue
         default = "none" if field.default in (None, ()) else str(field.default).lower()
-        several = any(get_origin(one) is tuple for one in get_args(inner))
-        kind: Any = str if several else inner  # several integers are one word, 20,40
+        is_tuple = any(get_origin(one) is tuple for one in get_args(inner))
+        kind: Any = str if is_tuple else inner  # several integers are typed as one argument, such as 20,40
         if NoneType in get_args(inner):
             kind |= Literal["none"]
         description = f"{' '.join(str(field.description).split())} [default: {default}]"
@@ -72,7 +72,7 @@ LengthFlags = _optional(
 
 
 def given(**groups: BaseModel | None) -> dict[str, dict[str, Any]]:
-    """Return the settings that were typed, by group; the word none means no limit, unless it is one of the choices."""
+    """Return the settings that were typed, by group; `none` becomes None unless it is one of the setting's choices."""
     return {
         group: _without_none(flags.model_dump(exclude_unset=True), _GROUPS[group])
         for group, flags in groups.items()
@@ -81,20 +81,20 @@ def given(**groups: BaseModel | None) -> dict[str, dict[str, Any]]:
 
 
 def _without_none(values: Mapping[str, Any], settings: Mapping[str, FieldInfo]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for name, value in values.items():
         kind: Any = settings[name].annotation
         if isinstance(value, Mapping):
-            found[name] = _without_none(value, kind.model_fields)
+            result[name] = _without_none(value, kind.model_fields)
         else:
-            found[name] = None if value == "none" and "none" not in get_args(kind) else value
-    return found
+            result[name] = None if value == "none" and "none" not in get_args(kind) else value
+    return result
 
 
 def evaluation_config(flags: BaseModel | None) -> EvaluationConfig:
     """Return the evaluation settings that were typed as bare flags, such as `--memory-length 64`.
 
     Raises:
-        UserError: one of them is out of range.
+        UserError: a value is out of range.
     """
     return check_settings(EvaluationConfig, given(evaluation=flags).get("evaluation", {}), "evaluation settings")

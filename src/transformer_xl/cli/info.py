@@ -1,4 +1,4 @@
-"""`txl info`: show this machine, a run or a corpus."""
+"""`txl info`: show the hardware, a run or a corpus."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def info(
     machine: MachineOptions = ANY_MACHINE,
     json: Json = False,
 ) -> None:
-    """Show this machine, a run or a corpus.
+    """Show the hardware, a run or a corpus.
 
     Parameters
     ----------
     path
-        Folder of a run or of a corpus. [default: only the machine]
+        Folder of a run or of a corpus. [default: only the hardware]
     verify
         Read every file and compare its checksum.
     """
@@ -49,7 +49,7 @@ def info(
 
 
 def machine_facts(machine: Machine) -> dict[str, Any]:
-    """Return versions, devices and what the automatic settings choose on this machine."""
+    """Return versions, devices and the values that the automatic settings resolve to."""
     import torch
 
     from transformer_xl.device import available_devices, resolve_dtype
@@ -84,7 +84,7 @@ def _corpus(path: Path, verify: bool) -> dict[str, Any]:
         split = corpus.split(name)
         facts[name] = {"tokens": split.num_tokens, "bytes": split.num_bytes}
         facts[name] |= {"num_unknown": split.num_unknown, "documents": split.num_documents}
-    return {**facts, "checksums": "valid" if verify else "not checked; give --verify"}
+    return {**facts, "checksums": "valid" if verify else "not checked; use --verify"}
 
 
 def _run(path: Path, verify: bool, machine: Machine) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def _run(path: Path, verify: bool, machine: Machine) -> dict[str, Any]:
     newest = folder.latest_checkpoint()
     best = (
         CheckpointRecord.read(newest).state.get("best_nats") if newest else None
-    )  # after a change of corpus, lines are of several texts
+    )  # after a change of corpus, the lines are of different texts
     lowest = [line for line in valid if line["nats_per_token"] == best] or valid
     return {
         "path": str(path),
@@ -122,7 +122,7 @@ def _run(path: Path, verify: bool, machine: Machine) -> dict[str, Any]:
         "newest_checkpoint": newest.name if newest else None,
         "last_train": next((line for line in reversed(metrics) if line["split"] == "train"), None),
         "best_valid": min(lowest, key=lambda line: line["nats_per_token"], default=None),
-        "checksums": "valid" if verify else "not checked; give --verify",
+        "checksums": "valid" if verify else "not checked; use --verify",
     }
 
 

@@ -1,4 +1,4 @@
-"""Entry point of `txl`. Commands are named here and imported only when one is run."""
+"""Entry point of `txl`. Commands are listed here, and imported only when run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformer_xl import __version__
 
 # The first paragraph is shown by 'txl --help', the rest only by the command's own --help.
 COMMANDS = {
-    "demo": "The main job on real text, end to end in minutes: prepare, train, evaluate, generate, report.",
+    "demo": "The main workflow on real text, in minutes: prepare, train, evaluate, generate, report.",
     "prepare": "Turn text into a corpus: token ids on disk.",
     "train": "Train a model on a corpus, or resume a run.\n\nSettings: the defaults, then the recipe, then flags. "
     "Ctrl-C or SIGTERM saves a checkpoint and ends the command with status 130 or 143; --resume continues from there "
@@ -23,10 +23,10 @@ COMMANDS = {
     "score": "Compute log-probabilities of texts: by token, line or file.",
     "generate": "Generate text with a trained model.",
     "analyze": "Analyze a model: what heads attend to, how much distant context helps, how fast evaluation is.",
-    "reproduce": "Reproduce the paper's tables at any scale, beside its figures.",
+    "reproduce": "Reproduce the paper's tables at any scale, and compare with its results.",
     "convert": "Convert another program's checkpoint to a run, or a run to the Hugging Face layout.",
     "recipes": "List the recipes that come with the package.",
-    "info": "Show this machine, a run or a corpus.",
+    "info": "Show the hardware, a run or a corpus.",
 }
 
 
@@ -52,7 +52,7 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # for a terminal whose encoding lacks a character
-    if sys.stdout is None:  # closed by the caller (>&-)
+    if sys.stdout is None:  # the caller closed it (>&-)
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (open as long as the program runs)
     sys.exit(run(sys.argv[1:]))
 
@@ -64,7 +64,7 @@ def keep_freed_memory() -> bool:
     glibc takes from its heap, are still returned: without that limit, gaps between aligned buffers make the heap grow.
 
     Returns:
-        whether it was done; false where the C library is not glibc.
+        Whether the settings were applied; false if the C library is not glibc.
     """
     if not sys.platform.startswith("linux"):
         return False
@@ -127,7 +127,7 @@ def _one_line(error: Exception) -> str | None:
     if isinstance(error, CycloptsError):
         option = getattr(getattr(error, "argument", None), "name", "")
         text = f"{option}.{text}" if option and isinstance(cause, ValidationError) else text
-        text = f"{text.rstrip('.')}; --help shows what can be given"
+        text = f"{text.rstrip('.')}; --help lists the options"
     return " ".join(text.split())
 
 

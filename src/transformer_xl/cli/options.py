@@ -17,7 +17,7 @@ Json = Annotated[bool, Parameter(negative=(), help="Print one JSON object and no
 
 @dataclass(frozen=True)
 class Machine:
-    """The device and the CPU threads that a command computes with."""
+    """The device and the number of CPU threads that a command uses."""
 
     device: str = "auto"
     """auto, cuda, mps or cpu."""
@@ -28,7 +28,7 @@ class Machine:
         """Set the number of threads and return the device.
 
         Raises:
-            UserError: this machine has no such device, or the number of threads is below one.
+            UserError: the device does not exist, or the number of threads is out of range.
         """
         from transformer_xl.device import choose_device, set_threads
 
@@ -40,13 +40,13 @@ MachineOptions = Annotated[Machine, Parameter(name="*")]
 ANY_MACHINE = Machine()
 
 
-def parse_integers(flag: str, given: str, *, minimum: int = 1) -> tuple[int, ...]:
+def parse_integers(flag: str, text: str, *, minimum: int = 1) -> tuple[int, ...]:
     """Parse integers separated by commas, such as 800,1800.
 
     Raises:
-        UserError: the text is something else, or a number is below `minimum`.
+        UserError: the text is not a list of integers, or one is below `minimum`.
     """
-    parts = [part.strip() for part in given.split(",")]
+    parts = [part.strip() for part in text.split(",")]
     if not all(part.isascii() and part.isdecimal() and minimum <= int(part) < 10**7 for part in parts):
-        raise UserError(f"{flag} {given}: wanted integers of at least {minimum} separated by commas, such as 800,1800")
+        raise UserError(f"{flag} {text}: must be integers of at least {minimum} separated by commas, such as 800,1800")
     return tuple(int(part) for part in parts)

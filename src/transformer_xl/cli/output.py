@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def print_json(values: dict[str, Any], *, indent: int | None = 2) -> None:
-    """Print one JSON object to standard output (indent None: on one line); inf and nan become null."""
+    """Print one JSON object to standard output (on one line if indent is None); inf and nan become null."""
     print(json.dumps(_plain(values), indent=indent))
 
 
@@ -37,19 +37,19 @@ def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
     # rich.text.Text, because brackets in names would be read as markup
     table = Table(title=Text(title), title_justify="left", title_style="bold")
     for index, column in enumerate(columns):
-        # names are read and copied, so they are wrapped last
+        # names should stay in one piece, so they are wrapped last
         min_width = min(30, max((len(row[0]) for row in rows), default=0)) if index == 0 else None
         table.add_column(column, justify="left" if index == 0 else "right", overflow="fold", min_width=min_width)
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
-    # a pipe or a file has no width, and a table must not be cut there
+    # pipes and files have no width, so tables must not be truncated there
     is_terminal = sys.stdout.isatty()
     width = None if is_terminal else 120
     Console(file=sys.stdout, highlight=False, width=width, soft_wrap=not is_terminal).print(table)
 
 
 def say_unknown(tokenizer: Tokenizer, texts: Iterable[str | bytes]) -> None:
-    """Tell the user which words of the texts are not in the tokenizer's vocabulary."""
+    """Print a warning with the words of the texts that are not in the tokenizer's vocabulary."""
     if tokenizer.unk_token_id is None:
         return
     unk_token = tokenizer.decode([tokenizer.unk_token_id])
@@ -57,7 +57,7 @@ def say_unknown(tokenizer: Tokenizer, texts: Iterable[str | bytes]) -> None:
         unknown = tokenizer.unknown_words(text)
         if unknown:
             words = ", ".join(f"'{word[:40]}'" for word in unknown[:5]) + (", ..." if len(unknown) > 5 else "")
-            say(f"remark: not in the vocabulary, and read as {unk_token}: {words}")
+            say(f"warning: not in the vocabulary, and read as {unk_token}: {words}")
 
 
 def command_line() -> str:

@@ -38,7 +38,7 @@ def prepare(
     """Turn text into a corpus that `txl train` trains on.
 
     Args:
-        sources: Files, folders and quoted patterns, whose joined text is cut into train, valid and test; or the name
+        sources: Files, folders and quoted patterns, whose joined text is split into train, valid and test; or the name
             of a data set: enwik8, text8, wikitext-103, wikitext-2, ptb, lm1b, python-stdlib.
         out: Folder to create; it must not exist. [default: corpora/NAME]
         train: Files, folders and patterns to train on, instead of cutting one text.
@@ -47,11 +47,11 @@ def prepare(
         valid_fraction: Fraction of the joined text that becomes valid. [default: 0.05]
         test_fraction: Fraction, at the end of the joined text, that becomes test. [default: 0.05]
         tokenizer: byte, char, word, bpe or integer; or a trained one: the folder of a corpus or run, its
-            txl_tokenizer.json, or a tokenizer.json of the library tokenizers. [default: the data set's own, else
+            txl_tokenizer.json, or a tokenizer.json of the library tokenizers. [default: that of the data set, else
             byte]
         settings: How the tokenizer is trained.
-        document_unit: Whether each file or each line is a document. [default: the data set's own, else file]
-        data_dir: File or folder that has the files of the named data set. [default: they are downloaded]
+        document_unit: Whether each file or each line is a document. [default: that of the data set, else file]
+        data_dir: File or folder that has the files of the named data set. [default: download them]
         num_workers: Processes that encode. [default: one for each core]
         json: Print one JSON object and nothing else on standard output.
     """

@@ -9,9 +9,9 @@ from transformer_xl.config import load_recipe, recipe_names
 
 def recipes(*, json: Json = False) -> None:
     """List the recipes that come with the package, with published and measured results."""
-    found = {name: load_recipe(name) for name in recipe_names()}
+    loaded = {name: load_recipe(name) for name in recipe_names()}
     if json:
-        print_json({name: recipe.model_dump() for name, recipe in found.items()})
+        print_json({name: recipe.model_dump() for name, recipe in loaded.items()})
         return
     rows = [
         [
@@ -23,10 +23,10 @@ def recipes(*, json: Json = False) -> None:
             _format_metrics(recipe.published) or "-",
             _format_metrics(recipe.measured) or "not measured",
         ]
-        for name, recipe in found.items()
+        for name, recipe in loaded.items()
     ]
     columns = ["name", "corpus", "parameters", "TFLOP/step", "GB/step", "published", "ours"]
-    print_table("Recipes: parameters, arithmetic and memory (float32) of a training step, test results", columns, rows)
+    print_table("Recipes: parameters, FLOPs and memory (float32) of a training step, test results", columns, rows)
 
 
 def _format_metrics(metrics: dict[str, float]) -> str:

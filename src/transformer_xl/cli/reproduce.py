@@ -1,4 +1,4 @@
-"""`txl reproduce`: the paper's tables at any scale, beside the paper's results."""
+"""`txl reproduce`: the paper's tables at any scale, compared with the paper's results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from transformer_xl.cli.output import command_line, print_json, print_table
 if TYPE_CHECKING:
     from transformer_xl.reproduction.reproduction import Reproduction
 
-reproduce = App(name="reproduce", help="The paper's tables, at any scale, beside its results.", help_format="plaintext")
+reproduce = App(
+    name="reproduce", help="The paper's tables at any scale, compared with its results.", help_format="plaintext"
+)
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,7 @@ class Scale:
     corpus: Path = Path("corpora/enwik8")
     """Folder that 'txl prepare' made."""
     out: Path = Path("reproduction")
-    """Folder for runs, results and the report; what is finished there is not done again."""
+    """Folder for runs, results and the report; finished runs in it are reused."""
     recipe: str = "ablation"
     """Settings that all systems share."""
     seeds: str | None = None
@@ -90,7 +92,7 @@ def ablation(*, scale: ScaleOptions = _DEFAULT, attention_windows: str | None = 
         print_json({**result.values, "report": str(result.report)})
         return
     found = result.systems
-    title = f"{NAMES[result.metric].capitalize()} beside the paper's word perplexity"
+    title = f"{NAMES[result.metric].capitalize()} and the paper's word perplexity"
     print_table(title, COLUMNS, table_rows(found))
     print_table(equal_memory_title(found), COLUMNS, equal_memory_rows(found))
     print_table("The paper's claims, and what came out here", ["in the paper", "here"], result.values["verdicts"])
@@ -108,7 +110,7 @@ def context(
 ) -> None:
     """Train the models of the paper's two groups, and measure how far back text still helps each of them.
 
-    Runs of the ablation in the same folder are used as they are. Each model is read with the attention window that
+    Runs of the ablation in the same folder are reused. Each model is read with the attention window that
     scored best. A quarter of an hour of training on two CPU cores beyond the ablation's, and as much of measuring.
 
     Settings: the defaults, then the recipe (--recipe), then flags. When stopped, the same command resumes.

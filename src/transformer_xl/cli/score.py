@@ -46,7 +46,7 @@ def score(
     files
         Texts; - is standard input.
     per
-        What there is a line of output for. Tokens add up to lines, and lines to files.
+        Unit of one line of output. Token scores add up to line scores, and line scores to file scores.
     settings
         How the texts are scored.
     checkpoint
@@ -63,8 +63,8 @@ def score(
     plan = EvaluationPlan.resolve(folder.config, config)
     texts = {name: _read(file) for name, file in named.items()}
     loaded = Run(folder.load_model(device, checkpoint), folder.tokenizer, folder.config)
-    for remark in plan.remarks(device):
-        say(f"remark: {remark}")
+    for warning in plan.remarks(device):
+        say(f"warning: {warning}")
     num_tokens = sum(len(encode_text(folder.tokenizer, name, text)) for name, text in texts.items())
     say_unknown(folder.tokenizer, texts.values())
     with ProgressBar("score", num_tokens, "tokens") as bar:
@@ -84,9 +84,9 @@ def _names(files: tuple[Path, ...]) -> dict[str, Path]:
     for file in files:
         name = os.fsencode(file).decode("utf-8", errors="replace")
         if name.startswith("-") and name != "-":  # what begins with a hyphen comes here for the sake of - alone
-            raise UserError(f"Unknown option: {name}; --help shows what can be given, and ./{name} is a file")
+            raise UserError(f"Unknown option: {name}; --help lists the options; for a file, type ./{name}")
         if name in named:
-            raise UserError(f"{name} was given twice; give each file once")
+            raise UserError(f"{name} was given twice; list each file once")
         named[name] = file
     return named
 
@@ -145,5 +145,5 @@ def _cell(value: Any) -> str:
 
 
 def _in_one_line(text: str) -> str:
-    """Write line ends, tabs and other control characters as escapes."""
-    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
+    """Escape newlines, tabs and other control characters."""
+    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)

@@ -31,17 +31,17 @@ class Source:
     """train, valid or test, of a corpus. [default: test]"""
 
     def text(self) -> bytes | None:
-        """Return the text; None: a split of a corpus.
+        """Return the text, or None for a split of a corpus.
 
         Raises:
             UserError: more than one text is given, or the file cannot be read.
         """
         values = {"--prompt": self.prompt, "--text-file": self.text_file, "--corpus": self.corpus}
-        given = [flag for flag, value in values.items() if value is not None]
-        if len(given) > 1:
-            raise UserError(f"{given[0]} and {given[1]} were both given; use one of them")
-        if self.split is not None and given not in ([], ["--corpus"]):
-            raise UserError(f"--split {self.split} and {given[0]} were both given; a split is of a corpus")
+        flags = [flag for flag, value in values.items() if value is not None]
+        if len(flags) > 1:
+            raise UserError(f"{flags[0]} and {flags[1]} were both given; use one of them")
+        if self.split is not None and flags not in ([], ["--corpus"]):
+            raise UserError(f"--split {self.split} and {flags[0]} were both given; --split needs a corpus")
         if self.text_file is not None:
             with as_user_error(f"reading {self.text_file}"):
                 return self.text_file.read_bytes()
@@ -80,19 +80,19 @@ def attention(
         How far attention reaches.
     max_distance
         Largest distance in the plots of means, in tokens; memory is at least that long, unless it is given. [default:
-        as far as memory reaches, at most 640]
+        the memory length, at most 640]
     heads
-        Heads with plots of their own: layer:head, both from 0, separated by commas, such as 0:3,7:1. [default: of the
+        Heads to plot individually: layer:head, both from 0, separated by commas, such as 0:3,7:1. [default: of the
         first, middle and last layer the head with the largest mean distance]
     page_tokens
         Tokens on the page and in the plots of single heads, from the start of the text. [default: 192, or as many as
         there are or fit]
     out
-        New folder for plots, page and results. [default: beside the run, its name and -attention]
+        New folder for plots, page and results. [default: RUN-attention, next to the run]
     checkpoint
         The weights that were best on the validation text, or the last ones.
     """
-    text, chosen, config = source.text(), None if heads is None else _heads(heads), evaluation_config(lengths)
+    text, head_list, config = source.text(), None if heads is None else _heads(heads), evaluation_config(lengths)
     from transformer_xl.analysis.attention import analyze_attention
     from transformer_xl.run_folder import RunFolder
 
@@ -106,7 +106,7 @@ def attention(
         max_tokens=max_tokens,
         config=config,
         max_distance=max_distance,
-        heads=chosen,
+        heads=head_list,
         page_tokens=page_tokens,
         out=out,
         checkpoint=checkpoint,
@@ -121,18 +121,18 @@ def attention(
     columns = ["layer", *(f"head {head}" for head in range(distance_LN.shape[1]))]
     rows = [[str(layer), *(f"{mean:.1f}" for mean in row)] for layer, row in enumerate(distance_LN.tolist())]
     title = (
-        f"{run}: mean distance in tokens that each head attends to, {values['counted_tokens']:,} tokens counted, "
+        f"{run}: mean distance in tokens that each head attends to, {values['counted_tokens']:,} queries averaged, "
         f"memory length {values['memory_length']:,}, segment length {values['segment_length']:,}"
     )
     print_table(title, columns, rows)
 
 
-def _heads(given: str) -> list[tuple[int, int]]:
+def _heads(text: str) -> list[tuple[int, int]]:
     """Return the heads that were typed as one word, such as 0:3,7:1."""
     heads: list[tuple[int, int]] = []
-    for word in given.split(","):
+    for word in text.split(","):
         parts = [part.strip() for part in word.split(":")]
         if len(parts) != 2 or not all(part.isascii() and part.isdecimal() and len(part) < 12 for part in parts):
-            raise UserError(f"--heads {given}: wanted layer:head, both from 0, separated by commas, such as 0:3,7:1")
+            raise UserError(f"--heads {text}: must be layer:head, both from 0, separated by commas, such as 0:3,7:1")
         heads.append((int(parts[0]), int(parts[1])))
     return list(dict.fromkeys(heads))

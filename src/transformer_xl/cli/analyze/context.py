@@ -62,9 +62,9 @@ def context(
     seed
         Seed of that draw.
     fractions
-        Shares of the positions that count, those that are hardest to predict: the paper's r.
+        Fractions of hardest positions to average over: the paper's r.
     threshold
-        Smallest gain in perplexity that counts, as a share.
+        Minimum relative gain in perplexity of a longer context.
     corpus
         Corpus with the runs' tokenizer. [default: the one the first was trained on]
     split
@@ -126,20 +126,20 @@ def _check_outputs(out: Path | None, plot: Path | None) -> None:
         if path is not None and path.exists():
             raise UserError(f"{path} exists already; choose another {flag}")
         if path is not None and not path.absolute().parent.is_dir():
-            raise UserError(f"{path}: there is no folder {path.parent}; make it, or choose another {flag}")
+            raise UserError(f"{path}: folder {path.parent} does not exist; create it, or choose another {flag}")
     if plot is not None and plot == out:
-        raise UserError(f"{out} was given for --out and --plot; choose two names")
+        raise UserError(f"{out} was given for --out and --plot; choose different files")
 
 
-def _fractions(given: str) -> tuple[float, ...]:
+def _fractions(text: str) -> tuple[float, ...]:
     try:
-        return tuple(float(part) for part in given.split(","))
+        return tuple(float(part) for part in text.split(","))
     except ValueError:
-        raise UserError(f"--fractions {given}: wanted numbers separated by commas, such as 0.1,0.5,1.0") from None
+        raise UserError(f"--fractions {text}: must be numbers separated by commas, such as 0.1,0.5,1.0") from None
 
 
 def _named(runs: tuple[str, ...]) -> dict[str, Path]:
-    """Return the run folders by name: that of the folder, unless another was given."""
+    """Return the run folders by name: the name of the folder unless NAME=RUN sets another."""
     if not runs:
         raise UserError("no run was given; name the folders of the runs of one group, such as runs/a runs/b")
     named: dict[str, Path] = {}
@@ -148,7 +148,7 @@ def _named(runs: tuple[str, ...]) -> dict[str, Path]:
         if not equals or Path(word).exists():
             name, path = Path(word).resolve().name, word
         if not name or not path:
-            raise UserError(f"{word}: wanted the folder of a run, or NAME=RUN")
+            raise UserError(f"{word}: must be the folder of a run, or NAME=RUN")
         if name in named:
             raise UserError(f"two runs are called {name}, {named[name]} and {path}; name one otherwise: NAME=RUN")
         named[name] = Path(path)
@@ -201,6 +201,6 @@ def _show(split: str, found: EffectiveContext) -> None:
     }
     if early:
         say(
-            f"remark: {', '.join(sorted(early))}: no gain already at --min-context {sweep.min_context:,}, so the "
-            "length may be shorter; a smaller --min-context and --context-step would tell"
+            f"warning: {', '.join(sorted(early))}: no gain already at --min-context {sweep.min_context:,}, so the "
+            "length may be shorter; try a smaller --min-context and --context-step"
         )

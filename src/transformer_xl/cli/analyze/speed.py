@@ -1,4 +1,4 @@
-"""`txl analyze speed`: how much faster memory makes evaluation, as a table beside the paper's."""
+"""`txl analyze speed`: how much faster memory makes evaluation, compared with the paper's table."""
 
 from __future__ import annotations
 
