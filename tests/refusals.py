@@ -21,7 +21,7 @@ from transformer_xl.cli.main import run
 
 Capture, Patch = pytest.CaptureFixture[str], pytest.MonkeyPatch
 
-FULL = "no space left on the device; free some or choose another place"
+FULL = "no space left on the device; free some or choose another path"
 
 
 @dataclass

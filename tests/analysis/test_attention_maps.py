@@ -187,7 +187,7 @@ def test_weights_too_large_for_their_products_are_refused(make_model, text, weig
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (LSTMConfig, "lstm has no attention to show; give a run of transformer-xl or shaw"),
+        (LSTMConfig, "lstm has no attention to show; use a run of transformer-xl or shaw"),
         (VaswaniConfig, "vaswani has no attention terms and memory"),
     ],
 )

@@ -74,7 +74,7 @@ def test_how_far_attention_looks(place: Path) -> None:
         ("", "no run was given; name the folders of the runs"),
         ("{}/xl {}/xl", "two runs are called xl, .*name one otherwise: NAME=RUN"),
         ("a={}/xl a={}/learned", "two runs are called a"),
-        ("={}/xl", "wanted the folder of a run, or NAME=RUN"),
+        ("={}/xl", "must be the folder of a run, or NAME=RUN"),
         ("{}/none", "none: no such folder; expected a folder made by"),
         ("{}/corpus", "a corpus, not a run"),
         ("{}/xl {}/other", "other has another tokenizer .char, .* than .*xl .byte, 256 tokens"),
@@ -93,7 +93,7 @@ def test_how_far_attention_looks(place: Path) -> None:
         ("{}/xl --out {}/there.json", "there.json exists already; choose another --out"),
         ("{}/xl --out {}/none/a.json", "folder .*none does not exist; create it, or choose another --out"),
         ("{}/xl --plot {}/a.jpg", "a.jpg: wanted a file name that ends in .svg or .png"),
-        ("{}/xl --plot {}/a.svg --out {}/a.svg", "a.svg was given for --out and --plot; choose two names"),
+        ("{}/xl --plot {}/a.svg --out {}/a.svg", "a.svg was given for --out and --plot; choose different files"),
     ],
 )
 def test_what_is_refused(place: Path, capfd: Capture, words: str, message: str) -> None:

@@ -65,19 +65,19 @@ WRONG_WORDS = [
     ("evaluate run --sweep-memory-length 0,5 --memory-length 3", "--memory-length and --sweep-memory-length were both"),
     ("evaluate run --token-losses a.npy --sweep-memory-length 0,5", "--token-losses and a sweep were both given"),
     ("evaluate run --token-losses gone/a.npy", "writing gone/a.npy: no such file or folder"),
-    ("evaluate run --token-losses folder", "writing folder: is a folder, wanted a file"),
+    ("evaluate run --token-losses folder", "writing folder: is a folder, must be a file"),
     ("score", "RUN requires an argument"),
     ("score run", "txl score needs texts"),
     ("score gone text.txt", "gone: no such folder"),
     ("score run gone.txt", "reading gone.txt: no such file or folder"),
-    ("score run folder", "reading folder: is a folder, wanted a file"),
+    ("score run folder", "reading folder: is a folder, must be a file"),
     ("score run empty.txt", "empty.txt: the text is empty"),
     ("score run text.txt odd.txt", r"odd.txt: byte 3: not UTF-8 \(byte 0xff\)"),
-    ("score run text.txt text.txt", "text.txt was given twice; give each file once"),
+    ("score run text.txt text.txt", "text.txt was given twice; list each file once"),
     ("score run text.txt --per word", "word"),
     ("score run text.txt --memry 5", r"Unknown option: --memry; --help lists the options; for a file, type ./--memry"),
     ("score run text.txt --segment-length 0", "segment_length.*greater than 0"),
-    ("score run text.txt --device gpu", "no device 'gpu' on this machine"),
+    ("score run text.txt --device gpu", "no device 'gpu' on this computer"),
 ]
 
 
