@@ -93,8 +93,11 @@ WRONG_WORDS = [
         NEW.replace("corpus corpus", "corpus small"),
         "has 20 tokens, .* 3 sequences of 7 tokens needs 21; lower --train.batch-size",
     ),
-    (NEW.replace("corpus corpus", "corpus gone"), "no corpus at gone; 'txl prepare FILES --out gone' makes one there"),
-    (NEW.replace("corpus corpus", "corpus run"), "run is a run, wanted a corpus"),
+    (
+        NEW.replace("corpus corpus", "corpus gone"),
+        "no corpus at gone; 'txl prepare FILES --out gone' creates one there",
+    ),
+    (NEW.replace("corpus corpus", "corpus run"), "run is a run, expected a corpus"),
     (NEW.replace("corpus corpus", "corpus folder"), r"folder is not a corpus \(it has no corpus.json\)"),
     (NEW.replace("run new", "run run"), "run holds a run already; resume it with 'txl train --resume run'"),
     (NEW.replace("run new", "run corpus"), "corpus exists already; choose another path"),

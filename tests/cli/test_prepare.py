@@ -163,7 +163,7 @@ def test_a_named_dataset_has_its_own_tokenizer(small_ptb: Path) -> None:
     assert (found["out"], found["tokenizer"], found["vocab_size"]) == ("corpora/ptb", "word", 7)
     assert tokens("corpora/ptb", "train") == [1, 3, 4, 0, 2, 1, 0]
     assert text("corpora/ptb", "train") == b"a n <unk>\nb a\n"
-    assert said.err == "note: test has 2 tokens, but ptb is known to have 5; is it that text?\n"
+    assert said.err == "note: test has 2 tokens, but ptb should have 5; is this the right text?\n"
 
 
 def test_its_tokenizer_can_be_changed(small_ptb: Path) -> None:

@@ -102,7 +102,7 @@ def test_the_text_file_alone_is_refused(tmp_path: Path) -> None:
     shutil.copy(GOLDEN / "bytes" / "checkpoint", tmp_path)
     for path in (tmp_path, tmp_path / "checkpoint"):
         assert tensorflow.recognizes(path)
-        with pytest.raises(UserError, match="names a checkpoint, but holds no weights; wanted a"):
+        with pytest.raises(UserError, match="names a checkpoint, but contains no weights; expected a"):
             tensorflow.read(path)
 
 
@@ -112,7 +112,7 @@ def test_other_things_are_not_recognised(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").touch()
     for path in (tmp_path, tmp_path / "model.safetensors", tmp_path / "checkpoint", tmp_path / "none", Path("x\0y")):
         assert not tensorflow.recognizes(path)
-    with pytest.raises(UserError, match="none: no TensorFlow checkpoint; wanted"):
+    with pytest.raises(UserError, match="none: no TensorFlow checkpoint; expected"):
         tensorflow.read(tmp_path / "none")
 
 
@@ -207,7 +207,7 @@ def test_what_shapes_do_not_tell_comes_from_the_recipe(tmp_path: Path, monkeypat
     folder = with_corpus(tmp_path, "words", "wt103", WORDS)
     unknown = tensorflow.read(folder)
     assert (unknown.train, unknown.evaluation) == ({}, {})
-    assert "do not tell the segment, memory and clamp lengths" in unknown.remarks[-1]
+    assert "do not contain the segment, memory and clamp lengths" in unknown.remarks[-1]
     recipe = load_recipe("wikitext-103-large")
     small = recipe.model_copy(update={"model": {**recipe.model, **SIZES}})
     monkeypatch.setattr(tensorflow, "load_recipe", {"wikitext-103-large": small}.__getitem__)
@@ -288,17 +288,20 @@ def changed(change: dict[str, tuple[int, ...] | None], monkeypatch: pytest.Monke
     ("change", "said"),
     [
         ({"r_w_bias": None}, "no variable 'transformer/r_w_bias'"),
-        ({"r_w_bias": (3,)}, r"'transformer/r_w_bias' has the shape \(3,\)"),
+        ({"r_w_bias": (3,)}, r"'transformer/r_w_bias' has the unexpected shape \(3,\)"),
         ({"layer_1/ff/layer_1/bias": None}, "no variable 'transformer/layer_1/ff/layer_1/bias'"),
-        ({"layer_1/rel_attn/r/kernel": (60,)}, r"'transformer/layer_1/rel_attn/r/kernel' has the shape \(60,\)"),
+        (
+            {"layer_1/rel_attn/r/kernel": (60,)},
+            r"'transformer/layer_1/rel_attn/r/kernel' has the unexpected shape \(60,\)",
+        ),
         (
             {"layer_1/rel_attn/gate/kernel": (10, 6)},
             "'transformer/layer_1/rel_attn/gate/kernel' is not part of this mo",
         ),
         ({"layer_3/rel_attn/o/kernel": (6, 10)}, "'transformer/layer_3/rel_attn/o/kernel' is not part of this model"),
-        ({"adaptive_softmax/cutoff_2/proj": (2, 10)}, r"projections of its own for the clusters \[0, 2\]"),
+        ({"adaptive_softmax/cutoff_2/proj": (2, 10)}, r"separate projections only for the clusters \[0, 2\]"),
         ({"adaptive_softmax/cutoff_2/b": None}, "'transformer/adaptive_softmax/cutoff_3/b' is not part of this model"),
-        ({"adaptive_embed/cutoff_1/lookup_table": (0, 5)}, r"lookup_table' has the shape \(0, 5\)"),
+        ({"adaptive_embed/cutoff_1/lookup_table": (0, 5)}, r"lookup_table' has the unexpected shape \(0, 5\)"),
     ],
 )
 def test_another_model_is_refused(

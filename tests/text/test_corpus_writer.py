@@ -165,7 +165,7 @@ def test_wide_ids_are_little_endian(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     [
         ({"train": [[b""]]}, r"the train split of sample has no text; give 'txl prepare' text for it$"),
         ({"test": [[b"text"]]}, r"the train split of sample has no text"),
-        ({"train": [[b"text"]], "valid": []}, r"the valid split of sample has no text; .* for it, or leave it out$"),
+        ({"train": [[b"text"]], "valid": []}, r"the valid split of sample has no text; .* or leave it out$"),
         ({"train": [[b"text"]], "test": [[b""], []]}, r"the test split of sample has no text"),
     ],
 )

@@ -122,10 +122,12 @@ def test_cut_long_and_missing_files_are_refused(corpus: Corpus, file: str) -> No
     content = path.read_bytes()
     for wrong in (content[:-1], content + b"x", b""):
         path.write_bytes(wrong)
-        with pytest.raises(UserError, match=rf"{file}: {len(wrong)} bytes long, wanted {size}; copy the corpus again"):
+        with pytest.raises(
+            UserError, match=rf"{file}: {len(wrong)} bytes long, expected {size}; copy the corpus again"
+        ):
             Corpus.open(corpus.path)
     path.unlink()
-    with pytest.raises(UserError, match=rf"{file}: missing, wanted {size} bytes; copy the corpus again"):
+    with pytest.raises(UserError, match=rf"{file}: missing, expected {size} bytes; copy the corpus again"):
         Corpus.open(corpus.path)
 
 
@@ -160,18 +162,18 @@ def test_verify_finds_shards_in_the_wrong_order(corpus: Corpus) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda values: values.update(format="other"), "format 'other', wanted 'txl-corpus'; 'txl prepare FILES"),
-        (lambda values: values.pop("format"), "format None, wanted 'txl-corpus'"),
+        (lambda values: values.update(format="other"), "format 'other', expected 'txl-corpus'; 'txl prepare FILES"),
+        (lambda values: values.pop("format"), "format None, expected 'txl-corpus'"),
         (lambda values: values.update(version=2), "an earlier version of txl .*; prepare the corpus again"),
         (lambda values: values.update(version=4), "a later version of txl .*; upgrade transformer-xl, or prepare"),
         (lambda values: values.update(tokenizer_sha256="0" * 64), "not the tokenizer this corpus was made with"),
         (lambda values: values.update(nmae="x"), r"unknown setting 'nmae' \(did you mean 'name'\?\); copy the corpus"),
-        (lambda values: values["splits"].pop("train"), "wanted a split 'train', found none; copy the corpus again"),
+        (lambda values: values["splits"].pop("train"), "split 'train' is missing.*copy the corpus again"),
         (lambda values: values["splits"].update({"../x": {}}), "splits"),
         (lambda values: values["splits"]["test"].update(num_tokens=0), "splits.test.num_tokens: .*greater than 0"),
         (
             lambda values: values["splits"]["train"].update(shard_lengths=[11, 11]),
-            "shards of 22 tokens in all, wanted 27",
+            "shard_lengths sum to 22, expected .*27",
         ),
         (
             lambda values: values["splits"]["train"].update(shard_lengths=[27, 0]),
@@ -191,7 +193,7 @@ def test_dtype_other_than_the_tokenizers_is_refused(corpus: Corpus) -> None:
     path = corpus.path / "test-00000.tokens"
     path.write_bytes(path.read_bytes() * 2)
     edit(corpus, lambda values: values["splits"]["test"].update(dtype="uint16"))
-    with pytest.raises(UserError, match=r"splits.test.dtype is uint16, wanted uint8"):
+    with pytest.raises(UserError, match=r"splits.test.dtype is uint16, expected uint8"):
         Corpus.open(corpus.path)
 
 
@@ -216,12 +218,12 @@ def test_unreadable_tokens_are_refused(corpus: Corpus) -> None:
 
 
 def test_what_is_no_corpus_says_how_to_make_one(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"no corpus at .*gone; 'txl prepare FILES --out .*gone' makes one there"):
+    with pytest.raises(UserError, match=r"no corpus at .*gone; 'txl prepare FILES --out .*gone' creates one there"):
         Corpus.open(tmp_path / "gone")
     file = tmp_path / "a.txt"
     file.write_text("text")
     with pytest.raises(
-        UserError, match=r"a.txt is a file, wanted the folder of a corpus; 'txl prepare .*a.txt --out DIR'"
+        UserError, match=r"a.txt is a file, expected the folder of a corpus; 'txl prepare .*a.txt --out DIR'"
     ):
         Corpus.open(file)
     with pytest.raises(
@@ -229,5 +231,7 @@ def test_what_is_no_corpus_says_how_to_make_one(tmp_path: Path) -> None:
     ):
         Corpus.open(tmp_path)
     (tmp_path / "config.yaml").write_text("{}")
-    with pytest.raises(UserError, match=r"is a run, wanted a corpus; its config.yaml names the one it was trained on"):
+    with pytest.raises(
+        UserError, match=r"is a run, expected a corpus; its config.yaml names the corpus it was trained on"
+    ):
         Corpus.open(tmp_path)

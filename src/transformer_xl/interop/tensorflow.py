@@ -1,22 +1,22 @@
-"""Read checkpoints of the authors' TensorFlow code (`tf/` of their repository), such as those they published.
+"""Read checkpoints of the authors' TensorFlow code (`tf/` in the authors' repository), such as the published models.
 
-The published folders are read as they are unpacked:
+The published archives are read in the layout in which they unpack:
 
     tf_wt103/model/{checkpoint, model.ckpt-0.index, model.ckpt-0.data-00000-of-00001}
     tf_wt103/data/{cache.pkl, corpus-info.json}
 
-Sizes come from the shapes of the variables. What shapes do not tell (memory lengths, clamp, dropout) comes from the
-recipe that was published for the data set, if the sizes are those of that recipe. Names of the variables (tf/model.py),
-with `transformer/` in front of each:
+Model sizes come from the shapes of the variables. Settings that the shapes do not determine (memory and clamp lengths,
+dropout) come from the recipe published for the data set, if the model sizes match that recipe. The variables have these
+names (tf/model.py), each prefixed with `transformer/`:
 
     adaptive_embed/[cutoff_i/]{lookup_table (V, E), proj_W (E, D)}      r_w_bias, r_r_bias ([L,] N, H)
     adaptive_softmax/{bias (V,)} or cutoff_i/{b, proj (E, D)}, cutoff_0/{cluster_W (tails, E), cluster_b}
     layer_l/rel_attn/{qkv, r, o}/kernel, ff/{layer_1, layer_2}/{kernel, bias}, {rel_attn, ff}/LayerNorm/{gamma, beta}
 
-Kernels and projections are stored (in, out), so they are transposed; tables are not.
+Kernels and projections are stored as (in, out), so they are transposed; embedding tables are not.
 
-Letters: V tokens of the vocabulary or
-of a cluster, E embedding width, D model width, L layers, N heads, H head width.
+Dimensions: V tokens of the vocabulary or of a cluster, E embedding width, D model width, L layers, N heads, H head
+width.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from transformer_xl.text.tokenizers.storage import read_json_object
 
 _SCOPE = "transformer/"
 _ADAM = re.compile(r"/Adam(_\d+)?$")
-_NORM_EPSILON = 1e-12  # of tf.contrib.layers.layer_norm
+_NORM_EPSILON = 1e-12  # the default of tf.contrib.layers.layer_norm
 _RECIPES = {
     "enwik8": "enwik8-24l",
     "text8": "text8-24l",
@@ -51,19 +51,21 @@ _RECIPES = {
 _SIZES = ("n_layers", "d_model", "n_heads", "d_head", "d_ff")
 _DATA_SETS = {204: "enwik8", 27: "text8", 267_735: "wt103"}  # vocabulary sizes that identify the data set
 _NO_LENGTHS = (
-    "the files do not tell the segment, memory and clamp lengths, nor dropout, and this is not a published model: "
-    "these settings are the defaults. The authors' --same_length is an attention_window of memory_length + 1"
+    "the files do not contain the segment, memory and clamp lengths or dropout, and this is not a published model, so "
+    "these settings have their defaults. The authors' --same_length equals an attention_window of memory_length + 1"
 )
-_NO_LINE_ENDS = (
-    "the authors' enwik8 has no line ends, as they split it at them and dropped them. Remove them from a text "
-    "(tr -d '\\n') before evaluating on it"
+_NO_NEWLINES = (
+    "the authors removed all newlines from enwik8. Remove them from a text (tr -d '\\n') before evaluating this model "
+    "on it"
 )
-_ENDING = re.compile(r"\.(index|meta|data-\d{5}-of-\d{5})$")
-_WANTED = "wanted a .index file and its .data files; give their folder, or their path without the ending"
+_SUFFIX = re.compile(r"\.(index|meta|data-\d{5}-of-\d{5})$")
+_EXPECTED_FILES = (
+    "expected a .index file and its .data files; pass the folder that contains them, or the path without the suffix"
+)
 
 
 def recognizes(path: Path) -> bool:
-    """Return whether the path is a TensorFlow checkpoint: its folder, its prefix, one of its files, or `checkpoint`."""
+    """Return whether the path is a TensorFlow checkpoint: its folder, prefix, one of its files, or `checkpoint`."""
     with suppress(OSError, ValueError):
         return bool(_prefixes(path)) or _names_a_checkpoint(path)
     return False
@@ -73,7 +75,7 @@ def read(path: Path) -> ImportedModel:
     """Read a checkpoint: a folder, a prefix such as `model.ckpt-0`, one of its files, or the text file `checkpoint`.
 
     Raises:
-        UserError: files are missing or damaged, there are several checkpoints, or it is of another model.
+        UserError: files are missing or damaged, the path matches several checkpoints, or the model is another one.
     """
     with as_user_error(f"reading {path}"):
         prefix = _prefix(path)
@@ -86,41 +88,43 @@ def read(path: Path) -> ImportedModel:
 
 
 def _names_a_checkpoint(path: Path) -> bool:
-    text = path / "checkpoint" if path.is_dir() else path
-    if text.name != "checkpoint" or not text.is_file():
+    state_file = path / "checkpoint" if path.is_dir() else path
+    if state_file.name != "checkpoint" or not state_file.is_file():
         return False
-    with text.open("rb") as file:
+    with state_file.open("rb") as file:
         return b"model_checkpoint_path" in file.read(100)
 
 
 def _prefixes(path: Path) -> list[Path]:
-    """Return the checkpoints of a path, sorted by name; of several, only the one that the file `checkpoint` names."""
+    """Return the prefixes of the checkpoints at a path, sorted; only the one named in the file `checkpoint`, if any."""
     if path.is_dir() or path.name == "checkpoint":
         folder = path if path.is_dir() else path.parent
-        found = [place for inner in (folder, folder / "model") for place in sorted(inner.glob("*.index"))]
-        prefixes = [place.with_suffix("") for place in found]
+        index_files = [file for parent in (folder, folder / "model") for file in sorted(parent.glob("*.index"))]
+        prefixes = [file.with_suffix("") for file in index_files]
         return [prefix for prefix in prefixes if prefix.name == _newest(prefix.with_name("checkpoint"))] or prefixes
-    prefix = path.with_name(_ENDING.sub("", path.name))
+    prefix = path.with_name(_SUFFIX.sub("", path.name))
     return [prefix] if prefix.with_name(f"{prefix.name}.index").is_file() else []
 
 
-def _newest(text: Path) -> str | None:
-    """Return the name of the newest checkpoint, as the text file `checkpoint` states it."""
-    if not text.is_file():
+def _newest(state_file: Path) -> str | None:
+    """Return the name of the newest checkpoint according to the text file `checkpoint`, or None if it is missing."""
+    if not state_file.is_file():
         return None
-    found = re.search(
-        r'^model_checkpoint_path: "(.*)"', text.read_text(encoding="utf-8", errors="replace"), flags=re.MULTILINE
+    match = re.search(
+        r'^model_checkpoint_path: "(.*)"', state_file.read_text(encoding="utf-8", errors="replace"), flags=re.MULTILINE
     )
-    return Path(found[1]).name if found else None
+    return Path(match[1]).name if match else None
 
 
 def _prefix(path: Path) -> Path:
     prefixes = _prefixes(path)
     if not prefixes:
-        what = "names a checkpoint, but holds no weights" if _names_a_checkpoint(path) else "no TensorFlow checkpoint"
-        raise UserError(f"{path}: {what}; {_WANTED}")
+        problem = (
+            "names a checkpoint, but contains no weights" if _names_a_checkpoint(path) else "no TensorFlow checkpoint"
+        )
+        raise UserError(f"{path}: {problem}; {_EXPECTED_FILES}")
     if len(prefixes) > 1:
-        raise UserError(f"{path}: {len(prefixes)} checkpoints; give one of them, such as {prefixes[-1]}")
+        raise UserError(f"{path}: {len(prefixes)} checkpoints; pass one of them, such as {prefixes[-1]}")
     return prefixes[0]
 
 
@@ -141,23 +145,23 @@ class _Variables:
         return name in self._shapes
 
     def count(self, pattern: str) -> int:
-        """Return how many variables have this name with 0, 1, 2, ... in place of {}."""
-        number = 0
-        while pattern.format(number) in self:
-            number += 1
-        return number
+        """Return how many consecutive variables exist with 0, 1, 2, ... substituted for {} in `pattern`."""
+        count = 0
+        while pattern.format(count) in self:
+            count += 1
+        return count
 
     def shape(self, name: str, *dimensions: int) -> tuple[int, ...]:
-        """Return the shape of a variable, which must have one of these numbers of dimensions.
+        """Return the shape of a variable, whose number of dimensions must be one of `dimensions`.
 
         Raises:
-            UserError: there is no variable of that name, or it has another number of dimensions.
+            UserError: no variable has that name, or it has another number of dimensions.
         """
         if name not in self._shapes:
             raise self.error(f"no variable '{_SCOPE}{name}'")
         shape = self._shapes[name]
         if len(shape) not in dimensions or 0 in shape:
-            raise self.error(f"'{_SCOPE}{name}' has the shape {shape}")
+            raise self.error(f"'{_SCOPE}{name}' has the unexpected shape {shape}")
         return shape
 
     def tensor(self, name: str) -> Tensor:
@@ -175,13 +179,13 @@ class _Variables:
         """Return the names of variables that were not read."""
         return sorted(set(self._shapes) - self._read)
 
-    def error(self, what: str) -> UserError:
-        """Return the UserError to raise."""
-        return UserError(f"{self._prefix}: {what}; wanted a checkpoint of the authors' tf/model.py")
+    def error(self, problem: str) -> UserError:
+        """Return a UserError that states the problem and which checkpoints are supported."""
+        return UserError(f"{self._prefix}: {problem}; expected a checkpoint of the authors' tf/model.py")
 
 
 def _model_settings(variables: _Variables) -> dict[str, Any]:
-    """Return the settings of TransformerXLConfig that the shapes tell."""
+    """Return the settings of TransformerXLConfig that follow from the shapes."""
     *layers, heads, d_head = variables.shape("r_w_bias", 2, 3)
     _, width = variables.shape("layer_0/rel_attn/o/kernel", 2)
     table_widths = [variables.shape(f"{name}lookup_table", 2)[1] for name in _tables(variables)]
@@ -209,39 +213,41 @@ def _tables(variables: _Variables) -> list[str]:
     """Return the name prefix of each embedding table and its projection."""
     if "adaptive_embed/lookup_table" in variables:
         return ["adaptive_embed/"]
-    number = max(variables.count("adaptive_embed/cutoff_{}/lookup_table"), 1)
-    return [f"adaptive_embed/cutoff_{index}/" for index in range(number)]
+    num_tables = max(variables.count("adaptive_embed/cutoff_{}/lookup_table"), 1)
+    return [f"adaptive_embed/cutoff_{index}/" for index in range(num_tables)]
 
 
 def _biases(variables: _Variables) -> list[str]:
     """Return the names of the softmax biases, one for each cluster."""
-    number = variables.count("adaptive_softmax/cutoff_{}/b")
-    return [f"adaptive_softmax/cutoff_{index}/b" for index in range(number)] or ["adaptive_softmax/bias"]
+    num_clusters = variables.count("adaptive_softmax/cutoff_{}/b")
+    return [f"adaptive_softmax/cutoff_{index}/b" for index in range(num_clusters)] or ["adaptive_softmax/bias"]
 
 
 def _edges(variables: _Variables) -> tuple[int, ...]:
-    """Return 0, the cutoffs and V."""
+    """Return the cluster boundaries: 0, the cutoffs and V."""
     return (0, *accumulate(variables.shape(name, 1)[0] for name in _biases(variables)))
 
 
 def _tied_projections(variables: _Variables) -> str:
-    """Return for which clusters the softmax shares the embedding's projection."""
+    """Return `tie_projections`: for which clusters the softmax shares the embedding's projection."""
     clusters = range(len(_biases(variables)))
-    own = {index for index in clusters if f"adaptive_softmax/cutoff_{index}/proj" in variables}
-    if not own:
+    untied = {index for index in clusters if f"adaptive_softmax/cutoff_{index}/proj" in variables}
+    if not untied:
         return "all"
     tables = _tables(variables)
     projected = {index for index in clusters if f"{tables[min(index, len(tables) - 1)]}proj_W" in variables}
-    if own not in ({0}, projected):
-        raise variables.error(f"projections of its own for the clusters {sorted(own)} of {sorted(projected)} alone")
-    return "all_but_first" if own == {0} else "none"
+    if untied not in ({0}, projected):
+        raise variables.error(
+            f"the softmax has separate projections only for the clusters {sorted(untied)} of {sorted(projected)}"
+        )
+    return "all_but_first" if untied == {0} else "none"
 
 
 def _weights(variables: _Variables) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights under our names."""
-    for ours, theirs in (("content_bias", "r_w_bias"), ("position_bias", "r_r_bias")):
-        bias = variables.tensor(theirs)
-        yield ours, bias if bias.ndim == 3 else bias[None]
+    """Yield the weights under the names of this package's model."""
+    for name, tf_name in (("content_bias", "r_w_bias"), ("position_bias", "r_r_bias")):
+        bias = variables.tensor(tf_name)
+        yield name, bias if bias.ndim == 3 else bias[None]
     for index, table in enumerate(_tables(variables)):
         yield f"embedding.tables.{index}", variables.tensor(f"{table}lookup_table")
         if f"{table}proj_W" in variables:
@@ -257,46 +263,46 @@ def _weights(variables: _Variables) -> Iterator[tuple[str, Tensor]]:
         yield from _layer(variables, f"layer_{index}/", f"layers.{index}.")
 
 
-def _layer(variables: _Variables, theirs: str, ours: str) -> Iterator[tuple[str, Tensor]]:
-    qkv = variables.transposed(f"{theirs}rel_attn/qkv/kernel")
+def _layer(variables: _Variables, tf_prefix: str, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    qkv = variables.transposed(f"{tf_prefix}rel_attn/qkv/kernel")
     for name, part in zip(("q_proj", "k_proj", "v_proj"), qkv.tensor_split(3), strict=True):
-        yield f"{ours}attention.{name}.weight", part.contiguous()
-    yield f"{ours}attention.r_proj.weight", variables.transposed(f"{theirs}rel_attn/r/kernel")
-    yield f"{ours}attention.o_proj.weight", variables.transposed(f"{theirs}rel_attn/o/kernel")
+        yield f"{prefix}attention.{name}.weight", part.contiguous()
+    yield f"{prefix}attention.r_proj.weight", variables.transposed(f"{tf_prefix}rel_attn/r/kernel")
+    yield f"{prefix}attention.o_proj.weight", variables.transposed(f"{tf_prefix}rel_attn/o/kernel")
     for name, kernel in (("up_proj", "layer_1"), ("down_proj", "layer_2")):
-        yield f"{ours}feed_forward.{name}.weight", variables.transposed(f"{theirs}ff/{kernel}/kernel")
-        yield f"{ours}feed_forward.{name}.bias", variables.tensor(f"{theirs}ff/{kernel}/bias")
+        yield f"{prefix}feed_forward.{name}.weight", variables.transposed(f"{tf_prefix}ff/{kernel}/kernel")
+        yield f"{prefix}feed_forward.{name}.bias", variables.tensor(f"{tf_prefix}ff/{kernel}/bias")
     for name, norm in (("attention", "rel_attn"), ("feed_forward", "ff")):
-        yield f"{ours}{name}.norm.weight", variables.tensor(f"{theirs}{norm}/LayerNorm/gamma")
-        yield f"{ours}{name}.norm.bias", variables.tensor(f"{theirs}{norm}/LayerNorm/beta")
+        yield f"{prefix}{name}.norm.weight", variables.tensor(f"{tf_prefix}{norm}/LayerNorm/gamma")
+        yield f"{prefix}{name}.norm.bias", variables.tensor(f"{tf_prefix}{norm}/LayerNorm/beta")
 
 
 def _with_dataset_settings(model: dict[str, Any], weights: dict[str, Tensor], folder: Path) -> ImportedModel:
-    """Add what the data set tells: lengths, dropout and tokenizer."""
+    """Add the settings that depend on the data set (lengths and dropout), and the tokenizer."""
     name, tokenizer = _corpus(folder, model["vocab_size"])
     recipe = load_recipe(_RECIPES[name]) if name in _RECIPES else None
     train: dict[str, Any] = {}
     evaluation: dict[str, Any] = {}
-    remarks: list[str] = [_NO_LINE_ENDS] if name == "enwik8" else []
+    notes: list[str] = [_NO_NEWLINES] if name == "enwik8" else []
     if recipe is not None and all(recipe.model[size] == model[size] for size in _SIZES):
         model = {**model, **{setting: recipe.model[setting] for setting in ("dropout", "attention_dropout")}}
         train = {setting: recipe.train[setting] for setting in ("segment_length", "memory_length")}
         lengths = ("segment_length", "memory_length", "clamp_length")
         evaluation = {setting: recipe.evaluation[setting] for setting in lengths}
-        evaluation["attention_window"] = recipe.evaluation["memory_length"] + 1  # as their --same_length
+        evaluation["attention_window"] = recipe.evaluation["memory_length"] + 1  # the authors' --same_length
     else:
-        remarks.append(_NO_LENGTHS)
-    return ImportedModel(model, train, evaluation, weights, tokenizer, tuple(remarks))
+        notes.append(_NO_LENGTHS)
+    return ImportedModel(model, train, evaluation, weights, tokenizer, tuple(notes))
 
 
 def _corpus(folder: Path, size: int) -> tuple[str | None, Tokenizer | None]:
-    """Return the authors' name of the data set, and its tokenizer; None where it is not known.
+    """Return the authors' name of the data set and its tokenizer, each None if unknown.
 
-    They are beside the checkpoint, in `data` there, or in `data` beside its folder: corpus-info.json names the data
-    set, and cache.pkl is their data_utils.Corpus, as Python 2 pickled it.
+    corpus-info.json names the data set, and cache.pkl is the authors' data_utils.Corpus, pickled by Python 2. Both are
+    searched for in the checkpoint's folder, in its subfolder `data`, and in the folder `data` next to it.
 
     Args:
-        folder: the folder of the checkpoint.
+        folder: folder that contains the checkpoint.
         size: V, the vocabulary size.
 
     Raises:
@@ -305,12 +311,12 @@ def _corpus(folder: Path, size: int) -> tuple[str | None, Tokenizer | None]:
     with as_user_error(f"reading {folder}"):
         folders = (folder, folder / "data", folder.resolve().parent / "data")
         info, cache = (
-            next((place / name for place in folders if (place / name).is_file()), None)
+            next((parent / name for parent in folders if (parent / name).is_file()), None)
             for name in ("corpus-info.json", "cache.pkl")
         )
     name = _DATA_SETS.get(size)
     if info is not None:
-        values = read_json_object(info, "copy it again from where it came")
+        values = read_json_object(info, "copy it again from its source")
         _check_size(info, values.get("vocab_size"), size)
         name = str(values.get("dataset", name))
     if cache is None:
@@ -320,9 +326,8 @@ def _corpus(folder: Path, size: int) -> tuple[str | None, Tokenizer | None]:
     return name, tokenizer
 
 
-def _check_size(path: Path, found: object, size: int) -> None:
-    if found != size:
+def _check_size(path: Path, file_size: object, size: int) -> None:
+    if file_size != size:
         raise UserError(
-            f"{path} has a vocabulary of {found} tokens, and the checkpoint one of {size}; put the files of one model "
-            "together"
+            f"{path} has a vocabulary of {file_size} tokens, but the checkpoint has {size}; use files of the same model"
         )

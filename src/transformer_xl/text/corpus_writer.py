@@ -1,7 +1,7 @@
-"""Writing a corpus in one pass: documents -> chunks -> token ids, in several processes -> files in the text's order.
+"""Writes a corpus in one pass: documents -> chunks -> token ids (in several processes) -> files in text order.
 
-Only a few chunks are held at a time, so a corpus may be larger than memory. The files do not depend on the number of
-processes, nor on how the documents are cut into chunks.
+Only a few chunks are in memory at a time, so a corpus may be larger than memory. The files do not depend on the number
+of processes or on how the documents are split into chunks.
 """
 
 from __future__ import annotations
@@ -39,34 +39,34 @@ from transformer_xl.text.tokenizers import (
     token_dtype,
 )
 
-_BATCH_BYTES = 2**20  # small documents are sent to a worker process together, up to this length
+_BATCH_BYTES = 2**20  # small documents are batched up to this length, so that inter-process transfers cost little
 
 
 @dataclass(frozen=True)
 class _TextChunk:
-    """A chunk of a document that can be encoded by itself."""
+    """A chunk of a document that can be encoded independently of the rest."""
 
     split: SplitName
     document: int
     """The document's index in its split."""
     document_name: str
     position: int
-    """Where the chunk starts in its document, in bytes."""
+    """Byte offset of the chunk in its document."""
     text: bytes
 
 
 @dataclass(frozen=True)
 class _TokenChunk:
-    """The tokens of a chunk of text, and counts of its text."""
+    """The tokens of a chunk of text, and statistics of the text."""
 
     split: SplitName
     document: int
     ids: TokenArray
     num_unknown: int
     line_ends: npt.NDArray[np.int64]
-    """Positions after tokens that end a line; empty if lines are not documents."""
+    """Positions after the tokens that end a line; empty unless lines are documents."""
     num_words: int
-    in_word: tuple[bool, bool]
+    edges_in_word: tuple[bool, bool]
     """Whether the text starts and ends inside a word."""
 
 
@@ -81,46 +81,46 @@ def write_corpus(
     num_workers: int = 1,
     max_shard_tokens: int = 2**30,
 ) -> Corpus:
-    """Write a corpus, and open it.
+    """Write a corpus and return it opened.
 
     Args:
-        folder: must not exist; it is created atomically.
-        splits: documents of each split; there must be train. Each split must have text; empty documents are ignored.
+        folder: folder to create, atomically; it must not exist.
+        splits: documents by split, including train. Each split must contain text; empty documents are ignored.
         name: name of the corpus.
-        source: where its text comes from, in words.
+        source: description of where the text comes from.
         tokenizer: encodes the text.
-        document_unit: whether each of the documents, or each line of them, is a document of the corpus.
-        num_workers: processes that encode.
-        max_shard_tokens: most tokens in one file.
+        document_unit: whether each of the documents, or each line of it, becomes a document of the corpus.
+        num_workers: number of processes that encode.
+        max_shard_tokens: maximum number of tokens in one file.
 
     Raises:
-        UserError: the folder exists, the file system refuses, a document cannot be read or encoded, lines are to be
-            documents but the tokenizer has no token that ends one, or a split has no text.
+        UserError: the folder exists or cannot be written, a document cannot be read or encoded, a split has no text, or
+            `document_unit` is line but the tokenizer has no token that ends a line.
     """
     if document_unit == "line" and not tokenizer.is_newline_V.any():
         raise UserError(
-            f"this {tokenizer.kind} tokenizer has no token that ends a line, so lines cannot be documents; give "
+            f"this {tokenizer.kind} tokenizer has no token that ends a line, so lines cannot be documents; set "
             "--add-eos, or --document-unit file"
         )
     assert max_shard_tokens > 0
-    wanted: list[SplitName] = [split for split in SPLITS if split in splits]
+    split_names: list[SplitName] = [split for split in SPLITS if split in splits]
     with atomic_folder(Path(folder)) as temporary:
         save_tokenizer(tokenizer, temporary / "txl_tokenizer.json")
         with ExitStack() as stack:
             writers = {
                 split: stack.enter_context(_SplitWriter(temporary, split, tokenizer, max_shard_tokens))
-                for split in wanted
+                for split in split_names
             }
-            batches = _batches(_text_chunks({split: splits[split] for split in wanted}, writers, tokenizer))
+            batches = _batches(_text_chunks({split: splits[split] for split in split_names}, writers, tokenizer))
             encoder = _Encoder(tokenizer, document_unit == "line")
             workers = 1 if tokenizer.is_cheap_to_encode else num_workers
             for chunks in stack.enter_context(closing(ordered_map(encoder, batches, workers=workers))):
                 for chunk in chunks:
                     writers[chunk.split].add(chunk)
-            for split in ("train", *wanted):
+            for split in ("train", *split_names):
                 if split not in writers or not writers[split].num_tokens:
                     raise UserError(
-                        f"the {split} split of {name} has no text; give 'txl prepare' text for it"
+                        f"the {split} split of {name} has no text; pass text for it to 'txl prepare'"
                         f"{'' if split == 'train' else ', or leave it out'}"
                     )
             records = {split: writer.finish() for split, writer in writers.items()}
@@ -132,7 +132,7 @@ def write_corpus(
 def _text_chunks(
     splits: Mapping[SplitName, Iterable[Document]], writers: Mapping[SplitName, _SplitWriter], tokenizer: Tokenizer
 ) -> Iterator[_TextChunk]:
-    """All documents in chunks that can be encoded by themselves; the writers count the bytes."""
+    """Yield all documents in chunks that can be encoded independently; the writers count the bytes."""
     for split, documents in splits.items():
         for index, document in enumerate(documents):
             position = 0
@@ -160,7 +160,7 @@ class _Encoder:
     """Encodes batches of chunks; it is pickled to the worker processes."""
 
     tokenizer: Tokenizer
-    finds_lines: bool
+    records_line_ends: bool
 
     def __call__(self, chunks: list[_TextChunk]) -> list[_TokenChunk]:
         return [self._encode(chunk) for chunk in chunks]
@@ -168,16 +168,20 @@ class _Encoder:
     def _encode(self, chunk: _TextChunk) -> _TokenChunk:
         with document_errors(chunk.document_name, chunk.position):
             encoded = self.tokenizer.encode_chunk(chunk.text)
-        ends = self.tokenizer.is_newline_V[encoded.ids].nonzero()[0] + 1 if self.finds_lines else np.empty(0, np.int64)
-        words = count_words(chunk.text)
-        return _TokenChunk(chunk.split, chunk.document, encoded.ids, encoded.num_unknown, ends, *words)
+        line_ends = (
+            self.tokenizer.is_newline_V[encoded.ids].nonzero()[0] + 1
+            if self.records_line_ends
+            else np.empty(0, np.int64)
+        )
+        word_stats = count_words(chunk.text)
+        return _TokenChunk(chunk.split, chunk.document, encoded.ids, encoded.num_unknown, line_ends, *word_stats)
 
 
-_IN_WORD = bytes(not bytes([value]).isspace() for value in range(256))
+_IN_WORD = bytes(not bytes([value]).isspace() for value in range(256))  # by byte value: 1 unless whitespace
 
 
 def count_words(text: bytes) -> tuple[int, tuple[bool, bool]]:
-    """Return the number of words between ASCII white space, and whether the text starts and ends inside one."""
+    """Return the number of words separated by ASCII whitespace, and whether the text starts and ends inside a word."""
     inside = np.frombuffer(text.translate(_IN_WORD), dtype=np.bool_)  # 2.5 times as fast as split
     edges = (bool(inside[0]), bool(inside[-1]))
     return int(np.count_nonzero(inside[1:] > inside[:-1])) + edges[0], edges
@@ -195,9 +199,9 @@ class _SplitWriter:
         self._token_hash, self._start_hash = hashlib.sha256(), hashlib.sha256()
         self.num_tokens = 0
         self._num_bytes = self._num_words = self._num_documents = self._num_unknown = 0
-        self._document = -1  # of the last token written
-        self._at_line_end = False  # after the last token written
-        self._open_word = (-1, False)  # document of the last chunk, and whether its text ended inside a word
+        self._document = -1  # index of the document of the last token written
+        self._at_line_end = False  # whether the last token written ended a line
+        self._last_edge = (-1, False)  # document of the last chunk, and whether its text ended inside a word
 
     def __enter__(self) -> _SplitWriter:
         return self
@@ -215,9 +219,9 @@ class _SplitWriter:
 
     def add(self, chunk: _TokenChunk) -> None:
         """Write the next chunk."""
-        continues_word = chunk.in_word[0] and self._open_word == (chunk.document, True)
+        continues_word = chunk.edges_in_word[0] and self._last_edge == (chunk.document, True)
         self._num_words += chunk.num_words - continues_word
-        self._open_word = (chunk.document, chunk.in_word[1])
+        self._last_edge = (chunk.document, chunk.edges_in_word[1])
         self._num_unknown += chunk.num_unknown
         if not len(chunk.ids):
             return
@@ -244,13 +248,13 @@ class _SplitWriter:
                     self._tokens.close()
                 self._tokens = token_file(self._folder, self._split, len(self._shards)).open("wb")
                 self._shards.append(0)
-            fitting = ids[: self._max_shard_tokens - self._shards[-1]]
-            self._tokens.write(fitting.data)
-            self._shards[-1] += len(fitting)
-            ids = ids[len(fitting) :]
+            shard_part = ids[: self._max_shard_tokens - self._shards[-1]]
+            self._tokens.write(shard_part.data)
+            self._shards[-1] += len(shard_part)
+            ids = ids[len(shard_part) :]
 
     def finish(self) -> SplitRecord:
-        """Return the record of what was written."""
+        """Return the record of the split for `corpus.json`."""
         return SplitRecord.model_validate(
             {
                 "dtype": self._dtype.name,

@@ -1,4 +1,4 @@
-"""Text before it has tokens: documents, read in chunks, and a source of text with its splits."""
+"""Untokenized text: documents, which are read in chunks, and a text source with its splits."""
 
 from __future__ import annotations
 
@@ -12,39 +12,39 @@ SplitName = Literal["train", "valid", "test"]
 SPLITS: tuple[SplitName, ...] = ("train", "valid", "test")
 
 DocumentUnit = Literal["file", "line"]
-"""What one document of a corpus is: a file (or text) as a whole, or each of its lines."""
+"""Whether a document of a corpus is a whole file (or text in memory), or one line of it."""
 
 DEFAULT_TOKENIZER = TokenizerConfig()
 
 
 @dataclass(frozen=True)
 class Document:
-    """One text."""
+    """A text that is read in chunks of bytes."""
 
     name: str
-    """Where it comes from, for messages."""
+    """Name for messages, such as the path of the file."""
     chunks: Iterable[bytes]
-    """Its bytes in chunks cut anywhere, read only when iterated; training a tokenizer and writing iterate once each."""
+    """The bytes in chunks of any size, read lazily; iterated once to train a tokenizer and once to write the corpus."""
     num_bytes: int = 0
-    """Length in bytes, for progress; 0 if unknown."""
+    """Length in bytes for the progress display, or 0 if unknown."""
 
 
 @dataclass(frozen=True)
 class TextSource:
-    """The documents of each split, and how they are tokenized by default."""
+    """The documents of each split, and the default tokenizer settings."""
 
     name: str
     """Default name of the corpus."""
     description: str
     """Where the text comes from and how it was split."""
     splits: Mapping[SplitName, Sequence[Document]]
-    """Documents of each split; splits without text are absent."""
+    """Documents by split; splits without text are absent."""
     tokenizer: TokenizerConfig = DEFAULT_TOKENIZER
-    """Its default tokenizer."""
+    """Settings of the default tokenizer."""
     tokenizer_splits: tuple[SplitName, ...] = ("train",)
-    """Splits that this tokenizer is trained on."""
+    """Splits that the default tokenizer is trained on."""
     document_unit: DocumentUnit = "file"
-    """Whether each of `splits`' documents, or each line of them, becomes a document of the corpus."""
+    """Whether each document in `splits`, or each line of it, becomes a document of the corpus."""
     expected_num_tokens: Mapping[SplitName, int] = field(default_factory=dict)
     """Published number of tokens of each split with the default tokenizer, where known."""
     notes: tuple[str, ...] = ()

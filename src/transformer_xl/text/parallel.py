@@ -1,4 +1,4 @@
-"""A map over worker processes that keeps the order of the items and holds only a few of them at a time."""
+"""An ordered map over worker processes that holds only a few items at a time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 FEW = 3
-"""Up to so many items are mapped in this process; starting others takes half a second."""
+"""Up to this many items are mapped in this process, since starting workers takes half a second."""
 
 
 def num_cores() -> int:
@@ -33,17 +33,17 @@ def ordered_map(
 ) -> Generator[Result, None, None]:
     """Yield the results of `function` for each item, in the order of the items.
 
-    With `workers` 1, or no more than `FEW` items, no process is started. At most 2 x `workers` items are drawn whose
-    results have not been yielded. Closing the generator ends the workers, once each has finished its item.
+    With `workers` 1, or no more than `FEW` items, no process is started. At most 2 x `workers` items are in flight:
+    drawn, but without a yielded result. Closing the generator stops each worker after its current item.
 
     Args:
         function: pickled once for each worker; items and results are pickled too.
-        items: may be endless.
+        items: the items to map; may be infinite.
         workers: number of processes, at least 1.
 
     Raises:
         UserError: a worker process was killed.
-        Exception: what `function` raised, in place of the result.
+        Exception: whatever `function` raised for an item.
     """
     assert workers >= 1
     rest = iter(items)
@@ -51,7 +51,7 @@ def ordered_map(
     if len(first) <= FEW:
         yield from map(function, chain(first, rest))
         return
-    # Spawned, not forked: a fork would copy locks that other threads hold.
+    # Spawn instead of fork, which would copy locks that other threads hold.
     pool = ProcessPoolExecutor(workers, get_context("spawn"), _start_worker, (function,))
     pending: deque[Future[Result]] = deque()
     try:
@@ -74,17 +74,17 @@ _function: Callable[[Any], Any]
 
 
 def _start_worker(function: Callable[[Any], Any]) -> None:
-    """Keep the function, and end with the parent process, which when killed cannot end its workers."""
+    """Store the function, and exit when the parent does: a killed parent cannot stop its workers."""
     global _function
     _function = function
     parent = parent_process()
     assert parent is not None
 
-    def end_with_parent() -> None:
+    def exit_with_parent() -> None:
         parent.join()
         os._exit(1)
 
-    threading.Thread(target=end_with_parent, daemon=True).start()
+    threading.Thread(target=exit_with_parent, daemon=True).start()
 
 
 def _call(item: Any) -> Any:
@@ -93,11 +93,11 @@ def _call(item: Any) -> Any:
 
 @contextmanager
 def _sigint_blocked() -> Iterator[None]:
-    """Processes started in this block ignore Ctrl-C, which a terminal sends to all of them; the parent ends them."""
+    """Make processes started in this block ignore Ctrl-C, which a terminal sends to all; the parent stops them."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
-    resource_tracker.ensure_running()  # else it starts with the first process, and unblocks the signal
+    resource_tracker.ensure_running()  # otherwise it starts with the first process and unblocks the signal
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

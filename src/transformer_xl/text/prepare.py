@@ -1,4 +1,4 @@
-"""Preparing a corpus: find the text, train or load the tokenizer, write the tokens."""
+"""Prepares a corpus: finds the text, trains or loads the tokenizer, and writes the tokens."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ StrPath = str | os.PathLike[str]
 Texts = Iterable[str | bytes]
 
 DEFAULT_FRACTION = 0.05
-"""Fraction of a text that becomes valid, and as much test, by default."""
+"""Default fraction of a text for valid, and also for test."""
 _PARENT_FOLDER = Path("corpora")
 
 
@@ -76,41 +76,42 @@ def prepare(
 
     Args:
         source: the name of a data set (enwik8, text8, wikitext-103, wikitext-2, ptb, lm1b, python-stdlib); or paths of
-            files and folders, and glob patterns, whose joined text is cut into train, valid and test.
-        out: the folder to create; it must not exist. None: corpora/NAME.
-        documents: texts in memory, to be joined and cut into splits; or a mapping from each split to its texts.
+            files and folders, and glob patterns, whose concatenated text is split into train, valid and test.
+        out: the folder to create, which must not exist, or None for corpora/NAME.
+        documents: texts in memory, to be concatenated and split; or a mapping from each split to its texts.
         train: files, folders and glob patterns of the train split.
-        valid: those of the valid split.
-        test: those of the test split.
-        valid_fraction: fraction of the joined text that becomes valid. None: 0.05.
-        test_fraction: fraction, at the end of the joined text, that becomes test. None: 0.05.
-        tokenizer: byte, char, word, bpe or integer; settings of one to train; or a trained tokenizer, or its path (as
-            in `load_tokenizer`). None: the data set's own; for other text integer if it is .npy files, else byte.
-        vocab_size: as in `TokenizerConfig`, like the next five; None: the data set's setting, or the default.
+        valid: the same for the valid split.
+        test: the same for the test split.
+        valid_fraction: fraction of the concatenated text for valid, or None for 0.05.
+        test_fraction: fraction at the end of the concatenated text for test, or None for 0.05.
+        tokenizer: byte, char, word, bpe or integer; the settings of a tokenizer to train; a trained tokenizer; or its
+            path (as in `load_tokenizer`). None means the data set's default; for other text, integer if the files are
+            .npy, else byte.
+        vocab_size: see `TokenizerConfig`; this and the next five are None for the data set's setting or the default.
         min_frequency: see `TokenizerConfig`.
         lowercase: see `TokenizerConfig`.
         split_punctuation: see `TokenizerConfig`.
         add_eos: see `TokenizerConfig`.
         vocab_file: see `TokenizerConfig`.
-        document_unit: whether each file (or text in memory) or each line is a document. None: the data set's own, else
-            file.
-        data_dir: file or folder that has the files of the named data set. None: they are downloaded.
-        num_workers: processes that train the tokenizer and encode. With more than 1, scripts need the usual
+        document_unit: whether each file (or text in memory) or each line is a document, or None for the data set's
+            default, else file.
+        data_dir: file or folder with the files of the named data set, or None to download them.
+        num_workers: number of processes that train the tokenizer and encode. With more than 1, scripts need the usual
             `if __name__ == "__main__":`.
-        progress: called with the name of a stage (`train tokenizer`, `write`, `download ...`), the bytes done, and
-            their total (0 if unknown).
+        progress: called with the name of a stage (`train tokenizer`, `write`, `download ...`), the number of bytes
+            processed, and the total (0 if unknown).
 
     Returns:
-        The corpus. Its `notes` say what may not be as intended, such as a file in two splits.
+        The corpus. Its `notes` warn about likely mistakes, such as a file in two splits.
 
     Raises:
-        UserError: the text is missing, unreadable, empty, cannot be downloaded or cannot be encoded; settings that
-            contradict each other; or the folder exists or cannot be written. Nothing is left behind.
+        UserError: the text is missing, unreadable, empty, cannot be downloaded or cannot be encoded; settings
+            contradict each other; or the folder exists or cannot be written. No partial corpus is left behind.
     """
     if out is not None and not os.fspath(out):
-        raise UserError("--out: an empty path was given; name a folder to create, or leave --out out for corpora/NAME")
+        raise UserError("--out: the path is empty; name a folder to create, or omit --out for corpora/NAME")
     if num_workers < 1:
-        raise UserError(f"--num-workers {num_workers}: wanted 1 or more")
+        raise UserError(f"--num-workers {num_workers}: must be 1 or more")
     settings: dict[str, Any] = {
         "vocab_size": vocab_size,
         "min_frequency": min_frequency,
@@ -121,9 +122,9 @@ def prepare(
     }
     settings = {name: value for name, value in settings.items() if value is not None}
     paths = _paths(source)
-    given = _loaded(tokenizer, settings)
-    _refuse_early(paths, None if out is None else Path(out), given, settings)
-    kind = given if isinstance(given, str) else given.kind if given else None
+    base_tokenizer = _resolve_tokenizer(tokenizer, settings)
+    _refuse_early(paths, None if out is None else Path(out), base_tokenizer, settings)
+    kind = base_tokenizer if isinstance(base_tokenizer, str) else base_tokenizer.kind if base_tokenizer else None
     text = find_text(
         paths,
         documents=documents,
@@ -136,25 +137,25 @@ def prepare(
     folder = _PARENT_FOLDER / text.name if out is None else Path(out)
     _refuse_existing(folder)
     notes = [*text.notes]
-    if isinstance(given, Tokenizer):
-        chosen = given
+    if isinstance(base_tokenizer, Tokenizer):
+        encoder = base_tokenizer
     else:
-        config = _tokenizer_config(given, text.tokenizer, settings)
-        chosen = _train_tokenizer(text, config, num_workers, progress)
-        notes += _note_attached_punctuation(chosen, config)
+        config = _tokenizer_config(base_tokenizer, text.tokenizer, settings)
+        encoder = _train_tokenizer(text, config, num_workers, progress)
+        notes += _note_attached_punctuation(encoder, config)
     splits = text.splits
-    if not chosen.is_text:  # the last id is the end-of-sequence token
-        splits = {split: limit_numbers(of_split, chosen.vocab_size - 1) for split, of_split in splits.items()}
+    if not encoder.is_text:  # the last id is the end-of-sequence token
+        splits = {split: limit_numbers(texts, encoder.vocab_size - 1) for split, texts in splits.items()}
     corpus = write_corpus(
         folder,
         _report_reading(splits, "write", progress),
         name=text.name if documents is None else folder.name,
         source=text.description,
-        tokenizer=chosen,
+        tokenizer=encoder,
         document_unit=document_unit or text.document_unit,
         num_workers=num_workers,
     )
-    if given is None and not settings and document_unit is None:
+    if base_tokenizer is None and not settings and document_unit is None:
         notes += _note_unexpected_lengths(corpus, text)
     return replace(corpus, notes=tuple(notes))
 
@@ -169,48 +170,50 @@ def find_text(
     data_dir: Path | None = None,
     progress: Progress = no_progress,
 ) -> TextSource:
-    """Find the text that the arguments of `prepare` mean.
+    """Find the text that the arguments of `prepare` specify.
 
     Args:
         paths: one of `DATASET_NAMES`, or files, folders and glob patterns.
         documents: texts in memory.
         splits: files, folders and glob patterns of each split.
-        fractions: of the joined text, in [0, 1), for valid and test; None: `DEFAULT_FRACTION`.
-        kind: the kind of tokenizer that will encode the text; None: its default tokenizer.
-        data_dir: file or folder that has the files of a named data set.
-        progress: called while these are downloaded, extracted and checked.
+        fractions: fractions of the concatenated text for valid and test, in [0, 1), or None for `DEFAULT_FRACTION`.
+        kind: the kind of tokenizer that will encode the text, or None for the default tokenizer.
+        data_dir: file or folder with the files of a named data set.
+        progress: called while the files are downloaded, extracted and checked.
 
     Raises:
         UserError: something is missing, unreadable, empty, unknown, out of range or contradictory.
     """
-    given: dict[SplitName, Sequence[str]] = {split: of for split in SPLITS if splits and (of := splits.get(split))}
-    asked = {split: fraction for split, fraction in (fractions or {}).items() if fraction is not None}
+    split_paths: dict[SplitName, Sequence[str]] = {
+        split: files for split in SPLITS if splits and (files := splits.get(split))
+    }
+    custom_fractions = {split: fraction for split, fraction in (fractions or {}).items() if fraction is not None}
     dataset = next((path for path in paths if path in DATASET_NAMES), None)
-    _refuse_contradictions(paths, given, documents, dataset, data_dir)
-    if asked and (given or dataset or isinstance(documents, Mapping)):
-        fixed = (
+    _refuse_contradictions(paths, split_paths, documents, dataset, data_dir)
+    if custom_fractions and (split_paths or dataset or isinstance(documents, Mapping)):
+        reason = (
             f"the splits of {dataset} are fixed"
             if dataset
-            else "fractions cut a text into splits, but splits are given"
+            else "fractions divide a text into splits, but the splits are already specified"
         )
-        raise UserError(f"{fixed}; leave the fractions out")
-    if given:
-        texts = {split: texts_of_paths(of_split, f"--{split}: ") for split, of_split in given.items()}
-        description = "; ".join(f"{split}: {describe_paths(of_split)}" for split, of_split in given.items())
-        return source_of_splits(texts, name=name_of_paths(given["train"]), description=description, kind=kind)
+        raise UserError(f"{reason}; leave the fractions out")
+    if split_paths:
+        texts = {split: texts_of_paths(files, f"--{split}: ") for split, files in split_paths.items()}
+        description = "; ".join(f"{split}: {describe_paths(files)}" for split, files in split_paths.items())
+        return source_of_splits(texts, name=name_of_paths(split_paths["train"]), description=description, kind=kind)
     if isinstance(documents, Mapping):
         texts = _splits_in_memory(cast("Mapping[SplitName, Texts]", documents))
         return source_of_splits(texts, name="documents", description=_IN_MEMORY, kind=kind)
     if dataset:
         return open_dataset(dataset, data_dir, progress, kind=kind)
-    shares: dict[SplitName, float] = {"valid": DEFAULT_FRACTION, "test": DEFAULT_FRACTION, **asked}
-    check_fractions(shares)
+    all_fractions: dict[SplitName, float] = {"valid": DEFAULT_FRACTION, "test": DEFAULT_FRACTION, **custom_fractions}
+    check_fractions(all_fractions)
     if documents is not None:
         texts_in_memory = _in_memory(documents, "document")
-        return cut_into_splits(texts_in_memory, shares, name="documents", description=_IN_MEMORY, kind=kind)
+        return cut_into_splits(texts_in_memory, all_fractions, name="documents", description=_IN_MEMORY, kind=kind)
     _refuse_unknown_names(paths)
     name, description = name_of_paths(paths), describe_paths(paths)
-    return cut_into_splits(texts_of_paths(paths), shares, name=name, description=description, kind=kind)
+    return cut_into_splits(texts_of_paths(paths), all_fractions, name=name, description=description, kind=kind)
 
 
 def _refuse_contradictions(
@@ -222,11 +225,11 @@ def _refuse_contradictions(
 ) -> None:
     if paths and splits:
         raise UserError(
-            f"both text to cut ({describe_paths(paths)}) and --{next(iter(splits))} were given; write --train before "
-            "the files to train on, or leave the split options out"
+            f"both text to split ({describe_paths(paths)}) and --{next(iter(splits))} were given; write --train before "
+            "the files to train on, or omit the split options"
         )
     if documents is not None and (paths or splits):
-        raise UserError("both documents and files were given; leave one of them out")
+        raise UserError("both documents and files were given; omit one of them")
     if not paths and not splits and documents is None:
         raise UserError(
             f"no text was given; name files, folders, --train FILE, or a data set ({', '.join(DATASET_NAMES)})"
@@ -235,23 +238,23 @@ def _refuse_contradictions(
         raise UserError(f"--{next(iter(splits))} was given without --train; add --train with the files to train on")
     if dataset and len(paths) > 1:
         raise UserError(
-            f"the data set {dataset} cannot be joined with others, but {len(paths)} sources were given; leave the "
-            f"others out, or write ./{dataset} for a file of that name"
+            f"the data set {dataset} cannot be combined with others, but {len(paths)} sources were given; omit the "
+            f"others, or write ./{dataset} for a file of that name"
         )
     if data_dir and not dataset:
         raise UserError(
-            f"--data-dir {data_dir} is for a data set known by name ({', '.join(DATASET_NAMES)}); your own files are "
-            "given without it"
+            f"--data-dir {data_dir} is only for the named data sets ({', '.join(DATASET_NAMES)}); omit it for your "
+            "own files"
         )
 
 
 _IN_MEMORY = "documents in memory"
 
 
-def _paths(given: StrPath | Sequence[StrPath] | None) -> list[str]:
-    if given is None:
+def _paths(source: StrPath | Sequence[StrPath] | None) -> list[str]:
+    if source is None:
         return []
-    paths = given if isinstance(given, Sequence) and not isinstance(given, str) else [given]
+    paths = source if isinstance(source, Sequence) and not isinstance(source, str) else [source]
     return [os.fspath(path) for path in paths]
 
 
@@ -264,7 +267,7 @@ def _splits_in_memory(documents: Mapping[SplitName, Texts]) -> dict[SplitName, l
     unknown = [split for split in documents if split not in SPLITS]
     if unknown:
         raise UserError(
-            f"documents has a split '{unknown[0]}'{nearest(unknown[0], SPLITS)}; wanted {', '.join(SPLITS)}"
+            f"documents has a split '{unknown[0]}'{nearest(unknown[0], SPLITS)}; expected {', '.join(SPLITS)}"
         )
     if "train" not in documents:
         raise UserError("documents has no split 'train'; add it")
@@ -272,21 +275,21 @@ def _splits_in_memory(documents: Mapping[SplitName, Texts]) -> dict[SplitName, l
 
 
 def _refuse_unknown_names(paths: Sequence[str]) -> None:
-    """Refuse what is not a path, and offer the nearest name of a data set."""
+    """Refuse paths that do not exist, and suggest the nearest data set name."""
     for path in paths:
         with as_user_error(f"reading {path}"):
-            found = not path or Path(path).exists() or has_magic(path)
-        if not found:
+            exists = not path or Path(path).exists() or has_magic(path)
+        if not exists:
             raise UserError(
                 f"'{path}' is neither a file nor a folder nor a known data set{nearest(path, DATASET_NAMES)}; check "
                 f"the spelling (known data sets: {', '.join(DATASET_NAMES)})"
             )
 
 
-def _loaded(
+def _resolve_tokenizer(
     tokenizer: StrPath | Tokenizer | TokenizerConfig | None, settings: Mapping[str, Any]
 ) -> Tokenizer | TokenizerConfig | TokenizerKind | None:
-    """The tokenizer that was given, loaded if it is a path; settings and kinds are returned as they are."""
+    """Load the tokenizer if it is a path; return a tokenizer, its settings or a kind unchanged."""
     if tokenizer is None or isinstance(tokenizer, TokenizerConfig):
         return tokenizer
     for kind in TOKENIZER_KINDS:
@@ -294,9 +297,9 @@ def _loaded(
             return kind
     if settings:
         flags = ", ".join(f"--{'no-' if value is False else ''}{name}" for name, value in settings.items())
-        which = tokenizer.kind if isinstance(tokenizer, Tokenizer) else tokenizer
+        label = tokenizer.kind if isinstance(tokenizer, Tokenizer) else tokenizer
         raise UserError(
-            f"--tokenizer {which} is trained already; leave {flags.replace('_', '-')} out, or name a kind "
+            f"--tokenizer {label} is trained already; leave {flags.replace('_', '-')} out, or name a kind "
             f"({', '.join(TOKENIZER_KINDS)})"
         )
     return tokenizer if isinstance(tokenizer, Tokenizer) else load_tokenizer(os.fspath(tokenizer))
@@ -305,16 +308,16 @@ def _loaded(
 def _refuse_early(
     paths: Sequence[str],
     out: Path | None,
-    given: Tokenizer | TokenizerConfig | TokenizerKind | None,
+    base_tokenizer: Tokenizer | TokenizerConfig | TokenizerKind | None,
     settings: Mapping[str, Any],
 ) -> None:
-    """Refuse what is known to be wrong before anything is downloaded or read."""
+    """Check the output folder and the settings before anything is downloaded or read."""
     dataset = paths[0] if paths and paths[0] in DATASET_NAMES else None
     if out or dataset:
         _refuse_existing(out or _PARENT_FOLDER / paths[0])
-    if not isinstance(given, Tokenizer) and (given or dataset):
+    if not isinstance(base_tokenizer, Tokenizer) and (base_tokenizer or dataset):
         default = DISTRIBUTED[dataset].tokenizer if dataset in DISTRIBUTED else TokenizerConfig()
-        _tokenizer_config(given, default, settings)
+        _tokenizer_config(base_tokenizer, default, settings)
 
 
 def _refuse_existing(out: Path) -> None:
@@ -325,13 +328,13 @@ def _refuse_existing(out: Path) -> None:
 
 
 def _tokenizer_config(
-    given: TokenizerConfig | TokenizerKind | None, default: TokenizerConfig, settings: Mapping[str, Any]
+    config: TokenizerConfig | TokenizerKind | None, default: TokenizerConfig, settings: Mapping[str, Any]
 ) -> TokenizerConfig:
-    """The settings of the tokenizer to train: the default's if the kind is the same, changed by those given."""
-    if isinstance(given, TokenizerConfig):
-        base = given
+    """Return the settings of the tokenizer to train: `settings` override `config`, or `default` if it has that kind."""
+    if isinstance(config, TokenizerConfig):
+        base = config
     else:
-        base = default if given is None or given == default.kind else TokenizerConfig(kind=given)
+        base = default if config is None or config == default.kind else TokenizerConfig(kind=config)
     values = {**base.model_dump(exclude_unset=True), "kind": base.kind, **settings}
     return check_settings(TokenizerConfig, values, f"--tokenizer {base.kind}")
 
@@ -339,16 +342,16 @@ def _tokenizer_config(
 def _train_tokenizer(text: TextSource, config: TokenizerConfig, num_workers: int, progress: Progress) -> Tokenizer:
     from transformer_xl.text.tokenizers.training import train_tokenizer
 
-    used = text.tokenizer_splits if config.kind == text.tokenizer.kind else ("train",)
-    documents = [document for split in used for document in text.splits.get(split, ())]
-    reported = _report_reading({"train": documents}, "train tokenizer", progress)["train"]
-    return train_tokenizer(config, reported, num_workers=num_workers)
+    splits = text.tokenizer_splits if config.kind == text.tokenizer.kind else ("train",)
+    documents = [document for split in splits for document in text.splits.get(split, ())]
+    documents = _report_reading({"train": documents}, "train tokenizer", progress)["train"]
+    return train_tokenizer(config, documents, num_workers=num_workers)
 
 
 def _report_reading(
     splits: Mapping[SplitName, Sequence[Document]], stage: str, progress: Progress
 ) -> dict[SplitName, list[Document]]:
-    """The documents, to be read once, reporting progress over all of them."""
+    """Return the documents with chunks that report the progress over all documents; they can be read once."""
     total = sum(document.num_bytes for documents in splits.values() for document in documents)
     done = 0
 
@@ -366,21 +369,21 @@ def _report_reading(
 
 
 def _note_unexpected_lengths(corpus: Corpus, text: TextSource) -> list[str]:
-    """Notes on splits of a known data set that do not have the published number of tokens."""
-    found = {split: corpus.record.splits[split].num_tokens for split in text.expected_num_tokens}
+    """Return a warning for each split of a named data set that does not have the published number of tokens."""
+    num_tokens = {split: corpus.record.splits[split].num_tokens for split in text.expected_num_tokens}
     return [
-        f"{split} has {found[split]:,} tokens, but {text.name} is known to have {expected:,}; is it that text?"
+        f"{split} has {num_tokens[split]:,} tokens, but {text.name} should have {expected:,}; is this the right text?"
         for split, expected in text.expected_num_tokens.items()
-        if found[split] != expected
+        if num_tokens[split] != expected
     ]
 
 
 _WORD_WITH_PUNCTUATION = re.compile(r"\w+[,;:!?]")
-_WORDS_EXAMINED, _MAX_ATTACHED = 2000, 0.03
+_WORDS_EXAMINED, _MAX_ATTACHED = 2000, 0.03  # split text has almost none among its most frequent words
 
 
 def _note_attached_punctuation(tokenizer: Tokenizer, config: TokenizerConfig) -> list[str]:
-    """A note if many frequent words end in punctuation, which split_punctuation would split off."""
+    """Return a warning if many frequent words end in punctuation, which split_punctuation would split off."""
     if tokenizer.kind != "word" or "split_punctuation" in config.model_fields_set:
         return []
     examined = min(_WORDS_EXAMINED, tokenizer.vocab_size)
@@ -390,5 +393,5 @@ def _note_attached_punctuation(tokenizer: Tokenizer, config: TokenizerConfig) ->
         return []
     return [
         f"{len(attached):,} of the {examined:,} most frequent words end in punctuation ({', '.join(attached[:3])}); "
-        "with --split-punctuation it is split off, and fewer words are unknown"
+        "--split-punctuation splits it off, so that fewer words are unknown"
     ]

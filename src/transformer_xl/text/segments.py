@@ -1,14 +1,14 @@
-"""Ordered segments: a text cut into batch rows that are read in parallel, each segment continuing the one before.
+"""Consecutive segments: a text is split into batch rows read in parallel, and each segment continues the previous one.
 
-The N tokens become B batch rows; row b has the tokens b*N//B up to (b+1)*N//B, so rows differ by one token at most.
-Segment i has the positions i*T up to (i+1)*T of every row. A model that carries its memory from one segment to the next
-reads each row as one text without gaps. Every token is a target exactly once an epoch, predicted from the token before
-it in the text, also at the start of a row. (The authors' iterators drop the N mod B last tokens, and the first token of
-each row is never a target.)
+The N tokens become B batch rows; row b has the tokens from b*N//B to (b+1)*N//B, so row lengths differ by at most one.
+Segment i covers the positions i*T to (i+1)*T of every row. A model that carries its memory from one segment to the next
+reads each row as one continuous text. Every token is a target exactly once per epoch and is predicted from the
+preceding token of the text, even at the start of a row. (The authors' iterators drop the N mod B last tokens, and the
+first token of each row is never a target.)
 
 Processes that train one model share the batch rows: each reads its shard of them, and all agree on every position.
 
-Shape suffixes: B batch rows of a shard, T new tokens.
+Shape suffixes: B batch rows of a shard, T new tokens. N is the number of tokens in the text.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ from transformer_xl.text.token_store import Tokens
 
 
 class DatasetPosition(Settings):
-    """Which segment comes next: the whole state of a dataset, saved in checkpoints.
+    """The next segment to read, which is the whole state of a dataset and is saved in checkpoints.
 
     It is valid for a dataset of the same tokens, batch size and segment length (and seed, if any), whatever the shard.
     """
 
     epoch: int = Field(default=0, ge=0)
-    """Number of times the whole text was read."""
+    """Number of completed epochs."""
     segment_index: int = Field(default=0, ge=0)
-    """Number of segments read in this epoch."""
+    """Number of segments already read in this epoch."""
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """What a model reads in one step; the arrays are fresh and may be changed."""
+    """The inputs and targets of one step; the arrays are new and may be modified."""
 
     inputs_BT: npt.NDArray[np.int64]
     """Token ids to read."""
     targets_BT: npt.NDArray[np.int64]
-    """Token ids to predict: at each position the one that follows the input."""
+    """Token ids to predict: at each position the token after the input."""
     loss_mask_BT: npt.NDArray[np.bool_]
-    """False for padding after the end of a batch row, which must not count."""
+    """False for padding after the end of a batch row, which is excluded from the loss."""
     is_first: bool
-    """True for the first segment of an epoch, which starts with fresh memory."""
+    """True for the first segment of an epoch, which starts with empty memory."""
 
     @classmethod
     def empty(cls, shape: tuple[int, int], position: DatasetPosition, bos_token_id: int) -> Batch:
@@ -60,7 +60,7 @@ class Batch:
         )
 
     def trimmed(self) -> Batch:
-        """Return the batch without the positions at which all rows are padding."""
+        """Return the batch without the positions that are padding in all rows."""
         length = int(self.loss_mask_BT.sum(axis=1).max())
         return Batch(
             self.inputs_BT[:, :length], self.targets_BT[:, :length], self.loss_mask_BT[:, :length], self.is_first
@@ -70,27 +70,27 @@ class Batch:
 class Shard(NamedTuple):
     """The batch rows that this process reads: part `index` of `count` parts.
 
-    Rows are divided as torch divides a sharded tensor: into parts of one size, of which the last may be smaller.
+    Rows are divided as torch divides a sharded tensor: into parts of equal size, except that the last may be smaller.
     """
 
     index: int = 0
     count: int = 1
 
     def batch_rows(self, batch_size: int) -> range:
-        """Return the indices of its rows in a batch of `batch_size` sequences over all shards.
+        """Return the indices of the shard's rows in a batch of `batch_size` sequences over all shards.
 
         Raises:
-            UserError: some shard would have no row.
+            UserError: a shard would have no rows.
         """
         assert 0 <= self.index < self.count
-        each = max(1, -(-batch_size // self.count))
-        if (self.count - 1) * each >= batch_size:
+        rows_per_shard = max(1, -(-batch_size // self.count))
+        if (self.count - 1) * rows_per_shard >= batch_size:
             raise UserError(
-                f"a batch of {batch_size} sequences, {each} for each process, leaves some of the {self.count} "
-                f"processes without any; give --train.batch-size {each * self.count}, or start "
-                f"{-(-batch_size // each)} processes"
+                f"a batch of {batch_size} sequences, {rows_per_shard} for each process, leaves some of the "
+                f"{self.count} processes without any; give --train.batch-size {rows_per_shard * self.count}, or start "
+                f"{-(-batch_size // rows_per_shard)} processes"
             )
-        return range(self.index * each, min((self.index + 1) * each, batch_size))
+        return range(self.index * rows_per_shard, min((self.index + 1) * rows_per_shard, batch_size))
 
 
 SINGLE_SHARD = Shard()
@@ -98,7 +98,7 @@ SINGLE_SHARD = Shard()
 
 
 class TokenDataset(Protocol):
-    """A text in segments, as training reads it."""
+    """A text in segments for training."""
 
     @property
     def tokens(self) -> Tokens:
@@ -112,7 +112,7 @@ class TokenDataset(Protocol):
 
     @property
     def segment_length(self) -> int:
-        """T, the new tokens of a sequence in one segment."""
+        """T, number of new tokens of a sequence in one segment."""
         ...
 
     @property
@@ -150,7 +150,7 @@ class SegmentDataset:
     batch_size: int
     """Number of sequences in a batch, over all shards."""
     segment_length: int
-    """T, the new tokens of a sequence in one segment."""
+    """T, number of new tokens of a sequence in one segment."""
     bos_token_id: int
     """The input before the first token of the text, and in padding."""
     shard: Shard = SINGLE_SHARD
@@ -179,7 +179,7 @@ class SegmentDataset:
         return -(-longest // self.segment_length)
 
     def segments_in(self, epoch: int) -> int:
-        """Return the number of segments of an epoch, which is the same for all."""
+        """Return the number of segments of an epoch, which is the same for all epochs."""
         return self.num_segments
 
     def read(self, position: DatasetPosition) -> Batch:
@@ -200,9 +200,9 @@ class SegmentDataset:
         return next_position(position, self)
 
     def _target_range(self, row: int, segment_index: int) -> tuple[int, int]:
-        """Start and stop of the targets of a batch row in a segment; equal if the row has ended."""
+        """Return start and stop of a batch row's targets in a segment; they are equal after the end of the row."""
         row_start, row_stop = (edge * len(self.tokens) // self.batch_size for edge in (row, row + 1))
-        # start <= row_stop: the last segment begins before the longest row ends, and others are one token shorter.
+        # start <= row_stop: the last segment begins inside the longest row; others are at most one token shorter.
         start = row_start + segment_index * self.segment_length
         return start, min(start + self.segment_length, row_stop)
 
@@ -218,7 +218,7 @@ def check_sizes(dataset: TokenDataset) -> None:
     """Check the batch size and the segment length.
 
     Raises:
-        UserError: one is below 1.
+        UserError: either is below 1.
     """
     if dataset.batch_size < 1 or dataset.segment_length < 1:
         raise UserError(
@@ -231,7 +231,7 @@ def check_training(dataset: TokenDataset) -> None:
     """Check that a text is long enough to train on: one whole segment for every batch row.
 
     Raises:
-        UserError: it is not; the message says how many tokens there are and how many are needed.
+        UserError: the text is too short; the message has its length and the required number of tokens.
     """
     needed = dataset.batch_size * dataset.segment_length
     if len(dataset.tokens) < needed:

@@ -1,19 +1,18 @@
-"""Documents in a new order every epoch, for texts whose documents (often sentences) are independent of one another.
+"""Segments of documents shuffled every epoch, for texts whose documents (often sentences) are independent.
 
-An epoch is all documents one after another, in an order drawn for it. The batch rows are consecutive ranges of that
-order, cut between documents as near to equal lengths as possible. Within a row documents follow one another without
-gaps, and one that does not fit into a segment continues in the next. Each document is read once an epoch. The input
-before a document's first token is the last token of the document before it in the order: the end-of-sequence token of
-that sentence. (The authors assign sentences to rows as these become free, so a position cannot be found again without
-reading everything before it.)
+An epoch is the concatenation of all documents in a random order. The batch rows are consecutive ranges of that order,
+split between documents into lengths as equal as possible. Within a row documents are adjacent, and a document that does
+not fit into a segment continues in the next. Each document is read once per epoch. The input before a document's first
+token is the last token of the document before it in the order: the end-of-sequence token of that document. (The authors
+assign sentences to rows as rows become free, so resuming at a position requires reading everything before it.)
 
-The order follows from seed and epoch alone: documents are sorted by the 64-bit numbers of a PCG64 generator seeded with
-SeedSequence(seed, spawn_key=(epoch,)), ties by their index. NumPy promises these numbers for every version and machine
-(its compatibility policy for bit generators and SeedSequence), which it does not for shuffles. So epoch and segment are
-all that a checkpoint has to save.
+The order depends only on seed and epoch: documents are sorted by 64-bit random integers of a PCG64 generator seeded
+with SeedSequence(seed, spawn_key=(epoch,)), ties by their index. NumPy guarantees the same integers for every version
+and platform (its compatibility policy for bit generators and SeedSequence), but not the same shuffles. So a checkpoint
+has to save only epoch and segment.
 
-Memory: 12 bytes for each document of the shard's rows, and about 36 for each document of the corpus while an order is
-drawn. For 30 million sentences these are 360 MB and 1.1 GB. Tokens are read from where they are stored.
+Memory: 12 bytes per document of the shard's rows, and about 36 bytes per document of the corpus while an order is
+drawn: 360 MB and 1.1 GB for 30 million sentences. Tokens are read from the memory-mapped files.
 
 Shape suffixes: B batch rows of a shard, T new tokens, K = T + 1 tokens read (the targets, and one before them).
 """
@@ -41,12 +40,12 @@ class ShuffledDocumentDataset:
     tokens: Tokens
     """(N,) ids; may be on disk."""
     document_starts: npt.NDArray[np.uint64]
-    """(num_documents,) rising positions in `tokens`, the first 0."""
+    """(num_documents,) ascending positions in `tokens`; the first is 0."""
     _: KW_ONLY
     batch_size: int
     """Number of sequences in a batch, over all shards."""
     segment_length: int
-    """T, the new tokens of a sequence in one segment."""
+    """T, number of new tokens of a sequence in one segment."""
     bos_token_id: int
     """The input before the first token of an epoch, and in padding."""
     seed: int
@@ -54,7 +53,7 @@ class ShuffledDocumentDataset:
     shard: Shard = SINGLE_SHARD
     """Which of the batch rows are read."""
     _orders: dict[int, _EpochOrder] = field(default_factory=dict, init=False, repr=False)
-    """The order of the epoch read last, which takes seconds to draw."""
+    """Order of the epoch that was read last, cached because drawing it takes seconds."""
 
     def __post_init__(self) -> None:
         """Check the sizes."""
@@ -86,7 +85,7 @@ class ShuffledDocumentDataset:
         positions_BK = order.row_edges[:-1, None] + position.segment_index * self.segment_length + offsets_K
         inside_BK = positions_BK < order.row_edges[1:, None]
         batch.loss_mask_BT[:] = inside_BK[:, 1:]
-        # There is no token before the first of an epoch, and none after the end of a row.
+        # The first token of an epoch has no preceding token, and positions after the end of a row have no token.
         has_token_BK = inside_BK & (positions_BK >= 0)
         tokens_BK = np.full(positions_BK.shape, self.bos_token_id)
         tokens_BK[has_token_BK] = self._read(order, positions_BK[has_token_BK])
@@ -99,7 +98,7 @@ class ShuffledDocumentDataset:
         return next_position(position, self)
 
     def _read(self, order: _EpochOrder, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.integer]:
-        """The tokens at these positions of the epoch."""
+        """Return the tokens at these positions of the epoch."""
         index = np.searchsorted(order.starts, positions, side="right") - 1
         starts = self.document_starts[order.documents[index]].astype(np.int64)
         return self.tokens[starts + positions - order.starts[index]]
@@ -113,16 +112,16 @@ class ShuffledDocumentDataset:
 
 @dataclass(frozen=True, eq=False)
 class _EpochOrder:
-    """The order of one epoch, as far as one shard needs it. Positions count the epoch's tokens in reading order."""
+    """The part of an epoch's order that one shard needs. Positions count the epoch's tokens in reading order."""
 
     documents: npt.NDArray[np.uint32]
-    """Indices of the documents of the shard's rows, and of the document before them, if any."""
+    """Indices of the documents of the shard's rows, and of the preceding document, if any."""
     starts: npt.NDArray[np.int64]
-    """Positions where these documents start."""
+    """(len(documents),) start positions of these documents."""
     row_edges: npt.NDArray[np.int64]
     """(B + 1,) positions where the shard's rows start, and where the last one ends."""
     longest_row: int
-    """Tokens of the longest row of any shard."""
+    """Number of tokens in the longest row of any shard."""
 
     @classmethod
     def draw(cls, dataset: ShuffledDocumentDataset, epoch: int) -> _EpochOrder:
@@ -133,18 +132,18 @@ class _EpochOrder:
         lengths = np.diff(dataset.document_starts.astype(np.int64), append=len(dataset.tokens))
         starts = np.zeros(num_documents + 1, dtype=np.int64)
         np.cumsum(lengths[documents], out=starts[1:])
-        wanted = np.arange(num_rows + 1) * len(dataset.tokens) // num_rows
-        above = np.searchsorted(starts, wanted)
+        equal_edges = np.arange(num_rows + 1) * len(dataset.tokens) // num_rows
+        above = np.searchsorted(starts, equal_edges)
         below = np.maximum(above - 1, 0)
-        edges = np.where(wanted - starts[below] < starts[above] - wanted, below, above)
-        # A document longer than a row must not leave its neighbours without one.
+        edges = np.where(equal_edges - starts[below] < starts[above] - equal_edges, below, above)
+        # A document longer than a row must not leave the adjacent rows without a document.
         rows = np.arange(1, num_rows)
         edges[1:-1] = np.maximum.accumulate(edges[1:-1] - rows).clip(0, num_documents - num_rows) + rows
-        own = dataset.shard.batch_rows(num_rows)
-        first = max(edges[own.start] - 1, 0)
+        shard_rows = dataset.shard.batch_rows(num_rows)
+        first = max(edges[shard_rows.start] - 1, 0)
         return cls(
-            documents[first : edges[own.stop]].astype(np.uint32),
-            starts[first : edges[own.stop]].copy(),  # a view would keep the whole array
-            starts[edges[own.start : own.stop + 1]],
+            documents[first : edges[shard_rows.stop]].astype(np.uint32),
+            starts[first : edges[shard_rows.stop]].copy(),  # a view would keep the whole array
+            starts[edges[shard_rows.start : shard_rows.stop + 1]],
             int(np.diff(starts[edges]).max()),
         )

@@ -1,12 +1,12 @@
-"""A corpus on disk: arrays of token ids that are memory-mapped, and a JSON file that describes them.
+"""A corpus on disk: arrays of token ids that are memory-mapped, and a JSON file that describes the corpus.
 
-    corpus.json           what the corpus is, with the counts and checksums of each split
-    txl_tokenizer.json    its tokenizer
-    train-00000.tokens    ids of all documents one after another, little-endian, no header; a large split continues in
+    corpus.json           description of the corpus, with the counts and checksums of each split
+    txl_tokenizer.json    the tokenizer
+    train-00000.tokens    ids of all documents, concatenated, little-endian, no header; a large split continues in
                           train-00001.tokens and so on (valid and test likewise)
-    train.documents       uint64, little-endian: where each document starts, in tokens; the first is 0
+    train.documents       uint64, little-endian: start of each document as a token index; the first is 0
 
-No token is read when a corpus is opened, so it may be larger than memory. `corpus_writer` writes one.
+Opening a corpus reads no tokens, so a corpus may be larger than memory. `corpus_writer` writes these files.
 """
 
 from __future__ import annotations
@@ -35,73 +35,75 @@ from transformer_xl.text.tokenizers import (
 from transformer_xl.text.tokenizers.storage import read_json_object
 
 DOCUMENT_START_DTYPE = np.dtype("<u8")
-"""Type of the positions where documents start, in a file."""
+"""Data type of the document starts in a file."""
 
 _FORMAT = "txl-corpus"
 _VERSION = 3
 _HASH_CHUNK_BYTES = 2**20
-_AGAIN = "copy the corpus again, or prepare it again with 'txl prepare'"
+_RECOVERY = "copy the corpus again, or prepare it again with 'txl prepare'"
 
 
 class SplitRecord(Settings):
-    """What `corpus.json` says about one split."""
+    """The entry of one split in `corpus.json`."""
 
     dtype: Literal["uint8", "uint16", "uint32"]
-    """Type of a token id."""
+    """Data type of the token ids."""
     num_tokens: int = Field(gt=0)
     num_bytes: int = Field(gt=0)
-    """Bytes of the text the tokens were made from."""
+    """Length of the original text in bytes."""
     num_words: int = Field(ge=0)
-    """Words of that text, between ASCII white space."""
+    """Number of words in the original text, separated by ASCII whitespace."""
     num_unknown: int = Field(ge=0)
-    """Tokens that stand for a word that is not in the vocabulary."""
+    """Number of unknown tokens, each for a word that is not in the vocabulary."""
     num_documents: int = Field(gt=0)
     shard_lengths: tuple[Annotated[int, Field(gt=0)], ...]
     """Number of tokens in each token file."""
     sha256: str = Field(pattern="^[0-9a-f]{64}$")
-    """Checksum of all tokens, as they are in the token files one after another."""
+    """Checksum of the concatenated token files."""
     documents_sha256: str = Field(pattern="^[0-9a-f]{64}$")
-    """Checksum of the file of document starts."""
+    """Checksum of the file with the document starts."""
 
     @model_validator(mode="after")
     def _check_sum(self) -> Self:
         if sum(self.shard_lengths) != self.num_tokens:
-            raise ValueError(f"shards of {sum(self.shard_lengths):,} tokens in all, wanted {self.num_tokens:,}")
+            raise ValueError(
+                f"shard_lengths sum to {sum(self.shard_lengths):,}, expected num_tokens ({self.num_tokens:,})"
+            )
         return self
 
 
 class CorpusRecord(Settings):
-    """What `corpus.json` holds."""
+    """The contents of `corpus.json`."""
 
     format: Literal["txl-corpus"] = _FORMAT
     version: Literal[3] = _VERSION
     name: str
     """Name of the corpus."""
     source: str
-    """Where its text comes from, in words."""
+    """Description of where the text comes from."""
     tokenizer_sha256: str = Field(pattern="^[0-9a-f]{64}$")
-    """Fingerprint of its tokenizer."""
+    """Fingerprint of the tokenizer."""
     splits: dict[SplitName, SplitRecord]
-    """Its splits; there is always train."""
+    """Records by split; train is always present."""
 
     @model_validator(mode="after")
     def _has_train(self) -> Self:
         if "train" not in self.splits:
-            raise ValueError("wanted a split 'train', found none")
+            raise ValueError("the split 'train' is missing")
         return self
 
 
 @dataclass(frozen=True, eq=False)
 class TokenShards:
-    """One-dimensional arrays of one type that are indexed as one array, without being joined."""
+    """One-dimensional arrays of the same dtype, indexed as one array without concatenating them."""
 
     shards: tuple[TokenArray, ...]
-    """None of them empty."""
+    """The arrays; each must be non-empty."""
     ndim = 1
 
     @property
     def dtype(self) -> np.dtype[np.unsignedinteger[Any]]:
-        """Type of an id."""
+        """Data type of the ids."""
         return self.shards[0].dtype
 
     @cached_property
@@ -119,8 +121,8 @@ class TokenShards:
         """Return the tokens at an index.
 
         Args:
-            index: an int; a slice without step, which copies only if it reaches over several shards; or an array of
-                non-negative ints, of any shape.
+            index: an int; a slice without step, which copies only if it spans several shards; or an array of
+                non-negative ints.
         """
         if isinstance(index, slice):
             start, stop, step = index.indices(len(self))
@@ -134,16 +136,16 @@ class TokenShards:
         if isinstance(index, int):
             return self[np.array(range(len(self))[index])][()]
         shard_of = np.searchsorted(self._ends, index, side="right")
-        found = np.empty(index.shape, self.dtype)
+        tokens = np.empty(index.shape, self.dtype)
         for shard in np.unique(shard_of):
-            inside = shard_of == shard
+            in_shard = shard_of == shard
             begin = self._ends[shard] - len(self.shards[shard])
-            found[inside] = self.shards[shard][index[inside] - begin]
-        return found
+            tokens[in_shard] = self.shards[shard][index[in_shard] - begin]
+        return tokens
 
 
 Tokens = TokenArray | TokenShards
-"""(N,) token ids that may be on disk; they have `len`, `dtype`, slices, and indexing by arrays."""
+"""(N,) token ids, possibly on disk; they support `len`, `dtype`, slices and indexing by arrays."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,16 +156,16 @@ class TokenSplit:
     tokens: Tokens
     """(num_tokens,) ids, read-only."""
     document_starts: npt.NDArray[np.uint64]
-    """(num_documents,) rising positions in `tokens`, read-only."""
+    """(num_documents,) ascending positions in `tokens`, read-only."""
     num_bytes: int
-    """Bytes of the text the tokens were made from."""
+    """Length of the original text in bytes."""
     num_words: int
-    """Words of that text, between ASCII white space."""
+    """Number of words in the original text, separated by ASCII whitespace."""
     num_unknown: int = 0
-    """Tokens that stand for a word that is not in the vocabulary."""
+    """Number of unknown tokens, each for a word that is not in the vocabulary."""
 
     def first(self, limit: int | None) -> Tokens:
-        """Return the first `limit` tokens (None: all), memory-mapped unless they are in several files."""
+        """Return the first `limit` tokens, or all if `limit` is None, memory-mapped unless they span several files."""
         return self.tokens if limit is None or limit >= len(self.tokens) else self.tokens[:limit]
 
     @property
@@ -184,20 +186,20 @@ class TokenSplit:
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """A corpus folder, checked when it was opened."""
+    """An opened and validated corpus folder."""
 
     path: Path
     tokenizer: Tokenizer
     record: CorpusRecord
     notes: tuple[str, ...] = ()
-    """What `prepare` noticed about the text, such as files given twice; empty for a corpus that was opened."""
+    """Warnings of `prepare` about the text, such as duplicate files; empty for a corpus loaded with `open`."""
 
     @classmethod
     def open(cls, folder: str | Path) -> Corpus:
-        """Open a corpus. Its format, the sizes of its files and its tokenizer are checked; no token is read.
+        """Open a corpus and check its format, file sizes and tokenizer, without reading any tokens.
 
         Raises:
-            UserError: it is not a corpus, was made by an earlier version, or is damaged or cut short.
+            UserError: the folder is not a corpus, was made by an earlier version, or is damaged or truncated.
         """
         path = Path(folder)
         corpus_record = _read_record(path)
@@ -209,36 +211,36 @@ class Corpus:
         if fingerprint(tokenizer) != corpus_record.tokenizer_sha256:
             raise UserError(
                 f"{path / 'txl_tokenizer.json'}: not the tokenizer this corpus was made with (fingerprint "
-                f"{fingerprint(tokenizer)[:12]}, wanted {corpus_record.tokenizer_sha256[:12]}); {_AGAIN}"
+                f"{fingerprint(tokenizer)[:12]}, expected {corpus_record.tokenizer_sha256[:12]}); {_RECOVERY}"
             )
         for split, record in corpus_record.splits.items():
-            wanted = token_dtype(tokenizer.vocab_size).name
-            if record.dtype != wanted:
+            dtype = token_dtype(tokenizer.vocab_size).name
+            if record.dtype != dtype:
                 raise UserError(
-                    f"{path / 'corpus.json'}: splits.{split}.dtype is {record.dtype}, wanted {wanted}; {_AGAIN}"
+                    f"{path / 'corpus.json'}: splits.{split}.dtype is {record.dtype}, expected {dtype}; {_RECOVERY}"
                 )
         return cls(path, tokenizer, corpus_record)
 
     @property
     def name(self) -> str:
-        """Its name."""
+        """Name of the corpus."""
         return self.record.name
 
     @property
     def source(self) -> str:
-        """Where its text comes from, in words."""
+        """Description of where the text comes from."""
         return self.record.source
 
     @property
     def splits(self) -> tuple[SplitName, ...]:
-        """The splits it has, in the order train, valid, test."""
+        """The splits of the corpus, in the order train, valid, test."""
         return tuple(split for split in SPLITS if split in self.record.splits)
 
     def split(self, name: str) -> TokenSplit:
         """Return one split.
 
         Raises:
-            UserError: the corpus does not have it; the message offers the nearest name.
+            UserError: the corpus does not have this split; the message suggests the nearest name.
         """
         for split in self.splits:
             if split == name:
@@ -255,14 +257,14 @@ class Corpus:
                 )
         raise UserError(
             f"the corpus {self.path} has no split '{name}'{nearest(name, self.splits)}; it has "
-            f"{', '.join(self.splits)}, and 'txl prepare' with --train, --valid and --test makes all three"
+            f"{', '.join(self.splits)}, and 'txl prepare' with --train, --valid and --test creates all three"
         )
 
     def verify(self, *splits: str) -> None:
-        """Compare the checksums of the token and document files, which are read once.
+        """Verify the checksums of the token and document files.
 
         Args:
-            splits: the splits to check; all if none is given.
+            splits: the splits to check, or none for all of them.
 
         Raises:
             UserError: a file was changed or damaged since it was written.
@@ -270,14 +272,14 @@ class Corpus:
         for split, record in self.record.splits.items():
             if splits and split not in splits:
                 continue
-            for files, wanted in (
+            for files, sha256 in (
                 (list(_token_files(self.path, split, record)), record.sha256),
                 ([documents_file(self.path, split)], record.documents_sha256),
             ):
-                found = _hash_files(files)
-                if found != wanted:
-                    which = f"{files[0]}{f' to {files[-1].name}' if len(files) > 1 else ''}"
-                    raise UserError(f"{which}: damaged (sha256 {found[:12]}, wanted {wanted[:12]}); {_AGAIN}")
+                actual = _hash_files(files)
+                if actual != sha256:
+                    names = f"{files[0]}{f' to {files[-1].name}' if len(files) > 1 else ''}"
+                    raise UserError(f"{names}: damaged (sha256 {actual[:12]}, expected {sha256[:12]}); {_RECOVERY}")
 
 
 def token_file(folder: Path, split: SplitName, shard: int) -> Path:
@@ -286,56 +288,58 @@ def token_file(folder: Path, split: SplitName, shard: int) -> Path:
 
 
 def documents_file(folder: Path, split: SplitName) -> Path:
-    """Return the path of the file that has the positions where a split's documents start."""
+    """Return the path of the file with the start positions of a split's documents."""
     return folder / f"{split}.documents"
 
 
 def _token_files(folder: Path, split: SplitName, record: SplitRecord) -> dict[Path, int]:
-    """Each token file of a split, and its number of tokens."""
+    """Return the number of tokens of each token file of a split."""
     return {token_file(folder, split, shard): length for shard, length in enumerate(record.shard_lengths)}
 
 
 def _read_record(path: Path) -> CorpusRecord:
-    makes_one = "'txl prepare FILES --out DIR' makes one"
+    advice = "'txl prepare FILES --out DIR' creates one"
     if not path.exists():
-        raise UserError(f"no corpus at {path}; 'txl prepare FILES --out {path}' makes one there")
+        raise UserError(f"no corpus at {path}; 'txl prepare FILES --out {path}' creates one there")
     if not path.is_dir():
-        raise UserError(f"{path} is a file, wanted the folder of a corpus; 'txl prepare {path} --out DIR' makes one")
+        raise UserError(
+            f"{path} is a file, expected the folder of a corpus; 'txl prepare {path} --out DIR' creates one"
+        )
     file = path / "corpus.json"
     if not file.exists():
         if (path / "config.yaml").exists():
             raise UserError(
-                f"{path} is a run, wanted a corpus; its config.yaml names the one it was trained on, {makes_one}"
+                f"{path} is a run, expected a corpus; its config.yaml names the corpus it was trained on, {advice}"
             )
-        raise UserError(f"{path} is not a corpus (it has no corpus.json); {makes_one}")
+        raise UserError(f"{path} is not a corpus (it has no corpus.json); {advice}")
     values = read_json_object(file)
     if values.get("format") != _FORMAT:
-        raise UserError(f"{file}: format {values.get('format')!r}, wanted '{_FORMAT}'; {makes_one}")
+        raise UserError(f"{file}: format {values.get('format')!r}, expected '{_FORMAT}'; {advice}")
     version = values.get("version")
     if version != _VERSION:
         newer = isinstance(version, int) and version > _VERSION
         raise UserError(
-            f"{file}: made by {'a later' if newer else 'an earlier'} version of txl (format {version!r}, wanted "
+            f"{file}: made by {'a later' if newer else 'an earlier'} version of txl (format {version!r}, expected "
             f"{_VERSION}); {'upgrade transformer-xl, or ' if newer else ''}prepare the corpus again with 'txl prepare'"
         )
     try:
         return check_settings(CorpusRecord, values, str(file))
     except UserError as error:
-        raise UserError(f"{error}; {_AGAIN}") from None
+        raise UserError(f"{error}; {_RECOVERY}") from None
 
 
-def _check_size(path: Path, wanted: int) -> None:
+def _check_size(path: Path, num_bytes: int) -> None:
     with as_user_error(f"reading {path}"):
         if not path.exists():
-            raise UserError(f"{path}: missing, wanted {wanted:,} bytes; {_AGAIN}")
-        found = path.stat().st_size
-    if found != wanted:
-        raise UserError(f"{path}: {found:,} bytes long, wanted {wanted:,}; {_AGAIN}")
+            raise UserError(f"{path}: missing, expected {num_bytes:,} bytes; {_RECOVERY}")
+        size = path.stat().st_size
+    if size != num_bytes:
+        raise UserError(f"{path}: {size:,} bytes long, expected {num_bytes:,}; {_RECOVERY}")
 
 
 def _map(path: Path, length: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     with as_user_error(f"reading {path}"):
-        # A plain array, because slicing it takes half the time of slicing a numpy.memmap.
+        # Convert to a plain array, since slicing it takes half the time of slicing a numpy.memmap.
         return np.asarray(np.memmap(path, dtype=dtype, mode="r", shape=(length,)))
 
 

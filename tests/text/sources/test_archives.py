@@ -110,7 +110,7 @@ def damaged(content: bytes) -> dict[str, bytes]:
 def test_damaged_compressed_files_are_refused(tmp_path: Path, ending: str, damage: str) -> None:
     path = tmp_path / f"a{ending}"
     path.write_bytes(damaged(PACKERS[ending](TEXT))[damage])
-    with pytest.raises(UserError, match=rf"a{ending}: damaged or cut short \(.+\); get it again") as caught:
+    with pytest.raises(UserError, match=rf"a{ending}: damaged or truncated \(.+\); get it again") as caught:
         list(FileRange(path))
     assert "\n" not in str(caught.value)
 
@@ -119,7 +119,7 @@ def test_damaged_compressed_files_are_refused(tmp_path: Path, ending: str, damag
 def test_damaged_zips_are_refused(tmp_path: Path, damage: str) -> None:
     path = tmp_path / "a.zip"
     path.write_bytes(damaged(zip_of({"b": TEXT}))[damage])
-    with pytest.raises(UserError, match=r"a.zip: damaged or cut short \(.+\); get it again"):
+    with pytest.raises(UserError, match=r"a.zip: damaged or truncated \(.+\); get it again"):
         print([b"".join(FileRange(path, member=member)) for member in zip_members(path)])
 
 
@@ -132,7 +132,7 @@ TAR_DAMAGES += [(f"w:{pack}", damage) for pack in ("gz", "bz2", "xz") for damage
 def test_damaged_tars_leave_nothing(tmp_path: Path, mode: str, damage: str) -> None:
     path = tmp_path / "a.tar"
     path.write_bytes(damaged(tar_of({"x/b": TEXT * 3, "x/c": TEXT}, mode))[damage])
-    with pytest.raises(UserError, match=r"a.tar: damaged or cut short \(.+\); get it again"):
+    with pytest.raises(UserError, match=r"a.tar: damaged or truncated \(.+\); get it again"):
         extract_from_tar(path, ["x/b", "x/c"], tmp_path / "new" / "out")
     assert list(tmp_path.iterdir()) == [path]
 

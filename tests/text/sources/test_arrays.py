@@ -61,16 +61,16 @@ def test_rows_are_whole(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("array", "message"),
     [
-        (np.zeros(3), "has float64, wanted integers; convert it with array.astype"),
-        (np.zeros(3, bool), "has bool, wanted integers"),
+        (np.zeros(3), "has float64, expected integers; convert it with array.astype"),
+        (np.zeros(3, bool), "has bool, expected integers"),
         (
             np.zeros((2, 3, 5), int),
-            r"an array of 3 dimensions, wanted 1 \(one sequence\) or 2 \(a sequence in each row\)",
+            r"an array of 3 dimensions, expected 1 \(one sequence\) or 2 \(a sequence in each row\)",
         ),
         (np.array(7), "an array of 0 dimensions"),
         (np.zeros((0, 5), int), "an empty array; leave it out"),
         (np.array([None, 1]), "damaged, or not a .npy file of integers; write it again with numpy.save"),
-        (np.zeros(3, [("a", int)]), "has .*, wanted integers"),
+        (np.zeros(3, [("a", int)]), "has .*, expected integers"),
     ],
 )
 def test_other_arrays_are_refused(tmp_path: Path, array: np.ndarray, message: str) -> None:
@@ -110,13 +110,13 @@ def test_numbers_out_of_range_are_named_by_their_index(
     np.save(tmp_path / "two.npy", array.reshape(5, 7))
     one, two = ArrayRange.whole(tmp_path / "one.npy"), ArrayRange.whole(tmp_path / "two.npy")
     for part, stop, below, message in (
-        (one, 35, 29, r"one.npy: array\[25\] is -2, wanted an integer from 0 to 28; remove it, or renumber"),
-        (two, 35, 29, r"two.npy: array\[3, 4\] is -2, wanted an integer from 0 to 28; remove it, or renumber"),
-        (two, 25, 23, r"two.npy: array\[3, 2\] is 23, wanted an integer from 0 to 22; .* and a larger --vocab-size$"),
+        (one, 35, 29, r"one.npy: array\[25\] is -2, expected an integer from 0 to 28; remove it, or renumber"),
+        (two, 35, 29, r"two.npy: array\[3, 4\] is -2, expected an integer from 0 to 28; remove it, or renumber"),
+        (two, 25, 23, r"two.npy: array\[3, 2\] is 23, expected an integer from 0 to 22; .* and a larger --vocab-size$"),
     ):
         (document,) = limit_numbers([Document("a", ArrayRange(part.path, 0, stop))], below)
         with pytest.raises(UserError, match=message):
             list(document.chunks)
-    with pytest.raises(UserError, match=r"array\[4, 3\] is 2147483648, wanted .* 0 to 214748364\d; .* renumber"):
+    with pytest.raises(UserError, match=r"array\[4, 3\] is 2147483648, expected .* 0 to 214748364\d; .* renumber"):
         list(ArrayRange(two.path, 26, 35))
     assert b"".join(ArrayRange(two.path, 26, 31, 31)) == b"26 27\n28 29 30\n"

@@ -164,32 +164,32 @@ REFUSED: dict[str, tuple[dict[str, bytes], str]] = {
     "nothing": (
         {"other": b"-"},
         r"--data-dir .*mine: no x-v1.zip or x.train, x.valid, x.test there for x \(nor with .gz, .bz2 or .xz, nor in a "
-        r"zip or tar archive\); name the folder that has them, or leave --data-dir out to download",
+        r"zip or tar archive\); name the folder that contains them, or leave --data-dir out to download",
     ),
-    "one missing": ({**FORMS["by their last names"], "x.valid": b""}, r"x.valid: 0 bytes long, wanted 11,099 for x"),
+    "one missing": ({**FORMS["by their last names"], "x.valid": b""}, r"x.valid: 0 bytes long, expected 11,099 for x"),
     "two missing": ({"x.train": TEXTS[TRAIN.path]}, r"--data-dir .*mine: no x.valid, x.test there for x"),
     "other contents": (
         {**FORMS["by their last names"], "x.train": WRONG},
-        rf"x.train: sha256 {sha256(WRONG)[7:]}, wanted sha256 {(TRAIN.checksum or '')[7:]} for x; {OWN}",
+        rf"x.train: sha256 {sha256(WRONG)[7:]}, expected sha256 {(TRAIN.checksum or '')[7:]} for x; {OWN}",
     ),
     "other contents, packed": (
         {**FORMS["gzip"], "x.train.gz": gzip.compress(WRONG[1:])},
-        rf"x.train.gz: decompressed 11,098 bytes long, wanted 11,099 for x; {OWN}.gz",
+        rf"x.train.gz: decompressed 11,098 bytes long, expected 11,099 for x; {OWN}.gz",
     ),
     "packed, cut short": (
         {**FORMS["gzip"], "x.train.gz": gzip.compress(WRONG)[:-20]},
-        r"x.train.gz: damaged or cut short \(.*\); get it again",
+        r"x.train.gz: damaged or truncated \(.*\); get it again",
     ),
-    "the zip cut short": ({"x-v1.zip": ZIP[:-7]}, rf"x-v1.zip: {len(ZIP) - 7:,} bytes long, wanted {len(ZIP):,}; get"),
+    "the zip cut short": ({"x-v1.zip": ZIP[:-7]}, rf"x-v1.zip: {len(ZIP) - 7:,} bytes long, expected {len(ZIP):,};"),
     "the zip altered": (
         {"x-v1.zip": ZIP[:99] + b"!" + ZIP[100:]},
-        r"x-v1.zip: sha256 \w{64}, wanted sha256 \w{64}; get it again, or use what is in it .*: extract it",
+        r"x-v1.zip: sha256 \w{64}, expected sha256 \w{64}; get it again, or use .* extract it",
     ),
-    "another zip cut short": ({"a.zip": ZIP[:-7]}, r"a.zip: damaged or cut short \(.*\); get it again"),
-    "another tar cut short": ({"a.tgz": TAR[:-99]}, r"a.tgz: damaged or cut short \(.*\); get it again"),
+    "another zip cut short": ({"a.zip": ZIP[:-7]}, r"a.zip: damaged or truncated \(.*\); get it again"),
+    "another tar cut short": ({"a.tgz": TAR[:-99]}, r"a.tgz: damaged or truncated \(.*\); get it again"),
     "another zip, other contents": (
         {"a.zip": zip_of({**TEXTS, TRAIN.path: WRONG})},
-        r"a.zip \(x-v1/data/x.train\): decompressed sha256 \w{64}, wanted sha256 \w{64} for x; .*: extract it, and txl",
+        r"a.zip \(x-v1/data/x.train\): decompressed sha256 \w{64}, expected sha256 \w{64} for x; .*extract it, and txl",
     ),
 }  # fmt: skip
 
@@ -205,7 +205,7 @@ def test_wrong_sources_are_refused(tmp_path: Path, cache: Path, case: str) -> No
 
 
 def test_a_source_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"--data-dir .*gone: no such file or folder; name the one that has x"):
+    with pytest.raises(UserError, match=r"--data-dir .*gone: no such file or folder; name the one that contains x"):
         find(tmp_path / "gone")
 
 

@@ -194,8 +194,8 @@ def test_why_no_address_gave_it(server: Server, tmp_path: Path) -> None:
     assert said.split("; ") == [
         f"{host}answers 404 Not Found",
         f"{host}answers 403 Forbidden",
-        f"{host}gives another file, 700,001 bytes, sha256 {wrong}",
-        f"{host}gives another file, 17 bytes, sha256 {page}",
+        f"{host}sends another file, 700,001 bytes, sha256 {wrong}",
+        f"{host}sends another file, 17 bytes, sha256 {page}",
         f"{host}the connection was broken",
     ]
     assert names(tmp_path) in ([], [".a.zip.part"])
@@ -204,7 +204,9 @@ def test_why_no_address_gave_it(server: Server, tmp_path: Path) -> None:
 def test_a_wrong_file_put_into_the_cache_is_named(server: Server, tmp_path: Path) -> None:
     (tmp_path / "a.zip").write_bytes(WRONG)
     said = refusal(server.at("404"), tmp_path)
-    assert said.startswith(f"{tmp_path / 'a.zip'} is another file, sha256 {hashlib.sha256(WRONG).hexdigest()}; host")
+    assert said.startswith(
+        f"{tmp_path / 'a.zip'} has another checksum, sha256 {hashlib.sha256(WRONG).hexdigest()}; host"
+    )
     assert (tmp_path / "a.zip").read_bytes() == WRONG
 
 

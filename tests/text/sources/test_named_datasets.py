@@ -196,7 +196,7 @@ def test_another_tokenizer_needs_no_vocab_file(tmp_path: Path) -> None:
 def test_a_wrong_text_is_refused_by_name(tmp_path: Path) -> None:
     make(tmp_path, {"ptb.train.txt": b"no\n", "ptb.valid.txt": b"no\n", "ptb.test.txt": b"no\n"})
     with pytest.raises(
-        UserError, match=r"ptb.train.txt: 3 bytes long, wanted 5,101,618 for ptb; .* txl prepare --train"
+        UserError, match=r"ptb.train.txt: 3 bytes long, expected 5,101,618 for ptb; .* txl prepare --train"
     ):
         open_dataset("ptb", tmp_path)
 

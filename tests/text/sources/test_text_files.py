@@ -285,7 +285,7 @@ def test_one_sequence_is_cut_between_numbers(tmp_path: Path) -> None:
 def test_arrays_are_for_integers(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.arange(100))
     make(tmp_path, {"b.txt": b"1 2\n" * 97})
-    message = r"a.npy holds numbers, not text; give --tokenizer integer, or leave it out \(a pattern such as"
+    message = r"a.npy contains integers, not text; give --tokenizer integer, or leave it out \(a pattern such as"
     for words, kind in (([tmp_path / "a.npy"], "byte"), ([tmp_path], None), ([tmp_path], "word")):
         with pytest.raises(UserError, match=message):
             find(*words, kind=kind)
@@ -304,23 +304,23 @@ def test_arrays_are_for_integers(tmp_path: Path) -> None:
         ),
         (["python-stdlb"], r"nor a known data set \(did you mean 'python-stdlib'\?\); check the spelling"),
         ([], r"no text was given; name files, folders, --train FILE, or a data set \(enwik8, .*python-stdlib\)"),
-        (["empty"], r"the file empty is empty; leave it out, or name one that has text"),
-        (["nothing"], r"the folder nothing has no text \(hidden and empty files are left out\); name another"),
+        (["empty"], r"the file empty is empty; leave it out"),
+        (["nothing"], r"the folder nothing contains no text \(hidden and empty files are ignored\); name another"),
         (["pipe"], r"pipe is not a regular file; write its text to a file and name that"),
         (["a.tar.gz"], r"^a.tar.gz is an archive; extract it first, or leave it out \(a pattern such as"),
         (["packed"], r"^packed/b/c.zip is an archive; extract it first, or leave it out"),
         (["packed/**/*.*"], r"^packed/b/c.zip is an archive; extract it first, or leave it out"),
         (["short", "gone.txt"], "'gone.txt' is neither"),
-        (["short"], r"too short to split: 3 bytes leave valid empty; give more text, or other --valid-fraction"),
+        (["short"], r"too short to split: 3 bytes leave valid empty; pass more text, or change --valid-fraction"),
         (["empty.gz"], r"too short to split: 0 bytes leave train empty"),
-        (["bad.gz"], r"bad.gz: damaged or cut short \(.*\); get it again"),
+        (["bad.gz"], r"bad.gz: damaged or truncated \(.*\); get it again"),
         (
             ["python-stdlib", "short"],
-            r"python-stdlib cannot be joined with others, but 2 sources were given; leave .* ./python-stdlib",
+            r"python-stdlib cannot be combined with others, but 2 sources were given; omit .* ./python-stdlib",
         ),
         (["x" * 300], "File name too long"),
         (["short/x"], "'short/x' is neither"),
-        ([""], r"an empty path was given; name a file or folder"),
+        ([""], r"the path is empty; name a file or folder"),
     ],
 )
 def test_wrong_sources_are_refused(
@@ -338,11 +338,15 @@ def test_wrong_sources_are_refused(
 @pytest.mark.parametrize(
     ("valid", "test", "message"),
     [
-        (1.0, 0.05, r"--valid-fraction 1 is not a fraction of the text; wanted 0 <= fraction < 1"),
+        (1.0, 0.05, r"--valid-fraction 1 is out of range; must be 0 <= fraction < 1"),
         (-0.1, 0.05, r"--valid-fraction -0.1 is not a fraction"),
         (float("nan"), 0.05, r"--valid-fraction nan is not a fraction"),
         (0.05, 5, r"--test-fraction 5 is not a fraction"),
-        (0.6, 0.4, r"--valid-fraction 0.6 and --test-fraction 0.4 leave nothing to train on; wanted a sum below 1"),
+        (
+            0.6,
+            0.4,
+            r"--valid-fraction 0.6 and --test-fraction 0.4 leave nothing to train on; their sum must be below 1",
+        ),
     ],
 )
 def test_wrong_fractions_are_refused(tmp_path: Path, valid: float, test: float, message: str) -> None:

@@ -124,7 +124,7 @@ def test_every_kind_is_tested() -> None:
 def test_ids_outside_the_vocabulary_are_refused(name: str) -> None:
     tokenizer = TOKENIZERS[name]
     for wrong in (tokenizer.vocab_size, -1):
-        message = rf"token id {wrong} .*wanted 0 to {tokenizer.vocab_size - 1}"
+        message = rf"token id {wrong} .*expected 0 to {tokenizer.vocab_size - 1}"
         for use in (tokenizer.decode, tokenizer.decode_bytes):
             with pytest.raises(UserError, match=message):
                 use([0, wrong, 2])

@@ -1,4 +1,4 @@
-"""Reading text from files: plain, compressed (gzip, bzip2, xz), or in a zip or tar archive; in chunks, never whole."""
+"""Reads text in chunks from files: plain, compressed (gzip, bzip2, xz), or in a zip or tar archive."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ COMPRESSED_SUFFIXES = (".gz", ".bz2", ".xz")
 _TAR_SUFFIXES = (".tar", ".tgz", ".tbz2", ".txz", ".tar.gz", ".tar.bz2", ".tar.xz")
 
 Progress = Callable[[str, int, int], None]
-"""Called with the name of a stage (such as `download enwik8.zip`), its bytes done so far, and their total (0: unknown).
+"""Called with the name of a stage (such as `download enwik8.zip`), the bytes processed so far, and the total (0 if
+unknown).
 """
 
 
@@ -32,13 +33,13 @@ def no_progress(stage: str, done: int, total: int) -> None:
 
 
 def is_archive(path: Path) -> bool:
-    """Return whether the name is that of a zip or tar archive."""
+    """Return whether the file name has the suffix of a zip or tar archive."""
     return path.name.lower().endswith((".zip", *_TAR_SUFFIXES))
 
 
 @dataclass(frozen=True)
 class FileRange:
-    """The bytes `start` to `stop` of a text in a file, iterated in chunks; the file is open only while iterated.
+    """The bytes from `start` to `stop` of a text in a file, iterated in chunks; the file is open only while iterated.
 
     The text is the file, decompressed if its suffix is one of `COMPRESSED_SUFFIXES`, or a member of a zip archive.
     Positions count decompressed bytes.
@@ -47,9 +48,9 @@ class FileRange:
     path: Path
     start: int = 0
     stop: int | None = None
-    """None: the end of the text."""
+    """End position, or None for the end of the text."""
     member: str = ""
-    """Member of the zip archive at `path`; empty: the file itself."""
+    """Member of the zip archive at `path`, or empty for the file itself."""
 
     @property
     def name(self) -> str:
@@ -64,14 +65,14 @@ class FileRange:
 
     @property
     def known_num_bytes(self) -> int:
-        """Length in bytes; 0 if the file would have to be decompressed to find out."""
+        """Length in bytes, or 0 if computing it would require decompressing the file."""
         return 0 if self.is_compressed and self.stop is None else self.size()
 
     def __iter__(self) -> Iterator[bytes]:
         """Read the chunks.
 
         Raises:
-            UserError: the file cannot be read, is damaged, or became shorter.
+            UserError: the file cannot be read, is damaged, or was truncated meanwhile.
         """
         left = None if self.stop is None else self.stop - self.start
         with open_text(self.path, self.member) as file:
@@ -86,7 +87,7 @@ class FileRange:
                 yield chunk
 
     def size(self) -> int:
-        """Return the length in bytes; a compressed file is read to find out.
+        """Return the length in bytes; a compressed file is decompressed to compute it.
 
         Raises:
             UserError: the file cannot be read, or is damaged.
@@ -101,10 +102,10 @@ class FileRange:
 
 @contextmanager
 def open_text(path: Path, member: str = "") -> Iterator[IO[bytes]]:
-    """Open a file, decompressed as its suffix says, or a member of a zip archive.
+    """Open a file, decompressed according to its suffix, or a member of a zip archive.
 
     Raises:
-        UserError: it cannot be read, or is damaged.
+        UserError: the file cannot be read, or is damaged.
     """
     with refuse_damaged(path), ExitStack() as stack:
         if not member:
@@ -113,7 +114,7 @@ def open_text(path: Path, member: str = "") -> Iterator[IO[bytes]]:
         archive = stack.enter_context(zipfile.ZipFile(path))
         try:
             file = archive.open(member)
-        except RuntimeError as error:  # encrypted, or compressed in a way that Python does not support
+        except RuntimeError as error:  # encrypted, or compressed by a method that Python does not support
             raise UserError(f"{path}: {member} cannot be extracted ({error}); extract it with another tool") from None
         yield stack.enter_context(file)
 
@@ -131,10 +132,10 @@ def _open(path: Path) -> IO[bytes]:
 
 @contextmanager
 def refuse_damaged(path: Path) -> Iterator[None]:
-    """Turn errors of reading and decompressing a file into one line for the user.
+    """Convert errors of reading and decompressing a file to one-line user errors.
 
     Raises:
-        UserError: in place of any error of the operating system or of decompression.
+        UserError: replaces any error of the operating system or of decompression.
     """
     with as_user_error(f"reading {path}"):
         try:
@@ -148,42 +149,42 @@ def refuse_damaged(path: Path) -> Iterator[None]:
 
 
 def _damaged(path: Path, error: Exception) -> UserError:
-    return UserError(f"{path}: damaged or cut short ({error}); get it again")
+    return UserError(f"{path}: damaged or truncated ({error}); get it again")
 
 
 def zip_members(path: Path) -> list[str]:
     """Return the names of the files in a zip archive.
 
     Raises:
-        UserError: it cannot be read, or is damaged.
+        UserError: the file cannot be read, or is damaged.
     """
     with refuse_damaged(path), zipfile.ZipFile(path) as archive:
         return [entry.filename for entry in archive.infolist() if not entry.is_dir()]
 
 
-def extract_from_tar(path: Path, wanted: Collection[str], folder: Path, progress: Progress = no_progress) -> None:
-    """Extract the wanted files of a tar archive into a new folder, under their last names; atomically.
+def extract_from_tar(path: Path, members: Collection[str], folder: Path, progress: Progress = no_progress) -> None:
+    """Extract some files of a tar archive atomically into a new flat folder, each under its base name.
 
-    Nothing else of the archive is written: no link, no folder, no other name.
+    Nothing else in the archive is extracted: no links, no folders, no other files.
 
     Args:
         path: the archive, compressed or not.
-        wanted: paths in the archive; a file at another path counts too, if its last name is the same.
-        folder: must not exist; it is created even if the archive has none of the files.
-        progress: called with how much of the archive has been read.
+        members: paths in the archive; a file at another path is extracted if it has the same base name.
+        folder: folder to create, which must not exist; it is created even if the archive contains none of the files.
+        progress: called with the number of compressed bytes read.
 
     Raises:
         UserError: the archive is damaged or cannot be read, or the folder cannot be written.
     """
-    names = {PurePosixPath(name).name for name in wanted}
+    names = {PurePosixPath(member).name for member in members}
     with atomic_folder(folder) as temporary, refuse_damaged(path), path.open("rb") as compressed:
         total = path.stat().st_size
-        # Decompressed here, because tarfile does not read to the checksums of gzip.
+        # Decompress here, since tarfile stops before the gzip checksum at the end of the stream.
         decompressed = _decompressed(compressed)
         with decompressed, tarfile.open(fileobj=decompressed, mode="r|") as archive:
             for entry in archive:
                 target = temporary / PurePosixPath(entry.name).name
-                exact = entry.name.removeprefix("./") in wanted
+                exact = entry.name.removeprefix("./") in members
                 content = archive.extractfile(entry) if entry.isreg() and target.name in names else None
                 if content is None or (target.exists() and not exact):
                     continue
@@ -196,14 +197,14 @@ def extract_from_tar(path: Path, wanted: Collection[str], folder: Path, progress
 
 
 def _decompressed(file: IO[bytes]) -> IO[bytes]:
-    """The file decompressed as its first bytes say."""
-    start = file.read(6)
+    """Return the file decompressed according to its magic number."""
+    magic = file.read(6)
     file.seek(0)
-    if start.startswith(b"\x1f\x8b"):
+    if magic.startswith(b"\x1f\x8b"):
         return cast(IO[bytes], gzip.GzipFile(fileobj=file))
-    if start.startswith(b"BZh"):
+    if magic.startswith(b"BZh"):
         return bz2.BZ2File(file)
-    if start == b"\xfd7zXZ\x00":
+    if magic == b"\xfd7zXZ\x00":
         return lzma.LZMAFile(file)
     return file
 
@@ -214,7 +215,7 @@ def _read(content: IO[bytes], path: Path) -> bytes:
 
 
 def checksum(chunks: Iterable[bytes], like: str) -> str:
-    """Return the checksum of these bytes, in the form of `like`: the algorithm, a colon, hex digits."""
+    """Return the checksum of these bytes as algorithm, colon and hex digits, with the algorithm of `like`."""
     algorithm = like.partition(":")[0]
     digest = hashlib.new(algorithm, usedforsecurity=False)
     for chunk in chunks:
@@ -223,16 +224,16 @@ def checksum(chunks: Iterable[bytes], like: str) -> str:
 
 
 def file_checksum(path: Path, like: str, progress: Progress = no_progress, name: str = "") -> str:
-    """Return the checksum of a file as it is on disk, in the form of `like`.
+    """Return the checksum of a file on disk, without decompressing it, with the algorithm of `like`.
 
     Args:
         path: the file.
-        like: begins with the algorithm and a colon.
+        like: a checksum, or any string that begins with the algorithm and a colon.
         progress: called with the bytes read so far.
-        name: what the file is called in progress; its own name if empty.
+        name: name of the file in progress messages, or empty for its file name.
 
     Raises:
-        UserError: it cannot be read.
+        UserError: the file cannot be read.
     """
     with as_user_error(f"reading {path}"), path.open("rb", buffering=0) as file:
         chunks = iter(lambda: file.read(CHUNK_BYTES), b"")

@@ -1,4 +1,4 @@
-"""Integers in .npy files, read as text: a line of numbers for each row."""
+"""Reads integer arrays in .npy files as text, with one line for each row."""
 
 from __future__ import annotations
 
@@ -16,33 +16,40 @@ from transformer_xl.files import as_user_error
 from transformer_xl.text.documents import Document
 from transformer_xl.text.tokenizers.integer import MAX_VALUES
 
-_CHUNK_NUMBERS = 2**16
-_DAMAGED = (ValueError, EOFError, SyntaxError, TokenError, TypeError, OverflowError)  # what numpy raises for such files
+_CHUNK_VALUES = 2**16
+_DAMAGED = (
+    ValueError,
+    EOFError,
+    SyntaxError,
+    TokenError,
+    TypeError,
+    OverflowError,
+)  # what numpy raises for damaged files
 
 
 @dataclass(frozen=True)
 class ArrayRange:
-    """The numbers `start` to `stop` of a .npy file in row order, iterated as chunks of text with a line for each row.
+    """The values from `start` to `stop` of a .npy file in row order, iterated as chunks of text with one line per row.
 
-    A 2-D array has a sequence in each row, a 1-D array is one sequence. The file is memory-mapped while iterated. A
-    row that is cut becomes two lines.
+    Each row of a 2-D array is a sequence; a 1-D array is one sequence. The file is memory-mapped while iterated. A row
+    that crosses `start` or `stop` is split into two lines.
     """
 
     path: Path
     start: int
     stop: int
     below: int = MAX_VALUES
-    """Upper bound of the numbers, exclusive; they must not be negative."""
+    """Exclusive upper bound of the values, which must not be negative."""
 
     is_compressed = False
     known_num_bytes = 0
 
     @classmethod
     def whole(cls, path: Path) -> ArrayRange:
-        """Return all of a file.
+        """Return the range of a whole file.
 
         Raises:
-            UserError: it is not a one- or two-dimensional array of integers, is empty, or cannot be read.
+            UserError: the file is not a one- or two-dimensional array of integers, is empty, or cannot be read.
         """
         return cls(path, 0, _open_array(path).size)
 
@@ -52,11 +59,11 @@ class ArrayRange:
         return f"{self.path}, from number {self.start:,} on" if self.start else str(self.path)
 
     def size(self) -> int:
-        """Return the length in the unit of `start` and `stop`: numbers."""
+        """Return the number of values."""
         return self.stop - self.start
 
     def row_end(self, position: int) -> int:
-        """Return the first position from `position` on that does not cut a row of a 2-D array."""
+        """Return the first position at or after `position` that is between rows of a 2-D array."""
         array = _open_array(self.path)
         row_length = array.shape[1] if array.ndim == 2 else 1
         return -(-position // row_length) * row_length
@@ -65,7 +72,7 @@ class ArrayRange:
         """Read the chunks.
 
         Raises:
-            UserError: the file cannot be read, has changed, or holds a number out of range.
+            UserError: the file cannot be read, was truncated meanwhile, or contains a value that is out of range.
         """
         array = _open_array(self.path)
         if array.size < self.stop:
@@ -73,35 +80,35 @@ class ArrayRange:
         row_length = array.shape[-1]
         rows = array.reshape(1, -1) if array.ndim == 1 else array
         lines: list[str] = []
-        num_held = 0
+        num_values = 0
         for row in range(self.start // row_length, -(-self.stop // row_length)):
             first, last = max(self.start - row * row_length, 0), min(self.stop - row * row_length, row_length)
-            for begin in range(first, last, _CHUNK_NUMBERS):
-                numbers = rows[row, begin : min(begin + _CHUNK_NUMBERS, last)].tolist()
-                if min(numbers) < 0 or max(numbers) >= self.below:
-                    wrong = next(index for index, number in enumerate(numbers) if not 0 <= number < self.below)
-                    raise self._out_of_range(numbers[wrong], (row, begin + wrong)[-array.ndim :])
-                lines.append(" ".join(map(str, numbers)))
-                lines.append("\n" if begin + _CHUNK_NUMBERS >= last else " ")
-                num_held += len(numbers)
-                if num_held >= _CHUNK_NUMBERS:
+            for begin in range(first, last, _CHUNK_VALUES):
+                values = rows[row, begin : min(begin + _CHUNK_VALUES, last)].tolist()
+                if min(values) < 0 or max(values) >= self.below:
+                    invalid = next(index for index, value in enumerate(values) if not 0 <= value < self.below)
+                    raise self._out_of_range(values[invalid], (row, begin + invalid)[-array.ndim :])
+                lines.append(" ".join(map(str, values)))
+                lines.append("\n" if begin + _CHUNK_VALUES >= last else " ")
+                num_values += len(values)
+                if num_values >= _CHUNK_VALUES:
                     yield "".join(lines).encode("ascii")
                     lines.clear()
-                    num_held = 0
+                    num_values = 0
         if lines:
             yield "".join(lines).encode("ascii")
 
-    def _out_of_range(self, number: int, index: tuple[int, ...]) -> UserError:
-        fits = 0 <= number < MAX_VALUES
-        advice = "give --tokenizer integer and a larger --vocab-size" if fits else "renumber the values from 0"
+    def _out_of_range(self, value: int, index: tuple[int, ...]) -> UserError:
+        in_range = 0 <= value < MAX_VALUES
+        advice = "give --tokenizer integer and a larger --vocab-size" if in_range else "renumber the values from 0"
         return UserError(
-            f"{self.path}: array[{', '.join(map(str, index))}] is {number}, wanted an integer from 0 to "
+            f"{self.path}: array[{', '.join(map(str, index))}] is {value}, expected an integer from 0 to "
             f"{self.below - 1}; remove it, or {advice}"
         )
 
 
 def limit_numbers(documents: Iterable[Document], below: int) -> list[Document]:
-    """Return the documents; those of arrays refuse numbers from `below` on, with their index in the array."""
+    """Return the documents; array documents refuse values of `below` or more and report their index in the array."""
     return [
         replace(document, chunks=replace(document.chunks, below=below))
         if isinstance(document.chunks, ArrayRange)
@@ -115,16 +122,16 @@ def _open_array(path: Path) -> npt.NDArray[np.integer[Any]]:
         try:
             array = np.lib.format.open_memmap(path, mode="r")
         except _DAMAGED:
-            # Not numpy's own message: some are about pickle and arguments of functions.
+            # numpy's messages are misleading here: some are about pickle or function arguments.
             raise UserError(
                 f"{path}: damaged, or not a .npy file of integers; write it again with numpy.save(file, "
                 "array.astype('int64'))"
             ) from None
     if array.dtype.kind not in "iu":
-        raise UserError(f"{path}: has {array.dtype}, wanted integers; convert it with array.astype('int64')")
+        raise UserError(f"{path}: has {array.dtype}, expected integers; convert it with array.astype('int64')")
     if array.ndim not in (1, 2):
         raise UserError(
-            f"{path}: an array of {array.ndim} dimensions, wanted 1 (one sequence) or 2 (a sequence in each row)"
+            f"{path}: an array of {array.ndim} dimensions, expected 1 (one sequence) or 2 (a sequence in each row)"
         )
     if not array.size:
         raise UserError(f"{path}: an empty array; leave it out")

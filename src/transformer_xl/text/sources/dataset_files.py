@@ -1,4 +1,4 @@
-"""The files of a named data set: downloaded, or found among the user's files, and checked."""
+"""Downloads the files of a named data set, or finds them among the user's files, and verifies them."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ class TextFile:
     """One text of a named data set."""
 
     path: str
-    """Its path in the archive; its last part is its name elsewhere."""
+    """Path in the archive; the base name is the file name elsewhere."""
     num_bytes: int | None = None
-    """None: unknown."""
+    """Length in bytes, or None if unknown."""
     checksum: str | None = None
-    """Algorithm, a colon and hex digits; None: unknown."""
+    """Algorithm, colon and hex digits, or None if unknown."""
     other_names: tuple[str, ...] = ()
-    """Other names under which people have it."""
+    """Other common file names for this text."""
     urls: tuple[str, ...] = ()
-    """Where it can be downloaded by itself; empty: in the archive only."""
+    """URLs of the file outside the archive; empty if only the archive can be downloaded."""
 
     @property
     def name(self) -> str:
-        """The last part of its path."""
+        """Base name of the path."""
         return PurePosixPath(self.path).name
 
     @property
     def remote(self) -> RemoteFile | None:
-        """What to download to have it by itself; None: the archive."""
+        """The separate download of this file, or None if only the archive can be downloaded."""
         if not self.urls:
             return None
         assert self.num_bytes is not None
@@ -61,20 +61,20 @@ def find_files(
     data_dir: Path | None = None,
     progress: Progress = no_progress,
 ) -> dict[TextFile, FileRange]:
-    """Find or download the texts of a data set, and check them.
+    """Find or download the texts of a data set, and verify them.
 
     Args:
-        dataset: its name, for messages.
-        archive: the archive it is distributed in.
-        texts: the texts that are wanted.
-        data_dir: a file or folder of the user's that has them; None: the network, or earlier downloads.
+        dataset: name of the data set, for messages.
+        archive: the archive in which the data set is distributed.
+        texts: the texts to find.
+        data_dir: a file or folder that contains the texts, or None to use earlier downloads or the network.
         progress: called while files are downloaded, extracted and checked.
 
     Returns:
-        Each text, whole.
+        The range of each text, which covers the whole text.
 
     Raises:
-        UserError: one is missing, damaged, different from what it should be, or cannot be downloaded.
+        UserError: a file is missing, damaged, has the wrong checksum, or cannot be downloaded.
     """
     if data_dir is None:
         return _download(dataset, archive, texts, progress)
@@ -82,10 +82,10 @@ def find_files(
 
 
 def plain_file(text: FileRange, name: str) -> Path:
-    """Return the path of a text as a plain file; a compressed one is decompressed into the cache under this name.
+    """Return the path of a text as a plain file; a compressed one is decompressed into the cache as `name`.
 
     Raises:
-        UserError: it cannot be read or written.
+        UserError: a file cannot be read or written.
     """
     if not text.is_compressed:
         return text.path
@@ -123,7 +123,7 @@ def _download(
 
 @dataclass(frozen=True)
 class _Archive:
-    """A zip or tar archive in which texts are looked for."""
+    """A zip or tar archive that is searched for texts."""
 
     dataset: str
     path: Path
@@ -133,27 +133,27 @@ class _Archive:
 
     @cached_property
     def found(self) -> dict[TextFile, FileRange]:
-        """The texts it has; those of a tar archive are extracted into the cache, once for each archive."""
+        """The texts in the archive; those of a tar archive are extracted into the cache once."""
         if self.path.suffix.lower() == ".zip":
             members = zip_members(self.path)
-            chosen = {text: _best_member(text, members) for text in self.texts}
-            return {text: FileRange(self.path, member=member) for text, member in chosen.items() if member}
-        found = self.known_checksum or file_checksum(self.path, "sha256:", self.progress)
-        folder = _extracted_folder() / f"{self.dataset}-{found.partition(':')[2][:16]}"
+            member_of = {text: _best_member(text, members) for text in self.texts}
+            return {text: FileRange(self.path, member=member) for text, member in member_of.items() if member}
+        digest = self.known_checksum or file_checksum(self.path, "sha256:", self.progress)
+        folder = _extracted_folder() / f"{self.dataset}-{digest.partition(':')[2][:16]}"
         if not folder.exists():
             extract_from_tar(self.path, [text.path for text in self.texts], folder, self.progress)
         return {text: FileRange(folder / text.name) for text in self.texts if (folder / text.name).exists()}
 
 
 def _best_member(text: TextFile, members: Iterable[str]) -> str | None:
-    """The member that is this text: the one at its path, else one of its name."""
-    named = [member for member in members if PurePosixPath(member).name == text.name]
-    return min(named, key=lambda member: member != text.path, default=None)
+    """Return the member with the path of this text, else one with its base name, or None."""
+    candidates = [member for member in members if PurePosixPath(member).name == text.name]
+    return min(candidates, key=lambda member: member != text.path, default=None)
 
 
 @dataclass(frozen=True)
 class _Search:
-    """A search for texts among the user's files: as files, in their archive, in any archive beside them."""
+    """Searches `data_dir` for texts: as files, in the distributed archive, and in any other archive there."""
 
     dataset: str
     archive: RemoteFile | None
@@ -163,11 +163,11 @@ class _Search:
     found: dict[TextFile, FileRange] = field(default_factory=dict)
 
     def run(self) -> dict[TextFile, FileRange]:
-        """Return each text, checked as far as its size and checksum are known."""
+        """Return each text, after verifying its size and checksum where they are known."""
         with as_user_error(f"reading {self.data_dir}"):
             if not self.data_dir.exists():
                 raise UserError(
-                    f"--data-dir {self.data_dir}: no such file or folder; name the one that has {self.dataset}"
+                    f"--data-dir {self.data_dir}: no such file or folder; name the one that contains {self.dataset}"
                 )
             entries = [self.data_dir] if self.data_dir.is_file() else sorted(self.data_dir.iterdir())
         self.found.update(self._loose_files(entries))
@@ -203,20 +203,20 @@ class _Search:
                 yield text, FileRange(path)
 
     def _check_archive(self, path: Path) -> str | None:
-        """The checksum of the distributed archive, after it was found right; None for another archive."""
+        """Return the verified checksum of the distributed archive, or None for another archive."""
         if self.archive is None or not self._is_distributed(path):
             return None
         with as_user_error(f"reading {path}"):
             size = path.stat().st_size
         if size != self.archive.num_bytes:
-            raise UserError(f"{path}: {size:,} bytes long, wanted {self.archive.num_bytes:,}; get it again")
-        found = file_checksum(path, self.archive.checksum, self.progress)
-        if found != self.archive.checksum:
+            raise UserError(f"{path}: {size:,} bytes long, expected {self.archive.num_bytes:,}; get it again")
+        actual = file_checksum(path, self.archive.checksum, self.progress)
+        if actual != self.archive.checksum:
             raise UserError(
-                f"{path}: {_in_words(found)}, wanted {_in_words(self.archive.checksum)}; get it again, or use what is "
-                "in it as your own text: extract it, and 'txl prepare --train FILE --valid FILE --test FILE'"
+                f"{path}: {_with_space(actual)}, expected {_with_space(self.archive.checksum)}; get it again, or use "
+                "its contents as your own text: extract it, and run 'txl prepare --train FILE --valid FILE --test FILE'"
             )
-        return found
+        return actual
 
     def _refuse_missing(self) -> None:
         missing = [text.name for text in self.texts if text not in self.found]
@@ -226,7 +226,7 @@ class _Search:
         archive = f"{self.archive.name} or " if self.archive and len(missing) == len(self.texts) else ""
         raise UserError(
             f"--data-dir {self.data_dir}: no {archive}{names} there for {self.dataset} (nor with .gz, .bz2 or .xz, nor "
-            "in a zip or tar archive); name the folder that has them, or leave --data-dir out to download"
+            "in a zip or tar archive); name the folder that contains them, or leave --data-dir out to download"
         )
 
     def _check(self, text: TextFile, content: FileRange) -> None:
@@ -234,31 +234,34 @@ class _Search:
             return
         size = 0
 
-        def counted() -> Iterator[bytes]:
+        def measured_chunks() -> Iterator[bytes]:
             nonlocal size
             for chunk in content:
                 size += len(chunk)
                 yield chunk
 
-        chunks = with_progress(counted(), self.progress, f"check {text.name}", text.num_bytes or 0)
-        found = checksum(chunks, text.checksum or "sha256:")
+        chunks = with_progress(measured_chunks(), self.progress, f"check {text.name}", text.num_bytes or 0)
+        actual = checksum(chunks, text.checksum or "sha256:")
         if text.num_bytes is not None and size != text.num_bytes:
-            wrong = f"{size:,} bytes long, wanted {text.num_bytes:,}"
-        elif text.checksum is not None and found != text.checksum:
-            wrong = f"{_in_words(found)}, wanted {_in_words(text.checksum)}"
+            problem = f"{size:,} bytes long, expected {text.num_bytes:,}"
+        elif text.checksum is not None and actual != text.checksum:
+            problem = f"{_with_space(actual)}, expected {_with_space(text.checksum)}"
         else:
             return
         decompressed = " decompressed" if content.is_compressed else ""
-        own = "extract it, and txl prepare --train FILE" if content.member else f"txl prepare --train {content.path}"
+        command = (
+            "extract it, and txl prepare --train FILE" if content.member else f"txl prepare --train {content.path}"
+        )
         raise UserError(
-            f"{content.name}:{decompressed} {wrong} for {self.dataset}; get it again, or use it as your own text: {own}"
+            f"{content.name}:{decompressed} {problem} for {self.dataset}; get it again, or use it as your own text: "
+            f"{command}"
         )
 
 
 def _with_suffixes(names: Iterable[str]) -> list[str]:
-    """Each name, then each with the suffixes of compressed files."""
+    """Return the names, followed by the names with each suffix of compressed files."""
     return [name + suffix for suffix in ("", *COMPRESSED_SUFFIXES) for name in names]
 
 
-def _in_words(checksum: str) -> str:
+def _with_space(checksum: str) -> str:
     return checksum.replace(":", " ")

@@ -1,7 +1,7 @@
-"""Downloads files into a cache folder: from several mirrors, resumed where a connection broke, checked by checksum.
+"""Downloads files into a cache folder: tries several mirrors, resumes broken transfers and verifies checksums.
 
-The standard library does the transfer. pooch has checksums, but neither mirrors nor resuming (`Range`), so that all
-but one rename would still be ours.
+The transfer uses the standard library. pooch verifies checksums but has neither mirrors nor resuming (`Range`), so
+almost all of this code would remain.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from transformer_xl.config import UserError
 from transformer_xl.files import as_user_error
 from transformer_xl.text.sources.archives import Progress, file_checksum, no_progress
 
-_TIMEOUT_SECONDS = 60.0  # to connect, and without a byte
-_ATTEMPTS = 5  # for each mirror, each resuming the one before
+_TIMEOUT_SECONDS = 60.0  # to connect, and between two reads
+_ATTEMPTS = 5  # per mirror; each resumes the previous one
 _CHUNK_BYTES = 2**18
 
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file that is the same at each of its URLs."""
+    """A file that can be downloaded from several URLs."""
 
     name: str
-    """Its name in the cache."""
+    """File name in the cache."""
     urls: tuple[str, ...]
     """Mirrors, tried in this order."""
     num_bytes: int
@@ -42,43 +42,43 @@ class RemoteFile:
 
 
 class _MirrorError(Exception):
-    """Why a mirror did not give the file, in a few words."""
+    """A mirror could not provide the file; the message is the reason."""
 
 
 class _ConnectionBroken(Exception):
-    """Why a transfer ended early, in a few words."""
+    """A transfer ended early; the message is the reason."""
 
 
 def cache_folder() -> Path:
-    """The folder of downloads: TXL_CACHE, or else transformer-xl in XDG_CACHE_HOME or ~/.cache."""
+    """Return the folder for downloads: TXL_CACHE, else transformer-xl in XDG_CACHE_HOME or ~/.cache."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(os.environ.get("TXL_CACHE") or Path(home, "transformer-xl"))
 
 
 def download_file(file: RemoteFile, folder: Path, progress: Progress = no_progress) -> Path:
-    """Download a file into a folder unless it is there, and check its checksum each time.
+    """Download a file into a folder unless it exists there; the checksum is verified in both cases.
 
-    An interrupted download is resumed, by this call or a later one, where the server supports it. The file gets its
-    name only after its checksum was right.
+    An interrupted download is resumed, by this call or a later one, if the server supports it. The file gets its final
+    name only after its checksum was verified.
 
     Args:
-        file: the file.
-        folder: created if needed.
-        progress: called with the number of bytes so far.
+        file: the file to download.
+        folder: destination, created if needed.
+        progress: called with the number of bytes downloaded so far.
 
     Returns:
         The path of the file.
 
     Raises:
-        UserError: no mirror gave it, or it cannot be written.
+        UserError: no mirror provided the file, or it cannot be written.
     """
     target, partial = folder / file.name, folder / f".{file.name}.part"
     failures: list[str] = []
     if target.is_file():
-        found = _checksum_of(target, file, progress)
-        if found == file.checksum:
+        actual = _checksum_of(target, file, progress)
+        if actual == file.checksum:
             return target
-        failures.append(f"{target} is another file, {found.replace(':', ' ')}")
+        failures.append(f"{target} has another checksum, {actual.replace(':', ' ')}")
     with as_user_error(f"writing {target}"):
         folder.mkdir(parents=True, exist_ok=True)
         for url in file.urls:
@@ -89,13 +89,13 @@ def download_file(file: RemoteFile, folder: Path, progress: Progress = no_progre
             else:
                 return partial.replace(target)
     raise UserError(
-        f"{file} cannot be downloaded [{'; '.join(failures)}]; try again later, or get it some other way and put it "
-        f"into {folder}, or name the folder it is in with --data-dir DIR"
+        f"{file} cannot be downloaded [{'; '.join(failures)}]; try again later, or download it yourself into "
+        f"{folder}, or name the folder that contains it with --data-dir DIR"
     )
 
 
 def _complete(url: str, file: RemoteFile, partial: Path, progress: Progress) -> None:
-    """Complete the partial file from one mirror, and check it; raises _MirrorError."""
+    """Complete the partial file from one mirror and verify it; raises _MirrorError."""
     for _ in range(_ATTEMPTS):
         before = _size(partial)
         try:
@@ -105,25 +105,27 @@ def _complete(url: str, file: RemoteFile, partial: Path, progress: Progress) -> 
             if _size(partial) <= before:
                 raise _MirrorError(str(error)) from None
             continue
-        found = _checksum_of(partial, file, progress)
-        if found == file.checksum:
+        actual = _checksum_of(partial, file, progress)
+        if actual == file.checksum:
             return
         size = _size(partial)
         partial.unlink()
-        if not before:  # else the error may be in what was there before
-            raise _MirrorError(f"gives another file, {size:,} bytes, {found.replace(':', ' ')}")
+        if not before:  # else the damage may be in the part from an earlier attempt
+            raise _MirrorError(f"sends another file, {size:,} bytes, {actual.replace(':', ' ')}")
     raise _MirrorError(f"the connection was broken {_ATTEMPTS} times")
 
 
 def _resume(url: str, file: RemoteFile, partial: Path, progress: Progress) -> None:
-    """Append what is missing to the partial file, or write it anew where the server does not support ranges."""
+    """Append the missing bytes to the partial file, or restart it if the server does not support ranges."""
     start = _size(partial)
     headers = {"User-Agent": f"transformer-xl/{__version__}"} | ({"Range": f"bytes={start}-"} if start else {})
     try:
         response = urlopen(Request(url, headers=headers), timeout=_TIMEOUT_SECONDS)
     except HTTPError as error:
         error.close()
-        if error.code == 416:  # there is no such range, so the partial file cannot be the beginning of this file
+        if (
+            error.code == 416
+        ):  # range not satisfiable: the partial file is longer than the file, so it is not its beginning
             partial.unlink(missing_ok=True)
         raise _MirrorError(f"answers {error.code} {error.reason}".rstrip()) from None
     except (OSError, HTTPException) as error:
@@ -131,14 +133,14 @@ def _resume(url: str, file: RemoteFile, partial: Path, progress: Progress) -> No
     with response:
         resumed = response.status == 206
         if resumed and not response.headers.get("Content-Range", "").startswith(f"bytes {start}-"):
-            raise _MirrorError("answers with another part of the file than was asked for")
+            raise _MirrorError("answers with another part of the file than was requested")
         done = start if resumed else 0
         with partial.open("ab" if resumed else "wb") as output:
             while done <= file.num_bytes and (chunk := _read(response)):
                 output.write(chunk)
                 done += len(chunk)
                 progress(f"download {file.name}", done, file.num_bytes)
-    if response.length and done < file.num_bytes:  # bytes of this response are missing
+    if response.length and done < file.num_bytes:  # the response was truncated
         raise _ConnectionBroken("the connection was broken")
 
 
@@ -150,7 +152,7 @@ def _read(response: HTTPResponse) -> bytes:
 
 
 def _broken(error: Exception) -> _ConnectionBroken:
-    cause = getattr(error, "reason", error)  # urllib wraps the error of the connection
+    cause = getattr(error, "reason", error)  # urllib wraps the connection error
     return _ConnectionBroken(getattr(cause, "strerror", None) or str(cause) or type(cause).__name__)
 
 

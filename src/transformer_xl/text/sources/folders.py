@@ -1,4 +1,4 @@
-"""Lists the files that a folder or a glob pattern means: sorted, none hidden or empty, without following links."""
+"""Lists the non-hidden, non-empty files that match a folder or a glob pattern, sorted, without following links."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from transformer_xl.files import as_user_error
 def list_files(folder: Path, pattern: Sequence[str] = ("**", "*"), skip: frozenset[str] = frozenset()) -> list[Path]:
     """List the non-empty files of a folder whose relative path matches the pattern, sorted by path.
 
-    Hidden files and folders are left out unless a part of the pattern begins with a dot. Links to folders are not
-    followed; neither `glob` nor `Path.glob` can do that in every place of a pattern, nor tell of unreadable folders.
+    Hidden files and folders are skipped unless a part of the pattern begins with a dot. Links to folders are not
+    followed. `glob` and `Path.glob` follow some links and ignore unreadable folders, so they are not used.
 
     Args:
-        folder: where the search begins; may itself be a link.
-        pattern: the parts of the path, as in a glob pattern; `**` means any number of folders.
-        skip: names of folders that are left out.
+        folder: root of the search; may itself be a link.
+        pattern: the parts of the path, as in a glob pattern; `**` matches any number of folders.
+        skip: names of folders to skip.
 
     Raises:
         UserError: a folder or file cannot be read.
     """
     if pattern[-1] == "**":
         pattern = (*pattern, "*")
-    found: list[Path] = []
+    matches: list[Path] = []
     for current, folders, files in os.walk(folder, onerror=_refuse):
-        inside = Path(current).relative_to(folder).parts
-        folders[:] = [name for name in folders if name not in skip and _matches((*inside, name), pattern, partly=True)]
-        found += [Path(current, file) for file in files if _matches((*inside, file), pattern)]
+        parents = Path(current).relative_to(folder).parts
+        folders[:] = [name for name in folders if name not in skip and _matches((*parents, name), pattern, prefix=True)]
+        matches += [Path(current, file) for file in files if _matches((*parents, file), pattern)]
     with as_user_error(f"reading {folder}"):
-        kept = [path for path in found if path.is_file() and path.stat().st_size]
-    return sorted(kept, key=lambda path: path.relative_to(folder).as_posix())
+        non_empty = [path for path in matches if path.is_file() and path.stat().st_size]
+    return sorted(non_empty, key=lambda path: path.relative_to(folder).as_posix())
 
 
 def glob_files(pattern: str) -> list[Path]:
@@ -51,12 +51,12 @@ def _refuse(error: OSError) -> None:
         raise error
 
 
-def _matches(path: Sequence[str], pattern: Sequence[str], *, partly: bool = False) -> bool:
-    """Whether a path matches; `partly`: whether a path in this folder can match."""
+def _matches(path: Sequence[str], pattern: Sequence[str], *, prefix: bool = False) -> bool:
+    """Return whether a path matches, or, if `prefix`, whether some path in this folder can match."""
     if not path or not pattern:
-        return not path and bool(pattern) == partly
+        return not path and bool(pattern) == prefix
     visible = not path[0].startswith(".")
     if pattern[0] == "**":
-        return _matches(path, pattern[1:], partly=partly) or (visible and _matches(path[1:], pattern, partly=partly))
-    fits = fnmatch.fnmatch(path[0], pattern[0]) and (visible or pattern[0].startswith("."))
-    return fits and _matches(path[1:], pattern[1:], partly=partly)
+        return _matches(path, pattern[1:], prefix=prefix) or (visible and _matches(path[1:], pattern, prefix=prefix))
+    part_matches = fnmatch.fnmatch(path[0], pattern[0]) and (visible or pattern[0].startswith("."))
+    return part_matches and _matches(path[1:], pattern[1:], prefix=prefix)

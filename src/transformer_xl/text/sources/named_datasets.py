@@ -1,8 +1,7 @@
-"""Data sets known by name: where their files are, what the files must be, how they are split and tokenized.
+"""Named data sets: download URLs, checksums, splits and default tokenizers.
 
-Sizes, checksums, special tokens and counts are explained for users in `docs/data.md`. A further data set is an entry of
-`DISTRIBUTED`.
-"""
+Sizes, checksums, special tokens and counts are explained for users in `docs/data.md`. To add a data set, add an entry
+to `DISTRIBUTED`."""
 
 from __future__ import annotations
 
@@ -33,41 +32,41 @@ class SplitFile:
     text: TextFile
     start: int = 0
     stop: int | None = None
-    """None: the end of the text."""
+    """End position in bytes, or None for the end of the text."""
 
 
 @dataclass(frozen=True)
 class NamedDataset:
-    """A data set that others distribute."""
+    """A data set that is downloaded from its distributors."""
 
     name: str
     description: str
-    """What it is and how it is split."""
+    """What the data set contains and how it is split."""
     splits: Mapping[SplitName, tuple[SplitFile, ...]]
     archive: RemoteFile | None
-    """The archive the texts are distributed in."""
+    """The archive in which the texts are distributed, or None."""
     tokenizer: TokenizerConfig = DEFAULT_TOKENIZER
-    """Its default tokenizer, without `vocab_file`."""
+    """Settings of the default tokenizer, without `vocab_file`."""
     tokenizer_splits: tuple[SplitName, ...] = ("train",)
-    """Splits that this tokenizer is trained on."""
+    """Splits that the default tokenizer is trained on."""
     document_unit: DocumentUnit = "file"
     vocab_file: TextFile | None = None
-    """The words of its default tokenizer, where they are distributed."""
+    """Vocabulary file of the default tokenizer, or None if none is distributed."""
     expected_num_tokens: Mapping[SplitName, int] = field(default_factory=dict)
-    """Published number of tokens of each split, ends of lines included."""
+    """Published number of tokens of each split, including end-of-sequence tokens."""
 
     def open(
         self, data_dir: Path | None = None, progress: Progress = no_progress, *, kind: str | None = None
     ) -> TextSource:
-        """Find or download the texts, and check them.
+        """Find or download the texts, and verify them.
 
         Args:
-            data_dir: a file or folder of the user's that has them; None: the network, or earlier downloads.
+            data_dir: a file or folder that contains the texts, or None to use earlier downloads or the network.
             progress: called while files are downloaded, extracted and checked.
-            kind: the kind of tokenizer that will encode them; None: that of the default tokenizer.
+            kind: the kind of tokenizer that will encode the texts, or None for the default tokenizer.
 
         Raises:
-            UserError: a file is missing, damaged, different from what it should be, or cannot be downloaded.
+            UserError: a file is missing, damaged, has the wrong checksum, or cannot be downloaded.
         """
         uses_default = kind in (None, self.tokenizer.kind)
         texts = list(dict.fromkeys(file.text for files in self.splits.values() for file in files))
@@ -283,12 +282,11 @@ def open_dataset(
 
 
 def python_stdlib() -> TextSource:
-    """Return the source code of Python's standard library without its tests: real text found on any machine.
+    """Return the source code of Python's standard library without its tests: real text that every installation has.
 
-    Each file goes whole to a split that follows from the sha256 of its path (train 90%, valid 5%, test 5%), so it stays
-    in its split from one Python version to the next. Within a split files are in the order of that hash: sorted by
-    path, hundreds of similar files (encodings, idlelib) would follow one another, and batch rows of a short training
-    would have little else.
+    The sha256 of its path assigns each file to a split (train 90%, valid 5%, test 5%), so a file stays in its split
+    across Python versions. Files of a split are sorted by that hash, since in path order hundreds of similar files
+    (encodings, idlelib) would be adjacent and dominate some batch rows of a short training.
 
     Raises:
         UserError: this Python was installed without the source of its library.
@@ -305,8 +303,8 @@ def python_stdlib() -> TextSource:
         documents[split].append(Document(name, text, text.size()))
     if not all(documents.values()):
         raise UserError(
-            f"this Python's library has too little source code to split ({len(paths)} files in {folder}); give files "
-            "of your own to 'txl prepare'"
+            f"this Python's library has too little source code to split ({len(paths)} files in {folder}); pass your "
+            "own files to 'txl prepare'"
         )
     return TextSource(
         PYTHON_STDLIB,
@@ -316,5 +314,5 @@ def python_stdlib() -> TextSource:
 
 
 def _hash_fraction(name: str) -> float:
-    """A number in [0, 1) that depends on the name alone."""
+    """Return a number in [0, 1) that depends only on the name."""
     return int.from_bytes(hashlib.sha256(os.fsencode(name)).digest()[:8], "big") / 2**64

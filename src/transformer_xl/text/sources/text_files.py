@@ -1,4 +1,4 @@
-"""A user's own text: files, folders and glob patterns, or texts in memory; given for each split, or cut into splits."""
+"""A user's text: files, folders and glob patterns, or texts in memory; split by the user or by fractions."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from transformer_xl.text.sources.folders import glob_files, list_files
 from transformer_xl.text.tokenizers.config import TokenizerConfig
 
 SPLIT_TOLERANCE_BYTES = 2**16
-"""How far a split boundary is moved to fall between lines."""
+"""Maximum distance by which a split boundary is moved so that it falls between lines."""
 
 _SPACE = re.compile(rb"[ \t\n\v\f\r]")
-_UTF8_CONTINUATION = range(0x80, 0xC0)  # bytes of a character after its first
+_UTF8_CONTINUATION = range(0x80, 0xC0)  # values of the bytes after the first byte of a character
 
 
 @dataclass(frozen=True)
 class BytesRange:
-    """The bytes `start` to `stop` of a text in memory."""
+    """The bytes from `start` to `stop` of a text in memory."""
 
     text_name: str
     text: bytes
@@ -56,19 +56,19 @@ class BytesRange:
 
 
 TextRange = FileRange | ArrayRange | BytesRange
-"""Part of a text, iterated in chunks of bytes; `size()` is in the unit of `start` and `stop`: bytes, or numbers."""
+"""Part of a text, iterated in chunks of bytes. `size()`, `start` and `stop` count bytes, or integers in arrays."""
 
 
 def source_of_splits(
     splits: Mapping[SplitName, Sequence[TextRange]], *, name: str, description: str, kind: str | None
 ) -> TextSource:
-    """Return text whose splits are given.
+    """Return a text source with these splits.
 
     Args:
-        splits: the texts of each split, from `texts_of_paths` or in memory; there must be train.
+        splits: the texts of each split, from `texts_of_paths` or in memory; must include train.
         name: default name of the corpus.
         description: where the text comes from.
-        kind: the kind of tokenizer that will encode it; None: integer for .npy files, byte for others.
+        kind: the kind of tokenizer that will encode it, or None for integer with .npy files and byte with others.
 
     Raises:
         UserError: a text is not for this kind of tokenizer.
@@ -87,27 +87,27 @@ def source_of_splits(
 def cut_into_splits(
     texts: Sequence[TextRange], fractions: Mapping[SplitName, float], *, name: str, description: str, kind: str | None
 ) -> TextSource:
-    """Join texts in the order given and cut the result into train, valid and test.
+    """Concatenate texts in the given order and split the result into train, valid and test.
 
-    A boundary falls after a newline if one is near, else after white space, else between characters; for an integer
+    A boundary falls after a newline if one is nearby, else after whitespace, else between characters; for an integer
     tokenizer always between sequences.
 
     Args:
         texts: the texts, from `texts_of_paths` or in memory.
-        fractions: of the joined text, for valid and test, in [0, 1); the rest is train.
+        fractions: fractions of the concatenated text for valid and test, in [0, 1); the rest is train.
         name: default name of the corpus.
         description: where the text comes from.
         kind: as in `source_of_splits`.
 
     Raises:
-        UserError: a text is not for this kind of tokenizer; fractions out of range; or the text is too short.
+        UserError: a text is not for this kind of tokenizer, or is too short; or a fraction is out of range.
     """
     tokenizer = _default_tokenizer(texts, kind)
     arrays = [text for text in texts if isinstance(text, ArrayRange)]
     if arrays and len(arrays) < len(texts):
         raise UserError(
-            f"{arrays[0].path} is an array and other files are text, so they cannot be joined and cut; give --train, "
-            "--valid and --test"
+            f"{arrays[0].path} is an array and other files are text, so they cannot be joined and split; use --train, "
+            "--valid and --test instead"
         )
     notes = _note_repeated_files({"the text": texts})
     joined = _JoinedText.of(texts)
@@ -118,11 +118,11 @@ def cut_into_splits(
             splits[split] = _documents(joined.between(start, stop))
         elif split == "train" or fractions[split]:
             raise UserError(
-                f"the text is too short to split: {joined.size:,} {joined.unit} leave {split} empty; give more text, "
-                "or other --valid-fraction and --test-fraction (0 for none)"
+                f"the text is too short to split: {joined.size:,} {joined.unit} leave {split} empty; pass more text, "
+                "or change --valid-fraction and --test-fraction (0 for none)"
             )
         start = stop
-    shares = f"valid {fractions['valid']:g} and test {fractions['test']:g} of its {joined.unit} cut from its end"
+    shares = f"valid {fractions['valid']:g} and test {fractions['test']:g} of its {joined.unit}, split off at the end"
     return TextSource(
         name,
         f"{description}; {shares}",
@@ -134,24 +134,24 @@ def cut_into_splits(
 
 
 def check_fractions(fractions: Mapping[SplitName, float]) -> None:
-    """Check the fractions of valid and test.
+    """Check the fractions for valid and test.
 
     Raises:
         UserError: one is not in [0, 1), or they leave nothing for train.
     """
     for name, fraction in fractions.items():
         if not 0 <= fraction < 1:
-            raise UserError(f"--{name}-fraction {fraction:g} is not a fraction of the text; wanted 0 <= fraction < 1")
+            raise UserError(f"--{name}-fraction {fraction:g} is out of range; must be 0 <= fraction < 1")
     if sum(fractions.values()) >= 1:
         raise UserError(
             f"--valid-fraction {fractions['valid']:g} and --test-fraction {fractions['test']:g} leave nothing to train "
-            "on; wanted a sum below 1"
+            "on; their sum must be below 1"
         )
 
 
 @dataclass(frozen=True)
 class _JoinedText:
-    """Whole texts one after another; positions count bytes, or numbers if they are arrays."""
+    """Concatenated whole texts; positions count bytes, or integers if the texts are arrays."""
 
     texts: list[TextRange]
     size: int
@@ -166,7 +166,7 @@ class _JoinedText:
         return "numbers" if self.texts and isinstance(self.texts[0], ArrayRange) else "bytes"
 
     def boundaries(self, fractions: Mapping[SplitName, float], *, whole_lines: bool) -> dict[SplitName, int]:
-        """Where each split ends."""
+        """Return the position where each split ends."""
         lengths = {split: round(self.size * fractions[split]) for split in ("valid", "test")}
         train = self.size - sum(lengths.values())
         # A boundary moves by less than half of the split after it, so that no split is lost.
@@ -175,50 +175,50 @@ class _JoinedText:
         return {"train": first, "valid": max(first, second), "test": self.size}
 
     def _boundary(self, position: int, tolerance: int, whole_lines: bool) -> int:
-        """The first good boundary from `position` on, not much more than `tolerance` after it."""
+        """Return the best boundary at or after `position`, usually within `tolerance` of it."""
         offset = 0
         for text in self.texts:
-            inside = position - offset
-            if 0 < inside < text.size():
+            local_position = position - offset
+            if 0 < local_position < text.size():
                 if isinstance(text, ArrayRange):
-                    return offset + text.row_end(inside)
+                    return offset + text.row_end(local_position)
                 if whole_lines:
-                    return offset + _line_end(text, inside)
-                return offset + _boundary_near(text, inside, min(tolerance, SPLIT_TOLERANCE_BYTES))
+                    return offset + _line_end(text, local_position)
+                return offset + _boundary_near(text, local_position, min(tolerance, SPLIT_TOLERANCE_BYTES))
             offset += text.size()
         return position
 
     def between(self, start: int, stop: int) -> list[TextRange]:
-        """The texts between two positions."""
-        found: list[TextRange] = []
+        """Return the parts of the texts between two positions."""
+        parts: list[TextRange] = []
         offset = 0
         for text in self.texts:
             first, last = max(start - offset, 0), min(stop - offset, text.size())
             if first < last:
-                found.append(replace(text, start=first, stop=last))
+                parts.append(replace(text, start=first, stop=last))
             offset += text.size()
-        return found
+        return parts
 
 
 def _line_end(text: FileRange | BytesRange, position: int) -> int:
-    """The first position from `position` on that follows a newline, or the end of the text."""
+    """Return the first position at or after `position` that follows a newline, or the end of the text."""
     done = position - 1
     for chunk in replace(text, start=done):
-        found = chunk.find(b"\n")
-        if found >= 0:
-            return done + found + 1
+        newline = chunk.find(b"\n")
+        if newline >= 0:
+            return done + newline + 1
         done += len(chunk)
     return text.size()
 
 
 def _boundary_near(text: FileRange | BytesRange, position: int, tolerance: int) -> int:
-    """The best boundary from `position` to `position + tolerance`, or the end of the character it falls into."""
-    stop = min(position + max(tolerance, 4), text.size())
+    """Return the best boundary from `position` to `position + tolerance`, or else the end of the character there."""
+    stop = min(position + max(tolerance, 4), text.size())  # a UTF-8 character has up to 4 bytes
     content = b"".join(replace(text, start=position - 1, stop=stop))
     near = content[: tolerance + 1]
-    line = near.find(b"\n")
-    if line >= 0:
-        return position + line
+    newline = near.find(b"\n")
+    if newline >= 0:
+        return position + newline
     if position + tolerance >= text.size():
         return text.size()
     space = _SPACE.search(near)
@@ -236,14 +236,14 @@ def _default_tokenizer(texts: Sequence[TextRange], kind: str | None) -> Tokenize
         return TokenizerConfig(kind="integer" if kind == "integer" else "byte")
     if kind not in (None, "integer") or (kind is None and len(arrays) < len(texts)):
         raise UserError(
-            f"{arrays[0].path} holds numbers, not text; give --tokenizer integer, or leave it out (a pattern such as "
-            "'folder/**/*.txt' takes some files only)"
+            f"{arrays[0].path} contains integers, not text; give --tokenizer integer, or leave it out (a pattern such "
+            "as 'folder/**/*.txt' selects files by suffix)"
         )
     return TokenizerConfig(kind="integer")
 
 
 def _tokenizer_splits(tokenizer: TokenizerConfig) -> tuple[SplitName, ...]:
-    """The range of integers is that of all splits; other tokenizers are trained on train alone."""
+    """Return the splits to train on: all for the range of integers, only train for other tokenizers."""
     return SPLITS if tokenizer.kind == "integer" else ("train",)
 
 
@@ -252,14 +252,14 @@ def _documents(texts: Iterable[TextRange]) -> list[Document]:
 
 
 def texts_of_paths(paths: Sequence[str], option: str = "") -> list[TextRange]:
-    """Return the files that paths, folders and glob patterns mean, in order.
+    """Return the files that match the paths, folders and glob patterns, in order.
 
     Args:
         paths: the paths.
-        option: the beginning of each message, such as `--train: `.
+        option: prefix of each error message, such as `--train: `.
 
     Raises:
-        UserError: one is missing, unreadable, empty, an archive or not a file.
+        UserError: a file is missing, unreadable, empty, an archive or not a regular file.
     """
     return [_text_of_file(file, option) for path in paths for file in _files(path, option)]
 
@@ -268,7 +268,7 @@ def _text_of_file(path: Path, option: str) -> TextRange:
     if is_archive(path):
         raise UserError(
             f"{option}{path} is an archive; extract it first, or leave it out (a pattern such as 'folder/**/*.txt' "
-            "takes some files only)"
+            "selects files by suffix)"
         )
     if path.suffix.lower() == ".npy":
         return ArrayRange.whole(path)
@@ -278,7 +278,7 @@ def _text_of_file(path: Path, option: str) -> TextRange:
 
 def _files(source: str, option: str) -> list[Path]:
     if not source:
-        raise UserError(f"{option}an empty path was given; name a file or folder ('.' is the current one)")
+        raise UserError(f"{option}the path is empty; name a file or folder ('.' is the current one)")
     path = Path(source)
     with as_user_error(f"{option}reading {source}"):
         if not path.exists():
@@ -288,13 +288,13 @@ def _files(source: str, option: str) -> list[Path]:
         files = list_files(path)
         if not files:
             raise UserError(
-                f"{option}the folder {source} has no text (hidden and empty files are left out); name another"
+                f"{option}the folder {source} contains no text (hidden and empty files are ignored); name another"
             )
         return files
     if not stat.S_ISREG(status.st_mode):
         raise UserError(f"{option}{source} is not a regular file; write its text to a file and name that")
     if not status.st_size:
-        raise UserError(f"{option}the file {source} is empty; leave it out, or name one that has text")
+        raise UserError(f"{option}the file {source} is empty; leave it out, or name one that contains text")
     return [path]
 
 
@@ -303,21 +303,23 @@ def _files_of_pattern(pattern: str, option: str) -> list[Path]:
         raise UserError(f"{option}'{pattern}' is neither a file nor a folder; check the spelling")
     files = glob_files(pattern)
     if not files:
-        raise UserError(f"{option}no file with text matches the pattern '{pattern}'; check it ('**' is any folder)")
+        raise UserError(
+            f"{option}no file with text matches the pattern '{pattern}'; check it ('**' matches any number of folders)"
+        )
     return files
 
 
 def _note_repeated_files(texts: Mapping[str, Sequence[TextRange]]) -> tuple[str, ...]:
-    """A note about files that are given more than once, under any path; `texts` has them by split."""
+    """Return a warning if a file occurs more than once, under any path; `texts` maps splits to texts."""
     seen: dict[tuple[int, int], list[tuple[str, Path]]] = {}
-    for split, of_split in texts.items():
-        for text in of_split:
+    for split, split_texts in texts.items():
+        for text in split_texts:
             if isinstance(text, BytesRange):
                 continue
             with as_user_error(f"reading {text.path}"):
                 status = text.path.stat()
             seen.setdefault((status.st_dev, status.st_ino), []).append((split, text.path))
-    repeated = [found for found in seen.values() if len(found) > 1]
+    repeated = [occurrences for occurrences in seen.values() if len(occurrences) > 1]
     if not repeated:
         return ()
     splits = list(dict.fromkeys(split for split, _ in repeated[0]))
@@ -339,6 +341,6 @@ def name_of_paths(paths: Sequence[str]) -> str:
 
 
 def describe_paths(paths: Sequence[str]) -> str:
-    """Return the first few paths, absolute, as a list in words."""
+    """Return the first few paths, absolute, as a comma-separated list."""
     rest = f" and {len(paths) - 3:,} more" if len(paths) > 3 else ""
     return ", ".join(os.path.abspath(path) for path in paths[:3]) + rest

@@ -1,8 +1,8 @@
-"""The interface of a tokenizer, and what all kinds share.
+"""The tokenizer interface, and code shared by all kinds.
 
 A tokenizer is immutable. It is saved as `txl_tokenizer.json` and identified by its fingerprint, so that a model is
-never fed ids of another tokenizer. Text arrives as bytes, because that is what files hold; kinds that work on
-characters decode UTF-8 themselves.
+never used with the ids of another tokenizer. The input is bytes, as read from files; kinds that work on characters
+decode UTF-8 themselves.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class EncodingError(UserError):
     """Text that a tokenizer cannot encode.
 
     Args:
-        position: index of the first byte of the problem, from the start of the chunk that was to be encoded.
-        reason: what is wrong there and what to do about it, as one clause.
+        position: index of the first invalid byte in the chunk.
+        reason: the problem and how to fix it, as one clause.
     """
 
     def __init__(self, position: int, reason: str) -> None:
-        super().__init__(position, reason)  # pickle calls the constructor with these again
+        super().__init__(position, reason)  # pickle calls the constructor with these arguments
         self.position = position
         self.reason = reason
 
@@ -44,14 +44,14 @@ class EncodingError(UserError):
 
 @contextmanager
 def document_errors(name: str, position: int = 0) -> Iterator[None]:
-    """Name the document in errors of encoding.
+    """Convert encoding errors to user errors that name the document.
 
     Args:
-        name: the document.
-        position: where the chunk that is encoded starts in it, in bytes.
+        name: name of the document.
+        position: byte offset of the encoded chunk in the document.
 
     Raises:
-        UserError: in place of an EncodingError.
+        UserError: replaces an EncodingError.
     """
     try:
         yield
@@ -64,32 +64,32 @@ class EncodedChunk:
     """The tokens of one chunk of text."""
 
     ids: TokenArray
-    """(T,) of dtype `token_dtype(vocab_size)`; a fresh array that the caller may change."""
+    """(T,) of dtype `token_dtype(vocab_size)`; a new array that the caller may modify."""
     num_unknown: int = 0
-    """How many of them are the unknown token."""
+    """How many of the ids are the unknown token."""
 
 
 class StreamDecoder(Protocol):
-    """Decodes tokens one at a time, holding back what later tokens can still change."""
+    """Decodes tokens one at a time, withholding text that later tokens can still change."""
 
     def push(self, token: int) -> str:
-        """Return the text that became certain with this token; often empty, never part of a character."""
+        """Return the text that is final after this token; often empty, never part of a character."""
         ...
 
     def finish(self) -> str:
-        """Return the rest once no token follows; a character that stayed incomplete becomes U+FFFD."""
+        """Return the withheld text after the last token; an incomplete character becomes U+FFFD."""
         ...
 
 
 class Tokenizer(ABC):
-    """Text to token ids and back. Every kind is a frozen dataclass that can be pickled to worker processes."""
+    """Converts text to token ids and back. Every kind is a frozen dataclass that can be pickled to worker processes."""
 
     kind: ClassVar[TokenizerKind]
     """Name of the kind, as in `txl prepare --tokenizer KIND`."""
     is_lossless: ClassVar[bool] = True
-    """Whether `decode_bytes(encode(text))` gives back every text; otherwise white space and unknown words are lost."""
+    """Whether `decode_bytes(encode(text))` restores every text; otherwise whitespace and unknown words are lost."""
     is_text: ClassVar[bool] = True
-    """Whether tokens are text; false for sequences of integers, where counting words and characters means nothing."""
+    """Whether tokens are text; false for integer sequences, for which word and character counts are meaningless."""
     is_cheap_to_encode: ClassVar[bool] = False
     """Whether encoding is faster than sending text to another process."""
 
@@ -97,7 +97,7 @@ class Tokenizer(ABC):
     def counts(self) -> npt.NDArray[np.int64] | None:
         """(V,) how often each token occurred in the training text, or None if unknown.
 
-        Where counts are given, ids are in order of falling counts (special tokens at the front aside).
+        If counts are known, ids are in descending order of counts, except for special tokens at the front.
         """
         return None
 
@@ -109,33 +109,33 @@ class Tokenizer(ABC):
     @property
     @abstractmethod
     def bos_token_id(self) -> int:
-        """The token that comes before a text, so that its first token is predicted from something."""
+        """The token that is put before a text as the input that predicts its first token."""
 
     @property
     def unk_token_id(self) -> int | None:
-        """The token that stands for unknown words; None if there is none."""
+        """The token for unknown words, or None if the tokenizer has none."""
         return None
 
     @property
     @abstractmethod
     def is_newline_V(self) -> npt.NDArray[np.bool_]:
-        """(V,) which tokens end a line."""
+        """(V,) whether each token ends a line."""
 
     @property
     def adds_final_newline(self) -> bool:
-        """Whether a document's last line gets a newline if it has none."""
+        """Whether a newline is added to a document that does not end in one."""
         return False
 
     @abstractmethod
     def last_boundary(self, text: bytes) -> int:
-        """Return the last position at which `text` can be cut without changing a token, whatever follows; 0: none."""
+        """Return the last position at which splitting `text` changes no token, whatever follows, or 0 if none."""
 
     @abstractmethod
     def encode_chunk(self, chunk: bytes) -> EncodedChunk:
-        """Encode a chunk of text that was cut where `last_boundary` allows it; no special tokens are added.
+        """Encode a chunk of text that was split at a `last_boundary`, without adding special tokens.
 
         Raises:
-            EncodingError: the chunk is not UTF-8 (all kinds but bytes), or holds what the vocabulary lacks.
+            EncodingError: the chunk is not UTF-8 (all kinds but bytes), or contains text that the vocabulary lacks.
         """
 
     def encode(self, text: str | bytes) -> TokenArray:
@@ -160,19 +160,19 @@ class Tokenizer(ABC):
         Raises:
             UserError: an id is not in the vocabulary.
         """
-        decoder = self.stream_decoder()  # kinds whose stream decoder is the one below have their own decode_bytes
+        decoder = self.stream_decoder()  # kinds that use Utf8StreamDecoder override decode_bytes
         return "".join([*map(decoder.push, self.check_ids(ids).tolist()), decoder.finish()]).encode("utf-8")
 
     def stream_decoder(self) -> StreamDecoder:
-        """Return a decoder for tokens that arrive one at a time; its texts join to what `decode` returns."""
+        """Return a decoder for one token at a time, whose concatenated output equals that of `decode`."""
         return Utf8StreamDecoder(self)
 
     def count_words(self, ids: TokenArray) -> int | None:
-        """Return the number of words between white space in the text of these ids, or None if ids do not tell."""
+        """Return the number of words in the decoded text, or None if the ids do not determine it."""
         return None
 
     def unknown_words(self, text: str | bytes) -> list[str]:
-        """Return the words of a text that are encoded as the unknown token, the most frequent first."""
+        """Return the words of a text that are encoded as the unknown token, in descending order of frequency."""
         return []
 
     def check_ids(self, ids: npt.ArrayLike) -> npt.NDArray[np.int64]:
@@ -185,31 +185,31 @@ class Tokenizer(ABC):
         if checked.size and not (checked.min() >= 0 and checked.max() < self.vocab_size):
             wrong = checked.min() if checked.min() < 0 else checked.max()
             raise UserError(
-                f"token id {wrong} is not in this {self.kind} vocabulary; wanted 0 to {self.vocab_size - 1}"
+                f"token id {wrong} is not in this {self.kind} vocabulary; expected 0 to {self.vocab_size - 1}"
             )
         return checked
 
     @abstractmethod
     def to_json(self) -> dict[str, Any]:
-        """Return the whole tokenizer as JSON values, from which `from_json` makes an equal one."""
+        """Return the whole tokenizer as JSON values, from which `from_json` creates an equal one."""
 
     @classmethod
     @abstractmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Make the tokenizer that `to_json` described.
+        """Create a tokenizer from the output of `to_json`.
 
         Raises:
-            ValueError: the values are wrong; the message is a clause that says how.
+            ValueError: the values are invalid; the message is a clause that describes the problem.
         """
 
     @override
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the fields alone: tables that are computed from them are computed again where they are needed."""
+        """Pickle only the fields; cached tables are recomputed on demand."""
         return type(self), tuple(getattr(self, field.name) for field in fields(cast(Any, self)))
 
 
 class Utf8StreamDecoder:
-    """Decodes tokens that stand for bytes, holding back a UTF-8 character until all its bytes are there."""
+    """Decodes tokens that represent bytes, withholding a UTF-8 character until it is complete."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -220,12 +220,12 @@ class Utf8StreamDecoder:
         return self._decoder.decode(self._tokenizer.decode_bytes([token]))
 
     def finish(self) -> str:
-        """Return U+FFFD for a character that stayed incomplete."""
+        """Return U+FFFD if the last character is incomplete."""
         return self._decoder.decode(b"", final=True)
 
 
 def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger[Any]]:
-    """Return the smallest little-endian unsigned type that holds the ids 0 .. vocab_size - 1."""
+    """Return the smallest little-endian unsigned dtype for the ids 0 .. vocab_size - 1."""
     assert 0 < vocab_size <= 2**32
     return np.dtype("u1" if vocab_size <= 2**8 else "<u2" if vocab_size <= 2**16 else "<u4")
 
@@ -234,12 +234,12 @@ def to_bytes(text: str | bytes) -> bytes:
     """Return a text as UTF-8; bytes are returned as they are.
 
     Raises:
-        UserError: the text holds half of a surrogate pair, which UTF-8 cannot represent.
+        UserError: the text contains an unpaired surrogate, which UTF-8 cannot represent.
     """
     if isinstance(text, bytes):
         return text
     try:
-        # Python represents command-line bytes that are not UTF-8 as escapes; this gives those bytes back.
+        # Python decodes command-line bytes that are not UTF-8 to surrogate escapes; this restores those bytes.
         return text.encode("utf-8", errors="surrogateescape")
     except UnicodeEncodeError as error:
         character = text[error.start]
@@ -262,10 +262,10 @@ def decode_utf8(chunk: bytes) -> str:
 
 
 def check_counts(counts: object, vocab_size: int) -> npt.NDArray[np.int64] | None:
-    """Check token counts read from JSON, one for each token, or None.
+    """Validate token counts read from JSON: a list with one count per token, or None.
 
     Raises:
-        ValueError: they are something else.
+        ValueError: the counts are invalid.
     """
     if counts is None:
         return None

@@ -1,8 +1,8 @@
-"""Characters as tokens: Unicode code points, with bytes to fall back on.
+"""Character tokens: Unicode code points, with a fallback to bytes.
 
 Ids 0 .. C - 1 are the C characters of the vocabulary, the most frequent first. With byte fallback, ids C .. C + 255 are
-the 256 byte values, and any other character is written as its UTF-8 bytes, so that every Unicode text comes back
-exactly. Without it, other characters are refused.
+the 256 byte values, and any other character is encoded as its UTF-8 bytes, so that decoding restores every Unicode
+text exactly. Without byte fallback, other characters are refused.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ def code_points(text: str) -> npt.NDArray[np.uint32]:
 
 
 def whole_characters(text: bytes) -> int:
-    """Return the length of UTF-8 text without the character that its end cuts; of other bytes, about their length."""
+    """Return the length of UTF-8 text without an incomplete last character; approximate for other bytes."""
     for length in range(1, min(4, len(text)) + 1):
         byte = text[-length]
-        if byte & 0xC0 != 0x80:  # the first byte of a character, which says how many there are
-            wanted = 1 if byte < 0x80 else 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
-            return len(text) - length if wanted > length else len(text)
+        if byte & 0xC0 != 0x80:  # the first byte of a character determines its length
+            char_length = 1 if byte < 0x80 else 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
+            return len(text) - length if char_length > length else len(text)
     return len(text)
 
 
 @dataclass(frozen=True, eq=False)
 class CharTokenizer(Tokenizer):
-    """Characters in the order of their ids, then bytes for all others."""
+    """A tokenizer whose ids are frequent characters, followed by the byte values for all others."""
 
     characters: str
     """(C,) the characters that are tokens."""
     counts: npt.NDArray[np.int64] | None = None
-    """(V,) how often each token occurred in the training text; None if unknown, or if they do not fall."""
+    """(V,) how often each token occurred in the training text; None if unknown or not descending."""
     byte_fallback: bool = True
-    """Whether other characters are written as bytes; otherwise they are refused."""
+    """Whether other characters are encoded as bytes; otherwise they are refused."""
 
     kind = "char"
 
@@ -64,7 +64,7 @@ class CharTokenizer(Tokenizer):
     @cached_property
     @override
     def bos_token_id(self) -> int:
-        """The newline; without one, the most frequent character."""
+        """The newline, or the most frequent character if the vocabulary has no newline."""
         index = self.characters.find("\n")
         return index if index >= 0 else len(self.characters) + ord("\n") if self.byte_fallback else 0
 
@@ -128,12 +128,12 @@ class CharTokenizer(Tokenizer):
     def from_json(cls, values: Mapping[str, Any]) -> CharTokenizer:
         characters, byte_fallback = values.get("characters"), values.get("byte_fallback")
         if not isinstance(byte_fallback, bool):
-            raise ValueError(f"byte_fallback is {byte_fallback!r}, wanted true or false")
+            raise ValueError(f"byte_fallback is {byte_fallback!r}, expected true or false")
         if not isinstance(characters, list) or not all(isinstance(one, str) and len(one) == 1 for one in characters):
             raise ValueError("its characters are not a list of single characters")
         if len(set(characters)) < len(characters) or not (byte_fallback or characters):
             raise ValueError("it has no characters, or one of them twice")
         joined = "".join(characters)
-        joined.encode("utf-8")  # refuses half of a surrogate pair
+        joined.encode("utf-8")  # raises for an unpaired surrogate
         vocab_size = len(joined) + 256 * byte_fallback
         return cls(joined, check_counts(values.get("counts"), vocab_size), byte_fallback)

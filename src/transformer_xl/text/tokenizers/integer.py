@@ -1,6 +1,6 @@
-"""Integers as tokens: music, proteins, or tokens that another program made.
+"""Integer tokens: music, proteins, or the output of another tokenizer.
 
-The text has one sequence of integers a line, separated by white space. Ids are the numbers themselves,
+The text has one sequence of integers per line, separated by whitespace. Ids are the integers themselves,
 0 .. num_values - 1, and id `num_values` is the end-of-sequence token of every line. An empty line is an empty sequence.
 """
 
@@ -28,14 +28,14 @@ _IS_WHITESPACE = np.isin(np.arange(256), list(b" \n\t\r\v\f"))
 
 
 def read_numbers(chunk: bytes, below: int = MAX_VALUES) -> npt.NDArray[np.int64]:
-    """Return the numbers of a chunk in order, with -1 for each newline.
+    """Return the integers of a chunk in order, with -1 for each newline.
 
     Args:
-        chunk: numbers written in the digits 0 to 9, separated by ASCII white space.
-        below: upper bound of the numbers, exclusive.
+        chunk: integers in the digits 0 to 9, separated by ASCII whitespace.
+        below: exclusive upper bound of the integers.
 
     Raises:
-        EncodingError: there is something else in it.
+        EncodingError: the chunk contains anything else.
     """
     text = np.frombuffer(chunk, dtype=np.uint8)
     is_digit = (text >= ord("0")) & (text <= ord("9"))
@@ -66,13 +66,13 @@ def read_numbers(chunk: bytes, below: int = MAX_VALUES) -> npt.NDArray[np.int64]
 def _has_nonzero_digit(
     text: npt.NDArray[np.uint8], is_digit: npt.NDArray[np.bool_], positions: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.bool_]:
-    """Whether there is a digit other than 0 at each position or before it in the same number."""
+    """Return whether a nonzero digit is at or before each position in the same number."""
     nonzero = np.maximum.accumulate(np.where(text == ord("0"), -1, np.arange(len(text))))[positions]
     return (nonzero >= 0) & is_digit[nonzero]
 
 
 def _not_a_number(chunk: bytes, position: int, below: int) -> EncodingError:
-    """The error for the word that has this byte."""
+    """Return the error for the word that contains this byte."""
     start = last_whitespace(chunk[:position])
     match = re.match(rb"[^ \n\t\r\v\f]+", chunk[start:])
     word = (match[0] if match else b"").decode("utf-8", errors="backslashreplace")
@@ -88,10 +88,10 @@ def _not_a_number(chunk: bytes, position: int, below: int) -> EncodingError:
 
 @dataclass(frozen=True)
 class IntegerTokenizer(Tokenizer):
-    """The numbers 0 .. num_values - 1, and an end-of-sequence token."""
+    """A tokenizer for the integers 0 .. num_values - 1, with an end-of-sequence token."""
 
     num_values: int
-    """How many different numbers there are."""
+    """Number of different integers."""
 
     kind = "integer"
     is_lossless = False
@@ -100,7 +100,7 @@ class IntegerTokenizer(Tokenizer):
     @property
     @override
     def vocab_size(self) -> int:
-        """The numbers and the end-of-sequence token."""
+        """Number of integers plus the end-of-sequence token."""
         return self.num_values + 1
 
     @property
@@ -112,7 +112,7 @@ class IntegerTokenizer(Tokenizer):
     @cached_property
     @override
     def is_newline_V(self) -> npt.NDArray[np.bool_]:
-        """(V,) the end-of-sequence token alone."""
+        """(V,) true only for the end-of-sequence token."""
         return np.arange(self.vocab_size) == self.num_values
 
     @property
@@ -144,5 +144,5 @@ class IntegerTokenizer(Tokenizer):
     def from_json(cls, values: Mapping[str, Any]) -> IntegerTokenizer:
         num_values = values.get("num_values")
         if type(num_values) is not int or not 0 < num_values <= MAX_VALUES:
-            raise ValueError(f"num_values is {num_values!r}, wanted an integer from 1 to {MAX_VALUES}")
+            raise ValueError(f"num_values is {num_values!r}, expected an integer from 1 to {MAX_VALUES}")
         return cls(num_values)

@@ -32,19 +32,19 @@ _ADVICE = (
 
 
 def save_tokenizer(tokenizer: Tokenizer, path: Path) -> None:
-    """Write `txl_tokenizer.json`, whole or not at all."""
+    """Write `txl_tokenizer.json` atomically."""
     write_text(path, json.dumps(tokenizer.to_json(), indent=1) + "\n")
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Load a tokenizer from a file, or from the folder that has it. The content of the file tells what it is.
+    """Load a tokenizer from a file, or from the folder that contains it. The format is detected from the content.
 
     Args:
         path: the folder of a run or corpus, a `txl_tokenizer.json`, or a `tokenizer.json` of the library `tokenizers`
-            (byte-level BPE) or the folder that has one.
+            (byte-level BPE) or the folder that contains one.
 
     Raises:
-        UserError: there is no tokenizer, it is damaged, was written by an earlier version, or changes the text.
+        UserError: the tokenizer is missing, damaged, was written by an earlier version, or does not preserve the text.
     """
     path = Path(path)
     with as_user_error(f"reading {path}"):
@@ -81,14 +81,14 @@ def _written_by_earlier_version(source: object) -> UserError:
 
 
 def tokenizer_from_json(values: Mapping[str, Any], source: str = "tokenizer") -> Tokenizer:
-    """Make the tokenizer that `Tokenizer.to_json` described.
+    """Create a tokenizer from the output of `Tokenizer.to_json`.
 
     Args:
-        values: what `to_json` returned.
+        values: the output of `to_json`.
         source: where the values come from, for messages.
 
     Raises:
-        UserError: the kind is unknown, or the values are not what this kind writes.
+        UserError: the kind is unknown, or the values are invalid for this kind.
     """
     kind = values.get("kind")
     if kind in _EARLIER_KINDS:
@@ -107,25 +107,25 @@ def tokenizer_from_json(values: Mapping[str, Any], source: str = "tokenizer") ->
 
 
 def fingerprint(tokenizer: Tokenizer) -> str:
-    """Return what identifies a tokenizer: the sha256 of its JSON with sorted keys and no spaces, as 64 hex digits."""
+    """Return the identifier of a tokenizer: the sha256 of its JSON with sorted keys and no spaces, as 64 hex digits."""
     canonical = json.dumps(tokenizer.to_json(), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode("ascii")).hexdigest()
 
 
 def read_json_object(path: Path, advice: str = _AGAIN) -> dict[str, Any]:
-    """Read a JSON file that holds one object; `advice` says what to do if that fails.
+    """Read a JSON file that contains one object; `advice` ends the error message and states the remedy.
 
     Raises:
         UserError: it is missing, unreadable or damaged.
     """
     with as_user_error(f"reading {path}"):
         if not path.exists():
-            raise UserError(f"{path}: missing, wanted a JSON file; {advice}")
+            raise UserError(f"{path}: missing, expected a JSON file; {advice}")
         content = path.read_bytes()
     try:
         values = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: damaged, not readable as JSON ({error}); {advice}") from None
     if not isinstance(values, dict):
-        raise UserError(f"{path}: wanted a JSON object, found {type(values).__name__}; {advice}")
+        raise UserError(f"{path}: expected a JSON object, found {type(values).__name__}; {advice}")
     return values
