@@ -1,8 +1,8 @@
 """Tokenizers: text to token ids and back.
 
-`base.py` has the interface, `byte.py`, `char.py`, `word.py`, `bpe.py` and `integer.py` the five kinds, `config.py` and
-`training.py` how one is trained, `storage.py` how one is saved and loaded. Modules of kinds other than bytes are
-imported when they are used.
+`base.py` defines the interface, `byte.py`, `char.py`, `word.py`, `bpe.py` and `integer.py` the five kinds, `config.py`
+and `training.py` the training, and `storage.py` saving and loading. Modules of kinds other than byte are imported
+lazily.
 """
 
 from transformer_xl.text.tokenizers.base import (

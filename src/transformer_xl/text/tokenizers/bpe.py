@@ -1,8 +1,8 @@
-"""Parts of words as tokens: byte-level byte-pair encoding by the `tokenizers` library.
+"""Subword tokens: byte-level byte-pair encoding with the `tokenizers` library.
 
-Each line is encoded on its own, together with its newline, so that a text cut at newlines has the tokens of the whole.
-Every byte is a token, so that every Unicode text comes back exactly. Tokenizers made elsewhere are accepted if the same
-holds for them; special tokens in their vocabulary are never found in a text.
+Each line is encoded separately, including its newline, so that splitting a text at newlines does not change its tokens.
+Every byte is a token, so that decoding restores every Unicode text. Tokenizers from other sources are accepted if they
+are lossless too; special tokens in their vocabulary are never matched in a text.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from transformer_xl.text.tokenizers.chunking import last_match_in_line
 if TYPE_CHECKING:
     import tokenizers
 
-_BATCH_CHARACTERS = 2**17  # encoded at once; each token takes some 150 bytes meanwhile
+_BATCH_CHARACTERS = 2**17  # encoded at once; each token takes about 150 bytes of memory during encoding
 _LOSSLESS_PRE_TOKENIZERS = frozenset({"ByteLevel", "Split", "Digits", "Punctuation"})
 # Letters, numbers and punctuation of several scripts, white space, contractions, characters of one to four bytes.
 _PROBE = (
@@ -37,22 +37,22 @@ _PROBE = (
 
 
 _SPACE = re.compile(
-    rb" (?=[\x00-\x08\x0e-\x1b!-\x7f]|[\x80-\xff].{2})"  # three bytes tell the white space of other scripts
+    rb" (?=[\x00-\x08\x0e-\x1b!-\x7f]|[\x80-\xff].{2})"  # three bytes identify the whitespace of other scripts
     rb"(?!\xc2[\x85\xa0]|\xe1(?:\x9a\x80|\xa0\x8e)|\xe2(?:\x80[\x80-\x8a\xa8\xa9\xaf]|\x81\x9f)|\xe3\x80\x80)",
     flags=re.DOTALL,
 )
 
 
 def last_word_boundary(text: bytes) -> int:
-    """Return the position after the last newline, or before the last space that a word follows; 0 if there is neither.
+    """Return the position after the last newline or before the last space that precedes a word, or 0 if neither occurs.
 
-    No match of GPT-2's pattern crosses the start of such a space, and none looks back.
+    No match of GPT-2's pattern crosses the start of such a space, and the pattern has no lookbehind.
     """
     return last_match_in_line(_SPACE, text)
 
 
 def _byte_of_character() -> dict[str, int]:
-    """The character that represents each byte in a token: itself if it is printable, else one from U+0100 on."""
+    """Return the byte of each GPT-2 character: printable bytes represent themselves, others start at U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + index): byte for index, byte in enumerate(others)}
@@ -60,7 +60,7 @@ def _byte_of_character() -> dict[str, int]:
 
 @dataclass(frozen=True)
 class BPETokenizer(Tokenizer):
-    """A byte-level BPE tokenizer of the library `tokenizers` that gives back every text exactly."""
+    """A byte-level BPE tokenizer of the library `tokenizers` that restores every text exactly."""
 
     tokenizer_json: str
     """The tokenizer as JSON, as the library writes it."""
@@ -75,7 +75,7 @@ class BPETokenizer(Tokenizer):
     @property
     @override
     def bos_token_id(self) -> int:
-        """The newline as a token by itself."""
+        """The token that is a single newline."""
         return self._token_bytes.index(b"\n")
 
     @cached_property
@@ -90,7 +90,7 @@ class BPETokenizer(Tokenizer):
 
     @cached_property
     def _tokenizer(self) -> tokenizers.Tokenizer:
-        if multiprocessing.parent_process() is not None:  # one of several worker processes needs no threads of its own
+        if multiprocessing.parent_process() is not None:  # workers already use all cores, so disable threads
             os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         from tokenizers import Tokenizer
 
@@ -110,7 +110,7 @@ class BPETokenizer(Tokenizer):
 
     @cached_property
     def _splits_words(self) -> bool:
-        """Whether no token crosses the start of a space before a word, which the pattern of GPT-2 ensures."""
+        """Whether tokens never cross the start of a space before a word, which GPT-2's pattern ensures."""
         pre_tokenizer = self._values["pre_tokenizer"]
         return pre_tokenizer["type"] == "ByteLevel" and pre_tokenizer.get("use_regex", True)
 
@@ -141,10 +141,10 @@ class BPETokenizer(Tokenizer):
     @classmethod
     @override
     def from_json(cls, values: Mapping[str, Any]) -> BPETokenizer:
-        """Make the tokenizer from {"tokenizer": JSON of the library}, if it gives back every text exactly.
+        """Create the tokenizer from {"tokenizer": JSON of the library}, if it restores every text exactly.
 
         Raises:
-            ValueError: what is wrong with the tokenizer.
+            ValueError: the tokenizer is damaged or not lossless.
         """
         content = values.get("tokenizer")
         if not isinstance(content, dict):
@@ -161,7 +161,7 @@ class BPETokenizer(Tokenizer):
             decoded = tokenizer.decode_bytes(tokenizer.encode(_PROBE))
         except ValueError:
             raise
-        except Exception as error:  # tokenizers raises nothing narrower
+        except Exception as error:  # tokenizers raises plain Exception
             raise ValueError(f"the tokenizer cannot be used ({' '.join(str(error).split())})") from None
         if decoded != _PROBE.encode("utf-8"):
             raise ValueError("the tokenizer changes the text")
@@ -173,7 +173,7 @@ def train_bpe(lines: Iterable[list[str]], vocab_size: int) -> BPETokenizer:
 
     Args:
         lines: the text in batches of lines, each with its newline.
-        vocab_size: tokens wanted, at least 256; a short text may give fewer.
+        vocab_size: target vocabulary size, at least 256; a short text may yield fewer tokens.
     """
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
@@ -207,20 +207,20 @@ def _batches(lines: Iterable[str]) -> Iterator[list[str]]:
         yield batch
 
 
-def _check_structure(values: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Check that no part of a tokenizer changes the text.
+def _check_structure(values: Mapping[str, Any], original: Mapping[str, Any]) -> None:
+    """Check that the components of a tokenizer preserve the text.
 
     Args:
-        values: the tokenizer as `tokenizers` writes it, so that every part is present.
-        given: the tokenizer as it was given; `tokenizers` renumbers added tokens if ids are missing.
+        values: the tokenizer as saved by `tokenizers`, which writes every component.
+        original: the original JSON; `tokenizers` renumbers added tokens if ids are missing.
 
     Raises:
-        ValueError: a part does.
+        ValueError: a component changes the text.
     """
     model, added = values["model"], values["added_tokens"]
     if model["type"] != "BPE":
         raise ValueError("the tokenizer is not of type BPE")
-    tokens = given["model"]["vocab"] | {token["content"]: token["id"] for token in given.get("added_tokens", ())}
+    tokens = original["model"]["vocab"] | {token["content"]: token["id"] for token in original.get("added_tokens", ())}
     if sorted(tokens.values()) != list(range(len(tokens))):
         raise ValueError("the token ids of the tokenizer are not 0, 1, 2, ... without gaps and duplicates")
     if values["normalizer"]:

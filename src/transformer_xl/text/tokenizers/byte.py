@@ -1,4 +1,4 @@
-"""Bytes as tokens: the 256 byte values, for any text in any encoding."""
+"""Byte tokens: the 256 byte values, for text in any encoding."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from transformer_xl.text.tokenizers.base import EncodedChunk, Tokenizer
 
 @dataclass(frozen=True)
 class ByteTokenizer(Tokenizer):
-    """The 256 byte values. A text begins as if after a newline (byte 10)."""
+    """A tokenizer whose ids are the 256 byte values; the newline (byte 10) is put before a text."""
 
     kind = "byte"
     is_cheap_to_encode = True

@@ -1,4 +1,4 @@
-"""Settings of a tokenizer: which kind, and how it is trained. The fields are flags of `txl prepare`."""
+"""Settings of a tokenizer: its kind and training. The fields are flags of `txl prepare`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text to words, and words back to text."""
+"""Splits text into words, and joins words to text."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Detokenizer(Protocol):
     """Turns words back into text, one at a time."""
 
     def push(self, word: str) -> str:
-        """Return what became certain with this word: white space if there is some, and usually the word."""
+        """Return the text that is final after this word: usually the word, after any whitespace."""
         ...
 
     def finish(self) -> str:
-        """Return what was held back; the next word begins a line."""
+        """Return the withheld text; the next word begins a line."""
         ...
 
 
@@ -37,7 +37,7 @@ class WhitespaceDetokenizer:
         return space + word
 
     def finish(self) -> str:
-        """Return nothing, since nothing is held back."""
+        """Return nothing, since nothing is withheld."""
         self._space = ""
         return ""
 
@@ -47,14 +47,14 @@ class PreTokenizer:
     """How text is split into words."""
 
     name: PreTokenizerName = "whitespace"
-    """whitespace: words are what is between ASCII white space. punctuation: punctuation and numbers are split as well,
+    """whitespace: words are separated by ASCII whitespace. punctuation: punctuation and numbers are split as well,
     in the forms of WikiText (`punctuation.py`). moses: the same by the rules of Hugging Face's tokenizer (`moses.py`).
     """
     lowercase: bool = False
     """Whether the text is lowercased first."""
 
     def last_boundary(self, text: bytes) -> int:
-        """Return the last position at which `text` can be cut without changing a word; 0 if there is none."""
+        """Return the last position at which splitting `text` changes no word, or 0 if none."""
         if self.name == "moses":  # the end of a line can change all of its words
             return text.rfind(b"\n") + 1
         return last_whitespace(text) if self.name == "whitespace" else punctuation.last_boundary(text)
@@ -76,20 +76,20 @@ class PreTokenizer:
         return (chunk.replace(b"\n", b" " + eos_token + b" ") if eos_token else chunk).split()
 
     def detokenizer(self) -> Detokenizer:
-        """Return what turns words back into text."""
+        """Return a new detokenizer for this kind."""
         if self.name == "moses":
             return moses.MosesDetokenizer()
         return WhitespaceDetokenizer() if self.name == "whitespace" else punctuation.PunctuationDetokenizer()
 
 
 class WordStreamDecoder:
-    """Decodes tokens that are words; the end-of-sequence token ends a line.
+    """Decodes tokens that represent words; the end-of-sequence token ends a line.
 
     Args:
-        tokenizer: checks ids.
-        word_of: the word of each id.
-        detokenizer: puts words together.
-        eos_token_id: the end-of-sequence token, if there is one.
+        tokenizer: validates ids.
+        word_of: returns the word of an id.
+        detokenizer: joins the words.
+        eos_token_id: the end-of-sequence token, or None.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class WordStreamDecoder:
         self._word_of, self._detokenizer, self._eos_token_id = word_of, detokenizer, eos_token_id
 
     def push(self, token: int) -> str:
-        """Return the text that became certain with this token."""
+        """Return the text that is final after this token."""
         if not 0 <= token < self._vocab_size:
             self._tokenizer.check_ids(token)
         if token == self._eos_token_id:
@@ -107,5 +107,5 @@ class WordStreamDecoder:
         return self._detokenizer.push(self._word_of(token))
 
     def finish(self) -> str:
-        """Return what the detokenizer held back."""
+        """Return the text that the detokenizer withheld."""
         return self._detokenizer.finish()

@@ -1,7 +1,7 @@
-"""Training a tokenizer: which tokens there are, and in which order.
+"""Trains a tokenizer: selects the tokens of the vocabulary and their order.
 
-The text is read once in chunks, by several processes; only a table of the different words or characters is held. The
-order does not depend on the number of processes: falling counts, ties in the order of first occurrence.
+Several processes read the text once, in chunks; only the counts of distinct words or characters are held in memory. The
+order is by descending count, ties by first occurrence, so it does not depend on the number of processes.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ def train_tokenizer(config: TokenizerConfig, documents: Iterable[Document], *, n
     """Train the tokenizer that `config` describes.
 
     Args:
-        config: its kind and settings.
-        documents: the training text; not read if nothing is trained (bytes, words from a file, integers of given
+        config: kind and settings of the tokenizer.
+        documents: the training text; not read if nothing is trained (byte, word with vocab_file, integer with
             vocab_size).
-        num_workers: processes that read it; the tokenizer does not depend on their number.
+        num_workers: number of processes, which does not affect the tokenizer.
 
     Raises:
-        UserError: the text cannot be read as this kind (the message says where), or has nothing to train on; the file
-            of words is not one.
+        UserError: the text is invalid for this kind (the message has the position) or contains nothing to train on, or
+            vocab_file is invalid.
     """
     corpus = _TrainingText(documents, num_workers)
     match config.kind:
@@ -64,7 +64,7 @@ def train_tokenizer(config: TokenizerConfig, documents: Iterable[Document], *, n
 
 @dataclass(frozen=True)
 class _Boundaries:
-    """Where text can be cut before there is a tokenizer."""
+    """Finds split positions before the tokenizer exists."""
 
     find: Callable[[bytes], int]
     adds_final_newline: bool = False
@@ -76,15 +76,15 @@ class _Boundaries:
 @dataclass(frozen=True)
 class _DocumentChunk:
     name: str
-    """The document's name."""
+    """Name of the document."""
     position: int
-    """Where the chunk starts in its document, in bytes."""
+    """Byte offset of the chunk in its document."""
     text: bytes
 
 
 @dataclass(frozen=True)
 class _ChunkCounter(Generic[Counted]):
-    """Applies a function to a chunk; an error names the document."""
+    """Applies a function to a chunk, and adds the document name to errors."""
 
     count: Callable[[bytes], Counted]
 
@@ -95,13 +95,13 @@ class _ChunkCounter(Generic[Counted]):
 
 @dataclass(frozen=True)
 class _TrainingText:
-    """The text to train on, and how many processes read it."""
+    """The training text and the number of processes that read it."""
 
     documents: Iterable[Document]
     num_workers: int
 
     def map(self, count: Callable[[bytes], Counted], boundaries: _Boundaries) -> Iterator[Counted]:
-        """Yield what `count` returns for each chunk, in the order of the text."""
+        """Yield the result of `count` for each chunk, in text order."""
         return ordered_map(_ChunkCounter(count), self._chunks(boundaries), workers=self.num_workers)
 
     def _chunks(self, boundaries: _Boundaries) -> Iterator[_DocumentChunk]:
@@ -143,7 +143,7 @@ def _train_word(config: TokenizerConfig, corpus: _TrainingText) -> WordTokenizer
         raise UserError("no words to train on: none occurs often enough in the text; give more text")
     if config.unk_token is not None:
         num_unknown = total - sum(kept.values())
-        if unk in counts:  # the text has it already, so its id is by the count of all that it stands for
+        if unk in counts:  # the text contains it, so it is sorted by the count of all words that it represents
             kept = {word: num_unknown if word == unk else kept[word] for word in counts if word == unk or word in kept}
         else:
             first.append((unk, num_unknown))
@@ -158,22 +158,22 @@ def _train_word(config: TokenizerConfig, corpus: _TrainingText) -> WordTokenizer
 
 
 _COUNT = re.compile(rb"[0-9]{1,19}")
-_MAX_TOTAL = 2**63 - 1  # of all counts
+_MAX_TOTAL = 2**63 - 1  # of all counts, so that sums fit into int64
 
 
 def _read_words(config: TokenizerConfig, file: str) -> WordTokenizer:
-    """The words of a file, with their counts if each line gives one and they fall."""
+    """Read the words of a file, and their counts if every line has one and they are descending."""
     with as_user_error(f"reading {file}"):
         content = Path(file).read_bytes()
     with document_errors(file):
         decode_utf8(content)
     lines = [line.split() for line in content.splitlines() if line.strip()]
     if not lines:
-        raise UserError(f"{file}: empty, wanted one word a line, special tokens included; give another file")
+        raise UserError(f"{file}: empty, expected one word per line, special tokens included; give another file")
     try:
         words = check_words([line[0].decode("utf-8") for line in lines])
     except ValueError as error:
-        raise UserError(f"{file}: {error}; wanted one word a line") from None
+        raise UserError(f"{file}: {error}; expected one word per line") from None
     eos, unk = config.eos_token if config.add_eos else None, config.unk_token
     if eos is not None and eos not in words:
         raise UserError(f"{file}: no word '{eos}', the end-of-sequence token; add it, or give --no-add-eos")
@@ -185,14 +185,14 @@ def _read_words(config: TokenizerConfig, file: str) -> WordTokenizer:
     if not set(words) - {eos, unk}:
         raise UserError(f"{file}: no words other than special tokens; give one word a line")
     counts = [int(line[1]) for line in lines if len(line) == 2 and _COUNT.fullmatch(line[1])]
-    of_others = [count for word, count in zip(words, counts, strict=False) if word not in (eos, unk)]
-    falling = len(counts) == len(words) and of_others == sorted(of_others, reverse=True)
-    known_counts = np.array(counts, dtype=np.int64) if falling and sum(counts) <= _MAX_TOTAL else None
+    word_counts = [count for word, count in zip(words, counts, strict=False) if word not in (eos, unk)]
+    descending = len(counts) == len(words) and word_counts == sorted(word_counts, reverse=True)
+    known_counts = np.array(counts, dtype=np.int64) if descending and sum(counts) <= _MAX_TOTAL else None
     return WordTokenizer(words, known_counts, eos, unk, _pre_tokenizer(config))
 
 
 def _count_characters(chunk: bytes) -> tuple[str, list[int]]:
-    """The different characters in the order of first occurrence, and their counts."""
+    """Return the distinct characters in the order of first occurrence, and their counts."""
     text = decode_utf8(chunk)
     counts = np.bincount(code_points(text))
     characters = "".join(dict.fromkeys(text))
@@ -210,14 +210,14 @@ def _train_char(config: TokenizerConfig, corpus: _TrainingText) -> CharTokenizer
         raise UserError("no characters to train on: none occurs often enough in the text; give more text")
     return CharTokenizer(
         "".join(character for character, _ in kept),
-        # With characters left out, some bytes are more frequent than kept characters: counts would not fall.
+        # If characters are left out, bytes occur more often than some characters: counts would not be descending.
         np.array([count for _, count in kept] + [0] * num_bytes, dtype=np.int64) if len(kept) == len(counts) else None,
         config.byte_fallback,
     )
 
 
 def _train_bpe(config: TokenizerConfig, corpus: _TrainingText) -> BPETokenizer:
-    # The library counts in threads of its own, so one process reads.
+    # The library counts in several threads, so one process reads.
     texts = _TrainingText(corpus.documents, num_workers=1).map(decode_utf8, _Boundaries(last_word_boundary))
     return train_bpe(map(lines_of, texts), config.vocab_size or DEFAULT_BPE_VOCAB_SIZE)
 

@@ -1,8 +1,8 @@
-"""Words as tokens: what a pre-tokenizer splits text into, and an end-of-sequence token for each newline.
+"""Word tokens: the words of a pre-tokenizer, and an end-of-sequence token for each newline.
 
-White space is ASCII white space, as for bytes.split; anything else can be part of a word, NUL too. A word that is not
-in the vocabulary becomes the unknown token, or is refused if there is none. A word of the text that is spelled like one
-of these special tokens is encoded as that token. So text does not always come back unchanged.
+Whitespace is ASCII whitespace, as in bytes.split; any other character, even NUL, can be part of a word. A word that is
+not in the vocabulary becomes the unknown token, or is refused if the tokenizer has no unknown token. A word that is
+spelled like a special token is encoded as that token. So decoding does not always restore the text.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ class _IdOfWord(dict[bytes, int]):
 
 @dataclass(frozen=True, eq=False)
 class WordTokenizer(Tokenizer):
-    """Words in the order of their ids, and how text is split into them."""
+    """A tokenizer with a list of words in the order of their ids, and a pre-tokenizer."""
 
     words: tuple[str, ...]
     """(V,) every word, special tokens included."""
     counts: npt.NDArray[np.int64] | None = None
-    """(V,) how often each occurred in the training text; None if unknown."""
+    """(V,) how often each word occurred in the training text, or None if unknown."""
     eos_token: str | None = None
-    """The word that stands for a newline; None: newlines are white space."""
+    """The word that represents a newline, or None if newlines are whitespace."""
     unk_token: str | None = None
-    """The word that stands for all that are not in the vocabulary; None: they are refused."""
+    """The word that represents all unknown words, or None if they are refused."""
     pre_tokenizer: PreTokenizer = _WHITESPACE
     """How text is split into words."""
 
@@ -71,7 +71,7 @@ class WordTokenizer(Tokenizer):
 
     @cached_property
     def eos_token_id(self) -> int | None:
-        """The end-of-sequence token, which stands for a newline; None if newlines are white space."""
+        """The end-of-sequence token, which represents a newline, or None if newlines are whitespace."""
         return self._id_of(self.eos_token)
 
     @cached_property
@@ -82,7 +82,7 @@ class WordTokenizer(Tokenizer):
     @property
     @override
     def bos_token_id(self) -> int:
-        """The end-of-sequence token; without one, the first word."""
+        """The end-of-sequence token, or the first word if the tokenizer has none."""
         return self.eos_token_id or 0
 
     @property
@@ -93,7 +93,7 @@ class WordTokenizer(Tokenizer):
     @cached_property
     @override
     def is_newline_V(self) -> npt.NDArray[np.bool_]:
-        """(V,) the end-of-sequence token alone, if there is one."""
+        """(V,) true only for the end-of-sequence token, if any."""
         return np.arange(self.vocab_size) == (-1 if self.eos_token_id is None else self.eos_token_id)
 
     @override
@@ -112,13 +112,13 @@ class WordTokenizer(Tokenizer):
                 raise EncodingError(
                     self._position(word, chunk),
                     f"the word {quoted(word.decode('utf-8'))} is not one of the {self.vocab_size:,} of this "
-                    "vocabulary, which has no unknown token; remove it, or take a tokenizer that has one",
+                    "vocabulary, which has no unknown token; remove it, or use a tokenizer that has one",
                 )
             ids[is_unknown] = self.unk_token_id
         return EncodedChunk(ids.astype(token_dtype(self.vocab_size)), num_unknown)
 
     def _position(self, word: bytes, chunk: bytes) -> int:
-        """Where the word occurs first, or the start of its line if that depends on the words around it."""
+        """Return the first position of the word, or the start of its line if the split depends on adjacent words."""
         start = 0
         for line in chunk.split(b"\n"):
             if word in self.pre_tokenizer.split(line):
@@ -180,10 +180,10 @@ _NOT_SPACE = re.compile(rb"[^ \n\t\r\v\f]+")
 
 
 def check_words(words: object) -> tuple[str, ...]:
-    """Check the words of a vocabulary: a list of at least one, without duplicates and white space.
+    """Validate the words of a vocabulary: a non-empty list without duplicates or whitespace.
 
     Raises:
-        ValueError: they are something else.
+        ValueError: the words are invalid.
     """
     if not isinstance(words, list) or not words or not all(isinstance(word, str) for word in words):
         raise ValueError("its words are not a list of strings")
