@@ -58,7 +58,7 @@ WRONG_WORDS = [
     ("prepare --train gone.txt", "--train: 'gone.txt' is neither a file nor a folder"),
     ("prepare d/*.txt", r"no file with text matches the pattern 'd/\*.txt'"),
     ("prepare empty.txt", "the file empty.txt is empty; leave it out"),
-    ("prepare folder", "the folder folder has no text"),
+    ("prepare folder", "the folder folder contains no text"),
     ("prepare short.txt", "the text is too short to split: 3 bytes leave valid empty"),
     ("prepare data.zip", "data.zip is an archive; extract it first, or leave it out"),
     ("prepare cut.gz", r"cut.gz: damaged or truncated \(.*\); get it again"),
@@ -67,7 +67,7 @@ WRONG_WORDS = [
     ("prepare --train text.txt --valid empty.gz", "valid.* has no text|valid.*empty"),
     ("prepare --valid text.txt", "--valid was given without --train"),
     ("prepare text.txt --test text.txt", "both text to split .* and --test were given"),
-    ("prepare text.txt --test-fraction 1", "--test-fraction 1 is not a fraction"),
+    ("prepare text.txt --test-fraction 1", "--test-fraction 1 is out of range"),
     ("prepare ptb --test-fraction 0.1", "the splits of ptb are fixed"),
     ("prepare --train text.txt --test-fraction 0", "leave the fractions out"),
     # where it goes
@@ -107,7 +107,7 @@ WRONG_WORDS = [
     ("prepare text.txt --tokenizer word --vocab-file gone", "gone: no such file"),
     ("prepare text.txt --tokenizer word --vocab-file words.txt", "words.txt: .*'a'"),
     ("prepare text.txt --document-unit pages", "pages"),
-    ("prepare text.txt --num-workers 0", "--num-workers 0: wanted 1 or more"),
+    ("prepare text.txt --num-workers 0", "--num-workers 0: must be 1 or more"),
     # text that a tokenizer cannot encode
     ("prepare --train latin.txt --tokenizer word", r"latin.txt: byte 3,502.*0xe9"),
     ("prepare --train text.txt --test latin.txt --tokenizer char", r"latin.txt: byte 3,502.*0xe9"),
@@ -115,7 +115,7 @@ WRONG_WORDS = [
     ("prepare --train numbers.txt --tokenizer integer", r"numbers.txt: byte 8.*x"),
     ("prepare large.txt --tokenizer integer --vocab-size 10", r"large.txt, from byte \d+ on: byte \d+.*99"),
     ("prepare --train text.txt --valid music.npy", "music.npy contains integers, not text; give --tokenizer integer"),
-    ("prepare music.npy --tokenizer word", "music.npy holds numbers, not text"),
+    ("prepare music.npy --tokenizer word", "music.npy contains integers, not text"),
     ("prepare music.npy --vocab-size 90", r"music.npy: array\[89\] is 89, expected an integer from 0 to 88; remove it"),
     ("prepare real.npy", "real.npy: has float64, expected integers"),
     ("prepare music.npy numbers.txt --tokenizer integer", "cannot be joined and split; use --train, --valid and"),
@@ -149,7 +149,7 @@ def test_no_network(folder: Path, monkeypatch: Patch, capfd: Capture) -> None:
     said = error_of("prepare wikitext-2", capfd)
     assert re.search(
         r"wikitext-2-v1.zip \(4,475,746 bytes, sha256 92675f1d\w+\) cannot be downloaded \[wikitext.smerity.com: .*\]; "
-        r"try again later, or get it some other way and put it into .*cache, or name the folder .* --data-dir DIR",
+        r"try again later, or download it yourself into .*cache, or name the folder .* --data-dir DIR",
         said,
     )
     assert not (folder / "corpora").exists()

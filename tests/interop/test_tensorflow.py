@@ -94,7 +94,7 @@ def test_the_newest_of_several_is_taken(tmp_path: Path) -> None:
     assert tensorflow.read(tmp_path).model["cutoffs"] == ()
     assert tensorflow.read(tmp_path / "model.ckpt-9").model["cutoffs"] == (13, 29, 40)
     (tmp_path / "checkpoint").unlink()
-    with pytest.raises(UserError, match=r"2 checkpoints; give one of them, such as .*model.ckpt-9"):
+    with pytest.raises(UserError, match=r"2 checkpoints; pass one of them, such as .*model.ckpt-9"):
         tensorflow.read(tmp_path)
 
 
@@ -254,11 +254,11 @@ def test_a_wrong_corpus_is_refused(old: bytes, new: bytes, said: str, tmp_path: 
 
 def test_files_of_different_models_are_refused(tmp_path: Path) -> None:
     folder = with_corpus(tmp_path / "a", "words", "wt103", WORDS[:-1])
-    with pytest.raises(UserError, match=r"cache.pkl has a vocabulary of 60 tokens, and the checkpoint one of 61; put"):
+    with pytest.raises(UserError, match=r"cache.pkl has a vocabulary of 60 tokens, but the checkpoint has 61; use"):
         tensorflow.read(folder)
     folder = with_corpus(tmp_path / "b", "words", "wt103", WORDS)
     (folder / "data" / "corpus-info.json").write_text('{"vocab_size": 267735}')
-    with pytest.raises(UserError, match=r"corpus-info.json has a vocabulary of 267735 tokens, and the checkpoint"):
+    with pytest.raises(UserError, match=r"corpus-info.json has a vocabulary of 267735 tokens, but the checkpoint"):
         tensorflow.read(folder)
 
 

@@ -163,7 +163,7 @@ def test_wide_ids_are_little_endian(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("splits", "message"),
     [
-        ({"train": [[b""]]}, r"the train split of sample has no text; give 'txl prepare' text for it$"),
+        ({"train": [[b""]]}, r"the train split of sample has no text; pass text for it to 'txl prepare'$"),
         ({"test": [[b"text"]]}, r"the train split of sample has no text"),
         ({"train": [[b"text"]], "valid": []}, r"the valid split of sample has no text; .* or leave it out$"),
         ({"train": [[b"text"]], "test": [[b""], []]}, r"the test split of sample has no text"),
@@ -180,7 +180,7 @@ def test_split_without_text_is_refused(
 def test_lines_need_a_token_that_ends_them(tmp_path: Path) -> None:
     options = TokenizerConfig(kind="word", add_eos=False)
     tokenizer = train_tokenizer(options, documents_of([[b"one two\n"]]))
-    with pytest.raises(UserError, match=r"no token that ends a line, so lines cannot be documents; give --add-eos"):
+    with pytest.raises(UserError, match=r"no token that ends a line, so lines cannot be documents; set --add-eos"):
         write(tmp_path / "c", {"train": [[b"one two\n"]]}, tokenizer, document_unit="line")
     assert list(tmp_path.iterdir()) == []
 

@@ -146,7 +146,7 @@ def test_verify_finds_one_changed_byte(corpus: Corpus, file: str, named: str) ->
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    with pytest.raises(UserError, match=rf"{named}: damaged \(sha256 [0-9a-f]{{12}}, wanted [0-9a-f]{{12}}\); copy"):
+    with pytest.raises(UserError, match=rf"{named}: damaged \(sha256 [0-9a-f]{{12}}, expected [0-9a-f]{{12}}\); copy"):
         Corpus.open(corpus.path).verify()
 
 
@@ -227,7 +227,7 @@ def test_what_is_no_corpus_says_how_to_make_one(tmp_path: Path) -> None:
     ):
         Corpus.open(file)
     with pytest.raises(
-        UserError, match=r"is not a corpus \(it has no corpus.json\); 'txl prepare FILES --out DIR' makes"
+        UserError, match=r"is not a corpus \(it has no corpus.json\); 'txl prepare FILES --out DIR' creates"
     ):
         Corpus.open(tmp_path)
     (tmp_path / "config.yaml").write_text("{}")

@@ -44,7 +44,7 @@ def test_numbers_become_lines(
         row_ends = (index + 1) % shape[-1] == 0 or index + 1 == stop
         wanted += f"{array.reshape(-1)[index]}" + ("\n" if row_ends else " ")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(arrays, "_CHUNK_NUMBERS", at_once)
+        patch.setattr(arrays, "_CHUNK_VALUES", at_once)
         chunks = list(ArrayRange(path, start, stop))
     assert b"".join(chunks).decode() == wanted
     assert len(chunks) <= (stop - start) / min(at_once, shape[-1]) + 1
@@ -103,7 +103,7 @@ def test_damaged_arrays_are_refused(tmp_path: Path) -> None:
 def test_numbers_out_of_range_are_named_by_their_index(
     tmp_path: Path, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(arrays, "_CHUNK_NUMBERS", at_once)
+    monkeypatch.setattr(arrays, "_CHUNK_VALUES", at_once)
     array = np.arange(35)
     array[[25, 31]] = -2, 2**31
     np.save(tmp_path / "one.npy", array)

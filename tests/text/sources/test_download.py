@@ -181,7 +181,7 @@ def refusal(file: RemoteFile, folder: Path) -> str:
         f"a.zip (700,001 bytes, sha256 {hashlib.sha256(CONTENT).hexdigest()}) cannot be downloaded ["
     )
     assert said.endswith(
-        f"]; try again later, or get it some other way and put it into {folder}, or name the folder it is in with "
+        f"]; try again later, or download it yourself into {folder}, or name the folder that contains it with "
         "--data-dir DIR"
     )
     return said.partition("[")[2].partition("]")[0].replace("127.0.0.1", "host")

@@ -234,5 +234,5 @@ def test_standard_library_split_is_drawn_from_the_path_alone(tmp_path: Path, mon
 
 def test_python_without_source_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(tmp_path)})
-    with pytest.raises(UserError, match=r"too little source code to split \(0 files in .*give files of your own"):
+    with pytest.raises(UserError, match=r"too little source code to split \(0 files in .*pass your own files"):
         find_text(["python-stdlib"])

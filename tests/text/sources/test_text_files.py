@@ -339,9 +339,9 @@ def test_wrong_sources_are_refused(
     ("valid", "test", "message"),
     [
         (1.0, 0.05, r"--valid-fraction 1 is out of range; must be 0 <= fraction < 1"),
-        (-0.1, 0.05, r"--valid-fraction -0.1 is not a fraction"),
-        (float("nan"), 0.05, r"--valid-fraction nan is not a fraction"),
-        (0.05, 5, r"--test-fraction 5 is not a fraction"),
+        (-0.1, 0.05, r"--valid-fraction -0.1 is out of range"),
+        (float("nan"), 0.05, r"--valid-fraction nan is out of range"),
+        (0.05, 5, r"--test-fraction 5 is out of range"),
         (
             0.6,
             0.4,
