@@ -287,7 +287,7 @@ def test_a_damaged_run(place: Path, damage: str, capfd: Capture) -> None:
 def test_a_run_with_parts_that_are_something_else(place: Path, capfd: Capture) -> None:
     weights = place / "run" / "model.safetensors"
     save_file({"weight": torch.zeros(3)}, weights)
-    assert_refused(place, "evaluate run", "model.safetensors was not written by this program", capfd)
+    assert_refused(place, "evaluate run", "model.safetensors was not written by this version of the program", capfd)
     weights.unlink()
     weights.mkdir()
     assert_refused(place, "evaluate run", "reading run/model.safetensors: is a folder, must be a file", capfd)
