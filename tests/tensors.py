@@ -18,7 +18,7 @@ def assert_same_tensors(found: Tensors, wanted: Tensors, *, rtol: float = 0, ato
     Dtypes and shapes must be the same too. Nothing to compare is a failure.
     """
     found_named, wanted_named = _by_name(found), _by_name(wanted)
-    assert list(found_named) == list(wanted_named)
+    assert sorted(found_named) == sorted(wanted_named)
     assert wanted_named, "no tensors to compare"
     for name, tensor in wanted_named.items():
         torch.testing.assert_close(

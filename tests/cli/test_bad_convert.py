@@ -203,7 +203,7 @@ FILES: dict[str, tuple[Callable[[], Any], str, str]] = {
     "nothing there": (lambda: None, "nowhere", r"nowhere: no such file or folder; wanted checkpoint_best.pt of NV"),
     "an empty folder": (lambda: None, "weights", r"weights is not recognised; wanted .*; --source-format NAME"),
     "checkpoint alone": (
-        written("weights/checkpoint", 'model_checkpoint_path: "model.ckpt-0"\n'), "weights", r"holds no weights"),
+        written("weights/checkpoint", 'model_checkpoint_path: "model.ckpt-0"\n'), "weights", r"contains no weights"),
     "an archive of others": (
         lambda: zipfile.ZipFile("official/model.pt", "w").writestr("a.txt", "b"), "official", r"complete archive"),
     "a file of the folder": (lambda: None, "hub/config.json", r"not recognised alone; give its folder, hub$"),

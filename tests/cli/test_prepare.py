@@ -177,7 +177,8 @@ def test_its_tokenizer_can_be_changed(small_ptb: Path) -> None:
 
 def test_glued_punctuation_is_noticed() -> None:
     said = prepare("text.txt", "--tokenizer", "word", "--vocab-size", "21", "--out", "a")
-    assert "of the 21 most frequent words end in punctuation (sat,, sat;); with --split-punctuation" in said.err
+    assert "of the 21 most frequent words end in punctuation" in said.err
+    assert "--split-punctuation" in said.err
     for flags in (["--split-punctuation"], ["--no-split-punctuation"]):
         assert prepare("text.txt", "--tokenizer", "word", *flags, "--out", f"c{flags[0]}").err == ""
     assert prepare("text.txt", "--tokenizer", "a", "--out", "b").err == ""  # where it can no longer be given

@@ -175,7 +175,7 @@ def test_another_corpus_is_refused(folder: Path) -> None:
 
 
 def test_a_bad_number_is_one_line(folder: Path) -> None:
-    for flags, message in (("--seeds 1,x", "--seeds 1,x: wanted"), ("--attention-windows 0", "--attention-windows 0")):
+    for flags, message in (("--seeds 1,x", "--seeds 1,x: must be"), ("--attention-windows 0", "--attention-windows 0")):
         said = txl("reproduce", "ablation", "--corpus", folder / "corpus", "--out", folder / "new", *flags.split())
         assert (said.status, said.out) == (2, "")
         assert re.fullmatch(f"txl: error: {message}[^\n]*\n", said.err)

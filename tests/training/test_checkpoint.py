@@ -314,7 +314,7 @@ def test_a_checkpoint_of_other_settings_is_refused(tmp_path: Path, straight) -> 
     training = start(tmp_path / "run", corpus, {})
     train_until(training, 2)
     for old, new, message in (
-        ("memory_length: 11", "memory_length: 13", "memory has another shape"),
+        ("memory_length: 11", "memory_length: 13", "memory does not fit"),
         ("d_ff: 19", "d_ff: 17", r"model.safetensors does not fit .*config.yaml \(at lay"),
         ("n_layers: 2", "n_layers: 3", r"does not fit .*config.yaml \(at layers.2"),
     ):

@@ -113,11 +113,11 @@ def test_split_text_is_split_no_further() -> None:
 @pytest.mark.parametrize("part", ["x.", "a-"])
 def test_long_words_take_linear_time(part: str) -> None:
     taken = []
-    for number in (5_000, 5_000, 40_000):
+    for number in (5_000, 5_000, 40_000, 40_000):
         start = time.process_time()
         assert "".join(split(part * number)).replace("@", "") == part * number
         taken.append(time.process_time() - start)
-    assert taken[2] < 24 * max(taken[:2])  # 8 times the length; squared it would be 64
+    assert min(taken[2:]) < 24 * max(taken[:2])  # 8 times the length; squared it would be 64
 
 
 def test_spaces_stand_between_words_of_a_line() -> None:
