@@ -1,4 +1,4 @@
-"""What can go wrong with `txl prepare`: one line on standard error, exit status 2, nothing new or changed on disk."""
+"""Errors of `txl prepare`: one line on standard error, exit status 2, and no file is created or changed."""
 
 from __future__ import annotations
 
@@ -9,32 +9,33 @@ import re
 import tarfile
 import zipfile
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from refusals import FULL, assert_refused, do, error_of, files, full_after, no_file_larger_than
 
 Capture, Patch = pytest.CaptureFixture[str], pytest.MonkeyPatch
-needs_permissions = pytest.mark.skipif(os.geteuid() == 0, reason="root may read and write everything")
+needs_permissions = pytest.mark.skipif(os.geteuid() == 0, reason="root may read and write all files")
 
-TEXT = b"".join(b"line %d\n" % number for number in range(401))
+TEXT = b"".join(b"line %d\n" % i for i in range(401))
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: Patch) -> Path:
-    """A folder to stand in, with texts of several kinds."""
+    """The working directory, with valid, empty, damaged and wrong files."""
     folder = tmp_path / "w"
     folder.mkdir()
-    packed = gzip.compress(TEXT)
-    held = io.BytesIO()
-    with tarfile.open(fileobj=held, mode="w:gz") as archive:
+    gz = gzip.compress(TEXT)
+    tgz = io.BytesIO()
+    with tarfile.open(fileobj=tgz, mode="w:gz") as archive:
         archive.addfile(tarfile.TarInfo("other"))
     contents = {
         "text.txt": TEXT, "short.txt": b"abc", "empty.txt": b"", "empty.gz": gzip.compress(b""),
-        "latin.txt": TEXT + b"caf\xe9\n", "cut.gz": packed[:-9], "altered.gz": packed[:99] + bytes(20) + packed[119:],
+        "latin.txt": TEXT + b"caf\xe9\n", "truncated.gz": gz[:-9], "altered.gz": gz[:99] + bytes(20) + gz[119:],
         "data.zip": b"PK", "numbers.txt": b"1 2 3\n4 x 5\n", "large.txt": b"1 2\n" * 99 + b"7 99\n",
         "ptb/ptb.train.txt": TEXT, "ptb/ptb.valid.txt": TEXT, "ptb/ptb.test.txt": TEXT,
-        "zip/enwik8.zip": b"PK" * 97, "tar/any.tgz": held.getvalue()[:-9], "words.txt": b"a\na\n",
+        "zip/enwik8.zip": b"PK" * 97, "tar/any.tgz": tgz.getvalue()[:-9], "words.txt": b"a\na\n",
     }  # fmt: skip
     for name, content in contents.items():
         (folder / name).parent.mkdir(exist_ok=True)
@@ -49,48 +50,36 @@ def folder(tmp_path: Path, monkeypatch: Patch) -> Path:
     return folder
 
 
-WRONG_WORDS = [
-    # which text
+BAD_COMMANDS = [
+    # the text
     ("prepare --out new", "no text was given; name files, folders, --train FILE, or a data set"),
     ("prepare python-stdlb", r"nor a known data set \(did you mean 'python-stdlib'\?\)"),
-    ("prepare wikitext103", r"nor a known data set \(did you mean 'wikitext-103'\?\)"),
     ("prepare gone.txt", "'gone.txt' is neither a file nor a folder"),
-    ("prepare --train gone.txt", "--train: 'gone.txt' is neither a file nor a folder"),
     ("prepare d/*.txt", r"no file with text matches the pattern 'd/\*.txt'"),
     ("prepare empty.txt", "the file empty.txt is empty; leave it out"),
     ("prepare folder", "the folder folder contains no text"),
     ("prepare short.txt", "the text is too short to split: 3 bytes leave valid empty"),
     ("prepare data.zip", "data.zip is an archive; extract it first, or leave it out"),
-    ("prepare cut.gz", r"cut.gz: damaged or truncated \(.*\); get it again"),
+    ("prepare truncated.gz", r"truncated.gz: damaged or truncated \(.*\); get it again"),
     ("prepare --train altered.gz", r"altered.gz: damaged or truncated \(.*\); get it again"),
     ("prepare --train empty.gz", "train.* has no text|train.*empty"),
-    ("prepare --train text.txt --valid empty.gz", "valid.* has no text|valid.*empty"),
     ("prepare --valid text.txt", "--valid was given without --train"),
     ("prepare text.txt --test text.txt", "both text to split .* and --test were given"),
     ("prepare text.txt --test-fraction 1", "--test-fraction 1 is out of range"),
     ("prepare ptb --test-fraction 0.1", "the splits of ptb are fixed"),
     ("prepare --train text.txt --test-fraction 0", "leave the fractions out"),
-    # where it goes
+    # the folder to create
     ("prepare text.txt --out folder", "folder exists already; choose another folder or delete it first"),
     ("prepare enwik8 --out folder", "folder exists already"),
     ("prepare text.txt --out=", "--out: the path is empty"),
     ("prepare text.txt --out text.txt/new", "writing text.txt/new: part of the path is a file, not a folder"),
-    # files of a named corpus
+    # files of a named data set
     ("prepare ptb --data-dir gone", "--data-dir gone: no such file or folder; name the one that contains ptb"),
-    (
-        "prepare ptb --data-dir folder",
-        "--data-dir folder: no simple-examples.tgz or ptb.train.txt, ptb.valid.txt, ptb.test",
-    ),
+    ("prepare ptb --data-dir folder", "--data-dir folder: no simple-examples.tgz or ptb.train.txt, ptb.valid.txt,"),
     ("prepare lm1b --data-dir folder", "no 1-billion-.*news.en-00001-of-00100, news.en-00002-of-00100, .* and 99 more"),
-    (
-        "prepare ptb --data-dir ptb",
-        "ptb.train.txt: 3,499 bytes long, expected 5,101,618 for ptb; .* txl prepare --train ptb/",
-    ),
+    ("prepare ptb --data-dir ptb", "ptb.train.txt: 3,499 bytes .*expected 5,101,618 .*; .* txl prepare --train ptb/"),
     ("prepare enwik8 --data-dir zip", "zip/enwik8.zip: 194 bytes long, expected 36,445,475; get it again"),
-    (
-        "prepare enwik8 --data-dir zip/other.zip",
-        r"\(enwik8\): decompressed 5 bytes long, expected 100,000,000 for enwik8",
-    ),
+    ("prepare enwik8 --data-dir zip/other.zip", r"\(enwik8\): decompressed 5 bytes .*expected 100,000,000"),
     ("prepare text8 --data-dir tar", r"tar/any.tgz: damaged or truncated \(.*\); get it again"),
     ("prepare text.txt --data-dir folder", "--data-dir folder is only for the named data sets"),
     ("prepare python-stdlib --data-dir folder", "read from this machine's Python; leave --data-dir out"),
@@ -99,8 +88,6 @@ WRONG_WORDS = [
     ("prepare text.txt --tokenizer folder", "no tokenizer at folder"),
     ("prepare text.txt --tokenizer text.txt", "text.txt: .*JSON"),
     ("prepare text.txt --min-frequency 2", "min_frequency is for word and char tokenizers, not for byte"),
-    ("prepare enwik8 --no-add-eos", "add_eos is for word tokenizers, not for byte"),
-    ("prepare text.txt --tokenizer bpe --lowercase", "lowercase is for word tokenizers, not for bpe"),
     ("prepare text.txt --tokenizer word --min-frequency 0", r"min_frequency: .*greater than 0 \(given: 0"),
     ("prepare text.txt --tokenizer bpe --vocab-size 9", "vocab_size 9 is too small for bpe; give 256 or more"),
     ("prepare text.txt --tokenizer word --vocab-file words.txt --vocab-size 5", "leave vocab_size and min_freq"),
@@ -110,24 +97,22 @@ WRONG_WORDS = [
     ("prepare text.txt --num-workers 0", "--num-workers 0: must be 1 or more"),
     # text that a tokenizer cannot encode
     ("prepare --train latin.txt --tokenizer word", r"latin.txt: byte 3,502.*0xe9"),
-    ("prepare --train text.txt --test latin.txt --tokenizer char", r"latin.txt: byte 3,502.*0xe9"),
     ("prepare latin.txt --tokenizer word", r"latin.txt, from byte 3,\d\d\d on: byte \d+.*0xe9"),
     ("prepare --train numbers.txt --tokenizer integer", r"numbers.txt: byte 8.*x"),
     ("prepare large.txt --tokenizer integer --vocab-size 10", r"large.txt, from byte \d+ on: byte \d+.*99"),
     ("prepare --train text.txt --valid music.npy", "music.npy contains integers, not text; give --tokenizer integer"),
-    ("prepare music.npy --tokenizer word", "music.npy contains integers, not text"),
     ("prepare music.npy --vocab-size 90", r"music.npy: array\[89\] is 89, expected an integer from 0 to 88; remove it"),
     ("prepare real.npy", "real.npy: has float64, expected integers"),
     ("prepare music.npy numbers.txt --tokenizer integer", "cannot be joined and split; use --train, --valid and"),
 ]
 
 
-@pytest.mark.parametrize(("words", "message"), WRONG_WORDS, ids=[words[:60] for words, _ in WRONG_WORDS])
-def test_wrong_words(folder: Path, words: str, message: str, capfd: Capture) -> None:
+@pytest.mark.parametrize(("words", "message"), BAD_COMMANDS, ids=[words[:60] for words, _ in BAD_COMMANDS])
+def test_bad_command_is_refused(folder: Path, words: str, message: str, capfd: Capture) -> None:
     assert_refused(folder, words, message, capfd)
 
 
-def test_settings_of_a_trained_tokenizer(folder: Path, capfd: Capture) -> None:
+def test_settings_of_a_trained_tokenizer_cannot_change(folder: Path, capfd: Capture) -> None:
     do("prepare text.txt --tokenizer word")
     words = "prepare text.txt --out new --tokenizer corpora/text"
     message = "corpora/text is trained already; leave --vocab-size, --no-lowercase out, or name a kind"
@@ -137,26 +122,22 @@ def test_settings_of_a_trained_tokenizer(folder: Path, capfd: Capture) -> None:
     assert_refused(folder, words, "txl_tokenizer.json: damaged, not readable as JSON", capfd)
 
 
-def test_no_network(folder: Path, monkeypatch: Patch, capfd: Capture) -> None:
-    """A name that no server can have; the line says what to do by hand."""
+def test_failed_download_is_refused(folder: Path, monkeypatch: Patch, capfd: Capture) -> None:
+    """The error explains how to download the file by hand."""
     for name in ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
-
-    def refuse(*_: object, **__: object) -> None:
-        raise OSError(101, "Network is unreachable")
-
-    monkeypatch.setattr("socket.getaddrinfo", refuse)
-    said = error_of("prepare wikitext-2", capfd)
+    monkeypatch.setattr("socket.getaddrinfo", Mock(side_effect=OSError(101, "Network is unreachable")))
+    message = error_of("prepare wikitext-2", capfd)
     assert re.search(
         r"wikitext-2-v1.zip \(4,475,746 bytes, sha256 92675f1d\w+\) cannot be downloaded \[wikitext.smerity.com: .*\]; "
         r"try again later, or download it yourself into .*cache, or name the folder .* --data-dir DIR",
-        said,
+        message,
     )
     assert not (folder / "corpora").exists()
 
 
 @needs_permissions
-def test_no_permission(folder: Path, capfd: Capture) -> None:
+def test_missing_permission_is_refused(folder: Path, capfd: Capture) -> None:
     (folder / "text.txt").chmod(0)
     (folder / "folder").chmod(0o500)
     for words, message in (
@@ -168,7 +149,7 @@ def test_no_permission(folder: Path, capfd: Capture) -> None:
         assert not (folder / "new").exists()
 
 
-def test_a_disk_that_is_full(folder: Path, monkeypatch: Patch, capfd: Capture) -> None:
+def test_full_disk_leaves_no_files(folder: Path, monkeypatch: Patch, capfd: Capture) -> None:
     before = files(folder)
     for writes in range(3):
         with monkeypatch.context() as patch:

@@ -1,4 +1,7 @@
-"""The commands on a tiny text, one after another as a user would, and what they print."""
+"""The commands `txl prepare`, `train`, `evaluate`, `generate`, `info` and `recipes` on a tiny text, as users run them.
+
+Their results must equal those of the library's functions.
+"""
 
 from __future__ import annotations
 
@@ -10,56 +13,60 @@ from pathlib import Path
 
 import pytest
 import torch
-from refusals import Said, txl
+from refusals import txl
 
 import transformer_xl
 from transformer_xl.config import EvaluationConfig, recipe_names
 from transformer_xl.evaluation.evaluate import EvaluationPlan, evaluate
 from transformer_xl.generation.generate import generate
 from transformer_xl.model.memory import ContextLimits
-from transformer_xl.run_folder import RunFolder, load
+from transformer_xl.run_folder import Run, RunFolder, load
 from transformer_xl.text.token_store import Corpus
 
 SENTENCE = "the cat sat on the mat, and the dog ran after it; then all of them slept in the sun. caf\u00e9!"
-TEXT = " ".join(SENTENCE.split()[place * place % 19] + str(place % 7) for place in range(401)).encode()
-TEST = TEXT[TEXT.index(b" ", len(TEXT) - round(len(TEXT) * 0.1) - 1) + 1 :]  # a tenth, from between two words on
+TEXT = " ".join(SENTENCE.split()[i * i % 19] + str(i % 7) for i in range(401)).encode()
+TEST = TEXT[TEXT.index(b" ", len(TEXT) - round(len(TEXT) * 0.1) - 1) + 1 :]  # the last tenth, from a word boundary on
 MODEL = ["--model.n-layers=2", "--model.d-model=14", "--model.n-heads=2", "--model.d-head=5", "--model.d-ff=19"]
 TRAIN = [
     "--train.segment-length=7", "--train.memory-length=11", "--train.batch-size=3", "--train.max-steps=17",
     "--train.log-interval=5", "--train.eval-interval=11", "--train.checkpoint-interval=13",
     "--train.dtype=float32", "--train.learning-rate=0.01",
 ]  # fmt: skip
+LENGTHS = ("segment_length", "memory_length", "attention_window", "clamp_length")
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a text, its corpus and a run."""
-    place = tmp_path_factory.mktemp("commands")
-    (place / "text.txt").write_bytes(TEXT)
-    prepared = txl("prepare", place / "text.txt", "--out", place / "corpus", "--test-fraction", "0.1")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the file text.txt, its corpus in corpus/, and in run/ a run trained on it for 17 steps."""
+    folder = tmp_path_factory.mktemp("commands")
+    (folder / "text.txt").write_bytes(TEXT)
+    prepared = txl("prepare", folder / "text.txt", "--out", folder / "corpus", "--test-fraction", "0.1")
     assert (prepared.status, prepared.err) == (0, "")
-    trained = txl("train", "--corpus", place / "corpus", "--run", place / "run", *MODEL, *TRAIN)
+    trained = txl("train", "--corpus", folder / "corpus", "--run", folder / "run", *MODEL, *TRAIN)
     assert trained.status == 0
     assert "17 steps" in trained.out
-    assert f"next: txl evaluate {place / 'run'}" in trained.out
-    return place
+    assert f"next: txl evaluate {folder / 'run'}" in trained.out
+    return folder
 
 
-def test_what_training_leaves(place: Path) -> None:
-    folder = RunFolder.open(place / "run")
-    lines = folder.metrics()
-    assert [(line["split"], line["step"]) for line in lines] == [
+@pytest.fixture
+def run(folder: Path) -> Run:
+    return load(folder / "run", device="cpu")
+
+
+def test_train_writes_metrics_checkpoints_and_config(folder: Path) -> None:
+    run_folder = RunFolder.open(folder / "run")
+    assert [(line["split"], line["step"]) for line in run_folder.metrics()] == [
         ("train", 5), ("train", 10), ("valid", 11), ("train", 15), ("valid", 17),
     ]  # fmt: skip
-    assert folder.checkpoints()[-1].name == "step-00000017"
-    assert folder.config.model.d_head == 5
-    assert folder.config.train.memory_length == 11
-    assert folder.config.corpus is not None
-    assert folder.config.corpus.path == str((place / "corpus").resolve())
+    assert run_folder.checkpoints()[-1].name == "step-00000017"
+    config = run_folder.config
+    assert (config.model.d_head, config.train.memory_length) == (5, 11)
+    assert config.corpus is not None
+    assert config.corpus.path == str((folder / "corpus").resolve())
 
 
-def test_train_as_json_and_with_a_recipe(place: Path, tmp_path: Path) -> None:
-    """Flags win over the recipe, and the word none takes its limit away."""
+def test_train_flags_override_the_recipe_and_none_removes_limits(folder: Path, tmp_path: Path) -> None:
     recipe = tmp_path / "small.yaml"
     recipe.write_text(
         "title: small\nsource: a test\ncorpus: text\n"
@@ -67,186 +74,148 @@ def test_train_as_json_and_with_a_recipe(place: Path, tmp_path: Path) -> None:
         "train: {segment_length: 7, memory_length: 11, batch_size: 3, max_steps: 5, eval_tokens: 29}\n"
         "evaluation: {memory_length: 13, attention_window: 5, clamp_length: 3}\n"
     )
-    words = ["--train.max-steps", "2", "--train.eval-tokens", "none", "--evaluation.attention-window", "none", "--json"]
-    said = txl("train", recipe, "--corpus", place / "corpus", "--run", tmp_path / "run", *words)
-    assert said.status == 0
-    found = said.object
-    assert (found["run"], found["finished"], found["step"], found["max_steps"]) == (str(tmp_path / "run"), True, 2, 2)
+    flags = ["--train.max-steps", "2", "--train.eval-tokens", "none", "--evaluation.attention-window", "none"]
+    trained = txl("train", recipe, "--corpus", folder / "corpus", "--run", tmp_path / "run", *flags, "--json")
+    result = trained.object
+    assert (trained.status, result["run"], result["finished"]) == (0, str(tmp_path / "run"), True)
+    assert (result["step"], result["max_steps"]) == (2, 2)
     config = RunFolder.open(tmp_path / "run").config
     assert (config.recipe, config.model.n_layers, config.train.eval_tokens) == (str(recipe), 1, None)
     assert EvaluationPlan.resolve(config) == EvaluationPlan(7, ContextLimits(13, None, 3))
-    more = txl("train", "--resume", tmp_path / "run", "--train.max-steps", "3", "--json")
-    assert (more.status, more.object["step"]) == (0, 3)
-    assert more.err.startswith(f"resuming {tmp_path / 'run'} at step 2 of 3\n")
+    resumed = txl("train", "--resume", tmp_path / "run", "--train.max-steps", "3", "--json")
+    assert (resumed.status, resumed.object["step"]) == (0, 3)
+    assert resumed.err.startswith(f"resuming {tmp_path / 'run'} at step 2 of 3\n")
     assert RunFolder.open(tmp_path / "run").config.train.max_steps == 3
 
 
-LENGTHS = ("segment_length", "memory_length", "attention_window", "clamp_length")
+def test_evaluate_prints_the_metrics_of_the_library(folder: Path, run: Run) -> None:
+    evaluated = txl("evaluate", folder / "run", "--json")
+    assert (evaluated.status, evaluated.err) == (0, "")
+    metrics = evaluated.object
+    expected = evaluate(run, Corpus.open(folder / "corpus").split("test"))
+    assert metrics["tokens"] == metrics["bytes"] == len(TEST)
+    assert metrics["nats_per_token"] == pytest.approx(expected.nats_per_token, rel=1e-6)
+    assert metrics["bits_per_byte"] == pytest.approx(metrics["nats_per_token"] / math.log(2), rel=1e-12)
+    assert metrics["perplexity"] == pytest.approx(math.exp(metrics["nats_per_token"]), rel=1e-12)
+    assert metrics["tokens_per_second"] == pytest.approx(metrics["tokens"] / metrics["seconds"])
+    assert [metrics[name] for name in LENGTHS] == [7, 11, None, None]
+    assert (metrics["run"], metrics["split"], metrics["dtype"]) == (str(folder / "run"), "test", "float32")
+    assert metrics["peak_memory_bytes"] > 0
+    assert metrics["nats_per_token"] < math.log(256)  # better than the uniform distribution over bytes
 
 
-def test_evaluate(place: Path) -> None:
-    """The figures are the library's, and fit one another."""
-    said = txl("evaluate", place / "run", "--json")
-    assert (said.status, said.err) == (0, "")
-    found = said.object
-    wanted = evaluate(load(place / "run", device="cpu"), Corpus.open(place / "corpus").split("test"))
-    assert found["tokens"] == found["bytes"] == len(TEST)
-    assert found["nats_per_token"] == pytest.approx(wanted.nats_per_token, rel=1e-6)
-    assert found["bits_per_byte"] == pytest.approx(found["nats_per_token"] / math.log(2), rel=1e-12)
-    assert found["perplexity"] == pytest.approx(math.exp(found["nats_per_token"]), rel=1e-12)
-    assert found["tokens_per_second"] == pytest.approx(found["tokens"] / found["seconds"])
-    assert [found[name] for name in LENGTHS] == [7, 11, None, None]
-    assert (found["run"], found["split"], found["dtype"]) == (str(place / "run"), "test", "float32")
-    assert found["peak_memory_bytes"] > 0
-    assert found["nats_per_token"] < math.log(256)  # it has learnt something
-
-
-def test_evaluate_at_other_lengths(place: Path) -> None:
+def test_evaluate_at_other_lengths(folder: Path) -> None:
     lengths = ["--segment-length=5", "--memory-length=29", "--attention-window=23", "--clamp-length=3"]
-    said = txl("evaluate", place / "run", "--json", *lengths, "--split=valid", "--max-tokens=31", "--checkpoint=last")
-    found = said.object
-    assert [found[name] for name in LENGTHS] == [5, 29, 23, 3]
-    assert (found["tokens"], found["split"]) == (31, "valid")
-    run_of = load(place / "run", device="cpu", checkpoint="last")
-    split = Corpus.open(place / "corpus").split("valid")
-    wanted = evaluate(run_of, split, EvaluationConfig(**dict(zip(LENGTHS, (5, 29, 23, 3), strict=True))), max_tokens=31)
-    assert found["nats_per_token"] == pytest.approx(wanted.nats_per_token, rel=1e-6)
-    limitless = txl("evaluate", place / "run", "--json", "--attention-window=none", "--clamp-length=none").object
-    assert (limitless["attention_window"], limitless["clamp_length"]) == (None, None)
+    options = ["--split=valid", "--max-tokens=31", "--checkpoint=last"]
+    metrics = txl("evaluate", folder / "run", "--json", *lengths, *options).object
+    assert [metrics[name] for name in LENGTHS] == [5, 29, 23, 3]
+    assert (metrics["tokens"], metrics["split"]) == (31, "valid")
+    config = EvaluationConfig(**dict(zip(LENGTHS, (5, 29, 23, 3), strict=True)))
+    last_run = load(folder / "run", device="cpu", checkpoint="last")
+    expected = evaluate(last_run, Corpus.open(folder / "corpus").split("valid"), config, max_tokens=31)
+    assert metrics["nats_per_token"] == pytest.approx(expected.nats_per_token, rel=1e-6)
+    unlimited = txl("evaluate", folder / "run", "--json", "--attention-window=none", "--clamp-length=none").object
+    assert (unlimited["attention_window"], unlimited["clamp_length"]) == (None, None)
 
 
-def test_sweep_equals_one_after_another(place: Path) -> None:
-    said = txl("evaluate", place / "run", "--json", "--sweep-memory-length", "0, 11,53", "--max-tokens=101")
-    assert (said.status, said.err) == (0, "")
-    assert (said.object["run"], said.object["split"]) == (str(place / "run"), "test")
-    sweep = said.object["sweep"]
-    assert [result["memory_length"] for result in sweep] == [0, 11, 53]
-    for result in sweep:
-        length = f"--memory-length={result['memory_length']}"
-        alone = txl("evaluate", place / "run", "--json", length, "--max-tokens=101").object
+def test_sweep_equals_separate_evaluations(folder: Path) -> None:
+    words = ["evaluate", folder / "run", "--max-tokens=101"]
+    swept = txl(*words, "--sweep-memory-length", "0, 11,53", "--json")
+    assert (swept.status, swept.err) == (0, "")
+    results = swept.object["sweep"]
+    assert [result["memory_length"] for result in results] == [0, 11, 53]
+    assert len({result["nats_per_token"] for result in results}) == 3
+    table = txl(*words, "--sweep-memory-length", "0,11,53").out
+    assert "101 tokens, 101 bytes" in table
+    for result in results:
+        single = txl(*words, f"--memory-length={result['memory_length']}", "--json").object
         same = ("tokens", "bytes", "nats_per_token", "bits_per_byte", "perplexity", *LENGTHS)
-        assert [result[name] for name in same] == [alone[name] for name in same]
-    assert len({result["nats_per_token"] for result in sweep}) == 3
+        assert [result[name] for name in same] == [single[name] for name in same]
+        assert f"{result['bits_per_byte']:.4f}" in table
+        assert f"{result['perplexity']:.3f}" in table
 
 
-def test_evaluate_for_people(place: Path) -> None:
-    said = txl("evaluate", place / "run", "--sweep-memory-length", "0,11", "--max-tokens=101")
-    assert (said.status, said.err) == (0, "")
-    figures = txl("evaluate", place / "run", "--memory-length=11", "--max-tokens=101", "--json").object
-    assert "101 tokens, 101 bytes" in said.out
-    assert f"{figures['bits_per_byte']:.4f}" in said.out
-    assert f"{figures['perplexity']:.3f}" in said.out
-
-
-def test_generate(place: Path) -> None:
-    """Streamed and as JSON it is the same text, the library's."""
-    loaded = load(place / "run", device="cpu")
-    wanted = generate(loaded, "the caf\u00e9", max_new_tokens=41, seed=3).text
-    words = ["--prompt", "the caf\u00e9", "--max-new-tokens", "41", "--seed", "3"]
-    streamed, said = txl("generate", place / "run", *words), txl("generate", place / "run", *words, "--json")
-    assert (streamed.status, streamed.out, streamed.err) == (0, wanted + "\n", "")
-    found = said.object
-    assert (found["text"], found["prompt"], found["num_tokens"], found["seed"]) == (wanted, "the caf\u00e9", 41, 3)
-    assert found["tokens_per_second"] == pytest.approx(41 / found["seconds"])
-
-
-def test_generate_in_other_ways(place: Path, tmp_path: Path) -> None:
-    loaded = load(place / "run", device="cpu")
-    (tmp_path / "prompt").write_bytes(b"the caf\xc3\xa9" * 40)  # far longer than the memory of 11
-    long = "the caf\u00e9" * 40
-    for words, prompt, settings in (
-        (["--greedy"], None, {"greedy": True}),
-        (["--temperature", "0"], None, {"greedy": True}),
-        (["--prompt-file", tmp_path / "prompt"], long, {}),
-        (["--prompt-file", tmp_path / "prompt", "--memory-length", "53"], long, {"memory_length": 53}),
-        (["--top-p", "0.5"], None, {"top_p": 0.5}),
-        (["--top-k", "2", "--temperature", "3"], None, {"temperature": 3.0, "top_k": 2}),
-    ):
-        said = txl("generate", place / "run", "--max-new-tokens", "23", *words)
-        assert (said.status, said.out) == (0, generate(loaded, prompt, max_new_tokens=23, **settings).text + "\n")
-
-
-def test_info_of_a_run(place: Path) -> None:
-    said = txl("info", place / "run", "--verify", "--json")
-    assert (said.status, said.err) == (0, "")
-    found = said.object["run"]
-    model = RunFolder.open(place / "run").load_model(torch.device("cpu"))
-    assert found["parameters"] == model.num_parameters()
-    assert (found["model"]["n_layers"], found["train"]["max_steps"], found["newest_checkpoint"]) == (
-        2,
-        17,
-        "step-00000017",
+def test_generate_prints_the_text_of_the_library(folder: Path, run: Run) -> None:
+    expected = generate(run, "the caf\u00e9", max_new_tokens=41, seed=3).text
+    words = ["generate", folder / "run", "--prompt", "the caf\u00e9", "--max-new-tokens", "41", "--seed", "3"]
+    streamed = txl(*words)
+    assert (streamed.status, streamed.out, streamed.err) == (0, expected + "\n", "")
+    result = txl(*words, "--json").object
+    assert (result["text"], result["prompt"], result["num_tokens"], result["seed"]) == (
+        expected,
+        "the caf\u00e9",
+        41,
+        3,
     )
-    assert found["checksums"] == "valid"
-    assert found["best_valid"]["split"] == "valid"
-    assert found["last_train"]["step"] == 15
-    shown = txl("info", place / "run")
-    assert shown.status == 0
-    assert f"{found['parameters']:,}" in shown.out
+    assert result["tokens_per_second"] == pytest.approx(41 / result["seconds"])
 
 
-def test_info_of_a_corpus_and_the_machine(place: Path) -> None:
-    found = txl("info", place / "corpus", "--verify", "--json").object
-    assert found["corpus"]["test"]["tokens"] == len(TEST)
-    assert found["corpus"]["checksums"] == "valid"
-    machine = txl("info", "--json").object["machine"]
-    assert (machine["torch"], machine["transformer_xl"]) == (torch.__version__, transformer_xl.__version__)
-    assert machine["attn_implementation_auto"] in machine["attn_implementations"]
-    assert "cpu" in machine["devices"]
+def test_generate_from_a_prompt_file_longer_than_the_memory(folder: Path, run: Run, tmp_path: Path) -> None:
+    prompt = "the caf\u00e9" * 40
+    (tmp_path / "prompt").write_text(prompt, encoding="utf-8")
+    words = ["--prompt-file", tmp_path / "prompt", "--max-new-tokens", "23", "--temperature", "0"]
+    expected = generate(run, prompt, max_new_tokens=23, greedy=True).text
+    assert txl("generate", folder / "run", *words).out == expected + "\n"
 
 
-def test_recipes() -> None:
-    found = txl("recipes", "--json").object
-    assert list(found) == recipe_names()
-    assert found["enwik8-12l"]["published"] == {"bits_per_byte": 1.06}
-    assert all(name in txl("recipes").out for name in recipe_names())
+def test_info_of_a_run(folder: Path) -> None:
+    facts = txl("info", folder / "run", "--verify", "--json").object["run"]
+    assert facts["parameters"] == RunFolder.open(folder / "run").load_model(torch.device("cpu")).num_parameters()
+    assert (facts["model"]["n_layers"], facts["train"]["max_steps"]) == (2, 17)
+    assert (facts["newest_checkpoint"], facts["checksums"]) == ("step-00000017", "valid")
+    assert (facts["best_valid"]["split"], facts["last_train"]["step"]) == ("valid", 15)
+    table = txl("info", folder / "run")
+    assert table.status == 0
+    assert f"{facts['parameters']:,}" in table.out
 
 
-@pytest.mark.parametrize("words", [["train"], *(["reproduce", name] for name in ("ablation", "context", "all"))])
-def test_help_says_that_a_recipe_goes_before_the_defaults_it_shows(words: list[str]) -> None:
-    said = " ".join(txl(*words, "--help").out.split())
-    assert "[default: 2000]" in said
-    assert "the defaults, then the recipe" in said
-    assert "then the recipe" not in txl("--help").out + txl("reproduce", "--help").out
+def test_info_of_a_corpus_and_the_hardware(folder: Path) -> None:
+    corpus = txl("info", folder / "corpus", "--verify", "--json").object["corpus"]
+    assert (corpus["test"]["tokens"], corpus["checksums"]) == (len(TEST), "valid")
+    hardware = txl("info", "--json").object["machine"]
+    assert (hardware["torch"], hardware["transformer_xl"]) == (torch.__version__, transformer_xl.__version__)
+    assert hardware["attn_implementation_auto"] in hardware["attn_implementations"]
+    assert "cpu" in hardware["devices"]
+
+
+def test_recipes_lists_all_with_published_results() -> None:
+    recipes = txl("recipes", "--json").object
+    assert list(recipes) == recipe_names()
+    assert recipes["enwik8-12l"]["published"] == {"bits_per_byte": 1.06}
+    table = txl("recipes").out
+    assert all(name in table for name in recipes)
+
+
+@pytest.mark.parametrize("words", [["train"], ["reproduce", "ablation"]])
+def test_help_explains_that_a_recipe_overrides_the_defaults_it_shows(words: list[str]) -> None:
+    text = " ".join(txl(*words, "--help").out.split())
+    assert "[default: 2000]" in text
+    assert "the defaults, then the recipe" in text
 
 
 def test_version_and_help() -> None:
     assert txl("--version").out.strip() == transformer_xl.__version__
     for words in ([], ["--help"]):
-        said = txl(*words)
-        assert said.status == 0
-        assert "evaluate" in said.out
+        shown = txl(*words)
+        assert shown.status == 0
+        assert "evaluate" in shown.out
+        assert "then the recipe" not in shown.out  # only the first paragraph of a command's help
     assert "--sweep-memory" in txl("evaluate", "--help").out
 
 
-# In a process of its own.
-
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(transformer_xl.__file__).parents[1])}
-COMMAND = [sys.executable, "-m", "transformer_xl"]
-
-
-def test_evaluate_as_a_program(place: Path) -> None:
-    """Standard output is one JSON object and nothing else, standard error empty."""
-    words = [*COMMAND, "evaluate", str(place / "run"), "--json", "--threads", "1"]
-    ended = subprocess.run(words, capture_output=True, text=True, env=ENVIRONMENT, check=False)
-    found = Said(ended.returncode, ended.stdout, ended.stderr)
-    assert (found.status, found.err) == (0, "")
-    assert found.object["nats_per_token"] == txl("evaluate", place / "run", "--json").object["nats_per_token"]
-
-
-def test_generate_streams_and_bears_a_reader_that_leaves(place: Path) -> None:
-    """The text appears while it is made: the first of it is read, and then no more is wanted."""
-    words = [*COMMAND, "generate", str(place / "run"), "--max-new-tokens", "1000000", "--prompt", "the"]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENVIRONMENT)
-    try:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        assert len(process.stdout.read(7)) == 7
-        assert process.poll() is None
-        process.stdout.close()
-        assert process.wait(timeout=300) == 0
-        assert process.stderr.read() == b""
-    finally:
-        process.kill()
-        process.wait()
-        process.stderr.close()
+def test_generate_streams_and_exits_when_the_pipe_is_closed(folder: Path) -> None:
+    """Text appears while it is generated; once its reader has closed the pipe, the command ends without an error."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(transformer_xl.__file__).parents[1])}
+    words = ["generate", str(folder / "run"), "--max-new-tokens", "1000000", "--prompt", "the"]
+    command = [sys.executable, "-m", "transformer_xl", *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            assert len(process.stdout.read(7)) == 7
+            assert process.poll() is None
+            process.stdout.close()
+            assert process.wait(timeout=300) == 0
+            assert process.stderr.read() == b""
+        finally:
+            process.kill()

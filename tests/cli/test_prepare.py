@@ -1,14 +1,15 @@
-"""`txl prepare` and `prepare()`: files, numbers, named data sets, texts in memory, trained tokenizers."""
+"""`txl prepare` and `prepare()`: text files, integers, named data sets, texts in memory, trained tokenizers."""
 
 from __future__ import annotations
 
 import gzip
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from refusals import Said, txl
+from refusals import txl
 
 from transformer_xl.config import UserError
 from transformer_xl.progress import StageBars
@@ -20,184 +21,170 @@ from transformer_xl.text.tokenizers import TokenizerConfig
 TEXT = "".join(f"the cat no. {index % 41} sat,\nand sat; caf\u00e9 {index}\n" for index in range(307)).encode()
 
 
-def prepare(*words: str | Path) -> Said:
-    return txl("prepare", *words)
+def prepare(*words: str | Path) -> dict[str, Any]:
+    """Run `txl prepare WORDS --json`, which must succeed, and return the printed object."""
+    prepared = txl("prepare", *words, "--json")
+    assert prepared.status == 0
+    return prepared.object
 
 
-def tokens(folder: str | Path, split: str) -> list[int]:
+def token_ids(folder: str | Path, split: str) -> list[int]:
     return np.asarray(Corpus.open(folder).split(split).tokens[:]).tolist()
 
 
-def text(folder: str | Path, split: str) -> bytes:
-    corpus = Corpus.open(folder)
-    return corpus.tokenizer.decode_bytes(tokens(folder, split))
+def decoded(folder: str | Path, *splits: str) -> bytes:
+    """Return the concatenated text of the splits, decoded from their token ids."""
+    tokenizer = Corpus.open(folder).tokenizer
+    return b"".join(tokenizer.decode_bytes(token_ids(folder, split)) for split in splits)
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The working directory, with text.txt."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TXL_CACHE", str(tmp_path / "cache"))
     (tmp_path / "text.txt").write_bytes(TEXT)
-    return tmp_path
 
 
-def test_bytes_of_a_cut_text() -> None:
-    found = prepare("text.txt", "--test-fraction", "0.1", "--json").object
-    assert (found["name"], found["tokenizer"], found["vocab_size"]) == ("text", "byte", 256)
-    assert found["out"] == "corpora/text"
-    parts = {split: text("corpora/text", split) for split in ("train", "valid", "test")}
-    assert b"".join(parts.values()) == TEXT
-    assert all(part.endswith(b"\n") for part in parts.values())
-    assert abs(len(parts["test"]) - len(TEXT) * 0.1) < 40 > abs(len(parts["valid"]) - len(TEXT) * 0.05)
-    for split, part in parts.items():
-        assert found["splits"][split] == {
-            "num_tokens": len(part), "num_bytes": len(part), "num_words": len(part.split()), "num_unknown": 0,
+def test_text_is_split_at_line_boundaries_by_fraction() -> None:
+    facts = prepare("text.txt", "--test-fraction", "0.1")
+    assert (facts["name"], facts["tokenizer"], facts["vocab_size"]) == ("text", "byte", 256)
+    assert facts["out"] == "corpora/text"
+    texts = {split: decoded("corpora/text", split) for split in ("train", "valid", "test")}
+    assert b"".join(texts.values()) == TEXT
+    assert all(text.endswith(b"\n") for text in texts.values())
+    assert abs(len(texts["test"]) - len(TEXT) * 0.1) < 40 > abs(len(texts["valid"]) - len(TEXT) * 0.05)
+    for split, text in texts.items():
+        assert facts["splits"][split] == {
+            "num_tokens": len(text), "num_bytes": len(text), "num_words": len(text.split()), "num_unknown": 0,
             "num_documents": 1,
         }  # fmt: skip
 
 
-def test_given_splits() -> None:
+@pytest.mark.parametrize(("length", "recipe"), [(511, "tiny"), (512, "small")])
+def test_files_for_each_split_and_the_recipe_whose_batch_fits(length: int, recipe: str) -> None:
+    """A batch of the recipe small has 16 x 64 = 1,024 tokens."""
     for name in ("a", "b", "c"):
-        Path(name).write_text(name * 7)
-    said = prepare("--train", "a", "b", "--test", "c", "--out", "corpus")
-    assert (said.status, said.err) == (0, "")
-    assert "train" in said.out
-    assert said.out.endswith("next: txl train small --corpus corpus\n")
+        Path(name).write_text(name * length)
+    prepared = txl("prepare", "--train", "a", "b", "--test", "c", "--out", "corpus")
+    assert (prepared.status, prepared.err) == (0, "")
+    assert "train" in prepared.out
+    assert prepared.out.endswith(f"next: txl train {recipe} --corpus corpus\n")
     assert Corpus.open("corpus").splits == ("train", "test")
-    assert text("corpus", "train") == b"aaaaaaabbbbbbb"
+    assert decoded("corpus", "train") == b"a" * length + b"b" * length
     assert Corpus.open("corpus").split("train").num_documents == 2
 
 
 def test_lines_as_documents() -> None:
-    assert prepare("--train", "text.txt", "--document-unit", "line", "--out", "c").status == 0
-    assert Corpus.open("c").split("train").num_documents == TEXT.count(b"\n")
+    facts = prepare("--train", "text.txt", "--document-unit", "line", "--out", "c")
+    assert facts["splits"]["train"]["num_documents"] == TEXT.count(b"\n")
 
 
-def test_any_number_of_workers_gives_the_same() -> None:
-    for workers in ("1", "2"):
-        words = ["text.txt", "--tokenizer", "word", "--document-unit", "line", "--num-workers", workers]
-        assert prepare(*words, "--out", f"c{workers}").status == 0
-    assert (Path("c1") / "corpus.json").read_bytes() == (Path("c2") / "corpus.json").read_bytes()
+def test_flags_of_the_word_tokenizer() -> None:
+    facts = prepare("text.txt", "--tokenizer", "word", "--out", "plain")
+    assert facts["splits"]["valid"]["num_unknown"] > 0 == facts["splits"]["train"]["num_unknown"]
+    sizes = {
+        flag: prepare("text.txt", "--tokenizer", "word", *flag.split(), "--out", f"c{flag}")["vocab_size"]
+        for flag in ("--lowercase", "--split-punctuation", "--min-frequency 2", "--no-add-eos")
+    }
+    assert sizes["--lowercase"] == facts["vocab_size"]  # the text has no uppercase
+    assert sizes["--split-punctuation"] != facts["vocab_size"]
+    assert sizes["--min-frequency 2"] < facts["vocab_size"]
+    assert sizes["--no-add-eos"] == facts["vocab_size"] - 1
+    Path("words.txt").write_bytes(b"<eos>\n<unk>\nthe\ncat\n")
+    assert prepare("text.txt", "--tokenizer", "word", "--vocab-file", "words.txt", "--out", "file")["vocab_size"] == 4
+    assert token_ids("file", "train")[:7] == [2, 3, 1, 1, 1, 0, 1]
 
 
-def test_words_and_their_flags() -> None:
-    assert prepare("text.txt", "--tokenizer", "word", "--out", "plain").status == 0
-    counts = Corpus.open("plain").record.splits
-    assert counts["valid"].num_unknown > 0 == counts["train"].num_unknown
-    size = Corpus.open("plain").tokenizer.vocab_size
-    sizes = {}
-    for flags in (
-        ["--lowercase"],
-        ["--split-punctuation"],
-        ["--min-frequency", "2"],
-        ["--vocab-size", "11"],
-        ["--no-add-eos"],
-    ):
-        found = prepare("text.txt", "--tokenizer", "word", *flags, "--out", f"c{flags[0]}", "--json").object
-        sizes[flags[0]] = found["vocab_size"]
-    assert sizes["--lowercase"] == size  # there are no large letters
-    assert sizes["--split-punctuation"] != size
-    assert sizes["--min-frequency"] < size
-    assert sizes["--vocab-size"] == 11
-    assert sizes["--no-add-eos"] == size - 1
-    words = b"<eos>\n<unk>\nthe\ncat\n"
-    Path("words.txt").write_bytes(words)
-    found = prepare("text.txt", "--tokenizer", "word", "--vocab-file", "words.txt", "--out", "listed", "--json").object
-    assert found["vocab_size"] == 4
-    assert tokens("listed", "train")[:7] == [2, 3, 1, 1, 1, 0, 1]
+@pytest.mark.parametrize("flags", [["char"], ["bpe", "--vocab-size", "300"]], ids=" ".join)
+def test_other_tokenizers_decode_to_the_same_text(flags: list[str]) -> None:
+    prepare("text.txt", "--tokenizer", *flags, "--out", "c")
+    assert decoded("c", "train", "valid", "test") == TEXT
 
 
-@pytest.mark.parametrize("kind", ["char", "bpe"])
-def test_other_kinds_come_back_exactly(kind: str) -> None:
-    flags = ["--vocab-size", "300"] if kind == "bpe" else []
-    assert prepare("text.txt", "--tokenizer", kind, *flags, "--out", "c").status == 0
-    assert b"".join(text("c", split) for split in ("train", "valid", "test")) == TEXT
-
-
-def test_a_trained_tokenizer_encodes_further_text() -> None:
-    assert prepare("text.txt", "--tokenizer", "word", "--out", "first").status == 0
+def test_a_trained_tokenizer_encodes_other_text() -> None:
+    prepare("text.txt", "--tokenizer", "word", "--out", "first")
     Path("more.txt").write_bytes(b"the dog sat,\nthe cat\n")
     for path in ("first", "first/txl_tokenizer.json"):
-        found = prepare("--train", "more.txt", "--tokenizer", path, "--out", f"{path}-more", "--json")
-        assert found.object["splits"]["train"]["num_unknown"] == 1
-        assert (Path(f"{path}-more") / "txl_tokenizer.json").read_bytes() == Path(
-            "first/txl_tokenizer.json"
-        ).read_bytes()
+        facts = prepare("--train", "more.txt", "--tokenizer", path, "--out", f"{path}-more")
+        assert facts["splits"]["train"]["num_unknown"] == 1
+        assert Corpus.open(f"{path}-more").record.tokenizer_sha256 == Corpus.open("first").record.tokenizer_sha256
 
 
-def test_numbers() -> None:
+def test_integers_from_arrays_and_text() -> None:
     rows = np.arange(7 * 11).reshape(7, 11) % 23
     np.save("music.npy", rows)
-    found = prepare("music.npy", "--valid-fraction", "0.2", "--test-fraction", "0", "--json").object
-    assert (found["tokenizer"], found["vocab_size"], found["out"]) == ("integer", 24, "corpora/music")
-    ended = np.concatenate([rows, np.full((7, 1), 23)], axis=1)
-    assert tokens("corpora/music", "train") == ended[:6].ravel().tolist()
-    assert tokens("corpora/music", "valid") == ended[6:].ravel().tolist()
+    facts = prepare("music.npy", "--valid-fraction", "0.2", "--test-fraction", "0")
+    assert (facts["tokenizer"], facts["vocab_size"], facts["out"]) == ("integer", 24, "corpora/music")
+    with_eos = np.concatenate([rows, np.full((7, 1), 23)], axis=1)  # 23, the largest id, ends each row
+    assert token_ids("corpora/music", "train") == with_eos[:6].ravel().tolist()
+    assert token_ids("corpora/music", "valid") == with_eos[6:].ravel().tolist()
     Path("proteins.txt").write_text("".join(" ".join(map(str, row)) + "\n" for row in rows.tolist()))
-    words = ["proteins.txt", "--tokenizer", "integer", "--vocab-size", "30", "--valid-fraction", "0.4"]
-    assert prepare(*words, "--test-fraction", "0", "--out", "p").status == 0
-    assert text("p", "train") + text("p", "valid") == Path("proteins.txt").read_bytes()
-    assert Corpus.open("p").tokenizer.vocab_size == 30
+    flags = ["--tokenizer", "integer", "--vocab-size", "30", "--valid-fraction", "0.4", "--test-fraction", "0"]
+    assert prepare("proteins.txt", *flags, "--out", "p")["vocab_size"] == 30
+    assert decoded("p", "train", "valid") == Path("proteins.txt").read_bytes()
 
 
 @pytest.fixture
 def small_ptb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with other texts instead of those of ptb, and a ptb without checksums."""
-    folder = tmp_path / "mine"
+    """A folder with short files of the data set ptb, whose checksums are not compared; test should have 5 tokens."""
+    folder = tmp_path / "downloaded"
     folder.mkdir()
     for split, content in {"train": b"a N <unk>\n b a\n", "valid": b"b c\n", "test": b"d\n"}.items():
         (folder / f"ptb.{split}.txt.gz").write_bytes(gzip.compress(content))
-    corpus = named_datasets.DISTRIBUTED["ptb"]
+    dataset = named_datasets.DISTRIBUTED["ptb"]
     splits = {
-        split: tuple(replace(part, text=replace(part.text, num_bytes=None, checksum=None, urls=())) for part in of)
-        for split, of in corpus.splits.items()
+        split: tuple(replace(file, text=replace(file.text, num_bytes=None, checksum=None, urls=())) for file in files)
+        for split, files in dataset.splits.items()
     }
-    known = {"train": 7, "valid": 3, "test": 5}
-    monkeypatch.setitem(named_datasets.DISTRIBUTED, "ptb", replace(corpus, splits=splits, expected_num_tokens=known))
+    num_tokens = {"train": 7, "valid": 3, "test": 5}
+    changed = replace(dataset, splits=splits, expected_num_tokens=num_tokens)
+    monkeypatch.setitem(named_datasets.DISTRIBUTED, "ptb", changed)
     return folder
 
 
-def test_a_named_dataset_has_its_own_tokenizer(small_ptb: Path) -> None:
-    said = prepare("ptb", "--data-dir", small_ptb, "--json")
-    found = said.object
-    assert (found["out"], found["tokenizer"], found["vocab_size"]) == ("corpora/ptb", "word", 7)
-    assert tokens("corpora/ptb", "train") == [1, 3, 4, 0, 2, 1, 0]
-    assert text("corpora/ptb", "train") == b"a n <unk>\nb a\n"
-    assert said.err == "note: test has 2 tokens, but ptb should have 5; is this the right text?\n"
+def test_a_named_dataset_has_a_default_tokenizer(small_ptb: Path) -> None:
+    prepared = txl("prepare", "ptb", "--data-dir", small_ptb, "--json")
+    facts = prepared.object
+    assert (facts["out"], facts["tokenizer"], facts["vocab_size"]) == ("corpora/ptb", "word", 7)
+    assert token_ids("corpora/ptb", "train") == [1, 3, 4, 0, 2, 1, 0]
+    assert decoded("corpora/ptb", "train") == b"a n <unk>\nb a\n"
+    assert prepared.err == "note: test has 2 tokens, but ptb should have 5; is this the right text?\n"
 
 
-def test_its_tokenizer_can_be_changed(small_ptb: Path) -> None:
-    said = prepare("ptb", "--data-dir", small_ptb, "--no-lowercase", "--out", "large", "--json")
-    assert text("large", "train") == b"a N <unk>\nb a\n"
-    assert said.err == ""
-    found = prepare("ptb", "--data-dir", small_ptb, "--tokenizer", "char", "--out", "c", "--json").object
-    assert text("c", "train") == b"a N <unk>\n b a\n"
-    assert found["vocab_size"] == len(set(b"a N <unk>\n b a\n")) + 256  # learned from train alone
+def test_flags_override_the_tokenizer_of_a_named_dataset(small_ptb: Path) -> None:
+    assert txl("prepare", "ptb", "--data-dir", small_ptb, "--no-lowercase", "--out", "cased").err == ""
+    assert decoded("cased", "train") == b"a N <unk>\nb a\n"
+    facts = prepare("ptb", "--data-dir", small_ptb, "--tokenizer", "char", "--out", "c")
+    assert decoded("c", "train") == b"a N <unk>\n b a\n"
+    assert facts["vocab_size"] == len(set(b"a N <unk>\n b a\n")) + 256  # characters of train, and one token per byte
 
 
-def test_glued_punctuation_is_noticed() -> None:
-    said = prepare("text.txt", "--tokenizer", "word", "--vocab-size", "21", "--out", "a")
-    assert "of the 21 most frequent words end in punctuation" in said.err
-    assert "--split-punctuation" in said.err
-    for flags in (["--split-punctuation"], ["--no-split-punctuation"]):
-        assert prepare("text.txt", "--tokenizer", "word", *flags, "--out", f"c{flags[0]}").err == ""
-    assert prepare("text.txt", "--tokenizer", "a", "--out", "b").err == ""  # where it can no longer be given
+def test_words_with_attached_punctuation_are_noted() -> None:
+    prepared = txl("prepare", "text.txt", "--tokenizer", "word", "--vocab-size", "21", "--out", "a")
+    assert "of the 21 most frequent words end in punctuation" in prepared.err
+    assert "--split-punctuation" in prepared.err
+    assert Corpus.open("a").tokenizer.vocab_size == 21
+    assert txl("prepare", "text.txt", "--tokenizer", "word", "--no-split-punctuation", "--out", "b").err == ""
+    assert txl("prepare", "text.txt", "--tokenizer", "a", "--out", "c").err == ""  # trained tokenizers stay as they are
 
 
-def test_a_text_in_two_splits_is_noticed() -> None:
-    said = prepare("--train", "text.txt", "--valid", "./text.txt", "--out", "c", "--json")
-    assert said.object["splits"]["valid"]["num_bytes"] == len(TEXT)
-    assert said.err == "note: text.txt is in train and valid\n"
+def test_a_file_in_two_splits_is_noted() -> None:
+    prepared = txl("prepare", "--train", "text.txt", "--valid", "./text.txt", "--out", "c", "--json")
+    assert prepared.object["splits"]["valid"]["num_bytes"] == len(TEXT)
+    assert prepared.err == "note: text.txt is in train and valid\n"
 
 
-def test_bars_are_shown_after_a_while(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_lines_only_of_stages_longer_than_two_seconds(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     clock = [100.0]
     monkeypatch.setattr("time.perf_counter", lambda: clock[0])
     with StageBars() as bars:
-        for what in ("quick", "slow"):
+        for stage, seconds in (("quick", 0.04), ("slow", 1.0)):
             for done in range(40):
-                bars(what, done, 100)
-                clock[0] += 0.04 if what == "quick" else 1.0
+                bars(stage, done, 100)
+                clock[0] += seconds
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 3
     assert all(line.startswith("slow: ") for line in lines)
@@ -206,15 +193,15 @@ def test_bars_are_shown_after_a_while(monkeypatch: pytest.MonkeyPatch, capsys: p
 
 def test_documents_in_memory() -> None:
     texts = ["one two\n", "caf\u00e9 one", "one two six\n"]
-    corpus = prepare_corpus(out="whole", documents=texts, valid_fraction=0.3, test_fraction=0)
-    assert text("whole", "train") + text("whole", "valid") == "".join(texts).encode()
-    assert (corpus.name, corpus.split("train").num_documents) == ("whole", 3)
-    corpus = prepare_corpus(out="given", documents={"train": texts[:2], "test": texts[2:]}, tokenizer="word")
+    corpus = prepare_corpus(out="joined", documents=texts, valid_fraction=0.3, test_fraction=0)
+    assert decoded("joined", "train", "valid") == "".join(texts).encode()
+    assert (corpus.name, corpus.split("train").num_documents) == ("joined", 3)
+    corpus = prepare_corpus(out="by-split", documents={"train": texts[:2], "test": texts[2:]}, tokenizer="word")
     assert corpus.splits == ("train", "test")
     assert corpus.record.splits["test"].num_unknown == 1
-    for wrong, message in ((({"valid": ["a"]}), "no split 'train'"), ({"trian": ["a"]}, "did you mean 'train'")):
+    for documents, message in (({"valid": ["a"]}, "no split 'train'"), ({"trian": ["a"]}, "did you mean 'train'")):
         with pytest.raises(UserError, match=message):
-            prepare_corpus(out="new", documents=wrong)
+            prepare_corpus(out="new", documents=documents)
     with pytest.raises(UserError, match="both documents and files"):
         prepare_corpus("text.txt", "new", documents=texts)
     with pytest.raises(UserError, match="word is trained already; leave --no-add-eos out"):
@@ -223,14 +210,14 @@ def test_documents_in_memory() -> None:
     assert again.record.tokenizer_sha256 == corpus.record.tokenizer_sha256
 
 
-def test_progress_covers_training_and_writing() -> None:
-    calls: dict[str, tuple[int, int]] = {}
+def test_progress_reports_all_bytes_of_training_and_writing() -> None:
+    last: dict[str, tuple[int, int]] = {}
 
     def progress(stage: str, done: int, total: int) -> None:
-        calls[stage] = (done, total)
+        last[stage] = (done, total)
 
     config = TokenizerConfig(kind="word", eos_token="<end>")
     corpus = prepare_corpus("text.txt", "c", tokenizer=config, min_frequency=2, progress=progress)
     assert corpus.tokenizer.to_json()["eos_token"] == "<end>"
     train = corpus.record.splits["train"].num_bytes
-    assert calls == {"train tokenizer": (train, train), "write": (len(TEXT), len(TEXT))}
+    assert last == {"train tokenizer": (train, train), "write": (len(TEXT), len(TEXT))}

@@ -1,1 +1,1 @@
-"""The command `txl`: a thin verb per file, imported only when used."""
+"""The command line `txl`: one module for each command, imported only when that command runs."""

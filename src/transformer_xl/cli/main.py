@@ -1,4 +1,4 @@
-"""Entry point of `txl`. Commands are listed here, and imported only when run."""
+"""Entry point of the command line `txl`: lists the commands, runs one, and turns errors into one-line messages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cyclopts import App, CycloptsError
 
 from transformer_xl import __version__
 
-# The first paragraph is shown by 'txl --help', the rest only by the command's own --help.
+# 'txl --help' shows only the first paragraph, 'txl COMMAND --help' the whole text.
 COMMANDS = {
     "demo": "The main workflow on real text, in minutes: prepare, train, evaluate, generate, report.",
     "prepare": "Turn text into a corpus: token ids on disk.",
@@ -31,7 +31,7 @@ COMMANDS = {
 
 
 def build_app() -> App:
-    """Build the command tree without importing torch."""
+    """Return the application with all commands; a command's module is imported only when the command runs."""
     app = App(
         name="txl",
         help="Transformer-XL: train, evaluate with memory far beyond the training length, generate.",
@@ -45,78 +45,83 @@ def build_app() -> App:
 
 
 def main() -> None:
-    """Run one command. Exit status: 0 done, 2 bad input, 130 or 143 stopped by Ctrl-C or SIGTERM."""
-    # SIGTERM raises SystemExit, so that half-written files are removed, as after Ctrl-C
+    """Run the command in `sys.argv` and exit: 0 on success, 2 on bad input, 130 or 143 after Ctrl-C or SIGTERM."""
+    # SIGTERM raises SystemExit, so that incomplete files are removed, as after Ctrl-C
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     keep_freed_memory()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # for a terminal whose encoding lacks a character
-    if sys.stdout is None:  # the caller closed it (>&-)
-        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (open as long as the program runs)
+            stream.reconfigure(errors="replace")  # the terminal's encoding may lack a character
+    if sys.stdout is None:  # the shell closed it (txl ... >&-)
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (stays open until the program exits)
     sys.exit(run(sys.argv[1:]))
 
 
 def keep_freed_memory() -> bool:
-    """Let glibc keep the memory that this process frees, so that a training step reuses the pages of the one before.
+    """Let glibc keep the memory that this process frees, so that a training step reuses the pages of the previous one.
 
-    Fresh pages must be zeroed by the kernel, which costs more than using them. Buffers above 32 MiB, the largest that
-    glibc takes from its heap, are still returned: without that limit, gaps between aligned buffers make the heap grow.
+    The kernel zeroes each fresh page, which costs more time than using it. Buffers above 32 MiB, the largest that glibc
+    can allocate in its heap, still go back to the system: otherwise gaps between aligned buffers make the heap grow.
 
     Returns:
         Whether the settings were applied; false if the C library is not glibc.
     """
     if not sys.platform.startswith("linux"):
         return False
-    trim_threshold, top_pad, mmap_threshold = -1, -2, -3  # M_TRIM_THRESHOLD, ... in glibc's malloc.h
+    trim_threshold, top_pad, mmap_threshold = -1, -2, -3  # M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD in malloc.h
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False
     return all([mallopt(mmap_threshold, 2**25), mallopt(trim_threshold, -1), mallopt(top_pad, 2**26)])
 
 
-def run(words: list[str]) -> int:
-    """Run one command line and return its exit status; an error that the user can correct is printed as one line."""
+def run(arguments: list[str]) -> int:
+    """Run a command and return its exit status; an error that the user can correct is printed as one line.
+
+    Args:
+        arguments: the command and its arguments, such as ["info", "runs/mine"].
+    """
     try:
-        status = build_app()(words, exit_on_error=False, print_error=False)
+        status = build_app()(arguments, exit_on_error=False, print_error=False)
         sys.stdout.flush()
         return status if isinstance(status, int) else 0
     except KeyboardInterrupt:
         print("txl: stopped", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        return _discard_output()  # the reader of the pipe has closed it (| head)
+        _discard_output()  # the program that reads the pipe has closed it (txl ... | head)
+        return 0
     except Exception as error:
-        line = _one_line(error)
-        if line is None:
+        message = _user_message(error)
+        if message is None:
             raise  # a bug: keep the traceback
         if isinstance(error, CycloptsError) and _is_nonzero_rank():
             return 2
-        print(f"txl: error: {line}", file=sys.stderr)
+        print(f"txl: error: {message}", file=sys.stderr)
         if isinstance(error, OSError):
             _discard_output()
         return 2
 
 
 def _is_nonzero_rank() -> bool:
-    """Return whether this is a torchrun worker other than rank 0, which prints the same error."""
-    rank, size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
-    return rank.isdecimal() and size.isdecimal() and 0 < int(rank) < int(size)
+    """Return whether this is a torchrun process other than rank 0; rank 0 prints the same error."""
+    rank, world_size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
+    return rank.isdecimal() and world_size.isdecimal() and 0 < int(rank) < int(world_size)
 
 
-def _discard_output() -> int:
-    """Redirect standard output to nowhere, so that flushing it at exit cannot fail again."""
+def _discard_output() -> None:
+    """Redirect standard output to /dev/null, so that flushing it at exit cannot fail again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0
 
 
-def _one_line(error: Exception) -> str | None:
-    """Return the message for the user, or None if the user cannot correct the error."""
+def _user_message(error: Exception) -> str | None:
+    """Return a one-line message, or None if the user cannot correct the error."""
     from pydantic import BaseModel, ValidationError
 
     from transformer_xl.config import UserError, explain
 
-    if _is_out_of_memory(error):
+    out_of_memory = ("can't allocate memory", "out of memory", "Invalid buffer size")  # torch on CPU, CUDA, MPS
+    if isinstance(error, MemoryError) or any(phrase in str(error) for phrase in out_of_memory):
         return "not enough memory; lower the batch size, the segment length, the memory length or the model's size"
     if isinstance(error, OSError):
         return f"{error.filename or 'writing the output'}: {error.strerror or error}"
@@ -125,12 +130,7 @@ def _one_line(error: Exception) -> str | None:
     cause = error.__cause__
     text = explain(BaseModel, cause) if isinstance(cause, ValidationError) else str(error)
     if isinstance(error, CycloptsError):
-        option = getattr(getattr(error, "argument", None), "name", "")
-        text = f"{option}.{text}" if option and isinstance(cause, ValidationError) else text
+        group = getattr(getattr(error, "argument", None), "name", "")  # of settings, such as --model
+        text = f"{group}.{text}" if group and isinstance(cause, ValidationError) else text
         text = f"{text.rstrip('.')}; --help lists the options"
     return " ".join(text.split())
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    messages = ("can't allocate memory", "out of memory", "Invalid buffer size")  # torch on CPU, CUDA, MPS
-    return isinstance(error, MemoryError) or any(message in str(error) for message in messages)

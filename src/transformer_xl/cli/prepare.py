@@ -1,16 +1,17 @@
-"""`txl prepare`: turn text into a corpus of tokens."""
+"""`txl prepare`: turn text into a corpus, a folder of token ids that `txl train` reads."""
 
 from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
 from transformer_xl.cli.flags import TokenizerFlags, given
 from transformer_xl.cli.options import Json
 from transformer_xl.cli.output import print_json, print_table
+from transformer_xl.config import load_recipe
 from transformer_xl.progress import StageBars, say
 from transformer_xl.text.documents import DocumentUnit
 
@@ -41,7 +42,7 @@ def prepare(
         sources: Files, folders and quoted patterns, whose joined text is split into train, valid and test; or the name
             of a data set: enwik8, text8, wikitext-103, wikitext-2, ptb, lm1b, python-stdlib.
         out: Folder to create; it must not exist. [default: corpora/NAME]
-        train: Files, folders and patterns to train on, instead of cutting one text.
+        train: Files, folders and patterns to train on, instead of splitting one text.
         valid: Files, folders and patterns to validate on.
         test: Files, folders and patterns to test on.
         valid_fraction: Fraction of the joined text that becomes valid. [default: 0.05]
@@ -75,31 +76,36 @@ def prepare(
             num_workers=num_cores() if num_workers is None else num_workers,
             progress=bars,
         )
-    _show(corpus, time.perf_counter() - start, json)
+    _print_corpus(corpus, time.perf_counter() - start, as_json=json)
     for note in corpus.notes:
         say(f"note: {note}")
 
 
-def _show(corpus: Corpus, seconds: float, as_json: bool) -> None:
-    counted = ("num_tokens", "num_bytes", "num_words", "num_unknown", "num_documents")
-    counts = {split: corpus.record.splits[split].model_dump(include=set(counted)) for split in corpus.splits}
+def _print_corpus(corpus: Corpus, seconds: float, *, as_json: bool) -> None:
+    count_names = ("num_tokens", "num_bytes", "num_words", "num_unknown", "num_documents")
+    splits = {split: corpus.record.splits[split].model_dump(include=set(count_names)) for split in corpus.splits}
+    tokenizer = corpus.tokenizer
     if as_json:
-        values: dict[str, Any] = {
+        facts = {
             "name": corpus.name,
             "source": corpus.source,
-            "tokenizer": corpus.tokenizer.kind,
-            "vocab_size": corpus.tokenizer.vocab_size,
-            "splits": counts,
+            "tokenizer": tokenizer.kind,
+            "vocab_size": tokenizer.vocab_size,
+            "splits": splits,
             "seconds": seconds,
             "out": str(corpus.path),
         }
-        print_json(values)
+        print_json(facts)
         return
     rows: list[list[str]] = []
-    for split, of_split in counts.items():
-        unknown = f" ({of_split['num_unknown'] / of_split['num_tokens']:.2%})" if of_split["num_unknown"] else ""
-        rows.append([split, *(f"{of_split[name]:,}{unknown if name == 'num_unknown' else ''}" for name in counted)])
-    title = f"{corpus.name}: {corpus.tokenizer.kind} tokenizer, vocabulary of {corpus.tokenizer.vocab_size:,}, in "
+    for split, counts in splits.items():
+        cells = {name: f"{counts[name]:,}" for name in count_names}
+        if counts["num_unknown"]:
+            cells["num_unknown"] += f" ({counts['num_unknown'] / counts['num_tokens']:.2%})"
+        rows.append([split, *cells.values()])
+    title = f"{corpus.name}: {tokenizer.kind} tokenizer, vocabulary of {tokenizer.vocab_size:,}, in {corpus.path}"
     columns = ["split", "tokens", "bytes", "words", "unknown words", "documents"]
-    print_table(f"{title}{corpus.path} ({seconds:.1f} s)", columns, rows)
-    print(f"next: txl train small --corpus {corpus.path}")
+    print_table(f"{title} ({seconds:.1f} s)", columns, rows)
+    small = load_recipe("small").train
+    fits = splits["train"]["num_tokens"] >= small["batch_size"] * small["segment_length"]  # one batch
+    print(f"next: txl train {'small' if fits else 'tiny'} --corpus {corpus.path}")

@@ -17,9 +17,9 @@ def recipes(*, json: Json = False) -> None:
         [
             name,
             recipe.corpus,
-            "" if recipe.parameters is None else f"{recipe.parameters:,}",
-            "" if recipe.flops_per_step is None else f"{recipe.flops_per_step / 1e12:,.3g}",
-            "" if recipe.bytes_per_step is None else f"{recipe.bytes_per_step / 1e9:,.3g}",
+            f"{recipe.parameters or 0:,}",
+            f"{(recipe.flops_per_step or 0) / 1e12:,.3g}",
+            f"{(recipe.bytes_per_step or 0) / 1e9:,.3g}",
             _format_metrics(recipe.published) or "-",
             _format_metrics(recipe.measured) or "not measured",
         ]
@@ -30,5 +30,5 @@ def recipes(*, json: Json = False) -> None:
 
 
 def _format_metrics(metrics: dict[str, float]) -> str:
-    short = {"bits_per_byte": "bits/byte", "perplexity": "ppl"}
-    return ", ".join(f"{value:g} {short.get(name, name.replace('_', ' '))}" for name, value in metrics.items())
+    units = {"bits_per_byte": "bits/byte", "perplexity": "ppl"}
+    return ", ".join(f"{value:g} {units.get(name, name.replace('_', ' '))}" for name, value in metrics.items())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import signal
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
@@ -35,14 +35,14 @@ def train(
     """Train a new model on a corpus, or resume a run.
 
     Settings: the defaults, then the recipe, then flags. Ctrl-C or SIGTERM saves a checkpoint and ends the command with
-    status 130 or 143; --resume continues from there as if it had never stopped.
+    status 130 or 143; --resume continues from there with the same results as without the stop.
 
     Parameters
     ----------
     recipe
-        Name of a recipe ('txl recipes' lists them), or a YAML file like them.
+        Name of a recipe ('txl recipes' lists them), or a YAML file in the same format. [default: no recipe]
     corpus
-        Folder that 'txl prepare' made.
+        Folder that 'txl prepare' created.
     run
         New folder for settings, weights and metrics. [default: runs/CORPUS-RECIPE]
     resume
@@ -50,35 +50,29 @@ def train(
     """
     from transformer_xl.training import train as training
 
-    flags = given(model=model, train=train, evaluation=evaluation)
-    of_model, of_train, of_evaluation = (flags.get(group) for group in ("model", "train", "evaluation"))
-    device, threads = machine.device, machine.threads
+    options: dict[str, Any] = given(model=model, train=train, evaluation=evaluation)
+    options |= {"device": machine.device, "threads": machine.threads, "handle_signals": True}
     if resume is None:
         if corpus is None:
             raise UserError("training needs --corpus DIR (from 'txl prepare'), or --resume RUN to resume a run")
-        result = training.train(
-            recipe, corpus, run, model=of_model, train=of_train, evaluation=of_evaluation,
-            device=device, threads=threads, handle_signals=True,
-        )  # fmt: skip
+        result = training.train(recipe, corpus, run, **options)
     elif recipe or run:
-        raise UserError("--resume continues a run as it is; leave the recipe and --run out")
-    elif of_model:
-        raise UserError(f"model.{next(iter(of_model))} cannot change within a run; start a new one with --run DIR")
+        raise UserError("--resume takes the settings and the folder from the run; leave the recipe and --run out")
+    elif "model" in options:
+        setting = next(iter(options["model"]))
+        raise UserError(f"model.{setting} cannot change within a run; start a new one with --run DIR")
     else:
-        result = training.resume(
-            resume, corpus, train=of_train, evaluation=of_evaluation,
-            device=device, threads=threads, handle_signals=True,
-        )  # fmt: skip
+        result = training.resume(resume, corpus, **options)
     if result.rank == 0:
-        _show(result, json)
+        _print_result(result, as_json=json)
     return 0 if result.finished else 128 + (result.stop_signal or signal.SIGTERM)
 
 
-def _show(result: TrainResult, json: bool) -> None:
+def _print_result(result: TrainResult, *, as_json: bool) -> None:
     best = result.best_nats_per_token
     if not result.finished:
         say(f"stopped and saved at step {result.step:,}; resume with: txl train --resume {result.path}")
-    if json:
+    if as_json:
         print_json(
             {
                 "run": str(result.path),
