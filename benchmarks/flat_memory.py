@@ -25,7 +25,7 @@ from matplotlib.figure import Figure
 
 from transformer_xl import ContextLimits, EvaluationPlan, TransformerXL, TransformerXLConfig
 from transformer_xl.evaluation.evaluate import stream_losses
-from transformer_xl.evaluation.method import TokenizedText
+from transformer_xl.evaluation.plan import TokenizedText
 
 MIB = 2**20
 SETTLED = 0.1  # share of the text after which buffers have their size

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy.typing as npt
 
-from transformer_xl.evaluation.evaluate import EvaluationPlan, losses_in_order
-from transformer_xl.evaluation.method import TokenizedText
+from transformer_xl.evaluation.evaluate import losses_in_order
+from transformer_xl.evaluation.plan import EvaluationPlan, TokenizedText
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.text.token_store import Tokens
 

@@ -14,7 +14,7 @@ from token_losses import token_nats
 from typing_extensions import override
 
 from transformer_xl.config import ARCHITECTURES, run_settings
-from transformer_xl.evaluation.evaluate import EvaluationPlan
+from transformer_xl.evaluation.plan import EvaluationPlan
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import ContextLimits
 from transformer_xl.run_folder import RunFolder, config_text

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
         UserError,
         VaswaniConfig,
     )
-    from transformer_xl.evaluation.evaluate import EvaluationPlan, EvaluationResult, evaluate
+    from transformer_xl.evaluation.evaluate import EvaluationResult, evaluate
+    from transformer_xl.evaluation.plan import EvaluationPlan
     from transformer_xl.evaluation.score import TextScore, score
     from transformer_xl.generation.beam_search import beam_search
     from transformer_xl.generation.completion import Completion
@@ -51,7 +52,7 @@ _HOMES = {
     "Corpus": "text.token_store",
     "DynamicConfig": "config",
     "EvaluationConfig": "config",
-    "EvaluationPlan": "evaluation.evaluate",
+    "EvaluationPlan": "evaluation.plan",
     "EvaluationResult": "evaluation.evaluate",
     "GenerationConfig": "generation.config",
     "GenerationStream": "generation.generate",

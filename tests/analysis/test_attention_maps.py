@@ -20,7 +20,7 @@ from transformer_xl.analysis.attention_maps import (
     terms_of,
 )
 from transformer_xl.config import LSTMConfig, ShawConfig, UserError, VaswaniConfig
-from transformer_xl.evaluation.evaluate import EvaluationPlan
+from transformer_xl.evaluation.plan import EvaluationPlan
 from transformer_xl.model.build import build_model
 from transformer_xl.model.memory import ContextLimits
 

@@ -23,7 +23,7 @@ from transformer_xl.analysis.attention_page import (
     token_texts,
 )
 from transformer_xl.config import UserError
-from transformer_xl.evaluation.evaluate import EvaluationPlan
+from transformer_xl.evaluation.plan import EvaluationPlan
 from transformer_xl.model.memory import ContextLimits
 from transformer_xl.text.tokenizers import ByteTokenizer
 

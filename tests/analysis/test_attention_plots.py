@@ -12,7 +12,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from transformer_xl.analysis.attention_maps import TermMaps, read_attention
 from transformer_xl.analysis.attention_plots import draw_heads, draw_losses, draw_means, draw_terms, save
 from transformer_xl.analysis.loss_by_distance import LossByDistance
-from transformer_xl.evaluation.evaluate import EvaluationPlan
+from transformer_xl.evaluation.plan import EvaluationPlan
 from transformer_xl.model.memory import ContextLimits
 
 FAR = np.random.default_rng(1).random((16, 10, 641)) / np.arange(1, 642) ** 2

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from transformer_xl.analysis.effective_context import ContextSweep, EffectiveContext, Gains, GroupModel, measure_context
 from transformer_xl.config import TransformerXLConfig, UserError
-from transformer_xl.evaluation.evaluate import EvaluationPlan
+from transformer_xl.evaluation.plan import EvaluationPlan
 from transformer_xl.model.baselines.token_memory import TokenMemory
 from transformer_xl.model.build import build_model
 from transformer_xl.model.language_model import LanguageModel

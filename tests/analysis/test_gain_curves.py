@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from transformer_xl.analysis.effective_context import ContextSweep, EffectiveContext, GroupModel
 from transformer_xl.analysis.gain_curves import draw_gains, write_plot
 from transformer_xl.config import TransformerXLConfig, UserError
-from transformer_xl.evaluation.evaluate import EvaluationPlan
+from transformer_xl.evaluation.plan import EvaluationPlan
 from transformer_xl.model.build import build_model
 from transformer_xl.model.memory import ContextLimits
 

@@ -9,8 +9,7 @@ import pytest
 from token_losses import token_nats
 
 from transformer_xl.analysis.loss_by_distance import loss_by_distance, with_chunks
-from transformer_xl.evaluation.evaluate import EvaluationPlan
-from transformer_xl.evaluation.method import TokenizedText
+from transformer_xl.evaluation.plan import EvaluationPlan, TokenizedText
 from transformer_xl.model.memory import ContextLimits
 
 PLAN = EvaluationPlan(5, ContextLimits(11))

@@ -14,7 +14,7 @@ from refusals import assert_refused, do, error_of, files, no_file_larger_than, t
 from transformer_xl import Corpus, EvaluationPlan, load
 from transformer_xl.analysis.attention_maps import AttentionMeans, read_attention, require_attention_terms
 from transformer_xl.analysis.loss_by_distance import loss_by_distance, with_chunks
-from transformer_xl.evaluation.method import TokenizedText
+from transformer_xl.evaluation.plan import TokenizedText
 from transformer_xl.model.memory import ContextLimits
 
 Capture = pytest.CaptureFixture[str]

@@ -17,7 +17,8 @@ from refusals import txl
 
 import transformer_xl
 from transformer_xl.config import EvaluationConfig, recipe_names
-from transformer_xl.evaluation.evaluate import EvaluationPlan, evaluate
+from transformer_xl.evaluation.evaluate import evaluate
+from transformer_xl.evaluation.plan import EvaluationPlan
 from transformer_xl.generation.generate import generate
 from transformer_xl.model.memory import ContextLimits
 from transformer_xl.run_folder import Run, RunFolder, load

@@ -13,10 +13,8 @@ from tensors import assert_same_tensors, copied_tensors
 from token_losses import token_nats
 
 from transformer_xl.config import DynamicConfig, UserError
-from transformer_xl.evaluation.dynamic import DynamicEvaluation
-from transformer_xl.evaluation.evaluate import EvaluationPlan, losses_in_order, stream_losses
-from transformer_xl.evaluation.memory import RecurrentMemory
-from transformer_xl.evaluation.method import TokenizedText
+from transformer_xl.evaluation.evaluate import losses_in_order, stream_losses
+from transformer_xl.evaluation.plan import EvaluationPlan, TokenizedText
 from transformer_xl.model.memory import ContextLimits
 
 START, LIMITS = 10, ContextLimits(11)
@@ -27,12 +25,9 @@ def draw(length: int, seed: int = 3) -> npt.NDArray[Any]:
     return np.random.default_rng(seed).integers(0, 23, length).astype(np.uint8)
 
 
-def dynamic(train_tokens_K: npt.NDArray[Any] | None = None, /, **settings: Any) -> DynamicEvaluation:
-    return DynamicEvaluation(DynamicConfig(**settings), train_tokens_K)
-
-
-def plan_with(method: DynamicEvaluation, **settings: Any) -> EvaluationPlan:
-    return EvaluationPlan(5, LIMITS, method=method, **settings)
+def dynamic(train_tokens_K: npt.NDArray[Any] | None = None, /, **settings: Any) -> EvaluationPlan:
+    config = DynamicConfig(**settings)
+    return EvaluationPlan(5, LIMITS, method="dynamic", dynamic=config, train_tokens_K=train_tokens_K)
 
 
 def segments(tokens_K: npt.NDArray[Any], length: int = 5) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -91,8 +86,8 @@ def test_it_follows_the_equations(make_model, settings, model_settings) -> None:
     model, tokens_K, training_K = make_model(**model_settings), draw(38), draw(43, seed=8)
     settings |= {"gradient_stats_tokens": 41} if settings["optimizer"] == "rms" else {}
     how = dynamic(training_K, **settings)
-    wanted = slowly(model, tokens_K, how.config, training_K[:41])
-    found_K = token_nats(model, tokens_K, START, plan_with(how))
+    wanted = slowly(model, tokens_K, how.dynamic, training_K[:41])
+    found_K = token_nats(model, tokens_K, START, how)
     np.testing.assert_allclose(found_K, wanted, **CLOSE)
     assert np.abs(found_K - token_nats(model, tokens_K, START, EvaluationPlan(5, LIMITS)))[5:].max() > 1e-3
 
@@ -103,12 +98,12 @@ def test_learning_rate_0_is_plain_evaluation(make_model, optimizer) -> None:
     model, tokens_K = make_model(), draw(38)
     how = dynamic(draw(43), optimizer=optimizer, learning_rate=0.0, decay=0.5)
     plain_K = token_nats(model, tokens_K, START, EvaluationPlan(5, LIMITS))
-    np.testing.assert_allclose(token_nats(model, tokens_K, START, plan_with(how)), plain_K, **CLOSE)
+    np.testing.assert_allclose(token_nats(model, tokens_K, START, how), plain_K, **CLOSE)
 
 
 def test_the_first_segment_is_scored_before_anything_is_learned(make_model) -> None:
     model, tokens_K = make_model(), draw(38)
-    found_K = token_nats(model, tokens_K, START, plan_with(dynamic(optimizer="sgd", learning_rate=0.1)))
+    found_K = token_nats(model, tokens_K, START, dynamic(optimizer="sgd", learning_rate=0.1))
     plain_K = token_nats(model, tokens_K, START, EvaluationPlan(5, LIMITS))
     np.testing.assert_allclose(found_K[:5], plain_K[:5], **CLOSE)
     assert abs(found_K[5] - plain_K[5]) > 1e-6
@@ -117,10 +112,10 @@ def test_the_first_segment_is_scored_before_anything_is_learned(make_model) -> N
 def test_a_repeated_text_becomes_easier(make_model) -> None:
     """Even without memory, because the weights learn the text."""
     model, tokens_K = make_model(), np.tile(draw(20), 10)
-    plan = EvaluationPlan(5, ContextLimits(0), method=dynamic(optimizer="sgd", learning_rate=0.1))
+    plan = replace(dynamic(optimizer="sgd", learning_rate=0.1), context_limits=ContextLimits(0))
     first, *_, last = np.split(token_nats(model, tokens_K, START, plan), 10)
     assert last.mean() < first.mean() - 0.5
-    blind = np.split(token_nats(model, tokens_K, START, replace(plan, method=RecurrentMemory())), 10)
+    blind = np.split(token_nats(model, tokens_K, START, replace(plan, method="memory")), 10)
     assert abs(blind[-1].mean() - blind[1].mean()) < 1e-9
 
 
@@ -136,9 +131,7 @@ def test_the_model_has_its_own_weights_again(make_model, stop_after) -> None:
         if len(calls) == stop_after:
             raise KeyboardInterrupt
 
-    chunks = stream_losses(
-        model, TokenizedText(draw(38), START), plan_with(dynamic(optimizer="sgd", learning_rate=0.1)), tell
-    )
+    chunks = stream_losses(model, TokenizedText(draw(38), START), dynamic(optimizer="sgd", learning_rate=0.1), tell)
     if stop_after is None:
         list(chunks)
     else:
@@ -152,9 +145,9 @@ def test_the_model_has_its_own_weights_again(make_model, stop_after) -> None:
 def test_reset_documents_start_from_the_trained_weights(make_model) -> None:
     model, tokens_K, how = make_model(), draw(61), dynamic(optimizer="sgd", learning_rate=0.1)
     text = TokenizedText(tokens_K, START, np.array([0, 17, 20]))
-    found_K = losses_in_order(model, text, plan_with(how, reset_memory=True))
+    found_K = losses_in_order(model, text, replace(how, reset_memory=True))
     edges = [(0, 17), (17, 20), (20, 61)]
-    alone = [token_nats(model, tokens_K[begin:end], START, plan_with(how)) for begin, end in edges]
+    alone = [token_nats(model, tokens_K[begin:end], START, how) for begin, end in edges]
     np.testing.assert_allclose(found_K, np.concatenate(alone), **CLOSE)
 
 
@@ -162,7 +155,7 @@ def test_each_optimizer_has_a_learning_rate_of_its_own(make_model) -> None:
     rates = [dynamic(**each).learning_rate for each in ({}, {"optimizer": "sgd"}, {"learning_rate": 0.0})]
     assert rates == [1e-6, 0.01, 0]
     model, tokens_K = make_model(), draw(38)
-    found_K = token_nats(model, tokens_K, START, plan_with(dynamic(optimizer="sgd")))
+    found_K = token_nats(model, tokens_K, START, dynamic(optimizer="sgd"))
     wanted = slowly(model, tokens_K, DynamicConfig(optimizer="sgd", learning_rate=0.01))
     np.testing.assert_allclose(found_K, wanted, **CLOSE)
 
@@ -170,9 +163,9 @@ def test_each_optimizer_has_a_learning_rate_of_its_own(make_model) -> None:
 def test_what_it_cannot_do_is_refused(make_model) -> None:
     model, tokens_K = make_model(), draw(38)
     with pytest.raises(UserError, match="batch-size 2: method dynamic reads one sequence; give 1"):
-        token_nats(model, tokens_K, START, plan_with(dynamic(optimizer="sgd"), batch_size=2))
+        token_nats(model, tokens_K, START, replace(dynamic(optimizer="sgd"), batch_size=2))
     with pytest.raises(UserError, match="rms needs the training text"):
-        token_nats(model, tokens_K, START, plan_with(dynamic()))
+        token_nats(model, tokens_K, START, dynamic())
 
 
 def test_steps_that_are_too_large_are_refused(make_model) -> None:
@@ -182,5 +175,5 @@ def test_steps_that_are_too_large_are_refused(make_model) -> None:
     with pytest.raises(
         UserError, match=r"dynamic.learning-rate 1e\+300: too large, losses are not finite from token 5 on"
     ):
-        token_nats(model, draw(38), START, plan_with(dynamic(optimizer="sgd", learning_rate=1e300)))
+        token_nats(model, draw(38), START, dynamic(optimizer="sgd", learning_rate=1e300))
     assert_same_tensors(model, before)

@@ -24,11 +24,8 @@ from transformer_xl.config import (
     UserError,
     check_settings,
 )
-from transformer_xl.evaluation.dynamic import DynamicEvaluation
-from transformer_xl.evaluation.evaluate import EvaluationPlan, evaluate
-from transformer_xl.evaluation.memory import RecurrentMemory
-from transformer_xl.evaluation.method import TokenizedText
-from transformer_xl.evaluation.sliding_window import SlidingWindow
+from transformer_xl.evaluation.evaluate import evaluate
+from transformer_xl.evaluation.plan import EvaluationPlan, TokenizedText
 from transformer_xl.model.memory import ContextLimits
 from transformer_xl.run_folder import Run
 from transformer_xl.text.token_store import TokenSplit
@@ -215,7 +212,7 @@ def test_settings_are_the_runs_unless_given() -> None:
         train=TrainConfig(segment_length=7, memory_length=11),
         model=TransformerXLConfig(attention_window=13, clamp_length=17),
     )
-    assert EvaluationPlan.resolve(plain) == EvaluationPlan(7, ContextLimits(11, 13, 17), method=RecurrentMemory())
+    assert EvaluationPlan.resolve(plain) == EvaluationPlan(7, ContextLimits(11, 13, 17))
     own = EvaluationConfig(
         segment_length=2, memory_length=0, attention_window=3, clamp_length=5, batch_size=19, dtype="bfloat16"
     )
@@ -233,10 +230,11 @@ def test_settings_are_the_runs_unless_given() -> None:
 
 def test_the_method_and_its_settings_are_resolved() -> None:
     run = RunConfig(evaluation=EvaluationConfig(method="dynamic", dynamic=DynamicConfig(decay=0.3)))
-    method = EvaluationPlan.resolve(run, EvaluationConfig(dynamic=DynamicConfig(optimizer="sgd"))).method
-    assert isinstance(method, DynamicEvaluation)
-    assert method.settings == {"optimizer": "sgd", "learning_rate": 0.01, "decay": 0.3}
-    assert EvaluationPlan.resolve(RunConfig(), EvaluationConfig(method="sliding-window")).method == SlidingWindow()
+    plan = EvaluationPlan.resolve(run, EvaluationConfig(dynamic=DynamicConfig(optimizer="sgd")))
+    values = plan.as_dict(torch.device("cpu"))
+    assert values["method"] == "dynamic"
+    assert values["method_settings"] == {"optimizer": "sgd", "learning_rate": 0.01, "decay": 0.3}
+    assert EvaluationPlan.resolve(RunConfig(), EvaluationConfig(method="sliding-window")).method == "sliding-window"
     with pytest.raises(UserError, match="method dynamic were given, but the method is memory"):
         EvaluationPlan.resolve(RunConfig(), EvaluationConfig(dynamic=DynamicConfig()))
     with pytest.raises(UserError, match="segment-length was given, but method sliding-window"):

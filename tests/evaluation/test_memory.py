@@ -17,9 +17,9 @@ from token_losses import token_nats
 
 from transformer_xl.config import UserError
 from transformer_xl.evaluation import evaluate as harness
-from transformer_xl.evaluation.evaluate import EvaluationPlan, losses_in_order, stream_losses
+from transformer_xl.evaluation.evaluate import losses_in_order, stream_losses
 from transformer_xl.evaluation.memory import receptive_field, warmup_length
-from transformer_xl.evaluation.method import TokenizedText
+from transformer_xl.evaluation.plan import EvaluationPlan, TokenizedText
 from transformer_xl.model.build import build_model
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import ContextLimits

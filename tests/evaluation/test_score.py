@@ -10,7 +10,7 @@ import pytest
 from token_losses import token_nats
 
 from transformer_xl.config import EvaluationConfig, RunConfig, TrainConfig, UserError
-from transformer_xl.evaluation.evaluate import EvaluationPlan
+from transformer_xl.evaluation.plan import EvaluationPlan
 from transformer_xl.evaluation.score import score
 from transformer_xl.model.memory import ContextLimits
 from transformer_xl.run_folder import Run

@@ -13,9 +13,8 @@ from model_configs import model_config
 from token_losses import token_nats
 
 from transformer_xl.config import UserError
-from transformer_xl.evaluation.evaluate import EvaluationPlan, losses_in_order
-from transformer_xl.evaluation.method import TokenizedText
-from transformer_xl.evaluation.sliding_window import SlidingWindow
+from transformer_xl.evaluation.evaluate import losses_in_order
+from transformer_xl.evaluation.plan import EvaluationPlan, TokenizedText
 from transformer_xl.model.build import build_model
 from transformer_xl.model.memory import ContextLimits
 
@@ -28,7 +27,7 @@ def draw(length: int) -> npt.NDArray[Any]:
 
 
 def sliding(window: int | None, batch_size: int | None = None, clamp_length: int | None = None) -> EvaluationPlan:
-    return EvaluationPlan(7, ContextLimits(0, window, clamp_length), batch_size, method=SlidingWindow())
+    return EvaluationPlan(7, ContextLimits(0, window, clamp_length), batch_size, method="sliding-window")
 
 
 @pytest.mark.parametrize("window", [1, 2, 5, 36, 37, 50])

@@ -91,7 +91,7 @@ def test_imports_point_one_way() -> None:
         ("text", "from transformer_xl.model.memory import Memory", ["model"]),
         (
             "run_folder",
-            "if TYPE_CHECKING:\n    from transformer_xl.evaluation.evaluate import EvaluationPlan",
+            "if TYPE_CHECKING:\n    from transformer_xl.evaluation.plan import EvaluationPlan",
             ["evaluation"],
         ),
         ("training", "from transformer_xl.generation.generate import generate", ["generation"]),

@@ -29,8 +29,8 @@ from transformer_xl.analysis.attention_plots import Head
 from transformer_xl.analysis.loss_by_distance import LossByDistance, loss_by_distance, with_chunks
 from transformer_xl.config import INT32_MAX, EvaluationConfig, RelativeConfig, RunConfig, UserError
 from transformer_xl.device import choose_device, set_threads
-from transformer_xl.evaluation.evaluate import EvaluationPlan, check_token_ids
-from transformer_xl.evaluation.method import TokenizedText
+from transformer_xl.evaluation.evaluate import check_token_ids
+from transformer_xl.evaluation.plan import EvaluationPlan, TokenizedText
 from transformer_xl.evaluation.score import encode_text
 from transformer_xl.files import atomic_folder
 from transformer_xl.model.transformer_xl import TransformerXL
@@ -109,7 +109,7 @@ def analyze_attention(
     plan = _plan(folder.config, config or EvaluationConfig(), max_distance)
     model = require_attention_terms(folder.load_model(torch_device, checkpoint))
     read = _corpus_text(folder, corpus, split, max_tokens) if text is None else _plain_text(folder, text, max_tokens)
-    for warning in plan.remarks(torch_device):
+    for warning in plan.warnings(torch_device):
         say(f"warning: {warning}")
     distance = _distance(plan, max_distance, len(read.tokens_K))
     with atomic_folder(target) as temporary:

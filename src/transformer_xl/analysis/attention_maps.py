@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from transformer_xl.config import AbsoluteConfig, ShawConfig, UserError
-from transformer_xl.evaluation.evaluate import EvaluationPlan, check_weights
+from transformer_xl.evaluation.evaluate import check_weights
 from transformer_xl.evaluation.memory import memory_slots
-from transformer_xl.evaluation.method import ProgressCallback, compute_context
+from transformer_xl.evaluation.plan import EvaluationPlan, ProgressCallback, compute_context
 from transformer_xl.model.kernels import AttentionTerms
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import LayerCache

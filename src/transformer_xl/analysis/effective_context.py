@@ -30,9 +30,9 @@ import torch
 
 from transformer_xl.config import INT32_MAX, EvaluationConfig, RelativeConfig, UserError, check_settings
 from transformer_xl.device import choose_device
-from transformer_xl.evaluation.evaluate import EvaluationPlan, check_weights
+from transformer_xl.evaluation.evaluate import check_weights
 from transformer_xl.evaluation.memory import memory_slots
-from transformer_xl.evaluation.method import ProgressCallback, compute_context
+from transformer_xl.evaluation.plan import EvaluationPlan, ProgressCallback, compute_context
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import ContextLimits
 from transformer_xl.run_folder import RunFolder

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from transformer_xl.evaluation.evaluate import EvaluationPlan, stream_losses
-from transformer_xl.evaluation.method import ProgressCallback, TokenizedText
+from transformer_xl.evaluation.evaluate import stream_losses
+from transformer_xl.evaluation.plan import EvaluationPlan, ProgressCallback, TokenizedText
 from transformer_xl.model.language_model import LanguageModel
 
 _MIN_CHUNKS = 8  # of a text without documents: fewer would show the noise of single tokens

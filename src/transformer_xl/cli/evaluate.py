@@ -93,8 +93,8 @@ def evaluate(
     configs = sweep.configs(evaluation_config(settings))
     if token_losses is not None and len(configs) > 1:
         raise UserError("--token-losses and a sweep were both given; a file contains the losses of one evaluation")
-    from transformer_xl.evaluation.evaluate import EvaluationPlan
     from transformer_xl.evaluation.evaluate import evaluate as evaluate_split
+    from transformer_xl.evaluation.plan import EvaluationPlan
     from transformer_xl.run_folder import Run, RunFolder
 
     device = machine.choose()
@@ -104,11 +104,11 @@ def evaluate(
     opened.verify(split)
     plans = [EvaluationPlan.resolve(folder.config, config) for config in configs]
     train_split = None
-    if plans[0].method.settings.get("optimizer") == "rms":
+    if plans[0].needs_train_split:
         train_split = opened.split("train")
         opened.verify("train")
     loaded = Run(folder.load_model(device, checkpoint), folder.tokenizer, folder.config)
-    for warning in dict.fromkeys(warning for plan in plans for warning in plan.remarks(device)):
+    for warning in dict.fromkeys(warning for plan in plans for warning in plan.warnings(device)):
         say(f"warning: {warning}")
     results: list[dict[str, Any]] = []
     for config, plan in zip(configs, plans, strict=True):

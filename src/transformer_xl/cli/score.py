@@ -53,7 +53,7 @@ def score(
         The weights that were best on the validation text, or the last ones.
     """
     named, config = _names(files), evaluation_config(settings)
-    from transformer_xl.evaluation.evaluate import EvaluationPlan
+    from transformer_xl.evaluation.plan import EvaluationPlan
     from transformer_xl.evaluation.score import encode_text
     from transformer_xl.evaluation.score import score as score_texts
     from transformer_xl.run_folder import Run, RunFolder
@@ -63,7 +63,7 @@ def score(
     plan = EvaluationPlan.resolve(folder.config, config)
     texts = {name: _read(file) for name, file in named.items()}
     loaded = Run(folder.load_model(device, checkpoint), folder.tokenizer, folder.config)
-    for warning in plan.remarks(device):
+    for warning in plan.warnings(device):
         say(f"warning: {warning}")
     num_tokens = sum(len(encode_text(folder.tokenizer, name, text)) for name, text in texts.items())
     say_unknown(folder.tokenizer, texts.values())

@@ -11,24 +11,20 @@ from __future__ import annotations
 import time
 from collections.abc import Generator, Iterator
 from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from transformer_xl.config import EvaluationConfig, RunConfig, UserError, check_settings, merge
-from transformer_xl.device import Precision, has_bfloat16, resolve_dtype
-from transformer_xl.evaluation.dynamic import DynamicEvaluation
-from transformer_xl.evaluation.memory import RecurrentMemory
-from transformer_xl.evaluation.method import Method, ProgressCallback, StepLosses, TokenizedText
+from transformer_xl.config import EvaluationConfig, UserError
+from transformer_xl.evaluation import dynamic, memory, sliding_window
 from transformer_xl.evaluation.metrics import Sums, chunks
-from transformer_xl.evaluation.sliding_window import SlidingWindow
+from transformer_xl.evaluation.plan import EvaluationPlan, ProgressCallback, StepLosses, TokenizedText
 from transformer_xl.files import atomic_file
 from transformer_xl.model.language_model import LanguageModel
-from transformer_xl.model.memory import ContextLimits
 from transformer_xl.run_folder import Run
 from transformer_xl.text.token_store import Tokens, TokenSplit
 
@@ -36,100 +32,7 @@ from transformer_xl.text.token_store import Tokens, TokenSplit
 _MAX_STEPS_ON_DEVICE = 512
 _MAX_LOSSES_ON_DEVICE = 2**20
 
-
-@dataclass(frozen=True)
-class EvaluationPlan:
-    """The resolved settings of an evaluation; none of them depends on the run any more."""
-
-    segment_length: int
-    """T: new tokens read in each step."""
-    context_limits: ContextLimits
-    """Memory length, attention window and clamp length."""
-    batch_size: int | None = None
-    """B: sequences read at once, or None for one (with `reset_memory`: enough documents to keep the device busy)."""
-    warmup_tokens: int | None = None
-    """Unscored tokens that each sequence reads first, or None for the smallest number that gives exact losses."""
-    reset_memory: bool = False
-    """Whether the memory is emptied at the start of each document."""
-    dtype: Precision = "float32"
-    """Data type of matrix products."""
-    method: Method = field(default_factory=RecurrentMemory)
-
-    @staticmethod
-    def resolve(
-        run: RunConfig, config: EvaluationConfig | None = None, *, train_split: TokenSplit | None = None
-    ) -> EvaluationPlan:
-        """Resolve settings: those in `config`, else the run's evaluation settings, else model and training settings.
-
-        Args:
-            run: settings of the run.
-            config: settings that override individual evaluation settings of the run.
-            train_split: the training text, required by method dynamic with the optimizer rms.
-
-        Raises:
-            UserError: settings contradict each other.
-        """
-        overrides = EvaluationConfig() if config is None else config
-        merged = check_settings(
-            EvaluationConfig, merge(run.evaluation.model_dump(), overrides.model_dump(exclude_unset=True)), "evaluation"
-        )
-        if "dynamic" in overrides.model_fields_set and merged.method != "dynamic":
-            raise UserError(
-                f"settings of method dynamic were given, but the method is {merged.method}; "
-                "give method dynamic, or leave the settings out"
-            )
-        if merged.method == "sliding-window" and overrides.segment_length is not None:
-            raise UserError(
-                "segment-length was given, but method sliding-window reads windows of attention-window tokens; "
-                "leave segment-length out"
-            )
-
-        def limit(name: Literal["attention_window", "clamp_length"]) -> int | None:
-            """Return a limit; an explicit None in `config` removes it, a None in the run means the model's limit."""
-            return getattr(merged, name) or (None if name in overrides.model_fields_set else run.model.limit(name))
-
-        memory_length = run.train.memory_length if merged.memory_length is None else merged.memory_length
-        methods: dict[str, Method] = {
-            "memory": RecurrentMemory(),
-            "sliding-window": SlidingWindow(),
-            "dynamic": DynamicEvaluation(merged.dynamic, train_split.tokens if train_split else None),
-        }
-        return EvaluationPlan(
-            segment_length=merged.segment_length or run.train.segment_length,
-            context_limits=ContextLimits(memory_length, limit("attention_window"), limit("clamp_length")),
-            batch_size=merged.batch_size,
-            warmup_tokens=merged.warmup_tokens,
-            reset_memory=merged.reset_memory,
-            dtype=merged.dtype,
-            method=methods[merged.method],
-        )
-
-    def as_dict(self, device: torch.device) -> dict[str, Any]:
-        """Return the settings by name, for JSON; dtype auto is resolved for the device."""
-        return {
-            "method": self.method.name,
-            "method_settings": self.method.settings,
-            "segment_length": self.segment_length,
-            **asdict(self.context_limits),
-            "batch_size": self.batch_size,
-            "warmup_tokens": self.warmup_tokens,
-            "reset_memory": self.reset_memory,
-            "dtype": resolve_dtype(device, self.dtype),
-        }
-
-    def remarks(self, device: torch.device) -> list[str]:
-        """Return warnings about valid settings that are probably not intended."""
-        warnings: list[str] = []
-        if self.dtype == "bfloat16" and not has_bfloat16(device):
-            warnings.append("this device has no bfloat16 instructions and emulates them; float32 is faster and exact")
-        memory_length, window = self.context_limits.memory_length, self.context_limits.attention_window
-        if self.method.name == "memory" and window is not None and memory_length < window - 1:
-            warnings.append(
-                f"memory-length {memory_length:,} is too short for attention-window {window:,}: depending on its "
-                f"position in the segment, a token sees as few as {memory_length + 1:,} keys; "
-                f"give memory-length {window - 1} to fill the window"
-            )
-        return warnings
+_METHODS = {"memory": memory, "sliding-window": sliding_window, "dynamic": dynamic}
 
 
 @dataclass(frozen=True)
@@ -282,7 +185,7 @@ def stream_losses(
     was_training = model.training
     model.eval()
     try:
-        with closing(plan.method.steps(model, text, plan)) as steps:
+        with closing(_METHODS[plan.method].losses(model, text, plan)) as steps:
             pending: list[StepLosses] = []
             num_pending = 0
             for nats_BT, scored in steps:

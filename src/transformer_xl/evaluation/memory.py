@@ -11,8 +11,8 @@ Shape suffixes: N documents, Q sequences, B batch size, T new tokens, D model wi
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,43 +20,27 @@ import torch
 from torch import Tensor
 
 from transformer_xl.config import RecurrentConfig, RelativeConfig, UserError
-from transformer_xl.evaluation.method import CountedLosses, StepLosses, TokenizedText, compute_context
+from transformer_xl.evaluation.plan import EvaluationPlan, ScoredSpan, StepLosses, TokenizedText, compute_context
 from transformer_xl.model.language_model import LanguageModel
-
-if TYPE_CHECKING:
-    from transformer_xl.evaluation.evaluate import EvaluationPlan
 
 _UNLIMITED = 2**62  # longer than any text, and small enough for int64
 _KEYS_PER_STEP = 4096  # keys over a batch of documents: enough to keep the device busy
 
 
-@dataclass(frozen=True)
-class RecurrentMemory:
-    """Evaluation segment after segment with memory."""
+def losses(model: LanguageModel, text: TokenizedText, plan: EvaluationPlan) -> Generator[StepLosses, None, None]:
+    """Yield the loss of every token once; not in text order where several sequences are read as a batch.
 
-    name: str = "memory"
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Empty: the method has no settings besides the plan's."""
-        return {}
-
-    def steps(
-        self, model: LanguageModel, text: TokenizedText, plan: EvaluationPlan
-    ) -> Generator[StepLosses, None, None]:
-        """Yield the loss of every token once; not in text order where several sequences are read as a batch.
-
-        Raises:
-            UserError: the batch size is above 1 for a model with an unlimited receptive field and no `warmup_tokens`.
-        """
-        warmup = warmup_length(model, plan)
-        if warmup is None and not plan.reset_memory and plan.batch_size not in (None, 1):
-            raise UserError(
-                f"batch-size {plan.batch_size}: the state of {model.config.architecture} depends on all "
-                "earlier tokens, so sequences that begin inside the text are not exact; "
-                "give batch-size 1 or enough warmup-tokens"
-            )
-        return read_sequences(model, text, TextSequences.divide(text, plan, warmup), plan)
+    Raises:
+        UserError: the batch size is above 1 for a model with an unlimited receptive field and no `warmup_tokens`.
+    """
+    warmup = warmup_length(model, plan)
+    if warmup is None and not plan.reset_memory and plan.batch_size not in (None, 1):
+        raise UserError(
+            f"batch-size {plan.batch_size}: the state of {model.config.architecture} depends on all "
+            "earlier tokens, so sequences that begin inside the text are not exact; "
+            "give batch-size 1 or enough warmup-tokens"
+        )
+    yield from read_sequences(model, text, divide_text(text, plan, warmup), plan)
 
 
 def receptive_field(model: LanguageModel, plan: EvaluationPlan) -> int | None:
@@ -97,9 +81,8 @@ def _filled_slots(length: int, plan: EvaluationPlan) -> int:
     return min(plan.context_limits.memory_length, (length - 1) // plan.segment_length * plan.segment_length)
 
 
-@dataclass(frozen=True)
-class TextSequence:
-    """Consecutive tokens of a text that one batch row reads."""
+class TextSequence(NamedTuple):
+    """Consecutive tokens of a text that one batch row reads, as positions in the text."""
 
     first: int
     """Position of the first token that is read."""
@@ -107,8 +90,8 @@ class TextSequence:
     """Position of the first scored token; the tokens before it are warm-up."""
     end: int
     """Position after the last token."""
-    starts_document: bool
-    """Whether the first token is predicted from the BOS token."""
+    document_start: int
+    """Position where the document starts; the token there is predicted from the BOS token."""
 
     @property
     def length(self) -> int:
@@ -116,67 +99,47 @@ class TextSequence:
         return self.end - self.first
 
 
-@dataclass(frozen=True, eq=False)
-class TextSequences:
-    """All sequences of a text, as arrays: a text may have millions of documents."""
+def divide_text(text: TokenizedText, plan: EvaluationPlan, warmup: int | None) -> npt.NDArray[np.int64]:
+    """Divide a text into sequences; each document gets a share of the batch size proportional to its length.
 
-    first_Q: npt.NDArray[np.int64]
-    start_Q: npt.NDArray[np.int64]
-    end_Q: npt.NDArray[np.int64]
-    starts_document_Q: npt.NDArray[np.bool_]
+    Args:
+        text: the text with its document starts.
+        plan: the plan, of which segment length, batch size and `reset_memory` are used.
+        warmup: number of warm-up tokens, in whole segments, or None to leave documents undivided.
 
-    @staticmethod
-    def without_warmup(start_Q: npt.NDArray[np.int64], end_Q: npt.NDArray[np.int64]) -> TextSequences:
-        """Return sequences that each start at the start of a document and have no warm-up."""
-        return TextSequences(start_Q, start_Q, end_Q, np.ones(len(start_Q), dtype=np.bool_))
-
-    @staticmethod
-    def divide(text: TokenizedText, plan: EvaluationPlan, warmup: int | None) -> TextSequences:
-        """Divide a text into sequences; each document gets a share of the batch size proportional to its length.
-
-        Args:
-            text: the text with its document starts.
-            plan: the plan, of which segment length, batch size and `reset_memory` are used.
-            warmup: number of warm-up tokens, in whole segments, or None to leave documents undivided.
-        """
-        boundaries_N = text.boundaries(reset_memory=plan.reset_memory)
-        start_N, end_N, total = boundaries_N[:-1], boundaries_N[1:], len(text.tokens_K)
-        segments_N = -(-(end_N - start_N) // plan.segment_length)
-        batch_size = 1 if warmup is None or plan.batch_size is None else min(plan.batch_size, total)
-        share_N = -(-(end_N - start_N) * batch_size // total)
-        sequences_N = np.minimum(share_N, segments_N)
-        document_start_Q, document_end_Q, segments_Q, sequences_Q = (
-            np.repeat(column_N, sequences_N) for column_N in (start_N, end_N, segments_N, sequences_N)
-        )
-        index_Q = np.arange(len(sequences_Q)) - np.repeat(np.cumsum(sequences_N) - sequences_N, sequences_N)
-        start_Q = document_start_Q + index_Q * segments_Q // sequences_Q * plan.segment_length
-        next_Q = document_start_Q + (index_Q + 1) * segments_Q // sequences_Q * plan.segment_length
-        first_Q = np.maximum(start_Q - min(warmup or 0, _UNLIMITED), document_start_Q)
-        return TextSequences(first_Q, start_Q, np.minimum(next_Q, document_end_Q), first_Q == document_start_Q)
-
-    def __getitem__(self, index: int) -> TextSequence:
-        first, start, end = (int(column_Q[index]) for column_Q in (self.first_Q, self.start_Q, self.end_Q))
-        return TextSequence(first, start, end, bool(self.starts_document_Q[index]))
-
-    def batches(self, plan: EvaluationPlan) -> Iterator[list[TextSequence]]:
-        """Yield batches of sequences of similar length, longest first."""
-        length_Q = self.end_Q - self.first_Q
-        longest_first_Q = np.argsort(-length_Q, kind="stable")
-        begin = 0
-        while begin < len(longest_first_Q):
-            length = int(length_Q[longest_first_Q[begin]])
-            num_keys = min(length, plan.segment_length) + _filled_slots(length, plan)
-            batch_size = plan.batch_size or max(1, _KEYS_PER_STEP // num_keys)
-            yield [self[index] for index in longest_first_Q[begin : begin + batch_size]]
-            begin += batch_size
+    Returns:
+        the fields of each `TextSequence` as a row, shape (Q, 4): an array, as a text may have millions of documents.
+    """
+    boundaries_N = text.boundaries(reset_memory=plan.reset_memory)
+    start_N, end_N, total = boundaries_N[:-1], boundaries_N[1:], len(text.tokens_K)
+    segments_N = -(-(end_N - start_N) // plan.segment_length)
+    batch_size = 1 if warmup is None or plan.batch_size is None else min(plan.batch_size, total)
+    share_N = -(-(end_N - start_N) * batch_size // total)
+    sequences_N = np.minimum(share_N, segments_N)
+    document_start_Q, document_end_Q, segments_Q, sequences_Q = (
+        np.repeat(column_N, sequences_N) for column_N in (start_N, end_N, segments_N, sequences_N)
+    )
+    index_Q = np.arange(len(sequences_Q)) - np.repeat(np.cumsum(sequences_N) - sequences_N, sequences_N)
+    start_Q = document_start_Q + index_Q * segments_Q // sequences_Q * plan.segment_length
+    next_Q = document_start_Q + (index_Q + 1) * segments_Q // sequences_Q * plan.segment_length
+    first_Q = np.maximum(start_Q - min(warmup or 0, _UNLIMITED), document_start_Q)
+    return np.stack([first_Q, start_Q, np.minimum(next_Q, document_end_Q), document_start_Q], axis=1)
 
 
 def read_sequences(
-    model: LanguageModel, text: TokenizedText, sequences: TextSequences, plan: EvaluationPlan
-) -> Generator[StepLosses, None, None]:
-    """Read all sequences of a text, batch after batch, and yield the losses of the scored tokens."""
-    for batch in sequences.batches(plan):
-        yield from _read_batch(model, text, batch, plan)
+    model: LanguageModel, text: TokenizedText, sequences_Q4: npt.NDArray[np.int64], plan: EvaluationPlan
+) -> Iterator[StepLosses]:
+    """Read sequences, as returned by `divide_text`, in batches of similar length; yield losses of the scored tokens."""
+    length_Q = sequences_Q4[:, 2] - sequences_Q4[:, 0]
+    longest_first_Q = np.argsort(-length_Q, kind="stable")
+    begin = 0
+    while begin < len(longest_first_Q):
+        length = int(length_Q[longest_first_Q[begin]])
+        num_keys = min(length, plan.segment_length) + _filled_slots(length, plan)
+        batch_size = plan.batch_size or max(1, _KEYS_PER_STEP // num_keys)
+        rows_B4 = sequences_Q4[longest_first_Q[begin : begin + batch_size]].tolist()
+        yield from _read_batch(model, text, [TextSequence(*row) for row in rows_B4], plan)
+        begin += batch_size
 
 
 def _read_batch(
@@ -190,9 +153,9 @@ def _read_batch(
         memory = model.inference_memory(len(batch), context_limits)
     for offset in range(0, longest, segment_length):
         batch_size = sum(sequence.length > offset for sequence in batch)
-        inputs_BT, targets_BT = segment_of(text, batch[:batch_size], offset, min(segment_length, longest - offset))
+        inputs_BT, targets_BT = segment_tensors(text, batch[:batch_size], offset, min(segment_length, longest - offset))
         scored = [
-            CountedLosses(row, position, min(segment_length, sequence.end - position))
+            ScoredSpan(row, position, min(segment_length, sequence.end - position))
             for row, sequence in enumerate(batch[:batch_size])
             if (position := sequence.first + offset) >= sequence.start  # the warm-up is whole segments
         ]
@@ -205,7 +168,7 @@ def _read_batch(
             yield nats_BT, scored
 
 
-def segment_of(text: TokenizedText, batch: list[TextSequence], offset: int, length: int) -> tuple[Tensor, Tensor]:
+def segment_tensors(text: TokenizedText, batch: list[TextSequence], offset: int, length: int) -> tuple[Tensor, Tensor]:
     """Return inputs and targets (B, T) of a segment, padded on the right, where no scored token attends.
 
     Args:
@@ -220,6 +183,6 @@ def segment_of(text: TokenizedText, batch: list[TextSequence], offset: int, leng
         start = sequence.first + offset
         end = min(start + length, sequence.end)
         targets_BT[row, : end - start] = text.tokens_K[start:end]
-        num_bos = 1 if sequence.starts_document and not offset else 0
+        num_bos = 1 if start == sequence.document_start else 0
         inputs_BT[row, num_bos : end - start] = text.tokens_K[start - 1 + num_bos : end - 1]
     return torch.from_numpy(inputs_BT), torch.from_numpy(targets_BT)

@@ -46,12 +46,12 @@ class Sums:
         """Count bytes, characters and words of the first K tokens of a split, as far as they can be known."""
         is_whole = len(tokens_K) == split.num_tokens
         words = split.num_words if is_whole and tokenizer.is_text else _count_words(tokenizer, tokens_K)
-        num_unknown = count_unknown(tokenizer, tokens_K)
-        if not tokenizer.is_lossless:  # decoding does not restore unknown words and whitespace
-            num_bytes = split.num_bytes if is_whole else max(1, round(split.bytes_per_token * len(tokens_K)))
-            return Sums(nats, len(tokens_K), num_bytes, None, words, num_unknown)
-        num_bytes, characters = count_text(tokenizer, tokens_K)
-        return Sums(nats, len(tokens_K), split.num_bytes if is_whole else num_bytes, characters, words, num_unknown)
+        if tokenizer.is_lossless:
+            num_bytes, characters = count_text(tokenizer, tokens_K)
+        else:  # decoding does not restore unknown words and whitespace
+            num_bytes, characters = max(1, round(split.bytes_per_token * len(tokens_K))), None
+        num_bytes, num_unknown = split.num_bytes if is_whole else num_bytes, count_unknown(tokenizer, tokens_K)
+        return Sums(nats, len(tokens_K), num_bytes, characters, words, num_unknown)
 
     @property
     def nats_per_token(self) -> float:
@@ -80,18 +80,10 @@ class Sums:
 
     def as_dict(self) -> dict[str, Any]:
         """Return counts and metrics by name, for JSON."""
-        return {
-            "tokens": self.tokens,
-            "num_unknown": self.num_unknown,
-            "bytes": round(self.bytes),
-            "characters": self.characters,
-            "words": self.words,
-            "nats_per_token": self.nats_per_token,
-            "bits_per_byte": self.bits_per_byte,
-            "bits_per_character": self.bits_per_character,
-            "perplexity": self.perplexity,
-            "word_perplexity": self.word_perplexity,
-        }
+        counts = ("tokens", "num_unknown", "bytes", "characters", "words")
+        metrics = ("nats_per_token", "bits_per_byte", "bits_per_character", "perplexity", "word_perplexity")
+        values = {name: getattr(self, name) for name in (*counts, *metrics)}
+        return {**values, "bytes": round(self.bytes)}
 
 
 def _exp(nats: float) -> float:

@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from transformer_xl.config import EvaluationConfig, UserError
-from transformer_xl.evaluation.evaluate import EvaluationPlan, check_token_ids, losses_in_order
-from transformer_xl.evaluation.method import ProgressCallback, TokenizedText
+from transformer_xl.evaluation.evaluate import check_token_ids, losses_in_order
 from transformer_xl.evaluation.metrics import Sums, count_unknown
+from transformer_xl.evaluation.plan import EvaluationPlan, ProgressCallback, TokenizedText
 from transformer_xl.run_folder import Run
 from transformer_xl.text.token_store import TokenSplit
 from transformer_xl.text.tokenizers import TokenArray, Tokenizer, document_errors, split_chunks, to_bytes, token_dtype
@@ -85,8 +85,8 @@ def score(
     plan = EvaluationPlan.resolve(run.config, config, train_split=train_split)
     if config is None or "reset_memory" not in config.model_fields_set:
         plan = replace(plan, reset_memory=True)
-    named = _named(texts)
-    encoded = {name: encode_text(run.tokenizer, name, content) for name, content in named.items()}
+    contents = _texts_by_name(texts)
+    encoded = {name: encode_text(run.tokenizer, name, content) for name, content in contents.items()}
     if not encoded:
         raise UserError("there is nothing to score; give at least one text")
     starts_N = np.cumsum([0, *map(len, encoded.values())])
@@ -97,7 +97,7 @@ def score(
     )
     scores: list[TextScore] = []
     for (name, ids_K), (start, end) in zip(encoded.items(), pairwise(starts_N.tolist()), strict=True):
-        content = named[name]
+        content = contents[name]
         sums = Sums(
             nats=float(nats_K[start:end].sum()),
             tokens=end - start,
@@ -110,7 +110,7 @@ def score(
     return scores
 
 
-def _named(texts: Texts) -> dict[str, bytes]:
+def _texts_by_name(texts: Texts) -> dict[str, bytes]:
     if isinstance(texts, str | bytes):
         return {"text": to_bytes(texts)}
     if isinstance(texts, Mapping):
@@ -124,19 +124,16 @@ def encode_text(tokenizer: Tokenizer, name: str, content: bytes) -> TokenArray:
     Raises:
         UserError: the text is empty, or the tokenizer cannot encode it; the message contains the text's name.
     """
-    ids_K = np.concatenate([np.zeros(0, dtype=token_dtype(tokenizer.vocab_size)), *_encode(tokenizer, name, content)])
-    if not len(ids_K):
-        raise UserError(f"{name}: the text is empty; give one with at least one token")
-    return ids_K
-
-
-def _encode(tokenizer: Tokenizer, name: str, content: bytes) -> Iterator[TokenArray]:
-    offset = 0
+    chunks, offset = [np.zeros(0, dtype=token_dtype(tokenizer.vocab_size))], 0
     with document_errors(name):
         for chunk in split_chunks(tokenizer, [content]):
             with document_errors(name, offset):
-                yield tokenizer.encode_chunk(chunk).ids
+                chunks.append(tokenizer.encode_chunk(chunk).ids)
             offset += len(chunk)
+    ids_K = np.concatenate(chunks)
+    if not len(ids_K):
+        raise UserError(f"{name}: the text is empty; give one with at least one token")
+    return ids_K
 
 
 def _count_characters(content: bytes) -> int | None:

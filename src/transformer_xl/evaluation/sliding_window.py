@@ -10,66 +10,44 @@ Shape suffixes: B windows computed at once, W tokens of a window, D model width,
 from __future__ import annotations
 
 from collections.abc import Generator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from transformer_xl.config import UserError
-from transformer_xl.evaluation.memory import TextSequences, read_sequences
-from transformer_xl.evaluation.method import CountedLosses, StepLosses, TokenizedText, compute_context
+from transformer_xl.evaluation.memory import read_sequences
+from transformer_xl.evaluation.plan import EvaluationPlan, ScoredSpan, StepLosses, TokenizedText, compute_context
 from transformer_xl.model.language_model import LanguageModel
-
-if TYPE_CHECKING:
-    from transformer_xl.evaluation.evaluate import EvaluationPlan
 
 _TOKENS_PER_STEP = 4096  # tokens over all windows: enough to keep the device busy
 
 
-@dataclass(frozen=True)
-class SlidingWindow:
-    """Evaluation with a window that moves by one token; the plan's batch size is the number of windows per step."""
+def losses(model: LanguageModel, text: TokenizedText, plan: EvaluationPlan) -> Generator[StepLosses, None, None]:
+    """Yield the loss of every token once; the plan's batch size is the number of windows computed at once.
 
-    name: str = "sliding-window"
+    The first `attention_window` tokens of each document are scored in one pass, each later token with its own window.
 
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Empty: the method has no settings besides the plan's."""
-        return {}
-
-    def steps(
-        self, model: LanguageModel, text: TokenizedText, plan: EvaluationPlan
-    ) -> Generator[StepLosses, None, None]:
-        """Yield the loss of every token once.
-
-        Raises:
-            UserError: the plan has a memory or a warm-up, or has no attention window.
-        """
-        window, memory_length = plan.context_limits.attention_window, plan.context_limits.memory_length
-        if memory_length:
-            raise UserError(
-                f"method sliding-window has no memory, but memory-length is {memory_length} (given or from the run); "
-                "give memory-length 0, or method memory"
-            )
-        if plan.warmup_tokens is not None:
-            raise UserError("method sliding-window has no warm-up; leave out warmup-tokens")
-        if window is None:
-            raise UserError("method sliding-window needs attention-window; give the number of tokens to predict from")
-        return _slide(model, text, plan, window)
-
-
-def _slide(
-    model: LanguageModel, text: TokenizedText, plan: EvaluationPlan, window: int
-) -> Generator[StepLosses, None, None]:
-    """Score the first `window` tokens of each document in one pass, then each later token with its own window."""
+    Raises:
+        UserError: the plan has a memory or a warm-up, or has no attention window.
+    """
+    window, memory_length = plan.context_limits.attention_window, plan.context_limits.memory_length
+    if memory_length:
+        raise UserError(
+            f"method sliding-window has no memory, but memory-length is {memory_length} (given or from the run); "
+            "give memory-length 0, or method memory"
+        )
+    if plan.warmup_tokens is not None:
+        raise UserError("method sliding-window has no warm-up; leave out warmup-tokens")
+    if window is None:
+        raise UserError("method sliding-window needs attention-window; give the number of tokens to predict from")
     boundaries_N = text.boundaries(reset_memory=plan.reset_memory)
     starts_N, ends_N = boundaries_N[:-1], boundaries_N[1:]
     # a pass over `window` tokens needs no limit, and some models do not support attention_window
     plan = replace(plan, context_limits=replace(plan.context_limits, attention_window=None))
-    beginnings = TextSequences.without_warmup(starts_N, np.minimum(ends_N, starts_N + window))
-    yield from read_sequences(model, text, beginnings, replace(plan, segment_length=window, batch_size=None))
+    beginnings_N4 = np.stack([starts_N, starts_N, np.minimum(ends_N, starts_N + window), starts_N], axis=1)
+    yield from read_sequences(model, text, beginnings_N4, replace(plan, segment_length=window, batch_size=None))
 
     device = next(model.parameters()).device
     batch_size = plan.batch_size or max(1, _TOKENS_PER_STEP // window)
@@ -83,4 +61,4 @@ def _slide(
                 tokens_BW = torch.from_numpy(inputs_BW.copy()).to(device)
                 hidden_BWD, _ = model(tokens_BW, model.inference_memory(end - start, plan.context_limits))
                 nats_B1 = model.nats(hidden_BWD[:, -1:], targets_B1)
-            yield nats_B1.transpose(0, 1), [CountedLosses(0, start, end - start)]
+            yield nats_B1.transpose(0, 1), [ScoredSpan(0, start, end - start)]

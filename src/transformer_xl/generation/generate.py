@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from transformer_xl.config import EvaluationConfig, UserError, check_settings
 from transformer_xl.device import autocast, resolve_dtype
-from transformer_xl.evaluation.evaluate import EvaluationPlan
+from transformer_xl.evaluation.plan import EvaluationPlan
 from transformer_xl.generation.batch import BatchGenerator
 from transformer_xl.generation.completion import Completion, CompletionBuilder, FinishReason, Prompt
 from transformer_xl.generation.config import GenerationConfig

@@ -16,7 +16,7 @@ from transformer_xl.analysis.effective_context import ContextSweep, GroupModel, 
 from transformer_xl.analysis.evaluation_speed import SpeedComparison, compare_speed
 from transformer_xl.config import EvaluationConfig
 from transformer_xl.device import choose_device
-from transformer_xl.evaluation.evaluate import EvaluationPlan
+from transformer_xl.evaluation.plan import EvaluationPlan
 from transformer_xl.files import as_user_error
 from transformer_xl.progress import ProgressBar, say
 from transformer_xl.reproduction import ablation

@@ -1,0 +1,182 @@
+"""What all evaluation methods share: the resolved settings, the text to score, and the form of the losses.
+
+A method is a generator function `losses(model, text, plan)` in a file of its own (`memory.py`, `sliding_window.py`,
+`dynamic.py`). It reads the text with the model and yields the loss of every token once, step by step. `evaluate.py`
+calls the method that the plan names.
+
+Shape suffixes: B batch size, T new tokens, K tokens of a text, N documents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from transformer_xl.config import DynamicConfig, EvaluationConfig, RunConfig, UserError, check_settings, merge
+from transformer_xl.device import Precision, autocast, has_bfloat16, resolve_dtype
+from transformer_xl.model.memory import ContextLimits
+from transformer_xl.text.token_store import Tokens, TokenSplit
+
+_LEARNING_RATES = {"rms": 1e-6, "sgd": 0.01}  # of dynamic evaluation, where none is set
+
+ProgressCallback = Callable[[int], None]
+"""Called with the number of tokens processed since the last call."""
+
+
+@dataclass(frozen=True)
+class EvaluationPlan:
+    """The resolved settings of an evaluation: those of `EvaluationConfig`, completed by the settings of the run."""
+
+    segment_length: int
+    """T: new tokens read in each step."""
+    context_limits: ContextLimits
+    """Memory length, attention window and clamp length."""
+    batch_size: int | None = None
+    """B: sequences read at once, or None for one (with `reset_memory`: enough documents to keep the device busy)."""
+    warmup_tokens: int | None = None
+    """Unscored tokens that each sequence reads first, or None for the smallest number that gives exact losses."""
+    reset_memory: bool = False
+    """Whether the memory is emptied at the start of each document."""
+    dtype: Precision = "float32"
+    """Data type of matrix products."""
+    method: Literal["memory", "sliding-window", "dynamic"] = "memory"
+    dynamic: DynamicConfig = field(default_factory=DynamicConfig)
+    """Settings that only method dynamic uses."""
+    train_tokens_K: Tokens | None = field(default=None, repr=False, compare=False)
+    """Token ids of the training text, which method dynamic needs with the optimizer rms."""
+
+    @staticmethod
+    def resolve(
+        run: RunConfig, config: EvaluationConfig | None = None, *, train_split: TokenSplit | None = None
+    ) -> EvaluationPlan:
+        """Resolve settings: those in `config`, else the run's evaluation settings, else model and training settings.
+
+        Args:
+            run: settings of the run.
+            config: settings that override individual evaluation settings of the run.
+            train_split: the training text, required by method dynamic with the optimizer rms.
+
+        Raises:
+            UserError: settings contradict each other.
+        """
+        overrides = EvaluationConfig() if config is None else config
+        merged = check_settings(
+            EvaluationConfig, merge(run.evaluation.model_dump(), overrides.model_dump(exclude_unset=True)), "evaluation"
+        )
+        if "dynamic" in overrides.model_fields_set and merged.method != "dynamic":
+            raise UserError(
+                f"settings of method dynamic were given, but the method is {merged.method}; "
+                "give method dynamic, or leave the settings out"
+            )
+        if merged.method == "sliding-window" and overrides.segment_length is not None:
+            raise UserError(
+                "segment-length was given, but method sliding-window reads windows of attention-window tokens; "
+                "leave segment-length out"
+            )
+
+        def limit(name: Literal["attention_window", "clamp_length"]) -> int | None:
+            """Return a limit; an explicit None in `config` removes it, a None in the run means the model's limit."""
+            return getattr(merged, name) or (None if name in overrides.model_fields_set else run.model.limit(name))
+
+        memory_length = run.train.memory_length if merged.memory_length is None else merged.memory_length
+        return EvaluationPlan(
+            segment_length=merged.segment_length or run.train.segment_length,
+            context_limits=ContextLimits(memory_length, limit("attention_window"), limit("clamp_length")),
+            batch_size=merged.batch_size,
+            warmup_tokens=merged.warmup_tokens,
+            reset_memory=merged.reset_memory,
+            dtype=merged.dtype,
+            method=merged.method,
+            dynamic=merged.dynamic,
+            train_tokens_K=train_split.tokens if train_split else None,
+        )
+
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate of method dynamic: the one that is set, or the default of its optimizer."""
+        rate = self.dynamic.learning_rate
+        return _LEARNING_RATES[self.dynamic.optimizer] if rate is None else rate
+
+    @property
+    def needs_train_split(self) -> bool:
+        """Whether the evaluation needs the training text: for gradient statistics."""
+        return self.method == "dynamic" and self.dynamic.optimizer == "rms"
+
+    def as_dict(self, device: torch.device) -> dict[str, Any]:
+        """Return the settings by name, for JSON; dtype auto is resolved for the device."""
+        method_settings: dict[str, Any] = {}
+        if self.method == "dynamic":
+            unused = None if self.needs_train_split else {"epsilon", "gradient_stats_tokens"}
+            method_settings = {**self.dynamic.model_dump(exclude=unused), "learning_rate": self.learning_rate}
+        return {
+            "method": self.method,
+            "method_settings": method_settings,
+            "segment_length": self.segment_length,
+            **asdict(self.context_limits),
+            "batch_size": self.batch_size,
+            "warmup_tokens": self.warmup_tokens,
+            "reset_memory": self.reset_memory,
+            "dtype": resolve_dtype(device, self.dtype),
+        }
+
+    def warnings(self, device: torch.device) -> list[str]:
+        """Return warnings about valid settings that are probably not intended."""
+        warnings: list[str] = []
+        if self.dtype == "bfloat16" and not has_bfloat16(device):
+            warnings.append("this device has no bfloat16 instructions and emulates them; float32 is faster and exact")
+        memory_length, window = self.context_limits.memory_length, self.context_limits.attention_window
+        if self.method == "memory" and window is not None and memory_length < window - 1:
+            warnings.append(
+                f"memory-length {memory_length:,} is too short for attention-window {window:,}: depending on its "
+                f"position in the segment, a token sees as few as {memory_length + 1:,} keys; "
+                f"give memory-length {window - 1} to fill the window"
+            )
+        return warnings
+
+
+@dataclass(frozen=True, eq=False)
+class TokenizedText:
+    """A text to score, as token ids."""
+
+    tokens_K: Tokens
+    """Token ids, possibly a memory-mapped array."""
+    bos_token_id: int
+    """Input at the first position of the text (or of each document)."""
+    document_starts_N: npt.NDArray[Any] = field(default_factory=lambda: np.zeros(1, dtype=np.int64))
+    """Positions where documents start, in ascending order; the first is 0."""
+
+    def boundaries(self, *, reset_memory: bool) -> npt.NDArray[np.int64]:
+        """Return the positions where memory starts empty, and the end of the text, in ascending order."""
+        inner_N = self.document_starts_N[1:] if reset_memory else self.document_starts_N[:0]
+        inside_N = inner_N[inner_N < len(self.tokens_K)].astype(np.int64)
+        return np.unique(np.concatenate([[0], inside_N, [len(self.tokens_K)]]))  # unique: drops empty documents
+
+
+@dataclass(frozen=True)
+class ScoredSpan:
+    """Which losses of one batch row are scored: its first `length`, which are of consecutive tokens of the text."""
+
+    row: int
+    """Index of the batch row."""
+    position: int
+    """Position of the first scored token in the text."""
+    length: int
+    """Number of scored tokens."""
+
+
+StepLosses = tuple[Tensor, list[ScoredSpan]]
+"""Losses (B, T) of one step in nats, on the device, and which of them are scored."""
+
+
+@contextmanager
+def compute_context(device: torch.device, dtype: Precision, *, gradients: bool = False) -> Iterator[None]:
+    """Compute in `dtype`, and in inference mode unless gradients are needed."""
+    with torch.enable_grad() if gradients else torch.inference_mode(), autocast(device, dtype):
+        yield
