@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import gzip
-import io
-import os
 import re
-import tarfile
-import zipfile
 from pathlib import Path
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from refusals import FULL, assert_refused, do, error_of, files, full_after, no_file_larger_than
+from refusals import assert_refused, do, error_of
 
 Capture, Patch = pytest.CaptureFixture[str], pytest.MonkeyPatch
-needs_permissions = pytest.mark.skipif(os.geteuid() == 0, reason="root may read and write all files")
 
 TEXT = b"".join(b"line %d\n" % i for i in range(401))
 
@@ -27,24 +22,18 @@ def folder(tmp_path: Path, monkeypatch: Patch) -> Path:
     folder = tmp_path / "w"
     folder.mkdir()
     gz = gzip.compress(TEXT)
-    tgz = io.BytesIO()
-    with tarfile.open(fileobj=tgz, mode="w:gz") as archive:
-        archive.addfile(tarfile.TarInfo("other"))
     contents = {
         "text.txt": TEXT, "short.txt": b"abc", "empty.txt": b"", "empty.gz": gzip.compress(b""),
-        "latin.txt": TEXT + b"caf\xe9\n", "truncated.gz": gz[:-9], "altered.gz": gz[:99] + bytes(20) + gz[119:],
-        "data.zip": b"PK", "numbers.txt": b"1 2 3\n4 x 5\n", "large.txt": b"1 2\n" * 99 + b"7 99\n",
+        "latin.txt": TEXT + b"caf\xe9\n", "truncated.gz": gz[:-9],
+        "numbers.txt": b"1 2 3\n4 x 5\n", "large.txt": b"1 2\n" * 99 + b"7 99\n",
         "ptb/ptb.train.txt": TEXT, "ptb/ptb.valid.txt": TEXT, "ptb/ptb.test.txt": TEXT,
-        "zip/enwik8.zip": b"PK" * 97, "tar/any.tgz": tgz.getvalue()[:-9], "words.txt": b"a\na\n",
+        "zip/enwik8.zip": bytes(194), "words.txt": b"a\na\n",
     }  # fmt: skip
     for name, content in contents.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(content)
-    with zipfile.ZipFile(folder / "zip" / "other.zip", "w") as archive:
-        archive.writestr("enwik8", b"short")
     (folder / "folder").mkdir()
     np.save(folder / "music.npy", np.arange(97))
-    np.save(folder / "real.npy", np.zeros(97))
     monkeypatch.chdir(folder)
     monkeypatch.setenv("TXL_CACHE", str(tmp_path / "cache"))
     return folder
@@ -55,13 +44,9 @@ BAD_COMMANDS = [
     ("prepare --out new", "no text was given; name files, folders, --train FILE, or a data set"),
     ("prepare python-stdlb", r"nor a known data set \(did you mean 'python-stdlib'\?\)"),
     ("prepare gone.txt", "'gone.txt' is neither a file nor a folder"),
-    ("prepare d/*.txt", r"no file with text matches the pattern 'd/\*.txt'"),
     ("prepare empty.txt", "the file empty.txt is empty; leave it out"),
-    ("prepare folder", "the folder folder contains no text"),
     ("prepare short.txt", "the text is too short to split: 3 bytes leave valid empty"),
-    ("prepare data.zip", "data.zip is an archive; extract it first, or leave it out"),
     ("prepare truncated.gz", r"truncated.gz: damaged or truncated \(.*\); get it again"),
-    ("prepare --train altered.gz", r"altered.gz: damaged or truncated \(.*\); get it again"),
     ("prepare --train empty.gz", "train.* has no text|train.*empty"),
     ("prepare --valid text.txt", "--valid was given without --train"),
     ("prepare text.txt --test text.txt", "both text to split .* and --test were given"),
@@ -79,17 +64,13 @@ BAD_COMMANDS = [
     ("prepare lm1b --data-dir folder", "no 1-billion-.*news.en-00001-of-00100, news.en-00002-of-00100, .* and 99 more"),
     ("prepare ptb --data-dir ptb", "ptb.train.txt: 3,499 bytes .*expected 5,101,618 .*; .* txl prepare --train ptb/"),
     ("prepare enwik8 --data-dir zip", "zip/enwik8.zip: 194 bytes long, expected 36,445,475; get it again"),
-    ("prepare enwik8 --data-dir zip/other.zip", r"\(enwik8\): decompressed 5 bytes .*expected 100,000,000"),
-    ("prepare text8 --data-dir tar", r"tar/any.tgz: damaged or truncated \(.*\); get it again"),
     ("prepare text.txt --data-dir folder", "--data-dir folder is only for the named data sets"),
     ("prepare python-stdlib --data-dir folder", "read from this machine's Python; leave --data-dir out"),
     # tokenizers
     ("prepare text.txt --tokenizer bytes", r"no tokenizer at bytes \(did you mean 'byte'\?\)"),
-    ("prepare text.txt --tokenizer folder", "no tokenizer at folder"),
     ("prepare text.txt --tokenizer text.txt", "text.txt: .*JSON"),
     ("prepare text.txt --min-frequency 2", "min_frequency is for word and char tokenizers, not for byte"),
     ("prepare text.txt --tokenizer word --min-frequency 0", r"min_frequency: .*greater than 0 \(given: 0"),
-    ("prepare text.txt --tokenizer bpe --vocab-size 9", "vocab_size 9 is too small for bpe; give 256 or more"),
     ("prepare text.txt --tokenizer word --vocab-file words.txt --vocab-size 5", "leave vocab_size and min_freq"),
     ("prepare text.txt --tokenizer word --vocab-file gone", "gone: no such file"),
     ("prepare text.txt --tokenizer word --vocab-file words.txt", "words.txt: .*'a'"),
@@ -102,7 +83,6 @@ BAD_COMMANDS = [
     ("prepare large.txt --tokenizer integer --vocab-size 10", r"large.txt, from byte \d+ on: byte \d+.*99"),
     ("prepare --train text.txt --valid music.npy", "music.npy contains integers, not text; give --tokenizer integer"),
     ("prepare music.npy --vocab-size 90", r"music.npy: array\[89\] is 89, expected an integer from 0 to 88; remove it"),
-    ("prepare real.npy", "real.npy: has float64, expected integers"),
     ("prepare music.npy numbers.txt --tokenizer integer", "cannot be joined and split; use --train, --valid and"),
 ]
 
@@ -134,28 +114,3 @@ def test_failed_download_is_refused(folder: Path, monkeypatch: Patch, capfd: Cap
         message,
     )
     assert not (folder / "corpora").exists()
-
-
-@needs_permissions
-def test_missing_permission_is_refused(folder: Path, capfd: Capture) -> None:
-    (folder / "text.txt").chmod(0)
-    (folder / "folder").chmod(0o500)
-    for words, message in (
-        ("prepare text.txt --out new", "reading text.txt: permission denied"),
-        ("prepare short.txt --out folder/new --valid-fraction 0 --test-fraction 0", "writing folder/new: permission"),
-    ):
-        assert re.search(message, error_of(words, capfd))
-        assert not list((folder / "folder").iterdir())
-        assert not (folder / "new").exists()
-
-
-def test_full_disk_leaves_no_files(folder: Path, monkeypatch: Patch, capfd: Capture) -> None:
-    before = files(folder)
-    for writes in range(3):
-        with monkeypatch.context() as patch:
-            full_after(writes, patch)
-            assert re.search(f"writing .*text.*: {FULL}", error_of("prepare text.txt", capfd))
-        assert files(folder) == before
-    with no_file_larger_than(100):
-        assert "file too large for this file system; choose another" in error_of("prepare text.txt", capfd)
-    assert files(folder) == before
