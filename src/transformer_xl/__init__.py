@@ -1,8 +1,8 @@
-"""Transformer-XL today: train, evaluate with memory far beyond the training length, generate.
+"""Transformer-XL: train, evaluate with memory far beyond the training length, generate.
 
     from transformer_xl import TransformerXL, TransformerXLConfig, evaluate, generate, load
 
-Nothing heavy is imported before it is asked for.
+A public name is imported at its first use, so that `import transformer_xl` alone imports neither torch nor pydantic.
 """
 
 from __future__ import annotations
@@ -10,119 +10,71 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # `name as name` makes a name public for type checkers
     from transformer_xl.config import (
-        AlRfouConfig,
-        DynamicConfig,
-        EvaluationConfig,
-        LSTMConfig,
-        ModelConfig,
-        QRNNConfig,
-        RunConfig,
-        ShawConfig,
-        TrainConfig,
-        TransformerXLConfig,
-        UserError,
-        VaswaniConfig,
+        AlRfouConfig as AlRfouConfig,
+        DynamicConfig as DynamicConfig,
+        EvaluationConfig as EvaluationConfig,
+        LSTMConfig as LSTMConfig,
+        ModelConfig as ModelConfig,
+        QRNNConfig as QRNNConfig,
+        RunConfig as RunConfig,
+        ShawConfig as ShawConfig,
+        TrainConfig as TrainConfig,
+        TransformerXLConfig as TransformerXLConfig,
+        UserError as UserError,
+        VaswaniConfig as VaswaniConfig,
     )
-    from transformer_xl.evaluation.evaluate import EvaluationResult, evaluate
-    from transformer_xl.evaluation.plan import EvaluationPlan
-    from transformer_xl.evaluation.score import TextScore, score
-    from transformer_xl.generation.beam_search import beam_search
-    from transformer_xl.generation.completion import Completion
-    from transformer_xl.generation.config import GenerationConfig
-    from transformer_xl.generation.generate import GenerationStream, generate, stream
-    from transformer_xl.interop.convert import convert
-    from transformer_xl.model.build import build_model
-    from transformer_xl.model.memory import ContextLimits, Memory
-    from transformer_xl.model.transformer_xl import TransformerXL
-    from transformer_xl.run_folder import Run, load, save
-    from transformer_xl.text.prepare import prepare
-    from transformer_xl.text.token_store import Corpus
-    from transformer_xl.training.callbacks import Callback
-    from transformer_xl.training.train import TrainResult, resume, train
+    from transformer_xl.evaluation.evaluate import EvaluationResult as EvaluationResult, evaluate as evaluate
+    from transformer_xl.evaluation.plan import EvaluationPlan as EvaluationPlan
+    from transformer_xl.evaluation.score import TextScore as TextScore, score as score
+    from transformer_xl.generation.beam_search import beam_search as beam_search
+    from transformer_xl.generation.completion import Completion as Completion
+    from transformer_xl.generation.config import GenerationConfig as GenerationConfig
+    from transformer_xl.generation.generate import (
+        GenerationStream as GenerationStream,
+        generate as generate,
+        stream as stream,
+    )
+    from transformer_xl.interop.convert import convert as convert
+    from transformer_xl.model.build import build_model as build_model
+    from transformer_xl.model.memory import ContextLimits as ContextLimits, Memory as Memory
+    from transformer_xl.model.transformer_xl import TransformerXL as TransformerXL
+    from transformer_xl.run_folder import Run as Run, load as load, save as save
+    from transformer_xl.text.prepare import prepare as prepare
+    from transformer_xl.text.token_store import Corpus as Corpus
+    from transformer_xl.training.callbacks import Callback as Callback
+    from transformer_xl.training.train import TrainResult as TrainResult, resume as resume, train as train
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    "AlRfouConfig": "config",
-    "Callback": "training.callbacks",
-    "Completion": "generation.completion",
-    "ContextLimits": "model.memory",
-    "Corpus": "text.token_store",
-    "DynamicConfig": "config",
-    "EvaluationConfig": "config",
-    "EvaluationPlan": "evaluation.plan",
-    "EvaluationResult": "evaluation.evaluate",
-    "GenerationConfig": "generation.config",
-    "GenerationStream": "generation.generate",
-    "LSTMConfig": "config",
-    "Memory": "model.memory",
-    "ModelConfig": "config",
-    "QRNNConfig": "config",
-    "Run": "run_folder",
-    "RunConfig": "config",
-    "ShawConfig": "config",
-    "TextScore": "evaluation.score",
-    "TrainConfig": "config",
-    "TrainResult": "training.train",
-    "TransformerXL": "model.transformer_xl",
-    "TransformerXLConfig": "config",
-    "UserError": "config",
-    "VaswaniConfig": "config",
-    "beam_search": "generation.beam_search",
-    "build_model": "model.build",
-    "convert": "interop.convert",
-    "evaluate": "evaluation.evaluate",
-    "generate": "generation.generate",
-    "load": "run_folder",
-    "prepare": "text.prepare",
-    "resume": "training.train",
-    "save": "run_folder",
-    "score": "evaluation.score",
-    "stream": "generation.generate",
-    "train": "training.train",
+# the public names of each module
+_NAMES = {
+    "config": (
+        "AlRfouConfig DynamicConfig EvaluationConfig LSTMConfig ModelConfig QRNNConfig RunConfig ShawConfig "
+        "TrainConfig TransformerXLConfig UserError VaswaniConfig"
+    ),
+    "evaluation.evaluate": "EvaluationResult evaluate",
+    "evaluation.plan": "EvaluationPlan",
+    "evaluation.score": "TextScore score",
+    "generation.beam_search": "beam_search",
+    "generation.completion": "Completion",
+    "generation.config": "GenerationConfig",
+    "generation.generate": "GenerationStream generate stream",
+    "interop.convert": "convert",
+    "model.build": "build_model",
+    "model.memory": "ContextLimits Memory",
+    "model.transformer_xl": "TransformerXL",
+    "run_folder": "Run load save",
+    "text.prepare": "prepare",
+    "text.token_store": "Corpus",
+    "training.callbacks": "Callback",
+    "training.train": "TrainResult resume train",
 }
 
-__all__ = [
-    "AlRfouConfig",
-    "Callback",
-    "Completion",
-    "ContextLimits",
-    "Corpus",
-    "DynamicConfig",
-    "EvaluationConfig",
-    "EvaluationPlan",
-    "EvaluationResult",
-    "GenerationConfig",
-    "GenerationStream",
-    "LSTMConfig",
-    "Memory",
-    "ModelConfig",
-    "QRNNConfig",
-    "Run",
-    "RunConfig",
-    "ShawConfig",
-    "TextScore",
-    "TrainConfig",
-    "TrainResult",
-    "TransformerXL",
-    "TransformerXLConfig",
-    "UserError",
-    "VaswaniConfig",
-    "beam_search",
-    "build_model",
-    "convert",
-    "evaluate",
-    "generate",
-    "load",
-    "prepare",
-    "resume",
-    "save",
-    "score",
-    "stream",
-    "train",
-]
+_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
+
+__all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:

@@ -1,77 +1,43 @@
-"""Settings with their units and checks, the recipes, and the error that users see.
+"""All settings, with units and checks; the recipes; and UserError, the error that users can correct.
 
 Settings come from three places, later ones taking precedence: the defaults here, a recipe (a YAML file, see
 `recipes/`), and flags such as `--model.n-layers 6`. They are checked once, as a whole, and never changed afterwards;
-`config.yaml` of a run stores all of them.
+`config.yaml` of a run stores all of them. (`name as name` makes an imported name public for type checkers.)
 """
 
-from transformer_xl.config.evaluation import DynamicConfig, EvaluationConfig
+from transformer_xl.config.evaluation import DynamicConfig as DynamicConfig, EvaluationConfig as EvaluationConfig
 from transformer_xl.config.model import (
-    ARCHITECTURES,
-    AbsoluteConfig,
-    AlRfouConfig,
-    BaseModelConfig,
-    LSTMConfig,
-    ModelConfig,
-    QRNNConfig,
-    RecurrentConfig,
-    RelativeConfig,
-    ShawConfig,
-    TransformerConfig,
-    TransformerXLConfig,
-    VaswaniConfig,
+    ARCHITECTURES as ARCHITECTURES,
+    AbsoluteConfig as AbsoluteConfig,
+    AlRfouConfig as AlRfouConfig,
+    BaseModelConfig as BaseModelConfig,
+    LSTMConfig as LSTMConfig,
+    ModelConfig as ModelConfig,
+    QRNNConfig as QRNNConfig,
+    RecurrentConfig as RecurrentConfig,
+    RelativeConfig as RelativeConfig,
+    ShawConfig as ShawConfig,
+    TransformerConfig as TransformerConfig,
+    TransformerXLConfig as TransformerXLConfig,
+    VaswaniConfig as VaswaniConfig,
 )
 from transformer_xl.config.run import (
-    CorpusReference,
-    Recipe,
-    RunConfig,
-    load_recipe,
-    merge_recipe,
-    recipe_names,
-    run_settings,
+    CorpusReference as CorpusReference,
+    Recipe as Recipe,
+    RunConfig as RunConfig,
+    load_recipe as load_recipe,
+    merge_recipe as merge_recipe,
+    recipe_names as recipe_names,
+    run_settings as run_settings,
 )
 from transformer_xl.config.settings import (
-    INT32_MAX,
-    Settings,
-    UserError,
-    check_settings,
-    explain,
-    merge,
-    nearest,
-    read_yaml,
+    INT32_MAX as INT32_MAX,
+    Settings as Settings,
+    UserError as UserError,
+    check_settings as check_settings,
+    explain as explain,
+    merge as merge,
+    nearest as nearest,
+    read_yaml as read_yaml,
 )
-from transformer_xl.config.train import TrainConfig
-
-__all__ = [
-    "ARCHITECTURES",
-    "INT32_MAX",
-    "AbsoluteConfig",
-    "AlRfouConfig",
-    "BaseModelConfig",
-    "CorpusReference",
-    "DynamicConfig",
-    "EvaluationConfig",
-    "LSTMConfig",
-    "ModelConfig",
-    "QRNNConfig",
-    "Recipe",
-    "RecurrentConfig",
-    "RelativeConfig",
-    "RunConfig",
-    "Settings",
-    "ShawConfig",
-    "TrainConfig",
-    "TransformerConfig",
-    "TransformerXLConfig",
-    "UserError",
-    "VaswaniConfig",
-    "check_settings",
-    "explain",
-    "load_recipe",
-    "merge",
-    "merge_recipe",
-    "nearest",
-    "read_yaml",
-    "recipe_names",
-    "run_settings",
-]
+from transformer_xl.config.train import TrainConfig as TrainConfig
