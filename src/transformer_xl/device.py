@@ -1,4 +1,4 @@
-"""The device that computes: CUDA, Apple's MPS or the CPU; its threads, dtypes and memory."""
+"""The device to compute on (CUDA, Apple's MPS or the CPU), its threads, its dtypes and its memory use."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import torch
 
 from transformer_xl.config import UserError, nearest
 
-_MAX_THREADS = 4096  # torch accepts any number, and crashes with a very large one
+_MAX_THREADS = 4096  # torch itself has no limit, and crashes with a very large number
 
 Precision = Literal["auto", "float32", "bfloat16"]
 
 
 def available_devices() -> list[str]:
-    """Return the types of the devices of this computer, fastest first."""
+    """Return the device types that this computer has (`cuda`, `mps`, `cpu`), fastest first."""
     available = ["cuda"] if torch.cuda.is_available() else []
     available += ["mps"] if torch.backends.mps.is_available() else []
     return [*available, "cpu"]
@@ -34,15 +34,11 @@ def choose_device(name: str = "auto") -> torch.device:
     if name == "auto":
         return torch.device(available[0])
     kind, colon, index = name.partition(":")
-    known_index = index.isascii() and index.isdecimal() and int(index) < _count(kind)
-    if kind not in available or (colon and not known_index):
+    indices = map(str, range(torch.cuda.device_count() if kind == "cuda" else 1))
+    if kind not in available or (colon and index not in indices):
         known = ["auto", *available]
         raise UserError(f"no device '{name}' on this computer{nearest(name, known)}; available: {', '.join(known)}")
     return torch.device(name)
-
-
-def _count(kind: str) -> int:
-    return torch.cuda.device_count() if kind == "cuda" else 1
 
 
 def set_threads(number: int | None) -> None:
@@ -51,15 +47,14 @@ def set_threads(number: int | None) -> None:
     Raises:
         UserError: the number is below 1 or too large.
     """
-    if number is None:
-        return
-    if not 1 <= number <= _MAX_THREADS:
-        raise UserError(f"--threads {number}: must be between 1 and {_MAX_THREADS:,}")
-    torch.set_num_threads(number)
+    if number is not None:
+        if not 1 <= number <= _MAX_THREADS:
+            raise UserError(f"--threads {number}: must be between 1 and {_MAX_THREADS:,}")
+        torch.set_num_threads(number)
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Return the environment of a measurement: device, threads, versions and, if known, the processor."""
+    """Describe where a speed was measured: device, threads, versions and, if known, the processor."""
     return {
         "device": str(device),
         "threads": torch.get_num_threads(),
@@ -79,7 +74,7 @@ def _processor() -> str:
 
 
 def has_bfloat16(device: torch.device) -> bool:
-    """Return whether the device multiplies bfloat16 matrices in hardware (else it is slower than float32)."""
+    """Return whether the device multiplies bfloat16 matrices in hardware; emulated, they are slower than float32."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     if device.type != "cpu" or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
@@ -90,7 +85,7 @@ def has_bfloat16(device: torch.device) -> bool:
 
 
 def autocast(device: torch.device, dtype: Precision) -> AbstractContextManager[object]:
-    """Return a context in which matrix products run in a dtype; weights and sums stay float32."""
+    """Return a context that computes matrix products in the dtype; weights and sums stay float32."""
     if resolve_dtype(device, dtype) == "bfloat16":
         return torch.autocast(device.type, torch.bfloat16)
     return nullcontext()
@@ -103,7 +98,7 @@ def resolve_dtype(device: torch.device, dtype: Precision) -> str:
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy a tensor to the device asynchronously; with CUDA this requires pinned memory."""
+    """Copy a tensor to the device without waiting for the copy; CUDA requires pinned memory for that."""
     if device.type == "cuda" and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)

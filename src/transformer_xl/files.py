@@ -1,4 +1,7 @@
-"""Atomic writes of files and folders: written under a temporary name, flushed to disk, renamed into place."""
+"""Atomic writes of files and folders, locks on folders, and UserErrors for what the file system refuses.
+
+An atomic write uses a temporary name, flushes to disk, and renames, so that a file is complete or absent.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from pathlib import Path
 
 from transformer_xl.config import UserError
 
-_MEANINGS = {
+_MESSAGES = {  # by error number of the operating system
     errno.ENOSPC: "no space left on the device; free some or choose another path",
     errno.EDQUOT: "disk quota used up; free some or choose another path",
     errno.EFBIG: "file too large for this file system; choose another path",
@@ -31,7 +34,7 @@ def as_user_error(action: str) -> Iterator[None]:
     """Convert an OSError to a UserError with a one-line message.
 
     Args:
-        action: what the block does, such as `writing runs/a`; the message begins with it.
+        action: the action of the block, such as `writing runs/a`; the message begins with it.
 
     Raises:
         UserError: the block raised an OSError.
@@ -39,16 +42,16 @@ def as_user_error(action: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        meaning = _MEANINGS.get(error.errno or 0, error.strerror or str(error))
-        raise UserError(f"{action}: {meaning}") from error
+        message = _MESSAGES.get(error.errno or 0, error.strerror or str(error))
+        raise UserError(f"{action}: {message}") from error
 
 
 @contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
-    """Yield a temporary folder next to `path`, which is renamed to `path` if the block ends without an error.
+    """Yield a new temporary folder next to `path`; it is renamed to `path` if the block ends without an error.
 
     Raises:
-        UserError: `path` exists, or the file system refuses (full, read-only, no permission); nothing is left behind.
+        UserError: `path` exists, or the file system refuses (full, read-only, no permission); nothing is created.
     """
     with as_user_error(f"writing {path}"):
         if path.exists():
@@ -57,7 +60,6 @@ def atomic_folder(path: Path) -> Iterator[Path]:
         _remove_abandoned(path)
         try:
             with _renamed_into_place(path) as temporary:
-                _remove(temporary)
                 temporary.mkdir(parents=True)
                 yield temporary
         except BaseException:
@@ -72,12 +74,12 @@ def atomic_file(path: Path) -> Iterator[Path]:
     """Yield a temporary path next to `path`; the file written there replaces `path` if the block ends without an error.
 
     Raises:
-        UserError: the file system refuses, and the file at `path` is unchanged; or `path` is a folder, a device
-            or a pipe, which is checked before the block runs.
+        UserError: the file system refuses (a file at `path` is unchanged), or `path` is a folder, a device or a pipe
+            (checked before the block runs).
     """
     with as_user_error(f"writing {path}"):
         if path.is_dir():
-            raise UserError(f"writing {path}: {_MEANINGS[errno.EISDIR]}")
+            raise UserError(f"writing {path}: {_MESSAGES[errno.EISDIR]}")
         if path.exists() and not path.is_file():
             raise UserError(f"writing {path}: is a device or a pipe, must be a file")
         with _renamed_into_place(path) as temporary:
@@ -86,8 +88,9 @@ def atomic_file(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def _renamed_into_place(path: Path) -> Iterator[Path]:
-    """Flush and rename what the block writes to the temporary path, or delete it if the block fails."""
+    """Yield a temporary path; flush it and rename it to `path` after the block, or delete it if the block fails."""
     temporary = path.parent / f".{path.name}.partial-{os.getpid()}"
+    _remove(temporary)  # of a killed process that had the same number
     try:
         yield temporary
         # Folders are flushed too; otherwise a power failure can lose the names of the files in them.
@@ -103,10 +106,10 @@ def _renamed_into_place(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[tuple[int, ...]]:
-    """Hold an exclusive lock on a folder while the block runs, so that one txl command at a time works in it.
+    """Lock a folder while the block runs, so that only one txl command at a time writes to it.
 
     The lock is an flock of the folder itself: it leaves no file, and ends with the last process that has the
-    descriptor open. Where folders cannot be locked (not POSIX, some network file systems) nothing is locked.
+    descriptor open. Where folders cannot be locked (on Windows, on some network file systems) there is no lock.
 
     Args:
         folder: the folder, which must exist.
@@ -144,13 +147,13 @@ def write_text(path: Path, text: str) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Delete the temporary files and folders that killed writers left in `folder`."""
+    """Delete the temporary files and folders in `folder`, which killed processes left behind."""
     for item in folder.glob(".*.partial-*"):
         _remove(item)
 
 
 def _remove_abandoned(path: Path) -> None:
-    """Delete temporary folders that killed writers of `path` left next to it; those of a corpus are large."""
+    """Delete temporary folders of `path` whose writers were killed; those of a corpus are large."""
     if os.name != "posix":  # on other systems, os.kill cannot check whether a process is alive
         return
     for item in path.parent.glob(f".{glob.escape(path.name)}.partial-*"):

@@ -23,14 +23,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from transformer_xl.config import (
-    RunConfig,
-    Settings,
-    UserError,
-    check_settings,
-    read_yaml,
-    run_settings,
-)
+from transformer_xl.config import RunConfig, Settings, UserError, check_settings, read_yaml, run_settings
 from transformer_xl.device import choose_device
 from transformer_xl.files import as_user_error, atomic_folder, write_text
 from transformer_xl.model.build import build_model
@@ -147,7 +140,7 @@ class RunFolder:
         """Open a run and read its settings and tokenizer.
 
         Raises:
-            UserError: the path is not the folder of a run, an earlier version wrote it, or its files are damaged.
+            UserError: the path is not the folder of a run, or its files are damaged.
         """
         path = Path(path)
         settings = path / "config.yaml"
@@ -156,11 +149,6 @@ class RunFolder:
                 what = "a corpus, not a run" if (path / "corpus.json").exists() else "not the folder of a run"
                 what = what if path.exists() else "no such folder"
                 raise UserError(f"{path}: {what}; expected a folder made by 'txl train --run DIR'")
-            if (path / "vocabulary.json").exists():
-                raise UserError(
-                    f"{path} was written by an earlier version, whose settings and weights have other names; train it "
-                    "again with 'txl train --run DIR', or convert it again with 'txl convert'"
-                )
         with as_user_error(f"reading {settings}"):
             config = run_settings(read_yaml(settings.read_bytes(), str(settings)), str(settings))
         tokenizer = load_tokenizer(path / "txl_tokenizer.json")

@@ -83,7 +83,7 @@ BAD_COMMANDS = [
     ("train bool.yaml --corpus corpus", r"train.max_steps: .* integer .*\(given: True; .* unless quoted\)"),
     ("train off.yaml --corpus corpus", r"train.compile: .* \(given: False; .* unless quoted\)"),
     ("train twice.yaml --corpus corpus", "twice.yaml: .*duplicate key 'model'"),
-    ("train list.yaml --corpus corpus", "list.yaml: wanted a mapping of settings, found list"),
+    ("train list.yaml --corpus corpus", "list.yaml: must be a mapping of settings, not list"),
     (
         f"{TRAIN_SMALL} --model.attn-implementation refrence",
         r"no attention kernel 'refrence' \(did you mean 'reference'\?\)",
@@ -206,7 +206,7 @@ DAMAGES: dict[str, tuple[str, Change | None, str, str]] = {
     "config not text": (CONFIG, lambda _: b"\xff\xfe\xff", "generate run", r"run/config.yaml: not readable as YAML \("),
     "config with an invalid date": (CONFIG, lambda _: b"recipe: 2020-13-13", "evaluate run", "YAML .month must be"),
     "config with an unknown setting": (CONFIG, substitute(b" max_steps:", b" max_stepz:"), "evaluate run",
-        r"run/config.yaml: unknown setting 'train.max_stepz' \(did you mean 'max_steps'\?\)"),
+        r"run/config.yaml: train: unknown setting 'max_stepz' \(did you mean 'max_steps'\?\)"),
     "config of another model": (CONFIG, substitute(b"d_ff: 19", b"d_ff: 23"), "evaluate run",
         r"model.safetensors does not fit the settings in config.yaml \(at layers.0.feed_forward"),
     "corpus moved": (CONFIG, substitute(b"/w/corpus\n", b"/w/moved\n"), "evaluate run",

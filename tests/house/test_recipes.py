@@ -123,5 +123,5 @@ def test_every_published_recipe_is_there() -> None:
 def test_a_wrong_recipe_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "wrong.yaml"
     file.write_text("title: t\nsource: s\ncorpus: c\nmodel: {layer: 3}\n", encoding="utf-8")
-    with pytest.raises(UserError, match=r"'model.layer' of architecture transformer-xl \(did you mean 'n_layers'\?\)"):
+    with pytest.raises(UserError, match=r"model: unknown setting 'layer' \(did you mean 'n_layers'\?\)"):
         load_recipe(str(file))

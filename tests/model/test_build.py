@@ -61,11 +61,11 @@ def test_the_class_of_one_architecture_refuses_the_settings_of_another(settings:
 @pytest.mark.parametrize(
     ("model", "text"),
     [
-        ({"architecture": "lstm", "attention_dropout": 0.1}, "model.attention_dropout .* this is architecture lstm"),
+        ({"architecture": "lstm", "attention_dropout": 0.1}, "attention_dropout .* this is architecture lstm"),
         ({"architecture": "qrnn", "norm_first": True}, "norm_first is a setting of transformer-xl, shaw, vaswani, al"),
         ({"architecture": "lstm", "qrnn_kernel_size": 1}, "qrnn_kernel_size is a setting of qrnn, .* lstm; leave it"),
         ({"zoneout": 0.1}, "zoneout is a setting of qrnn, and this is architecture transformer-xl; leave it out"),
-        ({"architecture": "lstm", "attention_window": 3}, "model.attention_window is a setting of transformer-xl, "),
+        ({"architecture": "lstm", "attention_window": 3}, "attention_window is a setting of transformer-xl, "),
         ({"architecture": "al-rfou", "clamp_length": 3}, "clamp_length is a setting of transformer-xl, shaw, and"),
         (
             {"architecture": "shaw", "tie_attention_biases": False},
@@ -73,8 +73,8 @@ def test_the_class_of_one_architecture_refuses_the_settings_of_another(settings:
         ),
         ({"architecture": "vaswani", "max_position_embeddings": 3}, "max_position_embeddings is a setting of al-rfou"),
         ({"architecture": "vaswani", "intermediate_layer_losses": True, "cutoffs": (5,)}, "need one softmax"),
-        ({"architecture": "lstm", "layer": 3}, r"'model.layer' of architecture lstm \(did you mean 'n_layers'\?\)"),
-        ({"architecture": "lsmt"}, r"model.architecture 'lsmt': wanted one of .* \(did you mean 'lstm'\?\)"),
+        ({"architecture": "lstm", "layer": 3}, r"unknown setting 'layer' \(did you mean 'n_layers'\?\)"),
+        ({"architecture": "lsmt"}, r"architecture 'lsmt' must be one of .* \(did you mean 'lstm'\?\)"),
         ({"architecture": "lstm", "n_layers": "x"}, r"model.n_layers: .* integer.* \(given: 'x'\)"),
         ({"n_layers": True}, r"model.n_layers: .* integer .*\(given: True; .* unless quoted\)"),
         ({"d_model": 15, "n_heads": 3, "n_layers": 1}, "model.d_model: .* multiple of 2"),

@@ -98,10 +98,7 @@ def test_it_goes_on_from_its_tensors(make_model) -> None:
             average.with_tensors(WeightAverage(wrong, config).tensors())
 
 
-AVERAGES = [
-    {"weight_average": "uniform", "average_start_step": 3},
-    {"weight_average": "ema", "ema_decay": 0.5},
-]
+AVERAGES = [{"weight_average": "uniform", "average_start_step": 3}, {"weight_average": "ema", "ema_decay": 0.5}]
 
 
 @pytest.mark.parametrize("settings", AVERAGES)

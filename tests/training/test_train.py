@@ -66,7 +66,10 @@ def test_resumed_after_a_callback_stopped_it(tmp_path: Path, corpus: Corpus) -> 
 
 
 def test_wrong_settings_leave_nothing_behind(tmp_path: Path, corpus: Corpus) -> None:
-    for wrong, message in (({"batchsize": 3}, "unknown setting 'train.batchsize'"), ({"batch_size": 97}, "127 tokens")):
+    for wrong, message in (
+        ({"batchsize": 3}, "unknown setting 'batchsize'"),
+        ({"batch_size": 97}, "127 tokens"),
+    ):
         with pytest.raises(UserError, match=message):
             train_run(None, corpus, tmp_path / "run", train=wrong, **QUIET)
         assert not (tmp_path / "run").exists()
@@ -133,10 +136,3 @@ def test_load_after_save_is_bit_equal(tmp_path: Path, corpus: Corpus, architectu
         save(run, tmp_path / "saved")
     with pytest.raises(UserError, match="saved run can be used, but not trained further"):
         resume(tmp_path / "saved", **QUIET)
-
-
-def test_a_folder_of_an_earlier_version_is_refused(tmp_path: Path, corpus: Corpus) -> None:
-    train_run(None, corpus, tmp_path / "run", model=MODEL, train={**TRAIN, "max_steps": 1}, **QUIET)
-    (tmp_path / "run" / "vocabulary.json").write_text("{}")
-    with pytest.raises(UserError, match=r"earlier version.*txl train.*txl convert"):
-        load(tmp_path / "run")

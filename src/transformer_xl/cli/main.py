@@ -116,7 +116,7 @@ def _discard_output() -> None:
 
 def _user_message(error: Exception) -> str | None:
     """Return a one-line message, or None if the user cannot correct the error."""
-    from pydantic import BaseModel, ValidationError
+    from pydantic import ValidationError
 
     from transformer_xl.config import UserError, explain
 
@@ -128,7 +128,7 @@ def _user_message(error: Exception) -> str | None:
     if not isinstance(error, UserError | CycloptsError):
         return None
     cause = error.__cause__
-    text = explain(BaseModel, cause) if isinstance(cause, ValidationError) else str(error)
+    text = explain(cause) if isinstance(cause, ValidationError) else str(error)
     if isinstance(error, CycloptsError):
         group = getattr(getattr(error, "argument", None), "name", "")  # of settings, such as --model
         text = f"{group}.{text}" if group and isinstance(cause, ValidationError) else text

@@ -1,4 +1,4 @@
-"""Settings of an evaluation: the method, how far attention looks back, and how the text is divided into a batch."""
+"""Settings of an evaluation: the method, how many tokens attention can see, and how the text is split into a batch."""
 
 from __future__ import annotations
 
@@ -10,21 +10,24 @@ from transformer_xl.config.settings import INT32_MAX, Settings
 
 
 class DynamicConfig(Settings):
-    """Settings of dynamic evaluation; the defaults of rms are those published for enwik8 (docs/evaluation.md)."""
+    """Settings of dynamic evaluation, which trains the model on the text that it has scored (Krause et al. 2019).
+
+    The defaults of the optimizer `rms` are those published for enwik8 (docs/evaluation.md).
+    """
 
     optimizer: Literal["rms", "sgd"] = "rms"
-    """rms: steps divided by the root mean square of the gradients on the training text. sgd: plain steps."""
+    """rms: SGD with gradients divided by the root mean square of the gradients on the training text. sgd: plain SGD."""
     learning_rate: float | None = Field(default=None, ge=0, allow_inf_nan=False)
-    """Size of a step; none: 1e-6 for rms, 0.01 for sgd. 0 leaves the weights as they are."""
+    """Learning rate; none: 1e-6 for rms, 0.01 for sgd. With 0 the weights never change."""
     decay: float = Field(default=0.0, ge=0, le=1)
-    """Fraction of the way back to the trained weights that each step moves."""
+    """Each step also moves the weights this fraction of the distance back to the trained weights."""
     epsilon: float = Field(default=8.5e-6, gt=0, allow_inf_nan=False)
-    """Added to the root mean square of rms, so that weights with tiny gradients take no large steps."""
+    """Added to the root mean square of rms, so that weights with tiny gradients make no large steps."""
     gradient_stats_tokens: int = Field(default=17_920, gt=0, le=INT32_MAX)
     """Tokens from the start of the training text over which rms averages squared gradients."""
 
     @model_validator(mode="after")
-    def _sgd_has_no_statistics(self) -> Self:
+    def _reject_rms_settings_with_sgd(self) -> Self:
         for name in ("epsilon", "gradient_stats_tokens"):
             if self.optimizer == "sgd" and getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(f"{name} is for the optimizer rms; leave it out with sgd")
@@ -34,30 +37,32 @@ class DynamicConfig(Settings):
 class EvaluationConfig(Settings):
     """How a text is scored.
 
-    In the settings of a run, none means the value of the model or of training. Passed to `evaluate` or `score`, the
-    settings replace the run's, one by one; there none takes away the limit `attention_window` or `clamp_length`.
+    In the settings of a run, none means the value of the model or of training. Settings passed to `evaluate` or `score`
+    replace the run's, one by one; there, none removes the limit `attention_window` or `clamp_length`.
     """
 
     method: Literal["memory", "sliding-window", "dynamic"] = "memory"
-    """memory: segments with memory, as in the paper. sliding-window: each token from exactly the attention_window
-    tokens before it, all computed anew, as the paper's vanilla model. dynamic: a gradient step after each segment."""
+    """memory: segments with memory, as in the paper. sliding-window: each token is predicted from exactly the previous
+    attention_window tokens, without memory, as by the paper's vanilla model. dynamic: as memory, with a gradient step
+    after each segment."""
     segment_length: int | None = Field(default=None, gt=0, le=INT32_MAX)
-    """New tokens read in one step; none: train.segment_length. It sets the speed and, without a window, the context."""
+    """New tokens processed at once; none: train.segment_length. It determines the speed and, without an attention
+    window, the context."""
     memory_length: int | None = Field(default=None, ge=0, le=INT32_MAX)
-    """Memory slots, in tokens; none: train.memory_length. May be far more than in training."""
+    """Memory slots, in tokens; none: train.memory_length. Can be much larger than in training."""
     attention_window: int | None = Field(default=None, gt=0, le=INT32_MAX)
-    """Keys a query sees, itself included; default: model.attention_window, and a typed none removes the limit. With a
-    memory of attention_window - 1 or more tokens, the segment length changes no result."""
+    """Keys that a query attends to, including its own position; default: model.attention_window; none removes that
+    limit. With a memory of attention_window - 1 or more tokens, results do not depend on the segment length."""
     clamp_length: int | None = Field(default=None, gt=0, le=INT32_MAX)
-    """Distances above this count as this one; default: model.clamp_length, and a typed none removes the limit."""
+    """Distances above this one are encoded as this one; default: model.clamp_length; none removes that limit."""
     batch_size: int | None = Field(default=None, gt=0, le=INT32_MAX)
-    """Sequences of the text read at once, which changes no result; none: 1, or with reset_memory as many documents as
-    keep the machine busy."""
+    """Sequences processed at once, which changes no result; none: 1, or with reset_memory a number of documents that
+    uses the hardware fully."""
     warmup_tokens: int | None = Field(default=None, ge=0, le=INT32_MAX)
-    """Tokens each sequence reads before its own without counting them; none: as many as its losses can depend on. Fewer
-    are faster and less exact."""
+    """Tokens processed but not scored before each sequence, to fill its memory; none: as many as its losses can depend
+    on. Fewer are faster and less exact."""
     reset_memory: bool = False
-    """Read each document as if it were the only text; otherwise memory continues from one document to the next."""
+    """Score each document as if it were the only text; otherwise memory continues from one document to the next."""
     dtype: Literal["auto", "float32", "bfloat16"] = "float32"
-    """Type of matrix products. bfloat16 is less exact, and faster on hardware that has it, where auto takes it."""
+    """Data type of matrix products; auto: bfloat16 (faster, less exact) where the hardware supports it."""
     dynamic: DynamicConfig = DynamicConfig()

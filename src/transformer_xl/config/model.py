@@ -1,7 +1,10 @@
 """Settings of the model: one configuration class for each architecture, and their union `ModelConfig`.
 
-A class has only the settings that its architecture reads; any other setting is refused, with the architecture's name.
-Lengths of the memory are not here: they belong to training (`train.memory_length`) and evaluation.
+A class has only the settings that its architecture uses; settings of other architectures are refused. The memory length
+is not a setting of the model but of training (`train.memory_length`) and evaluation.
+
+Cutoffs divide the vocabulary into clusters by token frequency (adaptive softmax, Grave et al. 2017): the head, with the
+most frequent tokens, and one or more tails, whose embeddings may be narrower.
 """
 
 from __future__ import annotations
@@ -11,12 +14,13 @@ from itertools import pairwise
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
+from typing_extensions import override
 
-from transformer_xl.config.settings import INT32_MAX, Settings, UserError
+from transformer_xl.config.settings import INT32_MAX, Settings, UserError, nearest
 
 
 def _integers(value: Any) -> Any:
-    """Accept several integers in one string, `20000,40000`, as a flag gives them; None means no integers."""
+    """Convert `20000,40000`, as typed for a flag, to a tuple of integers, and None to an empty tuple."""
     if value is None:
         return ()
     if isinstance(value, str) and value != "auto":
@@ -31,12 +35,12 @@ class BaseModelConfig(Settings):
     """Settings that every architecture has: sizes, embedding and softmax."""
 
     has_memory: ClassVar[bool] = True
-    """Whether the model carries anything from one segment to the next."""
+    """Whether the model passes information from one segment to the next."""
 
     architecture: str
     """Which model this is."""
     vocab_size: int = Field(default=256, gt=0, le=INT32_MAX)
-    """V: number of tokens in the vocabulary; a run takes it from its corpus."""
+    """V: number of tokens in the vocabulary; in a run, that of its corpus."""
     n_layers: int = Field(default=6, gt=0, le=INT32_MAX)
     """L: number of layers."""
     d_model: int = Field(default=256, gt=0, le=INT32_MAX, multiple_of=2)
@@ -44,37 +48,46 @@ class BaseModelConfig(Settings):
     dropout: float = Field(default=0.1, ge=0, lt=1)
     """Probability that dropout zeroes an activation in training."""
     d_embed: int | None = Field(default=None, gt=0, le=INT32_MAX)
-    """E: width of a token embedding, which is projected to d_model; none: d_model, without a projection."""
+    """E: width of a token embedding, which is projected to d_model; none: d_model, and no projection."""
     cutoffs: Annotated[tuple[int, ...] | Literal["auto"], BeforeValidator(_integers)] = ()
-    """Adaptive embedding and softmax: token ids (frequent tokens first) where the head ends and where each tail but the
-    last ends; auto: chosen from the token counts of the corpus, if it has them; none: one softmax over all tokens."""
+    """Adaptive embedding and softmax, for token ids in order of frequency: the first id of each tail; auto: chosen from
+    the token counts of the corpus, if it has them; none: one softmax over all tokens."""
     div_val: int = Field(default=1, gt=0, le=INT32_MAX)
-    """Factor by which each tail's embeddings are narrower than those of the cluster before; 1: all equally wide."""
+    """Factor by which each tail's embeddings are narrower than those of the previous cluster; 1: all equally wide."""
     tie_word_embeddings: bool = True
-    """Use the embedding matrix as the weights of the softmax; false: the softmax has its own."""
+    """Use the embedding matrix as the weights of the softmax; false: the softmax has separate weights."""
     tie_projections: Literal["all", "all_but_first", "none"] = "all"
-    """Clusters whose embedding projection the softmax shares; the other clusters have a projection of their own."""
+    """Clusters in which the softmax uses the projection of the embedding; in the others it has a separate one."""
     project_same_width: bool = True
     """With div_val: also project a cluster as wide as d_model (the authors' One Billion Word model does not)."""
+
+    @classmethod
+    @override
+    def _unknown_setting(cls, name: str) -> str:
+        owners = [architecture for architecture, kind in ARCHITECTURES.items() if name in kind.model_fields]
+        if not owners:
+            return super()._unknown_setting(name)
+        architecture = cls.model_fields["architecture"].default
+        return f"{name} is a setting of {', '.join(owners)}, and this is architecture {architecture}; leave it out"
 
     @model_validator(mode="after")
     def _check_clusters(self) -> Self:
         if self.cutoffs == "auto":
             return self
-        given = f"cutoffs {', '.join(map(str, self.cutoffs))}"
+        cutoffs = f"cutoffs {', '.join(map(str, self.cutoffs))}"
         if any(start >= stop for start, stop in pairwise((0, *self.cutoffs))):
-            raise ValueError(f"{given} must increase, starting at 1 or more; give others, auto or none")
+            raise ValueError(f"{cutoffs} must increase, starting at 1 or more; choose others, auto or none")
         if self.cutoffs and self.cutoffs[-1] >= self.vocab_size:
-            raise ValueError(f"{given} must be below vocab_size {self.vocab_size:,}; give others, auto or none")
+            raise ValueError(f"{cutoffs} must be below vocab_size {self.vocab_size:,}; choose others, auto or none")
         if len(self.cutoffs) > self.max_tails:
             raise ValueError(
                 f"div_val {self.div_val} leaves the last of {len(self.cutoffs)} tails an embedding of width 0 (it "
-                f"divides {self.d_embed or self.d_model} once for each tail); lower it, or give fewer cutoffs"
+                f"divides {self.d_embed or self.d_model} once for each tail); lower it, or choose fewer cutoffs"
             )
         return self
 
     def limit(self, name: Literal["attention_window", "clamp_length", "max_position_embeddings"]) -> int | None:
-        """Return one of the model's limits in tokens, or None if it is not limited or has no such setting."""
+        """Return a limit of the model in tokens, or None if it is unlimited or has no such setting."""
         return getattr(self, name, None)
 
     def check_context_limits(
@@ -85,32 +98,32 @@ class BaseModelConfig(Settings):
         attention_window: int | None = None,
         clamp_length: int | None = None,
     ) -> None:
-        """Check that this architecture can read with these lengths, in tokens.
+        """Check that this architecture can process segments with these lengths, in tokens.
 
         Raises:
-            UserError: the architecture has no such length, or a segment is longer than its positions.
+            UserError: the architecture has no such length, or a segment has more tokens than the model has positions.
         """
         if memory_length and not self.has_memory:
             raise UserError(f"{self.architecture} has no memory; give memory_length 0, not {memory_length:,}")
         for name, value in (("attention_window", attention_window), ("clamp_length", clamp_length)):
             if value and name not in type(self).model_fields:
                 raise UserError(f"{self.architecture} has no {name}; give none, not {value:,}")
-        longest = self.limit("max_position_embeddings")
-        if longest is not None and segment_length > longest:
+        num_positions = self.limit("max_position_embeddings")
+        if num_positions is not None and segment_length > num_positions:
             raise UserError(
-                f"segment_length {segment_length:,} is longer than the {longest:,} positions of this model "
-                f"(max_position_embeddings); give {longest:,} at most"
+                f"segment_length {segment_length:,} is longer than the {num_positions:,} positions of this model "
+                f"(max_position_embeddings); give {num_positions:,} at most"
             )
 
     @property
     def cluster_boundaries(self) -> tuple[int, ...]:
-        """0, the cutoffs and V: cluster i holds the ids from boundary i up to boundary i + 1.
+        """0, the cutoffs and V: cluster i contains the token ids from boundary i to boundary i + 1, exclusive.
 
         Raises:
             UserError: the cutoffs have not been chosen from a corpus yet.
         """
         if self.cutoffs == "auto":
-            raise UserError("cutoffs auto are chosen from a corpus by 'txl train'; give integers to build the model")
+            raise UserError("cutoffs auto are chosen from a corpus by 'txl train'; set integers to build the model")
         return (0, *self.cutoffs, self.vocab_size)
 
     @property
@@ -148,13 +161,13 @@ class TransformerConfig(BaseModelConfig):
     norm_eps: float = Field(default=1e-5, gt=0, lt=1)
     """Added to the variance in every LayerNorm."""
     attention_window: int | None = Field(default=None, gt=0, le=INT32_MAX)
-    """Number of keys that a query attends to, its own position included; none: all there are."""
+    """Number of keys that a query attends to, including its own position; none: all in segment and memory."""
 
     @model_validator(mode="after")
     def _check_heads(self) -> Self:
         if self.d_head is None and self.d_model % self.n_heads:
             raise ValueError(
-                f"d_model {self.d_model} is not divisible by n_heads {self.n_heads}; choose a multiple, or give d_head"
+                f"d_model {self.d_model} is not divisible by n_heads {self.n_heads}; choose a multiple, or set d_head"
             )
         return self
 
@@ -168,11 +181,11 @@ class RelativeConfig(TransformerConfig):
     """Settings of transformers that attend to a memory by relative distance."""
 
     attend_empty_memory: bool = False
-    """Attend to empty memory slots, which are zeros (as the authors' TensorFlow code and Hugging Face do)."""
+    """Attend to empty memory slots, whose contents are zeros (as the authors' TensorFlow code and Hugging Face do)."""
     clamp_length: int | None = Field(default=None, gt=0, le=INT32_MAX)
     """Distances above this one are encoded as this one; none: no limit."""
     attn_implementation: str = "auto"
-    """Attention kernel by name; auto: the fastest for the device (all give the same numbers)."""
+    """Name of the attention kernel; auto: the fastest for the device (all compute the same results)."""
 
 
 class TransformerXLConfig(RelativeConfig):
@@ -188,8 +201,8 @@ class ShawConfig(RelativeConfig):
 
     architecture: Literal["shaw"] = "shaw"
     max_relative_positions: int | None = Field(default=None, gt=0, le=INT32_MAX)
-    """Number of distances with a learned vector, which larger distances share with the last; none: as many as there are
-    in training (train.segment_length + train.memory_length)."""
+    """Number of distances with a learned vector; larger distances use the last vector; none: the number of distances in
+    training (train.segment_length + train.memory_length)."""
 
 
 class AbsoluteConfig(TransformerConfig):
@@ -198,15 +211,15 @@ class AbsoluteConfig(TransformerConfig):
     has_memory: ClassVar[bool] = False
 
     intermediate_layer_losses: bool = False
-    """In the first half of training every layer predicts, not only the last; the lowest layers stop first (Al-Rfou et
-    al. 2018)."""
+    """In the first half of training all layers predict the targets, not only the last; the lowest layers stop first
+    (Al-Rfou et al. 2018)."""
     num_targets: int = Field(default=1, ge=1, le=2)
     """2: in training each position also predicts the token after the next, at half the weight (Al-Rfou et al. 2018)."""
 
     @model_validator(mode="after")
     def _check_losses(self) -> Self:
         if (self.intermediate_layer_losses or self.num_targets > 1) and self.cutoffs:
-            raise ValueError("intermediate_layer_losses and num_targets 2 need one softmax; give cutoffs none")
+            raise ValueError("intermediate_layer_losses and num_targets 2 need one softmax; set cutoffs none")
         return self
 
 
@@ -221,7 +234,7 @@ class AlRfouConfig(AbsoluteConfig):
 
     architecture: Literal["al-rfou"] = "al-rfou"
     max_position_embeddings: int | None = Field(default=None, gt=0, le=INT32_MAX)
-    """Number of learned positions, which is the longest segment; none: train.segment_length."""
+    """Number of learned positions, which is the maximum segment length; none: train.segment_length."""
 
 
 class RecurrentConfig(BaseModelConfig):
@@ -239,29 +252,32 @@ class QRNNConfig(RecurrentConfig):
 
     architecture: Literal["qrnn"] = "qrnn"
     qrnn_kernel_size: int = Field(default=2, ge=1, le=2)
-    """Number of inputs that the gates see: 1, the token's own; 2, the one before as well."""
+    """Number of inputs that determine the gates: 1: the current token; 2: the previous token as well."""
     zoneout: float = Field(default=0.0, ge=0, lt=1)
-    """Probability that zoneout leaves an element of the state as it was, in training."""
+    """Probability that zoneout leaves an element of the state unchanged in a step of training."""
 
 
-def _with_architecture(value: Any) -> Any:
-    """Add architecture transformer-xl to a mapping that has none."""
-    return {"architecture": "transformer-xl", **value} if isinstance(value, Mapping) else value
+def _build(value: Any) -> Any:
+    """Build the configuration that a mapping describes; `architecture` selects the class."""
+    if isinstance(value, BaseModelConfig):
+        return value
+    if not isinstance(value, Mapping):
+        raise ValueError("must be a mapping of settings")
+    name = str(value.get("architecture", "transformer-xl"))
+    if name not in ARCHITECTURES:
+        raise ValueError(
+            f"architecture '{name}' must be one of {', '.join(ARCHITECTURES)}{nearest(name, ARCHITECTURES)}"
+        )
+    return ARCHITECTURES[name].model_validate(value)
 
 
 ModelConfig = Annotated[
-    TransformerXLConfig | ShawConfig | VaswaniConfig | AlRfouConfig | LSTMConfig | QRNNConfig,
-    Field(discriminator="architecture"),
-    BeforeValidator(_with_architecture),
+    TransformerXLConfig | ShawConfig | VaswaniConfig | AlRfouConfig | LSTMConfig | QRNNConfig, BeforeValidator(_build)
 ]
-"""The settings of any model; the value of `architecture` selects the class."""
+"""The settings of any model; the value of `architecture` (transformer-xl by default) selects the class."""
 
 ARCHITECTURES: Mapping[str, type[BaseModelConfig]] = {
-    "transformer-xl": TransformerXLConfig,
-    "shaw": ShawConfig,
-    "vaswani": VaswaniConfig,
-    "al-rfou": AlRfouConfig,
-    "lstm": LSTMConfig,
-    "qrnn": QRNNConfig,
+    kind.model_fields["architecture"].default: kind
+    for kind in (TransformerXLConfig, ShawConfig, VaswaniConfig, AlRfouConfig, LSTMConfig, QRNNConfig)
 }
-"""The configuration class of each architecture."""
+"""The configuration class of each architecture, by the value of `architecture`."""

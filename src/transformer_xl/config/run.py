@@ -1,4 +1,4 @@
-"""The settings of a run together, and the recipes they may come from."""
+"""All settings of a run (`RunConfig`), and recipes, which are YAML files with settings and their results."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class CorpusReference(Settings):
     tokenizer_sha256: str
     """Fingerprint (sha256) of its tokenizer."""
     train_sha256: str
-    """Checksum of the training tokens: a run resumes only on the text it started with."""
+    """Checksum (sha256) of the training tokens: a run resumes only with the text that it started with."""
 
 
 class RunConfig(Settings):
@@ -68,15 +68,15 @@ class RunConfig(Settings):
         return self
 
     def resolved(self) -> RunConfig:
-        """Return the settings as a run stores them, with defaults that depend on training lengths filled in."""
+        """Return the settings with the defaults that depend on training lengths filled in, as a run stores them."""
         model, train = self.model, self.train
         if isinstance(model, ShawConfig) and model.max_relative_positions is None:
-            known = {"max_relative_positions": train.segment_length + train.memory_length}
+            defaults = {"max_relative_positions": train.segment_length + train.memory_length}
         elif isinstance(model, AlRfouConfig) and model.max_position_embeddings is None:
-            known = {"max_position_embeddings": train.segment_length}
+            defaults = {"max_position_embeddings": train.segment_length}
         else:
             return self
-        return self.model_copy(update={"model": model.model_copy(update=known)})
+        return self.model_copy(update={"model": model.model_copy(update=defaults)})
 
 
 class Recipe(Settings):
@@ -86,7 +86,7 @@ class Recipe(Settings):
     source: str
     """Where the settings come from."""
     corpus: str
-    """Name of the corpus they are for; any: no particular one."""
+    """Name of the corpus that the settings are for, or any."""
     published: dict[str, float] = Field(default_factory=dict)
     """Published results on the test split, by name with unit."""
     measured: dict[str, float] = Field(default_factory=dict)
@@ -108,8 +108,8 @@ def run_settings(values: Mapping[str, Any], source: str) -> RunConfig:
     """Check the settings of a run as a whole, and fill in those that depend on others.
 
     Args:
-        values: settings by group. Where none is given, train.memory_length is 0 for architectures without memory.
-        source: where they come from, for error messages.
+        values: settings by group. Without train.memory_length, it is 0 for architectures without memory.
+        source: the file or group the values come from; error messages begin with it.
 
     Raises:
         UserError: as `check_settings`.
@@ -121,26 +121,24 @@ def run_settings(values: Mapping[str, Any], source: str) -> RunConfig:
 
 
 def _mapping(values: Mapping[str, Any], group: str) -> Mapping[str, Any]:
-    """Return a group of settings that are not checked yet; empty if it is missing or not a mapping."""
-    found = values.get(group)
-    return found if isinstance(found, Mapping) else {}
+    """Return a group of settings that are not validated yet; empty if it is missing or not a mapping."""
+    settings = values.get(group)
+    return settings if isinstance(settings, Mapping) else {}
 
 
 def merge_recipe(recipe: Recipe, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a recipe by group, with `overrides` in place of its own.
+    """Return the settings of a recipe by group, replaced by those in `overrides`.
 
-    Where the overrides choose another architecture, settings of the recipe that it does not have are left out.
+    If the overrides choose another architecture, settings of the recipe that this architecture lacks are omitted.
     """
     groups = {"model": recipe.model, "train": recipe.train, "evaluation": recipe.evaluation}
-    own = recipe.model.get("architecture", "transformer-xl")
-    chosen = _mapping(overrides, "model").get("architecture", own)
-    if chosen != own and chosen in ARCHITECTURES:
-        kind = ARCHITECTURES[chosen]
-        missing = {"attention_window", "clamp_length"} - kind.model_fields.keys()
-        missing |= set() if kind.has_memory else {"memory_length"}
-        missing |= recipe.model.keys() - kind.model_fields.keys()
+    architecture = _mapping(overrides, "model").get("architecture")
+    if architecture in ARCHITECTURES.keys() - {recipe.model.get("architecture", "transformer-xl")}:
+        kind = ARCHITECTURES[architecture]
+        lacking = {*recipe.model, "attention_window", "clamp_length"} - kind.model_fields.keys()
+        lacking |= set() if kind.has_memory else {"memory_length"}
         groups = {
-            group: {name: value for name, value in settings.items() if name not in missing}
+            group: {name: value for name, value in settings.items() if name not in lacking}
             for group, settings in groups.items()
         }
     return merge(groups, overrides)
@@ -152,28 +150,20 @@ def recipe_names() -> list[str]:
     return sorted(item.name.removesuffix(".yaml") for item in folder.iterdir() if item.name.endswith(".yaml"))
 
 
-# some settings that recipes of earlier versions had
-_EARLIER = {"model": ("kind", "encoding", "layers", "width", "heads"), "train": ("segment", "memory", "rows", "steps")}
-
-
 def load_recipe(name: str) -> Recipe:
     """Load a recipe by its name, or by the path of a YAML file.
 
     Raises:
-        UserError: there is no recipe of that name, or it has a wrong setting.
+        UserError: there is no recipe of that name, or one of its settings is invalid.
     """
-    if name.endswith((".yaml", ".yml")):
-        try:
-            text = Path(name).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"recipe file '{name}' cannot be read: {error}") from None
-    elif name in recipe_names():
-        text = (resources.files("transformer_xl") / "recipes" / f"{name}.yaml").read_text(encoding="utf-8")
-    else:
+    is_path = name.endswith((".yaml", ".yml"))
+    if not is_path and name not in recipe_names():
         raise UserError(f"no recipe '{name}'{nearest(name, recipe_names())}; 'txl recipes' lists them")
-    values = read_yaml(text, f"recipe {name}")
-    if old := [f"{group}.{key}" for group, keys in _EARLIER.items() for key in keys if key in _mapping(values, group)]:
-        raise UserError(f"recipe {name} is for an earlier version: {old[0]} has another name now ('txl train --help')")
-    recipe = check_settings(Recipe, values, f"recipe {name}")
+    try:
+        file = Path(name) if is_path else resources.files("transformer_xl") / "recipes" / f"{name}.yaml"
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"recipe file '{name}' cannot be read: {error}") from None
+    recipe = check_settings(Recipe, read_yaml(text, f"recipe {name}"), f"recipe {name}")
     run_settings(merge_recipe(recipe, {}), f"recipe {name}")
     return recipe

@@ -15,15 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from transformer_xl.config import (
-    INT32_MAX,
-    RunConfig,
-    UserError,
-    load_recipe,
-    merge,
-    merge_recipe,
-    run_settings,
-)
+from transformer_xl.config import INT32_MAX, RunConfig, UserError, load_recipe, merge, merge_recipe, run_settings
 from transformer_xl.device import choose_device, set_threads
 from transformer_xl.files import lock_folder, write_text
 from transformer_xl.model.cost import find_cutoffs
