@@ -51,10 +51,10 @@ class GeneratedToken:
 
 
 @dataclass(frozen=True)
-class _Finished:
-    """Sequences removed from the batch, their memory, and their last tokens, which the memory does not include yet."""
+class _Sequences:
+    """Some sequences, their memory, and the last token of each, which the memory does not include yet."""
 
-    sequences: list[int]
+    indices: list[int]
     memory: Memory
     unread_B1: Tensor
 
@@ -100,7 +100,7 @@ class BatchGenerator:
         """Indices of the sequences that are not finished: the rows of the batch."""
         self._num_generated = 0
         self._unread_B1: Tensor | None = None
-        self._finished: list[_Finished] = []
+        self._finished: list[_Sequences] = []
         self._generators = [torch.Generator().manual_seed(self._config.seed + index) for index in self.active]
         # kept only where they are needed: for the logits processor and for the repetition penalty
         self._generated_BT = torch.empty(len(self.active), 0, dtype=torch.int64, device=hidden_B1D.device)
@@ -138,20 +138,19 @@ class BatchGenerator:
 
     def finish(self, sequences: Collection[int]) -> None:
         """Remove these sequences from the batch; `memory` still returns their memory."""
-        leave = [row for row, index in enumerate(self.active) if index in sequences]
-        if not leave:
+        finished_rows = [row for row, index in enumerate(self.active) if index in sequences]
+        if not finished_rows:
             return
         assert self._unread_B1 is not None, "a sequence has at least one token when it finishes"
-        stay = [row for row, index in enumerate(self.active) if index not in sequences]
+        rows = [row for row, index in enumerate(self.active) if index not in sequences]
         with torch.inference_mode():
-            memory = self._memory.select(leave) if stay else self._memory
-            self._finished.append(_Finished([self.active[row] for row in leave], memory, self._unread_B1[leave]))
-            self.active = [self.active[row] for row in stay]
-            if stay:
-                self._memory = self._memory.select(stay)
-            self._unread_B1, self._hidden_B1D = self._unread_B1[stay], self._hidden_B1D[stay]
-            self._generated_BT, self._latest_BK = self._generated_BT[stay], self._latest_BK[stay]
-        self._generators = [self._generators[row] for row in stay]
+            memory, unread_B1 = self._memory.select(finished_rows), self._unread_B1[finished_rows]
+            self._finished.append(_Sequences([self.active[row] for row in finished_rows], memory, unread_B1))
+            self._memory = self._memory.select(rows)
+            self._unread_B1, self._hidden_B1D = self._unread_B1[rows], self._hidden_B1D[rows]
+            self._generated_BT, self._latest_BK = self._generated_BT[rows], self._latest_BK[rows]
+        self.active = [self.active[row] for row in rows]
+        self._generators = [self._generators[row] for row in rows]
 
     def memory(self) -> Memory:
         """Return the memory of all sequences in order, finished or not, after all that was read and generated.
@@ -161,19 +160,12 @@ class BatchGenerator:
         """
         if self._unread_B1 is None:
             return self._memory
-        groups = self._finished
-        if self.active:
-            groups = [*groups, _Finished(self.active, self._memory, self._unread_B1)]
-        order = [index for group in groups for index in group.sequences]
+        groups = [*self._finished, _Sequences(self.active, self._memory, self._unread_B1)]
+        indices = [index for group in groups for index in group.indices]
         with torch.inference_mode():
-            memory, unread_B1 = groups[0].memory, groups[0].unread_B1
-            if len(groups) > 1:
-                memory = Memory.concatenate([group.memory for group in groups])
-                unread_B1 = torch.cat([group.unread_B1 for group in groups])
-            _, memory = self._model(unread_B1, memory)
-            if order != sorted(order):
-                memory = memory.select(sorted(range(len(order)), key=order.__getitem__))
-        return memory
+            memory = Memory.concatenate([group.memory for group in groups])
+            _, memory = self._model(torch.cat([group.unread_B1 for group in groups]), memory)
+            return memory.select(sorted(range(len(indices)), key=indices.__getitem__))
 
     def _choose(self) -> Tensor:
         """Choose the next token of each row, (B,), from the logits of as few tokens as needed."""
@@ -206,20 +198,16 @@ def prefill(model: LanguageModel, prompts: Sequence[Sequence[int]], memory: Memo
     """
     if memory is None:
         memory = model.inference_memory(len(prompts))
-    longest = max(map(len, prompts))
-    tokens_BT = torch.zeros(len(prompts), longest, dtype=torch.int64)
-    for row_T, prompt in zip(tokens_BT, prompts, strict=True):
-        row_T[longest - len(prompt) :] = torch.tensor(list(prompt))
-    tokens_BT = tokens_BT.to(next(model.parameters()).device)
-    lengths_B = torch.tensor([len(prompt) for prompt in prompts])
+    device, lengths = next(model.parameters()).device, [len(prompt) for prompt in prompts]
+    longest, lengths_B = max(lengths), torch.tensor(lengths)
+    tokens_BT = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=device)
     hidden_BTD = None
     for start, stop in pairwise(sorted({0, *range(longest, 0, -_PREFILL_SEGMENT)})):
-        segment_BT = tokens_BT[:, start:stop]
         unpadded_B = (lengths_B - (longest - stop)).clamp(0, stop - start)
-        if bool((unpadded_B == stop - start).all()):
-            hidden_BTD, memory = model(segment_BT, memory)
-        else:
-            hidden_BTD, memory = model(segment_BT, memory, lengths_B=unpadded_B.to(tokens_BT.device))
+        is_padded = bool((unpadded_B < stop - start).any())
+        hidden_BTD, memory = model(
+            tokens_BT[:, start:stop], memory, lengths_B=unpadded_B.to(device) if is_padded else None
+        )
     assert hidden_BTD is not None
     return hidden_BTD[:, -1:], memory
 

@@ -13,11 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from transformer_xl.device import autocast
 from transformer_xl.generation.batch import GeneratedToken, check_inputs, prefill
 from transformer_xl.generation.completion import Completion, CompletionBuilder, Prompt
 from transformer_xl.generation.config import GenerationConfig
-from transformer_xl.generation.generate import encode_prompt, inference_model, new_memory, resolve_config
+from transformer_xl.generation.generate import encode_prompt, inference_context, resolve_config
 from transformer_xl.generation.sampling import LogitsProcessor, check_logits, mask_tokens, process_logits
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import Memory
@@ -37,6 +36,8 @@ class Hypothesis:
     """The log-probability with the length penalty, by which hypotheses are ranked."""
     is_finished: bool
     """Whether its last token is one of `eos_token_ids`."""
+    beam: int
+    """Index of the beam that it extends by its last token."""
 
     @property
     def logprob(self) -> float:
@@ -71,19 +72,14 @@ def beam_search(
     """
     config = resolve_config(run.tokenizer, config, overrides, num_beams=_DEFAULT_NUM_BEAMS)
     prompt_ids = encode_prompt(run.tokenizer, prompt, config, continued=memory is not None)
-    model = inference_model(run.model, config)
-    with autocast(next(model.parameters()).device, config.dtype):
-        memory = memory or new_memory(run, config, 1)
+    with inference_context(run, config, memory, 1) as (model, memory):
         hypotheses = search_token_ids(model, prompt_ids, config, memory, logits_processor)
     completions: list[Completion] = []
     for hypothesis in hypotheses:
         builder = CompletionBuilder(run.tokenizer, prompt_ids, config)
-        text = "".join(
+        for token_id, logprob in zip(hypothesis.token_ids, hypothesis.logprobs, strict=True):
             builder.add(GeneratedToken(0, token_id, logprob, token_id in config.eos_token_ids))
-            for token_id, logprob in zip(hypothesis.token_ids, hypothesis.logprobs, strict=True)
-        )
-        assert builder.finish_reason is not None
-        completions.append(Completion(prompt, text, hypothesis.token_ids, hypothesis.logprobs, builder.finish_reason))
+        completions.append(builder.completion(prompt))
     return completions
 
 
@@ -115,14 +111,15 @@ def search_token_ids(
     assert config.num_beams is not None
     assert config.max_new_tokens is not None
     check_inputs(model, [prompt], config.eos_token_ids)
-    live = [Hypothesis((), (), 0.0, is_finished=False)]
+    live = [Hypothesis((), (), 0.0, is_finished=False, beam=0)]
     finished: list[Hypothesis] = []
     with torch.inference_mode():
         hidden_B1D, memory = prefill(model, [prompt], memory)
         for length in range(1, config.max_new_tokens + 1):
             logprobs_BR, ids_BR = _candidates(model, hidden_B1D, live, config, logits_processor)
-            newly_finished, live, parents = _extend(config, live, logprobs_BR, ids_BR)
-            finished = _best([*finished, *newly_finished], config)
+            extended = _extend(config, live, logprobs_BR, ids_BR)
+            finished = _best([*finished, *(one for one in extended if one.is_finished)], config)
+            live = [one for one in extended if not one.is_finished]
             if not live or length == config.max_new_tokens:
                 break
             # upper bound: a log-probability never increases, and a longer sequence may divide it by more
@@ -130,8 +127,9 @@ def search_token_ids(
             bound = max(_score(one.logprob, final_length, config) for one in live)
             if len(finished) == config.num_beams and finished[-1].score >= bound:
                 return finished
-            if parents != list(range(memory.batch_size)):
-                memory = memory.select(parents)
+            beams = [one.beam for one in live]
+            if beams != list(range(memory.batch_size)):
+                memory = memory.select(beams)
             last_B1 = torch.tensor([[one.token_ids[-1]] for one in live], device=hidden_B1D.device)
             hidden_B1D, memory = model(last_B1, memory)
     return _best([*finished, *live], config)
@@ -163,36 +161,23 @@ def _candidates(
     return logprobs_BR, ids_BR
 
 
-def _extend(
-    config: GenerationConfig, live: list[Hypothesis], logprobs_BR: Tensor, ids_BR: Tensor
-) -> tuple[list[Hypothesis], list[Hypothesis], list[int]]:
-    """Extend the beams by the candidates, best first, until there are `num_beams` unfinished ones.
-
-    Returns:
-        the newly finished hypotheses, the unfinished ones, and the beam that each unfinished one extends.
-    """
+def _extend(config: GenerationConfig, live: list[Hypothesis], logprobs_BR: Tensor, ids_BR: Tensor) -> list[Hypothesis]:
+    """Extend the beams by the candidates, best first, until `num_beams` of the extended ones are unfinished."""
     sums_B1 = torch.tensor([[one.logprob] for one in live], dtype=torch.float64, device=logprobs_BR.device)
     order = (sums_B1 + logprobs_BR).flatten().argsort(descending=True, stable=True).tolist()
-    logprobs, token_ids = logprobs_BR.tolist(), ids_BR.tolist()
-    finished: list[Hypothesis] = []
-    unfinished: list[Hypothesis] = []
-    parents: list[int] = []
+    candidate_logprobs, candidate_ids = logprobs_BR.tolist(), ids_BR.tolist()
+    extended: list[Hypothesis] = []
+    num_unfinished = 0
     for index in order:
         beam, candidate = divmod(index, logprobs_BR.shape[1])
-        token_id, logprob = token_ids[beam][candidate], logprobs[beam][candidate]
-        if logprob == -float("inf"):
+        token_id, logprob = candidate_ids[beam][candidate], candidate_logprobs[beam][candidate]
+        if logprob == -float("inf") or num_unfinished == config.num_beams:
             break
-        each = (*live[beam].logprobs, logprob)
-        score = _score(sum(each), len(each), config)
-        one = Hypothesis((*live[beam].token_ids, token_id), each, score, token_id in config.eos_token_ids)
-        if one.is_finished:
-            finished.append(one)
-        else:
-            unfinished.append(one)
-            parents.append(beam)
-        if len(unfinished) == config.num_beams:
-            break
-    return finished, unfinished, parents
+        token_ids, logprobs = (*live[beam].token_ids, token_id), (*live[beam].logprobs, logprob)
+        score, is_finished = _score(sum(logprobs), len(logprobs), config), token_id in config.eos_token_ids
+        extended.append(Hypothesis(token_ids, logprobs, score, is_finished, beam))
+        num_unfinished += not is_finished
+    return extended
 
 
 def _score(logprob: float, length: int, config: GenerationConfig) -> float:

@@ -1,7 +1,8 @@
 """Decoding of generated tokens to text in whole characters, up to a stop string.
 
-A stop string may span several tokens, and tokens may split characters. So text that could be the beginning of a stop
-string is held back until later tokens decide. Of several stop strings, the first complete one ends the text.
+`generate`, `stream` and `beam_search` feed the tokens of each sequence to a `CompletionBuilder`. A stop string may span
+several tokens, and a token may end inside a character. So text that could be the beginning of a stop string is held
+back until later tokens decide. Of several stop strings, the first complete one ends the text.
 """
 
 from __future__ import annotations
@@ -65,14 +66,15 @@ class CompletionBuilder:
         """The text continues `prompt_ids`: it begins, for example, with the space between two words."""
         self._tokenizer, self._decoder, self._config = tokenizer, tokenizer.stream_decoder(), config
         decoded = "".join(map(self._decoder.push, prompt_ids))
-        # What the decoder holds back of the prompt comes out with the first token, but belongs to the prompt. That is
-        # not so for half a character.
+        # The decoder may hold back the end of the prompt and return it with the first new token. It is removed there,
+        # except for an incomplete character (decoded as U+FFFD here), which the new token completes.
         self._rest_of_prompt = tokenizer.decode(prompt_ids).removeprefix(decoded).rstrip("\ufffd")
-        self._held = ""
+        self._held_back = ""
         self.num_tokens = 0
         self.token_ids: list[int] = []
-        """All tokens so far; without max_new_tokens they are not kept."""
+        """All tokens so far; empty without max_new_tokens, so that an endless text needs no memory."""
         self.logprobs: list[float] = []
+        self._text = ""
         self.finish_reason: FinishReason | None = None
         """Why the text ended, or None if it is not finished."""
 
@@ -94,24 +96,32 @@ class CompletionBuilder:
             text += self._release(self._decoder.finish())
             if self.finish_reason is None:
                 self.finish_reason = "eos" if token.is_eos else "length"
-                text += self._held
+                text += self._held_back
+        if self._config.max_new_tokens is not None:
+            self._text += text
         return text
+
+    def completion(self, prompt: Prompt, seed: int | None = None) -> Completion:
+        """Return the finished text; `max_new_tokens` must be set."""
+        assert self.finish_reason is not None
+        token_ids, logprobs = tuple(self.token_ids), tuple(self.logprobs)
+        return Completion(prompt, self._text, token_ids, logprobs, self.finish_reason, seed)
 
     def _release(self, text: str) -> str:
         """Return the text that cannot be part of a stop string; truncate at a complete one, which ends the text."""
-        # a dash held back after a space may come out without the space, now that the next word is known
-        in_full = text.startswith(self._rest_of_prompt)
-        text = text.removeprefix(self._rest_of_prompt if in_full else self._rest_of_prompt.lstrip())
+        # the decoder may return a dash that it held back without the space before it, now that the next word is known
+        is_unchanged = text.startswith(self._rest_of_prompt)
+        text = text.removeprefix(self._rest_of_prompt if is_unchanged else self._rest_of_prompt.lstrip())
         if text:
             self._rest_of_prompt = ""
-        text = self._held + text
+        text = self._held_back + text
         stops = self._config.stop if self.num_tokens >= self._config.min_new_tokens else ()
-        if found := [text.find(stop) for stop in stops if stop in text]:
+        if stop_positions := [text.find(stop) for stop in stops if stop in text]:
             self.finish_reason = "stop"
-            return text[: min(found)]
-        held = _length_of_stop_prefix(text, stops)
-        self._held = text[len(text) - held :]
-        return text[: len(text) - held]
+            return text[: min(stop_positions)]
+        held_length = _length_of_stop_prefix(text, stops)
+        self._held_back = text[len(text) - held_length :]
+        return text[: len(text) - held_length]
 
 
 def _length_of_stop_prefix(text: str, stops: Sequence[str]) -> int:

@@ -10,13 +10,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, overload
 
 import torch
 from typing_extensions import override
 
 from transformer_xl.config import EvaluationConfig, UserError, check_settings
-from transformer_xl.device import autocast, resolve_dtype
+from transformer_xl.device import Precision, autocast, resolve_dtype
 from transformer_xl.evaluation.plan import EvaluationPlan
 from transformer_xl.generation.batch import BatchGenerator
 from transformer_xl.generation.completion import Completion, CompletionBuilder, FinishReason, Prompt
@@ -80,32 +82,25 @@ def generate(
     """
     config = resolve_config(run.tokenizer, config, overrides)
     if config.max_new_tokens is None:
-        raise UserError("finished texts need an end; give a number as max_new_tokens, or use stream")
+        raise UserError("generate returns finished texts; give a number as max_new_tokens, or use stream")
     if config.num_beams is not None:
-        raise UserError("generate samples; call beam_search, or leave num_beams out")
+        raise UserError("generate samples, and num_beams is for beam_search; call that, or leave num_beams out")
     if prompts is None or isinstance(prompts, (str, bytes)):
         if config.num_samples > 1:
             raise UserError("one prompt gives one completion; put it in a list to get num_samples of them")
         return generate(run, [prompts], config, logits_processor=logits_processor, memory=memory)[0]
-    each = [prompt for prompt in prompts for _ in range(config.num_samples)]
     prompt_ids = [encode_prompt(run.tokenizer, prompt, config, continued=memory is not None) for prompt in prompts]
     builders = [CompletionBuilder(run.tokenizer, ids, config) for ids in prompt_ids for _ in range(config.num_samples)]
-    texts: list[list[str]] = [[] for _ in each]
-    model = inference_model(run.model, config)
-    with autocast(next(model.parameters()).device, config.dtype):
-        memory = memory or new_memory(run, config, len(prompts))
+    with inference_context(run, config, memory, len(prompts)) as (model, memory):
         generator = BatchGenerator(model, prompt_ids, config, logits_processor=logits_processor, memory=memory)
         while generator.active:
             for token in generator.step():
-                texts[token.sequence].append(builders[token.sequence].add(token))
+                builders[token.sequence].add(token)
             generator.finish([index for index in generator.active if builders[index].finish_reason])
-    completions: list[Completion] = []
-    for index, (prompt, builder) in enumerate(zip(each, builders, strict=True)):
-        assert builder.finish_reason is not None
-        token_ids, logprobs = tuple(builder.token_ids), tuple(builder.logprobs)
-        text, seed = "".join(texts[index]), config.seed + index
-        completions.append(Completion(prompt, text, token_ids, logprobs, builder.finish_reason, seed))
-    return completions
+    return [
+        builder.completion(prompts[index // config.num_samples], config.seed + index)
+        for index, builder in enumerate(builders)
+    ]
 
 
 def stream(
@@ -136,29 +131,21 @@ def stream(
     config = resolve_config(run.tokenizer, config, overrides)
     if config.num_samples > 1 or config.num_beams is not None:
         raise UserError("a stream is one sampled text; leave num_samples and num_beams out, or use generate")
-    return GenerationStream(run, prompt, config, logits_processor, memory)
+    prompt_ids = encode_prompt(run.tokenizer, prompt, config, continued=memory is not None)
+    with inference_context(run, config, memory, 1) as (model, memory):
+        generator = BatchGenerator(model, [prompt_ids], config, logits_processor=logits_processor, memory=memory)
+    builder = CompletionBuilder(run.tokenizer, prompt_ids, config)
+    return GenerationStream(builder, generator, next(model.parameters()).device, config.dtype)
 
 
+@dataclass(eq=False)
 class GenerationStream(Iterator[str]):
     """A text while it is generated, made by `stream`. A character appears once all its bytes are known."""
 
-    def __init__(
-        self,
-        run: Run,
-        prompt: Prompt,
-        config: GenerationConfig,
-        logits_processor: LogitsProcessor | None,
-        memory: Memory | None,
-    ) -> None:
-        prompt_ids = encode_prompt(run.tokenizer, prompt, config, continued=memory is not None)
-        self._builder = CompletionBuilder(run.tokenizer, prompt_ids, config)
-        model = inference_model(run.model, config)
-        self._device, self._dtype = next(model.parameters()).device, config.dtype
-        with autocast(self._device, self._dtype):
-            memory = memory or new_memory(run, config, 1)
-            self._generator = BatchGenerator(
-                model, [prompt_ids], config, logits_processor=logits_processor, memory=memory
-            )
+    _builder: CompletionBuilder
+    _generator: BatchGenerator
+    _device: torch.device
+    _dtype: Precision
 
     @override
     def __next__(self) -> str:
@@ -198,7 +185,9 @@ class GenerationStream(Iterator[str]):
 def resolve_config(
     tokenizer: Tokenizer, config: GenerationConfig | None, overrides: Mapping[str, Any], **defaults: Any
 ) -> GenerationConfig:
-    """Join settings, later ones winning: `defaults`, those given to `config`, `overrides`; and check them.
+    """Merge and check settings: `overrides` replace those of `config` that differ from the class's defaults.
+
+    Both replace `defaults`, which replace the defaults of `GenerationConfig`.
 
     Returns:
         settings in which `stop_at_newline` is replaced by the tokenizer's tokens that end a line.
@@ -206,8 +195,8 @@ def resolve_config(
     Raises:
         UserError: an unknown setting, one that is out of range, or no token that ends a line.
     """
-    given = {} if config is None else config.model_dump(exclude_defaults=True)
-    config = check_settings(GenerationConfig, {**defaults, **given, **overrides}, "generation settings")
+    base = {} if config is None else config.model_dump(exclude_defaults=True)
+    config = check_settings(GenerationConfig, {**defaults, **base, **overrides}, "generation settings")
     if not config.stop_at_newline:
         return config
     newline_ids = tokenizer.is_newline_V.nonzero()[0].tolist()
@@ -235,15 +224,23 @@ def encode_prompt(tokenizer: Tokenizer, prompt: Prompt, config: GenerationConfig
     return token_ids if config.max_prompt_tokens is None else token_ids[-config.max_prompt_tokens :]
 
 
-def new_memory(run: Run, config: GenerationConfig, batch_size: int) -> Memory:
-    """Return an empty memory of the configured length, or else of the run's evaluation memory length."""
-    given: dict[str, Any] = {} if config.memory_length is None else {"memory_length": config.memory_length}
-    context_limits = EvaluationPlan.resolve(run.config, EvaluationConfig(method="memory", **given)).context_limits
-    return run.model.generation_memory(batch_size, context_limits, segment_length=run.config.train.segment_length)
+@contextmanager
+def inference_context(
+    run: Run, config: GenerationConfig, memory: Memory | None, batch_size: int
+) -> Iterator[tuple[LanguageModel, Memory]]:
+    """Run matrix products in the configured dtype; yield the model and the memory to generate with.
 
-
-def inference_model(model: LanguageModel, config: GenerationConfig) -> LanguageModel:
-    """Return the model with its matrices in the dtype of the products, so that no step has to convert them."""
-    if resolve_dtype(next(model.parameters()).device, config.dtype) == "float32":
-        return model
-    return with_matrices_in(model, torch.bfloat16)
+    Yields:
+        the model, with its matrices in that dtype, so that no step has to convert them; and `memory`, or if it is None
+        an empty one of the configured length (by default the run's evaluation memory length).
+    """
+    model, device = run.model, next(run.model.parameters()).device
+    if resolve_dtype(device, config.dtype) == "bfloat16":
+        model = with_matrices_in(model, torch.bfloat16)
+    with autocast(device, config.dtype):
+        if memory is None:
+            length: dict[str, Any] = {} if config.memory_length is None else {"memory_length": config.memory_length}
+            plan = EvaluationPlan.resolve(run.config, EvaluationConfig(method="memory", **length))
+            segment_length = run.config.train.segment_length
+            memory = run.model.generation_memory(batch_size, plan.context_limits, segment_length=segment_length)
+        yield model, memory
