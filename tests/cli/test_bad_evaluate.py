@@ -75,7 +75,7 @@ WRONG_WORDS = [
     ("score run text.txt odd.txt", r"odd.txt: byte 3: not UTF-8 \(byte 0xff\)"),
     ("score run text.txt text.txt", "text.txt was given twice; list each file once"),
     ("score run text.txt --per word", "word"),
-    ("score run text.txt --memry 5", r"Unknown option: --memry; --help lists the options; for a file, type ./--memry"),
+    ("score run text.txt --memry 5", r"Unknown option: --memry; --help lists .*file of that name as \./--memry"),
     ("score run text.txt --segment-length 0", "segment_length.*greater than 0"),
     ("score run text.txt --device gpu", "no device 'gpu' on this computer"),
 ]

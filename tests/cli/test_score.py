@@ -186,14 +186,14 @@ def test_losses_of_every_token_in_a_file(place: Path, tmp_path: Path) -> None:
     assert nats_K.mean(dtype=np.float64) == pytest.approx(found["nats_per_token"], rel=1e-6)
 
 
-def test_remarks_go_to_standard_error(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Settings that may not be intended are remarked on, and the result is printed as usual."""
+def test_warnings_go_to_standard_error(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Settings that are probably not intended cause a warning, and the result is printed as usual."""
     said = txl("evaluate", place / "run", "--json", "--attention-window", "64")
     assert said.err.startswith("warning: memory-length 11 is too short for attention-window 64")
     assert said.err.endswith("memory-length 63 to fill the window\n")
     assert said.object["attention_window"] == 64
     assert txl("evaluate", place / "run", "--json", "--attention-window", "12").err == ""
-    monkeypatch.setattr("transformer_xl.evaluation.evaluate.has_bfloat16", lambda _: False)
+    monkeypatch.setattr("transformer_xl.evaluation.plan.has_bfloat16", lambda _: False)
     said = txl("evaluate", place / "run", "--json", "--dtype", "bfloat16", "--max-tokens", "2")
     assert said.err.startswith("warning: this device has no bfloat16 instructions")
     assert said.object["dtype"] == "bfloat16"

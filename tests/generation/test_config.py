@@ -19,7 +19,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"temperature": -0.1}, "temperature.*0"),
     ({"temperature": math.nan}, "temperature"),
     ({"temperature": math.inf}, "temperature"),
-    ({"top_k": 0}, "top_k: wanted 1 or more.*given: 0"),
+    ({"top_k": 0}, "top_k: must be 1 or more.*given: 0"),
     ({"top_k": 2.5}, "top_k.*integer"),
     ({"top_p": 0.0}, "top_p.*0"),
     ({"top_p": 1.01}, "top_p.*1"),
@@ -48,10 +48,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
             {"num_samples": 2},
         )
     ),
-    ({"num_beams": 2, "max_new_tokens": None}, "beam search needs an end.*max_new_tokens"),
+    ({"num_beams": 2, "max_new_tokens": None}, "beam search needs a maximum length.*max_new_tokens"),
     ({"num_beams": 2, "length_penalty": math.nan}, "length_penalty"),
-    ({"num_beams": 2, "length_penalty": 1e308}, "length_penalty.*-97 to 97"),
-    ({"num_beams": 2, "length_penalty": -98.0}, "length_penalty.*-97 to 97"),
+    ({"num_beams": 2, "length_penalty": 11.0}, "length_penalty.*10"),
+    ({"num_beams": 2, "length_penalty": -11.0}, "length_penalty.*-10"),
 ]
 
 
@@ -67,9 +67,3 @@ def test_top_k_is_40_where_nothing_limits_the_tokens() -> None:
         for settings in ({}, {"top_p": 0.9}, {"min_p": 0.1}, {"top_k": None}, {"top_k": 7, "top_p": 0.9})
     ]
     assert found == [40, None, None, None, 7]
-
-
-def test_the_largest_length_penalties_give_finite_scores() -> None:
-    assert GenerationConfig(num_beams=2, max_new_tokens=1, length_penalty=1e308).length_penalty == 1e308
-    for penalty in (96.0, -96.0):
-        assert math.isfinite(-1e4 / 500 ** GenerationConfig(num_beams=2, length_penalty=penalty).length_penalty)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -18,43 +17,6 @@ if TYPE_CHECKING:
     from transformer_xl.text.tokenizers import Tokenizer
 
 
-@dataclass(frozen=True)
-class Sweep:
-    """Several lengths, separated by commas; each gives one line of results."""
-
-    sweep_memory_length: str | None = None
-    """Memory lengths, such as 0,64,512."""
-    sweep_attention_window: str | None = None
-    """Attention windows, such as 64,128,512, each with the memory that fills it unless --memory-length is given."""
-
-    def configs(self, config: EvaluationConfig) -> list[EvaluationConfig]:
-        """Return the settings of each evaluation.
-
-        Raises:
-            UserError: a value is not a length, or a length is set by two flags.
-        """
-        memory_lengths, windows = self.sweep_memory_length, self.sweep_attention_window
-        for name, sweep in (("memory-length", memory_lengths), ("attention-window", windows)):
-            if sweep is not None and name.replace("-", "_") in config.model_fields_set:
-                raise UserError(f"--{name} and --sweep-{name} were both given; use one of them")
-        if memory_lengths is not None and windows is not None:
-            raise UserError("--sweep-memory-length and --sweep-attention-window were both given; use one of them")
-        if memory_lengths is not None:
-            lengths = parse_integers("--sweep-memory-length", memory_lengths, minimum=0)
-            return [config.model_copy(update={"memory_length": length}) for length in lengths]
-        if windows is None:
-            return [config]
-        fills = config.memory_length is None and config.method != "sliding-window"
-        return [
-            # a query sees itself too, so a memory of window - 1 fills the window at every position of a segment
-            config.model_copy(update={"attention_window": window} | ({"memory_length": window - 1} if fills else {}))
-            for window in parse_integers("--sweep-attention-window", windows)
-        ]
-
-
-_NO_SWEEP = Sweep()
-
-
 def evaluate(
     run: Path,
     /,
@@ -63,7 +25,8 @@ def evaluate(
     split: str = "test",
     max_tokens: int | None = None,
     settings: Annotated[EvaluationFlags | None, Parameter(name="*")] = None,
-    sweep: Annotated[Sweep, Parameter(name="*")] = _NO_SWEEP,
+    sweep_memory_length: str | None = None,
+    sweep_attention_window: str | None = None,
     token_losses: Path | None = None,
     checkpoint: Literal["best", "last"] = "best",
     machine: MachineOptions = ANY_MACHINE,
@@ -83,14 +46,17 @@ def evaluate(
         Score only this many tokens, from the start of the split.
     settings
         How the text is scored.
-    sweep
-        Several lengths.
+    sweep_memory_length
+        Several memory lengths, such as 0,64,512; each gives one line of results.
+    sweep_attention_window
+        Several attention windows, such as 64,128,512, each with the memory that fills it unless --memory-length is
+        given; each gives one line of results.
     token_losses
         File to write the loss of every token to, in nats and text order: a numpy array (.npy) of float32.
     checkpoint
         The weights that were best on the validation text, or the last ones.
     """
-    configs = sweep.configs(evaluation_config(settings))
+    configs = _configs(evaluation_config(settings), sweep_memory_length, sweep_attention_window)
     if token_losses is not None and len(configs) > 1:
         raise UserError("--token-losses and a sweep were both given; a file contains the losses of one evaluation")
     from transformer_xl.evaluation.evaluate import evaluate as evaluate_split
@@ -99,14 +65,14 @@ def evaluate(
 
     device = machine.choose()
     folder = RunFolder.open(run)
-    opened = folder.open_corpus(corpus)
-    text = opened.split(split)
-    opened.verify(split)
+    opened_corpus = folder.open_corpus(corpus)
+    text = opened_corpus.split(split)
+    opened_corpus.verify(split)
     plans = [EvaluationPlan.resolve(folder.config, config) for config in configs]
     train_split = None
     if plans[0].needs_train_split:
-        train_split = opened.split("train")
-        opened.verify("train")
+        train_split = opened_corpus.split("train")
+        opened_corpus.verify("train")
     loaded = Run(folder.load_model(device, checkpoint), folder.tokenizer, folder.config)
     for warning in dict.fromkeys(warning for plan in plans for warning in plan.warnings(device)):
         say(f"warning: {warning}")
@@ -129,9 +95,29 @@ def evaluate(
         from transformer_xl.device import peak_memory_bytes
 
         head = {"run": str(run), "split": split, "peak_memory_bytes": peak_memory_bytes()}
-        print_json({**head, "sweep": results} if sweep != _NO_SWEEP else {**head, **results[0]})
+        print_json({**head, "sweep": results} if sweep_memory_length or sweep_attention_window else head | results[0])
     else:
         _print_results(f"{run}, {split}", results, folder.tokenizer)
+
+
+def _configs(config: EvaluationConfig, memory_lengths: str | None, windows: str | None) -> list[EvaluationConfig]:
+    """Return the settings of each evaluation: one for each length of a sweep, or only `config` without a sweep."""
+    for name, sweep in (("memory-length", memory_lengths), ("attention-window", windows)):
+        if sweep is not None and name.replace("-", "_") in config.model_fields_set:
+            raise UserError(f"--{name} and --sweep-{name} were both given; use one of them")
+    if memory_lengths is not None and windows is not None:
+        raise UserError("--sweep-memory-length and --sweep-attention-window were both given; use one of them")
+    if memory_lengths is not None:
+        lengths = parse_integers("--sweep-memory-length", memory_lengths, minimum=0)
+        return [config.model_copy(update={"memory_length": length}) for length in lengths]
+    if windows is None:
+        return [config]
+    fill_window = config.memory_length is None and config.method != "sliding-window"
+    return [
+        # a query sees itself too, so a memory of window - 1 fills the window at every position of a segment
+        config.model_copy(update={"attention_window": window} | ({"memory_length": window - 1} if fill_window else {}))
+        for window in parse_integers("--sweep-attention-window", windows)
+    ]
 
 
 def _print_results(name: str, results: list[dict[str, Any]], tokenizer: Tokenizer) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from io import TextIOWrapper
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -45,23 +46,23 @@ def generate(
     prompt
         Text to continue; may be given several times, for several texts. [default: begin a new text]
     prompt_file
-        File that holds the prompt.
+        File that contains the prompt.
     chat
-        Reply to each line of standard input, with memory of all before; a reply ends with its line, or at --stop.
+        Reply to each line of standard input, with memory of all lines before; a reply ends at a newline or at --stop.
     checkpoint
         The weights with the best validation loss, or the last ones.
     """
     config = check_settings(GenerationConfig, given(generation=settings).get("generation", {}), "txl generate")
     prompts: list[Prompt] = list(prompt or [None])
-    several = len(prompts) > 1 or config.num_samples > 1 or config.num_beams is not None
+    is_list = len(prompts) > 1 or config.num_samples > 1 or config.num_beams is not None
     if prompt and prompt_file:
         raise UserError("--prompt and --prompt-file were both given; use one of them")
-    if chat and (prompt or prompt_file or json or several):
-        raise UserError("--chat reads prompts from standard input and shows one reply; leave the other options out")
-    if config.max_new_tokens is None and (json or several):
+    if chat and (prompt or prompt_file or json or is_list):
+        raise UserError("--chat reads prompts from standard input and prints one reply; leave the other options out")
+    if config.max_new_tokens is None and (json or is_list):
         raise UserError("--max-new-tokens none never ends; give a number, or generate a single text without --json")
     if config.logprobs and not json:
-        raise UserError("--logprobs are shown with --json; give that too")
+        raise UserError("--logprobs are printed with --json; give that too")
     if prompt_file is not None:
         with as_user_error(f"reading {prompt_file}"):
             prompts = [prompt_file.read_bytes()]
@@ -69,21 +70,21 @@ def generate(
     from transformer_xl.run_folder import load
 
     loaded = load(run, device=str(machine.choose()), checkpoint=checkpoint)
-    say_unknown(loaded.tokenizer, [one for one in prompts if one is not None])
+    say_unknown(loaded.tokenizer, [text for text in prompts if text is not None])
     if chat:
         _chat(loaded, config)
-    elif json or several:
-        _show_finished(run, loaded, prompts, config, json=json, several=several)
+    elif json or is_list:
+        _print_completions(run, loaded, prompts, config, json=json, is_list=is_list)
     else:
         from transformer_xl.generation.generate import stream
 
-        _show(stream(loaded, prompts[0], config))
+        _print_stream(stream(loaded, prompts[0], config))
 
 
-def _show_finished(
-    path: Path, run: Run, prompts: list[Prompt], config: GenerationConfig, *, json: bool, several: bool
+def _print_completions(
+    path: Path, run: Run, prompts: list[Prompt], config: GenerationConfig, *, json: bool, is_list: bool
 ) -> None:
-    """Shows texts once all of them are finished."""
+    """Generate all texts and print them once they are finished; as JSON, a single text is not put in a list."""
     from transformer_xl.generation.beam_search import beam_search
     from transformer_xl.generation.generate import generate
 
@@ -91,62 +92,51 @@ def _show_finished(
     if config.num_beams is None:
         completions = generate(run, prompts, config)
     else:
-        completions = [one for prompt in prompts for one in beam_search(run, prompt, config)]
+        completions = [completion for prompt in prompts for completion in beam_search(run, prompt, config)]
     seconds = time.perf_counter() - start
     if json:
-        texts = [one.as_dict(tokens=config.logprobs) for one in completions]
-        speed = {
-            "seconds": seconds,
-            "tokens_per_second": sum(len(one.token_ids) for one in completions) / seconds,
-        }
-        print_json({"run": str(path), **({"texts": texts} if several else texts[0]), **speed})
+        texts = [completion.as_dict(tokens=config.logprobs) for completion in completions]
+        tokens_per_second = sum(len(completion.token_ids) for completion in completions) / seconds
+        speed = {"seconds": seconds, "tokens_per_second": tokens_per_second}
+        print_json({"run": str(path), **({"texts": texts} if is_list else texts[0]), **speed})
         return
-    for number, one in enumerate(completions, start=1):
-        logprob = "" if one.logprob is None else f", logprob {one.logprob:.3f}"
-        sys.stdout.write(f"--- {number} of {len(completions)}{logprob}\n{one.text}\n")
+    for number, completion in enumerate(completions, start=1):
+        logprob = "" if completion.logprob is None else f", logprob {completion.logprob:.3f}"
+        print(f"--- {number} of {len(completions)}{logprob}\n{completion.text}")
 
 
-def _show(pieces: Iterable[str]) -> None:
-    """Shows a text as it is generated, and ends its line, also where Ctrl-C ends the text."""
-    shown = False
+def _print_stream(pieces: Iterator[str]) -> None:
+    """Print a text as it is generated, and a newline after it, also if Ctrl-C or an error ends the text."""
+    pieces = chain([next(pieces, "")], pieces)  # an error before the first piece prints nothing
     try:
         for piece in pieces:
-            sys.stdout.write(piece)
-            sys.stdout.flush()
-            shown = True
-    except BaseException:
-        if shown:
-            sys.stdout.write("\n")
-        raise
-    sys.stdout.write("\n")
-    sys.stdout.flush()
+            print(piece, end="", flush=True)
+    finally:
+        print(flush=True)
 
 
 def _chat(run: Run, config: GenerationConfig) -> None:
+    """Reply to each line of standard input that is not blank."""
     from transformer_xl.generation.chat import Chat
 
     conversation = Chat(run, config)
-    for line in _lines():
+    if isinstance(sys.stdin, TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # bytes that are not UTF-8 are passed to the tokenizer
+    for line in iter(_read_line, ""):
+        if not line.strip():
+            continue
         try:
-            reply = conversation.reply(line)
+            reply = conversation.reply(line.removesuffix("\n").removesuffix("\r"))
         except UserError as error:
             if not sys.stdin.isatty():
                 raise
-            say(f"not read: {error}")
+            say(f"line ignored: {error}")
             continue
-        _show(reply)
+        _print_stream(reply)
 
 
-def _lines() -> Iterator[str]:
-    """The lines of standard input that are not blank, without their newlines."""
-    if isinstance(sys.stdin, TextIOWrapper):
-        sys.stdin.reconfigure(errors="surrogateescape")  # bytes that are not UTF-8 are read as they are
-    while True:
-        if sys.stdin.isatty():
-            sys.stderr.write("> ")
-            sys.stderr.flush()
-        line = sys.stdin.readline()
-        if not line:
-            return
-        if line.strip():
-            yield line.removesuffix("\n").removesuffix("\r")
+def _read_line() -> str:
+    """Return the next line of standard input, after a prompt if it is a terminal; empty at the end of the input."""
+    if sys.stdin.isatty():
+        print("> ", end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline()

@@ -52,23 +52,21 @@ def score(
     checkpoint
         The weights that were best on the validation text, or the last ones.
     """
-    named, config = _names(files), evaluation_config(settings)
+    paths, config = _paths_by_name(files), evaluation_config(settings)
     from transformer_xl.evaluation.plan import EvaluationPlan
     from transformer_xl.evaluation.score import encode_text
     from transformer_xl.evaluation.score import score as score_texts
-    from transformer_xl.run_folder import Run, RunFolder
+    from transformer_xl.run_folder import load
 
+    contents = {name: _read(path) for name, path in paths.items()}
     device = machine.choose()
-    folder = RunFolder.open(run)
-    plan = EvaluationPlan.resolve(folder.config, config)
-    texts = {name: _read(file) for name, file in named.items()}
-    loaded = Run(folder.load_model(device, checkpoint), folder.tokenizer, folder.config)
-    for warning in plan.warnings(device):
+    loaded = load(run, device=str(device), checkpoint=checkpoint)
+    for warning in EvaluationPlan.resolve(loaded.config, config).warnings(device):
         say(f"warning: {warning}")
-    num_tokens = sum(len(encode_text(folder.tokenizer, name, text)) for name, text in texts.items())
-    say_unknown(folder.tokenizer, texts.values())
+    num_tokens = sum(len(encode_text(loaded.tokenizer, name, content)) for name, content in contents.items())
+    say_unknown(loaded.tokenizer, contents.values())
     with ProgressBar("score", num_tokens, "tokens") as bar:
-        scores = score_texts(loaded, texts, config, progress=bar.advance)
+        scores = score_texts(loaded, contents, config, progress=bar.advance)
     if json:
         for record in _records(scores, per):
             print_json(record, indent=None)
@@ -76,19 +74,19 @@ def score(
         _print_records(scores, per)
 
 
-def _names(files: tuple[Path, ...]) -> dict[str, Path]:
-    """Each file by its name as text; bytes that are no UTF-8 become replacement signs."""
+def _paths_by_name(files: tuple[Path, ...]) -> dict[str, Path]:
+    """Return the files by name; in a name, bytes that are not UTF-8 become replacement characters."""
     if not files:
         raise UserError("txl score needs texts; give files after the run, or - for standard input")
-    named: dict[str, Path] = {}
+    paths: dict[str, Path] = {}
     for file in files:
         name = os.fsencode(file).decode("utf-8", errors="replace")
-        if name.startswith("-") and name != "-":  # what begins with a hyphen comes here for the sake of - alone
-            raise UserError(f"Unknown option: {name}; --help lists the options; for a file, type ./{name}")
-        if name in named:
+        if name.startswith("-") and name != "-":  # unknown options arrive here, because - has to be allowed
+            raise UserError(f"Unknown option: {name}; --help lists the options (write a file of that name as ./{name})")
+        if name in paths:
             raise UserError(f"{name} was given twice; list each file once")
-        named[name] = file
-    return named
+        paths[name] = file
+    return paths
 
 
 def _read(file: Path) -> bytes:
@@ -115,7 +113,7 @@ def _records(scores: list[TextScore], per: str) -> Iterator[dict[str, Any]]:
 
 
 def _token(tokenizer: Tokenizer, token: int) -> dict[str, Any]:
-    """A token as text, and also as bytes where it is not whole characters."""
+    """Return the id and the text of a token, and its bytes in hexadecimal if they are not whole UTF-8 characters."""
     content = tokenizer.decode_bytes([token])
     try:
         return {"token": token, "text": content.decode("utf-8")}
@@ -138,12 +136,9 @@ def _print_records(scores: list[TextScore], per: str) -> None:
 
 
 def _cell(value: Any) -> str:
+    """Format a table cell: escape newlines, tabs and other control characters, and truncate long texts."""
     if isinstance(value, float):
         return f"{value:.4f}"
-    text = f"{value:,}" if isinstance(value, int) else _in_one_line(str(value))
+    text = f"{value:,}" if isinstance(value, int) else str(value)
+    text = "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
     return text if len(text) <= _MAX_CELL_LENGTH else text[: _MAX_CELL_LENGTH - 3] + "..."
-
-
-def _in_one_line(text: str) -> str:
-    """Escape newlines, tabs and other control characters."""
-    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)

@@ -145,9 +145,7 @@ def check_weights(model: LanguageModel) -> None:
     Raises:
         UserError: a weight is not; the message names its tensor.
     """
-    names = [name for name, _ in model.named_parameters()]
-    are_finite = torch.stack([weight.detach().isfinite().all() for weight in model.parameters()]).tolist()
-    non_finite = [name for name, is_finite in zip(names, are_finite, strict=True) if not is_finite]
+    non_finite = [name for name, weight in model.named_parameters() if not weight.isfinite().all()]
     if non_finite:
         more = f" and {len(non_finite) - 1} more tensors" if non_finite[1:] else ""
         raise UserError(
@@ -187,31 +185,27 @@ def stream_losses(
     try:
         with closing(_METHODS[plan.method].losses(model, text, plan)) as steps:
             pending: list[StepLosses] = []
-            num_pending = 0
             for nats_BT, scored in steps:
                 pending.append((nats_BT, scored))
-                num_pending += nats_BT.numel()
                 if progress:
-                    progress(sum(losses.length for losses in scored))
+                    progress(sum(span.length for span in scored))
+                num_pending = sum(nats_BT.numel() for nats_BT, _ in pending)
                 if len(pending) == _MAX_STEPS_ON_DEVICE or num_pending >= _MAX_LOSSES_ON_DEVICE:
                     yield from _fetch(pending)
-                    pending, num_pending = list[StepLosses](), 0
-            yield from _fetch(pending)
+                    pending.clear()
+            if pending:
+                yield from _fetch(pending)
     finally:
         model.train(was_training)
 
 
 def _fetch(steps: list[StepLosses]) -> Iterator[TokenLosses]:
     """Copy the losses of several steps from the device in one transfer, and yield those of scored tokens."""
-    if not steps:
-        return
-    all_K = torch.cat([nats_BT.flatten() for nats_BT, _ in steps]).cpu().numpy()
-    begin = 0
-    for nats_BT, scored in steps:
-        step_BT = all_K[begin : begin + nats_BT.numel()].reshape(nats_BT.shape)
-        begin += nats_BT.numel()
-        for losses in scored:
-            yield TokenLosses(losses.position, step_BT[losses.row, : losses.length])
+    all_K = torch.cat([nats_BT.flatten() for nats_BT, _ in steps]).cpu()
+    for step_K, (nats_BT, scored) in zip(all_K.split([nats_BT.numel() for nats_BT, _ in steps]), steps, strict=True):
+        step_BT = step_K.view(nats_BT.shape).numpy()
+        for span in scored:
+            yield TokenLosses(span.position, step_BT[span.row, : span.length])
 
 
 def losses_in_order(

@@ -59,7 +59,9 @@ def sampling_probabilities(logits_BV: Tensor, config: GenerationConfig) -> Tenso
     logits_BV = (logits_BV - logits_BV.amax(-1, keepdim=True)) / max(config.temperature, 1e-30)
     top_k = config.effective_top_k
     if top_k is not None and top_k < logits_BV.shape[-1]:
-        logits_BV = _mask_below_top_k(logits_BV, top_k)
+        # stable: among equal logits the first are kept
+        rank_BV = logits_BV.argsort(descending=True, stable=True).argsort()
+        logits_BV = logits_BV.masked_fill(rank_BV >= top_k, -torch.inf)
     if config.top_p is not None:
         sorted_BV, order_BV = logits_BV.sort(descending=True, stable=True)
         probability_BV = sorted_BV.softmax(-1)
@@ -126,11 +128,3 @@ def check_logits(max_B: Tensor) -> None:
             "the model's logits are not finite numbers: its weights are damaged, or its training diverged; "
             "use other weights (--checkpoint best or last)"
         )
-
-
-def _mask_below_top_k(logits_BV: Tensor, k: int) -> Tensor:
-    """Set all but the k highest logits of each row to -inf; among equal logits the first are kept."""
-    last_B1 = logits_BV.topk(k).values[:, -1:]
-    above_BV, equal_BV = logits_BV > last_B1, logits_BV == last_B1
-    room_B1 = k - above_BV.sum(-1, keepdim=True)
-    return logits_BV.masked_fill(~(above_BV | (equal_BV & (equal_BV.cumsum(-1) <= room_B1))), -torch.inf)
