@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from transformer_xl.analysis.effective_context import ContextSweep, EffectiveContext, Gains, GroupModel, measure_context
 from transformer_xl.config import TransformerXLConfig, UserError
 from transformer_xl.evaluation.plan import EvaluationPlan
-from transformer_xl.model.baselines.token_memory import TokenMemory
+from transformer_xl.model.baselines.token_memory import TokenCache, TokenMemory
 from transformer_xl.model.build import build_model
 from transformer_xl.model.language_model import LanguageModel
-from transformer_xl.model.memory import ContextLimits
+from transformer_xl.model.memory import ContextLimits, Memory
 
 CLOSE = {"rtol": 0, "atol": 1e-10}
 SIZES = {"vocab_size": 23, "n_layers": 3, "d_model": 14, "n_heads": 2, "d_ff": 19, "dropout": 0.0}
@@ -215,11 +215,16 @@ class Copying(LanguageModel):
     """Knows the text below: sure of the value where it has read the token to be copied from, else without a guess."""
 
     def __init__(self, farthest: int = 19) -> None:
-        super().__init__(TransformerXLConfig(vocab_size=VALUES * len(DISTANCES)))
+        super().__init__(TransformerXLConfig(vocab_size=VALUES * len(DISTANCES)), memory_length=100)
+        self.init_weights()
         self.farthest, self.scale, self.layers = farthest, nn.Parameter(torch.ones(1).double()), nn.ModuleList()
 
     def initial_memory(self, batch_size: int, context_limits: ContextLimits | None = None) -> TokenMemory:
-        return TokenMemory.empty(batch_size, ContextLimits(100), torch.device("cpu"))
+        tokens_BM = torch.zeros(batch_size, 100, dtype=torch.int64)
+        return TokenMemory.empty([TokenCache(tokens_BM)], batch_size, ContextLimits(100), tokens_BM.device)
+
+    def run_layers(self, x_BTD: Tensor, memory: Memory, lengths_B: Tensor | None) -> Any:
+        raise NotImplementedError  # `forward` does not call it
 
     def forward(self, tokens_BT: Tensor, memory: TokenMemory) -> tuple[Tensor, TokenMemory]:
         """Hidden is the value that comes next, or -1."""

@@ -69,7 +69,9 @@ def test_equals_the_oracle(name, case):
 
 @pytest.mark.parametrize("valid", [None, [0, 4], [7, 1]])
 @pytest.mark.parametrize("window", [None, 4, 1])
-@pytest.mark.parametrize("sizes", [{"_QUERIES": 2}, {"_QUERIES": 3, "_BUFFER_BYTES": 1}, {"_BUFFER_BYTES": 1}])
+@pytest.mark.parametrize(
+    "sizes", [{"_BLOCK_QUERIES": 2}, {"_BLOCK_QUERIES": 3, "_BUFFER_BYTES": 1}, {"_BUFFER_BYTES": 1}]
+)
 def test_cpu_kernel_in_blocks(monkeypatch, valid, window, sizes):
     """Rows, heads and queries share buffers: nothing of one block may show in the next."""
     inputs, mask = draw(5, 7, window), AttentionMask(None if valid is None else torch.tensor(valid))
@@ -84,7 +86,7 @@ def test_cpu_kernel_in_blocks(monkeypatch, valid, window, sizes):
     assert_same_tensors(*results, atol=1e-11)
 
 
-@pytest.mark.parametrize("sizes", [{}, {"_QUERIES": 2, "_BUFFER_BYTES": 1}])
+@pytest.mark.parametrize("sizes", [{}, {"_BLOCK_QUERIES": 2, "_BUFFER_BYTES": 1}])
 def test_cpu_kernel_drops_the_same_in_both_passes(monkeypatch, sizes):
     """What is dropped is read out, as the output is linear in the values; output and gradients are then those of a
     softmax times that mask."""
@@ -205,7 +207,7 @@ def test_choice():
 @pytest.mark.parametrize("least", [0, 10**9])
 def test_cpu_kernel_without_gradients(monkeypatch, valid, least):
     """Whichever way few scores go."""
-    monkeypatch.setattr("transformer_xl.model.kernels.cpu._WORTHWHILE", least)
+    monkeypatch.setattr("transformer_xl.model.kernels.cpu._MIN_BLOCK_SCORES", least)
     inputs, mask = draw(5, 7, 6), AttentionMask(None if valid is None else torch.tensor(valid))
     with torch.inference_mode():
         found = KERNELS["cpu"].attend(inputs, mask, 0.0)
@@ -225,7 +227,9 @@ MASKS = {
 @pytest.mark.parametrize("name", ON_CPU)
 @pytest.mark.parametrize("case", MASKS)
 @pytest.mark.parametrize("layout", ["rows", "heads", "columns"])
-@pytest.mark.parametrize("sizes", [{}, {"_QUERIES": 2, "_WORTHWHILE": 0}, {"_BUFFER_BYTES": 1, "_WORTHWHILE": 0}])
+@pytest.mark.parametrize(
+    "sizes", [{}, {"_BLOCK_QUERIES": 2, "_MIN_BLOCK_SCORES": 0}, {"_BUFFER_BYTES": 1, "_MIN_BLOCK_SCORES": 0}]
+)
 def test_shared_distances_padding_and_layouts(monkeypatch, name, case, layout, sizes):
     """Against every distance written out and every query by itself: outputs, and gradients where they are wanted."""
     mask, window = MASKS[case]

@@ -5,13 +5,14 @@ import torch
 from tensors import assert_same_tensors, copied_tensors
 
 from transformer_xl.config import UserError
-from transformer_xl.model.memory import ContextLimits, HiddenMemory, Memory
+from transformer_xl.model.memory import ContextLimits, HiddenCache, HiddenMemory, Memory
 
 BATCH, LENGTH, WIDTH, LAYERS = 3, 5, 7, 2
 
 
 def empty(length: int = LENGTH) -> HiddenMemory:
-    return HiddenMemory.empty(LAYERS, BATCH, WIDTH, ContextLimits(length), torch.zeros(1, dtype=torch.float64))
+    zeros_BMD = torch.zeros(BATCH, length, WIDTH, dtype=torch.float64)
+    return HiddenMemory.empty([HiddenCache(zeros_BMD)] * LAYERS, BATCH, ContextLimits(length), zeros_BMD.device)
 
 
 def inputs(num_new: int, start: float = 0.0) -> list[torch.Tensor]:

@@ -31,7 +31,7 @@ pytest.importorskip("triton")
 with pytest.MonkeyPatch.context() as patch:  # as conftest.py does: it is the import that counts, nothing stays behind
     if not ON_GPU:
         patch.setenv("TRITON_INTERPRET", "1")
-    from transformer_xl.model.kernels.triton import backward, forward, ops, tiles  # noqa: F401
+    from transformer_xl.model.kernels import triton, triton_kernels
 
 _CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 FIELDS = tuple(AttentionInputs.__dataclass_fields__)
@@ -135,13 +135,13 @@ def test_a_fixed_order_gives_the_same_gradients_twice(case):
 
 
 def test_the_order_of_sums_follows_the_setting(order, monkeypatch):
-    launched, launch = [], tiles.launch
+    launched, launch = [], triton_kernels.launch
 
     def watched(kernel, programs, config, *arguments):
-        launched.append((kernel.__name__, config.kernel.atomic))
+        launched.append((kernel.__name__, config.atomic))
         launch(kernel, programs, config, *arguments)
 
-    monkeypatch.setattr(tiles, "launch", watched)
+    monkeypatch.setattr(triton_kernels, "launch", watched)
     numbers(attend, *draw("one query, no memory"))
     atomic = order == "atomic"
     fixed = [] if atomic else [("distances_kernel", False)]
@@ -151,7 +151,7 @@ def test_the_order_of_sums_follows_the_setting(order, monkeypatch):
 def test_rows_of_the_batch_are_summed_in_groups(monkeypatch):
     """Few enough that partial sums stay small: here both rows in one."""
     inputs, mask, weight = draw("one tile")
-    monkeypatch.setattr(ops, "_PROGRAMS", 1)
+    monkeypatch.setattr(triton, "_MAX_PROGRAMS", 1)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     assert_same(numbers(attend, inputs, mask, weight), numbers(KERNELS["reference"].attend, inputs, mask, weight))
 
@@ -239,7 +239,7 @@ def test_nothing_of_queries_times_keys_is_stored(order, monkeypatch):
     """Neither kept for the backward pass nor handed to a kernel."""
     inputs, mask = draw("memory longer than the segment", width=2)[:2]
     size = inputs.q_BTNH.shape[1] * inputs.k_BSNH.shape[1]
-    kept, handed, launch = [], [], tiles.launch
+    kept, handed, launch = [], [], triton_kernels.launch
 
     def watched(kernel, programs, config, *arguments):
         handed.extend(tensors(arguments))
@@ -251,7 +251,7 @@ def test_nothing_of_queries_times_keys_is_stored(order, monkeypatch):
         for part in value if isinstance(value, tuple) else ():
             yield from tensors(part)
 
-    monkeypatch.setattr(tiles, "launch", watched)
+    monkeypatch.setattr(triton_kernels, "launch", watched)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
         out = attend(inputs, mask, 0.0)
     out.sum().backward()
@@ -272,7 +272,7 @@ def test_without_gradient_nothing_is_kept():
 def test_operations_are_what_torch_wants_of_them():
     inputs, mask, _ = draw("one query, no memory")
     seed = torch.tensor([3], device=DEVICE)
-    torch.library.opcheck(ops.relative_attention, (as_list(inputs), mask.valid_B, seed, 0.5), test_utils=_CHECKS)
+    torch.library.opcheck(triton.relative_attention, (as_list(inputs), mask.valid_B, seed, 0.5), test_utils=_CHECKS)
 
 
 def test_compiles_without_a_break():
@@ -334,21 +334,22 @@ def test_old_gpus_are_left_to_others(monkeypatch):
     assert fits(torch.device("meta"), torch.bfloat16)
     with pytest.raises(UserError, match=r"'triton' does not work with torch.bfloat16 on cuda:0; use auto"):
         choose("triton", torch.device("cuda", 0), torch.bfloat16)
-    monkeypatch.setattr(tiles, "INTERPRETED", False)
+    monkeypatch.setattr(triton_kernels, "INTERPRETED", False)
     configs = (
-        tiles.choose_config("keys", 64, torch.bfloat16, 0.0, device=torch.device("cuda", index)) for index in majors
+        triton_kernels.choose_config("keys", 64, torch.bfloat16, 0.0, device=torch.device("cuda", index))
+        for index in majors
     )
-    assert [config.kernel.tile for config in configs] == [32, 32, 64]
+    assert [config.tile for config in configs] == [32, 32, 64]
 
 
 def test_tiles_are_chosen_for_the_device_of_the_tensors(monkeypatch):
-    devices, config = [], tiles.choose_config
+    devices, config = [], triton_kernels.choose_config
 
     def watched(*given, **named):
         devices.append(named.get("device"))
         return config(*given, **named)
 
-    monkeypatch.setattr(tiles, "choose_config", watched)
+    monkeypatch.setattr(triton_kernels, "choose_config", watched)
     inputs, mask, weight = draw("one query, no memory")
     numbers(attend, inputs, mask, weight)
     assert devices == [inputs.q_BTNH.device] * 4
@@ -364,9 +365,10 @@ def test_float32_is_multiplied_as_torch_is_told(name, on, off):
         for value in (on, off):
             setattr(products, name, value)
             configs = [
-                tiles.choose_config("keys", 5, dtype, 0.0) for dtype in (torch.float32, torch.bfloat16, torch.float64)
+                triton_kernels.choose_config("keys", 5, dtype, 0.0)
+                for dtype in (torch.float32, torch.bfloat16, torch.float64)
             ]
-            found.append([config.kernel.input_precision for config in configs])
+            found.append([config.input_precision for config in configs])
     finally:
         products.fp32_precision = before
     assert found == [["tf32", "ieee", "ieee"], ["ieee"] * 3]

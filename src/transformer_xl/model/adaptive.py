@@ -3,7 +3,7 @@ Grave et al. 2017, Baevski & Auli 2018). Without cutoffs there is one cluster, a
 
     cluster 0, the head: ids 0 .. n0 - 1        tail i: ids from cutoff i - 1 up to cutoff i
     log p(token in head)   = its head logit - logsumexp(n0 head logits, one logit for each tail)
-    log p(token in tail i) = (logit of tail i in the head, normalised as above) + log softmax within the tail
+    log p(token in tail i) = (logit of tail i in the head, normalized as above) + log softmax within the tail
 
 Tail i is column n0 + i - 1 of the head (as in the authors' TensorFlow code; their PyTorch code counts from the end).
 Losses are returned in input order. Every parameter gets a gradient in every step, even those of a tail without targets.
@@ -29,26 +29,20 @@ _WEIGHT_STD, _PROJECTION_STD = 0.02, 0.01  # the authors' init_std and proj_init
 _ROUND = 8  # the positions of a tail are padded to a multiple of this, so that fewer different shapes occur
 
 
-class AdaptiveEmbedding(nn.Module):
-    """Embeddings of token ids in the model's width, without the scaling by sqrt(D).
+class _ClusterTables(nn.Module):
+    """The embedding tables of all clusters, and projections of embeddings to the model's width.
 
     With div_val 1 all clusters share one table; otherwise each cluster has its own table, in its own width.
     """
 
-    def __init__(self, config: BaseModelConfig) -> None:
+    def __init__(self, config: BaseModelConfig, projected_clusters: list[int], *, has_tables: bool = True) -> None:
         super().__init__()
-        edges, widths = config.cluster_boundaries, config.cluster_widths
-        self.edges = edges
-        self.shared = config.div_val == 1
-        sizes = [edges[-1]] if self.shared else [stop - start for start, stop in pairwise(edges)]
-        self.tables = nn.ParameterList(
-            torch.empty(size, width) for size, width in zip(sizes, widths, strict=not self.shared)
-        )
+        self.edges, self.shared = config.cluster_boundaries, config.div_val == 1
+        widths, table_edges = config.cluster_widths, (0, self.edges[-1]) if self.shared else self.edges
+        tables = (torch.empty(stop - start, widths[i]) for i, (start, stop) in enumerate(pairwise(table_edges)))
+        self.tables = nn.ParameterList(tables if has_tables else ())
         self.projections = nn.ParameterDict(
-            {
-                str(index): torch.empty(config.d_model, widths[index])
-                for index in projected_clusters(config)[: len(sizes)]
-            }
+            {str(i): torch.empty(config.d_model, widths[i]) for i in projected_clusters}
         )
 
     def init_weights(self) -> None:
@@ -57,6 +51,18 @@ class AdaptiveEmbedding(nn.Module):
             nn.init.normal_(table, 0.0, _WEIGHT_STD)
         for projection in self.projections.values():
             nn.init.normal_(projection, 0.0, _PROJECTION_STD)
+
+    def cluster_table(self, index: int) -> Tensor:
+        """Return the embeddings of one cluster, (V, E)."""
+        return self.tables[0][self.edges[index] : self.edges[index + 1]] if self.shared else self.tables[index]
+
+
+class AdaptiveEmbedding(_ClusterTables):
+    """Embeddings of token ids in the model's width, without the scaling by sqrt(D)."""
+
+    def __init__(self, config: BaseModelConfig) -> None:
+        projected = _projected_clusters(config)
+        super().__init__(config, projected[:1] if config.div_val == 1 else projected)
 
     @override
     def forward(self, tokens_BT: Tensor) -> Tensor:
@@ -78,21 +84,16 @@ class AdaptiveEmbedding(nn.Module):
             parts_BTD.append(embedded_BTD.masked_fill(~inside_BT[..., None], 0))
         return torch.stack(parts_BTD).sum(0)
 
-    def cluster_table(self, index: int) -> Tensor:
-        """Return the embeddings of one cluster, (V, E)."""
-        return self.tables[0][self.edges[index] : self.edges[index + 1]] if self.shared else self.tables[index]
-
     def projection(self, index: int) -> Tensor | None:
         """Return the projection (D, E) of one cluster, or None if it has none."""
-        name = "0" if self.shared else str(index)
-        return self.projections.get(name)
+        return self.projections.get("0" if self.shared else str(index))
 
     def _projected(self, embedded_BTE: Tensor, index: int) -> Tensor:
         projection_DE = self.projection(index)
         return embedded_BTE if projection_DE is None else F.linear(embedded_BTE, projection_DE)
 
 
-def projected_clusters(config: BaseModelConfig) -> list[int]:
+def _projected_clusters(config: BaseModelConfig) -> list[int]:
     """Return the indices of the clusters whose embeddings are projected to the model's width.
 
     These are the clusters whose width is not d_model; with div_val, all clusters (as in the authors' code) unless
@@ -102,39 +103,27 @@ def projected_clusters(config: BaseModelConfig) -> list[int]:
     return [index for index, width in enumerate(config.cluster_widths) if project_all or width != config.d_model]
 
 
-class AdaptiveSoftmax(nn.Module):
+class AdaptiveSoftmax(_ClusterTables):
     """Logits and losses from the model's hidden states; weights and projections may be those of the embedding."""
 
     def __init__(self, config: BaseModelConfig, embedding: AdaptiveEmbedding) -> None:
-        super().__init__()
+        num_clusters = len(config.cluster_widths)
+        first_tied = {"all": 0, "all_but_first": 1, "none": num_clusters}[config.tie_projections]
+        projected = [index for index in _projected_clusters(config) if index < first_tied]
+        super().__init__(config, projected, has_tables=not config.tie_word_embeddings)
         # in a tuple, so that it is not registered as a submodule, which would save its parameters twice
         self._embedding = (embedding,)
-        self.edges = config.cluster_boundaries
-        self.num_tails = len(self.edges) - 2
-        widths = config.cluster_widths
-        self.tie_word_embeddings = config.tie_word_embeddings
-        self.tables = nn.ParameterList(
-            [] if config.tie_word_embeddings else [torch.empty_like(t) for t in embedding.tables]
-        )
-        tied = {"all": 0, "all_but_first": 1, "none": len(widths)}[config.tie_projections]
-        self.first_tied_projection = tied
-        self.projections = nn.ParameterDict(
-            {
-                str(index): torch.empty(config.d_model, widths[index])
-                for index in projected_clusters(config)
-                if index < tied
-            }
-        )
+        self.first_tied_projection, self.num_tails = first_tied, num_clusters - 1
         self.bias = nn.Parameter(torch.empty(self.edges[-1]))
-        self.cluster_weight = nn.Parameter(torch.empty(self.num_tails, widths[0])) if self.num_tails else None
-        self.cluster_bias = nn.Parameter(torch.empty(self.num_tails)) if self.num_tails else None
+        self.cluster_weight = self.cluster_bias = None
+        if self.num_tails:
+            self.cluster_weight = nn.Parameter(torch.empty(self.num_tails, config.cluster_widths[0]))
+            self.cluster_bias = nn.Parameter(torch.empty(self.num_tails))
 
+    @override
     def init_weights(self) -> None:
         """Draw initial weights as the authors' code does: weights N(0, 0.02), projections N(0, 0.01), biases 0."""
-        for table in self.tables:
-            nn.init.normal_(table, 0.0, _WEIGHT_STD)
-        for projection in self.projections.values():
-            nn.init.normal_(projection, 0.0, _PROJECTION_STD)
+        super().init_weights()
         nn.init.zeros_(self.bias)
         if self.cluster_weight is not None and self.cluster_bias is not None:
             nn.init.normal_(self.cluster_weight, 0.0, _WEIGHT_STD)
@@ -143,12 +132,12 @@ class AdaptiveSoftmax(nn.Module):
     def logits(self, hidden_BTD: Tensor) -> Tensor:
         """Return the logits of all tokens in order of their ids, shape (B, T, V); with tails, log-probabilities."""
         if not self.num_tails:
-            return self._logits_within(hidden_BTD, 0)
-        head_BTV = _log_softmax(self._head(hidden_BTD))
+            return self._cluster_logits(hidden_BTD, 0)
+        head_BTV = _log_softmax(self._cluster_logits(hidden_BTD, 0))
         num_head = self.edges[1]
         parts_BTV = [head_BTV[..., :num_head]]
         for index in range(1, self.num_tails + 1):
-            in_tail_BTV = _log_softmax(self._logits_within(hidden_BTD, index))
+            in_tail_BTV = _log_softmax(self._cluster_logits(hidden_BTD, index))
             parts_BTV.append(head_BTV[..., num_head + index - 1, None] + in_tail_BTV)
         return torch.cat(parts_BTV, -1)
 
@@ -162,17 +151,17 @@ class AdaptiveSoftmax(nn.Module):
         device = hidden_KD.device
         if not self.num_tails:
             target_K = to_device(targets_BT.flatten(), device)
-            return self._nats_within(0, hidden_KD, target_K).view(targets_BT.shape)
+            return self._cluster_losses(hidden_KD, 0, target_K).view(targets_BT.shape)
         target_K = targets_BT.flatten().cpu()
         cluster_K = torch.bucketize(target_K, torch.tensor(self.edges[1:-1]), right=True)
         head_K = torch.where(cluster_K == 0, target_K, self.edges[1] - 1 + cluster_K)
-        nats_K = self._nats_of_head(hidden_KD, to_device(head_K, device))
+        losses_K = self._cluster_losses(hidden_KD, 0, to_device(head_K, device))
         for index in range(1, self.num_tails + 1):
             index_K, local_K, is_target_K = self._targets_of(index, cluster_K, target_K)
             index_K = to_device(index_K, device)
-            in_tail_K = self._nats_within(index, hidden_KD.index_select(0, index_K), to_device(local_K, device))
-            nats_K = nats_K.index_add(0, index_K, (in_tail_K * to_device(is_target_K, device)).to(nats_K.dtype))
-        return nats_K.view(targets_BT.shape)
+            in_tail_K = self._cluster_losses(hidden_KD.index_select(0, index_K), index, to_device(local_K, device))
+            losses_K = losses_K.index_add(0, index_K, (in_tail_K * to_device(is_target_K, device)).to(losses_K.dtype))
+        return losses_K.view(targets_BT.shape)
 
     def topk(self, hidden_BTD: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Return the logits of the k most likely tokens in descending order, and their ids, each of shape (B, T, K).
@@ -181,15 +170,15 @@ class AdaptiveSoftmax(nn.Module):
         more likely than the k-th best token so far at some position. This check synchronizes with the device.
         """
         if not self.num_tails:
-            return _topk(self._logits_within(hidden_BTD, 0), k)
-        head_BTV = _log_softmax(self._head(hidden_BTD))
+            return _topk(self._cluster_logits(hidden_BTD, 0), k)
+        head_BTV = _log_softmax(self._cluster_logits(hidden_BTD, 0))
         num_head = self.edges[1]
         best_BTK, id_BTK = _topk(head_BTV[..., :num_head], k)
         for index in range(1, self.num_tails + 1):
             tail_BT1 = head_BTV[..., num_head + index - 1, None]
             if best_BTK.shape[-1] >= k and not bool((tail_BT1 > best_BTK[..., -1:]).any()):
                 continue
-            more_BTK, more_id_BTK = _topk(tail_BT1 + _log_softmax(self._logits_within(hidden_BTD, index)), k)
+            more_BTK, more_id_BTK = _topk(tail_BT1 + _log_softmax(self._cluster_logits(hidden_BTD, index)), k)
             both_BTK = torch.cat([best_BTK, more_BTK], -1)
             both_id_BTK = torch.cat([id_BTK, more_id_BTK + self.edges[index]], -1)
             best_BTK, order_BTK = _topk(both_BTK, k)
@@ -212,38 +201,30 @@ class AdaptiveSoftmax(nn.Module):
         local_K = F.pad(target_K[index_K] - self.edges[index], (0, num_padding))
         return F.pad(index_K, (0, num_padding)), local_K, is_target_K
 
-    def _head(self, hidden_KD: Tensor) -> Tensor:
-        """Return the logits of the head's tokens, then of the tails, shape (K, V)."""
-        assert self.cluster_weight is not None
-        assert self.cluster_bias is not None
-        hidden_KE = self._to_cluster_width(hidden_KD, 0)
+    def _cluster_losses(self, hidden_KD: Tensor, index: int, target_K: Tensor) -> Tensor:
+        """Return the losses of targets in a cluster; a target is the index of one of the cluster's logits."""
+        num_logits = self.edges[index + 1] - self.edges[index] + (0 if index else self.num_tails)
+        if fits_at_once(len(hidden_KD), num_logits):
+            return cross_entropy(self._cluster_logits(hidden_KD, index), target_K)
+        return linear_cross_entropy(self._to_cluster_width(hidden_KD, index), *self._cluster_weights(index), target_K)
+
+    def _cluster_logits(self, hidden_KD: Tensor, index: int) -> Tensor:
+        """Return the logits (K, V) of a cluster's tokens; for the head, those of the tails follow."""
+        hidden_KE = self._to_cluster_width(hidden_KD, index)
         num_positions, width = hidden_KE.numel() // hidden_KE.shape[-1], hidden_KE.shape[-1]
-        if num_positions < width:  # concatenate the smaller of logits and weights
-            tails_KV = F.linear(hidden_KE, self.cluster_weight, self.cluster_bias)
-            return torch.cat([F.linear(hidden_KE, self._cluster_table(0), self._cluster_bias(0)), tails_KV], -1)
-        return F.linear(hidden_KE, *self._head_weights())
+        if index == 0 and self.num_tails and num_positions < width:  # logits are fewer to concatenate than weights
+            tokens_KV = F.linear(hidden_KE, *self._cluster_weights(0, with_tails=False))
+            assert self.cluster_weight is not None
+            return torch.cat([tokens_KV, F.linear(hidden_KE, self.cluster_weight, self.cluster_bias)], -1)
+        return F.linear(hidden_KE, *self._cluster_weights(index))
 
-    def _head_weights(self) -> tuple[Tensor, Tensor]:
-        assert self.cluster_weight is not None
-        assert self.cluster_bias is not None
-        weight_VE = torch.cat([self._cluster_table(0), self.cluster_weight])
-        return weight_VE, torch.cat([self._cluster_bias(0), self.cluster_bias])
-
-    def _nats_of_head(self, hidden_KD: Tensor, target_K: Tensor) -> Tensor:
-        if fits_at_once(len(hidden_KD), self.edges[1] + self.num_tails):
-            return cross_entropy(self._head(hidden_KD), target_K)
-        return linear_cross_entropy(self._to_cluster_width(hidden_KD, 0), *self._head_weights(), target_K)
-
-    def _nats_within(self, index: int, hidden_KD: Tensor, target_K: Tensor) -> Tensor:
-        """Return the losses of targets within a cluster, given by their indices within it."""
-        weights = self._cluster_table(index), self._cluster_bias(index)
-        return linear_cross_entropy(self._to_cluster_width(hidden_KD, index), *weights, target_K)
-
-    def _logits_within(self, hidden_KD: Tensor, index: int) -> Tensor:
-        return F.linear(self._to_cluster_width(hidden_KD, index), self._cluster_table(index), self._cluster_bias(index))
-
-    def _cluster_bias(self, index: int) -> Tensor:
-        return self.bias[self.edges[index] : self.edges[index + 1]]
+    def _cluster_weights(self, index: int, *, with_tails: bool = True) -> tuple[Tensor, Tensor]:
+        """Return the weights (V, E) and biases (V,) of a cluster's tokens; for the head, those of the tails follow."""
+        table = self if self.tables else self._embedding[0]
+        weight_VE, bias_V = table.cluster_table(index), self.bias[self.edges[index] : self.edges[index + 1]]
+        if index or not with_tails or self.cluster_weight is None or self.cluster_bias is None:
+            return weight_VE, bias_V
+        return torch.cat([weight_VE, self.cluster_weight]), torch.cat([bias_V, self.cluster_bias])
 
     def _to_cluster_width(self, hidden_KD: Tensor, index: int) -> Tensor:
         """Return the hidden states projected to the width of a cluster's embeddings, shape (K, E)."""
@@ -252,13 +233,6 @@ class AdaptiveSoftmax(nn.Module):
         else:
             projection_DE = self._embedding[0].projection(index)
         return hidden_KD if projection_DE is None else hidden_KD @ projection_DE
-
-    def _cluster_table(self, index: int) -> Tensor:
-        embedding = self._embedding[0]
-        if self.tie_word_embeddings:
-            return embedding.cluster_table(index)
-        start, stop = self.edges[index], self.edges[index + 1]
-        return self.tables[0][start:stop] if embedding.shared else self.tables[index]
 
 
 def _topk(logits_BTV: Tensor, k: int) -> tuple[Tensor, Tensor]:

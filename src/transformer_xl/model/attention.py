@@ -117,11 +117,11 @@ class RelativeAttention(nn.Module):
         q_BTNH = self.q_proj(new_BTD).unflatten(-1, self.head_shape)
         if isinstance(cache, KeyValueCache):
             k_BSNH, v_BSNH, cache = cache.append(*self.project(new_BTD), context.lengths_B)
-            r_PNH = cache.keys_of_positions(context.num_distances, lambda: self._position_keys(context))
+            r_PNH = cache.keys_of_positions(context.num_distances, lambda: self.position_keys(context))
         else:
             assert isinstance(cache, HiddenCache)
             k_BSNH, v_BSNH = self._project_all(cache, new_BTD, context.lengths_B)
-            r_PNH = self._position_keys(context)
+            r_PNH = self.position_keys(context)
             cache = cache.append(x_BTD, context.lengths_B)
         # in the dtype of q, because under autocast projections are bfloat16 and biases float32
         content_bias_NH, position_bias_NH = biases.content_NH.to(q_BTNH.dtype), biases.position_NH.to(q_BTNH.dtype)
@@ -137,13 +137,10 @@ class RelativeAttention(nn.Module):
         k_BXNH, v_BXNH = (projection(x_BXD).unflatten(-1, self.head_shape) for projection in (self.k_proj, self.v_proj))
         return k_BXNH, v_BXNH
 
-    def project_positions(self, encoding_PD: Tensor) -> Tensor:
-        """Return the position keys (P, N, H) of encoded distances."""
-        return self.r_proj(encoding_PD.to(self.r_proj.weight.dtype)).unflatten(-1, self.head_shape)
-
-    def _position_keys(self, context: AttentionContext) -> Tensor:
+    def position_keys(self, context: AttentionContext) -> Tensor:
+        """Return the position keys (P, N, H) of the distances P - 1, ..., 1, 0."""
         assert context.encoding_PD is not None
-        return self.project_positions(context.encoding_PD)
+        return self.r_proj(context.encoding_PD.to(self.r_proj.weight.dtype)).unflatten(-1, self.head_shape)
 
     def _project_all(self, cache: HiddenCache, new_BTD: Tensor, lengths_B: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return keys and values (B, S, N, H) of memory and new tokens.
@@ -155,10 +152,9 @@ class RelativeAttention(nn.Module):
             hidden_BMD = self.norm(hidden_BMD)
         pairs = zip(self.project(hidden_BMD), self.project(new_BTD), strict=True)
         k_BSNH, v_BSNH = (torch.cat(pair, dim=1) for pair in pairs)
-        if lengths_B is None:
-            return k_BSNH, v_BSNH
-        num_new = new_BTD.shape[1]
-        return padding_first(k_BSNH, num_new, lengths_B), padding_first(v_BSNH, num_new, lengths_B)
+        if lengths_B is not None:
+            k_BSNH, v_BSNH = (padding_first(rows, new_BTD.shape[1], lengths_B) for rows in (k_BSNH, v_BSNH))
+        return k_BSNH, v_BSNH
 
 
 class FeedForward(nn.Module):

@@ -15,14 +15,14 @@ H head width, X any number of rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from transformer_xl.config import UserError
-from transformer_xl.model.memory import ContextLimits, LayerCache, Memory, padding_first, resized_slots
+from transformer_xl.model.memory import LayerCache, Memory, padding_first
 
 _MIN_FREE_ROWS = 64  # minimum number of free rows in new storage, so that short memories are rarely copied
 
@@ -63,8 +63,7 @@ class _PositionKeys:
     columns, which makes the products of a single query faster.
     """
 
-    def __init__(self) -> None:
-        self.r_NHP: Tensor | None = None
+    r_NHP: Tensor | None = None
 
     @property
     def num_distances(self) -> int:
@@ -76,24 +75,26 @@ class _PositionKeys:
 class KeyValueCache(LayerCache):
     """The keys and values of a layer for the last M tokens of each batch row: the rows of its storage up to `end`."""
 
+    slot_dim = 2
+
     storage: _Storage
     end: int
     """Index after the last row of this cache; later rows belong to other caches."""
     length: int
     """M: number of memory slots."""
-    position_keys: _PositionKeys
     attend_empty: bool
     """Whether the zeros of empty slots are attended."""
+    position_keys: _PositionKeys = field(default_factory=_PositionKeys)
 
     @staticmethod
-    def of(k_BNMH: Tensor, v_BNMH: Tensor, position_keys: _PositionKeys, *, attend_empty: bool) -> KeyValueCache:
-        """Return a cache of these rows in new storage."""
+    def of(k_BNMH: Tensor, v_BNMH: Tensor, attend_empty: bool) -> KeyValueCache:
+        """Return a cache of these rows in new storage, without position keys."""
         length = k_BNMH.shape[2]
-        return KeyValueCache(_Storage(k_BNMH, v_BNMH), length, length, position_keys, attend_empty)
+        return KeyValueCache(_Storage(k_BNMH, v_BNMH), length, length, attend_empty)
 
     @property
-    def head_shape(self) -> tuple[int, int]:
-        """N and H: number and width of heads."""
+    @override
+    def token_shape(self) -> tuple[int, ...]:
         return self.storage.v_BNCH.shape[1], self.storage.v_BNCH.shape[3]
 
     def newest(self, number: int) -> tuple[Tensor, Tensor]:
@@ -119,17 +120,15 @@ class KeyValueCache(LayerCache):
         """
         if k_BTNH.requires_grad and torch.is_grad_enabled():
             raise UserError("a KV cache passes no gradient; use initial_memory to train, or torch.inference_mode()")
-        num_new = k_BTNH.shape[1]
-        num_keys = self.length + num_new
+        num_new, num_keys = k_BTNH.shape[1], self.length + k_BTNH.shape[1]
         cache = self._with_new(k_BTNH.transpose(1, 2), v_BTNH.transpose(1, 2))
-        k_BNSH, v_BNSH = cache.newest(num_keys)
+        k_BSNH, v_BSNH = (rows_BNSH.transpose(1, 2) for rows_BNSH in cache.newest(num_keys))
         if lengths_B is not None:
-            k_BNSH, v_BNSH = (
-                padding_first(x_BNSH.transpose(1, 2), num_new, lengths_B).transpose(1, 2) for x_BNSH in (k_BNSH, v_BNSH)
-            )
-            cache = replace(self, storage=_Storage(k_BNSH, v_BNSH), end=num_keys)
-            k_BNSH, v_BNSH = cache.newest(num_keys)
-        return k_BNSH.transpose(1, 2), v_BNSH.transpose(1, 2), cache
+            k_BSNH, v_BSNH = (padding_first(rows_BSNH, num_new, lengths_B) for rows_BSNH in (k_BSNH, v_BSNH))
+            storage = _Storage(k_BSNH.transpose(1, 2), v_BSNH.transpose(1, 2))
+            cache = replace(self, storage=storage, end=num_keys)
+            k_BSNH, v_BSNH = (rows_BNSH.transpose(1, 2) for rows_BNSH in cache.newest(num_keys))
+        return k_BSNH, v_BSNH, cache
 
     def _with_new(self, k_BNTH: Tensor, v_BNTH: Tensor) -> KeyValueCache:
         num_new, dtype, storage, start = k_BNTH.shape[2], k_BNTH.dtype, self.storage, self.end
@@ -159,11 +158,8 @@ class KeyValueCache(LayerCache):
 
     @override
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> KeyValueCache:
-        return KeyValueCache.of(tensors["keys"], tensors["values"], self.position_keys, attend_empty=self.attend_empty)
-
-    @override
-    def resized(self, length: int) -> KeyValueCache:
-        return self.map(lambda rows_BNMH: resized_slots(rows_BNMH, length, dim=2))
+        cache = KeyValueCache.of(tensors["keys"], tensors["values"], self.attend_empty)
+        return replace(cache, position_keys=self.position_keys)
 
     @override
     def reset(self, reset_B: Tensor) -> KeyValueCache:
@@ -182,23 +178,3 @@ class KeyValueMemory(Memory[KeyValueCache]):
     def num_position_keys(self) -> int:
         """The number of distances for which all caches hold position keys."""
         return min(cache.position_keys.num_distances for cache in self.layers)
-
-    @staticmethod
-    def empty(
-        shape: tuple[int, int, int, int], context_limits: ContextLimits, like: Tensor, *, attend_empty: bool
-    ) -> KeyValueMemory:
-        """Return a memory without valid slots, on the device and in the dtype of `like`.
-
-        Args:
-            shape: L, B, N, H.
-            context_limits: how far back attention can look.
-            like: a tensor with the device and dtype of the memory.
-            attend_empty: whether empty slots are attended, as zeros.
-        """
-        num_layers, batch_size, num_heads, d_head = shape
-        zeros_BNMH = like.new_zeros(()).expand(batch_size, num_heads, context_limits.memory_length, d_head)
-        caches = (
-            KeyValueCache.of(zeros_BNMH, zeros_BNMH, _PositionKeys(), attend_empty=attend_empty)
-            for _ in range(num_layers)
-        )
-        return KeyValueMemory.of_layers(caches, batch_size, context_limits, like.device)

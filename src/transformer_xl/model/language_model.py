@@ -1,10 +1,12 @@
-"""The interface of all language models, which training, evaluation, generation and analysis use.
+"""The base class of all language models, which training, evaluation, generation and analysis use.
 
     memory = model.initial_memory(batch_size)         (or model.inference_memory(batch_size) if nothing is trained)
     hidden_BTD, memory = model(tokens_BT, memory)
     logits_BTV = model.logits(hidden_BTD)
-    nats_BT = model.nats(hidden_BTD, targets_BT)
+    losses_BT = model.nats(hidden_BTD, targets_BT)
     logits_BTK, ids_BTK = model.topk(hidden_BTD, k)
+
+It embeds the tokens and computes logits and losses; each subclass defines the layers between them, and their memory.
 
 Shape suffixes: B batch size, T new tokens, D model width, V vocabulary, K most likely tokens.
 """
@@ -13,22 +15,30 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
-from transformer_xl.config import BaseModelConfig
-from transformer_xl.model.memory import ContextLimits, Memory
+from transformer_xl.config import BaseModelConfig, UserError
+from transformer_xl.model.adaptive import AdaptiveEmbedding, AdaptiveSoftmax
+from transformer_xl.model.dropout import FastDropout
+from transformer_xl.model.memory import ContextLimits, LayerCache, Memory
+
+WEIGHT_STD, NORM_STD = 0.02, 0.02  # the authors' init_std
 
 
 class LanguageModel(nn.Module, ABC):
-    """A model that reads tokens after a memory and predicts the next token at every position."""
+    """Token embedding times sqrt(D), layers, and a softmax that by default shares the embedding's weights."""
 
     layers: nn.ModuleList
     """The layers in order, all of the same class; training may compile, checkpoint or shard each of them."""
+    cache_shapes: dict[type[LayerCache], tuple[int, ...]]
+    """The classes of cache that the layers accept, and the `token_shape` that such a cache must have."""
 
-    def __init__(self, config: BaseModelConfig, *, memory_length: int = 128) -> None:
+    def __init__(self, config: BaseModelConfig, *, memory_length: int) -> None:
         super().__init__()
         self.config = config
         self.context_limits = ContextLimits(
@@ -37,6 +47,21 @@ class LanguageModel(nn.Module, ABC):
         """The default limits of a new memory."""
         self.activation_checkpointing = False
         """Whether the backward pass recomputes the activations inside each layer instead of saving them."""
+        self.embedding = AdaptiveEmbedding(config)
+        self.softmax = AdaptiveSoftmax(config, self.embedding)
+        self.dropout = FastDropout(config.dropout)
+
+    def init_weights(self) -> None:
+        """Draw the initial weights as the authors' code does: N(0, 0.02), biases 0, LayerNorm weights N(1, 0.02)."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, 0.0, WEIGHT_STD)
+            elif isinstance(module, AdaptiveEmbedding | AdaptiveSoftmax):
+                module.init_weights()
+            elif isinstance(module, nn.LayerNorm):
+                nn.init.normal_(module.weight, 1.0, NORM_STD)
+            if isinstance(module, nn.Linear | nn.LayerNorm) and module.bias is not None:
+                nn.init.zeros_(module.bias)
 
     @abstractmethod
     def initial_memory(self, batch_size: int, context_limits: ContextLimits | None = None) -> Memory:
@@ -80,7 +105,6 @@ class LanguageModel(nn.Module, ABC):
             limits = replace(limits, memory_length=segment_length - 1)
         return self.inference_memory(batch_size, limits)
 
-    @abstractmethod
     @override
     def forward(
         self,
@@ -90,21 +114,49 @@ class LanguageModel(nn.Module, ABC):
         inputs_BTD: Tensor | None = None,
         lengths_B: Tensor | None = None,
     ) -> tuple[Tensor, Memory]:
-        """Read T tokens of each batch row, which continue the tokens in `memory`.
+        """Process T tokens of each batch row, which continue the tokens in `memory`.
 
         Args:
             tokens_BT: token ids, int64.
             memory: the memory of earlier tokens, or None if there are none. It is not changed.
-            inputs_BTD: continuous inputs to the first layer, in place of tokens.
+            inputs_BTD: continuous inputs to the first layer (music, control, speech), in place of tokens.
             lengths_B: number of tokens of each batch row that are not padding, or None if there is no padding. Padding
                 comes first and is neither attended nor cached; its hidden states are finite but meaningless.
 
         Returns:
-            hidden states (B, T, D), and the memory after these tokens.
+            hidden states (B, T, D), and the memory to pass in with the next tokens of the same batch rows.
 
         Raises:
-            UserError: not exactly one of tokens and inputs is given, a shape is wrong, or the memory is of another
+            UserError: not exactly one of tokens and inputs is passed, a shape is wrong, or the memory is of another
                 batch size or model.
+        """
+        states_BTD, memory = self.hidden_states(tokens_BT, memory, inputs_BTD=inputs_BTD, lengths_B=lengths_B)
+        return states_BTD[-1], memory
+
+    def hidden_states(
+        self,
+        tokens_BT: Tensor | None = None,
+        memory: Memory | None = None,
+        *,
+        inputs_BTD: Tensor | None = None,
+        lengths_B: Tensor | None = None,
+    ) -> tuple[list[Tensor], Memory]:
+        """Process tokens as `forward` does, and return the hidden states of all layers.
+
+        Returns:
+            L + 1 tensors (B, T, D), the inputs of all layers and then the result of `forward`; and the next memory.
+        """
+        x_BTD = self.embed_inputs(tokens_BT, inputs_BTD)
+        return self.run_layers(x_BTD, self.check_memory(memory, x_BTD, lengths_B), lengths_B)
+
+    @abstractmethod
+    def run_layers(self, x_BTD: Tensor, memory: Memory, lengths_B: Tensor | None) -> tuple[list[Tensor], Memory]:
+        """Return the results of `hidden_states`.
+
+        Args:
+            x_BTD: the result of `embed_inputs`.
+            memory: the result of `check_memory`.
+            lengths_B: as for `forward`.
         """
 
     def training_losses(
@@ -123,14 +175,13 @@ class LanguageModel(nn.Module, ABC):
             and zero if the model has none; and the next memory.
         """
         hidden_BTD, memory = self(tokens_BT, memory)
-        nats_BT = self.nats(hidden_BTD, targets_BT)
-        return nats_BT, torch.zeros_like(nats_BT), memory
+        losses_BT = self.nats(hidden_BTD, targets_BT)
+        return losses_BT, torch.zeros_like(losses_BT), memory
 
-    @abstractmethod
     def logits(self, hidden_BTD: Tensor) -> Tensor:
         """Return the next-token logits, shape (B, T, V), for every position."""
+        return self.softmax.logits(hidden_BTD)
 
-    @abstractmethod
     def nats(self, hidden_BTD: Tensor, targets_BT: Tensor) -> Tensor:
         """Return the cross-entropy of each target.
 
@@ -141,6 +192,7 @@ class LanguageModel(nn.Module, ABC):
         Returns:
             losses in nats, float32 (or float64), shape (B, T), in input order and not averaged.
         """
+        return self.softmax.nats(hidden_BTD, targets_BT)
 
     def topk(self, hidden_BTD: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Return the k most likely next tokens at every position, or all V if there are fewer.
@@ -154,9 +206,68 @@ class LanguageModel(nn.Module, ABC):
         Returns:
             their logits in descending order, up to a constant at each position, and their ids, each (B, T, K).
         """
-        logits_BTV = self.logits(hidden_BTD)
-        return logits_BTV.topk(min(k, logits_BTV.shape[-1]), dim=-1)
+        return self.softmax.topk(hidden_BTD, k)
 
     def num_parameters(self) -> int:
         """Return the number of trainable parameters; shared parameters are counted once."""
         return sum(parameter.numel() for parameter in self.parameters())
+
+    def check_limits(self, context_limits: ContextLimits | None) -> ContextLimits:
+        """Return the limits, or the model's `context_limits` if they are None.
+
+        Raises:
+            UserError: the model does not support these limits.
+        """
+        limits = context_limits or self.context_limits
+        self.config.check_context_limits(**vars(limits))
+        return limits
+
+    def embed_inputs(self, tokens_BT: Tensor | None, inputs_BTD: Tensor | None) -> Tensor:
+        """Return the scaled embeddings of the tokens, or the continuous inputs unscaled, (B, T, D), without dropout.
+
+        Raises:
+            UserError: not exactly one of tokens and inputs is passed, or a shape is wrong.
+        """
+        if (tokens_BT is None) == (inputs_BTD is None):
+            raise UserError("give either tokens_BT or inputs_BTD")
+        if tokens_BT is not None:
+            if tokens_BT.ndim != 2 or tokens_BT.is_floating_point() or not tokens_BT.shape[1]:
+                actual = f"tokens_BT of shape {tuple(tokens_BT.shape)}, {tokens_BT.dtype}"
+                raise UserError(f"{actual}; expected integers of shape (batch, tokens), with one token or more")
+            inputs_BTD = self.embedding(tokens_BT) * self.config.d_model**0.5
+        assert inputs_BTD is not None
+        if inputs_BTD.ndim != 3 or inputs_BTD.shape[-1] != self.config.d_model or not inputs_BTD.shape[1]:
+            actual = f"inputs_BTD of shape {tuple(inputs_BTD.shape)}"
+            raise UserError(f"{actual}; expected (batch, tokens, {self.config.d_model}), with one token or more")
+        return inputs_BTD
+
+    def check_memory(self, memory: Memory | None, x_BTD: Tensor, lengths_B: Tensor | None) -> Memory:
+        """Return the memory, or an empty one if it is None.
+
+        Raises:
+            UserError: the memory or the lengths are of another batch size, or the memory is of another model.
+        """
+        batch_size = len(x_BTD)
+        if lengths_B is not None and lengths_B.shape != (batch_size,):
+            raise UserError(
+                f"lengths_B of shape {tuple(lengths_B.shape)} for batch size {batch_size}; expected one for each row"
+            )
+        if memory is None:
+            return self.initial_memory(batch_size)
+        if memory.batch_size != batch_size:
+            raise UserError(
+                f"memory of batch size {memory.batch_size} for inputs of batch size {batch_size}; "
+                "use memory.select(rows), or initial_memory for new sequences"
+            )
+        num_caches = self.config.n_layers if self.cache_shapes else 0
+        if len(memory.layers) != num_caches or any(
+            cache.token_shape != self.cache_shapes.get(type(cache)) for cache in memory.layers[:1]
+        ):
+            raise UserError("this memory was made by another model; start with initial_memory")
+        return memory
+
+    def run_layer(self, layer: nn.Module, *inputs: Any) -> Any:
+        """Call a layer, with activation checkpointing if it is enabled."""
+        if self.activation_checkpointing and torch.is_grad_enabled():
+            return checkpoint(layer, *inputs, use_reentrant=False)
+        return layer(*inputs)

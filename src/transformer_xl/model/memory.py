@@ -13,15 +13,14 @@ Shape suffixes: B batch size, T new tokens, M memory slots, S = M + T, D model w
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields, replace
-from typing import Generic, Self
+from typing import ClassVar, Generic, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from typing_extensions import TypeVar, override
+from typing_extensions import TypeVar
 
 from transformer_xl.config import INT32_MAX, UserError
 
@@ -51,11 +50,19 @@ class ContextLimits:
 
 
 @dataclass(frozen=True, eq=False)
-class LayerCache(ABC):
+class LayerCache:
     """The tensors that one layer caches of earlier tokens: batch first, without gradient, never changed in place.
 
     The fields of a subclass are its tensors, unless it overrides `tensors` and `with_tensors`.
     """
+
+    slot_dim: ClassVar[int] = 1
+    """Dimension of each tensor that contains the memory slots."""
+
+    @property
+    def token_shape(self) -> tuple[int, ...]:
+        """Shape of what the cache holds of one token, by which a model recognizes caches that fit its layers."""
+        return next(iter(self.tensors().values())).shape[2:]
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors of the cache by name; their first dimension is the batch."""
@@ -65,9 +72,14 @@ class LayerCache(ABC):
         """Return a cache of the same class with these tensors, named as in the result of `tensors`."""
         return replace(self, **{field.name: tensors[_without_suffix(field.name)] for field in fields(self)})
 
-    @abstractmethod
     def resized(self, length: int) -> Self:
-        """Return the cache with `length` slots: empty ones are added in front, or the oldest are dropped."""
+        """Return the cache with `length` slots: zeros are added in front, or the oldest slots are dropped."""
+        # a negative padding drops the oldest slots
+        return self.map(
+            lambda tensor: F.pad(
+                tensor, [0, 0] * (tensor.ndim - 1 - self.slot_dim) + [length - tensor.shape[self.slot_dim], 0]
+            )
+        )
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Self:
         """Return the cache with a function applied to each of its tensors."""
@@ -83,7 +95,6 @@ class LayerCache(ABC):
 
 
 Cache = TypeVar("Cache", bound=LayerCache, default=LayerCache, covariant=True)
-AnyCache = TypeVar("AnyCache", bound=LayerCache)
 AnyMemory = TypeVar("AnyMemory", bound="Memory")
 
 
@@ -103,7 +114,7 @@ class Memory(Generic[Cache]):
     """A lower bound of valid_B known without waiting for the device, so that a full memory needs no mask."""
 
     @classmethod
-    def of_layers(
+    def empty(
         cls, layers: Iterable[LayerCache], batch_size: int, context_limits: ContextLimits, device: torch.device
     ) -> Self:
         """Return a memory without valid slots, made of empty caches."""
@@ -172,13 +183,9 @@ class Memory(Generic[Cache]):
     def concatenate(memories: Sequence[AnyMemory]) -> AnyMemory:
         """Return the batch rows of several memories of the same model and limits as one memory."""
         assert len({memory.context_limits for memory in memories}) == 1
-        return replace(
-            memories[0],
-            layers=tuple(_concatenated(caches) for caches in zip(*(m.layers for m in memories), strict=True)),
-            valid_B=torch.cat([memory.valid_B for memory in memories]),
-            position_B=torch.cat([memory.position_B for memory in memories]),
-            min_valid=min(memory.min_valid for memory in memories),
-        )
+        parts = [memory.tensors() for memory in memories]
+        joined = {name: torch.cat([tensors[name] for tensors in parts]) for name in parts[0]}
+        return memories[0]._replaced(joined, min_valid=min(memory.min_valid for memory in memories))
 
     def resized(self, length: int) -> Self:
         """Return the memory with `length` slots: empty ones are added in front, or the oldest are dropped."""
@@ -222,12 +229,17 @@ class Memory(Generic[Cache]):
             raise UserError("the saved memory has another shape than this model, batch size and memory length need")
         # clone: tensors read from a file may be unaligned, which can change the last bit of matrix products
         new = {name: tensors[name].to(current[name].device, current[name].dtype).clone() for name in current}
+        return self._replaced(new, min_valid=int(new["valid"].min()) if self.batch_size else 0)
+
+    def _replaced(self, tensors: Mapping[str, Tensor], *, min_valid: int) -> Self:
+        """Return a memory with these tensors, named as in the result of `tensors`."""
         layers = tuple(
-            cache.with_tensors({name: new[f"{name}_{i}"] for name in cache.tensors()})
+            cache.with_tensors({name: tensors[f"{name}_{i}"] for name in cache.tensors()})
             for i, cache in enumerate(self.layers)
         )
-        min_valid = int(new["valid"].min()) if self.batch_size else 0
-        return replace(self, layers=layers, valid_B=new["valid"], position_B=new["position"], min_valid=min_valid)
+        return replace(
+            self, layers=layers, valid_B=tensors["valid"], position_B=tensors["position"], min_valid=min_valid
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -253,23 +265,9 @@ class HiddenCache(LayerCache):
             return HiddenCache(new_BTD[:, num_new - num_old :].contiguous())
         return HiddenCache(torch.cat([old_BMD[:, num_new:], new_BTD.to(old_BMD.dtype)], dim=1))
 
-    @override
-    def resized(self, length: int) -> HiddenCache:
-        return HiddenCache(resized_slots(self.hidden_BMD, length, dim=1))
-
 
 class HiddenMemory(Memory[HiddenCache]):
     """Cached hidden states, used in training: keys and values must be recomputed because the weights change."""
-
-    @staticmethod
-    def empty(
-        num_layers: int, batch_size: int, width: int, context_limits: ContextLimits, like: Tensor
-    ) -> HiddenMemory:
-        """Return a memory without valid slots, on the device and in the dtype of `like`."""
-        shape = (batch_size, context_limits.memory_length, width)
-        # not like.new_zeros: `like` may be sharded over processes (fsdp), but memory is not
-        caches = (HiddenCache(torch.zeros(shape, dtype=like.dtype, device=like.device)) for _ in range(num_layers))
-        return HiddenMemory.of_layers(caches, batch_size, context_limits, like.device)
 
 
 def padding_first(x_BSX: Tensor, num_new: int, lengths_B: Tensor) -> Tensor:
@@ -289,18 +287,6 @@ def padding_first(x_BSX: Tensor, num_new: int, lengths_B: Tensor) -> Tensor:
     is_new_BS = index_S >= length - num_new + padding_B1
     source_BS = torch.where(is_new_BS, index_S, (index_S - padding_B1).clamp(min=0))
     return x_BSX[torch.arange(len(x_BSX), device=x_BSX.device)[:, None], source_BS]
-
-
-def resized_slots(x: Tensor, length: int, *, dim: int) -> Tensor:
-    """Return `length` slots along a dimension: zeros are added in front, or the oldest slots are dropped."""
-    num_kept = min(length, x.shape[dim])
-    newest = x.narrow(dim, x.shape[dim] - num_kept, num_kept)
-    return F.pad(newest, [0, 0] * (x.ndim - 1 - dim) + [length - num_kept, 0])
-
-
-def _concatenated(caches: Sequence[AnyCache]) -> AnyCache:
-    tensors = [cache.tensors() for cache in caches]
-    return caches[0].with_tensors({name: torch.cat([each[name] for each in tensors]) for name in tensors[0]})
 
 
 def _without_suffix(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Transformer-XL (Dai et al. 2019, section 3): layers that attend to a memory of the segments read before.
+"""Transformer-XL (Dai et al. 2019, section 3): layers that attend to a memory of the previous segments.
 
     hidden_BTD, memory = model(tokens_BT, memory)
 
@@ -22,9 +22,9 @@ from transformer_xl.config import RelativeConfig, TransformerXLConfig, UserError
 from transformer_xl.model import kernels
 from transformer_xl.model.attention import AttentionContext, Biases, Layer, encode_distances, make_final_norm
 from transformer_xl.model.kernels import AttentionMask, AttentionTerms, reference
-from transformer_xl.model.key_values import KeyValueMemory
-from transformer_xl.model.memory import ContextLimits, HiddenMemory, LayerCache, Memory
-from transformer_xl.model.token_model import WEIGHT_STD, TokenModel
+from transformer_xl.model.key_values import KeyValueCache, KeyValueMemory
+from transformer_xl.model.language_model import WEIGHT_STD, LanguageModel
+from transformer_xl.model.memory import ContextLimits, HiddenCache, HiddenMemory, LayerCache, Memory
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class LayerTrace:
     """The layer's cache after the new tokens."""
 
 
-class TransformerXL(TokenModel):
+class TransformerXL(LanguageModel):
     """Token embedding times sqrt(D), L layers, and a softmax that by default shares the embedding's weights."""
 
     config: RelativeConfig  # pyrefly: ignore[bad-override-mutable-attribute]
@@ -59,6 +59,7 @@ class TransformerXL(TokenModel):
         if not isinstance(config, self.config_class):
             raise UserError(f"{type(self).__name__} is not the model of {config.architecture}; use build_model")
         kernels.check(config.attn_implementation)
+        self.cache_shapes = {HiddenCache: (config.d_model,), KeyValueCache: (config.n_heads, config.head_dim)}
         tied = not isinstance(config, TransformerXLConfig) or config.tie_attention_biases
         num_bias_pairs = 1 if tied else config.n_layers
         self.content_bias = nn.Parameter(torch.empty(num_bias_pairs, config.n_heads, config.head_dim))
@@ -75,59 +76,26 @@ class TransformerXL(TokenModel):
 
     @override
     def initial_memory(self, batch_size: int, context_limits: ContextLimits | None = None) -> HiddenMemory:
-        limits, config = context_limits or self.context_limits, self.config
-        return HiddenMemory.empty(config.n_layers, batch_size, config.d_model, limits, self.content_bias)
+        limits, like = context_limits or self.context_limits, self.content_bias
+        shape = (batch_size, limits.memory_length, self.config.d_model)
+        # not like.new_zeros: `like` may be sharded over processes (fsdp), but memory is not
+        caches = [HiddenCache(torch.zeros(shape, dtype=like.dtype, device=like.device)) for _ in self.layers]
+        return HiddenMemory.empty(caches, batch_size, limits, like.device)
 
     @override
     def inference_memory(self, batch_size: int, context_limits: ContextLimits | None = None) -> Memory:
         limits, config = context_limits or self.context_limits, self.config
         if config.attend_empty_memory and config.norm_first:  # LayerNorm maps zeros to its bias, so keys are not 0
             return self.initial_memory(batch_size, limits)
-        shape = (config.n_layers, batch_size, config.n_heads, config.head_dim)
-        return KeyValueMemory.empty(shape, limits, self.content_bias, attend_empty=config.attend_empty_memory)
+        shape = (batch_size, config.n_heads, limits.memory_length, config.head_dim)
+        zeros_BNMH = self.content_bias.new_zeros(()).expand(shape)
+        caches = [KeyValueCache.of(zeros_BNMH, zeros_BNMH, config.attend_empty_memory) for _ in self.layers]
+        return KeyValueMemory.empty(caches, batch_size, limits, zeros_BNMH.device)
 
     @override
-    def forward(
-        self,
-        tokens_BT: Tensor | None = None,
-        memory: Memory | None = None,
-        *,
-        inputs_BTD: Tensor | None = None,
-        lengths_B: Tensor | None = None,
-    ) -> tuple[Tensor, Memory]:
-        """Read T tokens of each batch row, which continue the tokens in `memory`.
-
-        Args:
-            tokens_BT: token ids, int64.
-            memory: the memory of earlier tokens, or None if there are none. It is not changed.
-            inputs_BTD: continuous inputs to the first layer (music, control, speech), in place of tokens.
-            lengths_B: number of tokens of each batch row that are not padding, or None if there is no padding. Padding
-                comes first and is neither attended nor cached; its hidden states are meaningless.
-
-        Returns:
-            hidden states (B, T, D), and the memory to pass in with the next tokens of the same batch rows.
-
-        Raises:
-            UserError: not exactly one of tokens and inputs is given, a shape is wrong, or the memory is of another
-                batch size or model.
-        """
-        states_BTD, memory = self.hidden_states(tokens_BT, memory, inputs_BTD=inputs_BTD, lengths_B=lengths_B)
-        return states_BTD[-1], memory
-
-    def hidden_states(
-        self,
-        tokens_BT: Tensor | None = None,
-        memory: Memory | None = None,
-        *,
-        inputs_BTD: Tensor | None = None,
-        lengths_B: Tensor | None = None,
-    ) -> tuple[list[Tensor], Memory]:
-        """Read as `forward` does, and return the hidden states of all layers.
-
-        Returns:
-            L + 1 tensors (B, T, D), the inputs of all layers and then the result of `forward`; and the next memory.
-        """
-        x_BTD, memory, context = self._begin(tokens_BT, memory, inputs_BTD, lengths_B)
+    def run_layers(self, x_BTD: Tensor, memory: Memory, lengths_B: Tensor | None) -> tuple[list[Tensor], Memory]:
+        x_BTD = self.dropout(x_BTD)
+        context = self._attention_context(x_BTD, memory, lengths_B)
         states_BTD: list[Tensor] = []
         caches: list[LayerCache] = []
         for layer, cache, biases in zip(self.layers, memory.layers, self._biases(), strict=True):
@@ -153,7 +121,9 @@ class TransformerXL(TokenModel):
         Yields:
             a `LayerTrace` for each layer.
         """
-        x_BTD, memory, context = self._begin(tokens_BT, memory, inputs_BTD, None)
+        x_BTD = self.dropout(self.embed_inputs(tokens_BT, inputs_BTD))
+        memory = self.check_memory(memory, x_BTD, None)
+        context = self._attention_context(x_BTD, memory, None)
         for layer, cache, biases in zip(self.layers, memory.layers, self._biases(), strict=True):
             assert isinstance(layer, Layer)
             inputs, cache = layer.attention.attention_inputs(x_BTD, cache, context, biases)
@@ -162,42 +132,26 @@ class TransformerXL(TokenModel):
             x_BTD = layer.feed_forward(layer.attention.output(x_BTD, attended_BTNH))
             yield LayerTrace(x_BTD, terms, cache)
 
-    @override
-    def check_memory(self, memory: Memory | None, x_BTD: Tensor, lengths_B: Tensor | None) -> Memory:
-        memory = super().check_memory(memory, x_BTD, lengths_B)
-        config, fits = self.config, len(memory.layers) == self.config.n_layers
-        if isinstance(memory, HiddenMemory):
-            fits = fits and memory.layers[0].hidden_BMD.shape[-1] == config.d_model
-        elif isinstance(memory, KeyValueMemory):
-            fits = fits and memory.layers[0].head_shape == (config.n_heads, config.head_dim)
-        else:
-            fits = False
-        if not fits:
-            raise UserError("this memory was made by another model; start with initial_memory")
-        return memory
-
-    def _begin(
-        self, tokens_BT: Tensor | None, memory: Memory | None, inputs_BTD: Tensor | None, lengths_B: Tensor | None
-    ) -> tuple[Tensor, Memory, AttentionContext]:
-        """Return the first layer's input, the memory, and the inputs that all layers share."""
-        x_BTD = self.dropout(self.embed_inputs(tokens_BT, inputs_BTD))
-        memory = self.check_memory(memory, x_BTD, lengths_B)
-        kernel = kernels.choose(self.config.attn_implementation, x_BTD.device, x_BTD.dtype)
-        num_seen, num_encoded = self._num_distances(memory, x_BTD.shape[1])
-        return x_BTD, memory, AttentionContext(
+    def _attention_context(self, x_BTD: Tensor, memory: Memory, lengths_B: Tensor | None) -> AttentionContext:
+        num_new = x_BTD.shape[1]
+        num_attended, num_encoded = self._num_distances(memory, num_new)
+        valid_B = None if memory.all_valid or self.config.attend_empty_memory else memory.valid_B
+        if lengths_B is not None:
+            valid_B = (memory.length if valid_B is None else valid_B) - (num_new - lengths_B)
+        return AttentionContext(
             num_distances=num_encoded,
             encoding_PD=self._encoding(memory, num_encoded),
-            mask=AttentionMask(self._valid_slots(memory, x_BTD.shape[1], lengths_B), num_seen - num_encoded),
+            mask=AttentionMask(valid_B, num_attended - num_encoded),
             lengths_B=lengths_B,
-            attend=kernel.attend,
+            attend=kernels.choose(self.config.attn_implementation, x_BTD.device, x_BTD.dtype).attend,
             dropout=self.config.attention_dropout if self.training else 0.0,
-        )  # fmt: skip
+        )
 
     def _num_distances(self, memory: Memory, num_new: int) -> tuple[int, int]:
         """Return the number of attended distances, and the number of different encodings among them."""
         limits, num_keys = memory.context_limits, memory.length + num_new
-        num_seen = min(num_keys, limits.attention_window or num_keys)
-        return num_seen, min(num_seen, num_seen if limits.clamp_length is None else limits.clamp_length + 1)
+        num_attended = min(num_keys, limits.attention_window or num_keys)
+        return num_attended, num_attended if limits.clamp_length is None else min(num_attended, limits.clamp_length + 1)
 
     def _encoding(self, memory: Memory, num_distances: int) -> Tensor | None:
         """Return encodings (P, D) of the distances, or None if the caches already hold the position keys."""
@@ -209,15 +163,7 @@ class TransformerXL(TokenModel):
         # all layers share one dropout mask, as in the authors' code
         return encoding_PD if is_inference else self.dropout(encoding_PD)
 
-    def _valid_slots(self, memory: Memory, num_new: int, lengths_B: Tensor | None) -> Tensor | None:
-        """Return the `valid_B` of an `AttentionMask`."""
-        valid_B = None if memory.all_valid or self.config.attend_empty_memory else memory.valid_B
-        if lengths_B is not None:
-            valid_B = (memory.length if valid_B is None else valid_B) - (num_new - lengths_B)
-        return valid_B
-
     def _biases(self) -> Iterator[Biases]:
         num_pairs = len(self.content_bias)
         for index in range(self.config.n_layers):
-            pair = index % num_pairs
-            yield Biases(self.content_bias[pair], self.position_bias[pair])
+            yield Biases(self.content_bias[index % num_pairs], self.position_bias[index % num_pairs])

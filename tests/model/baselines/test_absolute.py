@@ -111,7 +111,7 @@ def test_wrong_calls_are_refused(make_baseline, call, text):
 
 def test_a_memory_of_another_model_is_refused(make_baseline, tokens):
     for other in ("shaw", "lstm"):
-        with pytest.raises(UserError, match="has no memory"):
+        with pytest.raises(UserError, match="another model"):
             make_baseline("learned")(tokens(2, 3), make_baseline(other).initial_memory(2))
 
 

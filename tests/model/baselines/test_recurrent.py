@@ -6,9 +6,9 @@ from oracles import assert_same_gradients, copied, lstm, qrnn
 from tensors import assert_same_tensors
 
 from transformer_xl.config import LSTMConfig, QRNNConfig, UserError
-from transformer_xl.model.baselines.recurrent import LSTMLayer, QRNNLayer, StateMemory
+from transformer_xl.model.baselines.recurrent import LSTMLayer, QRNNLayer
 from transformer_xl.model.build import build_model
-from transformer_xl.model.memory import ContextLimits
+from transformer_xl.model.memory import ContextLimits, Memory
 from transformer_xl.model.precision import with_matrices_in
 
 QRNNS = ["qrnn, window 1", "qrnn, window 2"]
@@ -104,7 +104,7 @@ def test_a_state_is_a_value(make_baseline, tokens):
     assert not any(cache.state_BXD[1].any() for cache in emptied.layers)
     assert_same_tensors(emptied.select([0, 2]), memory.select([0, 2]))
     assert all(cache.state_BXD[1].any() for cache in memory.layers)
-    joined = StateMemory.concatenate([memory.select([0, 2]), memory.select([1])])
+    joined = Memory.concatenate([memory.select([0, 2]), memory.select([1])])
     assert_same_tensors(joined, {name: kept[[0, 2, 1]] for name, kept in memory.tensors().items()})
     assert_same_tensors(model.initial_memory(3).with_tensors(memory.tensors()), memory)
     shorter = memory.resized(3)

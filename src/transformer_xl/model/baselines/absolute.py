@@ -1,23 +1,23 @@
-"""Transformers with absolute positions, which keep nothing of earlier segments.
+"""Transformers with absolute positions, which have no memory of earlier segments.
 
 Vaswani et al. 2017: sinusoids of the position are added to the embedding. Al-Rfou et al. 2018: each layer has a learned
-vector for every position, which is added to its input.
+vector for every position, which is added to the layer's input.
 
-    x = x + position vectors     a = softmax(q k^T / sqrt(H), causal) v     then as Transformer-XL's layer
+    x = x + position vectors     a = softmax(q k^T / sqrt(H), causal) v     then as in Transformer-XL's layer
 
-So a token is predicted from the tokens of its own segment at most. To give each as much context as fits, a window
-slides over the text token by token, and all of it is computed again.
+A token is predicted from the earlier tokens of its own segment only. To give each token the longest context that fits a
+segment, generation slides a window over the text token by token and recomputes all of it (`token_memory.py`).
 
-Auxiliary losses (Al-Rfou et al. 2018, in training only): every layer predicts the next token with a linear layer of
-its own, the l-th of L until l / (2 L) of training is done; and each position also predicts the token after the next, at
-half the weight. Where we differ: until then a layer's loss counts in full (the paper leaves the weight open).
+Auxiliary losses (Al-Rfou et al. 2018, in training only): each layer below the last predicts the next token with its own
+linear layer; layer l of L stops after the fraction l / (2 L) of training. Also, each position predicts the token after
+the next, at half the weight. Where we differ: until it stops, a layer's loss has weight 1 (the paper does not state the
+weight).
 
-Letters: B batch rows, T tokens of a segment, P tokens read again, M memory slots, D model width, N heads, H head width.
+Shape suffixes: B batch size, T tokens of a segment, M cached tokens, P = M + 1 tokens of a recomputed segment, D model
+width, N heads, H head width.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -26,17 +26,17 @@ from typing_extensions import override
 
 from transformer_xl.config import AbsoluteConfig, AlRfouConfig, UserError
 from transformer_xl.model.attention import FeedForward, encode_distances, make_final_norm
-from transformer_xl.model.baselines.token_memory import TokenMemory
+from transformer_xl.model.baselines.token_memory import TokenCache, TokenMemory
 from transformer_xl.model.cross_entropy import linear_cross_entropy
 from transformer_xl.model.dropout import FastDropout
+from transformer_xl.model.language_model import WEIGHT_STD, LanguageModel
 from transformer_xl.model.memory import ContextLimits, HiddenMemory, Memory
-from transformer_xl.model.token_model import WEIGHT_STD, TokenModel
 
 _SECOND_TARGET_WEIGHT = 0.5
 
 
 class SelfAttention(nn.Module):
-    """Multi-head attention of a segment over itself, with its residual sum."""
+    """Multi-head attention within a segment, with the residual connection."""
 
     def __init__(self, config: AbsoluteConfig) -> None:
         super().__init__()
@@ -56,7 +56,8 @@ class SelfAttention(nn.Module):
 
         Args:
             x_BTD: the layer's input.
-            mask_B1TT: which position attends to which (bool, B or 1); none: each to itself and all before it.
+            mask_B1TT: whether a position attends to another (bool, the first dimension B or 1), or None if each
+                attends to itself and all before it.
 
         Returns:
             the sum of input and attention, (B, T, D).
@@ -66,15 +67,11 @@ class SelfAttention(nn.Module):
             projection(new_BTD).unflatten(-1, self.head_shape).transpose(1, 2)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
-        out_BNTH = F.scaled_dot_product_attention(
-            q_BNTH,
-            k_BNTH,
-            v_BNTH,
-            attn_mask=mask_B1TT,
-            dropout_p=self.attention_dropout if self.training else 0.0,
-            is_causal=mask_B1TT is None,
+        dropout = self.attention_dropout if self.training else 0.0
+        attended_BNTH = F.scaled_dot_product_attention(
+            q_BNTH, k_BNTH, v_BNTH, attn_mask=mask_B1TT, dropout_p=dropout, is_causal=mask_B1TT is None
         )
-        sum_BTD = x_BTD + self.dropout(self.o_proj(out_BNTH.transpose(1, 2).flatten(-2)))
+        sum_BTD = x_BTD + self.dropout(self.o_proj(attended_BNTH.transpose(1, 2).flatten(-2)))
         return sum_BTD if self.norm_first else self.norm(sum_BTD)
 
 
@@ -92,31 +89,33 @@ class AbsoluteLayer(nn.Module):
         return self.feed_forward(self.attention(x_BTD, mask_B1TT))
 
 
-class AbsoluteTransformer(TokenModel):
+class AbsoluteTransformer(LanguageModel):
     """Embedding, layers with absolute positions, softmax."""
 
     config: AbsoluteConfig  # pyrefly: ignore[bad-override-mutable-attribute]
 
     def __init__(self, config: AbsoluteConfig, *, memory_length: int = 0) -> None:
-        """Builds the model with initial weights drawn from torch's global random state.
+        """Build the model with initial weights drawn from torch's global random state.
 
         Raises:
-            UserError: the positions are learned and max_position_embeddings is none, or a memory is asked for.
+            UserError: max_position_embeddings is missing for learned positions, or memory_length is not 0.
         """
         super().__init__(config, memory_length=memory_length)
         config.check_context_limits(memory_length=memory_length)
+        self.cache_shapes = {}
         self.position_embeddings: nn.Parameter | None = None
         if isinstance(config, AlRfouConfig):
-            longest = config.max_position_embeddings
-            if longest is None:
+            num_positions = config.max_position_embeddings
+            if num_positions is None:
                 raise UserError("al-rfou needs max_position_embeddings, the longest segment; give a number")
-            self.position_embeddings = nn.Parameter(torch.empty(config.n_layers, longest, config.d_model))
+            self.position_embeddings = nn.Parameter(torch.empty(config.n_layers, num_positions, config.d_model))
         self.layers = nn.ModuleList(AbsoluteLayer(config) for _ in range(config.n_layers))
         self.final_norm = make_final_norm(config)
         intermediate = range(1, config.n_layers) if config.intermediate_layer_losses else ()
         two_targets = [*intermediate, config.n_layers] if config.num_targets > 1 else []
-        self.next_heads = nn.ModuleDict({str(layer): _head(config) for layer in intermediate})
-        self.second_heads = nn.ModuleDict({str(layer): _head(config) for layer in two_targets})
+        sizes = config.d_model, config.vocab_size
+        self.next_heads = nn.ModuleDict({str(layer): nn.Linear(*sizes) for layer in intermediate})
+        self.second_heads = nn.ModuleDict({str(layer): nn.Linear(*sizes) for layer in two_targets})
         self.init_weights()
 
     @override
@@ -127,21 +126,21 @@ class AbsoluteTransformer(TokenModel):
 
     @override
     def initial_memory(self, batch_size: int, context_limits: ContextLimits | None = None) -> HiddenMemory:
-        """Return a memory that holds nothing and counts what was read.
+        """Return a memory without caches, which only counts the tokens.
 
         Raises:
-            UserError: a memory length or a clamp length is given.
+            UserError: memory_length is not 0, or there is a clamp_length.
         """
-        limits, device = self.check_limits(context_limits), next(self.layers.parameters()).device
-        return HiddenMemory.of_layers((), batch_size, limits, device)
+        return HiddenMemory.empty((), batch_size, self.check_limits(context_limits), self.softmax.bias.device)
 
     @override
     def generation_memory(
         self, batch_size: int, context_limits: ContextLimits | None = None, *, segment_length: int
     ) -> TokenMemory:
-        limits, device = self.check_limits(context_limits), next(self.layers.parameters()).device
+        window, device = self.check_limits(context_limits).attention_window, self.softmax.bias.device
         segment_length = min(segment_length, self.config.limit("max_position_embeddings") or segment_length)
-        return TokenMemory.empty(batch_size, ContextLimits(segment_length - 1, limits.attention_window), device)
+        tokens_BM = torch.zeros(batch_size, segment_length - 1, dtype=torch.int64, device=device)
+        return TokenMemory.empty([TokenCache(tokens_BM)], batch_size, ContextLimits(segment_length - 1, window), device)
 
     @override
     def forward(
@@ -152,93 +151,84 @@ class AbsoluteTransformer(TokenModel):
         inputs_BTD: Tensor | None = None,
         lengths_B: Tensor | None = None,
     ) -> tuple[Tensor, Memory]:
-        """Read a segment of T tokens, each batch row's first at position 0 (see `LanguageModel.forward`).
+        """Process a segment of T tokens; the first token of each batch row has position 0.
 
-        With a `TokenMemory`, its tokens come before the new ones as far as a segment goes.
-
-        Raises:
-            UserError: not exactly one kind of input, a wrong shape, a segment longer than the learned positions, or a
-                memory of another batch or model.
+        With a `TokenMemory`, as many of its tokens as fit a segment come before the new ones. Arguments, results and
+        errors are those of `LanguageModel.forward`; a segment longer than the learned positions is an error too.
         """
         if isinstance(memory, TokenMemory):
-            return self._read_again(tokens_BT, memory, lengths_B)
-        x_BTD = self.embed_inputs(tokens_BT, inputs_BTD)
-        memory = self.check_memory(memory, x_BTD, lengths_B)
-        *_, last_BTD = self._layer_outputs(x_BTD, memory, lengths_B)
-        return self._final(last_BTD), memory.advance((), x_BTD.shape[1], lengths_B)
+            return self._recompute(tokens_BT, memory, lengths_B)
+        return super().forward(tokens_BT, memory, inputs_BTD=inputs_BTD, lengths_B=lengths_B)
+
+    def _recompute(
+        self, tokens_BT: Tensor | None, memory: TokenMemory, lengths_B: Tensor | None
+    ) -> tuple[Tensor, TokenMemory]:
+        """Return the hidden states of the new tokens (B, T, D), each after the cached tokens that fit its segment."""
+        if tokens_BT is None or tokens_BT.ndim != 2 or len(tokens_BT) != memory.batch_size:
+            actual = "no tokens" if tokens_BT is None else f"tokens of shape {tuple(tokens_BT.shape)}"
+            raise UserError(f"{actual} for a memory of batch size {memory.batch_size}; give tokens of the same batch")
+        parts_BTD: list[Tensor] = []
+        empty = self.initial_memory(len(tokens_BT), ContextLimits(0, memory.context_limits.attention_window))
+        num_remaining = tokens_BT.shape[1]
+        for part_BT in tokens_BT.split(memory.length + 1, dim=1):
+            num_new = part_BT.shape[1]
+            num_remaining -= num_new
+            # padding comes first, so the last parts of a batch row have none
+            part_lengths_B = None if lengths_B is None else (lengths_B - num_remaining).clamp(0, num_new)
+            segment_BP, segment_lengths_B, memory = memory.append(part_BT, part_lengths_B)
+            hidden_BPD, _ = self(segment_BP, empty, lengths_B=segment_lengths_B)
+            parts_BTD.append(hidden_BPD[:, -num_new:])
+        return torch.cat(parts_BTD, dim=1), memory
+
+    @override
+    def run_layers(self, x_BTD: Tensor, memory: Memory, lengths_B: Tensor | None) -> tuple[list[Tensor], Memory]:
+        num_new = x_BTD.shape[1]
+        self.config.check_context_limits(segment_length=num_new)
+        index_T = torch.arange(num_new, device=x_BTD.device)
+        position_BT = index_T[None] if lengths_B is None else index_T - (num_new - lengths_B)[:, None]
+        row_BT = position_BT.clamp(min=0)  # padding has negative positions
+        if self.position_embeddings is None:
+            # flipped, because distances are encoded in descending order
+            sinusoids_TD = encode_distances(num_new, x_BTD.shape[2], like=x_BTD).flip(0)
+            x_BTD = x_BTD + sinusoids_TD.to(x_BTD.dtype)[row_BT]
+        x_BTD = self.dropout(x_BTD)
+        mask_B1TT = _attention_mask(position_BT, memory.context_limits.attention_window, padded=lengths_B is not None)
+        states_BTD = [x_BTD]
+        for index, layer in enumerate(self.layers):
+            if self.position_embeddings is not None:
+                x_BTD = x_BTD + self.position_embeddings[index, :num_new].to(x_BTD.dtype)[row_BT]
+            x_BTD = self.run_layer(layer, x_BTD, mask_B1TT)
+            states_BTD.append(x_BTD)
+        states_BTD[-1] = self._final(x_BTD)
+        return states_BTD, memory.advance((), num_new, lengths_B)
 
     @override
     def training_losses(
         self, tokens_BT: Tensor, targets_BT: Tensor, memory: Memory, *, progress: float
     ) -> tuple[Tensor, Tensor, Memory]:
-        x_BTD = self.embed_inputs(tokens_BT, None)
-        memory = self.check_memory(memory, x_BTD, None)
-        outputs_BTD = list(self._layer_outputs(x_BTD, memory, None))
-        last_BTD = self._final(outputs_BTD[-1])
-        nats_BT = self.nats(last_BTD, targets_BT)
-        extra_BT, num_layers = torch.zeros_like(nats_BT), len(outputs_BTD)
-        targets_BT = targets_BT.to(x_BTD.device)
-        for number, output_BTD in enumerate(outputs_BTD, start=1):
-            # a layer whose losses have stopped computes them of an empty batch: gradients of zeros, not none
-            predicts = number == num_layers or progress < number / (2 * num_layers)
-            hidden_BTD = last_BTD if number == num_layers else self._final(output_BTD)
-            hidden_BTD = hidden_BTD if predicts else hidden_BTD[:0]
-            if str(number) in self.next_heads:
-                extra_BT = extra_BT + _loss(self.next_heads[str(number)], hidden_BTD, targets_BT, ahead=0)
-            if str(number) in self.second_heads:
-                second_BT = _loss(self.second_heads[str(number)], hidden_BTD, targets_BT, ahead=1)
-                extra_BT = extra_BT + _SECOND_TARGET_WEIGHT * second_BT
-        return nats_BT, extra_BT, memory.advance((), x_BTD.shape[1])
-
-    @override
-    def check_memory(self, memory: Memory | None, x_BTD: Tensor, lengths_B: Tensor | None) -> HiddenMemory:
-        memory = super().check_memory(memory, x_BTD, lengths_B)
-        if not isinstance(memory, HiddenMemory) or memory.layers or memory.length:
-            raise UserError(f"{self.config.architecture} has no memory; start with initial_memory")
-        return memory
-
-    def _read_again(
-        self, tokens_BT: Tensor | None, memory: TokenMemory, lengths_B: Tensor | None
-    ) -> tuple[Tensor, TokenMemory]:
-        if tokens_BT is None or tokens_BT.ndim != 2 or len(tokens_BT) != memory.batch_size:
-            given = "no tokens" if tokens_BT is None else f"tokens of shape {tuple(tokens_BT.shape)}"
-            raise UserError(f"{given} for a memory of batch size {memory.batch_size}; give tokens of the same batch")
-        parts_BTD: list[Tensor] = []
-        empty = self.initial_memory(len(tokens_BT), ContextLimits(0, memory.context_limits.attention_window))
-        num_left = tokens_BT.shape[1]
-        for part_BT in tokens_BT.split(memory.length + 1, dim=1):
-            num_left -= part_BT.shape[1]
-            # padding comes first, so the last parts of a batch row are without it
-            part_B = None if lengths_B is None else (lengths_B - num_left).clamp(0, part_BT.shape[1])
-            segment_BP, own_B, memory = memory.append(part_BT, part_B)
-            hidden_BPD, _ = self(segment_BP, empty, lengths_B=own_B)
-            parts_BTD.append(hidden_BPD[:, -part_BT.shape[1] :])
-        return torch.cat(parts_BTD, dim=1), memory
+        states_BTD, memory = self.hidden_states(tokens_BT, memory)
+        losses_BT = self.nats(states_BTD[-1], targets_BT)
+        auxiliary_BT, num_layers = torch.zeros_like(losses_BT), len(self.layers)
+        targets_BT = targets_BT.to(losses_BT.device)
+        for number, hidden_BTD in enumerate(states_BTD[1:], start=1):
+            if number < num_layers:
+                hidden_BTD = self._final(hidden_BTD)
+                if progress >= number / (2 * num_layers):
+                    hidden_BTD = hidden_BTD[:0]  # the loss of an empty batch has gradients of zero instead of None
+            for heads, weight, offset in ((self.next_heads, 1.0, 0), (self.second_heads, _SECOND_TARGET_WEIGHT, 1)):
+                if str(number) in heads:
+                    auxiliary_BT = auxiliary_BT + weight * _loss(heads[str(number)], hidden_BTD, targets_BT, offset)
+        return losses_BT, auxiliary_BT, memory
 
     def _final(self, x_BTD: Tensor) -> Tensor:
         return self.dropout(self.final_norm(x_BTD))
 
-    def _layer_outputs(self, x_BTD: Tensor, memory: Memory, lengths_B: Tensor | None) -> Iterator[Tensor]:
-        """The output (B, T, D) of one layer after the other."""
-        num_new, width = x_BTD.shape[1:]
-        self.config.check_context_limits(segment_length=num_new)
-        index_T = torch.arange(num_new, device=x_BTD.device)
-        position_BT = index_T[None] if lengths_B is None else index_T - (num_new - lengths_B)[:, None]
-        known_BT = position_BT.clamp(min=0)  # padding has negative positions
-        if self.position_embeddings is None:
-            sinusoids_TD = encode_distances(num_new, width, like=x_BTD).flip(0)  # it counts down
-            x_BTD = x_BTD + sinusoids_TD.to(x_BTD.dtype)[known_BT]
-        x_BTD = self.dropout(x_BTD)
-        mask_B1TT = _attention_mask(position_BT, memory.context_limits.attention_window, padded=lengths_B is not None)
-        for index, layer in enumerate(self.layers):
-            if self.position_embeddings is not None:
-                x_BTD = x_BTD + self.position_embeddings[index, :num_new].to(x_BTD.dtype)[known_BT]
-            x_BTD = self.run_layer(layer, x_BTD, mask_B1TT)
-            yield x_BTD
-
 
 def _attention_mask(position_BT: Tensor, window: int | None, *, padded: bool) -> Tensor | None:
-    """Which position attends to which, as bool (B or 1, 1, T, T); none: plain causal. Padding attends to itself."""
+    """Return whether a position attends to another, bool (B or 1, 1, T, T), or None for a plain causal mask.
+
+    Padding attends to itself, because a softmax over no keys would be NaN.
+    """
     if window is None and not padded:
         return None
     distance_BTT = position_BT[:, :, None] - position_BT[:, None, :]
@@ -248,18 +238,15 @@ def _attention_mask(position_BT: Tensor, window: int | None, *, padded: bool) ->
     return (attended_BTT | (distance_BTT == 0))[:, None]
 
 
-def _head(config: AbsoluteConfig) -> nn.Linear:
-    return nn.Linear(config.d_model, config.vocab_size)
+def _loss(head: nn.Module, hidden_BTD: Tensor, targets_BT: Tensor, offset: int) -> Tensor:
+    """Return the losses in nats (B, T) of predicting the token `offset` positions after the next token.
 
-
-def _loss(head: nn.Module, hidden_BTD: Tensor, targets_BT: Tensor, *, ahead: int) -> Tensor:
-    """Nats of predicting the token `ahead` positions after the next, at the position where it is the target: (B, T).
-
-    The first `ahead` positions have 0. Of an empty batch the loss is a zero with gradients.
+    Each loss is at the position where its token is the target, so the first `offset` positions have 0. For an empty
+    batch the result is a zero with gradients.
     """
     assert isinstance(head, nn.Linear)
-    wanted_BT = targets_BT[: len(hidden_BTD), ahead:]
-    hidden_BTD = hidden_BTD[:, : hidden_BTD.shape[1] - ahead]
-    nats = linear_cross_entropy(hidden_BTD.flatten(0, 1), head.weight, head.bias, wanted_BT.flatten())
-    nats_BT = F.pad(nats.view(wanted_BT.shape), (ahead, 0))
-    return nats_BT if len(hidden_BTD) else nats_BT.sum()
+    targets_BT = targets_BT[: len(hidden_BTD), offset:]
+    hidden_BTD = hidden_BTD[:, : hidden_BTD.shape[1] - offset]
+    losses = linear_cross_entropy(hidden_BTD.flatten(0, 1), head.weight, head.bias, targets_BT.flatten())
+    losses_BT = F.pad(losses.view(targets_BT.shape), (offset, 0))
+    return losses_BT if len(hidden_BTD) else losses_BT.sum()

@@ -1,4 +1,4 @@
-"""The kernels of relative attention: all give the same numbers, and the fastest one for the device is chosen."""
+"""The kernels (implementations) of relative attention: all compute the same, and `choose` returns the fastest one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformer_xl.model.kernels.reference import AttentionInputs, AttentionMas
 __all__ = ["KERNELS", "Attend", "AttentionInputs", "AttentionMask", "AttentionTerms", "Kernel", "check", "choose"]
 
 Attend = Callable[[AttentionInputs, AttentionMask, float], Tensor]
-"""Computes attention (B, T, N, H) from its inputs, the mask, and the dropout on the probabilities."""
+"""Computes attention (B, T, N, H) from its inputs, the mask, and the probability of dropping a probability."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Kernel:
     name: str
     attend: Attend
     fits: Callable[[torch.device, torch.dtype], bool]
-    """Whether it works on a device and dtype."""
+    """Whether the kernel works with a device and dtype."""
 
 
 _SDPA_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -45,7 +45,7 @@ def choose(name: str, device: torch.device, dtype: torch.dtype) -> Kernel:
     """Return the kernel of that name, or for `auto` the fastest for the device and dtype.
 
     Raises:
-        UserError: there is no kernel of that name, or it does not work there.
+        UserError: there is no kernel of that name, or it does not work with the device and dtype.
     """
     check(name)
     if name == "auto":
@@ -58,11 +58,11 @@ def choose(name: str, device: torch.device, dtype: torch.dtype) -> Kernel:
 
 
 def check(name: str) -> None:
-    """Check that there is a kernel of that name, or that it is `auto`; not whether it works on some device.
+    """Check that a kernel's name exists, or is `auto`; whether the kernel works depends on the device.
 
     Raises:
-        UserError: there is none.
+        UserError: there is no kernel of that name.
     """
     names = ["auto", *KERNELS]
     if name not in names:
-        raise UserError(f"no attention kernel '{name}'{nearest(name, names)}; there are {', '.join(names)}")
+        raise UserError(f"no attention kernel '{name}'{nearest(name, names)}; choose one of {', '.join(names)}")

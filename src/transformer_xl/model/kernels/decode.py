@@ -1,10 +1,10 @@
-"""Relative attention for a few queries on a CPU, as in decoding token after token: no blocks, no gradient.
+"""Relative attention for few queries on a CPU without gradients, as in decoding token by token.
 
-The time goes into reading keys and values, so those that no query attends to are not read: empty memory, and keys
-beyond the window.
+Most of the time goes into reading keys and values, so those that no query attends to are not read: empty memory slots,
+and keys beyond the window. Otherwise this is the computation of `sdpa.py`, without its overhead.
 
-Letters: B batch rows, T queries, S = M + T keys, P position keys, N heads, H head width, K keys that are attended,
-G = B x N, X any length.
+Shape suffixes: B batch size, T queries, S = M + T keys (M memory slots), P position keys, N heads, H head width, K
+attended keys (the last ones), G = B x N, X any length.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ def attend(inputs: AttentionInputs, mask: AttentionMask) -> Tensor:
 
 
 def _by_head(x_BXNH: Tensor, number: int) -> Tensor:
-    """The last `number` along X as (G, X, H); a view where they are laid out head by head already."""
+    """Return the last `number` along X as (G, X, H), without a copy if the tensor is stored head by head."""
     return x_BXNH[:, x_BXNH.shape[1] - number :].transpose(1, 2).flatten(0, 1)
 
 
 def _num_attended(inputs: AttentionInputs, mask: AttentionMask) -> int:
-    """How many keys, the last ones, include all that any query attends to."""
+    """Return how many of the last keys include every key that a query attends to."""
     num_queries, num_keys = inputs.q_BTNH.shape[1], inputs.k_BSNH.shape[1]
     within_window = inputs.position_key_PNH.shape[0] + mask.beyond + num_queries - 1
-    held = num_keys if mask.valid_B is None else num_queries + max(int(mask.valid_B.max()), 0)
-    return min(num_keys, within_window, held)
+    num_valid = num_keys if mask.valid_B is None else num_queries + max(int(mask.valid_B.max()), 0)
+    return min(num_keys, within_window, num_valid)

@@ -1,12 +1,14 @@
-"""Relative attention through torch's scaled-dot-product attention, with the position terms as its additive bias.
+"""Relative attention through torch's scaled-dot-product attention, with the position terms as its additive mask.
 
-Terms (a) + (c) are (q + u) . k, which torch computes. Terms (b) + (d) are (q + w) . r[d]: one matrix product for all
-P distances, whose row i must be shifted left by T - 1 - i to stand over the keys (paper appendix B). The shift is a
-view: in a buffer whose rows are S + T - 1 wide, reading with a row stride one shorter moves each row one further. The
-buffer is -inf where a key is in the future or beyond the window, so the shifted view is the mask as well.
+Terms (a) + (c) of the paper's section 3.3 are (q + u) . k, with the content bias u; torch computes them. Terms (b) +
+(d) are (q + w) . r[d], with the position bias w (the paper's v) and the position key r[d] of each distance: one matrix
+product for all P distances, whose row i must be shifted left by T - 1 - i to be aligned with the keys (the relative
+shift of the paper's appendix B). The shift is a view: in a buffer with rows of length S + T - 1, reading with a row
+stride one smaller shifts each row by one more than the row before. The buffer is -inf where a key is in the future or
+beyond the window, so the shifted view is the mask as well.
 
-Letters: B rows, T queries, S = M + T keys, P position keys, N heads, H head width, W = S + T - 1,
-X = T (W - 1).
+Shape suffixes: B batch size, T queries, S = M + T keys (M memory slots), P position keys, N heads, H head width,
+W = S + T - 1, X = T (W - 1).
 """
 
 from __future__ import annotations
@@ -27,10 +29,10 @@ def attend(inputs: AttentionInputs, mask: AttentionMask, dropout: float) -> Tens
     bias_BNTS = shifted(position_BNTP, num_keys=inputs.k_BSNH.shape[1], beyond=mask.beyond)
     if mask.valid_B is not None:
         empty_BS = empty_slots(mask.valid_B, inputs.q_BTNH.shape[1], inputs.k_BSNH.shape[1])
-        # the lowest number, not -inf: a query of padding attends to nothing else, and would become nan
+        # the lowest number, not -inf: a padding query attends to nothing else, and its output would be NaN
         bias_BNTS = bias_BNTS.masked_fill(empty_BS[:, None, None, :], torch.finfo(bias_BNTS.dtype).min)
     if bias_BNTS.device.type != "cpu":
-        bias_BNTS = bias_BNTS.contiguous()  # torch's fused GPU kernels want rows at aligned addresses
+        bias_BNTS = bias_BNTS.contiguous()  # torch's fused GPU kernels need aligned rows
     keys_BNSH, values_BNSH = inputs.k_BSNH.transpose(1, 2), inputs.v_BSNH.transpose(1, 2)
     out_BNTH = F.scaled_dot_product_attention(
         content_BNTH, keys_BNSH, values_BNSH, attn_mask=bias_BNTS, dropout_p=dropout, scale=scale
@@ -39,26 +41,27 @@ def attend(inputs: AttentionInputs, mask: AttentionMask, dropout: float) -> Tens
 
 
 def shifted(position_BNTP: Tensor, *, num_keys: int, beyond: int = 0) -> Tensor:
-    """Move scores by distance (largest first) to the keys they belong to; -inf where a key is not attended.
+    """Align position scores with keys (relative shift).
 
-    The `beyond` next distances have the score of the largest.
+    Args:
+        position_BNTP: scores by distance, in descending order of distance.
+        num_keys: S.
+        beyond: number of larger distances that have the score of the largest.
+
+    Returns:
+        scores by key (B, N, T, S), -inf where a query does not attend to the key.
     """
     num_queries, num_distances = position_BNTP.shape[-2:]
     if beyond:
         farthest_BNT1 = position_BNTP[..., :1]
         position_BNTP = torch.cat([farthest_BNT1.expand(*position_BNTP.shape[:-1], beyond), position_BNTP], dim=-1)
-    unseen = num_keys - num_distances - beyond
-    if num_queries == 1 and not unseen:
+    num_masked = num_keys - num_distances - beyond
+    if num_queries == 1 and not num_masked:
         return position_BNTP
-    wide_BNTW = F.pad(position_BNTP, (unseen, num_queries - 1), value=-torch.inf)
-    return shifted_view(wide_BNTW, num_keys)
-
-
-def shifted_view(wide_BNTW: Tensor, num_keys: int) -> Tensor:
-    """View a contiguous buffer as (B, N, T, S) with row i moved left by T - 1 - i; nothing is copied."""
-    num_queries, width = wide_BNTW.shape[-2:]
+    wide_BNTW = F.pad(position_BNTP, (num_masked, num_queries - 1), value=-torch.inf)
     if num_queries == 1:
         return wide_BNTW
-    # slices, not as_strided: torch.compile does not take the storage offset it needs
-    rows_BNX = wide_BNTW.flatten(-2)[..., num_queries - 1 : num_queries - 1 + num_queries * (width - 1)]
+    # slices, not as_strided: torch.compile does not support the storage offset that this needs
+    start, width = num_queries - 1, wide_BNTW.shape[-1]
+    rows_BNX = wide_BNTW.flatten(-2)[..., start : start + num_queries * (width - 1)]
     return rows_BNX.unflatten(-1, (num_queries, width - 1))[..., :num_keys]
