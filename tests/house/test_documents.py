@@ -1,4 +1,4 @@
-"""Checks of the documents: commands parse, imports, paths and make targets exist, no path is of one machine."""
+"""Checks of the documents: command lines parse; imports, make targets and links exist; no path is of one computer."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from transformer_xl.cli.main import COMMANDS, build_app
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+for_each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 
 
 def code_blocks(text: str, label: str = r"\w*") -> list[str]:
@@ -24,82 +25,82 @@ def code_blocks(text: str, label: str = r"\w*") -> list[str]:
     return re.findall(rf"^```{label}\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
 
 
-def txl_lines(text: str) -> Iterator[list[str]]:
+def txl_arguments(text: str) -> Iterator[list[str]]:
     """Yield the arguments of each `txl` command line in a code block, up to a pipe or redirection."""
     for block in code_blocks(text):
         for line in block.replace("\\\n", " ").splitlines():
-            found = re.match(r"(?:\$ )?(?:\S*/)?txl(?: (.*))?$", line.strip())
-            if found:
-                words = shlex.split(found[1] or "", comments=True)
+            match = re.match(r"(?:\$ )?(?:\S*/)?txl(?: (.*))?$", line.strip())
+            if match:
+                words = shlex.split(match[1] or "", comments=True)
                 shell = [index for index, word in enumerate(words) if word in ("|", ">", "2>", "<", "&&", ";")]
                 yield words[: shell[0]] if shell else words
 
 
-def refused(words: list[str]) -> str | None:
-    """Return why the command line refuses these arguments; None: it does not. Nothing is run."""
+def parse_error(arguments: list[str]) -> str | None:
+    """Return the error of parsing the arguments of `txl`, or None if they are valid; no command is run."""
     try:
-        build_app().parse_args(words, exit_on_error=False, print_error=False)
+        build_app().parse_args(arguments, exit_on_error=False, print_error=False)
     except CycloptsError as error:
         return str(error)
     return None
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_every_command_line_parses(document: Path) -> None:
-    lines = list(txl_lines(document.read_text(encoding="utf-8")))
-    assert {shlex.join(words): why for words in lines if (why := refused(words))} == {}
+@for_each_document
+def test_command_lines_parse(document: Path) -> None:
+    lines = list(txl_arguments(document.read_text(encoding="utf-8")))
+    assert {shlex.join(line): error for line in lines if (error := parse_error(line))} == {}
 
 
-def setting_spans(text: str) -> list[list[str]]:
-    """Return the words of each code span that begins with a setting of a run and gives its value."""
+def inline_settings(text: str) -> list[list[str]]:
+    """Return the words of each inline code span with a setting of a run and its value, such as `--model.d-ff 64`."""
     spans = (span.split() for span in re.findall(r"`(--(?:model|train|evaluation)\.[^`\n]+)`", text))
     return [words for words in spans if len(words) > 1]
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_every_setting_in_running_text_parses(document: Path) -> None:
-    spans = setting_spans(document.read_text(encoding="utf-8"))
-    assert {shlex.join(words): why for words in spans if (why := refused(["train", "small", *words]))} == {}
+@for_each_document
+def test_settings_in_running_text_parse(document: Path) -> None:
+    spans = inline_settings(document.read_text(encoding="utf-8"))
+    assert {shlex.join(words): error for words in spans if (error := parse_error(["train", "small", *words]))} == {}
 
 
-def test_a_wrong_setting_in_running_text_is_found() -> None:
+def test_wrong_settings_in_running_text_are_found() -> None:
     text = "| `--pre_lnorm` | `--model.final-norm false` | `--model.no-final-norm` `--train.max-steps 5` |"
-    wrong, right = setting_spans(text)
-    assert "false" in (refused(["train", "small", *wrong]) or "")
-    assert refused(["train", "small", *right]) is None
+    wrong, right = inline_settings(text)
+    assert "false" in (parse_error(["train", "small", *wrong]) or "")
+    assert parse_error(["train", "small", *right]) is None
 
 
-def test_the_readme_shows_how_to_use_it() -> None:
-    """Otherwise the tests above would pass for a README without command lines."""
-    assert {words[0] for words in txl_lines(README)} >= {"prepare", "train", "evaluate", "generate"}
+def test_readme_shows_the_main_commands() -> None:
+    """Without command lines in the README, the tests above would pass as well."""
+    assert {arguments[0] for arguments in txl_arguments(README)} >= {"prepare", "train", "evaluate", "generate"}
 
 
-def test_every_command_is_there() -> None:
-    assert {name: why for name in COMMANDS if (why := refused([name, "--help"]))} == {}
+def test_help_of_every_command_parses() -> None:
+    assert {name: error for name in COMMANDS if (error := parse_error([name, "--help"]))} == {}
 
 
 @pytest.mark.parametrize(
-    ("line", "why"),
+    ("line", "error"),
     [
         ("txl train --corpus a --run b --model.layer 6", "Unknown option: --model.layer"),
         ("txl trian --corpus a", "Unknown command"),
         ("$ .venv/bin/txl evaluate runs/a --splitt test | head", "Unknown option: --splitt"),
-        ("txl prepare a.txt --out \\\n  # a remark\n", "--out"),
-        ("txl generate runs/a --max-new-tokens many  # a remark", "many"),
+        ("txl prepare a.txt --out \\\n  # a comment\n", "--out"),
+        ("txl generate runs/a --max-new-tokens many  # a comment", "many"),
     ],
 )
-def test_a_wrong_command_line_is_found(line: str, why: str) -> None:
-    (words,) = txl_lines(f"Text\n\n```sh\n{line}\n```\n")
-    assert why in (refused(words) or "")
+def test_wrong_command_lines_are_found(line: str, error: str) -> None:
+    (arguments,) = txl_arguments(f"Text\n\n```sh\n{line}\n```\n")
+    assert error in (parse_error(arguments) or "")
 
 
-def test_command_lines_are_read_as_a_shell_would() -> None:
+def test_command_lines_are_split_as_in_a_shell() -> None:
     text = "```\ntxl generate a \\\n  --prompt 'x | y' > out.txt\n# txl none\nls txl x\n```\n\ntxl outside\n"
-    assert list(txl_lines(text)) == [["generate", "a", "--prompt", "x | y"]]
+    assert list(txl_arguments(text)) == [["generate", "a", "--prompt", "x | y"]]
 
 
-def wrong_imports(text: str) -> list[str]:
-    """Return the names that Python blocks import from this package and that it does not have."""
+def missing_imports(text: str) -> list[str]:
+    """Return the names that Python blocks import from this package although it does not have them."""
     nodes = [node for block in code_blocks(text, "python") for node in ast.walk(ast.parse(block))]
     return [
         f"{node.module}.{alias.name}"
@@ -110,63 +111,58 @@ def wrong_imports(text: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_python_imports_what_exists(document: Path) -> None:
-    assert wrong_imports(document.read_text(encoding="utf-8")) == []
+@for_each_document
+def test_imports_of_python_blocks_exist(document: Path) -> None:
+    assert missing_imports(document.read_text(encoding="utf-8")) == []
 
 
-def test_a_wrong_import_in_python_is_found() -> None:
-    assert wrong_imports("```python\nfrom transformer_xl import load, Sampler\n```\n") == ["transformer_xl.Sampler"]
+def test_missing_imports_are_found() -> None:
+    assert missing_imports("```python\nfrom transformer_xl import load, Sampler\n```\n") == ["transformer_xl.Sampler"]
 
 
-def make_targets(makefile: str) -> set[str]:
-    return set(re.findall(r"^([a-z]+):", makefile, flags=re.MULTILINE))
-
-
-def make_words(text: str) -> set[str]:
-    """Return X of every `make X` in code."""
-    code = "\n".join([*code_blocks(text), *(span for span in re.findall(r"`([^`\n]+)`", text))])
+def make_commands(text: str) -> set[str]:
+    """Return X of every `make X` in code blocks and inline code."""
+    code = "\n".join([*code_blocks(text), *re.findall(r"`([^`\n]+)`", text)])
     return set(re.findall(r"^(?:\$ )?make ([a-z]+)", code, flags=re.MULTILINE))
 
 
 @pytest.mark.parametrize("document", [*DOCUMENTS, ROOT / "CONTRIBUTING.md"], ids=lambda path: path.name)
-def test_every_make_target_exists(document: Path) -> None:
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    assert make_words(document.read_text(encoding="utf-8")) <= make_targets(makefile)
+def test_make_targets_exist(document: Path) -> None:
+    targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert make_commands(document.read_text(encoding="utf-8")) <= set(targets)
 
 
-def test_the_readme_names_the_two_targets() -> None:
-    assert make_words(README) >= {"demo", "test"}
-    assert make_words("`make all` or\n\n```\n$ make it\n```\nand make that") == {"all", "it"}
-    assert make_targets("A := b\ndemo: x\n\tmake y: z\ntest:\n") == {"demo", "test"}
+def test_make_commands_are_found() -> None:
+    assert make_commands(README) >= {"demo", "test"}
+    assert make_commands("`make all` or\n\n```\n$ make it\n```\nand make that") == {"all", "it"}
 
 
 def project_texts() -> Iterator[tuple[str, str]]:
     """Yield the path and content of every text file of the project."""
-    found = [path for path in ROOT.iterdir() if path.is_file()]
+    files = [path for path in ROOT.iterdir() if path.is_file()]
     for folder in (".ci", "src", "tests", "benchmarks", "docs"):
-        found += [path for path in (ROOT / folder).rglob("*") if path.is_file() and "__pycache__" not in path.parts]
-    for path in sorted(found):
+        files += [path for path in (ROOT / folder).rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    for path in sorted(files):
         content = path.read_bytes()
         if b"\0" not in content:
             yield path.relative_to(ROOT).as_posix(), content.decode("utf-8")
 
 
-def machine_paths(text: str) -> list[str]:
-    """Return absolute paths that only one machine has."""
+def local_paths(text: str) -> list[str]:
+    """Return absolute paths that exist on one computer only."""
     return re.findall(r"(?<![\w./-])/(?:work|root|home|tmp)\b[\w./-]*", text)
 
 
-def test_no_path_is_of_one_machine() -> None:
+def test_no_path_is_of_one_computer() -> None:
     texts = dict(project_texts())
     assert {"README.md", ".ci/run", "src/transformer_xl/config/run.py", "tests/house/test_documents.py"} <= texts.keys()
-    assert {path: found for path, text in texts.items() if (found := machine_paths(text))} == {}
+    assert {path: found for path, text in texts.items() if (found := local_paths(text))} == {}
 
 
-def test_a_path_of_one_machine_is_found() -> None:
-    slash = "/"
-    assert machine_paths(f"cd {slash}home/me/x; ls '{slash}tmp'") == [f"{slash}home/me/x", f"{slash}tmp"]
-    assert machine_paths(f"a{slash}work, .{slash}tmp, {slash}homely, {slash}usr/bin/env, {slash}{slash}root") == []
+def test_paths_of_one_computer_are_found() -> None:
+    slash = "/"  # written separately, so that this file contains no such path
+    assert local_paths(f"cd {slash}home/me/x; ls '{slash}tmp'") == [f"{slash}home/me/x", f"{slash}tmp"]
+    assert local_paths(f"a{slash}work, .{slash}tmp, {slash}homely, {slash}usr/bin/env, {slash}{slash}root") == []
 
 
 def test_broken_links_of_the_site_are_found(tmp_path: Path) -> None:
@@ -177,8 +173,8 @@ def test_broken_links_of_the_site_are_found(tmp_path: Path) -> None:
     specification.loader.exec_module(build)
     (tmp_path / "a.svg").touch()
     (tmp_path / "b.html").write_text('<h1 id="title">b</h1><a href="#title"></a><a href="a.html"></a>')
-    right = '<a href="b.html#title"></a><img src="a.svg"><a href="https://host/none"></a>'
-    (tmp_path / "a.html").write_text(right)
+    valid = '<a href="b.html#title"></a><img src="a.svg"><a href="https://host/none"></a>'
+    (tmp_path / "a.html").write_text(valid)
     assert build.broken_links(tmp_path) == []
-    (tmp_path / "a.html").write_text(f'{right}<a href="c.html"></a><img src="b.svg"><a href="b.html#none"></a>')
+    (tmp_path / "a.html").write_text(f'{valid}<a href="c.html"></a><img src="b.svg"><a href="b.html#none"></a>')
     assert build.broken_links(tmp_path) == ["a.html: c.html", "a.html: b.svg", "a.html: b.html#none"]

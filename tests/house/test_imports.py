@@ -1,4 +1,4 @@
-"""Imports point one way, and nothing heavy is imported before it is needed."""
+"""Modules import only lower layers, slow packages are imported late, and the public names can be imported."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import transformer_xl
 
 SRC = Path(__file__).parents[2] / "src" / "transformer_xl"
 
-# From the bottom up. A module imports from lower ranks and from its own folder, never from its neighbours.
+# From the bottom up. A part, a module or folder of the package, may import parts of lower ranks, none of its own rank.
 RANKS = (
     {"config"},
     {"files", "progress"},
@@ -32,135 +32,115 @@ RANKS = (
     {"cli"},
     {"__main__"},
 )
-# Parts that may import less than their rank allows.
-_BOTTOM = {"config", "files", "progress", "device", "tensor_file"}
-NARROW = {"model": _BOTTOM, "text": {"config", "files"}}
+RANK_OF = {part: rank for rank, parts in enumerate(RANKS) for part in parts}
+# parts that may import less than their rank allows
+RESTRICTED = {"model": {"config", "files", "progress", "device", "tensor_file"}, "text": {"config", "files"}}
 
-HEAVY = {"torch", "numpy", "matplotlib", "pydantic"}
-
-
-def rank(part: str) -> int:
-    found = [place for place, parts in enumerate(RANKS) if part in parts]
-    assert found, f"'{part}' has no place in RANKS; give it one, in docs/design.md too"
-    return found[0]
+SLOW_PACKAGES = {"torch", "numpy", "matplotlib", "pydantic"}
 
 
 def imported_parts(source: str) -> Iterator[str]:
-    """The parts of the package that a file imports, wherever in it; TYPE_CHECKING makes no difference."""
+    """Yield the parts of the package that a source imports, also inside functions and under TYPE_CHECKING."""
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.level:
-            yield "a relative import"
-            continue
-        elif isinstance(node, ast.ImportFrom) and node.module == "transformer_xl":
-            # `from transformer_xl import model`; dunder names stand in the package's own file, below all others
-            names = [f"transformer_xl.{alias.name}" for alias in node.names if not alias.name.startswith("__")]
-        elif isinstance(node, ast.ImportFrom):
-            names = [node.module or ""]
-        else:
-            continue
-        for name in names:
-            if name.split(".")[0] == "transformer_xl":
-                yield name.split(".")[1] if "." in name else "everything"
+        modules: list[str] = []
+        match node:
+            case ast.Import(names=names):
+                modules = [alias.name for alias in names]
+            case ast.ImportFrom(level=level) if level:
+                yield "a relative import"
+            case ast.ImportFrom(module="transformer_xl", names=names):
+                # dunder names such as __version__ are in the package's __init__.py, which every part may import
+                modules = [f"transformer_xl.{alias.name}" for alias in names if not alias.name.startswith("__")]
+            case ast.ImportFrom(module=str(module)):
+                modules = [module]
+        for module in modules:
+            package, _, name = module.partition(".")
+            if package == "transformer_xl":
+                yield name.split(".")[0] or "everything"
 
 
-def upward_imports(part: str, source: str) -> list[str]:
-    """What a file of this part imports and must not."""
-    known = {name for parts in RANKS for name in parts}
-    allowed = NARROW.get(part, {name for name in known if rank(name) < rank(part)}) | {part}
+def forbidden_imports(part: str, source: str) -> list[str]:
+    """Return the parts that a file of this part imports although it must not."""
+    assert part in RANK_OF, f"'{part}' has no rank in RANKS; add it there and in docs/design.md"
+    lower = {other for other, rank in RANK_OF.items() if rank < RANK_OF[part]}
+    allowed = RESTRICTED.get(part, lower) | {part}
     return [other for other in imported_parts(source) if other not in allowed]
 
 
-def part_of(path: Path) -> str:
-    return path.relative_to(SRC).parts[0].removesuffix(".py")
-
-
-def test_imports_point_one_way() -> None:
-    paths = [path for path in sorted(SRC.rglob("*.py")) if path != SRC / "__init__.py"]  # its table leads everywhere
-    found = {path: upward_imports(part_of(path), path.read_text(encoding="utf-8")) for path in paths}
+def test_modules_import_only_lower_parts() -> None:
+    found = {
+        path: forbidden_imports(path.relative_to(SRC).parts[0].removesuffix(".py"), path.read_text(encoding="utf-8"))
+        for path in sorted(SRC.rglob("*.py"))
+        if path != SRC / "__init__.py"  # which imports the public names from everywhere
+    }
     assert {path.relative_to(SRC).as_posix(): parts for path, parts in found.items() if parts} == {}
 
 
 @pytest.mark.parametrize(
-    ("part", "source", "found"),
+    ("part", "source", "forbidden"),
     [
-        ("model", "from transformer_xl.run_folder import load", ["run_folder"]),
         ("text", "from transformer_xl.device import autocast", ["device"]),
         ("model", "def f():\n    import transformer_xl.text.segments", ["text"]),
-        ("text", "from transformer_xl.model.memory import Memory", ["model"]),
         (
             "run_folder",
-            "if TYPE_CHECKING:\n    from transformer_xl.evaluation.plan import EvaluationPlan",
+            "if TYPE_CHECKING:\n    from transformer_xl.evaluation.evaluate import evaluate",
             ["evaluation"],
         ),
         ("training", "from transformer_xl.generation.generate import generate", ["generation"]),
-        ("generation", "from transformer_xl.cli.output import print_json", ["cli"]),
         ("device", "from transformer_xl import files, load, __version__", ["load"]),
         ("device", "import transformer_xl", ["everything"]),
         ("text", "from .vocabulary import Vocabulary", ["a relative import"]),
         ("cli", "from transformer_xl.training.trainer import Trainer\nimport torch", []),
-        (
-            "model",
-            "from transformer_xl.model import kernels\nfrom transformer_xl.config import TransformerXLConfig",
-            [],
-        ),
+        ("model", "from transformer_xl.model import kernels", []),
     ],
 )
-def test_a_wrong_import_is_found(part: str, source: str, found: list[str]) -> None:
-    assert upward_imports(part, source) == found
+def test_forbidden_imports_are_found(part: str, source: str, forbidden: list[str]) -> None:
+    assert forbidden_imports(part, source) == forbidden
 
 
-def test_a_part_without_a_place_is_found() -> None:
-    with pytest.raises(AssertionError, match="'utils' has no place"):
-        upward_imports("utils", "")
-
-
-def run_python(*words: str) -> subprocess.CompletedProcess[str]:
+def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(SRC.parent)}
-    return subprocess.run([sys.executable, *words], capture_output=True, text=True, check=True, env=environment)
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=True, env=environment)
 
 
-def heavy_imports(*words: str) -> set[str]:
-    """Which of the heavy packages Python imports when run like this."""
-    errors = run_python("-X", "importtime", *words).stderr
-    imported = set(re.findall(r"^import time:.*\| *([\w.]+)$", errors, flags=re.MULTILINE))
-    assert "encodings" in imported, "the list of imports could not be read"
-    return HEAVY & imported
+@pytest.mark.parametrize(
+    ("arguments", "slow"),
+    [
+        (["-m", "transformer_xl", "--help"], set()),
+        (["-c", "import transformer_xl"], set()),
+        (["-c", "from transformer_xl import UserError"], {"pydantic"}),
+    ],
+)
+def test_slow_packages_are_imported_late(arguments: list[str], slow: set[str]) -> None:
+    import_times = run_python("-X", "importtime", *arguments).stderr
+    imported = set(re.findall(r"^import time:.*\| *([\w.]+)$", import_times, flags=re.MULTILINE))
+    assert "encodings" in imported  # the output has the expected format
+    assert imported & SLOW_PACKAGES == slow
 
 
-def test_help_imports_nothing_heavy() -> None:
-    assert heavy_imports("-m", "transformer_xl", "--help") == set()
-
-
-def test_importing_the_package_imports_nothing_heavy() -> None:
-    assert heavy_imports("-c", "import transformer_xl") == set()
-
-
-def test_a_heavy_import_is_found() -> None:
-    assert heavy_imports("-c", "from transformer_xl import UserError") == {"pydantic"}
-
-
-def test_help_answers_in_half_a_second() -> None:
-    """In processor time, which other processes on the machine change least."""
-    taken = []
+def test_help_takes_half_a_second() -> None:
+    """CPU time, which depends less on other processes than wall time does; the fastest of up to five attempts."""
+    seconds = []
     for _ in range(5):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         assert "evaluate" in run_python("-m", "transformer_xl", "--help").stdout
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        taken.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-        if taken[-1] < 0.5:
+        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+        if seconds[-1] < 0.5:
             return
-    pytest.fail(f"seconds: {taken}")
+    pytest.fail(f"seconds: {seconds}")
 
 
-@pytest.mark.parametrize("name", transformer_xl.__all__)
-def test_every_public_name_is_there(name: str) -> None:
-    value = getattr(transformer_xl, name)
-    assert name == "ModelConfig" or value.__name__ == name  # which is a union, and has no name of its own
+def test_public_names_can_be_imported() -> None:
+    for name in transformer_xl.__all__:
+        value = getattr(transformer_xl, name)
+        assert name == "ModelConfig" or value.__name__ == name  # ModelConfig is a union, which has no name
+    with pytest.raises(AttributeError, match="module 'transformer_xl' has no attribute 'Transformer'"):
+        _ = transformer_xl.Transformer
 
 
 def test_type_checkers_see_the_same_public_names_as_the_interpreter() -> None:
+    """`_HOMES`, which lists the module of each name, equals the imports under TYPE_CHECKING."""
     tree = ast.parse((SRC / "__init__.py").read_text(encoding="utf-8"))
     homes = {
         alias.name: (node.module or "").removeprefix("transformer_xl.")
@@ -169,8 +149,3 @@ def test_type_checkers_see_the_same_public_names_as_the_interpreter() -> None:
         for alias in node.names
     }
     assert homes == transformer_xl._HOMES
-
-
-def test_a_name_that_is_not_there_is_refused() -> None:
-    with pytest.raises(AttributeError, match="module 'transformer_xl' has no attribute 'Transformer'"):
-        _ = transformer_xl.Transformer

@@ -1,4 +1,4 @@
-"""The wheel holds the whole package, and its metadata agree with the other files that state them."""
+"""The wheel contains the whole package, and its metadata agree with CITATION.cff, the messages and the documents."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
+    """The wheel, built from the working tree and opened."""
     builders = pytest.importorskip("hatchling.builders.wheel", reason="needs hatchling, of the extra dev")
     folder = tmp_path_factory.mktemp("dist")
     (path,) = builders.WheelBuilder(str(ROOT)).build(directory=str(folder), versions=["standard"])
-    with zipfile.ZipFile(path) as opened:
-        yield opened
+    with zipfile.ZipFile(path) as archive:
+        yield archive
 
 
 def metadata(wheel: zipfile.ZipFile) -> Message:
@@ -29,35 +30,35 @@ def metadata(wheel: zipfile.ZipFile) -> Message:
     return BytesParser().parsebytes(wheel.read(name))
 
 
-def test_wheel_holds_every_file_of_the_package_and_the_license(wheel):
-    source = {
+def test_wheel_contains_every_file_of_the_package_and_the_license(wheel):
+    sources = {
         path.relative_to(ROOT / "src").as_posix()
         for path in (ROOT / "src" / "transformer_xl").rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
-    assert {Path(name).suffix for name in source} >= {".py", ".yaml", ".css", ".js", ".html", ".typed"}
-    shipped = set(wheel.namelist())
+    assert {Path(name).suffix for name in sources} >= {".py", ".yaml", ".css", ".js", ".html", ".typed"}
+    names = set(wheel.namelist())
     license_file = f"transformer_xl-{transformer_xl.__version__}.dist-info/licenses/LICENSE"
-    assert {name for name in shipped if ".dist-info/" not in name} == source
-    assert license_file in shipped
+    assert {name for name in names if ".dist-info/" not in name} == sources
+    assert license_file in names
     assert wheel.read(license_file) == (ROOT / "LICENSE").read_bytes()
 
 
-def test_metadata_name_extras_that_messages_and_documents_tell_users_to_install(wheel):
+def test_extras_named_in_messages_and_documents_exist(wheel):
     extras = metadata(wheel).get_all("Provides-Extra") or []
     files = [*(ROOT / "src").rglob("*.py"), *(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]
-    named = {
+    named_extras = {
         extra.strip()
         for path in files
         for group in re.findall(r"transformer-xl\[([\w, -]+)\]", path.read_text(encoding="utf-8"))
         for extra in group.split(",")
     }
-    assert "triton" in named
-    assert named <= set(extras)
+    assert "triton" in named_extras  # the pattern matches
+    assert named_extras <= set(extras)
 
 
-def test_citation_has_the_version_and_license_of_the_package(wheel):
-    cited = dict(re.findall(r"^(version|license): (.+)$", (ROOT / "CITATION.cff").read_text(encoding="utf-8"), re.M))
-    stated = metadata(wheel)
-    assert cited == {"version": stated["Version"], "license": stated["License-Expression"]}
-    assert stated["Version"] == transformer_xl.__version__
+def test_citation_has_the_version_and_license_of_the_wheel(wheel):
+    citation = dict(re.findall(r"^(version|license): (.+)$", (ROOT / "CITATION.cff").read_text(encoding="utf-8"), re.M))
+    expected = metadata(wheel)
+    assert citation == {"version": expected["Version"], "license": expected["License-Expression"]}
+    assert expected["Version"] == transformer_xl.__version__

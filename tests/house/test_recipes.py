@@ -1,4 +1,4 @@
-"""What recipes say is so: parameters, operations and memory are counted again, and compared with what was published."""
+"""Recipes are complete, and the parameters, FLOPs and memory they state are right and compared with the paper's."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from transformer_xl.config import (
 from transformer_xl.model.cost import step_cost
 
 FIDELITY = (Path(__file__).parents[2] / "docs" / "fidelity.md").read_text(encoding="utf-8")
-GROUPS = ("model", "train", "evaluation")
-PAPER = {
+PUBLISHED_PARAMETERS = {
     "enwik8-12l": 41e6,
     "enwik8-24l": 277e6,
     "enwik8-al-rfou-12l": 44e6,
@@ -31,11 +30,11 @@ PAPER = {
     "lm1b-base": 0.46e9,
     "lm1b-large": 0.8e9,
 }
-NOT_MET = {"wikitext-103-large", "lm1b-base", "lm1b-large"}  # docs/fidelity.md explains why
+DIFFERENT_PARAMETERS = {"wikitext-103-large", "lm1b-base", "lm1b-large"}  # docs/fidelity.md explains why
 
 
-def settings_of(name: str) -> RunConfig:
-    """The recipe's settings; cutoffs to be chosen from a corpus are taken to be none."""
+def run_config(name: str) -> RunConfig:
+    """Return the recipe's settings, without cutoffs where they are to be found from the corpus."""
     recipe = load_recipe(name)
     cutoffs = None if recipe.model["cutoffs"] == "auto" else recipe.model["cutoffs"]
     return run_settings(merge_recipe(recipe, {"model": {"cutoffs": cutoffs}}), name)
@@ -43,23 +42,15 @@ def settings_of(name: str) -> RunConfig:
 
 # settings that change neither the trained weights nor their evaluation
 WITHOUT_EFFECT = {
-    *(
-        "evaluation.batch_size",
-        "evaluation.warmup_tokens",
-        "attn_implementation",
-        "micro_batch_size",
-        "compile",
-        "activation_checkpointing",
-        "parallelism",
-    ),
-    *("log_interval", "checkpoint_interval", "tensorboard"),
-}
+    "evaluation.batch_size", "evaluation.warmup_tokens", "attn_implementation", "micro_batch_size", "compile",
+    "activation_checkpointing", "parallelism", "log_interval", "checkpoint_interval", "tensorboard",
+}  # fmt: skip
 
 
 def effective_settings(config: RunConfig) -> dict[str, set[str]]:
-    """The settings, by group, that the result of a run depends on."""
+    """Return the names of the settings, by group, that the result of a run depends on."""
     model, train = config.model, config.train
-    unused = {
+    is_unused = {
         "final_norm": not (isinstance(model, TransformerConfig) and model.norm_first),
         "tie_projections": model.div_val == 1 and model.d_embed in (None, model.d_model),
         "project_same_width": model.div_val == 1,
@@ -71,56 +62,56 @@ def effective_settings(config: RunConfig) -> dict[str, set[str]]:
         "average_start_step": train.weight_average == "none",
         "dynamic": config.evaluation.method != "dynamic",
     }
-    without_effect = WITHOUT_EFFECT | {name for name, without in unused.items() if without}
+    unused = WITHOUT_EFFECT | {name for name, is_unused_here in is_unused.items() if is_unused_here}
     return {
-        group: {
-            name for name in type(getattr(config, group)).model_fields if not {name, f"{group}.{name}"} & without_effect
-        }
-        for group in GROUPS
+        group: {name for name in type(settings).model_fields if not {name, f"{group}.{name}"} & unused}
+        for group, settings in (("model", model), ("train", train), ("evaluation", config.evaluation))
     }
 
 
 @pytest.mark.parametrize("name", recipe_names())
-def test_a_recipe_states_every_setting_its_result_depends_on(name: str) -> None:
-    """So that another default changes no recipe."""
+def test_recipe_contains_every_setting_its_result_depends_on(name: str) -> None:
+    """So that a change of a default changes no recipe."""
     recipe = load_recipe(name)
-    for group, needed in effective_settings(settings_of(name)).items():
-        assert needed - getattr(recipe, group).keys() == set(), group
+    for group, names in effective_settings(run_config(name)).items():
+        assert names - getattr(recipe, group).keys() == set(), group
 
 
 @pytest.mark.parametrize("name", recipe_names())
-def test_parameters_and_cost_of_a_step_are_as_said(name: str) -> None:
-    recipe, config = load_recipe(name), settings_of(name)
-    train = config.train
-    cost = step_cost(
-        config.model,
-        batch_size=train.batch_size,
-        segment_length=train.segment_length,
-        memory_length=train.memory_length,
-    )
-    assert cost.parameters == recipe.parameters
-    assert cost.flops == pytest.approx(recipe.flops_per_step, rel=0.01)
-    assert cost.bytes == pytest.approx(recipe.bytes_per_step, rel=0.01)
+def test_parameters_and_cost_of_a_step_are_right(name: str) -> None:
+    """Layers are equal, so the cost is linear in their number: it is measured with one and with two layers."""
+    recipe, config = load_recipe(name), run_config(name)
+    sizes = {name: getattr(config.train, name) for name in ("batch_size", "segment_length", "memory_length")}
+    one, two = (step_cost(config.model.model_copy(update={"n_layers": n}), **sizes) for n in (1, 2))
+    costs = {}
+    for kind in ("parameters", "flops", "bytes"):
+        layer_cost = getattr(two, kind) - getattr(one, kind)
+        costs[kind] = getattr(one, kind) + (config.model.n_layers - 1) * layer_cost
+    assert costs["parameters"] == recipe.parameters
+    assert costs["flops"] == pytest.approx(recipe.flops_per_step, rel=0.01)
+    assert costs["bytes"] == pytest.approx(recipe.bytes_per_step, rel=0.01)
 
 
-@pytest.mark.parametrize("name", PAPER)
-def test_parameters_are_those_of_the_paper_or_the_difference_is_explained(name: str) -> None:
+@pytest.mark.parametrize("name", PUBLISHED_PARAMETERS)
+def test_parameters_equal_the_published_number_or_the_difference_is_explained(name: str) -> None:
     recipe = load_recipe(name)
-    assert recipe.published_parameters == PAPER[name]
+    assert recipe.published_parameters == PUBLISHED_PARAMETERS[name]
     assert recipe.parameters is not None
-    met = abs(recipe.parameters / PAPER[name] - 1) <= 0.015
-    assert met == (name not in NOT_MET)
-    if not met:
+    is_close = abs(recipe.parameters / PUBLISHED_PARAMETERS[name] - 1) <= 0.015
+    assert is_close == (name not in DIFFERENT_PARAMETERS)
+    if not is_close:
         assert f"`{name}`" in FIDELITY
         assert f"{recipe.parameters:,}" in FIDELITY
 
 
-def test_every_published_recipe_is_there() -> None:
-    assert set(PAPER) <= set(recipe_names())
-    assert all(load_recipe(name).published for name in PAPER if name != "text8-12l")  # for which there is no figure
+def test_published_recipes_exist_with_results() -> None:
+    assert set(PUBLISHED_PARAMETERS) <= set(recipe_names())
+    assert all(
+        load_recipe(name).published for name in PUBLISHED_PARAMETERS if name != "text8-12l"
+    )  # without a published result
 
 
-def test_a_wrong_recipe_is_refused(tmp_path: Path) -> None:
+def test_unknown_setting_in_a_recipe_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "wrong.yaml"
     file.write_text("title: t\nsource: s\ncorpus: c\nmodel: {layer: 3}\n", encoding="utf-8")
     with pytest.raises(UserError, match=r"model: unknown setting 'layer' \(did you mean 'n_layers'\?\)"):
