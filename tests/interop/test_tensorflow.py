@@ -16,7 +16,7 @@ from transformer_xl.config import TransformerXLConfig, UserError, load_recipe, r
 from transformer_xl.interop import tensorflow
 from transformer_xl.interop.convert import convert
 from transformer_xl.interop.imported import ImportedModel
-from transformer_xl.interop.tokenizers import bytes_from_byte_ids
+from transformer_xl.interop.tokenizers import bytes_from_decimal_words
 from transformer_xl.model.memory import ContextLimits
 from transformer_xl.model.transformer_xl import TransformerXL
 from transformer_xl.text.tokenizers.char import CharTokenizer
@@ -180,7 +180,7 @@ def test_marks_and_case_of_other_data_sets(tmp_path: Path) -> None:
 def test_bytes_of_enwik8_are_put_in_their_order(tmp_path: Path) -> None:
     """Theirs are numbered by how often they stand in the text; the other bytes have no probability."""
     order = np.random.default_rng(5).permutation([*range(32, 127)])[:61]
-    imported = bytes_from_byte_ids(
+    imported = bytes_from_decimal_words(
         tensorflow.read(with_corpus(tmp_path, "bytes", "enwik8", [str(byte) for byte in order]))
     )
     assert imported.tokenizer is not None

@@ -129,11 +129,11 @@ def test_a_name_that_is_not_expected_is_refused(made: Any, name: str, protocol: 
 def test_a_name_that_hides_behind_a_known_one_is_refused(name: str) -> None:
     """Test 11: a `transformers.*` global is refused; none of ours is a name of another's machinery."""
     from transformer_xl.interop import nvidia, official, torch_file
-    from transformer_xl.interop.tokenizers import is_corpus_class, is_huggingface_class
+    from transformer_xl.interop.tokenizers import CORPUS_CLASSES, HUGGING_FACE_CLASSES
 
     module, _, last = name.rpartition(".")
     for admits in (
-        is_huggingface_class, is_corpus_class, torch_file._NAMES.__contains__,
+        HUGGING_FACE_CLASSES.__contains__, CORPUS_CLASSES.__contains__, torch_file._NAMES.__contains__,
         official._admits,
         nvidia._admits,
     ):  # fmt: skip

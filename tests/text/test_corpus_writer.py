@@ -205,7 +205,7 @@ def test_bad_text_is_named_with_its_position_in_the_document(tmp_path: Path) -> 
         splits: dict[SplitName, list[list[bytes]]] = {"train": [[line], chunked(bytes(text), 2**19)]}
         with pytest.raises(UserError, match=rf"^text 1: byte {position:,}: not UTF-8 \(byte 0xff\)$"):
             write(tmp_path / "c", splits, Picky())
-    with pytest.raises(UserError, match=r"^text 0: byte 1,048,576: no white space in 16 MiB"):
+    with pytest.raises(UserError, match=r"^text 0: byte 1,048,576: no whitespace in 16 MiB"):
         write(tmp_path / "c", {"train": [[line, *[b"x" * 2**20] * 21]]}, Picky())
     assert list(tmp_path.iterdir()) == []
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformer_xl.config import RunConfig, UserError, nearest, run_settings
 from transformer_xl.files import as_user_error, atomic_folder, write_text
 from transformer_xl.interop.imported import ImportedModel
-from transformer_xl.interop.tokenizers import bytes_from_byte_ids
+from transformer_xl.interop.tokenizers import bytes_from_decimal_words
 from transformer_xl.model.build import build_model
 from transformer_xl.run_folder import RunFolder, config_text
 from transformer_xl.tensor_file import load_tensors, save_tensors
@@ -114,7 +114,7 @@ def _to_run(
     pre_tokenizer: PreTokenizerName | None,
 ) -> ConversionResult:
     chosen = _choose_format(source, source_format)
-    imported = bytes_from_byte_ids(_reader(chosen).read(source))
+    imported = bytes_from_decimal_words(_reader(chosen).read(source))
     found = _choose_tokenizer(imported, source, tokenizer)
     if pre_tokenizer is not None:
         if not isinstance(found, WordTokenizer):

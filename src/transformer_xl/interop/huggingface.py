@@ -26,11 +26,12 @@ from transformer_xl.interop.source_config import (
     length_settings,
     parse_tied_projections,
 )
-from transformer_xl.interop.tokenizers import first_existing, read_json, read_tokenizer, words_of
+from transformer_xl.interop.tokenizers import first_existing, read_tokenizer, words_of
 from transformer_xl.interop.torch_file import TorchFile
 from transformer_xl.interop.weight_names import HUGGING_FACE, export_weights, import_weights
 from transformer_xl.tensor_file import write_safetensors
 from transformer_xl.text.tokenizers import Tokenizer
+from transformer_xl.text.tokenizers.storage import read_json
 from transformer_xl.text.tokenizers.word import WordTokenizer
 
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -64,7 +65,7 @@ def read(path: Path) -> ImportedModel:
         UserError: a file is missing, damaged, of another architecture, or cannot be expressed.
     """
     file = path / "config.json"
-    values = read_json(file)
+    values = read_json(file, "get it again")
     if not isinstance(values, dict) or values.get("model_type", _ARCHITECTURE) != _ARCHITECTURE:
         kind = values.get("model_type") if isinstance(values, dict) else type(values).__name__
         raise UserError(f"{file}: a model of type {format_value(kind)}; only '{_ARCHITECTURE}' can be converted")
@@ -131,7 +132,7 @@ def _weights(file: Path) -> dict[str, Tensor]:
     """Read all weights, memory-mapped, from one file or from the shards that an index names."""
     if file.suffix != ".json":
         return _weights_in(file)
-    index = read_json(file)
+    index = read_json(file, "get it again")
     places = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
         raise UserError(f"{file} has no weight_map; get it again")
@@ -160,7 +161,7 @@ def _weights_in(file: Path) -> dict[str, Tensor]:
 
 def _read_tokenizer(folder: Path, file: Path) -> Tokenizer:
     tokenizer = folder / "tokenizer_config.json"
-    values = read_json(tokenizer) if tokenizer.is_file() else {}
+    values = read_json(tokenizer, "get it again") if tokenizer.is_file() else {}
     lower_case = values.get("lower_case") if isinstance(values, dict) else None
     return read_tokenizer(file, pre_tokenizer="moses", lowercase=lower_case if isinstance(lower_case, bool) else None)
 

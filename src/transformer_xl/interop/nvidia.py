@@ -14,7 +14,7 @@ from typing import Any
 from transformer_xl.config import TransformerXLConfig, UserError, check_settings
 from transformer_xl.interop.imported import ImportedModel
 from transformer_xl.interop.source_config import SourceConfig, check_supported, length_settings, parse_tied_projections
-from transformer_xl.interop.tokenizers import first_existing, is_corpus_class, tokenizer_from_pickle
+from transformer_xl.interop.tokenizers import CORPUS_CLASSES, first_existing, tokenizer_from_object
 from transformer_xl.interop.torch_file import TorchFile
 from transformer_xl.interop.unpickler import PickledObject
 from transformer_xl.interop.weight_names import NVIDIA, import_weights
@@ -29,7 +29,7 @@ def recognizes(path: Path) -> bool:
 
 
 def _admits(name: str) -> bool:
-    return name == "argparse.Namespace" or is_corpus_class(name)
+    return name == "argparse.Namespace" or name in CORPUS_CLASSES
 
 
 def read(path: Path) -> ImportedModel:
@@ -64,7 +64,7 @@ def read(path: Path) -> ImportedModel:
         train=train,
         evaluation=evaluation,
         weights=import_weights(config, NVIDIA, theirs, str(file)),
-        tokenizer=None if tokenizer is None else tokenizer_from_pickle(tokenizer, str(file)),
+        tokenizer=None if tokenizer is None else tokenizer_from_object(tokenizer, str(file)),
     )
 
 

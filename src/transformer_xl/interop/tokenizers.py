@@ -1,16 +1,15 @@
-"""Tokenizers of other programs: a list of words in the order of their ids, read from any of their file formats.
+"""Reads the vocabularies that other Transformer-XL programs saved, as tokenizers of this package.
 
-The stored order is kept. It cannot be rebuilt from the text, because the order of words with equal counts depends on
-details of the program that counted them.
+A vocabulary is a list of words in the order of their ids, in a JSON, text or pickle file of the authors', NVIDIA's or
+Hugging Face's code. The order is kept as stored. It cannot be computed again from the text, because the order of words
+with equal counts depends on details of the program that counted them.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -22,163 +21,126 @@ from transformer_xl.interop.unpickler import PickledObject
 from transformer_xl.text.tokenizers import ByteTokenizer, Tokenizer
 from transformer_xl.text.tokenizers.char import CharTokenizer
 from transformer_xl.text.tokenizers.pre_tokenizer import PreTokenizer, PreTokenizerName
+from transformer_xl.text.tokenizers.storage import read_json
 from transformer_xl.text.tokenizers.word import WordTokenizer, check_words
 
 _EOS_TOKENS = ("<eos>", "<S>")
 _UNK_TOKENS = ("<unk>", "<UNK>")
-_IMPOSSIBLE = -1e4  # a logit so low that the probability is zero, while the loss of such a byte stays finite
+_ABSENT_BYTE_BIAS = -1e4  # gives a byte a probability of zero, but still a finite loss
+_ADVICE = "get it again"
 
-_TOKENIZER = frozenset(
+HUGGING_FACE_CLASSES = frozenset(
     [
         "sacremoses.normalize.MosesPunctNormalizer", "sacremoses.tokenize.MosesTokenizer",
         "sacremoses.tokenize.MosesDetokenizer", "re._compile", "tokenizers.AddedToken",
         "transformers.tokenization_utils.Trie", "transformers.tokenization_utils_base.AddedToken",
     ]
 )  # fmt: skip
-_CORPUS = frozenset(
+"""Classes and functions that a pickled tokenizer of Hugging Face may refer to; the unpickler imports none of them."""
+CORPUS_CLASSES = frozenset(
     [
-        *(f"{home}vocabulary.{kind}" for home in ("", "utils.") for kind in ("Vocab", "OpenAIVocab")),
+        *(f"{package}vocabulary.{name}" for package in ("", "utils.") for name in ("Vocab", "OpenAIVocab")),
         *(f"numpy.{core}.multiarray.{name}" for core in ("core", "_core") for name in ("_reconstruct", "scalar")),
         "data_utils.Corpus", "numpy.ndarray", "numpy.dtype",
     ]
 )  # fmt: skip
-
-
-def is_huggingface_class(name: str) -> bool:
-    """Return whether Hugging Face's pickled tokenizer may name this class; none of these classes is imported."""
-    return name in _TOKENIZER
-
-
-def is_corpus_class(name: str) -> bool:
-    """Return whether a pickled vocabulary or corpus of the authors' or NVIDIA's code may name this class."""
-    return name in _CORPUS
+"""The same for a pickled vocabulary or corpus of the authors' or NVIDIA's code."""
 
 
 def tokenizer_from_words(
     words: Sequence[object], source: str, *, lowercase: bool = False, pre_tokenizer: PreTokenizerName = "whitespace"
 ) -> Tokenizer:
-    """Build a tokenizer with these words, in this order.
+    """Create a tokenizer with these words, in this order.
 
-    Single characters with `_` for the space, as in text8, give a char tokenizer.
+    The result is a char tokenizer if all words are single characters with `_` for the space, as in the data set text8,
+    otherwise a word tokenizer.
 
     Args:
-        words: every word, special tokens included.
-        source: the file they come from, for messages.
-        lowercase: whether text is lowercased.
-        pre_tokenizer: how text is split into words.
+        words: all words, special tokens included.
+        source: file that the words come from, for error messages.
+        lowercase: whether the tokenizer lowercases text.
+        pre_tokenizer: how the tokenizer splits text into words.
 
     Raises:
-        UserError: the list is not one of words, or has a word twice.
+        UserError: `words` are not strings without whitespace, or a word occurs twice.
     """
-    letters = [" " if word == "_" else word for word in words]
-    single = all(isinstance(letter, str) and len(letter) == 1 for letter in letters)
-    if single and "_" in words and len(set(map(str, letters))) == len(letters):
-        return CharTokenizer("".join(map(str, letters)), byte_fallback=False)
+    characters = [" " if word == "_" else word for word in words]
+    if "_" in words and all(isinstance(character, str) and len(character) == 1 for character in characters):
+        text = "".join(map(str, characters))
+        if len(set(text)) == len(text):
+            return CharTokenizer(text, byte_fallback=False)
     try:
         checked = check_words(list(words))
     except ValueError as error:
-        raise UserError(f"{source}: {error}; get it again") from None
+        raise UserError(f"{source}: {error}; {_ADVICE}") from None
     eos_token = next((word for word in _EOS_TOKENS if word in checked), None)
     unk_token = next((word for word in _UNK_TOKENS if word in checked), None)
     return WordTokenizer(checked, None, eos_token, unk_token, PreTokenizer(pre_tokenizer, lowercase))
 
 
-def tokenizer_from_attributes(
-    attributes: Mapping[str, Any], source: str, pre_tokenizer: PreTokenizerName = "whitespace"
+def tokenizer_from_object(
+    value: object, source: str, *, pre_tokenizer: PreTokenizerName = "whitespace", lowercase: bool | None = None
 ) -> Tokenizer:
-    """Build a tokenizer from the attributes of the authors' Vocab or of Hugging Face's tokenizer.
+    """Create a tokenizer from an unpickled object.
+
+    Args:
+        value: a Vocab of the authors or NVIDIA, a Corpus with such a Vocab, or the attributes of a tokenizer as a
+            dictionary; `idx2sym` has the words in order, or `sym2idx` the id of each word.
+        source: file that the object comes from, for error messages.
+        pre_tokenizer: how the tokenizer splits text into words.
+        lowercase: whether the tokenizer lowercases text, or None to use the attribute `lower_case`.
 
     Raises:
-        UserError: the attributes have no words.
+        UserError: the object has no valid list of words.
     """
-    words = attributes.get("idx2sym")
-    ids = attributes.get("sym2idx")
+    if isinstance(value, PickledObject) and "vocab" in value.attributes:
+        value = value.attributes["vocab"]
+    attributes = value.attributes if isinstance(value, PickledObject) else value if isinstance(value, dict) else {}
+    words, ids = attributes.get("idx2sym"), attributes.get("sym2idx")
     if not words and isinstance(ids, dict):
-        words = _sorted_by_id(ids, source)
+        if sorted(word_id for word_id in ids.values() if type(word_id) is int) != list(range(len(ids))):
+            raise UserError(f"{source}: the ids of its {len(ids):,} words are not 0 up to {len(ids) - 1:,}; {_ADVICE}")
+        words = sorted(ids, key=ids.__getitem__)
     if not isinstance(words, (list, tuple)) or not words:
-        raise UserError(f"{source} holds no words (idx2sym, sym2idx); give --tokenizer RUN, or the right file")
-    return tokenizer_from_words(
-        words, source, lowercase=attributes.get("lower_case") is True, pre_tokenizer=pre_tokenizer
-    )
-
-
-def _sorted_by_id(ids: Mapping[Any, Any], source: str) -> list[Any]:
-    """Return the words in the order of their ids."""
-    if sorted(number for number in ids.values() if type(number) is int) != list(range(len(ids))):
-        raise UserError(f"{source}: the ids of its {len(ids):,} words are not 0 up to {len(ids) - 1:,}")
-    return sorted(ids, key=ids.__getitem__)
-
-
-def read_json(path: Path) -> Any:
-    """Read a JSON file.
-
-    Raises:
-        UserError: it cannot be read, or is not JSON.
-    """
-    with as_user_error(f"reading {path}"):
-        content = path.read_bytes()
-    try:
-        return json.loads(content)
-    except (ValueError, RecursionError):
-        raise UserError(f"{path} is not readable as JSON; get it again") from None
+        raise UserError(f"{source} holds no words (idx2sym or sym2idx); give --tokenizer RUN, or the right file")
+    if lowercase is None:
+        lowercase = attributes.get("lower_case") is True
+    return tokenizer_from_words(words, source, lowercase=lowercase, pre_tokenizer=pre_tokenizer)
 
 
 def read_tokenizer(
     path: Path, *, pre_tokenizer: PreTokenizerName = "whitespace", lowercase: bool | None = None
 ) -> Tokenizer:
-    """Read a tokenizer from JSON, from text with one word on each line, or from a pickle.
+    """Read a tokenizer from a JSON file, a text file with one word per line, or a pickle.
 
     Args:
-        path: the file; its suffix says which format it is.
-        pre_tokenizer: how text is split into words.
-        lowercase: whether text is lowercased; None: as the file says.
+        path: the file; the suffixes `.json` and `.txt` determine the format, all other files are pickles.
+        pre_tokenizer: how the tokenizer splits text into words.
+        lowercase: whether the tokenizer lowercases text, or None to use the setting in the file.
 
     Raises:
-        UserError: the file cannot be read, is damaged, or names classes that a tokenizer has no use for.
+        UserError: the file cannot be read or is damaged, or a pickle refers to a class that is not allowed.
     """
-    source = str(path)
-    given = {} if lowercase is None else {"lower_case": lowercase}
     if path.suffix == ".json":
-        value = read_json(path)
-        if isinstance(value, dict) and not {"idx2sym", "sym2idx"} & value.keys():
-            value = _sorted_by_id(value, source)
-        if isinstance(value, dict):
-            return tokenizer_from_attributes({**value, **given}, source, pre_tokenizer)
-        return tokenizer_from_words(
-            value if isinstance(value, list) else [], source, pre_tokenizer=pre_tokenizer, lowercase=lowercase is True
-        )
-    if path.suffix == ".txt":
-        with as_user_error(f"reading {path}"):
-            content = path.read_bytes()
-        try:
-            lines = content.decode("utf-8").split("\n")
-        except UnicodeDecodeError:
-            raise UserError(f"{path} is not UTF-8; get it again") from None
-        words = [line.split()[0] for line in lines if line.split()]
-        return tokenizer_from_words(
-            list(dict.fromkeys(words)), source, pre_tokenizer=pre_tokenizer, lowercase=lowercase is True
-        )
-    value = TorchFile(path, lambda name: is_huggingface_class(name) or is_corpus_class(name)).value
-    return tokenizer_from_attributes({**_attributes(value), **given}, source, pre_tokenizer)
-
-
-def tokenizer_from_pickle(value: object, source: str, pre_tokenizer: PreTokenizerName = "whitespace") -> Tokenizer:
-    """Build a tokenizer from a pickled object: a tokenizer's attributes, a Vocab, or a Corpus that has one.
-
-    Raises:
-        UserError: the object has no words.
-    """
-    return tokenizer_from_attributes(_attributes(value), source, pre_tokenizer)
-
-
-def _attributes(value: object) -> Mapping[str, Any]:
-    if isinstance(value, PickledObject) and "vocab" in value.attributes:
-        value = value.attributes["vocab"]
-    return value if isinstance(value, dict) else value.attributes if isinstance(value, PickledObject) else {}
+        value = read_json(path, _ADVICE)
+        if isinstance(value, list):
+            value = {"idx2sym": value}
+        elif isinstance(value, dict) and not {"idx2sym", "sym2idx"} & value.keys():
+            value = {"sym2idx": value}
+    elif path.suffix == ".txt":
+        with as_user_error(f"reading {path}"), path.open(encoding="utf-8", newline="\n") as lines:
+            try:
+                words = [line.split()[0] for line in lines if line.strip()]
+            except UnicodeDecodeError:
+                raise UserError(f"{path} is not UTF-8; {_ADVICE}") from None
+        value = {"idx2sym": list(dict.fromkeys(words))}
+    else:
+        value = TorchFile(path, (HUGGING_FACE_CLASSES | CORPUS_CLASSES).__contains__).value
+    return tokenizer_from_object(value, str(path), pre_tokenizer=pre_tokenizer, lowercase=lowercase)
 
 
 def words_of(tokenizer: Tokenizer) -> tuple[str, ...] | None:
-    """Return the words as other programs list them; None for a tokenizer that has none."""
+    """Return the list of words with which other programs express this tokenizer, or None if they cannot express it."""
     if isinstance(tokenizer, WordTokenizer):
         return tokenizer.words
     if isinstance(tokenizer, CharTokenizer) and not tokenizer.byte_fallback and "_" not in tokenizer.characters:
@@ -186,35 +148,34 @@ def words_of(tokenizer: Tokenizer) -> tuple[str, ...] | None:
     return None
 
 
-def bytes_from_byte_ids(imported: ImportedModel) -> ImportedModel:
-    """Give a model whose words are the bytes in decimal, as in the authors' enwik8, a byte tokenizer.
+def bytes_from_decimal_words(imported: ImportedModel) -> ImportedModel:
+    """Replace a word tokenizer whose words are byte values in decimal, as the authors' for enwik8, by a byte tokenizer.
 
-    The rows of its embedding and softmax move to the byte values. Bytes that are not among its words get zeros, and a
-    bias that leaves them no probability, so the losses stay the same. Other models are returned unchanged.
+    The rows of the embedding and softmax weights move to the indices of their byte values. The rows of bytes that are
+    not among the words become zeros, with a softmax bias that makes their probability zero, so the losses stay the
+    same. Models with other tokenizers, or with an adaptive softmax (cutoffs), are returned unchanged.
     """
     words = imported.tokenizer.words if isinstance(imported.tokenizer, WordTokenizer) else ()
-    byte_names = {str(byte): byte for byte in range(256)}
-    if not words or imported.model.get("cutoffs") or not all(word in byte_names for word in words):
+    value_of_word = {str(value): value for value in range(256)}
+    if not words or imported.model.get("cutoffs") or not all(word in value_of_word for word in words):
         return imported
-    byte_of_row = torch.tensor([byte_names[word] for word in words])
+    new_rows = torch.tensor([value_of_word[word] for word in words])
     weights = dict(imported.weights)
     for name in ("embedding.tables.0", "softmax.tables.0", "softmax.bias"):
         if name in weights:
-            rows = weights[name]
-            moved = rows.new_full((256, *rows.shape[1:]), _IMPOSSIBLE if name == "softmax.bias" else 0.0)
-            weights[name] = moved.index_copy(0, byte_of_row, rows)
+            old = weights[name]
+            new = old.new_full((256, *old.shape[1:]), _ABSENT_BYTE_BIAS if name == "softmax.bias" else 0.0)
+            weights[name] = new.index_copy(0, new_rows, old)
+    remark = f"its {len(words)} decimal byte values became a byte tokenizer; the other bytes have no probability"
     return replace(
         imported,
         model={**imported.model, "vocab_size": 256},
         weights=weights,
         tokenizer=ByteTokenizer(),
-        remarks=(
-            *imported.remarks,
-            f"its {len(words)} byte numbers became a byte tokenizer; the other bytes have no probability",
-        ),
+        remarks=(*imported.remarks, remark),
     )
 
 
 def first_existing(folder: Path, names: Iterable[str]) -> Path | None:
-    """Return the first of these files that the folder has; None if it has none."""
+    """Return the path of the first of these files that the folder contains, or None if it contains none."""
     return next((folder / name for name in names if (folder / name).is_file()), None)

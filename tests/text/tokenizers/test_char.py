@@ -1,4 +1,4 @@
-"""Characters: any text comes back, or what the vocabulary lacks is named."""
+"""Character tokens: with byte fallback decoding restores every text, without it unknown characters are refused."""
 
 from __future__ import annotations
 
@@ -8,31 +8,33 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from transformer_xl.text.tokenizers import EncodingError
-from transformer_xl.text.tokenizers.char import CharTokenizer, whole_characters
+from transformer_xl.text.tokenizers.char import CharTokenizer
 
-UNHURRIED = settings(deadline=None, max_examples=50)
-SMALL = CharTokenizer(" e\u00e9\n\U0001f600", np.array([5, 4, 3, 2, 1] + [0] * 256))
-CLOSED = CharTokenizer(" abc\u00e9", np.array([9, 7, 5, 3, 1]), byte_fallback=False)
+PROPERTY = settings(deadline=None, max_examples=50)
+TOKENIZER = CharTokenizer(" e\u00e9\n\U0001f600", np.array([5, 4, 3, 2, 1] + [0] * 256))
+WITHOUT_FALLBACK = CharTokenizer(" abc\u00e9", np.array([9, 7, 5, 3, 1]), byte_fallback=False)
 
 
-@UNHURRIED
+@PROPERTY
 @given(st.text() | st.text(alphabet=" e\u00e9\n\U0001f600\x00\r\u20acx"))
-def test_any_text_comes_back(text: str) -> None:
-    ids = SMALL.encode(text)
-    assert SMALL.decode(ids) == text
-    assert SMALL.decode_bytes(ids) == text.encode()
-    wanted: list[int] = []  # one character after the other
+def test_ids_are_characters_or_bytes_and_restore_every_text(text: str) -> None:
+    ids = TOKENIZER.encode(text)
+    assert TOKENIZER.decode(ids) == text
+    expected: list[int] = []
     for character in text:
-        known = SMALL.characters.find(character)
-        wanted += [known] if known >= 0 else [5 + byte for byte in character.encode()]
-    assert ids.tolist() == wanted
+        index = TOKENIZER.characters.find(character)
+        expected += [index] if index >= 0 else [5 + byte for byte in character.encode()]
+    assert ids.tolist() == expected
 
 
-def test_ids_are_pinned() -> None:
-    assert SMALL.encode("\u00e9x \u20ac").tolist() == [2, 5 + 0x78, 0, 5 + 0xE2, 5 + 0x82, 5 + 0xAC]
-    assert (SMALL.vocab_size, SMALL.bos_token_id, SMALL.encode("").tolist()) == (261, 3, [])
-    assert SMALL.is_newline_V.nonzero()[0].tolist() == [3, 5 + 10]
-    assert (CLOSED.vocab_size, CLOSED.bos_token_id, CLOSED.is_newline_V.sum()) == (5, 0, 0)
+def test_special_ids() -> None:
+    assert (TOKENIZER.vocab_size, TOKENIZER.bos_token_id) == (261, 3)
+    assert TOKENIZER.is_newline_V.nonzero()[0].tolist() == [3, 5 + 10]
+    assert (WITHOUT_FALLBACK.vocab_size, WITHOUT_FALLBACK.bos_token_id, WITHOUT_FALLBACK.is_newline_V.sum()) == (
+        5,
+        0,
+        0,
+    )
     assert CharTokenizer("ab").bos_token_id == 2 + 10
 
 
@@ -40,24 +42,21 @@ def test_ids_are_pinned() -> None:
     ("text", "position", "shown"),
     [("a\u00e9 x", 4, r"'x' \(U\+0078\)"), ("\u20ac", 0, "'\u20ac'"), ("ab\nc", 2, r"'\\n' \(U\+000A\)")],
 )
-def test_without_byte_fallback_other_characters_are_named(text: str, position: int, shown: str) -> None:
-    with pytest.raises(
-        EncodingError, match=rf"the character {shown}.* is not one of the 5 of this vocabulary"
-    ) as caught:
-        CLOSED.encode_chunk(text.encode())
+def test_unknown_character_without_byte_fallback_is_refused(text: str, position: int, shown: str) -> None:
+    with pytest.raises(EncodingError, match=rf"the character {shown}.* is not one of the 5 of this") as caught:
+        WITHOUT_FALLBACK.encode_chunk(text.encode())
     assert caught.value.position == position
 
 
-@UNHURRIED
+@PROPERTY
 @given(st.text(min_size=1), st.data())
-def test_a_cut_character_is_left_for_later(text: str, data: st.DataObject) -> None:
-    content = text.encode()
-    end = data.draw(st.integers(0, len(content)))
-    whole = whole_characters(content[:end])
-    assert content[:whole].decode() == content[:end].decode(errors="ignore")
-    assert end - whole < 4
+def test_last_boundary_is_before_an_incomplete_character(text: str, data: st.DataObject) -> None:
+    content = text.encode()[: data.draw(st.integers(0, len(text.encode())))]
+    boundary = TOKENIZER.last_boundary(content)
+    assert content[:boundary].decode() == content.decode(errors="ignore")
+    assert len(content) - boundary < 4
 
 
-@pytest.mark.parametrize("wrong", [b"\x80" * 5, b"a\xff", b"a\x80\x80", b"\xc3\xa9\xa9"])
-def test_what_is_not_utf8_does_not_stop_the_cutting(wrong: bytes) -> None:
-    assert len(wrong) - 1 <= whole_characters(wrong) <= len(wrong)
+@pytest.mark.parametrize("content", [b"\x80" * 5, b"a\xff", b"a\x80\x80", b"\xc3\xa9\xa9"])
+def test_last_boundary_is_near_the_end_of_bytes_that_are_not_utf8(content: bytes) -> None:
+    assert len(content) - 1 <= TOKENIZER.last_boundary(content) <= len(content)

@@ -1,17 +1,20 @@
-"""The tokenizer interface, and code shared by all kinds.
+"""The tokenizer interface, and code shared by all kinds of tokenizers.
 
-A tokenizer is immutable. It is saved as `txl_tokenizer.json` and identified by its fingerprint, so that a model is
-never used with the ids of another tokenizer. The input is bytes, as read from files; kinds that work on characters
-decode UTF-8 themselves.
+A tokenizer is immutable. It is saved as `txl_tokenizer.json` and identified by its fingerprint, a hash of that JSON, so
+that a model is never used with the ids of another tokenizer. The input is bytes, as read from files; kinds that work on
+characters decode UTF-8 themselves.
+
+Shape suffixes: T tokens of a chunk, V vocabulary.
 """
 
 from __future__ import annotations
 
 import codecs
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any, ClassVar, Protocol, Self, cast
 
 import numpy as np
@@ -28,12 +31,12 @@ class EncodingError(UserError):
     """Text that a tokenizer cannot encode.
 
     Args:
-        position: index of the first invalid byte in the chunk.
-        reason: the problem and how to fix it, as one clause.
+        position: index of the first invalid byte in the text.
+        reason: what is wrong, and how to fix it.
     """
 
     def __init__(self, position: int, reason: str) -> None:
-        super().__init__(position, reason)  # pickle calls the constructor with these arguments
+        super().__init__(position, reason)  # unpickling calls the constructor with these arguments
         self.position = position
         self.reason = reason
 
@@ -44,14 +47,14 @@ class EncodingError(UserError):
 
 @contextmanager
 def document_errors(name: str, position: int = 0) -> Iterator[None]:
-    """Convert encoding errors to user errors that name the document.
+    """Convert an EncodingError that the block raises to a UserError that names the document.
 
     Args:
         name: name of the document.
-        position: byte offset of the encoded chunk in the document.
+        position: byte offset in the document of the chunk that the block encodes.
 
     Raises:
-        UserError: replaces an EncodingError.
+        UserError: the block raised an EncodingError.
     """
     try:
         yield
@@ -70,10 +73,10 @@ class EncodedChunk:
 
 
 class StreamDecoder(Protocol):
-    """Decodes tokens one at a time, withholding text that later tokens can still change."""
+    """Decodes tokens one at a time, and withholds text that later tokens can still change."""
 
     def push(self, token: int) -> str:
-        """Return the text that is final after this token; often empty, never part of a character."""
+        """Return the text that this token completes; often empty, never an incomplete character."""
         ...
 
     def finish(self) -> str:
@@ -85,19 +88,19 @@ class Tokenizer(ABC):
     """Converts text to token ids and back. Every kind is a frozen dataclass that can be pickled to worker processes."""
 
     kind: ClassVar[TokenizerKind]
-    """Name of the kind, as in `txl prepare --tokenizer KIND`."""
+    """Name of the kind, the value of `txl prepare --tokenizer`."""
     is_lossless: ClassVar[bool] = True
     """Whether `decode_bytes(encode(text))` restores every text; otherwise whitespace and unknown words are lost."""
     is_text: ClassVar[bool] = True
     """Whether tokens are text; false for integer sequences, for which word and character counts are meaningless."""
     is_cheap_to_encode: ClassVar[bool] = False
-    """Whether encoding is faster than sending text to another process."""
+    """Whether encoding takes less time than sending the text to a worker process."""
 
     @property
     def counts(self) -> npt.NDArray[np.int64] | None:
-        """(V,) how often each token occurred in the training text, or None if unknown.
+        """(V,) how often each token occurred in the text that the tokenizer was trained on, or None if unknown.
 
-        If counts are known, ids are in descending order of counts, except for special tokens at the front.
+        Counts are in descending order, except for special tokens at the front.
         """
         return None
 
@@ -109,7 +112,7 @@ class Tokenizer(ABC):
     @property
     @abstractmethod
     def bos_token_id(self) -> int:
-        """The token that is put before a text as the input that predicts its first token."""
+        """The token that precedes every text as the input from which a model predicts the first token."""
 
     @property
     def unk_token_id(self) -> int | None:
@@ -117,25 +120,30 @@ class Tokenizer(ABC):
         return None
 
     @property
-    @abstractmethod
-    def is_newline_V(self) -> npt.NDArray[np.bool_]:
-        """(V,) whether each token ends a line."""
+    def eos_token_id(self) -> int | None:
+        """The token that replaces each newline, or None if the tokenizer has none."""
+        return None
 
     @property
     def adds_final_newline(self) -> bool:
-        """Whether a newline is added to a document that does not end in one."""
-        return False
+        """Whether a newline is added to a document that does not end in one, so that its last line ends in a token."""
+        return self.eos_token_id is not None
+
+    @cached_property
+    def is_newline_V(self) -> npt.NDArray[np.bool_]:
+        """(V,) whether each token ends a line."""
+        return np.arange(self.vocab_size) == (-1 if self.eos_token_id is None else self.eos_token_id)
 
     @abstractmethod
     def last_boundary(self, text: bytes) -> int:
-        """Return the last position at which splitting `text` changes no token, whatever follows, or 0 if none."""
+        """Return the last position where splitting `text` changes no token, whatever text follows; 0 if none exists."""
 
     @abstractmethod
     def encode_chunk(self, chunk: bytes) -> EncodedChunk:
-        """Encode a chunk of text that was split at a `last_boundary`, without adding special tokens.
+        """Encode a chunk of text that starts and ends at positions of `last_boundary`, without adding special tokens.
 
         Raises:
-            EncodingError: the chunk is not UTF-8 (all kinds but bytes), or contains text that the vocabulary lacks.
+            EncodingError: the chunk is not UTF-8 (except for bytes), or contains text that the vocabulary lacks.
         """
 
     def encode(self, text: str | bytes) -> TokenArray:
@@ -160,19 +168,19 @@ class Tokenizer(ABC):
         Raises:
             UserError: an id is not in the vocabulary.
         """
-        decoder = self.stream_decoder()  # kinds that use Utf8StreamDecoder override decode_bytes
+        decoder = self.stream_decoder()
         return "".join([*map(decoder.push, self.check_ids(ids).tolist()), decoder.finish()]).encode("utf-8")
 
+    @abstractmethod
     def stream_decoder(self) -> StreamDecoder:
-        """Return a decoder for one token at a time, whose concatenated output equals that of `decode`."""
-        return Utf8StreamDecoder(self)
+        """Return a decoder that takes one token at a time; its concatenated output equals that of `decode`."""
 
     def count_words(self, ids: TokenArray) -> int | None:
         """Return the number of words in the decoded text, or None if the ids do not determine it."""
         return None
 
     def unknown_words(self, text: str | bytes) -> list[str]:
-        """Return the words of a text that are encoded as the unknown token, in descending order of frequency."""
+        """Return the words of a text that the vocabulary lacks, in descending order of frequency."""
         return []
 
     def check_ids(self, ids: npt.ArrayLike) -> npt.NDArray[np.int64]:
@@ -182,10 +190,10 @@ class Tokenizer(ABC):
             UserError: an id is not in the vocabulary.
         """
         checked = np.asarray(ids, dtype=np.int64).reshape(-1)
-        if checked.size and not (checked.min() >= 0 and checked.max() < self.vocab_size):
-            wrong = checked.min() if checked.min() < 0 else checked.max()
+        outside = checked[(checked < 0) | (checked >= self.vocab_size)]
+        if outside.size:
             raise UserError(
-                f"token id {wrong} is not in this {self.kind} vocabulary; expected 0 to {self.vocab_size - 1}"
+                f"token id {outside[0]} is not in this {self.kind} vocabulary; expected 0 to {self.vocab_size - 1}"
             )
         return checked
 
@@ -199,7 +207,7 @@ class Tokenizer(ABC):
         """Create a tokenizer from the output of `to_json`.
 
         Raises:
-            ValueError: the values are invalid; the message is a clause that describes the problem.
+            ValueError: the values are invalid; the message says what is wrong with them.
         """
 
     @override
@@ -208,8 +216,35 @@ class Tokenizer(ABC):
         return type(self), tuple(getattr(self, field.name) for field in fields(cast(Any, self)))
 
 
-class Utf8StreamDecoder:
-    """Decodes tokens that represent bytes, withholding a UTF-8 character until it is complete."""
+class ByteLevelTokenizer(Tokenizer):
+    """A tokenizer each of whose tokens is a fixed sequence of bytes; decoding concatenates them."""
+
+    @property
+    @abstractmethod
+    def token_bytes(self) -> Sequence[bytes]:
+        """(V,) the bytes of each token."""
+
+    @property
+    @override
+    def vocab_size(self) -> int:
+        return len(self.token_bytes)
+
+    @cached_property
+    @override
+    def is_newline_V(self) -> npt.NDArray[np.bool_]:
+        return np.array([content.endswith(b"\n") for content in self.token_bytes])
+
+    @override
+    def decode_bytes(self, ids: npt.ArrayLike) -> bytes:
+        return b"".join(map(self.token_bytes.__getitem__, self.check_ids(ids).tolist()))
+
+    @override
+    def stream_decoder(self) -> StreamDecoder:
+        return _Utf8StreamDecoder(self)
+
+
+class _Utf8StreamDecoder:
+    """Decodes tokens that represent bytes, and withholds a UTF-8 character until it is complete."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -231,7 +266,7 @@ def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger[Any]]:
 
 
 def to_bytes(text: str | bytes) -> bytes:
-    """Return a text as UTF-8; bytes are returned as they are.
+    """Return a text as UTF-8; bytes are returned unchanged.
 
     Raises:
         UserError: the text contains an unpaired surrogate, which UTF-8 cannot represent.
@@ -252,7 +287,7 @@ def decode_utf8(chunk: bytes) -> str:
     """Decode a chunk of UTF-8.
 
     Raises:
-        EncodingError: it is not UTF-8.
+        EncodingError: the chunk is not UTF-8.
     """
     try:
         return chunk.decode("utf-8")

@@ -4,37 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from typing_extensions import override
 
-from transformer_xl.text.tokenizers.base import EncodedChunk, Tokenizer
+from transformer_xl.text.tokenizers.base import ByteLevelTokenizer, EncodedChunk
+
+ALL_BYTES = tuple(bytes([value]) for value in range(256))
 
 
 @dataclass(frozen=True)
-class ByteTokenizer(Tokenizer):
-    """A tokenizer whose ids are the 256 byte values; the newline (byte 10) is put before a text."""
+class ByteTokenizer(ByteLevelTokenizer):
+    """A tokenizer whose ids are the 256 byte values; the newline (byte 10) is also the beginning-of-sequence token."""
 
     kind = "byte"
     is_cheap_to_encode = True
 
     @property
     @override
-    def vocab_size(self) -> int:
-        return 256
+    def token_bytes(self) -> tuple[bytes, ...]:
+        return ALL_BYTES
 
     @property
     @override
     def bos_token_id(self) -> int:
         return ord("\n")
-
-    @cached_property
-    @override
-    def is_newline_V(self) -> npt.NDArray[np.bool_]:
-        return np.arange(256) == ord("\n")
 
     @override
     def last_boundary(self, text: bytes) -> int:
@@ -42,11 +38,11 @@ class ByteTokenizer(Tokenizer):
 
     @override
     def encode_chunk(self, chunk: bytes) -> EncodedChunk:
-        return EncodedChunk(np.frombuffer(chunk, dtype=np.uint8).copy())  # torch warns about read-only views
+        return EncodedChunk(np.frombuffer(chunk, dtype=np.uint8).copy())  # a view would be read-only
 
     @override
     def decode_bytes(self, ids: npt.ArrayLike) -> bytes:
-        return self.check_ids(ids).astype(np.uint8).tobytes()
+        return self.check_ids(ids).astype(np.uint8).tobytes()  # faster than concatenating the bytes one by one
 
     @override
     def to_json(self) -> dict[str, Any]:

@@ -1,14 +1,16 @@
 """Character tokens: Unicode code points, with a fallback to bytes.
 
 Ids 0 .. C - 1 are the C characters of the vocabulary, the most frequent first. With byte fallback, ids C .. C + 255 are
-the 256 byte values, and any other character is encoded as its UTF-8 bytes, so that decoding restores every Unicode
-text exactly. Without byte fallback, other characters are refused.
+the 256 byte values, and a character that is not in the vocabulary is encoded as its UTF-8 bytes, so that decoding
+restores every Unicode text exactly. Without byte fallback, encoding such a character is an error.
+
+Shape suffix: V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -17,15 +19,16 @@ import numpy.typing as npt
 from typing_extensions import override
 
 from transformer_xl.text.tokenizers.base import (
+    ByteLevelTokenizer,
     EncodedChunk,
     EncodingError,
-    Tokenizer,
     check_counts,
     decode_utf8,
     token_dtype,
 )
+from transformer_xl.text.tokenizers.byte import ALL_BYTES
 
-_NUM_CODE_POINTS = 0x110000
+_NUM_CODE_POINTS = 0x110000  # of Unicode
 
 
 def code_points(text: str) -> npt.NDArray[np.uint32]:
@@ -33,18 +36,8 @@ def code_points(text: str) -> npt.NDArray[np.uint32]:
     return np.frombuffer(text.encode("utf-32-le"), dtype="<u4")
 
 
-def whole_characters(text: bytes) -> int:
-    """Return the length of UTF-8 text without an incomplete last character; approximate for other bytes."""
-    for length in range(1, min(4, len(text)) + 1):
-        byte = text[-length]
-        if byte & 0xC0 != 0x80:  # the first byte of a character determines its length
-            char_length = 1 if byte < 0x80 else 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
-            return len(text) - length if char_length > length else len(text)
-    return len(text)
-
-
 @dataclass(frozen=True, eq=False)
-class CharTokenizer(Tokenizer):
+class CharTokenizer(ByteLevelTokenizer):
     """A tokenizer whose ids are frequent characters, followed by the byte values for all others."""
 
     characters: str
@@ -52,14 +45,9 @@ class CharTokenizer(Tokenizer):
     counts: npt.NDArray[np.int64] | None = None
     """(V,) how often each token occurred in the training text; None if unknown or not descending."""
     byte_fallback: bool = True
-    """Whether other characters are encoded as bytes; otherwise they are refused."""
+    """Whether other characters are encoded as bytes; otherwise encoding them is an error."""
 
     kind = "char"
-
-    @property
-    @override
-    def vocab_size(self) -> int:
-        return len(self.characters) + 256 * self.byte_fallback
 
     @cached_property
     @override
@@ -70,49 +58,47 @@ class CharTokenizer(Tokenizer):
 
     @cached_property
     @override
-    def is_newline_V(self) -> npt.NDArray[np.bool_]:
-        """(V,) the newline, as a character and as a byte."""
-        return np.array([content == b"\n" for content in self._token_bytes])
-
-    @cached_property
-    def _token_bytes(self) -> list[bytes]:
-        characters = [character.encode("utf-8") for character in self.characters]
-        return [*characters, *(bytes([byte]) for byte in range(256))] if self.byte_fallback else characters
+    def token_bytes(self) -> tuple[bytes, ...]:
+        """(V,) the UTF-8 bytes of each character, then the byte values if the tokenizer has byte fallback."""
+        characters = (character.encode("utf-8") for character in self.characters)
+        return (*characters, *(ALL_BYTES if self.byte_fallback else ()))
 
     @cached_property
     def _id_of_code_point(self) -> npt.NDArray[np.int32]:
-        """Ids by code point; -1 for characters that are not in the vocabulary."""
+        """The id of each code point, or -1 if the character is not in the vocabulary."""
         ids = np.full(_NUM_CODE_POINTS, -1, dtype=np.int32)
         ids[code_points(self.characters)] = np.arange(len(self.characters))
         return ids
 
     @override
     def last_boundary(self, text: bytes) -> int:
-        return whole_characters(text)
+        """Return the length of the text without an incomplete last character."""
+        for length in range(1, min(4, len(text)) + 1):
+            byte = text[-length]
+            if byte & 0xC0 != 0x80:  # the first byte of a UTF-8 character, which determines how many bytes it has
+                char_length = 1 if byte < 0x80 else 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
+                return len(text) - length if char_length > length else len(text)
+        return len(text)
 
     @override
     def encode_chunk(self, chunk: bytes) -> EncodedChunk:
         text = decode_utf8(chunk)
         ids = self._id_of_code_point[code_points(text)]
-        other = np.flatnonzero(ids < 0)
-        if other.size:
-            first = int(other[0])
-            if not self.byte_fallback:
-                raise EncodingError(
-                    len(text[:first].encode("utf-8")),
-                    f"the character {text[first]!r} (U+{ord(text[first]):04X}) is not one of the {self.vocab_size} of "
-                    "this vocabulary, which has no byte fallback; remove it, or take another tokenizer",
-                )
-            contents = [text[index].encode("utf-8") for index in other]
+        unknown = np.flatnonzero(ids < 0)
+        if unknown.size and not self.byte_fallback:
+            index = int(unknown[0])
+            raise EncodingError(
+                len(text[:index].encode("utf-8")),
+                f"the character {text[index]!r} (U+{ord(text[index]):04X}) is not one of the {self.vocab_size} of this "
+                "vocabulary, which has no byte fallback; remove it, or use another tokenizer",
+            )
+        if unknown.size:
+            utf8 = [text[index].encode("utf-8") for index in unknown]
             lengths = np.ones(len(ids), dtype=np.int64)
-            lengths[other] = [len(content) for content in contents]
+            lengths[unknown] = [len(content) for content in utf8]
             ids = np.repeat(ids, lengths)
-            ids[ids < 0] = np.frombuffer(b"".join(contents), dtype=np.uint8).astype(np.int32) + len(self.characters)
+            ids[ids < 0] = np.frombuffer(b"".join(utf8), dtype=np.uint8).astype(np.int32) + len(self.characters)
         return EncodedChunk(ids.astype(token_dtype(self.vocab_size)))
-
-    @override
-    def decode_bytes(self, ids: npt.ArrayLike) -> bytes:
-        return b"".join(map(self._token_bytes.__getitem__, self.check_ids(ids).tolist()))
 
     @override
     def to_json(self) -> dict[str, Any]:
@@ -133,7 +119,6 @@ class CharTokenizer(Tokenizer):
             raise ValueError("its characters are not a list of single characters")
         if len(set(characters)) < len(characters) or not (byte_fallback or characters):
             raise ValueError("it has no characters, or one of them twice")
-        joined = "".join(characters)
-        joined.encode("utf-8")  # raises for an unpaired surrogate
-        vocab_size = len(joined) + 256 * byte_fallback
-        return cls(joined, check_counts(values.get("counts"), vocab_size), byte_fallback)
+        tokenizer = cls("".join(characters), None, byte_fallback)
+        # vocab_size raises a ValueError for an unpaired surrogate, which has no UTF-8 bytes
+        return replace(tokenizer, counts=check_counts(values.get("counts"), tokenizer.vocab_size))

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from typing import Protocol
 
-from transformer_xl.text.tokenizers.base import EncodingError
+from transformer_xl.text.tokenizers.base import EncodingError, Tokenizer
 
 ENCODE_CHUNK_BYTES = 4 * 2**20
 """Approximate size of the chunks that are encoded at once."""
@@ -15,17 +14,8 @@ MAX_UNSPLIT_BYTES = 16 * 2**20
 _SEARCHED_BYTES = 256
 
 
-class BoundaryFinder(Protocol):
-    """The part of `Tokenizer` that `split_chunks` needs; see its documentation."""
-
-    @property
-    def adds_final_newline(self) -> bool: ...
-
-    def last_boundary(self, text: bytes) -> int: ...
-
-
-def split_chunks(tokenizer: BoundaryFinder, chunks: Iterable[bytes], size: int = ENCODE_CHUNK_BYTES) -> Iterator[bytes]:
-    """Split a document again at positions that do not change its tokens; little more than one chunk is held in memory.
+def split_chunks(tokenizer: Tokenizer, chunks: Iterable[bytes], size: int = ENCODE_CHUNK_BYTES) -> Iterator[bytes]:
+    """Split a document at positions that do not change its tokens; little more than one chunk is held in memory.
 
     Args:
         tokenizer: finds the positions, and determines whether a final newline is added.
@@ -36,47 +26,46 @@ def split_chunks(tokenizer: BoundaryFinder, chunks: Iterable[bytes], size: int =
         EncodingError: more than `MAX_UNSPLIT_BYTES` cannot be split; the position is relative to the document.
     """
     assert 0 < size <= MAX_UNSPLIT_BYTES
-    held, position, limit, last_byte = bytearray(), 0, size, b""
+    buffer, buffer_start, limit, last_byte = bytearray(), 0, size, b""
     for chunk in chunks:
         rest = memoryview(chunk)
         while rest:
-            taken = rest[: limit - len(held)]
-            rest = rest[len(taken) :]
-            held += taken
-            if len(held) < limit:
+            addition = rest[: limit - len(buffer)]
+            rest = rest[len(addition) :]
+            buffer += addition
+            if len(buffer) < limit:
                 break
-            text = bytes(held)
-            cut = tokenizer.last_boundary(text)
-            if cut:
-                yield text[:cut]
-                held, position, last_byte = bytearray(text[cut:]), position + cut, text[cut - 1 : cut]
-            elif len(held) > MAX_UNSPLIT_BYTES:
-                raise EncodingError(position, _NO_SPACE if text.split(None, 1) == [text.lstrip()] else _NO_NEWLINE)
-            limit = min(len(held) + size, MAX_UNSPLIT_BYTES + 1)
-    last_byte = bytes(held[-1:]) or last_byte
+            text = bytes(buffer)
+            end = tokenizer.last_boundary(text)
+            if end:
+                yield text[:end]
+                buffer, buffer_start, last_byte = bytearray(text[end:]), buffer_start + end, text[end - 1 : end]
+            elif len(buffer) > MAX_UNSPLIT_BYTES:
+                raise EncodingError(buffer_start, _NO_SPACE if text.split(None, 1) == [text.lstrip()] else _NO_NEWLINE)
+            limit = min(len(buffer) + size, MAX_UNSPLIT_BYTES + 1)
+    last_byte = bytes(buffer[-1:]) or last_byte
     if tokenizer.adds_final_newline and last_byte not in (b"", b"\n"):
-        held += b"\n"
-    if held:
-        yield bytes(held)
+        buffer += b"\n"
+    if buffer:
+        yield bytes(buffer)
 
 
-_NO_SPACE = "no white space in 16 MiB, is this text?; leave it out, or use --tokenizer byte"
+_NO_SPACE = "no whitespace in 16 MiB, so this is probably not text; leave it out, or use --tokenizer byte"
 _NO_NEWLINE = (
-    "no newline in 16 MiB, nor white space at which this tokenizer can split the text; break the line, or leave it out"
+    "no newline in 16 MiB, nor whitespace at which this tokenizer can split the text; break the line, or leave it out"
 )
 
 
 def last_whitespace(text: bytes) -> int:
-    """Return the position after the last ASCII whitespace in `text`, or 0 if it has none."""
+    """Return the position after the last ASCII whitespace in `text`, or 0 if there is none."""
     return 1 + max(text.rfind(character) for character in b" \n\t\r\v\f")
 
 
 def last_match_in_line(pattern: re.Pattern[bytes], text: bytes) -> int:
     """Return the start of the last match in the last line, or the start of that line if nothing matches."""
-    line = text.rfind(b"\n") + 1
-    start, width = len(text), _SEARCHED_BYTES
-    position = line
-    while position == line and start > line:  # search backwards, since the last match is usually near the end
-        start, width = max(line, len(text) - width), 2 * width
-        position = max((match.start() for match in pattern.finditer(text, start)), default=line)
-    return position
+    line_start = text.rfind(b"\n") + 1
+    search_start, num_searched, last_match = len(text), _SEARCHED_BYTES, line_start
+    while last_match == line_start and search_start > line_start:  # search backwards: the last match is usually near
+        search_start, num_searched = max(line_start, len(text) - num_searched), 2 * num_searched
+        last_match = max((match.start() for match in pattern.finditer(text, search_start)), default=line_start)
+    return last_match

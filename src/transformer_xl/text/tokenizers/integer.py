@@ -1,7 +1,8 @@
 """Integer tokens: music, proteins, or the output of another tokenizer.
 
 The text has one sequence of integers per line, separated by whitespace. Ids are the integers themselves,
-0 .. num_values - 1, and id `num_values` is the end-of-sequence token of every line. An empty line is an empty sequence.
+0 .. num_values - 1, and id `num_values` is the end-of-sequence token, which ends every line. An empty line is an empty
+sequence.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -21,69 +22,43 @@ from transformer_xl.text.tokenizers.base import EncodedChunk, EncodingError, Tok
 from transformer_xl.text.tokenizers.chunking import last_whitespace
 from transformer_xl.text.tokenizers.pre_tokenizer import WhitespaceDetokenizer, WordStreamDecoder
 
-MAX_VALUES = INT32_MAX - 1  # so that the size of the vocabulary is at most INT32_MAX
-_MAX_DIGITS = 10  # of a number below MAX_VALUES
+MAX_VALUES = INT32_MAX - 1  # so that the vocabulary, with its end-of-sequence token, has at most INT32_MAX tokens
 _NEWLINE = -1
-_IS_WHITESPACE = np.isin(np.arange(256), list(b" \n\t\r\v\f"))
 
 
-def read_numbers(chunk: bytes, below: int = MAX_VALUES) -> npt.NDArray[np.int64]:
+def parse_integers(chunk: bytes, limit: int = MAX_VALUES) -> npt.NDArray[np.int64]:
     """Return the integers of a chunk in order, with -1 for each newline.
 
     Args:
         chunk: integers in the digits 0 to 9, separated by ASCII whitespace.
-        below: exclusive upper bound of the integers.
+        limit: exclusive upper bound of the integers.
 
     Raises:
         EncodingError: the chunk contains anything else.
     """
-    text = np.frombuffer(chunk, dtype=np.uint8)
-    is_digit = (text >= ord("0")) & (text <= ord("9"))
-    if not (is_digit | _IS_WHITESPACE[text]).all():
-        raise _not_a_number(chunk, int(np.argmin(is_digit | _IS_WHITESPACE[text])), below)
-    is_newline = text == ord("\n")
-    is_last = is_digit.copy()
-    is_last[:-1] &= ~is_digit[1:]  # the last digit of each number
-    ends = np.flatnonzero(is_last | is_newline)
-    positions = ends.copy()
-    inside = is_digit[ends]
-    values = np.zeros(len(ends), dtype=np.int64)
-    for power in range(_MAX_DIGITS):
-        values[inside] += (text[positions[inside]] - ord("0")) * np.int64(10**power)
-        positions -= 1
-        inside &= (positions >= 0) & is_digit[positions]
-        if not inside.any():
-            break
-    values[is_newline[ends]] = _NEWLINE
-    if inside.any():
-        inside[inside] = _has_nonzero_digit(text, is_digit, positions[inside])
-    wrong = inside | (values >= below)
-    if wrong.any():
-        raise _not_a_number(chunk, int(ends[wrong.argmax()]), below)
+    invalid = re.search(rb"[^0-9\s]", chunk)
+    if invalid:
+        raise _not_an_integer(chunk, last_whitespace(chunk[: invalid.start()]), limit)
+    # fromstring parses an integer that exceeds int64 as the largest int64, and text of only spaces as one 0
+    values = np.fromstring(chunk.replace(b"\n", b" %d " % _NEWLINE).strip(), dtype=np.int64, sep=" ")
+    if (values >= limit).any():
+        index = int((values >= limit).argmax())
+        word = next(islice(re.finditer(rb"\S+|\n", chunk), index, None))
+        raise _not_an_integer(chunk, word.start(), limit)
     return values
 
 
-def _has_nonzero_digit(
-    text: npt.NDArray[np.uint8], is_digit: npt.NDArray[np.bool_], positions: npt.NDArray[np.int64]
-) -> npt.NDArray[np.bool_]:
-    """Return whether a nonzero digit is at or before each position in the same number."""
-    nonzero = np.maximum.accumulate(np.where(text == ord("0"), -1, np.arange(len(text))))[positions]
-    return (nonzero >= 0) & is_digit[nonzero]
-
-
-def _not_a_number(chunk: bytes, position: int, below: int) -> EncodingError:
-    """Return the error for the word that contains this byte."""
-    start = last_whitespace(chunk[:position])
-    match = re.match(rb"[^ \n\t\r\v\f]+", chunk[start:])
-    word = (match[0] if match else b"").decode("utf-8", errors="backslashreplace")
+def _not_an_integer(chunk: bytes, start: int, limit: int) -> EncodingError:
+    """Return the error for the word that starts at this position."""
+    word = chunk[start:].split(maxsplit=1)[0].decode("utf-8", errors="backslashreplace")
     digits = word.lstrip("0") if re.fullmatch("[0-9]+", word) else ""
-    if digits and len(digits) <= _MAX_DIGITS and int(digits) < MAX_VALUES:
+    if digits and len(digits) <= len(str(MAX_VALUES)) and int(digits) < MAX_VALUES:
         advice = f"remove it, or prepare the corpus with --vocab-size {int(digits) + 2} or more"
     elif digits or re.fullmatch("-[0-9]+", word):
         advice = "remove it, or renumber the values from 0"
     else:
         advice = "write it in the digits 0 to 9 alone, or remove it"
-    return EncodingError(start, f"{quoted(word)} is not an integer from 0 to {below - 1}; {advice}")
+    return EncodingError(start, f"{quoted(word)} is not an integer from 0 to {limit - 1}; {advice}")
 
 
 @dataclass(frozen=True)
@@ -100,8 +75,13 @@ class IntegerTokenizer(Tokenizer):
     @property
     @override
     def vocab_size(self) -> int:
-        """Number of integers plus the end-of-sequence token."""
+        """Number of different integers, plus 1 for the end-of-sequence token."""
         return self.num_values + 1
+
+    @property
+    @override
+    def eos_token_id(self) -> int:
+        return self.num_values
 
     @property
     @override
@@ -109,31 +89,18 @@ class IntegerTokenizer(Tokenizer):
         """The end-of-sequence token, as if a sequence had just ended."""
         return self.num_values
 
-    @cached_property
-    @override
-    def is_newline_V(self) -> npt.NDArray[np.bool_]:
-        """(V,) true only for the end-of-sequence token."""
-        return np.arange(self.vocab_size) == self.num_values
-
-    @property
-    @override
-    def adds_final_newline(self) -> bool:
-        return True
-
     @override
     def last_boundary(self, text: bytes) -> int:
         return last_whitespace(text)
 
     @override
     def encode_chunk(self, chunk: bytes) -> EncodedChunk:
-        numbers = read_numbers(chunk, self.num_values)
-        return EncodedChunk(
-            np.where(numbers == _NEWLINE, self.num_values, numbers).astype(token_dtype(self.vocab_size))
-        )
+        values = parse_integers(chunk, self.num_values)
+        return EncodedChunk(np.where(values == _NEWLINE, self.num_values, values).astype(token_dtype(self.vocab_size)))
 
     @override
     def stream_decoder(self) -> WordStreamDecoder:
-        return WordStreamDecoder(self, str, WhitespaceDetokenizer(), eos_token_id=self.num_values)
+        return WordStreamDecoder(self, str, WhitespaceDetokenizer())
 
     @override
     def to_json(self) -> dict[str, Any]:

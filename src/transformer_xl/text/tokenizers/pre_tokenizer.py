@@ -1,10 +1,10 @@
-"""Splits text into words, and joins words to text."""
+"""Splits text into words for word tokenizers, and joins their words to text again."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 from transformer_xl.text.tokenizers import moses, punctuation
 from transformer_xl.text.tokenizers.base import Tokenizer, decode_utf8
@@ -13,20 +13,8 @@ from transformer_xl.text.tokenizers.chunking import last_whitespace
 PreTokenizerName = Literal["whitespace", "punctuation", "moses"]
 
 
-class Detokenizer(Protocol):
-    """Turns words back into text, one at a time."""
-
-    def push(self, word: str) -> str:
-        """Return the text that is final after this word: usually the word, after any whitespace."""
-        ...
-
-    def finish(self) -> str:
-        """Return the withheld text; the next word begins a line."""
-        ...
-
-
 class WhitespaceDetokenizer:
-    """Puts one space between the words of a line."""
+    """Joins the words of a line with one space."""
 
     def __init__(self) -> None:
         self._space = ""
@@ -37,9 +25,13 @@ class WhitespaceDetokenizer:
         return space + word
 
     def finish(self) -> str:
-        """Return nothing, since nothing is withheld."""
+        """End the line. Return an empty string, since no text is withheld."""
         self._space = ""
         return ""
+
+
+Detokenizer = WhitespaceDetokenizer | punctuation.PunctuationDetokenizer | moses.MosesDetokenizer
+"""Joins words one at a time: push(word) returns the text that is final, finish() ends the line and returns the rest."""
 
 
 @dataclass(frozen=True)
@@ -47,20 +39,20 @@ class PreTokenizer:
     """How text is split into words."""
 
     name: PreTokenizerName = "whitespace"
-    """whitespace: words are separated by ASCII whitespace. punctuation: punctuation and numbers are split as well,
-    in the forms of WikiText (`punctuation.py`). moses: the same by the rules of Hugging Face's tokenizer (`moses.py`).
+    """whitespace: words are separated by ASCII whitespace. punctuation: punctuation and numbers are split as well, as
+    in the data set WikiText (`punctuation.py`). moses: the same by the rules of Hugging Face's tokenizer (`moses.py`).
     """
     lowercase: bool = False
     """Whether the text is lowercased first."""
 
     def last_boundary(self, text: bytes) -> int:
-        """Return the last position at which splitting `text` changes no word, or 0 if none."""
+        """Return the last position where splitting `text` changes no word, or 0 if there is no such position."""
         if self.name == "moses":  # the end of a line can change all of its words
             return text.rfind(b"\n") + 1
         return last_whitespace(text) if self.name == "whitespace" else punctuation.last_boundary(text)
 
     def split(self, chunk: bytes, eos_token: bytes = b"") -> list[bytes]:
-        """Return the words of a chunk as UTF-8, with `eos_token` (if given) for each newline.
+        """Return the words of a chunk as UTF-8, with `eos_token` (unless empty) for each newline.
 
         Raises:
             EncodingError: the chunk is not UTF-8.
@@ -76,7 +68,7 @@ class PreTokenizer:
         return (chunk.replace(b"\n", b" " + eos_token + b" ") if eos_token else chunk).split()
 
     def detokenizer(self) -> Detokenizer:
-        """Return a new detokenizer for this kind."""
+        """Return a new detokenizer for this pre-tokenizer."""
         if self.name == "moses":
             return moses.MosesDetokenizer()
         return WhitespaceDetokenizer() if self.name == "whitespace" else punctuation.PunctuationDetokenizer()
@@ -86,17 +78,14 @@ class WordStreamDecoder:
     """Decodes tokens that represent words; the end-of-sequence token ends a line.
 
     Args:
-        tokenizer: validates ids.
+        tokenizer: validates ids and has the end-of-sequence token.
         word_of: returns the word of an id.
         detokenizer: joins the words.
-        eos_token_id: the end-of-sequence token, or None.
     """
 
-    def __init__(
-        self, tokenizer: Tokenizer, word_of: Callable[[int], str], detokenizer: Detokenizer, eos_token_id: int | None
-    ) -> None:
-        self._tokenizer, self._vocab_size = tokenizer, tokenizer.vocab_size
-        self._word_of, self._detokenizer, self._eos_token_id = word_of, detokenizer, eos_token_id
+    def __init__(self, tokenizer: Tokenizer, word_of: Callable[[int], str], detokenizer: Detokenizer) -> None:
+        self._tokenizer, self._word_of, self._detokenizer = tokenizer, word_of, detokenizer
+        self._vocab_size, self._eos_token_id = tokenizer.vocab_size, tokenizer.eos_token_id
 
     def push(self, token: int) -> str:
         """Return the text that is final after this token."""

@@ -1,22 +1,22 @@
-"""The pre-tokenizer `punctuation`: English split into words in the forms of WikiText, and put together again.
+"""The pre-tokenizer `punctuation`: splits English as the data set WikiText is split, and joins the words again.
 
     the well-known "Map" (1.80 m by 23,000 km) isn't his.
     the well @-@ known " Map " ( 1 @.@ 80 m by 23 @,@ 000 km ) isn 't his .
 
-The rules are those of the Moses tokenizer for English (with aggressive hyphen splitting), with the joiners that
-WikiText has inside numbers. Hyphens between letters or digits become @-@, commas and full stops between digits @,@ and
-@.@. Dashes, quotation marks, brackets, slashes, currency signs and the like become words of their own. An apostrophe
-goes with the letters after it (isn 't, he 's), and is a word of its own after or before a word (the players ' names,
+The rules are those of the Moses tokenizer for English (with aggressive hyphen splitting), with WikiText's replacements
+inside numbers. Hyphens between letters or digits become @-@, commas and full stops between digits @,@ and @.@. Dashes,
+quotation marks, brackets, slashes, currency signs and other symbols become separate words. An apostrophe is joined to
+the letters that follow it (isn 't, he 's), but is a separate word at the start or end of a word (the players ' names,
 ' so ').
 
-A full stop stays with a word that has another one inside (U.S.), with a single letter, with the abbreviations listed
-below, and if the next word begins with a lowercase letter; anywhere else it is a word of its own. Special tokens such
-as <unk> stay whole, and so do @-@ and 's between white space, so that text that was split before stays as it is, except
-for rare words. White space is ASCII white space.
+A full stop stays with its word if the word contains another full stop (U.S.), is a single letter or one of the
+abbreviations below, or if the next word begins with a lowercase letter; otherwise it is a separate word. Special tokens
+such as <unk> stay whole, and so do @-@ and 's between whitespace, so that text that is already split stays unchanged,
+except for rare words. Whitespace is ASCII whitespace.
 
-Detokenizing reads from left to right and has to guess: quotation marks open and close in turns, a slash and an en dash
-between numbers have no white space around them, and an apostrophe after a final s belongs to that word. Splitting the
-result again gives the same words, except in rare cases.
+The detokenizer joins words from left to right and has to guess: every second quotation mark closes a quote, a slash and
+an en dash between numbers have no spaces around them, and an apostrophe after a final s belongs to that word. Splitting
+the result again gives the same words, except in rare cases.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from functools import lru_cache
 from itertools import zip_longest
 
 from transformer_xl.text.tokenizers.chunking import last_match_in_line
+from transformer_xl.text.tokenizers.moses import JOINERS
 
 _ATOM = re.compile(
     r"<[A-Za-z]+>"  # a special token such as <unk>
@@ -35,83 +36,83 @@ _ATOM = re.compile(
     r"|.",
     flags=re.DOTALL,
 )
+"""The smallest parts of a text that are never split."""
 _ABBREVIATIONS = re.compile(
     r"[A-Z]|Adj|Adm|Adv|Asst|Bart|Bldg|Brig|Bros|Capt|Cmdr|Col|Comdr|Con|Corp|Cpl|Drs?|Ens|Gen|Gov|Hon|Hosp|Insp|Lt|Maj"
     r"|Messrs|Mlle|Mme|Mrs?|Ms|Msgr|Nos|Nr|Op|Ord|Pfc|Ph|Prof|Pvt|Reps?|Res|Rev|Rt|Sens?|Sfc|Sgt|Sr|St|Supt|Surg|vs?"
 )
-_BEFORE_NUMBERS = frozenset({"No", "Art", "pp", "p"})
-_CACHED_BYTES = 40
-_JOINERS = {"@-@": "-", "@,@": ",", "@.@": "."}
-_CONTRACTED = frozenset({"s", "t", "m", "d", "re", "ve", "ll"})
+_ABBREVIATIONS_BEFORE_NUMBERS = frozenset({"No", "Art", "pp", "p"})
+_CONTRACTIONS = frozenset({"s", "t", "m", "d", "re", "ve", "ll"})  # after an apostrophe
+_MAX_CACHED_BYTES = 40
 
 
 def split_line(line: bytes) -> list[bytes]:
-    """Return the words of one line of UTF-8 text, in the forms of WikiText."""
+    """Return the words of one line of UTF-8 text."""
     words: list[bytes] = []
     chunks = line.split()
-    for chunk, following in zip_longest(chunks, chunks[1:], fillvalue=b""):
+    for chunk, next_chunk in zip_longest(chunks, chunks[1:], fillvalue=b""):
         if chunk.isalnum():
             words.append(chunk)
         else:
-            split = _split_cached if len(chunk) <= _CACHED_BYTES else _split_chunk
-            words += split(chunk, _begins(following) if chunk.endswith(b".") else "")
+            split = _split_cached if len(chunk) <= _MAX_CACHED_BYTES else _split_chunk
+            words += split(chunk, _kind_of_start(next_chunk.decode("utf-8")) if chunk.endswith(b".") else "")
     return words
 
 
-def _split_chunk(chunk: bytes, following: str) -> tuple[bytes, ...]:
-    """The words of what is between white space.
+def _split_chunk(chunk: bytes, next_start: str) -> tuple[bytes, ...]:
+    """Return the words of a part of the line between whitespace.
 
     Args:
-        chunk: UTF-8 text without ASCII white space.
-        following: what the next one begins with: "lowercase", "number" (or a special token), or "" for all else.
+        chunk: UTF-8 text without ASCII whitespace.
+        next_start: `_kind_of_start` of the next chunk.
     """
     text = chunk.decode("utf-8")
-    if text in _JOINERS or (text[0] == "'" and text[1:] in _CONTRACTED):  # it was split before
+    if text in JOINERS or (text[0] == "'" and text[1:] in _CONTRACTIONS):  # it was split before
         return (chunk,)
-    words = ["".join(parts) for parts in _separated(_ATOM.findall(text))]
-    found: list[str] = []
-    for index, word in enumerate(words):
-        after = _begins(words[index + 1].encode()) if index + 1 < len(words) else following
-        found += [word[:-1], "."] if _ends_sentence(word, after) else [word]
-    return tuple(word.encode("utf-8") for word in found)
+    words = ["".join(atoms) for atoms in _group_atoms(_ATOM.findall(text))]
+    starts_after = [*map(_kind_of_start, words[1:]), next_start]
+    split: list[str] = []
+    for word, start_after in zip(words, starts_after, strict=True):
+        split += [word[:-1], "."] if _ends_sentence(word, start_after) else [word]
+    return tuple(word.encode("utf-8") for word in split)
 
 
 _split_cached = lru_cache(maxsize=2**17)(_split_chunk)  # most words of a text are repeated
 
 
-def _separated(atoms: Sequence[str]) -> list[list[str]]:
-    """The atoms that make up each word; full stops are still at the ends of words."""
+def _group_atoms(atoms: Sequence[str]) -> list[list[str]]:
+    """Return the atoms that make up each word; full stops are not separated from the ends of words yet."""
     words: list[list[str]] = []
-    open_word = False  # whether the last word may take more atoms
-    for index, atom in enumerate(atoms):
-        before = atoms[index - 1] if index else ""
-        after = atoms[index + 1] if index + 1 < len(atoms) else ""
+    word_is_open = False  # whether the last word may take more atoms
+    for before, atom, after in zip(["", *atoms], atoms, [*atoms[1:], ""], strict=False):
         continues = _is_wordlike(atom) and not _is_special(before)
         if (atom in (",", ".") and _ends_number(before) and _starts_number(after)) or (
             atom == "-" and _is_wordlike(before) and _is_wordlike(after)
         ):
             words.append([f"@{atom}@"])
-            open_word = False
-        elif open_word and not _is_special(atom) and (continues or atom in ("-", ".")):
+            word_is_open = False
+        elif word_is_open and not _is_special(atom) and (continues or atom in ("-", ".")):
             words[-1].append(atom)
         else:
             words.append([atom])
-            open_word = (
+            word_is_open = (
                 continues or _is_special(atom) or atom in ("-", ".") or (atom == "'" and _contracts(before, after))
             )
     return words
 
 
 def _is_special(atom: str) -> bool:
+    """Return whether the atom is a special token."""
     return len(atom) > 2 and atom[0] == "<"
 
 
 def _is_wordlike(atom: str) -> bool:
+    """Return whether the atom starts with a letter, digit or combining accent, or is a special token."""
     return _is_special(atom) or atom[:1].isalnum() or "\u0300" <= atom[:1] <= "\u036f"
 
 
 def _ends_number(atom: str) -> bool:
-    return _is_special(atom) or atom[-1:].isnumeric()  # a special token may stand for a number
+    return _is_special(atom) or atom[-1:].isnumeric()  # a special token may replace a number
 
 
 def _starts_number(atom: str) -> bool:
@@ -119,95 +120,102 @@ def _starts_number(atom: str) -> bool:
 
 
 def _contracts(before: str, after: str) -> bool:
-    """Whether an apostrophe between these two goes with the second."""
+    """Return whether an apostrophe between these atoms belongs to the second, as in isn 't and 1980 's."""
     if before[-1:].isnumeric():
         return after.startswith("s")
     return _is_wordlike(before) and after[:1].isalpha()
 
 
-def _ends_sentence(word: str, following: str) -> bool:
-    """Whether the full stop at the end of `word` is not part of it."""
+def _ends_sentence(word: str, next_start: str) -> bool:
+    """Return whether the word ends in a full stop that is a separate word.
+
+    Args:
+        word: a word, possibly with a full stop at its end.
+        next_start: `_kind_of_start` of the next word.
+    """
     stem = word[:-1]
-    if not stem or word[-1] != "." or stem[-1] == "." or following == "lowercase":
+    if not stem or word[-1] != "." or stem[-1] == "." or next_start == "lowercase":
         return False
-    if "." in stem and any(map(str.isalpha, stem)):
+    if ("." in stem and any(map(str.isalpha, stem))) or _ABBREVIATIONS.fullmatch(stem):
         return False
-    if _ABBREVIATIONS.fullmatch(stem):
-        return False
-    return not (stem in _BEFORE_NUMBERS and following == "number")
+    return not (stem in _ABBREVIATIONS_BEFORE_NUMBERS and next_start == "number")
 
 
-def _begins(chunk: bytes) -> str:
-    first = chunk[:4].decode("utf-8", errors="ignore")[:1]
+def _kind_of_start(text: str) -> str:
+    """Return whether a text begins with a "lowercase" letter, a "number" or special token, or anything else ("")."""
+    first = text[:1]
     return "lowercase" if first.islower() else "number" if first.isdigit() or first == "<" else ""
 
 
-_OPENING = frozenset("([{“‘«$£€¥#")
-_CLOSING = frozenset(")]}”’»,.;:!?%°′″")
-_INNER = frozenset("/⁄—‑_")
+_NO_SPACE_AFTER = frozenset("([{“‘«$£€¥#")
+_NO_SPACE_BEFORE = frozenset(")]}”’»,.;:!?%°′″")
+_NO_SPACE_AROUND = frozenset("/⁄—‑_")
 
 
 class PunctuationDetokenizer:
-    """Puts together what `split_line` split, by the words before in the same line."""
+    """Joins the words of `split_line` to text; spacing depends on the preceding words of the same line."""
 
     def __init__(self) -> None:
-        self._begin()
+        self._begin_line()
 
     def push(self, word: str) -> str:
-        """Return the word as it is written; an en dash after a number is held back until the next word."""
-        text = self._dash(between_numbers=_starts_number(word)) if self._held_dash else ""
-        if word == "–" and _ends_number(self._last):
-            self._held_dash = True
+        """Return the text of the word, with a space before it if one belongs there.
+
+        An en dash after a number is withheld until the next word, which determines its spacing.
+        """
+        text = self._flush_dash(between_numbers=_starts_number(word)) if self._withholds_dash else ""
+        if word == "–" and _ends_number(self._previous):
+            self._withholds_dash = True
             return text
-        before, after = self._white_space(word)
-        text += " " * (before and not self._tight) + _JOINERS.get(word, word)
-        self._clock = word == ":" and self._last.isnumeric()
-        self._tight, self._last = not after, word
+        space_before, space_after = self._spaces(word)
+        text += " " * (space_before and not self._omit_next_space) + JOINERS.get(word, word)
+        self._after_hour = word == ":" and self._previous.isnumeric()
+        self._omit_next_space, self._previous = not space_after, word
         return text
 
     def finish(self) -> str:
-        """Return a dash that was held back; the next word begins a line."""
-        text = self._dash(between_numbers=False) if self._held_dash else ""
-        self._begin()
+        """End the line. Return a withheld en dash, or an empty string."""
+        text = self._flush_dash(between_numbers=False) if self._withholds_dash else ""
+        self._begin_line()
         return text
 
-    def _begin(self) -> None:
-        self._last = ""
-        self._tight = True  # no white space before the next word
-        self._open: set[str] = set()  # quotation marks that were opened
-        self._clock = False  # after the colon of 16:00
-        self._held_dash = False
+    def _begin_line(self) -> None:
+        self._previous = ""
+        self._omit_next_space = True
+        self._open_quotes: set[str] = set()
+        self._after_hour = False  # whether the last two words can be the hour and the colon of a time such as 16:00
+        self._withholds_dash = False
 
-    def _dash(self, *, between_numbers: bool) -> str:
-        self._held_dash, self._last, self._tight = False, "–", between_numbers
+    def _flush_dash(self, *, between_numbers: bool) -> str:
+        self._withholds_dash, self._previous, self._omit_next_space = False, "–", between_numbers
         return "–" if between_numbers else " –"
 
-    def _white_space(self, word: str) -> tuple[bool, bool]:
-        """Whether white space may stand before and after it."""
-        if word in _JOINERS or word in _INNER or not word.isprintable():
+    def _spaces(self, word: str) -> tuple[bool, bool]:
+        """Update the open quotes, and return whether a space may precede the word, and whether one may follow it."""
+        if word in JOINERS or word in _NO_SPACE_AROUND or not word.isprintable():
             return False, False
-        if word in self._open:
-            self._open.remove(word)
+        if word in self._open_quotes:
+            self._open_quotes.remove(word)
             return False, True
-        if word == "'" and self._last.endswith("s"):  # the players' names
+        if word == "'" and self._previous.endswith("s"):  # the players' names
             return False, True
         if word in ('"', "'"):
-            self._open.add(word)
+            self._open_quotes.add(word)
             return True, False
-        closes = word in _CLOSING or word.startswith(("'", ".."))
-        closes = closes and not (word[0] == self._last[-1:] == ".")
-        contracted = self._last == "’" and word in _CONTRACTED
-        minutes = self._clock and len(word) == 2 and word.isnumeric()
-        return not (closes or contracted or minutes), word not in _OPENING
+        closes = word in _NO_SPACE_BEFORE or word.startswith(("'", ".."))
+        closes = closes and not (word[0] == self._previous[-1:] == ".")
+        is_contraction = self._previous == "’" and word in _CONTRACTIONS
+        is_minutes = self._after_hour and len(word) == 2 and word.isnumeric()
+        return not (closes or is_contraction or is_minutes), word not in _NO_SPACE_AFTER
 
 
 _BOUNDARY = re.compile(
     rb"(?<=[^\s.])[ \t\r\v\f]"
-    # after a full stop, a lowercase letter (or one that is lowercased) or a number would change the word before it
+    # after a full stop, a lowercase letter (or one that is lowercased) or a number would change the preceding word
     rb"|(?<=\.)[ \t\r\v\f](?=[ \t\r\v\f]*[^\sA-Za-z0-9<\x80-\xff])"
 )
 
 
 def last_boundary(text: bytes) -> int:
-    """Return the last position where cutting changes no word: after a newline, or before white space; 0 if none."""
+    """Return the last position where splitting changes no word: after a newline or before whitespace; 0 if none."""
     return last_match_in_line(_BOUNDARY, text)

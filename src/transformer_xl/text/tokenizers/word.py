@@ -1,8 +1,10 @@
 """Word tokens: the words of a pre-tokenizer, and an end-of-sequence token for each newline.
 
 Whitespace is ASCII whitespace, as in bytes.split; any other character, even NUL, can be part of a word. A word that is
-not in the vocabulary becomes the unknown token, or is refused if the tokenizer has no unknown token. A word that is
+not in the vocabulary becomes the unknown token, or is an error if the tokenizer has no unknown token. A word that is
 spelled like a special token is encoded as that token. So decoding does not always restore the text.
+
+Shape suffix: V vocabulary.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import repeat
 from typing import Any, get_args
 
 import numpy as np
@@ -33,11 +36,6 @@ from transformer_xl.text.tokenizers.pre_tokenizer import PreTokenizer, PreTokeni
 _WHITESPACE = PreTokenizer()
 
 
-class _IdOfWord(dict[bytes, int]):
-    def __missing__(self, word: bytes) -> int:
-        return -1
-
-
 @dataclass(frozen=True, eq=False)
 class WordTokenizer(Tokenizer):
     """A tokenizer with a list of words in the order of their ids, and a pre-tokenizer."""
@@ -49,7 +47,7 @@ class WordTokenizer(Tokenizer):
     eos_token: str | None = None
     """The word that represents a newline, or None if newlines are whitespace."""
     unk_token: str | None = None
-    """The word that represents all unknown words, or None if they are refused."""
+    """The word that represents all unknown words, or None if encoding them is an error."""
     pre_tokenizer: PreTokenizer = _WHITESPACE
     """How text is split into words."""
 
@@ -63,38 +61,24 @@ class WordTokenizer(Tokenizer):
         return len(self.words)
 
     @cached_property
-    def _id_of_word(self) -> _IdOfWord:
-        return _IdOfWord((word.encode("utf-8"), token) for token, word in enumerate(self.words))
-
-    def _id_of(self, special_token: str | None) -> int | None:
-        return None if special_token is None else self.words.index(special_token)
+    def _id_of_word(self) -> dict[bytes, int]:
+        return {word.encode("utf-8"): token for token, word in enumerate(self.words)}
 
     @cached_property
+    @override
     def eos_token_id(self) -> int | None:
-        """The end-of-sequence token, which represents a newline, or None if newlines are whitespace."""
-        return self._id_of(self.eos_token)
+        return None if self.eos_token is None else self.words.index(self.eos_token)
 
     @cached_property
     @override
     def unk_token_id(self) -> int | None:
-        return self._id_of(self.unk_token)
+        return None if self.unk_token is None else self.words.index(self.unk_token)
 
     @property
     @override
     def bos_token_id(self) -> int:
         """The end-of-sequence token, or the first word if the tokenizer has none."""
         return self.eos_token_id or 0
-
-    @property
-    @override
-    def adds_final_newline(self) -> bool:
-        return self.eos_token is not None
-
-    @cached_property
-    @override
-    def is_newline_V(self) -> npt.NDArray[np.bool_]:
-        """(V,) true only for the end-of-sequence token, if any."""
-        return np.arange(self.vocab_size) == (-1 if self.eos_token_id is None else self.eos_token_id)
 
     @override
     def last_boundary(self, text: bytes) -> int:
@@ -103,7 +87,7 @@ class WordTokenizer(Tokenizer):
     @override
     def encode_chunk(self, chunk: bytes) -> EncodedChunk:
         words = self.pre_tokenizer.split(chunk, (self.eos_token or "").encode("utf-8"))
-        ids = np.fromiter(map(self._id_of_word.__getitem__, words), dtype=np.int32, count=len(words))
+        ids = np.fromiter(map(self._id_of_word.get, words, repeat(-1)), dtype=np.int32, count=len(words))
         is_unknown = ids < 0
         num_unknown = int(np.count_nonzero(is_unknown))
         if num_unknown:
@@ -118,34 +102,29 @@ class WordTokenizer(Tokenizer):
         return EncodedChunk(ids.astype(token_dtype(self.vocab_size)), num_unknown)
 
     def _position(self, word: bytes, chunk: bytes) -> int:
-        """Return the first position of the word, or the start of its line if the split depends on adjacent words."""
+        """Return where the word occurs first, or the start of its line if pre-tokenization changed the word."""
         start = 0
         for line in chunk.split(b"\n"):
             if word in self.pre_tokenizer.split(line):
-                parts = (
-                    part.start() for part in _NOT_SPACE.finditer(line) if word in self.pre_tokenizer.split(part[0])
-                )
-                return start + next(parts, 0)
+                match = re.search(rb"(?<!\S)" + re.escape(word) + rb"(?!\S)", line)
+                return start + (match.start() if match else 0)
             start += len(line) + 1
-        raise AssertionError(f"{word!r} is not in the chunk it was found in")
+        raise AssertionError(f"{word!r} is not in the chunk that contains it")
 
     @override
     def stream_decoder(self) -> WordStreamDecoder:
-        detokenizer = self.pre_tokenizer.detokenizer()
-        return WordStreamDecoder(self, self.words.__getitem__, detokenizer, self.eos_token_id)
+        return WordStreamDecoder(self, self.words.__getitem__, self.pre_tokenizer.detokenizer())
 
     @override
     def count_words(self, ids: TokenArray) -> int | None:
         if self.pre_tokenizer.name != "whitespace":
             return None
-        return len(ids) - (0 if self.eos_token_id is None else int(np.count_nonzero(ids == self.eos_token_id)))
+        return len(ids) - int(np.count_nonzero(self.is_newline_V[ids]))
 
     @override
     def unknown_words(self, text: str | bytes) -> list[str]:
-        if self.unk_token is None:
-            return []
         words = self.pre_tokenizer.split(to_bytes(text).decode("utf-8", errors="replace").encode("utf-8"))
-        unknown = Counter(word for word in words if self._id_of_word[word] < 0)
+        unknown = Counter(word for word in words if word not in self._id_of_word)
         return [word.decode("utf-8") for word, _ in unknown.most_common()]
 
     @override
@@ -176,9 +155,6 @@ class WordTokenizer(Tokenizer):
         return cls(words, counts, *special_tokens, PreTokenizer(name, lowercase))
 
 
-_NOT_SPACE = re.compile(rb"[^ \n\t\r\v\f]+")
-
-
 def check_words(words: object) -> tuple[str, ...]:
     """Validate the words of a vocabulary: a non-empty list without duplicates or whitespace.
 
@@ -188,8 +164,8 @@ def check_words(words: object) -> tuple[str, ...]:
     if not isinstance(words, list) or not words or not all(isinstance(word, str) for word in words):
         raise ValueError("its words are not a list of strings")
     if "\n".join(words).encode("utf-8").split() != [word.encode("utf-8") for word in words]:
-        raise ValueError("one of its words is empty or has white space in it")
-    if len(set(words)) < len(words):
-        duplicate = next(word for word, number in Counter(words).items() if number > 1)
-        raise ValueError(f"it has the word {quoted(duplicate)} twice")
+        raise ValueError("one of its words is empty or contains whitespace")
+    word, count = Counter(words).most_common(1)[0]
+    if count > 1:
+        raise ValueError(f"it has the word {quoted(word)} twice")
     return tuple(words)
