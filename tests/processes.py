@@ -107,11 +107,11 @@ def check_world(world: DistributedContext) -> None:
     """Sums, questions, texts, and what one process finds wrong."""
     assert world.sum(torch.tensor([world.rank + 1, 10])).tolist() == [3, 20]
     assert (world.any(world.rank == 1), world.any(False)) == (True, False)
-    assert world.gather_texts(f"\u00e4{'x' * world.rank}") == ["\u00e4", "\u00e4x"]
+    assert world.gather(f"\u00e4{'x' * world.rank}") == ["\u00e4", "\u00e4x"]
     with pytest.raises(UserError, match="only here"):
         find_wrong(world, rank=1)
     world.seed(3, 0)
-    assert len(set(world.gather_texts(str(torch.rand(3).tolist())))) == 2
+    assert len(set(world.gather(str(torch.rand(3).tolist())))) == 2
 
 
 def check_sharding(world: DistributedContext) -> None:

@@ -31,14 +31,13 @@ def start_in(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]) -> No
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"WORLD_SIZE": "abc"}, "WORLD_SIZE is 'abc'.* integer at least 1"),
-        ({"WORLD_SIZE": ""}, "WORLD_SIZE is ''.* integer at least 1"),
-        ({"WORLD_SIZE": "0"}, "WORLD_SIZE is '0'.* integer at least 1"),
-        ({"RANK": None}, "RANK is missing .* integer from 0 to 1"),
-        ({"RANK": "5"}, "RANK is '5'.* integer from 0 to 1"),
-        ({"LOCAL_RANK": "-1"}, "LOCAL_RANK is '-1'.* integer from 0 to 1"),
-        ({"MASTER_ADDR": None}, "MASTER_ADDR is missing"),
-        ({"MASTER_PORT": "70000"}, "MASTER_PORT is '70000'.* integer from 1 to 65535"),
+        ({"WORLD_SIZE": "abc"}, "WORLD_SIZE: .*valid integer.*'abc'"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE: .*greater than or equal to 1.*'0'"),
+        ({"RANK": None}, "RANK: Field required"),
+        ({"RANK": "5"}, "RANK 5 must be below WORLD_SIZE 2"),
+        ({"LOCAL_RANK": "-1"}, "LOCAL_RANK: .*greater than or equal to 0.*'-1'"),
+        ({"MASTER_ADDR": None}, "MASTER_ADDR: Field required"),
+        ({"MASTER_PORT": "70000"}, "MASTER_PORT: .*less than or equal to 65535.*'70000'"),
     ],
 )
 def test_a_wrong_environment_is_told(

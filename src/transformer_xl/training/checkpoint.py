@@ -9,7 +9,6 @@ Names of tensors: `optimizer/PARAMETER/KEY`, `memory/NAME` (all rows), `average/
 
 from __future__ import annotations
 
-import json
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
@@ -93,12 +92,12 @@ def save_checkpoint(folder: RunFolder, trainer: Checkpointable, world: Distribut
                 new = new if path.exists() else path
                 temporary = stack.enter_context(atomic_folder(new))
                 save_tensors(temporary / "model.safetensors", weights)
-        temporary = Path(world.gather_texts(str(temporary))[0])
+        temporary = world.gather(temporary)[0]
         _write(tensors, temporary / "training", world)
         shard_files = [*(temporary / "training").glob(f"shard-{world.rank + 1:05}-*")]
         with world.raise_together(), as_user_error(f"reading {temporary / 'training'}"):
-            written = json.dumps({file.name: file_digest(file) for file in shard_files})
-        files = {name: digest for part in world.gather_texts(written) for name, digest in json.loads(part).items()}
+            digests = {file.name: file_digest(file) for file in shard_files}
+        files = {name: digest for process_digests in world.gather(digests) for name, digest in process_digests.items()}
         state = trainer.state.model_dump(mode="json")
         if world.is_first:
             CheckpointRecord(num_processes=world.size, state=state, files=files).write(temporary)

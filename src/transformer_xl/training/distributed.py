@@ -1,7 +1,8 @@
-"""The processes that train one model together, or a single process.
+"""Distributed training: joining the processes that torchrun started, communication between them, DDP and FSDP.
 
-Each process has its own rows of the batch and their memory. Sums are taken over all processes before anything is
-divided. `torchrun` starts the processes, restarts all of them if one dies, and sets the rank of each.
+Each process has a part of the batch rows, with the memory of these rows. Losses and counts are summed over all
+processes before they are divided. `torchrun` starts the processes, sets the rank of each in its environment, and
+restarts all of them if one dies. With a single process, all functions here work without communication.
 """
 
 from __future__ import annotations
@@ -15,15 +16,16 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.futures import Future
 
-from transformer_xl.config import UserError
+from transformer_xl.config import Settings, UserError, check_settings
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.text.segments import Shard
 
@@ -32,14 +34,14 @@ if TYPE_CHECKING:
 
 _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}  # with CUDA, gloo sums the tensors that are on the CPU
 
-_group_indices = itertools.count()  # a program may create several process groups, one after another
+_group_indices = itertools.count()  # a program can create several process groups, one after another
 
 _USE_TORCHRUN = "start several processes with torchrun, or unset WORLD_SIZE for a single one"
 
 
 @dataclass(frozen=True)
 class DistributedContext:
-    """The processes that train one run, seen from one of them."""
+    """One process of a training run, and its communication with the other processes."""
 
     rank: int = 0
     """Index of this process, from 0."""
@@ -52,16 +54,16 @@ class DistributedContext:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the process that prints and writes everything that is the same in all processes."""
+        """Whether this is the process that prints, and writes the files that are the same for all processes."""
         return self.rank == 0
 
     @property
     def shard(self) -> Shard:
-        """Which rows of the batch this process reads."""
+        """The batch rows of this process."""
         return Shard(self.rank, self.size)
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Return the sum over all processes, in every process. Does not wait for the device."""
+        """Return the sum of the processes' tensors, in every process. Does not wait for the device."""
         if self.size == 1:
             return tensor
         total = tensor.detach().clone()
@@ -69,7 +71,7 @@ class DistributedContext:
         return total
 
     def any(self, flag: bool) -> bool:
-        """Return, in every process, whether the flag is true in any. Waits for all processes, not for the device."""
+        """Return, in every process, whether the flag is true in any process. Waits for all processes."""
         return bool(self.sum(torch.tensor(int(flag))))
 
     def barrier(self) -> None:
@@ -90,26 +92,22 @@ class DistributedContext:
             if self.size == 1:
                 raise
             local_error = error
-        if self.size > 1 and (first := next((text for text in self.gather_texts(str(local_error or "")) if text), "")):
-            raise UserError(first) from local_error
+        for message in self.gather(str(local_error) if local_error else None):
+            if message is not None:
+                raise UserError(message) from local_error
 
-    def gather_texts(self, text: str) -> list[str]:
-        """Return the texts of all processes in their order, in every process."""
-        if self.size == 1:
-            return [text]
-        local = torch.frombuffer(bytearray(text.encode() + b"\0"), dtype=torch.uint8)
-        lengths = [torch.zeros((), dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(lengths, torch.tensor(len(local)))
-        longest = max(map(int, lengths))
-        padded = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
-        dist.all_gather(padded, nn.functional.pad(local, (0, longest - len(local))))
-        return [bytes(one.tolist()).rstrip(b"\0").decode() for one in padded]
+    def gather(self, value: Any) -> list[Any]:
+        """Return the values of all processes in the order of ranks, in every process; small Python objects."""
+        values = [value] * self.size
+        if self.size > 1:
+            dist.all_gather_object(values, value)
+        return values
 
     def wrap(self, module: nn.Module, parallelism: str) -> nn.Module:
         """Wrap a module so that its gradients are sums over all processes (not means).
 
-        With `ddp` each process has all weights. With `fsdp` each has a shard of them: each layer is gathered when it is
-        used and resharded after it, and the rest of the model is another FSDP unit.
+        With `ddp` each process has all weights. With `fsdp` each process has a shard of every weight: the weights of a
+        layer are gathered before the layer is used and resharded afterwards, and so is the rest of the model.
         """
         if self.size == 1:
             return module
@@ -117,31 +115,27 @@ class DistributedContext:
             from torch.nn.parallel import DistributedDataParallel
 
             wrapped = DistributedDataParallel(module, gradient_as_bucket_view=True)
-            # replaces DDP's mean; a lambda, because DDP cannot parse postponed annotations
+            # replaces DDP's mean by a sum; a lambda, because DDP cannot resolve annotations that are strings
             wrapped.register_comm_hook(None, lambda _, bucket: _all_reduce(bucket))  # pyrefly: ignore
             return wrapped
         from torch.distributed.fsdp import FSDPModule, fully_shard
 
-        for part in (*_layers(module), module):
+        language_model = next(part for part in module.modules() if isinstance(part, LanguageModel))
+        for part in (*language_model.layers, module):
             fully_shard(part, mesh=self.mesh)
             assert isinstance(part, FSDPModule)
             part.set_gradient_divide_factor(1.0)
-            part.set_force_sum_reduction_for_comms(True)  # gloo has no sum with a factor
+            part.set_force_sum_reduction_for_comms(True)  # gloo cannot scale a sum
         module.register_forward_hook(_reshard_after_forward)
-        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # the view is never written to
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # never written to
         return module
 
-    def set_gradient_sync(self, module: nn.Module, wanted: bool) -> None:
+    def set_gradient_sync(self, module: nn.Module, enabled: bool) -> None:
         """Set whether the next backward pass sums gradients over the processes, or accumulates them locally."""
-        if self.size == 1:
-            return
-        from torch.distributed.fsdp import FSDPModule
-        from torch.nn.parallel import DistributedDataParallel
-
-        if isinstance(module, DistributedDataParallel):
-            module.require_backward_grad_sync = wanted
-        elif isinstance(module, FSDPModule):
-            module.set_requires_gradient_sync(wanted)
+        if hasattr(module, "require_backward_grad_sync"):  # DistributedDataParallel
+            module.require_backward_grad_sync = enabled
+        elif hasattr(module, "set_requires_gradient_sync"):  # FSDPModule
+            module.set_requires_gradient_sync(enabled)
 
     def seed(self, seed: int, step: int) -> None:
         """Seed torch from a seed and a step, differently in each process."""
@@ -151,6 +145,36 @@ class DistributedContext:
 
 SINGLE_PROCESS = DistributedContext()
 """The context of a program that torchrun did not start."""
+
+
+class _Environment(Settings):
+    """The environment variables that torchrun sets."""
+
+    WORLD_SIZE: int = Field(ge=1)
+    RANK: int = Field(ge=0)
+    LOCAL_RANK: int = Field(default=0, ge=0)
+    MASTER_ADDR: str = Field(min_length=1)
+    MASTER_PORT: int = Field(ge=1, le=65535)
+
+    @model_validator(mode="after")
+    def _check_ranks(self) -> Self:
+        for name, rank in (("RANK", self.RANK), ("LOCAL_RANK", self.LOCAL_RANK)):
+            if rank >= self.WORLD_SIZE:
+                raise ValueError(f"{name} {rank} must be below WORLD_SIZE {self.WORLD_SIZE}")
+        return self
+
+    @staticmethod
+    def read() -> _Environment:
+        """Read the environment of this process.
+
+        Raises:
+            UserError: a variable is missing or invalid.
+        """
+        values = {name: os.environ[name] for name in _Environment.model_fields if name in os.environ}
+        try:
+            return check_settings(_Environment, values, "environment variables")
+        except UserError as error:
+            raise UserError(f"{error}; {_USE_TORCHRUN}") from None
 
 
 @contextmanager
@@ -164,19 +188,20 @@ def process_group(choose: Callable[[], torch.device]) -> Iterator[DistributedCon
         choose: returns the device to compute on; for CUDA, each process uses the GPU of its local rank.
 
     Raises:
-        UserError: the environment is not as torchrun sets it, the device cannot be shared, another process has ended,
-            or a process raised it in the block. Only the first process to fail raises it; the others end silently, with
-            SystemExit.
+        UserError: torchrun's environment variables are missing or invalid, the device cannot be shared, another process
+            has ended, or a process raised UserError in the block. Only the first process to fail raises it; the others
+            end silently, with SystemExit.
     """
-    rank, size, local = _read_environment()
-    if size == 1:
+    if os.environ.get("WORLD_SIZE", "1") == "1":
         yield DistributedContext(device=choose())
         return
+    environment = _Environment.read()
+    rank, size = environment.RANK, environment.WORLD_SIZE
     store: dist.Store | None = None
     group_name = f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}, group {next(_group_indices)}"
     try:
-        store = _rendezvous(rank, size)
-        device = _local_device(choose(), local)
+        store = _rendezvous(environment)
+        device = _local_device(choose(), environment.LOCAL_RANK)
         # a prefix, because torchrun's store may still contain the addresses of an earlier group
         group_store = dist.PrefixStore(group_name, store)
         with _default_signal_handlers():
@@ -185,22 +210,20 @@ def process_group(choose: Callable[[], torch.device]) -> Iterator[DistributedCon
         world = DistributedContext(rank, size, device, mesh)
         yield world
         world.barrier()
-        shutdown()
+        _destroy_process_group()
     except BaseException as error:
-        signal.signal(
-            signal.SIGTERM, signal.SIG_IGN
-        )  # torchrun sends it after one process has ended, but this one is ending already
-        end = _final_error(error, store, group_name)  # before other processes notice that this one ends
+        # torchrun sends SIGTERM to the other processes after one has ended, but this one is ending already
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        final_error = _final_error(error, store, group_name)  # before other processes notice that this one ends
         traceback.clear_frames(error.__traceback__)
-        shutdown()
-        raise end from error.__cause__
+        _destroy_process_group()
+        raise final_error from error.__cause__
 
 
-def shutdown() -> None:
-    """Destroy the process group.
+def _destroy_process_group() -> None:
+    """Destroy the process group, after all processes have finished and after the objects that use the group.
 
-    The order matters: gloo's threads abort the process at exit if an object that uses them outlives the group. So
-    all processes finish first, then the model and its optimizers are deleted, then the group.
+    gloo's threads abort the process at exit if an object that uses them (a model or its optimizers) outlives the group.
     """
     gc.collect()
     if dist.is_initialized():
@@ -208,43 +231,17 @@ def shutdown() -> None:
 
 
 def is_restartable() -> bool:
-    """Return whether torchrun started this process, and so may restart the program after a process died."""
+    """Return whether torchrun started this process; torchrun restarts the program if a process dies."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def _read_environment() -> tuple[int, int, int]:
-    """Return rank, world size and local rank from the environment.
-
-    Raises:
-        UserError: the environment is not as torchrun sets it.
-    """
-    size = _environment_int("WORLD_SIZE", "1", 1, None)
-    if size == 1:
-        return 0, 1, 0
-    rank, local = _environment_int("RANK", None, 0, size - 1), _environment_int("LOCAL_RANK", "0", 0, size - 1)
-    _environment_int("MASTER_PORT", None, 1, 65535)
-    if not os.environ.get("MASTER_ADDR"):
-        raise UserError(f"WORLD_SIZE is {size} in the environment and MASTER_ADDR is missing; {_USE_TORCHRUN}")
-    return rank, size, local
-
-
-def _environment_int(name: str, default: str | None, minimum: int, maximum: int | None) -> int:
-    """Read an integer from the environment, from `minimum` to `maximum`."""
-    value = os.environ.get(name, default)
-    if value is not None and value.isdecimal() and minimum <= int(value) and (maximum is None or int(value) <= maximum):
-        return int(value)
-    problem = "is missing from the environment" if value is None else f"is {value!r} in the environment"
-    allowed = f"at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
-    raise UserError(f"{name} {problem}, must be an integer {allowed}; {_USE_TORCHRUN}")
-
-
-def _rendezvous(rank: int, size: int) -> dist.Store:
-    """Wait for all processes, and return the store that they share."""
+def _rendezvous(environment: _Environment) -> dist.Store:
+    """Wait for all processes to connect, and return the key-value store that they share."""
+    size, address = environment.WORLD_SIZE, f"{environment.MASTER_ADDR}:{environment.MASTER_PORT}"
     try:
         with _default_signal_handlers():
-            store, *_ = next(iter(dist.rendezvous("env://", rank, size)))
+            store, *_ = next(iter(dist.rendezvous("env://", environment.RANK, size)))
     except (RuntimeError, ValueError, OSError) as error:
-        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         reason = (str(error).splitlines() or [""])[0][:200]
         raise UserError(f"the {size} processes could not connect at {address} ({reason}); {_USE_TORCHRUN}") from error
     return store
@@ -252,26 +249,27 @@ def _rendezvous(rank: int, size: int) -> dist.Store:
 
 @contextmanager
 def _default_signal_handlers() -> Iterator[None]:
-    """Let SIGTERM and SIGINT end the process at once, because Python handlers do not run while torch waits."""
-    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGTERM, signal.SIGINT)}
+    """Let SIGTERM and SIGINT end the process at once: Python's handlers do not run while torch waits in C++."""
+    previous = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in previous.items():
             signal.signal(number, handler or signal.SIG_DFL)
 
 
 def _final_error(error: BaseException, store: dist.Store | None, group_name: str) -> BaseException:
     """Return the exception to end this process with: the error in one process, a silent exit in the others.
 
-    A UserError is raised only once, even if torchrun restarts the processes.
+    A UserError is raised only once, even if torchrun restarts the processes. Counters in the processes' shared store
+    determine which process raises it.
     """
-    if store is None:  # the rendezvous failed
+    if store is None:  # the processes never connected
         return error
     num_ended = num_reports = 0
     with suppress(RuntimeError):  # the process that hosts the store has ended, and has raised the error
         num_ended = store.add(f"{group_name}/ended", 1)
-        num_reports = store.add(f"told/{error}", 1)
+        num_reports = store.add(f"reported/{error}", 1)
     if isinstance(error, UserError):
         return error if num_reports == 1 else SystemExit(2)
     if isinstance(error, KeyboardInterrupt) and num_ended != 1:
@@ -287,23 +285,23 @@ def _final_error(error: BaseException, store: dist.Store | None, group_name: str
 
 
 def _is_connection_error(error: RuntimeError) -> bool:
-    """Return whether the error says that another process can no longer be reached."""
+    """Return whether the error means that another process cannot be reached any more."""
     words = ("gloo", "NCCL", "Connection", "Broken pipe")
     return isinstance(error, dist.DistError) or any(word in str(error) for word in words)
 
 
-def _local_device(device: torch.device, local: int) -> torch.device:
-    """Return the device of the process with this local rank."""
+def _local_device(device: torch.device, local_rank: int) -> torch.device:
+    """Return the device for this process, whose index among the processes of this computer is `local_rank`."""
     if device.type == "cpu":
         return device
     if device.type != "cuda":
         raise UserError(f"several processes cannot share --device {device.type}; use cpu or cuda, or start one process")
-    if local >= torch.cuda.device_count():
+    if local_rank >= torch.cuda.device_count():
         raise UserError(
-            f"local process {local + 1} has no GPU, this computer has {torch.cuda.device_count()}; start at most that "
-            "many processes with --nproc-per-node, or use --device cpu"
+            f"local process {local_rank + 1} has no GPU, this computer has {torch.cuda.device_count()}; start at most "
+            "that many processes with --nproc-per-node, or use --device cpu"
         )
-    local_device = torch.device("cuda", local)
+    local_device = torch.device("cuda", local_rank)
     torch.cuda.set_device(local_device)
     return local_device
 
@@ -331,12 +329,8 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def _layers(module: nn.Module) -> nn.ModuleList:
-    return next(part for part in module.modules() if isinstance(part, LanguageModel)).layers
-
-
 def _reshard_after_forward(module: nn.Module, *_: object) -> None:
-    """Reshard after a pass without backward pass; otherwise the next pass would use these gathered weights."""
+    """Reshard after a forward pass without gradients; otherwise the next pass would use the weights gathered now."""
     from torch.distributed.fsdp import FSDPModule
 
     if not torch.is_grad_enabled():
@@ -348,8 +342,4 @@ def _all_reduce(bucket: dist.GradBucket) -> Future[Tensor]:
     """Sum a bucket of gradients over all processes, instead of averaging it as DDP does."""
     work = dist.all_reduce(bucket.buffer(), async_op=True)
     assert work is not None
-    return work.get_future().then(_first_result)
-
-
-def _first_result(done: Future[list[Tensor]]) -> Tensor:
-    return done.value()[0]
+    return work.get_future().then(lambda done: done.value()[0])

@@ -5,7 +5,6 @@ read a batch -> train step -> fetch the metrics of the previous step -> (at inte
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Sequence
@@ -296,8 +295,8 @@ class Trainer:
         """
         with self.world.raise_together():
             exists = self.world.is_first and (self.folder.path / "model.safetensors").exists()
-            on_disk = json.dumps([exists, self.folder.best_known() if exists else None])
-        exists, best = json.loads(self.world.gather_texts(on_disk)[0])
+            best = self.folder.best_known() if exists else None
+        exists, best = self.world.gather((exists, best))[0]
         if not exists:
             self._update_state(best_nats=None)
         elif best is not None and best[0] > self.state.validation_step:
