@@ -1,24 +1,25 @@
 """Checkpoints that training resumes from bit for bit: weights, optimizer, data position, memory, random state, metrics.
 
-A checkpoint is a folder `checkpoints/step-N` that is written atomically. Several processes write it together,
-each its shard, through `torch.distributed.checkpoint`; a different number of processes can read it and reshard the
-tensors. Files are safetensors and JSON; no pickle is written or read.
+A checkpoint is a folder `checkpoints/step-N` that is written atomically. Several processes write it together, each its
+shard of the tensors, with `torch.distributed.checkpoint` (DCP); a different number of processes can load and reshard
+them. Files are safetensors and JSON; no pickle is written or read.
 
-Names of tensors: `optimizer/PARAMETER/KEY`, `memory/NAME` (all rows), `average/PARAMETER`, `random/PROCESS/KIND`.
+Names of tensors: `optimizer/PARAMETER/KEY`, `memory/NAME` (of all batch rows), `average/PARAMETER`,
+`random/RANK/DEVICE`. Shape suffix: B batch rows of this process.
 """
 
 from __future__ import annotations
 
 import shutil
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeVar
+from warnings import catch_warnings, filterwarnings
 
 import torch
 from pydantic import Field
-from torch import Tensor
+from torch import Tensor, nn
 
 from transformer_xl.config import Settings, UserError, check_settings
 from transformer_xl.files import as_user_error, atomic_folder, remove_leftovers
@@ -27,51 +28,44 @@ from transformer_xl.model.memory import Memory
 from transformer_xl.run_folder import CheckpointRecord, RunFolder, file_digest, read_weights
 from transformer_xl.tensor_file import save_tensors
 from transformer_xl.text.segments import DatasetPosition
-from transformer_xl.training.averaging import WeightAverage
 from transformer_xl.training.distributed import SINGLE_PROCESS, DistributedContext, gather_weights, local_tensor
 from transformer_xl.training.step import micro_batches
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+    from transformer_xl.training.trainer import Trainer
+
 _NUM_KEPT = 2  # checkpoints kept: the newest, and the previous one in case the newest is damaged
+
+_Value = TypeVar("_Value")
 
 
 class TrainerState(Settings):
-    """The progress of training, the same in all processes; with the tensors, everything needed to resume."""
+    """The progress of training, the same in all processes; with the tensors of a checkpoint, all that resuming
+    needs."""
 
     step: int = Field(default=0, ge=0)
     """Optimizer steps done."""
     position: DatasetPosition = DatasetPosition()
-    """The segment that is read next."""
+    """The segment that is trained on next."""
     part: int = Field(default=0, ge=0)
-    """Parts of that segment already read, in the segment warm-up."""
+    """Number of parts of that segment already trained on, in the segment warm-up."""
     validation_step: int = Field(default=0, ge=0)
     """Step of the last validation."""
     best_nats: float | None = None
     """Lowest validation loss so far, in nats per token."""
     validation_text: str | None = None
-    """The validation text of `best_nats` (see `Validator.text_id`)."""
+    """Identifies the validation text of `best_nats` (see `Validator.text_id`)."""
     interval_nats: float = 0.0
     """Sum of the losses since the last line of training metrics, in nats."""
     interval_tokens: int = 0
     """Number of targets since the last line of training metrics."""
     seconds: float = 0.0
-    """Time spent in training so far."""
+    """Total training time so far."""
 
 
-class Checkpointable(Protocol):
-    """The attributes of a `Trainer` that a checkpoint saves."""
-
-    model: LanguageModel
-    optimizers: tuple[torch.optim.Optimizer, ...]
-    memories: tuple[Memory, ...]
-    """One for each micro-batch of this process, in order."""
-    weight_average: WeightAverage | None
-    state: TrainerState
-
-
-def save_checkpoint(folder: RunFolder, trainer: Checkpointable, world: DistributedContext = SINGLE_PROCESS) -> Path:
+def save_checkpoint(folder: RunFolder, trainer: Trainer, world: DistributedContext = SINGLE_PROCESS) -> Path:
     """Write a checkpoint of this step, and delete the oldest ones. All processes must take part.
 
     Returns:
@@ -81,7 +75,7 @@ def save_checkpoint(folder: RunFolder, trainer: Checkpointable, world: Distribut
         UserError: the file system refuses; older checkpoints are kept. All processes raise the same error.
     """
     path = folder.path / "checkpoints" / f"step-{trainer.state.step:08}"
-    # a stop during validation may have saved this step before; that checkpoint is deleted once the new one is complete
+    # after a stop during validation, this step may have a checkpoint; it is deleted when the new one is complete
     new = path.with_name(f".{path.name}.partial-new")
     weights, tensors = gather_weights(trainer.model, world), _tensors(trainer, folder.config.train.batch_size, world)
     with world.raise_together(), ExitStack() as stack:
@@ -108,27 +102,27 @@ def save_checkpoint(folder: RunFolder, trainer: Checkpointable, world: Distribut
 
 
 def _put_in_place(folder: RunFolder, new: Path, path: Path) -> None:
+    """Rename the new checkpoint to its final path, and delete the checkpoint that was there and the oldest ones."""
     with as_user_error(f"deleting old checkpoints in {path.parent}"):
         if new != path:
-            before = path.rename(_deletion_path(path))
+            replaced = path.rename(_deletion_path(path))
             new.rename(path)
-            shutil.rmtree(before)
+            shutil.rmtree(replaced)
         for old in folder.checkpoints()[:-_NUM_KEPT]:
             shutil.rmtree(old.rename(_deletion_path(old)))
 
 
 def _deletion_path(path: Path) -> Path:
-    """Return the path to rename a checkpoint to before deletion; `remove_leftovers` completes a killed deletion."""
+    """Return the path to rename a checkpoint to before deletion; `remove_leftovers` completes an interrupted
+    deletion."""
     return path.with_name(f".{path.name}.partial-old")
 
 
-def load_checkpoint(
-    folder: RunFolder, trainer: Checkpointable, world: DistributedContext = SINGLE_PROCESS
-) -> list[str]:
+def load_checkpoint(folder: RunFolder, trainer: Trainer, world: DistributedContext = SINGLE_PROCESS) -> list[str]:
     """Restore a trainer and torch's random state from the newest checkpoint. All processes must take part.
 
     Returns:
-        Notes for the user: one line for each part of the state that cannot be restored exactly.
+        Warnings for the user: one line for each part of the state that cannot be restored exactly.
 
     Raises:
         UserError: the run has no checkpoint, or it is damaged or does not fit the model and memory length. All
@@ -147,8 +141,8 @@ def load_checkpoint(
         trainer.state = check_settings(TrainerState, record.state, str(path / "training.json"))
         weights = read_weights(trainer.model, path / "model.safetensors")
         saved = _read_shapes(path / "training")
-        rows, memory = _memory_for(saved, trainer, folder)
-        targets = _optimizer_targets(trainer, saved, path)
+        rows, memory = _allocate_memory(saved, trainer, train.memory_length)
+        targets = _allocate_optimizer_state(saved, trainer, path)
         if rows == train.batch_size:
             targets |= _prefixed("memory", _sharded(memory.tensors(), rows, world))
         if trainer.weight_average is not None:
@@ -164,38 +158,37 @@ def load_checkpoint(
     _set_optimizers(trainer, targets)
     if trainer.weight_average is not None:
         trainer.weight_average = trainer.weight_average.with_tensors(_without_prefix("average", targets))
-    notes: list[str] = []
+    warnings: list[str] = []
     if rows == train.batch_size:
         memory = memory.with_tensors({name: local_tensor(t) for name, t in _without_prefix("memory", targets).items()})
         parts = micro_batches(memory.batch_size, train, world.size)
         trainer.memories = tuple(memory.select(part) for part in parts) if len(parts) > 1 else (memory,)
     else:
-        notes.append(_move_to_other_rows(trainer, rows, train.batch_size))
+        warnings.append(_change_batch_size(trainer, rows, train.batch_size))
     if record.num_processes == world.size:
         _set_random_state(_without_prefix(f"random/{world.rank}", targets), memory.valid_B.device)
     else:
         world.seed(train.seed, trainer.state.step)
         before = "1 process" if record.num_processes == 1 else f"{record.num_processes} processes"
         now = "is 1" if world.size == 1 else f"are {world.size}"
-        notes.append(f"the checkpoint was written by {before}, now there {now}: dropout masks will differ")
-    return notes
+        warnings.append(f"the checkpoint was written by {before}, now there {now}: dropout masks will differ")
+    return warnings
 
 
-def _move_to_other_rows(trainer: Checkpointable, old: int, new: int) -> str:
-    """Set the position so that about the same share of the epoch is done; memory starts empty."""
+def _change_batch_size(trainer: Trainer, old: int, new: int) -> str:
+    """Move to about the same position in the epoch with another number of rows; memory starts empty."""
     position = trainer.state.position
     position = position.model_copy(update={"segment_index": position.segment_index * old // new})
     trainer.state = trainer.state.model_copy(update={"position": position, "part": 0})
     return f"the batch size changed from {old} to {new}: memory starts empty, at about the same position"
 
 
-def _tensors(trainer: Checkpointable, batch_size: int, world: DistributedContext) -> dict[str, Tensor]:
+def _tensors(trainer: Trainer, batch_size: int, world: DistributedContext) -> dict[str, Tensor]:
     """Return all tensors of the checkpoint except the weights, or this process's shard of them."""
     tensors: dict[str, Tensor] = {}
-    names = _parameter_names(trainer)
     for optimizer in trainer.optimizers:
-        for parameter, values in optimizer.state.items():
-            tensors |= _prefixed(f"optimizer/{names[id(parameter)]}", values)
+        for prefix, parameter in _named_parameters(optimizer, trainer.model):
+            tensors |= _prefixed(prefix, optimizer.state.get(parameter, {}))
     memory = Memory.concatenate(trainer.memories)
     tensors |= _prefixed("memory", _sharded(memory.tensors(), batch_size, world))
     if trainer.weight_average is not None:
@@ -203,12 +196,16 @@ def _tensors(trainer: Checkpointable, batch_size: int, world: DistributedContext
     return tensors | _prefixed(f"random/{world.rank}", _random_state(memory.valid_B.device))
 
 
-def _parameter_names(trainer: Checkpointable) -> dict[int, str]:
-    return {id(parameter): name for name, parameter in trainer.model.named_parameters()}
+def _named_parameters(optimizer: torch.optim.Optimizer, model: LanguageModel) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the optimizer's parameters in its order, each with the name prefix of its state in a checkpoint."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            yield f"optimizer/{names[id(parameter)]}", parameter
 
 
 def _sharded(tensors: Mapping[str, Tensor], batch_size: int, world: DistributedContext) -> dict[str, Tensor]:
-    """Return each tensor as a DTensor of the rows of all processes, sharded by row."""
+    """Return each tensor, which has the rows of this process, as a DTensor with the rows of all processes."""
     if world.size == 1:
         return dict(tensors)
     from torch.distributed.tensor import DTensor, Shard
@@ -222,52 +219,39 @@ def _sharded(tensors: Mapping[str, Tensor], batch_size: int, world: DistributedC
     return sharded
 
 
-def _memory_for(
-    saved: Mapping[str, TensorStorageMetadata], trainer: Checkpointable, folder: RunFolder
-) -> tuple[int, Memory]:
+def _allocate_memory(saved: Mapping[str, TensorStorageMetadata], trainer: Trainer, length: int) -> tuple[int, Memory]:
     """Return the number of rows of the saved memory, and a memory for this process's rows to load into."""
-    memory = Memory.concatenate(trainer.memories).resized(folder.config.train.memory_length)
-    expected_shapes = {f"memory/{name}": tensor.shape[1:] for name, tensor in memory.tensors().items()}
-    sizes = {name: one.size for name, one in saved.items() if name.startswith("memory/")}
-    if {name: size[1:] for name, size in sizes.items()} != expected_shapes:
+    memory = Memory.concatenate(trainer.memories).resized(length)
+    sizes = {name: entry.size for name, entry in _without_prefix("memory", saved).items()}
+    if {name: size[1:] for name, size in sizes.items()} != {name: t.shape[1:] for name, t in memory.tensors().items()}:
         raise UserError("the saved memory does not fit this model and memory_length; start a new run")
-    return sizes["memory/valid"][0], memory
+    return sizes["valid"][0], memory
 
 
-def _optimizer_targets(
-    trainer: Checkpointable, saved: Mapping[str, TensorStorageMetadata], path: Path
+def _allocate_optimizer_state(
+    saved: Mapping[str, TensorStorageMetadata], trainer: Trainer, path: Path
 ) -> dict[str, Tensor]:
-    """Allocate tensors to read the saved optimizer state into, sharded like the parameters."""
-    names = _parameter_names(trainer)
-    targets: dict[str, Tensor] = {}
+    """Allocate tensors to load the saved optimizer state into, sharded like the parameters."""
+    tensors: dict[str, Tensor] = {}
     for optimizer in trainer.optimizers:
         key_sets: set[frozenset[str]] = set()
-        for parameter in (one for group in optimizer.param_groups for one in group["params"]):
-            start = f"optimizer/{names[id(parameter)]}/"
-            values = {name: saved[name] for name in saved if name.startswith(start)}
-            key_sets.add(frozenset(name.removeprefix(start) for name in values))
-            for name, one in values.items():
-                same_shape = one.size == parameter.shape
-                dtype = one.properties.dtype
-                targets[name] = (
-                    torch.zeros_like(parameter, dtype=dtype) if same_shape else torch.zeros(one.size, dtype=dtype)
-                )
+        for prefix, parameter in _named_parameters(optimizer, trainer.model):
+            entries = _without_prefix(prefix, saved)
+            key_sets.add(frozenset(entries))
+            for key, entry in entries.items():
+                shape_like = parameter if entry.size == parameter.shape else torch.empty(entry.size)
+                tensors[f"{prefix}/{key}"] = torch.zeros_like(shape_like, dtype=entry.properties.dtype)
         if len(key_sets) > 1:
             raise UserError(f"{path} lacks part of the optimizer state; delete it to resume from the previous one")
-    return targets
+    return tensors
 
 
-def _set_optimizers(trainer: Checkpointable, targets: Mapping[str, Tensor]) -> None:
-    names = _parameter_names(trainer)
+def _set_optimizers(trainer: Trainer, tensors: Mapping[str, Tensor]) -> None:
     for optimizer in trainer.optimizers:
-        parameters = [one for group in optimizer.param_groups for one in group["params"]]
-        values = {
-            index: _without_prefix(f"optimizer/{names[id(parameter)]}", targets)
-            for index, parameter in enumerate(parameters)
-        }
-        by_index = {index: tensors for index, tensors in values.items() if tensors}
-        groups = optimizer.state_dict()["param_groups"]
-        optimizer.load_state_dict({"state": by_index, "param_groups": groups})
+        prefixes = [prefix for prefix, _ in _named_parameters(optimizer, trainer.model)]
+        states = {index: _without_prefix(prefix, tensors) for index, prefix in enumerate(prefixes)}
+        states = {index: state for index, state in states.items() if state}  # empty before the first step
+        optimizer.load_state_dict({"state": states, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
 def _set_weights(model: LanguageModel, weights: dict[str, Any]) -> None:
@@ -282,7 +266,7 @@ def _set_weights(model: LanguageModel, weights: dict[str, Any]) -> None:
 def _write(tensors: dict[str, Tensor], folder: Path, world: DistributedContext) -> None:
     from torch.distributed import checkpoint
 
-    writer = checkpoint.HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    writer = checkpoint.HuggingFaceStorageWriter(str(folder), save_distributed=True)  # writes safetensors
     with _as_user_error(f"writing {folder}"):
         checkpoint.save(tensors, storage_writer=writer, no_dist=world.size == 1)
 
@@ -290,14 +274,13 @@ def _write(tensors: dict[str, Tensor], folder: Path, world: DistributedContext) 
 def _read(tensors: dict[str, Tensor], folder: Path, world: DistributedContext) -> None:
     from torch.distributed import checkpoint
 
+    reader = checkpoint.HuggingFaceStorageReader(str(folder))
     with _as_user_error(f"reading {folder}"):
-        checkpoint.load(
-            tensors, storage_reader=checkpoint.HuggingFaceStorageReader(str(folder)), no_dist=world.size == 1
-        )
+        checkpoint.load(tensors, storage_reader=reader, no_dist=world.size == 1)
 
 
 def _read_shapes(folder: Path) -> dict[str, TensorStorageMetadata]:
-    """Return shape and dtype of each saved tensor, by name."""
+    """Return the shape and dtype of each tensor of a checkpoint, by name."""
     from torch.distributed.checkpoint import HuggingFaceStorageReader
 
     with as_user_error(f"reading {folder}"):
@@ -306,12 +289,12 @@ def _read_shapes(folder: Path) -> dict[str, TensorStorageMetadata]:
 
 @contextmanager
 def _as_user_error(action: str) -> Iterator[None]:
-    """Convert an OSError of any process to a UserError in all processes."""
+    """Convert an OSError, which DCP wraps in a CheckpointException in all processes, to a UserError."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
-        with warnings.catch_warnings(), torch.no_grad():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # expected with one process
+        with catch_warnings(), torch.no_grad():
+            filterwarnings("ignore", "torch.distributed is disabled")  # expected with one process
             yield
     except CheckpointException as error:
         for cause, _ in error.failures.values():
@@ -342,6 +325,6 @@ def _prefixed(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {f"{prefix}/{name}": tensor for name, tensor in tensors.items()}
 
 
-def _without_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    start = f"{prefix}/"
-    return {name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)}
+def _without_prefix(prefix: str, values: Mapping[str, _Value]) -> dict[str, _Value]:
+    """Return the values whose names have the prefix, by the rest of their names."""
+    return {name[len(prefix) + 1 :]: value for name, value in values.items() if name.startswith(f"{prefix}/")}
