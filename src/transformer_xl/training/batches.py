@@ -1,10 +1,10 @@
-"""The batch of one training step: a segment of the text, or a part of one during the segment warm-up.
+"""The batch of one training step: a segment of the text, or a part of a segment during the segment warm-up.
 
-A warm-up that begins with a quarter of the segment length reads each segment in four steps, then in two, then whole.
-Segments are split into parts, so every token is a target exactly once, and the text is read in the same order as
-without a warm-up. Parts without targets at the end of an epoch are skipped.
+A warm-up from a quarter of the segment length trains on each segment in four steps, later in two, finally in one.
+Because segments are split into parts, every token is a target exactly once, and the order of the text is the same as
+without a warm-up. At the end of an epoch, parts without targets are skipped.
 
-Shape suffixes: B rows of this process, T new tokens of the step.
+Shape suffixes: B batch rows of this process, T new tokens of the step.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class BatchPosition:
     """The position of training in the text."""
 
     step: int
-    """Steps done."""
+    """Number of steps done."""
     segment: DatasetPosition
-    """The current segment if some of its parts are read, else the next one."""
+    """The segment of the next step."""
     part: int = 0
-    """Parts of that segment already read."""
+    """Number of parts of that segment already trained on."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class StepBatch:
 def read_batch(
     dataset: TokenDataset, position: BatchPosition, config: TrainConfig, world: DistributedContext
 ) -> StepBatch:
-    """Read this process's rows of the next step; the position after it is the same in all processes."""
+    """Return this process's rows of the batch at a position; the next position is the same in all processes."""
     # after a change of batch size, the position may be in the padding at the end of an epoch
     position = _skip_empty(dataset, position, config, world)
     segment, columns = dataset.read(position.segment), _columns(position, config)
@@ -54,18 +54,17 @@ def read_batch(
         after = BatchPosition(position.step + 1, position.segment, position.part + 1)
     else:
         after = BatchPosition(position.step + 1, dataset.after(position.segment))
-    part = Batch(
-        np.ascontiguousarray(segment.inputs_BT[:, columns]),
-        np.ascontiguousarray(segment.targets_BT[:, columns]),
-        np.ascontiguousarray(segment.loss_mask_BT[:, columns]),
-        is_first=segment.is_first and position.part == 0,
+    inputs_BT, targets_BT, loss_mask_BT = (
+        np.ascontiguousarray(array_BT[:, columns])
+        for array_BT in (segment.inputs_BT, segment.targets_BT, segment.loss_mask_BT)
     )
+    part = Batch(inputs_BT, targets_BT, loss_mask_BT, is_first=segment.is_first and position.part == 0)
     memory_length = config.memory_length >> _num_halvings(position, config)
     return StepBatch(part, memory_length, _skip_empty(dataset, after, config, world))
 
 
 def trained_targets(loss_mask_BT: npt.NDArray[np.bool_], config: TrainConfig) -> npt.NDArray[np.bool_]:
-    """Return the mask of trained targets: all except padding, or with `loss: half` only those of the second half.
+    """Return the mask of the targets in the loss: all except padding, or with `loss: half` those of the second half.
 
     Args:
         loss_mask_BT: false for padding.
@@ -85,11 +84,11 @@ def _skip_empty(
 ) -> BatchPosition:
     """Return the position, or the start of the next epoch if no process has targets left in this one.
 
-    The last segment of an epoch ends in padding, and a step without targets would move the weights by momentum alone.
+    The last segment of an epoch ends in padding, and a step without targets would update the weights by momentum alone.
     """
     segment = position.segment
     if segment.segment_index + 1 < dataset.segments_in(segment.epoch):
-        return position  # the next segment of the epoch has targets
+        return position  # only the last segment of an epoch can be without targets
     loss_mask_BT = dataset.read(segment).loss_mask_BT[:, _columns(position, config)]
     if world.any(bool(trained_targets(loss_mask_BT, config).any())):
         return position
@@ -97,10 +96,10 @@ def _skip_empty(
 
 
 def _columns(position: BatchPosition, config: TrainConfig) -> slice:
-    """Return the columns of the segment that belong to the part."""
+    """Return the columns of the segment that the part consists of."""
     width = config.segment_length >> _num_halvings(position, config)
     return slice(position.part * width, (position.part + 1) * width)
 
 
 def _num_halvings(position: BatchPosition, config: TrainConfig) -> int:
-    return num_halvings(position.step - position.part, config)  # the stage of the step that began this segment
+    return num_halvings(position.step - position.part, config)  # all parts have the length of the segment's first step

@@ -1,4 +1,4 @@
-"""Callbacks of a training run: the base class, and the progress bar."""
+"""Callbacks, which training calls at each step: the base class, and the progress bar."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class Callback:
     Each method gets the trainer: `trainer.state` contains the progress, `trainer.model` and `trainer.config` the
     model and its settings, and `trainer.stop()` ends training after the current step, with a checkpoint. Under
     torchrun every process runs its own callbacks, which get the same metrics; `trainer.world.is_first` is true in
-    one process only. Stop requests are synchronized across processes every few steps.
+    one process only. `trainer.stop()` takes effect in all processes, a few steps later.
     """
 
     def on_train_begin(self, trainer: Trainer) -> None:
         """Training begins or resumes, at `trainer.state.step`."""
 
     def on_step(self, trainer: Trainer, num_tokens: int) -> None:
-        """A step was queued on the device; all processes together read `num_tokens` tokens in this step."""
+        """A step was queued on the device; all processes together trained on `num_tokens` tokens in this step."""
 
     def on_validation_progress(self, trainer: Trainer, num_scored: int, num_tokens: int) -> None:
         """`num_scored` of the `num_tokens` tokens of the validation text are scored."""
@@ -47,7 +47,7 @@ class ProgressBarCallback(Callback):
     def __init__(self) -> None:
         """Prepare the callback; the bar is created when training begins."""
         self._bar: ProgressBar | None = None
-        self._notes = {"train": "", "valid": ""}
+        self._metrics = {"train": "", "valid": ""}
         self._num_tokens = 0
 
     @override
@@ -60,7 +60,7 @@ class ProgressBarCallback(Callback):
         assert self._bar is not None
         self._num_tokens += num_tokens
         rate = self._num_tokens / max(1e-9, self._bar.seconds)
-        self._bar.advance(1, f"{self._notes['train']}{self._notes['valid']}{rate:,.0f} tokens/s")
+        self._bar.advance(1, f"{self._metrics['train']}{self._metrics['valid']}{rate:,.0f} tokens/s")
 
     @override
     def on_validation_progress(self, trainer: Trainer, num_scored: int, num_tokens: int) -> None:
@@ -74,7 +74,7 @@ class ProgressBarCallback(Callback):
         else:
             quality = f"ppl {math.exp(min(metrics['nats_per_token'], 99)):.1f}"
         loss = f"loss {metrics['nats_per_token']:.3f} " if metrics["split"] == "train" else "valid "
-        self._notes[metrics["split"]] = f"{loss}{quality}, "
+        self._metrics[metrics["split"]] = f"{loss}{quality}, "
 
     @override
     def on_train_end(self, trainer: Trainer) -> None:

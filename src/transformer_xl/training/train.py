@@ -1,6 +1,6 @@
-"""Train a model on a corpus, or resume a run: from the settings to a finished run folder.
+"""`train` and `resume`, the public functions that train a model on a corpus and write its run folder.
 
-The same functions run alone and under torchrun, where each process calls them with the same arguments.
+Under torchrun, each process calls them with the same arguments.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
+
+import torch
 
 from transformer_xl.config import INT32_MAX, RunConfig, UserError, load_recipe, merge, merge_recipe, run_settings
 from transformer_xl.device import choose_device, set_threads
@@ -30,8 +32,13 @@ from transformer_xl.training.trainer import Trainer, check_trainable
 Overrides = Mapping[str, Any]
 """Settings of one group by name, such as {"max_steps": 1000}."""
 
-# Settings that a resumed run may change. Settings that determine the model, its memory, the order of the text or the
-# state of optimizer and weight average cannot change. After a change of batch size, memory starts empty.
+_Start = Callable[[DistributedContext, ExitStack, Callable[[str], None]], Trainer]
+"""Returns the trainer of a new or resumed run; the run's folder is locked until the ExitStack is closed. The last
+argument prints a line for the user."""
+
+# Settings that can change when a run is resumed. Settings that determine the model, its memory, the order of the text
+# or
+# the state of optimizer and weight average cannot change. After a change of batch size, memory starts empty.
 _CHANGEABLE = {
     *("max_steps", "learning_rate", "lr_schedule", "warmup_steps", "decay_steps", "min_learning_rate_ratio"),
     *("beta1", "beta2", "muon_momentum", "weight_decay", "max_grad_norm", "ema_decay"),
@@ -53,7 +60,7 @@ class TrainResult:
     max_steps: int
     """Total number of optimizer steps in the settings."""
     finished: bool
-    """Whether all steps are done; if not, training was stopped and can be resumed."""
+    """Whether all steps are done; otherwise training was stopped and can be resumed."""
     best_nats_per_token: float | None
     """Lowest validation loss, or None without a validation text."""
     seconds: float
@@ -85,10 +92,9 @@ def train(
 ) -> TrainResult:
     """Train a new model on a corpus.
 
-    Everything is checked before the run folder is made. Ctrl-C (KeyboardInterrupt) is raised only after the current
-    step, after a checkpoint is written; a second one is raised at once. `resume` continues from there as if
-    training had never stopped. Under torchrun all processes train together, and a restarted program resumes
-    the run.
+    Settings and corpus are checked before the run folder is created. Ctrl-C (KeyboardInterrupt) is raised only after
+    the current step, after a checkpoint is written; a second one is raised at once. `resume` continues from there as if
+    training had never stopped. Under torchrun all processes train together, and a restarted program resumes the run.
 
     Args:
         config: name of a recipe (`txl recipes` lists them), path of a YAML file in the same format, a RunConfig, or
@@ -101,7 +107,7 @@ def train(
         device: auto, cuda, mps or cpu.
         threads: CPU threads of one operation, or None for torch's default.
         callbacks: called during training; they can stop it.
-        progress: show a progress bar and notes on standard error.
+        progress: show a progress bar and messages on standard error.
         handle_signals: let SIGINT and SIGTERM stop training after the current step, with a checkpoint and a result. For
             programs that exit afterwards; otherwise the caller's signal handlers are unchanged.
 
@@ -117,11 +123,7 @@ def train(
         recipe = None if isinstance(config, RunConfig) else config
         run = Path("runs", "-".join(Path(name).stem for name in (corpus_path.resolve().name, recipe) if name))
     overrides = {"model": model or {}, "train": train or {}, "evaluation": evaluation or {}}
-    path = Path(run)
-
-    def start(world: DistributedContext, stack: ExitStack, log: Callable[[str], None]) -> Trainer:
-        return _start(config, corpus_path, path, overrides, world=world, stack=stack, log=log)
-
+    start = partial(_start, config, corpus_path, Path(run), overrides)
     return _run(start, device, threads, callbacks, progress=progress, handle_signals=handle_signals)
 
 
@@ -159,16 +161,12 @@ def resume(
         KeyboardInterrupt: Ctrl-C was pressed, unless `handle_signals`.
     """
     overrides = {"train": train or {}, "evaluation": evaluation or {}}
-    path, corpus_path = Path(run), corpus.path if isinstance(corpus, Corpus) else corpus
-
-    def start(world: DistributedContext, stack: ExitStack, log: Callable[[str], None]) -> Trainer:
-        return _resume(path, corpus_path, overrides, world, stack, log)
-
+    start = partial(_resume, Path(run), corpus.path if isinstance(corpus, Corpus) else corpus, overrides)
     return _run(start, device, threads, callbacks, progress=progress, handle_signals=handle_signals)
 
 
 def _run(
-    start: Callable[[DistributedContext, ExitStack, Callable[[str], None]], Trainer],
+    start: _Start,
     device: str,
     threads: int | None,
     callbacks: Sequence[Callback],
@@ -178,11 +176,11 @@ def _run(
 ) -> TrainResult:
     """Train with the trainer that `start` returns, in all processes, while the run's folder is locked."""
 
-    def choose() -> Any:
+    def choose() -> torch.device:
         set_threads(threads)
         return choose_device(device)
 
-    def within(world: DistributedContext) -> TrainResult:  # its objects are freed at the end, see `process_group`
+    def run_in(world: DistributedContext) -> TrainResult:  # a function, to free its objects (see `process_group`)
         show_progress = progress and world.is_first
         with ExitStack() as stack:
             log = say if show_progress else _ignore
@@ -197,21 +195,20 @@ def _run(
                 finished = trainer.run()
         if received and not handle_signals:
             raise KeyboardInterrupt
-        state = trainer.state
         return TrainResult(
             path=trainer.folder.path,
             device=str(trainer.device),
-            step=state.step,
+            step=trainer.state.step,
             max_steps=trainer.config.max_steps,
             finished=finished,
-            best_nats_per_token=state.best_nats,
-            seconds=state.seconds,
+            best_nats_per_token=trainer.state.best_nats,
+            seconds=trainer.state.seconds,
             stop_signal=received[0] if received else None,
             rank=world.rank,
         )
 
     with process_group(choose) as world:
-        return within(world)
+        return run_in(world)
 
 
 def _ignore(_: str) -> None:
@@ -223,21 +220,17 @@ def _start(
     corpus_path: Path,
     path: Path,
     overrides: Mapping[str, Overrides],
-    *,
     world: DistributedContext,
     stack: ExitStack,
     log: Callable[[str], None],
 ) -> Trainer:
-    """Return the trainer of a new run, or of the resumed run if torchrun restarted the program.
-
-    The run's folder is locked until `stack` is closed.
-    """
+    """Return the trainer of a new run, or of the resumed run if torchrun restarted the program."""
     with world.raise_together():
         checked, corpus = _check_settings(config, corpus_path, overrides, log)
         if world.is_first:
             corpus.verify("train", "valid")
         check_trainable(checked, corpus, world.device, world)
-        # only the first process checks, because other machines may see a stale view of a shared file system
+        # only the first process checks, because other hosts may see an outdated view of a shared file system
         exists = world.is_first and is_restartable() and (path / "config.yaml").exists()
         if exists and RunFolder.open(path).config != checked:
             raise UserError(
@@ -245,7 +238,7 @@ def _start(
             )
     restarted = world.any(exists)
     trainer = Trainer(RunFolder(path, checked, corpus.tokenizer), corpus, world.device, world=world)
-    with world.raise_together():  # last, so that a model that does not fit into memory leaves no folder
+    with world.raise_together():  # after building the model, so that one that does not fit into memory leaves no folder
         if world.is_first and not restarted:
             RunFolder.create(path, checked, corpus.tokenizer)
         if world.is_first:
@@ -271,7 +264,7 @@ def _check_settings(
         settings = merge({"recipe": str(config)}, merge_recipe(load_recipe(str(config)), overrides))
     else:
         settings = merge(overrides)
-    # check settings before reading anything; the vocabulary size is unknown yet, so the largest one stands in
+    # check the settings before reading the corpus, with the largest vocabulary size because its size is still unknown
     run_settings(merge(settings, {"model": {"vocab_size": INT32_MAX}}), "settings")
     corpus = Corpus.open(corpus_path)
     reference = {
@@ -282,7 +275,7 @@ def _check_settings(
     settings = merge(settings, {"corpus": reference, "model": {"vocab_size": corpus.tokenizer.vocab_size}})
     checked = run_settings(settings, "settings")
     if checked.model.cutoffs == "auto":
-        counts = corpus.tokenizer.counts  # None where ids are not in order of frequency
+        counts = corpus.tokenizer.counts  # None if ids are not in order of frequency
         cutoffs = () if counts is None else find_cutoffs(counts, checked.model.max_tails)
         log(f"adaptive softmax with cutoffs {', '.join(map(str, cutoffs))}" if cutoffs else "softmax without cutoffs")
         checked = run_settings(merge(settings, {"model": {"cutoffs": cutoffs}}), "settings")
@@ -297,7 +290,7 @@ def _resume(
     stack: ExitStack,
     log: Callable[[str], None],
 ) -> Trainer:
-    """Return the trainer of a run at its newest checkpoint; the run's folder is locked until `stack` is closed."""
+    """Return the trainer of a run at its newest checkpoint."""
     with world.raise_together():
         folder = RunFolder.open(path)
         if world.is_first:
@@ -324,32 +317,32 @@ def _resume(
 
 
 def _restore(trainer: Trainer, log: Callable[[str], None]) -> None:
-    """Restore the newest checkpoint, and print where training resumes."""
-    notes = trainer.resume()
+    """Restore the newest checkpoint, and print the step at which training resumes."""
+    warnings = trainer.resume()
     step, max_steps, path = trainer.state.step, trainer.config.max_steps, trainer.folder.path
     if step > max_steps:
         raise UserError(f"{path} is at step {step:,} already, beyond --train.max-steps {max_steps:,}")
-    for line in [*notes, f"resuming {path} at step {step:,} of {max_steps:,}"]:
+    for line in [*warnings, f"resuming {path} at step {step:,} of {max_steps:,}"]:
         log(line)
 
 
 @contextmanager
 def _stop_signals(stop: Callable[[], None], *, handle_signals: bool) -> Iterator[list[int]]:
-    """Call `stop` at the first signal, and yield a list that collects it; then restore the previous handlers.
+    """Call `stop` at the first signal and append the signal to the yielded list; then restore the previous handlers.
 
-    Without `handle_signals` only Ctrl-C is delayed, in the main thread and where Python itself would raise
+    Without `handle_signals`, only Ctrl-C is delayed, in the main thread and if Python itself would raise
     KeyboardInterrupt: raised in the middle of a step, it would leave partly updated weights.
     """
     received: list[int] = []
     numbers: tuple[int, ...] = (signal.SIGINT, signal.SIGTERM) if handle_signals else (signal.SIGINT,)
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or (not handle_signals and signal.getsignal(signal.SIGINT) is not signal.default_int_handler):
+    is_main_thread = threading.current_thread() is threading.main_thread()
+    if not is_main_thread or (not handle_signals and signal.getsignal(signal.SIGINT) is not signal.default_int_handler):
         yield received
         return
-    before = {number: signal.getsignal(number) for number in numbers}
+    previous = {number: signal.getsignal(number) for number in numbers}
 
     def restore() -> None:
-        for number, handler in before.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)
 
     def on_signal(number: int, _: FrameType | None) -> None:

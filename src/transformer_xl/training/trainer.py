@@ -1,6 +1,9 @@
-"""The training loop: reads the text segment by segment, with the memory of each row carried over.
+"""The training loop: trains on the text segment by segment, and passes the memory of each batch row to the next
+segment.
 
 read a batch -> train step -> fetch the metrics of the previous step -> (at intervals) validate, save a checkpoint
+
+Shape suffixes: B batch rows of this process, T new tokens.
 """
 
 from __future__ import annotations
@@ -9,7 +12,6 @@ import math
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -46,15 +48,6 @@ from transformer_xl.training.validation import Validator
 _STOP_CHECK_INTERVAL = 10  # steps (in validation: segments) between synchronizations of stop requests across processes
 
 
-@dataclass(frozen=True)
-class _PendingStep:
-    """A step that the device may still be computing; its metrics are fetched one step later."""
-
-    step: int
-    metrics: Tensor
-    """The metrics that `TrainStep` returned, in one tensor so that a single copy fetches all."""
-
-
 class Trainer:
     """Trains one run: contains the training state, and decides when to validate and to save.
 
@@ -74,7 +67,7 @@ class Trainer:
 
         Args:
             folder: folder of the run, with its settings.
-            corpus: corpus to train on; its split `valid`, if present, is scored every `eval_interval` steps.
+            corpus: corpus to train on; its validation text, if it has one, is scored every `eval_interval` steps.
             device: device to compute on.
             callbacks: called during training.
             world: the processes that train this run together.
@@ -89,7 +82,7 @@ class Trainer:
         self.validator = Validator(corpus, config, world) if "valid" in corpus.splits else None
         torch.manual_seed(config.seed)
         self.model = build_model(folder.config.model, memory_length=config.memory_length).to(device).train()
-        if world.rank:  # each process draws different dropout masks
+        if world.rank:  # after the initial weights, so that each process draws different dropout masks
             world.seed(config.seed, 0)
         self.model.activation_checkpointing = config.activation_checkpointing
         compile_layers(self.model, device, config.compile)
@@ -102,11 +95,11 @@ class Trainer:
         self.memories = self._initial_memories()
         self.state = TrainerState()
         self._train_step = TrainStep(self.wrapped_model, self.optimizers, config, device, world)
-        self._pending: _PendingStep | None = None
-        self._saved: TrainerState | None = None
+        self._pending: tuple[int, Tensor] | None = None  # last step and its metrics, which may still be computed
+        self._saved_state: TrainerState | None = None
         self._stop_requested = False
-        self._start_time = time.perf_counter()
-        self._throughput = _Throughput()
+        self._start_time = self._interval_start = time.perf_counter()
+        self._interval_tokens_read = 0  # since the last line of training metrics, for the throughput
         self._log = MetricsLog(folder)
 
     def stop(self) -> None:
@@ -120,20 +113,20 @@ class Trainer:
         """Restore the newest checkpoint of the run, and remove later lines from metrics.jsonl.
 
         Returns:
-            Notes for the user: one line for each part of the state that cannot be restored exactly.
+            Warnings for the user: one line for each part of the state that cannot be restored exactly.
 
         Raises:
             UserError: the checkpoint is damaged, does not fit the settings, or is missing in a trained run.
         """
-        notes: list[str] = []
+        warnings: list[str] = []
         folder = self.folder
-        # a run without any of these was killed before its first checkpoint; a converted run has only weights
+        # a run that has none of these was killed before its first checkpoint; a converted run has only weights
         if folder.latest_checkpoint() or folder.metrics() or (folder.path / "model.safetensors").exists():
-            notes = load_checkpoint(folder, self, self.world)
+            warnings = load_checkpoint(folder, self, self.world)
             self._restore_best_loss()
             if self._is_other_validation_text():
-                notes.append("the validation text has changed, so the search for the best weights starts over")
-            self._saved = self.state
+                warnings.append("the validation text has changed, so the search for the best weights starts over")
+            self._saved_state = self.state
         position = self.state.position
         if position.segment_index >= self.dataset.segments_in(position.epoch):  # after a change of batch size
             self._update_state(position=DatasetPosition(epoch=position.epoch + 1))
@@ -141,7 +134,7 @@ class Trainer:
             if self.world.is_first:
                 remove_leftovers(folder.path)
                 self._log.rewind(self.state.step, self.state.validation_step)
-        return notes
+        return warnings
 
     def run(self) -> bool:
         """Train until all steps are done or `stop` is called; either way a checkpoint is written.
@@ -153,13 +146,14 @@ class Trainer:
             UserError: the loss is no longer a finite number, or the disk is full; the last checkpoint is unchanged.
         """
         config, self._stop_requested = self.config, False
-        self._start_time = time.perf_counter() - self.state.seconds
-        self._throughput = _Throughput()
+        self._interval_start = time.perf_counter()
+        self._start_time = self._interval_start - self.state.seconds
+        self._interval_tokens_read = 0
         try:
             for callback in self.callbacks:
                 callback.on_train_begin(self)
             while True:
-                # if the run was stopped during a validation, the validation is repeated first
+                # a validation that was interrupted by a stop is repeated before the next step
                 validated = self.state.step in (0, self.state.validation_step) or not self._is_due(config.eval_interval)
                 validated = validated or self._validate()
                 stopping = self._should_stop()
@@ -196,7 +190,7 @@ class Trainer:
             self.weight_average.update(batch.next.step)
         # fetched only after this step is queued, so that the device never waits for the host
         self._fetch_metrics()
-        self._pending = _PendingStep(batch.next.step, metrics)
+        self._pending = batch.next.step, metrics
         self._update_state(step=batch.next.step, position=batch.next.segment, part=batch.next.part)
         num_tokens = round(int(batch.batch.loss_mask_BT.sum()) * config.batch_size / self.dataset.local_batch_size)
         for callback in self.callbacks:
@@ -204,47 +198,45 @@ class Trainer:
 
     def _fetch_metrics(self) -> None:
         """Add the metrics of the pending step to the sums; write a line of metrics every `log_interval` steps."""
-        pending, self._pending = self._pending, None
-        if pending is None:
+        if self._pending is None:
             return
-        nats, num_targets, grad_norm, num_tokens = pending.metrics.tolist()
+        (step, metrics), self._pending = self._pending, None
+        nats, num_targets, grad_norm, num_tokens = metrics.tolist()
         if not (math.isfinite(nats) and math.isfinite(grad_norm)):
-            what = f"the loss became {nats}" if not math.isfinite(nats) else f"the gradient norm became {grad_norm}"
+            cause = f"gradient norm became {grad_norm}" if math.isfinite(nats) else f"loss became {nats}"
             raise UserError(
-                f"{what} at step {pending.step}; {self.folder.latest_checkpoint()} is the last good checkpoint. Resume "
+                f"the {cause} at step {step}; {self.folder.latest_checkpoint()} is the last good checkpoint. Resume "
                 f"from it with a lower learning rate: txl train --resume {self.folder.path} "
                 f"--train.learning-rate {self.config.learning_rate / 2:g}"
             )
-        self._throughput.num_tokens += round(num_tokens)
+        self._interval_tokens_read += round(num_tokens)
         nats, tokens = self.state.interval_nats + nats, self.state.interval_tokens + round(num_targets)
-        if pending.step % self.config.log_interval == 0 and tokens:
-            extra = {"grad_norm": grad_norm, "tokens_per_second": self._throughput.restart()}
-            self._report("train", pending.step, self._sums("train", nats, tokens), extra)
+        if step % self.config.log_interval == 0 and tokens:
+            now = time.perf_counter()
+            rate = round(self._interval_tokens_read / max(1e-9, now - self._interval_start), 1)
+            self._interval_tokens_read, self._interval_start = 0, now
+            extra = {"grad_norm": grad_norm, "tokens_per_second": rate}
+            self._report("train", step, self._sums("train", nats, tokens), extra)
             nats, tokens = 0.0, 0
         self._update_state(interval_nats=nats, interval_tokens=tokens)
 
     def _validate(self) -> bool:
         """Score the validation text, and save the weights if they are the best; return False if stopped early."""
         self._fetch_metrics()
-        validator, begin = self.validator, time.perf_counter()
+        validator, start_time = self.validator, time.perf_counter()
         if validator is None:
             return True
-        num_segments = 0
 
-        def on_progress(num_scored: int) -> None:
+        def should_stop(num_segments: int, num_scored: int) -> bool:
             for callback in self.callbacks:
                 callback.on_validation_progress(self, num_scored, validator.num_tokens)
-
-        def should_stop() -> bool:
-            nonlocal num_segments
-            num_segments += 1
             if self.world.size == 1:
                 return self._stop_requested
             return num_segments % _STOP_CHECK_INTERVAL == 0 and self.world.any(self._stop_requested)
 
         with self._averaged_weights():
             memory = self.model.initial_memory(validator.dataset.local_batch_size)
-            nats = validator.sum_losses(self.wrapped_model, memory, on_progress, should_stop)
+            nats = validator.sum_losses(self.wrapped_model, memory, should_stop)
             if nats is None:
                 return False
             if not math.isfinite(nats):
@@ -258,31 +250,30 @@ class Trainer:
                 self._save_best_weights(best)
         self._update_state(best_nats=best, validation_text=validator.text_id, validation_step=self.state.step)
         self._report("valid", self.state.step, sums, {})
-        self._throughput.exclude(time.perf_counter() - begin)
+        self._interval_start += time.perf_counter() - start_time  # the throughput is that of training alone
         return True
 
     def _is_other_validation_text(self) -> bool:
-        """Return whether `best_nats` is of a different validation text, so that it must not be compared."""
-        before = self.state.validation_text
-        return self.validator is not None and before is not None and before != self.validator.text_id
+        """Return whether `best_nats` is the loss of a different validation text, which must not be compared."""
+        return self.validator is not None and self.state.validation_text not in (None, self.validator.text_id)
 
     def _save_checkpoint(self) -> None:
         self._fetch_metrics()
-        begin = time.perf_counter()
-        if self.state == self._saved:
+        start_time = time.perf_counter()
+        if self.state == self._saved_state:
             return
-        self._update_state(seconds=begin - self._start_time)
-        self._saved = self.state
+        self._update_state(seconds=start_time - self._start_time)
+        self._saved_state = self.state
         # checkpoints save memory at full length, independent of the stage of the segment warm-up
         self.memories = tuple(memory.resized(self.config.memory_length) for memory in self.memories)
         save_checkpoint(self.folder, self, self.world)
         if self.state.step >= self.config.max_steps and self.validator is None:
             with self._averaged_weights():  # without validation, the last weights or their average are the best
                 self._save_best_weights(None)
-        self._throughput.exclude(time.perf_counter() - begin)
+        self._interval_start += time.perf_counter() - start_time
 
     def _save_best_weights(self, nats: float | None) -> None:
-        """Save the model's current weights as the best of the run, with the validation loss in nats per token."""
+        """Save the model's current weights as the best of the run; `nats` is the validation loss in nats per token."""
         weights = gather_weights(self.model, self.world)
         if self.world.is_first:
             self.folder.save_weights(weights, step=self.state.step, nats=nats)
@@ -290,8 +281,8 @@ class Trainer:
     def _restore_best_loss(self) -> None:
         """Set the best loss to that of the best weights on disk.
 
-        After a crash these may be of a later step than the checkpoint; then their loss replaces that of the checkpoint.
-        If they are missing, the next weights are saved as the best.
+        After a crash, these weights may be of a later step than the checkpoint; then their loss replaces that of the
+        checkpoint. If they are missing, the next validation saves the weights as the best.
         """
         with self.world.raise_together():
             exists = self.world.is_first and (self.folder.path / "model.safetensors").exists()
@@ -312,9 +303,9 @@ class Trainer:
     def _update_state(self, **changes: object) -> None:
         self.state = self.state.model_copy(update=changes)
 
-    def _sums(self, split: str, nats: float, tokens: int) -> Sums:
-        """Return the sums over part of a split; its number of bytes is estimated from bytes per token."""
-        return Sums(nats, tokens, tokens * self.corpus.split(split).bytes_per_token)
+    def _sums(self, split: str, nats: float, num_tokens: int) -> Sums:
+        """Return the totals for some tokens of a split; the number of bytes is estimated from the split's average."""
+        return Sums(nats, num_tokens, num_tokens * self.corpus.split(split).bytes_per_token)
 
     def _report(self, split: str, step: int, sums: Sums, extra: Metrics) -> None:
         """Write a line of metrics, and call the callbacks."""
@@ -333,28 +324,10 @@ class Trainer:
             callback.on_metrics(self, metrics)
 
 
-class _Throughput:
-    """Tokens per second of training since the last line of metrics, excluding validations and checkpoints."""
-
-    def __init__(self) -> None:
-        self.num_tokens, self._begin = 0, time.perf_counter()
-
-    def exclude(self, seconds: float) -> None:
-        """Exclude time that was not spent on training steps."""
-        self._begin += seconds
-
-    def restart(self) -> float:
-        """Return the tokens per second, and reset."""
-        now = time.perf_counter()
-        rate = self.num_tokens / max(1e-9, now - self._begin)
-        self.num_tokens, self._begin = 0, now
-        return round(rate, 1)
-
-
 def check_trainable(
     config: RunConfig, corpus: Corpus, device: torch.device, world: DistributedContext = SINGLE_PROCESS
 ) -> None:
-    """Check, before a run folder is made, that training can start.
+    """Check, before a run folder is created, that training can start.
 
     Raises:
         UserError: the text is too short for batch size and segment length, or an attention implementation or
@@ -369,22 +342,15 @@ def check_trainable(
 
 
 def training_dataset(corpus: Corpus, config: TrainConfig, shard: Shard = SINGLE_SHARD) -> TokenDataset:
-    """Return the training text as segments, in the order of the settings.
+    """Return the training text as segments, of the documents in text order or shuffled.
 
     Raises:
         UserError: the text is too short for batch size and segment length, or has too few documents to shuffle.
     """
-    split = corpus.split("train")
-    dataset: TokenDataset
-    sizes = {
-        "batch_size": config.batch_size,
-        "segment_length": config.segment_length,
-        "bos_token_id": corpus.tokenizer.bos_token_id,
-        "shard": shard,
-    }
+    split, bos_token_id = corpus.split("train"), corpus.tokenizer.bos_token_id
+    sizes = {"batch_size": config.batch_size, "segment_length": config.segment_length, "bos_token_id": bos_token_id}
+    dataset: TokenDataset = SegmentDataset(split.tokens, **sizes, shard=shard)
     if config.shuffle_documents:
-        dataset = ShuffledDocumentDataset(split.tokens, split.document_starts, **sizes, seed=config.seed)
-    else:
-        dataset = SegmentDataset(split.tokens, **sizes)
+        dataset = ShuffledDocumentDataset(split.tokens, split.document_starts, **sizes, shard=shard, seed=config.seed)
     check_training(dataset)
     return dataset

@@ -1,14 +1,15 @@
-"""Validation: the loss of the validation text with the current weights, during training.
+"""Validation: the loss of the validation text with the current weights, computed at intervals during training.
 
-The text is split into as many rows as a training batch, distributed over the processes as in training.
+The text is split into as many rows as a training batch has, and the rows are distributed over the processes as in
+training.
 
-Shape suffixes: B rows of this process, T new tokens.
+Shape suffixes: B batch rows of this process, T new tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -27,12 +28,12 @@ class Validator:
     """The validation text of a corpus, as one training run scores it."""
 
     def __init__(self, corpus: Corpus, config: TrainConfig, world: DistributedContext) -> None:
-        """Open the text.
+        """Open the validation text.
 
         Args:
-            corpus: a corpus with a split `valid`.
+            corpus: a corpus that has a validation text.
             config: settings of training; `eval_tokens` may truncate the text.
-            world: the processes that share the work.
+            world: the processes among which the rows are divided.
 
         Raises:
             UserError: the text has fewer tokens than processes.
@@ -44,16 +45,15 @@ class Validator:
         self.dataset = validation_dataset(tokens, corpus.tokenizer.bos_token_id, config, world)
         self._config, self._world = config, world
 
-    def sum_losses(
-        self, model: nn.Module, memory: Memory, on_progress: Callable[[int], None], should_stop: Callable[[], bool]
-    ) -> float | None:
-        """Compute the total loss of the text; all processes take part.
+    @torch.no_grad()
+    def sum_losses(self, model: nn.Module, memory: Memory, should_stop: Callable[[int, int], bool]) -> float | None:
+        """Compute the total loss of the text without dropout; all processes take part.
 
         Args:
-            model: a `ModelWithLoss`, wrapped for the processes.
+            model: a `ModelWithLoss`, wrapped for the processes, in training mode.
             memory: an empty memory for the rows of this process.
-            on_progress: called after each segment with the number of tokens scored so far, by all processes.
-            should_stop: called after each segment; if it returns true, scoring ends without a result.
+            should_stop: called after each segment, with the number of segments and the number of tokens (of all
+                processes) scored so far; if it returns true, scoring ends without a result.
 
         Returns:
             The sum of all losses in nats, accumulated in float64, the same in every process; or None if stopped.
@@ -61,22 +61,24 @@ class Validator:
         device, dataset = memory.valid_B.device, self.dataset
         total, num_scored = 0.0, 0
         pending: list[Tensor] = []
-        with _evaluation_mode(model):
+        model.eval()
+        try:
             for index in range(dataset.num_segments):
                 segment = dataset.read(DatasetPosition(segment_index=index))
                 inputs_BT = to_device(torch.from_numpy(segment.inputs_BT), device)
                 loss_mask_BT = to_device(torch.from_numpy(segment.loss_mask_BT), device)
                 with autocast(device, self._config.dtype):
-                    nats_BT, _, memory = model(inputs_BT, segment.targets_BT, memory)
-                pending.append((nats_BT * loss_mask_BT).sum())
-                if len(pending) == _SUMS_PER_FETCH:
-                    total += _fetch_sum(pending)
+                    losses_BT, _, memory = model(inputs_BT, segment.targets_BT, memory)
+                pending.append((losses_BT * loss_mask_BT).sum())
+                if len(pending) == _SUMS_PER_FETCH or index + 1 == dataset.num_segments:
+                    total += float(torch.stack(pending).cpu().double().sum())
                     pending.clear()
                 num_scored += int(segment.loss_mask_BT.sum())
-                on_progress(min(self.num_tokens, round(num_scored * dataset.batch_size / dataset.local_batch_size)))
-                if should_stop():
+                estimate = min(self.num_tokens, round(num_scored * dataset.batch_size / dataset.local_batch_size))
+                if should_stop(index + 1, estimate):
                     return None
-        total += _fetch_sum(pending) if pending else 0.0
+        finally:
+            model.train()
         sum_device = device if device.type == "cuda" else "cpu"  # MPS has no float64
         return float(self._world.sum(torch.tensor(total, dtype=torch.float64, device=sum_device)))
 
@@ -84,10 +86,10 @@ class Validator:
 def validation_dataset(
     tokens: Tokens, bos_token_id: int, config: TrainConfig, world: DistributedContext
 ) -> SegmentDataset:
-    """Split the validation text into rows that are read in parallel.
+    """Split the validation text into rows that are scored in parallel.
 
-    The number of rows is the batch size, reduced if the text is too short to fill a segment in each row or if a
-    process would get no rows, but at least one for each process.
+    The number of rows is the batch size. It is reduced if the text is too short to fill one segment of each row, or if
+    a process would get no rows; it is at least the number of processes.
 
     Raises:
         UserError: the text has fewer tokens than processes.
@@ -98,23 +100,8 @@ def validation_dataset(
             "fewer processes, or use a longer text"
         )
     rows = max(world.size, min(config.batch_size, len(tokens) // config.segment_length))
-    while (world.size - 1) * -(-rows // world.size) >= rows:  # ends at the latest with one row for each process
+    # each process but the last gets ceil(rows / size) rows; with one row for each process, the loop ends
+    while (world.size - 1) * math.ceil(rows / world.size) >= rows:
         rows -= 1
-    segment = min(config.segment_length, -(-len(tokens) // rows))
-    return SegmentDataset(tokens, batch_size=rows, segment_length=segment, bos_token_id=bos_token_id, shard=world.shard)
-
-
-@contextmanager
-def _evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Disable dropout and gradients within the block."""
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        model.train(was_training)
-
-
-def _fetch_sum(sums: list[Tensor]) -> float:
-    return float(torch.stack(sums).cpu().double().sum())
+    length = min(config.segment_length, math.ceil(len(tokens) / rows))
+    return SegmentDataset(tokens, batch_size=rows, segment_length=length, bos_token_id=bos_token_id, shard=world.shard)
