@@ -1,6 +1,6 @@
 """Progress of long operations: a bar in a terminal or a notebook, and plain lines elsewhere.
 
-Everything goes to standard error, so that results on standard output can be piped.
+All output is on standard error, so that results on standard output can be piped.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Self
 
 
 def say(text: str) -> None:
-    """Print a line for people, to standard error."""
+    """Print a line for the user, on standard error."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -27,42 +27,40 @@ class ProgressBar:
         """Prepare the bar; it is drawn when the `with` block begins.
 
         Args:
-            title: what is running, shown before the bar.
+            title: name of the operation, shown before the bar.
             total: the amount that makes the bar full, in `unit`.
-            unit: what is counted, such as `steps` or `tokens`.
+            unit: plural unit of the amounts, such as `steps` or `tokens`.
             seconds_between_lines: minimum time between two plain lines if no bar can be drawn.
         """
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
         self._title, self._total, self._unit = title, total, unit
-        self._between = seconds_between_lines
+        self._seconds_between_lines = seconds_between_lines
         self._done, self._notes = 0, ""
         self._start = self._last_line = time.perf_counter()
         self._first_done = 0
+        console = Console(file=sys.stderr, highlight=False)
+        # without ipywidgets, rich warns at every refresh
+        can_draw = console.is_terminal or (console.is_jupyter and find_spec("ipywidgets") is not None)
         columns = (
             TextColumn("{task.description}"),
             BarColumn(bar_width=8),  # narrow, so that the metrics fit into 80 columns
             TextColumn("{task.fields[notes]}"),
             TimeRemainingColumn(),
         )
-        console = Console(file=sys.stderr, highlight=False)
-        # without ipywidgets, rich warns at every refresh
-        can_draw = console.is_terminal or (console.is_jupyter and find_spec("ipywidgets") is not None)
-        self._bar = Progress(*columns, console=console, transient=True) if can_draw else None
-        self._task = self._bar.add_task(title, total=total, notes="") if self._bar else None
+        self._bar = Progress(*columns, console=console, transient=True, disable=not can_draw)
+        self._task = self._bar.add_task(title, total=total, notes="")
 
     def __enter__(self) -> Self:
-        if self._bar:
-            self._bar.start()
+        self._bar.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._bar:
-            self._bar.stop()
+        self._bar.stop()
 
     def begin_at(self, done: int) -> None:
-        """Set the amount that was done before (a resumed run); it is not included in the throughput."""
+        """Set the amount that was done before, in a resumed run; the throughput does not include it."""
         self._done = self._first_done = done
         self.advance(0)
 
@@ -75,15 +73,14 @@ class ProgressBar:
         """
         self._done += amount
         self._notes = self._notes if notes is None else notes
-        if self._bar and self._task is not None:
-            self._bar.update(self._task, completed=self._done, notes=self._status())
-        elif time.perf_counter() - self._last_line >= self._between:
+        self._bar.update(self._task, completed=self._done, notes=self._status())
+        if self._bar.disable and time.perf_counter() - self._last_line >= self._seconds_between_lines:
             self._last_line = time.perf_counter()
             say(f"{self._title}: {self._done:,} of {self._total:,} {self._unit}, {self._status()}, {self._left()} left")
 
     @property
     def seconds(self) -> float:
-        """Seconds since the bar was made."""
+        """Seconds since the bar was created."""
         return time.perf_counter() - self._start
 
     def _rate(self) -> float:
@@ -116,7 +113,7 @@ class StageBars:
         self._close()
 
     def __call__(self, stage: str, done: int, total: int) -> None:
-        """Show that `done` of `total` bytes are done."""
+        """Update the bar of the stage: `done` of `total` bytes are processed."""
         if stage != self._stage:
             self._close()
             self._stage, self._start = stage, time.perf_counter()

@@ -28,14 +28,12 @@ from transformer_xl.device import choose_device
 from transformer_xl.files import as_user_error, atomic_folder, write_text
 from transformer_xl.model.build import build_model
 from transformer_xl.model.language_model import LanguageModel
-from transformer_xl.tensor_file import load_tensors, save_tensors
+from transformer_xl.tensor_file import DAMAGED, load_tensors, save_tensors
 from transformer_xl.text.token_store import Corpus
 from transformer_xl.text.tokenizers import Tokenizer, fingerprint, load_tokenizer, save_tokenizer
 
 CheckpointName = Literal["best", "last"]
 """Which weights of a run: those with the lowest validation loss, or those of the newest checkpoint."""
-
-_DAMAGED = "{} is damaged ({}); copy it again, or delete its folder checkpoints/step-N to resume from the previous one"
 
 
 @dataclass(frozen=True)
@@ -77,9 +75,9 @@ class CheckpointRecord(Settings):
             contents = json.loads(content)
             expected = contents.pop("sha256")
         except (ValueError, KeyError, TypeError, AttributeError):
-            raise UserError(_DAMAGED.format(file, "it is incomplete")) from None
+            raise UserError(DAMAGED.format(file, "it is incomplete")) from None
         if expected != _digest(contents):
-            raise UserError(_DAMAGED.format(file, "its checksum does not match its contents"))
+            raise UserError(DAMAGED.format(file, "its checksum does not match its contents"))
         return check_settings(CheckpointRecord, contents, str(file))
 
     def verify(self, checkpoint: Path, *, rank: int = 0, size: int = 1) -> None:
@@ -92,7 +90,7 @@ class CheckpointRecord(Settings):
             file = checkpoint / "training" / name
             with as_user_error(f"reading {file}"):
                 if index % size == rank and file_digest(file) != expected:
-                    raise UserError(_DAMAGED.format(file, "its checksum does not match its contents"))
+                    raise UserError(DAMAGED.format(file, "its checksum does not match its contents"))
 
 
 @dataclass(frozen=True)
@@ -301,13 +299,11 @@ def read_weights(model: LanguageModel, file: Path) -> dict[str, Tensor]:
         UserError: the file is damaged, or its weights are of another model.
     """
     tensors, _ = load_tensors(file)
-    expected = model.state_dict()
-    mismatched = [name for name in expected.keys() | tensors.keys() if name not in expected or name not in tensors]
-    mismatched = mismatched or [name for name in expected if expected[name].shape != tensors[name].shape]
+    expected = {(name, tensor.shape) for name, tensor in model.state_dict().items()}
+    mismatched = expected ^ {(name, tensor.shape) for name, tensor in tensors.items()}
     if mismatched:
-        raise UserError(
-            f"{file} does not fit the settings in config.yaml (at {min(mismatched)}); copy the whole run again"
-        )
+        name, _ = min(mismatched)
+        raise UserError(f"{file} does not fit the settings in config.yaml (at {name}); copy the whole run again")
     return tensors
 
 

@@ -16,6 +16,8 @@ from torch import Tensor
 from transformer_xl.config import UserError
 from transformer_xl.files import as_user_error, atomic_file
 
+DAMAGED = "{} is damaged ({}); copy it again, or delete its folder checkpoints/step-N to resume from the previous one"
+
 _KEY = "transformer_xl"
 _FORMAT = "1"
 
@@ -57,25 +59,20 @@ def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     Raises:
         UserError: the file is missing, truncated or altered.
     """
-    advice = "copy it again, or delete its folder checkpoints/step-N to resume from the previous one"
-    damaged = f"{path} is damaged ({{}}); {advice}"
     with as_user_error(f"reading {path}"):
         path.open("rb").close()
     try:
         with safe_open(path, framework="pt") as file:
             entry = (file.metadata() or {}).get(_KEY, "{}")
+            metadata = {name: str(value) for name, value in json.loads(entry).items()}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
-    except (SafetensorError, OSError) as error:
-        raise UserError(damaged.format(f"not a complete safetensors file: {error}")) from None
-    try:
-        metadata = {name: str(value) for name, value in json.loads(entry).items()}
-    except (ValueError, AttributeError):
-        raise UserError(damaged.format("its header is not readable")) from None
+    except (SafetensorError, OSError, ValueError, AttributeError) as error:
+        raise UserError(DAMAGED.format(path, f"not a complete safetensors file: {error}")) from None
     expected = metadata.pop("sha256", None)
     if metadata.get("format") != _FORMAT:
         raise UserError(f"{path} was not written by this version of the program; expected format {_FORMAT}")
     if expected != _digest(tensors, metadata):
-        raise UserError(damaged.format("its checksum does not match its contents"))
+        raise UserError(DAMAGED.format(path, "its checksum does not match its contents"))
     return tensors, metadata
 
 

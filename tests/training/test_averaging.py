@@ -32,7 +32,7 @@ def wander(model: Any, average: WeightAverage, steps: int) -> list[Tensor]:
 
 
 def averaged(model: Any, average: WeightAverage) -> Tensor:
-    with average.in_place_of(model):
+    with average.applied():
         return weights_of(model)
 
 
@@ -74,7 +74,7 @@ def test_the_weights_are_back_bit_for_bit(make_model) -> None:
     before, inside = weights_of(model), averaged(model, average)
     assert torch.equal(weights_of(model), before)
     assert not torch.equal(inside, before)
-    with pytest.raises(ZeroDivisionError), average.in_place_of(model):
+    with pytest.raises(ZeroDivisionError), average.applied():
         raise ZeroDivisionError
     assert torch.equal(weights_of(model), before)
     assert torch.equal(averaged(model, average), inside)
@@ -84,9 +84,8 @@ def test_it_goes_on_from_its_tensors(make_model) -> None:
     model, config = make_model(), TrainConfig(weight_average="uniform")
     average = WeightAverage(model, config)
     wander(model, average, 5)
-    again = WeightAverage(model, config).with_tensors(
-        {name: tensor.clone() for name, tensor in average.tensors().items()}
-    )
+    again = WeightAverage(model, config)
+    again.load_tensors({name: tensor.clone() for name, tensor in average.tensors().items()})
     with torch.no_grad():
         next(model.parameters()).mul_(3)
     for one in (average, again):
@@ -95,7 +94,7 @@ def test_it_goes_on_from_its_tensors(make_model) -> None:
     assert torch.equal(averaged(model, average), averaged(model, again))
     for wrong in (make_model(n_layers=2), make_model(d_model=22)):
         with pytest.raises(UserError, match="weight average does not fit this model"):
-            average.with_tensors(WeightAverage(wrong, config).tensors())
+            average.load_tensors(WeightAverage(wrong, config).tensors())
 
 
 AVERAGES = [{"weight_average": "uniform", "average_start_step": 3}, {"weight_average": "ema", "ema_decay": 0.5}]

@@ -45,7 +45,7 @@ def test_a_wrong_environment_is_told(
 ) -> None:
     given = {name: value for name, value in {**WHOLE, **changed}.items() if value is not None}
     start_in(monkeypatch, given)
-    with pytest.raises(UserError, match=f"{message}.*torchrun.*WORLD_SIZE"), process_group(lambda: torch.device("cpu")):
+    with pytest.raises(UserError, match=f"torchrun.*WORLD_SIZE.*{message}"), process_group(lambda: torch.device("cpu")):
         pass
 
 

@@ -1,1 +1,1 @@
-"""Training: the loop, the optimizers and their schedules, checkpoints, and several processes."""
+"""Training: the training loop, optimizers and schedules, checkpoints, and training with several processes."""

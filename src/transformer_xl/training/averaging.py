@@ -1,4 +1,4 @@
-"""An average of the weights over training steps: often better than the last weights, at almost no cost.
+"""The average of the weights over training steps: often better than the last weights, at almost no cost.
 
 `uniform`, the plain mean, is stochastic weight averaging (Izmailov et al. 2018); `ema`, an exponential moving average,
 forgets older weights.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from copy import copy
 
 import torch
 from torch import Tensor, nn
@@ -25,37 +24,34 @@ class WeightAverage:
         """Initialize the average with the current weights."""
         self.config = config
         self.count = 0
-        """Number of steps in the average; while it is 0, the average equals the initial weights and is not used."""
+        """Number of steps in the average; while it is 0, `applied` does not change the weights."""
         self._parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
         self._means: dict[str, Tensor] = {name: p.detach().clone() for name, p in self._parameters.items()}
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Add the current weights to the average; does nothing before `average_start_step` steps are done.
+        """Add the current weights to the average; does nothing in the first `average_start_step` steps.
 
         An exponential average of n steps weights the step k steps ago by decay^k and divides by the sum of these
         factors, so that it is not biased towards the initial weights.
 
         Args:
-            step: number of steps done.
+            step: number of training steps done.
         """
         if step <= self.config.average_start_step:
             return
         self.count += 1
         decay = self.config.ema_decay
-        share = 1 / self.count if self.config.weight_average == "uniform" else (1 - decay) / (1 - decay**self.count)
-        torch._foreach_lerp_(_local(self._means.values()), _local(self._parameters.values()), share)
+        is_uniform = self.config.weight_average == "uniform"
+        new_weight = 1 / self.count if is_uniform else (1 - decay) / (1 - decay**self.count)
+        torch._foreach_lerp_(_local(self._means.values()), _local(self._parameters.values()), new_weight)
 
     @contextmanager
-    def in_place_of(self, model: LanguageModel) -> Iterator[None]:
+    def applied(self) -> Iterator[None]:
         """Replace the model's weights by the average within the block, and restore them bit for bit afterwards.
 
         The model must not be trained in the block.
         """
-        assert all(
-            current is parameter
-            for current, parameter in zip(model.parameters(), self._parameters.values(), strict=True)
-        )
         self._swap()
         try:
             yield
@@ -66,21 +62,18 @@ class WeightAverage:
         """Return the state for a checkpoint: the means by parameter name, and the `count`."""
         return {**self._means, "count": torch.tensor(self.count)}
 
-    def with_tensors(self, tensors: Mapping[str, Tensor]) -> WeightAverage:
-        """Return an average of the same model's weights with the state that `tensors()` returned.
+    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Restore the state that `tensors()` returned.
 
         Raises:
-            UserError: names or shapes differ from this model's weights.
+            UserError: names or shapes differ from those of the model's weights.
         """
-        if tensors.keys() != {*self._means, "count"} or any(
-            tensors[name].shape != mean.shape for name, mean in self._means.items()
-        ):
+        shapes = {name: tensor.shape for name, tensor in tensors.items()}
+        if shapes != {name: tensor.shape for name, tensor in self.tensors().items()}:
             raise UserError("the saved weight average does not fit this model; start a new run")
-        new = copy(self)
-        new.count = int(tensors["count"])
-        # clone: tensors read from a file may be misaligned in memory, which can change the last bit of results
-        new._means = {name: tensors[name].to(mean.device, mean.dtype).clone() for name, mean in self._means.items()}
-        return new
+        self.count = int(tensors["count"])
+        for name, mean in self._means.items():
+            mean.copy_(tensors[name])
 
     @torch.no_grad()
     def _swap(self) -> None:

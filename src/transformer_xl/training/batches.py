@@ -54,11 +54,12 @@ def read_batch(
         after = BatchPosition(position.step + 1, position.segment, position.part + 1)
     else:
         after = BatchPosition(position.step + 1, dataset.after(position.segment))
-    inputs_BT, targets_BT, loss_mask_BT = (
-        np.ascontiguousarray(array_BT[:, columns])
-        for array_BT in (segment.inputs_BT, segment.targets_BT, segment.loss_mask_BT)
+    part = Batch(
+        np.ascontiguousarray(segment.inputs_BT[:, columns]),
+        np.ascontiguousarray(segment.targets_BT[:, columns]),
+        np.ascontiguousarray(segment.loss_mask_BT[:, columns]),
+        is_first=segment.is_first and position.part == 0,
     )
-    part = Batch(inputs_BT, targets_BT, loss_mask_BT, is_first=segment.is_first and position.part == 0)
     memory_length = config.memory_length >> _num_halvings(position, config)
     return StepBatch(part, memory_length, _skip_empty(dataset, after, config, world))
 

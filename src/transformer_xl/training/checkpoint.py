@@ -157,7 +157,7 @@ def load_checkpoint(folder: RunFolder, trainer: Trainer, world: DistributedConte
     _read(targets, path / "training", world)
     _set_optimizers(trainer, targets)
     if trainer.weight_average is not None:
-        trainer.weight_average = trainer.weight_average.with_tensors(_without_prefix("average", targets))
+        trainer.weight_average.load_tensors(_without_prefix("average", targets))
     warnings: list[str] = []
     if rows == train.batch_size:
         memory = memory.with_tensors({name: local_tensor(t) for name, t in _without_prefix("memory", targets).items()})

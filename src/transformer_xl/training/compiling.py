@@ -1,4 +1,4 @@
-"""torch.compile for each layer separately: layers share the compiled code, and weights keep their names."""
+"""Applies torch.compile to each layer separately: layers share the compiled code, and weights keep their names."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import nn
 from transformer_xl.config import UserError
 from transformer_xl.model.language_model import LanguageModel
 
-# Shapes and modes of one run: empty or full memory, training or evaluation, two sizes of micro-batches, and the stages
-# of the segment warm-up. torch's default limit, 8, is meant for shapes that keep changing.
+# Upper limit of the combinations in one run: empty or full memory, training or evaluation, two sizes of micro-batches,
+# and the stages of the segment warm-up. torch's default limit, 8, is for programs whose shapes never stop changing.
 _MAX_VARIANTS = 128
 
 
 def compile_layers(model: LanguageModel, device: torch.device, mode: Literal["none", "layers", "cudagraphs"]) -> None:
-    """Compile each layer at its first use; embedding and softmax are not compiled.
+    """Compile each layer of the model at its first use; embedding and softmax are not compiled.
 
     Raises:
         UserError: CUDA graphs are requested without CUDA, or no working compiler is installed.
@@ -36,16 +36,16 @@ def compile_layers(model: LanguageModel, device: torch.device, mode: Literal["no
 
 
 class _Compiled:
-    """Replaces a layer's `forward` so that a deep copy of the layer computes with the weights of the copy.
+    """The compiled `forward` of a layer; after a deep copy of the layer it computes with the weights of the copy.
 
-    A compiled bound method would not be copied, and would compute with the weights of the original layer.
+    A deep copy of a compiled bound method would still compute with the weights of the original layer.
     """
 
     def __init__(self, layer: nn.Module, mode: str | None) -> None:
         self.layer, self.mode = layer, mode
 
     def __call__(self, *args: Any) -> Any:
-        # the function, not the module: the hooks of FSDP before and after it must not be compiled
+        # compiles the class's function, not the module, because FSDP's hooks must not be compiled
         return _compiled(type(self.layer).forward, self.mode)(self.layer, *args)
 
 
@@ -55,7 +55,7 @@ def _compiled(function: Callable[..., Any], mode: str | None) -> Callable[..., A
 
 
 def _check_compiler(device: torch.device) -> None:
-    """Compile a small function, so that a missing compiler is reported at the start."""
+    """Compile a small function, so that a missing compiler is reported before training."""
     try:
         torch.compile(torch.sin, fullgraph=True, dynamic=False)(torch.zeros(2, device=device))
     except Exception as error:  # torch raises various exceptions without a common base class

@@ -132,10 +132,14 @@ class DistributedContext:
 
     def set_gradient_sync(self, module: nn.Module, enabled: bool) -> None:
         """Set whether the next backward pass sums gradients over the processes, or accumulates them locally."""
-        if hasattr(module, "require_backward_grad_sync"):  # DistributedDataParallel
-            module.require_backward_grad_sync = enabled
-        elif hasattr(module, "set_requires_gradient_sync"):  # FSDPModule
-            module.set_requires_gradient_sync(enabled)
+        if self.size > 1:
+            from torch.distributed.fsdp import FSDPModule
+            from torch.nn.parallel import DistributedDataParallel
+
+            if isinstance(module, DistributedDataParallel):
+                module.require_backward_grad_sync = enabled
+            elif isinstance(module, FSDPModule):
+                module.set_requires_gradient_sync(enabled)
 
     def seed(self, seed: int, step: int) -> None:
         """Seed torch from a seed and a step, differently in each process."""
@@ -157,24 +161,10 @@ class _Environment(Settings):
     MASTER_PORT: int = Field(ge=1, le=65535)
 
     @model_validator(mode="after")
-    def _check_ranks(self) -> Self:
-        for name, rank in (("RANK", self.RANK), ("LOCAL_RANK", self.LOCAL_RANK)):
-            if rank >= self.WORLD_SIZE:
-                raise ValueError(f"{name} {rank} must be below WORLD_SIZE {self.WORLD_SIZE}")
+    def _check_rank(self) -> Self:
+        if self.RANK >= self.WORLD_SIZE:
+            raise ValueError(f"RANK {self.RANK} must be below WORLD_SIZE {self.WORLD_SIZE}")
         return self
-
-    @staticmethod
-    def read() -> _Environment:
-        """Read the environment of this process.
-
-        Raises:
-            UserError: a variable is missing or invalid.
-        """
-        values = {name: os.environ[name] for name in _Environment.model_fields if name in os.environ}
-        try:
-            return check_settings(_Environment, values, "environment variables")
-        except UserError as error:
-            raise UserError(f"{error}; {_USE_TORCHRUN}") from None
 
 
 @contextmanager
@@ -195,7 +185,8 @@ def process_group(choose: Callable[[], torch.device]) -> Iterator[DistributedCon
     if os.environ.get("WORLD_SIZE", "1") == "1":
         yield DistributedContext(device=choose())
         return
-    environment = _Environment.read()
+    variables = {name: os.environ[name] for name in _Environment.model_fields if name in os.environ}
+    environment = check_settings(_Environment, variables, f"environment variables of torchrun ({_USE_TORCHRUN})")
     rank, size = environment.RANK, environment.WORLD_SIZE
     store: dist.Store | None = None
     group_name = f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}, group {next(_group_indices)}"
@@ -342,4 +333,8 @@ def _all_reduce(bucket: dist.GradBucket) -> Future[Tensor]:
     """Sum a bucket of gradients over all processes, instead of averaging it as DDP does."""
     work = dist.all_reduce(bucket.buffer(), async_op=True)
     assert work is not None
-    return work.get_future().then(lambda done: done.value()[0])
+    return work.get_future().then(_first_result)
+
+
+def _first_result(done: Future[list[Tensor]]) -> Tensor:
+    return done.value()[0]

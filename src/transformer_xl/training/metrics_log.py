@@ -1,4 +1,4 @@
-"""The metrics of a run on disk: a file of JSON lines, and optionally TensorBoard files.
+"""Writes the metrics of a run: to metrics.jsonl, one JSON object per line, and optionally to TensorBoard files.
 
 With several processes, only the first one writes.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -28,7 +27,7 @@ class MetricsLog:
     _board: SummaryWriter | None = field(default=None, init=False, repr=False)
 
     def rewind(self, step: int, validation_step: int) -> None:
-        """Remove the lines after a checkpoint, because the resumed run writes them again.
+        """Remove the lines after a checkpoint from metrics.jsonl, because the resumed run writes them again.
 
         Args:
             step: step of the checkpoint; later lines of training are removed.
@@ -37,16 +36,16 @@ class MetricsLog:
         Raises:
             UserError: metrics.jsonl is damaged, or the file system refuses.
         """
-        known_until = {"train": step, "valid": validation_step}
-        remaining = [line for line in self.folder.metrics() if line["step"] <= known_until.get(line["split"], 0)]
+        last_step = {"train": step, "valid": validation_step}
+        remaining = [line for line in self.folder.metrics() if line["step"] <= last_step.get(line["split"], 0)]
         write_text(self.folder.path / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in remaining))
         self._open_board(step)
         for line in remaining:
-            if line["step"] == step:  # purge_step hides this step too
-                self._show(line)
+            if line["step"] == step:  # TensorBoard hides this step of the older files too
+                self._add_to_board(line)
 
     def write(self, metrics: Metrics) -> None:
-        """Add a line.
+        """Append a line of metrics.
 
         Raises:
             UserError: the file system refuses.
@@ -55,7 +54,7 @@ class MetricsLog:
         with as_user_error(f"writing {file}"), file.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(metrics) + "\n")
         self._open_board(None)
-        self._show(metrics)
+        self._add_to_board(metrics)
 
     def close(self) -> None:
         """Close the TensorBoard file; the next `write` opens a new one."""
@@ -63,7 +62,7 @@ class MetricsLog:
             self._board.close()
         self._board = None
 
-    def _show(self, metrics: Metrics) -> None:
+    def _add_to_board(self, metrics: Metrics) -> None:
         if self._board is None:
             return
         with as_user_error(f"writing {self.folder.path / 'tensorboard'}"):
@@ -73,15 +72,17 @@ class MetricsLog:
             self._board.flush()  # a killed run must not lose metrics from before its checkpoint
 
     def _open_board(self, first_step: int | None) -> None:
-        """Open a TensorBoard file; TensorBoard then hides steps from `first_step` on of older files."""
+        """Open a TensorBoard file; TensorBoard ignores steps from `first_step` on in older files of the run."""
         if self._board is None and self.folder.config.train.tensorboard:
             log_dir = str(self.folder.path / "tensorboard")
+            from torch.utils.tensorboard import SummaryWriter
+
             with as_user_error(f"writing {log_dir}"):
-                self._board = _summary_writer()(log_dir, purge_step=first_step)
+                self._board = SummaryWriter(log_dir, purge_step=first_step)
 
 
 def check_tensorboard(config: TrainConfig) -> None:
-    """Check, before a run folder is made, that TensorBoard is installed if the settings enable it.
+    """Check, before a run folder is created, that TensorBoard is installed if the settings enable it.
 
     Raises:
         UserError: the package is missing.
@@ -91,9 +92,3 @@ def check_tensorboard(config: TrainConfig) -> None:
             "train.tensorboard needs a package that is not installed; run pip install 'transformer-xl[tensorboard]', "
             "or omit --train.tensorboard (metrics.jsonl contains the same values)"
         )
-
-
-def _summary_writer() -> Callable[..., SummaryWriter]:
-    from torch.utils.tensorboard import SummaryWriter
-
-    return SummaryWriter

@@ -1,4 +1,4 @@
-"""The optimizers and their parameter groups: the paper's Adam, AdamW, or Muon for the matrices of the layers."""
+"""Builds the optimizers and their parameter groups: the paper's Adam, AdamW, or Muon for the matrices of the layers."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from transformer_xl.device import has_bfloat16
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.training.distributed import full_tensor
 
-_MUON_COEFFICIENTS, _MUON_ITERATIONS, _MUON_MIN_NORM = (3.4445, -4.7750, 2.0315), 5, 1e-7  # Jordan et al. 2024
+# of the Newton-Schulz iteration that orthogonalizes updates (Jordan et al. 2024)
+_MUON_COEFFICIENTS, _MUON_ITERATIONS, _MUON_MIN_NORM = (3.4445, -4.7750, 2.0315), 5, 1e-7
 
 
 def build_optimizers(model: LanguageModel, config: TrainConfig) -> tuple[torch.optim.Optimizer, ...]:
     """Build the optimizers of the settings; every parameter is in exactly one group of one optimizer.
 
-    Weight decay applies to matrices only, the embedding included: not to LayerNorms, biases and the attention biases.
+    Weight decay applies to matrices only, including the embedding: not to LayerNorms, biases and the attention biases.
     Muon updates the matrices of the layers (query, key and value projections are separate matrices, as Muon
     requires), and AdamW all other parameters.
     """
@@ -71,15 +72,15 @@ class Muon(torch.optim.Optimizer):
                 # tall matrices are transposed, so that they can be stacked with wide ones
                 wide = direction if direction.shape[0] <= direction.shape[1] else direction.mT
                 stacks.setdefault(tuple(wide.shape), []).append((parameter, wide))
-            for (_, longer), members in stacks.items():
-                rate = 0.2 * longer**0.5 * group["lr"]
+            for (_, num_columns), members in stacks.items():
+                rate = 0.2 * num_columns**0.5 * group["lr"]  # makes the RMS of the updates that of AdamW, about 0.2
                 steps = orthogonalize(torch.stack([wide for _, wide in members])).to(members[0][0].dtype)
                 for (parameter, _), wide in zip(members, steps, strict=True):
                     update = wide if wide.shape == parameter.shape else wide.mT
                     parameter.add_(_shard_like(parameter, update), alpha=-rate)
 
     def _directions(self, parameters: list[nn.Parameter], momentum: float) -> list[Tensor]:
-        """Return the Nesterov momentum of the gradients, gathered in every process."""
+        """Return the Nesterov momentum of the gradients, gathered from all processes if they are sharded."""
         grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
         for parameter, grad in zip(parameters, grads, strict=True):
             state: dict[str, Any] = self.state[parameter]
@@ -93,7 +94,8 @@ class Muon(torch.optim.Optimizer):
 def orthogonalize(matrices: Tensor) -> Tensor:
     """Set all singular values of wide matrices, shape (count, rows, columns), to about 1.
 
-    Uses five quintic Newton-Schulz iterations; the results are between 0.7 and 1.2, which is sufficient for Muon.
+    Uses five Newton-Schulz iterations with a polynomial of degree 5; the singular values of the result are between 0.7
+    and 1.2, which is sufficient for Muon.
     """
     a, b, c = _MUON_COEFFICIENTS
     fast_dtype = torch.bfloat16 if has_bfloat16(matrices.device) else torch.float32
@@ -106,7 +108,7 @@ def orthogonalize(matrices: Tensor) -> Tensor:
 
 
 def _shard_like(like: Tensor, tensor: Tensor) -> Tensor:
-    """Shard a tensor that every process has in full like the tensor `like`, without communication."""
+    """Return this process's shard of `tensor`, sharded as `like` is; every process has the whole `tensor`."""
     if not hasattr(like, "to_local"):
         return tensor
     from torch.distributed.tensor import DTensor, distribute_tensor  # slow to import

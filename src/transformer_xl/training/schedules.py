@@ -1,6 +1,6 @@
 """Schedules of the learning rate and of the segment and memory lengths.
 
-They depend only on the step and the settings, so a resumed run needs no additional state.
+Both depend only on the step and the settings, so a resumed run needs no additional state.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ def learning_rate(step: int, config: TrainConfig) -> float:
 
     `cosine` decays right after the warm-up, and would reach the minimum one step after the last. `wsd` (warm-up,
     stable, decay: Hu et al. 2024) stays at the peak until `decay_steps` are left, then decays linearly to the minimum;
-    so training can be extended from the stable phase without starting over. (The authors' code
-    starts the cosine at step 0 and jumps into it when the warm-up ends; here it starts where the warm-up ends.)
+    so training can be extended from the stable phase without starting over. (In the authors' code the cosine starts at
+    step 0, so that the rate drops when the warm-up ends; here the cosine starts at the end of the warm-up.)
 
     Args:
         step: index of the step, from 0.
@@ -29,8 +29,8 @@ def learning_rate(step: int, config: TrainConfig) -> float:
     if config.lr_schedule == "wsd":
         factor = 1 - max(0, step - (config.max_steps - config.decay_steps)) / max(1, config.decay_steps)
     else:
-        share = (step - config.warmup_steps) / max(1, config.max_steps - config.warmup_steps)
-        factor = 0.5 * (1 + math.cos(math.pi * share))
+        progress = (step - config.warmup_steps) / max(1, config.max_steps - config.warmup_steps)
+        factor = 0.5 * (1 + math.cos(math.pi * progress))
     return config.learning_rate * (config.min_learning_rate_ratio + (1 - config.min_learning_rate_ratio) * factor)
 
 

@@ -3,9 +3,9 @@
     loss = nats of all micro-batches of all processes / number of all their targets
 
 The number of targets is known before the first backward pass, so the result does not depend on how the rows are split
-into micro-batches or distributed over processes. Nothing here synchronizes with the device.
+into micro-batches or distributed over processes. Nothing here waits for the device.
 
-Shape suffixes: B rows of this process (in a micro-batch: some of them), T new tokens, M memory slots, D model width.
+Shape suffixes: B batch rows of this process (in a micro-batch, some of them), T new tokens, D model width.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from transformer_xl.training.distributed import DistributedContext, full_tensor
 
 
 class ModelWithLoss(nn.Module):
-    """A model with its loss, so that one forward pass uses all weights, as DDP and FSDP require."""
+    """A model and its loss in one module, so that a forward pass uses all weights, as DDP and FSDP require."""
 
     def __init__(self, model: LanguageModel, *, copy_memory: bool = False) -> None:
         """Wrap a model.
@@ -48,12 +48,12 @@ class ModelWithLoss(nn.Module):
         """Return the losses of the targets.
 
         Args:
-            inputs_BT: token ids to read.
-            targets_BT: token ids to predict. They should be on the CPU (see `LanguageModel.nats`), so they are an
-                array: FSDP would copy a tensor to the device.
+            inputs_BT: input token ids.
+            targets_BT: target token ids. An array, because they should stay on the CPU (see `LanguageModel.nats`), and
+                FSDP would copy a tensor to the device.
             memory: memory of the preceding tokens.
-            progress: fraction of training that is done, from 0 to 1, or None outside of training, where auxiliary
-                losses are zero.
+            progress: completed fraction of training, from 0 to 1, or None outside of training, where auxiliary losses
+                are zero.
 
         Returns:
             Losses of the targets in nats (B, T), in input order; auxiliary losses in nats (B, T); and the next memory.
@@ -63,13 +63,13 @@ class ModelWithLoss(nn.Module):
         targets = torch.from_numpy(targets_BT)
         if progress is None:
             hidden_BTD, memory = self.model(inputs_BT, memory)
-            nats_BT = self.model.nats(hidden_BTD, targets)
-            auxiliary_BT = torch.zeros_like(nats_BT)
+            losses_BT = self.model.nats(hidden_BTD, targets)
+            auxiliary_BT = torch.zeros_like(losses_BT)
         else:
-            nats_BT, auxiliary_BT, memory = self.model.training_losses(inputs_BT, targets, memory, progress=progress)
+            losses_BT, auxiliary_BT, memory = self.model.training_losses(inputs_BT, targets, memory, progress=progress)
         if self.copy_memory:
             memory = memory.map(Tensor.clone)
-        return nats_BT, auxiliary_BT, memory
+        return losses_BT, auxiliary_BT, memory
 
 
 @dataclass(frozen=True)
@@ -89,9 +89,9 @@ class TrainStep:
         """Take one optimizer step.
 
         Args:
-            batch: the rows of this process.
-            memories: one for each micro-batch, in order.
-            done: fraction of training that is done; auxiliary losses may depend on it.
+            batch: the batch rows of this process.
+            memories: the memories of the micro-batches, in order.
+            done: completed fraction of training, from 0 to 1; auxiliary losses may depend on it.
 
         Returns:
             A tensor on the device with the sum of losses in nats, number of targets, gradient norm before clipping, and
@@ -110,16 +110,14 @@ class TrainStep:
             start = rows.stop
             self.world.set_gradient_sync(self.model, index + 1 == len(memories))
             with autocast(self.device, self.config.dtype):
-                nats_BT, auxiliary_BT, memory = self.model(inputs_BT[rows], targets_BT[rows], memory, done)
-            ((nats_BT + auxiliary_BT) * weight_BT[rows]).sum().div(counts[0].clamp(min=1)).backward()
-            nats = nats + (nats_BT.detach() * weight_BT[rows]).sum()
+                losses_BT, auxiliary_BT, memory = self.model(inputs_BT[rows], targets_BT[rows], memory, done)
+            ((losses_BT + auxiliary_BT) * weight_BT[rows]).sum().div(counts[0].clamp(min=1)).backward()
+            nats = nats + (losses_BT.detach() * weight_BT[rows]).sum()
             new_memories.append(memory)
         assert start == len(inputs_BT)
         grad_norm = self._clip_and_apply()
-        nats = self.world.sum(nats)
-        return torch.stack([value.to(nats.dtype) for value in (nats, counts[0], grad_norm, counts[1])]), tuple(
-            new_memories
-        )
+        metrics = (self.world.sum(nats), counts[0], grad_norm, counts[1])
+        return torch.stack([metric.to(nats.dtype) for metric in metrics]), tuple(new_memories)
 
     def _allocate_gradients(self) -> None:
         for parameter in self.model.parameters():
@@ -131,7 +129,7 @@ class TrainStep:
         norm = full_tensor(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm))
         for optimizer in self.optimizers:
             optimizer.step()
-            # CUDA graphs reuse the memory of gradients, so these must be accumulated into existing tensors
+            # CUDA graphs reuse the memory of the gradients they return, so add these to tensors allocated outside
             optimizer.zero_grad(set_to_none=self.config.compile != "cudagraphs")
         return norm
 

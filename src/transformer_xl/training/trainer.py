@@ -23,14 +23,7 @@ from transformer_xl.model.build import build_model
 from transformer_xl.model.kernels import choose
 from transformer_xl.model.memory import Memory
 from transformer_xl.run_folder import RunFolder
-from transformer_xl.text.segments import (
-    SINGLE_SHARD,
-    DatasetPosition,
-    SegmentDataset,
-    Shard,
-    TokenDataset,
-    check_training,
-)
+from transformer_xl.text.segments import DatasetPosition, SegmentDataset, TokenDataset, check_training
 from transformer_xl.text.shuffled import ShuffledDocumentDataset
 from transformer_xl.text.token_store import Corpus
 from transformer_xl.training.averaging import WeightAverage
@@ -78,7 +71,7 @@ class Trainer:
         self.folder, self.corpus, self.device, self.world = folder, corpus, device, world
         self.callbacks = list(callbacks)
         config = self.config = folder.config.train
-        self.dataset = training_dataset(corpus, config, world.shard)
+        self.dataset = training_dataset(corpus, config, world)
         self.validator = Validator(corpus, config, world) if "valid" in corpus.splits else None
         torch.manual_seed(config.seed)
         self.model = build_model(folder.config.model, memory_length=config.memory_length).to(device).train()
@@ -295,7 +288,7 @@ class Trainer:
 
     def _averaged_weights(self) -> AbstractContextManager[None]:
         """Return a context in which the model has the average of its weights, if the run computes one."""
-        return nullcontext() if self.weight_average is None else self.weight_average.in_place_of(self.model)
+        return nullcontext() if self.weight_average is None else self.weight_average.applied()
 
     def _initial_memories(self) -> tuple[Memory, ...]:
         return tuple(self.model.initial_memory(rows) for rows in self.micro_batches)
@@ -333,7 +326,7 @@ def check_trainable(
         UserError: the text is too short for batch size and segment length, or an attention implementation or
             package is not available.
     """
-    training_dataset(corpus, config.train, world.shard)
+    training_dataset(corpus, config.train, world)
     if "valid" in corpus.splits:
         Validator(corpus, config.train, world)
     if isinstance(config.model, RelativeConfig):
@@ -341,16 +334,18 @@ def check_trainable(
     check_tensorboard(config.train)
 
 
-def training_dataset(corpus: Corpus, config: TrainConfig, shard: Shard = SINGLE_SHARD) -> TokenDataset:
+def training_dataset(corpus: Corpus, config: TrainConfig, world: DistributedContext = SINGLE_PROCESS) -> TokenDataset:
     """Return the training text as segments, of the documents in text order or shuffled.
 
     Raises:
         UserError: the text is too short for batch size and segment length, or has too few documents to shuffle.
     """
     split, bos_token_id = corpus.split("train"), corpus.tokenizer.bos_token_id
-    sizes = {"batch_size": config.batch_size, "segment_length": config.segment_length, "bos_token_id": bos_token_id}
-    dataset: TokenDataset = SegmentDataset(split.tokens, **sizes, shard=shard)
+    sizes = {"batch_size": config.batch_size, "segment_length": config.segment_length, "shard": world.shard}
+    dataset: TokenDataset = SegmentDataset(split.tokens, **sizes, bos_token_id=bos_token_id)
     if config.shuffle_documents:
-        dataset = ShuffledDocumentDataset(split.tokens, split.document_starts, **sizes, shard=shard, seed=config.seed)
+        dataset = ShuffledDocumentDataset(
+            split.tokens, split.document_starts, **sizes, bos_token_id=bos_token_id, seed=config.seed
+        )
     check_training(dataset)
     return dataset
