@@ -33,7 +33,7 @@ WRONG_WORDS = [
     ("generate run --max-new-tokens 0", "max_new_tokens.*1"),
     ("generate run --max-new-tokens many", "many"),
     ("generate run --temperature -1", "temperature.*given: -1.0"),
-    ("generate run --top-k 0", "top_k: must be 1 or more"),
+    ("generate run --top-k 0", "top_k 0: must be 1 or more"),
     ("generate run --seed 18446744073709551616", "seed"),
     ("generate run --memory-length -1", "memory_length.*given: -1"),
     ("generate run --stop=", "a stop string is empty"),

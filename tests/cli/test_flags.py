@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import pytest
 
-from transformer_xl.cli.flags import EvaluationFlags, ModelFlags, TrainFlags, given
+from transformer_xl.cli.flags import EvaluationFlags, ModelFlags, TrainFlags, typed_settings
 from transformer_xl.cli.main import build_app
 from transformer_xl.config import ARCHITECTURES, EvaluationConfig, Settings, TrainConfig, run_settings
 
@@ -28,7 +28,7 @@ def typed(group: str, name: str, value: str) -> Any:
     """The value that a flag gives to its setting, before the settings are checked."""
     option = f"--{group}.{name.replace('_', '-')}"
     _, bound, _ = build_app().parse_args(["train", "small", option, value], exit_on_error=False, print_error=False)
-    return given(**{group: bound.arguments[group]})[group][name]
+    return typed_settings(**{group: bound.arguments[group]})[group][name]
 
 
 def test_every_setting_is_a_flag() -> None:

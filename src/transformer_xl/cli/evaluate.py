@@ -121,28 +121,30 @@ def _configs(config: EvaluationConfig, memory_lengths: str | None, windows: str 
 
 
 def _print_results(name: str, results: list[dict[str, Any]], tokenizer: Tokenizer) -> None:
-    first, words = results[0], tokenizer.kind == "word"
-    metrics = {"bits_per_byte": "bits/byte", "bits_per_character": "bits/char", "perplexity": "perplexity"}
-    digits = dict.fromkeys(metrics, 4) | {"perplexity": 3, "word_perplexity": 3}
-    if words:
-        metrics["word_perplexity"] = "per word"
+    first, has_words = results[0], tokenizer.kind == "word"
+    columns = {
+        "memory_length": ("memory", ","),
+        "segment_length": ("segment", ","),
+        "attention_window": ("window", ","),
+        "clamp_length": ("clamp", ","),
+        "bits_per_byte": ("bits/byte", ".4f"),
+        "bits_per_character": ("bits/char", ".4f"),
+        "perplexity": ("perplexity", ".3f"),
+        "word_perplexity": ("per word", ".3f"),
+        "nats_per_token": ("nats/token", ".4f"),
+        "tokens_per_second": ("tokens/s", ",.0f"),
+    }
     if first["characters"] in (None, first["bytes"]):
-        del metrics["bits_per_character"]
+        del columns["bits_per_character"]
+    if not has_words:
+        del columns["word_perplexity"]
     rows = [
-        [
-            f"{result['memory_length']:,}",
-            f"{result['segment_length']:,}",
-            *("all" if result[key] is None else f"{result[key]:,}" for key in ("attention_window", "clamp_length")),
-            *("" if result[key] is None else f"{result[key]:.{digits[key]}f}" for key in metrics),
-            f"{result['nats_per_token']:.4f}",
-            f"{result['tokens_per_second']:,.0f}",
-        ]
+        ["all" if result[name] is None else format(result[name], spec) for name, (_, spec) in columns.items()]
         for result in results
     ]
-    columns = ["memory", "segment", "window", "clamp", *metrics.values(), "nats/token", "tokens/s"]
-    unit = "words and newlines" if words and tokenizer.adds_final_newline else "tokens"
+    unit = "words and newlines" if has_words and tokenizer.adds_final_newline else "tokens"
     tokens, num_unknown = first["tokens"], first["num_unknown"]
     unknown = f" ({num_unknown:,} of them unknown words, {num_unknown / tokens:.1%})" if num_unknown else ""
     reset = ", memory reset at each document" if first["reset_memory"] else ""
     title = f"{name}: {tokens:,} {unit}{unknown}, {first['bytes']:,} bytes, method {first['method']}{reset}"
-    print_table(title, columns, rows)
+    print_table(title, [title for title, _ in columns.values()], rows)

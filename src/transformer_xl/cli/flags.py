@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import NoneType
-from typing import Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
-from pydantic import BaseModel, Field, create_model
+from pydantic import AfterValidator, BaseModel, Field, create_model
 from pydantic.fields import FieldInfo
 
 from transformer_xl.config import ARCHITECTURES, EvaluationConfig, Settings, TrainConfig, check_settings
@@ -55,6 +55,8 @@ def _optional(name: str, settings: Mapping[str, FieldInfo], *excluded: str) -> t
         kind: Any = str if is_tuple else inner  # several integers are typed as one argument, such as 20,40
         if NoneType in get_args(inner):
             kind |= Literal["none"]
+        if "none" not in get_args(inner):  # none is not a choice of the setting, so it stands for no limit
+            kind = Annotated[kind, AfterValidator(lambda value: None if value == "none" else value)]
         description = f"{' '.join(str(field.description).split())} [default: {default}]"
         fields[setting] = (kind | None, Field(default=None, description=description))
     return create_model(f"{name.capitalize()}Flags", **fields)
@@ -71,24 +73,9 @@ LengthFlags = _optional(
 )
 
 
-def given(**groups: BaseModel | None) -> dict[str, dict[str, Any]]:
-    """Return the settings that were typed, by group; `none` becomes None unless it is one of the setting's choices."""
-    return {
-        group: _without_none(flags.model_dump(exclude_unset=True), _GROUPS[group])
-        for group, flags in groups.items()
-        if flags is not None
-    }
-
-
-def _without_none(values: Mapping[str, Any], settings: Mapping[str, FieldInfo]) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for name, value in values.items():
-        kind: Any = settings[name].annotation
-        if isinstance(value, Mapping):
-            result[name] = _without_none(value, kind.model_fields)
-        else:
-            result[name] = None if value == "none" and "none" not in get_args(kind) else value
-    return result
+def typed_settings(**groups: BaseModel | None) -> dict[str, dict[str, Any]]:
+    """Return the settings that were typed, by group; a typed `none` is None unless the setting has such a choice."""
+    return {group: flags.model_dump(exclude_unset=True) for group, flags in groups.items() if flags is not None}
 
 
 def evaluation_config(flags: BaseModel | None) -> EvaluationConfig:
@@ -97,4 +84,6 @@ def evaluation_config(flags: BaseModel | None) -> EvaluationConfig:
     Raises:
         UserError: a value is out of range.
     """
-    return check_settings(EvaluationConfig, given(evaluation=flags).get("evaluation", {}), "evaluation settings")
+    return check_settings(
+        EvaluationConfig, typed_settings(evaluation=flags).get("evaluation", {}), "evaluation settings"
+    )

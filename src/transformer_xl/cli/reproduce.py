@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
 
-from transformer_xl.cli.flags import ModelFlags, TrainFlags, given
+from transformer_xl.cli.flags import ModelFlags, TrainFlags, typed_settings
 from transformer_xl.cli.options import ANY_MACHINE, Json, MachineOptions, parse_integers
 from transformer_xl.cli.output import command_line, print_json, print_table
 
@@ -52,7 +52,7 @@ class Scale:
             self.out,
             self.corpus,
             recipe=self.recipe,
-            **given(model=self.model, train=self.train),
+            **typed_settings(model=self.model, train=self.train),
             seeds=seeds,
             max_tokens=self.max_tokens,
             smoke=self.smoke,

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from typing_extensions import override
 
 from transformer_xl.config import EvaluationConfig, UserError
 from transformer_xl.evaluation import dynamic, memory, sliding_window
@@ -35,27 +36,10 @@ _MAX_LOSSES_ON_DEVICE = 2**20
 _METHODS = {"memory": memory, "sliding-window": sliding_window, "dynamic": dynamic}
 
 
-@dataclass(frozen=True)
-class EvaluationResult:
-    """Metrics of a scored text, and the settings they were measured with."""
+@dataclass(frozen=True, kw_only=True)
+class EvaluationResult(Sums):
+    """Loss, counts and metrics of a scored text, and the settings they were measured with."""
 
-    tokens: int
-    """Number of scored tokens."""
-    num_unknown: int
-    """Number of scored tokens that are the tokenizer's unknown-word token; 0 if it has no such token."""
-    bytes: int
-    """Bytes of the text; for part of a text of words or integers, estimated from the mean bytes per token."""
-    characters: int | None
-    """Unicode characters, or None for text of words or integers (whitespace is not kept) or not in UTF-8."""
-    words: int | None
-    """Number of words separated by whitespace, or None for part of a text whose tokens are not words."""
-    nats_per_token: float
-    bits_per_byte: float
-    bits_per_character: float | None
-    perplexity: float
-    """Per token."""
-    word_perplexity: float | None
-    """Per word of the text; newline tokens are not counted as words, but their loss is included."""
     seconds: float
     tokens_per_second: float
     method: str
@@ -70,9 +54,11 @@ class EvaluationResult:
     dtype: str
     """float32 or bfloat16."""
 
+    @override
     def as_dict(self) -> dict[str, Any]:
-        """Return all fields by name, for JSON."""
-        return asdict(self)
+        """Return counts, metrics and settings by name, for JSON."""
+        settings = {name: value for name, value in asdict(self).items() if name != "nats"}
+        return {**super().as_dict(), **settings}
 
 
 def evaluate(
@@ -116,7 +102,7 @@ def evaluate(
     nats = sum((chunk.sum for chunk in losses), 0.0)
     seconds = time.perf_counter() - start
     return EvaluationResult(
-        **Sums.of_split(nats, run.tokenizer, split, tokens_K).as_dict(),
+        **asdict(Sums.of_split(nats, run.tokenizer, split, tokens_K)),
         seconds=seconds,
         tokens_per_second=len(tokens_K) / seconds,
         **plan.as_dict(next(run.model.parameters()).device),

@@ -27,19 +27,15 @@ class Sums:
     nats: float
     """Sum of the losses of all tokens."""
     tokens: int
-    """Number of tokens."""
+    """Number of scored tokens."""
     bytes: float
-    """Number of bytes; a fraction if it is estimated as part of a whole text."""
+    """Number of bytes of the text; for part of a text whose tokens do not decode exactly, estimated from the mean."""
     characters: int | None = None
-    """Number of Unicode characters, or None if it is not known or the text is not UTF-8."""
+    """Number of Unicode characters, or None if the text is not UTF-8 or its tokens do not decode exactly."""
     words: int | None = None
-    """Number of words separated by whitespace, or None if it is not known."""
+    """Number of words separated by whitespace, or None for part of a text whose tokens are not words."""
     num_unknown: int = 0
-    """Number of tokens that are the tokenizer's unknown-word token."""
-
-    def __post_init__(self) -> None:
-        assert self.tokens > 0
-        assert self.bytes > 0
+    """Number of tokens that are the tokenizer's unknown-word token; 0 if it has no such token."""
 
     @staticmethod
     def of_split(nats: float, tokenizer: Tokenizer, split: TokenSplit, tokens_K: Tokens) -> Sums:
@@ -75,7 +71,7 @@ class Sums:
 
     @property
     def word_perplexity(self) -> float | None:
-        """exp of the loss per word, including newline and space tokens, or None if the word count is not known."""
+        """exp of the loss per word, where newline tokens count as loss but not as words; None without a word count."""
         return _exp(self.nats / self.words) if self.words else None
 
     def as_dict(self) -> dict[str, Any]:

@@ -50,15 +50,6 @@ class GeneratedToken:
     """Whether the token is one of `eos_token_ids`, so that its sequence is finished."""
 
 
-@dataclass(frozen=True)
-class _Sequences:
-    """Some sequences, their memory, and the last token of each, which the memory does not include yet."""
-
-    indices: list[int]
-    memory: Memory
-    unread_B1: Tensor
-
-
 class BatchGenerator:
     """Generates several sequences at once; holds their memory and random state."""
 
@@ -99,13 +90,13 @@ class BatchGenerator:
         self.active = list(range(len(prompts) * num_samples))
         """Indices of the sequences that are not finished: the rows of the batch."""
         self._num_generated = 0
-        self._unread_B1: Tensor | None = None
-        self._finished: list[_Sequences] = []
+        self._finished: dict[int, tuple[Memory, Tensor]] = {}  # memory and unread token (1, 1) of finished sequences
         self._generators = [torch.Generator().manual_seed(self._config.seed + index) for index in self.active]
-        # kept only where they are needed: for the logits processor and for the repetition penalty
+        # earlier tokens are kept only where they are needed: for the logits processor and for the repetition penalty
         self._generated_BT = torch.empty(len(self.active), 0, dtype=torch.int64, device=hidden_B1D.device)
         latest_BK = _latest_tokens(prompts, self._config.repetition_penalty_window)
         self._latest_BK = latest_BK.repeat_interleave(num_samples, 0).to(hidden_B1D.device)
+        self._unread_B1 = self._generated_BT  # the newest token of each sequence; the memory does not include it yet
 
     def step(self) -> list[GeneratedToken]:
         """Generate one more token for each active sequence, in the order of `active`.
@@ -115,7 +106,7 @@ class BatchGenerator:
         """
         assert self.active
         with torch.inference_mode():
-            if self._unread_B1 is not None:
+            if self._num_generated:
                 self._hidden_B1D, self._memory = self._model(self._unread_B1, self._memory)
             token_B = self._choose()
             self._unread_B1 = token_B[:, None]
@@ -141,14 +132,13 @@ class BatchGenerator:
         finished_rows = [row for row, index in enumerate(self.active) if index in sequences]
         if not finished_rows:
             return
-        assert self._unread_B1 is not None, "a sequence has at least one token when it finishes"
+        assert self._num_generated, "a sequence has at least one token when it finishes"
         rows = [row for row, index in enumerate(self.active) if index not in sequences]
         with torch.inference_mode():
-            memory, unread_B1 = self._memory.select(finished_rows), self._unread_B1[finished_rows]
-            self._finished.append(_Sequences([self.active[row] for row in finished_rows], memory, unread_B1))
-            self._memory = self._memory.select(rows)
-            self._unread_B1, self._hidden_B1D = self._unread_B1[rows], self._hidden_B1D[rows]
-            self._generated_BT, self._latest_BK = self._generated_BT[rows], self._latest_BK[rows]
+            self._finished |= {self.active[row]: self._memory_of_row(row) for row in finished_rows}
+            self._memory, self._unread_B1 = self._memory.select(rows), self._unread_B1[rows]
+            self._hidden_B1D, self._latest_BK = self._hidden_B1D[rows], self._latest_BK[rows]
+            self._generated_BT = self._generated_BT[rows]
         self.active = [self.active[row] for row in rows]
         self._generators = [self._generators[row] for row in rows]
 
@@ -158,14 +148,17 @@ class BatchGenerator:
         It can be passed to the next BatchGenerator, as in a conversation; this generator can still continue. Each call
         runs the model on the latest tokens.
         """
-        if self._unread_B1 is None:
+        if not self._num_generated:
             return self._memory
-        groups = [*self._finished, _Sequences(self.active, self._memory, self._unread_B1)]
-        indices = [index for group in groups for index in group.indices]
         with torch.inference_mode():
-            memory = Memory.concatenate([group.memory for group in groups])
-            _, memory = self._model(torch.cat([group.unread_B1 for group in groups]), memory)
-            return memory.select(sorted(range(len(indices)), key=indices.__getitem__))
+            active = {index: self._memory_of_row(row) for row, index in enumerate(self.active)}
+            memories, unread = zip(*(part for _, part in sorted((self._finished | active).items())), strict=True)
+            _, memory = self._model(torch.cat(unread), Memory.concatenate(memories))
+        return memory
+
+    def _memory_of_row(self, row: int) -> tuple[Memory, Tensor]:
+        """Return the memory of a batch row and its latest token, (1, 1), which the memory does not include yet."""
+        return self._memory.select([row]), self._unread_B1[row : row + 1]
 
     def _choose(self) -> Tensor:
         """Choose the next token of each row, (B,), from the logits of as few tokens as needed."""

@@ -72,17 +72,12 @@ class GenerationConfig(Settings):
     def _one_stop_string(cls, value: Any) -> Any:
         return (value,) if isinstance(value, str) else value
 
-    @field_validator("top_k")
-    @classmethod
-    def _positive_top_k(cls, value: int | str | None) -> int | str | None:
-        if isinstance(value, int) and value < 1:
-            raise ValueError("must be 1 or more, or none to sample from the whole vocabulary")
-        return value
-
     @model_validator(mode="after")
     def _check_together(self) -> Self:
         if "" in self.stop:
             raise ValueError("a stop string is empty; give some text, or leave it out")
+        if isinstance(self.top_k, int) and self.top_k < 1:
+            raise ValueError(f"top_k {self.top_k}: must be 1 or more, or none to sample from the whole vocabulary")
         limit = self.max_new_tokens
         if limit is not None and self.min_new_tokens > limit:
             raise ValueError(f"min_new_tokens {self.min_new_tokens} is above max_new_tokens {limit}; lower it")
