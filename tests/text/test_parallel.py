@@ -1,4 +1,4 @@
-"""The map over processes: order, errors and memory as without processes, and none left over."""
+"""Tests of `ordered_map`: results, errors and memory use as in one process, and no process is left running."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from transformer_xl.text.parallel import FEW, ordered_map
 from transformer_xl.text.tokenizers import EncodingError
 
 
-def square_of(item: int) -> tuple[int, int]:
+def square(item: int) -> tuple[int, int]:
+    """The square, and the id of the process that computed it."""
     if item == 7:
         raise EncodingError(item, "seven")
     if item == 11:
@@ -24,13 +25,14 @@ def square_of(item: int) -> tuple[int, int]:
     return item * item, os.getpid()
 
 
-def counting(drawn: list[int], until: int) -> Iterator[int]:
-    for item in range(until):
-        drawn.append(item)
-        yield item % 5
+def recorded_items(items: list[int], stop: int) -> Iterator[int]:
+    """Yield 0 to 4 over and over, and append the number of each yielded item to `items`."""
+    for number in range(stop):
+        items.append(number)
+        yield number % 5
 
 
-def gone(process: int) -> bool:
+def has_ended(process: int) -> bool:
     try:
         os.kill(process, 0)
     except ProcessLookupError:
@@ -38,57 +40,44 @@ def gone(process: int) -> bool:
     return False
 
 
-def test_order_bound_and_end_of_several_processes() -> None:
-    """In one test, for starting processes takes long."""
-    drawn: list[int] = []
-    results = ordered_map(square_of, counting(drawn, 10**9), workers=2)
+def test_several_processes_keep_the_order_with_few_items_in_flight_until_closed() -> None:
+    items: list[int] = []
+    results = ordered_map(square, recorded_items(items, 10**9), workers=2)
     processes = set()
-    for number, (square, process) in enumerate(results):
-        assert square == (number % 5) ** 2
-        assert number < len(drawn) <= number + 4
+    for number, (result, process) in enumerate(results):
+        assert result == (number % 5) ** 2
+        assert number < len(items) <= number + 4
         processes.add(process)
         if number > 97 and len(processes) == 2:  # the second may start late
             break
     assert os.getpid() not in processes
     results.close()
-    assert all(gone(process) for process in processes)
+    assert all(has_ended(process) for process in processes)
     assert multiprocessing.active_children() == []
 
 
-def test_errors_of_workers_come_back_as_themselves_in_their_place() -> None:
-    results = ordered_map(square_of, range(8), workers=2)
+def test_error_of_a_worker_is_raised_unchanged_after_the_results_before_it() -> None:
+    results = ordered_map(square, range(8), workers=2)
     assert [next(results)[0] for _ in range(7)] == [0, 1, 4, 9, 16, 25, 36]
     with pytest.raises(EncodingError, match="seven") as caught:
         next(results)
     assert (caught.value.position, caught.value.reason) == (7, "seven")
-    assert "square_of" in str(caught.value.__cause__)  # where it was raised
     assert multiprocessing.active_children() == []
 
 
-def test_a_killed_worker_is_told_of() -> None:
+def test_killed_worker_raises_a_user_error() -> None:
     with pytest.raises(UserError, match=r"worker process was killed.* fewer --num-workers"):
-        list(ordered_map(square_of, [1, 11, 2, 3, 4, 5], workers=2))
+        list(ordered_map(square, [1, 11, 2, 3, 4, 5], workers=2))
     assert multiprocessing.active_children() == []
 
 
-def test_errors_of_the_items_come_through() -> None:
-    def broken() -> Iterator[int]:
-        yield from range(6)
-        raise UserError("no more items")
-
-    with pytest.raises(UserError, match="no more items"):
-        list(ordered_map(square_of, broken(), workers=2))
-    assert multiprocessing.active_children() == []
-
-
-@pytest.mark.parametrize(("items", "workers"), [(FEW, 5), (97, 1)])
-def test_little_work_and_one_worker_stay_in_this_process(items: int, workers: int) -> None:
-    drawn: list[int] = []
-    results = ordered_map(square_of, counting(drawn, items), workers=workers)
+@pytest.mark.parametrize(("num_items", "workers"), [(FEW, 5), (97, 1)])
+def test_few_items_or_one_worker_start_no_process(num_items: int, workers: int) -> None:
+    items: list[int] = []
+    results = ordered_map(square, recorded_items(items, num_items), workers=workers)
     assert next(results) == (0, os.getpid())
-    assert len(drawn) == (1 if workers == 1 else FEW)
-    assert list(results) == [((item % 5) ** 2, os.getpid()) for item in range(1, items)]
-    assert list(ordered_map(square_of, [], workers=workers)) == []
+    assert len(items) == (1 if workers == 1 else FEW)
+    assert list(results) == [((number % 5) ** 2, os.getpid()) for number in range(1, num_items)]
 
 
 PROGRAM = """if True:
@@ -105,16 +94,16 @@ PROGRAM = """if True:
     ("end", "status"),
     [
         ("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL),
-        ("os.killpg(os.getpgrp(), signal.SIGINT)", -signal.SIGINT),
-        ("os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM),
+        ("os.killpg(os.getpgrp(), signal.SIGINT)", -signal.SIGINT),  # Ctrl-C reaches the whole process group
     ],
 )
-def test_workers_do_not_outlive_the_process(end: str, status: int) -> None:
-    """However it ends: killed, by Ctrl-C (which reaches its whole group), or asked to."""
+def test_workers_end_with_the_process_however_it_ends(end: str, status: int) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    words = [sys.executable, "-c", PROGRAM.format(end=end)]
-    # ends only once the workers, too, have closed the output that they share
-    ended = subprocess.run(words, env=environment, capture_output=True, text=True, start_new_session=True, timeout=300)
+    command = [sys.executable, "-c", PROGRAM.format(end=end)]
+    # run() returns only after the workers, too, have closed the output pipe, which they share with the process
+    ended = subprocess.run(
+        command, env=environment, capture_output=True, text=True, start_new_session=True, timeout=300
+    )
     assert ended.returncode == status
     assert ended.stdout == "2\n"
     assert ended.stderr.count("Traceback") == (status == -signal.SIGINT)

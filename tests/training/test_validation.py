@@ -30,7 +30,7 @@ def test_each_process_gets_rows_and_each_token_counts_once(size: int) -> None:
         fitting = [rows for rows in range(size, fills + 1) if (size - 1) * -(-rows // size) < rows]
         assert shared[0].batch_size == max(fitting)
         assert all(one.local_batch_size > 0 for one in shared)
-        read = [one.read(DatasetPosition(segment_index=index)) for one in shared for index in range(one.num_segments)]
+        read = [one.read(DatasetPosition(segment_index=index)) for one in shared for index in range(one.segments_in(0))]
         seen = Counter(token for segment in read for token in segment.targets_BT[segment.loss_mask_BT].tolist())
         assert seen == Counter(range(tokens))
 

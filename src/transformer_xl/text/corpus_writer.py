@@ -1,7 +1,7 @@
-"""Writes a corpus in one pass: documents -> chunks -> token ids (in several processes) -> files in text order.
+"""Writes a corpus in one pass: documents -> chunks of text -> token ids (in several processes) -> files in text order.
 
-Only a few chunks are in memory at a time, so a corpus may be larger than memory. The files do not depend on the number
-of processes or on how the documents are split into chunks.
+`prepare` calls it. Only a few chunks are in RAM at a time, so a corpus may be larger than RAM. The files do not depend
+on the number of processes or on how the documents are split into chunks.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -52,6 +53,8 @@ class _TextChunk:
     document_name: str
     position: int
     """Byte offset of the chunk in its document."""
+    previous_byte: bytes
+    """The byte before the chunk in its document, or a space if the chunk is the first."""
     text: bytes
 
 
@@ -61,13 +64,13 @@ class _TokenChunk:
 
     split: SplitName
     document: int
+    """The document's index in its split."""
     ids: TokenArray
     num_unknown: int
     line_ends: npt.NDArray[np.int64]
     """Positions after the tokens that end a line; empty unless lines are documents."""
     num_words: int
-    edges_in_word: tuple[bool, bool]
-    """Whether the text starts and ends inside a word."""
+    """Number of words that begin in the chunk."""
 
 
 def write_corpus(
@@ -103,27 +106,27 @@ def write_corpus(
             "--add-eos, or --document-unit file"
         )
     assert max_shard_tokens > 0
-    split_names: list[SplitName] = [split for split in SPLITS if split in splits]
+    splits = {split: splits[split] for split in SPLITS if split in splits}
     with atomic_folder(Path(folder)) as temporary:
         save_tokenizer(tokenizer, temporary / "txl_tokenizer.json")
         with ExitStack() as stack:
             writers = {
-                split: stack.enter_context(_SplitWriter(temporary, split, tokenizer, max_shard_tokens))
-                for split in split_names
+                split: stack.enter_context(closing(_SplitWriter(temporary, split, tokenizer, max_shard_tokens)))
+                for split in splits
             }
-            batches = _batches(_text_chunks({split: splits[split] for split in split_names}, writers, tokenizer))
-            encoder = _Encoder(tokenizer, document_unit == "line")
+            batches = _batches(_text_chunks(splits, writers, tokenizer))
+            encode = partial(_encode, tokenizer, document_unit)
             workers = 1 if tokenizer.is_cheap_to_encode else num_workers
-            for chunks in stack.enter_context(closing(ordered_map(encoder, batches, workers=workers))):
+            for chunks in stack.enter_context(closing(ordered_map(encode, batches, workers=workers))):
                 for chunk in chunks:
                     writers[chunk.split].add(chunk)
-            for split in ("train", *split_names):
-                if split not in writers or not writers[split].num_tokens:
+            for split in ("train", *splits):
+                if split not in writers or writers[split].is_empty:
                     raise UserError(
                         f"the {split} split of {name} has no text; pass text for it to 'txl prepare'"
                         f"{'' if split == 'train' else ', or leave it out'}"
                     )
-            records = {split: writer.finish() for split, writer in writers.items()}
+            records = {split: writer.record() for split, writer in writers.items()}
         record = CorpusRecord(name=name, source=source, tokenizer_sha256=fingerprint(tokenizer), splits=records)
         write_text(temporary / "corpus.json", json.dumps(record.model_dump(), indent=1) + "\n")
     return Corpus.open(folder)
@@ -135,14 +138,15 @@ def _text_chunks(
     """Yield all documents in chunks that can be encoded independently; the writers count the bytes."""
     for split, documents in splits.items():
         for index, document in enumerate(documents):
-            position = 0
+            position, previous_byte = 0, b" "
             with document_errors(document.name):
                 for text in split_chunks(tokenizer, writers[split].count_bytes(document.chunks)):
-                    yield _TextChunk(split, index, document.name, position, text)
-                    position += len(text)
+                    yield _TextChunk(split, index, document.name, position, previous_byte, text)
+                    position, previous_byte = position + len(text), text[-1:]
 
 
 def _batches(chunks: Iterable[_TextChunk]) -> Iterator[list[_TextChunk]]:
+    """Group consecutive chunks into batches of about `_BATCH_BYTES` or more."""
     batch: list[_TextChunk] = []
     num_bytes = 0
     for chunk in chunks:
@@ -155,36 +159,34 @@ def _batches(chunks: Iterable[_TextChunk]) -> Iterator[list[_TextChunk]]:
         yield batch
 
 
-@dataclass(frozen=True)
-class _Encoder:
-    """Encodes batches of chunks; it is pickled to the worker processes."""
-
-    tokenizer: Tokenizer
-    records_line_ends: bool
-
-    def __call__(self, chunks: list[_TextChunk]) -> list[_TokenChunk]:
-        return [self._encode(chunk) for chunk in chunks]
-
-    def _encode(self, chunk: _TextChunk) -> _TokenChunk:
+def _encode(tokenizer: Tokenizer, document_unit: DocumentUnit, chunks: list[_TextChunk]) -> list[_TokenChunk]:
+    """Encode a batch of chunks; runs in the worker processes."""
+    token_chunks: list[_TokenChunk] = []
+    for chunk in chunks:
         with document_errors(chunk.document_name, chunk.position):
-            encoded = self.tokenizer.encode_chunk(chunk.text)
-        line_ends = (
-            self.tokenizer.is_newline_V[encoded.ids].nonzero()[0] + 1
-            if self.records_line_ends
-            else np.empty(0, np.int64)
+            encoded = tokenizer.encode_chunk(chunk.text)
+        line_ends = np.empty(0, np.int64)
+        if document_unit == "line":
+            line_ends = tokenizer.is_newline_V[encoded.ids].nonzero()[0] + 1
+        num_words = count_words(chunk.text, chunk.previous_byte)
+        token_chunks.append(
+            _TokenChunk(chunk.split, chunk.document, encoded.ids, encoded.num_unknown, line_ends, num_words)
         )
-        word_stats = count_words(chunk.text)
-        return _TokenChunk(chunk.split, chunk.document, encoded.ids, encoded.num_unknown, line_ends, *word_stats)
+    return token_chunks
 
 
 _IN_WORD = bytes(not bytes([value]).isspace() for value in range(256))  # by byte value: 1 unless whitespace
 
 
-def count_words(text: bytes) -> tuple[int, tuple[bool, bool]]:
-    """Return the number of words separated by ASCII whitespace, and whether the text starts and ends inside a word."""
-    inside = np.frombuffer(text.translate(_IN_WORD), dtype=np.bool_)  # 2.5 times as fast as split
-    edges = (bool(inside[0]), bool(inside[-1]))
-    return int(np.count_nonzero(inside[1:] > inside[:-1])) + edges[0], edges
+def count_words(text: bytes, previous_byte: bytes = b" ") -> int:
+    """Return the number of words that begin in a text; words are separated by ASCII whitespace.
+
+    Args:
+        text: the text, at least one byte.
+        previous_byte: the byte before the text; if it is not whitespace, the text may begin inside a word.
+    """
+    inside = np.frombuffer((previous_byte + text).translate(_IN_WORD), dtype=np.bool_)  # 2.5 times as fast as split
+    return int(np.count_nonzero(inside[1:] > inside[:-1]))
 
 
 class _SplitWriter:
@@ -193,77 +195,69 @@ class _SplitWriter:
     def __init__(self, folder: Path, split: SplitName, tokenizer: Tokenizer, max_shard_tokens: int) -> None:
         self._folder, self._split, self._max_shard_tokens = folder, split, max_shard_tokens
         self._dtype = token_dtype(tokenizer.vocab_size)
-        self._shards: list[int] = []
-        self._tokens: BinaryIO | None = None
+        self._shard_lengths: list[int] = []
+        self._shard: BinaryIO | None = None
         self._starts = documents_file(folder, split).open("wb")
         self._token_hash, self._start_hash = hashlib.sha256(), hashlib.sha256()
-        self.num_tokens = 0
-        self._num_bytes = self._num_words = self._num_documents = self._num_unknown = 0
+        self._counts = dict.fromkeys(("num_tokens", "num_bytes", "num_words", "num_unknown", "num_documents"), 0)
         self._document = -1  # index of the document of the last token written
         self._at_line_end = False  # whether the last token written ended a line
-        self._last_edge = (-1, False)  # document of the last chunk, and whether its text ended inside a word
 
-    def __enter__(self) -> _SplitWriter:
-        return self
+    @property
+    def is_empty(self) -> bool:
+        """Whether no tokens were written."""
+        return not self._counts["num_tokens"]
 
-    def __exit__(self, *error: object) -> None:
+    def close(self) -> None:
+        """Close the files."""
         self._starts.close()
-        if self._tokens:
-            self._tokens.close()
+        if self._shard:
+            self._shard.close()
 
     def count_bytes(self, chunks: Iterable[bytes]) -> Iterator[bytes]:
         """Yield the chunks, counting their bytes."""
         for chunk in chunks:
-            self._num_bytes += len(chunk)
+            self._counts["num_bytes"] += len(chunk)
             yield chunk
 
     def add(self, chunk: _TokenChunk) -> None:
         """Write the next chunk."""
-        continues_word = chunk.edges_in_word[0] and self._last_edge == (chunk.document, True)
-        self._num_words += chunk.num_words - continues_word
-        self._last_edge = (chunk.document, chunk.edges_in_word[1])
-        self._num_unknown += chunk.num_unknown
-        if not len(chunk.ids):
+        self._counts["num_words"] += chunk.num_words
+        self._counts["num_unknown"] += chunk.num_unknown
+        num_tokens = len(chunk.ids)
+        if not num_tokens:
             return
-        starts = chunk.line_ends[chunk.line_ends < len(chunk.ids)]
+        starts = chunk.line_ends[chunk.line_ends < num_tokens]
         if self._at_line_end or chunk.document != self._document:
             starts = np.concatenate([[0], starts])
-        self._add_starts(starts)
-        self._document = chunk.document
-        self._at_line_end = bool(chunk.line_ends.size) and chunk.line_ends[-1] == len(chunk.ids)
+        self._document, self._at_line_end = chunk.document, num_tokens in chunk.line_ends[-1:]
+        start_bytes = (starts + self._counts["num_tokens"]).astype(DOCUMENT_START_DTYPE).data
+        self._starts.write(start_bytes)
+        self._start_hash.update(start_bytes)
+        self._counts["num_documents"] += len(starts)
         self._add_tokens(np.ascontiguousarray(chunk.ids, dtype=self._dtype))
-
-    def _add_starts(self, starts: npt.NDArray[np.int64]) -> None:
-        content = (starts + self.num_tokens).astype(DOCUMENT_START_DTYPE)
-        self._starts.write(content.data)
-        self._start_hash.update(content.data)
-        self._num_documents += len(content)
 
     def _add_tokens(self, ids: TokenArray) -> None:
         self._token_hash.update(ids.data)
-        self.num_tokens += len(ids)
+        self._counts["num_tokens"] += len(ids)
         while len(ids):
-            if self._tokens is None or self._shards[-1] == self._max_shard_tokens:
-                if self._tokens:
-                    self._tokens.close()
-                self._tokens = token_file(self._folder, self._split, len(self._shards)).open("wb")
-                self._shards.append(0)
-            shard_part = ids[: self._max_shard_tokens - self._shards[-1]]
-            self._tokens.write(shard_part.data)
-            self._shards[-1] += len(shard_part)
+            if self._shard is None or self._shard_lengths[-1] == self._max_shard_tokens:
+                if self._shard:
+                    self._shard.close()
+                self._shard = token_file(self._folder, self._split, len(self._shard_lengths)).open("wb")
+                self._shard_lengths.append(0)
+            shard_part = ids[: self._max_shard_tokens - self._shard_lengths[-1]]
+            self._shard.write(shard_part.data)
+            self._shard_lengths[-1] += len(shard_part)
             ids = ids[len(shard_part) :]
 
-    def finish(self) -> SplitRecord:
-        """Return the record of the split for `corpus.json`."""
+    def record(self) -> SplitRecord:
+        """Return the entry of the split in `corpus.json`."""
         return SplitRecord.model_validate(
             {
                 "dtype": self._dtype.name,
-                "num_tokens": self.num_tokens,
-                "num_bytes": self._num_bytes,
-                "num_words": self._num_words,
-                "num_unknown": self._num_unknown,
-                "num_documents": self._num_documents,
-                "shard_lengths": tuple(self._shards),
+                **self._counts,
+                "shard_lengths": tuple(self._shard_lengths),
                 "sha256": self._token_hash.hexdigest(),
                 "documents_sha256": self._start_hash.hexdigest(),
             }

@@ -1,4 +1,4 @@
-"""Untokenized text: documents, which are read in chunks, and a text source with its splits."""
+"""Untokenized text as `prepare` handles it: documents, which are read in chunks, and a text source with its splits."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ SPLITS: tuple[SplitName, ...] = ("train", "valid", "test")
 
 DocumentUnit = Literal["file", "line"]
 """Whether a document of a corpus is a whole file (or text in memory), or one line of it."""
-
-DEFAULT_TOKENIZER = TokenizerConfig()
 
 
 @dataclass(frozen=True)
@@ -37,9 +35,9 @@ class TextSource:
     """Default name of the corpus."""
     description: str
     """Where the text comes from and how it was split."""
-    splits: Mapping[SplitName, Sequence[Document]]
+    splits: Mapping[SplitName, Sequence[Document]] = field(default_factory=dict)
     """Documents by split; splits without text are absent."""
-    tokenizer: TokenizerConfig = DEFAULT_TOKENIZER
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     """Settings of the default tokenizer."""
     tokenizer_splits: tuple[SplitName, ...] = ("train",)
     """Splits that the default tokenizer is trained on."""

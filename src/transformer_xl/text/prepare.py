@@ -1,12 +1,10 @@
-"""Prepares a corpus: finds the text, trains or loads the tokenizer, and writes the tokens."""
+"""Prepares a corpus for training (`prepare`): finds the text, trains or loads the tokenizer, and writes the tokens."""
 
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from glob import has_magic
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,15 +13,14 @@ from transformer_xl.files import as_user_error
 from transformer_xl.text.corpus_writer import write_corpus
 from transformer_xl.text.documents import SPLITS, Document, DocumentUnit, SplitName, TextSource
 from transformer_xl.text.sources.archives import Progress, no_progress
-from transformer_xl.text.sources.arrays import limit_numbers
+from transformer_xl.text.sources.arrays import limit_values
 from transformer_xl.text.sources.named_datasets import DATASET_NAMES, DISTRIBUTED, open_dataset
 from transformer_xl.text.sources.text_files import (
     BytesRange,
-    check_fractions,
-    cut_into_splits,
     describe_paths,
     name_of_paths,
     source_of_splits,
+    split_text,
     texts_of_paths,
 )
 from transformer_xl.text.token_store import Corpus
@@ -112,7 +109,7 @@ def prepare(
         raise UserError("--out: the path is empty; name a folder to create, or omit --out for corpora/NAME")
     if num_workers < 1:
         raise UserError(f"--num-workers {num_workers}: must be 1 or more")
-    settings: dict[str, Any] = {
+    all_settings = {
         "vocab_size": vocab_size,
         "min_frequency": min_frequency,
         "lowercase": lowercase,
@@ -120,35 +117,42 @@ def prepare(
         "add_eos": add_eos,
         "vocab_file": None if vocab_file is None else os.fspath(vocab_file),
     }
-    settings = {name: value for name, value in settings.items() if value is not None}
+    settings = {name: value for name, value in all_settings.items() if value is not None}
     paths = _paths(source)
+    dataset = _dataset(paths)
     base_tokenizer = _resolve_tokenizer(tokenizer, settings)
-    _refuse_early(paths, None if out is None else Path(out), base_tokenizer, settings)
-    kind = base_tokenizer if isinstance(base_tokenizer, str) else base_tokenizer.kind if base_tokenizer else None
+    # Check the output folder and the settings before anything is downloaded or read.
+    folder = Path(out) if out is not None else _PARENT_FOLDER / dataset if dataset else None
+    if folder:
+        _refuse_existing(folder)
+    if not isinstance(base_tokenizer, Tokenizer) and (base_tokenizer or dataset):
+        default = DISTRIBUTED[dataset].tokenizer if dataset in DISTRIBUTED else TokenizerConfig()
+        _tokenizer_config(base_tokenizer, default, settings)
     text = find_text(
         paths,
         documents=documents,
         splits={"train": _paths(train), "valid": _paths(valid), "test": _paths(test)},
         fractions={"valid": valid_fraction, "test": test_fraction},
-        kind=kind,
+        kind=base_tokenizer.kind if isinstance(base_tokenizer, Tokenizer | TokenizerConfig) else base_tokenizer,
         data_dir=None if data_dir is None else Path(data_dir),
         progress=progress,
     )
-    folder = _PARENT_FOLDER / text.name if out is None else Path(out)
-    _refuse_existing(folder)
+    if folder is None:
+        folder = _PARENT_FOLDER / text.name
+        _refuse_existing(folder)
     notes = [*text.notes]
     if isinstance(base_tokenizer, Tokenizer):
         encoder = base_tokenizer
     else:
-        config = _tokenizer_config(base_tokenizer, text.tokenizer, settings)
-        encoder = _train_tokenizer(text, config, num_workers, progress)
-        notes += _note_attached_punctuation(encoder, config)
+        encoder = _train_tokenizer(
+            text, _tokenizer_config(base_tokenizer, text.tokenizer, settings), num_workers, progress
+        )
     splits = text.splits
     if not encoder.is_text:  # the last id is the end-of-sequence token
-        splits = {split: limit_numbers(texts, encoder.vocab_size - 1) for split, texts in splits.items()}
+        splits = {split: limit_values(texts, encoder.vocab_size - 1) for split, texts in splits.items()}
     corpus = write_corpus(
         folder,
-        _report_reading(splits, "write", progress),
+        _with_progress(splits, "write", progress),
         name=text.name if documents is None else folder.name,
         source=text.description,
         tokenizer=encoder,
@@ -184,19 +188,41 @@ def find_text(
     Raises:
         UserError: something is missing, unreadable, empty, unknown, out of range or contradictory.
     """
-    split_paths: dict[SplitName, Sequence[str]] = {
-        split: files for split in SPLITS if splits and (files := splits.get(split))
-    }
+    split_paths = {split: files for split, files in (splits or {}).items() if files}
     custom_fractions = {split: fraction for split, fraction in (fractions or {}).items() if fraction is not None}
-    dataset = next((path for path in paths if path in DATASET_NAMES), None)
-    _refuse_contradictions(paths, split_paths, documents, dataset, data_dir)
-    if custom_fractions and (split_paths or dataset or isinstance(documents, Mapping)):
-        reason = (
-            f"the splits of {dataset} are fixed"
-            if dataset
-            else "fractions divide a text into splits, but the splits are already specified"
-        )
-        raise UserError(f"{reason}; leave the fractions out")
+    dataset, first_split, dataset_names = _dataset(paths), next(iter(split_paths), ""), ", ".join(DATASET_NAMES)
+    fixed = f"the splits of {dataset} are fixed" if dataset else "the splits are specified already"
+    for is_wrong, problem in (
+        (
+            paths and split_paths,
+            f"both text to split ({describe_paths(paths)}) and --{first_split} were given; write --train before the "
+            "files to train on, or omit the split options",
+        ),
+        (documents is not None and (paths or split_paths), "both documents and files were given; omit one of them"),
+        (
+            documents is None and not paths and not split_paths,
+            f"no text was given; name files, folders, --train FILE, or a data set ({dataset_names})",
+        ),
+        (
+            split_paths and "train" not in split_paths,
+            f"--{first_split} was given without --train; add --train with the files to train on",
+        ),
+        (
+            dataset and len(paths) > 1,
+            f"the data set {dataset} cannot be combined with others, but {len(paths)} sources were given; omit the "
+            f"others, or write ./{dataset} for a file of that name",
+        ),
+        (
+            data_dir and dataset not in DISTRIBUTED,
+            f"--data-dir {data_dir} is only for data sets that can be downloaded ({', '.join(DISTRIBUTED)}); omit it",
+        ),
+        (
+            custom_fractions and (split_paths or dataset or isinstance(documents, Mapping)),
+            f"{fixed}, so fractions do not apply; leave the fractions out",
+        ),
+    ):
+        if is_wrong:
+            raise UserError(problem)
     if split_paths:
         texts = {split: texts_of_paths(files, f"--{split}: ") for split, files in split_paths.items()}
         description = "; ".join(f"{split}: {describe_paths(files)}" for split, files in split_paths.items())
@@ -207,45 +233,16 @@ def find_text(
     if dataset:
         return open_dataset(dataset, data_dir, progress, kind=kind)
     all_fractions: dict[SplitName, float] = {"valid": DEFAULT_FRACTION, "test": DEFAULT_FRACTION, **custom_fractions}
-    check_fractions(all_fractions)
     if documents is not None:
         texts_in_memory = _in_memory(documents, "document")
-        return cut_into_splits(texts_in_memory, all_fractions, name="documents", description=_IN_MEMORY, kind=kind)
-    _refuse_unknown_names(paths)
-    name, description = name_of_paths(paths), describe_paths(paths)
-    return cut_into_splits(texts_of_paths(paths), all_fractions, name=name, description=description, kind=kind)
+        return split_text(texts_in_memory, all_fractions, name="documents", description=_IN_MEMORY, kind=kind)
+    texts_of_files, name = texts_of_paths(paths), name_of_paths(paths)
+    return split_text(texts_of_files, all_fractions, name=name, description=describe_paths(paths), kind=kind)
 
 
-def _refuse_contradictions(
-    paths: Sequence[str],
-    splits: Mapping[SplitName, Sequence[str]],
-    documents: Texts | Mapping[SplitName, Texts] | None,
-    dataset: str | None,
-    data_dir: Path | None,
-) -> None:
-    if paths and splits:
-        raise UserError(
-            f"both text to split ({describe_paths(paths)}) and --{next(iter(splits))} were given; write --train before "
-            "the files to train on, or omit the split options"
-        )
-    if documents is not None and (paths or splits):
-        raise UserError("both documents and files were given; omit one of them")
-    if not paths and not splits and documents is None:
-        raise UserError(
-            f"no text was given; name files, folders, --train FILE, or a data set ({', '.join(DATASET_NAMES)})"
-        )
-    if splits and "train" not in splits:
-        raise UserError(f"--{next(iter(splits))} was given without --train; add --train with the files to train on")
-    if dataset and len(paths) > 1:
-        raise UserError(
-            f"the data set {dataset} cannot be combined with others, but {len(paths)} sources were given; omit the "
-            f"others, or write ./{dataset} for a file of that name"
-        )
-    if data_dir and not dataset:
-        raise UserError(
-            f"--data-dir {data_dir} is only for the named data sets ({', '.join(DATASET_NAMES)}); omit it for your "
-            "own files"
-        )
+def _dataset(paths: Sequence[str]) -> str | None:
+    """Return the named data set among the paths, or None."""
+    return next((path for path in paths if path in DATASET_NAMES), None)
 
 
 _IN_MEMORY = "documents in memory"
@@ -260,7 +257,7 @@ def _paths(source: StrPath | Sequence[StrPath] | None) -> list[str]:
 
 def _in_memory(texts: Texts, name: str) -> list[BytesRange]:
     texts = [texts] if isinstance(texts, str | bytes) else texts
-    return [BytesRange(f"{name} {index}", to_bytes(text)) for index, text in enumerate(texts)]
+    return [BytesRange(Path(f"{name} {index}"), content=to_bytes(text)) for index, text in enumerate(texts)]
 
 
 def _splits_in_memory(documents: Mapping[SplitName, Texts]) -> dict[SplitName, list[BytesRange]]:
@@ -274,27 +271,14 @@ def _splits_in_memory(documents: Mapping[SplitName, Texts]) -> dict[SplitName, l
     return {split: _in_memory(texts, f"{split} document") for split, texts in documents.items()}
 
 
-def _refuse_unknown_names(paths: Sequence[str]) -> None:
-    """Refuse paths that do not exist, and suggest the nearest data set name."""
-    for path in paths:
-        with as_user_error(f"reading {path}"):
-            exists = not path or Path(path).exists() or has_magic(path)
-        if not exists:
-            raise UserError(
-                f"'{path}' is neither a file nor a folder nor a known data set{nearest(path, DATASET_NAMES)}; check "
-                f"the spelling (known data sets: {', '.join(DATASET_NAMES)})"
-            )
-
-
 def _resolve_tokenizer(
     tokenizer: StrPath | Tokenizer | TokenizerConfig | None, settings: Mapping[str, Any]
 ) -> Tokenizer | TokenizerConfig | TokenizerKind | None:
     """Load the tokenizer if it is a path; return a tokenizer, its settings or a kind unchanged."""
     if tokenizer is None or isinstance(tokenizer, TokenizerConfig):
         return tokenizer
-    for kind in TOKENIZER_KINDS:
-        if tokenizer == kind:
-            return kind
+    if tokenizer in TOKENIZER_KINDS:
+        return cast(TokenizerKind, tokenizer)
     if settings:
         flags = ", ".join(f"--{'no-' if value is False else ''}{name}" for name, value in settings.items())
         label = tokenizer.kind if isinstance(tokenizer, Tokenizer) else tokenizer
@@ -303,21 +287,6 @@ def _resolve_tokenizer(
             f"({', '.join(TOKENIZER_KINDS)})"
         )
     return tokenizer if isinstance(tokenizer, Tokenizer) else load_tokenizer(os.fspath(tokenizer))
-
-
-def _refuse_early(
-    paths: Sequence[str],
-    out: Path | None,
-    base_tokenizer: Tokenizer | TokenizerConfig | TokenizerKind | None,
-    settings: Mapping[str, Any],
-) -> None:
-    """Check the output folder and the settings before anything is downloaded or read."""
-    dataset = paths[0] if paths and paths[0] in DATASET_NAMES else None
-    if out or dataset:
-        _refuse_existing(out or _PARENT_FOLDER / paths[0])
-    if not isinstance(base_tokenizer, Tokenizer) and (base_tokenizer or dataset):
-        default = DISTRIBUTED[dataset].tokenizer if dataset in DISTRIBUTED else TokenizerConfig()
-        _tokenizer_config(base_tokenizer, default, settings)
 
 
 def _refuse_existing(out: Path) -> None:
@@ -344,11 +313,11 @@ def _train_tokenizer(text: TextSource, config: TokenizerConfig, num_workers: int
 
     splits = text.tokenizer_splits if config.kind == text.tokenizer.kind else ("train",)
     documents = [document for split in splits for document in text.splits.get(split, ())]
-    documents = _report_reading({"train": documents}, "train tokenizer", progress)["train"]
+    documents = _with_progress({"train": documents}, "train tokenizer", progress)["train"]
     return train_tokenizer(config, documents, num_workers=num_workers)
 
 
-def _report_reading(
+def _with_progress(
     splits: Mapping[SplitName, Sequence[Document]], stage: str, progress: Progress
 ) -> dict[SplitName, list[Document]]:
     """Return the documents with chunks that report the progress over all documents; they can be read once."""
@@ -375,23 +344,4 @@ def _note_unexpected_lengths(corpus: Corpus, text: TextSource) -> list[str]:
         f"{split} has {num_tokens[split]:,} tokens, but {text.name} should have {expected:,}; is this the right text?"
         for split, expected in text.expected_num_tokens.items()
         if num_tokens[split] != expected
-    ]
-
-
-_WORD_WITH_PUNCTUATION = re.compile(r"\w+[,;:!?]")
-_WORDS_EXAMINED, _MAX_ATTACHED = 2000, 0.03  # split text has almost none among its most frequent words
-
-
-def _note_attached_punctuation(tokenizer: Tokenizer, config: TokenizerConfig) -> list[str]:
-    """Return a warning if many frequent words end in punctuation, which split_punctuation would split off."""
-    if tokenizer.kind != "word" or "split_punctuation" in config.model_fields_set:
-        return []
-    examined = min(_WORDS_EXAMINED, tokenizer.vocab_size)
-    words = [tokenizer.decode([index]).strip() for index in range(examined)]
-    attached = [word for word in words if _WORD_WITH_PUNCTUATION.fullmatch(word)]
-    if len(attached) < _MAX_ATTACHED * examined:
-        return []
-    return [
-        f"{len(attached):,} of the {examined:,} most frequent words end in punctuation ({', '.join(attached[:3])}); "
-        "--split-punctuation splits it off, so that fewer words are unknown"
     ]

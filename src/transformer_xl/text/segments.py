@@ -1,24 +1,26 @@
-"""Consecutive segments: a text is split into batch rows read in parallel, and each segment continues the previous one.
+"""Splits a tokenized text into the batches that training and validation read, one segment of every batch row at a time.
 
-The N tokens become B batch rows; row b has the tokens from b*N//B to (b+1)*N//B, so row lengths differ by at most one.
-Segment i covers the positions i*T to (i+1)*T of every row. A model that carries its memory from one segment to the next
-reads each row as one continuous text. Every token is a target exactly once per epoch and is predicted from the
-preceding token of the text, even at the start of a row. (The authors' iterators drop the N mod B last tokens, and the
-first token of each row is never a target.)
+The N tokens of the text become B batch rows; row b has the tokens from b*N//B to (b+1)*N//B, so row lengths differ by
+at most one. Segment i covers the positions i*T to (i+1)*T of every row. A model that carries its memory from one
+segment to the next reads each row as one continuous text. Every token is a target exactly once per epoch and is
+predicted from the preceding token of the text, even at the start of a row. (The authors' iterators drop the N mod B
+last tokens, and the first token of each row is never a target.)
 
-Processes that train one model share the batch rows: each reads its shard of them, and all agree on every position.
+Processes that train one model share the batch rows: each reads its shard of the rows, and all have the same position.
 
 Shape suffixes: B batch rows of a shard, T new tokens. N is the number of tokens in the text.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import KW_ONLY, dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import Field
+from typing_extensions import override
 
 from transformer_xl.config import Settings, UserError
 from transformer_xl.text.token_store import Tokens
@@ -27,7 +29,8 @@ from transformer_xl.text.token_store import Tokens
 class DatasetPosition(Settings):
     """The next segment to read, which is the whole state of a dataset and is saved in checkpoints.
 
-    It is valid for a dataset of the same tokens, batch size and segment length (and seed, if any), whatever the shard.
+    A position is valid for datasets of the same tokens, batch size and segment length (and seed, if documents are
+    shuffled), whatever the shard.
     """
 
     epoch: int = Field(default=0, ge=0)
@@ -41,30 +44,13 @@ class Batch:
     """The inputs and targets of one step; the arrays are new and may be modified."""
 
     inputs_BT: npt.NDArray[np.int64]
-    """Token ids to read."""
+    """Token ids that the model reads."""
     targets_BT: npt.NDArray[np.int64]
     """Token ids to predict: at each position the token after the input."""
     loss_mask_BT: npt.NDArray[np.bool_]
     """False for padding after the end of a batch row, which is excluded from the loss."""
     is_first: bool
     """True for the first segment of an epoch, which starts with empty memory."""
-
-    @classmethod
-    def empty(cls, shape: tuple[int, int], position: DatasetPosition, bos_token_id: int) -> Batch:
-        """Return a batch of padding only: inputs `bos_token_id`, targets 0, loss mask False."""
-        return cls(
-            np.full(shape, bos_token_id, dtype=np.int64),
-            np.zeros(shape, dtype=np.int64),
-            np.zeros(shape, dtype=np.bool_),
-            is_first=position.segment_index == 0,
-        )
-
-    def trimmed(self) -> Batch:
-        """Return the batch without the positions that are padding in all rows."""
-        length = int(self.loss_mask_BT.sum(axis=1).max())
-        return Batch(
-            self.inputs_BT[:, :length], self.targets_BT[:, :length], self.loss_mask_BT[:, :length], self.is_first
-        )
 
 
 class Shard(NamedTuple):
@@ -97,69 +83,34 @@ SINGLE_SHARD = Shard()
 """All batch rows, for a single process."""
 
 
-class TokenDataset(Protocol):
-    """A text in segments for training."""
-
-    @property
-    def tokens(self) -> Tokens:
-        """(N,) ids of the whole text."""
-        ...
-
-    @property
-    def batch_size(self) -> int:
-        """Number of sequences in a batch, over all shards."""
-        ...
-
-    @property
-    def segment_length(self) -> int:
-        """T, number of new tokens of a sequence in one segment."""
-        ...
-
-    @property
-    def local_batch_size(self) -> int:
-        """B, the number of sequences in this shard's batches."""
-        ...
-
-    def segments_in(self, epoch: int) -> int:
-        """Return the number of segments of an epoch: enough for the longest batch row of any shard."""
-        ...
-
-    def read(self, position: DatasetPosition) -> Batch:
-        """Return the segment at a position, always of shape (B, T).
-
-        After the end of a batch row the loss mask is False, the target 0 and the input `bos_token_id`.
-        """
-        ...
-
-    def after(self, position: DatasetPosition) -> DatasetPosition:
-        """Return the next position; after the last segment of an epoch, the first of the next epoch."""
-        ...
-
-
 @dataclass(frozen=True, eq=False)
-class SegmentDataset:
-    """A text as segments of B batch rows and T tokens, in order, read from where the tokens are stored.
+class TokenDataset(ABC):
+    """A text as segments of B batch rows and T tokens, read from where the tokens are stored.
 
     Raises:
         UserError: batch size or segment length below 1, fewer tokens than batch rows, or fewer rows than shards.
     """
 
     tokens: Tokens
-    """(N,) ids; may be on disk."""
+    """(N,) ids of the whole text; may be on disk."""
     _: KW_ONLY
     batch_size: int
     """Number of sequences in a batch, over all shards."""
     segment_length: int
     """T, number of new tokens of a sequence in one segment."""
     bos_token_id: int
-    """The input before the first token of the text, and in padding."""
+    """The input before the first token of an epoch, and in padding."""
     shard: Shard = SINGLE_SHARD
-    """Which of the batch rows are read."""
+    """Which of the batch rows this dataset reads."""
 
     def __post_init__(self) -> None:
         """Check the sizes."""
         assert self.tokens.ndim == 1
-        check_sizes(self)
+        if self.batch_size < 1 or self.segment_length < 1:
+            raise UserError(
+                f"batch size {self.batch_size} and segment length {self.segment_length} were given; both must be at "
+                "least 1"
+            )
         self.shard.batch_rows(self.batch_size)
         if len(self.tokens) < self.batch_size:
             raise UserError(
@@ -172,59 +123,54 @@ class SegmentDataset:
         """B, the number of sequences in this shard's batches."""
         return len(self.shard.batch_rows(self.batch_size))
 
-    @property
-    def num_segments(self) -> int:
-        """Number of segments of an epoch: enough for the longest batch row."""
-        longest = -(-len(self.tokens) // self.batch_size)
-        return -(-longest // self.segment_length)
-
+    @abstractmethod
     def segments_in(self, epoch: int) -> int:
-        """Return the number of segments of an epoch, which is the same for all epochs."""
-        return self.num_segments
+        """Return the number of segments of an epoch: enough for the longest batch row of any shard."""
 
+    @abstractmethod
     def read(self, position: DatasetPosition) -> Batch:
-        """Return the segment at a position; it is the same in every epoch."""
-        assert position.segment_index < self.num_segments
-        batch = Batch.empty((self.local_batch_size, self.segment_length), position, self.bos_token_id)
+        """Return the segment at a position, always of shape (B, T).
+
+        After the end of a batch row the loss mask is False, the target 0 and the input `bos_token_id`.
+        """
+
+    def after(self, position: DatasetPosition) -> DatasetPosition:
+        """Return the next position; after the last segment of an epoch, the first of the next epoch."""
+        if position.segment_index + 1 < self.segments_in(position.epoch):
+            return DatasetPosition(epoch=position.epoch, segment_index=position.segment_index + 1)
+        return DatasetPosition(epoch=position.epoch + 1, segment_index=0)
+
+    def _padding(self, position: DatasetPosition) -> Batch:
+        """Return a batch of padding only, for `read` to fill."""
+        assert position.segment_index < self.segments_in(position.epoch)
+        shape = self.local_batch_size, self.segment_length
+        inputs_BT, targets_BT = np.full(shape, self.bos_token_id, np.int64), np.zeros(shape, np.int64)
+        return Batch(inputs_BT, targets_BT, np.zeros(shape, np.bool_), is_first=position.segment_index == 0)
+
+
+@dataclass(frozen=True, eq=False)
+class SegmentDataset(TokenDataset):
+    """A text as segments in the order of the text, the same in every epoch."""
+
+    @override
+    def segments_in(self, epoch: int) -> int:
+        longest_row = -(-len(self.tokens) // self.batch_size)
+        return -(-longest_row // self.segment_length)
+
+    @override
+    def read(self, position: DatasetPosition) -> Batch:
+        batch = self._padding(position)
         for index, row in enumerate(self.shard.batch_rows(self.batch_size)):
-            start, stop = self._target_range(row, position.segment_index)
+            row_start, row_stop = (edge * len(self.tokens) // self.batch_size for edge in (row, row + 1))
+            # start <= row_stop: the last segment begins inside the longest row; others are at most one token shorter.
+            start = row_start + position.segment_index * self.segment_length
+            stop = min(start + self.segment_length, row_stop)
             length = stop - start
             batch.targets_BT[index, :length] = self.tokens[start:stop]
             batch.loss_mask_BT[index, :length] = True
             first = 1 if start == 0 else 0  # the text's first token is predicted from bos_token_id
             batch.inputs_BT[index, first:length] = self.tokens[start + first - 1 : stop - 1]
         return batch
-
-    def after(self, position: DatasetPosition) -> DatasetPosition:
-        """Return the next position; after the last segment of an epoch, the first of the next epoch."""
-        return next_position(position, self)
-
-    def _target_range(self, row: int, segment_index: int) -> tuple[int, int]:
-        """Return start and stop of a batch row's targets in a segment; they are equal after the end of the row."""
-        row_start, row_stop = (edge * len(self.tokens) // self.batch_size for edge in (row, row + 1))
-        # start <= row_stop: the last segment begins inside the longest row; others are at most one token shorter.
-        start = row_start + segment_index * self.segment_length
-        return start, min(start + self.segment_length, row_stop)
-
-
-def next_position(position: DatasetPosition, dataset: TokenDataset) -> DatasetPosition:
-    """Return the position after this one."""
-    if position.segment_index + 1 < dataset.segments_in(position.epoch):
-        return DatasetPosition(epoch=position.epoch, segment_index=position.segment_index + 1)
-    return DatasetPosition(epoch=position.epoch + 1, segment_index=0)
-
-
-def check_sizes(dataset: TokenDataset) -> None:
-    """Check the batch size and the segment length.
-
-    Raises:
-        UserError: either is below 1.
-    """
-    if dataset.batch_size < 1 or dataset.segment_length < 1:
-        raise UserError(
-            f"batch size {dataset.batch_size} and segment length {dataset.segment_length} were given; both must be at "
-            "least 1"
-        )
 
 
 def check_training(dataset: TokenDataset) -> None:
@@ -233,10 +179,10 @@ def check_training(dataset: TokenDataset) -> None:
     Raises:
         UserError: the text is too short; the message has its length and the required number of tokens.
     """
-    needed = dataset.batch_size * dataset.segment_length
-    if len(dataset.tokens) < needed:
+    min_tokens = dataset.batch_size * dataset.segment_length
+    if len(dataset.tokens) < min_tokens:
         raise UserError(
             f"the training text has {len(dataset.tokens):,} tokens, and a batch of {dataset.batch_size:,} sequences of "
-            f"{dataset.segment_length:,} tokens needs {needed:,}; lower --train.batch-size or --train.segment-length, "
-            "or give more text"
+            f"{dataset.segment_length:,} tokens needs {min_tokens:,}; lower --train.batch-size or "
+            "--train.segment-length, or give more text"
         )

@@ -1,18 +1,19 @@
-"""Segments of documents shuffled every epoch, for texts whose documents (often sentences) are independent.
+"""A training dataset that shuffles the documents every epoch, for texts of independent documents (often sentences).
 
 An epoch is the concatenation of all documents in a random order. The batch rows are consecutive ranges of that order,
 split between documents into lengths as equal as possible. Within a row documents are adjacent, and a document that does
 not fit into a segment continues in the next. Each document is read once per epoch. The input before a document's first
-token is the last token of the document before it in the order: the end-of-sequence token of that document. (The authors
-assign sentences to rows as rows become free, so resuming at a position requires reading everything before it.)
+token is the last token of the document before it in the order: the end-of-sequence token of that document. (In the
+authors' iterator a row takes the next sentence of the order when its last one ends, so resuming requires reading
+everything before the position.)
 
 The order depends only on seed and epoch: documents are sorted by 64-bit random integers of a PCG64 generator seeded
 with SeedSequence(seed, spawn_key=(epoch,)), ties by their index. NumPy guarantees the same integers for every version
 and platform (its compatibility policy for bit generators and SeedSequence), but not the same shuffles. So a checkpoint
 has to save only epoch and segment.
 
-Memory: 12 bytes per document of the shard's rows, and about 36 bytes per document of the corpus while an order is
-drawn: 360 MB and 1.1 GB for 30 million sentences. Tokens are read from the memory-mapped files.
+RAM: 12 bytes per document of the shard's rows, and about 36 bytes per document of the corpus while an order is drawn:
+360 MB and 1.1 GB for 30 million sentences. Tokens are read from the memory-mapped files.
 
 Shape suffixes: B batch rows of a shard, T new tokens, K = T + 1 tokens read (the targets, and one before them).
 """
@@ -23,43 +24,31 @@ from dataclasses import KW_ONLY, dataclass, field
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import override
 
 from transformer_xl.config import UserError
-from transformer_xl.text.segments import SINGLE_SHARD, Batch, DatasetPosition, Shard, check_sizes, next_position
-from transformer_xl.text.token_store import Tokens
+from transformer_xl.text.segments import Batch, DatasetPosition, TokenDataset
 
 
 @dataclass(frozen=True, eq=False)
-class ShuffledDocumentDataset:
+class ShuffledDocumentDataset(TokenDataset):
     """A text as segments of B batch rows and T tokens, its documents in a new order every epoch.
 
     Raises:
-        UserError: batch size or segment length below 1, fewer documents than batch rows, or fewer rows than shards.
+        UserError: as in `TokenDataset`, or fewer documents than batch rows.
     """
 
-    tokens: Tokens
-    """(N,) ids; may be on disk."""
     document_starts: npt.NDArray[np.uint64]
     """(num_documents,) ascending positions in `tokens`; the first is 0."""
     _: KW_ONLY
-    batch_size: int
-    """Number of sequences in a batch, over all shards."""
-    segment_length: int
-    """T, number of new tokens of a sequence in one segment."""
-    bos_token_id: int
-    """The input before the first token of an epoch, and in padding."""
     seed: int
     """Seed of the orders; the same in all shards."""
-    shard: Shard = SINGLE_SHARD
-    """Which of the batch rows are read."""
     _orders: dict[int, _EpochOrder] = field(default_factory=dict, init=False, repr=False)
-    """Order of the epoch that was read last, cached because drawing it takes seconds."""
+    """Order of the epoch that was read last, by epoch; cached because drawing it takes seconds."""
 
+    @override
     def __post_init__(self) -> None:
-        """Check the sizes."""
-        assert self.tokens.ndim == 1
-        check_sizes(self)
-        self.shard.batch_rows(self.batch_size)
+        super().__post_init__()
         if len(self.document_starts) < self.batch_size:
             raise UserError(
                 f"the text has {len(self.document_starts):,} documents, and a batch of {self.batch_size:,} sequences "
@@ -67,20 +56,13 @@ class ShuffledDocumentDataset:
             )
         assert self.document_starts[0] == 0
 
-    @property
-    def local_batch_size(self) -> int:
-        """B, the number of sequences in this shard's batches."""
-        return len(self.shard.batch_rows(self.batch_size))
-
+    @override
     def segments_in(self, epoch: int) -> int:
-        """Return the number of segments of an epoch: enough for the longest batch row of any shard."""
         return -(-self._order(epoch).longest_row // self.segment_length)
 
+    @override
     def read(self, position: DatasetPosition) -> Batch:
-        """Return the segment at a position."""
-        assert position.segment_index < self.segments_in(position.epoch)
-        order = self._order(position.epoch)
-        batch = Batch.empty((self.local_batch_size, self.segment_length), position, self.bos_token_id)
+        batch, order = self._padding(position), self._order(position.epoch)
         offsets_K = np.arange(-1, self.segment_length)
         positions_BK = order.row_edges[:-1, None] + position.segment_index * self.segment_length + offsets_K
         inside_BK = positions_BK < order.row_edges[1:, None]
@@ -88,17 +70,13 @@ class ShuffledDocumentDataset:
         # The first token of an epoch has no preceding token, and positions after the end of a row have no token.
         has_token_BK = inside_BK & (positions_BK >= 0)
         tokens_BK = np.full(positions_BK.shape, self.bos_token_id)
-        tokens_BK[has_token_BK] = self._read(order, positions_BK[has_token_BK])
+        tokens_BK[has_token_BK] = self._tokens_at(positions_BK[has_token_BK], order)
         batch.inputs_BT[batch.loss_mask_BT] = tokens_BK[:, :-1][batch.loss_mask_BT]
         batch.targets_BT[batch.loss_mask_BT] = tokens_BK[:, 1:][batch.loss_mask_BT]
         return batch
 
-    def after(self, position: DatasetPosition) -> DatasetPosition:
-        """Return the next position; after the last segment of an epoch, the first of the next epoch."""
-        return next_position(position, self)
-
-    def _read(self, order: _EpochOrder, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.integer]:
-        """Return the tokens at these positions of the epoch."""
+    def _tokens_at(self, positions: npt.NDArray[np.int64], order: _EpochOrder) -> npt.NDArray[np.integer]:
+        """Return the tokens at these positions of an epoch with this order."""
         index = np.searchsorted(order.starts, positions, side="right") - 1
         starts = self.document_starts[order.documents[index]].astype(np.int64)
         return self.tokens[starts + positions - order.starts[index]]
@@ -112,10 +90,10 @@ class ShuffledDocumentDataset:
 
 @dataclass(frozen=True, eq=False)
 class _EpochOrder:
-    """The part of an epoch's order that one shard needs. Positions count the epoch's tokens in reading order."""
+    """The part of an epoch's order that one shard needs. A position is a token's index in the shuffled text."""
 
     documents: npt.NDArray[np.uint32]
-    """Indices of the documents of the shard's rows, and of the preceding document, if any."""
+    """Indices in the corpus of the documents of the shard's rows, after that of the preceding document, if any."""
     starts: npt.NDArray[np.int64]
     """(len(documents),) start positions of these documents."""
     row_edges: npt.NDArray[np.int64]
@@ -125,6 +103,7 @@ class _EpochOrder:
 
     @classmethod
     def draw(cls, dataset: ShuffledDocumentDataset, epoch: int) -> _EpochOrder:
+        """Shuffle the documents, and choose the row edges: the document boundaries nearest to rows of equal length."""
         num_documents, num_rows = len(dataset.document_starts), dataset.batch_size
         assert num_documents < 2**32
         generator = np.random.PCG64(np.random.SeedSequence(dataset.seed, spawn_key=(epoch,)))
@@ -133,10 +112,10 @@ class _EpochOrder:
         starts = np.zeros(num_documents + 1, dtype=np.int64)
         np.cumsum(lengths[documents], out=starts[1:])
         equal_edges = np.arange(num_rows + 1) * len(dataset.tokens) // num_rows
-        above = np.searchsorted(starts, equal_edges)
-        below = np.maximum(above - 1, 0)
-        edges = np.where(equal_edges - starts[below] < starts[above] - equal_edges, below, above)
-        # A document longer than a row must not leave the adjacent rows without a document.
+        after = np.searchsorted(starts, equal_edges)  # the first document boundary at or after each edge
+        before = np.maximum(after - 1, 0)
+        edges = np.where(equal_edges - starts[before] < starts[after] - equal_edges, before, after)
+        # A document longer than a row must not leave the adjacent rows without a document: each row has at least one.
         rows = np.arange(1, num_rows)
         edges[1:-1] = np.maximum.accumulate(edges[1:-1] - rows).clip(0, num_documents - num_rows) + rows
         shard_rows = dataset.shard.batch_rows(num_rows)

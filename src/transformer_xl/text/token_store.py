@@ -1,22 +1,23 @@
-"""A corpus on disk: arrays of token ids that are memory-mapped, and a JSON file that describes the corpus.
+"""Opens a corpus folder, the prepared form of a text that models are trained and evaluated on.
 
     corpus.json           description of the corpus, with the counts and checksums of each split
     txl_tokenizer.json    the tokenizer
-    train-00000.tokens    ids of all documents, concatenated, little-endian, no header; a large split continues in
-                          train-00001.tokens and so on (valid and test likewise)
+    train-00000.tokens    token ids of all documents, concatenated, little-endian, no header; a large split continues in
+                          train-00001.tokens and so on (valid and test likewise); each of these files is a shard
     train.documents       uint64, little-endian: start of each document as a token index; the first is 0
 
-Opening a corpus reads no tokens, so a corpus may be larger than memory. `corpus_writer` writes these files.
+Tokens are memory-mapped, and opening a corpus reads none of them, so a corpus may be larger than RAM. `corpus_writer`
+writes these files.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, overload
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -25,13 +26,8 @@ from pydantic import Field, model_validator
 from transformer_xl.config import Settings, UserError, check_settings, nearest
 from transformer_xl.files import as_user_error
 from transformer_xl.text.documents import SPLITS, SplitName
-from transformer_xl.text.tokenizers import (
-    TokenArray,
-    Tokenizer,
-    fingerprint,
-    load_tokenizer,
-    token_dtype,
-)
+from transformer_xl.text.sources.archives import raw_chunks
+from transformer_xl.text.tokenizers import TokenArray, Tokenizer, fingerprint, load_tokenizer, token_dtype
 from transformer_xl.text.tokenizers.storage import read_json_object
 
 DOCUMENT_START_DTYPE = np.dtype("<u8")
@@ -39,7 +35,6 @@ DOCUMENT_START_DTYPE = np.dtype("<u8")
 
 _FORMAT = "txl-corpus"
 _VERSION = 3
-_HASH_CHUNK_BYTES = 2**20
 _RECOVERY = "copy the corpus again, or prepare it again with 'txl prepare'"
 
 
@@ -107,40 +102,33 @@ class TokenShards:
         return self.shards[0].dtype
 
     @cached_property
-    def _ends(self) -> npt.NDArray[np.int64]:
-        return np.cumsum([len(shard) for shard in self.shards])
+    def _edges(self) -> npt.NDArray[np.int64]:
+        """Index at which each shard starts, and the total length."""
+        return np.cumsum([0, *map(len, self.shards)])
 
     def __len__(self) -> int:
-        return int(self._ends[-1])
+        return int(self._edges[-1])
 
-    @overload
-    def __getitem__(self, index: slice | npt.NDArray[np.integer[Any]]) -> TokenArray: ...
-    @overload
-    def __getitem__(self, index: int) -> np.unsignedinteger[Any]: ...
-    def __getitem__(self, index: int | slice | npt.NDArray[np.integer[Any]]) -> TokenArray | np.unsignedinteger[Any]:
+    def __getitem__(self, index: slice | npt.NDArray[np.integer[Any]]) -> TokenArray:
         """Return the tokens at an index.
 
         Args:
-            index: an int; a slice without step, which copies only if it spans several shards; or an array of
-                non-negative ints.
+            index: a slice without step, which copies only if it spans several shards; or an array of non-negative ints.
         """
         if isinstance(index, slice):
             start, stop, step = index.indices(len(self))
             assert step == 1
             parts = [
-                shard[max(start - begin, 0) : stop - begin]
-                for shard, begin in zip(self.shards, self._ends - [len(shard) for shard in self.shards], strict=True)
-                if start < begin + len(shard) and begin < stop
+                shard[max(start - shard_start, 0) : max(stop - shard_start, 0)]
+                for shard, shard_start in zip(self.shards, self._edges[:-1], strict=True)
             ]
-            return parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else self.shards[0][:0]
-        if isinstance(index, int):
-            return self[np.array(range(len(self))[index])][()]
-        shard_of = np.searchsorted(self._ends, index, side="right")
+            parts = [part for part in parts if len(part)] or [self.shards[0][:0]]
+            return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        shard_of = np.searchsorted(self._edges, index, side="right") - 1
         tokens = np.empty(index.shape, self.dtype)
         for shard in np.unique(shard_of):
             in_shard = shard_of == shard
-            begin = self._ends[shard] - len(self.shards[shard])
-            tokens[in_shard] = self.shards[shard][index[in_shard] - begin]
+            tokens[in_shard] = self.shards[shard][index[in_shard] - self._edges[shard]]
         return tokens
 
 
@@ -203,22 +191,22 @@ class Corpus:
         """
         path = Path(folder)
         corpus_record = _read_record(path)
-        for split, record in corpus_record.splits.items():
-            for file, length in _token_files(path, split, record).items():
-                _check_size(file, length * np.dtype(record.dtype).itemsize)
-            _check_size(documents_file(path, split), record.num_documents * DOCUMENT_START_DTYPE.itemsize)
         tokenizer = load_tokenizer(path / "txl_tokenizer.json")
         if fingerprint(tokenizer) != corpus_record.tokenizer_sha256:
             raise UserError(
                 f"{path / 'txl_tokenizer.json'}: not the tokenizer this corpus was made with (fingerprint "
                 f"{fingerprint(tokenizer)[:12]}, expected {corpus_record.tokenizer_sha256[:12]}); {_RECOVERY}"
             )
+        dtype = token_dtype(tokenizer.vocab_size)
         for split, record in corpus_record.splits.items():
-            dtype = token_dtype(tokenizer.vocab_size).name
-            if record.dtype != dtype:
+            if record.dtype != dtype.name:
                 raise UserError(
-                    f"{path / 'corpus.json'}: splits.{split}.dtype is {record.dtype}, expected {dtype}; {_RECOVERY}"
+                    f"{path / 'corpus.json'}: splits.{split}.dtype is {record.dtype}, expected {dtype.name}; "
+                    f"{_RECOVERY}"
                 )
+            for file, length in _token_files(path, split, record).items():
+                _check_size(file, length * dtype.itemsize)
+            _check_size(documents_file(path, split), record.num_documents * DOCUMENT_START_DTYPE.itemsize)
         return cls(path, tokenizer, corpus_record)
 
     @property
@@ -270,16 +258,9 @@ class Corpus:
             UserError: a file was changed or damaged since it was written.
         """
         for split, record in self.record.splits.items():
-            if splits and split not in splits:
-                continue
-            for files, sha256 in (
-                (list(_token_files(self.path, split, record)), record.sha256),
-                ([documents_file(self.path, split)], record.documents_sha256),
-            ):
-                actual = _hash_files(files)
-                if actual != sha256:
-                    names = f"{files[0]}{f' to {files[-1].name}' if len(files) > 1 else ''}"
-                    raise UserError(f"{names}: damaged (sha256 {actual[:12]}, expected {sha256[:12]}); {_RECOVERY}")
+            if not splits or split in splits:
+                _check_sha256(list(_token_files(self.path, split, record)), record.sha256)
+                _check_sha256([documents_file(self.path, split)], record.documents_sha256)
 
 
 def token_file(folder: Path, split: SplitName, shard: int) -> Path:
@@ -298,29 +279,23 @@ def _token_files(folder: Path, split: SplitName, record: SplitRecord) -> dict[Pa
 
 
 def _read_record(path: Path) -> CorpusRecord:
-    advice = "'txl prepare FILES --out DIR' creates one"
-    if not path.exists():
-        raise UserError(f"no corpus at {path}; 'txl prepare FILES --out {path}' creates one there")
-    if not path.is_dir():
-        raise UserError(
-            f"{path} is a file, expected the folder of a corpus; 'txl prepare {path} --out DIR' creates one"
-        )
     file = path / "corpus.json"
+    advice = "'txl prepare FILES --out DIR' creates one"
     if not file.exists():
-        if (path / "config.yaml").exists():
-            raise UserError(
-                f"{path} is a run, expected a corpus; its config.yaml names the corpus it was trained on, {advice}"
-            )
-        raise UserError(f"{path} is not a corpus (it has no corpus.json); {advice}")
+        if not path.exists():
+            problem = f"no corpus at {path}"
+        elif not path.is_dir():
+            problem = f"{path} is a file, expected the folder of a corpus"
+        elif (path / "config.yaml").exists():
+            problem = f"{path} is a run, expected a corpus; its config.yaml names the corpus it was trained on"
+        else:
+            problem = f"{path} is not a corpus (it has no corpus.json)"
+        raise UserError(f"{problem}; {advice}")
     values = read_json_object(file)
-    if values.get("format") != _FORMAT:
-        raise UserError(f"{file}: format {values.get('format')!r}, expected '{_FORMAT}'; {advice}")
-    version = values.get("version")
-    if version != _VERSION:
-        newer = isinstance(version, int) and version > _VERSION
+    if (values.get("format"), values.get("version")) != (_FORMAT, _VERSION):
         raise UserError(
-            f"{file}: made by {'a later' if newer else 'an earlier'} version of txl (format {version!r}, expected "
-            f"{_VERSION}); {'upgrade transformer-xl, or ' if newer else ''}prepare the corpus again with 'txl prepare'"
+            f"{file}: format {values.get('format')!r} {values.get('version')!r}, expected '{_FORMAT}' {_VERSION}; "
+            "prepare the corpus again with this version of txl"
         )
     try:
         return check_settings(CorpusRecord, values, str(file))
@@ -343,10 +318,12 @@ def _map(path: Path, length: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
         return np.asarray(np.memmap(path, dtype=dtype, mode="r", shape=(length,)))
 
 
-def _hash_files(paths: Iterable[Path]) -> str:
+def _check_sha256(paths: Sequence[Path], expected: str) -> None:
+    """Check the checksum of the concatenated files."""
     digest = hashlib.sha256()
     for path in paths:
-        with as_user_error(f"reading {path}"), path.open("rb") as file:
-            while chunk := file.read(_HASH_CHUNK_BYTES):
-                digest.update(chunk)
-    return digest.hexdigest()
+        for chunk in raw_chunks(path):
+            digest.update(chunk)
+    if digest.hexdigest() != expected:
+        names = f"{paths[0]}{f' to {paths[-1].name}' if len(paths) > 1 else ''}"
+        raise UserError(f"{names}: damaged (sha256 {digest.hexdigest()[:12]}, expected {expected[:12]}); {_RECOVERY}")

@@ -63,7 +63,7 @@ class Validator:
         pending: list[Tensor] = []
         model.eval()
         try:
-            for index in range(dataset.num_segments):
+            for index in range(dataset.segments_in(0)):
                 segment = dataset.read(DatasetPosition(segment_index=index))
                 inputs_BT = to_device(torch.from_numpy(segment.inputs_BT), device)
                 loss_mask_BT = to_device(torch.from_numpy(segment.loss_mask_BT), device)

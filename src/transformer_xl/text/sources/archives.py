@@ -6,11 +6,12 @@ import bz2
 import gzip
 import hashlib
 import lzma
+import sys
 import tarfile
 import zipfile
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO, cast
@@ -21,6 +22,9 @@ from transformer_xl.files import as_user_error, atomic_folder
 CHUNK_BYTES = 2**20
 COMPRESSED_SUFFIXES = (".gz", ".bz2", ".xz")
 _TAR_SUFFIXES = (".tar", ".tgz", ".tbz2", ".txz", ".tar.gz", ".tar.bz2", ".tar.xz")
+
+# RuntimeError: a zip member is encrypted, or compressed by a method that Python does not support.
+_DECOMPRESSION_ERRORS = (EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile, tarfile.TarError, RuntimeError)
 
 Progress = Callable[[str, int, int], None]
 """Called with the name of a stage (such as `download enwik8.zip`), the bytes processed so far, and the total (0 if
@@ -35,6 +39,50 @@ def no_progress(stage: str, done: int, total: int) -> None:
 def is_archive(path: Path) -> bool:
     """Return whether the file name has the suffix of a zip or tar archive."""
     return path.name.lower().endswith((".zip", *_TAR_SUFFIXES))
+
+
+@dataclass(frozen=True)
+class FileDigest:
+    """Length and checksum of the contents of a file, which identify them."""
+
+    num_bytes: int
+    checksum: str
+    """Algorithm, colon and hex digits, such as sha256:2b49..."""
+
+    def __str__(self) -> str:
+        """Length, algorithm and hex digits, for messages."""
+        return f"{self.num_bytes:,} bytes, {self.checksum.replace(':', ' ')}"
+
+
+def compute_digest(
+    chunks: Iterable[bytes], like: FileDigest, name: str, progress: Progress = no_progress
+) -> FileDigest:
+    """Return the length and checksum of these bytes.
+
+    Args:
+        chunks: the bytes.
+        like: the expected digest: its algorithm is used, and its length is the total in progress messages.
+        name: name of the file in progress messages.
+        progress: called with the stage `check NAME`.
+    """
+    algorithm = like.checksum.partition(":")[0]
+    digest, num_bytes = hashlib.new(algorithm, usedforsecurity=False), 0
+    for chunk in chunks:
+        digest.update(chunk)
+        num_bytes += len(chunk)
+        progress(f"check {name}", num_bytes, like.num_bytes)
+    return FileDigest(num_bytes, f"{algorithm}:{digest.hexdigest()}")
+
+
+def raw_chunks(path: Path) -> Iterator[bytes]:
+    """Yield the bytes of a file on disk in chunks, without decompressing it.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
+    with as_user_error(f"reading {path}"), path.open("rb", buffering=0) as file:
+        while chunk := file.read(CHUNK_BYTES):
+            yield chunk
 
 
 @dataclass(frozen=True)
@@ -74,17 +122,14 @@ class FileRange:
         Raises:
             UserError: the file cannot be read, is damaged, or was truncated meanwhile.
         """
-        left = None if self.stop is None else self.stop - self.start
-        with open_text(self.path, self.member) as file:
+        num_left = sys.maxsize if self.stop is None else self.stop - self.start
+        with _open_text(self.path, self.member) as file:
             file.seek(self.start)
-            while left is None or left:
-                chunk = file.read(CHUNK_BYTES if left is None else min(left, CHUNK_BYTES))
-                if not chunk:
-                    if left is None:
-                        return
-                    raise UserError(f"{self.path} became shorter while it was read; try again once it is complete")
-                left = None if left is None else left - len(chunk)
+            while num_left and (chunk := file.read(min(num_left, CHUNK_BYTES))):
+                num_left -= len(chunk)
                 yield chunk
+        if num_left and self.stop is not None:
+            raise UserError(f"{self.path} became shorter while it was read; try again once it is complete")
 
     def size(self) -> int:
         """Return the length in bytes; a compressed file is decompressed to compute it.
@@ -101,55 +146,39 @@ class FileRange:
 
 
 @contextmanager
-def open_text(path: Path, member: str = "") -> Iterator[IO[bytes]]:
-    """Open a file, decompressed according to its suffix, or a member of a zip archive.
-
-    Raises:
-        UserError: the file cannot be read, or is damaged.
-    """
-    with refuse_damaged(path), ExitStack() as stack:
-        if not member:
-            yield stack.enter_context(_open(path))
-            return
-        archive = stack.enter_context(zipfile.ZipFile(path))
-        try:
-            file = archive.open(member)
-        except RuntimeError as error:  # encrypted, or compressed by a method that Python does not support
-            raise UserError(f"{path}: {member} cannot be extracted ({error}); extract it with another tool") from None
-        yield stack.enter_context(file)
+def _open_text(path: Path, member: str) -> Iterator[IO[bytes]]:
+    """Open a file, decompressed according to its suffix, or a member of a zip archive."""
+    with _damage_as_user_error(path):
+        if member:
+            with zipfile.ZipFile(path) as archive, archive.open(member) as text:
+                yield text
+        else:
+            with path.open("rb", buffering=0) as file, _decompressed(file, path) as text:
+                yield text
 
 
-def _open(path: Path) -> IO[bytes]:
+def _decompressed(file: IO[bytes], path: Path) -> IO[bytes]:
+    """Return a file-like object of the decompressed contents, according to the suffix of `path`."""
     match path.suffix.lower():
-        case ".gz":
-            return cast(IO[bytes], gzip.open(path))
-        case ".bz2":
-            return bz2.open(path)
-        case ".xz":
-            return lzma.open(path)
-    return path.open("rb", buffering=0)
+        case ".gz" | ".tgz":
+            return cast(IO[bytes], gzip.open(file))
+        case ".bz2" | ".tbz2":
+            return bz2.open(file)
+        case ".xz" | ".txz":
+            return lzma.open(file)
+    return file
 
 
 @contextmanager
-def refuse_damaged(path: Path) -> Iterator[None]:
-    """Convert errors of reading and decompressing a file to one-line user errors.
-
-    Raises:
-        UserError: replaces any error of the operating system or of decompression.
-    """
+def _damage_as_user_error(path: Path) -> Iterator[None]:
+    """Convert errors of reading and decompressing a file to one-line user errors."""
     with as_user_error(f"reading {path}"):
         try:
             yield
-        except (EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile, tarfile.TarError) as error:
-            raise _damaged(path, error) from None
-        except OSError as error:
-            if error.errno is None:  # gzip and bz2 raise OSError for wrong contents
-                raise _damaged(path, error) from None
-            raise
-
-
-def _damaged(path: Path, error: Exception) -> UserError:
-    return UserError(f"{path}: damaged or truncated ({error}); get it again")
+        except (*_DECOMPRESSION_ERRORS, OSError) as error:
+            if isinstance(error, OSError) and error.errno is not None:  # gzip and bz2 raise OSError for wrong contents
+                raise
+            raise UserError(f"{path}: not readable, perhaps damaged or truncated ({error}); get it again") from None
 
 
 def zip_members(path: Path) -> list[str]:
@@ -158,7 +187,7 @@ def zip_members(path: Path) -> list[str]:
     Raises:
         UserError: the file cannot be read, or is damaged.
     """
-    with refuse_damaged(path), zipfile.ZipFile(path) as archive:
+    with _damage_as_user_error(path), zipfile.ZipFile(path) as archive:
         return [entry.filename for entry in archive.infolist() if not entry.is_dir()]
 
 
@@ -168,7 +197,7 @@ def extract_from_tar(path: Path, members: Collection[str], folder: Path, progres
     Nothing else in the archive is extracted: no links, no folders, no other files.
 
     Args:
-        path: the archive, compressed or not.
+        path: the archive, decompressed according to its suffix.
         members: paths in the archive; a file at another path is extracted if it has the same base name.
         folder: folder to create, which must not exist; it is created even if the archive contains none of the files.
         progress: called with the number of compressed bytes read.
@@ -177,73 +206,24 @@ def extract_from_tar(path: Path, members: Collection[str], folder: Path, progres
         UserError: the archive is damaged or cannot be read, or the folder cannot be written.
     """
     names = {PurePosixPath(member).name for member in members}
-    with atomic_folder(folder) as temporary, refuse_damaged(path), path.open("rb") as compressed:
+    with atomic_folder(folder) as temporary, _damage_as_user_error(path), path.open("rb") as file:
         total = path.stat().st_size
         # Decompress here, since tarfile stops before the gzip checksum at the end of the stream.
-        decompressed = _decompressed(compressed)
-        with decompressed, tarfile.open(fileobj=decompressed, mode="r|") as archive:
+        with _decompressed(file, path) as decompressed, tarfile.open(fileobj=decompressed, mode="r|") as archive:
             for entry in archive:
                 target = temporary / PurePosixPath(entry.name).name
-                exact = entry.name.removeprefix("./") in members
+                is_exact = entry.name.removeprefix("./") in members
                 content = archive.extractfile(entry) if entry.isreg() and target.name in names else None
-                if content is None or (target.exists() and not exact):
+                if content is None or (target.exists() and not is_exact):
                     continue
-                with as_user_error(f"writing {folder}"), target.open("wb") as file:
-                    while chunk := _read(content, path):
-                        file.write(chunk)
-                        progress(f"extract {path.name}", compressed.tell(), total)
+                with as_user_error(f"writing {folder}"), target.open("wb") as output:
+                    while chunk := _read_chunk(content, path):
+                        output.write(chunk)
+                        progress(f"extract {path.name}", file.tell(), total)
             while decompressed.read(CHUNK_BYTES):
                 pass
 
 
-def _decompressed(file: IO[bytes]) -> IO[bytes]:
-    """Return the file decompressed according to its magic number."""
-    magic = file.read(6)
-    file.seek(0)
-    if magic.startswith(b"\x1f\x8b"):
-        return cast(IO[bytes], gzip.GzipFile(fileobj=file))
-    if magic.startswith(b"BZh"):
-        return bz2.BZ2File(file)
-    if magic == b"\xfd7zXZ\x00":
-        return lzma.LZMAFile(file)
-    return file
-
-
-def _read(content: IO[bytes], path: Path) -> bytes:
-    with refuse_damaged(path):
+def _read_chunk(content: IO[bytes], path: Path) -> bytes:
+    with _damage_as_user_error(path):
         return content.read(CHUNK_BYTES)
-
-
-def checksum(chunks: Iterable[bytes], like: str) -> str:
-    """Return the checksum of these bytes as algorithm, colon and hex digits, with the algorithm of `like`."""
-    algorithm = like.partition(":")[0]
-    digest = hashlib.new(algorithm, usedforsecurity=False)
-    for chunk in chunks:
-        digest.update(chunk)
-    return f"{algorithm}:{digest.hexdigest()}"
-
-
-def file_checksum(path: Path, like: str, progress: Progress = no_progress, name: str = "") -> str:
-    """Return the checksum of a file on disk, without decompressing it, with the algorithm of `like`.
-
-    Args:
-        path: the file.
-        like: a checksum, or any string that begins with the algorithm and a colon.
-        progress: called with the bytes read so far.
-        name: name of the file in progress messages, or empty for its file name.
-
-    Raises:
-        UserError: the file cannot be read.
-    """
-    with as_user_error(f"reading {path}"), path.open("rb", buffering=0) as file:
-        chunks = iter(lambda: file.read(CHUNK_BYTES), b"")
-        return checksum(with_progress(chunks, progress, f"check {name or path.name}", path.stat().st_size), like)
-
-
-def with_progress(chunks: Iterable[bytes], progress: Progress, stage: str, total: int) -> Iterator[bytes]:
-    """Yield the same chunks, reporting progress after each."""
-    done = 0
-    for chunk in chunks:
-        yield chunk
-        done += len(chunk)
-        progress(stage, done, total)

@@ -1,4 +1,4 @@
-"""Reads integer arrays in .npy files as text, with one line for each row."""
+"""Reads integer arrays in .npy files as text for the integer tokenizer, with one line for each row."""
 
 from __future__ import annotations
 
@@ -17,22 +17,16 @@ from transformer_xl.text.documents import Document
 from transformer_xl.text.tokenizers.integer import MAX_VALUES
 
 _CHUNK_VALUES = 2**16
-_DAMAGED = (
-    ValueError,
-    EOFError,
-    SyntaxError,
-    TokenError,
-    TypeError,
-    OverflowError,
-)  # what numpy raises for damaged files
+# What numpy raises for damaged files.
+_DAMAGED = (ValueError, EOFError, SyntaxError, TokenError, TypeError, OverflowError)
 
 
 @dataclass(frozen=True)
 class ArrayRange:
     """The values from `start` to `stop` of a .npy file in row order, iterated as chunks of text with one line per row.
 
-    Each row of a 2-D array is a sequence; a 1-D array is one sequence. The file is memory-mapped while iterated. A row
-    that crosses `start` or `stop` is split into two lines.
+    Positions count values. Each row of a 2-D array is a sequence; a 1-D array is one sequence. The file is
+    memory-mapped while iterated. A row that crosses `start` or `stop` is split into two lines.
     """
 
     path: Path
@@ -41,7 +35,6 @@ class ArrayRange:
     below: int = MAX_VALUES
     """Exclusive upper bound of the values, which must not be negative."""
 
-    is_compressed = False
     known_num_bytes = 0
 
     @classmethod
@@ -56,7 +49,7 @@ class ArrayRange:
     @property
     def name(self) -> str:
         """Path and start, for messages."""
-        return f"{self.path}, from number {self.start:,} on" if self.start else str(self.path)
+        return f"{self.path}, from value {self.start:,} on" if self.start else str(self.path)
 
     def size(self) -> int:
         """Return the number of values."""
@@ -77,28 +70,18 @@ class ArrayRange:
         array = _open_array(self.path)
         if array.size < self.stop:
             raise UserError(f"{self.path} became shorter while it was read; try again once it is complete")
-        row_length = array.shape[-1]
-        rows = array.reshape(1, -1) if array.ndim == 1 else array
-        lines: list[str] = []
-        num_values = 0
-        for row in range(self.start // row_length, -(-self.stop // row_length)):
-            first, last = max(self.start - row * row_length, 0), min(self.stop - row * row_length, row_length)
-            for begin in range(first, last, _CHUNK_VALUES):
-                values = rows[row, begin : min(begin + _CHUNK_VALUES, last)].tolist()
-                if min(values) < 0 or max(values) >= self.below:
-                    invalid = next(index for index, value in enumerate(values) if not 0 <= value < self.below)
-                    raise self._out_of_range(values[invalid], (row, begin + invalid)[-array.ndim :])
-                lines.append(" ".join(map(str, values)))
-                lines.append("\n" if begin + _CHUNK_VALUES >= last else " ")
-                num_values += len(values)
-                if num_values >= _CHUNK_VALUES:
-                    yield "".join(lines).encode("ascii")
-                    lines.clear()
-                    num_values = 0
-        if lines:
-            yield "".join(lines).encode("ascii")
+        for first in range(self.start, self.stop, _CHUNK_VALUES):
+            values = array.flat[first : min(first + _CHUNK_VALUES, self.stop)]
+            invalid = np.flatnonzero((values < 0) | (values >= self.below))
+            if invalid.size:
+                raise self._out_of_range(array, first + int(invalid[0]))
+            yield "".join(
+                f"{value}\n" if next_position % array.shape[-1] == 0 or next_position == self.stop else f"{value} "
+                for next_position, value in enumerate(values.tolist(), first + 1)
+            ).encode("ascii")
 
-    def _out_of_range(self, value: int, index: tuple[int, ...]) -> UserError:
+    def _out_of_range(self, array: npt.NDArray[np.integer[Any]], position: int) -> UserError:
+        value, index = array.flat[position], np.unravel_index(position, array.shape)
         in_range = 0 <= value < MAX_VALUES
         advice = "give --tokenizer integer and a larger --vocab-size" if in_range else "renumber the values from 0"
         return UserError(
@@ -107,7 +90,7 @@ class ArrayRange:
         )
 
 
-def limit_numbers(documents: Iterable[Document], below: int) -> list[Document]:
+def limit_values(documents: Iterable[Document], below: int) -> list[Document]:
     """Return the documents; array documents refuse values of `below` or more and report their index in the array."""
     return [
         replace(document, chunks=replace(document.chunks, below=below))

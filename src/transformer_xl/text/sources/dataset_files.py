@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from transformer_xl.config import UserError
 from transformer_xl.files import as_user_error, atomic_file
 from transformer_xl.text.sources.archives import (
     COMPRESSED_SUFFIXES,
+    FileDigest,
     FileRange,
     Progress,
-    checksum,
+    compute_digest,
     extract_from_tar,
-    file_checksum,
     is_archive,
     no_progress,
-    with_progress,
+    raw_chunks,
     zip_members,
 )
 from transformer_xl.text.sources.download import RemoteFile, cache_folder, download_file
@@ -30,10 +29,8 @@ class TextFile:
 
     path: str
     """Path in the archive; the base name is the file name elsewhere."""
-    num_bytes: int | None = None
-    """Length in bytes, or None if unknown."""
-    checksum: str | None = None
-    """Algorithm, colon and hex digits, or None if unknown."""
+    digest: FileDigest | None = None
+    """Length and checksum, or None if unknown."""
     other_names: tuple[str, ...] = ()
     """Other common file names for this text."""
     urls: tuple[str, ...] = ()
@@ -47,11 +44,7 @@ class TextFile:
     @property
     def remote(self) -> RemoteFile | None:
         """The separate download of this file, or None if only the archive can be downloaded."""
-        if not self.urls:
-            return None
-        assert self.num_bytes is not None
-        assert self.checksum is not None
-        return RemoteFile(self.name, self.urls, self.num_bytes, self.checksum)
+        return RemoteFile(self.name, self.urls, self.digest) if self.urls and self.digest else None
 
 
 def find_files(
@@ -78,7 +71,7 @@ def find_files(
     """
     if data_dir is None:
         return _download(dataset, archive, texts, progress)
-    return _Search(dataset, archive, tuple(texts), data_dir, progress).run()
+    return _search(dataset, archive, texts, data_dir, progress)
 
 
 def plain_file(text: FileRange, name: str) -> Path:
@@ -105,163 +98,95 @@ def _extracted_folder() -> Path:
 def _download(
     dataset: str, archive: RemoteFile | None, texts: Iterable[TextFile], progress: Progress
 ) -> dict[TextFile, FileRange]:
-    found: dict[TextFile, FileRange] = {}
-    archived: list[TextFile] = []
-    for text in texts:
-        if text.remote:
-            found[text] = FileRange(download_file(text.remote, cache_folder(), progress))
-        else:
-            archived.append(text)
+    found = {text: FileRange(download_file(text.remote, cache_folder(), progress)) for text in texts if text.remote}
+    archived = [text for text in texts if text not in found]
     if archived:
         assert archive is not None
         path = download_file(archive, cache_folder(), progress)
-        in_archive = _Archive(dataset, path, tuple(archived), progress, archive.checksum).found
-        assert len(in_archive) == len(archived), "the archive lacks a text"
-        found |= in_archive
+        found |= _texts_in_archive(path, archived, dataset, archive.digest, progress)
+    assert found.keys() == set(texts), "the archive lacks a text"
     return found
 
 
-@dataclass(frozen=True)
-class _Archive:
-    """A zip or tar archive that is searched for texts."""
+def _texts_in_archive(
+    path: Path, texts: Iterable[TextFile], dataset: str, digest: FileDigest | None, progress: Progress
+) -> dict[TextFile, FileRange]:
+    """Return those of the texts that a zip or tar archive contains; a tar archive is extracted into the cache once.
 
-    dataset: str
-    path: Path
-    texts: tuple[TextFile, ...]
-    progress: Progress
-    known_checksum: str | None = None
-
-    @cached_property
-    def found(self) -> dict[TextFile, FileRange]:
-        """The texts in the archive; those of a tar archive are extracted into the cache once."""
-        if self.path.suffix.lower() == ".zip":
-            members = zip_members(self.path)
-            member_of = {text: _best_member(text, members) for text in self.texts}
-            return {text: FileRange(self.path, member=member) for text, member in member_of.items() if member}
-        digest = self.known_checksum or file_checksum(self.path, "sha256:", self.progress)
-        folder = _extracted_folder() / f"{self.dataset}-{digest.partition(':')[2][:16]}"
-        if not folder.exists():
-            extract_from_tar(self.path, [text.path for text in self.texts], folder, self.progress)
-        return {text: FileRange(folder / text.name) for text in self.texts if (folder / text.name).exists()}
-
-
-def _best_member(text: TextFile, members: Iterable[str]) -> str | None:
-    """Return the member with the path of this text, else one with its base name, or None."""
-    candidates = [member for member in members if PurePosixPath(member).name == text.name]
-    return min(candidates, key=lambda member: member != text.path, default=None)
+    Args:
+        path: the archive.
+        texts: the texts to look for, by their path or else their base name.
+        dataset: name of the data set, for the folder in the cache.
+        digest: verified digest of the archive, or None if it was not verified.
+        progress: called while the archive is checked and extracted.
+    """
+    if path.suffix.lower() == ".zip":
+        members = zip_members(path)
+        member_of_name = {PurePosixPath(member).name: member for member in members}
+        found = {text: text.path if text.path in members else member_of_name.get(text.name) for text in texts}
+        return {text: FileRange(path, member=member) for text, member in found.items() if member}
+    digest = digest or compute_digest(raw_chunks(path), FileDigest(path.stat().st_size, "sha256:"), path.name, progress)
+    folder = _extracted_folder() / f"{dataset}-{digest.checksum.partition(':')[2][:16]}"
+    if not folder.exists():
+        extract_from_tar(path, [text.path for text in texts], folder, progress)
+    return {text: FileRange(folder / text.name) for text in texts if (folder / text.name).exists()}
 
 
-@dataclass(frozen=True)
-class _Search:
-    """Searches `data_dir` for texts: as files, in the distributed archive, and in any other archive there."""
+def _search(
+    dataset: str, archive: RemoteFile | None, texts: Sequence[TextFile], data_dir: Path, progress: Progress
+) -> dict[TextFile, FileRange]:
+    """Find texts in `data_dir`: as files, in the distributed archive, or in any other archive; verify the contents."""
 
-    dataset: str
-    archive: RemoteFile | None
-    texts: tuple[TextFile, ...]
-    data_dir: Path
-    progress: Progress
-    found: dict[TextFile, FileRange] = field(default_factory=dict)
-
-    def run(self) -> dict[TextFile, FileRange]:
-        """Return each text, after verifying its size and checksum where they are known."""
-        with as_user_error(f"reading {self.data_dir}"):
-            if not self.data_dir.exists():
-                raise UserError(
-                    f"--data-dir {self.data_dir}: no such file or folder; name the one that contains {self.dataset}"
-                )
-            entries = [self.data_dir] if self.data_dir.is_file() else sorted(self.data_dir.iterdir())
-        self.found.update(self._loose_files(entries))
-        checked: set[TextFile] = set()
-        for path in sorted(filter(is_archive, entries), key=lambda path: not self._is_distributed(path)):
-            missing = tuple(text for text in self.texts if text not in self.found)
-            if missing:
-                known = self._check_archive(path)
-                in_archive = _Archive(self.dataset, path, missing, self.progress, known).found
-                self.found.update(in_archive)
-                checked |= in_archive.keys() if known else set()
-        self._refuse_missing()
-        for text in self.texts:
-            if text not in checked:
-                self._check(text, self.found[text])
-        return self.found
-
-    def _is_distributed(self, path: Path) -> bool:
-        return self.archive is not None and path.name == self.archive.name
-
-    def _loose_files(self, entries: Sequence[Path]) -> Iterator[tuple[TextFile, FileRange]]:
-        names = {path.name: path for path in entries}
-        for text in self.texts:
-            if self.data_dir.is_file():
-                paths = [names[name] for name in _with_suffixes((text.name, *text.other_names)) if name in names]
-            else:
-                parts = PurePosixPath(text.path).parts
-                tails = ["/".join(parts[start:]) for start in range(len(parts))]
-                paths = [self.data_dir / name for name in _with_suffixes((*tails, *text.other_names))]
-            with as_user_error(f"reading {self.data_dir}"):
-                path = next((path for path in paths if path.is_file()), None)
-            if path:
-                yield text, FileRange(path)
-
-    def _check_archive(self, path: Path) -> str | None:
-        """Return the verified checksum of the distributed archive, or None for another archive."""
-        if self.archive is None or not self._is_distributed(path):
-            return None
-        with as_user_error(f"reading {path}"):
-            size = path.stat().st_size
-        if size != self.archive.num_bytes:
-            raise UserError(f"{path}: {size:,} bytes long, expected {self.archive.num_bytes:,}; get it again")
-        actual = file_checksum(path, self.archive.checksum, self.progress)
-        if actual != self.archive.checksum:
+    def verify(chunks: Iterable[bytes], expected: FileDigest, name: str, label: str, command: str) -> None:
+        actual = compute_digest(chunks, expected, name, progress)
+        if actual != expected:
             raise UserError(
-                f"{path}: {_with_space(actual)}, expected {_with_space(self.archive.checksum)}; get it again, or use "
-                "its contents as your own text: extract it, and run 'txl prepare --train FILE --valid FILE --test FILE'"
+                f"{label} {actual}, expected {expected} for {dataset}; get it again, or use it as your own text: "
+                f"{command}"
             )
-        return actual
 
-    def _refuse_missing(self) -> None:
-        missing = [text.name for text in self.texts if text not in self.found]
+    with as_user_error(f"reading {data_dir}"):
+        if not data_dir.exists():
+            raise UserError(f"--data-dir {data_dir}: no such file or folder; name the one that contains {dataset}")
+        files = [data_dir] if data_dir.is_file() else sorted(data_dir.iterdir())
+        found = {text: FileRange(path) for text in texts if (path := _loose_file(text, data_dir))}
+    archive_name = archive.name if archive else ""
+    verified: set[TextFile] = set()
+    for path in sorted(filter(is_archive, files), key=lambda path: path.name != archive_name):
+        missing = [text for text in texts if text not in found]
         if not missing:
-            return
-        names = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
-        archive = f"{self.archive.name} or " if self.archive and len(missing) == len(self.texts) else ""
-        raise UserError(
-            f"--data-dir {self.data_dir}: no {archive}{names} there for {self.dataset} (nor with .gz, .bz2 or .xz, nor "
-            "in a zip or tar archive); name the folder that contains them, or leave --data-dir out to download"
-        )
-
-    def _check(self, text: TextFile, content: FileRange) -> None:
-        if text.num_bytes is None and text.checksum is None:
-            return
-        size = 0
-
-        def measured_chunks() -> Iterator[bytes]:
-            nonlocal size
-            for chunk in content:
-                size += len(chunk)
-                yield chunk
-
-        chunks = with_progress(measured_chunks(), self.progress, f"check {text.name}", text.num_bytes or 0)
-        actual = checksum(chunks, text.checksum or "sha256:")
-        if text.num_bytes is not None and size != text.num_bytes:
-            problem = f"{size:,} bytes long, expected {text.num_bytes:,}"
-        elif text.checksum is not None and actual != text.checksum:
-            problem = f"{_with_space(actual)}, expected {_with_space(text.checksum)}"
+            break
+        if archive and path.name == archive_name:
+            command = "extract it, and txl prepare --train FILE --valid FILE --test FILE"
+            verify(raw_chunks(path), archive.digest, path.name, f"{path}:", command)
+            found |= _texts_in_archive(path, missing, dataset, archive.digest, progress)
+            verified = found.keys() & set(missing)
         else:
-            return
-        decompressed = " decompressed" if content.is_compressed else ""
-        command = (
-            "extract it, and txl prepare --train FILE" if content.member else f"txl prepare --train {content.path}"
-        )
+            found |= _texts_in_archive(path, missing, dataset, None, progress)
+    missing = [text.name for text in texts if text not in found]
+    if missing:
+        names = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+        archive_or = f"{archive_name} or " if archive and len(missing) == len(texts) else ""
         raise UserError(
-            f"{content.name}:{decompressed} {problem} for {self.dataset}; get it again, or use it as your own text: "
-            f"{command}"
+            f"--data-dir {data_dir}: no {archive_or}{names} there for {dataset} (nor with .gz, .bz2 or .xz, nor in a "
+            "zip or tar archive); name the folder that contains them, or leave --data-dir out to download"
         )
+    for text in texts:
+        if text.digest and text not in verified:
+            content = found[text]
+            label = f"{content.name}:{' decompressed' if content.is_compressed else ''}"
+            command = f"txl prepare --train {content.path}"
+            if content.member:
+                command = "extract it, and txl prepare --train FILE"
+            verify(content, text.digest, text.name, label, command)
+    return found
 
 
-def _with_suffixes(names: Iterable[str]) -> list[str]:
-    """Return the names, followed by the names with each suffix of compressed files."""
-    return [name + suffix for suffix in ("", *COMPRESSED_SUFFIXES) for name in names]
-
-
-def _with_space(checksum: str) -> str:
-    return checksum.replace(":", " ")
+def _loose_file(text: TextFile, data_dir: Path) -> Path | None:
+    """Return the file, compressed or not, that has one of the names of a text, if `data_dir` is or contains one."""
+    parts = PurePosixPath(text.path).parts
+    tails = ["/".join(parts[start:]) for start in range(len(parts))]  # such as a/b/c, b/c and c
+    names = [name + suffix for suffix in ("", *COMPRESSED_SUFFIXES) for name in (*tails, *text.other_names)]
+    if data_dir.is_file():
+        return data_dir if data_dir.name in names else None
+    return next((path for name in names if (path := data_dir / name).is_file()), None)

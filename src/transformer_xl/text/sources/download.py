@@ -1,7 +1,7 @@
-"""Downloads files into a cache folder: tries several mirrors, resumes broken transfers and verifies checksums.
+"""Downloads the files of named data sets into a cache folder: tries several mirrors, resumes and verifies checksums.
 
-The transfer uses the standard library. pooch verifies checksums but has neither mirrors nor resuming (`Range`), so
-almost all of this code would remain.
+The transfer uses the standard library. The package pooch verifies checksums but has neither mirrors nor resuming (the
+HTTP header `Range`), so almost all of this code would remain.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from urllib.request import Request, urlopen
 from transformer_xl import __version__
 from transformer_xl.config import UserError
 from transformer_xl.files import as_user_error
-from transformer_xl.text.sources.archives import Progress, file_checksum, no_progress
+from transformer_xl.text.sources.archives import FileDigest, Progress, compute_digest, no_progress, raw_chunks
 
 _TIMEOUT_SECONDS = 60.0  # to connect, and between two reads
 _ATTEMPTS = 5  # per mirror; each resumes the previous one
@@ -32,13 +32,7 @@ class RemoteFile:
     """File name in the cache."""
     urls: tuple[str, ...]
     """Mirrors, tried in this order."""
-    num_bytes: int
-    checksum: str
-    """Algorithm and hex digits, such as sha256:2b49..."""
-
-    def __str__(self) -> str:
-        """Name, size and checksum, for messages."""
-        return f"{self.name} ({self.num_bytes:,} bytes, {self.checksum.replace(':', ' ')})"
+    digest: FileDigest
 
 
 class _MirrorError(Exception):
@@ -75,10 +69,10 @@ def download_file(file: RemoteFile, folder: Path, progress: Progress = no_progre
     target, partial = folder / file.name, folder / f".{file.name}.part"
     failures: list[str] = []
     if target.is_file():
-        actual = _checksum_of(target, file, progress)
-        if actual == file.checksum:
+        actual = compute_digest(raw_chunks(target), file.digest, file.name, progress)
+        if actual == file.digest:
             return target
-        failures.append(f"{target} has another checksum, {actual.replace(':', ' ')}")
+        failures.append(f"{target} is another file, {actual}")
     with as_user_error(f"writing {target}"):
         folder.mkdir(parents=True, exist_ok=True)
         for url in file.urls:
@@ -89,29 +83,32 @@ def download_file(file: RemoteFile, folder: Path, progress: Progress = no_progre
             else:
                 return partial.replace(target)
     raise UserError(
-        f"{file} cannot be downloaded [{'; '.join(failures)}]; try again later, or download it yourself into "
-        f"{folder}, or name the folder that contains it with --data-dir DIR"
+        f"{file.name} ({file.digest}) cannot be downloaded [{'; '.join(failures)}]; try again later, or download it "
+        f"yourself into {folder}, or name the folder that contains it with --data-dir DIR"
     )
 
 
 def _complete(url: str, file: RemoteFile, partial: Path, progress: Progress) -> None:
-    """Complete the partial file from one mirror and verify it; raises _MirrorError."""
+    """Download the missing part of the file at `partial` from one mirror, and verify the file.
+
+    Raises:
+        _MirrorError: the mirror does not answer, sends another file, or breaks the connection too often.
+    """
     for _ in range(_ATTEMPTS):
-        before = _size(partial)
+        size_before = _size(partial)
         try:
-            if before != file.num_bytes:
+            if size_before != file.digest.num_bytes:
                 _resume(url, file, partial, progress)
         except _ConnectionBroken as error:
-            if _size(partial) <= before:
+            if _size(partial) <= size_before:
                 raise _MirrorError(str(error)) from None
             continue
-        actual = _checksum_of(partial, file, progress)
-        if actual == file.checksum:
+        actual = compute_digest(raw_chunks(partial), file.digest, file.name, progress)
+        if actual == file.digest:
             return
-        size = _size(partial)
         partial.unlink()
-        if not before:  # else the damage may be in the part from an earlier attempt
-            raise _MirrorError(f"sends another file, {size:,} bytes, {actual.replace(':', ' ')}")
+        if not size_before:  # else the damage may be in the part from an earlier attempt
+            raise _MirrorError(f"sends another file, {actual}")
     raise _MirrorError(f"the connection was broken {_ATTEMPTS} times")
 
 
@@ -123,24 +120,22 @@ def _resume(url: str, file: RemoteFile, partial: Path, progress: Progress) -> No
         response = urlopen(Request(url, headers=headers), timeout=_TIMEOUT_SECONDS)
     except HTTPError as error:
         error.close()
-        if (
-            error.code == 416
-        ):  # range not satisfiable: the partial file is longer than the file, so it is not its beginning
+        if error.code == 416:  # range not satisfiable: the partial file is longer than the file, so it is wrong
             partial.unlink(missing_ok=True)
         raise _MirrorError(f"answers {error.code} {error.reason}".rstrip()) from None
     except (OSError, HTTPException) as error:
         raise _broken(error) from None
     with response:
-        resumed = response.status == 206
+        resumed = response.status == 206  # partial content: the server supports ranges
         if resumed and not response.headers.get("Content-Range", "").startswith(f"bytes {start}-"):
             raise _MirrorError("answers with another part of the file than was requested")
         done = start if resumed else 0
         with partial.open("ab" if resumed else "wb") as output:
-            while done <= file.num_bytes and (chunk := _read(response)):
+            while done <= file.digest.num_bytes and (chunk := _read(response)):
                 output.write(chunk)
                 done += len(chunk)
-                progress(f"download {file.name}", done, file.num_bytes)
-    if response.length and done < file.num_bytes:  # the response was truncated
+                progress(f"download {file.name}", done, file.digest.num_bytes)
+    if response.length and done < file.digest.num_bytes:  # the response was truncated
         raise _ConnectionBroken("the connection was broken")
 
 
@@ -158,7 +153,3 @@ def _broken(error: Exception) -> _ConnectionBroken:
 
 def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
-
-
-def _checksum_of(path: Path, file: RemoteFile, progress: Progress) -> str:
-    return file_checksum(path, file.checksum, progress, file.name)

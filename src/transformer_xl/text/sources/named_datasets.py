@@ -1,7 +1,8 @@
-"""Named data sets: download URLs, checksums, splits and default tokenizers.
+"""Named data sets, such as enwik8: download URLs, checksums, splits and default tokenizers.
 
 Sizes, checksums, special tokens and counts are explained for users in `docs/data.md`. To add a data set, add an entry
-to `DISTRIBUTED`."""
+to `DISTRIBUTED`.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from transformer_xl.config import UserError
-from transformer_xl.text.documents import DEFAULT_TOKENIZER, SPLITS, Document, DocumentUnit, SplitName, TextSource
-from transformer_xl.text.sources.archives import FileRange, Progress, no_progress
+from transformer_xl.text.documents import SPLITS, Document, SplitName, TextSource
+from transformer_xl.text.sources.archives import FileDigest, FileRange, Progress, no_progress
 from transformer_xl.text.sources.dataset_files import TextFile, find_files, plain_file
 from transformer_xl.text.sources.download import RemoteFile
 from transformer_xl.text.sources.folders import list_files
@@ -36,24 +36,18 @@ class SplitFile:
 
 
 @dataclass(frozen=True)
-class NamedDataset:
-    """A data set that is downloaded from its distributors."""
+class NamedDataset(TextSource):
+    """A data set that is downloaded from its distributors; `splits` is empty until `open`, which returns a copy.
 
-    name: str
-    description: str
-    """What the data set contains and how it is split."""
-    splits: Mapping[SplitName, tuple[SplitFile, ...]]
-    archive: RemoteFile | None
+    `tokenizer` has no `vocab_file` until then either, and `expected_num_tokens` includes end-of-sequence tokens.
+    """
+
+    files: Mapping[SplitName, tuple[SplitFile, ...]] = field(default_factory=dict)
+    """The files of each split."""
+    archive: RemoteFile | None = None
     """The archive in which the texts are distributed, or None."""
-    tokenizer: TokenizerConfig = DEFAULT_TOKENIZER
-    """Settings of the default tokenizer, without `vocab_file`."""
-    tokenizer_splits: tuple[SplitName, ...] = ("train",)
-    """Splits that the default tokenizer is trained on."""
-    document_unit: DocumentUnit = "file"
     vocab_file: TextFile | None = None
     """Vocabulary file of the default tokenizer, or None if none is distributed."""
-    expected_num_tokens: Mapping[SplitName, int] = field(default_factory=dict)
-    """Published number of tokens of each split, including end-of-sequence tokens."""
 
     def open(
         self, data_dir: Path | None = None, progress: Progress = no_progress, *, kind: str | None = None
@@ -68,36 +62,26 @@ class NamedDataset:
         Raises:
             UserError: a file is missing, damaged, has the wrong checksum, or cannot be downloaded.
         """
-        uses_default = kind in (None, self.tokenizer.kind)
-        texts = list(dict.fromkeys(file.text for files in self.splits.values() for file in files))
-        vocab_file = self.vocab_file if uses_default else None
+        texts = list(dict.fromkeys(file.text for files in self.files.values() for file in files))
+        vocab_file = self.vocab_file if kind in (None, self.tokenizer.kind) else None
         found = find_files(self.name, self.archive, [*texts, *filter(None, [vocab_file])], data_dir, progress)
-        tokenizer = self.tokenizer if uses_default else DEFAULT_TOKENIZER
+        tokenizer = self.tokenizer
         if vocab_file:
             path = plain_file(found[vocab_file], vocab_file.name)
-            tokenizer = TokenizerConfig(**tokenizer.model_dump(exclude_unset=True), vocab_file=str(path))
-        return TextSource(
-            self.name,
-            self.description,
-            {
-                split: [_document(replace(found[file.text], start=file.start, stop=file.stop)) for file in files]
-                for split, files in self.splits.items()
-            },
-            tokenizer=tokenizer,
-            tokenizer_splits=self.tokenizer_splits if uses_default else ("train",),
-            document_unit=self.document_unit,
-            expected_num_tokens=self.expected_num_tokens if uses_default else {},
-        )
-
-
-def _document(text: FileRange) -> Document:
-    return Document(text.name, text, text.known_num_bytes)
+            tokenizer = tokenizer.model_copy(update={"vocab_file": str(path)})
+        splits: dict[SplitName, list[Document]] = {}
+        for split, files in self.files.items():
+            ranges = [replace(found[file.text], start=file.start, stop=file.stop) for file in files]
+            splits[split] = [Document(text.name, text, text.known_num_bytes) for text in ranges]
+        return replace(self, splits=splits, tokenizer=tokenizer)
 
 
 _MAHONEY_SPLIT = "first 90,000,000 bytes train, next 5,000,000 valid, last 5,000,000 test"
 
 
-def _mahoney(text: TextFile) -> dict[SplitName, tuple[SplitFile, ...]]:
+def _mahoney(name: str, digest: FileDigest) -> dict[SplitName, tuple[SplitFile, ...]]:
+    """Return the splits of a data set of Matt Mahoney, one file of 100,000,000 bytes."""
+    text = TextFile(name, digest)
     return {
         "train": (SplitFile(text, 0, 90_000_000),),
         "valid": (SplitFile(text, 90_000_000, 95_000_000),),
@@ -105,54 +89,43 @@ def _mahoney(text: TextFile) -> dict[SplitName, tuple[SplitFile, ...]]:
     }
 
 
-def _each(train: TextFile, valid: TextFile, test: TextFile) -> dict[SplitName, tuple[SplitFile, ...]]:
-    return {"train": (SplitFile(train),), "valid": (SplitFile(valid),), "test": (SplitFile(test),)}
-
-
-_ENWIK8 = TextFile("enwik8", 100_000_000, "sha256:2b49720ec4d78c3c9fabaee6e4179a5e997302b3a70029f30f2d582218c024a8")
-_TEXT8 = TextFile("text8", 100_000_000, "sha1:0dc3edebc970dcc96137e7deda4d9995af9d93de")
+_ENWIK8 = FileDigest(100_000_000, "sha256:2b49720ec4d78c3c9fabaee6e4179a5e997302b3a70029f30f2d582218c024a8")
+_TEXT8 = FileDigest(100_000_000, "sha1:0dc3edebc970dcc96137e7deda4d9995af9d93de")
+# WikiText-103 and WikiText-2 have the same valid and test texts.
+_WIKITEXT: dict[SplitName, FileDigest | None] = {
+    "train": None,
+    "valid": FileDigest(1_121_681, "sha256:f0737ed31fc1329026e95cb8b98e19c2a182c39c240ab909dc31abf2f8af58e8"),
+    "test": FileDigest(1_256_449, "sha256:d790b833ef8cf03a90db7bf1271b7520b83c45ce07ba3c1a9699df81e239eca0"),
+}
+_PTB: dict[SplitName, FileDigest] = {
+    "train": FileDigest(5_101_618, "sha256:fcea919f6cf83f35d4d00c6cbf08040d13d4155226340912e2fef9c9c4102cbf"),
+    "valid": FileDigest(399_782, "sha256:c9fe6985fe0d4ccb578183407d7668fc6066c20700cb4cf87d8ff1cc34df1bf2"),
+    "test": FileDigest(449_945, "sha256:dd65dff31e70846b2a6030a87482edcd5d199130cdcfa1f3dccbb033728deee0"),
+}
+_PTB_URL = "https://raw.githubusercontent.com/{owner}/lstm/master/data/ptb.{split}.txt"
 
 
 def _wikitext(folder: str) -> dict[SplitName, tuple[SplitFile, ...]]:
-    return _each(
-        TextFile(f"{folder}/wiki.train.tokens", other_names=("train.txt",)),
-        TextFile(
-            f"{folder}/wiki.valid.tokens",
-            1_121_681,
-            "sha256:f0737ed31fc1329026e95cb8b98e19c2a182c39c240ab909dc31abf2f8af58e8",
-            other_names=("valid.txt",),
-        ),
-        TextFile(
-            f"{folder}/wiki.test.tokens",
-            1_256_449,
-            "sha256:d790b833ef8cf03a90db7bf1271b7520b83c45ce07ba3c1a9699df81e239eca0",
-            other_names=("test.txt",),
-        ),
-    )
+    return {
+        split: (SplitFile(TextFile(f"{folder}/wiki.{split}.tokens", digest, other_names=(f"{split}.txt",))),)
+        for split, digest in _WIKITEXT.items()
+    }
 
 
-def _ptb(split: str, num_bytes: int, sha256: str) -> TextFile:
+def _ptb(split: SplitName) -> TextFile:
     return TextFile(
         f"simple-examples/data/ptb.{split}.txt",
-        num_bytes,
-        f"sha256:{sha256}",
+        _PTB[split],
         other_names=(f"{split}.txt",),
-        urls=tuple(
-            f"https://raw.githubusercontent.com/{owner}/lstm/master/data/ptb.{split}.txt"
-            for owner in ("wojzaremba", "tomsercu")
-        ),
+        urls=tuple(_PTB_URL.format(owner=owner, split=split) for owner in ("wojzaremba", "tomsercu")),
     )
 
 
 _LM1B = "1-billion-word-language-modeling-benchmark-r13output"
 
 
-def _lm1b_train(number: int) -> SplitFile:
-    return SplitFile(TextFile(f"{_LM1B}/training-monolingual.tokenized.shuffled/news.en-{number:05}-of-00100"))
-
-
-def _lm1b_heldout(number: int) -> SplitFile:
-    return SplitFile(TextFile(f"{_LM1B}/heldout-monolingual.tokenized.shuffled/news.en.heldout-{number:05}-of-00050"))
+def _lm1b(folder: str, name: str) -> SplitFile:
+    return SplitFile(TextFile(f"{_LM1B}/{folder}-monolingual.tokenized.shuffled/{name}"))
 
 
 DISTRIBUTED: dict[str, NamedDataset] = {
@@ -161,76 +134,67 @@ DISTRIBUTED: dict[str, NamedDataset] = {
         NamedDataset(
             "enwik8",
             f"the first 100,000,000 bytes of an XML dump of the English Wikipedia of 2006; {_MAHONEY_SPLIT}",
-            _mahoney(_ENWIK8),
-            RemoteFile(
+            files=_mahoney("enwik8", _ENWIK8),
+            archive=RemoteFile(
                 "enwik8.zip",
                 (
                     "https://mattmahoney.net/dc/enwik8.zip",
                     "http://mattmahoney.net/dc/enwik8.zip",
                     "https://cs.fit.edu/~mmahoney/compression/enwik8.zip",
                 ),
-                36_445_475,
-                "sha256:547994d9980ebed1288380d652999f38a14fe291a6247c157c3d33d4932534bc",
+                FileDigest(36_445_475, "sha256:547994d9980ebed1288380d652999f38a14fe291a6247c157c3d33d4932534bc"),
             ),
         ),
         NamedDataset(
             "text8",
             f"100,000,000 letters and spaces of the English Wikipedia of 2006; {_MAHONEY_SPLIT}",
-            _mahoney(_TEXT8),
-            RemoteFile(
+            files=_mahoney("text8", _TEXT8),
+            archive=RemoteFile(
                 "text8.zip",
                 ("https://mattmahoney.net/dc/text8.zip", "http://mattmahoney.net/dc/text8.zip"),
-                31_344_016,
-                "sha256:a6640522afe85d1963ad56c05b0ede0a0c000dddc9671758a6cc09b7a38e5232",
+                FileDigest(31_344_016, "sha256:a6640522afe85d1963ad56c05b0ede0a0c000dddc9671758a6cc09b7a38e5232"),
             ),
-            TokenizerConfig(kind="char", byte_fallback=False),
+            tokenizer=TokenizerConfig(kind="char", byte_fallback=False),
             tokenizer_splits=SPLITS,
         ),
         NamedDataset(
             "wikitext-103",
             "WikiText-103: good and featured articles of the English Wikipedia, as words; its own three splits",
-            _wikitext("wikitext-103"),
-            RemoteFile(
+            files=_wikitext("wikitext-103"),
+            archive=RemoteFile(
                 "wikitext-103-v1.zip",
                 ("https://wikitext.smerity.com/wikitext-103-v1.zip",),
-                190_229_076,
-                "sha256:242ba0f20b329cfdf1ccc61e9e9e5b59becf189db7f7a81cd2a0e2fc31539590",
+                FileDigest(190_229_076, "sha256:242ba0f20b329cfdf1ccc61e9e9e5b59becf189db7f7a81cd2a0e2fc31539590"),
             ),
-            TokenizerConfig(kind="word"),
+            tokenizer=TokenizerConfig(kind="word"),
             expected_num_tokens={"train": 103_227_021, "valid": 217_646, "test": 245_569},
         ),
         NamedDataset(
             "wikitext-2",
             "WikiText-2: a small part of WikiText-103 with the same valid and test texts; its own three splits",
-            _wikitext("wikitext-2"),
-            RemoteFile(
+            files=_wikitext("wikitext-2"),
+            archive=RemoteFile(
                 "wikitext-2-v1.zip",
                 ("https://wikitext.smerity.com/wikitext-2-v1.zip",),
-                4_475_746,
-                "sha256:92675f1d63015c1c8b51f1656a52d5bdbc33aafa60cc47a218a66e7ee817488c",
+                FileDigest(4_475_746, "sha256:92675f1d63015c1c8b51f1656a52d5bdbc33aafa60cc47a218a66e7ee817488c"),
             ),
-            TokenizerConfig(kind="word"),
+            tokenizer=TokenizerConfig(kind="word"),
             tokenizer_splits=SPLITS,
             expected_num_tokens={"train": 2_088_628, "valid": 217_646, "test": 245_569},
         ),
         NamedDataset(
             "ptb",
             "the Penn Treebank as distributed for language modelling, 10,000 words, a sentence a line; its own splits",
-            _each(
-                _ptb("train", 5_101_618, "fcea919f6cf83f35d4d00c6cbf08040d13d4155226340912e2fef9c9c4102cbf"),
-                _ptb("valid", 399_782, "c9fe6985fe0d4ccb578183407d7668fc6066c20700cb4cf87d8ff1cc34df1bf2"),
-                _ptb("test", 449_945, "dd65dff31e70846b2a6030a87482edcd5d199130cdcfa1f3dccbb033728deee0"),
-            ),
-            RemoteFile(
+            files={split: (SplitFile(_ptb(split)),) for split in SPLITS},
+            archive=RemoteFile(
                 "simple-examples.tgz",
                 (
                     "http://www.fit.vutbr.cz/~imikolov/rnnlm/simple-examples.tgz",
                     "https://dataset.bj.bcebos.com/imikolov%2Fsimple-examples.tgz",
                 ),
-                34_869_662,
-                "md5:30177ea32e27c525793142b6bf2c8e2d",
+                FileDigest(34_869_662, "md5:30177ea32e27c525793142b6bf2c8e2d"),
             ),
-            TokenizerConfig(kind="word", lowercase=True),
+            tokenizer=TokenizerConfig(kind="word", lowercase=True),
             tokenizer_splits=SPLITS,
             expected_num_tokens={"train": 929_589, "valid": 73_760, "test": 82_430},
         ),
@@ -238,26 +202,24 @@ DISTRIBUTED: dict[str, NamedDataset] = {
             "lm1b",
             "One Billion Word: news sentences in random order; training files 1 to 99, heldout files 1 (valid) "
             "and 0 (test)",
-            {
-                "train": tuple(map(_lm1b_train, range(1, 100))),
-                "valid": (_lm1b_heldout(1),),
-                "test": (_lm1b_heldout(0),),
+            files={
+                "train": tuple(_lm1b("training", f"news.en-{index:05}-of-00100") for index in range(1, 100)),
+                "valid": (_lm1b("heldout", "news.en.heldout-00001-of-00050"),),
+                "test": (_lm1b("heldout", "news.en.heldout-00000-of-00050"),),
             },
-            RemoteFile(
+            archive=RemoteFile(
                 f"{_LM1B}.tar.gz",
                 (
                     f"http://www.statmt.org/lm-benchmark/{_LM1B}.tar.gz",
                     f"https://www.statmt.org/lm-benchmark/{_LM1B}.tar.gz",
                 ),
-                1_792_209_805,
-                "sha256:01ba60381110baf7f189dfd2b8374de371e8c9a340835793f190bdae9e90a34e",
+                FileDigest(1_792_209_805, "sha256:01ba60381110baf7f189dfd2b8374de371e8c9a340835793f190bdae9e90a34e"),
             ),
-            TokenizerConfig(kind="word", eos_token="<S>", unk_token="<UNK>"),
+            tokenizer=TokenizerConfig(kind="word", eos_token="<S>", unk_token="<UNK>"),
             document_unit="line",
             vocab_file=TextFile(
                 "1b_word_vocab.txt",
-                9_507_106,
-                "sha1:aa2322a3da82ef628011336c9b5c6059e4f56c3f",
+                FileDigest(9_507_106, "sha1:aa2322a3da82ef628011336c9b5c6059e4f56c3f"),
                 urls=(
                     "https://github.com/rafaljozefowicz/lm/raw/master/1b_word_vocab.txt",
                     "https://raw.githubusercontent.com/rafaljozefowicz/lm/master/1b_word_vocab.txt",
@@ -273,43 +235,33 @@ DATASET_NAMES = (*DISTRIBUTED, PYTHON_STDLIB)
 def open_dataset(
     name: str, data_dir: Path | None = None, progress: Progress = no_progress, *, kind: str | None = None
 ) -> TextSource:
-    """Find or download a data set by its name, one of `DATASET_NAMES`; see `NamedDataset.open`."""
+    """Find or download a data set by its name, one of `DATASET_NAMES`, with the arguments of `NamedDataset.open`."""
     if name == PYTHON_STDLIB:
-        if data_dir:
-            raise UserError(f"{name} is read from this machine's Python; leave --data-dir out")
         return python_stdlib()
     return DISTRIBUTED[name].open(data_dir, progress, kind=kind)
 
 
 def python_stdlib() -> TextSource:
-    """Return the source code of Python's standard library without its tests: real text that every installation has.
+    """Return the source code of Python's standard library without its tests, a text that every installation has.
 
     The sha256 of its path assigns each file to a split (train 90%, valid 5%, test 5%), so a file stays in its split
     across Python versions. Files of a split are sorted by that hash, since in path order hundreds of similar files
     (encodings, idlelib) would be adjacent and dominate some batch rows of a short training.
-
-    Raises:
-        UserError: this Python was installed without the source of its library.
     """
     folder = Path(sysconfig.get_paths()["stdlib"])
     paths = [path for path in list_files(folder, skip=_STDLIB_SKIPPED) if path.suffix == ".py"]
-    documents: dict[SplitName, list[Document]] = {split: [] for split in SPLITS}
-    names = {path.relative_to(folder).as_posix(): path for path in paths}
-    for name in sorted(names, key=_hash_fraction):
-        text = FileRange(names[name])
+    path_of_name = {path.relative_to(folder).as_posix(): path for path in paths}
+    splits: dict[SplitName, list[Document]] = {split: [] for split in SPLITS}
+    for name in sorted(path_of_name, key=_hash_fraction):
+        text = FileRange(path_of_name[name])
         text = replace(text, stop=text.size())
         fraction = _hash_fraction(name)
         split: SplitName = "train" if fraction < 0.9 else "valid" if fraction < 0.95 else "test"
-        documents[split].append(Document(name, text, text.size()))
-    if not all(documents.values()):
-        raise UserError(
-            f"this Python's library has too little source code to split ({len(paths)} files in {folder}); pass your "
-            "own files to 'txl prepare'"
-        )
+        splits[split].append(Document(name, text, text.size()))
     return TextSource(
         PYTHON_STDLIB,
         f"standard library of Python {platform.python_version()} without its tests, split by the sha256 of each path",
-        documents,
+        splits,
     )
 
 

@@ -1,4 +1,7 @@
-"""A user's text: files, folders and glob patterns, or texts in memory; split by the user or by fractions."""
+"""Finds a user's text for `prepare`: files, folders and glob patterns, or texts in memory.
+
+The text has splits already, one set of files for each, or is split here by fractions.
+"""
 
 from __future__ import annotations
 
@@ -6,61 +9,56 @@ import glob
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 
-from transformer_xl.config import UserError
+from typing_extensions import override
+
+from transformer_xl.config import UserError, nearest
 from transformer_xl.files import as_user_error
 from transformer_xl.text.documents import SPLITS, Document, SplitName, TextSource
 from transformer_xl.text.sources.archives import COMPRESSED_SUFFIXES, FileRange, is_archive
 from transformer_xl.text.sources.arrays import ArrayRange
 from transformer_xl.text.sources.folders import glob_files, list_files
+from transformer_xl.text.sources.named_datasets import DATASET_NAMES
 from transformer_xl.text.tokenizers.config import TokenizerConfig
 
 SPLIT_TOLERANCE_BYTES = 2**16
 """Maximum distance by which a split boundary is moved so that it falls between lines."""
 
 _SPACE = re.compile(rb"[ \t\n\v\f\r]")
-_UTF8_CONTINUATION = range(0x80, 0xC0)  # values of the bytes after the first byte of a character
+# UTF-8 bytes after the first byte of a character; no match where more than three follow, since that is not UTF-8.
+_REST_OF_CHARACTER = re.compile(rb"[\x80-\xbf]{0,3}(?![\x80-\xbf])")
 
 
 @dataclass(frozen=True)
-class BytesRange:
-    """The bytes from `start` to `stop` of a text in memory."""
+class BytesRange(FileRange):
+    """The bytes from `start` to `stop` of a text in memory; `path` is only a name for messages."""
 
-    text_name: str
-    text: bytes
-    start: int = 0
-    stop: int | None = None
+    content: bytes = b""
 
-    is_compressed = False
-
-    @property
-    def name(self) -> str:
-        """Name of the text and start, for messages."""
-        return f"{self.text_name}, from byte {self.start:,} on" if self.start else self.text_name
-
-    @property
-    def known_num_bytes(self) -> int:
-        """Length in bytes."""
-        return self.size()
-
+    @override
     def __iter__(self) -> Iterator[bytes]:
-        """Yield the text, as one chunk."""
-        yield self.text[self.start : self.stop]
+        yield self.content[self.start : self.stop]
 
+    @override
     def size(self) -> int:
-        """Return the length in bytes."""
-        return (len(self.text) if self.stop is None else self.stop) - self.start
+        return (len(self.content) if self.stop is None else self.stop) - self.start
 
 
-TextRange = FileRange | ArrayRange | BytesRange
+TextRange = FileRange | ArrayRange
 """Part of a text, iterated in chunks of bytes. `size()`, `start` and `stop` count bytes, or integers in arrays."""
 
 
 def source_of_splits(
-    splits: Mapping[SplitName, Sequence[TextRange]], *, name: str, description: str, kind: str | None
+    splits: Mapping[SplitName, Sequence[TextRange]],
+    *,
+    name: str,
+    description: str,
+    kind: str | None,
+    notes: tuple[str, ...] | None = None,
 ) -> TextSource:
     """Return a text source with these splits.
 
@@ -69,6 +67,7 @@ def source_of_splits(
         name: default name of the corpus.
         description: where the text comes from.
         kind: the kind of tokenizer that will encode it, or None for integer with .npy files and byte with others.
+        notes: warnings for the user, or None to warn about files that were given more than once.
 
     Raises:
         UserError: a text is not for this kind of tokenizer.
@@ -77,14 +76,14 @@ def source_of_splits(
     return TextSource(
         name,
         description,
-        {split: _documents(texts) for split, texts in splits.items()},
+        {split: [Document(text.name, text, text.known_num_bytes) for text in texts] for split, texts in splits.items()},
         tokenizer=tokenizer,
-        tokenizer_splits=_tokenizer_splits(tokenizer),
-        notes=_note_repeated_files({str(split): texts for split, texts in splits.items()}),
+        tokenizer_splits=SPLITS if tokenizer.kind == "integer" else ("train",),  # the range of all integers is needed
+        notes=_note_repeated_files(splits) if notes is None else notes,
     )
 
 
-def cut_into_splits(
+def split_text(
     texts: Sequence[TextRange], fractions: Mapping[SplitName, float], *, name: str, description: str, kind: str | None
 ) -> TextSource:
     """Concatenate texts in the given order and split the result into train, valid and test.
@@ -102,6 +101,14 @@ def cut_into_splits(
     Raises:
         UserError: a text is not for this kind of tokenizer, or is too short; or a fraction is out of range.
     """
+    for split, fraction in fractions.items():
+        if not 0 <= fraction < 1:
+            raise UserError(f"--{split}-fraction {fraction:g} is out of range; must be 0 <= fraction < 1")
+    if sum(fractions.values()) >= 1:
+        raise UserError(
+            f"--valid-fraction {fractions['valid']:g} and --test-fraction {fractions['test']:g} leave nothing to train "
+            "on; their sum must be below 1"
+        )
     tokenizer = _default_tokenizer(texts, kind)
     arrays = [text for text in texts if isinstance(text, ArrayRange)]
     if arrays and len(arrays) < len(texts):
@@ -109,113 +116,75 @@ def cut_into_splits(
             f"{arrays[0].path} is an array and other files are text, so they cannot be joined and split; use --train, "
             "--valid and --test instead"
         )
+    unit = "values" if arrays else "bytes"
     notes = _note_repeated_files({"the text": texts})
-    joined = _JoinedText.of(texts)
-    splits: dict[SplitName, list[Document]] = {}
+    texts = [replace(text, stop=text.size()) for text in texts]  # so that compressed files are measured only once
+    *offsets, size = accumulate((text.size() for text in texts), initial=0)
+    placed_texts = list(zip(offsets, texts, strict=True))
+    splits: dict[SplitName, list[TextRange]] = {}
     start = 0
-    for split, stop in joined.boundaries(fractions, whole_lines=tokenizer.kind == "integer").items():
+    for split, stop in _split_ends(placed_texts, size, fractions, whole_lines=tokenizer.kind == "integer").items():
         if start < stop:
-            splits[split] = _documents(joined.between(start, stop))
+            splits[split] = [
+                replace(text, start=max(start - offset, 0), stop=min(stop - offset, text.size()))
+                for offset, text in placed_texts
+                if max(start, offset) < min(stop, offset + text.size())
+            ]
         elif split == "train" or fractions[split]:
             raise UserError(
-                f"the text is too short to split: {joined.size:,} {joined.unit} leave {split} empty; pass more text, "
-                "or change --valid-fraction and --test-fraction (0 for none)"
+                f"the text is too short to split: {size:,} {unit} leave {split} empty; pass more text, or change "
+                "--valid-fraction and --test-fraction (0 for none)"
             )
         start = stop
-    shares = f"valid {fractions['valid']:g} and test {fractions['test']:g} of its {joined.unit}, split off at the end"
-    return TextSource(
-        name,
-        f"{description}; {shares}",
-        splits,
-        tokenizer=tokenizer,
-        tokenizer_splits=_tokenizer_splits(tokenizer),
-        notes=notes,
-    )
+    shares = f"valid {fractions['valid']:g} and test {fractions['test']:g} of its {unit}, split off at the end"
+    return source_of_splits(splits, name=name, description=f"{description}; {shares}", kind=tokenizer.kind, notes=notes)
 
 
-def check_fractions(fractions: Mapping[SplitName, float]) -> None:
-    """Check the fractions for valid and test.
-
-    Raises:
-        UserError: one is not in [0, 1), or they leave nothing for train.
-    """
-    for name, fraction in fractions.items():
-        if not 0 <= fraction < 1:
-            raise UserError(f"--{name}-fraction {fraction:g} is out of range; must be 0 <= fraction < 1")
-    if sum(fractions.values()) >= 1:
-        raise UserError(
-            f"--valid-fraction {fractions['valid']:g} and --test-fraction {fractions['test']:g} leave nothing to train "
-            "on; their sum must be below 1"
-        )
+PlacedTexts = Sequence[tuple[int, TextRange]]
+"""Texts to concatenate, each with its offset in the result. Offsets count bytes, or values if the texts are arrays."""
 
 
-@dataclass(frozen=True)
-class _JoinedText:
-    """Concatenated whole texts; positions count bytes, or integers if the texts are arrays."""
-
-    texts: list[TextRange]
-    size: int
-
-    @classmethod
-    def of(cls, texts: Sequence[TextRange]) -> _JoinedText:
-        measured: list[TextRange] = [replace(text, stop=text.size()) for text in texts]
-        return cls(measured, sum(text.size() for text in measured))
-
-    @property
-    def unit(self) -> str:
-        return "numbers" if self.texts and isinstance(self.texts[0], ArrayRange) else "bytes"
-
-    def boundaries(self, fractions: Mapping[SplitName, float], *, whole_lines: bool) -> dict[SplitName, int]:
-        """Return the position where each split ends."""
-        lengths = {split: round(self.size * fractions[split]) for split in ("valid", "test")}
-        train = self.size - sum(lengths.values())
-        # A boundary moves by less than half of the split after it, so that no split is lost.
-        first = self._boundary(train, (lengths["valid"] or lengths["test"]) // 2, whole_lines)
-        second = self._boundary(train + lengths["valid"], lengths["test"] // 2, whole_lines)
-        return {"train": first, "valid": max(first, second), "test": self.size}
-
-    def _boundary(self, position: int, tolerance: int, whole_lines: bool) -> int:
-        """Return the best boundary at or after `position`, usually within `tolerance` of it."""
-        offset = 0
-        for text in self.texts:
-            local_position = position - offset
-            if 0 < local_position < text.size():
-                if isinstance(text, ArrayRange):
-                    return offset + text.row_end(local_position)
-                if whole_lines:
-                    return offset + _line_end(text, local_position)
-                return offset + _boundary_near(text, local_position, min(tolerance, SPLIT_TOLERANCE_BYTES))
-            offset += text.size()
-        return position
-
-    def between(self, start: int, stop: int) -> list[TextRange]:
-        """Return the parts of the texts between two positions."""
-        parts: list[TextRange] = []
-        offset = 0
-        for text in self.texts:
-            first, last = max(start - offset, 0), min(stop - offset, text.size())
-            if first < last:
-                parts.append(replace(text, start=first, stop=last))
-            offset += text.size()
-        return parts
+def _split_ends(
+    texts: PlacedTexts, size: int, fractions: Mapping[SplitName, float], *, whole_lines: bool
+) -> dict[SplitName, int]:
+    """Return the position in the concatenated texts where each split ends."""
+    lengths = {split: round(size * fractions[split]) for split in ("valid", "test")}
+    train = size - sum(lengths.values())
+    # A boundary moves by less than half of the split after it, so that no split is lost.
+    first = _boundary(texts, train, (lengths["valid"] or lengths["test"]) // 2, whole_lines)
+    second = _boundary(texts, train + lengths["valid"], lengths["test"] // 2, whole_lines)
+    return {"train": first, "valid": max(first, second), "test": size}
 
 
-def _line_end(text: FileRange | BytesRange, position: int) -> int:
+def _boundary(texts: PlacedTexts, position: int, tolerance: int, whole_lines: bool) -> int:
+    """Return the best boundary at or after a position in the concatenated texts, usually within `tolerance` of it."""
+    for offset, text in texts:
+        local_position = position - offset
+        if 0 < local_position < text.size():
+            if isinstance(text, ArrayRange):
+                return offset + text.row_end(local_position)
+            if whole_lines:
+                return offset + _line_end(text, local_position)
+            return offset + _boundary_near(text, local_position, min(tolerance, SPLIT_TOLERANCE_BYTES))
+    return position
+
+
+def _line_end(text: FileRange, position: int) -> int:
     """Return the first position at or after `position` that follows a newline, or the end of the text."""
-    done = position - 1
-    for chunk in replace(text, start=done):
+    chunk_start = position - 1
+    for chunk in replace(text, start=chunk_start):
         newline = chunk.find(b"\n")
         if newline >= 0:
-            return done + newline + 1
-        done += len(chunk)
+            return chunk_start + newline + 1
+        chunk_start += len(chunk)
     return text.size()
 
 
-def _boundary_near(text: FileRange | BytesRange, position: int, tolerance: int) -> int:
+def _boundary_near(text: FileRange, position: int, tolerance: int) -> int:
     """Return the best boundary from `position` to `position + tolerance`, or else the end of the character there."""
     stop = min(position + max(tolerance, 4), text.size())  # a UTF-8 character has up to 4 bytes
     content = b"".join(replace(text, start=position - 1, stop=stop))
-    near = content[: tolerance + 1]
+    near = content[: tolerance + 1]  # the bytes before each possible boundary
     newline = near.find(b"\n")
     if newline >= 0:
         return position + newline
@@ -224,10 +193,8 @@ def _boundary_near(text: FileRange | BytesRange, position: int, tolerance: int) 
     space = _SPACE.search(near)
     if space:
         return position + space.start()
-    for offset in range(4):
-        if position + offset == text.size() or content[1 + offset] not in _UTF8_CONTINUATION:
-            return position + offset
-    return position  # not UTF-8
+    rest_of_character = _REST_OF_CHARACTER.match(content, 1)
+    return position + (rest_of_character.end() - 1 if rest_of_character else 0)
 
 
 def _default_tokenizer(texts: Sequence[TextRange], kind: str | None) -> TokenizerConfig:
@@ -240,15 +207,6 @@ def _default_tokenizer(texts: Sequence[TextRange], kind: str | None) -> Tokenize
             "as 'folder/**/*.txt' selects files by suffix)"
         )
     return TokenizerConfig(kind="integer")
-
-
-def _tokenizer_splits(tokenizer: TokenizerConfig) -> tuple[SplitName, ...]:
-    """Return the splits to train on: all for the range of integers, only train for other tokenizers."""
-    return SPLITS if tokenizer.kind == "integer" else ("train",)
-
-
-def _documents(texts: Iterable[TextRange]) -> list[Document]:
-    return [Document(text.name, text, text.known_num_bytes) for text in texts]
 
 
 def texts_of_paths(paths: Sequence[str], option: str = "") -> list[TextRange]:
@@ -281,53 +239,42 @@ def _files(source: str, option: str) -> list[Path]:
         raise UserError(f"{option}the path is empty; name a file or folder ('.' is the current one)")
     path = Path(source)
     with as_user_error(f"{option}reading {source}"):
-        if not path.exists():
-            return _files_of_pattern(source, option)
-        status = path.stat()
-    if stat.S_ISDIR(status.st_mode):
+        status = path.stat() if path.exists() else None
+    if status is None:
+        files = glob_files(source) if glob.has_magic(source) else []
+        problem = f"no file with text matches the pattern '{source}'; check it ('**' matches any number of folders)"
+        if not glob.has_magic(source):
+            data_set = "" if option else f" nor a known data set{nearest(source, DATASET_NAMES)}"
+            known = "" if option else f" (known data sets: {', '.join(DATASET_NAMES)})"
+            problem = f"'{source}' is neither a file nor a folder{data_set}; check the spelling{known}"
+    elif stat.S_ISDIR(status.st_mode):
         files = list_files(path)
-        if not files:
-            raise UserError(
-                f"{option}the folder {source} contains no text (hidden and empty files are ignored); name another"
-            )
-        return files
-    if not stat.S_ISREG(status.st_mode):
-        raise UserError(f"{option}{source} is not a regular file; write its text to a file and name that")
-    if not status.st_size:
-        raise UserError(f"{option}the file {source} is empty; leave it out, or name one that contains text")
-    return [path]
-
-
-def _files_of_pattern(pattern: str, option: str) -> list[Path]:
-    if not glob.has_magic(pattern):
-        raise UserError(f"{option}'{pattern}' is neither a file nor a folder; check the spelling")
-    files = glob_files(pattern)
+        problem = f"the folder {source} contains no text (hidden and empty files are ignored); name another"
+    elif stat.S_ISREG(status.st_mode):
+        files = [path] if status.st_size else []
+        problem = f"the file {source} is empty; leave it out, or name one that contains text"
+    else:
+        files = list[Path]()
+        problem = f"{source} is not a regular file; write its text to a file and name that"
     if not files:
-        raise UserError(
-            f"{option}no file with text matches the pattern '{pattern}'; check it ('**' matches any number of folders)"
-        )
+        raise UserError(f"{option}{problem}")
     return files
 
 
-def _note_repeated_files(texts: Mapping[str, Sequence[TextRange]]) -> tuple[str, ...]:
+def _note_repeated_files(
+    texts: Mapping[SplitName, Sequence[TextRange]] | Mapping[str, Sequence[TextRange]],
+) -> tuple[str, ...]:
     """Return a warning if a file occurs more than once, under any path; `texts` maps splits to texts."""
-    seen: dict[tuple[int, int], list[tuple[str, Path]]] = {}
+    occurrences: dict[tuple[int, int], list[str]] = {}
     for split, split_texts in texts.items():
         for text in split_texts:
-            if isinstance(text, BytesRange):
-                continue
-            with as_user_error(f"reading {text.path}"):
-                status = text.path.stat()
-            seen.setdefault((status.st_dev, status.st_ino), []).append((split, text.path))
-    repeated = [occurrences for occurrences in seen.values() if len(occurrences) > 1]
-    if not repeated:
-        return ()
-    splits = list(dict.fromkeys(split for split, _ in repeated[0]))
-    path, *others = dict.fromkeys(path for _, path in repeated[0])
-    also = f" (also given as {others[0]})" if others else ""
-    where = " and ".join(splits) if len(splits) > 1 else f"{splits[0]} {len(repeated[0])} times"
-    more = f"; files given more than once: {len(repeated):,}" if len(repeated) > 1 else ""
-    return (f"{path}{also} is in {where}{more}",)
+            if not isinstance(text, BytesRange):
+                with as_user_error(f"reading {text.path}"):
+                    status = text.path.stat()
+                occurrences.setdefault((status.st_dev, status.st_ino), []).append(f"{text.path} in {split}")
+    repeated = [places for places in occurrences.values() if len(places) > 1]
+    more = f", and {len(repeated) - 1:,} more files" if len(repeated) > 1 else ""
+    return (f"the same file was given more than once: {', '.join(repeated[0])}{more}",) if repeated else ()
 
 
 def name_of_paths(paths: Sequence[str]) -> str:

@@ -1,0 +1,49 @@
+"""Files and archives for the tests of text sources."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+import zipfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from transformer_xl.text.documents import Document
+
+
+def make_files(folder: Path, files: Mapping[str, bytes]) -> Path:
+    """Write files by their path in the folder, and return the folder."""
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    return folder
+
+
+def zip_of(files: Mapping[str, bytes]) -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.mkdir("folder")
+        for name, content in files.items():
+            archive.writestr(name, content)
+    return buffer.getvalue()
+
+
+def tar_of(files: Mapping[str, bytes], mode: str = "w:gz", links: Iterable[tarfile.TarInfo] = ()) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode=mode) as archive:
+        for link in links:
+            archive.addfile(link)
+        for name, content in files.items():
+            entry = tarfile.TarInfo(name)
+            entry.size = len(content)
+            archive.addfile(entry, io.BytesIO(content))
+    return buffer.getvalue()
+
+
+def text_of(documents: Iterable[Document]) -> bytes:
+    return b"".join(chunk for document in documents for chunk in document.chunks)
+
+
+def names_of(documents: Iterable[Document]) -> list[str]:
+    """The file names of the documents."""
+    return [Path(document.name).name for document in documents]
