@@ -1,4 +1,4 @@
-"""Downloads, from a server on this machine: mirrors, what is left of a cut connection, checksums, and no server."""
+"""Tests of downloads from a local server: mirrors, resumed transfers, checksums, and errors."""
 
 from __future__ import annotations
 
@@ -17,26 +17,33 @@ import pytest
 from transformer_xl import __version__
 from transformer_xl.config import UserError
 from transformer_xl.text.sources import download
+from transformer_xl.text.sources.archives import FileDigest
 from transformer_xl.text.sources.download import RemoteFile, cache_folder, download_file
 
-CONTENT = bytes((place * place + place // 13) % 251 for place in range(700_001))
+CONTENT = bytes((index * index + index // 13) % 251 for index in range(700_001))
 WRONG = CONTENT[::-1]
+PAGE = b"<html>gone</html>"
 
 
-def remote(*addresses: str) -> RemoteFile:
-    return RemoteFile("a.zip", addresses, len(CONTENT), f"sha256:{hashlib.sha256(CONTENT).hexdigest()}")
+def digest(content: bytes) -> FileDigest:
+    return FileDigest(len(content), f"sha256:{hashlib.sha256(content).hexdigest()}")
+
+
+def remote(*urls: str) -> RemoteFile:
+    return RemoteFile("a.zip", urls, digest(CONTENT))
 
 
 class Server(ThreadingHTTPServer):
-    """Serves CONTENT; the path says how badly."""
+    """Serves CONTENT; the path of the URL selects a fault."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
-        self.asked: list[tuple[str, str | None]] = []
+        self.requests: list[tuple[str, str | None]] = []
+        """The path and the Range header of each request."""
         self.agents: set[str | None] = set()
-        self.over = threading.Event()
+        self.stopped = threading.Event()
 
-    def at(self, *paths: str) -> RemoteFile:
+    def mirrors(self, *paths: str) -> RemoteFile:
         return remote(*(f"http://127.0.0.1:{self.server_port}/{path}" for path in paths))
 
 
@@ -44,40 +51,41 @@ class Handler(BaseHTTPRequestHandler):
     server: Server
 
     def do_GET(self) -> None:
-        how = self.path.strip("/")
-        span = self.headers["Range"]
-        self.server.asked.append((how, span))
+        fault, byte_range = self.path.strip("/"), self.headers["Range"]
+        self.server.requests.append((fault, byte_range))
         self.server.agents.add(self.headers["User-Agent"])
-        if how in ("403", "404", "416"):
-            self.send_error(int(how))
+        if fault in ("403", "404", "416"):
+            self.send_error(int(fault))
             return
-        content = {"wrong": WRONG, "page": b"<html>gone</html>", "long": CONTENT + b"more"}.get(how, CONTENT)
+        content = {"wrong": WRONG, "page": PAGE, "long": CONTENT + b"more"}.get(fault, CONTENT)
         start = 0
-        if span and how != "norange":
-            found = re.fullmatch(r"bytes=(\d+)-", span)
-            assert found
-            start = int(found[1])
+        if byte_range and fault != "norange":
+            match = re.fullmatch(r"bytes=(\d+)-", byte_range)
+            assert match
+            start = int(match[1])
             if start >= len(content):
                 self.send_error(416)
                 return
             self.send_response(206)
-            first = 0 if how == "otherpart" else start
+            first = 0 if fault == "otherpart" else start
             self.send_header("Content-Range", f"bytes {first}-{len(content) - 1}/{len(content)}")
         else:
             self.send_response(200)
         content = content[start:]
         self.send_header("Content-Length", str(len(content)))
-        if how == "encoded":
+        if fault == "encoded":
             self.send_header("Content-Encoding", "gzip")
         self.end_headers()
-        if how == "silent":
+        if fault == "silent":
             self.wfile.write(content[:1000])
             self.wfile.flush()
-            self.server.over.wait()
+            self.server.stopped.wait()
             return
-        if how.startswith("cut"):  # after a third of what is left, or at once
-            content = content[: 0 if how == "cutatonce" else len(content) // 3]
-        with suppress(OSError):  # the reader has had enough
+        if fault == "cut":
+            content = content[: len(content) // 3]
+        elif fault == "cutatonce":
+            content = b""
+        with suppress(OSError):  # the client closes the connection when it has enough
             self.wfile.write(content)
 
     def log_message(self, format: str, *args: object) -> None:
@@ -92,7 +100,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
         thread = threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         yield running
-        running.over.set()
+        running.stopped.set()
         running.shutdown()
         thread.join()
 
@@ -101,137 +109,125 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_a_file_is_downloaded_once(server: Server, tmp_path: Path) -> None:
-    told: list[tuple[str, int, int]] = []
+def test_file_is_downloaded_once_with_progress(server: Server, tmp_path: Path) -> None:
+    progress: list[tuple[str, int, int]] = []
     folder = tmp_path / "new" / "cache"
     for _ in range(2):
-        path = download_file(server.at("good"), folder, lambda *said: told.append(said))
+        path = download_file(server.mirrors("good"), folder, lambda *call: progress.append(call))
         assert path == folder / "a.zip"
         assert path.read_bytes() == CONTENT
-    assert server.asked == [("good", None)]
+    assert server.requests == [("good", None)]
     assert server.agents == {f"transformer-xl/{__version__}"}
     assert names(folder) == ["a.zip"]
-    loaded = [said for said in told if said[0] == "download a.zip"]
-    assert loaded[-1][1:] == (len(CONTENT), len(CONTENT))
-    assert all(before[1] < after[1] for before, after in pairwise(loaded))
-    assert told[-1] == ("check a.zip", len(CONTENT), len(CONTENT))
+    downloads = [done for stage, done, _ in progress if stage == "download a.zip"]
+    assert downloads[-1] == len(CONTENT)
+    assert all(before < after for before, after in pairwise(downloads))
+    assert progress[-1] == ("check a.zip", len(CONTENT), len(CONTENT))
 
 
-def test_mirrors_are_tried_in_turn(server: Server, tmp_path: Path) -> None:
+def test_mirrors_are_tried_in_order(server: Server, tmp_path: Path) -> None:
     bad = ["404", "403", "wrong", "page", "cutatonce", "long"]
-    assert download_file(server.at(*bad, "good", "never"), tmp_path).read_bytes() == CONTENT
-    assert list(dict.fromkeys(how for how, _ in server.asked)) == [*bad, "good"]
+    assert download_file(server.mirrors(*bad, "good", "never"), tmp_path).read_bytes() == CONTENT
+    assert list(dict.fromkeys(path for path, _ in server.requests)) == [*bad, "good"]
     assert names(tmp_path) == ["a.zip"]
 
 
-def test_a_cut_connection_is_gone_on_with(server: Server, tmp_path: Path) -> None:
-    """Each try gets a third of what is missing, and the next begins there; the second address ends it."""
-    assert download_file(server.at("cut", "good"), tmp_path).read_bytes() == CONTENT
-    starts = [int(span[6:-1]) if span else 0 for _, span in server.asked]
-    wanted, have = [], 0
+def test_broken_transfer_is_resumed_by_the_next_attempt_and_mirror(server: Server, tmp_path: Path) -> None:
+    """Each of five attempts gets a third of the missing bytes; the second mirror sends the rest."""
+    assert download_file(server.mirrors("cut", "good"), tmp_path).read_bytes() == CONTENT
+    starts = [int(byte_range[6:-1]) if byte_range else 0 for _, byte_range in server.requests]
+    expected, size = [], 0
     for _ in range(6):
-        wanted.append(have)
-        have += (len(CONTENT) - have) // 3
-    assert starts == wanted
-    assert [how for how, _ in server.asked] == ["cut"] * 5 + ["good"]
+        expected.append(size)
+        size += (len(CONTENT) - size) // 3
+    assert starts == expected
+    assert [path for path, _ in server.requests] == ["cut"] * 5 + ["good"]
 
 
-def test_a_later_call_goes_on(server: Server, tmp_path: Path) -> None:
+def test_broken_transfer_is_resumed_by_a_later_call(server: Server, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"the connection was broken 5 times"):
-        download_file(server.at("cut"), tmp_path)
+        download_file(server.mirrors("cut"), tmp_path)
     (partial,) = tmp_path.iterdir()
-    have = partial.stat().st_size
-    assert 0 < have < len(CONTENT)
-    assert CONTENT.startswith(partial.read_bytes())
-    assert download_file(server.at("good"), tmp_path).read_bytes() == CONTENT
-    assert server.asked[-1] == ("good", f"bytes={have}-")
+    size = partial.stat().st_size
+    assert 0 < size < len(CONTENT)
+    assert download_file(server.mirrors("good"), tmp_path).read_bytes() == CONTENT
+    assert server.requests[-1] == ("good", f"bytes={size}-")
     assert names(tmp_path) == ["a.zip"]
 
 
-@pytest.mark.parametrize("how", ["good", "norange", "otherpart"])
+@pytest.mark.parametrize("path", ["good", "norange", "otherpart"])
 @pytest.mark.parametrize("rest", [CONTENT[:1009], WRONG[:1009], WRONG, CONTENT + b"more"], ids=range(4))
-def test_what_is_left_does_no_harm(server: Server, tmp_path: Path, how: str, rest: bytes) -> None:
-    """Whatever an earlier try left, and whether the server knows parts or not, the file is right in the end."""
+def test_wrong_partial_file_does_not_spoil_the_download(server: Server, tmp_path: Path, path: str, rest: bytes) -> None:
     (tmp_path / ".a.zip.part").write_bytes(rest)
-    assert download_file(server.at(how, "norange"), tmp_path).read_bytes() == CONTENT
+    assert download_file(server.mirrors(path, "norange"), tmp_path).read_bytes() == CONTENT
     assert names(tmp_path) == ["a.zip"]
 
 
-def test_a_whole_rest_needs_no_server(tmp_path: Path) -> None:
+def test_complete_partial_file_needs_no_server(tmp_path: Path) -> None:
     (tmp_path / ".a.zip.part").write_bytes(CONTENT)
-    file = RemoteFile("a.zip", ("http://127.0.0.1:1/",), len(CONTENT), f"md5:{hashlib.md5(CONTENT).hexdigest()}")
-    assert download_file(file, tmp_path).read_bytes() == CONTENT
+    md5 = FileDigest(len(CONTENT), f"md5:{hashlib.md5(CONTENT).hexdigest()}")
+    assert download_file(RemoteFile("a.zip", ("http://127.0.0.1:1/",), md5), tmp_path).read_bytes() == CONTENT
 
 
-def test_a_file_that_is_called_packed_is_not_unpacked(server: Server, tmp_path: Path) -> None:
-    assert download_file(server.at("encoded"), tmp_path).read_bytes() == CONTENT
+def test_content_encoding_header_is_ignored(server: Server, tmp_path: Path) -> None:
+    assert download_file(server.mirrors("encoded"), tmp_path).read_bytes() == CONTENT
 
 
-def test_a_wrong_file_in_the_cache_is_replaced(server: Server, tmp_path: Path) -> None:
-    (tmp_path / "a.zip").write_bytes(WRONG)
-    assert download_file(server.at("good"), tmp_path).read_bytes() == CONTENT
-
-
-def refusal(file: RemoteFile, folder: Path) -> str:
+def error_of(file: RemoteFile, folder: Path) -> str:
+    """The reasons in the error message of a download that fails."""
     with pytest.raises(UserError) as caught:
         download_file(file, folder)
-    said = str(caught.value)
-    assert "\n" not in said
-    assert said.startswith(
-        f"a.zip (700,001 bytes, sha256 {hashlib.sha256(CONTENT).hexdigest()}) cannot be downloaded ["
+    message = re.fullmatch(
+        rf"a.zip \({digest(CONTENT)}\) cannot be downloaded \[(.*)\]; try again later, or download it yourself into "
+        rf"{folder}, or .* --data-dir DIR",
+        str(caught.value),
     )
-    assert said.endswith(
-        f"]; try again later, or download it yourself into {folder}, or name the folder that contains it with "
-        "--data-dir DIR"
-    )
-    return said.partition("[")[2].partition("]")[0].replace("127.0.0.1", "host")
+    assert message
+    return message[1].replace("127.0.0.1", "host")
 
 
-def test_why_no_address_gave_it(server: Server, tmp_path: Path) -> None:
-    said = refusal(server.at("404", "403", "wrong", "page", "cutatonce"), tmp_path)
+def test_error_has_the_reason_of_each_mirror(server: Server, tmp_path: Path) -> None:
     host = f"host:{server.server_port}: "
-    wrong, page = (hashlib.sha256(content).hexdigest() for content in (WRONG, b"<html>gone</html>"))
-    assert said.split("; ") == [
+    assert error_of(server.mirrors("404", "403", "wrong", "page", "cutatonce"), tmp_path).split("; ") == [
         f"{host}answers 404 Not Found",
         f"{host}answers 403 Forbidden",
-        f"{host}sends another file, 700,001 bytes, sha256 {wrong}",
-        f"{host}sends another file, 17 bytes, sha256 {page}",
+        f"{host}sends another file, {digest(WRONG)}",
+        f"{host}sends another file, {digest(PAGE)}",
         f"{host}the connection was broken",
     ]
     assert names(tmp_path) in ([], [".a.zip.part"])
 
 
-def test_a_wrong_file_put_into_the_cache_is_named(server: Server, tmp_path: Path) -> None:
+def test_wrong_file_in_the_cache_is_replaced_or_else_reported(server: Server, tmp_path: Path) -> None:
     (tmp_path / "a.zip").write_bytes(WRONG)
-    said = refusal(server.at("404"), tmp_path)
-    assert said.startswith(
-        f"{tmp_path / 'a.zip'} has another checksum, sha256 {hashlib.sha256(WRONG).hexdigest()}; host"
-    )
+    reasons = error_of(server.mirrors("404"), tmp_path)
+    assert reasons.startswith(f"{tmp_path / 'a.zip'} is another file, {digest(WRONG)}; host")
     assert (tmp_path / "a.zip").read_bytes() == WRONG
+    assert download_file(server.mirrors("good"), tmp_path).read_bytes() == CONTENT
 
 
-def test_no_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_server_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_PROXY", "*")
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port = taken.getsockname()[1]
-    assert refusal(remote(f"http://127.0.0.1:{port}/a"), tmp_path) == f"host:{port}: Connection refused"
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+    assert error_of(remote(f"http://127.0.0.1:{port}/a"), tmp_path) == f"host:{port}: Connection refused"
 
 
-def test_a_silent_server(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_server_times_out(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(download, "_TIMEOUT_SECONDS", 0.1)
     monkeypatch.setattr(download, "_ATTEMPTS", 1)
     with pytest.raises(UserError, match=r"timed out|broken 1 times"):
-        download_file(server.at("silent"), tmp_path)
+        download_file(server.mirrors("silent"), tmp_path)
 
 
-def test_no_room_for_it(server: Server, tmp_path: Path) -> None:
+def test_unwritable_cache_is_reported(server: Server, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(UserError, match=r"writing .*file/a.zip: part of the path is a file"):
-        download_file(server.at("good"), tmp_path / "file")
+        download_file(server.mirrors("good"), tmp_path / "file")
 
 
-def test_the_cache_is_where_the_environment_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_folder_follows_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TXL_CACHE", str(tmp_path))
     assert cache_folder() == tmp_path
     monkeypatch.delenv("TXL_CACHE")
