@@ -133,12 +133,12 @@ def small_ptb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for split, content in {"train": b"a N <unk>\n b a\n", "valid": b"b c\n", "test": b"d\n"}.items():
         (folder / f"ptb.{split}.txt.gz").write_bytes(gzip.compress(content))
     dataset = named_datasets.DISTRIBUTED["ptb"]
-    splits = {
-        split: tuple(replace(file, text=replace(file.text, num_bytes=None, checksum=None, urls=())) for file in files)
-        for split, files in dataset.splits.items()
+    all_files = {
+        split: tuple(replace(file, text=replace(file.text, digest=None, urls=())) for file in files)
+        for split, files in dataset.files.items()
     }
     num_tokens = {"train": 7, "valid": 3, "test": 5}
-    changed = replace(dataset, splits=splits, expected_num_tokens=num_tokens)
+    changed = replace(dataset, files=all_files, expected_num_tokens=num_tokens)
     monkeypatch.setitem(named_datasets.DISTRIBUTED, "ptb", changed)
     return folder
 
@@ -160,19 +160,10 @@ def test_flags_override_the_tokenizer_of_a_named_dataset(small_ptb: Path) -> Non
     assert facts["vocab_size"] == len(set(b"a N <unk>\n b a\n")) + 256  # characters of train, and one token per byte
 
 
-def test_words_with_attached_punctuation_are_noted() -> None:
-    prepared = txl("prepare", "text.txt", "--tokenizer", "word", "--vocab-size", "21", "--out", "a")
-    assert "of the 21 most frequent words end in punctuation" in prepared.err
-    assert "--split-punctuation" in prepared.err
-    assert Corpus.open("a").tokenizer.vocab_size == 21
-    assert txl("prepare", "text.txt", "--tokenizer", "word", "--no-split-punctuation", "--out", "b").err == ""
-    assert txl("prepare", "text.txt", "--tokenizer", "a", "--out", "c").err == ""  # trained tokenizers stay as they are
-
-
 def test_a_file_in_two_splits_is_noted() -> None:
     prepared = txl("prepare", "--train", "text.txt", "--valid", "./text.txt", "--out", "c", "--json")
     assert prepared.object["splits"]["valid"]["num_bytes"] == len(TEXT)
-    assert prepared.err == "note: text.txt is in train and valid\n"
+    assert prepared.err == "note: the same file was given more than once: text.txt in train, text.txt in valid\n"
 
 
 def test_progress_lines_only_of_stages_longer_than_two_seconds(
