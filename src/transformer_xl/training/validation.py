@@ -70,7 +70,7 @@ class Validator:
                 with autocast(device, self._config.dtype):
                     losses_BT, _, memory = model(inputs_BT, segment.targets_BT, memory)
                 pending.append((losses_BT * loss_mask_BT).sum())
-                if len(pending) == _SUMS_PER_FETCH or index + 1 == dataset.num_segments:
+                if len(pending) == _SUMS_PER_FETCH or index + 1 == dataset.segments_in(0):
                     total += float(torch.stack(pending).cpu().double().sum())
                     pending.clear()
                 num_scored += int(segment.loss_mask_BT.sum())
