@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import codecs
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -25,6 +25,7 @@ from transformer_xl.config import UserError
 from transformer_xl.text.tokenizers.config import TokenizerKind
 
 TokenArray = npt.NDArray[np.unsignedinteger[Any]]
+"""Token ids."""
 
 
 class EncodingError(UserError):
@@ -221,7 +222,7 @@ class ByteLevelTokenizer(Tokenizer):
 
     @property
     @abstractmethod
-    def token_bytes(self) -> Sequence[bytes]:
+    def token_bytes(self) -> list[bytes]:
         """(V,) the bytes of each token."""
 
     @property

@@ -86,14 +86,14 @@ class BPETokenizer(ByteLevelTokenizer):
 
     @cached_property
     @override
-    def token_bytes(self) -> tuple[bytes, ...]:
+    def token_bytes(self) -> list[bytes]:
         byte_of = _byte_of_character()
         contents = {token["id"]: token["content"].encode("utf-8") for token in self._values.get("added_tokens", ())}
         for token, token_id in self._values["model"]["vocab"].items():
             if token_id not in contents:
                 in_alphabet = all(character in byte_of for character in token)
                 contents[token_id] = bytes(map(byte_of.__getitem__, token)) if in_alphabet else token.encode("utf-8")
-        return tuple(contents[token_id] for token_id in range(len(contents)))
+        return [contents[token_id] for token_id in range(len(contents))]
 
     @override
     def last_boundary(self, text: bytes) -> int:

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from transformer_xl.text.tokenizers.base import ByteLevelTokenizer, EncodedChunk
 
-ALL_BYTES = tuple(bytes([value]) for value in range(256))
+ALL_BYTES = [bytes([value]) for value in range(256)]
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class ByteTokenizer(ByteLevelTokenizer):
 
     @property
     @override
-    def token_bytes(self) -> tuple[bytes, ...]:
+    def token_bytes(self) -> list[bytes]:
         return ALL_BYTES
 
     @property
