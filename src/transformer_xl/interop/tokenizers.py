@@ -1,7 +1,7 @@
 """Reads the vocabularies that other Transformer-XL programs saved, as tokenizers of this package.
 
-A vocabulary is a list of words in the order of their ids, in a JSON, text or pickle file of the authors', NVIDIA's or
-Hugging Face's code. The order is kept as stored. It cannot be computed again from the text, because the order of words
+A vocabulary is a list of words in the order of their ids, in a JSON, text or pickle file written by the code of the
+Transformer-XL authors, NVIDIA or Hugging Face. The order is kept as stored. It cannot be computed again from the text, because the order of words
 with equal counts depends on details of the program that counted them.
 """
 
@@ -44,7 +44,7 @@ CORPUS_CLASSES = frozenset(
         "data_utils.Corpus", "numpy.ndarray", "numpy.dtype",
     ]
 )  # fmt: skip
-"""The same for a pickled vocabulary or corpus of the authors' or NVIDIA's code."""
+"""The same for a pickled vocabulary or corpus of the code of the Transformer-XL authors or NVIDIA."""
 
 
 def tokenizer_from_words(
@@ -84,8 +84,8 @@ def tokenizer_from_object(
     """Create a tokenizer from an unpickled object.
 
     Args:
-        value: a Vocab of the authors or NVIDIA, a Corpus with such a Vocab, or the attributes of a tokenizer as a
-            dictionary; `idx2sym` has the words in order, or `sym2idx` the id of each word.
+        value: a Vocab of the code of the Transformer-XL authors or NVIDIA, a Corpus with such a Vocab, or the attributes
+            of a tokenizer as a dictionary. Its attribute `idx2sym` is the list of words, or `sym2idx` the id of each.
         source: file that the object comes from, for error messages.
         pre_tokenizer: how the tokenizer splits text into words.
         lowercase: whether the tokenizer lowercases text, or None to use the attribute `lower_case`.

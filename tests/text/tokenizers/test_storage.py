@@ -98,7 +98,7 @@ def test_invalid_file_is_refused(tmp_path: Path, content: str, message: str) -> 
         ("word", {"words": [*WORDS[:-1], "a b"]}, r"empty or contains whitespace"),
         ("word", {"words": [*WORDS[:-1], ""]}, r"empty or contains whitespace"),
         ("word", {"words": [*WORDS[:-1], 7]}, r"not a list of strings"),
-        ("word", {"words": []}, r"not a list of strings"),
+        ("word", {"words": []}, r"it has no words"),
         ("word", {"words": [*WORDS[:-1], "\ud800"]}, r"surrogates not allowed"),
         ("word", {"counts": [7, 5, 11]}, r"it has 3 counts for 4 tokens"),
         ("word", {"counts": [7, 5, 11, -1]}, r"not a list of non-negative integers"),

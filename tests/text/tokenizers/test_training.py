@@ -38,7 +38,7 @@ def words_with_counts(tokenizer: WordTokenizer) -> list[tuple[str, int]]:
 
 
 def authors_words(text: str, max_words: int | None, min_frequency: int) -> list[str]:
-    """Return the vocabulary of the authors' code: <eos>, then the most frequent words."""
+    """Return the vocabulary of the Transformer-XL authors' code: <eos>, then the most frequent words."""
     counter: Counter[str] = Counter()
     for line in text.split("\n"):
         counter.update(line.strip(" ").split(" ") if line.strip(" ") else [])
@@ -211,7 +211,7 @@ def test_words_of_a_file(tmp_path: Path) -> None:
         (b"the\n<eos>\n", r"words.txt: no word '<unk>'.*add it"),
         (b"<eos>\n<unk>\nthe\nthe 3\n", r"words.txt: it has the word 'the' twice"),
         (b"the\n\xff\n", r"words.txt: byte 4: not UTF-8 \(byte 0xff\)"),
-        (b"\n \n", r"words.txt: .*expected one word per line"),
+        (b"\n \n", r"words.txt: it has no words; expected one word per line"),
         (b"<eos> 9\n<unk> 7\n", r"words.txt: no words other than special tokens"),
         (None, r"reading .*words.txt: no such file or folder"),
     ],

@@ -22,7 +22,7 @@ NO_SPECIAL_TOKENS = WordTokenizer(WORDS[2:], None, None, None)
 
 
 def expected_ids(text: str) -> list[int]:
-    """Encode line by line and word by word, as the authors' code does."""
+    """Encode line by line and word by word, as the Transformer-XL authors' code does."""
     ids: list[int] = []
     for line in text.split("\n"):
         ids += [WORDS.index(word.decode()) if word.decode() in WORDS else 1 for word in line.encode().split()]

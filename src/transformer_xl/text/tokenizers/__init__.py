@@ -8,7 +8,6 @@ lazily.
 from transformer_xl.text.tokenizers.base import (
     EncodedChunk,
     EncodingError,
-    StreamDecoder,
     TokenArray,
     Tokenizer,
     document_errors,
@@ -25,7 +24,6 @@ __all__ = [
     "ByteTokenizer",
     "EncodedChunk",
     "EncodingError",
-    "StreamDecoder",
     "TokenArray",
     "Tokenizer",
     "TokenizerConfig",

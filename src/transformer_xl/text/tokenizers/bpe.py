@@ -29,10 +29,8 @@ if TYPE_CHECKING:
 
 _BATCH_LINES = 512  # encoded at once; each token takes about 150 bytes of memory during encoding
 _LOSSLESS_PRE_TOKENIZERS = frozenset({"ByteLevel", "Split", "Digits", "Punctuation"})
-_UNSUPPORTED = (
-    *("normalizer", "truncation", "padding"),  # settings of the tokenizer
-    *("dropout", "continuing_subword_prefix", "end_of_word_suffix"),  # settings of its BPE model
-)
+_UNSUPPORTED = ("normalizer", "truncation", "padding", "dropout", "continuing_subword_prefix", "end_of_word_suffix")
+"""Settings of a tokenizer and of its BPE model that can change the text or its tokens."""
 _PROBE = (  # letters, numbers and punctuation of several scripts, whitespace, characters of one to four bytes
     "".join(map(chr, range(0x180)))
     + " a  b\r\n\r\n\t don't 1,234.5\u00a0\u3000\u65e5\u672c \ufb01 e\u0301 \U0001f600\n "
@@ -122,10 +120,10 @@ class BPETokenizer(ByteLevelTokenizer):
     @classmethod
     @override
     def from_json(cls, values: Mapping[str, Any]) -> BPETokenizer:
-        """Create the tokenizer from {"tokenizer": content of tokenizer.json}, if it restores every text exactly.
+        """Create the tokenizer from {"tokenizer": the content of tokenizer.json}.
 
         Raises:
-            ValueError: the tokenizer is damaged or not lossless.
+            ValueError: the tokenizer is damaged, or does not restore every text exactly.
         """
         content = values.get("tokenizer")
         if not isinstance(content, dict) or not isinstance(content.get("model"), dict):

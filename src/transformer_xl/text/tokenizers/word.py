@@ -161,8 +161,10 @@ def check_words(words: object) -> tuple[str, ...]:
     Raises:
         ValueError: the words are invalid.
     """
-    if not isinstance(words, list) or not words or not all(isinstance(word, str) for word in words):
+    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
         raise ValueError("its words are not a list of strings")
+    if not words:
+        raise ValueError("it has no words")
     if "\n".join(words).encode("utf-8").split() != [word.encode("utf-8") for word in words]:
         raise ValueError("one of its words is empty or contains whitespace")
     word, count = Counter(words).most_common(1)[0]
