@@ -1,8 +1,8 @@
 """Reads the vocabularies that other Transformer-XL programs saved, as tokenizers of this package.
 
 A vocabulary is a list of words in the order of their ids, in a JSON, text or pickle file written by the code of the
-Transformer-XL authors, NVIDIA or Hugging Face. The order is kept as stored. It cannot be computed again from the text, because the order of words
-with equal counts depends on details of the program that counted them.
+Transformer-XL authors, NVIDIA or Hugging Face. The order is kept as stored. It cannot be computed again from the text,
+because the order of words with equal counts depends on details of the program that counted them.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ def tokenizer_from_object(
     """Create a tokenizer from an unpickled object.
 
     Args:
-        value: a Vocab of the code of the Transformer-XL authors or NVIDIA, a Corpus with such a Vocab, or the attributes
-            of a tokenizer as a dictionary. Its attribute `idx2sym` is the list of words, or `sym2idx` the id of each.
+        value: a Vocab of the code of the Transformer-XL authors or NVIDIA, a Corpus with such a Vocab, or a dictionary
+            of the attributes of a tokenizer. Its attribute `idx2sym` is the list of words, or `sym2idx` the id of each.
         source: file that the object comes from, for error messages.
         pre_tokenizer: how the tokenizer splits text into words.
         lowercase: whether the tokenizer lowercases text, or None to use the attribute `lower_case`.
