@@ -5,17 +5,17 @@
 
 A model converted from Hugging Face needs this pre-tokenizer to get the same token ids. The text is normalized, split by
 the rules of the Moses machine translation toolkit, and then numbers are split at commas and full stops. Each line is
-split separately, as in one call of their `tokenize`. The words differ slightly from those of WikiText, on which that
-model was trained (`punctuation.py` has these): quotation marks and dashes are normalized, and text that is already
-split is split again.
+split separately, as if it were passed to Hugging Face's tokenizer alone. The words differ slightly from those of
+WikiText, on which that model was trained (`punctuation.py` has these): quotation marks and dashes are normalized, and
+text that is already split is split again.
 
-The detokenizer follows the Moses detokenizer, one word at a time; it does not undo the normalization. It differs from
-theirs in one point: it joins the commas and full stops of numbers at the ends of a line too, where theirs keeps @,@ and
-@.@. Splitting also differs in one point: theirs also keeps special tokens in other letter case (`<UNK>`) whole.
+The detokenizer follows the Moses detokenizer, one word at a time; it does not undo the normalization. There are two
+differences from Hugging Face's tokenizer. The detokenizer joins the commas and full stops of numbers at the ends of a
+line too, where theirs keeps @,@ and @.@. And only theirs keeps special tokens in uppercase, such as <UNK>, whole.
 
 Sources: normalize-punctuation.perl, tokenizer.perl and detokenizer.perl of Moses, as ported by sacremoses 0.2.0, with
-its options for aggressive hyphen splitting and without escapes, and TransfoXLTokenizer of transformers 4.37.2.
-tests/text/tokenizers/moses.json has the output of the two for comparison.
+its options for aggressive hyphen splitting and without escapes, and TransfoXLTokenizer of transformers 4.37.2, whose
+output for many texts is in tests/text/tokenizers/moses.json.
 """
 
 from __future__ import annotations
@@ -109,7 +109,9 @@ _ABBREVIATIONS = re.compile(
     r"|Lt|MM|MRS?|MS|Maj|Messrs|Mlle|Mme|Mrs?|Ms|Msgr|Op|Ord|Pfc|Ph|Prof|Pvt|Reps?|Res|Rev|Rt|Sens?|Sfc|Sgt|Sr|St|Supt"
     r"|Surg|vs?|i\.e|rev|e\.g|Rs|Nos|Nr|Jan|Feb|Mar|Apr|Jun|Jul|Aug|Sep|Oct|Nov|Dec"
 )
+"""Words that keep the full stop after them."""
 _ABBREVIATIONS_BEFORE_NUMBERS = frozenset({"No", "Art", "pp"})
+"""Words that keep the full stop after them only if a number follows."""
 
 
 def split_line(line: str) -> list[str]:
@@ -152,11 +154,11 @@ def _keeps_full_stop(word: str, next_word: str) -> bool:
 
 JOINERS = {"@-@": "-", "@,@": ",", "@.@": "."}
 """What the words that replace a hyphen, comma or full stop inside a word or number are written as."""
-_OPENING = re.compile(r"[$¢-¥֏؋৲৳৻૱௹฿៛₠-₽꠸﷼﹩＄￠￡￥￦(\[{¿¡]+")
-_CLOSING = re.compile(r"[,.?!:;\\%}\])]+")
+_NO_SPACE_AFTER = re.compile(r"[$¢-¥֏؋৲৳৻૱௹฿៛₠-₽꠸﷼﹩＄￠￡￥￦(\[{¿¡]+")
+_NO_SPACE_BEFORE = re.compile(r"[,.?!:;\\%}\])]+")
 _QUOTES = re.compile("['\"„“`]+")
 _CONTRACTION = re.compile(f"'[{_LETTERS}]")
-_IDEOGRAPH = re.compile(
+_IDEOGRAPH = re.compile(  # characters of Chinese, Japanese and Korean, which have no spaces between them
     "[\u1100-\u11ff\u2e80-\ua4cf\ua840-\ua87f\uac00-\ud7af\uf900-\ufaff\ufe30-\ufe4f\uff65-\uffdc"
     "\U00017000-\U00018aff\U0001b000-\U0001b0ff\U0001b130-\U0001b16f\U00020000-\U0002ffff]"
 )
@@ -176,9 +178,9 @@ class MosesDetokenizer:
             self._omit_next_space = omit_space = True
         elif _IDEOGRAPH.match(word):
             omit_space = omit_space or _IDEOGRAPH.match(self._previous[-1:]) is not None
-        elif _OPENING.fullmatch(word):
+        elif _NO_SPACE_AFTER.fullmatch(word):
             self._omit_next_space = True
-        elif _CLOSING.fullmatch(word) or (self._previous and _CONTRACTION.match(word)):
+        elif _NO_SPACE_BEFORE.fullmatch(word) or (self._previous and _CONTRACTION.match(word)):
             omit_space = True
         elif _QUOTES.fullmatch(word):
             omit_space = self._closes_quote(word) or omit_space

@@ -41,7 +41,9 @@ _ABBREVIATIONS = re.compile(
     r"[A-Z]|Adj|Adm|Adv|Asst|Bart|Bldg|Brig|Bros|Capt|Cmdr|Col|Comdr|Con|Corp|Cpl|Drs?|Ens|Gen|Gov|Hon|Hosp|Insp|Lt|Maj"
     r"|Messrs|Mlle|Mme|Mrs?|Ms|Msgr|Nos|Nr|Op|Ord|Pfc|Ph|Prof|Pvt|Reps?|Res|Rev|Rt|Sens?|Sfc|Sgt|Sr|St|Supt|Surg|vs?"
 )
+"""Words that keep the full stop after them."""
 _ABBREVIATIONS_BEFORE_NUMBERS = frozenset({"No", "Art", "pp", "p"})
+"""Words that keep the full stop after them only if a number follows."""
 _CONTRACTIONS = frozenset({"s", "t", "m", "d", "re", "ve", "ll"})  # after an apostrophe
 _MAX_CACHED_BYTES = 40
 
