@@ -1,4 +1,4 @@
-"""Model configurations for tests, of any architecture, from one set of sizes."""
+"""Model configurations of any architecture for tests, from one set of sizes."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ SIZES = {"n_heads", "d_head", "d_ff"}
 
 
 def settings_of(**settings: Any) -> dict[str, Any]:
-    """The settings, without the sizes of attention and feed-forward layers that the architecture does not have."""
+    """Return the settings without the sizes of attention and feed-forward layers if the architecture has none."""
     fields = ARCHITECTURES[settings.get("architecture", "transformer-xl")].model_fields
     return {name: value for name, value in settings.items() if name in fields or name not in SIZES}
 
 
 def model_config(**settings: Any) -> Any:
-    """The configuration of the architecture that the settings name (transformer-xl if none)."""
+    """Return the configuration of the architecture in the settings, or of transformer-xl if they contain none."""
     return ARCHITECTURES[settings.get("architecture", "transformer-xl")](**settings_of(**settings))

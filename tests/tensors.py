@@ -1,4 +1,4 @@
-"""Comparisons that name the tensor that differs."""
+"""Comparisons of tensors that report the name of the tensor that differs, and runs of a model in parts."""
 
 from __future__ import annotations
 
@@ -12,22 +12,32 @@ from transformer_xl.model.memory import Memory
 Tensors = Mapping[str, Tensor] | nn.Module | Memory | Iterable[Tensor]
 
 
-def assert_same_tensors(found: Tensors, wanted: Tensors, *, rtol: float = 0, atol: float = 0) -> None:
-    """Compare weights of models, memories, or tensors by name or in order: bit for bit unless a tolerance is given.
+def assert_same_tensors(actual: Tensors, expected: Tensors, *, rtol: float = 0, atol: float = 0) -> None:
+    """Compare the weights of models, memories, or tensors by name or in order: bit for bit without a tolerance.
 
-    Dtypes and shapes must be the same too. Nothing to compare is a failure.
+    Dtypes and shapes must be the same too. It is an error if there are no tensors to compare.
     """
-    found_named, wanted_named = _by_name(found), _by_name(wanted)
-    assert sorted(found_named) == sorted(wanted_named)
-    assert wanted_named, "no tensors to compare"
-    for name, tensor in wanted_named.items():
+    actual_named, expected_named = _by_name(actual), _by_name(expected)
+    assert sorted(actual_named) == sorted(expected_named)
+    assert expected_named, "no tensors to compare"
+    for name, tensor in expected_named.items():
         torch.testing.assert_close(
-            found_named[name], tensor, rtol=rtol, atol=atol, msg=lambda text, name=name: f"tensor {name}: {text}"
+            actual_named[name], tensor, rtol=rtol, atol=atol, msg=lambda text, name=name: f"tensor {name}: {text}"
         )
 
 
+def run_parts(model, memory: Memory, *parts_BT: Tensor, lengths_B: Tensor | None = None) -> tuple[Tensor, Memory]:
+    """Run a model on parts of a text, in inference mode; return the hidden states of all parts and the last memory."""
+    hidden_BTD: list[Tensor] = []
+    with torch.inference_mode():
+        for part_BT in parts_BT:
+            part_BTD, memory = model(part_BT, memory, lengths_B=lengths_B)
+            hidden_BTD.append(part_BTD)
+    return torch.cat(hidden_BTD, dim=1), memory
+
+
 def copied_tensors(tensors: Tensors) -> dict[str, Tensor]:
-    """Return copies by name, to compare with after something that must not change them."""
+    """Return copies by name, to check later that an operation did not change the tensors."""
     return {name: tensor.detach().clone() for name, tensor in _by_name(tensors).items()}
 
 
@@ -38,11 +48,11 @@ def named_gradients(scalar: Tensor, tensors: Tensors) -> dict[str, Tensor]:
 
 
 def authors_mean_std(name: str) -> tuple[float, float]:
-    """Mean and standard deviation of a parameter in the authors' initialisation."""
+    """Return mean and standard deviation of a parameter with this name in the authors' initialization."""
     if name.endswith("norm.weight"):
         return 1.0, 0.02
-    is_drawn = name in ("content_bias", "position_bias") or not name.endswith("bias")
-    return 0.0, 0.02 if is_drawn else 0.0
+    is_random = name in ("content_bias", "position_bias") or not name.endswith("bias")
+    return 0.0, 0.02 if is_random else 0.0
 
 
 def _by_name(tensors: Tensors) -> dict[str, Tensor]:
@@ -56,10 +66,10 @@ def _by_name(tensors: Tensors) -> dict[str, Tensor]:
 
 
 def assert_drawn_from_normal(tensors: Tensors, mean_std: Callable[[str], tuple[float, float]]) -> None:
-    """Check that each tensor looks like draws from the normal distribution that its name calls for.
+    """Check that each tensor looks like draws from a normal distribution, whose parameters follow from its name.
 
-    Mean and standard deviation of n draws may be off by 5 standard errors, std / sqrt(n) and std / sqrt(2 n), which one
-    in a million tensors exceeds; with std 0 every element is the mean.
+    Mean and standard deviation of n draws may differ by 5 standard errors, std / sqrt(n) and std / sqrt(2 n), which one
+    in a million tensors exceeds; with std 0 every element must be the mean.
     """
     named = _by_name(tensors)
     assert named, "no tensors to check"

@@ -1,18 +1,36 @@
-"""The paper's other systems, small."""
+"""Small float64 models of every architecture, by name, for the tests."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
+from model_configs import model_config
+
 from transformer_xl.config import ARCHITECTURES
+from transformer_xl.model.build import build_model
+from transformer_xl.model.language_model import LanguageModel
 
 SYSTEMS: dict[str, dict[str, Any]] = {
+    "transformer-xl": {"architecture": "transformer-xl"},
+    "pre-norm": {"architecture": "transformer-xl", "norm_first": True, "tie_attention_biases": False},
     "lstm": {"architecture": "lstm"},
-    "qrnn, window 1": {"architecture": "qrnn", "qrnn_kernel_size": 1},
-    "qrnn, window 2": {"architecture": "qrnn"},
+    "qrnn, kernel 1": {"architecture": "qrnn", "qrnn_kernel_size": 1},
+    "qrnn, kernel 2": {"architecture": "qrnn"},
     "shaw": {"architecture": "shaw", "max_relative_positions": 5},
-    "sinusoidal": {"architecture": "vaswani"},
-    "learned": {"architecture": "al-rfou", "max_position_embeddings": 17},
+    "vaswani": {"architecture": "vaswani"},
+    "al-rfou": {"architecture": "al-rfou", "max_position_embeddings": 17},
 }
 WITH_MEMORY = [name for name, system in SYSTEMS.items() if ARCHITECTURES[system["architecture"]].has_memory]
-RECURRENT = [name for name in WITH_MEMORY if name != "shaw"]
+
+
+def make_system(name: str, *, memory_length: int = 11, **settings: Any) -> LanguageModel:
+    """Build a float64 model without dropout; `name` is a key of SYSTEMS."""
+    torch.manual_seed(7)
+    small = {"vocab_size": 23, "n_layers": 3, "d_model": 14, "n_heads": 2, "d_head": 5, "d_ff": 19, "dropout": 0.0}
+    config = model_config(**{**small, **SYSTEMS[name], **settings})
+    model = build_model(config, memory_length=memory_length if config.has_memory else 0).double()
+    with torch.no_grad():
+        for parameter in model.parameters():  # larger than initial weights, so that every part affects the results
+            parameter.add_(torch.randn_like(parameter) * 0.3)
+    return model.eval()
