@@ -39,7 +39,7 @@ def evaluation_table(results: Results) -> str:
     """Both tables of `txl analyze speed`, side by side."""
     lines = [
         "| attention window | memory, ms a token (segment) | vanilla, scores stored, s | factor | vanilla, fused, s "
-        "| factor | the paper's | arithmetic allows |",
+        "| factor | the paper's | FLOPs ratio |",
         "|---|---|---|---|---|---|---|---|",
     ]
     lines += [

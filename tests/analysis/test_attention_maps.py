@@ -1,4 +1,4 @@
-"""Means and terms of attention are those of plain loops over a text, and nothing of a long text is kept."""
+"""Means and terms of attention equal those of plain loops over a text, and memory use does not grow with the text."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from transformer_xl.analysis.attention_maps import (
     AttentionMeans,
     TermMaps,
     num_visible_distances,
-    read_attention,
     require_attention_terms,
-    terms_of,
+    trace_attention,
 )
 from transformer_xl.config import LSTMConfig, ShawConfig, UserError, VaswaniConfig
 from transformer_xl.evaluation.plan import EvaluationPlan
@@ -46,152 +45,141 @@ def shaw():
 
 CASES = [
     (5, ContextLimits(11), 47),
-    (7, ContextLimits(11, 9), 53),  # a window shorter than memory
-    (13, ContextLimits(3, None, 4), 47),  # a clamp, and segments longer than memory
+    (7, ContextLimits(11, 9), 53),  # an attention window shorter than memory
+    (13, ContextLimits(3, None, 4), 47),  # a clamp length, and segments longer than memory
     (4, ContextLimits(0), 31),
     (1, ContextLimits(6, 7), 29),
-    (7, ContextLimits(41), 29),  # memory is never full, so all count
-    (5, ContextLimits(10), 11),  # one query counts
+    (7, ContextLimits(41), 29),  # memory is never full, so all queries are included
+    (5, ContextLimits(10), 11),  # one query is included
 ]
 
 
 @pytest.mark.parametrize(("segment", "context_limits", "length"), CASES)
-def test_means_are_those_of_a_plain_loop(make_model, text, segment, context_limits, length):
+def test_means_equal_plain_loops(make_model, text, segment, context_limits, length):
     model, plan = make_model(n_layers=2, tie_attention_biases=False), EvaluationPlan(segment, context_limits)
     means = AttentionMeans(model, plan, length)
-    read_attention(model, text[:length].numpy(), plan, [means.add])
-    counted = [i for i in range(length) if i - i % segment >= context_limits.memory_length]
-    assert means.fills_memory == bool(counted)
-    counted = counted or list(range(length))
-    assert means.num_queries == len(counted)
+    trace_attention(model, text[:length].numpy(), plan, [means.add])
+    included = [i for i in range(length) if i - i % segment >= context_limits.memory_length]
+    assert means.fills_memory == bool(included)
+    included = included or list(range(length))
+    assert means.num_queries == len(included)
+    num_distances = min(num_visible_distances(plan), length)
     for (layer, head), seen in attention_of(model, text[:length], segment, context_limits).items():
-        total, count, far, entropy = {}, {}, 0.0, 0.0
-        for (i, j), p in seen.probability.items():
-            if i in counted:
-                total[i - j] = total.get(i - j, 0.0) + p
-                count[i - j] = count.get(i - j, 0) + 1
-                far += p * (i - j)
-                entropy -= p * math.log(p)
-        assert len(means.count_P) == min(num_visible_distances(plan), length)
-        for distance in range(len(means.count_P)):
-            assert int(means.count_P[distance]) == count.get(distance, 0)
-            wanted = total[distance] / count[distance] if distance in count else math.nan
-            found = means.mean_LNP(distance)[layer, head, distance]
-            assert found == pytest.approx(wanted, abs=1e-12, nan_ok=True)
-        assert means.distance_LN[layer, head] == pytest.approx(far / len(counted), abs=1e-10)
-        assert means.entropy_LN[layer, head] == pytest.approx(entropy / len(counted), abs=1e-10)
+        probabilities = {(i, j): p for (i, j), p in seen.probability.items() if i in included}
+        by_distance = [[p for (i, j), p in probabilities.items() if i - j == d] for d in range(num_distances)]
+        assert means.count_P.tolist() == [len(values) for values in by_distance]
+        expected = [sum(values) / len(values) if values else math.nan for values in by_distance]
+        np.testing.assert_allclose(means.mean_LNP(num_distances)[layer, head], expected, atol=1e-12)
+        distance = sum(p * (i - j) for (i, j), p in probabilities.items()) / len(included)
+        entropy = -sum(p * math.log(p) for p in probabilities.values()) / len(included)
+        assert means.distance_LN[layer, head] == pytest.approx(distance, abs=1e-10)
+        assert means.entropy_LN[layer, head] == pytest.approx(entropy, abs=1e-10)
+
+
+def trace_maps(model, text, plan, num_tokens):
+    maps = TermMaps(model, plan, num_tokens)
+    trace_attention(model, text.numpy(), plan, [maps.add])
+    return maps
 
 
 def check_terms(model, text, segment, context_limits, length):
-    maps, plan = TermMaps(model, length), EvaluationPlan(segment, context_limits)
-    read_attention(model, text.numpy(), plan, [maps.callback(plan)])
+    maps = trace_maps(model, text, EvaluationPlan(segment, context_limits), length)
     for (layer, head), seen in attention_of(model, text, segment, context_limits).items():
-        wanted = {name: np.full((length, length), np.nan) for name in TERMS}
-        for (i, j), four in seen.terms.items():
+        expected = {name: np.full((length, length), np.nan) for name in TERMS}
+        for (i, j), terms in seen.terms.items():
             if i < length:
-                for name, term in zip(("content", "position", "content_bias", "position_bias"), four, strict=True):
-                    wanted[name][i, j] = term
-                wanted["score"][i, j] = sum(four)
-                wanted["probability"][i, j] = seen.probability[i, j]
+                values = (*terms, sum(terms), seen.probability[i, j])
+                names = ("content", "position", "content_bias", "position_bias", "score", "probability")
+                for name, value in zip(names, values, strict=True):
+                    expected[name][i, j] = value
         for name in maps.terms:
-            np.testing.assert_allclose(maps.map_QQ(name, layer, head), wanted[name], atol=1e-10, err_msg=name)
+            np.testing.assert_allclose(maps.map_QQ(name, layer, head), expected[name], atol=1e-10, err_msg=name)
+    return maps
 
 
 @pytest.mark.parametrize(("segment", "context_limits", "length"), [*CASES[:5], (53, ContextLimits(0), 19)])
-def test_terms_are_the_papers(make_model, text, segment, context_limits, length):
-    """Also where the last segment reaches beyond what is shown."""
+def test_terms_equal_the_papers(make_model, text, segment, context_limits, length):
+    """Also where the last segment ends after the last token of the maps."""
     check_terms(make_model(n_layers=2, tie_attention_biases=False), text, segment, context_limits, length - length % 3)
 
 
-def test_shaws_terms(shaw, text):
-    assert list(terms_of(shaw)) == ["probability", "score", "content", "position"]
-    check_terms(shaw, text, 7, ContextLimits(11), 31)
+def test_terms_of_shaw_equal_the_papers(shaw, text):
+    assert list(check_terms(shaw, text, 7, ContextLimits(11), 31).terms) == [
+        "probability", "score", "content", "position"
+    ]  # fmt: skip
 
 
-def test_probabilities_of_all_keys_add_up(make_model, text):
-    model, plan = make_model(), EvaluationPlan(5, ContextLimits(11))
-    maps = TermMaps(model, 31)
-    read_attention(model, text.numpy(), plan, [maps.callback(plan)])
-    for layer, head in np.ndindex(maps.shape):
-        assert np.nansum(maps.map_QQ("probability", layer, head), -1) == pytest.approx(np.ones(31), abs=1e-12)
-
-
-def test_empty_slots_that_are_attended_keep_their_share(make_model, text):
-    """Then a query's probabilities of the tokens add up to less than 1, and are still the model's."""
+def test_attended_empty_slots_keep_their_probability(make_model, text):
+    """A query's probabilities of the tokens then sum to less than 1, and still equal the model's."""
     model, plan = make_model(attend_empty_memory=True), EvaluationPlan(7, ContextLimits(11))
-    maps, means = TermMaps(model, 7), AttentionMeans(model, plan, 7)
-    read_attention(model, text[:7].numpy(), plan, [maps.callback(plan), means.add])
-    traced = list(model.trace(text[None, :7], model.initial_memory(1, plan.context_limits)))
-    for layer, trace in enumerate(traced):
+    maps, means = TermMaps(model, plan, 7), AttentionMeans(model, plan, 7)
+    trace_attention(model, text[:7].numpy(), plan, [maps.add, means.add])
+    for layer, trace in enumerate(model.trace(text[None, :7], model.initial_memory(1, plan.context_limits))):
         for head in range(2):
-            wanted = trace.terms.probabilities_BNTS[0, head, :, 11:].detach().tril().numpy()
+            expected = trace.terms.probabilities_BNTS[0, head, :, 11:].detach().tril().numpy()
             found = np.nan_to_num(maps.map_QQ("probability", layer, head))
-            np.testing.assert_allclose(found, wanted, atol=1e-12)
+            np.testing.assert_allclose(found, expected, atol=1e-12)
             assert found.sum(-1).max() < 0.99
-            own = means.mean_LNP(0)[layer, head, 0]
-            assert own == pytest.approx(wanted.diagonal().mean(), abs=1e-12)
+            assert means.mean_LNP(0)[layer, head, 0] == pytest.approx(expected.diagonal().mean(), abs=1e-12)
 
 
-def test_nothing_of_a_long_text_is_kept(make_model, tokens):
-    """As many numbers live in large tensors at the end of a long text as at the end of a short one."""
+def test_memory_use_is_the_same_for_a_long_text(make_model, tokens):
+    """Large tensors have as many elements at the end of a long text as at the end of a short one."""
     model, plan = make_model(), EvaluationPlan(17, ContextLimits(19))
-    smallest = 2 * 17 * (17 + 19)  # the numbers of one term of one layer
+    term_size = 2 * 17 * (17 + 19)  # elements of one term of one layer
 
-    def living(length: int) -> int:
-        means, most = AttentionMeans(model, plan, length), 0
+    def max_elements(length: int) -> int:
+        means, counts = AttentionMeans(model, plan, length), []
 
-        def watch(attention):
-            nonlocal most
+        def count(attention):
             if attention.layer == 2 and attention.start >= length - 3 * 17:
-                large = [each for each in gc.get_objects() if type(each) is torch.Tensor and each.numel() >= smallest]
-                most = max(most, sum(each.numel() for each in large))
+                sizes = [item.numel() for item in gc.get_objects() if type(item) is torch.Tensor]
+                counts.append(sum(size for size in sizes if size >= term_size))
 
-        read_attention(model, tokens(1, length)[0].numpy(), plan, [means.add, watch])
-        return most
+        trace_attention(model, tokens(1, length)[0].numpy(), plan, [means.add, count])
+        return max(counts)
 
-    short, long = living(17 * 4), living(17 * 24)
-    assert 0 < long == short
+    assert 0 < max_elements(17 * 4) == max_elements(17 * 16)
 
 
-@pytest.mark.parametrize("attended", [False, True])
-def test_slots_that_are_never_filled_are_not_kept(make_model, text, attended):
-    """A memory far longer than the text gives the numbers of one just long enough, except where empty slots count."""
-    model, length, found = make_model(attend_empty_memory=attended), 29, []
-    for slots in (28, 997):
-        plan, keys = EvaluationPlan(7, ContextLimits(slots)), []
-        means, maps = AttentionMeans(model, plan, length), TermMaps(model, length)
+@pytest.mark.parametrize("attend_empty", [False, True])
+def test_slots_that_are_never_filled_are_omitted(make_model, text, attend_empty):
+    """A memory far longer than the text gives the values of one just long enough, unless empty slots are attended."""
+    model, length, values = make_model(attend_empty_memory=attend_empty), 29, []
+    for num_slots in (28, 997):
+        plan, num_keys = EvaluationPlan(7, ContextLimits(num_slots)), []
+        means, maps = AttentionMeans(model, plan, length), TermMaps(model, plan, length)
 
-        def watch(attention, keys=keys):
-            keys.append(attention.terms.content_BNTS.shape[-1])
+        def record(attention, num_keys=num_keys):
+            num_keys.append(attention.terms.content_BNTS.shape[-1])
 
-        read_attention(model, text[:length].numpy(), plan, [means.add, maps.callback(plan), watch])
-        assert max(keys) == 7 + (slots if attended else 28)
-        assert means.fills_memory == (slots == 28)
-        found.append([maps.map_QQ(term, layer, head) for term in TERMS for layer, head in np.ndindex(maps.shape)])
-        assert len(means.count_P) == length  # no token of it looks farther
-    if not attended:
-        np.testing.assert_allclose(found[1], found[0], atol=1e-12)
+        trace_attention(model, text[:length].numpy(), plan, [means.add, maps.add, record])
+        assert max(num_keys) == 7 + (num_slots if attend_empty else 28)
+        assert means.fills_memory == (num_slots == 28)
+        values.append([maps.map_QQ(term, layer, head) for term in TERMS for layer, head in np.ndindex(maps.shape)])
+        assert len(means.count_P) == length  # no larger distance occurs in the text
+    if not attend_empty:
+        np.testing.assert_allclose(values[1], values[0], atol=1e-12)
 
 
 @pytest.mark.parametrize("weight", ["q_proj", "r_proj", "o_proj"])
-def test_weights_too_large_for_their_products_are_refused(make_model, text, weight):
+def test_too_large_weights_are_refused(make_model, text, weight):
     model = make_model().float()
     with torch.no_grad():
         getattr(model.layers[1].attention, weight).weight.fill_(3e38)
-    plan, taken = EvaluationPlan(7, ContextLimits(11)), []
-    with pytest.raises(UserError, match=r"^layer 1 gives values that are not finite: .* lower learn"):
-        read_attention(model, text.numpy(), plan, [lambda attention: taken.append(attention.layer)])
-    assert taken == [0]
+    plan, layers = EvaluationPlan(7, ContextLimits(11)), []
+    with pytest.raises(UserError, match=r"^layer 1 .*not finite: .* lower learn"):
+        trace_attention(model, text.numpy(), plan, [lambda attention: layers.append(attention.layer)])
+    assert layers == [0]
 
 
 @pytest.mark.parametrize(
-    ("kind", "message"),
+    ("config", "message"),
     [
-        (LSTMConfig, "lstm has no attention to show; use a run of transformer-xl or shaw"),
-        (VaswaniConfig, "vaswani has no attention terms and memory"),
+        (LSTMConfig(n_layers=1, d_model=14), "lstm has no attention to show; use a run of transformer-xl or shaw"),
+        (VaswaniConfig(n_layers=1, d_model=14, n_heads=2, d_ff=19), "vaswani has no attention terms and memory"),
     ],
 )
-def test_other_models_are_refused(kind, message):
-    heads = {} if kind is LSTMConfig else {"n_heads": 2, "d_ff": 19}
+def test_other_architectures_are_refused(config, message):
     with pytest.raises(UserError, match=message):
-        require_attention_terms(build_model(kind(vocab_size=23, n_layers=1, d_model=14, **heads)))
+        require_attention_terms(build_model(config))

@@ -12,8 +12,8 @@ import pytest
 from refusals import assert_refused, do, error_of, files, no_file_larger_than, txl
 
 from transformer_xl import Corpus, EvaluationPlan, load
-from transformer_xl.analysis.attention_maps import AttentionMeans, read_attention, require_attention_terms
-from transformer_xl.analysis.loss_by_distance import loss_by_distance, with_chunks
+from transformer_xl.analysis.attention_maps import AttentionMeans, require_attention_terms, trace_attention
+from transformer_xl.analysis.loss_by_distance import loss_by_distance, with_documents
 from transformer_xl.evaluation.plan import TokenizedText
 from transformer_xl.model.memory import ContextLimits
 
@@ -56,13 +56,7 @@ def test_what_it_leaves(place: Path, tmp_path: Path) -> None:
         found["segment_length"],
         found["max_distance"],
         found["page_tokens"],
-    ) == (
-        61,
-        11,
-        7,
-        11,
-        9,
-    )
+    ) == (61, 11, 7, 11, 9)
     assert found["counted_tokens"] == 61 - 14  # memory is full from the third segment on
     assert (found["documents"], found["chunk_length"]) == (1, 7)
     written = {name for names in found["files"].values() for name in names}
@@ -83,9 +77,9 @@ def check_numbers(place: Path, found: dict[str, Any], means: np.ndarray) -> None
     run, plan = load(place / "run"), EvaluationPlan(7, ContextLimits(11))
     model, tokens_K = require_attention_terms(run.model), Corpus.open(place / "corpus").split("test").first(61)
     computed = AttentionMeans(model, plan, 61)
-    read_attention(model, tokens_K, plan, [computed.add])
+    trace_attention(model, tokens_K, plan, [computed.add])
     np.testing.assert_allclose(means, computed.mean_LNP(11), rtol=1e-6)
-    cut, _ = with_chunks(TokenizedText(tokens_K, run.tokenizer.bos_token_id), plan)
+    cut, _ = with_documents(TokenizedText(tokens_K, run.tokenizer.bos_token_id), plan)
     assert found["loss"].keys() == {"reset", "continue"}
     for documents in ("reset", "continue"):
         wanted = loss_by_distance(model, cut, plan, reset_memory=documents == "reset")
@@ -130,10 +124,7 @@ def test_from_inside_the_run_and_with_a_single_token(place: Path, monkeypatch: p
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (
-            "{}/lstm",
-            "lstm has no attention to show; use a run of transformer-xl or shaw",
-        ),
+        ("{}/lstm", "lstm has no attention to show; use a run of transformer-xl or shaw"),
         ("{}/learned", "al-rfou has no attention terms and memory"),
         ("{}/none", "no such folder; expected a folder made by"),
         ("{}/run --heads 2:0", "heads 2:0: layer 2 does not exist; valid are 0 to 1"),

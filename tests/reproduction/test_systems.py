@@ -1,6 +1,6 @@
-"""The paper's systems differ from a base in what they are about, and in nothing else."""
+"""The paper's systems differ from a base as their names say, and in nothing else."""
 
-from functools import cache, partial
+from functools import cache
 
 import pytest
 
@@ -16,90 +16,82 @@ BASE = {
 }
 
 
-def made_of(base, name):
+def config_of(name, base=BASE):
     settings = BY_NAME[name].settings(base, 50)
     return run_settings(merge(settings, {"model": {"vocab_size": 50}}), name)
 
 
-made = cache(partial(made_of, BASE))  # to find the longest segment takes seconds
+cached_config = cache(config_of)  # deriving the settings of some systems takes seconds
 
 
-def test_the_rows_are_the_papers():
-    told = [(system.recurrence, system.architecture, system.loss) for system in ABLATION]
-    assert told == [
-        (True, "transformer-xl", "full"),
-        (True, "shaw", "full"),
-        (True, "transformer-xl", "half"),
-        (False, "transformer-xl", "full"),
-        (False, "transformer-xl", "half"),
-        (False, "shaw", "full"),
-        (False, "shaw", "half"),
-        (False, "vaswani", "half"),
-        (False, "al-rfou", "half"),
-        (True, "transformer-xl", "full"),
+def test_ablation_has_the_papers_rows():
+    rows = [(system.recurrence, system.architecture, system.loss, system.published.best) for system in ABLATION]
+    assert rows == [
+        (True, "transformer-xl", "full", 26.77),
+        (True, "shaw", "full", 27.94),
+        (True, "transformer-xl", "half", 28.33),
+        (False, "transformer-xl", "full", 29.02),
+        (False, "transformer-xl", "half", 30.10),
+        (False, "shaw", "full", 29.75),
+        (False, "shaw", "half", 30.50),
+        (False, "vaswani", "half", 30.97),
+        (False, "al-rfou", "half", 31.16),
+        (True, "transformer-xl", "full", 23.09),
     ]
-    best = [system.published.best for system in ABLATION]
-    assert best == [26.77, 27.94, 28.33, 29.02, 30.10, 29.75, 30.50, 30.97, 31.16, 23.09]
 
 
 @pytest.mark.parametrize("system", [*ABLATION, *EQUAL_MEMORY, *RECURRENT], ids=lambda system: system.name)
-def test_a_system_is_what_it_says_and_the_rest_is_the_base(system):
-    config = made(system.name)
+def test_other_settings_are_those_of_the_base(system):
+    config = cached_config(system.name)
     assert config.train.loss == system.loss
     assert config.train.memory_length == (12 if system.recurrence else 0)
     assert config.train.batch_size == 4
     assert config.train.max_steps == (round(7 * 12 / config.train.segment_length) if system.equal_memory else 7)
     assert config.model.n_layers == (4 if system.larger else 3)
     assert config.model.architecture == system.architecture
-    if system.attends:
-        assert config.model.d_model == 32
-    if not system.equal_memory:
-        assert config.train.segment_length == 12
+    assert config.model.d_model == 32 or not system.attends
+    assert config.train.segment_length == 12 or system.equal_memory
 
 
 @pytest.mark.parametrize("name", ["relative-full-longer", "relative-half-longer"])
-def test_no_longer_segment_would_fit_into_the_same_memory(name):
-    def needed(config, segment):
-        return step_cost(
-            config.model, batch_size=4, segment_length=segment, memory_length=config.train.memory_length
-        ).bytes
+def test_segment_is_the_longest_that_fits_into_the_same_memory(name):
+    def needed_bytes(config, segment_length):
+        lengths = {"segment_length": segment_length, "memory_length": config.train.memory_length}
+        return step_cost(config.model, batch_size=4, **lengths).bytes
 
-    with_recurrence, longer = made("xl-full"), made(name)
-    budget = needed(with_recurrence, 12)
-    assert longer.train.segment_length > 12
-    assert needed(longer, longer.train.segment_length) <= budget < needed(longer, longer.train.segment_length + 1)
+    longer = cached_config(name)
+    budget, length = needed_bytes(cached_config("xl-full"), 12), longer.train.segment_length
+    assert length > 12
+    assert needed_bytes(longer, length) <= budget < needed_bytes(longer, length + 1)
 
 
 @pytest.mark.parametrize("name", ["lstm", "qrnn"])
-def test_recurrent_models_are_as_large_as_the_transformer(name):
-    wanted, config = num_parameters(made("xl-full")), made(name)
+def test_recurrent_models_have_as_many_parameters_as_the_transformer(name):
+    expected, config = num_parameters(cached_config("xl-full")), cached_config(name)
 
-    def apart(width):
+    def difference(width):
         model = config.model.model_copy(update={"d_model": width})
-        return abs(num_parameters(config.model_copy(update={"model": model})) - wanted)
+        return abs(num_parameters(config.model_copy(update={"model": model})) - expected)
 
     width = config.model.d_model
     assert width % 8 == 0
-    assert apart(width) <= min(apart(width - 8), apart(width + 8))
+    assert difference(width) <= min(difference(width - 8), difference(width + 8))
 
 
 def test_settings_that_a_system_does_not_have_are_left_out():
-    odd = {
-        "model": {"tie_attention_biases": False, "clamp_length": 9, "norm_first": True, "attention_dropout": 0.1},
-        "evaluation": {"memory_length": 40, "clamp_length": 9},
-    }
-    base = merge(BASE, odd)
-    assert made_of(base, "xl-full").evaluation.memory_length == 40
-    assert made_of(base, "shaw-full").model.clamp_length == 9
-    assert made_of(base, "learned-half").evaluation.memory_length is None
-    assert "attention_dropout" not in made_of(base, "lstm").model.model_dump()
+    model = {"tie_attention_biases": False, "clamp_length": 9, "norm_first": True, "attention_dropout": 0.1}
+    base = merge(BASE, {"model": model, "evaluation": {"memory_length": 40, "clamp_length": 9}})
+    assert config_of("xl-full", base).evaluation.memory_length == 40
+    assert config_of("shaw-full", base).model.clamp_length == 9
+    assert config_of("learned-half", base).evaluation.memory_length is None
+    assert "attention_dropout" not in config_of("lstm", base).model.model_dump()
 
 
-def test_what_cannot_be_is_told():
+def test_invalid_base_is_refused():
     with pytest.raises(UserError, match=r"model\.d_model: Input should be a multiple of 2"):
         BY_NAME["xl-full"].settings(merge(BASE, {"model": {"d_model": 31}}), 50)
 
 
-@pytest.mark.parametrize("most", [1, 2, 3, 7, 8, 9, 100])
-def test_the_largest_number_that_fits(most):
-    assert systems._largest(lambda number: number <= most) == most
+@pytest.mark.parametrize("largest", [1, 2, 3, 7, 8, 9, 100])
+def test_largest_integer_that_fits_is_found(largest):
+    assert systems._largest(lambda number: number <= largest) == largest

@@ -1,6 +1,7 @@
-"""Analyze what the heads of a run attend to: plots, an interactive page, and the plotted values, in one folder.
+"""Analyze what the heads of a run attend to, for `txl analyze attention`.
 
-Shape suffixes: L layers, N heads, P distances, K tokens of the text.
+The results are plots, an interactive page and the plotted values, in one folder. Shape suffixes: L layers, N heads, P
+distances, K tokens of the text.
 """
 
 from __future__ import annotations
@@ -8,7 +9,6 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,12 @@ from transformer_xl.analysis.attention_maps import (
     TermMaps,
     num_visible_distances,
     pluralize,
-    read_attention,
     require_attention_terms,
+    trace_attention,
 )
-from transformer_xl.analysis.attention_page import attention_page, fitting_tokens, token_texts
+from transformer_xl.analysis.attention_page import attention_page, choose_page_tokens, token_texts
 from transformer_xl.analysis.attention_plots import Head
-from transformer_xl.analysis.loss_by_distance import LossByDistance, loss_by_distance, with_chunks
+from transformer_xl.analysis.loss_by_distance import LossByDistance, loss_by_distance, with_documents
 from transformer_xl.config import INT32_MAX, EvaluationConfig, RelativeConfig, RunConfig, UserError
 from transformer_xl.device import choose_device, set_threads
 from transformer_xl.evaluation.evaluate import check_token_ids
@@ -39,22 +39,10 @@ from transformer_xl.run_folder import CheckpointName, RunFolder
 from transformer_xl.text.tokenizers import to_bytes
 
 DEFAULT_TOKENS = 8192
-"""Tokens that are read by default."""
-_PAPER_DISTANCE = 640
-_MAX_HEADS = 24  # lines that can be distinguished in one plot
+"""Default number of tokens to process."""
+_PAPER_DISTANCE = 640  # the largest distance in the paper's plots
+_MAX_HEADS = 24  # number of lines that can be distinguished in one plot
 _MEMORY_LABELS = {"reset": "memory reset at the start", "continue": "memory continues"}
-
-
-@dataclass(frozen=True)
-class AttentionAnalysis:
-    """The results and files of an analysis."""
-
-    folder: Path
-    """Plots, page, and the values as figures.json and mean-attention.npy."""
-    values: dict[str, Any]
-    """Settings and results as plain values, as written to figures.json."""
-    distance_LN: npt.NDArray[np.float64]
-    """Mean distance that each head attends to, in tokens."""
 
 
 def analyze_attention(
@@ -73,15 +61,15 @@ def analyze_attention(
     device: str = "auto",
     threads: int | None = None,
     command: str = "",
-) -> AttentionAnalysis:
+) -> dict[str, Any]:
     """Measure and plot what heads attend to, term by term, and how the loss decreases from a document's start.
 
     Args:
         run: folder of a run of transformer-xl or shaw.
-        text: the text to read, or None for a split of a corpus.
+        text: the text to process, or None for a split of a corpus.
         corpus: folder of a corpus with the run's tokenizer, or None for the corpus the run was trained on.
         split: train, valid or test, of the corpus.
-        max_tokens: number of tokens to read, from the start.
+        max_tokens: maximum number of tokens to process, from the start.
         config: evaluation settings that replace the run's; memory is at least `max_distance` unless set here.
         max_distance: largest distance in the plots of means, or None for the memory length, at most 640.
         heads: (layer, head) of the heads to plot individually, both from 0, or None for the head with the largest mean
@@ -91,7 +79,10 @@ def analyze_attention(
         checkpoint: the weights with the best validation loss, or the last ones.
         device: auto, cuda, mps or cpu.
         threads: CPU threads of one operation, or None for torch's default.
-        command: the command that was typed, for reports.
+        command: the command line of the user, for reports.
+
+    Returns:
+        Settings and results as plain values, as written to figures.json in `out`, whose path is the value of `folder`.
 
     Raises:
         UserError: the run has no attention terms, a value is out of range, the text is empty, or the folder exists.
@@ -100,27 +91,28 @@ def analyze_attention(
         if number is not None and not 1 <= number <= INT32_MAX:
             raise UserError(f"{name} {number:,}: must be between 1 and {INT32_MAX:,}")
     set_threads(threads)
-    torch_device, path = choose_device(device), Path(run)
-    folder = RunFolder.open(path)
-    target = path.resolve().parent / f"{path.resolve().name}-attention" if out is None else Path(out)
-    if target.exists():
-        raise UserError(f"{target} exists already; choose another out or delete it first")
+    torch_device, path = choose_device(device), Path(run).resolve()
+    folder = RunFolder.open(run)
+    out = path.parent / f"{path.name}-attention" if out is None else Path(out)
+    if out.exists():
+        raise UserError(f"{out} exists already; choose another out or delete it first")
     _check_heads(heads, folder.config)
-    plan = _plan(folder.config, config or EvaluationConfig(), max_distance)
+    plan = _resolve_plan(folder.config, config or EvaluationConfig(), max_distance)
     model = require_attention_terms(folder.load_model(torch_device, checkpoint))
-    read = _corpus_text(folder, corpus, split, max_tokens) if text is None else _plain_text(folder, text, max_tokens)
+    tokens = _corpus_text(folder, corpus, split, max_tokens) if text is None else _encode(folder, text, max_tokens)
     for warning in plan.warnings(torch_device):
         say(f"warning: {warning}")
-    distance = _distance(plan, max_distance, len(read.tokens_K))
-    with atomic_folder(target) as temporary:
-        means, maps = _measure(model, read, plan, page_tokens)
-        losses, chunk_length = _losses(model, read, plan)
+    distance = _max_distance(plan, max_distance, len(tokens.tokens_K))
+    with atomic_folder(out) as temporary:
+        means, maps = _trace(model, tokens, plan, page_tokens)
+        losses, chunk_length = _losses(model, tokens, plan)
+        distance_LN, entropy_LN = means.distance_LN, means.entropy_LN
         values: dict[str, Any] = {
             "command": command,
             "run": str(run),
-            "folder": str(target),
-            "tokens": len(read.tokens_K),
-            "documents": len(read.boundaries(reset_memory=True)) - 1,
+            "folder": str(out),
+            "tokens": len(tokens.tokens_K),
+            "documents": len(tokens.boundaries(reset_memory=True)) - 1,
             "segment_length": plan.segment_length,
             "memory_length": plan.context_limits.memory_length,
             "attention_window": plan.context_limits.attention_window,
@@ -129,12 +121,20 @@ def analyze_attention(
             "max_distance": distance,
             "page_tokens": maps.num_tokens,
             "plotted_heads": [list(head) for head in heads or _farthest_heads(means)],
-            "heads": _by_head(means),
+            "heads": [
+                {
+                    "layer": layer,
+                    "head": head,
+                    "mean_distance": float(distance_LN[layer, head]),
+                    "entropy_nats": float(entropy_LN[layer, head]),
+                }
+                for layer, head in np.ndindex(maps.shape)
+            ],
             "chunk_length": chunk_length,
             "loss": {name: loss.as_dicts() for name, loss in losses.items()},
         }
-        _write(temporary, values, folder, read, means.mean_LNP(distance), maps, losses)
-    return AttentionAnalysis(target, values, means.distance_LN)
+        _write(temporary, values, folder, tokens, means.mean_LNP(distance), maps, losses)
+    return values
 
 
 def _check_heads(heads: Sequence[Head] | None, config: RunConfig) -> None:
@@ -149,7 +149,7 @@ def _check_heads(heads: Sequence[Head] | None, config: RunConfig) -> None:
         raise UserError(f"heads names {len(heads)} heads; plot at most {_MAX_HEADS}; the page contains all")
 
 
-def _plan(run: RunConfig, config: EvaluationConfig, max_distance: int | None) -> EvaluationPlan:
+def _resolve_plan(run: RunConfig, config: EvaluationConfig, max_distance: int | None) -> EvaluationPlan:
     """Resolve the settings, with memory for `max_distance` tokens unless its length is set."""
     plan = EvaluationPlan.resolve(run, config)
     if max_distance is None:
@@ -169,8 +169,8 @@ def _plan(run: RunConfig, config: EvaluationConfig, max_distance: int | None) ->
     return plan
 
 
-def _distance(plan: EvaluationPlan, requested: int | None, num_tokens: int) -> int:
-    """Return the largest distance of the plots of means."""
+def _max_distance(plan: EvaluationPlan, requested: int | None, num_tokens: int) -> int:
+    """Return the largest distance in the plots of means."""
     if requested is None:
         farthest = num_visible_distances(plan) - 1
         return min(_PAPER_DISTANCE, farthest, num_tokens - 1, plan.context_limits.memory_length or farthest)
@@ -181,24 +181,26 @@ def _distance(plan: EvaluationPlan, requested: int | None, num_tokens: int) -> i
     return requested
 
 
-def _corpus_text(folder: RunFolder, corpus: Path | str | None, split: str, max_tokens: int) -> TokenizedText:
-    opened = folder.open_corpus(corpus)
-    tokens = opened.split(split)
-    opened.verify(split)
+def _corpus_text(folder: RunFolder, path: Path | str | None, split: str, max_tokens: int) -> TokenizedText:
+    corpus = folder.open_corpus(path)
+    tokens = corpus.split(split)
+    corpus.verify(split)
     check_token_ids(tokens.first(max_tokens), folder.tokenizer.vocab_size)
     return TokenizedText(tokens.first(max_tokens), folder.tokenizer.bos_token_id, tokens.document_starts)
 
 
-def _plain_text(folder: RunFolder, text: str | bytes, max_tokens: int) -> TokenizedText:
+def _encode(folder: RunFolder, text: str | bytes, max_tokens: int) -> TokenizedText:
     content = to_bytes(text) if isinstance(text, str) else text
     return TokenizedText(encode_text(folder.tokenizer, "the text", content)[:max_tokens], folder.tokenizer.bos_token_id)
 
 
-def _measure(
+def _trace(
     model: TransformerXL, text: TokenizedText, plan: EvaluationPlan, page_tokens: int | None
 ) -> tuple[AttentionMeans, TermMaps]:
-    num_tokens, shape = len(text.tokens_K), (model.config.n_layers, model.config.n_heads)
-    maps = TermMaps(model, fitting_tokens(shape, num_tokens, page_tokens))
+    """Process the text once, for the means over all of it and the terms of its first tokens."""
+    num_tokens = len(text.tokens_K)
+    shape = (model.config.n_layers, model.config.n_heads)
+    maps = TermMaps(model, plan, choose_page_tokens(shape, num_tokens, page_tokens))
     means = AttentionMeans(model, plan, num_tokens)
     if not means.fills_memory:
         say(
@@ -207,34 +209,27 @@ def _measure(
             "text or a shorter memory length gives better means"
         )
     with ProgressBar("attention", num_tokens, "tokens") as bar:
-        read_attention(model, text.tokens_K, plan, [means.add, maps.callback(plan)], bar.advance)
+        trace_attention(model, text.tokens_K, plan, [means.add, maps.add], bar.advance)
     return means, maps
 
 
 def _losses(
     model: TransformerXL, text: TokenizedText, plan: EvaluationPlan
 ) -> tuple[dict[str, LossByDistance], int | None]:
-    """Return the losses with memory reset and continued, and the length of the chunks of a text without documents."""
-    chunked, chunk_length = with_chunks(text, plan)
+    """Return the losses with memory reset and continued, and the chunk length if the text has no documents."""
+    documents, chunk_length = with_documents(text, plan)
     with ProgressBar("loss", 2 * len(text.tokens_K), "tokens") as bar:
-        return {
-            "reset": loss_by_distance(model, chunked, plan, reset_memory=True, progress=bar.advance),
-            "continue": loss_by_distance(model, chunked, plan, reset_memory=False, progress=bar.advance),
-        }, chunk_length
+        losses = {
+            name: loss_by_distance(model, documents, plan, reset_memory=name == "reset", progress=bar.advance)
+            for name in _MEMORY_LABELS
+        }
+    return losses, chunk_length
 
 
 def _farthest_heads(means: AttentionMeans) -> list[Head]:
     """Return the head with the largest mean distance of the first, middle and last layer."""
-    layers = len(means.distance_LN)
-    return [(layer, int(means.distance_LN[layer].argmax())) for layer in sorted({0, layers // 2, layers - 1})]
-
-
-def _by_head(means: AttentionMeans) -> list[dict[str, Any]]:
-    return [
-        {"layer": layer, "head": head, "mean_distance": float(distance), "entropy_nats": float(entropy)}
-        for layer, pairs in enumerate(zip(means.distance_LN, means.entropy_LN, strict=True))
-        for head, (distance, entropy) in enumerate(zip(*pairs, strict=True))
-    ]
+    n_layers = len(means.distance_LN)
+    return [(layer, int(means.distance_LN[layer].argmax())) for layer in sorted({0, n_layers // 2, n_layers - 1})]
 
 
 def _write(
@@ -246,39 +241,35 @@ def _write(
     maps: TermMaps,
     losses: Mapping[str, LossByDistance],
 ) -> None:
-    """Write plots, page and values, and add the names of the files to the values."""
+    """Write plots, page and values to the folder `out`, and add the file names to the values."""
     heads = [(layer, head) for layer, head in values["plotted_heads"]]
     chunk_length = values["chunk_length"]
     subject = "a document" if chunk_length is None else f"a chunk of {pluralize(chunk_length)}"
     loss_plot = plots.draw_losses({_MEMORY_LABELS[name]: loss for name, loss in losses.items()}, subject)
     tokens = token_texts(folder.tokenizer, text.tokens_K[: maps.num_tokens])
-    names = [token.name for token in tokens]
+    term_files: list[str] = []
+    for layer, head in heads:
+        figure = plots.draw_terms(maps, (layer, head), [token.name for token in tokens])
+        term_files += plots.save(figure, out / f"terms-layer-{layer}-head-{head}")
     values["files"] = {
         "mean_attention": plots.save(plots.draw_means(mean_LNP), out / "mean-attention"),
         "heads": plots.save(plots.draw_heads(mean_LNP, heads), out / "heads"),
-        "terms": [
-            file
-            for head in heads
-            for file in plots.save(plots.draw_terms(maps, head, names), out / f"terms-layer-{head[0]}-head-{head[1]}")
-        ],
+        "terms": term_files,
         "loss": plots.save(loss_plot, out / "loss"),
         "page": ["attention.html"],
         "figures": ["figures.json", "mean-attention.npy"],
     }
-    title = f"What the heads of {Path(values['run']).resolve().name} attend to"
-    page = attention_page(maps, tokens, title, _about(values), apart=not folder.tokenizer.is_lossless)
-    (out / "attention.html").write_text(page, encoding="utf-8", errors="replace")
-    (out / "figures.json").write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-    _save_array(out / "mean-attention.npy", mean_LNP)
-
-
-def _about(values: Mapping[str, Any]) -> str:
     window = "" if values["attention_window"] is None else f", with attention window {values['attention_window']:,}"
-    return (
-        f"The first {pluralize(values['page_tokens'])} of a text, read in segments of {values['segment_length']:,} "
+    about = (
+        f"The first {pluralize(maps.num_tokens)} of a text, processed in segments of {values['segment_length']:,} "
         f"with memory length {values['memory_length']:,}, empty at the start{window}. Layers and heads are numbered "
         "from 0."
     )
+    title = f"What the heads of {Path(values['run']).resolve().name} attend to"
+    page = attention_page(maps, tokens, title, about, spaced=not folder.tokenizer.is_lossless)
+    (out / "attention.html").write_text(page, encoding="utf-8", errors="replace")
+    (out / "figures.json").write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+    _save_array(out / "mean-attention.npy", mean_LNP)
 
 
 def _save_array(path: Path, array: npt.NDArray[np.floating]) -> None:

@@ -1,13 +1,20 @@
-"""What heads attend to: mean attention by distance, and each term of the attention scores (paper appendix D).
+"""Attention of each head: means by distance, and each term of the attention scores (paper appendix D).
 
-A text is read with memory, segment by segment and layer by layer. The attention of each layer is passed to callbacks
-and then discarded, so that memory use does not depend on the length of the text.
+The score of a query q and a key k is the sum of four terms (paper section 3.3), here divided by sqrt(d_head):
+
+    (a) content          q . k
+    (b) position         q . r, with r the key of the distance between query and key
+    (c) content_bias     u . k, with u a parameter of the head
+    (d) position_bias    v . r, with v a parameter of the head
+
+A text is processed with memory, segment by segment and layer by layer. The attention of each layer is passed to
+callbacks and then discarded, so that memory use does not depend on the length of the text.
 
 Difference from the paper: it averages over 640 preceding tokens that every query sees. Here the evaluation settings
 determine the context, and the sum at each distance is divided by the number of queries that saw that distance.
 
 Shape suffixes: B batch size, T queries of a segment, M memory slots, S = M + T keys, P distances, N heads, L layers,
-D d_model, K tokens of the text, Q tokens that are shown, as queries and as keys.
+D d_model, K tokens of the text, Q tokens in the maps, as queries and as keys.
 """
 
 from __future__ import annotations
@@ -41,13 +48,7 @@ TERMS: dict[Term, str] = {
     "content_bias": "(c) global content",
     "position_bias": "(d) global position",
 }
-"""The maps that can be shown of a head, with their titles."""
-
-
-def terms_of(model: TransformerXL) -> dict[Term, str]:
-    """Return the maps that a model has, with their titles: Shaw's encoding has no global terms."""
-    missing = ("content_bias", "position_bias") if isinstance(model.config, ShawConfig) else ()
-    return {term: words for term, words in TERMS.items() if term not in missing}
+"""The maps of a head, with their titles."""
 
 
 def pluralize(count: int, noun: str = "token") -> str:
@@ -59,12 +60,12 @@ def require_attention_terms(model: LanguageModel) -> TransformerXL:
     """Return the model, if its attention scores are a sum of terms.
 
     Raises:
-        UserError: it has no attention, or absolute positions, without terms and without memory.
+        UserError: the model has no attention; or absolute positions, and so neither separate terms nor memory.
     """
     if isinstance(model, TransformerXL):
         return model
-    lacks = "attention terms and memory" if isinstance(model.config, AbsoluteConfig) else "attention"
-    raise UserError(f"{model.config.architecture} has no {lacks} to show; use a run of transformer-xl or shaw")
+    missing = "attention terms and memory" if isinstance(model.config, AbsoluteConfig) else "attention"
+    raise UserError(f"{model.config.architecture} has no {missing} to show; use a run of transformer-xl or shaw")
 
 
 @dataclass(frozen=True)
@@ -75,40 +76,40 @@ class LayerAttention:
     start: int
     """Position of the first query in the text."""
     num_valid: int
-    """Number of valid memory slots, which are the last ones."""
+    """Number of memory slots that hold tokens; they are the last slots."""
     terms: AttentionTerms
     """Scores and probabilities, with batch size 1."""
 
 
 LayerCallback = Callable[[LayerAttention], None]
-"""Called with the attention of a layer, which is discarded when it returns."""
+"""Called with the attention of a layer, which is discarded when the callback returns."""
 
 
-def read_attention(
+def trace_attention(
     model: TransformerXL,
     tokens_K: Tokens,
     plan: EvaluationPlan,
     callbacks: Sequence[LayerCallback],
     progress: ProgressCallback | None = None,
 ) -> None:
-    """Read a text, starting with empty memory, and pass the attention of each layer of each segment to the callbacks.
+    """Process a text, starting with empty memory, and pass the attention of each layer and segment to the callbacks.
 
     Args:
         model: in evaluation mode.
-        tokens_K: the text; each token is read once, without a start token.
-        plan: segment length and context limits are used, the other fields are not.
+        tokens_K: the text; each token is an input once, without a BOS token before the first.
+        plan: only its segment length and context limits are used.
         callbacks: each is called with every layer of every segment, in order.
-        progress: called with the number of tokens read since the last call.
+        progress: called with the number of tokens processed since the last call.
 
     Raises:
-        UserError: weights that are not finite, or so large that a layer's output is not.
+        UserError: weights are not finite, or so large that a layer's output is not finite.
     """
     assert not model.training
     check_weights(model)
-    device, context_limits = next(model.parameters()).device, plan.context_limits
+    device, memory_length = next(model.parameters()).device, plan.context_limits.memory_length
     # memory slots that the text never fills are omitted, unless queries attend to empty slots
-    slots = memory_slots(model, len(tokens_K), plan)
-    memory = model.initial_memory(1, replace(context_limits, memory_length=slots))
+    num_slots = memory_slots(model, len(tokens_K), plan)
+    memory = model.initial_memory(1, replace(plan.context_limits, memory_length=num_slots))
     for start in range(0, len(tokens_K), plan.segment_length):
         ids_T = np.asarray(tokens_K[start : start + plan.segment_length], dtype=np.int64)
         with compute_context(device, "float32"):
@@ -116,9 +117,8 @@ def read_attention(
             caches: list[LayerCache] = []
             for layer, trace in enumerate(model.trace(tokens_BT, memory)):
                 _check_finite(trace, layer)
-                attention = LayerAttention(layer, start, min(start, context_limits.memory_length), trace.terms)
                 for callback in callbacks:
-                    callback(attention)
+                    callback(LayerAttention(layer, start, min(start, memory_length), trace.terms))
                 caches.append(trace.cache)
             memory = memory.advance(caches, len(ids_T))
         if progress:
@@ -126,18 +126,18 @@ def read_attention(
 
 
 def _check_finite(trace: LayerTrace, layer: int) -> None:
-    checked = (trace.output_BTD, trace.terms.content_BNTS, trace.terms.position_BNTS)
-    if not torch.stack([tensor.isfinite().all() for tensor in checked]).all():
+    tensors = (trace.output_BTD, trace.terms.content_BNTS, trace.terms.position_BNTS)
+    if not torch.stack([tensor.isfinite().all() for tensor in tensors]).all():
         raise UserError(
-            f"layer {layer} gives values that are not finite: its weights are too large; train again with a lower "
+            f"layer {layer} computes values that are not finite: its weights are too large; train again with a lower "
             "learning rate, or use the other checkpoint (--checkpoint best or last)"
         )
 
 
-def by_distance(x_BNTS: Tensor, num_distances: int) -> Tensor:
-    """Rearrange values of queries and keys, batch size 1, to queries and distances 0, 1, ...; shape (N, T, P).
+def _by_distance(x_BNTS: Tensor, num_distances: int) -> Tensor:
+    """Rearrange values by query and key, with batch size 1, to values by query and distance; shape (N, T, P).
 
-    Positions before the first key are 0.
+    Distances that reach beyond the first key get 0.
     """
     num_queries, num_keys = x_BNTS.shape[-2:]
     query_T = torch.arange(num_queries, device=x_BNTS.device)
@@ -148,36 +148,37 @@ def by_distance(x_BNTS: Tensor, num_distances: int) -> Tensor:
 
 
 class AttentionMeans:
-    """Mean attention of each head by distance, over the queries of a text that are read with a full memory.
+    """Mean attention of each head by distance, over the queries of a text that see a full memory.
 
-    Queries before the memory is full are excluded, as they see fewer keys and attend more to each; in a text too short
-    to fill the memory, all are included. Later queries of a segment see farther than its first, so the sum at each
-    distance is divided by the number of included queries that saw that distance.
+    Queries before the memory is full are excluded, because they see fewer keys and attend more to each; if the text is
+    too short to fill the memory, all queries are included. Later queries of a segment see farther than its first, so
+    the sum at each distance is divided by the number of included queries that saw that distance.
     """
 
     def __init__(self, model: TransformerXL, plan: EvaluationPlan, num_tokens: int) -> None:
         """Initialize all sums with zero.
 
         Args:
-            model: the model that will be read.
-            plan: the plan passed to `read_attention`.
+            model: the model passed to `trace_attention`.
+            plan: the plan passed to `trace_attention`.
             num_tokens: length of the text.
         """
         num_distances = min(num_visible_distances(plan), num_tokens)
         shape = (model.config.n_layers, model.config.n_heads)
-        before = -(-plan.context_limits.memory_length // plan.segment_length) * plan.segment_length
-        self.fills_memory = num_tokens > before
+        memory_length = plan.context_limits.memory_length
+        tokens_until_full = -(-memory_length // plan.segment_length) * plan.segment_length  # in whole segments
+        self.fills_memory = num_tokens > tokens_until_full
         """Whether the text is long enough for queries with a full memory."""
-        self._min_valid = plan.context_limits.memory_length if self.fills_memory else 0
+        self._min_valid = memory_length if self.fills_memory else 0
         self.num_queries = 0
         """Number of included queries."""
         self.count_P = torch.zeros(num_distances, dtype=torch.int64)
         """Number of included queries that saw each distance."""
         self._sum_LNP = torch.zeros(*shape, num_distances, dtype=torch.float64)
-        self._entropy_LN = torch.zeros(shape, dtype=torch.float64)
+        self._entropy_sum_LN = torch.zeros(shape, dtype=torch.float64)
 
     def add(self, attention: LayerAttention) -> None:
-        """Add a layer of a segment; a callback of `read_attention`."""
+        """Add the attention of a layer in a segment; a callback of `trace_attention`."""
         if attention.num_valid < self._min_valid:
             return
         p_BNTS = attention.terms.probabilities_BNTS
@@ -186,10 +187,10 @@ class AttentionMeans:
         if attention.layer == 0:
             self.num_queries += num_queries
             self.count_P += seen_TP.sum(0)
-        p_NTP = by_distance(p_BNTS, len(self.count_P)).masked_fill(~seen_TP.to(p_BNTS.device), 0)
-        # some devices have no float64: each segment is summed there, and the sums are added up on the CPU
+        p_NTP = _by_distance(p_BNTS, len(self.count_P)).masked_fill(~seen_TP.to(p_BNTS.device), 0)
+        # some devices have no float64, so each segment is summed there, and the sums are added on the CPU
         self._sum_LNP[attention.layer] += p_NTP.sum(1).cpu().double()
-        self._entropy_LN[attention.layer] += torch.special.entr(p_BNTS[0]).sum((-1, -2)).cpu().double()
+        self._entropy_sum_LN[attention.layer] += torch.special.entr(p_BNTS[0]).sum((-1, -2)).cpu().double()
 
     def mean_LNP(self, max_distance: int) -> npt.NDArray[np.float64]:
         """Return the mean probability at distances 0 to `max_distance`; nan where no query saw a distance."""
@@ -205,7 +206,7 @@ class AttentionMeans:
     @property
     def entropy_LN(self) -> npt.NDArray[np.float64]:
         """Mean entropy of each head's attention, in nats: 0 for a single key, ln(n) for n equally probable keys."""
-        return (self._entropy_LN / self.num_queries).numpy()
+        return (self._entropy_sum_LN / self.num_queries).numpy()
 
 
 def num_visible_distances(plan: EvaluationPlan) -> int:
@@ -221,58 +222,57 @@ class TermMaps:
     scores on request, with the softmax denominator of each query, which may include empty memory slots.
     """
 
-    def __init__(self, model: TransformerXL, num_tokens: int) -> None:
+    def __init__(self, model: TransformerXL, plan: EvaluationPlan, num_tokens: int) -> None:
         """Allocate the maps.
 
         Args:
-            model: the model that will be read.
+            model: the model passed to `trace_attention`.
+            plan: the plan passed to `trace_attention`.
             num_tokens: Q.
         """
-        shape = (model.config.n_layers, model.config.n_heads)
         self.num_tokens = num_tokens
-        self.shape = shape
-        self.terms = terms_of(model)
+        self.shape = shape = (model.config.n_layers, model.config.n_heads)
+        # Shaw's relative positions have no terms (c) and (d)
+        missing = ("content_bias", "position_bias") if isinstance(model.config, ShawConfig) else ()
+        self.terms = {term: title for term, title in TERMS.items() if term not in missing}
+        """The maps that this model has, with their titles."""
+        self._attention_window = plan.context_limits.attention_window
         dtype = next(model.parameters()).dtype
-        self.content_LNQQ, self.position_LNQQ = (
-            torch.zeros(*shape, num_tokens, num_tokens, dtype=dtype) for _ in range(2)
-        )
-        """Terms (a) and (b), queries and keys."""
+        self.content_LNQQ = torch.zeros(*shape, num_tokens, num_tokens, dtype=dtype)
+        """Term (a), by query and key."""
+        self.position_LNQQ = torch.zeros_like(self.content_LNQQ)
+        """Term (b), by query and key."""
         self.content_bias_LNQ = torch.zeros(*shape, num_tokens, dtype=dtype)
         """Term (c), by key."""
-        self.position_bias_LNQ = torch.zeros(*shape, num_tokens, dtype=dtype)
+        self.position_bias_LNQ = torch.zeros_like(self.content_bias_LNQ)
         """Term (d), by distance."""
-        self.log_total_LNQ = torch.zeros(*shape, num_tokens, dtype=dtype)
+        self.log_denominator_LNQ = torch.zeros_like(self.content_bias_LNQ)
         """Log of each query's softmax denominator."""
         self.first_seen_Q = torch.zeros(num_tokens, dtype=torch.int64)
         """Position of the first token that each query sees."""
 
-    def callback(self, plan: EvaluationPlan) -> LayerCallback:
-        """Return the callback for `read_attention` with the same plan; it ignores what is beyond the first Q tokens."""
-
-        def add(attention: LayerAttention) -> None:
-            num = min(plan.segment_length, self.num_tokens - attention.start)
-            if num > 0:
-                self._add(attention, num, plan.context_limits.attention_window)
-
-        return add
-
-    def _add(self, attention: LayerAttention, num: int, window: int | None) -> None:
-        layer, begin, terms = attention.layer, attention.start, attention.terms
-        num_queries, num_keys = terms.content_BNTS.shape[-2:]
-        num_memory = num_keys - num_queries
-        queries, slots = slice(begin, begin + num), slice(num_memory - attention.num_valid, num_memory + num)
-        keys = slice(begin - attention.num_valid, begin + num)
-        self.content_LNQQ[layer, :, queries, keys] = terms.content_BNTS[0, :, :num, slots].cpu()
-        self.position_LNQQ[layer, :, queries, keys] = terms.position_BNTS[0, :, :num, slots].cpu()
+    def add(self, attention: LayerAttention) -> None:
+        """Copy the terms of a layer in a segment, except for tokens after the first Q; for `trace_attention`."""
+        layer, start, terms, window = attention.layer, attention.start, attention.terms, self._attention_window
+        segment_length, num_keys = terms.content_BNTS.shape[-2:]
+        num_queries, num_memory = min(segment_length, self.num_tokens - start), num_keys - segment_length
+        if num_queries <= 0:
+            return
+        first_key, stop = start - attention.num_valid, start + num_queries
+        queries, keys = slice(start, stop), slice(first_key, stop)
+        slots = slice(
+            num_memory - attention.num_valid, num_memory + num_queries
+        )  # of these keys in the segment's terms
+        self.content_LNQQ[layer, :, queries, keys] = terms.content_BNTS[0, :, :num_queries, slots].cpu()
+        self.position_LNQQ[layer, :, queries, keys] = terms.position_BNTS[0, :, :num_queries, slots].cpu()
         bias_NT = terms.content_bias_BNTS[0].diagonal(num_memory, -2, -1)  # each query's own key, which it always sees
-        self.content_bias_LNQ[layer, :, queries] = bias_NT[:, :num].cpu()
-        seen = min(attention.num_valid + num, window or num_keys)
-        last_NS = terms.position_bias_BNTS[0, :, num - 1]
-        self.position_bias_LNQ[layer, :, :seen] = last_NS[:, : num_memory + num][:, -seen:].flip(-1).cpu()
-        self.log_total_LNQ[layer, :, queries] = _log_total(terms)[:, :num].cpu()
-        position_T = torch.arange(begin, begin + num)
-        nearest = torch.full_like(position_T, begin - attention.num_valid)
-        self.first_seen_Q[queries] = nearest if window is None else nearest.maximum(position_T - window + 1)
+        self.content_bias_LNQ[layer, :, queries] = bias_NT[:, :num_queries].cpu()
+        num_seen = min(attention.num_valid + num_queries, window or num_keys)  # keys that the last query sees
+        last_NS = terms.position_bias_BNTS[0, :, num_queries - 1, : num_memory + num_queries]
+        self.position_bias_LNQ[layer, :, :num_seen] = last_NS[:, -num_seen:].flip(-1).cpu()
+        self.log_denominator_LNQ[layer, :, queries] = _log_denominator(terms)[:, :num_queries].cpu()
+        first_in_window_T = torch.arange(start, stop) + 1 - (window or num_keys)
+        self.first_seen_Q[queries] = first_in_window_T.clamp(min=first_key)
 
     @property
     def seen_QQ(self) -> Tensor:
@@ -284,23 +284,19 @@ class TermMaps:
         """Return a map of a head by query and key; nan where the query does not see the key."""
         position_Q = torch.arange(self.num_tokens)
         distance_QQ = (position_Q[:, None] - position_Q).clamp(min=0)
-        parts = {
+        maps = {
             "content": self.content_LNQQ[layer, head],
             "position": self.position_LNQQ[layer, head],
             "content_bias": self.content_bias_LNQ[layer, head].expand(self.num_tokens, -1),
             "position_bias": self.position_bias_LNQ[layer, head][distance_QQ],
         }
-        if term in parts:
-            map_QQ = parts[term]
-        else:
-            map_QQ = parts["content"] + parts["position"] + parts["content_bias"] + parts["position_bias"]
-            if term == "probability":
-                map_QQ = (map_QQ - self.log_total_LNQ[layer, head, :, None]).exp()
-        return map_QQ.masked_fill(~self.seen_QQ, torch.nan).numpy()
+        maps["score"] = maps["content"] + maps["position"] + maps["content_bias"] + maps["position_bias"]
+        maps["probability"] = (maps["score"] - self.log_denominator_LNQ[layer, head, :, None]).exp()
+        return maps[term].masked_fill(~self.seen_QQ, torch.nan).numpy()
 
 
-def _log_total(terms: AttentionTerms) -> Tensor:
-    """Return the log of each query's softmax denominator, from its most probable key; shape (N, T)."""
+def _log_denominator(terms: AttentionTerms) -> Tensor:
+    """Return the log of each query's softmax denominator, computed from its most probable key; shape (N, T)."""
     score_BNTS = terms.content_BNTS + terms.position_BNTS + terms.content_bias_BNTS + terms.position_bias_BNTS
-    highest_BNT, key_BNT = terms.probabilities_BNTS.max(-1)
-    return (score_BNTS.gather(-1, key_BNT[..., None])[..., 0] - highest_BNT.log())[0]
+    max_p_BNT, key_BNT = terms.probabilities_BNTS.max(-1)
+    return (score_BNTS.gather(-1, key_BNT[..., None])[..., 0] - max_p_BNT.log())[0]

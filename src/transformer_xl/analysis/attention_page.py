@@ -1,16 +1,19 @@
-"""The attention page: one self-contained HTML file with every attention term of every head over a text.
+"""Write the page of `txl analyze attention`: one HTML file with every attention term of every head over a text.
 
 Terms (a) and (b) of each query and key are stored as 16-bit integers between the minimum and maximum of their head, and
-terms (c) by key and (d) by distance in float32; the page adds them up. So a value of (a) or (b) is off by half a
-quantization step at most, 1/131070 of the head's range, and a probability by twice that share of its own value.
+terms (c) by key and (d) by distance in float32; the script of the page computes their sum. So a value of (a) or (b) is
+off by half a quantization step at most, 1/131070 of the head's range, and a probability by twice that share of its own
+value. The terms are explained in `attention_maps.py`.
 
-Shape suffixes: L layers, N heads, Q tokens as queries and as keys, X pairs of a query and a key that is not after it.
+Shape suffixes: L layers, N heads, Q tokens as queries and as keys, X pairs of a query and a key at or before it, C the
+two terms (a) and (b).
 """
 
 from __future__ import annotations
 
 import base64
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from html import escape
@@ -20,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from matplotlib import colormaps
 
 from transformer_xl.analysis.attention_maps import TermMaps, pluralize
@@ -27,29 +31,29 @@ from transformer_xl.config import UserError
 from transformer_xl.text.tokenizers import Tokenizer
 
 MAX_BYTES = 8 * 2**20
-"""Most bytes of terms (a) and (b) in a page; base64 makes them a third larger."""
+"""Maximum size of terms (a) and (b) in a page; base64 makes them a third larger."""
 DEFAULT_TOKENS = 192
-"""Tokens on a page by default, if they fit."""
+"""Number of tokens on a page by default, if they fit."""
 
-_LEVELS = 2**16 - 1
+_MAX_LEVEL = 2**16 - 1  # the largest 16-bit integer
 _MAX_NAME = 60  # characters, enough to recognize a token
-_SPACE, _LINE_END, _TAB = "\u00b7", "\u21b5", "\u21e5"
+_SYMBOLS = {" ": "\u00b7", "\n": "\u21b5", "\t": "\u21e5"}  # a middle dot and two arrows
 
 
 @dataclass(frozen=True)
 class TokenText:
-    """How a token is shown."""
+    """How a token is displayed."""
 
     shown: str
-    """Within the text; a newline is shown as a sign and a newline."""
+    """Within the text; a newline is a symbol and the newline itself, so that the text keeps its lines."""
     name: str
-    """On its own, in one line and truncated."""
+    """In tables and plots: one line with symbols for whitespace, truncated."""
     odd: bool
-    """Whether it is bytes that are not whole characters."""
+    """Whether the token is empty or has bytes that are not whole characters; the page shows it in italics."""
 
 
 def token_texts(tokenizer: Tokenizer, ids_Q: npt.NDArray[Any]) -> list[TokenText]:
-    """Return how each token of a text is shown; bytes that are part of a character are shown in hexadecimal."""
+    """Return how to display each token; bytes that are only part of a character are displayed in hexadecimal."""
     return [_token_text(tokenizer.decode_bytes([token])) for token in ids_Q.tolist()]
 
 
@@ -58,17 +62,13 @@ def _token_text(content: bytes) -> TokenText:
         text = content.decode("utf-8")
     except UnicodeDecodeError:
         digits = content.hex(" ").upper()
-        return TokenText(digits, truncate(list(f"bytes {digits}"), _MAX_NAME), True)
+        return TokenText(digits, truncate(list(f"bytes {digits}"), _MAX_NAME), odd=True)
     if not text:
-        return TokenText("\u2205", "nothing", True)
-    # the sign, then the newline itself, so that the text keeps its lines
-    shown = "".join({"\n": _LINE_END + "\n", "\t": _TAB}.get(letter) or _visible(letter) for letter in text)
-    marks = {"\n": _LINE_END, "\t": _TAB, " ": _SPACE}
-    return TokenText(shown, truncate([marks.get(letter) or _visible(letter) for letter in text], _MAX_NAME), False)
-
-
-def _visible(letter: str) -> str:
-    return letter if letter.isprintable() else repr(letter)[1:-1]
+        return TokenText("\u2205", "nothing", odd=True)  # the sign for the empty set
+    # characters that cannot be printed become escapes, such as \x00
+    parts = [part if part.isprintable() or part in _SYMBOLS else repr(part)[1:-1] for part in text]
+    shown = "".join(parts).translate(str.maketrans({"\n": _SYMBOLS["\n"] + "\n", "\t": _SYMBOLS["\t"]}))
+    return TokenText(shown, truncate([_SYMBOLS.get(part, part) for part in parts], _MAX_NAME), odd=False)
 
 
 def truncate(parts: Sequence[str], max_length: int) -> str:
@@ -79,101 +79,92 @@ def truncate(parts: Sequence[str], max_length: int) -> str:
     return "".join(part for part, end in zip(parts, ends, strict=True) if end <= max_length - 3) + "..."
 
 
-def num_bytes(shape: tuple[int, int], num_tokens: int) -> int:
-    """Return the bytes of terms (a) and (b) of L x N heads over `num_tokens` tokens."""
-    layers, heads = shape
-    return layers * heads * num_tokens * (num_tokens + 1) // 2 * 2 * np.dtype(np.uint16).itemsize
-
-
-def fitting_tokens(shape: tuple[int, int], num_tokens: int, wanted: int | None) -> int:
-    """Return the number of tokens on the page: those wanted, or by default as many as fit, at most `DEFAULT_TOKENS`.
+def choose_page_tokens(shape: tuple[int, int], num_tokens: int, requested: int | None) -> int:
+    """Return the number of tokens on the page: `requested`, or by default as many as fit, at most `DEFAULT_TOKENS`.
 
     Args:
         shape: L and N.
         num_tokens: length of the text.
-        wanted: the number that the user asks for; None: the default.
+        requested: the number that the user asks for, or None for the default.
 
     Raises:
-        UserError: more are wanted than the text has, or than fit into a page.
+        UserError: `requested` is more than the text has, or than fit into a page.
     """
-    most = int(np.sqrt(MAX_BYTES / num_bytes(shape, 1)) * 2**0.5)
-    while num_bytes(shape, most) > MAX_BYTES:
-        most -= 1
-    if wanted is None:
-        return max(1, min(most, DEFAULT_TOKENS, num_tokens))
-    if wanted > num_tokens:
-        raise UserError(f"page_tokens {wanted:,}: the text has {pluralize(num_tokens)}; give that many at most")
-    if wanted > most:
-        size = f"{num_bytes(shape, wanted) / 2**20:,.0f} MiB"
+    bytes_per_pair = 2 * 2 * math.prod(shape)  # of each head two terms, with 2 bytes each
+    max_pairs = MAX_BYTES // bytes_per_pair
+    max_tokens = (math.isqrt(8 * max_pairs + 1) - 1) // 2  # the largest Q with Q (Q + 1) / 2 <= max_pairs
+    if requested is None:
+        return max(1, min(max_tokens, DEFAULT_TOKENS, num_tokens))
+    if requested > num_tokens:
+        raise UserError(f"page_tokens {requested:,}: the text has {pluralize(num_tokens)}; give at most that many")
+    if requested > max_tokens:
+        size = f"{requested * (requested + 1) // 2 * bytes_per_pair / 2**20:,.0f} MiB"
         raise UserError(
-            f"page_tokens {wanted:,}: the terms of {shape[0]} x {shape[1]} heads would take {size} of the page; give "
-            f"{most:,} at most"
+            f"page_tokens {requested:,}: the terms of {shape[0]} x {shape[1]} heads would take {size} of the page; "
+            f"give at most {max_tokens:,}"
         )
-    return wanted
+    return requested
 
 
-def attention_page(maps: TermMaps, tokens: Sequence[TokenText], title: str, about: str, *, apart: bool) -> str:
+def attention_page(maps: TermMaps, tokens: Sequence[TokenText], title: str, about: str, *, spaced: bool) -> str:
     """Return the page as HTML.
 
     Args:
         maps: all terms.
-        tokens: how each token is shown.
+        tokens: how each token is displayed.
         title: title of the page.
-        about: a sentence on what was read and how.
-        apart: whether to put spaces between tokens (words) or not (bytes, characters, subwords).
+        about: a sentence on the text and the settings.
+        spaced: whether to put spaces between tokens (words) or not (bytes, characters, subwords).
     """
-    layers, heads = maps.shape
-    levels, ranges = _quantised(maps)
+    n_layers, n_heads = maps.shape
+    levels_LNCX, ranges = _quantize(maps)
     data = {
-        "n_layers": layers,
-        "n_heads": heads,
+        "n_layers": n_layers,
+        "n_heads": n_heads,
         "tokens": [asdict(token) for token in tokens],
-        "apart": apart,
-        "terms": [{"name": name, "words": words} for name, words in maps.terms.items()],
+        "spaced": spaced,
+        "terms": [{"name": name, "title": term_title} for name, term_title in maps.terms.items()],
         "first_seen": maps.first_seen_Q.tolist(),
         "colours": (colormaps["viridis"](np.arange(256))[:, :3] * 255).round().astype(int).tolist(),
-        "levels": _base64(levels, "<u2"),
+        "levels": _base64(levels_LNCX, "<u2"),
         "ranges": _base64(ranges, "<f8"),
         "content_bias": _base64(maps.content_bias_LNQ.numpy(), "<f4"),
         "position_bias": _base64(maps.position_bias_LNQ.numpy(), "<f4"),
-        "log_total": _base64(maps.log_total_LNQ.numpy(), "<f4"),
+        "log_denominator": _base64(maps.log_denominator_LNQ.numpy(), "<f4"),
     }
-    # < is escaped, so that nothing in the text can end the script element
-    encoded = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
-    filled = {
+    contents = {
         "title": escape(title),
         "about": escape(about),
-        "style": _part("css"),
-        "script": _part("js"),
-        "data": encoded,
+        "style": _asset("css"),
+        "script": _asset("js"),
+        # < is escaped, so that nothing in the text can end the script element
+        "data": json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),
     }
-    parts = _part("html").split("@")
-    assert set(parts[1::2]) == filled.keys()
-    return "".join(filled[part] if index % 2 else part for index, part in enumerate(parts))
+    template = _asset("html").split("@")  # text and the @names@ of contents alternate
+    assert set(template[1::2]) == contents.keys()
+    return "".join(contents[part] if index % 2 else part for index, part in enumerate(template))
 
 
-def _part(kind: str) -> str:
-    return (resources.files("transformer_xl.analysis") / f"attention_page.{kind}").read_text(encoding="utf-8")
+def _asset(suffix: str) -> str:
+    return (resources.files("transformer_xl.analysis") / f"attention_page.{suffix}").read_text(encoding="utf-8")
 
 
-def _quantised(maps: TermMaps) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.float64]]:
-    """Quantize terms (a) and (b): levels (L, N, 2, X), and the minimum and the step of each head (L, N, 2, 2).
+def _quantize(maps: TermMaps) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.float64]]:
+    """Quantize terms (a) and (b): levels (L, N, C, X), and the minimum and the step of each head (L, N, C, 2).
 
-    Keys that are not seen have level 0, without meaning.
+    Pairs of which the query does not see the key have level 0, which the page ignores.
     """
     query_X, key_X = np.tril_indices(maps.num_tokens)
     seen_X = maps.seen_QQ.numpy()[query_X, key_X]
-    levels = np.zeros((*maps.shape, 2, len(query_X)), dtype=np.uint16)
-    ranges = np.zeros((*maps.shape, 2, 2))
-    for layer, head in np.ndindex(maps.shape):
-        for number, term_QQ in enumerate((maps.content_LNQQ[layer, head], maps.position_LNQQ[layer, head])):
-            found = term_QQ.numpy()[query_X, key_X][seen_X].astype(np.float64)
-            low, step = found.min(), (found.max() - found.min()) / _LEVELS
-            ranges[layer, head, number] = low, step
-            if step:
-                levels[layer, head, number, seen_X] = np.round((found - low) / step)
-    return levels, ranges
+    terms_LNCQQ = torch.stack([maps.content_LNQQ, maps.position_LNQQ], dim=2).numpy()
+    seen_terms = terms_LNCQQ[..., query_X[seen_X], key_X[seen_X]].astype(np.float64)
+    min_LNC = seen_terms.min(-1)
+    step_LNC = (seen_terms.max(-1) - min_LNC) / _MAX_LEVEL
+    divisor_LNC = np.where(step_LNC > 0, step_LNC, 1)
+    levels_LNCX = np.zeros((*min_LNC.shape, len(query_X)), dtype=np.uint16)
+    levels_LNCX[..., seen_X] = np.round((seen_terms - min_LNC[..., None]) / divisor_LNC[..., None])
+    return levels_LNCX, np.stack([min_LNC, step_LNC], axis=-1)
 
 
-def _base64(numbers: npt.NDArray[Any], dtype: str) -> str:
-    return base64.b64encode(np.ascontiguousarray(numbers, dtype=dtype).tobytes()).decode("ascii")
+def _base64(values: npt.NDArray[Any], dtype: str) -> str:
+    return base64.b64encode(np.ascontiguousarray(values, dtype=dtype).tobytes()).decode("ascii")

@@ -1,7 +1,7 @@
-"""Plots of attention: means by distance, single heads, every term over a text, and the loss by distance.
+"""Plots of `txl analyze attention`: means by distance, single heads, every term over a text, and loss by distance.
 
-Colours are viridis, which colour-blind readers can tell apart. Means fall by orders of magnitude within a few tokens,
-so their colour scale is logarithmic.
+Colours are matplotlib's viridis, which colour-blind readers can tell apart. Mean attention decreases by orders of
+magnitude within a few tokens, so its colour scale is logarithmic.
 
 Shape suffixes: L layers, N heads, P distances, Q tokens of a text as queries and keys, G groups of distances.
 """
@@ -22,69 +22,69 @@ from matplotlib.ticker import MaxNLocator, NullLocator
 from transformer_xl.analysis.attention_maps import TermMaps, pluralize
 from transformer_xl.analysis.attention_page import truncate
 from transformer_xl.analysis.loss_by_distance import LossByDistance
-from transformer_xl.analysis.plots import COLOURS
+from transformer_xl.analysis.plots import COLOURS, tidy
 
 Head = tuple[int, int]
 """Layer and head, both from 0."""
 
-_COLOURS = "viridis"
 _COLOUR_RANGE = 1e-4  # of the maximum; smaller values have the same colour
-_MAX_LABELS = 48  # tokens that fit beside an axis
-_MAX_LABEL = 14  # characters
-_SIGNS = "\u00b7\u21b5\u21e5"  # for a space, a newline and a tab; matplotlib's font has them
-_LABEL_INCHES = 0.15
+_MAX_LABELS = 48  # number of token labels that fit along an axis
+_MAX_LABEL = 14  # length of a label, in characters
+_SYMBOLS = "\u00b7\u21b5\u21e5"  # shown for a space, a newline and a tab; matplotlib's font has them
+_LABEL_INCHES = 0.15  # height of a label
 _STYLES = ("-", "--", "-.", ":")
 
 
 def save(figure: Figure, stem: Path) -> list[str]:
     """Write a plot as `stem`.png and `stem`.svg; return the names of the files."""
     figure.savefig(stem.with_suffix(".png"), dpi=110)
-    figure.set_layout_engine("none")  # the layout is done
+    figure.set_layout_engine("none")  # keep the layout computed for the .png
     figure.savefig(stem.with_suffix(".svg"), dpi=110, metadata={"Date": None})
-    return [stem.with_suffix(end).name for end in (".png", ".svg")]
+    return [stem.with_suffix(suffix).name for suffix in (".png", ".svg")]
 
 
 def draw_means(mean_LNP: npt.NDArray[np.float64]) -> Figure:
     """Draw mean attention by distance, with a row for each head of each layer."""
-    layers, heads, num_distances = mean_LNP.shape
-    row = min(0.3, max(0.055, 9.0 / (layers * heads)))
-    figure = Figure(figsize=(9.0, max(2.4, row * layers * heads + 1.3)), layout="constrained")
+    n_layers, n_heads, num_distances = mean_LNP.shape
+    num_rows = n_layers * n_heads
+    row_inches = min(0.3, max(0.055, 9.0 / num_rows))
+    figure = Figure(figsize=(9.0, max(2.4, row_inches * num_rows + 1.3)), layout="constrained")
     axes = figure.add_subplot()
-    rows = np.ma.masked_invalid(mean_LNP.reshape(layers * heads, num_distances))
+    rows = np.ma.masked_invalid(mean_LNP.reshape(num_rows, num_distances))
     image = axes.imshow(
         rows,
-        norm=_logarithmic(rows),
-        cmap=_COLOURS,
+        norm=_log_norm(rows),
+        cmap="viridis",
         aspect="auto",
         interpolation="nearest",
-        extent=(-0.5, num_distances - 0.5, layers * heads, 0),
+        extent=(-0.5, num_distances - 0.5, num_rows, 0),
     )
-    for layer in range(1, layers):
-        axes.axhline(layer * heads, color="white", linewidth=0.8)
-    names = _evenly(layers, row * heads)
-    axes.set_yticks([(layer + 0.5) * heads for layer in names], [f"layer {layer}" for layer in names])
+    for layer in range(1, n_layers):
+        axes.axhline(layer * n_heads, color="white", linewidth=0.8)
+    # label every layer, or only every second, third and so on if the labels would overlap
+    label_step = max(1, int(np.ceil(_LABEL_INCHES / (row_inches * n_heads))))
+    labelled = range(0, n_layers, label_step)
+    axes.set_yticks([(layer + 0.5) * n_heads for layer in labelled], [f"layer {layer}" for layer in labelled])
     axes.tick_params(axis="y", length=0)
-    if row >= _LABEL_INCHES:
+    if row_inches >= _LABEL_INCHES:
         right = axes.secondary_yaxis("right")
-        right.set_yticks(
-            np.arange(layers * heads) + 0.5, [f"head {head}" for _ in range(layers) for head in range(heads)]
-        )
+        right.set_yticks(np.arange(num_rows) + 0.5, [f"head {row % n_heads}" for row in range(num_rows)])
         right.tick_params(axis="y", length=0, labelsize=8)
-    axes.set_title(f"Mean attention by distance: {pluralize(layers, 'layer')} x {pluralize(heads, 'head')}, a row each")
-    axes.set_xlabel("distance in tokens (0: the token itself)")
+    size = f"{pluralize(n_layers, 'layer')} x {pluralize(n_heads, 'head')}"
+    axes.set(title=f"Mean attention by distance: {size}, a row each", xlabel="distance in tokens (0: the token itself)")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.colorbar(image, label="mean probability (logarithmic)", pad=0.02)
     return figure
 
 
 def draw_heads(mean_LNP: npt.NDArray[np.float64], heads: Sequence[Head]) -> Figure:
-    """Draw mean attention of single heads by distance, with both axes logarithmic; 0 is at the left edge."""
+    """Draw mean attention of single heads by distance, with both axes logarithmic; distance 0 is at the left edge."""
     figure = Figure(figsize=(7.2, 4.2), layout="constrained")
     axes = figure.add_subplot()
     distance_P = np.arange(mean_LNP.shape[-1])
-    for number, (layer, head) in enumerate(heads):
-        style = _STYLES[number // len(COLOURS) % len(_STYLES)]
-        colour = COLOURS[number % len(COLOURS)]
+    for index, (layer, head) in enumerate(heads):
+        style = _STYLES[index // len(COLOURS) % len(_STYLES)]
+        colour = COLOURS[index % len(COLOURS)]
         axes.plot(distance_P, mean_LNP[layer, head], style, color=colour, label=f"layer {layer}, head {head}")
     axes.set(
         title="Mean attention of single heads",
@@ -92,14 +92,13 @@ def draw_heads(mean_LNP: npt.NDArray[np.float64], heads: Sequence[Head]) -> Figu
         ylabel="mean probability",
     )
     axes.set_yscale("log")
-    axes.set_xscale("symlog", base=2, linthresh=1)
-    last = len(distance_P) - 1
-    ticks = [0, *(2**power for power in range(last.bit_length()))]
+    axes.set_xscale("symlog", base=2, linthresh=1)  # symlog: a log axis that includes 0
+    max_distance = len(distance_P) - 1
+    ticks = [0, *(2**power for power in range(max_distance.bit_length()))]
     axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
-    axes.set_xlim(-0.1, max(1, last) * 1.1)
+    axes.set_xlim(-0.1, max(1, max_distance) * 1.1)
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.grid(visible=True, alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
+    tidy(axes)
     axes.legend(frameon=False, loc="lower left", ncols=1 + len(heads) // 9, fontsize=9)
     return figure
 
@@ -109,17 +108,18 @@ def draw_terms(maps: TermMaps, head: Head, labels: Sequence[str]) -> Figure:
 
     Each map has its own colour scale; keys that a query does not see are white.
     """
-    probability, score, *parts = maps.terms.items()
-    shown = [*parts, score, probability]
-    figure = Figure(figsize=(4.6 * (len(shown) // 2), 8.2), layout="constrained")
+    probability, score, *terms = maps.terms.items()
+    panels = [*terms, score, probability]
+    num_columns = len(panels) // 2
+    figure = Figure(figsize=(4.6 * num_columns, 8.2), layout="constrained")
     figure.suptitle(f"Layer {head[0]}, head {head[1]}: the terms of its attention scores over {pluralize(len(labels))}")
-    for number, (term, words) in enumerate(shown, start=1):
-        axes = figure.add_subplot(2, len(shown) // 2, number)
-        found_QQ = np.ma.masked_invalid(maps.map_QQ(term, *head))
-        norm = _logarithmic(found_QQ) if term == "probability" else None
-        image = axes.imshow(found_QQ, cmap=_COLOURS, norm=norm, interpolation="nearest")
-        axes.set_title(words if norm is None else f"{words}, logarithmic", fontsize=10)
-        _name_tokens(axes, labels, left=number % (len(shown) // 2) == 1, below=number > len(shown) // 2)
+    for number, (term, title) in enumerate(panels, start=1):
+        axes = figure.add_subplot(2, num_columns, number)
+        map_QQ = np.ma.masked_invalid(maps.map_QQ(term, *head))
+        norm = _log_norm(map_QQ) if term == "probability" else None
+        image = axes.imshow(map_QQ, cmap="viridis", norm=norm, interpolation="nearest")
+        axes.set_title(title if norm is None else f"{title}, logarithmic", fontsize=10)
+        _label_tokens(axes, labels, is_left=number % num_columns == 1, is_bottom=number > num_columns)
         figure.colorbar(image, shrink=0.75, label="probability" if norm else "term of the score")
     return figure
 
@@ -128,66 +128,55 @@ def draw_losses(losses: Mapping[str, LossByDistance], subject: str) -> Figure:
     """Draw mean loss by distance from a document's start, a line for each entry, with standard errors and counts.
 
     Args:
-        losses: losses of the same tokens, by label.
-        subject: what counts as a document, such as "a document".
+        losses: losses of the same tokens under different settings, by the label of the line.
+        subject: where distances start, such as "a document".
     """
     figure = Figure(figsize=(7.2, 4.6), layout="constrained")
-    axes, below = figure.subplots(2, 1, sharex=True, height_ratios=(4, 1))
-    for number, (words, loss) in enumerate(losses.items()):
-        group_G = np.arange(len(loss.last_G)) + 0.08 * (number - 0.5)
-        axes.errorbar(
-            group_G, loss.nats_G, loss.error_G, fmt="os"[number % 2] + _STYLES[number % len(_STYLES)],
-            color=COLOURS[number], capsize=2, markersize=4, label=words,
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(4, 1))
+    for index, (label, loss) in enumerate(losses.items()):
+        group_G = np.arange(len(loss.loss_G)) + 0.08 * (index - 0.5)  # shifted, so that error bars do not overlap
+        upper.errorbar(
+            group_G, loss.loss_G, loss.error_G, fmt="os"[index % 2] + _STYLES[index % len(_STYLES)],
+            color=COLOURS[index], capsize=2, markersize=4, label=label,
         )  # fmt: skip
     first = next(iter(losses.values()))
-    below.bar(np.arange(len(first.last_G)), first.count_G, color="0.6", width=0.6)
-    below.set_yscale("log")
-    below.set(ylabel="tokens", xlabel=f"distance from the start of {subject}, in tokens (1: its first)")
-    edges = [0, *first.last_G.tolist()]
-    names = [f"{high:,}" if low + 1 == high else f"{low + 1:,}-{high:,}" for low, high in pairwise(edges)]
-    below.set_xticks(np.arange(len(names)), [_folded(name) for name in names], fontsize=8)
-    axes.set(title="Loss by distance from the start (bars: one standard error)", ylabel="nats per token")
-    for part in (axes, below):
-        part.grid(visible=True, axis="y", alpha=0.25)
-        part.spines[["top", "right"]].set_visible(False)
-        part.tick_params(axis="x", which="minor", bottom=False)
-    axes.legend(frameon=False)
+    lower.bar(np.arange(len(first.count_G)), first.count_G, color="0.6", width=0.6)
+    lower.set_yscale("log")
+    lower.set(ylabel="tokens", xlabel=f"distance from the start of {subject}, in tokens (1: its first)")
+    edges = [0, *first.max_distance_G.tolist()]
+    groups = [f"{end:,}" if start + 1 == end else f"{start + 1:,}-{end:,}" for start, end in pairwise(edges)]
+    # long labels are broken into two lines
+    names = [group if len(group) < 8 else group.replace("-", "-\n") for group in groups]
+    lower.set_xticks(np.arange(len(names)), names, fontsize=8)
+    upper.set(title="Loss by distance from the start (bars: one standard error)", ylabel="nats per token")
+    for axes in (upper, lower):
+        tidy(axes)
+        axes.grid(visible=False, axis="x")
+        axes.tick_params(axis="x", which="minor", bottom=False)
+    upper.legend(frameon=False)
     return figure
 
 
-def _logarithmic(found: np.ma.MaskedArray) -> LogNorm:
-    highest = float(found.max())
-    lowest = max(float(found[found > 0].min()), highest * _COLOUR_RANGE)
+def _log_norm(values: np.ma.MaskedArray) -> LogNorm:
+    """Return a logarithmic colour scale for positive values; `_COLOUR_RANGE` limits its range."""
+    highest = float(values.max())
+    lowest = max(float(values[values > 0].min()), highest * _COLOUR_RANGE)
     return LogNorm(min(lowest, 0.9 * highest), highest, clip=True)
 
 
-def _folded(name: str) -> str:
-    """Break a long label into two lines."""
-    return name if len(name) < 8 else name.replace("-", "-\n")
-
-
-def _evenly(count: int, inches: float) -> range:
-    """Return the indices of the labels to draw: every one, or every second and so on if they would overlap."""
-    return range(0, count, max(1, int(np.ceil(_LABEL_INCHES / inches))))
-
-
-def _name_tokens(axes: Axes, labels: Sequence[str], *, left: bool, below: bool) -> None:
-    """Label queries and keys at the outer axes with tokens, or with positions if there are many."""
-    named = len(labels) <= _MAX_LABELS
-    unit = "" if named else " (position)"
-    axes.set(xlabel=f"key{unit}" if below else "", ylabel=f"query{unit}" if left else "")
+def _label_tokens(axes: Axes, labels: Sequence[str], *, is_left: bool, is_bottom: bool) -> None:
+    """Label queries and keys at the left and bottom of the figure with tokens, or with positions if there are many."""
+    has_names = len(labels) <= _MAX_LABELS
+    unit = "" if has_names else " (position)"
+    axes.set(xlabel=f"key{unit}" if is_bottom else "", ylabel=f"query{unit}" if is_left else "")
     size = min(8.0, 210 / len(labels))
-    names = [_in_font(label) for label in labels]
-    for axis, outer, rotation in ((axes.xaxis, below, 90), (axes.yaxis, left, 0)):
-        if not outer:
+    # characters that matplotlib's font may lack become escapes
+    parts = [[part if part.isascii() or part in _SYMBOLS else ascii(part)[1:-1] for part in label] for label in labels]
+    names = [truncate(label_parts, _MAX_LABEL) for label_parts in parts]
+    for axis, is_labelled, rotation in ((axes.xaxis, is_bottom, 90), (axes.yaxis, is_left, 0)):
+        if not is_labelled:
             axis.set_ticks([])
-        elif named:
-            # with parse_math, $ would start a formula
+        elif has_names:
+            # parse_math=False: otherwise $ would start a formula
             axis.set_ticks(range(len(names)), names, fontsize=size, rotation=rotation, parse_math=False)
             axis.set_tick_params(length=0)
-
-
-def _in_font(label: str) -> str:
-    """Return a token as an axis label: characters that the font may lack as escapes, and truncated."""
-    characters = [letter if letter.isascii() or letter in _SIGNS else ascii(letter)[1:-1] for letter in label]
-    return truncate(characters, _MAX_LABEL)

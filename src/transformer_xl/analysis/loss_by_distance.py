@@ -1,6 +1,6 @@
-"""How the loss falls from a document's start, with memory reset there and with memory that continues.
+"""How the loss decreases from a document's start, with memory reset there and with memory that continues.
 
-Shape suffixes: K tokens of a text, G groups of distances, N documents.
+`txl analyze attention` plots it. Shape suffixes: K tokens of a text, G groups of distances, N documents.
 """
 
 from __future__ import annotations
@@ -15,47 +15,50 @@ from transformer_xl.evaluation.evaluate import stream_losses
 from transformer_xl.evaluation.plan import EvaluationPlan, ProgressCallback, TokenizedText
 from transformer_xl.model.language_model import LanguageModel
 
-_MIN_CHUNKS = 8  # of a text without documents: fewer would show the noise of single tokens
+_MIN_CHUNKS = 8  # with fewer chunks, the mean loss near a start would be too noisy
 
 
 @dataclass(frozen=True, eq=False)
 class LossByDistance:
     """Mean loss at distances 1, 2, 3 to 4, 5 to 8 and so on; the first token of a document is at distance 1."""
 
-    last_G: npt.NDArray[np.int64]
+    max_distance_G: npt.NDArray[np.int64]
     """The largest distance of each group: 1, 2, 4, 8, ..."""
     count_G: npt.NDArray[np.int64]
     """Number of tokens in each group."""
-    nats_G: npt.NDArray[np.float64]
+    loss_G: npt.NDArray[np.float64]
     """Mean loss in nats per token."""
     error_G: npt.NDArray[np.float64]
-    """Standard error of that mean, taking tokens as independent; nan for a single token."""
+    """Standard error of the mean loss, taking tokens as independent; nan for a group of one token."""
 
     def as_dicts(self) -> list[dict[str, Any]]:
-        """Return an entry for each group as plain values, for JSON."""
-        columns = (self.last_G, self.count_G, self.nats_G, self.error_G)
-        names = ("up_to_distance", "tokens", "nats_per_token", "standard_error")
-        groups = zip(*(column.tolist() for column in columns), strict=True)
+        """Return a dictionary for each group, for JSON; nan becomes None."""
+        columns = (self.max_distance_G, self.count_G, self.loss_G, self.error_G)
         return [
-            {name: None if value != value else value for name, value in zip(names, group, strict=True)}
-            for group in groups
+            {
+                "up_to_distance": distance,
+                "tokens": count,
+                "nats_per_token": loss,
+                "standard_error": None if np.isnan(error) else error,
+            }
+            for distance, count, loss, error in zip(*(column.tolist() for column in columns), strict=True)
         ]
 
 
-def with_chunks(text: TokenizedText, plan: EvaluationPlan) -> tuple[TokenizedText, int | None]:
-    """Return the text with documents: if it is one document, it is split into chunks of equal length.
+def with_documents(text: TokenizedText, plan: EvaluationPlan) -> tuple[TokenizedText, int | None]:
+    """Split a text that is one document into chunks of equal length, as if a document started at each chunk.
 
-    Chunks are twice as long as memory and a segment together, and shorter if there would be fewer than eight.
+    A chunk is twice as long as memory and a segment together, or shorter if there would be fewer than eight chunks.
 
     Returns:
-        The text, and the length of its chunks in tokens; None if it has documents.
+        The text with its document starts, and the chunk length in tokens; or the text unchanged and None if it has
+        several documents.
     """
     if len(text.boundaries(reset_memory=True)) > 2:
         return text, None
-    length = max(
-        1, min(2 * (plan.context_limits.memory_length + plan.segment_length), len(text.tokens_K) // _MIN_CHUNKS)
-    )
-    return TokenizedText(text.tokens_K, text.bos_token_id, np.arange(0, len(text.tokens_K), length)), length
+    num_tokens, max_length = len(text.tokens_K), 2 * (plan.context_limits.memory_length + plan.segment_length)
+    chunk_length = max(1, min(max_length, num_tokens // _MIN_CHUNKS))
+    return TokenizedText(text.tokens_K, text.bos_token_id, np.arange(0, num_tokens, chunk_length)), chunk_length
 
 
 def loss_by_distance(
@@ -72,24 +75,24 @@ def loss_by_distance(
         model: any language model, in evaluation mode.
         text: the text, with its documents.
         plan: how it is scored.
-        reset_memory: whether memory is reset at each document, or continues; the groups are the same.
+        reset_memory: whether memory is reset at the start of each document, or continues; the groups are the same.
         progress: called with the number of tokens scored since the last call.
 
     Raises:
-        UserError: weights that are not finite.
+        UserError: weights are not finite.
     """
-    edges_N = text.boundaries(reset_memory=True)
-    longest = int(np.diff(edges_N).max())
-    last_G = 2 ** np.arange((longest - 1).bit_length() + 1)
-    count_G, sum_G, square_G = (np.zeros(len(last_G)) for _ in range(3))
+    boundaries_N = text.boundaries(reset_memory=True)
+    longest = int(np.diff(boundaries_N).max())
+    max_distance_G = 2 ** np.arange((longest - 1).bit_length() + 1)
+    count_G, sum_G, square_sum_G = (np.zeros(len(max_distance_G)) for _ in range(3))
     for part in stream_losses(model, text, replace(plan, reset_memory=reset_memory), progress):
         position_K = np.arange(part.position, part.position + len(part.nats_K))
-        start_K = edges_N[np.searchsorted(edges_N, position_K, side="right") - 1]
-        group_K = np.searchsorted(last_G, position_K - start_K + 1)
-        nats_K = part.nats_K.astype(np.float64)
-        for total_G, weight_K in ((count_G, None), (sum_G, nats_K), (square_G, nats_K**2)):
-            total_G += np.bincount(group_K, weight_K, minlength=len(last_G))
+        start_K = boundaries_N[np.searchsorted(boundaries_N, position_K, side="right") - 1]
+        group_K = np.searchsorted(max_distance_G, position_K - start_K + 1)
+        losses_K = part.nats_K.astype(np.float64)
+        for total_G, weight_K in ((count_G, None), (sum_G, losses_K), (square_sum_G, losses_K**2)):
+            total_G += np.bincount(group_K, weight_K, minlength=len(total_G))
     mean_G = sum_G / count_G
-    spread_G = np.maximum(square_G / count_G - mean_G**2, 0)
-    left_G = np.where(count_G > 1, count_G - 1, np.nan)
-    return LossByDistance(last_G, count_G.astype(np.int64), mean_G, np.sqrt(spread_G / left_G))
+    variance_G = np.maximum(square_sum_G / count_G - mean_G**2, 0)
+    freedom_G = np.where(count_G > 1, count_G - 1, np.nan)  # degrees of freedom
+    return LossByDistance(max_distance_G, count_G.astype(np.int64), mean_G, np.sqrt(variance_G / freedom_G))

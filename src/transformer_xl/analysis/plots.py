@@ -1,4 +1,4 @@
-"""Line charts as SVG elements for HTML pages, drawn by matplotlib without a display."""
+"""Line charts as SVG elements for the HTML reports of `txl demo` and `txl reproduce`, drawn by matplotlib."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ class Line:
     x: Sequence[float]
     y: Sequence[float]
     style: str = "-"
+    """Marker and line style as in matplotlib, such as `o--`."""
     colour: str | None = None
-    """None: the next of COLOURS."""
+    """Colour of the line, or None for the next of COLOURS."""
 
 
 @dataclass(frozen=True)
@@ -35,51 +36,52 @@ class Chart:
     y_label: str
     lines: Sequence[Line]
     references: Mapping[str, float] = field(default_factory=dict)
-    """Horizontal reference lines, by their labels at the right edge."""
-    logarithmic: bool = False
+    """Values to mark with horizontal dotted lines, by the label at the right end of the line."""
+    log_x: bool = False
     """Whether the x axis is logarithmic."""
-    top: float | None = None
-    """Upper limit of the y axis, beyond which lines may continue; None: all is shown."""
-    legend_beside: bool = False
-    """Whether the legend is beside the chart, for many lines."""
+    max_y: float | None = None
+    """Upper limit of the y axis, where higher lines are clipped, or None to show all values."""
+    legend_outside: bool = False
+    """Whether the legend is to the right of the chart instead of inside it; for charts with many lines."""
 
 
 def draw(chart: Chart) -> str:
     """Return the chart as an SVG element."""
-    figure = Figure(figsize=(9.4 if chart.legend_beside else 7.2, 4.0), layout="constrained")
+    figure = Figure(figsize=(9.4 if chart.legend_outside else 7.2, 4.0), layout="constrained")
     axes = figure.add_subplot()
     axes.set_prop_cycle(color=COLOURS)
     for line in chart.lines:
         (drawn,) = axes.plot(line.x, line.y, line.style, label=line.label, linewidth=1.8)
         if line.colour is not None:
             drawn.set_color(line.colour)
-    for name, level in chart.references.items():
-        axes.axhline(level, color="0.45", linestyle=":", linewidth=1.2)
-        axes.annotate(name, (1.0, level), xycoords=("axes fraction", "data"), xytext=(-4, 3),
+    for label, value in chart.references.items():
+        axes.axhline(value, color="0.45", linestyle=":", linewidth=1.2)
+        axes.annotate(label, (1.0, value), xycoords=("axes fraction", "data"), xytext=(-4, 3),
                       textcoords="offset points", ha="right", color="0.3", fontsize=9)  # fmt: skip
-    _format_axes(axes, chart)
-    return svg_of(figure)
-
-
-def _format_axes(axes: Axes, chart: Chart) -> None:
     axes.set(title=chart.title, xlabel=chart.x_label, ylabel=chart.y_label)
-    axes.grid(visible=True, alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    if chart.logarithmic:
+    tidy(axes)
+    if chart.log_x:
         positive = [x for line in chart.lines for x in line.x if x > 0]
-        axes.set_xscale("symlog", base=2, linthresh=min(positive, default=1))
+        axes.set_xscale("symlog", base=2, linthresh=min(positive, default=1))  # symlog: a log axis that includes 0
         ticks = sorted({x for line in chart.lines for x in line.x})
         axes.set_xticks(ticks, [f"{tick:,.0f}" for tick in ticks])
         axes.minorticks_off()
-    if chart.top is not None:
-        axes.set_ylim(top=chart.top)
+    if chart.max_y is not None:
+        axes.set_ylim(top=chart.max_y)
     if len(chart.lines) > 1:
-        where, anchor = ("center left", (1.0, 0.5)) if chart.legend_beside else ("best", None)
-        axes.legend(frameon=False, loc=where, bbox_to_anchor=anchor)
+        position, anchor = ("center left", (1.0, 0.5)) if chart.legend_outside else ("best", None)
+        axes.legend(frameon=False, loc=position, bbox_to_anchor=anchor)
+    return to_svg(figure)
 
 
-def svg_of(figure: Figure) -> str:
-    """Return a figure as an SVG element, without a date."""
+def tidy(axes: Axes) -> None:
+    """Draw a light grid, and hide the upper and right borders."""
+    axes.grid(visible=True, alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def to_svg(figure: Figure) -> str:
+    """Return a figure as an SVG element, without a date, so that equal figures give equal text."""
     text = io.StringIO()
     FigureCanvasSVG(figure).print_svg(text, metadata={"Date": None})
     svg = text.getvalue()

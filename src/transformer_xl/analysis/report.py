@@ -1,10 +1,9 @@
-"""Self-contained HTML pages of tables, charts and text."""
+"""Build self-contained HTML pages of text, tables and images, for the reports of `txl demo` and `txl reproduce`."""
 
 from __future__ import annotations
 
 from base64 import b64encode
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from html import escape
 
 _STYLE = """
@@ -17,27 +16,23 @@ pre { background: #f5f5f2; padding: .8rem; overflow-x: auto; white-space: pre-wr
 """
 
 
-@dataclass(frozen=True)
-class Page:
-    """An HTML page."""
+def page(title: str, elements: Iterable[str]) -> str:
+    """Return a whole page.
 
-    title: str
-    elements: Sequence[str]
-    """HTML of its body, in order."""
-
-    def html(self) -> str:
-        """Return the whole page."""
-        title = escape(self.title)
-        head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>'
-        body = "\n".join(self.elements)
-        return (
-            f'<!doctype html>\n<html lang="en"><head>{head}<style>{_STYLE}</style></head>\n'
-            f"<body>\n<h1>{title}</h1>\n{body}\n</body></html>\n"
-        )
+    Args:
+        title: title of the page, and its first heading.
+        elements: HTML of the body after that heading, in order; see the functions below.
+    """
+    title, body = escape(title), "\n".join(elements)
+    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>'
+    return (
+        f'<!doctype html>\n<html lang="en"><head>{head}<style>{_STYLE}</style></head>\n'
+        f"<body>\n<h1>{title}</h1>\n{body}\n</body></html>\n"
+    )
 
 
 def heading(text: str) -> str:
-    """Return a heading below the title."""
+    """Return the heading of a section."""
     return f"<h2>{escape(text)}</h2>"
 
 
@@ -52,12 +47,12 @@ def verbatim(text: str) -> str:
 
 
 def image(png: bytes, title: str) -> str:
-    """Return an image that is embedded in the page."""
+    """Return a PNG image, embedded in the page as base64."""
     return f'<p><img alt="{escape(title)}" src="data:image/png;base64,{b64encode(png).decode()}"></p>'
 
 
 def link(target: str, text: str) -> str:
-    """Return a link to a file beside the page."""
+    """Return a link to a file in the folder of the page."""
     return f'<p><a href="{escape(target)}">{escape(text)}</a></p>'
 
 

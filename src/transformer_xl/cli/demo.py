@@ -19,7 +19,7 @@ def demo(
 ) -> int:
     """Prepare, train, evaluate at several memory lengths, compare with gzip and xz, generate, and write a report.
 
-    The text is the source of Python's own standard library. Takes minutes on two CPU cores.
+    The text is the source of Python's own standard library. Takes a few minutes on two CPU cores.
 
     Parameters
     ----------
@@ -28,9 +28,9 @@ def demo(
     recipe
         Settings of the model and its training.
     max_tokens
-        Test tokens to score, from the start of the test text.
+        Number of test tokens to score, from the start of the test text.
     """
-    from transformer_xl.reproduction.demo import COLUMNS, run_demo
+    from transformer_xl.reproduction.demo import COLUMNS, PROMPT, run_demo
 
     options = {"device": machine.device, "threads": machine.threads}
     result = run_demo(out, recipe=recipe, max_tokens=max_tokens, handle_signals=True, **options)
@@ -45,13 +45,13 @@ def demo(
             "results": list(result.evaluations.values()),
             "gzip_bits_per_byte": result.compressors["gzip -9"],
             "xz_bits_per_byte": result.compressors["xz -9"],
-            "prompt": result.prompt,
+            "prompt": PROMPT,
             "sample": result.sample,
             "seconds": result.seconds,
         }
         print_json(values)
     else:
-        print(f"\nA sample, generated from {result.prompt!r}:\n\n{result.prompt}{result.sample}\n")
+        print(f"\nA sample, generated from {PROMPT!r}:\n\n{PROMPT}{result.sample}\n")
         title = f"Test: the first {result.num_bytes:,} bytes of files never seen in training"
         print_table(title, COLUMNS, result.rows())
         print(f"report: {result.report}   ({result.seconds:,.0f} s in all)")

@@ -9,7 +9,15 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from pydantic import AfterValidator, BaseModel, Field, create_model
 from pydantic.fields import FieldInfo
 
-from transformer_xl.config import ARCHITECTURES, EvaluationConfig, Settings, TrainConfig, check_settings
+from transformer_xl.config import (
+    ARCHITECTURES,
+    ContextSweep,
+    EvaluationConfig,
+    Settings,
+    SpeedComparison,
+    TrainConfig,
+    check_settings,
+)
 from transformer_xl.generation.config import GenerationConfig
 from transformer_xl.text.tokenizers.config import TokenizerConfig
 
@@ -50,8 +58,9 @@ def _optional(name: str, settings: Mapping[str, FieldInfo], *excluded: str) -> t
         if isinstance(inner, type) and issubclass(inner, Settings):
             fields[setting] = (_optional(setting, inner.model_fields) | None, None)
             continue
-        default = "none" if field.default in (None, ()) else str(field.default).lower()
-        is_tuple = any(get_origin(one) is tuple for one in get_args(inner))
+        values = field.default if isinstance(field.default, tuple) else [field.default]
+        default = ",".join(map(str, values)).lower() or "none"
+        is_tuple = any(get_origin(one) is tuple for one in (inner, *get_args(inner)))
         kind: Any = str if is_tuple else inner  # several integers are typed as one argument, such as 20,40
         if NoneType in get_args(inner):
             kind |= Literal["none"]
@@ -68,6 +77,8 @@ EvaluationFlags = _optional("evaluation", _GROUPS["evaluation"])
 GenerationFlags = _optional("generation", _GROUPS["generation"])
 ScoreFlags = _optional("score", _GROUPS["evaluation"], "method", "dynamic")
 TokenizerFlags = _optional("tokenizer", _GROUPS["tokenizer"], "kind", "eos_token", "unk_token", "byte_fallback")
+ContextFlags = _optional("context", ContextSweep.model_fields)
+SpeedFlags = _optional("speed", SpeedComparison.model_fields)
 LengthFlags = _optional(
     "length", _GROUPS["evaluation"], "method", "batch_size", "warmup_tokens", "reset_memory", "dtype", "dynamic"
 )

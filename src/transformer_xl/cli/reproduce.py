@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 
@@ -33,11 +34,11 @@ class Scale:
     seeds: str | None = None
     """Each system is trained once with each seed. [default: 1,2; with --smoke 1]"""
     max_tokens: int | None = None
-    """Tokens of the test text that are scored, from its start. [default: 16384; with --smoke 512]"""
+    """Number of test tokens to score, from the start of the test text. [default: 16384; with --smoke 512]"""
     smoke: bool = False
     """Train tiny models for a few steps, to try everything out in minutes."""
     workers: int | None = None
-    """Number of trainings at a time. [default: one for each core; on a GPU one]"""
+    """Number of training processes at a time. [default: one for each core; on a GPU one]"""
     device: str = "auto"
     """auto, cuda, mps or cpu."""
     model: ModelFlags | None = None
@@ -48,29 +49,33 @@ class Scale:
         seeds = None if self.seeds is None else parse_integers("--seeds", self.seeds)
         from transformer_xl.reproduction.reproduction import Reproduction
 
-        return Reproduction.open(
-            self.out,
-            self.corpus,
-            recipe=self.recipe,
-            **typed_settings(model=self.model, train=self.train),
-            seeds=seeds,
-            max_tokens=self.max_tokens,
-            smoke=self.smoke,
-            workers=self.workers,
-            device=self.device,
-            command=command_line(),
-        )
+        # the fields of this class are named as the parameters of Reproduction.open
+        options: dict[str, Any] = {**vars(self), **typed_settings(model=self.model, train=self.train), "seeds": seeds}
+        return Reproduction.open(**options, command=command_line())
 
 
 ScaleOptions = Annotated[Scale, Parameter(name="*")]
 _DEFAULT = Scale()
 
 
+def _print_results(
+    results: dict[str, Any], out: Path, tables: Iterable[tuple[str, list[str], list[list[str]]]], *, json: bool
+) -> None:
+    """Print results as JSON or as tables, each with its title, columns and rows; and the path of the report."""
+    report = str(out / "report.html")
+    if json:
+        print_json({**results, "report": report})
+        return
+    for title, columns, rows in tables:
+        print_table(title, columns, rows)
+    print(f"report: {report}")
+
+
 @reproduce.command
 def ablation(*, scale: ScaleOptions = _DEFAULT, attention_windows: str | None = None, json: Json = False) -> None:
     """Train the ten systems of the paper's ablation, and score each with several attention windows.
 
-    Two more are trained without recurrence at equal memory. About two hours on two CPU cores. Any setting of
+    Two more are trained without recurrence at equal memory. Takes about two hours on two CPU cores. Any setting of
     'txl train' may be given.
 
     Settings: the defaults, then the recipe (--recipe), then flags. When stopped, the same command resumes.
@@ -84,19 +89,16 @@ def ablation(*, scale: ScaleOptions = _DEFAULT, attention_windows: str | None = 
     """
     windows = None if attention_windows is None else parse_integers("--attention-windows", attention_windows)
     reproduction = scale.open()
-    from transformer_xl.reproduction import tables
-    from transformer_xl.reproduction.ablation import COLUMNS, NAMES, equal_memory_rows, equal_memory_title, table_rows
+    from transformer_xl.reproduction import ablation, tables
 
-    result = tables.reproduce_ablation(reproduction, windows)
-    if json:
-        print_json({**result.values, "report": str(result.report)})
-        return
-    found = result.systems
-    title = f"{NAMES[result.metric].capitalize()} and the paper's word perplexity"
-    print_table(title, COLUMNS, table_rows(found))
-    print_table(equal_memory_title(found), COLUMNS, equal_memory_rows(found))
-    print_table("The paper's claims, and what came out here", ["in the paper", "here"], result.values["verdicts"])
-    print(f"report: {result.report}")
+    results = tables.reproduce_ablation(reproduction, windows)
+    systems, metric = ablation.system_results(results), ablation.NAMES[results["metric"]].capitalize()
+    shown = [
+        (f"{metric} and the paper's word perplexity", ablation.COLUMNS, ablation.table_rows(systems)),
+        (ablation.equal_memory_title(systems), ablation.COLUMNS, ablation.equal_memory_rows(systems)),
+        ("The paper's claims, and the results here", ["in the paper", "here"], results["verdicts"]),
+    ]
+    _print_results(results, scale.out, shown, json=json)
 
 
 @reproduce.command
@@ -110,8 +112,8 @@ def context(
 ) -> None:
     """Train the models of the paper's two groups, and measure how far back text still helps each of them.
 
-    Runs of the ablation in the same folder are reused. Each model is read with the attention window that
-    scored best. A quarter of an hour of training on two CPU cores beyond the ablation's, and as much of measuring.
+    Runs of the ablation in the same folder are reused. Each model is evaluated with the attention window that scored
+    best. Takes a quarter of an hour of training on two CPU cores beyond the ablation's, and as much of measuring.
 
     Settings: the defaults, then the recipe (--recipe), then flags. When stopped, the same command resumes.
 
@@ -131,14 +133,11 @@ def context(
     from transformer_xl.reproduction.context_table import COLUMNS, table_rows
 
     sweep = reproduction.context_sweep(context_step, max_context, num_positions)
-    result = tables.reproduce_context(reproduction, sweep)
-    if json:
-        print_json({**result.values, "report": str(result.report)})
-        return
+    results = tables.reproduce_context(reproduction, sweep)
     seeds = f"{len(reproduction.seeds)} seeds" if len(reproduction.seeds) > 1 else "1 seed"
-    for rows in table_rows(result.values["groups"]):
-        print_table(f"Relative effective context length in tokens, for each of {seeds}", COLUMNS, rows)
-    print(f"report: {result.report}")
+    title = f"Relative effective context length in tokens, for each of {seeds}"
+    shown = [(title, COLUMNS, rows) for rows in table_rows(results["groups"])]
+    _print_results(results, scale.out, shown, json=json)
 
 
 @reproduce.command
@@ -153,12 +152,12 @@ def speed(
 ) -> None:
     """Compare evaluation with memory to a window moved token by token, for the report; see also 'txl analyze speed'.
 
-    About ten minutes at the paper's sizes on two CPU cores.
+    Takes about ten minutes at the paper's sizes on two CPU cores.
 
     Parameters
     ----------
     model
-        Name of a recipe, or folder of a run: the sizes.
+        Name of a recipe, or folder of a run, which sets the sizes of both models.
     out
         Folder of a reproduction, new or not.
     smoke
@@ -168,20 +167,15 @@ def speed(
     from transformer_xl.reproduction import tables
 
     options = {"device": machine.device, "threads": machine.threads, "command": command_line()}
-    result = tables.reproduce_speed(out, model, smoke=smoke, **options)
-    if json:
-        print_json({**result.values, "report": str(result.report)})
-        return
-    for title, rows in speed_tables(result.values).items():
-        print_table(title, COLUMNS, rows)
-    print(f"report: {result.report}")
+    results = tables.reproduce_speed(out, model, smoke=smoke, **options)
+    _print_results(results, out, [(title, COLUMNS, rows) for title, rows in speed_tables(results).items()], json=json)
 
 
 @reproduce.command(name="all")
 def everything(*, scale: ScaleOptions = _DEFAULT, speed_recipe: str = "enwik8-24l") -> None:
     """Make all of the paper's tables and plots in one folder, with one report.
 
-    About three hours on two CPU cores.
+    Takes about three hours on two CPU cores.
 
     Settings: the defaults, then the recipe (--recipe), then flags. When stopped, the same command resumes.
 

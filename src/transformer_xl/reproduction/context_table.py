@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from transformer_xl.analysis.effective_context import format_length
+
 GROUPS = (("xl-larger", "qrnn", "lstm"), ("xl-full", "shaw-recurrent", "relative-full", "learned-half"))
 """Names of the systems in each group; each model is compared with the best of its own group."""
 
 FRACTIONS = (0.1, 0.5, 1.0)
-"""The paper's r."""
+"""The paper's r: fractions of the positions, those that are hardest to predict, over which losses are averaged."""
 
 PUBLISHED = {
     "xl-larger": (900, 800, 700),
@@ -20,33 +22,29 @@ PUBLISHED = {
     "relative-full": (300, 300, 300),
     "learned-half": (128, 128, 128),
 }
-"""Words of WikiText-103, at each of FRACTIONS."""
+"""The paper's lengths in words of WikiText-103, at each of FRACTIONS."""
 
 COLUMNS = ["system", "parameters", *(f"r = {fraction:g}" for fraction in FRACTIONS), "the paper's (words)"]
 
 
 def table_rows(groups: Sequence[Mapping[str, Any]]) -> list[list[list[str]]]:
-    """Return a table for each group of models, as rows under COLUMNS, with a value for each seed.
+    """Return a table for each group of models, as rows under COLUMNS; each cell has a length for each seed.
 
     Args:
-        groups: the measured groups: `EffectiveContext.as_dict` with `trained_with_seed`.
+        groups: the results of each group and seed, as returned by `EffectiveContext.as_dict`.
     """
-    by_names: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
+    by_names: dict[tuple[str, ...], list[list[Mapping[str, Any]]]] = {}
     for group in groups:
-        by_names.setdefault(tuple(model["name"] for model in group["models"]), []).append(group)
-    return [
-        [_row(name, [group["models"][index] for group in seeds]) for index, name in enumerate(names)]
-        for names, seeds in by_names.items()
+        names = tuple(model["name"] for model in group["models"])
+        by_names.setdefault(names, []).append(group["models"])
+    # zip: from a list of models for each seed to a tuple of seeds for each model
+    return [[_row(models) for models in zip(*seeds, strict=True)] for seeds in by_names.values()]
+
+
+def _row(models: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the row of a system from its results with each seed."""
+    name, parameters = models[0]["name"], f"{models[0]['parameters']:,}"
+    lengths = [
+        ", ".join(format_length(model["fractions"][f"{fraction:g}"]) for model in models) for fraction in FRACTIONS
     ]
-
-
-def _row(name: str, models: Sequence[Mapping[str, Any]]) -> list[str]:
-    cells = [name, f"{models[0]['parameters']:,}"]
-    for fraction in FRACTIONS:
-        found = [model["fractions"][f"{fraction:g}"] for model in models]
-        cells.append(", ".join(_length(one) for one in found))
-    return [*cells, ", ".join(map(str, PUBLISHED[name]))]
-
-
-def _length(found: Mapping[str, Any]) -> str:
-    return ("" if found["fell_below_threshold"] else ">= ") + f"{found['effective_context_tokens']:,}"
+    return [name, parameters, *lengths, ", ".join(map(str, PUBLISHED[name]))]

@@ -1,4 +1,4 @@
-"""The demo: prepare a corpus, train on it, evaluate, generate, and write a report, in minutes on any machine.
+"""`txl demo`: prepare a corpus, train on it, evaluate, generate, and write a report, in minutes on any computer.
 
 The text is the source of Python's own standard library, which needs no download.
 """
@@ -9,63 +9,59 @@ import gzip
 import lzma
 import shutil
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from transformer_xl.analysis.plots import Chart, Line, draw
-from transformer_xl.analysis.report import Page, heading, paragraph, table, verbatim
+from transformer_xl.analysis.report import heading, page, paragraph, table, verbatim
 from transformer_xl.config import EvaluationConfig, UserError, load_recipe
 from transformer_xl.device import choose_device
 from transformer_xl.evaluation.evaluate import evaluate
 from transformer_xl.files import as_user_error, write_text
 from transformer_xl.generation.generate import generate
 from transformer_xl.progress import ProgressBar, say
-from transformer_xl.run_folder import Run, RunFolder
+from transformer_xl.run_folder import RunFolder
 from transformer_xl.text.prepare import prepare
-from transformer_xl.text.token_store import Corpus
 from transformer_xl.training.train import TrainResult, train
 
 COLUMNS = ["on the same test bytes", "bits per byte", "bytes/s"]
+"""Columns of the table of results."""
+PROMPT = "class Queue:\n    def __init__(self"
+"""Start of the generated sample."""
 
-_MARKER = ".txl-demo"  # in each folder that a demo made
-_PROMPT = "class Queue:\n    def __init__(self"
+_MARKER = ".txl-demo"  # name of a file in each folder that a demo made
 
 
 @dataclass(frozen=True)
 class DemoResult:
-    """What the demo trained and measured."""
+    """What the demo trained and measured; only `training` and `report` are set if training was stopped."""
 
     training: TrainResult
-    """How training ended; nothing was measured if it was stopped."""
     report: Path
-    evaluations: dict[int, dict[str, Any]]
+    """Path of the report, written if training was finished."""
+    evaluations: dict[int, dict[str, Any]] = field(default_factory=dict)
     """`EvaluationResult.as_dict` of the test text, by memory length."""
-    compressors: dict[str, float]
+    compressors: dict[str, float] = field(default_factory=dict)
     """Bits per byte of gzip and xz on the same bytes."""
-    prompt: str
-    sample: str
-    """What the model generated after the prompt."""
-    seconds: float
-    """Time that the whole demo took."""
+    sample: str = ""
+    """Text that the model generated after PROMPT."""
+    seconds: float = 0.0
+    """Duration of the whole demo."""
 
     @property
     def num_bytes(self) -> int:
-        """Number of bytes that were scored."""
+        """Number of scored bytes."""
         return next(iter(self.evaluations.values()))["bytes"]
 
     def rows(self) -> list[list[str]]:
-        """Return the rows of a table of results, under COLUMNS."""
-        trained = RunFolder.open(self.training.path).config.train.memory_length
-        notes = {0: " (none)", trained: " (as trained)"}
-        rows = [
-            [
-                f"Transformer-XL, memory {length:,}{notes.get(length, '')}",
-                f"{result['bits_per_byte']:.3f}",
-                f"{result['tokens_per_second']:,.0f}",
-            ]
-            for length, result in self.evaluations.items()
-        ]
+        """Return the rows of the table of results, under COLUMNS."""
+        trained_length = RunFolder.open(self.training.path).config.train.memory_length
+        notes = {0: " (none)", trained_length: " (as trained)"}
+        rows: list[list[str]] = []
+        for length, result in self.evaluations.items():
+            name = f"Transformer-XL, memory {length:,}{notes.get(length, '')}"
+            rows.append([name, f"{result['bits_per_byte']:.3f}", f"{result['tokens_per_second']:,.0f}"])
         return rows + [[name, f"{bits:.3f}", ""] for name, bits in self.compressors.items()]
 
 
@@ -83,50 +79,48 @@ def run_demo(
     Args:
         out: folder for corpus, run and report.html; an earlier demo there is replaced.
         recipe: settings of the model and its training.
-        max_tokens: test tokens to score, from the start of the test split.
+        max_tokens: number of test tokens to score, from the start of the test split.
         device: auto, cuda, mps or cpu.
-        threads: CPU threads of one operation; None: torch's choice.
-        handle_signals: as for `train`.
+        threads: CPU threads of one operation, or None for torch's default.
+        handle_signals: as for `train`: whether Ctrl-C and SIGTERM save a checkpoint and stop training.
 
     Raises:
-        UserError: no such recipe or device, or the folder holds something else than an earlier demo.
+        UserError: the recipe or device does not exist, or the folder contains anything but an earlier demo.
     """
     start = time.perf_counter()
     load_recipe(recipe)
     choose_device(device)
     if max_tokens < 1:
-        raise UserError(f"max_tokens {max_tokens}: wanted 1 or more")
+        raise UserError(f"max_tokens {max_tokens}: must be 1 or more")
     _clear(out)
     corpus = prepare("python-stdlib", out / "corpus")
-    split = corpus.split("train")
+    split, test = corpus.split("train"), corpus.split("test")
     say(f"text: {corpus.source}; {split.num_bytes:,} bytes in {split.num_documents:,} files to train on")
     trained = train(recipe, corpus, out / "run", device=device, threads=threads, handle_signals=handle_signals)
     report = out / "report.html"
     if not trained.finished:
-        return DemoResult(trained, report, {}, {}, _PROMPT, "", time.perf_counter() - start)
-    run, test = trained.run, corpus.split("test")
-    memory_length = run.config.train.memory_length
-    lengths = sorted({0, memory_length // 2, memory_length, memory_length * 4})
-    evaluations = {length: _evaluate(run, corpus, length, max_tokens) for length in lengths}
+        return DemoResult(trained, report)
+    run = trained.run
+    trained_length = run.config.train.memory_length
+    evaluations: dict[int, dict[str, Any]] = {}
+    for length in sorted({0, trained_length // 2, trained_length, trained_length * 4}):
+        config = EvaluationConfig(memory_length=length)
+        with ProgressBar(f"test, memory {length:,}", min(max_tokens, test.num_tokens), "tokens") as bar:
+            result = evaluate(run, test, config, max_tokens=max_tokens, progress=bar.advance)
+        evaluations[length] = result.as_dict()
     content = run.tokenizer.decode_bytes(test.tokens[:max_tokens])
-    result = DemoResult(
-        trained,
-        report,
-        evaluations,
-        {
-            "gzip -9": 8 * len(gzip.compress(content, 9)) / len(content),
-            "xz -9": 8 * len(lzma.compress(content, preset=9)) / len(content),
-        },
-        _PROMPT,
-        generate(run, _PROMPT, max_new_tokens=400, temperature=0.7, seed=1).text,
-        time.perf_counter() - start,
-    )
+    compressors = {
+        "gzip -9": 8 * len(gzip.compress(content, 9)) / len(content),
+        "xz -9": 8 * len(lzma.compress(content, preset=9)) / len(content),
+    }
+    sample = generate(run, PROMPT, max_new_tokens=400, temperature=0.7, seed=1).text
+    result = DemoResult(trained, report, evaluations, compressors, sample, time.perf_counter() - start)
     write_text(report, demo_page(result, corpus.source))
     return result
 
 
 def _clear(out: Path) -> None:
-    """Delete what an earlier demo left in the folder, and nothing else."""
+    """Delete the files of an earlier demo in the folder, and nothing else."""
     with as_user_error(f"writing {out}"):
         if out.exists() and not (out / _MARKER).exists() and (not out.is_dir() or any(out.iterdir())):
             raise UserError(f"{out} exists and is not an earlier demo; choose another out or delete it first")
@@ -138,24 +132,17 @@ def _clear(out: Path) -> None:
         (out / "report.html").unlink(missing_ok=True)
 
 
-def _evaluate(run: Run, corpus: Corpus, memory_length: int, max_tokens: int) -> dict[str, Any]:
-    test = corpus.split("test")
-    with ProgressBar(f"test, memory {memory_length:,}", min(max_tokens, test.num_tokens), "tokens") as bar:
-        config = EvaluationConfig(memory_length=memory_length)
-        return evaluate(run, test, config, max_tokens=max_tokens, progress=bar.advance).as_dict()
-
-
 def demo_page(result: DemoResult, source: str) -> str:
     """Return the report on a demo as HTML.
 
     Args:
-        result: what the demo measured.
-        source: description of its text.
+        result: what the demo trained and measured.
+        source: description of the text.
     """
     folder = RunFolder.open(result.training.path)
     model, train_config = folder.config.model, folder.config.train
     best = min(evaluation["bits_per_byte"] for evaluation in result.evaluations.values())
-    return Page(
+    return page(
         "Transformer-XL, trained here and now",
         [
             paragraph(
@@ -173,10 +160,9 @@ def demo_page(result: DemoResult, source: str) -> str:
             draw(_memory_chart(result)),
             heading("A sample"),
             paragraph(
-                f"The first {len(result.prompt)} characters are the prompt, the rest is generated (temperature 0.7, "
-                "top-k 40)."
+                f"The first {len(PROMPT)} characters are the prompt, the rest is generated (temperature 0.7, top-k 40)."
             ),
-            verbatim(result.prompt + result.sample),
+            verbatim(PROMPT + result.sample),
             heading("What to try next"),
             verbatim(
                 f"txl evaluate {folder.path} --sweep-memory-length 0,64,256,1024\n"
@@ -185,7 +171,7 @@ def demo_page(result: DemoResult, source: str) -> str:
                 "txl train --corpus my-corpus --run my-run"
             ),
         ],
-    ).html()
+    )
 
 
 def _training_chart(folder: RunFolder) -> Chart:
@@ -200,4 +186,4 @@ def _memory_chart(result: DemoResult) -> Chart:
     bits = [evaluation["bits_per_byte"] for evaluation in result.evaluations.values()]
     line = Line("test text", list(result.evaluations), bits, "o-")
     title = "Test bits per byte by memory length"
-    return Chart(title, "memory length (bytes)", "bits per byte", [line], result.compressors, logarithmic=True)
+    return Chart(title, "memory length (bytes)", "bits per byte", [line], result.compressors, log_x=True)

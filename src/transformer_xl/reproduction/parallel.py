@@ -8,14 +8,12 @@ checkpoint.
 from __future__ import annotations
 
 import os
-import queue
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -34,7 +32,7 @@ class Command:
     arguments: Sequence[str]
     """What follows `txl` on the command line."""
     output: Path | None = None
-    """File for its standard output, written once it has succeeded; None: the log."""
+    """File for its standard output, written once the command has succeeded, or None to write it to the log."""
 
 
 @dataclass(frozen=True)
@@ -45,50 +43,48 @@ class Job:
     commands: Callable[[], Sequence[Command]]
     """Called when the job starts."""
     size: int = 1
-    """Amount of work, in the unit of `done`."""
+    """Total amount of work, in the unit of `done`."""
     done: Callable[[], int] = lambda: 0
-    """Called for the amount of work done so far."""
+    """Returns the amount of work done so far."""
 
 
 @dataclass
-class _WorkerPool:
-    """Threads that take jobs from one queue; each runs one process at a time."""
+class _Runner:
+    """Runs jobs, each in a thread that waits for its processes."""
 
     logs: Path
     threads: int
     pass_fds: tuple[int, ...]
     """File descriptors that the processes inherit, so that a lock is held until the last of them has ended."""
-    jobs: queue.SimpleQueue[Job] = field(default_factory=queue.SimpleQueue)
     running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
-    finished: list[Job] = field(default_factory=list)
+    is_stopping: bool = False
     failure: str | None = None
-    stopping: bool = False
+    """Why the runner is stopping, if a command has failed."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def work(self) -> None:
-        """Run jobs until none is left."""
-        try:
-            while not self.stopping:
-                job = self.jobs.get_nowait()
-                if all(self._run(job, command) for command in job.commands()):
-                    self.finished.append(job)
-        except queue.Empty:
+    def run(self, job: Job) -> None:
+        """Run the commands of a job until one fails; do nothing if the runner is stopping."""
+        if self.is_stopping:
             return
+        try:
+            for command in job.commands():
+                if not self._run_command(job.name, command):
+                    return
         except BaseException:
             self.stop()
             raise
 
-    def _run(self, job: Job, command: Command) -> bool:
-        """Run a command; return whether it succeeded."""
-        log = self.logs / f"{job.name}.log"
+    def _run_command(self, name: str, command: Command) -> bool:
+        """Run a command of the job of this name; return whether it succeeded."""
+        log = self.logs / f"{name}.log"
         with log.open("ab") as log_file:
-            log_file.write(f"$ txl {' '.join(command.arguments)}\n".encode())
-            log_file.flush()
-            begin = log_file.tell()
             with self.lock:
-                if self.stopping:
+                if self.is_stopping:
                     return False
-                process = subprocess.Popen(
+                log_file.write(f"$ txl {' '.join(command.arguments)}\n".encode())
+                log_file.flush()
+                begin = log_file.tell()
+                process = self.running[name] = subprocess.Popen(
                     [*PROGRAM, *command.arguments],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE if command.output else log_file,
@@ -97,29 +93,23 @@ class _WorkerPool:
                     start_new_session=True,  # Ctrl-C reaches only this process, which then signals each of them once
                     pass_fds=self.pass_fds,
                 )
-                self.running[job.name] = process
             output, _ = process.communicate()
         with self.lock:
-            del self.running[job.name]
+            del self.running[name]
         if process.returncode:
-            self._fail(f"{job.name} failed: {_reason(process.returncode, log, begin)}; see {log}")
+            self.stop(f"{name} failed: {_reason(process.returncode, log, begin)}; see {log}")
             return False
         if command.output:
             write_text(command.output, output.decode())
         return True
 
-    def _fail(self, reason: str) -> None:
+    def stop(self, failure: str | None = None) -> None:
+        """Ask every process, once, to save a checkpoint and end."""
         with self.lock:
-            first, self.failure = not self.stopping, self.failure or (None if self.stopping else reason)
-        if first:
-            self.stop()
-
-    def stop(self) -> None:
-        """Ask every process to save a checkpoint and end."""
-        with self.lock:
-            self.stopping = True
-            for process in self.running.values():
-                process.send_signal(signal.SIGTERM)
+            if not self.is_stopping:
+                self.is_stopping, self.failure = True, failure
+                for process in self.running.values():
+                    process.send_signal(signal.SIGTERM)
 
 
 def run_parallel(
@@ -138,42 +128,29 @@ def run_parallel(
     Raises:
         UserError: a job failed; the others were stopped and have saved checkpoints.
     """
-    worker_pool = _WorkerPool(logs, threads, pass_fds)
-    for job in jobs:
-        worker_pool.jobs.put(job)
-    executor = ThreadPoolExecutor(workers)
+    runner = _Runner(logs, threads, pass_fds)
     with ProgressBar(title, sum(job.size for job in jobs), "steps", seconds_between_lines=60.0) as bar:
-        shown = _done(jobs)
-        bar.begin_at(shown)
-        tasks = [executor.submit(worker_pool.work) for _ in range(workers)]
-        with _stopped_at_exit(worker_pool, tasks):
-            while wait(tasks, timeout=POLL_SECONDS).not_done:
-                now = _done(jobs)
-                bar.advance(
-                    now - shown,
-                    f"{len(worker_pool.finished)} of {len(jobs)} done, now {', '.join(worker_pool.running)}",
-                )
-                shown = now
+        done = _done(jobs)
+        bar.begin_at(done)
+        executor = ThreadPoolExecutor(workers)
+        tasks = [executor.submit(runner.run, job) for job in jobs]
+        try:
+            while (state := wait(tasks, timeout=POLL_SECONDS)).not_done:
+                previous, done = done, _done(jobs)
+                bar.advance(done - previous, f"{len(state.done)} of {len(jobs)} done, now {', '.join(runner.running)}")
+        finally:
+            try:
+                if wait(tasks, timeout=0).not_done:  # Ctrl-C or SIGTERM: let every process save a checkpoint
+                    runner.stop()
+                wait(tasks)
+            except BaseException:  # a second Ctrl-C
+                for process in list(runner.running.values()):
+                    process.kill()
+                raise
     for task in tasks:
         task.result()
-    if worker_pool.failure:
-        raise UserError(worker_pool.failure)
-
-
-@contextmanager
-def _stopped_at_exit(worker_pool: _WorkerPool, tasks: Sequence[Future[None]]) -> Iterator[None]:
-    """However the block ends, ask every process to save and wait for it; a second Ctrl-C kills them."""
-    try:
-        yield
-    finally:
-        try:
-            if wait(tasks, timeout=0).not_done:
-                worker_pool.stop()
-            wait(tasks)
-        except BaseException:
-            for process in list(worker_pool.running.values()):
-                process.kill()
-            raise
+    if runner.failure:
+        raise UserError(runner.failure)
 
 
 def _done(jobs: Sequence[Job]) -> int:
@@ -183,8 +160,8 @@ def _done(jobs: Sequence[Job]) -> int:
 def _reason(status: int, log: Path, begin: int) -> str:
     """Return why a command failed: its signal, or the last line of its log after the position `begin`."""
     if status < 0:
-        what = signal.Signals(-status).name
-        return f"it was killed by {what}" + (", perhaps because memory ran out" if what == "SIGKILL" else "")
+        name = signal.Signals(-status).name
+        return f"it was killed by {name}" + (", perhaps because memory ran out" if name == "SIGKILL" else "")
     text = log.read_bytes()[begin:].decode(errors="replace")
     lines = [line for line in text.splitlines() if line.strip()]
     return lines[-1].removeprefix("txl: error: ") if lines else f"exit status {status} without a message"

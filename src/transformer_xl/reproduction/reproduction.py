@@ -1,4 +1,4 @@
-"""The folder of a reproduction: which runs belong to it, and what trains and scores those that are not finished.
+"""The folder of a reproduction: its runs, and how those that are not finished are trained and scored.
 
 OUT/settings.yaml      settings that all runs share; a later command with other settings is refused
 OUT/recipes/           a recipe for each system
@@ -6,25 +6,26 @@ OUT/runs/NAME-seedN    ordinary run folders
 OUT/scores/            results of `txl evaluate` for each run, as JSON
 OUT/logs/              output of the processes
 OUT/*.json             results of each part
-OUT/report.html        made from all of these
+OUT/report.html        the report on these results
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from transformer_xl.analysis.effective_context import ContextSweep
 from transformer_xl.config import (
-    INT32_MAX,
+    ContextSweep,
     RunConfig,
     TransformerXLConfig,
     UserError,
+    check_settings,
     load_recipe,
     merge,
     merge_recipe,
@@ -42,6 +43,9 @@ from transformer_xl.text.token_store import Corpus
 from transformer_xl.text.tokenizers import fingerprint
 from transformer_xl.training.trainer import check_trainable
 
+REPORT = "report.html"
+"""Name of the report in the folder."""
+
 _SMOKE_SETTINGS: Groups = {
     "model": {"n_layers": 2, "d_model": 32, "n_heads": 2, "d_head": 16, "d_ff": 64},
     "train": {
@@ -55,7 +59,7 @@ _SMOKE_SETTINGS: Groups = {
         "checkpoint_interval": 10,
     },
 }
-_HALF_SEGMENTS = (1, 2, 3, 4, 6, 8, 12)  # the attention windows of a sweep
+_HALF_SEGMENTS = (1, 2, 3, 4, 6, 8, 12)  # the default attention windows, in halves of the base segment length
 _SCORES = ("nats_per_token", "bits_per_byte", "perplexity")
 
 
@@ -70,17 +74,18 @@ class Reproduction:
     seeds: tuple[int, ...]
     """Each system is trained once with each seed."""
     max_tokens: int
-    """Tokens of the test split that are scored, from its start."""
+    """Number of test tokens to score, from the start of the test split."""
     workers: int
-    """Number of trainings at a time."""
+    """Number of training processes at a time."""
     device: str
     command: str = ""
-    """The command that was typed, for the report."""
+    """The command line of the user, for the report."""
     _recipes: dict[str, Groups] = field(default_factory=dict)
+    """Settings by name of the system, which take seconds to derive."""
 
     @staticmethod
     def open(
-        path: Path,
+        out: Path,
         corpus: Path,
         *,
         recipe: str = "ablation",
@@ -96,37 +101,37 @@ class Reproduction:
         """Open the folder of a reproduction, or prepare a new one; everything is checked and nothing is written.
 
         Args:
-            path: folder for runs, results and the report.
+            out: folder for runs, results and the report.
             corpus: folder that `prepare` made.
             recipe: name or path of the recipe that all systems share.
-            model: settings of the model in place of the recipe's.
-            train: settings of training in place of the recipe's.
-            seeds: each system is trained once with each seed; None: 1 and 2, with `smoke` 1.
-            max_tokens: tokens of the test split that are scored; None: 16,384, with `smoke` 512.
+            model: model settings that replace the recipe's.
+            train: training settings that replace the recipe's.
+            seeds: each system is trained once with each seed; None for 1 and 2, or 1 with `smoke`.
+            max_tokens: number of test tokens to score; None for 16,384, or 512 with `smoke`.
             smoke: train tiny models for a few steps, to try everything out in minutes.
-            workers: number of trainings at a time; None: one for each core, on a GPU one.
+            workers: number of training processes at a time; None for one per core, or one on a GPU.
             device: auto, cuda, mps or cpu.
-            command: the command that was typed, for the report.
+            command: the command line of the user, for the report.
 
         Raises:
-            UserError: no such corpus, recipe or device, settings that do not go together or that the systems differ in,
-                or a folder that holds something else.
+            UserError: the corpus, recipe or device does not exist, settings contradict each other or are those that
+                distinguish the systems, or the path is not the folder of a reproduction.
         """
-        given_seeds = tuple(seeds or ((1,) if smoke else (1, 2)))
-        if len(set(given_seeds)) < len(given_seeds):
-            raise UserError(f"seeds {','.join(map(str, given_seeds))}: each run needs its own seed; name each once")
+        seeds = tuple(seeds or ((1,) if smoke else (1, 2)))
+        if len(set(seeds)) < len(seeds):
+            raise UserError(f"seeds {','.join(map(str, seeds))}: each run needs its own seed; name each once")
         base = _base_settings(recipe, {"model": dict(model or {}), "train": dict(train or {})}, smoke=smoke)
         cores = num_cores() if choose_device(device).type == "cpu" else 1
-        tokens = (512 if smoke else 16_384) if max_tokens is None else max_tokens
+        max_tokens = (512 if smoke else 16_384) if max_tokens is None else max_tokens
         workers = cores if workers is None else workers
-        for name, number in (("max_tokens", tokens), ("workers", workers)):
+        for name, number in (("max_tokens", max_tokens), ("workers", workers)):
             if number < 1:
-                raise UserError(f"{name} {number}: wanted 1 or more")
+                raise UserError(f"{name} {number}: must be 1 or more")
         if not corpus.exists():
             raise UserError(f"no corpus at {corpus}; make one with 'txl prepare enwik8' or give --corpus DIR")
         opened = Corpus.open(corpus)
-        tokens = min(tokens, opened.split("test").num_tokens)
-        reproduction = Reproduction(path, opened, base, given_seeds, tokens, workers, device, command)
+        max_tokens = min(max_tokens, opened.split("test").num_tokens)
+        reproduction = Reproduction(out, opened, base, seeds, max_tokens, workers, device, command)
         reproduction._check_unchanged()
         return reproduction
 
@@ -139,7 +144,7 @@ class Reproduction:
         return [self.path / "scores" / f"{run.name}.json" for run in self.runs(system)]
 
     def recipe(self, system: System) -> Groups:
-        """Return the settings of a system; they are derived once and then read from its recipe file."""
+        """Return the settings of a system: those in its recipe file if there is one, else derived from the base."""
         if system.name not in self._recipes:
             file = self._recipe_file(system)
             self._recipes[system.name] = (
@@ -149,33 +154,39 @@ class Reproduction:
             )
         return self._recipes[system.name]
 
-    def attention_windows(self, system: System, wanted: Sequence[int] | None = None) -> tuple[int, ...]:
-        """Return the attention windows at which a system is scored: the wanted ones that it has, and that of training.
+    @property
+    def segment_length(self) -> int:
+        """Segment length of the settings that all systems share."""
+        return run_settings(self.base, "settings").train.segment_length
 
-        A sliding window computes each window from scratch, so that far fewer and shorter ones are used.
+    def attention_windows(self, system: System, requested: Sequence[int] | None = None) -> tuple[int, ...]:
+        """Return the attention windows with which a system is scored, among them that of training.
+
+        Learned positions end at the segment length. By default, a system without memory is scored with few and short
+        windows, because a sliding window computes each window from scratch.
 
         Args:
             system: the system.
-            wanted: in tokens; None: from half a segment to six segments.
+            requested: in tokens, or None for a range from half a segment to six segments.
         """
         if not system.attends:
             return ()
-        segment_length, trained = self.trained_lengths(system)
-        unit = self.trained_lengths(None)[0]
-        most = {"vaswani": 3 * unit, "al-rfou": segment_length}.get(system.architecture, INT32_MAX)
-        if wanted is not None and system.architecture != "al-rfou":
-            most = INT32_MAX
-        windows = [count * unit // 2 for count in _HALF_SEGMENTS] if wanted is None else wanted
-        return tuple(sorted({*(window for window in windows if 1 <= window <= most), trained}))
+        segment_length, trained_window = self.trained_lengths(system)
+        windows = [count * self.segment_length // 2 for count in _HALF_SEGMENTS] if requested is None else requested
+        if system.architecture == "al-rfou":
+            windows = [window for window in windows if window <= segment_length]
+        elif system.architecture == "vaswani" and requested is None:
+            windows = [window for window in windows if window <= 3 * self.segment_length]
+        return tuple(sorted({*(window for window in windows if window > 0), trained_window}))
 
-    def trained_lengths(self, system: System | None) -> tuple[int, int]:
-        """Return the segment length and the attention window in training, of a system or (None) of the base.
+    def trained_lengths(self, system: System) -> tuple[int, int]:
+        """Return the segment length and the attention window of a system in training.
 
         The attention window is that of the model, or segment and memory together if that is shorter.
         """
-        config = run_settings(self.base if system is None else self.recipe(system), "settings")
-        most = config.train.segment_length + config.train.memory_length
-        return config.train.segment_length, min(most, config.model.limit("attention_window") or most)
+        config = run_settings(self.recipe(system), "settings")
+        num_keys = config.train.segment_length + config.train.memory_length
+        return config.train.segment_length, min(num_keys, config.model.limit("attention_window") or num_keys)
 
     def context_sweep(
         self, context_step: int | None = None, max_context: int | None = None, num_positions: int = 1000
@@ -183,24 +194,21 @@ class Reproduction:
         """Return the contexts to measure: by default ten, in steps of half a segment.
 
         Raises:
-            UserError: numbers that are out of range.
+            UserError: a value is out of range.
         """
-        step = max(1, self.trained_lengths(None)[0] // 2) if context_step is None else context_step
-        return ContextSweep(
-            min_context=step,
-            context_step=step,
-            max_context=10 * step if max_context is None else max_context,
-            num_positions=num_positions,
-        )
+        step = max(1, self.segment_length // 2) if context_step is None else context_step
+        settings = {"context_step": step, "max_context": max_context, "num_positions": num_positions}
+        return check_settings(ContextSweep, settings, "context sweep")
 
     def finish_runs(self, windows: Mapping[System, tuple[int, ...]]) -> None:
         """Train and score the runs that are not finished, several at a time.
 
         Args:
-            windows: the systems, and the attention windows at which each is scored; none: only as it was trained.
+            windows: the attention windows with which each system is scored, or an empty tuple for the settings of
+                training.
 
         Raises:
-            UserError: a training cannot start, failed, or was stopped.
+            UserError: a training run cannot start, failed, or was stopped.
         """
         configs = {system: self._config(system) for system in windows}
         with as_user_error(f"writing {self.path}"):
@@ -211,7 +219,9 @@ class Reproduction:
             for name in ("recipes", "runs", "scores", "logs"):
                 (self.path / name).mkdir(exist_ok=True)
             for system in windows:
-                self._save_recipe(system)
+                if not (file := self._recipe_file(system)).exists():
+                    about = {"title": system.name, "source": "txl reproduce", "corpus": self.corpus.record.name}
+                    write_text(file, yaml.safe_dump({**about, **self.recipe(system)}, sort_keys=False))
             jobs = [
                 self._job(system, index, configs[system], windows[system])
                 for index in range(len(self.seeds))
@@ -230,7 +240,7 @@ class Reproduction:
                 )
 
     def metadata(self) -> dict[str, Any]:
-        """Return what the results of this folder were measured with, for JSON."""
+        """Return the settings and the environment of the results in this folder, for JSON."""
         return {
             "command": self.command,
             "corpus": self.corpus.record.name,
@@ -243,7 +253,7 @@ class Reproduction:
 
     @property
     def _shared_settings(self) -> dict[str, Any]:
-        """What must stay the same for all runs of the folder."""
+        """Settings and checksums that must be the same for all runs of the folder."""
         splits = self.corpus.record.splits
         return {
             "train_sha256": splits["train"].sha256,
@@ -254,54 +264,48 @@ class Reproduction:
         }
 
     def _check_unchanged(self) -> None:
-        """Refuse a folder that holds something else, or a reproduction with other settings."""
+        """Check that the path is not another kind of folder, or a reproduction with other settings."""
         check_folder(self.path)
         file = self.path / "settings.yaml"
         if not file.exists():
             if any((self.path / "runs").glob("*")):
                 raise UserError(f"{file} is missing, so the settings of the runs there are unknown; choose another out")
             return
-        before, now = _flat(read_yaml(file.read_bytes(), str(file))), _flat(self._shared_settings)
+        before, now = _flatten(read_yaml(file.read_bytes(), str(file))), _flatten(self._shared_settings)
         for name in [*before, *now]:
             if before.get(name) != now.get(name):
                 raise UserError(
-                    f"{self.path} was started with {name} {before.get(name, 'as by default')}, and now it is "
-                    f"{now.get(name, 'as by default')}; give the same again, or choose another out"
+                    f"{self.path} was started with {name} {before.get(name, '(default)')}, and now it is "
+                    f"{now.get(name, '(default)')}; give the same again, or choose another out"
                 )
 
     def _recipe_file(self, system: System) -> Path:
         return self.path / "recipes" / f"{system.name}.yaml"
 
-    def _save_recipe(self, system: System) -> None:
-        file = self._recipe_file(system)
-        if not file.exists():
-            about = {"title": system.name, "source": "txl reproduce", "corpus": str(self.corpus.record.name)}
-            write_text(file, yaml.safe_dump({**about, **self.recipe(system)}, sort_keys=False))
-
     def _config(self, system: System) -> RunConfig:
-        """Return the settings of its run with the first seed; training has been checked to be possible with them."""
-        known = {"model": {"vocab_size": self.corpus.tokenizer.vocab_size}}
-        config = run_settings(merge(self.recipe(system), known), system.name)
+        """Return the settings of a system's runs except for the seed, after checking that they can be trained."""
+        vocab_size = {"model": {"vocab_size": self.corpus.tokenizer.vocab_size}}
+        config = run_settings(merge(self.recipe(system), vocab_size), system.name)
         check_trainable(config, self.corpus, choose_device(self.device))
         return config
 
     def _job(self, system: System, index: int, config: RunConfig, windows: tuple[int, ...]) -> Job | None:
-        """Return what is left to do for one run, or None if nothing is.
+        """Return the job that trains and scores a run, or None if that has been done.
 
         Raises:
-            UserError: the run there has other settings than its recipe.
+            UserError: an existing run has other settings than its recipe.
         """
         run, scores, seed = self.runs(system)[index], self.scores(system)[index], self.seeds[index]
         _check_run(run, config, seed)
-        scored = [entry["attention_window"] for entry in read_scores(scores)] if scores.exists() else []
-        if scored and set(windows) <= set(scored):
+        scored = {entry["attention_window"] for entry in read_scores(scores)} if scores.exists() else set[int | None]()
+        if scored and scored.issuperset(windows):
             return None
         windows = tuple(sorted({*windows, *(window for window in scored if window)}))
 
         def commands() -> list[Command]:
             options = ("--corpus", str(self.corpus.path), "--device", self.device)
             new = (str(self._recipe_file(system)), "--run", str(run), "--train.seed", str(seed))
-            # after its last step a run may still lack the last validation; if nothing is missing, nothing is done
+            # a run that has taken its last step is resumed too, because its last validation may be missing
             train = ("train", *(("--resume", str(run)) if run.exists() else new), *options)
             evaluate = ["evaluate", str(run), *options, "--max-tokens", str(self.max_tokens), "--json"]
             if windows:
@@ -314,9 +318,9 @@ class Reproduction:
 
 
 def _base_settings(recipe: str, overrides: Groups, *, smoke: bool) -> Groups:
-    """Return the settings that all systems share: the recipe's, with the overrides in their place."""
+    """Return the settings that all systems share: those of the recipe, replaced by the overrides."""
     if "architecture" in overrides["model"]:
-        raise UserError("model.architecture is what the systems differ in; leave it out")
+        raise UserError("model.architecture differs between systems; leave it out")
     for name in ("seed", "loss"):
         if name in overrides["train"]:
             raise UserError(f"train.{name} differs between runs; leave it out (--seeds gives the seeds)")
@@ -326,21 +330,23 @@ def _base_settings(recipe: str, overrides: Groups, *, smoke: bool) -> Groups:
     base: Groups = merge(settings, overrides)
     config = run_settings(base, "settings")
     if not isinstance(config.model, TransformerXLConfig):
-        raise UserError(f"recipe {recipe} is of {config.model.architecture}; give one of transformer-xl")
+        raise UserError(f"recipe {recipe} is for {config.model.architecture}; give one for transformer-xl")
     if not config.train.memory_length:
-        raise UserError("train.memory_length 0: recurrence is what is compared; give 1 or more")
+        raise UserError("train.memory_length 0: systems with and without memory are compared; give 1 or more")
     return base
 
 
 def _check_run(run: Path, config: RunConfig, seed: int) -> None:
-    """Check that the run there, if any, has the settings of the recipe."""
+    """Check that a run, if it exists, has the settings of its recipe."""
     if not run.exists():
         return
-    found, derived = RunFolder.open(run).config, {"cutoffs"}  # found from the corpus
+    saved, derived = RunFolder.open(run).config, {"cutoffs"}  # cutoffs may be chosen from the corpus
     expected = config.train.model_copy(update={"seed": seed})
-    same_model = found.model.model_dump(exclude=derived) == config.model.model_dump(exclude=derived)
-    if found.train != expected or not same_model:
-        raise UserError(f"{run} has other settings than the recipe beside it; delete the run, or choose another out")
+    is_same_model = saved.model.model_dump(exclude=derived) == config.model.model_dump(exclude=derived)
+    if saved.train != expected or not is_same_model:
+        raise UserError(
+            f"{run} has other settings than its recipe in {run.parent.parent}; delete the run, or choose another out"
+        )
 
 
 def _last_step(run: Path) -> int:
@@ -352,20 +358,30 @@ def _last_step(run: Path) -> int:
         return 0
 
 
+@contextmanager
+def report_damage(file: Path) -> Iterator[None]:
+    """Raise a UserError that names the file if the block cannot find the expected values in it."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError):
+        raise UserError(f"{file} is damaged; delete it and run the command that wrote it again") from None
+
+
 def read_scores(file: Path) -> list[dict[str, Any]]:
     """Read the results of `txl evaluate --json`, one entry for each attention window.
 
     Raises:
         UserError: the file is damaged.
     """
-    try:
-        found = json.loads(file.read_bytes())
-        entries = found.get("sweep", [found])
-        if not all(isinstance(entry[name], float) for entry in entries for name in _SCORES):
-            raise ValueError
-        return [{"attention_window": entry["attention_window"], **entry} for entry in entries]
-    except (OSError, ValueError, AttributeError, KeyError, TypeError):
-        raise UserError(f"{file} is damaged; delete it and run the command again") from None
+    with report_damage(file):
+        results = json.loads(file.read_bytes())
+        entries = results.get("sweep", [results])
+        for entry in entries:
+            if not all(isinstance(entry[name], float) for name in _SCORES) or "attention_window" not in entry:
+                raise ValueError
+        return entries
 
 
 def best_attention_window(file: Path) -> int:
@@ -374,19 +390,19 @@ def best_attention_window(file: Path) -> int:
 
 
 def check_folder(path: Path) -> None:
-    """Check that the folder of a reproduction is there, or can be made.
+    """Check that a path is the folder of a reproduction, an empty folder, or nothing yet.
 
     Raises:
-        UserError: the path holds something else.
+        UserError: it is anything else.
     """
-    known = ("settings.yaml", "report.html")
     is_new = not path.exists() or (path.is_dir() and not any(path.iterdir()))
-    if not is_new and not any((path / name).exists() for name in known):
-        raise UserError(f"{path} exists and holds no reproduction; choose another out")
+    if not is_new and not any((path / name).exists() for name in ("settings.yaml", REPORT)):
+        raise UserError(f"{path} exists and is not the folder of a reproduction; choose another out")
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested settings by dotted names, such as train.max_steps."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+        flat |= _flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
     return flat

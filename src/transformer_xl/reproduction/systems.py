@@ -1,6 +1,7 @@
-"""The systems that the paper compares (tables 6, 8 and 10), each as the settings in which it differs from a base.
+"""The systems that the paper compares (tables 6, 8 and 10), each defined by how its settings differ from a base.
 
-Each becomes an ordinary run, which `txl train` trains and `txl evaluate` scores.
+A system is an architecture with or without recurrence, trained with one of two losses. Each becomes an ordinary run,
+which `txl train` trains and `txl evaluate` scores.
 """
 
 from __future__ import annotations
@@ -17,8 +18,6 @@ from transformer_xl.model.cost import step_cost
 
 Groups = dict[str, dict[str, Any]]
 """Settings by group: model, train, evaluation."""
-
-Architecture = Literal["transformer-xl", "shaw", "vaswani", "al-rfou", "lstm", "qrnn"]
 
 
 @dataclass(frozen=True)
@@ -39,15 +38,18 @@ class System:
 
     name: str
     """Its runs are called NAME-seedN."""
-    architecture: Architecture
+    architecture: str
+    """A key of `config.ARCHITECTURES`."""
     recurrence: bool
+    """Whether it is trained with memory."""
     loss: Literal["full", "half"] = "full"
+    """Whether training computes the loss of all tokens of a segment, or of its second half only."""
     published: Published | None = None
     larger: bool = False
-    """Whether it has a quarter more layers, as the paper's model of 151M parameters beside that of 128M."""
+    """Whether it has a quarter more layers, like the paper's model of 151M parameters compared with that of 128M."""
     equal_memory: bool = False
-    """Whether its segments are as long as they can be without a training step needing more bytes than one with
-    recurrence; it trains for fewer steps, so that it reads as much text."""
+    """Whether its segments are as long as possible without a training step needing more bytes than one with recurrence;
+    it trains for fewer steps, so that it processes as much text."""
 
     @property
     def attends(self) -> bool:
@@ -56,35 +58,34 @@ class System:
 
     @property
     def has_memory(self) -> bool:
-        """Whether it can be evaluated with memory; without, evaluation needs a sliding window."""
+        """Whether it can be evaluated with memory; if not, evaluation needs a sliding window."""
         return ARCHITECTURES[self.architecture].has_memory
 
     def settings(self, base: Mapping[str, Mapping[str, Any]], vocab_size: int) -> Groups:
-        """Return its settings: those of the base, with what makes it this system.
+        """Return the system's settings: those of the base, changed where the system differs.
 
         Args:
             base: settings by group.
             vocab_size: size of the corpus's vocabulary.
 
         Raises:
-            UserError: the system cannot be made from the base.
+            UserError: the base does not allow this system.
         """
         settings: Groups = merge({"model": {}, "train": {}, "evaluation": {}}, base)
-        model, train = settings["model"], settings["train"]
-        with_memory = _checked(settings, vocab_size)
-        fields = ARCHITECTURES[self.architecture].model_fields
-        model = settings["model"] = {name: value for name, value in model.items() if name in fields}
+        base_config = _checked(settings, vocab_size)
+        known = ARCHITECTURES[self.architecture].model_fields
+        model = settings["model"] = {name: value for name, value in settings["model"].items() if name in known}
         model["architecture"] = self.architecture
-        train |= {"loss": self.loss, "memory_length": with_memory.train.memory_length if self.recurrence else 0}
+        train, base_train = settings["train"], base_config.train
+        train |= {"loss": self.loss, "memory_length": base_train.memory_length if self.recurrence else 0}
         if self.architecture not in ("transformer-xl", "shaw"):
-            settings["evaluation"].clear()  # lengths of a memory that it does not have
+            settings["evaluation"].clear()  # its settings are lengths of a memory, which the other systems do not have
         if self.larger:
-            model["n_layers"] = with_memory.model.n_layers + max(1, with_memory.model.n_layers // 4)
+            model["n_layers"] = base_config.model.n_layers + max(1, base_config.model.n_layers // 4)
         if not self.attends:
-            model["d_model"] = _fitting_width(settings, vocab_size, num_parameters(with_memory))
+            model["d_model"] = _matching_width(settings, vocab_size, num_parameters(base_config))
         if self.equal_memory:
-            train["segment_length"] = _fitting_segment(settings, vocab_size, _step_bytes(with_memory))
-            base_train = with_memory.train
+            train["segment_length"] = _longest_segment(settings, vocab_size, _step_bytes(base_config))
             train["max_steps"] = round(base_train.max_steps * base_train.segment_length / train["segment_length"])
         _checked(settings, vocab_size)
         return settings
@@ -123,7 +124,7 @@ def num_parameters(config: RunConfig) -> int:
 
 
 def _checked(settings: Groups, vocab_size: int) -> RunConfig:
-    """Return the settings as those of a run; cutoffs to be found from the corpus are left out."""
+    """Return the settings as a run's; softmax cutoffs that a run chooses from its corpus are left out."""
     known: dict[str, Any] = {"vocab_size": vocab_size}
     if settings["model"].get("cutoffs") == "auto":
         known["cutoffs"] = ()
@@ -131,43 +132,37 @@ def _checked(settings: Groups, vocab_size: int) -> RunConfig:
 
 
 def _step_bytes(config: RunConfig) -> int:
-    """Return the bytes of memory that a training step needs."""
-    train = config.train
-    return step_cost(
-        config.model,
-        batch_size=train.batch_size,
-        segment_length=train.segment_length,
-        memory_length=train.memory_length,
-    ).bytes
+    """Return the bytes that a training step needs, with weights and optimizer."""
+    lengths = {"segment_length": config.train.segment_length, "memory_length": config.train.memory_length}
+    return step_cost(config.model, batch_size=config.train.batch_size, **lengths).bytes
 
 
-def _fitting_width(settings: Groups, vocab_size: int, parameters: int) -> int:
-    """Return the d_model, a multiple of 8, whose number of parameters is closest to `parameters`."""
+def _matching_width(settings: Groups, vocab_size: int, target: int) -> int:
+    """Return the d_model, a multiple of 8, whose number of parameters is closest to `target`."""
 
-    def at(width: int) -> int:
-        return num_parameters(_checked(merge(settings, {"model": {"d_model": width}}), vocab_size))
+    def parameters(eighths: int) -> int:
+        return num_parameters(_checked(merge(settings, {"model": {"d_model": 8 * eighths}}), vocab_size))
 
-    most = _largest(lambda count: at(8 * count) <= parameters)
-    return 8 * min((most, most + 1), key=lambda count: abs(at(8 * count) - parameters))
+    below = _largest(lambda eighths: parameters(eighths) <= target)
+    return 8 * min((below, below + 1), key=lambda eighths: abs(parameters(eighths) - target))
 
 
-def _fitting_segment(settings: Groups, vocab_size: int, num_bytes: int) -> int:
-    """Return the longest segment with which a training step needs at most `num_bytes`."""
+def _longest_segment(settings: Groups, vocab_size: int, max_bytes: int) -> int:
+    """Return the longest segment with which a training step needs at most `max_bytes`."""
 
-    def fits(segment: int) -> bool:
-        given = {"train": {"segment_length": segment}}
-        return _step_bytes(_checked(merge(settings, given), vocab_size)) <= num_bytes
+    def fits(length: int) -> bool:
+        return _step_bytes(_checked(merge(settings, {"train": {"segment_length": length}}), vocab_size)) <= max_bytes
 
     return _largest(fits)
 
 
 def _largest(fits: Callable[[int], bool]) -> int:
-    """Return the largest number that fits, if 1 and all numbers below it do: by doubling, then halving."""
-    most = 1
-    while fits(2 * most):
-        most *= 2
-    step = most
+    """Return the largest integer that fits, given that 1 and all integers below it fit: by doubling, then halving."""
+    largest = 1
+    while fits(2 * largest):
+        largest *= 2
+    step = largest
     while step := step // 2:
-        if fits(most + step):
-            most += step
-    return most
+        if fits(largest + step):
+            largest += step
+    return largest

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -19,16 +20,16 @@ from transformer_xl.progress import say
 
 @dataclass(frozen=True)
 class Source:
-    """Which text is read."""
+    """The text to process."""
 
     prompt: str | None = None
-    """A text."""
+    """The text itself."""
     text_file: Path | None = None
-    """File of a text."""
+    """File with the text."""
     corpus: Path | None = None
     """Corpus with the run's tokenizer. [default: the one it was trained on]"""
     split: str | None = None
-    """train, valid or test, of a corpus. [default: test]"""
+    """Split of the corpus: train, valid or test. [default: test]"""
 
     def text(self) -> bytes | None:
         """Return the text, or None for a split of a corpus.
@@ -73,32 +74,32 @@ def attention(
     run
         Folder of a run of transformer-xl or shaw.
     source
-        Which text is read.
+        The text to process.
     max_tokens
-        Read only this many tokens, from the start.
+        Maximum number of tokens to process, from the start.
     lengths
-        How far attention reaches.
+        How far attention looks back.
     max_distance
-        Largest distance in the plots of means, in tokens; memory is at least that long, unless it is given. [default:
-        the memory length, at most 640]
+        Largest distance in the plots of means, in tokens; memory is at least that long unless --memory-length is given.
+        [default: the memory length, at most 640]
     heads
-        Heads to plot individually: layer:head, both from 0, separated by commas, such as 0:3,7:1. [default: of the
-        first, middle and last layer the head with the largest mean distance]
+        Heads to plot individually: layer:head, both from 0, separated by commas, such as 0:3,7:1. [default: the
+        head with the largest mean distance in the first, middle and last layer]
     page_tokens
-        Tokens on the page and in the plots of single heads, from the start of the text. [default: 192, or as many as
-        there are or fit]
+        Tokens on the page and in the plots of single heads, from the start of the text. [default: 192, or fewer
+        if the text is shorter or they do not fit]
     out
         New folder for plots, page and results. [default: RUN-attention, next to the run]
     checkpoint
-        The weights that were best on the validation text, or the last ones.
+        The weights with the best validation loss, or the last ones.
     """
-    text, head_list, config = source.text(), None if heads is None else _heads(heads), evaluation_config(lengths)
+    text, head_list, config = source.text(), None if heads is None else _parse_heads(heads), evaluation_config(lengths)
     from transformer_xl.analysis.attention import analyze_attention
     from transformer_xl.run_folder import RunFolder
 
     if text is not None:
         say_unknown(RunFolder.open(run).tokenizer, [text])
-    analysis = analyze_attention(
+    values = analyze_attention(
         run,
         text,
         corpus=source.corpus,
@@ -113,26 +114,23 @@ def attention(
         command=command_line(),
         **dataclasses.asdict(machine),
     )
-    values, distance_LN = analysis.values, analysis.distance_LN
     if json:
         print_json(values)
         return
-    say(f"written: {analysis.folder}; open attention.html there in a browser")
-    columns = ["layer", *(f"head {head}" for head in range(distance_LN.shape[1]))]
-    rows = [[str(layer), *(f"{mean:.1f}" for mean in row)] for layer, row in enumerate(distance_LN.tolist())]
-    title = (
-        f"{run}: mean distance in tokens that each head attends to, {values['counted_tokens']:,} queries averaged, "
-        f"memory length {values['memory_length']:,}, segment length {values['segment_length']:,}"
+    say(f"written: {values['folder']}; open attention.html there in a browser")
+    n_heads = 1 + max(entry["head"] for entry in values["heads"])
+    means = [f"{entry['mean_distance']:.1f}" for entry in values["heads"]]
+    print_table(
+        f"{run}: mean distance in tokens that each head attends to, over {values['counted_tokens']:,} queries, "
+        f"memory length {values['memory_length']:,}, segment length {values['segment_length']:,}",
+        ["layer", *(f"head {head}" for head in range(n_heads))],
+        [[str(start // n_heads), *means[start : start + n_heads]] for start in range(0, len(means), n_heads)],
     )
-    print_table(title, columns, rows)
 
 
-def _heads(text: str) -> list[tuple[int, int]]:
-    """Return the heads that were typed as one word, such as 0:3,7:1."""
-    heads: list[tuple[int, int]] = []
-    for word in text.split(","):
-        parts = [part.strip() for part in word.split(":")]
-        if len(parts) != 2 or not all(part.isascii() and part.isdecimal() and len(part) < 12 for part in parts):
-            raise UserError(f"--heads {text}: must be layer:head, both from 0, separated by commas, such as 0:3,7:1")
-        heads.append((int(parts[0]), int(parts[1])))
-    return list(dict.fromkeys(heads))
+def _parse_heads(text: str) -> list[tuple[int, int]]:
+    """Parse (layer, head) pairs such as 0:3,7:1, and drop duplicates."""
+    pairs = [re.fullmatch(r"\s*([0-9]{1,11})\s*:\s*([0-9]{1,11})\s*", part) for part in text.split(",")]
+    if None in pairs:
+        raise UserError(f"--heads {text}: must be layer:head, both from 0, separated by commas, such as 0:3,7:1")
+    return list(dict.fromkeys((int(pair[1]), int(pair[2])) for pair in pairs if pair))

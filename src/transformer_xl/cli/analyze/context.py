@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json as encoder
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from cyclopts import Parameter
+
+from transformer_xl.cli.flags import ContextFlags, typed_settings
 from transformer_xl.cli.options import ANY_MACHINE, Json, MachineOptions
 from transformer_xl.cli.output import print_json, print_table
-from transformer_xl.config import UserError
+from transformer_xl.config import ContextSweep, UserError, check_settings
 from transformer_xl.files import write_text
 from transformer_xl.progress import ProgressBar, say
 
 if TYPE_CHECKING:
-    from transformer_xl.analysis.effective_context import ContextSweep, EffectiveContext, GroupModel
+    from transformer_xl.analysis.effective_context import GroupModel
     from transformer_xl.text.token_store import Tokens
 
 
@@ -22,13 +25,7 @@ def context(
     memory_length: int | Literal["all"] | None = None,
     attention_window: int | Literal["none"] | None = None,
     clamp_length: int | Literal["none"] | None = None,
-    min_context: int | None = None,
-    max_context: int | None = None,
-    context_step: int = 100,
-    num_positions: int = 1000,
-    seed: int = 1,
-    fractions: str = "0.1,0.5,1.0",
-    threshold: float = 0.01,
+    settings: Annotated[ContextFlags | None, Parameter(name="*")] = None,
     corpus: Path | None = None,
     split: str = "test",
     out: Path | None = None,
@@ -43,28 +40,17 @@ def context(
     Parameters
     ----------
     runs
-        Folders of runs with the same tokenizer; NAME=RUN to name one otherwise than its folder.
+        Folders of runs with the same tokenizer; NAME=RUN gives one a name other than that of its folder.
     memory_length
-        Memory slots of models with memory, in tokens; all: as many as the longest context. [default: as the run is
-        evaluated]
+        Memory slots of models with memory, in tokens; all: as many as the longest context. [default: the run's
+        evaluation setting]
     attention_window
-        Keys a query sees, itself included; none: all. [default: as the run is evaluated]
+        Maximum number of keys that a query sees, itself included; none: no limit. [default: the run's evaluation
+        setting]
     clamp_length
-        Distances above this count as this one; none: no limit. [default: as the run is evaluated]
-    min_context
-        The shortest context, in tokens. [default: the step]
-    max_context
-        No context is longer. [default: nine steps beyond the shortest]
-    context_step
-        How many tokens longer each context is than the one before.
-    num_positions
-        Number of positions drawn from the text.
-    seed
-        Seed of that draw.
-    fractions
-        Fractions of hardest positions to average over: the paper's r.
-    threshold
-        Minimum relative gain in perplexity of a longer context.
+        Distances above this are treated as this one; none: no limit. [default: the run's evaluation setting]
+    settings
+        Contexts and positions.
     corpus
         Corpus with the runs' tokenizer. [default: the one the first was trained on]
     split
@@ -74,54 +60,45 @@ def context(
     plot
         File for the curves of gains, .svg or .png.
     """
-    named = _named(runs)
-    from transformer_xl.analysis.effective_context import ContextSweep, load_group, measure_context
-    from transformer_xl.analysis.gain_curves import check_plot_path, draw_gains, write_plot
+    paths = _run_paths(runs)
+    _check_outputs(out, plot)
+    sweep = check_settings(ContextSweep, typed_settings(context=settings).get("context", {}), "context sweep")
+    from transformer_xl.analysis.effective_context import load_group, measure_context
     from transformer_xl.run_folder import RunFolder
 
-    _check_outputs(out, plot)
-    if plot is not None:
-        check_plot_path(plot)
-    start = context_step if min_context is None else min_context
-    sweep = ContextSweep(
-        min_context=start,
-        context_step=context_step,
-        max_context=start + 9 * context_step if max_context is None else max_context,
-        num_positions=num_positions,
-        seed=seed,
-        fractions=_fractions(fractions),
-        threshold=threshold,
-    )
-    device = machine.choose()
+    device = str(machine.choose())
     models = load_group(
-        named,
-        memory_length=sweep.max_context if memory_length == "all" else memory_length,
+        paths,
+        memory_length=sweep.longest if memory_length == "all" else memory_length,
         attention_window=attention_window,
         clamp_length=clamp_length,
-        device=str(device),
+        device=device,
     )
-    text = RunFolder.open(next(iter(named.values()))).open_corpus(corpus)
+    text = RunFolder.open(next(iter(paths.values()))).open_corpus(corpus)
     tokens_K = text.split(split).tokens
     text.verify(split)
-    _say_cost(models, sweep, tokens_K)
+    _print_cost(models, sweep, tokens_K)
     with ProgressBar("context", sum(model.cost(sweep) for model in models), "tokens") as bar:
-        found = measure_context(models, tokens_K, sweep, bar.advance)
-    paths = {name: str(path) for name, path in named.items()}
-    head = {"corpus": str(text.path), "split": split, "device": str(device), "runs": paths}
-    values: dict[str, Any] = {**head, **found.as_dict()}
+        results = measure_context(models, tokens_K, sweep, bar.advance).as_dict()
+    source = {"corpus": str(text.path), "split": split, "device": device}
+    values: dict[str, Any] = {**source, "runs": {name: str(path) for name, path in paths.items()}, **results}
     if json:
         print_json(values)
     else:
-        _show(split, found)
-    # written last: should the disk be full, the results are on the screen
+        _print_tables(values)
+    # files are written after printing, so that a full disk loses no results
     if out is not None:
         write_text(out, encoder.dumps(values, indent=1) + "\n")
     if plot is not None:
+        from transformer_xl.analysis.gain_curves import draw_gains, write_plot
+
         write_plot(plot, draw_gains(values))
 
 
 def _check_outputs(out: Path | None, plot: Path | None) -> None:
-    """Refuse files that could not be written in the end, before anything is computed."""
+    """Check that the output files can be written, before anything is computed."""
+    if plot is not None and plot.suffix.lower() not in (".svg", ".png"):
+        raise UserError(f"{plot}: the name of a plot must end in .svg or .png")
     for flag, path in (("--out", out), ("--plot", plot)):
         if path is not None and path.exists():
             raise UserError(f"{path} exists already; choose another {flag}")
@@ -131,76 +108,64 @@ def _check_outputs(out: Path | None, plot: Path | None) -> None:
         raise UserError(f"{out} was given for --out and --plot; choose different files")
 
 
-def _fractions(text: str) -> tuple[float, ...]:
-    try:
-        return tuple(float(part) for part in text.split(","))
-    except ValueError:
-        raise UserError(f"--fractions {text}: must be numbers separated by commas, such as 0.1,0.5,1.0") from None
-
-
-def _named(runs: tuple[str, ...]) -> dict[str, Path]:
+def _run_paths(runs: tuple[str, ...]) -> dict[str, Path]:
     """Return the run folders by name: the name of the folder unless NAME=RUN sets another."""
     if not runs:
         raise UserError("no run was given; name the folders of the runs of one group, such as runs/a runs/b")
-    named: dict[str, Path] = {}
-    for word in runs:
-        name, equals, path = word.partition("=")
-        if not equals or Path(word).exists():
-            name, path = Path(word).resolve().name, word
+    paths: dict[str, Path] = {}
+    for argument in runs:
+        name, equals, path = argument.partition("=")
+        if not equals or Path(argument).exists():
+            name, path = Path(argument).resolve().name, argument
         if not name or not path:
-            raise UserError(f"{word}: must be the folder of a run, or NAME=RUN")
-        if name in named:
-            raise UserError(f"two runs are called {name}, {named[name]} and {path}; name one otherwise: NAME=RUN")
-        named[name] = Path(path)
-    return named
+            raise UserError(f"{argument}: must be the folder of a run, or NAME=RUN")
+        if name in paths:
+            raise UserError(f"two runs are called {name}, {paths[name]} and {path}; rename one of them: NAME=RUN")
+        paths[name] = Path(path)
+    return paths
 
 
-def _say_cost(models: list[GroupModel], sweep: ContextSweep, tokens_K: Tokens) -> None:
-    """Print how many tokens will be read and, after a trial, how long it will take."""
-    positions_P = sweep.draw_positions(len(tokens_K))
+def _print_cost(models: list[GroupModel], sweep: ContextSweep, tokens_K: Tokens) -> None:
+    """Print how many tokens will be processed and, after a trial, how long that will take."""
+    from transformer_xl.analysis.effective_context import draw_positions
+
+    positions_P = draw_positions(sweep, len(tokens_K))
     costs = {model.name: model.cost(sweep) for model in models}
     total = f"; in all {sum(costs.values()):,}" if len(costs) > 1 else ""
     say(
         f"{sweep.num_positions:,} positions, {len(sweep.contexts)} contexts of {sweep.contexts[0]:,} to "
-        f"{sweep.contexts[-1]:,} tokens; tokens to read: "
+        f"{sweep.contexts[-1]:,} tokens; tokens to process: "
         f"{', '.join(f'{name} {cost:,}' for name, cost in costs.items())}{total}"
     )
     minutes = sum(model.estimate_seconds(sweep, tokens_K, positions_P) for model in models) / 60
     say(f"estimated time: {f'about {minutes:,.0f} minutes' if minutes >= 1.5 else 'a minute or less'}")
 
 
-def _show(split: str, found: EffectiveContext) -> None:
-    sweep = found.sweep
-    gains = [found.gains(fraction) for fraction in sweep.fractions]
-    lengths = zip(*(found.lengths(one) for one in gains), strict=True)
-    rows = [
-        [
-            model.name,
-            f"{model.model.num_parameters():,}",
-            *(f"{'' if length.found else '>= '}{length.tokens:,}" for length in row),
-        ]
-        for model, row in zip(found.models, lengths, strict=True)
-    ]
+def _print_tables(values: dict[str, Any]) -> None:
+    from transformer_xl.analysis.effective_context import format_length
+
+    models, threshold = values["models"], values["threshold"]
     print_table(
-        f"Relative effective context length in tokens, {split}: {sweep.num_positions:,} positions, "
-        f"a gain of {sweep.threshold:.3g} by {sweep.context_step:,} tokens more",
-        ["model", "parameters", *(f"r = {fraction:g}" for fraction in sweep.fractions)],
-        rows,
+        f"Relative effective context length in tokens, {values['split']}: {len(values['positions']):,} positions, "
+        f"a gain of {threshold:.3g} by {values['context_step']:,} tokens more",
+        ["model", "parameters", *(f"r = {fraction}" for fraction in values["baseline"])],
+        [
+            [model["name"], f"{model['parameters']:,}", *map(format_length, model["fractions"].values())]
+            for model in models
+        ],
     )
-    means = found.nats_ICP.mean(axis=-1)
     print_table(
         "Mean loss in nats per token, by context in tokens",
-        ["model", *(f"{context:,}" for context in sweep.contexts)],
-        [[model.name, *(f"{nats:.4f}" for nats in row)] for model, row in zip(found.models, means, strict=True)],
+        ["model", *(f"{context:,}" for context in values["contexts"])],
+        [[model["name"], *(f"{loss:.4f}" for loss in model["nats_per_token"])] for model in models],
     )
-    early = {
-        model.name
-        for one in gains
-        for model, gain in zip(found.models, one.gains_IC[:, 0], strict=True)
-        if gain < sweep.threshold
-    }
-    if early:
+    without_gain = [
+        model["name"]
+        for model in models
+        if any(result["gains"][0] < threshold for result in model["fractions"].values())
+    ]
+    if without_gain:
         say(
-            f"warning: {', '.join(sorted(early))}: no gain already at --min-context {sweep.min_context:,}, so the "
-            "length may be shorter; try a smaller --min-context and --context-step"
+            f"warning: {', '.join(sorted(without_gain))}: the gain is below the threshold already at --min-context "
+            f"{values['contexts'][0]:,}, so the length may be shorter; try a smaller --min-context and --context-step"
         )

@@ -1,0 +1,76 @@
+"""Settings of `txl analyze context` and `txl analyze speed`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from transformer_xl.config.settings import INT32_MAX, Settings
+
+
+def _split(value: Any) -> Any:
+    """Split several numbers in one string, such as `0.1,0.5`, as a flag gives them."""
+    return value.split(",") if isinstance(value, str) else value
+
+
+_Count = Annotated[int, Field(ge=1, le=INT32_MAX)]
+_Counts = Annotated[tuple[_Count, ...], BeforeValidator(_split), Field(min_length=1)]
+_Fractions = Annotated[tuple[Annotated[float, Field(gt=0, le=1)], ...], BeforeValidator(_split), Field(min_length=1)]
+
+
+class ContextSweep(Settings):
+    """Which context lengths are compared, at how many positions of a text, and what is a gain."""
+
+    min_context: int | None = Field(default=None, ge=1, le=INT32_MAX)
+    """The shortest context, in tokens; none: context_step."""
+    context_step: _Count = 100
+    """How many tokens longer each context is than the one before."""
+    max_context: int | None = Field(default=None, ge=1, le=INT32_MAX)
+    """The upper limit of the context, in tokens; none: nine steps more than the shortest."""
+    num_positions: _Count = 1000
+    """Number of positions drawn from the text; each has as many tokens before it as the upper limit of the context."""
+    seed: int = Field(default=1, ge=0, le=INT32_MAX)
+    """Seed of the random positions."""
+    fractions: _Fractions = (0.1, 0.5, 1.0)
+    """Fractions of the positions, those that are hardest to predict, over which losses are averaged: the paper's r."""
+    threshold: float = Field(default=0.01, gt=0, lt=1)
+    """Minimum relative gain in perplexity of a longer context."""
+
+    @model_validator(mode="after")
+    def _check_sweep(self) -> Self:
+        if len({f"{fraction:g}" for fraction in self.fractions}) < len(self.fractions):
+            raise ValueError(f"fractions {', '.join(map(str, self.fractions))}: give each number once")
+        if len(self.contexts) < 2:
+            start = self.min_context or self.context_step
+            raise ValueError(
+                f"max_context {self.longest:,} leaves nothing to compare with min_context {start:,}; give at least "
+                f"{start + self.context_step:,} (min_context + context_step)"
+            )
+        return self
+
+    @property
+    def longest(self) -> int:
+        """The upper limit of the context, in tokens."""
+        return self.max_context or (self.min_context or self.context_step) + 9 * self.context_step
+
+    @property
+    def contexts(self) -> tuple[int, ...]:
+        """The context lengths, in ascending order."""
+        return tuple(range(self.min_context or self.context_step, self.longest + 1, self.context_step))
+
+
+class SpeedComparison(Settings):
+    """What is compared: the speed of evaluation with memory and with a sliding window; the defaults are the paper's."""
+
+    attention_windows: _Counts = (800, 1800, 2800, 3800)
+    """Maximum number of keys that a query sees, for both models; several are separated by commas."""
+    segment_lengths: _Counts = (128, 256, 512, 1024, 2048)
+    """Segment lengths of the model with memory, separated by commas; the fastest is reported."""
+    clamp_length: _Count | Literal["auto"] | None = "auto"
+    """Distances above this are treated as this one by the model with memory; none: no limit; auto: the evaluation
+    setting of the recipe or run."""
+    repeats: _Count = 3
+    """How often each model is timed, in turns; medians are reported."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Data type of matrix products, for both models."""
