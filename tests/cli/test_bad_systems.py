@@ -1,4 +1,4 @@
-"""What can go wrong on the command line with the paper's other systems: one line on standard error, exit status 2."""
+"""Baseline architectures on the command line: what works, and errors that print one line and exit with status 2."""
 
 from __future__ import annotations
 
@@ -13,34 +13,32 @@ SHORT = "--train.segment-length 7 --train.batch-size 3 --train.max-steps 2 --tra
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A corpus, a run of an LSTM and a run with learned positions."""
-    place = tmp_path_factory.mktemp("systems") / "w"
-    place.mkdir()
-    (place / "text.txt").write_bytes(b"".join(b"line %d\n" % number for number in range(99)))
-    do(f"prepare {place}/text.txt --out {place}/corpus")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a corpus, a run of an LSTM and a run with learned positions."""
+    folder = tmp_path_factory.mktemp("systems") / "w"
+    folder.mkdir()
+    (folder / "text.txt").write_bytes(b"".join(b"line %d\n" % number for number in range(99)))
+    do(f"prepare {folder}/text.txt --out {folder}/corpus")
     for name in ("lstm", "al-rfou"):
-        do(f"train --corpus {place}/corpus --run {place}/{name} {SIZES} {SHORT} --model.architecture {name}")
-    return place
+        do(f"train --corpus {folder}/corpus --run {folder}/{name} {SIZES} {SHORT} --model.architecture {name}")
+    return folder
 
 
-def test_what_they_can_do(place: Path) -> None:
-    """Without this, what is refused below might be refused for another reason."""
+def test_baselines_evaluate_and_generate(folder: Path) -> None:
+    """Otherwise, the errors below might have other reasons."""
     for name in ("lstm", "al-rfou"):
-        assert txl("evaluate", place / name, "--max-tokens", "50", "--json").object
-        said = txl("generate", place / name, "--prompt", "line", "--max-new-tokens", "13")
-        assert (said.status, said.err) == (0, "")
-        assert said.out
-        told = txl("info", place / name, "--json").object["run"]
-        assert told["attn_implementation"] is None
-        assert told["model"]["architecture"] == name
+        assert txl("evaluate", folder / name, "--max-tokens", "50", "--json").object
+        result = txl("generate", folder / name, "--prompt", "line", "--max-new-tokens", "13")
+        assert (result.status, result.err, bool(result.out)) == (0, "", True)
+        info = txl("info", folder / name, "--json").object["run"]
+        assert (info["attn_implementation"], info["model"]["architecture"]) == (None, name)
 
 
-def test_another_architecture_leaves_out_what_it_does_not_have(place: Path) -> None:
-    """A recipe states the heads of its transformer, and an LSTM has none."""
-    flags = "--model.architecture lstm --train.max-steps 1 --train.warmup-steps 0 --train.batch-size 3"
-    do(f"train ablation --corpus {place}/corpus --run {place}/from-recipe {SIZES} {flags} --train.segment-length 7")
-    assert txl("info", place / "from-recipe", "--json").object["run"]["model"]["d_model"] == 16
+def test_architecture_flag_drops_settings_that_it_does_not_have(folder: Path) -> None:
+    """The recipe sets the heads of a transformer; an LSTM has none."""
+    flags = f"{SIZES} {SHORT} --model.architecture lstm"
+    do(f"train ablation --corpus {folder}/corpus --run {folder}/from-recipe {flags}")
+    assert txl("info", folder / "from-recipe", "--json").object["run"]["model"]["d_model"] == 16
 
 
 @pytest.mark.parametrize(
@@ -56,8 +54,8 @@ def test_another_architecture_leaves_out_what_it_does_not_have(place: Path) -> N
         ("--model.num-targets 2", "num_targets is a setting of vaswani, al-rfou, and this is .* transformer-xl"),
     ],
 )
-def test_wrong_settings(place: Path, capfd: Capture, flags: str, message: str) -> None:
-    assert_refused(place, f"train --corpus {place}/corpus --run {place}/new {SIZES} {SHORT} {flags}", message, capfd)
+def test_invalid_setting_is_refused(folder: Path, capfd: Capture, flags: str, message: str) -> None:
+    assert_refused(folder, f"train --corpus {folder}/corpus --run {folder}/new {SIZES} {SHORT} {flags}", message, capfd)
 
 
 @pytest.mark.parametrize(
@@ -66,13 +64,10 @@ def test_wrong_settings(place: Path, capfd: Capture, flags: str, message: str) -
         ("evaluate {}/lstm --attention-window 3", "lstm has no attention_window; give none"),
         ("evaluate {}/lstm --clamp-length 3", "lstm has no clamp_length; give none"),
         ("evaluate {}/al-rfou --memory-length 5", "al-rfou has no memory; give memory_length 0"),
-        (
-            "evaluate {}/al-rfou --segment-length 8",
-            "segment_length 8 is longer than the 7 positions .*; give 7 at most",
-        ),
+        ("evaluate {}/al-rfou --segment-length 8", "segment_length 8 is longer than the 7 positions .*give 7 at most"),
         ("generate {}/al-rfou --prompt line --memory-length 5", "al-rfou has no memory; give memory_length 0"),
         ("train --resume {}/al-rfou --train.max-steps 3 --model.num-targets 2", "cannot change within a run"),
     ],
 )
-def test_wrong_lengths(place: Path, capfd: Capture, words: str, message: str) -> None:
-    assert_refused(place, words.format(place), message, capfd)
+def test_invalid_length_is_refused(folder: Path, capfd: Capture, words: str, message: str) -> None:
+    assert_refused(folder, words.format(folder), message, capfd)
