@@ -178,8 +178,7 @@ def test_context_prints_tables_and_writes_files(folder: Path, tmp_path: Path) ->
     assert "r = 0.5" in result.out
     assert "Mean loss in nats per token" in result.out
     # without memory, a model sees at most the 7 tokens of a segment: of 5, 10, 15 and 20
-    assert "4 contexts of 5 to 20 tokens; tokens to process: xl 550, vanilla 286; in all 836" in result.err
-    assert "estimated time: a minute or less" in result.err
+    assert "tokens to process: xl 550, vanilla 286\n" in result.err
     assert "<svg" in plot.read_text(encoding="utf-8")
     values = json.loads(out.read_text(encoding="utf-8"))
     assert values["runs"] == {"xl": f"{folder}/xl", "vanilla": f"{folder}/learned"}
@@ -207,7 +206,7 @@ def test_context_limits_apply_to_models_that_have_them(folder: Path) -> None:
         ("a={}/xl a={}/learned", "two runs are called a"),
         ("={}/xl", "must be the folder of a run, or NAME=RUN"),
         ("{}/corpus", "a corpus, not a run"),
-        ("{}/xl {}/other", "other has another tokenizer .char, .* than .*xl .byte, 256 tokens"),
+        ("{}/xl {}/other", "other has another tokenizer than .*xl; give runs with the same"),
         ("{}/xl {}/empty " + CONTEXT, "empty has no weights yet"),
         ("{}/xl --split tset", r"has no split 'tset' \(did you mean 'test'\?\)"),
         ("{}/xl --max-context 100000", "which 0 have 100,000 before them, and num_positions is 1,000; give a smaller"),

@@ -16,7 +16,7 @@ from transformer_xl.reproduction.parallel import Command, Job, run_parallel
 def test_output_is_written_and_commands_run_in_order(tmp_path, monkeypatch):
     monkeypatch.setattr(parallel, "POLL_SECONDS", 0.01)
     progress, out = iter(range(1000)), tmp_path / "out.txt"
-    job = Job("a", lambda: [Command(["--version"], output=out), Command(["--version"])], 3, lambda: next(progress))
+    job = Job("a", [Command(["--version"], output=out), Command(["--version"])], 3, lambda: next(progress))
     run_parallel("all", [job], tmp_path, workers=1, threads=1)
     assert (tmp_path / "a.log").read_text() == f"$ txl --version\n$ txl --version\n{out.read_text()}"
     assert next(progress) > 3  # a job may report more work than its size
@@ -25,8 +25,8 @@ def test_output_is_written_and_commands_run_in_order(tmp_path, monkeypatch):
 def test_failure_names_the_job_and_starts_no_other(tmp_path):
     never = tmp_path / "never.txt"
     jobs = [
-        Job("bad", lambda: [Command(["info", "nowhere"])]),
-        Job("next", lambda: [Command(["--version"], output=never)]),
+        Job("bad", [Command(["info", "nowhere"])]),
+        Job("next", [Command(["--version"], output=never)]),
     ]
     with pytest.raises(UserError, match=r"bad failed: nowhere: no such folder.*bad\.log"):
         run_parallel("all", jobs, tmp_path, workers=1, threads=1)
@@ -34,8 +34,8 @@ def test_failure_names_the_job_and_starts_no_other(tmp_path):
 
 
 def test_internal_error_is_raised(tmp_path):
-    with pytest.raises(ZeroDivisionError):
-        run_parallel("all", [Job("a", lambda: 1 / 0)], tmp_path, workers=2, threads=1)
+    with pytest.raises(TypeError):
+        run_parallel("all", [Job("a", [Command([0])])], tmp_path, workers=2, threads=1)
 
 
 SLEEPER = """
@@ -56,7 +56,7 @@ from transformer_xl.reproduction.parallel import Command, Job, run_parallel
 parallel.PROGRAM = (sys.executable, sys.argv[1])
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-jobs = [Job(name, lambda name=name: [Command([str(Path(sys.argv[2]) / name)])]) for name in ("a", "b")]
+jobs = [Job(name, [Command([str(Path(sys.argv[2]) / name)])]) for name in ("a", "b")]
 run_parallel("all", jobs, Path(sys.argv[2]), workers=2, threads=1)
 """
 

@@ -45,7 +45,7 @@ def in_process() -> Iterator[None]:
     """Runs the commands of jobs in this process, which is faster than a process for each command."""
 
     def run_jobs(title: str, jobs: Sequence[Job], *_: Any, **__: Any) -> None:
-        for command in (command for job in jobs for command in job.commands()):
+        for command in (command for job in jobs for command in job.commands):
             result = txl(*command.arguments)
             assert result.status == 0, result.err
             if command.output:
@@ -163,7 +163,7 @@ def test_recipe_of_a_system_trains_the_same_run(folder: Path) -> None:
         ({"recipe": "ablatoin"}, "no recipe 'ablatoin' .did you mean 'ablation'"),
         ({"model": {"architecture": "shaw"}}, "model.architecture .*; leave it out"),
         ({"train": {"loss": "half"}}, "train.loss differs between runs; leave it out"),
-        ({"corpus": Path("nowhere")}, "no corpus at nowhere; make one with 'txl prepare enwik8'"),
+        ({"corpus": Path("nowhere")}, "no corpus at nowhere; 'txl prepare"),
         ({"out": Path(__file__)}, "is not the folder of a reproduction; choose another out"),
     ],
 )

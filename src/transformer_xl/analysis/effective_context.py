@@ -123,16 +123,6 @@ class GroupModel:
                 progress(len(positions_B) * num_inputs)
         return torch.cat(losses).cpu().double().numpy()
 
-    def estimate_seconds(self, sweep: ContextSweep, tokens_K: Tokens, positions_P: npt.NDArray[np.int64]) -> float:
-        """Estimate how long the sweep will take, by timing one batch at a context of middle length."""
-        context = sweep.contexts[len(sweep.contexts) // 2]
-        timed_P = positions_P[: self._batch_size(self.num_inputs(context))]
-        self.losses(tokens_K, timed_P[:1], context)  # warm-up: the first call includes one-time work
-        start = time.perf_counter()
-        self.losses(tokens_K, timed_P, context)
-        seconds = time.perf_counter() - start
-        return seconds * self.cost(sweep) / (len(timed_P) * self.num_inputs(context))
-
     def _empty_memory(self, batch_size: int, num_inputs: int) -> Memory:
         """Return an empty memory with the plan's limits, but no more slots than `num_inputs` tokens can fill."""
         num_slots = memory_slots(self.model, num_inputs, self.plan)
@@ -270,13 +260,7 @@ def load_group(
     first = next(iter(folders.values()))
     for folder in folders.values():
         if fingerprint(folder.tokenizer) != fingerprint(first.tokenizer):
-            (other, expected) = (
-                f"{run.tokenizer.kind}, {run.tokenizer.vocab_size:,} tokens" for run in (folder, first)
-            )
-            raise UserError(
-                f"{folder.path} has another tokenizer ({other}) than {first.path} ({expected}); give runs with the "
-                "same tokenizer"
-            )
+            raise UserError(f"{folder.path} has another tokenizer than {first.path}; give runs with the same tokenizer")
     models: list[GroupModel] = []
     for name, folder in folders.items():
         settings: dict[str, Any] = {}

@@ -40,8 +40,7 @@ class Job:
     """Commands that run one after another."""
 
     name: str
-    commands: Callable[[], Sequence[Command]]
-    """Called when the job starts."""
+    commands: Sequence[Command]
     size: int = 1
     """Total amount of work, in the unit of `done`."""
     done: Callable[[], int] = lambda: 0
@@ -67,7 +66,7 @@ class _Runner:
         if self.is_stopping:
             return
         try:
-            for command in job.commands():
+            for command in job.commands:
                 if not self._run_command(job.name, command):
                     return
         except BaseException:

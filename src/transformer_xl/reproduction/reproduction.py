@@ -127,8 +127,6 @@ class Reproduction:
         for name, number in (("max_tokens", max_tokens), ("workers", workers)):
             if number < 1:
                 raise UserError(f"{name} {number}: must be 1 or more")
-        if not corpus.exists():
-            raise UserError(f"no corpus at {corpus}; make one with 'txl prepare enwik8' or give --corpus DIR")
         opened = Corpus.open(corpus)
         max_tokens = min(max_tokens, opened.split("test").num_tokens)
         reproduction = Reproduction(out, opened, base, seeds, max_tokens, workers, device, command)
@@ -301,19 +299,16 @@ class Reproduction:
         if scored and scored.issuperset(windows):
             return None
         windows = tuple(sorted({*windows, *(window for window in scored if window)}))
-
-        def commands() -> list[Command]:
-            options = ("--corpus", str(self.corpus.path), "--device", self.device)
-            new = (str(self._recipe_file(system)), "--run", str(run), "--train.seed", str(seed))
-            # a run that has taken its last step is resumed too, because its last validation may be missing
-            train = ("train", *(("--resume", str(run)) if run.exists() else new), *options)
-            evaluate = ["evaluate", str(run), *options, "--max-tokens", str(self.max_tokens), "--json"]
-            if windows:
-                evaluate += ["--sweep-attention-window", ",".join(map(str, windows))]
-            if not system.has_memory:
-                evaluate += ["--method", "sliding-window"]
-            return [Command(train), Command(evaluate, output=scores)]
-
+        options = ["--corpus", str(self.corpus.path), "--device", self.device]
+        new = [str(self._recipe_file(system)), "--run", str(run), "--train.seed", str(seed)]
+        # a run that has taken its last step is resumed too, because its last validation may be missing
+        train = ["train", *(["--resume", str(run)] if run.exists() else new), *options]
+        evaluate = ["evaluate", str(run), *options, "--max-tokens", str(self.max_tokens), "--json"]
+        if windows:
+            evaluate += ["--sweep-attention-window", ",".join(map(str, windows))]
+        if not system.has_memory:
+            evaluate += ["--method", "sliding-window"]
+        commands = [Command(train), Command(evaluate, output=scores)]
         return Job(run.name, commands, config.train.max_steps, lambda: _last_step(run))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json as encoder
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
@@ -14,10 +14,6 @@ from transformer_xl.cli.output import print_json, print_table
 from transformer_xl.config import ContextSweep, UserError, check_settings
 from transformer_xl.files import write_text
 from transformer_xl.progress import ProgressBar, say
-
-if TYPE_CHECKING:
-    from transformer_xl.analysis.effective_context import GroupModel
-    from transformer_xl.text.token_store import Tokens
 
 
 def context(
@@ -35,7 +31,7 @@ def context(
 ) -> None:
     """Measure how far back a text still helps each model (the paper's relative effective context length).
 
-    The runs are one group: each model is compared with the best of them. The expected time is printed first.
+    The runs are one group: each model is compared with the best of them.
 
     Parameters
     ----------
@@ -77,8 +73,9 @@ def context(
     text = RunFolder.open(next(iter(paths.values()))).open_corpus(corpus)
     tokens_K = text.split(split).tokens
     text.verify(split)
-    _print_cost(models, sweep, tokens_K)
-    with ProgressBar("context", sum(model.cost(sweep) for model in models), "tokens") as bar:
+    costs = {model.name: model.cost(sweep) for model in models}
+    say(f"tokens to process: {', '.join(f'{name} {cost:,}' for name, cost in costs.items())}")
+    with ProgressBar("context", sum(costs.values()), "tokens") as bar:
         results = measure_context(models, tokens_K, sweep, bar.advance).as_dict()
     source = {"corpus": str(text.path), "split": split, "device": device}
     values: dict[str, Any] = {**source, "runs": {name: str(path) for name, path in paths.items()}, **results}
@@ -125,29 +122,13 @@ def _run_paths(runs: tuple[str, ...]) -> dict[str, Path]:
     return paths
 
 
-def _print_cost(models: list[GroupModel], sweep: ContextSweep, tokens_K: Tokens) -> None:
-    """Print how many tokens will be processed and, after a trial, how long that will take."""
-    from transformer_xl.analysis.effective_context import draw_positions
-
-    positions_P = draw_positions(sweep, len(tokens_K))
-    costs = {model.name: model.cost(sweep) for model in models}
-    total = f"; in all {sum(costs.values()):,}" if len(costs) > 1 else ""
-    say(
-        f"{sweep.num_positions:,} positions, {len(sweep.contexts)} contexts of {sweep.contexts[0]:,} to "
-        f"{sweep.contexts[-1]:,} tokens; tokens to process: "
-        f"{', '.join(f'{name} {cost:,}' for name, cost in costs.items())}{total}"
-    )
-    minutes = sum(model.estimate_seconds(sweep, tokens_K, positions_P) for model in models) / 60
-    say(f"estimated time: {f'about {minutes:,.0f} minutes' if minutes >= 1.5 else 'a minute or less'}")
-
-
 def _print_tables(values: dict[str, Any]) -> None:
     from transformer_xl.analysis.effective_context import format_length
 
-    models, threshold = values["models"], values["threshold"]
+    models = values["models"]
     print_table(
         f"Relative effective context length in tokens, {values['split']}: {len(values['positions']):,} positions, "
-        f"a gain of {threshold:.3g} by {values['context_step']:,} tokens more",
+        f"a gain of {values['threshold']:.3g} by {values['context_step']:,} tokens more",
         ["model", "parameters", *(f"r = {fraction}" for fraction in values["baseline"])],
         [
             [model["name"], f"{model['parameters']:,}", *map(format_length, model["fractions"].values())]
@@ -159,13 +140,3 @@ def _print_tables(values: dict[str, Any]) -> None:
         ["model", *(f"{context:,}" for context in values["contexts"])],
         [[model["name"], *(f"{loss:.4f}" for loss in model["nats_per_token"])] for model in models],
     )
-    without_gain = [
-        model["name"]
-        for model in models
-        if any(result["gains"][0] < threshold for result in model["fractions"].values())
-    ]
-    if without_gain:
-        say(
-            f"warning: {', '.join(sorted(without_gain))}: the gain is below the threshold already at --min-context "
-            f"{values['contexts'][0]:,}, so the length may be shorter; try a smaller --min-context and --context-step"
-        )
