@@ -59,7 +59,7 @@ def context(
     paths = _run_paths(runs)
     _check_outputs(out, plot)
     sweep = check_settings(ContextSweep, typed_settings(context=settings).get("context", {}), "context sweep")
-    from transformer_xl.analysis.effective_context import load_group, measure_context
+    from transformer_xl.analysis.effective_context import draw_positions, load_group, measure_context
     from transformer_xl.run_folder import RunFolder
 
     device = str(machine.choose())
@@ -73,6 +73,7 @@ def context(
     text = RunFolder.open(next(iter(paths.values()))).open_corpus(corpus)
     tokens_K = text.split(split).tokens
     text.verify(split)
+    draw_positions(sweep, len(tokens_K))  # fails now if the text is too short
     costs = {model.name: model.cost(sweep) for model in models}
     say(f"tokens to process: {', '.join(f'{name} {cost:,}' for name, cost in costs.items())}")
     with ProgressBar("context", sum(costs.values()), "tokens") as bar:
