@@ -11,7 +11,7 @@ text that is already split is split again.
 
 The detokenizer follows the Moses detokenizer, one word at a time; it does not undo the normalization. There are two
 differences from Hugging Face's tokenizer. The detokenizer joins the commas and full stops of numbers at the ends of a
-line too, where theirs keeps @,@ and @.@. And only theirs keeps special tokens in uppercase, such as <UNK>, whole.
+line too, where Hugging Face's leaves @,@ and @.@. Special tokens in uppercase, such as <UNK>, are split.
 
 Sources: normalize-punctuation.perl, tokenizer.perl and detokenizer.perl of Moses, as ported by sacremoses 0.2.0, with
 its options for aggressive hyphen splitting and without escapes, and TransfoXLTokenizer of transformers 4.37.2, whose

@@ -118,21 +118,21 @@ def _train_word(config: TokenizerConfig, documents: Iterable[Document], num_work
         counts.update(chunk_counts)
         num_newlines += chunk_newlines
     eos, unk = config.eos_token.encode("utf-8"), (config.unk_token or "").encode("utf-8")
-    first: list[tuple[bytes, int]] = []
+    special: list[tuple[bytes, int]] = []  # at the front of the vocabulary
     if config.add_eos:
-        first.append((eos, num_newlines + counts.pop(eos, 0)))
+        special.append((eos, num_newlines + counts.pop(eos, 0)))
     limit = None if config.vocab_size is None else config.vocab_size - len(config.special_tokens)
     words = Counter({word: count for word, count in counts.items() if word != unk})
-    kept = {word: count for word, count in words.most_common(limit) if count >= config.min_frequency}
-    if not kept:
+    selected = {word: count for word, count in words.most_common(limit) if count >= config.min_frequency}
+    if not selected:
         raise UserError("no words to train on: none occurs often enough in the text; give more text")
     if config.unk_token is not None:
-        num_unknown = counts.total() - sum(kept.values())
+        num_unknown = counts.total() - sum(selected.values())
         if unk in counts:  # the text contains it, so it is sorted by the count of all words that it represents
-            kept = {word: num_unknown if word == unk else kept[word] for word in counts if word == unk or word in kept}
+            selected = {word: selected.get(word, num_unknown) for word in counts if word in selected or word == unk}
         else:
-            first.append((unk, num_unknown))
-    tokens = [*first, *sorted(kept.items(), key=lambda item: -item[1])]
+            special.append((unk, num_unknown))
+    tokens = [*special, *sorted(selected.items(), key=lambda item: -item[1])]
     return replace(
         untrained,
         words=tuple(word.decode("utf-8") for word, _ in tokens),
@@ -185,14 +185,14 @@ def _train_char(config: TokenizerConfig, documents: Iterable[Document], num_work
         counts.update(chunk_counts)
     num_bytes = untrained.vocab_size
     limit = None if config.vocab_size is None else config.vocab_size - num_bytes
-    kept = [(character, count) for character, count in counts.most_common(limit) if count >= config.min_frequency]
-    if not kept:
+    selected = [(character, count) for character, count in counts.most_common(limit) if count >= config.min_frequency]
+    if not selected:
         raise UserError("no characters to train on: none occurs often enough in the text; give more text")
     return replace(
         untrained,
-        characters="".join(character for character, _ in kept),
+        characters="".join(character for character, _ in selected),
         # If characters are left out, bytes occur more often than some characters: counts would not be descending.
-        counts=np.array([count for _, count in kept] + [0] * num_bytes) if len(kept) == len(counts) else None,
+        counts=np.array([count for _, count in selected] + [0] * num_bytes) if len(selected) == len(counts) else None,
     )
 
 
