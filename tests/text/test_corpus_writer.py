@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +23,8 @@ from transformer_xl.text.corpus_writer import count_words, write_corpus
 from transformer_xl.text.documents import Document, DocumentUnit, SplitName
 from transformer_xl.text.token_store import Corpus
 from transformer_xl.text.tokenizers import ByteTokenizer, EncodedChunk, EncodingError, Tokenizer, split_chunks
-from transformer_xl.text.tokenizers.training import TokenizerConfig, train_tokenizer
+from transformer_xl.text.tokenizers.config import TokenizerConfig, TokenizerKind
+from transformer_xl.text.tokenizers.training import train_tokenizer
 
 BYTES = ByteTokenizer()
 TEXTS = st.lists(st.text("ab \n\t", max_size=13).map(str.encode), max_size=7)
@@ -31,7 +32,6 @@ TEXTS = st.lists(st.text("ab \n\t", max_size=13).map(str.encode), max_size=7)
 NUMBERS = st.lists(
     st.lists(st.sampled_from([b"1 ", b"12 ", b"2\n", b"21\n", b" ", b"\n"]), max_size=7).map(b"".join), max_size=7
 )
-Kind = Literal["byte", "char", "word", "integer"]
 
 
 def write(
@@ -45,7 +45,7 @@ def write(
     return write_corpus(folder, documents, name="sample", source="a test", tokenizer=tokenizer, **options)
 
 
-def trained(kind: Kind, texts: list[bytes], **options: Any) -> Tokenizer:
+def trained(kind: TokenizerKind, texts: list[bytes], **options: Any) -> Tokenizer:
     return train_tokenizer(TokenizerConfig(kind=kind, **options), [Document("text", [text]) for text in texts])
 
 
@@ -57,7 +57,9 @@ def chunked(text: bytes, size: int) -> list[bytes]:
 @pytest.mark.parametrize("unit", ["file", "line"])
 @settings(deadline=None, max_examples=20)
 @given(data=st.data())
-def test_corpus_equals_documents_encoded_one_by_one(kind: Kind, unit: DocumentUnit, data: st.DataObject) -> None:
+def test_corpus_equals_documents_encoded_one_by_one(
+    kind: TokenizerKind, unit: DocumentUnit, data: st.DataObject
+) -> None:
     texts = [*data.draw(NUMBERS if kind == "integer" else TEXTS), b"12 1\n2 1"]
     tokenizer = trained(kind, texts)
     documents: list[np.ndarray] = []
@@ -109,12 +111,6 @@ def test_processes_and_shards_change_no_token(tmp_path: Path, large_texts: list[
     record, parallel_record = single.record.splits["train"], parallel.record.splits["train"]
     assert len(parallel_record.shard_lengths) > 2
     assert parallel_record.model_copy(update={"shard_lengths": record.shard_lengths}) == record
-
-
-def test_unknown_words_are_counted_by_split(tmp_path: Path) -> None:
-    splits: dict[SplitName, list[list[bytes]]] = {"train": [[b"one two\n"]], "test": [[b"one six two", b"ten\nsix"]]}
-    corpus = write(tmp_path / "c", splits, trained("word", [b"one two\n"]))
-    assert [corpus.split(split).num_unknown for split in corpus.splits] == [0, 3]
 
 
 class TwoByteTokenizer(ByteTokenizer):
@@ -193,13 +189,6 @@ def test_error_in_a_worker_process_has_the_position_too(tmp_path: Path, large_te
     with pytest.raises(UserError, match=rf"^text 1: byte {position:,}: not UTF-8 \(byte 0xff\)"):
         write(tmp_path / "c", splits, trained("word", large_texts), num_workers=2)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_existing_corpus_is_not_overwritten(tmp_path: Path) -> None:
-    corpus = write(tmp_path / "c", {"train": [[b"text"]]})
-    with pytest.raises(UserError, match=r"exists already"):
-        write(corpus.path, {"train": [[b"other"]]})
-    corpus.verify()
 
 
 def test_at_most_five_mebibytes_of_text_are_held_in_memory(tmp_path: Path) -> None:

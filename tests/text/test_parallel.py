@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from transformer_xl.config import UserError
-from transformer_xl.text.parallel import FEW, ordered_map
+from transformer_xl.text.parallel import MAX_SERIAL_ITEMS, ordered_map
 from transformer_xl.text.tokenizers import EncodingError
 
 
@@ -71,12 +71,12 @@ def test_killed_worker_raises_a_user_error() -> None:
     assert multiprocessing.active_children() == []
 
 
-@pytest.mark.parametrize(("num_items", "workers"), [(FEW, 5), (97, 1)])
+@pytest.mark.parametrize(("num_items", "workers"), [(MAX_SERIAL_ITEMS, 5), (97, 1)])
 def test_few_items_or_one_worker_start_no_process(num_items: int, workers: int) -> None:
     items: list[int] = []
     results = ordered_map(square, recorded_items(items, num_items), workers=workers)
     assert next(results) == (0, os.getpid())
-    assert len(items) == (1 if workers == 1 else FEW)
+    assert len(items) == (1 if workers == 1 else MAX_SERIAL_ITEMS)
     assert list(results) == [((number % 5) ** 2, os.getpid()) for number in range(1, num_items)]
 
 

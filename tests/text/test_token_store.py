@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -168,13 +167,6 @@ def test_truncated_corpus_json_and_missing_tokenizer_are_refused(corpus: Corpus)
     path.write_text(path.read_text()[:-9])
     with pytest.raises(UserError, match=r"corpus.json: damaged, not readable as JSON"):
         Corpus.open(corpus.path)
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_unreadable_tokens_are_refused(corpus: Corpus) -> None:
-    (corpus.path / "test-00000.tokens").chmod(0)
-    with pytest.raises(UserError, match=r"reading .*test-00000.tokens: permission denied"):
-        corpus.split("test")
 
 
 def test_path_that_is_not_a_corpus_is_refused_with_the_command_that_makes_one(tmp_path: Path) -> None:

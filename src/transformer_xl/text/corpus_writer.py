@@ -121,7 +121,7 @@ def write_corpus(
                 for chunk in chunks:
                     writers[chunk.split].add(chunk)
             for split in ("train", *splits):
-                if split not in writers or writers[split].is_empty:
+                if split not in writers or not writers[split].shard_lengths:
                     raise UserError(
                         f"the {split} split of {name} has no text; pass text for it to 'txl prepare'"
                         f"{'' if split == 'train' else ', or leave it out'}"
@@ -195,18 +195,13 @@ class _SplitWriter:
     def __init__(self, folder: Path, split: SplitName, tokenizer: Tokenizer, max_shard_tokens: int) -> None:
         self._folder, self._split, self._max_shard_tokens = folder, split, max_shard_tokens
         self._dtype = token_dtype(tokenizer.vocab_size)
-        self._shard_lengths: list[int] = []
+        self.shard_lengths: list[int] = []
         self._shard: BinaryIO | None = None
         self._starts = documents_file(folder, split).open("wb")
         self._token_hash, self._start_hash = hashlib.sha256(), hashlib.sha256()
         self._counts = dict.fromkeys(("num_tokens", "num_bytes", "num_words", "num_unknown", "num_documents"), 0)
         self._document = -1  # index of the document of the last token written
         self._at_line_end = False  # whether the last token written ended a line
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether no tokens were written."""
-        return not self._counts["num_tokens"]
 
     def close(self) -> None:
         """Close the files."""
@@ -241,14 +236,14 @@ class _SplitWriter:
         self._token_hash.update(ids.data)
         self._counts["num_tokens"] += len(ids)
         while len(ids):
-            if self._shard is None or self._shard_lengths[-1] == self._max_shard_tokens:
+            if self._shard is None or self.shard_lengths[-1] == self._max_shard_tokens:
                 if self._shard:
                     self._shard.close()
-                self._shard = token_file(self._folder, self._split, len(self._shard_lengths)).open("wb")
-                self._shard_lengths.append(0)
-            shard_part = ids[: self._max_shard_tokens - self._shard_lengths[-1]]
+                self._shard = token_file(self._folder, self._split, len(self.shard_lengths)).open("wb")
+                self.shard_lengths.append(0)
+            shard_part = ids[: self._max_shard_tokens - self.shard_lengths[-1]]
             self._shard.write(shard_part.data)
-            self._shard_lengths[-1] += len(shard_part)
+            self.shard_lengths[-1] += len(shard_part)
             ids = ids[len(shard_part) :]
 
     def record(self) -> SplitRecord:
@@ -257,7 +252,7 @@ class _SplitWriter:
             {
                 "dtype": self._dtype.name,
                 **self._counts,
-                "shard_lengths": tuple(self._shard_lengths),
+                "shard_lengths": tuple(self.shard_lengths),
                 "sha256": self._token_hash.hexdigest(),
                 "documents_sha256": self._start_hash.hexdigest(),
             }

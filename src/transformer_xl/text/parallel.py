@@ -1,4 +1,4 @@
-"""An ordered map over worker processes that holds only a few items at a time."""
+"""Applies a function to many items in worker processes, in order, holding only a few items at a time."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from transformer_xl.config import UserError
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-FEW = 3
-"""Up to this many items are mapped in this process, since starting workers takes half a second."""
+MAX_SERIAL_ITEMS = 3
+"""Up to this many items are processed without workers, since starting workers takes half a second."""
 
 
 def num_cores() -> int:
@@ -33,12 +33,13 @@ def ordered_map(
 ) -> Generator[Result, None, None]:
     """Yield the results of `function` for each item, in the order of the items.
 
-    With `workers` 1, or no more than `FEW` items, no process is started. At most 2 x `workers` items are in flight:
-    drawn, but without a yielded result. Closing the generator stops each worker after its current item.
+    No process is started if `workers` is 1 or there are at most `MAX_SERIAL_ITEMS` items. At most 2 x `workers` items
+    are in flight: taken from `items`, but without a yielded result. Closing the generator stops each worker after its
+    current item.
 
     Args:
-        function: pickled once for each worker; items and results are pickled too.
-        items: the items to map; may be infinite.
+        function: applied to each item; pickled once for each worker, and items and results are pickled too.
+        items: the items; may be infinite.
         workers: number of processes, at least 1.
 
     Raises:
@@ -46,16 +47,16 @@ def ordered_map(
         Exception: whatever `function` raised for an item.
     """
     assert workers >= 1
-    rest = iter(items)
-    first = list(islice(rest, FEW + 1)) if workers > 1 else []
-    if len(first) <= FEW:
-        yield from map(function, chain(first, rest))
+    remaining = iter(items)
+    first_items = list(islice(remaining, MAX_SERIAL_ITEMS + 1)) if workers > 1 else []
+    if len(first_items) <= MAX_SERIAL_ITEMS:
+        yield from map(function, chain(first_items, remaining))
         return
     # Spawn instead of fork, which would copy locks that other threads hold.
     pool = ProcessPoolExecutor(workers, get_context("spawn"), _start_worker, (function,))
     pending: deque[Future[Result]] = deque()
     try:
-        for item in chain(first, rest):
+        for item in chain(first_items, remaining):
             with _sigint_blocked():
                 pending.append(pool.submit(_call, item))
             if len(pending) == 2 * workers:
@@ -71,6 +72,7 @@ def ordered_map(
 
 
 _function: Callable[[Any], Any]
+"""The function of a worker process, set when the worker starts."""
 
 
 def _start_worker(function: Callable[[Any], Any]) -> None:
@@ -98,8 +100,8 @@ def _sigint_blocked() -> Iterator[None]:
         yield
         return
     resource_tracker.ensure_running()  # otherwise it starts with the first process and unblocks the signal
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)

@@ -35,10 +35,12 @@ from transformer_xl.text.tokenizers import (
 
 StrPath = str | os.PathLike[str]
 Texts = Iterable[str | bytes]
+"""Documents in memory, each a whole text."""
 
 DEFAULT_FRACTION = 0.05
 """Default fraction of a text for valid, and also for test."""
-_PARENT_FOLDER = Path("corpora")
+_PARENT_FOLDER = Path("corpora")  # of the output folder, unless the user names one
+_IN_MEMORY = "documents in memory"
 
 
 def prepare(
@@ -124,7 +126,7 @@ def prepare(
     # Check the output folder and the settings before anything is downloaded or read.
     folder = Path(out) if out is not None else _PARENT_FOLDER / dataset if dataset else None
     if folder:
-        _refuse_existing(folder)
+        _check_is_new(folder)
     if not isinstance(base_tokenizer, Tokenizer) and (base_tokenizer or dataset):
         default = DISTRIBUTED[dataset].tokenizer if dataset in DISTRIBUTED else TokenizerConfig()
         _tokenizer_config(base_tokenizer, default, settings)
@@ -139,14 +141,13 @@ def prepare(
     )
     if folder is None:
         folder = _PARENT_FOLDER / text.name
-        _refuse_existing(folder)
+        _check_is_new(folder)
     notes = [*text.notes]
     if isinstance(base_tokenizer, Tokenizer):
         encoder = base_tokenizer
     else:
-        encoder = _train_tokenizer(
-            text, _tokenizer_config(base_tokenizer, text.tokenizer, settings), num_workers, progress
-        )
+        config = _tokenizer_config(base_tokenizer, text.tokenizer, settings)
+        encoder = _train_tokenizer(text, config, num_workers, progress)
     splits = text.splits
     if not encoder.is_text:  # the last id is the end-of-sequence token
         splits = {split: limit_values(texts, encoder.vocab_size - 1) for split, texts in splits.items()}
@@ -174,7 +175,7 @@ def find_text(
     data_dir: Path | None = None,
     progress: Progress = no_progress,
 ) -> TextSource:
-    """Find the text that the arguments of `prepare` specify.
+    """Find the text that the arguments of `prepare` specify, and download it if it is a named data set.
 
     Args:
         paths: one of `DATASET_NAMES`, or files, folders and glob patterns.
@@ -191,7 +192,7 @@ def find_text(
     split_paths = {split: files for split, files in (splits or {}).items() if files}
     custom_fractions = {split: fraction for split, fraction in (fractions or {}).items() if fraction is not None}
     dataset, first_split, dataset_names = _dataset(paths), next(iter(split_paths), ""), ", ".join(DATASET_NAMES)
-    fixed = f"the splits of {dataset} are fixed" if dataset else "the splits are specified already"
+    reason = f"the splits of {dataset} are fixed" if dataset else "the splits are specified already"
     for is_wrong, problem in (
         (
             paths and split_paths,
@@ -218,7 +219,7 @@ def find_text(
         ),
         (
             custom_fractions and (split_paths or dataset or isinstance(documents, Mapping)),
-            f"{fixed}, so fractions do not apply; leave the fractions out",
+            f"{reason}, so fractions do not apply; leave the fractions out",
         ),
     ):
         if is_wrong:
@@ -241,14 +242,12 @@ def find_text(
 
 
 def _dataset(paths: Sequence[str]) -> str | None:
-    """Return the named data set among the paths, or None."""
+    """Return the first path that is the name of a data set, or None."""
     return next((path for path in paths if path in DATASET_NAMES), None)
 
 
-_IN_MEMORY = "documents in memory"
-
-
 def _paths(source: StrPath | Sequence[StrPath] | None) -> list[str]:
+    """Return one path, several or none as a list of strings."""
     if source is None:
         return []
     paths = source if isinstance(source, Sequence) and not isinstance(source, str) else [source]
@@ -256,6 +255,7 @@ def _paths(source: StrPath | Sequence[StrPath] | None) -> list[str]:
 
 
 def _in_memory(texts: Texts, name: str) -> list[BytesRange]:
+    """Return texts as ranges that messages call NAME 0, NAME 1 and so on."""
     texts = [texts] if isinstance(texts, str | bytes) else texts
     return [BytesRange(Path(f"{name} {index}"), content=to_bytes(text)) for index, text in enumerate(texts)]
 
@@ -289,17 +289,23 @@ def _resolve_tokenizer(
     return tokenizer if isinstance(tokenizer, Tokenizer) else load_tokenizer(os.fspath(tokenizer))
 
 
-def _refuse_existing(out: Path) -> None:
-    with as_user_error(f"writing {out}"):
-        exists = out.exists()
+def _check_is_new(folder: Path) -> None:
+    with as_user_error(f"writing {folder}"):
+        exists = folder.exists()
     if exists:
-        raise UserError(f"{out} exists already; choose another folder or delete it first")
+        raise UserError(f"{folder} exists already; choose another folder or delete it first")
 
 
 def _tokenizer_config(
     config: TokenizerConfig | TokenizerKind | None, default: TokenizerConfig, settings: Mapping[str, Any]
 ) -> TokenizerConfig:
-    """Return the settings of the tokenizer to train: `settings` override `config`, or `default` if it has that kind."""
+    """Return the settings of the tokenizer to train.
+
+    Args:
+        config: the settings, or only the kind, or None for `default`.
+        default: the settings of the text's default tokenizer, used if `config` is its kind or None.
+        settings: single settings that override the others.
+    """
     if isinstance(config, TokenizerConfig):
         base = config
     else:
@@ -320,7 +326,7 @@ def _train_tokenizer(text: TextSource, config: TokenizerConfig, num_workers: int
 def _with_progress(
     splits: Mapping[SplitName, Sequence[Document]], stage: str, progress: Progress
 ) -> dict[SplitName, list[Document]]:
-    """Return the documents with chunks that report the progress over all documents; they can be read once."""
+    """Return the documents with chunks that report the progress over all splits; the chunks can be read only once."""
     total = sum(document.num_bytes for documents in splits.values() for document in documents)
     done = 0
 
@@ -339,9 +345,8 @@ def _with_progress(
 
 def _note_unexpected_lengths(corpus: Corpus, text: TextSource) -> list[str]:
     """Return a warning for each split of a named data set that does not have the published number of tokens."""
-    num_tokens = {split: corpus.record.splits[split].num_tokens for split in text.expected_num_tokens}
     return [
-        f"{split} has {num_tokens[split]:,} tokens, but {text.name} should have {expected:,}; is this the right text?"
+        f"{split} has {actual:,} tokens, but {text.name} should have {expected:,}; is this the right text?"
         for split, expected in text.expected_num_tokens.items()
-        if num_tokens[split] != expected
+        if (actual := corpus.record.splits[split].num_tokens) != expected
     ]

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -59,7 +59,7 @@ class SplitRecord(Settings):
     """Checksum of the file with the document starts."""
 
     @model_validator(mode="after")
-    def _check_sum(self) -> Self:
+    def _check_shard_lengths(self) -> Self:
         if sum(self.shard_lengths) != self.num_tokens:
             raise ValueError(
                 f"shard_lengths sum to {sum(self.shard_lengths):,}, expected num_tokens ({self.num_tokens:,})"
@@ -82,7 +82,7 @@ class CorpusRecord(Settings):
     """Records by split; train is always present."""
 
     @model_validator(mode="after")
-    def _has_train(self) -> Self:
+    def _check_train(self) -> Self:
         if "train" not in self.splits:
             raise ValueError("the split 'train' is missing")
         return self
@@ -230,22 +230,22 @@ class Corpus:
         Raises:
             UserError: the corpus does not have this split; the message suggests the nearest name.
         """
-        for split in self.splits:
-            if split == name:
-                record = self.record.splits[split]
-                dtype = np.dtype(record.dtype).newbyteorder("<")
-                shards = tuple(_map(*file, dtype) for file in _token_files(self.path, split, record).items())
-                return TokenSplit(
-                    name=split,
-                    tokens=shards[0] if len(shards) == 1 else TokenShards(shards),
-                    document_starts=_map(documents_file(self.path, split), record.num_documents, DOCUMENT_START_DTYPE),
-                    num_bytes=record.num_bytes,
-                    num_words=record.num_words,
-                    num_unknown=record.num_unknown,
-                )
-        raise UserError(
-            f"the corpus {self.path} has no split '{name}'{nearest(name, self.splits)}; it has "
-            f"{', '.join(self.splits)}, and 'txl prepare' with --train, --valid and --test creates all three"
+        if name not in self.splits:
+            raise UserError(
+                f"the corpus {self.path} has no split '{name}'{nearest(name, self.splits)}; it has "
+                f"{', '.join(self.splits)}, and 'txl prepare' with --train, --valid and --test creates all three"
+            )
+        split = cast(SplitName, name)
+        record = self.record.splits[split]
+        dtype = np.dtype(record.dtype).newbyteorder("<")
+        shards = tuple(_memory_map(*file, dtype) for file in _token_files(self.path, split, record).items())
+        return TokenSplit(
+            name=split,
+            tokens=shards[0] if len(shards) == 1 else TokenShards(shards),
+            document_starts=_memory_map(documents_file(self.path, split), record.num_documents, DOCUMENT_START_DTYPE),
+            num_bytes=record.num_bytes,
+            num_words=record.num_words,
+            num_unknown=record.num_unknown,
         )
 
     def verify(self, *splits: str) -> None:
@@ -312,7 +312,7 @@ def _check_size(path: Path, num_bytes: int) -> None:
         raise UserError(f"{path}: {size:,} bytes long, expected {num_bytes:,}; {_RECOVERY}")
 
 
-def _map(path: Path, length: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+def _memory_map(path: Path, length: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     with as_user_error(f"reading {path}"):
         # Convert to a plain array, since slicing it takes half the time of slicing a numpy.memmap.
         return np.asarray(np.memmap(path, dtype=dtype, mode="r", shape=(length,)))

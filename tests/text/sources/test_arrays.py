@@ -48,13 +48,6 @@ def test_range_of_an_array_is_text_with_a_line_for_each_row(
     assert all(len(chunk.split()) <= chunk_values for chunk in chunks)
 
 
-def test_row_end_is_a_multiple_of_the_row_length(tmp_path: Path) -> None:
-    np.save(tmp_path / "a.npy", np.zeros((5, 7), int))
-    np.save(tmp_path / "b.npy", np.zeros(35, int))
-    assert [ArrayRange.whole(tmp_path / "a.npy").row_end(index) for index in (0, 1, 7, 8, 35)] == [0, 7, 7, 14, 35]
-    assert [ArrayRange.whole(tmp_path / "b.npy").row_end(index) for index in (0, 1, 35)] == [0, 1, 35]
-
-
 @pytest.mark.parametrize(
     ("array", "message"),
     [

@@ -1,4 +1,4 @@
-"""Lists the non-hidden, non-empty files that match a folder or a glob pattern, sorted, without following links."""
+"""Lists the files of a folder or glob pattern that `prepare` reads: not hidden, not empty, and sorted."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from transformer_xl.files import as_user_error
 def list_files(folder: Path, pattern: Sequence[str] = ("**", "*"), skip: frozenset[str] = frozenset()) -> list[Path]:
     """List the non-empty files of a folder whose relative path matches the pattern, sorted by path.
 
-    Hidden files and folders are skipped unless a part of the pattern begins with a dot. Links to folders are not
-    followed. `glob` and `Path.glob` follow some links and ignore unreadable folders, so they are not used.
+    Hidden files and folders are skipped unless a part of the pattern begins with a dot. Symbolic links to folders are
+    not followed. `glob` and `Path.glob` follow some links and ignore unreadable folders, so they are not used.
 
     Args:
         folder: root of the search; may itself be a link.
@@ -28,7 +28,7 @@ def list_files(folder: Path, pattern: Sequence[str] = ("**", "*"), skip: frozens
     if pattern[-1] == "**":
         pattern = (*pattern, "*")
     matches: list[Path] = []
-    for current, folders, files in os.walk(folder, onerror=_refuse):
+    for current, folders, files in os.walk(folder, onerror=_raise_user_error):
         parents = Path(current).relative_to(folder).parts
         folders[:] = [name for name in folders if name not in skip and _matches((*parents, name), pattern, prefix=True)]
         matches += [Path(current, file) for file in files if _matches((*parents, file), pattern)]
@@ -46,7 +46,7 @@ def glob_files(pattern: str) -> list[Path]:
         return list_files(folder, parts[first:]) if folder.is_dir() else []
 
 
-def _refuse(error: OSError) -> None:
+def _raise_user_error(error: OSError) -> None:
     with as_user_error(f"reading {error.filename}"):
         raise error
 

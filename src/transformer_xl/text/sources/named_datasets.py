@@ -79,9 +79,9 @@ class NamedDataset(TextSource):
 _MAHONEY_SPLIT = "first 90,000,000 bytes train, next 5,000,000 valid, last 5,000,000 test"
 
 
-def _mahoney(name: str, digest: FileDigest) -> dict[SplitName, tuple[SplitFile, ...]]:
+def _mahoney(name: str, checksum: str) -> dict[SplitName, tuple[SplitFile, ...]]:
     """Return the splits of a data set of Matt Mahoney, one file of 100,000,000 bytes."""
-    text = TextFile(name, digest)
+    text = TextFile(name, FileDigest(100_000_000, checksum))
     return {
         "train": (SplitFile(text, 0, 90_000_000),),
         "valid": (SplitFile(text, 90_000_000, 95_000_000),),
@@ -89,8 +89,6 @@ def _mahoney(name: str, digest: FileDigest) -> dict[SplitName, tuple[SplitFile, 
     }
 
 
-_ENWIK8 = FileDigest(100_000_000, "sha256:2b49720ec4d78c3c9fabaee6e4179a5e997302b3a70029f30f2d582218c024a8")
-_TEXT8 = FileDigest(100_000_000, "sha1:0dc3edebc970dcc96137e7deda4d9995af9d93de")
 # WikiText-103 and WikiText-2 have the same valid and test texts.
 _WIKITEXT: dict[SplitName, FileDigest | None] = {
     "train": None,
@@ -134,7 +132,7 @@ DISTRIBUTED: dict[str, NamedDataset] = {
         NamedDataset(
             "enwik8",
             f"the first 100,000,000 bytes of an XML dump of the English Wikipedia of 2006; {_MAHONEY_SPLIT}",
-            files=_mahoney("enwik8", _ENWIK8),
+            files=_mahoney("enwik8", "sha256:2b49720ec4d78c3c9fabaee6e4179a5e997302b3a70029f30f2d582218c024a8"),
             archive=RemoteFile(
                 "enwik8.zip",
                 (
@@ -148,7 +146,7 @@ DISTRIBUTED: dict[str, NamedDataset] = {
         NamedDataset(
             "text8",
             f"100,000,000 letters and spaces of the English Wikipedia of 2006; {_MAHONEY_SPLIT}",
-            files=_mahoney("text8", _TEXT8),
+            files=_mahoney("text8", "sha1:0dc3edebc970dcc96137e7deda4d9995af9d93de"),
             archive=RemoteFile(
                 "text8.zip",
                 ("https://mattmahoney.net/dc/text8.zip", "http://mattmahoney.net/dc/text8.zip"),
@@ -236,9 +234,7 @@ def open_dataset(
     name: str, data_dir: Path | None = None, progress: Progress = no_progress, *, kind: str | None = None
 ) -> TextSource:
     """Find or download a data set by its name, one of `DATASET_NAMES`, with the arguments of `NamedDataset.open`."""
-    if name == PYTHON_STDLIB:
-        return python_stdlib()
-    return DISTRIBUTED[name].open(data_dir, progress, kind=kind)
+    return python_stdlib() if name == PYTHON_STDLIB else DISTRIBUTED[name].open(data_dir, progress, kind=kind)
 
 
 def python_stdlib() -> TextSource:

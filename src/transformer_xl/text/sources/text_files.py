@@ -1,6 +1,6 @@
 """Finds a user's text for `prepare`: files, folders and glob patterns, or texts in memory.
 
-The text has splits already, one set of files for each, or is split here by fractions.
+The user names the files of each split, or one text that is split here into train, valid and test by fractions.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from transformer_xl.text.tokenizers.config import TokenizerConfig
 SPLIT_TOLERANCE_BYTES = 2**16
 """Maximum distance by which a split boundary is moved so that it falls between lines."""
 
-_SPACE = re.compile(rb"[ \t\n\v\f\r]")
+_WHITESPACE = re.compile(rb"[ \t\n\v\f\r]")
 # UTF-8 bytes after the first byte of a character; no match where more than three follow, since that is not UTF-8.
 _REST_OF_CHARACTER = re.compile(rb"[\x80-\xbf]{0,3}(?![\x80-\xbf])")
 
@@ -157,7 +157,10 @@ def _split_ends(
 
 
 def _boundary(texts: PlacedTexts, position: int, tolerance: int, whole_lines: bool) -> int:
-    """Return the best boundary at or after a position in the concatenated texts, usually within `tolerance` of it."""
+    """Return the best boundary at or after a position in the concatenated texts, usually within `tolerance` of it.
+
+    Texts for an integer tokenizer are split only between lines (`whole_lines`), however far the next newline is.
+    """
     for offset, text in texts:
         local_position = position - offset
         if 0 < local_position < text.size():
@@ -181,16 +184,20 @@ def _line_end(text: FileRange, position: int) -> int:
 
 
 def _boundary_near(text: FileRange, position: int, tolerance: int) -> int:
-    """Return the best boundary from `position` to `position + tolerance`, or else the end of the character there."""
+    """Return the best boundary from `position` to `position + tolerance`.
+
+    In order of preference: the first position after a newline, the end of the text, the first position after
+    whitespace; and if the range has none of them, the end of the character at `position`.
+    """
     stop = min(position + max(tolerance, 4), text.size())  # a UTF-8 character has up to 4 bytes
     content = b"".join(replace(text, start=position - 1, stop=stop))
-    near = content[: tolerance + 1]  # the bytes before each possible boundary
-    newline = near.find(b"\n")
+    candidates = content[: tolerance + 1]  # for each possible boundary, the byte before it
+    newline = candidates.find(b"\n")
     if newline >= 0:
         return position + newline
     if position + tolerance >= text.size():
         return text.size()
-    space = _SPACE.search(near)
+    space = _WHITESPACE.search(candidates)
     if space:
         return position + space.start()
     rest_of_character = _REST_OF_CHARACTER.match(content, 1)
@@ -198,6 +205,7 @@ def _boundary_near(text: FileRange, position: int, tolerance: int) -> int:
 
 
 def _default_tokenizer(texts: Sequence[TextRange], kind: str | None) -> TokenizerConfig:
+    """Return the default settings for these texts, after checking that arrays get an integer tokenizer."""
     arrays = [text for text in texts if isinstance(text, ArrayRange)]
     if not arrays:
         return TokenizerConfig(kind="integer" if kind == "integer" else "byte")
@@ -235,6 +243,7 @@ def _text_of_file(path: Path, option: str) -> TextRange:
 
 
 def _files(source: str, option: str) -> list[Path]:
+    """Return the files that a path, folder or glob pattern selects."""
     if not source:
         raise UserError(f"{option}the path is empty; name a file or folder ('.' is the current one)")
     path = Path(source)
@@ -264,7 +273,7 @@ def _files(source: str, option: str) -> list[Path]:
 def _note_repeated_files(
     texts: Mapping[SplitName, Sequence[TextRange]] | Mapping[str, Sequence[TextRange]],
 ) -> tuple[str, ...]:
-    """Return a warning if a file occurs more than once, under any path; `texts` maps splits to texts."""
+    """Return a warning if a file occurs more than once, under any path; the keys of `texts` are split names."""
     occurrences: dict[tuple[int, int], list[str]] = {}
     for split, split_texts in texts.items():
         for text in split_texts:
