@@ -1,7 +1,7 @@
-"""The Triton kernels give the oracle's numbers: on a GPU as compiled, elsewhere by Triton's interpreter in Python.
+"""The Triton kernels equal the oracle: compiled on a GPU, otherwise interpreted in Python by Triton on the CPU.
 
-The interpreter has tiles of 16 and is slow, so lengths are just large enough for two or three tiles. On a GPU they are
-four times as large, and numbers float32.
+The interpreter uses tiles of 16 and is slow, so lengths are just large enough for two or three tiles. On a GPU lengths
+are four times as large, and values are float32.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from types import SimpleNamespace
 import pytest
 import torch
 from reference import Case, attention
+from tensors import assert_same_tensors, named_gradients
 
 from transformer_xl.config import TransformerXLConfig, UserError
 from transformer_xl.model.cost import step_cost
 from transformer_xl.model.kernels import KERNELS, AttentionInputs, AttentionMask, choose
+from transformer_xl.model.kernels.reference import as_list, attention_terms
 from transformer_xl.model.kernels.triton import attend, fits
-from transformer_xl.model.transformer_xl import TransformerXL
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
-EXACT, TIMES, NEAR = (torch.float32, 4, 2e-5) if ON_GPU else (torch.float64, 1, 1e-11)
+DTYPE, SCALE, TOLERANCE = (torch.float32, 4, 2e-5) if ON_GPU else (torch.float64, 1, 1e-11)
 
 pytest.importorskip("triton")
-with pytest.MonkeyPatch.context() as patch:  # as conftest.py does: it is the import that counts, nothing stays behind
+with pytest.MonkeyPatch.context() as patch:  # Triton reads the variable when the kernels are imported
     if not ON_GPU:
         patch.setenv("TRITON_INTERPRET", "1")
     from transformer_xl.model.kernels import triton, triton_kernels
 
-_CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-FIELDS = tuple(AttentionInputs.__dataclass_fields__)
+REFERENCE = KERNELS["reference"].attend
 
-# T, M, valid slots of each row, window, heads
+# T, M, valid slots of each batch row, window, heads
 CASES = {
     "memory as long as the segment": (17, 17, [17, 17], None, 1),
     "no memory": (19, 0, [0, 0], None, 1),
@@ -44,7 +44,6 @@ CASES = {
     "one query, no memory": (1, 0, [0, 0], None, 2),
     "memory longer than the segment": (5, 43, [43, 43], None, 1),
     "partly valid": (17, 23, [0, 19], None, 1),
-    "window within the segment": (19, 5, [5, 5], 3, 1),
     "window across the memory": (17, 19, [19, 19], 18, 1),
     "window of one: only itself": (17, 7, [7, 7], 1, 1),
     "window and partly valid": (7, 23, [2, 23], 14, 2),
@@ -53,266 +52,212 @@ CASES = {
 
 
 @pytest.fixture(params=["atomic", "deterministic"])
-def order(request):
-    """Both ways to sum the gradients of position keys."""
+def summation(request):
+    """Use both ways to sum the gradients of position keys."""
     torch.use_deterministic_algorithms(request.param == "deterministic")
     yield request.param
     torch.use_deterministic_algorithms(False)
 
 
-def draw(case, width=5, dtype=EXACT):
-    """Inputs of a case, its mask, and a weight for each number of the output."""
+def random_case(case, width=5, dtype=DTYPE):
+    """Return the inputs of a case, its mask, and a weight for each element of the output."""
     num_queries, num_memory, valid, window, heads = CASES[case]
-    num_queries, num_memory = num_queries * TIMES, num_memory * TIMES
+    num_queries, num_memory, batch_size = num_queries * SCALE, num_memory * SCALE, len(valid)
     num_keys = num_queries + num_memory
-    num_distances = min(num_keys, (window or num_keys) * TIMES)
-    rows = len(valid)
+    num_distances = min(num_keys, (window or num_keys) * SCALE)
     shapes = [
-        (rows, num_queries, heads, width), (rows, num_keys, heads, width), (rows, num_keys, heads, width),
-        (num_distances, heads, width), (heads, width), (heads, width), (rows, num_queries, heads, width),
+        (batch_size, num_queries, heads, width), (batch_size, num_keys, heads, width),
+        (batch_size, num_keys, heads, width), (num_distances, heads, width), (heads, width), (heads, width),
+        (batch_size, num_queries, heads, width),
     ]  # fmt: skip
     generator = torch.Generator().manual_seed(11)
     *tensors, weight = (torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes)
     inputs = AttentionInputs(*(tensor.to(DEVICE, dtype).requires_grad_() for tensor in tensors))
-    return inputs, AttentionMask(torch.tensor(valid, device=DEVICE) * TIMES), weight.to(DEVICE, dtype)
+    return inputs, AttentionMask(torch.tensor(valid, device=DEVICE) * SCALE), weight.to(DEVICE, dtype)
 
 
-def as_list(inputs):
-    return [getattr(inputs, name) for name in FIELDS]
+def with_gradients(out, inputs, weight):
+    """Return the output, and the gradients of its weighted sum, by name."""
+    return {"output": out.detach(), **named_gradients((out * weight).sum(), vars(inputs))}
 
 
-def numbers(attend, inputs, mask, weight):
-    """Output and gradients."""
-    out = attend(inputs, mask, 0.0)
-    return [out.detach(), *torch.autograd.grad((out * weight).sum(), as_list(inputs), materialize_grads=True)]
+def results(attend, inputs, mask, weight):
+    return with_gradients(attend(inputs, mask, 0.0), inputs, weight)
 
 
-def assert_same(found, wanted, within=NEAR):
-    for field, one, other in zip(("output", *FIELDS), found, wanted, strict=True):
+def assert_close(actual, expected, tolerance=TOLERANCE):
+    """Compare results; the tolerance is relative to the largest element if that is above 1."""
+    for name, tensor in expected.items():
         torch.testing.assert_close(
-            one, other, rtol=0, atol=within * max(1.0, other.abs().max().item()),
-            msg=lambda text, field=field: f"{field}: {text}",
+            actual[name], tensor, rtol=0, atol=tolerance * max(1.0, tensor.abs().max().item()),
+            msg=lambda text, name=name: f"{name}: {text}",
         )  # fmt: skip
 
 
 def oracle(inputs, mask, _dropout):
-    """The loops of tests/reference.py; too slow for the sizes of a GPU, where the reference kernel stands in."""
+    """The loops of tests/reference.py; on a GPU the reference kernel, because they are too slow for its lengths."""
     if ON_GPU:
-        return KERNELS["reference"].attend(inputs, mask, 0.0)
+        return REFERENCE(inputs, mask, 0.0)
     return attention(*as_list(inputs), Case(mask.valid_B.tolist(), len(inputs.position_key_PNH)))
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_equals_the_oracle(case):
-    inputs, mask, weight = draw(case)
-    assert_same(numbers(attend, inputs, mask, weight), numbers(oracle, inputs, mask, weight))
+def test_kernels_equal_oracle(case):
+    inputs, mask, weight = random_case(case)
+    assert_close(results(attend, inputs, mask, weight), results(oracle, inputs, mask, weight))
 
 
-@pytest.mark.parametrize("beyond", [0, 3])
-@pytest.mark.parametrize("valid", [[-3, 19], [-17, 4]])
-def test_padding_and_shared_distances(order, valid, beyond):
-    """Queries of padding see nothing: what they give means nothing, but is finite, and has no part in gradients."""
-    inputs, mask, weight = draw("partly valid")
-    mask = AttentionMask(torch.tensor(valid, device=DEVICE) * TIMES, beyond)
-    own_BT = torch.arange(inputs.q_BTNH.shape[1], device=DEVICE) >= -mask.valid_B[:, None]
-    found, wanted = (
-        numbers(one, inputs, mask, weight * own_BT[..., None, None]) for one in (attend, KERNELS["reference"].attend)
-    )
-    assert found[0].isfinite().all()
-    assert_same([found[0][own_BT], *found[1:]], [wanted[0][own_BT], *wanted[1:]])
+@pytest.mark.parametrize(("valid", "beyond"), [([-3, 19], 3), ([-17, 4], 0)])
+def test_padding_and_clamped_distances(summation, valid, beyond):
+    """Padding queries attend to nothing: their output is meaningless but finite, and has no effect on gradients."""
+    inputs, _, weight = random_case("partly valid")
+    mask = AttentionMask(torch.tensor(valid, device=DEVICE) * SCALE, beyond)
+    is_token_BT = torch.arange(inputs.q_BTNH.shape[1], device=DEVICE) >= -mask.valid_B[:, None]
+    weight = weight * is_token_BT[..., None, None]
+    actual, expected = (results(kernel, inputs, mask, weight) for kernel in (attend, REFERENCE))
+    assert actual["output"].isfinite().all()
+    for result in (actual, expected):
+        result["output"] = result["output"][is_token_BT]
+    assert_close(actual, expected)
 
 
-@pytest.mark.parametrize("case", ["partly valid", "window and partly valid"])
-def test_a_fixed_order_gives_the_same_gradients_twice(case):
-    inputs, mask, weight = draw(case)
-    torch.use_deterministic_algorithms(True)
-    try:
-        found, again = (numbers(attend, inputs, mask, weight) for _ in range(2))
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True))
-    assert_same(found, numbers(KERNELS["reference"].attend, inputs, mask, weight))
-
-
-def test_the_order_of_sums_follows_the_setting(order, monkeypatch):
-    launched, launch = [], triton_kernels.launch
-
-    def watched(kernel, programs, config, *arguments):
-        launched.append((kernel.__name__, config.atomic))
-        launch(kernel, programs, config, *arguments)
-
-    monkeypatch.setattr(triton_kernels, "launch", watched)
-    numbers(attend, *draw("one query, no memory"))
-    atomic = order == "atomic"
-    fixed = [] if atomic else [("distances_kernel", False)]
-    assert launched == [("forward_kernel", False), ("queries_kernel", atomic), ("keys_kernel", False), *fixed]
-
-
-def test_rows_of_the_batch_are_summed_in_groups(monkeypatch):
-    """Few enough that partial sums stay small: here both rows in one."""
-    inputs, mask, weight = draw("one tile")
-    monkeypatch.setattr(triton, "_MAX_PROGRAMS", 1)
+def test_deterministic_summation_gives_the_same_bits_twice(monkeypatch):
+    inputs, mask, weight = random_case("window and partly valid")
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    assert_same(numbers(attend, inputs, mask, weight), numbers(KERNELS["reference"].attend, inputs, mask, weight))
+    assert_same_tensors(*(results(attend, inputs, mask, weight) for _ in range(2)))
+    monkeypatch.setattr(triton, "_MAX_PROGRAMS", 1)  # both batch rows in one partial sum
+    assert_close(results(attend, inputs, mask, weight), results(REFERENCE, inputs, mask, weight))
 
 
-@pytest.mark.parametrize("width", [1, 16, 38, 41, 80])
+def test_kernels_follow_the_summation_setting_and_the_tensors_device(summation, monkeypatch):
+    launched, devices = [], []
+    launch, choose_config = triton_kernels.launch, triton_kernels.choose_config
+
+    def recorded_launch(kernel, num_programs, config, *arguments):
+        launched.append((kernel.__name__, config.atomic))
+        launch(kernel, num_programs, config, *arguments)
+
+    def recorded_config(*args, **kwargs):
+        devices.append(kwargs["device"])
+        return choose_config(*args, **kwargs)
+
+    monkeypatch.setattr(triton_kernels, "launch", recorded_launch)
+    monkeypatch.setattr(triton_kernels, "choose_config", recorded_config)
+    inputs, mask, weight = random_case("one query, no memory")
+    results(attend, inputs, mask, weight)
+    atomic = summation == "atomic"
+    last = [] if atomic else [("distances_kernel", False)]
+    assert launched == [("forward_kernel", False), ("queries_kernel", atomic), ("keys_kernel", False), *last]
+    assert devices == [inputs.q_BTNH.device] * 4
+
+
+@pytest.mark.parametrize("width", [1, 38, 80])
 def test_head_widths(width):
-    inputs, mask, weight = draw("one tile", width, torch.float32)
-    wanted = numbers(KERNELS["reference"].attend, inputs, mask, weight)
-    assert_same(numbers(attend, inputs, mask, weight), wanted, within=2e-5)
+    inputs, mask, weight = random_case("one tile", width, torch.float32)
+    assert_close(results(attend, inputs, mask, weight), results(REFERENCE, inputs, mask, weight), tolerance=2e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_low_precision_is_as_exact_as_plain(dtype):
-    """The error of output and gradients against float64 is at most twice that of the reference in the same format."""
-    case = "memory as long as the segment"
-    exact_inputs, mask, exact_weight = draw(case, 5, torch.float64)
-    low = AttentionInputs(*((2 * t.detach()).to(dtype).requires_grad_() for t in as_list(exact_inputs)))
-    exact_inputs = AttentionInputs(*((2 * t.detach()).requires_grad_() for t in as_list(exact_inputs)))
-    weight = exact_weight.to(dtype)
-    found = numbers(attend, low, mask, weight)
-    plain = numbers(KERNELS["reference"].attend, low, mask, weight)
-    exact = numbers(KERNELS["reference"].attend, exact_inputs, mask, exact_weight)
-    for field, one, other, right in zip(("output", *FIELDS), found, plain, exact, strict=True):
-        assert one.dtype == dtype
-        assert (one.double() - right).norm() <= 2 * (other.double() - right).norm(), field
+def test_low_precision_error_is_at_most_twice_that_of_the_reference_kernel(dtype):
+    """The error of output and gradients, compared with float64, for peaked attention."""
+    exact_inputs, mask, exact_weight = random_case("memory as long as the segment", 5, torch.float64)
+    inputs, exact_inputs = (
+        AttentionInputs(*((2 * t.detach()).to(to).requires_grad_() for t in as_list(exact_inputs)))
+        for to in (dtype, torch.float64)
+    )
+    actual, reference = (results(kernel, inputs, mask, exact_weight.to(dtype)) for kernel in (attend, REFERENCE))
+    for name, exact in results(REFERENCE, exact_inputs, mask, exact_weight).items():
+        assert actual[name].dtype == dtype
+        assert (actual[name].double() - exact).norm() <= 2 * (reference[name].double() - exact).norm(), name
 
 
-def test_strides_and_expanded_gradients():
-    """Tensors as slices of larger ones, batch second, and a gradient that is one number seen everywhere."""
-    inputs, mask, _ = draw("one tile")
-    odd = [
-        torch.cat([t, t], -1).transpose(0, 1).contiguous().transpose(0, 1)[..., : t.shape[-1]] for t in as_list(inputs)
-    ]
-    odd = AttentionInputs(*(t.detach().requires_grad_() for t in odd))
-    one = torch.ones((), dtype=EXACT, device=DEVICE)
-    assert_same(numbers(attend, odd, mask, one), numbers(KERNELS["reference"].attend, inputs, mask, one))
+def test_strided_inputs_and_expanded_gradients():
+    """Tensors that are slices of larger ones, with the batch second, and a gradient that is one expanded element."""
+    inputs, mask, _ = random_case("one tile")
+    strided = AttentionInputs(*(
+        torch.cat([t, t], -1).transpose(0, 1).contiguous().transpose(0, 1)[..., : t.shape[-1]].detach().requires_grad_()
+        for t in as_list(inputs)
+    ))  # fmt: skip
+    one = torch.ones((), dtype=DTYPE, device=DEVICE)
+    assert_close(results(attend, strided, mask, one), results(REFERENCE, inputs, mask, one))
 
 
-def test_all_valid_needs_no_mask():
-    inputs, _, weight = draw("one tile")
-    mask = AttentionMask(torch.tensor([7 * TIMES] * 2, device=DEVICE))
-    assert_same(numbers(attend, inputs, AttentionMask(None), weight), numbers(attend, inputs, mask, weight))
-
-
-def test_dropout_is_the_same_in_both_passes(order):
-    """Values that are the identity read the kept probabilities out; with them the plain way gives the same."""
+def test_dropout_mask_is_the_same_in_both_passes(summation):
+    """One-hot values reveal which probabilities are kept; the reference with this mask must give the same results."""
     num_queries, num_keys, dropout = 17, 29, 0.375
     generator = torch.Generator().manual_seed(3)
     shapes = (2, num_queries, 1, 29), (2, num_keys, 1, 29), (num_keys, 1, 29), (1, 29), (1, 29)
-    q, k, r, u, w = (torch.randn(s, generator=generator, dtype=EXACT) / 3 for s in shapes)
-    v = torch.eye(num_keys, dtype=EXACT)[None, :, None].repeat(2, 1, 1, 1)
-    weight = torch.randn(2, num_queries, 1, 29, generator=generator, dtype=EXACT).to(DEVICE)
+    q, k, r, u, w = (torch.randn(s, generator=generator, dtype=DTYPE) / 3 for s in shapes)
+    v = torch.eye(num_keys, dtype=DTYPE)[None, :, None].repeat(2, 1, 1, 1)
+    weight = torch.randn(2, num_queries, 1, 29, generator=generator, dtype=DTYPE).to(DEVICE)
     inputs = AttentionInputs(*(tensor.to(DEVICE).requires_grad_() for tensor in (q, k, v, r, u, w)))
-    torch.manual_seed(5)
-    out = attend(inputs, AttentionMask(None), dropout)
-    gradients = torch.autograd.grad((out * weight).sum(), as_list(inputs))
-
-    plain = KERNELS["reference"].attend(inputs, AttentionMask(None), 0.0)
-    kept = (out.detach() != 0).to(EXACT) / (1 - dropout)
-    torch.testing.assert_close(out, plain * kept, rtol=0, atol=NEAR)
-    seen = plain.detach() != 0
-    share = (out.detach() != 0)[seen].double().mean().item()
-    assert abs(share - (1 - dropout)) < 4 * (dropout * (1 - dropout) / seen.sum().item()) ** 0.5
-    assert not torch.equal(kept[0], kept[1])
-    probabilities = KERNELS["reference"].attend(
-        AttentionInputs(*(t if n != "v_BSNH" else t.detach() for n, t in zip(FIELDS, as_list(inputs), strict=True))),
-        AttentionMask(None), 0.0,
-    )  # fmt: skip
-    wanted = torch.einsum("btns,bsnh->btnh", probabilities * kept, inputs.v_BSNH)
-    assert_same([out, *gradients], [wanted, *torch.autograd.grad((wanted * weight).sum(), as_list(inputs))])
-
-
-def test_dropout_depends_on_the_random_state_alone():
-    inputs, mask, _ = draw("one tile")
-    results = []
+    outputs = []
     for seed in (5, 5, 6):
         torch.manual_seed(seed)
-        with torch.no_grad():
-            results.append(attend(inputs, mask, 0.5))
-    assert torch.equal(results[0], results[1])
-    assert not torch.equal(results[0], results[2])
+        outputs.append(attend(inputs, AttentionMask(None), dropout))
+    assert torch.equal(outputs[0], outputs[1])
+    assert not torch.equal(outputs[0], outputs[2])
+    p_BNTS = attention_terms(inputs, AttentionMask(None)).probabilities_BNTS
+    is_kept_BNTS = (outputs[0].detach() != 0).transpose(1, 2)
+    assert not torch.equal(is_kept_BNTS[0], is_kept_BNTS[1])
+    attended = p_BNTS.detach() != 0
+    fraction = is_kept_BNTS[attended].double().mean().item()
+    assert abs(fraction - (1 - dropout)) < 4 * (dropout * (1 - dropout) / attended.sum().item()) ** 0.5
+    expected = torch.einsum("bnts,bsnh->btnh", p_BNTS * is_kept_BNTS / (1 - dropout), inputs.v_BSNH)
+    assert_close(*(with_gradients(out, inputs, weight) for out in (outputs[0], expected)))
 
 
-def test_nothing_of_queries_times_keys_is_stored(order, monkeypatch):
-    """Neither kept for the backward pass nor handed to a kernel."""
-    inputs, mask = draw("memory longer than the segment", width=2)[:2]
+def test_no_matrix_of_queries_times_keys_is_stored(summation, monkeypatch):
+    """Neither saved for the backward pass nor passed to a kernel."""
+    inputs, mask = random_case("memory longer than the segment", width=2)[:2]
     size = inputs.q_BTNH.shape[1] * inputs.k_BSNH.shape[1]
-    kept, handed, launch = [], [], triton_kernels.launch
+    saved, passed, launch = [], [], triton_kernels.launch
 
-    def watched(kernel, programs, config, *arguments):
-        handed.extend(tensors(arguments))
-        launch(kernel, programs, config, *arguments)
+    def recorded_launch(kernel, num_programs, config, *arguments):
+        passed.extend(tensor_sizes(arguments))
+        launch(kernel, num_programs, config, *arguments)
 
-    def tensors(value):
-        if isinstance(value, torch.Tensor):
-            yield value.numel()
-        for part in value if isinstance(value, tuple) else ():
-            yield from tensors(part)
+    def tensor_sizes(argument):
+        if isinstance(argument, torch.Tensor):
+            yield argument.numel()
+        for part in argument if isinstance(argument, tuple) else ():
+            yield from tensor_sizes(part)
 
-    monkeypatch.setattr(triton_kernels, "launch", watched)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+    monkeypatch.setattr(triton_kernels, "launch", recorded_launch)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
         out = attend(inputs, mask, 0.0)
     out.sum().backward()
-    num_statistics = out[..., 0].numel()
-    wanted = [tensor.numel() for tensor in as_list(inputs)] + [2, out.numel(), num_statistics]
-    assert sorted(kept) == sorted(wanted)
-    assert max(handed, default=size) < size
+    valid, log_sum = len(mask.valid_B), out[..., 0].numel()
+    assert sorted(saved) == sorted([*(tensor.numel() for tensor in as_list(inputs)), valid, out.numel(), log_sum])
+    assert max(passed, default=size) < size
 
 
-def test_without_gradient_nothing_is_kept():
-    inputs, mask, _ = draw("one query, no memory")
-    with torch.no_grad():
-        out = attend(inputs, mask, 0.0)
-    assert out.grad_fn is None
-    assert torch.equal(out, attend(inputs, mask, 0.0))
+def test_custom_operators_satisfy_torch_s_checks():
+    """`test_compiles_without_graph_breaks` has the check that is missing here, test_aot_dispatch_dynamic."""
+    inputs, mask, _ = random_case("one query, no memory")
+    arguments = as_list(inputs), mask.valid_B, torch.tensor([3], device=DEVICE), 0.5
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(triton.relative_attention, arguments, test_utils=checks)
 
 
-def test_operations_are_what_torch_wants_of_them():
-    inputs, mask, _ = draw("one query, no memory")
-    seed = torch.tensor([3], device=DEVICE)
-    torch.library.opcheck(triton.relative_attention, (as_list(inputs), mask.valid_B, seed, 0.5), test_utils=_CHECKS)
+def test_compiles_without_graph_breaks():
+    inputs, mask, weight = random_case("one query, no memory")
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    assert_close(results(compiled, inputs, mask, weight), results(attend, inputs, mask, weight))
 
 
-def test_compiles_without_a_break():
-    inputs, mask, weight = draw("one query, no memory")
-    whole = torch.compile(attend, backend="aot_eager", fullgraph=True)
-    assert_same(numbers(whole, inputs, mask, weight), numbers(attend, inputs, mask, weight))
+def test_saved_activations_can_be_counted_without_a_gpu():
+    saved_bytes = {}
+    for kernel in ("triton", "sdpa"):
+        config = TransformerXLConfig(
+            vocab_size=13, n_layers=2, d_model=8, n_heads=2, d_ff=7, dropout=0.0, attn_implementation=kernel
+        )
+        cost = step_cost(config, batch_size=2, segment_length=64, memory_length=64)
+        saved_bytes[kernel] = cost.activation_bytes
+    assert saved_bytes["triton"] < saved_bytes["sdpa"] / 2
 
 
-def test_a_model_trains_with_it(monkeypatch):
-    """A whole model with the kernel asked for by name."""
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    config = TransformerXLConfig(
-        vocab_size=13, n_layers=2, d_model=6, n_heads=2, d_ff=7, dropout=0.0, attn_implementation="triton"
-    )
-    losses = []
-    for kernel in ("triton", "reference"):
-        torch.manual_seed(3)
-        model = TransformerXL(config.model_copy(update={"attn_implementation": kernel})).to(DEVICE)
-        tokens = torch.arange(10).view(2, 5).to(DEVICE)
-        nats = model.nats(model(tokens)[0], tokens)
-        nats.sum().backward()
-        losses.append([nats.detach(), *(parameter.grad for parameter in model.parameters())])
-    for one, other in zip(*losses, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-
-
-def test_what_it_keeps_can_be_counted():
-    config = TransformerXLConfig(
-        vocab_size=13, n_layers=2, d_model=8, n_heads=2, d_ff=7, dropout=0.0, attn_implementation="triton"
-    )
-    kept = {
-        kernel: step_cost(
-            config.model_copy(update={"attn_implementation": kernel}), batch_size=2, segment_length=64, memory_length=64
-        ).activation_bytes
-        for kernel in ("triton", "sdpa")
-    }
-    assert kept["triton"] < kept["sdpa"] / 2
-
-
-def test_where_it_fits(monkeypatch):
+def test_kernels_fit_cuda_and_the_interpreter(monkeypatch):
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     assert fits(cuda, torch.bfloat16)
     assert not fits(cuda, torch.float64)
@@ -320,61 +265,39 @@ def test_where_it_fits(monkeypatch):
     assert not fits(cpu, torch.float32)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert fits(cpu, torch.float64)
-    assert choose("auto", cuda, torch.float32).name == "triton"
     assert choose("auto", cpu, torch.float32).name == "cpu"
 
 
-def test_old_gpus_are_left_to_others(monkeypatch):
-    """Each GPU is asked for itself."""
+def test_each_gpu_gets_a_kernel_and_tiles_for_its_capability(monkeypatch):
     majors = {0: 7, 1: 8, 2: 9}
+    devices = [torch.device("cuda", index) for index in majors]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda one: SimpleNamespace(major=majors[one.index]))
-    kernels = [choose("auto", torch.device("cuda", index), torch.bfloat16).name for index in majors]
-    assert kernels == ["sdpa", "triton", "triton"]
+    assert [choose("auto", one, torch.bfloat16).name for one in devices] == ["sdpa", "triton", "triton"]
     assert fits(torch.device("meta"), torch.bfloat16)
     with pytest.raises(UserError, match=r"'triton' does not work with torch.bfloat16 on cuda:0; use auto"):
-        choose("triton", torch.device("cuda", 0), torch.bfloat16)
+        choose("triton", devices[0], torch.bfloat16)
     monkeypatch.setattr(triton_kernels, "INTERPRETED", False)
-    configs = (
-        triton_kernels.choose_config("keys", 64, torch.bfloat16, 0.0, device=torch.device("cuda", index))
-        for index in majors
-    )
+    configs = (triton_kernels.choose_config("keys", 64, torch.bfloat16, 0.0, device=one) for one in devices)
     assert [config.tile for config in configs] == [32, 32, 64]
 
 
-def test_tiles_are_chosen_for_the_device_of_the_tensors(monkeypatch):
-    devices, config = [], triton_kernels.choose_config
-
-    def watched(*given, **named):
-        devices.append(named.get("device"))
-        return config(*given, **named)
-
-    monkeypatch.setattr(triton_kernels, "choose_config", watched)
-    inputs, mask, weight = draw("one query, no memory")
-    numbers(attend, inputs, mask, weight)
-    assert devices == [inputs.q_BTNH.device] * 4
-
-
 @pytest.mark.parametrize(("name", "on", "off"), [("fp32_precision", "tf32", "ieee"), ("allow_tf32", True, False)])
-def test_float32_is_multiplied_as_torch_is_told(name, on, off):
-    """By the newer name or the older; float64 and low precision do not care."""
-    products = torch.backends.cuda.matmul
-    before = products.fp32_precision
-    found = []
+def test_float32_products_follow_torch_s_setting(name, on, off):
+    """By its newer name or its older one; float64 and low precision do not depend on it."""
+    backend = torch.backends.cuda.matmul
+    before, precisions = backend.fp32_precision, []
     try:
         for value in (on, off):
-            setattr(products, name, value)
-            configs = [
-                triton_kernels.choose_config("keys", 5, dtype, 0.0)
-                for dtype in (torch.float32, torch.bfloat16, torch.float64)
-            ]
-            found.append([config.input_precision for config in configs])
+            setattr(backend, name, value)
+            dtypes = (torch.float32, torch.bfloat16, torch.float64)
+            precisions.append([triton_kernels.choose_config("keys", 5, d, 0.0).input_precision for d in dtypes])
     finally:
-        products.fp32_precision = before
-    assert found == [["tf32", "ieee", "ieee"], ["ieee"] * 3]
+        backend.fp32_precision = before
+    assert precisions == [["tf32", "ieee", "ieee"], ["ieee"] * 3]
 
 
-def test_what_to_install_is_said(monkeypatch):
+def test_without_triton_the_error_names_the_package_to_install(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
     assert choose("auto", torch.device("cuda"), torch.float32).name == "sdpa"
     with pytest.raises(UserError, match=r"needs Triton: pip install 'transformer-xl\[triton\]', or use auto"):
@@ -382,13 +305,13 @@ def test_what_to_install_is_said(monkeypatch):
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Triton has a compiler on Linux only")
-def test_compiles_for_a_gpu_that_is_not_there(tmp_path):
+def test_kernels_compile_for_hopper_without_a_gpu(tmp_path):
     """The compiler is stricter than the interpreter; small tiles compile quickly."""
     script = Path(__file__).parents[1] / "triton_compiled.py"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
-    words = [sys.executable, str(script), "9", "bfloat16", "0.1", "16"]
-    said = subprocess.run(words, capture_output=True, text=True, check=True, env=environment).stdout
-    found = [json.loads(line) for line in said.splitlines()]
-    assert [one["kernel"] for one in found] == ["forward", "queries", "keys", "distances"]
-    assert all(one["spilled_bytes"] == 0 for one in found)
+    command = [sys.executable, str(script), "9", "bfloat16", "0.1", "16"]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
+    kernels = [json.loads(line) for line in printed.splitlines()]
+    assert [kernel["kernel"] for kernel in kernels] == ["forward", "queries", "keys", "distances"]
+    assert all(kernel["spilled_bytes"] == 0 for kernel in kernels)
