@@ -1,4 +1,7 @@
-"""What the tests of the importers share: folders as other programs leave them, and a model's answers compared."""
+"""Helpers of the importers' tests: folders as other programs write them, and the outputs of a model.
+
+Shape suffixes: B batch rows, T tokens, V vocabulary, D model width, K the most likely tokens.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +15,16 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from transformer_xl.model.language_model import LanguageModel
-from transformer_xl.text.tokenizers import save_tokenizer
-from transformer_xl.text.tokenizers.integer import IntegerTokenizer
 
 FIXTURES = Path(__file__).parent / "fixtures"
-CASES = sorted(path.stem for path in FIXTURES.glob("*.safetensors"))
 WORDS = ["<eos>", "the", ",", ".", "of", "and", "in", "<unk>", *(f"word{number}" for number in range(15))]
 
 
 def golden(name: str) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor]]:
-    """Configuration, weights, and what transformers 4.37.2 made of them."""
+    """Return config.json and weights of a TransfoXL model, and the outputs that transformers 4.37.2 computed with it.
+
+    golden_huggingface.py made these files.
+    """
     with safe_open(FIXTURES / f"{name}.safetensors", "pt") as file:
         tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a mapping)
         config = json.loads(file.metadata()["config"])
@@ -32,24 +35,24 @@ def golden(name: str) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Tens
 def hugging_face_folder(
     folder: Path, config: dict[str, Any], weights: dict[str, Tensor], words: list[str] | None = None
 ) -> Path:
-    """As save_pretrained of the model, and vocab.json beside it."""
+    """Write a model as its save_pretrained does, and its vocabulary to vocab.json."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     save_file({name: weight.clone() for name, weight in weights.items()}, folder / "model.safetensors")
     words = WORDS[: config["vocab_size"]] if words is None else words
-    (folder / "vocab.json").write_text(json.dumps({word: place for place, word in enumerate(words)}))
+    (folder / "vocab.json").write_text(json.dumps({word: index for index, word in enumerate(words)}))
     return folder
 
 
-def number_vocabulary(folder: Path, size: int) -> Path:
-    """A vocabulary of `size` tokens that mean nothing."""
-    save_tokenizer(IntegerTokenizer(size - 1), folder / "numbers.json")
-    return folder / "numbers.json"
-
-
 @torch.no_grad()
-def scores_of(model: LanguageModel, tokens_BT: Tensor, segments: tuple[int, ...]) -> tuple[Tensor, Any]:
-    """Log-probabilities (B, T, V) of the tokens after each place, segment by segment, and the memory at the end."""
+def log_probs_of(model: LanguageModel, tokens_BT: Tensor, segments: tuple[int, ...]) -> tuple[Tensor, Any]:
+    """Return the log-probabilities (B, T, V) of the token after each position, and the memory after the last segment.
+
+    Args:
+        model: the model.
+        tokens_BT: token ids.
+        segments: lengths of the segments, whose sum is T.
+    """
     memory = model.initial_memory(len(tokens_BT))
     parts = []
     for segment_BT in tokens_BT.split(segments, dim=1):
@@ -59,18 +62,16 @@ def scores_of(model: LanguageModel, tokens_BT: Tensor, segments: tuple[int, ...]
 
 
 @torch.no_grad()
-def greedy(model: LanguageModel, prompt_T: Tensor, count: int) -> Tensor:
-    """The prompt and the `count` likeliest tokens one after another, (T + count,).
+def generate_greedily(model: LanguageModel, prompt_T: Tensor, num_tokens: int) -> Tensor:
+    """Return the prompt and the `num_tokens` most likely tokens after it, each given those before, (T + num_tokens,).
 
-    Without memory all that was written is read again for each token, as transformers does.
+    Without memory the whole text is prefilled again for each token, as transformers does.
     """
-    memory, written = model.inference_memory(1), prompt_T.tolist()
+    memory, text = model.inference_memory(1), prompt_T.tolist()
     new_BT = prompt_T[None]
-    for _ in range(count):
+    for _ in range(num_tokens):
         hidden_BTD, memory = model(new_BT, memory)
-        _, ids_BTR = model.topk(hidden_BTD[:, -1:], 1)
-        new_BT = ids_BTR[:, :, 0]
-        written.append(int(new_BT))
-        if not memory.length:
-            new_BT = torch.tensor([written])
-    return torch.tensor(written)
+        _, ids_BTK = model.topk(hidden_BTD[:, -1:], 1)
+        text.append(int(ids_BTK))
+        new_BT = torch.tensor([text[-1:] if memory.length else text])
+    return torch.tensor(text)

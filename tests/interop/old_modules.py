@@ -1,10 +1,10 @@
-"""The authors' PyTorch module and NVIDIA's as their pickles know them, and a slow way to their losses.
+"""Models as the authors' PyTorch code and NVIDIA's pickle them, and a slow oracle for their losses.
 
-Only what lands in a file is as in their code: names of classes, modules, attributes and parameters. The losses are
-worked out one query at a time from the rules that their code follows: an empty first memory, tails counted from the end
-of the head, and so many keys for each query with `same_length`.
+Only what ends up in a file is as in those programs: the names of classes, modules, attributes and parameters. The
+oracle computes losses one query at a time from the rules that their code follows: the first memory is empty, the scores
+of the tail clusters are stored last tail first, and `same_length` limits the number of keys of each query.
 
-Letters: T tokens, S keys, D model width, N heads, H head width, E embedding width, V vocabulary.
+Shape suffixes: T tokens, S keys, D model width, N heads, H head width, E embedding width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -14,18 +14,19 @@ from argparse import Namespace
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
-class Old:
-    """SourceConfig of an old model."""
+class OldConfig:
+    """Settings of a model, by the names of the authors' train.py."""
 
     cutoffs: tuple[int, ...] = (5, 11)
     div_val: int = 1
@@ -35,7 +36,6 @@ class Old:
     pre_lnorm: bool = False
     same_length: bool = False
     clamp_len: int = -1
-    nvidia: bool = False
     n_token: int = 23
     n_layer: int = 2
     n_head: int = 2
@@ -44,72 +44,61 @@ class Old:
     d_inner: int = 7
     tgt_len: int = 5
     mem_len: int = 6
+    nvidia: bool = False
+    """Whether the model is NVIDIA's, not the authors'."""
 
 
 class MemTransformerLM(nn.Module):
-    pass
+    __module__ = "mem_transformer"
 
 
 class AdaptiveEmbedding(nn.Module):
-    pass
-
-
-class ProjectedAdaptiveLogSoftmax(nn.Module):
-    pass
+    __module__ = "mem_transformer"
 
 
 class RelPartialLearnableDecoderLayer(nn.Module):
-    pass
+    __module__ = "mem_transformer"
 
 
 class RelPartialLearnableMultiHeadAttn(nn.Module):
-    pass
+    __module__ = "mem_transformer"
 
 
 class PositionwiseFF(nn.Module):
-    pass
+    __module__ = "mem_transformer"
 
 
 class PositionalEmbedding(nn.Module):
-    pass
+    __module__ = "mem_transformer"
+
+
+class ProjectedAdaptiveLogSoftmax(nn.Module):
+    __module__ = "proj_adaptive_softmax"
 
 
 class Vocab:
-    pass
+    __module__ = "utils.vocabulary"
 
 
 class Corpus:
-    pass
+    __module__ = "data_utils"
 
 
-_HOMES: dict[type, str] = {
-    **dict.fromkeys(
-        (MemTransformerLM, AdaptiveEmbedding, RelPartialLearnableDecoderLayer, RelPartialLearnableMultiHeadAttn,
-         PositionwiseFF, PositionalEmbedding), "mem_transformer",
-    ),
-    ProjectedAdaptiveLogSoftmax: "proj_adaptive_softmax",
-    Vocab: "utils.vocabulary",
-    Corpus: "data_utils",
-}  # fmt: skip
+_CLASSES = (
+    MemTransformerLM, AdaptiveEmbedding, RelPartialLearnableDecoderLayer, RelPartialLearnableMultiHeadAttn,
+    PositionwiseFF, PositionalEmbedding, ProjectedAdaptiveLogSoftmax, Vocab, Corpus,
+)  # fmt: skip
 
 
 @contextmanager
 def old_modules() -> Iterator[None]:
-    """While it lasts, these classes stand where the old programs had theirs, so that a pickle names them so."""
-    homes = {kind: kind.__module__ for kind in _HOMES}
-    made = {name: ModuleType(name) for name in {"utils", *_HOMES.values()}}
-    for kind, home in _HOMES.items():
-        setattr(made[home], kind.__name__, kind)
-        kind.__module__ = home
-        made[home].__file__ = __file__  # older files of torch.save hold the text of a class
-    sys.modules.update(made)
-    try:
+    """Make these classes importable under the old programs' module names while the block runs, as pickle requires."""
+    modules = {name: ModuleType(name) for name in ("utils", *(kind.__module__ for kind in _CLASSES))}
+    for kind in _CLASSES:
+        setattr(modules[kind.__module__], kind.__name__, kind)
+        modules[kind.__module__].__file__ = __file__  # the older form of torch.save stores the source of each class
+    with patch.dict(sys.modules, modules):
         yield
-    finally:
-        for name in made:
-            del sys.modules[name]
-        for kind, home in homes.items():
-            kind.__module__ = home
 
 
 def _with(module: nn.Module, **attributes: Any) -> Any:
@@ -122,194 +111,199 @@ def _random(*size: int) -> nn.Parameter:
     return nn.Parameter(torch.randn(*size) * 0.5)
 
 
-def old_model(old: Old, seed: int = 5) -> Any:
-    """A module with the parts and attributes of theirs, and random weights."""
+def old_model(config: OldConfig, seed: int = 5) -> Any:
+    """Return a module with their submodules and attributes, and random weights."""
     torch.manual_seed(seed)
-    ends = [0, *old.cutoffs, old.n_token]
-    sizes = [old.n_token] if old.div_val == 1 else [stop - start for start, stop in pairwise(ends)]
-    widths = [old.d_embed // old.div_val**index for index in range(len(ends) - 1)]
-    needed = old.div_val > 1 or old.d_embed != old.d_model
+    boundaries = [0, *config.cutoffs, config.n_token]
+    sizes = [config.n_token] if config.div_val == 1 else [stop - start for start, stop in pairwise(boundaries)]
+    widths = [config.d_embed // config.div_val**index for index in range(len(boundaries) - 1)]
+    tables = list(zip(sizes, widths, strict=False))
+    projected_widths = widths if config.div_val > 1 or config.d_embed != config.d_model else []
     embedding = _with(
-        AdaptiveEmbedding(), n_token=old.n_token, cutoffs=ends[1:], div_val=old.div_val,
-        emb_layers=nn.ModuleList(nn.Embedding(size, width) for size, width in zip(sizes, widths, strict=False)),
-        emb_projs=nn.ParameterList([_random(old.d_model, width) for width in widths[: len(sizes)]] if needed else []),
+        AdaptiveEmbedding(), n_token=config.n_token, cutoffs=boundaries[1:], div_val=config.div_val,
+        emb_layers=nn.ModuleList(nn.Embedding(*table) for table in tables),
+        emb_projs=nn.ParameterList(_random(config.d_model, width) for width in projected_widths[: len(sizes)]),
     )  # fmt: skip
-    crit = _with(ProjectedAdaptiveLogSoftmax(), n_token=old.n_token, cutoffs=ends[1:], div_val=old.div_val)
-    if old.cutoffs:
-        crit.cluster_weight = _random(len(old.cutoffs), old.d_embed)
-        crit.cluster_bias = _random(len(old.cutoffs))
-    _fill_softmax(old, crit, embedding, list(zip(sizes, widths, strict=False)), widths if needed else [])
+    crit = ProjectedAdaptiveLogSoftmax()
+    _with(crit, n_token=config.n_token, cutoffs=boundaries[1:], div_val=config.div_val)
+    if config.cutoffs:
+        crit.cluster_weight = _random(len(config.cutoffs), config.d_embed)
+        crit.cluster_bias = _random(len(config.cutoffs))
+    _fill_softmax(config, crit, embedding, tables, projected_widths)
+    names = ["n_token", "n_layer", "n_head", "d_embed", "d_model", "d_head", "tgt_len", "mem_len", "clamp_len"]
+    settings = {name: getattr(config, name) for name in (*names, "same_length")}
     model = _with(
-        MemTransformerLM(), n_token=old.n_token, d_embed=old.d_embed, d_model=old.d_model, n_head=old.n_head,
-        d_head=old.d_head, n_layer=old.n_layer, tgt_len=old.tgt_len, mem_len=old.mem_len, ext_len=0, attn_type=0,
-        sample_softmax=-1, same_length=old.same_length, clamp_len=old.clamp_len, drop=nn.Dropout(0.1),
-        word_emb=embedding, crit=crit, layers=nn.ModuleList(_layer(old) for _ in range(old.n_layer)),
-        r_w_bias=_random(old.n_head, old.d_head), r_r_bias=_random(old.n_head, old.d_head),
+        MemTransformerLM(), **settings, ext_len=0, attn_type=0, sample_softmax=-1, drop=nn.Dropout(0.1),
+        word_emb=embedding, crit=crit, layers=nn.ModuleList(_layer(config) for _ in range(config.n_layer)),
+        r_w_bias=_random(config.n_head, config.d_head), r_r_bias=_random(config.n_head, config.d_head),
     )  # fmt: skip
     model.pos_emb = PositionalEmbedding()
-    model.pos_emb.register_buffer("inv_freq", 1 / (10000 ** (torch.arange(0.0, old.d_model, 2.0) / old.d_model)))
+    model.pos_emb.register_buffer("inv_freq", 1 / (10000 ** (torch.arange(0.0, config.d_model, 2.0) / config.d_model)))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.3)
     return model
 
 
-def _fill_softmax(old: Old, crit: Any, embedding: Any, tables: list[tuple[int, int]], projected: list[int]) -> None:
-    """What is tied is the very same object in the authors' code; NVIDIA's leaves it out."""
+def _fill_softmax(
+    config: OldConfig, crit: Any, embedding: Any, tables: list[tuple[int, int]], projected_widths: list[int]
+) -> None:
+    """Add weights and projections; a tied one is the same object in the authors' code, and left out in NVIDIA's."""
     projections: list[Any] = []
-    for index, width in enumerate(projected):
-        tied = old.tie_projs[index]
-        own = embedding.emb_projs[min(index, len(tables) - 1)] if tied else _random(old.d_model, width)
-        projections.append(None if tied and old.nvidia else own)
-    crit.out_projs = nn.ParameterList(projections or ([None] if old.nvidia else [None] * (len(old.cutoffs) + 1)))
-    if old.nvidia:
+    for index, width in enumerate(projected_widths):
+        tied = config.tie_projs[index]
+        own = embedding.emb_projs[min(index, len(tables) - 1)] if tied else _random(config.d_model, width)
+        projections.append(None if tied and config.nvidia else own)
+    no_projections = [None] if config.nvidia else [None] * (len(config.cutoffs) + 1)
+    crit.out_projs = nn.ParameterList(projections or no_projections)
+    if config.nvidia:
         crit.shared_out_projs = embedding.emb_projs
         crit.out_layers_biases = nn.ParameterList(_random(size) for size, _ in tables)
-        if not old.tie_weight:
+        if not config.tie_weight:
             crit.out_layers_weights = nn.ParameterList(_random(*table) for table in tables)
         return
     crit.out_layers = nn.ModuleList(nn.Linear(width, size) for size, width in tables)
-    if old.tie_weight:
+    if config.tie_weight:
         for layer, table in zip(crit.out_layers, embedding.emb_layers, strict=True):
             layer.weight = table.weight
 
 
-def _layer(old: Old) -> nn.Module:
-    inner = old.n_head * old.d_head
+def _layer(config: OldConfig) -> nn.Module:
+    d_attention = config.n_head * config.d_head
     attention = _with(
-        RelPartialLearnableMultiHeadAttn(), n_head=old.n_head, d_head=old.d_head, pre_lnorm=old.pre_lnorm,
-        qkv_net=nn.Linear(old.d_model, 3 * inner, bias=False), drop=nn.Dropout(0.1), dropatt=nn.Dropout(0.2),
-        o_net=nn.Linear(inner, old.d_model, bias=False), layer_norm=nn.LayerNorm(old.d_model),
-        r_net=nn.Linear(old.d_model, inner, bias=False),
+        RelPartialLearnableMultiHeadAttn(), n_head=config.n_head, d_head=config.d_head, pre_lnorm=config.pre_lnorm,
+        qkv_net=nn.Linear(config.d_model, 3 * d_attention, bias=False), drop=nn.Dropout(0.1), dropatt=nn.Dropout(0.2),
+        o_net=nn.Linear(d_attention, config.d_model, bias=False), layer_norm=nn.LayerNorm(config.d_model),
+        r_net=nn.Linear(config.d_model, d_attention, bias=False),
     )  # fmt: skip
-    parts = nn.Linear(old.d_model, old.d_inner), nn.ReLU(), nn.Dropout(0.1), nn.Linear(old.d_inner, old.d_model)
-    feedforward = _with(
-        PositionwiseFF(), CoreNet=nn.Sequential(*parts, nn.Dropout(0.1)), layer_norm=nn.LayerNorm(old.d_model)
-    )
-    return _with(RelPartialLearnableDecoderLayer(), dec_attn=attention, pos_ff=feedforward)
+    up, down = nn.Linear(config.d_model, config.d_inner), nn.Linear(config.d_inner, config.d_model)
+    core = nn.Sequential(up, nn.ReLU(), nn.Dropout(0.1), down, nn.Dropout(0.1))
+    feed_forward = _with(PositionwiseFF(), CoreNet=core, layer_norm=nn.LayerNorm(config.d_model))
+    return _with(RelPartialLearnableDecoderLayer(), dec_attn=attention, pos_ff=feed_forward)
 
 
 @torch.no_grad()
-def old_nats(old: Old, model: Any, tokens_T: Tensor, targets_T: Tensor) -> Tensor:
-    """The loss of each target of one text in nats, float64 (T,), read in segments of tgt_len."""
+def old_nats(config: OldConfig, model: Any, tokens_T: Tensor, targets_T: Tensor) -> Tensor:
+    """Return the loss of each target in nats, float64 (T,), for one sequence in segments of tgt_len."""
     model = model.double()
-    memories: list[Tensor] = [torch.zeros(0, old.d_model, dtype=torch.float64)] * old.n_layer
-    found: list[Tensor] = []
-    for start in range(0, len(tokens_T), old.tgt_len):
-        stop = start + old.tgt_len
-        x_TD = torch.stack([_embedded(old, model, int(token)) for token in tokens_T[start:stop]])
+    memories: list[Tensor] = [torch.zeros(0, config.d_model, dtype=torch.float64)] * config.n_layer
+    nats: list[Tensor] = []
+    for inputs_T, segment_targets_T in zip(
+        tokens_T.split(config.tgt_len), targets_T.split(config.tgt_len), strict=True
+    ):
+        x_TD = torch.stack([_embed(config, model, int(token)) for token in inputs_T])
         for index, layer in enumerate(model.layers):
-            key_SD = torch.cat([memories[index], x_TD])
-            memories[index] = key_SD[max(0, len(key_SD) - old.mem_len) :]
-            x_TD = _attended(old, model, layer, x_TD, key_SD)
-        found += [_nats(old, model, x_D, int(target)) for x_D, target in zip(x_TD, targets_T[start:stop], strict=True)]
-    return torch.stack(found)
+            x_SD = torch.cat([memories[index], x_TD])
+            memories[index] = x_SD[max(0, len(x_SD) - config.mem_len) :]
+            x_TD = _apply_layer(config, model, layer, x_TD, x_SD)
+        nats += [_nats(config, model, x_D, int(target)) for x_D, target in zip(x_TD, segment_targets_T, strict=True)]
+    return torch.stack(nats)
 
 
-def _cluster(old: Old, token: int) -> tuple[int, int]:
-    """The cluster of a token, and its place there."""
-    starts = [0, *old.cutoffs]
-    index = max(place for place, start in enumerate(starts) if token >= start)
-    return index, token - starts[index]
+def _cluster(config: OldConfig, token: int) -> tuple[int, int]:
+    """Return the cluster of a token, and its index there."""
+    starts = [0, *config.cutoffs]
+    cluster = max(index for index, start in enumerate(starts) if token >= start)
+    return cluster, token - starts[cluster]
 
 
-def _embedded(old: Old, model: Any, token: int) -> Tensor:
-    index, place = (0, token) if old.div_val == 1 else _cluster(old, token)
-    row_E = model.word_emb.emb_layers[index].weight[place]
-    if len(model.word_emb.emb_projs):
-        row_E = model.word_emb.emb_projs[index] @ row_E
-    return row_E * old.d_model**0.5
+def _embed(config: OldConfig, model: Any, token: int) -> Tensor:
+    table, row = (0, token) if config.div_val == 1 else _cluster(config, token)
+    x_E = model.word_emb.emb_layers[table].weight[row]
+    x_D = model.word_emb.emb_projs[table] @ x_E if len(model.word_emb.emb_projs) else x_E
+    return x_D * config.d_model**0.5
 
 
-def _attended(old: Old, model: Any, layer: Any, x_TD: Tensor, key_SD: Tensor) -> Tensor:
-    part, keys = layer.dec_attn, old.mem_len + (1 if old.nvidia else 0)
-    normed_SD = part.layer_norm(key_SD) if old.pre_lnorm else key_SD
-    query, key, value = (rows.unflatten(-1, (old.n_head, old.d_head)) for rows in part.qkv_net(normed_SD).chunk(3, -1))
-    before = len(key_SD) - len(x_TD)
-    frequency = 1 / (10000 ** (torch.arange(0, old.d_model, 2, dtype=torch.float64) / old.d_model))
+def _apply_layer(config: OldConfig, model: Any, layer: Any, x_TD: Tensor, x_SD: Tensor) -> Tensor:
+    attention, feed_forward = layer.dec_attn, layer.pos_ff
+    max_keys = config.mem_len + (1 if config.nvidia else 0)
+    normed_SD = attention.layer_norm(x_SD) if config.pre_lnorm else x_SD
+    heads = (config.n_head, config.d_head)
+    q_SNH, k_SNH, v_SNH = (part.unflatten(-1, heads) for part in attention.qkv_net(normed_SD).chunk(3, -1))
+    memory_length = len(x_SD) - len(x_TD)
+    frequency = 1 / (10000 ** (torch.arange(0, config.d_model, 2, dtype=torch.float64) / config.d_model))
     rows = []
-    for place in range(before, len(key_SD)):
-        seen = [other for other in range(place + 1) if not old.same_length or place - other < keys]
+    for query in range(memory_length, len(x_SD)):
+        keys = [key for key in range(query + 1) if not config.same_length or query - key < max_keys]
         scores = []
-        for other in seen:
-            distance = place - other if old.clamp_len < 0 else min(place - other, old.clamp_len)
+        for key in keys:
+            distance = query - key if config.clamp_len < 0 else min(query - key, config.clamp_len)
             angle = distance * frequency
-            position = part.r_net(torch.cat([angle.sin(), angle.cos()])).view(old.n_head, old.d_head)
-            content = ((query[place] + model.r_w_bias) * key[other]).sum(-1)
-            scores.append(content + ((query[place] + model.r_r_bias) * position).sum(-1))
-        weight_SN = (torch.stack(scores) / old.d_head**0.5).softmax(0)
-        vector = (weight_SN[..., None] * value[seen]).sum(0).flatten()
-        rows.append(x_TD[place - before] + part.o_net(vector))
-    sum_TD = torch.stack(rows)
-    sum_TD = sum_TD if old.pre_lnorm else part.layer_norm(sum_TD)
-    part = layer.pos_ff
-    wide, _, _, down_proj, _ = part.CoreNet
-    inner_TD = part.layer_norm(sum_TD) if old.pre_lnorm else sum_TD
-    out_TD = sum_TD + down_proj(wide(inner_TD).relu())
-    return out_TD if old.pre_lnorm else part.layer_norm(out_TD)
+            position_NH = attention.r_net(torch.cat([angle.sin(), angle.cos()])).view(heads)
+            content_score_N = ((q_SNH[query] + model.r_w_bias) * k_SNH[key]).sum(-1)
+            scores.append(content_score_N + ((q_SNH[query] + model.r_r_bias) * position_NH).sum(-1))
+        probs_SN = (torch.stack(scores) / config.d_head**0.5).softmax(0)
+        context = (probs_SN[..., None] * v_SNH[keys]).sum(0).flatten()
+        rows.append(x_TD[query - memory_length] + attention.o_net(context))
+    x_TD = torch.stack(rows)
+    x_TD = x_TD if config.pre_lnorm else attention.layer_norm(x_TD)
+    up, down = feed_forward.CoreNet[0], feed_forward.CoreNet[3]
+    inner_TD = feed_forward.layer_norm(x_TD) if config.pre_lnorm else x_TD
+    out_TD = x_TD + down(up(inner_TD).relu())
+    return out_TD if config.pre_lnorm else feed_forward.layer_norm(out_TD)
 
 
-def _nats(old: Old, model: Any, x_D: Tensor, target: int) -> Tensor:
-    index, place = _cluster(old, target)
-    crit, ends = model.crit, [0, *old.cutoffs, old.n_token]
-
-    def scores(cluster: int) -> Tensor:
-        table = 0 if old.div_val == 1 else cluster
-        if old.nvidia:
-            weight = model.word_emb.emb_layers[table].weight if old.tie_weight else crit.out_layers_weights[table]
-            bias = crit.out_layers_biases[table]
-        else:
-            weight, bias = crit.out_layers[table].weight, crit.out_layers[table].bias
-        if old.div_val == 1:
-            weight, bias = (rows[ends[cluster] : ends[cluster + 1]] for rows in (weight, bias))
-        if cluster == 0 and old.cutoffs:
-            weight, bias = torch.cat([weight, crit.cluster_weight]), torch.cat([bias, crit.cluster_bias])
-        return weight @ _narrowed(old, model, x_D, cluster) + bias
-
-    head_V = scores(0).log_softmax(-1)
-    return -head_V[place] if index == 0 else -(head_V[-index] + scores(index).log_softmax(-1)[place])
+def _nats(config: OldConfig, model: Any, x_D: Tensor, target: int) -> Tensor:
+    cluster, row = _cluster(config, target)
+    head_V = _scores(config, model, x_D, 0).log_softmax(-1)
+    if cluster == 0:
+        return -head_V[row]
+    return -(head_V[-cluster] + _scores(config, model, x_D, cluster).log_softmax(-1)[row])
 
 
-def _narrowed(old: Old, model: Any, x_D: Tensor, cluster: int) -> Tensor:
-    shared = model.word_emb.emb_projs
-    if not len(shared):
-        return x_D
-    projection = model.crit.out_projs[cluster] if not (old.nvidia and old.tie_projs[cluster]) else None
-    return (shared[min(cluster, len(shared) - 1)] if projection is None else projection).T @ x_D
+def _scores(config: OldConfig, model: Any, x_D: Tensor, cluster: int) -> Tensor:
+    """Return the scores of the tokens of a cluster; in the head also those of the tails, last tail first."""
+    crit, embedding = model.crit, model.word_emb
+    table = 0 if config.div_val == 1 else cluster
+    if config.nvidia:
+        weight = embedding.emb_layers[table].weight if config.tie_weight else crit.out_layers_weights[table]
+        bias = crit.out_layers_biases[table]
+    else:
+        weight, bias = crit.out_layers[table].weight, crit.out_layers[table].bias
+    if config.div_val == 1:
+        boundaries = [0, *config.cutoffs, config.n_token]
+        rows = slice(boundaries[cluster], boundaries[cluster + 1])
+        weight, bias = weight[rows], bias[rows]
+    if cluster == 0 and config.cutoffs:
+        weight, bias = torch.cat([weight, crit.cluster_weight]), torch.cat([bias, crit.cluster_bias])
+    if len(embedding.emb_projs):
+        tied = config.nvidia and config.tie_projs[cluster]
+        projection = (
+            embedding.emb_projs[min(cluster, len(embedding.emb_projs) - 1)] if tied else crit.out_projs[cluster]
+        )
+        x_D = projection.T @ x_D
+    return weight @ x_D + bias
 
 
 def old_vocabulary(words: list[str], *, lower_case: bool = False) -> Vocab:
-    """A Vocab with these words."""
-    tokenizer = Vocab()
-    tokenizer.__dict__.update(
+    """Return a Vocab with these words."""
+    vocabulary = Vocab()
+    vocabulary.__dict__.update(
         counter=Counter(words), special=["<eos>"], min_freq=0, max_size=None, lower_case=lower_case, delimiter=None,
-        vocab_file=None, idx2sym=list(words), sym2idx=OrderedDict((word, place) for place, word in enumerate(words)),
+        vocab_file=None, idx2sym=list(words), sym2idx=OrderedDict((word, index) for index, word in enumerate(words)),
     )  # fmt: skip
-    return tokenizer
+    return vocabulary
 
 
 def old_corpus(words: list[str], **settings: Any) -> Corpus:
-    """A Corpus with its Vocab, and tensors for text, as cache.pt has them."""
+    """Return a Corpus with its Vocab and the token ids of its splits, as cache.pt contains it."""
     corpus = Corpus()
-    text = {name: torch.arange(7) for name in ("train", "valid", "test")}
-    corpus.__dict__.update(dataset="wt103", vocab=old_vocabulary(words, **settings), **text)
+    token_ids = {split: torch.arange(7) for split in ("train", "valid", "test")}
+    corpus.__dict__.update(dataset="wt103", vocab=old_vocabulary(words, **settings), **token_ids)
     return corpus
 
 
-def nvidia_checkpoint(old: Old, model: Any, words: list[str] | None) -> dict[str, Any]:
-    """What NVIDIA's save_checkpoint writes."""
-    names = ("n_token", "n_layer", "n_head", "d_model", "d_head", "d_inner", "d_embed", "div_val", "tie_weight",
-             "pre_lnorm", "tgt_len", "mem_len", "same_length", "clamp_len")  # fmt: skip
-    config = {name: getattr(old, name) for name in names} | {"cutoffs": list(old.cutoffs)}
-    config |= {"dropout": 0.1, "dropatt": 0.2, "dtype": None, "tie_projs": list(old.tie_projs)}
-    config |= {"ext_len": 0, "attn_type": 0, "sample_softmax": -1}
+def nvidia_checkpoint(config: OldConfig, model: Any, words: list[str]) -> dict[str, Any]:
+    """Return what NVIDIA's save_checkpoint writes."""
+    settings = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(config).items()}
+    other_settings = {"dropout": 0.1, "dropatt": 0.2, "dtype": None, "ext_len": 0, "attn_type": 0, "sample_softmax": -1}
     optimizer = torch.optim.Adam(model.parameters())
     return {
-        "args": Namespace(eval_tgt_len=old.tgt_len - 2, dataset="wt103", work_dir="LM-TFM"),
-        "model_config": config,
+        "args": Namespace(eval_tgt_len=config.tgt_len - 2, dataset="wt103", work_dir="LM-TFM"),
+        "model_config": settings | other_settings,
         "model_state": model.state_dict(),
         "optimizer_state": optimizer.state_dict(),
         "scheduler_state": torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10).state_dict(),
-        "vocab": None if words is None else old_vocabulary(words),
+        "vocab": old_vocabulary(words),
         "amp_state": None, "epoch": 1, "batch": 2, "last_iter": 3, "train_step": 4, "best_val_loss": 1.5,
     }  # fmt: skip

@@ -1,54 +1,54 @@
-"""Convert checkpoints of other programs to run folders, and runs to the Hugging Face layout.
+"""Convert checkpoints of other programs to run folders, and runs to Hugging Face's layout.
 
-    convert(source, out)                       reader (see FORMATS) -> ImportedModel -> run folder
+    convert(source, out)                       reader of the format -> ImportedModel -> run folder
     convert(run, out, to="huggingface")
 
-A folder appears whole or not at all. Nothing in a checkpoint is executed: see unpickler.py.
+`txl convert` calls this. Nothing in a checkpoint is executed (see unpickler.py), and the output folder appears only
+when it is complete.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, Protocol, cast
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from transformer_xl.config import RunConfig, UserError, nearest, run_settings
-from transformer_xl.files import as_user_error, atomic_folder, write_text
+from transformer_xl.files import as_user_error
+from transformer_xl.interop import huggingface, nvidia, official, tensorflow
 from transformer_xl.interop.imported import ImportedModel
 from transformer_xl.interop.tokenizers import bytes_from_decimal_words
 from transformer_xl.model.build import build_model
-from transformer_xl.run_folder import RunFolder, config_text
-from transformer_xl.tensor_file import load_tensors, save_tensors
-from transformer_xl.text.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer, save_tokenizer
+from transformer_xl.run_folder import RunFolder
+from transformer_xl.tensor_file import load_tensors
+from transformer_xl.text.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
 from transformer_xl.text.tokenizers.pre_tokenizer import PreTokenizerName
 from transformer_xl.text.tokenizers.word import WordTokenizer
 
-Format = Literal["huggingface", "official", "nvidia", "tensorflow"]
+FormatName = Literal["huggingface", "official", "nvidia", "tensorflow"]
 
-FORMATS: dict[Format, str] = {
-    "nvidia": "checkpoint_best.pt of NVIDIA's code",
-    "official": "model.pt of the authors' PyTorch code",
-    "huggingface": "a folder with Hugging Face's config.json and weights",
-    "tensorflow": "a checkpoint of the authors' TensorFlow code",
+
+class Format(NamedTuple):
+    """A checkpoint format of another program."""
+
+    description: str
+    recognizes: Callable[[Path], bool]
+    """Returns whether a path looks like this format; it reads little and never raises."""
+    read: Callable[[Path], ImportedModel]
+    """Reads a checkpoint; raises UserError if it is damaged or cannot be expressed in this package."""
+
+
+FORMATS: dict[FormatName, Format] = {
+    "nvidia": Format("checkpoint_best.pt of NVIDIA's code", nvidia.recognizes, nvidia.read),
+    "official": Format("model.pt of the authors' PyTorch code", official.recognizes, official.read),
+    "huggingface": Format("a folder of Hugging Face's TransfoXL", huggingface.recognizes, huggingface.read),
+    "tensorflow": Format("a checkpoint of the authors' TensorFlow code", tensorflow.recognizes, tensorflow.read),
 }
-"""The formats, in the order in which they are tried."""
-
-
-class Reader(Protocol):
-    """The interface of a format's module."""
-
-    def recognizes(self, path: Path) -> bool:
-        """Return whether the path looks like this format; cheap, never raises."""
-        ...
-
-    def read(self, path: Path) -> ImportedModel:
-        """Read the model; UserError says what cannot be read or expressed."""
-        ...
+"""All formats, in the order in which they are tried."""
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,12 @@ class ConversionResult:
     """The result of a conversion."""
 
     format: str
-    """Format that was read, or written."""
+    """Name of the format that was read, or of the one that was written."""
     parameters: int
-    """Number of parameters, shared ones counted once."""
+    """Number of parameters; shared ones count once."""
     tokenizer: Tokenizer
     remarks: tuple[str, ...]
-    """What was left out or differs, for the user."""
+    """Sentences for the user about what was left out or differs."""
 
 
 def convert(
@@ -69,148 +69,113 @@ def convert(
     out: Path | str,
     *,
     to: Literal["run", "huggingface"] = "run",
-    source_format: Format | None = None,
+    source_format: FormatName | None = None,
     tokenizer: str | Path | None = None,
     pre_tokenizer: PreTokenizerName | None = None,
 ) -> ConversionResult:
-    """Convert a checkpoint of another program to a run folder, or a run to the Hugging Face layout.
+    """Convert a checkpoint of another program to a run folder, or a run to Hugging Face's layout.
 
-    Nothing in a checkpoint is executed. The output folder appears whole or not at all.
+    Nothing in a checkpoint is executed. The output folder appears only when it is complete.
 
     Args:
         source: the checkpoint's file or folder; with `to="huggingface"`, a run folder.
-        out: folder to make; it must not exist.
+        out: folder to create; it must not exist.
         to: what to write: a run folder, or the layout that transformers 4.37.2 and older load.
-        source_format: one of `FORMATS`; None: told from the files.
-        tokenizer: a run, a corpus or a txl_tokenizer.json whose tokenizer the model uses, or "byte"; needed where the
-            checkpoint comes without one.
-        pre_tokenizer: how a word tokenizer splits text; None: as in the program that the checkpoint comes from.
+        source_format: one of `FORMATS`, or None to detect it from the files.
+        tokenizer: a run, a corpus or a txl_tokenizer.json with the model's tokenizer, or "byte"; required if the
+            checkpoint has no tokenizer.
+        pre_tokenizer: how a word tokenizer splits text, or None to split as the program that wrote the checkpoint.
 
     Returns:
         the format, the number of parameters, the tokenizer, and remarks on what was left out or differs.
 
     Raises:
-        UserError: the source is missing, damaged, not recognized or cannot be expressed; its tokenizer is missing or of
-            another size; or an argument does not apply.
+        UserError: the source is missing, damaged, not recognized or cannot be expressed in this package; its tokenizer
+            is missing or of another size; or an argument does not apply.
     """
     source, out = Path(source), Path(out)
-    _refuse_existing(out)
-    if to == "huggingface":
-        options = {"source_format": source_format, "tokenizer": tokenizer, "pre_tokenizer": pre_tokenizer}
-        given = [f"--{name.replace('_', '-')}" for name, value in options.items() if value is not None]
-        if given:
-            raise UserError(
-                f"{', '.join(given)}: only for checkpoints of other programs; leave out with --to huggingface"
-            )
-        return _to_huggingface(source, out)
-    return _to_run(source, out, source_format, tokenizer, pre_tokenizer)
-
-
-def _to_run(
-    source: Path,
-    out: Path,
-    source_format: str | None,
-    tokenizer: str | Path | None,
-    pre_tokenizer: PreTokenizerName | None,
-) -> ConversionResult:
-    chosen = _choose_format(source, source_format)
-    imported = bytes_from_decimal_words(_reader(chosen).read(source))
-    found = _choose_tokenizer(imported, source, tokenizer)
-    if pre_tokenizer is not None:
-        if not isinstance(found, WordTokenizer):
-            raise UserError(f"--pre-tokenizer {pre_tokenizer} is for word tokenizers, and this one is {found.kind}")
-        found = replace(found, pre_tokenizer=replace(found.pre_tokenizer, name=pre_tokenizer))
-    evaluation = {name: value for name, value in imported.evaluation.items() if value is not None}
-    values = {"model": imported.model, "train": imported.train, "evaluation": evaluation}
-    config = run_settings(values, str(source))
-    parameters = _check_weights(config, imported.weights, source)
-    with atomic_folder(out) as aside:
-        write_text(aside / "config.yaml", config_text(config))
-        save_tokenizer(found, aside / "txl_tokenizer.json")
-        (aside / "checkpoints").mkdir()
-        save_tensors(aside / "model.safetensors", imported.weights, {"step": "0"})
-    return ConversionResult(chosen, parameters, found, imported.remarks)
-
-
-def _to_huggingface(source: Path, out: Path) -> ConversionResult:
-    from transformer_xl.interop import huggingface
-
-    folder = RunFolder.open(source)
-    weights, _ = load_tensors(folder.weights_file())
-    parameters = _check_weights(folder.config, weights, source)
-    remarks = huggingface.write(out, folder.config, weights, folder.tokenizer)
-    return ConversionResult("huggingface", parameters, folder.tokenizer, remarks)
-
-
-def _refuse_existing(out: Path) -> None:
     with as_user_error(f"writing {out}"):
         if out.exists() or out.is_symlink():
             raise UserError(f"{out} exists already; choose another folder or delete it first")
+    if to == "huggingface":
+        options = {"source-format": source_format, "tokenizer": tokenizer, "pre-tokenizer": pre_tokenizer}
+        if inapplicable := [f"--{name}" for name, value in options.items() if value is not None]:
+            raise UserError(f"{', '.join(inapplicable)} cannot be combined with --to huggingface; leave out")
+        folder = RunFolder.open(source)
+        weights, _ = load_tensors(folder.weights_file())
+        parameters = _check_weights(folder.config, weights, source)
+        remarks = huggingface.write(out, folder.config, weights, folder.tokenizer)
+        return ConversionResult("huggingface", parameters, folder.tokenizer, remarks)
+
+    format_name = _choose_format(source, source_format)
+    imported = bytes_from_decimal_words(FORMATS[format_name].read(source))
+    run_tokenizer = _choose_tokenizer(imported, source, tokenizer)
+    if pre_tokenizer is not None:
+        if not isinstance(run_tokenizer, WordTokenizer):
+            raise UserError(
+                f"leave out --pre-tokenizer: it is for word tokenizers, and this one is {run_tokenizer.kind}"
+            )
+        run_tokenizer = replace(run_tokenizer, pre_tokenizer=replace(run_tokenizer.pre_tokenizer, name=pre_tokenizer))
+    settings = {"model": imported.model, "train": imported.train, "evaluation": imported.evaluation}
+    config = run_settings(settings, str(source))
+    parameters = _check_weights(config, imported.weights, source)
+    RunFolder.create(out, config, run_tokenizer, imported.weights)
+    return ConversionResult(format_name, parameters, run_tokenizer, imported.remarks)
 
 
-def _reader(format: Format) -> Reader:
-    return cast(Reader, import_module(f"transformer_xl.interop.{format}"))
-
-
-def _choose_format(source: Path, format: str | None) -> Format:
-    """Return the format that was asked for, or the first whose reader recognizes the path."""
+def _choose_format(source: Path, requested: FormatName | None) -> FormatName:
+    """Return the requested format, or the first one that recognizes the path."""
+    if requested is not None and requested not in FORMATS:
+        raise UserError(f"no format '{requested}'{nearest(requested, FORMATS)}; known: {', '.join(sorted(FORMATS))}")
     with as_user_error(f"reading {source}"):
         if (source / "config.yaml").exists():
-            raise UserError(
-                f"{source} is a run already; 'txl convert {source} TO --to huggingface' writes it for others"
-            )
-        if format is not None and format not in FORMATS:
-            raise UserError(f"no format '{format}'{nearest(format, FORMATS)}; known: {', '.join(sorted(FORMATS))}")
-        found = [name for name in FORMATS if _reader(name).recognizes(source)]
-        if not source.exists() and not found:
-            raise UserError(f"{source}: no such file or folder; wanted {_wanted()}")
-        if not found and format in (None, "huggingface") and (source.parent / "config.json").is_file():
-            raise UserError(f"{source} is not recognised alone; give its folder, {source.parent}")
-    if format is not None:
-        return cast(Format, format)
-    if not found:
-        raise UserError(f"{source} is not recognised; wanted {_wanted()}; --source-format NAME says which it is")
-    return found[0]
+            raise UserError(f"{source} is a run already; add --to huggingface to write it for other programs")
+        recognized = next((name for name, format in FORMATS.items() if format.recognizes(source)), None)
+        expected = "expected " + ", or ".join(format.description for format in FORMATS.values())
+        if recognized is None:
+            if not source.exists():
+                raise UserError(f"{source}: no such file or folder; {expected}")
+            if requested in (None, "huggingface") and (source.parent / "config.json").is_file():
+                raise UserError(f"{source} is one file of a checkpoint; pass its folder, {source.parent}")
+    format_name = requested or recognized
+    if format_name is None:
+        raise UserError(f"{source} is not recognized; {expected}; --source-format NAME sets the format")
+    return format_name
 
 
-def _wanted() -> str:
-    return ", or ".join(FORMATS.values())
+def _choose_tokenizer(imported: ImportedModel, source: Path, requested: str | Path | None) -> Tokenizer:
+    """Return the requested tokenizer, or else the checkpoint's.
 
-
-def _choose_tokenizer(imported: ImportedModel, source: Path, asked: str | Path | None) -> Tokenizer:
-    """Return the tokenizer that was asked for, or the checkpoint's own; it must have the model's vocabulary size."""
-    size = imported.model["vocab_size"]
-    if asked is not None:
-        found, where = ByteTokenizer() if asked == "byte" else load_tokenizer(asked), f"--tokenizer {asked}"
-    elif imported.tokenizer is not None:
-        found, where = imported.tokenizer, f"the tokenizer of {source}"
-    else:
+    Raises:
+        UserError: there is no tokenizer, or its vocabulary size is not that of the model.
+    """
+    vocab_size = imported.model["vocab_size"]
+    origin = f"the tokenizer of {source}" if requested is None else f"--tokenizer {requested}"
+    tokenizer = imported.tokenizer
+    if requested is not None:
+        tokenizer = ByteTokenizer() if requested == "byte" else load_tokenizer(requested)
+    if tokenizer is None:
         raise UserError(
-            f"{source} comes without a tokenizer for its vocabulary of {size:,} tokens; give --tokenizer and the "
-            "folder of a run or corpus that has it, or byte"
+            f"{source} has no tokenizer for its {vocab_size:,} tokens; pass --tokenizer with a run or corpus, or byte"
         )
-    if found.vocab_size != size:
-        raise UserError(
-            f"{where} has {found.vocab_size:,} tokens and the model {size:,}; the two do not belong together"
-        )
-    return found
+    if tokenizer.vocab_size != vocab_size:
+        raise UserError(f"{origin} has {tokenizer.vocab_size:,} tokens, but the model {vocab_size:,}; pass the model's")
+    return tokenizer
 
 
 def _check_weights(config: RunConfig, weights: Mapping[str, Tensor], source: Path) -> int:
-    """Compare names, shapes and values with what the settings need; return the number of parameters.
+    """Compare weights with the settings, and return the number of parameters.
 
     Raises:
         UserError: a weight is missing, unknown, of the wrong shape, or not finite.
     """
-    with torch.device("meta"):
+    with torch.device("meta"):  # shapes only, no memory
         model = build_model(config.model)
-    own: dict[str, Any] = dict(model.state_dict())
-    odd = sorted(own.keys() ^ weights.keys()) or [name for name in own if own[name].shape != weights[name].shape]
-    if odd:
-        raise UserError(f"{source}: weight '{odd[0]}' is missing, unexpected or of the wrong shape for its settings")
-    for name, weight in weights.items():
+    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    for name in sorted(shapes.keys() | weights.keys()):
+        weight = weights.get(name)
+        if weight is None or weight.shape != shapes.get(name):
+            raise UserError(f"{source}: weight '{name}' is missing, unknown or of another shape than its settings need")
         if not bool(weight.isfinite().all()):
-            raise UserError(
-                f"{source}: weight '{name}' is not finite (it holds nan or infinity); get another checkpoint"
-            )
+            raise UserError(f"{source}: weight '{name}' contains nan or infinity; get another checkpoint")
     return model.num_parameters()

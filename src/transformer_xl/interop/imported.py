@@ -1,4 +1,4 @@
-"""The model that a reader of another program's files returns, in this package's terms."""
+"""The model that a reader of another program's checkpoint returns, in this package's names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformer_xl.text.tokenizers import Tokenizer
 
 @dataclass(frozen=True)
 class ImportedModel:
-    """A model of another program: settings, weights and tokenizer in this package's terms."""
+    """A model of another program: settings, weights and tokenizer in this package's names."""
 
     model: dict[str, Any]
     """Settings of TransformerXLConfig."""
@@ -21,8 +21,8 @@ class ImportedModel:
     evaluation: dict[str, Any]
     """segment_length, memory_length, attention_window and clamp_length of EvaluationConfig, if known."""
     weights: dict[str, Tensor]
-    """By the names of TransformerXL.state_dict()."""
+    """Tensors by the names of TransformerXL.state_dict()."""
     tokenizer: Tokenizer | None
-    """None: the source comes without one, and the user has to give it."""
+    """The tokenizer, or None if the checkpoint has none and the user has to pass one."""
     remarks: tuple[str, ...] = ()
-    """What was left out or deliberately differs, for the user."""
+    """Sentences for the user about what was left out or deliberately differs."""

@@ -1,133 +1,158 @@
-"""Settings of other programs, with each value checked when it is read."""
+"""Settings of another program's checkpoint: type-checked access, and their translation to this package's settings.
+
+The readers huggingface.py, official.py and nvidia.py collect a checkpoint's settings under the names of Hugging Face's
+config.json (`n_layer`, `mem_len`, ...); those of the authors' code are the same or nearly so.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-from transformer_xl.config import UserError
+from transformer_xl.config import TransformerXLConfig, UserError, check_settings
 
 
 def format_value(value: object) -> str:
-    """Format a value for a message, shortened; of a nested value only its type, since a file can nest without end."""
+    """Format a value for a message, in 60 characters at most.
+
+    Of a nested value only the type is named: a hostile file can nest lists so deeply that formatting them crashes.
+    """
     plain = str, bytes, int, float, type(None)
-    inside = value if isinstance(value, (list, tuple)) else [value]
-    if all(isinstance(part, plain) for part in inside[:60]):
-        return ascii(inside[:60] if inside is value else value)[:60]
+    items = value[:60] if isinstance(value, (list, tuple)) else [value]
+    if all(isinstance(item, plain) for item in items):
+        return ascii(items if isinstance(value, (list, tuple)) else value)[:60]
     return f"of type {type(value).__name__}"
 
 
 @dataclass(frozen=True)
 class SourceConfig:
-    """Settings by the other program's names."""
+    """Settings of another program, each of which is type-checked when it is used."""
 
     values: Mapping[str, Any]
+    """Settings by Hugging Face's names."""
     source: str
-    """The file they were read from, for messages."""
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """Return the value unchecked; `default` where it is missing or None."""
-        value = self.values.get(name)
-        return default if value is None else value
+    """Path of the file that contains them, for messages."""
 
     def get_int(self, name: str, default: int | None = None) -> int:
         """Return an integer."""
-        value = self.get(name, default)
-        if type(value) is not int:
-            raise self._error(name, value, "an integer")
-        return value
+        return self._get(name, default, "an integer", int)
 
     def get_float(self, name: str, default: float) -> float:
         """Return a number as a float."""
-        value = self.get(name, default)
-        if type(value) not in (int, float):
-            raise self._error(name, value, "a number")
-        return float(value)
+        return float(self._get(name, default, "a number", int, float))
 
     def get_bool(self, name: str, *, default: bool) -> bool:
         """Return a boolean."""
-        value = self.get(name, default)
-        if type(value) is not bool:
-            raise self._error(name, value, "true or false")
-        return value
+        return self._get(name, default, "true or false", bool)
 
     def get_ints(self, name: str) -> tuple[int, ...]:
-        """Return a list of integers; empty where it is missing."""
-        value = self.get(name, [])
-        if not isinstance(value, (list, tuple)) or not all(type(number) is int for number in value):
+        """Return a list of integers, empty if it is missing."""
+        value = self._get(name, [], "a list of integers", list, tuple)
+        if not all(type(item) is int for item in value):
             raise self._error(name, value, "a list of integers")
         return tuple(value)
 
-    def attention_window(self, memory: int, *, keys_beside_memory: int) -> int | None:
-        """Return how many keys `same_length` shows each query, its own included; None: all there are.
+    def attention_window(self, memory_length: int, *, extra_keys: int) -> int | None:
+        """Return how many keys each query attends to, its own included, or None if all of them.
 
         Args:
-            memory: memory slots.
-            keys_beside_memory: how many keys that program shows beyond the memory length.
+            memory_length: number of memory slots.
+            extra_keys: with `same_length`, a query of that program attends to this many keys more than memory slots.
+
+        Raises:
+            UserError: `same_length` leaves no key.
         """
         if not self.get_bool("same_length", default=False):
             return None
-        if memory + keys_beside_memory < 1:
-            raise UserError(
-                f"{self.source}: same_length with mem_len {memory} lets no query see a key; no model can be run so"
-            )
-        return memory + keys_beside_memory
+        if memory_length + extra_keys < 1:
+            raise UserError(f"{self.source}: same_length with mem_len {memory_length} leaves no key to attend to")
+        return memory_length + extra_keys
 
-    def _error(self, name: str, value: object, wanted: str) -> UserError:
-        return UserError(f"{self.source}: {name} is {format_value(value)}; wanted {wanted}")
+    def check_supported(self) -> None:
+        """Check that this package can express the settings.
+
+        Raises:
+            UserError: another type of attention, an extended context, or a sampled softmax.
+        """
+        for name, supported, meaning in (
+            ("attn_type", (0,), "0, the paper's attention"),
+            ("ext_len", (0,), "0, no extended context"),
+            ("sample_softmax", (-1, 0), "-1, the full softmax"),
+        ):
+            value = self.get_int(name, supported[0])
+            if value not in supported:
+                raise UserError(f"{self.source}: {name} {value} cannot be expressed here; only {meaning}, can")
+
+    def model_config(self, *, extra_keys: int = 0, attend_empty_memory: bool = False) -> TransformerXLConfig:
+        """Return the settings of the model in this package.
+
+        Args:
+            extra_keys: as in `attention_window`.
+            attend_empty_memory: whether that program's queries attend to empty memory slots, which are zeros.
+
+        Raises:
+            UserError: a setting has the wrong type or value, or cannot be expressed here.
+        """
+        self.check_supported()
+        cutoffs, d_model = self.get_ints("cutoffs"), self.get_int("d_model")
+        d_embed, div_val = self.get_int("d_embed", d_model), self.get_int("div_val", 1)
+        clamp_length = self.get_int("clamp_len", -1)
+        values = {
+            "vocab_size": self.get_int("vocab_size"),
+            "n_layers": self.get_int("n_layer"),
+            "d_model": d_model,
+            "n_heads": self.get_int("n_head"),
+            "d_head": self.get_int("d_head"),
+            "d_ff": self.get_int("d_inner"),
+            "dropout": self.get_float("dropout", 0.0),
+            "attention_dropout": self.get_float("dropatt", 0.0),
+            "norm_first": self.get_bool("pre_lnorm", default=False),
+            "final_norm": False,
+            "norm_eps": self.get_float("layer_norm_epsilon", 1e-5),
+            "d_embed": d_embed,
+            "cutoffs": cutoffs,
+            "div_val": div_val,
+            "tie_word_embeddings": self.get_bool("tie_word_embeddings", default=True),
+            "tie_projections": self._tied_projections(len(cutoffs) + 1) if div_val > 1 or d_embed != d_model else "all",
+            "tie_attention_biases": not self.get_bool("untie_r", default=False),
+            "attend_empty_memory": attend_empty_memory,
+            "attention_window": self.attention_window(self.get_int("mem_len"), extra_keys=extra_keys),
+            "clamp_length": clamp_length if clamp_length > 0 else None,
+        }
+        return check_settings(TransformerXLConfig, values, self.source)
+
+    def lengths(self) -> dict[str, int]:
+        """Return the settings of TrainConfig for the lengths of a segment and of the memory, in tokens."""
+        return {"segment_length": self.get_int("tgt_len"), "memory_length": self.get_int("mem_len")}
+
+    def _tied_projections(self, num_clusters: int) -> str:
+        value = self._get("tie_projs", [], "a list", list, tuple)
+        flags = [*value, *[False] * (num_clusters - len(value))]
+        for name, pattern in tied_projection_flags(num_clusters).items():
+            if flags == pattern:
+                return name
+        raise UserError(
+            f"{self.source}: tie_projs {format_value(value)} cannot be expressed; only all, all but the first, or none"
+        )
+
+    def _get(self, name: str, default: object, expected: str, *types: type) -> Any:
+        """Return a setting of one of these types, or the default if it is missing or None."""
+        value = self.values.get(name)
+        value = default if value is None else value
+        if type(value) not in types:
+            raise self._error(name, value, expected)
+        return value
+
+    def _error(self, name: str, value: object, expected: str) -> UserError:
+        return UserError(f"{self.source}: {name} is {format_value(value)}; expected {expected}")
 
 
-def check_supported(settings: SourceConfig) -> None:
-    """Refuse settings that this package cannot express.
+def tied_projection_flags(num_clusters: int) -> dict[str, list[bool]]:
+    """Return the other programs' `tie_projs` for each value of our setting `tie_projections`.
 
-    Raises:
-        UserError: another type of attention, an extended context, or a sampled softmax.
+    A cluster is a part of the vocabulary in the adaptive softmax; its flag says whether the softmax shares the
+    projection of the embedding.
     """
-    kind = settings.get_int("attn_type", 0)
-    if kind != 0:
-        raise UserError(
-            f"{settings.source}: attn_type {kind} cannot be expressed here; only 0, the paper's attention, can"
-        )
-    extended = settings.get_int("ext_len", 0)
-    if extended > 0:
-        raise UserError(
-            f"{settings.source}: ext_len {extended} cannot be expressed here; only 0, no extended context, can"
-        )
-    sampled = settings.get_int("sample_softmax", -1)
-    if sampled > 0:
-        raise UserError(
-            f"{settings.source}: sample_softmax {sampled} cannot be expressed here; only a full softmax (-1) can"
-        )
-
-
-Tied = Literal["all", "all_but_first", "none"]
-
-
-def parse_tied_projections(given: object, clusters: int, source: str) -> Tied:
-    """Return for which clusters the softmax shares the embedding's projection, from a list of booleans.
-
-    Raises:
-        UserError: the pattern cannot be expressed here.
-    """
-    pattern = list(given) if isinstance(given, (list, tuple)) else [None]
-    missing: Sequence[bool] = [False] * (clusters - len(pattern))
-    pattern += missing
-    if all(tied is False for tied in pattern):
-        return "none"
-    if all(tied is True for tied in pattern):
-        return "all"
-    if len(pattern) == clusters and pattern == [False] + [True] * (clusters - 1):
-        return "all_but_first"
-    raise UserError(
-        f"{source}: tie_projs {format_value(given)} cannot be expressed here; only all, all but the first, or none can"
-    )
-
-
-def length_settings(*, segment: int, memory: int, window: int | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the settings of training and of evaluation for these lengths."""
-    return {"segment_length": segment, "memory_length": memory}, {
-        "segment_length": segment,
-        "memory_length": memory,
-        "attention_window": window,
-    }
+    all_but_first = [False, *[True] * (num_clusters - 1)]
+    return {"none": [False] * num_clusters, "all": [True] * num_clusters, "all_but_first": all_but_first}

@@ -1,23 +1,25 @@
 """Read TensorFlow's checkpoint files ("tensor bundles") without TensorFlow.
 
-    model.ckpt-0.index                  a sorted table (LevelDB): for each name its dtype, shape, offset and checksum
-    model.ckpt-0.data-00000-of-00001    the values, one tensor after another
+    model.ckpt-0.index                  for each tensor its name, dtype, shape, location and checksum
+    model.ckpt-0.data-00000-of-00001    the values, one tensor after another; data file 0 of 1
 
-The format is that of tensorflow/core/util/tensor_bundle and tensorflow/core/lib/io/table: blocks of entries whose names
-share prefixes, a checksum (CRC-32C, masked) after each block and for each tensor, and two small protocol-buffer
-messages. Only what TensorFlow's own writer produces is read: little-endian numbers, uncompressed blocks, tensors
-that are not sliced. Everything is checked before it is used, and nothing in a file is executed.
+The formats are those of tensorflow/core/util/tensor_bundle and tensorflow/core/lib/io/table. The index is a sorted
+table of LevelDB: blocks of (name, value) entries, whose names share prefixes; the last block lists the others, and a
+footer at the end of the file points to it. Each value is a small protocol-buffer message. A checksum (CRC-32C) follows
+each block, and the index has one for each tensor.
+
+Only what TensorFlow's own writer produces is supported: little-endian values, uncompressed blocks, tensors that are
+not split into slices. Everything is checked before it is used, and nothing in a file is executed.
 """
 
 from __future__ import annotations
 
-import mmap
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -26,16 +28,24 @@ from transformer_xl.config import UserError
 from transformer_xl.files import as_user_error
 
 Array: TypeAlias = npt.NDArray[np.generic]
+_Uint32s: TypeAlias = npt.NDArray[np.uint32]
+_Fields: TypeAlias = dict[int, list[int | bytes]]
+_FieldType = TypeVar("_FieldType", int, bytes)
 
-_FOOTER, _MAGIC = 48, 0xDB4775248B80FB57
-_TRAILER = 5  # of a block: how it is compressed, and its checksum
+_FOOTER_SIZE, _MAGIC = 48, 0xDB4775248B80FB57  # the magic number is the last 8 bytes of a table
+_TRAILER_SIZE = 5  # after each block: one byte for its compression, and its checksum
 _MAX_INDEX_BYTES, _MAX_NAME_LENGTH, _MAX_DIMENSIONS = 2**24, 1000, 8
-_DTYPES = {1: "<f4", 2: "<f8", 3: "<i4", 9: "<i8", 19: "<f2"}
-_ADVICE = "copy it again from where it came"
+_DTYPES = {1: "<f4", 2: "<f8", 3: "<i4", 9: "<i8", 19: "<f2"}  # TensorFlow's DataType -> numpy
+_ADVICE = "copy it again from its source"
 
 
-class _Damaged(Exception):
-    """What is wrong with a file, in a few words."""
+class _DamagedError(Exception):
+    """The problem with a file, in a few words."""
+
+
+def _check(condition: bool, problem: str) -> None:
+    if not condition:
+        raise _DamagedError(problem)
 
 
 @dataclass(frozen=True)
@@ -45,15 +55,17 @@ class _Entry:
     dtype: int
     shape: tuple[int, ...]
     shard: int
+    """Number of the data file."""
     offset: int
     size: int
+    """Number of bytes."""
     checksum: int
-    in_slices: bool
+    is_sliced: bool
 
 
 @dataclass(frozen=True)
 class TensorBundle:
-    """A checkpoint: the names and shapes of its tensors, and the tensors, read on request."""
+    """A checkpoint: the names and shapes of its tensors, and each tensor on request."""
 
     prefix: Path
     """Common prefix of the files' paths, such as `model.ckpt-0`."""
@@ -70,21 +82,21 @@ class TensorBundle:
         path = prefix.with_name(prefix.name + ".index")
         with as_user_error(f"reading {path}"):
             if path.stat().st_size > _MAX_INDEX_BYTES:
-                raise UserError(f"{path}: {path.stat().st_size:,} bytes, too large for an index of names; {_ADVICE}")
+                raise UserError(f"{path}: {path.stat().st_size:,} bytes are too many for an index of names; {_ADVICE}")
             content = path.read_bytes()
         try:
-            found = dict(_table(content))
-            header = _message(found.pop(b"", b""))
-            if _number(header, 2):
-                raise UserError(f"{path}: written on a big-endian machine, which is not read; save it again on another")
-            entries = {name.decode("utf-8"): _entry(value) for name, value in found.items()}
-        except (_Damaged, UnicodeDecodeError) as error:
-            raise UserError(f"{path}: damaged or no TensorFlow checkpoint ({error}); {_ADVICE}") from None
-        return cls(prefix, entries, _number(header, 1))
+            values = dict(_table_entries(content))
+            header = _message(values.pop(b"", b""))
+            if _integer(header, 2):
+                raise UserError(f"{path}: written on a big-endian machine; save it again on a little-endian one")
+            entries = {name.decode("utf-8"): _entry(value) for name, value in values.items()}
+        except (_DamagedError, UnicodeDecodeError) as error:
+            raise UserError(f"{path}: damaged or not a TensorFlow checkpoint ({error}); {_ADVICE}") from None
+        return cls(prefix, entries, _integer(header, 1))
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of every tensor, by name, sorted."""
+        """The shape of every tensor, sorted by name."""
         return {name: entry.shape for name, entry in self._entries.items()}
 
     def tensor(self, name: str) -> Array:
@@ -95,207 +107,191 @@ class TensorBundle:
         """
         entry = self._entries[name]
         path = self.prefix.with_name(f"{self.prefix.name}.data-{entry.shard:05d}-of-{self._num_shards:05d}")
-        about = f"{path}: '{name}'"
-        if entry.in_slices or entry.dtype not in _DTYPES:
-            what = "is saved in slices" if entry.in_slices else f"is of TensorFlow's type number {entry.dtype}"
-            raise UserError(f"{about} {what}, which is not read; save it again in one piece, in float32")
+        tensor = f"{path}: '{name}'"
+        if entry.is_sliced or entry.dtype not in _DTYPES:
+            what = "is split into slices" if entry.is_sliced else f"has TensorFlow's dtype number {entry.dtype}"
+            raise UserError(f"{tensor} {what}, which is not supported; save it again unsplit, in float32")
         dtype = np.dtype(_DTYPES[entry.dtype])
-        if entry.size != dtype.itemsize * np.prod(entry.shape, dtype=object):
-            raise UserError(f"{about} has {entry.size:,} bytes for the shape {entry.shape}; {_ADVICE}")
-        with as_user_error(f"reading {path}"), path.open("rb") as file:
-            size = path.stat().st_size
-            if entry.offset + entry.size > size:
-                raise UserError(
-                    f"{about} ends at byte {entry.offset + entry.size:,}, but the file has {size:,}; {_ADVICE}"
-                )
-            if not entry.size:
-                return np.empty(entry.shape, dtype)
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-                content = np.frombuffer(mapped, dtype=np.uint8, count=entry.size, offset=entry.offset).copy()
-        if _masked(crc32c(content)) != entry.checksum:
-            raise UserError(f"{about} is damaged, its checksum does not match; {_ADVICE}")
+        if entry.size != dtype.itemsize * np.prod(entry.shape, dtype=object):  # object: integers that cannot overflow
+            raise UserError(f"{tensor} has {entry.size:,} bytes for the shape {entry.shape}; {_ADVICE}")
+        with as_user_error(f"reading {path}"):
+            end, file_size = entry.offset + entry.size, path.stat().st_size
+            if end > file_size:
+                raise UserError(f"{tensor} ends at byte {end:,}, but the file has {file_size:,}; {_ADVICE}")
+            content = np.fromfile(path, np.uint8, entry.size, offset=entry.offset)
+        if entry.size and _masked(crc32c(content)) != entry.checksum:
+            raise UserError(f"{tensor} is damaged, its checksum does not match; {_ADVICE}")
         return content.view(dtype).reshape(entry.shape)
 
 
-def _table(content: bytes) -> Iterator[tuple[bytes, bytes]]:
+def _table_entries(content: bytes) -> Iterator[tuple[bytes, bytes]]:
     """Yield the names and values of a sorted table."""
-    if len(content) < _FOOTER or struct.unpack("<Q", content[-8:])[0] != _MAGIC:
-        raise _Damaged("its end is not that of an index")
-    index = len(content) - _FOOTER
+    is_table = len(content) >= _FOOTER_SIZE and struct.unpack("<Q", content[-8:])[0] == _MAGIC
+    _check(is_table, "its end is not that of an index")
+    position = len(content) - _FOOTER_SIZE
     handles: list[tuple[bytes, bytes]] = []
-    for _ in range(2):  # the meta index, which is empty, then the index of the blocks
-        index, offset = _varint(content, index)
-        index, size = _varint(content, index)
-        handles = list(_block(content, offset, size))
+    for _ in range(2):  # a block of metadata, which is empty, then the list of the other blocks
+        position, offset = _varint(content, position)
+        position, size = _varint(content, position)
+        handles = list(_block_entries(content, offset, size))
     for _, handle in handles:
-        index, offset = _varint(handle, 0)
-        _, size = _varint(handle, index)
-        yield from _block(content, offset, size)
+        position, offset = _varint(handle, 0)
+        _, size = _varint(handle, position)
+        yield from _block_entries(content, offset, size)
 
 
-def _block(content: bytes, offset: int, size: int) -> Iterator[tuple[bytes, bytes]]:
-    """Yield the entries of one block; each name states how long a prefix it shares with the name before it."""
+def _block_entries(content: bytes, offset: int, size: int) -> Iterator[tuple[bytes, bytes]]:
+    """Yield the names and values of one block; each name shares a prefix of some length with the name before it."""
     end = offset + size
-    if end + _TRAILER > len(content) or size < 4:
-        raise _Damaged("a block lies outside the file")
-    if content[end]:
-        raise _Damaged("a compressed block, as TensorFlow has not written since 1.2")
+    _check(size >= 4 and end + _TRAILER_SIZE <= len(content), "a block lies outside the file")
+    _check(content[end] == 0, "a compressed block, which TensorFlow has not written since version 1.2")
     checksum = struct.unpack_from("<I", content, end + 1)[0]
-    if _masked(crc32c(np.frombuffer(content, np.uint8, size + 1, offset))) != checksum:
-        raise _Damaged("the checksum of a block does not match")
+    actual = _masked(crc32c(np.frombuffer(content, np.uint8, size + 1, offset)))
+    _check(actual == checksum, "the checksum of a block does not match")
     block = content[offset:end]
+    # A block ends with the positions of some entries, for binary search, and their number.
     entries_end = size - 4 - 4 * struct.unpack_from("<I", block, size - 4)[0]
-    if entries_end < 0:
-        raise _Damaged("a block is shorter than it says")
-    index, name = 0, b""
-    while index < entries_end:
-        index, shared = _varint(block, index)
-        index, num_new = _varint(block, index)
-        index, num_value = _varint(block, index)
-        value_start = index + num_new
-        if shared > len(name) or shared + num_new > _MAX_NAME_LENGTH or value_start + num_value > entries_end:
-            raise _Damaged("an entry is longer than its block, or its name endless")
-        name = name[:shared] + block[index:value_start]
-        index = value_start + num_value
-        yield name, block[value_start:index]
+    _check(entries_end >= 0, "a block is shorter than its header requires")
+    position, name = 0, b""
+    while position < entries_end:
+        position, num_shared = _varint(block, position)
+        position, num_new = _varint(block, position)
+        position, value_size = _varint(block, position)
+        value_start = position + num_new
+        is_valid = num_shared <= len(name) and num_shared + num_new <= _MAX_NAME_LENGTH
+        _check(is_valid and value_start + value_size <= entries_end, "an entry or its name is too long")
+        name = name[:num_shared] + block[position:value_start]
+        position = value_start + value_size
+        yield name, block[value_start:position]
 
 
 def _entry(value: bytes) -> _Entry:
-    message = _message(value)
-    sizes = [_message(_bytes(dim)) for dim in _message(_bytes(message.get(2, [b""])[-1])).get(2, [])]
-    if len(sizes) > _MAX_DIMENSIONS:
-        raise _Damaged(f"a tensor of {len(sizes)} dimensions")
+    """Parse a BundleEntryProto message."""
+    fields = _message(value)
+    shape = [_message(dimensions) for dimensions in _values(fields, 2, bytes)] or [{}]
+    dimensions = [_message(dimension) for dimension in _values(shape[-1], 2, bytes)]
+    _check(len(dimensions) <= _MAX_DIMENSIONS, f"a tensor of {len(dimensions)} dimensions")
     return _Entry(
-        dtype=_number(message, 1),
-        shape=tuple(_number(size, 1) for size in sizes),
-        shard=_number(message, 3),
-        offset=_number(message, 4),
-        size=_number(message, 5),
-        checksum=_number(message, 6),
-        in_slices=7 in message,
+        dtype=_integer(fields, 1),
+        shape=tuple(_integer(dimension, 1) for dimension in dimensions),
+        shard=_integer(fields, 3),
+        offset=_integer(fields, 4),
+        size=_integer(fields, 5),
+        checksum=_integer(fields, 6),
+        is_sliced=7 in fields,
     )
 
 
-def _message(content: bytes) -> dict[int, list[int | bytes]]:
-    """Return the fields of a protocol-buffer message, by number."""
-    fields: dict[int, list[int | bytes]] = {}
-    index = 0
-    while index < len(content):
-        index, key = _varint(content, index)
+def _message(content: bytes) -> _Fields:
+    """Return the values of a protocol-buffer message, by field number; a field can occur several times."""
+    fields: _Fields = {}
+    position = 0
+    while position < len(content):
+        position, key = _varint(content, position)
         value: int | bytes
-        match key & 7:
+        match key & 7:  # the wire type
             case 0:
-                index, value = _varint(content, index)
-            case 1 | 5 as kind:  # 64 bits, 32 bits
-                length = 8 if kind == 1 else 4
-                value = int.from_bytes(content[index : index + length], "little")
-                index += length
+                position, value = _varint(content, position)
+            case 1 | 5 as wire_type:  # 64 bits, 32 bits
+                length = 8 if wire_type == 1 else 4
+                value = int.from_bytes(content[position : position + length], "little")
+                position += length
             case 2:
-                index, length = _varint(content, index)
-                value = content[index : index + length]
-                index += length
-            case kind:
-                raise _Damaged(f"a field of kind {kind}")
-        if index > len(content):
-            raise _Damaged("a field is longer than its message")
+                position, length = _varint(content, position)
+                value = content[position : position + length]
+                position += length
+            case wire_type:
+                raise _DamagedError(f"a field of wire type {wire_type}")
+        _check(position <= len(content), "a field is longer than its message")
         fields.setdefault(key >> 3, []).append(value)
     return fields
 
 
-def _varint(content: bytes, index: int) -> tuple[int, int]:
-    """Return the index after a variable-length integer, and the integer."""
-    number = 0
+def _varint(content: bytes, position: int) -> tuple[int, int]:
+    """Return the position after a variable-length integer (7 bits in each byte), and the integer."""
+    value = 0
     for shift in range(0, 64, 7):
-        if index >= len(content):
-            raise _Damaged("a number is cut off")
-        byte = content[index]
-        index += 1
-        number |= (byte & 0x7F) << shift
+        _check(position < len(content), "an integer is truncated")
+        byte = content[position]
+        position += 1
+        value |= (byte & 0x7F) << shift
         if byte < 0x80:
-            return index, number
-    raise _Damaged("a number is too long")
+            return position, value
+    raise _DamagedError("an integer is too long")
 
 
-def _number(fields: dict[int, list[int | bytes]], key: int) -> int:
-    """Return an integer field; 0 where it is missing, as in protocol buffers."""
-    value = fields.get(key, [0])[-1]
-    if not isinstance(value, int):
-        raise _Damaged("a field of another kind than expected")
-    return value
+def _values(fields: _Fields, number: int, field_type: type[_FieldType]) -> list[_FieldType]:
+    """Return all values of a field, which must be of one type."""
+    values = fields.get(number, [])
+    matching = [value for value in values if isinstance(value, field_type)]
+    _check(len(matching) == len(values), "a field has another type than expected")
+    return matching
 
 
-def _bytes(value: int | bytes) -> bytes:
-    if not isinstance(value, bytes):
-        raise _Damaged("a field of another kind than expected")
-    return value
+def _integer(fields: _Fields, number: int) -> int:
+    """Return an integer field; a missing one is 0 in protocol buffers."""
+    return (_values(fields, number, int) or [0])[-1]
 
 
 def _masked(checksum: int) -> int:
-    """Return the masked form in which a checksum is stored (LevelDB's rotation)."""
+    """Return the masked form in which LevelDB stores a checksum."""
     return (((checksum >> 15) | (checksum << 17)) + 0xA282EAD8) & 0xFFFFFFFF
 
 
-_POLYNOMIAL = 0x82F63B78  # Castagnoli's, bits reversed
-_LANES, _STRIP = 2**14, 64
-_Words: TypeAlias = npt.NDArray[np.uint32]
+_POLYNOMIAL = 0x82F63B78  # CRC-32C's (Castagnoli), with its bits reversed
+_MAX_LANES, _STRIP_LENGTH = 2**14, 64
+
+
+def crc32c(content: npt.NDArray[np.uint8]) -> int:
+    """Return the CRC-32C (Castagnoli) of the bytes.
+
+    For speed in numpy, long contents are split into lanes of equal length, which are processed side by side, one byte
+    of each at a time. The checksums of neighbouring lanes are then combined in pairs: the checksum of the left lane is
+    advanced by as many zero bytes as the right one has, which is a multiplication by a bit matrix.
+    """
+    num_lanes = min(1 << max(len(content).bit_length() - 7, 0), _MAX_LANES)
+    lane_length = len(content) // num_lanes
+    lanes, rest = content[: num_lanes * lane_length].reshape(num_lanes, lane_length), content[num_lanes * lane_length :]
+    state = np.zeros(num_lanes, dtype=np.uint32)
+    state[0] = 0xFFFFFFFF
+    for start in range(0, lane_length, _STRIP_LENGTH):  # transposed in strips, which stay in the cache
+        for column in np.ascontiguousarray(lanes[:, start : start + _STRIP_LENGTH].T):
+            state = _after_byte(state ^ column)
+    shift = _after_zeros(lane_length)
+    while len(state) > 1:
+        state = _multiply(shift, state[0::2]) ^ state[1::2]
+        shift = _multiply(shift, shift)
+    for byte in rest:
+        state = _after_byte(state ^ byte)
+    return int(state[0]) ^ 0xFFFFFFFF
 
 
 @lru_cache(maxsize=1)
-def _after_one_byte() -> _Words:
-    """Return the checksum state after each byte, starting from state 0."""
+def _byte_table() -> _Uint32s:
+    """Return the checksum state after each of the 256 bytes, starting from state 0."""
     table = np.arange(256, dtype=np.uint32)
     for _ in range(8):
         table = (table >> np.uint32(1)) ^ (table & np.uint32(1)) * np.uint32(_POLYNOMIAL)
     return table
 
 
-@lru_cache(maxsize=1)
-def _after_two_bytes() -> _Words:
-    return _one_byte(_one_byte(np.arange(2**16, dtype=np.uint32)))
+def _after_byte(state: _Uint32s) -> _Uint32s:
+    """Advance each checksum state by one byte, with which it was XORed."""
+    return _byte_table()[state & np.uint32(0xFF)] ^ (state >> np.uint32(8))
 
 
-def _one_byte(state: _Words) -> _Words:
-    """Advance each checksum state by one byte, which was XORed into it."""
-    return _after_one_byte()[state & np.uint32(0xFF)] ^ (state >> np.uint32(8))
-
-
-def crc32c(content: npt.NDArray[np.uint8]) -> int:
-    """Return the CRC-32C (Castagnoli) of the bytes.
-
-    Long contents are split into lanes of equal length that are processed side by side, two bytes of each at a time; the
-    checksums of neighbouring lanes are then combined in pairs, with one bit matrix for each doubling of the length.
-    """
-    num_lanes = min(1 << max(len(content).bit_length() - 7, 0), _LANES)
-    num_steps = len(content) // (2 * num_lanes)
-    body, rest = np.split(content, [2 * num_lanes * num_steps])
-    words = body.view("<u2").reshape(num_lanes, num_steps)
-    table = _after_two_bytes()
-    state = np.zeros(num_lanes, dtype=np.uint32)
-    state[0] = 0xFFFFFFFF
-    for start in range(0, num_steps, _STRIP):
-        for column in np.ascontiguousarray(words[:, start : start + _STRIP].T):
-            state = table[(state ^ column) & 0xFFFF] ^ (state >> 16)
-    shift = _zeros_after(2 * num_steps)
-    while len(state) > 1:
-        state = _times(shift, state[0::2]) ^ state[1::2]
-        shift = _times(shift, shift)
-    for byte in rest:
-        state = _one_byte(state ^ byte)
-    return int(state[0]) ^ 0xFFFFFFFF
-
-
-def _zeros_after(length: int) -> _Words:
-    """Return the bit matrix that advances a state by this many zero bytes: (32,), one column for each bit."""
-    one = np.uint32(1) << np.arange(32, dtype=np.uint32)
-    power, result = _one_byte(one), one
+def _after_zeros(length: int) -> _Uint32s:
+    """Return the bit matrix that advances a state by this many zero bytes: 32 columns, one for each bit."""
+    result = np.uint32(1) << np.arange(32, dtype=np.uint32)  # the identity
+    power = _after_byte(result)
     while length:
         if length & 1:
-            result = _times(power, result)
-        power, length = _times(power, power), length >> 1
+            result = _multiply(power, result)
+        power, length = _multiply(power, power), length >> 1
     return result
 
 
-def _times(matrix: _Words, vectors: _Words) -> _Words:
-    """Multiply each bit vector by a matrix over the field of two elements."""
+def _multiply(matrix: _Uint32s, vectors: _Uint32s) -> _Uint32s:
+    """Multiply each vector of 32 bits by a bit matrix, over the field of two elements."""
     bits = (vectors[:, None] >> np.arange(32, dtype=np.uint32)) & np.uint32(1)
     return np.bitwise_xor.reduce(bits * matrix, axis=1)

@@ -42,12 +42,8 @@ from transformer_xl.text.tokenizers.storage import read_json_object
 _SCOPE = "transformer/"
 _ADAM = re.compile(r"/Adam(_\d+)?$")
 _NORM_EPSILON = 1e-12  # the default of tf.contrib.layers.layer_norm
-_RECIPES = {
-    "enwik8": "enwik8-24l",
-    "text8": "text8-24l",
-    "wt103": "wikitext-103-large",
-    "lm1b": "lm1b-large",
-}  # published recipe of each data set, by the authors' name for it
+# the published recipe for each data set, by the authors' name for the data set
+_RECIPES = {"enwik8": "enwik8-24l", "text8": "text8-24l", "wt103": "wikitext-103-large", "lm1b": "lm1b-large"}
 _SIZES = ("n_layers", "d_model", "n_heads", "d_head", "d_ff")
 _DATA_SETS = {204: "enwik8", 27: "text8", 267_735: "wt103"}  # vocabulary sizes that identify the data set
 _NO_LENGTHS = (
@@ -59,15 +55,13 @@ _NO_NEWLINES = (
     "on it"
 )
 _SUFFIX = re.compile(r"\.(index|meta|data-\d{5}-of-\d{5})$")
-_EXPECTED_FILES = (
-    "expected a .index file and its .data files; pass the folder that contains them, or the path without the suffix"
-)
+_NEWEST = re.compile(r'^model_checkpoint_path: "(.*)"', flags=re.MULTILINE)
 
 
 def recognizes(path: Path) -> bool:
-    """Return whether the path is a TensorFlow checkpoint: its folder, prefix, one of its files, or `checkpoint`."""
+    """Return whether the path is a TensorFlow checkpoint: its folder, prefix, or one of its files."""
     with suppress(OSError, ValueError):
-        return bool(_prefixes(path)) or _names_a_checkpoint(path)
+        return bool(_prefixes(path))
     return False
 
 
@@ -78,54 +72,35 @@ def read(path: Path) -> ImportedModel:
         UserError: files are missing or damaged, the path matches several checkpoints, or the model is another one.
     """
     with as_user_error(f"reading {path}"):
-        prefix = _prefix(path)
-    variables = _Variables(prefix)
+        prefixes = _prefixes(path)
+    if not prefixes:
+        raise UserError(f"{path}: no TensorFlow checkpoint; pass a folder with a .index file and its .data files")
+    if len(prefixes) > 1:
+        raise UserError(f"{path}: {len(prefixes)} checkpoints; pass one of them, such as {prefixes[-1]}")
+    variables = _Variables(prefixes[0])
     model = _model_settings(variables)
     weights = dict(_weights(variables))
-    if variables.unread():
-        raise variables.error(f"'{_SCOPE}{variables.unread()[0]}' is not part of this model")
-    return _with_dataset_settings(model, weights, prefix.parent)
-
-
-def _names_a_checkpoint(path: Path) -> bool:
-    state_file = path / "checkpoint" if path.is_dir() else path
-    if state_file.name != "checkpoint" or not state_file.is_file():
-        return False
-    with state_file.open("rb") as file:
-        return b"model_checkpoint_path" in file.read(100)
+    if unread := variables.unread():
+        raise variables.error(f"'{_SCOPE}{unread[0]}' is not part of this model")
+    return _with_dataset_settings(model, weights, prefixes[0].parent)
 
 
 def _prefixes(path: Path) -> list[Path]:
-    """Return the prefixes of the checkpoints at a path, sorted; only the one named in the file `checkpoint`, if any."""
-    if path.is_dir() or path.name == "checkpoint":
-        folder = path if path.is_dir() else path.parent
-        index_files = [file for parent in (folder, folder / "model") for file in sorted(parent.glob("*.index"))]
-        prefixes = [file.with_suffix("") for file in index_files]
-        return [prefix for prefix in prefixes if prefix.name == _newest(prefix.with_name("checkpoint"))] or prefixes
-    prefix = path.with_name(_SUFFIX.sub("", path.name))
-    return [prefix] if prefix.with_name(f"{prefix.name}.index").is_file() else []
+    """Return the prefixes of the checkpoints at a path, sorted.
 
-
-def _newest(state_file: Path) -> str | None:
-    """Return the name of the newest checkpoint according to the text file `checkpoint`, or None if it is missing."""
-    if not state_file.is_file():
-        return None
-    match = re.search(
-        r'^model_checkpoint_path: "(.*)"', state_file.read_text(encoding="utf-8", errors="replace"), flags=re.MULTILINE
-    )
-    return Path(match[1]).name if match else None
-
-
-def _prefix(path: Path) -> Path:
-    prefixes = _prefixes(path)
-    if not prefixes:
-        problem = (
-            "names a checkpoint, but contains no weights" if _names_a_checkpoint(path) else "no TensorFlow checkpoint"
-        )
-        raise UserError(f"{path}: {problem}; {_EXPECTED_FILES}")
-    if len(prefixes) > 1:
-        raise UserError(f"{path}: {len(prefixes)} checkpoints; pass one of them, such as {prefixes[-1]}")
-    return prefixes[0]
+    A folder can contain a text file `checkpoint`; if it names the newest of the checkpoints, only that one is returned.
+    """
+    if not path.is_dir() and path.name != "checkpoint":
+        prefix = path.with_name(_SUFFIX.sub("", path.name))
+        return [prefix] if prefix.with_name(f"{prefix.name}.index").is_file() else []
+    folder = path if path.is_dir() else path.parent
+    prefixes = []
+    for parent in (folder, folder / "model"):
+        state = parent / "checkpoint"
+        newest = _NEWEST.search(state.read_text(encoding="utf-8", errors="replace")) if state.is_file() else None
+        found = sorted(file.with_suffix("") for file in parent.glob("*.index"))
+        prefixes += [prefix for prefix in found if newest and prefix.name == Path(newest[1]).name] or found
+    return prefixes
 
 
 class _Variables:
@@ -237,9 +212,7 @@ def _tied_projections(variables: _Variables) -> str:
     tables = _tables(variables)
     projected = {index for index in clusters if f"{tables[min(index, len(tables) - 1)]}proj_W" in variables}
     if untied not in ({0}, projected):
-        raise variables.error(
-            f"the softmax has separate projections only for the clusters {sorted(untied)} of {sorted(projected)}"
-        )
+        raise variables.error(f"separate softmax projections for clusters {sorted(untied)} of {sorted(projected)} only")
     return "all_but_first" if untied == {0} else "none"
 
 
@@ -328,6 +301,4 @@ def _corpus(folder: Path, size: int) -> tuple[str | None, Tokenizer | None]:
 
 def _check_size(path: Path, file_size: object, size: int) -> None:
     if file_size != size:
-        raise UserError(
-            f"{path} has a vocabulary of {file_size} tokens, but the checkpoint has {size}; use files of the same model"
-        )
+        raise UserError(f"{path} has {file_size} tokens, but the checkpoint {size}; use files of the same model")

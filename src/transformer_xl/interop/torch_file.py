@@ -1,7 +1,9 @@
-"""Reads files of torch.save, the zip archives of today and the older single stream, without unpickling anything.
+"""Read files of torch.save without unpickling: the zip archives of today, and the single stream of older versions.
 
-The pickle in such a file is read by `unpickler.py`, which executes nothing. The elements of the tensors are stored
-beside the pickle; they are memory-mapped, and copied only where somebody writes to them or converts them.
+An archive contains a pickle, `data.pkl`, that describes the saved value, and for each tensor storage (the elements of
+one tensor, or of several that share memory) a member `data/KEY` with the raw bytes. The older form is one stream: five
+pickles, the third of which describes the value, and then the storages. `unpickler.py` reads the pickles, and executes
+nothing. Tensors are memory-mapped: their elements are copied only when somebody writes to them or converts them.
 """
 
 from __future__ import annotations
@@ -22,15 +24,15 @@ from transformer_xl.files import as_user_error
 from transformer_xl.interop.unpickler import GlobalName, IsAllowed, PickledObject, read_pickle
 
 _MAGIC_NUMBER = 0x1950A86A20F9469CFC6C  # the first pickle of the older form
-_MAX_DIMENSIONS, _MAX_LENGTH, _MAX_ELEMENTS = 8, 2**31, 2**62
-_ZIP = b"PK\x03\x04"
+_ZIP_MAGIC = b"PK\x03\x04"
+_MAX_DIMENSIONS, _MAX_LENGTH, _MAX_ELEMENTS = 8, 2**31, 2**62  # larger ones could overflow inside torch
 _STORAGES = {
     "DoubleStorage": torch.float64, "FloatStorage": torch.float32, "HalfStorage": torch.float16,
     "BFloat16Storage": torch.bfloat16, "LongStorage": torch.int64, "IntStorage": torch.int32,
     "ShortStorage": torch.int16, "CharStorage": torch.int8, "ByteStorage": torch.uint8, "BoolStorage": torch.bool,
 }  # fmt: skip
 _PARAMETERS = ("torch._utils._rebuild_parameter", "torch.nn.parameter.Parameter")
-_NAMES = frozenset(
+TENSOR_NAMES = frozenset(
     [
         *_PARAMETERS,
         *(f"{module}.{kind}" for module in ("torch", "torch.cuda") for kind in _STORAGES),
@@ -38,72 +40,74 @@ _NAMES = frozenset(
         *(f"torch.{kind}" for kind in ("float16", "float32", "float64", "bfloat16", "int64", "int32", "uint8", "bool")),
     ]
 )  # fmt: skip
+"""Classes and functions that the pickle of a tensor may name."""
 
 
 @dataclass(frozen=True)
 class _Storage:
-    """A reference to the elements of one tensor, or of several that share them."""
+    """A reference in the pickle to the elements of one tensor, or of several that share memory."""
 
     key: str
     dtype: torch.dtype | None
-    """None: of a kind that is not supported."""
+    """None if the kind of storage is not supported."""
     num_elements: int
 
 
 class TorchFile:
-    """One file: its value, in which pickled objects stand for tensors, and each tensor on request."""
+    """A file of torch.save: its value, in which pickled objects represent tensors, and each tensor on request."""
 
     def __init__(self, path: Path, is_allowed: IsAllowed) -> None:
         """Read the pickle of the file.
 
         Args:
-            path: the file; a plain pickle is read too.
-            is_allowed: names that may occur in it, beside those that tensors need.
+            path: the file; a pickle that torch did not write is read too.
+            is_allowed: accepts the names that may occur in the pickle, besides those that tensors need.
 
         Raises:
-            UserError: it cannot be read, is damaged, or contains a name that is not allowed.
+            UserError: the file cannot be read, is damaged, or contains a name that is not allowed.
         """
         self.path = path
-        self._is_allowed: IsAllowed = lambda name: name in _NAMES or is_allowed(name)
+        self._is_allowed: IsAllowed = lambda name: name in TENSOR_NAMES or is_allowed(name)
         self._storages: dict[str, _Storage] = {}
-        self._positions: dict[str, tuple[int, int]] = {}
+        self._extents: dict[str, tuple[int, int]] = {}  # storage key -> offset and length in bytes
         with as_user_error(f"reading {path}"), path.open("rb") as file:
             if not file.read(1):
                 raise UserError(f"{path} is empty; get it again")
-            # Copy on write: tensors may be changed in place, and the file is not.
+            # copy-on-write: tensors can be changed in place, and the file stays as it was
             self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        self.value: Any = self._read_archive() if self._bytes[:4] == _ZIP else self._read_stream()
+        self.value: Any = self._read_archive() if self._bytes[:4] == _ZIP_MAGIC else self._read_stream()
 
     def _read_archive(self) -> Any:
-        """The value of a zip archive: a pickle, and a member for each storage."""
+        """Return the value of a zip archive."""
         try:
             with zipfile.ZipFile(self.path) as archive:
                 members = {member.filename: member for member in archive.infolist()}
                 prefix = next(name for name in members if name.endswith("/data.pkl")).removesuffix("data.pkl")
-                positions = {name.removeprefix(prefix): self._position(member) for name, member in members.items()}
+                extents = {name.removeprefix(prefix): self._extent(member) for name, member in members.items()}
         except UserError:
             raise
         except (zipfile.BadZipFile, StopIteration, NotImplementedError, RuntimeError, ValueError):
             raise self._damaged("not a complete archive of torch.save") from None
-        self._positions = {name.removeprefix("data/"): position for name, position in positions.items()}
-        start, length = positions.get("byteorder", (0, 0))
+        self._extents = {name.removeprefix("data/"): extent for name, extent in extents.items()}
+        start, length = extents.get("byteorder", (0, 0))
         self._check_byte_order(self._bytes[start : start + length] in (b"", b"little"))
-        start, length = positions["data.pkl"]
+        start, length = extents["data.pkl"]
         return self._read_pickle(io.BytesIO(self._bytes[start : start + length]))
 
-    def _position(self, member: zipfile.ZipInfo) -> tuple[int, int]:
-        """Offset and length of a member's bytes."""
+    def _extent(self, member: zipfile.ZipInfo) -> tuple[int, int]:
+        """Return the offset and length of a member's bytes."""
         header = member.header_offset
-        if member.compress_type != zipfile.ZIP_STORED or self._bytes[header : header + 4] != _ZIP:
-            raise self._damaged(f"{ascii(member.filename)[:120]} in it is not as torch.save writes it")
-        name, extra = (int.from_bytes(self._bytes[header + at : header + at + 2], "little") for at in (26, 28))
-        start = header + 30 + name + extra
+        if member.compress_type != zipfile.ZIP_STORED or self._bytes[header : header + 4] != _ZIP_MAGIC:
+            raise self._damaged(f"{ascii(member.filename)[:120]} in it is not stored as torch.save does")
+        # A zip header has 30 bytes; the last four are the lengths of the name and of the extra field that follow it.
+        lengths = (int.from_bytes(self._bytes[header + at : header + at + 2], "little") for at in (26, 28))
+        start = header + 30 + sum(lengths)
         if start + member.file_size > len(self._bytes):
             raise self._damaged("it is truncated")
         return start, member.file_size
 
     def _read_stream(self) -> Any:
-        """The value of the older form, five pickles in a row and then the storages, or of a pickle alone."""
+        """Return the value of the older form, or of a pickle that torch did not write."""
         first = self._read_pickle(self._bytes)
         if first != _MAGIC_NUMBER:
             return first
@@ -117,7 +121,7 @@ class TorchFile:
             start = self._bytes.tell()
             if start + length > len(self._bytes):
                 raise self._damaged("it is truncated")
-            self._positions[key] = start, length
+            self._extents[key] = start, length
             self._bytes.seek(start + length)
         return value
 
@@ -125,26 +129,31 @@ class TorchFile:
         return read_pickle(file, self._is_allowed, str(self.path), self._load_persistent)
 
     def _load_persistent(self, label: Any) -> _Storage | GlobalName:
+        """Return what the id of something stored outside the pickle refers to."""
         match label:
-            case ("module", GlobalName() as name, *_):  # a class with its source code, as torch.save used to write it
+            case ("module", GlobalName() as name, *_):  # older versions stored the source code of a class there
                 return name
             case ("storage", GlobalName(path=kind), str(key), _, int(num_elements), *view) if num_elements >= 0:
-                # The older form could refer to a part of a storage.
-                dtype = None if any(part is not None for part in view) else _STORAGES.get(kind.rpartition(".")[2])
+                # A view is a part of a storage, which only the older form could refer to.
+                is_part = any(part is not None for part in view)
+                dtype = None if is_part else _STORAGES.get(kind.rpartition(".")[2])
                 self._storages[key] = _Storage(key, dtype, num_elements)
                 return self._storages[key]
         raise self._damaged("it refers to something other than a storage")
 
     def tensor(self, pickled: object) -> Tensor:
-        """The tensor that an object of the pickle stands for, mapped from the file.
+        """Return the tensor that an object of the pickle represents, mapped from the file.
 
         Tensors that share elements in the file share memory here.
 
         Raises:
-            UserError: the object is not a tensor, or reaches beyond its storage.
+            UserError: the object is not a tensor, or extends beyond its storage.
         """
-        arguments = _tensor_arguments(pickled)
-        match arguments:
+        while isinstance(pickled, PickledObject) and pickled.name in _PARAMETERS and pickled.arguments:
+            pickled = pickled.arguments[0]  # the tensor of a parameter
+        if not (isinstance(pickled, PickledObject) and pickled.name.startswith("torch._utils._rebuild_tensor")):
+            raise self._damaged(f"a tensor was expected, found {type(pickled).__name__}")
+        match pickled.arguments:
             case (_Storage() as storage, offset, tuple() | list() as size, tuple() | list() as stride, *_) if (
                 len(size) == len(stride) <= _MAX_DIMENSIONS
                 and _is_count(offset, _MAX_ELEMENTS)
@@ -152,15 +161,15 @@ class TorchFile:
             ):
                 pass
             case _:
-                raise self._damaged("a tensor in it has no shape")
+                raise self._damaged("a tensor in it has no valid shape")
         dtype = self._dtype(storage)
-        start, length = self._positions.get(storage.key, (0, -1))
+        start, length = self._extents.get(storage.key, (0, -1))
         if length < storage.num_elements * dtype.itemsize:
             raise self._damaged(f"the elements of a tensor ({ascii(storage.key)[:120]}) are incomplete")
         num_elements = math.prod(size)
         last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True)) if num_elements else 0
         if last >= max(storage.num_elements, 1) or num_elements > storage.num_elements:
-            raise self._damaged("a tensor in it reaches beyond its storage")
+            raise self._damaged("a tensor in it extends beyond its storage")
         try:
             if not num_elements:
                 return torch.zeros(size, dtype=dtype)
@@ -171,28 +180,16 @@ class TorchFile:
 
     def _dtype(self, storage: _Storage) -> torch.dtype:
         if storage.dtype is None:
-            raise UserError(
-                f"{self.path}: a tensor in it has an unsupported storage; load the file with a newer torch and save it "
-                "again"
-            )
+            raise UserError(f"{self.path}: unsupported tensor storage; load it with a newer torch and save it again")
         return storage.dtype
 
-    def _check_byte_order(self, is_little: bool) -> None:
-        if not is_little:
+    def _check_byte_order(self, is_little_endian: bool) -> None:
+        if not is_little_endian:
             raise UserError(f"{self.path} was written on a big-endian machine; save it again on a little-endian one")
 
-    def _damaged(self, why: str) -> UserError:
-        return UserError(f"{self.path} is damaged ({why}); get it again")
+    def _damaged(self, problem: str) -> UserError:
+        return UserError(f"{self.path} is damaged ({problem}); get it again")
 
 
-def _is_count(number: object, limit: int) -> bool:
-    return type(number) is int and 0 <= number < limit
-
-
-def _tensor_arguments(pickled: object) -> tuple[Any, ...]:
-    """What a tensor is rebuilt from: storage, offset, size, stride; also of the tensor in a parameter."""
-    while isinstance(pickled, PickledObject) and pickled.name in _PARAMETERS and pickled.arguments:
-        pickled = pickled.arguments[0]
-    if isinstance(pickled, PickledObject) and pickled.name.startswith("torch._utils._rebuild_tensor"):
-        return pickled.arguments
-    raise UserError(f"a tensor was expected, found {type(pickled).__name__}; the file is damaged, get it again")
+def _is_count(value: object, limit: int) -> bool:
+    return type(value) is int and 0 <= value < limit

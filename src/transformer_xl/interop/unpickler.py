@@ -1,28 +1,30 @@
-"""Reads pickles without executing them: an interpreter of pickle's opcodes that builds plain data and nothing else.
+"""Read pickles without executing them: an interpreter of pickle's opcodes that builds plain data and nothing else.
 
-Python's own unpickler imports what a pickle names and calls it, so a pickle is a program. Here dictionaries, lists,
-strings and numbers are built (the dictionaries of `collections` as plain ones), and every class or function stays a
-name: a call is recorded as a `PickledObject`. Nothing is imported, nothing is called and no attribute of any object is
-set, and no setting changes that.
+A pickle is a program for a small stack machine: each opcode pushes a value, builds a container, or names a class or
+function and calls it. Python's own unpickler imports those names and calls them, so loading a pickle can run any code.
+Here dictionaries, lists, strings and numbers are built (the dictionaries of `collections` become plain ones), and every
+class or function stays a name: a call is recorded as a `PickledObject`. Nothing is imported, nothing is called and no
+attribute of any object is set, and no setting changes that.
 
-As a second line of defence the caller lists the names that it expects; any other name refuses the whole file, and the
-message shows the name.
+As a second line of defence the caller lists the names that it expects. Any other name rejects the whole file, with a
+message that contains the name.
 
-The opcodes and their arguments are parsed by the standard library's disassembler, `pickletools`, which executes
-nothing either. Why not `torch.load(weights_only=True)`: see docs/design.md.
+The standard library's disassembler, `pickletools`, which executes nothing either, parses the opcodes and their
+arguments. docs/design.md says why `torch.load(weights_only=True)` is not used.
 """
 
 from __future__ import annotations
 
 import pickletools
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import IO, Any
 
 from transformer_xl.config import UserError
 
 IsAllowed = Callable[[str], bool]
-"""Whether a pickle may name this class or function, such as `argparse.Namespace`."""
+"""Returns whether a pickle may name this class or function, such as `argparse.Namespace`."""
 
 _PYTHON_2_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 _DICTIONARIES = frozenset({"collections.OrderedDict", "collections.Counter", "builtins.dict"})
@@ -34,8 +36,8 @@ _ALWAYS_ALLOWED = _DICTIONARIES | {
 """Names with which pickle itself writes plain values."""
 
 _MAX_INT_BITS = 8192  # converting a longer integer to decimal digits takes quadratic time
-_MAX_KEY = 2**61 - 2  # integers above it can share one hash, and a dictionary of such keys takes hours
-_MAX_OBJECTS = 250_000  # each takes far more memory than the bytes of the file that ask for it
+_MAX_KEY = 2**61 - 2  # larger integers can share one hash, and a dictionary of such keys takes hours
+_MAX_OBJECTS = 250_000  # an object takes far more memory than the few bytes of the file that create it
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ class GlobalName:
     """A class or function that a pickle names; it is not looked up."""
 
     path: str
+    """Module and name, such as `argparse.Namespace`."""
 
 
 @dataclass(eq=False)
@@ -50,14 +53,14 @@ class PickledObject:
     """A call that a pickle asked for, recorded instead of executed."""
 
     name: str
-    """Of the class or function."""
+    """Path of the class or function that would be called."""
     arguments: tuple[Any, ...] = ()
     state: Any = None
-    """What the object would get afterwards; for most classes its attributes."""
+    """The state that the object would get afterwards; for most classes its attributes."""
 
     @property
     def attributes(self) -> dict[str, Any]:
-        """The attributes of the object; empty where its state is something else."""
+        """The attributes of the object, empty if its state is not a dictionary of attributes."""
         state = self.state[0] if isinstance(self.state, tuple) and len(self.state) == 2 else self.state
         return state if isinstance(state, dict) else {}
 
@@ -65,13 +68,14 @@ class PickledObject:
 def read_pickle(
     file: IO[bytes], is_allowed: IsAllowed, source: str, persistent_load: Callable[[Any], Any] | None = None
 ) -> Any:
-    """Read one pickle; the file is left at the byte behind it.
+    """Read one pickle; afterwards the file is positioned at the byte after it.
 
     Args:
-        file: must not allocate more than it has when asked for more, as io.BytesIO and mmap do not.
-        is_allowed: names that may occur, beside those with which pickle writes plain values.
-        source: the file's name, for messages.
-        persistent_load: turns the id of something stored outside the pickle into a value; none: there are no such ids.
+        file: a file that allocates no more than it contains when more is requested, as io.BytesIO and mmap do.
+        is_allowed: accepts the names that may occur, besides those with which pickle writes plain values.
+        source: path of the file, for messages.
+        persistent_load: returns the value for the id of something stored outside the pickle, as torch.save stores the
+            elements of tensors; or None if such ids are not allowed.
 
     Raises:
         UserError: a name is not allowed, or this is not a complete pickle.
@@ -88,114 +92,109 @@ def read_pickle(
         raise UserError(f"{source} is damaged, or not a pickle (at byte {machine.position:,}); get it again") from None
 
 
+def _check(condition: bool) -> None:
+    """Raise the error that `read_pickle` turns into a message if the condition is false."""
+    if not condition:
+        raise ValueError
+
+
 class _Machine:
-    """The state of pickle's virtual machine: the stack, the stacks below each open mark, and the memo."""
+    """The state of pickle's stack machine: the stack, the stacks below each open MARK, and the memo (saved values)."""
 
     def __init__(self, is_allowed: IsAllowed, source: str, persistent_load: Callable[[Any], Any] | None) -> None:
         self._is_allowed, self._source, self._persistent_load = is_allowed, source, persistent_load
         self.stack: list[Any] = []
-        self.below_marks: list[list[Any]] = []
+        self.stacks_below_marks: list[list[Any]] = []
         self.memo: dict[int, Any] = {}
         self.position = self.num_copied = self.num_objects = 0
 
     def push(self, value: Any) -> None:
-        if isinstance(value, int) and value.bit_length() > _MAX_INT_BITS:
-            raise ValueError
+        _check(not isinstance(value, int) or value.bit_length() <= _MAX_INT_BITS)
         self.stack.append(value)
 
-    def push_bytes_or_text(self, value: str) -> None:
-        """Push a string of Python 2: bytes, most often UTF-8."""
-        content = value.encode("latin-1")
-        try:
-            self.push(content.decode("utf-8"))
-        except UnicodeDecodeError:
-            self.push(content)
+    def push_python_2_string(self, value: str) -> None:
+        """Push a string of Python 2: text if its bytes are UTF-8, else the bytes."""
+        content: str | bytes = value.encode("latin-1")
+        with suppress(UnicodeDecodeError):
+            content = value.encode("latin-1").decode("utf-8")
+        self.push(content)
 
     def mark(self) -> None:
-        self.below_marks.append(self.stack)
+        self.stacks_below_marks.append(self.stack)
         self.stack = []
 
     def pop_mark(self) -> list[Any]:
-        """Everything above the last mark."""
-        values, self.stack = self.stack, self.below_marks.pop()
+        """Return everything above the last MARK."""
+        values, self.stack = self.stack, self.stacks_below_marks.pop()
         return values
 
     def pop(self, count: int) -> list[Any]:
         return [self.stack.pop() for _ in range(count)][::-1]
 
-    def remember(self, index: int) -> None:
+    def memoize(self, index: int) -> None:
         self.memo[index] = self.stack[-1]
 
     def push_global(self, module: Any, name: Any) -> None:
-        if not (isinstance(module, str) and isinstance(name, str)):
-            raise ValueError
+        _check(isinstance(module, str) and isinstance(name, str))
         path = f"{_PYTHON_2_MODULES.get(module, module)}.{name}"
         if path not in _ALWAYS_ALLOWED and not self._is_allowed(path):
             raise UserError(
-                f"{self._source} names {ascii(path)[1:-1][:120]}, which has no place in a checkpoint or vocabulary; it "
-                "may be malicious: nothing of it was executed, and it is not read"
+                f"{self._source} names {ascii(path)[1:-1][:120]}, which does not belong in a checkpoint or vocabulary; "
+                "the file may be malicious: nothing in it was executed, and it is not used"
             )
         self.push(GlobalName(path))
 
-    def call(self, called: Any, arguments: Any) -> None:
-        """Push the plain value or the record of a call."""
-        if not (isinstance(called, GlobalName) and isinstance(arguments, tuple)):
-            raise ValueError
-        if called.path in _DICTIONARIES:
+    def call(self, function: Any, arguments: Any) -> None:
+        """Push the plain value that a call would return, or else the record of the call."""
+        _check(isinstance(function, GlobalName) and isinstance(arguments, tuple))
+        if function.path in _DICTIONARIES:
             self._count_copied(sum(map(len, arguments)))
-            (given,) = arguments or ([],)
-            pairs = given.items() if isinstance(given, dict) else given
-            self.push_dictionary([part for key, value in pairs for part in (key, value)])
-        elif called.path == "_codecs.encode":  # bytes, in protocols 0 to 2
+            (items,) = arguments or ([],)
+            pairs = items.items() if isinstance(items, dict) else items
+            self.push_dictionary([item for key, value in pairs for item in (key, value)])
+        elif function.path == "_codecs.encode":  # how protocols 0 to 2 write bytes
             self._count_copied(len(arguments[0]))
             self.push(arguments[0].encode("latin-1"))
-        elif called.path == "collections.defaultdict":
+        elif function.path == "collections.defaultdict":
             self.push({})
-        elif called.path == "builtins.bytes" and not arguments:
+        elif function.path == "builtins.bytes" and not arguments:
             self.push(b"")
         else:
-            if called.path == "copyreg._reconstructor":
-                called, arguments = arguments[0], ()
+            if function.path == "copyreg._reconstructor":  # creates an instance of its first argument
+                function, arguments = arguments[0], ()
             self.num_objects += 1
-            if self.num_objects > _MAX_OBJECTS:
-                raise ValueError
-            self.push(PickledObject(called.path, arguments))
+            _check(self.num_objects <= _MAX_OBJECTS)
+            self.push(PickledObject(function.path, arguments))
 
     def call_class(self, values: list[Any]) -> None:
         self.call(values[0], tuple(values[1:]))
 
     def _count_copied(self, length: int) -> None:
+        """Refuse a small file that fills the memory by copying one value many times."""
         self.num_copied += length
-        if self.num_copied > self.position:  # one value copied again and again: a small file that fills the memory
-            raise ValueError
+        _check(self.num_copied <= self.position)
 
     def build(self) -> None:
         target, state = self.pop(2)
+        _check(isinstance(target, PickledObject | dict))  # the attributes of a dictionary are not needed
         if isinstance(target, PickledObject):
             target.state = state
-        elif not isinstance(target, dict):  # the attributes of a dictionary are not needed
-            raise ValueError
         self.push(target)
 
     def extend(self, values: list[Any]) -> None:
         target = self.stack[-1]
+        _check(isinstance(target, PickledObject | list))  # the entries of other classes are not needed
         if isinstance(target, list):
             target.extend(values)
-        elif not isinstance(target, PickledObject):  # the entries of other classes are not needed
-            raise ValueError
 
     def set_items(self, values: list[Any]) -> None:
         target, keys = self.stack[-1], values[::2]
-        # Hashing a tuple goes as deep as the file likes, beyond the end of the C stack.
-        if not all(isinstance(key, str | bytes | int | float | None) for key in keys):
-            raise ValueError
-        if any(isinstance(key, int) and abs(key) > _MAX_KEY for key in keys):
-            raise ValueError
-        pairs = zip(keys, values[1::2], strict=True)
+        # Tuples are not allowed: hashing one recurses as deeply as the file nests it, and overflows the C stack.
+        _check(all(isinstance(key, str | bytes | int | float | None) for key in keys))
+        _check(all(abs(key) <= _MAX_KEY for key in keys if isinstance(key, int)))
+        _check(isinstance(target, PickledObject | dict))
         if isinstance(target, dict):
-            target.update(pairs)
-        elif not isinstance(target, PickledObject):
-            raise ValueError
+            target.update(zip(keys, values[1::2], strict=True))
 
     def push_dictionary(self, values: list[Any]) -> None:
         self.push({})
@@ -214,13 +213,13 @@ _STEPS: dict[str, _Step] = {
     # plain values
     "INT BININT BININT1 BININT2 LONG LONG1 LONG4 FLOAT BINFLOAT STRING UNICODE BINUNICODE SHORT_BINUNICODE BINUNICODE8 "
     "BINBYTES SHORT_BINBYTES BINBYTES8 BYTEARRAY8": _Machine.push,
-    "BINSTRING SHORT_BINSTRING": _Machine.push_bytes_or_text,
+    "BINSTRING SHORT_BINSTRING": _Machine.push_python_2_string,
     "NONE": lambda m, _: m.push(None),
     "NEWTRUE": lambda m, _: m.push(True),
     "NEWFALSE": lambda m, _: m.push(False),
     "EMPTY_TUPLE": lambda m, _: m.push(()),
     "EMPTY_DICT": lambda m, _: m.push({}),
-    "EMPTY_LIST EMPTY_SET": lambda m, _: m.push([]),  # members of a set would have to be hashed
+    "EMPTY_LIST EMPTY_SET": lambda m, _: m.push([]),  # a list, because members of a set would have to be hashed
     # containers
     "TUPLE": lambda m, _: m.push(tuple(m.pop_mark())),
     "TUPLE1": lambda m, _: m.push(tuple(m.pop(1))),
@@ -237,10 +236,10 @@ _STEPS: dict[str, _Step] = {
     "POP": lambda m, _: m.pop(1) if m.stack else m.pop_mark(),
     "POP_MARK": lambda m, _: m.pop_mark(),
     "DUP": lambda m, _: m.push(m.stack[-1]),
-    "PUT BINPUT LONG_BINPUT": _Machine.remember,
-    "MEMOIZE": lambda m, _: m.remember(len(m.memo)),
+    "PUT BINPUT LONG_BINPUT": _Machine.memoize,
+    "MEMOIZE": lambda m, _: m.memoize(len(m.memo)),
     "GET BINGET LONG_BINGET": lambda m, index: m.push(m.memo[index]),
-    # names, calls, and what is stored elsewhere
+    # names, calls, and values stored outside the pickle
     "GLOBAL": lambda m, names: m.push_global(*names.split(" ")),
     "STACK_GLOBAL": lambda m, _: m.push_global(*m.pop(2)),
     "REDUCE NEWOBJ": lambda m, _: m.call(*m.pop(2)),
@@ -252,4 +251,4 @@ _STEPS: dict[str, _Step] = {
     "BINPERSID": lambda m, _: m.load_persistent(*m.pop(1)),
 }
 OPCODES: dict[str, _Step] = {name: step for names, step in _STEPS.items() for name in names.split()}
-"""What each opcode does. Missing, and therefore refused: the extension registry and buffers out of band."""
+"""The step for each opcode. Missing, and therefore refused: the extension registry and out-of-band buffers."""

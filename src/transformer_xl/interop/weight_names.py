@@ -1,16 +1,18 @@
 """Names and shapes of the weights here and in other programs: one table, used to import and to export.
 
-Each entry of the table says that some weights of ours, concatenated along their rows, equal some of theirs,
-concatenated likewise. This covers the fused matrix of queries, keys and values, attention biases stored per layer or in
-one tensor, and softmax biases stored per cluster. The only other difference is the order of the rows that score the
-tail clusters, which is reversed in the authors' PyTorch code and in NVIDIA's.
+Each entry of the table says that some of our weights, flattened and concatenated, equal some of the other program's,
+flattened and concatenated. This covers the fused matrix of queries, keys and values, attention biases stored per layer
+or in one tensor, and softmax biases stored per cluster (a cluster is a part of the vocabulary in the adaptive softmax:
+the head of frequent tokens, or a tail). The only other difference is the order of the rows that score the tails, which
+is reversed in the authors' PyTorch code and in NVIDIA's.
 
-Letters: N heads, H head width, D model width, F feed-forward width, E embedding width, V vocabulary.
+In this file "ours" is this package's model, "theirs" the other program's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -18,17 +20,17 @@ import torch
 from torch import Tensor
 
 from transformer_xl.config import TransformerXLConfig, UserError
+from transformer_xl.interop.source_config import tied_projection_flags
 
 Shape = tuple[int, ...]
-NamedShape = tuple[str, Shape]
 
 
 @dataclass(frozen=True)
 class WeightMapping:
-    """Weights of ours and of theirs that hold the same rows."""
+    """Weights of ours and of theirs that contain the same values, by name with their shapes."""
 
-    ours: tuple[NamedShape, ...]
-    theirs: tuple[NamedShape, ...]
+    ours: dict[str, Shape]
+    theirs: dict[str, Shape]
     reversed_rows: bool = False
     """Whether their rows are in reverse order."""
 
@@ -40,6 +42,7 @@ class WeightNames:
     prefix: str = ""
     """Prefix of every name outside the softmax."""
     out_table: str = "crit.out_layers.{}.weight"
+    """Weight matrix of the softmax for cluster {}."""
     out_bias: str = "crit.out_layers.{}.bias"
     reversed_clusters: bool = True
     """Whether the rows that score the tail clusters are in reverse order."""
@@ -52,72 +55,60 @@ NVIDIA = WeightNames(out_table="crit.out_layers_weights.{}", out_bias="crit.out_
 
 def weight_mappings(config: TransformerXLConfig, names: WeightNames) -> Iterator[WeightMapping]:
     """Yield the table for one model, with the shape of every weight."""
-    yield from _embedding(config, names)
-    yield from _softmax(config, names)
-    yield from _biases(config, names)
+    sizes, widths = _table_sizes(config), config.cluster_widths
+    for index, size in enumerate(sizes):
+        shape = (size, widths[index])
+        yield _one_to_one(f"embedding.tables.{index}", f"{names.prefix}word_emb.emb_layers.{index}.weight", shape)
+        if not config.tie_word_embeddings:
+            yield _one_to_one(f"softmax.tables.{index}", names.out_table.format(index), shape)
+    for index, tied in _projected_clusters(config).items():
+        shape = (config.d_model, widths[index])
+        if index < len(sizes):
+            yield _one_to_one(f"embedding.projections.{index}", f"{names.prefix}word_emb.emb_projs.{index}", shape)
+        if not tied:
+            yield _one_to_one(f"softmax.projections.{index}", f"crit.out_projs.{index}", shape)
+    out_biases = {names.out_bias.format(index): (size,) for index, size in enumerate(sizes)}
+    yield WeightMapping({"softmax.bias": (config.vocab_size,)}, out_biases)
+    if num_tails := len(widths) - 1:
+        for part, shape in (("weight", (num_tails, widths[0])), ("bias", (num_tails,))):
+            ours, theirs = {f"softmax.cluster_{part}": shape}, {f"crit.cluster_{part}": shape}
+            yield WeightMapping(ours, theirs, names.reversed_clusters)
+    heads = (config.n_heads, config.head_dim)
+    for name, their_name in (("content_bias", "r_w_bias"), ("position_bias", "r_r_bias")):
+        if config.tie_attention_biases:
+            yield WeightMapping({name: (1, *heads)}, {f"{names.prefix}{their_name}": heads})
+        else:
+            layers = range(config.n_layers)
+            theirs = {f"{names.prefix}layers.{index}.dec_attn.{their_name}": heads for index in layers}
+            yield WeightMapping({name: (config.n_layers, *heads)}, theirs)
     for index in range(config.n_layers):
-        yield from _layer(config, f"{names.prefix}layers.{index}.", index)
+        yield from _layer(config, f"layers.{index}.", f"{names.prefix}layers.{index}.")
 
 
 def _one_to_one(ours: str, theirs: str, shape: Shape) -> WeightMapping:
-    return WeightMapping(((ours, shape),), ((theirs, shape),))
+    return WeightMapping({ours: shape}, {theirs: shape})
 
 
-def _cluster_sizes(config: TransformerXLConfig) -> list[int]:
-    edges = config.cluster_boundaries
-    return [edges[-1]] if config.div_val == 1 else [stop - start for start, stop in pairwise(edges)]
+def _table_sizes(config: TransformerXLConfig) -> list[int]:
+    """Return the number of tokens in each embedding table: one for each cluster, or with div_val 1 a single one."""
+    boundaries = config.cluster_boundaries
+    return [boundaries[-1]] if config.div_val == 1 else [stop - start for start, stop in pairwise(boundaries)]
 
 
-def _projected(config: TransformerXLConfig) -> list[int]:
-    """Return the clusters that these programs project: with div_val above 1 all of them, else all or none."""
-    needed = config.div_val > 1 or config.cluster_widths[0] != config.d_model
-    return list(range(len(config.cluster_widths))) if needed else []
+def _projected_clusters(config: TransformerXLConfig) -> dict[int, bool]:
+    """Return the clusters that these programs project: with div_val above 1 all, else all or none.
+
+    The value says whether the softmax shares the projection of the embedding.
+    """
+    if config.div_val == 1 and config.cluster_widths[0] == config.d_model:
+        return {}
+    return dict(enumerate(tied_projection_flags(len(config.cluster_widths))[config.tie_projections]))
 
 
-def _embedding(config: TransformerXLConfig, names: WeightNames) -> Iterator[WeightMapping]:
-    sizes, widths = _cluster_sizes(config), config.cluster_widths
-    for index, size in enumerate(sizes):
-        name = f"{names.prefix}word_emb.emb_layers.{index}.weight"
-        yield _one_to_one(f"embedding.tables.{index}", name, (size, widths[index]))
-    for index in _projected(config)[: len(sizes)]:
-        name = f"{names.prefix}word_emb.emb_projs.{index}"
-        yield _one_to_one(f"embedding.projections.{index}", name, (config.d_model, widths[index]))
-
-
-def _softmax(config: TransformerXLConfig, names: WeightNames) -> Iterator[WeightMapping]:
-    sizes, widths = _cluster_sizes(config), config.cluster_widths
-    biases = tuple((names.out_bias.format(index), (size,)) for index, size in enumerate(sizes))
-    yield WeightMapping((("softmax.bias", (config.vocab_size,)),), biases)
-    if not config.tie_word_embeddings:
-        for index, size in enumerate(sizes):
-            yield _one_to_one(f"softmax.tables.{index}", names.out_table.format(index), (size, widths[index]))
-    tied = {"all": 0, "all_but_first": 1, "none": len(widths)}[config.tie_projections]
-    for index in _projected(config)[:tied]:
-        yield _one_to_one(f"softmax.projections.{index}", f"crit.out_projs.{index}", (config.d_model, widths[index]))
-    tails = len(widths) - 1
-    if tails:
-        for part, shape in (("weight", (tails, widths[0])), ("bias", (tails,))):
-            found = _one_to_one(f"softmax.cluster_{part}", f"crit.cluster_{part}", shape)
-            yield WeightMapping(found.ours, found.theirs, reversed_rows=names.reversed_clusters)
-
-
-def _biases(config: TransformerXLConfig, names: WeightNames) -> Iterator[WeightMapping]:
-    shape = (config.n_heads, config.head_dim)
-    for ours, theirs in (("content_bias", "r_w_bias"), ("position_bias", "r_r_bias")):
-        if config.tie_attention_biases:
-            yield WeightMapping(((ours, (1, *shape)),), ((f"{names.prefix}{theirs}", shape),))
-        else:
-            per_layer = [f"{names.prefix}layers.{index}.dec_attn.{theirs}" for index in range(config.n_layers)]
-            yield WeightMapping(((ours, (config.n_layers, *shape)),), tuple((name, shape) for name in per_layer))
-
-
-def _layer(config: TransformerXLConfig, prefix: str, index: int) -> Iterator[WeightMapping]:
+def _layer(config: TransformerXLConfig, prefix: str, their_prefix: str) -> Iterator[WeightMapping]:
     d_model, d_attention, d_ff = config.d_model, config.n_heads * config.head_dim, config.d_ff
-    our_prefix = f"layers.{index}."
-    parts = tuple(
-        (f"{our_prefix}attention.{name}.weight", (d_attention, d_model)) for name in ("q_proj", "k_proj", "v_proj")
-    )
-    yield WeightMapping(parts, ((f"{prefix}dec_attn.qkv_net.weight", (3 * d_attention, d_model)),))
+    qkv = {f"{prefix}attention.{name}.weight": (d_attention, d_model) for name in ("q_proj", "k_proj", "v_proj")}
+    yield WeightMapping(qkv, {f"{their_prefix}dec_attn.qkv_net.weight": (3 * d_attention, d_model)})
     for ours, theirs, shape in (
         ("attention.r_proj.weight", "dec_attn.r_net.weight", (d_attention, d_model)),
         ("attention.o_proj.weight", "dec_attn.o_net.weight", (d_model, d_attention)),
@@ -130,25 +121,27 @@ def _layer(config: TransformerXLConfig, prefix: str, index: int) -> Iterator[Wei
         ("feed_forward.norm.weight", "pos_ff.layer_norm.weight", (d_model,)),
         ("feed_forward.norm.bias", "pos_ff.layer_norm.bias", (d_model,)),
     ):
-        yield _one_to_one(our_prefix + ours, prefix + theirs, shape)
+        yield _one_to_one(prefix + ours, their_prefix + theirs, shape)
 
 
-def shared_names(config: TransformerXLConfig, names: WeightNames) -> dict[str, str]:
-    """Return the further names of shared weights, each with the name under which the weight is in the table."""
-    sizes = _cluster_sizes(config)
-    emb = f"{names.prefix}word_emb."
-    found = {f"crit.shared_out_projs.{index}": f"{emb}emb_projs.{index}" for index in _projected(config)[: len(sizes)]}
+def _aliases(config: TransformerXLConfig, names: WeightNames) -> dict[str, str]:
+    """Return further names under which they store shared weights, each with the name in the table."""
+    num_tables, embedding = len(_table_sizes(config)), f"{names.prefix}word_emb."
+    aliases: dict[str, str] = {}
+    for index, tied in _projected_clusters(config).items():
+        projection = f"{embedding}emb_projs.{min(index, num_tables - 1)}"
+        if index < num_tables:
+            aliases[f"crit.shared_out_projs.{index}"] = projection
+        if tied:
+            aliases[f"crit.out_projs.{index}"] = projection
     if config.tie_word_embeddings:
-        for index in range(len(sizes)):
-            found[names.out_table.format(index)] = f"{emb}emb_layers.{index}.weight"
-    tied = {"all": 0, "all_but_first": 1, "none": len(config.cluster_widths)}[config.tie_projections]
-    for index in _projected(config)[tied:]:
-        found[f"crit.out_projs.{index}"] = f"{emb}emb_projs.{min(index, len(sizes) - 1)}"
+        for index in range(num_tables):
+            aliases[names.out_table.format(index)] = f"{embedding}emb_layers.{index}.weight"
     if config.tie_attention_biases:
         for bias in ("r_w_bias", "r_r_bias"):
             for index in range(config.n_layers):
-                found[f"{names.prefix}layers.{index}.dec_attn.{bias}"] = f"{names.prefix}{bias}"
-    return found
+                aliases[f"{names.prefix}layers.{index}.dec_attn.{bias}"] = f"{names.prefix}{bias}"
+    return aliases
 
 
 def import_weights(
@@ -160,71 +153,58 @@ def import_weights(
         config: settings of the model.
         names: the other program's weight names.
         theirs: every weight of the checkpoint.
-        source: the file they were read from, for messages.
+        source: path of the file that contains them, for messages.
 
     Raises:
         UserError: a weight is missing, has another shape, or does not belong to this model.
     """
-    if config.n_layers > len(theirs):
-        raise UserError(f"{source} has {len(theirs):,} weights, and its settings ask for {config.n_layers:,} layers")
-    mappings, shared = list(weight_mappings(config, names)), shared_names(config, names)
-    stored_as = {name: other for other, name in shared.items() if other in theirs and name not in theirs}
-    needed = {name: shape for mapping in mappings for name, shape in mapping.theirs}
-    for name, shape in needed.items():
-        stored = stored_as.get(name, name)
-        if stored not in theirs:
-            raise UserError(
-                f"{source} has no weight '{name}', which its settings ask for; download the checkpoint again"
-            )
-        if tuple(theirs[stored].shape) != shape:
-            raise UserError(
-                f"{source}: weight '{name}' is {_format_shape(theirs[stored].shape)}, and the settings ask for "
-                f"{_format_shape(shape)}; do the two belong together?"
-            )
-    for name in theirs:
-        if name not in needed and name not in shared and name != f"{names.prefix}pos_emb.inv_freq":
-            raise UserError(
-                f"{source} has a weight '{ascii(name)[1:-1][:120]}' that this model does not have; its architecture is "
-                "not one that can be converted"
-            )
-    return _rearranged(
-        ((mapping.theirs, mapping.ours, mapping.reversed_rows) for mapping in mappings),
-        lambda name: theirs[stored_as.get(name, name)].detach().float(),
-    )
+    if config.n_layers > len(theirs):  # a hostile file could ask for a table of billions of layers
+        raise UserError(f"{source} has {len(theirs):,} weights, but its settings ask for {config.n_layers:,} layers")
+    mappings, aliases = list(weight_mappings(config, names)), _aliases(config, names)
+    expected = {name: shape for mapping in mappings for name, shape in mapping.theirs.items()}
+    tensors = {aliases[name]: theirs[name] for name in aliases if name in theirs} | {**theirs}
+    for name, shape in expected.items():
+        if name not in tensors:
+            raise UserError(f"{source} has no weight '{name}', which its settings need; download it again")
+        actual = tensors[name].shape
+        if actual != shape:
+            raise UserError(f"{source}: weight '{name}' is {_format(actual)}, but its settings need {_format(shape)}")
+    unknown = theirs.keys() - expected.keys() - aliases.keys() - {f"{names.prefix}pos_emb.inv_freq"}
+    if unknown:
+        raise UserError(
+            f"{source}: unknown weight '{ascii(min(unknown))[1:-1][:120]}'; such a model cannot be converted"
+        )
+    ours: dict[str, Tensor] = {}
+    for mapping in mappings:
+        parts = [tensors[name].detach().float() for name in mapping.theirs]
+        ours |= _rearrange(parts, mapping.ours, reversed_rows=mapping.reversed_rows)
+    return ours
 
 
 def export_weights(config: TransformerXLConfig, names: WeightNames, ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return our weights under their names, shared ones once; identity matrices for projections that ours omits."""
-    mappings = list(weight_mappings(config, names))
-    unknown = ours.keys() - {name for mapping in mappings for name, _ in mapping.ours}
-    assert not unknown, f"not in the table: {unknown}"
-    omitted = {name: shape for mapping in mappings for name, shape in mapping.ours if name not in ours}
-    assert all(".projections." in name for name in omitted), omitted
+    """Return our weights under their names, shared ones once.
 
-    def weight(name: str) -> Tensor:
-        return torch.eye(*omitted[name]) if name in omitted else ours[name].detach()
-
-    return _rearranged(((mapping.ours, mapping.theirs, mapping.reversed_rows) for mapping in mappings), weight)
-
-
-def _rearranged(
-    mappings: Iterator[tuple[tuple[NamedShape, ...], tuple[NamedShape, ...], bool]], weight: Callable[[str], Tensor]
-) -> dict[str, Tensor]:
-    """Concatenate the weights of one side of each mapping and split the rows as the other side has them."""
-    result: dict[str, Tensor] = {}
-    for given, wanted, reversed_rows in mappings:
-        trailing = min((shape[1:] for _, shape in (*given, *wanted)), key=len)
-        parts = [weight(name).reshape(-1, *trailing) for name, _ in given]
-        rows = parts[0] if len(parts) == 1 else torch.cat(parts)
-        rows = rows.flip(0) if reversed_rows else rows
-        start = 0
-        for name, shape in wanted:
-            num_rows = shape[0] if shape[1:] == trailing else shape[0] * shape[1]
-            result[name] = rows[start : start + num_rows].reshape(shape)
-            start += num_rows
-        assert start == len(rows), f"{wanted} are not the rows of {given}"
-    return result
+    Their models project every cluster with div_val above 1. Where ours has no projection (`project_same_width` is off),
+    theirs is an identity matrix.
+    """
+    theirs: dict[str, Tensor] = {}
+    exported: set[str] = set()
+    for mapping in weight_mappings(config, names):
+        parts = [ours[name].detach() if name in ours else torch.eye(*shape) for name, shape in mapping.ours.items()]
+        theirs |= _rearrange(parts, mapping.theirs, reversed_rows=mapping.reversed_rows)
+        exported |= mapping.ours.keys()
+    assert ours.keys() <= exported, f"not in the table: {ours.keys() - exported}"
+    return theirs
 
 
-def _format_shape(shape: Shape | torch.Size) -> str:
-    return " x ".join(map(str, shape)) or "a single number"
+def _rearrange(tensors: list[Tensor], shapes: dict[str, Shape], *, reversed_rows: bool) -> dict[str, Tensor]:
+    """Flatten and concatenate the tensors of one side of a mapping, and split the values into those of the other."""
+    if reversed_rows:
+        tensors = [tensor.flip(0) for tensor in tensors]
+    values = tensors[0].flatten() if len(tensors) == 1 else torch.cat([tensor.flatten() for tensor in tensors])
+    parts = values.split([math.prod(shape) for shape in shapes.values()])
+    return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
+
+
+def _format(shape: Shape) -> str:
+    return " x ".join(map(str, shape)) or "a scalar"
