@@ -1,4 +1,4 @@
-"""`txl convert` as a user meets it: one command for a checkpoint, then evaluate and generate as for any run."""
+"""`txl convert` from end to end: one command for a checkpoint, then prepare, evaluate and generate as for any run."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from collections import Counter, OrderedDict
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 import torch
 from interop.checkpoints import golden, hugging_face_folder
-from interop.old_modules import Old, nvidia_checkpoint, old_corpus, old_model, old_modules
+from interop.old_modules import OldConfig, nvidia_checkpoint, old_corpus, old_model, old_modules
 from refusals import txl
 from safetensors.torch import load_file
 
@@ -25,56 +24,50 @@ WORDS = [
 TEXT = 'Hello, the well-known cat (1.80) sat on the mat.\nThe dog\'s mat: 23,000 "mats".\n' * 5
 
 
-def hub_folder(place: Path, tokenizer: str) -> Path:
-    """As on the Hub: configuration, pytorch_model.bin, and a tokenizer's attributes, pickled."""
+def hub_folder(parent: Path, vocabulary: str) -> Path:
+    """Write a folder as on Hugging Face's Hub: config.json, pytorch_model.bin, and the pickled tokenizer."""
     config, weights, _ = golden("tied-biases")
-    folder = hugging_face_folder(place / "hub", config, weights)
+    folder = hugging_face_folder(parent / "hub", config, weights)
     (folder / "vocab.json").unlink()
-    torch.save(weights, folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
+    torch.save(weights, folder / "pytorch_model.bin")
     attributes = {
-        "counter": Counter({word: 50 - place for place, word in enumerate(WORDS)}), "special": ["<eos>"], "min_freq": 0,
+        "counter": Counter({word: 50 - index for index, word in enumerate(WORDS)}), "special": ["<eos>"], "min_freq": 0,
         "max_size": None, "lower_case": False, "delimiter": None, "vocab_file": None, "never_split": None,
-        "idx2sym": WORDS, "sym2idx": OrderedDict((word, place) for place, word in enumerate(WORDS)), "eos_idx": 0,
+        "idx2sym": WORDS, "sym2idx": OrderedDict((word, index) for index, word in enumerate(WORDS)), "eos_idx": 0,
     }  # fmt: skip
-    if tokenizer == "vocab.pkl":
-        (folder / tokenizer).write_bytes(pickle.dumps(attributes, 3))
+    if vocabulary == "vocab.pkl":
+        (folder / vocabulary).write_bytes(pickle.dumps(attributes, 3))
     else:
-        torch.save(attributes, folder / tokenizer, _use_new_zipfile_serialization=False)
+        torch.save(attributes, folder / vocabulary, _use_new_zipfile_serialization=False)
     return folder
 
 
-@pytest.mark.parametrize("tokenizer", ["vocab.pkl", "vocab.bin"])
-def test_a_folder_of_the_hub_converts_evaluates_and_generates(tokenizer: str, tmp_path: Path) -> None:
-    hub_folder(tmp_path, tokenizer)
+def words_of_text(run: Path, text: str) -> str:
+    tokenizer = RunFolder.open(run).tokenizer
+    assert isinstance(tokenizer, WordTokenizer)
+    return " ".join(tokenizer.words[token_id] for token_id in tokenizer.encode(text))
+
+
+def test_hub_folder_converts_evaluates_and_generates(tmp_path: Path) -> None:
+    run, corpus = tmp_path / "run", tmp_path / "corpus"
+    converted = txl("convert", hub_folder(tmp_path, "vocab.pkl"), run, "--json")
+    assert (converted.status, converted.err) == (0, "")
+    assert (converted.object["format"], converted.object["tokenizer"]) == ("huggingface", "word, 23 tokens")
+    expected = "Hello , the well @-@ known cat ( 1 @.@ 80 ) sat on the mat . <eos>"
+    assert words_of_text(run, TEXT.splitlines()[0] + "\n") == expected
     (tmp_path / "text.txt").write_text(TEXT)
-    done = txl("convert", tmp_path / "hub", tmp_path / "run", "--json")
-    assert done.status == 0
-    assert done.err == ""
-    assert done.object["format"] == "huggingface"
-    assert done.object["tokenizer"] == "word, 23 tokens"
-    how = ("--tokenizer", tmp_path / "run", "--test-fraction", "0.5", "--out", tmp_path / "corpus")
-    assert txl("prepare", tmp_path / "text.txt", *how).status == 0
-    scored = txl("evaluate", tmp_path / "run", "--corpus", tmp_path / "corpus", "--json")
-    assert scored.status == 0, scored.err
-    assert scored.object["memory_length"] == 9
-    assert scored.object["segment_length"] == 128
-    assert scored.object["attention_window"] == 9
-    wanted = "Hello , the well @-@ known cat ( 1 @.@ 80 ) sat on the mat . <eos>"
-    tokenizer_read = RunFolder.open(tmp_path / "run").tokenizer
-    assert isinstance(tokenizer_read, WordTokenizer)
-    ids = tokenizer_read.encode(TEXT.splitlines()[0] + "\n")
-    assert " ".join(WORDS[place] for place in ids) == wanted
-    written = txl("generate", tmp_path / "run", "--prompt", "the cat", "--max-new-tokens", "11", "--json")
-    assert written.status == 0
-    assert written.object["text"]
-    told = txl("info", tmp_path / "run", "--verify", "--json")
-    assert told.status == 0
-    assert told.object["run"]["parameters"] == done.object["parameters"]
-    assert told.object["run"]["checksums"] == "valid"
+    options = ("--tokenizer", run, "--test-fraction", "0.5", "--out", corpus)
+    assert txl("prepare", tmp_path / "text.txt", *options).status == 0
+    evaluated = txl("evaluate", run, "--corpus", corpus, "--json").object
+    assert (evaluated["memory_length"], evaluated["segment_length"], evaluated["attention_window"]) == (9, 128, 9)
+    generated = txl("generate", run, "--prompt", "the cat", "--max-new-tokens", "11", "--json")
+    assert generated.object["text"]
+    info = txl("info", run, "--verify", "--json").object["run"]
+    assert (info["parameters"], info["checksums"]) == (converted.object["parameters"], "valid")
 
 
-def test_what_is_printed_and_the_way_back(tmp_path: Path) -> None:
+def test_conversion_there_and_back(tmp_path: Path) -> None:
     config, weights, _ = golden("clusters")
     hugging_face_folder(tmp_path / "hub", config, weights)
     there = txl("convert", tmp_path / "hub", tmp_path / "run")
@@ -86,43 +79,36 @@ def test_what_is_printed_and_the_way_back(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "back" / "config.json").read_text())["tie_projs"] == [True, True, True]
 
 
-def test_kinds_are_recognised_and_can_be_named(tmp_path: Path) -> None:
-    """A folder with several kinds in it: the first is taken, and --source-format chooses."""
-    old = Old()
-    (tmp_path / "both").mkdir()
+def test_format_is_detected_or_selected(tmp_path: Path) -> None:
+    config = OldConfig()
+    folder = tmp_path / "two formats"
+    folder.mkdir()
     with old_modules():
-        torch.save(old_model(old), tmp_path / "both" / "model.pt")
-        torch.save(old_corpus(WORDS), tmp_path / "both" / "cache.pt")
-        checkpoint = nvidia_checkpoint(old, old_model(replace(old, nvidia=True)), WORDS)
-        torch.save(checkpoint, tmp_path / "both" / "checkpoint_last.pt")
-    for name, words in {
-        "nvidia": (),
-        "official": ("--source-format", "official"),
-    }.items():
-        done = txl("convert", tmp_path / "both", tmp_path / name, *words, "--json")
-        assert done.status == 0, done.err
-        assert done.object["format"] == name
-    file = txl("convert", tmp_path / "both" / "checkpoint_last.pt", tmp_path / "file", "--json")
-    assert file.object["format"] == "nvidia"
+        torch.save(old_model(config), folder / "model.pt")
+        torch.save(old_corpus(WORDS), folder / "cache.pt")
+        checkpoint = nvidia_checkpoint(config, old_model(replace(config, nvidia=True)), WORDS)
+        torch.save(checkpoint, folder / "checkpoint_last.pt")
+    for source, options, expected in (
+        (folder, [], "nvidia"),
+        (folder, ["--source-format", "official"], "official"),
+        (folder / "checkpoint_last.pt", [], "nvidia"),
+    ):
+        result = txl("convert", source, tmp_path / f"{source.name} {expected}", *options, "--json")
+        assert result.object["format"] == expected
 
 
-def test_another_tokenizer_of_the_same_size_can_be_given(tmp_path: Path) -> None:
+def test_tokenizer_of_another_run_can_be_used(tmp_path: Path) -> None:
     config, weights, _ = golden("clusters")
-    hugging_face_folder(tmp_path / "hub", config, weights)
-    (tmp_path / "hub" / "vocab.json").unlink()
-    (tmp_path / "hub" / "vocab.txt").write_text("".join(f"{word}\n" for word in WORDS))
-    assert txl("convert", tmp_path / "hub", tmp_path / "one").status == 0
-    (tmp_path / "hub" / "vocab.txt").unlink()
-    named = txl("convert", tmp_path / "hub", tmp_path / "two", "--tokenizer", tmp_path / "one")
-    assert named.status == 0
+    folder = hugging_face_folder(tmp_path / "hub", config, weights, WORDS)
+    assert txl("convert", folder, tmp_path / "one").status == 0
+    (folder / "vocab.json").unlink()
+    assert txl("convert", folder, tmp_path / "two", "--tokenizer", tmp_path / "one").status == 0
     assert (tmp_path / "one/txl_tokenizer.json").read_bytes() == (tmp_path / "two/txl_tokenizer.json").read_bytes()
 
 
-def test_the_pre_tokenizer_can_be_chosen(tmp_path: Path) -> None:
-    hub_folder(tmp_path, "vocab.pkl")
-    for pre_tokenizer, words in (("moses", ["the", "well", "@-@", "known"]), ("whitespace", ["the", "<unk>"])):
+def test_pre_tokenizer_can_be_selected(tmp_path: Path) -> None:
+    folder = hub_folder(tmp_path, "vocab.bin")
+    for pre_tokenizer, expected in (("moses", "the well @-@ known"), ("whitespace", "the <unk>")):
         run = tmp_path / pre_tokenizer
-        assert txl("convert", tmp_path / "hub", run, "--pre-tokenizer", pre_tokenizer).status == 0
-        tokenizer = RunFolder.open(run).tokenizer
-        assert isinstance(tokenizer, WordTokenizer)
-        assert [tokenizer.words[place] for place in tokenizer.encode("the well-known")] == words
+        assert txl("convert", folder, run, "--pre-tokenizer", pre_tokenizer).status == 0
+        assert words_of_text(run, "the well-known") == expected

@@ -18,7 +18,6 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from types import ModuleType
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -97,8 +96,12 @@ def old_modules() -> Iterator[None]:
     for kind in _CLASSES:
         setattr(modules[kind.__module__], kind.__name__, kind)
         modules[kind.__module__].__file__ = __file__  # the older form of torch.save stores the source of each class
-    with patch.dict(sys.modules, modules):
+    sys.modules.update(modules)
+    try:
         yield
+    finally:
+        for name in modules:
+            del sys.modules[name]
 
 
 def _with(module: nn.Module, **attributes: Any) -> Any:

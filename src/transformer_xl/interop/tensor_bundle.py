@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -223,9 +223,8 @@ def _varint(content: bytes, position: int) -> tuple[int, int]:
 def _values(fields: _Fields, number: int, field_type: type[_FieldType]) -> list[_FieldType]:
     """Return all values of a field, which must be of one type."""
     values = fields.get(number, [])
-    matching = [value for value in values if isinstance(value, field_type)]
-    _check(len(matching) == len(values), "a field has another type than expected")
-    return matching
+    _check(all(isinstance(value, field_type) for value in values), "a field has another type than expected")
+    return cast("list[_FieldType]", values)
 
 
 def _integer(fields: _Fields, number: int) -> int:

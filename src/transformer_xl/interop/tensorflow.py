@@ -94,7 +94,7 @@ def _prefixes(path: Path) -> list[Path]:
         prefix = path.with_name(_SUFFIX.sub("", path.name))
         return [prefix] if prefix.with_name(f"{prefix.name}.index").is_file() else []
     folder = path if path.is_dir() else path.parent
-    prefixes = []
+    prefixes: list[Path] = []
     for parent in (folder, folder / "model"):
         state = parent / "checkpoint"
         newest = _NEWEST.search(state.read_text(encoding="utf-8", errors="replace")) if state.is_file() else None

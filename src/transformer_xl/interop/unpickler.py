@@ -176,14 +176,14 @@ class _Machine:
 
     def build(self) -> None:
         target, state = self.pop(2)
-        _check(isinstance(target, PickledObject | dict))  # the attributes of a dictionary are not needed
+        _check(isinstance(target, (PickledObject, dict)))  # the attributes of a dictionary are not needed
         if isinstance(target, PickledObject):
             target.state = state
         self.push(target)
 
     def extend(self, values: list[Any]) -> None:
         target = self.stack[-1]
-        _check(isinstance(target, PickledObject | list))  # the entries of other classes are not needed
+        _check(isinstance(target, (PickledObject, list)))  # the entries of other classes are not needed
         if isinstance(target, list):
             target.extend(values)
 
@@ -192,7 +192,7 @@ class _Machine:
         # Tuples are not allowed: hashing one recurses as deeply as the file nests it, and overflows the C stack.
         _check(all(isinstance(key, str | bytes | int | float | None) for key in keys))
         _check(all(abs(key) <= _MAX_KEY for key in keys if isinstance(key, int)))
-        _check(isinstance(target, PickledObject | dict))
+        _check(isinstance(target, (PickledObject, dict)))
         if isinstance(target, dict):
             target.update(zip(keys, values[1::2], strict=True))
 

@@ -29,8 +29,8 @@ Shape = tuple[int, ...]
 class WeightMapping:
     """Weights of ours and of theirs that contain the same values, by name with their shapes."""
 
-    ours: dict[str, Shape]
-    theirs: dict[str, Shape]
+    ours: Mapping[str, Shape]
+    theirs: Mapping[str, Shape]
     reversed_rows: bool = False
     """Whether their rows are in reverse order."""
 
@@ -197,7 +197,7 @@ def export_weights(config: TransformerXLConfig, names: WeightNames, ours: Mappin
     return theirs
 
 
-def _rearrange(tensors: list[Tensor], shapes: dict[str, Shape], *, reversed_rows: bool) -> dict[str, Tensor]:
+def _rearrange(tensors: list[Tensor], shapes: Mapping[str, Shape], *, reversed_rows: bool) -> dict[str, Tensor]:
     """Flatten and concatenate the tensors of one side of a mapping, and split the values into those of the other."""
     if reversed_rows:
         tensors = [tensor.flip(0) for tensor in tensors]
