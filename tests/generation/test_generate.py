@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from scripted import Scripted, Watched, assert_same_memory, full_pass
+from forced_tokens import Scripted, Watched, assert_same_memory, full_pass
 from tensors import assert_same_tensors, copied_tensors
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from scripted import CLOSE, TEXT, Scripted, full_pass
+from forced_tokens import CLOSE, TEXT, Scripted, full_pass
 from torch import Tensor
 
 from transformer_xl.config import UserError

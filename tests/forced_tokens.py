@@ -14,19 +14,20 @@ CLOSE = {"rtol": 0, "atol": 1e-10}
 TEXT = [3, 19, 7, 7, 0, 22, 11, 5, 17, 2, 13, 1, 20, 9, 4, 16, 8, 21, 6, 14, 10, 18, 12, 15, 3, 19, 0, 7, 22]
 
 
-class Scripted:
-    """A logits processor that forces the tokens of a script in every sequence, and keeps the logits it was given."""
+class ForcedTokens:
+    """A logits processor that forces the next tokens of every sequence, and records the logits it was called with."""
 
-    def __init__(self, script: list[int] | bytes) -> None:
-        self.script, self.seen = list(script), []
+    def __init__(self, token_ids: list[int] | bytes) -> None:
+        self.remaining_ids, self.recorded_logits = list(token_ids), []
 
     def __call__(self, token_ids_BT: Tensor, logits_BV: Tensor) -> Tensor:
-        self.seen.append(logits_BV.clone())
-        return torch.full_like(logits_BV, -torch.inf).index_fill(-1, torch.tensor(self.script.pop(0)), 0.0)
+        self.recorded_logits.append(logits_BV.clone())
+        next_id = torch.tensor(self.remaining_ids.pop(0))
+        return torch.full_like(logits_BV, -torch.inf).index_fill(-1, next_id, 0.0)
 
 
-class Watched:
-    """A model that records the number of tokens of each call, and how many of each row were not padding."""
+class RecordedModel:
+    """A model that records the number of tokens of each call, and how many of each batch row were not padding."""
 
     def __init__(self, model: LanguageModel) -> None:
         self.model, self.lengths, self.unpadded = model, [], []
@@ -42,14 +43,14 @@ class Watched:
 
 
 def full_pass(model: LanguageModel, tokens: list[int], context_limits: ContextLimits) -> tuple[Tensor, Memory]:
-    """Return the logits after each token, (T, V), of one pass without anything before, and the memory it leaves."""
+    """Read all tokens in one call, from an empty memory; return the logits after each token, (T, V), and the memory."""
     with torch.no_grad():
         hidden_BTD, memory = model(torch.tensor([tokens]), model.inference_memory(1, context_limits))
         return model.logits(hidden_BTD)[0], memory
 
 
-def assert_same_memory(found: Memory, wanted: Memory) -> None:
-    assert (type(found), found.context_limits) == (type(wanted), wanted.context_limits)
-    assert found.tensors().keys() == wanted.tensors().keys()
-    for name, tensor in found.tensors().items():
-        torch.testing.assert_close(tensor, wanted.tensors()[name], **CLOSE)
+def assert_same_memory(memory: Memory, expected: Memory) -> None:
+    assert (type(memory), memory.context_limits) == (type(expected), expected.context_limits)
+    assert memory.tensors().keys() == expected.tensors().keys()
+    for name, tensor in memory.tensors().items():
+        torch.testing.assert_close(tensor, expected.tensors()[name], **CLOSE)
