@@ -1,4 +1,4 @@
-"""From tokens to text: it continues the prompt, in whole characters, up to a stop string wherever that lies."""
+"""Generated tokens become text in whole characters that continues the prompt, up to a stop string."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BYTES = ByteTokenizer()
 def pieces_of(
     tokenizer: Tokenizer, prompt: Sequence[int], new: Sequence[int], *stop: str, **settings: Any
 ) -> tuple[list[str], bool]:
-    """The text that each token brings, up to the last one or a stop string; and whether there was a stop string."""
+    """Return the text that each token adds, up to a stop string, and whether there was a stop string."""
     config = GenerationConfig(stop=stop, max_new_tokens=max(1, len(new)), **settings)
     builder, pieces = CompletionBuilder(tokenizer, prompt, config), []
     for token_id in new:
@@ -40,115 +40,108 @@ def text_of(new: str, *stop: str) -> tuple[str, bool]:
 
 
 @pytest.mark.parametrize(
-    ("new", "stop", "wanted"),
+    ("new", "stop", "expected"),
     [
-        ("one two", [], ("one two", False)),
         ("one two", ["three"], ("one two", False)),
         ("one two", [" "], ("one", True)),
         ("one two", ["two"], ("one ", True)),  # at the very end
         ("one two", ["one"], ("", True)),  # at the very beginning
-        ("aaab", ["aab"], ("a", True)),  # its beginning came once too often
+        ("aaab", ["aab"], ("a", True)),  # the text repeats the beginning of the stop string
         ("abababc", ["ababc"], ("ab", True)),
-        ("one two", ["twos", "ne t"], ("o", True)),
-        ("abcd", ["cd", "bcd"], ("a", True)),  # of those complete at once, the one that begins first counts
-        ("abcd", ["bcd", "c"], ("ab", True)),  # the one that is complete first, though another began before it
-        ("one tw", ["two"], ("one tw", False)),  # a beginning alone is text
+        ("abcd", ["cd", "bcd"], ("a", True)),  # both are complete at once: the one that begins first ends the text
+        (
+            "abcd",
+            ["bcd", "c"],
+            ("ab", True),
+        ),  # the one that is complete first ends the text, though the other begins earlier
+        ("one tw", ["two"], ("one tw", False)),  # an incomplete stop string is part of the text
         ("caf\u00e9 bar", ["\u00e9"], ("caf", True)),
-        ("x\U0001f600\u20acy", ["\U0001f600\u20ac"], ("x", True)),
         ("x\U0001f600\u20acy", ["\U0001f600y"], ("x\U0001f600\u20acy", False)),
     ],
 )
-def test_stop_strings_across_tokens_and_bytes(new: str, stop: list[str], wanted: tuple[str, bool]) -> None:
-    assert text_of(new, *stop) == wanted
+def test_stop_strings_across_tokens_and_bytes(new: str, stop: list[str], expected: tuple[str, bool]) -> None:
+    assert text_of(new, *stop) == expected
 
 
-def test_what_could_be_a_stop_string_is_held_back() -> None:
+def test_possible_beginning_of_a_stop_string_is_held_back() -> None:
     pieces, _ = pieces_of(BYTES, [10], b"a\nUserX\nUser:b", "\nUser:")
     assert pieces == ["a", "", "", "", "", "", "\nUserX", "", "", "", "", "", ""]
     assert pieces_of(BYTES, [10], b"a\nUs", "\nUser:")[0] == ["a", "", "", "\nUs"]
 
 
-def test_a_stop_string_that_begins_in_the_prompt_is_not_one() -> None:
+def test_stop_string_that_begins_in_the_prompt_is_ignored() -> None:
     assert pieces_of(BYTES, list(b"a\nUser"), b": b", "\nUser:") == ([":", " ", "b"], False)
 
 
-def test_an_incomplete_character_and_stop_strings() -> None:
+def test_stop_strings_after_an_incomplete_character() -> None:
     assert pieces_of(BYTES, [10], b"a\xc3", "\ufffd") == (["a", ""], True)
     assert pieces_of(BYTES, [10], b"a\xc3b", "b") == (["a", "", "\ufffd"], True)
 
 
-def up_to_the_first_stop(text: str, stop: list[str]) -> str:
-    """The stop string that is complete first ends the text; of several, the one that begins first."""
+def truncate_at_stop(text: str, stop: list[str]) -> str:
+    """Truncate at the stop string that is complete first; of several, at the one that begins first."""
     for length in range(1, len(text) + 1):
-        if found := [text[:length].find(one) for one in stop if one in text[:length]]:
-            return text[: min(found)]
+        if positions := [text[:length].find(one) for one in stop if one in text[:length]]:
+            return text[: min(positions)]
     return text
 
 
 @given(
     new=st.text("ab\u00e9\u20ac", min_size=1, max_size=30),
     stop=st.lists(st.text("ab\u00e9\u20ac", min_size=1, max_size=4), max_size=3),
-    least=st.integers(0, 20),
+    min_new_tokens=st.integers(0, 20),
 )
-def test_it_is_the_text_up_to_the_first_stop_string(new: str, stop: list[str], least: int) -> None:
-    """Byte by byte as at once; none is looked for in the text of tokens before min_new_tokens."""
-    least = min(least, len(new.encode()))
-    pieces, _ = pieces_of(BYTES, [10], new.encode(), *stop, min_new_tokens=least)
-    free = "".join(pieces[: max(0, least - 1)])
-    assert new.startswith(free)
-    assert "".join(pieces) == free + up_to_the_first_stop(new[len(free) :], stop)
+def test_text_ends_at_the_first_stop_string(new: str, stop: list[str], min_new_tokens: int) -> None:
+    """Stop strings in the text of the tokens before min_new_tokens are ignored."""
+    min_new_tokens = min(min_new_tokens, len(new.encode()))
+    pieces, _ = pieces_of(BYTES, [10], new.encode(), *stop, min_new_tokens=min_new_tokens)
+    unchecked = "".join(pieces[: max(0, min_new_tokens - 1)])
+    assert new.startswith(unchecked)
+    assert "".join(pieces) == unchecked + truncate_at_stop(new[len(unchecked) :], stop)
 
 
-def test_tokens_are_not_kept_without_a_limit() -> None:
+def test_tokens_are_not_kept_without_max_new_tokens() -> None:
     builder = CompletionBuilder(BYTES, [10], GenerationConfig(max_new_tokens=None))
     assert "".join(builder.add(GeneratedToken(0, 97, -1.0, is_eos=False)) for _ in range(700)) == "a" * 700
     assert (builder.num_tokens, builder.token_ids, builder.logprobs, builder.finish_reason) == (700, [], [], None)
 
 
-def test_an_eos_token_is_not_shown() -> None:
-    """Also not as the end of a character that it cuts off; a newline neither."""
-    for new, wanted in ((b"ab\xc3z", "ab\ufffd"), (b"ab\n", "ab")):
+def test_eos_token_is_not_part_of_the_text() -> None:
+    """An incomplete character before it is replaced; a newline is omitted as well."""
+    for new, expected in ((b"ab\xc3z", "ab\ufffd"), (b"ab\n", "ab")):
         builder = CompletionBuilder(BYTES, [10], GenerationConfig(stop="bx"))
-        text = "".join(builder.add(GeneratedToken(0, one, None, is_eos=one in b"z\n")) for one in new)
-        assert (text, builder.finish_reason, builder.token_ids) == (wanted, "eos", list(new))
+        text = "".join(builder.add(GeneratedToken(0, byte, None, is_eos=byte in b"z\n")) for byte in new)
+        assert (text, builder.finish_reason, builder.token_ids) == (expected, "eos", list(new))
 
 
 WORDS = ("<eos>", "the", "cat", "(", ")", ",", "sat", "don't", "\u2013", "18")
 
 
-@pytest.mark.parametrize("rules", [PreTokenizer(), PreTokenizer("punctuation")])
-@given(ids=st.lists(st.integers(0, 9), min_size=2, max_size=9), cut=st.integers(1, 8))
-@example(ids=[9, 8, 9], cut=2)
-def test_words_continue_the_prompt(rules: PreTokenizer, ids: list[int], cut: int) -> None:
-    """The space between its last word and the first new one is there, and nothing of the prompt is repeated."""
-    tokenizer = WordTokenizer(WORDS, None, "<eos>", None, rules)
-    prompt, new = ids[:cut], ids[cut:]
+@pytest.mark.parametrize("pre_tokenizer", [PreTokenizer(), PreTokenizer("punctuation")])
+@given(ids=st.lists(st.integers(0, 9), min_size=2, max_size=9), prompt_length=st.integers(1, 8))
+@example(ids=[9, 8, 9], prompt_length=2)
+def test_words_continue_the_prompt(pre_tokenizer: PreTokenizer, ids: list[int], prompt_length: int) -> None:
+    """The text contains the space between prompt and first new word, and repeats nothing of the prompt."""
+    tokenizer = WordTokenizer(WORDS, None, "<eos>", None, pre_tokenizer)
+    prompt, new = ids[:prompt_length], ids[prompt_length:]
     pieces, _ = pieces_of(tokenizer, prompt, new)
-    before, whole = tokenizer.decode(prompt), tokenizer.decode(ids)
-    if not whole.startswith(before):  # a dash at the end of a prompt, without a space once a number follows
-        before = before.removesuffix(" \u2013") + "\u2013"
-    assert before + "".join(pieces) == (whole if new else before)
+    decoded_prompt, whole = tokenizer.decode(prompt), tokenizer.decode(ids)
+    if not whole.startswith(decoded_prompt):  # a dash at the end of a prompt loses its space if a number follows
+        decoded_prompt = decoded_prompt.removesuffix(" \u2013") + "\u2013"
+    assert decoded_prompt + "".join(pieces) == (whole if new else decoded_prompt)
 
 
-def test_words_and_stop_strings() -> None:
+def test_stop_strings_in_text_of_words() -> None:
     tokenizer = WordTokenizer(WORDS, None, "<eos>", None, PreTokenizer())
     assert pieces_of(tokenizer, [0, 1], [2, 6, 0, 1], "\n") == ([" cat", " sat", ""], True)
     assert pieces_of(tokenizer, [0, 1], [2, 6, 0, 1], "t s") == ([" ca", ""], True)
-    tokenizer = WordTokenizer(("<eos>", "the", "tattoo"), None, "<eos>")  # twice in one token
+    tokenizer = WordTokenizer(("<eos>", "the", "tattoo"), None, "<eos>")  # a token may contain several stop strings
     assert pieces_of(tokenizer, [0, 1], [2], "t") == ([" "], True)
     assert pieces_of(tokenizer, [0, 1], [2], "o", "tt") == ([" ta"], True)
 
 
-def test_what_is_held_back_of_a_prompt_is_not_repeated() -> None:
-    words = ("<eos>", "1914", "\u2013", "18", "x")
-    tokenizer = WordTokenizer(words, None, "<eos>", None, PreTokenizer("punctuation"))
-    assert "".join(pieces_of(tokenizer, [1, 2], [4])[0]) == " x"
-    assert "".join(pieces_of(tokenizer, [1, 2], [3])[0]) == "18"  # as in 1914\u201318, without a space
-    assert "".join(pieces_of(tokenizer, [1, 2], [0, 3])[0]) == "\n18"
-
-
-def test_characters_appear_once_all_their_bytes_are_known() -> None:
-    """One, two, three and four bytes long; never half of one."""
+def test_characters_appear_once_they_are_complete() -> None:
+    """Characters of one, two, three and four bytes."""
     assert pieces_of(BYTES, [10], "a\u00e9\u20ac\U0001f600z".encode())[0] == [
         "a", "", "\u00e9", "", "", "\u20ac", "", "", "", "\U0001f600", "z",
     ]  # fmt: skip
