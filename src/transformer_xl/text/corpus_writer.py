@@ -135,7 +135,7 @@ def write_corpus(
 def _text_chunks(
     splits: Mapping[SplitName, Iterable[Document]], writers: Mapping[SplitName, _SplitWriter], tokenizer: Tokenizer
 ) -> Iterator[_TextChunk]:
-    """Yield all documents in chunks that can be encoded independently; the writers count the bytes."""
+    """Yield all documents in chunks that can be encoded independently; the writers count the bytes they contain."""
     for split, documents in splits.items():
         for index, document in enumerate(documents):
             position, previous_byte = 0, b" "
@@ -195,8 +195,8 @@ class _SplitWriter:
     def __init__(self, folder: Path, split: SplitName, tokenizer: Tokenizer, max_shard_tokens: int) -> None:
         self._folder, self._split, self._max_shard_tokens = folder, split, max_shard_tokens
         self._dtype = token_dtype(tokenizer.vocab_size)
-        self.shard_lengths: list[int] = []
-        self._shard: BinaryIO | None = None
+        self.shard_lengths: list[int] = []  # number of tokens in each token file
+        self._shard: BinaryIO | None = None  # the last token file
         self._starts = documents_file(folder, split).open("wb")
         self._token_hash, self._start_hash = hashlib.sha256(), hashlib.sha256()
         self._counts = dict.fromkeys(("num_tokens", "num_bytes", "num_words", "num_unknown", "num_documents"), 0)

@@ -225,5 +225,6 @@ def extract_from_tar(path: Path, members: Collection[str], folder: Path, progres
 
 
 def _read_chunk(content: IO[bytes], path: Path) -> bytes:
+    """Read a chunk; errors name the archive at `path` even in a block that converts errors of writing."""
     with _damage_as_user_error(path):
         return content.read(CHUNK_BYTES)

@@ -138,6 +138,7 @@ def _search(
     """Find texts in `data_dir`: as files, in the distributed archive, or in any other archive; verify the contents."""
 
     def verify(chunks: Iterable[bytes], expected: FileDigest, name: str, label: str, command: str) -> None:
+        """Check the contents; the error begins with `label` and ends with the command that uses them as own text."""
         actual = compute_digest(chunks, expected, name, progress)
         if actual != expected:
             raise UserError(

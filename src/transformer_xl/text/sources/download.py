@@ -33,6 +33,7 @@ class RemoteFile:
     urls: tuple[str, ...]
     """Mirrors, tried in this order."""
     digest: FileDigest
+    """Expected length and checksum."""
 
 
 class _MirrorError(Exception):
@@ -40,7 +41,7 @@ class _MirrorError(Exception):
 
 
 class _ConnectionBroken(Exception):
-    """A transfer ended early; the message is the reason."""
+    """A transfer ended early, so that the next attempt resumes it; the message is the reason."""
 
 
 def cache_folder() -> Path:
@@ -140,6 +141,7 @@ def _resume(url: str, file: RemoteFile, partial: Path, progress: Progress) -> No
 
 
 def _read(response: HTTPResponse) -> bytes:
+    """Return the next bytes, or b"" at the end; only network errors become _ConnectionBroken, not those of writing."""
     try:
         return response.read1(_CHUNK_BYTES)
     except (OSError, HTTPException) as error:
@@ -147,6 +149,7 @@ def _read(response: HTTPResponse) -> bytes:
 
 
 def _broken(error: Exception) -> _ConnectionBroken:
+    """Return an error with the same reason in a few words."""
     cause = getattr(error, "reason", error)  # urllib wraps the connection error
     return _ConnectionBroken(getattr(cause, "strerror", None) or str(cause) or type(cause).__name__)
 
