@@ -43,10 +43,6 @@ def test_means_plot_shows_every_head(shape):
     assert figure.axes[1].get_ylabel() == "mean probability (logarithmic)"
 
 
-def test_means_plot_of_one_value_is_drawn():
-    assert "1 layer x 1 head," in draw_means(np.ones((1, 1, 1))).axes[0].get_title()
-
-
 def test_heads_plot_has_a_distinct_line_for_each_head():
     heads = [(layer, head) for layer in range(3) for head in range(8)]
     lines = draw_heads(MEANS, heads).axes[0].lines

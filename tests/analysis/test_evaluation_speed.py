@@ -4,19 +4,12 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from transformer_xl.analysis.evaluation_speed import PAPER, SpeedMeasurement, flops_ratio
-from transformer_xl.config import SpeedComparison, TransformerXLConfig, load_recipe
+from transformer_xl.analysis.evaluation_speed import SpeedMeasurement, flops_ratio
+from transformer_xl.config import SpeedComparison, TransformerXLConfig
 from transformer_xl.model.memory import ContextLimits
 from transformer_xl.model.transformer_xl import TransformerXL
 
 SMALL = TransformerXLConfig(vocab_size=23, n_layers=2, d_model=14, n_heads=2, d_head=5, d_ff=19)
-
-
-def test_flops_ratio_at_the_papers_sizes():
-    config = TransformerXLConfig.model_validate(load_recipe("enwik8-24l").model)
-    ratios = [flops_ratio(config, window, None) for window in PAPER]
-    assert [round(ratio, -1) for ratio in ratios] == [700, 1390, 1960, 2470]
-    assert flops_ratio(config, 3800, 1000) > ratios[-1]
 
 
 @pytest.mark.parametrize("clamp", [None, 4])

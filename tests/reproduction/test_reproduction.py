@@ -143,15 +143,6 @@ def test_speed_is_added_to_the_report(folder: Path) -> None:
         reproduce_speed(folder / "corpus", smoke=True)
 
 
-def test_recipe_of_a_system_trains_the_same_run(folder: Path) -> None:
-    do(
-        f"train {folder}/out/recipes/learned-half.yaml --corpus {folder}/corpus --run {folder}/again --train.seed 2 "
-        "--device cpu"
-    )
-    weights = [run / "model.safetensors" for run in (folder / "again", folder / "out/runs/learned-half-seed2")]
-    assert weights[0].read_bytes() == weights[1].read_bytes()
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -6,7 +6,6 @@ import pytest
 
 from transformer_xl.config import UserError, merge, run_settings
 from transformer_xl.model.cost import step_cost
-from transformer_xl.reproduction import systems
 from transformer_xl.reproduction.systems import ABLATION, BY_NAME, EQUAL_MEMORY, RECURRENT, num_parameters
 
 BASE = {
@@ -22,22 +21,6 @@ def config_of(name, base=BASE):
 
 
 cached_config = cache(config_of)  # deriving the settings of some systems takes seconds
-
-
-def test_ablation_has_the_papers_rows():
-    rows = [(system.recurrence, system.architecture, system.loss, system.published.best) for system in ABLATION]
-    assert rows == [
-        (True, "transformer-xl", "full", 26.77),
-        (True, "shaw", "full", 27.94),
-        (True, "transformer-xl", "half", 28.33),
-        (False, "transformer-xl", "full", 29.02),
-        (False, "transformer-xl", "half", 30.10),
-        (False, "shaw", "full", 29.75),
-        (False, "shaw", "half", 30.50),
-        (False, "vaswani", "half", 30.97),
-        (False, "al-rfou", "half", 31.16),
-        (True, "transformer-xl", "full", 23.09),
-    ]
 
 
 @pytest.mark.parametrize("system", [*ABLATION, *EQUAL_MEMORY, *RECURRENT], ids=lambda system: system.name)
@@ -90,8 +73,3 @@ def test_settings_that_a_system_does_not_have_are_left_out():
 def test_invalid_base_is_refused():
     with pytest.raises(UserError, match=r"model\.d_model: Input should be a multiple of 2"):
         BY_NAME["xl-full"].settings(merge(BASE, {"model": {"d_model": 31}}), 50)
-
-
-@pytest.mark.parametrize("largest", [1, 2, 3, 7, 8, 9, 100])
-def test_largest_integer_that_fits_is_found(largest):
-    assert systems._largest(lambda number: number <= largest) == largest

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from transformer_xl.analysis.attention_maps import (
 from transformer_xl.analysis.attention_page import attention_page, choose_page_tokens, token_texts
 from transformer_xl.analysis.attention_plots import Head
 from transformer_xl.analysis.loss_by_distance import LossByDistance, loss_by_distance, with_documents
-from transformer_xl.config import INT32_MAX, EvaluationConfig, RelativeConfig, RunConfig, UserError
+from transformer_xl.config import INT32_MAX, EvaluationConfig, RunConfig, UserError
 from transformer_xl.device import choose_device, set_threads
 from transformer_xl.evaluation.evaluate import check_token_ids
 from transformer_xl.evaluation.plan import EvaluationPlan, TokenizedText
@@ -96,16 +97,23 @@ def analyze_attention(
     out = path.parent / f"{path.name}-attention" if out is None else Path(out)
     if out.exists():
         raise UserError(f"{out} exists already; choose another out or delete it first")
-    _check_heads(heads, folder.config)
     plan = _resolve_plan(folder.config, config or EvaluationConfig(), max_distance)
     model = require_attention_terms(folder.load_model(torch_device, checkpoint))
+    shape = (model.config.n_layers, model.config.n_heads)
+    _check_heads(heads or (), shape)
     tokens = _corpus_text(folder, corpus, split, max_tokens) if text is None else _encode(folder, text, max_tokens)
     for warning in plan.warnings(torch_device):
         say(f"warning: {warning}")
     distance = _max_distance(plan, max_distance, len(tokens.tokens_K))
     with atomic_folder(out) as temporary:
-        means, maps = _trace(model, tokens, plan, page_tokens)
-        losses, chunk_length = _losses(model, tokens, plan)
+        maps = TermMaps(model, plan, choose_page_tokens(shape, len(tokens.tokens_K), page_tokens))
+        means = _trace(model, tokens, plan, maps)
+        documents, chunk_length = with_documents(tokens, plan)
+        with ProgressBar("loss", 2 * len(tokens.tokens_K), "tokens") as bar:
+            losses = {
+                name: loss_by_distance(model, documents, plan, reset_memory=name == "reset", progress=bar.advance)
+                for name in _MEMORY_LABELS
+            }
         distance_LN, entropy_LN = means.distance_LN, means.entropy_LN
         values: dict[str, Any] = {
             "command": command,
@@ -114,9 +122,7 @@ def analyze_attention(
             "tokens": len(tokens.tokens_K),
             "documents": len(tokens.boundaries(reset_memory=True)) - 1,
             "segment_length": plan.segment_length,
-            "memory_length": plan.context_limits.memory_length,
-            "attention_window": plan.context_limits.attention_window,
-            "clamp_length": plan.context_limits.clamp_length,
+            **asdict(plan.context_limits),
             "counted_tokens": means.num_queries,
             "max_distance": distance,
             "page_tokens": maps.num_tokens,
@@ -137,15 +143,15 @@ def analyze_attention(
     return values
 
 
-def _check_heads(heads: Sequence[Head] | None, config: RunConfig) -> None:
-    counts = (config.model.n_layers, config.model.n_heads if isinstance(config.model, RelativeConfig) else 0)
-    for head in heads or ():
-        for name, number, count in zip(("layer", "head"), head, counts, strict=True):
+def _check_heads(heads: Sequence[Head], shape: tuple[int, int]) -> None:
+    """Check that the heads exist in a model of this many layers and heads, and fit into one plot."""
+    for head in heads:
+        for name, number, count in zip(("layer", "head"), head, shape, strict=True):
             if not 0 <= number < count:
                 raise UserError(
                     f"heads {head[0]}:{head[1]}: {name} {number} does not exist; valid are 0 to {count - 1}"
                 )
-    if heads and len(heads) > _MAX_HEADS:
+    if len(heads) > _MAX_HEADS:
         raise UserError(f"heads names {len(heads)} heads; plot at most {_MAX_HEADS}; the page contains all")
 
 
@@ -194,13 +200,9 @@ def _encode(folder: RunFolder, text: str | bytes, max_tokens: int) -> TokenizedT
     return TokenizedText(encode_text(folder.tokenizer, "the text", content)[:max_tokens], folder.tokenizer.bos_token_id)
 
 
-def _trace(
-    model: TransformerXL, text: TokenizedText, plan: EvaluationPlan, page_tokens: int | None
-) -> tuple[AttentionMeans, TermMaps]:
-    """Process the text once, for the means over all of it and the terms of its first tokens."""
+def _trace(model: TransformerXL, text: TokenizedText, plan: EvaluationPlan, maps: TermMaps) -> AttentionMeans:
+    """Process the text once: fill the maps of its first tokens, and return the means over all of it."""
     num_tokens = len(text.tokens_K)
-    shape = (model.config.n_layers, model.config.n_heads)
-    maps = TermMaps(model, plan, choose_page_tokens(shape, num_tokens, page_tokens))
     means = AttentionMeans(model, plan, num_tokens)
     if not means.fills_memory:
         say(
@@ -210,20 +212,7 @@ def _trace(
         )
     with ProgressBar("attention", num_tokens, "tokens") as bar:
         trace_attention(model, text.tokens_K, plan, [means.add, maps.add], bar.advance)
-    return means, maps
-
-
-def _losses(
-    model: TransformerXL, text: TokenizedText, plan: EvaluationPlan
-) -> tuple[dict[str, LossByDistance], int | None]:
-    """Return the losses with memory reset and continued, and the chunk length if the text has no documents."""
-    documents, chunk_length = with_documents(text, plan)
-    with ProgressBar("loss", 2 * len(text.tokens_K), "tokens") as bar:
-        losses = {
-            name: loss_by_distance(model, documents, plan, reset_memory=name == "reset", progress=bar.advance)
-            for name in _MEMORY_LABELS
-        }
-    return losses, chunk_length
+    return means
 
 
 def _farthest_heads(means: AttentionMeans) -> list[Head]:

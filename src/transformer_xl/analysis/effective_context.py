@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -198,14 +198,11 @@ class EffectiveContext:
 
     def _model_dict(self, index: int, by_fraction: Mapping[str, Gains]) -> dict[str, Any]:
         model = self.models[index]
-        limits = model.plan.context_limits
         return {
             "name": model.name,
             "parameters": model.model.num_parameters(),
             "segment_length": model.plan.segment_length,
-            "memory_length": limits.memory_length,
-            "attention_window": limits.attention_window,
-            "clamp_length": limits.clamp_length,
+            **asdict(model.plan.context_limits),
             "max_visible_tokens": model.max_visible_tokens,
             "tokens_read": model.cost(self.sweep),
             "seconds": self.seconds_I[index],

@@ -379,11 +379,6 @@ def read_scores(file: Path) -> list[dict[str, Any]]:
         return entries
 
 
-def best_attention_window(file: Path) -> int:
-    """Return the attention window with the lowest loss in a file of scores."""
-    return min(read_scores(file), key=lambda entry: entry["nats_per_token"])["attention_window"]
-
-
 def check_folder(path: Path) -> None:
     """Check that a path is the folder of a reproduction, an empty folder, or nothing yet.
 

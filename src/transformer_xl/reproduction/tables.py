@@ -21,13 +21,7 @@ from transformer_xl.progress import ProgressBar, say
 from transformer_xl.reproduction.ablation import Metric, SystemResult, verdicts
 from transformer_xl.reproduction.context_table import GROUPS
 from transformer_xl.reproduction.report import read_results, write_report, write_results
-from transformer_xl.reproduction.reproduction import (
-    Reproduction,
-    best_attention_window,
-    check_folder,
-    read_scores,
-    report_damage,
-)
+from transformer_xl.reproduction.reproduction import Reproduction, check_folder, read_scores, report_damage
 from transformer_xl.reproduction.systems import ABLATION, BY_NAME, EQUAL_MEMORY, System
 from transformer_xl.run_folder import RunFolder
 
@@ -127,7 +121,8 @@ def _group_model(reproduction: Reproduction, system: System, index: int) -> Grou
     """Load the run of a system with the seed of this index, to be evaluated with its best attention window."""
     folder, config = RunFolder.open(reproduction.runs(system)[index]), None
     if system.attends and system.has_memory:
-        window = best_attention_window(reproduction.scores(system)[index])
+        scores = read_scores(reproduction.scores(system)[index])
+        window = min(scores, key=lambda entry: entry["nats_per_token"])["attention_window"]
         config = EvaluationConfig(memory_length=window - 1, attention_window=window)
     model = folder.load_model(choose_device(reproduction.device))
     return GroupModel(system.name, model, EvaluationPlan.resolve(folder.config, config))
