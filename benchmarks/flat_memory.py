@@ -1,9 +1,9 @@
-"""Whether memory stays flat on a text without end: resident memory against tokens scored, as figures and as a chart.
+"""Measures whether resident memory stays constant while a very long text is scored, and draws a chart.
 
     python benchmarks/flat_memory.py [--max-tokens 10000000] [--batch-size 1] [--out FILE] [--chart FILE]
 
-A tiny model scores drawn tokens as one stream, with memory that goes on from the first to the last. The tokens lie in
-memory from the beginning, so whatever is added comes from scoring. Linux only: there a process can ask what it holds.
+A tiny model scores random tokens as one stream, with memory carried from the first to the last. All tokens are in RAM
+from the beginning, so any growth comes from scoring. Linux only, because it reads /proc.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from transformer_xl.evaluation.evaluate import stream_losses
 from transformer_xl.evaluation.plan import TokenizedText
 
 MIB = 2**20
-SETTLED = 0.1  # share of the text after which buffers have their size
+SETTLED = 0.1  # fraction of the text after which allocators and buffers have reached their size
 MODEL = {"n_layers": 2, "d_model": 32, "n_heads": 2, "d_head": 16, "d_ff": 64, "dropout": 0.0}
 PLAN = EvaluationPlan(segment_length=256, context_limits=ContextLimits(256))
 
 
 def resident_bytes() -> int:
-    """What this process holds in memory now."""
+    """Return the resident memory of this process now."""
     pages = Path("/proc/self/statm").read_text().split()[1]
     return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 def measure(num_tokens: int, batch_size: int, *, num_samples: int = 200) -> dict[str, Any]:
-    """Resident memory while so many tokens are scored, at about `num_samples` places."""
+    """Score random tokens, and return their loss and speed and about `num_samples` samples of resident memory."""
     torch.manual_seed(5)
     model = TransformerXL(TransformerXLConfig(**MODEL), memory_length=PLAN.context_limits.memory_length).eval()
     tokens_K = np.random.default_rng(5).integers(0, 256, num_tokens, dtype=np.uint8)
     samples: list[tuple[int, int]] = [(0, resident_bytes())]
-    done, begin = 0, time.perf_counter()
+    done, start = 0, time.perf_counter()
 
     def sample(count: int) -> None:
         nonlocal done
@@ -55,9 +55,9 @@ def measure(num_tokens: int, batch_size: int, *, num_samples: int = 200) -> dict
 
     text, plan = TokenizedText(tokens_K, bos_token_id=10), replace(PLAN, batch_size=batch_size)
     nats = sum(chunk.sum for chunk in stream_losses(model, text, plan, sample))
-    seconds = time.perf_counter() - begin
+    seconds = time.perf_counter() - start
     assert done == num_tokens
-    settled = [held for place, held in samples if place >= SETTLED * num_tokens]
+    settled = [resident for position, resident in samples if position >= SETTLED * num_tokens]
     return {
         "nats_per_token": nats / num_tokens,
         "seconds": round(seconds, 1),
@@ -68,11 +68,11 @@ def measure(num_tokens: int, batch_size: int, *, num_samples: int = 200) -> dict
 
 
 def chart(results: dict[str, Any]) -> Figure:
-    """Resident memory against tokens."""
-    places, held = zip(*results["samples"], strict=True)
+    """Return a chart of resident memory over the number of tokens scored."""
+    positions, resident = zip(*results["samples"], strict=True)
     figure = Figure(figsize=(6.4, 3.2), layout="constrained")
     axes = figure.subplots()
-    axes.plot([place / 1e6 for place in places], [amount / MIB for amount in held], color="#0072B2")
+    axes.plot([position / 1e6 for position in positions], [size / MIB for size in resident], color="#0072B2")
     axes.set_xlabel("tokens scored, millions")
     axes.set_ylabel("resident memory, MiB")
     axes.set_ylim(bottom=0)
@@ -81,33 +81,34 @@ def chart(results: dict[str, Any]) -> Figure:
 
 
 def main() -> None:
+    """Measure, write the results to a file, and draw the chart."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--max-tokens", type=int, default=10_000_000)
     parser.add_argument("--batch-size", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, default=RESULTS / "flat-memory.json")
     parser.add_argument("--chart", type=Path, default=RESULTS.parents[1] / "docs" / "evaluation-memory.svg")
-    sizes = parser.parse_args()
-    torch.set_num_threads(sizes.threads)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
     load = warn_if_busy()
     results = {
         "command": command(),
         "commit": commit(),
         "torch": torch.__version__,
-        "machine": {"cpu": cpu_model(), "python": platform.python_version(), "threads": sizes.threads, "load": load},
-        "tokens": sizes.max_tokens,
-        "batch_size": sizes.batch_size,
+        "machine": {"cpu": cpu_model(), "python": platform.python_version(), "threads": args.threads, "load": load},
+        "tokens": args.max_tokens,
+        "batch_size": args.batch_size,
         "model": MODEL,
         "segment_length": PLAN.segment_length,
         "memory_length": PLAN.context_limits.memory_length,
-        **measure(sizes.max_tokens, sizes.batch_size),
+        **measure(args.max_tokens, args.batch_size),
     }
-    held = results["resident_bytes"]
-    say(f"resident: {held['least_settled'] / MIB:.1f} to {held['most_settled'] / MIB:.1f} MiB once settled")
-    write(results, sizes.out)
-    mpl.rcParams["svg.hashsalt"] = "transformer-xl"  # else each drawing names its parts anew
-    FigureCanvasSVG(chart(results)).print_svg(sizes.chart, metadata={"Date": None})
-    say(f"chart in {sizes.chart}")
+    resident = results["resident_bytes"]
+    say(f"resident: {resident['least_settled'] / MIB:.1f} to {resident['most_settled'] / MIB:.1f} MiB once settled")
+    write(results, args.out)
+    mpl.rcParams["svg.hashsalt"] = "transformer-xl"  # otherwise SVG ids are random
+    FigureCanvasSVG(chart(results)).print_svg(args.chart, metadata={"Date": None})
+    say(f"chart in {args.chart}")
 
 
 if __name__ == "__main__":

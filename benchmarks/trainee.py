@@ -1,4 +1,4 @@
-"""A model in training as `txl train` trains it: the package's own model, optimisers and step, on tokens handed in."""
+"""Training steps as `txl train` computes them, on tokens that the caller passes; used by several benchmarks."""
 
 from __future__ import annotations
 
@@ -16,22 +16,28 @@ from transformer_xl.training.step import ModelWithLoss, TrainStep
 
 
 class Trainee:
-    """Carries its memory from step to step."""
+    """A model in training, with its optimizer and the memory that it carries from step to step."""
 
     def __init__(self, model: TransformerXLConfig, train: TrainConfig, device: str) -> None:
-        """Weights are drawn from the same seed each time; the learning rate stays at its peak."""
+        """Build the model with weights of a fixed seed; the learning rate is constant at its peak."""
         torch.manual_seed(1)
-        place = torch.device(device)
-        self.model = TransformerXL(model, memory_length=train.memory_length).to(place).train()
+        torch_device = torch.device(device)
+        self.model = TransformerXL(model, memory_length=train.memory_length).to(torch_device).train()
         self.model.activation_checkpointing = train.activation_checkpointing
-        compile_layers(self.model, place, train.compile)
-        scored = ModelWithLoss(self.model, copy_memory=train.compile == "cudagraphs")
-        self.train_step = TrainStep(scored, build_optimizers(self.model, train), train, place, SINGLE_PROCESS)
+        compile_layers(self.model, torch_device, train.compile)
+        with_loss = ModelWithLoss(self.model, copy_memory=train.compile == "cudagraphs")
+        optimizers = build_optimizers(self.model, train)
+        self.train_step = TrainStep(with_loss, optimizers, train, torch_device, SINGLE_PROCESS)
         self.memories = (self.model.initial_memory(train.batch_size),)
 
     def step(self, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
-        """One whole optimiser step on tokens (B, T) that lie on the CPU; gives the mean loss in nats, on the device."""
+        """Run one optimizer step, and return its mean loss in nats per token, on the device.
+
+        Args:
+            inputs_BT: token ids (batch size B, segment length T), on the CPU.
+            targets_BT: the next token of each input, on the CPU.
+        """
         loss_mask_BT = np.ones(tuple(inputs_BT.shape), dtype=np.bool_)
-        segment = Batch(inputs_BT.numpy(), targets_BT.numpy(), loss_mask_BT, is_first=False)
-        numbers, self.memories = self.train_step(segment, self.memories)
-        return numbers[0] / numbers[1]
+        batch = Batch(inputs_BT.numpy(), targets_BT.numpy(), loss_mask_BT, is_first=False)
+        sums, self.memories = self.train_step(batch, self.memories)
+        return sums[0] / sums[1]  # sum of the losses, number of scored tokens

@@ -1,17 +1,16 @@
-"""Training speed and memory beside other implementations that carry a memory, at the size of the paper's enwik8 model.
+"""Compares speed and memory of training with other implementations, at the size of the paper's small enwik8 model.
 
     python benchmarks/training.py [--peers .venv-peers/bin/python] [--implementations ours-float32,...] [--rounds 5] ...
 
 An implementation is NAME-DTYPE or NAME-DTYPE+VARIANT: ours-float32, ours-bfloat16, ours-float32+compile,
-transformers-float32, x-transformers-float32, x-transformers-bfloat16+bias, ... Each is a process of its own, in its
-own environment, with all cores. They are started one after the other, wait idle, and take turns (A B C, then C B A,
-...), so only one computes at any time and whatever else the machine does falls on all. Steps are whole: forward with a
-memory that is full and carried on, cross-entropy, backward, clip, fused Adam. Figures are medians over the rounds; a
-ratio is the median of each round's ratio to the first implementation. The losses on the same text stand beside them, so
-that an implementation that is fast because it learns nothing is seen.
+transformers-float32, x-transformers-float32, x-transformers-bfloat16+bias, ... Each runs in a separate process with all
+cores, the others ("peers") with the Python of another virtual environment. They take turns (A B C, then C B A, ...), so
+only one computes at any time, and disturbances by other programs affect all. A step is forward with a full memory,
+cross-entropy, backward, gradient clipping and fused Adam. Results are medians over the rounds; a ratio is the median of
+each round's ratio to the first implementation. Losses on the same text show whether an implementation really learns.
 
-Without --implementations all run in float32, and all but transformers also in bfloat16 where the machine has
-instructions for it: the loss of transformers fails under bfloat16 autocast.
+By default all run in float32, and all but transformers, whose loss fails under bfloat16 autocast, also in bfloat16 if
+the processor has instructions for it.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ PEERS = Path(".venv-peers/bin/python")
 MODULES = {"ours": "ours", "transformers": "peer_transformers", "x-transformers": "peer_x_transformers"}
 STANDARD = ("ours-{}", "transformers-{}", "x-transformers-{}", "x-transformers-{}+bias")
 NO_BFLOAT16 = "transformers in bfloat16: its loss fails under autocast (bfloat16 into a float32 buffer)"
-# keeps large blocks in the process: glibc gives those above 32 MiB back to the system as soon as they are free
+# makes glibc keep blocks above 32 MiB, which it otherwise returns to the system as soon as they are freed
 TUNED_MALLOC = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_TOP_PAD_": str(2**26)}
 SIZES = {
     "n_layers": 12,
@@ -52,12 +51,12 @@ SIZES = {
     "memory_length": 512,
 }
 RATES = {"dropout": 0.1, "learning_rate": 2.5e-4, "max_grad_norm": 0.25}
-REST_SECONDS = 0.5  # threads of the one before spin a little before they sleep
+REST_SECONDS = 0.5  # threads of the previous implementation spin for a moment before they sleep
 
 
 @dataclass(frozen=True)
 class Entry:
-    """An implementation by name."""
+    """An implementation to measure."""
 
     name: str
     module: str
@@ -66,28 +65,33 @@ class Entry:
 
     @staticmethod
     def parse(name: str, modules: dict[str, str]) -> Entry:
-        """NAME-DTYPE or NAME-DTYPE+VARIANT of these modules; ends the program where it is neither."""
+        """Parse NAME-DTYPE or NAME-DTYPE+VARIANT; exit with a message if there is no such implementation.
+
+        Args:
+            name: the name of the implementation, as on the command line.
+            modules: for each NAME, the module in implementations/.
+        """
         rest, _, variant = name.partition("+")
         who, _, dtype = rest.rpartition("-")
         if who not in modules or dtype not in ("float32", "bfloat16"):
-            sys.exit(f"no implementation '{name}'; wanted NAME-DTYPE, NAME one of {', '.join(modules)}")
+            sys.exit(f"no implementation '{name}'; must be NAME-DTYPE, NAME one of {', '.join(modules)}")
         return Entry(name, modules[who], dtype, variant)
 
 
 class Worker:
-    """An implementation's process."""
+    """A process that runs one implementation; see implementations/worker.py."""
 
-    def __init__(self, entry: Entry, sizes: argparse.Namespace) -> None:
-        """Starts it and waits until it is built and its memory is full (one that reads has filled it by itself)."""
+    def __init__(self, entry: Entry, args: argparse.Namespace) -> None:
+        """Start the process, and wait until its model is built and its memory is full."""
         self.entry = entry
-        task = {name: getattr(sizes, name) for name in (*SIZES, *RATES, "device")}
+        task = {name: getattr(args, name) for name in (*SIZES, *RATES, "device")}
         task |= {"implementation": entry.module, "dtype": entry.dtype, "variant": entry.variant}
-        task |= {"clamp_length": getattr(sizes, "clamp_length", None)}
-        python = str(sizes.peers.absolute()) if entry.module.startswith("peer") else sys.executable
+        task |= {"clamp_length": getattr(args, "clamp_length", None)}
+        python = str(args.peers.absolute()) if entry.module.startswith("peer") else sys.executable
         environment = {
             **os.environ,
-            "OMP_NUM_THREADS": str(sizes.threads),
-            **(TUNED_MALLOC if sizes.tuned_malloc else {}),
+            "OMP_NUM_THREADS": str(args.threads),
+            **(TUNED_MALLOC if args.tuned_malloc else {}),
         }
         self.process = subprocess.Popen(
             [python, "-m", "implementations.worker", json.dumps(task)],
@@ -97,64 +101,66 @@ class Worker:
             env=environment,
             text=True,
         )
-        self.built = self._answer()
-        filling = 2 if "inference" in entry.module else 1 + -(-sizes.memory_length // sizes.segment_length)
-        self.first = self.steps(filling + (3 if "compile" in entry.variant else 0))
+        self.built = self._response()
+        # an inference implementation fills its memory when it is built, so these steps only warm up
+        warmup = 2 if "inference" in entry.module else 1 + -(-args.memory_length // args.segment_length)
+        self.steps(warmup + (3 if "compile" in entry.variant else 0))
 
     def steps(self, number: int) -> dict[str, Any]:
-        """Seconds and mean loss of so many steps."""
+        """Run so many steps, and return their `seconds` and mean `loss`."""
         assert self.process.stdin
         self.process.stdin.write(f"{number}\n")
         self.process.stdin.flush()
-        return self._answer()
+        return self._response()
 
     def end(self) -> dict[str, Any]:
-        """Lets it end; gives the most memory it had."""
+        """End the process, and return its peak memory."""
         assert self.process.stdin
-        self.process.stdin.close()
-        found = self._answer()
-        self.process.wait()
-        return found
+        with self.process:  # closes the pipes and waits
+            self.process.stdin.close()
+            peaks = self._response()
+        beyond_libraries = peaks["peak_resident_bytes"] - peaks["resident_bytes_before_model"]
+        return {**peaks, "peak_resident_bytes_beyond_libraries": beyond_libraries}
 
-    def _answer(self) -> dict[str, Any]:
+    def _response(self) -> dict[str, Any]:
         assert self.process.stdout
         for line in self.process.stdout:
-            if line.startswith("{"):  # libraries may print what they like
+            if line.startswith("{"):  # libraries may print other lines
                 return json.loads(line)
         self.process.wait()
-        sys.exit(f"{self.entry.name} ended with status {self.process.returncode}; what it wrote stands above")
+        sys.exit(f"{self.entry.name} ended with status {self.process.returncode}; see its error above")
 
 
-def measure(entries: list[Entry], sizes: argparse.Namespace) -> dict[str, Any]:
-    """Lets the implementations take turns; gives all rates, medians, ratios, losses and memory."""
+def measure(entries: list[Entry], args: argparse.Namespace) -> dict[str, Any]:
+    """Run the implementations in turns, and return their rates, medians, ratios, losses and memory."""
     workers = {}
     for entry in entries:
-        workers[entry.name] = Worker(entry, sizes)
+        workers[entry.name] = Worker(entry, args)
         built = workers[entry.name].built
         say(f"{entry.name}: {built['parameters']:,} parameters, {built['threads']} threads; {built['note']}")
     rates: dict[str, list[float]] = {name: [] for name in workers}
     losses: dict[str, list[float]] = {name: [] for name in workers}
     names = list(workers)
-    for number in range(sizes.rounds):
+    for number in range(args.rounds):
         for name in names if number % 2 == 0 else reversed(names):
             time.sleep(REST_SECONDS)
-            took = workers[name].steps(sizes.steps)
-            rates[name].append(sizes.steps * sizes.batch_size * sizes.segment_length / took["seconds"])
-            losses[name].append(took["loss"])
+            result = workers[name].steps(args.steps)
+            rates[name].append(args.steps * args.batch_size * args.segment_length / result["seconds"])
+            losses[name].append(result["loss"])
         last = ", ".join(f"{name} {of[-1]:,.0f}" for name, of in rates.items())
-        say(f"round {number + 1} of {sizes.rounds}, tokens/s: {last}")
+        say(f"round {number + 1} of {args.rounds}, tokens/s: {last}")
     first = rates[names[0]]
     return {
         "compared_with": names[0],
         "implementations": {
-            name: {**metrics(rates[name], first), "losses": losses[name], **worker.built, **memory(worker.end())}
+            name: {**metrics(rates[name], first), "losses": losses[name], **worker.built, **worker.end()}
             for name, worker in workers.items()
         },
     }
 
 
 def metrics(rates: list[float], first: list[float]) -> dict[str, Any]:
-    """Median rate, and how many times the first implementation's, round by round."""
+    """Return an implementation's median rate, and the ratios of its rates to those of the first implementation."""
     ratios = [rate / other for rate, other in zip(rates, first, strict=True)]
     return {
         "median_tokens_per_second": round(statistics.median(rates), 1),
@@ -164,42 +170,33 @@ def metrics(rates: list[float], first: list[float]) -> dict[str, Any]:
     }
 
 
-def memory(ended: dict[str, Any]) -> dict[str, Any]:
-    """The most memory of a process, and what of it came after torch and the libraries were loaded."""
-    more = ended["peak_resident_bytes"] - ended["resident_bytes_before_model"]
-    return {**ended, "peak_resident_bytes_beyond_libraries": more}
-
-
-def chosen(sizes: argparse.Namespace) -> tuple[list[Entry], list[str]]:
-    """Who takes part, and what to say about who does not."""
-    if sizes.implementations:
-        return [Entry.parse(name, MODULES) for name in sizes.implementations.split(",")], []
+def choose_entries(args: argparse.Namespace) -> tuple[list[Entry], list[str]]:
+    """Return the implementations to measure, and for those left out by default a sentence that explains why."""
+    if args.implementations:
+        return [Entry.parse(name, MODULES) for name in args.implementations.split(",")], []
     names = [name.format("float32") for name in STANDARD]
-    said = []
-    if has_bfloat16(torch.device(sizes.device)):
+    left_out = []
+    if has_bfloat16(torch.device(args.device)):
         names += [name.format("bfloat16") for name in STANDARD if not name.startswith("transformers")]
-        said.append(NO_BFLOAT16)
+        left_out.append(NO_BFLOAT16)
     else:
-        said.append(
-            "bfloat16: this machine has no instructions for it; name the implementations to measure it all the same"
-        )
-    if not sizes.peers.exists():
-        said.append(f"the peers: no Python at {sizes.peers}; 'make bench' makes one")
+        left_out.append("bfloat16: the processor has no instructions for it; --implementations measures it anyway")
+    if not args.peers.exists():
+        left_out.append(f"other implementations: no Python at {args.peers}; 'make bench' installs one")
         names = [name for name in names if name.startswith("ours")]
-    return [Entry.parse(name, MODULES) for name in names], said
+    return [Entry.parse(name, MODULES) for name in names], left_out
 
 
-def parsed() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description="Training speed and memory beside other implementations.")
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Training speed and memory compared with other implementations.")
     for name, default in {**SIZES, **RATES}.items():
         flag = f"--{name.replace('_', '-')}"
         parser.add_argument(flag, type=type(default), default=default, help=f"default {default:g}")
+    parser.add_argument("--implementations", help="names separated by commas; the others are compared with the first")
     parser.add_argument(
-        "--implementations", help="names with commas between; the first is what others are compared with"
+        "--peers", type=Path, default=PEERS, help=f"Python with the other implementations (default {PEERS})"
     )
-    parser.add_argument("--peers", type=Path, default=PEERS, help=f"the Python that has the peers (default {PEERS})")
-    parser.add_argument("--steps", type=int, default=2, help="optimiser steps of a turn (default 2)")
+    parser.add_argument("--steps", type=int, default=2, help="optimizer steps in each round (default 2)")
     parser.add_argument("--rounds", type=int, default=5, help="default 5")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="CPU threads (default: one for each core)")
@@ -211,13 +208,13 @@ def parsed() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Measures, prints the figures and writes them to a file."""
-    sizes = parsed()
+    """Measure, print the results and write them to a file."""
+    args = parse_arguments()
     load = warn_if_busy()
-    entries, said = chosen(sizes)
-    for line in said:
+    entries, left_out = choose_entries(args)
+    for line in left_out:
         say(f"left out: {line}")
-    left_out = ("implementations", "peers", "out", "device", "threads")
+    not_sizes = ("implementations", "peers", "out", "device", "threads")
     results = {
         "command": command(),
         "commit": commit(),
@@ -226,14 +223,14 @@ def main() -> None:
             "cpu": cpu_model(),
             "features": cpu_features(),
             "cores": os.cpu_count(),
-            "threads": sizes.threads,
-            "device": device_name(sizes.device),
+            "threads": args.threads,
+            "device": device_name(args.device),
             "load_average_before": load,
         },
-        "sizes": {name: value for name, value in vars(sizes).items() if name not in left_out},
-        "environment": TUNED_MALLOC if sizes.tuned_malloc else {},
-        "left_out": said,
-        **measure(entries, sizes),
+        "sizes": {name: value for name, value in vars(args).items() if name not in not_sizes},
+        "environment": TUNED_MALLOC if args.tuned_malloc else {},
+        "left_out": left_out,
+        **measure(entries, args),
     }
     for name, of in results["implementations"].items():
         low, high = of["ratio_range"]
@@ -243,7 +240,7 @@ def main() -> None:
             f"peak {of['peak_resident_bytes'] / 2**20:,.0f} MiB "
             f"({of['peak_resident_bytes_beyond_libraries'] / 2**20:,.0f} beyond libraries), loss {of['losses'][-1]:.3f}"
         )
-    write(results, sizes.out)
+    write(results, args.out)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""This package in `training.py`: the model and the optimiser step that `txl train` uses."""
+"""This package in `training.py`: the model and the optimizer step of `txl train`."""
 
 from __future__ import annotations
 
@@ -11,20 +11,12 @@ from transformer_xl.config import TrainConfig, TransformerXLConfig
 
 
 class Runner:
-    """Variant `compile`: layers through torch.compile. Nothing is set that `txl train` does not set."""
+    """Training as by `txl train`; variants: `compile` uses torch.compile, `recompute` activation checkpointing."""
 
     versions = {"transformer_xl": __version__}  # noqa: RUF012
+    note = "relative attention of the paper, kernel auto"
 
     def __init__(self, task: Task) -> None:
-        model = TransformerXLConfig(
-            vocab_size=task.vocab_size,
-            n_layers=task.n_layers,
-            d_model=task.d_model,
-            n_heads=task.n_heads,
-            d_head=task.d_head,
-            d_ff=task.d_ff,
-            dropout=task.dropout,
-        )
         train = TrainConfig.model_validate(
             {
                 "batch_size": task.batch_size,
@@ -37,10 +29,9 @@ class Runner:
                 "activation_checkpointing": task.variant == "recompute",
             }
         )
-        self.trainee = Trainee(model, train, task.device)
-        self.model = self.trainee.model
-        self.note = "relative attention of the paper, kernel auto"
+        trainee = Trainee(TransformerXLConfig(**task.model_sizes, dropout=task.dropout), train, task.device)
+        self.model, self._step = trainee.model, trainee.step
 
     def step(self, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
-        """The tokens come from the CPU, as those of a corpus do."""
-        return self.trainee.step(inputs_BT, targets_BT)
+        """See `Implementation.step`."""
+        return self._step(inputs_BT, targets_BT)

@@ -1,4 +1,4 @@
-"""This package in `inference.py`: reading with the memory that `txl evaluate` and `txl generate` use."""
+"""This package in `inference.py`: the model and the memory of `txl evaluate` and `txl generate`."""
 
 from __future__ import annotations
 
@@ -16,34 +16,28 @@ from transformer_xl.model.transformer_xl import TransformerXL
 
 
 class Runner:
-    """Variant `hidden`: hidden rows kept and projected again in each step, as in training."""
+    """Inference with cached keys and values; variant `hidden` caches hidden states instead, as training does."""
 
     versions = {"transformer_xl": __version__}  # noqa: RUF012
-    note = "keys and values kept; the 40 likeliest tokens drawn from"
 
     def __init__(self, task: Task) -> None:
-        config = TransformerXLConfig(
-            vocab_size=task.vocab_size,
-            n_layers=task.n_layers,
-            d_model=task.d_model,
-            n_heads=task.n_heads,
-            d_head=task.d_head,
-            d_ff=task.d_ff,
-            dropout=0.0,
-        )
-        self.task, model = task, TransformerXL(config).eval().to(task.device)
+        """Build the model, and fill its memory with token 0 in segments of 512."""
+        self.task = task
+        cached = "hidden states" if task.variant == "hidden" else "keys and values"
+        self.note = f"{cached} cached; sampling from the 40 most likely tokens"
+        model = TransformerXL(TransformerXLConfig(**task.model_sizes, dropout=0.0)).eval().to(task.device)
         self.model = with_matrices_in(model, torch.bfloat16) if task.dtype == "bfloat16" else model
         context_limits = ContextLimits(task.memory_length, task.memory_length, task.clamp_length)
-        kind = self.model.initial_memory if task.variant == "hidden" else self.model.inference_memory
-        self.memory = kind(task.batch_size, context_limits)
+        new_memory = self.model.initial_memory if task.variant == "hidden" else self.model.inference_memory
+        self.memory = new_memory(task.batch_size, context_limits)
         with torch.inference_mode(), task.autocast():
-            for part_BT in torch.zeros(task.batch_size, task.memory_length, dtype=torch.int64).split(512, dim=1):
-                _, self.memory = self.model(part_BT.to(task.device), self.memory)
+            for segment_BT in torch.zeros(task.batch_size, task.memory_length, dtype=torch.int64).split(512, dim=1):
+                _, self.memory = self.model(segment_BT.to(task.device), self.memory)
         self.sampling = GenerationConfig(top_k=40)
         self.generators = [torch.Generator().manual_seed(1 + row) for row in range(task.batch_size)]
 
     def step(self, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
-        """Reads on; a single token is followed by the choice of the next, as in generation."""
+        """See `Implementation.step`; the next token is sampled from the 40 most likely (R in the code)."""
         with torch.inference_mode(), self.task.autocast():
             hidden_BTD, self.memory = self.model(inputs_BT.to(self.task.device), self.memory)
             if inputs_BT.shape[1] == 1:

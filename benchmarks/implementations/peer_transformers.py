@@ -1,16 +1,45 @@
-"""Hugging Face transformers in `training.py`: TransfoXLLMHeadModel, the last release line that still runs (4.37.2)."""
+"""Hugging Face transformers in `training.py`: TransfoXLLMHeadModel, which 4.37.2 is the last version to contain."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import transformers
-from implementations.task import Task
+from implementations.task import Task, optimizer_step
 from torch import Tensor
 from transformers import TransfoXLConfig, TransfoXLLMHeadModel
 
 
+def build_model(task: Task, **settings: Any) -> TransfoXLLMHeadModel:
+    """Build the paper's model with a dense softmax.
+
+    Args:
+        task: the sizes of the model.
+        settings: further settings of TransfoXLConfig.
+    """
+    config = TransfoXLConfig(
+        vocab_size=task.vocab_size,
+        cutoffs=[],
+        div_val=1,
+        d_model=task.d_model,
+        d_embed=task.d_model,
+        n_head=task.n_heads,
+        d_head=task.d_head,
+        d_inner=task.d_ff,
+        n_layer=task.n_layers,
+        mem_len=task.memory_length,
+        untie_r=False,
+        **settings,
+    )
+    return TransfoXLLMHeadModel(config).to(task.device)
+
+
 class Runner:
-    """The paper's model with a plain softmax; its loss does not work under bfloat16 autocast."""
+    """Training with the memory `mems`; variant `compile` uses torch.compile.
+
+    Float32 only: the model's loss does not work under bfloat16 autocast.
+    """
 
     versions = {"transformers": transformers.__version__}  # noqa: RUF012
     note = (
@@ -19,39 +48,20 @@ class Runner:
     )
 
     def __init__(self, task: Task) -> None:
-        config = TransfoXLConfig(
-            vocab_size=task.vocab_size,
-            cutoffs=[],
-            div_val=1,
-            d_model=task.d_model,
-            d_embed=task.d_model,
-            n_head=task.n_heads,
-            d_head=task.d_head,
-            d_inner=task.d_ff,
-            n_layer=task.n_layers,
-            mem_len=task.memory_length,
-            clamp_len=-1,
-            same_length=False,
-            dropout=task.dropout,
-            dropatt=0.0,
-            untie_r=False,
-            trainer_compatible=True,
-        )
         self.task = task
-        self.model = TransfoXLLMHeadModel(config).to(task.device).train()
+        self.model = build_model(
+            task, clamp_len=-1, same_length=False, dropout=task.dropout, dropatt=0.0, trainer_compatible=True
+        ).train()
         if task.variant == "compile":
             self.model.compile(dynamic=False)
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=task.learning_rate, fused=True)
         self.mems: list[Tensor] | None = None
 
     def step(self, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
-        """Labels are the inputs, as its documentation says: it shifts them itself."""
+        """See `Implementation.step`; the labels are the inputs, which the model shifts itself."""
         inputs_BT = inputs_BT.to(self.task.device)
         with self.task.autocast():
             out = self.model(input_ids=inputs_BT, labels=inputs_BT, mems=self.mems)
         self.mems = out.mems
-        out.loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.task.max_grad_norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        optimizer_step(out.loss, self.model, self.optimizer, self.task.max_grad_norm)
         return out.loss

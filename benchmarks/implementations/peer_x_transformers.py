@@ -1,4 +1,4 @@
-"""x-transformers in `training.py`: its decoder with Transformer-XL's recurrence."""
+"""x-transformers in `training.py`: its decoder with the memory of Transformer-XL."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from importlib.metadata import version
 
 import torch
 import torch.nn.functional as F
-from implementations.task import Task
+from implementations.task import Task, optimizer_step
 from torch import Tensor
 from x_transformers import Decoder, TransformerWrapper
 
 
 class Runner:
-    """Its documentation names two ways to set positions beside a memory, and each is here.
+    """Training with either of the two position encodings that the library documents for use with a memory.
 
-    Rotary embeddings with `attn_flash`, its fastest way and the default. Variant `bias`: T5's relative position bias,
-    the example its documentation gives, which cannot be had with `attn_flash`. Neither is the paper's attention, and
-    both cost less: no product of queries with position keys. Layers stand in pre-norm, its default.
+    The default is rotary embeddings with `attn_flash`, the fastest. Variant `bias` is T5's relative position bias, the
+    documented example, which excludes `attn_flash`. Both cost less than the paper's attention, which multiplies queries
+    with position keys. Layers are pre-norm, the library's default. Variants with `compile` use torch.compile.
     """
 
     versions = {"x_transformers": version("x-transformers")}  # noqa: RUF012
@@ -24,12 +24,8 @@ class Runner:
     def __init__(self, task: Task) -> None:
         bias = "bias" in task.variant
         positions = {"rel_pos_bias": True} if bias else {"rotary_pos_emb": True, "attn_flash": True}
-        self.note = (
-            "T5 relative position bias, no flash attention (not to be had together)"
-            if bias
-            else "rotary embeddings, attn_flash"
-        )
-        self.note += "; its own attention, cheaper than the paper's"
+        encoding = "T5 relative position bias, without attn_flash" if bias else "rotary embeddings, attn_flash"
+        self.note = f"{encoding}; its own attention, cheaper than the paper's"
         self.task = task
         decoder = Decoder(
             dim=task.d_model,
@@ -49,20 +45,16 @@ class Runner:
             tie_embedding=True,
             attn_layers=decoder,
         ).to(task.device)
-        self.model.train()
         if "compile" in task.variant:
             self.model.compile(dynamic=False)
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=task.learning_rate, fused=True)
         self.mems: list[Tensor] | None = None
 
     def step(self, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
-        """Cross-entropy of its logits, as its own wrapper for training forms it."""
+        """See `Implementation.step`; the loss is the cross-entropy of the logits, as in the library's own wrapper."""
         inputs_BT, targets_BT = inputs_BT.to(self.task.device), targets_BT.to(self.task.device)
         with self.task.autocast():
             logits_BTV, self.mems = self.model(inputs_BT, mems=self.mems, return_mems=True)
             loss = F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.task.max_grad_norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        optimizer_step(loss, self.model, self.optimizer, self.task.max_grad_norm)
         return loss

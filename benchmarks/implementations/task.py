@@ -1,10 +1,10 @@
-"""What an implementation of `training.py` or `inference.py` is given, and what it must offer."""
+"""The task that `worker.py` passes to an implementation, and the interface that each implementation provides."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -12,14 +12,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Task:
-    """What is to be trained, and how."""
+    """The settings of a model and of its training or inference, equal for all implementations."""
 
     implementation: str
-    """Name of the module beside this file."""
+    """Name of a module in this folder."""
     dtype: str
     """float32 or bfloat16."""
     variant: str
-    """What the implementation is asked to do otherwise; empty: nothing."""
+    """A variant that the implementation's `Runner` describes, or empty."""
     device: str
     n_layers: int
     d_model: int
@@ -34,27 +34,48 @@ class Task:
     learning_rate: float
     max_grad_norm: float
     clamp_length: int | None = None
-    """Distances above this count as this one; none: no limit. For reading alone."""
+    """Largest relative distance; longer ones are treated as this one. None means no limit. For inference only."""
+
+    @property
+    def model_sizes(self) -> dict[str, Any]:
+        """The sizes of the model, by their names in `TransformerXLConfig`."""
+        return {
+            name: getattr(self, name) for name in ("n_layers", "d_model", "n_heads", "d_head", "d_ff", "vocab_size")
+        }
 
     def autocast(self) -> AbstractContextManager[object]:
-        """Matrix products in the wanted number format."""
+        """Return a context in which matrix products are computed in the task's dtype."""
         if self.dtype == "float32":
             return nullcontext()
         return torch.autocast(torch.device(self.device).type, torch.bfloat16)
 
 
 class Implementation(Protocol):
-    """A model in training, or one that reads, carrying its memory from step to step."""
+    """A model in training or inference that carries its memory from step to step."""
 
     model: torch.nn.Module
     note: str
-    """How it is set, in words."""
+    """Description of its configuration."""
     versions: dict[str, str]
 
     def step(self, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
-        """One whole step on tokens (B, T) that lie on the CPU; gives the mean loss in nats, on the device.
+        """Process one segment, and return its mean loss in nats, on the device.
 
-        In training with everything up to the changed weights; in reading with each target's nats, and for a single
-        token (T = 1) with the choice of the next.
+        In training this is a complete optimizer step. In inference it is a forward pass; for a single token (T = 1) it
+        also samples the next token.
+
+        Args:
+            inputs_BT: token ids (batch size B, length T), on the CPU.
+            targets_BT: the next token of each input, on the CPU.
         """
         ...
+
+
+def optimizer_step(
+    loss: Tensor, model: torch.nn.Module, optimizer: torch.optim.Optimizer, max_grad_norm: float
+) -> None:
+    """Compute the gradients of the loss, clip them, and update the weights."""
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)

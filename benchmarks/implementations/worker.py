@@ -1,10 +1,11 @@
-"""One implementation of `training.py` or `inference.py` in a process of its own: builds the model, steps when told to.
+"""Process that runs one implementation for `training.py` or `inference.py`, and computes steps on request.
 
-    python -m implementations.worker '{"implementation": "ours", "precision": "float32", ...}'
+    python -m implementations.worker '{"implementation": "ours", "dtype": "float32", ...}'
 
-Reads a number of steps a line, answers each with one line of JSON: seconds, and the mean loss of those steps. Nothing
-is computed while it waits. The end of the input ends it, after a last line: the most memory it had. It needs torch and
-what the implementation needs, nothing else, so it runs in the peers' environment too.
+The argument is a `Task` as JSON. The process prints one line of JSON that describes the model. Then it reads a number
+of steps from each line of standard input, and prints a line of JSON with their seconds and mean loss. At the end of the
+input it prints its peak memory and exits. It needs only torch and the implementation's packages, so it also runs in the
+environment of the other implementations (benchmarks/peers.txt).
 """
 
 from __future__ import annotations
@@ -23,82 +24,82 @@ from torch import Tensor
 
 
 def text(num_bytes: int) -> bytes:
-    """Source of Python's standard library, in the order of its paths: text that every Python has."""
+    """Return at least `num_bytes` of the source of Python's standard library, a text that needs no download."""
     library = Path(sysconfig.get_paths()["stdlib"])
-    parts, length = [], 0
+    content = b""
     for path in sorted(library.rglob("*.py")):
-        if "site-packages" not in path.parts and length < num_bytes:
-            parts.append(path.read_bytes())
-            length += len(parts[-1])
-    return b"".join(parts)
+        if "site-packages" not in path.parts and len(content) < num_bytes:
+            content += path.read_bytes()
+    return content
 
 
 class Segments:
-    """Rows side by side, each a stretch of the text; from its end it goes on at its beginning."""
+    """Consecutive segments of a text; each batch row reads another part of it, again and again.
+
+    Shape suffixes: B batch rows, T tokens of a segment, A all tokens (of the text or of a row).
+    """
 
     def __init__(self, task: Task) -> None:
-        ids_A = (
-            torch.frombuffer(bytearray(text(task.batch_size * task.segment_length * 300)), dtype=torch.uint8)
-            % task.vocab_size
-        )
+        content = bytearray(text(task.batch_size * task.segment_length * 300))  # 300 segments before it repeats
+        ids_A = torch.frombuffer(content, dtype=torch.uint8) % task.vocab_size
         length = (len(ids_A) // task.batch_size - 1) // task.segment_length * task.segment_length + 1
         self.ids_BA = ids_A[: task.batch_size * length].view(task.batch_size, length).long()
-        self.task, self.place = task, 0
+        self.task, self.position = task, 0
 
     def next(self) -> tuple[Tensor, Tensor]:
-        """Inputs and targets (B, T), on the CPU."""
-        if self.place + self.task.segment_length >= self.ids_BA.shape[1]:
-            self.place = 0
-        start, self.place = self.place, self.place + self.task.segment_length
-        return self.ids_BA[:, start : self.place], self.ids_BA[:, start + 1 : self.place + 1]
+        """Return inputs and targets (B, T), on the CPU."""
+        if self.position + self.task.segment_length >= self.ids_BA.shape[1]:
+            self.position = 0
+        start, self.position = self.position, self.position + self.task.segment_length
+        return self.ids_BA[:, start : self.position], self.ids_BA[:, start + 1 : self.position + 1]
 
 
 def resident_bytes(name: str) -> int:
-    """A line of this process's status: VmRSS, what it has now, or VmHWM, the most it ever had. 0 where unknown."""
+    """Return this process's resident memory now (name VmRSS) or at its peak (VmHWM); 0 if unknown (not on Linux)."""
     status = Path("/proc/self/status")
     lines = status.read_text().splitlines() if status.exists() else []
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), 0)
 
 
-def wait(device: str) -> None:
-    """Until the device has done what it was told."""
+def synchronize(device: str) -> None:
+    """Wait until the device has finished all submitted work."""
     if device.startswith("cuda"):
         torch.cuda.synchronize()
 
 
 def run(implementation: Implementation, segments: Segments, steps: int, device: str) -> dict[str, float]:
-    """Takes steps against the clock."""
+    """Run so many steps, and return their total seconds and mean loss."""
     losses = []
-    wait(device)
-    began = time.perf_counter()
+    synchronize(device)
+    start = time.perf_counter()
     for _ in range(steps):
         losses.append(implementation.step(*segments.next()).detach())
-    wait(device)
-    return {"seconds": time.perf_counter() - began, "loss": float(torch.stack(losses).float().mean())}
+    synchronize(device)
+    return {"seconds": time.perf_counter() - start, "loss": float(torch.stack(losses).float().mean())}
 
 
-def peak(device: str, before: int) -> dict[str, int]:
-    """The most memory so far: resident, and on the GPU."""
-    found = {"peak_resident_bytes": resident_bytes("VmHWM"), "resident_bytes_before_model": before}
+def peak_memory(device: str, before: int) -> dict[str, int]:
+    """Return the peak memory so far, and `before`, the resident memory before the model was built."""
+    peaks = {"peak_resident_bytes": resident_bytes("VmHWM"), "resident_bytes_before_model": before}
     if device.startswith("cuda"):
-        found["peak_device_bytes"] = torch.cuda.max_memory_allocated()
-    return found
+        peaks["peak_device_bytes"] = torch.cuda.max_memory_allocated()
+    return peaks
 
 
 def warm_libraries(device: str) -> None:
-    """Takes a step of a tiny model, so that what torch loads late does not count as the implementation's memory."""
+    """Train a tiny model for a step, so that what torch loads late is not counted as the implementation's memory."""
     tiny = torch.nn.Linear(2, 2).to(device)
     tiny(torch.ones(1, 2, device=device)).sum().backward()
     torch.optim.Adam(tiny.parameters(), fused=True).step()
 
 
-def answer(what: dict[str, Any]) -> None:
-    """One line for the conductor."""
-    print(json.dumps(what), flush=True)
+def respond(values: dict[str, Any]) -> None:
+    """Print one line of JSON for the process that started this one."""
+    print(json.dumps(values), flush=True)
 
 
 def main() -> None:
-    """Says what was built, then does as told."""
+    """Build the implementation and describe it, then run the requested steps."""
     task = Task(**json.loads(sys.argv[1]))
     module = importlib.import_module(f"implementations.{task.implementation}")
     warm_libraries(task.device)
@@ -106,20 +107,17 @@ def main() -> None:
     torch.manual_seed(1)
     implementation: Implementation = module.Runner(task)
     segments = Segments(task)
-    # several names may stand for one tensor
-    parameters = sum(parameter.numel() for parameter in set(implementation.model.parameters()))
-    versions = {"torch": torch.__version__, **implementation.versions}
-    answer(
+    respond(
         {
-            "parameters": parameters,
+            "parameters": sum(parameter.numel() for parameter in implementation.model.parameters()),
             "threads": torch.get_num_threads(),
             "note": implementation.note,
-            "versions": versions,
+            "versions": {"torch": torch.__version__, **implementation.versions},
         }
     )
     for line in sys.stdin:
-        answer(run(implementation, segments, int(line), task.device))
-    answer(peak(task.device, before))
+        respond(run(implementation, segments, int(line), task.device))
+    respond(peak_memory(task.device, before))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The benchmarks are scripts, not part of the package: their folder is where Python looks first, as when they run."""
+"""Makes the modules of benchmarks/ importable, which are scripts and no part of the package."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 
 @pytest.fixture(autouse=True)
-def without_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The Triton kernel runs on a CPU too where its interpreter is on, and takes minutes."""
+def without_triton_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Disable Triton's interpreter, in which the Triton kernel would run on a CPU and take minutes."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)

@@ -1,4 +1,4 @@
-"""The measurement of resident memory sees memory that grows, and scores every token."""
+"""benchmarks/flat_memory.py scores every token, samples memory over the whole text, and notices memory that grows."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ import pytest
 
 def test_memory_is_sampled_over_the_whole_text() -> None:
     results = flat_memory.measure(5000, 1, num_samples=10)
-    places = [place for place, _ in results["samples"]]
-    assert places[0] == 0
-    assert places[-1] == 5000
-    assert places == sorted(set(places))
-    assert 9 <= len(places) <= 12
-    assert results["nats_per_token"] == pytest.approx(5.55, abs=0.3)  # about log 256: the model has learned nothing
+    positions = [position for position, _ in results["samples"]]
+    assert positions[0] == 0
+    assert positions[-1] == 5000
+    assert positions == sorted(set(positions))
+    assert 9 <= len(positions) <= 12
+    assert results["nats_per_token"] == pytest.approx(5.55, abs=0.3)  # log 256, as the model is untrained
 
 
-def test_memory_that_grows_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step that keeps a megabyte for good."""
-    kept: list[mmap.mmap] = []  # not from the heap, which may have room left by what ran before
+def test_growing_memory_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each scored segment leaks a megabyte."""
+    leaked: list[mmap.mmap] = []  # mapped, because the heap may have free memory left by earlier tests
     stream_losses = flat_memory.stream_losses
 
-    def leaks(model, text, plan, progress):
-        def told(count: int) -> None:
-            kept.append(mmap.mmap(-1, flat_memory.MIB))
-            kept[-1].write(b"x" * flat_memory.MIB)
+    def leak(model, text, plan, progress):
+        def leak_and_count(count: int) -> None:
+            leaked.append(mmap.mmap(-1, flat_memory.MIB))
+            leaked[-1].write(b"x" * flat_memory.MIB)
             progress(count)
 
-        return stream_losses(model, text, plan, told)
+        return stream_losses(model, text, plan, leak_and_count)
 
-    monkeypatch.setattr(flat_memory, "stream_losses", leaks)
-    held = flat_memory.measure(256 * 40, 1, num_samples=10)["resident_bytes"]
-    assert held["most_settled"] - held["least_settled"] > 25 * flat_memory.MIB
+    monkeypatch.setattr(flat_memory, "stream_losses", leak)
+    resident = flat_memory.measure(256 * 40, 1, num_samples=10)["resident_bytes"]
+    assert resident["most_settled"] - resident["least_settled"] > 25 * flat_memory.MIB
