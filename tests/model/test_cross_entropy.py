@@ -1,4 +1,4 @@
-"""Cross-entropy without the scores: the plain way's numbers and gradients, and none of its memory."""
+"""Chunked cross-entropy: results and gradients of the standard computation, without saving its logits."""
 
 import pytest
 import torch
@@ -7,61 +7,58 @@ from tensors import assert_same_tensors, named_gradients
 
 from transformer_xl.model.cross_entropy import linear_cross_entropy
 
-PLACES, WIDTH, SCORES = 11, 5, 23
-SIZES = ((PLACES, WIDTH), (SCORES, WIDTH), (SCORES,))
+POSITIONS, WIDTH, LOGITS = 11, 5, 23
+SHAPES = {"hidden": (POSITIONS, WIDTH), "weight": (LOGITS, WIDTH), "bias": (LOGITS,)}
 
 
-NAMES = ("hidden", "weight", "bias")
-
-
-def draw(dtype=torch.float64, *, autograd=True):
+def random_inputs(dtype=torch.float64, *, requires_grad=True):
     generator = torch.Generator().manual_seed(2)
-    tensors = [torch.randn(size, generator=generator, dtype=torch.float64).to(dtype) for size in SIZES]
-    target_K = torch.randint(SCORES, (PLACES,), generator=generator)
-    return [tensor.requires_grad_(autograd) for tensor in tensors], target_K
+    tensors = [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in SHAPES.values()]
+    target_K = torch.randint(LOGITS, (POSITIONS,), generator=generator)
+    return [tensor.requires_grad_(requires_grad) for tensor in tensors], target_K
 
 
-@pytest.mark.parametrize("at_once", [1, SCORES, 4 * SCORES + 1, 10**6])
-def test_equals_the_plain_way(monkeypatch, at_once):
-    monkeypatch.setattr("transformer_xl.model.cross_entropy._SCORES_AT_ONCE", at_once)
-    tensors, target_K = draw()
-    weight_K = torch.randn(PLACES, dtype=torch.float64)
+def standard(hidden_KE, weight_VE, bias_V, target_K):
+    return F.cross_entropy(F.linear(hidden_KE, weight_VE, bias_V), target_K, reduction="none")
+
+
+@pytest.mark.parametrize("max_logits", [1, LOGITS, 4 * LOGITS + 1, 10**6])
+def test_chunks_equal_standard_computation(monkeypatch, max_logits):
+    monkeypatch.setattr("transformer_xl.model.cross_entropy._MAX_LOGITS", max_logits)
+    tensors, target_K = random_inputs()
+    weight_K = torch.randn(POSITIONS, dtype=torch.float64)
     results = []
-    for way in (linear_cross_entropy, lambda *given: F.cross_entropy(F.linear(*given[:3]), given[3], reduction="none")):
-        nats_K = way(*tensors, target_K)
-        grads = named_gradients((nats_K * weight_K).sum(), dict(zip(NAMES, tensors, strict=True)))
-        results.append({"nats": nats_K, **grads})
+    for function in (linear_cross_entropy, standard):
+        losses_K = function(*tensors, target_K)
+        grads = named_gradients((losses_K * weight_K).sum(), dict(zip(SHAPES, tensors, strict=True)))
+        results.append({"losses": losses_K, **grads})
     assert_same_tensors(*results, atol=1e-12)
+    assert not linear_cross_entropy(*random_inputs(requires_grad=False)[0], target_K).requires_grad
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-def test_in_bfloat16_as_good_as_the_plain_way(monkeypatch, autocast):
-    exact, target_K = draw()
-    wanted = [F.cross_entropy(F.linear(*exact), target_K)]
-    wanted += torch.autograd.grad(wanted[0], exact)
+def test_bfloat16_error_is_about_that_of_the_standard_computation(monkeypatch, autocast):
+    exact, target_K = random_inputs()
+    loss = standard(*exact, target_K).mean()
+    expected = [loss, *torch.autograd.grad(loss, exact)]
     errors = []
-    for at_once in (10**6, 2 * SCORES):
-        monkeypatch.setattr("transformer_xl.model.cross_entropy._SCORES_AT_ONCE", at_once)
-        tensors, _ = draw(torch.float32 if autocast else torch.bfloat16)
+    for max_logits in (10**6, 2 * LOGITS):
+        monkeypatch.setattr("transformer_xl.model.cross_entropy._MAX_LOGITS", max_logits)
+        tensors, _ = random_inputs(torch.float32 if autocast else torch.bfloat16)
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            nats_K = linear_cross_entropy(*tensors, target_K)
-        assert nats_K.dtype == torch.float32
-        found = [nats_K.mean(), *torch.autograd.grad(nats_K.mean(), tensors)]
-        errors.append([(one - other).norm() / other.norm() for one, other in zip(found, wanted, strict=True)])
-    for plain, pieces in zip(*errors, strict=True):
-        assert 1e-6 < pieces < 1.5 * plain + 1e-3  # float32 would be more exact
+            losses_K = linear_cross_entropy(*tensors, target_K)
+        assert losses_K.dtype == torch.float32
+        results = [losses_K.mean(), *torch.autograd.grad(losses_K.mean(), tensors)]
+        errors.append([(one - other).norm() / other.norm() for one, other in zip(results, expected, strict=True)])
+    for standard_error, chunked_error in zip(*errors, strict=True):
+        assert 1e-6 < chunked_error < 1.5 * standard_error + 1e-3  # an error below 1e-6 would mean float32
 
 
-def test_keeps_no_scores(monkeypatch):
-    monkeypatch.setattr("transformer_xl.model.cross_entropy._SCORES_AT_ONCE", SCORES)
-    tensors, target_K = draw()
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+def test_no_logits_are_saved(monkeypatch):
+    monkeypatch.setattr("transformer_xl.model.cross_entropy._MAX_LOGITS", LOGITS)
+    tensors, target_K = random_inputs()
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         linear_cross_entropy(*tensors, target_K)
-    given = sum(tensor.numel() for tensor in tensors)
-    assert sum(tensor.numel() for tensor in kept) == given + 2 * PLACES  # targets and sums
-
-
-def test_without_gradients():
-    tensors, target_K = draw(autograd=False)
-    assert not linear_cross_entropy(*tensors, target_K).requires_grad
+    num_inputs = sum(tensor.numel() for tensor in tensors)
+    assert sum(tensor.numel() for tensor in saved) == num_inputs + 2 * POSITIONS  # and targets and logsumexp

@@ -1,4 +1,4 @@
-"""Dropout on a CPU: the right share, the right scale, the mask of the forward pass in the backward pass."""
+"""FastDropout on a CPU: the probability, the scale, and one mask for the forward and the backward pass."""
 
 import pytest
 import torch
@@ -6,42 +6,41 @@ import torch
 from transformer_xl.model.dropout import FastDropout
 
 
-@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("p", [0.1, 0.9])
 @pytest.mark.parametrize("relu", [False, True])
-def test_drops_that_share_and_scales_the_rest(share, relu):
+def test_zeroes_a_fraction_p_and_scales_the_rest(p, relu):
     torch.manual_seed(5)
     x = torch.randn(300, 401, dtype=torch.float64, requires_grad=True)
-    out = FastDropout(share, relu=relu)(x)
-    given = x.relu() if relu else x
-    kept = (out != 0) | (given == 0)
-    torch.testing.assert_close(out, torch.where(kept, given / (1 - share), 0.0), rtol=0, atol=1e-14)
-    dropped = 1 - (out[x > 0] != 0).double().mean().item()
-    assert abs(dropped - share) < 0.01
+    out = FastDropout(p, relu=relu)(x)
+    before = x.relu() if relu else x
+    is_kept = (out != 0) | (before == 0)
+    torch.testing.assert_close(out, torch.where(is_kept, before / (1 - p), 0.0), rtol=0, atol=1e-14)
+    assert abs((out[x > 0] == 0).double().mean().item() - p) < 0.01
     weight = torch.randn_like(x)
     (grad,) = torch.autograd.grad((out * weight).sum(), x)
-    passed = (out != 0) if relu else kept
-    torch.testing.assert_close(grad, torch.where(passed, weight / (1 - share), 0.0), rtol=0, atol=1e-13)
+    has_gradient = (out != 0) if relu else is_kept
+    torch.testing.assert_close(grad, torch.where(has_gradient, weight / (1 - p), 0.0), rtol=0, atol=1e-13)
 
 
-def test_neighbours_are_independent():
-    """Four decisions come out of one draw: none may follow from another."""
+def test_elements_that_share_a_random_number_are_independent():
+    """One int64 random number covers four elements."""
     torch.manual_seed(6)
-    kept = FastDropout(0.5)(torch.ones(200_000)).view(-1, 4) > 0
+    is_kept = FastDropout(0.5)(torch.ones(200_000)).view(-1, 4) > 0
     for one in range(4):
-        assert abs(kept[:, one].double().mean() - 0.5) < 0.01
+        assert abs(is_kept[:, one].double().mean() - 0.5) < 0.01
         for other in range(one):
-            assert abs((kept[:, one] == kept[:, other]).double().mean() - 0.5) < 0.01
+            assert abs((is_kept[:, one] == is_kept[:, other]).double().mean() - 0.5) < 0.01
 
 
 @pytest.mark.parametrize("relu", [False, True])
-def test_nothing_is_dropped_in_evaluation_or_at_share_0(relu):
+def test_nothing_is_dropped_in_evaluation_or_with_p_0(relu):
     x = torch.randn(7, 5)
-    wanted = x.relu() if relu else x
-    assert torch.equal(FastDropout(0.5, relu=relu).eval()(x), wanted)
-    assert torch.equal(FastDropout(0.0, relu=relu)(x), wanted)
+    expected = x.relu() if relu else x
+    assert torch.equal(FastDropout(0.5, relu=relu).eval()(x), expected)
+    assert torch.equal(FastDropout(0.0, relu=relu)(x), expected)
 
 
-def test_follows_from_the_random_state():
+def test_mask_depends_on_torch_s_random_state():
     torch.manual_seed(7)
     first, second = (FastDropout(0.5)(torch.ones(100)) for _ in range(2))
     torch.manual_seed(7)
@@ -49,10 +48,10 @@ def test_follows_from_the_random_state():
     assert not torch.equal(first, second)
 
 
-def test_with_relu_only_the_output_is_kept():
-    kept = []
+def test_with_relu_only_the_output_is_saved():
+    saved = []
     x = torch.randn(64, 64, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         out = FastDropout(0.5, relu=True)(x)
-    assert len(kept) == 1
-    assert torch.equal(kept[0], out)
+    assert len(saved) == 1
+    assert torch.equal(saved[0], out)

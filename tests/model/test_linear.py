@@ -1,4 +1,4 @@
-"""The quick way for few rows gives torch's numbers, in every case where it is taken."""
+"""FewRowsLinear equals torch's Linear, and multiplies few rows in parts."""
 
 import pytest
 import torch
@@ -7,20 +7,20 @@ import torch.nn.functional as F
 from transformer_xl.model.linear import FewRowsLinear
 
 
-@pytest.mark.parametrize("shape", [(13,), (1, 13), (3, 1, 13), (2, 7, 13), (0, 13), (5, 11, 13)])
+@pytest.mark.parametrize("shape", [(13,), (2, 7, 13), (0, 13), (5, 11, 13)])
 @pytest.mark.parametrize("threads", [1, 2, 5])
 @pytest.mark.parametrize("bias", [True, False])
-def test_equals_torch(monkeypatch, shape, threads, bias):
+def test_equals_torch_s_linear(monkeypatch, shape, threads, bias):
     monkeypatch.setattr("torch.get_num_threads", lambda: threads)
     torch.manual_seed(1)
     linear, x = FewRowsLinear(13, 10, bias=bias).double(), torch.randn(shape, dtype=torch.float64)
     with torch.inference_mode():
-        found = linear(x)
-    torch.testing.assert_close(found, F.linear(x, linear.weight, linear.bias), rtol=0, atol=1e-12)
+        out = linear(x)
+    torch.testing.assert_close(out, F.linear(x, linear.weight, linear.bias), rtol=0, atol=1e-12)
     assert linear(x).requires_grad
 
 
-def test_it_reads_few_rows_in_parts(monkeypatch):
+def test_only_few_rows_without_gradient_or_autocast_are_multiplied_in_parts(monkeypatch):
     monkeypatch.setattr("torch.get_num_threads", lambda: 2)
     products = []
     monkeypatch.setattr("torch.bmm", lambda a, b, bmm=torch.bmm: products.append(a.shape) or bmm(a, b))

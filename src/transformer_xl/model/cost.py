@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from transformer_xl.config import ModelConfig, RelativeConfig
 from transformer_xl.model.build import build_model
-from transformer_xl.model.cross_entropy import plain_way
+from transformer_xl.model.cross_entropy import without_chunks
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import Memory
 
@@ -27,7 +27,7 @@ _MAX_COST_RATIO = 0.5  # use no clusters if they would cost more than this fract
 _BYTES_PER_PARAMETER = 16  # weight, gradient and Adam's two moving averages, in float32
 
 
-def find_cutoffs(counts_V: npt.NDArray[np.int64], most_tails: int = _MAX_TAILS) -> tuple[int, ...]:
+def find_cutoffs(counts_V: npt.NDArray[np.int64], max_tails: int = _MAX_TAILS) -> tuple[int, ...]:
     """Return the cutoffs that minimize the expected number of logits per token of the text.
 
     The head contains at least nine tenths of the text's tokens. A token of tail i requires the logits of the whole
@@ -37,7 +37,8 @@ def find_cutoffs(counts_V: npt.NDArray[np.int64], most_tails: int = _MAX_TAILS) 
 
     Args:
         counts_V: number of occurrences of each token id in the text, in descending order.
-        most_tails: maximum number of tails; at most three are used. With div_val, more tails could have width 0.
+        max_tails: maximum number of tails; at most three are used. With div_val, which narrows each tail by that
+            factor, more tails could have width 0.
 
     Returns:
         the cutoffs in ascending order; empty if they would save less than half of the dense softmax's logits.
@@ -48,7 +49,7 @@ def find_cutoffs(counts_V: npt.NDArray[np.int64], most_tails: int = _MAX_TAILS) 
     # for each candidate as the last cutoff: the lowest cost of the clusters before it, and their cutoffs
     best = {int(stop): (float(stop), (int(stop),)) for stop in candidates_G if share_V[stop] >= _MIN_HEAD_SHARE}
     solutions: list[tuple[float, tuple[int, ...]]] = [(_MAX_COST_RATIO * size, ())]
-    for num_tails in range(1, min(most_tails, _MAX_TAILS) + 1):
+    for num_tails in range(1, min(max_tails, _MAX_TAILS) + 1):
         with_last_tail = [(cost + _tail_cost(share_V, stop, size), cutoffs) for stop, (cost, cutoffs) in best.items()]
         solutions += [(cost + num_tails, cutoffs) for cost, cutoffs in with_last_tail]
         best = {
@@ -106,7 +107,7 @@ def step_cost(config: ModelConfig, *, batch_size: int, segment_length: int, memo
     flops_config = config
     if isinstance(config, RelativeConfig):  # FlopCounterMode can count the backward pass of sdpa only
         flops_config = config.model_copy(update={"attn_implementation": "sdpa"})
-    with plain_way():
+    with without_chunks():
         model, memory = _meta_model(flops_config, *shape)
         with FlopCounterMode(display=False) as counter:
             _run_step(model, memory, batch_size, segment_length)
@@ -148,8 +149,8 @@ def _run_step(model: LanguageModel, memory: Memory, batch_size: int, segment_len
     """Run the forward and backward pass of one training step on the meta device."""
     tokens_BT = torch.zeros(batch_size, segment_length, dtype=torch.int64, device="meta")
     targets_BT = _zipf_targets(model.config.vocab_size, batch_size, segment_length)
-    nats_BT, auxiliary_BT, _ = model.training_losses(tokens_BT, targets_BT, memory, progress=0.0)
-    (nats_BT + auxiliary_BT).sum().backward()
+    losses_BT, auxiliary_BT, _ = model.training_losses(tokens_BT, targets_BT, memory, progress=0.0)
+    (losses_BT + auxiliary_BT).sum().backward()
 
 
 def _zipf_targets(vocab_size: int, batch_size: int, segment_length: int) -> Tensor:

@@ -20,13 +20,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
-_SCORES_AT_ONCE = 2**22  # logits held at once: 16 MiB in float32
+_MAX_LOGITS = 2**22  # maximum number of logits in memory: 16 MiB in float32
 _unchunked = ContextVar("unchunked", default=False)
 
 
 @contextmanager
-def plain_way() -> Iterator[None]:
-    """Use the standard computation within this context whatever its size, so that FLOPs exclude recomputation."""
+def without_chunks() -> Iterator[None]:
+    """Within this context, use the standard computation for any size, so that FLOPs exclude recomputation."""
     token = _unchunked.set(True)
     try:
         yield
@@ -35,8 +35,8 @@ def plain_way() -> Iterator[None]:
 
 
 def fits_at_once(num_positions: int, num_logits: int) -> bool:
-    """Return whether the logits of all positions may be held at once."""
-    return _unchunked.get() or num_positions * num_logits <= _SCORES_AT_ONCE
+    """Return whether the logits of all positions may be in memory at once."""
+    return _unchunked.get() or num_positions * num_logits <= _MAX_LOGITS
 
 
 def cross_entropy(logits_KV: Tensor, target_K: Tensor) -> Tensor:
@@ -67,13 +67,13 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         sum_dtype = torch.promote_types(hidden_KE.dtype, torch.float32)
         logsumexp_K = torch.empty(len(hidden_KE), dtype=sum_dtype, device=hidden_KE.device)
-        nats_K = torch.empty_like(logsumexp_K)
+        losses_K = torch.empty_like(logsumexp_K)
         for chunk in _chunks(hidden_KE, weight_VE):
             logits_KV = F.linear(hidden_KE[chunk], weight_VE, bias_V).to(sum_dtype)
             logsumexp_K[chunk] = logits_KV.logsumexp(-1)
-            nats_K[chunk] = logsumexp_K[chunk] - logits_KV.gather(-1, target_K[chunk, None])[:, 0]
+            losses_K[chunk] = logsumexp_K[chunk] - logits_KV.gather(-1, target_K[chunk, None])[:, 0]
         ctx.save_for_backward(hidden_KE, weight_VE, bias_V, target_K, logsumexp_K)
-        return nats_K
+        return losses_K
 
     @staticmethod
     @override
@@ -82,14 +82,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         ctx: Any, *grad_outputs: Any
     ) -> tuple[Tensor, Tensor, Tensor, None]:
         hidden_KE, weight_VE, bias_V, target_K, logsumexp_K = ctx.saved_tensors
-        dnats_K = grad_outputs[0]
+        dlosses_K = grad_outputs[0]
         dhidden_KE = torch.empty_like(hidden_KE)
         dweight_VE, dbias_V = (torch.zeros_like(tensor, dtype=logsumexp_K.dtype) for tensor in (weight_VE, bias_V))
         for chunk in _chunks(hidden_KE, weight_VE):
             logits_KV = F.linear(hidden_KE[chunk], weight_VE, bias_V).to(logsumexp_K.dtype)
             dlogits_KV = logits_KV.sub_(logsumexp_K[chunk, None]).exp_()  # the softmax probabilities
             dlogits_KV.scatter_add_(-1, target_K[chunk, None], dlogits_KV.new_full((len(dlogits_KV), 1), -1.0))
-            dlogits_KV.mul_(dnats_K[chunk, None])
+            dlogits_KV.mul_(dlosses_K[chunk, None])
             dbias_V += dlogits_KV.sum(0)
             dlogits_KV = dlogits_KV.to(hidden_KE.dtype)
             dhidden_KE[chunk] = dlogits_KV @ weight_VE
@@ -98,6 +98,6 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def _chunks(hidden_KE: Tensor, weight_VE: Tensor) -> Iterator[slice]:
-    chunk_size = max(1, _SCORES_AT_ONCE // len(weight_VE))
+    chunk_size = max(1, _MAX_LOGITS // len(weight_VE))
     for start in range(0, len(hidden_KE), chunk_size):
         yield slice(start, start + chunk_size)
