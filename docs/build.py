@@ -1,7 +1,7 @@
-"""Builds the documentation site into site/ and checks it: warnings, links to nothing and missing anchors fail.
+"""Builds the documentation site in site/, and fails on warnings, broken links and missing anchors; for `make docs`.
 
-`zensical build --strict` fails for links in Markdown that lead nowhere. It lets pass what mkdocstrings says about
-docstrings, and links in HTML and to pictures; these are checked here.
+`zensical build --strict` fails on broken links in Markdown only. This script also fails on warnings of mkdocstrings
+about docstrings, and on broken links in HTML and to images.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def broken_links(site: Path) -> list[str]:
 
 def build() -> int:
     """Build the site from scratch and return the exit status."""
-    scripts = Path(sys.executable).parent  # ruff, which formats the signatures, is there
+    scripts = Path(sys.executable).parent  # contains ruff, with which mkdocstrings formats signatures
     environment = os.environ | {"PYTHONPATH": str(ROOT / "docs"), "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}"}
     command = [sys.executable, "-m", "zensical", "build", "--clean", "--strict"]
     result = subprocess.run(

@@ -1,4 +1,4 @@
-"""Train a small model on the source of Python's own email package, all through the library.
+"""Train a small model on the source of Python's email package with the functions of the library.
 
     python examples/train.py FOLDER     # a minute or two on a CPU; FOLDER must not exist
 
@@ -28,7 +28,13 @@ class StopAtLoss(txl.Callback):
 
 
 def main(folder: Path, max_steps: int = 300, stop_at: float = 2.5) -> None:
-    """Make a corpus, a run and a saved copy of its model in a folder."""
+    """Create a corpus, a run and a saved copy of its model in a new folder.
+
+    Args:
+        folder: the folder to create.
+        max_steps: optimizer steps in total.
+        stop_at: training loss, in nats per byte, at which the callback stops training.
+    """
     files = sorted(Path(email.__file__).parent.glob("*.py"))
     corpus = txl.prepare(files, folder / "corpus", tokenizer="byte", valid_fraction=0.1)
 
@@ -38,18 +44,18 @@ def main(folder: Path, max_steps: int = 300, stop_at: float = 2.5) -> None:
     )
     result = txl.train(config, corpus, folder / "run", callbacks=[StopAtLoss(stop_at)])
     print(f"stopped at step {result.step} of {result.max_steps}")
-    result = txl.resume(folder / "run", corpus)  # continues bit for bit where it stopped
+    result = txl.resume(folder / "run", corpus)  # same results as without the stop
     print(f"finished: {result.finished}, best validation loss {result.best_nats_per_token:.3f} nats per byte")
 
-    longer = txl.EvaluationConfig(memory_length=4 * config.train.memory_length)  # than it was trained with
-    scored = txl.evaluate(result.run, corpus.split("valid"), longer, max_tokens=5000)
-    print(f"with memory {scored.memory_length}: {scored.bits_per_byte:.3f} bits per byte")
+    longer_memory = txl.EvaluationConfig(memory_length=4 * config.train.memory_length)
+    metrics = txl.evaluate(result.run, corpus.split("valid"), longer_memory, max_tokens=5000)
+    print(f"with memory {metrics.memory_length}: {metrics.bits_per_byte:.3f} bits per byte")
     print(txl.generate(result.run, "def parse(", max_new_tokens=80, seed=1).text)
 
     txl.save(result.run, folder / "model")
     greedy = {"max_new_tokens": 20, "greedy": True}
-    again = txl.generate(txl.load(folder / "model"), "import ", **greedy)
-    assert again.token_ids == txl.generate(result.run, "import ", **greedy).token_ids
+    completion = txl.generate(txl.load(folder / "model"), "import ", **greedy)
+    assert completion.token_ids == txl.generate(result.run, "import ", **greedy).token_ids
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""Commands and what they say; those that must fail: one line on standard error, status 2, nothing changed on disk."""
+"""Helpers that run `txl` commands in this process, and check commands that must fail.
+
+A failing command prints one line to standard error, returns exit status 2, and creates and changes no file.
+"""
 
 from __future__ import annotations
 
@@ -25,55 +28,62 @@ FULL = "no space left on the device; free some or choose another path"
 
 
 @dataclass
-class Said:
+class CommandResult:
+    """The exit status of a command, and what it printed to standard output and standard error."""
+
     status: int
     out: str
     err: str
 
     @property
     def object(self) -> dict[str, Any]:
-        """The JSON object that is all there is on standard output."""
+        """The JSON object that was printed; there must be nothing else on standard output."""
         assert self.out.startswith("{")
         assert self.out.endswith("}\n")
         return json.loads(self.out, parse_constant=pytest.fail)
 
 
-def txl(*words: str | Path) -> Said:
+def txl(*words: str | Path) -> CommandResult:
+    """Run a command, such as txl("info", folder)."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         status = run([str(word) for word in words])
-    return Said(status, out.getvalue(), err.getvalue())
+    return CommandResult(status, out.getvalue(), err.getvalue())
 
 
 def do(words: str) -> None:
+    """Run a command that must succeed, such as do("info run")."""
     assert run(words.split()) == 0
 
 
 def files(folder: Path) -> dict[str, bytes | None]:
+    """Return the contents of all files below a folder by path, and None for each folder."""
     return {str(path): path.read_bytes() if path.is_file() else None for path in sorted(folder.rglob("*"))}
 
 
 def error_of(words: str, capfd: Capture) -> str:
-    """Runs a command that must fail, and gives its one line."""
+    """Run a command that must fail, and return its one-line message."""
     capfd.readouterr()
     status = run(words.split())
     out, err = capfd.readouterr()
-    remarks = ("resuming run at", "model: ")
-    said = "".join(line for line in err.splitlines(keepends=True) if not line.startswith(remarks))
+    progress = ("resuming run at", "model: ")  # printed before training
+    message = "".join(line for line in err.splitlines(keepends=True) if not line.startswith(progress))
     assert (status, out) == (2, "")
-    assert re.fullmatch(r"txl: error: [^\n]+\n", said)
-    return said
+    assert re.fullmatch(r"txl: error: [^\n]+\n", message)
+    return message
 
 
-def assert_refused(place: Path, words: str, message: str, capfd: Capture) -> None:
-    before = files(place.parent)
-    said = error_of(words, capfd)
-    assert re.search(message, said), said
-    assert files(place.parent) == before
+def assert_refused(folder: Path, words: str, pattern: str, capfd: Capture) -> None:
+    """Check that a command fails with a message that matches the pattern, and changes no file in `folder`."""
+    before = files(folder.parent)
+    message = error_of(words, capfd)
+    assert re.search(pattern, message), message
+    assert files(folder.parent) == before
 
 
 @contextmanager
 def no_file_larger_than(size: int) -> Iterator[None]:
+    """Limit the size of files, in bytes, that this process can write."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
@@ -83,11 +93,11 @@ def no_file_larger_than(size: int) -> Iterator[None]:
 
 
 def full_after(writes: int, monkeypatch: Patch) -> None:
-    """Lets the disk be full from the given flush on."""
-    flush, left = os.fsync, iter(range(writes))
+    """Simulate a disk that is full after so many calls of os.fsync, which ends the writing of each file."""
+    flush, remaining = os.fsync, iter(range(writes))
 
     def fsync(descriptor: int) -> None:
-        if next(left, None) is None:
+        if next(remaining, None) is None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         flush(descriptor)
 

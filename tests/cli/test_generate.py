@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from refusals import Said, txl
+from refusals import CommandResult, txl
 
 import transformer_xl
 from transformer_xl.config import RunConfig, TrainConfig, TransformerXLConfig
@@ -56,7 +56,7 @@ def run(place: Path) -> Run:
     return load(place / "bytes", device="cpu")
 
 
-def ask(place: Path, *words: str, given: bytes, kind: str = "bytes") -> Said:
+def ask(place: Path, *words: str, given: bytes, kind: str = "bytes") -> CommandResult:
     """With something on standard input."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given), encoding="utf-8"))

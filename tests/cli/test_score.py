@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from refusals import Said, txl
+from refusals import CommandResult, txl
 
 from transformer_xl.config import DynamicConfig, EvaluationConfig
 from transformer_xl.evaluation.evaluate import evaluate
@@ -50,7 +50,7 @@ def run(place: Path) -> Run:
     return load(place / "run", device="cpu")
 
 
-def lines(said: Said) -> list[dict[str, Any]]:
+def lines(said: CommandResult) -> list[dict[str, Any]]:
     """Parse JSON lines; they must be ASCII and must not hold NaN or Infinity."""
     assert said.status == 0, said.err
     assert said.out.isascii()

@@ -115,14 +115,11 @@ def _run_facts(folder: RunFolder, machine: Machine) -> dict[str, Any]:
     best_valid = [line for line in valid if line["nats_per_token"] == best_nats] or valid
     return {
         "path": str(folder.path),
-        "recipe": config.recipe,
         "corpus": config.corpus.path if config.corpus else None,
         "tokenizer": f"{folder.tokenizer.kind}, {folder.tokenizer.vocab_size:,} tokens",
         "parameters": parameters,
         "attn_implementation": attn_implementation,
-        "model": config.model.model_dump(exclude={"attn_implementation", "vocab_size"}),
-        "train": config.train.model_dump(),
-        "evaluation": config.evaluation.model_dump(),
+        **config.model_dump(exclude={"corpus": True, "model": {"attn_implementation", "vocab_size"}}),
         "newest_checkpoint": newest.name if newest else None,
         "last_train": next((line for line in reversed(metrics) if line["split"] == "train"), None),
         "best_valid": min(best_valid, key=lambda line: line["nats_per_token"], default=None),
@@ -131,15 +128,12 @@ def _run_facts(folder: RunFolder, machine: Machine) -> dict[str, Any]:
 
 def _format(value: Any) -> str:
     """Return the text of a value in a table cell."""
-    match value:
-        case dict():
-            return ", ".join(f"{name.replace('_', ' ')} {_format(inner)}" for name, inner in value.items())
-        case list():
-            return ", ".join(map(_format, value))
-        case bool():
-            return "yes" if value else "no"
-        case int():
-            return f"{value:,}"
-        case float():
-            return f"{value:.4g}"
+    if isinstance(value, dict):
+        return ", ".join(f"{name.replace('_', ' ')} {_format(inner)}" for name, inner in value.items())
+    if isinstance(value, list):
+        return ", ".join(map(_format, value))
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int | float):
+        return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
     return "none" if value is None else str(value)

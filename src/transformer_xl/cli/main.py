@@ -66,13 +66,11 @@ def keep_freed_memory() -> bool:
     Returns:
         Whether the settings were applied; false if the C library is not glibc.
     """
-    if not sys.platform.startswith("linux"):
-        return False
     trim_threshold, top_pad, mmap_threshold = -1, -2, -3  # M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD in malloc.h
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
-        return False
-    return all([mallopt(mmap_threshold, 2**25), mallopt(trim_threshold, -1), mallopt(top_pad, 2**26)])
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform.startswith("linux") else None
+    return mallopt is not None and all(
+        [mallopt(mmap_threshold, 2**25), mallopt(trim_threshold, -1), mallopt(top_pad, 2**26)]
+    )
 
 
 def run(arguments: list[str]) -> int:
