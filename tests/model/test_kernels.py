@@ -10,7 +10,7 @@ from tensors import assert_same_tensors, named_gradients
 
 from transformer_xl.config import UserError
 from transformer_xl.model.kernels import KERNELS, AttentionInputs, AttentionMask, choose
-from transformer_xl.model.kernels.reference import as_list, attention_terms, weighted_values
+from transformer_xl.model.kernels.reference import attention_terms, weighted_values
 
 BATCH, HEADS, WIDTH = 2, 3, 5
 ON_CPU = [name for name, kernel in KERNELS.items() if kernel.fits(torch.device("cpu"), torch.float64)]
@@ -54,7 +54,7 @@ def test_kernel_equals_oracle(name, case):
     inputs = random_inputs(num_queries, num_memory, window)
     masks = [AttentionMask(torch.tensor(valid))] + [AttentionMask(None)] * (valid == [num_memory] * BATCH)
     weight = torch.randn(BATCH, num_queries, HEADS, WIDTH, dtype=torch.float64)
-    expected = attention(*as_list(inputs), Case(valid, window))
+    expected = attention(*inputs.tensors(), Case(valid, window))
     expected_gradients = named_gradients((expected * weight).sum(), vars(inputs))
     for mask in masks:
         out = KERNELS[name].attend(inputs, mask, 0.0)
@@ -100,7 +100,7 @@ def test_cpu_kernel_saves_only_its_inputs():
     inputs, saved = random_inputs(5, 200, None), []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         KERNELS["cpu"].attend(inputs, AttentionMask(None), 0.1).sum()
-    assert sum(t.numel() for t in saved) == sum(t.numel() for t in as_list(inputs)) + 1  # and the seed
+    assert sum(t.numel() for t in saved) == sum(t.numel() for t in inputs.tensors()) + 1  # and the seed
 
 
 @pytest.mark.parametrize("name", ON_CPU)
@@ -114,7 +114,7 @@ def test_bfloat16_error_is_at_most_twice_that_of_the_reference_kernel(name):
 
 def results_in(kernel: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Return output and gradients of a kernel in a dtype, converted to float64, for peaked attention."""
-    tensors = as_list(random_inputs(17, 31, None))
+    tensors = random_inputs(17, 31, None).tensors()
     inputs = AttentionInputs(*((2 * tensor.detach()).to(dtype).requires_grad_() for tensor in tensors))
     out_BTNH = KERNELS[kernel].attend(inputs, AttentionMask(torch.tensor([31, 5])), 0.0)
     weight_BTNH = torch.randn(out_BTNH.shape, generator=torch.Generator().manual_seed(2)).to(dtype)

@@ -21,7 +21,7 @@ from tensors import assert_same_tensors, named_gradients
 from transformer_xl.config import TransformerXLConfig, UserError
 from transformer_xl.model.cost import step_cost
 from transformer_xl.model.kernels import KERNELS, AttentionInputs, AttentionMask, choose
-from transformer_xl.model.kernels.reference import as_list, attention_terms
+from transformer_xl.model.kernels.reference import attention_terms
 from transformer_xl.model.kernels.triton import attend, fits
 
 ON_GPU = torch.cuda.is_available()
@@ -98,7 +98,7 @@ def oracle(inputs, mask, _dropout):
     """The loops of tests/reference.py; on a GPU the reference kernel, because they are too slow for its lengths."""
     if ON_GPU:
         return REFERENCE(inputs, mask, 0.0)
-    return attention(*as_list(inputs), Case(mask.valid_B.tolist(), len(inputs.position_key_PNH)))
+    return attention(*inputs.tensors(), Case(mask.valid_B.tolist(), len(inputs.position_key_PNH)))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -162,7 +162,7 @@ def test_low_precision_error_is_at_most_twice_that_of_the_reference_kernel(dtype
     """The error of output and gradients, compared with float64, for peaked attention."""
     exact_inputs, mask, exact_weight = random_case("memory as long as the segment", 5, torch.float64)
     inputs, exact_inputs = (
-        AttentionInputs(*((2 * t.detach()).to(to).requires_grad_() for t in as_list(exact_inputs)))
+        AttentionInputs(*((2 * t.detach()).to(to).requires_grad_() for t in exact_inputs.tensors()))
         for to in (dtype, torch.float64)
     )
     actual, reference = (results(kernel, inputs, mask, exact_weight.to(dtype)) for kernel in (attend, REFERENCE))
@@ -176,7 +176,7 @@ def test_strided_inputs_and_expanded_gradients():
     inputs, mask, _ = random_case("one tile")
     strided = AttentionInputs(*(
         torch.cat([t, t], -1).transpose(0, 1).contiguous().transpose(0, 1)[..., : t.shape[-1]].detach().requires_grad_()
-        for t in as_list(inputs)
+        for t in inputs.tensors()
     ))  # fmt: skip
     one = torch.ones((), dtype=DTYPE, device=DEVICE)
     assert_close(results(attend, strided, mask, one), results(REFERENCE, inputs, mask, one))
@@ -228,14 +228,14 @@ def test_no_matrix_of_queries_times_keys_is_stored(summation, monkeypatch):
         out = attend(inputs, mask, 0.0)
     out.sum().backward()
     valid, log_sum = len(mask.valid_B), out[..., 0].numel()
-    assert sorted(saved) == sorted([*(tensor.numel() for tensor in as_list(inputs)), valid, out.numel(), log_sum])
+    assert sorted(saved) == sorted([*(tensor.numel() for tensor in inputs.tensors()), valid, out.numel(), log_sum])
     assert max(passed, default=size) < size
 
 
 def test_custom_operators_satisfy_torch_s_checks():
     """`test_compiles_without_graph_breaks` has the check that is missing here, test_aot_dispatch_dynamic."""
     inputs, mask, _ = random_case("one query, no memory")
-    arguments = as_list(inputs), mask.valid_B, torch.tensor([3], device=DEVICE), 0.5
+    arguments = inputs.tensors(), mask.valid_B, torch.tensor([3], device=DEVICE), 0.5
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(triton.relative_attention, arguments, test_utils=checks)
 

@@ -5,6 +5,7 @@ Shape suffixes: B batch size, T new tokens, D model width, V vocabulary, G candi
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,49 +109,46 @@ def step_cost(config: ModelConfig, *, batch_size: int, segment_length: int, memo
     if isinstance(config, RelativeConfig):  # FlopCounterMode can count the backward pass of sdpa only
         flops_config = config.model_copy(update={"attn_implementation": "sdpa"})
     with without_chunks():
-        model, memory = _meta_model(flops_config, *shape)
-        with FlopCounterMode(display=False) as counter:
-            _run_step(model, memory, batch_size, segment_length)
+        _run_step(flops_config, *shape, counter := FlopCounterMode(display=False))
 
-    model, memory = _meta_model(config, *shape)
-    # sizes of the saved storages by address, each counted once; parameters count as 0
-    saved_bytes = {parameter.untyped_storage()._cdata: 0 for parameter in model.parameters()}
+    saved_bytes: dict[int, int] = {}  # sizes of the saved storages by address, each counted once
 
     def record(tensor: Tensor) -> Any:
         storage = tensor.untyped_storage()
         saved_bytes.setdefault(storage._cdata, storage.nbytes())
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
-        _run_step(model, memory, batch_size, segment_length)
+    model, memory = _run_step(config, *shape, torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor))
     parameters = model.num_parameters()
+    parameter_storages = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
     return StepCost(
         parameters=parameters,
         flops=counter.get_total_flops(),
         state_bytes=_BYTES_PER_PARAMETER * parameters,
-        activation_bytes=sum(saved_bytes.values()),
+        activation_bytes=sum(size for key, size in saved_bytes.items() if key not in parameter_storages),
         memory_bytes=sum(tensor.nbytes for tensor in memory.cache_tensors().values()),
     )
 
 
-def _meta_model(
-    config: ModelConfig, batch_size: int, segment_length: int, memory_length: int
+def _run_step(
+    config: ModelConfig, batch_size: int, segment_length: int, memory_length: int, context: AbstractContextManager[Any]
 ) -> tuple[LanguageModel, Memory]:
-    """Return the model on the meta device, in training mode, and a memory whose slots are all filled."""
+    """Run the forward and backward pass of one training step on the meta device, within a context.
+
+    Returns:
+        the model, and the memory that the step starts from, whose slots are all filled.
+    """
     with torch.device("meta"), torch.no_grad():
         model = build_model(config, memory_length=memory_length).train()
         memory = model.initial_memory(batch_size)
         if memory_length:
             _, memory = model(torch.zeros(batch_size, memory_length, dtype=torch.int64), memory)
-    return model, memory
-
-
-def _run_step(model: LanguageModel, memory: Memory, batch_size: int, segment_length: int) -> None:
-    """Run the forward and backward pass of one training step on the meta device."""
     tokens_BT = torch.zeros(batch_size, segment_length, dtype=torch.int64, device="meta")
-    targets_BT = _zipf_targets(model.config.vocab_size, batch_size, segment_length)
-    losses_BT, auxiliary_BT, _ = model.training_losses(tokens_BT, targets_BT, memory, progress=0.0)
-    (losses_BT + auxiliary_BT).sum().backward()
+    targets_BT = _zipf_targets(config.vocab_size, batch_size, segment_length)
+    with context:
+        losses_BT, auxiliary_BT, _ = model.training_losses(tokens_BT, targets_BT, memory, progress=0.0)
+        (losses_BT + auxiliary_BT).sum().backward()
+    return model, memory
 
 
 def _zipf_targets(vocab_size: int, batch_size: int, segment_length: int) -> Tensor:

@@ -13,14 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
-_BITS = 16
+_BITS = 16  # random bits for each element
 
 
 class FastDropout(nn.Module):
     """Dropout: in training, zero each element with probability p and scale the others by 1 / (1 - p).
 
-    On devices other than the CPU it is torch's dropout. With `relu`, ReLU is applied first; both are one function, so
-    that only its output is saved for the backward pass: an output of 0 has no gradient, whether by ReLU or dropout.
+    On devices other than the CPU it is torch's dropout. With `relu`, ReLU is applied first; both are one autograd
+    function, which saves only its output for the backward pass: where the output is 0, by ReLU or by dropout, the
+    gradient is 0.
     """
 
     def __init__(self, p: float, *, relu: bool = False) -> None:
@@ -34,7 +35,7 @@ class FastDropout(nn.Module):
             return x.relu() if self.relu else x
         if x.device.type not in ("cpu", "meta") or torch.compiler.is_compiling():
             return F.dropout(x.relu() if self.relu else x, self.p)
-        return (_DroppedRelu if self.relu else _Dropped).apply(x, self.p)
+        return _Dropout.apply(x, self.p, self.relu)
 
     @override
     def extra_repr(self) -> str:
@@ -61,36 +62,21 @@ def num_draws(count: int) -> int:
     return -(-count * _BITS // 64)
 
 
-class _Dropped(torch.autograd.Function):
+class _Dropout(torch.autograd.Function):
     @staticmethod
     @override
-    def forward(ctx: Any, x: Tensor, p: float) -> Tensor:  # pyrefly: ignore[bad-override]
-        keep = _mask(x, p)
-        ctx.save_for_backward(keep)
-        ctx.scale = 1 / (1 - p)
-        return torch.mul(x, keep).mul_(ctx.scale)
-
-    @staticmethod
-    @override
-    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None]:
-        (keep,) = ctx.saved_tensors
-        return torch.mul(grad_outputs[0], keep).mul_(ctx.scale), None
-
-
-class _DroppedRelu(torch.autograd.Function):
-    @staticmethod
-    @override
-    def forward(ctx: Any, x: Tensor, p: float) -> Tensor:  # pyrefly: ignore[bad-override]
-        ctx.scale = 1 / (1 - p)
-        out = x.relu().mul_(_mask(x, p)).mul_(ctx.scale)
-        ctx.save_for_backward(out)
+    def forward(ctx: Any, x: Tensor, p: float, relu: bool) -> Tensor:  # pyrefly: ignore[bad-override]
+        keep, ctx.scale = _mask(x, p), 1 / (1 - p)
+        out = (x.relu().mul_(keep) if relu else torch.mul(x, keep)).mul_(ctx.scale)
+        ctx.save_for_backward(out if relu else keep)
         return out
 
     @staticmethod
     @override
-    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None]:
-        (out,) = ctx.saved_tensors
-        return torch.mul(grad_outputs[0], out > 0).mul_(ctx.scale), None
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None, None]:
+        (saved,) = ctx.saved_tensors
+        keep = saved if saved.dtype == torch.bool else saved > 0
+        return torch.mul(grad_outputs[0], keep).mul_(ctx.scale), None, None
 
 
 def _mask(x: Tensor, p: float) -> Tensor:

@@ -173,8 +173,3 @@ class KeyValueCache(LayerCache):
 
 class KeyValueMemory(Memory[KeyValueCache]):
     """The KV cache of a model: the keys and values of every layer."""
-
-    @property
-    def num_position_keys(self) -> int:
-        """The number of distances for which all caches hold position keys."""
-        return min(cache.position_keys.num_distances for cache in self.layers)

@@ -1,8 +1,8 @@
 """A linear layer that is also fast for a single token.
 
-With few rows, a matrix product is bound by reading the weights. On a CPU, torch's product of a row and a matrix
+With few input rows, a matrix product is bound by reading the weights. On a CPU, torch's product of a row and a matrix
 reaches about two thirds of the memory bandwidth. Computed as a batch of products, one for each thread with its part of
-the weights, it comes close to the full bandwidth (`benchmarks/generation.py`).
+the weights, it comes close to the full bandwidth.
 
 Shape suffixes: X rows, I input width, O output width (divided by the number of parts after Y), Y parts of the weights.
 """
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-_FEW_ROWS = 32  # the most rows for which weights are read in parts
+_MAX_ROWS = 32  # maximum number of rows for which weights are read in parts
 
 
 class FewRowsLinear(nn.Linear):
@@ -35,7 +35,7 @@ class FewRowsLinear(nn.Linear):
 
     def _few_rows(self, input: Tensor) -> bool:
         return (
-            0 < input.numel() <= _FEW_ROWS * self.in_features
+            0 < input.numel() <= _MAX_ROWS * self.in_features
             and input.device.type == "cpu"
             and input.dtype == self.weight.dtype in (torch.float32, torch.float64)
             and not torch.is_autocast_enabled("cpu")

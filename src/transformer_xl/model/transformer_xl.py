@@ -156,7 +156,7 @@ class TransformerXL(LanguageModel):
     def _encoding(self, memory: Memory, num_distances: int) -> Tensor | None:
         """Return encodings (P, D) of the distances, or None if the caches already hold the position keys."""
         is_inference = isinstance(memory, KeyValueMemory)
-        if is_inference and memory.num_position_keys >= num_distances:
+        if is_inference and all(cache.position_keys.num_distances >= num_distances for cache in memory.layers):
             return None
         bias = self.content_bias
         encoding_PD = encode_distances(num_distances, self.config.d_model, like=bias).to(bias.dtype)

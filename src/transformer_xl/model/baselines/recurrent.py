@@ -53,10 +53,6 @@ class RecurrentCache(LayerCache):
     def token_shape(self) -> tuple[int, ...]:
         return self.state_BXD.shape[1:]
 
-    def replaced_by(self, state_BXD: Tensor) -> RecurrentCache:
-        """Return the cache with the next state, detached and in this one's dtype."""
-        return RecurrentCache(state_BXD.detach().to(self.state_BXD.dtype))
-
     @override
     def resized(self, length: int) -> RecurrentCache:
         return self if length else RecurrentCache(torch.zeros_like(self.state_BXD))
@@ -83,11 +79,10 @@ class LSTMLayer(nn.Module):
         forget.fill_(_FORGET_BIAS)
 
     @override
-    def forward(self, x_BTD: Tensor, cache: RecurrentCache, lengths_B: Tensor | None) -> tuple[Tensor, RecurrentCache]:
-        """Return h at every position (B, T, D), and the cache of h and c after the last one."""
+    def forward(self, x_BTD: Tensor, state_BXD: Tensor, lengths_B: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return h at every position (B, T, D), and the state (h and c) after the last one."""
         with _supported_autocast(x_BTD.device):
-            hidden_BTD, state_BXD = self._run(x_BTD.to(self.bias.dtype), cache.state_BXD, lengths_B)
-        return hidden_BTD, cache.replaced_by(state_BXD)
+            return self._run(x_BTD.to(self.bias.dtype), state_BXD, lengths_B)
 
     def _run(self, x_BTD: Tensor, state_BXD: Tensor, lengths_B: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return h at every position, and the state after the last one."""
@@ -144,9 +139,8 @@ class QRNNLayer(nn.Module):
         forget.fill_(_FORGET_BIAS)
 
     @override
-    def forward(self, x_BTD: Tensor, cache: RecurrentCache, lengths_B: Tensor | None) -> tuple[Tensor, RecurrentCache]:
-        """Return h at every position (B, T, D), and the cache of c and the inputs that the next gates need."""
-        state_BXD = cache.state_BXD
+    def forward(self, x_BTD: Tensor, state_BXD: Tensor, lengths_B: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return h at every position (B, T, D), and the state: c and the inputs that the next gates need."""
         previous_BXD = state_BXD[:, 1:].to(x_BTD.dtype)
         num_new, padding_BT1 = x_BTD.shape[1], None
         if lengths_B is not None:
@@ -168,7 +162,7 @@ class QRNNLayer(nn.Module):
         c_BTD = linear_recurrence(keep_BTD, added_BTD, state_BXD[:, 0].to(sum_dtype))
         hidden_BTD = (output_BTD.sigmoid() * c_BTD).to(x_BTD.dtype)
         next_BXD = [c_BTD[:, -1:].to(state_BXD.dtype), inputs_BXD[:, num_new:].to(state_BXD.dtype)]
-        return hidden_BTD, cache.replaced_by(torch.cat(next_BXD, dim=1))
+        return hidden_BTD, torch.cat(next_BXD, dim=1)
 
 
 class RecurrentModel(LanguageModel):
@@ -213,8 +207,9 @@ class RecurrentModel(LanguageModel):
         states_BTD = [self.dropout(x_BTD)]
         caches: list[RecurrentCache] = []
         for layer, cache in zip(self.layers, memory.layers, strict=True):
-            x_BTD, cache = self.run_layer(layer, states_BTD[-1], cache, lengths_B)
+            assert isinstance(cache, RecurrentCache)
+            x_BTD, state_BXD = self.run_layer(layer, states_BTD[-1], cache.state_BXD, lengths_B)
             states_BTD.append(self.dropout(x_BTD))
-            caches.append(cache)
+            caches.append(RecurrentCache(state_BXD.detach().to(cache.state_BXD.dtype)))
         # with memory_length 0, the next segment starts from the empty states of this memory too
         return states_BTD, memory.advance(caches if memory.length else memory.layers, x_BTD.shape[1], lengths_B)

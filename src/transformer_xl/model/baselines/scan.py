@@ -1,14 +1,13 @@
-"""A linear recurrence over time without a loop over its steps.
+"""A linear recurrence over time, computed without a loop over its steps; `recurrent.py` uses it for QRNN.
 
     c_t = keep_t c_(t-1) + added_t
 
-Doubling (Hillis & Steele 1986): where each position has the combined effect of the s steps up to it, combining that
-with the effect of the s steps before gives 2 s steps. So T steps take log2(T) rounds over whole tensors. There is no
-division and no logarithm: products of numbers below 1 get small, never large, however long the text is.
+The method is doubling (Hillis & Steele 1986): if each position has the combined effect of the s steps up to it,
+combining that with the effect of the s steps before gives 2 s steps. So T steps take log2(T) operations on whole
+tensors. Without divisions and logarithms, products of numbers below 1 become small but never overflow, however long the
+text is. The gradient is the same kind of recurrence, from the last position to the first.
 
-The gradient is such a recurrence too, from the last position to the first.
-
-Letters: B batch rows, T new tokens, D width.
+Shape suffixes: B batch size, T new tokens, D width.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ def linear_recurrence(keep_BTD: Tensor, added_BTD: Tensor, first_BD: Tensor) -> 
     """Return all states c_1 ... c_T, shape (B, T, D).
 
     Args:
-        keep_BTD: keep_1 ... keep_T, best in float32 or float64, since rounding errors add up.
+        keep_BTD: keep_1 ... keep_T, in float32 or float64, because rounding errors add up.
         added_BTD: added_1 ... added_T.
         first_BD: c_0.
     """
@@ -49,19 +48,19 @@ class _Recurrence(torch.autograd.Function):
         ctx: Any, *grad_outputs: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
         keep_BTD, states_BTD, first_BD = ctx.saved_tensors
-        # d_t = (gradient of c_t from outside) + keep_(t+1) d_(t+1): the same recurrence, read from the end
+        # d_t = (incoming gradient of c_t) + keep_(t+1) d_(t+1): the same recurrence in reverse
         dstates_BTD = grad_outputs[0].flip(1)
         _scan(keep_BTD.flip(1).roll(1, 1), dstates_BTD)
         dstates_BTD = dstates_BTD.flip(1)
-        before_BTD = torch.cat([first_BD[:, None], states_BTD[:, :-1]], dim=1)
-        return dstates_BTD * before_BTD, dstates_BTD, dstates_BTD[:, 0] * keep_BTD[:, 0]
+        previous_BTD = torch.cat([first_BD[:, None], states_BTD[:, :-1]], dim=1)
+        return dstates_BTD * previous_BTD, dstates_BTD, dstates_BTD[:, 0] * keep_BTD[:, 0]
 
 
 def _scan(keep_BTD: Tensor, states_BTD: Tensor) -> None:
-    """Turns what is added at each step into states, in place; overwrites `keep_BTD`, whose first step is not read."""
-    num_known, num_steps = 1, states_BTD.shape[1]
-    while num_known < num_steps:
-        later_BTD, earlier_BTD = keep_BTD[:, num_known:], keep_BTD[:, :-num_known]
-        states_BTD[:, num_known:] += later_BTD * states_BTD[:, :-num_known]
-        keep_BTD[:, num_known:] = later_BTD * earlier_BTD
-        num_known *= 2
+    """Turn what is added at each step into states, in place; overwrites `keep_BTD`, whose first step is not used."""
+    num_combined, num_steps = 1, states_BTD.shape[1]
+    while num_combined < num_steps:
+        later_BTD, earlier_BTD = keep_BTD[:, num_combined:], keep_BTD[:, :-num_combined]
+        states_BTD[:, num_combined:] += later_BTD * states_BTD[:, :-num_combined]
+        keep_BTD[:, num_combined:] = later_BTD * earlier_BTD
+        num_combined *= 2

@@ -27,13 +27,7 @@ from torch import Tensor
 
 from transformer_xl.model.dropout import draw_mask, num_draws
 from transformer_xl.model.kernels import decode
-from transformer_xl.model.kernels.reference import (
-    AttentionInputs,
-    AttentionMask,
-    as_list,
-    empty_slots,
-    expand_distances,
-)
+from transformer_xl.model.kernels.reference import AttentionInputs, AttentionMask, empty_slots, expand_distances
 
 _BLOCK_QUERIES = 128  # queries of a block: enough for fast matrix products, few enough to skip most future keys
 _BUFFER_BYTES = 2**22  # size of one buffer: a few of them fit into the last-level cache
@@ -52,7 +46,7 @@ def attend(inputs: AttentionInputs, mask: AttentionMask, dropout: float) -> Tens
     if needs_gradient:  # the backward pass computes a gradient for each distance
         inputs, beyond = expand_distances(inputs, mask), 0
     seed = torch.randint(2**62, ()) if dropout else None
-    return _attention(as_list(inputs), mask.valid_B, seed, dropout, beyond)
+    return _attention(inputs.tensors(), mask.valid_B, seed, dropout, beyond)
 
 
 # Each pass is a custom operator, which torch.compile, torch's FLOP counter and its meta device handle as one step. Both

@@ -34,6 +34,10 @@ class AttentionInputs:
     position_bias_NH: Tensor
     """The paper's v."""
 
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors in the order of the fields."""
+        return [getattr(self, field.name) for field in fields(self)]
+
 
 @dataclass(frozen=True)
 class AttentionMask:
@@ -44,11 +48,6 @@ class AttentionMask:
     number -n means that also the first n of the T new tokens are padding, whose output is finite but meaningless."""
     beyond: int = 0
     """Number of attended distances above P - 1, which all use the position key of P - 1 (clamping)."""
-
-
-def as_list(inputs: AttentionInputs) -> list[Tensor]:
-    """Return the tensors in the order of the fields."""
-    return [getattr(inputs, field.name) for field in fields(inputs)]
 
 
 def expand_distances(inputs: AttentionInputs, mask: AttentionMask) -> AttentionInputs:

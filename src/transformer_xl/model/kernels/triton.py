@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from transformer_xl.model.kernels.reference import AttentionInputs, AttentionMask, as_list, expand_distances
+from transformer_xl.model.kernels.reference import AttentionInputs, AttentionMask, expand_distances
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MIN_CAPABILITY = 8  # Ampere: the first with bfloat16 and tf32, and the oldest that Triton supports
@@ -55,7 +55,7 @@ def attend(inputs: AttentionInputs, mask: AttentionMask, dropout: float) -> Tens
     are dropped is determined by a seed drawn here. Gradients of position keys are summed in a fixed order only after
     `torch.use_deterministic_algorithms(True)`.
     """
-    tensors = [tensor.to(inputs.q_BTNH.dtype) for tensor in as_list(expand_distances(inputs, mask))]
+    tensors = [tensor.to(inputs.q_BTNH.dtype) for tensor in expand_distances(inputs, mask).tensors()]
     seed = torch.randint(2**62, (1,), device=inputs.q_BTNH.device) if dropout else None
     return relative_attention(tensors, mask.valid_B, seed, dropout)[0]
 
