@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import NoneType
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import AfterValidator, BaseModel, Field, create_model
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, create_model
 from pydantic.fields import FieldInfo
 
 from transformer_xl.config import (
@@ -60,8 +60,9 @@ def _optional(name: str, settings: Mapping[str, FieldInfo], *excluded: str) -> t
             continue
         values = field.default if isinstance(field.default, tuple) else [field.default]
         default = ",".join(map(str, values)).lower() or "none"
-        is_tuple = any(get_origin(one) is tuple for one in (inner, *get_args(inner)))
-        kind: Any = str if is_tuple else inner  # several integers are typed as one argument, such as 20,40
+        # settings that parse text are typed as one argument, such as 20,40; other tuples by repeating the flag
+        parses_text = any(isinstance(constraint, BeforeValidator) for constraint in field.metadata)
+        kind: Any = str if parses_text else inner
         if NoneType in get_args(inner):
             kind |= Literal["none"]
         if "none" not in get_args(inner):  # none is not a choice of the setting, so it stands for no limit
