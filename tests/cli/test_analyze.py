@@ -55,17 +55,10 @@ def test_attention_writes_plots_page_and_values(folder: Path, tmp_path: Path) ->
     out = tmp_path / "out"
     options = ["--max-tokens", "61", "--page-tokens", "9", "--heads", "1:0", "--out", out, "--json"]
     values = txl("analyze", "attention", folder / "xl", *options).object
-    expected = {
-        "tokens": 61,
-        "memory_length": 11,
-        "segment_length": 7,
-        "max_distance": 11,
-        "page_tokens": 9,
-        "counted_tokens": 61 - 14,  # memory is full from the third segment on
-        "documents": 1,
-        "chunk_length": 7,
-    }
+    expected = {"tokens": 61, "memory_length": 11, "segment_length": 7, "max_distance": 11, "page_tokens": 9}
     assert values.items() >= expected.items()
+    assert values["counted_tokens"] == 61 - 14  # memory is full from the third segment on
+    assert (values["documents"], values["chunk_length"]) == (1, 7)
     written = {name for names in values["files"].values() for name in names}
     assert {path.name for path in out.iterdir()} == written
     assert {"mean-attention.png", "terms-layer-1-head-0.svg", "loss.svg"} <= written
@@ -146,12 +139,9 @@ def test_attention_in_the_folder_of_the_run_leaves_it_unchanged(folder: Path, mo
         ("{}/xl --prompt line --max-distance 4", "max_distance 4: the text has 4 tokens; use a longer text"),
         (
             "{}/xl --max-distance 18 --memory-length 11",
-            "max_distance 18: with memory length 11 no token sees farther than 17 back; set memory length 18",
+            "memory length 11 .* farther than 17 back; set memory length 18",
         ),
-        (
-            "{}/xl --max-distance 9 --attention-window 9",
-            "max_distance 9: with attention window 9 no token sees farther than 8 .*attention window 10 or none",
-        ),
+        ("{}/xl --max-distance 9 --attention-window 9", "window 9 .* farther than 8 .*attention window 10 or none"),
         ("{}/xl --corpus {}/words", "tokenizer|vocabulary"),
         ("{}/xl --memory-length 99999999999", "memory_length.*less than or equal to 2147483647"),
         ("{}/xl --out {}/corpus", "corpus exists already; choose another out or delete it first"),

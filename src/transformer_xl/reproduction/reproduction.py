@@ -314,11 +314,9 @@ class Reproduction:
 
 def _base_settings(recipe: str, overrides: Groups, *, smoke: bool) -> Groups:
     """Return the settings that all systems share: those of the recipe, replaced by the overrides."""
-    if "architecture" in overrides["model"]:
-        raise UserError("model.architecture differs between systems; leave it out")
-    for name in ("seed", "loss"):
-        if name in overrides["train"]:
-            raise UserError(f"train.{name} differs between runs; leave it out (--seeds gives the seeds)")
+    for group, name in (("model", "architecture"), ("train", "seed"), ("train", "loss")):
+        if name in overrides[group]:
+            raise UserError(f"{group}.{name} differs between runs; leave it out (--seeds sets the seeds)")
     settings = merge_recipe(load_recipe(recipe), {})
     if smoke:
         settings = merge(settings, _SMOKE_SETTINGS) | {"evaluation": dict[str, Any]()}
