@@ -117,9 +117,9 @@ def test_attended_empty_slots_keep_their_probability(make_model, text):
     for layer, trace in enumerate(model.trace(text[None, :7], model.initial_memory(1, plan.context_limits))):
         for head in range(2):
             expected = trace.terms.probabilities_BNTS[0, head, :, 11:].detach().tril().numpy()
-            found = np.nan_to_num(maps.map_QQ("probability", layer, head))
-            np.testing.assert_allclose(found, expected, atol=1e-12)
-            assert found.sum(-1).max() < 0.99
+            actual = np.nan_to_num(maps.map_QQ("probability", layer, head))
+            np.testing.assert_allclose(actual, expected, atol=1e-12)
+            assert actual.sum(-1).max() < 0.99
             assert means.mean_LNP(0)[layer, head, 0] == pytest.approx(expected.diagonal().mean(), abs=1e-12)
 
 

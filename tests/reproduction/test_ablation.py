@@ -71,8 +71,8 @@ def test_verdict_on_an_ordering(with_recurrence, without, verdict):
     ],
 )
 def test_verdict_on_longer_attention(name, by_window, verdict):
-    ((_, found),) = verdicts({name: result_of(name, by_window)})
-    assert found.startswith(verdict)
+    ((_, actual),) = verdicts({name: result_of(name, by_window)})
+    assert actual.startswith(verdict)
 
 
 def test_results_survive_json():

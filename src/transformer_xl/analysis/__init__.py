@@ -1,1 +1,1 @@
-"""Explaining a model: pictures and pages."""
+"""Analysis of trained models: attention, effective context and evaluation speed, as values, plots and pages."""

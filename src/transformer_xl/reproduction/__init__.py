@@ -1,1 +1,1 @@
-"""Reproductions of the tables of the paper: runs side by side, and the report made from them."""
+"""Reproduction of the paper's tables: train and score its systems, and write a report; and the demo."""

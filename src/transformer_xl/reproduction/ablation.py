@@ -3,7 +3,8 @@
 A system (such as Transformer-XL without recurrence) is scored with several attention windows, once for each seed. Its
 initial result is that with the attention window of training; its best is the lowest mean over seeds, with the shortest
 window that gives the same rounded value (paper section 4.2: "the shortest possible attention length during evaluation
-to achieve the corresponding result").
+to achieve the corresponding result"). "Half the loss" means that training computes the loss of the second half of each
+segment only, where every token has a long context.
 """
 
 from __future__ import annotations

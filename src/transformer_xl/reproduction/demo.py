@@ -143,7 +143,7 @@ def demo_page(result: DemoResult, source: str) -> str:
     model, train_config = folder.config.model, folder.config.train
     best = min(evaluation["bits_per_byte"] for evaluation in result.evaluations.values())
     return page(
-        "Transformer-XL, trained here and now",
+        "Transformer-XL, trained on this computer",
         [
             paragraph(
                 f"A model of {model.n_layers} layers with d_model {model.d_model} was trained on bytes ({source}) "

@@ -67,7 +67,7 @@ def attention(
     machine: MachineOptions = ANY_MACHINE,
     json: Json = False,
 ) -> None:
-    """Draw what heads attend to, term by term, and how the loss falls from a document's start.
+    """Draw what heads attend to, term by term, and how the loss decreases from a document's start.
 
     Parameters
     ----------
