@@ -1,7 +1,7 @@
 """Models as the authors' PyTorch code and NVIDIA's pickle them, and a slow oracle for their losses.
 
 Only what ends up in a file is as in those programs: the names of classes, modules, attributes and parameters. The
-oracle computes losses one query at a time from the rules that their code follows: the first memory is empty, the scores
+oracle computes losses from the rules that their code follows: the first memory is empty, the scores
 of the tail clusters are stored last tail first, and `same_length` limits the number of keys of each query.
 
 Shape suffixes: T tokens, S keys, D model width, N heads, H head width, E embedding width, V vocabulary.
@@ -224,21 +224,18 @@ def _apply_layer(config: OldConfig, model: Any, layer: Any, x_TD: Tensor, x_SD: 
     heads = (config.n_head, config.d_head)
     q_SNH, k_SNH, v_SNH = (part.unflatten(-1, heads) for part in attention.qkv_net(normed_SD).chunk(3, -1))
     memory_length = len(x_SD) - len(x_TD)
+    distance_TS = torch.arange(memory_length, len(x_SD))[:, None] - torch.arange(len(x_SD))
+    is_visible_TS = (distance_TS >= 0) & (distance_TS < (max_keys if config.same_length else len(x_SD)))
+    if config.clamp_len > 0:
+        distance_TS = distance_TS.clamp(max=config.clamp_len)
     frequency = 1 / (10000 ** (torch.arange(0, config.d_model, 2, dtype=torch.float64) / config.d_model))
-    rows = []
-    for query in range(memory_length, len(x_SD)):
-        keys = [key for key in range(query + 1) if not config.same_length or query - key < max_keys]
-        scores = []
-        for key in keys:
-            distance = query - key if config.clamp_len < 0 else min(query - key, config.clamp_len)
-            angle = distance * frequency
-            position_NH = attention.r_net(torch.cat([angle.sin(), angle.cos()])).view(heads)
-            content_score_N = ((q_SNH[query] + model.r_w_bias) * k_SNH[key]).sum(-1)
-            scores.append(content_score_N + ((q_SNH[query] + model.r_r_bias) * position_NH).sum(-1))
-        probs_SN = (torch.stack(scores) / config.d_head**0.5).softmax(0)
-        context = (probs_SN[..., None] * v_SNH[keys]).sum(0).flatten()
-        rows.append(x_TD[query - memory_length] + attention.o_net(context))
-    x_TD = torch.stack(rows)
+    angle = distance_TS[..., None] * frequency
+    r_TSNH = attention.r_net(torch.cat([angle.sin(), angle.cos()], -1)).unflatten(-1, heads)
+    q_T1NH = q_SNH[memory_length:, None]
+    scores_TSN = ((q_T1NH + model.r_w_bias) * k_SNH).sum(-1) + ((q_T1NH + model.r_r_bias) * r_TSNH).sum(-1)
+    scores_TSN = (scores_TSN / config.d_head**0.5).masked_fill(~is_visible_TS[..., None], -torch.inf)
+    context_TNH = (scores_TSN.softmax(1)[..., None] * v_SNH).sum(1)
+    x_TD = x_TD + attention.o_net(context_TNH.flatten(1))
     x_TD = x_TD if config.pre_lnorm else attention.layer_norm(x_TD)
     up, down = feed_forward.CoreNet[0], feed_forward.CoreNet[3]
     inner_TD = feed_forward.layer_norm(x_TD) if config.pre_lnorm else x_TD

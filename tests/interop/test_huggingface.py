@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import pickle
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,29 +24,21 @@ from transformer_xl.model.build import build_model
 from transformer_xl.run_folder import Run, RunFolder, load
 from transformer_xl.text.tokenizers.word import WordTokenizer
 
-MakeRun = Callable[..., Run]
 
-
-@pytest.fixture
-def make_run() -> MakeRun:
-    """Return a function that writes the run folder of a small model with clusters, and loads it."""
-
-    def make(
-        path: Path, *, tokenizer: Any = None, evaluation: dict[str, Any] | None = None, **model_settings: Any
-    ) -> Run:
-        small = {
-            "vocab_size": 23, "n_layers": 2, "d_model": 8, "n_heads": 2, "d_head": 3, "d_ff": 7,
-            "cutoffs": (5, 11), "div_val": 2, "attend_empty_memory": True, "attention_window": 9,
-        }  # fmt: skip
-        model = {name: value for name, value in {**small, **model_settings}.items() if value is not None}
-        values = {"model": model, "train": {"memory_length": 9}, "evaluation": evaluation or {}}
-        config = run_settings(values, "test")
-        torch.manual_seed(3)
-        weights = build_model(config.model).state_dict()
-        RunFolder.create(path, config, tokenizer or tokenizer_from_words(WORDS, "", pre_tokenizer="moses"), weights)
-        return load(path, device="cpu")
-
-    return make
+def make_run(
+    path: Path, *, tokenizer: Any = None, evaluation: dict[str, Any] | None = None, **model_settings: Any
+) -> Run:
+    """Write the run folder of a small model with clusters, and load it; settings that are None have their defaults."""
+    small = {
+        "vocab_size": 23, "n_layers": 2, "d_model": 8, "n_heads": 2, "d_head": 3, "d_ff": 7,
+        "cutoffs": (5, 11), "div_val": 2, "attend_empty_memory": True, "attention_window": 9,
+    }  # fmt: skip
+    model = {name: value for name, value in {**small, **model_settings}.items() if value is not None}
+    config = run_settings({"model": model, "train": {"memory_length": 9}, "evaluation": evaluation or {}}, "test")
+    torch.manual_seed(3)
+    weights = build_model(config.model).state_dict()
+    RunFolder.create(path, config, tokenizer or tokenizer_from_words(WORDS, "", pre_tokenizer="moses"), weights)
+    return load(path, device="cpu")
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -86,7 +77,7 @@ def test_conversion_there_and_back_is_bit_identical(case: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("tied", ["all", "all_but_first", "none"])
-def test_missing_projection_is_exported_as_identity(tied: str, make_run: MakeRun, tmp_path: Path) -> None:
+def test_missing_projection_is_exported_as_identity(tied: str, tmp_path: Path) -> None:
     """The One Billion Word model does not project the cluster that is as wide as the model."""
     run = make_run(tmp_path / "run", project_same_width=False, tie_projections=tied)
     assert "embedding.projections.0" not in run.model.state_dict()
@@ -100,7 +91,7 @@ def test_missing_projection_is_exported_as_identity(tied: str, make_run: MakeRun
     assert torch.equal(before, after)
 
 
-def test_other_architecture_is_not_exported(make_run: MakeRun, tmp_path: Path) -> None:
+def test_other_architecture_is_not_exported(tmp_path: Path) -> None:
     make_run(tmp_path / "run", architecture="shaw")
     with pytest.raises(UserError, match="cannot express shaw"):
         convert(tmp_path / "run", tmp_path / "hub", to="huggingface")
@@ -115,7 +106,7 @@ def exported_values(run: Path, file: str, remark: str | None) -> Any:
     return json.loads((run.parent / "hub" / file).read_text())
 
 
-def test_export_remarks_on_empty_memory_that_is_not_attended(make_run: MakeRun, tmp_path: Path) -> None:
+def test_export_remarks_on_empty_memory_that_is_not_attended(tmp_path: Path) -> None:
     make_run(tmp_path / "run", attend_empty_memory=False)
     exported_values(tmp_path / "run", "config.json", "first segments will differ")
 
@@ -132,7 +123,7 @@ def test_export_remarks_on_empty_memory_that_is_not_attended(make_run: MakeRun, 
 )
 def test_evaluation_lengths_are_exported(
     window: int | None, evaluation: dict[str, int], expected: tuple[Any, ...], remark: str | None,
-    make_run: MakeRun, tmp_path: Path,
+   tmp_path: Path,
 ) -> None:  # fmt: skip
     make_run(tmp_path / "run", attention_window=window, clamp_length=5, evaluation=evaluation)
     values = exported_values(tmp_path / "run", "config.json", remark)
@@ -148,9 +139,7 @@ def test_evaluation_lengths_are_exported(
         (["caf\xa0e", "caf", *WORDS[2:]], {"pre_tokenizer": "moses"}, "truncated in vocab.txt"),
     ],
 )
-def test_tokenizer_is_exported(
-    words: list[str], settings: dict[str, Any], remark: str | None, make_run: MakeRun, tmp_path: Path
-) -> None:
+def test_tokenizer_is_exported(words: list[str], settings: dict[str, Any], remark: str | None, tmp_path: Path) -> None:
     make_run(tmp_path / "run", tokenizer=tokenizer_from_words(words, "test", **settings))
     values = exported_values(tmp_path / "run", "tokenizer_config.json", remark)
     lower_case = settings.get("lowercase", False)

@@ -18,7 +18,6 @@ from transformer_xl.config import UserError
 from transformer_xl.interop.convert import convert
 from transformer_xl.run_folder import load
 from transformer_xl.text.tokenizers import ByteTokenizer, save_tokenizer
-from transformer_xl.text.tokenizers.char import CharTokenizer
 from transformer_xl.text.tokenizers.integer import IntegerTokenizer
 from transformer_xl.text.tokenizers.word import WordTokenizer
 
@@ -127,19 +126,3 @@ def test_words_that_are_byte_values_become_byte_tokenizer(tmp_path: Path) -> Non
     with torch.no_grad():
         nats_BT = run.model.nats(run.model(torch.tensor([[32]]))[0], torch.tensor([[10]]))
     assert 1000 < float(nats_BT) < float("inf")  # a byte that is not among the words
-
-
-def test_underscore_of_text8_becomes_space(tmp_path: Path) -> None:
-    characters = ["_", *"etaoinshrdlcumwfgypbvk"]
-    model = old_model(CASES["one softmax"])
-    convert(save_official(tmp_path / "old", model, old_corpus(characters)), tmp_path / "run")
-    tokenizer = load(tmp_path / "run", device="cpu").tokenizer
-    assert isinstance(tokenizer, CharTokenizer)
-    assert tokenizer.encode("the end").tolist() == [characters.index(character) for character in "the_end"]
-
-
-def test_lowercasing_is_imported(tmp_path: Path) -> None:
-    saved = save_official(tmp_path / "old", old_model(OldConfig()), old_corpus(WORDS, lower_case=True))
-    convert(saved, tmp_path / "run")
-    tokenizer = load(tmp_path / "run", device="cpu").tokenizer
-    assert tokenizer.encode("The AND\n").tolist() == [1, 5, 0]

@@ -57,10 +57,7 @@ def read(path: Path) -> ImportedModel:
         raise UserError(f"{path} has no weights; expected {' or '.join(_WEIGHTS)} in the same folder as config.json")
     weights = _read_weights(weights_file)
     if not any(name.startswith("crit.") for name in weights):
-        raise UserError(
-            f"{weights_file} has no softmax (crit.*); expected a TransfoXLLMHeadModel, not a TransfoXLModel or "
-            "classifier"
-        )
+        raise UserError(f"{weights_file} has no softmax (crit.*); expected the weights of a TransfoXLLMHeadModel")
     vocabulary_file = first_existing(path, _VOCABULARIES)
     return ImportedModel(
         model=config.model_dump(),
@@ -165,9 +162,7 @@ def _tokenizer_remarks(tokenizer: Tokenizer, words: Sequence[str] | None) -> lis
     elif tokenizer.pre_tokenizer.name != "moses":
         remarks.append(f"TransfoXLTokenizer does not split text as '{tokenizer.pre_tokenizer.name}' does: {advice}")
     if _contain_whitespace(words):
-        remarks.append(
-            "words with whitespace are truncated in vocab.txt, so TransfoXLTokenizer lacks them; vocab.json has them"
-        )
+        remarks.append("words with whitespace are truncated in vocab.txt for TransfoXLTokenizer; vocab.json has them")
     return remarks
 
 
@@ -185,8 +180,7 @@ def _same_length(config: RunConfig, memory_length: int) -> tuple[bool, list[str]
         return window is not None, []
     if train_window not in (None, memory_length):
         raise UserError(
-            f"TransfoXL cannot express attention_window {train_window} with memory_length {memory_length}; evaluate "
-            "the run with equal ones"
+            f"TransfoXL cannot express attention_window {train_window} with memory_length {memory_length}; use equal ones"
         )
     remark = f"TransfoXL cannot express attention_window {window}, which evaluation uses, with mem_len {memory_length}"
     return train_window is not None, [remark]

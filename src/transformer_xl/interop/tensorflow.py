@@ -50,10 +50,7 @@ _NO_LENGTHS = (
     "the files do not contain the segment, memory and clamp lengths or dropout, and this is not a published model, so "
     "these settings have their defaults. The authors' --same_length equals an attention_window of memory_length + 1"
 )
-_NO_NEWLINES = (
-    "the authors removed all newlines from enwik8. Remove them from a text (tr -d '\\n') before evaluating this model "
-    "on it"
-)
+_NO_NEWLINES = "the authors removed all newlines from enwik8; remove them from a text (tr -d '\\n') before evaluation"
 _SUFFIX = re.compile(r"\.(index|meta|data-\d{5}-of-\d{5})$")
 _NEWEST = re.compile(r'^model_checkpoint_path: "(.*)"', flags=re.MULTILINE)
 
@@ -253,19 +250,15 @@ def _layer(variables: _Variables, tf_prefix: str, prefix: str) -> Iterator[tuple
 def _with_dataset_settings(model: dict[str, Any], weights: dict[str, Tensor], folder: Path) -> ImportedModel:
     """Add the settings that depend on the data set (lengths and dropout), and the tokenizer."""
     name, tokenizer = _corpus(folder, model["vocab_size"])
+    remarks = (_NO_NEWLINES,) if name == "enwik8" else ()
     recipe = load_recipe(_RECIPES[name]) if name in _RECIPES else None
-    train: dict[str, Any] = {}
-    evaluation: dict[str, Any] = {}
-    notes: list[str] = [_NO_NEWLINES] if name == "enwik8" else []
-    if recipe is not None and all(recipe.model[size] == model[size] for size in _SIZES):
-        model = {**model, **{setting: recipe.model[setting] for setting in ("dropout", "attention_dropout")}}
-        train = {setting: recipe.train[setting] for setting in ("segment_length", "memory_length")}
-        lengths = ("segment_length", "memory_length", "clamp_length")
-        evaluation = {setting: recipe.evaluation[setting] for setting in lengths}
-        evaluation["attention_window"] = recipe.evaluation["memory_length"] + 1  # the authors' --same_length
-    else:
-        notes.append(_NO_LENGTHS)
-    return ImportedModel(model, train, evaluation, weights, tokenizer, tuple(notes))
+    if recipe is None or any(recipe.model[size] != model[size] for size in _SIZES):
+        return ImportedModel(model, {}, {}, weights, tokenizer, (*remarks, _NO_LENGTHS))
+    dropout = {setting: recipe.model[setting] for setting in ("dropout", "attention_dropout")}
+    train = {setting: recipe.train[setting] for setting in ("segment_length", "memory_length")}
+    evaluation = {setting: recipe.evaluation[setting] for setting in (*train, "clamp_length")}
+    evaluation["attention_window"] = recipe.evaluation["memory_length"] + 1  # the authors' --same_length
+    return ImportedModel({**model, **dropout}, train, evaluation, weights, tokenizer, remarks)
 
 
 def _corpus(folder: Path, size: int) -> tuple[str | None, Tokenizer | None]:
@@ -290,15 +283,7 @@ def _corpus(folder: Path, size: int) -> tuple[str | None, Tokenizer | None]:
     name = _DATA_SETS.get(size)
     if info is not None:
         values = read_json_object(info, "copy it again from its source")
-        _check_size(info, values.get("vocab_size"), size)
         name = str(values.get("dataset", name))
-    if cache is None:
-        return name, None
-    tokenizer = read_tokenizer(cache)
-    _check_size(cache, tokenizer.vocab_size, size)
-    return name, tokenizer
-
-
-def _check_size(path: Path, file_size: object, size: int) -> None:
-    if file_size != size:
-        raise UserError(f"{path} has {file_size} tokens, but the checkpoint {size}; use files of the same model")
+        if values.get("vocab_size") != size:
+            raise UserError(f"{info} has another vocab_size than the checkpoint ({size}); use files of the same model")
+    return name, None if cache is None else read_tokenizer(cache)
