@@ -1,10 +1,11 @@
-"""Memory of `txl convert` at the true sizes of transfo-xl-wt103, with random weights.
+"""Measure the memory of `txl convert` for a model as large as transfo-xl-wt103, with random weights.
 
     python benchmarks/convert.py [--folder DIR] [--out FILE]
 
-A folder as on the Hub is written (285 million parameters, 267,735 words, 1.14 GB), as safetensors and as
-pytorch_model.bin with a pickled vocabulary; each is converted by a process of its own, the first also back. Memory is
-the peak of what was resident, mapped files included. About 5 GB of disk are used for as long as it runs.
+The benchmark writes the model (285 million parameters, 267,735 words, 1.14 GB) as folders like those on Hugging Face's
+Hub, once with safetensors, once with pytorch_model.bin and a pickled vocabulary. A new process converts each folder to
+a run, and the first run back. The result is the peak resident memory of each process in GiB, memory-mapped files
+included. The files take about 5 GB of disk space and are deleted afterwards.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from environment import RESULTS, command, commit, cpu_model, write
 from safetensors.torch import save_file
 
 from transformer_xl import __version__
-from transformer_xl.config import TransformerXLConfig
+from transformer_xl.interop.source_config import SourceConfig
 from transformer_xl.interop.weight_names import HUGGING_FACE, weight_mappings
 
 CONFIG = {
@@ -35,62 +36,60 @@ CONFIG = {
     "pre_lnorm": False, "same_length": True, "sample_softmax": -1, "tgt_len": 128, "untie_r": True,
     "tie_projs": [False, True, True, True], "tie_weight": True, "vocab_size": 267735,
 }  # fmt: skip
-MODEL = TransformerXLConfig(
-    vocab_size=267_735, n_layers=18, d_model=1024, n_heads=16, d_ff=4096, cutoffs=(20_000, 40_000, 200_000),
-    div_val=4, d_embed=1024, tie_projections="all_but_first", tie_attention_biases=False,
-)  # fmt: skip
+"""config.json of transfo-xl-wt103."""
 
 
-def write_folder(folder: Path, *, safe: bool) -> None:
-    """Configuration, random weights and words."""
+def write_folder(folder: Path, *, safetensors: bool) -> None:
+    """Write config.json, random weights and the vocabulary, as safetensors and JSON or pickled."""
     folder.mkdir()
     torch.manual_seed(1)
-    parts = [part for mapping in weight_mappings(MODEL, HUGGING_FACE) for part in mapping.theirs]
-    weights = {name: torch.randn(shape) * 0.02 for name, shape in parts}
-    words = ["<eos>", "<unk>", *(f"word{number}" for number in range(MODEL.vocab_size - 2))]
-    numbered = {word: number for number, word in enumerate(words)}
+    mappings = weight_mappings(SourceConfig(CONFIG, "config.json").model_config(), HUGGING_FACE)
+    shapes = {name: shape for mapping in mappings for name, shape in mapping.theirs.items()}
+    weights = {name: torch.randn(shape) * 0.02 for name, shape in shapes.items()}
+    words = ["<eos>", "<unk>", *(f"word{number}" for number in range(CONFIG["vocab_size"] - 2))]
+    id_of_word = {word: word_id for word_id, word in enumerate(words)}
     (folder / "config.json").write_text(json.dumps(CONFIG))
-    if safe:
+    if safetensors:
         save_file(weights, folder / "model.safetensors")
-        (folder / "vocab.json").write_text(json.dumps(numbered))
+        (folder / "vocab.json").write_text(json.dumps(id_of_word))
     else:
         torch.save(weights, folder / "pytorch_model.bin")
-        torch.save({"idx2sym": words, "sym2idx": numbered, "lower_case": False}, folder / "vocab.bin")
+        torch.save({"idx2sym": words, "sym2idx": id_of_word, "lower_case": False}, folder / "vocab.bin")
 
 
-def converted(*words: str | Path) -> dict[str, Any]:
-    """Peak memory of one `txl convert`, as a process of its own."""
-    line = [sys.executable, str(Path(__file__)), "--convert", *map(str, words)]
-    peak = subprocess.run(line, check=True, capture_output=True, text=True).stdout.splitlines()[-1]
+def measure(*arguments: str | Path) -> dict[str, Any]:
+    """Run `txl convert` with these arguments in a new process, and return its peak memory."""
+    command_line = [sys.executable, str(Path(__file__)), "--convert", *map(str, arguments)]
+    peak = subprocess.run(command_line, check=True, capture_output=True, text=True).stdout.splitlines()[-1]
     return {"peak_gib": round(int(peak) / 2**20, 2)}
 
 
-def convert(words: list[str]) -> None:
-    """Converts in this process, and prints the peak of its memory in KiB."""
+def convert(arguments: list[str]) -> None:
+    """Run `txl convert` in this process, and print the process's peak resident memory in KiB."""
     from transformer_xl.cli.main import run
 
-    status = run(["convert", *words])
+    status = run(["convert", *arguments])
     print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
     sys.exit(status)
 
 
 def main() -> None:
-    """Measures, prints the figures and writes them to a file."""
+    """Measure, print the results and write them to a file."""
     if sys.argv[1:2] == ["--convert"]:
         convert(sys.argv[2:])
-    parser = argparse.ArgumentParser(description="Memory of txl convert at true sizes.")
-    parser.add_argument("--folder", type=Path, help="where the files go while it runs (default: the system's)")
-    parser.add_argument("--out", type=Path, default=RESULTS / "convert.json", help="default convert.json in results/")
-    given = parser.parse_args()
-    figures: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory(dir=given.folder) as name:
-        place = Path(name)
+    parser = argparse.ArgumentParser(description="Measure the memory of txl convert.")
+    parser.add_argument("--folder", type=Path, help="folder for the models (default: the system's temporary one)")
+    parser.add_argument("--out", type=Path, default=RESULTS / "convert.json", help="default: results/convert.json")
+    options = parser.parse_args()
+    results: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(dir=options.folder) as name:
+        folder = Path(name)
         for kind in ("safetensors", "pickled"):
-            write_folder(place / kind, safe=kind == "safetensors")
-            figures[kind] = converted(place / kind, place / f"{kind}-run")
-        figures["back"] = converted(place / "safetensors-run", place / "back", "--to", "huggingface")
-    for kind, of in figures.items():
-        print(f"{kind}: at most {of['peak_gib']} GiB resident")
+            write_folder(folder / kind, safetensors=kind == "safetensors")
+            results[kind] = measure(folder / kind, folder / f"{kind}-run")
+        results["back"] = measure(folder / "safetensors-run", folder / "back", "--to", "huggingface")
+    for kind, result in results.items():
+        print(f"{kind}: at most {result['peak_gib']} GiB resident")
     environment = {
         "command": command(),
         "commit": commit(),
@@ -101,7 +100,7 @@ def main() -> None:
         },
         "machine": {"cpu": cpu_model(), "cores": os.cpu_count()},
     }
-    write({**environment, **figures}, given.out)
+    write({**environment, **results}, options.out)
 
 
 if __name__ == "__main__":

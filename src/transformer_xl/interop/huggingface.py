@@ -180,7 +180,8 @@ def _same_length(config: RunConfig, memory_length: int) -> tuple[bool, list[str]
         return window is not None, []
     if train_window not in (None, memory_length):
         raise UserError(
-            f"TransfoXL cannot express attention_window {train_window} with memory_length {memory_length}; use equal ones"
+            f"TransfoXL cannot express attention_window {train_window} with memory_length {memory_length}; "
+            "evaluate the run with equal ones"
         )
     remark = f"TransfoXL cannot express attention_window {window}, which evaluation uses, with mem_len {memory_length}"
     return train_window is not None, [remark]
