@@ -1,213 +1,245 @@
-"""`txl score` and `txl evaluate`: what they print is what the library computes."""
+"""`txl score` and `txl evaluate` print what the library computes; and the commands that they refuse."""
 
 from __future__ import annotations
 
 import io
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from refusals import CommandResult, txl
+import torch
+from refusals import FULL, CommandResult, assert_refused, full_after, txl
 
 from transformer_xl.config import DynamicConfig, EvaluationConfig
 from transformer_xl.evaluation.evaluate import evaluate
 from transformer_xl.evaluation.score import score
-from transformer_xl.run_folder import Run, load
+from transformer_xl.run_folder import Run, RunFolder, load
+from transformer_xl.tensor_file import load_tensors
 from transformer_xl.text.token_store import Corpus
 
-MODEL = ["--model.n-layers=2", "--model.d-model=14", "--model.n-heads=2", "--model.d-head=5", "--model.d-ff=19"]
-TRAIN = [
-    "--train.segment-length=7",
-    "--train.memory-length=11",
-    "--train.batch-size=3",
-    "--train.max-steps=11",
-    "--train.dtype=float32",
-]
-ODD = 'caf\u00e9 \u2603\tb [red]x[/red]\n\n"quoted" \\ line'.encode() + b"\xff\x00 end\n"
+MODEL = "--model.n-layers=2 --model.d-model=14 --model.n-heads=2 --model.d-head=5 --model.d-ff=19"
+TRAIN = "--train.segment-length=7 --train.memory-length=11 --train.batch-size=3 --train.max-steps=5"
+SPECIAL = 'caf\u00e9 \u2603\tb [red]x[/red]\n\n"quoted" \\ line'.encode() + b"\xff\x00 end\n"
+PLAIN = b"the cat\nsat"
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with three documents as a corpus, a run, and two texts."""
-    place = tmp_path_factory.mktemp("score")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a corpus of three documents, a run, and texts."""
+    folder = tmp_path_factory.mktemp("score") / "folder"
+    (folder / "folder").mkdir(parents=True)
     words = ["the", "cat", "sat", "on", "mat", "and", "dog", "ran", "after", "it", "then", "all", "of", "them"]
-    for number in range(3):
+    documents = [folder / f"document{number}.txt" for number in range(3)]
+    for number, document in enumerate(documents):
         text = " ".join(words[step * step % 17 % len(words)] for step in range(60 + number))
-        (place / f"part{number}.txt").write_text(text + "\n")
-    parts = [place / f"part{number}.txt" for number in range(3)]
-    assert txl("prepare", "--train", *parts, "--test", *parts, "--out", place / "corpus").status == 0
-    assert txl("train", "--corpus", place / "corpus", "--run", place / "run", *MODEL, *TRAIN).status == 0
-    (place / "odd.txt").write_bytes(ODD)
-    (place / "plain.txt").write_bytes(b"the cat\nsat")
-    return place
+        document.write_text(text + "\n")
+    splits = ["--train", *documents, "--valid", documents[0], "--test", *documents]
+    assert txl("prepare", *splits, "--out", folder / "corpus").status == 0
+    options = [*MODEL.split(), *TRAIN.split(), "--train.dtype=float32"]
+    assert txl("train", "--corpus", folder / "corpus", "--run", folder / "run", *options).status == 0
+    for name, content in {"special": SPECIAL, "plain": PLAIN, "empty": b""}.items():
+        (folder / f"{name}.txt").write_bytes(content)
+    return folder
 
 
 @pytest.fixture(scope="module")
-def run(place: Path) -> Run:
-    return load(place / "run", device="cpu")
+def run(folder: Path) -> Run:
+    return load(folder / "run", device="cpu")
 
 
-def lines(said: CommandResult) -> list[dict[str, Any]]:
-    """Parse JSON lines; they must be ASCII and must not hold NaN or Infinity."""
-    assert said.status == 0, said.err
-    assert said.out.isascii()
-    return [json.loads(line, parse_constant=pytest.fail) for line in said.out.splitlines()]
+def json_lines(result: CommandResult) -> list[dict[str, Any]]:
+    """Parse JSON lines; they must be ASCII and must not contain NaN or Infinity."""
+    assert result.status == 0, result.err
+    assert result.out.isascii()
+    return [json.loads(line, parse_constant=pytest.fail) for line in result.out.splitlines()]
 
 
-def test_score_by_token_line_and_file(place: Path, run: Run) -> None:
-    """They add up and equal the library's; bytes that are not whole characters are valid JSON, too."""
-    names = [str(place / "odd.txt"), str(place / "plain.txt")]
-    wanted = score(run, {names[0]: ODD, names[1]: "the cat\nsat"})
-    by = {per: lines(txl("score", place / "run", *names, "--per", per, "--json")) for per in ("token", "line", "file")}
-    assert [found["file"] for found in by["file"]] == names
-    for one, whole in zip(wanted, by["file"], strict=True):
-        assert whole["logprob"] == pytest.approx(-one.sums.nats, rel=1e-6)
-        assert whole["perplexity"] == pytest.approx(one.sums.perplexity, rel=1e-6)
-        assert (whole["tokens"], whole["bytes"]) == (one.sums.tokens, one.sums.bytes)
+@pytest.fixture(scope="module")
+def records(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """Return the JSON lines of both texts by token, line and file."""
+    command = ["score", folder / "run", folder / "special.txt", folder / "plain.txt", "--json", "--per"]
+    return {per: json_lines(txl(*command, per)) for per in ("token", "line", "file")}
+
+
+def test_scores_equal_the_library_and_add_up(folder: Path, run: Run, records) -> None:
+    """Bytes that are not whole characters are valid JSON, too."""
+    names = [str(folder / "special.txt"), str(folder / "plain.txt")]
+    expected = score(run, {names[0]: SPECIAL, names[1]: PLAIN})
+    assert [record["file"] for record in records["file"]] == names
+    for text, record in zip(expected, records["file"], strict=True):
+        assert record["logprob"] == pytest.approx(-text.sums.nats, rel=1e-6)
+        assert record["perplexity"] == pytest.approx(text.sums.perplexity, rel=1e-6)
+        assert (record["tokens"], record["bytes"]) == (text.sums.tokens, text.sums.bytes)
         for per in ("token", "line"):
-            parts = [found["logprob"] for found in by[per] if found["file"] == one.name]
-            assert math.fsum(parts) == pytest.approx(whole["logprob"], rel=1e-12)
-    tokens = [found for found in by["token"] if found["file"] == names[0]]
-    assert bytes(found["token"] for found in tokens) == ODD
-    assert (
-        b"".join(bytes.fromhex(found["hex"]) if "hex" in found else found["text"].encode() for found in tokens) == ODD
-    )
-    np.testing.assert_allclose([-found["logprob"] for found in tokens], wanted[0].nats_K, rtol=1e-5)
-    texts = [found["text"] for found in by["line"] if found["file"] == names[0]]
-    assert texts == ODD.decode("utf-8", "replace").removesuffix("\n").split("\n")
-    assert [found["line"] for found in by["line"]] == [1, 2, 3, 1, 2]
-    assert {found["line"] for found in tokens} == {1, 2, 3}
+            logprobs = [part["logprob"] for part in records[per] if part["file"] == text.name]
+            assert math.fsum(logprobs) == pytest.approx(record["logprob"], rel=1e-12)
+    tokens = [record for record in records["token"] if record["file"] == names[0]]
+    contents = [bytes.fromhex(token["hex"]) if "hex" in token else token["text"].encode() for token in tokens]
+    assert bytes(token["token"] for token in tokens) == b"".join(contents) == SPECIAL
+    np.testing.assert_allclose([-token["logprob"] for token in tokens], expected[0].nats_K, rtol=1e-5)
+    texts = [record["text"] for record in records["line"] if record["file"] == names[0]]
+    assert texts == SPECIAL.decode("utf-8", "replace").removesuffix("\n").split("\n")
+    assert [record["line"] for record in records["line"]] == [1, 2, 3, 1, 2]
+    assert {token["line"] for token in tokens} == {1, 2, 3}
 
 
-def test_score_for_people(place: Path) -> None:
-    """One line of output for each, for any characters in the text, and the sum."""
+def test_score_tables_have_the_total_and_escaped_characters(folder: Path, records) -> None:
     for per in ("token", "line", "file"):
-        said = txl("score", place / "run", place / "odd.txt", place / "plain.txt", "--per", per)
-        whole = sum(found["logprob"] for found in lines(
-            txl("score", place / "run", place / "odd.txt", place / "plain.txt", "--per", per, "--json")
-        ))  # fmt: skip
-        assert (said.status, said.err) == (0, "")
-        assert f"{whole:.4f}" in said.out
-    said = txl("score", place / "run", place / "odd.txt")
-    assert "caf\u00e9 \u2603\\tb [red]x[/red]" in said.out
+        result = txl("score", folder / "run", folder / "special.txt", folder / "plain.txt", "--per", per)
+        assert (result.status, result.err) == (0, "")
+        assert f"{sum(record['logprob'] for record in records[per]):.4f}" in result.out
+        assert per != "line" or "caf\u00e9 \u2603\\tb [red]x[/red]" in result.out
 
 
-def test_score_reads_standard_input(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(ODD)))
-    piped, of_file = (
-        lines(txl("score", place / "run", file, "--per", "file", "--json")) for file in ("-", place / "odd.txt")
-    )
-    assert piped == [{**of_file[0], "file": "-"}]
+def test_score_reads_standard_input(folder: Path, records, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(SPECIAL)))
+    piped = json_lines(txl("score", folder / "run", "-", "--per", "file", "--json"))
+    assert piped == [{**records["file"][0], "file": "-"}]
 
 
-def test_files_as_one_text(place: Path, run: Run) -> None:
-    """--no-reset-memory: the second file continues the first; batch size and segment length change nothing."""
-    files = [place / "odd.txt", place / "plain.txt"]
-    said = txl("score", place / "run", *files, "--no-reset-memory", "--per", "file", "--json")
-    wanted = score(run, [ODD, "the cat\nsat"], EvaluationConfig(reset_memory=False))
-    found = [one["logprob"] for one in lines(said)]
-    np.testing.assert_allclose(found, [-one.sums.nats for one in wanted], rtol=1e-6)
-    lengths = ["--attention-window", "9", "--memory-length", "8", "--per", "file", "--json"]
-    several = [
-        lines(txl("score", place / "run", *files, *lengths, *more))
-        for more in (["--batch-size", "1"], ["--batch-size", "4", "--segment-length", "3"], ["--segment-length", "64"])
+def test_no_reset_memory_scores_files_as_one_text(folder: Path, run: Run) -> None:
+    """With a filled attention window, batch size and segment length change nothing."""
+    command = ["score", folder / "run", folder / "special.txt", folder / "plain.txt", "--per", "file", "--json"]
+    expected = score(run, [SPECIAL, PLAIN], EvaluationConfig(reset_memory=False))
+    logprobs = [record["logprob"] for record in json_lines(txl(*command, "--no-reset-memory"))]
+    np.testing.assert_allclose(logprobs, [-text.sums.nats for text in expected], rtol=1e-6)
+    command += ["--attention-window", "9", "--memory-length", "8"]
+    variants = [
+        [record["logprob"] for record in json_lines(txl(*command, *flags.split()))]
+        for flags in ("--batch-size 1", "--batch-size 4 --segment-length 3")
     ]
-    for one in several[1:]:
-        np.testing.assert_allclose(
-            [found["logprob"] for found in one],
-            [found["logprob"] for found in several[0]],
-            rtol=1e-5,
-        )
+    np.testing.assert_allclose(variants[1], variants[0], rtol=1e-5)
 
 
-# Other ways to evaluate.
+# Evaluation
 
 
-def evaluated(place: Path, *words: str | Path) -> dict[str, Any]:
-    said = txl("evaluate", place / "run", "--json", *words)
-    assert said.status == 0, said.err
-    return said.object
+def evaluate_json(folder: Path, *flags: str | Path) -> dict[str, Any]:
+    result = txl("evaluate", folder / "run", "--json", *flags)
+    assert result.status == 0, result.err
+    return result.object
 
 
-def test_evaluate_in_batches_and_by_documents(place: Path, run: Run) -> None:
-    split = Corpus.open(place / "corpus").split("test")
-    assert split.num_documents == 3
-    one, several = evaluated(place), evaluated(place, "--batch-size", "5")
-    assert several["nats_per_token"] == pytest.approx(one["nats_per_token"], rel=1e-6)
-    assert (several["batch_size"], several["warmup_tokens"], several["reset_memory"]) == (5, None, False)
-    hasty = evaluated(place, "--batch-size", "5", "--warmup-tokens", "0")
-    assert abs(hasty["nats_per_token"] - one["nats_per_token"]) > 1e-7
-    apart = evaluated(place, "--reset-memory")
-    wanted = evaluate(run, split, EvaluationConfig(reset_memory=True))
-    assert apart["nats_per_token"] == pytest.approx(wanted.nats_per_token, rel=1e-6)
-    assert abs(apart["nats_per_token"] - one["nats_per_token"]) > 1e-7
+SGD = {"optimizer": "sgd", "learning_rate": 0.001, "decay": 0.1}
+RMS = {"optimizer": "rms", "learning_rate": 0.001, "decay": 0.1, "epsilon": 0.01, "gradient_stats_tokens": 50}
 
 
-def test_evaluate_by_a_sliding_window(place: Path, run: Run) -> None:
-    found = evaluated(place, "--method=sliding-window", "--attention-window=13", "--memory-length=0", "--max-tokens=59")
-    split = Corpus.open(place / "corpus").split("test")
-    wanted = evaluate(
-        run, split, EvaluationConfig(method="sliding-window", attention_window=13, memory_length=0), max_tokens=59
-    )
-    assert (found["method"], found["attention_window"], found["memory_length"]) == ("sliding-window", 13, 0)
-    assert found["nats_per_token"] == pytest.approx(wanted.nats_per_token, rel=1e-6)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"batch_size": 5},
+        {"batch_size": 5, "warmup_tokens": 0},
+        {"reset_memory": True},
+        {"method": "sliding-window", "attention_window": 13, "memory_length": 0},
+        {"method": "dynamic", "dynamic": SGD},
+        {"method": "dynamic", "dynamic": RMS},
+    ],
+    ids=str,
+)
+def test_evaluate_equals_the_library(folder: Path, run: Run, settings: dict[str, Any]) -> None:
+    """Dynamic evaluation does not change the run on disk."""
+    weights = (folder / "run" / "model.safetensors").read_bytes()
+    flags = {name: value for name, value in settings.items() if name != "dynamic"}
+    flags |= {f"dynamic.{name}": value for name, value in settings.get("dynamic", {}).items()}
+    typed = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]
+    values = evaluate_json(folder, "--max-tokens=101", *typed)
+    corpus = Corpus.open(folder / "corpus")
+    config = EvaluationConfig(**{**settings, "dynamic": DynamicConfig(**settings.get("dynamic", {}))})
+    config = config if "dynamic" in settings else EvaluationConfig(**settings)
+    expected = evaluate(run, corpus.split("test"), config, max_tokens=101, train_split=corpus.split("train")).as_dict()
+    assert values["nats_per_token"] == pytest.approx(expected["nats_per_token"], rel=1e-6)
+    for name in ("method", "method_settings", "memory_length", "attention_window", "batch_size", "reset_memory"):
+        assert values[name] == expected[name]
+    assert (folder / "run" / "model.safetensors").read_bytes() == weights
 
 
-@pytest.mark.parametrize("optimizer", ["rms", "sgd"])
-def test_evaluate_dynamically(place: Path, run: Run, optimizer: str) -> None:
-    """The run on disk stays as it is."""
-    weights = (place / "run" / "model.safetensors").read_bytes()
-    settings: dict[str, Any] = {"optimizer": optimizer, "learning_rate": 0.001, "decay": 0.1}
-    if optimizer == "rms":
-        settings |= {"epsilon": 0.01, "gradient_stats_tokens": 50}
-    flags = [f"--dynamic.{name.replace('_', '-')}={value}" for name, value in settings.items()]
-    found = evaluated(place, "--method", "dynamic", *flags)
-    corpus = Corpus.open(place / "corpus")
-    config = EvaluationConfig(method="dynamic", dynamic=DynamicConfig(**settings))
-    wanted = evaluate(run, corpus.split("test"), config, train_split=corpus.split("train"))
-    assert (found["method"], found["method_settings"]) == ("dynamic", settings)
-    assert found["nats_per_token"] == pytest.approx(wanted.nats_per_token, rel=1e-6)
-    assert found["nats_per_token"] != evaluated(place)["nats_per_token"]
-    assert (place / "run" / "model.safetensors").read_bytes() == weights
+def test_swept_windows_have_the_memory_that_fills_them(folder: Path) -> None:
+    results = evaluate_json(folder, "--sweep-attention-window=4,9", "--max-tokens=59")["sweep"]
+    assert [(result["attention_window"], result["memory_length"]) for result in results] == [(4, 3), (9, 8)]
 
 
-def test_windows_are_swept_with_the_memory_that_fills_them(place: Path) -> None:
-    windows = evaluated(place, "--sweep-attention-window=4,9", "--max-tokens=59")["sweep"]
-    assert [(each["attention_window"], each["memory_length"]) for each in windows] == [(4, 3), (9, 8)]
-
-
-def test_losses_of_every_token_in_a_file(place: Path, tmp_path: Path) -> None:
-    found = evaluated(place, "--token-losses", tmp_path / "losses.npy", "--batch-size", "3")
+def test_token_losses_file(folder: Path, tmp_path: Path) -> None:
+    values = evaluate_json(folder, "--token-losses", tmp_path / "losses.npy", "--batch-size", "3")
     nats_K = np.load(tmp_path / "losses.npy", allow_pickle=False)
-    assert len(nats_K) == found["tokens"]
-    assert nats_K.mean(dtype=np.float64) == pytest.approx(found["nats_per_token"], rel=1e-6)
+    assert len(nats_K) == values["tokens"]
+    assert nats_K.mean(dtype=np.float64) == pytest.approx(values["nats_per_token"], rel=1e-6)
 
 
-def test_warnings_go_to_standard_error(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warnings_go_to_standard_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Settings that are probably not intended cause a warning, and the result is printed as usual."""
-    said = txl("evaluate", place / "run", "--json", "--attention-window", "64")
-    assert said.err.startswith("warning: memory-length 11 is too short for attention-window 64")
-    assert said.err.endswith("memory-length 63 to fill the window\n")
-    assert said.object["attention_window"] == 64
-    assert txl("evaluate", place / "run", "--json", "--attention-window", "12").err == ""
+    command = ["evaluate", folder / "run", "--json", "--max-tokens", "20"]
+    result = txl(*command, "--attention-window", "64")
+    assert result.err.startswith("warning: memory-length 11 is too short for attention-window 64")
+    assert result.err.endswith("memory-length 63 to fill the window\n")
+    assert result.object["attention_window"] == 64
+    assert txl(*command, "--attention-window", "12").err == ""
     monkeypatch.setattr("transformer_xl.evaluation.plan.has_bfloat16", lambda _: False)
-    said = txl("evaluate", place / "run", "--json", "--dtype", "bfloat16", "--max-tokens", "2")
-    assert said.err.startswith("warning: this device has no bfloat16 instructions")
-    assert said.object["dtype"] == "bfloat16"
+    result = txl(*command, "--dtype", "bfloat16")
+    assert result.err.startswith("warning: this device has no bfloat16 instructions")
+    assert result.object["dtype"] == "bfloat16"
 
 
-def test_evaluate_for_people(place: Path) -> None:
-    words = [
-        "--method=sliding-window",
-        "--attention-window=5",
-        "--memory-length=0",
-        "--reset-memory",
-        "--max-tokens=31",
-    ]
-    said = txl("evaluate", place / "run", *words)
-    assert (said.status, said.err) == (0, "")
-    assert "method sliding-window, memory reset at each document" in said.out
-    assert "method memory" in txl("evaluate", place / "run", "--max-tokens=31").out
+def test_evaluate_table(folder: Path) -> None:
+    flags = ["--method=sliding-window", "--attention-window=5", "--memory-length=0", "--reset-memory"]
+    result = txl("evaluate", folder / "run", "--max-tokens=31", *flags)
+    assert (result.status, result.err) == (0, "")
+    assert "method sliding-window, memory reset at each document" in result.out
+
+
+# Errors
+
+SLIDING = "evaluate run --method sliding-window --memory-length 0"
+REFUSED = [
+    ("evaluate run --batch-size 0", "batch_size.*greater than 0"),
+    (f"evaluate run --segment-length {10**22}", "segment_length.*less than or equal to 2147483647"),
+    ("evaluate run --max-tokens 0", "max-tokens 0: must be 1 or more"),
+    (f"{SLIDING} --attention-window 5 --segment-length 3", "segment-length was given, but method sliding-window"),
+    (f"{SLIDING} --attention-window 5 --warmup-tokens 3", "no warm-up; leave out warmup-tokens"),
+    ("evaluate run --method moving", "moving"),
+    ("evaluate run --method dynamic --warmup-tokens 3", "no warm-up; leave out warmup-tokens"),
+    ("evaluate run --method dynamic --batch-size 2", "batch-size 2: method dynamic reads one sequence; give 1"),
+    ("evaluate run --method dynamic --dynamic.larning-rate 1", "Did you mean --dynamic.learning-rate?"),
+    ("evaluate run --method dynamic --dynamic.optimizer sgd --dynamic.epsilon 5", "epsilon is for the optimizer rms"),
+    ("evaluate run --sweep-memory-length 0,5 --memory-length 3", "--memory-length and --sweep-memory-length were both"),
+    ("evaluate run --token-losses a.npy --sweep-memory-length 0,5", "--token-losses and a sweep were both given"),
+    ("evaluate run --token-losses none/a.npy", "writing none/a.npy: no such file or folder"),
+    ("evaluate run --token-losses folder", "writing folder: is a folder, must be a file"),
+    ("score run", "txl score needs texts"),
+    ("score none plain.txt", "none: no such folder"),
+    ("score run none.txt", "reading none.txt: no such file or folder"),
+    ("score run empty.txt", "empty.txt: the text is empty"),
+    ("score run plain.txt plain.txt", "plain.txt was given twice; list each file once"),
+    ("score run plain.txt --per word", "word"),
+    ("score run plain.txt --memry 5", r"Unknown option: --memry; --help lists .*file of that name as \./--memry"),
+    ("score run plain.txt --device gpu", "no device 'gpu' on this computer"),
+]
+
+
+@pytest.mark.parametrize(("command", "message"), REFUSED, ids=[command[:60] for command, _ in REFUSED])
+def test_invalid_commands_are_refused(
+    folder: Path, command: str, message: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    assert_refused(folder, command, message, capfd)
+
+
+def test_damaged_weights_and_full_disks_are_refused(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    copy = tmp_path / "parent" / "copy"
+    shutil.copytree(folder, copy)
+    monkeypatch.chdir(copy)
+    with monkeypatch.context() as patch:
+        full_after(0, patch)
+        assert_refused(copy, "evaluate run --token-losses losses.npy", f"writing losses.npy: {FULL}", capfd)
+    run_folder = RunFolder.open("run")
+    weights, _ = load_tensors(run_folder.path / "model.safetensors")
+    name = next(name for name in weights if name.startswith("layers.1."))
+    weights[name].flatten()[3] = torch.nan
+    run_folder.save_weights(weights, step=2, nats=1.0)
+    for command in ("evaluate run", "score run plain.txt"):
+        assert_refused(copy, command, f"the weights {name} are not finite; train again", capfd)
