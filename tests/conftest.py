@@ -1,4 +1,7 @@
-"""What several tests share: small models whose dimensions are distinct primes (twice one where even is needed)."""
+"""Fixtures of many tests: small models whose dimensions are different primes (or twice a prime, if they must be even).
+
+Distinct sizes make a confusion of two dimensions an error.
+"""
 
 from __future__ import annotations
 
@@ -16,20 +19,20 @@ sys.path.insert(0, str(Path(__file__).parent))
 from transformer_xl.config import TransformerXLConfig
 from transformer_xl.model.transformer_xl import TransformerXL
 
-# Triton looks when it is imported whether to interpret kernels, and torch imports it in passing here and there.
+# Triton reads this variable when it is imported, and some functions of torch import Triton.
 if find_spec("triton") and not torch.cuda.is_available():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
-        import_module("triton.experimental.gluon")  # else imported by the first kernel that runs
+        import_module("triton.experimental.gluon")  # otherwise the first kernel imports it, without the variable
 
-# jobs in the background ignore Ctrl-C, and so would the processes that tests start to be stopped by it
+# a shell lets background jobs ignore SIGINT; processes that the tests start and interrupt must not inherit that
 signal.signal(signal.SIGINT, signal.default_int_handler)
-torch.set_num_threads(1)  # the tests run side by side, a process for each core
+torch.set_num_threads(1)  # several processes run tests in parallel, one per core
 
 
 @pytest.fixture
 def make_model():
-    """Builds a float64 model without dropout; settings as keywords."""
+    """Returns a function that builds a small float64 model without dropout; keyword arguments are settings."""
 
     def make(seed: int = 7, memory_length: int = 11, **settings) -> TransformerXL:
         torch.manual_seed(seed)
@@ -39,7 +42,7 @@ def make_model():
         }  # fmt: skip
         model = TransformerXL(TransformerXLConfig(**{**small, **settings}), memory_length=memory_length).double()
         with torch.no_grad():
-            for parameter in model.parameters():  # larger than at the start, so that attention is far from uniform
+            for parameter in model.parameters():  # larger than initialized, so that attention is not nearly uniform
                 parameter.add_(torch.randn_like(parameter) * 0.3)
         return model.eval()
 
@@ -48,7 +51,7 @@ def make_model():
 
 @pytest.fixture
 def tokens():
-    """Draws token numbers of the small models' vocabulary."""
+    """Returns a function that draws random token ids of the small models' vocabulary."""
 
     def draw(rows: int, length: int, seed: int = 3) -> torch.Tensor:
         return torch.randint(0, 23, (rows, length), generator=torch.Generator().manual_seed(seed))

@@ -1,4 +1,4 @@
-"""The device: its dtypes, and the memory of its process."""
+"""Which dtype a device uses by default, and that the process keeps freed memory."""
 
 import subprocess
 import sys
@@ -8,6 +8,7 @@ import torch
 
 from transformer_xl.device import autocast, has_bfloat16, resolve_dtype
 
+# Allocates and frees 96 MiB five times, and prints the number of minor page faults of each time.
 TOUCH = """
 import ctypes, resource, sys
 from transformer_xl.cli.main import keep_freed_memory
@@ -29,23 +30,26 @@ print(*counts)
 """
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the C library of Linux is asked")
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="uses the C library of Linux")
 def test_freed_memory_is_kept():
-    """96 MiB asked for and given back five times: pages come from the system once, and each time without it."""
+    """With keep_freed_memory, only the first allocations take pages from the system; without it, all do."""
     faults = {}
-    for how in ("keep", "give back"):
-        words = [sys.executable, "-c", TOUCH, how]
-        faults[how] = [int(n) for n in subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()]
-    if min(faults["give back"]) < 30:  # huge pages, or another C library
-        pytest.skip("this system does not count what is looked for")
+    for mode in ("keep", "release"):
+        command = [sys.executable, "-c", TOUCH, mode]
+        output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        faults[mode] = [int(count) for count in output.split()]
+    if min(faults["release"]) < 30:
+        pytest.skip("huge pages or another C library: freed memory causes no page faults")
     assert faults["keep"][0] > 20
-    assert max(faults["keep"][2:]) < min(faults["give back"]) / 4
+    assert max(faults["keep"][2:]) < min(faults["release"]) / 4
 
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
-def pretend(monkeypatch, *, mkldnn: bool, avx512: bool = False, amx: bool = False, machine: str = "x86_64") -> None:
+def simulate_cpu(
+    monkeypatch, *, mkldnn: bool, avx512: bool = False, amx: bool = False, machine: str = "x86_64"
+) -> None:
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: mkldnn)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
@@ -53,7 +57,7 @@ def pretend(monkeypatch, *, mkldnn: bool, avx512: bool = False, amx: bool = Fals
 
 
 @pytest.mark.parametrize(
-    ("cpu", "has_it"),
+    ("cpu", "expected"),
     [
         ({"mkldnn": False}, False),
         ({"mkldnn": True}, False),  # emulated
@@ -64,32 +68,24 @@ def pretend(monkeypatch, *, mkldnn: bool, avx512: bool = False, amx: bool = Fals
         ({"mkldnn": False, "machine": "aarch64"}, False),
     ],
 )
-def test_bfloat16_on_a_cpu_must_be_in_hardware(monkeypatch, cpu, has_it):
-    pretend(monkeypatch, **cpu)
-    assert has_bfloat16(CPU) == has_it
-    assert resolve_dtype(CPU, "auto") == ("bfloat16" if has_it else "float32")
+def test_auto_is_bfloat16_only_with_cpu_instructions(monkeypatch, cpu, expected):
+    simulate_cpu(monkeypatch, **cpu)
+    assert has_bfloat16(CPU) == expected
+    assert resolve_dtype(CPU, "auto") == ("bfloat16" if expected else "float32")
 
 
-@pytest.mark.parametrize("has_it", [False, True])
-def test_bfloat16_on_a_gpu_must_not_be_emulated(monkeypatch, has_it):
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation or has_it)
-    assert has_bfloat16(CUDA) == has_it
+@pytest.mark.parametrize("native", [False, True])
+def test_emulated_bfloat16_of_a_gpu_is_not_used(monkeypatch, native):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation or native)
+    assert has_bfloat16(CUDA) == native
     assert not has_bfloat16(torch.device("mps"))
 
 
-@pytest.mark.parametrize(
-    ("dtype", "has_it", "wanted"),
-    [
-        ("float32", True, torch.float32),
-        ("bfloat16", False, torch.bfloat16),
-        ("auto", False, torch.float32),
-        ("auto", True, torch.bfloat16),
-    ],
-)
-def test_autocast_sets_the_dtype_of_matrix_products(monkeypatch, dtype, has_it, wanted):
-    pretend(monkeypatch, mkldnn=has_it, avx512=has_it)
+@pytest.mark.parametrize(("dtype", "expected"), [("float32", torch.float32), ("auto", torch.bfloat16)])
+def test_autocast_sets_the_dtype_of_matrix_products(monkeypatch, dtype, expected):
+    simulate_cpu(monkeypatch, mkldnn=True, avx512=True)
     weight = torch.ones(3, 3)
     with autocast(CPU, dtype):
-        assert (weight @ weight).dtype == wanted
+        assert (weight @ weight).dtype == expected
         assert (weight + weight).dtype == torch.float32
     assert (weight @ weight).dtype == torch.float32

@@ -1,4 +1,4 @@
-"""What is renamed into place was flushed to disk before."""
+"""Atomic writes flush to disk before they rename, and refuse paths that cannot be replaced."""
 
 from __future__ import annotations
 
@@ -12,39 +12,37 @@ from transformer_xl.config import UserError
 from transformer_xl.files import atomic_file, atomic_folder
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for the names of open files")
-def test_a_folder_is_flushed_with_all_below_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/fd")
+def test_folder_is_flushed_with_all_its_contents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flushed: list[Path] = []
     fsync = os.fsync
 
-    def note(descriptor: int) -> None:
+    def record_fsync(descriptor: int) -> None:
         flushed.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
         fsync(descriptor)
 
-    monkeypatch.setattr(os, "fsync", note)
-    with atomic_folder(tmp_path / "whole") as aside:
-        (aside / "below" / "further").mkdir(parents=True)
-        for place in ("one", "below/two", "below/further/three"):
-            (aside / place).write_text("text")
+    monkeypatch.setattr(os, "fsync", record_fsync)
+    with atomic_folder(tmp_path / "whole") as temporary:
+        (temporary / "below" / "further").mkdir(parents=True)
+        for name in ("one", "below/two", "below/further/three"):
+            (temporary / name).write_text("text")
         assert flushed == []
-    wanted = {aside / place for place in ("", "one", "below", "below/two", "below/further", "below/further/three")}
-    assert set(flushed) == wanted | {tmp_path}
-    assert flushed[-1] == tmp_path  # the new name last
+    expected = {temporary / name for name in ("", "one", "below", "below/two", "below/further", "below/further/three")}
+    assert set(flushed) == expected | {tmp_path}
+    assert flushed[-1] == tmp_path  # last, after the rename
 
 
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no named pipes")
-def test_what_is_no_file_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    """It is known at once; a device would be replaced by a file, and hours of work end in a folder that is in the way.
-
-    A link to a file is taken for a file.
-    """
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_paths_that_are_no_files_are_refused_before_writing(tmp_path: Path) -> None:
+    """Otherwise the error would come after the work is done, or the rename would replace a device. Links are
+    followed."""
     os.mkfifo(tmp_path / "pipe")
     for path, what in ((tmp_path, "a folder"), (tmp_path / "pipe", "a device or a pipe"), (Path("."), "a folder")):
         with pytest.raises(UserError, match=f"is {what}, must be a file"), atomic_file(path):
-            pytest.fail("was begun")
+            pytest.fail("the block must not run")
     assert (tmp_path / "pipe").is_fifo()
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to(tmp_path / "file")
-    with atomic_file(tmp_path / "link") as aside:
-        aside.write_text("text")
+    with atomic_file(tmp_path / "link") as temporary:
+        temporary.write_text("text")
     assert (tmp_path / "link").read_text() == "text"

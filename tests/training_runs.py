@@ -1,8 +1,7 @@
-"""Small training runs for the tests: a corpus of letters, a model of distinct primes, and what was written of it."""
+"""Small training runs for tests: a corpus of random letters, a small model, and the losses and metrics of a run."""
 
 from __future__ import annotations
 
-import json
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -38,17 +37,22 @@ def letters(length: int, seed: int) -> bytes:
     return bytes(np.random.default_rng(seed).integers(97, 123, length, dtype=np.uint8))
 
 
-def make_corpus(place: Path, train: bytes, valid: bytes | None = None) -> Corpus:
+def make_corpus(path: Path, train: bytes, valid: bytes | None = None) -> Corpus:
     splits = {"train": [Document("train", [train])]} | ({"valid": [Document("valid", [valid])]} if valid else {})
-    return write_corpus(place, splits, name="tiny", source="a test", tokenizer=ByteTokenizer())
+    return write_corpus(path, splits, name="tiny", source="a test", tokenizer=ByteTokenizer())
 
 
-def start(place: Path, corpus: Corpus, *, model: dict[str, Any] | None = None, **train: Any) -> Trainer:
+def letters_corpus(path: Path, num_train: int = 127, num_valid: int = 41) -> Corpus:
+    return make_corpus(path, letters(num_train, seed=1), letters(num_valid, seed=2) if num_valid else None)
+
+
+def start(path: Path, corpus: Corpus, *, model: dict[str, Any] | None = None, **train: Any) -> Trainer:
+    """Create a run and its trainer. Architectures without memory get memory_length 0."""
     settings = settings_of(**MODEL | (model or {}))
     has_memory = ARCHITECTURES[settings.get("architecture", "transformer-xl")].has_memory
-    sizes = TRAIN if has_memory else {**TRAIN, "memory_length": 0}
-    config = run_settings({"model": settings, "train": sizes | train}, "test")
-    return Trainer(RunFolder.create(place, config, corpus.tokenizer), corpus, CPU)
+    defaults = TRAIN if has_memory else {**TRAIN, "memory_length": 0}
+    config = run_settings({"model": settings, "train": defaults | train}, "test")
+    return Trainer(RunFolder.create(path, config, corpus.tokenizer), corpus, CPU)
 
 
 class StopAt(Callback):
@@ -63,6 +67,19 @@ class StopAt(Callback):
             trainer.stop()
 
 
+class StopInValidation(StopAt):
+    """Stops training during the validation after a step."""
+
+    @override
+    def on_step(self, trainer: Trainer, num_tokens: int) -> None:
+        pass
+
+    @override
+    def on_validation_progress(self, trainer: Trainer, num_scored: int, num_tokens: int) -> None:
+        if trainer.state.step == self.step:
+            trainer.stop()
+
+
 def train_until(trainer: Trainer, step: int) -> None:
     trainer.callbacks.append(StopAt(step))
     trainer.run()
@@ -70,36 +87,36 @@ def train_until(trainer: Trainer, step: int) -> None:
 
 
 def reopened(trainer: Trainer, **changed: Any) -> Trainer:
-    """The run as another process resumes it, with some settings of training changed."""
+    """Return the run as another process would resume it, with some settings of training changed."""
     folder = trainer.folder
     if changed:
         config = folder.config.model_copy(update={"train": folder.config.train.model_copy(update=changed)})
         (folder.path / "config.yaml").write_text(config_text(config))
-    torch.manual_seed(104_729)  # a new process would not have the old one's random state either
+    torch.manual_seed(104_729)  # a new process would have another random state
     trainer = Trainer(RunFolder.open(folder.path), trainer.corpus, CPU)
     trainer.resume()
     return trainer
 
 
-def rows_nats(model: LanguageModel, tokens: Tokens, rows: int = 3) -> float:
-    """The loss of a text in rows that each begin with an empty memory, as validation reads it."""
+def validation_nats(model: LanguageModel, tokens: Tokens, rows: int = 3) -> float:
+    """Return the total loss of a text that is split into rows, each scored with a memory that starts empty."""
     edges = [row * len(tokens) // rows for row in range(rows + 1)]
-    before = [10, *(int(tokens[edge - 1]) for edge in edges[1:-1])]
+    previous = [10, *(int(tokens[edge - 1]) for edge in edges[1:-1])]  # before the text: a newline
     plan = EvaluationPlan(segment_length=7, context_limits=ContextLimits(11))
-    spans = zip(pairwise(edges), before, strict=True)
-    return sum(float(token_nats(model, tokens[begin:end], start, plan).sum()) for (begin, end), start in spans)
+    spans = zip(pairwise(edges), previous, strict=True)
+    return sum(float(token_nats(model, tokens[begin:end], token, plan).sum()) for (begin, end), token in spans)
 
 
-def lines_of(training: Trainer, split: str) -> list[dict[str, Any]]:
-    lines = map(json.loads, (training.folder.path / "metrics.jsonl").read_text().splitlines())
-    return [line for line in lines if line["split"] == split]
+def lines_of(trainer: Trainer, split: str) -> list[dict[str, Any]]:
+    return [line for line in trainer.folder.metrics() if line["split"] == split]
 
 
-def nats_of(training: Trainer) -> list[float]:
-    return [line["nats_per_token"] for line in lines_of(training, "train")]
+def nats_of(trainer: Trainer) -> list[float]:
+    return [line["nats_per_token"] for line in lines_of(trainer, "train")]
 
 
-def best_and(folder: RunFolder, file: Path) -> list[bool]:
+def equals_best(folder: RunFolder, file: Path) -> list[bool]:
+    """Return, for each tensor of a file, whether it equals that of the run's best weights."""
     best, _ = load_tensors(folder.weights_file("best"))
     other, _ = load_tensors(file)
     return [torch.equal(best[name], other[name]) for name in best]

@@ -1,8 +1,9 @@
-"""Every token is a target once, whatever the stages of the segment warm-up."""
+"""In every epoch each token is a target once, for any segment warm-up."""
 
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,113 +18,83 @@ from transformer_xl.training.distributed import SINGLE_PROCESS, DistributedConte
 
 
 def batches_of(dataset: TokenDataset, config: TrainConfig, *, epochs: int) -> list[tuple[BatchPosition, StepBatch]]:
-    position, found = BatchPosition(0, DatasetPosition()), []
+    """Return the batch of each step of the first epochs, with its position."""
+    position, actual = BatchPosition(0, DatasetPosition()), []
     while position.segment.epoch < epochs:
         batch = read_batch(dataset, position, config, SINGLE_PROCESS)
-        found.append((position, batch))
+        actual.append((position, batch))
         position = batch.next
-    return found
+    return actual
 
 
-def make_dataset(number: int, rows: int, segment_length: int, *, shuffled: bool = False) -> TokenDataset:
-    tokens = np.arange(1, number + 1, dtype=np.uint32)
+def make_dataset(num_tokens: int, rows: int, segment_length: int, *, shuffled: bool = False) -> TokenDataset:
+    tokens = np.arange(1, num_tokens + 1, dtype=np.uint32)
     sizes = {"batch_size": rows, "segment_length": segment_length, "bos_token_id": 0}
     if not shuffled:
         return SegmentDataset(tokens, **sizes)
-    return ShuffledDocumentDataset(tokens, np.arange(0, number, 3).astype(np.uint64), **sizes, seed=7)
+    return ShuffledDocumentDataset(tokens, np.arange(0, num_tokens, 3).astype(np.uint64), **sizes, seed=7)
 
 
 @pytest.mark.parametrize("shuffled", [False, True])
 @given(
-    number=st.integers(24, 211),
+    num_tokens=st.integers(24, 211),
     rows=st.integers(1, 5),
-    first=st.integers(1, 3),
+    initial_length=st.integers(1, 3),
     doublings=st.integers(1, 3),
     warmup=st.integers(1, 97),
+    loss=st.sampled_from(["full", "half"]),
 )
-@settings(max_examples=40, deadline=None)
-def test_every_target_counts_once_an_epoch(
-    *, shuffled: bool, number: int, rows: int, first: int, doublings: int, warmup: int
+@settings(max_examples=60, deadline=None)
+def test_every_token_is_a_target_once_per_epoch(
+    *, shuffled: bool, num_tokens: int, rows: int, initial_length: int, doublings: int, warmup: int, loss: Any
 ) -> None:
-    length = first * 2**doublings
+    """With loss half, tokens may be omitted at the end of an epoch, where all rows end in the first half of a part."""
+    length = initial_length * 2**doublings
+    if loss == "half" and num_tokens < rows * length:  # refused before training
+        return
     config = TrainConfig(
         segment_length=length,
         memory_length=0,
         batch_size=rows,
-        initial_segment_length=first,
+        initial_segment_length=initial_length,
         segment_warmup_steps=warmup,
+        loss=loss,
     )
-    found = batches_of(make_dataset(number, rows, length, shuffled=shuffled), config, epochs=3)
+    steps = batches_of(make_dataset(num_tokens, rows, length, shuffled=shuffled), config, epochs=3)
+    assert [position.step for position, _ in steps] == [*range(len(steps))]
     for epoch in range(3):
-        of_epoch = [step.batch for position, step in found if position.segment.epoch == epoch]
-        seen = Counter(token for one in of_epoch for token in one.targets_BT[one.loss_mask_BT].tolist())
-        assert seen == Counter(range(1, number + 1))
-        assert [one.is_first for one in of_epoch] == [True] + [False] * (len(of_epoch) - 1)
-        assert all(one.loss_mask_BT.any() for one in of_epoch)
-    assert [position.step for position, _ in found] == [*range(len(found))]
+        batches = [step.batch for position, step in steps if position.segment.epoch == epoch]
+        targets = Counter(token for batch in batches for token in batch.targets_BT[batch.loss_mask_BT].tolist())
+        omitted = Counter(range(1, num_tokens + 1)) - targets
+        assert set(targets.values()) == {1}
+        assert len(omitted) <= (rows * (length // 2) if loss == "half" else 0)
+        assert [batch.is_first for batch in batches] == [True] + [False] * (len(batches) - 1)
+        assert all(trained_targets(batch.loss_mask_BT, config).any() for batch in batches)
 
 
-def test_lengths_double_where_segments_begin() -> None:
-    """Stages of 5 steps; a segment that has begun is read to its end in the length it began with."""
+def test_lengths_double_between_segments() -> None:
+    """Stages of 5 steps; all parts of a segment have the length of its first part."""
     config = TrainConfig(
         segment_length=8, memory_length=12, batch_size=2, initial_segment_length=2, segment_warmup_steps=10
     )
-    found = batches_of(make_dataset(79, 2, 8), config, epochs=1)
-    assert [step.batch.inputs_BT.shape[1] for _, step in found] == [2] * 8 + [4] * 2 + [8] * 2
-    assert [step.memory_length for _, step in found] == [3] * 8 + [6] * 2 + [12] * 2
-    assert [position.part for position, _ in found] == [0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 0, 0]
+    actual = batches_of(make_dataset(79, 2, 8), config, epochs=1)
+    assert [step.batch.inputs_BT.shape[1] for _, step in actual] == [2] * 8 + [4] * 2 + [8] * 2
+    assert [step.memory_length for _, step in actual] == [3] * 8 + [6] * 2 + [12] * 2
+    assert [position.part for position, _ in actual] == [0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 0, 0]
     whole = [make_dataset(79, 2, 8).read(DatasetPosition(segment_index=index)) for index in range(5)]
     for name in ("inputs_BT", "targets_BT", "loss_mask_BT"):
-        read = np.concatenate([getattr(step.batch, name) for _, step in found], 1)
+        read = np.concatenate([getattr(step.batch, name) for _, step in actual], 1)
         np.testing.assert_array_equal(read, np.concatenate([getattr(segment, name) for segment in whole], 1))
 
 
-def test_without_a_segment_warmup_steps_read_whole_segments() -> None:
-    config = TrainConfig(segment_length=8, memory_length=12, batch_size=2)
-    found = batches_of(make_dataset(79, 2, 8), config, epochs=2)
-    assert len(found) == 10
-    assert {step.memory_length for _, step in found} == {12}
-    assert {position.part for position, _ in found} == {0}
-
-
-@pytest.mark.parametrize("shuffled", [False, True])
-@given(number=st.integers(24, 211), rows=st.integers(1, 5), doublings=st.integers(1, 3), warmup=st.integers(1, 97))
-@settings(max_examples=40, deadline=None)
-def test_half_loss_leaves_no_step_without_targets(
-    *, shuffled: bool, number: int, rows: int, doublings: int, warmup: int
-) -> None:
-    """What is left out is at an epoch's end, where all rows end within the first half of a batch."""
-    length = 3 * 2**doublings
-    config = TrainConfig(
-        segment_length=length,
-        memory_length=0,
-        batch_size=rows,
-        initial_segment_length=3,
-        segment_warmup_steps=warmup,
-        loss="half",
-    )
-    if number < rows * length:  # refused before training begins
-        return
-    found = batches_of(make_dataset(number, rows, length, shuffled=shuffled), config, epochs=3)
-    assert all(trained_targets(step.batch.loss_mask_BT, config).any() for _, step in found)
-    assert [position.step for position, _ in found] == [*range(len(found))]
-    for epoch in range(3):
-        of_epoch = [step.batch for position, step in found if position.segment.epoch == epoch]
-        seen = Counter(token for one in of_epoch for token in one.targets_BT[one.loss_mask_BT].tolist())
-        left_out = Counter(range(1, number + 1)) - seen
-        assert max(seen.values()) == 1
-        assert len(left_out) <= rows * (length // 2)
-        assert of_epoch[0].is_first
-
-
-def test_half_loss_leaves_out_a_short_last_segment() -> None:
-    """Rows of 10 and 11 tokens in segments of 8: 3 are no more than half a segment; of 12 and 13, 5 are more."""
+def test_half_loss_skips_a_short_last_segment() -> None:
+    """Of rows of 10 and 11 tokens, the second segment of 8 has at most 3, all in its masked half; of 12 and 13, 5."""
     config = TrainConfig(segment_length=8, memory_length=12, batch_size=2, loss="half")
     for number, segments in ((21, 1), (25, 2)):
-        found = batches_of(make_dataset(number, 2, 8), config, epochs=2)
-        positions = [(position.segment.epoch, position.segment.segment_index) for position, _ in found]
+        actual = batches_of(make_dataset(number, 2, 8), config, epochs=2)
+        positions = [(position.segment.epoch, position.segment.segment_index) for position, _ in actual]
         assert positions == [(epoch, segment) for epoch in range(2) for segment in range(segments)]
-    # a changed batch size can put a resumed run there: it continues with the next epoch
+    # after a change of batch size, a resumed run can be at such a segment; it continues with the next epoch
     batch = read_batch(
         make_dataset(21, 2, 8), BatchPosition(5, DatasetPosition(segment_index=1)), config, SINGLE_PROCESS
     )
@@ -131,10 +102,10 @@ def test_half_loss_leaves_out_a_short_last_segment() -> None:
     assert batch.next == BatchPosition(6, DatasetPosition(epoch=2))
 
 
-def test_processes_agree_on_what_is_left_out() -> None:
-    """Rows of 8 and 9 tokens in segments of 8: in the second segment only the other process has something."""
+def test_processes_skip_the_same_segments() -> None:
+    """Rows of 8 and 9 tokens in segments of 8: in the second segment, only the other process has a target."""
 
-    class Other(DistributedContext):
+    class OtherHasTargets(DistributedContext):
         def any(self, flag: bool) -> bool:
             assert not flag
             return True
@@ -142,5 +113,5 @@ def test_processes_agree_on_what_is_left_out() -> None:
     config = TrainConfig(segment_length=8, memory_length=0, batch_size=2)
     tokens = np.arange(17, dtype=np.uint32)
     dataset = SegmentDataset(tokens, batch_size=2, segment_length=8, bos_token_id=0, shard=Shard(0, 2))
-    batch = read_batch(dataset, BatchPosition(0, DatasetPosition()), config, Other())
+    batch = read_batch(dataset, BatchPosition(0, DatasetPosition()), config, OtherHasTargets())
     assert batch.next == BatchPosition(1, DatasetPosition(segment_index=1))

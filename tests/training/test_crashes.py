@@ -1,183 +1,151 @@
-"""Killed at a bad moment, a run keeps its newest checkpoint, its best weights, and figures that are shown once."""
+"""Runs that were killed at an unfavourable moment keep a complete checkpoint, their best weights and their metrics."""
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-from training_runs import letters, make_corpus, reopened, start, train_until
-from typing_extensions import override
+from training_runs import StopInValidation, letters_corpus, lines_of, reopened, start, train_until
 
 from transformer_xl.config import UserError
 from transformer_xl.run_folder import CheckpointRecord
 from transformer_xl.tensor_file import load_tensors, save_tensors
-from transformer_xl.training.callbacks import Callback
 from transformer_xl.training.checkpoint import save_checkpoint
 from transformer_xl.training.trainer import Trainer
 
-SETTINGS: dict[str, Any] = {
-    "eval_interval": 3,
-    "checkpoint_interval": 4,
-    "log_interval": 1,
-    "max_steps": 13,
-    "learning_rate": 0.01,
-}
+INTERVALS = {"eval_interval": 3, "checkpoint_interval": 4, "max_steps": 13}
 
 
 class Killed(Exception):
-    """As if the process were gone."""
+    """Simulates the end of the process."""
 
 
-def begin(place: Path, **changed: Any) -> Trainer:
-    corpus = make_corpus(place.parent / f"{place.name} corpus", letters(127, seed=1), letters(41, seed=2))
-    return start(place, corpus, **{**SETTINGS, **changed})
+def start_run(path: Path, **changed: Any) -> Trainer:
+    corpus = letters_corpus(path.parent / f"{path.name} corpus")
+    return start(path, corpus, **{**INTERVALS, **changed})
 
 
 @pytest.mark.parametrize("moment", ["before", "between", "after"])
-def test_a_checkpoint_replaced_by_one_of_the_same_step(
+def test_replacing_a_checkpoint_of_the_same_step_can_be_interrupted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
-    """Killed anywhere in it, a whole checkpoint is there, and what is left aside goes with the next save."""
-    training = begin(tmp_path / "run")
-    train_until(training, 8)
-    states, rename, rmtree = tmp_path / "run" / "checkpoints", Path.rename, shutil.rmtree
-    seen: list[str] = []
+    """Killed before, between or after the two renames; the next save deletes what the interrupted one left."""
+    trainer = start_run(tmp_path / "run")
+    train_until(trainer, 8)
+    checkpoints, rename, rmtree = tmp_path / "run" / "checkpoints", Path.rename, shutil.rmtree
 
-    def renamed(path: Path, target: Path) -> Path:
-        seen.append(target.name)
+    def rename_or_die(path: Path, target: Path) -> Path:
         if moment == "before" and target.name == ".step-00000008.partial-old":
             raise Killed
         if moment == "between" and target.name == "step-00000008":
             raise Killed
         return rename(path, target)
 
-    def removed(path: Path, **given: Any) -> None:
+    def rmtree_or_die(path: Path, **options: Any) -> None:
         if moment == "after" and Path(path).name == ".step-00000008.partial-old":
-            assert (states / "step-00000008").is_dir()
+            assert (checkpoints / "step-00000008").is_dir()
             raise Killed
-        rmtree(path, **given)
+        rmtree(path, **options)
 
-    monkeypatch.setattr(Path, "rename", renamed)
-    monkeypatch.setattr(shutil, "rmtree", removed)
+    monkeypatch.setattr(Path, "rename", rename_or_die)
+    monkeypatch.setattr(shutil, "rmtree", rmtree_or_die)
     with pytest.raises(Killed):
-        save_checkpoint(training.folder, training)
+        save_checkpoint(trainer.folder, trainer)
     monkeypatch.undo()
-    newest = training.folder.latest_checkpoint()
-    assert newest is not None
+    newest = trainer.folder.checkpoints()[-1]
     assert newest.name == ("step-00000004" if moment == "between" else "step-00000008")
     CheckpointRecord.read(newest).verify(newest)
-    assert len(list(states.glob(".*.partial-*"))) == (2 if moment == "between" else 1)
-    training = reopened(training)
-    train_until(training, 9)
-    assert not list(states.glob(".*"))
-    assert training.folder.checkpoints()[-1].name == "step-00000009"
+    assert len(list(checkpoints.glob(".*.partial-*"))) == (2 if moment == "between" else 1)
+    trainer = reopened(trainer)
+    train_until(trainer, 9)
+    assert not list(checkpoints.glob(".*"))
+    assert trainer.folder.checkpoints()[-1].name == "step-00000009"
 
 
-def crash_after_a_better_validation(training: Trainer) -> None:
-    """At step 11 only the checkpoint of step 8 is there, and the best weights are of the validation at step 9."""
-    train_until(training, 11)
-    shutil.rmtree(training.folder.path / "checkpoints" / "step-00000011")
-    assert training.folder.latest_checkpoint() == training.folder.path / "checkpoints" / "step-00000008"
-    known = training.folder.best_known()
-    assert known is not None
-    assert known == (9, training.state.best_nats)
+def crash_after_best_validation(trainer: Trainer) -> float:
+    """Train to step 11 with a checkpoint of step 8 only; the best weights are of step 9. Return their loss."""
+    train_until(trainer, 11)
+    shutil.rmtree(trainer.folder.path / "checkpoints" / "step-00000011")
+    assert trainer.folder.checkpoints()[-1].name == "step-00000008"
+    assert trainer.state.best_nats is not None
+    assert trainer.folder.best_known() == (9, trainer.state.best_nats)
+    return trainer.state.best_nats
 
 
-def test_the_best_weights_of_a_crashed_run_are_to_be_beaten(tmp_path: Path) -> None:
-    training = begin(tmp_path / "run")
-    crash_after_a_better_validation(training)
+def test_best_weights_newer_than_the_checkpoint_are_kept(tmp_path: Path) -> None:
+    """Resumed with another learning rate, step 9 has a loss between those of the checkpoint and of the best weights."""
+    trainer = start_run(tmp_path / "run")
+    best_nats = crash_after_best_validation(trainer)
     best = tmp_path / "run" / "model.safetensors"
-    kept = best.read_bytes()
-    # it goes on otherwise, and comes to a loss between that of the checkpoint and that of the best weights
-    settings = (tmp_path / "run" / "config.yaml").read_text()
-    assert "learning_rate: 0.01\n" in settings
-    (tmp_path / "run" / "config.yaml").write_text(settings.replace("learning_rate: 0.01\n", "learning_rate: 0.001\n"))
-    at_checkpoint = json.loads((tmp_path / "run" / "checkpoints" / "step-00000008" / "training.json").read_text())[
-        "state"
-    ]
-    training = reopened(training)
-    known = training.folder.best_known()
-    assert known is not None
-    assert training.state.best_nats == known[1] < at_checkpoint["best_nats"]
-    train_until(training, 10)
-    assert known[1] < training.folder.metrics()[-2]["nats_per_token"] < at_checkpoint["best_nats"]
-    assert best.read_bytes() == kept
-    assert training.state.best_nats == known[1]
+    before = best.read_bytes()
+    record = CheckpointRecord.read(tmp_path / "run" / "checkpoints" / "step-00000008")
+    trainer = reopened(trainer, learning_rate=0.001)
+    assert trainer.state.best_nats == best_nats < record.state["best_nats"]
+    train_until(trainer, 10)
+    assert best_nats < lines_of(trainer, "valid")[-1]["nats_per_token"] < record.state["best_nats"]
+    assert best.read_bytes() == before
+    assert trainer.state.best_nats == best_nats
 
 
-def test_a_crashed_run_ends_as_if_nothing_had_been(tmp_path: Path) -> None:
-    straight, training = begin(tmp_path / "straight"), begin(tmp_path / "run")
-    straight.run()
-    crash_after_a_better_validation(training)
-    training = reopened(training)
-    training.run()
-    for weights in ("best", "last"):
-        files = [one.folder.weights_file(weights).read_bytes() for one in (training, straight)]
+def test_crashed_run_ends_like_an_uninterrupted_one(tmp_path: Path) -> None:
+    uninterrupted, trainer = start_run(tmp_path / "uninterrupted"), start_run(tmp_path / "run")
+    uninterrupted.run()
+    crash_after_best_validation(trainer)
+    trainer = reopened(trainer)
+    trainer.run()
+    for checkpoint in ("best", "last"):
+        files = [run.folder.weights_file(checkpoint).read_bytes() for run in (trainer, uninterrupted)]
         assert files[0] == files[1]
-    assert training.state.best_nats == straight.state.best_nats
+    assert trainer.state.best_nats == uninterrupted.state.best_nats
 
 
-def test_best_weights_without_a_loss_say_nothing(tmp_path: Path) -> None:
-    """As an older version wrote them; and damaged ones are refused."""
-    training = begin(tmp_path / "run")
-    crash_after_a_better_validation(training)
+def test_damaged_best_weights_are_refused(tmp_path: Path) -> None:
+    trainer = start_run(tmp_path / "run")
+    crash_after_best_validation(trainer)
     best = tmp_path / "run" / "model.safetensors"
-    save_tensors(best, load_tensors(best)[0])
-    assert training.folder.best_known() is None
-    reopened(training)
+    save_tensors(best, load_tensors(best)[0])  # without a loss in the metadata
+    assert trainer.folder.best_known() is None
+    reopened(trainer)
     best.write_bytes(best.read_bytes()[:-1])
     with pytest.raises(UserError, match=r"model.safetensors is damaged"):
-        reopened(training)
-    best.unlink()
-    assert training.folder.best_known() is None
+        reopened(trainer)
 
 
-def test_lost_best_weights_are_found_anew(tmp_path: Path) -> None:
-    """Even if no later ones are as good: else the run would end without any."""
-    training = begin(tmp_path / "run", eval_interval=6)
-    train_until(training, 8)
-    training.state = training.state.model_copy(update={"best_nats": 0.001})
-    save_checkpoint(training.folder, training)
-    best = tmp_path / "run" / "model.safetensors"
-    best.unlink()
-    training = reopened(training)
-    training.run()
-    lowest = min(
-        line["nats_per_token"] for line in training.folder.metrics() if line["split"] == "valid" and line["step"] > 8
+def test_missing_best_weights_are_replaced(tmp_path: Path) -> None:
+    """Even if all later losses are higher, because otherwise the run would end without best weights."""
+    trainer = start_run(tmp_path / "run", eval_interval=6)
+    train_until(trainer, 8)
+    trainer.state = trainer.state.model_copy(update={"best_nats": 0.001})
+    save_checkpoint(trainer.folder, trainer)
+    (tmp_path / "run" / "model.safetensors").unlink()
+    trainer = reopened(trainer)
+    trainer.run()
+    lowest, step = min(
+        (line["nats_per_token"], line["step"]) for line in lines_of(trainer, "valid") if line["step"] > 8
     )
-    assert training.state.best_nats == lowest
-    known = training.folder.best_known()
-    assert known is not None
-    assert known[1] == lowest
+    assert trainer.state.best_nats == lowest
+    assert trainer.folder.best_known() == (step, lowest)
 
 
-def test_a_repeated_validation_is_shown_once(tmp_path: Path) -> None:
-    """Stopped in the validation of step 9, then killed right after doing it: it is done and shown again."""
+def test_repeated_validation_is_in_tensorboard_once(tmp_path: Path) -> None:
+    """Stopped during the validation of step 9, resumed, and killed right after that validation."""
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    training = begin(tmp_path / "run", tensorboard=True)
-
-    class StopInValidation(Callback):
-        @override
-        def on_validation_progress(self, trainer: Trainer, num_scored: int, num_tokens: int) -> None:
-            if trainer.state.step == 9:
-                trainer.stop()
-
-    training.callbacks.append(StopInValidation())
-    assert not training.run()
-    assert training.state.step == 9
-    assert training.folder.metrics()[-1]["split"] == "train"
-    training = reopened(training)
-    training._validate()
-    training._log.close()
-    assert [line["split"] for line in training.folder.metrics()[-2:]] == ["train", "valid"]
-    training = reopened(training)
-    training.run()
-    shown = accumulator.EventAccumulator(str(tmp_path / "run" / "tensorboard"))
-    shown.Reload()
+    trainer = start_run(tmp_path / "run", tensorboard=True)
+    trainer.callbacks.append(StopInValidation(9))
+    assert not trainer.run()
+    assert trainer.state.step == 9
+    assert trainer.folder.metrics()[-1]["split"] == "train"
+    trainer = reopened(trainer)
+    trainer._validate()
+    trainer._log.close()
+    assert [line["split"] for line in trainer.folder.metrics()[-2:]] == ["train", "valid"]
+    trainer = reopened(trainer)
+    trainer.run()
+    events = accumulator.EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    events.Reload()
     for split in ("train", "valid"):
-        wanted = [line["step"] for line in training.folder.metrics() if line["split"] == split]
-        assert [event.step for event in shown.Scalars(f"{split}/nats_per_token")] == wanted
-        assert 9 in wanted
+        steps = [line["step"] for line in lines_of(trainer, split)]
+        assert [event.step for event in events.Scalars(f"{split}/nats_per_token")] == steps
+        assert 9 in steps

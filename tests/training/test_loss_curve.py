@@ -1,9 +1,10 @@
-"""A short run whose losses are checked in, so that no change moves training unseen; and the kernels against each other.
+"""A short run whose losses are stored in the repository, so that no change to training goes unnoticed; and the same
+training with different attention kernels.
 
-The text comes from a small grammar and a seed, and the numbers it is drawn with from `random.random`, which Python
-promises never to change. After a change that is meant to move the curve:
+The text is generated from a small grammar with `random.random`, whose numbers Python promises never to change. After a
+change that is meant to change the losses:
 
-    PYTHONPATH=src:tests python tests/training/test_loss_curve.py    # writes loss_curve.json anew
+    PYTHONPATH=src:tests python tests/training/test_loss_curve.py    # overwrites loss_curve.json
 """
 
 from __future__ import annotations
@@ -31,19 +32,19 @@ TRAIN = {
 
 
 def grammar_text(length: int, seed: int = 5) -> bytes:
-    """Sentences with names, verbs that agree in number, and clauses within clauses."""
+    """Return sentences with nouns, verbs that agree in number, and nested clauses."""
     draw = random.Random(seed)
 
     def one_of(words: str) -> str:
         choices = words.split()
-        return choices[int(len(choices) * draw.random() ** 2)]  # the first ones more often
+        return choices[int(len(choices) * draw.random() ** 2)]  # the first words more often
 
     def clause(depth: int) -> str:
-        many = draw.random() < 0.4
-        noun = one_of("river cat teacher engine valley child painter stone") + ("s" if many else "")
+        plural = draw.random() < 0.4
+        noun = one_of("river cat teacher engine valley child painter stone") + ("s" if plural else "")
         if depth and draw.random() < 0.3:
             noun += " that " + clause(depth - 1).removeprefix("the ")
-        verb = one_of("see follow remember build cross paint") + ("" if many else "s")
+        verb = one_of("see follow remember build cross paint") + ("" if plural else "s")
         return f"the {noun} {verb} {one_of('a the every no')} {one_of('road house song bridge letter')}"
 
     parts: list[str] = []
@@ -52,41 +53,40 @@ def grammar_text(length: int, seed: int = 5) -> bytes:
     return "".join(parts).encode()[:length]
 
 
-def losses(place: Path, steps: int, kernel: str = "auto", **changed: int | float) -> list[float]:
-    """Of each step; further settings are of the model or of training."""
-    corpus = make_corpus(place / f"{kernel} corpus", grammar_text(9973))
+def losses(path: Path, steps: int, kernel: str = "auto", **changed: int | float) -> list[float]:
+    """Return the loss of each step; `changed` are settings of the model or of training."""
+    corpus = make_corpus(path / f"{kernel} corpus", grammar_text(9973))
     train = {**TRAIN, "max_steps": steps, **{name: value for name, value in changed.items() if name in TRAIN}}
     model = {
         **MODEL,
         "attn_implementation": kernel,
         **{name: value for name, value in changed.items() if name in MODEL},
     }
-    training = start(place / kernel, corpus, model=model, **train)
-    assert training.run()
-    return nats_of(training)
+    trainer = start(path / kernel, corpus, model=model, **train)
+    assert trainer.run()
+    return nats_of(trainer)
 
 
-def test_the_loss_curve_is_the_one_checked_in(tmp_path: Path) -> None:
-    wanted = json.loads(FILE.read_text(encoding="utf-8"))
-    found = losses(tmp_path, len(wanted["nats_per_token"]))
-    apart = np.abs(np.subtract(found, wanted["nats_per_token"]))
-    assert apart.max() <= 1e-4, (
-        f"the losses moved by up to {apart.max():.1e}, first at step {int((apart > 1e-4).argmax()) + 1}; a change that "
-        f"moves them must say why, and renew them with: {wanted['renew_with']}"
+def test_losses_equal_the_stored_ones(tmp_path: Path) -> None:
+    expected = json.loads(FILE.read_text(encoding="utf-8"))
+    actual = losses(tmp_path, len(expected["nats_per_token"]))
+    difference = np.abs(np.subtract(actual, expected["nats_per_token"]))
+    assert difference.max() <= 1e-4, (
+        f"the losses changed by up to {difference.max():.1e}, first at step {int((difference > 1e-4).argmax()) + 1}; "
+        f"explain why in the commit, and overwrite them with: {expected['renew_with']}"
     )
-    assert found[-1] < found[0] - 1.5  # it learns
+    assert actual[-1] < actual[0] - 1.5  # it learns
 
 
-def test_kernels_train_alike(tmp_path: Path) -> None:
-    """60 steps in float32 from the same weights, over the same text."""
-    one, other = (losses(tmp_path, 60, kernel, learning_rate=1e-3) for kernel in ("reference", "cpu"))
+def test_kernels_give_the_same_losses(tmp_path: Path) -> None:
+    one, other = (losses(tmp_path, 40, kernel, learning_rate=1e-3) for kernel in ("reference", "cpu"))
     np.testing.assert_allclose(one, other, rtol=0, atol=1e-4)
     assert one[-1] < one[0] - 1
 
 
-def test_the_triton_kernel_trains_alike(tmp_path: Path) -> None:
+def test_triton_kernel_gives_the_same_losses(tmp_path: Path) -> None:
     """A few steps in Triton's interpreter, which is slow; on a GPU the kernels' own tests go further."""
-    with pytest.MonkeyPatch.context() as patch:  # Triton looks when it is imported
+    with pytest.MonkeyPatch.context() as patch:  # Triton reads this when it is imported
         patch.setenv("TRITON_INTERPRET", "1")
         pytest.importorskip("triton")
         from transformer_xl.model.kernels import triton_kernels  # noqa: F401
@@ -100,10 +100,10 @@ def test_the_triton_kernel_trains_alike(tmp_path: Path) -> None:
 
 def write() -> None:
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as place:
-        found = losses(Path(place), 40)
+    with tempfile.TemporaryDirectory() as path:
+        actual = losses(Path(path), 40)
     command = "PYTHONPATH=src:tests python tests/training/test_loss_curve.py"
-    FILE.write_text(json.dumps({"renew_with": command, "nats_per_token": found}, indent=1) + "\n", encoding="utf-8")
+    FILE.write_text(json.dumps({"renew_with": command, "nats_per_token": actual}, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Which optimizer updates which weight, and Muon against torch's and against one written out in float64."""
+"""The parameter groups of the optimizers, and Muon compared with that of torch and with a float64 implementation."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ SHAPES = [(7, 7), (5, 11), (11, 5), (5, 11), (3, 13), (11, 5)]
 
 
 def groups_of(model: Any, **settings: Any) -> list[dict[str, Any]]:
-    """All groups, after a check that every weight is in one of them, once."""
+    """Return all parameter groups, after checking that every parameter is in exactly one."""
     optimizers = build_optimizers(model, TrainConfig(learning_rate=0.03, **settings))
-    groups = [{**group, "of": optimizer} for optimizer in optimizers for group in optimizer.param_groups]
-    held = [id(parameter) for group in groups for parameter in group["params"]]
-    assert sorted(held) == sorted(id(parameter) for parameter in model.parameters())
+    groups = [{**group, "optimizer": optimizer} for optimizer in optimizers for group in optimizer.param_groups]
+    grouped = [id(parameter) for group in groups for parameter in group["params"]]
+    assert sorted(grouped) == sorted(id(parameter) for parameter in model.parameters())
     assert all(group["lr"] == 0.03 for group in groups)
     return groups
 
@@ -31,31 +31,29 @@ def names_in(model: Any, group: dict[str, Any]) -> set[str]:
 ADAPTIVE = {"cutoffs": (5, 11), "div_val": 2, "tie_word_embeddings": False, "tie_projections": "none"}
 
 
-def test_adam_is_torchs_with_the_papers_settings(make_model) -> None:
+def test_adam_has_the_settings_of_the_paper(make_model) -> None:
     (group,) = groups_of(make_model(tie_attention_biases=False, norm_first=True))
-    assert type(group["of"]) is torch.optim.Adam
+    assert type(group["optimizer"]) is torch.optim.Adam
     assert (group["betas"], group["eps"], group["weight_decay"]) == ((0.9, 0.999), 1e-8, 0)
     (group,) = groups_of(make_model(), beta1=0.8, beta2=0.95)
     assert group["betas"] == (0.8, 0.95)
 
 
 @pytest.mark.parametrize("settings", [{}, ADAPTIVE, {"tie_attention_biases": False, "norm_first": True}])
-def test_adamw_takes_from_matrices_alone(make_model, settings: dict[str, Any]) -> None:
+def test_adamw_decays_only_matrices(make_model, settings: dict[str, Any]) -> None:
     model = make_model(**settings)
     decayed, others = groups_of(model, optimizer="adamw", weight_decay=0.1, beta2=0.95)
-    assert type(decayed["of"]) is torch.optim.AdamW
+    assert type(decayed["optimizer"]) is torch.optim.AdamW
     assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
     assert decayed["betas"] == others["betas"] == (0.9, 0.95)
-    kept = set(names_in(model, others))
-    wanted = {name for name, _ in model.named_parameters() if "norm" in name or "bias" in name}
-    assert kept == wanted
+    assert names_in(model, others) == {name for name, _ in model.named_parameters() if "norm" in name or "bias" in name}
 
 
 @pytest.mark.parametrize("settings", [{}, ADAPTIVE, {"tie_attention_biases": False, "norm_first": True}])
-def test_muon_moves_the_matrices_inside_the_layers(make_model, settings: dict[str, Any]) -> None:
+def test_muon_updates_the_matrices_of_the_layers(make_model, settings: dict[str, Any]) -> None:
     model = make_model(**settings)
     muon, decayed, others = groups_of(model, optimizer="muon", weight_decay=0.1, muon_momentum=0.9)
-    assert (type(muon["of"]), type(decayed["of"])) == (Muon, torch.optim.AdamW)
+    assert (type(muon["optimizer"]), type(decayed["optimizer"])) == (Muon, torch.optim.AdamW)
     assert (muon["momentum"], muon["weight_decay"], decayed["weight_decay"], others["weight_decay"]) == (
         0.9, 0.1, 0.1, 0.0,
     )  # fmt: skip
@@ -75,7 +73,9 @@ def gradients(dtype: torch.dtype, steps: int) -> list[list[Tensor]]:
     return [[torch.randn(shape, generator=draw, dtype=dtype) * 0.01 for shape in SHAPES] for _ in range(steps)]
 
 
-def move(optimizer: torch.optim.Optimizer, weights: list[torch.nn.Parameter], all_grads: list[list[Tensor]]) -> None:
+def take_steps(
+    optimizer: torch.optim.Optimizer, weights: list[torch.nn.Parameter], all_grads: list[list[Tensor]]
+) -> None:
     for grads in all_grads:
         for weight, grad in zip(weights, grads, strict=True):
             weight.grad = grad.clone()
@@ -85,37 +85,37 @@ def move(optimizer: torch.optim.Optimizer, weights: list[torch.nn.Parameter], al
 CONFIG = TrainConfig(optimizer="muon", learning_rate=0.02, muon_momentum=0.9, weight_decay=0.3)
 
 
-def test_muon_is_torchs_but_for_bfloat16() -> None:
-    """torch's rounds each product to bfloat16 (8 bits) and starts from a rounded direction: a per cent of a step."""
+def test_muon_equals_torch_up_to_bfloat16() -> None:
+    """torch rounds each product to bfloat16 (8 bits), which changes an update by about 1%."""
     ours, theirs = matrices(torch.float32), matrices(torch.float32)
     start = [weight.detach().clone() for weight in ours]
-    move(Muon(ours, CONFIG), ours, gradients(torch.float32, 5))
+    take_steps(Muon(ours, CONFIG), ours, gradients(torch.float32, 5))
     settings = {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.3, "adjust_lr_fn": "match_rms_adamw"}
-    move(torch.optim.Muon(theirs, **settings), theirs, gradients(torch.float32, 5))
+    take_steps(torch.optim.Muon(theirs, **settings), theirs, gradients(torch.float32, 5))
     for one, other, before in zip(ours, theirs, start, strict=True):
         assert (one - other).norm().item() < 0.015 * (one - before).norm().item()
 
 
-def test_muon_equals_one_written_out() -> None:
+def test_muon_equals_a_float64_implementation() -> None:
     """In float64: momentum, Newton-Schulz by singular values, step size and decay."""
     weights = matrices(torch.float64)
-    wanted, means = [weight.detach().clone() for weight in weights], [torch.zeros(shape).double() for shape in SHAPES]
+    expected, means = [weight.detach().clone() for weight in weights], [torch.zeros(shape).double() for shape in SHAPES]
     all_grads = gradients(torch.float64, 4)
     for grads in all_grads:
-        for place, grad in enumerate(grads):
-            means[place] = 0.9 * means[place] + 0.1 * grad
-            left, values, right = torch.linalg.svd(0.1 * grad + 0.9 * means[place], full_matrices=False)
+        for path, grad in enumerate(grads):
+            means[path] = 0.9 * means[path] + 0.1 * grad
+            left, values, right = torch.linalg.svd(0.1 * grad + 0.9 * means[path], full_matrices=False)
             values = values / values.norm()
-            for _ in range(5):  # the same polynomial, of each singular value by itself
+            for _ in range(5):  # the polynomial of the Newton-Schulz iteration, of each singular value
                 values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
-            size = 0.2 * max(SHAPES[place]) ** 0.5
-            wanted[place] = wanted[place] * (1 - 0.02 * 0.3) - 0.02 * size * (left * values @ right)
-    move(Muon(weights, CONFIG), weights, all_grads)
-    for found, by_hand in zip(weights, wanted, strict=True):
-        torch.testing.assert_close(found.detach(), by_hand, rtol=0, atol=1e-10)
+            size = 0.2 * max(SHAPES[path]) ** 0.5
+            expected[path] = expected[path] * (1 - 0.02 * 0.3) - 0.02 * size * (left * values @ right)
+    take_steps(Muon(weights, CONFIG), weights, all_grads)
+    for actual, by_hand in zip(weights, expected, strict=True):
+        torch.testing.assert_close(actual.detach(), by_hand, rtol=0, atol=1e-10)
 
 
-def test_orthogonalize_brings_singular_values_to_about_one() -> None:
+def test_orthogonalize_sets_singular_values_to_about_1() -> None:
     draw = torch.Generator().manual_seed(7)
     many = torch.randn(11, 5, 13, generator=draw) * torch.logspace(-6, 3, 11)[:, None, None]
     values = torch.linalg.svdvals(orthogonalize(many).float())
@@ -124,7 +124,7 @@ def test_orthogonalize_brings_singular_values_to_about_one() -> None:
     assert torch.equal(orthogonalize(torch.zeros(2, 3, 5)), torch.zeros(2, 3, 5).to(orthogonalize(many).dtype))
 
 
-def test_muon_leaves_weights_without_a_gradient_alone() -> None:
+def test_muon_does_not_change_weights_without_a_gradient() -> None:
     weights = matrices(torch.float32)
     before = weights[1].detach().clone()
     optimizer = Muon(weights, CONFIG)
