@@ -1,12 +1,18 @@
-"""The program that torchrun starts in tests/training/test_distributed.py, as `processes.py JOB FOLDER`.
+"""Jobs that tests/training/test_distributed.py runs in several processes.
 
-All values are float64, so that results that are equal mathematically agree to many digits.
+The processes are forked from a server that has imported this module, because importing torch takes seconds. All values
+are float64, so that results that are equal mathematically agree to many digits.
 """
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import shutil
+import socket
 import sys
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +22,7 @@ import torch
 from model_configs import model_config
 from training_runs import MODEL, StopAt, train_until
 
+from transformer_xl.cli.main import run as run_txl
 from transformer_xl.config import RunConfig, TrainConfig, UserError
 from transformer_xl.model.transformer_xl import TransformerXL
 from transformer_xl.run_folder import RunFolder
@@ -171,19 +178,55 @@ def train_with_library(path: Path) -> None:
     train(None, path / "corpus", path / "uninterrupted", model=COMMAND_MODEL, train=COMMAND_TRAIN, **options)
 
 
-def main(job: str, path: Path) -> None:
+def train_job(path: Path) -> None:
     torch.set_default_dtype(torch.float64)
-    torch.set_num_threads(1)
     with process_group(lambda: torch.device("cpu")) as world:
-        if job == "resume_with_three":
-            resume_with_three(path, world)
-        else:
-            check_communication(world)
-            check_resharding(world)
-            train_with_stop(path, world)
-    if job == "train_with_stop":
-        train_with_library(path)
+        check_communication(world)
+        check_resharding(world)
+        train_with_stop(path, world)
+    train_with_library(path)
 
 
-if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+def resume_job(path: Path) -> None:
+    torch.set_default_dtype(torch.float64)
+    with process_group(lambda: torch.device("cpu")) as world:
+        resume_with_three(path, world)
+
+
+def command_job(stderr: Path, *arguments: str) -> None:
+    """Run `txl` with its standard error in a file for each process."""
+    os.dup2(os.open(f"{stderr}-{os.environ['RANK']}", os.O_WRONLY | os.O_CREAT), sys.stderr.fileno())
+    sys.exit(run_txl(list(arguments)))
+
+
+def run_with_rank(rank: int, num_processes: int, port: int, job: Callable[..., None], *arguments: Any) -> None:
+    """Run a job with the environment variables that torchrun would set."""
+    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_processes}
+    variables = {**ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in variables.items()})
+    torch.set_num_threads(1)
+    job(*arguments)
+
+
+def start_process(rank: int, num_processes: int, port: int, job: Callable[..., None], *arguments: Any) -> BaseProcess:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    process = context.Process(target=run_with_rank, args=(rank, num_processes, port, job, *arguments))
+    process.start()
+    return process
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def run_processes(num_processes: int, job: Callable[..., None], *arguments: Any) -> list[int | None]:
+    """Run a job in several processes that form a group, and return their exit codes."""
+    port = free_port()
+    processes = [start_process(rank, num_processes, port, job, *arguments) for rank in range(num_processes)]
+    for process in processes:
+        process.join(300)
+        process.kill()  # if it has not ended
+    return [process.exitcode for process in processes]

@@ -24,11 +24,15 @@ from processes import (
     SHARDED_LSTM,
     STOP_STEP,
     VARIANTS,
+    command_job,
     config_of,
     copy_run,
     make_corpus,
+    resume_job,
     resume_trainer,
+    run_processes,
     start,
+    train_job,
 )
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -40,33 +44,7 @@ from transformer_xl.config import UserError
 from transformer_xl.run_folder import CheckpointRecord, RunFolder, file_digest
 from transformer_xl.tensor_file import load_tensors
 
-ENVIRONMENT = {
-    **os.environ, "PYTHONPATH": str(Path(transformer_xl.__file__).parents[1]), "OMP_NUM_THREADS": "1",
-}  # fmt: skip
-SCRIPT = Path(__file__).parents[1] / "processes.py"
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
-
-
-def torchrun(num_processes: int, *arguments: str) -> list[str]:
-    options = ["--standalone", "--nproc-per-node", str(num_processes)]
-    return [sys.executable, "-m", "torch.distributed.run", *options, *arguments]
-
-
-@contextmanager
-def started(command: list[str]) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def run_to_end(command: list[str]) -> str:
-    """Run a command that must succeed, and return its standard error."""
-    ended = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=300)
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    return ended.stderr
 
 
 @pytest.fixture
@@ -99,7 +77,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Train all variants with 2 processes."""
     path = tmp_path_factory.mktemp("trained")
     make_corpus(path / "corpus")
-    run_to_end(torchrun(2, str(SCRIPT), "train_with_stop", str(path)))
+    assert run_processes(2, train_job, path) == [0, 0]
     return path
 
 
@@ -122,7 +100,7 @@ def test_results_do_not_depend_on_the_number_of_processes(trained: Path, float64
         trainer.run()
         assert_same_runs(run, single.folder.path, 1e-9)
 
-    run_to_end(torchrun(3, str(SCRIPT), "resume_with_three", str(trained)))
+    assert run_processes(3, resume_job, trained) == [0, 0, 0]
     resumed = list(trained.glob("*, resumed by three"))
     assert len(resumed) == len(VARIANTS) + 1
     for run in resumed:
@@ -138,10 +116,20 @@ FLAGS = [
 ]
 
 
-def train_command(run: Path, corpus: Path, *, restarts: int = 0) -> list[str]:
+@contextmanager
+def started_by_torchrun(*arguments: str | Path) -> Iterator[subprocess.Popen[str]]:
+    """Start `txl train` in 2 processes, which torchrun restarts once."""
     # after --, because torchrun would take --run for an abbreviation of one of its own options
-    command = ["--max-restarts", str(restarts), "-m", "--", "transformer_xl", "train"]
-    return torchrun(2, *command, "--corpus", str(corpus), "--run", str(run), *FLAGS)
+    options = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1", "-m", "--", "transformer_xl", "train"]
+    command = [sys.executable, "-m", "torch.distributed.run", *options, *map(str, arguments)]
+    source = str(Path(transformer_xl.__file__).parents[1])
+    environment = {**os.environ, "PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def wait_for_lines(process: subprocess.Popen[str], run: Path, count: int) -> None:
@@ -163,8 +151,8 @@ def process_of_rank(torchrun_id: int, rank: int) -> int:
 
 def test_killed_and_stopped_run_equals_uninterrupted(tmp_path: Path, trained: Path) -> None:
     """After a kill torchrun restarts all processes; SIGTERM writes a checkpoint; one process's error ends both."""
-    run, command = tmp_path / "run", train_command(tmp_path / "run", trained / "corpus", restarts=1)
-    with started(command) as process:
+    run = tmp_path / "run"
+    with started_by_torchrun("--corpus", trained / "corpus", "--run", run, *FLAGS) as process:
         wait_for_lines(process, run, 6)
         os.kill(process_of_rank(process.pid, 1), signal.SIGKILL)
         wait_for_lines(process, run, 15)
@@ -178,18 +166,17 @@ def test_killed_and_stopped_run_equals_uninterrupted(tmp_path: Path, trained: Pa
     step = int(RunFolder.open(run).checkpoints()[-1].name.removeprefix("step-"))
     assert 5 < step < 36
 
-    # torchrun restarts a command with the same arguments, so the same command resumes the run
-    command = train_command(run, trained / "corpus")
+    command = ("train", "--resume", str(run), "--threads=1")
     (run / "model.safetensors" / "subfolder").mkdir(parents=True)  # the first process cannot replace a folder
-    with started(command) as process:
-        _, err = process.communicate(timeout=300)
-    assert process.returncode != 0
-    (error,) = [line for line in err.splitlines() if line.startswith("txl: ")]
+    assert run_processes(2, command_job, tmp_path / "error", *command) == [2, 2]
+    output = "".join(file.read_text() for file in tmp_path.glob("error-*"))
+    (error,) = [line for line in output.splitlines() if line.startswith("txl: ")]
     assert f"writing {run / 'model.safetensors'}" in error
-    assert "transformer_xl/training/train.py" not in err  # no traceback except that of torchrun
+    assert "Traceback" not in output
     shutil.rmtree(run / "model.safetensors")
 
-    assert f"resuming {run} at step " in run_to_end(command)
+    assert run_processes(2, command_job, tmp_path / "resumed", *command) == [0, 0]
+    assert f"resuming {run} at step " in (tmp_path / "resumed-0").read_text()
     assert_same_runs(run, trained / "uninterrupted", 0.0)
 
 

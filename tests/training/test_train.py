@@ -27,7 +27,7 @@ def corpus(tmp_path: Path) -> Corpus:
     return letters_corpus(tmp_path / "corpus")
 
 
-def weights_of(path: Path) -> dict[str, torch.Tensor]:
+def best_weights(path: Path) -> dict[str, torch.Tensor]:
     return load(path, device="cpu").model.state_dict()
 
 
@@ -38,32 +38,31 @@ def test_config_recipe_file_and_overrides_train_the_same_model(tmp_path: Path, c
     assert result.best_nats_per_token == RunFolder.open(result.path).metrics()[-1]["nats_per_token"]
     recipe = tmp_path / "own.yaml"
     recipe.write_text(f"title: a\nsource: b\ncorpus: c\nmodel: {MODEL | {'d_ff': 23}}\ntrain: {TRAIN}\n")
-    again = train_run(recipe, corpus.path, tmp_path / "file", model={"d_ff": 19}, **OPTIONS)
-    plain = train_run(None, str(corpus.path), tmp_path / "none", model=MODEL, train=TRAIN, **OPTIONS)
-    for other in (again, plain):
+    from_recipe = train_run(recipe, corpus.path, tmp_path / "file", model={"d_ff": 19}, **OPTIONS)
+    from_overrides = train_run(None, str(corpus.path), tmp_path / "none", model=MODEL, train=TRAIN, **OPTIONS)
+    for other in (from_recipe, from_overrides):
         assert_same_tensors(other.run.model.state_dict(), result.run.model.state_dict())
-    kept = read_yaml((tmp_path / "file" / "config.yaml").read_text(), "")
-    assert kept["model"]["vocab_size"] == 256
-    assert kept["corpus"]["path"] == str(corpus.path.resolve())
+    saved = read_yaml((tmp_path / "file" / "config.yaml").read_text(), "")
+    assert saved["model"]["vocab_size"] == 256
+    assert saved["corpus"]["path"] == str(corpus.path.resolve())
     assert not result.run.model.training
 
 
 def test_default_run_folder(tmp_path: Path, corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert train_run(None, "corpus", model=MODEL, train={**TRAIN, "max_steps": 1}, **OPTIONS).path == Path(
-        "runs/corpus"
-    )
+    result = train_run(None, "corpus", model=MODEL, train={**TRAIN, "max_steps": 1}, **OPTIONS)
+    assert result.path == Path("runs/corpus")
 
 
 def test_run_stopped_by_a_callback_resumes(tmp_path: Path, corpus: Corpus) -> None:
-    whole = train_run(None, corpus, tmp_path / "whole", model=MODEL, train=TRAIN, **OPTIONS)
+    uninterrupted = train_run(None, corpus, tmp_path / "uninterrupted", model=MODEL, train=TRAIN, **OPTIONS)
     stopped = train_run(None, corpus, tmp_path / "run", model=MODEL, train=TRAIN, callbacks=[StopAt(5)], **OPTIONS)
     assert (stopped.step, stopped.finished, stopped.stop_signal) == (5, False, None)
     torch.manual_seed(104_729)
     resumed = resume(tmp_path / "run", **OPTIONS)
     assert (resumed.step, resumed.finished) == (17, True)
-    assert resumed.best_nats_per_token == whole.best_nats_per_token
-    assert_same_tensors(weights_of(tmp_path / "run"), weights_of(tmp_path / "whole"))
+    assert resumed.best_nats_per_token == uninterrupted.best_nats_per_token
+    assert_same_tensors(best_weights(tmp_path / "run"), best_weights(tmp_path / "uninterrupted"))
     longer = resume(tmp_path / "run", train={"max_steps": 19}, **OPTIONS)
     assert (longer.step, longer.max_steps) == (19, 19)
 
