@@ -232,7 +232,7 @@ main()
 
 def test_stopped_reproduction_resumes_to_equal_results(folder: Path) -> None:
     """A process is stopped while it trains; the results after resuming equal those without a stop."""
-    train = {**TRAIN, "max_steps": 60, "checkpoint_interval": 20, "eval_interval": 60}
+    train = {**TRAIN, "max_steps": 100, "checkpoint_interval": 20, "eval_interval": 100}
     words = ["reproduce", "ablation", "--corpus", folder / "corpus", "--out", folder / "stopped", *flags_of(train)]
     command = [sys.executable, "-c", ONE_SYSTEM, *map(str, words), "--seeds=2", "--attention-windows=16"]
     parent = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE)

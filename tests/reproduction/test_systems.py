@@ -9,7 +9,7 @@ from transformer_xl.model.cost import step_cost
 from transformer_xl.reproduction.systems import ABLATION, BY_NAME, EQUAL_MEMORY, RECURRENT, num_parameters
 
 BASE = {
-    "model": {"n_layers": 3, "d_model": 32, "n_heads": 2, "d_ff": 64, "dropout": 0.0},
+    "model": {"n_layers": 1, "d_model": 32, "n_heads": 2, "d_ff": 64, "dropout": 0.0},
     "train": {"segment_length": 12, "memory_length": 12, "batch_size": 4, "max_steps": 7},
     "evaluation": {"segment_length": 5},
 }
@@ -30,7 +30,7 @@ def test_other_settings_are_those_of_the_base(system):
     assert config.train.memory_length == (12 if system.recurrence else 0)
     assert config.train.batch_size == 4
     assert config.train.max_steps == (round(7 * 12 / config.train.segment_length) if system.equal_memory else 7)
-    assert config.model.n_layers == (4 if system.larger else 3)
+    assert config.model.n_layers == (2 if system.larger else 1)
     assert config.model.architecture == system.architecture
     assert config.model.d_model == 32 or not system.attends
     assert config.train.segment_length == 12 or system.equal_memory
