@@ -1,6 +1,6 @@
-"""Relative attention at given sizes: inputs, how far a kernel is from float64, and what it takes.
+"""Relative attention of chosen sizes, for the benchmarks: random inputs, errors of a kernel, and time and memory.
 
-Letters: B rows, T queries, S = M + T keys, P distances, N heads, H head width.
+Shape suffixes: B batch size, T queries, S = M + T keys (M memory slots), P distances, N heads, H head width.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch import Tensor
 from transformer_xl.model.kernels import KERNELS, AttentionInputs, AttentionMask
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# least allowed error, as a share of the largest number: sums of some hundred terms in another order
+# errors always allowed, relative to the largest element: rounding of sums of some hundred terms in another order
 FLOORS = {"float64": 1e-10, "float32": 2e-5, "bfloat16": 2e-2, "float16": 3e-3}
-TIMES_REFERENCE = 3.0  # allowed error, in those of the reference kernel in the same number format
+TIMES_REFERENCE = 3.0  # allowed error, as a multiple of that of the reference kernel in the same dtype
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Shape:
     dtype: str = "float32"
     device: str = "cpu"
     empty_slots: int = 0
-    """Memory slots of the first row that hold nothing; 0: every slot of every row is valid, and no mask is given."""
+    """Number of empty memory slots of the first batch row; with 0, all slots are valid and there is no mask."""
 
     @property
     def keys(self) -> int:
@@ -46,20 +46,20 @@ class Shape:
 
     @property
     def pairs(self) -> int:
-        """Pairs of a query and a key it sees, in one head of one row."""
+        """Number of pairs of a query and a key that it attends to, in one head of one batch row."""
         window = self.attention_window or self.keys
-        return sum(min(window, self.memory_length + place + 1) for place in range(self.queries))
+        return sum(min(window, self.memory_length + query + 1) for query in range(self.queries))
 
     @property
     def forward_flops(self) -> int:
-        """Additions and multiplications: content scores, position scores and weighted values, of pairs that are seen.
+        """FLOPs of content scores, position scores and weighted values, for attended pairs only.
 
-        The backward pass has twice as many, beside what a kernel computes again.
+        The backward pass has twice as many, plus what a kernel recomputes.
         """
         return 3 * 2 * self.batch_size * self.n_heads * self.d_head * self.pairs
 
     def words(self) -> str:
-        """For people."""
+        """Return the sizes as readable text."""
         parts = [
             f"B {self.batch_size}",
             f"T {self.queries}",
@@ -73,7 +73,7 @@ class Shape:
 
 
 def draw(shape: Shape, seed: int = 1) -> tuple[AttentionInputs, AttentionMask]:
-    """Inputs that want gradients, and what is seen. The same numbers on every device."""
+    """Return random inputs that require gradients, and the mask; the values are the same on every device."""
     generator = torch.Generator().manual_seed(seed)
     per_head = (shape.n_heads, shape.d_head)
     distances = min(shape.keys, shape.attention_window or shape.keys)
@@ -96,79 +96,81 @@ def draw(shape: Shape, seed: int = 1) -> tuple[AttentionInputs, AttentionMask]:
     return AttentionInputs(*tensors), AttentionMask(valid_B)
 
 
-def as_list(inputs: AttentionInputs) -> list[Tensor]:
-    """Its tensors, in order."""
-    return [getattr(inputs, field.name) for field in fields(inputs)]
-
-
-def out_and_gradients(kernel: str, shape: Shape, inputs: AttentionInputs, sight: AttentionMask) -> dict[str, Tensor]:
-    """Attended values and the gradient of every input, by name, for a fixed gradient of the output."""
-    out_BTNH = KERNELS[kernel].attend(inputs, sight, shape.dropout)
+def out_and_gradients(kernel: str, shape: Shape, inputs: AttentionInputs, mask: AttentionMask) -> dict[str, Tensor]:
+    """Return attended values and the gradient of every input, by name, for a fixed gradient of the output."""
+    out_BTNH = KERNELS[kernel].attend(inputs, mask, shape.dropout)
     grad_BTNH = torch.randn(out_BTNH.shape, generator=torch.Generator().manual_seed(9)).to(out_BTNH)
-    grads = torch.autograd.grad(out_BTNH, as_list(inputs), grad_BTNH, materialize_grads=True)
+    grads = torch.autograd.grad(out_BTNH, inputs.tensors(), grad_BTNH, materialize_grads=True)
     names = [field.name.rpartition("_")[0] for field in fields(inputs)]
     return {"out": out_BTNH.detach(), **dict(zip(names, grads, strict=True))}
 
 
 def in_float64(inputs: AttentionInputs) -> AttentionInputs:
-    """The same numbers in float64."""
-    return AttentionInputs(*(tensor.detach().double().requires_grad_() for tensor in as_list(inputs)))
+    """Return the same values in float64."""
+    return AttentionInputs(*(tensor.detach().double().requires_grad_() for tensor in inputs.tensors()))
 
 
-def errors(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, float]:
-    """Largest error of each, as a share of the largest wanted number; infinite where one is not a number."""
-    shares = {
-        name: float((found[name].double() - right).abs().max() / right.abs().max().clamp(min=1e-30))
-        for name, right in wanted.items()
+def errors(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
+    """Return the largest error of each tensor, relative to its largest expected element; infinity instead of NaN."""
+    relative = {
+        name: float((actual[name].double() - tensor).abs().max() / tensor.abs().max().clamp(min=1e-30))
+        for name, tensor in expected.items()
     }
-    return {name: share if math.isfinite(share) else math.inf for name, share in shares.items()}
+    return {name: error if math.isfinite(error) else math.inf for name, error in relative.items()}
 
 
 def check(kernel: str, shape: Shape) -> dict[str, Any]:
-    """Holds a kernel to the reference in float64: its error may be a few times that of the reference in its format."""
-    inputs, sight = draw(shape)
-    wanted = out_and_gradients("reference", shape, in_float64(inputs), sight)
-    own = errors(out_and_gradients(kernel, shape, inputs, sight), wanted)
-    usual = errors(out_and_gradients("reference", shape, inputs, sight), wanted)
-    allowed = {name: max(TIMES_REFERENCE * usual[name], FLOORS[shape.dtype]) for name in own}
-    worst = max(own, key=lambda name: own[name] / allowed[name])
+    """Compare a kernel with the reference kernel in float64.
+
+    Its error may be a few times that of the reference kernel in the same dtype.
+    """
+    inputs, mask = draw(shape)
+    expected = out_and_gradients("reference", shape, in_float64(inputs), mask)
+    kernel_errors = errors(out_and_gradients(kernel, shape, inputs, mask), expected)
+    reference_errors = errors(out_and_gradients("reference", shape, inputs, mask), expected)
+    allowed = {name: max(TIMES_REFERENCE * reference_errors[name], FLOORS[shape.dtype]) for name in kernel_errors}
+    worst = max(kernel_errors, key=lambda name: kernel_errors[name] / allowed[name])
     return {
         "kernel": kernel,
         "what": f"{shape.words()}: {worst}",
-        "error": own[worst],
+        "error": kernel_errors[worst],
         "allowed": allowed[worst],
-        "ok": own[worst] <= allowed[worst],
+        "ok": kernel_errors[worst] <= allowed[worst],
     }
 
 
 def check_dropout(kernel: str, shape: Shape) -> list[dict[str, Any]]:
-    """What must hold of dropout whatever the mask: the seed decides it, it keeps the mean, gradients belong to it."""
-    inputs, sight = draw(shape)
+    """Check what must hold for any dropout mask: it depends on the seed, keeps the mean, and is the gradients' mask."""
+    inputs, mask = draw(shape)
 
-    def run(of: AttentionInputs, seed: int = 3) -> dict[str, Tensor]:
+    def run(attention_inputs: AttentionInputs, seed: int = 3) -> dict[str, Tensor]:
         torch.manual_seed(seed)
-        return out_and_gradients(kernel, shape, of, sight)
+        return out_and_gradients(kernel, shape, attention_inputs, mask)
 
-    def moved(sign: int) -> Tensor:
-        q_BTNH = (inputs.q_BTNH + sign * step * way_BTNH).detach().requires_grad_()
+    def loss_at(sign: int) -> Tensor:
+        q_BTNH = (inputs.q_BTNH + sign * step * direction_BTNH).detach().requires_grad_()
         return (grad_BTNH * run(replace(inputs, q_BTNH=q_BTNH))["out"].double()).sum()
 
     first, again, other = run(inputs), run(inputs), run(inputs, 4)
     ones = run(replace(inputs, v_BSNH=torch.ones_like(inputs.v_BSNH).requires_grad_()))
     grad_BTNH = torch.randn(first["out"].shape, generator=torch.Generator().manual_seed(9)).to(first["out"]).double()
-    way_BTNH = torch.randn(first["q"].shape, generator=torch.Generator().manual_seed(7)).to(first["q"])
+    direction_BTNH = torch.randn(first["q"].shape, generator=torch.Generator().manual_seed(7)).to(first["q"])
     step = 1e-2
-    # out is linear in v: with a mask that is the same forward and backward, <dout, out> = <dv, v>
+    # out is linear in v: if the mask is the same forward and backward, <dout, out> = <dv, v>
     by_v = (first["v"].double() * inputs.v_BSNH.detach().double()).sum()
     by_out = (grad_BTNH * first["out"].double()).sum()
-    slope, rise = (first["q"].double() * way_BTNH.double()).sum(), (moved(1) - moved(-1)) / (2 * step)
-    found = {
-        # sums of gradients may be formed in any order; see check_deterministic
+    slope = (first["q"].double() * direction_BTNH.double()).sum()
+    difference = (loss_at(1) - loss_at(-1)) / (2 * step)
+    checks = {
+        # gradients may be summed in any order; see check_deterministic
         "the same seed gives the same": (max(errors(again, first).values()), 1e-5),
         "another seed gives another": (float((first["out"] == other["out"]).float().mean()), 0.5),
         "probabilities still sum to about one": (float((ones["out"].double().mean() - 1).abs()), 0.05),
         "gradient of values belongs to the mask": (float((by_v - by_out).abs() / by_out.abs().clamp(min=1)), 1e-3),
-        "gradient of queries belongs to the mask": (float((rise - slope).abs() / slope.abs().clamp(min=1)), 2e-2),
+        "gradient of queries belongs to the mask": (
+            float((difference - slope).abs() / slope.abs().clamp(min=1)),
+            2e-2,
+        ),
     }
     return [
         {
@@ -178,36 +180,36 @@ def check_dropout(kernel: str, shape: Shape) -> list[dict[str, Any]]:
             "allowed": allowed,
             "ok": error <= allowed,
         }
-        for what, (error, allowed) in found.items()
+        for what, (error, allowed) in checks.items()
     ]
 
 
 def check_deterministic(kernel: str, shape: Shape) -> dict[str, Any]:
-    """With torch told to be deterministic, outputs and gradients are the same to the last bit each time."""
-    inputs, sight = draw(shape)
+    """Check that outputs and gradients are bit-identical each time if torch uses deterministic algorithms."""
+    inputs, mask = draw(shape)
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        runs = [out_and_gradients(kernel, shape, inputs, sight) for _ in range(3)]
+        runs = [out_and_gradients(kernel, shape, inputs, mask) for _ in range(3)]
     finally:
         torch.use_deterministic_algorithms(False)
-    unlike = float(sum((runs[0][name] != run[name]).any().item() for run in runs[1:] for name in run))
+    num_differing = float(sum((runs[0][name] != run[name]).any().item() for run in runs[1:] for name in run))
     return {
         "kernel": kernel,
         "what": f"{shape.words()}: the same bits each time",
-        "error": unlike,
+        "error": num_differing,
         "allowed": 0.0,
-        "ok": not unlike,
+        "ok": not num_differing,
     }
 
 
 def wait(device: str) -> None:
-    """Until the device has done what it was told."""
+    """Wait until the device has finished its work."""
     if device.startswith("cuda"):
         torch.cuda.synchronize()
 
 
 def median_seconds(work: Callable[[], object], device: str, *, seconds: float = 0.3, rounds: int = 5) -> float:
-    """Median over rounds of the time one call takes, each round of at least so many seconds in all rounds together."""
+    """Return the median over rounds of the time of one call; all rounds together take about `seconds`."""
     work()
     wait(device)
     began = time.perf_counter()
@@ -218,6 +220,7 @@ def median_seconds(work: Callable[[], object], device: str, *, seconds: float = 
 
 
 def _seconds(work: Callable[[], object], device: str, calls: int) -> float:
+    """Return the mean time of one of several calls."""
     if device.startswith("cuda"):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
@@ -233,39 +236,38 @@ def _seconds(work: Callable[[], object], device: str, calls: int) -> float:
 
 
 def times(kernel: str, shape: Shape, *, seconds: float = 0.3, rounds: int = 5) -> dict[str, float]:
-    """Forward as without gradients; forward and backward together as in training; with operations per second."""
-    inputs, sight = draw(shape)
+    """Return times of the forward pass without gradients, and of forward and backward pass; and FLOPs per second."""
+    inputs, mask = draw(shape)
     grad_BTNH = torch.ones_like(inputs.q_BTNH)
 
     def forward() -> None:
         with torch.no_grad():
-            KERNELS[kernel].attend(inputs, sight, shape.dropout)
+            KERNELS[kernel].attend(inputs, mask, shape.dropout)
 
     def both() -> None:
-        out_BTNH = KERNELS[kernel].attend(inputs, sight, shape.dropout)
-        torch.autograd.grad(out_BTNH, as_list(inputs), grad_BTNH)
+        out_BTNH = KERNELS[kernel].attend(inputs, mask, shape.dropout)
+        torch.autograd.grad(out_BTNH, inputs.tensors(), grad_BTNH)
 
-    one = median_seconds(forward, shape.device, seconds=seconds, rounds=rounds)
-    two = median_seconds(both, shape.device, seconds=seconds, rounds=rounds)
+    forward_seconds = median_seconds(forward, shape.device, seconds=seconds, rounds=rounds)
+    both_seconds = median_seconds(both, shape.device, seconds=seconds, rounds=rounds)
     return {
-        "forward_seconds": one,
-        "forward_backward_seconds": two,
-        "forward_tflops": shape.forward_flops / one / 1e12,
-        "forward_backward_tflops": 3 * shape.forward_flops / two / 1e12,
+        "forward_seconds": forward_seconds,
+        "forward_backward_seconds": both_seconds,
+        "forward_tflops": shape.forward_flops / forward_seconds / 1e12,
+        "forward_backward_tflops": 3 * shape.forward_flops / both_seconds / 1e12,
     }
 
 
 def kept_bytes(kernel: str, shape: Shape) -> int:
-    """What the forward pass keeps for the backward pass, beside its inputs."""
-    inputs, sight = draw(shape)
-    kept = {tensor.untyped_storage().data_ptr(): 0 for tensor in as_list(inputs)}
+    """Return the size of what the forward pass saves for the backward pass, besides inputs and output."""
+    inputs, mask = draw(shape)
+    saved = {tensor.untyped_storage().data_ptr(): 0 for tensor in inputs.tensors()}
 
-    def keep(tensor: Tensor) -> Tensor:
+    def save(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        kept.setdefault(storage.data_ptr(), storage.nbytes())
+        saved.setdefault(storage.data_ptr(), storage.nbytes())
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        out_BTNH = KERNELS[kernel].attend(inputs, sight, shape.dropout)
-    # the output is there in any case
-    return sum(size for place, size in kept.items() if place != out_BTNH.untyped_storage().data_ptr())
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+        out_BTNH = KERNELS[kernel].attend(inputs, mask, shape.dropout)
+    return sum(size for address, size in saved.items() if address != out_BTNH.untyped_storage().data_ptr())

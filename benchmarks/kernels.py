@@ -1,14 +1,15 @@
-"""Each attention kernel by itself: right first, then how long it takes, and how its memory grows.
+"""Measure each attention kernel: whether its results are right, its time, and how its memory grows.
 
     python benchmarks/kernels.py [--kernels sdpa,cpu] [--dtypes float32,bfloat16] [--batch-size 4] [--out FILE]
 
-Every kernel is first held to the reference in float64, outputs and all gradients; a kernel that is wrong ends the run
-with status 1. Times are medians, forward alone (as in evaluation) and forward with backward (as in training); the
-kernels take turns shape by shape. Memory is measured in a fresh process for each kernel and length: what one forward
-and backward pass needs at its peak beyond its inputs, and what it keeps between the two. It is measured along two ways:
-keys S growing beside T queries, and both growing together (T = M), where numbers for every pair of query and key would
-grow by 4 at each doubling. The reference keeps a position key for every pair and is left out of memory and of long
-shapes unless named.
+First the outputs and all gradients of every kernel are compared with the reference kernel in float64; if one is wrong,
+the program exits with status 1. Times are medians, of the forward pass alone (as in evaluation) and of forward and
+backward pass (as in training); for each shape, all kernels are measured one after the other. Memory is measured in a
+new process for each kernel and length: the peak of one forward and backward pass beyond its inputs, and what is saved
+between the two passes. It is measured for growing keys S with constant queries T, and for both growing together
+(T = M, the memory slots), where anything stored for every pair of query and key would grow by 4 at each doubling. The
+reference kernel stores a position key for every pair, so it is left out of long shapes, and out of the memory
+measurements unless it is named.
 """
 
 from __future__ import annotations
@@ -27,39 +28,39 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attention_cases import Shape, as_list, check, check_dropout, draw, kept_bytes, times, wait
+from attention_cases import Shape, check, check_dropout, draw, kept_bytes, times, wait
 from environment import RESULTS, command, commit, cpu_features, cpu_model, device_name, say, warn_if_busy, write
 
 from transformer_xl.device import has_bfloat16, set_threads
 from transformer_xl.model.kernels import KERNELS
 
-CHECKED = (
+CHECKED_SHAPES = (
     Shape(2, 37, 23, 3, 38),
     Shape(2, 64, 64, 2, 64, attention_window=50),
     Shape(3, 20, 45, 2, 41, empty_slots=17),
     Shape(1, 1, 63, 2, 80),
     Shape(2, 33, 0, 2, 64),
 )
-REFERENCE_MOST_PAIRS = 2**16  # queries times keys: it has a position key for each
+REFERENCE_MAX_PAIRS = 2**16  # queries times keys, each of which has a position key
 
 
 def fitting(device: str, dtype: str) -> list[str]:
-    """The kernels that work there, slowest first."""
+    """Return the names of the kernels that work with a device and dtype, slowest first."""
     return [k.name for k in reversed(KERNELS.values()) if k.fits(torch.device(device), getattr(torch, dtype))]
 
 
 def checks(kernels: list[str], dtypes: list[str], device: str) -> list[dict[str, Any]]:
-    """Every kernel over the list of shapes, and with dropout."""
+    """Check every kernel for the listed shapes, and with dropout."""
     found = []
     for kernel in kernels:
         for dtype in dtypes:
-            found += [check(kernel, replace(shape, dtype=dtype, device=device)) for shape in CHECKED]
+            found += [check(kernel, replace(shape, dtype=dtype, device=device)) for shape in CHECKED_SHAPES]
         found += check_dropout(kernel, Shape(2, 64, 64, 4, 32, dropout=0.2, device=device))
     return found
 
 
 def timed_shapes(sizes: argparse.Namespace) -> list[Shape]:
-    """Over T = M, over the window, over long memories, and with dropout."""
+    """Return shapes with T = M, with a window, with a long memory, and with dropout."""
     base = Shape(sizes.batch_size, 0, 0, sizes.n_heads, sizes.d_head, device=sizes.device)
     shapes = [replace(base, queries=length, memory_length=length) for length in sizes.lengths]
     middle = sizes.lengths[len(sizes.lengths) // 2]
@@ -70,11 +71,11 @@ def timed_shapes(sizes: argparse.Namespace) -> list[Shape]:
 
 
 def time_all(sizes: argparse.Namespace) -> list[dict[str, Any]]:
-    """Times of every kernel at every shape."""
+    """Return the times of every kernel for every shape."""
     lines = []
     for shape in timed_shapes(sizes):
         for kernel in sizes.kernels:
-            too_large = kernel == "reference" and shape.queries * shape.keys > REFERENCE_MOST_PAIRS
+            too_large = kernel == "reference" and shape.queries * shape.keys > REFERENCE_MAX_PAIRS
             if not KERNELS[kernel].fits(torch.device(sizes.device), getattr(torch, shape.dtype)) or too_large:
                 continue
             line = {"kernel": kernel, "shape": asdict(shape), **times(kernel, shape, seconds=sizes.seconds)}
@@ -88,39 +89,40 @@ def time_all(sizes: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def peak_beyond_inputs(kernel: str, shape: Shape) -> dict[str, int]:
-    """In this process: the most memory of a forward and backward pass beyond its inputs, and what is kept between."""
+    """Return the peak memory of a forward and backward pass beyond its inputs, and what is saved between the passes."""
     small = replace(shape, queries=8, memory_length=8, batch_size=1)
-    kept_bytes(kernel, small)  # what torch loads at first use
-    _pass(kernel, small)
-    inputs, sight = draw(shape)
+    kept_bytes(kernel, small)  # memory that torch allocates at first use
+    _run(kernel, small)
+    inputs, mask = draw(shape)
     cuda = shape.device.startswith("cuda")
     wait(shape.device)
     if cuda:
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
     else:
-        Path("/proc/self/clear_refs").write_text("5")  # the peak is what is there now
+        Path("/proc/self/clear_refs").write_text("5")  # reset the peak to the current size
         before = _status("VmRSS")
-    out_BTNH = KERNELS[kernel].attend(inputs, sight, shape.dropout)
-    torch.autograd.grad(out_BTNH, as_list(inputs), torch.ones_like(out_BTNH))
+    out_BTNH = KERNELS[kernel].attend(inputs, mask, shape.dropout)
+    torch.autograd.grad(out_BTNH, inputs.tensors(), torch.ones_like(out_BTNH))
     wait(shape.device)
     peak = torch.cuda.max_memory_allocated() if cuda else _status("VmHWM")
     del out_BTNH
     return {"peak_bytes": peak - before, "kept_bytes": kept_bytes(kernel, shape)}
 
 
-def _pass(kernel: str, shape: Shape) -> None:
-    inputs, sight = draw(shape)
-    KERNELS[kernel].attend(inputs, sight, shape.dropout).sum().backward()
+def _run(kernel: str, shape: Shape) -> None:
+    inputs, mask = draw(shape)
+    KERNELS[kernel].attend(inputs, mask, shape.dropout).sum().backward()
 
 
 def _status(name: str) -> int:
+    """Return a field of this process's status in bytes: VmRSS, its memory, or VmHWM, the peak of that."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
 def memory_growth(sizes: argparse.Namespace) -> list[dict[str, Any]]:
-    """For each kernel and each way to grow: bytes at every length, and the ratio for each doubling."""
+    """Return the bytes at every length and the growth per doubling, for each kernel, with growing keys or growing both."""
     found = []
     base = Shape(1, 0, 0, sizes.n_heads, sizes.d_head, device=sizes.device, dtype=sizes.dtypes[0])
     for kernel in sizes.kernels:
@@ -143,30 +145,29 @@ def memory_growth(sizes: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def growth_of(sizes: list[int]) -> float:
-    """How many times more at each doubling: 2 is linear, 4 quadratic; NaN for fewer than three lengths.
+    """Return the growth factor for each doubling: 2 is linear, 4 quadratic; NaN for fewer than three lengths.
 
-    From one length to the next, so that what is there at any length does not count; least squares over the logarithms.
+    It is a least-squares fit to the logarithms of the differences between successive lengths, so that a constant part
+    of the memory has no effect.
     """
     logs = [math.log2(max(1, after - before)) for before, after in pairwise(sizes)]
     return 2 ** statistics.linear_regression(range(len(logs)), logs).slope if len(logs) > 1 else math.nan
 
 
 def parsed() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description="Times and memory of the attention kernels.")
-    parser.add_argument("--kernels", help="names with commas between; default: all that fit")
-    parser.add_argument("--dtypes", help="default: float32, and bfloat16 where the machine has instructions for it")
+    parser.add_argument("--kernels", help="names separated by commas; default: all that work")
+    parser.add_argument("--dtypes", help="default: float32, and bfloat16 if the hardware has instructions for it")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--batch-size", type=int, default=4, help="default 4")
     parser.add_argument("--n-heads", type=int, default=8, help="default 8")
     parser.add_argument("--d-head", type=int, default=64, help="default 64")
     parser.add_argument("--lengths", default="64,128,256,512,1024", help="T = M of the timed shapes")
-    parser.add_argument("--memory-queries", type=int, default=512, help="T while the keys alone grow (default 512)")
-    parser.add_argument(
-        "--memory-keys", default="1024,2048,4096,8192", help="S of the memory measurements; none: leave out"
-    )
-    parser.add_argument("--seconds", type=float, default=1.0, help="least time for one figure (default 1)")
-    parser.add_argument("--threads", type=int, help="CPU threads; default: torch's own choice")
+    parser.add_argument("--memory-queries", type=int, default=512, help="T if only the keys grow (default 512)")
+    parser.add_argument("--memory-keys", default="1024,2048,4096,8192", help="S of the memory measurements, or none")
+    parser.add_argument("--seconds", type=float, default=1.0, help="minimum time of one measurement (default 1)")
+    parser.add_argument("--threads", type=int, help="CPU threads; default: torch's default")
     parser.add_argument("--out", type=Path, default=RESULTS / "kernels.json", help="default results/kernels.json")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     sizes = parser.parse_args()
@@ -180,7 +181,7 @@ def parsed() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Checks, measures, and writes the figures to a file."""
+    """Check and measure the kernels, and write the results to a file."""
     sizes = parsed()
     set_threads(sizes.threads)
     if sizes.one:

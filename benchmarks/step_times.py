@@ -1,6 +1,6 @@
-"""Whole training steps of a recipe on one device: seconds, tokens a second, peak memory, share of the device's peak.
+"""Measure whole training steps of a recipe on one device: time, tokens per second, peak memory, and FLOPs utilization.
 
-Letters: B batch_size, T new tokens.
+Shape suffixes: B batch size, T new tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from trainee import Trainee
 from transformer_xl.config import RunConfig, load_recipe, run_settings
 from transformer_xl.model.cost import step_cost
 
-# 10^12 operations a second of dense bfloat16 products with float32 sums, from the makers' data sheets; the first name
-# found in the device's name counts
+# 10^12 FLOPs per second of dense bfloat16 products with float32 sums, from the manufacturers' data sheets; the first
+# name that is part of the device's name is used
 PEAK_TFLOPS = {
     "GH200": 989.4,
     "H200": 989.4,
@@ -43,7 +43,7 @@ SMALL_TRAIN = {"segment_length": 16, "memory_length": 16, "batch_size": 4, "warm
 
 
 def peak_tflops(device: str) -> float | None:
-    """The device's peak, where it is known."""
+    """Return the peak TFLOPS of a device, or None if it is unknown."""
     if not device.startswith("cuda"):
         return None
     name = torch.cuda.get_device_name(device)
@@ -51,44 +51,45 @@ def peak_tflops(device: str) -> float | None:
 
 
 def settings(recipe: str, train: dict[str, Any], *, small: bool) -> RunConfig:
-    """The recipe with other settings of training; small: the same in kind, in a size for trying the code."""
-    found = load_recipe(recipe)
-    model = {**found.model, **(SMALL if small else {})}
+    """Return the recipe with changed training settings; with `small`, in a small size for testing this code."""
+    loaded = load_recipe(recipe)
+    model = {**loaded.model, **(SMALL if small else {})}
     if small and model.get("cutoffs"):
         model |= {"vocab_size": 100, "cutoffs": (20, 40), "d_embed": 32}
-    return run_settings({"model": model, "train": {**found.train, **(SMALL_TRAIN if small else {}), **train}}, recipe)
+    return run_settings({"model": model, "train": {**loaded.train, **(SMALL_TRAIN if small else {}), **train}}, recipe)
 
 
 class Tokens:
-    """Segments of drawn tokens, whose frequencies fall with their rank as those of words do."""
+    """Segments of random tokens, whose frequencies follow Zipf's law, as those of words do."""
 
     def __init__(self, config: RunConfig) -> None:
-        share_V = 1 / (torch.arange(config.model.vocab_size) + 2.7)
+        frequency_V = 1 / (torch.arange(config.model.vocab_size) + 2.7)
         size = (config.train.batch_size * (config.train.segment_length + 1),)
         generator = torch.Generator().manual_seed(5)
-        # some segments, read over and over
+        # four segments, used in turn
         self.segments = [
             torch.searchsorted(
-                share_V.double().cumsum(0) / share_V.double().sum(), torch.rand(size, generator=generator).double()
+                frequency_V.double().cumsum(0) / frequency_V.double().sum(),
+                torch.rand(size, generator=generator).double(),
             )
-            .clamp(max=len(share_V) - 1)
+            .clamp(max=len(frequency_V) - 1)
             .view(config.train.batch_size, -1)
             for _ in range(4)
         ]
-        self.place = 0
+        self.index = 0
 
     def next(self) -> tuple[Tensor, Tensor]:
-        """Inputs and targets (B, T), on the CPU."""
-        self.place = (self.place + 1) % len(self.segments)
-        tokens_BT = self.segments[self.place]
+        """Return inputs and targets (B, T), on the CPU."""
+        self.index = (self.index + 1) % len(self.segments)
+        tokens_BT = self.segments[self.index]
         return tokens_BT[:, :-1].contiguous(), tokens_BT[:, 1:].contiguous()
 
 
 def losses(recipe: str, device: str, steps: int, train: dict[str, Any], model: dict[str, Any]) -> list[float]:
-    """Losses of the first steps of a small model of that kind, without dropout; memory and all."""
+    """Return the losses of the first steps of a small model of this recipe, with memory but without dropout."""
     config = settings(recipe, {"batch_size": 4, "segment_length": 24, "memory_length": 32, **train}, small=True)
     changed = config.model.model_copy(update={"dropout": 0.0, "attention_dropout": 0.0, **model})
-    torch.compiler.reset()  # of other models
+    torch.compiler.reset()  # discard compiled code of other models
     tokens, trainee = Tokens(config), Trainee(changed, config.train, device)
     return torch.stack([trainee.step(*tokens.next()) for _ in range(steps)]).tolist()
 
@@ -110,13 +111,13 @@ def measure(recipe: str, device: str, train: dict[str, Any], *, small: bool, pea
 
 def _measure(config: RunConfig, device: str, peak: float | None) -> dict[str, Any]:
     cuda = device.startswith("cuda")
-    torch.compiler.reset()  # what was compiled for another recipe holds memory
+    torch.compiler.reset()  # compiled code of another recipe occupies memory
     if cuda:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     tokens, trainee = Tokens(config), Trainee(config.model, config.train, device)
     train = config.train
-    # the memory full, and what is compiled or captured at the first steps done
+    # warm-up: fills the memory, and compiles layers or captures CUDA graphs
     for _ in range(4 + -(-train.memory_length // train.segment_length)):
         trainee.step(*tokens.next())
     wait(device)

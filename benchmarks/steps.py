@@ -1,11 +1,11 @@
-"""Training speed of the attention kernels, side by side: tokens a second of whole optimiser steps.
+"""Compare the training speed of the attention kernels: tokens per second of whole optimizer steps.
 
     python benchmarks/steps.py [--kernels reference,sdpa] [--n-layers 4] ... [--rounds 5] [--out FILE]
 
-The models start with the same weights and read the same tokens, in one process. The kernels take turns (A B C, then
-C B A, ...), so that whatever else the machine does falls on all. The figures are medians over the rounds; a ratio is
-the median of each round's ratio to the first kernel named. The losses are compared as well, so that a kernel that is
-fast because it does something else is seen.
+The models start with the same weights and train on the same tokens, in one process. The order of the kernels alternates
+between rounds (A B C, then C B A, ...), so that other load on the machine affects all of them. Speeds are medians over
+the rounds; a ratio is the median of each round's ratio to the first kernel. The losses are compared as well, to detect
+a kernel that is fast because it computes something else.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ OUT = RESULTS / "steps.json"
 
 
 class Runner:
-    """A model in training, and its losses."""
+    """A model in training with one kernel, and its losses."""
 
     def __init__(self, kernel: str, sizes: argparse.Namespace) -> None:
-        """Weights are drawn from the same seed for every kernel."""
+        """Build the model, with weights from the same seed for every kernel."""
         model = TransformerXLConfig(
             n_layers=sizes.n_layers,
             d_model=sizes.d_model,
@@ -55,14 +55,14 @@ class Runner:
         self.losses: list[torch.Tensor] = []
 
     def step(self) -> None:
-        """One optimiser step on fresh tokens."""
+        """Run one optimizer step on new random tokens."""
         tokens_BT = torch.randint(
             0, 256, (self.sizes.batch_size, self.sizes.segment_length + 1), generator=self.generator
         )
         self.losses.append(self.trainee.step(tokens_BT[:, :-1], tokens_BT[:, 1:]))
 
     def tokens_per_second(self, steps: int) -> float:
-        """Runs that many steps against the clock."""
+        """Run that many steps and return their speed."""
         wait(self.sizes.device)
         start = time.perf_counter()
         for _ in range(steps):
@@ -72,17 +72,17 @@ class Runner:
 
 
 def measure(sizes: argparse.Namespace) -> dict[str, Any]:
-    """Lets the kernels take turns; gives all rates, medians, ratios, and how far the losses are apart."""
+    """Return the speeds of the kernels in all rounds, their medians and ratios, and the largest loss difference."""
     kernels: list[str] = sizes.kernels
     runners = {kernel: Runner(kernel, sizes) for kernel in kernels}
-    filling = -(-sizes.memory_length // sizes.segment_length)
+    filling_steps = -(-sizes.memory_length // sizes.segment_length)
     for runner in runners.values():
-        runner.tokens_per_second(1 + filling)  # warm, and the memory full
+        runner.tokens_per_second(1 + filling_steps)  # warm-up, until the memory is full
     rates: dict[str, list[float]] = {kernel: [] for kernel in kernels}
     for number in range(sizes.rounds):
         for kernel in kernels if number % 2 == 0 else reversed(kernels):
             rates[kernel].append(runners[kernel].tokens_per_second(sizes.steps))
-        last = ", ".join(f"{kernel} {of[-1]:,.0f} tokens/s" for kernel, of in rates.items())
+        last = ", ".join(f"{kernel} {speeds[-1]:,.0f} tokens/s" for kernel, speeds in rates.items())
         say(f"round {number + 1} of {sizes.rounds}: {last}")
     first = kernels[0]
     losses = {kernel: torch.stack(runner.losses).cpu() for kernel, runner in runners.items()}
@@ -90,18 +90,18 @@ def measure(sizes: argparse.Namespace) -> dict[str, Any]:
         "compared_with": first,
         "kernels": {
             kernel: {
-                "median_tokens_per_second": round(statistics.median(of), 1),
-                **ratio(of, rates[first]),
+                "median_tokens_per_second": round(statistics.median(speeds), 1),
+                **ratio(speeds, rates[first]),
                 "largest_loss_difference": float((losses[kernel] - losses[first]).abs().max()),
-                "tokens_per_second": [round(rate, 1) for rate in of],
+                "tokens_per_second": [round(rate, 1) for rate in speeds],
             }
-            for kernel, of in rates.items()
+            for kernel, speeds in rates.items()
         },
     }
 
 
 def ratio(rates: list[float], others: list[float]) -> dict[str, Any]:
-    """How many times faster, round by round."""
+    """Return the median and range of the ratios of two lists of speeds, round by round."""
     ratios = [rate / other for rate, other in zip(rates, others, strict=True)]
     return {
         "median_ratio": round(statistics.median(ratios), 3),
@@ -110,7 +110,7 @@ def ratio(rates: list[float], others: list[float]) -> dict[str, Any]:
 
 
 def environment(sizes: argparse.Namespace) -> dict[str, Any]:
-    """What someone else needs to measure the same."""
+    """Return what is needed to repeat the measurement: command, versions, hardware and sizes."""
     return {
         "command": command(),
         "commit": commit(),
@@ -124,12 +124,12 @@ def environment(sizes: argparse.Namespace) -> dict[str, Any]:
 
 
 def fitting(device: str) -> list[str]:
-    """The kernels that work there, slowest first."""
+    """Return the names of the kernels that work on a device, slowest first."""
     return [kernel.name for kernel in reversed(KERNELS.values()) if kernel.fits(torch.device(device), torch.float32)]
 
 
 def main() -> None:
-    """Measures, prints the figures and writes them to a file."""
+    """Measure the kernels, print the results and write them to a file."""
     parser = argparse.ArgumentParser(description="Training speed of the attention kernels, side by side.")
     for name, default in (
         ("n-layers", 4),
@@ -140,13 +140,13 @@ def main() -> None:
         ("batch-size", 8),
     ):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
-    parser.add_argument("--kernels", help="names with commas between; default: all that fit, slowest first")
-    parser.add_argument("--steps", type=int, default=6, help="optimiser steps of a kernel in one round (default 6)")
+    parser.add_argument("--kernels", help="names separated by commas; default: all that work, slowest first")
+    parser.add_argument("--steps", type=int, default=6, help="optimizer steps of a kernel in one round (default 6)")
     parser.add_argument("--rounds", type=int, default=5, help="default 5")
     parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="float32")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
-    parser.add_argument("--threads", type=int, help="CPU threads; default: torch's own choice")
-    parser.add_argument("--out", type=Path, default=OUT, help=f"default {OUT.name} in results/ beside this file")
+    parser.add_argument("--threads", type=int, help="CPU threads; default: torch's default")
+    parser.add_argument("--out", type=Path, default=OUT, help=f"default {OUT.name} in benchmarks/results")
     sizes = parser.parse_args()
     sizes.kernels = sizes.kernels.split(",") if sizes.kernels else fitting(sizes.device)
     set_threads(sizes.threads)

@@ -109,7 +109,7 @@ class _OtherDropoutMask(torch.autograd.Function):
 
 
 def with_another_dropout_mask_in_backward(attend, inputs, mask, dropout):
-    return _OtherDropoutMask.apply(*attention_cases.as_list(inputs))
+    return _OtherDropoutMask.apply(*inputs.tensors())
 
 
 @pytest.mark.parametrize(
