@@ -122,7 +122,7 @@ def _status(name: str) -> int:
 
 
 def memory_growth(sizes: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return the bytes at every length and the growth per doubling, for each kernel, with growing keys or growing both."""
+    """Return for each kernel the bytes at every length and their growth per doubling, in both ways to grow."""
     found = []
     base = Shape(1, 0, 0, sizes.n_heads, sizes.d_head, device=sizes.device, dtype=sizes.dtypes[0])
     for kernel in sizes.kernels:
