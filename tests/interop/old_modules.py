@@ -1,8 +1,9 @@
 """Models as the authors' PyTorch code and NVIDIA's pickle them, and a slow oracle for their losses.
 
 Only what ends up in a file is as in those programs: the names of classes, modules, attributes and parameters. The
-oracle computes losses from the rules that their code follows: the first memory is empty, the scores
-of the tail clusters are stored last tail first, and `same_length` limits the number of keys of each query.
+oracle computes losses from the rules that their code follows: the first memory is empty, the scores of the tail
+clusters are stored last tail first, and `same_length` limits the number of keys of each query. In the authors' names,
+`word_emb` is the embedding, `crit` the adaptive softmax, and `r_w_bias` and `r_r_bias` are the paper's u and v.
 
 Shape suffixes: T tokens, S keys, D model width, N heads, H head width, E embedding width, V vocabulary.
 """
@@ -28,13 +29,17 @@ class OldConfig:
     """Settings of a model, by the names of the authors' train.py."""
 
     cutoffs: tuple[int, ...] = (5, 11)
+    """Token ids at which the vocabulary is split into clusters: the head of frequent tokens, and the tails."""
     div_val: int = 1
+    """Factor by which the embeddings of each cluster are narrower than those of the cluster before."""
     d_embed: int = 8
     tie_weight: bool = True
     tie_projs: tuple[bool, ...] = (False, True, True)
+    """For each cluster whether the softmax shares the embedding's projection to d_model."""
     pre_lnorm: bool = False
     same_length: bool = False
     clamp_len: int = -1
+    """Longer distances between query and key are encoded as this one; -1 for no limit."""
     n_token: int = 23
     n_layer: int = 2
     n_head: int = 2
@@ -42,6 +47,7 @@ class OldConfig:
     d_head: int = 3
     d_inner: int = 7
     tgt_len: int = 5
+    """Length of a segment."""
     mem_len: int = 6
     nvidia: bool = False
     """Whether the model is NVIDIA's, not the authors'."""
@@ -191,15 +197,14 @@ def old_nats(config: OldConfig, model: Any, tokens_T: Tensor, targets_T: Tensor)
     model = model.double()
     memories: list[Tensor] = [torch.zeros(0, config.d_model, dtype=torch.float64)] * config.n_layer
     nats: list[Tensor] = []
-    for inputs_T, segment_targets_T in zip(
-        tokens_T.split(config.tgt_len), targets_T.split(config.tgt_len), strict=True
-    ):
+    for start in range(0, len(tokens_T), config.tgt_len):
+        inputs_T, outputs_T = (ids_T[start : start + config.tgt_len] for ids_T in (tokens_T, targets_T))
         x_TD = torch.stack([_embed(config, model, int(token)) for token in inputs_T])
         for index, layer in enumerate(model.layers):
             x_SD = torch.cat([memories[index], x_TD])
             memories[index] = x_SD[max(0, len(x_SD) - config.mem_len) :]
             x_TD = _apply_layer(config, model, layer, x_TD, x_SD)
-        nats += [_nats(config, model, x_D, int(target)) for x_D, target in zip(x_TD, segment_targets_T, strict=True)]
+        nats += [_nats(config, model, x_D, int(target)) for x_D, target in zip(x_TD, outputs_T, strict=True)]
     return torch.stack(nats)
 
 

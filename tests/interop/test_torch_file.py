@@ -5,8 +5,6 @@ from __future__ import annotations
 import io
 import pickle
 import re
-import subprocess
-import sys
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
@@ -81,7 +79,7 @@ def test_tensor_that_extends_beyond_its_storage_is_refused(changes: dict[str, An
 
 
 def test_storage_keys_that_are_not_strings_are_refused(tmp_path: Path) -> None:
-    """Hashing a deeply nested key crashes the interpreter, so another process reads the file."""
+    """A key is not looked up if it could be hashed only with an error, or not safely: a deeply nested one crashes."""
     path = saved(tmp_path / "a.pt", torch.zeros(3), is_archive=False)
     content = path.read_bytes()
     stream = io.BytesIO(content)
@@ -90,14 +88,9 @@ def test_storage_keys_that_are_not_strings_are_refused(tmp_path: Path) -> None:
     (key,) = re.findall(rb"\d{6,}", content[stream.tell() :])[:1]  # of the only storage
     keys = pickle.dumps([key.decode()], 2)
     assert keys in content
-    path.write_bytes(content.replace(keys, b"\x80\x02])" + b"\x85" * 200_000 + b"a."))
-    program = (
-        "import sys; from pathlib import Path; from transformer_xl.interop.torch_file import TorchFile\n"
-        "try: TorchFile(Path(sys.argv[1]), lambda _: False)\n"
-        "except Exception as error: print(type(error).__name__, error)"
-    )
-    process = subprocess.run([sys.executable, "-c", program, path], capture_output=True, timeout=300, text=True)
-    assert "is damaged (its list of storages is wrong)" in process.stdout, process.returncode
+    path.write_bytes(content.replace(keys, pickle.dumps([[]], 2)))
+    with pytest.raises(UserError, match=r"is damaged \(its list of storages is wrong\)"):
+        opened(path)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,7 @@
 """Read and write Hugging Face's TransfoXL folders: config.json, weights and vocabulary.
 
 The layout is that of transformers 4.37.2, among the last versions that contain the model (TransfoXLLMHeadModel). As
-there, queries attend to the zeros of an empty memory, `same_length` lets each query attend to `mem_len` keys, and the
-scores of the tail clusters are stored first tail first.
+there, queries attend to the zeros of an empty memory, and `same_length` lets each query attend to `mem_len` keys.
 """
 
 from __future__ import annotations

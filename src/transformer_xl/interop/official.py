@@ -1,8 +1,8 @@
 """Read model.pt of the authors' PyTorch code: a whole torch module, saved with torch.save.
 
 The pickle in that file names the authors' classes, but none of them is imported: the reader takes the attributes,
-parameters and submodules that the pickle stores for each module. The vocabulary is in another file, cache.pt, which
-contains the pickled corpus.
+parameters and submodules that the pickle stores for each module. The embedding is the submodule `word_emb`, the softmax
+`crit`. The vocabulary is in another file, cache.pt, which contains the pickled corpus.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from transformer_xl.interop.weight_names import OFFICIAL, import_weights
 
 _MODEL, _CLASS = "model.pt", "MemTransformerLM"
 _VOCABULARIES = ("cache.pt", "vocab.pkl", "vocab.txt", "vocab.json")
+# the last of these names occurs in files of early torch versions
 _ALLOWED_CLASSES = re.compile(
     r"(utils\.)?(mem_transformer|proj_adaptive_softmax|log_uniform_sampler)\.[A-Za-z]+"
     r"|torch\.nn\.(modules\.[a-z]+|parameter)\.[A-Za-z]+"
@@ -102,7 +103,7 @@ def _settings(modules: dict[str, PickledObject], weights: Mapping[str, Tensor], 
     def attribute(module: str, name: str) -> Any:
         return modules[module].attributes.get(name) if module in modules else None
 
-    # Weights are tied where the softmax (crit) has the very tensor of the embedding (word_emb).
+    # A weight of the softmax is tied if it has the same memory as one of the embedding.
     embedding_tensors = {tensor.data_ptr() for name, tensor in weights.items() if name.startswith("word_emb.")}
     tied = {name for name, tensor in weights.items() if tensor.data_ptr() in embedding_tensors}
     cutoffs = SourceConfig(modules["crit"].attributes, source).get_ints("cutoffs")[:-1]  # the last one is V

@@ -1,7 +1,15 @@
 """Settings of another program's checkpoint: type-checked access, and their translation to this package's settings.
 
 The readers huggingface.py, official.py and nvidia.py collect a checkpoint's settings under the names of Hugging Face's
-config.json (`n_layer`, `mem_len`, ...); those of the authors' code are the same or nearly so.
+config.json (`n_layer`, `mem_len`, ...); those of the authors' code are the same or nearly so. Some need explanation:
+
+    cutoffs, div_val    token ids at which the adaptive softmax splits the vocabulary into clusters, and the factor by
+                        which the embeddings of each cluster are narrower than those of the cluster before
+    tie_projs           for each cluster whether the softmax shares the embedding's projection to d_model
+    same_length         every query attends to equally many keys
+    clamp_len           longer distances between query and key are encoded as this one
+    untie_r             each layer has biases u and v (of the paper) of its own
+    ext_len             tokens of context that the authors' code can keep in addition to the memory
 """
 
 from __future__ import annotations

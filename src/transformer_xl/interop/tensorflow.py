@@ -13,7 +13,9 @@ names (tf/model.py), each prefixed with `transformer/`:
     adaptive_softmax/{bias (V,)} or cutoff_i/{b, proj (E, D)}, cutoff_0/{cluster_W (tails, E), cluster_b}
     layer_l/rel_attn/{qkv, r, o}/kernel, ff/{layer_1, layer_2}/{kernel, bias}, {rel_attn, ff}/LayerNorm/{gamma, beta}
 
-Kernels and projections are stored as (in, out), so they are transposed; embedding tables are not.
+Kernels and projections are stored as (in, out), so they are transposed; embedding tables are not. r_w_bias and r_r_bias
+are the paper's u and v, for each layer or shared by all. A cutoff is a token id at which the vocabulary is split into
+clusters: the head of frequent tokens, and the tails, whose embeddings can be narrower (by the factor `div_val` each).
 
 Dimensions: V tokens of the vocabulary or of a cluster, E embedding width, D model width, L layers, N heads, H head
 width.
@@ -39,11 +41,12 @@ from transformer_xl.interop.tokenizers import read_tokenizer
 from transformer_xl.text.tokenizers import Tokenizer
 from transformer_xl.text.tokenizers.storage import read_json_object
 
-_SCOPE = "transformer/"
-_ADAM = re.compile(r"/Adam(_\d+)?$")
+_SCOPE = "transformer/"  # prefix of the model's variables
+_ADAM = re.compile(r"/Adam(_\d+)?$")  # suffix of the optimizer's running averages
 _NORM_EPSILON = 1e-12  # the default of tf.contrib.layers.layer_norm
 # the published recipe for each data set, by the authors' name for the data set
 _RECIPES = {"enwik8": "enwik8-24l", "text8": "text8-24l", "wt103": "wikitext-103-large", "lm1b": "lm1b-large"}
+# a model with these sizes of the recipe is the published one
 _SIZES = ("n_layers", "d_model", "n_heads", "d_head", "d_ff")
 _DATA_SETS = {204: "enwik8", 27: "text8", 267_735: "wt103"}  # vocabulary sizes that identify the data set
 _NO_LENGTHS = (
@@ -51,7 +54,9 @@ _NO_LENGTHS = (
     "these settings have their defaults. The authors' --same_length equals an attention_window of memory_length + 1"
 )
 _NO_NEWLINES = "the authors removed all newlines from enwik8; remove them from a text (tr -d '\\n') before evaluation"
+# of the files of a checkpoint, whose path without it is the checkpoint's prefix
 _SUFFIX = re.compile(r"\.(index|meta|data-\d{5}-of-\d{5})$")
+# the line of the text file `checkpoint` that names the newest checkpoint
 _NEWEST = re.compile(r'^model_checkpoint_path: "(.*)"', flags=re.MULTILINE)
 
 
@@ -158,24 +163,24 @@ class _Variables:
 
 def _model_settings(variables: _Variables) -> dict[str, Any]:
     """Return the settings of TransformerXLConfig that follow from the shapes."""
-    *layers, heads, d_head = variables.shape("r_w_bias", 2, 3)
-    _, width = variables.shape("layer_0/rel_attn/o/kernel", 2)
+    *layer_dimension, n_heads, d_head = variables.shape("r_w_bias", 2, 3)
+    _, d_model = variables.shape("layer_0/rel_attn/o/kernel", 2)
     table_widths = [variables.shape(f"{name}lookup_table", 2)[1] for name in _tables(variables)]
     return {
-        "vocab_size": _edges(variables)[-1],
+        "vocab_size": _boundaries(variables)[-1],
         "n_layers": variables.count("layer_{}/rel_attn/o/kernel"),
-        "d_model": width,
-        "n_heads": heads,
+        "d_model": d_model,
+        "n_heads": n_heads,
         "d_head": d_head,
         "d_ff": variables.shape("layer_0/ff/layer_1/kernel", 2)[1],
         "d_embed": table_widths[0],
-        "cutoffs": _edges(variables)[1:-1],
+        "cutoffs": _boundaries(variables)[1:-1],
         "div_val": table_widths[0] // table_widths[1] if len(table_widths) > 1 else 1,
         "tie_projections": _tied_projections(variables),
         "project_same_width": not (
-            len(table_widths) > 1 and table_widths[0] == width and f"{_tables(variables)[0]}proj_W" not in variables
+            len(table_widths) > 1 and table_widths[0] == d_model and f"{_tables(variables)[0]}proj_W" not in variables
         ),
-        "tie_attention_biases": not layers,
+        "tie_attention_biases": not layer_dimension,
         "norm_eps": _NORM_EPSILON,
         "attend_empty_memory": True,
     }
@@ -195,7 +200,7 @@ def _biases(variables: _Variables) -> list[str]:
     return [f"adaptive_softmax/cutoff_{index}/b" for index in range(num_clusters)] or ["adaptive_softmax/bias"]
 
 
-def _edges(variables: _Variables) -> tuple[int, ...]:
+def _boundaries(variables: _Variables) -> tuple[int, ...]:
     """Return the cluster boundaries: 0, the cutoffs and V."""
     return (0, *accumulate(variables.shape(name, 1)[0] for name in _biases(variables)))
 
@@ -249,7 +254,7 @@ def _layer(variables: _Variables, tf_prefix: str, prefix: str) -> Iterator[tuple
 
 def _with_dataset_settings(model: dict[str, Any], weights: dict[str, Tensor], folder: Path) -> ImportedModel:
     """Add the settings that depend on the data set (lengths and dropout), and the tokenizer."""
-    name, tokenizer = _corpus(folder, model["vocab_size"])
+    name, tokenizer = _read_data_set(folder, model["vocab_size"])
     remarks = (_NO_NEWLINES,) if name == "enwik8" else ()
     recipe = load_recipe(_RECIPES[name]) if name in _RECIPES else None
     if recipe is None or any(recipe.model[size] != model[size] for size in _SIZES):
@@ -261,7 +266,7 @@ def _with_dataset_settings(model: dict[str, Any], weights: dict[str, Tensor], fo
     return ImportedModel({**model, **dropout}, train, evaluation, weights, tokenizer, remarks)
 
 
-def _corpus(folder: Path, size: int) -> tuple[str | None, Tokenizer | None]:
+def _read_data_set(folder: Path, size: int) -> tuple[str | None, Tokenizer | None]:
     """Return the authors' name of the data set and its tokenizer, each None if unknown.
 
     corpus-info.json names the data set, and cache.pkl is the authors' data_utils.Corpus, pickled by Python 2. Both are

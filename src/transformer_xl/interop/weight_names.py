@@ -2,9 +2,11 @@
 
 Each entry of the table says that some of our weights, flattened and concatenated, equal some of the other program's,
 flattened and concatenated. This covers the fused matrix of queries, keys and values, attention biases stored per layer
-or in one tensor, and softmax biases stored per cluster (a cluster is a part of the vocabulary in the adaptive softmax:
-the head of frequent tokens, or a tail). The only other difference is the order of the rows that score the tails, which
-is reversed in the authors' PyTorch code and in NVIDIA's.
+or in one tensor, and softmax biases stored per cluster. The only other difference is the order of the rows that score
+the tail clusters, which is reversed in the authors' PyTorch code and in NVIDIA's.
+
+The adaptive softmax splits the vocabulary into clusters: the head of frequent tokens, and tails of rarer ones. With
+`div_val` above 1 the embeddings of each tail are narrower by that factor than those of the cluster before.
 
 In this file "ours" is this package's model, "theirs" the other program's.
 """
