@@ -58,7 +58,7 @@ def warn_if_busy() -> float | None:
     except OSError:
         return None
     if load > 0.5:
-        say(f"warning: load average {load:.2f} before the start; measurements on a busy machine are unreliable")
+        say(f"warning: load average {load:.2f} before the start; measurements on a busy computer are unreliable")
     return round(load, 2)
 
 

@@ -41,7 +41,10 @@ OUT_OF_TIME = "left out: no time left (--minutes)"
 
 
 def checked_shapes(*, quick: bool) -> list[Shape]:
-    """Return shapes with odd lengths and head widths, attention windows, empty memory slots, long and no memory."""
+    """Return shapes with odd lengths and head widths, attention windows, empty memory slots, long and no memory.
+
+    The positional arguments are batch size, queries, memory slots, heads and head width.
+    """
     small = [
         Shape(2, 37, 23, 2, 41),
         Shape(2, 20, 45, 2, 38, empty_slots=17),
@@ -89,7 +92,7 @@ def correctness(args: argparse.Namespace) -> list[dict[str, Any]]:
             lines.append(attempt(kernel, shape.words(), lambda k=kernel, s=shape: [check_deterministic(k, s)]))
     for recipe in (RECIPES[0], *([] if args.quick else [RECIPES[2]])):
         lines.append(attempt("auto", f"training {recipe}", lambda r=recipe: compiled(r, args)))
-    return [line for found in lines for line in found]
+    return [line for check_lines in lines for line in check_lines]
 
 
 def attempt(kernel: str, what: str, work: Callable[[], list[dict[str, Any]]]) -> list[dict[str, Any]]:

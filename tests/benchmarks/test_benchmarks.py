@@ -29,7 +29,8 @@ from transformer_xl.model.kernels import KERNELS
 from transformer_xl.model.kernels.reference import AttentionInputs, attention_terms
 
 ROOT = Path(__file__).parents[2]
-SHAPE = Shape(2, 7, 5, 3, 11, attention_window=4)
+SHAPE = Shape(2, 7, 5, 3, 11, attention_window=4)  # batch size, queries, memory slots, heads, head width
+DROPOUT_SHAPE = Shape(2, 32, 32, 2, 16, dropout=0.3)
 
 
 def replace_kernel(monkeypatch: pytest.MonkeyPatch, name: str, wrong) -> None:
@@ -75,8 +76,7 @@ def test_wrong_kernels_are_found(monkeypatch, wrong):
 
 
 def test_dropout_of_the_kernels_passes():
-    shape = Shape(2, 32, 32, 2, 16, dropout=0.3)
-    lines = [line for name in ("sdpa", "reference") for line in check_dropout(name, shape)]
+    lines = [line for name in ("sdpa", "reference") for line in check_dropout(name, DROPOUT_SHAPE)]
     assert [line for line in lines if not line["ok"]] == []
 
 
@@ -94,6 +94,8 @@ def without_dropout(attend, inputs, mask, dropout):
 
 
 class _OtherDropoutMask(torch.autograd.Function):
+    """Attention whose backward pass draws a new dropout mask, with another seed than the forward pass."""
+
     @staticmethod
     def forward(ctx, *tensors):
         ctx.save_for_backward(*tensors)
@@ -123,7 +125,7 @@ def with_another_dropout_mask_in_backward(attend, inputs, mask, dropout):
 )
 def test_wrong_dropout_is_found(monkeypatch, wrong, message):
     replace_kernel(monkeypatch, "wrong", wrong)
-    lines = check_dropout("wrong", Shape(2, 32, 32, 2, 16, dropout=0.3))
+    lines = check_dropout("wrong", DROPOUT_SHAPE)
     assert any(message in line["what"] for line in lines if not line["ok"])
 
 
@@ -140,6 +142,7 @@ def test_nondeterministic_kernels_are_found(monkeypatch):
 
 @pytest.mark.parametrize(("power", "ratio"), [(1, 2), (2, 4)])
 def test_growth_of_memory_excludes_its_constant_part(power, ratio):
+    """1 GB plus a part that grows with the length or its square; `growth_of` returns the ratio for doubled lengths."""
     assert kernels.growth_of([10**9 + 3 * size**power for size in (1024, 2048, 4096, 8192)]) == pytest.approx(ratio)
 
 
@@ -157,7 +160,9 @@ def test_names_of_implementations_are_parsed():
 
 
 def test_segments_are_consecutive_and_start_again_at_the_end():
-    task = Task("ours", "float32", "", "cpu", 1, 8, 1, 8, 8, 204, 3, 5, 5, 0.0, 1e-3, 1.0)
+    model = {"n_layers": 1, "d_model": 8, "n_heads": 1, "d_head": 8, "d_ff": 8, "vocab_size": 204, "dropout": 0.0}
+    sizes = {"batch_size": 3, "segment_length": 5, "memory_length": 5}
+    task = Task("ours", "float32", "", "cpu", **model, **sizes, learning_rate=1e-3, max_grad_norm=1.0)
     segments = Segments(task)
     first, second = segments.next(), segments.next()
     assert torch.equal(first[1][:, -1:], second[0][:, :1])

@@ -75,7 +75,6 @@ def folder(prepared: Path, tmp_path: Path, monkeypatch: Patch) -> Path:
 BAD_COMMANDS = [
     # names that do not exist
     ("trian", r'Unknown command "trian"\. Did you mean "train"\?'),
-    ("evaluate run --memory-lengt 5", "--memory-lengt. Did you mean --memory-length?"),
     (f"{TRAIN} --train.max-stepz 5", "--train.max-stepz. Did you mean --train.max-steps?"),
     ("train enwik8-12 --corpus corpus", r"no recipe 'enwik8-12' \(did you mean 'enwik8-12l'\?\)"),
     ("train gone.yaml --corpus corpus", "recipe file 'gone.yaml' cannot be read"),
@@ -89,7 +88,6 @@ BAD_COMMANDS = [
         r"no attention kernel 'refrence' \(did you mean 'reference'\?\)",
     ),
     (f"{TRAIN} --device cpuu", r"no device 'cpuu' on this computer \(did you mean 'cpu'\?\); available: auto, "),
-    ("generate run --device gpu", "no device 'gpu' on this computer"),
     ("evaluate run --split tset", r"no split 'tset' \(did you mean 'test'\?\)"),
     ("evaluate run --checkpoint lst", 'Did you mean "last"?'),
     # files and folders
@@ -104,7 +102,6 @@ BAD_COMMANDS = [
     ("evaluate folder", "folder: not the folder of a run; expected a folder"),
     ("evaluate run --corpus gone", "no corpus at gone"),
     ("generate run --prompt-file gone", "reading gone: no such file or folder"),
-    ("generate run --prompt-file folder", "reading folder: is a folder, must be a file"),
     ("generate run --prompt-file empty.txt", "the prompt is empty; give some text"),
     # values
     (f"{TRAIN} --model.n-heads 3", "d_model 256 is not divisible by n_heads 3; .* d_head"),
@@ -118,9 +115,7 @@ BAD_COMMANDS = [
     ("train --resume run --model.n-layers 3", "model.n_layers cannot change within a run; start a new one"),
     ("train --resume run --train.optimizer muon", "train.optimizer cannot change within a run; start a new one"),
     ("evaluate run --attention-window 0", "window.* 0"),
-    ("evaluate run --memory-length -1", "memory.length.* -1"),
     ("evaluate run --sweep-memory-length 0,a", "--sweep-memory-length 0,a: must be"),
-    ("evaluate run --sweep-memory-length 0 --memory-length 5", "--sweep-memory-length .*one of them"),
     (f"{TRAIN} --model.cutoffs 5,256", "cutoffs 5, 256 must be below vocab_size 256"),
     (f"{TRAIN} --model.cutoffs 5,7 --model.div_val 999", "last of 2 tails .* width 0"),
     (f"{TRAIN} --train.shuffle-documents", "has 1 documents, .* 16 sequences .*; lower --train.batch-size"),
@@ -187,7 +182,6 @@ INCOMPLETE = rf"safetensors is damaged \(not a complete safetensors file: .*\); 
 # file of the run, change of its contents or None to delete it, command, message
 DAMAGES: dict[str, tuple[str, Change | None, str, str]] = {
     "weights truncated": (WEIGHTS, truncate(-1), "evaluate run", INCOMPLETE),
-    "weights empty": (WEIGHTS, truncate(0), "generate run", INCOMPLETE),
     "weight altered": (WEIGHTS, flip_bit(-101), "evaluate run", CHECKSUM),
     "tensor name altered": (WEIGHTS, substitute(b"softmax.bias", b"softmaxxbias"), "generate run", CHECKSUM),
     "weights missing": (WEIGHTS, None, "evaluate run", f"run/{WEIGHTS}, the best weights, is missing; copy it again, "),
@@ -203,7 +197,6 @@ DAMAGES: dict[str, tuple[str, Change | None, str, str]] = {
     "metrics not JSON": (METRICS, substitute(b"{", b"["), RESUME, r"run/metrics.jsonl is damaged \(.*\); delete it"),
     "metrics not text": (METRICS, lambda _: b"\xff\n", "info run", r"run/metrics.jsonl is damaged \(.*\); delete it"),
     "config not YAML": (CONFIG, lambda _: b"model: [", "evaluate run", r"run/config.yaml: not readable as YAML \("),
-    "config not text": (CONFIG, lambda _: b"\xff\xfe\xff", "generate run", r"run/config.yaml: not readable as YAML \("),
     "config with an invalid date": (CONFIG, lambda _: b"recipe: 2020-13-13", "evaluate run", "YAML .month must be"),
     "config with an unknown setting": (CONFIG, substitute(b" max_steps:", b" max_stepz:"), "evaluate run",
         r"run/config.yaml: train: unknown setting 'max_stepz' \(did you mean 'max_steps'\?\)"),
@@ -304,7 +297,7 @@ def assert_same_weights(run_path: Path, expected_path: Path) -> None:
 
 
 def test_full_disk_while_training_keeps_the_run_valid(folder: Path, monkeypatch: Patch, capfd: Capture) -> None:
-    """The disk fills up at every fifth write of a file: the run stays valid, and training resumes to equal weights."""
+    """Wherever training is interrupted (tried at every seventh written file), it resumes to the same weights."""
     resume = "train --resume run --train.max-steps=8 --train.checkpoint-interval=2"
     shutil.copytree("run", "start")
     do(resume)
@@ -325,5 +318,5 @@ def test_full_disk_while_training_keeps_the_run_valid(folder: Path, monkeypatch:
         do(resume)
         assert_same_weights(folder / "run", folder / "uninterrupted")
         shutil.rmtree("run")
-        writes += 5
+        writes += 7
     assert writes >= 20
