@@ -74,20 +74,6 @@ def test_attention_window_makes_losses_independent_of_the_segment(
         assert np.abs(token_nats(model, tokens_K, BOS, too_short) - expected_K).max() > 1e-6
 
 
-@pytest.mark.parametrize(("memory_length", "window"), [(0, 1), (5, 6), (1, 2), (9, 4)])
-def test_number_of_tokens_visible_in_a_window(make_model, memory_length, window) -> None:
-    """Change one earlier token at a time, and see whether the loss changes."""
-    model, tokens_K = make_model(n_layers=1), random_tokens(23)
-    plan, position = EvaluationPlan(3, ContextLimits(memory_length, window)), 20
-    loss = token_nats(model, tokens_K, BOS, plan)[position]
-    is_visible = []
-    for distance in range(1, position + 1):
-        changed_K = tokens_K.copy()
-        changed_K[position - distance] = (changed_K[position - distance] + 1) % 23
-        is_visible.append(abs(token_nats(model, changed_K, BOS, plan)[position] - loss) > 1e-9)
-    assert is_visible == [distance <= window for distance in range(1, position + 1)]
-
-
 @pytest.mark.parametrize(
     ("batch_size", "segment_length", "context_limits"),
     [
@@ -108,18 +94,6 @@ def test_batch_size_does_not_change_losses(make_model, batch_size, segment_lengt
     plan = EvaluationPlan(segment_length, context_limits)
     nats_K = token_nats(model, tokens_K, BOS, replace(plan, batch_size=batch_size))
     np.testing.assert_allclose(nats_K, token_nats(model, tokens_K, BOS, plan), **CLOSE)
-
-
-@pytest.mark.parametrize(("segment_length", "context_limits"), [(5, ContextLimits(11)), (3, ContextLimits(7, 8))])
-def test_shorter_warmup_changes_the_first_losses_of_a_sequence(make_model, segment_length, context_limits) -> None:
-    """One segment less than `warmup_length` is not exact, so the warm-up is no longer than needed."""
-    model, tokens_K = make_model(), random_tokens(229)
-    plan = EvaluationPlan(segment_length, context_limits, batch_size=2)
-    short = replace(plan, warmup_tokens=warmup_length(model, plan) - segment_length)
-    differs_K = np.abs(token_nats(model, tokens_K, BOS, short) - token_nats(model, tokens_K, BOS, plan)) > 1e-9
-    second_sequence = (-(-229 // segment_length) // 2) * segment_length
-    assert not differs_K[:second_sequence].any()
-    assert differs_K[second_sequence : second_sequence + segment_length].any()
 
 
 def test_without_warmup_sequences_start_with_empty_memory(make_model) -> None:

@@ -45,14 +45,6 @@ def test_each_token_is_predicted_from_its_window(make_model, window, batch_size,
     np.testing.assert_allclose(nats_K, reference_losses(model, tokens_K, window, clamp_length), **CLOSE)
 
 
-@pytest.mark.parametrize("segment_length", [1, 5, 64])
-def test_one_layer_with_memory_gives_the_same_losses(make_model, segment_length) -> None:
-    """With one layer, a memory that fills the attention window has the same context as the sliding window."""
-    model, tokens_K = make_model(n_layers=1), random_tokens(61)
-    memory_K = token_nats(model, tokens_K, BOS, EvaluationPlan(segment_length, ContextLimits(3, 4)))
-    np.testing.assert_allclose(token_nats(model, tokens_K, BOS, sliding(4)), memory_K, **CLOSE)
-
-
 @pytest.mark.parametrize("architecture", ["vaswani", "al-rfou", "lstm"])
 def test_architectures_without_memory_or_attention_window(architecture: str) -> None:
     """The paper's vanilla models: positions count from the start of the window; a recurrent state starts empty."""

@@ -101,22 +101,6 @@ def test_few_beams_equal_the_reference_search(
     assert [hypothesis.token_ids for hypothesis in hypotheses] == reference_search(model, config, TEXT[:4])
 
 
-def test_beams_of_the_test_above_change_their_order(make_model) -> None:
-    """Otherwise the test above would not notice a memory that is not selected with the beams."""
-    model, selected_rows = make_model(), []
-    memory = model.inference_memory(1, LIMITS)
-    select = type(memory).select
-
-    def recorded(self, rows):
-        selected_rows.append(list(rows))
-        return select(self, rows)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(memory), "select", recorded)
-        search_token_ids(model, TEXT[:4], config_of(5, 9), memory)
-    assert any(rows not in ([0] * 5, [0, 1, 2, 3, 4]) for rows in selected_rows)
-
-
 def test_search_ends_once_no_beam_can_score_better(make_model) -> None:
     recorded = RecordedModel(make_model())
     with torch.no_grad():

@@ -128,17 +128,6 @@ def test_each_text_ends_independently_of_the_others(run: Run) -> None:
     assert completions[0].token_ids == tuple(b"ab.")
 
 
-def test_memory_of_several_prompts(run: Run) -> None:
-    streams = [stream(run, prompt, max_new_tokens=4, seed=3) for prompt in ("ab", "cdefg")]
-    memory = Memory.concatenate([streamed.memory() for streamed in streams if list(streamed)])
-    completions = generate(run, ["x", "yz"], max_new_tokens=7, memory=memory, seed=1)
-    for row, prompt in enumerate(("x", "yz")):
-        alone = generate(run, prompt, max_new_tokens=7, memory=memory.select([row]), seed=1 + row)
-        assert completions[row].text == alone.text
-    with pytest.raises(UserError, match=r"memory of .*2 .* 3"):
-        generate(run, ["x", "y", "z"], memory=memory)
-
-
 def test_bfloat16_applies_to_texts_streams_and_beams(run: Run) -> None:
     run.model.float()
     settings: dict[str, Any] = {"max_new_tokens": 5, "logprobs": True, "greedy": True}
@@ -156,15 +145,6 @@ def test_bfloat16_applies_to_texts_streams_and_beams(run: Run) -> None:
 
 
 # Streams
-
-
-def test_stream_yields_each_character_once_it_is_complete(run: Run) -> None:
-    arguments = forced("a\u00e9b\u20ac\U0001f600")
-    streamed, expected_remaining = stream(run, "a", **arguments), [10, 8, 7, 4, 0]
-    for character, num_remaining in zip("a\u00e9b\u20ac\U0001f600", expected_remaining, strict=True):
-        assert next(streamed) == character
-        assert len(arguments["logits_processor"].remaining_ids) == num_remaining
-    assert list(streamed) == []
 
 
 @pytest.mark.parametrize("settings", [{}, {"stop": "\n"}, {"eos_token_ids": [10]}])

@@ -35,7 +35,7 @@ def losses(model: LanguageModel, text: TokenizedText, plan: EvaluationPlan) -> G
     window, memory_length = plan.context_limits.attention_window, plan.context_limits.memory_length
     if memory_length:
         raise UserError(
-            f"method sliding-window has no memory, but memory-length is {memory_length} (given or from the run); "
+            f"method sliding-window has no memory, but memory-length is {memory_length} (set, or that of the run); "
             "give memory-length 0, or method memory"
         )
     if plan.warmup_tokens is not None:

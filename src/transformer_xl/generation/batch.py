@@ -32,7 +32,7 @@ from transformer_xl.generation.sampling import (
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import Memory
 
-# Tokens of a prompt that are read at once. This bounds the working memory. It changes nothing beyond rounding where the
+# Tokens of a prompt that are prefilled at once. This bounds the memory of activations. It changes only rounding if the
 # memory holds the whole prompt or the attention window; otherwise it also limits how far the prompt's tokens attend.
 _PREFILL_SEGMENT = 512
 
@@ -62,12 +62,12 @@ class BatchGenerator:
         logits_processor: LogitsProcessor | None = None,
         memory: Memory | None = None,
     ) -> None:
-        """Read the prompts.
+        """Prefill the prompts.
 
         Args:
             model: any language model, in evaluation mode.
-            prompts: token ids, one or more each, of any lengths. A prompt longer than the memory is read whole; later
-                tokens then attend to the end of it.
+            prompts: token ids, one or more each, of any lengths. A prompt may be longer than the memory; later
+                tokens then attend only to the end of it.
             config: how tokens are sampled, `min_new_tokens`, `eos_token_ids` and `logprobs`. Whatever concerns text and
                 the length of sequences is left to the caller. Sequence i belongs to prompt i // num_samples and has a
                 random generator of its own, seeded with seed + i, so it does not depend on the rest of the batch.
@@ -90,13 +90,13 @@ class BatchGenerator:
         self.active = list(range(len(prompts) * num_samples))
         """Indices of the sequences that are not finished: the rows of the batch."""
         self._num_generated = 0
-        self._finished: dict[int, tuple[Memory, Tensor]] = {}  # memory and unread token (1, 1) of finished sequences
+        self._finished: dict[int, tuple[Memory, Tensor]] = {}  # memory and newest token (1, 1) of finished sequences
         self._generators = [torch.Generator().manual_seed(self._config.seed + index) for index in self.active]
         # earlier tokens are kept only where they are needed: for the logits processor and for the repetition penalty
         self._generated_BT = torch.empty(len(self.active), 0, dtype=torch.int64, device=hidden_B1D.device)
         latest_BK = _latest_tokens(prompts, self._config.repetition_penalty_window)
         self._latest_BK = latest_BK.repeat_interleave(num_samples, 0).to(hidden_B1D.device)
-        self._unread_B1 = self._generated_BT  # the newest token of each sequence; the memory does not include it yet
+        self._newest_B1 = self._generated_BT  # the newest token of each sequence; the memory does not include it yet
 
     def step(self) -> list[GeneratedToken]:
         """Generate one more token for each active sequence, in the order of `active`.
@@ -107,18 +107,18 @@ class BatchGenerator:
         assert self.active
         with torch.inference_mode():
             if self._num_generated:
-                self._hidden_B1D, self._memory = self._model(self._unread_B1, self._memory)
+                self._hidden_B1D, self._memory = self._model(self._newest_B1, self._memory)
             token_B = self._choose()
-            self._unread_B1 = token_B[:, None]
+            self._newest_B1 = token_B[:, None]
             token_ids = token_B.tolist()
             nats: list[float | None] = [None] * len(token_ids)
             if self._config.logprobs:
-                nats = self._model.nats(self._hidden_B1D, self._unread_B1.cpu())[:, 0].tolist()
+                nats = self._model.nats(self._hidden_B1D, self._newest_B1.cpu())[:, 0].tolist()
             if self._logits_processor is not None:
-                self._generated_BT = torch.cat([self._generated_BT, self._unread_B1], 1)
+                self._generated_BT = torch.cat([self._generated_BT, self._newest_B1], 1)
             if self._config.repetition_penalty != 1:
                 window = self._config.repetition_penalty_window
-                self._latest_BK = torch.cat([self._latest_BK, self._unread_B1], 1)[:, -window:]
+                self._latest_BK = torch.cat([self._latest_BK, self._newest_B1], 1)[:, -window:]
         self._num_generated += 1
         tokens = [
             GeneratedToken(index, token_id, None if loss is None else -loss, token_id in self._config.eos_token_ids)
@@ -136,14 +136,14 @@ class BatchGenerator:
         rows = [row for row, index in enumerate(self.active) if index not in sequences]
         with torch.inference_mode():
             self._finished |= {self.active[row]: self._memory_of_row(row) for row in finished_rows}
-            self._memory, self._unread_B1 = self._memory.select(rows), self._unread_B1[rows]
+            self._memory, self._newest_B1 = self._memory.select(rows), self._newest_B1[rows]
             self._hidden_B1D, self._latest_BK = self._hidden_B1D[rows], self._latest_BK[rows]
             self._generated_BT = self._generated_BT[rows]
         self.active = [self.active[row] for row in rows]
         self._generators = [self._generators[row] for row in rows]
 
     def memory(self) -> Memory:
-        """Return the memory of all sequences in order, finished or not, after all that was read and generated.
+        """Return the memory of all sequences in order, finished or not, after all tokens so far.
 
         It can be passed to the next BatchGenerator, as in a conversation; this generator can still continue. Each call
         runs the model on the latest tokens.
@@ -152,16 +152,16 @@ class BatchGenerator:
             return self._memory
         with torch.inference_mode():
             active = {index: self._memory_of_row(row) for row, index in enumerate(self.active)}
-            memories, unread = zip(*(part for _, part in sorted((self._finished | active).items())), strict=True)
-            _, memory = self._model(torch.cat(unread), Memory.concatenate(memories))
+            memories, newest = zip(*(part for _, part in sorted((self._finished | active).items())), strict=True)
+            _, memory = self._model(torch.cat(newest), Memory.concatenate(memories))
         return memory
 
     def _memory_of_row(self, row: int) -> tuple[Memory, Tensor]:
         """Return the memory of a batch row and its latest token, (1, 1), which the memory does not include yet."""
-        return self._memory.select([row]), self._unread_B1[row : row + 1]
+        return self._memory.select([row]), self._newest_B1[row : row + 1]
 
     def _choose(self) -> Tensor:
-        """Choose the next token of each row, (B,), from the logits of as few tokens as needed."""
+        """Choose the next token of each row, (B,); logits of the whole vocabulary are computed only if needed."""
         config, hidden_B1D, ids_BR = self._config, self._hidden_B1D, None
         banned = config.eos_token_ids if self._num_generated < config.min_new_tokens else ()
         # banned tokens may be among the most likely ones
@@ -184,7 +184,7 @@ class BatchGenerator:
 
 
 def prefill(model: LanguageModel, prompts: Sequence[Sequence[int]], memory: Memory | None) -> tuple[Tensor, Memory]:
-    """Read prompts of any lengths; return the last hidden state of each, (B, 1, D), and the memory.
+    """Prefill prompts of any lengths; return the last hidden state of each, (B, 1, D), and the memory.
 
     Prompts are padded on the left. Segments are counted from the end, so that a prompt is split at the same positions
     whatever the other prompts are.
@@ -209,7 +209,7 @@ def check_inputs(model: LanguageModel, prompts: Sequence[Sequence[int]], eos_tok
     """Check that a model can generate from these prompts.
 
     Raises:
-        UserError: a model in training mode, no prompt, an empty one, or a token id out of range.
+        UserError: the model is in training mode, there is no prompt, a prompt is empty, or a token id is out of range.
     """
     if model.training:
         raise UserError("the model is in training mode, where dropout is active; call model.eval() first")

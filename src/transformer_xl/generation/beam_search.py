@@ -68,7 +68,7 @@ def beam_search(
         `num_beams` completions with log-probabilities, best first.
 
     Raises:
-        UserError: a setting that is out of range or concerns sampling, or a prompt that cannot be read.
+        UserError: a setting that is out of range or concerns sampling, or a prompt that is empty or cannot be encoded.
     """
     config = resolve_config(run.tokenizer, config, overrides, num_beams=_DEFAULT_NUM_BEAMS)
     prompt_ids = encode_prompt(run.tokenizer, prompt, config, continued=memory is not None)
@@ -118,19 +118,19 @@ def search_token_ids(
         for length in range(1, config.max_new_tokens + 1):
             logprobs_BR, ids_BR = _candidates(model, hidden_B1D, live, config, logits_processor)
             extended = _extend(config, live, logprobs_BR, ids_BR)
-            finished = _best([*finished, *(one for one in extended if one.is_finished)], config)
-            live = [one for one in extended if not one.is_finished]
+            finished = _best([*finished, *(hypothesis for hypothesis in extended if hypothesis.is_finished)], config)
+            live = [hypothesis for hypothesis in extended if not hypothesis.is_finished]
             if not live or length == config.max_new_tokens:
                 break
             # upper bound: a log-probability never increases, and a longer sequence may divide it by more
             final_length = config.max_new_tokens if config.length_penalty > 0 else length + 1
-            bound = max(_score(one.logprob, final_length, config) for one in live)
+            bound = max(_score(hypothesis.logprob, final_length, config) for hypothesis in live)
             if len(finished) == config.num_beams and finished[-1].score >= bound:
                 return finished
-            beams = [one.beam for one in live]
+            beams = [hypothesis.beam for hypothesis in live]
             if beams != list(range(memory.batch_size)):
                 memory = memory.select(beams)
-            last_B1 = torch.tensor([[one.token_ids[-1]] for one in live], device=hidden_B1D.device)
+            last_B1 = torch.tensor([[hypothesis.token_ids[-1]] for hypothesis in live], device=hidden_B1D.device)
             hidden_B1D, memory = model(last_B1, memory)
     return _best([*finished, *live], config)
 
@@ -151,7 +151,9 @@ def _candidates(
         shift_B1 = logits_B1R[..., 0].double() + model.nats(hidden_B1D, ids_B1R[..., 0].cpu().contiguous()).double()
         logprobs_BR, ids_BR = logits_B1R[:, 0].double() - shift_B1, ids_B1R[:, 0]
     else:
-        generated_BT = torch.tensor([one.token_ids for one in live], dtype=torch.int64, device=hidden_B1D.device)
+        generated_BT = torch.tensor(
+            [hypothesis.token_ids for hypothesis in live], dtype=torch.int64, device=hidden_B1D.device
+        )
         logits_BV = process_logits(logits_processor, generated_BT, model.logits(hidden_B1D)[:, 0])
         check_logits(logits_BV.amax(-1))
         logprobs_BR, ids_BR = F.log_softmax(logits_BV.double(), -1).topk(count)
@@ -163,7 +165,9 @@ def _candidates(
 
 def _extend(config: GenerationConfig, live: list[Hypothesis], logprobs_BR: Tensor, ids_BR: Tensor) -> list[Hypothesis]:
     """Extend the beams by the candidates, best first, until `num_beams` of the extended ones are unfinished."""
-    sums_B1 = torch.tensor([[one.logprob] for one in live], dtype=torch.float64, device=logprobs_BR.device)
+    sums_B1 = torch.tensor(
+        [[hypothesis.logprob] for hypothesis in live], dtype=torch.float64, device=logprobs_BR.device
+    )
     order = (sums_B1 + logprobs_BR).flatten().argsort(descending=True, stable=True).tolist()
     candidate_logprobs, candidate_ids = logprobs_BR.tolist(), ids_BR.tolist()
     extended: list[Hypothesis] = []
@@ -186,4 +190,4 @@ def _score(logprob: float, length: int, config: GenerationConfig) -> float:
 
 
 def _best(hypotheses: Collection[Hypothesis], config: GenerationConfig) -> list[Hypothesis]:
-    return sorted(hypotheses, key=lambda one: -one.score)[: config.num_beams]
+    return sorted(hypotheses, key=lambda hypothesis: -hypothesis.score)[: config.num_beams]

@@ -26,21 +26,21 @@ class Chat:
             config = config.model_copy(update={"stop": config.stop or ("\n",)})
         self._run, self._config = run, config
         self._memory: Memory | None = None
-        self._unread = ""
+        self._text_before_line = ""
 
     def reply(self, line: str) -> Iterator[str]:
-        """Read a line, given without its newline, and stream the reply; iterate to its end before the next line.
+        """Prefill a line (without its newline) and stream the reply; iterate to its end before the next line.
 
         Raises:
             UserError: the line cannot be encoded. The conversation can continue with another line.
         """
         self._run.tokenizer.encode(line)  # first check the line alone, so that positions in errors count from its start
-        reply = stream(self._run, f"{self._unread}{line}\n", self._config, memory=self._memory)
+        reply = stream(self._run, f"{self._text_before_line}{line}\n", self._config, memory=self._memory)
         return self._remember(reply)
 
     def _remember(self, reply: GenerationStream) -> Iterator[str]:
         yield from reply
         self._memory = reply.memory()
         # terminate a reply that was truncated by max_new_tokens before the next line
-        self._unread = self._end_of_reply if reply.finish_reason == "length" else ""
+        self._text_before_line = self._end_of_reply if reply.finish_reason == "length" else ""
         self._config = self._config.model_copy(update={"seed": self._config.seed + 1})

@@ -24,11 +24,11 @@ class GenerationConfig(Settings):
     """
 
     max_new_tokens: int | None = Field(default=500, ge=1)
-    """Most tokens to generate; none: generate until stopped (streaming only; token ids and logprobs are not kept)."""
+    """Maximum number of new tokens; none: no limit (only for one streamed text; its token ids are not kept)."""
     min_new_tokens: int = Field(default=0, ge=0)
     """A sequence does not end, by a token or a stop string, before it has this many tokens."""
     stop: tuple[str, ...] = ()
-    """Text that ends a sequence and is left out of it; may be given several times. It is found across tokens."""
+    """Text that ends a sequence and is not part of it, also across tokens; the flag may be repeated."""
     stop_at_newline: bool = False
     """End with the token that ends a line (in a corpus of integers: a sequence)."""
     eos_token_ids: tuple[int, ...] = ()
@@ -47,14 +47,14 @@ class GenerationConfig(Settings):
     repetition_penalty: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     """Above 1, tokens that already occur become less likely (CTRL, Keskar et al. 2019, section 4.1)."""
     repetition_penalty_window: int = Field(default=1024, ge=1, le=INT32_MAX)
-    """Number of latest tokens, of prompt and text, that the repetition penalty looks at."""
+    """Number of latest tokens, of prompt and text, to which the repetition penalty applies."""
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed of the sampling. Sequence i of a batch is sampled with seed + i, as it would be alone."""
     num_samples: int = Field(default=1, ge=1)
-    """Sequences to sample for each prompt; the prompt is read once."""
+    """Number of sequences to sample for each prompt, which is prefilled once."""
 
     num_beams: int | None = Field(default=None, ge=1)
-    """Beams to keep, and sequences to return, in a beam search for the most likely sequences; none: sample instead."""
+    """Number of beams of a beam search, and of sequences that it returns; none: sample instead."""
     length_penalty: float = Field(default=1.0, ge=-10, le=10, allow_inf_nan=False)
     """Beams are ranked by logprob / length ** length_penalty: above 0 favors long sequences, 0 is the plain logprob."""
 
@@ -65,7 +65,7 @@ class GenerationConfig(Settings):
     logprobs: bool = False
     """Compute the log-probability of each token under the model, before any processing of the logits."""
     dtype: Literal["auto", "float32", "bfloat16"] = "float32"
-    """Number format of matrix products; bfloat16 is faster where the hardware supports it, and less exact."""
+    """Data type of matrix products; bfloat16 is faster where the hardware supports it, and less exact."""
 
     @field_validator("stop", mode="before")
     @classmethod
