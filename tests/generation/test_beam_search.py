@@ -25,7 +25,9 @@ def config_of(num_beams: int, max_new_tokens: int, **settings: Any) -> Generatio
     return GenerationConfig(num_beams=num_beams, max_new_tokens=max_new_tokens, **settings)
 
 
-def search(model: Any, config: GenerationConfig, prompt: list[int], logits_processor: Any = None) -> list[Hypothesis]:
+def run_beam_search(
+    model: Any, config: GenerationConfig, prompt: list[int], logits_processor: Any = None
+) -> list[Hypothesis]:
     return search_token_ids(model, prompt, config, model.inference_memory(1, LIMITS), logits_processor)
 
 
@@ -60,7 +62,7 @@ def test_with_enough_beams_equals_exhaustive_search(
     model = make_model(vocab_size=5, cutoffs=cutoffs, tie_word_embeddings=False)
     settings = {"length_penalty": length_penalty, "eos_token_ids": eos_token_ids, "min_new_tokens": min_new_tokens}
     config = config_of(125, 3, **settings)
-    hypotheses, expected = search(model, config, PROMPT), exhaustive_search(model, config, PROMPT)
+    hypotheses, expected = run_beam_search(model, config, PROMPT), exhaustive_search(model, config, PROMPT)
     assert [hypothesis.token_ids for hypothesis in hypotheses] == list(expected)
     for hypothesis, (tokens, logprobs) in zip(hypotheses, expected.items(), strict=True):
         assert list(hypothesis.logprobs) == pytest.approx(logprobs, abs=1e-9)
@@ -97,7 +99,7 @@ def test_few_beams_equal_the_reference_search(
 ) -> None:
     model = make_model(seed=seed)
     config = config_of(num_beams, 9, length_penalty=length_penalty, eos_token_ids=eos_token_ids)
-    hypotheses = search(model, config, TEXT[:4])
+    hypotheses = run_beam_search(model, config, TEXT[:4])
     assert [hypothesis.token_ids for hypothesis in hypotheses] == reference_search(model, config, TEXT[:4])
 
 
@@ -105,7 +107,7 @@ def test_search_ends_once_no_beam_can_score_better(make_model) -> None:
     recorded = RecordedModel(make_model())
     with torch.no_grad():
         recorded.model.softmax.bias[3] = 30.0
-    hypotheses = search(recorded, config_of(2, 200, eos_token_ids=(3,), length_penalty=0.0), TEXT[:4])
+    hypotheses = run_beam_search(recorded, config_of(2, 200, eos_token_ids=(3,), length_penalty=0.0), TEXT[:4])
     assert hypotheses[0].token_ids == (3,)
     assert len(recorded.lengths) < 5
 
@@ -118,9 +120,9 @@ def test_search_continues_if_a_longer_hypothesis_may_score_better(make_model) ->
         probabilities_V[[3, 5]] = torch.tensor([1e-9, 1.0] if token_ids_BT.shape[1] else [0.8, 0.2])
         return probabilities_V.log().expand_as(logits_BV)
 
-    (best,) = search(make_model(), config_of(1, 9, eos_token_ids=(3,)), TEXT[:4], force)
+    (best,) = run_beam_search(make_model(), config_of(1, 9, eos_token_ids=(3,)), TEXT[:4], force)
     assert (best.token_ids, best.score) == ((5,) * 9, pytest.approx(math.log(0.2) / 9, abs=1e-6))
-    (best,) = search(make_model(), config_of(1, 7, eos_token_ids=(3,)), TEXT[:4], force)
+    (best,) = run_beam_search(make_model(), config_of(1, 7, eos_token_ids=(3,)), TEXT[:4], force)
     assert (best.token_ids, best.score) == ((3,), pytest.approx(math.log(0.8), abs=1e-6))
 
 
@@ -132,7 +134,7 @@ def test_memory_is_continued_and_not_changed(make_model) -> None:
     hypotheses = search_token_ids(recorded, TEXT[7:11], config_of(3, 5), memory)
     assert recorded.lengths == [4, 1, 1, 1, 1]
     assert_same_tensors(memory, before)
-    expected = search(model, config_of(3, 5), TEXT[:11])
+    expected = run_beam_search(model, config_of(3, 5), TEXT[:11])
     assert [hypothesis.token_ids for hypothesis in hypotheses] == [hypothesis.token_ids for hypothesis in expected]
 
 
@@ -143,7 +145,7 @@ def test_logprobs_are_those_of_the_processed_logits(make_model) -> None:
         received_ids.append(token_ids_BT.tolist())
         return logits_BV.index_fill(-1, torch.tensor(2), -1e9)
 
-    hypotheses = search(model, config_of(64, 2), PROMPT, without_2)
+    hypotheses = run_beam_search(model, config_of(64, 2), PROMPT, without_2)
     assert len(hypotheses) == 16 + 9  # those with token 2 are nearly impossible, and so the last ones
     assert all(2 not in hypothesis.token_ids for hypothesis in hypotheses[:16])
     assert math.fsum(math.exp(hypothesis.logprob) for hypothesis in hypotheses) == pytest.approx(1)
