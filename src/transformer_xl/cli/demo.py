@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from transformer_xl.cli.options import ANY_MACHINE, Json, MachineOptions
+from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, Json
 from transformer_xl.cli.output import print_json, print_table
 from transformer_xl.progress import say
 
@@ -14,7 +14,7 @@ def demo(
     out: Path = Path("runs/demo"),
     recipe: str = "demo",
     max_tokens: int = 131_072,
-    machine: MachineOptions = ANY_MACHINE,
+    device_options: DeviceFlags = DEFAULT_DEVICE,
     json: Json = False,
 ) -> int:
     """Prepare, train, evaluate at several memory lengths, compare with gzip and xz, generate, and write a report.
@@ -32,7 +32,7 @@ def demo(
     """
     from transformer_xl.reproduction.demo import COLUMNS, PROMPT, run_demo
 
-    options = {"device": machine.device, "threads": machine.threads}
+    options = {"device": device_options.device, "threads": device_options.threads}
     result = run_demo(out, recipe=recipe, max_tokens=max_tokens, handle_signals=True, **options)
     run = result.training
     if not run.finished:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Parameter
 
 from transformer_xl.cli.flags import EvaluationFlags, evaluation_config
-from transformer_xl.cli.options import ANY_MACHINE, Json, MachineOptions, parse_integers
+from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, Json, parse_integers
 from transformer_xl.cli.output import print_json, print_table
 from transformer_xl.config import EvaluationConfig, UserError
 from transformer_xl.progress import ProgressBar, say
@@ -29,7 +29,7 @@ def evaluate(
     sweep_attention_window: str | None = None,
     token_losses: Path | None = None,
     checkpoint: Literal["best", "last"] = "best",
-    machine: MachineOptions = ANY_MACHINE,
+    device_options: DeviceFlags = DEFAULT_DEVICE,
     json: Json = False,
 ) -> None:
     """Score a text: perplexity and bits per byte, every token once.
@@ -63,7 +63,7 @@ def evaluate(
     from transformer_xl.evaluation.plan import EvaluationPlan
     from transformer_xl.run_folder import Run, RunFolder
 
-    device = machine.choose()
+    device = device_options.choose()
     folder = RunFolder.open(run)
     opened_corpus = folder.open_corpus(corpus)
     text = opened_corpus.split(split)

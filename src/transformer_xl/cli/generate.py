@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Parameter
 
 from transformer_xl.cli.flags import GenerationFlags, typed_settings
-from transformer_xl.cli.options import ANY_MACHINE, Json, MachineOptions
+from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, Json
 from transformer_xl.cli.output import print_json, say_unknown
 from transformer_xl.config import UserError, check_settings
 from transformer_xl.files import as_user_error
@@ -34,7 +34,7 @@ def generate(
     chat: Annotated[bool, Parameter(negative=())] = False,
     settings: Annotated[GenerationFlags | None, Parameter(name="*", negative=())] = None,
     checkpoint: Literal["best", "last"] = "best",
-    machine: MachineOptions = ANY_MACHINE,
+    device_options: DeviceFlags = DEFAULT_DEVICE,
     json: Json = False,
 ) -> None:
     """Generate text with a trained model; it appears as it is generated.
@@ -69,7 +69,7 @@ def generate(
 
     from transformer_xl.run_folder import load
 
-    loaded = load(run, device=str(machine.choose()), checkpoint=checkpoint)
+    loaded = load(run, device=str(device_options.choose()), checkpoint=checkpoint)
     say_unknown(loaded.tokenizer, [text for text in prompts if text is not None])
     if chat:
         _chat(loaded, config)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from transformer_xl import __version__
-from transformer_xl.cli.options import ANY_MACHINE, Json, Machine, MachineOptions
+from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, DeviceOptions, Json
 from transformer_xl.cli.output import print_json, print_table
 from transformer_xl.config import RelativeConfig, UserError
 from transformer_xl.files import as_user_error
@@ -24,7 +24,7 @@ def info(
     /,
     *,
     verify: Annotated[bool, Parameter(negative=())] = False,
-    machine: MachineOptions = ANY_MACHINE,
+    device_options: DeviceFlags = DEFAULT_DEVICE,
     json: Json = False,
 ) -> None:
     """Show the hardware, a run or a corpus.
@@ -36,9 +36,9 @@ def info(
     verify
         Read every file and compare its checksum.
     """
-    sections = {"machine": _hardware_facts(machine)}
+    sections = {"machine": _hardware_facts(device_options)}
     if path is not None:
-        sections |= _folder_facts(path, verify, machine)
+        sections |= _folder_facts(path, verify, device_options)
     elif verify:
         raise UserError("--verify needs the folder of a run or a corpus")
     if json:
@@ -48,14 +48,14 @@ def info(
         print_table(title, ["", "value"], [[name.replace("_", " "), _format(value)] for name, value in facts.items()])
 
 
-def _hardware_facts(machine: Machine) -> dict[str, Any]:
+def _hardware_facts(device_options: DeviceOptions) -> dict[str, Any]:
     """Return versions, devices, and the values that settings with `auto` resolve to on this hardware."""
     import torch
 
     from transformer_xl.device import available_devices, resolve_dtype
     from transformer_xl.model.kernels import KERNELS, choose
 
-    device = machine.choose()
+    device = device_options.choose()
     return {
         "transformer_xl": __version__,
         "torch": torch.__version__,
@@ -69,7 +69,7 @@ def _hardware_facts(machine: Machine) -> dict[str, Any]:
     }
 
 
-def _folder_facts(path: Path, verify: bool, machine: Machine) -> dict[str, Any]:
+def _folder_facts(path: Path, verify: bool, device_options: DeviceOptions) -> dict[str, Any]:
     """Return what a corpus or a run contains, with "corpus" or "run" as the only key."""
     from transformer_xl.run_folder import RunFolder
     from transformer_xl.text.token_store import Corpus
@@ -79,7 +79,7 @@ def _folder_facts(path: Path, verify: bool, machine: Machine) -> dict[str, Any]:
     folder = Corpus.open(path) if is_corpus else RunFolder.open(path)
     if verify:
         folder.verify()
-    facts = _corpus_facts(folder) if isinstance(folder, Corpus) else _run_facts(folder, machine)
+    facts = _corpus_facts(folder) if isinstance(folder, Corpus) else _run_facts(folder, device_options)
     facts["checksums"] = "valid" if verify else "not checked; use --verify"
     return {"corpus" if is_corpus else "run": facts}
 
@@ -96,7 +96,7 @@ def _corpus_facts(corpus: Corpus) -> dict[str, Any]:
     return facts
 
 
-def _run_facts(folder: RunFolder, machine: Machine) -> dict[str, Any]:
+def _run_facts(folder: RunFolder, device_options: DeviceOptions) -> dict[str, Any]:
     import torch
 
     from transformer_xl.model.build import build_model
@@ -108,7 +108,7 @@ def _run_facts(folder: RunFolder, machine: Machine) -> dict[str, Any]:
         parameters = build_model(config.model).num_parameters()
     attn_implementation = None
     if isinstance(config.model, RelativeConfig):
-        attn_implementation = choose(config.model.attn_implementation, machine.choose(), torch.float32).name
+        attn_implementation = choose(config.model.attn_implementation, device_options.choose(), torch.float32).name
     # losses before a change of corpus are of another text, so the best one is that of the checkpoint
     best_nats = CheckpointRecord.read(newest).state.get("best_nats") if newest else None
     valid = [line for line in metrics if line["split"] == "valid"]

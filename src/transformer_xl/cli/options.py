@@ -16,7 +16,7 @@ Json = Annotated[bool, Parameter(negative=(), help="Print one JSON object and no
 
 
 @dataclass(frozen=True)
-class Machine:
+class DeviceOptions:
     """The device and the number of CPU threads that a command uses."""
 
     device: str = "auto"
@@ -36,8 +36,8 @@ class Machine:
         return choose_device(self.device)
 
 
-MachineOptions = Annotated[Machine, Parameter(name="*")]
-ANY_MACHINE = Machine()
+DeviceFlags = Annotated[DeviceOptions, Parameter(name="*")]
+DEFAULT_DEVICE = DeviceOptions()
 
 
 def parse_integers(flag: str, text: str, *, minimum: int = 1) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import App, Parameter
 
 from transformer_xl.cli.flags import ModelFlags, TrainFlags, typed_settings
-from transformer_xl.cli.options import ANY_MACHINE, Json, MachineOptions, parse_integers
+from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, Json, parse_integers
 from transformer_xl.cli.output import command_line, print_json, print_table
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ def speed(
     *,
     out: Path = Path("reproduction"),
     smoke: bool = False,
-    machine: MachineOptions = ANY_MACHINE,
+    device_options: DeviceFlags = DEFAULT_DEVICE,
     json: Json = False,
 ) -> None:
     """Compare evaluation with memory to a window moved token by token, for the report; see also 'txl analyze speed'.
@@ -166,7 +166,7 @@ def speed(
     from transformer_xl.analysis.evaluation_speed import COLUMNS, speed_tables
     from transformer_xl.reproduction import tables
 
-    options = {"device": machine.device, "threads": machine.threads, "command": command_line()}
+    options = {"device": device_options.device, "threads": device_options.threads, "command": command_line()}
     results = tables.reproduce_speed(out, model, smoke=smoke, **options)
     _print_results(results, out, [(title, COLUMNS, rows) for title, rows in speed_tables(results).items()], json=json)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Parameter
 
 from transformer_xl.cli.flags import ScoreFlags, evaluation_config
-from transformer_xl.cli.options import ANY_MACHINE, MachineOptions
+from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags
 from transformer_xl.cli.output import print_json, print_table, say_unknown
 from transformer_xl.config import UserError
 from transformer_xl.files import as_user_error
@@ -32,7 +32,7 @@ def score(
     per: Literal["token", "line", "file"] = "line",
     settings: Annotated[ScoreFlags | None, Parameter(name="*")] = None,
     checkpoint: Literal["best", "last"] = "best",
-    machine: MachineOptions = ANY_MACHINE,
+    device_options: DeviceFlags = DEFAULT_DEVICE,
     json: JsonLines = False,
 ) -> None:
     """Print log-probabilities (natural logarithms) of texts, by token, line or file, in order.
@@ -59,7 +59,7 @@ def score(
     from transformer_xl.run_folder import load
 
     contents = {name: _read(path) for name, path in paths.items()}
-    device = machine.choose()
+    device = device_options.choose()
     loaded = load(run, device=str(device), checkpoint=checkpoint)
     for warning in EvaluationPlan.resolve(loaded.config, config).warnings(device):
         say(f"warning: {warning}")

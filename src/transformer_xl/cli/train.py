@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from transformer_xl.cli.flags import EvaluationFlags, ModelFlags, TrainFlags, typed_settings
-from transformer_xl.cli.options import ANY_MACHINE, Json, MachineOptions
+from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, Json
 from transformer_xl.cli.output import print_json
 from transformer_xl.config import UserError
 from transformer_xl.progress import say
@@ -29,7 +29,7 @@ def train(
     model: Annotated[ModelFlags | None, Parameter(group="Model")] = None,
     train: Annotated[TrainFlags | None, Parameter(group="Training")] = None,
     evaluation: Annotated[EvaluationFlags | None, Parameter(group="Evaluation")] = None,
-    machine: MachineOptions = ANY_MACHINE,
+    device_options: DeviceFlags = DEFAULT_DEVICE,
     json: Json = False,
 ) -> int:
     """Train a new model on a corpus, or resume a run.
@@ -51,7 +51,7 @@ def train(
     from transformer_xl.training import train as training
 
     options: dict[str, Any] = typed_settings(model=model, train=train, evaluation=evaluation)
-    options |= {"device": machine.device, "threads": machine.threads, "handle_signals": True}
+    options |= {"device": device_options.device, "threads": device_options.threads, "handle_signals": True}
     if resume is None:
         if corpus is None:
             raise UserError("training needs --corpus DIR (from 'txl prepare'), or --resume RUN to resume a run")

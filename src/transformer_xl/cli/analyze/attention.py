@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from transformer_xl.cli.flags import LengthFlags, evaluation_config
-from transformer_xl.cli.options import ANY_MACHINE, Json, MachineOptions
+from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, Json
 from transformer_xl.cli.output import command_line, print_json, print_table, say_unknown
 from transformer_xl.config import UserError
 from transformer_xl.files import as_user_error
@@ -64,7 +64,7 @@ def attention(
     page_tokens: int | None = None,
     out: Path | None = None,
     checkpoint: Literal["best", "last"] = "best",
-    machine: MachineOptions = ANY_MACHINE,
+    device_options: DeviceFlags = DEFAULT_DEVICE,
     json: Json = False,
 ) -> None:
     """Draw what heads attend to, term by term, and how the loss decreases from a document's start.
@@ -112,7 +112,7 @@ def attention(
         out=out,
         checkpoint=checkpoint,
         command=command_line(),
-        **dataclasses.asdict(machine),
+        **dataclasses.asdict(device_options),
     )
     if json:
         print_json(values)

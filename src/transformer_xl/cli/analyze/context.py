@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from cyclopts import Parameter
 
 from transformer_xl.cli.flags import ContextFlags, typed_settings
-from transformer_xl.cli.options import ANY_MACHINE, Json, MachineOptions
+from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, Json
 from transformer_xl.cli.output import print_json, print_table
 from transformer_xl.config import ContextSweep, UserError, check_settings
 from transformer_xl.files import write_text
@@ -26,7 +26,7 @@ def context(
     split: str = "test",
     out: Path | None = None,
     plot: Path | None = None,
-    machine: MachineOptions = ANY_MACHINE,
+    device_options: DeviceFlags = DEFAULT_DEVICE,
     json: Json = False,
 ) -> None:
     """Measure how far back a text still helps each model (the paper's relative effective context length).
@@ -62,7 +62,7 @@ def context(
     from transformer_xl.analysis.effective_context import draw_positions, load_group, measure_context
     from transformer_xl.run_folder import RunFolder
 
-    device = str(machine.choose())
+    device = str(device_options.choose())
     models = load_group(
         paths,
         memory_length=sweep.longest if memory_length == "all" else memory_length,

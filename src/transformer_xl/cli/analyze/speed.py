@@ -9,7 +9,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from transformer_xl.cli.flags import SpeedFlags, typed_settings
-from transformer_xl.cli.options import ANY_MACHINE, Json, MachineOptions
+from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, Json
 from transformer_xl.cli.output import print_json, print_table
 from transformer_xl.config import SpeedComparison, UserError, check_settings
 from transformer_xl.files import write_text
@@ -20,7 +20,7 @@ def speed(
     /,
     *,
     settings: Annotated[SpeedFlags | None, Parameter(name="*")] = None,
-    machine: MachineOptions = ANY_MACHINE,
+    device_options: DeviceFlags = DEFAULT_DEVICE,
     out: Path | None = None,
     json: Json = False,
 ) -> None:
@@ -43,7 +43,7 @@ def speed(
     comparison = check_settings(SpeedComparison, typed_settings(speed=settings).get("speed", {}), "speed comparison")
     from transformer_xl.analysis.evaluation_speed import COLUMNS, compare_speed, speed_tables
 
-    results = compare_speed(model, comparison, device=machine.device, threads=machine.threads)
+    results = compare_speed(model, comparison, device=device_options.device, threads=device_options.threads)
     if out is not None:
         write_text(out, encoder.dumps(results, indent=1) + "\n")
     if json:
