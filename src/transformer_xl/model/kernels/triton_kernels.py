@@ -398,11 +398,11 @@ def distances_kernel(inputs, valid_and_seed, saved, gradients, sizes, config: tl
     """
     memory = sizes.S - sizes.T
     tile, group, n = program_position(tl.cdiv(sizes.P + config.tile - memory % config.tile, config.tile), sizes.N)
-    nearest = memory % config.tile + (tile - 1) * config.tile
+    nearest = memory % config.tile + (tile - 1) * config.tile  # smallest distance of the block; may be negative
     step = tl.arange(0, config.tile)
     index_D = sizes.P - nearest - config.tile + step
     r_DH = load_rows(inputs.r, 0, n, index_D, config)
-    is_late_IJ = step[:, None] >= step[None, :]
+    is_late_IJ = step[:, None] >= step[None, :]  # pairs whose key is in the later tile
     dr_DH = tl.full([config.tile, config.padded], 0.0, config.acc_dtype)
     for b in range(group, sizes.B, sizes.groups):
         first_valid = first_valid_key(valid_and_seed, b, sizes)
@@ -412,7 +412,7 @@ def distances_kernel(inputs, valid_and_seed, saved, gradients, sizes, config: tl
             content_IH, position_IH, dout_IH = load_queries(inputs, saved, b, n, query_I, config)
             log_sum_I = load_statistic(saved.log_sum, b * sizes.N + n, query_I, sizes, float("inf"))
             delta_I = load_statistic(saved.delta, b * sizes.N + n, query_I, sizes, 0.0)
-            key = memory + start - nearest
+            key = memory + start - nearest  # first key of the later tile
             key_IJ = key + step[None, :] - tl.where(is_late_IJ, 0, config.tile)
             score_IJ = two_tiles(content_IH, inputs.k, b, n, key + step, config)
             score_IJ += over_keys(product(position_IH, tl.trans(r_DH), config), config)
@@ -510,7 +510,7 @@ def product(left_XY, right_YX, config: tl.constexpr):
 
 
 @triton.jit
-def step(config: tl.constexpr):
+def opaque_range(config: tl.constexpr):
     """Return 0, 1, ..., W - 1, opaque to the compiler.
 
     If the compiler could see that these are the same in each iteration of a loop, it would keep everything computed
@@ -525,19 +525,23 @@ def step(config: tl.constexpr):
 @triton.jit
 def is_far(config: tl.constexpr):
     """Return whether an element of (I, D) belongs to the far block rather than the near block."""
-    return step(config)[:, None] + step(config)[None, :] >= config.tile - 1
+    return opaque_range(config)[:, None] + opaque_range(config)[None, :] >= config.tile - 1
 
 
 @triton.jit
 def over_keys(score_ID, config: tl.constexpr):
     """Rotate scores by distance (I, D), with far and near blocks merged by `is_far`, to scores by key (I, J)."""
-    return tl.gather(score_ID, (step(config)[None, :] - step(config)[:, None] - 1) & (config.tile - 1), 1)
+    return tl.gather(
+        score_ID, (opaque_range(config)[None, :] - opaque_range(config)[:, None] - 1) & (config.tile - 1), 1
+    )
 
 
 @triton.jit
 def over_distances(score_IJ, config: tl.constexpr):
     """Rotate values by key (I, J) back to values by distance (I, D)."""
-    return tl.gather(score_IJ, (step(config)[None, :] + step(config)[:, None] + 1) & (config.tile - 1), 1)
+    return tl.gather(
+        score_IJ, (opaque_range(config)[None, :] + opaque_range(config)[:, None] + 1) & (config.tile - 1), 1
+    )
 
 
 @triton.jit
