@@ -66,7 +66,7 @@ def test_writing_to_a_tensor_does_not_change_the_file(tmp_path: Path) -> None:
         {"size": (10**12,), "stride": (0,)}, {"size": (2,)}, {"offset": "0"}, {"size": 6}, {"offset": 2**62},
         {"size": (2, True)}, {"size": (2**62, 2**62, 0), "stride": (0, 0, 0)}, {"size": (2**70, 0)},
         {"size": (1,), "stride": (2**70,)}, {"size": {2: 1, 3: 1}}, {"size": b"ab"}, {"size": None},
-        {"size": (1,) * 9, "stride": (1,) * 9},
+        {"size": (1,) * 9, "stride": (1,) * 9}, {"size": (2**30,), "stride": (0,)},
         {"size": (2**31 - 1,) * 3 + (0,), "stride": (0,) * 4}, {"stride": None},
     ],
     ids=str,

@@ -181,6 +181,7 @@ MEMORY_BOMBS = {
     "frame": b"\x80\x04\x95" + struct.pack("<Q", 2**62) + b"N.",
     "number": b"\x80\x02\x8b" + struct.pack("<i", 2**30) + b"\x01.",
     "negative": b"\x80\x02\x8b" + struct.pack("<i", -5) + b"\x01.",
+    "long integer": b"\x80\x02\x8b" + struct.pack("<i", 2000) + b"\x01" * 2000 + b".",
     "digits": b"I" + b"9" * 100_000 + b"\n.",
     "copies": b"\x80\x02}q\x00(" + b"".join(b"M" + struct.pack("<H", number) + b"N" for number in range(5000))
     + b"uccollections\nCounter\nq\x010" + b"h\x01h\x00\x85R" * 5000 + b".",
