@@ -189,7 +189,7 @@ def test_chat_continues_the_memory_of_earlier_turns(run: Run, settings: dict[str
 
 
 def test_chat_with_stop_at_newline_equals_a_stop_string(run: Run) -> None:
-    by_token, by_text = (Chat(run, max_new_tokens=200, **settings) for settings in ({"stop_at_newline": True}, {}))
+    by_token, by_text = (Chat(run, max_new_tokens=100, **settings) for settings in ({"stop_at_newline": True}, {}))
     for line in ("the cat", "a"):
         assert "".join(by_token.reply(line)) == "".join(by_text.reply(line))
 
