@@ -1,12 +1,12 @@
-"""The folder of a run: settings, tokenizer, weights and metrics, enough to use, repeat or resume the run.
+"""The folder of a run: settings, tokenizer, weights and metrics; all that using, repeating and resuming a run needs.
 
 config.yaml            all settings
 txl_tokenizer.json     the tokenizer
 model.safetensors      the best weights
 metrics.jsonl          metrics of training and validation, one JSON object per line
-checkpoints/step-N/    what training resumes from:
+checkpoints/step-N/    a checkpoint, from which training resumes:
   model.safetensors      the last weights
-  training/              optimizer, memory, weight average and random state, one file for each process
+  training/              optimizer, memory, weight average and random state: one file per process
   training.json          the trainer's state, and the checksums of those files
 """
 
@@ -38,7 +38,7 @@ CheckpointName = Literal["best", "last"]
 
 @dataclass(frozen=True)
 class Run:
-    """A trained model ready to use."""
+    """A trained model with its tokenizer and settings, ready to use."""
 
     model: LanguageModel
     tokenizer: Tokenizer
@@ -105,7 +105,7 @@ class RunFolder:
     def create(
         path: Path, config: RunConfig, tokenizer: Tokenizer, weights: Mapping[str, Tensor] | None = None
     ) -> RunFolder:
-        """Make the folder of a new run.
+        """Create the folder of a new run.
 
         Args:
             path: the new folder.
@@ -144,9 +144,9 @@ class RunFolder:
         settings = path / "config.yaml"
         with as_user_error(f"reading {path}"):
             if not settings.is_file():
-                what = "a corpus, not a run" if (path / "corpus.json").exists() else "not the folder of a run"
-                what = what if path.exists() else "no such folder"
-                raise UserError(f"{path}: {what}; expected a folder made by 'txl train --run DIR'")
+                problem = "a corpus, not a run" if (path / "corpus.json").exists() else "not the folder of a run"
+                problem = problem if path.exists() else "no such folder"
+                raise UserError(f"{path}: {problem}; expected a folder made by 'txl train --run DIR'")
         with as_user_error(f"reading {settings}"):
             config = run_settings(read_yaml(settings.read_bytes(), str(settings)), str(settings))
         tokenizer = load_tokenizer(path / "txl_tokenizer.json")
@@ -193,7 +193,7 @@ class RunFolder:
         save_tensors(self.path / "model.safetensors", weights, metadata)
 
     def best_known(self) -> tuple[int, float] | None:
-        """Return step and validation loss (nats per token) of the best weights, or None if either is missing.
+        """Return the step and the validation loss (nats per token) of the best weights, or None if unknown.
 
         Raises:
             UserError: the file is damaged.
@@ -215,8 +215,8 @@ class RunFolder:
             raise UserError(f"no checkpoint {checkpoint!r}; available: {known}")
         best, newest = self.path / "model.safetensors", self.latest_checkpoint()
         validated = any(line["split"] == "valid" for line in self.metrics())
-        # without validation the last weights are the best, and a resumed run has newer weights than `best`; but only
-        # `best` contains the weight average
+        # Without validation, the newest checkpoint has the best weights: after a resumption, `best` is older. But only
+        # `best` contains the weight average.
         averaged = self.config.train.weight_average != "none"
         if checkpoint == "best" and best.exists() and (validated or averaged or newest is None):
             return best
@@ -260,7 +260,7 @@ class RunFolder:
         return entries
 
     def verify(self) -> None:
-        """Read all weights and checkpoints, and verify their checksums, and check that they fit the settings.
+        """Read all weights and checkpoints, verify their checksums, and check that they fit the settings.
 
         Raises:
             UserError: a file is missing, damaged or of another model.
@@ -293,7 +293,7 @@ def load_weights(model: LanguageModel, file: Path) -> None:
 
 
 def read_weights(model: LanguageModel, file: Path) -> dict[str, Tensor]:
-    """Read weights for a model, by name.
+    """Return the weights in a file, by name, if they fit a model.
 
     Raises:
         UserError: the file is damaged, or its weights are of another model.

@@ -102,14 +102,14 @@ def test_muon_equals_a_float64_implementation() -> None:
     expected, means = [weight.detach().clone() for weight in weights], [torch.zeros(shape).double() for shape in SHAPES]
     all_grads = gradients(torch.float64, 4)
     for grads in all_grads:
-        for path, grad in enumerate(grads):
-            means[path] = 0.9 * means[path] + 0.1 * grad
-            left, values, right = torch.linalg.svd(0.1 * grad + 0.9 * means[path], full_matrices=False)
+        for index, grad in enumerate(grads):
+            means[index] = 0.9 * means[index] + 0.1 * grad
+            left, values, right = torch.linalg.svd(0.1 * grad + 0.9 * means[index], full_matrices=False)
             values = values / values.norm()
             for _ in range(5):  # the polynomial of the Newton-Schulz iteration, of each singular value
                 values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
-            size = 0.2 * max(SHAPES[path]) ** 0.5
-            expected[path] = expected[path] * (1 - 0.02 * 0.3) - 0.02 * size * (left * values @ right)
+            size = 0.2 * max(SHAPES[index]) ** 0.5
+            expected[index] = expected[index] * (1 - 0.02 * 0.3) - 0.02 * size * (left * values @ right)
     take_steps(Muon(weights, CONFIG), weights, all_grads)
     for actual, by_hand in zip(weights, expected, strict=True):
         torch.testing.assert_close(actual.detach(), by_hand, rtol=0, atol=1e-10)

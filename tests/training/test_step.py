@@ -41,16 +41,16 @@ class SimpleTraining:
         self.model = copy.deepcopy(trainer.model)
         self.text, self.config = text, trainer.config
         self.weights = list(self.model.parameters())
-        self.first = [torch.zeros_like(weight) for weight in self.weights]
-        self.second = [torch.zeros_like(weight) for weight in self.weights]
+        self.means = [torch.zeros_like(weight) for weight in self.weights]
+        self.squares = [torch.zeros_like(weight) for weight in self.weights]
         self.spans = self.all_spans(lengths)
 
     def all_spans(self, lengths: list[int]) -> Iterator[tuple[int, int]]:
         """Yield the position in the rows where each step begins, and its number of tokens."""
-        longest, path = math.ceil(len(self.text) / self.config.batch_size), 0
+        longest, position = math.ceil(len(self.text) / self.config.batch_size), 0
         for length in lengths:
-            yield path, length
-            path = path + length if path + length < longest else 0
+            yield position, length
+            position = position + length if position + length < longest else 0
 
     def step(self, step: int, rate: float) -> tuple[float, float]:
         """Update the weights; return the loss in nats per target and the gradient norm before clipping."""
@@ -58,23 +58,24 @@ class SimpleTraining:
         grads = torch.autograd.grad(nats / count, self.weights)
         norm = math.sqrt(sum(float(grad.square().sum()) for grad in grads))
         scale = min(1.0, self.config.max_grad_norm / (norm + 1e-6))
-        for path, (weight, grad) in enumerate(zip(self.weights, grads, strict=True)):
-            self.first[path] = 0.9 * self.first[path] + 0.1 * grad * scale
-            self.second[path] = 0.999 * self.second[path] + 0.001 * (grad * scale) ** 2
-            mean, square = self.first[path] / (1 - 0.9 ** (step + 1)), self.second[path] / (1 - 0.999 ** (step + 1))
+        for index, (weight, grad) in enumerate(zip(self.weights, grads, strict=True)):
+            self.means[index] = 0.9 * self.means[index] + 0.1 * grad * scale
+            self.squares[index] = 0.999 * self.squares[index] + 0.001 * (grad * scale) ** 2
+            mean, square = self.means[index] / (1 - 0.9 ** (step + 1)), self.squares[index] / (1 - 0.999 ** (step + 1))
             weight.data -= rate * mean / (square.sqrt() + 1e-8)
         return float(nats.detach()) / count, norm
 
-    def loss(self, path: int, length: int) -> tuple[Tensor, int]:
+    def loss(self, position: int, length: int) -> tuple[Tensor, int]:
+        """Return the total loss and the number of targets of the tokens at a position of every row."""
         rows = self.config.batch_size
         edges = list(pairwise(row * len(self.text) // rows for row in range(rows + 1)))
         slots = self.config.memory_length * length // self.config.segment_length
-        if path == 0:
+        if position == 0:
             self.memories = [self.model.initial_memory(1, ContextLimits(slots)) for _ in range(rows)]
-        self.memories = [of_length(memory, slots) for memory in self.memories]
+        self.memories = [resized(memory, slots) for memory in self.memories]
         nats, count = torch.zeros((), dtype=torch.float64), 0
         for row, (begin, end) in enumerate(edges):
-            first = begin + path
+            first = begin + position
             targets = list(self.text[first : min(first + length, end)])
             if not targets:
                 continue
@@ -86,23 +87,23 @@ class SimpleTraining:
         return nats, count
 
 
-def of_length(memory: Memory, slots: int) -> Memory:
+def resized(memory: Memory, slots: int) -> Memory:
     """Return a memory with this number of slots: the newest hidden states, with zeros before them."""
-    read = min(int(memory.valid_B), slots)
+    num_valid = min(int(memory.valid_B), slots)
     layers = []
     for layer_BMD in (cache.hidden_BMD for cache in memory.layers):
         new_BMD = torch.zeros(1, slots, layer_BMD.shape[-1], dtype=layer_BMD.dtype)
-        new_BMD[:, slots - read :] = layer_BMD[:, memory.length - read :]
+        new_BMD[:, slots - num_valid :] = layer_BMD[:, memory.length - num_valid :]
         layers.append(HiddenCache(new_BMD))
-    valid_B = torch.tensor([read])
+    valid_B = torch.tensor([num_valid])
     return replace(memory, layers=tuple(layers), valid_B=valid_B, context_limits=ContextLimits(slots), min_valid=0)
 
 
 @pytest.mark.parametrize(
     ("length", "settings"),
     [
-        (127, {}),  # rows of 42, 42 and 43: in the last segment two rows are padding alone
-        (139, {"loss": "half"}),  # rows of 46, 46 and 47: the last segment counts 1, 1 and 2 targets
+        (127, {}),  # rows of 42, 42 and 43: in the last segment, two rows are only padding
+        (139, {"loss": "half"}),  # rows of 46, 46 and 47: the last segment has 1, 1 and 2 targets in the loss
         (139, {"max_grad_norm": 100.0}),
         (139, {"max_grad_norm": 0.003, "memory_length": 0, "warmup_steps": 0}),
         (139, {"batch_size": 1, "segment_length": 31, "memory_length": 5}),
@@ -121,9 +122,9 @@ def test_steps_equal_simple_training(tmp_path: Path, length: int, settings: dict
 @pytest.mark.parametrize(
     ("length", "settings", "lengths"),
     [
-        # rows of 21, 21 and 22: an epoch takes 11 steps of 2, one of 4 instead of 2 where a row's end is near
+        # rows of 21, 21 and 22 tokens: an epoch has 11 steps of 2 tokens
         (64, {"micro_batch_size": 2}, [2] * 11 + [4] * 10 + [8] * 4),
-        # rows of 23, 23 and 24: some target counts in every step
+        # rows of 23, 23 and 24 tokens: every step has a target in the loss
         (70, {"loss": "half"}, [2] * 12 + [4] * 8 + [8] * 5),
     ],
 )
@@ -169,7 +170,7 @@ def compare_with_simple_training(trainer: Trainer, text: bytes, lengths: list[in
     assert all(line["tokens_per_second"] > 0 for line in lines)
 
 
-# Micro-batches and activation checkpointing, on a model alone.
+# The remaining tests use a model without a run.
 
 
 def random_batch(rows: int, length: int, seed: int) -> Batch:
