@@ -115,6 +115,6 @@ def test_average_is_saved_without_validation_text(tmp_path: Path) -> None:
     trainer = start(tmp_path / "run", letters_corpus(tmp_path / "corpus", num_valid=0), weight_average="uniform")
     trainer.run()
     assert trainer.weight_average is not None
-    kept, _ = load_tensors(trainer.folder.weights_file("best"))
-    actual = torch.cat([kept[name].flatten() for name, _ in trainer.model.named_parameters()])
+    best, _ = load_tensors(trainer.folder.weights_file("best"))
+    actual = torch.cat([best[name].flatten() for name, _ in trainer.model.named_parameters()])
     assert torch.equal(actual, averaged_weights(trainer.model, trainer.weight_average))

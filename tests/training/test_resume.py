@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from refusals import txl
-from training_runs import CPU, letters, letters_corpus, make_corpus, reopened, start, train_until
+from training_runs import CPU, letters, letters_corpus, lines_of, make_corpus, nats_of, reopened, start, train_until
 
 from transformer_xl.run_folder import RunFolder, config_text
 from transformer_xl.training.trainer import Trainer
@@ -24,21 +23,21 @@ from transformer_xl.training.trainer import Trainer
     ],
 )
 def test_settings_changed_at_resume_take_effect(tmp_path: Path, changed: dict[str, Any]) -> None:
-    """Micro-batches and activation checkpointing change only the last digits of losses; the others change the
-    losses."""
+    """Micro-batches and activation checkpointing change only the last digits of the losses."""
     corpus = letters_corpus(tmp_path / "corpus", num_valid=0)
     settings = {"optimizer": "adamw", "warmup_steps": 0, "micro_batch_size": 2}
-    straight = start(tmp_path / "straight", corpus, **settings)
-    straight.run()
+    unchanged = start(tmp_path / "unchanged", corpus, **settings)
+    unchanged.run()
     trainer = start(tmp_path / "run", corpus, **settings)
     train_until(trainer, 9)
     trainer = reopened(trainer, **changed)
     assert len(trainer.memories) == (3 if "micro_batch_size" in changed else 2)
     trainer.run()
-    nats = [[line["nats_per_token"] for line in run.folder.metrics()] for run in (trainer, straight)]
-    assert nats[0][:9] == nats[1][:9]
-    same = nats[0] == pytest.approx(nats[1], rel=1e-5)
-    assert same == ("micro_batch_size" in changed or "activation_checkpointing" in changed)
+    nats, expected = nats_of(trainer), nats_of(unchanged)
+    assert nats[:9] == expected[:9]
+    assert (nats == pytest.approx(expected, rel=1e-5)) == (
+        "micro_batch_size" in changed or "activation_checkpointing" in changed
+    )
 
 
 @pytest.mark.parametrize("other_file", [False, True])
@@ -55,13 +54,13 @@ def test_losses_of_different_validation_texts_are_not_compared(tmp_path: Path, *
     config = folder.config.model_copy(update={"train": folder.config.train.model_copy(update=changed)})
     (path / "config.yaml").write_text(config_text(config))
     trainer = Trainer(RunFolder.open(path), corpus, CPU)
-    (note,) = trainer.resume()
-    assert "validation text has changed" in note
+    (warning,) = trainer.resume()
+    assert "validation text has changed" in warning
     assert trainer.run()
     assert trainer.resume() == []
-    last = [line for line in trainer.folder.metrics() if line["split"] == "valid"][-1]["nats_per_token"]
+    last = lines_of(trainer, "valid")[-1]["nats_per_token"]
     assert before is not None
     assert trainer.state.best_nats == last > before
     assert trainer.folder.best_known() == (9, last)
-    actual = json.loads(txl("info", path, "--json").out)["run"]["best_valid"]
-    assert (actual["step"], actual["nats_per_token"]) == (9, last)
+    best = txl("info", path, "--json").object["run"]["best_valid"]
+    assert (best["step"], best["nats_per_token"]) == (9, last)

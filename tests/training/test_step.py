@@ -177,8 +177,8 @@ def random_batch(rows: int, length: int, seed: int) -> Batch:
     """Return random tokens; the number of targets in the loss differs between rows."""
     draw = np.random.default_rng(seed)
     tokens = draw.integers(0, 23, (rows, length + 1))
-    counted = np.arange(length) < draw.integers(0, length + 1, (rows, 1))
-    return Batch(tokens[:, :-1].copy(), tokens[:, 1:].copy(), counted, is_first=False)
+    loss_mask_BT = np.arange(length) < draw.integers(0, length + 1, (rows, 1))
+    return Batch(tokens[:, :-1].copy(), tokens[:, 1:].copy(), loss_mask_BT, is_first=False)
 
 
 def train_step_of(model: Any, **settings: Any) -> TrainStep:

@@ -72,7 +72,7 @@ def save_checkpoint(folder: RunFolder, trainer: Trainer, world: DistributedConte
         Folder of the checkpoint.
 
     Raises:
-        UserError: the file system refuses; older checkpoints are kept. All processes raise the same error.
+        UserError: the file system refuses; older checkpoints are unchanged. All processes raise the same error.
     """
     path = folder.path / "checkpoints" / f"step-{trainer.state.step:08}"
     # after a stop during validation, this step may have a checkpoint; it is deleted when the new one is complete
