@@ -213,9 +213,9 @@ class AdaptiveSoftmax(_ClusterTables):
         hidden_KE = self._to_cluster_width(hidden_KD, index)
         num_positions, width = hidden_KE.numel() // hidden_KE.shape[-1], hidden_KE.shape[-1]
         if index == 0 and self.num_tails and num_positions < width:  # logits are fewer to concatenate than weights
-            tokens_KV = F.linear(hidden_KE, *self._cluster_weights(0, with_tails=False))
             assert self.cluster_weight is not None
-            return torch.cat([tokens_KV, F.linear(hidden_KE, self.cluster_weight, self.cluster_bias)], -1)
+            tails_KV = F.linear(hidden_KE, self.cluster_weight, self.cluster_bias)
+            return torch.cat([F.linear(hidden_KE, *self._cluster_weights(0, with_tails=False)), tails_KV], -1)
         return F.linear(hidden_KE, *self._cluster_weights(index))
 
     def _cluster_weights(self, index: int, *, with_tails: bool = True) -> tuple[Tensor, Tensor]:
