@@ -20,6 +20,7 @@ def make_files(folder: Path, files: Mapping[str, bytes]) -> Path:
 
 
 def zip_of(files: Mapping[str, bytes]) -> bytes:
+    """A zip archive of these files, which also has an empty folder."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.mkdir("folder")
@@ -29,6 +30,7 @@ def zip_of(files: Mapping[str, bytes]) -> bytes:
 
 
 def tar_of(files: Mapping[str, bytes], mode: str = "w:gz", links: Iterable[tarfile.TarInfo] = ()) -> bytes:
+    """A tar archive of these links and files."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode=mode) as archive:
         for link in links:

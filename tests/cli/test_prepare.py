@@ -132,14 +132,14 @@ def small_ptb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     for split, content in {"train": b"a N <unk>\n b a\n", "valid": b"b c\n", "test": b"d\n"}.items():
         (folder / f"ptb.{split}.txt.gz").write_bytes(gzip.compress(content))
-    dataset = named_datasets.DISTRIBUTED["ptb"]
+    dataset = named_datasets.DOWNLOADABLE["ptb"]
     all_files = {
         split: tuple(replace(file, text=replace(file.text, digest=None, urls=())) for file in files)
         for split, files in dataset.files.items()
     }
     num_tokens = {"train": 7, "valid": 3, "test": 5}
     changed = replace(dataset, files=all_files, expected_num_tokens=num_tokens)
-    monkeypatch.setitem(named_datasets.DISTRIBUTED, "ptb", changed)
+    monkeypatch.setitem(named_datasets.DOWNLOADABLE, "ptb", changed)
     return folder
 
 

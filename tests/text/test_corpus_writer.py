@@ -28,7 +28,7 @@ from transformer_xl.text.tokenizers.training import train_tokenizer
 
 BYTES = ByteTokenizer()
 TEXTS = st.lists(st.text("ab \n\t", max_size=13).map(str.encode), max_size=7)
-# Numbers of at most two digits, since the tables of an integer tokenizer have an entry for every number.
+# Integers of at most two digits, since `is_newline_V` of an integer tokenizer has an entry for every smaller integer.
 NUMBERS = st.lists(
     st.lists(st.sampled_from([b"1 ", b"12 ", b"2\n", b"21\n", b" ", b"\n"]), max_size=7).map(b"".join), max_size=7
 )
@@ -197,11 +197,11 @@ def test_at_most_five_mebibytes_of_text_are_held_in_memory(tmp_path: Path) -> No
             yield bytes(2**20)
             (partial_folder,) = tmp_path.glob(".c.partial-*")
             num_written = sum(file.stat().st_size for file in partial_folder.glob("train-*.tokens"))
-            num_held.append((index + 1) * 2**20 - num_written)
+            held_bytes.append((index + 1) * 2**20 - num_written)
 
-    num_held: list[int] = []
+    held_bytes: list[int] = []
     write_corpus(tmp_path / "c", {"train": [Document("x", chunks())]}, name="c", source="", tokenizer=BYTES)
-    assert 0 < max(num_held) <= 5 * 2**20
+    assert 0 < max(held_bytes) <= 5 * 2**20
 
 
 def test_killed_writer_leaves_no_corpus_and_the_next_writer_deletes_its_files(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from transformer_xl.config import UserError, check_settings
 from transformer_xl.text.segments import SINGLE_SHARD, Batch, DatasetPosition, SegmentDataset, Shard, check_training
 
-BOS = 7919
+BOS = 7919  # no token of the texts
 
 
 def dataset_of(num_tokens: int, batch_size: int, segment_length: int, shard: Shard = SINGLE_SHARD) -> SegmentDataset:

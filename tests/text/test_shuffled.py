@@ -16,8 +16,8 @@ from transformer_xl.text.segments import SINGLE_SHARD, Batch, DatasetPosition, S
 from transformer_xl.text.shuffled import ShuffledDocumentDataset
 from transformer_xl.text.token_store import TokenShards
 
-BOS = 7919
-LENGTHS = st.lists(st.integers(1, 13), min_size=1, max_size=43)
+BOS = 7919  # no token of the texts
+LENGTHS = st.lists(st.integers(1, 13), min_size=1, max_size=43)  # of documents, in tokens
 
 
 def dataset_of(

@@ -1,7 +1,9 @@
-"""Writes a corpus in one pass: documents -> chunks of text -> token ids (in several processes) -> files in text order.
+"""Writes a corpus in one pass: documents -> chunks of text -> token ids (in several processes) -> files.
 
-`prepare` calls it. Only a few chunks are in RAM at a time, so a corpus may be larger than RAM. The files do not depend
-on the number of processes or on how the documents are split into chunks.
+`prepare` calls it. Only a few chunks are in RAM at a time, so a corpus may be larger than RAM. Tokens are in the order
+of the text: the files do not depend on the number of processes or on how the documents are split into chunks.
+
+Shape suffix: V vocabulary.
 """
 
 from __future__ import annotations
@@ -67,8 +69,9 @@ class _TokenChunk:
     """The document's index in its split."""
     ids: TokenArray
     num_unknown: int
+    """How many of the ids are the unknown token."""
     line_ends: npt.NDArray[np.int64]
-    """Positions after the tokens that end a line; empty unless lines are documents."""
+    """For each token that ends a line, its index in `ids` plus 1; empty unless lines are documents."""
     num_words: int
     """Number of words that begin in the chunk."""
 
@@ -92,7 +95,8 @@ def write_corpus(
         name: name of the corpus.
         source: description of where the text comes from.
         tokenizer: encodes the text.
-        document_unit: whether each of the documents, or each line of it, becomes a document of the corpus.
+        document_unit: what becomes a document of the corpus: each of the documents (file), or each of their lines
+            (line).
         num_workers: number of processes that encode.
         max_shard_tokens: maximum number of tokens in one file.
 
@@ -135,7 +139,7 @@ def write_corpus(
 def _text_chunks(
     splits: Mapping[SplitName, Iterable[Document]], writers: Mapping[SplitName, _SplitWriter], tokenizer: Tokenizer
 ) -> Iterator[_TextChunk]:
-    """Yield all documents in chunks that can be encoded independently; the writers count the bytes they contain."""
+    """Yield all documents in chunks that can be encoded independently; each writer counts the bytes of its split."""
     for split, documents in splits.items():
         for index, document in enumerate(documents):
             position, previous_byte = 0, b" "
@@ -185,7 +189,8 @@ def count_words(text: bytes, previous_byte: bytes = b" ") -> int:
         text: the text, at least one byte.
         previous_byte: the byte before the text; if it is not whitespace, the text may begin inside a word.
     """
-    inside = np.frombuffer((previous_byte + text).translate(_IN_WORD), dtype=np.bool_)  # 2.5 times as fast as split
+    # 2.5 times as fast as len(text.split())
+    inside = np.frombuffer((previous_byte + text).translate(_IN_WORD), dtype=np.bool_)
     return int(np.count_nonzero(inside[1:] > inside[:-1]))
 
 
@@ -197,7 +202,7 @@ class _SplitWriter:
         self._dtype = token_dtype(tokenizer.vocab_size)
         self.shard_lengths: list[int] = []  # number of tokens in each token file
         self._shard: BinaryIO | None = None  # the last token file
-        self._starts = documents_file(folder, split).open("wb")
+        self._documents = documents_file(folder, split).open("wb")
         self._token_hash, self._start_hash = hashlib.sha256(), hashlib.sha256()
         self._counts = dict.fromkeys(("num_tokens", "num_bytes", "num_words", "num_unknown", "num_documents"), 0)
         self._document = -1  # index of the document of the last token written
@@ -205,7 +210,7 @@ class _SplitWriter:
 
     def close(self) -> None:
         """Close the files."""
-        self._starts.close()
+        self._documents.close()
         if self._shard:
             self._shard.close()
 
@@ -222,12 +227,13 @@ class _SplitWriter:
         num_tokens = len(chunk.ids)
         if not num_tokens:
             return
+        # A line that ends with the chunk is followed by a document that starts in the next chunk.
         starts = chunk.line_ends[chunk.line_ends < num_tokens]
         if self._at_line_end or chunk.document != self._document:
             starts = np.concatenate([[0], starts])
         self._document, self._at_line_end = chunk.document, num_tokens in chunk.line_ends[-1:]
         start_bytes = (starts + self._counts["num_tokens"]).astype(DOCUMENT_START_DTYPE).data
-        self._starts.write(start_bytes)
+        self._documents.write(start_bytes)
         self._start_hash.update(start_bytes)
         self._counts["num_documents"] += len(starts)
         self._add_tokens(np.ascontiguousarray(chunk.ids, dtype=self._dtype))

@@ -42,7 +42,7 @@ class TextSource:
     tokenizer_splits: tuple[SplitName, ...] = ("train",)
     """Splits that the default tokenizer is trained on."""
     document_unit: DocumentUnit = "file"
-    """Whether each document in `splits`, or each line of it, becomes a document of the corpus."""
+    """Whether each document in `splits` (file) or each of their lines (line) becomes a document of the corpus."""
     expected_num_tokens: Mapping[SplitName, int] = field(default_factory=dict)
     """Published number of tokens of each split with the default tokenizer, where known."""
     notes: tuple[str, ...] = ()

@@ -14,7 +14,7 @@ from transformer_xl.text.corpus_writer import write_corpus
 from transformer_xl.text.documents import SPLITS, Document, DocumentUnit, SplitName, TextSource
 from transformer_xl.text.sources.archives import Progress, no_progress
 from transformer_xl.text.sources.arrays import limit_values
-from transformer_xl.text.sources.named_datasets import DATASET_NAMES, DISTRIBUTED, open_dataset
+from transformer_xl.text.sources.named_datasets import DATASET_NAMES, DOWNLOADABLE, open_dataset
 from transformer_xl.text.sources.text_files import (
     BytesRange,
     describe_paths,
@@ -40,7 +40,7 @@ Texts = Iterable[str | bytes]
 DEFAULT_FRACTION = 0.05
 """Default fraction of a text for valid, and also for test."""
 _PARENT_FOLDER = Path("corpora")  # of the output folder, unless the user names one
-_IN_MEMORY = "documents in memory"
+_IN_MEMORY = "documents in memory"  # the description of such a text in corpus.json
 
 
 def prepare(
@@ -95,8 +95,8 @@ def prepare(
         document_unit: whether each file (or text in memory) or each line is a document, or None for the data set's
             default, else file.
         data_dir: file or folder with the files of the named data set, or None to download them.
-        num_workers: number of processes that train the tokenizer and encode. With more than 1, scripts need the usual
-            `if __name__ == "__main__":`.
+        num_workers: number of processes that train the tokenizer and encode. With more than 1, a script must call
+            `prepare` under `if __name__ == "__main__":`, since the processes import the script.
         progress: called with the name of a stage (`train tokenizer`, `write`, `download ...`), the number of bytes
             processed, and the total (0 if unknown).
 
@@ -122,20 +122,20 @@ def prepare(
     settings = {name: value for name, value in all_settings.items() if value is not None}
     paths = _paths(source)
     dataset = _dataset(paths)
-    base_tokenizer = _resolve_tokenizer(tokenizer, settings)
+    given_tokenizer = _resolve_tokenizer(tokenizer, settings)
     # Check the output folder and the settings before anything is downloaded or read.
     folder = Path(out) if out is not None else _PARENT_FOLDER / dataset if dataset else None
     if folder:
         _check_is_new(folder)
-    if not isinstance(base_tokenizer, Tokenizer) and (base_tokenizer or dataset):
-        default = DISTRIBUTED[dataset].tokenizer if dataset in DISTRIBUTED else TokenizerConfig()
-        _tokenizer_config(base_tokenizer, default, settings)
+    if not isinstance(given_tokenizer, Tokenizer) and (given_tokenizer or dataset):
+        default = DOWNLOADABLE[dataset].tokenizer if dataset in DOWNLOADABLE else TokenizerConfig()
+        _tokenizer_config(given_tokenizer, default, settings)
     text = find_text(
         paths,
         documents=documents,
         splits={"train": _paths(train), "valid": _paths(valid), "test": _paths(test)},
         fractions={"valid": valid_fraction, "test": test_fraction},
-        kind=base_tokenizer.kind if isinstance(base_tokenizer, Tokenizer | TokenizerConfig) else base_tokenizer,
+        kind=given_tokenizer.kind if isinstance(given_tokenizer, Tokenizer | TokenizerConfig) else given_tokenizer,
         data_dir=None if data_dir is None else Path(data_dir),
         progress=progress,
     )
@@ -143,10 +143,10 @@ def prepare(
         folder = _PARENT_FOLDER / text.name
         _check_is_new(folder)
     notes = [*text.notes]
-    if isinstance(base_tokenizer, Tokenizer):
-        encoder = base_tokenizer
+    if isinstance(given_tokenizer, Tokenizer):
+        encoder = given_tokenizer
     else:
-        config = _tokenizer_config(base_tokenizer, text.tokenizer, settings)
+        config = _tokenizer_config(given_tokenizer, text.tokenizer, settings)
         encoder = _train_tokenizer(text, config, num_workers, progress)
     splits = text.splits
     if not encoder.is_text:  # the last id is the end-of-sequence token
@@ -160,7 +160,7 @@ def prepare(
         document_unit=document_unit or text.document_unit,
         num_workers=num_workers,
     )
-    if base_tokenizer is None and not settings and document_unit is None:
+    if given_tokenizer is None and not settings and document_unit is None:
         notes += _note_unexpected_lengths(corpus, text)
     return replace(corpus, notes=tuple(notes))
 
@@ -214,8 +214,8 @@ def find_text(
             f"others, or write ./{dataset} for a file of that name",
         ),
         (
-            data_dir and dataset not in DISTRIBUTED,
-            f"--data-dir {data_dir} is only for data sets that can be downloaded ({', '.join(DISTRIBUTED)}); omit it",
+            data_dir and dataset not in DOWNLOADABLE,
+            f"--data-dir {data_dir} is only for data sets that can be downloaded ({', '.join(DOWNLOADABLE)}); omit it",
         ),
         (
             custom_fractions and (split_paths or dataset or isinstance(documents, Mapping)),

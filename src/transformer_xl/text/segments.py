@@ -3,8 +3,8 @@
 The N tokens of the text become B batch rows; row b has the tokens from b*N//B to (b+1)*N//B, so row lengths differ by
 at most one. Segment i covers the positions i*T to (i+1)*T of every row. A model that carries its memory from one
 segment to the next reads each row as one continuous text. Every token is a target exactly once per epoch and is
-predicted from the preceding token of the text, even at the start of a row. (The authors' iterators drop the N mod B
-last tokens, and the first token of each row is never a target.)
+predicted from the preceding token of the text, even at the start of a row. (The iterators in the code of the
+Transformer-XL authors drop the N mod B last tokens, and the first token of each row is never a target.)
 
 Processes that train one model share the batch rows: each reads its shard of the rows, and all have the same position.
 
@@ -41,7 +41,7 @@ class DatasetPosition(Settings):
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """The inputs and targets of one step; the arrays are new and may be modified."""
+    """One segment of every batch row of a shard: inputs and targets; the arrays are new and may be modified."""
 
     inputs_BT: npt.NDArray[np.int64]
     """Token ids that the model reads."""
@@ -85,7 +85,7 @@ SINGLE_SHARD = Shard()
 
 @dataclass(frozen=True, eq=False)
 class TokenDataset(ABC):
-    """A text as segments of B batch rows and T tokens, read from where the tokens are stored.
+    """A text as segments of B batch rows and T tokens; `read` loads the tokens of one segment.
 
     Raises:
         UserError: batch size or segment length below 1, fewer tokens than batch rows, or fewer rows than shards.
@@ -177,7 +177,7 @@ def check_training(dataset: TokenDataset) -> None:
     """Check that a text is long enough to train on: one whole segment for every batch row.
 
     Raises:
-        UserError: the text is too short; the message has its length and the required number of tokens.
+        UserError: the text is too short; the message gives its length and the required number of tokens.
     """
     min_tokens = dataset.batch_size * dataset.segment_length
     if len(dataset.tokens) < min_tokens:

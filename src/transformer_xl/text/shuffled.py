@@ -1,16 +1,16 @@
 """A training dataset that shuffles the documents every epoch, for texts of independent documents (often sentences).
 
-An epoch is the concatenation of all documents in a random order. The batch rows are consecutive ranges of that order,
-split between documents into lengths as equal as possible. Within a row documents are adjacent, and a document that does
+An epoch is the concatenation of all documents in a random order. It is cut between documents into one part for each
+batch row; the parts have lengths as equal as possible. Within a row documents are adjacent, and a document that does
 not fit into a segment continues in the next. Each document is read once per epoch. The input before a document's first
-token is the last token of the document before it in the order: the end-of-sequence token of that document. (In the
-authors' iterator a row takes the next sentence of the order when its last one ends, so resuming requires reading
-everything before the position.)
+token is the last token of the document before it in the order: the end-of-sequence token of that document. (In
+LMShuffledIterator of the Transformer-XL authors, a row takes the next sentence of the order when its current one ends,
+so resuming requires reading everything before the position.)
 
 The order depends only on seed and epoch: documents are sorted by 64-bit random integers of a PCG64 generator seeded
 with SeedSequence(seed, spawn_key=(epoch,)), ties by their index. NumPy guarantees the same integers for every version
 and platform (its compatibility policy for bit generators and SeedSequence), but not the same shuffles. So a checkpoint
-has to save only epoch and segment.
+has to save only the epoch and the index of the segment.
 
 RAM: 12 bytes per document of the shard's rows, and about 36 bytes per document of the corpus while an order is drawn:
 360 MB and 1.1 GB for 30 million sentences. Tokens are read from the memory-mapped files.
@@ -44,7 +44,7 @@ class ShuffledDocumentDataset(TokenDataset):
     seed: int
     """Seed of the orders; the same in all shards."""
     _orders: dict[int, _EpochOrder] = field(default_factory=dict, init=False, repr=False)
-    """Order of the epoch that was read last, by epoch; cached because drawing it takes seconds."""
+    """The order of the epoch that was read last, with the epoch as its key; cached because drawing it takes seconds."""
 
     @override
     def __post_init__(self) -> None:
@@ -93,9 +93,10 @@ class _EpochOrder:
     """The part of an epoch's order that one shard needs. A position is a token's index in the shuffled text."""
 
     documents: npt.NDArray[np.uint32]
-    """Indices in the corpus of the documents of the shard's rows, after that of the preceding document, if any."""
+    """Corpus indices of the documents in the shard's rows, preceded by that of the document before them, if any: its
+    last token is the first input of the first row."""
     starts: npt.NDArray[np.int64]
-    """(len(documents),) start positions of these documents."""
+    """(len(documents),) start positions of these documents in the shuffled text."""
     row_edges: npt.NDArray[np.int64]
     """(B + 1,) positions where the shard's rows start, and where the last one ends."""
     longest_row: int
@@ -114,6 +115,7 @@ class _EpochOrder:
         equal_edges = np.arange(num_rows + 1) * len(dataset.tokens) // num_rows
         after = np.searchsorted(starts, equal_edges)  # the first document boundary at or after each edge
         before = np.maximum(after - 1, 0)
+        # `edges` are indices of document boundaries, so edge e is at position starts[e] of the shuffled text.
         edges = np.where(equal_edges - starts[before] < starts[after] - equal_edges, before, after)
         # A document longer than a row must not leave the adjacent rows without a document: each row has at least one.
         rows = np.arange(1, num_rows)

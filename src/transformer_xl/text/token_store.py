@@ -77,7 +77,7 @@ class CorpusRecord(Settings):
     source: str
     """Description of where the text comes from."""
     tokenizer_sha256: str = Field(pattern="^[0-9a-f]{64}$")
-    """Fingerprint of the tokenizer."""
+    """Fingerprint of the tokenizer: the sha256 of its JSON (`tokenizers.storage.fingerprint`)."""
     splits: dict[SplitName, SplitRecord]
     """Records by split; train is always present."""
 
@@ -133,7 +133,7 @@ class TokenShards:
 
 
 Tokens = TokenArray | TokenShards
-"""(N,) token ids, possibly on disk; they support `len`, `dtype`, slices and indexing by arrays."""
+"""One-dimensional token ids, in memory or memory-mapped; they support `len`, `dtype`, slices and indexing by arrays."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -294,8 +294,8 @@ def _read_record(path: Path) -> CorpusRecord:
     values = read_json_object(file)
     if (values.get("format"), values.get("version")) != (_FORMAT, _VERSION):
         raise UserError(
-            f"{file}: format {values.get('format')!r} {values.get('version')!r}, expected '{_FORMAT}' {_VERSION}; "
-            "prepare the corpus again with this version of txl"
+            f"{file}: format {values.get('format')!r}, version {values.get('version')!r}, expected '{_FORMAT}', "
+            f"version {_VERSION}; prepare the corpus again with this version of txl"
         )
     try:
         return check_settings(CorpusRecord, values, str(file))

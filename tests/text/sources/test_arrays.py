@@ -71,6 +71,7 @@ def test_damaged_and_truncated_files_are_refused(tmp_path: Path) -> None:
     np.save(path, np.arange(1009))
     content = path.read_bytes()
     whole = ArrayRange.whole(path)
+    # .npy files whose header has a malformed shape
     headers = [content.replace(b"(1009,)", shape) for shape in (b"(1009, ", b"((0009)", b"(-109,)", b"0o10.7,")]
     for damaged in (content[:-1], content[:50], content[:3], b"1 2 3\n", b"PK\3\4", *headers):
         path.write_bytes(damaged)

@@ -26,7 +26,7 @@ def digest(content: bytes) -> FileDigest:
 
 
 ZIP, TAR = zip_of({"x-v1/readme": b"-", **TEXTS}), tar_of({"x-v1/readme": b"-", **TEXTS})
-NO_URL = ("http://127.0.0.1:1/x",)
+NO_URL = ("http://127.0.0.1:1/x",)  # refuses connections
 ARCHIVES = {
     "zip": RemoteFile("x-v1.zip", NO_URL, digest(ZIP)),
     "tar": RemoteFile("x-v1.tgz", NO_URL, digest(TAR)),
@@ -126,10 +126,10 @@ def test_progress_reports_checks_and_extraction(tmp_path: Path) -> None:
         "extract x-v1.tgz",
         "check x.test",
     ]
-    assert ("check x.test", 10090, 10090) in progress
+    assert ("check x.test", 10_090, 10_090) in progress  # the length of the text in bytes
 
 
-WRONG = TEXTS[TRAIN.path][::-1]
+WRONG = TEXTS[TRAIN.path][::-1]  # 11,099 bytes
 ADVICE = r"get it again, or use it as your own text: txl prepare --train .*mine/x.train"
 ERRORS: dict[str, tuple[dict[str, bytes], str]] = {
     "no text": (

@@ -17,7 +17,7 @@ from transformer_xl.text.documents import SPLITS, TextSource
 from transformer_xl.text.prepare import find_text
 from transformer_xl.text.sources.dataset_files import TextFile
 from transformer_xl.text.sources.download import RemoteFile
-from transformer_xl.text.sources.named_datasets import DATASET_NAMES, DISTRIBUTED, NamedDataset
+from transformer_xl.text.sources.named_datasets import DATASET_NAMES, DOWNLOADABLE, NamedDataset
 from transformer_xl.text.token_store import Corpus
 from transformer_xl.text.tokenizers.training import train_tokenizer
 
@@ -54,7 +54,7 @@ def write(source: TextSource, folder: Path) -> Corpus:
     )
 
 
-@pytest.mark.parametrize("dataset", DISTRIBUTED.values(), ids=lambda dataset: dataset.name)
+@pytest.mark.parametrize("dataset", DOWNLOADABLE.values(), ids=lambda dataset: dataset.name)
 def test_table_entries_are_well_formed_and_documented(dataset: NamedDataset) -> None:
     page = (Path(__file__).parents[3] / "docs" / "data.md").read_text(encoding="utf-8")
     assert dataset.archive
@@ -73,7 +73,7 @@ def test_table_entries_are_well_formed_and_documented(dataset: NamedDataset) -> 
 
 @pytest.mark.parametrize("name", ["enwik8", "text8"])
 def test_enwik8_and_text8_are_split_at_90_and_95_million_bytes(name: str) -> None:
-    files = [file for files in DISTRIBUTED[name].files.values() for file in files]
+    files = [file for files in DOWNLOADABLE[name].files.values() for file in files]
     assert [(file.start, file.stop) for file in files] == [
         (0, 90_000_000), (90_000_000, 95_000_000), (95_000_000, 100_000_000)
     ]  # fmt: skip
@@ -84,7 +84,7 @@ def test_text8_has_27_characters_and_refuses_others(tmp_path: Path) -> None:
     """A text of a millionth of the size of text8, split at the same fractions."""
     letters = b"abcdefghijklmnopqrstuvwxyz ab"
     folder = make_files(tmp_path, {"text8.gz": gzip.compress(letters * 3 + b"c" * 13)})
-    dataset = without_digests(DISTRIBUTED["text8"])
+    dataset = without_digests(DOWNLOADABLE["text8"])
     small = {
         split: tuple(replace(file, start=file.start // 10**6, stop=(file.stop or 0) // 10**6) for file in files)
         for split, files in dataset.files.items()
@@ -108,7 +108,7 @@ def test_text8_has_27_characters_and_refuses_others(tmp_path: Path) -> None:
 def test_word_datasets_have_the_published_vocabulary(tmp_path: Path, name: str, vocabulary: list[str]) -> None:
     """WikiText-103 has only the words of train; PTB is lowercased; `<unk>` is sorted by its count in all of them."""
     files = {"train.txt": b" a N\n \n b a <unk> a\n", "valid.txt": b" n c\n", "test.txt": b" d"}
-    source = without_digests(DISTRIBUTED[name]).open(make_files(tmp_path / "mine", files))
+    source = without_digests(DOWNLOADABLE[name]).open(make_files(tmp_path / "mine", files))
     corpus = write(source, tmp_path / "out")
     tokenizer = corpus.tokenizer
     assert [tokenizer.decode([index]) for index in range(tokenizer.vocab_size)] == vocabulary
@@ -126,7 +126,7 @@ def lm1b_files() -> dict[str, bytes]:
 
 
 def test_lm1b_documents_are_sentences_that_end_in_the_token_s(tmp_path: Path) -> None:
-    source = without_digests(DISTRIBUTED["lm1b"]).open(make_files(tmp_path / "mine", lm1b_files()))
+    source = without_digests(DOWNLOADABLE["lm1b"]).open(make_files(tmp_path / "mine", lm1b_files()))
     assert [text_of(source.splits[split]) for split in ("valid", "test")] == [b"x 1\n", b"x 0\n"]
     assert len(source.splits["train"]) == 99
     assert text_of(source.splits["train"][:2]) == b"The 1\nx The\nThe 2\nx The\n"
@@ -136,6 +136,7 @@ def test_lm1b_documents_are_sentences_that_end_in_the_token_s(tmp_path: Path) ->
     assert train.num_documents == 2 * 99
     # A sentence of n words becomes n + 1 tokens: its words and <S>, which is 0.
     assert np.asarray(train.tokens[:12]).tolist() == [2, 1, 0, 3, 2, 0] * 2
+    # The sentences of file 7, the only number in the vocabulary; in the 98 other files it is an unknown word.
     assert np.asarray(train.tokens[36:42]).tolist() == [2, 4, 0, 3, 2, 0]
     assert corpus.record.splits["train"].num_unknown == 98
 
@@ -145,7 +146,7 @@ def test_vocab_file_is_needed_only_for_the_default_tokenizer(tmp_path: Path, mon
     files = lm1b_files()
     words = files.pop("1b_word_vocab.txt")
     folder = make_files(tmp_path / "mine", files)
-    dataset = without_digests(DISTRIBUTED["lm1b"])
+    dataset = without_digests(DOWNLOADABLE["lm1b"])
     with pytest.raises(UserError, match=r"no 1b_word_vocab.txt there for lm1b"):
         dataset.open(folder)
     assert dataset.open(folder, kind="byte").tokenizer.vocab_file is None
@@ -167,7 +168,9 @@ def test_standard_library_is_split_into_disjoint_files() -> None:
 
 
 def test_standard_library_split_depends_only_on_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Computed by hand with sha256sum: hashes below 0xe666... are train, below 0xf333... valid, others test."""
+    """Computed by hand with sha256sum: hashes below 0xe666... (0.9) are train, below 0xf333... (0.95)
+    valid, others test.
+    """
     files = {f"m{index}.py": b"x" for index in range(40)}
     make_files(tmp_path, {**files, "test/t.py": b"x", "a/tests/t.py": b"x", "a/readme.txt": b"x", "empty.py": b""})
     monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(tmp_path)})

@@ -105,12 +105,13 @@ def test_splits_end_at_the_best_boundaries_and_join_to_the_whole_text(
 
 
 def test_boundary_does_not_move_to_a_distant_newline(tmp_path: Path) -> None:
+    """The next newline is further away than SPLIT_TOLERANCE_BYTES, so the parts have exactly 1/2, 1/4 and 1/4."""
     make_files(tmp_path, {"a": b"a" * 1_000_003 + b"\n" + b"b" * 70_001 + b"\n"})
     train, valid, test = texts_of(find(tmp_path / "a", fractions={"valid": 0.25, "test": 0.25}))
     assert [len(train), len(valid), len(test)] == [535_002, 267_502, 267_502]
 
 
-def test_default_fractions_are_five_percent_and_names_have_the_start(tmp_path: Path) -> None:
+def test_default_fractions_are_five_percent_and_document_names_have_the_start_byte(tmp_path: Path) -> None:
     make_files(tmp_path, {"a.txt": b"a\n" * 5000})
     source = find(tmp_path / "a.txt")
     assert (source.name, source.tokenizer.kind) == ("a", "byte")
@@ -198,6 +199,7 @@ def test_integer_text_is_split_between_lines(
     whole = b"".join(b" ".join(b"%d" % (index * length) for index in range(length)) + b"\n" for length in lengths)
     path = make_files(tmp_path_factory.mktemp("numbers"), {"a": whole}) / "a"
     fractions: dict[SplitName, float | None] = {"valid": fraction, "test": 0}
+    # If the boundary falls in the last line, no line is left for valid.
     if whole.find(b"\n", len(whole) - round(len(whole) * fraction) - 1) == len(whole) - 1:
         with pytest.raises(UserError, match="leave valid empty"):
             find(path, fractions=fractions, kind="integer")

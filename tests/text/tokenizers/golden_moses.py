@@ -1,4 +1,4 @@
-"""Regenerates moses.json: texts, their words, and the words joined again, by the tokenizer of Hugging Face.
+"""Regenerates moses.json: texts, their words, and the words joined again, by TransfoXLTokenizer of transformers.
 
     python golden_moses.py
 

@@ -164,7 +164,7 @@ def test_text_that_is_not_utf8_is_refused_with_its_position(name: str) -> None:
 def test_text_that_cannot_be_split_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunking, "MAX_UNSPLIT_BYTES", 4096)
     tokenizer = TOKENIZERS[name]
-    start = 3 if name == "bpe" else 4  # of the text without whitespace
+    start = 3 if name == "bpe" else 4  # of the part that cannot be split: bpe splits before a space, word after it
     text = b"7 7 ".ljust(4096 + start, b"7")
     chunks = [text[:1000], text[1000:]]
     assert len(list(split_chunks(tokenizer, chunks, 1024))[-1].rstrip(b"\n")) == 4096

@@ -52,7 +52,7 @@ WHITESPACE = list("\t\u00a0\u3000\u2009\x85\x1c\u1680\u180e") + 3 * [" ", "  "]
 @PROPERTY
 @given(st.lists(st.sampled_from(PARTS + WHITESPACE)).map("".join) | st.text().map(lambda text: text.replace("\n", " ")))
 def test_last_boundary_is_not_inside_a_match_of_the_gpt2_pattern(line: str) -> None:
-    """Then no token crosses it, whatever the merges are; tested for every start of the line."""
+    """No token extends beyond a match, so none crosses the boundary, whatever the merges are. Tests every prefix."""
     split = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True).pre_tokenize_str
     matches = [match for match, _ in split(line)]
     text = line.encode()

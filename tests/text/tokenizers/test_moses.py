@@ -1,4 +1,4 @@
-"""The pre-tokenizer `moses`, compared with the output of Hugging Face's tokenizer (`golden_moses.py`)."""
+"""The pre-tokenizer `moses`, compared with the output of TransfoXLTokenizer of transformers (`golden_moses.py`)."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ def join(words: list[str], detokenizer: MosesDetokenizer) -> str:
     return "".join([*map(detokenizer.push, words), detokenizer.finish()])
 
 
-def test_words_equal_those_of_hugging_face() -> None:
+def test_words_equal_those_of_transformers() -> None:
     assert len(GOLDEN) > 400
     assert {text: split_line(text) for text, _, _ in GOLDEN} == {text: words for text, words, _ in GOLDEN}
 
 
-def test_joined_words_equal_those_of_hugging_face() -> None:
+def test_joined_words_equal_those_of_transformers() -> None:
     detokenizer = MosesDetokenizer()  # the same for all lines, so that no state may remain after a line
     joined = {" ".join(words): join(words, detokenizer) for _, words, _ in GOLDEN}
     assert joined == {" ".join(words): text for _, words, text in GOLDEN}
 
 
 def test_number_punctuation_is_joined_at_the_ends_of_a_line() -> None:
-    """This differs from Hugging Face's tokenizer, which leaves @,@ and @.@ there."""
+    """This differs from TransfoXLTokenizer, which leaves @,@ and @.@ there."""
     assert join(["@,@", "5", "@.@"], MosesDetokenizer()) == ",5."
 
 

@@ -105,7 +105,7 @@ def test_invalid_file_is_refused(tmp_path: Path, content: str, message: str) -> 
         ("word", {"counts": 7}, r"not a list of non-negative integers"),
         ("word", {"unk_token": "<UNK>"}, r"'<UNK>' is not one of its words"),
         ("word", {"pre_tokenizer": "spaces"}, r"pre_tokenizer 'spaces'"),
-        ("word", {"unexpected": 1}, r"it has other values"),
+        ("word", {"unexpected": 1}, r"settings or values that such a tokenizer does not have"),
         ("char", {"characters": ["a", "a"]}, r"one of them twice"),
         ("char", {"characters": ["ab"]}, r"not a list of single characters"),
         ("char", {"characters": ["\ud800"]}, r"surrogates not allowed"),

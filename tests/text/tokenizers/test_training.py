@@ -84,6 +84,7 @@ def test_counts_equal_those_of_the_encoded_text_in_descending_order(
     if unk_token or (vocab_size is None and min_frequency == 1):
         counts = np.bincount(tokenizer.encode(text), minlength=tokenizer.vocab_size)
         assert tokenizer.counts.tolist() == counts.tolist()
+    # <unk> is at the front only if the text does not contain it; otherwise it is sorted by its count.
     num_special = 2 if tokenizer.words[1:2] == ("<unk>",) and "<unk>" not in words else 1
     assert (np.diff(tokenizer.counts[num_special:]) <= 0).all()
     assert tokenizer.words[0] == "<eos>"

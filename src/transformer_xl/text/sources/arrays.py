@@ -23,10 +23,10 @@ _DAMAGED = (ValueError, EOFError, SyntaxError, TokenError, TypeError, OverflowEr
 
 @dataclass(frozen=True)
 class ArrayRange:
-    """The values from `start` to `stop` of a .npy file in row order, iterated as chunks of text with one line per row.
+    """The values from `start` to `stop` of a .npy file, iterated as chunks of text with one line per row.
 
-    Positions count values. Each row of a 2-D array is a sequence; a 1-D array is one sequence. The file is
-    memory-mapped while iterated. A row that crosses `start` or `stop` is split into two lines.
+    Positions count values in row-major order. Each row of a 2-D array is a sequence; a 1-D array is one sequence. The
+    file is memory-mapped while iterated. A row that crosses `start` or `stop` is split into two lines.
     """
 
     path: Path
@@ -35,7 +35,7 @@ class ArrayRange:
     below: int = MAX_VALUES
     """Exclusive upper bound of the values, which must not be negative."""
 
-    known_num_bytes = 0
+    known_num_bytes = 0  # unknown: the text is made from the values only when it is read
 
     @classmethod
     def whole(cls, path: Path) -> ArrayRange:
@@ -56,7 +56,7 @@ class ArrayRange:
         return self.stop - self.start
 
     def row_end(self, position: int) -> int:
-        """Return the first position at or after `position` that is between rows of a 2-D array."""
+        """Return the first position at or after `position` at which a row ends; in a 1-D array, `position` itself."""
         array = _open_array(self.path)
         row_length = array.shape[1] if array.ndim == 2 else 1
         return -(-position // row_length) * row_length
@@ -91,7 +91,7 @@ class ArrayRange:
 
 
 def limit_values(documents: Iterable[Document], below: int) -> list[Document]:
-    """Return the documents; array documents refuse values of `below` or more and report their index in the array."""
+    """Return the documents, those of .npy files with the exclusive upper bound `below` (see `ArrayRange.below`)."""
     return [
         replace(document, chunks=replace(document.chunks, below=below))
         if isinstance(document.chunks, ArrayRange)

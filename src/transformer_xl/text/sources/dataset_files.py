@@ -28,13 +28,13 @@ class TextFile:
     """One text of a named data set."""
 
     path: str
-    """Path in the archive; the base name is the file name elsewhere."""
+    """Path in the archive; outside the archive, the file has the base name of this path."""
     digest: FileDigest | None = None
     """Length and checksum, or None if unknown."""
     other_names: tuple[str, ...] = ()
     """Other common file names for this text."""
     urls: tuple[str, ...] = ()
-    """URLs of the file outside the archive; empty if only the archive can be downloaded."""
+    """URLs that serve this file alone; empty if only the archive can be downloaded."""
 
     @property
     def name(self) -> str:
@@ -138,7 +138,7 @@ def _search(
     """Find texts in `data_dir`: as files, in the distributed archive, or in any other archive; verify the contents."""
 
     def verify(chunks: Iterable[bytes], expected: FileDigest, name: str, label: str, command: str) -> None:
-        """Check the contents; the error begins with `label` and ends with the command that uses them as own text."""
+        """Check the contents; the error begins with `label` and ends with a command that skips the check."""
         actual = compute_digest(chunks, expected, name, progress)
         if actual != expected:
             raise UserError(

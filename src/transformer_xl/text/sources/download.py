@@ -149,7 +149,7 @@ def _read(response: HTTPResponse) -> bytes:
 
 
 def _broken(error: Exception) -> _ConnectionBroken:
-    """Return an error with the same reason in a few words."""
+    """Return a _ConnectionBroken whose message is the reason of `error` in a few words."""
     cause = getattr(error, "reason", error)  # urllib wraps the connection error
     return _ConnectionBroken(getattr(cause, "strerror", None) or str(cause) or type(cause).__name__)
 

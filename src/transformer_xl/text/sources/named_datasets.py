@@ -1,7 +1,7 @@
 """Named data sets, such as enwik8: download URLs, checksums, splits and default tokenizers.
 
 Sizes, checksums, special tokens and counts are explained for users in `docs/data.md`. To add a data set, add an entry
-to `DISTRIBUTED`.
+to `DOWNLOADABLE`.
 """
 
 from __future__ import annotations
@@ -89,7 +89,8 @@ def _mahoney(name: str, checksum: str) -> dict[SplitName, tuple[SplitFile, ...]]
     }
 
 
-# WikiText-103 and WikiText-2 have the same valid and test texts.
+# WikiText-103 and WikiText-2 have the same valid and test texts. No checksums of their train texts are
+# recorded.
 _WIKITEXT: dict[SplitName, FileDigest | None] = {
     "train": None,
     "valid": FileDigest(1_121_681, "sha256:f0737ed31fc1329026e95cb8b98e19c2a182c39c240ab909dc31abf2f8af58e8"),
@@ -126,7 +127,7 @@ def _lm1b(folder: str, name: str) -> SplitFile:
     return SplitFile(TextFile(f"{_LM1B}/{folder}-monolingual.tokenized.shuffled/{name}"))
 
 
-DISTRIBUTED: dict[str, NamedDataset] = {
+DOWNLOADABLE: dict[str, NamedDataset] = {
     dataset.name: dataset
     for dataset in (
         NamedDataset(
@@ -226,15 +227,16 @@ DISTRIBUTED: dict[str, NamedDataset] = {
         ),
     )
 }
+"""The data sets that can be downloaded, by name."""
 
-DATASET_NAMES = (*DISTRIBUTED, PYTHON_STDLIB)
+DATASET_NAMES = (*DOWNLOADABLE, PYTHON_STDLIB)
 
 
 def open_dataset(
     name: str, data_dir: Path | None = None, progress: Progress = no_progress, *, kind: str | None = None
 ) -> TextSource:
     """Find or download a data set by its name, one of `DATASET_NAMES`, with the arguments of `NamedDataset.open`."""
-    return python_stdlib() if name == PYTHON_STDLIB else DISTRIBUTED[name].open(data_dir, progress, kind=kind)
+    return python_stdlib() if name == PYTHON_STDLIB else DOWNLOADABLE[name].open(data_dir, progress, kind=kind)
 
 
 def python_stdlib() -> TextSource:

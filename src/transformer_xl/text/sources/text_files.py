@@ -1,6 +1,7 @@
 """Finds a user's text for `prepare`: files, folders and glob patterns, or texts in memory.
 
-The user names the files of each split, or one text that is split here into train, valid and test by fractions.
+The user names the files of each split (`source_of_splits`), or one text that `split_text` splits into train, valid and
+test by fractions.
 """
 
 from __future__ import annotations
@@ -78,7 +79,8 @@ def source_of_splits(
         description,
         {split: [Document(text.name, text, text.known_num_bytes) for text in texts] for split, texts in splits.items()},
         tokenizer=tokenizer,
-        tokenizer_splits=SPLITS if tokenizer.kind == "integer" else ("train",),  # the range of all integers is needed
+        # The vocabulary of an integer tokenizer must contain the integers of all splits.
+        tokenizer_splits=SPLITS if tokenizer.kind == "integer" else ("train",),
         notes=_note_repeated_files(splits) if notes is None else notes,
     )
 
@@ -150,7 +152,7 @@ def _split_ends(
     """Return the position in the concatenated texts where each split ends."""
     lengths = {split: round(size * fractions[split]) for split in ("valid", "test")}
     train = size - sum(lengths.values())
-    # A boundary moves by less than half of the split after it, so that no split is lost.
+    # A boundary moves by at most half of the split after it, so that this split does not become empty.
     first = _boundary(texts, train, (lengths["valid"] or lengths["test"]) // 2, whole_lines)
     second = _boundary(texts, train + lengths["valid"], lengths["test"] // 2, whole_lines)
     return {"train": first, "valid": max(first, second), "test": size}
@@ -273,7 +275,7 @@ def _files(source: str, option: str) -> list[Path]:
 def _note_repeated_files(
     texts: Mapping[SplitName, Sequence[TextRange]] | Mapping[str, Sequence[TextRange]],
 ) -> tuple[str, ...]:
-    """Return a warning if a file occurs more than once, under any path; the keys of `texts` are split names."""
+    """Return a warning if a file occurs more than once, under any path; the message contains the keys."""
     occurrences: dict[tuple[int, int], list[str]] = {}
     for split, split_texts in texts.items():
         for text in split_texts:

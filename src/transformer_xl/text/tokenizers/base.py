@@ -144,7 +144,8 @@ class Tokenizer(ABC):
         """Encode a chunk of text that starts and ends at positions of `last_boundary`, without adding special tokens.
 
         Raises:
-            EncodingError: the chunk is not UTF-8 (except for bytes), or contains text that the vocabulary lacks.
+            EncodingError: the chunk is not UTF-8 (only byte tokenizers accept that), or contains text that the
+                vocabulary lacks.
         """
 
     def encode(self, text: str | bytes) -> TokenArray:

@@ -1,4 +1,4 @@
-"""Subword tokens: byte-level byte-pair encoding with the `tokenizers` library.
+"""Subword tokens: byte-level byte-pair encoding with the Hugging Face library `tokenizers`.
 
 Each line is encoded separately, including its newline, so that splitting a text at newlines does not change its tokens.
 Every byte is a token, so that decoding restores every Unicode text. A `tokenizer.json` from another source, such as
@@ -29,13 +29,15 @@ if TYPE_CHECKING:
 
 _BATCH_LINES = 512  # encoded at once; each token takes about 150 bytes of memory during encoding
 _LOSSLESS_PRE_TOKENIZERS = frozenset({"ByteLevel", "Split", "Digits", "Punctuation"})
+"""Types of pre-tokenizers of the library that can keep every character."""
 _UNSUPPORTED = ("normalizer", "truncation", "padding", "dropout", "continuing_subword_prefix", "end_of_word_suffix")
 """Settings of a tokenizer and of its BPE model that can change the text or its tokens."""
 _PROBE = (  # letters, numbers and punctuation of several scripts, whitespace, characters of one to four bytes
     "".join(map(chr, range(0x180)))
     + " a  b\r\n\r\n\t don't 1,234.5\u00a0\u3000\u65e5\u672c \ufb01 e\u0301 \U0001f600\n "
 )
-# A space that precedes a word: neither ASCII nor Unicode whitespace follows, whose UTF-8 has up to three bytes.
+# A space that precedes a word: the next character is neither ASCII whitespace (excluded by the first line) nor Unicode
+# whitespace (the second line, in UTF-8). `.{2}` requires all its bytes, at most three.
 _SPACE = re.compile(
     rb" (?=[\x00-\x08\x0e-\x1b!-\x7f]|[\x80-\xff].{2})"
     rb"(?!\xc2[\x85\xa0]|\xe1(?:\x9a\x80|\xa0\x8e)|\xe2(?:\x80[\x80-\x8a\xa8\xa9\xaf]|\x81\x9f)|\xe3\x80\x80)",
@@ -44,9 +46,9 @@ _SPACE = re.compile(
 
 
 def _byte_of_character() -> dict[str, int]:
-    """Return the byte that each character of GPT-2's alphabet represents.
+    """Return the byte that each character represents in the vocabulary of a byte-level tokenizer, as in GPT-2's.
 
-    Printable bytes represent themselves; the characters of the others start at U+0100.
+    Printable bytes are written as themselves (in Latin-1), and the others as characters from U+0100 on.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
@@ -173,7 +175,7 @@ def _check_structure(values: Mapping[str, Any], original: Mapping[str, Any]) -> 
 
     Args:
         values: the tokenizer as the library saves it, with every component.
-        original: the original JSON, since the library renumbers added tokens if ids are missing.
+        original: the JSON that was loaded, since the library renumbers added tokens if ids are missing.
 
     Raises:
         ValueError: a component changes the text.

@@ -28,7 +28,7 @@ from transformer_xl.text.tokenizers.base import (
 )
 from transformer_xl.text.tokenizers.byte import ALL_BYTES
 
-_NUM_CODE_POINTS = 0x110000  # of Unicode
+_NUM_CODE_POINTS = 0x110000  # Unicode has the code points 0 to 0x10FFFF
 
 
 def code_points(text: str) -> npt.NDArray[np.uint32]:
@@ -41,7 +41,7 @@ class CharTokenizer(ByteLevelTokenizer):
     """A tokenizer whose ids are frequent characters, followed by the byte values for all others."""
 
     characters: str
-    """(C,) the characters that are tokens."""
+    """The C characters that are tokens, in the order of their ids."""
     counts: npt.NDArray[np.int64] | None = None
     """(V,) how often each token occurred in the training text; None if unknown or not descending."""
     byte_fallback: bool = True
@@ -52,7 +52,7 @@ class CharTokenizer(ByteLevelTokenizer):
     @cached_property
     @override
     def bos_token_id(self) -> int:
-        """The newline, or the most frequent character if the vocabulary has no newline."""
+        """The newline: its character, else its byte; without either, the most frequent character."""
         index = self.characters.find("\n")
         return index if index >= 0 else len(self.characters) + ord("\n") if self.byte_fallback else 0
 

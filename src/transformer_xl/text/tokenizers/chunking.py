@@ -11,7 +11,7 @@ ENCODE_CHUNK_BYTES = 4 * 2**20
 """Approximate size of the chunks that are encoded at once."""
 MAX_UNSPLIT_BYTES = 16 * 2**20
 """Maximum number of consecutive bytes without a split position, since they have to be held in memory."""
-_SEARCHED_BYTES = 256
+_SEARCHED_BYTES = 256  # at the end of a text, in the first step of a backward search; doubled in each further step
 
 
 def split_chunks(tokenizer: Tokenizer, chunks: Iterable[bytes], size: int = ENCODE_CHUNK_BYTES) -> Iterator[bytes]:
@@ -26,6 +26,7 @@ def split_chunks(tokenizer: Tokenizer, chunks: Iterable[bytes], size: int = ENCO
         EncodingError: more than `MAX_UNSPLIT_BYTES` cannot be split; the position is relative to the document.
     """
     assert 0 < size <= MAX_UNSPLIT_BYTES
+    # `limit` is the length of the buffer at which the next split is attempted.
     buffer, buffer_start, limit, last_byte = bytearray(), 0, size, b""
     for chunk in chunks:
         rest = memoryview(chunk)

@@ -13,14 +13,17 @@ TOKENIZER_KINDS: tuple[TokenizerKind, ...] = get_args(TokenizerKind)
 
 
 class TokenizerConfig(Settings):
-    """The kind of tokenizer to create and how to train it; setting a field that the kind does not use is an error."""
+    """The kind of tokenizer to create and how to train it.
+
+    The description of a field begins with the kinds that use it; setting it for another kind is an error.
+    """
 
     kind: TokenizerKind = "byte"
     """What a token is: a byte, a character, a word, a part of a word (byte-pair encoding), or an integer."""
     vocab_size: int | None = Field(default=None, gt=0, le=INT32_MAX)
     """Size of the vocabulary, special tokens and bytes included. word, char: keep the most frequent (all if not set).
-    bpe: merge tokens up to this size (8192 if not set). integer: integers below vocab_size - 1 (up to the largest in
-    the text if not set)."""
+    bpe: merge tokens up to this size (8192 if not set). integer: the tokens are 0 to
+    vocab_size - 2 (to the largest integer in the text if not set) and the end-of-sequence token."""
     min_frequency: int = Field(default=1, gt=0, le=INT32_MAX)
     """word, char: leave out words or characters that occur less often than this in the training text."""
     lowercase: bool = False
@@ -32,7 +35,7 @@ class TokenizerConfig(Settings):
     eos_token: str = "<eos>"
     """word: the end-of-sequence token."""
     unk_token: str | None = "<unk>"
-    """word: the token for words that are not in the vocabulary; none: such words are an error."""
+    """word: the token for words that are not in the vocabulary; if None, such words are an error."""
     vocab_file: str | None = None
     """word: take the words from this file instead of training: one word per line in the order of ids, special tokens
     included."""

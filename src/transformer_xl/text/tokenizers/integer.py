@@ -1,4 +1,4 @@
-"""Integer tokens: music, proteins, or the output of another tokenizer.
+"""Integer tokens, for data that consists of integers: encoded music or proteins, or the ids of another tokenizer.
 
 The text has one sequence of integers per line, separated by whitespace. Ids are the integers themselves,
 0 .. num_values - 1, and id `num_values` is the end-of-sequence token, which ends every line. An empty line is an empty
@@ -23,7 +23,7 @@ from transformer_xl.text.tokenizers.chunking import last_whitespace
 from transformer_xl.text.tokenizers.pre_tokenizer import WhitespaceDetokenizer, WordStreamDecoder
 
 MAX_VALUES = INT32_MAX - 1  # so that the vocabulary, with its end-of-sequence token, has at most INT32_MAX tokens
-_NEWLINE = -1
+_NEWLINE = -1  # what `parse_integers` returns for a newline
 
 
 def parse_integers(chunk: bytes, limit: int = MAX_VALUES) -> npt.NDArray[np.int64]:
@@ -53,6 +53,7 @@ def _not_an_integer(chunk: bytes, start: int, limit: int) -> EncodingError:
     word = chunk[start:].split(maxsplit=1)[0].decode("utf-8", errors="backslashreplace")
     digits = word.lstrip("0") if re.fullmatch("[0-9]+", word) else ""
     if digits and len(digits) <= len(str(MAX_VALUES)) and int(digits) < MAX_VALUES:
+        # A vocabulary with the integer n has n + 1 integers and the end-of-sequence token.
         advice = f"remove it, or prepare the corpus with --vocab-size {int(digits) + 2} or more"
     elif digits or re.fullmatch("-[0-9]+", word):
         advice = "remove it, or renumber the values from 0"

@@ -1,21 +1,21 @@
-"""The pre-tokenizer `moses`: splits English as the tokenizer of transfo-xl-wt103 on the Hugging Face Hub does.
+"""The pre-tokenizer `moses`: splits English as TransfoXLTokenizer of transformers does.
 
     the “well-known” map (1.80m by 23,000 km) isn’t his.
     the " well @-@ known " map ( 1 @.@ 80m by 23 @,@ 000 km ) isn 't his .
 
-A model converted from Hugging Face needs this pre-tokenizer to get the same token ids. The text is normalized, split by
-the rules of the Moses machine translation toolkit, and then numbers are split at commas and full stops. Each line is
-split separately, as if it were passed to Hugging Face's tokenizer alone. The words differ slightly from those of
-WikiText, on which that model was trained (`punctuation.py` has these): quotation marks and dashes are normalized, and
-text that is already split is split again.
+After conversion, the model transfo-xl-wt103 of the Hugging Face Hub needs this pre-tokenizer to get the same token ids.
+The text is normalized, split by the rules of the Moses machine translation toolkit, and then numbers are split at
+commas and full stops. Each line is split as if TransfoXLTokenizer were called on it alone. The words differ slightly
+from those of WikiText, on which that model was trained (`punctuation.py` has these): quotation marks and dashes are
+normalized, and text that is already split is split again.
 
 The detokenizer follows the Moses detokenizer, one word at a time; it does not undo the normalization. There are two
-differences from Hugging Face's tokenizer. The detokenizer joins the commas and full stops of numbers at the ends of a
-line too, where Hugging Face's leaves @,@ and @.@. Special tokens in uppercase, such as <UNK>, are split.
+differences from TransfoXLTokenizer. The detokenizer joins the commas and full stops of numbers at the ends of a line
+too, where TransfoXLTokenizer leaves @,@ and @.@. Special tokens in uppercase, such as <UNK>, are split.
 
 Sources: normalize-punctuation.perl, tokenizer.perl and detokenizer.perl of Moses, as ported by sacremoses 0.2.0, with
-its options for aggressive hyphen splitting and without escapes, and TransfoXLTokenizer of transformers 4.37.2, whose
-output for many texts is in tests/text/tokenizers/moses.json.
+its options for aggressive hyphen splitting and without XML escapes such as &quot;, and TransfoXLTokenizer of
+transformers 4.37.2, whose output for many texts is in tests/text/tokenizers/moses.json.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def _keeps_full_stop(word: str, next_word: str) -> bool:
 
 
 JOINERS = {"@-@": "-", "@,@": ",", "@.@": "."}
-"""What the words that replace a hyphen, comma or full stop inside a word or number are written as."""
+"""The words that replace a hyphen, comma or full stop inside a word or number, and the character each stands for."""
 _NO_SPACE_AFTER = re.compile(r"[$¢-¥֏؋৲৳৻૱௹฿៛₠-₽꠸﷼﹩＄￠￡￥￦(\[{¿¡]+")
 _NO_SPACE_BEFORE = re.compile(r"[,.?!:;\\%}\])]+")
 _QUOTES = re.compile("['\"„“`]+")

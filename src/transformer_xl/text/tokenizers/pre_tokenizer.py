@@ -14,7 +14,7 @@ PreTokenizerName = Literal["whitespace", "punctuation", "moses"]
 
 
 class WhitespaceDetokenizer:
-    """Joins the words of a line with one space."""
+    """Joins the words of a line with single spaces."""
 
     def __init__(self) -> None:
         self._space = ""
@@ -40,7 +40,8 @@ class PreTokenizer:
 
     name: PreTokenizerName = "whitespace"
     """whitespace: words are separated by ASCII whitespace. punctuation: punctuation and numbers are split as well, as
-    in the data set WikiText (`punctuation.py`). moses: the same by the rules of Hugging Face's tokenizer (`moses.py`).
+    in the data set WikiText (`punctuation.py`). moses: the same by the rules of TransfoXLTokenizer of
+    transformers (`moses.py`).
     """
     lowercase: bool = False
     """Whether the text is lowercased first."""

@@ -3,11 +3,11 @@
     the well-known "Map" (1.80 m by 23,000 km) isn't his.
     the well @-@ known " Map " ( 1 @.@ 80 m by 23 @,@ 000 km ) isn 't his .
 
-The rules are those of the Moses tokenizer for English (with aggressive hyphen splitting), with WikiText's replacements
-inside numbers. Hyphens between letters or digits become @-@, commas and full stops between digits @,@ and @.@. Dashes,
-quotation marks, brackets, slashes, currency signs and other symbols become separate words. An apostrophe is joined to
-the letters that follow it (isn 't, he 's), but is a separate word at the start or end of a word (the players ' names,
-' so ').
+The rules are those of the tokenizer of Moses, a machine translation toolkit, for English (with its option for
+aggressive hyphen splitting), with WikiText's replacements inside numbers. Hyphens between letters or digits become @-@,
+commas and full stops between digits @,@ and @.@. Dashes, quotation marks, brackets, slashes, currency signs and other
+symbols become separate words. An apostrophe is joined to the letters that follow it (isn 't, he 's), but is a separate
+word at the start or end of a word (the players ' names, ' so ').
 
 A full stop stays with its word if the word contains another full stop (U.S.), is a single letter or one of the
 abbreviations below, or if the next word begins with a lowercase letter; otherwise it is a separate word. Special tokens
@@ -45,7 +45,7 @@ _ABBREVIATIONS = re.compile(
 _ABBREVIATIONS_BEFORE_NUMBERS = frozenset({"No", "Art", "pp", "p"})
 """Words that keep the full stop after them only if a number follows."""
 _CONTRACTIONS = frozenset({"s", "t", "m", "d", "re", "ve", "ll"})  # after an apostrophe
-_MAX_CACHED_BYTES = 40
+_MAX_CACHED_BYTES = 40  # longer parts of a line are rarely repeated
 
 
 def split_line(line: bytes) -> list[bytes]:

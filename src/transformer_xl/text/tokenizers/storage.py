@@ -15,7 +15,7 @@ from transformer_xl.text.tokenizers.base import Tokenizer
 from transformer_xl.text.tokenizers.config import TOKENIZER_KINDS, TokenizerKind
 
 TOKENIZER_FILE = "txl_tokenizer.json"
-_LIBRARY_FILE = "tokenizer.json"  # of the library `tokenizers`
+_LIBRARY_FILE = "tokenizer.json"  # as the Hugging Face library `tokenizers` writes it
 _CLASSES: dict[TokenizerKind, str] = {
     "byte": "ByteTokenizer",
     "char": "CharTokenizer",
@@ -40,7 +40,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             (byte-level BPE) or the folder that contains one.
 
     Raises:
-        UserError: the tokenizer is missing or damaged, or does not preserve the text.
+        UserError: the tokenizer is missing or damaged, or is a BPE tokenizer that does not restore
+            every text.
     """
     path = Path(path)
     with as_user_error(f"reading {path}"):
@@ -52,7 +53,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
                 f"folder of a run or corpus, its {TOKENIZER_FILE}, or a {_LIBRARY_FILE} of the library tokenizers"
             )
     values = read_json_object(file)
-    if "model" in values and "kind" not in values:
+    if "model" in values and "kind" not in values:  # written by the library
         values = {"kind": "bpe", "tokenizer": values}
     return tokenizer_from_json(values, str(file))
 
@@ -76,7 +77,7 @@ def tokenizer_from_json(values: Mapping[str, Any], source: str = "tokenizer") ->
     try:
         tokenizer: Tokenizer = getattr(module, _CLASSES[kind]).from_json(values)
         if tokenizer.to_json() != values:
-            raise ValueError("it has other values than such a tokenizer")
+            raise ValueError("it has settings or values that such a tokenizer does not have")
     except ValueError as error:
         raise UserError(f"{source}: not a valid {kind} tokenizer, {error}; copy it again, or use another") from None
     return tokenizer

@@ -59,7 +59,7 @@ def train_tokenizer(config: TokenizerConfig, documents: Iterable[Document], *, n
         case "word":
             return _train_word(config, documents, num_workers)
         case "bpe":
-            # The library counts in several threads, so one process is enough.
+            # The library `tokenizers` counts in several threads, so one process is enough.
             texts = _map_chunks(decode_utf8, documents, train_bpe([], vocab_size=256), num_workers=1)
             return train_bpe(map(lines_of, texts), config.vocab_size or DEFAULT_BPE_VOCAB_SIZE)
         case "integer" if config.vocab_size:
@@ -140,7 +140,7 @@ def _train_word(config: TokenizerConfig, documents: Iterable[Document], num_work
     )
 
 
-_COUNT = re.compile(rb"[0-9]{1,19}")
+_COUNT = re.compile(rb"[0-9]{1,19}")  # that follows a word in a vocabulary file
 _MAX_TOTAL = 2**63 - 1  # of all counts, so that sums fit into int64
 
 

@@ -1,4 +1,4 @@
-"""Word tokens: the words of a pre-tokenizer, and an end-of-sequence token for each newline.
+"""Word tokens: the words into which a pre-tokenizer splits the text, and an end-of-sequence token for each newline.
 
 Whitespace is ASCII whitespace, as in bytes.split; any other character, even NUL, can be part of a word. A word that is
 not in the vocabulary becomes the unknown token, or is an error if the tokenizer has no unknown token. A word that is
