@@ -510,7 +510,7 @@ def product(left_XY, right_YX, config: tl.constexpr):
 
 
 @triton.jit
-def opaque_range(config: tl.constexpr):
+def new_range(config: tl.constexpr):
     """Return 0, 1, ..., W - 1, opaque to the compiler.
 
     If the compiler could see that these are the same in each iteration of a loop, it would keep everything computed
@@ -525,23 +525,19 @@ def opaque_range(config: tl.constexpr):
 @triton.jit
 def is_far(config: tl.constexpr):
     """Return whether an element of (I, D) belongs to the far block rather than the near block."""
-    return opaque_range(config)[:, None] + opaque_range(config)[None, :] >= config.tile - 1
+    return new_range(config)[:, None] + new_range(config)[None, :] >= config.tile - 1
 
 
 @triton.jit
 def over_keys(score_ID, config: tl.constexpr):
     """Rotate scores by distance (I, D), with far and near blocks merged by `is_far`, to scores by key (I, J)."""
-    return tl.gather(
-        score_ID, (opaque_range(config)[None, :] - opaque_range(config)[:, None] - 1) & (config.tile - 1), 1
-    )
+    return tl.gather(score_ID, (new_range(config)[None, :] - new_range(config)[:, None] - 1) & (config.tile - 1), 1)
 
 
 @triton.jit
 def over_distances(score_IJ, config: tl.constexpr):
     """Rotate values by key (I, J) back to values by distance (I, D)."""
-    return tl.gather(
-        score_IJ, (opaque_range(config)[None, :] + opaque_range(config)[:, None] + 1) & (config.tile - 1), 1
-    )
+    return tl.gather(score_IJ, (new_range(config)[None, :] + new_range(config)[:, None] + 1) & (config.tile - 1), 1)
 
 
 @triton.jit
