@@ -192,6 +192,8 @@ def test_error_in_a_worker_process_has_the_position_too(tmp_path: Path, large_te
 
 
 def test_at_most_five_mebibytes_of_text_are_held_in_memory(tmp_path: Path) -> None:
+    """The 4 MiB that are encoded at once (ENCODE_CHUNK_BYTES), and the 1 MiB that the document yields at a time."""
+
     def chunks() -> Iterator[bytes]:
         for index in range(41):
             yield bytes(2**20)
@@ -225,6 +227,7 @@ def test_killed_writer_leaves_no_corpus_and_the_next_writer_deletes_its_files(tm
     for path in (partial_folder, tmp_path / "c"):
         with pytest.raises(UserError, match=r"is not a corpus|no corpus at"):
             Corpus.open(path)
+    # A temporary folder is named after the process id of its writer; this test is a running process.
     folder_of_live_writer = partial_folder.rename(tmp_path / f".c.partial-{os.getpid()}")
     partial_folder.mkdir()  # the folder of the killed writer again
     command[-1] = str(int(signal.SIGINT))

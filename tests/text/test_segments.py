@@ -1,4 +1,7 @@
-"""Tests of `SegmentDataset`: each token is a target exactly once per epoch, and a position is its whole state."""
+"""Tests of `SegmentDataset`: each token is a target exactly once per epoch, and a position is its whole state.
+
+Shape suffixes: B batch rows, T new tokens.
+"""
 
 from __future__ import annotations
 
@@ -117,8 +120,8 @@ def test_reading_a_segment_reads_only_its_tokens_from_the_memory_map(tmp_path: P
     tokens = np.memmap(tmp_path / "tokens", dtype=np.uint8, mode="r").view(Recorder)
     dataset = SegmentDataset(tokens, batch_size=3, segment_length=7, bos_token_id=10)
     batch = dataset.read(DatasetPosition(segment_index=2))
-    assert sum(read_lengths) <= 2 * 3 * 7
-    assert batch.targets_BT.tolist() == [list(range(start + 14, start + 21)) for start in (0, 66, 132)]
+    assert sum(read_lengths) <= 2 * 3 * 7  # inputs and targets of 3 rows of 7 tokens
+    assert batch.targets_BT.tolist() == [list(range(row_start + 14, row_start + 21)) for row_start in (0, 66, 132)]
 
 
 @pytest.mark.parametrize(

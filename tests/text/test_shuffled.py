@@ -1,4 +1,7 @@
-"""Tests of `ShuffledDocumentDataset`: every epoch reads each document once, in an order fixed by seed and epoch."""
+"""Tests of `ShuffledDocumentDataset`: every epoch reads each document once, in an order fixed by seed and epoch.
+
+Shape suffixes: B batch rows, T new tokens.
+"""
 
 from __future__ import annotations
 

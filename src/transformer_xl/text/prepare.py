@@ -149,7 +149,7 @@ def prepare(
         config = _tokenizer_config(given_tokenizer, text.tokenizer, settings)
         encoder = _train_tokenizer(text, config, num_workers, progress)
     splits = text.splits
-    if not encoder.is_text:  # the last id is the end-of-sequence token
+    if not encoder.is_text:  # integers; the last id is not one of them but the end-of-sequence token
         splits = {split: limit_values(texts, encoder.vocab_size - 1) for split, texts in splits.items()}
     corpus = write_corpus(
         folder,

@@ -146,9 +146,9 @@ def test_broken_transfer_is_resumed_by_a_later_call(server: Server, tmp_path: Pa
 
 
 @pytest.mark.parametrize("path", ["good", "norange", "otherpart"])
-@pytest.mark.parametrize("rest", [CONTENT[:1009], WRONG[:1009], WRONG, CONTENT + b"more"], ids=range(4))
-def test_wrong_partial_file_does_not_spoil_the_download(server: Server, tmp_path: Path, path: str, rest: bytes) -> None:
-    (tmp_path / ".a.zip.part").write_bytes(rest)
+@pytest.mark.parametrize("part", [CONTENT[:1009], WRONG[:1009], WRONG, CONTENT + b"more"], ids=range(4))
+def test_wrong_partial_file_does_not_spoil_the_download(server: Server, tmp_path: Path, path: str, part: bytes) -> None:
+    (tmp_path / ".a.zip.part").write_bytes(part)
     assert download_file(server.mirrors(path, "norange"), tmp_path).read_bytes() == CONTENT
     assert names(tmp_path) == ["a.zip"]
 

@@ -1,4 +1,7 @@
-"""Properties of every kind of tokenizer: splitting into chunks, streaming, ids and JSON."""
+"""Properties of every kind of tokenizer: splitting into chunks, streaming, ids and JSON.
+
+Shape suffix: V vocabulary.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Character tokens: with byte fallback decoding restores every text, without it unknown characters are refused."""
+"""Character tokens: with byte fallback decoding restores every text, without it unknown characters are refused.
+
+Shape suffix: V vocabulary.
+"""
 
 from __future__ import annotations
 

@@ -32,6 +32,7 @@ _LOSSLESS_PRE_TOKENIZERS = frozenset({"ByteLevel", "Split", "Digits", "Punctuati
 """Types of pre-tokenizers of the library that can keep every character."""
 _UNSUPPORTED = ("normalizer", "truncation", "padding", "dropout", "continuing_subword_prefix", "end_of_word_suffix")
 """Settings of a tokenizer and of its BPE model that can change the text or its tokens."""
+# A text that shows whether a tokenizer is lossless.
 _PROBE = (  # letters, numbers and punctuation of several scripts, whitespace, characters of one to four bytes
     "".join(map(chr, range(0x180)))
     + " a  b\r\n\r\n\t don't 1,234.5\u00a0\u3000\u65e5\u672c \ufb01 e\u0301 \U0001f600\n "
@@ -72,6 +73,7 @@ class BPETokenizer(ByteLevelTokenizer):
 
     @cached_property
     def _values(self) -> dict[str, Any]:
+        """`tokenizer_json`, parsed."""
         return json.loads(self.tokenizer_json)
 
     @cached_property
@@ -91,8 +93,8 @@ class BPETokenizer(ByteLevelTokenizer):
         contents = {token["id"]: token["content"].encode("utf-8") for token in self._values.get("added_tokens", ())}
         for token, token_id in self._values["model"]["vocab"].items():
             if token_id not in contents:
-                in_alphabet = all(character in byte_of for character in token)
-                contents[token_id] = bytes(map(byte_of.__getitem__, token)) if in_alphabet else token.encode("utf-8")
+                is_bytes = all(character in byte_of for character in token)
+                contents[token_id] = bytes(map(byte_of.__getitem__, token)) if is_bytes else token.encode("utf-8")
         return [contents[token_id] for token_id in range(len(contents))]
 
     @override
