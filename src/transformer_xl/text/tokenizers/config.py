@@ -22,8 +22,8 @@ class TokenizerConfig(Settings):
     """What a token is: a byte, a character, a word, a part of a word (byte-pair encoding), or an integer."""
     vocab_size: int | None = Field(default=None, gt=0, le=INT32_MAX)
     """Size of the vocabulary, special tokens and bytes included. word, char: keep the most frequent (all if not set).
-    bpe: merge tokens up to this size (8192 if not set). integer: the tokens are 0 to
-    vocab_size - 2 (to the largest integer in the text if not set) and the end-of-sequence token."""
+    bpe: merge tokens up to this size (8192 if not set). integer: the tokens are 0 to vocab_size - 2 (to the largest
+    integer in the text if not set) and the end-of-sequence token."""
     min_frequency: int = Field(default=1, gt=0, le=INT32_MAX)
     """word, char: leave out words or characters that occur less often than this in the training text."""
     lowercase: bool = False

@@ -40,8 +40,8 @@ class PreTokenizer:
 
     name: PreTokenizerName = "whitespace"
     """whitespace: words are separated by ASCII whitespace. punctuation: punctuation and numbers are split as well, as
-    in the data set WikiText (`punctuation.py`). moses: the same by the rules of TransfoXLTokenizer of
-    transformers (`moses.py`).
+    in the data set WikiText (`punctuation.py`). moses: the same by the rules of TransfoXLTokenizer of transformers
+    (`moses.py`).
     """
     lowercase: bool = False
     """Whether the text is lowercased first."""

@@ -40,8 +40,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             (byte-level BPE) or the folder that contains one.
 
     Raises:
-        UserError: the tokenizer is missing or damaged, or is a BPE tokenizer that does not restore
-            every text.
+        UserError: the tokenizer is missing or damaged, or is a BPE tokenizer that can change text:
+            decoding would not always restore it.
     """
     path = Path(path)
     with as_user_error(f"reading {path}"):

@@ -158,7 +158,7 @@ def _read_words(config: TokenizerConfig, file: str) -> WordTokenizer:
     eos, unk = config.eos_token if config.add_eos else None, config.unk_token
     if eos is not None and eos not in words:
         raise UserError(f"{file}: no word '{eos}', the end-of-sequence token; add it, or give --no-add-eos")
-    if unk is not None:
+    if unk is not None:  # the file may have it in the other case
         unk = next((word for word in (unk, "<UNK>", "<unk>") if word in words), None)
         if unk is None:
             raise UserError(f"{file}: no word '{config.unk_token}', the unknown token; add it in a line of the file")
