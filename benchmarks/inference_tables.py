@@ -47,7 +47,7 @@ def evaluation_table(results: Results) -> str:
     lines += [
         f"| {row['attention_window']:,} | {row['memory_seconds'] * 1e3:.2f} ({row['segment_length']:,}) | "
         f"{row['vanilla_stored_seconds']:.2f} | {row['factor_stored']:,.0f} | {row['vanilla_fused_seconds']:.2f} | "
-        f"{row['factor_fused']:,.0f} | {row['paper'] or 0:,.0f} | {row['limit']:,.0f} |"
+        f"{row['factor_fused']:,.0f} | {row['paper'] or 0:,.0f} | {row['flops_ratio']:,.0f} |"
         for row in results["rows"]
     ]
     description = (

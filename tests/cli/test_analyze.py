@@ -57,12 +57,12 @@ def test_attention_writes_plots_page_and_values(folder: Path, tmp_path: Path) ->
     values = txl("analyze", "attention", folder / "xl", *options).object
     expected = {"tokens": 61, "memory_length": 11, "segment_length": 7, "max_distance": 11, "page_tokens": 9}
     assert values.items() >= expected.items()
-    assert values["counted_tokens"] == 61 - 14  # memory is full from the third segment on
+    assert values["num_queries"] == 61 - 14  # memory is full from the third segment on
     assert (values["documents"], values["chunk_length"]) == (1, 7)
     written = {name for names in values["files"].values() for name in names}
     assert {path.name for path in out.iterdir()} == written
     assert {"mean-attention.png", "terms-layer-1-head-0.svg", "loss.svg"} <= written
-    assert json.loads((out / "figures.json").read_text()) == values
+    assert json.loads((out / "results.json").read_text()) == values
     assert [(head["layer"], head["head"]) for head in values["heads"]] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     # after hardly any training, attention is nearly uniform over the 12 to 18 keys that a query sees
     assert all(4 < head["mean_distance"] < 9 for head in values["heads"])
@@ -99,7 +99,7 @@ def test_attention_of_a_prompt_prints_a_table(folder: Path) -> None:
         f"written: {folder}/shaw-attention",
     ):
         assert line in result.err
-    values = json.loads((folder / "shaw-attention" / "figures.json").read_text())
+    values = json.loads((folder / "shaw-attention" / "results.json").read_text())
     distance_LN = np.array([head["mean_distance"] for head in values["heads"]]).reshape(3, 2)
     assert values["plotted_heads"] == [[layer, int(distance_LN[layer].argmax())] for layer in (0, 1, 2)]
     assert values["memory_length"] == 11

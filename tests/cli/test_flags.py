@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import pytest
 
-from transformer_xl.cli.flags import EvaluationFlags, ModelFlags, TrainFlags, typed_settings
+from transformer_xl.cli.flags import EvaluationFlags, ModelFlags, TrainFlags, given_settings
 from transformer_xl.cli.main import build_app
 from transformer_xl.config import ARCHITECTURES, EvaluationConfig, Settings, TrainConfig, run_settings
 
@@ -28,7 +28,7 @@ def value_of_flag(group: str, name: str, value: str) -> Any:
     """Return the value of a setting whose flag is typed, before the settings are checked."""
     option = f"--{group}.{name.replace('_', '-')}"
     _, bound, _ = build_app().parse_args(["train", "small", option, value], exit_on_error=False, print_error=False)
-    return typed_settings(**{group: bound.arguments[group]})[group][name]
+    return given_settings(**{group: bound.arguments[group]})[group][name]
 
 
 def test_every_setting_is_a_flag() -> None:

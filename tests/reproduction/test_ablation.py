@@ -45,7 +45,7 @@ def test_cells_of_a_row_match_the_columns():
     [
         ((2.0, 2.1), (2.2, 2.3), "as in the paper: 2.050 and 2.250"),
         ((2.0, 2.25), (2.2, 2.3), "seeds overlap"),
-        ((2.4, 2.5), (2.2, 2.3), "the other way round here"),
+        ((2.4, 2.5), (2.2, 2.3), "the opposite of the paper"),
         ((2.0,), (2.2,), "as in the paper: 2.000 and 2.200 (one seed each)"),
         ((2.2001,), (2.2004,), "no difference: 2.200 and 2.200 (one seed each)"),
         ((2.2001, 2.1001), (2.2004, 2.3), "seeds overlap"),
@@ -61,12 +61,12 @@ def test_verdict_on_an_ordering(with_recurrence, without, verdict):
     ("name", "by_window", "verdict"),
     [
         ("xl-full", {16: (2.2, 2.3), 64: (2.0, 2.1)}, "as in the paper"),
-        ("xl-full", {16: (2.2, 2.3), 64: (2.3, 2.4)}, "otherwise here"),
-        ("xl-full", {16: (2.2, 2.3), 64: (2.1999, 2.2999)}, "otherwise here"),  # equal after rounding
+        ("xl-full", {16: (2.2, 2.3), 64: (2.3, 2.4)}, "unlike the paper"),
+        ("xl-full", {16: (2.2, 2.3), 64: (2.1999, 2.2999)}, "unlike the paper"),  # equal after rounding
         ("xl-full", {16: (2.2, 2.3), 64: (2.0, 2.4)}, "seeds differ"),
-        ("xl-full", {8: (2.4,), 16: (2.2,)}, "not tried here"),
+        ("xl-full", {8: (2.4,), 16: (2.2,)}, "not measured"),
         ("shaw-full", {16: (2.2, 2.3), 64: (2.3, 2.4)}, "as in the paper"),
-        ("shaw-full", {16: (2.2, 2.3), 64: (2.0, 2.1)}, "otherwise here"),
+        ("shaw-full", {16: (2.2, 2.3), 64: (2.0, 2.1)}, "unlike the paper"),
         ("learned-half", {8: (2.4,), 16: (2.2,)}, "as in the paper: it has no positions beyond 16"),
     ],
 )

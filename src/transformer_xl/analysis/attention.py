@@ -1,7 +1,9 @@
 """Analyze what the heads of a run attend to, for `txl analyze attention`.
 
-The results are plots, an interactive page and the plotted values, in one folder. Shape suffixes: L layers, N heads, P
-distances, K tokens of the text.
+The results are plots, an interactive page and the plotted values, in one folder. The attention terms are the four
+summands of an attention score; `attention_maps.py` defines them.
+
+Shape suffixes: L layers, N heads, P distances between query and key, K tokens of the text.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ from transformer_xl.text.tokenizers import to_bytes
 DEFAULT_TOKENS = 8192
 """Default number of tokens to process."""
 _PAPER_DISTANCE = 640  # the largest distance in the paper's plots
-_MAX_HEADS = 24  # number of lines that can be distinguished in one plot
+_MAX_HEADS = 24  # maximum number of lines that readers can tell apart in one plot
 _MEMORY_LABELS = {"reset": "memory reset at the start", "continue": "memory continues"}
 
 
@@ -71,22 +73,23 @@ def analyze_attention(
         corpus: folder of a corpus with the run's tokenizer, or None for the corpus the run was trained on.
         split: train, valid or test, of the corpus.
         max_tokens: maximum number of tokens to process, from the start.
-        config: evaluation settings that replace the run's; memory is at least `max_distance` unless set here.
+        config: evaluation settings that replace the run's; unless set here, the memory length is at least
+            `max_distance`.
         max_distance: largest distance in the plots of means, or None for the memory length, at most 640.
         heads: (layer, head) of the heads to plot individually, both from 0, or None for the head with the largest mean
             distance in the first, middle and last layer.
         page_tokens: tokens on the page and in the plots of terms, from the start, or None for at most 192.
-        out: new folder for the results, or None for RUN-attention next to the run.
+        out: new folder for the results, or None for the run's path with the suffix -attention.
         checkpoint: the weights with the best validation loss, or the last ones.
         device: auto, cuda, mps or cpu.
         threads: CPU threads of one operation, or None for torch's default.
-        command: the command line of the user, for reports.
+        command: the command line of the user, stored in the results.
 
     Returns:
-        Settings and results as plain values, as written to figures.json in `out`, whose path is the value of `folder`.
+        Settings and results as plain values, as written to results.json in `out`, whose path is the value of `folder`.
 
     Raises:
-        UserError: the run has no attention terms, a value is out of range, the text is empty, or the folder exists.
+        UserError: the model has no attention terms, a value is out of range, the text is empty, or the folder exists.
     """
     for name, number in (("max_tokens", max_tokens), ("max_distance", max_distance), ("page_tokens", page_tokens)):
         if number is not None and not 1 <= number <= INT32_MAX:
@@ -123,7 +126,7 @@ def analyze_attention(
             "documents": len(tokens.boundaries(reset_memory=True)) - 1,
             "segment_length": plan.segment_length,
             **asdict(plan.context_limits),
-            "counted_tokens": means.num_queries,
+            "num_queries": means.num_queries,
             "max_distance": distance,
             "page_tokens": maps.num_tokens,
             "plotted_heads": [list(head) for head in heads or _farthest_heads(means)],
@@ -246,7 +249,7 @@ def _write(
         "terms": term_files,
         "loss": plots.save(loss_plot, out / "loss"),
         "page": ["attention.html"],
-        "figures": ["figures.json", "mean-attention.npy"],
+        "results": ["results.json", "mean-attention.npy"],
     }
     window = "" if values["attention_window"] is None else f", with attention window {values['attention_window']:,}"
     about = (
@@ -257,7 +260,7 @@ def _write(
     title = f"What the heads of {Path(values['run']).resolve().name} attend to"
     page = attention_page(maps, tokens, title, about, spaced=not folder.tokenizer.is_lossless)
     (out / "attention.html").write_text(page, encoding="utf-8", errors="replace")
-    (out / "figures.json").write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+    (out / "results.json").write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
     _save_array(out / "mean-attention.npy", mean_LNP)
 
 

@@ -10,11 +10,12 @@ The score of a query q and a key k is the sum of four terms (paper section 3.3),
 A text is processed with memory, segment by segment and layer by layer. The attention of each layer is passed to
 callbacks and then discarded, so that memory use does not depend on the length of the text.
 
-Difference from the paper: it averages over 640 preceding tokens that every query sees. Here the evaluation settings
-determine the context, and the sum at each distance is divided by the number of queries that saw that distance.
+Difference from the paper: in the paper, every query sees 640 preceding tokens, and the mean is over all queries. In
+this module the evaluation settings determine the context, and the sum at each distance is divided by the number of
+queries that saw that distance.
 
-Shape suffixes: B batch size, T queries of a segment, M memory slots, S = M + T keys, P distances, N heads, L layers,
-D d_model, K tokens of the text, Q tokens in the maps, as queries and as keys.
+Shape suffixes: B batch size, T queries of a segment, M memory slots, S = M + T keys, P distances (0 to P - 1), N heads,
+L layers, D d_model, K tokens of the text, Q tokens in the maps, as queries and as keys.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ TERMS: dict[Term, str] = {
     "content_bias": "(c) global content",
     "position_bias": "(d) global position",
 }
-"""The maps of a head, with their titles."""
+"""Every map that is drawn for a head, with its title: the terms, their sum, and the softmax of the sum."""
 
 
 def pluralize(count: int, noun: str = "token") -> str:
@@ -168,7 +169,7 @@ class AttentionMeans:
         memory_length = plan.context_limits.memory_length
         tokens_until_full = -(-memory_length // plan.segment_length) * plan.segment_length  # in whole segments
         self.fills_memory = num_tokens > tokens_until_full
-        """Whether the text is long enough for queries with a full memory."""
+        """Whether the text is long enough that some queries see a full memory."""
         self._min_valid = memory_length if self.fills_memory else 0
         self.num_queries = 0
         """Number of included queries."""
@@ -252,7 +253,7 @@ class TermMaps:
         """Position of the first token that each query sees."""
 
     def add(self, attention: LayerAttention) -> None:
-        """Copy the terms of a layer in a segment, except for tokens after the first Q; for `trace_attention`."""
+        """Copy the terms of a layer in a segment, up to the Qth token of the text; a callback of `trace_attention`."""
         layer, start, terms, window = attention.layer, attention.start, attention.terms, self._attention_window
         segment_length, num_keys = terms.content_BNTS.shape[-2:]
         num_queries, num_memory = min(segment_length, self.num_tokens - start), num_keys - segment_length
@@ -260,9 +261,7 @@ class TermMaps:
             return
         first_key, stop = start - attention.num_valid, start + num_queries
         queries, keys = slice(start, stop), slice(first_key, stop)
-        slots = slice(
-            num_memory - attention.num_valid, num_memory + num_queries
-        )  # of these keys in the segment's terms
+        slots = slice(num_memory - attention.num_valid, num_memory + num_queries)  # where the terms have these keys
         self.content_LNQQ[layer, :, queries, keys] = terms.content_BNTS[0, :, :num_queries, slots].cpu()
         self.position_LNQQ[layer, :, queries, keys] = terms.position_BNTS[0, :, :num_queries, slots].cpu()
         bias_NT = terms.content_bias_BNTS[0].diagonal(num_memory, -2, -1)  # each query's own key, which it always sees
@@ -296,7 +295,7 @@ class TermMaps:
 
 
 def _log_denominator(terms: AttentionTerms) -> Tensor:
-    """Return the log of each query's softmax denominator, computed from its most probable key; shape (N, T)."""
+    """Return the log of each query's softmax denominator: score - log(probability) of its most probable key; (N, T)."""
     score_BNTS = terms.content_BNTS + terms.position_BNTS + terms.content_bias_BNTS + terms.position_bias_BNTS
     max_p_BNT, key_BNT = terms.probabilities_BNTS.max(-1)
     return (score_BNTS.gather(-1, key_BNT[..., None])[..., 0] - max_p_BNT.log())[0]

@@ -1,9 +1,9 @@
 """Write the page of `txl analyze attention`: one HTML file with every attention term of every head over a text.
 
 Terms (a) and (b) of each query and key are stored as 16-bit integers between the minimum and maximum of their head, and
-terms (c) by key and (d) by distance in float32; the script of the page computes their sum. So a value of (a) or (b) is
-off by half a quantization step at most, 1/131070 of the head's range, and a probability by twice that share of its own
-value. The terms are explained in `attention_maps.py`.
+terms (c) by key and (d) by distance in float32; the script of the page computes their sum. A value of (a) or (b) is
+therefore off by at most half a quantization step, which is 1/131070 of the range of its head, and the relative error of
+a probability is about the sum of the errors of (a) and (b). `attention_maps.py` defines the terms.
 
 Shape suffixes: L layers, N heads, Q tokens as queries and as keys, X pairs of a query and a key at or before it, C the
 two terms (a) and (b).
@@ -31,7 +31,7 @@ from transformer_xl.config import UserError
 from transformer_xl.text.tokenizers import Tokenizer
 
 MAX_BYTES = 8 * 2**20
-"""Maximum size of terms (a) and (b) in a page; base64 makes them a third larger."""
+"""Maximum size of terms (a) and (b) in a page, in bytes before base64, which makes them a third larger."""
 DEFAULT_TOKENS = 192
 """Number of tokens on a page by default, if they fit."""
 
@@ -45,9 +45,9 @@ class TokenText:
     """How a token is displayed."""
 
     shown: str
-    """Within the text; a newline is a symbol and the newline itself, so that the text keeps its lines."""
+    """How it is displayed within the text; a newline is a symbol and a line break, so that the text keeps its lines."""
     name: str
-    """In tables and plots: one line with symbols for whitespace, truncated."""
+    """How it is displayed in tables and plots: on one line, with symbols for whitespace, truncated."""
     odd: bool
     """Whether the token is empty or has bytes that are not whole characters; the page shows it in italics."""
 
@@ -72,7 +72,7 @@ def _token_text(content: bytes) -> TokenText:
 
 
 def truncate(parts: Sequence[str], max_length: int) -> str:
-    """Join parts of text, truncated with dots to at most `max_length` characters; no part is split."""
+    """Join parts of text, truncated to at most `max_length` characters, with ... at the end; no part is split."""
     ends = list(accumulate(map(len, parts)))
     if not ends or ends[-1] <= max_length:
         return "".join(parts)

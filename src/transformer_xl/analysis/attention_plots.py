@@ -27,12 +27,14 @@ from transformer_xl.analysis.plots import COLOURS, tidy
 Head = tuple[int, int]
 """Layer and head, both from 0."""
 
-_COLOUR_RANGE = 1e-4  # of the maximum; smaller values have the same colour
+_COLOUR_RANGE = (
+    1e-4  # smallest value of a logarithmic colour scale, as a fraction of the largest; lower ones look equal
+)
 _MAX_LABELS = 48  # number of token labels that fit along an axis
 _MAX_LABEL = 14  # length of a label, in characters
-_SYMBOLS = "\u00b7\u21b5\u21e5"  # shown for a space, a newline and a tab; matplotlib's font has them
-_LABEL_INCHES = 0.15  # height of a label
-_STYLES = ("-", "--", "-.", ":")
+_SYMBOLS = "\u00b7\u21b5\u21e5"  # shown for a space, a newline and a tab; matplotlib's default font has them
+_LABEL_INCHES = 0.15  # height of a label, in inches
+_STYLES = ("-", "--", "-.", ":")  # line styles
 
 
 def save(figure: Figure, stem: Path) -> list[str]:

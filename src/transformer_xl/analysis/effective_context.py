@@ -9,9 +9,9 @@ tokens before it and nothing else. With c' = c + step:
     g_i(c, c') = (exp f_i(c, c) - exp f_i(c, c')) / exp f_i(c, c), the gain
 
 Starting at a short c, c grows by one step while g_i is at or above a threshold; the first c with a smaller gain is the
-length. It is relative because a model gains only where it improves on the best of the group: a model that uses a short
-context badly gains nothing by catching up. Where the paper leaves it open: the number of chosen positions is r times
-all of them, rounded, at least one; of equal losses, the one earlier in the text counts as larger.
+effective length. It is relative because a model gains only where it improves on the best of the group: a model that
+uses a short context badly gains nothing by catching up. Where the paper leaves it open: the number of chosen positions
+is r times all of them, rounded, at least one; of equal losses, the one earlier in the text counts as larger.
 
 Shape suffixes: I models, C context lengths, P positions in the text, B batch size, T new tokens, S tokens of a context
 and its target, D model width, K tokens of the text.
@@ -40,7 +40,7 @@ from transformer_xl.run_folder import RunFolder
 from transformer_xl.text.token_store import Tokens
 from transformer_xl.text.tokenizers import fingerprint
 
-_TOKENS_PER_STEP = 4096  # over the whole batch: enough to keep the device busy
+_TOKENS_PER_STEP = 4096  # new tokens in one call of the model, over the whole batch: enough to keep the device busy
 _MEMORY_BYTES = 2**29  # maximum size of the memory of one batch
 
 Losses = npt.NDArray[np.float64]
@@ -138,14 +138,14 @@ class GroupModel:
 
 @dataclass(frozen=True, eq=False)
 class Gains:
-    """The gain of each context over the next longer one, at one fraction r; the longest context has none."""
+    """The gain of each context over the next longer one, at one fraction r of the positions; the longest has none."""
 
     num_positions: int
     """Number of chosen positions, the size of T(r, c)."""
     baseline_C: Losses
-    """f(c, c), which is the same for all models: the mean of b over the chosen positions."""
+    """f(c, c), which is the same for all models: the mean of b(c, t) over the chosen positions, in nats."""
     further_IC: Losses
-    """f_i(c, c')."""
+    """f_i(c, c'), in nats."""
     gains_IC: Losses
     """g_i(c, c'), never below 0."""
 

@@ -3,10 +3,13 @@
 `txl analyze speed` and `txl reproduce speed` measure it. A vanilla transformer that sees W tokens before each
 prediction slides a window over the text token by token, and computes all W tokens again. Transformer-XL computes each
 token once, with the keys and values of the W - 1 tokens before it in memory. Both models here have the same sizes,
-dtype and threads, and random weights, which do not affect the time. They take turns in one process. The model with
-memory is timed with several segment lengths, of which the fastest is reported.
+dtype and threads, and random weights, which do not affect the time. They are timed in turns, in one process. The model
+with memory is timed with several segment lengths, of which the fastest is reported.
 
-Shape suffixes: T new tokens, W attention window, D d_model.
+Vanilla attention is timed in two ways: with all attention scores stored in memory, as in the paper, and with torch's
+fused attention, which never stores them.
+
+Shape suffixes: 1 batch size, T new tokens, W attention window, D d_model.
 """
 
 from __future__ import annotations
@@ -44,7 +47,7 @@ PAPER = {800: 363, 1800: 773, 2800: 1409, 3800: 1874}
 """How many times slower the paper's vanilla model is, on one GPU of 2018, by attention window."""
 
 COLUMNS = ["window", "vanilla s/token", "memory ms/token", "segment", "factor", "paper's", "FLOPs ratio"]
-"""Columns of the tables of `speed_tables`."""
+"""Columns of the tables of `speed_tables`; factor: how many times slower the vanilla model is, then in the paper."""
 
 _PAPER_COMPARISON = SpeedComparison()
 
@@ -68,10 +71,10 @@ def compare_speed(
         UserError: the recipe or run does not exist, or is not of Transformer-XL.
     """
     config = _load_config(model)
-    if comparison.clamp_length == "auto":
+    if comparison.clamp_length == "auto":  # the clamp length with which the recipe or run is evaluated
         clamp_length = config.evaluation.clamp_length or config.model.limit("clamp_length")
         comparison = comparison.model_copy(update={"clamp_length": clamp_length})
-    # without a corpus to choose softmax cutoffs from, use one softmax over all tokens; it is the same in both models
+    # cutoffs auto are chosen from a corpus; without one, both models get a softmax over all tokens, without clusters
     sizes = config.model.model_copy(update={"cutoffs": ()}) if config.model.cutoffs == "auto" else config.model
     set_threads(threads)
     measurement = SpeedMeasurement(sizes, comparison, choose_device(device))
@@ -113,7 +116,7 @@ def speed_tables(results: Mapping[str, Any]) -> dict[str, list[list[str]]]:
                 f"{row['segment_length']:,}",
                 f"{row[f'factor_{way}']:,.0f}",
                 "-" if row["paper"] is None else f"{row['paper']:,.0f}",
-                f"{row['limit']:,.0f}",
+                f"{row['flops_ratio']:,.0f}",
             ]
             for row in results["rows"]
         ]
@@ -129,7 +132,7 @@ class SpeedMeasurement:
 
         Args:
             config: settings of the model with memory, whose sizes the vanilla model shares.
-            comparison: what is compared; `clamp_length` is not auto.
+            comparison: what is compared; its `clamp_length` must be resolved (a number or None, not auto).
             device: the device of both models.
 
         Raises:
@@ -160,7 +163,8 @@ class SpeedMeasurement:
         Returns:
             seconds per predicted token of the model with memory and the segment length that gave them; seconds per
             token of the vanilla model with attention scores stored, as in the paper, and with torch's fused causal
-            attention; how many times faster memory is than each; the ratio of FLOPs; and the paper's factor or None.
+            attention; how many times faster memory is than each; the ratio of FLOPs; and the paper's factor for this
+            window or None.
         """
         clamp_length, repeats = self.comparison.clamp_length, self.comparison.repeats
         assert clamp_length != "auto"
@@ -190,12 +194,12 @@ class SpeedMeasurement:
             "vanilla_fused_seconds": fused,
             "factor_stored": stored / memory,
             "factor_fused": fused / memory,
-            "limit": flops_ratio(self.config, window, clamp_length),
+            "flops_ratio": flops_ratio(self.config, window, clamp_length),
             "paper": PAPER.get(window),
         }
 
     def _warm_up(self) -> None:
-        """Pay for one-time work of libraries, and for buffers."""
+        """Run everything once at a short window, so that initialization and first allocations are not timed."""
         window = min(64, *self.comparison.attention_windows)
         self.predict_window(self._random_tokens(window))
         self.predict_window_stored(self._random_tokens(window))
@@ -207,7 +211,7 @@ class SpeedMeasurement:
         self.vanilla_model.nats(hidden_1WD[:, -1:], text_1W[:, -1:])
 
     def predict_window_stored(self, text_1W: Tensor) -> None:
-        """Compute one prediction of the vanilla model with its attention scores stored, nothing fused."""
+        """Compute one prediction of the vanilla model with unfused attention, which stores all attention scores."""
         with sdpa_kernel(SDPBackend.MATH):
             self.predict_window(text_1W)
 

@@ -19,7 +19,7 @@ _STYLES = ("-o", "--s", "-.^", ":D", "-v", "--P", "-.X")
 def draw_gains(results: Mapping[str, Any]) -> Figure:
     """Draw a panel for each fraction r, with a line for each model: the gain g(c, c + step) over c, and the threshold.
 
-    The terms are defined in `effective_context.py`.
+    r, c and g are defined at the top of `effective_context.py`.
 
     Args:
         results: the return value of `EffectiveContext.as_dict`.

@@ -1,6 +1,7 @@
 """How the loss decreases from a document's start, with memory reset there and with memory that continues.
 
-`txl analyze attention` plots it. Shape suffixes: K tokens of a text, G groups of distances, N documents.
+`txl analyze attention` plots it. Shape suffixes: K tokens of a text, G groups of distances, N document starts
+and the end of the text.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class LossByDistance:
 
 
 def with_documents(text: TokenizedText, plan: EvaluationPlan) -> tuple[TokenizedText, int | None]:
-    """Split a text that is one document into chunks of equal length, as if a document started at each chunk.
+    """Split a text that is a single document into chunks of equal length, and treat each chunk as a document.
 
     A chunk is twice as long as memory and a segment together, or shorter if there would be fewer than eight chunks.
 
@@ -73,8 +74,8 @@ def loss_by_distance(
 
     Args:
         model: any language model, in evaluation mode.
-        text: the text, with its documents.
-        plan: how it is scored.
+        text: the text, with the positions where its documents start.
+        plan: how the text is scored; its `reset_memory` is replaced.
         reset_memory: whether memory is reset at the start of each document, or continues; the groups are the same.
         progress: called with the number of tokens scored since the last call.
 

@@ -11,7 +11,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
-"""A palette that colour-blind readers can tell apart (Okabe and Ito 2008)."""
+"""Colours that colour-blind readers can tell apart (the palette of Okabe and Ito 2008)."""
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,7 @@ LengthFlags = _optional(
 )
 
 
-def typed_settings(**groups: BaseModel | None) -> dict[str, dict[str, Any]]:
+def given_settings(**groups: BaseModel | None) -> dict[str, dict[str, Any]]:
     """Return the settings that were typed, by group; a typed `none` is None unless the setting has such a choice."""
     return {group: flags.model_dump(exclude_unset=True) for group, flags in groups.items() if flags is not None}
 
@@ -97,5 +97,5 @@ def evaluation_config(flags: BaseModel | None) -> EvaluationConfig:
         UserError: a value is out of range.
     """
     return check_settings(
-        EvaluationConfig, typed_settings(evaluation=flags).get("evaluation", {}), "evaluation settings"
+        EvaluationConfig, given_settings(evaluation=flags).get("evaluation", {}), "evaluation settings"
     )

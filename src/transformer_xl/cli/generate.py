@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
-from transformer_xl.cli.flags import GenerationFlags, typed_settings
+from transformer_xl.cli.flags import GenerationFlags, given_settings
 from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, Json
 from transformer_xl.cli.output import print_json, say_unknown
 from transformer_xl.config import UserError, check_settings
@@ -52,7 +52,7 @@ def generate(
     checkpoint
         The weights with the best validation loss, or the last ones.
     """
-    config = check_settings(GenerationConfig, typed_settings(generation=settings).get("generation", {}), "txl generate")
+    config = check_settings(GenerationConfig, given_settings(generation=settings).get("generation", {}), "txl generate")
     prompts: list[Prompt] = list(prompt or [None])
     is_list = len(prompts) > 1 or config.num_samples > 1 or config.num_beams is not None
     if prompt and prompt_file:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from transformer_xl.cli.flags import TokenizerFlags, typed_settings
+from transformer_xl.cli.flags import TokenizerFlags, given_settings
 from transformer_xl.cli.options import Json
 from transformer_xl.cli.output import print_json, print_table
 from transformer_xl.config import load_recipe
@@ -70,7 +70,7 @@ def prepare(
             valid_fraction=valid_fraction,
             test_fraction=test_fraction,
             tokenizer=tokenizer,
-            **typed_settings(tokenizer=settings).get("tokenizer", {}),
+            **given_settings(tokenizer=settings).get("tokenizer", {}),
             document_unit=document_unit,
             data_dir=data_dir,
             num_workers=num_cores() if num_workers is None else num_workers,

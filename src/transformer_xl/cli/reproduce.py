@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 
-from transformer_xl.cli.flags import ModelFlags, TrainFlags, typed_settings
+from transformer_xl.cli.flags import ModelFlags, TrainFlags, given_settings
 from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, Json, parse_integers
 from transformer_xl.cli.output import command_line, print_json, print_table
 
@@ -23,14 +23,17 @@ reproduce = App(
 
 @dataclass(frozen=True)
 class Scale:
-    """What is trained, and how much of it."""
+    """What is trained, on which corpus, and how much of it.
+
+    The systems are the models that the paper's tables compare, such as Transformer-XL without recurrence.
+    """
 
     corpus: Path = Path("corpora/enwik8")
     """Folder that 'txl prepare' made."""
     out: Path = Path("reproduction")
     """Folder for runs, results and the report; finished runs in it are reused."""
     recipe: str = "ablation"
-    """Settings that all systems share."""
+    """Recipe (a name or a YAML file) with the settings that all systems share."""
     seeds: str | None = None
     """Each system is trained once with each seed. [default: 1,2; with --smoke 1]"""
     max_tokens: int | None = None
@@ -50,12 +53,12 @@ class Scale:
         from transformer_xl.reproduction.reproduction import Reproduction
 
         # the fields of this class are named as the parameters of Reproduction.open
-        options: dict[str, Any] = {**vars(self), **typed_settings(model=self.model, train=self.train), "seeds": seeds}
+        options: dict[str, Any] = {**vars(self), **given_settings(model=self.model, train=self.train), "seeds": seeds}
         return Reproduction.open(**options, command=command_line())
 
 
 ScaleOptions = Annotated[Scale, Parameter(name="*")]
-_DEFAULT = Scale()
+_DEFAULT_SCALE = Scale()
 
 
 def _print_results(
@@ -72,18 +75,18 @@ def _print_results(
 
 
 @reproduce.command
-def ablation(*, scale: ScaleOptions = _DEFAULT, attention_windows: str | None = None, json: Json = False) -> None:
+def ablation(*, scale: ScaleOptions = _DEFAULT_SCALE, attention_windows: str | None = None, json: Json = False) -> None:
     """Train the ten systems of the paper's ablation, and score each with several attention windows.
 
-    Two more are trained without recurrence at equal memory. Takes about two hours on two CPU cores. Any setting of
-    'txl train' may be given.
+    Two more, without recurrence, get longer segments, so that a training step needs as much memory as one with
+    recurrence. Takes about two hours on two CPU cores. Any setting of 'txl train' may be given.
 
     Settings: the defaults, then the recipe (--recipe), then flags. When stopped, the same command resumes.
 
     Parameters
     ----------
     scale
-        What is trained.
+        What is trained, and how much of it.
     attention_windows
         Attention windows with which each system is scored, in tokens. [default: from half a segment to six segments]
     """
@@ -96,7 +99,7 @@ def ablation(*, scale: ScaleOptions = _DEFAULT, attention_windows: str | None = 
     shown = [
         (f"{metric} and the paper's word perplexity", ablation.COLUMNS, ablation.table_rows(systems)),
         (ablation.equal_memory_title(systems), ablation.COLUMNS, ablation.equal_memory_rows(systems)),
-        ("The paper's claims, and the results here", ["in the paper", "here"], results["verdicts"]),
+        ("Claims of the paper, and the results", ["claim of the paper", "result"], results["verdicts"]),
     ]
     _print_results(results, scale.out, shown, json=json)
 
@@ -104,7 +107,7 @@ def ablation(*, scale: ScaleOptions = _DEFAULT, attention_windows: str | None = 
 @reproduce.command
 def context(
     *,
-    scale: ScaleOptions = _DEFAULT,
+    scale: ScaleOptions = _DEFAULT_SCALE,
     context_step: int | None = None,
     max_context: int | None = None,
     num_positions: int = 1000,
@@ -112,19 +115,20 @@ def context(
 ) -> None:
     """Train the models of the paper's two groups, and measure how far back text still helps each of them.
 
-    Runs of the ablation in the same folder are reused. Each model is evaluated with the attention window that scored
-    best. Takes a quarter of an hour of training on two CPU cores beyond the ablation's, and as much of measuring.
+    Runs of 'txl reproduce ablation' in the same folder are reused. Each model is evaluated with the attention window
+    that scored best. On two CPU cores, it takes a quarter of an hour to train the models that the ablation lacks,
+    and as long to measure.
 
     Settings: the defaults, then the recipe (--recipe), then flags. When stopped, the same command resumes.
 
     Parameters
     ----------
     scale
-        What is trained.
+        What is trained, and how much of it.
     context_step
         Tokens by which the context grows. [default: half a segment]
     max_context
-        The longest context. [default: ten steps]
+        The longest context, in tokens. [default: ten times --context-step]
     num_positions
         Number of positions drawn from the test text.
     """
@@ -172,7 +176,7 @@ def speed(
 
 
 @reproduce.command(name="all")
-def everything(*, scale: ScaleOptions = _DEFAULT, speed_recipe: str = "enwik8-24l") -> None:
+def everything(*, scale: ScaleOptions = _DEFAULT_SCALE, speed_recipe: str = "enwik8-24l") -> None:
     """Make all of the paper's tables and plots in one folder, with one report.
 
     Takes about three hours on two CPU cores.
@@ -182,7 +186,7 @@ def everything(*, scale: ScaleOptions = _DEFAULT, speed_recipe: str = "enwik8-24
     Parameters
     ----------
     scale
-        What is trained.
+        What is trained, and how much of it.
     speed_recipe
         Recipe with the model sizes at which the speed of evaluation is measured.
     """

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from transformer_xl.cli.flags import EvaluationFlags, ModelFlags, TrainFlags, typed_settings
+from transformer_xl.cli.flags import EvaluationFlags, ModelFlags, TrainFlags, given_settings
 from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, Json
 from transformer_xl.cli.output import print_json
 from transformer_xl.config import UserError
@@ -50,7 +50,7 @@ def train(
     """
     from transformer_xl.training import train as training
 
-    options: dict[str, Any] = typed_settings(model=model, train=train, evaluation=evaluation)
+    options: dict[str, Any] = given_settings(model=model, train=train, evaluation=evaluation)
     options |= {"device": device_options.device, "threads": device_options.threads, "handle_signals": True}
     if resume is None:
         if corpus is None:

@@ -1,4 +1,4 @@
-"""The results of the ablation: each system's best attention window next to the paper's, and which of its claims hold.
+"""Results of the ablation: each system's best attention window next to the paper's, and verdicts on the paper's claims.
 
 A system (such as Transformer-XL without recurrence) is scored with several attention windows, once for each seed. Its
 initial result is that with the attention window of training; its best is the lowest mean over seeds, with the shortest
@@ -26,21 +26,21 @@ COLUMNS = [
     *("system", "memory", "architecture", "loss"),
     *("initial", "best", "at window", "paper's initial", "best", "at window"),
 ]
-"""Columns of the tables."""
+"""Columns of the tables; the last three are the paper's."""
 
-_HEADROOM = 0.5  # upper limit of the chart above the worst initial result, as a fraction of the range below it
+_HEADROOM = 0.5  # space in the chart above the worst initial result, as a fraction of its distance to the best result
 _ARCHITECTURES = ("transformer-xl", "shaw", "vaswani", "al-rfou")  # in the order of their colours
 
 
 @dataclass(frozen=True)
 class SystemResult:
-    """Scores of one system; lower is better."""
+    """Scores of one system, in bits per byte or perplexity; lower is better."""
 
     system: System
     segment_length: int
     """Segment length in training."""
     trained_window: int
-    """Attention window in training: segment and memory together."""
+    """Attention window in training, in tokens: segment and memory together."""
     by_window: Mapping[int, Sequence[float]]
     """Scores by attention window, one for each seed."""
     metric: Metric
@@ -81,7 +81,7 @@ class SystemResult:
         return f"{mean(scores):.{digits}f}" + (f" ±{spread:.{digits}f}" if len(scores) > 1 else "")
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all of it as plain values, for JSON."""
+        """Return system and scores as plain values, for JSON."""
         return {
             **asdict(self.system),
             "segment_length": self.segment_length,
@@ -111,16 +111,17 @@ def system_results(results: Mapping[str, Any]) -> dict[str, SystemResult]:
 _ORDERINGS = (
     ("recurrence helps", "xl-full", "relative-full"),
     ("recurrence helps with half the loss", "xl-half", "relative-half"),
-    ("with recurrence, this encoding is better than Shaw's", "xl-full", "shaw-recurrent"),
-    ("without recurrence, this encoding is better than Shaw's", "relative-full", "shaw-full"),
-    ("the same with half the loss", "relative-half", "shaw-half"),
-    ("this encoding is better than sinusoids of the position", "relative-half", "sinusoidal-half"),
-    ("this encoding is better than learned positions", "relative-half", "learned-half"),
-    ("with this encoding the full loss is better than half of it", "xl-full", "xl-half"),
+    ("with recurrence, Transformer-XL's encoding is better than Shaw's", "xl-full", "shaw-recurrent"),
+    ("without recurrence, Transformer-XL's encoding is better than Shaw's", "relative-full", "shaw-full"),
+    ("with half the loss, Transformer-XL's encoding is better than Shaw's", "relative-half", "shaw-half"),
+    ("Transformer-XL's encoding is better than sinusoidal absolute positions", "relative-half", "sinusoidal-half"),
+    ("Transformer-XL's encoding is better than learned absolute positions", "relative-half", "learned-half"),
+    ("with Transformer-XL's encoding, the full loss is better than half the loss", "xl-full", "xl-half"),
     ("a larger model is better", "xl-larger", "xl-full"),
     ("recurrence helps even where memory for training is equal", "xl-full", "relative-full-longer"),
-    ("the same with half the loss and equal memory", "xl-half", "relative-half-longer"),
+    ("recurrence helps with half the loss even where memory for training is equal", "xl-half", "relative-half-longer"),
 )
+# pairs of systems with and without recurrence whose training steps need equal memory
 _AT_EQUAL_MEMORY = (("xl-full", "relative-full-longer"), ("xl-half", "relative-half-longer"))
 
 
@@ -148,7 +149,7 @@ def _compare(better: SystemResult, worse: SystemResult) -> str:
     if max(first) < min(second):
         return f"as in the paper: {means}"
     if max(second) < min(first):
-        return f"the other way round here: {means}"
+        return f"the opposite of the paper: {means}"
     return f"{'seeds overlap' if len(first) > 1 else 'no difference'}: {means}"
 
 
@@ -160,18 +161,18 @@ def _window_verdict(result: SystemResult) -> tuple[str, str]:
     """Return the paper's claim about attention windows longer than in training, and the verdict."""
     system, digits, initial, published = result.system, DIGITS[result.metric], result.initial, result.system.published
     should_help = published is not None and published.initial != published.best
-    claim = f"{system.name}: longer attention {'than in training helps' if should_help else 'is no help'}"
+    claim = f"{system.name}: attention windows longer than in training {'help' if should_help else 'do not help'}"
     longer = {window: mean(scores) for window, scores in result.by_window.items() if window > result.trained_window}
     if not longer:
         if system.architecture == "al-rfou":
             return claim, f"as in the paper: it has no positions beyond {result.trained_window}"
-        return claim, "not tried here"
+        return claim, "not measured"
     window = min(longer, key=longer.__getitem__)
     helps = {
         round(after, digits) < round(before, digits)
         for after, before in zip(result.by_window[window], initial, strict=True)
     }
-    verdict = "seeds differ" if len(helps) == 2 else "as in the paper" if helps == {should_help} else "otherwise here"
+    verdict = "seeds differ" if len(helps) == 2 else "as in the paper" if helps == {should_help} else "unlike the paper"
     return claim, (
         f"{verdict}: {mean(initial):.{digits}f} at {result.trained_window}, {longer[window]:.{digits}f} at {window}"
         f"{_seeds_note(initial)}"

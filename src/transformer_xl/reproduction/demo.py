@@ -30,7 +30,7 @@ COLUMNS = ["on the same test bytes", "bits per byte", "bytes/s"]
 PROMPT = "class Queue:\n    def __init__(self"
 """Start of the generated sample."""
 
-_MARKER = ".txl-demo"  # name of a file in each folder that a demo made
+_MARKER = ".txl-demo"  # a file of this name marks a folder as made by a demo
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class DemoResult:
     evaluations: dict[int, dict[str, Any]] = field(default_factory=dict)
     """`EvaluationResult.as_dict` of the test text, by memory length."""
     compressors: dict[str, float] = field(default_factory=dict)
-    """Bits per byte of gzip and xz on the same bytes."""
+    """Bits per byte of gzip and xz on the same bytes, by command, such as `gzip -9`."""
     sample: str = ""
     """Text that the model generated after PROMPT."""
     seconds: float = 0.0
@@ -51,7 +51,7 @@ class DemoResult:
 
     @property
     def num_bytes(self) -> int:
-        """Number of scored bytes."""
+        """Number of test bytes that were scored."""
         return next(iter(self.evaluations.values()))["bytes"]
 
     def rows(self) -> list[list[str]]:
@@ -78,11 +78,11 @@ def run_demo(
 
     Args:
         out: folder for corpus, run and report.html; an earlier demo there is replaced.
-        recipe: settings of the model and its training.
+        recipe: name or path of the recipe with the settings of the model and its training.
         max_tokens: number of test tokens to score, from the start of the test split.
         device: auto, cuda, mps or cpu.
         threads: CPU threads of one operation, or None for torch's default.
-        handle_signals: as for `train`: whether Ctrl-C and SIGTERM save a checkpoint and stop training.
+        handle_signals: whether Ctrl-C and SIGTERM save a checkpoint and stop training.
 
     Raises:
         UserError: the recipe or device does not exist, or the folder contains anything but an earlier demo.

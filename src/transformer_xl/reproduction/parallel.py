@@ -1,8 +1,8 @@
 """Run several txl commands at a time, each in its own process, to train independent runs on all cores.
 
-Small models scale badly over threads, so many one-thread processes finish sooner than one process at a time with all
-threads. The output of each process goes to a log file. Ctrl-C, SIGTERM or a failure stops all of them, and each saves a
-checkpoint.
+Small models gain little from more threads, so many one-thread processes finish sooner than one process at a time with
+all threads. The output of each process goes to a log file. Ctrl-C, SIGTERM or a failure stops all of them, and each
+saves a checkpoint.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from transformer_xl.config import UserError
 from transformer_xl.files import write_text
 from transformer_xl.progress import ProgressBar
 
-PROGRAM = (sys.executable, "-m", "transformer_xl")
-POLL_SECONDS = 1.0  # between updates of the progress bar
+PROGRAM = (sys.executable, "-m", "transformer_xl")  # the command `txl`
+POLL_SECONDS = 1.0  # time between updates of the progress bar
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,13 @@ class _Runner:
     """Runs jobs, each in a thread that waits for its processes."""
 
     logs: Path
+    """Folder for the log of each job."""
     threads: int
+    """Threads of each process."""
     pass_fds: tuple[int, ...]
     """File descriptors that the processes inherit, so that a lock is held until the last of them has ended."""
     running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    """The running process of each job, by name of the job."""
     is_stopping: bool = False
     failure: str | None = None
     """Why the runner is stopping, if a command has failed."""

@@ -1,4 +1,4 @@
-"""The report of a reproduction: one HTML page with each table next to the paper's, its scale and its command.
+"""The report of a reproduction: one HTML page with each table, the paper's results, and the command that was run.
 
 It is written from the result files in the folder whenever a part of the reproduction is finished.
 """
@@ -19,7 +19,7 @@ from transformer_xl.reproduction import ablation, context_table
 from transformer_xl.reproduction.reproduction import REPORT, report_damage
 
 Results = Mapping[str, Any]
-"""Results of one part of a reproduction, as written to its JSON file."""
+"""Results of one part of a reproduction (such as the ablation or the speed), as written to its JSON file."""
 
 
 def write_results(folder: Path, name: str, values: Results) -> None:
@@ -50,7 +50,7 @@ def write_report(folder: Path) -> Path:
     elements = [
         paragraph(
             "Tables and results of Dai et al. 2019 (Transformer-XL), reproduced at the scale that each section states. "
-            "The paper's numbers are for WikiText-103 or for its hardware: compare orderings and shapes, not values."
+            "The paper's numbers are for WikiText-103 or for its hardware: compare rankings and curves, not values."
         )
     ]
     for name, section in _SECTIONS.items():
@@ -81,7 +81,7 @@ def _ablation(results: Results, _: Path) -> list[str]:
         verbatim(results["command"]),
         paragraph(
             f"{ablation.NAMES[results['metric']].capitalize()}, the mean over seeds and the largest deviation from it; "
-            "lower is better. Initial: with the attention window of training. The paper's are word perplexities."
+            "lower is better. Initial: with the attention window of training. The paper reports word perplexities."
         ),
         table(ablation.COLUMNS, ablation.table_rows(systems)),
         draw(ablation.chart(systems)),
@@ -92,8 +92,8 @@ def _ablation(results: Results, _: Path) -> list[str]:
             "that as much text is processed."
         ),
         table(ablation.COLUMNS, ablation.equal_memory_rows(systems)),
-        heading("The paper's claims, and the results here"),
-        table(["in the paper", "here"], results["verdicts"]),
+        heading("Claims of the paper, and the results"),
+        table(["claim of the paper", "result"], results["verdicts"]),
     ]
 
 
@@ -101,13 +101,13 @@ def _context(results: Results, _: Path) -> list[str]:
     first = results["groups"][0]
     contexts = first["contexts"]
     return [
-        heading("How far does a text help? (table 8)"),
+        heading("How far back does text still help? (table 8)"),
         paragraph(_scale(results)),
         verbatim(results["command"]),
         paragraph(
             "Relative effective context length in tokens, a value for each seed: "
             f"{len(first['positions']):,} positions of the test text, contexts of {contexts[0]:,} to {contexts[-1]:,} "
-            f"in steps of {first['context_step']:,}, and gains of at least {first['threshold']:.0%}. Each table is a "
+            f"in steps of {first['context_step']:,}, gains of at least {first['threshold']:.0%}. Each table is a "
             "group of models, each compared with the best of its group. Models with relative encodings are evaluated "
             "with memory, even those trained without, and with the attention window that scored best on the start of "
             "the same test text. The paper's lengths are in words, in steps of 100."
@@ -158,6 +158,6 @@ _SECTIONS: dict[str, Callable[[Results, Path], list[str]]] = {
     "ablation.json": _ablation,
     "context.json": _context,
     "speed.json": _speed,
-    "attention/figures.json": _attention,
+    "attention/results.json": _attention,
 }
 """Functions that return a section of the report from the results in a file and the folder of that file."""

@@ -1,11 +1,11 @@
 """The folder of a reproduction: its runs, and how those that are not finished are trained and scored.
 
 OUT/settings.yaml      settings that all runs share; a later command with other settings is refused
-OUT/recipes/           a recipe for each system
+OUT/recipes/           a recipe for each system (a model that the paper compares, see systems.py)
 OUT/runs/NAME-seedN    ordinary run folders
 OUT/scores/            results of `txl evaluate` for each run, as JSON
 OUT/logs/              output of the processes
-OUT/*.json             results of each part
+OUT/*.json             results of each part: ablation.json, context.json, speed.json
 OUT/report.html        the report on these results
 """
 
@@ -59,7 +59,7 @@ _SMOKE_SETTINGS: Groups = {
         "checkpoint_interval": 10,
     },
 }
-_HALF_SEGMENTS = (1, 2, 3, 4, 6, 8, 12)  # the default attention windows, in halves of the base segment length
+_HALF_SEGMENTS = (1, 2, 3, 4, 6, 8, 12)  # default attention windows, in units of half a segment of the base
 _SCORES = ("nats_per_token", "bits_per_byte", "perplexity")
 
 
@@ -70,7 +70,7 @@ class Reproduction:
     path: Path
     corpus: Corpus
     base: Groups
-    """Settings that all systems share, by group."""
+    """Settings that all systems share, by group (model, train, evaluation)."""
     seeds: tuple[int, ...]
     """Each system is trained once with each seed."""
     max_tokens: int
@@ -81,7 +81,7 @@ class Reproduction:
     command: str = ""
     """The command line of the user, for the report."""
     _recipes: dict[str, Groups] = field(default_factory=dict)
-    """Settings by name of the system, which take seconds to derive."""
+    """Cache of `recipe`, by name of the system: deriving the settings takes seconds."""
 
     @staticmethod
     def open(
@@ -142,7 +142,7 @@ class Reproduction:
         return [self.path / "scores" / f"{run.name}.json" for run in self.runs(system)]
 
     def recipe(self, system: System) -> Groups:
-        """Return the settings of a system: those in its recipe file if there is one, else derived from the base."""
+        """Return the settings of a system: those in its recipe file if there is one, else derived from `base`."""
         if system.name not in self._recipes:
             file = self._recipe_file(system)
             self._recipes[system.name] = (
@@ -160,8 +160,8 @@ class Reproduction:
     def attention_windows(self, system: System, requested: Sequence[int] | None = None) -> tuple[int, ...]:
         """Return the attention windows with which a system is scored, among them that of training.
 
-        Learned positions end at the segment length. By default, a system without memory is scored with few and short
-        windows, because a sliding window computes each window from scratch.
+        The learned positions of al-rfou end at the segment length, so longer windows are left out. By default, vaswani
+        is scored with short windows only, because a sliding window computes each window from scratch.
 
         Args:
             system: the system.
@@ -262,7 +262,7 @@ class Reproduction:
         }
 
     def _check_unchanged(self) -> None:
-        """Check that the path is not another kind of folder, or a reproduction with other settings."""
+        """Check that the path is the folder of a reproduction with the same settings, or new."""
         check_folder(self.path)
         file = self.path / "settings.yaml"
         if not file.exists():
@@ -333,9 +333,9 @@ def _check_run(run: Path, config: RunConfig, seed: int) -> None:
     """Check that a run, if it exists, has the settings of its recipe."""
     if not run.exists():
         return
-    saved, derived = RunFolder.open(run).config, {"cutoffs"}  # cutoffs may be chosen from the corpus
+    saved, excluded = RunFolder.open(run).config, {"cutoffs"}  # the run has the cutoffs chosen from its corpus
     expected = config.train.model_copy(update={"seed": seed})
-    is_same_model = saved.model.model_dump(exclude=derived) == config.model.model_dump(exclude=derived)
+    is_same_model = saved.model.model_dump(exclude=excluded) == config.model.model_dump(exclude=excluded)
     if saved.train != expected or not is_same_model:
         raise UserError(
             f"{run} has other settings than its recipe in {run.parent.parent}; delete the run, or choose another out"
@@ -343,7 +343,7 @@ def _check_run(run: Path, config: RunConfig, seed: int) -> None:
 
 
 def _last_step(run: Path) -> int:
-    """Return the last step in the log of a run, for a progress bar; 0 if it cannot be read."""
+    """Return the last step in the metrics of a run, for a progress bar; 0 if they cannot be read."""
     try:
         lines = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
         return max((json.loads(line)["step"] for line in lines[-2:] if line.endswith(b"\n")), default=0)
@@ -353,7 +353,7 @@ def _last_step(run: Path) -> int:
 
 @contextmanager
 def report_damage(file: Path) -> Iterator[None]:
-    """Raise a UserError that names the file if the block cannot find the expected values in it."""
+    """Raise a UserError that names the file if the `with` block does not find the expected values in it."""
     try:
         yield
     except UserError:

@@ -1,7 +1,8 @@
-"""The systems that the paper compares (tables 6, 8 and 10), each defined by how its settings differ from a base.
+"""The systems that the paper compares (tables 6, 8 and 10), each defined by its changes to the settings of a recipe.
 
-A system is an architecture with or without recurrence, trained with one of two losses. Each becomes an ordinary run,
-which `txl train` trains and `txl evaluate` scores.
+A system is an architecture with or without recurrence (memory in training), trained with one of two losses. Each
+becomes an ordinary run, which `txl train` trains and `txl evaluate` scores. The base are the settings that all systems
+share.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ class System:
     larger: bool = False
     """Whether it has a quarter more layers, like the paper's model of 151M parameters compared with that of 128M."""
     equal_memory: bool = False
-    """Whether its segments are as long as possible without a training step needing more bytes than one with recurrence;
-    it trains for fewer steps, so that it processes as much text."""
+    """Whether its segments are as long as possible without a training step needing more memory than one of the base
+    settings, which have recurrence; it trains for fewer steps, so that it processes as much text."""
 
     @property
     def attends(self) -> bool:
@@ -91,6 +92,8 @@ class System:
         return settings
 
 
+# columns: name, architecture, recurrence, loss, published (initial, best, window of the best); in the names, xl is
+# Transformer-XL, relative is the same without recurrence, sinusoidal and learned are absolute position encodings
 ABLATION = (
     System("xl-full", "transformer-xl", True, "full", Published(27.02, 26.77, 500)),
     System("shaw-recurrent", "shaw", True, "full", Published(27.94, 27.94, 256)),
@@ -109,7 +112,7 @@ EQUAL_MEMORY = (
     System("relative-full-longer", "transformer-xl", False, "full", Published(None, 27.98), equal_memory=True),
     System("relative-half-longer", "transformer-xl", False, "half", Published(None, 28.83), equal_memory=True),
 )
-"""The rows without recurrence at the same memory (table 10): their segments may be longer."""
+"""The rows without recurrence whose training step needs as much memory as with it (table 10): segments are longer."""
 
 RECURRENT = (System("qrnn", "qrnn", True), System("lstm", "lstm", True))
 """The recurrent models whose effective context length is measured too (table 8)."""
@@ -124,15 +127,15 @@ def num_parameters(config: RunConfig) -> int:
 
 
 def _checked(settings: Groups, vocab_size: int) -> RunConfig:
-    """Return the settings as a run's; softmax cutoffs that a run chooses from its corpus are left out."""
-    known: dict[str, Any] = {"vocab_size": vocab_size}
+    """Check the settings and return them; cutoffs auto, which need a corpus, become one softmax over all tokens."""
+    model: dict[str, Any] = {"vocab_size": vocab_size}
     if settings["model"].get("cutoffs") == "auto":
-        known["cutoffs"] = ()
-    return run_settings(merge(settings, {"model": known}), "settings")
+        model["cutoffs"] = ()
+    return run_settings(merge(settings, {"model": model}), "settings")
 
 
 def _step_bytes(config: RunConfig) -> int:
-    """Return the bytes that a training step needs, with weights and optimizer."""
+    """Return the memory in bytes that a training step needs, weights and optimizer state included."""
     lengths = {"segment_length": config.train.segment_length, "memory_length": config.train.memory_length}
     return step_cost(config.model, batch_size=config.train.batch_size, **lengths).bytes
 
@@ -148,7 +151,7 @@ def _matching_width(settings: Groups, vocab_size: int, target: int) -> int:
 
 
 def _longest_segment(settings: Groups, vocab_size: int, max_bytes: int) -> int:
-    """Return the longest segment with which a training step needs at most `max_bytes`."""
+    """Return the longest segment with which a training step needs at most `max_bytes` of memory."""
 
     def fits(length: int) -> bool:
         return _step_bytes(_checked(merge(settings, {"train": {"segment_length": length}}), vocab_size)) <= max_bytes
@@ -157,7 +160,7 @@ def _longest_segment(settings: Groups, vocab_size: int, max_bytes: int) -> int:
 
 
 def _largest(fits: Callable[[int], bool]) -> int:
-    """Return the largest integer that fits, given that 1 and all integers below it fit: by doubling, then halving."""
+    """Return the largest integer that fits, given that 1 and all integers below it fit: by doubling, then bisecting."""
     largest = 1
     while fits(2 * largest):
         largest *= 2

@@ -77,7 +77,7 @@ def reproduce_context(
         groups: names of the systems in each group.
 
     Raises:
-        UserError: as `reproduce_ablation`; or the text is too short for the sweep.
+        UserError: for the reasons of `reproduce_ablation`, or the text is too short for the sweep.
     """
     tokens_K = reproduction.corpus.split("test").tokens
     draw_positions(sweep, len(tokens_K))  # fails now, and not after training, if the text is too short
@@ -91,11 +91,11 @@ def reproduce_context(
     for index, seed in enumerate(reproduction.seeds):
         for names in groups:
             models = [_group_model(reproduction, BY_NAME[name], index) for name in names]
-            keys = [
+            limits = [
                 (model.name, model.plan.context_limits.attention_window, model.plan.context_limits.memory_length)
                 for model in models
             ]
-            expected = (seed, keys, list(sweep.contexts), sweep.num_positions, sweep.threshold)
+            expected = (seed, limits, list(sweep.contexts), sweep.num_positions, sweep.threshold)
             group = next((group for identity, group in earlier if identity == expected), None)
             if group is None:
                 cost = sum(model.cost(sweep) for model in models)
@@ -113,8 +113,8 @@ def _identity(group: dict[str, Any]) -> tuple[Any, ...]:
 
     Segment lengths cannot change: they are settings of the runs, which are the same in all of the folder.
     """
-    keys = [(model["name"], model["attention_window"], model["memory_length"]) for model in group["models"]]
-    return group["trained_with_seed"], keys, group["contexts"], len(group["positions"]), group["threshold"]
+    limits = [(model["name"], model["attention_window"], model["memory_length"]) for model in group["models"]]
+    return group["trained_with_seed"], limits, group["contexts"], len(group["positions"]), group["threshold"]
 
 
 def _group_model(reproduction: Reproduction, system: System, index: int) -> GroupModel:
@@ -137,10 +137,10 @@ def reproduce_speed(
     threads: int | None = None,
     command: str = "",
 ) -> dict[str, Any]:
-    """Measure the paper's table of evaluation speed (table 9), and add it to the report.
+    """Measure the speed of evaluation as in the paper's table 9, and add it to the report.
 
     Args:
-        path: folder of a reproduction, new or not.
+        path: folder of a reproduction; it need not exist.
         model: name of a recipe, or folder of a run, which sets the sizes of the models.
         smoke: compare tiny models at short lengths, to try everything out.
         device: auto, cuda, mps or cpu.
@@ -170,7 +170,7 @@ def reproduce_all(reproduction: Reproduction, *, smoke: bool = False, speed_reci
         speed_recipe: recipe with the model sizes at which evaluation speed is measured.
 
     Raises:
-        UserError: as the function for each table.
+        UserError: for the reasons of the functions that it calls.
     """
     sweep = reproduction.context_sweep(num_positions=100 if smoke else 1000)
     reproduce_ablation(reproduction)

@@ -121,7 +121,7 @@ def attention(
     n_heads = 1 + max(entry["head"] for entry in values["heads"])
     means = [f"{entry['mean_distance']:.1f}" for entry in values["heads"]]
     print_table(
-        f"{run}: mean distance in tokens that each head attends to, over {values['counted_tokens']:,} queries, "
+        f"{run}: mean distance in tokens that each head attends to, over {values['num_queries']:,} queries, "
         f"memory length {values['memory_length']:,}, segment length {values['segment_length']:,}",
         ["layer", *(f"head {head}" for head in range(n_heads))],
         [[str(start // n_heads), *means[start : start + n_heads]] for start in range(0, len(means), n_heads)],

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from transformer_xl.cli.flags import ContextFlags, typed_settings
+from transformer_xl.cli.flags import ContextFlags, given_settings
 from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, Json
 from transformer_xl.cli.output import print_json, print_table
 from transformer_xl.config import ContextSweep, UserError, check_settings
@@ -58,7 +58,7 @@ def context(
     """
     paths = _run_paths(runs)
     _check_outputs(out, plot)
-    sweep = check_settings(ContextSweep, typed_settings(context=settings).get("context", {}), "context sweep")
+    sweep = check_settings(ContextSweep, given_settings(context=settings).get("context", {}), "context sweep")
     from transformer_xl.analysis.effective_context import draw_positions, load_group, measure_context
     from transformer_xl.run_folder import RunFolder
 

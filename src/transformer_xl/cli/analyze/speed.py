@@ -8,7 +8,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from transformer_xl.cli.flags import SpeedFlags, typed_settings
+from transformer_xl.cli.flags import SpeedFlags, given_settings
 from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, Json
 from transformer_xl.cli.output import print_json, print_table
 from transformer_xl.config import SpeedComparison, UserError, check_settings
@@ -40,7 +40,7 @@ def speed(
     """
     if out is not None and out.exists():
         raise UserError(f"{out} exists already; choose another --out")
-    comparison = check_settings(SpeedComparison, typed_settings(speed=settings).get("speed", {}), "speed comparison")
+    comparison = check_settings(SpeedComparison, given_settings(speed=settings).get("speed", {}), "speed comparison")
     from transformer_xl.analysis.evaluation_speed import COLUMNS, compare_speed, speed_tables
 
     results = compare_speed(model, comparison, device=device_options.device, threads=device_options.threads)

@@ -155,7 +155,7 @@ def local_paths(text: str) -> list[str]:
 
 def test_no_path_is_of_one_computer() -> None:
     texts = dict(project_texts())
-    assert {"README.md", ".ci/run", "src/transformer_xl/config/run.py", "tests/house/test_documents.py"} <= texts.keys()
+    assert {"README.md", ".ci/run", "src/transformer_xl/device.py", "tests/project/test_documents.py"} <= texts.keys()
     assert {path: found for path, text in texts.items() if (found := local_paths(text))} == {}
 
 
