@@ -18,6 +18,7 @@ from interop.golden_huggingface import CASES, SEGMENTS
 from safetensors.torch import load_file, save_file
 
 from transformer_xl.config import UserError, run_settings
+from transformer_xl.interop import huggingface
 from transformer_xl.interop.convert import convert
 from transformer_xl.interop.tokenizers import tokenizer_from_words, words_of
 from transformer_xl.model.build import build_model
@@ -56,6 +57,25 @@ def test_outputs_equal_those_of_transformers(case: str, tmp_path: Path) -> None:
         nats_BT = model.nats(hidden_BTD, tokens_BT[:, 1:])
     torch.testing.assert_close(nats_BT.mean(), expected["loss"], atol=1e-5, rtol=0)
     assert torch.equal(generate_greedily(model, tokens_BT[0, :4], 17), expected["greedy_T"])
+
+
+def test_settings_missing_in_config_json_have_the_defaults_of_transformers(tmp_path: Path) -> None:
+    config, weights, _ = golden("narrow-tails")
+    defaults = {
+        "untie_r": True,
+        "same_length": True,
+        "dropout": 0.1,
+        "clamp_len": 1000,
+        "tie_projs": [False, True, True],
+    }
+    folder = hugging_face_folder(tmp_path / "hub", {**config, **defaults}, weights)
+    expected = huggingface.read(folder)
+    values = json.loads((folder / "config.json").read_text())
+    for name in defaults:
+        del values[name]
+    (folder / "config.json").write_text(json.dumps(values))
+    found = huggingface.read(folder)
+    assert (found.model, found.train, found.evaluation) == (expected.model, expected.train, expected.evaluation)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -114,6 +114,7 @@ def run_settings(values: Mapping[str, Any], source: str) -> RunConfig:
     Raises:
         UserError: as `check_settings`.
     """
+    _refuse_earlier_names(values, source)
     architecture = ARCHITECTURES.get(str(_mapping(values, "model").get("architecture")))
     if architecture is not None and not architecture.has_memory:
         values = merge({"train": {"memory_length": 0}}, values)
@@ -124,6 +125,16 @@ def _mapping(values: Mapping[str, Any], group: str) -> Mapping[str, Any]:
     """Return a group of settings that are not validated yet; empty if it is missing or not a mapping."""
     settings = values.get(group)
     return settings if isinstance(settings, Mapping) else {}
+
+
+def _refuse_earlier_names(values: Mapping[str, Any], source: str) -> None:
+    """Refuse settings of versions before the settings were renamed, of which each run and recipe has some."""
+    for group, names in {"model": ("kind", "layers", "width"), "train": ("rows", "segment", "steps")}.items():
+        if earlier := [f"{group}.{name}" for name in names if name in _mapping(values, group)]:
+            advice = "train again with this version, or rename the settings of a recipe ('txl train --help')"
+            raise UserError(
+                f"{source} is from an earlier version, which named settings {earlier[0]} and so on; {advice}"
+            )
 
 
 def merge_recipe(recipe: Recipe, overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -164,6 +175,8 @@ def load_recipe(name: str) -> Recipe:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"recipe file '{name}' cannot be read: {error}") from None
-    recipe = check_settings(Recipe, read_yaml(text, f"recipe {name}"), f"recipe {name}")
+    values = read_yaml(text, f"recipe {name}")
+    _refuse_earlier_names(values, f"recipe {name}")
+    recipe = check_settings(Recipe, values, f"recipe {name}")
     run_settings(merge_recipe(recipe, {}), f"recipe {name}")
     return recipe

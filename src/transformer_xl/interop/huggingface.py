@@ -30,6 +30,12 @@ from transformer_xl.text.tokenizers.word import WordTokenizer
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 _VOCABULARIES = ("vocab.json", "vocab.txt", "vocab.pkl", "vocab.bin")
 _MODEL_TYPE = "transfo-xl"
+# defaults of TransfoXLConfig, for settings that config.json lacks (4.37.2 never writes tgt_len, the segment length)
+_DEFAULTS = {
+    "vocab_size": 267735, "cutoffs": [20000, 40000, 200000], "d_model": 1024, "d_embed": 1024, "n_head": 16,
+    "d_head": 64, "d_inner": 4096, "div_val": 4, "n_layer": 18, "mem_len": 1600, "clamp_len": 1000,
+    "same_length": True, "untie_r": True, "dropout": 0.1, "tgt_len": 128, "proj_share_all_but_first": True,
+}  # fmt: skip
 
 
 def recognizes(path: Path) -> bool:
@@ -48,8 +54,10 @@ def read(path: Path) -> ImportedModel:
     if not isinstance(values, dict) or values.get("model_type", _MODEL_TYPE) != _MODEL_TYPE:
         model_type = values.get("model_type") if isinstance(values, dict) else type(values).__name__
         raise UserError(f"{file}: a model of type {format_value(model_type)}; only '{_MODEL_TYPE}' can be converted")
-    # transformers 4.37.2 no longer writes tgt_len, the segment length
-    settings = SourceConfig({"tgt_len": 128, **values}, str(file))
+    settings = SourceConfig({**_DEFAULTS, **values}, str(file))
+    shared = settings.get_bool("proj_share_all_but_first", default=True)
+    tied_projections = {"tie_projs": [False, *[shared] * len(settings.get_ints("cutoffs"))]}
+    settings = SourceConfig({**_DEFAULTS, **tied_projections, **values}, str(file))
     config, lengths = settings.model_config(attend_empty_memory=True), settings.lengths()
     weights_file = first_existing(path, _WEIGHTS)
     if weights_file is None:
