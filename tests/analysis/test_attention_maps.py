@@ -43,6 +43,7 @@ def shaw():
     return model
 
 
+# segment length; limits: memory length, attention window, clamp length; length of the text
 CASES = [
     (5, ContextLimits(11), 47),
     (7, ContextLimits(11, 9), 53),  # an attention window shorter than memory
@@ -98,12 +99,12 @@ def check_terms(model, text, segment, context_limits, length):
 
 
 @pytest.mark.parametrize(("segment", "context_limits", "length"), [*CASES[:5], (53, ContextLimits(0), 19)])
-def test_terms_equal_the_papers(make_model, text, segment, context_limits, length):
-    """Also where the last segment ends after the last token of the maps."""
+def test_terms_equal_those_of_the_papers_formula(make_model, text, segment, context_limits, length):
+    """The maps may end within a segment."""
     check_terms(make_model(n_layers=2, tie_attention_biases=False), text, segment, context_limits, length - length % 3)
 
 
-def test_terms_of_shaw_equal_the_papers(shaw, text):
+def test_terms_of_shaw_are_content_and_position(shaw, text):
     assert list(check_terms(shaw, text, 7, ContextLimits(11), 31).terms) == [
         "probability", "score", "content", "position"
     ]  # fmt: skip

@@ -46,7 +46,7 @@ def maps(make_model):
 
 @pytest.fixture
 def page(maps):
-    """A page of TEXT, with three tokens as a word vocabulary may have them."""
+    """A page of TEXT; three tokens are replaced by long or hostile words, as a word vocabulary may have them."""
     tokens = token_texts(ByteTokenizer(), np.frombuffer(TEXT, dtype=np.uint8))
     for index, word in ((60, HOSTILE), (44, "W" * 60), (45, HEBREW)):
         tokens[index] = TokenText(word, word, odd=False)
@@ -57,7 +57,7 @@ def test_tokens_are_displayed_as_text():
     tokens = token_texts(ByteTokenizer(), np.frombuffer(TEXT, dtype=np.uint8))
     assert "".join(token.name for token in tokens[:4]) == "a\u00b7<b"
     assert [token.shown for token in tokens if token.name == "\u21b5"] == ["\u21b5\n"]
-    half = len(TEXT) - 5  # the second byte of the accented letter
+    half = len(TEXT) - 5  # position of the second byte of the accented letter, which is no character by itself
     assert tokens[half] == TokenText("A9", "bytes A9", odd=True)
     assert tokens[-1].name == "\\x00"
     assert not any(token.odd for token in tokens[: half - 1])
@@ -79,7 +79,7 @@ def test_name_of_long_token_is_truncated(content, name):
 
 
 def test_text_cannot_break_out_of_the_page(page):
-    assert page.count("</script>") == 2  # those of the data and the script
+    assert page.count("</script>") == 2  # the ends of the data element and of the script element
     assert "<!--" not in page
     assert "Heads of &lt;run&gt;" in page
     assert "What &amp; how" in page
@@ -228,7 +228,7 @@ def test_colours_and_table_are_of_the_selected_term(tab, maps):
         cells = tab.locator("#strongest tbody tr").first.locator("td").all_inner_texts()
         assert int(cells[1]) == 41 - highest
         assert float(cells[2]) == pytest.approx(values[highest], abs=1e-3)
-        assert background(highest) == "rgb(253, 231, 37)"  # the brightest of viridis
+        assert background(highest) == "rgb(253, 231, 37)"  # the last colour of matplotlib's viridis
         assert background(lowest) != background(highest)
         assert tab.locator("#highest").inner_text()[:5] == f"{values[highest]:.4f}"[:5]
     # tokens that are not seen are grey: those after the query, and those that have left the memory

@@ -1,4 +1,4 @@
-"""Relative effective context length: the paper's definition in plain loops, each loss computed alone, and causality.
+"""Effective context length equals the paper's definition in plain loops, and losses depend on the context only.
 
 Shape suffixes: I models, C contexts, P positions, B batch size, T new tokens, D d_model, K tokens of the text, V
 vocabulary.
@@ -30,9 +30,10 @@ from transformer_xl.model.memory import ContextLimits
 CLOSE = {"rtol": 0, "atol": 1e-10}
 SIZES = {"vocab_size": 23, "n_layers": 3, "d_model": 14, "n_heads": 2, "d_ff": 19, "dropout": 0.0}
 SEGMENT = 7
+# model settings, and limits: memory length, attention window, clamp length
 CASES: dict[str, tuple[dict[str, Any], ContextLimits]] = {
     "relative": ({}, ContextLimits(11)),
-    "relative, all": ({}, ContextLimits(40)),
+    "relative, long memory": ({}, ContextLimits(40)),
     "relative, window and clamp": ({}, ContextLimits(11, 9, 3)),
     "relative, no memory": ({}, ContextLimits(0)),
     "relative, empty slots attended": ({"attend_empty_memory": True}, ContextLimits(11)),
@@ -59,9 +60,9 @@ def text(length: int, seed: int = 3) -> npt.NDArray[np.uint8]:
 
 
 def decreasing_losses(seed: int, contexts: int = 6, positions: int = 29) -> npt.NDArray[np.float64]:
-    """Losses of three models: one decreases with every context, one soon stops, one is never the best.
+    """Losses of three models: one decreases with every context, one soon stops decreasing, one is never the best.
 
-    They are rounded, so that some are equal.
+    Losses are rounded, so that some are equal.
     """
     rng = np.random.default_rng(seed)
     level_I11, range_I11, rate_I11 = np.array([[0.0, 1.5, 3.0], [2.0, 0.5, 1.0], [0.1, 0.7, 2.0]])[..., None, None]
@@ -101,7 +102,7 @@ def test_gains_and_lengths_equal_the_papers_definition(fraction: float) -> None:
             expected = (below[0], True) if below else (40, False)
             assert (result["effective_context_tokens"], result["fell_below_threshold"]) == expected
             lengths.add(expected)
-    assert {(5, True), (40, False)} <= lengths  # the losses give lengths of every kind
+    assert {(5, True), (40, False)} <= lengths  # some lengths are the shortest context, others none below the threshold
 
 
 def test_gains_equal_values_computed_by_hand() -> None:
@@ -126,7 +127,7 @@ def test_large_losses_do_not_overflow() -> None:
 @pytest.mark.parametrize("kind", CASES)
 @pytest.mark.parametrize("context", [1, 6, 7, 8, 14, 33])
 def test_loss_equals_that_of_one_position_alone(kind: str, context: int) -> None:
-    """One position at a time, with hidden states as memory: the remainder first, then whole segments."""
+    """Expected losses are computed for one position at a time: a first segment with the remainder, then whole ones."""
     group, tokens_K, positions_P = group_model(kind, batch_size=2), text(61), np.array([33, 40, 47, 58, 60])
     model, context_limits = group.model, group.plan.context_limits
     expected = []

@@ -19,7 +19,7 @@ def test_flops_ratio_equals_counted_flops(clamp):
     model = TransformerXL(SMALL.model_copy(update={"attn_implementation": "sdpa"})).eval()
     tokens = torch.zeros(1, window, dtype=torch.int64)
     with torch.inference_mode():
-        _, memory = model(tokens, model.inference_memory(1, ContextLimits(8, 9, clamp)))
+        _, memory = model(tokens, model.inference_memory(1, ContextLimits(8, window, clamp)))
         with FlopCounterMode(display=False) as counter:
             model(tokens[:, :1], memory)
     n_layers, d_model, inner, d_ff = 2, 14, 2 * 5, 19
@@ -33,7 +33,7 @@ def test_both_models_are_timed_in_turns(capsys):
         attention_windows=(5, 7), segment_lengths=(2, 3), repeats=2, clamp_length=None, dtype="float32"
     )
     measurement = SpeedMeasurement(SMALL, comparison, torch.device("cpu"))
-    # in each layer, 7 position embeddings on one side; position keys and one pair of biases on the other
+    # vanilla: 7 position embeddings in each layer; memory: r_proj in each layer, and one pair of attention biases
     difference = measurement.vanilla_model.num_parameters() - measurement.memory_model.num_parameters()
     assert difference == 2 * 14 * 7 - (2 * 14 * 10 + 2 * 2 * 5)
     for window in (5, 7):

@@ -1,4 +1,7 @@
-"""Losses by distance from a document's start equal those of plain loops over documents."""
+"""Losses by distance from a document's start equal those of plain loops over documents.
+
+10 is the id of the BOS token in all texts.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,8 @@ from transformer_xl.analysis.loss_by_distance import loss_by_distance, with_docu
 from transformer_xl.evaluation.plan import EvaluationPlan, TokenizedText
 from transformer_xl.model.memory import ContextLimits
 
-PLAN = EvaluationPlan(5, ContextLimits(11))
-STARTS = [0, 1, 20, 37]
+PLAN = EvaluationPlan(segment_length=5, context_limits=ContextLimits(memory_length=11))
+STARTS = [0, 1, 20, 37]  # of documents
 
 
 @pytest.mark.parametrize("reset_memory", [True, False])
@@ -40,7 +43,7 @@ def test_groups_equal_plain_loops(make_model, tokens, reset_memory):
 def test_text_without_documents_is_split_into_chunks(tokens):
     ids = tokens(1, 300)[0].numpy().astype(np.uint8)
     split, length = with_documents(TokenizedText(ids, 10), PLAN)
-    assert length == 32  # twice memory and segment
+    assert length == 32  # twice the sum of memory length and segment length
     assert split.document_starts_N.tolist() == list(range(0, 300, 32))
     assert with_documents(TokenizedText(ids[:80], 10), PLAN)[1] == 10  # eight chunks
     assert with_documents(TokenizedText(ids[:3], 10), PLAN)[1] == 1

@@ -93,8 +93,8 @@ def letters_without_legend(source: str) -> set[str]:
     tree = ast.parse(source)
     names = {node.arg if isinstance(node, ast.arg) else last_name(node) for node in ast.walk(tree)}
     used = {letter for name in names for letter in shape_suffix(name) or "" if letter.isalpha()}
-    legend = re.search(r"(Letters|Shape suffixes):(.*?)(\n\n|$)", ast.get_docstring(tree) or "", flags=re.DOTALL)
-    return used - set(re.findall(r"\b[A-Z]\b", legend[2] if legend else ""))
+    legend = re.search(r"Shape suffixes:(.*?)(\n\n|$)", ast.get_docstring(tree) or "", flags=re.DOTALL)
+    return used - set(re.findall(r"\b[A-Z]\b", legend[1] if legend else ""))
 
 
 def test_legends_explain_every_letter_of_shape_suffixes() -> None:

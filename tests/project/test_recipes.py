@@ -34,7 +34,7 @@ DIFFERENT_PARAMETERS = {"wikitext-103-large", "lm1b-base", "lm1b-large"}  # docs
 
 
 def run_config(name: str) -> RunConfig:
-    """Return the recipe's settings, without cutoffs where they are to be found from the corpus."""
+    """Return the recipe's settings; cutoffs auto, which need a corpus, become one softmax over all tokens."""
     recipe = load_recipe(name)
     cutoffs = None if recipe.model["cutoffs"] == "auto" else recipe.model["cutoffs"]
     return run_settings(merge_recipe(recipe, {"model": {"cutoffs": cutoffs}}), name)
@@ -79,7 +79,7 @@ def test_recipe_contains_every_setting_its_result_depends_on(name: str) -> None:
 
 @pytest.mark.parametrize("name", recipe_names())
 def test_parameters_and_cost_of_a_step_are_right(name: str) -> None:
-    """Layers are equal, so the cost is linear in their number: it is measured with one and with two layers."""
+    """All layers cost the same, so the cost of n layers is extrapolated from that of one and of two."""
     recipe, config = load_recipe(name), run_config(name)
     sizes = {name: getattr(config.train, name) for name in ("batch_size", "segment_length", "memory_length")}
     one, two = (step_cost(config.model.model_copy(update={"n_layers": n}), **sizes) for n in (1, 2))

@@ -16,7 +16,7 @@ from transformer_xl.reproduction.parallel import Command, Job, run_parallel
 def test_output_is_written_and_commands_run_in_order(tmp_path, monkeypatch):
     monkeypatch.setattr(parallel, "POLL_SECONDS", 0.01)
     progress, out = iter(range(1000)), tmp_path / "out.txt"
-    job = Job("a", [Command(["--version"], output=out), Command(["--version"])], 3, lambda: next(progress))
+    job = Job("a", [Command(["--version"], output=out), Command(["--version"])], size=3, done=lambda: next(progress))
     run_parallel("all", [job], tmp_path, workers=1, threads=1)
     assert (tmp_path / "a.log").read_text() == f"$ txl --version\n$ txl --version\n{out.read_text()}"
     assert next(progress) > 3  # a job may report more work than its size

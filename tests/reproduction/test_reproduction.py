@@ -42,7 +42,7 @@ DONE = "4 of 4 runs are trained and scored already"
 
 @pytest.fixture(scope="module", autouse=True)
 def in_process() -> Iterator[None]:
-    """Runs the commands of jobs in this process, which is faster than a process for each command."""
+    """Replace `run_parallel`: run the commands of all jobs in this process, which is faster than starting processes."""
 
     def run_jobs(title: str, jobs: Sequence[Job], *_: Any, **__: Any) -> None:
         for command in (command for job in jobs for command in job.commands):
@@ -57,7 +57,7 @@ def in_process() -> Iterator[None]:
 
 
 def flags_of(train: dict[str, Any]) -> list[str]:
-    """The flags of the same settings as those of `opened`."""
+    """Return the flags of the settings that `opened` passes, with these training settings."""
     groups = {"model": MODEL, "train": train}
     settings = [(f"{group}.{name}", value) for group, values in groups.items() for name, value in values.items()]
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings]
@@ -129,10 +129,12 @@ def test_context_is_measured_on_the_same_runs(folder: Path, capsys: pytest.Captu
         best = min(by_window, key=lambda window: by_window[window][index])
         assert (str(transformer["attention_window"]), transformer["memory_length"]) == (best, int(best) - 1)
         assert (learned["memory_length"], learned["max_visible_tokens"]) == (0, 8)
-    assert context(opened(folder), sweep)["groups"] == groups  # also seconds: nothing was measured again
+    # the measured seconds are equal too, so nothing was measured again
+    assert context(opened(folder), sweep)["groups"] == groups
     report = (folder / "out" / "report.html").read_text()
-    for heading in ("How far back does text still help?", "700, 600, 500", "Which part of the model helps?"):
-        assert heading in report
+    # headings, and the paper's lengths of xl-full for r = 0.1, 0.5 and 1
+    for phrase in ("How far back does text still help?", "700, 600, 500", "Which part of the model helps?"):
+        assert phrase in report
 
 
 def test_speed_is_added_to_the_report(folder: Path) -> None:

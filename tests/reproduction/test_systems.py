@@ -16,7 +16,7 @@ BASE = {
 
 
 def config_of(name, base=BASE):
-    settings = BY_NAME[name].settings(base, 50)
+    settings = BY_NAME[name].settings(base, vocab_size=50)
     return run_settings(merge(settings, {"model": {"vocab_size": 50}}), name)
 
 
@@ -72,4 +72,4 @@ def test_settings_that_a_system_does_not_have_are_left_out():
 
 def test_invalid_base_is_refused():
     with pytest.raises(UserError, match=r"model\.d_model: Input should be a multiple of 2"):
-        BY_NAME["xl-full"].settings(merge(BASE, {"model": {"d_model": 31}}), 50)
+        BY_NAME["xl-full"].settings(merge(BASE, {"model": {"d_model": 31}}), vocab_size=50)

@@ -40,7 +40,7 @@ def convert(
     tokenizer
         Tokenizer of a model that comes without one: a run, a corpus or a txl_tokenizer.json that contains it; or byte.
     pre_tokenizer
-        How a word tokenizer splits text: moses (as Hugging Face's tokenizer), punctuation (punctuation split off, as in
+        How a word tokenizer splits text: moses (as TransfoXLTokenizer), punctuation (punctuation split off, as in
         WikiText), or whitespace (for text that is tokenized already). [default: as in FROM]
     """
     from transformer_xl.interop import convert as interop

@@ -122,7 +122,7 @@ def _configs(config: EvaluationConfig, memory_lengths: str | None, windows: str 
 
 def _print_results(name: str, results: list[dict[str, Any]], tokenizer: Tokenizer) -> None:
     first, has_words = results[0], tokenizer.kind == "word"
-    columns = {
+    columns = {  # title and number format of each result
         "memory_length": ("memory", ","),
         "segment_length": ("segment", ","),
         "attention_window": ("window", ","),

@@ -1,4 +1,4 @@
-"""Settings as flags, such as `--model.n-layers 6`. Only typed flags are passed on; config classes set defaults."""
+"""Settings as flags, such as `--model.n-layers 6`. Only given flags are passed on; config classes set defaults."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _GROUPS: Mapping[str, Mapping[str, FieldInfo]] = {
 
 
 def _optional(name: str, settings: Mapping[str, FieldInfo], *excluded: str) -> type[BaseModel]:
-    """Return a class of a group's settings, all optional and without defaults; `run_settings` checks the values."""
+    """Return a pydantic class for the flags of a group of settings: all optional, without defaults and range checks."""
     fields: dict[str, Any] = {}
     for setting, field in settings.items():
         inner = field.annotation
@@ -60,7 +60,7 @@ def _optional(name: str, settings: Mapping[str, FieldInfo], *excluded: str) -> t
             continue
         values = field.default if isinstance(field.default, tuple) else [field.default]
         default = ",".join(map(str, values)).lower() or "none"
-        # settings that parse text are typed as one argument, such as 20,40; other tuples by repeating the flag
+        # settings that parse text take one argument, such as 20,40; for other tuples the flag is repeated
         parses_text = any(isinstance(constraint, BeforeValidator) for constraint in field.metadata)
         kind: Any = str if parses_text else inner
         if NoneType in get_args(inner):
@@ -86,12 +86,12 @@ LengthFlags = _optional(
 
 
 def given_settings(**groups: BaseModel | None) -> dict[str, dict[str, Any]]:
-    """Return the settings that were typed, by group; a typed `none` is None unless the setting has such a choice."""
+    """Return the settings given as flags, by group; `none` becomes None unless it is a choice of the setting."""
     return {group: flags.model_dump(exclude_unset=True) for group, flags in groups.items() if flags is not None}
 
 
 def evaluation_config(flags: BaseModel | None) -> EvaluationConfig:
-    """Return the evaluation settings that were typed as bare flags, such as `--memory-length 64`.
+    """Return the evaluation settings given as flags without a group, such as `--memory-length 64`.
 
     Raises:
         UserError: a value is out of range.

@@ -109,7 +109,7 @@ def _run_facts(folder: RunFolder, device_options: DeviceOptions) -> dict[str, An
     attn_implementation = None
     if isinstance(config.model, RelativeConfig):
         attn_implementation = choose(config.model.attn_implementation, device_options.choose(), torch.float32).name
-    # losses before a change of corpus are of another text, so the best one is that of the checkpoint
+    # the log may start with losses on another corpus, so take the best loss from the checkpoint
     best_nats = CheckpointRecord.read(newest).state.get("best_nats") if newest else None
     valid = [line for line in metrics if line["split"] == "valid"]
     best_valid = [line for line in valid if line["nats_per_token"] == best_nats] or valid

@@ -23,7 +23,7 @@ COMMANDS = {
     "score": "Compute log-probabilities of texts: by token, line or file.",
     "generate": "Generate text with a trained model.",
     "analyze": "Analyze a model: what heads attend to, how much distant context helps, how fast evaluation is.",
-    "reproduce": "Reproduce the paper's tables at any scale, and compare with its results.",
+    "reproduce": "Reproduce the paper's tables at any scale, and compare with the paper's results.",
     "convert": "Convert another program's checkpoint to a run, or a run to the Hugging Face layout.",
     "recipes": "List the recipes that come with the package.",
     "info": "Show the hardware, a run or a corpus.",
@@ -67,6 +67,7 @@ def keep_freed_memory() -> bool:
         Whether the settings were applied; false if the C library is not glibc.
     """
     trim_threshold, top_pad, mmap_threshold = -1, -2, -3  # M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD in malloc.h
+    # buffers from 32 MiB get their own mapping; the heap is never trimmed (-1), and grows by 64 MiB more than requested
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform.startswith("linux") else None
     return mallopt is not None and all(
         [mallopt(mmap_threshold, 2**25), mallopt(trim_threshold, -1), mallopt(top_pad, 2**26)]
@@ -128,7 +129,8 @@ def _user_message(error: Exception) -> str | None:
     cause = error.__cause__
     text = explain(cause) if isinstance(cause, ValidationError) else str(error)
     if isinstance(error, CycloptsError):
-        group = getattr(getattr(error, "argument", None), "name", "")  # of settings, such as --model
+        # the flag's group of settings, such as --model
+        group = getattr(getattr(error, "argument", None), "name", "")
         text = f"{group}.{text}" if group and isinstance(cause, ValidationError) else text
         text = f"{text.rstrip('.')}; --help lists the options"
     return " ".join(text.split())

@@ -106,6 +106,6 @@ def _print_corpus(corpus: Corpus, seconds: float, *, as_json: bool) -> None:
     title = f"{corpus.name}: {tokenizer.kind} tokenizer, vocabulary of {tokenizer.vocab_size:,}, in {corpus.path}"
     columns = ["split", "tokens", "bytes", "words", "unknown words", "documents"]
     print_table(f"{title} ({seconds:.1f} s)", columns, rows)
-    small = load_recipe("small").train
-    fits = splits["train"]["num_tokens"] >= small["batch_size"] * small["segment_length"]  # one batch
+    small = load_recipe("small").train  # suggest the recipe `small` if the text fills one of its batches, else `tiny`
+    fits = splits["train"]["num_tokens"] >= small["batch_size"] * small["segment_length"]
     print(f"next: txl train {'small' if fits else 'tiny'} --corpus {corpus.path}")

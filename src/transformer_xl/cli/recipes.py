@@ -25,7 +25,7 @@ def recipes(*, json: Json = False) -> None:
         ]
         for name, recipe in loaded.items()
     ]
-    columns = ["name", "corpus", "parameters", "TFLOP/step", "GB/step", "published", "ours"]
+    columns = ["name", "corpus", "parameters", "TFLOP/step", "GB/step", "published", "measured"]
     print_table("Recipes: parameters, FLOPs and memory (float32) of a training step, test results", columns, rows)
 
 

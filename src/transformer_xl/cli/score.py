@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from transformer_xl.evaluation.score import TextScore
     from transformer_xl.text.tokenizers import Tokenizer
 
-JsonLines = Annotated[bool, Parameter(negative=(), help="Print JSON lines, one object each, and nothing else there.")]
+JsonLines = Annotated[bool, Parameter(negative=(), help="Print only JSON on standard output, one object per line.")]
 _MAX_CELL_LENGTH = 60  # characters of a text in a table
 
 

@@ -20,14 +20,14 @@ _Fractions = Annotated[tuple[Annotated[float, Field(gt=0, le=1)], ...], BeforeVa
 
 
 class ContextSweep(Settings):
-    """Which context lengths are compared, at how many positions of a text, and what is a gain."""
+    """Which context lengths are compared, at how many positions of a text, and which gain counts as one."""
 
     min_context: int | None = Field(default=None, ge=1, le=INT32_MAX)
     """The shortest context, in tokens; none: context_step."""
     context_step: _Count = 100
     """How many tokens longer each context is than the one before."""
     max_context: int | None = Field(default=None, ge=1, le=INT32_MAX)
-    """The upper limit of the context, in tokens; none: nine steps more than the shortest."""
+    """The upper limit of the context, in tokens; none: min_context + 9 * context_step."""
     num_positions: _Count = 1000
     """Number of positions drawn from the text; each has as many tokens before it as the upper limit of the context."""
     seed: int = Field(default=1, ge=0, le=INT32_MAX)
@@ -35,7 +35,8 @@ class ContextSweep(Settings):
     fractions: _Fractions = (0.1, 0.5, 1.0)
     """Fractions of the positions, those that are hardest to predict, over which losses are averaged: the paper's r."""
     threshold: float = Field(default=0.01, gt=0, lt=1)
-    """Minimum relative gain in perplexity of a longer context."""
+    """The effective length of a model is the first context from which one step more lowers perplexity by a smaller
+    fraction than this."""
 
     @model_validator(mode="after")
     def _check_sweep(self) -> Self:

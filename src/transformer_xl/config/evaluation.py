@@ -43,16 +43,16 @@ class EvaluationConfig(Settings):
 
     method: Literal["memory", "sliding-window", "dynamic"] = "memory"
     """memory: segments with memory, as in the paper. sliding-window: each token is predicted from exactly the previous
-    attention_window tokens, without memory, as by the paper's vanilla model. dynamic: as memory, with a gradient step
-    after each segment."""
+    attention_window tokens, without memory, as by the paper's vanilla model. dynamic: like memory, with a gradient step
+    on each segment after it is scored."""
     segment_length: int | None = Field(default=None, gt=0, le=INT32_MAX)
     """New tokens processed at once; none: train.segment_length. It determines the speed and, without an attention
     window, the context."""
     memory_length: int | None = Field(default=None, ge=0, le=INT32_MAX)
-    """Memory slots, in tokens; none: train.memory_length. Can be much larger than in training."""
+    """Number of memory slots (tokens); none: train.memory_length. Can be much larger than in training."""
     attention_window: int | None = Field(default=None, gt=0, le=INT32_MAX)
-    """Keys that a query attends to, including its own position; default: model.attention_window; none removes that
-    limit. With a memory of attention_window - 1 or more tokens, results do not depend on the segment length."""
+    """Maximum number of keys that a query attends to, including its own position; default: model.attention_window; none
+    removes that limit. With a memory of attention_window - 1 tokens or more, the segment length changes no result."""
     clamp_length: int | None = Field(default=None, gt=0, le=INT32_MAX)
     """Distances above this one are encoded as this one; default: model.clamp_length; none removes that limit."""
     batch_size: int | None = Field(default=None, gt=0, le=INT32_MAX)
@@ -66,3 +66,4 @@ class EvaluationConfig(Settings):
     dtype: Literal["auto", "float32", "bfloat16"] = "float32"
     """Data type of matrix products; auto: bfloat16 (faster, less exact) where the hardware supports it."""
     dynamic: DynamicConfig = DynamicConfig()
+    """Settings that only method dynamic uses."""

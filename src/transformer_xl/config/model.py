@@ -38,9 +38,9 @@ class BaseModelConfig(Settings):
     """Whether the model passes information from one segment to the next."""
 
     architecture: str
-    """Which model this is."""
+    """Name of the model architecture, a key of `ARCHITECTURES`."""
     vocab_size: int = Field(default=256, gt=0, le=INT32_MAX)
-    """V: number of tokens in the vocabulary; in a run, that of its corpus."""
+    """V: number of tokens in the vocabulary; a run takes it from its corpus."""
     n_layers: int = Field(default=6, gt=0, le=INT32_MAX)
     """L: number of layers."""
     d_model: int = Field(default=256, gt=0, le=INT32_MAX, multiple_of=2)
@@ -57,7 +57,8 @@ class BaseModelConfig(Settings):
     tie_word_embeddings: bool = True
     """Use the embedding matrix as the weights of the softmax; false: the softmax has separate weights."""
     tie_projections: Literal["all", "all_but_first", "none"] = "all"
-    """Clusters in which the softmax uses the projection of the embedding; in the others it has a separate one."""
+    """Clusters in which the softmax uses the projection of the embedding (d_embed to d_model); in the others it has a
+    separate one."""
     project_same_width: bool = True
     """With div_val: also project a cluster as wide as d_model (the authors' One Billion Word model does not)."""
 
@@ -161,7 +162,7 @@ class TransformerConfig(BaseModelConfig):
     norm_eps: float = Field(default=1e-5, gt=0, lt=1)
     """Added to the variance in every LayerNorm."""
     attention_window: int | None = Field(default=None, gt=0, le=INT32_MAX)
-    """Number of keys that a query attends to, including its own position; none: all in segment and memory."""
+    """Maximum number of keys that a query attends to, including its own position; none: all in segment and memory."""
 
     @model_validator(mode="after")
     def _check_heads(self) -> Self:
@@ -181,7 +182,8 @@ class RelativeConfig(TransformerConfig):
     """Settings of transformers that attend to a memory by relative distance."""
 
     attend_empty_memory: bool = False
-    """Attend to empty memory slots, whose contents are zeros (as the authors' TensorFlow code and Hugging Face do)."""
+    """Attend to empty memory slots, whose contents are zeros (as the authors' TensorFlow code and TransfoXL of Hugging
+    Face do)."""
     clamp_length: int | None = Field(default=None, gt=0, le=INT32_MAX)
     """Distances above this one are encoded as this one; none: no limit."""
     attn_implementation: str = "auto"
@@ -211,10 +213,11 @@ class AbsoluteConfig(TransformerConfig):
     has_memory: ClassVar[bool] = False
 
     intermediate_layer_losses: bool = False
-    """In the first half of training all layers predict the targets, not only the last; the lowest layers stop first
+    """In the first half of training all layers predict the targets, not only the last; lower layers stop earlier
     (Al-Rfou et al. 2018)."""
     num_targets: int = Field(default=1, ge=1, le=2)
-    """2: in training each position also predicts the token after the next, at half the weight (Al-Rfou et al. 2018)."""
+    """1: each position predicts the next token. 2: in training it also predicts the token after that, with half
+    the weight in the loss (Al-Rfou et al. 2018)."""
 
     @model_validator(mode="after")
     def _check_losses(self) -> Self:
@@ -242,17 +245,17 @@ class RecurrentConfig(BaseModelConfig):
 
 
 class LSTMConfig(RecurrentConfig):
-    """LSTM (Hochreiter & Schmidhuber 1997); every layer is as wide as the model."""
+    """LSTM (Hochreiter & Schmidhuber 1997); the hidden size of every layer is d_model."""
 
     architecture: Literal["lstm"] = "lstm"
 
 
 class QRNNConfig(RecurrentConfig):
-    """QRNN (Bradbury et al. 2017); every layer is as wide as the model."""
+    """QRNN (Bradbury et al. 2017); the hidden size of every layer is d_model."""
 
     architecture: Literal["qrnn"] = "qrnn"
     qrnn_kernel_size: int = Field(default=2, ge=1, le=2)
-    """Number of inputs that determine the gates: 1: the current token; 2: the previous token as well."""
+    """Number of input positions that the gates are computed from: 1: the current one; 2: the previous one as well."""
     zoneout: float = Field(default=0.0, ge=0, lt=1)
     """Probability that zoneout leaves an element of the state unchanged in a step of training."""
 

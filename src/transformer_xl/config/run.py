@@ -37,6 +37,7 @@ class RunConfig(Settings):
     """All settings of a run, stored as its config.yaml."""
 
     recipe: str | None = None
+    """Name or path of the recipe that the settings started from."""
     corpus: CorpusReference | None = None
     model: ModelConfig = TransformerXLConfig()
     train: TrainConfig = TrainConfig()
@@ -48,13 +49,13 @@ class RunConfig(Settings):
         distances = train.segment_length + train.memory_length
         if isinstance(model, ShawConfig) and (model.max_relative_positions or 0) > distances:
             raise ValueError(
-                f"model.max_relative_positions {model.max_relative_positions:,} is more than training has distances; "
+                f"model.max_relative_positions {model.max_relative_positions:,} exceeds the distances of training; "
                 f"give {distances:,} (train.segment_length + train.memory_length) at most, or none"
             )
         if isinstance(model, AlRfouConfig) and (model.max_position_embeddings or 0) > train.segment_length:
             raise ValueError(
-                f"model.max_position_embeddings {model.max_position_embeddings:,} is more than training has "
-                f"positions; give {train.segment_length:,} (train.segment_length) at most, or none"
+                f"model.max_position_embeddings {model.max_position_embeddings:,} exceeds the "
+                f"positions of training; give {train.segment_length:,} (train.segment_length) at most, or none"
             )
         model.check_context_limits(segment_length=train.segment_length, memory_length=train.memory_length)
         model.check_context_limits(
@@ -86,11 +87,11 @@ class Recipe(Settings):
     source: str
     """Where the settings come from."""
     corpus: str
-    """Name of the corpus that the settings are for, or any."""
+    """Name of the corpus that the settings are for, or `any`."""
     published: dict[str, float] = Field(default_factory=dict)
-    """Published results on the test split, by name with unit."""
+    """Published results on the test split, by metric, such as bits_per_byte."""
     measured: dict[str, float] = Field(default_factory=dict)
-    """Results of this package on the test split, by name with unit."""
+    """Results of this package on the test split, by metric, such as bits_per_byte."""
     published_parameters: float | None = None
     """Published number of parameters, rounded."""
     parameters: int | None = None
@@ -98,7 +99,7 @@ class Recipe(Settings):
     flops_per_step: float | None = None
     """Floating-point operations in the matrix products of one training step."""
     bytes_per_step: float | None = None
-    """Bytes that one training step needs in float32: weights, gradients, Adam's state, activations and memory."""
+    """Memory in bytes of one training step in float32: weights, gradients, Adam's state, activations and memory."""
     model: dict[str, Any] = Field(default_factory=dict)
     train: dict[str, Any] = Field(default_factory=dict)
     evaluation: dict[str, Any] = Field(default_factory=dict)
@@ -108,11 +109,11 @@ def run_settings(values: Mapping[str, Any], source: str) -> RunConfig:
     """Check the settings of a run as a whole, and fill in those that depend on others.
 
     Args:
-        values: settings by group. Without train.memory_length, it is 0 for architectures without memory.
+        values: settings by group. If they lack train.memory_length, it becomes 0 for architectures without memory.
         source: the file or group the values come from; error messages begin with it.
 
     Raises:
-        UserError: as `check_settings`.
+        UserError: an unknown name, a wrong type, a value out of range, or settings that contradict each other.
     """
     _refuse_earlier_names(values, source)
     architecture = ARCHITECTURES.get(str(_mapping(values, "model").get("architecture")))

@@ -120,7 +120,7 @@ def read_yaml(text: str | bytes, source: str) -> dict[str, Any]:
     """
     try:
         values = yaml.load(text, _Loader)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: an impossible date
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a duplicate key or an impossible date
         raise UserError(f"{source}: not readable as YAML ({' '.join(str(error).split())})") from None
     if not isinstance(values, dict):
         raise UserError(f"{source}: must be a mapping of settings, not {type(values).__name__}")

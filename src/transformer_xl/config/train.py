@@ -13,14 +13,14 @@ class TrainConfig(Settings):
     """Settings of training."""
 
     segment_length: int = Field(default=128, gt=0, le=INT32_MAX)
-    """T: tokens of each sequence of the batch in one step."""
+    """T: number of tokens of each sequence of the batch in one step."""
     memory_length: int = Field(default=128, ge=0, le=INT32_MAX)
-    """M: memory slots in training, in tokens."""
+    """M: number of memory slots (tokens) in training."""
     batch_size: int = Field(default=16, gt=0, le=INT32_MAX)
     """B: sequences of one optimizer step, over all processes; each is a different part of the text."""
     micro_batch_size: int | None = Field(default=None, gt=0, le=INT32_MAX)
-    """Maximum number of sequences that one process computes at once, accumulating gradients: the same step in less
-    memory (only the dropout masks differ); none: all sequences at once."""
+    """Maximum number of sequences that one process computes at once, accumulating gradients: the same step with
+    less memory (only the dropout masks differ); none: all sequences at once."""
     initial_segment_length: int | None = Field(default=None, gt=0, le=INT32_MAX)
     """Segment length of the first steps: segment_length halved one or more times, with memory_length halved as often;
     none: full lengths from the start."""
@@ -31,7 +31,7 @@ class TrainConfig(Settings):
     optimizer: Literal["adam", "adamw", "muon"] = "adam"
     """adam (as in the paper), adamw, or muon (for the matrices in the layers, with AdamW for all other weights)."""
     learning_rate: float = Field(default=1e-3, gt=0, allow_inf_nan=False)
-    """Peak learning rate. Muon needs larger ones than Adam: in short runs of small models, 8 times was best."""
+    """Peak learning rate. Muon needs larger ones than Adam: in short runs of small models, 8 times Adam's was best."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
     """Decay of Adam's average of gradients."""
     beta2: float = Field(default=0.999, ge=0, lt=1)
@@ -84,7 +84,7 @@ class TrainConfig(Settings):
     checkpoint_interval: int = Field(default=500, gt=0, le=INT32_MAX)
     """Steps between two checkpoints from which training can resume."""
     tensorboard: bool = False
-    """Also write the metrics for TensorBoard, into the folder tensorboard/ of the run."""
+    """Also write the metrics as TensorBoard event files, into the folder tensorboard/ of the run."""
 
     @model_validator(mode="after")
     def _check_optimizer(self) -> Self:

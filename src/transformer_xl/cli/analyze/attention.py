@@ -49,14 +49,14 @@ class Source:
         return None if self.prompt is None else self.prompt.encode(errors="surrogateescape")
 
 
-_TEST_SPLIT = Source()
+_DEFAULT_SOURCE = Source()
 
 
 def attention(
     run: Path,
     /,
     *,
-    source: Annotated[Source, Parameter(name="*")] = _TEST_SPLIT,
+    source: Annotated[Source, Parameter(name="*")] = _DEFAULT_SOURCE,
     max_tokens: int = 8192,
     lengths: Annotated[LengthFlags | None, Parameter(name="*")] = None,
     max_distance: int | None = None,
@@ -78,13 +78,13 @@ def attention(
     max_tokens
         Maximum number of tokens to process, from the start.
     lengths
-        How far attention looks back.
+        Segment length, and how far attention looks back.
     max_distance
         Largest distance in the plots of means, in tokens; memory is at least that long unless --memory-length is given.
         [default: the memory length, at most 640]
     heads
-        Heads to plot individually: layer:head, both from 0, separated by commas, such as 0:3,7:1. [default: the
-        head with the largest mean distance in the first, middle and last layer]
+        Heads to plot individually: layer:head, both numbered from 0, separated by commas, such as 0:3,7:1. [default:
+        the head with the largest mean distance in the first, middle and last layer]
     page_tokens
         Tokens on the page and in the plots of single heads, from the start of the text. [default: 192, or fewer
         if the text is shorter or they do not fit]

@@ -46,9 +46,9 @@ def context(
     clamp_length
         Distances above this are treated as this one; none: no limit. [default: the run's evaluation setting]
     settings
-        Contexts and positions.
+        Context lengths, number of positions, and threshold.
     corpus
-        Corpus with the runs' tokenizer. [default: the one the first was trained on]
+        Corpus with the runs' tokenizer. [default: the one the first run was trained on]
     split
         train, valid or test.
     out
@@ -73,7 +73,7 @@ def context(
     text = RunFolder.open(next(iter(paths.values()))).open_corpus(corpus)
     tokens_K = text.split(split).tokens
     text.verify(split)
-    draw_positions(sweep, len(tokens_K))  # fails now if the text is too short
+    draw_positions(sweep, len(tokens_K))  # fails before anything is computed if the text is too short
     costs = {model.name: model.cost(sweep) for model in models}
     say(f"tokens to process: {', '.join(f'{name} {cost:,}' for name, cost in costs.items())}")
     with ProgressBar("context", sum(costs.values()), "tokens") as bar:
