@@ -1,4 +1,4 @@
-"""Checks of the documents: command lines parse; imports, make targets and links exist; no path is of a single computer."""
+"""Checks of the documents: command lines parse; imports, make targets and links exist; no path is of one machine."""
 
 from __future__ import annotations
 
