@@ -48,7 +48,7 @@ if TYPE_CHECKING:  # `name as name` makes a name public for type checkers
 
 __version__ = "0.1.0"
 
-# the public names of each module
+# module (in this package): its public names, separated by spaces
 _NAMES = {
     "config": (
         "AlRfouConfig DynamicConfig EvaluationConfig LSTMConfig ModelConfig QRNNConfig RunConfig ShawConfig "
@@ -72,15 +72,15 @@ _NAMES = {
     "training.train": "TrainResult resume train",
 }
 
-_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
-__all__ = sorted(_HOMES)
+__all__ = sorted(_MODULES)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'transformer_xl' has no attribute '{name}'")
-    return getattr(import_module(f"transformer_xl.{_HOMES[name]}"), name)
+    return getattr(import_module(f"transformer_xl.{_MODULES[name]}"), name)
 
 
 def __dir__() -> list[str]:

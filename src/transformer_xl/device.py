@@ -15,6 +15,7 @@ from transformer_xl.config import UserError, nearest
 _MAX_THREADS = 4096  # torch itself has no limit, and crashes with a very large number
 
 Precision = Literal["auto", "float32", "bfloat16"]
+"""Data type of matrix products, as a setting; `resolve_dtype` says what auto chooses."""
 
 
 def available_devices() -> list[str]:

@@ -1,4 +1,4 @@
-"""Atomic writes of files and folders, locks on folders, and UserErrors for what the file system refuses.
+"""Atomic writes of files and folders, locks on folders, and conversion of OSErrors to UserErrors.
 
 An atomic write uses a temporary name, flushes to disk, and renames, so that a file is complete or absent.
 """
@@ -90,7 +90,7 @@ def atomic_file(path: Path) -> Iterator[Path]:
 def _renamed_into_place(path: Path) -> Iterator[Path]:
     """Yield a temporary path; flush it and rename it to `path` after the block, or delete it if the block fails."""
     temporary = path.parent / f".{path.name}.partial-{os.getpid()}"
-    _remove(temporary)  # of a killed process that had the same number
+    _remove(temporary)  # left by a killed process that had the same process id
     try:
         yield temporary
         # Folders are flushed too; otherwise a power failure can lose the names of the files in them.

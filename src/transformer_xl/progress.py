@@ -41,7 +41,7 @@ class ProgressBar:
         self._start = self._last_line = time.perf_counter()
         self._first_done = 0
         console = Console(file=sys.stderr, highlight=False)
-        # without ipywidgets, rich warns at every refresh
+        # in a notebook without ipywidgets, rich warns at every refresh
         can_draw = console.is_terminal or (console.is_jupyter and find_spec("ipywidgets") is not None)
         columns = (
             TextColumn("{task.description}"),

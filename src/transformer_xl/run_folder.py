@@ -2,7 +2,7 @@
 
 config.yaml            all settings
 txl_tokenizer.json     the tokenizer
-model.safetensors      the best weights
+model.safetensors      the best weights: those with the lowest validation loss
 metrics.jsonl          metrics of training and validation, one JSON object per line
 checkpoints/step-N/    a checkpoint, from which training resumes:
   model.safetensors      the last weights
@@ -49,10 +49,11 @@ class CheckpointRecord(Settings):
     """The contents of `training.json` of a checkpoint: how far training was, and the checksums of the other files."""
 
     format: Literal["3"] = "3"
+    """Version of the format of checkpoints."""
     num_processes: int
     """Number of processes that trained together."""
     state: dict[str, Any]
-    """The trainer's state."""
+    """The fields of `TrainerState`: the step, the position in the training data and so on."""
     files: dict[str, str]
     """sha256 of each file in `training/`, by name."""
 
@@ -82,6 +83,11 @@ class CheckpointRecord(Settings):
 
     def verify(self, checkpoint: Path, *, rank: int = 0, size: int = 1) -> None:
         """Compare the files of a checkpoint with their checksums; several processes each verify some of them.
+
+        Args:
+            checkpoint: folder of the checkpoint.
+            rank: index of this process.
+            size: number of processes that verify the files together.
 
         Raises:
             UserError: a file is missing, truncated or altered.

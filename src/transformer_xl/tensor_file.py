@@ -17,9 +17,10 @@ from transformer_xl.config import UserError
 from transformer_xl.files import as_user_error, atomic_file
 
 DAMAGED = "{} is damaged ({}); copy it again, or delete its folder checkpoints/step-N to resume from the previous one"
+"""Message for a damaged file, to be formatted with its path and the reason."""
 
-_KEY = "transformer_xl"
-_FORMAT = "1"
+_KEY = "transformer_xl"  # of the entry in the metadata of the safetensors header
+_FORMAT = "1"  # version of the contents of that entry
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
@@ -31,7 +32,7 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
     # clone: safetensors requires that tensors share no storage
     separate = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     metadata = {**(metadata or {}), "format": _FORMAT}
-    # one entry, because safetensors writes several in random order; equal contents should give equal files
+    # one metadata entry, because safetensors writes several in random order; equal contents should give equal files
     entry = json.dumps({**metadata, "sha256": _digest(separate, metadata)}, sort_keys=True)
     with atomic_file(path) as temporary:
         write_safetensors(temporary, separate, {_KEY: entry})

@@ -140,7 +140,7 @@ def test_public_names_can_be_imported() -> None:
 
 
 def test_type_checkers_see_the_same_public_names_as_the_interpreter() -> None:
-    """`_HOMES`, which lists the module of each name, equals the imports under TYPE_CHECKING."""
+    """`_MODULES`, which lists the module of each name, equals the imports under TYPE_CHECKING."""
     tree = ast.parse((SRC / "__init__.py").read_text(encoding="utf-8"))
     homes = {
         alias.name: (node.module or "").removeprefix("transformer_xl.")
@@ -148,4 +148,4 @@ def test_type_checkers_see_the_same_public_names_as_the_interpreter() -> None:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("transformer_xl.")
         for alias in node.names
     }
-    assert homes == transformer_xl._HOMES
+    assert homes == transformer_xl._MODULES

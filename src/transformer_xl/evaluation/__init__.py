@@ -1,1 +1,1 @@
-"""How well a model predicts a text: losses in nats, summed and divided once."""
+"""Evaluation of language models: the loss of every token in nats, and metrics of a whole text such as bits per byte."""

@@ -7,8 +7,9 @@ loss and eta the learning rate:
     sgd    theta <- theta - eta g                                  + decay (theta_g - theta)
     rms    theta <- theta - eta g / (rms + epsilon)                + min(1, decay rms / mean(rms)) (theta_g - theta)
 
-where rms is the root of the mean squared gradient over segments of the training text. Memory continues from segment to
-segment and holds hidden states, as in training: cached keys and values would have been computed with older weights.
+where rms is the root of the mean squared gradient over segments of the training text, and epsilon and decay are
+settings (`DynamicConfig`). Memory continues from segment to segment and holds hidden states, as in training: cached
+keys and values would have been computed with older weights.
 
 Shape suffixes: B batch size (1), T new tokens, D model width, K tokens of a text.
 """
@@ -34,8 +35,8 @@ def losses(model: LanguageModel, text: TokenizedText, plan: EvaluationPlan) -> G
     With `reset_memory` the trained weights are also restored at the start of each document.
 
     Raises:
-        UserError: the batch size is above 1, a warm-up is set, the training text for rms is missing, or losses are not
-            finite.
+        UserError: the batch size is above 1, `warmup_tokens` is set, the training text for rms is missing, or losses
+            are not finite.
     """
     if plan.batch_size not in (None, 1):
         raise UserError(f"batch-size {plan.batch_size}: method dynamic reads one sequence; give 1")
@@ -47,10 +48,10 @@ def losses(model: LanguageModel, text: TokenizedText, plan: EvaluationPlan) -> G
         learning_rates, decays = _step_sizes(model, text.bos_token_id, plan)
         for start, end in pairwise(text.boundaries(reset_memory=plan.reset_memory).tolist()):
             _restore(weights, trained_weights)
-            position, document = start, TextSequence(start, start, end, document_start=start)
+            position, document = start, TextSequence(first=start, start=start, end=end, document_start=start)
             for nats_BT, gradients in _read_with_gradients(model, text, document, plan):
                 _check_finite(nats_BT, position, plan.learning_rate)
-                yield nats_BT, [ScoredSpan(0, position, nats_BT.shape[1])]
+                yield nats_BT, [ScoredSpan(row=0, position=position, length=nats_BT.shape[1])]
                 columns = zip(weights, trained_weights, gradients, learning_rates, decays, strict=True)
                 with torch.no_grad():
                     for weight, trained, gradient, learning_rate, decay in columns:
@@ -94,7 +95,7 @@ def _step_sizes(
             "method dynamic with the optimizer rms needs the training text (train_split); give it, or optimizer sgd"
         )
     train_text = TokenizedText(plan.train_tokens_K[: config.gradient_stats_tokens], bos_token_id)
-    sequence = TextSequence(0, 0, len(train_text.tokens_K), document_start=0)
+    sequence = TextSequence(first=0, start=0, end=len(train_text.tokens_K), document_start=0)
     square_sums, num_segments = [torch.zeros_like(weight) for weight in weights], 0
     for _, gradients in _read_with_gradients(model, train_text, sequence, plan):
         for square_sum, gradient in zip(square_sums, gradients, strict=True):

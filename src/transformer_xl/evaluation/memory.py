@@ -1,9 +1,10 @@
-"""Evaluation with memory, the paper's way: segment after segment, every token once.
+"""Evaluation with memory, as in the paper (section 3.2): segment after segment, every token once.
 
 The text can be divided into sequences that are read as one batch. Each begins where a segment of its document begins,
 and first reads a warm-up of whole segments whose losses are not scored. So every token has the same position in the
 same segment as in the text read as one sequence, whatever the batch size. If the warm-up covers the receptive field,
-each token also has the same loss.
+each token also has the same loss. With `reset_memory` no sequence crosses a document boundary; otherwise the whole text
+counts as one document.
 
 Shape suffixes: N documents, Q sequences, B batch size, T new tokens, D model width, K tokens of a text.
 """
@@ -24,7 +25,7 @@ from transformer_xl.evaluation.plan import EvaluationPlan, ScoredSpan, StepLosse
 from transformer_xl.model.language_model import LanguageModel
 
 _UNLIMITED = 2**62  # longer than any text, and small enough for int64
-_KEYS_PER_STEP = 4096  # keys over a batch of documents: enough to keep the device busy
+_KEYS_PER_STEP = 4096  # keys of all sequences of a batch: enough to keep the device busy
 
 
 def losses(model: LanguageModel, text: TokenizedText, plan: EvaluationPlan) -> Generator[StepLosses, None, None]:
@@ -46,10 +47,10 @@ def losses(model: LanguageModel, text: TokenizedText, plan: EvaluationPlan) -> G
 def receptive_field(model: LanguageModel, plan: EvaluationPlan) -> int | None:
     """Return how many tokens before a segment its losses can depend on, through all layers, or None if on all of them.
 
-    In a transformer, the first query of a segment sees M slots back. The hidden state in the oldest slot was computed
-    in its own segment, which may have begun T - 1 tokens earlier, and could see M slots before that segment; so each
-    further layer adds M, rounded up to whole segments. A window limits each layer to window - 1 tokens. The state of a
-    recurrent model depends on all earlier tokens.
+    In a transformer with T new tokens and M memory slots, the first query of a segment sees M slots back. The hidden
+    state in the oldest slot was computed in its own segment, which may have begun T - 1 tokens earlier, and could see M
+    slots before that segment; so each further layer adds M, rounded up to whole segments. An attention window limits
+    each layer to attention_window - 1 tokens back. The state of a recurrent model depends on all earlier tokens.
     """
     memory, num_layers = plan.context_limits.memory_length, len(model.layers)
     if memory and isinstance(model.config, RecurrentConfig):
@@ -60,7 +61,10 @@ def receptive_field(model: LanguageModel, plan: EvaluationPlan) -> int | None:
 
 
 def warmup_length(model: LanguageModel, plan: EvaluationPlan) -> int | None:
-    """Return the number of warm-up tokens of a sequence, in whole segments, or None if no number would be exact."""
+    """Return the number of warm-up tokens of a sequence, in whole segments.
+
+    None if only the whole text before the sequence would give the same losses as the undivided text.
+    """
     needed = receptive_field(model, plan) if plan.warmup_tokens is None else plan.warmup_tokens
     return None if needed is None else _round_up(needed, plan.segment_length)
 
@@ -70,7 +74,7 @@ def _round_up(length: int, unit: int) -> int:
 
 
 def memory_slots(model: LanguageModel, length: int, plan: EvaluationPlan) -> int:
-    """Return the number of slots needed for `length` tokens: the filled ones, or all if empty ones are attended."""
+    """Return the number of slots needed for `length` tokens: the filled ones, or all with `attend_empty_memory`."""
     if isinstance(model.config, RelativeConfig) and model.config.attend_empty_memory:
         return plan.context_limits.memory_length
     return _filled_slots(length, plan)
@@ -108,7 +112,8 @@ def divide_text(text: TokenizedText, plan: EvaluationPlan, warmup: int | None) -
         warmup: number of warm-up tokens, in whole segments, or None to leave documents undivided.
 
     Returns:
-        the fields of each `TextSequence` as a row, shape (Q, 4): an array, as a text may have millions of documents.
+        the fields of each `TextSequence` (columns first, start, end, document_start), shape (Q, 4); an array, as a text
+        may have millions of documents.
     """
     boundaries_N = text.boundaries(reset_memory=plan.reset_memory)
     start_N, end_N, total = boundaries_N[:-1], boundaries_N[1:], len(text.tokens_K)

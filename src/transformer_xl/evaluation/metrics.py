@@ -29,7 +29,8 @@ class Sums:
     tokens: int
     """Number of scored tokens."""
     bytes: float
-    """Number of bytes of the text; for part of a text whose tokens do not decode exactly, estimated from the mean."""
+    """Number of bytes of the text; for part of a text whose tokens do not decode exactly, estimated from the
+    mean number of bytes per token of the whole text."""
     characters: int | None = None
     """Number of Unicode characters, or None if the text is not UTF-8 or its tokens do not decode exactly."""
     words: int | None = None

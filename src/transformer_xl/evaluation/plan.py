@@ -1,4 +1,5 @@
-"""What all evaluation methods share: the resolved settings, the text to score, and the form of the losses.
+"""What all evaluation methods share: the resolved settings, the text to score, and the type of the losses that they
+yield.
 
 A method is a generator function `losses(model, text, plan)` in a file of its own (`memory.py`, `sliding_window.py`,
 `dynamic.py`). It reads the text with the model and yields the loss of every token once, step by step. `evaluate.py`
@@ -41,12 +42,14 @@ class EvaluationPlan:
     batch_size: int | None = None
     """B: sequences read at once, or None for one (with `reset_memory`: enough documents to keep the device busy)."""
     warmup_tokens: int | None = None
-    """Unscored tokens that each sequence reads first, or None for the smallest number that gives exact losses."""
+    """Unscored tokens that each sequence reads first, or None for the smallest number with which losses do not
+    depend on the batch size."""
     reset_memory: bool = False
     """Whether the memory is emptied at the start of each document."""
     dtype: Precision = "float32"
     """Data type of matrix products."""
     method: Literal["memory", "sliding-window", "dynamic"] = "memory"
+    """How the text is read: the module of this package with that name."""
     dynamic: DynamicConfig = field(default_factory=DynamicConfig)
     """Settings that only method dynamic uses."""
     train_tokens_K: Tokens | None = field(default=None, repr=False, compare=False)
@@ -106,7 +109,7 @@ class EvaluationPlan:
 
     @property
     def needs_train_split(self) -> bool:
-        """Whether the evaluation needs the training text: for gradient statistics."""
+        """Whether the evaluation needs the training text: for the gradient statistics of the optimizer rms."""
         return self.method == "dynamic" and self.dynamic.optimizer == "rms"
 
     def as_dict(self, device: torch.device) -> dict[str, Any]:

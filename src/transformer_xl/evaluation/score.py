@@ -1,6 +1,6 @@
 """Scoring of texts: log-probabilities of tokens, lines and whole texts.
 
-Shape suffixes: K tokens of one text, V vocabulary, N texts.
+Shape suffixes: K tokens of one text or of all texts, V vocabulary, N texts (`starts_N` also has the end of the last).
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def score(
         progress: called with the number of tokens scored since the last call.
 
     Raises:
-        UserError: there is no text, a text is empty or cannot be encoded, or an error of `evaluate` occurs.
+        UserError: there is no text, a text is empty or cannot be encoded, or one of the reasons that `evaluate` lists.
     """
     plan = EvaluationPlan.resolve(run.config, config, train_split=train_split)
     if config is None or "reset_memory" not in config.model_fields_set:
@@ -119,7 +119,8 @@ def _texts_by_name(texts: Texts) -> dict[str, bytes]:
 
 
 def encode_text(tokenizer: Tokenizer, name: str, content: bytes) -> TokenArray:
-    """Return the tokens of a whole text, with a final newline token if the tokenizer has one for each line.
+    """Return the tokens of a whole text; a tokenizer that ends each line with an EOS token also ends the last line with
+    it.
 
     Raises:
         UserError: the text is empty, or the tokenizer cannot encode it; the message contains the text's name.

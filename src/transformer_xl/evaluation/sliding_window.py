@@ -4,7 +4,8 @@ Each token is predicted from exactly the `attention_window` tokens before it (fe
 all hidden states are recomputed for each token: about `attention_window` times the FLOPs of evaluation with memory
 (Al-Rfou et al. 2018; paper sections 2 and 4.5).
 
-Shape suffixes: B windows computed at once, W tokens of a window, D model width, K tokens of the text, N documents.
+Shape suffixes: B windows computed at once, W tokens of a window, D model width, K tokens of the text, N documents (with
+`reset_memory`; otherwise the whole text counts as one document).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from transformer_xl.evaluation.memory import read_sequences
 from transformer_xl.evaluation.plan import EvaluationPlan, ScoredSpan, StepLosses, TokenizedText, compute_context
 from transformer_xl.model.language_model import LanguageModel
 
-_TOKENS_PER_STEP = 4096  # tokens over all windows: enough to keep the device busy
+_TOKENS_PER_STEP = 4096  # tokens of all windows of one step: enough to keep the device busy
 
 
 def losses(model: LanguageModel, text: TokenizedText, plan: EvaluationPlan) -> Generator[StepLosses, None, None]:
@@ -30,7 +31,7 @@ def losses(model: LanguageModel, text: TokenizedText, plan: EvaluationPlan) -> G
     The first `attention_window` tokens of each document are scored in one pass, each later token with its own window.
 
     Raises:
-        UserError: the plan has a memory or a warm-up, or has no attention window.
+        UserError: the plan has a memory or `warmup_tokens`, or has no attention window.
     """
     window, memory_length = plan.context_limits.attention_window, plan.context_limits.memory_length
     if memory_length:
@@ -42,12 +43,13 @@ def losses(model: LanguageModel, text: TokenizedText, plan: EvaluationPlan) -> G
         raise UserError("method sliding-window has no warm-up; leave out warmup-tokens")
     if window is None:
         raise UserError("method sliding-window needs attention-window; give the number of tokens to predict from")
-    boundaries_N = text.boundaries(reset_memory=plan.reset_memory)
+    boundaries_N = text.boundaries(reset_memory=plan.reset_memory)  # document starts and the end of the text: N + 1
     starts_N, ends_N = boundaries_N[:-1], boundaries_N[1:]
     # a pass over `window` tokens needs no limit, and some models do not support attention_window
     plan = replace(plan, context_limits=replace(plan.context_limits, attention_window=None))
-    beginnings_N4 = np.stack([starts_N, starts_N, np.minimum(ends_N, starts_N + window), starts_N], axis=1)
-    yield from read_sequences(model, text, beginnings_N4, replace(plan, segment_length=window, batch_size=None))
+    # the first window of each document; columns: the fields of TextSequence (first, start, end, document_start)
+    sequences_N4 = np.stack([starts_N, starts_N, np.minimum(ends_N, starts_N + window), starts_N], axis=1)
+    yield from read_sequences(model, text, sequences_N4, replace(plan, segment_length=window, batch_size=None))
 
     device = next(model.parameters()).device
     batch_size = plan.batch_size or max(1, _TOKENS_PER_STEP // window)
@@ -61,4 +63,4 @@ def losses(model: LanguageModel, text: TokenizedText, plan: EvaluationPlan) -> G
                 tokens_BW = torch.from_numpy(inputs_BW.copy()).to(device)
                 hidden_BWD, _ = model(tokens_BW, model.inference_memory(end - start, plan.context_limits))
                 nats_B1 = model.nats(hidden_BWD[:, -1:], targets_B1)
-            yield nats_B1.transpose(0, 1), [ScoredSpan(0, start, end - start)]
+            yield nats_B1.transpose(0, 1), [ScoredSpan(row=0, position=start, length=end - start)]

@@ -7,7 +7,8 @@
 No tokenizer is needed. Sequences of a batch do not affect each other, and a finished sequence is removed from the
 batch.
 
-Shape suffixes: B batch size, T tokens, D model width, V vocabulary, R candidates, K earlier tokens.
+Shape suffixes: B batch size, T tokens, D model width, V vocabulary, R most likely tokens (candidates for
+sampling), K earlier tokens.
 """
 
 from __future__ import annotations
@@ -68,9 +69,10 @@ class BatchGenerator:
             model: any language model, in evaluation mode.
             prompts: token ids, one or more each, of any lengths. A prompt may be longer than the memory; later
                 tokens then attend only to the end of it.
-            config: how tokens are sampled, `min_new_tokens`, `eos_token_ids` and `logprobs`. Whatever concerns text and
-                the length of sequences is left to the caller. Sequence i belongs to prompt i // num_samples and has a
-                random generator of its own, seeded with seed + i, so it does not depend on the rest of the batch.
+            config: how tokens are sampled, `min_new_tokens`, `eos_token_ids` and `logprobs`. Stop strings and
+                `max_new_tokens` are left to the caller, who calls `finish`. Sequence i belongs to prompt
+                i // num_samples and has a random generator of its own, seeded with seed + i, so it does not depend on
+                the rest of the batch.
             logits_processor: changes the logits before each choice, after the repetition penalty.
             memory: the memory of earlier tokens, one row for each prompt, or None if there are none. It is not changed.
 

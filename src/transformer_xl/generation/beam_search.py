@@ -1,6 +1,7 @@
 """Beam search: the most likely continuations of one prompt.
 
-Shape suffixes: B beams, T generated tokens, D model width, V vocabulary, R candidates.
+Shape suffixes: B beams, T generated tokens, D model width, V vocabulary, R most likely next tokens of a
+beam (candidates).
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def beam_search(
     for hypothesis in hypotheses:
         builder = CompletionBuilder(run.tokenizer, prompt_ids, config)
         for token_id, logprob in zip(hypothesis.token_ids, hypothesis.logprobs, strict=True):
-            builder.add(GeneratedToken(0, token_id, logprob, token_id in config.eos_token_ids))
+            builder.add(GeneratedToken(0, token_id, logprob, is_eos=token_id in config.eos_token_ids))
         completions.append(builder.completion(prompt))
     return completions
 
@@ -98,7 +99,7 @@ def search_token_ids(
     Args:
         model: any language model, in evaluation mode.
         prompt: token ids, one or more.
-        config: with `num_beams` and `max_new_tokens`.
+        config: settings, of which `num_beams` and `max_new_tokens` must not be None.
         memory: a memory of batch size 1, or None for an empty one. It is not changed.
         logits_processor: as for `beam_search`.
 
@@ -122,7 +123,9 @@ def search_token_ids(
             live = [hypothesis for hypothesis in extended if not hypothesis.is_finished]
             if not live or length == config.max_new_tokens:
                 break
-            # upper bound: a log-probability never increases, and a longer sequence may divide it by more
+            # upper bound of the scores of continuations: appending tokens never increases the (negative)
+            # log-probability, and the divisor is largest at max_new_tokens if the length penalty is positive, else at
+            # the next length
             final_length = config.max_new_tokens if config.length_penalty > 0 else length + 1
             bound = max(_score(hypothesis.logprob, final_length, config) for hypothesis in live)
             if len(finished) == config.num_beams and finished[-1].score >= bound:
@@ -185,7 +188,10 @@ def _extend(config: GenerationConfig, live: list[Hypothesis], logprobs_BR: Tenso
 
 
 def _score(logprob: float, length: int, config: GenerationConfig) -> float:
-    """Return the score of a hypothesis, as in Wu et al. 2016, section 7, but normalized by the length itself."""
+    """Return the score of a hypothesis: as in Wu et al. 2016, section 7, but divided by length ** length_penalty.
+
+    They divide by ((5 + length) / 6) ** length_penalty. The length counts the generated tokens, including an EOS token.
+    """
     return logprob / length**config.length_penalty
 
 

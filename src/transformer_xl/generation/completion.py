@@ -67,7 +67,8 @@ class CompletionBuilder:
         self._tokenizer, self._decoder, self._config = tokenizer, tokenizer.stream_decoder(), config
         decoded = "".join(map(self._decoder.push, prompt_ids))
         # The decoder may hold back the end of the prompt and return it with the first new token. It is removed there,
-        # except for an incomplete character (decoded as U+FFFD here), which the new token completes.
+        # except for an incomplete character (decoded as U+FFFD, the replacement character), which the new token
+        # completes.
         self._rest_of_prompt = tokenizer.decode(prompt_ids).removeprefix(decoded).rstrip("\ufffd")
         self._held_back = ""
         self.num_tokens = 0
@@ -79,7 +80,7 @@ class CompletionBuilder:
         """Why the text ended, or None if it is not finished."""
 
     def add(self, token: GeneratedToken) -> str:
-        """Add the next token, and return the text that is now certain."""
+        """Add the next token, and return the text that no later token can change or make part of a stop string."""
         self.num_tokens += 1
         if self._config.max_new_tokens is not None:
             self.token_ids.append(token.token_id)
@@ -109,7 +110,7 @@ class CompletionBuilder:
 
     def _release(self, text: str) -> str:
         """Return the text that cannot be part of a stop string; truncate at a complete one, which ends the text."""
-        # the decoder may return a dash that it held back without the space before it, now that the next word is known
+        # the decoder of a word tokenizer holds back a dash until the next word shows whether a space precedes the dash
         is_unchanged = text.startswith(self._rest_of_prompt)
         text = text.removeprefix(self._rest_of_prompt if is_unchanged else self._rest_of_prompt.lstrip())
         if text:

@@ -24,15 +24,19 @@ class GenerationConfig(Settings):
     """
 
     max_new_tokens: int | None = Field(default=500, ge=1)
-    """Maximum number of new tokens; none: no limit (only for one streamed text; its token ids are not kept)."""
+    """Maximum number of new tokens; none: no limit, which only a single streamed text can have. Then its token ids
+    and log-probabilities are not kept."""
     min_new_tokens: int = Field(default=0, ge=0)
-    """A sequence does not end, by a token or a stop string, before it has this many tokens."""
+    """Minimum number of new tokens: before it, EOS tokens are not generated and stop strings are ignored."""
     stop: tuple[str, ...] = ()
-    """Text that ends a sequence and is not part of it, also across tokens; the flag may be repeated."""
+    """String that ends the generated text, even where it spans several tokens, and is not part of the text; the flag
+    may be repeated."""
     stop_at_newline: bool = False
-    """End with the token that ends a line (in a corpus of integers: a sequence)."""
+    """Treat every token that ends a line as an EOS token; with the integer tokenizer, the one after each sequence of
+    integers."""
     eos_token_ids: tuple[int, ...] = ()
-    """Tokens that end a sequence. They are not shown, except for text that shares a token with a newline."""
+    """Ids of the tokens that end a sequence. Their text is not part of the result, with one exception: of a BPE token
+    that ends with a newline, such as a semicolon and a newline, only the newline is omitted."""
 
     greedy: bool = False
     """Always take the most likely token."""
@@ -47,25 +51,30 @@ class GenerationConfig(Settings):
     repetition_penalty: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     """Above 1, tokens that already occur become less likely (CTRL, Keskar et al. 2019, section 4.1)."""
     repetition_penalty_window: int = Field(default=1024, ge=1, le=INT32_MAX)
-    """Number of latest tokens, of prompt and text, to which the repetition penalty applies."""
+    """Number of latest tokens, of the prompt and the generated text, to which the repetition penalty applies."""
     seed: int = Field(default=0, ge=0, lt=2**63)
-    """Seed of the sampling. Sequence i of a batch is sampled with seed + i, as it would be alone."""
+    """Seed of the sampling. Sequence i of a batch has its own random generator with seed + i, so it equals the sequence
+    that its prompt alone gives with that seed."""
     num_samples: int = Field(default=1, ge=1)
-    """Number of sequences to sample for each prompt, which is prefilled once."""
+    """Number of sequences to sample for each prompt; the prompt is prefilled once for all of them."""
 
     num_beams: int | None = Field(default=None, ge=1)
     """Number of beams of a beam search, and of sequences that it returns; none: sample instead."""
     length_penalty: float = Field(default=1.0, ge=-10, le=10, allow_inf_nan=False)
-    """Beams are ranked by logprob / length ** length_penalty: above 0 favors long sequences, 0 is the plain logprob."""
+    """Beams are ranked by logprob / num_tokens ** length_penalty. logprob is the total log-probability of the generated
+    tokens, and num_tokens their number, both with the EOS token and without the prompt. Above 0 favors long sequences;
+    0 ranks by logprob."""
 
     max_prompt_tokens: int | None = Field(default=None, ge=1)
-    """Read only this many tokens, the last of the prompt (512 for the paper's samples); none: all."""
+    """Prefill only the last max_prompt_tokens tokens of the prompt (512 for the paper's samples); none: all."""
     memory_length: int | None = Field(default=None, ge=0, le=INT32_MAX)
-    """Memory length in tokens; none: the run's evaluation memory length; 0: as much as fills a training segment."""
+    """Memory length in tokens; none: the run's evaluation memory length. If the length is 0, a query attends to the
+    last train.segment_length tokens, itself included."""
     logprobs: bool = False
     """Compute the log-probability of each token under the model, before any processing of the logits."""
     dtype: Literal["auto", "float32", "bfloat16"] = "float32"
-    """Data type of matrix products; bfloat16 is faster where the hardware supports it, and less exact."""
+    """Data type of matrix products; auto: bfloat16 (faster, less exact) where the hardware supports it, else
+    float32."""
 
     @field_validator("stop", mode="before")
     @classmethod

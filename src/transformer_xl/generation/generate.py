@@ -185,9 +185,10 @@ class GenerationStream(Iterator[str]):
 def resolve_config(
     tokenizer: Tokenizer, config: GenerationConfig | None, overrides: Mapping[str, Any], **defaults: Any
 ) -> GenerationConfig:
-    """Merge and check settings: `overrides` replace those of `config` that differ from the class's defaults.
+    """Merge and check settings.
 
-    Both replace `defaults`, which replace the defaults of `GenerationConfig`.
+    In descending order of precedence: `overrides`, the settings of `config` that differ from the defaults of
+    `GenerationConfig`, `defaults`, the defaults of `GenerationConfig`.
 
     Returns:
         settings in which `stop_at_newline` is replaced by the tokenizer's tokens that end a line.
@@ -207,7 +208,7 @@ def resolve_config(
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: Prompt, config: GenerationConfig, *, continued: bool) -> list[int]:
-    """Return the token ids to read: the start token and the prompt, or the prompt alone where it continues a memory.
+    """Return the token ids to read: the BOS token and the prompt, or the prompt alone where it continues a memory.
 
     Raises:
         UserError: the prompt is empty or cannot be encoded, or a memory is continued without a prompt.
@@ -231,8 +232,8 @@ def inference_context(
     """Run matrix products in the configured dtype; yield the model and the memory to generate with.
 
     Yields:
-        the model, with its matrices in that dtype, so that no step has to convert them; and `memory`, or if it is None
-        an empty one of the configured length (by default the run's evaluation memory length).
+        the model, with its weight matrices converted to that dtype, so that no step has to convert them; and `memory`,
+        or if it is None an empty one of the configured length (by default the run's evaluation memory length).
     """
     model, device = run.model, next(run.model.parameters()).device
     if resolve_dtype(device, config.dtype) == "bfloat16":

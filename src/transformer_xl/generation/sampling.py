@@ -77,9 +77,11 @@ def sampling_probabilities(logits_BV: Tensor, config: GenerationConfig) -> Tenso
 
 
 def apply_repetition_penalty(logits_BV: Tensor, earlier_BK: Tensor, penalty: float) -> Tensor:
-    """Divide the logits of earlier tokens by the penalty, or multiply them where negative; each token once.
+    """Divide the logits of earlier tokens by the penalty, or multiply them where negative; once for each token, however
+    often it occurred.
 
-    CTRL (Keskar et al. 2019, section 4.1) divides only; negative logits are treated as other libraries do.
+    CTRL (Keskar et al. 2019, section 4.1) divides only; negative logits are multiplied as by transformers'
+    RepetitionPenaltyLogitsProcessor.
     """
     logit_BK = logits_BV.gather(-1, earlier_BK)
     logit_BK = torch.where(logit_BK > 0, logit_BK / penalty, logit_BK * penalty)
