@@ -49,13 +49,13 @@ class RunConfig(Settings):
         distances = train.segment_length + train.memory_length
         if isinstance(model, ShawConfig) and (model.max_relative_positions or 0) > distances:
             raise ValueError(
-                f"model.max_relative_positions {model.max_relative_positions:,} exceeds the distances of training; "
+                f"model.max_relative_positions {model.max_relative_positions:,} is more than the number of distances; "
                 f"give {distances:,} (train.segment_length + train.memory_length) at most, or none"
             )
         if isinstance(model, AlRfouConfig) and (model.max_position_embeddings or 0) > train.segment_length:
             raise ValueError(
-                f"model.max_position_embeddings {model.max_position_embeddings:,} exceeds the "
-                f"positions of training; give {train.segment_length:,} (train.segment_length) at most, or none"
+                f"model.max_position_embeddings {model.max_position_embeddings:,} is more than the number of "
+                f"positions; give {train.segment_length:,} (train.segment_length) at most, or none"
             )
         model.check_context_limits(segment_length=train.segment_length, memory_length=train.memory_length)
         model.check_context_limits(
