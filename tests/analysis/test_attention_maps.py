@@ -1,4 +1,7 @@
-"""Means and terms of attention equal those of plain loops over a text, and memory use does not grow with the text."""
+"""Means and terms of attention equal those of plain loops over a text, and memory use does not grow with the text.
+
+The arguments of EvaluationPlan are the segment length and ContextLimits, whose first argument is the memory length.
+"""
 
 from __future__ import annotations
 

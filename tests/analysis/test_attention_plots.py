@@ -54,7 +54,7 @@ def test_heads_plot_has_a_distinct_line_for_each_head():
 
 
 def maps_of(model, ids, memory_length):
-    plan = EvaluationPlan(5, ContextLimits(memory_length))
+    plan = EvaluationPlan(segment_length=5, context_limits=ContextLimits(memory_length))
     maps = TermMaps(model, plan, len(ids))
     trace_attention(model, ids.numpy(), plan, [maps.add])
     return maps
@@ -63,7 +63,7 @@ def maps_of(model, ids, memory_length):
 @pytest.mark.parametrize("length", [1, 13, 53])
 def test_terms_plot_shows_every_map(make_model, tokens, length, tmp_path):
     maps = maps_of(make_model(n_layers=1), tokens(1, length)[0], 11)
-    # a character that starts formulas, one that fonts lack, two symbols for whitespace, and a long word
+    # a $, which starts a formula in matplotlib, a character that fonts lack, two symbols for whitespace, a long word
     labels = ["$", "\u4e2d", "\u21b5", "\u00b7", "antidisestablishment", *"abcdefghij" * 6][:length]
     figure = draw_terms(maps, (0, 1), labels)
     panels = [axes for axes in figure.axes if axes.images]

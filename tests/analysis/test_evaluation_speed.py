@@ -14,7 +14,7 @@ SMALL = TransformerXLConfig(vocab_size=23, n_layers=2, d_model=14, n_heads=2, d_
 
 @pytest.mark.parametrize("clamp", [None, 4])
 def test_flops_ratio_equals_counted_flops(clamp):
-    """For one token with a full memory of 8, torch's FLOP counter counts the multiplications of the formula."""
+    """torch's FLOP counter counts one token with a full memory of 8; it counts two FLOPs for each multiplication."""
     window = 9
     model = TransformerXL(SMALL.model_copy(update={"attn_implementation": "sdpa"})).eval()
     tokens = torch.zeros(1, window, dtype=torch.int64)

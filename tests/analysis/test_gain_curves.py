@@ -1,4 +1,4 @@
-"""The plot of effective context: its lines are the gains, and its files have the format of their suffix."""
+"""The plot of `txl analyze context`: its lines are the gains, and its files have the format of their suffix."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformer_xl.analysis.gain_curves import draw_gains, write_plot
 
 @pytest.fixture
 def results() -> dict[str, Any]:
-    """The part of the results of two models and two fractions that is plotted."""
+    """What `draw_gains` reads of the results of two models, at the fractions r = 0.3 and 1."""
     gains = np.random.default_rng(3).random((2, 2, 3)).tolist()
     models = [
         {"name": name, "fractions": {"0.3": {"gains": hardest}, "1": {"gains": everywhere}}}

@@ -1,4 +1,4 @@
-"""The paper's systems differ from a base as their names say, and in nothing else."""
+"""The paper's systems differ from the base settings only in what defines them, such as architecture and recurrence."""
 
 from functools import cache
 

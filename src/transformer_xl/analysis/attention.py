@@ -258,6 +258,7 @@ def _write(
         "from 0."
     )
     title = f"What the heads of {Path(values['run']).resolve().name} attend to"
+    # tokenizers that are not lossless drop the whitespace between tokens, so the page inserts spaces
     page = attention_page(maps, tokens, title, about, spaced=not folder.tokenizer.is_lossless)
     (out / "attention.html").write_text(page, encoding="utf-8", errors="replace")
     (out / "results.json").write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")

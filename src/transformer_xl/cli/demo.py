@@ -26,7 +26,7 @@ def demo(
     out
         Folder for corpus, run and report.html; a demo already there is replaced.
     recipe
-        Settings of the model and its training.
+        Recipe (a name or a YAML file) with the settings of the model and its training.
     max_tokens
         Number of test tokens to score, from the start of the test text.
     """

@@ -62,13 +62,13 @@ def _optional(name: str, settings: Mapping[str, FieldInfo], *excluded: str) -> t
         default = ",".join(map(str, values)).lower() or "none"
         # settings that parse text take one argument, such as 20,40; for other tuples the flag is repeated
         parses_text = any(isinstance(constraint, BeforeValidator) for constraint in field.metadata)
-        kind: Any = str if parses_text else inner
+        flag_type: Any = str if parses_text else inner
         if NoneType in get_args(inner):
-            kind |= Literal["none"]
+            flag_type |= Literal["none"]
         if "none" not in get_args(inner):  # none is not a choice of the setting, so it stands for no limit
-            kind = Annotated[kind, AfterValidator(lambda value: None if value == "none" else value)]
+            flag_type = Annotated[flag_type, AfterValidator(lambda value: None if value == "none" else value)]
         description = f"{' '.join(str(field.description).split())} [default: {default}]"
-        fields[setting] = (kind | None, Field(default=None, description=description))
+        fields[setting] = (flag_type | None, Field(default=None, description=description))
     return create_model(f"{name.capitalize()}Flags", **fields)
 
 
