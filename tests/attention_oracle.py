@@ -23,7 +23,8 @@ class HeadAttention:
 
 
 def attention_of(model, tokens, segment, context_limits):
-    """Return the attention of every layer and head, by (layer, head)."""
+    """Return the attention of every layer and head, by (layer, head), for a text read in segments of `segment`
+    tokens."""
     weights, config = dict(model.state_dict()), model.config
     width, heads, d_head = config.d_model, config.n_heads, config.head_dim
     x = weights["embedding.tables.0"][tokens] * math.sqrt(width)
@@ -45,6 +46,7 @@ def attention_of(model, tokens, segment, context_limits):
             (x @ weight(f"attention.{name}.weight").T).view(-1, heads, d_head)
             for name in ("q_proj", "k_proj", "v_proj")
         )
+        # content bias u and position bias w (the paper's v), zero for Shaw's attention; tied biases are stored once
         u = w = torch.zeros(heads, d_head, dtype=torch.float64)
         if config.architecture != "shaw":
             pair = 0 if config.tie_attention_biases else layer

@@ -10,7 +10,8 @@ from torch import Tensor
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import ContextLimits, Memory
 
-CLOSE = {"rtol": 0, "atol": 1e-10}
+CLOSE = {"rtol": 0, "atol": 1e-10}  # tolerance of comparisons in float64
+# token ids below 23, the vocabulary size of the small models
 TEXT = [3, 19, 7, 7, 0, 22, 11, 5, 17, 2, 13, 1, 20, 9, 4, 16, 8, 21, 6, 14, 10, 18, 12, 15, 3, 19, 0, 7, 22]
 
 

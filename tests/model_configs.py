@@ -6,6 +6,7 @@ from typing import Any
 
 from transformer_xl.config import ARCHITECTURES
 
+# sizes of attention and feed-forward layers, which not every architecture has
 SIZES = {"n_heads", "d_head", "d_ff"}
 
 

@@ -39,8 +39,9 @@ TRAIN = {
     "segment_length": 7, "memory_length": 11, "batch_size": 3, "max_steps": 11, "learning_rate": 0.01,
     "warmup_steps": 3, "dtype": "float32", "seed": 13, "log_interval": 1, "eval_interval": 4, "checkpoint_interval": 5,
 }  # fmt: skip
-STOP_STEP = 5
+STOP_STEP = 5  # where runs are stopped, to be resumed later
 SHARDED_LSTM = {"model": {"architecture": "lstm"}, "train": {"parallelism": "fsdp"}}
+# name of a run, and the settings that differ from MODEL and TRAIN
 VARIANTS: dict[str, dict[str, Any]] = {
     "sharded, micro-batches, muon, average": {
         "train": {
@@ -63,6 +64,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
+# settings of the runs that are trained by the command `txl train`, and by `train` for comparison
 COMMAND_MODEL = MODEL | {"dropout": 0.1}
 COMMAND_TRAIN = TRAIN | {"parallelism": "fsdp", "max_steps": 37, "eval_interval": 36, "checkpoint_interval": 4}
 
@@ -138,7 +140,7 @@ def check_resharding(world: DistributedContext) -> None:
 
 
 def train_with_stop(path: Path, world: DistributedContext) -> None:
-    """Train every variant, with a copy of the stopped run; a run with dropout is also resumed from there."""
+    """Train every variant, and copy its run at STOP_STEP; a run with dropout is also resumed from its copy."""
     for name, variant in VARIANTS.items():
         trainer = start(path / name, config_of(variant), world)
         train_until(trainer, STOP_STEP)

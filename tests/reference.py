@@ -4,7 +4,7 @@ Tests compare the package with it. It shares no code with the package: it uses o
 computation is in float64, without dropout.
 
 Shape suffixes: B batch size, T new tokens, M memory slots, S = M + T keys, P distances, D model width, N heads, H head
-width, V vocabulary.
+width, V vocabulary, L layers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 
 @dataclass
-class Case:
+class KeyMask:
     """Which keys a query attends to."""
 
     valid: list[int]
@@ -25,7 +25,7 @@ class Case:
     """Number of keys that a query attends to, its own position included, or None for all."""
 
 
-def attention(q, k, v, position_keys, u, w, case):
+def attention(q, k, v, position_keys, u, w, key_mask):
     """Return relative attention (B, T, N, H).
 
     Shapes: q (B, T, N, H), k and v (B, S, N, H), position_keys (P, N, H) in descending order of distance, the content
@@ -41,8 +41,8 @@ def attention(q, k, v, position_keys, u, w, case):
                 scores, values = [], []
                 for j in range(num_keys):
                     distance = memory + i - j
-                    is_empty = j < memory - case.valid[b]
-                    is_beyond_window = case.window is not None and distance >= case.window
+                    is_empty = j < memory - key_mask.valid[b]
+                    is_beyond_window = key_mask.window is not None and distance >= key_mask.window
                     if distance < 0 or is_empty or is_beyond_window:
                         continue
                     r = position_keys[num_distances - 1 - distance, n]
@@ -76,7 +76,7 @@ def layer_weights(weights, index):
     return {name.removeprefix(prefix): weight for name, weight in weights.items() if name.startswith(prefix)}
 
 
-def transformer_layer(layer, x, memory, position_keys, u, w, case, pre_norm):
+def transformer_layer(layer, x, memory, position_keys, u, w, key_mask, pre_norm):
     """Return the output (B, T, D) of a layer with these weights, of x (B, T, D) after memory (B, M, D).
 
     The other arguments are those of `attention`; pre_norm applies LayerNorm at the start of each residual branch.
@@ -88,7 +88,7 @@ def transformer_layer(layer, x, memory, position_keys, u, w, case, pre_norm):
         (states @ layer[f"attention.{name}.weight"].T).unflatten(-1, u.shape)
         for name, states in (("q_proj", context[:, memory.shape[1] :]), ("k_proj", context), ("v_proj", context))
     )
-    attended = attention(q, k, v, position_keys, u, w, case).flatten(-2)
+    attended = attention(q, k, v, position_keys, u, w, key_mask).flatten(-2)
     x = x + attended @ layer["attention.o_proj.weight"].T
     x = x if pre_norm else layer_norm(x, *norm)
 
@@ -118,8 +118,9 @@ def logits(weights, x):
 def forward(weights, settings, tokens, memory, valid):
     """Return the logits (B, T, V) of one segment, the new memory, and the new numbers of valid slots.
 
-    Arguments: weights, the state dict in float64; settings, a dictionary of pre_norm, tied, window and
-    clamp; tokens (B, T); memory, a list of L tensors (B, M, D); valid, the number of valid slots of each batch row.
+    Arguments: weights, the state dict in float64; settings, a dictionary of pre_norm, tied (all layers share the
+    attention biases), window (attention window or None) and clamp (clamp length or None); tokens (B, T); memory, a list
+    of L tensors (B, M, D); valid, the number of valid slots of each batch row.
     """
     x, new_memory = embed(weights, tokens), []
     num_memory, num_new = memory[0].shape[1], tokens.shape[1]
@@ -132,7 +133,7 @@ def forward(weights, settings, tokens, memory, valid):
         layer, pair = layer_weights(weights, index), 0 if settings["tied"] else index
         u, w = weights["content_bias"][pair], weights["position_bias"][pair]
         position_keys = (encodings @ layer["attention.r_proj.weight"].T).unflatten(-1, u.shape)
-        case = Case(valid, settings["window"])
-        x = transformer_layer(layer, x, old, position_keys, u, w, case, settings["pre_norm"])
+        key_mask = KeyMask(valid, settings["window"])
+        x = transformer_layer(layer, x, old, position_keys, u, w, key_mask, settings["pre_norm"])
     new_valid = [min(count + num_new, num_memory) for count in valid]
     return logits(weights, final_norm(weights, x)), new_memory, new_valid

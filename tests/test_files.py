@@ -34,8 +34,8 @@ def test_folder_is_flushed_with_all_its_contents(tmp_path: Path, monkeypatch: py
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
 def test_paths_that_are_no_files_are_refused_before_writing(tmp_path: Path) -> None:
-    """Otherwise the error would come after the work is done, or the rename would replace a device. Links are
-    followed."""
+    """Otherwise the error would come after the work is done, or the rename would replace a device. Symbolic
+    links are followed."""
     os.mkfifo(tmp_path / "pipe")
     for path, what in ((tmp_path, "a folder"), (tmp_path / "pipe", "a device or a pipe"), (Path("."), "a folder")):
         with pytest.raises(UserError, match=f"is {what}, must be a file"), atomic_file(path):

@@ -14,8 +14,8 @@ from transformer_xl.evaluation.plan import EvaluationPlan, TokenizedText
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.text.token_store import Tokens
 
-BOS = 10  # input before the first token
-CLOSE = {"rtol": 0, "atol": 1e-10}
+BOS = 10  # input before the first token: the newline of ByteTokenizer
+CLOSE = {"rtol": 0, "atol": 1e-10}  # tolerance of comparisons in float64
 
 
 def random_tokens(length: int, vocab_size: int = 23, seed: int = 3) -> npt.NDArray[Any]:
@@ -23,7 +23,7 @@ def random_tokens(length: int, vocab_size: int = 23, seed: int = 3) -> npt.NDArr
 
 
 def token_nats(model: LanguageModel, tokens_K: Tokens, bos_token_id: int, plan: EvaluationPlan) -> npt.NDArray[Any]:
-    """Return the losses of a text without documents."""
+    """Return the loss of every token of a text that is one document."""
     return losses_in_order(model, TokenizedText(tokens_K, bos_token_id), plan)
 
 

@@ -92,26 +92,28 @@ def reopened(trainer: Trainer, **changed: Any) -> Trainer:
     if changed:
         config = folder.config.model_copy(update={"train": folder.config.train.model_copy(update=changed)})
         (folder.path / "config.yaml").write_text(config_text(config))
-    torch.manual_seed(104_729)  # a new process would have another random state
+    torch.manual_seed(104_729)  # any other seed: a new process would have another random state
     trainer = Trainer(RunFolder.open(folder.path), trainer.corpus, CPU)
     trainer.resume()
     return trainer
 
 
 def validation_nats(model: LanguageModel, tokens: Tokens, rows: int = 3) -> float:
-    """Return the total loss of a text that is split into rows, each scored with a memory that starts empty."""
+    """Return the total loss of a text in nats: split into batch rows, each scored with a memory that starts empty."""
     edges = [row * len(tokens) // rows for row in range(rows + 1)]
-    previous = [10, *(int(tokens[edge - 1]) for edge in edges[1:-1])]  # before the text: a newline
+    previous = [10, *(int(tokens[edge - 1]) for edge in edges[1:-1])]  # a newline precedes the first token
     plan = EvaluationPlan(segment_length=7, context_limits=ContextLimits(11))
     spans = zip(pairwise(edges), previous, strict=True)
     return sum(float(token_nats(model, tokens[begin:end], token, plan).sum()) for (begin, end), token in spans)
 
 
 def lines_of(trainer: Trainer, split: str) -> list[dict[str, Any]]:
+    """Return the lines of metrics.jsonl for a split."""
     return [line for line in trainer.folder.metrics() if line["split"] == split]
 
 
 def nats_of(trainer: Trainer) -> list[float]:
+    """Return the logged training losses in nats per token."""
     return [line["nats_per_token"] for line in lines_of(trainer, "train")]
 
 

@@ -2,7 +2,8 @@
 
     python tests/triton_compiled.py HEAD_WIDTH DTYPE DROPOUT [TILE]
 
-Prints one JSON object a line for each kernel: registers, spilled bytes, shared memory. TRITON_INTERPRET must not be
+TILE is the number of queries, and of keys, of a block (by default the one that the launch would choose). Prints one
+JSON object a line for each kernel: registers, spilled bytes, shared memory. TRITON_INTERPRET must not be
 set.
 """
 
@@ -52,12 +53,13 @@ def compile_kernel(name, width, dtype, dropout, tile=None):
     """Compile a kernel as it would be launched, or with a smaller tile."""
     config = kernels.choose_config(name, width, dtype, dropout, atomic=name == "queries")
     types = signature(name, POINTERS[dtype], dropout)
+    # without dropout, the seed (field 1 of the argument with index 1) is the constant None
     constants = {"config": config._replace(tile=tile or config.tile)} | ({} if dropout else {(1, 1): None})
     divisible = [path for index, kind in enumerate(types.values()) for path in aligned_paths(kind, (index,))]
     attributes = {path: [["tt.divisibility", 16]] for path in divisible} if width % 16 == 0 else {}
     return triton.compile(
         ASTSource(getattr(kernels, f"{name}_kernel"), types, constants, attributes),
-        target=GPUTarget("cuda", 90, 32),
+        target=GPUTarget("cuda", 90, 32),  # compute capability 9.0, warps of 32 threads
         options={"num_warps": config.num_warps, "num_stages": config.num_stages},
     )
 

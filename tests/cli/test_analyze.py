@@ -106,11 +106,11 @@ def test_attention_of_a_prompt_prints_a_table(folder: Path) -> None:
     page = (folder / "shaw-attention" / "attention.html").read_text(encoding="utf-8")
     assert "(b) content-dependent position" in page
     assert "(c) global content" not in page
-    assert '"spaced":true' in page
+    assert '"spaced":true' in page  # tokens are words, shown with spaces between them
 
 
 def test_attention_in_the_folder_of_the_run_leaves_it_unchanged(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a single token."""
+    """With a prompt of a single token; the files are written to xl-attention, next to the folder of the run."""
     before = files(folder / "xl")
     monkeypatch.chdir(folder / "xl")
     result = txl("analyze", "attention", ".", "--prompt", "l", "--heads", "0:0")
@@ -167,7 +167,7 @@ def test_context_prints_tables_and_writes_files(folder: Path, tmp_path: Path) ->
     assert "Relative effective context length in tokens, train: 11 positions" in result.out
     assert "r = 0.5" in result.out
     assert "Mean loss in nats per token" in result.out
-    # without memory, a model sees at most the 7 tokens of a segment: of 5, 10, 15 and 20
+    # without memory, a model sees at most the 7 tokens of a segment, though the contexts have 5, 10, 15 and 20 tokens
     assert "tokens to process: xl 550, vanilla 286\n" in result.err
     assert "<svg" in plot.read_text(encoding="utf-8")
     values = json.loads(out.read_text(encoding="utf-8"))

@@ -97,7 +97,7 @@ def test_wrong_settings_are_refused(changes: dict[str, Any], message: str, folde
     assert_refused(folder, "convert hub run", message, capfd)
 
 
-Case = tuple[Callable[[], object], str, str]
+Case = tuple[Callable[[], object], str, str]  # a change of the files, the folder to convert, the message
 DAMAGED_FILES: dict[str, Case] = {
     "half of model.safetensors": (
         lambda: truncate("hub/model.safetensors", 0.5), "hub", r"model.safetensors is damaged \(not a complete"),
@@ -134,6 +134,7 @@ DAMAGED_FILES: dict[str, Case] = {
     "other dictionary": (
         lambda: torch.save({"a": 1}, "nvidia/checkpoint_best.pt"), "nvidia", r"is not a checkpoint of NVIDIA's train"),
 }  # fmt: skip
+# arguments of txl convert: the message
 WRONG_ARGUMENTS: dict[str, str] = {
     "nowhere run": r"nowhere: no such file or folder; expected checkpoint_best.pt of NV",
     "empty run": r"empty is not recognized; expected .*; --source-format NAME",
@@ -175,7 +176,7 @@ class MakeFolder:
         "nvidia/checkpoint_best.pt",
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("is_archive", [True, False], ids=["archive", "stream"])
+@pytest.mark.parametrize("is_archive", [True, False], ids=["zip archive", "pickle stream"])
 def test_malicious_pickle_is_refused_and_not_executed(
     is_archive: bool, file: str, folder: Path, capfd: Capture, monkeypatch: Patch
 ) -> None:

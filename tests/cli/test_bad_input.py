@@ -283,7 +283,7 @@ def test_full_disk_leaves_no_new_files(folder: Path, words: str, monkeypatch: Pa
 
 
 def test_run_whose_first_checkpoint_could_not_be_written_can_be_resumed(folder: Path, capfd: Capture) -> None:
-    with no_file_larger_than(9000):  # more than config.yaml and txl_tokenizer.json, less than the weights
+    with no_file_larger_than(9000):  # larger than config.yaml and txl_tokenizer.json, smaller than the file of weights
         message = error_of(TRAIN_SMALL, capfd)
     assert re.search(r"writing new/checkpoints/.*model.safetensors: file too large", message)
     assert {path.name for path in (folder / "new").rglob("*")} == {"checkpoints", "config.yaml", "txl_tokenizer.json"}

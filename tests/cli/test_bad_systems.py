@@ -14,7 +14,8 @@ SHORT = "--train.segment-length 7 --train.batch-size 3 --train.max-steps 2 --tra
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a corpus, a run of an LSTM and a run with learned positions."""
+    """A folder with a corpus, a run of an LSTM and a run of Al-Rfou et al.'s model (al-rfou), whose positions are
+    learned."""
     folder = tmp_path_factory.mktemp("systems") / "w"
     folder.mkdir()
     (folder / "text.txt").write_bytes(b"".join(b"line %d\n" % number for number in range(99)))

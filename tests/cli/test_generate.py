@@ -226,7 +226,7 @@ REFUSED = [
     ("bytes --chat --prompt-file text.txt", "--chat reads prompts from standard input"),
     ("bytes --chat --json", "--chat reads prompts from standard input"),
     ("bytes --chat --num-samples 2", "--chat reads prompts from standard input"),
-    # tokenizers without a needed token
+    # a tokenizer without unknown-word and newline tokens
     ("words --prompt cat --prompt horse", "'horse'"),
     ("words --stop-at-newline", "no token that ends a line"),
 ]

@@ -66,7 +66,8 @@ def records(folder: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def test_scores_equal_the_library_and_add_up(folder: Path, run: Run, records) -> None:
-    """Bytes that are not whole characters are valid JSON, too."""
+    """Tokens of bytes that are not whole characters are also printed in hexadecimal, so that the output is valid
+    JSON."""
     names = [str(folder / "special.txt"), str(folder / "plain.txt")]
     expected = score(run, {names[0]: SPECIAL, names[1]: PLAIN})
     assert [record["file"] for record in records["file"]] == names

@@ -33,6 +33,7 @@ from transformer_xl.text.tokenizers import ByteTokenizer, Tokenizer
 from transformer_xl.text.tokenizers.char import CharTokenizer
 from transformer_xl.text.tokenizers.word import WordTokenizer
 
+# the settings of CONFIG and of the fixture `run`, resolved
 PLAN = EvaluationPlan(7, ContextLimits(11, None, 17))
 CONFIG = EvaluationConfig(segment_length=7, memory_length=11, clamp_length=17)
 

@@ -141,8 +141,8 @@ def test_reset_memory_scores_each_document_as_a_text_of_its_own(
     np.testing.assert_allclose(nats_K, nats_of_documents(model, tokens_K, DOCUMENT_STARTS, plan), **CLOSE)
 
 
-def test_short_documents_are_one_batch_without_memory(make_model, monkeypatch) -> None:
-    """No document is longer than a segment, so no memory slot would be filled."""
+def test_documents_of_one_segment_are_one_batch_without_memory(make_model, monkeypatch) -> None:
+    """No document is longer than a segment, so no memory slot would be filled, and the memory has length 0."""
     model = make_model(memory_length=11)
     shapes, forward = [], type(model).forward
 

@@ -20,6 +20,7 @@ from transformer_xl.model.memory import ContextLimits
 
 
 def sliding(window: int | None, batch_size: int | None = None, clamp_length: int | None = None) -> EvaluationPlan:
+    # segment_length is not used by this method
     return EvaluationPlan(7, ContextLimits(0, window, clamp_length), batch_size, method="sliding-window")
 
 

@@ -54,7 +54,7 @@ LIMITS = {
 @pytest.mark.parametrize("context_limits", LIMITS.values(), ids=LIMITS)
 @pytest.mark.parametrize("prompt_length", [1, 4, 17])
 def test_token_by_token_equals_one_pass(make_model, context_limits: ContextLimits, prompt_length: int) -> None:
-    """Logits and memory, if memory holds all that a query attends to."""
+    """Both logits and memory are equal if the memory holds all that a query attends to."""
     model = make_model()
     memory = model.inference_memory(1, context_limits)
     logits_TV, recorded, generator = generate_forced(model, TEXT[:prompt_length], TEXT[prompt_length:], memory)
@@ -170,7 +170,7 @@ def test_generation_continues_a_memory(make_model, context_limits: ContextLimits
     assert_same_tensors(memory, before)
 
 
-def test_memory_of_a_generator_is_independent_of_later_steps(make_model) -> None:
+def test_memory_and_later_steps_of_a_generator_do_not_affect_each_other(make_model) -> None:
     """Asking for the memory changes neither it nor the tokens that follow; prompts are not changed either."""
     model, config, prompts = make_model(), GenerationConfig(top_k=None, seed=1), [list(prompt) for prompt in PROMPTS]
     generator, undisturbed = (BatchGenerator(model, prompts, config) for _ in range(2))

@@ -23,7 +23,7 @@ BYTES = ByteTokenizer()
 def pieces_of(
     tokenizer: Tokenizer, prompt: Sequence[int], new: Sequence[int], *stop: str, **settings: Any
 ) -> tuple[list[str], bool]:
-    """Return the text that each token adds, up to a stop string, and whether there was a stop string."""
+    """Return the text that each new token adds after the prompt, up to a stop string, and whether there was one."""
     config = GenerationConfig(stop=stop, max_new_tokens=max(1, len(new)), **settings)
     builder, pieces = CompletionBuilder(tokenizer, prompt, config), []
     for token_id in new:

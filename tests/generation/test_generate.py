@@ -38,7 +38,7 @@ def run(make_model) -> Run:
 
 
 def forced(text: str, **settings: Any) -> dict[str, Any]:
-    """Return arguments that make the model generate this text."""
+    """Return arguments of `generate` or `stream` that make the model generate this text, one token per byte."""
     token_ids = text.encode()
     return {"max_new_tokens": len(token_ids), "logits_processor": ForcedTokens(token_ids), **settings}
 
@@ -62,7 +62,7 @@ def test_generate_equals_decoded_tokens_of_a_batch_generator(run: Run) -> None:
 
 
 def test_run_trained_without_memory_attends_to_a_segment(make_model) -> None:
-    """The segment length of training is the context, also with memory_length 0."""
+    """The context is as long as a segment of training, also if memory_length 0 is given for the generation."""
     config = RunConfig(train=TrainConfig(memory_length=0, segment_length=20))
     run = Run(make_model(vocab_size=256, memory_length=0), ByteTokenizer(), config)
     text = b"\nthe"
@@ -112,7 +112,7 @@ def test_texts_of_a_batch_equal_each_text_alone(run: Run) -> None:
 
 
 def test_each_text_ends_independently_of_the_others(run: Run) -> None:
-    """By a stop string, by its length, and by an eos token; a finished text is no longer in the batch."""
+    """Texts end by a stop string, by max_new_tokens and by an EOS token; a finished text is no longer in the batch."""
     texts = {0: b"ab.cd", 1: b"abcde", 2: b"ab!cd"}
 
     def force(token_ids_BT: torch.Tensor, logits_BV: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""From the model's logits to the next token: candidates, repetition penalty, logits processor, banned eos, logprobs."""
+"""From the model's logits to the next token: candidates, repetition penalty, logits processor, EOS tokens before
+min_new_tokens, logprobs."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from transformer_xl.config import UserError
 from transformer_xl.generation.config import GenerationConfig
 from transformer_xl.generation.sampling import apply_repetition_penalty, sample, sampling_probabilities
 
-PROBABILITIES = [0.05, 0.4, 0.02, 0.25, 0.13, 0.15]  # the most likely first: 1, 3, 5, 4, 0, 2
+PROBABILITIES = [0.05, 0.4, 0.02, 0.25, 0.13, 0.15]  # indices in descending order of probability: 1, 3, 5, 4, 0, 2
 
 
 def config_of(temperature: float = 1.0, **settings: Any) -> GenerationConfig:
@@ -64,7 +64,7 @@ def assert_probabilities(
         # the order is temperature, top-k, top-p, min-p; temperature 1/2 gives 0.16, 0.0625, 0.0225 and so on
         ({"temperature": 0.5, "top_k": 3, "top_p": 0.65}, [0, 1, 0, 0, 0, 0]),  # the first of 3 has 0.653
         ({"temperature": 0.5, "top_k": 3, "top_p": 0.66}, [0, 0.16, 0, 0.0625, 0, 0]),
-        ({"top_k": 3, "top_p": 0.81}, [0, 0.4, 0, 0.25, 0, 0]),  # 0.65 of 0.8 is 0.8125
+        ({"top_k": 3, "top_p": 0.81}, [0, 0.4, 0, 0.25, 0, 0]),  # the first 2 of 3 have 0.65 of 0.8, which is 0.8125
         ({"top_k": 3, "top_p": 0.82}, [0, 0.4, 0, 0.25, 0, 0.15]),
         ({"temperature": 0.5, "min_p": 0.36}, [0, 0.16, 0, 0.0625, 0, 0]),
         ({"top_k": 3, "top_p": 0.9, "min_p": 0.5}, [0, 0.4, 0, 0.25, 0, 0]),
@@ -98,7 +98,8 @@ def test_repetition_penalty_follows_ctrl() -> None:
 
 @settings(deadline=None, max_examples=50)
 @given(
-    # quarters: subtracting the maximum from them is exact, so that different logits stay different
+    # divided by 4 below: subtracting the maximum from multiples of 1/4 is exact, so that different logits stay
+    # different
     rows=st.lists(st.lists(st.integers(-120, 120), min_size=11, max_size=11), min_size=1, max_size=3),
     temperature=st.floats(0.05, 20),
     top_k=st.none() | st.integers(1, 13),

@@ -5,7 +5,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from reference import Case, attention
+from reference import KeyMask, attention
 from tensors import assert_same_tensors, named_gradients
 
 from transformer_xl.config import UserError
@@ -54,7 +54,7 @@ def test_kernel_equals_oracle(name, case):
     inputs = random_inputs(num_queries, num_memory, window)
     masks = [AttentionMask(torch.tensor(valid))] + [AttentionMask(None)] * (valid == [num_memory] * BATCH)
     weight = torch.randn(BATCH, num_queries, HEADS, WIDTH, dtype=torch.float64)
-    expected = attention(*inputs.tensors(), Case(valid, window))
+    expected = attention(*inputs.tensors(), KeyMask(valid, window))
     expected_gradients = named_gradients((expected * weight).sum(), vars(inputs))
     for mask in masks:
         out = KERNELS[name].attend(inputs, mask, 0.0)
@@ -199,7 +199,7 @@ def test_clamping_padding_and_memory_layouts_equal_oracle(monkeypatch, name, cas
     expanded = torch.cat([inputs.position_key_PNH[:1].expand(mask.beyond, -1, -1), inputs.position_key_PNH])
     expanded_inputs = replace(inputs, position_key_PNH=expanded)
     expected = torch.stack([
-        attention(*one_query(expanded_inputs, row, query), Case([min(valid[row] + query, 7 + query)]))[0, 0]
+        attention(*one_query(expanded_inputs, row, query), KeyMask([min(valid[row] + query, 7 + query)]))[0, 0]
         for row, query in is_token_BT.nonzero().tolist()
     ])  # fmt: skip
     stored = replace(inputs, **{key: LAYOUTS[layout](getattr(inputs, key)) for key in ("k_BSNH", "v_BSNH")})

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from reference import Case, attention
+from reference import KeyMask, attention
 from tensors import assert_same_tensors, named_gradients
 
 from transformer_xl.config import TransformerXLConfig, UserError
@@ -98,7 +98,7 @@ def oracle(inputs, mask, _dropout):
     """The loops of tests/reference.py; on a GPU the reference kernel, because they are too slow for its lengths."""
     if ON_GPU:
         return REFERENCE(inputs, mask, 0.0)
-    return attention(*inputs.tensors(), Case(mask.valid_B.tolist(), len(inputs.position_key_PNH)))
+    return attention(*inputs.tensors(), KeyMask(mask.valid_B.tolist(), len(inputs.position_key_PNH)))
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -8,7 +8,7 @@ Shape suffixes: B batch size, T new tokens, D model width, V vocabulary.
 from __future__ import annotations
 
 import torch
-from reference import Case, embed, final_norm, layer_weights, logits, sinusoid, transformer_layer
+from reference import KeyMask, embed, final_norm, layer_weights, logits, sinusoid, transformer_layer
 from tensors import assert_same_tensors, named_gradients
 
 
@@ -20,8 +20,8 @@ def shaw(weights, tokens, memory, *, slots, pre_norm=False, window=None):
         table = layer["attention.distance_keys"]
         next_memory.append(torch.cat([old, x.detach()], dim=1)[:, max(0, num_keys - slots) :])
         position_keys = torch.stack([table[min(d, len(table) - 1)] for d in range(num_keys - 1, -1, -1)])
-        zeros, case = torch.zeros_like(table[0]), Case([old.shape[1]] * len(x), window)
-        x = transformer_layer(layer, x, old, position_keys, zeros, zeros, case, pre_norm)
+        zeros, key_mask = torch.zeros_like(table[0]), KeyMask([old.shape[1]] * len(x), window)
+        x = transformer_layer(layer, x, old, position_keys, zeros, zeros, key_mask, pre_norm)
     return logits(weights, final_norm(weights, x)), next_memory
 
 
@@ -37,7 +37,7 @@ def absolute(weights, tokens, *, layers, heads, pre_norm=False, window=None):
         layer = layer_weights(weights, index)
         d_head = len(layer["attention.q_proj.weight"]) // heads
         no_keys, no_bias = torch.zeros(num_new, heads, d_head).double(), torch.zeros(heads, d_head).double()
-        x = transformer_layer(layer, x, x[:, :0], no_keys, no_bias, no_bias, Case([0] * len(x), window), pre_norm)
+        x = transformer_layer(layer, x, x[:, :0], no_keys, no_bias, no_bias, KeyMask([0] * len(x), window), pre_norm)
         outputs.append(final_norm(weights, x))
     return outputs
 
