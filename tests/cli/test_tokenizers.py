@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from refusals import txl
 
-from transformer_xl.cli.main import run
 from transformer_xl.run_folder import RunFolder
-
-Capture = pytest.CaptureFixture[str]
 
 TEXT = "the cat sat on a mat while that dog ran after it and all of them slept in warm sun till noon came"
 WORDS = TEXT.split()
@@ -38,78 +35,76 @@ def text_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         Path(f"{split}.txt").write_text("".join(" ".join(line) + "\n" for line in lines))
 
 
-def run_json(*arguments: str, capsys: Capture) -> dict[str, Any]:
+def run_json(*arguments: str) -> dict[str, Any]:
     """Run a command that succeeds, and return the JSON object that it prints."""
-    assert run([*arguments, "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
+    result = txl(*arguments, "--json")
+    assert result.status == 0, result.err
+    return result.object
 
 
 @pytest.mark.parametrize("kind", ["byte", "char", "word", "bpe", "integer"])
-def test_every_kind_is_prepared_trained_evaluated_and_generated(capsys: Capture, kind: str) -> None:
+def test_every_kind_is_prepared_trained_evaluated_and_generated(kind: str) -> None:
     if kind == "integer":
         for split in NUM_LINES:
             file = Path(f"{split}.txt")
             lines = file.read_text().splitlines()
             file.write_text("".join(" ".join(str(len(word)) for word in line.split()) + "\n" for line in lines))
     size = ["--vocab-size=300"] if kind == "bpe" else []
-    corpus = run_json("prepare", *SPLITS, "--tokenizer", kind, *size, "--out", "corpus", capsys=capsys)
+    corpus = run_json("prepare", *SPLITS, "--tokenizer", kind, *size, "--out", "corpus")
     assert corpus["tokenizer"] == kind
-    assert run_json("train", "--corpus", "corpus", *NINE_STEPS, capsys=capsys)["run"] == "runs/corpus"
-    evaluation = run_json("evaluate", "runs/corpus", capsys=capsys)
+    assert run_json("train", "--corpus", "corpus", *NINE_STEPS)["run"] == "runs/corpus"
+    evaluation = run_json("evaluate", "runs/corpus")
     assert evaluation["tokens"] == corpus["splits"]["test"]["num_tokens"]
     assert math.isfinite(evaluation["perplexity"])
     prompt = "3 3" if kind == "integer" else "the cat"
-    assert run(["generate", "runs/corpus", "--prompt", prompt, "--max-new-tokens", "5"]) == 0
-    assert capsys.readouterr().out
+    assert txl("generate", "runs/corpus", "--prompt", prompt, "--max-new-tokens", "5").out
 
 
-def test_word_level_with_cutoffs_and_resuming(capsys: Capture) -> None:
-    corpus = run_json("prepare", *SPLITS, "--tokenizer", "word", "--out", "corpora/mine", capsys=capsys)
+def test_word_level_with_cutoffs_and_resuming() -> None:
+    corpus = run_json("prepare", *SPLITS, "--tokenizer", "word", "--out", "corpora/mine")
     for split, num_lines in NUM_LINES.items():
         counts = corpus["splits"][split]
         assert counts["num_words"] == len(Path(f"{split}.txt").read_text().split())
         assert counts["num_tokens"] == counts["num_words"] + num_lines  # each newline is a token
     train = ["train", "--corpus", "corpora/mine", *TINY]
     cutoffs = ["--model.cutoffs=5,11", "--model.div-val=2", "--model.tie-projections=all_but_first"]
-    run_json(*train, *cutoffs, "--train.max-steps=4", capsys=capsys)
-    run_json("train", "--resume", "runs/mine", "--train.max-steps=9", capsys=capsys)
+    run_json(*train, *cutoffs, "--train.max-steps=4")
+    run_json("train", "--resume", "runs/mine", "--train.max-steps=9")
     folder = RunFolder.open(Path("runs/mine"))
     assert folder.config.model.cutoffs == (5, 11)
     assert [line["step"] for line in folder.metrics()] == [4, 5, 9]
-    assert run(["evaluate", "runs/mine"]) == 0
-    assert "words and newlines" in capsys.readouterr().out
-    assert run([*train, "--model.cutoffs=auto", "--train.max-steps=1", "--run=auto"]) == 0
-    assert "softmax" in capsys.readouterr().err
+    assert "words and newlines" in txl("evaluate", "runs/mine").out
+    assert "softmax" in txl(*train, "--model.cutoffs=auto", "--train.max-steps=1", "--run=auto").err
     assert isinstance(RunFolder.open(Path("auto")).config.model.cutoffs, tuple)
 
 
-def test_lines_as_shuffled_documents(capsys: Capture) -> None:
+def test_lines_as_shuffled_documents() -> None:
     prepare = ["prepare", "--train", "train.txt", "--tokenizer", "word", "--document-unit", "line", "--out", "corpus"]
-    assert run_json(*prepare, capsys=capsys)["splits"]["train"]["num_documents"] == 211
-    assert run_json("train", "--corpus", "corpus", "--train.shuffle-documents", *NINE_STEPS, capsys=capsys)["finished"]
+    assert run_json(*prepare)["splits"]["train"]["num_documents"] == 211
+    assert run_json("train", "--corpus", "corpus", "--train.shuffle-documents", *NINE_STEPS)["finished"]
 
 
-def test_new_text_is_prepared_with_the_tokenizer_of_a_run(capsys: Capture) -> None:
-    run_json("prepare", "--train", "train.txt", "--tokenizer", "word", "--out", "corpus", capsys=capsys)
-    run_json("train", "--corpus", "corpus", *NINE_STEPS, capsys=capsys)
+def test_new_text_is_prepared_with_the_tokenizer_of_a_run() -> None:
+    run_json("prepare", "--train", "train.txt", "--tokenizer", "word", "--out", "corpus")
+    run_json("train", "--corpus", "corpus", *NINE_STEPS)
     Path("new.txt").write_text("the cat met a walrus\nand the walrus slept\n")
-    corpus = run_json("prepare", "--train", "new.txt", "--tokenizer", "runs/corpus", "--out", "new", capsys=capsys)
+    corpus = run_json("prepare", "--train", "new.txt", "--tokenizer", "runs/corpus", "--out", "new")
     assert corpus["splits"]["train"]["num_unknown"] == 3  # met, walrus, walrus
     evaluate = ["evaluate", "runs/corpus", "--corpus", "new", "--split", "train"]
-    evaluation = run_json(*evaluate, capsys=capsys)
+    evaluation = run_json(*evaluate)
     assert (evaluation["tokens"], evaluation["num_unknown"], evaluation["bytes"]) == (11, 3, 42)
-    assert run(evaluate) == 0
-    assert "11 words and newlines (3 of them unknown words, 27.3%), 42 bytes" in capsys.readouterr().out
+    assert "11 words and newlines (3 of them unknown words, 27.3%), 42 bytes" in txl(*evaluate).out
     # The tokens do not determine the bytes of unknown words, so those of a part are estimated by its share of tokens.
-    part = run_json(*evaluate, "--max-tokens=6", capsys=capsys)
+    part = run_json(*evaluate, "--max-tokens=6")
     assert (part["tokens"], part["num_unknown"], part["bytes"]) == (6, 2, round(42 / 11 * 6))
 
 
 @pytest.mark.parametrize("file", ["train-00000.tokens", "train.documents", "valid-00000.tokens"])
-def test_corpus_with_changed_content_is_refused(capsys: Capture, file: str) -> None:
-    run_json("prepare", *SPLITS, "--tokenizer", "word", "--document-unit", "line", "--out", "corpus", capsys=capsys)
+def test_corpus_with_changed_content_is_refused(file: str) -> None:
+    run_json("prepare", *SPLITS, "--tokenizer", "word", "--document-unit", "line", "--out", "corpus")
     path = Path("corpus", file)
     path.write_bytes(b"\x05" * path.stat().st_size)
-    assert run(["train", "--corpus", "corpus", "--train.shuffle-documents", *NINE_STEPS]) == 2
-    assert f"{file}: damaged (sha256" in capsys.readouterr().err
+    refused = txl("train", "--corpus", "corpus", "--train.shuffle-documents", *NINE_STEPS)
+    assert refused.status == 2
+    assert f"{file}: damaged (sha256" in refused.err
     assert not Path("runs").exists()
