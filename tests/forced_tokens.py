@@ -28,15 +28,14 @@ class ForcedTokens:
 
 
 class RecordedModel:
-    """A model that records the number of tokens of each call, and how many of each batch row were not padding."""
+    """A model that records the number of tokens of each call."""
 
     def __init__(self, model: LanguageModel) -> None:
-        self.model, self.lengths, self.unpadded = model, [], []
+        self.model, self.lengths = model, []
 
     def __call__(self, tokens_BT: Tensor, memory: Memory, lengths_B: Tensor | None = None) -> tuple[Tensor, Memory]:
         hidden_BTD, self.memory = self.model(tokens_BT, memory, lengths_B=lengths_B)
         self.lengths.append(tokens_BT.shape[1])
-        self.unpadded.append(None if lengths_B is None else lengths_B.tolist())
         return hidden_BTD, self.memory
 
     def __getattr__(self, name: str) -> Any:

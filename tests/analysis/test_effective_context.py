@@ -163,16 +163,6 @@ def test_loss_depends_only_on_the_context(kind: str, context: int) -> None:
     assert (group.losses(oldest_K, positions_P, context) != losses_P).all()
 
 
-def test_models_without_memory_gain_nothing_beyond_their_segment() -> None:
-    sweep = ContextSweep(
-        min_context=3, context_step=5, max_context=23, num_positions=17, threshold=1e-6, fractions=(1,)
-    )
-    result = measure_context([group_model("learned")], text(61), sweep).as_dict()["models"][0]["fractions"]["1"]
-    assert result["gains"][0] > 1e-3
-    assert result["gains"][1:] == [0.0, 0.0, 0.0]
-    assert (result["effective_context_tokens"], result["fell_below_threshold"]) == (SEGMENT, True)
-
-
 def test_positions_are_distinct_and_have_the_context_before_them() -> None:
     sweep = ContextSweep(min_context=2, context_step=3, max_context=11, num_positions=50)
     assert draw_positions(sweep, 61).tolist() == list(range(11, 61))

@@ -92,7 +92,8 @@ BAD_COMMANDS = [
     ("evaluate run --checkpoint lst", 'Did you mean "last"?'),
     # files and folders
     (TRAIN_SMALL.replace("corpus corpus", "corpus small"), "has 20 tokens, .* 3 sequences of 7 .* 21; lower --train.b"),
-    ("train --corpus run", "run is a run, expected a corpus"),
+    ("train --corpus run", "run is a run, expected a corpus; its config.yaml names .*; 'txl prepare .* creates one"),
+    ("train --corpus text.txt", "text.txt is a file, expected the folder of a corpus"),
     ("train --corpus folder", r"folder is not a corpus \(it has no corpus.json\)"),
     (TRAIN_SMALL.replace("run new", "run run"), "run holds a run already; resume it with 'txl train --resume run'"),
     (TRAIN_SMALL.replace("run new", "run corpus"), "corpus exists already; choose another path"),

@@ -43,14 +43,17 @@ BAD_COMMANDS = [
     # the text
     ("prepare --out new", "no text was given; name files, folders, --train FILE, or a data set"),
     ("prepare python-stdlb", r"nor a known data set \(did you mean 'python-stdlib'\?\)"),
-    ("prepare gone.txt", "'gone.txt' is neither a file nor a folder"),
+    ("prepare gone.txt", "'gone.txt' is neither a file nor a folder nor a known data set; .*: enwik8, text8, "),
     ("prepare empty.txt", "the file empty.txt is empty; leave it out"),
     ("prepare short.txt", "the text is too short to split: 3 bytes leave valid empty"),
     ("prepare truncated.gz", r"truncated.gz: .*damaged or truncated \(.*\); get it again"),
     ("prepare --train empty.gz", "train.* has no text|train.*empty"),
     ("prepare --valid text.txt", "--valid was given without --train"),
     ("prepare text.txt --test text.txt", "both text to split .* and --test were given"),
-    ("prepare text.txt --test-fraction 1", "--test-fraction 1 is out of range"),
+    ("prepare text.txt --test-fraction 1", "--test-fraction 1 is out of range; must be 0 <= fraction < 1"),
+    ("prepare text.txt --valid-fraction nan", "--valid-fraction nan is out of range"),
+    ("prepare text.txt --valid-fraction -0.1", "--valid-fraction -0.1 is out of range"),
+    ("prepare text.txt --valid-fraction 0.6 --test-fraction 0.4", "leave nothing to train on; their sum must be below"),
     ("prepare ptb --test-fraction 0.1", "the splits of ptb are fixed"),
     ("prepare --train text.txt --test-fraction 0", "leave the fractions out"),
     # the folder to create
@@ -82,6 +85,7 @@ BAD_COMMANDS = [
     ("prepare --train numbers.txt --tokenizer integer", r"numbers.txt: byte 8.*x"),
     ("prepare large.txt --tokenizer integer --vocab-size 10", r"large.txt, from byte \d+ on: byte \d+.*99"),
     ("prepare --train text.txt --valid music.npy", "music.npy contains integers, not text; give --tokenizer integer"),
+    ("prepare music.npy --tokenizer word", "music.npy contains integers, not text; give --tokenizer integer"),
     ("prepare music.npy --vocab-size 90", r"music.npy: array\[89\] is 89, expected an integer from 0 to 88; remove it"),
     ("prepare music.npy numbers.txt --tokenizer integer", "cannot be joined and split; use --train, --valid and"),
 ]

@@ -136,21 +136,6 @@ def test_sweep_equals_separate_evaluations(folder: Path) -> None:
         assert f"{result['perplexity']:.3f}" in table
 
 
-def test_generate_prints_the_text_of_the_library(folder: Path, run: Run) -> None:
-    expected = generate(run, "the caf\u00e9", max_new_tokens=41, seed=3).text
-    words = ["generate", folder / "run", "--prompt", "the caf\u00e9", "--max-new-tokens", "41", "--seed", "3"]
-    streamed = txl(*words)
-    assert (streamed.status, streamed.out, streamed.err) == (0, expected + "\n", "")
-    result = txl(*words, "--json").object
-    assert (result["text"], result["prompt"], result["num_tokens"], result["seed"]) == (
-        expected,
-        "the caf\u00e9",
-        41,
-        3,
-    )
-    assert result["tokens_per_second"] == pytest.approx(41 / result["seconds"])
-
-
 def test_generate_from_a_prompt_file_longer_than_the_memory(folder: Path, run: Run, tmp_path: Path) -> None:
     prompt = "the caf\u00e9" * 40
     (tmp_path / "prompt").write_text(prompt, encoding="utf-8")
@@ -185,13 +170,6 @@ def test_recipes_lists_all_with_published_results() -> None:
     assert recipes["enwik8-12l"]["published"] == {"bits_per_byte": 1.06}
     table = txl("recipes").out
     assert all(name in table for name in recipes)
-
-
-@pytest.mark.parametrize("words", [["train"], ["reproduce", "ablation"]])
-def test_help_explains_that_a_recipe_overrides_the_defaults_it_shows(words: list[str]) -> None:
-    text = " ".join(txl(*words, "--help").out.split())
-    assert "[default: 2000]" in text
-    assert "the defaults, then the recipe" in text
 
 
 def test_version_and_help() -> None:

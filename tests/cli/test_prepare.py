@@ -75,11 +75,6 @@ def test_files_for_each_split_and_the_recipe_whose_batch_fits(length: int, recip
     assert Corpus.open("corpus").split("train").num_documents == 2
 
 
-def test_lines_as_documents() -> None:
-    facts = prepare("--train", "text.txt", "--document-unit", "line", "--out", "c")
-    assert facts["splits"]["train"]["num_documents"] == TEXT.count(b"\n")
-
-
 def test_flags_of_the_word_tokenizer() -> None:
     facts = prepare("text.txt", "--tokenizer", "word", "--out", "plain")
     assert facts["splits"]["valid"]["num_unknown"] > 0 == facts["splits"]["train"]["num_unknown"]
@@ -94,21 +89,6 @@ def test_flags_of_the_word_tokenizer() -> None:
     Path("words.txt").write_bytes(b"<eos>\n<unk>\nthe\ncat\n")
     assert prepare("text.txt", "--tokenizer", "word", "--vocab-file", "words.txt", "--out", "file")["vocab_size"] == 4
     assert token_ids("file", "train")[:7] == [2, 3, 1, 1, 1, 0, 1]
-
-
-@pytest.mark.parametrize("flags", [["char"], ["bpe", "--vocab-size", "300"]], ids=" ".join)
-def test_other_tokenizers_decode_to_the_same_text(flags: list[str]) -> None:
-    prepare("text.txt", "--tokenizer", *flags, "--out", "c")
-    assert decoded("c", "train", "valid", "test") == TEXT
-
-
-def test_a_trained_tokenizer_encodes_other_text() -> None:
-    prepare("text.txt", "--tokenizer", "word", "--out", "first")
-    Path("more.txt").write_bytes(b"the dog sat,\nthe cat\n")
-    for path in ("first", "first/txl_tokenizer.json"):
-        facts = prepare("--train", "more.txt", "--tokenizer", path, "--out", f"{path}-more")
-        assert facts["splits"]["train"]["num_unknown"] == 1
-        assert Corpus.open(f"{path}-more").record.tokenizer_sha256 == Corpus.open("first").record.tokenizer_sha256
 
 
 def test_integers_from_arrays_and_text() -> None:
@@ -158,12 +138,6 @@ def test_flags_override_the_tokenizer_of_a_named_dataset(small_ptb: Path) -> Non
     facts = prepare("ptb", "--data-dir", small_ptb, "--tokenizer", "char", "--out", "c")
     assert decoded("c", "train") == b"a N <unk>\n b a\n"
     assert facts["vocab_size"] == len(set(b"a N <unk>\n b a\n")) + 256  # characters of train, and one token per byte
-
-
-def test_a_file_in_two_splits_is_noted() -> None:
-    prepared = txl("prepare", "--train", "text.txt", "--valid", "./text.txt", "--out", "c", "--json")
-    assert prepared.object["splits"]["valid"]["num_bytes"] == len(TEXT)
-    assert prepared.err == "note: the same file was given more than once: text.txt in train, text.txt in valid\n"
 
 
 def test_progress_lines_only_of_stages_longer_than_two_seconds(

@@ -163,13 +163,6 @@ def test_swept_windows_have_the_memory_that_fills_them(folder: Path) -> None:
     assert [(result["attention_window"], result["memory_length"]) for result in results] == [(4, 3), (9, 8)]
 
 
-def test_token_losses_file(folder: Path, tmp_path: Path) -> None:
-    values = evaluate_json(folder, "--token-losses", tmp_path / "losses.npy", "--batch-size", "3")
-    nats_K = np.load(tmp_path / "losses.npy", allow_pickle=False)
-    assert len(nats_K) == values["tokens"]
-    assert nats_K.mean(dtype=np.float64) == pytest.approx(values["nats_per_token"], rel=1e-6)
-
-
 def test_warnings_go_to_standard_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Settings that are probably not intended cause a warning, and the result is printed as usual."""
     command = ["evaluate", folder / "run", "--json", "--max-tokens", "20"]

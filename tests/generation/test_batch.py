@@ -126,12 +126,6 @@ def test_prompts_of_different_lengths_equal_each_prompt_alone(
         assert len({len(sequence) for sequence in sequences}) > 1, "all sequences have the same length"
 
 
-def test_prompts_are_padded_on_the_left(make_model) -> None:
-    recorded = RecordedModel(make_model())
-    BatchGenerator(recorded, PROMPTS)
-    assert recorded.unpadded == [[4, 17, 1, 13, 4]]
-
-
 def test_samples_of_a_prompt_share_its_prefill(make_model) -> None:
     """Sample i equals a sequence generated alone with seed + i."""
     model = make_model()

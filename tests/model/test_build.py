@@ -75,32 +75,6 @@ def test_invalid_settings_raise_with_the_architecture(model: dict[str, Any], tex
         run_settings({"model": model}, "settings")
 
 
-@pytest.mark.parametrize(
-    ("model", "others", "text"),
-    [
-        ({"architecture": "vaswani"}, {"train": {"memory_length": 7}}, "vaswani has no memory; give memory_length 0"),
-        ({"architecture": "al-rfou"}, {"evaluation": {"clamp_length": 7}}, "al-rfou has no clamp_length; give none"),
-        (
-            {"architecture": "al-rfou", "max_position_embeddings": 64},
-            {},
-            "segment_length 128 is longer than the 64 positions",
-        ),
-        (
-            {"architecture": "shaw", "max_relative_positions": 300},
-            {},
-            "max_relative_positions 300 is more than .*give 256",
-        ),
-        ({"architecture": "lstm"}, {"evaluation": {"attention_window": 7}}, "lstm has no attention_window; give none"),
-        ({"architecture": "qrnn"}, {"train": {"compile": "layers"}}, "train.compile layers is not for qrnn; give none"),
-    ],
-)
-def test_lengths_that_the_architecture_does_not_have_raise(
-    model: dict[str, Any], others: dict[str, Any], text: str
-) -> None:
-    with pytest.raises(UserError, match=text):
-        run_settings({"model": model, **others}, "settings")
-
-
 def test_numbers_of_learned_positions_follow_from_training() -> None:
     """Vectors of further positions would never be trained, but used if evaluation has longer contexts."""
     shaw = run_settings(

@@ -9,7 +9,6 @@ import pytest
 from transformer_xl.config import (
     RunConfig,
     TransformerConfig,
-    UserError,
     load_recipe,
     merge_recipe,
     recipe_names,
@@ -109,10 +108,3 @@ def test_published_recipes_exist_with_results() -> None:
     assert all(
         load_recipe(name).published for name in PUBLISHED_PARAMETERS if name != "text8-12l"
     )  # without a published result
-
-
-def test_unknown_setting_in_a_recipe_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "wrong.yaml"
-    file.write_text("title: t\nsource: s\ncorpus: c\nmodel: {layer: 3}\n", encoding="utf-8")
-    with pytest.raises(UserError, match=r"model: unknown setting 'layer' \(did you mean 'n_layers'\?\)"):
-        load_recipe(str(file))

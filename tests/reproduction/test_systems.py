@@ -4,7 +4,7 @@ from functools import cache
 
 import pytest
 
-from transformer_xl.config import UserError, merge, run_settings
+from transformer_xl.config import merge, run_settings
 from transformer_xl.model.cost import step_cost
 from transformer_xl.reproduction.systems import ABLATION, BY_NAME, EQUAL_MEMORY, RECURRENT, num_parameters
 
@@ -68,8 +68,3 @@ def test_settings_that_a_system_does_not_have_are_left_out():
     assert config_of("shaw-full", base).model.clamp_length == 9
     assert config_of("learned-half", base).evaluation.memory_length is None
     assert "attention_dropout" not in config_of("lstm", base).model.model_dump()
-
-
-def test_invalid_base_is_refused():
-    with pytest.raises(UserError, match=r"model\.d_model: Input should be a multiple of 2"):
-        BY_NAME["xl-full"].settings(merge(BASE, {"model": {"d_model": 31}}), vocab_size=50)

@@ -113,28 +113,6 @@ def test_processes_and_shards_change_no_token(tmp_path: Path, large_texts: list[
     assert parallel_record.model_copy(update={"shard_lengths": record.shard_lengths}) == record
 
 
-class TwoByteTokenizer(ByteTokenizer):
-    """Each token is two bytes, the first one more significant."""
-
-    vocab_size = 65521
-
-    def last_boundary(self, text: bytes) -> int:
-        return len(text) // 2 * 2
-
-    def encode_chunk(self, chunk: bytes) -> EncodedChunk:
-        return EncodedChunk(np.frombuffer(chunk, dtype=">u2"))
-
-
-def test_two_byte_ids_are_written_little_endian(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transformer_xl.text.token_store.load_tokenizer", lambda path: TwoByteTokenizer())
-    corpus = write(tmp_path / "c", {"train": [[b"\x01", b"\x02"], [b"\x03", b"\x04"]]}, TwoByteTokenizer())
-    split = corpus.split("train")
-    assert (tmp_path / "c" / "train-00000.tokens").read_bytes() == b"\x02\x01\x04\x03"
-    assert split.tokens[:].tolist() == [0x0102, 0x0304]
-    assert split.document_starts.tolist() == [0, 1]
-    assert split.bytes_per_token == 2.0
-
-
 @pytest.mark.parametrize(
     ("splits", "options", "message"),
     [

@@ -100,15 +100,6 @@ def test_reading_resumes_at_a_position_saved_as_json(dataset: SegmentDataset, nu
     assert batch.is_first == (position.segment_index == 0)
 
 
-def test_small_text_gives_the_batches_computed_by_hand() -> None:
-    first, second = first_epoch(dataset_of(5, batch_size=2, segment_length=2))
-    assert first.inputs_BT.tolist() == [[BOS, 1], [2, 3]]
-    assert first.targets_BT.tolist() == [[1, 2], [3, 4]]
-    assert second.inputs_BT.tolist() == [[BOS, BOS], [4, BOS]]
-    assert second.targets_BT.tolist() == [[0, 0], [5, 0]]
-    assert second.loss_mask_BT.tolist() == [[False, False], [True, False]]
-
-
 def test_reading_a_segment_reads_only_its_tokens_from_the_memory_map(tmp_path: Path) -> None:
     class Recorder(np.ndarray[Any, np.dtype[np.uint8]]):
         def __getitem__(self, key: slice) -> Any:

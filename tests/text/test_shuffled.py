@@ -14,7 +14,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transformer_xl.config import UserError
 from transformer_xl.text.segments import SINGLE_SHARD, Batch, DatasetPosition, Shard
 from transformer_xl.text.shuffled import ShuffledDocumentDataset
 from transformer_xl.text.token_store import TokenShards
@@ -179,8 +178,3 @@ def test_small_text_gives_the_batches_computed_by_hand() -> None:
     assert second.inputs_BT.tolist() == [[5, 7, BOS], [BOS, BOS, BOS]]
     assert second.targets_BT.tolist() == [[7, 8, 0], [0, 0, 0]]
     assert second.loss_mask_BT.tolist() == [[True, True, False], [False, False, False]]
-
-
-def test_fewer_documents_than_rows_are_refused() -> None:
-    with pytest.raises(UserError, match=r"3 documents, and a batch of 4 sequences .*--document-unit line"):
-        dataset_of([5, 5, 5], batch_size=4, segment_length=1)

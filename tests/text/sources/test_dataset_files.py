@@ -117,18 +117,6 @@ def test_tar_is_extracted_once_for_each_content(tmp_path: Path, cache: Path, mon
     assert len(list((cache / "unpacked").iterdir())) == 2
 
 
-def test_progress_reports_checks_and_extraction(tmp_path: Path) -> None:
-    progress: list[tuple[str, int, int]] = []
-    folder = make_files(tmp_path / "mine", {"x-v1.tgz": TAR, "x.test": TEXTS[TEST.path]})
-    find_files("x", ARCHIVES["tar"], [TRAIN, TEST], folder, lambda *call: progress.append(call))
-    assert list(dict.fromkeys(stage for stage, *_ in progress)) == [
-        "check x-v1.tgz",
-        "extract x-v1.tgz",
-        "check x.test",
-    ]
-    assert ("check x.test", 10_090, 10_090) in progress  # the length of the text in bytes
-
-
 WRONG = TEXTS[TRAIN.path][::-1]  # 11,099 bytes
 ADVICE = r"get it again, or use it as your own text: txl prepare --train .*mine/x.train"
 ERRORS: dict[str, tuple[dict[str, bytes], str]] = {

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import pre_tokenizers
 
 from transformer_xl.config import UserError
-from transformer_xl.text.tokenizers import fingerprint, load_tokenizer, split_chunks, tokenizer_from_json
+from transformer_xl.text.tokenizers import fingerprint, load_tokenizer, tokenizer_from_json
 from transformer_xl.text.tokenizers.bpe import BPETokenizer, lines_of, train_bpe
 
 PROPERTY = settings(deadline=None, max_examples=50)
@@ -60,13 +60,6 @@ def test_last_boundary_is_not_inside_a_match_of_the_gpt2_pattern(line: str) -> N
         boundary = BPE.last_boundary(text[:end])
         halves = text[:boundary], text[boundary:]
         assert [match for half in halves for match, _ in split(half.decode())] == matches
-
-
-def test_long_lines_are_split_at_spaces() -> None:
-    line = ("the quick brown fox isn't here " * 1009).encode()
-    chunks = list(split_chunks(BPE, [line], 997))
-    assert max(map(len, chunks)) < 1100
-    assert [token for chunk in chunks for token in BPE.encode(chunk).tolist()] == BPE.encode(line).tolist()
 
 
 def test_new_process_trains_the_same_tokenizer_and_imports_the_library_only_for_bpe() -> None:

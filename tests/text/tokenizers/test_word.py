@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transformer_xl.text.tokenizers import EncodingError, split_chunks
+from transformer_xl.text.tokenizers import EncodingError
 from transformer_xl.text.tokenizers.pre_tokenizer import PreTokenizer, PreTokenizerName
 from transformer_xl.text.tokenizers.word import WordTokenizer
 
@@ -60,16 +60,11 @@ def test_pre_tokenizers_and_newlines() -> None:
 
 def test_special_tokens() -> None:
     assert (TOKENIZER.bos_token_id, TOKENIZER.unk_token_id, TOKENIZER.adds_final_newline) == (0, 1, True)
-    assert (NO_SPECIAL_TOKENS.bos_token_id, NO_SPECIAL_TOKENS.unk_token_id) == (0, None)
+    other = NO_SPECIAL_TOKENS
+    assert (other.bos_token_id, other.unk_token_id, other.adds_final_newline) == (0, None, False)
     tokenizer = WordTokenizer(("the", "<S>", "<UNK>"), None, "<S>", "<UNK>")  # not at the front
     assert tokenizer.encode("the cat\n<S>").tolist() == [0, 2, 1, 1]
     assert (tokenizer.bos_token_id, tokenizer.decode([0, 1, 0])) == (1, "the\nthe")
-
-
-def test_final_newline_is_added_only_with_an_end_of_sequence_token() -> None:
-    assert list(split_chunks(TOKENIZER, [b"the ", b"dog "], 8)) == [b"the dog ", b"\n"]
-    assert list(split_chunks(TOKENIZER, [b"", b""])) == []
-    assert list(split_chunks(NO_SPECIAL_TOKENS, [b"the"])) == [b"the"]
 
 
 @pytest.mark.parametrize(
