@@ -82,7 +82,7 @@ def test_train_flags_override_the_recipe_and_none_removes_limits(folder: Path, t
     assert (result["step"], result["max_steps"]) == (2, 2)
     config = RunFolder.open(tmp_path / "run").config
     assert (config.recipe, config.model.n_layers, config.train.eval_tokens) == (str(recipe), 1, None)
-    assert EvaluationPlan.resolve(config) == EvaluationPlan(7, ContextLimits(13, None, 3))
+    assert EvaluationPlan.resolve(config) == EvaluationPlan(7, ContextLimits(13, clamp_length=3))
     resumed = txl("train", "--resume", tmp_path / "run", "--train.max-steps", "3", "--json")
     assert (resumed.status, resumed.object["step"]) == (0, 3)
     assert resumed.err.startswith(f"resuming {tmp_path / 'run'} at step 2 of 3\n")

@@ -45,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a run of bytes, a run of words without unknown-word and newline tokens, and a text."""
     folder = tmp_path_factory.mktemp("generate") / "folder"
     save_run(folder / "bytes", ByteTokenizer())
-    save_run(folder / "words", WordTokenizer(WORDS, None))
+    save_run(folder / "words", WordTokenizer(WORDS))
     (folder / "text.txt").write_text("the cat sat on the mat")
     return folder
 
@@ -180,7 +180,7 @@ def test_weights_that_are_not_finite_are_refused(folder: Path, flags: str, monke
 
 
 def test_unknown_words_cause_a_warning(tmp_path: Path) -> None:
-    save_run(tmp_path / "run", WordTokenizer(("<eos>", "<unk>", *WORDS), None, "<eos>", "<unk>"))
+    save_run(tmp_path / "run", WordTokenizer(("<eos>", "<unk>", *WORDS), eos_token="<eos>", unk_token="<unk>"))
     (tmp_path / "zebra.txt").write_text("the zebra\n")
     for command in (
         ["generate", tmp_path / "run", "--prompt", "the zebra", "--prompt", "the cat", "--max-new-tokens", "3"],

@@ -34,7 +34,7 @@ from transformer_xl.text.tokenizers.char import CharTokenizer
 from transformer_xl.text.tokenizers.word import WordTokenizer
 
 # the settings of CONFIG and of the fixture `run`, resolved
-PLAN = EvaluationPlan(7, ContextLimits(11, None, 17))
+PLAN = EvaluationPlan(7, ContextLimits(11, clamp_length=17))
 CONFIG = EvaluationConfig(segment_length=7, memory_length=11, clamp_length=17)
 
 
@@ -86,7 +86,7 @@ def test_max_tokens_scores_the_start_of_the_split(run: Run) -> None:
 TEXT = "Ein Gr\u00fc\u00dfe-\u2603 und\nnoch einer\n" * 5
 
 
-@pytest.mark.parametrize("tokenizer", [ByteTokenizer(), CharTokenizer("ein rud\n", None)], ids=lambda of: of.kind)
+@pytest.mark.parametrize("tokenizer", [ByteTokenizer(), CharTokenizer("ein rud\n")], ids=lambda of: of.kind)
 def test_bits_per_character_if_tokens_decode_exactly(make_model, tokenizer: Tokenizer, monkeypatch) -> None:
     """For any chunk size; an incomplete character at the end of the text is not counted."""
     monkeypatch.setattr("transformer_xl.evaluation.metrics._TOKENS_PER_CHUNK", 3)
@@ -107,7 +107,7 @@ def test_characters_are_unknown_if_the_text_is_not_utf8(run: Run) -> None:
 
 def test_words_of_a_part_are_counted_by_a_word_tokenizer(make_model) -> None:
     """Newlines are not words. The bytes of a part are estimated from its share of the tokens."""
-    tokenizer = WordTokenizer(("<eos>", "<unk>", "a", "b"), None, "<eos>", "<unk>")
+    tokenizer = WordTokenizer(("<eos>", "<unk>", "a", "b"), eos_token="<eos>", unk_token="<unk>")
     run = Run(make_model(vocab_size=4), tokenizer, RunConfig())
     tokens_K = tokenizer.encode("a b\nb c a\nb b\n")
     whole = evaluate(run, split_of(tokens_K, 15, 7), CONFIG)
@@ -196,7 +196,7 @@ def test_plan_takes_settings_from_the_run_unless_overridden() -> None:
         train=TrainConfig(segment_length=7, memory_length=11),
         model=TransformerXLConfig(attention_window=13, clamp_length=17),
     )
-    assert EvaluationPlan.resolve(plain) == EvaluationPlan(7, ContextLimits(11, 13, 17))
+    assert EvaluationPlan.resolve(plain) == EvaluationPlan(7, ContextLimits(11, attention_window=13, clamp_length=17))
     run_settings = EvaluationConfig(
         segment_length=2, memory_length=0, attention_window=3, clamp_length=5, batch_size=19, dtype="bfloat16"
     )

@@ -35,7 +35,7 @@ def losses_of_one_pass(
 
 
 @pytest.mark.parametrize("segment_length", [1, 2, 7, 36, 37, 38, 101])
-@pytest.mark.parametrize("context_limits", [ContextLimits(37), ContextLimits(50, None, 5)])
+@pytest.mark.parametrize("context_limits", [ContextLimits(37), ContextLimits(50, clamp_length=5)])
 def test_any_segment_length_equals_one_pass(make_model, segment_length, context_limits) -> None:
     """The memory holds the whole text, or more."""
     model, tokens_K = make_model(), random_tokens(37)
@@ -66,11 +66,11 @@ def test_attention_window_makes_losses_independent_of_the_segment(
 ) -> None:
     """A memory of window - 1 slots is enough, and one slot less is not."""
     model, tokens_K = make_model(), random_tokens(37)
-    expected_K = losses_of_one_pass(model, tokens_K, ContextLimits(0, window))
-    plan = EvaluationPlan(segment_length, ContextLimits(window - 1 + extra_slots, window))
+    expected_K = losses_of_one_pass(model, tokens_K, ContextLimits(0, attention_window=window))
+    plan = EvaluationPlan(segment_length, ContextLimits(window - 1 + extra_slots, attention_window=window))
     np.testing.assert_allclose(token_nats(model, tokens_K, BOS, plan), expected_K, **CLOSE)
     if window > 1 and segment_length < 37 and not extra_slots:
-        too_short = replace(plan, context_limits=ContextLimits(window - 2, window))
+        too_short = replace(plan, context_limits=ContextLimits(window - 2, attention_window=window))
         assert np.abs(token_nats(model, tokens_K, BOS, too_short) - expected_K).max() > 1e-6
 
 
@@ -81,9 +81,9 @@ def test_attention_window_makes_losses_independent_of_the_segment(
         (3, 7, ContextLimits(7)),
         (5, 3, ContextLimits(4)),
         (2, 7, ContextLimits(0)),
-        (3, 5, ContextLimits(9, 8)),
-        (2, 13, ContextLimits(5, 11)),
-        (3, 3, ContextLimits(5, 7)),
+        (3, 5, ContextLimits(9, attention_window=8)),
+        (2, 13, ContextLimits(5, attention_window=11)),
+        (3, 3, ContextLimits(5, attention_window=7)),
         (97, 5, ContextLimits(3)),
         (3, 101, ContextLimits(11)),
     ],
@@ -129,7 +129,7 @@ DOCUMENT_STARTS = [0, 3, 3, 4, 21, 22, 60, 61]  # the second document is empty
 @pytest.mark.parametrize("batch_size", [None, 1, 2, 100])
 @pytest.mark.parametrize(
     ("segment_length", "context_limits"),
-    [(5, ContextLimits(11)), (7, ContextLimits(0)), (64, ContextLimits(11)), (3, ContextLimits(4, 5))],
+    [(5, ContextLimits(11)), (7, ContextLimits(0)), (64, ContextLimits(11)), (3, ContextLimits(4, attention_window=5))],
 )
 def test_reset_memory_scores_each_document_as_a_text_of_its_own(
     make_model, batch_size, segment_length, context_limits
@@ -241,9 +241,9 @@ def test_bfloat16_is_close_to_float32(make_model) -> None:
         (7, ContextLimits(11), 1, 11),
         (7, ContextLimits(11), 3, 11 + 14 + 14),
         (7, ContextLimits(14), 3, 42),
-        (7, ContextLimits(4, 5), 3, 12),  # each layer sees four tokens back
-        (7, ContextLimits(3, 5), 3, 12),  # also where memory is too short for the window
-        (7, ContextLimits(3, 99), 3, 3 + 7 + 7),
+        (7, ContextLimits(4, attention_window=5), 3, 12),  # each layer sees four tokens back
+        (7, ContextLimits(3, attention_window=5), 3, 12),  # also where memory is too short for the window
+        (7, ContextLimits(3, attention_window=99), 3, 3 + 7 + 7),
     ],
 )
 def test_receptive_field_and_warmup(

@@ -20,8 +20,8 @@ from transformer_xl.text.tokenizers.word import WordTokenizer
 
 PLAN = EvaluationPlan(7, ContextLimits(11))
 FIRST, SECOND = "Gr\u00fc\u00dfe\nan b\n\nb", "\u2603 b an\nb\n"
-WORDS = WordTokenizer(("<eos>", "<unk>", "an", "b"), None, "<eos>", "<unk>")
-TOKENIZERS = [ByteTokenizer(), CharTokenizer("an b\n", None), WORDS]
+WORDS = WordTokenizer(("<eos>", "<unk>", "an", "b"), eos_token="<eos>", unk_token="<unk>")
+TOKENIZERS = [ByteTokenizer(), CharTokenizer("an b\n"), WORDS]
 
 
 @pytest.fixture

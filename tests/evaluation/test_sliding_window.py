@@ -32,7 +32,7 @@ def reference_losses(
     for position, target in enumerate(tokens_K.tolist()):
         inputs_BT = torch.tensor([inputs[max(0, position + 1 - window) : position + 1]])
         with torch.no_grad():
-            hidden_BTD, _ = model(inputs_BT, model.initial_memory(1, ContextLimits(0, None, clamp_length)))
+            hidden_BTD, _ = model(inputs_BT, model.initial_memory(1, ContextLimits(0, clamp_length=clamp_length)))
             losses.append(model.nats(hidden_BTD[:, -1:], torch.tensor([[target]])).item())
     return losses
 
@@ -69,6 +69,6 @@ def test_reset_memory_scores_each_document_as_a_text_of_its_own(make_model) -> N
 def test_memory_or_missing_window_is_refused(make_model) -> None:
     model, tokens_K = make_model(), random_tokens(7)
     with pytest.raises(UserError, match=r"has no memory, but memory-length is 11.* give memory-length 0"):
-        token_nats(model, tokens_K, BOS, replace(sliding(5), context_limits=ContextLimits(11, 5)))
+        token_nats(model, tokens_K, BOS, replace(sliding(5), context_limits=ContextLimits(11, attention_window=5)))
     with pytest.raises(UserError, match="needs attention-window"):
         token_nats(model, tokens_K, BOS, sliding(None))

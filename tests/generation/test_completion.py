@@ -27,7 +27,7 @@ def pieces_of(
     config = GenerationConfig(stop=stop, max_new_tokens=max(1, len(new)), **settings)
     builder, pieces = CompletionBuilder(tokenizer, prompt, config), []
     for token_id in new:
-        pieces.append(builder.add(GeneratedToken(0, token_id, None, is_eos=False)))
+        pieces.append(builder.add(GeneratedToken(sequence=0, token_id=token_id, logprob=None, is_eos=False)))
         if builder.finish_reason == "stop":
             return pieces, True
     assert builder.finish_reason == ("length" if new else None)
@@ -122,7 +122,7 @@ WORDS = ("<eos>", "the", "cat", "(", ")", ",", "sat", "don't", "\u2013", "18")
 @example(ids=[9, 8, 9], prompt_length=2)
 def test_words_continue_the_prompt(pre_tokenizer: PreTokenizer, ids: list[int], prompt_length: int) -> None:
     """The text contains the space between prompt and first new word, and repeats nothing of the prompt."""
-    tokenizer = WordTokenizer(WORDS, None, "<eos>", None, pre_tokenizer)
+    tokenizer = WordTokenizer(WORDS, eos_token="<eos>", pre_tokenizer=pre_tokenizer)
     prompt, new = ids[:prompt_length], ids[prompt_length:]
     pieces, _ = pieces_of(tokenizer, prompt, new)
     decoded_prompt, whole = tokenizer.decode(prompt), tokenizer.decode(ids)
@@ -132,10 +132,10 @@ def test_words_continue_the_prompt(pre_tokenizer: PreTokenizer, ids: list[int], 
 
 
 def test_stop_strings_in_text_of_words() -> None:
-    tokenizer = WordTokenizer(WORDS, None, "<eos>", None, PreTokenizer())
+    tokenizer = WordTokenizer(WORDS, eos_token="<eos>", pre_tokenizer=PreTokenizer())
     assert pieces_of(tokenizer, [0, 1], [2, 6, 0, 1], "\n") == ([" cat", " sat", ""], True)
     assert pieces_of(tokenizer, [0, 1], [2, 6, 0, 1], "t s") == ([" ca", ""], True)
-    tokenizer = WordTokenizer(("<eos>", "the", "tattoo"), None, "<eos>")  # a token may contain several stop strings
+    tokenizer = WordTokenizer(("<eos>", "the", "tattoo"), eos_token="<eos>")  # a token may contain several stop strings
     assert pieces_of(tokenizer, [0, 1], [2], "t") == ([" "], True)
     assert pieces_of(tokenizer, [0, 1], [2], "o", "tt") == ([" ta"], True)
 
@@ -147,7 +147,7 @@ def test_characters_appear_once_they_are_complete() -> None:
     ]  # fmt: skip
     assert pieces_of(BYTES, list(b"a\xc3"), b"\xa9A")[0] == ["\u00e9", "A"]
     assert "".join(pieces_of(BYTES, [10], b"\xc3\x41\xe2\x82")[0]) == "\ufffdA\ufffd"
-    tokenizer = CharTokenizer("ab\u00e9", None)
+    tokenizer = CharTokenizer("ab\u00e9")
     ids = tokenizer.encode("a\u20ac\u00e9b").tolist()
     assert pieces_of(tokenizer, ids[:1], ids[1:]) == (["", "", "\u20ac", "\u00e9", "b"], False)
     assert pieces_of(tokenizer, ids[:1], ids[1:], "\u20ac\u00e9") == (["", "", "", ""], True)

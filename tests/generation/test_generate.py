@@ -25,7 +25,7 @@ from transformer_xl.text.tokenizers.bpe import BPETokenizer
 from transformer_xl.text.tokenizers.pre_tokenizer import PreTokenizer
 from transformer_xl.text.tokenizers.word import WordTokenizer
 
-LIMITS = ContextLimits(13, 7, 5)  # the evaluation settings of the run below
+LIMITS = ContextLimits(13, attention_window=7, clamp_length=5)  # the evaluation settings of the run below
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def test_generate_equals_decoded_tokens_of_a_batch_generator(run: Run) -> None:
         expected = expected_text(LIMITS, b"\n" + encoded)
         assert (completion.text, completion.prompt, completion.seed) == (expected, prompt, 3)
     completion = generate(run, "ab", max_new_tokens=29, seed=3, memory_length=2)
-    assert completion.text == expected_text(ContextLimits(2, 7, 5), b"\nab")
+    assert completion.text == expected_text(ContextLimits(2, attention_window=7, clamp_length=5), b"\nab")
     completion = generate(run, "abcdefghijklmnop", max_new_tokens=29, seed=3, max_prompt_tokens=4)
     assert completion.text == expected_text(LIMITS, b"mnop")
 
@@ -251,7 +251,7 @@ def test_text_that_shares_a_token_with_a_newline_is_kept(bpe_with_newlines: BPET
 
 
 def test_word_tokenizer_without_unknown_and_newline_tokens(make_model) -> None:
-    tokenizer = WordTokenizer(("the", "cat", "sat"), None, None, None, PreTokenizer())
+    tokenizer = WordTokenizer(("the", "cat", "sat"), pre_tokenizer=PreTokenizer())
     run = Run(make_model(vocab_size=tokenizer.vocab_size), tokenizer, RunConfig())
     with pytest.raises(UserError, match="'dog'"):
         generate(run, "the dog sat")

@@ -32,8 +32,8 @@ class GenerationConfig(Settings):
     """String that ends the generated text, even where it spans several tokens, and is not part of the text; the flag
     may be repeated."""
     stop_at_newline: bool = False
-    """Treat every token that ends a line as an EOS token; with the integer tokenizer, the one after each sequence of
-    integers."""
+    """Treat every token that ends a line as an EOS token; with the integer tokenizer, this is the token that
+    ends each sequence of integers."""
     eos_token_ids: tuple[int, ...] = ()
     """Ids of the tokens that end a sequence. Their text is not part of the result, with one exception: of a BPE token
     that ends with a newline, such as a semicolon and a newline, only the newline is omitted."""
@@ -45,7 +45,8 @@ class GenerationConfig(Settings):
     top_k: int | Literal["auto"] | None = "auto"
     """Sample from the k most likely tokens; auto: 40, as for the paper's samples, unless top_p or min_p is given."""
     top_p: float | None = Field(default=None, gt=0, le=1)
-    """Sample from the smallest set of most likely tokens whose probabilities add up to top_p (nucleus sampling)."""
+    """Sample from the smallest set of most likely tokens whose total probability is at least top_p (nucleus
+    sampling)."""
     min_p: float | None = Field(default=None, ge=0, le=1)
     """Sample from the tokens with at least min_p times the probability of the most likely token."""
     repetition_penalty: float = Field(default=1.0, gt=0, allow_inf_nan=False)
