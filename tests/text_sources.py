@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import tarfile
 import zipfile
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from transformer_xl.text.documents import Document
+from transformer_xl.text.sources.archives import FileDigest
+from transformer_xl.text.sources.dataset_files import TextFile
+from transformer_xl.text.sources.named_datasets import NamedDataset
 
 
 def make_files(folder: Path, files: Mapping[str, bytes]) -> Path:
@@ -40,6 +45,23 @@ def tar_of(files: Mapping[str, bytes], mode: str = "w:gz", links: Iterable[tarfi
             entry.size = len(content)
             archive.addfile(entry, io.BytesIO(content))
     return buffer.getvalue()
+
+
+def digest(content: bytes) -> FileDigest:
+    return FileDigest(len(content), f"sha256:{hashlib.sha256(content).hexdigest()}")
+
+
+def without_digests(dataset: NamedDataset) -> NamedDataset:
+    """The same data set, except that any contents of its files are accepted."""
+
+    def unverified(text: TextFile) -> TextFile:
+        return replace(text, digest=None, urls=())
+
+    files = {
+        split: tuple(replace(file, text=unverified(file.text)) for file in files)
+        for split, files in dataset.files.items()
+    }
+    return replace(dataset, files=files, vocab_file=dataset.vocab_file and unverified(dataset.vocab_file))
 
 
 def text_of(documents: Iterable[Document]) -> bytes:

@@ -122,35 +122,6 @@ def test_attention_in_the_folder_of_the_run_leaves_it_unchanged(folder: Path, mo
     shutil.rmtree(folder / "xl-attention")  # otherwise the commands below would refuse to replace it
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("{}/lstm", "lstm has no attention"),
-        ("{}/xl --heads 2:0", "heads 2:0: layer 2 does not exist; valid are 0 to 1"),
-        ("{}/xl --heads 0:0,1:2", "heads 1:2: head 2 does not exist"),
-        ("{}/xl --heads 1", "--heads 1: must be layer:head, .* such as 0:3,7:1"),
-        ("{}/xl --heads 0:-1", "--heads 0:-1: must be layer:head"),
-        ("{}/xl --text-file {}/empty.txt", "the text is empty"),
-        ("{}/xl --text-file {}/absent.txt", "reading .*absent.txt: no such file or folder"),
-        ("{}/xl --prompt a --text-file {}/text.txt", "--prompt and --text-file were both given; use one of them"),
-        ("{}/xl --prompt a --split valid", "--split valid and --prompt were both given; --split needs a corpus"),
-        ("{}/xl --max-tokens 0", "max_tokens 0: must be"),
-        ("{}/xl --page-tokens 99999 --split train", "page_tokens 99,999: the text has"),
-        ("{}/xl --prompt line --max-distance 4", "max_distance 4: the text has 4 tokens; use a longer text"),
-        (
-            "{}/xl --max-distance 18 --memory-length 11",
-            "memory length 11 .* farther than 17 back; set memory length 18",
-        ),
-        ("{}/xl --max-distance 9 --attention-window 9", "window 9 .* farther than 8 .*attention window 10 or none"),
-        ("{}/xl --corpus {}/words", "tokenizer|vocabulary"),
-        ("{}/xl --memory-length 99999999999", "memory_length.*less than or equal to 2147483647"),
-        ("{}/xl --out {}/corpus", "corpus exists already; choose another out or delete it first"),
-    ],
-)
-def test_attention_error_is_one_line(folder: Path, capfd: Capture, words: str, message: str) -> None:
-    assert_refused(folder, "analyze attention " + words.replace("{}", str(folder)), message, capfd)
-
-
 def test_attention_leaves_nothing_if_a_plot_cannot_be_written(folder: Path, capfd: Capture) -> None:
     before = files(folder)
     words = f"--prompt line-5-line-6-line-7 --heads 0:0 --out {folder}/new/plots"
@@ -188,9 +159,42 @@ def test_context_limits_apply_to_models_that_have_them(folder: Path) -> None:
     assert whole["nats_per_token"][-1] != xl["nats_per_token"][-1]
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
+def test_speed_prints_tables_and_writes_results(tmp_path: Path) -> None:
+    out, words = tmp_path / "speed.json", ["analyze", "speed", *SPEED.split()]
+    result = txl(*words, "--out", out)
+    assert result.status == 0
+    assert "attention scores stored" in result.out
+    assert "fused causal attention" in result.out
+    values = json.loads(out.read_text())
+    assert [row["attention_window"] for row in values["rows"]] == [8, 16]
+    assert values["dtype"] == "float32"
+    assert txl(*words, "--json").object.keys() == values.keys()
+
+
+REFUSED = {
+    "attention": [
+        ("{}/lstm", "lstm has no attention"),
+        ("{}/xl --heads 2:0", "heads 2:0: layer 2 does not exist; valid are 0 to 1"),
+        ("{}/xl --heads 0:0,1:2", "heads 1:2: head 2 does not exist"),
+        ("{}/xl --heads 1", "--heads 1: must be layer:head, .* such as 0:3,7:1"),
+        ("{}/xl --heads 0:-1", "--heads 0:-1: must be layer:head"),
+        ("{}/xl --text-file {}/empty.txt", "the text is empty"),
+        ("{}/xl --text-file {}/absent.txt", "reading .*absent.txt: no such file or folder"),
+        ("{}/xl --prompt a --text-file {}/text.txt", "--prompt and --text-file were both given; use one of them"),
+        ("{}/xl --prompt a --split valid", "--split valid and --prompt were both given; --split needs a corpus"),
+        ("{}/xl --max-tokens 0", "max_tokens 0: must be"),
+        ("{}/xl --page-tokens 99999 --split train", "page_tokens 99,999: the text has"),
+        ("{}/xl --prompt line --max-distance 4", "max_distance 4: the text has 4 tokens; use a longer text"),
+        (
+            "{}/xl --max-distance 18 --memory-length 11",
+            "memory length 11 .* farther than 17 back; set memory length 18",
+        ),
+        ("{}/xl --max-distance 9 --attention-window 9", "window 9 .* farther than 8 .*attention window 10 or none"),
+        ("{}/xl --corpus {}/words", "tokenizer|vocabulary"),
+        ("{}/xl --memory-length 99999999999", "memory_length.*less than or equal to 2147483647"),
+        ("{}/xl --out {}/corpus", "corpus exists already; choose another out or delete it first"),
+    ],
+    "context": [
         ("", "no run was given; name the folders of the runs"),
         ("{}/xl {}/xl", "two runs are called xl, .*: NAME=RUN"),
         ("a={}/xl a={}/learned", "two runs are called a"),
@@ -212,26 +216,7 @@ def test_context_limits_apply_to_models_that_have_them(folder: Path) -> None:
         ("{}/xl --plot {}/a.jpg", "a.jpg: .* must end in .svg or .png"),
         ("{}/xl --plot {}/a.svg --out {}/a.svg", "a.svg was given for --out and --plot; choose different files"),
     ],
-)
-def test_context_error_is_one_line(folder: Path, capfd: Capture, words: str, message: str) -> None:
-    assert_refused(folder, f"analyze context {words.replace('{}', str(folder))}", message, capfd)
-
-
-def test_speed_prints_tables_and_writes_results(tmp_path: Path) -> None:
-    out, words = tmp_path / "speed.json", ["analyze", "speed", *SPEED.split()]
-    result = txl(*words, "--out", out)
-    assert result.status == 0
-    assert "attention scores stored" in result.out
-    assert "fused causal attention" in result.out
-    values = json.loads(out.read_text())
-    assert [row["attention_window"] for row in values["rows"]] == [8, 16]
-    assert values["dtype"] == "float32"
-    assert txl(*words, "--json").object.keys() == values.keys()
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
+    "speed": [
         ("tinny", "no recipe 'tinny'"),
         ("tiny --attention-windows 8,x", "attention_windows.1: .* integer.* .given: 'x'"),
         ("tiny --segment-lengths 0", "segment_lengths.0: .* greater than or equal to 1"),
@@ -240,6 +225,11 @@ def test_speed_prints_tables_and_writes_results(tmp_path: Path) -> None:
         ("enwik8-al-rfou-12l", "is compared for Transformer-XL"),
         ("tiny --out {}/existing.json", "exists already; choose another --out"),
     ],
+}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"), [(f"{name} {words}", message) for name, cases in REFUSED.items() for words, message in cases]
 )
-def test_speed_error_is_one_line(folder: Path, capfd: Capture, words: str, message: str) -> None:
-    assert_refused(folder, f"analyze speed {words.replace('{}', str(folder))}", message, capfd)
+def test_error_is_one_line(folder: Path, capfd: Capture, words: str, message: str) -> None:
+    assert_refused(folder, f"analyze {words.replace('{}', str(folder))}", message, capfd)

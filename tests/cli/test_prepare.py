@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 from refusals import txl
+from text_sources import make_files, without_digests
 
 from transformer_xl.config import UserError
 from transformer_xl.progress import StageBars
 from transformer_xl.text.prepare import prepare as prepare_corpus
-from transformer_xl.text.sources import named_datasets
+from transformer_xl.text.sources.named_datasets import DOWNLOADABLE
 from transformer_xl.text.token_store import Corpus
 from transformer_xl.text.tokenizers import TokenizerConfig
 
@@ -108,19 +109,12 @@ def test_integers_from_arrays_and_text() -> None:
 @pytest.fixture
 def small_ptb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with short files of the data set ptb, whose checksums are not compared; test should have 5 tokens."""
-    folder = tmp_path / "downloaded"
-    folder.mkdir()
-    for split, content in {"train": b"a N <unk>\n b a\n", "valid": b"b c\n", "test": b"d\n"}.items():
-        (folder / f"ptb.{split}.txt.gz").write_bytes(gzip.compress(content))
-    dataset = named_datasets.DOWNLOADABLE["ptb"]
-    all_files = {
-        split: tuple(replace(file, text=replace(file.text, digest=None, urls=())) for file in files)
-        for split, files in dataset.files.items()
-    }
-    num_tokens = {"train": 7, "valid": 3, "test": 5}
-    changed = replace(dataset, files=all_files, expected_num_tokens=num_tokens)
-    monkeypatch.setitem(named_datasets.DOWNLOADABLE, "ptb", changed)
-    return folder
+    dataset = without_digests(DOWNLOADABLE["ptb"])
+    changed = replace(dataset, expected_num_tokens={"train": 7, "valid": 3, "test": 5})
+    monkeypatch.setitem(DOWNLOADABLE, "ptb", changed)
+    texts = {"train": b"a N <unk>\n b a\n", "valid": b"b c\n", "test": b"d\n"}
+    files = {f"ptb.{split}.txt.gz": gzip.compress(text) for split, text in texts.items()}
+    return make_files(tmp_path / "downloaded", files)
 
 
 def test_a_named_dataset_has_a_default_tokenizer(small_ptb: Path) -> None:

@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import bz2
 import gzip
-import hashlib
 import lzma
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from text_sources import make_files, tar_of, zip_of
+from text_sources import digest, make_files, tar_of, zip_of
 
 from transformer_xl.config import UserError
 from transformer_xl.text.sources import dataset_files
-from transformer_xl.text.sources.archives import FileDigest, FileRange
+from transformer_xl.text.sources.archives import FileRange
 from transformer_xl.text.sources.dataset_files import TextFile, find_files, plain_file
 from transformer_xl.text.sources.download import RemoteFile
 
 TEXTS = {f"x-v1/data/x.{split}": b"%s text\n" % split.encode() * 1009 for split in ("train", "valid", "test")}
-
-
-def digest(content: bytes) -> FileDigest:
-    return FileDigest(len(content), f"sha256:{hashlib.sha256(content).hexdigest()}")
 
 
 ZIP, TAR = zip_of({"x-v1/readme": b"-", **TEXTS}), tar_of({"x-v1/readme": b"-", **TEXTS})

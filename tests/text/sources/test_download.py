@@ -12,6 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from text_sources import digest
 
 from transformer_xl.config import UserError
 from transformer_xl.text.sources import download
@@ -21,10 +22,6 @@ from transformer_xl.text.sources.download import RemoteFile, cache_folder, downl
 CONTENT = bytes((index * index + index // 13) % 251 for index in range(700_001))
 WRONG = CONTENT[::-1]
 PAGE = b"<html>gone</html>"
-
-
-def digest(content: bytes) -> FileDigest:
-    return FileDigest(len(content), f"sha256:{hashlib.sha256(content).hexdigest()}")
 
 
 class Server(ThreadingHTTPServer):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from text_sources import make_files, names_of, text_of
+from text_sources import make_files, names_of, text_of, without_digests
 
 from transformer_xl.config import UserError
 from transformer_xl.text.corpus_writer import write_corpus
@@ -31,19 +31,6 @@ def texts_of(dataset: NamedDataset) -> list[TextFile]:
 
 def remotes_of(dataset: NamedDataset) -> list[RemoteFile]:
     return list(filter(None, [dataset.archive, *(text.remote for text in texts_of(dataset))]))
-
-
-def without_digests(dataset: NamedDataset) -> NamedDataset:
-    """The same data set, except that any contents of its files are accepted."""
-
-    def unverified(text: TextFile) -> TextFile:
-        return replace(text, digest=None, urls=())
-
-    files = {
-        split: tuple(replace(file, text=unverified(file.text)) for file in files)
-        for split, files in dataset.files.items()
-    }
-    return replace(dataset, files=files, vocab_file=dataset.vocab_file and unverified(dataset.vocab_file))
 
 
 def write(source: TextSource, folder: Path) -> Corpus:
