@@ -86,7 +86,7 @@ def test_max_tokens_scores_the_start_of_the_split(run: Run) -> None:
 TEXT = "Ein Gr\u00fc\u00dfe-\u2603 und\nnoch einer\n" * 5
 
 
-@pytest.mark.parametrize("tokenizer", [ByteTokenizer(), CharTokenizer("ein rud\n")], ids=lambda of: of.kind)
+@pytest.mark.parametrize("tokenizer", [ByteTokenizer(), CharTokenizer("ein rud\n")], ids=lambda value: value.kind)
 def test_bits_per_character_if_tokens_decode_exactly(make_model, tokenizer: Tokenizer, monkeypatch) -> None:
     """For any chunk size; an incomplete character at the end of the text is not counted."""
     monkeypatch.setattr("transformer_xl.evaluation.metrics._TOKENS_PER_CHUNK", 3)

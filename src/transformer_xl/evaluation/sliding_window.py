@@ -40,7 +40,7 @@ def losses(model: LanguageModel, text: TokenizedText, plan: EvaluationPlan) -> G
             "give memory-length 0, or method memory"
         )
     if plan.warmup_tokens is not None:
-        raise UserError("method sliding-window has no warm-up; leave out warmup-tokens")
+        raise UserError("method sliding-window reads whole windows and has no warm-up; leave out warmup-tokens")
     if window is None:
         raise UserError("method sliding-window needs attention-window; give the number of tokens to predict from")
     boundaries_N = text.boundaries(reset_memory=plan.reset_memory)  # document starts and the end of the text: N + 1
@@ -63,4 +63,5 @@ def losses(model: LanguageModel, text: TokenizedText, plan: EvaluationPlan) -> G
                 tokens_BW = torch.from_numpy(inputs_BW.copy()).to(device)
                 hidden_BWD, _ = model(tokens_BW, model.inference_memory(end - start, plan.context_limits))
                 nats_B1 = model.nats(hidden_BWD[:, -1:], targets_B1)
+            # the last tokens of the windows are consecutive tokens of the text: one row of losses
             yield nats_B1.transpose(0, 1), [ScoredSpan(row=0, position=start, length=end - start)]

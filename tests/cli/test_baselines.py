@@ -16,7 +16,7 @@ SHORT = "--train.segment-length 7 --train.batch-size 3 --train.max-steps 2 --tra
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a corpus, a run of an LSTM and a run of Al-Rfou et al.'s model (al-rfou), whose positions are
     learned."""
-    folder = tmp_path_factory.mktemp("systems") / "w"
+    folder = tmp_path_factory.mktemp("baselines") / "w"
     folder.mkdir()
     (folder / "text.txt").write_bytes(b"".join(b"line %d\n" % number for number in range(99)))
     do(f"prepare {folder}/text.txt --out {folder}/corpus")
