@@ -7,7 +7,7 @@ import torch
 from reference import forward as oracle
 from tensors import assert_drawn_from_normal, assert_same_tensors, authors_mean_std, named_gradients, run_parts
 
-from transformer_xl.config import TransformerXLConfig, load_recipe
+from transformer_xl.config import TransformerXLConfig, UserError, load_recipe
 from transformer_xl.model.attention import encode_distances
 from transformer_xl.model.memory import ContextLimits
 from transformer_xl.model.transformer_xl import TransformerXL
@@ -163,3 +163,8 @@ def test_parameter_counts_with_the_paper_s_vocabulary(recipe, count):
     with torch.device("meta"):
         model = TransformerXL(TransformerXLConfig(**{**load_recipe(recipe).model, "vocab_size": 204}))
     assert model.num_parameters() == count
+
+
+def test_unknown_kernel_raises():
+    with pytest.raises(UserError, match="did you mean 'reference'"):
+        TransformerXL(TransformerXLConfig(attn_implementation="refrence"))
