@@ -165,11 +165,11 @@ def test_choose_returns_the_fastest_kernel_that_fits():
 
 # mask, window; T = 5, M = 7
 MASKS = {
-    "three clamped distances": (AttentionMask(None, 3), 5),
+    "three clamped distances": (AttentionMask(None, num_clamped=3), 5),
     "padding": (AttentionMask(torch.tensor([4, -3])), None),
     "padding and window": (AttentionMask(torch.tensor([-5, 2])), 4),
-    "clamped distances, partly valid": (AttentionMask(torch.tensor([1, 6]), 4), 3),
-    "all distances clamped": (AttentionMask(None, 11), 1),
+    "clamped distances, partly valid": (AttentionMask(torch.tensor([1, 6]), num_clamped=4), 3),
+    "all distances clamped": (AttentionMask(None, num_clamped=11), 1),
 }
 
 
@@ -196,7 +196,7 @@ def test_clamping_padding_and_memory_layouts_equal_oracle(monkeypatch, name, cas
     inputs = random_inputs(5, 7, window)
     valid = [7, 7] if mask.valid_B is None else mask.valid_B.tolist()
     is_token_BT = torch.tensor([[query >= -count for query in range(5)] for count in valid])
-    expanded = torch.cat([inputs.position_key_PNH[:1].expand(mask.beyond, -1, -1), inputs.position_key_PNH])
+    expanded = torch.cat([inputs.position_key_PNH[:1].expand(mask.num_clamped, -1, -1), inputs.position_key_PNH])
     expanded_inputs = replace(inputs, position_key_PNH=expanded)
     expected = torch.stack([
         attention(*one_query(expanded_inputs, row, query), KeyMask([min(valid[row] + query, 7 + query)]))[0, 0]

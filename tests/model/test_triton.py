@@ -107,11 +107,11 @@ def test_kernels_equal_oracle(case):
     assert_close(results(attend, inputs, mask, weight), results(oracle, inputs, mask, weight))
 
 
-@pytest.mark.parametrize(("valid", "beyond"), [([-3, 19], 3), ([-17, 4], 0)])
-def test_padding_and_clamped_distances(summation, valid, beyond):
+@pytest.mark.parametrize(("valid", "num_clamped"), [([-3, 19], 3), ([-17, 4], 0)])
+def test_padding_and_clamped_distances(summation, valid, num_clamped):
     """Padding queries attend to nothing: their output is meaningless but finite, and has no effect on gradients."""
     inputs, _, weight = random_case("partly valid")
-    mask = AttentionMask(torch.tensor(valid, device=DEVICE) * SCALE, beyond)
+    mask = AttentionMask(torch.tensor(valid, device=DEVICE) * SCALE, num_clamped)
     is_token_BT = torch.arange(inputs.q_BTNH.shape[1], device=DEVICE) >= -mask.valid_B[:, None]
     weight = weight * is_token_BT[..., None, None]
     actual, expected = (results(kernel, inputs, mask, weight) for kernel in (attend, REFERENCE))

@@ -141,7 +141,7 @@ class TransformerXL(LanguageModel):
         return AttentionContext(
             num_distances=num_encoded,
             encoding_PD=self._encoding(memory, num_encoded),
-            mask=AttentionMask(valid_B, num_attended - num_encoded),
+            mask=AttentionMask(valid_B, num_clamped=num_attended - num_encoded),
             lengths_B=lengths_B,
             attend=kernels.choose(self.config.attn_implementation, x_BTD.device, x_BTD.dtype).attend,
             dropout=self.config.attention_dropout if self.training else 0.0,

@@ -1,4 +1,4 @@
-"""The kernels (implementations) of relative attention: all compute the same, and `choose` returns the fastest one."""
+"""The kernels (implementations) of relative attention: all compute the same function, and `choose` selects one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformer_xl.model.kernels.reference import AttentionInputs, AttentionMas
 __all__ = ["KERNELS", "Attend", "AttentionInputs", "AttentionMask", "AttentionTerms", "Kernel", "check", "choose"]
 
 Attend = Callable[[AttentionInputs, AttentionMask, float], Tensor]
-"""Computes attention (B, T, N, H) from its inputs, the mask, and the probability of dropping a probability."""
+"""Computes attention (B, T, N, H) from its inputs, the mask, and the dropout rate of the attention probabilities."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ _SDPA_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 KERNELS = {
     kernel.name: kernel
-    for kernel in (  # fastest first
+    for kernel in (  # `auto` uses the first that works with the device and dtype, so faster kernels come first
         Kernel("cpu", cpu.attend, lambda device, dtype: device.type in ("cpu", "meta") and dtype in _SDPA_DTYPES),
         Kernel("triton", triton.attend, triton.fits),
         Kernel("sdpa", sdpa.attend, lambda _, dtype: dtype in _SDPA_DTYPES),

@@ -32,21 +32,24 @@ from transformer_xl.model.kernels.reference import AttentionInputs, AttentionMas
 _BLOCK_QUERIES = 128  # queries of a block: enough for fast matrix products, few enough to skip most future keys
 _BUFFER_BYTES = 2**22  # size of one buffer: a few of them fit into the last-level cache
 _MIN_BLOCK_SCORES = 2**19  # with fewer scores in a call, blocks cost more than they save
-_CACHE_LINE = 16  # elements; matrix products write faster if rows start at a cache line
+_CACHE_LINE = 16  # elements: 64 bytes of float32; matrix products write faster if rows start at a cache line
 
 
 def attend(inputs: AttentionInputs, mask: AttentionMask, dropout: float) -> Tensor:
-    """Compute relative attention; returns (B, T, N, H). A few scores without gradient need no blocks."""
+    """Compute relative attention; returns (B, T, N, H).
+
+    If there are few scores and no gradient is needed, they are computed without blocks (`decode.py`).
+    """
     batch_size, num_queries, num_heads, _ = inputs.q_BTNH.shape
     num_scores = batch_size * num_heads * num_queries * inputs.k_BSNH.shape[1]
-    needs_gradient, beyond = torch.is_grad_enabled(), mask.beyond
+    needs_gradient, num_clamped = torch.is_grad_enabled(), mask.num_clamped
     is_meta = inputs.q_BTNH.device.type == "meta"
     if num_scores < _MIN_BLOCK_SCORES and not (needs_gradient or dropout or is_meta):
         return decode.attend(inputs, mask)
-    if needs_gradient:  # the backward pass computes a gradient for each distance
-        inputs, beyond = expand_distances(inputs, mask), 0
+    if needs_gradient:  # the backward pass handles no clamping: it computes a gradient for each distance
+        inputs, num_clamped = expand_distances(inputs, mask), 0
     seed = torch.randint(2**62, ()) if dropout else None
-    return _attention(inputs.tensors(), mask.valid_B, seed, dropout, beyond)
+    return _attention(inputs.tensors(), mask.valid_B, seed, dropout, num_clamped)
 
 
 # Each pass is a custom operator, which torch.compile, torch's FLOP counter and its meta device handle as one step. Both
@@ -55,11 +58,11 @@ def attend(inputs: AttentionInputs, mask: AttentionMask, dropout: float) -> Tens
 
 @torch.library.custom_op("transformer_xl::cpu_attention", mutates_args=())
 def _attention(
-    tensors: Sequence[Tensor], valid_B: Tensor | None, seed: Tensor | None, dropout: float, beyond: int
+    tensors: Sequence[Tensor], valid_B: Tensor | None, seed: Tensor | None, dropout: float, num_clamped: int
 ) -> Tensor:
     block_dropout = _BlockDropout(seed, dropout)
     out_BTNH = tensors[0].new_empty(tensors[0].shape)
-    for part in _parts(AttentionInputs(*tensors), AttentionMask(valid_B, beyond)):
+    for part in _parts(AttentionInputs(*tensors), AttentionMask(valid_B, num_clamped)):
         out_GTH = _BUFFERS.like("outputs", part.content_GTH)
         for block in part.blocks():
             p_GIK = block_dropout.drop(_probabilities(part, block), part, block)
@@ -130,16 +133,16 @@ _attention.register_autograd(_backward, setup_context=_save)
 
 @dataclass(frozen=True)
 class _Block:
-    """Some queries of a part, the keys that at least one of them attends to, and the distances that occur."""
+    """Consecutive queries of a part, the keys that at least one of them attends to, and the distances between them."""
 
     index: int
     """Index of the block within its part, in order of the queries."""
     queries: slice
     keys: slice
     distances: slice
-    """Indices of the position keys, which are in descending order of distance."""
-    num_beyond: int
-    """Number of further distances that occur, which use the position key of the largest."""
+    """Indices of the position keys that occur; position keys are in descending order of distance."""
+    num_clamped: int
+    """Number of further (clamped) distances that occur, which use the position key of the largest."""
 
     def of_heads(self, x_GTH: Tensor, num_heads: int) -> Tensor:
         """Return these queries of all batch rows, head by head: a view (J, A, H)."""
@@ -149,7 +152,7 @@ class _Block:
 
 @dataclass(frozen=True)
 class _Part:
-    """Some batch rows and heads, with their inputs stored for matrix products."""
+    """Some batch rows and heads that are computed together, with their inputs stored head by head."""
 
     rows: slice
     heads: slice
@@ -164,7 +167,7 @@ class _Part:
     position_key_JPH: Tensor
     valid_C: Tensor | None
     """As in `AttentionMask`."""
-    beyond: int
+    num_clamped: int
     """As in `AttentionMask`."""
 
     @property
@@ -173,13 +176,13 @@ class _Part:
         return _length(self.heads)
 
     def put(self, x_GXH: Tensor, out_BXNH: Tensor) -> None:
-        """Write values into the batch rows and heads of this part."""
+        """Copy the results of this part, (G, X, H), to its batch rows and heads of `out_BXNH`."""
         out_BXNH[self.rows, :, self.heads].permute(2, 0, 1, 3).copy_(x_GXH.unflatten(0, (self.num_heads, -1)))
 
     def blocks(self) -> Iterator[_Block]:
         """Yield the blocks in order of the queries; keys that none of a block's queries attends to are left out."""
         num_queries, num_keys, num_near = self.content_GTH.shape[1], self.k_GSH.shape[1], self.position_key_JPH.shape[1]
-        num_memory, num_distances = num_keys - num_queries, num_near + self.beyond
+        num_memory, num_distances = num_keys - num_queries, num_near + self.num_clamped
         num_empty = num_memory - (num_memory if self.valid_C is None else int(self.valid_C.max()))
         for index, start in enumerate(range(0, num_queries, _BLOCK_QUERIES)):
             stop = min(start + _BLOCK_QUERIES, num_queries)
@@ -191,13 +194,14 @@ class _Part:
 
 
 def _parts(inputs: AttentionInputs, mask: AttentionMask) -> Iterator[_Part]:
-    """Yield all batch rows and heads, as many at once as fit a buffer.
+    """Yield parts that together contain all batch rows and heads; each is as large as a buffer can hold.
 
     For long segments a part has one batch row, and at least one head for each thread.
     """
     batch_size, num_queries, num_heads, _ = inputs.q_BTNH.shape
     num_columns = inputs.k_BSNH.shape[1] + _BLOCK_QUERIES
     fitting = max(1, _BUFFER_BYTES // (min(num_queries, _BLOCK_QUERIES) * num_columns * inputs.q_BTNH.element_size()))
+    # `fitting` is the number of pairs of batch row and head whose blocks fit a buffer; heads are split evenly
     num_groups = -(-num_heads // max(fitting, min(num_heads, torch.get_num_threads())))
     heads_at_once = -(-num_heads // num_groups)
     few_queries = num_queries <= _BLOCK_QUERIES and not _is_by_head(inputs.k_BSNH)
@@ -220,7 +224,7 @@ def _parts(inputs: AttentionInputs, mask: AttentionMask) -> Iterator[_Part]:
                 v_GSH=_view_or_gather("values", inputs.v_BSNH, rows, heads),
                 position_key_JPH=_view_or_gather("position keys", inputs.position_key_PNH[None], slice(0, 1), heads),
                 valid_C=None if mask.valid_B is None else mask.valid_B[rows],
-                beyond=mask.beyond,
+                num_clamped=mask.num_clamped,
             )
 
 
@@ -245,22 +249,22 @@ def _view_or_gather(name: str, x_BXNH: Tensor, rows: slice, heads: slice) -> Ten
 
 def _is_by_head(x_BXNH: Tensor) -> bool:
     """Return whether each head is stored as one matrix, by rows or by columns, as in a KV cache."""
-    _, stride, _, within = x_BXNH.stride()
-    return (stride == x_BXNH.shape[-1] and within == 1) or stride == 1
+    _, stride_x, _, stride_h = x_BXNH.stride()
+    return (stride_x == x_BXNH.shape[-1] and stride_h == 1) or stride_x == 1
 
 
 def _probabilities(part: _Part, block: _Block) -> Tensor:
     """Return the attention probabilities of a block (G, I, K); the next call overwrites them."""
     wide_GIW = _wide_buffer("scores by distance", part, block)
     num_keys = _length(block.keys)
-    near = num_keys - _length(block.distances)  # first column with its own position key
-    beyond = near - block.num_beyond  # first column of an attended key
-    wide_GIW[..., :beyond] = -torch.inf  # beyond the window
+    first_near = num_keys - _length(block.distances)  # first column with its own position key
+    first_attended = first_near - block.num_clamped  # first column of an attended key
+    wide_GIW[..., :first_attended] = -torch.inf  # beyond the window
     wide_GIW[..., num_keys:] = -torch.inf  # the future
-    by_distance_JAR = wide_GIW.view(part.num_heads, -1, wide_GIW.shape[-1])[..., near:num_keys]
+    by_distance_JAR = wide_GIW.view(part.num_heads, -1, wide_GIW.shape[-1])[..., first_near:num_keys]
     position_JAH = block.of_heads(part.position_GTH, part.num_heads)
     torch.bmm(position_JAH, part.position_key_JPH[:, block.distances].mT, out=by_distance_JAR)
-    wide_GIW[..., beyond:near] = wide_GIW[..., near : near + 1]
+    wide_GIW[..., first_attended:first_near] = wide_GIW[..., first_near : first_near + 1]
     mask_GIK = _shifted(wide_GIW, num_keys)
     if part.valid_C is not None:
         empty_CS = empty_slots(part.valid_C, part.content_GTH.shape[1], part.k_GSH.shape[1])
@@ -278,7 +282,7 @@ def _add_position_gradients(
     """Write the gradients of a block's position queries, and add those of its position keys."""
     wide_GIW = _wide_buffer("gradients by distance", part, block)
     num_keys = _length(block.keys)
-    wide_GIW[..., : _length(block.queries) - 1] = 0  # distances that the first queries do not have
+    wide_GIW[..., : _length(block.queries) - 1] = 0  # columns that the shifted view of the first queries does not cover
     _shifted(wide_GIW, num_keys).copy_(ds_GIK)
     columns = slice(num_keys - _length(block.distances), num_keys)
     ds_JAR = wide_GIW.view(part.num_heads, -1, wide_GIW.shape[-1])[..., columns]
@@ -290,7 +294,7 @@ def _add_position_gradients(
 
 
 def _wide_buffer(name: str, part: _Part, block: _Block) -> Tensor:
-    """Return a buffer (G, I, W) for scores by distance."""
+    """Return a buffer (G, I, W) for scores by distance; its rows are padded to whole cache lines."""
     num_queries, num_keys = _length(block.queries), _length(block.keys)
     width = -(-(num_keys + num_queries - 1) // _CACHE_LINE) * _CACHE_LINE
     return _BUFFERS.take(name, torch.Size([len(part.k_GSH), num_queries, width]), part.k_GSH.dtype)
@@ -303,11 +307,12 @@ def _shifted(wide_GIW: Tensor, num_keys: int) -> Tensor:
     return wide_GIW.as_strided((num_rows, num_queries, num_keys), strides, wide_GIW.storage_offset() + num_queries - 1)
 
 
-def _length(part: slice) -> int:
-    return part.stop - part.start
+def _length(indices: slice) -> int:
+    return indices.stop - indices.start
 
 
 def _add_product(sum_GXH: Tensor, a_GXI: Tensor, b_GIH: Tensor) -> None:
+    """Add the matrix products of a and b to the sums, in place."""
     if sum_GXH.dtype == a_GXI.dtype:
         torch.baddbmm(sum_GXH, a_GXI, b_GIH, out=sum_GXH)
     else:
@@ -317,14 +322,14 @@ def _add_product(sum_GXH: Tensor, a_GXI: Tensor, b_GIH: Tensor) -> None:
 class _BlockDropout:
     """Draws which probabilities are dropped, from a separate seed for each batch row, head and block of queries.
 
-    So both passes draw the same mask, whatever the number of threads and the size of the parts.
+    So both passes draw the same mask, and it does not depend on the number of threads or the size of the parts.
     """
 
     def __init__(self, seed: Tensor | None, p: float) -> None:
         self.seed, self.p, self.scale = None if seed is None else int(seed), p, 1 / (1 - p)
 
     def drop(self, x_GIK: Tensor, part: _Part, block: _Block, *, in_place: bool = True) -> Tensor:
-        """Return the elements of a block with dropped ones set to 0; the caller multiplies the others by `scale`."""
+        """Return a block's elements with those of dropped probabilities set to 0; the caller multiplies by `scale`."""
         if self.seed is None:
             return x_GIK
         keep_GIK = _BUFFERS.take("keep", x_GIK.shape, torch.bool)
@@ -338,7 +343,7 @@ class _BlockDropout:
 
 
 class _Buffers(threading.local):
-    """Reusable memory by name: freeing it and allocating it again would take longer than the computation in it."""
+    """Buffers by name, reused because allocating them anew would take longer than computing their contents."""
 
     def __init__(self) -> None:
         self._flat: dict[tuple[str, torch.dtype], Tensor] = {}

@@ -4,7 +4,7 @@ Most of the time goes into reading keys and values, so those that no query atten
 and keys beyond the window. Otherwise this is the computation of `sdpa.py`, without its overhead.
 
 Shape suffixes: B batch size, T queries, S = M + T keys (M memory slots), P position keys, N heads, H head width, K
-attended keys (the last ones), G = B x N, X any length.
+attended keys (the newest of the S keys), G = B x N, X any length.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ def attend(inputs: AttentionInputs, mask: AttentionMask) -> Tensor:
         position_GTH.view(batch_size, num_heads, num_queries, d_head),
         r_PNH[r_PNH.shape[0] - num_near :].permute(1, 2, 0),
     )
-    bias_BNTK = shifted(position_BNTP, num_keys=num_attended, beyond=min(mask.beyond, num_attended - num_near))
+    num_clamped = min(mask.num_clamped, num_attended - num_near)
+    bias_BNTK = shifted(position_BNTP, num_keys=num_attended, num_clamped=num_clamped)
     if mask.valid_B is not None:
         empty_BK = empty_slots(mask.valid_B, num_queries, inputs.k_BSNH.shape[1])[:, -num_attended:]
         bias_BNTK = bias_BNTK.masked_fill(empty_BK[:, None, None, :], torch.finfo(bias_BNTK.dtype).min)
@@ -39,13 +40,13 @@ def attend(inputs: AttentionInputs, mask: AttentionMask) -> Tensor:
 
 
 def _by_head(x_BXNH: Tensor, number: int) -> Tensor:
-    """Return the last `number` along X as (G, X, H), without a copy if the tensor is stored head by head."""
+    """Return the last `number` rows along X in shape (G, X, H), without a copy if the tensor is stored head by head."""
     return x_BXNH[:, x_BXNH.shape[1] - number :].transpose(1, 2).flatten(0, 1)
 
 
 def _num_attended(inputs: AttentionInputs, mask: AttentionMask) -> int:
-    """Return how many of the last keys include every key that a query attends to."""
+    """Return the number of newest keys that are read: all that a query attends to are among them."""
     num_queries, num_keys = inputs.q_BTNH.shape[1], inputs.k_BSNH.shape[1]
-    within_window = inputs.position_key_PNH.shape[0] + mask.beyond + num_queries - 1
+    within_window = inputs.position_key_PNH.shape[0] + mask.num_clamped + num_queries - 1
     num_valid = num_keys if mask.valid_B is None else num_queries + max(int(mask.valid_B.max()), 0)
     return min(num_keys, within_window, num_valid)

@@ -4,9 +4,10 @@
                   + q_i . r[d]         (b) position
                   + u   . k_j          (c) content bias: how much the key's content matters to any query
                   + w   . r[d] )       (d) position bias: how much the distance matters to any query
-                  / sqrt(H)            with distance d = M + i - j, and r[d] the position key of that distance
+                  / sqrt(H)            with distance d = M + i - j
 
-u and w are learned vectors; the paper calls the second one v, which here always means the values.
+r[d] is the position key of distance d: W_{k,R} R[d] in the paper. u and w are learned vectors; the paper calls the
+second one v, which in the code always means the values.
 
 Shape suffixes: B batch size, T queries, S = M + T keys (M memory slots), P distances, N heads, H head width.
 """
@@ -41,26 +42,29 @@ class AttentionInputs:
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """The keys that a query attends to: those at distances 0 to P - 1 + beyond, except empty memory slots."""
+    """The keys that a query attends to: those at distances 0 to P - 1 + num_clamped, except empty memory slots."""
 
     valid_B: Tensor | None
     """Number of valid memory slots of each batch row, which are the last ones, or None if all are valid. A negative
     number -n means that also the first n of the T new tokens are padding, whose output is finite but meaningless."""
-    beyond: int = 0
-    """Number of attended distances above P - 1, which all use the position key of P - 1 (clamping)."""
+    num_clamped: int = 0
+    """Number of attended distances above P - 1, which all use the position key of P - 1 (see clamp_length)."""
 
 
 def expand_distances(inputs: AttentionInputs, mask: AttentionMask) -> AttentionInputs:
     """Return the inputs with one position key for each attended distance, which repeats that of clamped distances."""
-    if not mask.beyond:
+    if not mask.num_clamped:
         return inputs
     r_PNH = inputs.position_key_PNH
-    return replace(inputs, position_key_PNH=torch.cat([r_PNH[:1].expand(mask.beyond, -1, -1), r_PNH]))
+    return replace(inputs, position_key_PNH=torch.cat([r_PNH[:1].expand(mask.num_clamped, -1, -1), r_PNH]))
 
 
 @dataclass(frozen=True)
 class AttentionTerms:
-    """The four terms, each divided by sqrt(H), and the attention probabilities; all 0 where a query does not attend."""
+    """The four terms of the score, each divided by sqrt(H), and the attention probabilities.
+
+    All are 0 where a query does not attend to a key.
+    """
 
     content_BNTS: Tensor
     position_BNTS: Tensor

@@ -7,8 +7,8 @@ shift of the paper's appendix B). The shift is a view: in a buffer with rows of 
 stride one smaller shifts each row by one more than the row before. The buffer is -inf where a key is in the future or
 beyond the window, so the shifted view is the mask as well.
 
-Shape suffixes: B batch size, T queries, S = M + T keys (M memory slots), P position keys, N heads, H head width,
-W = S + T - 1, X = T (W - 1).
+Shape suffixes: B batch size, T queries, S = M + T keys (M memory slots), P position keys, C clamped distances,
+N heads, H head width, W = S + T - 1 columns of the padded buffer, X = T (W - 1) elements of its shifted view.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def attend(inputs: AttentionInputs, mask: AttentionMask, dropout: float) -> Tens
     content_BNTH = (inputs.q_BTNH + inputs.content_bias_NH).transpose(1, 2)
     position_BNTH = ((inputs.q_BTNH + inputs.position_bias_NH) * scale).transpose(1, 2)
     position_BNTP = position_BNTH @ inputs.position_key_PNH.permute(1, 2, 0)
-    bias_BNTS = shifted(position_BNTP, num_keys=inputs.k_BSNH.shape[1], beyond=mask.beyond)
+    bias_BNTS = shifted(position_BNTP, num_keys=inputs.k_BSNH.shape[1], num_clamped=mask.num_clamped)
     if mask.valid_B is not None:
         empty_BS = empty_slots(mask.valid_B, inputs.q_BTNH.shape[1], inputs.k_BSNH.shape[1])
         # the lowest number, not -inf: a padding query attends to nothing else, and its output would be NaN
@@ -40,22 +40,22 @@ def attend(inputs: AttentionInputs, mask: AttentionMask, dropout: float) -> Tens
     return out_BNTH.transpose(1, 2)
 
 
-def shifted(position_BNTP: Tensor, *, num_keys: int, beyond: int = 0) -> Tensor:
+def shifted(position_BNTP: Tensor, *, num_keys: int, num_clamped: int = 0) -> Tensor:
     """Align position scores with keys (relative shift).
 
     Args:
         position_BNTP: scores by distance, in descending order of distance.
         num_keys: S.
-        beyond: number of larger distances that have the score of the largest.
+        num_clamped: number of further attended distances, which have the score of the largest.
 
     Returns:
         scores by key (B, N, T, S), -inf where a query does not attend to the key.
     """
     num_queries, num_distances = position_BNTP.shape[-2:]
-    if beyond:
-        farthest_BNT1 = position_BNTP[..., :1]
-        position_BNTP = torch.cat([farthest_BNT1.expand(*position_BNTP.shape[:-1], beyond), position_BNTP], dim=-1)
-    num_masked = num_keys - num_distances - beyond
+    if num_clamped:
+        clamped_BNTC = position_BNTP[..., :1].expand(*position_BNTP.shape[:-1], num_clamped)
+        position_BNTP = torch.cat([clamped_BNTC, position_BNTP], dim=-1)
+    num_masked = num_keys - num_distances - num_clamped
     if num_queries == 1 and not num_masked:
         return position_BNTP
     wide_BNTW = F.pad(position_BNTP, (num_masked, num_queries - 1), value=-torch.inf)

@@ -23,7 +23,7 @@ from transformer_xl.model.kernels.reference import AttentionInputs, AttentionMas
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MIN_CAPABILITY = 8  # Ampere: the first with bfloat16 and tf32, and the oldest that Triton supports
-_MAX_PROGRAMS = 512  # about as many as a large GPU runs at once; bounds the partial sums of position keys
+_MAX_PROGRAMS = 512  # of `distances_kernel`: about as many as a large GPU runs at once; more need more partial sums
 
 
 def installed() -> bool:
@@ -35,7 +35,7 @@ def fits(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether the kernels work with a device and dtype.
 
     They need Triton, and CUDA with compute capability 8.0 or more (assumed if no GPU is present). On a CPU they work
-    only under Triton's interpreter, on torch's meta device without computing anything.
+    only under Triton's interpreter. On torch's meta device only the shapes of the results are computed.
     """
     if not installed():
         return False
@@ -51,9 +51,9 @@ def fits(device: torch.device, dtype: torch.dtype) -> bool:
 def attend(inputs: AttentionInputs, mask: AttentionMask, dropout: float) -> Tensor:
     """Compute relative attention; returns (B, T, N, H).
 
-    Saved for the backward pass are the inputs, the output and one value for each query and head. Which probabilities
-    are dropped is determined by a seed drawn here. Gradients of position keys are summed in a fixed order only after
-    `torch.use_deterministic_algorithms(True)`.
+    Saved for the backward pass are the inputs, the output and one log-sum-exp per query and head. A seed drawn from
+    torch's global random state determines which probabilities are dropped. Gradients of position keys are summed in a
+    fixed order only after `torch.use_deterministic_algorithms(True)`.
     """
     tensors = [tensor.to(inputs.q_BTNH.dtype) for tensor in expand_distances(inputs, mask).tensors()]
     seed = torch.randint(2**62, (1,), device=inputs.q_BTNH.device) if dropout else None
@@ -64,7 +64,7 @@ def attend(inputs: AttentionInputs, mask: AttentionMask, dropout: float) -> Tens
 def relative_attention(
     inputs: Sequence[Tensor], valid_B: Tensor | None, seed: Tensor | None, dropout: float
 ) -> tuple[Tensor, Tensor]:
-    """Return attended values (B, T, N, H), and log2-sum-exp2 of the scores of each query (B, N, T)."""
+    """Return attended values (B, T, N, H), and for each query (B, N, T) log2(sum(exp(score))) over its keys."""
     from transformer_xl.model.kernels import triton_kernels as kernels
 
     out_BTNH, log_sum_BNT = _empty_results(inputs)
@@ -93,20 +93,20 @@ def relative_attention_backward(
     out_BTNH, log_sum_BNT = results
     width, dtype, device = out_BTNH.shape[-1], out_BTNH.dtype, out_BTNH.device
     atomic = not torch.are_deterministic_algorithms_enabled()
-    by_queries, by_keys, by_distances = (
+    queries_config, keys_config, distances_config = (
         kernels.choose_config(name, width, dtype, dropout, atomic=atomic and name == "queries", device=device)
         for name in ("queries", "keys", "distances")
     )
     arguments, sizes = kernels.kernel_inputs(inputs)
-    num_tiles, tile = _ceil_div(sizes.T, by_queries.tile), by_distances.tile
-    num_blocks = _ceil_div(sizes.P + tile - (sizes.S - sizes.T) % tile, tile)  # as in `distances_kernel`
+    num_tiles, tile = _ceil_div(sizes.T, queries_config.tile), distances_config.tile
+    num_blocks = _ceil_div(sizes.P + tile - (sizes.S - sizes.T) % tile, tile)  # aligned as in `distances_kernel`
     num_groups = 1 if atomic else max(1, min(sizes.B, _MAX_PROGRAMS // (num_blocks * sizes.N)))
     sizes = sizes._replace(groups=num_groups)
 
     dq_BTNH, dk_BSNH, dv_BSNH = (
         torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in inputs[:3]
     )
-    new = torch.zeros if atomic else torch.empty  # atomic additions start from zeros
+    new = torch.zeros if atomic else torch.empty  # atomic additions need a tensor of zeros to add to
     partial_GPNH = new(num_groups, *inputs[3].shape, dtype=log_sum_BNT.dtype, device=device)
     partial_2BYNH = log_sum_BNT.new_empty(2, sizes.B, num_tiles, sizes.N, width)  # of content and position bias
     written = (dq_BTNH, dk_BSNH, dv_BSNH, partial_GPNH, *partial_2BYNH)
@@ -116,11 +116,11 @@ def relative_attention_backward(
     )
     arguments = (arguments, kernels.ValidAndSeed(valid_B, seed), saved, gradients, sizes)
     with _current_device(out_BTNH):
-        kernels.launch(kernels.queries_kernel, num_tiles * sizes.B * sizes.N, by_queries, *arguments)
-        num_key_tiles = _ceil_div(sizes.S, by_keys.tile)
-        kernels.launch(kernels.keys_kernel, num_key_tiles * sizes.B * sizes.N, by_keys, *arguments)
+        kernels.launch(kernels.queries_kernel, num_tiles * sizes.B * sizes.N, queries_config, *arguments)
+        num_key_tiles = _ceil_div(sizes.S, keys_config.tile)
+        kernels.launch(kernels.keys_kernel, num_key_tiles * sizes.B * sizes.N, keys_config, *arguments)
         if not atomic:
-            kernels.launch(kernels.distances_kernel, num_blocks * num_groups * sizes.N, by_distances, *arguments)
+            kernels.launch(kernels.distances_kernel, num_blocks * num_groups * sizes.N, distances_config, *arguments)
     dbias_2NH = partial_2BYNH.sum((1, 2)).to(dtype)
     # clones, because the outputs of an operator must not share memory
     return dq_BTNH, dk_BSNH, dv_BSNH, partial_GPNH.sum(0).to(dtype), dbias_2NH[0].clone(), dbias_2NH[1].clone()

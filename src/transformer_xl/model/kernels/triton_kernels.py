@@ -1,10 +1,11 @@
 # pyrefly: ignore-errors
 """The Triton kernels of relative attention; `triton.py` launches them, and imports this file only to do so.
 
-No matrix of T x S elements leaves the chip. Terms (a) + (c) of the paper's section 3.3 are one product of queries and
-keys, (q + u) k; terms (b) + (d) are one product of queries and position keys, (q + v) r, with u the content bias and v
-the position bias. Scores are float32: the backward pass recomputes probabilities from scores and their saved
-log-sum-exp, and probabilities of rounded scores would not sum to 1.
+No matrix of T x S elements is written to the GPU's memory. Terms (a) + (c) of the paper's section 3.3 are one product
+of queries and keys, (q + u) . k; terms (b) + (d) are one product of queries and position keys, (q + w) . r, with u the
+content bias and w the position bias (the paper's v; in this file v is the values). Scores are float32: the backward
+pass recomputes probabilities from scores and their saved log-sum-exp, and probabilities of rounded scores would not sum
+to 1.
 
 How position keys are aligned with keys (the relative shift of the paper's appendix B, within a tile): a tile of W
 queries and W keys has 2 W - 1 distances. Let `base` be the distance from its first query to its first key; the
@@ -34,7 +35,7 @@ a score is p (do . v - delta). Three kernels compute it tile by tile:
   score once more.
 
 Shape suffixes: B batch size, T queries, S = M + T keys (M memory slots), P distances, N heads, H head width (inside
-kernels padded to a power of two). Of a tile, W of each: I queries, J keys, D distances; X, Y any of these.
+kernels padded to a power of two). Of a tile, W of each: I queries, J keys, D distances; X, Y any of these letters.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ class Rows(NamedTuple):
 
     pointer: Tensor
     count_plus_one: int
-    """Number of rows plus one: Triton makes an argument of 1 a constant, which version 3.6 loses inside tuples."""
+    """Number of rows plus one, so that it is never 1: Triton makes an argument of 1 a constant, and version 3.6 loses
+    such a constant inside a tuple."""
     stride_b: int
     stride_row: int
     stride_n: int
@@ -76,7 +78,7 @@ class Inputs(NamedTuple):
 
 
 class ValidAndSeed(NamedTuple):
-    """What a kernel needs to know which probabilities are zero."""
+    """Which probabilities are zero: those of empty memory slots, and those that dropout zeroes."""
 
     valid: Tensor | None
     """Number of valid memory slots of each batch row, or None if all are valid."""
@@ -104,7 +106,7 @@ class KernelConfig(NamedTuple):
     padded: int
     """H rounded up to a power of two, at least 16."""
     tile: int
-    """W."""
+    """W: number of queries, keys and distances of a tile; a power of two."""
     num_warps: int
     """Warps (groups of 32 threads) of a program."""
     num_stages: int
@@ -112,11 +114,11 @@ class KernelConfig(NamedTuple):
     scale: float
     """1 / sqrt(H)."""
     scale_log2: float
-    """log2(e) / sqrt(H), for exponentials with base 2."""
+    """log2(e) / sqrt(H): kernels compute exp(score) as 2 to the power of log2(e) score."""
     dropout: float
     """Probability that dropout zeroes an attention probability."""
     threshold: int
-    """How many of 2^31 random numbers mean that the probability is dropped."""
+    """Probabilities are dropped whose random number, uniform from 0 to 2^31 - 1, is below this one."""
     input_precision: str
     """Precision of float32 products: ieee or tf32."""
     acc_dtype: tl.dtype
@@ -133,7 +135,7 @@ class Results(NamedTuple):
     out: Rows
     """Attended values (B, T, N, H)."""
     log_sum: Tensor
-    """log2-sum-exp2 of each query's scores (B, N, T)."""
+    """log2(sum(exp(score))) over each query's keys (B, N, T); inf for a query without keys."""
 
 
 class SavedForBackward(NamedTuple):
@@ -144,13 +146,13 @@ class SavedForBackward(NamedTuple):
     dout: Rows
     """Gradient of the attended values."""
     log_sum: Tensor
-    """log2-sum-exp2 of each query's scores (B, N, T)."""
+    """log2(sum(exp(score))) over each query's keys (B, N, T); inf for a query without keys."""
     delta: Tensor
-    """Sum over H of out * dout (B, N, T); `queries_kernel` computes it."""
+    """Sum over H of out * dout (B, N, T), written by `queries_kernel` for the other two kernels."""
 
 
 class Gradients(NamedTuple):
-    """The outputs of the backward kernels; partial sums for position keys and biases."""
+    """The outputs of the backward kernels; those of position keys and biases are partial sums that the caller adds."""
 
     q: Rows
     k: Rows
@@ -171,7 +173,7 @@ def rows_of(tensor: Tensor) -> Rows:
 
 
 def kernel_inputs(tensors: Sequence[Tensor]) -> tuple[Inputs, Sizes]:
-    """Return the arguments of every kernel, from the tensors of `AttentionInputs` in order."""
+    """Return the arguments `inputs` and `sizes` of every kernel, from the tensors of `AttentionInputs` in order."""
     *rows, content_bias_NH, position_bias_NH = tensors
     q_BTNH, k_BSNH, _, r_PNH = rows
     batch_size, num_queries, num_heads = q_BTNH.shape[:3]
@@ -222,7 +224,7 @@ def choose_config(
 def _tile_and_warps(kernel: str, padded: int, dtype: torch.dtype, device: torch.device | None) -> tuple[int, int, int]:
     """Return the tile W, warps and pipeline stages: the largest tile whose values fit, or nearly fit, into registers.
 
-    They were chosen by the compiler's report of registers, spills and shared memory for compute capability 9.0.
+    The numbers were chosen by the compiler's report of registers, spills and shared memory for compute capability 9.0.
     """
     if INTERPRETED:
         return 16, 1, 1
@@ -238,7 +240,7 @@ def _tile_and_warps(kernel: str, padded: int, dtype: torch.dtype, device: torch.
 
 
 def launch(kernel: Any, num_programs: int, config: KernelConfig, *arguments: Any) -> None:
-    """Run a kernel in that many programs."""
+    """Run a kernel in that many programs (instances of it, each of which computes one tile or block)."""
     kernel[(num_programs,)](*arguments, config, num_warps=config.num_warps, num_stages=config.num_stages)
 
 
@@ -246,7 +248,7 @@ def launch(kernel: Any, num_programs: int, config: KernelConfig, *arguments: Any
 def forward_kernel(inputs, valid_and_seed, results, sizes, config: tl.constexpr):
     """Compute the attended values of W queries of one head."""
     tile, b, n = program_position(tl.cdiv(sizes.T, config.tile), sizes.N)
-    memory = sizes.S - sizes.T
+    memory = sizes.S - sizes.T  # number of memory slots
     first_query = tile * config.tile
     step = tl.arange(0, config.tile)
     query_I = first_query + step
@@ -255,9 +257,10 @@ def forward_kernel(inputs, valid_and_seed, results, sizes, config: tl.constexpr)
     position_IH = plus_bias(q_IH, inputs.position_bias, n, config)
 
     first_valid = first_valid_key(valid_and_seed, b, sizes)
+    # range of the keys that these queries attend to, from the start of a tile; `last` is exclusive
     first = tl.maximum(first_valid, memory + first_query - sizes.P + 1) // config.tile * config.tile
     last = memory + tl.minimum(first_query + config.tile, sizes.T)
-    near_D = sizes.P - (memory + first_query - first) + step  # rows of the near position keys
+    near_D = sizes.P - (memory + first_query - first) + step  # indices of the near block's position keys
     far_ID = product(position_IH, tl.trans(load_rows(inputs.r, 0, n, near_D - config.tile, config)), config)
     max_I = tl.full([config.tile], float("-inf"), config.acc_dtype)
     sum_I = tl.full([config.tile], 0.0, config.acc_dtype)
@@ -282,7 +285,7 @@ def forward_kernel(inputs, valid_and_seed, results, sizes, config: tl.constexpr)
         far_ID = near_ID
         near_D += config.tile
 
-    has_keys_I = sum_I > 0  # false for rows beyond T and for queries of padding
+    has_keys_I = sum_I > 0  # false for padding queries, and for indices from T on, which have no query
     sum_I = tl.where(has_keys_I, sum_I, 1.0)
     store_rows(results.out, b, n, query_I, out_IH / sum_I[:, None], config)
     log_sum = results.log_sum + (b * sizes.N + n) * sizes.T
@@ -295,7 +298,7 @@ def forward_kernel(inputs, valid_and_seed, results, sizes, config: tl.constexpr)
 def queries_kernel(inputs, valid_and_seed, saved, gradients, sizes, config: tl.constexpr):
     """Compute the gradients of W queries of one head, and delta, which the other two kernels read."""
     tile, b, n = program_position(tl.cdiv(sizes.T, config.tile), sizes.N)
-    memory = sizes.S - sizes.T
+    memory = sizes.S - sizes.T  # number of memory slots
     first_query = tile * config.tile
     step = tl.arange(0, config.tile)
     query_I = first_query + step
@@ -305,9 +308,10 @@ def queries_kernel(inputs, valid_and_seed, saved, gradients, sizes, config: tl.c
     tl.store(saved.delta + (b * sizes.N + n) * sizes.T + query_I, delta_I, mask=query_I < sizes.T)
 
     first_valid = first_valid_key(valid_and_seed, b, sizes)
+    # range of the keys that these queries attend to, from the start of a tile; `last` is exclusive
     first = tl.maximum(first_valid, memory + first_query - sizes.P + 1) // config.tile * config.tile
     last = memory + tl.minimum(first_query + config.tile, sizes.T)
-    far_D = sizes.P - (memory + first_query - first) - config.tile + step  # rows of the far position keys
+    far_D = sizes.P - (memory + first_query - first) - config.tile + step  # indices of the far block's position keys
     far_ID = product(position_IH, tl.trans(load_rows(inputs.r, 0, n, far_D, config)), config)
     # score gradients by distance of the tile before, whose near block is the far block of the current tile
     previous_ID = tl.full([config.tile, config.tile], 0.0, content_IH.dtype)
@@ -334,7 +338,7 @@ def queries_kernel(inputs, valid_and_seed, saved, gradients, sizes, config: tl.c
         far_ID = near_ID
         far_D += config.tile
 
-    # no query attends to keys after the last tile
+    # no query attends to keys after the last tile, so the far half of the block has gradients of 0
     complete_ID = tl.where(is_far(config), 0.0, previous_ID).to(content_IH.dtype)
     dposition_IH += product(complete_ID, load_rows(inputs.r, 0, n, far_D, config), config)
     if config.atomic:
@@ -351,7 +355,7 @@ def queries_kernel(inputs, valid_and_seed, saved, gradients, sizes, config: tl.c
 def keys_kernel(inputs, valid_and_seed, saved, gradients, sizes, config: tl.constexpr):
     """Compute the gradients of W keys and their values, of one head."""
     tile, b, n = program_position(tl.cdiv(sizes.S, config.tile), sizes.N)
-    memory = sizes.S - sizes.T
+    memory = sizes.S - sizes.T  # number of memory slots
     first_key = tile * config.tile
     step = tl.arange(0, config.tile)
     key_J = first_key + step
@@ -359,9 +363,10 @@ def keys_kernel(inputs, valid_and_seed, saved, gradients, sizes, config: tl.cons
     v_JH = load_rows(inputs.v, b, n, key_J, config)
 
     first_valid = first_valid_key(valid_and_seed, b, sizes)
+    # range of the queries that attend to these keys, from the start of a tile; `last` is exclusive
     first = tl.maximum(first_key - memory, 0) // config.tile * config.tile
     last = tl.minimum(tl.minimum(first_key + config.tile, sizes.S) - 1 - memory + sizes.P, sizes.T)
-    last = tl.where(first_key + config.tile <= first_valid, first, last)  # no query attends to empty slots
+    last = tl.where(first_key + config.tile <= first_valid, first, last)  # no queries if all these slots are empty
     dk_JH = tl.full([config.tile, config.padded], 0.0, config.acc_dtype)
     dv_JH = tl.full([config.tile, config.padded], 0.0, config.acc_dtype)
     for start in range(first, last, config.tile):
@@ -396,7 +401,7 @@ def distances_kernel(inputs, valid_and_seed, saved, gradients, sizes, config: tl
     Blocks of distances are aligned so that the keys at these distances from W queries are in two neighbouring tiles:
     in the earlier one for pairs above the diagonal of the block, in the later one for the others.
     """
-    memory = sizes.S - sizes.T
+    memory = sizes.S - sizes.T  # number of memory slots
     tile, group, n = program_position(tl.cdiv(sizes.P + config.tile - memory % config.tile, config.tile), sizes.N)
     nearest = memory % config.tile + (tile - 1) * config.tile  # smallest distance of the block; may be negative
     step = tl.arange(0, config.tile)
@@ -430,7 +435,7 @@ def distances_kernel(inputs, valid_and_seed, saved, gradients, sizes, config: tl
 
 @triton.jit
 def two_tiles(left_IH, rows, b, n, key_J, config: tl.constexpr):
-    """Return products with a tile of keys (or values), above the diagonal with the tile before it."""
+    """Return products of queries with a tile of keys (or values); above the diagonal, with the tile before it."""
     late_IJ = product(left_IH, tl.trans(load_rows(rows, b, n, key_J, config)), config)
     early_IJ = product(left_IH, tl.trans(load_rows(rows, b, n, key_J - config.tile, config)), config)
     step = tl.arange(0, config.tile)
@@ -448,7 +453,10 @@ def load_queries(inputs, saved, b, n, query_I, config: tl.constexpr):
 
 @triton.jit
 def load_statistic(pointer, row_head, query_I, sizes, default):
-    """Return one value for each query of a head from a tensor (B, N, T), and `default` after the last query."""
+    """Return a tile's values of a tensor (B, N, T), and `default` after the last query.
+
+    `row_head` is the index of batch row and head together, b N + n.
+    """
     return tl.load(pointer + row_head * sizes.T + query_I, mask=query_I < sizes.T, other=default)
 
 
@@ -558,7 +566,7 @@ def is_attended(distance, key, first_valid, sizes):
 
 @triton.jit
 def keep(valid_and_seed, row_head, first_query, first_key, config: tl.constexpr):
-    """Return which probabilities of a tile dropout keeps, (I, J).
+    """Return whether dropout keeps each probability of a tile, (I, J); `row_head` is as in `load_statistic`.
 
     The random numbers of Philox (a counter-based generator) depend only on the indices of batch row and head, query,
     and group of four keys, so every kernel draws the same; first_key is a multiple of four.
@@ -583,7 +591,7 @@ def _survives(bits, config: tl.constexpr):
 
 @triton.jit
 def probability(score_IJ, log_sum_I, attended_IJ, config: tl.constexpr):
-    """Return probabilities from scores and their log2-sum-exp2."""
+    """Return probabilities from scores and log2(sum(exp(score))), 0 where a query does not attend to the key."""
     return tl.exp2(tl.where(attended_IJ, score_IJ * config.scale_log2, float("-inf")) - log_sum_I[:, None])
 
 
