@@ -1,1 +1,1 @@
-"""The model: memory as a value, relative attention, and the contract every language model here keeps."""
+"""Language models: Transformer-XL, the paper's baselines, and their memory, attention, softmax, losses and cost."""

@@ -1,11 +1,15 @@
 """Adaptive embedding and softmax: the vocabulary is split into clusters of descending frequency (paper section 4.1;
 Grave et al. 2017, Baevski & Auli 2018). Without cutoffs there is one cluster, and both are ordinary dense layers.
 
-    cluster 0, the head: ids 0 .. n0 - 1        tail i: ids from cutoff i - 1 up to cutoff i
+    cluster 0, the head: ids 0 .. n0 - 1        cluster i > 0, tail i: ids edges[i] .. edges[i + 1] - 1
     log p(token in head)   = its head logit - logsumexp(n0 head logits, one logit for each tail)
-    log p(token in tail i) = (logit of tail i in the head, normalized as above) + log softmax within the tail
+    log p(token in tail i) = (logit of tail i - the same logsumexp) + log softmax within the tail
 
-Tail i is column n0 + i - 1 of the head (as in the authors' TensorFlow code; their PyTorch code counts from the end).
+The edges are 0, the cutoffs and V; the setting div_val is the factor by which the embeddings of each cluster are
+narrower than those of the cluster before.
+
+The logit of tail i is column n0 + i - 1 of the head's logits (as in the authors' TensorFlow code; in their PyTorch code
+the tails are in reverse order).
 Losses are returned in input order. Every parameter gets a gradient in every step, even those of a tail without targets.
 
 Shape suffixes: B batch size, T new tokens, K positions (B x T, or a subset; in `topk` the k tokens), D model width,
@@ -25,8 +29,8 @@ from transformer_xl.config import BaseModelConfig
 from transformer_xl.device import to_device
 from transformer_xl.model.cross_entropy import cross_entropy, fits_at_once, linear_cross_entropy
 
-_WEIGHT_STD, _PROJECTION_STD = 0.02, 0.01  # the authors' init_std and proj_init_std
-_ROUND = 8  # the positions of a tail are padded to a multiple of this, so that fewer different shapes occur
+_WEIGHT_STD, _PROJECTION_STD = 0.02, 0.01  # init_std and proj_init_std of the authors' code
+_PADDING_MULTIPLE = 8  # the positions of a tail are padded to a multiple of this, so that shapes vary less
 
 
 class _ClusterTables(nn.Module):
@@ -37,6 +41,7 @@ class _ClusterTables(nn.Module):
 
     def __init__(self, config: BaseModelConfig, projected_clusters: list[int], *, has_tables: bool = True) -> None:
         super().__init__()
+        # cluster i has the ids edges[i] .. edges[i + 1] - 1; `shared`: one table and projection serve all clusters
         self.edges, self.shared = config.cluster_boundaries, config.div_val == 1
         widths, table_edges = config.cluster_widths, (0, self.edges[-1]) if self.shared else self.edges
         tables = (torch.empty(stop - start, widths[i]) for i, (start, stop) in enumerate(pairwise(table_edges)))
@@ -68,17 +73,17 @@ class AdaptiveEmbedding(_ClusterTables):
     def forward(self, tokens_BT: Tensor) -> Tensor:
         """Return the embeddings (B, T, D) of the tokens.
 
-        Every token is looked up in every table and projected, and the results of other clusters are masked. So shapes
-        do not depend on the tokens, the CPU need not wait for the device, and each parameter gets a gradient. This
-        takes less than one percent of the time of a large model's step.
+        With several tables, every token is looked up in every table and projected; the results of tables that do not
+        contain the token are set to 0. So shapes do not depend on the tokens, the CPU need not wait for the device, and
+        each parameter gets a gradient. This takes less than one percent of the time of a large model's step.
         """
         if len(self.tables) == 1:
             return self._projected(F.embedding(tokens_BT, self.tables[0]), 0)
         parts_BTD: list[Tensor] = []
         for index, (start, stop) in enumerate(pairwise(self.edges)):
             inside_BT = (tokens_BT >= start) & (tokens_BT < stop)
-            # the remainder spreads the tokens of other clusters over the table, so that their zero gradients are not
-            # all added to a single row
+            # the remainder spreads the tokens of other clusters over the table; if they all used one row, their zero
+            # gradients would all be added to that row, which is slow
             local_BT = torch.remainder(tokens_BT - start, stop - start)
             embedded_BTD = self._projected(F.embedding(local_BT, self.tables[index]), index)
             parts_BTD.append(embedded_BTD.masked_fill(~inside_BT[..., None], 0))
@@ -104,10 +109,11 @@ def _projected_clusters(config: BaseModelConfig) -> list[int]:
 
 
 class AdaptiveSoftmax(_ClusterTables):
-    """Logits and losses from the model's hidden states; weights and projections may be those of the embedding."""
+    """Logits and losses from the model's hidden states; may share (tie) weights and projections with the embedding."""
 
     def __init__(self, config: BaseModelConfig, embedding: AdaptiveEmbedding) -> None:
         num_clusters = len(config.cluster_widths)
+        # clusters from this one on use the projection of the embedding
         first_tied = {"all": 0, "all_but_first": 1, "none": num_clusters}[config.tie_projections]
         projected = [index for index in _projected_clusters(config) if index < first_tied]
         super().__init__(config, projected, has_tables=not config.tie_word_embeddings)
@@ -166,7 +172,7 @@ class AdaptiveSoftmax(_ClusterTables):
     def topk(self, hidden_BTD: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Return the logits of the k most likely tokens in descending order, and their ids, each of shape (B, T, K).
 
-        No token can be more likely than its tail as a whole. So the logits of a tail are computed only if the tail is
+        No token can be more likely than its tail as a whole, so the logits of a tail are computed only if the tail is
         more likely than the k-th best token so far at some position. This check synchronizes with the device.
         """
         if not self.num_tails:
@@ -186,7 +192,7 @@ class AdaptiveSoftmax(_ClusterTables):
         return best_BTK, id_BTK
 
     def _targets_of(self, index: int, cluster_K: Tensor, target_K: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the targets in one tail, padded to a multiple of `_ROUND`.
+        """Return the targets in one tail, padded to a multiple of `_PADDING_MULTIPLE`.
 
         A tail without targets gets no positions. Its parameters then have zero gradients instead of None, which would
         stall data-parallel training.
@@ -195,7 +201,7 @@ class AdaptiveSoftmax(_ClusterTables):
             the positions of the targets, the targets' indices within the tail, and 1 for targets and 0 for padding.
         """
         index_K = (cluster_K == index).nonzero()[:, 0]
-        num_padding = -len(index_K) % _ROUND
+        num_padding = -len(index_K) % _PADDING_MULTIPLE
         is_target_K = torch.ones(len(index_K) + num_padding)
         is_target_K[len(index_K) :] = 0
         local_K = F.pad(target_K[index_K] - self.edges[index], (0, num_padding))
@@ -212,7 +218,7 @@ class AdaptiveSoftmax(_ClusterTables):
         """Return the logits (K, V) of a cluster's tokens; for the head, those of the tails follow."""
         hidden_KE = self._to_cluster_width(hidden_KD, index)
         num_positions, width = hidden_KE.numel() // hidden_KE.shape[-1], hidden_KE.shape[-1]
-        if index == 0 and self.num_tails and num_positions < width:  # logits are fewer to concatenate than weights
+        if index == 0 and self.num_tails and num_positions < width:  # fewer logits than weights to concatenate
             assert self.cluster_weight is not None
             tails_KV = F.linear(hidden_KE, self.cluster_weight, self.cluster_bias)
             return torch.cat([F.linear(hidden_KE, *self._cluster_weights(0, with_tails=False)), tails_KV], -1)

@@ -44,7 +44,7 @@ class AttentionContext:
 
 @dataclass(frozen=True)
 class Biases:
-    """The learned vectors that a layer adds to its queries."""
+    """The learned vectors that a layer adds to its queries in the products with keys and with position keys."""
 
     content_NH: Tensor
     """The paper's u."""
@@ -55,8 +55,8 @@ class Biases:
 def encode_distances(num_distances: int, width: int, like: Tensor) -> Tensor:
     """Return the sinusoidal encodings of the distances P - 1, ..., 1, 0, sines then cosines, shape (P, D).
 
-    The result is on the device of `like` and in its dtype, but at least float32: bfloat16 cannot represent all integers
-    above 256.
+    The result is on the device of `like`, in float32 or, if `like` has it, float64: bfloat16 cannot represent all
+    integers above 256.
     """
     dtype = torch.promote_types(like.dtype, torch.float32)
     distance_P = torch.arange(num_distances - 1, -1, -1, dtype=dtype, device=like.device)
@@ -145,7 +145,7 @@ class RelativeAttention(nn.Module):
     def _project_all(self, cache: HiddenCache, new_BTD: Tensor, lengths_B: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return keys and values (B, S, N, H) of memory and new tokens.
 
-        Memory is projected separately, because it needs no gradient; this saves one matrix product.
+        Memory is projected separately, because it needs no gradient; this saves a matrix product of the backward pass.
         """
         hidden_BMD = cache.hidden_BMD.to(new_BTD.dtype)
         if self.norm_first:

@@ -21,9 +21,9 @@ from transformer_xl.model.cross_entropy import without_chunks
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import Memory
 
-_MIN_HEAD_SHARE = 0.9  # fraction of the text's tokens in the head, which has the widest embeddings and best predictions
+_MIN_HEAD_SHARE = 0.9  # of the text's tokens are in the head, which has the widest embeddings and best predictions
 _MAX_TAILS = 3  # as in the authors' code; a fourth tail saves almost nothing
-_NUM_CANDIDATES = 64  # candidate cutoffs, evenly spaced in the logarithm of the frequency rank
+_NUM_CANDIDATES = 64  # number of candidate cutoffs, evenly spaced in the logarithm of the token id (frequency rank)
 _MAX_COST_RATIO = 0.5  # use no clusters if they would cost more than this fraction of the dense softmax
 _BYTES_PER_PARAMETER = 16  # weight, gradient and Adam's two moving averages, in float32
 
@@ -38,8 +38,8 @@ def find_cutoffs(counts_V: npt.NDArray[np.int64], max_tails: int = _MAX_TAILS) -
 
     Args:
         counts_V: number of occurrences of each token id in the text, in descending order.
-        max_tails: maximum number of tails; at most three are used. With div_val, which narrows each tail by that
-            factor, more tails could have width 0.
+        max_tails: maximum number of tails; at most three are used. Settings with div_val, which divides the embedding
+            width once for each tail, may allow fewer, because the width would reach 0.
 
     Returns:
         the cutoffs in ascending order; empty if they would save less than half of the dense softmax's logits.
@@ -72,18 +72,18 @@ def _tail_cost(share_V: npt.NDArray[np.float64], start: int, stop: int) -> float
 
 @dataclass(frozen=True)
 class StepCost:
-    """FLOPs and bytes of one training step in float32."""
+    """Number of FLOPs of one training step, and the device memory in bytes that it needs in float32."""
 
     parameters: int
     """Number of trainable parameters."""
     flops: int
     """Additions and multiplications of matrix products, forward and backward."""
     state_bytes: int
-    """Size of weights, gradients and Adam's two moving averages."""
+    """Size of weights, gradients and optimizer state (Adam's two moving averages)."""
     activation_bytes: int
     """Size of the activations saved in the forward pass for the backward pass, without the parameters."""
     memory_bytes: int
-    """Size of the memory (cached hidden states) carried from one segment to the next."""
+    """Size of the model's memory (cached hidden states), which is passed from one segment to the next."""
 
     @property
     def bytes(self) -> int:

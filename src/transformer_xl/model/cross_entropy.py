@@ -1,8 +1,8 @@
 """Cross-entropy of a linear layer without saving its logits: in chunks of positions, recomputed in the backward pass.
 
 The standard computation saves K x V logits, and a float32 copy, for the backward pass; with a large vocabulary that is
-more than the rest of the model. Here each pass holds the logits of only as many positions as fit a small buffer, at the
-cost of one more matrix product. If all logits fit the buffer, the standard computation is used.
+more than the rest of the model. With chunks, each pass holds the logits of only as many positions as `_MAX_LOGITS`
+allows, at the cost of one more matrix product. If that is all positions, the standard computation is used.
 
 Shape suffixes: K positions, E embedding width, V logits of a position (vocabulary or cluster size).
 """
@@ -35,7 +35,7 @@ def without_chunks() -> Iterator[None]:
 
 
 def fits_at_once(num_positions: int, num_logits: int) -> bool:
-    """Return whether the logits of all positions may be in memory at once."""
+    """Return whether the logits of all positions are computed at once, not in chunks."""
     return _unchunked.get() or num_positions * num_logits <= _MAX_LOGITS
 
 

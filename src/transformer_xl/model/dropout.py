@@ -1,7 +1,8 @@
 """Dropout that is fast on a CPU, where torch draws a float for each element and saves masks in the elements' dtype.
 
-Here each element needs 16 random bits (so p is exact to 1 in 65,536), one int64 random number covers four elements, and
-a mask takes one byte for each element. As in torch's dropout, random numbers come from torch's global random state.
+In this implementation each element needs 16 random bits (so p is rounded to a multiple of 1 / 65,536), one int64 random
+number serves four elements, and a mask takes one byte for each element. As in torch's dropout, random numbers come from
+torch's global random state.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def draw_mask(keep: Tensor, p: float, draws: Tensor, generator: torch.Generator 
         generator: a random generator, or None for torch's global one.
     """
     draws.random_(-(2**63), None, generator=generator)
-    # threshold over the range of int16, which starts at -2**15
+    # elements whose 16 bits, as an int16 from -2**15 up, are below the threshold are dropped
     threshold = min(round(p * 2**_BITS), 2**_BITS - 1) - 2 ** (_BITS - 1)
     return torch.ge(draws.view(torch.int16)[: keep.numel()].view(keep.shape), threshold, out=keep)
 

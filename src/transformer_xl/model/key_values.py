@@ -8,8 +8,8 @@ A memory is immutable, yet appending to it does not copy it: new rows are writte
 later memories share, and each memory reads only up to its own end. Appending copies to new storage only if the storage
 is full, or if another memory has already written rows after this one's end.
 
-Shape suffixes: B batch size, T new tokens, M memory slots, S = M + T keys, C rows of storage, P distances, N heads,
-H head width, X any number of rows.
+Shape suffixes: B batch size, T new tokens, M memory slots, S = M + T keys, C rows of storage (one for each token), P
+distances, N heads, H head width, X any number of rows.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ _MIN_FREE_ROWS = 64  # minimum number of free rows in new storage, so that short
 
 
 class _Storage:
-    """Preallocated keys and values of one layer, head by head, to which rows are appended."""
+    """Preallocated tensors of the keys and values of one layer, to which rows (one for each token) are appended."""
 
     def __init__(self, k_BNXH: Tensor, v_BNXH: Tensor, *, num_free: int = 0) -> None:
-        """Copy the rows to the start of new storage with room for half as many more rows, and at least `num_free`."""
+        """Copy the rows to new storage that has room for half as many more, and for at least `num_free` more."""
         self.num_written = k_BNXH.shape[2]
         capacity = self.num_written + max(_MIN_FREE_ROWS, self.num_written // 2, num_free)
         *outer, d_head = k_BNXH.shape[0], k_BNXH.shape[1], k_BNXH.shape[3]
         with torch.inference_mode(False):  # inference tensors cannot be modified outside inference mode
             # zeros cost nothing extra: the operating system clears pages when they are first touched
-            if k_BNXH.device.type == "cpu":  # keys as columns make the products of a single query faster on a CPU
+            if k_BNXH.device.type == "cpu":  # transposed keys make the products of a single query faster on a CPU
                 self.k_BNCH = k_BNXH.new_zeros(*outer, d_head, capacity).mT
             else:
                 self.k_BNCH = k_BNXH.new_zeros(*outer, capacity, d_head)
@@ -59,8 +59,8 @@ class _Storage:
 class _PositionKeys:
     """The position keys of one layer, projected when first needed and again when more distances are needed.
 
-    They depend only on the weights, so a memory shares them with all memories derived from it. They are stored as
-    columns, which makes the products of a single query faster.
+    They depend only on the weights, so a memory shares them with all memories derived from it. They are stored
+    transposed, which makes the products of a single query faster.
     """
 
     r_NHP: Tensor | None = None
@@ -83,7 +83,7 @@ class KeyValueCache(LayerCache):
     length: int
     """M: number of memory slots."""
     attend_empty: bool
-    """Whether the zeros of empty slots are attended."""
+    """Whether empty slots, which contain zeros, are attended (the setting attend_empty_memory)."""
     position_keys: _PositionKeys = field(default_factory=_PositionKeys)
 
     @staticmethod
@@ -163,7 +163,7 @@ class KeyValueCache(LayerCache):
 
     @override
     def reset(self, reset_B: Tensor) -> KeyValueCache:
-        # unattended slots need not be zeroed
+        # slots that are not attended need not be set to 0
         return super().reset(reset_B) if self.attend_empty else self
 
     @override

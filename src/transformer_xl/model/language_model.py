@@ -8,7 +8,7 @@
 
 It embeds the tokens and computes logits and losses; each subclass defines the layers between them, and their memory.
 
-Shape suffixes: B batch size, T new tokens, D model width, V vocabulary, K most likely tokens.
+Shape suffixes: B batch size, T new tokens, D model width, L layers, V vocabulary, K most likely tokens.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from transformer_xl.model.adaptive import AdaptiveEmbedding, AdaptiveSoftmax
 from transformer_xl.model.dropout import FastDropout
 from transformer_xl.model.memory import ContextLimits, LayerCache, Memory
 
-WEIGHT_STD, NORM_STD = 0.02, 0.02  # the authors' init_std
+WEIGHT_STD, NORM_STD = 0.02, 0.02  # init_std of the authors' code
 
 
 class LanguageModel(nn.Module, ABC):
     """Token embedding times sqrt(D), layers, and a softmax that by default shares the embedding's weights."""
 
     layers: nn.ModuleList
-    """The layers in order, all of the same class; training may compile, checkpoint or shard each of them."""
+    """The layers in order, all of the same class; training may compile, recompute or shard each separately."""
     cache_shapes: dict[type[LayerCache], tuple[int, ...]]
-    """The classes of cache that the layers accept, and the `token_shape` that such a cache must have."""
+    """The `LayerCache` classes that the layers accept, and the `token_shape` that a cache of each class must have."""
 
     def __init__(self, config: BaseModelConfig, *, memory_length: int) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class LanguageModel(nn.Module, ABC):
         self.context_limits = ContextLimits(
             memory_length, config.limit("attention_window"), config.limit("clamp_length")
         )
-        """The default limits of a new memory."""
+        """The limits of a new memory if none are passed."""
         self.activation_checkpointing = False
         """Whether the backward pass recomputes the activations inside each layer instead of saving them."""
         self.embedding = AdaptiveEmbedding(config)
@@ -78,8 +78,8 @@ class LanguageModel(nn.Module, ABC):
     def inference_memory(self, batch_size: int, context_limits: ContextLimits | None = None) -> Memory:
         """Return an empty memory of the fastest kind for inference: a KV cache if the model supports one.
 
-        Hidden states are the same as with `initial_memory`, but no gradient flows through this memory, and it can be
-        used only with this model, device and dtype. Arguments and errors are those of `initial_memory`.
+        Hidden states are the same as with `initial_memory`. A KV cache cannot be used where gradients are computed, and
+        only with the weights, device and dtype that filled it. Arguments and errors are those of `initial_memory`.
         """
         return self.initial_memory(batch_size, context_limits)
 
@@ -88,9 +88,9 @@ class LanguageModel(nn.Module, ABC):
     ) -> Memory:
         """Return an empty memory for generating token after token.
 
-        It is that of `inference_memory`, unless memory_length is 0. Then the model would see only the newest token, so
-        the memory has segment_length - 1 slots, which together with that token make one segment. A model without memory
-        stores those tokens instead and recomputes them in each step.
+        It is that of `inference_memory`, unless memory_length is 0. In that case each token would be predicted from
+        the newest token only, so the memory has segment_length - 1 slots, which together with that token make one
+        segment. A model without memory stores those tokens instead and recomputes them in each step.
 
         Args:
             batch_size: B.
@@ -119,7 +119,7 @@ class LanguageModel(nn.Module, ABC):
         Args:
             tokens_BT: token ids, int64.
             memory: the memory of earlier tokens, or None if there are none. It is not changed.
-            inputs_BTD: continuous inputs to the first layer (music, control, speech), in place of tokens.
+            inputs_BTD: inputs to the first layer in place of embedded tokens (for example features of music or speech).
             lengths_B: number of tokens of each batch row that are not padding, or None if there is no padding. Padding
                 comes first and is neither attended nor cached; its hidden states are finite but meaningless.
 
@@ -171,8 +171,8 @@ class LanguageModel(nn.Module, ABC):
             progress: fraction of the training steps that are done, from 0 to 1.
 
         Returns:
-            losses of the targets in nats (B, T); auxiliary losses in nats (B, T), which are trained but not reported,
-            and zero if the model has none; and the next memory.
+            losses of the targets in nats (B, T); auxiliary losses in nats (B, T), which are added to the training loss
+            but not reported, and are zero if the model has none; and the next memory.
         """
         hidden_BTD, memory = self(tokens_BT, memory)
         losses_BT = self.nats(hidden_BTD, targets_BT)
@@ -204,7 +204,8 @@ class LanguageModel(nn.Module, ABC):
             k: number of tokens.
 
         Returns:
-            their logits in descending order, up to a constant at each position, and their ids, each (B, T, K).
+            their logits in descending order (with an adaptive softmax, log-probabilities), and their
+            ids, each (B, T, K).
         """
         return self.softmax.topk(hidden_BTD, k)
 

@@ -1,10 +1,10 @@
 """A linear layer that is also fast for a single token.
 
-With few input rows, a matrix product is bound by reading the weights. On a CPU, torch's product of a row and a matrix
-reaches about two thirds of the memory bandwidth. Computed as a batch of products, one for each thread with its part of
-the weights, it comes close to the full bandwidth.
+With few input rows, the time of a matrix product is that of reading the weights. On a CPU, torch's product of a row and
+a matrix reaches about two thirds of the memory bandwidth. Computed as a batch of products, one for each thread with its
+part of the weights, it comes close to the full bandwidth.
 
-Shape suffixes: X rows, I input width, O output width (divided by the number of parts after Y), Y parts of the weights.
+Shape suffixes: X rows, I input width, O output width (of one part if Y precedes it), Y parts of the weights.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@
     x_BTD, cache = layer(x_BTD, cache, context)        a layer takes its own cache and returns the next one
 
 A memory has its full length from the first step: empty slots contain zeros, are not valid, and are not attended (unless
-the model has `attend_empty_memory`). So shapes stay the same from the first segment to the last. All kinds of memory
-share one interface: hidden states for training (in this file), keys and values for inference (`key_values.py`), the
-state of a recurrent network and plain tokens (both in `baselines/`).
+the model has `attend_empty_memory`). So shapes stay the same from the first segment to the last. A memory contains
+hidden states in training (in this file), keys and values in inference (`key_values.py`), the states of a recurrent
+network (`baselines/recurrent.py`), or token ids (`baselines/token_memory.py`); all share one interface.
 
 Shape suffixes: B batch size, T new tokens, M memory slots, S = M + T, D model width, X any size.
 """
@@ -38,7 +38,7 @@ class ContextLimits:
     attention_window: int | None = None
     """Number of keys that a query attends to, including its own position, or None for all keys."""
     clamp_length: int | None = None
-    """Distances above this one use its position encoding; None means no limit."""
+    """Distances above this one use the position encoding of this one; None means no limit."""
 
     def __post_init__(self) -> None:
         for name, minimum in (("memory_length", 0), ("attention_window", 1), ("clamp_length", 1)):
@@ -61,7 +61,7 @@ class LayerCache:
 
     @property
     def token_shape(self) -> tuple[int, ...]:
-        """Shape of what the cache holds of one token, by which a model recognizes caches that fit its layers."""
+        """Shape of what the cache holds of one token; a model uses it to check that a cache fits its layers."""
         return next(iter(self.tensors().values())).shape[2:]
 
     def tensors(self) -> dict[str, Tensor]:
@@ -74,7 +74,7 @@ class LayerCache:
 
     def resized(self, length: int) -> Self:
         """Return the cache with `length` slots: zeros are added in front, or the oldest slots are dropped."""
-        # a negative padding drops the oldest slots
+        # if the cache is to become shorter, the padding is negative, which drops the oldest slots
         return self.map(
             lambda tensor: F.pad(
                 tensor, [0, 0] * (tensor.ndim - 1 - self.slot_dim) + [length - tensor.shape[self.slot_dim], 0]
@@ -100,7 +100,7 @@ AnyMemory = TypeVar("AnyMemory", bound="Memory")
 
 @dataclass(frozen=True, eq=False)
 class Memory(Generic[Cache]):
-    """The caches of all layers; no method changes the memory it is called on."""
+    """The caches of all layers, with what is valid in them; methods return a new memory and do not change this one."""
 
     layers: tuple[Cache, ...]
     """One cache for each layer."""
@@ -111,7 +111,7 @@ class Memory(Generic[Cache]):
     """Number of tokens each batch row has read since its last reset (int64)."""
     context_limits: ContextLimits
     min_valid: int
-    """A lower bound of valid_B known without waiting for the device, so that a full memory needs no mask."""
+    """A lower bound of valid_B on the CPU, by which a full memory is recognized without waiting for the device."""
 
     @classmethod
     def empty(
@@ -144,7 +144,7 @@ class Memory(Generic[Cache]):
         Args:
             layers: the caches that the layers returned.
             num_new: T.
-            lengths_B: number of tokens of each batch row that are not padding, or None if all T are not.
+            lengths_B: number of tokens of each batch row that are not padding, or None if there is no padding.
         """
         num_read_B = num_new if lengths_B is None else lengths_B
         return replace(
@@ -219,7 +219,7 @@ class Memory(Generic[Cache]):
         return {**self.cache_tensors(), "valid": self.valid_B, "position": self.position_B}
 
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> Self:
-        """Return a memory with these tensors, named as in the result of `tensors`, in this memory's device and dtypes.
+        """Return a memory with these tensors, named as in the result of `tensors`, converted to its device and dtypes.
 
         Raises:
             UserError: the names or shapes differ from those of this memory.
@@ -261,7 +261,7 @@ class HiddenCache(LayerCache):
             hidden_BSD = torch.cat([old_BMD, new_BTD.to(old_BMD.dtype)], dim=1)
             return HiddenCache(padding_first(hidden_BSD, num_new, lengths_B)[:, num_new:].contiguous())
         if num_new >= num_old:
-            # contiguous: a view would keep the whole segment alive
+            # contiguous, because a view would keep the tensor of the whole segment allocated
             return HiddenCache(new_BTD[:, num_new - num_old :].contiguous())
         return HiddenCache(torch.cat([old_BMD[:, num_new:], new_BTD.to(old_BMD.dtype)], dim=1))
 

@@ -20,4 +20,4 @@ def with_matrices_in(model: AnyModel, dtype: torch.dtype) -> AnyModel:
     matrices = {id(module.weight): module.weight for module in model.modules() if isinstance(module, nn.Linear)}
     shared = {id(parameter): parameter for parameter in model.parameters()}
     converted = {key: nn.Parameter(matrix.detach().to(dtype), requires_grad=False) for key, matrix in matrices.items()}
-    return copy.deepcopy(model, {**shared, **converted})  # deepcopy's memo: these objects are not copied
+    return copy.deepcopy(model, {**shared, **converted})  # deepcopy's memo: it uses these objects instead of copies

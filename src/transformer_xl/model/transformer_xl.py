@@ -4,8 +4,8 @@
 
 The memory contains hidden states in training, and keys and values in inference, with the same results.
 
-Shape suffixes: B batch size, T new tokens, M memory slots, S = M + T keys, P distances with different position keys,
-D model width, N heads, H head width, L layers, V vocabulary.
+Shape suffixes: B batch size, T new tokens, M memory slots, S = M + T keys, P distances with different position keys
+(distances above clamp_length share one), D model width, N heads, H head width, L layers, V vocabulary.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from transformer_xl.model.memory import ContextLimits, HiddenCache, HiddenMemory
 
 @dataclass(frozen=True)
 class LayerTrace:
-    """The values that one layer computed, for attention maps and feature extraction."""
+    """The output, attention terms and cache of one layer, for attention maps and feature extraction."""
 
     output_BTD: Tensor
     """The layer's output, which is the next layer's input."""
@@ -85,7 +85,8 @@ class TransformerXL(LanguageModel):
     @override
     def inference_memory(self, batch_size: int, context_limits: ContextLimits | None = None) -> Memory:
         limits, config = context_limits or self.context_limits, self.config
-        if config.attend_empty_memory and config.norm_first:  # LayerNorm maps zeros to its bias, so keys are not 0
+        # LayerNorm maps the zeros of empty slots to its bias, so their keys would not be 0
+        if config.attend_empty_memory and config.norm_first:
             return self.initial_memory(batch_size, limits)
         shape = (batch_size, config.n_heads, limits.memory_length, config.head_dim)
         zeros_BNMH = self.content_bias.new_zeros(()).expand(shape)
@@ -111,7 +112,7 @@ class TransformerXL(LanguageModel):
         """Run the layers one by one and yield the output and the separate attention terms of each.
 
         Each term has B x N x T x S elements; unless the caller stores them, they are freed before the next layer runs.
-        For attention maps: dropout is not applied to the probabilities, and the reference kernel is used.
+        The reference kernel is used, without dropout of the probabilities, even in training.
 
         Args:
             tokens_BT: as for `forward`.
@@ -136,7 +137,7 @@ class TransformerXL(LanguageModel):
         num_new = x_BTD.shape[1]
         num_attended, num_encoded = self._num_distances(memory, num_new)
         valid_B = None if memory.all_valid or self.config.attend_empty_memory else memory.valid_B
-        if lengths_B is not None:
+        if lengths_B is not None:  # `padding_first` moves padding before the memory, where it masks like empty slots
             valid_B = (memory.length if valid_B is None else valid_B) - (num_new - lengths_B)
         return AttentionContext(
             num_distances=num_encoded,
@@ -148,7 +149,7 @@ class TransformerXL(LanguageModel):
         )
 
     def _num_distances(self, memory: Memory, num_new: int) -> tuple[int, int]:
-        """Return the number of attended distances, and the number of different encodings among them."""
+        """Return the number of attended distances and that of their encodings, which is smaller with clamp_length."""
         limits, num_keys = memory.context_limits, memory.length + num_new
         num_attended = min(num_keys, limits.attention_window or num_keys)
         return num_attended, num_attended if limits.clamp_length is None else min(num_attended, limits.clamp_length + 1)

@@ -1,1 +1,1 @@
-"""The other systems of the paper's tables, each a language model by the one contract."""
+"""The models that the paper compares Transformer-XL with; each is a `LanguageModel`."""

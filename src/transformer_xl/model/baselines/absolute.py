@@ -9,9 +9,9 @@ A token is predicted from the earlier tokens of its own segment only. To give ea
 segment, generation slides a window over the text token by token and recomputes all of it (`token_memory.py`).
 
 Auxiliary losses (Al-Rfou et al. 2018, in training only): each layer below the last predicts the next token with its own
-linear layer; layer l of L stops after the fraction l / (2 L) of training. Also, each position predicts the token after
-the next, at half the weight. Where we differ: until it stops, a layer's loss has weight 1 (the paper does not state the
-weight).
+linear layer; the loss of layer l of L is used until the fraction l / (2 L) of training. Also, each position predicts
+the token after the next with another linear layer, at half the weight. Where we differ: the loss of a layer below the
+last has weight 1 (the paper does not state the weight).
 
 Shape suffixes: B batch size, T tokens of a segment, M cached tokens, P = M + 1 tokens of a recomputed segment, D model
 width, N heads, H head width.
@@ -90,7 +90,7 @@ class AbsoluteLayer(nn.Module):
 
 
 class AbsoluteTransformer(LanguageModel):
-    """Embedding, layers with absolute positions, softmax."""
+    """Token embedding times sqrt(D), layers with absolute positions, softmax."""
 
     config: AbsoluteConfig  # pyrefly: ignore[bad-override-mutable-attribute]
 
@@ -107,15 +107,17 @@ class AbsoluteTransformer(LanguageModel):
         if isinstance(config, AlRfouConfig):
             num_positions = config.max_position_embeddings
             if num_positions is None:
-                raise UserError("al-rfou needs max_position_embeddings, the longest segment; give a number")
+                raise UserError("al-rfou needs max_position_embeddings; give the longest segment length in tokens")
             self.position_embeddings = nn.Parameter(torch.empty(config.n_layers, num_positions, config.d_model))
         self.layers = nn.ModuleList(AbsoluteLayer(config) for _ in range(config.n_layers))
         self.final_norm = make_final_norm(config)
         intermediate = range(1, config.n_layers) if config.intermediate_layer_losses else ()
-        two_targets = [*intermediate, config.n_layers] if config.num_targets > 1 else []
+        second_target_layers = [*intermediate, config.n_layers] if config.num_targets > 1 else []
         sizes = config.d_model, config.vocab_size
+        # linear layers of the auxiliary losses, by the number of the layer whose output they use (1 to L): they predict
+        # the next token, and the token after the next
         self.next_heads = nn.ModuleDict({str(layer): nn.Linear(*sizes) for layer in intermediate})
-        self.second_heads = nn.ModuleDict({str(layer): nn.Linear(*sizes) for layer in two_targets})
+        self.second_heads = nn.ModuleDict({str(layer): nn.Linear(*sizes) for layer in second_target_layers})
         self.init_weights()
 
     @override
@@ -168,15 +170,15 @@ class AbsoluteTransformer(LanguageModel):
             actual = "no tokens" if tokens_BT is None else f"tokens of shape {tuple(tokens_BT.shape)}"
             raise UserError(f"{actual} for a memory of batch size {memory.batch_size}; give tokens of the same batch")
         parts_BTD: list[Tensor] = []
-        empty = self.initial_memory(len(tokens_BT), ContextLimits(0, memory.context_limits.attention_window))
+        no_memory = self.initial_memory(len(tokens_BT), ContextLimits(0, memory.context_limits.attention_window))
         num_remaining = tokens_BT.shape[1]
         for part_BT in tokens_BT.split(memory.length + 1, dim=1):
             num_new = part_BT.shape[1]
             num_remaining -= num_new
-            # padding comes first, so the last parts of a batch row have none
+            # padding comes first in a batch row, so only its first parts contain padding
             part_lengths_B = None if lengths_B is None else (lengths_B - num_remaining).clamp(0, num_new)
             segment_BP, segment_lengths_B, memory = memory.append(part_BT, part_lengths_B)
-            hidden_BPD, _ = self(segment_BP, empty, lengths_B=segment_lengths_B)
+            hidden_BPD, _ = self(segment_BP, no_memory, lengths_B=segment_lengths_B)
             parts_BTD.append(hidden_BPD[:, -num_new:])
         return torch.cat(parts_BTD, dim=1), memory
 
@@ -186,9 +188,9 @@ class AbsoluteTransformer(LanguageModel):
         self.config.check_context_limits(segment_length=num_new)
         index_T = torch.arange(num_new, device=x_BTD.device)
         position_BT = index_T[None] if lengths_B is None else index_T - (num_new - lengths_B)[:, None]
-        row_BT = position_BT.clamp(min=0)  # padding has negative positions
+        row_BT = position_BT.clamp(min=0)  # of a table of position vectors; padding has negative positions
         if self.position_embeddings is None:
-            # flipped, because distances are encoded in descending order
+            # flipped, because encode_distances returns encodings in descending order
             sinusoids_TD = encode_distances(num_new, x_BTD.shape[2], like=x_BTD).flip(0)
             x_BTD = x_BTD + sinusoids_TD.to(x_BTD.dtype)[row_BT]
         x_BTD = self.dropout(x_BTD)
@@ -214,13 +216,14 @@ class AbsoluteTransformer(LanguageModel):
             if number < num_layers:
                 hidden_BTD = self._final(hidden_BTD)
                 if progress >= number / (2 * num_layers):
-                    hidden_BTD = hidden_BTD[:0]  # the loss of an empty batch has gradients of zero instead of None
+                    hidden_BTD = hidden_BTD[:0]  # an empty batch, whose loss has gradients of zero instead of None
             for heads, weight, offset in ((self.next_heads, 1.0, 0), (self.second_heads, _SECOND_TARGET_WEIGHT, 1)):
                 if str(number) in heads:
                     auxiliary_BT = auxiliary_BT + weight * _loss(heads[str(number)], hidden_BTD, targets_BT, offset)
         return losses_BT, auxiliary_BT, memory
 
     def _final(self, x_BTD: Tensor) -> Tensor:
+        """Apply the final LayerNorm (if any) and dropout to a layer's output."""
         return self.dropout(self.final_norm(x_BTD))
 
 

@@ -4,17 +4,19 @@ LSTM (Hochreiter & Schmidhuber 1997, with forget gates by Gers et al. 2000):
 
     i, f, z, o = gates(W x_t + U h_(t-1) + b)     c_t = f * c_(t-1) + i * z     h_t = o * tanh(c_t)
 
-QRNN with fo-pooling (Bradbury et al. 2017), whose gates depend on inputs only: the current one, or also the previous:
+QRNN with fo-pooling (forget gate f and output gate o; Bradbury et al. 2017). Its gates depend on inputs only: with
+qrnn_kernel_size 1 on the current one, with 2 also on the previous one:
 
     z, f, o = gates(W [x_(t-1) ; x_t] + b)        c_t = f * c_(t-1) + (1 - f) * z     h_t = o * c_t
 
-z is a tanh, the other gates are sigmoids. Everything in a QRNN but a linear recurrence is computed for all positions at
-once, and so is that recurrence (`scan.py`). Zoneout (Krueger et al. 2017) sets random elements of f to 1 in training.
+z is a tanh, the other gates are sigmoids. A QRNN computes its gates for all positions at once, and then c_t, a linear
+recurrence, without a loop over positions (`scan.py`). Zoneout (Krueger et al. 2017) sets random elements of f to 1 in
+training.
 
-Where we differ: an LSTM has one bias where torch has two, which are only ever added; forget gates start with bias 1, so
-that a new model remembers. Dropout is applied to the embedding and to the output of every layer. There is no LayerNorm
-to rescale small activations, so initial weights give activations and gates variance 1; with Transformer-XL's initial
-weights, the loss of three layers took several times as many steps to start falling.
+Where we differ: an LSTM has one bias where torch has two, of which only the sum matters; forget gates start with bias
+1, so that a new model remembers. Dropout is applied to the embedding and to the output of every layer. There is no
+LayerNorm to rescale small activations, so initial weights give activations and gates variance 1; with Transformer-XL's
+initial weights, the loss of three layers took several times as many steps to start falling.
 
 Shape suffixes: B batch size, T new tokens, D model width, X vectors of a state: h and c of an LSTM; c of a QRNN and the
 earlier inputs that its gates need; W width of the inputs that the gates of a QRNN depend on (kernel size times D).
@@ -35,15 +37,15 @@ from transformer_xl.model.baselines.scan import linear_recurrence
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import ContextLimits, LayerCache, Memory
 
-_FORGET_BIAS = 1.0  # Jozefowicz et al. 2015
+_FORGET_BIAS = 1.0  # initial bias of forget gates, as recommended by Jozefowicz et al. 2015
 
 
 @dataclass(frozen=True, eq=False)
 class RecurrentCache(LayerCache):
     """The state of a layer after the last token of each batch row; zeros before the first token.
 
-    A state has no slots: it may depend on all earlier tokens. So every memory_length above 0 means the same, and 0
-    means that no state is passed from one segment to the next.
+    A state has no slots: it may depend on all earlier tokens. So all values of memory_length above 0 have the
+    same effect, and with 0 no state is passed from one segment to the next.
     """
 
     state_BXD: Tensor
@@ -110,7 +112,7 @@ class LSTMLayer(nn.Module):
 
 
 def _supported_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Return a context without autocast where torch's LSTM would fail with it: on CPUs without bfloat16 products."""
+    """Return a context without autocast on CPUs without bfloat16 support, where torch's LSTM would fail with it."""
     fails = device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return torch.autocast("cpu", enabled=False) if fails else nullcontext()
 
@@ -166,7 +168,7 @@ class QRNNLayer(nn.Module):
 
 
 class RecurrentModel(LanguageModel):
-    """Embedding, layers of LSTM or QRNN, softmax."""
+    """Token embedding times sqrt(D), layers of LSTM or QRNN, softmax."""
 
     config: RecurrentConfig  # pyrefly: ignore[bad-override-mutable-attribute]
 
@@ -196,7 +198,8 @@ class RecurrentModel(LanguageModel):
     @override
     def initial_memory(self, batch_size: int, context_limits: ContextLimits | None = None) -> Memory[RecurrentCache]:
         limits = self.check_limits(context_limits)
-        # not like a layer's weights, which may be rounded (`precision.py`): a state is a sum over the whole text
+        # in the dtype of the softmax bias: layers may have bfloat16 weights (`precision.py`), but a state is a sum over
+        # the whole text, for which bfloat16 is too inexact
         like = self.softmax.bias
         # not like.new_zeros: `like` may be sharded over processes (fsdp), but memory is not
         zeros = (torch.zeros(batch_size, *self.state_shape, dtype=like.dtype, device=like.device) for _ in self.layers)

@@ -2,10 +2,11 @@
 
     c_t = keep_t c_(t-1) + added_t
 
-The method is doubling (Hillis & Steele 1986): if each position has the combined effect of the s steps up to it,
-combining that with the effect of the s steps before gives 2 s steps. So T steps take log2(T) operations on whole
-tensors. Without divisions and logarithms, products of numbers below 1 become small but never overflow, however long the
-text is. The gradient is the same kind of recurrence, from the last position to the first.
+The method is doubling (Hillis & Steele 1986): s steps together are again c_t = keep c_(t-s) + added. If this keep and
+added are known for the s steps up to each position, combining those of two neighbouring ranges gives them for 2 s
+steps. So T steps take log2(T) operations on whole tensors. Without divisions and logarithms, products of numbers below
+1 become small but never overflow, however long the text is. The gradient is the same kind of recurrence, from the last
+position to the first.
 
 Shape suffixes: B batch size, T new tokens, D width.
 """

@@ -5,7 +5,7 @@
 
 Of Transformer-XL's four attention terms these are (a), content, and (b), position; there are no content and position
 biases and no r_proj, because the learned vector replaces the projected encoding W_{k,R} R[d]. Everything else is that
-of Transformer-XL, kernels and memories included; with memory_length 0 it is the model without recurrence. Where we
+of Transformer-XL, kernels and memories included; with memory_length 0 it has no recurrence, as in Shaw et al. Where we
 differ from Shaw et al.: they also add learned vectors to the values.
 
 Shape suffixes: P distances, N heads, H head width.
@@ -64,7 +64,7 @@ class ShawTransformer(TransformerXL):
         for layer in self.layers:
             assert isinstance(layer, Layer)
             layer.attention = ShawAttention(config)
-        # in place of the biases of Transformer-XL: zeros that are neither trained nor saved
+        # the biases of Transformer-XL are replaced by zeros that are neither trained nor saved
         zeros_1NH = torch.zeros_like(self.content_bias[:1]).detach()
         del self.content_bias, self.position_bias
         self.register_buffer("content_bias", zeros_1NH, persistent=False)

@@ -5,7 +5,7 @@
 So each new token is predicted from the longest context that fits a segment, all of it recomputed: the sliding window of
 Al-Rfou et al. 2018.
 
-Shape suffixes: B batch size, T new tokens, M cached tokens, S = M + T, P = M + 1 tokens of a segment.
+Shape suffixes: B batch size, T new tokens, M cached tokens, S = M + T, P = M + 1 tokens of a segment (the longest).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class TokenMemory(Memory[TokenCache]):
                 comes first.
 
         Returns:
-            the last P tokens of each batch row; the number of them that are not padding, or None if all are not; and
+            the last P tokens of each batch row; the number of them that are not padding, or None without padding; and
             the next memory.
         """
         num_new, segment_length = tokens_BT.shape[1], self.length + 1

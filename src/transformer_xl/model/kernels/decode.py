@@ -24,10 +24,9 @@ def attend(inputs: AttentionInputs, mask: AttentionMask) -> Tensor:
     content_GTH = _by_head((inputs.q_BTNH + inputs.content_bias_NH) * d_head**-0.5, num_queries)
     position_GTH = _by_head((inputs.q_BTNH + inputs.position_bias_NH) * d_head**-0.5, num_queries)
     r_PNH = inputs.position_key_PNH
-    num_near = min(num_attended, r_PNH.shape[0])
+    num_near = min(num_attended, len(r_PNH))  # number of attended distances that are not clamped
     position_BNTP = torch.matmul(
-        position_GTH.view(batch_size, num_heads, num_queries, d_head),
-        r_PNH[r_PNH.shape[0] - num_near :].permute(1, 2, 0),
+        position_GTH.view(batch_size, num_heads, num_queries, d_head), r_PNH[len(r_PNH) - num_near :].permute(1, 2, 0)
     )
     num_clamped = min(mask.num_clamped, num_attended - num_near)
     bias_BNTK = shifted(position_BNTP, num_keys=num_attended, num_clamped=num_clamped)
