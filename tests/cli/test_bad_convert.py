@@ -74,9 +74,9 @@ def replace_file(old: str, new: str, content: bytes) -> None:
     [
         ({"model_type": "gpt2"}, r"config.json: a model of type 'gpt2'; only 'transfo-xl'"),
         ({"model_type": "x" * 9999}, r"of type 'x{59}; only"),
-        ({"attn_type": 2}, r"attn_type 2 cannot be expressed here; only 0, the paper's"),
-        ({"ext_len": 4}, r"ext_len 4 cannot be expressed here; only 0, no extended context"),
-        ({"sample_softmax": 5}, r"sample_softmax 5 cannot be expressed here; only -1, the full softmax"),
+        ({"attn_type": 2}, r"attn_type 2 cannot be converted; only 0, the paper's"),
+        ({"ext_len": 4}, r"ext_len 4 cannot be converted; only 0, no extended context"),
+        ({"sample_softmax": 5}, r"sample_softmax 5 cannot be converted; only -1, the full softmax"),
         ({"div_val": 2, "tie_projs": [True, False, True]}, r"tie_projs \[True, False, True\] cannot be"),
         ({"mem_len": 0}, r"same_length with mem_len 0 leaves no key"),
         ({"d_model": "8"}, r"config.json: d_model is '8'; expected an integer"),
@@ -125,9 +125,9 @@ DAMAGED_FILES: dict[str, Case] = {
         lambda: replace_file("hub/model.safetensors", "hub/model.safetensors.index.json",
                              b'{"weight_map": {"a": "../a.safetensors"}}'), "hub", r"names a file outside its folder"),
     "too few words": (
-        lambda: Path("hub/vocab.json").write_text('["a", "b"]'), "hub", r"has 2 tokens, but the model 23"),
+        lambda: Path("hub/vocab.json").write_text('["a", "b"]'), "hub", r"has 2 tokens, but the model has 23"),
     "number as vocabulary": (lambda: Path("hub/vocab.json").write_text("7"), "hub", r"vocab.json.* words"),
-    "attn_type of another module": (lambda: change_module(attn_type=3), "official", r"attn_type 3 cannot be expressed"),
+    "attn_type of another module": (lambda: change_module(attn_type=3), "official", r"attn_type 3 cannot be converted"),
     "other module": (
         lambda: torch.save(torch.nn.Linear(2, 2), "official/model.pt"), "official",
         r"contains torch.nn.modules.linear.Linear; expected the authors' MemTransformerLM"),

@@ -35,7 +35,7 @@ def golden(name: str) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Tens
 def hugging_face_folder(
     folder: Path, config: dict[str, Any], weights: dict[str, Tensor], words: list[str] | None = None
 ) -> Path:
-    """Write a model as its save_pretrained does, and its vocabulary to vocab.json."""
+    """Write a model as save_pretrained of transformers does, and its vocabulary to vocab.json."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     save_file({name: weight.clone() for name, weight in weights.items()}, folder / "model.safetensors")

@@ -6,6 +6,8 @@
 Each file contains a small TransfoXL model (its weights, and its configuration as metadata) and what transformers
 computes with it in float32: log-probabilities of three segments with memory, the memory itself, the loss, and the
 greedily generated tokens.
+
+Shape suffixes: B batch rows, T tokens, V vocabulary, L layers, M memory slots, D model width.
 """
 
 from __future__ import annotations
@@ -28,12 +30,13 @@ CASES: dict[str, dict[str, Any]] = {
     "narrow-tails": {"div_val": 2},
     "narrower-tails": {"cutoffs": [5, 11, 17], "div_val": 4, "d_embed": 64, "n_layer": 1},
     "tied-biases": {"div_val": 2, "untie_r": False, "proj_share_all_but_first": False},
+    # without clusters; then also with a softmax whose weights are not tied to the embedding
     "one-softmax": {"cutoffs": [], "same_length": False, "clamp_len": -1},
     "own-softmax": {"cutoffs": [], "tie_word_embeddings": False, "d_embed": 10, "layer_norm_epsilon": 0.1},
     "pre-norm": {"pre_lnorm": True, "d_embed": 6, "untie_r": False},
     "without-memory": {"mem_len": 0, "same_length": False},
 }
-SEGMENTS = (7, 7, 5)
+SEGMENTS = (7, 7, 5)  # lengths in tokens
 
 
 def make(name: str, settings: dict[str, Any]) -> None:

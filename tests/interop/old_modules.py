@@ -111,6 +111,7 @@ def old_modules() -> Iterator[None]:
 
 
 def _with(module: nn.Module, **attributes: Any) -> Any:
+    """Set attributes of a module, and return it."""
     for name, value in attributes.items():
         setattr(module, name, value)
     return module
@@ -121,12 +122,12 @@ def _random(*size: int) -> nn.Parameter:
 
 
 def old_model(config: OldConfig, seed: int = 5) -> Any:
-    """Return a module with their submodules and attributes, and random weights."""
+    """Return a module with the submodules and attributes of the authors' or NVIDIA's model, and random weights."""
     torch.manual_seed(seed)
     boundaries = [0, *config.cutoffs, config.n_token]
     sizes = [config.n_token] if config.div_val == 1 else [stop - start for start, stop in pairwise(boundaries)]
     widths = [config.d_embed // config.div_val**index for index in range(len(boundaries) - 1)]
-    tables = list(zip(sizes, widths, strict=False))
+    tables = list(zip(sizes, widths, strict=False))  # number of tokens and width of each embedding table
     projected_widths = widths if config.div_val > 1 or config.d_embed != config.d_model else []
     embedding = _with(
         AdaptiveEmbedding(), n_token=config.n_token, cutoffs=boundaries[1:], div_val=config.div_val,

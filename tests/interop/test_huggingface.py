@@ -82,7 +82,7 @@ def test_settings_missing_in_config_json_have_the_defaults_of_transformers(tmp_p
 def test_conversion_there_and_back_is_bit_identical(case: str, tmp_path: Path) -> None:
     config, weights, _ = golden(case)
     convert(hugging_face_folder(tmp_path / "hub", config, weights), tmp_path / "run")
-    assert convert(tmp_path / "run", tmp_path / "back", to="huggingface").remarks == ()
+    assert convert(tmp_path / "run", tmp_path / "back", to="huggingface").notes == ()
     back = load_file(tmp_path / "back" / "model.safetensors")
     assert back.keys() == weights.keys()
     for name, weight in weights.items():
@@ -118,21 +118,21 @@ def test_other_architecture_is_not_exported(tmp_path: Path) -> None:
     assert not (tmp_path / "hub").exists()
 
 
-def exported_values(run: Path, file: str, remark: str | None) -> Any:
-    """Export a run to the folder `hub` next to it, check the remark, and return the contents of a JSON file there."""
-    remarks = convert(run, run.parent / "hub", to="huggingface").remarks
-    assert len(remarks) == (remark is not None)
-    assert remark is None or re.search(remark, remarks[0])
+def exported_values(run: Path, file: str, note: str | None) -> Any:
+    """Export a run to the folder `hub` next to it, check the note, and return the contents of a JSON file there."""
+    notes = convert(run, run.parent / "hub", to="huggingface").notes
+    assert len(notes) == (note is not None)
+    assert note is None or re.search(note, notes[0])
     return json.loads((run.parent / "hub" / file).read_text())
 
 
-def test_export_remarks_on_empty_memory_that_is_not_attended(tmp_path: Path) -> None:
+def test_export_notes_that_transformers_attends_to_empty_memory(tmp_path: Path) -> None:
     make_run(tmp_path / "run", attend_empty_memory=False)
     exported_values(tmp_path / "run", "config.json", "first segments will differ")
 
 
 @pytest.mark.parametrize(
-    ("window", "evaluation", "expected", "remark"),
+    ("window", "evaluation", "expected", "note"),  # expected: mem_len, same_length and clamp_len
     [
         (9, {"clamp_length": 7}, (9, True, 7), None),
         (None, {"attention_window": 9}, (9, True, 5), None),
@@ -142,16 +142,16 @@ def test_export_remarks_on_empty_memory_that_is_not_attended(tmp_path: Path) -> 
     ],
 )
 def test_evaluation_lengths_are_exported(
-    window: int | None, evaluation: dict[str, int], expected: tuple[Any, ...], remark: str | None,
+    window: int | None, evaluation: dict[str, int], expected: tuple[Any, ...], note: str | None,
    tmp_path: Path,
 ) -> None:  # fmt: skip
     make_run(tmp_path / "run", attention_window=window, clamp_length=5, evaluation=evaluation)
-    values = exported_values(tmp_path / "run", "config.json", remark)
+    values = exported_values(tmp_path / "run", "config.json", note)
     assert (values["mem_len"], values["same_length"], values["clamp_len"]) == expected
 
 
 @pytest.mark.parametrize(
-    ("words", "settings", "remark"),
+    ("words", "settings", "note"),
     [
         (WORDS, {"pre_tokenizer": "moses", "lowercase": True}, None),
         (WORDS, {}, "does not split text as 'whitespace'"),
@@ -159,9 +159,9 @@ def test_evaluation_lengths_are_exported(
         (["caf\xa0e", "caf", *WORDS[2:]], {"pre_tokenizer": "moses"}, "truncated in vocab.txt"),
     ],
 )
-def test_tokenizer_is_exported(words: list[str], settings: dict[str, Any], remark: str | None, tmp_path: Path) -> None:
+def test_tokenizer_is_exported(words: list[str], settings: dict[str, Any], note: str | None, tmp_path: Path) -> None:
     make_run(tmp_path / "run", tokenizer=tokenizer_from_words(words, "test", **settings))
-    values = exported_values(tmp_path / "run", "tokenizer_config.json", remark)
+    values = exported_values(tmp_path / "run", "tokenizer_config.json", note)
     lower_case = settings.get("lowercase", False)
     assert values == {"tokenizer_class": "TransfoXLTokenizer", "lower_case": lower_case}
     convert(tmp_path / "hub", tmp_path / "back")
@@ -185,7 +185,7 @@ def test_tokenizer_config_overrides_pickled_vocabulary(lower_case: bool, tmp_pat
         assert tokenizer.pre_tokenizer.lowercase == expected
 
 
-def test_sharded_weights_under_their_other_names_are_imported(tmp_path: Path) -> None:
+def test_sharded_and_tied_weights_under_alternative_names_are_imported(tmp_path: Path) -> None:
     """A tied weight can be stored under the name that the table of weight_names.py does not list."""
     config, weights, expected = golden("tied-biases")
     hugging_face_folder(tmp_path / "hub", config, weights)

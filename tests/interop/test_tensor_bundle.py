@@ -72,7 +72,7 @@ def block(entries: list[tuple[bytes, bytes]]) -> bytes:
         num_shared = len(previous) if name.startswith(previous) else 0
         content += varint(num_shared) + varint(len(name) - num_shared) + varint(len(value)) + name[num_shared:] + value
         previous = name
-    return content + struct.pack("<II", 0, 1)
+    return content + struct.pack("<II", 0, 1)  # the positions of entries for binary search: only 0; their number: 1
 
 
 def table(*blocks: bytes, compression: int = 0) -> bytes:
@@ -85,6 +85,10 @@ def table(*blocks: bytes, compression: int = 0) -> bytes:
     footer = b"".join(map(varint, (len(content), len(metadata), len(content) + len(metadata) + 5, len(index))))
     content += stored_block(metadata) + stored_block(index)
     return content + footer.ljust(40, b"\0") + struct.pack("<Q", 0xDB4775248B80FB57)
+
+
+# A field of a protocol-buffer message begins with a byte: 8 * its number + its wire type (0 integer, 2 bytes). In the
+# message of a tensor the fields are 1 dtype, 2 shape, 3 number of the data file, 5 size in bytes and 7 slices.
 
 
 def entry(shape: tuple[int, ...], size: int, dtype: int = 1, more_fields: bytes = b"") -> bytes:
@@ -100,7 +104,7 @@ def write_bundle(folder: Path, index: bytes) -> Path:
     return folder / "a"
 
 
-HEADER = (b"", b"\x08\x01")
+HEADER = (b"", b"\x08\x01")  # name and value of the first entry: there is 1 data file
 
 
 def table_with(name: bytes, value: bytes) -> bytes:
@@ -125,8 +129,8 @@ def test_table_of_several_blocks(tmp_path: Path) -> None:
         (table_with(b"x", b"\x08" + b"\xff" * 10), "integer is too long"),
         (table_with(b"x", b"\x12\x07a"), "longer than its message"),
         (table_with(b"x", b"\x0b"), "field of wire type 3"),
-        (table_with(b"x", b"\x0a\x01a"), "field has another type"),
-        (table_with(b"x", b"\x10\x01"), "field has another type"),
+        (table_with(b"x", b"\x0a\x01a"), "field has another type"),  # the dtype is text
+        (table_with(b"x", b"\x10\x01"), "field has another type"),  # the shape is an integer
         (table_with(b"x", entry((1,) * 9, 4)), "9 dimensions"),
         (table_with(b"\xff", b""), "can't decode byte 0xff"),
         (table(b"\xff" * 8), "block is shorter"),
@@ -178,7 +182,7 @@ def test_every_changed_byte_is_detected(tmp_path: Path) -> None:
         shutil.copy(file, tmp_path)
     prefix, path = tmp_path / "model.ckpt-17", tmp_path / "model.ckpt-17.index"
     content, intact = path.read_bytes(), TensorBundle.open(prefix)
-    footer_without_magic_number = range(len(content) - 48, len(content) - 8)  # it contains padding
+    footer_without_magic_number = range(len(content) - 48, len(content) - 8)  # with padding, which nothing checks
     for position in sorted(set(range(len(content))) - set(footer_without_magic_number)):
         path.write_bytes(content[:position] + bytes([content[position] ^ 0x41]) + content[position + 1 :])
         with pytest.raises(UserError, match="damaged"):

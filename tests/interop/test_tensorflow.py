@@ -131,14 +131,14 @@ def test_lengths_and_dropout_of_published_model_come_from_its_recipe(
     folder = with_corpus(tmp_path / "wt103", "words", "wt103", WORDS)
     unpublished = tensorflow.read(folder)
     assert (unpublished.train, unpublished.evaluation) == ({}, {})
-    assert "do not contain the segment, memory and clamp lengths" in unpublished.remarks[-1]
-    remarks = tensorflow.read(with_corpus(tmp_path / "enwik8", "bytes", "enwik8", WORDS)).remarks
-    assert "removed all newlines" in remarks[0]
+    assert "do not contain the segment, memory and clamp lengths" in unpublished.notes[-1]
+    notes = tensorflow.read(with_corpus(tmp_path / "enwik8", "bytes", "enwik8", WORDS)).notes
+    assert "removed all newlines" in notes[0]
     recipe = load_recipe("wikitext-103-large")
     small = recipe.model_copy(update={"model": {**recipe.model, **SIZES}})
     monkeypatch.setattr(tensorflow, "load_recipe", {"wikitext-103-large": small}.__getitem__)
     imported = tensorflow.read(folder)
-    assert imported.remarks == ()
+    assert imported.notes == ()
     assert convert(folder, tmp_path / "run").format == "tensorflow"
     assert (imported.train, imported.model["dropout"]) == ({"segment_length": 384, "memory_length": 384}, 0.2)
     lengths = {"segment_length": 128, "memory_length": 1600, "attention_window": 1601, "clamp_length": 1000}
@@ -156,7 +156,7 @@ def test_malicious_corpus_is_refused(tmp_path: Path) -> None:
 
 def test_files_of_different_models_are_refused(tmp_path: Path) -> None:
     folder = with_corpus(tmp_path / "old", "words", "wt103", WORDS[:-1])
-    with pytest.raises(UserError, match="has 60 tokens, but the model 61"):
+    with pytest.raises(UserError, match="has 60 tokens, but the model has 61"):
         convert(folder, tmp_path / "run")
     (folder / "data" / "corpus-info.json").write_text('{"vocab_size": 267735}')
     with pytest.raises(UserError, match=r"corpus-info\.json has another vocab_size than the checkpoint"):

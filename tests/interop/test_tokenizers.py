@@ -29,7 +29,7 @@ ID_OF_WORD = {word: WORDS.index(word) for word in sorted(WORDS)}
         ("vocab.json", json.dumps(ID_OF_WORD)),
         ("vocab.json", json.dumps(WORDS)),
         ("vocab.json", json.dumps({"sym2idx": ID_OF_WORD})),
-        ("vocab.txt", "".join(f"{word} 7\n" for word in WORDS)),
+        ("vocab.txt", "".join(f"{word} 7\n" for word in WORDS)),  # each line has a word and its count
     ],
 )
 def test_order_of_words_in_json_and_text_is_kept(name: str, content: str, tmp_path: Path) -> None:

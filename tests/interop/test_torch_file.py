@@ -1,4 +1,6 @@
-"""Files of torch.save in both forms: the saved tensors, memory-mapped, and no access beyond the file."""
+"""Files of torch.save, as zip archives and as the stream of older versions: the saved tensors,
+memory-mapped, and no access beyond the file.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,7 @@ def test_tensors_equal_the_saved_ones(is_archive: bool, tmp_path: Path) -> None:
         assert read_tensor.dtype == tensor.dtype
         assert torch.equal(read_tensor, tensor.detach()), name
     whole, part = (file.tensor(file.value[name]) for name in ("whole", "part"))
-    assert part.data_ptr() == whole[1, 1].data_ptr()  # shared in the file, shared here
+    assert part.data_ptr() == whole[1, 1].data_ptr()  # elements shared in the file are shared in memory
 
 
 def test_writing_to_a_tensor_does_not_change_the_file(tmp_path: Path) -> None:
@@ -85,7 +87,7 @@ def test_storage_keys_that_are_not_strings_are_refused(tmp_path: Path) -> None:
     stream = io.BytesIO(content)
     for _ in range(3):
         pickle.load(stream)
-    (key,) = re.findall(rb"\d{6,}", content[stream.tell() :])[:1]  # of the only storage
+    (key,) = re.findall(rb"\d{6,}", content[stream.tell() :])[:1]  # key of the only storage, a number
     keys = pickle.dumps([key.decode()], 2)
     assert keys in content
     path.write_bytes(content.replace(keys, pickle.dumps([[]], 2)))
@@ -118,7 +120,7 @@ def test_changed_archive_is_refused(
 
 
 @both_forms
-def test_truncated_file_gives_one_line(is_archive: bool, tmp_path: Path) -> None:
+def test_truncated_file_gives_an_error_of_one_line(is_archive: bool, tmp_path: Path) -> None:
     content = saved(tmp_path / "a.pt", {"a": torch.zeros(9), "b": [1, "x"]}, is_archive=is_archive).read_bytes()
     for length in range(0, len(content), 13):
         (tmp_path / "b.pt").write_bytes(content[:length])

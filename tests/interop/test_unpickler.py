@@ -153,8 +153,8 @@ def test_nothing_is_imported_and_no_class_is_changed() -> None:
 
 
 def test_value_outside_the_pickle_is_requested_by_its_id() -> None:
-    for content, label in ((b"P12\n.", "12"), (b"\x80\x02(X\x01\x00\x00\x00a\x4b\x01tQ.", ("a", 1))):
-        assert read_pickle(io.BytesIO(content), allow_nothing, "some.pkl", lambda label: [label]) == [label]
+    for content, persistent_id in ((b"P12\n.", "12"), (b"\x80\x02(X\x01\x00\x00\x00a\x4b\x01tQ.", ("a", 1))):
+        assert read_pickle(io.BytesIO(content), allow_nothing, "some.pkl", lambda value: [value]) == [persistent_id]
         with pytest.raises(UserError, match=DAMAGED):
             read(content)
     assert read(b"ctorch\nFloatStorage\n.", allow_everything) == GlobalName("torch.FloatStorage")
@@ -174,13 +174,14 @@ def test_truncated_or_changed_pickle_gives_user_error(protocol: int) -> None:
             read(bytes(changed), allow_everything)
 
 
+# small pickles with a huge memo index, declared length or integer, or which copy one value many times
 MEMORY_BOMBS = {
     "memo": b"\x80\x02Nr\xff\xff\xff\x7f.",
     "bytes": b"\x80\x04\x8e" + struct.pack("<Q", 2**60) + b".",
     "text": b"\x80\x04\x8d" + struct.pack("<Q", 2**40) + b".",
     "frame": b"\x80\x04\x95" + struct.pack("<Q", 2**62) + b"N.",
-    "number": b"\x80\x02\x8b" + struct.pack("<i", 2**30) + b"\x01.",
-    "negative": b"\x80\x02\x8b" + struct.pack("<i", -5) + b"\x01.",
+    "integer of declared length": b"\x80\x02\x8b" + struct.pack("<i", 2**30) + b"\x01.",
+    "negative length": b"\x80\x02\x8b" + struct.pack("<i", -5) + b"\x01.",
     "long integer": b"\x80\x02\x8b" + struct.pack("<i", 2000) + b"\x01" * 2000 + b".",
     "digits": b"I" + b"9" * 100_000 + b"\n.",
     "copies": b"\x80\x02}q\x00(" + b"".join(b"M" + struct.pack("<H", number) + b"N" for number in range(5000))
@@ -206,9 +207,9 @@ def test_small_file_cannot_fill_the_memory(name: str) -> None:
 
 HARMFUL_KEYS = {
     "nested tuples": b"})" + b"\x85" * 200_000 + b"Ns.",
-    "tuple that doubles": b"})" + b"2\x86" * 60 + b"Ns.",
+    "tuple of two references to the tuple before, 60 times": b"})" + b"2\x86" * 60 + b"Ns.",
     "nested values from outside the pickle": b"}N" + b"Q" * 3000 + b"Ns.",
-    "the same in a call": b"ccollections\nOrderedDict\n]N" + b"Q" * 3000 + b"N\x86a\x85R.",
+    "nested outside values in a call": b"ccollections\nOrderedDict\n]N" + b"Q" * 3000 + b"N\x86a\x85R.",
     "nested tuples in a call": b"ccollections\nOrderedDict\n])" + b"\x85" * 200_000 + b"N\x86a\x85R.",
     "item of an object": b"ca\nb\n)R)" + b"\x85" * 200_000 + b"Ns.",
     "dictionary from a MARK": b"()" + b"\x85" * 200_000 + b"Nd.",

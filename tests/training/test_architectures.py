@@ -26,7 +26,8 @@ def test_auxiliary_losses_train_but_are_not_in_the_metrics(tmp_path: Path) -> No
 
 
 def test_intermediate_layer_losses_stop_with_the_progress_of_training(tmp_path: Path) -> None:
-    """With two layers, the first predicts in the first quarter of training; then its head does not change any more."""
+    """With two layers, the first predicts in the first quarter of training; then the weights of its head stay
+    the same."""
     corpus = letters_corpus(tmp_path / "corpus", 70, 0)
     model = {"architecture": "al-rfou", "intermediate_layer_losses": True}
     trainer = start(tmp_path / "run", corpus, model=model, max_steps=8, warmup_steps=0, beta1=0.0)
@@ -58,5 +59,5 @@ def test_generation_without_memory_uses_the_last_segment(tmp_path: Path, archite
                 tokens.append(int(run.model.logits(hidden_BTD)[0, -1].argmax()))
         return tokens[len(prompt) :]
 
-    assert list(generated.token_ids) == expected_tokens(7)
+    assert list(generated.token_ids) == expected_tokens(7)  # the segment length
     assert list(generated.token_ids) != expected_tokens(1)

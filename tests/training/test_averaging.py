@@ -39,7 +39,7 @@ def averaged_weights(model: Any, average: WeightAverage) -> Tensor:
 @pytest.mark.parametrize("start_step", [0, 3, 10])
 @pytest.mark.parametrize("decay", [None, 0.0, 0.9, 0.999])
 def test_average_equals_the_weighted_mean(make_model, start_step: int, decay: float | None) -> None:
-    """The uniform average is that with a decay of 1."""
+    """A decay of None stands for the uniform average, which equals an exponential one with a decay of 1."""
     kind = {"weight_average": "uniform"} if decay is None else {"weight_average": "ema", "ema_decay": decay}
     model = make_model()
     average = WeightAverage(model, TrainConfig(**kind, average_start_step=start_step))
@@ -104,7 +104,7 @@ def test_average_is_validated_and_saved(tmp_path: Path, settings: dict[str, Any]
     assert (last["split"], last["step"]) == ("valid", 17)
     assert last["nats_per_token"] == trainer.state.best_nats
     tokens = corpus.split("valid").tokens
-    expected = validation_nats(best, tokens) / 41
+    expected = validation_nats(best, tokens) / 41  # the number of tokens
     assert last["nats_per_token"] == pytest.approx(expected, rel=1e-6)
     assert trainer.weight_average is not None
     assert torch.equal(averaged_weights(trainer.model, trainer.weight_average), weights_of(best))

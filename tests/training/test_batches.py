@@ -48,7 +48,7 @@ def make_dataset(num_tokens: int, rows: int, segment_length: int, *, shuffled: b
 def test_every_token_is_a_target_once_per_epoch(
     *, shuffled: bool, num_tokens: int, rows: int, initial_length: int, doublings: int, warmup: int, loss: Any
 ) -> None:
-    """With loss half, tokens may be omitted at the end of an epoch, where all rows end in the first half of a part."""
+    """With `loss: half`, a step is omitted at the end of an epoch if all rows end in the first half of its tokens."""
     length = initial_length * 2**doublings
     if loss == "half" and num_tokens < rows * length:  # refused before training
         return
@@ -88,7 +88,11 @@ def test_lengths_double_between_segments() -> None:
 
 
 def test_half_loss_skips_a_short_last_segment() -> None:
-    """Of rows of 10 and 11 tokens, the second segment of 8 has at most 3, all in its masked half; of 12 and 13, 5."""
+    """The half loss uses the last 4 targets of a segment of 8.
+
+    21 tokens are rows of 10 and 11, whose second segment has at most 3 targets, none of them in the loss. 25 tokens are
+    rows of 12 and 13, whose second segment has 4 and 5 targets, the fifth of them in the loss.
+    """
     config = TrainConfig(segment_length=8, memory_length=12, batch_size=2, loss="half")
     for number, segments in ((21, 1), (25, 2)):
         actual = batches_of(make_dataset(number, 2, 8), config, epochs=2)

@@ -41,7 +41,7 @@ def test_compiled_training_equals_eager_training(tmp_path: Path) -> None:
     assert [line["split"] for line in actual] == [line["split"] for line in expected]
     for name, tolerance in (("nats_per_token", 1e-5), ("grad_norm", 1e-4)):
         pairs = [(one[name], other[name]) for one, other in zip(actual, expected, strict=True) if name in one]
-        assert len(pairs) == (12 if name == "nats_per_token" else 9)
+        assert len(pairs) == (12 if name == "nats_per_token" else 9)  # 9 steps, and for the loss 3 validations
         assert all(one == pytest.approx(other, rel=tolerance) for one, other in pairs)
     # the first validation, at step 3, compiles the last new graph
     assert graphs[0] < graphs[1] < graphs[-1]

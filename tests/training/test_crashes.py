@@ -114,7 +114,7 @@ def test_damaged_best_weights_are_refused(tmp_path: Path) -> None:
 
 
 def test_missing_best_weights_are_replaced(tmp_path: Path) -> None:
-    """Even if all later losses are higher, because otherwise the run would end without best weights."""
+    """The next weights are saved even if their losses are higher, else the run would end without best weights."""
     trainer = start_run(tmp_path / "run", eval_interval=6)
     train_until(trainer, 8)
     trainer.state = trainer.state.model_copy(update={"best_nats": 0.001})

@@ -83,6 +83,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_results_do_not_depend_on_the_number_of_processes(trained: Path, float64: None) -> None:
     """Losses, gradient norms, validations and weights: 1 and 2 processes; stopped by 2 or 1, resumed by 1 and 3."""
+    # trained and resumed with the public functions instead of a Trainer
     assert_same_runs(trained / "by the library", trained / "sharded LSTM", 0.0)
     # with dropout too, the same number of processes resumes bit for bit
     assert_same_runs(trained / "dropout, resumed", trained / "dropout", 0.0)

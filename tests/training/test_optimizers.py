@@ -57,9 +57,9 @@ def test_muon_updates_the_matrices_of_the_layers(make_model, settings: dict[str,
     assert (muon["momentum"], muon["weight_decay"], decayed["weight_decay"], others["weight_decay"]) == (
         0.9, 0.1, 0.1, 0.0,
     )  # fmt: skip
-    inside = {"q_proj", "k_proj", "v_proj", "o_proj", "r_proj", "up_proj", "down_proj"}
-    assert {name.split(".")[-2] for name in names_in(model, muon)} == inside
-    assert len(muon["params"]) == 7 * 3
+    layer_matrices = {"q_proj", "k_proj", "v_proj", "o_proj", "r_proj", "up_proj", "down_proj"}
+    assert {name.split(".")[-2] for name in names_in(model, muon)} == layer_matrices
+    assert len(muon["params"]) == 7 * 3  # matrices of a layer, layers
     assert all(name.startswith(("embedding", "softmax")) for name in names_in(model, decayed))
 
 

@@ -35,7 +35,7 @@ def as_double(trainer: Trainer) -> Trainer:
 
 
 class SimpleTraining:
-    """Training as formulas: each row separately and without padding, clipping and Adam written out."""
+    """Training in simple code: each row separately and without padding; clipping and Adam are written out."""
 
     def __init__(self, trainer: Trainer, text: bytes, lengths: list[int]) -> None:
         self.model = copy.deepcopy(trainer.model)
@@ -79,7 +79,7 @@ class SimpleTraining:
             targets = list(self.text[first : min(first + length, end)])
             if not targets:
                 continue
-            inputs = [self.text[first - 1] if first else 10, *targets[:-1]]
+            inputs = [self.text[first - 1] if first else 10, *targets[:-1]]  # 10: the newline before the text
             hidden_BTD, self.memories[row] = self.model(torch.tensor([inputs]), self.memories[row])
             skipped = length // 2 if self.config.loss == "half" else 0
             nats = nats + self.model.nats(hidden_BTD, torch.tensor([targets]))[0, skipped:].sum()
@@ -152,11 +152,11 @@ def compare_with_simple_training(trainer: Trainer, text: bytes, lengths: list[in
         @override
         def on_step(self, trainer: Trainer, num_tokens: int) -> None:
             step = trainer.state.step - 1
-            share = (step - config.warmup_steps) / (config.max_steps - config.warmup_steps)
-            warm = (
-                (step + 1) / config.warmup_steps if step < config.warmup_steps else (1 + math.cos(math.pi * share)) / 2
-            )
-            expected.append((*simple.step(step, 0.01 * warm), 0.01 * warm))
+            progress = (step - config.warmup_steps) / (config.max_steps - config.warmup_steps)
+            factor = (1 + math.cos(math.pi * progress)) / 2
+            if step < config.warmup_steps:
+                factor = (step + 1) / config.warmup_steps
+            expected.append((*simple.step(step, 0.01 * factor), 0.01 * factor))
             assert_same_tensors(trainer.model.parameters(), simple.weights, atol=1e-9)
 
     trainer.callbacks.append(Compare())
@@ -240,8 +240,8 @@ def gradients(model: Any, activation_checkpointing: bool) -> tuple[dict[str, Ten
 def test_activation_checkpointing_saves_memory_and_keeps_gradients(make_model, *, norm_first: bool) -> None:
     """Bit for bit, with dropout everywhere."""
     model = make_model(dropout=0.3, attention_dropout=0.2, norm_first=norm_first, n_layers=5, d_ff=97).train()
-    (plain, much), (again, little) = gradients(model, False), gradients(model, True)
+    (plain, plain_bytes), (again, fewer_bytes) = gradients(model, False), gradients(model, True)
     assert_same_tensors(again, plain)
-    assert little < 0.5 * much
+    assert fewer_bytes < 0.5 * plain_bytes
     model.eval()
     assert_same_tensors(gradients(model, True)[0], gradients(model, False)[0])

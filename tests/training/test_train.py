@@ -58,7 +58,7 @@ def test_run_stopped_by_a_callback_resumes(tmp_path: Path, corpus: Corpus) -> No
     uninterrupted = train_run(None, corpus, tmp_path / "uninterrupted", model=MODEL, train=TRAIN, **OPTIONS)
     stopped = train_run(None, corpus, tmp_path / "run", model=MODEL, train=TRAIN, callbacks=[StopAt(5)], **OPTIONS)
     assert (stopped.step, stopped.finished, stopped.stop_signal) == (5, False, None)
-    torch.manual_seed(104_729)
+    torch.manual_seed(104_729)  # `resume` must restore the random state
     resumed = resume(tmp_path / "run", **OPTIONS)
     assert (resumed.step, resumed.finished) == (17, True)
     assert resumed.best_nats_per_token == uninterrupted.best_nats_per_token

@@ -31,7 +31,7 @@ NO_LEARNING = 1e-30  # a learning rate that does not change any weight
 
 
 def test_earlier_segments_influence_losses_only_through_memory(tmp_path: Path) -> None:
-    """Two texts differ only in the first 6 tokens of each row."""
+    """Compare the losses of two texts that differ only in the first 6 tokens of each row."""
     text = bytearray(letters(126, seed=1))
     corpora = [make_corpus(tmp_path / "corpus 0", bytes(text))]
     for row in range(3):
@@ -46,9 +46,8 @@ def test_earlier_segments_influence_losses_only_through_memory(tmp_path: Path) -
             losses.append(nats_of(trainer))
         differ = [first != second for first, second in zip(*losses, strict=True)]
         # An epoch is 6 segments of 7 tokens. In the fifth segment, which starts at position 28, the second layer's
-        # memory
-        # starts at position 17, whose hidden state was computed with a memory that starts at position 3. In the sixth
-        # segment these are the positions 24 and 10, after the tokens that differ.
+        # memory starts at position 17, whose hidden state was computed with a memory that starts at position 3. In the
+        # sixth segment these are the positions 24 and 10, after the tokens that differ.
         assert differ == [True, *[length > 0] * 4, False, True, length > 0]
 
 
@@ -77,7 +76,7 @@ def test_metrics_are_means_over_the_tokens_of_an_interval(tmp_path: Path) -> Non
 
 
 def test_validation_is_an_evaluation_of_the_validation_text(tmp_path: Path) -> None:
-    """With a separate memory and without dropout; it does not change training."""
+    """Validation uses a memory of its own and no dropout, and does not change training. The text has 41 tokens."""
     corpus, model = letters_corpus(tmp_path / "corpus"), {"dropout": 0.3}
     without = start(tmp_path / "without", letters_corpus(tmp_path / "no valid", num_valid=0), model=model)
     without.run()
@@ -93,7 +92,7 @@ def test_validation_is_an_evaluation_of_the_validation_text(tmp_path: Path) -> N
 
 
 def test_eval_tokens_truncates_the_validation_text(tmp_path: Path) -> None:
-    """The truncated text has fewer tokens than the batch has rows of a segment, so it is scored in fewer rows."""
+    """The truncated text is shorter than one segment for each row of a batch, so it is scored in fewer rows."""
     text, valid = letters(127, seed=1), letters(41, seed=2)
     truncated = start(tmp_path / "1", make_corpus(tmp_path / "long", text, valid), eval_tokens=5, max_steps=2)
     short = start(tmp_path / "2", make_corpus(tmp_path / "short", text, valid[:5]), max_steps=2)

@@ -14,6 +14,7 @@ from transformer_xl.training.validation import validation_dataset
 
 
 def datasets(tokens: int, size: int, *, rows: int) -> list[SegmentDataset]:
+    """Return the dataset of each of `size` processes, for a text of `tokens` tokens and a batch size of `rows`."""
     config = TrainConfig(batch_size=rows, segment_length=4, memory_length=4)
     text = np.arange(tokens, dtype=np.uint32)
     return [validation_dataset(text, 0, config, DistributedContext(rank=rank, size=size)) for rank in range(size)]

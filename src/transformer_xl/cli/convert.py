@@ -50,13 +50,13 @@ def convert(
         source, out, to=to, source_format=source_format, tokenizer=tokenizer, pre_tokenizer=pre_tokenizer
     )
     seconds = time.perf_counter() - start
-    for remark in result.remarks:
-        say(f"note: {remark}")
+    for note in result.notes:
+        say(f"note: {note}")
     tokenizer_text = f"{result.tokenizer.kind}, {result.tokenizer.vocab_size:,} tokens"
     fields: dict[str, Any] = {"format": result.format, "parameters": result.parameters, "tokenizer": tokenizer_text}
     if json:
-        remarks = list(result.remarks)
-        print_json({"from": str(source), "to": str(out), **fields, "remarks": remarks, "seconds": seconds})
+        notes = list(result.notes)
+        print_json({"from": str(source), "to": str(out), **fields, "notes": notes, "seconds": seconds})
         return
     fields["parameters"] = f"{result.parameters:,}"
     print_table(f"{out} ({seconds:.1f} s)", ["", "value"], [[name, str(value)] for name, value in fields.items()])

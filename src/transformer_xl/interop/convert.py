@@ -1,4 +1,4 @@
-"""Convert checkpoints of other programs to run folders, and runs to Hugging Face's layout.
+"""Convert checkpoints of other programs to run folders, and runs to folders that Hugging Face's TransfoXL loads.
 
     convert(source, out)                       reader of the format -> ImportedModel -> run folder
     convert(run, out, to="huggingface")
@@ -60,7 +60,7 @@ class ConversionResult:
     parameters: int
     """Number of parameters; shared ones count once."""
     tokenizer: Tokenizer
-    remarks: tuple[str, ...]
+    notes: tuple[str, ...]
     """Sentences for the user about what was left out or differs."""
 
 
@@ -73,25 +73,26 @@ def convert(
     tokenizer: str | Path | None = None,
     pre_tokenizer: PreTokenizerName | None = None,
 ) -> ConversionResult:
-    """Convert a checkpoint of another program to a run folder, or a run to Hugging Face's layout.
+    """Convert a checkpoint of another program to a run folder, or a run to a folder for Hugging Face's TransfoXL.
 
     Nothing in a checkpoint is executed. The output folder appears only when it is complete.
 
     Args:
         source: the checkpoint's file or folder; with `to="huggingface"`, a run folder.
         out: folder to create; it must not exist.
-        to: what to write: a run folder, or the layout that transformers 4.37.2 and older load.
+        to: what to write: a run folder, or a folder in the layout that transformers 4.37.2 and older load.
         source_format: one of `FORMATS`, or None to detect it from the files.
-        tokenizer: a run, a corpus or a txl_tokenizer.json with the model's tokenizer, or "byte"; required if the
-            checkpoint has no tokenizer.
-        pre_tokenizer: how a word tokenizer splits text, or None to split as the program that wrote the checkpoint.
+        tokenizer: path of the model's tokenizer (a run folder, a corpus or a txl_tokenizer.json file), or "byte" for a
+            byte tokenizer; required if the checkpoint has no tokenizer.
+        pre_tokenizer: how a word tokenizer splits text, or None to split it as the program that wrote the
+            checkpoint does.
 
     Returns:
-        the format, the number of parameters, the tokenizer, and remarks on what was left out or differs.
+        the format, the number of parameters, the tokenizer, and notes on what was left out or differs.
 
     Raises:
         UserError: the source is missing, damaged, not recognized or cannot be expressed in this package; its tokenizer
-            is missing or of another size; or an argument does not apply.
+            is missing or has another vocabulary size than the model; or an argument does not apply to `to`.
     """
     source, out = Path(source), Path(out)
     with as_user_error(f"writing {out}"):
@@ -100,14 +101,15 @@ def convert(
     if to == "huggingface":
         options = {"source-format": source_format, "tokenizer": tokenizer, "pre-tokenizer": pre_tokenizer}
         if inapplicable := [f"--{name}" for name, value in options.items() if value is not None]:
-            raise UserError(f"{', '.join(inapplicable)} cannot be combined with --to huggingface; leave out")
+            raise UserError(f"{', '.join(inapplicable)} cannot be combined with --to huggingface; leave the former out")
         folder = RunFolder.open(source)
         weights, _ = load_tensors(folder.weights_file())
         parameters = _check_weights(folder.config, weights, source)
-        remarks = huggingface.write(out, folder.config, weights, folder.tokenizer)
-        return ConversionResult("huggingface", parameters, folder.tokenizer, remarks)
+        notes = huggingface.write(out, folder.config, weights, folder.tokenizer)
+        return ConversionResult("huggingface", parameters, folder.tokenizer, notes)
 
     format_name = _choose_format(source, source_format)
+    # the authors' enwik8 models have a vocabulary of words, each of which is a byte value in decimal
     imported = bytes_from_decimal_words(FORMATS[format_name].read(source))
     run_tokenizer = _choose_tokenizer(imported, source, tokenizer)
     if pre_tokenizer is not None:
@@ -120,7 +122,7 @@ def convert(
     config = run_settings(settings, str(source))
     parameters = _check_weights(config, imported.weights, source)
     RunFolder.create(out, config, run_tokenizer, imported.weights)
-    return ConversionResult(format_name, parameters, run_tokenizer, imported.remarks)
+    return ConversionResult(format_name, parameters, run_tokenizer, imported.notes)
 
 
 def _choose_format(source: Path, requested: FormatName | None) -> FormatName:
@@ -159,7 +161,7 @@ def _choose_tokenizer(imported: ImportedModel, source: Path, requested: str | Pa
             f"{source} has no tokenizer for its {vocab_size:,} tokens; pass --tokenizer with a run or corpus, or byte"
         )
     if tokenizer.vocab_size != vocab_size:
-        raise UserError(f"{origin} has {tokenizer.vocab_size:,} tokens, but the model {vocab_size:,}; pass the model's")
+        raise UserError(f"{origin} has {tokenizer.vocab_size:,} tokens, but the model has {vocab_size:,}; pass its own")
     return tokenizer
 
 
@@ -175,7 +177,7 @@ def _check_weights(config: RunConfig, weights: Mapping[str, Tensor], source: Pat
     for name in sorted(shapes.keys() | weights.keys()):
         weight = weights.get(name)
         if weight is None or weight.shape != shapes.get(name):
-            raise UserError(f"{source}: weight '{name}' is missing, unknown or of another shape than its settings need")
+            raise UserError(f"{source}: weight '{name}' is missing, unknown or of another shape than the settings need")
         if not bool(weight.isfinite().all()):
             raise UserError(f"{source}: weight '{name}' contains nan or infinity; get another checkpoint")
     return model.num_parameters()

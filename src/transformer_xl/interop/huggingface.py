@@ -1,7 +1,8 @@
 """Read and write Hugging Face's TransfoXL folders: config.json, weights and vocabulary.
 
 The layout is that of transformers 4.37.2, among the last versions that contain the model (TransfoXLLMHeadModel). As
-there, queries attend to the zeros of an empty memory, and `same_length` lets each query attend to `mem_len` keys.
+in transformers, queries of an imported model attend to the zeros of an empty memory, and `same_length` lets each query
+attend to `mem_len` keys.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def read(path: Path) -> ImportedModel:
     """Read a TransfoXL folder.
 
     Raises:
-        UserError: a file is missing, damaged, of another architecture, or cannot be expressed here.
+        UserError: a file is missing, damaged, of another architecture, or cannot be expressed in this package.
     """
     file = path / "config.json"
     values = read_json(file, "get it again")
@@ -55,6 +56,7 @@ def read(path: Path) -> ImportedModel:
         model_type = values.get("model_type") if isinstance(values, dict) else type(values).__name__
         raise UserError(f"{file}: a model of type {format_value(model_type)}; only '{_MODEL_TYPE}' can be converted")
     settings = SourceConfig({**_DEFAULTS, **values}, str(file))
+    # TransfoXLConfig derives tie_projs (a flag for each cluster) from this setting
     shared = settings.get_bool("proj_share_all_but_first", default=True)
     tied_projections = {"tie_projs": [False, *[shared] * len(settings.get_ints("cutoffs"))]}
     settings = SourceConfig({**_DEFAULTS, **tied_projections, **values}, str(file))
@@ -89,7 +91,7 @@ def _read_weights(file: Path) -> dict[str, Tensor]:
             weights |= _read_weights(file.parent / shard)
         return weights
     if file.suffix == ".bin":
-        content = TorchFile(file, lambda _: False)
+        content = TorchFile(file, lambda _: False)  # allows no classes except those of tensors
         if not isinstance(content.value, dict):
             raise UserError(f"{file} contains no weights by name; get it again")
         return {str(name): content.tensor(pickled) for name, pickled in content.value.items()}
@@ -103,6 +105,7 @@ def _read_weights(file: Path) -> dict[str, Tensor]:
 
 
 def _read_tokenizer(folder: Path, vocabulary_file: Path) -> Tokenizer:
+    """Read the vocabulary as a tokenizer that splits text as TransfoXLTokenizer does, with the Moses rules."""
     file = folder / "tokenizer_config.json"
     values = read_json(file, "get it again") if file.is_file() else {}
     lower_case = values.get("lower_case") if isinstance(values, dict) else None
@@ -112,7 +115,7 @@ def _read_tokenizer(folder: Path, vocabulary_file: Path) -> Tokenizer:
 
 
 def write(path: Path, config: RunConfig, weights: Mapping[str, Tensor], tokenizer: Tokenizer) -> tuple[str, ...]:
-    """Write a model as a folder that transformers 4.37.2 and older load; return remarks for the user.
+    """Write a model as a folder that transformers 4.37.2 and older load; return notes for the user.
 
     The words go into vocab.txt, which TransfoXLTokenizer reads without unpickling, and also into vocab.json if a word
     contains whitespace, which vocab.txt cannot represent.
@@ -126,14 +129,15 @@ def write(path: Path, config: RunConfig, weights: Mapping[str, Tensor], tokenize
     if model.norm_first and model.final_norm:
         raise UserError("TransfoXL cannot express a pre-norm model with a final LayerNorm (final_norm): it has none")
     memory = config.train.memory_length if config.evaluation.memory_length is None else config.evaluation.memory_length
-    same_length, remarks = _same_length(config, memory)
+    same_length, notes = _same_length(config, memory)
     if not model.attend_empty_memory:
-        remarks.append("TransfoXL attends to empty memory slots, this model does not: first segments will differ")
+        notes.append("TransfoXL attends to empty memory slots, this model does not: first segments will differ")
     words = words_of(tokenizer)
-    remarks += _tokenizer_remarks(tokenizer, words)
+    notes += _tokenizer_notes(tokenizer, words)
     tensors = export_weights(model, HUGGING_FACE, weights)
-    even_D = torch.arange(0.0, model.d_model, 2.0)
-    tensors["transformer.pos_emb.inv_freq"] = 1 / (10000 ** (even_D / model.d_model))
+    # the frequencies of the sinusoidal position encoding, which TransfoXL stores as a buffer
+    even_dimensions = torch.arange(0.0, model.d_model, 2.0)
+    tensors["transformer.pos_emb.inv_freq"] = 1 / (10000 ** (even_dimensions / model.d_model))
     with atomic_folder(path) as temporary:
         values = {**_config_values(config, model), "mem_len": memory, "same_length": same_length}
         _write_json(temporary / "config.json", values)
@@ -146,7 +150,7 @@ def write(path: Path, config: RunConfig, weights: Mapping[str, Tensor], tokenize
             _write_json(temporary / "tokenizer_config.json", tokenizer_config)
             if _contain_whitespace(words):
                 _write_json(temporary / "vocab.json", list(words))
-    return tuple(remarks)
+    return tuple(notes)
 
 
 def _write_json(path: Path, values: object) -> None:
@@ -158,23 +162,23 @@ def _contain_whitespace(words: Sequence[str]) -> bool:
     return any(word.split() != [word] for word in words)
 
 
-def _tokenizer_remarks(tokenizer: Tokenizer, words: Sequence[str] | None) -> list[str]:
+def _tokenizer_notes(tokenizer: Tokenizer, words: Sequence[str] | None) -> list[str]:
     """Return how TransfoXLTokenizer would encode text differently from the run's tokenizer."""
     advice = "encode text with this run's tokenizer and pass the ids to the model"
     if words is None:
         return [f"TransfoXL has no {tokenizer.kind} tokenizer: {advice}"]
-    remarks = []
+    notes = []
     if not isinstance(tokenizer, WordTokenizer):
-        remarks.append(f"TransfoXLTokenizer splits text into words, but this one is {tokenizer.kind}: {advice}")
+        notes.append(f"TransfoXLTokenizer splits text into words, but this one is {tokenizer.kind}: {advice}")
     elif tokenizer.pre_tokenizer.name != "moses":
-        remarks.append(f"TransfoXLTokenizer does not split text as '{tokenizer.pre_tokenizer.name}' does: {advice}")
+        notes.append(f"TransfoXLTokenizer does not split text as '{tokenizer.pre_tokenizer.name}' does: {advice}")
     if _contain_whitespace(words):
-        remarks.append("words with whitespace are truncated in vocab.txt for TransfoXLTokenizer; vocab.json has them")
-    return remarks
+        notes.append("words with whitespace are truncated in vocab.txt for TransfoXLTokenizer; vocab.json has them")
+    return notes
 
 
 def _same_length(config: RunConfig, memory_length: int) -> tuple[bool, list[str]]:
-    """Return the value of `same_length`, and remarks on an attention window that it cannot express.
+    """Return the value of `same_length`, and notes on an attention window that it cannot express.
 
     With `same_length` each query attends to `mem_len` keys, without it to all keys.
 
@@ -188,10 +192,10 @@ def _same_length(config: RunConfig, memory_length: int) -> tuple[bool, list[str]
     if train_window not in (None, memory_length):
         raise UserError(
             f"TransfoXL cannot express attention_window {train_window} with memory_length {memory_length}; "
-            "evaluate the run with equal ones"
+            "set evaluation.attention_window and evaluation.memory_length of the run to the same number"
         )
-    remark = f"TransfoXL cannot express attention_window {window}, which evaluation uses, with mem_len {memory_length}"
-    return train_window is not None, [remark]
+    note = f"TransfoXL cannot express attention_window {window}, which evaluation uses, with mem_len {memory_length}"
+    return train_window is not None, [note]
 
 
 def _config_values(config: RunConfig, model: TransformerXLConfig) -> dict[str, Any]:
@@ -218,9 +222,9 @@ def _config_values(config: RunConfig, model: TransformerXLConfig) -> dict[str, A
         "tie_projs": tied_projection_flags(num_clusters)[model.tie_projections],
         "untie_r": not model.tie_attention_biases,
         "tgt_len": config.evaluation.segment_length or config.train.segment_length,
-        "clamp_len": config.evaluation.clamp_length or model.clamp_length or -1,
-        "attn_type": 0,
-        "sample_softmax": -1,
+        "clamp_len": config.evaluation.clamp_length or model.clamp_length or -1,  # -1: no limit
+        "attn_type": 0,  # the paper's relative attention
+        "sample_softmax": -1,  # the full softmax
         "eos_token_id": 0,
         "torch_dtype": "float32",
     }

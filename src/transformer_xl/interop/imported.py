@@ -24,5 +24,5 @@ class ImportedModel:
     """Tensors by the names of TransformerXL.state_dict()."""
     tokenizer: Tokenizer | None
     """The tokenizer, or None if the checkpoint has none and the user has to pass one."""
-    remarks: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
     """Sentences for the user about what was left out or deliberately differs."""

@@ -3,8 +3,9 @@
 The file is a dictionary, saved with torch.save: `model_state` (weights by name), `model_config` (settings), `args`
 (command line) and `vocab`. The state of training (optimizer, schedule, random state) is not imported.
 
-NVIDIA's code differs from the authors' in two ways. With `same_length` a query attends to one key more; and
-evaluation changes the segment length to `eval_tgt_len`, but keeps the sum of memory and segment length.
+NVIDIA's code differs from the authors' in two ways. With `same_length` a query attends to mem_len + 1 keys
+instead of mem_len; and evaluation changes the segment length to `eval_tgt_len`, but keeps the sum of memory and
+segment length.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from transformer_xl.interop.unpickler import PickledObject
 from transformer_xl.interop.weight_names import NVIDIA, import_weights
 
 _FILES = ("checkpoint_best.pt", "checkpoint_last.pt")
-_FILE = re.compile(r"checkpoint_(best|last|\d+)\.pt")
-_EXTRA_KEYS = 1
+_FILE = re.compile(r"checkpoint_(best|last|\d+)\.pt")  # or checkpoint_STEP.pt
+_EXTRA_KEYS = 1  # with `same_length`, a query attends to this many keys more than memory slots
 
 
 def recognizes(path: Path) -> bool:
-    """Return whether the path is such a file, or a folder that contains one."""
+    """Return whether the path is a checkpoint file of NVIDIA's code, or a folder that contains one."""
     return (_FILE.fullmatch(path.name) is not None and path.is_file()) or first_existing(path, _FILES) is not None
 
 
@@ -39,7 +40,8 @@ def read(path: Path) -> ImportedModel:
     """Read a checkpoint; from a folder, checkpoint_best.pt if it exists, else checkpoint_last.pt.
 
     Raises:
-        UserError: the file is damaged, is not such a checkpoint, names other classes, or cannot be expressed here.
+        UserError: the file is damaged, is not a checkpoint of NVIDIA's code, names a class that is not allowed, or
+            cannot be expressed in this package.
     """
     file = (first_existing(path, _FILES) or path) if path.is_dir() else path
     content = TorchFile(file, is_allowed_class)

@@ -47,7 +47,8 @@ def read(path: Path) -> ImportedModel:
     """Read model.pt, and the vocabulary from cache.pt or another vocabulary file in the same folder, if any.
 
     Raises:
-        UserError: a file is damaged, contains another class, names other classes, or cannot be expressed here.
+        UserError: a file is damaged, contains another model class, names a class that is not allowed, or cannot be
+            expressed in this package.
     """
     file = path / _MODEL if path.is_dir() else path
     source = str(file)
@@ -56,7 +57,7 @@ def read(path: Path) -> ImportedModel:
     if not isinstance(model, PickledObject) or model.name.rpartition(".")[2] != _CLASS:
         what = model.name if isinstance(model, PickledObject) else type(model).__name__
         raise UserError(f"{file} contains {what}; expected the authors' {_CLASS}, as their train.py saves it")
-    # Before looking for submodules: with another attn_type they have other names.
+    # This check comes before the search for submodules, whose names are different with another attn_type.
     SourceConfig(model.attributes, source).check_supported()
     modules = dict(_modules(model, source))
     if not {"layers.0.dec_attn", "crit", "word_emb"} <= modules.keys():
@@ -103,7 +104,7 @@ def _settings(modules: dict[str, PickledObject], weights: Mapping[str, Tensor], 
     def attribute(module: str, name: str) -> Any:
         return modules[module].attributes.get(name) if module in modules else None
 
-    # A weight of the softmax is tied if it has the same memory as one of the embedding.
+    # A weight of the softmax is tied if it has the same storage as a weight of the embedding.
     embedding_tensors = {tensor.data_ptr() for name, tensor in weights.items() if name.startswith("word_emb.")}
     tied = {name for name, tensor in weights.items() if tensor.data_ptr() in embedding_tensors}
     cutoffs = SourceConfig(modules["crit"].attributes, source).get_ints("cutoffs")[:-1]  # the last one is V

@@ -7,8 +7,9 @@ config.json (`n_layer`, `mem_len`, ...); those of the authors' code are the same
                         which the embeddings of each cluster are narrower than those of the cluster before
     tie_projs           for each cluster whether the softmax shares the embedding's projection to d_model
     same_length         every query attends to equally many keys
-    clamp_len           longer distances between query and key are encoded as this one
+    clamp_len           longer distances between query and key are encoded as this one; -1 for no limit
     untie_r             each layer has biases u and v (of the paper) of its own
+    tgt_len, mem_len    lengths of a segment and of the memory, in tokens
     ext_len             tokens of context that the authors' code can keep in addition to the memory
 """
 
@@ -90,7 +91,7 @@ class SourceConfig:
         ):
             value = self.get_int(name, supported[0])
             if value not in supported:
-                raise UserError(f"{self.source}: {name} {value} cannot be expressed here; only {meaning}, can")
+                raise UserError(f"{self.source}: {name} {value} cannot be converted; only {meaning}, can")
 
     def model_config(self, *, extra_keys: int = 0, attend_empty_memory: bool = False) -> TransformerXLConfig:
         """Return the settings of the model in this package.
@@ -100,7 +101,7 @@ class SourceConfig:
             attend_empty_memory: whether that program's queries attend to empty memory slots, which are zeros.
 
         Raises:
-            UserError: a setting has the wrong type or value, or cannot be expressed here.
+            UserError: a setting has the wrong type or value, or cannot be expressed in this package.
         """
         self.check_supported()
         cutoffs, d_model = self.get_ints("cutoffs"), self.get_int("d_model")
@@ -135,6 +136,7 @@ class SourceConfig:
         return {"segment_length": self.get_int("tgt_len"), "memory_length": self.get_int("mem_len")}
 
     def _tied_projections(self, num_clusters: int) -> str:
+        """Return the value of our setting `tie_projections`; flags missing at the end of `tie_projs` are false."""
         value = self._get("tie_projs", [], "a list", list, tuple)
         flags = [*value, *[False] * (num_clusters - len(value))]
         for name, pattern in tied_projection_flags(num_clusters).items():

@@ -6,7 +6,8 @@
 The formats are those of tensorflow/core/util/tensor_bundle and tensorflow/core/lib/io/table. The index is a sorted
 table of LevelDB: blocks of (name, value) entries, whose names share prefixes; the last block lists the others, and a
 footer at the end of the file points to it. Each value is a small protocol-buffer message. A checksum (CRC-32C) follows
-each block, and the index has one for each tensor.
+each block, and the index has one for each tensor. The comments name the protocol-buffer messages, whose fields are
+numbered.
 
 Only what TensorFlow's own writer produces is supported: little-endian values, uncompressed blocks, tensors that are
 not split into slices. Everything is checked before it is used, and nothing in a file is executed.
@@ -86,6 +87,7 @@ class TensorBundle:
             content = path.read_bytes()
         try:
             values = dict(_table_entries(content))
+            # BundleHeaderProto: field 1 is the number of data files, field 2 the byte order (0 for little-endian)
             header = _message(values.pop(b"", b""))
             if _integer(header, 2):
                 raise UserError(f"{path}: written on a big-endian machine; save it again on a little-endian one")
@@ -129,7 +131,7 @@ def _table_entries(content: bytes) -> Iterator[tuple[bytes, bytes]]:
     is_table = len(content) >= _FOOTER_SIZE and struct.unpack("<Q", content[-8:])[0] == _MAGIC
     _check(is_table, "its end is not that of an index")
     position = len(content) - _FOOTER_SIZE
-    handles: list[tuple[bytes, bytes]] = []
+    handles: list[tuple[bytes, bytes]] = []  # (name, handle); a handle is the offset and the size of a block
     for _ in range(2):  # a block of metadata, which is empty, then the list of the other blocks
         position, offset = _varint(content, position)
         position, size = _varint(content, position)
@@ -168,6 +170,7 @@ def _block_entries(content: bytes, offset: int, size: int) -> Iterator[tuple[byt
 def _entry(value: bytes) -> _Entry:
     """Parse a BundleEntryProto message."""
     fields = _message(value)
+    # field 2 is a TensorShapeProto: its field 2 is repeated for each dimension, and contains the size as field 1
     shape = [_message(dimensions) for dimensions in _values(fields, 2, bytes)] or [{}]
     dimensions = [_message(dimension) for dimension in _values(shape[-1], 2, bytes)]
     _check(len(dimensions) <= _MAX_DIMENSIONS, f"a tensor of {len(dimensions)} dimensions")
@@ -238,7 +241,7 @@ def _masked(checksum: int) -> int:
 
 
 _POLYNOMIAL = 0x82F63B78  # CRC-32C's (Castagnoli), with its bits reversed
-_MAX_LANES, _STRIP_LENGTH = 2**14, 64
+_MAX_LANES, _STRIP_LENGTH = 2**14, 64  # the bytes of a lane are read in strips of 64
 
 
 def crc32c(content: npt.NDArray[np.uint8]) -> int:
@@ -248,12 +251,13 @@ def crc32c(content: npt.NDArray[np.uint8]) -> int:
     of each at a time. The checksums of neighbouring lanes are then combined in pairs: the checksum of the left lane is
     advanced by as many zero bytes as the right one has, which is a multiplication by a bit matrix.
     """
+    # a power of 2, so that lanes can be combined in pairs; each has at least 64 bytes if there are several
     num_lanes = min(1 << max(len(content).bit_length() - 7, 0), _MAX_LANES)
     lane_length = len(content) // num_lanes
     lanes, rest = content[: num_lanes * lane_length].reshape(num_lanes, lane_length), content[num_lanes * lane_length :]
     state = np.zeros(num_lanes, dtype=np.uint32)
     state[0] = 0xFFFFFFFF
-    for start in range(0, lane_length, _STRIP_LENGTH):  # transposed in strips, which stay in the cache
+    for start in range(0, lane_length, _STRIP_LENGTH):  # transposed in strips, which fit into the CPU cache
         for column in np.ascontiguousarray(lanes[:, start : start + _STRIP_LENGTH].T):
             state = _after_byte(state ^ column)
     shift = _after_zeros(lane_length)
@@ -282,7 +286,7 @@ def _after_byte(state: _Uint32s) -> _Uint32s:
 def _after_zeros(length: int) -> _Uint32s:
     """Return the bit matrix that advances a state by this many zero bytes: 32 columns, one for each bit."""
     result = np.uint32(1) << np.arange(32, dtype=np.uint32)  # the identity
-    power = _after_byte(result)
+    power = _after_byte(result)  # the matrix for one zero byte, then for 2, 4, 8, ...
     while length:
         if length & 1:
             result = _multiply(power, result)

@@ -54,7 +54,7 @@ _NO_LENGTHS = (
     "these settings have their defaults. The authors' --same_length equals an attention_window of memory_length + 1"
 )
 _NO_NEWLINES = "the authors removed all newlines from enwik8; remove them from a text (tr -d '\\n') before evaluation"
-# of the files of a checkpoint, whose path without it is the checkpoint's prefix
+# suffix of a checkpoint's files; their path without it is the checkpoint's prefix
 _SUFFIX = re.compile(r"\.(index|meta|data-\d{5}-of-\d{5})$")
 # the line of the text file `checkpoint` that names the newest checkpoint
 _NEWEST = re.compile(r'^model_checkpoint_path: "(.*)"', flags=re.MULTILINE)
@@ -71,7 +71,8 @@ def read(path: Path) -> ImportedModel:
     """Read a checkpoint: a folder, a prefix such as `model.ckpt-0`, one of its files, or the text file `checkpoint`.
 
     Raises:
-        UserError: files are missing or damaged, the path matches several checkpoints, or the model is another one.
+        UserError: files are missing or damaged, the path matches several checkpoints, or the variables are not those
+            of the authors' model.
     """
     with as_user_error(f"reading {path}"):
         prefixes = _prefixes(path)
@@ -177,6 +178,7 @@ def _model_settings(variables: _Variables) -> dict[str, Any]:
         "cutoffs": _boundaries(variables)[1:-1],
         "div_val": table_widths[0] // table_widths[1] if len(table_widths) > 1 else 1,
         "tie_projections": _tied_projections(variables),
+        # whether an embedding table that is as wide as the model is projected nevertheless
         "project_same_width": not (
             len(table_widths) > 1 and table_widths[0] == d_model and f"{_tables(variables)[0]}proj_W" not in variables
         ),
@@ -255,15 +257,15 @@ def _layer(variables: _Variables, tf_prefix: str, prefix: str) -> Iterator[tuple
 def _with_dataset_settings(model: dict[str, Any], weights: dict[str, Tensor], folder: Path) -> ImportedModel:
     """Add the settings that depend on the data set (lengths and dropout), and the tokenizer."""
     name, tokenizer = _read_data_set(folder, model["vocab_size"])
-    remarks = (_NO_NEWLINES,) if name == "enwik8" else ()
+    notes = (_NO_NEWLINES,) if name == "enwik8" else ()
     recipe = load_recipe(_RECIPES[name]) if name in _RECIPES else None
     if recipe is None or any(recipe.model[size] != model[size] for size in _SIZES):
-        return ImportedModel(model, {}, {}, weights, tokenizer, (*remarks, _NO_LENGTHS))
+        return ImportedModel(model, {}, {}, weights, tokenizer, (*notes, _NO_LENGTHS))
     dropout = {setting: recipe.model[setting] for setting in ("dropout", "attention_dropout")}
     train = {setting: recipe.train[setting] for setting in ("segment_length", "memory_length")}
     evaluation = {setting: recipe.evaluation[setting] for setting in (*train, "clamp_length")}
     evaluation["attention_window"] = recipe.evaluation["memory_length"] + 1  # the authors' --same_length
-    return ImportedModel({**model, **dropout}, train, evaluation, weights, tokenizer, remarks)
+    return ImportedModel({**model, **dropout}, train, evaluation, weights, tokenizer, notes)
 
 
 def _read_data_set(folder: Path, size: int) -> tuple[str | None, Tokenizer | None]:

@@ -24,6 +24,7 @@ from transformer_xl.text.tokenizers.pre_tokenizer import PreTokenizer, PreTokeni
 from transformer_xl.text.tokenizers.storage import read_json
 from transformer_xl.text.tokenizers.word import WordTokenizer, check_words
 
+# the second ones are those of the data set lm1b (One Billion Word)
 _EOS_TOKENS = ("<eos>", "<S>")
 _UNK_TOKENS = ("<unk>", "<UNK>")
 _ABSENT_BYTE_BIAS = -1e4  # gives a byte a probability of zero, but still a finite loss
@@ -44,7 +45,7 @@ CORPUS_CLASSES = frozenset(
         "data_utils.Corpus", "numpy.ndarray", "numpy.dtype",
     ]
 )  # fmt: skip
-"""The same for a pickled vocabulary or corpus of the code of the Transformer-XL authors or NVIDIA."""
+"""Classes and functions that a pickled vocabulary or corpus of the authors' or NVIDIA's code may refer to."""
 
 
 def tokenizer_from_words(
@@ -73,9 +74,9 @@ def tokenizer_from_words(
         checked = check_words(list(words))
     except ValueError as error:
         raise UserError(f"{source}: {error}; {_ADVICE}") from None
-    eos_token = next((word for word in _EOS_TOKENS if word in checked), None)
-    unk_token = next((word for word in _UNK_TOKENS if word in checked), None)
-    return WordTokenizer(checked, None, eos_token, unk_token, PreTokenizer(pre_tokenizer, lowercase))
+    eos = next((word for word in _EOS_TOKENS if word in checked), None)
+    unk = next((word for word in _UNK_TOKENS if word in checked), None)
+    return WordTokenizer(checked, eos_token=eos, unk_token=unk, pre_tokenizer=PreTokenizer(pre_tokenizer, lowercase))
 
 
 def tokenizer_from_object(
@@ -85,7 +86,8 @@ def tokenizer_from_object(
 
     Args:
         value: a Vocab of the code of the Transformer-XL authors or NVIDIA, a Corpus with such a Vocab, or a dictionary
-            of the attributes of a tokenizer. Its attribute `idx2sym` is the list of words, or `sym2idx` the id of each.
+            of attributes, as TransfoXLTokenizer pickles itself. Its attribute `idx2sym` is the list of words, or
+            `sym2idx` the id of each.
         source: file that the object comes from, for error messages.
         pre_tokenizer: how the tokenizer splits text into words.
         lowercase: whether the tokenizer lowercases text, or None to use the attribute `lower_case`.
@@ -166,13 +168,13 @@ def bytes_from_decimal_words(imported: ImportedModel) -> ImportedModel:
             old = weights[name]
             new = old.new_full((256, *old.shape[1:]), _ABSENT_BYTE_BIAS if name == "softmax.bias" else 0.0)
             weights[name] = new.index_copy(0, new_rows, old)
-    remark = f"its {len(words)} decimal byte values became a byte tokenizer; the other bytes have no probability"
+    note = f"its {len(words)} decimal byte values became a byte tokenizer; the other bytes have no probability"
     return replace(
         imported,
         model={**imported.model, "vocab_size": 256},
         weights=weights,
         tokenizer=ByteTokenizer(),
-        remarks=(*imported.remarks, remark),
+        notes=(*imported.notes, note),
     )
 
 

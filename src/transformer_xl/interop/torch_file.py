@@ -25,7 +25,8 @@ from transformer_xl.interop.unpickler import GlobalName, IsAllowed, PickledObjec
 
 _MAGIC_NUMBER = 0x1950A86A20F9469CFC6C  # the first pickle of the older form
 _ZIP_MAGIC = b"PK\x03\x04"
-_MAX_DIMENSIONS, _MAX_LENGTH, _MAX_ELEMENTS = 8, 2**31, 2**62  # larger ones could overflow inside torch
+# limits of a tensor's shape, strides and offset; larger values could overflow inside torch
+_MAX_DIMENSIONS, _MAX_LENGTH, _MAX_ELEMENTS = 8, 2**31, 2**62
 _STORAGES = {
     "DoubleStorage": torch.float64, "FloatStorage": torch.float32, "HalfStorage": torch.float16,
     "BFloat16Storage": torch.bfloat16, "LongStorage": torch.int64, "IntStorage": torch.int32,
@@ -128,9 +129,9 @@ class TorchFile:
     def _read_pickle(self, file: Any) -> Any:
         return read_pickle(file, self._is_allowed, str(self.path), self._load_persistent)
 
-    def _load_persistent(self, label: Any) -> _Storage | GlobalName:
+    def _load_persistent(self, persistent_id: Any) -> _Storage | GlobalName:
         """Return what the id of something stored outside the pickle refers to."""
-        match label:
+        match persistent_id:
             case ("module", GlobalName() as name, *_):  # older versions stored the source code of a class there
                 return name
             case ("storage", GlobalName(path=kind), str(key), _, int(num_elements), *view) if num_elements >= 0:
@@ -144,7 +145,7 @@ class TorchFile:
     def tensor(self, pickled: object) -> Tensor:
         """Return the tensor that an object of the pickle represents, mapped from the file.
 
-        Tensors that share elements in the file share memory here.
+        Tensors that share elements in the file also share memory when they are read.
 
         Raises:
             UserError: the object is not a tensor, or extends beyond its storage.

@@ -167,6 +167,7 @@ class _Machine:
             self.push(PickledObject(function.path, arguments))
 
     def call_class(self, values: list[Any]) -> None:
+        """Call the first value, a class, with the other values as arguments."""
         self.call(values[0], tuple(values[1:]))
 
     def _count_copied(self, length: int) -> None:
@@ -175,6 +176,7 @@ class _Machine:
         _check(self.num_copied <= self.position)
 
     def build(self) -> None:
+        """Take a state and an object from the stack, record the state in the object, and push the object again."""
         target, state = self.pop(2)
         _check(isinstance(target, (PickledObject, dict)))  # the attributes of a dictionary are not needed
         if isinstance(target, PickledObject):
@@ -200,13 +202,14 @@ class _Machine:
         self.push({})
         self.set_items(values)
 
-    def load_persistent(self, label: Any) -> None:
+    def load_persistent(self, persistent_id: Any) -> None:
         if self._persistent_load is None:
             raise ValueError
-        self.push(self._persistent_load(label))
+        self.push(self._persistent_load(persistent_id))
 
 
 _Step = Callable[[_Machine, Any], object]
+"""Executes an opcode on the machine; the second parameter is the opcode's argument in the file, if it has one."""
 
 _STEPS: dict[str, _Step] = {
     "PROTO FRAME STOP": lambda m, _: None,
@@ -251,4 +254,5 @@ _STEPS: dict[str, _Step] = {
     "BINPERSID": lambda m, _: m.load_persistent(*m.pop(1)),
 }
 OPCODES: dict[str, _Step] = {name: step for names, step in _STEPS.items() for name in names.split()}
-"""The step for each opcode. Missing, and therefore refused: the extension registry and out-of-band buffers."""
+"""The step for each opcode. Missing, and therefore refused: opcodes that refer to copyreg's extension
+registry (EXT1, EXT2, EXT4) and to buffers stored outside the pickle (NEXT_BUFFER, READONLY_BUFFER)."""

@@ -97,7 +97,7 @@ def _skip_empty(
 
 
 def _columns(position: BatchPosition, config: TrainConfig) -> slice:
-    """Return the columns of the segment that the part consists of."""
+    """Return which columns of the segment's (B, T) arrays belong to the part at this position."""
     width = config.segment_length >> _num_halvings(position, config)
     return slice(position.part * width, (position.part + 1) * width)
 

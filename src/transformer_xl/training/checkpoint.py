@@ -5,7 +5,7 @@ shard of the tensors, with `torch.distributed.checkpoint` (DCP); a different num
 them. Files are safetensors and JSON; no pickle is written or read.
 
 Names of tensors: `optimizer/PARAMETER/KEY`, `memory/NAME` (of all batch rows), `average/PARAMETER`,
-`random/RANK/DEVICE`. Shape suffix: B batch rows of this process.
+`random/RANK/DEVICE`, where DEVICE is `cpu` or, for the GPU, `device`. Shape suffix: B batch rows of this process.
 """
 
 from __future__ import annotations
@@ -72,10 +72,11 @@ def save_checkpoint(folder: RunFolder, trainer: Trainer, world: DistributedConte
         Folder of the checkpoint.
 
     Raises:
-        UserError: the file system refuses; older checkpoints are unchanged. All processes raise the same error.
+        UserError: a file cannot be written; older checkpoints are unchanged. All processes raise the same error.
     """
     path = folder.path / "checkpoints" / f"step-{trainer.state.step:08}"
-    # after a stop during validation, this step may have a checkpoint; it is deleted when the new one is complete
+    # After a stop during validation, this step may have a checkpoint already; it is deleted when the new one is
+    # complete. `remove_leftovers` deletes files with `.partial-` in their names after a crash.
     new = path.with_name(f".{path.name}.partial-new")
     weights, tensors = gather_weights(trainer.model, world), _tensors(trainer, folder.config.train.batch_size, world)
     with world.raise_together(), ExitStack() as stack:
@@ -88,6 +89,7 @@ def save_checkpoint(folder: RunFolder, trainer: Trainer, world: DistributedConte
                 save_tensors(temporary / "model.safetensors", weights)
         temporary = world.gather(temporary)[0]
         _write(tensors, temporary / "training", world)
+        # DCP names the files of each process shard-N-..., where N is its rank + 1
         shard_files = [*(temporary / "training").glob(f"shard-{world.rank + 1:05}-*")]
         with world.raise_together(), as_user_error(f"reading {temporary / 'training'}"):
             digests = {file.name: file_digest(file) for file in shard_files}

@@ -12,8 +12,9 @@ from torch import nn
 from transformer_xl.config import UserError
 from transformer_xl.model.language_model import LanguageModel
 
-# Upper limit of the combinations in one run: empty or full memory, training or evaluation, two sizes of micro-batches,
-# and the stages of the segment warm-up. torch's default limit, 8, is for programs whose shapes never stop changing.
+# How often torch may recompile a layer. A run needs one version for each combination of empty or full memory, training
+# or evaluation, two sizes of micro-batches, and the stages of the segment warm-up; all of these are fewer than this
+# limit. torch's default limit, 8, is for programs whose shapes never stop changing.
 _MAX_VARIANTS = 128
 
 

@@ -2,7 +2,7 @@
 
 Each process has a part of the batch rows, with the memory of these rows. Losses and counts are summed over all
 processes before they are divided. `torchrun` starts the processes, sets the rank of each in its environment, and
-restarts all of them if one dies. With a single process, all functions here work without communication.
+restarts all of them if one dies. With a single process, all functions in this file work without communication.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class DistributedContext:
                 raise UserError(message) from local_error
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the values of all processes in the order of ranks, in every process; small Python objects."""
+        """Return the values of all processes in the order of ranks, in every process; for small Python objects."""
         values = [value] * self.size
         if self.size > 1:
             dist.all_gather_object(values, value)
@@ -115,7 +115,8 @@ class DistributedContext:
             from torch.nn.parallel import DistributedDataParallel
 
             wrapped = DistributedDataParallel(module, gradient_as_bucket_view=True)
-            # replaces DDP's mean by a sum; a lambda, because DDP cannot resolve annotations that are strings
+            # Replaces DDP's mean by a sum. The hook is a lambda, because DDP checks a hook's annotations, but cannot
+            # resolve annotations that are strings, as those of this file are.
             wrapped.register_comm_hook(None, lambda _, bucket: _all_reduce(bucket))  # pyrefly: ignore
             return wrapped
         from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -127,7 +128,7 @@ class DistributedContext:
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)  # gloo cannot scale a sum
         module.register_forward_hook(_reshard_after_forward)
-        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # never written to
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # nothing writes to the view
         return module
 
     def set_gradient_sync(self, module: nn.Module, enabled: bool) -> None:
@@ -264,7 +265,7 @@ def _final_error(error: BaseException, store: dist.Store | None, group_name: str
     if isinstance(error, UserError):
         return error if num_reports == 1 else SystemExit(2)
     if isinstance(error, KeyboardInterrupt) and num_ended != 1:
-        return SystemExit(130)
+        return SystemExit(130)  # the usual exit status after Ctrl-C
     if not isinstance(error, RuntimeError) or not _is_connection_error(error):
         return error
     if num_ended != 1:

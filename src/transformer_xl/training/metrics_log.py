@@ -34,7 +34,7 @@ class MetricsLog:
             validation_step: step of its last validation; later lines of validation are removed.
 
         Raises:
-            UserError: metrics.jsonl is damaged, or the file system refuses.
+            UserError: metrics.jsonl is damaged, or a file cannot be written.
         """
         last_step = {"train": step, "valid": validation_step}
         remaining = [line for line in self.folder.metrics() if line["step"] <= last_step.get(line["split"], 0)]
@@ -48,7 +48,7 @@ class MetricsLog:
         """Append a line of metrics.
 
         Raises:
-            UserError: the file system refuses.
+            UserError: a file cannot be written.
         """
         file = self.folder.path / "metrics.jsonl"
         with as_user_error(f"writing {file}"), file.open("a", encoding="utf-8") as stream:

@@ -14,7 +14,7 @@ from transformer_xl.device import has_bfloat16
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.training.distributed import full_tensor
 
-# of the Newton-Schulz iteration that orthogonalizes updates (Jordan et al. 2024)
+# parameters of the Newton-Schulz iteration that orthogonalizes updates (Jordan et al. 2024)
 _MUON_COEFFICIENTS, _MUON_ITERATIONS, _MUON_MIN_NORM = (3.4445, -4.7750, 2.0315), 5, 1e-7
 
 
@@ -50,7 +50,7 @@ class Muon(torch.optim.Optimizer):
     updates the matrices one by one, always in bfloat16, which is a hundred times slower on processors without
     bfloat16 instructions. Here matrices of equal shape are stacked, in bfloat16 if the device supports it, else in
     float32. If weights are sharded over processes, each process gathers the full matrices and keeps its shard of the
-    result.
+    update.
     """
 
     def __init__(self, matrices: Iterable[nn.Parameter], config: TrainConfig) -> None:

@@ -3,7 +3,7 @@
     loss = nats of all micro-batches of all processes / number of all their targets
 
 The number of targets is known before the first backward pass, so the result does not depend on how the rows are split
-into micro-batches or distributed over processes. Nothing here waits for the device.
+into micro-batches or distributed over processes. Nothing in this file waits for the device.
 
 Shape suffixes: B batch rows of this process (in a micro-batch, some of them), T new tokens, D model width.
 """
@@ -100,6 +100,7 @@ class TrainStep:
         if self.config.compile == "cudagraphs":
             self._allocate_gradients()
         loss_mask_BT = trained_targets(batch.loss_mask_BT, self.config)
+        # number of targets in the loss, and of all targets (tokens read)
         counts = self.world.sum(to_device(torch.tensor([loss_mask_BT.sum(), batch.loss_mask_BT.sum()]), self.device))
         weight_BT = to_device(torch.from_numpy(loss_mask_BT), self.device)
         inputs_BT, targets_BT = to_device(torch.from_numpy(batch.inputs_BT), self.device), batch.targets_BT
@@ -134,12 +135,12 @@ class TrainStep:
         return norm
 
 
-def micro_batches(batch_size: int, config: TrainConfig, num_processes: int) -> list[range]:
-    """Split this process's rows evenly into micro-batches of at most micro_batch_size rows.
+def micro_batches(local_batch_size: int, config: TrainConfig, num_processes: int) -> list[range]:
+    """Split the `local_batch_size` rows of this process evenly into micro-batches of at most `micro_batch_size` rows.
 
-    All processes have the same number of micro-batches, since all take part in each forward and backward pass: at most
-    as many as the process with the fewest rows has rows.
+    All processes have the same number of micro-batches, since all take part in each forward and backward pass. If
+    a process has fewer rows than this number, the number is reduced to its rows, and micro-batches become larger.
     """
     sizes = [len(Shard(index, num_processes).batch_rows(config.batch_size)) for index in range(num_processes)]
     number = min(-(-max(sizes) // (config.micro_batch_size or max(sizes))), *sizes)
-    return [range(part * batch_size // number, (part + 1) * batch_size // number) for part in range(number)]
+    return [range(part * local_batch_size // number, (part + 1) * local_batch_size // number) for part in range(number)]

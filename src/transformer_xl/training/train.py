@@ -36,9 +36,8 @@ _Start = Callable[[DistributedContext, ExitStack, Callable[[str], None]], Traine
 """Returns the trainer of a new or resumed run; the run's folder is locked until the ExitStack is closed. The last
 argument prints a line for the user."""
 
-# Settings that can change when a run is resumed. Settings that determine the model, its memory, the order of the text
-# or
-# the state of optimizer and weight average cannot change. After a change of batch size, memory starts empty.
+# Settings that can change when a run is resumed. Settings that determine the model, its memory, the order of the text,
+# or the state of optimizer and weight average cannot change. After a change of batch size, memory starts empty.
 _CHANGEABLE = {
     *("max_steps", "learning_rate", "lr_schedule", "warmup_steps", "decay_steps", "min_learning_rate_ratio"),
     *("beta1", "beta2", "muon_momentum", "weight_decay", "max_grad_norm", "ema_decay"),
@@ -100,12 +99,13 @@ def train(
         config: name of a recipe (`txl recipes` lists them), path of a YAML file in the same format, a RunConfig, or
             None for the defaults. The vocabulary size is that of the corpus.
         corpus: corpus to train on, or the folder that `prepare` created.
-        run: new folder for settings, weights and metrics, or None for runs/CORPUS-RECIPE.
+        run: new folder for settings, weights and metrics, or None for runs/CORPUS-RECIPE, named
+            after the corpus folder and the recipe (runs/CORPUS without a recipe).
         model: settings of the model that replace those of `config`, such as {"n_layers": 6}.
         train: settings of training that replace those of `config`, such as {"max_steps": 1000}.
         evaluation: settings of evaluation that replace those of `config`.
-        device: auto, cuda, mps or cpu.
-        threads: CPU threads of one operation, or None for torch's default.
+        device: `cuda`, `cuda:1`, `mps` or `cpu`, or `auto` for the fastest available one.
+        threads: number of CPU threads that torch uses in one operation, or None for torch's default.
         callbacks: called during training; they can stop it.
         progress: show a progress bar and messages on standard error.
         handle_signals: let SIGINT and SIGTERM stop training after the current step, with a checkpoint and a result. For
@@ -146,7 +146,7 @@ def resume(
         corpus: new location of the corpus, or None if it has not moved.
         train: settings of training to change from here on, such as {"max_steps": 2000}.
         evaluation: settings of evaluation to change.
-        device: auto, cuda, mps or cpu.
+        device: as for `train`.
         threads: as for `train`.
         callbacks: as for `train`.
         progress: as for `train`.

@@ -88,7 +88,8 @@ class Trainer:
         self.memories = self._initial_memories()
         self.state = TrainerState()
         self._train_step = TrainStep(self.wrapped_model, self.optimizers, config, device, world)
-        self._pending: tuple[int, Tensor] | None = None  # last step and its metrics, which may still be computed
+        # the last step, and its metrics, whose computation may be unfinished
+        self._pending: tuple[int, Tensor] | None = None
         self._saved_state: TrainerState | None = None
         self._stop_requested = False
         self._start_time = self._interval_start = time.perf_counter()
@@ -113,7 +114,8 @@ class Trainer:
         """
         warnings: list[str] = []
         folder = self.folder
-        # a run that has none of these was killed before its first checkpoint; a converted run has only weights
+        # A run that has none of these was killed before its first checkpoint, and starts at step 0. A converted run has
+        # only weights, so `load_checkpoint` refuses it.
         if folder.latest_checkpoint() or folder.metrics() or (folder.path / "model.safetensors").exists():
             warnings = load_checkpoint(folder, self, self.world)
             self._restore_best_loss()
@@ -121,7 +123,7 @@ class Trainer:
                 warnings.append("the validation text has changed, so the search for the best weights starts over")
             self._saved_state = self.state
         position = self.state.position
-        if position.segment_index >= self.dataset.segments_in(position.epoch):  # after a change of batch size
+        if position.segment_index >= self.dataset.segments_in(position.epoch):  # possible after a change of batch size
             self._update_state(position=DatasetPosition(epoch=position.epoch + 1))
         with self.world.raise_together():
             if self.world.is_first:
@@ -185,6 +187,7 @@ class Trainer:
         self._fetch_metrics()
         self._pending = batch.next.step, metrics
         self._update_state(step=batch.next.step, position=batch.next.segment, part=batch.next.part)
+        # tokens of all processes, estimated from the rows of this one without communication
         num_tokens = round(int(batch.batch.loss_mask_BT.sum()) * config.batch_size / self.dataset.local_batch_size)
         for callback in self.callbacks:
             callback.on_step(self, num_tokens)

@@ -100,7 +100,8 @@ def validation_dataset(
             "fewer processes, or use a longer text"
         )
     rows = max(world.size, min(config.batch_size, len(tokens) // config.segment_length))
-    # each process but the last gets ceil(rows / size) rows; with one row for each process, the loop ends
+    # Each process but the last gets ceil(rows / size) rows, which must leave at least one for the last process. That is
+    # the case at the latest when there is one row for each process.
     while (world.size - 1) * math.ceil(rows / world.size) >= rows:
         rows -= 1
     length = min(config.segment_length, math.ceil(len(tokens) / rows))

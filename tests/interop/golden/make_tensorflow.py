@@ -21,6 +21,7 @@ import tensorflow.compat.v1 as tf
 GOLDEN = Path(__file__).parent / "tensorflow"
 SEGMENT_LENGTH, BATCH_SIZE, MEMORY_LENGTH, NUM_SEGMENTS = 5, 3, 7, 4
 COMMON = {"n_token": 61, "n_layer": 2, "n_head": 3, "d_head": 2, "d_inner": 11, "clamp_len": 6, "d_model": 10}
+# the model's variants: as for enwik8, WikiText-103 and One Billion Word, and with embeddings narrower than the model
 MODELS = {
     "bytes": {"d_embed": 10},
     "words": {
@@ -35,6 +36,7 @@ MODELS = {
 
 
 def dense(x, units, activation=None, use_bias=True, kernel_initializer=None, name=None):
+    """Replace tf.layers.dense."""
     with tf.variable_scope(name):
         kernel = tf.get_variable("kernel", [x.shape[-1], units], initializer=kernel_initializer)
         y = tf.tensordot(x, kernel, 1)
@@ -68,6 +70,7 @@ def import_authors_model(folder):
 
 
 def make(name, settings, folder):
+    """Write a checkpoint with random weights, and the losses of random tokens in nats, to a folder of this name."""
     tf.reset_default_graph()
     generator = np.random.default_rng(list(name.encode()))
     model = import_authors_model(folder)
