@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import errno
 import glob
+import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from transformer_xl.config import UserError
 
@@ -144,6 +146,11 @@ def write_text(path: Path, text: str) -> None:
     """Write a text file (UTF-8) atomically."""
     with atomic_file(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
+
+
+def write_json(path: Path, values: Mapping[str, Any]) -> None:
+    """Write a JSON file atomically, with each value on its own line."""
+    write_text(path, json.dumps(values, indent=1) + "\n")
 
 
 def remove_leftovers(folder: Path) -> None:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from transformer_xl.config import RunConfig, Settings, UserError, check_settings, read_yaml, run_settings
 from transformer_xl.device import choose_device
-from transformer_xl.files import as_user_error, atomic_folder, write_text
+from transformer_xl.files import as_user_error, atomic_folder, write_json
 from transformer_xl.model.build import build_model
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.tensor_file import DAMAGED, load_tensors, save_tensors
@@ -60,7 +60,7 @@ class CheckpointRecord(Settings):
     def write(self, checkpoint: Path) -> None:
         """Write the record, with its checksum, to the folder of a checkpoint."""
         contents = self.model_dump(mode="json")
-        write_text(checkpoint / "training.json", json.dumps({**contents, "sha256": _digest(contents)}, indent=1) + "\n")
+        write_json(checkpoint / "training.json", {**contents, "sha256": _digest(contents)})
 
     @staticmethod
     def read(checkpoint: Path) -> CheckpointRecord:

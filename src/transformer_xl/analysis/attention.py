@@ -9,7 +9,6 @@ Shape suffixes: L layers, N heads, P distances between query and key, K tokens o
 from __future__ import annotations
 
 import io
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -35,7 +34,7 @@ from transformer_xl.device import choose_device, set_threads
 from transformer_xl.evaluation.evaluate import check_token_ids
 from transformer_xl.evaluation.plan import EvaluationPlan, TokenizedText
 from transformer_xl.evaluation.score import encode_text
-from transformer_xl.files import atomic_folder
+from transformer_xl.files import atomic_folder, write_json
 from transformer_xl.model.transformer_xl import TransformerXL
 from transformer_xl.progress import ProgressBar, say
 from transformer_xl.run_folder import CheckpointName, RunFolder
@@ -261,7 +260,7 @@ def _write(
     # tokenizers that are not lossless drop the whitespace between tokens, so the page inserts spaces
     page = attention_page(maps, tokens, title, about, spaced=not folder.tokenizer.is_lossless)
     (out / "attention.html").write_text(page, encoding="utf-8", errors="replace")
-    (out / "results.json").write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+    write_json(out / "results.json", values)
     _save_array(out / "mean-attention.npy", mean_LNP)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
@@ -27,49 +27,52 @@ class Line:
     """Colour of the line, or None for the next of COLOURS."""
 
 
-@dataclass(frozen=True)
-class Chart:
-    """A line chart, with horizontal reference lines."""
+def draw(
+    title: str,
+    x_label: str,
+    y_label: str,
+    lines: Sequence[Line],
+    references: Mapping[str, float] | None = None,
+    *,
+    log_x: bool = False,
+    max_y: float | None = None,
+    legend_outside: bool = False,
+) -> str:
+    """Return a line chart as an SVG element.
 
-    title: str
-    x_label: str
-    y_label: str
-    lines: Sequence[Line]
-    references: Mapping[str, float] = field(default_factory=dict)
-    """Values to mark with horizontal dotted lines, by the label at the right end of the line."""
-    log_x: bool = False
-    """Whether the x axis is logarithmic."""
-    max_y: float | None = None
-    """Upper limit of the y axis, where higher lines are clipped, or None to show all values."""
-    legend_outside: bool = False
-    """Whether the legend is to the right of the chart instead of inside it; for charts with many lines."""
-
-
-def draw(chart: Chart) -> str:
-    """Return the chart as an SVG element."""
-    figure = Figure(figsize=(9.4 if chart.legend_outside else 7.2, 4.0), layout="constrained")
+    Args:
+        title: title above the chart.
+        x_label: label of the x axis.
+        y_label: label of the y axis.
+        lines: the lines to draw; with more than one, the chart has a legend.
+        references: values to mark with horizontal dotted lines, by the label at the right end of the line.
+        log_x: whether the x axis is logarithmic.
+        max_y: upper limit of the y axis, where higher lines are clipped, or None to show all values.
+        legend_outside: whether the legend is to the right of the chart instead of inside it, for many lines.
+    """
+    figure = Figure(figsize=(9.4 if legend_outside else 7.2, 4.0), layout="constrained")
     axes = figure.add_subplot()
     axes.set_prop_cycle(color=COLOURS)
-    for line in chart.lines:
+    for line in lines:
         (drawn,) = axes.plot(line.x, line.y, line.style, label=line.label, linewidth=1.8)
         if line.colour is not None:
             drawn.set_color(line.colour)
-    for label, value in chart.references.items():
+    for label, value in (references or {}).items():
         axes.axhline(value, color="0.45", linestyle=":", linewidth=1.2)
         axes.annotate(label, (1.0, value), xycoords=("axes fraction", "data"), xytext=(-4, 3),
                       textcoords="offset points", ha="right", color="0.3", fontsize=9)  # fmt: skip
-    axes.set(title=chart.title, xlabel=chart.x_label, ylabel=chart.y_label)
+    axes.set(title=title, xlabel=x_label, ylabel=y_label)
     tidy(axes)
-    if chart.log_x:
-        positive = [x for line in chart.lines for x in line.x if x > 0]
+    if log_x:
+        positive = [x for line in lines for x in line.x if x > 0]
         axes.set_xscale("symlog", base=2, linthresh=min(positive, default=1))  # symlog: a log axis that includes 0
-        ticks = sorted({x for line in chart.lines for x in line.x})
+        ticks = sorted({x for line in lines for x in line.x})
         axes.set_xticks(ticks, [f"{tick:,.0f}" for tick in ticks])
         axes.minorticks_off()
-    if chart.max_y is not None:
-        axes.set_ylim(top=chart.max_y)
-    if len(chart.lines) > 1:
-        position, anchor = ("center left", (1.0, 0.5)) if chart.legend_outside else ("best", None)
+    if max_y is not None:
+        axes.set_ylim(top=max_y)
+    if len(lines) > 1:
+        position, anchor = ("center left", (1.0, 0.5)) if legend_outside else ("best", None)
         axes.legend(frameon=False, loc=position, bbox_to_anchor=anchor)
     return to_svg(figure)
 

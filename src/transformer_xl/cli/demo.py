@@ -32,8 +32,7 @@ def demo(
     """
     from transformer_xl.reproduction.demo import COLUMNS, PROMPT, run_demo
 
-    options = {"device": device_options.device, "threads": device_options.threads}
-    result = run_demo(out, recipe=recipe, max_tokens=max_tokens, handle_signals=True, **options)
+    result = run_demo(out, recipe=recipe, max_tokens=max_tokens, handle_signals=True, **vars(device_options))
     run = result.training
     if not run.finished:
         say(f"stopped at step {run.step:,}; 'txl demo' starts over")

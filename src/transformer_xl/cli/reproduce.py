@@ -170,8 +170,7 @@ def speed(
     from transformer_xl.analysis.evaluation_speed import COLUMNS, speed_tables
     from transformer_xl.reproduction import tables
 
-    options = {"device": device_options.device, "threads": device_options.threads, "command": command_line()}
-    results = tables.reproduce_speed(out, model, smoke=smoke, **options)
+    results = tables.reproduce_speed(out, model, smoke=smoke, command=command_line(), **vars(device_options))
     _print_results(results, out, [(title, COLUMNS, rows) for title, rows in speed_tables(results).items()], json=json)
 
 

@@ -51,7 +51,7 @@ def train(
     from transformer_xl.training import train as training
 
     options: dict[str, Any] = given_settings(model=model, train=train, evaluation=evaluation)
-    options |= {"device": device_options.device, "threads": device_options.threads, "handle_signals": True}
+    options |= {**vars(device_options), "handle_signals": True}
     if resume is None:
         if corpus is None:
             raise UserError("training needs --corpus DIR (from 'txl prepare'), or --resume RUN to resume a run")

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from statistics import mean
 from typing import Any, Literal
 
-from transformer_xl.analysis.plots import COLOURS, Chart, Line
+from transformer_xl.analysis.plots import COLOURS, Line, draw
 from transformer_xl.reproduction.systems import ABLATION, BY_NAME, System
 
 Metric = Literal["bits_per_byte", "perplexity"]
@@ -199,8 +199,8 @@ def equal_memory_rows(results: Mapping[str, SystemResult]) -> list[list[str]]:
     return [results[name].cells() for pair in _AT_EQUAL_MEMORY for name in pair if name in results]
 
 
-def chart(results: Mapping[str, SystemResult]) -> Chart:
-    """Return a chart of scores by attention window.
+def chart(results: Mapping[str, SystemResult]) -> str:
+    """Draw, as an SVG element, a chart of scores by attention window.
 
     Colours are architectures, dashed lines are trained with half the loss, and dots (not crosses) have recurrence.
     """
@@ -222,4 +222,4 @@ def chart(results: Mapping[str, SystemResult]) -> Chart:
     is_clipped = any(mean(scores) > max_y for result in results.values() for scores in result.by_window.values())
     title = f"Test {NAMES[metric]} by attention window" + (" (some continue above)" if is_clipped else "")
     x_label, y_label = "attention window (tokens)", NAMES[metric]
-    return Chart(title, x_label, y_label, lines, log_x=True, max_y=max_y, legend_outside=True)
+    return draw(title, x_label, y_label, lines, log_x=True, max_y=max_y, legend_outside=True)

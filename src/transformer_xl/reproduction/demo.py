@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from transformer_xl.analysis.plots import Chart, Line, draw
+from transformer_xl.analysis.plots import Line, draw
 from transformer_xl.analysis.report import heading, page, paragraph, table, verbatim
 from transformer_xl.config import EvaluationConfig, UserError, load_recipe
 from transformer_xl.device import choose_device
@@ -154,10 +154,10 @@ def demo_page(result: DemoResult, source: str) -> str:
             ),
             table(COLUMNS, result.rows()),
             heading("Training"),
-            draw(_training_chart(folder)),
+            _training_chart(folder),
             heading("Does memory help?"),
             paragraph("The same weights, evaluated with different memory lengths. Lower is better."),
-            draw(_memory_chart(result)),
+            _memory_chart(result),
             heading("A sample"),
             paragraph(
                 f"The first {len(PROMPT)} characters are the prompt, the rest is generated (temperature 0.7, top-k 40)."
@@ -174,16 +174,16 @@ def demo_page(result: DemoResult, source: str) -> str:
     )
 
 
-def _training_chart(folder: RunFolder) -> Chart:
+def _training_chart(folder: RunFolder) -> str:
     metrics, lines = folder.metrics(), list[Line]()
     for split, label, style in (("train", "training text", "-"), ("valid", "validation text", "o-")):
         points = [(entry["step"], entry["bits_per_byte"]) for entry in metrics if entry["split"] == split]
         lines.append(Line(label, [step for step, _ in points], [bits for _, bits in points], style))
-    return Chart("Bits per byte while training", "step", "bits per byte", lines)
+    return draw("Bits per byte while training", "step", "bits per byte", lines)
 
 
-def _memory_chart(result: DemoResult) -> Chart:
+def _memory_chart(result: DemoResult) -> str:
     bits = [evaluation["bits_per_byte"] for evaluation in result.evaluations.values()]
     line = Line("test text", list(result.evaluations), bits, "o-")
     title = "Test bits per byte by memory length"
-    return Chart(title, "memory length (bytes)", "bits per byte", [line], result.compressors, log_x=True)
+    return draw(title, "memory length (bytes)", "bits per byte", [line], result.compressors, log_x=True)

@@ -12,9 +12,9 @@ from typing import Any
 
 from transformer_xl.analysis.evaluation_speed import COLUMNS, speed_tables
 from transformer_xl.analysis.gain_curves import draw_gains
-from transformer_xl.analysis.plots import draw, to_svg
+from transformer_xl.analysis.plots import to_svg
 from transformer_xl.analysis.report import heading, image, link, page, paragraph, table, verbatim
-from transformer_xl.files import write_text
+from transformer_xl.files import write_json, write_text
 from transformer_xl.reproduction import ablation, context_table
 from transformer_xl.reproduction.reproduction import REPORT, report_damage
 
@@ -24,7 +24,7 @@ Results = Mapping[str, Any]
 
 def write_results(folder: Path, name: str, values: Results) -> None:
     """Write the results of one part to NAME.json in the folder, and the report."""
-    write_text(folder / f"{name}.json", json.dumps(values, indent=1) + "\n")
+    write_json(folder / f"{name}.json", values)
     write_report(folder)
 
 
@@ -84,7 +84,7 @@ def _ablation(results: Results, _: Path) -> list[str]:
             "lower is better. Initial: with the attention window of training. The paper reports word perplexities."
         ),
         table(ablation.COLUMNS, ablation.table_rows(systems)),
-        draw(ablation.chart(systems)),
+        ablation.chart(systems),
         heading("At equal memory (table 10)"),
         paragraph(
             f"{ablation.equal_memory_title(systems)}. Without recurrence segments may be longer until a training step "

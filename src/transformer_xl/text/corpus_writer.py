@@ -9,7 +9,6 @@ Shape suffix: V vocabulary.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from transformer_xl.config import UserError
-from transformer_xl.files import atomic_folder, write_text
+from transformer_xl.files import atomic_folder, write_json
 from transformer_xl.text.documents import SPLITS, Document, DocumentUnit, SplitName
 from transformer_xl.text.parallel import ordered_map
 from transformer_xl.text.token_store import (
@@ -132,7 +131,7 @@ def write_corpus(
                     )
             records = {split: writer.record() for split, writer in writers.items()}
         record = CorpusRecord(name=name, source=source, tokenizer_sha256=fingerprint(tokenizer), splits=records)
-        write_text(temporary / "corpus.json", json.dumps(record.model_dump(), indent=1) + "\n")
+        write_json(temporary / "corpus.json", record.model_dump())
     return Corpus.open(folder)
 
 

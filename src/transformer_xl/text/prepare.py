@@ -14,7 +14,7 @@ from transformer_xl.text.corpus_writer import write_corpus
 from transformer_xl.text.documents import SPLITS, Document, DocumentUnit, SplitName, TextSource
 from transformer_xl.text.sources.archives import Progress, no_progress
 from transformer_xl.text.sources.arrays import limit_values
-from transformer_xl.text.sources.named_datasets import DATASET_NAMES, DOWNLOADABLE, open_dataset
+from transformer_xl.text.sources.named_datasets import DATASET_NAMES, DOWNLOADABLE, PYTHON_STDLIB, python_stdlib
 from transformer_xl.text.sources.text_files import (
     BytesRange,
     describe_paths,
@@ -191,39 +191,31 @@ def find_text(
     """
     split_paths = {split: files for split, files in (splits or {}).items() if files}
     custom_fractions = {split: fraction for split, fraction in (fractions or {}).items() if fraction is not None}
-    dataset, first_split, dataset_names = _dataset(paths), next(iter(split_paths), ""), ", ".join(DATASET_NAMES)
-    reason = f"the splits of {dataset} are fixed" if dataset else "the splits are specified already"
-    for is_wrong, problem in (
-        (
-            paths and split_paths,
+    dataset, first_split = _dataset(paths), next(iter(split_paths), "")
+    if paths and split_paths:
+        raise UserError(
             f"both text to split ({describe_paths(paths)}) and --{first_split} were given; write --train before the "
-            "files to train on, or omit the split options",
-        ),
-        (documents is not None and (paths or split_paths), "both documents and files were given; omit one of them"),
-        (
-            documents is None and not paths and not split_paths,
-            f"no text was given; name files, folders, --train FILE, or a data set ({dataset_names})",
-        ),
-        (
-            split_paths and "train" not in split_paths,
-            f"--{first_split} was given without --train; add --train with the files to train on",
-        ),
-        (
-            dataset and len(paths) > 1,
+            "files to train on, or omit the split options"
+        )
+    if documents is not None and (paths or split_paths):
+        raise UserError("both documents and files were given; omit one of them")
+    if documents is None and not paths and not split_paths:
+        names = ", ".join(DATASET_NAMES)
+        raise UserError(f"no text was given; name files, folders, --train FILE, or a data set ({names})")
+    if split_paths and "train" not in split_paths:
+        raise UserError(f"--{first_split} was given without --train; add --train with the files to train on")
+    if dataset and len(paths) > 1:
+        raise UserError(
             f"the data set {dataset} cannot be combined with others, but {len(paths)} sources were given; omit the "
-            f"others, or write ./{dataset} for a file of that name",
-        ),
-        (
-            data_dir and dataset not in DOWNLOADABLE,
-            f"--data-dir {data_dir} is only for data sets that can be downloaded ({', '.join(DOWNLOADABLE)}); omit it",
-        ),
-        (
-            custom_fractions and (split_paths or dataset or isinstance(documents, Mapping)),
-            f"{reason}, so fractions do not apply; leave the fractions out",
-        ),
-    ):
-        if is_wrong:
-            raise UserError(problem)
+            f"others, or write ./{dataset} for a file of that name"
+        )
+    if data_dir and dataset not in DOWNLOADABLE:
+        raise UserError(
+            f"--data-dir {data_dir} is only for data sets that can be downloaded ({', '.join(DOWNLOADABLE)}); omit it"
+        )
+    if custom_fractions and (split_paths or dataset or isinstance(documents, Mapping)):
+        reason = f"the splits of {dataset} are fixed" if dataset else "the splits are specified already"
+        raise UserError(f"{reason}, so fractions do not apply; leave the fractions out")
     if split_paths:
         texts = {split: texts_of_paths(files, f"--{split}: ") for split, files in split_paths.items()}
         description = "; ".join(f"{split}: {describe_paths(files)}" for split, files in split_paths.items())
@@ -231,8 +223,10 @@ def find_text(
     if isinstance(documents, Mapping):
         texts = _splits_in_memory(cast("Mapping[SplitName, Texts]", documents))
         return source_of_splits(texts, name="documents", description=_IN_MEMORY, kind=kind)
+    if dataset == PYTHON_STDLIB:
+        return python_stdlib()
     if dataset:
-        return open_dataset(dataset, data_dir, progress, kind=kind)
+        return DOWNLOADABLE[dataset].open(data_dir, progress, kind=kind)
     all_fractions: dict[SplitName, float] = {"valid": DEFAULT_FRACTION, "test": DEFAULT_FRACTION, **custom_fractions}
     if documents is not None:
         texts_in_memory = _in_memory(documents, "document")

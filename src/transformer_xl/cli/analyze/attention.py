@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,7 +111,7 @@ def attention(
         out=out,
         checkpoint=checkpoint,
         command=command_line(),
-        **dataclasses.asdict(device_options),
+        **vars(device_options),
     )
     if json:
         print_json(values)

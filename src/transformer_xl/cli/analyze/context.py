@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as encoder
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -12,7 +11,7 @@ from transformer_xl.cli.flags import ContextFlags, given_settings
 from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, Json
 from transformer_xl.cli.output import print_json, print_table
 from transformer_xl.config import ContextSweep, UserError, check_settings
-from transformer_xl.files import write_text
+from transformer_xl.files import write_json
 from transformer_xl.progress import ProgressBar, say
 
 
@@ -86,7 +85,7 @@ def context(
         _print_tables(values)
     # files are written after printing, so that a full disk loses no results
     if out is not None:
-        write_text(out, encoder.dumps(values, indent=1) + "\n")
+        write_json(out, values)
     if plot is not None:
         from transformer_xl.analysis.gain_curves import draw_gains, write_plot
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as encoder
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +11,7 @@ from transformer_xl.cli.flags import SpeedFlags, given_settings
 from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, Json
 from transformer_xl.cli.output import print_json, print_table
 from transformer_xl.config import SpeedComparison, UserError, check_settings
-from transformer_xl.files import write_text
+from transformer_xl.files import write_json
 
 
 def speed(
@@ -43,9 +42,9 @@ def speed(
     comparison = check_settings(SpeedComparison, given_settings(speed=settings).get("speed", {}), "speed comparison")
     from transformer_xl.analysis.evaluation_speed import COLUMNS, compare_speed, speed_tables
 
-    results = compare_speed(model, comparison, device=device_options.device, threads=device_options.threads)
+    results = compare_speed(model, comparison, **vars(device_options))
     if out is not None:
-        write_text(out, encoder.dumps(results, indent=1) + "\n")
+        write_json(out, results)
     if json:
         print_json(results)
         return

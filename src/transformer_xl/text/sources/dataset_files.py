@@ -69,9 +69,16 @@ def find_files(
     Raises:
         UserError: a file is missing, damaged, has the wrong checksum, or cannot be downloaded.
     """
-    if data_dir is None:
-        return _download(dataset, archive, texts, progress)
-    return _search(dataset, archive, texts, data_dir, progress)
+    if data_dir is not None:
+        return _search(dataset, archive, texts, data_dir, progress)
+    found = {text: FileRange(download_file(text.remote, cache_folder(), progress)) for text in texts if text.remote}
+    archived = [text for text in texts if text not in found]
+    if archived:
+        assert archive is not None
+        path = download_file(archive, cache_folder(), progress)
+        found |= _texts_in_archive(path, archived, dataset, archive.digest, progress)
+    assert found.keys() == set(texts), "the archive lacks a text"
+    return found
 
 
 def plain_file(text: FileRange, name: str) -> Path:
@@ -82,30 +89,13 @@ def plain_file(text: FileRange, name: str) -> Path:
     """
     if not text.is_compressed:
         return text.path
-    target = _extracted_folder() / name
+    target = cache_folder() / "unpacked" / name
     with as_user_error(f"writing {target}"):
         target.parent.mkdir(parents=True, exist_ok=True)
         with atomic_file(target) as temporary, temporary.open("wb") as file:
             for chunk in text:
                 file.write(chunk)
     return target
-
-
-def _extracted_folder() -> Path:
-    return cache_folder() / "unpacked"
-
-
-def _download(
-    dataset: str, archive: RemoteFile | None, texts: Iterable[TextFile], progress: Progress
-) -> dict[TextFile, FileRange]:
-    found = {text: FileRange(download_file(text.remote, cache_folder(), progress)) for text in texts if text.remote}
-    archived = [text for text in texts if text not in found]
-    if archived:
-        assert archive is not None
-        path = download_file(archive, cache_folder(), progress)
-        found |= _texts_in_archive(path, archived, dataset, archive.digest, progress)
-    assert found.keys() == set(texts), "the archive lacks a text"
-    return found
 
 
 def _texts_in_archive(
@@ -126,7 +116,7 @@ def _texts_in_archive(
         found = {text: text.path if text.path in members else member_of_name.get(text.name) for text in texts}
         return {text: FileRange(path, member=member) for text, member in found.items() if member}
     digest = digest or compute_digest(raw_chunks(path), FileDigest(path.stat().st_size, "sha256:"), path.name, progress)
-    folder = _extracted_folder() / f"{dataset}-{digest.checksum.partition(':')[2][:16]}"
+    folder = cache_folder() / "unpacked" / f"{dataset}-{digest.checksum.partition(':')[2][:16]}"
     if not folder.exists():
         extract_from_tar(path, [text.path for text in texts], folder, progress)
     return {text: FileRange(folder / text.name) for text in texts if (folder / text.name).exists()}

@@ -111,13 +111,9 @@ def _wikitext(folder: str) -> dict[SplitName, tuple[SplitFile, ...]]:
     }
 
 
-def _ptb(split: SplitName) -> TextFile:
-    return TextFile(
-        f"simple-examples/data/ptb.{split}.txt",
-        _PTB[split],
-        other_names=(f"{split}.txt",),
-        urls=tuple(_PTB_URL.format(owner=owner, split=split) for owner in ("wojzaremba", "tomsercu")),
-    )
+def _ptb(split: SplitName, digest: FileDigest) -> SplitFile:
+    urls = tuple(_PTB_URL.format(owner=owner, split=split) for owner in ("wojzaremba", "tomsercu"))
+    return SplitFile(TextFile(f"simple-examples/data/ptb.{split}.txt", digest, (f"{split}.txt",), urls))
 
 
 _LM1B = "1-billion-word-language-modeling-benchmark-r13output"
@@ -184,7 +180,7 @@ DOWNLOADABLE: dict[str, NamedDataset] = {
         NamedDataset(
             "ptb",
             "the Penn Treebank as distributed for language modelling, 10,000 words, a sentence a line; its own splits",
-            files={split: (SplitFile(_ptb(split)),) for split in SPLITS},
+            files={split: (_ptb(split, digest),) for split, digest in _PTB.items()},
             archive=RemoteFile(
                 "simple-examples.tgz",
                 (
@@ -230,13 +226,6 @@ DOWNLOADABLE: dict[str, NamedDataset] = {
 """The data sets that can be downloaded, by name."""
 
 DATASET_NAMES = (*DOWNLOADABLE, PYTHON_STDLIB)
-
-
-def open_dataset(
-    name: str, data_dir: Path | None = None, progress: Progress = no_progress, *, kind: str | None = None
-) -> TextSource:
-    """Find or download a data set by its name, one of `DATASET_NAMES`, with the arguments of `NamedDataset.open`."""
-    return python_stdlib() if name == PYTHON_STDLIB else DOWNLOADABLE[name].open(data_dir, progress, kind=kind)
 
 
 def python_stdlib() -> TextSource:

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 from typing_extensions import override
 
@@ -123,9 +124,15 @@ def split_text(
     texts = [replace(text, stop=text.size()) for text in texts]  # so that compressed files are measured only once
     *offsets, size = accumulate((text.size() for text in texts), initial=0)
     placed_texts = list(zip(offsets, texts, strict=True))
+    lengths = {split: round(size * fractions[split]) for split in ("valid", "test")}
+    train, whole_lines = size - sum(lengths.values()), tokenizer.kind == "integer"
+    # A boundary moves by at most half of the split after it, so that this split does not become empty.
+    first = _boundary(placed_texts, train, (lengths["valid"] or lengths["test"]) // 2, whole_lines)
+    second = _boundary(placed_texts, train + lengths["valid"], lengths["test"] // 2, whole_lines)
+    ends: dict[SplitName, int] = {"train": first, "valid": max(first, second), "test": size}
     splits: dict[SplitName, list[TextRange]] = {}
     start = 0
-    for split, stop in _split_ends(placed_texts, size, fractions, whole_lines=tokenizer.kind == "integer").items():
+    for split, stop in ends.items():
         if start < stop:
             splits[split] = [
                 replace(text, start=max(start - offset, 0), stop=min(stop - offset, text.size()))
@@ -144,18 +151,6 @@ def split_text(
 
 PlacedTexts = Sequence[tuple[int, TextRange]]
 """Texts to concatenate, each with its offset in the result. Offsets count bytes, or values if the texts are arrays."""
-
-
-def _split_ends(
-    texts: PlacedTexts, size: int, fractions: Mapping[SplitName, float], *, whole_lines: bool
-) -> dict[SplitName, int]:
-    """Return the position in the concatenated texts where each split ends."""
-    lengths = {split: round(size * fractions[split]) for split in ("valid", "test")}
-    train = size - sum(lengths.values())
-    # A boundary moves by at most half of the split after it, so that this split does not become empty.
-    first = _boundary(texts, train, (lengths["valid"] or lengths["test"]) // 2, whole_lines)
-    second = _boundary(texts, train + lengths["valid"], lengths["test"] // 2, whole_lines)
-    return {"train": first, "valid": max(first, second), "test": size}
 
 
 def _boundary(texts: PlacedTexts, position: int, tolerance: int, whole_lines: bool) -> int:
@@ -272,9 +267,7 @@ def _files(source: str, option: str) -> list[Path]:
     return files
 
 
-def _note_repeated_files(
-    texts: Mapping[SplitName, Sequence[TextRange]] | Mapping[str, Sequence[TextRange]],
-) -> tuple[str, ...]:
+def _note_repeated_files(texts: Mapping[Any, Sequence[TextRange]]) -> tuple[str, ...]:
     """Return a warning if a file occurs more than once, under any path; the message contains the keys."""
     occurrences: dict[tuple[int, int], list[str]] = {}
     for split, split_texts in texts.items():

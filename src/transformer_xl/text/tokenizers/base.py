@@ -78,11 +78,9 @@ class StreamDecoder(Protocol):
 
     def push(self, token: int) -> str:
         """Return the text that this token completes; often empty, never an incomplete character."""
-        ...
 
     def finish(self) -> str:
         """Return the withheld text after the last token; an incomplete character becomes U+FFFD."""
-        ...
 
 
 class Tokenizer(ABC):

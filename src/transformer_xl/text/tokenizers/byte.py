@@ -21,16 +21,8 @@ class ByteTokenizer(ByteLevelTokenizer):
 
     kind = "byte"
     is_cheap_to_encode = True
-
-    @property
-    @override
-    def token_bytes(self) -> list[bytes]:
-        return ALL_BYTES
-
-    @property
-    @override
-    def bos_token_id(self) -> int:
-        return ord("\n")
+    token_bytes = ALL_BYTES
+    bos_token_id = ord("\n")
 
     @override
     def last_boundary(self, text: bytes) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from transformer_xl.config import UserError, nearest
-from transformer_xl.files import as_user_error, write_text
+from transformer_xl.files import as_user_error, write_json
 from transformer_xl.text.tokenizers.base import Tokenizer
 from transformer_xl.text.tokenizers.config import TOKENIZER_KINDS, TokenizerKind
 
@@ -29,7 +29,7 @@ _COPY_AGAIN = "copy it again from its source, or make the corpus again with 'txl
 
 def save_tokenizer(tokenizer: Tokenizer, path: Path) -> None:
     """Write `txl_tokenizer.json` atomically."""
-    write_text(path, json.dumps(tokenizer.to_json(), indent=1) + "\n")
+    write_json(path, tokenizer.to_json())
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
