@@ -103,7 +103,11 @@ def analyze_attention(
     model = require_attention_terms(folder.load_model(torch_device, checkpoint))
     shape = (model.config.n_layers, model.config.n_heads)
     _check_heads(heads or (), shape)
-    tokens = _corpus_text(folder, corpus, split, max_tokens) if text is None else _encode(folder, text, max_tokens)
+    if text is None:
+        tokens = _corpus_text(folder, corpus, split, max_tokens)
+    else:
+        ids_K = encode_text(folder.tokenizer, "the text", to_bytes(text))[:max_tokens]
+        tokens = TokenizedText(ids_K, folder.tokenizer.bos_token_id)
     for warning in plan.warnings(torch_device):
         say(f"warning: {warning}")
     distance = _max_distance(plan, max_distance, len(tokens.tokens_K))
@@ -190,16 +194,9 @@ def _max_distance(plan: EvaluationPlan, requested: int | None, num_tokens: int) 
 
 
 def _corpus_text(folder: RunFolder, path: Path | str | None, split: str, max_tokens: int) -> TokenizedText:
-    corpus = folder.open_corpus(path)
-    tokens = corpus.split(split)
-    corpus.verify(split)
+    tokens = folder.open_corpus(path).split(split, verify=True)
     check_token_ids(tokens.first(max_tokens), folder.tokenizer.vocab_size)
     return TokenizedText(tokens.first(max_tokens), folder.tokenizer.bos_token_id, tokens.document_starts)
-
-
-def _encode(folder: RunFolder, text: str | bytes, max_tokens: int) -> TokenizedText:
-    content = to_bytes(text) if isinstance(text, str) else text
-    return TokenizedText(encode_text(folder.tokenizer, "the text", content)[:max_tokens], folder.tokenizer.bos_token_id)
 
 
 def _trace(model: TransformerXL, text: TokenizedText, plan: EvaluationPlan, maps: TermMaps) -> AttentionMeans:

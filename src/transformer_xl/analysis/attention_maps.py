@@ -36,7 +36,7 @@ from transformer_xl.evaluation.plan import EvaluationPlan, ProgressCallback, com
 from transformer_xl.model.kernels import AttentionTerms
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import LayerCache
-from transformer_xl.model.transformer_xl import LayerTrace, TransformerXL
+from transformer_xl.model.transformer_xl import TransformerXL
 from transformer_xl.text.token_store import Tokens
 
 Term = Literal["probability", "score", "content", "position", "content_bias", "position_bias"]
@@ -117,22 +117,18 @@ def trace_attention(
             tokens_BT = torch.from_numpy(ids_T)[None].to(device)
             caches: list[LayerCache] = []
             for layer, trace in enumerate(model.trace(tokens_BT, memory)):
-                _check_finite(trace, layer)
+                tensors = (trace.output_BTD, trace.terms.content_BNTS, trace.terms.position_BNTS)
+                if not torch.stack([tensor.isfinite().all() for tensor in tensors]).all():
+                    raise UserError(
+                        f"layer {layer} computes values that are not finite: its weights are too large; train again "
+                        "with a lower learning rate, or use the other checkpoint (--checkpoint best or last)"
+                    )
                 for callback in callbacks:
                     callback(LayerAttention(layer, start, min(start, memory_length), trace.terms))
                 caches.append(trace.cache)
             memory = memory.advance(caches, len(ids_T))
         if progress:
             progress(len(ids_T))
-
-
-def _check_finite(trace: LayerTrace, layer: int) -> None:
-    tensors = (trace.output_BTD, trace.terms.content_BNTS, trace.terms.position_BNTS)
-    if not torch.stack([tensor.isfinite().all() for tensor in tensors]).all():
-        raise UserError(
-            f"layer {layer} computes values that are not finite: its weights are too large; train again with a lower "
-            "learning rate, or use the other checkpoint (--checkpoint best or last)"
-        )
 
 
 def _by_distance(x_BNTS: Tensor, num_distances: int) -> Tensor:

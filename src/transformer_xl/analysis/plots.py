@@ -54,9 +54,7 @@ def draw(
     axes = figure.add_subplot()
     axes.set_prop_cycle(color=COLOURS)
     for line in lines:
-        (drawn,) = axes.plot(line.x, line.y, line.style, label=line.label, linewidth=1.8)
-        if line.colour is not None:
-            drawn.set_color(line.colour)
+        axes.plot(line.x, line.y, line.style, color=line.colour, label=line.label, linewidth=1.8)
     for label, value in (references or {}).items():
         axes.axhline(value, color="0.45", linestyle=":", linewidth=1.2)
         axes.annotate(label, (1.0, value), xycoords=("axes fraction", "data"), xytext=(-4, 3),

@@ -66,13 +66,9 @@ def evaluate(
     device = device_options.choose()
     folder = RunFolder.open(run)
     opened_corpus = folder.open_corpus(corpus)
-    text = opened_corpus.split(split)
-    opened_corpus.verify(split)
+    text = opened_corpus.split(split, verify=True)
     plans = [EvaluationPlan.resolve(folder.config, config) for config in configs]
-    train_split = None
-    if plans[0].needs_train_split:
-        train_split = opened_corpus.split("train")
-        opened_corpus.verify("train")
+    train_split = opened_corpus.split("train", verify=True) if plans[0].needs_train_split else None
     loaded = Run(folder.load_model(device, checkpoint), folder.tokenizer, folder.config)
     for warning in dict.fromkeys(warning for plan in plans for warning in plan.warnings(device)):
         say(f"warning: {warning}")

@@ -39,15 +39,6 @@ def _model_fields() -> dict[str, FieldInfo]:
     return fields
 
 
-_GROUPS: Mapping[str, Mapping[str, FieldInfo]] = {
-    "model": _model_fields(),
-    "train": TrainConfig.model_fields,
-    "evaluation": EvaluationConfig.model_fields,
-    "generation": GenerationConfig.model_fields,
-    "tokenizer": TokenizerConfig.model_fields,
-}
-
-
 def _optional(name: str, settings: Mapping[str, FieldInfo], *excluded: str) -> type[BaseModel]:
     """Return a pydantic class for the flags of a group of settings: all optional, without defaults and range checks."""
     fields: dict[str, Any] = {}
@@ -72,16 +63,16 @@ def _optional(name: str, settings: Mapping[str, FieldInfo], *excluded: str) -> t
     return create_model(f"{name.capitalize()}Flags", **fields)
 
 
-ModelFlags = _optional("model", _GROUPS["model"])
-TrainFlags = _optional("train", _GROUPS["train"])
-EvaluationFlags = _optional("evaluation", _GROUPS["evaluation"])
-GenerationFlags = _optional("generation", _GROUPS["generation"])
-ScoreFlags = _optional("score", _GROUPS["evaluation"], "method", "dynamic")
-TokenizerFlags = _optional("tokenizer", _GROUPS["tokenizer"], "kind", "eos_token", "unk_token", "byte_fallback")
+ModelFlags = _optional("model", _model_fields())
+TrainFlags = _optional("train", TrainConfig.model_fields)
+EvaluationFlags = _optional("evaluation", EvaluationConfig.model_fields)
+GenerationFlags = _optional("generation", GenerationConfig.model_fields)
+ScoreFlags = _optional("score", EvaluationConfig.model_fields, "method", "dynamic")
+TokenizerFlags = _optional("tokenizer", TokenizerConfig.model_fields, "kind", "eos_token", "unk_token", "byte_fallback")
 ContextFlags = _optional("context", ContextSweep.model_fields)
 SpeedFlags = _optional("speed", SpeedComparison.model_fields)
 LengthFlags = _optional(
-    "length", _GROUPS["evaluation"], "method", "batch_size", "warmup_tokens", "reset_memory", "dtype", "dynamic"
+    "length", EvaluationConfig.model_fields, "method", "batch_size", "warmup_tokens", "reset_memory", "dtype", "dynamic"
 )
 
 

@@ -54,8 +54,7 @@ def say_unknown(tokenizer: Tokenizer, texts: Iterable[str | bytes]) -> None:
         return
     unk_token = tokenizer.decode([tokenizer.unk_token_id])
     for text in texts:
-        unknown = tokenizer.unknown_words(text)
-        if unknown:
+        if unknown := tokenizer.unknown_words(text):
             words = ", ".join(f"'{word[:40]}'" for word in unknown[:5]) + (", ..." if len(unknown) > 5 else "")
             say(f"warning: not in the vocabulary, and read as {unk_token}: {words}")
 

@@ -32,6 +32,7 @@ from transformer_xl.text.token_store import (
     token_file,
 )
 from transformer_xl.text.tokenizers import (
+    EncodedChunk,
     TokenArray,
     Tokenizer,
     document_errors,
@@ -66,11 +67,9 @@ class _TokenChunk:
     split: SplitName
     document: int
     """The document's index in its split."""
-    ids: TokenArray
-    num_unknown: int
-    """How many of the ids are the unknown token."""
+    encoded: EncodedChunk
     line_ends: npt.NDArray[np.int64]
-    """For each token that ends a line, its index in `ids` plus 1; empty unless lines are documents."""
+    """For each token that ends a line, its index in the chunk plus 1; empty unless lines are documents."""
     num_words: int
     """Number of words that begin in the chunk."""
 
@@ -172,9 +171,7 @@ def _encode(tokenizer: Tokenizer, document_unit: DocumentUnit, chunks: list[_Tex
         if document_unit == "line":
             line_ends = tokenizer.is_newline_V[encoded.ids].nonzero()[0] + 1
         num_words = count_words(chunk.text, chunk.previous_byte)
-        token_chunks.append(
-            _TokenChunk(chunk.split, chunk.document, encoded.ids, encoded.num_unknown, line_ends, num_words)
-        )
+        token_chunks.append(_TokenChunk(chunk.split, chunk.document, encoded, line_ends, num_words))
     return token_chunks
 
 
@@ -222,8 +219,8 @@ class _SplitWriter:
     def add(self, chunk: _TokenChunk) -> None:
         """Write the next chunk."""
         self._counts["num_words"] += chunk.num_words
-        self._counts["num_unknown"] += chunk.num_unknown
-        num_tokens = len(chunk.ids)
+        self._counts["num_unknown"] += chunk.encoded.num_unknown
+        num_tokens = len(chunk.encoded.ids)
         if not num_tokens:
             return
         # A line that ends with the chunk is followed by a document that starts in the next chunk.
@@ -235,7 +232,7 @@ class _SplitWriter:
         self._documents.write(start_bytes)
         self._start_hash.update(start_bytes)
         self._counts["num_documents"] += len(starts)
-        self._add_tokens(np.ascontiguousarray(chunk.ids, dtype=self._dtype))
+        self._add_tokens(np.ascontiguousarray(chunk.encoded.ids, dtype=self._dtype))
 
     def _add_tokens(self, ids: TokenArray) -> None:
         self._token_hash.update(ids.data)

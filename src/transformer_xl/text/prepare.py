@@ -255,8 +255,7 @@ def _in_memory(texts: Texts, name: str) -> list[BytesRange]:
 
 
 def _splits_in_memory(documents: Mapping[SplitName, Texts]) -> dict[SplitName, list[BytesRange]]:
-    unknown = [split for split in documents if split not in SPLITS]
-    if unknown:
+    if unknown := [split for split in documents if split not in SPLITS]:
         raise UserError(
             f"documents has a split '{unknown[0]}'{nearest(unknown[0], SPLITS)}; expected {', '.join(SPLITS)}"
         )

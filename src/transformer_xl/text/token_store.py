@@ -224,17 +224,24 @@ class Corpus:
         """The splits of the corpus, in the order train, valid, test."""
         return tuple(split for split in SPLITS if split in self.record.splits)
 
-    def split(self, name: str) -> TokenSplit:
+    def split(self, name: str, *, verify: bool = False) -> TokenSplit:
         """Return one split.
 
+        Args:
+            name: name of the split.
+            verify: whether to verify the checksums of its files first.
+
         Raises:
-            UserError: the corpus does not have this split; the message suggests the nearest name.
+            UserError: the corpus does not have this split (the message suggests the nearest name), or a file is
+                damaged.
         """
         if name not in self.splits:
             raise UserError(
                 f"the corpus {self.path} has no split '{name}'{nearest(name, self.splits)}; it has "
                 f"{', '.join(self.splits)}, and 'txl prepare' with --train, --valid and --test creates all three"
             )
+        if verify:
+            self.verify(name)
         split = cast(SplitName, name)
         record = self.record.splits[split]
         dtype = np.dtype(record.dtype).newbyteorder("<")

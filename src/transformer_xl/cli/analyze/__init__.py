@@ -1,7 +1,5 @@
 """`txl analyze`: what a model does and how fast, in tables and plots. Each command is imported only when it is run."""
 
-from __future__ import annotations
-
 from cyclopts import App
 
 COMMANDS = {

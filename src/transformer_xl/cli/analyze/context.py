@@ -70,8 +70,7 @@ def context(
         device=device,
     )
     text = RunFolder.open(next(iter(paths.values()))).open_corpus(corpus)
-    tokens_K = text.split(split).tokens
-    text.verify(split)
+    tokens_K = text.split(split, verify=True).tokens
     draw_positions(sweep, len(tokens_K))  # fails before anything is computed if the text is too short
     costs = {model.name: model.cost(sweep) for model in models}
     say(f"tokens to process: {', '.join(f'{name} {cost:,}' for name, cost in costs.items())}")

@@ -154,8 +154,7 @@ def _search(
             verified = found.keys() & set(missing)
         else:
             found |= _texts_in_archive(path, missing, dataset, None, progress)
-    missing = [text.name for text in texts if text not in found]
-    if missing:
+    if missing := [text.name for text in texts if text not in found]:
         names = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
         archive_or = f"{archive_name} or " if archive and len(missing) == len(texts) else ""
         raise UserError(

@@ -173,8 +173,7 @@ def _line_end(text: FileRange, position: int) -> int:
     """Return the first position at or after `position` that follows a newline, or the end of the text."""
     chunk_start = position - 1
     for chunk in replace(text, start=chunk_start):
-        newline = chunk.find(b"\n")
-        if newline >= 0:
+        if (newline := chunk.find(b"\n")) >= 0:
             return chunk_start + newline + 1
         chunk_start += len(chunk)
     return text.size()
@@ -189,13 +188,11 @@ def _boundary_near(text: FileRange, position: int, tolerance: int) -> int:
     stop = min(position + max(tolerance, 4), text.size())  # a UTF-8 character has up to 4 bytes
     content = b"".join(replace(text, start=position - 1, stop=stop))
     candidates = content[: tolerance + 1]  # for each possible boundary, the byte before it
-    newline = candidates.find(b"\n")
-    if newline >= 0:
+    if (newline := candidates.find(b"\n")) >= 0:
         return position + newline
     if position + tolerance >= text.size():
         return text.size()
-    space = _WHITESPACE.search(candidates)
-    if space:
+    if space := _WHITESPACE.search(candidates):
         return position + space.start()
     rest_of_character = _REST_OF_CHARACTER.match(content, 1)
     return position + (rest_of_character.end() - 1 if rest_of_character else 0)

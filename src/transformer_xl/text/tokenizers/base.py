@@ -109,9 +109,12 @@ class Tokenizer(ABC):
         """V, the number of tokens; ids are 0 .. V - 1."""
 
     @property
-    @abstractmethod
     def bos_token_id(self) -> int:
-        """The token that precedes every text as the input from which a model predicts the first token."""
+        """The token that precedes every text as the input from which a model predicts the first token.
+
+        Unless a kind overrides this, it is the end-of-sequence token, or token 0 if the tokenizer has none.
+        """
+        return self.eos_token_id or 0
 
     @property
     def unk_token_id(self) -> int | None:

@@ -36,8 +36,7 @@ def parse_integers(chunk: bytes, limit: int = MAX_VALUES) -> npt.NDArray[np.int6
     Raises:
         EncodingError: the chunk contains anything else.
     """
-    invalid = re.search(rb"[^0-9\s]", chunk)
-    if invalid:
+    if invalid := re.search(rb"[^0-9\s]", chunk):
         raise _not_an_integer(chunk, last_whitespace(chunk[: invalid.start()]), limit)
     # fromstring parses an integer that exceeds int64 as the largest int64, and text of only spaces as one 0
     values = np.fromstring(chunk.replace(b"\n", b" %d " % _NEWLINE).strip(), dtype=np.int64, sep=" ")
@@ -82,12 +81,6 @@ class IntegerTokenizer(Tokenizer):
     @property
     @override
     def eos_token_id(self) -> int:
-        return self.num_values
-
-    @property
-    @override
-    def bos_token_id(self) -> int:
-        """The end-of-sequence token, as if a sequence had just ended."""
         return self.num_values
 
     @override

@@ -16,8 +16,7 @@ PreTokenizerName = Literal["whitespace", "punctuation", "moses"]
 class WhitespaceDetokenizer:
     """Joins the words of a line with single spaces."""
 
-    def __init__(self) -> None:
-        self._space = ""
+    _space = ""
 
     def push(self, word: str) -> str:
         """Return the word, after a space if it is not the first of its line."""

@@ -74,12 +74,6 @@ class WordTokenizer(Tokenizer):
     def unk_token_id(self) -> int | None:
         return None if self.unk_token is None else self.words.index(self.unk_token)
 
-    @property
-    @override
-    def bos_token_id(self) -> int:
-        """The end-of-sequence token, or the first word if the tokenizer has none."""
-        return self.eos_token_id or 0
-
     @override
     def last_boundary(self, text: bytes) -> int:
         return self.pre_tokenizer.last_boundary(text)
