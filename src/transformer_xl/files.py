@@ -142,6 +142,16 @@ def lock_folder(folder: Path) -> Iterator[tuple[int, ...]]:
         os.close(descriptor)
 
 
+def read_bytes(path: Path) -> bytes:
+    """Return the content of a file.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
+    with as_user_error(f"reading {path}"):
+        return path.read_bytes()
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a text file (UTF-8) atomically."""
     with atomic_file(path) as temporary:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from transformer_xl.config import RunConfig, Settings, UserError, check_settings, read_yaml, run_settings
 from transformer_xl.device import choose_device
-from transformer_xl.files import as_user_error, atomic_folder, write_json
+from transformer_xl.files import as_user_error, atomic_folder, read_bytes, write_json
 from transformer_xl.model.build import build_model
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.tensor_file import DAMAGED, load_tensors, save_tensors
@@ -70,8 +70,7 @@ class CheckpointRecord(Settings):
             UserError: the file is missing, truncated or altered.
         """
         file = checkpoint / "training.json"
-        with as_user_error(f"reading {file}"):
-            content = file.read_bytes()
+        content = read_bytes(file)
         try:
             contents = json.loads(content)
             expected = contents.pop("sha256")
@@ -253,8 +252,7 @@ class RunFolder:
         file = self.path / "metrics.jsonl"
         if not file.exists():
             return []
-        with as_user_error(f"reading {file}"):
-            lines = file.read_bytes().splitlines(keepends=True)
+        lines = read_bytes(file).splitlines(keepends=True)
         try:
             entries = [json.loads(line) for line in lines if line.endswith(b"\n")]
             for line in entries:

@@ -104,7 +104,10 @@ def analyze_attention(
     shape = (model.config.n_layers, model.config.n_heads)
     _check_heads(heads or (), shape)
     if text is None:
-        tokens = _corpus_text(folder, corpus, split, max_tokens)
+        token_split = folder.open_corpus(corpus).split(split, verify=True)
+        ids_K = token_split.first(max_tokens)
+        check_token_ids(ids_K, folder.tokenizer.vocab_size)
+        tokens = TokenizedText(ids_K, folder.tokenizer.bos_token_id, token_split.document_starts)
     else:
         ids_K = encode_text(folder.tokenizer, "the text", to_bytes(text))[:max_tokens]
         tokens = TokenizedText(ids_K, folder.tokenizer.bos_token_id)
@@ -191,12 +194,6 @@ def _max_distance(plan: EvaluationPlan, requested: int | None, num_tokens: int) 
             f"max_distance {requested:,}: the text has {pluralize(num_tokens)}; use a longer text or a smaller distance"
         )
     return requested
-
-
-def _corpus_text(folder: RunFolder, path: Path | str | None, split: str, max_tokens: int) -> TokenizedText:
-    tokens = folder.open_corpus(path).split(split, verify=True)
-    check_token_ids(tokens.first(max_tokens), folder.tokenizer.vocab_size)
-    return TokenizedText(tokens.first(max_tokens), folder.tokenizer.bos_token_id, tokens.document_starts)
 
 
 def _trace(model: TransformerXL, text: TokenizedText, plan: EvaluationPlan, maps: TermMaps) -> AttentionMeans:

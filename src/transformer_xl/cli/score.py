@@ -14,7 +14,7 @@ from transformer_xl.cli.flags import ScoreFlags, evaluation_config
 from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags
 from transformer_xl.cli.output import print_json, print_table, say_unknown
 from transformer_xl.config import UserError
-from transformer_xl.files import as_user_error
+from transformer_xl.files import read_bytes
 from transformer_xl.progress import ProgressBar, say
 
 if TYPE_CHECKING:
@@ -90,10 +90,7 @@ def _paths_by_name(files: tuple[Path, ...]) -> dict[str, Path]:
 
 
 def _read(file: Path) -> bytes:
-    if str(file) == "-":
-        return sys.stdin.buffer.read()
-    with as_user_error(f"reading {file}"):
-        return file.read_bytes()
+    return sys.stdin.buffer.read() if str(file) == "-" else read_bytes(file)
 
 
 def _records(scores: list[TextScore], per: str) -> Iterator[dict[str, Any]]:

@@ -73,16 +73,15 @@ def _print_result(result: TrainResult, *, as_json: bool) -> None:
     if not result.finished:
         say(f"stopped and saved at step {result.step:,}; resume with: txl train --resume {result.path}")
     if as_json:
-        print_json(
-            {
-                "run": str(result.path),
-                "finished": result.finished,
-                "step": result.step,
-                "max_steps": result.max_steps,
-                "best_valid_nats_per_token": best,
-                "seconds": result.seconds,
-            }
-        )
+        values = {
+            "run": str(result.path),
+            "finished": result.finished,
+            "step": result.step,
+            "max_steps": result.max_steps,
+            "best_valid_nats_per_token": best,
+            "seconds": result.seconds,
+        }
+        print_json(values)
     elif result.finished:
         valid = f", best validation loss {best:.4f} nats per token (perplexity {math.exp(best):.2f})" if best else ""
         print(f"{result.path}: {result.step:,} steps in {result.seconds:,.0f} s{valid}")

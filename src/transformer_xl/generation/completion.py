@@ -128,7 +128,5 @@ class CompletionBuilder:
 def _length_of_stop_prefix(text: str, stops: Sequence[str]) -> int:
     """Return the length of the longest end of the text that is the beginning of a stop string."""
     longest = max(map(len, stops), default=1) - 1
-    for length in range(min(longest, len(text)), 0, -1):
-        if any(stop.startswith(text[-length:]) for stop in stops):
-            return length
-    return 0
+    lengths = range(min(longest, len(text)), 0, -1)
+    return next((length for length in lengths if any(stop.startswith(text[-length:]) for stop in stops)), 0)

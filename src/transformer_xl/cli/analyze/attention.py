@@ -13,7 +13,7 @@ from transformer_xl.cli.flags import LengthFlags, evaluation_config
 from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, Json
 from transformer_xl.cli.output import command_line, print_json, print_table, say_unknown
 from transformer_xl.config import UserError
-from transformer_xl.files import as_user_error
+from transformer_xl.files import read_bytes
 from transformer_xl.progress import say
 
 
@@ -43,8 +43,7 @@ class Source:
         if self.split is not None and flags not in ([], ["--corpus"]):
             raise UserError(f"--split {self.split} and {flags[0]} were both given; --split needs a corpus")
         if self.text_file is not None:
-            with as_user_error(f"reading {self.text_file}"):
-                return self.text_file.read_bytes()
+            return read_bytes(self.text_file)
         return None if self.prompt is None else self.prompt.encode(errors="surrogateescape")
 
 

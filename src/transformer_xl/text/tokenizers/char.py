@@ -9,6 +9,7 @@ Shape suffix: V vocabulary.
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -73,12 +74,9 @@ class CharTokenizer(ByteLevelTokenizer):
     @override
     def last_boundary(self, text: bytes) -> int:
         """Return the length of the text without an incomplete last character."""
-        for length in range(1, min(4, len(text)) + 1):
-            byte = text[-length]
-            if byte & 0xC0 != 0x80:  # the first byte of a UTF-8 character, which determines how many bytes it has
-                char_length = 1 if byte < 0x80 else 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
-                return len(text) - length if char_length > length else len(text)
-        return len(text)
+        tail = text[-4:]  # a UTF-8 character has up to 4 bytes
+        _, num_complete = codecs.utf_8_decode(tail, "replace", False)
+        return len(text) - len(tail) + num_complete
 
     @override
     def encode_chunk(self, chunk: bytes) -> EncodedChunk:

@@ -18,7 +18,7 @@ from typing import TypeVar
 import numpy as np
 
 from transformer_xl.config import UserError
-from transformer_xl.files import as_user_error
+from transformer_xl.files import read_bytes
 from transformer_xl.text.documents import Document
 from transformer_xl.text.parallel import ordered_map
 from transformer_xl.text.tokenizers.base import Tokenizer, decode_utf8, document_errors
@@ -146,8 +146,7 @@ _MAX_TOTAL = 2**63 - 1  # of all counts, so that sums fit into int64
 
 def _read_words(config: TokenizerConfig, file: str) -> WordTokenizer:
     """Read the words of a file, one per line, and their counts if all lines have counts in descending order."""
-    with as_user_error(f"reading {file}"):
-        content = Path(file).read_bytes()
+    content = read_bytes(Path(file))
     with document_errors(file):
         decode_utf8(content)
     lines = [line.split() for line in content.splitlines() if line.strip()]
