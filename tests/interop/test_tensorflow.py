@@ -46,7 +46,7 @@ def model_of(imported: ImportedModel) -> TransformerXL:
 @torch.no_grad()
 def nats_of(model: TransformerXL, values: dict[str, Any], tokens_BT: torch.Tensor) -> torch.Tensor:
     """Return the losses with the segments, memory and keys for each query that the authors' code used."""
-    limits = ContextLimits(values["memory"], values["memory"] + 1, values["clamp"])
+    limits = ContextLimits(values["memory"], attention_window=values["memory"] + 1, clamp_length=values["clamp"])
     memory = model.initial_memory(len(tokens_BT), limits)
     parts = []
     for start in range(0, tokens_BT.shape[1] - 1, values["segment"]):

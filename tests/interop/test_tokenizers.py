@@ -98,7 +98,7 @@ def test_decimal_byte_values_without_cutoffs_become_bytes(
 ) -> None:
     table, tokenizer = torch.randn(3, 2), tokenizer_from_words(words, "x")
     model = {"vocab_size": 3, "cutoffs": cutoffs}
-    imported = ImportedModel(model, {}, {}, {"embedding.tables.0": table}, tokenizer)
+    imported = ImportedModel(model, train={}, evaluation={}, weights={"embedding.tables.0": table}, tokenizer=tokenizer)
     converted = bytes_from_decimal_words(imported)
     assert (converted is not imported) == is_converted
     if is_converted:

@@ -14,7 +14,7 @@ from transformer_xl.run_folder import load
 
 def test_auxiliary_losses_train_but_are_not_in_the_metrics(tmp_path: Path) -> None:
     """The loss of the first step is that of a model without auxiliary losses; that of the second step differs."""
-    corpus, model = letters_corpus(tmp_path / "corpus", 70, 0), {"architecture": "al-rfou"}
+    corpus, model = letters_corpus(tmp_path / "corpus", num_train=70, num_valid=0), {"architecture": "al-rfou"}
     auxiliary = {"intermediate_layer_losses": True, "num_targets": 2}
     without = start(tmp_path / "without", corpus, model=model, max_steps=3, warmup_steps=0)
     trainer = start(tmp_path / "with", corpus, model={**model, **auxiliary}, max_steps=3, warmup_steps=0)
@@ -28,7 +28,7 @@ def test_auxiliary_losses_train_but_are_not_in_the_metrics(tmp_path: Path) -> No
 def test_intermediate_layer_losses_stop_with_the_progress_of_training(tmp_path: Path) -> None:
     """With two layers, the first predicts in the first quarter of training; then the weights of its head stay
     the same."""
-    corpus = letters_corpus(tmp_path / "corpus", 70, 0)
+    corpus = letters_corpus(tmp_path / "corpus", num_train=70, num_valid=0)
     model = {"architecture": "al-rfou", "intermediate_layer_losses": True}
     trainer = start(tmp_path / "run", corpus, model=model, max_steps=8, warmup_steps=0, beta1=0.0)
     weight = dict(trainer.model.named_parameters())["next_heads.1.weight"]
@@ -43,7 +43,7 @@ def test_intermediate_layer_losses_stop_with_the_progress_of_training(tmp_path: 
 @pytest.mark.parametrize("architecture", ["vaswani", "al-rfou"])
 def test_generation_without_memory_uses_the_last_segment(tmp_path: Path, architecture: str) -> None:
     """A model without memory must process the last tokens again, not only the newest."""
-    corpus, prompt = letters_corpus(tmp_path / "corpus", 70, 0), "abcabcabcabc"
+    corpus, prompt = letters_corpus(tmp_path / "corpus", num_train=70, num_valid=0), "abcabcabcabc"
     start(tmp_path / "run", corpus, model={"architecture": architecture}, max_steps=1).run()
     run = load(tmp_path / "run", device="cpu")
     torch.manual_seed(5)

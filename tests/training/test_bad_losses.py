@@ -51,6 +51,7 @@ def test_training_stops_at_a_non_finite_loss(
 ) -> None:
     trainer = start(tmp_path / "run", letters_corpus(tmp_path / "corpus", num_valid=0), checkpoint_interval=4)
     change_losses(trainer, step, change)
+    # half of the learning rate, 0.01, is recommended
     message = rf"{cause} at step {step}; .*step-{checkpoint_step:08} .*--resume .*run --train.learning-rate 0\.005$"
     with pytest.raises(UserError, match=message):
         trainer.run()

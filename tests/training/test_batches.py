@@ -19,7 +19,7 @@ from transformer_xl.training.distributed import SINGLE_PROCESS, DistributedConte
 
 def batches_of(dataset: TokenDataset, config: TrainConfig, *, epochs: int) -> list[tuple[BatchPosition, StepBatch]]:
     """Return the batch of each step of the first epochs, with its position."""
-    position, actual = BatchPosition(0, DatasetPosition()), []
+    position, actual = BatchPosition(step=0, segment=DatasetPosition()), []
     while position.segment.epoch < epochs:
         batch = read_batch(dataset, position, config, SINGLE_PROCESS)
         actual.append((position, batch))
@@ -100,10 +100,10 @@ def test_half_loss_skips_a_short_last_segment() -> None:
         assert positions == [(epoch, segment) for epoch in range(2) for segment in range(segments)]
     # after a change of batch size, a resumed run can be at such a segment; it continues with the next epoch
     batch = read_batch(
-        make_dataset(21, 2, 8), BatchPosition(5, DatasetPosition(segment_index=1)), config, SINGLE_PROCESS
+        make_dataset(21, 2, 8), BatchPosition(step=5, segment=DatasetPosition(segment_index=1)), config, SINGLE_PROCESS
     )
     assert batch.batch.is_first
-    assert batch.next == BatchPosition(6, DatasetPosition(epoch=2))
+    assert batch.next == BatchPosition(step=6, segment=DatasetPosition(epoch=2))
 
 
 def test_processes_skip_the_same_segments() -> None:
@@ -116,6 +116,6 @@ def test_processes_skip_the_same_segments() -> None:
 
     config = TrainConfig(segment_length=8, memory_length=0, batch_size=2)
     tokens = np.arange(17, dtype=np.uint32)
-    dataset = SegmentDataset(tokens, batch_size=2, segment_length=8, bos_token_id=0, shard=Shard(0, 2))
-    batch = read_batch(dataset, BatchPosition(0, DatasetPosition()), config, OtherHasTargets())
-    assert batch.next == BatchPosition(1, DatasetPosition(segment_index=1))
+    dataset = SegmentDataset(tokens, batch_size=2, segment_length=8, bos_token_id=0, shard=Shard(index=0, count=2))
+    batch = read_batch(dataset, BatchPosition(step=0, segment=DatasetPosition()), config, OtherHasTargets())
+    assert batch.next == BatchPosition(step=1, segment=DatasetPosition(segment_index=1))

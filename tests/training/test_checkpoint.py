@@ -65,7 +65,10 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def make_documents_corpus(path: Path, *, valid: bool = True) -> Corpus:
-    """127 tokens in 5 documents: an epoch of 3 rows is 7 segments of 7 tokens, the last with one token in one row."""
+    """Write 127 tokens in 5 documents.
+
+    An epoch of 3 rows has 7 segments of 7 tokens; in the last, one row has one token and the others have none.
+    """
 
     def documents(length: int, seed: int) -> list[Document]:
         text = np.random.default_rng(seed).integers(97, 123, length, dtype=np.uint8)
@@ -160,7 +163,7 @@ def test_interrupted_validation_is_repeated(tmp_path: Path, uninterrupted, step:
     assert_same_runs(trainer.folder, expected.folder)
 
 
-def test_uninterrupted_run_has_full_state(uninterrupted) -> None:
+def test_uninterrupted_run_has_full_memory_and_changing_losses(uninterrupted) -> None:
     """The equalities of the other tests would say little about a run whose memory and weights are trivial."""
     _, trainer = uninterrupted()
     tensors, state = tensors_of(trainer.folder), trainer.state
@@ -245,7 +248,7 @@ def test_metrics_after_the_checkpoint_are_removed(tmp_path: Path, uninterrupted)
 
 
 def test_run_without_its_checkpoints_is_refused(tmp_path: Path, uninterrupted) -> None:
-    """It must not start again at step 0."""
+    """Such a run must not start again at step 0."""
     corpus, _ = uninterrupted()
     trainer = start_variant(tmp_path / "run", corpus)
     train_until(trainer, 6)

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("default")  # torch's compiler ignores i
 
 def test_compiled_training_equals_eager_training(tmp_path: Path) -> None:
     """Forward, backward, memory and validation; each combination of shapes and mode is compiled once."""
-    corpus = letters_corpus(tmp_path / "corpus", 127, 42)
+    corpus = letters_corpus(tmp_path / "corpus", num_train=127, num_valid=42)
     settings = {"max_steps": 9, "eval_interval": 3, "segment_length": 7, "memory_length": 7}
     eager = start(tmp_path / "eager", corpus, **settings)
     eager.run()

@@ -82,7 +82,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_results_do_not_depend_on_the_number_of_processes(trained: Path, float64: None) -> None:
-    """Losses, gradient norms, validations and weights: 1 and 2 processes; stopped by 2 or 1, resumed by 1 and 3."""
+    """Compare losses, gradient norms and weights of runs in 1 and 2 processes, also after resuming them in 1 or 3."""
     # trained and resumed with the public functions instead of a Trainer
     assert_same_runs(trained / "by the library", trained / "sharded LSTM", 0.0)
     # with dropout too, the same number of processes resumes bit for bit
@@ -103,7 +103,7 @@ def test_results_do_not_depend_on_the_number_of_processes(trained: Path, float64
 
     assert run_processes(3, resume_job, trained) == [0, 0, 0]
     resumed = list(trained.glob("*, resumed by three"))
-    assert len(resumed) == len(VARIANTS) + 1
+    assert len(resumed) == len(VARIANTS) + 1  # the sharded LSTM was stopped twice, by 2 processes and by 1
     for run in resumed:
         assert_same_runs(run, trained / f"{run.name.partition(', stopped')[0]}, one process", 1e-9)
         RunFolder.open(run).verify()
@@ -165,7 +165,7 @@ def test_killed_and_stopped_run_equals_uninterrupted(tmp_path: Path, trained: Pa
     assert err.count(f"resuming {run} at step ") == 1
     assert err.count("stopped and saved at step ") == 1
     step = int(RunFolder.open(run).checkpoints()[-1].name.removeprefix("step-"))
-    assert 5 < step < 36
+    assert 5 < step < 36  # of 37 steps
 
     command = ("train", "--resume", str(run), "--threads=1")
     (run / "model.safetensors" / "subfolder").mkdir(parents=True)  # the first process cannot replace a folder

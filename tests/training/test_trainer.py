@@ -160,6 +160,7 @@ def test_callbacks_are_called_at_every_event(tmp_path: Path) -> None:
     assert trainer.run()
     begin, *calls, end = recorder.calls
     assert (begin, end) == ("begin", "end")
+    # the last segment of an epoch, the seventh, has one token
     steps = [(step, 1 if step == 7 else 21) for step in range(1, 9)]
     assert [call for call in calls if isinstance(call[0], int)] == steps
     assert [call[0] for call in calls if call[1] == "validation"][-1] == 1

@@ -260,6 +260,7 @@ def _with_dataset_settings(model: dict[str, Any], weights: dict[str, Tensor], fo
     notes = (_NO_NEWLINES,) if name == "enwik8" else ()
     recipe = load_recipe(_RECIPES[name]) if name in _RECIPES else None
     if recipe is None or any(recipe.model[size] != model[size] for size in _SIZES):
+        # no settings of training and evaluation
         return ImportedModel(model, {}, {}, weights, tokenizer, (*notes, _NO_LENGTHS))
     dropout = {setting: recipe.model[setting] for setting in ("dropout", "attention_dropout")}
     train = {setting: recipe.train[setting] for setting in ("segment_length", "memory_length")}
