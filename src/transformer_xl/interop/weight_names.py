@@ -1,4 +1,4 @@
-"""Names and shapes of the weights here and in other programs: one table, used to import and to export.
+"""Names and shapes of the weights in this package and in other programs: one table, used to import and to export.
 
 Each entry of the table says that some of our weights, flattened and concatenated, equal some of the other program's,
 flattened and concatenated. This covers the fused matrix of queries, keys and values, attention biases stored per layer
@@ -46,6 +46,7 @@ class WeightNames:
     out_table: str = "crit.out_layers.{}.weight"
     """Weight matrix of the softmax for cluster {}."""
     out_bias: str = "crit.out_layers.{}.bias"
+    """Bias of the softmax for cluster {}."""
     reversed_clusters: bool = True
     """Whether the rows that score the tail clusters are in reverse order."""
 

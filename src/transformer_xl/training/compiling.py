@@ -63,6 +63,6 @@ def _check_compiler(device: torch.device) -> None:
         inner = getattr(error, "inner_exception", error)
         reason = next(iter(str(inner).strip().splitlines()), "") or type(inner).__name__
         raise UserError(
-            f"torch.compile does not work here ({reason}); install a C++ compiler (g++ or clang, and for "
+            f"torch.compile does not work on this computer ({reason}); install a C++ compiler (g++ or clang, and for "
             "CUDA triton), or set --train.compile none"
         ) from None

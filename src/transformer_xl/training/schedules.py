@@ -15,11 +15,10 @@ from transformer_xl.config import TrainConfig
 def learning_rate(step: int, config: TrainConfig) -> float:
     """Return the learning rate of a step: linear from 0 over `warmup_steps`, then according to `lr_schedule`.
 
-    `cosine` decays right after the warm-up, and would reach the minimum at step `max_steps`, one after the
-    last. `wsd` (warm-up,
-    stable, decay: Hu et al. 2024) stays at the peak until `decay_steps` are left, then decays linearly to the minimum;
-    so training can be extended from the stable phase without starting over. (In the authors' code the cosine starts at
-    step 0, so that the rate drops when the warm-up ends; here the cosine starts at the end of the warm-up.)
+    `cosine` decays right after the warm-up, and would reach the minimum at step `max_steps`, one after the last.
+    `wsd` (warm-up, stable, decay: Hu et al. 2024) stays at the peak until `decay_steps` are left, then decays linearly
+    to the minimum; so training can be extended from the stable phase without starting over. (In the authors' code the
+    cosine starts at step 0, so that the rate drops when the warm-up ends; in this package it starts at that end.)
 
     Args:
         step: index of the step, from 0.

@@ -144,7 +144,7 @@ def resume(
     Args:
         run: folder of the run.
         corpus: new location of the corpus, or None if it has not moved.
-        train: settings of training to change from here on, such as {"max_steps": 2000}.
+        train: settings of training to change from the next step on, such as {"max_steps": 2000}.
         evaluation: settings of evaluation to change.
         device: as for `train`.
         threads: as for `train`.
