@@ -17,6 +17,8 @@ from transformer_xl.config import TransformerXLConfig, UserError, check_settings
 from transformer_xl.model.adaptive import AdaptiveEmbedding, AdaptiveSoftmax
 from transformer_xl.model.transformer_xl import TransformerXL
 
+# Settings of clusters and tying: the vocabulary has 23 tokens, by default with cutoffs 5, 11, 19. Those named after a
+# data set have the same tying as the authors' models for it (standard and large: the paper's two sizes).
 STYLES = {
     "dense": {"cutoffs": ()},
     "dense, projected": {"cutoffs": (), "d_embed": 6},
@@ -35,6 +37,7 @@ STYLES = {
 def make(
     seed: int = 3, dtype: torch.dtype = torch.float64, **model_settings
 ) -> tuple[AdaptiveEmbedding, AdaptiveSoftmax]:
+    """Return an embedding and its softmax with random weights."""
     small = {"vocab_size": 23, "d_model": 14, "n_heads": 2, "cutoffs": (5, 11, 19)}
     config = TransformerXLConfig(**{**small, **model_settings})
     embedding = AdaptiveEmbedding(config)
@@ -47,6 +50,7 @@ def make(
 
 
 def hidden(rows: int = 3, length: int = 7, seed: int = 5) -> torch.Tensor:
+    """Return random hidden states of 14 elements, (rows, length, 14)."""
     return torch.randn(rows, length, 14, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
@@ -90,17 +94,17 @@ def log_probabilities_by_definition(
 
 @pytest.mark.parametrize("style", STYLES)
 def test_log_probabilities_equal_definition(style):
-    """Of every token at every position; with tails, the logits are log-probabilities already."""
+    """Compare every token at every position; with tails, the results of `logits` are log-probabilities already."""
     embedding, softmax = make(**STYLES[style])
-    log_BTV = softmax.logits(hidden()) if softmax.num_tails else softmax.logits(hidden()).log_softmax(-1)
+    log_p_BTV = softmax.logits(hidden()) if softmax.num_tails else softmax.logits(hidden()).log_softmax(-1)
     expected = [[log_probabilities_by_definition(embedding, softmax, row_D) for row_D in rows] for rows in hidden()]
-    torch.testing.assert_close(log_BTV, torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-12)
+    torch.testing.assert_close(log_p_BTV, torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("targets", [[0, 1, 4], [22, 22, 22], [22, 0, 12]], ids=["head", "last tail", "mixed"])
 def test_losses_and_gradients_equal_those_of_all_logits(style, targets):
-    """In input order; parameters of a tail without targets have gradients too."""
+    """Losses are in input order; parameters of a tail without targets have gradients too."""
     embedding, softmax = make(**STYLES[style])
     rows_BTD = hidden(1, 3).requires_grad_()
     targets_BT = torch.tensor([targets])
@@ -120,7 +124,7 @@ def gradients(loss, hidden_BTD, embedding, softmax):
 
 @pytest.mark.parametrize("style", STYLES)
 def test_every_parameter_gets_a_gradient_in_each_step(style):
-    """Also if all tokens are in the head, or all in the last tail."""
+    """Tested with all tokens in the head (id 0), and with all in the last tail (id 22)."""
     small = {"vocab_size": 23, "d_model": 14, "n_heads": 2, "cutoffs": (5, 11, 19), "n_layers": 2, "d_ff": 19}
     model = TransformerXL(TransformerXLConfig(**{**small, **STYLES[style]}))
     for token in (0, 22):
@@ -188,10 +192,10 @@ def test_any_settings_give_probabilities_and_matching_losses(data):
             check_settings(TransformerXLConfig, {"d_model": 14, "n_heads": 2, **values}, "test")
         return
     _, softmax = make(**values)
-    log_BTV = softmax.logits(hidden()).log_softmax(-1)
-    torch.testing.assert_close(log_BTV.exp().sum(-1), torch.ones(3, 7, dtype=torch.float64))
+    log_p_BTV = softmax.logits(hidden()).log_softmax(-1)
+    torch.testing.assert_close(log_p_BTV.exp().sum(-1), torch.ones(3, 7, dtype=torch.float64))
     targets_BT = torch.randint(0, size, (3, 7), generator=torch.Generator().manual_seed(size))
-    expected_BT = -log_BTV.gather(-1, targets_BT[..., None])[..., 0]
+    expected_BT = -log_p_BTV.gather(-1, targets_BT[..., None])[..., 0]
     torch.testing.assert_close(softmax.nats(hidden(), targets_BT), expected_BT, rtol=0, atol=1e-10)
 
 
@@ -213,27 +217,27 @@ def log_probabilities_in_bfloat16(softmax: AdaptiveSoftmax, rows_BTD: torch.Tens
 
 @pytest.mark.parametrize("style", STYLES)
 def test_bfloat16_losses_are_float32_and_close(style):
-    """With autocast and with bfloat16 weights: at most twice the error of `log_probabilities_in_bfloat16`."""
+    """With autocast and with bfloat16 weights, the error is at most twice that of `log_probabilities_in_bfloat16`."""
     embedding, softmax = make(**STYLES[style])
     rows_BTD = hidden(13, 17)
-    targets_BT = (torch.arange(13 * 17) * 8 % 23).view(13, 17)
+    targets_BT = (torch.arange(13 * 17) * 8 % 23).view(13, 17)  # all tokens, those of different clusters in turn
     with torch.no_grad():
         exact = softmax.nats(rows_BTD, targets_BT)
         plain = -log_probabilities_in_bfloat16(softmax, rows_BTD).gather(-1, targets_BT[..., None])[..., 0]
-        bound = 2 * (plain - exact).abs().max()
+        max_error = 2 * (plain - exact).abs().max()
     embedding, softmax = embedding.float(), softmax.float()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert embedding(targets_BT).shape == (13, 17, 14)
         actual = softmax.nats(rows_BTD.float(), targets_BT)
         actual.sum().backward()
     assert actual.dtype == torch.float32
-    assert (actual.double() - exact).abs().max() <= bound
+    assert (actual.double() - exact).abs().max() <= max_error
     embedding, softmax = copy.deepcopy((embedding, softmax))
     embedding, softmax = embedding.bfloat16(), softmax.bfloat16()
     assert embedding(targets_BT).dtype == torch.bfloat16
     actual = softmax.nats(rows_BTD.bfloat16(), targets_BT)
     assert actual.dtype == torch.float32
-    assert (actual.double() - exact).abs().max() <= bound
+    assert (actual.double() - exact).abs().max() <= max_error
     assert softmax.topk(rows_BTD.bfloat16(), 3)[1].shape == (13, 17, 3)
 
 
@@ -244,11 +248,11 @@ def test_tied_weights_are_saved_once_and_stay_tied_in_a_copy():
     names = set(model.state_dict())
     assert {"embedding.tables.0", "embedding.projections.2", "softmax.bias", "softmax.cluster_weight"} <= names
     assert not any(name.startswith(("softmax.tables", "softmax.projections", "softmax._embedding")) for name in names)
-    again = copy.deepcopy(model)
-    assert again.softmax._embedding[0] is again.embedding
+    copied = copy.deepcopy(model)
+    assert copied.softmax._embedding[0] is copied.embedding
     text_BT = torch.tensor([[0, 7, 22]])
     torch.testing.assert_close(
-        again.eval().nats(again(text_BT)[0], text_BT), model.eval().nats(model(text_BT)[0], text_BT)
+        copied.eval().nats(copied(text_BT)[0], text_BT), model.eval().nats(model(text_BT)[0], text_BT)
     )
 
 
@@ -267,18 +271,19 @@ def test_invalid_clusters_raise(values, message):
         check_settings(TransformerXLConfig, {"vocab_size": 23, "d_model": 14, "n_heads": 2, **values}, "test")
 
 
-def test_cutoffs_auto_build_no_model():
+def test_model_with_cutoffs_auto_raises():
+    """A training run replaces auto by cutoffs chosen from its corpus before it builds the model."""
     with pytest.raises(UserError, match="cutoffs auto"):
         TransformerXL(TransformerXLConfig(vocab_size=23, d_model=14, n_heads=2, cutoffs="auto"))
 
 
 @pytest.mark.parametrize("style", STYLES)
 def test_chunked_losses_are_the_same_and_save_no_logits(monkeypatch, style):
-    """If the logits of all positions do not fit the buffer, those of head and tails are computed in chunks."""
+    """With `_MAX_LOGITS` 1, the logits of head and tails are computed in chunks, here one position at a time."""
     targets_BT = torch.arange(21).view(3, 7) % 23
     results, saved_elements = [], []
-    for buffer_size in (10**6, 1):
-        monkeypatch.setattr("transformer_xl.model.cross_entropy._MAX_LOGITS", buffer_size)
+    for max_logits in (10**6, 1):
+        monkeypatch.setattr("transformer_xl.model.cross_entropy._MAX_LOGITS", max_logits)
         embedding, softmax = make(**STYLES[style])
         hidden_BTD, saved = hidden().requires_grad_(), []
         with torch.autograd.graph.saved_tensors_hooks(lambda t, saved=saved: saved.append(t) or t, lambda t: t):
@@ -286,4 +291,5 @@ def test_chunked_losses_are_the_same_and_save_no_logits(monkeypatch, style):
         results.append({"nats": losses_BT, **gradients(losses_BT.pow(2).sum(), hidden_BTD, embedding, softmax)})
         saved_elements.append(sum(t.numel() for t in saved if t.ndim == 2 and len(t) == targets_BT.numel()))
     assert_same_tensors(*results, atol=1e-11)
+    # without chunks, at least the logits of the head are saved
     assert saved_elements[1] <= saved_elements[0] - targets_BT.numel() * (softmax.edges[1] + softmax.num_tails)

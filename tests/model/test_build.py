@@ -51,7 +51,7 @@ def test_memory_length_is_that_of_the_argument() -> None:
 
 @pytest.mark.parametrize("settings", [{"architecture": "lstm"}, SHAW])
 def test_model_with_the_config_of_another_architecture_raises(settings: dict[str, Any]) -> None:
-    """Otherwise it would be built with relative attention, whatever its architecture."""
+    """Otherwise a model with relative attention would be built from the settings of another architecture."""
     with pytest.raises(UserError, match=r"not the model of (vaswani|lstm|shaw); use build_model"):
         TransformerXL(model_config(**SMALL, **settings))
 
@@ -68,20 +68,20 @@ def test_model_with_the_config_of_another_architecture_raises(settings: dict[str
         ({"architecture": "lstm", "n_layers": "x"}, r"model.n_layers: .* integer.* \(given: 'x'\)"),
     ],
 )
-def test_invalid_settings_raise_with_the_architecture(model: dict[str, Any], text: str) -> None:
+def test_errors_of_invalid_settings_name_the_setting_or_architecture(model: dict[str, Any], text: str) -> None:
     with pytest.raises(UserError, match=text):
         run_settings({"model": model}, "settings")
 
 
-def test_numbers_of_learned_positions_follow_from_training() -> None:
-    """Vectors of further positions would never be trained, but used if evaluation has longer contexts."""
+def test_number_of_learned_position_vectors_is_the_longest_context_of_training() -> None:
+    """Vectors of further positions would never be trained, yet used where evaluation has longer contexts."""
     shaw = run_settings(
         {"model": {"architecture": "shaw"}, "train": {"segment_length": 7, "memory_length": 11}}, "settings"
     )
-    learned = run_settings({"model": {"architecture": "al-rfou"}, "train": {"segment_length": 7}}, "settings")
+    al_rfou = run_settings({"model": {"architecture": "al-rfou"}, "train": {"segment_length": 7}}, "settings")
     assert shaw.model.max_relative_positions == 18
-    assert (learned.model.max_position_embeddings, learned.train.memory_length) == (7, 0)
-    for config in (shaw, learned):
+    assert (al_rfou.model.max_position_embeddings, al_rfou.train.memory_length) == (7, 0)
+    for config in (shaw, al_rfou):
         assert run_settings(config.model_dump(), "settings") == config
 
 

@@ -15,6 +15,7 @@ from transformer_xl.config import TransformerXLConfig
 from transformer_xl.model.cost import find_cutoffs, step_cost
 from transformer_xl.model.transformer_xl import TransformerXL
 
+# counts of 10,007 tokens by Zipf's law, with an exponent above 1 so that cutoffs save more than half of the logits
 ZIPF = (1e9 / (np.arange(10_007) + 2.7) ** 1.2).astype(np.int64)
 
 
@@ -30,7 +31,7 @@ def head_share(counts: np.ndarray, cutoffs: tuple[int, ...]) -> float:
 
 
 def test_cutoffs_have_the_lowest_cost_of_all_choices():
-    """With so few ids that each is a candidate: compared with every choice of one, two or three cutoffs."""
+    """Compared with every choice of one, two or three cutoffs; there are so few ids that each is a candidate cutoff."""
     counts = np.array([900, 300, 90, 40, 20, 9, 7, 5, 4, 3, 2, 2, 1, 1, 1, 1, 1], dtype=np.int64)
     choices = [c for tails in (1, 2, 3) for c in combinations(range(1, 17), tails) if head_share(counts, c) >= 0.9]
     cutoffs = find_cutoffs(counts)
@@ -74,11 +75,11 @@ def test_flops_and_sizes_are_those_of_a_real_step(cutoffs):
     with FlopCounterMode(display=False) as counter:
         hidden_BTD, _ = model(torch.zeros(3, 5, dtype=torch.int64), memory)
         model.nats(hidden_BTD, targets_BT).sum().backward()
-    # the number of targets in each tail follows Zipf's law; without tails the numbers are equal
+    # targets in step_cost follow Zipf's law, so each tail has another number of them; without tails FLOPs are equal
     assert actual.flops == pytest.approx(counter.get_total_flops(), rel=0.05 if cutoffs else 0)
     assert actual.parameters == model.num_parameters()
-    assert actual.state_bytes == 16 * actual.parameters
-    assert actual.memory_bytes == 4 * 2 * 3 * 7 * 14
+    assert actual.state_bytes == 16 * actual.parameters  # weight, gradient and two moving averages, float32 each
+    assert actual.memory_bytes == 4 * 2 * 3 * 7 * 14  # bytes x layers x batch size x slots x width
     assert actual.bytes == actual.state_bytes + actual.activation_bytes + actual.memory_bytes
 
 

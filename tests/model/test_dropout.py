@@ -23,7 +23,7 @@ def test_zeroes_a_fraction_p_and_scales_the_rest(p, relu):
 
 
 def test_elements_that_share_a_random_number_are_independent():
-    """One int64 random number covers four elements."""
+    """One int64 random number determines which of four elements are dropped."""
     torch.manual_seed(6)
     is_kept = FastDropout(0.5)(torch.ones(200_000)).view(-1, 4) > 0
     for one in range(4):

@@ -15,7 +15,7 @@ from transformer_xl.model.kernels.reference import attention_terms, weighted_val
 BATCH, HEADS, WIDTH = 2, 3, 5
 ON_CPU = [name for name, kernel in KERNELS.items() if kernel.fits(torch.device("cpu"), torch.float64)]
 
-# T, M, valid slots of each batch row, window
+# T new tokens, M memory slots, valid slots of each batch row, attention window
 CASES = {
     "memory as long as the segment": (5, 5, [5, 5], None),
     "no memory": (7, 0, [0, 0], None),
@@ -31,6 +31,7 @@ CASES = {
 
 
 def random_inputs(num_queries: int, num_memory: int, window: int | None) -> AttentionInputs:
+    """Return inputs with one position key for each distance within the window."""
     generator = torch.Generator().manual_seed(11)
     num_keys = num_queries + num_memory
     num_distances = min(num_keys, window or num_keys)
@@ -49,7 +50,7 @@ def with_gradients(out_BTNH: torch.Tensor, inputs: AttentionInputs, loss: torch.
 @pytest.mark.parametrize("name", ON_CPU)
 @pytest.mark.parametrize("case", CASES)
 def test_kernel_equals_oracle(name, case):
-    """Also without gradients, and without a mask if all slots are valid."""
+    """With and without gradients, and if all slots are valid also with `AttentionMask(None)`."""
     num_queries, num_memory, valid, window = CASES[case]
     inputs = random_inputs(num_queries, num_memory, window)
     masks = [AttentionMask(torch.tensor(valid))] + [AttentionMask(None)] * (valid == [num_memory] * BATCH)
@@ -87,7 +88,7 @@ def test_cpu_kernel_uses_one_dropout_mask_in_both_passes(monkeypatch, sizes):
     attended_BNTS = p_BNTS > 0
     mask_BNTS = (weight_BNTS / p_BNTS.where(attended_BNTS, 1.0) * (1 - dropout)).detach()
     torch.testing.assert_close(mask_BNTS, mask_BNTS.round(), rtol=0, atol=1e-9)
-    assert 0.45 < mask_BNTS[attended_BNTS].mean() < 0.75
+    assert 0.45 < mask_BNTS[attended_BNTS].mean() < 0.75  # about 1 - dropout
     expected = torch.einsum("bnts,bsnh->btnh", p_BNTS * mask_BNTS.round() / (1 - dropout), inputs.v_BSNH)
     actual = attend(inputs, 3)
     results = (with_gradients(out, inputs, (out * weight_BTNH).sum()) for out in (actual, expected))
@@ -96,11 +97,11 @@ def test_cpu_kernel_uses_one_dropout_mask_in_both_passes(monkeypatch, sizes):
 
 
 def test_cpu_kernel_saves_only_its_inputs():
-    """Nothing of size T x S is saved for the backward pass, also with dropout."""
+    """Nothing of size T x S is saved for the backward pass, even with dropout."""
     inputs, saved = random_inputs(5, 200, None), []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         KERNELS["cpu"].attend(inputs, AttentionMask(None), 0.1).sum()
-    assert sum(t.numel() for t in saved) == sum(t.numel() for t in inputs.tensors()) + 1  # and the seed
+    assert sum(t.numel() for t in saved) == sum(t.numel() for t in inputs.tensors()) + 1  # the seed
 
 
 @pytest.mark.parametrize("name", ON_CPU)
@@ -113,7 +114,7 @@ def test_bfloat16_error_is_at_most_twice_that_of_the_reference_kernel(name):
 
 
 def results_in(kernel: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Return output and gradients of a kernel in a dtype, converted to float64, for peaked attention."""
+    """Return float64 copies of a kernel's output and gradients in a dtype; inputs are times 2, for peaked attention."""
     tensors = random_inputs(17, 31, None).tensors()
     inputs = AttentionInputs(*((2 * tensor.detach()).to(dtype).requires_grad_() for tensor in tensors))
     out_BTNH = KERNELS[kernel].attend(inputs, AttentionMask(torch.tensor([31, 5])), 0.0)
@@ -125,12 +126,12 @@ def results_in(kernel: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("name", ON_CPU)
 def test_dropout_zeroes_probabilities_and_preserves_the_mean(name):
     inputs, mask = random_inputs(5, 7, None), AttentionMask(None)
-    many = replace(
+    repeated = replace(  # 3,000 copies of a batch row, whose mean is close to the result without dropout
         inputs, **{name: getattr(inputs, name)[:1].repeat(3000, 1, 1, 1) for name in ("q_BTNH", "k_BSNH", "v_BSNH")}
     )
     torch.manual_seed(5)
     with torch.no_grad():
-        dropped_BTNH = KERNELS[name].attend(many, mask, 0.5)
+        dropped_BTNH = KERNELS[name].attend(repeated, mask, 0.5)
         torch.testing.assert_close(dropped_BTNH.mean(0), KERNELS[name].attend(inputs, mask, 0.0)[0], rtol=0, atol=0.12)
         assert not torch.equal(dropped_BTNH[0], dropped_BTNH[1])
 
@@ -142,8 +143,8 @@ def test_terms_add_up_and_probabilities_sum_to_one():
     torch.testing.assert_close(terms.probabilities_BNTS.sum(-1), torch.ones(BATCH, HEADS, 5, dtype=torch.float64))
     score_BNTS = terms.content_BNTS + terms.position_BNTS + terms.content_bias_BNTS + terms.position_bias_BNTS
     attended_BNTS = terms.probabilities_BNTS > 0
-    again_BNTS = score_BNTS.masked_fill(~attended_BNTS, -torch.inf).softmax(-1)
-    torch.testing.assert_close(again_BNTS, terms.probabilities_BNTS)
+    softmax_BNTS = score_BNTS.masked_fill(~attended_BNTS, -torch.inf).softmax(-1)
+    torch.testing.assert_close(softmax_BNTS, terms.probabilities_BNTS)
     attended_BTNH = weighted_values(terms, inputs.v_BSNH)
     torch.testing.assert_close(attended_BTNH, KERNELS["sdpa"].attend(inputs, mask, 0.0))
 
@@ -163,7 +164,7 @@ def test_choose_returns_the_fastest_kernel_that_fits():
         choose("triton", cpu, torch.float32)
 
 
-# mask, window; T = 5, M = 7
+# mask, attention window (number of position keys); T = 5, M = 7. A negative number of valid slots means padding.
 MASKS = {
     "three clamped distances": (AttentionMask(None, num_clamped=3), 5),
     "padding": (AttentionMask(torch.tensor([4, -3])), None),
@@ -185,9 +186,10 @@ MASKS = {
     ],
 )
 def test_clamping_padding_and_memory_layouts_equal_oracle(monkeypatch, name, case, layout, sizes):
-    """Outputs with and without gradients, in any blocks of the CPU kernel, whose buffers are reused.
+    """Outputs with and without gradients, for blocks of the CPU kernel of several sizes.
 
-    The oracle computes each query separately, with one position key for each distance.
+    `layout` is how keys, values and position keys are stored (`LAYOUTS`). The oracle computes each query separately,
+    with one position key for each distance, and counts the new tokens before the query as valid memory slots.
     """
     mask, window = MASKS[case]
     for constant, size in sizes.items():
@@ -214,6 +216,7 @@ def test_clamping_padding_and_memory_layouts_equal_oracle(monkeypatch, name, cas
     assert_same_tensors(*gradients, atol=1e-11)
 
 
+# a tensor (B, X, N, H) stored in this order, head by head (B, N, X, H), or head by head transposed (B, N, H, X)
 LAYOUTS = {
     "rows": lambda x_BXNH: x_BXNH,
     "heads": lambda x_BXNH: x_BXNH.transpose(1, 2).contiguous().transpose(1, 2),

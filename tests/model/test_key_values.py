@@ -10,7 +10,7 @@ from transformer_xl.model.memory import ContextLimits, Memory
 
 EXACT = {"rtol": 0, "atol": 1e-11}
 LIMITS = {
-    "as in training": ContextLimits(11),
+    "as in training": ContextLimits(11),  # the memory length of the models that make_model builds
     "clamp": ContextLimits(11, clamp_length=4),
     "window and clamp": ContextLimits(13, attention_window=9, clamp_length=3),
     "clamp of one": ContextLimits(7, clamp_length=1),
@@ -40,8 +40,8 @@ def test_successive_memories_share_storage_that_stays_small(make_model, tokens):
     for part_BT in tokens(1, 1500).split(12, dim=1):
         _, memory = run_parts(model, memory, part_BT)
         storages.append(memory.layers[0].storage)
-    assert max(storage.capacity for storage in storages) <= 300
-    # 125 parts of 12 tokens, and storage of 200 tokens has room for 8 more parts
+    assert max(storage.capacity for storage in storages) <= 300  # 200 slots, and room for half as many more rows
+    # 125 parts of 12 tokens; storage with 200 slots has room for 8 more parts before the next copy
     assert len({id(storage) for storage in storages}) == 125 // 8 + 1
     assert memory.valid_B.tolist() == [200]
 
@@ -80,7 +80,7 @@ def test_batch_rows_are_reset_and_selected_independently(make_model, tokens, att
     ("context_limits", "kernel"), [("as in training", "auto"), ("window and clamp", "sdpa"), ("no memory", "reference")]
 )
 def test_padding_has_no_effect(make_model, tokens, kind, attend_empty, context_limits, kernel):
-    """A batch of different lengths, one of them 0, after earlier tokens: each row as alone."""
+    """Each row of a batch with different lengths, one of them 0, gives the same results as without the others."""
     model, limits = make_model(attn_implementation=kernel, attend_empty_memory=attend_empty), LIMITS[context_limits]
     before, text, more = tokens(4, 5, seed=1), tokens(4, 6, seed=2), tokens(4, 3, seed=3)
     lengths_B = torch.tensor([6, 2, 0, 5])
@@ -97,7 +97,7 @@ def test_padding_has_no_effect(make_model, tokens, kind, attend_empty, context_l
         torch.testing.assert_close(next_BTD[rows], alone_BTD[:, 5 + length :], **EXACT)
 
 
-def test_restored_moved_resized_and_concatenated(make_model, tokens):
+def test_kv_cache_can_be_restored_converted_resized_and_concatenated(make_model, tokens):
     model, text = make_model(), tokens(2, 4, seed=8)
     _, memory = run_parts(model, model.inference_memory(2), tokens(2, 7))
     expected_BTD, _ = run_parts(model, memory, text)

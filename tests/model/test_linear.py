@@ -1,4 +1,4 @@
-"""FewRowsLinear equals torch's Linear, and multiplies few rows in parts."""
+"""FewRowsLinear equals torch's Linear, and multiplies few rows with one part of the weights for each thread."""
 
 import pytest
 import torch
@@ -31,4 +31,4 @@ def test_only_few_rows_without_gradient_or_autocast_are_multiplied_in_parts(monk
         with torch.autocast("cpu", torch.bfloat16):
             linear(torch.randn(4, 13))
     linear(torch.randn(4, 13))
-    assert products == [(2, 4, 13)]
+    assert products == [(2, 4, 13)]  # of the first call only: two parts, one for each thread

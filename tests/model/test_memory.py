@@ -1,4 +1,4 @@
-"""Memory is immutable, and its numbers of valid slots and of tokens are right after every operation."""
+"""Memory is immutable, and contains the right slots, valid_B and position_B after every operation."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ def empty(length: int = LENGTH) -> HiddenMemory:
 
 
 def layer_inputs(num_new: int, start: float = 0.0) -> list[torch.Tensor]:
-    """Return inputs (B, T, D) of each layer whose elements all differ."""
+    """Return inputs (B, T, D) of each layer; their elements all differ and are `start` or more."""
     first_BTD = torch.arange(BATCH * num_new * WIDTH, dtype=torch.float64).view(BATCH, num_new, WIDTH) + start
     return [first_BTD + layer / LAYERS for layer in range(LAYERS)]
 
@@ -115,6 +115,7 @@ def test_resized_keeps_the_newest_slots(num_tokens, length):
     after = before.resized(length)
     zeros = torch.zeros(BATCH, 11, WIDTH, dtype=torch.float64)
     for old, new in zip(before.layers, after.layers, strict=True):
+        # the last slots of 11 zeros and the old 5 slots
         assert torch.equal(new.hidden_BMD, torch.cat([zeros, old.hidden_BMD], dim=1)[:, 16 - length :])
     assert after.length == after.context_limits.memory_length == length
     assert after.valid_B.tolist() == [min(num_tokens, 5, length)] * BATCH

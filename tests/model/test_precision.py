@@ -12,10 +12,10 @@ def test_converted_model_equals_autocast_bit_for_bit_and_the_original_is_unchang
     converted = with_matrices_in(model, torch.bfloat16)
     with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
         results = []
-        for one in (model, converted):
-            hidden_BTD, memory = one(tokens(2, 7), one.inference_memory(2))
-            hidden_BTD, _ = one(tokens(2, 7, seed=5), memory)
-            results.append(one.nats(hidden_BTD, tokens(2, 7)))
+        for variant in (model, converted):
+            hidden_BTD, memory = variant(tokens(2, 7), variant.inference_memory(2))
+            hidden_BTD, _ = variant(tokens(2, 7, seed=5), memory)
+            results.append(variant.nats(hidden_BTD, tokens(2, 7)))
     assert torch.equal(*results)
     assert converted.layers[0].attention.k_proj.weight.dtype == torch.bfloat16
     assert converted.embedding.tables[0] is model.embedding.tables[0]

@@ -32,7 +32,7 @@ STYLES = {
     ],
 )
 def test_segments_equal_oracle(make_model, tokens, style, context_limits, segments):
-    """Logits, memory and every gradient."""
+    """Compares logits, memory and the gradient of every parameter."""
     model = make_model(**STYLES[style])
     weights = {name: parameter.detach().clone().requires_grad_() for name, parameter in model.named_parameters()}
     assert ("final_norm.weight" in weights) == (style == "pre-norm")
@@ -84,7 +84,7 @@ def test_memory_gets_no_gradient_but_weights_get_one_through_it(make_model, toke
     model = make_model(attn_implementation=kernel)
     _, memory = model(tokens(2, 11), model.initial_memory(2))
     linear = getattr(model.layers[1].attention, name)
-    calls = []
+    calls = []  # input and output of each call of the linear layer; in suffixes below, I is its output width
 
     def record(_module, inputs, output):
         output.retain_grad()
@@ -102,7 +102,7 @@ def test_memory_gets_no_gradient_but_weights_get_one_through_it(make_model, toke
     torch.testing.assert_close(linear.weight.grad, weight_grad_ID, rtol=1e-9, atol=1e-9)
 
 
-def test_trace_and_hidden_states_contain_what_forward_computes(make_model, tokens):
+def test_trace_and_hidden_states_equal_the_values_in_forward(make_model, tokens):
     model, text = make_model(), tokens(2, 5)
     _, memory = model(tokens(2, 4, seed=1))
     hidden_BTD, after = model(text, memory)
@@ -129,8 +129,8 @@ def test_bfloat16_encodes_positions_in_float32(make_model, tokens):
 
 
 def test_dropout_is_applied_as_in_the_authors_code(make_model, tokens, monkeypatch):
-    """To the embedding; position encodings, with one mask for all layers; in each layer to probabilities, attention's
-    output and twice in the feed-forward part; the last hidden states."""
+    """It is applied to the embedding, to the position encodings (with one mask for all layers), in each layer to the
+    attention probabilities, the attention output, and twice in the feed-forward part, and to the last hidden states."""
     model = make_model(dropout=0.5, attention_dropout=0.25, attn_implementation="reference").train()
     dropped = []
 
@@ -151,7 +151,7 @@ def test_dropout_is_applied_as_in_the_authors_code(make_model, tokens, monkeypat
     assert {p for _, p in dropped} == {0.0}
 
 
-def test_initial_weights_are_the_authors():
+def test_initial_weights_have_the_distributions_of_the_authors_code():
     torch.manual_seed(0)
     model = TransformerXL(TransformerXLConfig(d_model=128, n_heads=4, n_layers=2))
     assert_drawn_from_normal(model, authors_mean_std)

@@ -1,7 +1,7 @@
 """The Triton kernels equal the oracle: compiled on a GPU, otherwise interpreted in Python by Triton on the CPU.
 
 The interpreter uses tiles of 16 and is slow, so lengths are just large enough for two or three tiles. On a GPU lengths
-are four times as large, and values are float32.
+are four times as large, and tensors are float32.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ with pytest.MonkeyPatch.context() as patch:  # Triton reads the variable when th
 
 REFERENCE = KERNELS["reference"].attend
 
-# T, M, valid slots of each batch row, window, heads
+# T new tokens, M memory slots, valid slots of each batch row, attention window, number of heads
 CASES = {
     "memory as long as the segment": (17, 17, [17, 17], None, 1),
     "no memory": (19, 0, [0, 0], None, 1),
@@ -53,7 +53,7 @@ CASES = {
 
 @pytest.fixture(params=["atomic", "deterministic"])
 def summation(request):
-    """Use both ways to sum the gradients of position keys."""
+    """Run the test with each way to sum the gradients of position keys."""
     torch.use_deterministic_algorithms(request.param == "deterministic")
     yield request.param
     torch.use_deterministic_algorithms(False)
@@ -95,7 +95,7 @@ def assert_close(actual, expected, tolerance=TOLERANCE):
 
 
 def oracle(inputs, mask, _dropout):
-    """The loops of tests/reference.py; on a GPU the reference kernel, because they are too slow for its lengths."""
+    """Compute attention by the loops of tests/reference.py, or on a GPU (larger lengths) by the reference kernel."""
     if ON_GPU:
         return REFERENCE(inputs, mask, 0.0)
     return attention(*inputs.tensors(), KeyMask(mask.valid_B.tolist(), len(inputs.position_key_PNH)))
@@ -129,7 +129,7 @@ def test_deterministic_summation_gives_the_same_bits_twice(monkeypatch):
     assert_close(results(attend, inputs, mask, weight), results(REFERENCE, inputs, mask, weight))
 
 
-def test_kernels_follow_the_summation_setting_and_the_tensors_device(summation, monkeypatch):
+def test_kernels_launched_for_each_summation_are_configured_for_the_tensors_device(summation, monkeypatch):
     launched, devices = [], []
     launch, choose_config = triton_kernels.launch, triton_kernels.choose_config
 
@@ -152,7 +152,7 @@ def test_kernels_follow_the_summation_setting_and_the_tensors_device(summation, 
 
 
 @pytest.mark.parametrize("width", [1, 38, 80])
-def test_head_widths(width):
+def test_kernels_equal_the_reference_for_other_head_widths(width):
     inputs, mask, weight = random_case("one tile", width, torch.float32)
     assert_close(results(attend, inputs, mask, weight), results(REFERENCE, inputs, mask, weight), tolerance=2e-5)
 
@@ -186,6 +186,7 @@ def test_dropout_mask_is_the_same_in_both_passes(summation):
     """One-hot values reveal which probabilities are kept; the reference with this mask must give the same results."""
     num_queries, num_keys, dropout = 17, 29, 0.375
     generator = torch.Generator().manual_seed(3)
+    # of queries, keys, position keys and the two biases; the head width is 29, so that values can be one-hot vectors
     shapes = (2, num_queries, 1, 29), (2, num_keys, 1, 29), (num_keys, 1, 29), (1, 29), (1, 29)
     q, k, r, u, w = (torch.randn(s, generator=generator, dtype=DTYPE) / 3 for s in shapes)
     v = torch.eye(num_keys, dtype=DTYPE)[None, :, None].repeat(2, 1, 1, 1)
@@ -227,13 +228,13 @@ def test_no_matrix_of_queries_times_keys_is_stored(summation, monkeypatch):
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
         out = attend(inputs, mask, 0.0)
     out.sum().backward()
-    valid, log_sum = len(mask.valid_B), out[..., 0].numel()
+    valid, log_sum = len(mask.valid_B), out[..., 0].numel()  # numbers of elements of these two tensors
     assert sorted(saved) == sorted([*(tensor.numel() for tensor in inputs.tensors()), valid, out.numel(), log_sum])
     assert max(passed, default=size) < size
 
 
 def test_custom_operators_satisfy_torch_s_checks():
-    """`test_compiles_without_graph_breaks` has the check that is missing here, test_aot_dispatch_dynamic."""
+    """torch's fourth check, test_aot_dispatch_dynamic, is replaced by `test_compiles_without_graph_breaks`."""
     inputs, mask, _ = random_case("one query, no memory")
     arguments = inputs.tensors(), mask.valid_B, torch.tensor([3], device=DEVICE), 0.5
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
@@ -269,7 +270,7 @@ def test_kernels_fit_cuda_and_the_interpreter(monkeypatch):
 
 
 def test_each_gpu_gets_a_kernel_and_tiles_for_its_capability(monkeypatch):
-    majors = {0: 7, 1: 8, 2: 9}
+    majors = {0: 7, 1: 8, 2: 9}  # major compute capability of each GPU, by its index
     devices = [torch.device("cuda", index) for index in majors]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda one: SimpleNamespace(major=majors[one.index]))
@@ -284,7 +285,7 @@ def test_each_gpu_gets_a_kernel_and_tiles_for_its_capability(monkeypatch):
 
 @pytest.mark.parametrize(("name", "on", "off"), [("fp32_precision", "tf32", "ieee"), ("allow_tf32", True, False)])
 def test_float32_products_follow_torch_s_setting(name, on, off):
-    """By its newer name or its older one; float64 and low precision do not depend on it."""
+    """The setting has a newer name and an older one; float64 and low precision do not depend on it."""
     backend = torch.backends.cuda.matmul
     before, precisions = backend.fp32_precision, []
     try:
@@ -310,7 +311,7 @@ def test_kernels_compile_for_hopper_without_a_gpu(tmp_path):
     script = Path(__file__).parents[1] / "triton_compiled.py"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, str(script), "9", "bfloat16", "0.1", "16"]
+    command = [sys.executable, str(script), "9", "bfloat16", "0.1", "16"]  # head width, dtype, dropout, tile
     printed = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
     kernels = [json.loads(line) for line in printed.splitlines()]
     assert [kernel["kernel"] for kernel in kernels] == ["forward", "queries", "keys", "distances"]

@@ -1,6 +1,6 @@
-"""Slow reference implementations of the paper's other systems, as plain loops in float64.
+"""Slow reference implementations of the paper's baselines, as plain loops in float64.
 
-They use only the models' weights, by name, and nothing else from the package.
+They take the models' weights by name, and use no code of the package.
 
 Shape suffixes: B batch size, T new tokens, D model width, V vocabulary.
 """
@@ -13,7 +13,10 @@ from tensors import assert_same_tensors, named_gradients
 
 
 def shaw(weights, tokens, memory, *, slots, pre_norm=False, window=None):
-    """Return logits (B, T, V) and the next memory: for each layer its last inputs (B, at most `slots`, D)."""
+    """Return logits (B, T, V) and the next memory: for each layer its last inputs (B, at most `slots`, D).
+
+    `window` is the attention window, or None for all keys.
+    """
     x, next_memory = embed(weights, tokens), []
     for index, old in enumerate(memory):
         layer, num_keys = layer_weights(weights, index), old.shape[1] + x.shape[1]
@@ -26,7 +29,7 @@ def shaw(weights, tokens, memory, *, slots, pre_norm=False, window=None):
 
 
 def absolute(weights, tokens, *, layers, heads, pre_norm=False, window=None):
-    """Return the output (B, T, D) of every layer, after the final LayerNorm if there is one."""
+    """Return the output (B, T, D) of every layer, after the final LayerNorm if the model has one."""
     x, outputs = embed(weights, tokens), []
     num_new, width = x.shape[1:]
     if "position_embeddings" not in weights:

@@ -11,15 +11,15 @@ from transformer_xl.config import UserError, load_recipe
 from transformer_xl.model.build import build_model
 from transformer_xl.model.memory import ContextLimits, Memory
 
-BOTH_LOSSES = {"intermediate_layer_losses": True, "num_targets": 2}
+BOTH_AUXILIARY_LOSSES = {"intermediate_layer_losses": True, "num_targets": 2}
 
 
 @pytest.mark.parametrize("name", ["vaswani", "al-rfou"])
 @pytest.mark.parametrize(("norm_first", "window"), [(False, None), (True, None), (False, 3)])
 def test_segment_equals_oracle(tokens, name, norm_first, window):
-    """Logits and every gradient; a second segment does not depend on the first."""
+    """Compares logits and the gradient of every parameter, for a second segment, which does not depend on the first."""
     model, text = make_system(name, norm_first=norm_first), tokens(2, 7)
-    _, memory = model(tokens(2, 5, seed=8), model.initial_memory(2, ContextLimits(0, window)))
+    _, memory = model(tokens(2, 5, seed=8), model.initial_memory(2, ContextLimits(0, attention_window=window)))
     hidden_BTD, memory = model(text, memory)
     logits_BTV, weights = model.logits(hidden_BTD), copied_weights(model)
     outputs = absolute(weights, text, layers=3, heads=2, pre_norm=norm_first, window=window)
@@ -30,12 +30,12 @@ def test_segment_equals_oracle(tokens, name, norm_first, window):
     assert_same_gradients(model, (logits_BTV * weight).sum(), weights, (expected_BTV * weight).sum())
 
 
-@pytest.mark.parametrize("settings", [BOTH_LOSSES, {"intermediate_layer_losses": True}, {"num_targets": 2}])
+@pytest.mark.parametrize("settings", [BOTH_AUXILIARY_LOSSES, {"intermediate_layer_losses": True}, {"num_targets": 2}])
 @pytest.mark.parametrize("progress", [0.0, 0.17, 0.4, 1.0])
 def test_auxiliary_losses_equal_oracle(tokens, settings, progress):
-    """With three layers, the first stops at a sixth of training, the second at a third, and the last never.
+    """With three layers, the loss of the first stops at 1/6 of training, that of the second at 1/3, of the last never.
 
-    Every parameter gets a gradient, also those of a layer that stopped: data-parallel training would wait for it.
+    Every parameter gets a gradient, even those of a stopped loss, because data-parallel training would wait for it.
     """
     model = make_system("al-rfou", **settings)
     text, targets = tokens(2, 5), tokens(2, 5, seed=4)
@@ -53,8 +53,8 @@ def test_auxiliary_losses_equal_oracle(tokens, settings, progress):
 
 
 def test_auxiliary_losses_are_at_the_position_of_their_target(tokens):
-    """So a mask of the targets that are trained also applies to the auxiliary losses."""
-    model, text, targets = make_system("al-rfou", **BOTH_LOSSES), tokens(1, 5), tokens(1, 5, seed=4)
+    """Therefore training can mask auxiliary losses by the same positions as the main losses."""
+    model, text, targets = make_system("al-rfou", **BOTH_AUXILIARY_LOSSES), tokens(1, 5), tokens(1, 5, seed=4)
     _, auxiliary_BT, _ = model.training_losses(text, targets, model.initial_memory(1), progress=0.0)
     for position in range(5):
         changed_targets = targets.clone()
@@ -64,7 +64,7 @@ def test_auxiliary_losses_are_at_the_position_of_their_target(tokens):
 
 
 def test_parameter_count_without_auxiliary_losses_is_the_paper_s():
-    """41M; the tests of the recipes compare the 44M with the auxiliary heads, and the model of 64 layers."""
+    """The paper states 41M. Tests of the recipes compare the count with auxiliary heads (44M) and that of 64 layers."""
     settings = load_recipe("enwik8-al-rfou-12l").model | {"max_position_embeddings": 512}
     with torch.device("meta"):
         model = build_model(model_config(**settings | {"intermediate_layer_losses": False, "num_targets": 1}))
@@ -75,7 +75,7 @@ def test_parameter_count_without_auxiliary_losses_is_the_paper_s():
     ("call", "text"),
     [
         (lambda model: model.initial_memory(2, ContextLimits(5)), "al-rfou has no memory; give memory_length 0"),
-        (lambda model: model.initial_memory(2, ContextLimits(0, None, 3)), "al-rfou has no clamp_length"),
+        (lambda model: model.initial_memory(2, ContextLimits(0, clamp_length=3)), "al-rfou has no clamp_length"),
         (lambda model: model(torch.zeros(1, 18).long()), "segment_length 18 .* 17"),
         (lambda model: build_model(model_config(architecture="al-rfou")), "al-rfou needs max_position_embeddings"),
     ],
@@ -121,7 +121,7 @@ def test_generation_with_prompts_of_different_lengths(tokens, lengths, num_befor
     assert last.position_B.tolist() == [num_before + length + 3 for length in lengths]
 
 
-def test_token_memory_can_be_reset_selected_joined_resized_and_restored(tokens):
+def test_token_memory_can_be_reset_selected_concatenated_resized_and_restored(tokens):
     model = make_system("al-rfou")
     _, memory = model(tokens(3, 4), model.generation_memory(3, segment_length=99))
     assert memory.length == 16  # one less than the number of learned positions

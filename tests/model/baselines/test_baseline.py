@@ -17,7 +17,7 @@ from transformer_xl.model.memory import ContextLimits
 def test_segments_of_any_lengths_equal_one_pass(name, lengths, clamp):
     """With a memory that holds all earlier tokens, splitting a text has no effect (up to float64 rounding)."""
     model = make_system(name)
-    limits = ContextLimits(sum(lengths), None, clamp if hasattr(model.config, "clamp_length") else None)
+    limits = ContextLimits(sum(lengths), clamp_length=clamp if hasattr(model.config, "clamp_length") else None)
     text = torch.randint(0, 23, (2, sum(lengths)), generator=torch.Generator().manual_seed(1))
     whole_BTD, _ = run_parts(model, model.initial_memory(2, limits), text)
     for memory in (model.initial_memory(2, limits), model.inference_memory(2, limits)):
@@ -27,7 +27,7 @@ def test_segments_of_any_lengths_equal_one_pass(name, lengths, clamp):
 
 @pytest.mark.parametrize("name", SYSTEMS)
 def test_generation_without_memory_attends_to_one_segment(tokens, name):
-    """Otherwise each token would depend on the previous one only, unlike in training."""
+    """Otherwise each token would be predicted from the previous one only, unlike in training."""
     model, text = make_system(name, memory_length=0), tokens(2, 5)
     whole_BTD, _ = model(text)
     memory = model.generation_memory(2, segment_length=5)
@@ -52,7 +52,7 @@ def test_causality_by_gradient(name):
 
 @pytest.mark.parametrize("name", SYSTEMS)
 def test_batch_rows_are_independent(tokens, name):
-    """Also of their order, and of the numbers of valid slots of the others; a row after reset is as new."""
+    """Rows do not depend on their order or on other rows' valid slots; a reset row is like one of a new memory."""
     model = make_system(name)
     text, more = tokens(5, 7), tokens(5, 6, seed=8)
     _, memory = model(text)
@@ -110,7 +110,7 @@ def test_padding_gets_no_gradient_and_contributes_none(tokens, name):
 
 @pytest.mark.parametrize("name", SYSTEMS)
 def test_inputs_and_memory_are_not_changed(tokens, name):
-    """And the memory carries no gradient, but every parameter gets one."""
+    """Also, no tensor of the memory requires gradients, and every parameter gets one."""
     model, text = make_system(name, dropout=0.2).train(), tokens(2, 5)
     _, memory = model(tokens(2, 7))
     before, text_before = copied_tensors(memory), text.clone()
@@ -124,7 +124,7 @@ def test_inputs_and_memory_are_not_changed(tokens, name):
 
 @pytest.mark.parametrize("name", SYSTEMS)
 def test_activation_checkpointing_gives_the_same_gradients(tokens, name):
-    """With dropout, whose random numbers must be the same in the recomputation."""
+    """Tested with dropout, because the recomputation must draw the same random numbers."""
     grads = []
     for activation_checkpointing in (False, True):
         model = make_system(name, dropout=0.3, **({"zoneout": 0.3} if name.startswith("qrnn") else {})).train()

@@ -16,17 +16,18 @@ QRNNS = ["qrnn, kernel 1", "qrnn, kernel 2"]
 
 
 def empty_states(name):
-    """Return the oracle's states of two batch rows before the first token."""
+    """Return the oracle's states of two batch rows before the first token: h and c, or c and the previous inputs."""
 
     def zeros(*shape):
         return torch.zeros(2, *shape, 14, dtype=torch.float64)
 
+    # the name of a QRNN ends with its kernel size
     return [(zeros(), zeros()) if name == "lstm" else (zeros(), zeros(int(name[-1]) - 1)) for _ in range(3)]
 
 
 @pytest.mark.parametrize("name", ["lstm", *QRNNS])
 def test_segments_equal_oracle(tokens, name):
-    """Logits, states and every gradient."""
+    """Compares logits, states and the gradient of every parameter."""
     model, states = make_system(name), empty_states(name)
     weights, memory = copied_weights(model), model.initial_memory(2)
     for index, length in enumerate((5, 1, 7)):
@@ -43,7 +44,7 @@ def test_segments_equal_oracle(tokens, name):
 
 
 def test_lstm_equals_torch_s(tokens):
-    """With the same weights; torch has a second bias, which is 0 here."""
+    """torch's LSTM gets the same weights; its second bias is set to 0."""
     model, text = make_system("lstm"), tokens(2, 9)
     torch_lstm = torch.nn.LSTM(14, 14, num_layers=3, batch_first=True).double()
     with torch.no_grad():
@@ -58,8 +59,8 @@ def test_lstm_equals_torch_s(tokens):
 
 def test_zoneout_keeps_elements_of_the_state_in_training_only(tokens, monkeypatch):
     model, text, states = make_system("qrnn, kernel 2", zoneout=0.4), tokens(2, 9), empty_states("qrnn, kernel 2")
-    without, _ = qrnn(copied_weights(model), text, states, layers=3)
-    torch.testing.assert_close(model.logits(model(text)[0]), without, rtol=0, atol=1e-10)
+    without_zoneout, _ = qrnn(copied_weights(model), text, states, layers=3)
+    torch.testing.assert_close(model.logits(model(text)[0]), without_zoneout, rtol=0, atol=1e-10)
     random = torch.rand(3, 2, 9, 14, dtype=torch.float64)
     remaining = iter(random)
     monkeypatch.setattr(torch, "rand_like", lambda _: next(remaining))
@@ -70,14 +71,14 @@ def test_zoneout_keeps_elements_of_the_state_in_training_only(tokens, monkeypatc
 
     expected, _ = qrnn(copied_weights(model), text, states, layers=3, change_forget_gates=zone_out)
     torch.testing.assert_close(model.logits(hidden_BTD), expected, rtol=0, atol=1e-10)
-    assert (expected - without).abs().max() > 0.01
+    assert (expected - without_zoneout).abs().max() > 0.01
 
 
 def test_dropout_is_applied_to_the_embedding_and_each_layer_s_output(tokens, monkeypatch):
     model, dropped = make_system("lstm", dropout=0.5), []
     monkeypatch.setattr(model.dropout, "forward", lambda x: dropped.append(tuple(x.shape)) or x)
     model(tokens(3, 5))
-    assert dropped == [(3, 5, 14)] * 4
+    assert dropped == [(3, 5, 14)] * 4  # the embedding and three layers
     assert model.dropout.p == 0.5
 
 
@@ -92,7 +93,7 @@ def test_memory_length_0_starts_each_segment_from_empty_states(tokens, name):
     assert (continued_BTD - first_BTD).abs().max() > 0.01
 
 
-def test_states_can_be_reset_selected_joined_resized_and_restored(tokens):
+def test_states_can_be_reset_selected_concatenated_resized_and_restored(tokens):
     model = make_system("qrnn, kernel 2")
     _, memory = model(tokens(3, 5))
     emptied = memory.reset([1])
@@ -126,7 +127,7 @@ def test_initial_weights_of_layers(config, num_gates):
 
 @pytest.mark.parametrize("embedding", [{}, {"d_embed": 16}, {"cutoffs": (50, 100), "div_val": 2}])
 def test_embedded_inputs_have_variance_1(embedding):
-    """There is no LayerNorm that would rescale them, and each layer's output is smaller than its input."""
+    """Smaller inputs would vanish: no LayerNorm rescales them, and each layer's output is smaller than its input."""
     torch.manual_seed(0)
     model = build_model(LSTMConfig(d_model=64, n_layers=1, **embedding))
     inputs_BTD = model.embed_inputs(torch.arange(256).view(1, -1), None)
@@ -136,7 +137,7 @@ def test_embedded_inputs_have_variance_1(embedding):
 @pytest.mark.parametrize("name", ["lstm", *QRNNS])
 @pytest.mark.parametrize("embedding", [{}, {"d_embed": 6}])
 def test_bfloat16_autocast_keeps_states_in_float32(tokens, name, embedding):
-    """On any CPU, with and without padding; weights converted once give the same results."""
+    """Tested with and without padding; a model whose weights are converted once gives the same results."""
     model, text = make_system(name, **embedding).float(), tokens(2, 7)
     exact_BTD, _ = model(text)
     converted = with_matrices_in(model, torch.bfloat16)

@@ -28,8 +28,8 @@ def test_recurrence_equals_loop(length):
     assert_same_tensors(inputs, before)
 
 
-def test_closed_and_open_gates_stay_finite_over_a_long_text():
-    """A computation with logarithms or with division by the gates would give infinities."""
+def test_results_are_finite_for_gates_of_0_and_1_over_a_long_text():
+    """A computation with logarithms of the gates, or with division by them, would give infinities."""
     torch.manual_seed(0)
     keep_BTD = torch.rand(1, 5003, 3).sub(0.3).clamp(0, 1)
     keep_BTD[:, 100:4000, 1], keep_BTD[:, 100:4000, 2] = 0, 1

@@ -21,7 +21,7 @@ from transformer_xl.model.memory import ContextLimits
     ],
 )
 def test_segments_equal_oracle(tokens, norm_first, context_limits, segments):
-    """Logits and every gradient; five distances have a vector, fewer than occur."""
+    """Compares logits and the gradient of every parameter; only five of the distances have their own vector."""
     model = make_system("shaw", norm_first=norm_first)
     weights, memory = copied_weights(model), model.initial_memory(2, context_limits)
     states, options = [torch.zeros(2, 0, 14, dtype=torch.float64)] * 3, {"pre_norm": norm_first}
@@ -38,7 +38,7 @@ def test_segments_equal_oracle(tokens, norm_first, context_limits, segments):
 
 def test_clamp_length_makes_larger_distances_share_a_vector(tokens):
     model, text = make_system("shaw"), tokens(2, 9)
-    clamped_BTD, _ = model(text, model.initial_memory(2, ContextLimits(0, None, 2)))
+    clamped_BTD, _ = model(text, model.initial_memory(2, ContextLimits(0, clamp_length=2)))
     with torch.no_grad():
         for layer in model.layers:
             layer.attention.distance_keys[3:] = layer.attention.distance_keys[2]
