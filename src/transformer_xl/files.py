@@ -48,6 +48,17 @@ def as_user_error(action: str) -> Iterator[None]:
         raise UserError(f"{action}: {message}") from error
 
 
+def check_is_new(path: Path) -> None:
+    """Check that nothing exists at a path yet, not even a link to a missing file.
+
+    Raises:
+        UserError: something exists there, or the file system refuses to look.
+    """
+    with as_user_error(f"writing {path}"):
+        if path.exists() or path.is_symlink():
+            raise UserError(f"{path} exists already; choose another path or delete it first")
+
+
 @contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
     """Yield a new temporary folder next to `path`; it is renamed to `path` if the block ends without an error.
@@ -55,9 +66,8 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     Raises:
         UserError: `path` exists, or the file system refuses (full, read-only, no permission); nothing is created.
     """
+    check_is_new(path)
     with as_user_error(f"writing {path}"):
-        if path.exists():
-            raise UserError(f"{path} exists already; choose another path or delete it first")
         new_parents = [parent for parent in path.parents if not parent.exists()]
         _remove_abandoned(path)
         try:

@@ -192,7 +192,7 @@ REFUSED = {
         ("{}/xl --max-distance 9 --attention-window 9", "window 9 .* farther than 8 .*attention window 10 or none"),
         ("{}/xl --corpus {}/words", "tokenizer|vocabulary"),
         ("{}/xl --memory-length 99999999999", "memory_length.*less than or equal to 2147483647"),
-        ("{}/xl --out {}/corpus", "corpus exists already; choose another out or delete it first"),
+        ("{}/xl --out {}/corpus", "corpus exists already; choose another path or delete it first"),
     ],
     "context": [
         ("", "no run was given; name the folders of the runs"),

@@ -144,8 +144,8 @@ WRONG_ARGUMENTS: dict[str, str] = {
     "hub run --tokenizer nowhere": r"nowhere",
     "hub run --to huggingface --source-format nvidia": r"--source-format cannot be combined with --to huggingface",
     "hub run --to huggingface": r"hub: not the folder of a run",
-    "hub official": r"official exists already; choose another folder",
-    "hub link": r"link exists already; choose another folder",
+    "hub official": r"official exists already; choose another path",
+    "hub link": r"link exists already; choose another path",
 }
 
 

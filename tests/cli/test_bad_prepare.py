@@ -57,7 +57,7 @@ BAD_COMMANDS = [
     ("prepare ptb --test-fraction 0.1", "the splits of ptb are fixed"),
     ("prepare --train text.txt --test-fraction 0", "leave the fractions out"),
     # the folder to create
-    ("prepare text.txt --out folder", "folder exists already; choose another folder or delete it first"),
+    ("prepare text.txt --out folder", "folder exists already; choose another path or delete it first"),
     ("prepare enwik8 --out folder", "folder exists already"),
     ("prepare text.txt --out=", "--out: the path is empty"),
     ("prepare text.txt --out text.txt/new", "writing text.txt/new: part of the path is a file, not a folder"),

@@ -34,7 +34,7 @@ from transformer_xl.device import choose_device, set_threads
 from transformer_xl.evaluation.evaluate import check_token_ids
 from transformer_xl.evaluation.plan import EvaluationPlan, TokenizedText
 from transformer_xl.evaluation.score import encode_text
-from transformer_xl.files import atomic_folder, write_json
+from transformer_xl.files import atomic_folder, check_is_new, write_json
 from transformer_xl.model.transformer_xl import TransformerXL
 from transformer_xl.progress import ProgressBar, say
 from transformer_xl.run_folder import CheckpointName, RunFolder
@@ -97,8 +97,7 @@ def analyze_attention(
     torch_device, path = choose_device(device), Path(run).resolve()
     folder = RunFolder.open(run)
     out = path.parent / f"{path.name}-attention" if out is None else Path(out)
-    if out.exists():
-        raise UserError(f"{out} exists already; choose another out or delete it first")
+    check_is_new(out)
     plan = _resolve_plan(folder.config, config or EvaluationConfig(), max_distance)
     model = require_attention_terms(folder.load_model(torch_device, checkpoint))
     shape = (model.config.n_layers, model.config.n_heads)

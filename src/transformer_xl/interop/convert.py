@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from transformer_xl.config import RunConfig, UserError, nearest, run_settings
-from transformer_xl.files import as_user_error
+from transformer_xl.files import as_user_error, check_is_new
 from transformer_xl.interop import huggingface, nvidia, official, tensorflow
 from transformer_xl.interop.imported import ImportedModel
 from transformer_xl.interop.tokenizers import bytes_from_decimal_words
@@ -95,9 +95,7 @@ def convert(
             is missing or has another vocabulary size than the model; or an argument does not apply to `to`.
     """
     source, out = Path(source), Path(out)
-    with as_user_error(f"writing {out}"):
-        if out.exists() or out.is_symlink():
-            raise UserError(f"{out} exists already; choose another folder or delete it first")
+    check_is_new(out)
     if to == "huggingface":
         options = {"source-format": source_format, "tokenizer": tokenizer, "pre-tokenizer": pre_tokenizer}
         if inapplicable := [f"--{name}" for name, value in options.items() if value is not None]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from transformer_xl.config import UserError, check_settings, nearest
-from transformer_xl.files import as_user_error
+from transformer_xl.files import check_is_new
 from transformer_xl.text.corpus_writer import write_corpus
 from transformer_xl.text.documents import SPLITS, Document, DocumentUnit, SplitName, TextSource
 from transformer_xl.text.sources.archives import Progress, no_progress
@@ -126,7 +126,7 @@ def prepare(
     # Check the output folder and the settings before anything is downloaded or read.
     folder = Path(out) if out is not None else _PARENT_FOLDER / dataset if dataset else None
     if folder:
-        _check_is_new(folder)
+        check_is_new(folder)
     if not isinstance(given_tokenizer, Tokenizer) and (given_tokenizer or dataset):
         default = DOWNLOADABLE[dataset].tokenizer if dataset in DOWNLOADABLE else TokenizerConfig()
         _tokenizer_config(given_tokenizer, default, settings)
@@ -141,7 +141,7 @@ def prepare(
     )
     if folder is None:
         folder = _PARENT_FOLDER / text.name
-        _check_is_new(folder)
+        check_is_new(folder)
     notes = [*text.notes]
     if isinstance(given_tokenizer, Tokenizer):
         encoder = given_tokenizer
@@ -280,13 +280,6 @@ def _resolve_tokenizer(
             f"({', '.join(TOKENIZER_KINDS)})"
         )
     return tokenizer if isinstance(tokenizer, Tokenizer) else load_tokenizer(os.fspath(tokenizer))
-
-
-def _check_is_new(folder: Path) -> None:
-    with as_user_error(f"writing {folder}"):
-        exists = folder.exists()
-    if exists:
-        raise UserError(f"{folder} exists already; choose another folder or delete it first")
 
 
 def _tokenizer_config(
