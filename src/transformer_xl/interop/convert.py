@@ -92,7 +92,7 @@ def convert(
 
     Raises:
         UserError: the source is missing, damaged, not recognized or cannot be expressed in this package; its tokenizer
-            is missing or has another vocabulary size than the model; or an argument does not apply to `to`.
+            is missing or has another vocabulary size than the model; or an argument does not apply to the conversion.
     """
     source, out = Path(source), Path(out)
     check_is_new(out)
