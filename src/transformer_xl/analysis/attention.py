@@ -35,7 +35,6 @@ from transformer_xl.evaluation.evaluate import check_token_ids
 from transformer_xl.evaluation.plan import EvaluationPlan, TokenizedText
 from transformer_xl.evaluation.score import encode_text
 from transformer_xl.files import atomic_folder, check_is_new, write_json
-from transformer_xl.model.transformer_xl import TransformerXL
 from transformer_xl.progress import ProgressBar, say
 from transformer_xl.run_folder import CheckpointName, RunFolder
 from transformer_xl.text.tokenizers import to_bytes
@@ -112,12 +111,22 @@ def analyze_attention(
         tokens = TokenizedText(ids_K, folder.tokenizer.bos_token_id)
     for warning in plan.warnings(torch_device):
         say(f"warning: {warning}")
-    distance = _max_distance(plan, max_distance, len(tokens.tokens_K))
+    num_tokens = len(tokens.tokens_K)
+    distance = _max_distance(plan, max_distance, num_tokens)
     with atomic_folder(out) as temporary:
-        maps = TermMaps(model, plan, choose_page_tokens(shape, len(tokens.tokens_K), page_tokens))
-        means = _trace(model, tokens, plan, maps)
+        maps = TermMaps(model, plan, choose_page_tokens(shape, num_tokens, page_tokens))
+        means = AttentionMeans(model, plan, num_tokens)
+        if not means.fills_memory:
+            say(
+                f"warning: a text of {pluralize(num_tokens)} does not fill a memory of "
+                f"{plan.context_limits.memory_length:,}, so the means include queries with little context; a longer "
+                "text or a shorter memory length gives better means"
+            )
+        # one pass over the text fills the maps of its first tokens and the means over all of it
+        with ProgressBar("attention", num_tokens, "tokens") as bar:
+            trace_attention(model, tokens.tokens_K, plan, [means.add, maps.add], bar.advance)
         documents, chunk_length = with_documents(tokens, plan)
-        with ProgressBar("loss", 2 * len(tokens.tokens_K), "tokens") as bar:
+        with ProgressBar("loss", 2 * num_tokens, "tokens") as bar:
             losses = {
                 name: loss_by_distance(model, documents, plan, reset_memory=name == "reset", progress=bar.advance)
                 for name in _MEMORY_LABELS
@@ -127,7 +136,7 @@ def analyze_attention(
             "command": command,
             "run": str(run),
             "folder": str(out),
-            "tokens": len(tokens.tokens_K),
+            "tokens": num_tokens,
             "documents": len(tokens.boundaries(reset_memory=True)) - 1,
             "segment_length": plan.segment_length,
             **asdict(plan.context_limits),
@@ -193,21 +202,6 @@ def _max_distance(plan: EvaluationPlan, requested: int | None, num_tokens: int) 
             f"max_distance {requested:,}: the text has {pluralize(num_tokens)}; use a longer text or a smaller distance"
         )
     return requested
-
-
-def _trace(model: TransformerXL, text: TokenizedText, plan: EvaluationPlan, maps: TermMaps) -> AttentionMeans:
-    """Process the text once: fill the maps of its first tokens, and return the means over all of it."""
-    num_tokens = len(text.tokens_K)
-    means = AttentionMeans(model, plan, num_tokens)
-    if not means.fills_memory:
-        say(
-            f"warning: a text of {pluralize(num_tokens)} does not fill a memory of "
-            f"{plan.context_limits.memory_length:,}, so the means include queries with little context; a longer "
-            "text or a shorter memory length gives better means"
-        )
-    with ProgressBar("attention", num_tokens, "tokens") as bar:
-        trace_attention(model, text.tokens_K, plan, [means.add, maps.add], bar.advance)
-    return means
 
 
 def _farthest_heads(means: AttentionMeans) -> list[Head]:

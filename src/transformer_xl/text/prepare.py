@@ -221,7 +221,13 @@ def find_text(
         description = "; ".join(f"{split}: {describe_paths(files)}" for split, files in split_paths.items())
         return source_of_splits(texts, name=name_of_paths(split_paths["train"]), description=description, kind=kind)
     if isinstance(documents, Mapping):
-        texts = _splits_in_memory(cast("Mapping[SplitName, Texts]", documents))
+        in_memory = cast("Mapping[SplitName, Texts]", documents)
+        if unknown := [split for split in in_memory if split not in SPLITS]:
+            expected = f"{nearest(unknown[0], SPLITS)}; expected {', '.join(SPLITS)}"
+            raise UserError(f"documents has a split '{unknown[0]}'{expected}")
+        if "train" not in in_memory:
+            raise UserError("documents has no split 'train'; add it")
+        texts = {split: _in_memory(split_texts, f"{split} document") for split, split_texts in in_memory.items()}
         return source_of_splits(texts, name="documents", description=_IN_MEMORY, kind=kind)
     if dataset == PYTHON_STDLIB:
         return python_stdlib()
@@ -252,16 +258,6 @@ def _in_memory(texts: Texts, name: str) -> list[BytesRange]:
     """Return texts as ranges that messages call NAME 0, NAME 1 and so on."""
     texts = [texts] if isinstance(texts, str | bytes) else texts
     return [BytesRange(Path(f"{name} {index}"), content=to_bytes(text)) for index, text in enumerate(texts)]
-
-
-def _splits_in_memory(documents: Mapping[SplitName, Texts]) -> dict[SplitName, list[BytesRange]]:
-    if unknown := [split for split in documents if split not in SPLITS]:
-        raise UserError(
-            f"documents has a split '{unknown[0]}'{nearest(unknown[0], SPLITS)}; expected {', '.join(SPLITS)}"
-        )
-    if "train" not in documents:
-        raise UserError("documents has no split 'train'; add it")
-    return {split: _in_memory(texts, f"{split} document") for split, texts in documents.items()}
 
 
 def _resolve_tokenizer(
