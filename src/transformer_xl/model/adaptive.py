@@ -1,16 +1,15 @@
 """Adaptive embedding and softmax: the vocabulary is split into clusters of descending frequency (paper section 4.1;
 Grave et al. 2017, Baevski & Auli 2018). Without cutoffs there is one cluster, and both are ordinary dense layers.
 
-    cluster 0, the head: ids 0 .. n0 - 1        cluster i > 0, tail i: ids edges[i] .. edges[i + 1] - 1
+    head = cluster 0: ids 0 .. n0 - 1, where n0 is the first cutoff
+    tail i = cluster i > 0: ids edges[i] .. edges[i + 1] - 1, where edges are 0, the cutoffs and V
     log p(token in head)   = its head logit - logsumexp(n0 head logits, one logit for each tail)
     log p(token in tail i) = (logit of tail i - the same logsumexp) + log softmax within the tail
 
-The edges are 0, the cutoffs and V; the setting div_val is the factor by which the embeddings of each cluster are
-narrower than those of the cluster before.
-
 The logit of tail i is column n0 + i - 1 of the head's logits (as in the authors' TensorFlow code; in their PyTorch code
-the tails are in reverse order).
-Losses are returned in input order. Every parameter gets a gradient in every step, even those of a tail without targets.
+the tails are in reverse order). The setting div_val is the factor by which the embeddings of each cluster are narrower
+than those of the cluster before. Losses are returned in input order. Every parameter gets a gradient in every step,
+even those of a tail without targets.
 
 Shape suffixes: B batch size, T new tokens, K positions (B x T, or a subset; in `topk` the k tokens), D model width,
 E embedding width, V tokens of the vocabulary (or of one cluster, or of the head with one logit for each tail).
@@ -41,7 +40,7 @@ class _ClusterTables(nn.Module):
 
     def __init__(self, config: BaseModelConfig, projected_clusters: list[int], *, has_tables: bool = True) -> None:
         super().__init__()
-        # cluster i has the ids edges[i] .. edges[i + 1] - 1; `shared`: one table and projection serve all clusters
+        # cluster i has the ids edges[i] .. edges[i + 1] - 1; `shared`: whether all clusters use one table
         self.edges, self.shared = config.cluster_boundaries, config.div_val == 1
         widths, table_edges = config.cluster_widths, (0, self.edges[-1]) if self.shared else self.edges
         tables = (torch.empty(stop - start, widths[i]) for i, (start, stop) in enumerate(pairwise(table_edges)))
@@ -51,7 +50,7 @@ class _ClusterTables(nn.Module):
         )
 
     def init_weights(self) -> None:
-        """Draw initial weights as the authors' code does: tables N(0, 0.02), projections N(0, 0.01)."""
+        """Draw initial weights as in the authors' code: normal, standard deviation 0.02 (projections 0.01)."""
         for table in self.tables:
             nn.init.normal_(table, 0.0, _WEIGHT_STD)
         for projection in self.projections.values():
@@ -66,7 +65,7 @@ class AdaptiveEmbedding(_ClusterTables):
     """Embeddings of token ids in the model's width, without the scaling by sqrt(D)."""
 
     def __init__(self, config: BaseModelConfig) -> None:
-        projected = _projected_clusters(config)
+        projected = _projected_clusters(config)  # with div_val 1 all clusters also share one projection, or have none
         super().__init__(config, projected[:1] if config.div_val == 1 else projected)
 
     @override
@@ -128,7 +127,7 @@ class AdaptiveSoftmax(_ClusterTables):
 
     @override
     def init_weights(self) -> None:
-        """Draw initial weights as the authors' code does: weights N(0, 0.02), projections N(0, 0.01), biases 0."""
+        """Draw weights as in the authors' code: normal, standard deviation 0.02 (projections 0.01); biases 0."""
         super().init_weights()
         nn.init.zeros_(self.bias)
         if self.cluster_weight is not None and self.cluster_bias is not None:

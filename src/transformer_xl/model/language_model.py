@@ -52,7 +52,10 @@ class LanguageModel(nn.Module, ABC):
         self.dropout = FastDropout(config.dropout)
 
     def init_weights(self) -> None:
-        """Draw the initial weights as the authors' code does: N(0, 0.02), biases 0, LayerNorm weights N(1, 0.02)."""
+        """Draw initial weights as in the authors' code: normal with standard deviation 0.02.
+
+        Their mean is 1 for LayerNorm, else 0. Biases are 0.
+        """
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, 0.0, WEIGHT_STD)

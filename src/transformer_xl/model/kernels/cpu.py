@@ -188,15 +188,15 @@ class _Part:
             stop = min(start + _BLOCK_QUERIES, num_queries)
             farthest = num_memory + start - num_distances + 1
             keys = slice(min(max(num_empty, farthest, 0), num_memory + start), num_memory + stop)
-            num_occurring = min(num_distances, _length(keys))
-            near = min(num_near, num_occurring)
-            yield _Block(index, slice(start, stop), keys, slice(num_near - near, num_near), num_occurring - near)
+            near = min(num_near, _length(keys))  # number of distances that occur and have their own position key
+            num_clamped = min(num_distances, _length(keys)) - near
+            yield _Block(index, slice(start, stop), keys, slice(num_near - near, num_near), num_clamped)
 
 
 def _parts(inputs: AttentionInputs, mask: AttentionMask) -> Iterator[_Part]:
     """Yield parts that together contain all batch rows and heads; each is as large as a buffer can hold.
 
-    For long segments a part has one batch row, and at least one head for each thread.
+    For long segments, and in a KV cache, a part has one batch row, and at least one head for each thread.
     """
     batch_size, num_queries, num_heads, _ = inputs.q_BTNH.shape
     num_columns = inputs.k_BSNH.shape[1] + _BLOCK_QUERIES

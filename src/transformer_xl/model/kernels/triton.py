@@ -23,7 +23,8 @@ from transformer_xl.model.kernels.reference import AttentionInputs, AttentionMas
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MIN_CAPABILITY = 8  # Ampere: the first with bfloat16 and tf32, and the oldest that Triton supports
-_MAX_PROGRAMS = 512  # of `distances_kernel`: about as many as a large GPU runs at once; more need more partial sums
+# programs of `distances_kernel`: about as many as a large GPU runs at once; more would only add partial sums
+_MAX_PROGRAMS = 512
 
 
 def installed() -> bool:
@@ -68,13 +69,13 @@ def relative_attention(
     from transformer_xl.model.kernels import triton_kernels as kernels
 
     out_BTNH, log_sum_BNT = _empty_results(inputs)
-    arguments, sizes = kernels.kernel_inputs(inputs)
+    operands, sizes = kernels.kernel_inputs(inputs)
     config = kernels.choose_config("forward", out_BTNH.shape[-1], out_BTNH.dtype, dropout, device=out_BTNH.device)
     results = kernels.Results(kernels.rows_of(out_BTNH), log_sum_BNT)
     with _current_device(out_BTNH):
         num_programs = _ceil_div(sizes.T, config.tile) * sizes.B * sizes.N
         mask = kernels.ValidAndSeed(valid_B, seed)
-        kernels.launch(kernels.forward_kernel, num_programs, config, arguments, mask, results, sizes)
+        kernels.launch(kernels.forward_kernel, num_programs, config, operands, mask, results, sizes)
     return out_BTNH, log_sum_BNT
 
 
@@ -97,7 +98,7 @@ def relative_attention_backward(
         kernels.choose_config(name, width, dtype, dropout, atomic=atomic and name == "queries", device=device)
         for name in ("queries", "keys", "distances")
     )
-    arguments, sizes = kernels.kernel_inputs(inputs)
+    operands, sizes = kernels.kernel_inputs(inputs)
     num_tiles, tile = _ceil_div(sizes.T, queries_config.tile), distances_config.tile
     num_blocks = _ceil_div(sizes.P + tile - (sizes.S - sizes.T) % tile, tile)  # aligned as in `distances_kernel`
     num_groups = 1 if atomic else max(1, min(sizes.B, _MAX_PROGRAMS // (num_blocks * sizes.N)))
@@ -114,7 +115,7 @@ def relative_attention_backward(
     saved = kernels.SavedForBackward(
         kernels.rows_of(out_BTNH), kernels.rows_of(dout_BTNH), log_sum_BNT, torch.empty_like(log_sum_BNT)
     )
-    arguments = (arguments, kernels.ValidAndSeed(valid_B, seed), saved, gradients, sizes)
+    arguments = (operands, kernels.ValidAndSeed(valid_B, seed), saved, gradients, sizes)
     with _current_device(out_BTNH):
         kernels.launch(kernels.queries_kernel, num_tiles * sizes.B * sizes.N, queries_config, *arguments)
         num_key_tiles = _ceil_div(sizes.S, keys_config.tile)

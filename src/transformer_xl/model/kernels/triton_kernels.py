@@ -435,7 +435,7 @@ def distances_kernel(inputs, valid_and_seed, saved, gradients, sizes, config: tl
 
 @triton.jit
 def two_tiles(left_IH, rows, b, n, key_J, config: tl.constexpr):
-    """Return products of queries with a tile of keys (or values); above the diagonal, with the tile before it."""
+    """Return products with a tile of keys (or values); above the diagonal, with the tile before it."""
     late_IJ = product(left_IH, tl.trans(load_rows(rows, b, n, key_J, config)), config)
     early_IJ = product(left_IH, tl.trans(load_rows(rows, b, n, key_J - config.tile, config)), config)
     step = tl.arange(0, config.tile)
