@@ -66,7 +66,7 @@ def analyze_attention(
     """Measure and plot what heads attend to, term by term, and how the loss decreases from a document's start.
 
     Args:
-        run: folder of a run of transformer-xl or shaw.
+        run: folder of a run whose architecture is transformer-xl or shaw (relative positions of Shaw et al. 2018).
         text: the text to process, or None for a split of a corpus.
         corpus: folder of a corpus with the run's tokenizer, or None for the corpus the run was trained on.
         split: train, valid or test, of the corpus.
@@ -78,8 +78,8 @@ def analyze_attention(
             distance in the first, middle and last layer.
         page_tokens: tokens on the page and in the plots of terms, from the start, or None for at most 192.
         out: new folder for the results, or None for the run's path with the suffix -attention.
-        checkpoint: the weights with the best validation loss, or the last ones.
-        device: auto, cuda, mps or cpu.
+        checkpoint: best for the weights with the lowest validation loss, or last for those of the last checkpoint.
+        device: cuda, mps, cpu, or auto for the fastest of these that is available.
         threads: CPU threads of one operation, or None for torch's default.
         command: the command line of the user, stored in the results.
 
@@ -125,7 +125,9 @@ def analyze_attention(
         # one pass over the text fills the maps of its first tokens and the means over all of it
         with ProgressBar("attention", num_tokens, "tokens") as bar:
             trace_attention(model, tokens.tokens_K, plan, [means.add, maps.add], bar.advance)
+        # a text that is a single document is split into chunks, and the loss is measured from the start of each
         documents, chunk_length = with_documents(tokens, plan)
+        # the text is scored twice: with memory reset at each document's start, and with memory that continues
         with ProgressBar("loss", 2 * num_tokens, "tokens") as bar:
             losses = {
                 name: loss_by_distance(model, documents, plan, reset_memory=name == "reset", progress=bar.advance)
@@ -196,6 +198,7 @@ def _max_distance(plan: EvaluationPlan, requested: int | None, num_tokens: int) 
     """Return the largest distance in the plots of means."""
     if requested is None:
         farthest = num_visible_distances(plan) - 1
+        # with memory length 0, the last token of a segment sees as far back as the segment's first
         return min(_PAPER_DISTANCE, farthest, num_tokens - 1, plan.context_limits.memory_length or farthest)
     if requested >= num_tokens:
         raise UserError(

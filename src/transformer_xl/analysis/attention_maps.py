@@ -108,7 +108,7 @@ def trace_attention(
     assert not model.training
     check_weights(model)
     device, memory_length = next(model.parameters()).device, plan.context_limits.memory_length
-    # memory slots that the text never fills are omitted, unless queries attend to empty slots
+    # memory slots that the text never fills are omitted, unless queries attend to empty slots (attend_empty_memory)
     num_slots = memory_slots(model, len(tokens_K), plan)
     memory = model.initial_memory(1, replace(plan.context_limits, memory_length=num_slots))
     for start in range(0, len(tokens_K), plan.segment_length):
@@ -216,7 +216,8 @@ class TermMaps:
     """Every attention term of every head over the first Q tokens of a text.
 
     Terms (c) and (d) are stored by key and by distance, which is all they depend on. Probabilities are computed from
-    scores on request, with the softmax denominator of each query, which may include empty memory slots.
+    scores on request, with the softmax denominator of each query. The denominator includes memory slots that no token
+    has filled yet if the model has the setting `attend_empty_memory`.
     """
 
     def __init__(self, model: TransformerXL, plan: EvaluationPlan, num_tokens: int) -> None:
@@ -229,6 +230,7 @@ class TermMaps:
         """
         self.num_tokens = num_tokens
         self.shape = shape = (model.config.n_layers, model.config.n_heads)
+        """(L, N)."""
         # Shaw's relative positions have no terms (c) and (d)
         missing = ("content_bias", "position_bias") if isinstance(model.config, ShawConfig) else ()
         self.terms = {term: title for term, title in TERMS.items() if term not in missing}

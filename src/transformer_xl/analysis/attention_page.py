@@ -64,7 +64,8 @@ def _token_text(content: bytes) -> TokenText:
         digits = content.hex(" ").upper()
         return TokenText(digits, truncate(list(f"bytes {digits}"), _MAX_NAME), odd=True)
     if not text:
-        return TokenText("\u2205", "nothing", odd=True)  # the sign for the empty set
+        # a token that decodes to no bytes at all; \u2205 is the sign for the empty set
+        return TokenText("\u2205", "nothing", odd=True)
     # characters that cannot be printed become escapes, such as \x00
     parts = [part if part.isprintable() or part in _SYMBOLS else repr(part)[1:-1] for part in text]
     shown = "".join(parts).translate(str.maketrans({"\n": _SYMBOLS["\n"] + "\n", "\t": _SYMBOLS["\t"]}))

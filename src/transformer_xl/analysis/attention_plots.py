@@ -171,7 +171,7 @@ def _label_tokens(axes: Axes, labels: Sequence[str], *, is_left: bool, is_bottom
     has_names = len(labels) <= _MAX_LABELS
     unit = "" if has_names else " (position)"
     axes.set(xlabel=f"key{unit}" if is_bottom else "", ylabel=f"query{unit}" if is_left else "")
-    size = min(8.0, 210 / len(labels))
+    size = min(8.0, 210 / len(labels))  # font size in points: smaller for more labels, so that they do not overlap
     # characters that matplotlib's font may lack become escapes
     parts = [[part if part.isascii() or part in _SYMBOLS else ascii(part)[1:-1] for part in label] for label in labels]
     names = [truncate(label_parts, _MAX_LABEL) for label_parts in parts]

@@ -138,12 +138,15 @@ class GroupModel:
 
 @dataclass(frozen=True, eq=False)
 class Gains:
-    """The gain of each context over the next longer one, at one fraction r of the positions; the longest has none."""
+    """The gain of each context over the next longer one, at one fraction r of the positions.
+
+    C counts all contexts but the longest, which has no longer one to compare with.
+    """
 
     num_positions: int
     """Number of chosen positions, the size of T(r, c)."""
     baseline_C: Losses
-    """f(c, c), which is the same for all models: the mean of b(c, t) over the chosen positions, in nats."""
+    """f_i(c, c), which is the same for every model i: the mean of b(c, t) over the chosen positions, in nats."""
     further_IC: Losses
     """f_i(c, c'), in nats."""
     gains_IC: Losses
@@ -248,7 +251,7 @@ def load_group(
         memory_length: memory slots, in tokens.
         attention_window: maximum number of keys that a query sees, itself included; none: no limit.
         clamp_length: distances above this are treated as this one; none: no limit.
-        device: auto, cuda, mps or cpu.
+        device: cuda, mps, cpu, or auto for the fastest of these that is available.
 
     Raises:
         UserError: a run or the device does not exist, a number is out of range, or the runs' tokenizers differ.

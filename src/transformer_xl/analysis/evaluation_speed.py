@@ -9,7 +9,7 @@ with memory is timed with several segment lengths, of which the fastest is repor
 Vanilla attention is timed in two ways: with all attention scores stored in memory, as in the paper, and with torch's
 fused attention, which never stores them.
 
-Shape suffixes: 1 batch size, T new tokens, W attention window, D d_model.
+Shape suffixes: 1 batch size (one sequence), T new tokens, W attention window, D d_model.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ PAPER = {800: 363, 1800: 773, 2800: 1409, 3800: 1874}
 """How many times slower the paper's vanilla model is, on one GPU of 2018, by attention window."""
 
 COLUMNS = ["window", "vanilla s/token", "memory ms/token", "segment", "factor", "paper's", "FLOPs ratio"]
-"""Columns of the tables of `speed_tables`; factor: how many times slower the vanilla model is, then in the paper."""
+"""Columns of the tables of `speed_tables`. window: attention window; segment: segment length of the model with memory;
+factor: how many times slower the vanilla model is; paper's: that factor in the paper."""
 
 _PAPER_COMPARISON = SpeedComparison()
 
@@ -60,7 +61,7 @@ def compare_speed(
     Args:
         model: name of a recipe, or folder of a run, which sets the sizes of both models.
         comparison: attention windows, segment lengths and so on; by default the paper's.
-        device: auto, cuda, mps or cpu.
+        device: cuda, mps, cpu, or auto for the fastest of these that is available.
         threads: CPU threads of one operation, or None for torch's default.
 
     Returns:
@@ -125,7 +126,7 @@ def speed_tables(results: Mapping[str, Any]) -> dict[str, list[list[str]]]:
 
 
 class SpeedMeasurement:
-    """The two models, built once, and their timing."""
+    """The model with memory and the vanilla model, built once, and their timing."""
 
     def __init__(self, config: ModelConfig, comparison: SpeedComparison, device: torch.device) -> None:
         """Build both models with random weights.
@@ -218,7 +219,7 @@ class SpeedMeasurement:
     def _with_full_memory(self, window: int, clamp_length: int | None) -> Callable[[int], None]:
         """Fill the memory with `window` - 1 tokens; return a function that predicts the next segment of some length."""
         memory = self.memory_model.inference_memory(1, ContextLimits(window - 1, window, clamp_length))
-        for tokens_1T in self._random_tokens(window).split(1024, dim=1):
+        for tokens_1T in self._random_tokens(window).split(1024, dim=1):  # 1024: bounds the memory of activations
             _, memory = self.memory_model(tokens_1T, memory)
 
         def predict_segment(length: int) -> None:

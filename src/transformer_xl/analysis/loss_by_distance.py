@@ -49,7 +49,8 @@ class LossByDistance:
 def with_documents(text: TokenizedText, plan: EvaluationPlan) -> tuple[TokenizedText, int | None]:
     """Split a text that is a single document into chunks of equal length, and treat each chunk as a document.
 
-    A chunk is twice as long as memory and a segment together, or shorter if there would be fewer than eight chunks.
+    A chunk is twice as long as memory and a segment together, so that the plot extends beyond the tokens that see the
+    start of the chunk. It is shorter if there would be fewer than eight chunks.
 
     Returns:
         The text with its document starts, and the chunk length in tokens; or the text unchanged and None if it has

@@ -49,7 +49,7 @@ def losses(model: LanguageModel, text: TokenizedText, plan: EvaluationPlan) -> G
         for start, end in pairwise(text.boundaries(reset_memory=plan.reset_memory).tolist()):
             _restore(weights, trained_weights)
             position, document = start, TextSequence(first=start, start=start, end=end, document_start=start)
-            for nats_BT, gradients in _read_with_gradients(model, text, document, plan):
+            for nats_BT, gradients in _read_with_gradients(model, text, document, plan):  # B is 1
                 _check_finite(nats_BT, position, plan.learning_rate)
                 yield nats_BT, [ScoredSpan(row=0, position=position, length=nats_BT.shape[1])]
                 columns = zip(weights, trained_weights, gradients, learning_rates, decays, strict=True)

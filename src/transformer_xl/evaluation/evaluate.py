@@ -42,16 +42,24 @@ class EvaluationResult(Sums):
     """Loss, counts and metrics of a scored text, and the settings they were measured with."""
 
     seconds: float
+    """Time that the evaluation took."""
     tokens_per_second: float
     method: str
+    """memory, sliding-window or dynamic."""
     method_settings: dict[str, Any]
+    """Settings of method dynamic; empty with the other methods."""
     segment_length: int
     memory_length: int
     attention_window: int | None
+    """Maximum number of keys that a query sees, itself included, or None for no limit."""
     clamp_length: int | None
+    """Distances above this are treated as this one; None for no limit."""
     batch_size: int | None
+    """Sequences read at once, or None if it was chosen automatically."""
     warmup_tokens: int | None
+    """Unscored tokens that each sequence reads first, or None if their number was chosen automatically."""
     reset_memory: bool
+    """Whether the memory was emptied at the start of each document."""
     dtype: str
     """float32 or bfloat16."""
 

@@ -1,10 +1,10 @@
 """Evaluation with memory, as in the paper (section 3.2): segment after segment, every token once.
 
 The text can be divided into sequences that are read as one batch. Each begins where a segment of its document begins,
-and first reads a warm-up of whole segments whose losses are not scored. So every token has the same position in the
-same segment as in the text read as one sequence, whatever the batch size. If the warm-up covers the receptive field,
-each token also has the same loss. With `reset_memory` no sequence crosses a document boundary; otherwise the whole text
-counts as one document.
+and first reads a warm-up: whole segments before its own tokens, which fill the memory and are not scored. So every
+token has the same position in the same segment as in the text read as one sequence, whatever the batch size. If the
+warm-up covers the receptive field, each token also has the same loss. With `reset_memory` no sequence crosses a
+document boundary; otherwise the whole text counts as one document.
 
 Shape suffixes: N documents, Q sequences, B batch size, T new tokens, D model width, K tokens of a text.
 """
@@ -74,7 +74,11 @@ def _round_up(length: int, unit: int) -> int:
 
 
 def memory_slots(model: LanguageModel, length: int, plan: EvaluationPlan) -> int:
-    """Return the number of slots needed for `length` tokens: the filled ones, or all with `attend_empty_memory`."""
+    """Return the number of slots needed for `length` tokens: the filled ones, or all of them.
+
+    With the model setting `attend_empty_memory`, queries also attend to slots that no token has filled yet, as in the
+    authors' code, so all slots count.
+    """
     if isinstance(model.config, RelativeConfig) and model.config.attend_empty_memory:
         return plan.context_limits.memory_length
     return _filled_slots(length, plan)
@@ -109,7 +113,8 @@ def divide_text(text: TokenizedText, plan: EvaluationPlan, warmup: int | None) -
     Args:
         text: the text with its document starts.
         plan: the plan, of which segment length, batch size and `reset_memory` are used.
-        warmup: number of warm-up tokens, in whole segments, or None to leave documents undivided.
+        warmup: number of warm-up tokens of each sequence, a multiple of the segment length, or None to leave documents
+            undivided.
 
     Returns:
         the fields of each `TextSequence` (columns first, start, end, document_start), shape (Q, 4); an array, as a text
@@ -120,12 +125,14 @@ def divide_text(text: TokenizedText, plan: EvaluationPlan, warmup: int | None) -
     segments_N = -(-(end_N - start_N) // plan.segment_length)
     batch_size = 1 if warmup is None or plan.batch_size is None else min(plan.batch_size, total)
     share_N = -(-(end_N - start_N) * batch_size // total)
-    sequences_N = np.minimum(share_N, segments_N)
+    sequences_N = np.minimum(share_N, segments_N)  # number of sequences of each document: each has at least a segment
     document_start_Q, document_end_Q, segments_Q, sequences_Q = (
         np.repeat(column_N, sequences_N) for column_N in (start_N, end_N, segments_N, sequences_N)
     )
+    # index of each sequence within its document
     index_Q = np.arange(len(sequences_Q)) - np.repeat(np.cumsum(sequences_N) - sequences_N, sequences_N)
     start_Q = document_start_Q + index_Q * segments_Q // sequences_Q * plan.segment_length
+    # start of the next sequence, before which this one ends
     next_Q = document_start_Q + (index_Q + 1) * segments_Q // sequences_Q * plan.segment_length
     first_Q = np.maximum(start_Q - min(warmup or 0, _UNLIMITED), document_start_Q)
     return np.stack([first_Q, start_Q, np.minimum(next_Q, document_end_Q), document_start_Q], axis=1)
@@ -135,7 +142,7 @@ def read_sequences(
     model: LanguageModel, text: TokenizedText, sequences_Q4: npt.NDArray[np.int64], plan: EvaluationPlan
 ) -> Iterator[StepLosses]:
     """Read sequences, as returned by `divide_text`, in batches of similar length; yield losses of the scored tokens."""
-    length_Q = sequences_Q4[:, 2] - sequences_Q4[:, 0]
+    length_Q = sequences_Q4[:, 2] - sequences_Q4[:, 0]  # end - first
     longest_first_Q = np.argsort(-length_Q, kind="stable")
     begin = 0
     while begin < len(longest_first_Q):
@@ -160,7 +167,7 @@ def _read_batch(
         batch_size = sum(sequence.length > offset for sequence in batch)
         inputs_BT, targets_BT = segment_tensors(text, batch[:batch_size], offset, min(segment_length, longest - offset))
         scored = [
-            ScoredSpan(row, position, min(segment_length, sequence.end - position))
+            ScoredSpan(row=row, position=position, length=min(segment_length, sequence.end - position))
             for row, sequence in enumerate(batch[:batch_size])
             if (position := sequence.first + offset) >= sequence.start  # the warm-up is whole segments
         ]

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from transformer_xl.text.token_store import Tokens, TokenSplit
 from transformer_xl.text.tokenizers import Tokenizer
 
-_TOKENS_PER_CHUNK = 2**20  # a few megabytes
+_TOKENS_PER_CHUNK = 2**20  # a chunk takes a few megabytes of memory
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,8 @@ class EvaluationPlan:
     context_limits: ContextLimits
     """Memory length, attention window and clamp length."""
     batch_size: int | None = None
-    """B: sequences read at once, or None for one (with `reset_memory`: enough documents to keep the device busy)."""
+    """B: sequences read at once, or None for one (with `reset_memory`: enough documents to keep the device busy; with
+    method sliding-window: enough windows)."""
     warmup_tokens: int | None = None
     """Unscored tokens that each sequence reads first, or None for the smallest number with which losses do not
     depend on the batch size."""

@@ -31,6 +31,7 @@ class LineScore:
     number: int
     """Line number, starting at 1."""
     ids_K: TokenArray
+    """Token ids of the line."""
     nats_K: npt.NDArray[np.float64]
     """Loss of each token in nats: minus its log-probability."""
 
@@ -45,7 +46,9 @@ class TextScore:
     """Losses of one text."""
 
     name: str
+    """Its name in the mapping; without a mapping, "text" or "text 1", "text 2" and so on."""
     ids_K: TokenArray
+    """Token ids of the text."""
     nats_K: npt.NDArray[np.float64]
     """Loss of each token in nats, in text order: minus its log-probability."""
     sums: Sums
@@ -55,7 +58,7 @@ class TextScore:
     def lines(self) -> Iterator[LineScore]:
         """Yield the lines of the text, whose losses add up to the loss of the text."""
         is_newline_K = self.tokenizer.is_newline_V[self.ids_K]
-        is_newline_K[-1] = True
+        is_newline_K[-1] = True  # the last line ends with the text, even without a newline
         ends = (np.flatnonzero(is_newline_K) + 1).tolist()
         for number, (start, end) in enumerate(pairwise([0, *ends]), start=1):
             yield LineScore(number, self.ids_K[start:end], self.nats_K[start:end])

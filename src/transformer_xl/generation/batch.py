@@ -67,14 +67,15 @@ class BatchGenerator:
 
         Args:
             model: any language model, in evaluation mode.
-            prompts: token ids, one or more each, of any lengths. A prompt may be longer than the memory; later
-                tokens then attend only to the end of it.
+            prompts: token ids of each prompt, at least one; prompts may differ in length. A prompt may be longer than
+                the memory; generated tokens then attend only to the end of it.
             config: how tokens are sampled, `min_new_tokens`, `eos_token_ids` and `logprobs`. Stop strings and
                 `max_new_tokens` are left to the caller, who calls `finish`. Sequence i belongs to prompt
                 i // num_samples and has a random generator of its own, seeded with seed + i, so it does not depend on
                 the rest of the batch.
             logits_processor: changes the logits before each choice, after the repetition penalty.
-            memory: the memory of earlier tokens, one row for each prompt, or None if there are none. It is not changed.
+            memory: the memory of earlier tokens, whose batch row i is that of prompt i, or None if there are none. It
+                is not changed.
 
         Raises:
             UserError: an empty prompt, token ids out of range, a memory of another batch size, or a model in training

@@ -60,7 +60,7 @@ def beam_search(
     Args:
         run: a loaded run.
         prompt: text to continue, or None to begin a new text.
-        config: `num_beams` (default 4), `length_penalty` and the settings that do not concern sampling.
+        config: `num_beams` (4 if not set), `length_penalty`, and other settings that have an effect without sampling.
         logits_processor: changes the logits before each step; log-probabilities are those of the changed logits.
         memory: a memory of batch size 1, which the prompt continues. It is not changed.
         overrides: settings by name, which override those of `config`.
@@ -93,8 +93,8 @@ def search_token_ids(
 ) -> list[Hypothesis]:
     """Find the most likely continuations of a prompt of token ids.
 
-    With as many beams as there are continuations the search is exhaustive. It ends early once no beam can still score
-    better than the worst of `num_beams` finished hypotheses.
+    With as many beams as there are possible continuations the search is exhaustive. It ends early once no beam can
+    still score better than the worst of `num_beams` finished hypotheses.
 
     Args:
         model: any language model, in evaluation mode.

@@ -10,7 +10,7 @@ from transformer_xl.config import INT32_MAX, Settings
 
 _PAPER_TOP_K = 40  # of the samples in the paper's appendix
 
-# beam search neither samples nor looks for stop strings
+# settings that beam search refuses: it neither samples nor looks for stop strings
 _NOT_WITH_BEAMS = (
     *("num_samples", "seed", "greedy", "temperature", "top_k", "top_p", "min_p"),
     *("repetition_penalty", "repetition_penalty_window", "stop"),

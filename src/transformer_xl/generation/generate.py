@@ -71,7 +71,8 @@ def generate(
         prompts: text to continue, or None to begin a new text, or a list of such prompts of any lengths.
         config: settings of the generation, or None for the defaults.
         logits_processor: changes the logits before each token is sampled.
-        memory: a memory with one row for each prompt, which the prompts continue. It is not changed.
+        memory: the memory of earlier tokens, whose batch row i prompt i continues, or None if there are none. It is not
+            changed.
         overrides: settings by name, which override those of `config`.
 
     Returns:
@@ -119,7 +120,8 @@ def stream(
         prompt: text to continue, or None to begin a new text.
         config: settings of the generation, or None for the defaults.
         logits_processor: changes the logits before each token is sampled.
-        memory: a memory of batch size 1, which the prompt continues. It is not changed.
+        memory: the memory of earlier tokens, of batch size 1, which the prompt continues, or None if there are none. It
+            is not changed.
         overrides: settings by name, which override those of `config`.
 
     Returns:

@@ -1,6 +1,7 @@
 """Sampling the next token from the model's logits.
 
-Shape suffixes: B batch rows, V vocabulary (or candidates from it), K earlier tokens, T generated tokens.
+Shape suffixes: B batch rows, V vocabulary (or candidates from it), K earlier tokens (in `mask_tokens`: banned tokens),
+T generated tokens.
 """
 
 from __future__ import annotations

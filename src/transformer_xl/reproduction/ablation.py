@@ -26,7 +26,7 @@ COLUMNS = [
     *("system", "memory", "architecture", "loss"),
     *("initial", "best", "at window", "paper's initial", "best", "at window"),
 ]
-"""Columns of the tables; the last three are the paper's."""
+"""Columns of the tables; the last three are the paper's. "at window" is the attention window of the best score."""
 
 _HEADROOM = 0.5  # space in the chart above the worst initial result, as a fraction of its distance to the best result
 _ARCHITECTURES = ("transformer-xl", "shaw", "vaswani", "al-rfou")  # in the order of their colours
@@ -107,7 +107,9 @@ def system_results(results: Mapping[str, Any]) -> dict[str, SystemResult]:
     }
 
 
-# claims of the paper: in each, the first system is better than the second
+# claims of the paper, each with the names of two systems (see systems.py) of which the first is better.
+# full and half: the loss in training; relative-: with Transformer-XL's encoding but without recurrence; -longer: with
+# segments so long that training needs as much GPU memory as that with recurrence
 _ORDERINGS = (
     ("recurrence helps", "xl-full", "relative-full"),
     ("recurrence helps with half the loss", "xl-half", "relative-half"),
@@ -121,7 +123,7 @@ _ORDERINGS = (
     ("recurrence helps even where memory for training is equal", "xl-full", "relative-full-longer"),
     ("recurrence helps with half the loss even where memory for training is equal", "xl-half", "relative-half-longer"),
 )
-# pairs of systems with and without recurrence whose training steps need equal memory
+# pairs of systems with and without recurrence whose training steps need equally much device memory
 _AT_EQUAL_MEMORY = (("xl-full", "relative-full-longer"), ("xl-half", "relative-half-longer"))
 
 
@@ -185,7 +187,7 @@ def table_rows(results: Mapping[str, SystemResult]) -> list[list[str]]:
 
 
 def equal_memory_title(results: Mapping[str, SystemResult]) -> str:
-    """Return the title of the comparison at equal memory."""
+    """Return the title of the comparison of systems whose training needs equally much device memory."""
     lengths = [
         f"{results[recurrent].segment_length} with recurrence, {results[longer].segment_length} without"
         for recurrent, longer in _AT_EQUAL_MEMORY

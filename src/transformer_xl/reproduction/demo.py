@@ -80,7 +80,7 @@ def run_demo(
         out: folder for corpus, run and report.html; an earlier demo there is replaced.
         recipe: name or path of the recipe with the settings of the model and its training.
         max_tokens: number of test tokens to score, from the start of the test split.
-        device: auto, cuda, mps or cpu.
+        device: cuda, mps, cpu, or auto for the fastest of these that is available.
         threads: CPU threads of one operation, or None for torch's default.
         handle_signals: whether Ctrl-C and SIGTERM save a checkpoint and stop training.
 

@@ -42,9 +42,9 @@ class Job:
     name: str
     commands: Sequence[Command]
     size: int = 1
-    """Total amount of work, in the unit of `done`."""
+    """Total amount of work: training steps, or 1 if the job does not train."""
     done: Callable[[], int] = lambda: 0
-    """Returns the amount of work done so far."""
+    """Returns how much of `size` is done."""
 
 
 @dataclass

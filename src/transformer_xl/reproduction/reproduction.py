@@ -46,6 +46,7 @@ from transformer_xl.training.trainer import check_trainable
 REPORT = "report.html"
 """Name of the report in the folder."""
 
+# settings that replace the recipe's with --smoke: tiny models, trained for a few steps
 _SMOKE_SETTINGS: Groups = {
     "model": {"n_layers": 2, "d_model": 32, "n_heads": 2, "d_head": 16, "d_ff": 64},
     "train": {
@@ -59,7 +60,9 @@ _SMOKE_SETTINGS: Groups = {
         "checkpoint_interval": 10,
     },
 }
-_HALF_SEGMENTS = (1, 2, 3, 4, 6, 8, 12)  # default attention windows, in units of half a segment of the base
+# default attention windows, in units of half the segment length of the settings that all systems share
+_HALF_SEGMENTS = (1, 2, 3, 4, 6, 8, 12)
+# results of `txl evaluate --json` that a file of scores must have
 _SCORES = ("nats_per_token", "bits_per_byte", "perplexity")
 
 
@@ -78,6 +81,7 @@ class Reproduction:
     workers: int
     """Number of training processes at a time."""
     device: str
+    """cuda, mps, cpu, or auto for the fastest of these that is available."""
     command: str = ""
     """The command line of the user, for the report."""
     _recipes: dict[str, Groups] = field(default_factory=dict)
@@ -110,7 +114,7 @@ class Reproduction:
             max_tokens: number of test tokens to score; None for 16,384, or 512 with `smoke`.
             smoke: train tiny models for a few steps, to try everything out in minutes.
             workers: number of training processes at a time; None for one per core, or one on a GPU.
-            device: auto, cuda, mps or cpu.
+            device: cuda, mps, cpu, or auto for the fastest of these that is available.
             command: the command line of the user, for the report.
 
         Raises:
@@ -160,8 +164,8 @@ class Reproduction:
     def attention_windows(self, system: System, requested: Sequence[int] | None = None) -> tuple[int, ...]:
         """Return the attention windows with which a system is scored, among them that of training.
 
-        The learned positions of al-rfou end at the segment length, so longer windows are left out. By default, vaswani
-        is scored with short windows only, because a sliding window computes each window from scratch.
+        The learned positions of the architecture al-rfou end at the segment length, so longer windows are left out. By
+        default, the architecture vaswani (sinusoidal positions) is scored with short windows only, because a sliding window computes each window from scratch.
 
         Args:
             system: the system.
@@ -202,8 +206,8 @@ class Reproduction:
         """Train and score the runs that are not finished, several at a time.
 
         Args:
-            windows: the attention windows with which each system is scored, or an empty tuple for the settings of
-                training.
+            windows: the attention windows with which each system is scored, or an empty tuple to score it once, with
+                the evaluation settings of its recipe.
 
         Raises:
             UserError: a training run cannot start, failed, or was stopped.
@@ -333,7 +337,7 @@ def _check_run(run: Path, config: RunConfig, seed: int) -> None:
     """Check that a run, if it exists, has the settings of its recipe."""
     if not run.exists():
         return
-    saved, excluded = RunFolder.open(run).config, {"cutoffs"}  # the run has the cutoffs chosen from its corpus
+    saved, excluded = RunFolder.open(run).config, {"cutoffs"}  # auto in the recipe, integers in the run
     expected = config.train.model_copy(update={"seed": seed})
     is_same_model = saved.model.model_dump(exclude=excluded) == config.model.model_dump(exclude=excluded)
     if saved.train != expected or not is_same_model:

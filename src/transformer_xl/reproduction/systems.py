@@ -1,8 +1,8 @@
 """The systems that the paper compares (tables 6, 8 and 10), each defined by its changes to the settings of a recipe.
 
-A system is an architecture with or without recurrence (memory in training), trained with one of two losses. Each
-becomes an ordinary run, which `txl train` trains and `txl evaluate` scores. The base are the settings that all systems
-share.
+A system is an architecture with or without recurrence (memory in training), trained with one of two losses: the full
+loss (of all tokens of a segment) or half the loss (of the second half of each segment). Each becomes an ordinary run,
+which `txl train` trains and `txl evaluate` scores. The settings that all systems share are called the base.
 """
 
 from __future__ import annotations
@@ -46,11 +46,12 @@ class System:
     loss: Literal["full", "half"] = "full"
     """Whether training computes the loss of all tokens of a segment, or of its second half only."""
     published: Published | None = None
+    """The paper's result, or None if table 6 or 10 does not have the system."""
     larger: bool = False
     """Whether it has a quarter more layers, like the paper's model of 151M parameters compared with that of 128M."""
     equal_memory: bool = False
-    """Whether its segments are as long as possible without a training step needing more memory than one of the base
-    settings, which have recurrence; it trains for fewer steps, so that it processes as much text."""
+    """Whether its segments are as long as possible without a training step needing more device memory than one of the
+    base settings, which have recurrence; it trains for fewer steps, so that it processes as much text."""
 
     @property
     def attends(self) -> bool:
@@ -92,8 +93,9 @@ class System:
         return settings
 
 
-# columns: name, architecture, recurrence, loss, published (initial, best, window of the best); in the names, xl is
-# Transformer-XL, relative is the same without recurrence, sinusoidal and learned are absolute position encodings
+# columns: name, architecture, recurrence, loss, published (initial, best, window of the best: from the paper's table
+# 6); in the names, xl is Transformer-XL, relative is the same without recurrence, sinusoidal and learned are absolute
+# position encodings, and full or half is the loss
 ABLATION = (
     System("xl-full", "transformer-xl", True, "full", Published(27.02, 26.77, 500)),
     System("shaw-recurrent", "shaw", True, "full", Published(27.94, 27.94, 256)),
@@ -112,7 +114,8 @@ EQUAL_MEMORY = (
     System("relative-full-longer", "transformer-xl", False, "full", Published(None, 27.98), equal_memory=True),
     System("relative-half-longer", "transformer-xl", False, "half", Published(None, 28.83), equal_memory=True),
 )
-"""The rows without recurrence whose training step needs as much memory as with it (table 10): segments are longer."""
+"""The rows of table 10 without recurrence: their segments are so long that a training step needs as much device memory
+as with recurrence."""
 
 RECURRENT = (System("qrnn", "qrnn", True), System("lstm", "lstm", True))
 """The recurrent models whose effective context length is measured too (table 8)."""
@@ -135,7 +138,7 @@ def _checked(settings: Groups, vocab_size: int) -> RunConfig:
 
 
 def _step_bytes(config: RunConfig) -> int:
-    """Return the memory in bytes that a training step needs, weights and optimizer state included."""
+    """Return the device memory in bytes that a training step needs, weights and optimizer state included."""
     lengths = {"segment_length": config.train.segment_length, "memory_length": config.train.memory_length}
     return step_cost(config.model, batch_size=config.train.batch_size, **lengths).bytes
 
@@ -151,7 +154,7 @@ def _matching_width(settings: Groups, vocab_size: int, target: int) -> int:
 
 
 def _longest_segment(settings: Groups, vocab_size: int, max_bytes: int) -> int:
-    """Return the longest segment with which a training step needs at most `max_bytes` of memory."""
+    """Return the longest segment with which a training step needs at most `max_bytes` of device memory."""
 
     def fits(length: int) -> bool:
         return _step_bytes(_checked(merge(settings, {"train": {"segment_length": length}}), vocab_size)) <= max_bytes

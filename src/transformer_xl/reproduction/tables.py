@@ -143,7 +143,7 @@ def reproduce_speed(
         path: folder of a reproduction; it need not exist.
         model: name of a recipe, or folder of a run, which sets the sizes of the models.
         smoke: compare tiny models at short lengths, to try everything out.
-        device: auto, cuda, mps or cpu.
+        device: cuda, mps, cpu, or auto for the fastest of these that is available.
         threads: CPU threads of one operation, or None for torch's default.
         command: the command line of the user, for the report.
 
