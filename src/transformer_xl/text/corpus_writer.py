@@ -1,7 +1,8 @@
 """Writes a corpus in one pass: documents -> chunks of text -> token ids (in several processes) -> files.
 
-`prepare` calls it. Only a few chunks are in RAM at a time, so a corpus may be larger than RAM. Tokens are in the order
-of the text: the files do not depend on the number of processes or on how the documents are split into chunks.
+`transformer_xl.text.prepare` calls it. Only a few chunks are in RAM at a time, so a corpus may be larger than RAM.
+Tokens are in the order of the text: the files do not depend on the number of processes or on how the documents are
+split into chunks.
 
 Shape suffix: V vocabulary.
 """
@@ -96,7 +97,7 @@ def write_corpus(
         document_unit: what becomes a document of the corpus: each of the documents (file), or each of their lines
             (line).
         num_workers: number of processes that encode.
-        max_shard_tokens: maximum number of tokens in one file.
+        max_shard_tokens: maximum number of tokens in one token file (shard) of a split.
 
     Raises:
         UserError: the folder exists or cannot be written, a document cannot be read or encoded, a split has no text, or
@@ -185,7 +186,7 @@ def count_words(text: bytes, previous_byte: bytes = b" ") -> int:
         text: the text, at least one byte.
         previous_byte: the byte before the text; if it is not whitespace, the text may begin inside a word.
     """
-    # 2.5 times as fast as len(text.split())
+    # A word begins where a byte of a word follows whitespace. This is 2.5 times as fast as len(text.split()).
     inside = np.frombuffer((previous_byte + text).translate(_IN_WORD), dtype=np.bool_)
     return int(np.count_nonzero(inside[1:] > inside[:-1]))
 
@@ -200,7 +201,9 @@ class _SplitWriter:
         self._shard: BinaryIO | None = None  # the last token file
         self._documents = documents_file(folder, split).open("wb")
         self._token_hash, self._start_hash = hashlib.sha256(), hashlib.sha256()
-        self._counts = dict.fromkeys(("num_tokens", "num_bytes", "num_words", "num_unknown", "num_documents"), 0)
+        self._counts = dict.fromkeys(
+            ("num_tokens", "num_bytes", "num_words", "num_unknown", "num_documents"), 0
+        )  # of SplitRecord
         self._document = -1  # index of the document of the last token written
         self._at_line_end = False  # whether the last token written ended a line
 

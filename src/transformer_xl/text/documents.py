@@ -1,4 +1,4 @@
-"""Untokenized text as `prepare` handles it: documents, which are read in chunks, and a text source with its splits."""
+"""Untokenized text for `txl prepare`: documents, which are read in chunks, and a text source with its splits."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Literal
 from transformer_xl.text.tokenizers.config import TokenizerConfig
 
 SplitName = Literal["train", "valid", "test"]
+"""The parts of a text for training, validation and the final test."""
 SPLITS: tuple[SplitName, ...] = ("train", "valid", "test")
 
 DocumentUnit = Literal["file", "line"]

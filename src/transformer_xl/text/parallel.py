@@ -99,7 +99,7 @@ def _sigint_blocked() -> Iterator[None]:
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
-    resource_tracker.ensure_running()  # if the first worker started the tracker, that would unblock SIGINT
+    resource_tracker.ensure_running()  # otherwise the first worker starts it, which unblocks SIGINT
     previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

@@ -1,4 +1,7 @@
-"""Prepares a corpus for training (`prepare`): finds the text, trains or loads the tokenizer, and writes the tokens."""
+"""Prepares a corpus for training (the command `txl prepare`).
+
+Finds the text, trains or loads the tokenizer, and writes the tokens.
+"""
 
 from __future__ import annotations
 
@@ -38,9 +41,9 @@ Texts = Iterable[str | bytes]
 """Documents in memory, each a whole text."""
 
 DEFAULT_FRACTION = 0.05
-"""Default fraction of a text for valid, and also for test."""
-_PARENT_FOLDER = Path("corpora")  # of the output folder, unless the user names one
-_IN_MEMORY = "documents in memory"  # the description of such a text in corpus.json
+"""Default fraction of a text for the valid (validation) split, and also for the test split."""
+_PARENT_FOLDER = Path("corpora")  # contains the output folder, unless the user names one
+_IN_MEMORY = "documents in memory"  # the `source` in corpus.json of a text passed as `documents`
 
 
 def prepare(
@@ -86,7 +89,8 @@ def prepare(
         tokenizer: byte, char, word, bpe or integer; the settings of a tokenizer to train; a trained tokenizer; or its
             path (as in `load_tokenizer`). None means the data set's default; for other text, integer if the files are
             .npy, else byte.
-        vocab_size: see `TokenizerConfig`; this and the next five are None for the data set's setting or the default.
+        vocab_size: see `TokenizerConfig`; for this and the next five, None means the setting of the named
+            data set, or else the default of `TokenizerConfig`.
         min_frequency: see `TokenizerConfig`.
         lowercase: see `TokenizerConfig`.
         split_punctuation: see `TokenizerConfig`.
@@ -149,7 +153,7 @@ def prepare(
         config = _tokenizer_config(given_tokenizer, text.tokenizer, settings)
         encoder = _train_tokenizer(text, config, num_workers, progress)
     splits = text.splits
-    if not encoder.is_text:  # integers; the last id is not one of them but the end-of-sequence token
+    if not encoder.is_text:  # reject integers that have no id; the last id is the end-of-sequence token
         splits = {split: limit_values(texts, encoder.vocab_size - 1) for split, texts in splits.items()}
     corpus = write_corpus(
         folder,

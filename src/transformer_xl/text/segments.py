@@ -56,7 +56,7 @@ class Batch:
 class Shard(NamedTuple):
     """The batch rows that this process reads: part `index` of `count` parts.
 
-    Rows are divided as torch divides a sharded tensor: into parts of equal size, except that the last may be smaller.
+    Rows are divided as torch.chunk divides a tensor: into parts of equal size, except that the last may be smaller.
     """
 
     index: int = 0

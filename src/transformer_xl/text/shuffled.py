@@ -9,11 +9,12 @@ so resuming requires reading everything before the position.)
 
 The order depends only on seed and epoch: documents are sorted by 64-bit random integers of a PCG64 generator seeded
 with SeedSequence(seed, spawn_key=(epoch,)), ties by their index. NumPy guarantees the same integers for every version
-and platform (its compatibility policy for bit generators and SeedSequence), but not the same shuffles. So a checkpoint
+and platform (its compatibility policy for bit generators and SeedSequence), but not the same
+results of Generator.shuffle. So a checkpoint
 has to save only the epoch and the index of the segment.
 
-RAM: 12 bytes per document of the shard's rows, and about 36 bytes per document of the corpus while an order is drawn:
-360 MB and 1.1 GB for 30 million sentences. Tokens are read from the memory-mapped files.
+RAM: 12 bytes per document of the shard's batch rows, and about 36 bytes per document of the corpus while an order is
+drawn: 360 MB and 1.1 GB for 30 million sentences in a single shard. Tokens are read from the memory-mapped files.
 
 Shape suffixes: B batch rows of a shard, T new tokens, K = T + 1 tokens read (the targets, and one before them).
 """

@@ -51,6 +51,7 @@ class SplitRecord(Settings):
     num_unknown: int = Field(ge=0)
     """Number of unknown tokens, each for a word that is not in the vocabulary."""
     num_documents: int = Field(gt=0)
+    """Number of documents: files (or texts in memory), or lines with `txl prepare --document-unit line`."""
     shard_lengths: tuple[Annotated[int, Field(gt=0)], ...]
     """Number of tokens in each token file."""
     sha256: str = Field(pattern="^[0-9a-f]{64}$")
@@ -245,7 +246,7 @@ class Corpus:
         split = cast(SplitName, name)
         record = self.record.splits[split]
         dtype = np.dtype(record.dtype).newbyteorder("<")
-        shards = tuple(_memory_map(*file, dtype) for file in _token_files(self.path, split, record).items())
+        shards = tuple(_memory_map(file, size, dtype) for file, size in _token_files(self.path, split, record).items())
         return TokenSplit(
             name=split,
             tokens=shards[0] if len(shards) == 1 else TokenShards(shards),

@@ -212,6 +212,7 @@ def extract_from_tar(path: Path, members: Collection[str], folder: Path, progres
         with _decompressed(file, path) as decompressed, tarfile.open(fileobj=decompressed, mode="r|") as archive:
             for entry in archive:
                 target = temporary / PurePosixPath(entry.name).name
+                # A file at a requested path replaces one that only has the same base name.
                 is_exact = entry.name.removeprefix("./") in members
                 content = archive.extractfile(entry) if entry.isreg() and target.name in names else None
                 if content is None or (target.exists() and not is_exact):

@@ -115,6 +115,7 @@ def _texts_in_archive(
         member_of_name = {PurePosixPath(member).name: member for member in members}
         found = {text: text.path if text.path in members else member_of_name.get(text.name) for text in texts}
         return {text: FileRange(path, member=member) for text, member in found.items() if member}
+    # The second argument only chooses the algorithm and the total for `progress`; it has no hex digits.
     digest = digest or compute_digest(raw_chunks(path), FileDigest(path.stat().st_size, "sha256:"), path.name, progress)
     folder = cache_folder() / "unpacked" / f"{dataset}-{digest.checksum.partition(':')[2][:16]}"
     if not folder.exists():

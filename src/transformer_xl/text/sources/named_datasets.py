@@ -39,7 +39,9 @@ class SplitFile:
 class NamedDataset(TextSource):
     """A data set that is downloaded from its distributors; `splits` is empty until `open`, which returns a copy.
 
-    `tokenizer` has no `vocab_file` until then either, and `expected_num_tokens` includes end-of-sequence tokens.
+    `tokenizer` has no `vocab_file` until then either, and `expected_num_tokens` includes end-of-sequence tokens. Where
+    `tokenizer_splits` is `SPLITS`, the vocabulary comes from all three splits, as in the code of the Transformer-XL
+    authors.
     """
 
     files: Mapping[SplitName, tuple[SplitFile, ...]] = field(default_factory=dict)
@@ -83,14 +85,14 @@ def _mahoney(name: str, checksum: str) -> dict[SplitName, tuple[SplitFile, ...]]
     """Return the splits of a data set of Matt Mahoney, one file of 100,000,000 bytes."""
     text = TextFile(name, FileDigest(100_000_000, checksum))
     return {
-        "train": (SplitFile(text, 0, 90_000_000),),
-        "valid": (SplitFile(text, 90_000_000, 95_000_000),),
-        "test": (SplitFile(text, 95_000_000, 100_000_000),),
+        "train": (SplitFile(text, start=0, stop=90_000_000),),
+        "valid": (SplitFile(text, start=90_000_000, stop=95_000_000),),
+        "test": (SplitFile(text, start=95_000_000, stop=100_000_000),),
     }
 
 
-# WikiText-103 and WikiText-2 have the same valid and test texts. No checksums of their train texts are
-# recorded.
+# WikiText-103 and WikiText-2 have the same valid and test texts. The train texts have no checksums here (None): only
+# the archives that contain them are verified.
 _WIKITEXT: dict[SplitName, FileDigest | None] = {
     "train": None,
     "valid": FileDigest(1_121_681, "sha256:f0737ed31fc1329026e95cb8b98e19c2a182c39c240ab909dc31abf2f8af58e8"),
@@ -113,6 +115,7 @@ def _wikitext(folder: str) -> dict[SplitName, tuple[SplitFile, ...]]:
 
 def _ptb(split: SplitName, digest: FileDigest) -> SplitFile:
     urls = tuple(_PTB_URL.format(owner=owner, split=split) for owner in ("wojzaremba", "tomsercu"))
+    # the last two arguments are other_names and urls
     return SplitFile(TextFile(f"simple-examples/data/ptb.{split}.txt", digest, (f"{split}.txt",), urls))
 
 
@@ -210,6 +213,7 @@ DOWNLOADABLE: dict[str, NamedDataset] = {
                 ),
                 FileDigest(1_792_209_805, "sha256:01ba60381110baf7f189dfd2b8374de371e8c9a340835793f190bdae9e90a34e"),
             ),
+            # the special tokens as the vocabulary file spells them
             tokenizer=TokenizerConfig(kind="word", eos_token="<S>", unk_token="<UNK>"),
             document_unit="line",
             vocab_file=TextFile(

@@ -134,6 +134,7 @@ class Tokenizer(ABC):
     @cached_property
     def is_newline_V(self) -> npt.NDArray[np.bool_]:
         """(V,) whether each token ends a line."""
+        # Without an end-of-sequence token, no id equals -1, so that all entries are False.
         return np.arange(self.vocab_size) == (-1 if self.eos_token_id is None else self.eos_token_id)
 
     @abstractmethod

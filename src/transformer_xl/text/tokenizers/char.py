@@ -39,7 +39,7 @@ def code_points(text: str) -> npt.NDArray[np.uint32]:
 
 @dataclass(frozen=True, eq=False)
 class CharTokenizer(ByteLevelTokenizer):
-    """A tokenizer whose ids are frequent characters, followed by the byte values for all others."""
+    """A tokenizer whose first ids are characters, and whose other 256 ids (with byte fallback) are the byte values."""
 
     characters: str
     """The C characters that are tokens, in the order of their ids."""
@@ -117,6 +117,6 @@ class CharTokenizer(ByteLevelTokenizer):
             raise ValueError("its characters are not a list of single characters")
         if len(set(characters)) < len(characters) or not (byte_fallback or characters):
             raise ValueError("it has no characters, or one of them twice")
-        tokenizer = cls("".join(characters), None, byte_fallback)
+        tokenizer = cls("".join(characters), byte_fallback=byte_fallback)
         # vocab_size raises a ValueError for an unpaired surrogate, which has no UTF-8 bytes
         return replace(tokenizer, counts=check_counts(values.get("counts"), tokenizer.vocab_size))

@@ -42,6 +42,7 @@ def split_chunks(tokenizer: Tokenizer, chunks: Iterable[bytes], size: int = ENCO
                 yield text[:end]
                 buffer, buffer_start, last_byte = bytearray(text[end:]), buffer_start + end, text[end - 1 : end]
             elif len(buffer) > MAX_UNSPLIT_BYTES:
+                # the comparison is true if the text has no whitespace, except at its start
                 raise EncodingError(buffer_start, _NO_SPACE if text.split(None, 1) == [text.lstrip()] else _NO_NEWLINE)
             limit = min(len(buffer) + size, MAX_UNSPLIT_BYTES + 1)
     last_byte = bytes(buffer[-1:]) or last_byte

@@ -16,6 +16,7 @@ from transformer_xl.text.tokenizers.config import TOKENIZER_KINDS, TokenizerKind
 
 TOKENIZER_FILE = "txl_tokenizer.json"
 _LIBRARY_FILE = "tokenizer.json"  # as the Hugging Face library `tokenizers` writes it
+# The class of each kind, in the module of this package that has the name of the kind.
 _CLASSES: dict[TokenizerKind, str] = {
     "byte": "ByteTokenizer",
     "char": "CharTokenizer",

@@ -99,7 +99,7 @@ def _call(function: Callable[[bytes], Result], chunk: tuple[str, int, bytes]) ->
 
 
 def _pre_tokenizer(config: TokenizerConfig) -> PreTokenizer:
-    return PreTokenizer("punctuation" if config.split_punctuation else "whitespace", config.lowercase)
+    return PreTokenizer("punctuation" if config.split_punctuation else "whitespace", lowercase=config.lowercase)
 
 
 def _count_words(pre_tokenizer: PreTokenizer, chunk: bytes) -> tuple[Counter[bytes], int]:
@@ -109,8 +109,8 @@ def _count_words(pre_tokenizer: PreTokenizer, chunk: bytes) -> tuple[Counter[byt
 
 def _train_word(config: TokenizerConfig, documents: Iterable[Document], num_workers: int) -> WordTokenizer:
     pre_tokenizer = _pre_tokenizer(config)
-    special_tokens = config.eos_token if config.add_eos else None, config.unk_token
-    untrained = WordTokenizer(tuple(config.special_tokens), None, *special_tokens, pre_tokenizer)
+    eos_and_unk = config.eos_token if config.add_eos else None, config.unk_token
+    untrained = WordTokenizer(tuple(config.special_tokens), None, *eos_and_unk, pre_tokenizer)
     counts: Counter[bytes] = Counter()
     num_newlines = 0
     count_words = partial(_count_words, pre_tokenizer)
@@ -140,7 +140,7 @@ def _train_word(config: TokenizerConfig, documents: Iterable[Document], num_work
     )
 
 
-_COUNT = re.compile(rb"[0-9]{1,19}")  # that follows a word in a vocabulary file
+_COUNT = re.compile(rb"[0-9]{1,19}")  # of a word, as it may follow the word in a line of a vocabulary file
 _MAX_TOTAL = 2**63 - 1  # of all counts, so that sums fit into int64
 
 
@@ -157,7 +157,7 @@ def _read_words(config: TokenizerConfig, file: str) -> WordTokenizer:
     eos, unk = config.eos_token if config.add_eos else None, config.unk_token
     if eos is not None and eos not in words:
         raise UserError(f"{file}: no word '{eos}', the end-of-sequence token; add it, or give --no-add-eos")
-    if unk is not None:  # the file may have it in the other case
+    if unk is not None:  # the file may have it in uppercase or lowercase
         unk = next((word for word in (unk, "<UNK>", "<unk>") if word in words), None)
         if unk is None:
             raise UserError(f"{file}: no word '{config.unk_token}', the unknown token; add it in a line of the file")
@@ -178,11 +178,11 @@ def _count_characters(chunk: bytes) -> dict[str, int]:
 
 
 def _train_char(config: TokenizerConfig, documents: Iterable[Document], num_workers: int) -> CharTokenizer:
-    untrained = CharTokenizer("", None, config.byte_fallback)
+    untrained = CharTokenizer("", byte_fallback=config.byte_fallback)
     counts: Counter[str] = Counter()
     for chunk_counts in _map_chunks(_count_characters, documents, untrained, num_workers):
         counts.update(chunk_counts)
-    num_bytes = untrained.vocab_size
+    num_bytes = untrained.vocab_size  # 256 with byte fallback, else 0
     limit = None if config.vocab_size is None else config.vocab_size - num_bytes
     selected = [(character, count) for character, count in counts.most_common(limit) if count >= config.min_frequency]
     if not selected:
