@@ -35,7 +35,7 @@ def zip_of(files: Mapping[str, bytes]) -> bytes:
 
 
 def tar_of(files: Mapping[str, bytes], mode: str = "w:gz", links: Iterable[tarfile.TarInfo] = ()) -> bytes:
-    """A tar archive of these links and files."""
+    """A tar archive of these links and files; `mode` is that of tarfile.open (w:gz is gzip, w is uncompressed)."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode=mode) as archive:
         for link in links:
@@ -48,6 +48,7 @@ def tar_of(files: Mapping[str, bytes], mode: str = "w:gz", links: Iterable[tarfi
 
 
 def digest(content: bytes) -> FileDigest:
+    """The length and sha256 of a content."""
     return FileDigest(len(content), f"sha256:{hashlib.sha256(content).hexdigest()}")
 
 
@@ -65,6 +66,7 @@ def without_digests(dataset: NamedDataset) -> NamedDataset:
 
 
 def text_of(documents: Iterable[Document]) -> bytes:
+    """The concatenated text of the documents."""
     return b"".join(chunk for document in documents for chunk in document.chunks)
 
 

@@ -27,6 +27,7 @@ from transformer_xl.text.tokenizers.config import TokenizerConfig, TokenizerKind
 from transformer_xl.text.tokenizers.training import train_tokenizer
 
 BYTES = ByteTokenizer()
+# Documents.
 TEXTS = st.lists(st.text("ab \n\t", max_size=13).map(str.encode), max_size=7)
 # Integers of at most two digits, since `is_newline_V` of an integer tokenizer has an entry for every smaller integer.
 NUMBERS = st.lists(
@@ -37,7 +38,7 @@ NUMBERS = st.lists(
 def write(
     folder: Path, splits: dict[SplitName, list[list[bytes]]], tokenizer: Tokenizer = BYTES, **options: Any
 ) -> Corpus:
-    """Write a corpus of documents, each a list of chunks, that are named text 0, text 1 and so on."""
+    """Write a corpus. A split is a list of documents, named text 0, text 1 and so on, each a list of chunks."""
     documents = {
         split: [Document(f"text {index}", chunks) for index, chunks in enumerate(texts)]
         for split, texts in splits.items()
@@ -62,7 +63,7 @@ def test_corpus_equals_documents_encoded_one_by_one(
 ) -> None:
     texts = [*data.draw(NUMBERS if kind == "integer" else TEXTS), b"12 1\n2 1"]
     tokenizer = trained(kind, texts)
-    documents: list[np.ndarray] = []
+    documents: list[np.ndarray] = []  # the token ids of each
     for text in texts:
         if tokenizer.adds_final_newline and text and not text.endswith(b"\n"):
             text += b"\n"
@@ -148,12 +149,14 @@ class TokenizerThatRefusesFF(ByteTokenizer):
 
 def test_error_has_the_position_of_the_invalid_byte_in_its_document(tmp_path: Path) -> None:
     line = b"x" * (2**20 - 1) + b"\n"
+    # in the first of nine lines of 1 MiB, inside the sixth, and at the start of the last
     for position in (0, 5 * 2**20 + 17, 8 * 2**20):
         text = bytearray(line * 9)
         text[position] = 0xFF
         splits: dict[SplitName, list[list[bytes]]] = {"train": [[line], chunked(bytes(text), 2**19)]}
         with pytest.raises(UserError, match=rf"^text 1: byte {position:,}: not UTF-8 \(byte 0xff\)$"):
             write(tmp_path / "c", splits, TokenizerThatRefusesFF())
+    # After the first line, the only position where this tokenizer can split, 21 MiB follow without a newline.
     with pytest.raises(UserError, match=r"^text 0: byte 1,048,576: no whitespace in 16 MiB"):
         write(tmp_path / "c", {"train": [[line, *[b"x" * 2**20] * 21]]}, TokenizerThatRefusesFF())
     assert list(tmp_path.iterdir()) == []
@@ -161,7 +164,7 @@ def test_error_has_the_position_of_the_invalid_byte_in_its_document(tmp_path: Pa
 
 def test_error_in_a_worker_process_has_the_position_too(tmp_path: Path, large_texts: list[bytes]) -> None:
     text = bytearray(large_texts[1])
-    position = len(text) - 97
+    position = len(text) - 97  # in a late chunk
     text[position] = 0xFF
     splits: dict[SplitName, list[list[bytes]]] = {"train": [[large_texts[1]], chunked(bytes(text), 2**16)]}
     with pytest.raises(UserError, match=rf"^text 1: byte {position:,}: not UTF-8 \(byte 0xff\)"):
@@ -215,9 +218,11 @@ def test_killed_writer_leaves_no_corpus_and_the_next_writer_deletes_its_files(tm
 
 
 @given(
+    # 0x1c, 0x85 and 0xa0 are whitespace for str.split, but not for bytes.split
     st.lists(st.sampled_from([b"\n", b" ", b"\t", b"\v", b"\f", b"\r", b"\x1c", b"\x85", b"\xa0", b"a"]), min_size=1)
 )
 def test_words_are_counted_as_by_split(parts: list[bytes]) -> None:
     text = b"".join(parts)
     assert count_words(text) == len(text.split())
-    assert count_words(text, b"a") == len((b"a" + text).split()) - 1
+    # The text may begin inside the word that the previous byte, a, belongs to.
+    assert count_words(text, previous_byte=b"a") == len((b"a" + text).split()) - 1

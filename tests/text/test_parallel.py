@@ -26,7 +26,7 @@ def square(item: int) -> tuple[int, int]:
 
 
 def recorded_items(items: list[int], stop: int) -> Iterator[int]:
-    """Yield 0 to 4 over and over, and append the number of each yielded item to `items`."""
+    """Yield 0 to 4 over and over, `stop` items in all, and append the number of each yielded item to `items`."""
     for number in range(stop):
         items.append(number)
         yield number % 5
@@ -42,7 +42,7 @@ def has_ended(process: int) -> bool:
 
 def test_several_processes_keep_the_order_with_few_items_in_flight_until_closed() -> None:
     items: list[int] = []
-    results = ordered_map(square, recorded_items(items, 10**9), workers=2)
+    results = ordered_map(square, recorded_items(items, stop=10**9), workers=2)
     processes = set()
     for number, (result, process) in enumerate(results):
         assert result == (number % 5) ** 2
@@ -74,7 +74,7 @@ def test_killed_worker_raises_a_user_error() -> None:
 @pytest.mark.parametrize(("num_items", "workers"), [(MAX_SERIAL_ITEMS, 5), (97, 1)])
 def test_few_items_or_one_worker_start_no_process(num_items: int, workers: int) -> None:
     items: list[int] = []
-    results = ordered_map(square, recorded_items(items, num_items), workers=workers)
+    results = ordered_map(square, recorded_items(items, stop=num_items), workers=workers)
     assert next(results) == (0, os.getpid())
     assert len(items) == (1 if workers == 1 else MAX_SERIAL_ITEMS)
     assert list(results) == [((number % 5) ** 2, os.getpid()) for number in range(1, num_items)]
@@ -105,5 +105,6 @@ def test_workers_end_with_the_process_however_it_ends(end: str, status: int) -> 
         command, env=environment, capture_output=True, text=True, start_new_session=True, timeout=300
     )
     assert ended.returncode == status
-    assert ended.stdout == "2\n"
+    assert ended.stdout == "2\n"  # the workers that were running
+    # KeyboardInterrupt has a traceback in the process, and none in its workers.
     assert ended.stderr.count("Traceback") == (status == -signal.SIGINT)

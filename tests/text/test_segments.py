@@ -50,6 +50,7 @@ def test_each_row_is_a_contiguous_part_of_the_text_with_padding_only_at_its_end(
         start, stop = row * num_tokens // dataset.batch_size, (row + 1) * num_tokens // dataset.batch_size
         length = stop - start
         assert targets[row, :length].tolist() == list(range(start + 1, stop + 1))
+        # The token before index `start` is `start`, since the token at index i is i + 1; the first row has none.
         assert inputs[row, :length].tolist() == [start or BOS, *range(start + 1, stop)]
         assert mask[row].tolist() == [index < length for index in range(mask.shape[1])]
         assert (inputs[row, length:] == BOS).all()
@@ -112,6 +113,7 @@ def test_reading_a_segment_reads_only_its_tokens_from_the_memory_map(tmp_path: P
     dataset = SegmentDataset(tokens, batch_size=3, segment_length=7, bos_token_id=10)
     batch = dataset.read(DatasetPosition(segment_index=2))
     assert sum(read_lengths) <= 2 * 3 * 7  # inputs and targets of 3 rows of 7 tokens
+    # The rows begin at 0, 199 // 3 and 2 * 199 // 3, and the third segment 2 * 7 tokens later.
     assert batch.targets_BT.tolist() == [list(range(row_start + 14, row_start + 21)) for row_start in (0, 66, 132)]
 
 
@@ -122,8 +124,8 @@ def test_reading_a_segment_reads_only_its_tokens_from_the_memory_map(tmp_path: P
         (0, 1, 1, SINGLE_SHARD, "0 tokens, .* 1 sequences"),
         (6, 0, 3, SINGLE_SHARD, "batch size 0 .* at least 1"),
         (6, 3, 0, SINGLE_SHARD, "segment length 0 .* at least 1"),
-        (97, 4, 1, Shard(0, 3), "4 sequences, 2 for each process, .*--train.batch-size 6, or start 2"),
-        (97, 2, 1, Shard(1, 3), "2 sequences, 1 for each process, .*--train.batch-size 3, or start 2"),
+        (97, 4, 1, Shard(index=0, count=3), "4 sequences, 2 for each process, .*--train.batch-size 6, or start 2"),
+        (97, 2, 1, Shard(index=1, count=3), "2 sequences, 1 for each process, .*--train.batch-size 3, or start 2"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(

@@ -40,8 +40,9 @@ def test_opened_corpus_has_the_text_counts_and_files(corpus: Corpus) -> None:
     split = opened.split("train")
     assert isinstance(split.tokens, TokenShards)
     assert split.tokens[:].tobytes() == b"".join(TEXTS)
-    assert split.document_starts.tolist() == [0, 8, 24]
+    assert split.document_starts.tolist() == [0, 8, 24]  # the texts have 8, 16 and 3 bytes
     assert (split.num_tokens, split.num_words, split.num_documents, split.bytes_per_token) == (27, 6, 3, 1.0)
+    # One byte per token and at most 11 tokens per shard; eight bytes per document.
     assert {item.name: item.stat().st_size for item in corpus.path.glob("t*") if item.suffix != ".json"} == {
         "test-00000.tokens": 5,
         "test.documents": 8,
@@ -87,6 +88,7 @@ def test_slice_within_one_shard_is_not_copied() -> None:
 
 
 @pytest.mark.parametrize("name", ["train-00001.tokens", "test.documents"])
+# None: the file is deleted
 @pytest.mark.parametrize("change", [lambda content: content[:-1], lambda content: content + b"x", None])
 def test_files_of_wrong_size_and_missing_files_are_refused(
     corpus: Corpus, name: str, change: Callable[[bytes], bytes] | None
@@ -102,6 +104,7 @@ def test_files_of_wrong_size_and_missing_files_are_refused(
 
 
 @pytest.mark.parametrize(
+    # `name`: the changed file. `files`: the files that the message names, whose contents share a checksum.
     ("name", "files"),
     [
         ("train-00002.tokens", "train-00000.tokens to train-00002.tokens"),
@@ -121,6 +124,7 @@ def test_verify_detects_one_changed_byte(corpus: Corpus, name: str, files: str) 
     ("change", "message"),
     [
         (lambda values: values.update(format="other"), "format 'other', .* expected 'txl-corpus', version 3; prepare"),
+        # the version before the current one
         (lambda values: values.update(version=2), "'txl-corpus', version 2, .*; prepare the corpus again"),
         (lambda values: values.update(tokenizer_sha256="0" * 64), "not the tokenizer this corpus was made with"),
         (lambda values: values.update(nmae="x"), r"unknown setting 'nmae' \(did you mean 'name'\?\); copy the corpus"),

@@ -29,8 +29,9 @@ from transformer_xl.text.sources.archives import (
 )
 
 TEXT = b"".join(b"line %d\n" % index for index in range(7919))
+# How the content of a file with this suffix is made from its text.
 COMPRESS: dict[str, Callable[[bytes], bytes]] = {
-    "": lambda text: text,
+    "": lambda text: text,  # not compressed
     ".gz": gzip.compress,
     ".bz2": bz2.compress,
     ".xz": lzma.compress,
@@ -43,13 +44,13 @@ COMPRESS: dict[str, Callable[[bytes], bytes]] = {
 def test_range_of_a_compressed_file_is_that_of_its_text(
     tmp_path_factory: pytest.TempPathFactory, suffix: str, start: int, length: int
 ) -> None:
-    text = bytes(range(60, 254))
+    text = bytes(range(60, 254))  # 194 bytes, the largest value of start + length
     path = tmp_path_factory.mktemp("compressed") / f"a{suffix}"
     path.write_bytes(COMPRESS[suffix](text))
-    text_range = FileRange(path, start, start + length)
+    text_range = FileRange(path, start=start, stop=start + length)
     assert b"".join(text_range) == b"".join(text_range) == text[start : start + length]
     assert text_range.size() == length
-    assert b"".join(FileRange(path, start)) == text[start:]
+    assert b"".join(FileRange(path, start=start)) == text[start:]
     assert FileRange(path).size() == len(text)
     assert FileRange(path).is_compressed == bool(suffix)
 
@@ -58,9 +59,9 @@ def test_range_of_a_zip_member_is_that_of_its_text(tmp_path: Path) -> None:
     path = tmp_path / "a.zip"
     path.write_bytes(zip_of({"x/a": b"-", "x/b": TEXT}))
     assert zip_members(path) == ["x/a", "x/b"]
-    assert b"".join(FileRange(path, 17, 1013, "x/b")) == TEXT[17:1013]
+    assert b"".join(FileRange(path, start=17, stop=1013, member="x/b")) == TEXT[17:1013]
     assert FileRange(path, member="x/b").size() == len(TEXT)
-    assert FileRange(path, 17, member="x/b").name == f"{path} (x/b), from byte 17 on"
+    assert FileRange(path, start=17, member="x/b").name == f"{path} (x/b), from byte 17 on"
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".zip"])
@@ -69,10 +70,11 @@ def test_compressed_text_is_read_in_chunks(tmp_path: Path, suffix: str) -> None:
     text = bytes(3 * 2**20 + 7)
     path.write_bytes(zip_of({"a": text}) if suffix == ".zip" else gzip.compress(text, 1))
     text_range = FileRange(path, member="a" if suffix == ".zip" else "")
-    assert [len(chunk) for chunk in text_range] == [2**20, 2**20, 2**20, 7]
+    assert [len(chunk) for chunk in text_range] == [2**20, 2**20, 2**20, 7]  # CHUNK_BYTES is 2**20
 
 
 def damage(content: bytes, how: str) -> bytes:
+    """The first half ("truncated"), the content with 20 inverted bytes ("changed"), or plain text ("other")."""
     middle = len(content) // 2
     if how == "truncated":
         return content[:middle]
@@ -121,6 +123,8 @@ def test_only_named_regular_files_are_extracted_from_a_tar(tmp_path: Path) -> No
     link = tarfile.TarInfo("x/c")
     link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
     path = tmp_path / "a.tgz"
+    # Only the base names a, b, c and d are requested. c is a link, and a exists at the requested path (./x/a) and at
+    # another (y/a); b and d exist only at other paths than the requested ones.
     files = {"../../evil": b"1", "/b": b"2", "./x/a": b"3", "x/other": b"4", "y/a": b"5", "z/d": b"6"}
     path.write_bytes(tar_of(files, links=[link]))
     progress: list[tuple[str, int, int]] = []
@@ -147,10 +151,10 @@ def test_digest_covers_all_bytes_and_reports_progress(tmp_path: Path) -> None:
     for algorithm in ("sha256", "sha1", "md5"):
         expected = FileDigest(len(TEXT), f"{algorithm}:{hashlib.new(algorithm, TEXT).hexdigest()}")
         assert compute_digest([TEXT[:99], TEXT[99:]], expected, "a", lambda *call: progress.append(call)) == expected
-        assert compute_digest(raw_chunks(path), expected, "a") == expected
+        assert compute_digest(raw_chunks(path), expected, name="a") == expected
     assert progress[:2] == [("check a", 99, len(TEXT)), ("check a", len(TEXT), len(TEXT))]
 
 
 def test_archives_are_recognized_by_their_suffix() -> None:
     names = ["a.zip", "A.ZIP", "a.tgz", "a.tar.xz", "a.tar", "a.gz", "a.txt", "zip", "a.npy"]
-    assert [name for name in names if is_archive(Path(name))] == names[:5]
+    assert [name for name in names if is_archive(Path(name))] == names[:5]  # .gz is a compressed file

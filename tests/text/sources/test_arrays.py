@@ -32,6 +32,7 @@ def test_range_of_an_array_is_text_with_a_line_for_each_row(
     data: st.DataObject,
 ) -> None:
     path = tmp_path_factory.mktemp("arrays") / "a.npy"
+    # values below 127, which fit into every dtype
     array = (np.arange(np.prod(shape)) * 13 % 127).astype(dtype).reshape(shape)
     np.save(path, np.asarray(array, order=order))
     assert ArrayRange.whole(path).size() == array.size
@@ -43,7 +44,7 @@ def test_range_of_an_array_is_text_with_a_line_for_each_row(
         expected += f"{array.reshape(-1)[index]}" + ("\n" if is_line_end else " ")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(arrays, "_CHUNK_VALUES", chunk_values)
-        chunks = list(ArrayRange(path, start, stop))
+        chunks = list(ArrayRange(path, start=start, stop=stop))
     assert b"".join(chunks).decode() == expected
     assert all(len(chunk.split()) <= chunk_values for chunk in chunks)
 
@@ -56,6 +57,7 @@ def test_range_of_an_array_is_text_with_a_line_for_each_row(
         (np.zeros((2, 3, 5), int), r"3 dimensions, expected 1 \(one sequence\) or 2 \(a sequence in each row\)"),
         (np.array(7), "0 dimensions"),
         (np.zeros((0, 5), int), "an empty array; leave it out"),
+        # An array of Python objects is stored as a pickle, which is never loaded.
         (np.array([None, 1]), "damaged, or not a .npy file of integers; write it again with numpy.save"),
     ],
 )
@@ -86,7 +88,7 @@ def test_damaged_and_truncated_files_are_refused(tmp_path: Path) -> None:
 def test_value_out_of_range_is_reported_with_its_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arrays, "_CHUNK_VALUES", 4)
     array = np.arange(35)
-    array[[25, 31]] = -2, 2**31
+    array[[25, 31]] = -2, 2**31  # in the shape (5, 7) at [3, 4] and [4, 3]; every other value is its index
     one, two = tmp_path / "one.npy", tmp_path / "two.npy"
     np.save(one, array)
     np.save(two, array.reshape(5, 7))
@@ -96,7 +98,7 @@ def test_value_out_of_range_is_reported_with_its_index(tmp_path: Path, monkeypat
         (two, 0, 25, 23, r"two.npy: array\[3, 2\] is 23, expected .* 0 to 22; .* and a larger --vocab-size$"),
         (two, 26, 35, 2**31 - 1, r"array\[4, 3\] is 2147483648, expected .* 0 to 214748364\d; .* renumber"),
     ):
-        (document,) = limit_values([Document("a", ArrayRange(path, start, stop))], below)
+        (document,) = limit_values([Document("a", ArrayRange(path, start=start, stop=stop))], below=below)
         with pytest.raises(UserError, match=message):
             list(document.chunks)
-    assert b"".join(ArrayRange(two, 26, 31, 31)) == b"26 27\n28 29 30\n"
+    assert b"".join(ArrayRange(two, start=26, stop=31, below=31)) == b"26 27\n28 29 30\n"

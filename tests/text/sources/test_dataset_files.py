@@ -17,9 +17,8 @@ from transformer_xl.text.sources.archives import FileRange
 from transformer_xl.text.sources.dataset_files import TextFile, find_files, plain_file
 from transformer_xl.text.sources.download import RemoteFile
 
+# Three texts of a data set "x", by their paths in its archive.
 TEXTS = {f"x-v1/data/x.{split}": b"%s text\n" % split.encode() * 1009 for split in ("train", "valid", "test")}
-
-
 ZIP, TAR = zip_of({"x-v1/readme": b"-", **TEXTS}), tar_of({"x-v1/readme": b"-", **TEXTS})
 NO_URL = ("http://127.0.0.1:1/x",)  # refuses connections
 ARCHIVES = {
@@ -40,12 +39,14 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def find(
     data_dir: Path | None, archive: str = "zip", texts: tuple[TextFile, ...] = (TRAIN, VALID, TEST)
 ) -> list[bytes]:
+    """The contents of the texts that `find_files` finds; None searches the cache instead of a folder."""
     found = find_files("x", ARCHIVES[archive], texts, data_dir)
     assert set(found) == set(texts)
     return [b"".join(found[text]) for text in texts]
 
 
 def texts_named(rename: Callable[[str], str], compress: Callable[[bytes], bytes] = bytes) -> dict[str, bytes]:
+    """TEXTS with renamed paths and compressed contents; `bytes` as `compress` returns them unchanged."""
     return {rename(path): compress(text) for path, text in TEXTS.items()}
 
 
@@ -53,6 +54,7 @@ def base_name(path: str) -> str:
     return path.rpartition("/")[2]
 
 
+# For each form in which a user may have the texts: the files in --data-dir.
 FORMS: dict[str, dict[str, bytes]] = {
     "paths of the archive": TEXTS,
     "base names": texts_named(base_name),
@@ -104,7 +106,7 @@ def test_tar_is_extracted_once_for_each_content(tmp_path: Path, cache: Path, mon
     folder = make_files(tmp_path / "mine", {"mine.tgz": TAR})
     find(folder)
     with monkeypatch.context() as patch:
-        patch.setattr(dataset_files, "extract_from_tar", None)
+        patch.setattr(dataset_files, "extract_from_tar", None)  # calling it would fail
         find(folder)
     reversed_texts = {path: text[::-1] for path, text in TEXTS.items()}
     make_files(folder, {"mine.tgz": tar_of(reversed_texts)})
@@ -112,8 +114,9 @@ def test_tar_is_extracted_once_for_each_content(tmp_path: Path, cache: Path, mon
     assert len(list((cache / "unpacked").iterdir())) == 2
 
 
-WRONG = TEXTS[TRAIN.path][::-1]  # 11,099 bytes
+WRONG = TEXTS[TRAIN.path][::-1]  # of the same length, 11,099 bytes
 ADVICE = r"get it again, or use it as your own text: txl prepare --train .*mine/x.train"
+# For each fault: the files in --data-dir, and a pattern of the error message.
 ERRORS: dict[str, tuple[dict[str, bytes], str]] = {
     "no text": (
         {"other": b"-"},
@@ -150,7 +153,7 @@ def test_wrong_files_are_refused(tmp_path: Path, cache: Path, case: str) -> None
     with pytest.raises(UserError, match=message) as caught:
         find(folder)
     assert "\n" not in str(caught.value)
-    assert not list(cache.rglob("*.partial*"))
+    assert not list(cache.rglob("*.partial*"))  # unfinished files and folders have such names
 
 
 def test_plain_file_decompresses_into_the_cache(tmp_path: Path, cache: Path) -> None:

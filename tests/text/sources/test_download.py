@@ -25,7 +25,7 @@ PAGE = b"<html>gone</html>"
 
 
 class Server(ThreadingHTTPServer):
-    """Serves CONTENT; the path of the URL selects a fault."""
+    """Serves CONTENT; the path of the URL selects a fault of `Handler`, and any other path (good, never) has none."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
@@ -39,6 +39,13 @@ class Server(ThreadingHTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
+    """Answers with the fault that the path names.
+
+    403, 404, 416: this HTTP status. wrong, page, long: another content. norange: the whole content even if a range was
+    requested. otherpart: a Content-Range header that begins at byte 0. silent: 1000 bytes and then nothing, without
+    closing the connection. cut: only a third of the requested bytes. cutatonce: only the headers.
+    """
+
     server: Server
 
     def do_GET(self) -> None:
@@ -143,6 +150,7 @@ def test_broken_transfer_is_resumed_by_a_later_call(server: Server, tmp_path: Pa
 
 
 @pytest.mark.parametrize("path", ["good", "norange", "otherpart"])
+# Partial files of an earlier attempt: correct, with wrong bytes, complete but wrong, and longer than the file.
 @pytest.mark.parametrize("part", [CONTENT[:1009], WRONG[:1009], WRONG, CONTENT + b"more"], ids=range(4))
 def test_wrong_partial_file_does_not_spoil_the_download(server: Server, tmp_path: Path, path: str, part: bytes) -> None:
     (tmp_path / ".a.zip.part").write_bytes(part)
@@ -151,7 +159,7 @@ def test_wrong_partial_file_does_not_spoil_the_download(server: Server, tmp_path
 
 
 def test_complete_partial_file_needs_no_server(tmp_path: Path) -> None:
-    (tmp_path / ".a.zip.part").write_bytes(CONTENT)
+    (tmp_path / ".a.zip.part").write_bytes(CONTENT)  # the URL below refuses connections
     md5 = FileDigest(len(CONTENT), f"md5:{hashlib.md5(CONTENT).hexdigest()}")
     assert download_file(RemoteFile("a.zip", ("http://127.0.0.1:1/",), md5), tmp_path).read_bytes() == CONTENT
 
@@ -178,7 +186,7 @@ def test_error_has_the_reason_of_each_mirror(server: Server, tmp_path: Path) -> 
         f"{host}sends another file, {digest(PAGE)}",
         f"{host}the connection was broken",
     ]
-    assert names(tmp_path) in ([], [".a.zip.part"])
+    assert names(tmp_path) in ([], [".a.zip.part"])  # the last mirror may leave an empty partial file
 
 
 def test_wrong_file_in_the_cache_is_replaced_or_else_reported(server: Server, tmp_path: Path) -> None:

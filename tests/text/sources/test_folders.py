@@ -29,6 +29,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tree
 
 
+# "[[]x]" matches the file "[x]", since [[] is the character [.
 PARTS = st.sampled_from(["**", "*", "d", "?", "*.txt", "[a-e]*", ".*", "f", "a", "e.txt", "[[]x]"])
 
 
@@ -52,8 +53,9 @@ def test_links_to_folders_are_followed_only_before_the_first_wildcard(
     Path("sl/sub/a.txt").write_bytes(b"x")
     Path("sl/sub/loop").symlink_to("..")
     Path("sl/linkdir").symlink_to("sub")
-    Path("sl/self.txt").symlink_to("self.txt")
+    Path("sl/self.txt").symlink_to("self.txt")  # a link to itself, so not a file
     Path("sl/one.txt").symlink_to("sub/a.txt")
+    # One file, which three links lead to: the link to the file matches, but links to folders are not followed.
     names = ["sl/one.txt", "sl/sub/a.txt"]
     assert [str(path) for path in glob_files("sl/**/*.txt")] == names
     assert [str(path) for path in glob_files("sl/**")] == [str(path) for path in list_files(Path("sl"))] == names

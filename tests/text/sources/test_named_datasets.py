@@ -21,6 +21,7 @@ from transformer_xl.text.sources.named_datasets import DATASET_NAMES, DOWNLOADAB
 from transformer_xl.text.token_store import Corpus
 from transformer_xl.text.tokenizers.training import train_tokenizer
 
+# Hexadecimal digits of a checksum by algorithm.
 NUM_DIGITS = {"sha256": 64, "sha1": 40, "md5": 32}
 
 
@@ -69,7 +70,7 @@ def test_enwik8_and_text8_are_split_at_90_and_95_million_bytes(name: str) -> Non
 
 def test_text8_has_27_characters_and_refuses_others(tmp_path: Path) -> None:
     """A text of a millionth of the size of text8, split at the same fractions."""
-    letters = b"abcdefghijklmnopqrstuvwxyz ab"
+    letters = b"abcdefghijklmnopqrstuvwxyz ab"  # 29 bytes; the text has 3 * 29 + 13 = 100
     folder = make_files(tmp_path, {"text8.gz": gzip.compress(letters * 3 + b"c" * 13)})
     dataset = without_digests(DOWNLOADABLE["text8"])
     small = {
@@ -93,7 +94,10 @@ def test_text8_has_27_characters_and_refuses_others(tmp_path: Path) -> None:
     ],
 )
 def test_word_datasets_have_the_published_vocabulary(tmp_path: Path, name: str, vocabulary: list[str]) -> None:
-    """WikiText-103 has only the words of train; PTB is lowercased; `<unk>` is sorted by its count in all of them."""
+    """WikiText-103 has only the words of train; PTB is lowercased; `<unk>` is sorted by its count in all data sets.
+
+    The token <eos> is decoded to a newline.
+    """
     files = {"train.txt": b" a N\n \n b a <unk> a\n", "valid.txt": b" n c\n", "test.txt": b" d"}
     source = without_digests(DOWNLOADABLE[name]).open(make_files(tmp_path / "mine", files))
     corpus = write(source, tmp_path / "out")
@@ -102,10 +106,12 @@ def test_word_datasets_have_the_published_vocabulary(tmp_path: Path, name: str, 
     assert tokenizer.bos_token_id == 0
     assert corpus.split("train").num_tokens == 6 + 3  # words and newlines
     assert np.asarray(corpus.split("test").tokens[:]).tolist()[1:] == [0]  # a newline is added to the last line
+    # The words n and c of valid are unknown if only train defines the vocabulary.
     assert corpus.record.splits["valid"].num_unknown == (2 if name == "wikitext-103" else 0)
 
 
 def lm1b_files() -> dict[str, bytes]:
+    """Files of the data set lm1b: file i contains the number i, and the vocabulary file a count for each word."""
     training, heldout = "training-monolingual.tokenized.shuffled", "heldout-monolingual.tokenized.shuffled"
     files = {f"{training}/news.en-{index:05}-of-00100": b"The %d\nx The\n" % index for index in range(100)}
     files |= {f"{heldout}/news.en.heldout-{index:05}-of-00050": b"x %d\n" % index for index in range(3)}
@@ -146,7 +152,7 @@ def test_standard_library_is_split_into_disjoint_files() -> None:
     names = {split: [document.name for document in documents] for split, documents in source.splits.items()}
     all_names = [name for split_names in names.values() for name in split_names]
     assert source.name == "python-stdlib" == DATASET_NAMES[-1]
-    assert len(all_names) == len(set(all_names)) > 300
+    assert len(all_names) == len(set(all_names)) > 300  # every Python version has more files
     assert {"argparse.py", "json/decoder.py"} <= set(all_names)
     folders = {folder for name in all_names for folder in Path(name).parts[:-1]}
     assert not folders & {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}

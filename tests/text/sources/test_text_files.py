@@ -20,6 +20,7 @@ from transformer_xl.text.documents import SPLITS, SplitName, TextSource
 from transformer_xl.text.prepare import find_text
 from transformer_xl.text.sources import text_files
 
+# Fractions that leave the whole text to train.
 ONLY_TRAIN: Mapping[SplitName, float] = {"valid": 0, "test": 0}
 
 
@@ -105,7 +106,9 @@ def test_splits_end_at_the_best_boundaries_and_join_to_the_whole_text(
 
 
 def test_boundary_does_not_move_to_a_distant_newline(tmp_path: Path) -> None:
-    """The next newline is further away than SPLIT_TOLERANCE_BYTES, so the parts have exactly 1/2, 1/4 and 1/4."""
+    """The newlines after the boundaries are further away than SPLIT_TOLERANCE_BYTES (65,536), so that the parts are
+    1/2, 1/4 and 1/4 of the 1,070,006 bytes.
+    """
     make_files(tmp_path, {"a": b"a" * 1_000_003 + b"\n" + b"b" * 70_001 + b"\n"})
     train, valid, test = texts_of(find(tmp_path / "a", fractions={"valid": 0.25, "test": 0.25}))
     assert [len(train), len(valid), len(test)] == [535_002, 267_502, 267_502]
@@ -213,6 +216,7 @@ def test_integer_text_is_split_between_lines(
 
 @pytest.mark.parametrize(
     ("array", "lengths"),
+    # 707 values in rows of 7: the boundaries at 601 and 672 move to the ends of rows, 602 = 86 * 7 and 672 = 96 * 7.
     [(np.arange(101 * 7).reshape(101, 7), [86, 10, 5]), (np.arange(100, dtype=np.uint16), [85, 10, 5])],
     ids=["2-D", "1-D"],
 )
@@ -243,7 +247,7 @@ def test_arrays_need_the_integer_tokenizer(tmp_path: Path) -> None:
         (["packed/**/*.*"], r"^packed/b/c.zip is an archive; extract it first, or leave it out \(a pattern such as"),
         (["empty.gz"], r"too short to split: 0 bytes leave train empty"),
         (["python-stdlib", "short"], r"cannot be combined .* 2 sources were given; omit .* ./python-stdlib"),
-        (["x" * 300], "File name too long"),
+        (["x" * 300], "File name too long"),  # file systems allow 255 bytes
         (["short/x"], "'short/x' is neither"),
         ([""], r"the path is empty; name a file or folder"),
     ],

@@ -2,6 +2,8 @@
 
     python golden_moses.py
 
+Each entry of moses.json is [text, words, joined words].
+
 Needs transformers 4.37.2 and sacremoses 0.2.0, in a separate environment. To add a text, append [text, [], ""] to
 moses.json and run this. The last 400 texts are random combinations of words and punctuation of the first ones.
 """

@@ -35,8 +35,10 @@ from transformer_xl.text.tokenizers.word import WordTokenizer
 
 PROPERTY = settings(deadline=None, max_examples=50)
 WORDS = ("<eos>", "<unk>", "the", "a", "Mr.", ".", "'t", "@-@", "3", "\u00e9t\u00e9", "\x00")
+# Of WORDS: in descending order after the two special tokens.
 COUNTS = np.array([7, 5, 11, 3, 3, 2, 2, 2, 1, 1, 1])
 CHARACTERS = "a.3\u00e9\x00 \n\r\t'-,\"<>unk@theMrvxosy\u20ac\U0001f600"
+# Arguments of WordTokenizer: words, counts, eos_token, unk_token, pre_tokenizer.
 TOKENIZERS: dict[str, Tokenizer] = {
     "byte": ByteTokenizer(),
     "char": CharTokenizer("e \u00e9\n"),
@@ -45,8 +47,8 @@ TOKENIZERS: dict[str, Tokenizer] = {
     "word without eos": WordTokenizer(WORDS, None, None, "<unk>", PreTokenizer(lowercase=True)),
     "punctuation": WordTokenizer(WORDS, COUNTS, "<eos>", "<unk>", PreTokenizer("punctuation")),
     "moses": WordTokenizer(WORDS, COUNTS, "<eos>", "<unk>", PreTokenizer("moses")),
-    "bpe": train_bpe([lines_of("the \u00e9t\u00e9 the a\nMr. the\u20ac don't\r\nthe\n" * 3)], 277),
-    "integer": IntegerTokenizer(31),
+    "bpe": train_bpe([lines_of("the \u00e9t\u00e9 the a\nMr. the\u20ac don't\r\nthe\n" * 3)], vocab_size=277),
+    "integer": IntegerTokenizer(num_values=31),
 }
 # Text at which the kinds may split, and text that they must not split.
 PARTS = ["the", "a", "Mr.", ".", " ", "  ", "\n", "\r\n", "\t", "'t", "-", "3", "3,", "\x00", "\u00e9t\u00e9", "\u20ac"]
@@ -59,6 +61,7 @@ INTEGERS = st.tuples(
 
 
 def chunked(text: bytes, ends: Iterable[int]) -> Iterator[bytes]:
+    """The text in chunks that end at these positions and at the end of the text."""
     edges = [0, *sorted(min(end, len(text)) for end in ends), len(text)]
     return (text[start:end] for start, end in itertools.pairwise(edges))
 
@@ -73,7 +76,7 @@ def test_all_kinds_are_tested() -> None:
 def test_chunks_have_the_tokens_of_the_whole_text(name: str, data: st.DataObject, ends: list[int], size: int) -> None:
     tokenizer = TOKENIZERS[name]
     text = data.draw(TEXTS if tokenizer.is_text else INTEGERS).encode()
-    chunks = list(split_chunks(tokenizer, chunked(text, ends), size))
+    chunks = list(split_chunks(tokenizer, chunked(text, ends), size=size))
     final_newline = b"\n" if tokenizer.adds_final_newline and text and not text.endswith(b"\n") else b""
     assert b"".join(chunks) == text + final_newline
     assert all(chunks)
@@ -113,7 +116,7 @@ def test_stream_decoder_equals_decode(name: str, data: st.DataObject) -> None:
 @pytest.mark.parametrize("name", ["byte", "char"])
 def test_stream_decoder_withholds_an_incomplete_character(name: str) -> None:
     decoder = TOKENIZERS[name].stream_decoder()
-    tokens = TOKENIZERS[name].encode("x\u20acy").tolist()
+    tokens = TOKENIZERS[name].encode("x\u20acy").tolist()  # both tokenizers encode the euro sign as its three bytes
     assert [decoder.push(token) for token in tokens] == ["x", "", "", "\u20ac", "y"]
     assert decoder.finish() == ""
     assert [decoder.push(token) for token in tokens[1:3]] == ["", ""]
@@ -123,7 +126,7 @@ def test_stream_decoder_withholds_an_incomplete_character(name: str) -> None:
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_properties_json_and_pickle(name: str) -> None:
     tokenizer = TOKENIZERS[name]
-    ids = tokenizer.encode("3 3\n")
+    ids = tokenizer.encode("3 3\n")  # a text that every kind can encode
     assert ids.dtype == token_dtype(tokenizer.vocab_size)
     ids[0] = 0  # writable
     assert 0 <= tokenizer.bos_token_id < tokenizer.vocab_size
@@ -170,19 +173,19 @@ def test_text_that_cannot_be_split_is_refused(name: str, monkeypatch: pytest.Mon
     start = 3 if name == "bpe" else 4  # of the part that cannot be split: bpe splits before a space, word after it
     text = b"7 7 ".ljust(4096 + start, b"7")
     chunks = [text[:1000], text[1000:]]
-    assert len(list(split_chunks(tokenizer, chunks, 1024))[-1].rstrip(b"\n")) == 4096
+    assert len(list(split_chunks(tokenizer, chunks, size=1024))[-1].rstrip(b"\n")) == 4096
     with pytest.raises(EncodingError, match=r"no whitespace in 16 MiB.*leave it out") as caught:
-        list(split_chunks(tokenizer, [*chunks, b"7 7"], 1024))
+        list(split_chunks(tokenizer, [*chunks, b"7 7"], size=1024))
     assert caught.value.position == start
     for other, part in (("punctuation", b"a. b. "), ("bpe", b"      ")):  # whitespace, but no boundary
         with pytest.raises(EncodingError, match=r"no newline in 16 MiB.*break the line"):
-            list(split_chunks(TOKENIZERS[other], [part * 700], 1024))
+            list(split_chunks(TOKENIZERS[other], [part * 700], size=1024))
 
 
 def test_chunks_have_about_the_requested_size() -> None:
     text = b"seven 7\n" * 100_003
     for input_chunks in ([text], chunked(text, range(0, len(text), 1009))):
-        chunks = list(split_chunks(TOKENIZERS["word"], input_chunks, 10_007))
+        chunks = list(split_chunks(TOKENIZERS["word"], input_chunks, size=10_007))
         assert {len(chunk) // 1000 for chunk in chunks[:-1]} <= {9, 10}
 
 

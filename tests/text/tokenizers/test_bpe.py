@@ -19,7 +19,7 @@ from transformer_xl.text.tokenizers.bpe import BPETokenizer, lines_of, train_bpe
 
 PROPERTY = settings(deadline=None, max_examples=50)
 TEXT = "the quick brown fox isn't here\nthe caf\u00e9 is here\r\n\n\tthe 1,234 \u65e5\u672c\n" * 7
-BPE = train_bpe([lines_of(TEXT)], 283)
+BPE = train_bpe([lines_of(TEXT)], vocab_size=283)  # 256 bytes and 27 merges, so that the next free id is 283
 SOURCE = Path(__file__).parents[3] / "src"
 
 
@@ -41,11 +41,13 @@ def test_frequent_words_become_single_tokens() -> None:
 
 
 def test_many_lines_are_encoded_in_order() -> None:
-    lines = [f"the {number}\n" for number in range(1301)]
+    lines = [f"the {number}\n" for number in range(1301)]  # more than two of the batches that are encoded at once
     assert BPE.encode("".join(lines)).tolist() == [token for line in lines for token in BPE.encode(line).tolist()]
 
 
+# Letters, digits and symbols; the last three are an Arabic digit, a combining accent and NUL.
 PARTS = ["the", "'s", *'x9,!\u00e9\u65e5\u201c\U0001f600"\u0663\u0301\x00']
+# Unicode whitespace, and U+180E, which only older Unicode versions regard as whitespace; mostly spaces.
 WHITESPACE = list("\t\u00a0\u3000\u2009\x85\x1c\u1680\u180e") + 3 * [" ", "  "]
 
 
@@ -79,7 +81,7 @@ def test_new_process_trains_the_same_tokenizer_and_imports_the_library_only_for_
     environment |= {"PYTHONPATH": str(SOURCE), "PYTHONHASHSEED": "7"}
     command = [sys.executable, "-c", code, TEXT]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-    assert done.stdout.strip() == fingerprint(BPE) == fingerprint(train_bpe([lines_of(TEXT)], 283))
+    assert done.stdout.strip() == fingerprint(BPE) == fingerprint(train_bpe([lines_of(TEXT)], vocab_size=283))
 
 
 def tokenizer_json(**changes: object) -> dict[str, object]:
@@ -94,6 +96,7 @@ def tokenizer_json(**changes: object) -> dict[str, object]:
     return content
 
 
+# Parts of a tokenizer.json: three pre-tokenizers, and an added token.
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
 REMOVING = {"type": "Split", "pattern": {"String": " "}, "behavior": "Removed", "invert": False}
 ISOLATING = {**REMOVING, "behavior": "Isolated"}
@@ -102,6 +105,7 @@ VOCAB = BPE.to_json()["tokenizer"]["model"]["vocab"]
 
 
 @pytest.mark.parametrize(
+    # `changes`: see `tokenizer_json`
     ("changes", "message"),
     [
         ({"normalizer": {"type": "Lowercase"}}, "it has normalizer, which can change"),
@@ -115,6 +119,7 @@ VOCAB = BPE.to_json()["tokenizer"]["model"]["vocab"]
         ({"pre_tokenizer": {"type": "Sequence", "pretokenizers": [REMOVING, BYTE_LEVEL]}}, "Split may drop text"),
         ({"added_tokens": [{**ADDED, "special": False}]}, "'fox' is matched inside the text"),
         ({"added_tokens": [{**ADDED, "special": True, "id": 285}]}, "without gaps and duplicates"),
+        # a second token with id 5; then a vocabulary without the token of the byte "!"
         ({"model__vocab__Zz": 5}, "without gaps and duplicates"),
         ({"model__vocab": {"QQ" if token == "!" else token: VOCAB[token] for token in VOCAB}}, "is not byte-level"),
         ({"model__type": "WordPiece", "model__max_input_chars_per_word": 9}, "cannot use it|is not of type BPE"),

@@ -14,8 +14,9 @@ from transformer_xl.text.tokenizers import EncodingError
 from transformer_xl.text.tokenizers.char import CharTokenizer
 
 PROPERTY = settings(deadline=None, max_examples=50)
-TOKENIZER = CharTokenizer(" e\u00e9\n\U0001f600", np.array([5, 4, 3, 2, 1] + [0] * 256))
-WITHOUT_FALLBACK = CharTokenizer(" abc\u00e9", np.array([9, 7, 5, 3, 1]), byte_fallback=False)
+# Ids 0 to 4 are the characters, and ids 5 to 260 the bytes, which did not occur in the training text.
+TOKENIZER = CharTokenizer(" e\u00e9\n\U0001f600", counts=np.array([5, 4, 3, 2, 1] + [0] * 256))
+WITHOUT_FALLBACK = CharTokenizer(" abc\u00e9", counts=np.array([9, 7, 5, 3, 1]), byte_fallback=False)
 
 
 @PROPERTY
@@ -32,7 +33,7 @@ def test_ids_are_characters_or_bytes_and_restore_every_text(text: str) -> None:
 
 def test_special_ids() -> None:
     assert (TOKENIZER.vocab_size, TOKENIZER.bos_token_id) == (261, 3)
-    assert TOKENIZER.is_newline_V.nonzero()[0].tolist() == [3, 5 + 10]
+    assert TOKENIZER.is_newline_V.nonzero()[0].tolist() == [3, 5 + 10]  # the character and the byte
     assert (WITHOUT_FALLBACK.vocab_size, WITHOUT_FALLBACK.bos_token_id, WITHOUT_FALLBACK.is_newline_V.sum()) == (
         5,
         0,
@@ -42,6 +43,7 @@ def test_special_ids() -> None:
 
 
 @pytest.mark.parametrize(
+    # `position`: byte offset of the unknown character. `shown`: how the message shows it.
     ("text", "position", "shown"),
     [("a\u00e9 x", 4, r"'x' \(U\+0078\)"), ("\u20ac", 0, "'\u20ac'"), ("ab\nc", 2, r"'\\n' \(U\+000A\)")],
 )

@@ -17,7 +17,7 @@ SPACES = st.text(alphabet=" \t\r\v\f", min_size=1, max_size=3)
 @PROPERTY
 @given(st.lists(st.lists(st.integers(0, 65_536), max_size=7), max_size=5))
 def test_decoding_restores_sequences(sequences: list[list[int]]) -> None:
-    tokenizer = IntegerTokenizer(65_537)
+    tokenizer = IntegerTokenizer(num_values=65_537)
     text = "".join(" ".join(map(str, sequence)) + "\n" for sequence in sequences)
     ids = tokenizer.encode(text)
     assert ids.dtype == np.uint32
@@ -33,23 +33,25 @@ def test_integers_are_parsed_as_by_python(items: list[int | str], data: st.DataO
         f"{data.draw(SPACES)}{zero}{item}{data.draw(SPACES)}" for zero, item in zip(zeros, items, strict=True)
     )
     expected = [-1 if item == "\n" else int(item) for item in items]
-    assert parse_integers(text.encode(), 10**10).tolist() == expected
+    assert parse_integers(text.encode(), limit=10**10).tolist() == expected
 
 
 def test_newlines_and_leading_zeros() -> None:
-    tokenizer = IntegerTokenizer(31)
+    tokenizer = IntegerTokenizer(num_values=31)  # so that 31 is the end-of-sequence token
     assert tokenizer.encode("7\t13\r\n\n007 " + "0" * 4099).tolist() == [7, 13, 31, 31, 7, 0]
     assert b"".join(split_chunks(tokenizer, [b"7 1", b"3"])) == b"7 13\n"
     assert (tokenizer.vocab_size, tokenizer.bos_token_id) == (32, 31)
     assert tokenizer.decode([31, 3, 31, 31, 5, 6]) == "\n3\n\n5 6"
 
 
+# Advice in the messages. A vocabulary with the integer n has at least n + 2 tokens: 0 to n, and end of sequence.
 LARGER_VOCABULARY = "remove it, or prepare the corpus with --vocab-size {} or more"
 RENUMBER = "remove it, or renumber the values from 0"
 DIGITS = "write it in the digits 0 to 9 alone, or remove it"
 
 
 @pytest.mark.parametrize(
+    # `position`: byte offset of the first invalid word. `shown`: how the message shows this word.
     ("text", "position", "shown", "advice"),
     [
         (b"7 30\n31 5", 5, "'31'", LARGER_VOCABULARY.format(33)),
@@ -68,7 +70,7 @@ DIGITS = "write it in the digits 0 to 9 alone, or remove it"
 def test_text_other_than_integers_is_refused(text: bytes, position: int, shown: str, advice: str) -> None:
     message = f"^byte {position} of the text: {shown} is not an integer from 0 to 30; {advice}$"
     with pytest.raises(EncodingError, match=message) as caught:
-        IntegerTokenizer(31).encode_chunk(text)
+        IntegerTokenizer(num_values=31).encode_chunk(text)
     assert caught.value.position == position
 
 

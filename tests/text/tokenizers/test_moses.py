@@ -13,6 +13,7 @@ from transformer_xl.text.tokenizers.pre_tokenizer import PreTokenizer
 from transformer_xl.text.tokenizers.word import WordTokenizer
 
 PROPERTY = settings(deadline=None, max_examples=50)
+# Each entry: a text, its words, and the words joined again.
 GOLDEN: list[tuple[str, list[str], str]] = json.loads((Path(__file__).parent / "moses.json").read_text())
 MOSES = PreTokenizer("moses")
 WORDS = ["<eos>", "<unk>", "Hello", ",", "my", "dog", "23", "@,@", "000", "1", "@.@", "80", "isn", "'t"]
@@ -39,7 +40,7 @@ def test_number_punctuation_is_joined_at_the_ends_of_a_line() -> None:
 
 
 def test_encoding_and_decoding() -> None:
-    tokenizer = WordTokenizer(tuple(WORDS), None, "<eos>", "<unk>", MOSES)
+    tokenizer = WordTokenizer(tuple(WORDS), eos_token="<eos>", unk_token="<unk>", pre_tokenizer=MOSES)
     text = "Hello, my dog isn't 23,000\n1.80"
     words = "Hello , my dog isn 't 23 @,@ 000 <eos> 1 @.@ 80"
     assert [WORDS[token] for token in tokenizer.encode(text)] == words.split()

@@ -101,6 +101,8 @@ def test_last_whitespace(text: bytes) -> None:
     assert last_whitespace(text) == max((match.end() for match in re.finditer(rb"[ \n\t\r\v\f]", text)), default=0)
 
 
+# Parts at which a line may be split, and parts that change the words next to them; then other scripts, Unicode
+# whitespace and control characters.
 PARTS = [" ", "  ", "\t", "\r", ".", "a.", "U.S.", "No.", "Mr.", "5", "a", "A", "<unk>", "'", '"', ",", "-", ";"]
 PARTS += list("\u00e9\u0436\u3002\u65e5\u00a0\u3000\u2009\u201c\x1c\x85\x00\n\U0001f600\u03a3\u1680")
 
@@ -110,7 +112,7 @@ PARTS += list("\u00e9\u0436\u3002\u65e5\u00a0\u3000\u2009\u201c\x1c\x85\x00\n\U0
 @pytest.mark.parametrize("lowercase", [False, True])
 def test_splitting_text_at_a_boundary_changes_no_word(lowercase: bool, text: str, end: int) -> None:
     """The boundary is found in the first `end` bytes; the text after them does not matter."""
-    pre_tokenizer, content = PreTokenizer("punctuation", lowercase), text.encode()
+    pre_tokenizer, content = PreTokenizer("punctuation", lowercase=lowercase), text.encode()
     boundary = last_boundary(content[:end])
-    halves = [pre_tokenizer.split(half, b"|") for half in (content[:boundary], content[boundary:])]
-    assert halves[0] + halves[1] == pre_tokenizer.split(content, b"|")
+    halves = [pre_tokenizer.split(half, eos_token=b"|") for half in (content[:boundary], content[boundary:])]
+    assert halves[0] + halves[1] == pre_tokenizer.split(content, eos_token=b"|")

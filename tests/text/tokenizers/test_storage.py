@@ -27,9 +27,9 @@ TOKENIZERS: dict[str, Tokenizer] = {
     "byte": ByteTokenizer(),
     "char": CharTokenizer("e \u00e9\n"),
     "char without byte fallback": CharTokenizer("ab", byte_fallback=False),
-    "word": WordTokenizer(tuple(WORDS), np.array([7, 5, 11, 3]), "<eos>", "<unk>"),
-    "integer": IntegerTokenizer(31),
-    "bpe": train_bpe([lines_of("the caf\u00e9 the\n" * 3)], 259),
+    "word": WordTokenizer(tuple(WORDS), np.array([7, 5, 11, 3]), eos_token="<eos>", unk_token="<unk>"),
+    "integer": IntegerTokenizer(num_values=31),
+    "bpe": train_bpe([lines_of("the caf\u00e9 the\n" * 3)], vocab_size=259),
 }
 
 
@@ -39,6 +39,7 @@ def test_content_determines_the_format(tmp_path: Path) -> None:
     (tmp_path / "copy.json").write_bytes((tmp_path / "txl_tokenizer.json").read_bytes())
     (tmp_path / "gpt2").mkdir()
     (tmp_path / "gpt2" / "tokenizer.json").write_text(json.dumps(TOKENIZERS["bpe"].to_json()["tokenizer"]))
+    # a path, and the kind of tokenizer that it contains; "" is the folder itself
     for name, kind in (
         ("", "word"), ("txl_tokenizer.json", "word"), ("copy.json", "word"),
         ("gpt2", "bpe"), ("gpt2/tokenizer.json", "bpe"),
@@ -64,7 +65,10 @@ def test_missing_tokenizer_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_fingerprint_is_stable(kind: str, sha256: str) -> None:
-    """Every corpus and run stores the fingerprint, and could not be used any more if it changed."""
+    """Every corpus and run stores the fingerprint, and could not be used any more if it changed.
+
+    The expected values therefore must not be updated.
+    """
     assert fingerprint(TOKENIZERS[kind]) == sha256
 
 
@@ -90,6 +94,7 @@ def test_invalid_file_is_refused(tmp_path: Path, content: str, message: str) -> 
 
 
 @pytest.mark.parametrize(
+    # `name`: a key of TOKENIZERS. `change`: values that replace those of its JSON.
     ("name", "change", "message"),
     [
         ("word", {"words": ["a", "a", "<eos>", "<unk>"]}, r"the word 'a' twice"),

@@ -19,6 +19,7 @@ from transformer_xl.text.tokenizers.training import train_tokenizer
 from transformer_xl.text.tokenizers.word import WordTokenizer
 
 PROPERTY = settings(deadline=None, max_examples=50)
+# The word <unk> in it is encoded as the unknown token.
 TEXT = "the dog saw the cat\nThe cat saw <unk> <unk> <unk>\n<unk> dog ran"
 
 
@@ -92,6 +93,7 @@ def test_counts_equal_those_of_the_encoded_text_in_descending_order(
 
 
 @pytest.mark.parametrize(
+    # `expected`: each word of the vocabulary in the order of ids, followed by its count
     ("text", "options", "expected"),
     [
         (TEXT, {}, "<eos> 3 <unk> 4 the 2 dog 2 saw 2 cat 2 The 1 ran 1"),
@@ -121,7 +123,7 @@ def test_characters() -> None:
     assert (tokenizer.characters, tokenizer.vocab_size) == ("b\u00e9a c", 5 + 256)
     assert tokenizer.counts[:6].tolist() == [3, 3, 2, 1, 1, 0]
     assert train("zzyya", "wbb", kind="char").characters == "zybaw"
-    assert train("abba ccc", kind="char", vocab_size=258).characters == "ca"
+    assert train("abba ccc", kind="char", vocab_size=258).characters == "ca"  # 256 bytes and two characters
     frequent = train("abba ccc", kind="char", min_frequency=3)
     assert (frequent.characters, frequent.counts, frequent.vocab_size) == ("c", None, 257)
     without_bytes = train("abba ccc", kind="char", byte_fallback=False)
@@ -130,8 +132,8 @@ def test_characters() -> None:
 
 def test_other_kinds() -> None:
     assert train(b"\xff", kind="byte") == ByteTokenizer()
-    assert train("5 7\n\n11 3", "", kind="integer") == IntegerTokenizer(12)
-    assert train("5 77 no", kind="integer", vocab_size=32) == IntegerTokenizer(31)
+    assert train("5 7\n\n11 3", "", kind="integer") == IntegerTokenizer(num_values=12)  # 0 to 11
+    assert train("5 77 no", kind="integer", vocab_size=32) == IntegerTokenizer(num_values=31)
     assert train("abc abc abc\n" * 7, kind="bpe", vocab_size=257).vocab_size == 257
     assert train("\n", kind="bpe").vocab_size == 256
 
@@ -161,12 +163,13 @@ def test_processes_and_chunks_do_not_affect_the_tokenizer(
 @pytest.mark.parametrize(("kind", "chunk_size"), [("word", 5), ("word", 4096), ("char", 5), ("bpe", 5)])
 def test_invalid_text_is_refused_with_its_position(kind: str, chunk_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training, "ENCODE_CHUNK_BYTES", chunk_size)
+    # The byte 0xff follows 240 * 5 + 5 bytes.
     with pytest.raises(UserError, match=r"^text1: byte 1,205: not UTF-8 \(byte 0xff\); save the text as UTF-8, or"):
         train("fine\n", "\u00e9 x\n".encode() * 240 + b"abc\xc3\xa9\xff", kind=kind)
     with pytest.raises(UserError, match=r"^text0: byte 7: '1x' is not an integer"):
         train("5\n31 2 1x 5", kind="integer")
     monkeypatch.setattr("transformer_xl.text.tokenizers.chunking.MAX_UNSPLIT_BYTES", 4096)
-    if kind != "char":
+    if kind != "char":  # bpe splits before the space, word after it
         with pytest.raises(UserError, match=rf"^text1: byte {3 if kind == 'bpe' else 4}: no whitespace in"):
             train("a b", "abc " + "x" * 5000, kind=kind)
 

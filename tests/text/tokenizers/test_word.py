@@ -14,11 +14,12 @@ from transformer_xl.text.tokenizers.pre_tokenizer import PreTokenizer, PreTokeni
 from transformer_xl.text.tokenizers.word import WordTokenizer
 
 PROPERTY = settings(deadline=None, max_examples=50)
+# The last is a single word, since only ASCII whitespace separates words.
 WORDS = ("<eos>", "<unk>", "the", "dog", "isn", "'t", ",", "na\u00efve", "\x00\u2028x")
-TOKENIZER = WordTokenizer(WORDS, None, "<eos>", "<unk>")
-LOWERCASE = WordTokenizer(WORDS, None, "<eos>", "<unk>", PreTokenizer(lowercase=True))
-PUNCTUATION = WordTokenizer(WORDS, None, "<eos>", "<unk>", PreTokenizer("punctuation"))
-NO_SPECIAL_TOKENS = WordTokenizer(WORDS[2:], None, None, None)
+TOKENIZER = WordTokenizer(WORDS, eos_token="<eos>", unk_token="<unk>")
+LOWERCASE = WordTokenizer(WORDS, eos_token="<eos>", unk_token="<unk>", pre_tokenizer=PreTokenizer(lowercase=True))
+PUNCTUATION = WordTokenizer(WORDS, eos_token="<eos>", unk_token="<unk>", pre_tokenizer=PreTokenizer("punctuation"))
+NO_SPECIAL_TOKENS = WordTokenizer(WORDS[2:])
 
 
 def expected_ids(text: str) -> list[int]:
@@ -62,12 +63,13 @@ def test_special_tokens() -> None:
     assert (TOKENIZER.bos_token_id, TOKENIZER.unk_token_id, TOKENIZER.adds_final_newline) == (0, 1, True)
     other = NO_SPECIAL_TOKENS
     assert (other.bos_token_id, other.unk_token_id, other.adds_final_newline) == (0, None, False)
-    tokenizer = WordTokenizer(("the", "<S>", "<UNK>"), None, "<S>", "<UNK>")  # not at the front
+    tokenizer = WordTokenizer(("the", "<S>", "<UNK>"), eos_token="<S>", unk_token="<UNK>")  # not at the front
     assert tokenizer.encode("the cat\n<S>").tolist() == [0, 2, 1, 1]
     assert (tokenizer.bos_token_id, tokenizer.decode([0, 1, 0])) == (1, "the\nthe")
 
 
 @pytest.mark.parametrize(
+    # `position`: byte offset of the first unknown word. `shown`: how the message shows this word.
     ("pre_tokenizer", "text", "position", "shown"),
     [
         (PreTokenizer(), "the  dog\n na\u00efve xcat cat the cow", 17, "'xcat'"),
@@ -81,7 +83,7 @@ def test_special_tokens() -> None:
 def test_unknown_word_without_unknown_token_is_refused(
     pre_tokenizer: PreTokenizer, text: str, position: int, shown: str
 ) -> None:
-    tokenizer = WordTokenizer(WORDS[2:], None, None, None, pre_tokenizer)
+    tokenizer = WordTokenizer(WORDS[2:], pre_tokenizer=pre_tokenizer)
     with pytest.raises(EncodingError, match=f"the word {shown} is not one of the 7 .* no unknown token") as caught:
         tokenizer.encode_chunk(text.encode())
     assert caught.value.position == position
@@ -101,12 +103,13 @@ def test_words_are_counted_only_if_separated_by_whitespace() -> None:
 
 
 def test_pickle_contains_no_lookup_table() -> None:
-    tokenizer = WordTokenizer(tuple(f"word{number}" for number in range(10_007)), None, None, None)
+    tokenizer = WordTokenizer(tuple(f"word{number}" for number in range(10_007)))
     size = len(pickle.dumps(tokenizer))
     tokenizer.encode("word7")
     assert len(pickle.dumps(tokenizer)) == size < 200_000
 
 
+# `part` is repeated without whitespace, so that the text is a single long word for the rules of the pre-tokenizer
 @pytest.mark.parametrize(
     ("name", "part"), [("punctuation", "x."), ("punctuation", "a-"), ("moses", "x."), ("moses", '".'), ("moses", "1,")]
 )
