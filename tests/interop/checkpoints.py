@@ -17,13 +17,14 @@ from torch import Tensor
 from transformer_xl.model.language_model import LanguageModel
 
 FIXTURES = Path(__file__).parent / "fixtures"
+# the vocabulary of the small models: the word of each token id
 WORDS = ["<eos>", "the", ",", ".", "of", "and", "in", "<unk>", *(f"word{number}" for number in range(15))]
 
 
 def golden(name: str) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor]]:
     """Return config.json and weights of a TransfoXL model, and the outputs that transformers 4.37.2 computed with it.
 
-    golden_huggingface.py made these files.
+    golden_huggingface.py made these files; `name` is a key of its CASES.
     """
     with safe_open(FIXTURES / f"{name}.safetensors", "pt") as file:
         tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a mapping)
@@ -35,7 +36,14 @@ def golden(name: str) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Tens
 def hugging_face_folder(
     folder: Path, config: dict[str, Any], weights: dict[str, Tensor], words: list[str] | None = None
 ) -> Path:
-    """Write a model as save_pretrained of transformers does, and its vocabulary to vocab.json."""
+    """Write a model as save_pretrained of transformers does, and its vocabulary to vocab.json.
+
+    Args:
+        folder: the folder to create.
+        config: contents of config.json.
+        weights: the weights by the names of transformers.
+        words: the word of each token id, or None for the first words of WORDS.
+    """
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     save_file({name: weight.clone() for name, weight in weights.items()}, folder / "model.safetensors")
@@ -65,7 +73,7 @@ def log_probs_of(model: LanguageModel, tokens_BT: Tensor, segments: tuple[int, .
 def generate_greedily(model: LanguageModel, prompt_T: Tensor, num_tokens: int) -> Tensor:
     """Return the prompt and the `num_tokens` most likely tokens after it, each given those before, (T + num_tokens,).
 
-    Without memory the whole text is prefilled again for each token, as transformers does.
+    If the model has no memory, it reads the whole text again for each new token, as transformers does.
     """
     memory, text = model.inference_memory(1), prompt_T.tolist()
     new_BT = prompt_T[None]

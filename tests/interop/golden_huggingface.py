@@ -21,10 +21,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 FIXTURES = Path(__file__).parent / "fixtures"
+# Settings by the names of TransfoXLConfig. Cutoffs are the first token id of each tail cluster of the adaptive softmax.
 SMALL = {
     "vocab_size": 23, "cutoffs": [5, 11], "d_model": 8, "d_embed": 8, "n_head": 2, "d_head": 3, "d_inner": 7,
     "n_layer": 2, "mem_len": 9, "clamp_len": 6, "div_val": 1, "same_length": True, "untie_r": True,
 }  # fmt: skip
+# name of a fixture file, and the settings in which its model differs from SMALL
 CASES: dict[str, dict[str, Any]] = {
     "clusters": {},
     "narrow-tails": {"div_val": 2},
@@ -36,10 +38,11 @@ CASES: dict[str, dict[str, Any]] = {
     "pre-norm": {"pre_lnorm": True, "d_embed": 6, "untie_r": False},
     "without-memory": {"mem_len": 0, "same_length": False},
 }
-SEGMENTS = (7, 7, 5)  # lengths in tokens
+SEGMENTS = (7, 7, 5)  # the tokens are read in three segments of these lengths
 
 
 def make(name: str, settings: dict[str, Any]) -> None:
+    """Write fixtures/NAME.safetensors for a model with random weights and tokens."""
     package = "transformers.models.deprecated.transfo_xl"
     config = import_module(f"{package}.configuration_transfo_xl").TransfoXLConfig(**{**SMALL, **settings})
     torch.manual_seed(sum(map(ord, name)))
@@ -62,6 +65,7 @@ def make(name: str, settings: dict[str, Any]) -> None:
         expected["memory_LMBD"] = torch.stack(mems)
     model.save_pretrained("saved", safe_serialization=True)
     weights = {f"weights.{key}": value for key, value in load_file("saved/model.safetensors").items()}
+    # config.to_dict() has attributes that save_pretrained leaves out, so only the names in its config.json are kept
     saved_settings = set(json.loads(Path("saved/config.json").read_text()))
     values = {key: value for key, value in config.to_dict().items() if key in saved_settings}
     save_file({**weights, **expected}, FIXTURES / f"{name}.safetensors", metadata={"config": json.dumps(values)})

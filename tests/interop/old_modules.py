@@ -3,7 +3,8 @@
 Only what ends up in a file is as in those programs: the names of classes, modules, attributes and parameters. The
 oracle computes losses from the rules that their code follows: the first memory is empty, the scores of the tail
 clusters are stored last tail first, and `same_length` limits the number of keys of each query. In the authors' names,
-`word_emb` is the embedding, `crit` the adaptive softmax, and `r_w_bias` and `r_r_bias` are the paper's u and v.
+`word_emb` is the embedding, `crit` the adaptive softmax, `qkv_net` the joint projection to queries, keys and values,
+`r_net` that of the position encodings, and `r_w_bias` and `r_r_bias` are the paper's u and v.
 
 Shape suffixes: T tokens, S keys, D model width, N heads, H head width, E embedding width, V vocabulary.
 """
@@ -50,7 +51,7 @@ class OldConfig:
     """Length of a segment."""
     mem_len: int = 6
     nvidia: bool = False
-    """Whether the model is NVIDIA's, not the authors'."""
+    """Whether the model is NVIDIA's, whose `same_length` lets each query see one key more, instead of the authors'."""
 
 
 class MemTransformerLM(nn.Module):
@@ -142,6 +143,7 @@ def old_model(config: OldConfig, seed: int = 5) -> Any:
     _fill_softmax(config, crit, embedding, tables, projected_widths)
     names = ["n_token", "n_layer", "n_head", "d_embed", "d_model", "d_head", "tgt_len", "mem_len", "clamp_len"]
     settings = {name: getattr(config, name) for name in (*names, "same_length")}
+    # attn_type 0 is the paper's attention; sample_softmax -1 means the full softmax; ext_len is an additional context
     model = _with(
         MemTransformerLM(), **settings, ext_len=0, attn_type=0, sample_softmax=-1, drop=nn.Dropout(0.1),
         word_emb=embedding, crit=crit, layers=nn.ModuleList(_layer(config) for _ in range(config.n_layer)),
@@ -210,7 +212,7 @@ def old_nats(config: OldConfig, model: Any, tokens_T: Tensor, targets_T: Tensor)
 
 
 def _cluster(config: OldConfig, token: int) -> tuple[int, int]:
-    """Return the cluster of a token, and its index there."""
+    """Return the cluster of a token (0: the head), and the index of the token in that cluster."""
     starts = [0, *config.cutoffs]
     cluster = max(index for index, start in enumerate(starts) if token >= start)
     return cluster, token - starts[cluster]
@@ -225,7 +227,7 @@ def _embed(config: OldConfig, model: Any, token: int) -> Tensor:
 
 def _apply_layer(config: OldConfig, model: Any, layer: Any, x_TD: Tensor, x_SD: Tensor) -> Tensor:
     attention, feed_forward = layer.dec_attn, layer.pos_ff
-    max_keys = config.mem_len + (1 if config.nvidia else 0)
+    max_keys = config.mem_len + (1 if config.nvidia else 0)  # of each query, with same_length
     normed_SD = attention.layer_norm(x_SD) if config.pre_lnorm else x_SD
     heads = (config.n_head, config.d_head)
     q_SNH, k_SNH, v_SNH = (part.unflatten(-1, heads) for part in attention.qkv_net(normed_SD).chunk(3, -1))
@@ -250,10 +252,12 @@ def _apply_layer(config: OldConfig, model: Any, layer: Any, x_TD: Tensor, x_SD: 
 
 
 def _nats(config: OldConfig, model: Any, x_D: Tensor, target: int) -> Tensor:
+    """Return the loss of one target; that of a tail token adds the losses of its cluster and of the token in it."""
     cluster, row = _cluster(config, target)
     head_V = _scores(config, model, x_D, 0).log_softmax(-1)
     if cluster == 0:
         return -head_V[row]
+    # the head ends with the tails, the last one first, so tail i is at index -i
     return -(head_V[-cluster] + _scores(config, model, x_D, cluster).log_softmax(-1)[row])
 
 
@@ -282,7 +286,7 @@ def _scores(config: OldConfig, model: Any, x_D: Tensor, cluster: int) -> Tensor:
 
 
 def old_vocabulary(words: list[str], *, lower_case: bool = False) -> Vocab:
-    """Return a Vocab with these words."""
+    """Return a Vocab with these words, whose ids are their positions in the list."""
     vocabulary = Vocab()
     vocabulary.__dict__.update(
         counter=Counter(words), special=["<eos>"], min_freq=0, max_size=None, lower_case=lower_case, delimiter=None,
@@ -292,15 +296,19 @@ def old_vocabulary(words: list[str], *, lower_case: bool = False) -> Vocab:
 
 
 def old_corpus(words: list[str], **settings: Any) -> Corpus:
-    """Return a Corpus with its Vocab and the token ids of its splits, as cache.pt contains it."""
+    """Return a Corpus with its Vocab and the token ids of its splits, as the authors' file cache.pt contains it.
+
+    `settings` are those of `old_vocabulary`.
+    """
     corpus = Corpus()
     token_ids = {split: torch.arange(7) for split in ("train", "valid", "test")}
+    # wt103 is the authors' name of WikiText-103
     corpus.__dict__.update(dataset="wt103", vocab=old_vocabulary(words, **settings), **token_ids)
     return corpus
 
 
 def nvidia_checkpoint(config: OldConfig, model: Any, words: list[str]) -> dict[str, Any]:
-    """Return what NVIDIA's save_checkpoint writes."""
+    """Return the dictionary that NVIDIA's save_checkpoint writes; evaluation has segments 2 tokens shorter."""
     settings = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(config).items()}
     other_settings = {"dropout": 0.1, "dropatt": 0.2, "dtype": None, "ext_len": 0, "attn_type": 0, "sample_softmax": -1}
     optimizer = torch.optim.Adam(model.parameters())

@@ -29,7 +29,15 @@ from transformer_xl.text.tokenizers.word import WordTokenizer
 def make_run(
     path: Path, *, tokenizer: Any = None, evaluation: dict[str, Any] | None = None, **model_settings: Any
 ) -> Run:
-    """Write the run folder of a small model with clusters, and load it; settings that are None have their defaults."""
+    """Write the run folder of a small model with an adaptive softmax, and load it.
+
+    Args:
+        path: the folder to create.
+        tokenizer: tokenizer of the run, or None for a word tokenizer with WORDS.
+        evaluation: settings of evaluation.
+        model_settings: settings of the model that replace those below; None stands for the default of a setting.
+    """
+    # attend_empty_memory: queries attend to slots that are not filled yet, which are zeros, as in transformers
     small = {
         "vocab_size": 23, "n_layers": 2, "d_model": 8, "n_heads": 2, "d_head": 3, "d_ff": 7,
         "cutoffs": (5, 11), "div_val": 2, "attend_empty_memory": True, "attention_window": 9,
@@ -38,7 +46,7 @@ def make_run(
     config = run_settings({"model": model, "train": {"memory_length": 9}, "evaluation": evaluation or {}}, "test")
     torch.manual_seed(3)
     weights = build_model(config.model).state_dict()
-    RunFolder.create(path, config, tokenizer or tokenizer_from_words(WORDS, "", pre_tokenizer="moses"), weights)
+    RunFolder.create(path, config, tokenizer or tokenizer_from_words(WORDS, source="", pre_tokenizer="moses"), weights)
     return load(path, device="cpu")
 
 
@@ -86,6 +94,7 @@ def test_conversion_there_and_back_is_bit_identical(case: str, tmp_path: Path) -
     back = load_file(tmp_path / "back" / "model.safetensors")
     assert back.keys() == weights.keys()
     for name, weight in weights.items():
+        # the export computes inv_freq, the frequencies of the position encodings, anew
         assert torch.equal(back[name], weight) or name == "transformer.pos_emb.inv_freq", name
     values = json.loads((tmp_path / "back" / "config.json").read_text())
     changed = {name for name in values if name in config and values[name] != config[name]}
@@ -98,7 +107,10 @@ def test_conversion_there_and_back_is_bit_identical(case: str, tmp_path: Path) -
 
 @pytest.mark.parametrize("tied", ["all", "all_but_first", "none"])
 def test_missing_projection_is_exported_as_identity(tied: str, tmp_path: Path) -> None:
-    """The One Billion Word model does not project the cluster that is as wide as the model."""
+    """The One Billion Word model does not project the cluster whose embeddings are as wide as the model.
+
+    `tied` says in which clusters the softmax shares the embedding's projection.
+    """
     run = make_run(tmp_path / "run", project_same_width=False, tie_projections=tied)
     assert "embedding.projections.0" not in run.model.state_dict()
     convert(tmp_path / "run", tmp_path / "hub", to="huggingface")
@@ -132,8 +144,10 @@ def test_export_notes_that_transformers_attends_to_empty_memory(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("window", "evaluation", "expected", "note"),  # expected: mem_len, same_length and clamp_len
+    # window: attention_window of the model, or None for no limit; expected: mem_len, same_length and clamp_len
+    ("window", "evaluation", "expected", "note"),
     [
+        # same_length means a window of mem_len keys, so no other attention_window can be expressed
         (9, {"clamp_length": 7}, (9, True, 7), None),
         (None, {"attention_window": 9}, (9, True, 5), None),
         (9, {"attention_window": 30, "memory_length": 30}, (30, True, 5), None),
@@ -151,16 +165,18 @@ def test_evaluation_lengths_are_exported(
 
 
 @pytest.mark.parametrize(
-    ("words", "settings", "note"),
+    ("words", "settings", "note"),  # settings: the other arguments of tokenizer_from_words
     [
         (WORDS, {"pre_tokenizer": "moses", "lowercase": True}, None),
         (WORDS, {}, "does not split text as 'whitespace'"),
+        # single characters, with _ for the space, give a char tokenizer
         (["_", *"abcdefghijklmnopqrstuv"], {}, "splits text into words, .*char"),
+        # TransfoXLTokenizer splits the lines of vocab.txt at the no-break space too, so it would read "caf" twice
         (["caf\xa0e", "caf", *WORDS[2:]], {"pre_tokenizer": "moses"}, "truncated in vocab.txt"),
     ],
 )
 def test_tokenizer_is_exported(words: list[str], settings: dict[str, Any], note: str | None, tmp_path: Path) -> None:
-    make_run(tmp_path / "run", tokenizer=tokenizer_from_words(words, "test", **settings))
+    make_run(tmp_path / "run", tokenizer=tokenizer_from_words(words, source="test", **settings))
     values = exported_values(tmp_path / "run", "tokenizer_config.json", note)
     lower_case = settings.get("lowercase", False)
     assert values == {"tokenizer_class": "TransfoXLTokenizer", "lower_case": lower_case}
@@ -186,7 +202,8 @@ def test_tokenizer_config_overrides_pickled_vocabulary(lower_case: bool, tmp_pat
 
 
 def test_sharded_and_tied_weights_under_alternative_names_are_imported(tmp_path: Path) -> None:
-    """A tied weight can be stored under the name that the table of weight_names.py does not list."""
+    """A weight that two modules share can be stored under either name, also the one that weight_names.py maps only as
+    an alias."""
     config, weights, expected = golden("tied-biases")
     hugging_face_folder(tmp_path / "hub", config, weights)
     (tmp_path / "hub" / "model.safetensors").unlink()

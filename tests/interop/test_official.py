@@ -1,5 +1,5 @@
-"""model.pt of the authors' PyTorch code and NVIDIA's checkpoints: the losses equal those of a slow oracle, which
-computes them as these programs do.
+"""model.pt of the authors' PyTorch code and NVIDIA's checkpoints: the losses equal those of old_modules.py, a slow
+implementation of what these programs compute.
 
 Shape suffixes: B batch rows, T tokens, D model width.
 """
@@ -22,6 +22,7 @@ from transformer_xl.text.tokenizers import ByteTokenizer, save_tokenizer
 from transformer_xl.text.tokenizers.integer import IntegerTokenizer
 from transformer_xl.text.tokenizers.word import WordTokenizer
 
+# "shared" refers to the softmax, which can share weights and projections with the embedding
 CASES = {
     "clusters": OldConfig(same_length=True, clamp_len=4),
     "narrow tails": OldConfig(div_val=2, same_length=True),
@@ -35,6 +36,7 @@ CASES = {
 
 
 def save_official(folder: Path, model: Any, corpus: Any = None, **options: Any) -> Path:
+    """Write model.pt, and the corpus to cache.pt, as the authors' code does; `options` are those of torch.save."""
     folder.mkdir()
     with old_modules():
         torch.save(model, folder / "model.pt", **options)
@@ -66,6 +68,7 @@ def assert_same_nats(run: Path, config: OldConfig, model: Any, token_ids: list[i
     torch.testing.assert_close(torch.cat(parts), expected_T, atol=1e-10, rtol=0)
 
 
+# torch.save writes a zip archive; before torch 1.6 it wrote several pickles and the tensors one after another
 @pytest.mark.parametrize("is_archive", [True, False], ids=["archive", "stream"])
 @pytest.mark.parametrize("case", CASES)
 def test_losses_equal_those_of_the_authors_code(case: str, is_archive: bool, tmp_path: Path) -> None:
@@ -75,6 +78,7 @@ def test_losses_equal_those_of_the_authors_code(case: str, is_archive: bool, tmp
     convert(saved if is_archive else saved / "model.pt", tmp_path / "run")
     assert_same_nats(tmp_path / "run", config, model)
     run = load(tmp_path / "run", device="cpu")
+    # same_length lets each query of the authors' code attend to mem_len keys, in NVIDIA's code to mem_len + 1
     assert run.config.model.attention_window == (config.mem_len if config.same_length else None)
     assert (run.config.model.dropout, run.config.model.attention_dropout) == (0.1, 0.2)
     assert isinstance(run.tokenizer, WordTokenizer)
@@ -109,7 +113,8 @@ def test_checkpoint_without_tokenizer_needs_one(tmp_path: Path) -> None:
     saved = save_official(tmp_path / "old", model)
     with pytest.raises(UserError, match=r"no tokenizer .* 23 tokens; pass --tokenizer"):
         convert(saved, tmp_path / "run")
-    save_tokenizer(IntegerTokenizer(22), tmp_path / "txl_tokenizer.json")
+    # 22 integers and the end-of-sequence token are the 23 tokens of the model
+    save_tokenizer(IntegerTokenizer(num_values=22), tmp_path / "txl_tokenizer.json")
     convert(saved, tmp_path / "run", tokenizer=tmp_path / "txl_tokenizer.json")
     assert_same_nats(tmp_path / "run", CASES["clusters"], model)
     with pytest.raises(UserError, match="--tokenizer byte has 256 tokens, but the model has 23"):
@@ -119,12 +124,13 @@ def test_checkpoint_without_tokenizer_needs_one(tmp_path: Path) -> None:
 def test_words_that_are_byte_values_become_byte_tokenizer(tmp_path: Path) -> None:
     """The authors' enwik8 has byte values in decimal as words, the most frequent first."""
     config = CASES["no clusters"]
-    byte_values = [32, 101, 116, 97, 255, 0, *range(70, 87)]
+    byte_values = [32, 101, 116, 97, 255, 0, *range(70, 87)]  # 23 different ones, in any order
     model = old_model(config)
     convert(save_official(tmp_path / "old", model, old_corpus([str(byte) for byte in byte_values])), tmp_path / "run")
     run = load(tmp_path / "run", device="cpu")
     assert isinstance(run.tokenizer, ByteTokenizer)
-    assert_same_nats(tmp_path / "run", config, model, byte_values)
+    assert_same_nats(tmp_path / "run", config, model, token_ids=byte_values)
     with torch.no_grad():
         nats_BT = run.model.nats(run.model(torch.tensor([[32]]))[0], torch.tensor([[10]]))
-    assert 1000 < float(nats_BT) < float("inf")  # a byte that is not among the words
+    # byte 10 is not among the words, so its softmax bias makes its probability practically zero
+    assert 1000 < float(nats_BT) < float("inf")

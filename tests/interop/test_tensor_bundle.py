@@ -1,4 +1,10 @@
-"""TensorFlow's checkpoint files: read as TensorFlow wrote them, and refused in one line if they are damaged."""
+"""TensorFlow's checkpoint files: read as TensorFlow wrote them, and refused in one line if they are damaged.
+
+A checkpoint has an .index file, which describes each tensor, and a .data file with the values. The index is a sorted
+table of LevelDB: blocks of (name, value) entries, each followed by a byte for its compression and a checksum; then a
+block of metadata, a block that lists the other blocks, and a footer that points to these two. Most tests write such
+files byte by byte.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +26,7 @@ GOLDEN = Path(__file__).parent / "golden" / "tensorflow"
 
 
 def slow_crc32c(content: bytes) -> int:
-    """Compute the checksum byte by byte, with a table that is computed bit by bit from the polynomial."""
+    """Compute the checksum byte by byte, with a table that is computed bit by bit from the polynomial (0x82F63B78)."""
     table = list(range(256))
     for _ in range(8):
         table = [(entry >> 1) ^ (0x82F63B78 if entry & 1 else 0) for entry in table]
@@ -38,6 +44,7 @@ def test_checksums_of_any_length(length: int, seed: int) -> None:
 
 
 def test_checksum_with_the_maximum_number_of_lanes() -> None:
+    # crc32c splits long contents into lanes of equal length; from 2**20 bytes on it uses the maximum number, 2**14
     content = np.random.default_rng(1).integers(0, 256, 2**20 + 2**18 + 7, dtype=np.uint8)
     assert crc32c(content) == slow_crc32c(content.tobytes())
 
@@ -45,7 +52,7 @@ def test_checksum_with_the_maximum_number_of_lanes() -> None:
 @pytest.mark.parametrize("folder", sorted(GOLDEN.iterdir()), ids=lambda path: path.name)
 def test_tensors_equal_those_that_tensorflow_wrote(folder: Path) -> None:
     bundle = TensorBundle.open(folder / "model.ckpt-17")
-    sums = json.loads((folder / "expected.json").read_text())["sums"]
+    sums = json.loads((folder / "expected.json").read_text())["sums"]  # the sum of each tensor's elements, by name
     assert bundle.shapes.keys() == sums.keys()
     for name, total in sums.items():
         assert bundle.tensor(name).shape == bundle.shapes[name]
@@ -54,12 +61,13 @@ def test_tensors_equal_those_that_tensorflow_wrote(folder: Path) -> None:
 
 
 def varint(value: int) -> bytes:
+    """Encode an integer with 7 bits in each byte, the lowest first; the top bit says whether another byte follows."""
     low, rest = value & 0x7F, value >> 7
     return bytes([low | 0x80]) + varint(rest) if rest else bytes([low])
 
 
 def stored_block(content: bytes, compression: int = 0) -> bytes:
-    """Return a block, its compression byte and its checksum."""
+    """Return a block, its compression byte (0 for none) and its checksum, masked as LevelDB stores it."""
     content += bytes([compression])
     checksum = slow_crc32c(content)
     return content + struct.pack("<I", ((checksum >> 15 | checksum << 17) + 0xA282EAD8) & 0xFFFFFFFF)
@@ -78,10 +86,11 @@ def block(entries: list[tuple[bytes, bytes]]) -> bytes:
 def table(*blocks: bytes, compression: int = 0) -> bytes:
     """Return a sorted table of these blocks, the content of an .index file."""
     content, handles = b"", []
-    for number, one_block in enumerate(blocks):
+    for number, one_block in enumerate(blocks):  # a handle is the offset and the size of a block
         handles.append((bytes([number]), varint(len(content)) + varint(len(one_block))))
         content += stored_block(one_block, compression)
     metadata, index = block([]), block(handles)
+    # the handles of the last two blocks; 5 is the size of a compression byte and a checksum
     footer = b"".join(map(varint, (len(content), len(metadata), len(content) + len(metadata) + 5, len(index))))
     content += stored_block(metadata) + stored_block(index)
     return content + footer.ljust(40, b"\0") + struct.pack("<Q", 0xDB4775248B80FB57)
@@ -92,7 +101,14 @@ def table(*blocks: bytes, compression: int = 0) -> bytes:
 
 
 def entry(shape: tuple[int, ...], size: int, dtype: int = 1, more_fields: bytes = b"") -> bytes:
-    """Return the protocol-buffer message that describes a tensor."""
+    """Return the protocol-buffer message that describes a tensor at the start of the data file.
+
+    Args:
+        shape: shape of the tensor.
+        size: number of bytes.
+        dtype: TensorFlow's number of the dtype; 1 is float32.
+        more_fields: further fields, encoded.
+    """
     dims = b"".join(b"\x12" + varint(len(dim)) + dim for dim in (b"\x08" + varint(length) for length in shape))
     return b"\x08" + varint(dtype) + b"\x12" + varint(len(dims)) + dims + b"\x28" + varint(size) + more_fields
 
@@ -108,6 +124,7 @@ HEADER = (b"", b"\x08\x01")  # name and value of the first entry: there is 1 dat
 
 
 def table_with(name: bytes, value: bytes) -> bytes:
+    """Return an index with the header and one entry."""
     return table(block([HEADER, (name, value)]))
 
 
@@ -124,19 +141,20 @@ def test_table_of_several_blocks(tmp_path: Path) -> None:
     [
         (b"", "end is not that of an index"),
         (table(block([HEADER]), compression=1), "compressed block"),
-        (table_with(b"x" * 1001, b""), "too long"),
-        (table_with(b"x", b"\x08"), "integer is truncated"),
-        (table_with(b"x", b"\x08" + b"\xff" * 10), "integer is too long"),
-        (table_with(b"x", b"\x12\x07a"), "longer than its message"),
-        (table_with(b"x", b"\x0b"), "field of wire type 3"),
+        (table_with(b"x" * 1001, b""), "too long"),  # names have 1000 bytes at most
+        (table_with(b"x", b"\x08"), "integer is truncated"),  # a dtype without its value
+        (table_with(b"x", b"\x08" + b"\xff" * 10), "integer is too long"),  # more than 64 bits
+        (table_with(b"x", b"\x12\x07a"), "longer than its message"),  # a shape of 7 bytes, of which there is one
+        (table_with(b"x", b"\x0b"), "field of wire type 3"),  # field 1
         (table_with(b"x", b"\x0a\x01a"), "field has another type"),  # the dtype is text
         (table_with(b"x", b"\x10\x01"), "field has another type"),  # the shape is an integer
         (table_with(b"x", entry((1,) * 9, 4)), "9 dimensions"),
         (table_with(b"\xff", b""), "can't decode byte 0xff"),
-        (table(b"\xff" * 8), "block is shorter"),
-        (table(b""), "outside the file"),
+        (table(b"\xff" * 8), "block is shorter"),  # 2**32 - 1 positions for binary search
+        (table(b""), "outside the file"),  # a block has 4 bytes or more
+        # the first name shares 7 bytes with the name before it, which does not exist
         (table(b"\x07\x01\x00x" + struct.pack("<II", 0, 1)), "too long"),
-        (table(block([(b"", b"\x08\x01\x10\x01")])), "big-endian"),
+        (table(block([(b"", b"\x08\x01\x10\x01")])), "big-endian"),  # field 2 of the header is the byte order
     ],
 )
 def test_wrong_index_is_refused(index: bytes, message: str, tmp_path: Path) -> None:
@@ -147,13 +165,13 @@ def test_wrong_index_is_refused(index: bytes, message: str, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (entry((2,), 8, dtype=7), "dtype number 7, which is not supported"),
-        (entry((2,), 8, more_fields=b"\x3a\x00"), "slices, which is not supported"),
+        (entry((2,), 8, dtype=7), "dtype number 7, which is not supported"),  # strings
+        (entry((2,), 8, more_fields=b"\x3a\x00"), "slices, which is not supported"),  # field 7
         (entry((3,), 8), r"has 8 bytes for the shape \(3,\); copy it again"),
-        (entry((2**62, 4), 0), "has 0 bytes for the shape"),
+        (entry((2**62, 4), 0), "has 0 bytes for the shape"),  # a product that is 0 in 64 bits
         (entry((17,), 68), "ends at byte 68, but the file has 64; copy it again"),
-        (entry((16,), 64), "checksum does not match; copy it again"),
-        (entry((2,), 8, more_fields=b"\x18\x05"), r"a.data-00005-of-00001: no such file"),
+        (entry((16,), 64), "checksum does not match; copy it again"),  # `entry` writes no checksum, which means 0
+        (entry((2,), 8, more_fields=b"\x18\x05"), r"a.data-00005-of-00001: no such file"),  # field 3: data file 5
     ],
 )
 def test_wrong_tensor_is_refused(value: bytes, message: str, tmp_path: Path) -> None:
@@ -182,12 +200,14 @@ def test_every_changed_byte_is_detected(tmp_path: Path) -> None:
         shutil.copy(file, tmp_path)
     prefix, path = tmp_path / "model.ckpt-17", tmp_path / "model.ckpt-17.index"
     content, intact = path.read_bytes(), TensorBundle.open(prefix)
-    footer_without_magic_number = range(len(content) - 48, len(content) - 8)  # with padding, which nothing checks
+    # The footer has 48 bytes, the last 8 of which are a magic number. The others are not tested, because they contain
+    # padding, whose value does not matter.
+    footer_without_magic_number = range(len(content) - 48, len(content) - 8)
     for position in sorted(set(range(len(content))) - set(footer_without_magic_number)):
         path.write_bytes(content[:position] + bytes([content[position] ^ 0x41]) + content[position + 1 :])
         with pytest.raises(UserError, match="damaged"):
             TensorBundle.open(prefix)
-    for length in range(0, len(content), 7):
+    for length in range(0, len(content), 7):  # truncated
         path.write_bytes(content[:length])
         with pytest.raises(UserError, match="damaged"):
             TensorBundle.open(prefix)

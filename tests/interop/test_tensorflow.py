@@ -1,6 +1,7 @@
-"""Checkpoints of the authors' TensorFlow code: the losses that this code computes, and the vocabulary with them.
+"""Checkpoints of the authors' TensorFlow code: the losses that this code computes, and the vocabulary stored with them.
 
-golden/make_tensorflow.py made the checkpoints, with 61 tokens each.
+golden/make_tensorflow.py made the checkpoints: bytes, words and sentences are small models as for enwik8, WikiText-103
+(wt103) and One Billion Word (lm1b), and narrow has embeddings narrower than the model. Each has 61 tokens.
 
 Shape suffixes: B batch rows, T tokens, D model width.
 """
@@ -29,11 +30,13 @@ from transformer_xl.text.tokenizers.pre_tokenizer import PreTokenizer
 from transformer_xl.text.tokenizers.word import WordTokenizer
 
 GOLDEN = Path(__file__).parent / "golden" / "tensorflow"
+# sizes of these models; see COMMON in golden/make_tensorflow.py
 SIZES = {"vocab_size": 61, "n_layers": 2, "d_model": 10, "n_heads": 3, "d_head": 2, "d_ff": 11}
 WORDS = ["<eos>", "the", "<unk>", "na\u00efve", "\u4e2d", *(f"w{number}" for number in range(56))]
 
 
 def expected(name: str) -> dict[str, Any]:
+    """Return the tokens, their losses in nats, and the segment, memory and clamp lengths used to compute these."""
     return json.loads((GOLDEN / name / "expected.json").read_text())
 
 
@@ -45,7 +48,10 @@ def model_of(imported: ImportedModel) -> TransformerXL:
 
 @torch.no_grad()
 def nats_of(model: TransformerXL, values: dict[str, Any], tokens_BT: torch.Tensor) -> torch.Tensor:
-    """Return the losses with the segments, memory and keys for each query that the authors' code used."""
+    """Return the losses with the segments, memory and keys for each query that the authors' code used.
+
+    With the authors' same_length, each query attends to one key more than there are memory slots.
+    """
     limits = ContextLimits(values["memory"], attention_window=values["memory"] + 1, clamp_length=values["clamp"])
     memory = model.initial_memory(len(tokens_BT), limits)
     parts = []
@@ -58,7 +64,7 @@ def nats_of(model: TransformerXL, values: dict[str, Any], tokens_BT: torch.Tenso
 
 @pytest.mark.parametrize("name", ["bytes", "words", "sentences", "narrow"])
 def test_losses_equal_those_of_the_authors_code(name: str) -> None:
-    """The authors' code computed them in float32."""
+    """The authors' code computed them in float32, hence the tolerance."""
     imported, values = tensorflow.read(GOLDEN / name), expected(name)
     nats_BT = nats_of(model_of(imported), values, torch.tensor(values["tokens"]))
     np.testing.assert_allclose(nats_BT, values["nats"], atol=3e-6)
@@ -77,9 +83,9 @@ def test_newest_of_several_checkpoints_is_read(tmp_path: Path) -> None:
     shutil.copytree(GOLDEN / "bytes", tmp_path, dirs_exist_ok=True)
     for suffix in ("index", "data-00000-of-00001"):
         shutil.copy(GOLDEN / "words" / f"model.ckpt-17.{suffix}", tmp_path / f"model.ckpt-9.{suffix}")
-    assert tensorflow.read(tmp_path).model["cutoffs"] == ()
-    assert tensorflow.read(tmp_path / "model.ckpt-9").model["cutoffs"] == (13, 29, 40)
-    (tmp_path / "checkpoint").unlink()
+    assert tensorflow.read(tmp_path).model["cutoffs"] == ()  # those of the checkpoint `bytes`
+    assert tensorflow.read(tmp_path / "model.ckpt-9").model["cutoffs"] == (13, 29, 40)  # those of `words`
+    (tmp_path / "checkpoint").unlink()  # a text file that names the newest checkpoint
     with pytest.raises(UserError, match=r"2 checkpoints; pass one of them, such as .*model.ckpt-9"):
         tensorflow.read(tmp_path)
 
@@ -94,14 +100,22 @@ def test_other_files_are_not_recognized(tmp_path: Path) -> None:
 
 
 def with_corpus(folder: Path, name: str, dataset: str, words: list[str], *, lower_case: bool = False) -> Path:
-    """Write a checkpoint with its corpus, as the authors' published archives contain them."""
+    """Write a checkpoint with its corpus, as the authors' published archives contain them.
+
+    Args:
+        folder: the folder to create.
+        name: name of the checkpoint in golden/tensorflow.
+        dataset: the authors' name of the data set.
+        words: the words of the vocabulary, in the order of their ids.
+        lower_case: whether the vocabulary lowercases text.
+    """
     shutil.copytree(GOLDEN / name, folder / "model")
     (folder / "data").mkdir()
     (folder / "data" / "corpus-info.json").write_text(json.dumps({"vocab_size": 61, "dataset": dataset}))
     corpus = old_corpus(words, lower_case=lower_case)
     corpus.__dict__.update(train=np.arange(200), valid=np.arange(7), test=np.arange(7))
     with old_modules():
-        content = pickle.dumps(corpus, 2)
+        content = pickle.dumps(corpus, 2)  # the newest protocol of Python 2
     # the authors' TensorFlow code has the class in another module
     (folder / "data" / "cache.pkl").write_bytes(content.replace(b"cutils.vocabulary\n", b"cvocabulary\n"))
     return folder
@@ -118,6 +132,7 @@ def test_tokenizer_is_read_from_the_corpus(tmp_path: Path) -> None:
     assert tokenizer.words == tuple(WORDS)
     assert (tokenizer.eos_token, tokenizer.unk_token) == ("<eos>", "<unk>")
     assert tokenizer.pre_tokenizer == PreTokenizer()
+    # "cat" is not a word of the vocabulary, so it becomes <unk> (2); the newline becomes <eos> (0)
     assert tokenizer.encode("the na\u00efve \u4e2d cat\n").tolist() == [1, 3, 4, 2, 0]
     words = ["<UNK>", "<S>", "the", *WORDS[3:]]
     tokenizer = read_word_tokenizer(with_corpus(tmp_path / "lm1b", "sentences", "lm1b", words, lower_case=True))
@@ -132,8 +147,10 @@ def test_lengths_and_dropout_of_published_model_come_from_its_recipe(
     unpublished = tensorflow.read(folder)
     assert (unpublished.train, unpublished.evaluation) == ({}, {})
     assert "do not contain the segment, memory and clamp lengths" in unpublished.notes[-1]
+    # the authors' enwik8 has no newlines
     notes = tensorflow.read(with_corpus(tmp_path / "enwik8", "bytes", "enwik8", WORDS)).notes
     assert "removed all newlines" in notes[0]
+    # with the sizes of the small checkpoint in the recipe, the checkpoint counts as the published model of that recipe
     recipe = load_recipe("wikitext-103-large")
     small = recipe.model_copy(update={"model": {**recipe.model, **SIZES}})
     monkeypatch.setattr(tensorflow, "load_recipe", {"wikitext-103-large": small}.__getitem__)
@@ -179,7 +196,8 @@ OTHER_MODELS: list[tuple[Change, str]] = [
     ({"adaptive_embed/cutoff_1/lookup_table": (0, 5)}, r"lookup_table' has the unexpected shape \(0, 5\)"),
     ({"adaptive_embed/cutoff_1/lookup_table": (16, 11)}, "model.div_val: Input should be greater than 0"),
 ]
-"""Variables with another shape than in the checkpoint `words`, or None to remove them; and the error."""
+"""Variables (without the prefix `transformer/`) with a shape that differs from that in the checkpoint `words`, or None
+to remove them; and the error."""
 
 
 @pytest.mark.parametrize(("changes", "message"), OTHER_MODELS)

@@ -65,23 +65,25 @@ def check_words(file: Path) -> None:
     assert isinstance(tokenizer, WordTokenizer)
     assert list(tokenizer.words) == WORDS
     assert (tokenizer.eos_token, tokenizer.unk_token) == ("<eos>", "<unk>")
-    assert tokenizer.encode("the zebra pear\n").tolist() == [5, 1, 3, 0]
+    assert tokenizer.encode("the zebra pear\n").tolist() == [5, 1, 3, 0]  # pear is unknown; a newline is <eos>
 
 
 def test_words_of_a_tokenizer_are_those_it_was_created_from() -> None:
-    assert words_of(tokenizer_from_words(WORDS, "x")) == tuple(WORDS)
-    characters = tokenizer_from_words(["_", "e", "t"], "x")
+    """Single characters with `_` for the space, as in text8, make a char tokenizer; without `_` they are words."""
+    assert words_of(tokenizer_from_words(WORDS, source="x")) == tuple(WORDS)
+    characters = tokenizer_from_words(["_", "e", "t"], source="x")
     assert isinstance(characters, CharTokenizer)
     assert characters.characters == " et"
     assert words_of(characters) == ("_", "e", "t")
-    assert words_of(ByteTokenizer()) is None
-    assert isinstance(tokenizer_from_words(["a", "e", "t"], "x"), WordTokenizer)
+    assert words_of(ByteTokenizer()) is None  # it has no words
+    assert isinstance(tokenizer_from_words(["a", "e", "t"], source="x"), WordTokenizer)
 
 
 @pytest.mark.parametrize("words", [[], [1, 2], ["a", "a"], ["a b"], [""], ["_", "a", "a"], ["_", " "]])
 def test_invalid_words_are_refused(words: list[Any]) -> None:
+    """Words that are not text, occur twice, are empty or contain a space; `_` and a space would both be the space."""
     with pytest.raises(UserError, match=r"^some.json: .*get it again"):
-        tokenizer_from_words(words, "some.json")
+        tokenizer_from_words(words, source="some.json")
 
 
 @pytest.mark.parametrize(
@@ -96,7 +98,9 @@ def test_invalid_words_are_refused(words: list[Any]) -> None:
 def test_decimal_byte_values_without_cutoffs_become_bytes(
     words: list[str], cutoffs: tuple[int, ...], is_converted: bool
 ) -> None:
-    table, tokenizer = torch.randn(3, 2), tokenizer_from_words(words, "x")
+    """A vocabulary of byte values (0 to 255) in decimal, as the authors' for enwik8, becomes a byte tokenizer, and the
+    embedding of each word moves to the row of its byte."""
+    table, tokenizer = torch.randn(3, 2), tokenizer_from_words(words, source="x")
     model = {"vocab_size": 3, "cutoffs": cutoffs}
     imported = ImportedModel(model, train={}, evaluation={}, weights={"embedding.tables.0": table}, tokenizer=tokenizer)
     converted = bytes_from_decimal_words(imported)

@@ -1,5 +1,8 @@
-"""Files of torch.save, as zip archives and as the stream of older versions: the saved tensors,
-memory-mapped, and no access beyond the file.
+"""Files of torch.save are read without unpickling: the tensors equal the saved ones, are mapped into memory, and never
+reach beyond the file.
+
+torch.save writes a zip archive; before version 1.6 it wrote a stream of five pickles (a magic number, the version, the
+system, the value, the keys of the storages), followed by the storages, the elements of the tensors.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ def saved(path: Path, value: Any, *, is_archive: bool = True) -> Path:
 
 
 def opened(path: Path) -> TorchFile:
+    """Open a file whose pickle may name no classes besides those of tensors."""
     return TorchFile(path, lambda _: False)
 
 
@@ -61,6 +65,7 @@ def test_writing_to_a_tensor_does_not_change_the_file(tmp_path: Path) -> None:
     assert path.read_bytes() == before
 
 
+# changes to a tensor of 6 elements with offset 0, size (2, 3) and stride (3, 1)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -85,10 +90,10 @@ def test_storage_keys_that_are_not_strings_are_refused(tmp_path: Path) -> None:
     path = saved(tmp_path / "a.pt", torch.zeros(3), is_archive=False)
     content = path.read_bytes()
     stream = io.BytesIO(content)
-    for _ in range(3):
+    for _ in range(3):  # the pickles before that of the value
         pickle.load(stream)
     (key,) = re.findall(rb"\d{6,}", content[stream.tell() :])[:1]  # key of the only storage, a number
-    keys = pickle.dumps([key.decode()], 2)
+    keys = pickle.dumps([key.decode()], 2)  # the last pickle
     assert keys in content
     path.write_bytes(content.replace(keys, pickle.dumps([[]], 2)))
     with pytest.raises(UserError, match=r"is damaged \(its list of storages is wrong\)"):
@@ -96,6 +101,7 @@ def test_storage_keys_that_are_not_strings_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    # change: returns the new content of a member, or None to remove it; compression: that of the new archive
     ("change", "compression", "message"),
     [
         (lambda name, content: content, zipfile.ZIP_DEFLATED, "is not stored as torch.save does"),

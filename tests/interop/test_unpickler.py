@@ -25,6 +25,12 @@ from transformer_xl.interop.tokenizers import CORPUS_CLASSES, HUGGING_FACE_CLASS
 from transformer_xl.interop.torch_file import TENSOR_NAMES
 from transformer_xl.interop.unpickler import OPCODES, GlobalName, PickledObject, read_pickle
 
+# Pickles that Python itself would not write are given as opcodes with their arguments (see pickletools). Those that
+# occur most: N I S M U X push a value, c and \x93 a class or function by its name, ( a MARK, and ) ] } an empty tuple,
+# list and dictionary; t l d make such a container of all values after the MARK, \x85 and \x86 a tuple of one or two
+# values; a s u add items; R calls and b sets attributes; q r save to the memo and h reads it; 0 pops and 2 duplicates;
+# P Q ask for a value stored outside the pickle; \x80 gives the protocol, and . ends the pickle.
+
 PLAIN: dict[str, Any] = {
     "texts": ["", "caf\u00e9", "\U0001f600 \\ \n ' \"", "x" * 300, "\udc80"],
     "numbers": [0, -1, 255, 256, 65535, 65536, -(2**31), 2**31, 2**70, -(2**70), 1.5, -0.0, 1e300, True, False, None],
@@ -35,7 +41,7 @@ PLAIN: dict[str, Any] = {
     "counter": Counter("abracadabra"),
     "defaultdict": defaultdict(list, {"a": [1]}),
 }
-PLAIN["same object"] = PLAIN["tuples"]
+PLAIN["same object"] = PLAIN["tuples"]  # pickled as a reference
 DAMAGED = r"^some.pkl is damaged, or not a pickle \(at byte"
 
 
@@ -48,20 +54,20 @@ def allow_everything(_: str) -> bool:
 
 
 def read(content: bytes, is_allowed: Any = allow_nothing) -> Any:
+    """Read a pickle that may name the classes for which `is_allowed` returns true."""
     return read_pickle(io.BytesIO(content), is_allowed, "some.pkl")
 
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
 def test_plain_values_equal_those_of_pickle(protocol: int) -> None:
-    values = {name: value for name, value in PLAIN.items() if protocol > 0 or name != "defaultdict"}
-    result = read(pickle.dumps(values, protocol))
-    assert result == values
+    result = read(pickle.dumps(PLAIN, protocol))
+    assert result == PLAIN
     assert result["same object"] is result["tuples"]
     assert list(result["ordered"]) == ["b", "a"]
-    assert [type(number) for number in result["numbers"]] == [type(number) for number in values["numbers"]]
+    assert [type(number) for number in result["numbers"]] == [type(number) for number in PLAIN["numbers"]]
     python_pickler = pickle._Pickler(buffer := io.BytesIO(), protocol)  # writes no frames, unlike the one in C
-    python_pickler.dump(values)
-    assert read(buffer.getvalue()) == values
+    python_pickler.dump(PLAIN)
+    assert read(buffer.getvalue()) == PLAIN
 
 
 def test_all_opcodes_are_supported_except_those_that_reach_outside() -> None:
@@ -71,6 +77,7 @@ def test_all_opcodes_are_supported_except_those_that_reach_outside() -> None:
 
 
 def test_pickles_of_python_2() -> None:
+    """Strings of Python 2 are text if their bytes are UTF-8, else bytes; objects of old-style and new-style classes."""
     assert read(b"(dp0\nS'word'\np1\nI7\nsS'cafe'\nL12L\ns.") == {"word": 7, "cafe": 12}
     strings = read(b"\x80\x02}q\x00(U\x05caf\xc3\xa9q\x01K\x07T\x02\x00\x00\x00\xff\xfeK\x08u.")
     assert strings == {"caf\u00e9": 7, b"\xff\xfe": 8}
@@ -137,13 +144,14 @@ def test_no_reader_allows_other_names_of_known_modules(name: str) -> None:
 
 def test_nothing_is_imported_and_no_class_is_changed() -> None:
     modules = set(sys.modules)
+    # importing `antigravity` of the standard library would open a web browser
     assert isinstance(read(b"cantigravity\nfly\n)R(dS'x'\nI1\nsb.", allow_everything), PickledObject)
     assert set(sys.modules) == modules
     for content in (
         b"ccollections\nOrderedDict\n(N}S'get'\nI1\nstb.",  # sets an attribute of a class
         b"ccollections\nCounter\n}S'update'\nI1\nsb.",
-        b"ccollections\nOrderedDict\nI1\na.",
-        b"S'text'\n}S'a'\nI1\nsb.",
+        b"ccollections\nOrderedDict\nI1\na.",  # appends to a class
+        b"S'text'\n}S'a'\nI1\nsb.",  # sets an attribute of a string
         b"I5\n)R.",  # calls a number
         b"}(I1\nI2\nu)\x81.",  # creates an object of a dictionary
     ):
@@ -153,6 +161,7 @@ def test_nothing_is_imported_and_no_class_is_changed() -> None:
 
 
 def test_value_outside_the_pickle_is_requested_by_its_id() -> None:
+    """Such an id is passed to `persistent_load`, in this test a function that returns it in a list."""
     for content, persistent_id in ((b"P12\n.", "12"), (b"\x80\x02(X\x01\x00\x00\x00a\x4b\x01tQ.", ("a", 1))):
         assert read_pickle(io.BytesIO(content), allow_nothing, "some.pkl", lambda value: [value]) == [persistent_id]
         with pytest.raises(UserError, match=DAMAGED):
@@ -182,10 +191,13 @@ MEMORY_BOMBS = {
     "frame": b"\x80\x04\x95" + struct.pack("<Q", 2**62) + b"N.",
     "integer of declared length": b"\x80\x02\x8b" + struct.pack("<i", 2**30) + b"\x01.",
     "negative length": b"\x80\x02\x8b" + struct.pack("<i", -5) + b"\x01.",
+    # 16,000 bits
     "long integer": b"\x80\x02\x8b" + struct.pack("<i", 2000) + b"\x01" * 2000 + b".",
     "digits": b"I" + b"9" * 100_000 + b"\n.",
+    # a Counter made 5000 times from one dictionary of 5000 items
     "copies": b"\x80\x02}q\x00(" + b"".join(b"M" + struct.pack("<H", number) + b"N" for number in range(5000))
     + b"uccollections\nCounter\nq\x010" + b"h\x01h\x00\x85R" * 5000 + b".",
+    # one text of 20,000 characters, encoded 5000 times
     "encodings": b"\x80\x02X" + struct.pack("<I", 20_000) + b"a" * 20_000 + b"q\x00c_codecs\nencode\nq\x010"
     + b"h\x01h\x00X\x06\x00\x00\x00latin1\x86R" * 5000 + b".",
 }  # fmt: skip
@@ -195,16 +207,17 @@ MEMORY_BOMBS = {
 def test_small_file_cannot_fill_the_memory(name: str) -> None:
     tracemalloc.start()
     try:
-        if name in ("memo", "frame"):
+        if name in ("memo", "frame"):  # harmless: the memo is a dictionary, and the length of a frame is not used
             assert read(MEMORY_BOMBS[name]) is None
         else:
             with pytest.raises(UserError, match=DAMAGED):
                 read(MEMORY_BOMBS[name])
-        assert tracemalloc.get_traced_memory()[1] < 20_000_000
+        assert tracemalloc.get_traced_memory()[1] < 20_000_000  # peak, in bytes
     finally:
         tracemalloc.stop()
 
 
+# pickles of a dictionary with one key, or of a call that would make such a dictionary
 HARMFUL_KEYS = {
     "nested tuples": b"})" + b"\x85" * 200_000 + b"Ns.",
     "tuple of two references to the tuple before, 60 times": b"})" + b"2\x86" * 60 + b"Ns.",
@@ -239,6 +252,7 @@ def test_keys_that_cannot_be_hashed_safely_are_refused() -> None:
 
 def test_number_of_objects_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unpickler, "_MAX_OBJECTS", 100)
+    # a list of 100 results of a.b()
     assert len(read(b"(" + b"ca\nb\n)R" * 100 + b"l.", allow_everything)) == 100
     with pytest.raises(UserError, match=DAMAGED):
         read(b"(" + b"ca\nb\n)R" * 101 + b"l.", allow_everything)

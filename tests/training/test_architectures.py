@@ -1,4 +1,9 @@
-"""Training and generation with the paper's other transformers, which have auxiliary losses or no memory."""
+"""Training and generation with the paper's other transformers, which have no memory and can have auxiliary losses.
+
+`vaswani` has sinusoidal absolute positions (Vaswani et al. 2017), `al-rfou` learned ones (Al-Rfou et al. 2018). Of the
+auxiliary losses of Al-Rfou et al., `intermediate_layer_losses` lets every layer predict the next token, and with
+`num_targets` 2 each position also predicts the token after the next.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +23,7 @@ def test_auxiliary_losses_train_but_are_not_in_the_metrics(tmp_path: Path) -> No
     auxiliary = {"intermediate_layer_losses": True, "num_targets": 2}
     without = start(tmp_path / "without", corpus, model=model, max_steps=3, warmup_steps=0)
     trainer = start(tmp_path / "with", corpus, model={**model, **auxiliary}, max_steps=3, warmup_steps=0)
+    # equal weights, except those of the auxiliary losses
     trainer.model.load_state_dict({**trainer.model.state_dict(), **without.model.state_dict()})
     trainer.run()
     without.run()
@@ -26,12 +32,12 @@ def test_auxiliary_losses_train_but_are_not_in_the_metrics(tmp_path: Path) -> No
 
 
 def test_intermediate_layer_losses_stop_with_the_progress_of_training(tmp_path: Path) -> None:
-    """With two layers, the first predicts in the first quarter of training; then the weights of its head stay
-    the same."""
+    """With two layers, the first predicts in the first quarter of training (2 of 8 steps); then the weights with which
+    it predicts stay the same."""
     corpus = letters_corpus(tmp_path / "corpus", num_train=70, num_valid=0)
     model = {"architecture": "al-rfou", "intermediate_layer_losses": True}
     trainer = start(tmp_path / "run", corpus, model=model, max_steps=8, warmup_steps=0, beta1=0.0)
-    weight = dict(trainer.model.named_parameters())["next_heads.1.weight"]
+    weight = dict(trainer.model.named_parameters())["next_heads.1.weight"]  # of the predictions of the first layer
     changed = []
     for step in range(1, 6):
         before = weight.detach().clone()
@@ -52,6 +58,7 @@ def test_generation_without_memory_uses_the_last_segment(tmp_path: Path, archite
     generated = generate(run, prompt, max_new_tokens=9, greedy=True)
 
     def expected_tokens(context: int) -> list[int]:
+        """Return the most likely tokens, each predicted from the last `context` tokens."""
         tokens = list(prompt.encode())
         with torch.no_grad():
             for _ in range(9):

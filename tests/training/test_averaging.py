@@ -39,11 +39,14 @@ def averaged_weights(model: Any, average: WeightAverage) -> Tensor:
 @pytest.mark.parametrize("start_step", [0, 3, 10])
 @pytest.mark.parametrize("decay", [None, 0.0, 0.9, 0.999])
 def test_average_equals_the_weighted_mean(make_model, start_step: int, decay: float | None) -> None:
-    """A decay of None stands for the uniform average, which equals an exponential one with a decay of 1."""
+    """A decay of None stands for the uniform average, which equals an exponential one with a decay of 1.
+
+    The average of n steps weights the step k steps ago by decay^k, and divides by the sum of these factors.
+    """
     kind = {"weight_average": "uniform"} if decay is None else {"weight_average": "ema", "ema_decay": decay}
     model = make_model()
     average = WeightAverage(model, TrainConfig(**kind, average_start_step=start_step))
-    weights = change_weights(model, average, 11)[start_step:]
+    weights = change_weights(model, average, steps=11)[start_step:]
     factors = (1.0 if decay is None else decay) ** torch.arange(len(weights) - 1, -1, -1, dtype=torch.float64)
     expected = (factors[:, None] * weights).sum(0) / factors.sum()
     torch.testing.assert_close(averaged_weights(model, average), expected, rtol=0, atol=1e-12)
@@ -52,7 +55,7 @@ def test_average_equals_the_weighted_mean(make_model, start_step: int, decay: fl
 def test_average_is_the_current_weights_before_its_start_step(make_model) -> None:
     model = make_model()
     average = WeightAverage(model, TrainConfig(weight_average="uniform", average_start_step=5))
-    weights = change_weights(model, average, 5)
+    weights = change_weights(model, average, steps=5)
     assert torch.equal(averaged_weights(model, average), weights[-1])
 
 
@@ -75,7 +78,7 @@ def test_weights_are_restored_bit_for_bit(make_model) -> None:
 def test_average_continues_after_loading_its_tensors(make_model) -> None:
     model, config = make_model(), TrainConfig(weight_average="uniform")
     average = WeightAverage(model, config)
-    change_weights(model, average, 5)
+    change_weights(model, average, steps=5)
     again = WeightAverage(model, config)
     again.load_tensors({name: tensor.clone() for name, tensor in average.tensors().items()})
     with torch.no_grad():
@@ -94,6 +97,7 @@ AVERAGES = [{"weight_average": "uniform", "average_start_step": 3}, {"weight_ave
 
 @pytest.mark.parametrize("settings", AVERAGES)
 def test_average_is_validated_and_saved(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """The loss of validation is that of the averaged weights, which are saved as the best; the last ones stay apart."""
     corpus = letters_corpus(tmp_path / "corpus")
     without = start(tmp_path / "without", corpus, eval_interval=5)
     without.run()
@@ -101,10 +105,10 @@ def test_average_is_validated_and_saved(tmp_path: Path, settings: dict[str, Any]
     trainer.run()
     assert torch.equal(weights_of(trainer.model), weights_of(without.model))  # training is unchanged
     last, best = trainer.folder.metrics()[-1], trainer.folder.load_model(CPU, "best")
-    assert (last["split"], last["step"]) == ("valid", 17)
+    assert (last["split"], last["step"]) == ("valid", 17)  # 17 is max_steps
     assert last["nats_per_token"] == trainer.state.best_nats
     tokens = corpus.split("valid").tokens
-    expected = validation_nats(best, tokens) / 41  # the number of tokens
+    expected = validation_nats(best, tokens) / 41  # the number of tokens of the text
     assert last["nats_per_token"] == pytest.approx(expected, rel=1e-6)
     assert trainer.weight_average is not None
     assert torch.equal(averaged_weights(trainer.model, trainer.weight_average), weights_of(best))

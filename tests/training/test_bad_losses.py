@@ -1,4 +1,7 @@
-"""Losses that are not finite stop training with advice, and without a checkpoint of the broken weights."""
+"""Losses that are not finite stop training with advice, and without a checkpoint of the broken weights.
+
+Shape suffixes: B batch rows, T tokens of a segment, D model width.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,7 @@ def inf(losses_BT: Tensor) -> Tensor:
 
 
 def infinite_gradient(losses_BT: Tensor) -> Tensor:
+    """Return finite losses with an infinite gradient, that of a square root at 0."""
     return (losses_BT - losses_BT.detach()).sqrt() + 1
 
 
@@ -38,12 +42,13 @@ def change_losses(trainer: Trainer, step: int, change: Callable[[Tensor], Tensor
 
 
 @pytest.mark.parametrize(
+    # the step whose losses are changed, and the step of the last checkpoint before it (there is one every 4 steps)
     ("change", "cause", "step", "checkpoint_step"),
     [
         (nan, "loss became nan", 1, 0),
         (nan, "loss became nan", 4, 0),  # where a checkpoint is due, which must not be written
         (infinite_gradient, "gradient norm became (nan|inf)", 5, 4),
-        (inf, "loss became inf", 17, 16),
+        (inf, "loss became inf", 17, 16),  # the last step
     ],
 )
 def test_training_stops_at_a_non_finite_loss(
@@ -58,7 +63,7 @@ def test_training_stops_at_a_non_finite_loss(
     assert trainer.folder.checkpoints()[-1].name == f"step-{checkpoint_step:08}"
     assert all(torch.isfinite(weight).all() for weight in trainer.folder.load_model(CPU, "last").parameters())
     assert [line["step"] for line in trainer.folder.metrics()] == [*range(1, step)]
-    trainer = reopened(trainer)
+    trainer = reopened(trainer)  # with the model's own losses
     assert trainer.state.step == checkpoint_step
     assert trainer.run()
 
@@ -66,6 +71,7 @@ def test_training_stops_at_a_non_finite_loss(
 def test_training_stops_after_a_too_large_learning_rate(tmp_path: Path) -> None:
     corpus = letters_corpus(tmp_path / "corpus")
     trainer = start(tmp_path / "run", corpus, learning_rate=1e30, warmup_steps=0)
+    # the first step makes the weights huge
     with pytest.raises(UserError, match=r"became (nan|inf) at step 2; .*step-00000000"):
         trainer.run()
     trainer.folder.load_model(CPU, "last")

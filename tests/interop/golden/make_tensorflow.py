@@ -20,6 +20,7 @@ import tensorflow.compat.v1 as tf
 
 GOLDEN = Path(__file__).parent / "tensorflow"
 SEGMENT_LENGTH, BATCH_SIZE, MEMORY_LENGTH, NUM_SEGMENTS = 5, 3, 7, 4
+# Settings by the names of the authors' code. Cutoffs are the token ids at which the vocabulary is split into clusters.
 COMMON = {"n_token": 61, "n_layer": 2, "n_head": 3, "d_head": 2, "d_inner": 11, "clamp_len": 6, "d_model": 10}
 # the model's variants: as for enwik8, WikiText-103 and One Billion Word, and with embeddings narrower than the model
 MODELS = {
@@ -78,6 +79,7 @@ def make(name, settings, folder):
     inputs, targets = (tf.placeholder(tf.int32, [SEGMENT_LENGTH, BATCH_SIZE]) for _ in range(2))
     memory_shape = [MEMORY_LENGTH, BATCH_SIZE, settings["d_model"]]
     memory = [tf.placeholder(tf.float32, memory_shape) for _ in range(settings["n_layer"])]
+    # same_length: each query attends to MEMORY_LENGTH + 1 keys; the variables get random values below
     losses, new_memory = model.transformer(
         inputs, targets, memory, dropout=0.0, dropatt=0.0, initializer=tf.zeros_initializer(), is_training=False,
         mem_len=MEMORY_LENGTH, same_length=True, use_tpu=False, **settings,
@@ -93,7 +95,7 @@ def make(name, settings, folder):
     with tf.Session() as session:
         session.run(tf.global_variables_initializer())
         for variable in variables:
-            mean = 1.0 if variable.name.endswith("gamma:0") else 0.0
+            mean = 1.0 if variable.name.endswith("gamma:0") else 0.0  # gamma: the scale of a LayerNorm
             std = 0.02 if "lookup_table" in variable.name else 0.3
             variable.load(generator.normal(mean, std, variable.shape.as_list()).astype(np.float32), session)
         state = [np.zeros(memory_shape, np.float32) for _ in memory]
@@ -105,6 +107,7 @@ def make(name, settings, folder):
         (GOLDEN / name).mkdir(parents=True, exist_ok=True)
         saver = tf.train.Saver(save_relative_paths=True)
         saver.save(session, str(GOLDEN / name / "model.ckpt"), global_step=17, write_meta_graph=False)
+        # the sum of the elements of each variable, for the test that reads the files
         sums = {v.op.name: float(np.sum(session.run(v), dtype=np.float64)) for v in tf.global_variables()}
     expected = {
         "tokens": tokens.T.tolist(), "nats": np.concatenate(nats).T.astype(np.float64).tolist(), "sums": sums,
