@@ -1,4 +1,11 @@
-"""In every epoch each token is a target once, for any segment warm-up."""
+"""In every epoch each token is a target once, for any segment warm-up.
+
+The segment warm-up (`initial_segment_length`, `segment_warmup_steps`) splits the first segments into parts, whose
+length doubles in stages; each part is one step. With `loss: half`, only the second half of its targets is in the loss.
+`rows` are batch rows.
+
+Shape suffixes: B batch rows, T tokens of a segment or part.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +35,7 @@ def batches_of(dataset: TokenDataset, config: TrainConfig, *, epochs: int) -> li
 
 
 def make_dataset(num_tokens: int, rows: int, segment_length: int, *, shuffled: bool = False) -> TokenDataset:
+    """Return a text of the tokens 1, 2, 3, ...; if shuffled, in documents of 3 tokens. Token 0 precedes the text."""
     tokens = np.arange(1, num_tokens + 1, dtype=np.uint32)
     sizes = {"batch_size": rows, "segment_length": segment_length, "bos_token_id": 0}
     if not shuffled:
@@ -49,8 +57,8 @@ def test_every_token_is_a_target_once_per_epoch(
     *, shuffled: bool, num_tokens: int, rows: int, initial_length: int, doublings: int, warmup: int, loss: Any
 ) -> None:
     """With `loss: half`, a step is omitted at the end of an epoch if all rows end in the first half of its tokens."""
-    length = initial_length * 2**doublings
-    if loss == "half" and num_tokens < rows * length:  # refused before training
+    length = initial_length * 2**doublings  # of a full segment
+    if loss == "half" and num_tokens < rows * length:  # a text too short for one full segment is refused earlier
         return
     config = TrainConfig(
         segment_length=length,
@@ -73,7 +81,8 @@ def test_every_token_is_a_target_once_per_epoch(
 
 
 def test_lengths_double_between_segments() -> None:
-    """Stages of 5 steps; all parts of a segment have the length of its first part."""
+    """Stages of 5 steps; all parts of a segment have the length of its first part, so the first stage has 8 steps: two
+    segments of four parts. The memory length is halved as often as the segment length."""
     config = TrainConfig(
         segment_length=8, memory_length=12, batch_size=2, initial_segment_length=2, segment_warmup_steps=10
     )
@@ -98,7 +107,8 @@ def test_half_loss_skips_a_short_last_segment() -> None:
         actual = batches_of(make_dataset(number, 2, 8), config, epochs=2)
         positions = [(position.segment.epoch, position.segment.segment_index) for position, _ in actual]
         assert positions == [(epoch, segment) for epoch in range(2) for segment in range(segments)]
-    # after a change of batch size, a resumed run can be at such a segment; it continues with the next epoch
+    # after a change of batch size, a resumed run can be at a segment without targets in the loss; it then reads the
+    # first segment of the next epoch, which is the only one of that epoch
     batch = read_batch(
         make_dataset(21, 2, 8), BatchPosition(step=5, segment=DatasetPosition(segment_index=1)), config, SINGLE_PROCESS
     )
@@ -107,9 +117,14 @@ def test_half_loss_skips_a_short_last_segment() -> None:
 
 
 def test_processes_skip_the_same_segments() -> None:
-    """Rows of 8 and 9 tokens in segments of 8: in the second segment, only the other process has a target."""
+    """Rows of 8 and 9 tokens in segments of 8: in the second segment, only the other process has a target.
+
+    This process must not skip that segment.
+    """
 
     class OtherHasTargets(DistributedContext):
+        """Communication with another process that has targets left."""
+
         def any(self, flag: bool) -> bool:
             assert not flag
             return True

@@ -32,10 +32,13 @@ from transformer_xl.text.token_store import Corpus
 from transformer_xl.text.tokenizers import ByteTokenizer
 from transformer_xl.training.trainer import Trainer
 
+# 23 steps are no multiple of the intervals, so that training does not end with a regular validation or checkpoint
 INTERVALS = {"max_steps": 23, "log_interval": 5, "eval_interval": 6, "checkpoint_interval": 4}
+# segment warm-up: a segment of 8 tokens that begins in steps 0 to 5 is split into parts of 2, in steps 6 to 11 of 4
 WARMUP = {"segment_length": 8, "memory_length": 12, "initial_segment_length": 2, "segment_warmup_steps": 12}
-# Settings of the model and of training. The tests stop them inside segments that are split into parts, between stages
-# of the segment warm-up, before an average starts, and while auxiliary losses are on (a quarter of training).
+# Settings of the model and of training that differ from MODEL and TRAIN. The tests stop these runs inside segments that
+# are split into parts, between stages of the segment warm-up, before an average starts, and while auxiliary losses are
+# on (a quarter of training).
 VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "base": ({"attention_dropout": 0.1}, {}),
     "no validation text": ({}, {}),
@@ -65,7 +68,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def make_documents_corpus(path: Path, *, valid: bool = True) -> Corpus:
-    """Write 127 tokens in 5 documents.
+    """Write a corpus of 127 training tokens in 5 documents; validation text of 41 tokens only if `valid`.
 
     An epoch of 3 rows has 7 segments of 7 tokens; in the last, one row has one token and the others have none.
     """
@@ -129,7 +132,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory):
 def test_resumed_run_equals_uninterrupted(tmp_path: Path, uninterrupted, variant: str) -> None:
     corpus, expected = uninterrupted(variant)
     trainer = start_variant(tmp_path / "run", corpus, variant)
-    for step in (3, 7, 13):
+    for step in (3, 7, 13):  # stopped and reopened after each of these steps
         train_until(trainer, step)
         trainer = reopened(trainer)
         assert trainer.state.step == step
@@ -149,7 +152,7 @@ def test_run_resumed_at_every_step_equals_uninterrupted(tmp_path: Path, uninterr
     assert_same_runs(trainer.folder, expected.folder)
 
 
-@pytest.mark.parametrize("step", [6, 23])
+@pytest.mark.parametrize("step", [6, 23])  # the first and the last validation
 def test_interrupted_validation_is_repeated(tmp_path: Path, uninterrupted, step: int) -> None:
     corpus, expected = uninterrupted()
     trainer = start_variant(tmp_path / "run", corpus)
@@ -169,7 +172,8 @@ def test_uninterrupted_run_has_full_memory_and_changing_losses(uninterrupted) ->
     tensors, state = tensors_of(trainer.folder), trainer.state
     assert (state.position.epoch, state.position.segment_index) == (3, 2)
     assert tensors["training/memory/valid"].tolist() == [11, 11, 11]
-    # best and last weights; first and second moment and step of Adam; 3 memory layers, their valid slots, random state
+    # best and last weights; first and second moment and step of Adam for each parameter; and 5 more: the memory of both
+    # layers, its number of filled slots and its position in each batch row, and the random state
     assert len(tensors) == 2 * len(trainer.model.state_dict()) + 3 * len(list(trainer.model.parameters())) + 5
     lines = trainer.folder.metrics()
     assert [line["step"] for line in lines if line["split"] == "train"] == [5, 10, 15, 20]
@@ -218,6 +222,7 @@ def test_leftovers_are_removed_and_other_folders_ignored(tmp_path: Path, uninter
     trainer = start_variant(tmp_path / "run", corpus)
     train_until(trainer, 6)
     checkpoints = tmp_path / "run" / "checkpoints"
+    # leftovers of a killed process have .partial- in their names; the others are a user's own copies
     for name in (".step-00000010.partial-7919", "step-of-friday", "step-00000006.bak"):
         shutil.copytree(checkpoints / "step-00000006", checkpoints / name)
     (checkpoints / ".step-00000010.partial-7919" / "training.json").write_bytes(b"incomplete")
@@ -260,7 +265,7 @@ def test_run_without_its_checkpoints_is_refused(tmp_path: Path, uninterrupted) -
 def test_checkpoint_of_other_settings_is_refused(tmp_path: Path, uninterrupted) -> None:
     corpus, _ = uninterrupted()
     train_until(start_variant(tmp_path / "run", corpus), 2)
-    for old, new, message in (
+    for old, new, message in (  # a line of config.yaml, the line that replaces it, and the error
         ("memory_length: 11", "memory_length: 13", "memory does not fit"),
         ("d_ff: 19", "d_ff: 17", r"model.safetensors does not fit .*config.yaml \(at lay"),
         ("n_layers: 2", "n_layers: 3", r"does not fit .*config.yaml \(at layers.2"),
@@ -272,6 +277,7 @@ def test_checkpoint_of_other_settings_is_refused(tmp_path: Path, uninterrupted) 
             Trainer(RunFolder.open(tmp_path / new), corpus, CPU).resume()
 
 
+# --threads comes first, because `train_and_send` passes it already and leaves it out
 FLAGS = [
     "--threads=1",
     *(f"--model.{name}={value}" for name, value in (MODEL | {"dropout": 0.1}).items()),

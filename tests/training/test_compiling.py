@@ -21,7 +21,11 @@ pytestmark = pytest.mark.filterwarnings("default")  # torch's compiler ignores i
 
 
 def test_compiled_training_equals_eager_training(tmp_path: Path) -> None:
-    """Forward, backward, memory and validation; each combination of shapes and mode is compiled once."""
+    """Forward, backward, memory and validation; each combination of shapes and mode is compiled once.
+
+    torch._dynamo counts the graphs that it has compiled in `unique_graphs`, and the places where it could not compile
+    in `graph_break`.
+    """
     corpus = letters_corpus(tmp_path / "corpus", num_train=127, num_valid=42)
     settings = {"max_steps": 9, "eval_interval": 3, "segment_length": 7, "memory_length": 7}
     eager = start(tmp_path / "eager", corpus, **settings)
@@ -43,7 +47,8 @@ def test_compiled_training_equals_eager_training(tmp_path: Path) -> None:
         pairs = [(one[name], other[name]) for one, other in zip(actual, expected, strict=True) if name in one]
         assert len(pairs) == (12 if name == "nats_per_token" else 9)  # 9 steps, and for the loss 3 validations
         assert all(one == pytest.approx(other, rel=tolerance) for one, other in pairs)
-    # the first validation, at step 3, compiles the last new graph
+    # Graphs are counted after each line of metrics. The first validation, at step 3, compiles the last new graph, so
+    # the last 8 counts are equal.
     assert graphs[0] < graphs[1] < graphs[-1]
     assert len(set(graphs[-8:])) == 1
     assert counters["graph_break"] == {}

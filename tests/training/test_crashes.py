@@ -31,7 +31,10 @@ def start_run(path: Path, **changed: Any) -> Trainer:
 def test_replacing_a_checkpoint_of_the_same_step_can_be_interrupted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
-    """Killed before, between or after the two renames; the next save deletes what the interrupted one left."""
+    """Killed before, between or after the two renames; the next save deletes what the interrupted one left.
+
+    The old checkpoint is renamed to a name with `.partial-old`, the new one to the final name; then the old is deleted.
+    """
     trainer = start_run(tmp_path / "run")
     train_until(trainer, 8)
     checkpoints, rename, rmtree = tmp_path / "run" / "checkpoints", Path.rename, shutil.rmtree
@@ -65,7 +68,11 @@ def test_replacing_a_checkpoint_of_the_same_step_can_be_interrupted(
 
 
 def crash_after_best_validation(trainer: Trainer) -> float:
-    """Train to step 11 with a checkpoint of step 8 only; the best weights are of step 9. Return their loss."""
+    """Train to step 11 and delete its checkpoint, so that the newest is that of step 8; the best weights are of step 9.
+
+    Returns:
+        The validation loss of the best weights.
+    """
     train_until(trainer, 11)
     shutil.rmtree(trainer.folder.path / "checkpoints" / "step-00000011")
     assert trainer.folder.checkpoints()[-1].name == "step-00000008"
@@ -105,7 +112,7 @@ def test_damaged_best_weights_are_refused(tmp_path: Path) -> None:
     trainer = start_run(tmp_path / "run")
     crash_after_best_validation(trainer)
     best = tmp_path / "run" / "model.safetensors"
-    save_tensors(best, load_tensors(best)[0])  # without a loss in the metadata
+    save_tensors(best, load_tensors(best)[0])  # without metadata, which contain the step and the loss
     assert trainer.folder.best_known() is None
     reopened(trainer)
     best.write_bytes(best.read_bytes()[:-1])
@@ -117,7 +124,7 @@ def test_missing_best_weights_are_replaced(tmp_path: Path) -> None:
     """The next weights are saved even if their losses are higher, else the run would end without best weights."""
     trainer = start_run(tmp_path / "run", eval_interval=6)
     train_until(trainer, 8)
-    trainer.state = trainer.state.model_copy(update={"best_nats": 0.001})
+    trainer.state = trainer.state.model_copy(update={"best_nats": 0.001})  # lower than any loss of this run
     save_checkpoint(trainer.folder, trainer)
     (tmp_path / "run" / "model.safetensors").unlink()
     trainer = reopened(trainer)
@@ -138,7 +145,7 @@ def test_repeated_validation_is_in_tensorboard_once(tmp_path: Path) -> None:
     assert trainer.state.step == 9
     assert trainer.folder.metrics()[-1]["split"] == "train"
     trainer = reopened(trainer)
-    trainer._validate()
+    trainer._validate()  # writes metrics, but no checkpoint, as if killed afterwards
     trainer._log.close()
     assert [line["split"] for line in trainer.folder.metrics()[-2:]] == ["train", "valid"]
     trainer = reopened(trainer)

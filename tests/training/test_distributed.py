@@ -56,11 +56,13 @@ def float64() -> Iterator[None]:
 
 
 def metrics_of(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of metrics.jsonl of a run, without times, which differ between equal runs."""
     excluded = ("split", "seconds", "tokens_per_second")
     return [{k: v for k, v in line.items() if k not in excluded} for line in RunFolder.open(path).metrics()]
 
 
 def weights_of(path: Path) -> dict[str, torch.Tensor]:
+    """Return the best and the last weights of a run."""
     folder = RunFolder.open(path)
     files = {checkpoint: load_tensors(folder.weights_file(checkpoint))[0] for checkpoint in ("best", "last")}
     return {f"{checkpoint}/{name}": tensor for checkpoint, file in files.items() for name, tensor in file.items()}
@@ -74,7 +76,7 @@ def assert_same_runs(actual: Path, expected: Path, tolerance: float) -> None:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Train all variants with 2 processes."""
+    """Train all VARIANTS with 2 processes, and further runs of `train_job`; return the folder that contains them."""
     path = tmp_path_factory.mktemp("trained")
     make_corpus(path / "corpus")
     assert run_processes(2, train_job, path) == [0, 0]
@@ -82,30 +84,33 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_results_do_not_depend_on_the_number_of_processes(trained: Path, float64: None) -> None:
-    """Compare losses, gradient norms and weights of runs in 1 and 2 processes, also after resuming them in 1 or 3."""
+    """Compare losses, gradient norms and weights of runs in 1 and 2 processes, also after resuming them in 1 or 3.
+
+    A run of 2 processes has the name of its variant; its copy "NAME, stopped" ends at STOP_STEP, to be resumed.
+    """
     # trained and resumed with the public functions instead of a Trainer
-    assert_same_runs(trained / "by the library", trained / "sharded LSTM", 0.0)
+    assert_same_runs(trained / "by the library", trained / "sharded LSTM", tolerance=0.0)
     # with dropout too, the same number of processes resumes bit for bit
-    assert_same_runs(trained / "dropout, resumed", trained / "dropout", 0.0)
+    assert_same_runs(trained / "dropout, resumed", trained / "dropout", tolerance=0.0)
     for name, variant in VARIANTS.items():
         single = start(trained / f"{name}, one process", config_of(variant))
         train_until(single, STOP_STEP)
         if variant is SHARDED_LSTM:
             copy_run(single.folder.path, f"{name}, stopped by one")
         single.run()
-        assert_same_runs(trained / name, single.folder.path, 1e-9)
+        assert_same_runs(trained / name, single.folder.path, tolerance=1e-9)
         run = copy_run(trained / f"{name}, stopped", f"{name}, resumed by one")
         trainer, (warning,) = resume_trainer(run)
         assert "by 2 processes, now there is 1" in warning
         assert trainer.state.step == STOP_STEP
         trainer.run()
-        assert_same_runs(run, single.folder.path, 1e-9)
+        assert_same_runs(run, single.folder.path, tolerance=1e-9)
 
     assert run_processes(3, resume_job, trained) == [0, 0, 0]
     resumed = list(trained.glob("*, resumed by three"))
     assert len(resumed) == len(VARIANTS) + 1  # the sharded LSTM was stopped twice, by 2 processes and by 1
     for run in resumed:
-        assert_same_runs(run, trained / f"{run.name.partition(', stopped')[0]}, one process", 1e-9)
+        assert_same_runs(run, trained / f"{run.name.partition(', stopped')[0]}, one process", tolerance=1e-9)
         RunFolder.open(run).verify()
     assert CheckpointRecord.read(RunFolder.open(trained / "sharded LSTM").checkpoints()[-1]).num_processes == 2
 
@@ -151,7 +156,10 @@ def process_of_rank(torchrun_id: int, rank: int) -> int:
 
 
 def test_killed_and_stopped_run_equals_uninterrupted(tmp_path: Path, trained: Path) -> None:
-    """After a kill torchrun restarts all processes; SIGTERM writes a checkpoint; one process's error ends both."""
+    """After a kill torchrun restarts all processes; SIGTERM writes a checkpoint; one process's error ends both.
+
+    The run has 37 steps and writes a checkpoint every 4 steps (COMMAND_TRAIN).
+    """
     run = tmp_path / "run"
     with started_by_torchrun("--corpus", trained / "corpus", "--run", run, *FLAGS) as process:
         wait_for_lines(process, run, 6)
@@ -178,11 +186,12 @@ def test_killed_and_stopped_run_equals_uninterrupted(tmp_path: Path, trained: Pa
 
     assert run_processes(2, command_job, tmp_path / "resumed", *command) == [0, 0]
     assert f"resuming {run} at step " in (tmp_path / "resumed-0").read_text()
-    assert_same_runs(run, trained / "uninterrupted", 0.0)
+    assert_same_runs(run, trained / "uninterrupted", tolerance=0.0)
 
 
 def test_another_batch_size_resumes_at_the_same_position_with_empty_memory(tmp_path: Path, float64: None) -> None:
-    """In 211 tokens, 3 rows of 7 have 11 segments; after 5 of them, 2 rows are at segment 5 * 3 // 2 = 7."""
+    """211 tokens in 3 batch rows have 11 segments of 7 tokens. After 5 of them, 2 batch rows continue at segment
+    5 * 3 // 2 = 7, about the same position. `valid_B` is the number of filled memory slots of each row (B)."""
     make_corpus(tmp_path / "corpus")
     train_until(start(tmp_path / "run", config_of({})), STOP_STEP)
     saved = weights_of(tmp_path / "run")
@@ -203,6 +212,7 @@ def test_checkpoint_without_part_of_the_optimizer_state_is_refused(tmp_path: Pat
     record = CheckpointRecord.read(checkpoint)
     (name,) = record.files
     file = checkpoint / "training" / name
+    # torch.distributed.checkpoint (DCP) describes the shards in the metadata of the file
     with safe_open(file, framework="pt") as opened:
         sharding = opened.metadata()["DCP_SHARDING_INFO"]
     remaining = {name: tensor for name, tensor in load_file(file).items() if "softmax.bias" not in name}

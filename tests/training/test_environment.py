@@ -17,6 +17,7 @@ from transformer_xl.cli.main import run as txl
 from transformer_xl.config import UserError
 from transformer_xl.training.distributed import process_group
 
+# what torchrun sets for the first of two processes
 VARIABLES = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29400"}
 
 
@@ -28,7 +29,7 @@ def set_environment(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]
 
 
 @pytest.mark.parametrize(
-    ("changed", "message"),
+    ("changed", "message"),  # None removes a variable
     [
         ({"WORLD_SIZE": "abc"}, "WORLD_SIZE: .*valid integer.*'abc'"),
         ({"RANK": None}, "RANK: Field required"),
@@ -66,7 +67,7 @@ def test_port_in_use_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("environment", "silent"),
+    ("environment", "silent"),  # only a process with a RANK above 0, one of several, is silent
     [
         ({}, False),
         ({"RANK": "1"}, False),
@@ -85,9 +86,11 @@ def test_only_the_first_process_prints_errors(
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/net/tcp")
 def test_process_that_waits_for_others_can_be_stopped(tmp_path: Path) -> None:
     port = free_port()
+    # the first of 2 processes, whose second never starts
     process = start_process(0, 2, port, command_job, tmp_path / "error", "train", "--corpus", "none", "--device", "cpu")
     try:
         deadline = time.monotonic() + 100
+        # /proc/net/tcp contains ports as four hexadecimal digits
         while f":{port:04X} " not in listening_addresses():
             assert process.is_alive()
             assert time.monotonic() < deadline

@@ -54,7 +54,14 @@ def grammar_text(length: int, seed: int = 5) -> bytes:
 
 
 def losses(path: Path, steps: int, kernel: str = "auto", **changed: int | float) -> list[float]:
-    """Return the loss of each step; `changed` are settings of the model or of training."""
+    """Train for some steps, and return the loss of each in nats per token.
+
+    Args:
+        path: folder for the corpus and the run.
+        steps: number of training steps.
+        kernel: the setting attn_implementation, which names an attention kernel; auto: the fastest for the device.
+        changed: settings of MODEL or TRAIN that get another value.
+    """
     corpus = make_corpus(path / f"{kernel} corpus", grammar_text(9973))
     train = {**TRAIN, "max_steps": steps, **{name: value for name, value in changed.items() if name in TRAIN}}
     model = {
@@ -75,7 +82,7 @@ def test_losses_equal_the_stored_ones(tmp_path: Path) -> None:
         f"the losses changed by up to {difference.max():.1e}, first at step {int((difference > 1e-4).argmax()) + 1}; "
         f"explain why in the commit, and overwrite them with: {expected['renew_with']}"
     )
-    assert actual[-1] < actual[0] - 1.5  # it learns
+    assert actual[-1] < actual[0] - 1.5  # the model learns
 
 
 def test_kernels_give_the_same_losses(tmp_path: Path) -> None:
@@ -99,6 +106,7 @@ def test_triton_kernel_gives_the_same_losses(tmp_path: Path) -> None:
 
 
 def write() -> None:
+    """Overwrite loss_curve.json with the losses of 40 steps."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as path:
         actual = losses(Path(path), 40)

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformer_xl.config import TrainConfig
 from transformer_xl.training.optimizers import Muon, build_optimizers, orthogonalize
 
+# shapes of the matrices that Muon updates; it stacks those of equal shape, and transposes tall ones
 SHAPES = [(7, 7), (5, 11), (11, 5), (5, 11), (3, 13), (11, 5)]
 
 
@@ -28,10 +29,12 @@ def names_in(model: Any, group: dict[str, Any]) -> set[str]:
     return {name for name, parameter in model.named_parameters() if any(parameter is one for one in group["params"])}
 
 
+# adaptive softmax: clusters of the vocabulary with embeddings and softmax weights of different widths, none shared
 ADAPTIVE = {"cutoffs": (5, 11), "div_val": 2, "tie_word_embeddings": False, "tie_projections": "none"}
 
 
 def test_adam_has_the_settings_of_the_paper(make_model) -> None:
+    """The paper's Adam has one group, torch's defaults and no weight decay."""
     (group,) = groups_of(make_model(tie_attention_biases=False, norm_first=True))
     assert type(group["optimizer"]) is torch.optim.Adam
     assert (group["betas"], group["eps"], group["weight_decay"]) == ((0.9, 0.999), 1e-8, 0)
@@ -69,6 +72,7 @@ def matrices(dtype: torch.dtype) -> list[torch.nn.Parameter]:
 
 
 def gradients(dtype: torch.dtype, steps: int) -> list[list[Tensor]]:
+    """Return random gradients of all matrices for each step."""
     draw = torch.Generator().manual_seed(5)
     return [[torch.randn(shape, generator=draw, dtype=dtype) * 0.01 for shape in SHAPES] for _ in range(steps)]
 
@@ -90,14 +94,16 @@ def test_muon_equals_torch_up_to_bfloat16() -> None:
     ours, theirs = matrices(torch.float32), matrices(torch.float32)
     start = [weight.detach().clone() for weight in ours]
     take_steps(Muon(ours, CONFIG), ours, gradients(torch.float32, 5))
+    # the settings of CONFIG; match_rms_adamw makes updates about as large as those of AdamW
     settings = {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.3, "adjust_lr_fn": "match_rms_adamw"}
     take_steps(torch.optim.Muon(theirs, **settings), theirs, gradients(torch.float32, 5))
     for one, other, before in zip(ours, theirs, start, strict=True):
+        # within 1.5% of the total change of the weights
         assert (one - other).norm().item() < 0.015 * (one - before).norm().item()
 
 
 def test_muon_equals_a_float64_implementation() -> None:
-    """In float64: momentum, Newton-Schulz by singular values, step size and decay."""
+    """Nesterov momentum 0.9, Newton-Schulz applied to singular values, learning rate 0.02 and weight decay 0.3."""
     weights = matrices(torch.float64)
     expected, means = [weight.detach().clone() for weight in weights], [torch.zeros(shape).double() for shape in SHAPES]
     all_grads = gradients(torch.float64, 4)
@@ -108,7 +114,7 @@ def test_muon_equals_a_float64_implementation() -> None:
             values = values / values.norm()
             for _ in range(5):  # the polynomial of the Newton-Schulz iteration, of each singular value
                 values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
-            size = 0.2 * max(SHAPES[index]) ** 0.5
+            size = 0.2 * max(SHAPES[index]) ** 0.5  # makes the RMS of an update about 0.2, as AdamW's
             expected[index] = expected[index] * (1 - 0.02 * 0.3) - 0.02 * size * (left * values @ right)
     take_steps(Muon(weights, CONFIG), weights, all_grads)
     for actual, by_hand in zip(weights, expected, strict=True):
@@ -117,6 +123,7 @@ def test_muon_equals_a_float64_implementation() -> None:
 
 def test_orthogonalize_sets_singular_values_to_about_1() -> None:
     draw = torch.Generator().manual_seed(7)
+    # 11 matrices, with scales from 1e-6 to 1e3
     many = torch.randn(11, 5, 13, generator=draw) * torch.logspace(-6, 3, 11)[:, None, None]
     values = torch.linalg.svdvals(orthogonalize(many).float())
     assert float(values.min()) > 0.6

@@ -23,7 +23,10 @@ from transformer_xl.training.trainer import Trainer
     ],
 )
 def test_settings_changed_at_resume_take_effect(tmp_path: Path, changed: dict[str, Any]) -> None:
-    """Micro-batches and activation checkpointing change only the last digits of the losses."""
+    """Micro-batches and activation checkpointing change only the last digits of the losses.
+
+    A trainer has one memory for each micro-batch: 3 with one batch row each, 2 with two rows at most.
+    """
     corpus = letters_corpus(tmp_path / "corpus", num_valid=0)
     settings = {"optimizer": "adamw", "warmup_steps": 0, "micro_batch_size": 2}
     unchanged = start(tmp_path / "unchanged", corpus, **settings)
@@ -40,6 +43,7 @@ def test_settings_changed_at_resume_take_effect(tmp_path: Path, changed: dict[st
     )
 
 
+# the validation text changes with another corpus, or with another number of its tokens (eval_tokens; None: all)
 @pytest.mark.parametrize("other_file", [False, True])
 def test_losses_of_different_validation_texts_are_not_compared(tmp_path: Path, *, other_file: bool) -> None:
     """The first validation text is much easier, so its loss must not stay the best."""

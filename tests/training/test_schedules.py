@@ -1,4 +1,8 @@
-"""Learning rates and the halving of segment lengths, compared with values computed by hand."""
+"""Learning rates and the halving of segment lengths, compared with values computed by hand.
+
+The schedule `cosine` decays from the end of the warm-up to the last step, `wsd` (warm-up, stable, decay) only in the
+last `decay_steps` steps. The segment warm-up starts with segments halved several times, and doubles them in stages.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +22,13 @@ WSD = TrainConfig(
 
 
 @pytest.mark.parametrize(
-    ("config", "rates"),
+    ("config", "rates"),  # rates: the learning rate by step
     [
         # linear warm-up: the last of its steps has the peak; then the cosine: cos 0, pi / 4, pi / 2, 3 pi / 4, pi
         (COSINE, {0: 0.5, 1: 1, 2: 1.5, 3: 2, 4: 2, 8: 1 + 0.5**0.5, 12: 1, 16: 1 - 0.5**0.5, 20: 0}),
         (COSINE.model_copy(update={"min_learning_rate_ratio": 0.1}), {4: 2, 12: 1.1, 20: 0.2}),
         (COSINE.model_copy(update={"warmup_steps": 0}), {0: 2, 5: 1 + 0.5**0.5, 10: 1, 15: 1 - 0.5**0.5}),
-        # the warm-up is not shorter than training
+        # the warm-up is as long as training, or longer
         (COSINE.model_copy(update={"warmup_steps": 20}), {0: 0.1, 1: 0.2, 19: 2}),
         (COSINE.model_copy(update={"warmup_steps": 40}), {0: 0.05, 1: 0.1, 19: 1}),
         # warm-up, constant, and linear from step 16 to a quarter of the peak
@@ -40,13 +44,13 @@ def test_learning_rate(config: TrainConfig, rates: dict[int, float]) -> None:
 def test_stages_of_the_segment_warmup_are_equally_long() -> None:
     config = TrainConfig(segment_length=32, memory_length=64, initial_segment_length=4, segment_warmup_steps=30)
     assert [num_halvings(step, config) for step in range(40)] == [3] * 10 + [2] * 10 + [1] * 10 + [0] * 10
-    uneven = config.model_copy(update={"segment_warmup_steps": 7})
+    uneven = config.model_copy(update={"segment_warmup_steps": 7})  # not divisible into 3 stages
     assert Counter(num_halvings(step, uneven) for step in range(7)) == {3: 3, 2: 2, 1: 2}
     assert [num_halvings(step, TrainConfig()) for step in range(3)] == [0, 0, 0]
 
 
 @pytest.mark.parametrize(
-    ("name", "settings"),
+    ("name", "settings"),  # a setting that is a number of steps, and settings that make it matter
     [
         ("average_start_step", {"weight_average": "uniform"}),
         ("segment_warmup_steps", {"segment_length": 8, "memory_length": 8, "initial_segment_length": 4}),
@@ -59,7 +63,8 @@ def test_settings_that_start_after_the_last_step_are_refused(name: str, settings
 
 
 def test_short_training_needs_no_other_settings() -> None:
-    """Without a weight average, its start step does not matter; the learning rate warm-up may be cut short."""
+    """Without a weight average, its start step does not matter; the learning rate warm-up, by default 100 steps, may be
+    cut short."""
     assert TrainConfig(max_steps=3, average_start_step=5).warmup_steps == 100
 
 

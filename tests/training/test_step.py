@@ -1,4 +1,11 @@
-"""Training steps compared with a simple implementation of each formula; micro-batches and activation checkpointing."""
+"""Training steps compared with a simple implementation of each formula; micro-batches and activation checkpointing.
+
+A micro-batch is a part of the batch rows whose gradients are computed at once. Activation checkpointing recomputes
+activations in the backward pass instead of storing them. With `loss: half`, only the second half of a segment's targets
+is in the loss.
+
+Shape suffixes: B batch rows, T tokens of a segment, M memory slots, D model width.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +36,17 @@ from transformer_xl.training.trainer import Trainer
 
 
 def as_double(trainer: Trainer) -> Trainer:
+    """Convert the model and the memories of a trainer to float64."""
     trainer.model.double()
     trainer.memories = tuple(trainer.model.initial_memory(rows) for rows in trainer.micro_batches)
     return trainer
 
 
 class SimpleTraining:
-    """Training in simple code: each row separately and without padding; clipping and Adam are written out."""
+    """Training in simple code: each batch row separately and without padding; clipping and Adam are written out.
+
+    `lengths` contains for each step the number of tokens that each batch row reads.
+    """
 
     def __init__(self, trainer: Trainer, text: bytes, lengths: list[int]) -> None:
         self.model = copy.deepcopy(trainer.model)
@@ -53,7 +64,12 @@ class SimpleTraining:
             position = position + length if position + length < longest else 0
 
     def step(self, step: int, rate: float) -> tuple[float, float]:
-        """Update the weights; return the loss in nats per target and the gradient norm before clipping."""
+        """Update the weights; return the loss in nats per target and the gradient norm before clipping.
+
+        Args:
+            step: index of the step, from 0.
+            rate: learning rate of the step.
+        """
         nats, count = self.loss(*next(self.spans))
         grads = torch.autograd.grad(nats / count, self.weights)
         norm = math.sqrt(sum(float(grad.square().sum()) for grad in grads))
@@ -69,6 +85,7 @@ class SimpleTraining:
         """Return the total loss and the number of targets of the tokens at a position of every row."""
         rows = self.config.batch_size
         edges = list(pairwise(row * len(self.text) // rows for row in range(rows + 1)))
+        # memory slots; in the segment warm-up the memory is shortened by the same factor as the segment
         slots = self.config.memory_length * length // self.config.segment_length
         if position == 0:
             self.memories = [self.model.initial_memory(1, ContextLimits(slots)) for _ in range(rows)]
@@ -89,7 +106,7 @@ class SimpleTraining:
 
 def resized(memory: Memory, slots: int) -> Memory:
     """Return a memory with this number of slots: the newest hidden states, with zeros before them."""
-    num_valid = min(int(memory.valid_B), slots)
+    num_valid = min(int(memory.valid_B), slots)  # valid slots are those that are filled
     layers = []
     for layer_BMD in (cache.hidden_BMD for cache in memory.layers):
         new_BMD = torch.zeros(1, slots, layer_BMD.shape[-1], dtype=layer_BMD.dtype)
@@ -100,7 +117,10 @@ def resized(memory: Memory, slots: int) -> Memory:
 
 
 @pytest.mark.parametrize(
-    ("length", "settings"),
+    (
+        "length",
+        "settings",
+    ),  # number of tokens of the text; settings that differ from TRAIN (3 batch rows, segments of 7)
     [
         (127, {}),  # rows of 42, 42 and 43: in the last segment, two rows are only padding
         (139, {"loss": "half"}),  # rows of 46, 46 and 47: the last segment has 1, 1 and 2 targets in the loss
@@ -120,7 +140,7 @@ def test_steps_equal_simple_training(tmp_path: Path, length: int, settings: dict
 
 
 @pytest.mark.parametrize(
-    ("length", "settings", "lengths"),
+    ("length", "settings", "lengths"),  # lengths: tokens of each batch row in each step
     [
         # rows of 21, 21 and 22 tokens: an epoch has 11 steps of 2 tokens
         (64, {"micro_batch_size": 2}, [2] * 11 + [4] * 10 + [8] * 4),
@@ -152,6 +172,7 @@ def compare_with_simple_training(trainer: Trainer, text: bytes, lengths: list[in
         @override
         def on_step(self, trainer: Trainer, num_tokens: int) -> None:
             step = trainer.state.step - 1
+            # the learning rate: linear warm-up to 0.01, then a cosine to 0
             progress = (step - config.warmup_steps) / (config.max_steps - config.warmup_steps)
             factor = (1 + math.cos(math.pi * progress)) / 2
             if step < config.warmup_steps:
@@ -174,7 +195,7 @@ def compare_with_simple_training(trainer: Trainer, text: bytes, lengths: list[in
 
 
 def random_batch(rows: int, length: int, seed: int) -> Batch:
-    """Return random tokens; the number of targets in the loss differs between rows."""
+    """Return random tokens; the number of targets in the loss differs between batch rows."""
     draw = np.random.default_rng(seed)
     tokens = draw.integers(0, 23, (rows, length + 1))
     loss_mask_BT = np.arange(length) < draw.integers(0, length + 1, (rows, 1))
@@ -197,7 +218,7 @@ def test_micro_batches_equal_one_large_batch(make_model, settings: dict[str, Any
         train_step = train_step_of(model, batch_size=7, micro_batch_size=micro_batch_size)
         memories = tuple(model.initial_memory(len(rows)) for rows in micro_batches(7, train_step.config, 1))
         assert len(memories) == math.ceil(7 / (micro_batch_size or 7))
-        numbers = []
+        numbers = []  # sum of losses, number of targets, gradient norm and number of tokens of each step
         for step in range(4):
             step_numbers, memories = train_step(random_batch(7, 5, step), memories)
             numbers.append(step_numbers)
@@ -210,7 +231,7 @@ def test_micro_batches_are_even_and_equally_many_in_all_processes() -> None:
     """The process with the fewest rows limits their number, because all processes take part in each pass."""
     config = TrainConfig(batch_size=7, micro_batch_size=3)
     assert micro_batches(7, config, 1) == [range(2), range(2, 4), range(4, 7)]
-    shared = TrainConfig(batch_size=8, micro_batch_size=1)
+    shared = TrainConfig(batch_size=8, micro_batch_size=1)  # 4 rows in each of 2 processes
     assert micro_batches(4, shared, 2) == [range(row, row + 1) for row in range(4)]
     # 3, 3 and 1 rows: one micro-batch, as the last process has only one row
     assert micro_batches(3, TrainConfig(batch_size=7, micro_batch_size=1), 3) == [range(3)]
@@ -238,7 +259,7 @@ def gradients(model: Any, activation_checkpointing: bool) -> tuple[dict[str, Ten
 
 @pytest.mark.parametrize("norm_first", [True, False])
 def test_activation_checkpointing_saves_memory_and_keeps_gradients(make_model, *, norm_first: bool) -> None:
-    """Bit for bit, with dropout everywhere."""
+    """The gradients are equal bit for bit, with dropout everywhere; less than half of the bytes are saved."""
     model = make_model(dropout=0.3, attention_dropout=0.2, norm_first=norm_first, n_layers=5, d_ff=97).train()
     (plain, plain_bytes), (again, fewer_bytes) = gradients(model, False), gradients(model, True)
     assert_same_tensors(again, plain)

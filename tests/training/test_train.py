@@ -68,7 +68,7 @@ def test_run_stopped_by_a_callback_resumes(tmp_path: Path, corpus: Corpus) -> No
 
 
 def test_wrong_settings_create_no_run_folder(tmp_path: Path, corpus: Corpus) -> None:
-    for wrong, message in (
+    for wrong, message in (  # settings of training, and the error
         ({"batchsize": 3}, "unknown setting 'batchsize'"),
         ({"batch_size": 97}, "127 tokens"),  # too short for 97 rows
     ):
@@ -76,6 +76,7 @@ def test_wrong_settings_create_no_run_folder(tmp_path: Path, corpus: Corpus) -> 
             train_run(None, corpus, tmp_path / "run", train=wrong, **OPTIONS)
         assert not (tmp_path / "run").exists()
     train_run(None, corpus, tmp_path / "run", model=MODEL, train=TRAIN, callbacks=[StopAt(2)], **OPTIONS)
+    # settings that the state of a run depends on
     with pytest.raises(UserError, match=r"train\.optimizer cannot change"):
         resume(tmp_path / "run", train={"optimizer": "muon"}, **OPTIONS)
     with pytest.raises(UserError, match="different training text"):
@@ -118,7 +119,7 @@ def test_messages_are_printed_on_standard_error(
     train_run(None, corpus, tmp_path / "run", model=MODEL, train=TRAIN, device="cpu")
     out, err = capsys.readouterr()
     assert out == ""
-    assert "parameters, on cpu; 17 steps of 21 tokens" in err
+    assert "parameters, on cpu; 17 steps of 21 tokens" in err  # 3 batch rows of 7 tokens
 
 
 @pytest.mark.parametrize("architecture", ["transformer-xl", "lstm", "shaw"])
@@ -126,7 +127,7 @@ def test_saved_run_loads_bit_for_bit(tmp_path: Path, corpus: Corpus, architectur
     settings = settings_of(**MODEL, architecture=architecture)
     run = train_run(None, corpus, tmp_path / "run", model=settings, train={**TRAIN, "max_steps": 2}, **OPTIONS).run
     with torch.no_grad():
-        next(run.model.parameters()).mul_(3)
+        next(run.model.parameters()).mul_(3)  # `save` must write the weights in memory, not those of the run folder
     loaded = load(save(run, tmp_path / "saved"), device="cpu")
     assert_same_tensors(loaded.model.state_dict(), run.model.state_dict())
     assert loaded.config == run.config

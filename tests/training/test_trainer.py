@@ -1,4 +1,8 @@
-"""The training loop: what memory passes on, the metrics, validation and best weights, and the calls of callbacks."""
+"""The training loop: what memory passes on, the metrics, validation and best weights, and the calls of callbacks.
+
+The settings TRAIN of training_runs.py have 3 batch rows, segments of 7 tokens, 11 memory slots and 17 steps. The text
+of `letters_corpus` has 127 tokens, so an epoch has 7 steps, 6 of 21 tokens and one of a single token.
+"""
 
 from __future__ import annotations
 
@@ -31,13 +35,13 @@ NO_LEARNING = 1e-30  # a learning rate that does not change any weight
 
 
 def test_earlier_segments_influence_losses_only_through_memory(tmp_path: Path) -> None:
-    """Compare the losses of two texts that differ only in the first 6 tokens of each row."""
+    """Compare the losses of two texts that differ only in the first 6 tokens of each batch row (of 42 tokens)."""
     text = bytearray(letters(126, seed=1))
     corpora = [make_corpus(tmp_path / "corpus 0", bytes(text))]
     for row in range(3):
         text[row * 42 : row * 42 + 6] = letters(6, seed=row + 5)
     corpora.append(make_corpus(tmp_path / "corpus 1", bytes(text)))
-    for length in (0, 11):
+    for length in (0, 11):  # of the memory
         losses = []
         for index, corpus in enumerate(corpora):
             trainer = start(tmp_path / f"{length} {index}", corpus, memory_length=length, learning_rate=NO_LEARNING)
@@ -92,7 +96,10 @@ def test_validation_is_an_evaluation_of_the_validation_text(tmp_path: Path) -> N
 
 
 def test_eval_tokens_truncates_the_validation_text(tmp_path: Path) -> None:
-    """The truncated text is shorter than one segment for each row of a batch, so it is scored in fewer rows."""
+    """The truncated text is shorter than one segment for each row of a batch, so it is scored in fewer batch rows.
+
+    Its loss equals that of a text which has only these 5 tokens.
+    """
     text, valid = letters(127, seed=1), letters(41, seed=2)
     truncated = start(tmp_path / "1", make_corpus(tmp_path / "long", text, valid), eval_tokens=5, max_steps=2)
     short = start(tmp_path / "2", make_corpus(tmp_path / "short", text, valid[:5]), max_steps=2)
@@ -102,7 +109,7 @@ def test_eval_tokens_truncates_the_validation_text(tmp_path: Path) -> None:
 
 
 def test_weights_with_the_lowest_validation_loss_are_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    losses = iter([5.0, 3.0, 4.0, 3.0, 6.0])
+    losses = iter([5.0, 3.0, 4.0, 3.0, 6.0])  # of the validations at steps 3, 6, ..., 15; the first 3.0 is the best
     monkeypatch.setattr(Validator, "sum_losses", lambda self, *_: next(losses) * self.num_tokens)
     trainer = start(tmp_path / "run", letters_corpus(tmp_path / "corpus"), max_steps=15, eval_interval=3)
     train_until(trainer, 6)
@@ -124,7 +131,7 @@ def test_without_validation_text_the_last_weights_are_the_best(tmp_path: Path) -
 
 
 class Recorder(Callback):
-    """Records the calls of its methods, and fails in a step."""
+    """Records the calls of its methods, and fails in the step `fail_at`, if any."""
 
     def __init__(self, fail_at: int | None = None) -> None:
         self.calls: list[Any] = []

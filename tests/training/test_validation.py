@@ -1,4 +1,7 @@
-"""The validation text can be divided among any number of processes, up to its number of tokens."""
+"""The validation text can be divided among any number of processes, up to its number of tokens.
+
+The text is split into batch rows, which are divided among the processes; each process reads its rows in segments of 4.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +26,11 @@ def datasets(tokens: int, size: int, *, rows: int) -> list[SegmentDataset]:
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 9])
 def test_every_process_gets_rows_and_every_token_is_scored_once(size: int) -> None:
     for segments in range(1, 41):
-        tokens = max(size, segments * 4 + 3)
+        tokens = max(size, segments * 4 + 3)  # a text with an incomplete last segment, and a token for each process
         shared = datasets(tokens, size, rows=64)
         assert len({one.batch_size for one in shared}) == 1
-        # the largest number of rows that the text fills and that leaves no process without a row
+        # the largest number of rows with at least one full segment each that leaves no process without a row; a process
+        # gets the number of rows divided by the number of processes, rounded up, until none are left
         fills = max(size, tokens // 4)
         fitting = [rows for rows in range(size, fills + 1) if (size - 1) * -(-rows // size) < rows]
         assert shared[0].batch_size == max(fitting)
@@ -37,11 +41,11 @@ def test_every_process_gets_rows_and_every_token_is_scored_once(size: int) -> No
 
 
 def test_batch_size_is_the_maximum_number_of_rows() -> None:
-    assert [one.local_batch_size for one in datasets(400, 3, rows=8)] == [3, 3, 2]
+    assert [one.local_batch_size for one in datasets(tokens=400, size=3, rows=8)] == [3, 3, 2]
 
 
 @pytest.mark.parametrize("tokens", [0, 3])
 def test_fewer_tokens_than_processes_are_refused(tokens: int) -> None:
     message = f"the validation text has {tokens} tokens for 4 processes, and each needs one; start fewer processes"
     with pytest.raises(UserError, match=message):
-        datasets(tokens, 4, rows=8)
+        datasets(tokens, size=4, rows=8)
