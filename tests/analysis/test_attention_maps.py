@@ -1,6 +1,11 @@
 """Means and terms of attention equal those of plain loops over a text, and memory use does not grow with the text.
 
-The arguments of EvaluationPlan are the segment length and ContextLimits, whose first argument is the memory length.
+The arguments of EvaluationPlan are the segment length and ContextLimits, whose arguments are memory length, attention
+window and clamp length. The fixtures make_model and tokens (tests/conftest.py) make a small model with random weights
+and random token ids; `attention_of` computes its attention in loops over queries and keys.
+
+Shape suffixes: L layers, N heads, P distances, B batch size, T queries, S keys (memory slots and queries), Q tokens as
+queries and as keys.
 """
 
 from __future__ import annotations
@@ -26,6 +31,7 @@ from transformer_xl.evaluation.plan import EvaluationPlan
 from transformer_xl.model.build import build_model
 from transformer_xl.model.memory import ContextLimits
 
+# a model with the relative positions of Shaw et al. 2018
 SHAW = ShawConfig(
     vocab_size=23, architecture="shaw", max_relative_positions=6, n_layers=2, d_model=14, n_heads=2, d_head=5, d_ff=19
 )
@@ -33,11 +39,13 @@ SHAW = ShawConfig(
 
 @pytest.fixture
 def text(tokens):
+    """53 random token ids."""
     return tokens(1, 53)[0]
 
 
 @pytest.fixture
 def shaw():
+    """A model of SHAW with weights larger than initialized, so that its attention is not nearly uniform."""
     torch.manual_seed(5)
     model = build_model(SHAW).double().eval()
     with torch.no_grad():
@@ -46,7 +54,7 @@ def shaw():
     return model
 
 
-# segment length; limits: memory length, attention window, clamp length; length of the text
+# columns: segment length; ContextLimits (memory length, attention window, clamp length); length of the text
 CASES = [
     (5, ContextLimits(11), 47),
     (7, ContextLimits(11, 9), 53),  # an attention window shorter than memory
@@ -103,7 +111,7 @@ def check_terms(model, text, segment, context_limits, length):
 
 @pytest.mark.parametrize(("segment", "context_limits", "length"), [*CASES[:5], (53, ContextLimits(0), 19)])
 def test_terms_equal_those_of_the_papers_formula(make_model, text, segment, context_limits, length):
-    """The maps may end within a segment."""
+    """The maps cover the length rounded down to a multiple of 3, so that they may end within a segment."""
     check_terms(make_model(n_layers=2, tie_attention_biases=False), text, segment, context_limits, length - length % 3)
 
 
@@ -114,12 +122,14 @@ def test_terms_of_shaw_are_content_and_position(shaw, text):
 
 
 def test_attended_empty_slots_keep_their_probability(make_model, text):
-    """A query's probabilities of the tokens then sum to less than 1, and still equal the model's."""
+    """With `attend_empty_memory`, queries also attend to memory slots that no token has filled yet. A query's
+    probabilities of the tokens then sum to less than 1, and still equal the model's."""
     model, plan = make_model(attend_empty_memory=True), EvaluationPlan(7, ContextLimits(11))
     maps, means = TermMaps(model, plan, 7), AttentionMeans(model, plan, 7)
     trace_attention(model, text[:7].numpy(), plan, [maps.add, means.add])
     for layer, trace in enumerate(model.trace(text[None, :7], model.initial_memory(1, plan.context_limits))):
         for head in range(2):
+            # the first 11 keys are the empty memory slots
             expected = trace.terms.probabilities_BNTS[0, head, :, 11:].detach().tril().numpy()
             actual = np.nan_to_num(maps.map_QQ("probability", layer, head))
             np.testing.assert_allclose(actual, expected, atol=1e-12)
@@ -136,6 +146,7 @@ def test_memory_use_is_the_same_for_a_long_text(make_model, tokens):
         means, counts = AttentionMeans(model, plan, length), []
 
         def count(attention):
+            # in the last layer, from the third segment before the end of the text on
             if attention.layer == 2 and attention.start >= length - 3 * 17:
                 sizes = [item.numel() for item in gc.get_objects() if type(item) is torch.Tensor]
                 counts.append(sum(size for size in sizes if size >= term_size))
@@ -150,6 +161,7 @@ def test_memory_use_is_the_same_for_a_long_text(make_model, tokens):
 def test_slots_that_are_never_filled_are_omitted(make_model, text, attend_empty):
     """A memory far longer than the text gives the values of one just long enough, unless empty slots are attended."""
     model, length, values = make_model(attend_empty_memory=attend_empty), 29, []
+    # segments of 7 tokens: 28 tokens are in memory when the last segment, of one token, is read
     for num_slots in (28, 997):
         plan, num_keys = EvaluationPlan(7, ContextLimits(num_slots)), []
         means, maps = AttentionMeans(model, plan, length), TermMaps(model, plan, length)
@@ -170,6 +182,7 @@ def test_slots_that_are_never_filled_are_omitted(make_model, text, attend_empty)
 def test_too_large_weights_are_refused(make_model, text, weight):
     model = make_model().float()
     with torch.no_grad():
+        # near the maximum of float32, so that sums overflow
         getattr(model.layers[1].attention, weight).weight.fill_(3e38)
     plan, layers = EvaluationPlan(7, ContextLimits(11)), []
     with pytest.raises(UserError, match=r"^layer 1 .*not finite: .* lower learn"):

@@ -26,9 +26,12 @@ from transformer_xl.evaluation.plan import EvaluationPlan
 from transformer_xl.model.memory import ContextLimits
 from transformer_xl.text.tokenizers import ByteTokenizer
 
+# markup that could end the script of the page, quotes, a $ that starts a formula in matplotlib, a character of two
+# bytes, and a control character
 TEXT = 'a <b>&amp;\n</script><script>window.broken=1</script>\t"it\'s" caf\u00e9 $x\x00'.encode()
+# a token that would run a script if it were not escaped
 HOSTILE = "</script><script>window.broken = 1</script><!--<script>"
-HEBREW = "\u05e9\u05dc\u05d5\u05dd"
+HEBREW = "\u05e9\u05dc\u05d5\u05dd"  # a word that is written from right to left
 
 
 def maps_of(model, ids, segment_length, memory_length):
@@ -40,7 +43,7 @@ def maps_of(model, ids, segment_length, memory_length):
 
 @pytest.fixture
 def maps(make_model):
-    """Maps of TEXT, with a memory that is shorter than the text."""
+    """Maps of TEXT, with segment length 13 and memory length 29, which is shorter than the text."""
     return maps_of(make_model(vocab_size=256, n_layers=2), np.frombuffer(TEXT, dtype=np.uint8), 13, 29)
 
 
@@ -73,6 +76,7 @@ def test_tokens_are_displayed_as_text():
     ],
 )
 def test_name_of_long_token_is_truncated(content, name):
+    """To at most 60 characters, with ... at the end."""
     token = _token_text(content)
     assert token.name == name
     assert len(token.shown) >= len(content)  # the text has the whole token
@@ -98,8 +102,9 @@ def test_stored_terms_are_exact_to_half_a_step(maps, page):
     data = data_of(page)
     size = len(data["tokens"])
     assert (data["n_layers"], data["n_heads"], size) == (2, 2, len(TEXT))
+    # shapes: layers, heads, the terms content and position; pairs of a query and a key at or before it
     levels = decode(data["levels"], "<u2", 2, 2, 2, size * (size + 1) // 2)
-    ranges = decode(data["ranges"], "<f8", 2, 2, 2, 2)
+    ranges = decode(data["ranges"], "<f8", 2, 2, 2, 2)  # the last dimension: minimum and step
     query, key = np.tril_indices(size)
     is_seen = key >= np.array(data["first_seen"])[query]
     for layer, head in np.ndindex(2, 2):
@@ -117,20 +122,20 @@ def test_stored_terms_are_exact_to_half_a_step(maps, page):
 def test_equal_terms_have_step_zero(make_model):
     model = make_model(vocab_size=256, n_layers=1)
     with torch.no_grad():
-        model.layers[0].attention.q_proj.weight.zero_()
-    maps = maps_of(model, np.arange(5, dtype=np.uint8), 5, 0)
+        model.layers[0].attention.q_proj.weight.zero_()  # queries of 0 make all terms (a) and (b) equal 0
+    maps = maps_of(model, np.arange(5, dtype=np.uint8), segment_length=5, memory_length=0)
     data = data_of(attention_page(maps, token_texts(ByteTokenizer(), np.arange(5)), "a", "b", spaced=True))
     assert data["spaced"] is True
-    assert not decode(data["levels"], "<u2", 1, 2, 2, 15).any()
+    assert not decode(data["levels"], "<u2", 1, 2, 2, 15).any()  # 15 pairs of 5 tokens
     assert not decode(data["ranges"], "<f8", 1, 2, 2, 2).any()
 
 
 def test_page_tokens_are_limited_by_size_and_text():
     shape = (16, 10)
     max_tokens = choose_page_tokens(shape, 10**6, None)
-    # two terms of 2 bytes for each head and pair of a query and a key at or before it
+    # 640 bytes for each pair of a query and a key at or before it: two terms of 2 bytes for each of 160 heads
     assert 640 * max_tokens * (max_tokens + 1) // 2 <= MAX_BYTES < 640 * (max_tokens + 1) * (max_tokens + 2) // 2
-    assert choose_page_tokens((4, 2), 10**6, None) == 192
+    assert choose_page_tokens((4, 2), 10**6, None) == 192  # the default, which fits with so few heads
     assert choose_page_tokens((4, 2), 31, None) == 31
     assert choose_page_tokens((4, 2), 10**6, 700) == 700
     with pytest.raises(UserError, match=f"page_tokens 300: .* 16 x 10 heads .* 28 MiB .* {max_tokens}"):
@@ -139,6 +144,7 @@ def test_page_tokens_are_limited_by_size_and_text():
         choose_page_tokens((4, 2), 299, 300)
 
 
+# run as any user, without a GPU, and request nothing from the network
 BROWSER_FLAGS = [
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
     "--disable-component-update", "--disable-sync",
@@ -249,13 +255,15 @@ def test_keyboard_and_map_select_tokens(tab, maps):
     last = len(TEXT) - 1
     check_tooltip(tab, maps, last, last)
     tokens.nth(3).click()
-    tab.click("#release")
+    tab.click("#release")  # the button that unfixes the query that a click has fixed
     box = tab.locator("#map").bounding_box()
     tab.locator("#map").hover(position={"x": box["width"] * 30.5 / len(TEXT), "y": box["height"] * 45.5 / len(TEXT)})
     check_tooltip(tab, maps, 45, 30)
 
 
 def test_long_and_right_to_left_names_do_not_move_values(tab):
+    """Names are between U+2068 and U+2069 (first strong isolate, pop directional isolate), so that a right-to-left name
+    does not change the direction of its line."""
     tab.locator("#text span").nth(45).hover()
     assert f"query 45: \u2068{HEBREW}\u2069\nkey 45: \u2068{HEBREW}\u2069, 0 back\n" in tab.locator("#tip").inner_text()
     names = tab.locator("#strongest tbody td:first-child")

@@ -1,4 +1,7 @@
-"""The plots show the values passed to them, with labels that do not overlap."""
+"""The plots show the values passed to them, with labels that do not overlap.
+
+The fixtures make_model and tokens (tests/conftest.py) make a small model with random weights and random token ids.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from transformer_xl.analysis.loss_by_distance import LossByDistance
 from transformer_xl.evaluation.plan import EvaluationPlan
 from transformer_xl.model.memory import ContextLimits
 
+# mean attention of 16 layers and 10 heads at distances 0 to 640, as in the paper's plot; it decreases with the distance
 MEANS = np.random.default_rng(1).random((16, 10, 641)) / np.arange(1, 642) ** 2
 
 
@@ -62,7 +66,7 @@ def maps_of(model, ids, memory_length):
 
 @pytest.mark.parametrize("length", [1, 13, 53])
 def test_terms_plot_shows_every_map(make_model, tokens, length, tmp_path):
-    maps = maps_of(make_model(n_layers=1), tokens(1, length)[0], 11)
+    maps = maps_of(make_model(n_layers=1), tokens(1, length)[0], memory_length=11)
     # a $, which starts a formula in matplotlib, a character that fonts lack, two symbols for whitespace, a long word
     labels = ["$", "\u4e2d", "\u21b5", "\u00b7", "antidisestablishment", *"abcdefghij" * 6][:length]
     figure = draw_terms(maps, (0, 1), labels)
@@ -89,7 +93,7 @@ def test_terms_plot_shows_every_map(make_model, tokens, length, tmp_path):
 
 def test_labels_in_other_scripts_are_escaped_and_truncated(make_model, tokens):
     """matplotlib would warn about characters that its font lacks, and warnings are errors."""
-    maps = maps_of(make_model(n_layers=1), tokens(1, 48)[0], 43)
+    maps = maps_of(make_model(n_layers=1), tokens(1, 48)[0], memory_length=43)
     figure = draw_terms(maps, (0, 0), ["\u4e2d" * 14, "\U0001f600" * 3, "ab\u05d0\u05d1c"] * 16)
     FigureCanvasAgg(figure).draw()
     names = [label.get_text() for label in figure.axes[0].get_yticklabels()]

@@ -1,7 +1,9 @@
 """Effective context length equals the paper's definition in plain loops, and losses depend on the context only.
 
+The definition is at the top of `effective_context.py`.
+
 Shape suffixes: I models, C contexts, P positions, B batch size, T new tokens, D d_model, K tokens of the text, V
-vocabulary.
+vocabulary, 1 a dimension of size 1.
 """
 
 from __future__ import annotations
@@ -27,10 +29,11 @@ from transformer_xl.evaluation.plan import EvaluationPlan
 from transformer_xl.model.build import build_model
 from transformer_xl.model.memory import ContextLimits
 
-CLOSE = {"rtol": 0, "atol": 1e-10}
+CLOSE = {"rtol": 0, "atol": 1e-10}  # tolerance of comparisons in float64
 SIZES = {"vocab_size": 23, "n_layers": 3, "d_model": 14, "n_heads": 2, "d_ff": 19, "dropout": 0.0}
-SEGMENT = 7
-# model settings, and limits: memory length, attention window, clamp length
+SEGMENT = 7  # segment length in tokens
+# by name: model settings, and ContextLimits (memory length, attention window, clamp length); the memory of lstm and
+# qrnn is their state, and any length but 0 keeps it
 CASES: dict[str, tuple[dict[str, Any], ContextLimits]] = {
     "relative": ({}, ContextLimits(11)),
     "relative, long memory": ({}, ContextLimits(40)),
@@ -56,6 +59,7 @@ def group_model(kind: str, batch_size: int | None = None) -> GroupModel:
 
 
 def text(length: int, seed: int = 3) -> npt.NDArray[np.uint8]:
+    """Return random token ids."""
     return np.random.default_rng(seed).integers(0, 23, length).astype(np.uint8)
 
 
@@ -91,13 +95,15 @@ def test_gains_and_lengths_equal_the_papers_definition(fraction: float) -> None:
     sweep = ContextSweep(
         min_context=5, context_step=7, max_context=42, num_positions=29, threshold=0.05, fractions=(fraction,)
     )
-    lengths = set[tuple[int, bool]]()
+    lengths = set[tuple[int, bool]]()  # effective lengths, and whether a gain fell below the threshold
     for seed in range(5):
         losses_ICP = decreasing_losses(seed)
+        # the losses are given, so the models are only three entries of the group
         context = EffectiveContext(sweep, (group_model("lstm"),) * 3, np.arange(29), losses_ICP, (0.0,) * 3)
         for model, gains in zip(context.as_dict()["models"], gains_in_loops(losses_ICP, fraction), strict=True):
             result = model["fractions"][f"{fraction:g}"]
             assert result["gains"] == pytest.approx(gains, rel=0, abs=1e-12)
+            # the contexts are 5, 12, ..., 40
             below = [5 + 7 * c for c, gain in enumerate(gains) if gain < 0.05]
             expected = (below[0], True) if below else (40, False)
             assert (result["effective_context_tokens"], result["fell_below_threshold"]) == expected
@@ -106,10 +112,11 @@ def test_gains_and_lengths_equal_the_papers_definition(fraction: float) -> None:
 
 
 def test_gains_equal_values_computed_by_hand() -> None:
-    """Two models and two positions. Catching up with the best model is no gain."""
+    """Two models, three contexts and two positions. Catching up with the best model is no gain."""
     first, second = [[3.0, 1.0], [2.0, 2.0], [2.0, 2.0]], [[9.0, 9.0], [3.0, 1.0], [1.0, 1.0]]
     gains = Gains.compute(np.array([first, second]), 0.5)
-    # the hardest: position 0 (b = 3, first model), then position 0 (b = 2); at the second context b of position 1 is 1
+    # half of the positions is one, the hardest: position 0 at the first context (b = 3, first model) and at the second
+    # (b = 2), where b of position 1 is 1
     np.testing.assert_allclose(gains.baseline_C, [3.0, 2.0], **CLOSE)
     np.testing.assert_allclose(gains.further_IC, [[2.0, 2.0], [3.0, 1.0]], **CLOSE)
     np.testing.assert_allclose(gains.gains_IC, [[1 - math.exp(-1), 0.0], [0.0, 1 - math.exp(-1)]], **CLOSE)
@@ -156,7 +163,7 @@ def test_loss_depends_only_on_the_context(kind: str, context: int) -> None:
     older_K, oldest_K = tokens_K.copy(), tokens_K.copy()
     seen = np.concatenate([np.arange(position - context, position + 1) for position in positions_P])
     older = np.setdiff1d(np.arange(121), seen)
-    older_K[older] = (older_K[older] + 5) % 23
+    older_K[older] = (older_K[older] + 5) % 23  # another token of the vocabulary of 23
     assert np.array_equal(group.losses(older_K, positions_P, context), losses_P)
     oldest = positions_P - group.num_inputs(context)
     oldest_K[oldest] = (oldest_K[oldest] + 5) % 23
@@ -185,6 +192,7 @@ def test_results_equal_separate_measurements() -> None:
     assert results["positions"] == draw_positions(sweep, 61).tolist()
     assert results["baseline"]["0.25"]["num_positions"] == 4
     lstm, learned = results["models"]
+    # 17 positions; the model with learned positions sees at most the 7 tokens of a segment
     assert (lstm["tokens_read"], learned["tokens_read"]) == (17 * (3 + 8 + 13), 17 * (3 + 7 + 7))
     assert sum(progress) == lstm["tokens_read"] + learned["tokens_read"]
     assert (lstm["name"], lstm["max_visible_tokens"], learned["max_visible_tokens"]) == ("lstm", None, SEGMENT)

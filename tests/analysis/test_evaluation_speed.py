@@ -19,6 +19,7 @@ def test_flops_ratio_equals_counted_flops(clamp):
     model = TransformerXL(SMALL.model_copy(update={"attn_implementation": "sdpa"})).eval()
     tokens = torch.zeros(1, window, dtype=torch.int64)
     with torch.inference_mode():
+        # memory length, attention window, clamp length
         _, memory = model(tokens, model.inference_memory(1, ContextLimits(8, window, clamp)))
         with FlopCounterMode(display=False) as counter:
             model(tokens[:, :1], memory)
@@ -43,13 +44,13 @@ def test_both_models_are_timed_in_turns(capsys):
         assert row["factor_fused"] == pytest.approx(row["vanilla_fused_seconds"] / row["memory_seconds"])
         assert row["factor_stored"] == pytest.approx(row["vanilla_stored_seconds"] / row["memory_seconds"])
         assert row["paper"] is None
-    assert capsys.readouterr().err.count("repeat") == 4
+    assert capsys.readouterr().err.count("repeat") == 4  # two windows with two repeats
 
 
 def test_vanilla_model_runs_both_attention_kernels():
     comparison = SpeedComparison(attention_windows=(6,), dtype="float32")
     measurement = SpeedMeasurement(SMALL, comparison, torch.device("cpu"))
-    kernels = {}
+    kernels = {}  # names of the operators that torch called
     for predict in (measurement.predict_window, measurement.predict_window_stored):
         with torch.inference_mode(), torch.profiler.profile() as profile:
             predict(torch.zeros(1, 6, dtype=torch.int64))

@@ -14,6 +14,7 @@ from transformer_xl.analysis.gain_curves import draw_gains, write_plot
 @pytest.fixture
 def results() -> dict[str, Any]:
     """What `draw_gains` reads of the results of two models, at the fractions r = 0.3 and 1."""
+    # for each model and fraction, the gains of the three contexts that have a longer one
     gains = np.random.default_rng(3).random((2, 2, 3)).tolist()
     models = [
         {"name": name, "fractions": {"0.3": {"gains": hardest}, "1": {"gains": everywhere}}}

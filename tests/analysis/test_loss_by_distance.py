@@ -1,6 +1,9 @@
 """Losses by distance from a document's start equal those of plain loops over documents.
 
-10 is the id of the BOS token in all texts.
+10 is the id of the BOS token in all texts. The fixtures make_model and tokens (tests/conftest.py) make a small model
+with random weights and random token ids.
+
+Shape suffixes: G groups of distances, N documents.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from transformer_xl.evaluation.plan import EvaluationPlan, TokenizedText
 from transformer_xl.model.memory import ContextLimits
 
 PLAN = EvaluationPlan(segment_length=5, context_limits=ContextLimits(memory_length=11))
-STARTS = [0, 1, 20, 37]  # of documents
+STARTS = [0, 1, 20, 37]  # positions where documents start
 
 
 @pytest.mark.parametrize("reset_memory", [True, False])
@@ -30,6 +33,7 @@ def test_groups_equal_plain_loops(make_model, tokens, reset_memory):
     for start, end in zip(STARTS, [*STARTS[1:], 53], strict=True):
         losses = token_nats(model, ids[start:end], 10, PLAN) if reset_memory else continued[start:end]
         for distance, loss in enumerate(losses, start=1):
+            # groups are distances 1, 2, 3 to 4, 5 to 8 and so on
             groups.setdefault((distance - 1).bit_length(), []).append(loss)
     assert sum(progress) == 53
     assert result.max_distance_G.tolist() == [1, 2, 4, 8, 16, 32]
@@ -41,11 +45,12 @@ def test_groups_equal_plain_loops(make_model, tokens, reset_memory):
 
 
 def test_text_without_documents_is_split_into_chunks(tokens):
-    ids = tokens(1, 300)[0].numpy().astype(np.uint8)
+    ids = tokens(1, 300)[0].numpy().astype(np.uint8)  # one row of 300 tokens
     split, length = with_documents(TokenizedText(ids, 10), PLAN)
     assert length == 32  # twice the sum of memory length and segment length
     assert split.document_starts_N.tolist() == list(range(0, 300, 32))
-    assert with_documents(TokenizedText(ids[:80], 10), PLAN)[1] == 10  # eight chunks
+    # short texts have at least eight chunks, if they have eight tokens
+    assert with_documents(TokenizedText(ids[:80], 10), PLAN)[1] == 10
     assert with_documents(TokenizedText(ids[:3], 10), PLAN)[1] == 1
     text = TokenizedText(ids, 10, np.array([0, 70]))
     assert with_documents(text, PLAN) == (text, None)

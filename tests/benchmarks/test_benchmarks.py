@@ -29,7 +29,8 @@ from transformer_xl.model.kernels import KERNELS
 from transformer_xl.model.kernels.reference import AttentionInputs, attention_terms
 
 ROOT = Path(__file__).parents[2]
-SHAPE = Shape(2, 7, 5, 3, 11, attention_window=4)  # batch size, queries, memory slots, heads, head width
+# batch size, queries, memory slots, heads, head width
+SHAPE = Shape(2, 7, 5, 3, 11, attention_window=4)
 DROPOUT_SHAPE = Shape(2, 32, 32, 2, 16, dropout=0.3)
 
 
@@ -48,12 +49,13 @@ def replace_kernel(monkeypatch: pytest.MonkeyPatch, name: str, wrong) -> None:
 def test_pairs_are_the_visible_keys_of_all_queries(shape):
     inputs, mask = draw(shape)
     assert shape.pairs == int((attention_terms(inputs, mask).probabilities_BNTS[0, 0] > 0).sum())
+    # a multiplication and an addition for each pair in content scores, position scores and weighted values
     assert shape.forward_flops == 6 * shape.batch_size * shape.n_heads * shape.d_head * shape.pairs
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_correct_kernels_pass(dtype):
-    shape = replace(SHAPE, dtype=dtype, empty_slots=3)
+    shape = replace(SHAPE, dtype=dtype, empty_slots=3)  # memory slots that no token has filled yet
     assert all(line["ok"] for name in gpu.kernels_for("cpu", dtype) for line in [check(name, shape)])
 
 
@@ -147,12 +149,14 @@ def test_growth_of_memory_excludes_its_constant_part(power, ratio):
 
 
 def test_rates_are_compared_in_each_round():
+    """The rates, in tokens per second, are those of an implementation and of the one that it is compared with."""
     metrics = training.metrics([20.0, 60.0, 30.0], [10.0, 20.0, 30.0])
     assert metrics["median_tokens_per_second"] == 30.0
     assert (metrics["median_ratio"], metrics["ratio_range"]) == (2.0, [1.0, 3.0])
 
 
 def test_names_of_implementations_are_parsed():
+    # NAME-DTYPE+VARIANT
     entry = training.Entry.parse("x-transformers-bfloat16+bias", training.MODULES)
     assert (entry.module, entry.dtype, entry.variant) == ("peer_x_transformers", "bfloat16", "bias")
     with pytest.raises(SystemExit, match="no implementation 'theirs-float32'; must be NAME-DTYPE"):
@@ -162,9 +166,10 @@ def test_names_of_implementations_are_parsed():
 def test_segments_are_consecutive_and_start_again_at_the_end():
     model = {"n_layers": 1, "d_model": 8, "n_heads": 1, "d_head": 8, "d_ff": 8, "vocab_size": 204, "dropout": 0.0}
     sizes = {"batch_size": 3, "segment_length": 5, "memory_length": 5}
+    # implementation, dtype, variant, device
     task = Task("ours", "float32", "", "cpu", **model, **sizes, learning_rate=1e-3, max_grad_norm=1.0)
     segments = Segments(task)
-    first, second = segments.next(), segments.next()
+    first, second = segments.next(), segments.next()  # pairs of inputs and targets
     assert torch.equal(first[1][:, -1:], second[0][:, :1])
     assert torch.equal(first[0][:, 1:], first[1][:, :-1])
     assert not torch.equal(first[0][0], first[0][1])
@@ -173,11 +178,13 @@ def test_segments_are_consecutive_and_start_again_at_the_end():
 
 
 def test_random_tokens_are_rarer_the_higher_their_id():
+    """Of 256 ids, the first 16 occur more often than those from 128 on together."""
     inputs_BT, targets_BT = Tokens(settings("enwik8-12l", {"segment_length": 400}, small=True)).next()
     assert torch.equal(inputs_BT[:, 1:], targets_BT[:, :-1])
     assert (inputs_BT < 16).sum() > (inputs_BT >= 128).sum() > 0
 
 
+# validations of a training run; columns: step, tokens, seconds, nats per token
 POINTS = [Point(1, 100, 1.0, 5.0), Point(2, 200, 3.0, 4.0), Point(3, 300, 5.0, 4.5), Point(4, 400, 7.0, 3.0)]
 
 
@@ -185,10 +192,12 @@ POINTS = [Point(1, 100, 1.0, 5.0), Point(2, 200, 3.0, 4.0), Point(3, 300, 5.0, 4
     ("nats", "cost"), [(6.0, (100, 1.0)), (4.5, (150, 2.0)), (4.0, (200, 3.0)), (3.75, (350, 6.0)), (2.9, None)]
 )
 def test_cost_of_a_loss_is_interpolated_where_it_is_first_reached(nats, cost):
+    """The cost is in tokens and seconds; None if the loss is not reached."""
     assert optimizers.cost_of_loss(POINTS, nats) == cost
 
 
 def test_arms_are_compared_with_the_first_for_each_seed():
+    """An arm is an optimizer with its schedule and settings; the points of each are given by its name and the seed."""
     faster = [replace(point, nats_per_token=point.nats_per_token - 1) for point in POINTS]
     arms = optimizers.compare({"a": {1: POINTS, 2: POINTS}, "b": {1: faster, 2: POINTS}})
     assert arms["a"]["share_of_tokens_to_reach_the_first"] == {"median": 1.0, "range": [1.0, 1.0]}
@@ -203,6 +212,7 @@ def test_arms_are_compared_with_the_first_for_each_seed():
 )
 @pytest.mark.parametrize("steps", [1, 1000])
 def test_settings_of_arms_are_valid(name, steps):
+    """A name is OPTIMIZER-SCHEDULE[-AVERAGE][:SETTING=VALUE][@SHARE], with the share of the training budget."""
     arm = Arm.parse(name)
     config = TrainConfig.model_validate(arm.train({"warmup_steps": 50}, steps))
     assert (config.max_steps, config.optimizer) == (steps, name.split("-")[0])
@@ -216,7 +226,7 @@ def test_invalid_names_of_arms_are_refused(name):
 
 
 def run_main(monkeypatch: pytest.MonkeyPatch, main, words: str) -> None:
-    """Run a benchmark's main function with the words as its command line."""
+    """Run a benchmark's main function with the words, which are separated by spaces, as its command line."""
     monkeypatch.setattr("sys.argv", words.split())
     main()
 
@@ -228,8 +238,9 @@ def test_training_is_measured_and_drawn(tmp_path, monkeypatch):
     run_main(monkeypatch, training.main, f"training.py {sizes} {options} --out {tmp_path / 'training.json'}")
     results = json.loads((tmp_path / "training.json").read_text())
     ours = results["implementations"]["ours-float32"]
-    assert ours["parameters"] > 204 * 16
+    assert ours["parameters"] > 204 * 16  # those of the embedding: vocabulary size times d_model
     assert ours["peak_resident_bytes"] > ours["peak_resident_bytes_beyond_libraries"] > 0
+    # an untrained model has a loss of about log(204) = 5.3
     assert 4 < ours["losses"][-1] < math.log(204) + 0.5
     speed, memory = chart.training_chart(results).axes
     assert "tokens per second" in speed.get_xlabel()
@@ -269,6 +280,7 @@ def test_gpu_stops_after_a_wrong_kernel(monkeypatch, capsys):
     results, status = gpu.run(gpu_arguments("correctness", "kernels"))
     assert status == 1
     assert "kernels" not in results
+    # the first shape that --quick checks
     assert "WRONG sdpa     B 2, T 37, M 23, 2 x 41, float32: position_" in capsys.readouterr().out
 
 

@@ -10,19 +10,22 @@ from transformer_xl.config.model import VaswaniConfig
 
 def test_memory_length_defaults_to_0_without_memory() -> None:
     assert run_settings({"model": {"architecture": "vaswani"}}, "settings").train.memory_length == 0
+    # an LSTM has memory (its state), so it gets the default of TrainConfig
     assert run_settings({"model": {"architecture": "lstm"}}, "settings").train.memory_length == 128
     with pytest.raises(ValueError, match="vaswani has no memory; give memory_length 0"):
         RunConfig(model=VaswaniConfig())
 
 
 def test_recipe_with_another_architecture_omits_settings_it_lacks() -> None:
-    recipe = load_recipe("ablation")
+    recipe = load_recipe("ablation")  # of transformer-xl, with 4 layers and batch size 32
     settings = merge_recipe(recipe, {"model": {"architecture": "lstm", "d_model": 64}, "train": {"max_steps": 9}})
     config = run_settings(settings, "settings")
     assert (config.model.architecture, config.model.d_model, config.model.n_layers) == ("lstm", 64, 4)
     assert (config.train.max_steps, config.train.batch_size) == (9, 32)
+    # al-rfou has learned absolute positions and no memory
     learned = run_settings(merge_recipe(load_recipe("enwik8-12l"), {"model": {"architecture": "al-rfou"}}), "settings")
     assert (learned.train.memory_length, learned.evaluation.memory_length) == (0, None)
+    # those of the recipe, which al-rfou has too
     assert (learned.evaluation.segment_length, learned.evaluation.attention_window) == (80, 2100)
     with pytest.raises(UserError, match="n_heads is a setting of transformer-xl"):  # overrides are never omitted
         run_settings(merge_recipe(recipe, {"model": {"architecture": "lstm", "n_heads": 2}}), "settings")

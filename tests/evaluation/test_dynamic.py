@@ -1,4 +1,10 @@
-"""Dynamic evaluation against a slow loop written from its equations; the model's weights are restored afterwards."""
+"""Dynamic evaluation against a slow loop written from its equations; the model's weights are restored afterwards.
+
+The equations are at the top of `dynamic.py`. The fixture make_model (tests/conftest.py) makes a small model with random
+weights and a vocabulary of 23.
+
+Shape suffixes: B batch size (1), T tokens of a segment, D d_model, K tokens of a text.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +23,11 @@ from transformer_xl.evaluation.evaluate import losses_in_order, stream_losses
 from transformer_xl.evaluation.plan import EvaluationPlan, TokenizedText
 from transformer_xl.model.memory import ContextLimits
 
-LIMITS = ContextLimits(11)
+LIMITS = ContextLimits(memory_length=11)
 
 
 def dynamic_plan(train_tokens_K: npt.NDArray[Any] | None = None, /, **settings: Any) -> EvaluationPlan:
+    """Return a plan of method dynamic with segments of 5 tokens; `settings` are those of DynamicConfig."""
     config = DynamicConfig(**settings)
     return EvaluationPlan(5, LIMITS, method="dynamic", dynamic=config, train_tokens_K=train_tokens_K)
 
@@ -83,7 +90,9 @@ def test_losses_equal_the_reference(make_model, settings, model_settings) -> Non
     model, tokens_K, train_tokens_K = make_model(**model_settings), random_tokens(38), random_tokens(43, seed=8)
     plan = dynamic_plan(train_tokens_K, **settings)
     nats_K = token_nats(model, tokens_K, BOS, plan)
+    # rms reads only the first gradient_stats_tokens = 41 tokens of the training text
     np.testing.assert_allclose(nats_K, reference_losses(model, tokens_K, plan, train_tokens_K[:41]), **CLOSE)
+    # from the second segment on, the losses differ from those of the trained weights
     assert np.abs(nats_K - token_nats(model, tokens_K, BOS, EvaluationPlan(5, LIMITS)))[5:].max() > 1e-3
 
 
@@ -118,7 +127,7 @@ def test_trained_weights_are_restored(make_model, stop_after) -> None:
 
 def test_reset_memory_restores_trained_weights_at_each_document(make_model) -> None:
     model, tokens_K, plan = make_model(), random_tokens(61), dynamic_plan(optimizer="sgd", learning_rate=0.1)
-    text = TokenizedText(tokens_K, BOS, np.array([0, 17, 20]))
+    text = TokenizedText(tokens_K, BOS, document_starts_N=np.array([0, 17, 20]))
     nats_K = losses_in_order(model, text, replace(plan, reset_memory=True))
     np.testing.assert_allclose(nats_K, nats_of_documents(model, tokens_K, [0, 17, 20], plan), **CLOSE)
 
@@ -129,7 +138,7 @@ def test_rms_without_training_text_is_refused(make_model) -> None:
 
 
 def test_too_large_learning_rate_is_refused(make_model) -> None:
-    """The message contains the position, and the trained weights are restored."""
+    """The message contains the position, the start of the second segment, and the trained weights are restored."""
     model = make_model()
     before = copied_tensors(model)
     with pytest.raises(UserError, match=r"learning-rate 1e\+300: too large, losses are not finite from token 5"):

@@ -1,4 +1,10 @@
-"""`evaluate` on a split: metrics, counts, the file of losses, no side effects; and the resolved settings."""
+"""`evaluate` on a split: metrics, counts, the file of losses, no side effects; and the resolved settings.
+
+The first argument of EvaluationPlan is the segment length; those of ContextLimits are memory length, attention window
+and clamp length. The fixture make_model (tests/conftest.py) makes a small model with random weights.
+
+Shape suffixes: K tokens of a text.
+"""
 
 from __future__ import annotations
 
@@ -48,6 +54,7 @@ def run(make_model) -> Run:
 
 
 def split_of(tokens: npt.NDArray[Any], num_bytes: int | None = None, words: int = 1) -> TokenSplit:
+    """Return a split of one document; None as `num_bytes`: one byte per token."""
     starts = np.zeros(1, dtype=np.uint64)
     return TokenSplit("test", tokens, starts, len(tokens) if num_bytes is None else num_bytes, words)
 
@@ -91,16 +98,18 @@ def test_bits_per_character_if_tokens_decode_exactly(make_model, tokenizer: Toke
     """For any chunk size; an incomplete character at the end of the text is not counted."""
     monkeypatch.setattr("transformer_xl.evaluation.metrics._TOKENS_PER_CHUNK", 3)
     run = Run(make_model(vocab_size=tokenizer.vocab_size), tokenizer, RunConfig())
-    split = split_of(tokenizer.encode(TEXT), len(TEXT.encode()), 25)
+    split = split_of(tokenizer.encode(TEXT), num_bytes=len(TEXT.encode()), words=25)
     result = evaluate(run, split, CONFIG)
     assert (result.characters, result.bytes, result.words) == (len(TEXT), len(TEXT.encode()), 25)
     assert result.bits_per_character == pytest.approx(result.bits_per_byte * result.bytes / len(TEXT), rel=1e-12)
+    # without the last of the snowman's 3 bytes: CharTokenizer encodes characters that it does not have as bytes
     max_tokens = len(tokenizer.encode("Ein Gr\u00fc\u00dfe-\u2603")) - 1
     part = evaluate(run, split, CONFIG, max_tokens=max_tokens)
     assert (part.characters, part.bytes) == (10, 14)
 
 
 def test_characters_are_unknown_if_the_text_is_not_utf8(run: Run) -> None:
+    # 0xFF occurs in no UTF-8 text
     result = evaluate(run, split_of(np.array([65, 0xFF, 66, 67], dtype=np.uint8)))
     assert (result.characters, result.bits_per_character) == (None, None)
 
@@ -110,9 +119,9 @@ def test_words_of_a_part_are_counted_by_a_word_tokenizer(make_model) -> None:
     tokenizer = WordTokenizer(("<eos>", "<unk>", "a", "b"), eos_token="<eos>", unk_token="<unk>")
     run = Run(make_model(vocab_size=4), tokenizer, RunConfig())
     tokens_K = tokenizer.encode("a b\nb c a\nb b\n")
-    whole = evaluate(run, split_of(tokens_K, 15, 7), CONFIG)
+    whole = evaluate(run, split_of(tokens_K, num_bytes=15, words=7), CONFIG)
     assert (whole.tokens, whole.words, whole.characters, whole.num_unknown) == (10, 7, None, 1)
-    part = evaluate(run, split_of(tokens_K, 15, 7), CONFIG, max_tokens=7)
+    part = evaluate(run, split_of(tokens_K, num_bytes=15, words=7), CONFIG, max_tokens=7)  # up to the second newline
     assert (part.words, part.bytes) == (5, round(15 * 7 / 10))
     nats_K = token_nats(run.model, tokens_K, tokenizer.bos_token_id, PLAN)
     assert part.word_perplexity == pytest.approx(math.exp(nats_K[:7].sum() / 5), rel=1e-12)
@@ -160,7 +169,7 @@ def test_interrupted_evaluation_leaves_no_losses_file(run: Run, tmp_path: Path) 
 
 @pytest.mark.parametrize("training", [True, False])
 def test_evaluate_has_no_side_effects(run: Run, training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model's mode (also after an error), its weights and torch's random state are unchanged."""
+    """The model's training mode (also after an error), its weights and torch's random state are unchanged."""
     run.model.train(training)
     weights, random_state, split = copied_tensors(run.model), torch.get_rng_state(), split_of(random_tokens(37, 256))
     first = evaluate(run, split)
@@ -181,6 +190,7 @@ def test_evaluate_has_no_side_effects(run: Run, training: bool, monkeypatch: pyt
 
 
 def test_empty_splits_and_unknown_tokens_are_refused(run: Run, make_model) -> None:
+    """Token id 113 is not in the vocabulary of 23."""
     with pytest.raises(UserError, match="nothing to score; the split is empty"):
         evaluate(run, split_of(random_tokens(0)))
     small_run = replace(run, model=make_model())
@@ -238,6 +248,7 @@ def test_settings_out_of_range_are_refused(settings: dict[str, Any]) -> None:
 
 
 def test_boundaries_of_documents_within_the_text() -> None:
+    """Of six documents, one is empty, and two start at or after the end of the text of 10 tokens."""
     text = TokenizedText(np.zeros(10, dtype=np.uint8), 0, np.array([0, 3, 3, 8, 10, 12], dtype=np.uint64))
     assert text.boundaries(reset_memory=True).tolist() == [0, 3, 8, 10]
     assert text.boundaries(reset_memory=False).tolist() == [0, 10]

@@ -1,4 +1,10 @@
-"""Evaluation with memory: every token is scored once, with the same loss for any segment length and batch size."""
+"""Evaluation with memory: every token is scored once, with the same loss for any segment length and batch size.
+
+The first argument of EvaluationPlan is the segment length, the first of ContextLimits is the memory length. The fixture
+make_model (tests/conftest.py) makes a small model with random weights and a vocabulary of 23, by default of 3 layers.
+
+Shape suffixes: B batch size, T tokens, D d_model, K tokens of a text.
+"""
 
 from __future__ import annotations
 
@@ -112,7 +118,7 @@ def test_every_token_is_scored_once(make_model, monkeypatch, length, batch_size,
     """Including the last, short segment and sequence, whenever losses are copied from the device."""
     monkeypatch.setattr(evaluate_module, "_MAX_STEPS_ON_DEVICE", steps_on_device)
     model, tokens_K, progress = make_model(), random_tokens(length), []
-    plan = EvaluationPlan(7, ContextLimits(11), batch_size)
+    plan = EvaluationPlan(7, ContextLimits(11), batch_size=batch_size)
     chunks = list(stream_losses(model, TokenizedText(tokens_K, BOS), plan, progress.append))
     positions = np.concatenate([np.arange(chunk.position, chunk.position + len(chunk.nats_K)) for chunk in chunks])
     assert sorted(positions.tolist()) == list(range(length))
@@ -144,14 +150,14 @@ def test_reset_memory_scores_each_document_as_a_text_of_its_own(
 def test_documents_of_one_segment_are_one_batch_without_memory(make_model, monkeypatch) -> None:
     """No document is longer than a segment, so no memory slot would be filled, and the memory has length 0."""
     model = make_model(memory_length=11)
-    shapes, forward = [], type(model).forward
+    shapes, forward = [], type(model).forward  # batch size, tokens and memory length of each call
 
     def recorded(self, tokens_BT, memory, **options):
         shapes.append((*tokens_BT.shape, memory.length))
         return forward(self, tokens_BT, memory, **options)
 
     monkeypatch.setattr(type(model), "forward", recorded)
-    text = TokenizedText(random_tokens(997), BOS, np.arange(0, 997, 7))
+    text = TokenizedText(random_tokens(997), BOS, np.arange(0, 997, 7))  # 143 documents of at most 7 tokens
     list(stream_losses(model, text, EvaluationPlan(64, ContextLimits(11), reset_memory=True)))
     assert shapes == [(143, 7, 0)]
 
@@ -190,7 +196,7 @@ def test_batches_of_other_architectures_are_exact_or_refused(settings: dict[str,
     if memory_length and settings["architecture"] in ("lstm", "qrnn"):
         with pytest.raises(UserError, match=r"batch-size 3: .* depends on all .* batch-size 1 or enough warmup-tokens"):
             token_nats(model, tokens_K, BOS, batched)
-        batched = replace(batched, warmup_tokens=97)
+        batched = replace(batched, warmup_tokens=97)  # the whole text
     expected_K = token_nats(model, tokens_K, BOS, plan)
     np.testing.assert_allclose(token_nats(model, tokens_K, BOS, batched), expected_K, **CLOSE)
     text = TokenizedText(tokens_K, BOS, np.array(DOCUMENT_STARTS))
@@ -239,11 +245,12 @@ def test_bfloat16_is_close_to_float32(make_model) -> None:
     [
         (7, ContextLimits(0), 3, 0),
         (7, ContextLimits(11), 1, 11),
+        # the last layer sees 11 tokens before the segment, each other layer 11 rounded up to whole segments of 7
         (7, ContextLimits(11), 3, 11 + 14 + 14),
-        (7, ContextLimits(14), 3, 42),
+        (7, ContextLimits(14), 3, 14 + 14 + 14),
         (7, ContextLimits(4, attention_window=5), 3, 12),  # each layer sees four tokens back
         (7, ContextLimits(3, attention_window=5), 3, 12),  # also where memory is too short for the window
-        (7, ContextLimits(3, attention_window=99), 3, 3 + 7 + 7),
+        (7, ContextLimits(3, attention_window=99), 3, 3 + 7 + 7),  # the window is longer than memory and segment
     ],
 )
 def test_receptive_field_and_warmup(

@@ -1,4 +1,9 @@
-"""`score`: the losses of tokens, lines and texts add up, for any tokenizer."""
+"""`score`: the losses of tokens, lines and texts add up, for any tokenizer.
+
+The fixture make_model (tests/conftest.py) makes a small model with random weights.
+
+Shape suffixes: K tokens of a text.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +23,8 @@ from transformer_xl.text.tokenizers import ByteTokenizer, Tokenizer
 from transformer_xl.text.tokenizers.char import CharTokenizer
 from transformer_xl.text.tokenizers.word import WordTokenizer
 
-PLAN = EvaluationPlan(7, ContextLimits(11))
+PLAN = EvaluationPlan(segment_length=7, context_limits=ContextLimits(memory_length=11))
+# words and characters that the tokenizers below do not have, an empty line, a text with and one without a last newline
 FIRST, SECOND = "Gr\u00fc\u00dfe\nan b\n\nb", "\u2603 b an\nb\n"
 WORDS = WordTokenizer(("<eos>", "<unk>", "an", "b"), eos_token="<eos>", unk_token="<unk>")
 TOKENIZERS = [ByteTokenizer(), CharTokenizer("an b\n"), WORDS]
@@ -26,6 +32,8 @@ TOKENIZERS = [ByteTokenizer(), CharTokenizer("an b\n"), WORDS]
 
 @pytest.fixture
 def run_of(make_model):
+    """A function that returns a run with a tokenizer, whose settings give PLAN."""
+
     def make(tokenizer: Tokenizer) -> Run:
         config = RunConfig(train=TrainConfig(segment_length=7, memory_length=11))
         return Run(make_model(vocab_size=tokenizer.vocab_size), tokenizer, config)
@@ -94,7 +102,7 @@ def test_empty_or_unencodable_texts_are_refused(run_of, tokenizer: Tokenizer, te
 
 
 def test_position_of_an_encoding_error_counts_from_the_start_of_the_text(run_of, monkeypatch) -> None:
-    """Also in a later chunk of a long text."""
+    """Also in a later chunk of a long text: chunks, which are encoded separately, have only 4 bytes in this test."""
     module = import_module("transformer_xl.evaluation.score")
     split = module.split_chunks
     monkeypatch.setattr(module, "split_chunks", lambda tokenizer, content: split(tokenizer, content, size=4))

@@ -1,4 +1,9 @@
-"""Sliding window: each token is predicted from exactly the tokens in its window, for any batch size."""
+"""Sliding window: each token is predicted from exactly the tokens in its window, for any batch size.
+
+The fixture make_model (tests/conftest.py) makes a small model with random weights and a vocabulary of 23.
+
+Shape suffixes: B batch size (1), T tokens, D d_model, K tokens of a text.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +25,7 @@ from transformer_xl.model.memory import ContextLimits
 
 
 def sliding(window: int | None, batch_size: int | None = None, clamp_length: int | None = None) -> EvaluationPlan:
-    # segment_length is not used by this method
+    # this method does not use the segment length, 7
     return EvaluationPlan(7, ContextLimits(0, window, clamp_length), batch_size, method="sliding-window")
 
 
@@ -60,7 +65,7 @@ def test_architectures_without_memory_or_attention_window(architecture: str) -> 
 
 def test_reset_memory_scores_each_document_as_a_text_of_its_own(make_model) -> None:
     model, tokens_K, progress = make_model(), random_tokens(61), []
-    text = TokenizedText(tokens_K, BOS, np.array([0, 2, 7, 40]))
+    text = TokenizedText(tokens_K, BOS, document_starts_N=np.array([0, 2, 7, 40]))
     nats_K = losses_in_order(model, text, replace(sliding(5), reset_memory=True), progress.append)
     np.testing.assert_allclose(nats_K, nats_of_documents(model, tokens_K, [0, 2, 7, 40], sliding(5)), **CLOSE)
     assert sum(progress) == 61

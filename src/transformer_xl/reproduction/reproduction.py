@@ -165,7 +165,8 @@ class Reproduction:
         """Return the attention windows with which a system is scored, among them that of training.
 
         The learned positions of the architecture al-rfou end at the segment length, so longer windows are left out. By
-        default, the architecture vaswani (sinusoidal positions) is scored with short windows only, because a sliding window computes each window from scratch.
+        default, the architecture vaswani (sinusoidal positions) is scored with short windows only, because a sliding
+        window computes each window from scratch.
 
         Args:
             system: the system.
