@@ -1,7 +1,9 @@
 """Slow reference for the attention of a whole text: loops over positions, from the paper and the weights; float64.
 
 Cached hidden states are never recomputed, so each layer has one input for each position, and a query of a segment that
-starts at position b attends to the keys from b - M on (M memory slots), as far as the window allows.
+starts at position b attends to the keys from b - M on (M memory slots), as far as the attention window allows. Layers
+normalize after each residual branch, and Shaw's attention has a learned vector for each distance instead of a
+sinusoidal encoding.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ def attention_of(model, tokens, segment, context_limits):
             if config.architecture == "shaw":
                 keys = weight("attention.distance_keys")
                 return keys[min(distance, len(keys) - 1)]
-            encoding = sinusoid(distance, width, context_limits.clamp_length)
+            encoding = sinusoid(distance, width, clamp=context_limits.clamp_length)
             return (weight("attention.r_proj.weight") @ encoding).view(heads, d_head)
 
         q, k, v = (

@@ -51,7 +51,7 @@ def make_model():
 
 @pytest.fixture
 def tokens():
-    """Returns a function that draws random token ids of the small models' vocabulary."""
+    """Returns a function that draws random token ids (rows, length) of the small models' vocabulary, which has 23."""
 
     def draw(rows: int, length: int, seed: int = 3) -> torch.Tensor:
         return torch.randint(0, 23, (rows, length), generator=torch.Generator().manual_seed(seed))

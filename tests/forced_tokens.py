@@ -1,4 +1,7 @@
-"""What the tests of generation share: a logits processor that forces tokens, and a model that records its calls."""
+"""What the tests of generation share: a logits processor that forces tokens, and a model that records its calls.
+
+Shape suffixes: B batch size, T new tokens, D model width, V vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +27,11 @@ class ForcedTokens:
     def __call__(self, token_ids_BT: Tensor, logits_BV: Tensor) -> Tensor:
         self.recorded_logits.append(logits_BV.clone())
         next_id = torch.tensor(self.remaining_ids.pop(0))
-        return torch.full_like(logits_BV, -torch.inf).index_fill(-1, next_id, 0.0)
+        return torch.full_like(logits_BV, -torch.inf).index_fill(-1, next_id, 0.0)  # probability 1 for this token
 
 
 class RecordedModel:
-    """A model that records the number of tokens of each call."""
+    """A model that records the number of tokens of each call (in `lengths`) and its last memory."""
 
     def __init__(self, model: LanguageModel) -> None:
         self.model, self.lengths = model, []

@@ -11,7 +11,10 @@ SIZES = {"n_heads", "d_head", "d_ff"}
 
 
 def settings_of(**settings: Any) -> dict[str, Any]:
-    """Return the settings without the sizes of attention and feed-forward layers if the architecture has none."""
+    """Return the settings of a model without the sizes of attention and feed-forward layers if it has no such layers.
+
+    The setting `architecture` is the model's architecture, transformer-xl by default.
+    """
     fields = ARCHITECTURES[settings.get("architecture", "transformer-xl")].model_fields
     return {name: value for name, value in settings.items() if name in fields or name not in SIZES}
 

@@ -41,7 +41,9 @@ TRAIN = {
 }  # fmt: skip
 STOP_STEP = 5  # where runs are stopped, to be resumed later
 SHARDED_LSTM = {"model": {"architecture": "lstm"}, "train": {"parallelism": "fsdp"}}
-# name of a run, and the settings that differ from MODEL and TRAIN
+# Name of a run, and the settings that differ from MODEL and TRAIN. Sharded: parameters are sharded over the processes
+# (fsdp; otherwise ddp). Average: the weights are averaged over steps (weight_average). Segment warm-up: segments grow
+# from initial_segment_length to segment_length in the first segment_warmup_steps steps.
 VARIANTS: dict[str, dict[str, Any]] = {
     "sharded, micro-batches, muon, average": {
         "train": {
@@ -73,10 +75,11 @@ def make_corpus(path: Path) -> Corpus:
     """Write a small corpus of random letters in documents of several lengths."""
 
     def documents(length: int, seed: int) -> list[Document]:
-        text = np.random.default_rng(seed).integers(97, 123, length, dtype=np.uint8)
-        return [Document("text", [bytes(part)]) for part in np.split(text, range(3, length, 11))]
+        text = np.random.default_rng(seed).integers(97, 123, length, dtype=np.uint8)  # the ASCII codes of a to z
+        # the first document has 3 letters, the others 11, the last maybe fewer
+        return [Document(name="text", chunks=[bytes(part)]) for part in np.split(text, range(3, length, 11))]
 
-    splits = {"train": documents(211, 1), "valid": documents(61, 2)}
+    splits = {"train": documents(length=211, seed=1), "valid": documents(length=61, seed=2)}
     return write_corpus(path, splits, name="tiny", source="a test", tokenizer=ByteTokenizer())
 
 
@@ -116,12 +119,13 @@ def fail_in_second_process(world: DistributedContext) -> None:
 
 
 def check_communication(world: DistributedContext) -> None:
+    """Check the operations that combine values of the two processes."""
     assert world.sum(torch.tensor([world.rank + 1, 10])).tolist() == [3, 20]
     assert (world.any(world.rank == 1), world.any(False)) == (True, False)
     assert world.gather(["\u00e4", world.rank]) == [["\u00e4", 0], ["\u00e4", 1]]
     with pytest.raises(UserError, match="only here"):
         fail_in_second_process(world)
-    world.seed(3, 0)
+    world.seed(seed=3, step=0)  # different random numbers in each process
     assert len(set(world.gather(torch.rand(()).item()))) == 2
 
 
@@ -168,7 +172,7 @@ def resume_with_three(path: Path, world: DistributedContext) -> None:
 
 
 def train_with_library(path: Path) -> None:
-    """Call `train` and `resume`, each of which joins another process group."""
+    """Train by calling the library's `train` and `resume`, each of which joins another process group."""
     options = {"device": "cpu", "progress": False}
     run = path / "by the library"
     stopped = train(config_of(SHARDED_LSTM), path / "corpus", run, callbacks=[StopAt(STOP_STEP)], **options)
@@ -229,6 +233,6 @@ def run_processes(num_processes: int, job: Callable[..., None], *arguments: Any)
     port = free_port()
     processes = [start_process(rank, num_processes, port, job, *arguments) for rank in range(num_processes)]
     for process in processes:
-        process.join(300)
+        process.join(timeout=300)
         process.kill()  # if it has not ended
     return [process.exitcode for process in processes]

@@ -67,7 +67,7 @@ def sinusoid(distance, width, clamp=None):
 def layer_norm(x, weight, bias):
     mean = x.mean(-1, keepdim=True)
     variance = ((x - mean) ** 2).mean(-1, keepdim=True)
-    return (x - mean) / torch.sqrt(variance + 1e-5) * weight + bias
+    return (x - mean) / torch.sqrt(variance + 1e-5) * weight + bias  # torch's default epsilon
 
 
 def layer_weights(weights, index):
@@ -100,6 +100,7 @@ def transformer_layer(layer, x, memory, position_keys, u, w, key_mask, pre_norm)
 
 
 def embed(weights, tokens):
+    """Return the embeddings of the tokens times the square root of their width, (B, T, D)."""
     table = weights["embedding.tables.0"]
     return table[tokens] * math.sqrt(table.shape[1])
 
@@ -112,6 +113,7 @@ def final_norm(weights, x):
 
 
 def logits(weights, x):
+    """Return the logits (B, T, V) of the last hidden states x; the softmax shares the embedding's weights."""
     return x @ weights["embedding.tables.0"].T + weights["softmax.bias"]
 
 

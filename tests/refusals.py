@@ -57,7 +57,7 @@ def do(words: str) -> None:
 
 
 def files(folder: Path) -> dict[str, bytes | None]:
-    """Return the contents of all files below a folder by path, and None for each folder."""
+    """Return the contents of all files in a folder and its subfolders by path, and None for each subfolder."""
     return {str(path): path.read_bytes() if path.is_file() else None for path in sorted(folder.rglob("*"))}
 
 

@@ -1,4 +1,7 @@
-"""Comparisons of tensors that report the name of the tensor that differs, and runs of a model in parts."""
+"""Comparisons of tensors that report the name of the tensor that differs, and runs of a model in parts.
+
+Shape suffixes: B batch size, T new tokens, D model width.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,10 @@ def named_gradients(scalar: Tensor, tensors: Tensors) -> dict[str, Tensor]:
 
 
 def authors_mean_std(name: str) -> tuple[float, float]:
-    """Return mean and standard deviation of a parameter with this name in the authors' initialization."""
+    """Return mean and standard deviation of a parameter with this name in the authors' initialization.
+
+    Content and position bias (the paper's u and v) are random vectors; all other biases are 0.
+    """
     if name.endswith("norm.weight"):
         return 1.0, 0.02
     is_random = name in ("content_bias", "position_bias") or not name.endswith("bias")

@@ -1,4 +1,4 @@
-"""Permissions and errors of files of tensors."""
+"""Permissions and errors of safetensors files: `save_tensors` adds a checksum, `write_safetensors` does not."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ def test_files_have_the_permissions_of_new_files(tmp_path: Path) -> None:
 
 def test_errors_of_safetensors_become_os_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object, **__: object) -> None:
-        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+        raise SafetensorError(
+            "Error while serializing: I/O error: No space left on device (os error 28)"
+        )  # ENOSPC on Linux
 
     monkeypatch.setattr(tensor_file, "save_file", full)
     with pytest.raises(OSError, match="os error 28") as error:

@@ -1,4 +1,7 @@
-"""What the tests of evaluation share: random token ids, and the losses of one text or of several documents."""
+"""What the tests of evaluation share: random token ids, and the losses in nats of one text or of several documents.
+
+Shape suffixes: K tokens of a text.
+"""
 
 from __future__ import annotations
 

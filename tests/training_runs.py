@@ -34,10 +34,12 @@ TRAIN = {
 
 
 def letters(length: int, seed: int) -> bytes:
+    """Return random letters from a to z, whose ASCII codes are 97 to 122."""
     return bytes(np.random.default_rng(seed).integers(97, 123, length, dtype=np.uint8))
 
 
 def make_corpus(path: Path, train: bytes, valid: bytes | None = None) -> Corpus:
+    # each split is one document: its name, and its text in one chunk
     splits = {"train": [Document("train", [train])]} | ({"valid": [Document("valid", [valid])]} if valid else {})
     return write_corpus(path, splits, name="tiny", source="a test", tokenizer=ByteTokenizer())
 
@@ -101,8 +103,9 @@ def reopened(trainer: Trainer, **changed: Any) -> Trainer:
 def validation_nats(model: LanguageModel, tokens: Tokens, rows: int = 3) -> float:
     """Return the total loss of a text in nats: split into batch rows, each scored with a memory that starts empty."""
     edges = [row * len(tokens) // rows for row in range(rows + 1)]
+    # the token before each row, which is its first input
     previous = [10, *(int(tokens[edge - 1]) for edge in edges[1:-1])]  # a newline precedes the first token
-    plan = EvaluationPlan(segment_length=7, context_limits=ContextLimits(11))
+    plan = EvaluationPlan(segment_length=7, context_limits=ContextLimits(memory_length=11))  # as in TRAIN
     spans = zip(pairwise(edges), previous, strict=True)
     return sum(float(token_nats(model, tokens[begin:end], token, plan).sum()) for (begin, end), token in spans)
 

@@ -3,8 +3,8 @@
     python tests/triton_compiled.py HEAD_WIDTH DTYPE DROPOUT [TILE]
 
 TILE is the number of queries, and of keys, of a block (by default the one that the launch would choose). Prints one
-JSON object a line for each kernel: registers, spilled bytes, shared memory. TRITON_INTERPRET must not be
-set.
+JSON object a line for each kernel: registers of a thread, spilled bytes (values that did not fit into registers), and
+bytes of shared memory. TRITON_INTERPRET must not be set, because the interpreter compiles nothing.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from triton.compiler import ASTSource
 
 from transformer_xl.model.kernels import triton_kernels as kernels
 
+# the kernels `forward_kernel` and so on: the forward pass, then the gradients of queries, keys and values, distances
 NAMES = ("forward", "queries", "keys", "distances")
 POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
 

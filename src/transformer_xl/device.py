@@ -80,7 +80,7 @@ def has_bfloat16(device: torch.device) -> bool:
         return torch.cuda.is_bf16_supported(including_emulation=False)
     if device.type != "cpu" or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return False
-    # on x86, oneDNN also returns true if bfloat16 is emulated
+    # on x86, oneDNN (torch's CPU library, formerly MKL-DNN) also returns true if bfloat16 is emulated
     x86 = platform.machine().lower() in ("x86_64", "amd64")
     return not x86 or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 

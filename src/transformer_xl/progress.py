@@ -120,7 +120,7 @@ class StageBars:
         if self._bar:
             self._bar.advance(done - self._done)
         elif time.perf_counter() - self._start >= self._SECONDS_BEFORE_BAR:
-            self._bar = ProgressBar(stage, max(total, done), "bytes").__enter__()
+            self._bar = ProgressBar(stage, max(total, done), "bytes").__enter__()  # shows the bar
             self._bar.begin_at(done)
         self._done = done
 

@@ -135,7 +135,7 @@ class RunFolder:
             save_tokenizer(tokenizer, temporary / "txl_tokenizer.json")
             (temporary / "checkpoints").mkdir()
             if weights is not None:
-                save_tensors(temporary / "model.safetensors", weights, {"step": "0"})
+                save_tensors(temporary / "model.safetensors", weights, {"step": "0"})  # no training step of this run
         return RunFolder(path, config, tokenizer)
 
     @staticmethod

@@ -1,4 +1,9 @@
-"""Adaptive embedding and softmax: equal to their definition, losses in input order, gradients for every parameter."""
+"""Adaptive embedding and softmax: equal to their definition, losses in input order, gradients for every parameter.
+
+The vocabulary is divided into clusters at the cutoffs: cluster 0 is the head, the others are tails.
+
+Shape suffixes: B batch size, T new tokens, K most likely tokens, D model width (14), V vocabulary (23).
+"""
 
 from __future__ import annotations
 
@@ -18,7 +23,10 @@ from transformer_xl.model.adaptive import AdaptiveEmbedding, AdaptiveSoftmax
 from transformer_xl.model.transformer_xl import TransformerXL
 
 # Settings of clusters and tying: the vocabulary has 23 tokens, by default with cutoffs 5, 11, 19. Those named after a
-# data set have the same tying as the authors' models for it (standard and large: the paper's two sizes).
+# data set have the same tying as the authors' models for it (standard and large: the paper's two sizes). div_val is the
+# factor by which embeddings get narrower from cluster to cluster; tie_projections says which clusters of the softmax
+# use the embedding's projections to the model's width (by default all); with project_same_width false, a cluster whose
+# embeddings have the model's width already is not projected.
 STYLES = {
     "dense": {"cutoffs": ()},
     "dense, projected": {"cutoffs": (), "d_embed": 6},
@@ -39,7 +47,7 @@ def make(
 ) -> tuple[AdaptiveEmbedding, AdaptiveSoftmax]:
     """Return an embedding and its softmax with random weights."""
     small = {"vocab_size": 23, "d_model": 14, "n_heads": 2, "cutoffs": (5, 11, 19)}
-    config = TransformerXLConfig(**{**small, **model_settings})
+    config = TransformerXLConfig(**{**small, **model_settings})  # settings in model_settings replace those of `small`
     embedding = AdaptiveEmbedding(config)
     softmax = AdaptiveSoftmax(config, embedding)
     generator = torch.Generator().manual_seed(seed)
@@ -146,7 +154,7 @@ def test_embeddings_are_projected_rows_of_their_cluster(style):
 
 
 @pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("count", [1, 7, 40])
+@pytest.mark.parametrize("count", [1, 7, 40])  # 40 is more than the vocabulary has
 def test_topk_equals_topk_of_all_logits(style, count):
     _, softmax = make(**STYLES[style])
     logits_BTV = softmax.logits(hidden())
@@ -159,20 +167,20 @@ def test_topk_equals_topk_of_all_logits(style, count):
 
 def test_topk_skips_tails_that_cannot_contain_the_best_tokens(monkeypatch):
     _, softmax = make()
-    computed: list[int] = []
+    computed: list[int] = []  # indices of the clusters whose logits were computed
     logits = softmax._cluster_logits
     monkeypatch.setattr(
         softmax, "_cluster_logits", lambda rows, index: (computed.append(index), logits(rows, index))[1]
     )
     with torch.no_grad():
-        softmax.bias[:5] = 40.0
+        softmax.bias[:5] = 40.0  # the tokens of the head are far more likely than any tail
     softmax.topk(hidden(), 5)
     assert computed == [0]
     softmax.topk(hidden(), 6)  # the head has five tokens, the sixth may be in any cluster
     assert computed[:3] == [0, 0, 1]
     computed.clear()
     with torch.no_grad():
-        softmax.cluster_bias[1] = 80.0
+        softmax.cluster_bias[1] = 80.0  # tail 2, ids 11 to 18, is far more likely than the head
     assert softmax.topk(hidden(), 3)[1].min() >= 11
     assert computed == [0, 2]
 
@@ -187,7 +195,7 @@ def test_any_settings_give_probabilities_and_matching_losses(data):
     tying = data.draw(st.sampled_from(["all", "all_but_first", "none"]))
     values = {"vocab_size": size, "cutoffs": cutoffs, "div_val": div_val, "tie_projections": tying}
     values |= {"tie_word_embeddings": data.draw(st.booleans()), "project_same_width": data.draw(st.booleans())}
-    if div_val ** len(cutoffs) > 14:
+    if div_val ** len(cutoffs) > 14:  # embeddings of the last cluster would have less than one element
         with pytest.raises(UserError, match="leaves the last of"):
             check_settings(TransformerXLConfig, {"d_model": 14, "n_heads": 2, **values}, "test")
         return
@@ -257,7 +265,7 @@ def test_tied_weights_are_saved_once_and_stay_tied_in_a_copy():
 
 
 @pytest.mark.parametrize(
-    ("values", "message"),
+    ("values", "message"),  # cutoffs as on the command line
     [
         ({"cutoffs": "5,3"}, "cutoffs 5, 3 must increase"),
         ({"cutoffs": "0,5"}, "starting at 1"),
@@ -291,5 +299,5 @@ def test_chunked_losses_are_the_same_and_save_no_logits(monkeypatch, style):
         results.append({"nats": losses_BT, **gradients(losses_BT.pow(2).sum(), hidden_BTD, embedding, softmax)})
         saved_elements.append(sum(t.numel() for t in saved if t.ndim == 2 and len(t) == targets_BT.numel()))
     assert_same_tensors(*results, atol=1e-11)
-    # without chunks, at least the logits of the head are saved
+    # elements of saved matrices with a row for each target: without chunks, these include the logits of the head
     assert saved_elements[1] <= saved_elements[0] - targets_BT.numel() * (softmax.edges[1] + softmax.num_tails)

@@ -18,7 +18,7 @@ from transformer_xl.model.transformer_xl import TransformerXL
 
 SMALL = {"d_model": 14, "n_heads": 2, "n_layers": 1, "d_ff": 19}
 SHAW = {"architecture": "shaw", "max_relative_positions": 3}
-MODELS = {
+MODELS = {  # the class that builds each architecture
     "transformer-xl": TransformerXL,
     "shaw": ShawTransformer,
     "vaswani": AbsoluteTransformer,
@@ -36,6 +36,7 @@ def test_architecture_selects_the_config_class() -> None:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_each_architecture_builds_its_model(architecture: str) -> None:
+    # fills in settings that follow from others, such as the number of learned position vectors
     resolved = run_settings({"model": model_config(architecture=architecture, **SMALL).model_dump()}, "settings").model
     with torch.device("meta"):
         model = build_model(resolved)
@@ -57,7 +58,7 @@ def test_model_with_the_config_of_another_architecture_raises(settings: dict[str
 
 
 @pytest.mark.parametrize(
-    ("model", "text"),
+    ("model", "text"),  # `text`: a regular expression for the message
     [
         ({"architecture": "lstm", "attention_dropout": 0.1}, "attention_dropout .* this is architecture lstm"),
         ({"architecture": "lstm", "qrnn_kernel_size": 1}, "qrnn_kernel_size is a setting of qrnn, .* lstm; leave it"),
@@ -79,7 +80,7 @@ def test_number_of_learned_position_vectors_is_the_longest_context_of_training()
         {"model": {"architecture": "shaw"}, "train": {"segment_length": 7, "memory_length": 11}}, "settings"
     )
     al_rfou = run_settings({"model": {"architecture": "al-rfou"}, "train": {"segment_length": 7}}, "settings")
-    assert shaw.model.max_relative_positions == 18
+    assert shaw.model.max_relative_positions == 18  # segment and memory: 7 + 11
     assert (al_rfou.model.max_position_embeddings, al_rfou.train.memory_length) == (7, 0)
     for config in (shaw, al_rfou):
         assert run_settings(config.model_dump(), "settings") == config
@@ -87,5 +88,6 @@ def test_number_of_learned_position_vectors_is_the_longest_context_of_training()
 
 def test_config_class_accepts_only_its_own_settings() -> None:
     with pytest.raises(ValidationError, match="zoneout"):
-        ShawConfig(zoneout=0.1)
+        ShawConfig(zoneout=0.1)  # a setting of qrnn
+    # without d_head, the head width is d_model / n_heads
     assert (TransformerXLConfig(d_model=24, n_heads=3).head_dim, TransformerXLConfig(d_head=5).head_dim) == (8, 5)

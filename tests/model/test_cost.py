@@ -1,4 +1,11 @@
-"""Softmax cutoffs of minimal cost, and the FLOPs and memory of a training step."""
+"""Softmax cutoffs of minimal cost, and the FLOPs and memory of a training step.
+
+Cutoffs are the token ids at which an adaptive softmax divides the vocabulary: the ids below the first one are the head,
+and each later range is a tail, whose logits are computed only for targets in it. The head must contain at least 0.9 of
+the text's tokens.
+
+Shape suffixes: B batch size, T new tokens, D model width.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +27,10 @@ ZIPF = (1e9 / (np.arange(10_007) + 2.7) ** 1.2).astype(np.int64)
 
 
 def num_logits(counts: np.ndarray, cutoffs: tuple[int, ...]) -> float:
-    """Return the expected number of logits for one token of the text."""
+    """Return the expected number of logits for one token of the text.
+
+    These are those of the head, one for each tail, and those of the token's own tail, if it is in a tail.
+    """
     edges = (*cutoffs, len(counts))
     tails = (counts[start:stop].sum() / counts.sum() * (stop - start) for start, stop in pairwise(edges))
     return cutoffs[0] + len(cutoffs) + sum(tails)
@@ -33,6 +43,7 @@ def head_share(counts: np.ndarray, cutoffs: tuple[int, ...]) -> float:
 def test_cutoffs_have_the_lowest_cost_of_all_choices():
     """Compared with every choice of one, two or three cutoffs; there are so few ids that each is a candidate cutoff."""
     counts = np.array([900, 300, 90, 40, 20, 9, 7, 5, 4, 3, 2, 2, 1, 1, 1, 1, 1], dtype=np.int64)
+    # all increasing cutoffs from 1 to 16 (there are 17 ids) whose head contains enough of the text
     choices = [c for tails in (1, 2, 3) for c in combinations(range(1, 17), tails) if head_share(counts, c) >= 0.9]
     cutoffs = find_cutoffs(counts)
     assert cutoffs in choices
@@ -57,13 +68,14 @@ def test_no_cutoffs_for_equal_frequencies(size):
 @settings(max_examples=50, deadline=None)
 @given(counts=st.lists(st.integers(0, 10**6), min_size=1, max_size=400), max_tails=st.integers(0, 4))
 def test_cutoffs_are_valid_settings(counts, max_tails):
+    # in descending order, as token ids are; at least one count is above 0
     counts = sorted((*counts[1:], counts[0] + 1), reverse=True)
     cutoffs = find_cutoffs(np.array(counts, dtype=np.int64), max_tails)
     assert len(cutoffs) <= min(max_tails, 3)
-    TransformerXLConfig(vocab_size=len(counts), cutoffs=cutoffs)
+    TransformerXLConfig(vocab_size=len(counts), cutoffs=cutoffs)  # raises if they are invalid
 
 
-@pytest.mark.parametrize("cutoffs", [(), (5, 11)])
+@pytest.mark.parametrize("cutoffs", [(), (5, 11)])  # a dense softmax, and one with two tails
 def test_flops_and_sizes_are_those_of_a_real_step(cutoffs):
     config = TransformerXLConfig(
         vocab_size=23, n_layers=2, d_model=14, n_heads=2, d_ff=19, dropout=0.1, cutoffs=cutoffs
@@ -90,7 +102,7 @@ def test_activation_bytes_are_those_of_a_real_step():
     tokens_BT, saved = torch.zeros(3, 5, dtype=torch.int64), {}
 
     def save(tensor: torch.Tensor) -> torch.Tensor:
-        saved[tensor.untyped_storage().data_ptr()] = tensor
+        saved[tensor.untyped_storage().data_ptr()] = tensor  # by address: several views are counted once
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):

@@ -1,4 +1,10 @@
-"""Chunked cross-entropy: results and gradients of the standard computation, without saving its logits."""
+"""Chunked cross-entropy: results and gradients of the standard computation, without saving its logits.
+
+The tests set `_MAX_LOGITS`, the largest number of logits computed at once; a chunk has as many positions as that
+allows, but at least one.
+
+Shape suffixes: K positions, E embedding width, V logits of a position.
+"""
 
 import pytest
 import torch
@@ -22,6 +28,7 @@ def standard(hidden_KE, weight_VE, bias_V, target_K):
     return F.cross_entropy(F.linear(hidden_KE, weight_VE, bias_V), target_K, reduction="none")
 
 
+# chunks of one position (even if its logits exceed the limit), of one, of four, and no chunks
 @pytest.mark.parametrize("max_logits", [1, LOGITS, 4 * LOGITS + 1, 10**6])
 def test_chunks_equal_standard_computation(monkeypatch, max_logits):
     monkeypatch.setattr("transformer_xl.model.cross_entropy._MAX_LOGITS", max_logits)
@@ -42,7 +49,7 @@ def test_bfloat16_error_is_about_that_of_the_standard_computation(monkeypatch, a
     loss = standard(*exact, target_K).mean()
     expected = [loss, *torch.autograd.grad(loss, exact)]
     errors = []
-    for max_logits in (10**6, 2 * LOGITS):
+    for max_logits in (10**6, 2 * LOGITS):  # the standard computation, then chunks of two positions
         monkeypatch.setattr("transformer_xl.model.cross_entropy._MAX_LOGITS", max_logits)
         tensors, _ = random_inputs(torch.float32 if autocast else torch.bfloat16)
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
@@ -55,7 +62,7 @@ def test_bfloat16_error_is_about_that_of_the_standard_computation(monkeypatch, a
 
 
 def test_no_logits_are_saved(monkeypatch):
-    monkeypatch.setattr("transformer_xl.model.cross_entropy._MAX_LOGITS", LOGITS)
+    monkeypatch.setattr("transformer_xl.model.cross_entropy._MAX_LOGITS", LOGITS)  # chunks of one position
     tensors, target_K = random_inputs()
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):

@@ -1,4 +1,7 @@
-"""FastDropout on a CPU: the probability, the scale, and one mask for the forward and the backward pass."""
+"""FastDropout on a CPU: the probability, the scale, and one mask for the forward and the backward pass.
+
+Like every new module, FastDropout is in training mode unless `eval` is called.
+"""
 
 import pytest
 import torch
@@ -13,7 +16,7 @@ def test_zeroes_a_fraction_p_and_scales_the_rest(p, relu):
     x = torch.randn(300, 401, dtype=torch.float64, requires_grad=True)
     out = FastDropout(p, relu=relu)(x)
     before = x.relu() if relu else x
-    is_kept = (out != 0) | (before == 0)
+    is_kept = (out != 0) | (before == 0)  # an input of 0 (by ReLU) gives 0 in either case
     torch.testing.assert_close(out, torch.where(is_kept, before / (1 - p), 0.0), rtol=0, atol=1e-14)
     assert abs((out[x > 0] == 0).double().mean().item() - p) < 0.01
     weight = torch.randn_like(x)
@@ -45,5 +48,5 @@ def test_with_relu_only_the_output_is_saved():
     x = torch.randn(64, 64, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         out = FastDropout(0.5, relu=True)(x)
-    assert len(saved) == 1
+    assert len(saved) == 1  # `saved`: what autograd keeps for the backward pass
     assert torch.equal(saved[0], out)

@@ -1,4 +1,11 @@
-"""Every attention kernel equals the oracle, in outputs and gradients."""
+"""Every attention kernel equals the oracle, `attention` of tests/reference.py, in outputs and gradients.
+
+Constants of the CPU kernel that some tests change: `_BLOCK_QUERIES` is the number of queries computed at once,
+`_BUFFER_BYTES` the size that a buffer may have (with 1, as few heads are computed at once as possible), and
+`_MIN_BLOCK_SCORES` the number of scores below which a pass without gradient computes no blocks.
+
+Shape suffixes: B batch size, T queries, S = memory slots + T keys, P distances, N heads, H head width, X any length.
+"""
 
 from dataclasses import replace
 from importlib.util import find_spec
@@ -12,7 +19,7 @@ from transformer_xl.config import UserError
 from transformer_xl.model.kernels import KERNELS, AttentionInputs, AttentionMask, choose
 from transformer_xl.model.kernels.reference import attention_terms, weighted_values
 
-BATCH, HEADS, WIDTH = 2, 3, 5
+BATCH, HEADS, WIDTH = 2, 3, 5  # WIDTH: H
 ON_CPU = [name for name, kernel in KERNELS.items() if kernel.fits(torch.device("cpu"), torch.float64)]
 
 # T new tokens, M memory slots, valid slots of each batch row, attention window
@@ -35,7 +42,7 @@ def random_inputs(num_queries: int, num_memory: int, window: int | None) -> Atte
     generator = torch.Generator().manual_seed(11)
     num_keys = num_queries + num_memory
     num_distances = min(num_keys, window or num_keys)
-    shapes = [
+    shapes = [  # in the order of the fields of AttentionInputs
         (BATCH, num_queries, HEADS, WIDTH), (BATCH, num_keys, HEADS, WIDTH), (BATCH, num_keys, HEADS, WIDTH),
         (num_distances, HEADS, WIDTH), (HEADS, WIDTH), (HEADS, WIDTH),
     ]  # fmt: skip
@@ -115,7 +122,7 @@ def test_bfloat16_error_is_at_most_twice_that_of_the_reference_kernel(name):
 
 def results_in(kernel: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Return float64 copies of a kernel's output and gradients in a dtype; inputs are times 2, for peaked attention."""
-    tensors = random_inputs(17, 31, None).tensors()
+    tensors = random_inputs(num_queries=17, num_memory=31, window=None).tensors()
     inputs = AttentionInputs(*((2 * tensor.detach()).to(dtype).requires_grad_() for tensor in tensors))
     out_BTNH = KERNELS[kernel].attend(inputs, AttentionMask(torch.tensor([31, 5])), 0.0)
     weight_BTNH = torch.randn(out_BTNH.shape, generator=torch.Generator().manual_seed(2)).to(dtype)
@@ -132,6 +139,7 @@ def test_dropout_zeroes_probabilities_and_preserves_the_mean(name):
     torch.manual_seed(5)
     with torch.no_grad():
         dropped_BTNH = KERNELS[name].attend(repeated, mask, 0.5)
+        # 0.12 is more than twice the largest standard error of the mean of 3,000 copies
         torch.testing.assert_close(dropped_BTNH.mean(0), KERNELS[name].attend(inputs, mask, 0.0)[0], rtol=0, atol=0.12)
         assert not torch.equal(dropped_BTNH[0], dropped_BTNH[1])
 
@@ -139,7 +147,7 @@ def test_dropout_zeroes_probabilities_and_preserves_the_mean(name):
 def test_terms_add_up_and_probabilities_sum_to_one():
     inputs, mask = random_inputs(5, 7, None), AttentionMask(torch.tensor([3, 7]))
     terms = attention_terms(inputs, mask)
-    assert (terms.probabilities_BNTS[0, :, :, :4] == 0).all()
+    assert (terms.probabilities_BNTS[0, :, :, :4] == 0).all()  # 3 of the 7 slots of row 0 are valid: the last
     torch.testing.assert_close(terms.probabilities_BNTS.sum(-1), torch.ones(BATCH, HEADS, 5, dtype=torch.float64))
     score_BNTS = terms.content_BNTS + terms.position_BNTS + terms.content_bias_BNTS + terms.position_bias_BNTS
     attended_BNTS = terms.probabilities_BNTS > 0
@@ -154,7 +162,7 @@ def test_choose_returns_the_fastest_kernel_that_fits():
     assert choose("auto", cpu, torch.float32).name == "cpu"
     assert choose("auto", torch.device("cuda"), torch.float32).name == ("triton" if find_spec("triton") else "sdpa")
     assert choose("auto", torch.device("cuda"), torch.float64).name == "sdpa"
-    assert choose("auto", cpu, torch.complex64).name == "reference"
+    assert choose("auto", cpu, torch.complex64).name == "reference"  # the only kernel for every dtype
     assert choose("reference", cpu, torch.float32).name == "reference"
     with pytest.raises(UserError, match="did you mean 'sdpa'"):
         choose("spda", cpu, torch.float32)
@@ -225,7 +233,10 @@ LAYOUTS = {
 
 
 def one_query(inputs: AttentionInputs, row: int, query: int) -> list[torch.Tensor]:
-    """Return the tensors of one query of one batch row, with the keys up to its own that are within the window."""
+    """Return the tensors of one query of one batch row, with the keys up to its own that are within the window.
+
+    There are 7 memory slots, so the query with index 0 has 8 keys.
+    """
     num_keys, num_distances = 7 + query + 1, len(inputs.position_key_PNH)
     first = max(num_keys - num_distances, 0)
     rows, keys = slice(row, row + 1), slice(first, num_keys)
@@ -239,7 +250,7 @@ def test_cpu_kernel_draws_the_same_dropout_mask_with_any_number_of_threads(monke
     """The number of threads determines how many heads are computed at once; it may change between the passes."""
     inputs, results = random_inputs(5, 7, None), []
     monkeypatch.setattr("transformer_xl.model.kernels.cpu._BUFFER_BYTES", 1)
-    for forward, backward in ((1, 1), (3, 3), (1, 3)):
+    for forward, backward in ((1, 1), (3, 3), (1, 3)):  # numbers of threads in each pass
         monkeypatch.setattr("torch.get_num_threads", lambda threads=forward: threads)
         torch.manual_seed(3)
         out_BTNH = KERNELS["cpu"].attend(inputs, AttentionMask(None), 0.4)

@@ -1,4 +1,10 @@
-"""A KV cache gives the same results as cached hidden states, and is immutable although memories share storage."""
+"""A KV cache gives the same results as cached hidden states, and is immutable although memories share storage.
+
+`inference_memory` makes a KV cache, `initial_memory` a memory of hidden states. `attend_empty` is the setting
+attend_empty_memory: slots that are not filled yet take part in attention as zeros, as in the authors' code.
+
+Shape suffixes: B batch size, T new tokens, D model width.
+"""
 
 import pytest
 import torch
@@ -9,7 +15,7 @@ from transformer_xl.model.key_values import KeyValueMemory
 from transformer_xl.model.memory import ContextLimits, Memory
 
 EXACT = {"rtol": 0, "atol": 1e-11}
-LIMITS = {
+LIMITS = {  # the first argument is the number of memory slots
     "as in training": ContextLimits(11),  # the memory length of the models that make_model builds
     "clamp": ContextLimits(11, clamp_length=4),
     "window and clamp": ContextLimits(13, attention_window=9, clamp_length=3),
@@ -25,10 +31,11 @@ LIMITS = {
 @pytest.mark.parametrize("attend_empty", [False, True])
 def test_same_results_as_with_hidden_states(make_model, tokens, context_limits, settings, attend_empty):
     model, limits = make_model(attend_empty_memory=attend_empty, **settings), LIMITS[context_limits]
-    parts = tokens(2, 41).split([1, 5, 1, 13, 1, 1, 17, 2], dim=1)
+    parts = tokens(2, 41).split([1, 5, 1, 13, 1, 1, 17, 2], dim=1)  # segment lengths, whose sum is 41
     expected_BTD, _ = run_parts(model, model.initial_memory(2, limits), *parts)
     hidden_BTD, memory = run_parts(model, model.inference_memory(2, limits), *parts)
     torch.testing.assert_close(hidden_BTD, expected_BTD, **EXACT)
+    # with pre-norm, LayerNorm changes the zeros of empty slots, so their keys are not 0: hidden states are cached
     assert isinstance(memory, KeyValueMemory) != (attend_empty and settings.get("norm_first", False))
     assert memory.position_B.tolist() == [41, 41]
 
@@ -54,6 +61,7 @@ def test_two_continuations_of_one_memory_are_independent(make_model, tokens):
     continuations = [run_parts(model, memory, text) for text in (first_text, second_text, first_text)]
     torch.testing.assert_close(continuations[2][0], continuations[0][0], **EXACT)
     assert_same_tensors(memory, before)
+    # the third continuation repeats the first, so it is left out
     for text, (_, after) in zip((first_text, second_text), continuations, strict=False):
         expected_BTD, _ = run_parts(model, model.initial_memory(2), prompt, text, second_text)
         hidden_BTD, _ = run_parts(model, after, second_text)
@@ -83,12 +91,12 @@ def test_padding_has_no_effect(make_model, tokens, kind, attend_empty, context_l
     """Each row of a batch with different lengths, one of them 0, gives the same results as without the others."""
     model, limits = make_model(attn_implementation=kernel, attend_empty_memory=attend_empty), LIMITS[context_limits]
     before, text, more = tokens(4, 5, seed=1), tokens(4, 6, seed=2), tokens(4, 3, seed=3)
-    lengths_B = torch.tensor([6, 2, 0, 5])
+    lengths_B = torch.tensor([6, 2, 0, 5])  # tokens of each row of `text` that are not padding, which comes first
     _, memory = run_parts(model, getattr(model, kind)(4, limits), before)
     hidden_BTD, memory = run_parts(model, memory, text, lengths_B=lengths_B)
     assert hidden_BTD.isfinite().all()
     next_BTD, last = run_parts(model, memory, more)
-    assert last.position_B.tolist() == [14, 10, 8, 13]
+    assert last.position_B.tolist() == [14, 10, 8, 13]  # 5 tokens before, those of lengths_B, 3 more
     for row, length in enumerate(lengths_B.tolist()):
         rows = slice(row, row + 1)
         parts = [part for part in (before[rows], text[rows, 6 - length :], more[rows]) if part.shape[1]]
@@ -103,7 +111,7 @@ def test_kv_cache_can_be_restored_converted_resized_and_concatenated(make_model,
     expected_BTD, _ = run_parts(model, memory, text)
     restored = model.inference_memory(2).with_tensors(memory.tensors())
     joined = Memory.concatenate([memory.select([0]), memory.select([1])])
-    for same in (restored, joined, memory.to(dtype=torch.float64), memory.resized(20).resized(11)):
+    for same in (restored, joined, memory.to(dtype=torch.float64), memory.resized(20).resized(11)):  # it has 11 slots
         torch.testing.assert_close(run_parts(model, same, text)[0], expected_BTD, **EXACT)
     short_BTD, _ = run_parts(model, memory.resized(3), text)
     hidden_memory = run_parts(model, model.initial_memory(2), tokens(2, 7))[1].resized(3)

@@ -1,4 +1,8 @@
-"""FewRowsLinear equals torch's Linear, and multiplies few rows with one part of the weights for each thread."""
+"""FewRowsLinear equals torch's Linear, and multiplies few rows with one part of the weights for each thread.
+
+The layers have 13 inputs and 10 outputs, which can be divided among 1, 2 or 5 threads. Few rows are 32 at most, only
+without gradient, and not under autocast.
+"""
 
 import pytest
 import torch
@@ -17,7 +21,7 @@ def test_equals_torch_s_linear(monkeypatch, shape, threads, bias):
     with torch.inference_mode():
         out = linear(x)
     torch.testing.assert_close(out, F.linear(x, linear.weight, linear.bias), rtol=0, atol=1e-12)
-    assert linear(x).requires_grad
+    assert linear(x).requires_grad  # outside inference mode
 
 
 def test_only_few_rows_without_gradient_or_autocast_are_multiplied_in_parts(monkeypatch):
@@ -27,8 +31,8 @@ def test_only_few_rows_without_gradient_or_autocast_are_multiplied_in_parts(monk
     linear = FewRowsLinear(13, 10)
     with torch.inference_mode():
         linear(torch.randn(4, 13))
-        linear(torch.randn(100, 13))
+        linear(torch.randn(100, 13))  # too many rows
         with torch.autocast("cpu", torch.bfloat16):
             linear(torch.randn(4, 13))
-    linear(torch.randn(4, 13))
+    linear(torch.randn(4, 13))  # with gradient
     assert products == [(2, 4, 13)]  # of the first call only: two parts, one for each thread

@@ -1,4 +1,9 @@
-"""Memory is immutable, and contains the right slots, valid_B and position_B after every operation."""
+"""Memory is immutable, and contains the right slots, valid_B and position_B after every operation.
+
+valid_B is the number of filled slots of each batch row, position_B the number of tokens it has read.
+
+Shape suffixes: B batch size, T new tokens, M memory slots, S memory slots and new tokens, D width.
+"""
 
 import pytest
 import torch
@@ -7,7 +12,7 @@ from tensors import assert_same_tensors, copied_tensors
 from transformer_xl.config import UserError
 from transformer_xl.model.memory import ContextLimits, HiddenCache, HiddenMemory, Memory
 
-BATCH, LENGTH, WIDTH, LAYERS = 3, 5, 7, 2
+BATCH, LENGTH, WIDTH, LAYERS = 3, 5, 7, 2  # LENGTH: number of memory slots
 
 
 def empty(length: int = LENGTH) -> HiddenMemory:
@@ -26,6 +31,7 @@ def append(memory: HiddenMemory, inputs: list[torch.Tensor], lengths_B: torch.Te
     return memory.advance(caches, inputs[0].shape[1], lengths_B)
 
 
+# `slots`: number of memory slots; `lengths`: number of tokens of each segment that the memory reads in turn
 @pytest.mark.parametrize("slots", [0, LENGTH])
 @pytest.mark.parametrize("lengths", [[], [2, 2, 2], [5], [13], [1, 7, 3]])
 def test_memory_contains_the_last_inputs(slots, lengths):
@@ -43,13 +49,14 @@ def test_memory_contains_the_last_inputs(slots, lengths):
 
 
 def test_padding_is_not_cached():
+    # after 4 tokens in each batch row, 6 more, of which only the last 6, 0 and 2 are not padding
     before, new, lengths = append(empty(), layer_inputs(4)), layer_inputs(6, 1000.0), [6, 0, 2]
     after = append(before, new, torch.tensor(lengths))
     for layer, cache in enumerate(after.layers):
         for row, length in enumerate(lengths):
             all_SD = torch.cat([before.layers[layer].hidden_BMD[row], new[layer][row, 6 - length :]])
             assert torch.equal(cache.hidden_BMD[row], all_SD[-LENGTH:])
-    assert after.valid_B.tolist() == [5, 4, 5]
+    assert after.valid_B.tolist() == [5, 4, 5]  # 4 + length, at most the 5 slots
     assert after.position_B.tolist() == [10, 4, 6]
 
 
@@ -80,7 +87,7 @@ def test_dtype_conversion_keeps_integers():
 def test_restored_from_tensors():
     memory = append(empty(), layer_inputs(7)).reset([2])
     restored = empty().with_tensors(memory.tensors())
-    assert restored.min_valid == 0
+    assert restored.min_valid == 0  # the fewest filled slots of a batch row: row 2 was reset
     assert_same_tensors(restored, memory)
     with pytest.raises(UserError, match="another shape"):
         empty().select([0]).with_tensors(memory.tensors())
@@ -88,7 +95,8 @@ def test_restored_from_tensors():
 
 @pytest.mark.parametrize(
     ("limits", "message"),
-    [((-1,), "memory_length -1 .* 0 or more"), ((1, 0), "attention_window 0 .* 1 or more"),
+    [  # memory_length, attention_window, clamp_length
+     ((-1,), "memory_length -1 .* 0 or more"), ((1, 0), "attention_window 0 .* 1 or more"),
      ((1, None, 0), "clamp_length 0 .* 1 or more"), ((2**31,), "memory_length .* too large")],
 )  # fmt: skip
 def test_invalid_limits_raise(limits, message):
@@ -101,11 +109,11 @@ def test_concatenate_is_the_inverse_of_select():
     joined = Memory.concatenate([whole.select([0]), whole.select([1, 2])])
     assert_same_tensors(joined, whole)
     assert joined.context_limits == whole.context_limits
-    full = append(empty(), layer_inputs(7))
+    full = append(empty(), layer_inputs(7))  # more tokens than slots
     assert Memory.concatenate([full, full]).all_valid
     assert not Memory.concatenate([full, empty()]).all_valid
     with pytest.raises(AssertionError):
-        Memory.concatenate([full, full.resized(4)])
+        Memory.concatenate([full, full.resized(4)])  # different numbers of slots
 
 
 @pytest.mark.parametrize("num_tokens", [0, 3, 7])
@@ -113,7 +121,7 @@ def test_concatenate_is_the_inverse_of_select():
 def test_resized_keeps_the_newest_slots(num_tokens, length):
     before = append(empty(), layer_inputs(num_tokens))
     after = before.resized(length)
-    zeros = torch.zeros(BATCH, 11, WIDTH, dtype=torch.float64)
+    zeros = torch.zeros(BATCH, 11, WIDTH, dtype=torch.float64)  # as many as the largest `length`
     for old, new in zip(before.layers, after.layers, strict=True):
         # the last slots of 11 zeros and the old 5 slots
         assert torch.equal(new.hidden_BMD, torch.cat([zeros, old.hidden_BMD], dim=1)[:, 16 - length :])

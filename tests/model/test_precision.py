@@ -1,4 +1,7 @@
-"""Weights converted once give the same results as autocast, which converts them for every product."""
+"""Weights converted to bfloat16 once give the same results as autocast, which converts them for every product.
+
+Shape suffixes: B batch size, T new tokens, D model width.
+"""
 
 import torch
 from tensors import assert_same_tensors, copied_tensors

@@ -1,4 +1,11 @@
-"""The Transformer-XL model: it equals the oracle, and gradients, dropout, precision and initial weights are right."""
+"""The Transformer-XL model: it equals the oracle, and gradients, dropout, precision and initial weights are right.
+
+The oracle is `forward` of tests/reference.py. Sizes are those of the fixture `make_model` (tests/conftest.py): 3
+layers, width 14, 2 heads, feed-forward width 19, 23 tokens in the vocabulary, 11 memory slots.
+
+Shape suffixes: B batch size, T new tokens, S = memory slots + T keys, P distances, D model width, N heads,
+V vocabulary.
+"""
 
 import pkgutil
 
@@ -24,7 +31,7 @@ STYLES = {
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize(
     ("context_limits", "segments"),
-    [
+    [  # the first argument is the number of memory slots
         (ContextLimits(0), [5]),
         (ContextLimits(7), [5, 2]),
         (ContextLimits(5, attention_window=4), [3, 3]),
@@ -40,6 +47,7 @@ def test_segments_equal_oracle(make_model, tokens, style, context_limits, segmen
         "pre_norm": model.config.norm_first, "tied": model.config.tie_attention_biases,
         "window": context_limits.attention_window, "clamp": context_limits.clamp_length,
     }  # fmt: skip
+    # `valid`: number of filled slots of each batch row
     expected_memory, valid = [torch.zeros(2, context_limits.memory_length, 14, dtype=torch.float64)] * 3, [0, 0]
     memory = model.initial_memory(2, context_limits)
     for index, length in enumerate(segments):
@@ -73,7 +81,7 @@ def test_causality_and_window_by_gradient(make_model):
     hidden_BTD, _ = model(memory=memory, inputs_BTD=inputs_BTD)
     for position in range(9):
         (grad_BTD,) = torch.autograd.grad(hidden_BTD[:, position].square().sum(), inputs_BTD, retain_graph=True)
-        has_effect = grad_BTD[0].abs().sum(-1) > 0
+        has_effect = grad_BTD[0].abs().sum(-1) > 0  # of each input position
         assert has_effect.tolist() == [position - window < index <= position for index in range(9)]
 
 
@@ -144,11 +152,13 @@ def test_dropout_is_applied_as_in_the_authors_code(make_model, tokens, monkeypat
     for target in ("torch.nn.functional.dropout", "transformer_xl.model.dropout._mask"):
         monkeypatch.setattr(target, recorded(pkgutil.resolve_name(target)))
     model(tokens(3, 5))
+    # shapes: probabilities (B, N, T, S), attention output, feed-forward after ReLU, feed-forward output
     layer = [((3, 2, 5, 16), 0.25), ((3, 5, 14), 0.5), ((3, 5, 19), 0.5), ((3, 5, 14), 0.5)]
+    # the embedding, the encodings (P, D) of 11 + 5 distances, three layers, the last hidden states
     assert dropped == [((3, 5, 14), 0.5), ((16, 14), 0.5), *layer * 3, ((3, 5, 14), 0.5)]
     dropped.clear()
     model.eval()(tokens(3, 5))
-    assert {p for _, p in dropped} == {0.0}
+    assert {p for _, p in dropped} == {0.0}  # the attention kernel calls torch's dropout even with probability 0
 
 
 def test_initial_weights_have_the_distributions_of_the_authors_code():
@@ -159,7 +169,7 @@ def test_initial_weights_have_the_distributions_of_the_authors_code():
 
 @pytest.mark.parametrize(("recipe", "count"), [("enwik8-12l", 41_055_436), ("enwik8-24l", 277_231_820)])
 def test_parameter_counts_with_the_paper_s_vocabulary(recipe, count):
-    """enwik8 contains 204 different bytes."""
+    """The paper states 41M and 277M parameters for its enwik8 models; enwik8 contains 204 different bytes."""
     with torch.device("meta"):
         model = TransformerXL(TransformerXLConfig(**{**load_recipe(recipe).model, "vocab_size": 204}))
     assert model.num_parameters() == count

@@ -1,7 +1,9 @@
 """The Triton kernels equal the oracle: compiled on a GPU, otherwise interpreted in Python by Triton on the CPU.
 
 The interpreter uses tiles of 16 and is slow, so lengths are just large enough for two or three tiles. On a GPU lengths
-are four times as large, and tensors are float32.
+are four times as large, and tensors are float32. The oracle is `attention` of tests/reference.py.
+
+Shape suffixes: B batch size, T queries, S = memory slots + T keys, N heads, H head width.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from transformer_xl.model.kernels.triton import attend, fits
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+# SCALE: factor of the lengths in CASES
 DTYPE, SCALE, TOLERANCE = (torch.float32, 4, 2e-5) if ON_GPU else (torch.float64, 1, 1e-11)
 
 pytest.importorskip("triton")
@@ -60,12 +63,12 @@ def summation(request):
 
 
 def random_case(case, width=5, dtype=DTYPE):
-    """Return the inputs of a case, its mask, and a weight for each element of the output."""
+    """Return the inputs of a case with this head width, its mask, and a weight for each element of the output."""
     num_queries, num_memory, valid, window, heads = CASES[case]
     num_queries, num_memory, batch_size = num_queries * SCALE, num_memory * SCALE, len(valid)
     num_keys = num_queries + num_memory
     num_distances = min(num_keys, (window or num_keys) * SCALE)
-    shapes = [
+    shapes = [  # in the order of the fields of AttentionInputs, then the weight
         (batch_size, num_queries, heads, width), (batch_size, num_keys, heads, width),
         (batch_size, num_keys, heads, width), (num_distances, heads, width), (heads, width), (heads, width),
         (batch_size, num_queries, heads, width),
@@ -107,6 +110,8 @@ def test_kernels_equal_oracle(case):
     assert_close(results(attend, inputs, mask, weight), results(oracle, inputs, mask, weight))
 
 
+# `valid`: filled memory slots of each batch row; -n means that the first n new tokens are padding.
+# `num_clamped`: number of attended distances that share the position key of the largest distance
 @pytest.mark.parametrize(("valid", "num_clamped"), [([-3, 19], 3), ([-17, 4], 0)])
 def test_padding_and_clamped_distances(summation, valid, num_clamped):
     """Padding queries attend to nothing: their output is meaningless but finite, and has no effect on gradients."""
@@ -148,6 +153,7 @@ def test_kernels_launched_for_each_summation_are_configured_for_the_tensors_devi
     atomic = summation == "atomic"
     last = [] if atomic else [("distances_kernel", False)]
     assert launched == [("forward_kernel", False), ("queries_kernel", atomic), ("keys_kernel", False), *last]
+    # configurations of the forward kernel and of three backward kernels, whether launched or not
     assert devices == [inputs.q_BTNH.device] * 4
 
 
@@ -160,7 +166,7 @@ def test_kernels_equal_the_reference_for_other_head_widths(width):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_error_is_at_most_twice_that_of_the_reference_kernel(dtype):
     """The error of output and gradients, compared with float64, for peaked attention."""
-    exact_inputs, mask, exact_weight = random_case("memory as long as the segment", 5, torch.float64)
+    exact_inputs, mask, exact_weight = random_case("memory as long as the segment", dtype=torch.float64)
     inputs, exact_inputs = (
         AttentionInputs(*((2 * t.detach()).to(to).requires_grad_() for t in exact_inputs.tensors()))
         for to in (dtype, torch.float64)
@@ -193,7 +199,7 @@ def test_dropout_mask_is_the_same_in_both_passes(summation):
     weight = torch.randn(2, num_queries, 1, 29, generator=generator, dtype=DTYPE).to(DEVICE)
     inputs = AttentionInputs(*(tensor.to(DEVICE).requires_grad_() for tensor in (q, k, v, r, u, w)))
     outputs = []
-    for seed in (5, 5, 6):
+    for seed in (5, 5, 6):  # the same seed twice, and another
         torch.manual_seed(seed)
         outputs.append(attend(inputs, AttentionMask(None), dropout))
     assert torch.equal(outputs[0], outputs[1])
@@ -202,6 +208,7 @@ def test_dropout_mask_is_the_same_in_both_passes(summation):
     is_kept_BNTS = (outputs[0].detach() != 0).transpose(1, 2)
     assert not torch.equal(is_kept_BNTS[0], is_kept_BNTS[1])
     attended = p_BNTS.detach() != 0
+    # the fraction that is kept may differ from the probability by four standard deviations
     fraction = is_kept_BNTS[attended].double().mean().item()
     assert abs(fraction - (1 - dropout)) < 4 * (dropout * (1 - dropout) / attended.sum().item()) ** 0.5
     expected = torch.einsum("bnts,bsnh->btnh", p_BNTS * is_kept_BNTS / (1 - dropout), inputs.v_BSNH)
@@ -209,7 +216,7 @@ def test_dropout_mask_is_the_same_in_both_passes(summation):
 
 
 def test_no_matrix_of_queries_times_keys_is_stored(summation, monkeypatch):
-    """Neither saved for the backward pass nor passed to a kernel."""
+    """No such matrix is saved for the backward pass or passed to a kernel (every passed tensor has fewer elements)."""
     inputs, mask = random_case("memory longer than the segment", width=2)[:2]
     size = inputs.q_BTNH.shape[1] * inputs.k_BSNH.shape[1]
     saved, passed, launch = [], [], triton_kernels.launch
@@ -236,7 +243,7 @@ def test_no_matrix_of_queries_times_keys_is_stored(summation, monkeypatch):
 def test_custom_operators_satisfy_torch_s_checks():
     """torch's fourth check, test_aot_dispatch_dynamic, is replaced by `test_compiles_without_graph_breaks`."""
     inputs, mask, _ = random_case("one query, no memory")
-    arguments = inputs.tensors(), mask.valid_B, torch.tensor([3], device=DEVICE), 0.5
+    arguments = inputs.tensors(), mask.valid_B, torch.tensor([3], device=DEVICE), 0.5  # seed 3, dropout 0.5
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(triton.relative_attention, arguments, test_utils=checks)
 
@@ -280,7 +287,7 @@ def test_each_gpu_gets_a_kernel_and_tiles_for_its_capability(monkeypatch):
         choose("triton", devices[0], torch.bfloat16)
     monkeypatch.setattr(triton_kernels, "INTERPRETED", False)
     configs = (triton_kernels.choose_config("keys", 64, torch.bfloat16, 0.0, device=one) for one in devices)
-    assert [config.tile for config in configs] == [32, 32, 64]
+    assert [config.tile for config in configs] == [32, 32, 64]  # Hopper (9.0) has more shared memory
 
 
 @pytest.mark.parametrize(("name", "on", "off"), [("fp32_precision", "tf32", "ieee"), ("allow_tf32", True, False)])

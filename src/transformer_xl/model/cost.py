@@ -1,5 +1,8 @@
 """The cost of a model: softmax cutoffs that minimize it, and the FLOPs and memory of one training step.
 
+Cutoffs are the token ids at which the vocabulary is divided into the head and the tails of an adaptive softmax
+(`adaptive.py`). Token ids are in descending order of frequency.
+
 Shape suffixes: B batch size, T new tokens, D model width, V vocabulary, G candidate cutoffs.
 """
 
@@ -21,11 +24,11 @@ from transformer_xl.model.cross_entropy import without_chunks
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import Memory
 
-_MIN_HEAD_SHARE = 0.9  # of the text's tokens are in the head, which has the widest embeddings and best predictions
+_MIN_HEAD_SHARE = 0.9  # minimum share of the text's tokens in the head, which has the widest embeddings
 _MAX_TAILS = 3  # as in the authors' code; a fourth tail saves almost nothing
 _NUM_CANDIDATES = 64  # number of candidate cutoffs, evenly spaced in the logarithm of the token id (frequency rank)
-_MAX_COST_RATIO = 0.5  # use no clusters if they would cost more than this fraction of the dense softmax
-_BYTES_PER_PARAMETER = 16  # weight, gradient and Adam's two moving averages, in float32
+_MAX_COST_RATIO = 0.5  # use no cutoffs if the logits would be more than this fraction of those of the dense softmax
+_BYTES_PER_PARAMETER = 16  # weight, gradient and Adam's two moving averages, 4 bytes each in float32
 
 
 def find_cutoffs(counts_V: npt.NDArray[np.int64], max_tails: int = _MAX_TAILS) -> tuple[int, ...]:
@@ -47,7 +50,8 @@ def find_cutoffs(counts_V: npt.NDArray[np.int64], max_tails: int = _MAX_TAILS) -
     size = len(counts_V)
     share_V = np.concatenate([[0.0], np.cumsum(counts_V) / counts_V.sum()])
     candidates_G = np.unique(np.geomspace(1, max(1, size - 1), _NUM_CANDIDATES).round().astype(np.int64))
-    # for each candidate as the last cutoff: the lowest cost of the clusters before it, and their cutoffs
+    # For each candidate as the last cutoff: the lowest cost (expected number of logits) of the clusters before it, and
+    # their cutoffs. If it is the only cutoff, the cluster before it is the head, whose logits are always computed.
     best = {int(stop): (float(stop), (int(stop),)) for stop in candidates_G if share_V[stop] >= _MIN_HEAD_SHARE}
     solutions: list[tuple[float, tuple[int, ...]]] = [(_MAX_COST_RATIO * size, ())]
     for num_tails in range(1, min(max_tails, _MAX_TAILS) + 1):

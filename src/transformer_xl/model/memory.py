@@ -3,10 +3,11 @@
     hidden_BTD, memory = model(tokens_BT, memory)      a Memory holds one LayerCache for each layer
     x_BTD, cache = layer(x_BTD, cache, context)        a layer takes its own cache and returns the next one
 
-A memory has its full length from the first step: empty slots contain zeros, are not valid, and are not attended (unless
-the model has `attend_empty_memory`). So shapes stay the same from the first segment to the last. A memory contains
-hidden states in training (in this file), keys and values in inference (`key_values.py`), the states of a recurrent
-network (`baselines/recurrent.py`), or token ids (`baselines/token_memory.py`); all share one interface.
+A memory has its full length from the first step: slots that are not filled yet contain zeros, are not valid, and are
+not attended (with the setting attend_empty_memory they are, as in the authors' code). So shapes stay the same from the
+first segment to the last. A memory contains hidden states in training (in this file), keys and values in inference
+(`key_values.py`), the states of a recurrent network (`baselines/recurrent.py`), or token ids
+(`baselines/token_memory.py`); all share one interface.
 
 Shape suffixes: B batch size, T new tokens, M memory slots, S = M + T, D model width, X any size.
 """
@@ -100,7 +101,7 @@ AnyMemory = TypeVar("AnyMemory", bound="Memory")
 
 @dataclass(frozen=True, eq=False)
 class Memory(Generic[Cache]):
-    """The caches of all layers, with what is valid in them; methods return a new memory and do not change this one."""
+    """The caches of all layers, and how many slots are filled; methods return a new memory and do not change this one."""
 
     layers: tuple[Cache, ...]
     """One cache for each layer."""
@@ -111,7 +112,8 @@ class Memory(Generic[Cache]):
     """Number of tokens each batch row has read since its last reset (int64)."""
     context_limits: ContextLimits
     min_valid: int
-    """A lower bound of valid_B on the CPU, by which a full memory is recognized without waiting for the device."""
+    """A lower bound of all numbers in valid_B, known on the CPU: shows that a memory is full without waiting for the
+    device."""
 
     @classmethod
     def empty(

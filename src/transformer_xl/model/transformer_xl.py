@@ -60,6 +60,7 @@ class TransformerXL(LanguageModel):
             raise UserError(f"{type(self).__name__} is not the model of {config.architecture}; use build_model")
         kernels.check(config.attn_implementation)
         self.cache_shapes = {HiddenCache: (config.d_model,), KeyValueCache: (config.n_heads, config.head_dim)}
+        # Shaw's model has no such setting, and replaces the biases by zeros
         tied = not isinstance(config, TransformerXLConfig) or config.tie_attention_biases
         num_bias_pairs = 1 if tied else config.n_layers
         self.content_bias = nn.Parameter(torch.empty(num_bias_pairs, config.n_heads, config.head_dim))
@@ -85,7 +86,7 @@ class TransformerXL(LanguageModel):
     @override
     def inference_memory(self, batch_size: int, context_limits: ContextLimits | None = None) -> Memory:
         limits, config = context_limits or self.context_limits, self.config
-        # LayerNorm maps the zeros of empty slots to its bias, so their keys would not be 0
+        # with norm_first, LayerNorm maps the zeros of empty slots to its bias, so their keys would not be 0
         if config.attend_empty_memory and config.norm_first:
             return self.initial_memory(batch_size, limits)
         shape = (batch_size, config.n_heads, limits.memory_length, config.head_dim)
@@ -136,6 +137,7 @@ class TransformerXL(LanguageModel):
     def _attention_context(self, x_BTD: Tensor, memory: Memory, lengths_B: Tensor | None) -> AttentionContext:
         num_new = x_BTD.shape[1]
         num_attended, num_encoded = self._num_distances(memory, num_new)
+        # None: all slots are attended; with attend_empty_memory also those not filled yet, as zeros (the authors' code)
         valid_B = None if memory.all_valid or self.config.attend_empty_memory else memory.valid_B
         if lengths_B is not None:  # `padding_first` moves padding before the memory, where it masks like empty slots
             valid_B = (memory.length if valid_B is None else valid_B) - (num_new - lengths_B)

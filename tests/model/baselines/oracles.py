@@ -15,7 +15,7 @@ from tensors import assert_same_tensors, named_gradients
 def shaw(weights, tokens, memory, *, slots, pre_norm=False, window=None):
     """Return logits (B, T, V) and the next memory: for each layer its last inputs (B, at most `slots`, D).
 
-    `window` is the attention window, or None for all keys.
+    `slots` is the number of memory slots; `window` is the attention window, or None for all keys.
     """
     x, next_memory = embed(weights, tokens), []
     for index, old in enumerate(memory):
@@ -39,6 +39,7 @@ def absolute(weights, tokens, *, layers, heads, pre_norm=False, window=None):
             x = x + weights["position_embeddings"][index, :num_new]
         layer = layer_weights(weights, index)
         d_head = len(layer["attention.q_proj.weight"]) // heads
+        # position keys and biases of zero: ordinary attention
         no_keys, no_bias = torch.zeros(num_new, heads, d_head).double(), torch.zeros(heads, d_head).double()
         x = transformer_layer(layer, x, x[:, :0], no_keys, no_bias, no_bias, KeyMask([0] * len(x), window), pre_norm)
         outputs.append(final_norm(weights, x))
@@ -46,7 +47,11 @@ def absolute(weights, tokens, *, layers, heads, pre_norm=False, window=None):
 
 
 def auxiliary(weights, outputs, targets, progress):
-    """Return the sum of the auxiliary losses of Al-Rfou et al. in nats for each batch row, (B,)."""
+    """Return the sum of the auxiliary losses of Al-Rfou et al. 2018 in nats for each batch row, (B,).
+
+    Layer l of L predicts the next token until the fraction l / (2 L) of training (`progress`), and the token after the
+    next at half the weight. `outputs` is the result of `absolute`.
+    """
     total, num_layers = torch.zeros(len(targets), dtype=torch.float64), len(outputs)
     for number, output in enumerate(outputs, start=1):
         if number < num_layers and progress >= number / (2 * num_layers):

@@ -11,12 +11,13 @@ from transformer_xl.config import ARCHITECTURES
 from transformer_xl.model.build import build_model
 from transformer_xl.model.language_model import LanguageModel
 
+# settings that differ from those of `make_system`; the kernel of a QRNN is the number of inputs its gates depend on
 SYSTEMS: dict[str, dict[str, Any]] = {
     "transformer-xl": {"architecture": "transformer-xl"},
     "pre-norm": {"architecture": "transformer-xl", "norm_first": True, "tie_attention_biases": False},
     "lstm": {"architecture": "lstm"},
     "qrnn, kernel 1": {"architecture": "qrnn", "qrnn_kernel_size": 1},
-    "qrnn, kernel 2": {"architecture": "qrnn"},
+    "qrnn, kernel 2": {"architecture": "qrnn"},  # the default
     "shaw": {"architecture": "shaw", "max_relative_positions": 5},
     "vaswani": {"architecture": "vaswani"},
     "al-rfou": {"architecture": "al-rfou", "max_position_embeddings": 17},
@@ -25,7 +26,7 @@ WITH_MEMORY = [name for name, system in SYSTEMS.items() if ARCHITECTURES[system[
 
 
 def make_system(name: str, *, memory_length: int = 11, **settings: Any) -> LanguageModel:
-    """Build a float64 model without dropout; `name` is a key of SYSTEMS."""
+    """Build a float64 model without dropout; `name` is a key of SYSTEMS. Models without memory ignore memory_length."""
     torch.manual_seed(7)
     small = {"vocab_size": 23, "n_layers": 3, "d_model": 14, "n_heads": 2, "d_head": 5, "d_ff": 19, "dropout": 0.0}
     config = model_config(**{**small, **SYSTEMS[name], **settings})

@@ -1,4 +1,9 @@
-"""Absolute position encodings: they equal the oracle, use one segment only, and have the losses of Al-Rfou et al."""
+"""Absolute position encodings: they equal the oracle, use one segment only, and have the losses of Al-Rfou et al.
+
+Architecture vaswani has sinusoids, al-rfou learned position vectors (17 for each layer in these models).
+
+Shape suffixes: B batch size, T new tokens, M cached tokens, D model width, V vocabulary.
+"""
 
 import pytest
 import torch
@@ -11,6 +16,7 @@ from transformer_xl.config import UserError, load_recipe
 from transformer_xl.model.build import build_model
 from transformer_xl.model.memory import ContextLimits, Memory
 
+# each layer predicts the next token (intermediate_layer_losses), and the token after the next too (num_targets 2)
 BOTH_AUXILIARY_LOSSES = {"intermediate_layer_losses": True, "num_targets": 2}
 
 
@@ -25,13 +31,13 @@ def test_segment_equals_oracle(tokens, name, norm_first, window):
     outputs = absolute(weights, text, layers=3, heads=2, pre_norm=norm_first, window=window)
     expected_BTV = logits(weights, outputs[-1])
     torch.testing.assert_close(logits_BTV, expected_BTV, rtol=0, atol=1e-10)
-    assert memory.position_B.tolist() == [12, 12]
+    assert memory.position_B.tolist() == [12, 12]  # tokens of both segments, 5 + 7
     weight = torch.randn(expected_BTV.shape, dtype=torch.float64)
     assert_same_gradients(model, (logits_BTV * weight).sum(), weights, (expected_BTV * weight).sum())
 
 
 @pytest.mark.parametrize("settings", [BOTH_AUXILIARY_LOSSES, {"intermediate_layer_losses": True}, {"num_targets": 2}])
-@pytest.mark.parametrize("progress", [0.0, 0.17, 0.4, 1.0])
+@pytest.mark.parametrize("progress", [0.0, 0.17, 0.4, 1.0])  # fraction of the training steps that are done
 def test_auxiliary_losses_equal_oracle(tokens, settings, progress):
     """With three layers, the loss of the first stops at 1/6 of training, that of the second at 1/3, of the last never.
 
@@ -64,7 +70,9 @@ def test_auxiliary_losses_are_at_the_position_of_their_target(tokens):
 
 
 def test_parameter_count_without_auxiliary_losses_is_the_paper_s():
-    """The paper states 41M. Tests of the recipes compare the count with auxiliary heads (44M) and that of 64 layers."""
+    """The paper of Al-Rfou et al. states 41M without the linear layers of auxiliary losses, and 44M with them.
+
+    Tests of the recipes compare the count with them, and that of the model with 64 layers."""
     settings = load_recipe("enwik8-al-rfou-12l").model | {"max_position_embeddings": 512}
     with torch.device("meta"):
         model = build_model(model_config(**settings | {"intermediate_layer_losses": False, "num_targets": 1}))
@@ -72,7 +80,7 @@ def test_parameter_count_without_auxiliary_losses_is_the_paper_s():
 
 
 @pytest.mark.parametrize(
-    ("call", "text"),
+    ("call", "text"),  # `text`: a regular expression for the message
     [
         (lambda model: model.initial_memory(2, ContextLimits(5)), "al-rfou has no memory; give memory_length 0"),
         (lambda model: model.initial_memory(2, ContextLimits(0, clamp_length=3)), "al-rfou has no clamp_length"),
@@ -102,6 +110,7 @@ def test_generation_recomputes_the_last_segment_for_each_token(tokens, name):
     assert after.position_B.tolist() == [17, 17]
 
 
+# numbers of prompt tokens of the two batch rows, after padding to 13, and of tokens that are cached before them
 @pytest.mark.parametrize("lengths", [[3, 13], [0, 5], [9, 1]])
 @pytest.mark.parametrize("num_before", [0, 2, 7])
 def test_generation_with_prompts_of_different_lengths(tokens, lengths, num_before):

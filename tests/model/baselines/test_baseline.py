@@ -1,4 +1,9 @@
-"""What every architecture guarantees: segments equal one pass, causality, no effect of padding, immutable memory."""
+"""What every architecture guarantees: segments equal one pass, causality, no effect of padding, immutable memory.
+
+Models are those of systems.py: 23 tokens in the vocabulary, width 14, 3 layers.
+
+Shape suffixes: B batch size, T new tokens, D model width.
+"""
 
 import pytest
 import torch
@@ -13,6 +18,7 @@ from transformer_xl.model.memory import ContextLimits
 
 @pytest.mark.parametrize("name", WITH_MEMORY)
 @settings(max_examples=10, deadline=None)
+# `clamp`: the limit clamp_length, above which all distances use the position encoding of this one
 @given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=6), clamp=st.none() | st.integers(1, 40))
 def test_segments_of_any_lengths_equal_one_pass(name, lengths, clamp):
     """With a memory that holds all earlier tokens, splitting a text has no effect (up to float64 rounding)."""
@@ -31,10 +37,11 @@ def test_generation_without_memory_attends_to_one_segment(tokens, name):
     model, text = make_system(name, memory_length=0), tokens(2, 5)
     whole_BTD, _ = model(text)
     memory = model.generation_memory(2, segment_length=5)
-    assert memory.length == 4
+    assert memory.length == 4  # with the newest token, one segment
     parts_BTD, _ = run_parts(model, memory, *text.split(1, dim=1))
     torch.testing.assert_close(parts_BTD, whole_BTD, rtol=0, atol=1e-10)
     if name in WITH_MEMORY:
+        # a memory length above 0 is kept
         assert model.generation_memory(2, ContextLimits(3), segment_length=5).length == 3
 
 
@@ -77,6 +84,7 @@ def test_padding_is_neither_attended_nor_cached(tokens, name, has_context):
     memory = model(tokens(5, 4, seed=2))[1] if has_context else model.initial_memory(5)
     lengths_B = torch.tensor(lengths)
     hidden_BTD, after = model(text, memory, lengths_B=lengths_B)
+    # padding comes first in each batch row
     changed_padding = torch.where(torch.arange(7) < (7 - lengths_B)[:, None], 0, text)
     changed_BTD, _ = model(changed_padding, memory, lengths_B=lengths_B)
     assert hidden_BTD.isfinite().all()
@@ -138,12 +146,12 @@ def test_activation_checkpointing_gives_the_same_gradients(tokens, name):
 @pytest.mark.parametrize("name", SYSTEMS)
 def test_continuous_inputs_equal_the_embedding(tokens, name):
     model, text = make_system(name), tokens(2, 5)
-    inputs_BTD = model.embedding(text) * 14**0.5
+    inputs_BTD = model.embedding(text) * 14**0.5  # the scaled embedding is the input to the first layer
     assert torch.equal(model(inputs_BTD=inputs_BTD)[0], model(text)[0])
 
 
 @pytest.mark.parametrize(
-    ("call", "text"),
+    ("call", "text"),  # `text`: a regular expression for the message
     [
         (lambda model: model(), "either tokens_BT or inputs_BTD"),
         (lambda model: model(torch.zeros(2, 3)), "expected integers"),
@@ -159,7 +167,7 @@ def test_invalid_calls_raise(call, text):
 
 
 @pytest.mark.parametrize(
-    ("name", "other", "settings"),
+    ("name", "other", "settings"),  # the model, and the model that made the memory with its changed settings
     [
         ("transformer-xl", "transformer-xl", {"n_layers": 2}),
         ("transformer-xl", "transformer-xl", {"d_head": 7}),
@@ -172,7 +180,7 @@ def test_invalid_calls_raise(call, text):
     ],
 )
 def test_memory_of_another_model_raises(tokens, name, other, settings):
-    """A KV cache depends on the heads' width, cached hidden states on the model's."""
+    """A KV cache depends on the width of the heads (d_head), cached hidden states on that of the model (d_model)."""
     memory = "inference_memory" if "d_head" in settings else "initial_memory"
     with pytest.raises(UserError, match="another model"):
         make_system(name)(tokens(2, 3), getattr(make_system(other, **settings), memory)(2))

@@ -1,4 +1,10 @@
-"""LSTM and QRNN: they equal the oracles and torch's LSTM, and their states are memories like any other."""
+"""LSTM and QRNN: they equal the oracles and torch's LSTM, and their states are memories like any other.
+
+The oracles are `lstm` and `qrnn` of oracles.py.
+
+Shape suffixes: B batch size, T new tokens, D model width (14), V vocabulary, X vectors of a layer's state: h and c of
+an LSTM; c and the previous kernel size - 1 inputs of a QRNN.
+"""
 
 import pytest
 import torch
@@ -61,6 +67,7 @@ def test_zoneout_keeps_elements_of_the_state_in_training_only(tokens, monkeypatc
     model, text, states = make_system("qrnn, kernel 2", zoneout=0.4), tokens(2, 9), empty_states("qrnn, kernel 2")
     without_zoneout, _ = qrnn(copied_weights(model), text, states, layers=3)
     torch.testing.assert_close(model.logits(model(text)[0]), without_zoneout, rtol=0, atol=1e-10)
+    # the random numbers that the three layers draw
     random = torch.rand(3, 2, 9, 14, dtype=torch.float64)
     remaining = iter(random)
     monkeypatch.setattr(torch, "rand_like", lambda _: next(remaining))
@@ -88,7 +95,8 @@ def test_memory_length_0_starts_each_segment_from_empty_states(tokens, name):
     first_BTD, memory = model(text, model.initial_memory(2, ContextLimits(0)))
     second_BTD, after = model(text, memory)
     assert torch.equal(second_BTD, first_BTD)
-    assert after.position_B.tolist() == [10, 10]
+    assert after.position_B.tolist() == [10, 10]  # tokens are still counted
+    # with any other memory_length, the second segment continues from the states after the first
     continued_BTD, _ = model(text, model(text, model.initial_memory(2, ContextLimits(1)))[1])
     assert (continued_BTD - first_BTD).abs().max() > 0.01
 
@@ -103,7 +111,7 @@ def test_states_can_be_reset_selected_concatenated_resized_and_restored(tokens):
     joined = Memory.concatenate([memory.select([0, 2]), memory.select([1])])
     assert_same_tensors(joined, {name: tensor[[0, 2, 1]] for name, tensor in memory.tensors().items()})
     assert_same_tensors(model.initial_memory(3).with_tensors(memory.tensors()), memory)
-    shorter = memory.resized(3)
+    shorter = memory.resized(3)  # a state has no slots: only memory_length 0 changes it
     assert (shorter.length, shorter.valid_B.tolist()) == (3, [3, 3, 3])
     assert_same_tensors(shorter.cache_tensors(), memory.cache_tensors())
     assert not any(tensor.any() for tensor in memory.resized(0).cache_tensors().values())
@@ -117,7 +125,7 @@ def test_initial_weights_of_layers(config, num_gates):
         is_lstm = isinstance(layer, LSTMLayer)
         weight, bias = (layer.input_weight, layer.bias) if is_lstm else (layer.gates.weight, layer.gates.bias)
         expected_bias = torch.zeros(num_gates, 32)
-        expected_bias[1] = 1
+        expected_bias[1] = 1  # gates are in the order i, f, z, o or z, f, o
         assert torch.equal(bias.detach().view(num_gates, 32), expected_bias)
         bounds = [(weight, (3 / weight.shape[1]) ** 0.5)]
         bounds += [(layer.recurrent_weight, 32**-0.5)] if is_lstm else []
@@ -131,7 +139,7 @@ def test_embedded_inputs_have_variance_1(embedding):
     torch.manual_seed(0)
     model = build_model(LSTMConfig(d_model=64, n_layers=1, **embedding))
     inputs_BTD = model.embed_inputs(torch.arange(256).view(1, -1), None)
-    assert 0.85 < inputs_BTD.std() < 1.15
+    assert 0.85 < inputs_BTD.std() < 1.15  # 256 tokens of 64 elements
 
 
 @pytest.mark.parametrize("name", ["lstm", *QRNNS])
@@ -141,7 +149,7 @@ def test_bfloat16_autocast_keeps_states_in_float32(tokens, name, embedding):
     model, text = make_system(name, **embedding).float(), tokens(2, 7)
     exact_BTD, _ = model(text)
     converted = with_matrices_in(model, torch.bfloat16)
-    for lengths_B in (None, torch.tensor([7, 7])):
+    for lengths_B in (None, torch.tensor([7, 7])):  # with lengths, the code for padding runs although there is none
         results = []
         with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
             for one in (model, converted):

@@ -1,4 +1,10 @@
-"""The relative encoding of Shaw et al.: equal to the oracle for all context limits, without biases and r_proj."""
+"""The relative encoding of Shaw et al. 2018, a learned vector for each distance (distances above the largest share it).
+
+It equals the oracle for all context limits, and has neither attention biases nor r_proj, the projection of sinusoidal
+encodings. `make_system("shaw")` builds a model with 3 layers, width 14 and five vectors.
+
+Shape suffixes: B batch size, T new tokens, D model width, V vocabulary.
+"""
 
 import pytest
 import torch
@@ -14,7 +20,7 @@ from transformer_xl.model.memory import ContextLimits
 @pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize(
     ("context_limits", "segments"),
-    [
+    [  # the first argument is the number of memory slots
         (ContextLimits(3), [5, 2]),
         (ContextLimits(9), [3, 3, 5]),
         (ContextLimits(9, attention_window=4), [3, 3]),
@@ -24,6 +30,7 @@ def test_segments_equal_oracle(tokens, norm_first, context_limits, segments):
     """Compares logits and the gradient of every parameter; only five of the distances have their own vector."""
     model = make_system("shaw", norm_first=norm_first)
     weights, memory = copied_weights(model), model.initial_memory(2, context_limits)
+    # of each layer: the inputs at the cached positions, none at first
     states, options = [torch.zeros(2, 0, 14, dtype=torch.float64)] * 3, {"pre_norm": norm_first}
     options |= {"slots": context_limits.memory_length, "window": context_limits.attention_window}
     for index, length in enumerate(segments):
@@ -40,7 +47,7 @@ def test_clamp_length_makes_larger_distances_share_a_vector(tokens):
     model, text = make_system("shaw"), tokens(2, 9)
     clamped_BTD, _ = model(text, model.initial_memory(2, ContextLimits(0, clamp_length=2)))
     with torch.no_grad():
-        for layer in model.layers:
+        for layer in model.layers:  # the vectors of distances above 2 become that of distance 2
             layer.attention.distance_keys[3:] = layer.attention.distance_keys[2]
     hidden_BTD, _ = model(text, model.initial_memory(2, ContextLimits(0)))
     torch.testing.assert_close(hidden_BTD, clamped_BTD, rtol=0, atol=1e-12)

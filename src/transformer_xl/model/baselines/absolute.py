@@ -32,7 +32,7 @@ from transformer_xl.model.dropout import FastDropout
 from transformer_xl.model.language_model import WEIGHT_STD, LanguageModel
 from transformer_xl.model.memory import ContextLimits, HiddenMemory, Memory
 
-_SECOND_TARGET_WEIGHT = 0.5
+_SECOND_TARGET_WEIGHT = 0.5  # of the loss of predicting the token after the next
 
 
 class SelfAttention(nn.Module):

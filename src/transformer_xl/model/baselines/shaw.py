@@ -60,7 +60,7 @@ class ShawTransformer(TransformerXL):
         if config.max_relative_positions is None:
             raise UserError("shaw needs max_relative_positions, the number of distances with a vector; give a number")
         super().__init__(config, memory_length=memory_length)
-        self.num_vectors = config.max_relative_positions
+        self.num_vectors = config.max_relative_positions  # larger distances use the vector of the largest that has one
         for layer in self.layers:
             assert isinstance(layer, Layer)
             layer.attention = ShawAttention(config)

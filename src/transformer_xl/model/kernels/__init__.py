@@ -25,9 +25,10 @@ class Kernel:
     name: str
     attend: Attend
     fits: Callable[[torch.device, torch.dtype], bool]
-    """Whether the kernel works with a device and dtype."""
+    """Whether the kernel works with a device and dtype (on torch's meta device, only shapes are computed)."""
 
 
+# those of torch's scaled-dot-product attention, and also those of the CPU kernel
 _SDPA_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 KERNELS = {

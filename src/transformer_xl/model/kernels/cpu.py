@@ -11,8 +11,8 @@ softmax (in which torch computes in float32), because exp(score - logsumexp) of 
 to 1.
 
 Shape suffixes: B batch size, T queries, S = M + T keys (M memory slots), P distances, N heads, H head width, X any
-length. Of a part: C batch rows, J heads, G = J x C. Of a block: I queries, K keys, R distances, A = C x I,
-W >= K + I - 1 columns of a buffer.
+length. Of a part (some batch rows and heads): C batch rows, J heads, G = J x C. Of a block (some queries of a part): I
+queries, K keys, R distances, A = C x I, W >= K + I - 1 columns of a buffer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from transformer_xl.model.kernels import decode
 from transformer_xl.model.kernels.reference import AttentionInputs, AttentionMask, empty_slots, expand_distances
 
 _BLOCK_QUERIES = 128  # queries of a block: enough for fast matrix products, few enough to skip most future keys
-_BUFFER_BYTES = 2**22  # size of one buffer: a few of them fit into the last-level cache
+_BUFFER_BYTES = 2**22  # intended size of one buffer, 4 MiB: a few of them fit into the last-level cache
 _MIN_BLOCK_SCORES = 2**19  # with fewer scores in a call, blocks cost more than they save
 _CACHE_LINE = 16  # elements: 64 bytes of float32; matrix products write faster if rows start at a cache line
 
@@ -257,7 +257,7 @@ def _probabilities(part: _Part, block: _Block) -> Tensor:
     """Return the attention probabilities of a block (G, I, K); the next call overwrites them."""
     wide_GIW = _wide_buffer("scores by distance", part, block)
     num_keys = _length(block.keys)
-    first_near = num_keys - _length(block.distances)  # first column with its own position key
+    first_near = num_keys - _length(block.distances)  # first column whose distance has its own position key
     first_attended = first_near - block.num_clamped  # first column of an attended key
     wide_GIW[..., :first_attended] = -torch.inf  # beyond the window
     wide_GIW[..., num_keys:] = -torch.inf  # the future

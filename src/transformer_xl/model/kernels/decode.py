@@ -32,6 +32,7 @@ def attend(inputs: AttentionInputs, mask: AttentionMask) -> Tensor:
     bias_BNTK = shifted(position_BNTP, num_keys=num_attended, num_clamped=num_clamped)
     if mask.valid_B is not None:
         empty_BK = empty_slots(mask.valid_B, num_queries, inputs.k_BSNH.shape[1])[:, -num_attended:]
+        # the lowest number, not -inf, as in `sdpa.py`
         bias_BNTK = bias_BNTK.masked_fill(empty_BK[:, None, None, :], torch.finfo(bias_BNTK.dtype).min)
     p_GTK = torch.baddbmm(bias_BNTK.reshape(-1, num_queries, num_attended), content_GTH, k_GKH.mT)
     torch.softmax(p_GTK, -1, out=p_GTK)

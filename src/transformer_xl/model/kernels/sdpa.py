@@ -55,7 +55,7 @@ def shifted(position_BNTP: Tensor, *, num_keys: int, num_clamped: int = 0) -> Te
     if num_clamped:
         clamped_BNTC = position_BNTP[..., :1].expand(*position_BNTP.shape[:-1], num_clamped)
         position_BNTP = torch.cat([clamped_BNTC, position_BNTP], dim=-1)
-    num_masked = num_keys - num_distances - num_clamped
+    num_masked = num_keys - num_distances - num_clamped  # columns of distances beyond the window
     if num_queries == 1 and not num_masked:
         return position_BNTP
     wide_BNTW = F.pad(position_BNTP, (num_masked, num_queries - 1), value=-torch.inf)

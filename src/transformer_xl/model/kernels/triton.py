@@ -23,7 +23,8 @@ from transformer_xl.model.kernels.reference import AttentionInputs, AttentionMas
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MIN_CAPABILITY = 8  # Ampere: the first with bfloat16 and tf32, and the oldest that Triton supports
-# programs of `distances_kernel`: about as many as a large GPU runs at once; more would only add partial sums
+# programs (instances) of `distances_kernel`: about as many as a large GPU runs at once; with more, each would only have
+# fewer batch rows to sum over, and more partial sums would have to be added
 _MAX_PROGRAMS = 512
 
 
@@ -52,8 +53,8 @@ def fits(device: torch.device, dtype: torch.dtype) -> bool:
 def attend(inputs: AttentionInputs, mask: AttentionMask, dropout: float) -> Tensor:
     """Compute relative attention; returns (B, T, N, H).
 
-    Saved for the backward pass are the inputs, the output and one log-sum-exp per query and head. A seed drawn from
-    torch's global random state determines which probabilities are dropped. Gradients of position keys are summed in a
+    Saved for the backward pass are the inputs, the output and, for each query and head, the log-sum-exp of its scores. A
+    seed drawn from torch's global random state determines which probabilities are dropped. Gradients of position keys are summed in a
     fixed order only after `torch.use_deterministic_algorithms(True)`.
     """
     tensors = [tensor.to(inputs.q_BTNH.dtype) for tensor in expand_distances(inputs, mask).tensors()]

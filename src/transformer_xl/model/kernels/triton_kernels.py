@@ -18,13 +18,14 @@ whose row i must be rotated by i columns to be aligned with the keys:
 Position keys are in descending order of distance, so a block's column 0 is its largest distance. It follows that:
 
 - Far and near halves never share a column, so one gather rotates both.
-- The near block of a tile is the far block of the next tile of keys, so a program that iterates over the keys
-  multiplies each block once. This is why tiles are square: two neighbouring tiles of keys then share one block.
+- The near block of a tile is the far block of the next tile of keys, so a program (an instance of a kernel) that
+  iterates over the keys multiplies each block once. This is why tiles are square: two neighbouring tiles of keys then
+  share one block.
 - Rotated back, the score gradients of two neighbouring tiles form one complete block again.
 
 The forward kernel keeps a running maximum and sum of the softmax (Milakov and Gimelshein 2018, Dao et al. 2022). In the
-backward pass, with probability p, output gradient do, and delta the product of output and its gradient, the gradient of
-a score is p (do . v - delta). Three kernels compute it tile by tile:
+backward pass, with probability p, output gradient do, and delta the scalar product of output and its gradient, the
+gradient of a score is p (do . v - delta). Three kernels compute it tile by tile:
 
 - `queries_kernel` iterates over the keys as the forward pass does, and computes the gradients of queries and biases. If
   `config.atomic`, it also adds those of the position keys to one sum, in whatever order programs run.
@@ -87,7 +88,7 @@ class ValidAndSeed(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Numbers of batch rows, queries, keys, distances and heads."""
+    """Numbers of batch rows (B), queries (T), keys (S), distances (P) and heads (N), and of groups of batch rows."""
 
     B: int
     T: int
@@ -148,7 +149,7 @@ class SavedForBackward(NamedTuple):
     log_sum: Tensor
     """log2(sum(exp(score))) over each query's keys (B, N, T); inf for a query without keys."""
     delta: Tensor
-    """Sum over H of out * dout (B, N, T), written by `queries_kernel` for the other two kernels."""
+    """Sum over H of out * dout (B, N, T), written by `queries_kernel` for the other two backward kernels."""
 
 
 class Gradients(NamedTuple):
