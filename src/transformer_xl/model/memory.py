@@ -101,7 +101,7 @@ AnyMemory = TypeVar("AnyMemory", bound="Memory")
 
 @dataclass(frozen=True, eq=False)
 class Memory(Generic[Cache]):
-    """The caches of all layers, and how many slots are filled; methods return a new memory and do not change this one."""
+    """The caches of all layers and their number of filled slots; methods return a new memory, and change nothing."""
 
     layers: tuple[Cache, ...]
     """One cache for each layer."""

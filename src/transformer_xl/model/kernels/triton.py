@@ -53,9 +53,9 @@ def fits(device: torch.device, dtype: torch.dtype) -> bool:
 def attend(inputs: AttentionInputs, mask: AttentionMask, dropout: float) -> Tensor:
     """Compute relative attention; returns (B, T, N, H).
 
-    Saved for the backward pass are the inputs, the output and, for each query and head, the log-sum-exp of its scores. A
-    seed drawn from torch's global random state determines which probabilities are dropped. Gradients of position keys are summed in a
-    fixed order only after `torch.use_deterministic_algorithms(True)`.
+    Saved for the backward pass are the inputs, the output and, for each query and head, the log-sum-exp of its scores.
+    A seed drawn from torch's global random state determines which probabilities are dropped. Gradients of position keys
+    are summed in a fixed order only after `torch.use_deterministic_algorithms(True)`.
     """
     tensors = [tensor.to(inputs.q_BTNH.dtype) for tensor in expand_distances(inputs, mask).tensors()]
     seed = torch.randint(2**62, (1,), device=inputs.q_BTNH.device) if dropout else None
