@@ -49,11 +49,11 @@ def tar_of(files: Mapping[str, bytes], mode: str = "w:gz", links: Iterable[tarfi
 
 def digest(content: bytes) -> FileDigest:
     """The length and sha256 of a content."""
-    return FileDigest(len(content), f"sha256:{hashlib.sha256(content).hexdigest()}")
+    return FileDigest(num_bytes=len(content), checksum=f"sha256:{hashlib.sha256(content).hexdigest()}")
 
 
 def without_digests(dataset: NamedDataset) -> NamedDataset:
-    """The same data set, except that any contents of its files are accepted."""
+    """The same data set, except that any contents of its files are accepted and only its archive can be downloaded."""
 
     def unverified(text: TextFile) -> TextFile:
         return replace(text, digest=None, urls=())
