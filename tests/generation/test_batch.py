@@ -1,4 +1,12 @@
-"""Token-by-token generation equals one pass over all tokens; each sequence of a batch equals the sequence alone."""
+"""Token-by-token generation equals one pass over all tokens; each sequence of a batch equals the sequence alone.
+
+The fixture make_model (tests/conftest.py) makes a small model with random weights and a vocabulary of 23. TEXT is a
+list of ids of that vocabulary. The logits processor ForcedTokens makes the model generate given tokens, `full_pass`
+reads tokens in one call, and RecordedModel.lengths has the number of tokens of each call of the model. The first
+argument of ContextLimits is the memory length.
+
+Shape suffixes: B batch size, T tokens, D d_model, V vocabulary, K earlier tokens.
+"""
 
 from __future__ import annotations
 
@@ -39,6 +47,7 @@ def generate_forced(
     forced, recorded = ForcedTokens(token_ids), RecordedModel(model)
     generator = BatchGenerator(recorded, [prompt], memory=memory, logits_processor=forced)
     assert ids_of(run_steps(generator, len(token_ids))[0]) == token_ids
+    # the prompt is read before; the last token is generated but not read
     assert recorded.lengths[-len(token_ids) + 1 :] == [1] * (len(token_ids) - 1)
     return torch.cat(forced.recorded_logits), recorded, generator
 
@@ -46,7 +55,7 @@ def generate_forced(
 LIMITS = {
     "all tokens in memory": ContextLimits(31),
     "distances clamped": ContextLimits(31, clamp_length=5),
-    "memory shorter than the prompt, with its window": ContextLimits(5, attention_window=6),
+    "memory shorter than the prompt, and the window that it fills": ContextLimits(5, attention_window=6),
     "memory longer than the window": ContextLimits(13, attention_window=6),
 }
 
@@ -81,6 +90,7 @@ def test_prompt_longer_than_memory_attends_to_all_of_itself(make_model) -> None:
 def test_prefill_does_not_depend_on_the_segment(
     make_model, monkeypatch: pytest.MonkeyPatch, segment: int, context_limits: ContextLimits
 ) -> None:
+    """Prompts longer than _PREFILL_SEGMENT tokens are read in segments, of which the first has the remainder."""
     recorded = RecordedModel(make_model())
     with torch.inference_mode():
         expected, expected_memory = prefill(
@@ -95,6 +105,7 @@ def test_prefill_does_not_depend_on_the_segment(
 
 # Several sequences in a batch
 
+# parts of TEXT of different lengths
 PROMPTS = [TEXT[:4], TEXT[3:20], TEXT[5:6], TEXT[11:24], TEXT[2:6]]
 
 
@@ -147,13 +158,16 @@ def test_finished_sequences_leave_the_batch(make_model) -> None:
     assert [token.sequence for token in generator.step()] == generator.active == [0, 2, 4]
     generator.finish([0, 2, 4])
     assert generator.active == []
+    # tokens read: 3 of the prompt, and 2 generated ones, or 1 where the sequence was finished after the first
     assert generator.memory().position_B.tolist() == [5, 4, 5, 4, 5]
 
 
 @pytest.mark.parametrize("context_limits", [ContextLimits(31), ContextLimits(5, attention_window=6)])
 @pytest.mark.parametrize(("first", "kind"), [(3, "inference_memory"), (16, "inference_memory"), (7, "initial_memory")])
 def test_generation_continues_a_memory(make_model, context_limits: ContextLimits, first: int, kind: str) -> None:
-    """A prompt read in two parts equals the prompt read at once; the memory of the first part is not changed."""
+    """A prompt read in two parts, of which the first has `first` tokens, equals the prompt read at once; the memory of
+    the first part is not changed, whether it holds keys and values (inference_memory) or hidden states (initial_memory).
+    """
     model = make_model()
     expected_TV, _, _ = generate_forced(model, TEXT[:17], TEXT[17:], model.inference_memory(1, context_limits))
     with torch.no_grad():
@@ -184,6 +198,7 @@ def test_default_memory_has_the_length_of_the_model(make_model) -> None:
 
 
 def test_stored_tokens_do_not_grow(make_model) -> None:
+    """Only the latest 7 tokens are kept, for the repetition penalty, and none for a logits processor."""
     config = GenerationConfig(repetition_penalty=1.2, repetition_penalty_window=7)
     generator = BatchGenerator(make_model(), [TEXT[:3]], config)
     run_steps(generator, 40)

@@ -1,4 +1,11 @@
-"""Beam search equals an exhaustive search, and a slow search that reads all tokens again for every beam."""
+"""Beam search equals an exhaustive search, and a slow search that reads all tokens again for every beam.
+
+The fixture make_model (tests/conftest.py) makes a small model with random weights, by default with a vocabulary of 23.
+TEXT is a list of ids of that vocabulary, `full_pass` reads tokens in one call, and RecordedModel.lengths has the number
+of tokens of each call of the model.
+
+Shape suffixes: B sequences, T tokens, D d_model, V vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +24,7 @@ from transformer_xl.generation.config import GenerationConfig
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import ContextLimits
 
-LIMITS = ContextLimits(53)
+LIMITS = ContextLimits(memory_length=53)  # longer than all texts of these tests
 PROMPT = [2, 0, 1]
 
 
@@ -61,7 +68,7 @@ def test_with_enough_beams_equals_exhaustive_search(
 ) -> None:
     model = make_model(vocab_size=5, cutoffs=cutoffs, tie_word_embeddings=False)
     settings = {"length_penalty": length_penalty, "eos_token_ids": eos_token_ids, "min_new_tokens": min_new_tokens}
-    config = config_of(125, 3, **settings)
+    config = config_of(num_beams=125, max_new_tokens=3, **settings)  # there are 5**3 = 125 continuations
     hypotheses, expected = run_beam_search(model, config, PROMPT), exhaustive_search(model, config, PROMPT)
     assert [hypothesis.token_ids for hypothesis in hypotheses] == list(expected)
     for hypothesis, (tokens, logprobs) in zip(hypotheses, expected.items(), strict=True):
@@ -107,13 +114,15 @@ def test_search_ends_once_no_beam_can_score_better(make_model) -> None:
     recorded = RecordedModel(make_model())
     with torch.no_grad():
         recorded.model.softmax.bias[3] = 30.0
+    # token 3, an EOS token, is by far the most likely one
     hypotheses = run_beam_search(recorded, config_of(2, 200, eos_token_ids=(3,), length_penalty=0.0), TEXT[:4])
     assert hypotheses[0].token_ids == (3,)
     assert len(recorded.lengths) < 5
 
 
 def test_search_continues_if_a_longer_hypothesis_may_score_better(make_model) -> None:
-    """The finished one scores -0.22; the other begins with -1.61, which is -0.18 per token after nine tokens."""
+    """Token 3 ends a sequence. The finished hypothesis (3,) scores log(0.8) = -0.22; the other one begins with token 5
+    and log(0.2) = -1.61, which is -0.18 per token after nine tokens and -0.23 after seven."""
 
     def force(token_ids_BT: torch.Tensor, logits_BV: torch.Tensor) -> torch.Tensor:
         probabilities_V = torch.full((23,), 1e-12)
@@ -145,8 +154,9 @@ def test_logprobs_are_those_of_the_processed_logits(make_model) -> None:
         received_ids.append(token_ids_BT.tolist())
         return logits_BV.index_fill(-1, torch.tensor(2), -1e9)
 
-    hypotheses = run_beam_search(model, config_of(64, 2), PROMPT, without_2)
-    assert len(hypotheses) == 16 + 9  # those with token 2 are nearly impossible, and so the last ones
+    hypotheses = run_beam_search(model, config_of(num_beams=64, max_new_tokens=2), PROMPT, without_2)
+    # 4 * 4 continuations without token 2, and 9 with it, which are nearly impossible, and so the last ones
+    assert len(hypotheses) == 16 + 9
     assert all(2 not in hypothesis.token_ids for hypothesis in hypotheses[:16])
     assert math.fsum(math.exp(hypothesis.logprob) for hypothesis in hypotheses) == pytest.approx(1)
     assert received_ids[0] == [[]]

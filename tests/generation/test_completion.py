@@ -23,7 +23,10 @@ BYTES = ByteTokenizer()
 def pieces_of(
     tokenizer: Tokenizer, prompt: Sequence[int], new: Sequence[int], *stop: str, **settings: Any
 ) -> tuple[list[str], bool]:
-    """Return the text that each new token adds after the prompt, up to a stop string, and whether there was one."""
+    """Return the text that each new token adds after the prompt, up to a stop string, and whether there was one.
+
+    `prompt` and `new` are token ids; with the byte tokenizer, those of bytes. `settings` are those of GenerationConfig.
+    """
     config = GenerationConfig(stop=stop, max_new_tokens=max(1, len(new)), **settings)
     builder, pieces = CompletionBuilder(tokenizer, prompt, config), []
     for token_id in new:
@@ -35,6 +38,7 @@ def pieces_of(
 
 
 def text_of(new: str, *stop: str) -> tuple[str, bool]:
+    """Return the text after a prompt of one newline (id 10), and whether a stop string ended it."""
     pieces, stopped = pieces_of(BYTES, [10], new.encode(), *stop)
     return "".join(pieces), stopped
 
@@ -64,6 +68,7 @@ def test_stop_strings_across_tokens_and_bytes(new: str, stop: list[str], expecte
 
 
 def test_possible_beginning_of_a_stop_string_is_held_back() -> None:
+    """It appears once it cannot become the stop string any more, or at the last token."""
     pieces, _ = pieces_of(BYTES, [10], b"a\nUserX\nUser:b", "\nUser:")
     assert pieces == ["a", "", "", "", "", "", "\nUserX", "", "", "", "", "", ""]
     assert pieces_of(BYTES, [10], b"a\nUs", "\nUser:")[0] == ["a", "", "", "\nUs"]
@@ -74,6 +79,7 @@ def test_stop_string_that_begins_in_the_prompt_is_ignored() -> None:
 
 
 def test_stop_strings_after_an_incomplete_character() -> None:
+    """The byte 0xc3 begins a character of two bytes, and is decoded as U+FFFD if no second byte follows."""
     assert pieces_of(BYTES, [10], b"a\xc3", "\ufffd") == (["a", ""], True)
     assert pieces_of(BYTES, [10], b"a\xc3b", "b") == (["a", "", "\ufffd"], True)
 
@@ -101,6 +107,7 @@ def test_text_ends_at_the_first_stop_string(new: str, stop: list[str], min_new_t
 
 
 def test_tokens_are_not_kept_without_max_new_tokens() -> None:
+    """Without a limit, 700 tokens with the byte a (id 97) are counted but not stored."""
     builder = CompletionBuilder(BYTES, [10], GenerationConfig(max_new_tokens=None))
     assert "".join(builder.add(GeneratedToken(0, 97, -1.0, is_eos=False)) for _ in range(700)) == "a" * 700
     assert (builder.num_tokens, builder.token_ids, builder.logprobs, builder.finish_reason) == (700, [], [], None)
@@ -114,12 +121,13 @@ def test_eos_token_is_not_part_of_the_text() -> None:
         assert (text, builder.finish_reason, builder.token_ids) == (expected, "eos", list(new))
 
 
+# a vocabulary of words with brackets, an apostrophe, a dash and a number, before or after which there may be no space
 WORDS = ("<eos>", "the", "cat", "(", ")", ",", "sat", "don't", "\u2013", "18")
 
 
 @pytest.mark.parametrize("pre_tokenizer", [PreTokenizer(), PreTokenizer("punctuation")])
 @given(ids=st.lists(st.integers(0, 9), min_size=2, max_size=9), prompt_length=st.integers(1, 8))
-@example(ids=[9, 8, 9], prompt_length=2)
+@example(ids=[9, 8, 9], prompt_length=2)  # 18\u201318: a dash between numbers has no spaces
 def test_words_continue_the_prompt(pre_tokenizer: PreTokenizer, ids: list[int], prompt_length: int) -> None:
     """The text contains the space between prompt and first new word, and repeats nothing of the prompt."""
     tokenizer = WordTokenizer(WORDS, eos_token="<eos>", pre_tokenizer=pre_tokenizer)

@@ -1,4 +1,4 @@
-"""Settings of generation that are refused, and the default of top_k."""
+"""Settings of generation that are refused, and the value that the default of top_k, auto, stands for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""`generate`, `stream`, `beam_search` and `Chat` on texts."""
+"""`generate`, `stream`, `beam_search` and `Chat` on texts.
+
+The fixture make_model (tests/conftest.py) makes a small model with random weights. With ByteTokenizer, token ids are
+bytes, and the BOS token is the newline (10). The logits processor ForcedTokens makes the model generate given tokens,
+and RecordedModel.lengths has the number of tokens of each call of the model.
+
+Shape suffixes: B batch size, T generated tokens, V vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -30,6 +37,7 @@ LIMITS = ContextLimits(13, attention_window=7, clamp_length=5)  # the evaluation
 
 @pytest.fixture
 def run(make_model) -> Run:
+    """A run whose evaluation settings differ from its memory length in training, 11."""
     config = RunConfig(
         train=TrainConfig(memory_length=11),
         evaluation=EvaluationConfig(memory_length=13, attention_window=7, clamp_length=5),
@@ -44,7 +52,7 @@ def forced(text: str, **settings: Any) -> dict[str, Any]:
 
 
 def test_generate_equals_decoded_tokens_of_a_batch_generator(run: Run) -> None:
-    """The prompt follows the start token; context limits are those of the run's evaluation settings; top-k is 40."""
+    """The prompt follows the BOS token; context limits are those of the run's evaluation settings; top-k is 40."""
 
     def expected_text(context_limits: ContextLimits, prompt: bytes) -> str:
         memory = run.model.inference_memory(1, context_limits)
@@ -65,6 +73,7 @@ def test_run_trained_without_memory_attends_to_a_segment(make_model) -> None:
     """The context is as long as a segment of training, also if memory_length 0 is given for the generation."""
     config = RunConfig(train=TrainConfig(memory_length=0, segment_length=20))
     run = Run(make_model(vocab_size=256, memory_length=0), ByteTokenizer(), config)
+    # expected: each token is predicted from all before it, which are fewer than the segment length, 20
     text = b"\nthe"
     while len(text) < 20:
         text += bytes([int(full_pass(run.model, list(text), ContextLimits(0))[0][-1].argmax())])
@@ -160,6 +169,7 @@ def test_memory_of_a_stream_continues_the_conversation(run: Run, settings: dict[
         before = None if memory is None else copied_tensors(memory)
         reply = stream(run, prompt, **forced("ok\n", **settings), memory=memory)
         assert "".join(reply).rstrip("\n") == "ok"
+        # the prompt (in the first turn with the BOS token), then the first two of the three generated tokens
         assert recorded.lengths[num_calls:] == [len(prompt) + (turn == 0), 1, 1]
         memory = reply.memory()
         if previous_memory is not None:
@@ -176,7 +186,8 @@ def test_memory_of_a_stream_continues_the_conversation(run: Run, settings: dict[
     [({}, "\n"), ({"stop": ("e", "no such text")}, "e"), ({"stop": "no such text"}, "no such text")],
 )
 def test_chat_continues_the_memory_of_earlier_turns(run: Run, settings: dict[str, Any], end: str) -> None:
-    """A reply that was truncated gets the missing end; reply i is sampled with seed + i."""
+    """Before the next line, a reply that max_new_tokens truncated gets the newline or stop string that would have ended
+    it; reply i is sampled with seed + i."""
     chat, memory, unread = Chat(run, max_new_tokens=40, seed=2, **settings), None, ""
     finish_reasons = []
     for turn, line in enumerate(["the cat", "a", "b"]):
@@ -198,6 +209,7 @@ def test_chat_with_stop_at_newline_equals_a_stop_string(run: Run) -> None:
 
 
 def test_beam_search_decodes_its_hypotheses(run: Run) -> None:
+    # a token that occurs in the best completion, so that it ends some hypotheses
     eos = beam_search(run, "the", num_beams=3, max_new_tokens=7)[0].token_ids[2]
     completions = beam_search(run, "the", num_beams=3, max_new_tokens=7, eos_token_ids=[eos])
     config = GenerationConfig(num_beams=3, max_new_tokens=7, eos_token_ids=(eos,))
@@ -210,6 +222,7 @@ def test_beam_search_decodes_its_hypotheses(run: Run) -> None:
         assert (completion.seed, completion.finish_reason) == (None, "eos" if hypothesis.is_finished else "length")
     greedy = generate(run, "the", max_new_tokens=7, greedy=True)
     assert beam_search(run, "the", num_beams=1, max_new_tokens=7)[0].text == greedy.text
+    # four beams by default
     assert len(beam_search(run, "the", max_new_tokens=3, length_penalty=0.5)) == 4
     with pytest.raises(UserError, match="leave out seed"):
         beam_search(run, "a", seed=3)
@@ -221,6 +234,7 @@ def test_beam_search_decodes_its_hypotheses(run: Run) -> None:
 @pytest.fixture
 def bpe_with_newlines() -> BPETokenizer:
     """Return a tokenizer like those since GPT-4: punctuation and the newline after it are one token."""
+    # byte-level BPE writes each byte as a printable character, the newline as U+010A
     alphabet, newline = sorted(pre_tokenizers.ByteLevel.alphabet()), "\u010a"
     vocab = {token: number for number, token in enumerate([*alphabet, ");", f");{newline}"])}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[(")", ";"), (");", newline)]))
@@ -271,7 +285,7 @@ def test_word_tokenizer_without_unknown_and_newline_tokens(make_model) -> None:
     ("arguments", "message"),
     [
         ({"prompt": ""}, "prompt is empty"),
-        ({"prompt": "\ud800"}, "UTF-8"),
+        ({"prompt": "\ud800"}, "UTF-8"),  # half of a surrogate pair, which UTF-8 cannot encode
         ({"eos_token_ids": [256]}, "eos token id 256"),
         ({"tokens": 3}, "unknown setting 'tokens'"),
     ],

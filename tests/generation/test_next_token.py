@@ -1,5 +1,11 @@
 """From the model's logits to the next token: candidates, repetition penalty, logits processor, EOS tokens before
-min_new_tokens, logprobs."""
+min_new_tokens, logprobs.
+
+The fixture make_model (tests/conftest.py) makes a small model with random weights and a vocabulary of 23. TEXT is a
+list of ids of that vocabulary, and `full_pass` returns the logits (T, V) after each token of one call.
+
+Shape suffixes: B batch size, T tokens, D d_model, V vocabulary, R candidates (the most likely tokens).
+"""
 
 from __future__ import annotations
 
@@ -16,7 +22,7 @@ from transformer_xl.generation.config import GenerationConfig
 from transformer_xl.generation.sampling import apply_repetition_penalty, sampling_probabilities
 from transformer_xl.model.memory import ContextLimits
 
-CUTOFFS = [(), (5, 11)]
+CUTOFFS = [(), (5, 11)]  # one softmax over all tokens, and an adaptive softmax with clusters 0-4, 5-10 and 11-22
 GREEDY, WHOLE_VOCABULARY = {"greedy": True}, {"top_k": None}
 
 
@@ -32,7 +38,7 @@ def new_tokens(model: Any, steps: int = 13, logits_processor: Any = None, **sett
 def test_candidates_have_the_probabilities_of_the_whole_vocabulary(
     make_model, settings: dict[str, Any], cutoffs
 ) -> None:
-    """Greedy and top-k compute no more logits than they need."""
+    """Greedy and top-k sampling compute only the logits of the candidates, and choose allowed tokens with 30 seeds."""
     model, config = make_model(cutoffs=cutoffs, tie_word_embeddings=False), GenerationConfig(**settings)
     assert config.num_candidates is not None
     with torch.no_grad():
@@ -120,7 +126,7 @@ def test_logits_processor_with_invalid_result_is_refused(
     "settings", [GREEDY, WHOLE_VOCABULARY, {"top_k": 2}, {"greedy": True, "repetition_penalty": 1.01}]
 )
 def test_eos_is_not_chosen_before_min_new_tokens(make_model, settings: dict[str, Any]) -> None:
-    """Half of the vocabulary is eos."""
+    """Half of the vocabulary, the even ids, are EOS tokens."""
     model, settings = make_model(), {**settings, "eos_token_ids": list(range(0, 23, 2))}
     generated = new_tokens(model, 40, min_new_tokens=7, **settings)
     assert len(generated) >= 7
@@ -130,7 +136,7 @@ def test_eos_is_not_chosen_before_min_new_tokens(make_model, settings: dict[str,
 
 
 def test_eos_can_be_chosen_right_after_min_new_tokens(make_model) -> None:
-    """All tokens but one are eos: that one is generated 7 times, then the most likely token."""
+    """All tokens but 11 are EOS tokens: 11 is generated 7 times, then the most likely token."""
     model, eos = make_model(), [token for token in range(23) if token != 11]
     generated = new_tokens(model, 40, greedy=True, eos_token_ids=eos, min_new_tokens=7)
     most_likely = int(full_pass(model, TEXT[:5] + [11] * 7, ContextLimits(0))[0][-1].argmax())

@@ -1,4 +1,7 @@
-"""The distribution that is sampled from, against values computed by hand, and samples that follow it."""
+"""The distribution that is sampled from, against values computed by hand, and samples that follow it.
+
+Shape suffixes: B rows, V vocabulary, K earlier tokens.
+"""
 
 from __future__ import annotations
 
@@ -132,6 +135,7 @@ def test_each_row_is_sampled_independently(config: GenerationConfig) -> None:
 
 def test_samples_follow_the_distribution() -> None:
     generator = torch.Generator().manual_seed(5)
+    # 4001 samples: the standard error of a frequency is at most 0.008
     logits_BV, generators = logits_of(PROBABILITIES).expand(4001, -1), [generator] * 4001
     for config in (config_of(), config_of(0.8, top_k=4, min_p=0.3)):
         sampled_B = sample(logits_BV, config, generators)

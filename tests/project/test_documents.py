@@ -16,6 +16,7 @@ from transformer_xl.cli.main import COMMANDS, build_app
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+# "documents" are the README and the pages of the documentation
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 for_each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 

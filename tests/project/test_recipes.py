@@ -17,6 +17,7 @@ from transformer_xl.config import (
 from transformer_xl.model.cost import step_cost
 
 FIDELITY = (Path(__file__).parents[2] / "docs" / "fidelity.md").read_text(encoding="utf-8")
+# numbers of parameters that the papers report for the models of these recipes
 PUBLISHED_PARAMETERS = {
     "enwik8-12l": 41e6,
     "enwik8-24l": 277e6,
@@ -49,6 +50,7 @@ WITHOUT_EFFECT = {
 def effective_settings(config: RunConfig) -> dict[str, set[str]]:
     """Return the names of the settings, by group, that the result of a run depends on."""
     model, train = config.model, config.train
+    # settings that another setting makes irrelevant
     is_unused = {
         "final_norm": not (isinstance(model, TransformerConfig) and model.norm_first),
         "tie_projections": model.div_val == 1 and model.d_embed in (None, model.d_model),
@@ -96,6 +98,7 @@ def test_parameters_equal_the_published_number_or_the_difference_is_explained(na
     recipe = load_recipe(name)
     assert recipe.published_parameters == PUBLISHED_PARAMETERS[name]
     assert recipe.parameters is not None
+    # the papers round to three digits or fewer
     is_close = abs(recipe.parameters / PUBLISHED_PARAMETERS[name] - 1) <= 0.015
     assert is_close == (name not in DIFFERENT_PARAMETERS)
     if not is_close:

@@ -31,20 +31,26 @@ SETTINGS = {
         evaluate_tokens momentum precision""",
     "evaluation": "segment memory window clamp rows warmup documents precision",
 }
+# classes and functions
 DEFINITIONS = """Reach Sight Past Join Writer Made Writing Plan How Side Vocabulary Embedding Softmax Linear Dropout
     World Learner Outcome Reporter Dynamic MovingWindow Workshop initialise top complete search explained side_by_side
     circumstances"""
+# names that are refused wherever they occur, because nothing else has such a name
 ANYWHERE = """vocabulary_size embedding_width norm_epsilon tie_position_biases project_equal_width learned_positions
     intermediate_losses second_target qrnn_window first_segment length_warmup final_rate average_from evaluate_every
     save_every log_every evaluate_tokens log_probability log_probabilities step_flops step_bytes gradient_norm head_size
     writing_memory training_nats encode_piece start_id end_ids run_side_by_side"""
+# keys of dictionary literals
 JSON_KEYS = "place vocabulary.json"
+# flags without a group, which are refused in command lines of txl
 FLAGS = """segment memory window clamp precision rows warmup documents per-token weights sweep-memory sweep-window
     tokens min-tokens samples beams context log-probabilities until-line-end repetition-window vocabulary min-count
     max-size values words-file punctuation end-of-line source splitting lengths segments rounds back text longest step
     positions picture speed-of"""
 UNIQUE = set(ANYWHERE.split())
+# matches lines that contain a command line of txl, or begin with one of its commands
 COMMAND = r"\btxl \w|^(?:train|evaluate|score|generate|prepare|convert|analyze|reproduce|demo) "
+# the group in SETTINGS of the keyword arguments of these classes
 CONFIG_CLASSES = {
     **dict.fromkeys(
         ["TransformerXLConfig", "ShawConfig", "VaswaniConfig", "AlRfouConfig", "LSTMConfig", "QRNNConfig"], "model"

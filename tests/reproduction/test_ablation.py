@@ -1,4 +1,8 @@
-"""Verdicts and tables of the ablation follow from the scores."""
+"""Verdicts and tables of the ablation follow from the scores.
+
+Systems are the models that the ablation compares, such as xl-full (Transformer-XL, trained with the loss of all tokens)
+and relative-full (the same without recurrence); `systems.py` defines them.
+"""
 
 import pytest
 
@@ -16,7 +20,10 @@ from transformer_xl.reproduction.systems import BY_NAME
 
 
 def result_of(name, by_window, metric="bits_per_byte"):
-    """Results of a system that was trained with attention window 16."""
+    """Results of a system that was trained with attention window 16.
+
+    `by_window` maps an attention window to the scores with it, one for each seed; lower is better.
+    """
     return SystemResult(BY_NAME[name], segment_length=8, trained_window=16, by_window=by_window, metric=metric)
 
 
@@ -34,9 +41,11 @@ def test_cells_of_a_row_match_the_columns():
     cells = result_of("xl-half", {16: (2.0, 2.2), 32: (1.9, 2.1)}).cells()
     assert len(cells) == len(COLUMNS)
     assert cells[:4] == ["xl-half", "yes", "transformer-xl", "half"]
+    # the last three are the paper's: word perplexity with the window of training and with the best one, and that window
     assert cells[4:] == ["2.100 ±0.100", "2.000 ±0.100", "32", "28.69", "28.33", "460"]
     cells = result_of("relative-full-longer", {16: (30.125,)}, metric="perplexity").cells()
     assert cells[0] == "relative-full-longer"
+    # one seed, so no spread; 30.125 is rounded to even
     assert cells[4:] == ["30.12", "30.12", "16", "-", "27.98", "-"]
 
 
@@ -71,6 +80,7 @@ def test_verdict_on_an_ordering(with_recurrence, without, verdict):
     ],
 )
 def test_verdict_on_longer_attention(name, by_window, verdict):
+    """In the paper, windows longer than in training help xl-full and do not help shaw-full."""
     ((_, actual),) = verdicts({name: result_of(name, by_window)})
     assert actual.startswith(verdict)
 

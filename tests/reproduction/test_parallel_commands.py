@@ -34,10 +34,12 @@ def test_failure_names_the_job_and_starts_no_other(tmp_path):
 
 
 def test_internal_error_is_raised(tmp_path):
+    """An argument that is no string causes a TypeError before the command runs."""
     with pytest.raises(TypeError):
         run_parallel("all", [Job("a", [Command([0])])], tmp_path, workers=2, threads=1)
 
 
+# in place of txl: writes "working" to the file that it gets, and "saved" when it receives SIGTERM
 SLEEPER = """
 import signal, sys, time
 from pathlib import Path
@@ -48,6 +50,7 @@ signal.signal(signal.SIGTERM, save)
 Path(sys.argv[-1]).write_text("working")
 time.sleep(100)
 """
+# runs two jobs, a and b, whose command is the script of its first argument, in the folder of its second
 PARENT = """
 import signal, sys
 from pathlib import Path

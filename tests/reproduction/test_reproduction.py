@@ -25,6 +25,7 @@ from transformer_xl.reproduction.reproduction import Reproduction
 from transformer_xl.reproduction.systems import BY_NAME
 from transformer_xl.reproduction.tables import reproduce_ablation, reproduce_context, reproduce_speed
 
+# Transformer-XL with the full loss, and learned absolute positions with half the loss (of the second half of a segment)
 SYSTEMS = tuple(BY_NAME[name] for name in ("xl-full", "learned-half"))
 MODEL = {"n_layers": 1, "d_model": 16, "n_heads": 2, "d_head": 8, "d_ff": 16}
 TRAIN = {
@@ -36,6 +37,7 @@ TRAIN = {
     "eval_interval": 12,
     "eval_tokens": 64,
 }
+# printed when two systems with two seeds each need no more training
 DONE = "4 of 4 runs are trained and scored already"
 
 
@@ -64,11 +66,13 @@ def flags_of(train: dict[str, Any]) -> list[str]:
 
 
 def opened(folder: Path, **changes: Any) -> Reproduction:
+    """Open the reproduction in folder/out, with changed arguments of Reproduction.open."""
     settings = {"model": MODEL, "train": TRAIN, "max_tokens": 100, "device": "cpu", "command": "txl reproduce"}
     return Reproduction.open(**{"out": folder / "out", "corpus": folder / "corpus", **settings, **changes})
 
 
 def ablate(folder: Path, **changes: Any) -> dict[str, Any]:
+    """Train and score what is missing, and return the results of the ablation of SYSTEMS."""
     return reproduce_ablation(opened(folder, **changes), systems=SYSTEMS)
 
 
@@ -87,6 +91,7 @@ def test_scores_equal_those_of_txl_evaluate(folder: Path, capsys: pytest.Capture
     assert DONE in capsys.readouterr().err
     full, learned = systems["xl-full"], systems["learned-half"]
     assert full["trained_window"] == 16
+    # 1, 2, 3, 4, 6, 8 and 12 times half the segment length; the positions of learned-half end at the segment length
     assert list(full["by_window"]) == ["4", "8", "12", "16", "24", "32", "48"]
     assert list(learned["by_window"]) == ["4", "8"]
     assert full["initial"][0] != full["initial"][1]
@@ -107,6 +112,7 @@ def test_command_prints_tables_and_writes_the_report(folder: Path, monkeypatch: 
     assert all(f"│ {system.name} " in printed.out for system in SYSTEMS)
     assert "26.77" in printed.out  # the paper's best result of xl-full
     results = txl(*words, "--json").object
+    # the windows of the flag, and that of training
     assert list(results["systems"]["xl-full"]["by_window"]) == ["8", "16", "24"]
     report = (folder / "out" / "report.html").read_text()
     assert "<svg" in report
@@ -183,6 +189,7 @@ def test_invalid_flag_prints_one_line(folder: Path, flags: str, capfd: pytest.Ca
     ],
 )
 def test_damaged_file_is_named(folder: Path, name: str, content: str | None, message: str) -> None:
+    """The file gets the content; an empty content deletes it, and None changes the batch size in it."""
     file = folder / "out" / name
     before = file.read_text() if file.exists() else None
     if content is None:
@@ -219,6 +226,7 @@ def test_folder_is_locked(folder: Path) -> None:
         ablate(folder)
 
 
+# the command line of txl, with an ablation of one system
 ONE_SYSTEM = """
 from functools import partial
 from transformer_xl.cli.main import main

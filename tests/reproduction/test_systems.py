@@ -1,4 +1,7 @@
-"""The paper's systems differ from the base settings only in what defines them, such as architecture and recurrence."""
+"""The paper's systems differ from the base settings only in what defines them, such as architecture and recurrence.
+
+Systems are the models that the paper's tables compare; `systems.py` explains their names.
+"""
 
 from functools import cache
 
@@ -8,6 +11,7 @@ from transformer_xl.config import merge, run_settings
 from transformer_xl.model.cost import step_cost
 from transformer_xl.reproduction.systems import ABLATION, BY_NAME, EQUAL_MEMORY, RECURRENT, num_parameters
 
+# the settings that all systems share
 BASE = {
     "model": {"n_layers": 1, "d_model": 32, "n_heads": 2, "d_ff": 64, "dropout": 0.0},
     "train": {"segment_length": 12, "memory_length": 12, "batch_size": 4, "max_steps": 7},
@@ -32,6 +36,7 @@ def test_other_settings_are_those_of_the_base(system):
     assert config.train.max_steps == (round(7 * 12 / config.train.segment_length) if system.equal_memory else 7)
     assert config.model.n_layers == (2 if system.larger else 1)
     assert config.model.architecture == system.architecture
+    # recurrent models (which do not attend) have the width that gives them as many parameters
     assert config.model.d_model == 32 or not system.attends
     assert config.train.segment_length == 12 or system.equal_memory
 
@@ -43,6 +48,7 @@ def test_segment_is_the_longest_that_fits_into_the_same_memory(name):
         return step_cost(config.model, batch_size=4, **lengths).bytes
 
     longer = cached_config(name)
+    # bytes of device memory that a training step needs
     budget, length = needed_bytes(cached_config("xl-full"), 12), longer.train.segment_length
     assert length > 12
     assert needed_bytes(longer, length) <= budget < needed_bytes(longer, length + 1)
