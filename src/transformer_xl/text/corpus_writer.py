@@ -43,7 +43,7 @@ from transformer_xl.text.tokenizers import (
     token_dtype,
 )
 
-_BATCH_BYTES = 2**20  # small documents are batched up to this length, so that inter-process transfers cost little
+_BATCH_BYTES = 2**20  # small chunks are batched until they have this length, so that transfers to processes cost little
 
 
 @dataclass(frozen=True)

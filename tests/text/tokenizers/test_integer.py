@@ -56,6 +56,7 @@ DIGITS = "write it in the digits 0 to 9 alone, or remove it"
     [
         (b"7 30\n31 5", 5, "'31'", LARGER_VOCABULARY.format(33)),
         (b"00000000000 31", 12, "'31'", LARGER_VOCABULARY.format(33)),
+        # 2147483645 is the largest integer that a vocabulary can have (MAX_VALUES - 1)
         (b"7 2147483645 5", 2, "'2147483645'", LARGER_VOCABULARY.format(2**31 - 1)),
         (b"7\n2147483646", 2, "'2147483646'", RENUMBER),
         (b"99999999999999999999 5", 0, "'99999999999999999999'", RENUMBER),

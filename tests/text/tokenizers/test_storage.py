@@ -112,6 +112,7 @@ def test_invalid_file_is_refused(tmp_path: Path, content: str, message: str) -> 
         ("char", {"characters": ["a", "a"]}, r"one of them twice"),
         ("char", {"characters": ["ab"]}, r"not a list of single characters"),
         ("char", {"characters": ["\ud800"]}, r"surrogates not allowed"),
+        # the four characters and 256 bytes
         ("char", {"counts": [1, 1, 1, 1]}, r"it has 4 counts for 260 tokens"),
         ("char", {"byte_fallback": 1}, r"byte_fallback is 1, expected true or false"),
         ("char without byte fallback", {"characters": []}, r"it has no characters"),

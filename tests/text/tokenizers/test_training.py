@@ -120,6 +120,7 @@ def test_end_of_sequence_token_ends_the_last_line_of_each_document() -> None:
 
 def test_characters() -> None:
     tokenizer = train("abba \u00e9\u00e9\u00e9", "bc", kind="char")
+    # in descending order of frequency, and of first occurrence where equally frequent
     assert (tokenizer.characters, tokenizer.vocab_size) == ("b\u00e9a c", 5 + 256)
     assert tokenizer.counts[:6].tolist() == [3, 3, 2, 1, 1, 0]
     assert train("zzyya", "wbb", kind="char").characters == "zybaw"
@@ -156,6 +157,7 @@ def test_processes_and_chunks_do_not_affect_the_tokenizer(
     texts = [text[:7001], text[7001:], "" if options["kind"] == "integer" else "Caf\u00e9. \u20ac\n"]
     expected = fingerprint(train(*texts, **options))
     monkeypatch.setattr(training, "ENCODE_CHUNK_BYTES", 1009)
+    # Starting processes is slow, so they are tested with two kinds only.
     num_workers = 2 if options["kind"] in ("word", "bpe") else 1
     assert fingerprint(train(*texts, num_workers=num_workers, **options)) == expected
 

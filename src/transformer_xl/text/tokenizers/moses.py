@@ -52,6 +52,7 @@ def _compile(*rules: tuple[str, str]) -> list[tuple[re.Pattern[str], str]]:
     return [(re.compile(pattern), replacement) for pattern, replacement in rules]
 
 
+# The special tokens that TransfoXLTokenizer never splits.
 _SPECIAL_TOKEN = re.compile("(<unk>|<eos>|<formula>)")
 _NORMALIZE = _compile(
     ("\r", ""),
