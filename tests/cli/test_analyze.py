@@ -18,8 +18,10 @@ from transformer_xl.evaluation.plan import TokenizedText
 from transformer_xl.model.memory import ContextLimits
 
 Capture = pytest.CaptureFixture[str]
+# settings of tiny models, and of a training of two steps
 SMALL = "--model.n-layers 2 --model.d-model 14 --model.n-heads 2 --model.d-ff 19"
 SHORT = "--train.segment-length 7 --train.batch-size 3 --train.max-steps 2 --train.warmup-steps 0 --train.dtype float32"
+# flags of `txl analyze context`: contexts of 5, 10, 15 and 20 tokens at 11 positions
 CONTEXT = "--split train --context-step 5 --max-context 20 --num-positions 11 --device cpu"
 SPEED = "tiny --attention-windows 8,16 --segment-lengths 4 --repeats 1 --dtype float32"
 
@@ -45,6 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("lstm", "corpus", "--model.architecture lstm --model.d-model 14 --model.n-layers 2"),
     ):
         do(f"train --corpus {folder}/{corpus} --run {folder}/{run} {options} {SHORT}")
+    # a run without weights
     (folder / "empty" / "checkpoints").mkdir(parents=True)
     for file in ("config.yaml", "txl_tokenizer.json"):
         shutil.copy(folder / "xl" / file, folder / "empty" / file)
@@ -58,6 +61,7 @@ def test_attention_writes_plots_page_and_values(folder: Path, tmp_path: Path) ->
     expected = {"tokens": 61, "memory_length": 11, "segment_length": 7, "max_distance": 11, "page_tokens": 9}
     assert values.items() >= expected.items()
     assert values["num_queries"] == 61 - 14  # memory is full from the third segment on
+    # one document, which is split into at least eight chunks (61 // 8 = 7) to measure the loss by distance
     assert (values["documents"], values["chunk_length"]) == (1, 7)
     written = {name for names in values["files"].values() for name in names}
     assert {path.name for path in out.iterdir()} == written
@@ -74,7 +78,7 @@ def test_attention_writes_plots_page_and_values(folder: Path, tmp_path: Path) ->
 
 def check_against_library(folder: Path, values: dict[str, Any], means: np.ndarray) -> None:
     """The means and both losses equal those of the same text, computed in Python."""
-    run, plan = load(folder / "xl"), EvaluationPlan(7, ContextLimits(11))
+    run, plan = load(folder / "xl"), EvaluationPlan(segment_length=7, context_limits=ContextLimits(11))
     model, tokens_K = require_attention_terms(run.model), Corpus.open(folder / "corpus").split("test").first(61)
     computed = AttentionMeans(model, plan, 61)
     trace_attention(model, tokens_K, plan, [computed.add])
@@ -100,6 +104,7 @@ def test_attention_of_a_prompt_prints_a_table(folder: Path) -> None:
     ):
         assert line in result.err
     values = json.loads((folder / "shaw-attention" / "results.json").read_text())
+    # shape: layers and heads
     distance_LN = np.array([head["mean_distance"] for head in values["heads"]]).reshape(3, 2)
     assert values["plotted_heads"] == [[layer, int(distance_LN[layer].argmax())] for layer in (0, 1, 2)]
     assert values["memory_length"] == 11
@@ -139,6 +144,7 @@ def test_context_prints_tables_and_writes_files(folder: Path, tmp_path: Path) ->
     assert "r = 0.5" in result.out
     assert "Mean loss in nats per token" in result.out
     # without memory, a model sees at most the 7 tokens of a segment, though the contexts have 5, 10, 15 and 20 tokens
+    # 11 positions: 11 * (5 + 10 + 15 + 20) and 11 * (5 + 7 + 7 + 7)
     assert "tokens to process: xl 550, vanilla 286\n" in result.err
     assert "<svg" in plot.read_text(encoding="utf-8")
     values = json.loads(out.read_text(encoding="utf-8"))
@@ -171,6 +177,7 @@ def test_speed_prints_tables_and_writes_results(tmp_path: Path) -> None:
     assert txl(*words, "--json").object.keys() == values.keys()
 
 
+# by subcommand: its arguments, where {} is the folder of the fixture, and a pattern of the message
 REFUSED = {
     "attention": [
         ("{}/lstm", "lstm has no attention"),

@@ -18,7 +18,9 @@ from refusals import FULL, assert_refused, full_after, no_file_larger_than
 from transformer_xl.cli.main import run
 
 Capture, Patch = pytest.CaptureFixture[str], pytest.MonkeyPatch
+# the vocabulary of the small checkpoints of these tests, whose settings and weights `golden` and `old_model` return
 WORDS = [f"word{index}" for index in range(23)]
+# name of the input embedding in the checkpoint
 TABLE = "transformer.word_emb.emb_layers.0.weight"
 
 
@@ -52,6 +54,7 @@ def change_weights(changes: dict[str, Any]) -> None:
 
 
 def change_module(**attributes: Any) -> None:
+    """Replace model.pt, a pickled module of the authors' code, by one with changed attributes."""
     model = old_model(OldConfig())
     for name, value in attributes.items():
         setattr(model, name, value)
@@ -97,7 +100,8 @@ def test_wrong_settings_are_refused(changes: dict[str, Any], message: str, folde
     assert_refused(folder, "convert hub run", message, capfd)
 
 
-Case = tuple[Callable[[], object], str, str]  # a change of the files, the folder to convert, the message
+# a change of the files, the folder to convert, a pattern of the message
+Case = tuple[Callable[[], object], str, str]
 DAMAGED_FILES: dict[str, Case] = {
     "half of model.safetensors": (
         lambda: truncate("hub/model.safetensors", 0.5), "hub", r"model.safetensors is damaged \(not a complete"),
@@ -134,7 +138,7 @@ DAMAGED_FILES: dict[str, Case] = {
     "other dictionary": (
         lambda: torch.save({"a": 1}, "nvidia/checkpoint_best.pt"), "nvidia", r"is not a checkpoint of NVIDIA's train"),
 }  # fmt: skip
-# arguments of txl convert: the message
+# arguments of txl convert, and a pattern of the message
 WRONG_ARGUMENTS: dict[str, str] = {
     "nowhere run": r"nowhere: no such file or folder; expected checkpoint_best.pt of NV",
     "empty run": r"empty is not recognized; expected .*; --source-format NAME",
@@ -180,7 +184,8 @@ class MakeFolder:
 def test_malicious_pickle_is_refused_and_not_executed(
     is_archive: bool, file: str, folder: Path, capfd: Capture, monkeypatch: Patch
 ) -> None:
-    """No environment variable allows it; the second file calls a function of transformers, as one on the Hub did."""
+    """Neither environment variable allows it. The second file calls a function of transformers, as a malicious file on
+    the Hugging Face Hub did."""
     for name in ("TRUST_REMOTE_CODE", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"):
         monkeypatch.setenv(name, "1")
     if file.startswith("hub"):
@@ -189,6 +194,7 @@ def test_malicious_pickle_is_refused_and_not_executed(
     torch.save({"idx2sym": WORDS, "a": MakeFolder()}, file, _use_new_zipfile_serialization=is_archive)
     assert_refused(folder, command, rf"{file} names {os.name}.mkdir, which does not belong", capfd)
     assert not Path("harm").exists()
+    # protocol 2 stores the module and the name of a function as text, on a line each
     content = pickle.dumps({"idx2sym": WORDS, "a": MakeFolder()}, 2)
     function = b"transformers.models.auto.auto_factory\ngetattribute_from_module"
     Path(file).write_bytes(content.replace(f"{os.name}\nmkdir".encode(), function))
@@ -221,7 +227,7 @@ def test_run_of_an_earlier_version_is_refused(folder: Path, capfd: Capture) -> N
 
 
 def test_full_disk_leaves_nothing(folder: Path, capfd: Capture, monkeypatch: Patch) -> None:
-    for num_writes in (0, 2):
+    for num_writes in (0, 2):  # number of writes that succeed before the disk is full
         with monkeypatch.context() as patch:
             full_after(num_writes, patch)
             assert_refused(folder, "convert hub run", FULL, capfd)

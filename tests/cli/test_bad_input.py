@@ -36,6 +36,7 @@ TRAIN_SMALL = (
     "--train.segment-length=7 --train.memory-length=11 --train.batch-size=3 --train.max-steps=5 --train.eval-interval=3"
 )
 RESUME = "train --resume run --train.max-steps 7"
+# advice of the messages on damaged files of a checkpoint
 DAMAGED = "copy it again, or delete its folder checkpoints/step-N"
 
 
@@ -44,6 +45,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with texts, recipes, the corpora corpus (of text.txt) and small, and a run trained on corpus."""
     folder = tmp_path_factory.mktemp("prepared") / "w"
     folder.mkdir()
+    # lowercase letters in an irregular order
     text = bytes((i * i + i // 13) % 26 + 97 for i in range(701))
     for name, content in {"text": text, "other": text[::-1], "small": text[:20], "empty": b""}.items():
         (folder / f"{name}.txt").write_bytes(content)
@@ -72,6 +74,7 @@ def folder(prepared: Path, tmp_path: Path, monkeypatch: Patch) -> Path:
     return tmp_path / "w"
 
 
+# a command line of txl, and a pattern of the message; misspelled names are meant to be so
 BAD_COMMANDS = [
     # names that do not exist
     ("trian", r'Unknown command "trian"\. Did you mean "train"\?'),
@@ -131,6 +134,7 @@ def test_bad_command_is_refused(folder: Path, words: str, message: str, capfd: C
     assert_refused(folder, words, message, capfd)
 
 
+# as raised by Python, by torch on a CPU and by torch on a GPU
 OUT_OF_MEMORY = [
     MemoryError(),
     RuntimeError("alloc_cpu: can't allocate memory"),
@@ -180,7 +184,7 @@ LAST_WEIGHTS, TRAINING = "checkpoints/step-00000005/model.safetensors", "checkpo
 OPTIMIZER = "checkpoints/step-00000005/training/shard-00001-model-00001-of-00001.safetensors"
 CHECKSUM = rf"safetensors is damaged \(its checksum does not match its contents\); {DAMAGED}"
 INCOMPLETE = rf"safetensors is damaged \(not a complete safetensors file: .*\); {DAMAGED}"
-# file of the run, change of its contents or None to delete it, command, message
+# by name: file of the run, change of its contents or None to delete it, command, pattern of the message
 DAMAGES: dict[str, tuple[str, Change | None, str, str]] = {
     "weights truncated": (WEIGHTS, truncate(-1), "evaluate run", INCOMPLETE),
     "weight altered": (WEIGHTS, flip_bit(-101), "evaluate run", CHECKSUM),
@@ -239,6 +243,7 @@ def test_run_with_wrong_or_missing_files_is_refused(folder: Path, capfd: Capture
 
 def test_corpus_with_another_tokenizer_is_refused(folder: Path, capfd: Capture) -> None:
     do("prepare text.txt --out other --tokenizer char")
+    # 26 letters and 256 tokens for the bytes of other characters
     message = r"other has another tokenizer \(char, 282 tokens\) than run \(byte, 256 tokens\); prepare it"
     assert_refused(folder, "evaluate run --corpus other", message, capfd)
     assert_refused(folder, "train --resume run --corpus other", message, capfd)
@@ -275,7 +280,7 @@ def test_run_is_locked_while_it_is_trained(folder: Path, monkeypatch: Patch, cap
 
 @pytest.mark.parametrize("words", [TRAIN_SMALL, "prepare text.txt --out new"])
 def test_full_disk_leaves_no_new_files(folder: Path, words: str, monkeypatch: Patch, capfd: Capture) -> None:
-    for writes in range(3):
+    for writes in range(3):  # number of writes that succeed before the disk is full
         with monkeypatch.context() as patch:
             full_after(writes, patch)
             assert_refused(folder, words, f"writing .*new.*: {FULL}", capfd)
@@ -320,4 +325,4 @@ def test_full_disk_while_training_keeps_the_run_valid(folder: Path, monkeypatch:
         assert_same_weights(folder / "run", folder / "uninterrupted")
         shutil.rmtree("run")
         writes += 7
-    assert writes >= 20
+    assert writes >= 20  # so that several interruptions were tried

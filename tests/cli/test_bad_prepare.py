@@ -13,6 +13,7 @@ from refusals import assert_refused, do, error_of
 
 Capture, Patch = pytest.CaptureFixture[str], pytest.MonkeyPatch
 
+# 401 lines, 3,499 bytes
 TEXT = b"".join(b"line %d\n" % i for i in range(401))
 
 
@@ -39,6 +40,7 @@ def folder(tmp_path: Path, monkeypatch: Patch) -> Path:
     return folder
 
 
+# a command line of txl, and a pattern of the message; misspelled names are meant to be so
 BAD_COMMANDS = [
     # the text
     ("prepare --out new", "no text was given; name files, folders, --train FILE, or a data set"),
@@ -80,12 +82,14 @@ BAD_COMMANDS = [
     ("prepare text.txt --document-unit pages", "pages"),
     ("prepare text.txt --num-workers 0", "--num-workers 0: must be 1 or more"),
     # text that a tokenizer cannot encode
+    # the byte 0xe9 of latin.txt, which is not UTF-8, comes after TEXT and the three letters caf
     ("prepare --train latin.txt --tokenizer word", r"latin.txt: byte 3,502.*0xe9"),
     ("prepare latin.txt --tokenizer word", r"latin.txt, from byte 3,\d\d\d on: byte \d+.*0xe9"),
     ("prepare --train numbers.txt --tokenizer integer", r"numbers.txt: byte 8.*x"),
     ("prepare large.txt --tokenizer integer --vocab-size 10", r"large.txt, from byte \d+ on: byte \d+.*99"),
     ("prepare --train text.txt --valid music.npy", "music.npy contains integers, not text; give --tokenizer integer"),
     ("prepare music.npy --tokenizer word", "music.npy contains integers, not text; give --tokenizer integer"),
+    # of 90 ids, the last is for the EOS token
     ("prepare music.npy --vocab-size 90", r"music.npy: array\[89\] is 89, expected an integer from 0 to 88; remove it"),
     ("prepare music.npy numbers.txt --tokenizer integer", "cannot be joined and split; use --train, --valid and"),
 ]

@@ -59,12 +59,14 @@ def test_invalid_setting_is_refused(folder: Path, capfd: Capture, flags: str, me
     assert_refused(folder, f"train --corpus {folder}/corpus --run {folder}/new {SIZES} {SHORT} {flags}", message, capfd)
 
 
+# {} is the folder of the fixture
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         ("evaluate {}/lstm --attention-window 3", "lstm has no attention_window; give none"),
         ("evaluate {}/lstm --clamp-length 3", "lstm has no clamp_length; give none"),
         ("evaluate {}/al-rfou --memory-length 5", "al-rfou has no memory; give memory_length 0"),
+        # the model has as many learned positions as a segment of training has tokens
         ("evaluate {}/al-rfou --segment-length 8", "segment_length 8 is longer than the 7 positions .*give 7 at most"),
         ("generate {}/al-rfou --prompt line --memory-length 5", "al-rfou has no memory; give memory_length 0"),
         ("train --resume {}/al-rfou --train.max-steps 3 --model.num-targets 2", "cannot change within a run"),

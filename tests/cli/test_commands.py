@@ -25,6 +25,7 @@ from transformer_xl.run_folder import Run, RunFolder, load
 from transformer_xl.text.token_store import Corpus
 
 SENTENCE = "the cat sat on the mat, and the dog ran after it; then all of them slept in the sun. caf\u00e9!"
+# 401 of its words in an irregular order, each with a digit
 TEXT = " ".join(SENTENCE.split()[i * i % 19] + str(i % 7) for i in range(401)).encode()
 TEST = TEXT[TEXT.index(b" ", len(TEXT) - round(len(TEXT) * 0.1) - 1) + 1 :]  # the last tenth, from a word boundary on
 MODEL = ["--model.n-layers=2", "--model.d-model=14", "--model.n-heads=2", "--model.d-head=5", "--model.d-ff=19"]
@@ -33,6 +34,7 @@ TRAIN = [
     "--train.log-interval=5", "--train.eval-interval=11", "--train.checkpoint-interval=13",
     "--train.dtype=float32", "--train.learning-rate=0.01",
 ]  # fmt: skip
+# settings of EvaluationConfig that the JSON of `txl evaluate` contains
 LENGTHS = ("segment_length", "memory_length", "attention_window", "clamp_length")
 
 
@@ -82,6 +84,7 @@ def test_train_flags_override_the_recipe_and_none_removes_limits(folder: Path, t
     assert (result["step"], result["max_steps"]) == (2, 2)
     config = RunFolder.open(tmp_path / "run").config
     assert (config.recipe, config.model.n_layers, config.train.eval_tokens) == (str(recipe), 1, None)
+    # segment length 7 of the training settings; memory length 13 and clamp length 3 of the evaluation settings
     assert EvaluationPlan.resolve(config) == EvaluationPlan(7, ContextLimits(13, clamp_length=3))
     resumed = txl("train", "--resume", tmp_path / "run", "--train.max-steps", "3", "--json")
     assert (resumed.status, resumed.object["step"]) == (0, 3)
@@ -137,6 +140,7 @@ def test_sweep_equals_separate_evaluations(folder: Path) -> None:
 
 
 def test_generate_from_a_prompt_file_longer_than_the_memory(folder: Path, run: Run, tmp_path: Path) -> None:
+    """Temperature 0 is greedy. The prompt has 360 tokens (bytes), the memory 11 slots."""
     prompt = "the caf\u00e9" * 40
     (tmp_path / "prompt").write_text(prompt, encoding="utf-8")
     words = ["--prompt-file", tmp_path / "prompt", "--max-new-tokens", "23", "--temperature", "0"]
@@ -149,6 +153,7 @@ def test_info_of_a_run(folder: Path) -> None:
     assert facts["parameters"] == RunFolder.open(folder / "run").load_model(torch.device("cpu")).num_parameters()
     assert (facts["model"]["n_layers"], facts["train"]["max_steps"]) == (2, 17)
     assert (facts["newest_checkpoint"], facts["checksums"]) == ("step-00000017", "valid")
+    # the training loss is logged every 5 of the 17 steps
     assert (facts["best_valid"]["split"], facts["last_train"]["step"]) == ("valid", 15)
     table = txl("info", folder / "run")
     assert table.status == 0

@@ -16,6 +16,7 @@ from refusals import txl
 from transformer_xl.run_folder import RunFolder
 from transformer_xl.text.tokenizers.word import WordTokenizer
 
+# as in WikiText-103: @-@, @,@ and @.@ stand for -, , and . within a word or number
 WORDS = [
     "<eos>", "the", ",", ".", "<unk>", "@-@", "@,@", "@.@", "cat", "sat", "on", "mat", "well", "known", "'s", "1", "80",
     "23", "000", "(", ")", "Hello", "dog",
@@ -43,6 +44,7 @@ def hub_folder(parent: Path, vocabulary: str) -> Path:
 
 
 def words_of_text(run: Path, text: str) -> str:
+    """Return the tokens of a text, separated by spaces."""
     tokenizer = RunFolder.open(run).tokenizer
     assert isinstance(tokenizer, WordTokenizer)
     return " ".join(tokenizer.words[token_id] for token_id in tokenizer.encode(text))
@@ -59,6 +61,7 @@ def test_hub_folder_converts_evaluates_and_generates(tmp_path: Path) -> None:
     options = ("--tokenizer", run, "--test-fraction", "0.5", "--out", corpus)
     assert txl("prepare", tmp_path / "text.txt", *options).status == 0
     evaluated = txl("evaluate", run, "--corpus", corpus, "--json").object
+    # mem_len of the checkpoint, the default segment length, and the window that same_length gives: as long as mem_len
     assert (evaluated["memory_length"], evaluated["segment_length"], evaluated["attention_window"]) == (9, 128, 9)
     generated = txl("generate", run, "--prompt", "the cat", "--max-new-tokens", "11", "--json")
     assert generated.object["text"]

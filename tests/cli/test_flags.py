@@ -10,6 +10,7 @@ from transformer_xl.cli.flags import EvaluationFlags, ModelFlags, TrainFlags, gi
 from transformer_xl.cli.main import build_app
 from transformer_xl.config import ARCHITECTURES, EvaluationConfig, Settings, TrainConfig, run_settings
 
+# prefix of the flags, such as model in --model.n-layers, and class of the settings
 GROUPS: list[tuple[str, type[Settings]]] = [
     *(("model", kind) for kind in ARCHITECTURES.values()),
     ("train", TrainConfig),
@@ -46,6 +47,7 @@ def test_every_choice_can_be_typed(group: str, name: str, choice: str) -> None:
     ("group", "name"), [("model", "attention_window"), ("model", "cutoffs"), ("train", "eval_tokens")]
 )
 def test_none_is_no_limit_unless_it_is_a_choice(group: str, name: str) -> None:
+    """The flag's value none becomes None, except for settings with a choice "none", which the test above types."""
     assert value_of_flag(group, name, "none") is None
 
 

@@ -42,7 +42,8 @@ def save_run(path: Path, tokenizer: Tokenizer) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a run of bytes, a run of words without unknown-word and newline tokens, and a text."""
+    """Return a folder with a run whose tokens are bytes, a run whose tokens are WORDS (without unknown-word and newline
+    tokens), and a text."""
     folder = tmp_path_factory.mktemp("generate") / "folder"
     save_run(folder / "bytes", ByteTokenizer())
     save_run(folder / "words", WordTokenizer(WORDS))
@@ -78,6 +79,7 @@ def test_stop_strings_and_eos_tokens(folder: Path, run: Run) -> None:
     assert txl(*command, "--stop", "no such text", "--stop", stop).out == text[: text.index(stop)] + "\n"
     values = txl(*command, "--stop", stop, "--json").object
     assert (values["finish_reason"], values["text"]) == ("stop", text[: text.index(stop)])
+    # 10 is the id of the newline
     expected = generate(run, "the", max_new_tokens=80, eos_token_ids=[10], min_new_tokens=5)
     for flags in (["--stop-at-newline"], ["--eos-token-ids", "10"]):
         values = txl(*command, *flags, "--min-new-tokens", "5", "--json").object
@@ -99,6 +101,7 @@ def test_several_prompts_and_samples(folder: Path, run: Run) -> None:
         assert text["token_ids"] == list(completion.token_ids)
         assert text["logprobs"] == pytest.approx(completion.logprobs, abs=1e-5)
         assert text["logprob"] == pytest.approx(completion.logprob, abs=1e-4)
+    # four texts of 13 tokens
     assert values["tokens_per_second"] == pytest.approx(52 / values["seconds"])
 
 
@@ -123,7 +126,7 @@ def chat(folder: Path, *flags: str, lines: bytes, run: str = "bytes") -> Command
 
 
 def test_chat_replies_to_each_line_that_is_not_blank(folder: Path, run: Run) -> None:
-    """The last line needs no newline."""
+    """Blank lines and the carriage return at the end of a line are ignored; the last line needs no newline."""
     conversation = Chat(run, max_new_tokens=9, seed=2)
     expected = "".join(f"{''.join(conversation.reply(line))}\n" for line in ("the cat", "caf\u00e9", "a dog"))
     lines = "the cat\n\ncaf\u00e9\r\na dog".encode()
@@ -198,6 +201,7 @@ def test_prompt_that_is_not_utf8_has_replacement_characters_in_json(folder: Path
     assert values["prompt"] == "a\ufffd"
 
 
+# arguments of `txl generate`, beginning with the run, and a pattern of the message
 REFUSED = [
     # values out of range; tests/generation/test_config.py has the others
     ("bytes --max-new-tokens many", "many"),

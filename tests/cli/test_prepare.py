@@ -89,6 +89,7 @@ def test_flags_of_the_word_tokenizer() -> None:
     assert sizes["--no-add-eos"] == facts["vocab_size"] - 1
     Path("words.txt").write_bytes(b"<eos>\n<unk>\nthe\ncat\n")
     assert prepare("text.txt", "--tokenizer", "word", "--vocab-file", "words.txt", "--out", "file")["vocab_size"] == 4
+    # the cat no. 0 sat, <eos> and: all words but the first two are unknown
     assert token_ids("file", "train")[:7] == [2, 3, 1, 1, 1, 0, 1]
 
 
@@ -108,7 +109,10 @@ def test_integers_from_arrays_and_text() -> None:
 
 @pytest.fixture
 def small_ptb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with short files of the data set ptb, whose checksums are not compared; test should have 5 tokens."""
+    """A folder with short files of the data set ptb, whose checksums are not compared.
+
+    The numbers of tokens are compared with expected ones, of which that of test is wrong: it has 2, not 5.
+    """
     dataset = without_digests(DOWNLOADABLE["ptb"])
     changed = replace(dataset, expected_num_tokens={"train": 7, "valid": 3, "test": 5})
     monkeypatch.setitem(DOWNLOADABLE, "ptb", changed)
@@ -121,6 +125,7 @@ def test_a_named_dataset_has_a_default_tokenizer(small_ptb: Path) -> None:
     prepared = txl("prepare", "ptb", "--data-dir", small_ptb, "--json")
     facts = prepared.object
     assert (facts["out"], facts["tokenizer"], facts["vocab_size"]) == ("corpora/ptb", "word", 7)
+    # a n <unk> <eos> b a <eos>
     assert token_ids("corpora/ptb", "train") == [1, 3, 4, 0, 2, 1, 0]
     assert decoded("corpora/ptb", "train") == b"a n <unk>\nb a\n"
     assert prepared.err == "note: test has 2 tokens, but ptb should have 5; is this the right text?\n"
@@ -137,7 +142,7 @@ def test_flags_override_the_tokenizer_of_a_named_dataset(small_ptb: Path) -> Non
 def test_progress_lines_only_of_stages_longer_than_two_seconds(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    clock = [100.0]
+    clock = [100.0]  # the time that time.perf_counter returns, in seconds
     monkeypatch.setattr("time.perf_counter", lambda: clock[0])
     with StageBars() as bars:
         for stage, seconds in (("quick", 0.04), ("slow", 1.0)):
@@ -151,6 +156,7 @@ def test_progress_lines_only_of_stages_longer_than_two_seconds(
 
 
 def test_documents_in_memory() -> None:
+    """Texts are passed as strings instead of files; with fractions, or by split."""
     texts = ["one two\n", "caf\u00e9 one", "one two six\n"]
     corpus = prepare_corpus(out="joined", documents=texts, valid_fraction=0.3, test_fraction=0)
     assert decoded("joined", "train", "valid") == "".join(texts).encode()

@@ -23,6 +23,8 @@ from transformer_xl.text.token_store import Corpus
 
 MODEL = "--model.n-layers=2 --model.d-model=14 --model.n-heads=2 --model.d-head=5 --model.d-ff=19"
 TRAIN = "--train.segment-length=7 --train.memory-length=11 --train.batch-size=3 --train.max-steps=5"
+# characters of several bytes, a tab, brackets that rich would read as markup, an empty line, quotes, a backslash, and
+# bytes that are not UTF-8
 SPECIAL = 'caf\u00e9 \u2603\tb [red]x[/red]\n\n"quoted" \\ line'.encode() + b"\xff\x00 end\n"
 PLAIN = b"the cat\nsat"
 
@@ -84,6 +86,7 @@ def test_scores_equal_the_library_and_add_up(folder: Path, run: Run, records) ->
     np.testing.assert_allclose([-token["logprob"] for token in tokens], expected[0].nats_K, rtol=1e-5)
     texts = [record["text"] for record in records["line"] if record["file"] == names[0]]
     assert texts == SPECIAL.decode("utf-8", "replace").removesuffix("\n").split("\n")
+    # three lines of SPECIAL, two of PLAIN
     assert [record["line"] for record in records["line"]] == [1, 2, 3, 1, 2]
     assert {token["line"] for token in tokens} == {1, 2, 3}
 
@@ -103,7 +106,7 @@ def test_score_reads_standard_input(folder: Path, records, monkeypatch: pytest.M
 
 
 def test_no_reset_memory_scores_files_as_one_text(folder: Path, run: Run) -> None:
-    """With a filled attention window, batch size and segment length change nothing."""
+    """With an attention window that memory fills (window - 1 slots), batch size and segment length change nothing."""
     command = ["score", folder / "run", folder / "special.txt", folder / "plain.txt", "--per", "file", "--json"]
     expected = score(run, [SPECIAL, PLAIN], EvaluationConfig(reset_memory=False))
     logprobs = [record["logprob"] for record in json_lines(txl(*command, "--no-reset-memory"))]
@@ -125,6 +128,7 @@ def evaluate_json(folder: Path, *flags: str | Path) -> dict[str, Any]:
     return result.object
 
 
+# settings of method dynamic
 SGD = {"optimizer": "sgd", "learning_rate": 0.001, "decay": 0.1}
 RMS = {"optimizer": "rms", "learning_rate": 0.001, "decay": 0.1, "epsilon": 0.01, "gradient_stats_tokens": 50}
 
@@ -170,7 +174,7 @@ def test_warnings_go_to_standard_error(folder: Path, monkeypatch: pytest.MonkeyP
     assert result.err.startswith("warning: memory-length 11 is too short for attention-window 64")
     assert result.err.endswith("memory-length 63 to fill the window\n")
     assert result.object["attention_window"] == 64
-    assert txl(*command, "--attention-window", "12").err == ""
+    assert txl(*command, "--attention-window", "12").err == ""  # memory length 11 is enough
     monkeypatch.setattr("transformer_xl.evaluation.plan.has_bfloat16", lambda _: False)
     result = txl(*command, "--dtype", "bfloat16")
     assert result.err.startswith("warning: this device has no bfloat16 instructions")
@@ -186,6 +190,7 @@ def test_evaluate_table(folder: Path) -> None:
 
 # Errors
 
+# a command line of txl, and a pattern of the message; misspelled names are meant to be so
 SLIDING = "evaluate run --method sliding-window --memory-length 0"
 REFUSED = [
     ("evaluate run --batch-size 0", "batch_size.*greater than 0"),

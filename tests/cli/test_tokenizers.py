@@ -16,6 +16,7 @@ TEXT = "the cat sat on a mat while that dog ran after it and all of them slept i
 WORDS = TEXT.split()
 NUM_LINES = {"train": 211, "valid": 31, "test": 29}
 SPLITS = ["--train", "train.txt", "--valid", "valid.txt", "--test", "test.txt"]
+# settings of a tiny model and its training
 TINY = [
     "--model.n-layers=2", "--model.d-model=14", "--model.n-heads=2", "--model.d-ff=19", "--train.segment-length=7",
     "--train.memory-length=11", "--train.batch-size=3", "--train.checkpoint-interval=4", "--train.eval-interval=5",
@@ -44,7 +45,7 @@ def run_json(*arguments: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", ["byte", "char", "word", "bpe", "integer"])
 def test_every_kind_is_prepared_trained_evaluated_and_generated(kind: str) -> None:
-    if kind == "integer":
+    if kind == "integer":  # its texts consist of decimal token ids; each word is replaced by its length
         for split in NUM_LINES:
             file = Path(f"{split}.txt")
             lines = file.read_text().splitlines()
@@ -92,6 +93,7 @@ def test_new_text_is_prepared_with_the_tokenizer_of_a_run() -> None:
     assert corpus["splits"]["train"]["num_unknown"] == 3  # met, walrus, walrus
     evaluate = ["evaluate", "runs/corpus", "--corpus", "new", "--split", "train"]
     evaluation = run_json(*evaluate)
+    # 9 words and 2 newlines
     assert (evaluation["tokens"], evaluation["num_unknown"], evaluation["bytes"]) == (11, 3, 42)
     assert "11 words and newlines (3 of them unknown words, 27.3%), 42 bytes" in txl(*evaluate).out
     # The tokens do not determine the bytes of unknown words, so those of a part are estimated by its share of tokens.
@@ -103,7 +105,7 @@ def test_new_text_is_prepared_with_the_tokenizer_of_a_run() -> None:
 def test_corpus_with_changed_content_is_refused(file: str) -> None:
     run_json("prepare", *SPLITS, "--tokenizer", "word", "--document-unit", "line", "--out", "corpus")
     path = Path("corpus", file)
-    path.write_bytes(b"\x05" * path.stat().st_size)
+    path.write_bytes(b"\x05" * path.stat().st_size)  # of the same size, but with another checksum
     refused = txl("train", "--corpus", "corpus", "--train.shuffle-documents", *NINE_STEPS)
     assert refused.status == 2
     assert f"{file}: damaged (sha256" in refused.err

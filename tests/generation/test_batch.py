@@ -166,8 +166,8 @@ def test_finished_sequences_leave_the_batch(make_model) -> None:
 @pytest.mark.parametrize(("first", "kind"), [(3, "inference_memory"), (16, "inference_memory"), (7, "initial_memory")])
 def test_generation_continues_a_memory(make_model, context_limits: ContextLimits, first: int, kind: str) -> None:
     """A prompt read in two parts, of which the first has `first` tokens, equals the prompt read at once; the memory of
-    the first part is not changed, whether it holds keys and values (inference_memory) or hidden states (initial_memory).
-    """
+    the first part is not changed, whether it holds keys and values (inference_memory) or hidden states
+    (initial_memory)."""
     model = make_model()
     expected_TV, _, _ = generate_forced(model, TEXT[:17], TEXT[17:], model.inference_memory(1, context_limits))
     with torch.no_grad():
