@@ -102,25 +102,22 @@ def _pre_tokenizer(config: TokenizerConfig) -> PreTokenizer:
     return PreTokenizer("punctuation" if config.split_punctuation else "whitespace", lowercase=config.lowercase)
 
 
-def _count_words(pre_tokenizer: PreTokenizer, chunk: bytes) -> tuple[Counter[bytes], int]:
-    """Return the count of each word, and the number of newlines."""
-    return Counter(pre_tokenizer.split(chunk)), chunk.count(b"\n")
+def _count_words(pre_tokenizer: PreTokenizer, eos_token: bytes, chunk: bytes) -> Counter[bytes]:
+    """Return the count of each word; newlines count as `eos_token` unless it is empty."""
+    return Counter(pre_tokenizer.split(chunk, eos_token))
 
 
 def _train_word(config: TokenizerConfig, documents: Iterable[Document], num_workers: int) -> WordTokenizer:
     pre_tokenizer = _pre_tokenizer(config)
     eos_and_unk = config.eos_token if config.add_eos else None, config.unk_token
     untrained = WordTokenizer(tuple(config.special_tokens), None, *eos_and_unk, pre_tokenizer)
+    eos, unk = ((token or "").encode("utf-8") for token in eos_and_unk)
     counts: Counter[bytes] = Counter()
-    num_newlines = 0
-    count_words = partial(_count_words, pre_tokenizer)
-    for chunk_counts, chunk_newlines in _map_chunks(count_words, documents, untrained, num_workers):
+    for chunk_counts in _map_chunks(partial(_count_words, pre_tokenizer, eos), documents, untrained, num_workers):
         counts.update(chunk_counts)
-        num_newlines += chunk_newlines
-    eos, unk = config.eos_token.encode("utf-8"), (config.unk_token or "").encode("utf-8")
     special: list[tuple[bytes, int]] = []  # at the front of the vocabulary
     if config.add_eos:
-        special.append((eos, num_newlines + counts.pop(eos, 0)))
+        special.append((eos, counts.pop(eos, 0)))
     limit = None if config.vocab_size is None else config.vocab_size - len(config.special_tokens)
     words = Counter({word: count for word, count in counts.items() if word != unk})
     selected = {word: count for word, count in words.most_common(limit) if count >= config.min_frequency}
