@@ -22,7 +22,8 @@ from transformer_xl.config import UserError
 from transformer_xl.text.corpus_writer import count_words, write_corpus
 from transformer_xl.text.documents import Document, DocumentUnit, SplitName
 from transformer_xl.text.token_store import Corpus
-from transformer_xl.text.tokenizers import ByteTokenizer, EncodedChunk, EncodingError, Tokenizer, split_chunks
+from transformer_xl.text.tokenizers import ByteTokenizer, Tokenizer, split_chunks
+from transformer_xl.text.tokenizers.base import EncodedChunk, EncodingError
 from transformer_xl.text.tokenizers.config import TokenizerConfig, TokenizerKind
 from transformer_xl.text.tokenizers.training import train_tokenizer
 

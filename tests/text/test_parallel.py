@@ -13,7 +13,7 @@ import pytest
 
 from transformer_xl.config import UserError
 from transformer_xl.text.parallel import MAX_SERIAL_ITEMS, ordered_map
-from transformer_xl.text.tokenizers import EncodingError
+from transformer_xl.text.tokenizers.base import EncodingError
 
 
 def square(item: int) -> tuple[int, int]:

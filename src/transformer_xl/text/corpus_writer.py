@@ -32,16 +32,9 @@ from transformer_xl.text.token_store import (
     documents_file,
     token_file,
 )
-from transformer_xl.text.tokenizers import (
-    EncodedChunk,
-    TokenArray,
-    Tokenizer,
-    document_errors,
-    fingerprint,
-    save_tokenizer,
-    split_chunks,
-    token_dtype,
-)
+from transformer_xl.text.tokenizers.base import EncodedChunk, TokenArray, Tokenizer, document_errors, token_dtype
+from transformer_xl.text.tokenizers.chunking import split_chunks
+from transformer_xl.text.tokenizers.storage import fingerprint, save_tokenizer
 
 _BATCH_BYTES = 2**20  # small chunks are batched until they have this length, so that transfers to processes cost little
 

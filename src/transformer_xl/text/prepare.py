@@ -27,14 +27,8 @@ from transformer_xl.text.sources.text_files import (
     texts_of_paths,
 )
 from transformer_xl.text.token_store import Corpus
-from transformer_xl.text.tokenizers import (
-    TOKENIZER_KINDS,
-    Tokenizer,
-    TokenizerConfig,
-    TokenizerKind,
-    load_tokenizer,
-    to_bytes,
-)
+from transformer_xl.text.tokenizers import Tokenizer, load_tokenizer, to_bytes
+from transformer_xl.text.tokenizers.config import TOKENIZER_KINDS, TokenizerConfig, TokenizerKind
 
 StrPath = str | os.PathLike[str]
 Texts = Iterable[str | bytes]

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from tokenizers import pre_tokenizers
 
 from transformer_xl.config import UserError
-from transformer_xl.text.tokenizers import fingerprint, load_tokenizer, tokenizer_from_json
+from transformer_xl.text.tokenizers import fingerprint, load_tokenizer
 from transformer_xl.text.tokenizers.bpe import BPETokenizer, lines_of, train_bpe
+from transformer_xl.text.tokenizers.storage import tokenizer_from_json
 
 PROPERTY = settings(deadline=None, max_examples=50)
 TEXT = "the quick brown fox isn't here\nthe caf\u00e9 is here\r\n\n\tthe 1,234 \u65e5\u672c\n" * 7
@@ -68,7 +69,8 @@ def test_new_process_trains_the_same_tokenizer_and_imports_the_library_only_for_
     code = """if True:
         import os, sys
         from transformer_xl.text.documents import Document
-        from transformer_xl.text.tokenizers import TokenizerConfig, fingerprint
+        from transformer_xl.text.tokenizers import fingerprint
+        from transformer_xl.text.tokenizers.config import TokenizerConfig
         from transformer_xl.text.tokenizers.training import train_tokenizer
         documents = [Document("a", [sys.argv[1].encode()])]
         train_tokenizer(TokenizerConfig(kind="word"), documents)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transformer_xl.text.tokenizers import EncodingError
+from transformer_xl.text.tokenizers.base import EncodingError
 from transformer_xl.text.tokenizers.char import CharTokenizer
 
 PROPERTY = settings(deadline=None, max_examples=50)

@@ -9,17 +9,11 @@ import numpy as np
 import pytest
 
 from transformer_xl.config import UserError
-from transformer_xl.text.tokenizers import (
-    ByteTokenizer,
-    Tokenizer,
-    fingerprint,
-    load_tokenizer,
-    save_tokenizer,
-    tokenizer_from_json,
-)
+from transformer_xl.text.tokenizers import ByteTokenizer, Tokenizer, fingerprint, load_tokenizer, save_tokenizer
 from transformer_xl.text.tokenizers.bpe import lines_of, train_bpe
 from transformer_xl.text.tokenizers.char import CharTokenizer
 from transformer_xl.text.tokenizers.integer import IntegerTokenizer
+from transformer_xl.text.tokenizers.storage import tokenizer_from_json
 from transformer_xl.text.tokenizers.word import WordTokenizer
 
 WORDS = ["<eos>", "<unk>", "the", "a"]

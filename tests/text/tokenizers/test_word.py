@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transformer_xl.text.tokenizers import EncodingError
+from transformer_xl.text.tokenizers.base import EncodingError
 from transformer_xl.text.tokenizers.pre_tokenizer import PreTokenizer, PreTokenizerName
 from transformer_xl.text.tokenizers.word import WordTokenizer
 

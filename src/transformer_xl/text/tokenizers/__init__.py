@@ -5,29 +5,15 @@ and `training.py` the training, and `storage.py` saving and loading. Modules of 
 lazily.
 """
 
-from transformer_xl.text.tokenizers.base import (
-    EncodedChunk,
-    EncodingError,
-    TokenArray,
-    Tokenizer,
-    document_errors,
-    to_bytes,
-    token_dtype,
-)
+from transformer_xl.text.tokenizers.base import TokenArray, Tokenizer, document_errors, to_bytes, token_dtype
 from transformer_xl.text.tokenizers.byte import ByteTokenizer
 from transformer_xl.text.tokenizers.chunking import split_chunks
-from transformer_xl.text.tokenizers.config import TOKENIZER_KINDS, TokenizerConfig, TokenizerKind
-from transformer_xl.text.tokenizers.storage import fingerprint, load_tokenizer, save_tokenizer, tokenizer_from_json
+from transformer_xl.text.tokenizers.storage import fingerprint, load_tokenizer, save_tokenizer
 
 __all__ = [
-    "TOKENIZER_KINDS",
     "ByteTokenizer",
-    "EncodedChunk",
-    "EncodingError",
     "TokenArray",
     "Tokenizer",
-    "TokenizerConfig",
-    "TokenizerKind",
     "document_errors",
     "fingerprint",
     "load_tokenizer",
@@ -35,5 +21,4 @@ __all__ = [
     "split_chunks",
     "to_bytes",
     "token_dtype",
-    "tokenizer_from_json",
 ]
