@@ -53,9 +53,14 @@ def allow_everything(_: str) -> bool:
     return True
 
 
+def refuse_persistent_id(persistent_id: Any) -> Any:
+    """Refuse every value that is stored outside the pickle."""
+    raise ValueError(persistent_id)
+
+
 def read(content: bytes, is_allowed: Any = allow_nothing) -> Any:
     """Read a pickle that may name the classes for which `is_allowed` returns true."""
-    return read_pickle(io.BytesIO(content), is_allowed, "some.pkl")
+    return read_pickle(io.BytesIO(content), is_allowed, "some.pkl", refuse_persistent_id)
 
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))

@@ -65,9 +65,7 @@ class PickledObject:
         return state if isinstance(state, dict) else {}
 
 
-def read_pickle(
-    file: IO[bytes], is_allowed: IsAllowed, source: str, persistent_load: Callable[[Any], Any] | None = None
-) -> Any:
+def read_pickle(file: IO[bytes], is_allowed: IsAllowed, source: str, persistent_load: Callable[[Any], Any]) -> Any:
     """Read one pickle; afterwards the file is positioned at the byte after it.
 
     Args:
@@ -75,7 +73,7 @@ def read_pickle(
         is_allowed: accepts the names that may occur, besides those with which pickle writes plain values.
         source: path of the file, for messages.
         persistent_load: returns the value for the id of something stored outside the pickle, as torch.save stores the
-            elements of tensors; or None if such ids are not allowed.
+            elements of tensors; raises ValueError or UserError if the id is invalid.
 
     Raises:
         UserError: a name is not allowed, or this is not a complete pickle.
@@ -101,8 +99,8 @@ def _check(condition: bool) -> None:
 class _Machine:
     """The state of pickle's stack machine: the stack, the stacks below each open MARK, and the memo (saved values)."""
 
-    def __init__(self, is_allowed: IsAllowed, source: str, persistent_load: Callable[[Any], Any] | None) -> None:
-        self._is_allowed, self._source, self._persistent_load = is_allowed, source, persistent_load
+    def __init__(self, is_allowed: IsAllowed, source: str, persistent_load: Callable[[Any], Any]) -> None:
+        self._is_allowed, self._source, self.persistent_load = is_allowed, source, persistent_load
         self.stack: list[Any] = []
         self.stacks_below_marks: list[list[Any]] = []
         self.memo: dict[int, Any] = {}
@@ -202,11 +200,6 @@ class _Machine:
         self.push({})
         self.set_items(values)
 
-    def load_persistent(self, persistent_id: Any) -> None:
-        if self._persistent_load is None:
-            raise ValueError
-        self.push(self._persistent_load(persistent_id))
-
 
 _Step = Callable[[_Machine, Any], object]
 """Executes an opcode on the machine; the second parameter is the opcode's argument in the file, if it has one."""
@@ -250,8 +243,8 @@ _STEPS: dict[str, _Step] = {
     "INST": lambda m, names: (m.push_global(*names.split(" ")), m.call_class(m.pop(1) + m.pop_mark())),
     "OBJ": lambda m, _: m.call_class(m.pop_mark()),
     "BUILD": lambda m, _: m.build(),
-    "PERSID": _Machine.load_persistent,
-    "BINPERSID": lambda m, _: m.load_persistent(*m.pop(1)),
+    "PERSID": lambda m, persistent_id: m.push(m.persistent_load(persistent_id)),
+    "BINPERSID": lambda m, _: m.push(m.persistent_load(m.stack.pop())),
 }
 OPCODES: dict[str, _Step] = {name: step for names, step in _STEPS.items() for name in names.split()}
 """The step for each opcode. Missing, and therefore refused: opcodes that refer to copyreg's extension
