@@ -218,8 +218,8 @@ REFUSED = {
         ("{}/xl --fractions 0.1,2", "fractions.1: .* less than or equal to 1 .given: '2'"),
         ("{}/xl --fractions 0.5,0.50", "fractions 0.5, 0.5: give each number once"),
         ("{}/xl --memory-length -1 " + CONTEXT, "memory_length"),
-        ("{}/xl --out {}/existing.json", "existing.json exists already; choose another --out"),
-        ("{}/xl --out {}/none/a.json", "folder .*none does not exist; create it, or choose another --out"),
+        ("{}/xl --out {}/existing.json", "existing.json exists already; choose another path"),
+        ("{}/xl --out {}/none/a.json", "folder .*none does not exist; create it, or choose another path"),
         ("{}/xl --plot {}/a.jpg", "a.jpg: .* must end in .svg or .png"),
         ("{}/xl --plot {}/a.svg --out {}/a.svg", "a.svg was given for --out and --plot; choose different files"),
     ],
@@ -230,7 +230,7 @@ REFUSED = {
         ("tiny --repeats 0", "repeats: .* greater than or equal to 1"),
         ("tiny --clamp-length 0", "clamp_length.* greater than or equal to 1"),
         ("enwik8-al-rfou-12l", "is compared for Transformer-XL"),
-        ("tiny --out {}/existing.json", "exists already; choose another --out"),
+        ("tiny --out {}/existing.json", "exists already; choose another path"),
     ],
 }
 

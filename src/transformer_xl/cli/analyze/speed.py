@@ -10,8 +10,8 @@ from cyclopts import Parameter
 from transformer_xl.cli.flags import SpeedFlags, given_settings
 from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, Json
 from transformer_xl.cli.output import print_json, print_table
-from transformer_xl.config import SpeedComparison, UserError, check_settings
-from transformer_xl.files import write_json
+from transformer_xl.config import SpeedComparison, check_settings
+from transformer_xl.files import check_is_new, write_json
 
 
 def speed(
@@ -37,8 +37,8 @@ def speed(
     out
         File for the results, as JSON.
     """
-    if out is not None and out.exists():
-        raise UserError(f"{out} exists already; choose another --out")
+    if out is not None:
+        check_is_new(out)
     comparison = check_settings(SpeedComparison, given_settings(speed=settings).get("speed", {}), "speed comparison")
     from transformer_xl.analysis.evaluation_speed import COLUMNS, compare_speed, speed_tables
 
