@@ -66,8 +66,6 @@ class _Runner:
 
     def run(self, job: Job) -> None:
         """Run the commands of a job until one fails; do nothing if the runner is stopping."""
-        if self.is_stopping:
-            return
         try:
             for command in job.commands:
                 if not self._run_command(job.name, command):
@@ -79,10 +77,10 @@ class _Runner:
     def _run_command(self, name: str, command: Command) -> bool:
         """Run a command of the job of this name; return whether it succeeded."""
         log = self.logs / f"{name}.log"
-        with log.open("ab") as log_file:
-            with self.lock:
-                if self.is_stopping:
-                    return False
+        with self.lock:
+            if self.is_stopping:
+                return False
+            with log.open("ab") as log_file:
                 log_file.write(f"$ txl {' '.join(command.arguments)}\n".encode())
                 log_file.flush()
                 begin = log_file.tell()
@@ -95,7 +93,7 @@ class _Runner:
                     start_new_session=True,  # Ctrl-C reaches only this process, which then signals each of them once
                     pass_fds=self.pass_fds,
                 )
-            output, _ = process.communicate()
+        output, _ = process.communicate()
         with self.lock:
             del self.running[name]
         if process.returncode:
