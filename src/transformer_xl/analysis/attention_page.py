@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from html import escape
 from importlib import resources
 from itertools import accumulate
+from string import Template
 from typing import Any
 
 import numpy as np
@@ -141,9 +142,7 @@ def attention_page(maps: TermMaps, tokens: Sequence[TokenText], title: str, abou
         # < is escaped, so that nothing in the text can end the script element
         "data": json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),
     }
-    template = _asset("html").split("@")  # text and the @names@ of contents alternate
-    assert set(template[1::2]) == contents.keys()
-    return "".join(contents[part] if index % 2 else part for index, part in enumerate(template))
+    return Template(_asset("html")).substitute(contents)
 
 
 def _asset(suffix: str) -> str:

@@ -27,9 +27,8 @@ from transformer_xl.analysis.plots import COLOURS, tidy
 Head = tuple[int, int]
 """Layer and head, both from 0."""
 
-_COLOUR_RANGE = (
-    1e-4  # smallest value of a logarithmic colour scale, as a fraction of the largest; lower ones look equal
-)
+# smallest value of a logarithmic colour scale, as a fraction of the largest; lower ones look equal
+_COLOUR_RANGE = 1e-4
 _MAX_LABELS = 48  # number of token labels that fit along an axis
 _MAX_LABEL = 14  # length of a label, in characters
 _SYMBOLS = "\u00b7\u21b5\u21e5"  # shown for a space, a newline and a tab; matplotlib's default font has them

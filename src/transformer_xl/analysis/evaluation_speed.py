@@ -27,7 +27,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformer_xl.config import (
     AlRfouConfig,
     ModelConfig,
-    RunConfig,
     SpeedComparison,
     TransformerXLConfig,
     UserError,
@@ -71,7 +70,10 @@ def compare_speed(
     Raises:
         UserError: the recipe or run does not exist, or is not of Transformer-XL.
     """
-    config = _load_config(model)
+    if (Path(model) / "config.yaml").is_file():
+        config = RunFolder.open(model).config
+    else:
+        config = run_settings(merge_recipe(load_recipe(model), {}), f"recipe {model}")
     if comparison.clamp_length == "auto":  # the clamp length with which the recipe or run is evaluated
         clamp_length = config.evaluation.clamp_length or config.model.limit("clamp_length")
         comparison = comparison.model_copy(update={"clamp_length": clamp_length})
@@ -90,12 +92,6 @@ def compare_speed(
         **environment(measurement.device),
         "rows": rows,
     }
-
-
-def _load_config(model: str) -> RunConfig:
-    if (Path(model) / "config.yaml").is_file():
-        return RunFolder.open(model).config
-    return run_settings(merge_recipe(load_recipe(model), {}), f"recipe {model}")
 
 
 def speed_tables(results: Mapping[str, Any]) -> dict[str, list[list[str]]]:
