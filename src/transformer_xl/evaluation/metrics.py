@@ -34,7 +34,8 @@ class Sums:
     characters: int | None = None
     """Number of Unicode characters, or None if the text is not UTF-8 or its tokens do not decode exactly."""
     words: int | None = None
-    """Number of words separated by whitespace, or None for part of a text whose tokens are not words."""
+    """Number of words separated by whitespace, or None for part of a text whose tokens are not words, and for
+    integers."""
     num_unknown: int = 0
     """Number of tokens that are the tokenizer's unknown-word token; 0 if it has no such token."""
 
@@ -42,6 +43,7 @@ class Sums:
     def of_split(nats: float, tokenizer: Tokenizer, split: TokenSplit, tokens_K: Tokens) -> Sums:
         """Count bytes, characters and words of the first K tokens of a split, as far as they can be known."""
         is_whole = len(tokens_K) == split.num_tokens
+        # is_text: false for the integer tokenizer, whose tokens are no text
         words = split.num_words if is_whole and tokenizer.is_text else _count_words(tokenizer, tokens_K)
         if tokenizer.is_lossless:
             num_bytes, characters = count_text(tokenizer, tokens_K)

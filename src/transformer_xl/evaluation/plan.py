@@ -38,7 +38,8 @@ class EvaluationPlan:
     segment_length: int
     """T: new tokens read in each step."""
     context_limits: ContextLimits
-    """Memory length, attention window and clamp length."""
+    """Memory length (slots in tokens), attention window (maximum number of keys that a query sees, itself included) and
+    clamp length (distances above it are treated as this one); None as a window or clamp length: no limit."""
     batch_size: int | None = None
     """B: sequences read at once, or None for one (with `reset_memory`: enough documents to keep the device busy; with
     method sliding-window: enough windows)."""
@@ -48,7 +49,7 @@ class EvaluationPlan:
     reset_memory: bool = False
     """Whether the memory is emptied at the start of each document."""
     dtype: Precision = "float32"
-    """Data type of matrix products."""
+    """Data type of matrix products; auto: bfloat16 where the hardware supports it, else float32."""
     method: Literal["memory", "sliding-window", "dynamic"] = "memory"
     """How the text is read: the module of this package with that name."""
     dynamic: DynamicConfig = field(default_factory=DynamicConfig)

@@ -106,7 +106,7 @@ def score(
             tokens=end - start,
             bytes=len(content),
             characters=_count_characters(content),
-            words=len(content.split()) if run.tokenizer.is_text else None,
+            words=len(content.split()) if run.tokenizer.is_text else None,  # None for the integer tokenizer
             num_unknown=count_unknown(run.tokenizer, ids_K),
         )
         scores.append(TextScore(name, ids_K, nats_K[start:end], sums, run.tokenizer))

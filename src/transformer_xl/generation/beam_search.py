@@ -79,6 +79,7 @@ def beam_search(
     for hypothesis in hypotheses:
         builder = CompletionBuilder(run.tokenizer, prompt_ids, config)
         for token_id, logprob in zip(hypothesis.token_ids, hypothesis.logprobs, strict=True):
+            # 0: index of the sequence; each builder has only one
             builder.add(GeneratedToken(0, token_id, logprob, is_eos=token_id in config.eos_token_ids))
         completions.append(builder.completion(prompt))
     return completions

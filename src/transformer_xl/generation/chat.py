@@ -22,11 +22,12 @@ class Chat:
         """
         config = resolve_config(run.tokenizer, config, overrides)
         self._end_of_reply = (config.stop or ("\n",))[0]
+        # with stop_at_newline or eos_token_ids, an EOS token ends a reply instead of a stop string
         if not config.eos_token_ids:
             config = config.model_copy(update={"stop": config.stop or ("\n",)})
         self._run, self._config = run, config
         self._memory: Memory | None = None
-        self._text_before_line = ""
+        self._text_before_line = ""  # the end that a truncated reply lacks
 
     def reply(self, line: str) -> Iterator[str]:
         """Prefill a line (without its newline) and stream the reply; iterate to its end before the next line.

@@ -28,6 +28,7 @@ class Completion:
     """A generated text."""
 
     prompt: Prompt
+    """The text that it continues, or None for a new text."""
     text: str
     """The text after the prompt, without the stop string or EOS token that ended it."""
     token_ids: tuple[int, ...]

@@ -29,7 +29,8 @@ COLUMNS = [
 """Columns of the tables; the last three are the paper's. "at window" is the attention window of the best score."""
 
 _HEADROOM = 0.5  # space in the chart above the worst initial result, as a fraction of its distance to the best result
-_ARCHITECTURES = ("transformer-xl", "shaw", "vaswani", "al-rfou")  # in the order of their colours
+# in the order of their colours; vaswani has sinusoidal absolute positions, al-rfou learned ones
+_ARCHITECTURES = ("transformer-xl", "shaw", "vaswani", "al-rfou")
 
 
 @dataclass(frozen=True)

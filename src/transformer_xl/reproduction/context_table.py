@@ -8,7 +8,8 @@ from typing import Any
 from transformer_xl.analysis.effective_context import format_length
 
 GROUPS = (("xl-larger", "qrnn", "lstm"), ("xl-full", "shaw-recurrent", "relative-full", "learned-half"))
-"""Names of the systems in each group; each model is compared with the best of its own group."""
+"""Names of the systems in each group (`systems.py` explains them); each model is compared with the best of its own
+group."""
 
 FRACTIONS = (0.1, 0.5, 1.0)
 """The paper's r: fractions of the positions, those that are hardest to predict, over which losses are averaged."""

@@ -152,7 +152,7 @@ def reproduce_speed(
     """
     check_folder(path)
     comparison = SpeedComparison()
-    if smoke:
+    if smoke:  # the recipe tiny
         model, comparison = "tiny", SpeedComparison(attention_windows=(16, 32), segment_lengths=(8, 16), repeats=1)
     values = {"command": command, **compare_speed(model, comparison, device=device, threads=threads)}
     with as_user_error(f"writing {path}"):
