@@ -20,7 +20,10 @@ _Fractions = Annotated[tuple[Annotated[float, Field(gt=0, le=1)], ...], BeforeVa
 
 
 class ContextSweep(Settings):
-    """Which context lengths are compared, at how many positions of a text, and which gain counts as one."""
+    """Settings of `txl analyze context`: the losses of a model are measured with shorter and longer contexts.
+
+    They say which context lengths are compared, at how many positions of a text, and how small a gain counts as none.
+    """
 
     min_context: int | None = Field(default=None, ge=1, le=INT32_MAX)
     """The shortest context, in tokens; none: context_step."""
@@ -35,8 +38,8 @@ class ContextSweep(Settings):
     fractions: _Fractions = (0.1, 0.5, 1.0)
     """Fractions of the positions, those that are hardest to predict, over which losses are averaged: the paper's r."""
     threshold: float = Field(default=0.01, gt=0, lt=1)
-    """The effective length of a model is the first context from which one step more lowers perplexity by a smaller
-    fraction than this."""
+    """The effective length of a model is the first context from which context_step more tokens lower perplexity by a
+    smaller fraction than this."""
 
     @model_validator(mode="after")
     def _check_sweep(self) -> Self:
@@ -65,13 +68,13 @@ class SpeedComparison(Settings):
     """What is compared: the speed of evaluation with memory and with a sliding window; the defaults are the paper's."""
 
     attention_windows: _Counts = (800, 1800, 2800, 3800)
-    """Maximum number of keys that a query sees, for both models; several are separated by commas."""
+    """Maximum number of keys that a query attends to, for both models; several are separated by commas."""
     segment_lengths: _Counts = (128, 256, 512, 1024, 2048)
     """Segment lengths of the model with memory, separated by commas; the fastest is reported."""
     clamp_length: _Count | Literal["auto"] | None = "auto"
-    """Distances above this are treated as this one by the model with memory; none: no limit; auto: the evaluation
-    setting of the recipe or run."""
+    """Distances between query and key above this are encoded as this one by the model with memory; none: no limit;
+    auto: the evaluation setting of the recipe or run."""
     repeats: _Count = 3
-    """How often each model is timed, in turns; medians are reported."""
+    """How often each model is timed, one after the other in turns; medians are reported."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Data type of matrix products, for both models."""
+    """Data type of matrix products, for both models; auto: bfloat16 where the hardware supports it."""

@@ -49,18 +49,19 @@ class EvaluationConfig(Settings):
     """New tokens processed at once; none: train.segment_length. It determines the speed and, without an attention
     window, the context."""
     memory_length: int | None = Field(default=None, ge=0, le=INT32_MAX)
-    """Number of memory slots (tokens); none: train.memory_length. Can be much larger than in training."""
+    """Number of memory slots, one for each token; none: train.memory_length. Can be much larger than in training."""
     attention_window: int | None = Field(default=None, gt=0, le=INT32_MAX)
     """Maximum number of keys that a query attends to, including its own position; default: model.attention_window; none
     removes that limit. With a memory of attention_window - 1 tokens or more, the segment length changes no result."""
     clamp_length: int | None = Field(default=None, gt=0, le=INT32_MAX)
-    """Distances above this one are encoded as this one; default: model.clamp_length; none removes that limit."""
+    """Distances between query and key above this one are encoded as this one; default: model.clamp_length; none removes
+    that limit."""
     batch_size: int | None = Field(default=None, gt=0, le=INT32_MAX)
-    """Sequences processed at once, which changes no result; none: 1, or with reset_memory a number of documents that
-    uses the hardware fully."""
+    """Sequences processed at once, which changes no result; none: 1, or as many as keep the device busy with
+    reset_memory (documents) and sliding-window (windows)."""
     warmup_tokens: int | None = Field(default=None, ge=0, le=INT32_MAX)
     """Tokens processed but not scored before each sequence, to fill its memory; none: as many as its losses can depend
-    on. Fewer are faster and less exact."""
+    on. Fewer are faster and less exact. Not related to the warm-up of training."""
     reset_memory: bool = False
     """Score each document as if it were the only text; otherwise memory continues from one document to the next."""
     dtype: Literal["auto", "float32", "bfloat16"] = "float32"

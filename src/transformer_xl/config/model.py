@@ -55,7 +55,7 @@ class BaseModelConfig(Settings):
     div_val: int = Field(default=1, gt=0, le=INT32_MAX)
     """Factor by which each tail's embeddings are narrower than those of the previous cluster; 1: all equally wide."""
     tie_word_embeddings: bool = True
-    """Use the embedding matrix as the weights of the softmax; false: the softmax has separate weights."""
+    """Use the embedding matrix as the weight matrix of the softmax; false: the softmax has a separate one."""
     tie_projections: Literal["all", "all_but_first", "none"] = "all"
     """Clusters in which the softmax uses the projection of the embedding (d_embed to d_model); in the others it has a
     separate one."""
@@ -182,10 +182,10 @@ class RelativeConfig(TransformerConfig):
     """Settings of transformers that attend to a memory by relative distance."""
 
     attend_empty_memory: bool = False
-    """Attend to empty memory slots, whose contents are zeros (as the authors' TensorFlow code and TransfoXL of Hugging
-    Face do)."""
+    """Attend also to memory slots that are not filled yet, whose contents are zeros (as the authors' TensorFlow code
+    and TransfoXL of Hugging Face do)."""
     clamp_length: int | None = Field(default=None, gt=0, le=INT32_MAX)
-    """Distances above this one are encoded as this one; none: no limit."""
+    """Distances between query and key above this one are encoded as this one; none: no limit."""
     attn_implementation: str = "auto"
     """Name of the attention kernel; auto: the fastest for the device (all compute the same results)."""
 
@@ -203,8 +203,8 @@ class ShawConfig(RelativeConfig):
 
     architecture: Literal["shaw"] = "shaw"
     max_relative_positions: int | None = Field(default=None, gt=0, le=INT32_MAX)
-    """Number of distances with a learned vector; larger distances use the last vector; none: the number of distances in
-    training (train.segment_length + train.memory_length)."""
+    """Number of distances between query and key with a learned vector; larger distances use the last vector; none: the
+    number of distances in training (train.segment_length + train.memory_length)."""
 
 
 class AbsoluteConfig(TransformerConfig):

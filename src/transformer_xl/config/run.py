@@ -85,7 +85,7 @@ class Recipe(Settings):
 
     title: str
     source: str
-    """Where the settings come from."""
+    """Where the settings come from, such as a paper or a script of the authors' code."""
     corpus: str
     """Name of the corpus that the settings are for, or `any`."""
     published: dict[str, float] = Field(default_factory=dict)
@@ -99,7 +99,8 @@ class Recipe(Settings):
     flops_per_step: float | None = None
     """Floating-point operations in the matrix products of one training step."""
     bytes_per_step: float | None = None
-    """Memory in bytes of one training step in float32: weights, gradients, Adam's state, activations and memory."""
+    """Device memory in bytes that one training step in float32 needs: weights, gradients, Adam's state, activations and
+    the model's memory."""
     model: dict[str, Any] = Field(default_factory=dict)
     train: dict[str, Any] = Field(default_factory=dict)
     evaluation: dict[str, Any] = Field(default_factory=dict)
@@ -109,7 +110,8 @@ def run_settings(values: Mapping[str, Any], source: str) -> RunConfig:
     """Check the settings of a run as a whole, and fill in those that depend on others.
 
     Args:
-        values: settings by group. If they lack train.memory_length, it becomes 0 for architectures without memory.
+        values: settings by group (model, train, evaluation and the other fields of RunConfig). If they lack
+            train.memory_length, it becomes 0 for architectures without memory.
         source: the file or group the values come from; error messages begin with it.
 
     Raises:
@@ -129,7 +131,7 @@ def _mapping(values: Mapping[str, Any], group: str) -> Mapping[str, Any]:
 
 
 def _refuse_earlier_names(values: Mapping[str, Any], source: str) -> None:
-    """Refuse settings of versions before the settings were renamed, of which each run and recipe has some."""
+    """Refuse settings under the names of earlier versions; each of their runs and recipes has one of those below."""
     for group, names in {"model": ("kind", "layers", "width"), "train": ("rows", "segment", "steps")}.items():
         if earlier := [f"{group}.{name}" for name in names if name in _mapping(values, group)]:
             advice = "train again with this version, or rename the settings of a recipe ('txl train --help')"
@@ -147,6 +149,7 @@ def merge_recipe(recipe: Recipe, overrides: Mapping[str, Any]) -> dict[str, Any]
     architecture = _mapping(overrides, "model").get("architecture")
     if architecture in ARCHITECTURES.keys() - {recipe.model.get("architecture", "transformer-xl")}:
         kind = ARCHITECTURES[architecture]
+        # the last two are also settings of evaluation
         lacking = {*recipe.model, "attention_window", "clamp_length"} - kind.model_fields.keys()
         lacking |= set() if kind.has_memory else {"memory_length"}
         groups = {

@@ -92,7 +92,7 @@ def explain(error: ValidationError) -> str:
 
 
 def merge(*layers: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge nested settings; later ones take precedence."""
+    """Merge nested settings, given as several mappings; the values of later ones take precedence."""
     merged: dict[str, Any] = {}
     for layer in layers:
         for name, value in layer.items():

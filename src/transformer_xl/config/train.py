@@ -20,7 +20,7 @@ class TrainConfig(Settings):
     """B: sequences of one optimizer step, over all processes; each is a different part of the text."""
     micro_batch_size: int | None = Field(default=None, gt=0, le=INT32_MAX)
     """Maximum number of sequences that one process computes at once, accumulating gradients: the same step with
-    less memory (only the dropout masks differ); none: all sequences at once."""
+    less device memory (only the dropout masks differ); none: all sequences at once."""
     initial_segment_length: int | None = Field(default=None, gt=0, le=INT32_MAX)
     """Segment length of the first steps: segment_length halved one or more times, with memory_length halved as often;
     none: full lengths from the start."""
@@ -56,7 +56,7 @@ class TrainConfig(Settings):
     ema_decay: float = Field(default=0.999, ge=0, lt=1)
     """With ema: decay of the average at each step."""
     average_start_step: int = Field(default=0, ge=0, le=INT32_MAX)
-    """Steps before averaging starts; until then the average is the current weights."""
+    """Number of steps before averaging starts; until then the current weights are used as the average."""
     max_grad_norm: float = Field(default=0.25, gt=0)
     """Gradients whose norm over all parameters is larger are scaled down to this norm."""
     shuffle_documents: bool = False
@@ -70,9 +70,10 @@ class TrainConfig(Settings):
     """Compile the layers with torch.compile (slower first steps, faster later ones); cudagraphs: also use CUDA
     graphs."""
     activation_checkpointing: bool = False
-    """Recompute the activations inside each layer in the backward pass: slower, with much less memory."""
+    """Recompute the activations inside each layer in the backward pass: slower, with much less device memory."""
     parallelism: Literal["ddp", "fsdp"] = "ddp"
-    """With several processes: the whole model in each (ddp), or weights and optimizer state sharded (fsdp)."""
+    """With several processes: the whole model in each (ddp), or weights and optimizer state divided among them
+    (fsdp)."""
     seed: int = Field(default=1, ge=0, lt=2**63)
     """Random seed of the initial weights, dropout and the order of shuffled documents."""
     log_interval: int = Field(default=10, gt=0, le=INT32_MAX)

@@ -84,8 +84,9 @@ def convert(
         source_format: one of `FORMATS`, or None to detect it from the files.
         tokenizer: path of the model's tokenizer (a run folder, a corpus or a txl_tokenizer.json file), or "byte" for a
             byte tokenizer; required if the checkpoint has no tokenizer.
-        pre_tokenizer: how a word tokenizer splits text, or None to split it as the program that wrote the
-            checkpoint does.
+        pre_tokenizer: how a word tokenizer splits text into words: "whitespace", "punctuation" (with punctuation split
+            from words, as in WikiText) or "moses" (as TransfoXLTokenizer does); or None to split it as the program that
+            wrote the checkpoint does.
 
     Returns:
         the format, the number of parameters, the tokenizer, and notes on what was left out or differs.
@@ -169,7 +170,7 @@ def _check_weights(config: RunConfig, weights: Mapping[str, Tensor], source: Pat
     Raises:
         UserError: a weight is missing, unknown, of the wrong shape, or not finite.
     """
-    with torch.device("meta"):  # shapes only, no memory
+    with torch.device("meta"):  # tensors with shapes only, without contents
         model = build_model(config.model)
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
     for name in sorted(shapes.keys() | weights.keys()):

@@ -2,7 +2,7 @@
 
 The layout is that of transformers 4.37.2, among the last versions that contain the model (TransfoXLLMHeadModel). As
 in transformers, queries of an imported model attend to the zeros of an empty memory, and `same_length` lets each query
-attend to `mem_len` keys.
+attend to `mem_len` keys. source_config.py explains the other names of config.json.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def read(path: Path) -> ImportedModel:
 
 
 def _read_weights(file: Path) -> dict[str, Tensor]:
-    """Return all weights, memory-mapped, from one file or from the shards that an index file lists."""
+    """Return all weights, memory-mapped, from one file or from the parts (shards) that an index file lists."""
     if file.suffix == ".json":
         index = read_json(file, "get it again")
         shards = index.get("weight_map") if isinstance(index, dict) else None  # weight name -> file name
@@ -105,7 +105,10 @@ def _read_weights(file: Path) -> dict[str, Tensor]:
 
 
 def _read_tokenizer(folder: Path, vocabulary_file: Path) -> Tokenizer:
-    """Read the vocabulary as a tokenizer that splits text as TransfoXLTokenizer does, with the Moses rules."""
+    """Read the vocabulary as a tokenizer that splits text as TransfoXLTokenizer does, by the Moses tokenizer's rules.
+
+    `lower_case` in tokenizer_config.json overrides that of a pickled vocabulary.
+    """
     file = folder / "tokenizer_config.json"
     values = read_json(file, "get it again") if file.is_file() else {}
     lower_case = values.get("lower_case") if isinstance(values, dict) else None

@@ -49,6 +49,7 @@ def read(path: Path) -> ImportedModel:
     weights, values = checkpoint.get("model_state"), checkpoint.get("model_config")
     if not isinstance(weights, dict) or not isinstance(values, dict):
         raise UserError(f"{file} is not a checkpoint of NVIDIA's train.py: it contains no model_state and model_config")
+    # as Hugging Face names them; the other settings have the same names
     renamed = {"vocab_size": values.get("n_token"), "tie_word_embeddings": values.get("tie_weight")}
     settings = SourceConfig({**values, **renamed}, str(file))
     config = settings.model_config(extra_keys=_EXTRA_KEYS)
@@ -56,6 +57,7 @@ def read(path: Path) -> ImportedModel:
     arguments = checkpoint.get("args")
     evaluation = SourceConfig(arguments.attributes if isinstance(arguments, PickledObject) else {}, str(file))
     segment = evaluation.get_int("eval_tgt_len", train["segment_length"])
+    # a model without memory is also evaluated without one
     memory = max(0, train["memory_length"] + train["segment_length"] - segment) if train["memory_length"] else 0
     window = settings.attention_window(memory, extra_keys=_EXTRA_KEYS)
     tensors = {str(name): content.tensor(pickled) for name, pickled in weights.items()}

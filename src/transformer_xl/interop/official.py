@@ -57,7 +57,8 @@ def read(path: Path) -> ImportedModel:
     if not isinstance(model, PickledObject) or model.name.rpartition(".")[2] != _CLASS:
         what = model.name if isinstance(model, PickledObject) else type(model).__name__
         raise UserError(f"{file} contains {what}; expected the authors' {_CLASS}, as their train.py saves it")
-    # This check comes before the search for submodules, whose names are different with another attn_type.
+    # This check comes before the search for submodules, whose names are different with another attn_type (the kind of
+    # attention; 0 is the paper's).
     SourceConfig(model.attributes, source).check_supported()
     modules = dict(_modules(model, source))
     if not {"layers.0.dec_attn", "crit", "word_emb"} <= modules.keys():
@@ -113,7 +114,7 @@ def _settings(modules: dict[str, PickledObject], weights: Mapping[str, Tensor], 
         "vocab_size": attribute("", "n_token"),
         "cutoffs": cutoffs,
         "div_val": attribute("crit", "div_val"),
-        "d_inner": attribute("layers.0.pos_ff.CoreNet.0", "out_features"),
+        "d_inner": attribute("layers.0.pos_ff.CoreNet.0", "out_features"),  # the first linear layer
         "dropout": attribute("drop", "p"),
         "dropatt": attribute("layers.0.dec_attn.dropatt", "p"),
         "pre_lnorm": attribute("layers.0.dec_attn", "pre_lnorm"),

@@ -54,14 +54,18 @@ class _Entry:
     """The dtype, shape and location of a tensor in the data files."""
 
     dtype: int
+    """TensorFlow's number of the dtype, a key of `_DTYPES` if it is supported."""
     shape: tuple[int, ...]
     shard: int
     """Number of the data file."""
     offset: int
+    """Position of the values in the data file, in bytes."""
     size: int
     """Number of bytes."""
     checksum: int
+    """CRC-32C of these bytes, masked (see `_masked`)."""
     is_sliced: bool
+    """Whether the tensor is stored in several parts (slices)."""
 
 
 @dataclass(frozen=True)
@@ -192,14 +196,14 @@ def _message(content: bytes) -> _Fields:
     while position < len(content):
         position, key = _varint(content, position)
         value: int | bytes
-        match key & 7:  # the wire type
-            case 0:
+        match key & 7:  # the wire type: how the value is encoded; the other bits are the number of the field
+            case 0:  # an integer
                 position, value = _varint(content, position)
             case 1 | 5 as wire_type:  # 64 bits, 32 bits
                 length = 8 if wire_type == 1 else 4
                 value = int.from_bytes(content[position : position + length], "little")
                 position += length
-            case 2:
+            case 2:  # bytes, after their number
                 position, length = _varint(content, position)
                 value = content[position : position + length]
                 position += length

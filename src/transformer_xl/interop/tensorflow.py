@@ -164,6 +164,7 @@ class _Variables:
 
 def _model_settings(variables: _Variables) -> dict[str, Any]:
     """Return the settings of TransformerXLConfig that follow from the shapes."""
+    # 2 or 3 dimensions: ([L,] N, H)
     *layer_dimension, n_heads, d_head = variables.shape("r_w_bias", 2, 3)
     _, d_model = variables.shape("layer_0/rel_attn/o/kernel", 2)
     table_widths = [variables.shape(f"{name}lookup_table", 2)[1] for name in _tables(variables)]
@@ -184,7 +185,7 @@ def _model_settings(variables: _Variables) -> dict[str, Any]:
         ),
         "tie_attention_biases": not layer_dimension,
         "norm_eps": _NORM_EPSILON,
-        "attend_empty_memory": True,
+        "attend_empty_memory": True,  # queries attend to slots that are not filled yet, which are zeros
     }
 
 
@@ -221,7 +222,7 @@ def _tied_projections(variables: _Variables) -> str:
 
 
 def _weights(variables: _Variables) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights under the names of this package's model."""
+    """Yield the weights by the names of this package's model."""
     for name, tf_name in (("content_bias", "r_w_bias"), ("position_bias", "r_r_bias")):
         bias = variables.tensor(tf_name)
         yield name, bias if bias.ndim == 3 else bias[None]

@@ -60,7 +60,7 @@ def tokenizer_from_words(
         words: all words, special tokens included.
         source: file that the words come from, for error messages.
         lowercase: whether the tokenizer lowercases text.
-        pre_tokenizer: how the tokenizer splits text into words.
+        pre_tokenizer: how the tokenizer splits text into words (see `PreTokenizer`).
 
     Raises:
         UserError: `words` are not strings without whitespace, or a word occurs twice.
@@ -69,7 +69,7 @@ def tokenizer_from_words(
     if "_" in words and all(isinstance(character, str) and len(character) == 1 for character in characters):
         text = "".join(map(str, characters))
         if len(set(text)) == len(text):
-            return CharTokenizer(text, byte_fallback=False)
+            return CharTokenizer(text, byte_fallback=False)  # other characters cannot be encoded
     try:
         checked = check_words(list(words))
     except ValueError as error:

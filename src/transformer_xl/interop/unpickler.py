@@ -35,6 +35,7 @@ _ALWAYS_ALLOWED = _DICTIONARIES | {
 }  # fmt: skip
 """Names with which pickle itself writes plain values."""
 
+# limits far above those of real checkpoints, against files that are made to exhaust time or memory
 _MAX_INT_BITS = 8192  # converting a longer integer to decimal digits takes quadratic time
 _MAX_KEY = 2**61 - 2  # larger integers can share one hash, and a dictionary of such keys takes hours
 _MAX_OBJECTS = 250_000  # an object takes far more memory than the few bytes of the file that create it
@@ -169,7 +170,10 @@ class _Machine:
         self.call(values[0], tuple(values[1:]))
 
     def _count_copied(self, length: int) -> None:
-        """Refuse a small file that fills the memory by copying one value many times."""
+        """Refuse a small file that fills the memory by copying one value many times.
+
+        In total, no more items or characters may be copied than bytes of the file have been read.
+        """
         self.num_copied += length
         _check(self.num_copied <= self.position)
 

@@ -18,7 +18,7 @@ from transformer_xl.training.distributed import local_tensor
 
 
 class WeightAverage:
-    """The average of a model's weights, on the device of the weights and sharded like them."""
+    """The average of a model's weights, on their device; if they are divided among processes (sharded), so is it."""
 
     def __init__(self, model: LanguageModel, config: TrainConfig) -> None:
         """Initialize the average with the current weights."""

@@ -46,7 +46,14 @@ class StepBatch:
 def read_batch(
     dataset: TokenDataset, position: BatchPosition, config: TrainConfig, world: DistributedContext
 ) -> StepBatch:
-    """Return this process's rows of the batch at a position; the next position is the same in all processes."""
+    """Return this process's batch rows at a position; the next position is the same in all processes.
+
+    Args:
+        dataset: the training text, of which each process reads its own batch rows.
+        position: position of the step.
+        config: settings of training.
+        world: the processes that train together.
+    """
     # after a change of batch size, the position may be in the padding at the end of an epoch
     position = _skip_empty(dataset, position, config, world)
     segment, columns = dataset.read(position.segment), _columns(position, config)

@@ -72,6 +72,7 @@ class ProgressBarCallback(Callback):
         if trainer.corpus.tokenizer.kind in ("byte", "char"):
             quality = f"{metrics['bits_per_byte']:.3f} bits/byte"
         else:
+            # ppl: perplexity
             quality = f"ppl {math.exp(min(metrics['nats_per_token'], 99)):.1f}"  # min, against overflow
         loss = f"loss {metrics['nats_per_token']:.3f} " if metrics["split"] == "train" else "valid "
         self._metrics[metrics["split"]] = f"{loss}{quality}, "

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from transformer_xl.training.trainer import Trainer
 
-_NUM_KEPT = 2  # checkpoints kept: the newest, and the previous one in case the newest is damaged
+_NUM_KEPT = 2  # number of checkpoints that are kept: the newest, and the previous one in case the newest is damaged
 
 _Value = TypeVar("_Value")
 
@@ -62,7 +62,7 @@ class TrainerState(Settings):
     interval_tokens: int = 0
     """Number of targets since the last line of training metrics."""
     seconds: float = 0.0
-    """Total training time so far."""
+    """Total training time so far, in seconds."""
 
 
 def save_checkpoint(folder: RunFolder, trainer: Trainer, world: DistributedContext = SINGLE_PROCESS) -> Path:
@@ -144,31 +144,32 @@ def load_checkpoint(folder: RunFolder, trainer: Trainer, world: DistributedConte
         weights = read_weights(trainer.model, path / "model.safetensors")
         saved = _read_shapes(path / "training")
         rows, memory = _allocate_memory(saved, trainer, train.memory_length)
-        targets = _allocate_optimizer_state(saved, trainer, path)
+        # the tensors to load into, by their names in the checkpoint
+        buffers = _allocate_optimizer_state(saved, trainer, path)
         if rows == train.batch_size:
-            targets |= _prefixed("memory", _sharded(memory.tensors(), rows, world))
+            buffers |= _prefixed("memory", _sharded(memory.tensors(), rows, world))
         if trainer.weight_average is not None:
             means = {name: torch.zeros_like(tensor) for name, tensor in trainer.weight_average.tensors().items()}
-            targets |= _prefixed("average", means)
+            buffers |= _prefixed("average", means)
         if record.num_processes == world.size:
             random_state = _prefixed(f"random/{world.rank}", _random_state(memory.valid_B.device))
-            targets |= {name: tensor for name, tensor in random_state.items() if name in saved}
-        if missing := sorted(targets.keys() - saved.keys()):
+            buffers |= {name: tensor for name, tensor in random_state.items() if name in saved}
+        if missing := sorted(buffers.keys() - saved.keys()):
             raise UserError(f"{path} lacks {missing[0]}; delete it to resume from the previous checkpoint")
     _set_weights(trainer.model, weights)
-    _read(targets, path / "training", world)
-    _set_optimizers(trainer, targets)
+    _read(buffers, path / "training", world)
+    _set_optimizers(trainer, buffers)
     if trainer.weight_average is not None:
-        trainer.weight_average.load_tensors(_without_prefix("average", targets))
+        trainer.weight_average.load_tensors(_without_prefix("average", buffers))
     warnings: list[str] = []
     if rows == train.batch_size:
-        memory = memory.with_tensors({name: local_tensor(t) for name, t in _without_prefix("memory", targets).items()})
+        memory = memory.with_tensors({name: local_tensor(t) for name, t in _without_prefix("memory", buffers).items()})
         parts = micro_batches(memory.batch_size, train, world.size)
         trainer.memories = tuple(memory.select(part) for part in parts) if len(parts) > 1 else (memory,)
     else:
         warnings.append(_change_batch_size(trainer, rows, train.batch_size))
     if record.num_processes == world.size:
-        _set_random_state(_without_prefix(f"random/{world.rank}", targets), memory.valid_B.device)
+        _set_random_state(_without_prefix(f"random/{world.rank}", buffers), memory.valid_B.device)
     else:
         world.seed(train.seed, trainer.state.step)
         before = "1 process" if record.num_processes == 1 else f"{record.num_processes} processes"
@@ -178,7 +179,11 @@ def load_checkpoint(folder: RunFolder, trainer: Trainer, world: DistributedConte
 
 
 def _change_batch_size(trainer: Trainer, old: int, new: int) -> str:
-    """Move to about the same position in the epoch with another number of rows; memory starts empty."""
+    """Move to about the same position in the epoch with another number of batch rows; memory starts empty.
+
+    Returns:
+        A warning for the user.
+    """
     position = trainer.state.position
     position = position.model_copy(update={"segment_index": position.segment_index * old // new})
     trainer.state = trainer.state.model_copy(update={"position": position, "part": 0})
@@ -207,7 +212,7 @@ def _named_parameters(optimizer: torch.optim.Optimizer, model: LanguageModel) ->
 
 
 def _sharded(tensors: Mapping[str, Tensor], batch_size: int, world: DistributedContext) -> dict[str, Tensor]:
-    """Return each tensor, which has the rows of this process, as a DTensor with the rows of all processes."""
+    """Return each tensor, which has the batch rows of this process, as a DTensor with those of all processes."""
     if world.size == 1:
         return dict(tensors)
     from torch.distributed.tensor import DTensor, Shard
@@ -222,7 +227,7 @@ def _sharded(tensors: Mapping[str, Tensor], batch_size: int, world: DistributedC
 
 
 def _allocate_memory(saved: Mapping[str, TensorStorageMetadata], trainer: Trainer, length: int) -> tuple[int, Memory]:
-    """Return the number of rows of the saved memory, and a memory for this process's rows to load into."""
+    """Return the number of batch rows of the saved memory, and a memory for those of this process to load into."""
     memory = Memory.concatenate(trainer.memories).resized(length)
     sizes = {name: entry.size for name, entry in _without_prefix("memory", saved).items()}
     if {name: size[1:] for name, size in sizes.items()} != {name: t.shape[1:] for name, t in memory.tensors().items()}:
@@ -307,6 +312,7 @@ def _as_user_error(action: str) -> Iterator[None]:
 
 
 def _random_state(device: torch.device) -> dict[str, Tensor]:
+    """Return the states of torch's random generators: that of the CPU, and that of the GPU if there is one."""
     states = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         states["device"] = torch.cuda.get_rng_state(device)

@@ -21,6 +21,11 @@ _MAX_VARIANTS = 128
 def compile_layers(model: LanguageModel, device: torch.device, mode: Literal["none", "layers", "cudagraphs"]) -> None:
     """Compile each layer of the model at its first use; embedding and softmax are not compiled.
 
+    Args:
+        model: the model, whose layers are changed.
+        device: device that the model computes on.
+        mode: none: compile nothing; layers: compile each layer; cudagraphs: also replay it as a CUDA graph.
+
     Raises:
         UserError: CUDA graphs are requested without CUDA, or no working compiler is installed.
     """

@@ -106,8 +106,9 @@ class DistributedContext:
     def wrap(self, module: nn.Module, parallelism: str) -> nn.Module:
         """Wrap a module so that its gradients are sums over all processes (not means).
 
-        With `ddp` each process has all weights. With `fsdp` each process has a shard of every weight: the weights of a
-        layer are gathered before the layer is used and resharded afterwards, and so is the rest of the model.
+        With `ddp` each process has all weights. With `fsdp` each process has a part (shard) of every weight: the
+        weights of a layer are gathered before the layer is used and resharded afterwards, and so is the rest of the
+        model.
         """
         if self.size == 1:
             return module

@@ -21,7 +21,8 @@ _MUON_COEFFICIENTS, _MUON_ITERATIONS, _MUON_MIN_NORM = (3.4445, -4.7750, 2.0315)
 def build_optimizers(model: LanguageModel, config: TrainConfig) -> tuple[torch.optim.Optimizer, ...]:
     """Build the optimizers of the settings; every parameter is in exactly one group of one optimizer.
 
-    Weight decay applies to matrices only, including the embedding: not to LayerNorms, biases and the attention biases.
+    Weight decay applies to matrices only, including the embedding: not to LayerNorms, biases and the attention biases
+    (the paper's u and v).
     Muon updates the matrices of the layers (query, key and value projections are separate matrices, as Muon
     requires), and AdamW all other parameters.
     """

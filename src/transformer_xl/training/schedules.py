@@ -44,8 +44,8 @@ def set_learning_rate(optimizers: tuple[torch.optim.Optimizer, ...], rate: float
 def num_halvings(step: int, config: TrainConfig) -> int:
     """Return how many times segment and memory lengths are halved for a segment that begins at a step.
 
-    The stages of the segment warm-up are equally long, and each reads twice the length of the one before (a curriculum
-    over the length, as in Li et al. 2022, "Stability-efficiency dilemma").
+    The segment warm-up has stages with equal numbers of steps; segments of a stage are twice as long as those of the
+    stage before (a curriculum over the length, as in Li et al. 2022, "Stability-efficiency dilemma").
 
     Args:
         step: index of the step, from 0.

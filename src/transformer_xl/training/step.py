@@ -5,6 +5,9 @@
 The number of targets is known before the first backward pass, so the result does not depend on how the rows are split
 into micro-batches or distributed over processes. Nothing in this file waits for the device.
 
+Auxiliary losses, which some architectures add in training, are those of predictions by lower layers or of a second
+target; they are not part of the metrics.
+
 Shape suffixes: B batch rows of this process (in a micro-batch, some of them), T new tokens, D model width.
 """
 
@@ -98,7 +101,7 @@ class TrainStep:
             number of tokens read, each over all processes; and the memories after the batch.
         """
         if self.config.compile == "cudagraphs":
-            self._allocate_gradients()
+            self._allocate_gradients()  # outside the graphs, see `_clip_and_apply`
         loss_mask_BT = trained_targets(batch.loss_mask_BT, self.config)
         # number of targets in the loss, and of all targets (tokens read)
         counts = self.world.sum(to_device(torch.tensor([loss_mask_BT.sum(), batch.loss_mask_BT.sum()]), self.device))

@@ -61,9 +61,9 @@ class TrainResult:
     finished: bool
     """Whether all steps are done; otherwise training was stopped and can be resumed."""
     best_nats_per_token: float | None
-    """Lowest validation loss, or None without a validation text."""
+    """Lowest validation loss in nats per token, or None without a validation text."""
     seconds: float
-    """Total training time."""
+    """Total training time in seconds."""
     stop_signal: int | None = None
     """The signal that stopped training, with `handle_signals`."""
     rank: int = 0
@@ -98,7 +98,7 @@ def train(
     Args:
         config: name of a recipe (`txl recipes` lists them), path of a YAML file in the same format, a RunConfig, or
             None for the defaults. The vocabulary size is that of the corpus.
-        corpus: corpus to train on, or the folder that `prepare` created.
+        corpus: corpus to train on, or the folder that `txl prepare` created.
         run: new folder for settings, weights and metrics, or None for runs/CORPUS-RECIPE, named
             after the corpus folder and the recipe (runs/CORPUS without a recipe).
         model: settings of the model that replace those of `config`, such as {"n_layers": 6}.
@@ -115,7 +115,7 @@ def train(
         The result; `.run` is the trained model, ready to use.
 
     Raises:
-        UserError: settings, corpus or folder are invalid, the loss is no longer finite, or the disk is full.
+        UserError: settings, corpus or run folder are invalid, the loss is no longer finite, or the disk is full.
         KeyboardInterrupt: Ctrl-C was pressed, unless `handle_signals`.
     """
     corpus_path = corpus.path if isinstance(corpus, Corpus) else Path(corpus)

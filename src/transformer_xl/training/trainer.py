@@ -76,7 +76,7 @@ class Trainer:
         torch.manual_seed(config.seed)
         self.model = build_model(folder.config.model, memory_length=config.memory_length).to(device).train()
         if world.rank:  # after the initial weights, so that each process draws different dropout masks
-            world.seed(config.seed, 0)
+            world.seed(config.seed, step=0)
         self.model.activation_checkpointing = config.activation_checkpointing
         compile_layers(self.model, device, config.compile)
         self.wrapped_model = world.wrap(
@@ -90,7 +90,7 @@ class Trainer:
         self._train_step = TrainStep(self.wrapped_model, self.optimizers, config, device, world)
         # the last step, and its metrics, whose computation may be unfinished
         self._pending: tuple[int, Tensor] | None = None
-        self._saved_state: TrainerState | None = None
+        self._saved_state: TrainerState | None = None  # that of the newest checkpoint
         self._stop_requested = False
         self._start_time = self._interval_start = time.perf_counter()
         self._interval_tokens_read = 0  # since the last line of training metrics, for the throughput
@@ -333,7 +333,7 @@ def check_trainable(
     if "valid" in corpus.splits:
         Validator(corpus, config.train, world)
     if isinstance(config.model, RelativeConfig):
-        choose(config.model.attn_implementation, device, torch.float32)
+        choose(config.model.attn_implementation, device, torch.float32)  # raises if it does not work on the device
     check_tensorboard(config.train)
 
 

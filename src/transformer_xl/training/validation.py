@@ -63,17 +63,18 @@ class Validator:
         pending: list[Tensor] = []
         model.eval()
         try:
-            for index in range(dataset.segments_in(0)):
+            for index in range(dataset.segments_in(epoch=0)):
                 segment = dataset.read(DatasetPosition(segment_index=index))
                 inputs_BT = to_device(torch.from_numpy(segment.inputs_BT), device)
                 loss_mask_BT = to_device(torch.from_numpy(segment.loss_mask_BT), device)
                 with autocast(device, self._config.dtype):
                     losses_BT, _, memory = model(inputs_BT, segment.targets_BT, memory)
                 pending.append((losses_BT * loss_mask_BT).sum())
-                if len(pending) == _SUMS_PER_FETCH or index + 1 == dataset.segments_in(0):
+                if len(pending) == _SUMS_PER_FETCH or index + 1 == dataset.segments_in(epoch=0):
                     total += float(torch.stack(pending).cpu().double().sum())
                     pending.clear()
                 num_scored += int(segment.loss_mask_BT.sum())
+                # tokens of all processes, estimated from the batch rows of this one without communication
                 estimate = min(self.num_tokens, round(num_scored * dataset.batch_size / dataset.local_batch_size))
                 if should_stop(index + 1, estimate):
                     return None
@@ -86,10 +87,10 @@ class Validator:
 def validation_dataset(
     tokens: Tokens, bos_token_id: int, config: TrainConfig, world: DistributedContext
 ) -> SegmentDataset:
-    """Split the validation text into rows that are scored in parallel.
+    """Split the validation text into batch rows that are scored in parallel.
 
-    The number of rows is the batch size. It is reduced if the text is too short to fill one segment of each row, or if
-    a process would get no rows; it is at least the number of processes.
+    The number of rows is the batch size of training. It is reduced if the text is too short to fill one segment of each
+    row, or if a process would get no rows; it is at least the number of processes.
 
     Raises:
         UserError: the text has fewer tokens than processes.
