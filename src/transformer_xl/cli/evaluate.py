@@ -1,4 +1,7 @@
-"""`txl evaluate`: score a split of a corpus with a run, by any method, at any memory length and attention window."""
+"""`txl evaluate`: score a split of a corpus with a run, at any memory length and attention window.
+
+The methods are memory, sliding-window and dynamic; the modules of `transformer_xl.evaluation` explain them.
+"""
 
 from __future__ import annotations
 
@@ -49,12 +52,12 @@ def evaluate(
     sweep_memory_length
         Several memory lengths, such as 0,64,512; each gives one line of results.
     sweep_attention_window
-        Several attention windows, such as 64,128,512, each with the memory that fills it unless --memory-length is
-        given; each gives one line of results.
+        Several attention windows, such as 64,128,512, each with the memory that fills it (window - 1 slots) unless
+        --memory-length is given; each gives one line of results.
     token_losses
         File to write the loss of every token to, in nats and text order: a numpy array (.npy) of float32.
     checkpoint
-        The weights that were best on the validation text, or the last ones.
+        best: the weights with the lowest validation loss; last: those of the last checkpoint.
     """
     configs = _configs(evaluation_config(settings), sweep_memory_length, sweep_attention_window)
     if token_losses is not None and len(configs) > 1:
@@ -118,7 +121,7 @@ def _configs(config: EvaluationConfig, memory_lengths: str | None, windows: str 
 
 def _print_results(name: str, results: list[dict[str, Any]], tokenizer: Tokenizer) -> None:
     first, has_words = results[0], tokenizer.kind == "word"
-    columns = {  # title and number format of each result
+    columns = {  # by name of the result: title of the column and number format
         "memory_length": ("memory", ","),
         "segment_length": ("segment", ","),
         "attention_window": ("window", ","),
@@ -134,6 +137,7 @@ def _print_results(name: str, results: list[dict[str, Any]], tokenizer: Tokenize
         del columns["bits_per_character"]
     if not has_words:
         del columns["word_perplexity"]
+    # None is an attention window or clamp length without limit
     rows = [
         ["all" if result[name] is None else format(result[name], spec) for name, (_, spec) in columns.items()]
         for result in results

@@ -40,7 +40,13 @@ def _model_fields() -> dict[str, FieldInfo]:
 
 
 def _optional(name: str, settings: Mapping[str, FieldInfo], *excluded: str) -> type[BaseModel]:
-    """Return a pydantic class for the flags of a group of settings: all optional, without defaults and range checks."""
+    """Return a pydantic class for the flags of a group of settings: all optional, without defaults and range checks.
+
+    Args:
+        name: name of the group, such as model.
+        settings: the fields of a config class.
+        excluded: names of settings without a flag.
+    """
     fields: dict[str, Any] = {}
     for setting, field in settings.items():
         inner = field.annotation

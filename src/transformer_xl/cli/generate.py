@@ -50,7 +50,7 @@ def generate(
     chat
         Reply to each line of standard input, with memory of all lines before; a reply ends at a newline or at --stop.
     checkpoint
-        The weights with the best validation loss, or the last ones.
+        best: the weights with the lowest validation loss; last: those of the last checkpoint.
     """
     config = check_settings(GenerationConfig, given_settings(generation=settings).get("generation", {}), "txl generate")
     prompts: list[Prompt] = list(prompt or [None])

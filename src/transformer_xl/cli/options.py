@@ -20,9 +20,9 @@ class DeviceOptions:
     """The device and the number of CPU threads that a command uses."""
 
     device: str = "auto"
-    """auto, cuda, mps or cpu."""
+    """cuda, mps or cpu; auto: the fastest that is available."""
     threads: int | None = None
-    """Number of CPU threads for one operation."""
+    """Number of CPU threads for one operation. [default: torch's]"""
 
     def choose(self) -> torch.device:
         """Set the number of threads and return the device.

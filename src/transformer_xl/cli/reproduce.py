@@ -43,7 +43,7 @@ class Scale:
     workers: int | None = None
     """Number of training processes at a time. [default: one for each core; on a GPU one]"""
     device: str = "auto"
-    """auto, cuda, mps or cpu."""
+    """cuda, mps or cpu; auto: the fastest that is available."""
     model: ModelFlags | None = None
     train: TrainFlags | None = None
 
@@ -78,8 +78,8 @@ def _print_results(
 def ablation(*, scale: ScaleOptions = _DEFAULT_SCALE, attention_windows: str | None = None, json: Json = False) -> None:
     """Train the ten systems of the paper's ablation, and score each with several attention windows.
 
-    Two more, without recurrence, get longer segments, so that a training step needs as much memory as one with
-    recurrence. Takes about two hours on two CPU cores. Any setting of 'txl train' may be given.
+    Two more, without recurrence, get longer segments, so that a training step needs as much device memory as one
+    with recurrence. Takes about two hours on two CPU cores. Any setting of 'txl train' may be given.
 
     Settings: the defaults, then the recipe (--recipe), then flags. When stopped, the same command resumes.
 
@@ -88,7 +88,8 @@ def ablation(*, scale: ScaleOptions = _DEFAULT_SCALE, attention_windows: str | N
     scale
         What is trained, and how much of it.
     attention_windows
-        Attention windows with which each system is scored, in tokens. [default: from half a segment to six segments]
+        Attention windows with which each system is scored, in tokens. [default: from half a segment of the recipe to
+        six segments]
     """
     windows = None if attention_windows is None else parse_integers("--attention-windows", attention_windows)
     reproduction = scale.open()

@@ -37,7 +37,8 @@ def score(
 ) -> None:
     """Print log-probabilities (natural logarithms) of texts, by token, line or file, in order.
 
-    Each file is read as if it were the only text; with --no-reset-memory, memory continues from file to file.
+    Each file is read as if it were the only text, with empty memory at its start; with --no-reset-memory, memory
+    continues from file to file.
 
     Parameters
     ----------
@@ -50,7 +51,7 @@ def score(
     settings
         How the texts are scored.
     checkpoint
-        The weights that were best on the validation text, or the last ones.
+        best: the weights with the lowest validation loss; last: those of the last checkpoint.
     """
     paths, config = _paths_by_name(files), evaluation_config(settings)
     from transformer_xl.evaluation.plan import EvaluationPlan

@@ -70,13 +70,13 @@ def attention(
     Parameters
     ----------
     run
-        Folder of a run of transformer-xl or shaw.
+        Folder of a run whose architecture is transformer-xl or shaw.
     source
         The text to process.
     max_tokens
         Maximum number of tokens to process, from the start.
     lengths
-        Segment length, and how far attention looks back.
+        Segment length, and how far attention looks back: memory length, attention window and clamp length.
     max_distance
         Largest distance in the plots of means, in tokens; memory is at least that long unless --memory-length is given.
         [default: the memory length, at most 640]
@@ -89,7 +89,7 @@ def attention(
     out
         New folder for plots, page and results. [default: RUN-attention, next to the run]
     checkpoint
-        The weights with the best validation loss, or the last ones.
+        best: the weights with the lowest validation loss; last: those of the last checkpoint.
     """
     text, head_list, config = source.text(), None if heads is None else _parse_heads(heads), evaluation_config(lengths)
     from transformer_xl.analysis.attention import analyze_attention
