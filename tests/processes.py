@@ -84,11 +84,13 @@ def make_corpus(path: Path) -> Corpus:
 
 
 def config_of(variant: dict[str, Any], **train: Any) -> RunConfig:
+    """Return MODEL and TRAIN with the settings of a variant, and further settings of training."""
     model = model_config(**MODEL | variant.get("model", {}))
     return RunConfig(model=model, train=TrainConfig(**TRAIN | variant.get("train", {}) | train))
 
 
 def start(path: Path, config: RunConfig, world: DistributedContext = SINGLE_PROCESS) -> Trainer:
+    """Create a run, whose corpus is in the folder `corpus` next to it, and return its trainer."""
     corpus = Corpus.open(path.parent / "corpus")
     if world.is_first:
         RunFolder.create(path, config, corpus.tokenizer)
@@ -106,6 +108,7 @@ def resume_trainer(path: Path, world: DistributedContext = SINGLE_PROCESS, **tra
 
 
 def copy_run(path: Path, name: str, world: DistributedContext = SINGLE_PROCESS) -> Path:
+    """Copy the folder of a run to one of that name next to it."""
     if world.is_first:
         shutil.copytree(path, path.with_name(name))
     world.barrier()
@@ -185,6 +188,7 @@ def train_with_library(path: Path) -> None:
 
 
 def train_job(path: Path) -> None:
+    """Train the runs in folder `path`; run by each of two processes."""
     torch.set_default_dtype(torch.float64)
     with process_group(lambda: torch.device("cpu")) as world:
         check_communication(world)
@@ -194,6 +198,7 @@ def train_job(path: Path) -> None:
 
 
 def resume_job(path: Path) -> None:
+    """Resume the stopped runs in folder `path`; run by each of three processes."""
     torch.set_default_dtype(torch.float64)
     with process_group(lambda: torch.device("cpu")) as world:
         resume_with_three(path, world)

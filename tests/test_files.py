@@ -1,4 +1,4 @@
-"""Atomic writes flush to disk before they rename, and refuse paths that cannot be replaced."""
+"""Atomic writes flush to disk (fsync) before they rename, and refuse paths that cannot be replaced."""
 
 from __future__ import annotations
 

@@ -39,12 +39,14 @@ def letters(length: int, seed: int) -> bytes:
 
 
 def make_corpus(path: Path, train: bytes, valid: bytes | None = None) -> Corpus:
+    """Write a corpus of these texts, whose tokens are bytes; without `valid` it has no validation split."""
     # each split is one document: its name, and its text in one chunk
     splits = {"train": [Document("train", [train])]} | ({"valid": [Document("valid", [valid])]} if valid else {})
     return write_corpus(path, splits, name="tiny", source="a test", tokenizer=ByteTokenizer())
 
 
 def letters_corpus(path: Path, num_train: int = 127, num_valid: int = 41) -> Corpus:
+    """Write a corpus of this many random letters; with num_valid 0 it has no validation split."""
     return make_corpus(path, letters(num_train, seed=1), letters(num_valid, seed=2) if num_valid else None)
 
 
@@ -83,6 +85,7 @@ class StopInValidation(StopAt):
 
 
 def train_until(trainer: Trainer, step: int) -> None:
+    """Train, and stop after this step."""
     trainer.callbacks.append(StopAt(step))
     trainer.run()
     trainer.callbacks.pop()
@@ -101,7 +104,10 @@ def reopened(trainer: Trainer, **changed: Any) -> Trainer:
 
 
 def validation_nats(model: LanguageModel, tokens: Tokens, rows: int = 3) -> float:
-    """Return the total loss of a text in nats: split into batch rows, each scored with a memory that starts empty."""
+    """Return the total loss of a text in nats, computed as in validation.
+
+    The text is split into as many parts as there are batch rows; each is scored with a memory that starts empty.
+    """
     edges = [row * len(tokens) // rows for row in range(rows + 1)]
     # the token before each row, which is its first input
     previous = [10, *(int(tokens[edge - 1]) for edge in edges[1:-1])]  # a newline precedes the first token

@@ -180,13 +180,13 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def _remove_abandoned(path: Path) -> None:
-    """Delete temporary folders of `path` whose writers were killed; those of a corpus are large."""
+    """Delete temporary folders of `path` whose processes were killed; that of a corpus can take many gigabytes."""
     if os.name != "posix":  # on other systems, os.kill cannot check whether a process is alive
         return
     for item in path.parent.glob(f".{glob.escape(path.name)}.partial-*"):
         process = item.name.rpartition("-")[2]
         try:
-            os.kill(int(process), 0)
+            os.kill(int(process), 0)  # sends no signal, only checks that the process exists
         except ProcessLookupError:
             _remove(item)
         except (OSError, ValueError, OverflowError):  # the process is alive, or the name has no process id

@@ -110,6 +110,7 @@ def test_log_probabilities_equal_definition(style):
 
 
 @pytest.mark.parametrize("style", STYLES)
+# the names of the cases describe the targets for the default cutoffs
 @pytest.mark.parametrize("targets", [[0, 1, 4], [22, 22, 22], [22, 0, 12]], ids=["head", "last tail", "mixed"])
 def test_losses_and_gradients_equal_those_of_all_logits(style, targets):
     """Losses are in input order; parameters of a tail without targets have gradients too."""

@@ -165,7 +165,7 @@ def test_kernels_equal_the_reference_for_other_head_widths(width):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_error_is_at_most_twice_that_of_the_reference_kernel(dtype):
-    """The error of output and gradients, compared with float64, for peaked attention."""
+    """The error of output and gradients, compared with float64; inputs are doubled, for peaked attention."""
     exact_inputs, mask, exact_weight = random_case("memory as long as the segment", dtype=torch.float64)
     inputs, exact_inputs = (
         AttentionInputs(*((2 * t.detach()).to(to).requires_grad_() for t in exact_inputs.tensors()))

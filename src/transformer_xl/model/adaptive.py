@@ -29,7 +29,7 @@ from transformer_xl.device import to_device
 from transformer_xl.model.cross_entropy import cross_entropy, fits_at_once, linear_cross_entropy
 
 _WEIGHT_STD, _PROJECTION_STD = 0.02, 0.01  # init_std and proj_init_std of the authors' code
-_PADDING_MULTIPLE = 8  # the positions of a tail are padded to a multiple of this, so that shapes vary less
+_PADDING_MULTIPLE = 8  # the number of targets in a tail is padded to a multiple of this, so that shapes vary less
 
 
 class _ClusterTables(nn.Module):
@@ -39,6 +39,13 @@ class _ClusterTables(nn.Module):
     """
 
     def __init__(self, config: BaseModelConfig, projected_clusters: list[int], *, has_tables: bool = True) -> None:
+        """Create the parameters, without values.
+
+        Args:
+            config: settings of the model.
+            projected_clusters: indices of the clusters that get a projection.
+            has_tables: false for a softmax that uses the tables of the embedding.
+        """
         super().__init__()
         # cluster i has the ids edges[i] .. edges[i + 1] - 1; `shared`: whether all clusters use one table
         self.edges, self.shared = config.cluster_boundaries, config.div_val == 1
@@ -193,8 +200,8 @@ class AdaptiveSoftmax(_ClusterTables):
     def _targets_of(self, index: int, cluster_K: Tensor, target_K: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the targets in one tail, padded to a multiple of `_PADDING_MULTIPLE`.
 
-        A tail without targets gets no positions. Its parameters then have zero gradients instead of None, which would
-        stall data-parallel training.
+        A tail without targets gets no positions. Its parameters then have zero gradients instead of None;
+        data-parallel training would wait for a missing gradient.
 
         Returns:
             the positions of the targets, the targets' indices within the tail, and 1 for targets and 0 for padding.

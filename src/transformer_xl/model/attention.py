@@ -61,6 +61,7 @@ def encode_distances(num_distances: int, width: int, like: Tensor) -> Tensor:
     dtype = torch.promote_types(like.dtype, torch.float32)
     distance_P = torch.arange(num_distances - 1, -1, -1, dtype=dtype, device=like.device)
     even_K = torch.arange(0, width, 2, dtype=dtype, device=like.device)
+    # 10000 ** (-2 i / D), as in Vaswani et al. 2017
     frequency_K = torch.exp(even_K * (-math.log(10000.0) / width))
     angle_PK = distance_P[:, None] * frequency_K
     return torch.cat([angle_PK.sin(), angle_PK.cos()], dim=-1)

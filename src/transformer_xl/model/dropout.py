@@ -52,7 +52,7 @@ def draw_mask(keep: Tensor, p: float, draws: Tensor, generator: torch.Generator 
         draws: int64 buffer for `num_draws` random numbers, which is overwritten.
         generator: a random generator, or None for torch's global one.
     """
-    draws.random_(-(2**63), None, generator=generator)
+    draws.random_(-(2**63), None, generator=generator)  # uniform over all int64 numbers
     # elements whose 16 bits, as an int16 from -2**15 up, are below the threshold are dropped
     threshold = min(round(p * 2**_BITS), 2**_BITS - 1) - 2 ** (_BITS - 1)
     return torch.ge(draws.view(torch.int16)[: keep.numel()].view(keep.shape), threshold, out=keep)

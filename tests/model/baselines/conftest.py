@@ -1,4 +1,4 @@
-"""Make `oracles.py` and `systems.py` importable for the tests in this folder."""
+"""Make the modules `oracles` and `systems` of this folder importable for its tests."""
 
 from __future__ import annotations
 

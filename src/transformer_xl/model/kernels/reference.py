@@ -48,7 +48,9 @@ class AttentionMask:
     """Number of valid memory slots of each batch row, which are the last ones, or None if all are valid. A negative
     number -n means that also the first n of the T new tokens are padding, whose output is finite but meaningless."""
     num_clamped: int = 0
-    """Number of attended distances above P - 1, which all use the position key of P - 1 (see clamp_length)."""
+    """Number of attended distances above P - 1, which all use the position key of P - 1.
+
+    It is above 0 if the setting clamp_length limits the distances with a position key of their own."""
 
 
 def expand_distances(inputs: AttentionInputs, mask: AttentionMask) -> AttentionInputs:
