@@ -58,7 +58,7 @@ def make(
 
 
 def hidden(rows: int = 3, length: int = 7, seed: int = 5) -> torch.Tensor:
-    """Return random hidden states of 14 elements, (rows, length, 14)."""
+    """Return random hidden states of 14 elements for batch rows of `length` tokens, (rows, length, 14)."""
     return torch.randn(rows, length, 14, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 

@@ -1,4 +1,7 @@
-"""Each architecture builds its model, and accepts only its own settings and context limits."""
+"""Each architecture builds its model, and accepts only its own settings and context limits.
+
+The second argument of `run_settings` is the source of the settings, with which error messages begin.
+"""
 
 from __future__ import annotations
 
@@ -41,6 +44,7 @@ def test_each_architecture_builds_its_model(architecture: str) -> None:
     with torch.device("meta"):
         model = build_model(resolved)
     assert type(model) is MODELS[architecture]
+    # the default memory length; the models with absolute positions have no memory
     assert model.context_limits.memory_length == (0 if architecture in ("vaswani", "al-rfou") else 128)
 
 

@@ -1,5 +1,7 @@
 """Every attention kernel equals the oracle, `attention` of tests/reference.py, in outputs and gradients.
 
+The third argument of a kernel's `attend` is the dropout rate of the attention probabilities.
+
 Constants of the CPU kernel that some tests change: `_BLOCK_QUERIES` is the number of queries computed at once,
 `_BUFFER_BYTES` the size that a buffer may have (with 1, as few heads are computed at once as possible), and
 `_MIN_BLOCK_SCORES` the number of scores below which a pass without gradient computes no blocks.
