@@ -48,7 +48,8 @@ def make(name: str, settings: dict[str, Any]) -> None:
     torch.manual_seed(sum(map(ord, name)))
     model = import_module(f"{package}.modeling_transfo_xl").TransfoXLLMHeadModel(config).eval()
     with torch.no_grad():
-        for parameter in model.parameters():  # larger than at initialization, so that attention is far from uniform
+        # larger than at initialization, so that attention is far from uniform; less so with wide embeddings
+        for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.4 * min(1, 16 / config.d_embed))
     model.generation_config.eos_token_id = None  # generation does not stop at the end-of-line token
     tokens_BT = torch.randint(0, config.vocab_size, (2, sum(SEGMENTS)))

@@ -77,6 +77,7 @@ def test_plain_values_equal_those_of_pickle(protocol: int) -> None:
 
 def test_all_opcodes_are_supported_except_those_that_reach_outside() -> None:
     known = {opcode.name for opcode in pickletools.opcodes}
+    # these refer to copyreg's extension registry, or to buffers outside the pickle
     assert known - OPCODES.keys() == {"EXT1", "EXT2", "EXT4", "NEXT_BUFFER", "READONLY_BUFFER"}
     assert OPCODES.keys() <= known
 
@@ -137,7 +138,7 @@ def test_unexpected_name_is_refused(value: Any, name: str, protocol: int) -> Non
     ],
 )  # fmt: skip
 def test_no_reader_allows_other_names_of_known_modules(name: str) -> None:
-    module, _, last = name.rpartition(".")
+    module, _, last = name.rpartition(".")  # the pickle pushes both as strings, and calls the object of that name
     stack_global = b"".join(b"\x8c" + bytes([len(part)]) + part.encode() for part in (module, last)) + b"\x93)R."
     for is_allowed in (
         HUGGING_FACE_CLASSES.__contains__, CORPUS_CLASSES.__contains__, TENSOR_NAMES.__contains__,

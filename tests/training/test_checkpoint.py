@@ -170,8 +170,8 @@ def test_uninterrupted_run_has_full_memory_and_changing_losses(uninterrupted) ->
     """The equalities of the other tests would say little about a run whose memory and weights are trivial."""
     _, trainer = uninterrupted()
     tensors, state = tensors_of(trainer.folder), trainer.state
-    assert (state.position.epoch, state.position.segment_index) == (3, 2)
-    assert tensors["training/memory/valid"].tolist() == [11, 11, 11]
+    assert (state.position.epoch, state.position.segment_index) == (3, 2)  # 23 steps, 7 in each epoch
+    assert tensors["training/memory/valid"].tolist() == [11, 11, 11]  # filled slots of each batch row: all
     # best and last weights; first and second moment and step of Adam for each parameter; and 5 more: the memory of both
     # layers, its number of filled slots and its position in each batch row, and the random state
     assert len(tensors) == 2 * len(trainer.model.state_dict()) + 3 * len(list(trainer.model.parameters())) + 5

@@ -79,7 +79,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Train all VARIANTS with 2 processes, and further runs of `train_job`; return the folder that contains them."""
     path = tmp_path_factory.mktemp("trained")
     make_corpus(path / "corpus")
-    assert run_processes(2, train_job, path) == [0, 0]
+    assert run_processes(2, train_job, path) == [0, 0]  # the exit status of each process
     return path
 
 

@@ -126,6 +126,7 @@ def test_orthogonalize_sets_singular_values_to_about_1() -> None:
     # 11 matrices, with scales from 1e-6 to 1e3
     many = torch.randn(11, 5, 13, generator=draw) * torch.logspace(-6, 3, 11)[:, None, None]
     values = torch.linalg.svdvals(orthogonalize(many).float())
+    # 0.7 to 1.2, and a margin for bfloat16
     assert float(values.min()) > 0.6
     assert float(values.max()) < 1.3
     assert torch.equal(orthogonalize(torch.zeros(2, 3, 5)), torch.zeros(2, 3, 5).to(orthogonalize(many).dtype))

@@ -46,7 +46,7 @@ def test_settings_changed_at_resume_take_effect(tmp_path: Path, changed: dict[st
 # the validation text changes with another corpus, or with another number of its tokens (eval_tokens; None: all)
 @pytest.mark.parametrize("other_file", [False, True])
 def test_losses_of_different_validation_texts_are_not_compared(tmp_path: Path, *, other_file: bool) -> None:
-    """The first validation text is much easier, so its loss must not stay the best."""
+    """The first validation text, `abab...` as in training, is much easier, so its loss must not stay the best."""
     text, hard = b"ab" * 70, letters(29, seed=2)
     easy = make_corpus(tmp_path / "easy", text, b"ab" * 10 + hard)
     trainer = start(tmp_path / "run", easy, max_steps=9, eval_interval=5, eval_tokens=20)

@@ -70,7 +70,7 @@ def test_run_stopped_by_a_callback_resumes(tmp_path: Path, corpus: Corpus) -> No
 def test_wrong_settings_create_no_run_folder(tmp_path: Path, corpus: Corpus) -> None:
     for wrong, message in (  # settings of training, and the error
         ({"batchsize": 3}, "unknown setting 'batchsize'"),
-        ({"batch_size": 97}, "127 tokens"),  # too short for 97 rows
+        ({"batch_size": 97}, "127 tokens"),  # too short for 97 batch rows
     ):
         with pytest.raises(UserError, match=message):
             train_run(None, corpus, tmp_path / "run", train=wrong, **OPTIONS)

@@ -84,7 +84,7 @@ class SourceConfig:
         Raises:
             UserError: another type of attention, an extended context, or a sampled softmax.
         """
-        for name, supported, meaning in (
+        for name, supported, meaning in (  # the values that can be converted; the first is the default
             ("attn_type", (0,), "0, the paper's attention"),
             ("ext_len", (0,), "0, no extended context"),
             ("sample_softmax", (-1, 0), "-1, the full softmax"),

@@ -8,7 +8,10 @@ the tail clusters, which is reversed in the authors' PyTorch code and in NVIDIA'
 The adaptive softmax splits the vocabulary into clusters: the head of frequent tokens, and tails of rarer ones. With
 `div_val` above 1 the embeddings of each tail are narrower by that factor than those of the cluster before.
 
-In this file "ours" is this package's model, "theirs" the other program's.
+In this file "ours" is this package's model, "theirs" the other program's. In their names, `word_emb` is the embedding,
+`crit` the softmax, `dec_attn` the attention and `pos_ff` the feed-forward part of a layer, `qkv_net` the joint
+projection to queries, keys and values, `r_net` that of the position encodings, `o_net` that of the output; `r_w_bias`
+and `r_r_bias` are the paper's u and v.
 """
 
 from __future__ import annotations
@@ -128,7 +131,7 @@ def _layer(config: TransformerXLConfig, prefix: str, their_prefix: str) -> Itera
 
 
 def _aliases(config: TransformerXLConfig, names: WeightNames) -> dict[str, str]:
-    """Return further names under which they store shared weights, each with the name in the table."""
+    """Return further names under which they may store shared weights, each with the name that the table has for it."""
     num_tables, embedding = len(_table_sizes(config)), f"{names.prefix}word_emb."
     aliases: dict[str, str] = {}
     for index, tied in _projected_clusters(config).items():
