@@ -3,7 +3,7 @@
 `inference_memory` makes a KV cache, `initial_memory` a memory of hidden states. `attend_empty` is the setting
 attend_empty_memory: slots that are not filled yet take part in attention as zeros, as in the authors' code.
 
-Shape suffixes: B batch size, T new tokens, D model width.
+Shape suffixes: B batch size, T new tokens, D model width, N heads, H head width, C rows of a cache's storage.
 """
 
 import pytest

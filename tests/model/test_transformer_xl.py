@@ -3,7 +3,7 @@
 The oracle is `forward` of tests/reference.py. Sizes are those of the fixture `make_model` (tests/conftest.py): 3
 layers, width 14, 2 heads, feed-forward width 19, 23 tokens in the vocabulary, 11 memory slots.
 
-Shape suffixes: B batch size, T new tokens, S = memory slots + T keys, P distances, D model width, N heads,
+Shape suffixes: B batch size, T new tokens, M memory slots, S = M + T keys, P distances, D model width, N heads,
 V vocabulary.
 """
 

@@ -1,10 +1,10 @@
 """The Triton kernels equal the oracle: compiled on a GPU, otherwise interpreted in Python by Triton on the CPU.
 
 The interpreter uses tiles of 16 and is slow, so lengths are just large enough for two or three tiles. On a GPU lengths
-are four times as large, and tensors are float32. The oracle is `attention` of tests/reference.py.
-The third argument of a kernel's `attend` is the dropout rate of the attention probabilities.
+are four times as large, and tensors are float32. The oracle is `attention` of tests/reference.py. The third argument of
+a kernel's `attend` is the dropout rate of the attention probabilities.
 
-Shape suffixes: B batch size, T queries, S = memory slots + T keys, N heads, H head width.
+Shape suffixes: B batch size, T queries, S = memory slots + T keys, P distances, N heads, H head width.
 """
 
 from __future__ import annotations

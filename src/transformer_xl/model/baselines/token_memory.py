@@ -5,7 +5,8 @@
 So each new token is predicted from the longest context that fits a segment, all of it recomputed: the sliding window of
 Al-Rfou et al. 2018.
 
-Shape suffixes: B batch size, T new tokens, M cached tokens, S = M + T, P = M + 1 tokens of a segment (the longest).
+Shape suffixes: B batch size, T new tokens, M cached tokens, S = M + T, P = M + 1 tokens of a segment (the longest),
+D model width.
 """
 
 from __future__ import annotations
