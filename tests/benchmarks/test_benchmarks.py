@@ -126,6 +126,7 @@ def with_another_dropout_mask_in_backward(attend, inputs, mask, dropout):
     ],
 )
 def test_wrong_dropout_is_found(monkeypatch, wrong, message):
+    """`message` is part of the description of the property that the wrong kernel lacks."""
     replace_kernel(monkeypatch, "wrong", wrong)
     lines = check_dropout("wrong", DROPOUT_SHAPE)
     assert any(message in line["what"] for line in lines if not line["ok"])
@@ -173,6 +174,7 @@ def test_segments_are_consecutive_and_start_again_at_the_end():
     assert torch.equal(first[1][:, -1:], second[0][:, :1])
     assert torch.equal(first[0][:, 1:], first[1][:, :-1])
     assert not torch.equal(first[0][0], first[0][1])
+    # near the end of the tokens of each batch row (A of them), where no whole segment is left
     segments.position = segments.ids_BA.shape[1] - 1
     assert torch.equal(segments.next()[0], first[0])
 
@@ -270,13 +272,14 @@ def test_gpu_needs_a_cuda_device(monkeypatch, capsys):
 
 
 def gpu_arguments(*parts: str) -> argparse.Namespace:
+    """Return what gpu.py parses from its command line; it starts no new measurement after the time `until`."""
     until = time.monotonic() + 60
     return argparse.Namespace(device="cpu", quick=True, until=until, peak_tflops=None, parts=parts)
 
 
 def test_gpu_stops_after_a_wrong_kernel(monkeypatch, capsys):
     replace_kernel(monkeypatch, "sdpa", without_position_bias)
-    monkeypatch.setattr(gpu, "compiled", lambda recipe, args: [])
+    monkeypatch.setattr(gpu, "compiled", lambda recipe, args: [])  # no comparison of training losses
     results, status = gpu.run(gpu_arguments("correctness", "kernels"))
     assert status == 1
     assert "kernels" not in results

@@ -82,6 +82,7 @@ def test_texts_are_one_text_if_memory_is_not_reset(run_of) -> None:
 
 
 def test_text_that_is_not_utf8(run_of) -> None:
+    """Two lines of bytes that no UTF-8 text contains, or that begin a character which is not complete."""
     (text,) = score(run_of(ByteTokenizer()), b"\xff\x00\n\xc3")
     assert text.ids_K.tolist() == [255, 0, 10, 195]
     assert (text.sums.characters, text.sums.bytes, len(list(text.lines()))) == (None, 4, 2)

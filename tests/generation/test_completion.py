@@ -155,6 +155,7 @@ def test_characters_appear_once_they_are_complete() -> None:
     ]  # fmt: skip
     assert pieces_of(BYTES, list(b"a\xc3"), b"\xa9A")[0] == ["\u00e9", "A"]
     assert "".join(pieces_of(BYTES, [10], b"\xc3\x41\xe2\x82")[0]) == "\ufffdA\ufffd"
+    # characters that it does not have, such as the euro sign, are encoded as their bytes, a token each
     tokenizer = CharTokenizer("ab\u00e9")
     ids = tokenizer.encode("a\u20ac\u00e9b").tolist()
     assert pieces_of(tokenizer, ids[:1], ids[1:]) == (["", "", "\u20ac", "\u00e9", "b"], False)

@@ -71,6 +71,7 @@ def assert_probabilities(
         ({"top_k": 3, "top_p": 0.82}, [0, 0.4, 0, 0.25, 0, 0.15]),
         ({"temperature": 0.5, "min_p": 0.36}, [0, 0.16, 0, 0.0625, 0, 0]),
         ({"top_k": 3, "top_p": 0.9, "min_p": 0.5}, [0, 0.4, 0, 0.25, 0, 0]),
+        # small temperatures, down to the smallest float64 above 0
         *(({"temperature": tiny}, [0, 1, 0, 0, 0, 0]) for tiny in (1e-3, 1e-50, 5e-324)),  # must not overflow
     ],
     ids=str,
