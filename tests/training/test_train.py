@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -75,6 +75,8 @@ def test_wrong_settings_create_no_run_folder(tmp_path: Path, corpus: Corpus) -> 
         with pytest.raises(UserError, match=message):
             train_run(None, corpus, tmp_path / "run", train=wrong, **OPTIONS)
         assert not (tmp_path / "run").exists()
+    with pytest.raises(UserError, match="model: must be a mapping"):
+        train_run("tiny", corpus, tmp_path / "run", model=cast(Any, [1]), train=TRAIN, **OPTIONS)
     train_run(None, corpus, tmp_path / "run", model=MODEL, train=TRAIN, callbacks=[StopAt(2)], **OPTIONS)
     # settings that the state of a run depends on
     with pytest.raises(UserError, match=r"train\.optimizer cannot change"):

@@ -92,12 +92,18 @@ def explain(error: ValidationError) -> str:
 
 
 def merge(*layers: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge nested settings, given as several mappings; the values of later ones take precedence."""
+    """Merge nested settings, given as several mappings; the values of later ones take precedence.
+
+    Raises:
+        UserError: a group of settings would be replaced by something else, or the reverse.
+    """
     merged: dict[str, Any] = {}
     for layer in layers:
         for name, value in layer.items():
-            both = isinstance(value, Mapping) and isinstance(merged.get(name), Mapping)
-            merged[name] = merge(merged[name], value) if both else value
+            both = [isinstance(item, Mapping) for item in (merged.get(name), value) if item is not None]
+            if any(both) and not all(both):
+                raise UserError(f"{name}: must be a mapping of settings")
+            merged[name] = merge(merged[name], value) if both == [True, True] else value
     return merged
 
 
