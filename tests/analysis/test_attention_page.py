@@ -1,4 +1,7 @@
-"""The attention page stores the terms to within half a quantization step, and a browser displays text and values."""
+"""The attention page stores the terms to within half a quantization step, and a browser displays text and values.
+
+Shape suffixes: N heads, L layers, Q tokens as queries and as keys.
+"""
 
 from __future__ import annotations
 

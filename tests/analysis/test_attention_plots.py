@@ -1,6 +1,8 @@
 """The plots show the values passed to them, with labels that do not overlap.
 
 The fixtures make_model and tokens (tests/conftest.py) make a small model with random weights and random token ids.
+
+Shape suffixes: Q tokens as queries and as keys, G groups of distances.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""The benchmarks' checks find wrong kernels, their statistics are right, and training.py and gpu.py run."""
+"""The benchmarks' checks find wrong kernels, their statistics are right, and training.py and gpu.py run.
+
+Shape suffixes: B batch size, T queries or new tokens, S keys, P distances, N heads, H head width, A all tokens of a
+batch row.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`txl analyze`: tables, JSON and files; an error prints one line, exits with status 2 and writes nothing."""
+"""`txl analyze`: tables, JSON and files; an error prints one line, exits with status 2 and writes nothing.
+
+Shape suffixes: L layers, N heads, P distances, K tokens of a text, G groups of distances.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`txl score` and `txl evaluate` print what the library computes; and the commands that they refuse."""
+"""`txl score` and `txl evaluate` print what the library computes; and the commands that they refuse.
+
+Shape suffixes: K tokens of a text.
+"""
 
 from __future__ import annotations
 

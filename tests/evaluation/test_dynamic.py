@@ -3,7 +3,7 @@
 The equations are at the top of `dynamic.py`. The fixture make_model (tests/conftest.py) makes a small model with random
 weights and a vocabulary of 23.
 
-Shape suffixes: B batch size (1), T tokens of a segment, D d_model, K tokens of a text.
+Shape suffixes: B batch size (1), T tokens of a segment, D d_model, K tokens of a text, N documents.
 """
 
 from __future__ import annotations

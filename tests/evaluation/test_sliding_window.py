@@ -2,7 +2,7 @@
 
 The fixture make_model (tests/conftest.py) makes a small model with random weights and a vocabulary of 23.
 
-Shape suffixes: B batch size (1), T tokens, D d_model, K tokens of a text.
+Shape suffixes: B batch size (1), T tokens, D d_model, K tokens of a text, N documents.
 """
 
 from __future__ import annotations

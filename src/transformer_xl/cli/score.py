@@ -1,4 +1,7 @@
-"""`txl score`: log-probabilities of texts, by token, line or file."""
+"""`txl score`: log-probabilities of texts, by token, line or file.
+
+Shape suffixes: K tokens of a text or a line.
+"""
 
 from __future__ import annotations
 

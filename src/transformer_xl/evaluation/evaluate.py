@@ -4,7 +4,7 @@
 `dynamic.py`) computes the loss of every token; the losses are summed in float64, and `metrics.py` divides the
 sum by the number of tokens, bytes or words.
 
-Shape suffixes: K tokens of the text.
+Shape suffixes: B batch size, T new tokens of a step, K tokens of the text.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 `generate`, `stream` and `beam_search` feed the tokens of each sequence to a `CompletionBuilder`. A stop string may span
 several tokens, and a token may end inside a character. So text that could be the beginning of a stop string is held
 back until later tokens decide. Of several stop strings, the first complete one ends the text.
+
+Shape suffixes: V vocabulary.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@
     for text in stream(run, "Once upon a time", top_p=0.9): ...
 
 `beam_search` is in `beam_search.py`. All functions accept the settings of `GenerationConfig`, as an object or by name.
+
+Shape suffixes: V vocabulary.
 """
 
 from __future__ import annotations

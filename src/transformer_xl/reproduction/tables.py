@@ -2,6 +2,8 @@
 
 Each function continues where an earlier call in the same folder stopped, and returns the results as plain values, as
 written to a JSON file in the folder.
+
+Shape suffixes: K tokens of the text.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""`txl analyze context`: how far back text still helps each of several models, as tables and a plot of gains."""
+"""`txl analyze context`: how far back text still helps each of several models, as tables and a plot of gains.
+
+Shape suffixes: K tokens of the text.
+"""
 
 from __future__ import annotations
 
