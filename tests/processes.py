@@ -42,7 +42,7 @@ TRAIN = {
     "warmup_steps": 3, "dtype": "float32", "seed": 13, "log_interval": 1, "eval_interval": 4, "checkpoint_interval": 5,
 }  # fmt: skip
 STOP_STEP = 5  # where runs are stopped, to be resumed later
-# resumed by three processes also after one process alone has trained it
+# this run is resumed by three processes twice: after two processes have trained it, and after one alone has
 SHARDED_LSTM = {"model": {"architecture": "lstm"}, "train": {"parallelism": "fsdp"}}
 # Name of a run, and the settings that differ from MODEL and TRAIN. Sharded: parameters are sharded over the processes
 # (fsdp; otherwise ddp). Average: the weights are averaged over steps (weight_average). Segment warm-up: segments grow

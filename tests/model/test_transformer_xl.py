@@ -19,6 +19,8 @@ from transformer_xl.model.attention import encode_distances
 from transformer_xl.model.memory import ContextLimits
 from transformer_xl.model.transformer_xl import TransformerXL
 
+# pre-norm: LayerNorm at the start of each residual branch, not after it, and (by default) after the last layer;
+# untied biases: each layer has its own content and position bias
 STYLES = {
     "as in the paper": {},
     "pre-norm": {"norm_first": True},

@@ -11,7 +11,8 @@ from transformer_xl.config import ARCHITECTURES
 from transformer_xl.model.build import build_model
 from transformer_xl.model.language_model import LanguageModel
 
-# settings that differ from those of `make_system`; the kernel of a QRNN is the number of inputs its gates depend on
+# Settings that differ from those of `make_system`. Pre-norm: LayerNorm at the start of each residual branch, not after
+# it. Kernel of a QRNN: number of inputs on which its gates depend.
 SYSTEMS: dict[str, dict[str, Any]] = {
     "transformer-xl": {"architecture": "transformer-xl"},
     "pre-norm": {"architecture": "transformer-xl", "norm_first": True, "tie_attention_biases": False},

@@ -64,6 +64,7 @@ def test_lstm_equals_torch_s(tokens):
 
 
 def test_zoneout_keeps_elements_of_the_state_in_training_only(tokens, monkeypatch):
+    """Zoneout sets random forget gates to 1, with probability 0.4 here."""
     model, text, states = make_system("qrnn, kernel 2", zoneout=0.4), tokens(2, 9), empty_states("qrnn, kernel 2")
     without_zoneout, _ = qrnn(copied_weights(model), text, states, layers=3)
     torch.testing.assert_close(model.logits(model(text)[0]), without_zoneout, rtol=0, atol=1e-10)
