@@ -28,6 +28,7 @@ from transformer_xl.text.tokenizers import Tokenizer
 from transformer_xl.text.tokenizers.storage import read_json
 from transformer_xl.text.tokenizers.word import WordTokenizer
 
+# files of weights and of vocabularies; the first one that exists is read
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 _VOCABULARIES = ("vocab.json", "vocab.txt", "vocab.pkl", "vocab.bin")
 _MODEL_TYPE = "transfo-xl"

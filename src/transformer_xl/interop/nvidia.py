@@ -21,6 +21,7 @@ from transformer_xl.interop.torch_file import TorchFile
 from transformer_xl.interop.unpickler import PickledObject
 from transformer_xl.interop.weight_names import NVIDIA, import_weights
 
+# the best and the newest weights; from a folder, the first of these files that exists is read
 _FILES = ("checkpoint_best.pt", "checkpoint_last.pt")
 _FILE = re.compile(r"checkpoint_(best|last|\d+)\.pt")  # or checkpoint_STEP.pt
 _EXTRA_KEYS = 1  # with `same_length`, a query attends to this many keys more than memory slots

@@ -23,6 +23,7 @@ from transformer_xl.interop.unpickler import PickledObject
 from transformer_xl.interop.weight_names import OFFICIAL, import_weights
 
 _MODEL, _CLASS = "model.pt", "MemTransformerLM"
+# files of vocabularies; the first one that exists is read
 _VOCABULARIES = ("cache.pt", "vocab.pkl", "vocab.txt", "vocab.json")
 # the last of these names occurs in files of early torch versions
 _ALLOWED_CLASSES = re.compile(

@@ -69,7 +69,7 @@ class ProgressBarCallback(Callback):
 
     @override
     def on_metrics(self, trainer: Trainer, metrics: Metrics) -> None:
-        if trainer.corpus.tokenizer.kind in ("byte", "char"):
+        if trainer.corpus.tokenizer.kind in ("byte", "char"):  # whose tokens are bytes or characters, not words
             quality = f"{metrics['bits_per_byte']:.3f} bits/byte"
         else:
             # ppl: perplexity

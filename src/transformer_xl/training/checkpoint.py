@@ -143,6 +143,7 @@ def load_checkpoint(folder: RunFolder, trainer: Trainer, world: DistributedConte
         trainer.state = check_settings(TrainerState, record.state, str(path / "training.json"))
         weights = read_weights(trainer.model, path / "model.safetensors")
         saved = _read_shapes(path / "training")
+        # rows: the batch size with which the checkpoint was written
         rows, memory = _allocate_memory(saved, trainer, train.memory_length)
         # the tensors to load into, by their names in the checkpoint
         buffers = _allocate_optimizer_state(saved, trainer, path)

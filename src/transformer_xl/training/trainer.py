@@ -84,6 +84,7 @@ class Trainer:
         )
         self.optimizers = build_optimizers(self.model, config)  # after wrapping, which shards the weights
         self.weight_average = None if config.weight_average == "none" else WeightAverage(self.model, config)
+        # the number of batch rows of each micro-batch, which has a memory of its own
         self.micro_batches = [len(rows) for rows in micro_batches(self.dataset.local_batch_size, config, world.size)]
         self.memories = self._initial_memories()
         self.state = TrainerState()
@@ -187,13 +188,13 @@ class Trainer:
         self._fetch_metrics()
         self._pending = batch.next.step, metrics
         self._update_state(step=batch.next.step, position=batch.next.segment, part=batch.next.part)
-        # tokens of all processes, estimated from the rows of this one without communication
+        # tokens of all processes, estimated from the batch rows of this one without communication
         num_tokens = round(int(batch.batch.loss_mask_BT.sum()) * config.batch_size / self.dataset.local_batch_size)
         for callback in self.callbacks:
             callback.on_step(self, num_tokens)
 
     def _fetch_metrics(self) -> None:
-        """Add the metrics of the pending step to the sums; write a line of metrics every `log_interval` steps."""
+        """Add the metrics of the pending step to the totals; write a line of metrics every `log_interval` steps."""
         if self._pending is None:
             return
         (step, metrics), self._pending = self._pending, None

@@ -1,6 +1,6 @@
 """Validation: the loss of the validation text with the current weights, computed at intervals during training.
 
-The text is split into as many rows as a training batch has, and the rows are distributed over the processes as in
+The text is split into as many batch rows as a training batch has, and these are distributed over the processes as in
 training.
 
 Shape suffixes: B batch rows of this process, T new tokens.
@@ -33,7 +33,7 @@ class Validator:
         Args:
             corpus: a corpus that has a validation text.
             config: settings of training; `eval_tokens` may truncate the text.
-            world: the processes among which the rows are divided.
+            world: the processes among which the batch rows are divided.
 
         Raises:
             UserError: the text has fewer tokens than processes.
