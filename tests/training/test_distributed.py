@@ -162,7 +162,7 @@ def test_killed_and_stopped_run_equals_uninterrupted(tmp_path: Path, trained: Pa
     """
     run = tmp_path / "run"
     with started_by_torchrun("--corpus", trained / "corpus", "--run", run, *FLAGS) as process:
-        wait_for_lines(process, run, 6)
+        wait_for_lines(process, run, 6)  # each step writes a line
         os.kill(process_of_rank(process.pid, 1), signal.SIGKILL)
         wait_for_lines(process, run, 15)
         process.send_signal(signal.SIGTERM)

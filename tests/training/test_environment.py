@@ -48,7 +48,7 @@ def test_wrong_variables_are_reported(
 
 def test_single_process_needs_no_other_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     set_environment(monkeypatch, {"WORLD_SIZE": "1", "RANK": "7"})
-    with process_group(lambda: torch.device("cpu")) as world:
+    with process_group(lambda: torch.device("cpu")) as world:  # RANK is ignored
         assert (world.rank, world.size) == (0, 1)
 
 

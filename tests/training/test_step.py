@@ -75,6 +75,7 @@ class SimpleTraining:
         norm = math.sqrt(sum(float(grad.square().sum()) for grad in grads))
         scale = min(1.0, self.config.max_grad_norm / (norm + 1e-6))
         for index, (weight, grad) in enumerate(zip(self.weights, grads, strict=True)):
+            # Adam with beta1 0.9 and beta2 0.999
             self.means[index] = 0.9 * self.means[index] + 0.1 * grad * scale
             self.squares[index] = 0.999 * self.squares[index] + 0.001 * (grad * scale) ** 2
             mean, square = self.means[index] / (1 - 0.9 ** (step + 1)), self.squares[index] / (1 - 0.999 ** (step + 1))
@@ -88,7 +89,7 @@ class SimpleTraining:
         # memory slots; in the segment warm-up the memory is shortened by the same factor as the segment
         slots = self.config.memory_length * length // self.config.segment_length
         if position == 0:
-            self.memories = [self.model.initial_memory(1, ContextLimits(slots)) for _ in range(rows)]
+            self.memories = [self.model.initial_memory(1, ContextLimits(memory_length=slots)) for _ in range(rows)]
         self.memories = [resized(memory, slots) for memory in self.memories]
         nats, count = torch.zeros((), dtype=torch.float64), 0
         for row, (begin, end) in enumerate(edges):
@@ -165,6 +166,7 @@ def test_segment_warmup_equals_simple_training(
 
 
 def compare_with_simple_training(trainer: Trainer, text: bytes, lengths: list[int]) -> None:
+    """Train to the end, and compare each step with SimpleTraining: weights, loss, gradient norm and learning rate."""
     simple = SimpleTraining(as_double(trainer), text, lengths)
     config, expected = trainer.config, []
 
@@ -203,6 +205,7 @@ def random_batch(rows: int, length: int, seed: int) -> Batch:
 
 
 def train_step_of(model: Any, **settings: Any) -> TrainStep:
+    """Return the training step of a model; `settings` are those of TrainConfig."""
     config = TrainConfig(
         **{"segment_length": 5, "memory_length": 7, "max_grad_norm": 0.1, "dtype": "float32", **settings}
     )
