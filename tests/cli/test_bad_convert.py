@@ -72,11 +72,12 @@ def replace_file(old: str, new: str, content: bytes) -> None:
     Path(new).write_bytes(content)
 
 
+# changes of config.json (of a model with 2 layers, d_model 8 and a vocabulary of 23), and a pattern of the message
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"model_type": "gpt2"}, r"config.json: a model of type 'gpt2'; only 'transfo-xl'"),
-        ({"model_type": "x" * 9999}, r"of type 'x{59}; only"),
+        ({"model_type": "x" * 9999}, r"of type 'x{59}; only"),  # messages truncate long values
         ({"attn_type": 2}, r"attn_type 2 cannot be converted; only 0, the paper's"),
         ({"ext_len": 4}, r"ext_len 4 cannot be converted; only 0, no extended context"),
         ({"sample_softmax": 5}, r"sample_softmax 5 cannot be converted; only -1, the full softmax"),

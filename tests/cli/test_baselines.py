@@ -1,4 +1,8 @@
-"""Baseline architectures on the command line: what works, and errors that print one line and exit with status 2."""
+"""Baseline architectures on the command line: what works, and errors that print one line and exit with status 2.
+
+The architectures are lstm, qrnn, vaswani (a transformer with sinusoidal positions), al-rfou (with learned positions)
+and shaw (with the relative positions of Shaw et al. 2018).
+"""
 
 from __future__ import annotations
 
