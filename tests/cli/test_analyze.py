@@ -153,7 +153,9 @@ def test_context_prints_tables_and_writes_files(folder: Path, tmp_path: Path) ->
     values = json.loads(out.read_text(encoding="utf-8"))
     assert values["runs"] == {"xl": f"{folder}/xl", "vanilla": f"{folder}/learned"}
     assert [model["memory_length"] for model in values["models"]] == [11, 0]
-    assert txl(*words, "--json").object.keys() == values.keys()
+    result = txl(*words, "--json", "--threshold", "0.99")
+    assert result.object.keys() == values.keys()
+    assert "xl, vanilla: the gain is below the threshold already at --min-context" in result.err
 
 
 def test_context_limits_apply_to_models_that_have_them(folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,10 @@ def test_flags_of_the_word_tokenizer() -> None:
     assert sizes["--split-punctuation"] != facts["vocab_size"]
     assert sizes["--min-frequency 2"] < facts["vocab_size"]
     assert sizes["--no-add-eos"] == facts["vocab_size"] - 1
+    note = r"2 of the 20 most frequent words end in punctuation .sat,, sat;.*--split-punctuation"
+    for flag in ("", "--split-punctuation", "--no-split-punctuation"):
+        words = ["--tokenizer", "word", "--vocab-size", "21", *flag.split(), "--out", f"d{flag}"]
+        assert bool(re.search(note, txl("prepare", "text.txt", *words).err)) is not bool(flag)
     Path("words.txt").write_bytes(b"<eos>\n<unk>\nthe\ncat\n")
     assert prepare("text.txt", "--tokenizer", "word", "--vocab-file", "words.txt", "--out", "file")["vocab_size"] == 4
     # the cat no. 0 sat, <eos> and: all words but the first two are unknown

@@ -6,6 +6,7 @@ Finds the text, trains or loads the tokenizer, and writes the tokens.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -146,6 +147,8 @@ def prepare(
     else:
         config = _tokenizer_config(given_tokenizer, text.tokenizer, settings)
         encoder = _train_tokenizer(text, config, num_workers, progress)
+        if config.kind == "word" and not config.model_fields_set & {"split_punctuation", "vocab_file"}:
+            notes += _note_attached_punctuation(encoder)
     splits = text.splits
     if not encoder.is_text:  # reject integers that have no id; the last id is the end-of-sequence token
         splits = {split: limit_values(texts, encoder.vocab_size - 1) for split, texts in splits.items()}
@@ -321,6 +324,18 @@ def _with_progress(
         split: [replace(document, chunks=report(document.chunks)) for document in documents]
         for split, documents in splits.items()
     }
+
+
+def _note_attached_punctuation(tokenizer: Tokenizer) -> list[str]:
+    """Return a warning if many of the most frequent words end in punctuation."""
+    words = tokenizer.decode(range(min(2000, tokenizer.vocab_size))).split()
+    attached = [word for word in words if re.fullmatch(r"\w+[,;:!?]", word)]
+    if len(attached) < 0.03 * len(words):  # text that is already split has almost none
+        return []
+    return [
+        f"{len(attached):,} of the {len(words):,} most frequent words end in punctuation ({', '.join(attached[:3])}); "
+        "--split-punctuation splits it off, so that fewer words are unknown"
+    ]
 
 
 def _note_unexpected_lengths(corpus: Corpus, text: TextSource) -> list[str]:

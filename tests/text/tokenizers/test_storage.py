@@ -47,6 +47,9 @@ def test_missing_tokenizer_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "absent"):
         with pytest.raises(UserError, match=r"no tokenizer at .*kinds byte, char.*folder of a run or corpus"):
             load_tokenizer(path)
+    (tmp_path / "vocabulary.json").write_text('{"kind": "bytes"}')
+    with pytest.raises(UserError, match=r"earlier version; prepare the corpus again"):
+        load_tokenizer(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,13 @@ def context(
         print_json(values)
     else:
         _print_tables(values)
+    fractions = {model["name"]: model["fractions"].values() for model in values["models"]}
+    early = [name for name, found in fractions.items() if any(one["gains"][0] < sweep.threshold for one in found)]
+    if early:
+        say(
+            f"warning: {', '.join(early)}: the gain is below the threshold already at --min-context "
+            f"{sweep.contexts[0]:,}, so the length may be shorter; try a smaller --min-context and --context-step"
+        )
     # files are written after printing, so that a full disk loses no results
     if out is not None:
         write_json(out, values)

@@ -16,6 +16,7 @@ from transformer_xl.text.tokenizers.config import TOKENIZER_KINDS, TokenizerKind
 
 TOKENIZER_FILE = "txl_tokenizer.json"
 _LIBRARY_FILE = "tokenizer.json"  # as the Hugging Face library `tokenizers` writes it
+_EARLIER_FILE = "vocabulary.json"  # as earlier versions wrote it
 # The class of each kind, in the module of this package that has the name of the kind.
 _CLASSES: dict[TokenizerKind, str] = {
     "byte": "ByteTokenizer",
@@ -46,13 +47,15 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     """
     path = Path(path)
     with as_user_error(f"reading {path}"):
-        candidates = [path / TOKENIZER_FILE, path / _LIBRARY_FILE] if path.is_dir() else [path]
-        file = next((candidate for candidate in candidates if candidate.is_file()), path)
+        names = [TOKENIZER_FILE, _LIBRARY_FILE, _EARLIER_FILE] if path.is_dir() else [""]
+        file = next((path / name for name in names if (path / name).is_file()), path)
         if not file.is_file() and path.name != TOKENIZER_FILE:
             raise UserError(
                 f"no tokenizer at {path}{nearest(str(path), TOKENIZER_KINDS)}; give one of the kinds {_KINDS}, the "
                 f"folder of a run or corpus, its {TOKENIZER_FILE}, or a {_LIBRARY_FILE} of the library tokenizers"
             )
+    if file.name == _EARLIER_FILE:
+        raise UserError(f"{file}: written by an earlier version; prepare the corpus again, or train the run again")
     values = read_json_object(file)
     if "model" in values and "kind" not in values:  # written by the library
         values = {"kind": "bpe", "tokenizer": values}
