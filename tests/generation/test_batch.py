@@ -162,6 +162,17 @@ def test_finished_sequences_leave_the_batch(make_model) -> None:
     assert generator.memory().position_B.tolist() == [5, 4, 5, 4, 5]
 
 
+def test_memory_of_sequences_that_finish_together_is_not_copied(make_model, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = BatchGenerator(make_model(), [TEXT[:3], TEXT[:2]])
+    generator.step()
+    expected = generator.memory()
+    for name in ("select", "concatenate"):
+        monkeypatch.setattr(Memory, name, None)
+    generator.finish([0, 1])
+    assert generator.active == []
+    assert_same_memory(generator.memory(), expected)
+
+
 @pytest.mark.parametrize("context_limits", [ContextLimits(31), ContextLimits(5, attention_window=6)])
 @pytest.mark.parametrize(("first", "kind"), [(3, "inference_memory"), (16, "inference_memory"), (7, "initial_memory")])
 def test_generation_continues_a_memory(make_model, context_limits: ContextLimits, first: int, kind: str) -> None:

@@ -93,7 +93,7 @@ class BatchGenerator:
         self.active = list(range(len(prompts) * num_samples))
         """Indices of the sequences that are not finished: the rows of the batch."""
         self._num_generated = 0
-        self._finished: dict[int, tuple[Memory, Tensor]] = {}  # memory and newest token (1, 1) of finished sequences
+        self._finished: dict[int, tuple[Memory, Tensor]] = {}  # memory and newest token (1, 1) of removed rows
         self._generators = [torch.Generator().manual_seed(self._config.seed + index) for index in self.active]
         # earlier tokens are kept only where they are needed: for the logits processor and for the repetition penalty
         self._generated_BT = torch.empty(len(self.active), 0, dtype=torch.int64, device=hidden_B1D.device)
@@ -137,6 +137,9 @@ class BatchGenerator:
             return
         assert self._num_generated, "a sequence has at least one token when it finishes"
         rows = [row for row, index in enumerate(self.active) if index not in sequences]
+        if not rows:  # the rows stay as they are: a copy would double the peak memory
+            self.active = []
+            return
         with torch.inference_mode():
             self._finished |= {self.active[row]: self._memory_of_row(row) for row in finished_rows}
             self._memory, self._newest_B1 = self._memory.select(rows), self._newest_B1[rows]
@@ -154,9 +157,14 @@ class BatchGenerator:
         if not self._num_generated:
             return self._memory
         with torch.inference_mode():
-            active = {index: self._memory_of_row(row) for row, index in enumerate(self.active)}
-            memories, newest = zip(*(part for _, part in sorted((self._finished | active).items())), strict=True)
-            _, memory = self._model(torch.cat(newest), Memory.concatenate(memories))
+            memory, newest_B1 = self._memory, self._newest_B1
+            if self._finished:
+                # the batch still contains the sequences that finished last
+                in_batch = sorted(set(range(len(self._finished) + len(newest_B1))) - self._finished.keys())
+                parts = self._finished | {index: self._memory_of_row(row) for row, index in enumerate(in_batch)}
+                memories, newest = zip(*(parts[index] for index in range(len(parts))), strict=True)
+                memory, newest_B1 = Memory.concatenate(memories), torch.cat(newest)
+            _, memory = self._model(newest_B1, memory)
         return memory
 
     def _memory_of_row(self, row: int) -> tuple[Memory, Tensor]:
