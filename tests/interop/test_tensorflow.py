@@ -85,6 +85,13 @@ def test_newest_of_several_checkpoints_is_read(tmp_path: Path) -> None:
         shutil.copy(GOLDEN / "words" / f"model.ckpt-17.{suffix}", tmp_path / f"model.ckpt-9.{suffix}")
     assert tensorflow.read(tmp_path).model["cutoffs"] == ()  # those of the checkpoint `bytes`
     assert tensorflow.read(tmp_path / "model.ckpt-9").model["cutoffs"] == (13, 29, 40)  # those of `words`
+    (tmp_path / "model").mkdir()
+    for file in tmp_path.glob("model.ckpt-*"):
+        file.rename(tmp_path / "model" / file.name)
+    assert tensorflow.read(tmp_path).model["cutoffs"] == ()  # `checkpoint` names a file of the subfolder
+    (tmp_path / "model" / "model.ckpt-17.index").rename(tmp_path / "model.ckpt-17.index")
+    (tmp_path / "model" / "model.ckpt-17.data-00000-of-00001").rename(tmp_path / "model.ckpt-17.data-00000-of-00001")
+    assert tensorflow.read(tmp_path).model["cutoffs"] == ()  # the newest one, not the one of the subfolder
     (tmp_path / "checkpoint").unlink()  # a text file that names the newest checkpoint
     with pytest.raises(UserError, match=r"2 checkpoints; pass one of them, such as .*model.ckpt-9"):
         tensorflow.read(tmp_path)

@@ -91,19 +91,22 @@ def read(path: Path) -> ImportedModel:
 def _prefixes(path: Path) -> list[Path]:
     """Return the prefixes of the checkpoints at a path, sorted.
 
-    A folder can contain a text file `checkpoint`; if it names the newest of the checkpoints, only that one is returned.
+    A folder and its subfolder `model` can contain a text file `checkpoint`. If it names the newest of the checkpoints
+    next to it, or the one in the folder names one in `model`, only that one is returned.
     """
     if not path.is_dir() and path.name != "checkpoint":
         prefix = path.with_name(_SUFFIX.sub("", path.name))
         return [prefix] if prefix.with_name(f"{prefix.name}.index").is_file() else []
     folder = path if path.is_dir() else path.parent
     prefixes: list[Path] = []
+    newest: set[Path] = set()
     for parent in (folder, folder / "model"):
-        state = parent / "checkpoint"
-        newest = _NEWEST.search(state.read_text(encoding="utf-8", errors="replace")) if state.is_file() else None
-        found = sorted(file.with_suffix("") for file in parent.glob("*.index"))
-        prefixes += [prefix for prefix in found if newest and prefix.name == Path(newest[1]).name] or found
-    return prefixes
+        prefixes += sorted(file.with_suffix("") for file in parent.glob("*.index"))
+        if (state := parent / "checkpoint").is_file():
+            names = _NEWEST.findall(state.read_text(encoding="utf-8", errors="replace"))
+            newest |= {parent / Path(name).name for name in names}
+    named = [prefix for prefix in prefixes if prefix in newest]
+    return named or [prefix for prefix in prefixes if folder / prefix.name in newest] or prefixes
 
 
 class _Variables:
