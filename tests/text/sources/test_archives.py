@@ -11,6 +11,7 @@ import re
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given, settings
@@ -107,16 +108,24 @@ def test_damaged_tar_leaves_no_folder(tmp_path: Path, suffix: str, how: str) -> 
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_encrypted_zip_is_refused(tmp_path: Path) -> None:
+# Offset and value of a field of the file header: the flag of encryption, and a compression method.
+@pytest.mark.parametrize(("offset", "value", "message"), [(6, 1, "encrypted"), (8, 99, "compression method")])
+def test_unsupported_zip_is_refused(tmp_path: Path, offset: int, value: int, message: str) -> None:
     path = tmp_path / "a.zip"
     content = bytearray(zip_of({"b": TEXT}))
-    # Set the bit for encryption in the local file header and in the central directory.
-    for signature, flags_offset in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):
+    # Set the field in the local file header and in the central directory.
+    for signature, shift in ((b"PK\x03\x04", 0), (b"PK\x01\x02", 2)):
         for header in re.finditer(re.escape(signature), bytes(content)):
-            content[header.start() + flags_offset] |= 1
+            content[header.start() + offset + shift] = value
     path.write_bytes(content)
-    with pytest.raises(UserError, match=r"a.zip: not readable.*encrypted"):
+    with pytest.raises(UserError, match=rf"a.zip: not readable.*{message}"):
         list(FileRange(path, member="b"))
+
+
+def test_error_of_the_progress_callback_is_not_reported_as_damage(tmp_path: Path) -> None:
+    (tmp_path / "a.tar").write_bytes(tar_of({"b": TEXT}, "w"))
+    with pytest.raises(RuntimeError, match="mine"):
+        extract_from_tar(tmp_path / "a.tar", ["b"], tmp_path / "out", Mock(side_effect=RuntimeError("mine")))
 
 
 def test_only_named_regular_files_are_extracted_from_a_tar(tmp_path: Path) -> None:

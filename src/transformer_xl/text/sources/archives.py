@@ -23,8 +23,7 @@ CHUNK_BYTES = 2**20
 COMPRESSED_SUFFIXES = (".gz", ".bz2", ".xz")
 _TAR_SUFFIXES = (".tar", ".tgz", ".tbz2", ".txz", ".tar.gz", ".tar.bz2", ".tar.xz")
 
-# RuntimeError: a zip member is encrypted, or compressed by a method that Python does not support.
-_DECOMPRESSION_ERRORS = (EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile, tarfile.TarError, RuntimeError)
+_DECOMPRESSION_ERRORS = (EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile, tarfile.TarError)
 
 Progress = Callable[[str, int, int], None]
 """Called with the name of a stage (such as `download enwik8.zip`), the bytes processed so far, and the total (0 if
@@ -148,17 +147,15 @@ class FileRange:
 @contextmanager
 def _open_text(path: Path, member: str) -> Iterator[IO[bytes]]:
     """Open a file, decompressed according to its suffix, or a member of a zip archive."""
-    with _damage_as_user_error(path):
-        if member:
-            with zipfile.ZipFile(path) as archive, archive.open(member) as text:
-                yield text
-        else:
-            with path.open("rb", buffering=0) as file, _decompressed(file, path) as text:
-                yield text
+    with _damage_as_user_error(path), path.open("rb", buffering=0) as file, _decompressed(file, path, member) as text:
+        yield text
 
 
-def _decompressed(file: IO[bytes], path: Path) -> IO[bytes]:
-    """Return a file-like object of the decompressed contents, according to the suffix of `path`."""
+def _decompressed(file: IO[bytes], path: Path, member: str = "") -> IO[bytes]:
+    """Return the decompressed contents according to the suffix of `path`, or those of a member of a zip archive."""
+    if member:
+        with _damage_as_user_error(path, RuntimeError), zipfile.ZipFile(file) as archive:
+            return archive.open(member)
     match path.suffix.lower():
         case ".gz" | ".tgz":
             return cast(IO[bytes], gzip.open(file))
@@ -170,12 +167,18 @@ def _decompressed(file: IO[bytes], path: Path) -> IO[bytes]:
 
 
 @contextmanager
-def _damage_as_user_error(path: Path) -> Iterator[None]:
-    """Convert errors of reading and decompressing a file to one-line user errors."""
+def _damage_as_user_error(path: Path, *unsupported: type[Exception]) -> Iterator[None]:
+    """Convert errors of reading and decompressing a file to one-line user errors.
+
+    Args:
+        path: the file, for messages.
+        unsupported: what else is converted; zipfile raises RuntimeError if a member is encrypted, and its subclass
+            NotImplementedError for a compression method or version that Python does not support.
+    """
     with as_user_error(f"reading {path}"):
         try:
             yield
-        except (*_DECOMPRESSION_ERRORS, OSError) as error:
+        except (*_DECOMPRESSION_ERRORS, *unsupported, OSError) as error:
             if isinstance(error, OSError) and error.errno is not None:  # gzip and bz2 raise OSError for wrong contents
                 raise
             raise UserError(f"{path}: not readable, perhaps damaged or truncated ({error}); get it again") from None
@@ -187,7 +190,7 @@ def zip_members(path: Path) -> list[str]:
     Raises:
         UserError: the file cannot be read, or is damaged.
     """
-    with _damage_as_user_error(path), zipfile.ZipFile(path) as archive:
+    with _damage_as_user_error(path, RuntimeError), zipfile.ZipFile(path) as archive:
         return [entry.filename for entry in archive.infolist() if not entry.is_dir()]
 
 
