@@ -6,7 +6,7 @@ import gzip
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -174,6 +174,8 @@ def test_documents_in_memory() -> None:
             prepare_corpus(out="new", documents=documents)
     with pytest.raises(UserError, match="both documents and files"):
         prepare_corpus("text.txt", "new", documents=texts)
+    with pytest.raises(UserError, match="no document unit 'para'; known: file, line"):
+        prepare_corpus("text.txt", "new", document_unit=cast(Any, "para"))
     with pytest.raises(UserError, match="word is trained already; leave --no-add-eos out"):
         prepare_corpus("text.txt", "new", tokenizer=corpus.tokenizer, add_eos=False)
     again = prepare_corpus("text.txt", "again", tokenizer=corpus.tokenizer)

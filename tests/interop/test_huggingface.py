@@ -9,7 +9,7 @@ import json
 import pickle
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -127,6 +127,9 @@ def test_other_architecture_is_not_exported(tmp_path: Path) -> None:
     make_run(tmp_path / "run", architecture="shaw")
     with pytest.raises(UserError, match="cannot express shaw"):
         convert(tmp_path / "run", tmp_path / "hub", to="huggingface")
+    for source in ("run", "nowhere"):
+        with pytest.raises(UserError, match="no output format 'onnx'; known: huggingface"):
+            convert(tmp_path / source, tmp_path / "hub", to=cast(Any, "onnx"))
     assert not (tmp_path / "hub").exists()
 
 

@@ -95,6 +95,8 @@ def convert(
         UserError: the source is missing, damaged, not recognized or cannot be expressed in this package; its tokenizer
             is missing or has another vocabulary size than the model; or an argument does not apply to the conversion.
     """
+    if to not in ("run", "huggingface"):
+        raise UserError(f"no output format '{to}'; known: huggingface")
     source, out = Path(source), Path(out)
     check_is_new(out)
     if to == "huggingface":

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 from transformer_xl.config import UserError, check_settings, nearest
 from transformer_xl.files import check_is_new
@@ -110,6 +110,8 @@ def prepare(
         raise UserError("--out: the path is empty; name a folder to create, or omit --out for corpora/NAME")
     if num_workers < 1:
         raise UserError(f"--num-workers {num_workers}: must be 1 or more")
+    if document_unit not in (None, *(units := get_args(DocumentUnit))):
+        raise UserError(f"no document unit '{document_unit}'; known: {', '.join(units)}")
     all_settings = {
         "vocab_size": vocab_size,
         "min_frequency": min_frequency,
