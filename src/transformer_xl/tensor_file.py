@@ -16,7 +16,7 @@ from torch import Tensor
 from transformer_xl.config import UserError
 from transformer_xl.files import as_user_error, atomic_file
 
-DAMAGED = "{} is damaged ({}); copy it again, or delete its folder checkpoints/step-N to resume from the previous one"
+DAMAGED = "{} is damaged ({}); copy it again; if it is in a step-N folder, delete that to resume from an earlier one"
 """Message for a damaged file, to be formatted with its path and the reason."""
 
 _KEY = "transformer_xl"  # of the entry in the metadata of the safetensors header

@@ -37,7 +37,7 @@ TRAIN_SMALL = (
 )
 RESUME = "train --resume run --train.max-steps 7"
 # advice of the messages on damaged files of a checkpoint
-DAMAGED = "copy it again, or delete its folder checkpoints/step-N"
+DAMAGED = "copy it again; if it is in a step-N folder, delete that"
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +77,7 @@ def folder(prepared: Path, tmp_path: Path, monkeypatch: Patch) -> Path:
 # a command line of txl, and a pattern of the message; misspelled names are meant to be so
 BAD_COMMANDS = [
     # names that do not exist
-    ("trian", r'Unknown command "trian"\. Did you mean "train"\?'),
+    ("trian", r'Unknown command "trian"\. Did you mean "train"\? .*reproduce, \.\.\.; --help'),
     (f"{TRAIN} --train.max-stepz 5", "--train.max-stepz. Did you mean --train.max-steps?"),
     ("train enwik8-12 --corpus corpus", r"no recipe 'enwik8-12' \(did you mean 'enwik8-12l'\?\)"),
     ("train gone.yaml --corpus corpus", "recipe file 'gone.yaml' cannot be read"),
@@ -93,6 +93,11 @@ BAD_COMMANDS = [
     (f"{TRAIN} --device cpuu", r"no device 'cpuu' on this computer \(did you mean 'cpu'\?\); available: auto, "),
     ("evaluate run --split tset", r"no split 'tset' \(did you mean 'test'\?\)"),
     ("evaluate run --checkpoint lst", 'Did you mean "last"?'),
+    ("recipes nope", 'Unexpected "nope". Expected an option .*; --help'),
+    (
+        "generate run --logprobs 5000",
+        r'Unexpected "5000"\. Expected an option \(flags take no value\); --help',
+    ),
     # files and folders
     (TRAIN_SMALL.replace("corpus corpus", "corpus small"), "has 20 tokens, .* 3 sequences of 7 .* 21; lower --train.b"),
     ("train --corpus run", "run is a run, expected a corpus; its config.yaml names .*; 'txl prepare .* creates one"),

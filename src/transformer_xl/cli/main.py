@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 
-from cyclopts import App, CycloptsError
+from cyclopts import App, CycloptsError, UnusedCliTokensError
 
 from transformer_xl import __version__
 
@@ -132,5 +132,7 @@ def _user_message(error: Exception) -> str | None:
         # the flag's group of settings, such as --model
         group = getattr(getattr(error, "argument", None), "name", "")
         text = f"{group}.{text}" if group and isinstance(cause, ValidationError) else text
-        text = f"{text.rstrip('.')}; --help lists the options"
+        if isinstance(error, UnusedCliTokensError):
+            text = f'Unexpected "{" ".join(error.unused_tokens or [])}". Expected an option (flags take no value)'
+        text = f"{text if text.endswith('...') else text.rstrip('.')}; --help lists the options"
     return " ".join(text.split())
