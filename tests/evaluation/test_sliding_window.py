@@ -53,7 +53,7 @@ def test_each_token_is_predicted_from_its_window(make_model, window, batch_size,
 
 @pytest.mark.parametrize("architecture", ["vaswani", "al-rfou", "lstm"])
 def test_architectures_without_memory_or_attention_window(architecture: str) -> None:
-    """The paper's vanilla models: positions count from the start of the window; a recurrent state starts empty."""
+    """In vaswani and al-rfou, positions count from the start of the window; the state of lstm is zero there."""
     torch.manual_seed(7)
     sizes = {"vocab_size": 23, "n_layers": 2, "d_model": 14, "n_heads": 2, "d_ff": 19, "dropout": 0.0}
     sizes |= {"max_position_embeddings": 5} if architecture == "al-rfou" else {}

@@ -174,7 +174,8 @@ def test_choose_returns_the_fastest_kernel_that_fits():
         choose("triton", cpu, torch.float32)
 
 
-# mask, attention window (number of position keys); T = 5, M = 7. A negative number of valid slots means padding.
+# mask, number of position keys (None: one for each distance); T = 5, M = 7. The num_clamped longest distances share the
+# position key of the next one, so a query attends to so many keys more. A negative number of valid slots means padding.
 MASKS = {
     "three clamped distances": (AttentionMask(None, num_clamped=3), 5),
     "padding": (AttentionMask(torch.tensor([4, -3])), None),

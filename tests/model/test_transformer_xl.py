@@ -129,6 +129,7 @@ def test_trace_and_hidden_states_equal_the_values_in_forward(make_model, tokens)
 
 
 def test_bfloat16_encodes_positions_in_float32(make_model, tokens):
+    # the third argument sets the device, and the dtype unless that has less precision than float32
     encoding_PD = encode_distances(2000, 14, torch.empty(0, dtype=torch.bfloat16))
     assert encoding_PD.dtype == torch.float32
     assert len({tuple(row) for row in encoding_PD.tolist()}) == 2000

@@ -60,7 +60,7 @@ def test_losses_of_different_validation_texts_are_not_compared(tmp_path: Path, *
     trainer = Trainer(RunFolder.open(path), corpus, CPU)
     (warning,) = trainer.resume()
     assert "validation text has changed" in warning
-    assert trainer.run()
+    assert trainer.run()  # true: it was not stopped before its last step
     assert trainer.resume() == []
     last = lines_of(trainer, "valid")[-1]["nats_per_token"]
     assert before is not None

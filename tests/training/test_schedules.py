@@ -50,7 +50,7 @@ def test_stages_of_the_segment_warmup_are_equally_long() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "settings"),  # a setting that is a number of steps, and settings that make it matter
+    ("name", "settings"),  # the step at which averaging, or training with full segments, starts; related settings
     [
         ("average_start_step", {"weight_average": "uniform"}),
         ("segment_warmup_steps", {"segment_length": 8, "memory_length": 8, "initial_segment_length": 4}),

@@ -73,7 +73,8 @@ def analyze_attention(
         max_tokens: maximum number of tokens to process, from the start.
         config: evaluation settings that replace the run's; unless set here, the memory length is at least
             `max_distance`.
-        max_distance: largest distance in the plots of means, or None for the memory length, at most 640.
+        max_distance: largest distance in the plots of mean attention probability by distance, or None for the memory
+            length, at most 640.
         heads: (layer, head) of the heads to plot individually, both from 0, or None for the head with the largest mean
             distance in the first, middle and last layer.
         page_tokens: tokens on the page and in the plots of terms, from the start, or None for at most 192.
@@ -102,7 +103,7 @@ def analyze_attention(
     shape = (model.config.n_layers, model.config.n_heads)
     _check_heads(heads or (), shape)
     if text is None:
-        token_split = folder.open_corpus(corpus).split(split, verify=True)
+        token_split = folder.open_corpus(corpus).split(split, verify=True)  # verify the checksums
         ids_K = token_split.first(max_tokens)
         check_token_ids(ids_K, folder.tokenizer.vocab_size)
         tokens = TokenizedText(ids_K, folder.tokenizer.bos_token_id, token_split.document_starts)
@@ -142,7 +143,7 @@ def analyze_attention(
             "documents": len(tokens.boundaries(reset_memory=True)) - 1,
             "segment_length": plan.segment_length,
             **asdict(plan.context_limits),
-            "num_queries": means.num_queries,
+            "num_queries": means.num_queries,  # those averaged: with a full memory, unless the text does not fill it
             "max_distance": distance,
             "page_tokens": maps.num_tokens,
             "plotted_heads": [list(head) for head in heads or _farthest_heads(means)],
@@ -195,7 +196,7 @@ def _resolve_plan(run: RunConfig, config: EvaluationConfig, max_distance: int | 
 
 
 def _max_distance(plan: EvaluationPlan, requested: int | None, num_tokens: int) -> int:
-    """Return the largest distance in the plots of means."""
+    """Return the largest distance in the plots of mean attention probability by distance."""
     if requested is None:
         farthest = num_visible_distances(plan) - 1
         # with memory length 0, the last token of a segment sees as far back as the segment's first

@@ -22,7 +22,8 @@ class Chat:
         """
         config = resolve_config(run.tokenizer, config, overrides)
         self._end_of_reply = (config.stop or ("\n",))[0]
-        # with stop_at_newline or eos_token_ids, an EOS token ends a reply instead of a stop string
+        # `resolve_config` adds the tokens that end with a newline to eos_token_ids if stop_at_newline is set; tokens in
+        # eos_token_ids end a reply themselves, so the default stop string, a newline, is not needed then
         if not config.eos_token_ids:
             config = config.model_copy(update={"stop": config.stop or ("\n",)})
         self._run, self._config = run, config

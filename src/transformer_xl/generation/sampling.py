@@ -58,7 +58,7 @@ def sampling_probabilities(logits_BV: Tensor, config: GenerationConfig) -> Tenso
     logits_BV = logits_BV.float()
     # subtracting the maximum and bounding the divisor keeps every temperature from overflowing to nan
     logits_BV = (logits_BV - logits_BV.amax(-1, keepdim=True)) / max(config.temperature, 1e-30)
-    top_k = config.effective_top_k
+    top_k = config.effective_top_k  # top_k with "auto" resolved, or None for no limit
     if top_k is not None and top_k < logits_BV.shape[-1]:
         # stable: among equal logits the first are kept
         rank_BV = logits_BV.argsort(descending=True, stable=True).argsort()

@@ -40,6 +40,7 @@ def test_integers_are_parsed_as_by_python(items: list[int | str], data: st.DataO
 def test_newlines_and_leading_zeros() -> None:
     tokenizer = IntegerTokenizer(num_values=31)  # so that 31 is the end-of-sequence token
     assert tokenizer.encode("7\t13\r\n\n007 " + "0" * 4099).tolist() == [7, 13, 31, 31, 7, 0]
+    # chunks are split only between integers, and a newline missing at the end is added
     assert b"".join(split_chunks(tokenizer, [b"7 1", b"3"])) == b"7 13\n"
     assert (tokenizer.vocab_size, tokenizer.bos_token_id) == (32, 31)
     assert tokenizer.decode([31, 3, 31, 31, 5, 6]) == "\n3\n\n5 6"

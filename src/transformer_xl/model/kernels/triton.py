@@ -4,8 +4,8 @@ Forward and backward pass are custom operators of torch, so that autograd, autoc
 Both take the tensors of `AttentionInputs` as a list, in that order. Triton is imported only when a kernel runs, so this
 file can be imported where Triton is not installed.
 
-Shape suffixes: B batch size, T queries, S = M + T keys (M memory slots), P distances, N heads, H head width, G groups
-of batch rows, Y tiles of queries.
+Shape suffixes: B batch size, T queries, S = M + T keys (M memory slots), P distances between query and key (once
+`expand_distances` was applied, all S of them), N heads, H head width, G groups of batch rows, Y tiles of queries.
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ def attend(inputs: AttentionInputs, mask: AttentionMask, dropout: float) -> Tens
     A seed drawn from torch's global random state determines which probabilities are dropped. Gradients of position keys
     are summed in a fixed order only after `torch.use_deterministic_algorithms(True)`.
     """
+    # the kernels do not clamp distances: the key of the largest position stands for all longer distances, repeated
     tensors = [tensor.to(inputs.q_BTNH.dtype) for tensor in expand_distances(inputs, mask).tensors()]
     seed = torch.randint(2**62, (1,), device=inputs.q_BTNH.device) if dropout else None
     return relative_attention(tensors, mask.valid_B, seed, dropout)[0]
@@ -66,7 +67,11 @@ def attend(inputs: AttentionInputs, mask: AttentionMask, dropout: float) -> Tens
 def relative_attention(
     inputs: Sequence[Tensor], valid_B: Tensor | None, seed: Tensor | None, dropout: float
 ) -> tuple[Tensor, Tensor]:
-    """Return attended values (B, T, N, H), and for each query (B, N, T) log2(sum(exp(score))) over its keys."""
+    """Return attended values (B, T, N, H), and for each query (B, N, T) log2(sum(exp(score))) over its keys.
+
+    `valid_B` is the number of filled memory slots of each batch row, or None if all slots may be attended to.
+    `kernels.rows_of` adds to a tensor the strides by which a kernel finds its vectors of H values.
+    """
     from transformer_xl.model.kernels import triton_kernels as kernels
 
     out_BTNH, log_sum_BNT = _empty_results(inputs)
@@ -100,8 +105,9 @@ def relative_attention_backward(
         for name in ("queries", "keys", "distances")
     )
     operands, sizes = kernels.kernel_inputs(inputs)
+    # blocks of `tile` distances are counted from distance S - T, where memory begins, so the first may be partial
     num_tiles, tile = _ceil_div(sizes.T, queries_config.tile), distances_config.tile
-    num_blocks = _ceil_div(sizes.P + tile - (sizes.S - sizes.T) % tile, tile)  # aligned as in `distances_kernel`
+    num_blocks = _ceil_div(sizes.P + tile - (sizes.S - sizes.T) % tile, tile)
     num_groups = 1 if atomic else max(1, min(sizes.B, _MAX_PROGRAMS // (num_blocks * sizes.N)))
     sizes = sizes._replace(groups=num_groups)
 
