@@ -27,7 +27,6 @@ from transformer_xl.analysis.attention_maps import (
     trace_attention,
 )
 from transformer_xl.analysis.attention_page import attention_page, choose_page_tokens, token_texts
-from transformer_xl.analysis.attention_plots import Head
 from transformer_xl.analysis.loss_by_distance import LossByDistance, loss_by_distance, with_documents
 from transformer_xl.config import INT32_MAX, EvaluationConfig, RunConfig, UserError
 from transformer_xl.device import choose_device, set_threads
@@ -55,7 +54,7 @@ def analyze_attention(
     max_tokens: int = DEFAULT_TOKENS,
     config: EvaluationConfig | None = None,
     max_distance: int | None = None,
-    heads: Sequence[Head] | None = None,
+    heads: Sequence[plots.Head] | None = None,
     page_tokens: int | None = None,
     out: Path | str | None = None,
     checkpoint: CheckpointName = "best",
@@ -163,7 +162,7 @@ def analyze_attention(
     return values
 
 
-def _check_heads(heads: Sequence[Head], shape: tuple[int, int]) -> None:
+def _check_heads(heads: Sequence[plots.Head], shape: tuple[int, int]) -> None:
     """Check that the heads exist in a model of this many layers and heads, and fit into one plot."""
     for head in heads:
         for name, number, count in zip(("layer", "head"), head, shape, strict=True):
@@ -208,7 +207,7 @@ def _max_distance(plan: EvaluationPlan, requested: int | None, num_tokens: int) 
     return requested
 
 
-def _farthest_heads(means: AttentionMeans) -> list[Head]:
+def _farthest_heads(means: AttentionMeans) -> list[plots.Head]:
     """Return the head with the largest mean distance of the first, middle and last layer."""
     n_layers = len(means.distance_LN)
     return [(layer, int(means.distance_LN[layer].argmax())) for layer in sorted({0, n_layers // 2, n_layers - 1})]

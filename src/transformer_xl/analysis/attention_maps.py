@@ -138,8 +138,7 @@ def _by_distance(x_BNTS: Tensor, num_distances: int) -> Tensor:
     """
     num_queries, num_keys = x_BNTS.shape[-2:]
     query_T = torch.arange(num_queries, device=x_BNTS.device)
-    distance_P = torch.arange(num_distances, device=x_BNTS.device)
-    key_TP = num_keys - num_queries + query_T[:, None] - distance_P
+    key_TP = num_keys - num_queries + query_T[:, None] - torch.arange(num_distances, device=x_BNTS.device)
     x_NTP = x_BNTS[0].gather(-1, key_TP.clamp(min=0).expand(x_BNTS.shape[1], -1, -1))
     return x_NTP.masked_fill(key_TP < 0, 0)
 
@@ -268,8 +267,7 @@ class TermMaps:
         last_NS = terms.position_bias_BNTS[0, :, num_queries - 1, : num_memory + num_queries]
         self.position_bias_LNQ[layer, :, :num_seen] = last_NS[:, -num_seen:].flip(-1).cpu()
         self.log_denominator_LNQ[layer, :, queries] = _log_denominator(terms)[:, :num_queries].cpu()
-        first_in_window_T = torch.arange(start, stop) + 1 - (window or num_keys)
-        self.first_seen_Q[queries] = first_in_window_T.clamp(min=first_key)
+        self.first_seen_Q[queries] = (torch.arange(start, stop) + 1 - (window or num_keys)).clamp(min=first_key)
 
     @property
     def seen_QQ(self) -> Tensor:
@@ -280,12 +278,11 @@ class TermMaps:
     def map_QQ(self, term: Term, layer: int, head: int) -> npt.NDArray[np.floating]:
         """Return a map of a head by query and key; nan where the query does not see the key."""
         position_Q = torch.arange(self.num_tokens)
-        distance_QQ = (position_Q[:, None] - position_Q).clamp(min=0)
         maps = {
             "content": self.content_LNQQ[layer, head],
             "position": self.position_LNQQ[layer, head],
             "content_bias": self.content_bias_LNQ[layer, head].expand(self.num_tokens, -1),
-            "position_bias": self.position_bias_LNQ[layer, head][distance_QQ],
+            "position_bias": self.position_bias_LNQ[layer, head][(position_Q[:, None] - position_Q).clamp(min=0)],
         }
         maps["score"] = maps["content"] + maps["position"] + maps["content_bias"] + maps["position_bias"]
         maps["probability"] = (maps["score"] - self.log_denominator_LNQ[layer, head, :, None]).exp()

@@ -108,8 +108,7 @@ class GroupModel:
         model, segment_length = self.model, self.plan.segment_length
         device, num_inputs = next(model.parameters()).device, self.num_inputs(context)
         batch_size = self._batch_size(num_inputs)
-        first_length = (num_inputs - 1) % segment_length + 1
-        lengths = [first_length] + [segment_length] * ((num_inputs - 1) // segment_length)
+        lengths = [(num_inputs - 1) % segment_length + 1] + [segment_length] * ((num_inputs - 1) // segment_length)
         losses: list[torch.Tensor] = []
         for positions_B in np.array_split(positions_P, -(-len(positions_P) // batch_size)):
             tokens_BS = torch.from_numpy(tokens_K[positions_B[:, None] + np.arange(-num_inputs, 1)].astype(np.int64))

@@ -81,7 +81,6 @@ def compare_speed(
     sizes = config.model.model_copy(update={"cutoffs": ()}) if config.model.cutoffs == "auto" else config.model
     set_threads(threads)
     measurement = SpeedMeasurement(sizes, comparison, choose_device(device))
-    rows = [measurement.measure(window) for window in comparison.attention_windows]
     return {
         "model": model,
         "parameters": measurement.memory_model.num_parameters(),
@@ -90,7 +89,7 @@ def compare_speed(
         "repeats": comparison.repeats,
         "dtype": measurement.dtype,
         **environment(measurement.device),
-        "rows": rows,
+        "rows": [measurement.measure(window) for window in comparison.attention_windows],
     }
 
 
@@ -174,7 +173,11 @@ class SpeedMeasurement:
                 "stored": lambda: self.predict_window_stored(vanilla_text),
                 **{length: lambda length=length: predict_segment(length) for length in self.comparison.segment_lengths},
             }
-            self._warm_up()
+            # run everything once at a short window, so that initialization and first allocations are not timed
+            short_window = min(64, *self.comparison.attention_windows)
+            self.predict_window(self._random_tokens(short_window))
+            self.predict_window_stored(self._random_tokens(short_window))
+            self._with_full_memory(short_window, None)(short_window)
             for index in range(repeats):
                 say(f"attention window {window:,}, repeat {index + 1} of {repeats}")
                 for name, function in timed.items():
@@ -194,13 +197,6 @@ class SpeedMeasurement:
             "flops_ratio": flops_ratio(self.config, window, clamp_length),
             "paper": PAPER.get(window),
         }
-
-    def _warm_up(self) -> None:
-        """Run everything once at a short window, so that initialization and first allocations are not timed."""
-        window = min(64, *self.comparison.attention_windows)
-        self.predict_window(self._random_tokens(window))
-        self.predict_window_stored(self._random_tokens(window))
-        self._with_full_memory(window, None)(window)
 
     def predict_window(self, text_1W: Tensor) -> None:
         """Compute one prediction of the vanilla model: all of the window, and the loss of the last token."""

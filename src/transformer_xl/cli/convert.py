@@ -55,8 +55,7 @@ def convert(
     tokenizer_text = f"{result.tokenizer.kind}, {result.tokenizer.vocab_size:,} tokens"
     fields: dict[str, Any] = {"format": result.format, "parameters": result.parameters, "tokenizer": tokenizer_text}
     if json:
-        notes = list(result.notes)
-        print_json({"from": str(source), "to": str(out), **fields, "notes": notes, "seconds": seconds})
+        print_json({"from": str(source), "to": str(out), **fields, "notes": list(result.notes), "seconds": seconds})
         return
     fields["parameters"] = f"{result.parameters:,}"
     print_table(f"{out} ({seconds:.1f} s)", ["", "value"], [[name, str(value)] for name, value in fields.items()])

@@ -52,11 +52,10 @@ def say_unknown(tokenizer: Tokenizer, texts: Iterable[str | bytes]) -> None:
     """Print a warning with the words of the texts that are not in the tokenizer's vocabulary."""
     if tokenizer.unk_token_id is None:
         return
-    unk_token = tokenizer.decode([tokenizer.unk_token_id])
     for text in texts:
         if unknown := tokenizer.unknown_words(text):
             words = ", ".join(f"'{word[:40]}'" for word in unknown[:5]) + (", ..." if len(unknown) > 5 else "")
-            say(f"warning: not in the vocabulary, and read as {unk_token}: {words}")
+            say(f"warning: not in the vocabulary, and read as {tokenizer.decode([tokenizer.unk_token_id])}: {words}")
 
 
 def command_line() -> str:

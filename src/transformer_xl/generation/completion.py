@@ -123,13 +123,9 @@ class CompletionBuilder:
         if stop_positions := [text.find(stop) for stop in stops if stop in text]:
             self.finish_reason = "stop"
             return text[: min(stop_positions)]
-        held_length = _length_of_stop_prefix(text, stops)
+        # hold back the longest end of the text that is the beginning of a stop string
+        lengths = range(min(max(map(len, stops), default=1) - 1, len(text)), 0, -1)
+        starts_stop = (length for length in lengths if any(stop.startswith(text[-length:]) for stop in stops))
+        held_length = next(starts_stop, 0)
         self._held_back = text[len(text) - held_length :]
         return text[: len(text) - held_length]
-
-
-def _length_of_stop_prefix(text: str, stops: Sequence[str]) -> int:
-    """Return the length of the longest end of the text that is the beginning of a stop string."""
-    longest = max(map(len, stops), default=1) - 1
-    lengths = range(min(longest, len(text)), 0, -1)
-    return next((length for length in lengths if any(stop.startswith(text[-length:]) for stop in stops)), 0)

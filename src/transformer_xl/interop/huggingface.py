@@ -140,8 +140,7 @@ def write(path: Path, config: RunConfig, weights: Mapping[str, Tensor], tokenize
     notes += _tokenizer_notes(tokenizer, words)
     tensors = export_weights(model, HUGGING_FACE, weights)
     # the frequencies of the sinusoidal position encoding, which TransfoXL stores as a buffer
-    even_dimensions = torch.arange(0.0, model.d_model, 2.0)
-    tensors["transformer.pos_emb.inv_freq"] = 1 / (10000 ** (even_dimensions / model.d_model))
+    tensors["transformer.pos_emb.inv_freq"] = 1 / (10000 ** (torch.arange(0.0, model.d_model, 2.0) / model.d_model))
     with atomic_folder(path) as temporary:
         values = {**_config_values(config, model), "mem_len": memory, "same_length": same_length}
         _write_json(temporary / "config.json", values)

@@ -117,8 +117,7 @@ class TorchFile:
         if not isinstance(keys, list) or not all(isinstance(key, str) and key in self._storages for key in keys):
             raise self._damaged("its list of storages is wrong")
         for key in keys:
-            num_elements = int.from_bytes(self._bytes.read(8), "little")
-            length = num_elements * self._dtype(self._storages[key]).itemsize
+            length = int.from_bytes(self._bytes.read(8), "little") * self._dtype(self._storages[key]).itemsize
             start = self._bytes.tell()
             if start + length > len(self._bytes):
                 raise self._damaged("it is truncated")
@@ -136,8 +135,7 @@ class TorchFile:
                 return name
             case ("storage", GlobalName(path=kind), str(key), _, int(num_elements), *view) if num_elements >= 0:
                 # A view is a part of a storage, which only the older form could refer to.
-                is_part = any(part is not None for part in view)
-                dtype = None if is_part else _STORAGES.get(kind.rpartition(".")[2])
+                dtype = None if any(part is not None for part in view) else _STORAGES.get(kind.rpartition(".")[2])
                 self._storages[key] = _Storage(key, dtype, num_elements)
                 return self._storages[key]
         raise self._damaged("it refers to something other than a storage")

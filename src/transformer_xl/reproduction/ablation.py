@@ -219,9 +219,8 @@ def chart(results: Mapping[str, SystemResult]) -> str:
     ]
     metric = next(iter(results.values())).metric
     worst_initial = max(mean(result.initial) for result in results.values())
-    best = min(mean(result.best) for result in results.values())
     # an encoding that fails beyond its training lengths would otherwise squeeze all other lines together
-    max_y = worst_initial + _HEADROOM * (worst_initial - best)
+    max_y = worst_initial + _HEADROOM * (worst_initial - min(mean(result.best) for result in results.values()))
     is_clipped = any(mean(scores) > max_y for result in results.values() for scores in result.by_window.values())
     title = f"Test {NAMES[metric]} by attention window" + (" (some continue above)" if is_clipped else "")
     x_label, y_label = "attention window (tokens)", NAMES[metric]

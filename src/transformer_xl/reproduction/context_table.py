@@ -36,8 +36,7 @@ def table_rows(groups: Sequence[Mapping[str, Any]]) -> list[list[list[str]]]:
     """
     by_names: dict[tuple[str, ...], list[list[Mapping[str, Any]]]] = {}
     for group in groups:
-        names = tuple(model["name"] for model in group["models"])
-        by_names.setdefault(names, []).append(group["models"])
+        by_names.setdefault(tuple(model["name"] for model in group["models"]), []).append(group["models"])
     # zip: from a list of models for each seed to a tuple of seeds for each model
     return [[_row(models) for models in zip(*seeds, strict=True)] for seeds in by_names.values()]
 

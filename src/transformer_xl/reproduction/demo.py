@@ -56,8 +56,7 @@ class DemoResult:
 
     def rows(self) -> list[list[str]]:
         """Return the rows of the table of results, under COLUMNS."""
-        trained_length = RunFolder.open(self.training.path).config.train.memory_length
-        notes = {0: " (none)", trained_length: " (as trained)"}
+        notes = {0: " (none)", RunFolder.open(self.training.path).config.train.memory_length: " (as trained)"}
         rows: list[list[str]] = []
         for length, result in self.evaluations.items():
             name = f"Transformer-XL, memory {length:,}{notes.get(length, '')}"

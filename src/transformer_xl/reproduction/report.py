@@ -65,11 +65,10 @@ def write_report(folder: Path) -> Path:
 def _scale(results: Results) -> str:
     """Return a sentence on corpus, model and training."""
     model, train = results["settings"]["model"], results["settings"]["train"]
-    seeds = ", ".join(map(str, results["seeds"]))
     return (
         f"Trained on {results['corpus']} ({results['train_tokens']:,} tokens): {model['n_layers']} layers, "
         f"d_model {model['d_model']}, segments of {train['segment_length']}, batch size {train['batch_size']}, "
-        f"{train['max_steps']:,} steps, seeds {seeds}."
+        f"{train['max_steps']:,} steps, seeds {', '.join(map(str, results['seeds']))}."
     )
 
 

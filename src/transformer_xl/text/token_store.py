@@ -288,7 +288,6 @@ def _token_files(folder: Path, split: SplitName, record: SplitRecord) -> dict[Pa
 
 def _read_record(path: Path) -> CorpusRecord:
     file = path / "corpus.json"
-    advice = "'txl prepare FILES --out DIR' creates one"
     if not file.exists():
         if not path.exists():
             problem = f"no corpus at {path}"
@@ -298,7 +297,7 @@ def _read_record(path: Path) -> CorpusRecord:
             problem = f"{path} is a run, expected a corpus; its config.yaml names the corpus it was trained on"
         else:
             problem = f"{path} is not a corpus (it has no corpus.json)"
-        raise UserError(f"{problem}; {advice}")
+        raise UserError(f"{problem}; 'txl prepare FILES --out DIR' creates one")
     values = read_json_object(file)
     if (values.get("format"), values.get("version")) != (_FORMAT, _VERSION):
         raise UserError(

@@ -185,8 +185,8 @@ def _boundary_near(text: FileRange, position: int, tolerance: int) -> int:
     In order of preference: the first position after a newline, the end of the text, the first position after
     whitespace; and if the range has none of them, the end of the character at `position`.
     """
-    stop = min(position + max(tolerance, 4), text.size())  # a UTF-8 character has up to 4 bytes
-    content = b"".join(replace(text, start=position - 1, stop=stop))
+    # a UTF-8 character has up to 4 bytes
+    content = b"".join(replace(text, start=position - 1, stop=min(position + max(tolerance, 4), text.size())))
     candidates = content[: tolerance + 1]  # for each possible boundary, the byte before it
     if (newline := candidates.find(b"\n")) >= 0:
         return position + newline

@@ -281,9 +281,8 @@ def to_bytes(text: str | bytes) -> bytes:
         # Python decodes command-line bytes that are not UTF-8 to surrogate escapes; this restores those bytes.
         return text.encode("utf-8", errors="surrogateescape")
     except UnicodeEncodeError as error:
-        character = text[error.start]
         raise UserError(
-            f"the text has {character!r} at index {error.start}, which UTF-8 cannot represent; remove it"
+            f"the text has {text[error.start]!r} at index {error.start}, which UTF-8 cannot represent; remove it"
         ) from None
 
 

@@ -61,8 +61,7 @@ class CharTokenizer(ByteLevelTokenizer):
     @override
     def token_bytes(self) -> list[bytes]:
         """(V,) the UTF-8 bytes of each character, then the byte values if the tokenizer has byte fallback."""
-        characters = (character.encode("utf-8") for character in self.characters)
-        return [*characters, *(ALL_BYTES if self.byte_fallback else [])]
+        return [*map(str.encode, self.characters), *(ALL_BYTES if self.byte_fallback else [])]
 
     @cached_property
     def _id_of_code_point(self) -> npt.NDArray[np.int32]:

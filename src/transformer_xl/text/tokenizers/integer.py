@@ -41,8 +41,7 @@ def parse_integers(chunk: bytes, limit: int = MAX_VALUES) -> npt.NDArray[np.int6
     # fromstring parses an integer that exceeds int64 as the largest int64, and text of only spaces as one 0
     values = np.fromstring(chunk.replace(b"\n", b" %d " % _NEWLINE).strip(), dtype=np.int64, sep=" ")
     if (values >= limit).any():
-        index = int((values >= limit).argmax())
-        word = next(islice(re.finditer(rb"\S+|\n", chunk), index, None))
+        word = next(islice(re.finditer(rb"\S+|\n", chunk), int((values >= limit).argmax()), None))
         raise _not_an_integer(chunk, word.start(), limit)
     return values
 
