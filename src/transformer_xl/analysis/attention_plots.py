@@ -63,8 +63,7 @@ def draw_means(mean_LNP: npt.NDArray[np.float64]) -> Figure:
     for layer in range(1, n_layers):
         axes.axhline(layer * n_heads, color="white", linewidth=0.8)
     # label every layer, or only every second, third and so on if the labels would overlap
-    label_step = max(1, int(np.ceil(_LABEL_INCHES / (row_inches * n_heads))))
-    labelled = range(0, n_layers, label_step)
+    labelled = range(0, n_layers, max(1, int(np.ceil(_LABEL_INCHES / (row_inches * n_heads)))))
     axes.set_yticks([(layer + 0.5) * n_heads for layer in labelled], [f"layer {layer}" for layer in labelled])
     axes.tick_params(axis="y", length=0)
     if row_inches >= _LABEL_INCHES:

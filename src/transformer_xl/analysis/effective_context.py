@@ -107,10 +107,9 @@ class GroupModel:
         """
         model, segment_length = self.model, self.plan.segment_length
         device, num_inputs = next(model.parameters()).device, self.num_inputs(context)
-        batch_size = self._batch_size(num_inputs)
         lengths = [(num_inputs - 1) % segment_length + 1] + [segment_length] * ((num_inputs - 1) // segment_length)
         losses: list[torch.Tensor] = []
-        for positions_B in np.array_split(positions_P, -(-len(positions_P) // batch_size)):
+        for positions_B in np.array_split(positions_P, -(-len(positions_P) // self._batch_size(num_inputs))):
             tokens_BS = torch.from_numpy(tokens_K[positions_B[:, None] + np.arange(-num_inputs, 1)].astype(np.int64))
             with compute_context(device, self.plan.dtype):
                 segments = tokens_BS[:, :-1].to(device).split(lengths, dim=1)

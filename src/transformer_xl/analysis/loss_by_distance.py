@@ -84,8 +84,7 @@ def loss_by_distance(
         UserError: weights are not finite.
     """
     boundaries_N = text.boundaries(reset_memory=True)
-    longest = int(np.diff(boundaries_N).max())
-    max_distance_G = 2 ** np.arange((longest - 1).bit_length() + 1)
+    max_distance_G = 2 ** np.arange((int(np.diff(boundaries_N).max()) - 1).bit_length() + 1)
     count_G, sum_G, square_sum_G = (np.zeros(len(max_distance_G)) for _ in range(3))
     for part in stream_losses(model, text, replace(plan, reset_memory=reset_memory), progress):
         position_K = np.arange(part.position, part.position + len(part.nats_K))

@@ -141,8 +141,7 @@ def context(
     results = tables.reproduce_context(reproduction, sweep)
     seeds = f"{len(reproduction.seeds)} seeds" if len(reproduction.seeds) > 1 else "1 seed"
     title = f"Relative effective context length in tokens, for each of {seeds}"
-    shown = [(title, COLUMNS, rows) for rows in table_rows(results["groups"])]
-    _print_results(results, scale.out, shown, json=json)
+    _print_results(results, scale.out, [(title, COLUMNS, rows) for rows in table_rows(results["groups"])], json=json)
 
 
 @reproduce.command

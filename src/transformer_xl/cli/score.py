@@ -62,7 +62,7 @@ def score(
     from transformer_xl.evaluation.score import score as score_texts
     from transformer_xl.run_folder import load
 
-    contents = {name: _read(path) for name, path in paths.items()}
+    contents = {name: sys.stdin.buffer.read() if name == "-" else read_bytes(path) for name, path in paths.items()}
     device = device_options.choose()
     loaded = load(run, device=str(device), checkpoint=checkpoint)
     for warning in EvaluationPlan.resolve(loaded.config, config).warnings(device):
@@ -91,10 +91,6 @@ def _paths_by_name(files: tuple[Path, ...]) -> dict[str, Path]:
             raise UserError(f"{name} was given twice; list each file once")
         paths[name] = file
     return paths
-
-
-def _read(file: Path) -> bytes:
-    return sys.stdin.buffer.read() if str(file) == "-" else read_bytes(file)
 
 
 def _records(scores: list[TextScore], per: str) -> Iterator[dict[str, Any]]:

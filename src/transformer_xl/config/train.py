@@ -132,5 +132,4 @@ class TrainConfig(Settings):
     def num_doublings(self) -> int:
         """How often initial_segment_length doubles to segment_length; 0 if they are equal or not a power of 2 apart."""
         ratio, remainder = divmod(self.segment_length, self.initial_segment_length or self.segment_length)
-        is_power_of_2 = remainder == 0 and ratio.bit_count() == 1
-        return ratio.bit_length() - 1 if is_power_of_2 else 0
+        return ratio.bit_length() - 1 if remainder == 0 and ratio.bit_count() == 1 else 0

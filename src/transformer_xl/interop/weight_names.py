@@ -84,8 +84,7 @@ def weight_mappings(config: TransformerXLConfig, names: WeightNames) -> Iterator
         if config.tie_attention_biases:
             yield WeightMapping({name: (1, *heads)}, {f"{names.prefix}{their_name}": heads})
         else:
-            layers = range(config.n_layers)
-            theirs = {f"{names.prefix}layers.{index}.dec_attn.{their_name}": heads for index in layers}
+            theirs = {f"{names.prefix}layers.{index}.dec_attn.{their_name}": heads for index in range(config.n_layers)}
             yield WeightMapping({name: (config.n_layers, *heads)}, theirs)
     for index in range(config.n_layers):
         yield from _layer(config, f"layers.{index}.", f"{names.prefix}layers.{index}.")

@@ -162,6 +162,5 @@ def _reason(status: int, log: Path, begin: int) -> str:
     if status < 0:
         name = signal.Signals(-status).name
         return f"it was killed by {name}" + (", perhaps because memory ran out" if name == "SIGKILL" else "")
-    text = log.read_bytes()[begin:].decode(errors="replace")
-    lines = [line for line in text.splitlines() if line.strip()]
+    lines = [line for line in log.read_bytes()[begin:].decode(errors="replace").splitlines() if line.strip()]
     return lines[-1].removeprefix("txl: error: ") if lines else f"exit status {status} without a message"

@@ -69,8 +69,7 @@ class NamedDataset(TextSource):
         found = find_files(self.name, self.archive, [*texts, *filter(None, [vocab_file])], data_dir, progress)
         tokenizer = self.tokenizer
         if vocab_file:
-            path = plain_file(found[vocab_file], vocab_file.name)
-            tokenizer = tokenizer.model_copy(update={"vocab_file": str(path)})
+            tokenizer = tokenizer.model_copy(update={"vocab_file": str(plain_file(found[vocab_file], vocab_file.name))})
         splits: dict[SplitName, list[Document]] = {}
         for split, files in self.files.items():
             ranges = [replace(found[file.text], start=file.start, stop=file.stop) for file in files]

@@ -123,9 +123,7 @@ def _starts_number(atom: str) -> bool:
 
 def _contracts(before: str, after: str) -> bool:
     """Return whether an apostrophe between these atoms belongs to the second, as in isn 't and 1980 's."""
-    if before[-1:].isnumeric():
-        return after.startswith("s")
-    return _is_wordlike(before) and after[:1].isalpha()
+    return after.startswith("s") if before[-1:].isnumeric() else _is_wordlike(before) and after[:1].isalpha()
 
 
 def _ends_sentence(word: str, next_start: str) -> bool:
