@@ -139,8 +139,7 @@ def _by_distance(x_BNTS: Tensor, num_distances: int) -> Tensor:
     num_queries, num_keys = x_BNTS.shape[-2:]
     query_T = torch.arange(num_queries, device=x_BNTS.device)
     key_TP = num_keys - num_queries + query_T[:, None] - torch.arange(num_distances, device=x_BNTS.device)
-    x_NTP = x_BNTS[0].gather(-1, key_TP.clamp(min=0).expand(x_BNTS.shape[1], -1, -1))
-    return x_NTP.masked_fill(key_TP < 0, 0)
+    return x_BNTS[0].gather(-1, key_TP.clamp(min=0).expand(x_BNTS.shape[1], -1, -1)).masked_fill(key_TP < 0, 0)
 
 
 class AttentionMeans:
@@ -162,8 +161,8 @@ class AttentionMeans:
         num_distances = min(num_visible_distances(plan), num_tokens)
         shape = (model.config.n_layers, model.config.n_heads)
         memory_length = plan.context_limits.memory_length
-        tokens_until_full = -(-memory_length // plan.segment_length) * plan.segment_length  # in whole segments
-        self.fills_memory = num_tokens > tokens_until_full
+        # memory fills in whole segments
+        self.fills_memory = num_tokens > -(-memory_length // plan.segment_length) * plan.segment_length
         """Whether the text is long enough that some queries see a full memory."""
         self._min_valid = memory_length if self.fills_memory else 0
         self.num_queries = 0

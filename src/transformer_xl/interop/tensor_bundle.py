@@ -300,5 +300,4 @@ def _after_zeros(length: int) -> _Uint32s:
 
 def _multiply(matrix: _Uint32s, vectors: _Uint32s) -> _Uint32s:
     """Multiply each vector of 32 bits by a bit matrix, over the field of two elements."""
-    bits = (vectors[:, None] >> np.arange(32, dtype=np.uint32)) & np.uint32(1)
-    return np.bitwise_xor.reduce(bits * matrix, axis=1)
+    return np.bitwise_xor.reduce(((vectors[:, None] >> np.arange(32, dtype=np.uint32)) & np.uint32(1)) * matrix, axis=1)

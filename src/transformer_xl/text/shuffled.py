@@ -71,16 +71,13 @@ class ShuffledDocumentDataset(TokenDataset):
         # The first token of an epoch has no preceding token, and positions after the end of a row have no token.
         has_token_BK = inside_BK & (positions_BK >= 0)
         tokens_BK = np.full(positions_BK.shape, self.bos_token_id)
-        tokens_BK[has_token_BK] = self._tokens_at(positions_BK[has_token_BK], order)
+        positions = positions_BK[has_token_BK]
+        index = np.searchsorted(order.starts, positions, side="right") - 1
+        starts = self.document_starts[order.documents[index]].astype(np.int64)
+        tokens_BK[has_token_BK] = self.tokens[starts + positions - order.starts[index]]
         batch.inputs_BT[batch.loss_mask_BT] = tokens_BK[:, :-1][batch.loss_mask_BT]
         batch.targets_BT[batch.loss_mask_BT] = tokens_BK[:, 1:][batch.loss_mask_BT]
         return batch
-
-    def _tokens_at(self, positions: npt.NDArray[np.int64], order: _EpochOrder) -> npt.NDArray[np.integer]:
-        """Return the tokens at these positions of an epoch with this order."""
-        index = np.searchsorted(order.starts, positions, side="right") - 1
-        starts = self.document_starts[order.documents[index]].astype(np.int64)
-        return self.tokens[starts + positions - order.starts[index]]
 
     def _order(self, epoch: int) -> _EpochOrder:
         if epoch not in self._orders:
