@@ -73,15 +73,9 @@ def test_terms_plot_shows_every_map(make_model, tokens, length, tmp_path):
     labels = ["$", "\u4e2d", "\u21b5", "\u00b7", "antidisestablishment", *"abcdefghij" * 6][:length]
     figure = draw_terms(maps, (0, 1), labels)
     panels = [axes for axes in figure.axes if axes.images]
-    titles = {
-        "content": "(a)",
-        "position": "(b)",
-        "content_bias": "(c)",
-        "position_bias": "(d)",
-        "score": "score",
-        "probability": "attention",
-    }
-    for axes, (name, title) in zip(panels, titles.items(), strict=True):
+    names = ("content", "position", "content_bias", "position_bias", "score", "probability")
+    titles = ("(a)", "(b)", "(c)", "(d)", "score", "attention")
+    for axes, name, title in zip(panels, names, titles, strict=True):
         assert axes.get_title().startswith(title)
         assert np.ma.allequal(axes.images[0].get_array(), np.ma.masked_invalid(maps.map_QQ(name, 0, 1)))
     assert [axes.get_xlabel()[:3] for axes in panels] == ["", "", "", "key", "key", "key"]

@@ -92,7 +92,6 @@ def replace_file(old: str, new: str, content: bytes) -> None:
         ({"vocab_size": 24}, rf"'{TABLE}' is 23 x 8, but its settings need 24 x 8"),
         ({"n_layer": 3}, r"no weight 'transformer.layers.2.dec_attn.r_w_bias', which its settings need"),
         ({"n_layer": 2**31 - 1}, r"has 31 weights, but its settings ask for 2,147,483,647 layers"),
-        ({"n_layer": 1}, r"unknown weight 'transformer.layers.1.[\w.]*'"),
         ({"d_model": 7}, r"config.json: d_model: .*multiple of 2"),
     ],
 )
@@ -113,10 +112,6 @@ DAMAGED_FILES: dict[str, Case] = {
     "config.json not JSON": (lambda: Path("hub/config.json").write_text("{"), "hub", r"config.json: .*as JSON"),
     "config.json a list": (lambda: Path("hub/config.json").write_text("[1]"), "hub", r"a model of type 'list'"),
     "no weights": (lambda: Path("hub/model.safetensors").unlink(), "hub", r"hub has no weights; expected model.saf"),
-    "shape of a weight": (
-        lambda: change_weights({TABLE: torch.zeros(23, 7)}), "hub", rf"'{TABLE}' is 23 x 7, but its settings need"),
-    "missing weight": (
-        lambda: change_weights({"crit.cluster_bias": None}), "hub", r"no weight 'crit.cluster_bias'"),
     "unknown weight": (
         lambda: change_weights({"x" * 9999: torch.zeros(3)}), "hub", r"unknown weight 'x{120}'"),
     "no softmax": (
@@ -209,11 +204,7 @@ def test_run_that_hugging_face_cannot_express_is_refused(folder: Path, capfd: Ca
     config = Path("run/config.yaml").read_text()
     for old, new, message in (
         ("  attention_window: 9\n", "  attention_window: 5\n", "attention_window 5 with memory_length 9"),
-        (
-            "norm_first: false\n  final_norm: false",
-            "norm_first: true\n  final_norm: true",
-            "final_norm|final LayerNorm",
-        ),
+        ("norm_first: false\n  final_norm: false", "norm_first: true\n  final_norm: true", "final_norm"),
     ):
         assert old in config
         Path("run/config.yaml").write_text(config.replace(old, new))
@@ -224,7 +215,6 @@ def test_run_of_an_earlier_version_is_refused(folder: Path, capfd: Capture) -> N
     Path("run").mkdir()
     Path("run/config.yaml").write_text("model: {kind: transformer, layers: 2}\ntrain: {rows: 3}\n")
     assert_refused(folder, "convert run back --to huggingface", "run/config.yaml is from an earlier version", capfd)
-    assert_refused(folder, "convert run new", "run is a run already", capfd)
 
 
 def test_full_disk_leaves_nothing(folder: Path, capfd: Capture, monkeypatch: Patch) -> None:

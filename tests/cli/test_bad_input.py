@@ -86,18 +86,12 @@ BAD_COMMANDS = [
     ("train off.yaml --corpus corpus", r"train.compile: .* \(given: False; .* unless quoted\)"),
     ("train twice.yaml --corpus corpus", "twice.yaml: .*duplicate key 'model'"),
     ("train list.yaml --corpus corpus", "list.yaml: must be a mapping of settings, not list"),
-    (
-        f"{TRAIN_SMALL} --model.attn-implementation refrence",
-        r"no attention kernel 'refrence' \(did you mean 'reference'\?\)",
-    ),
+    (f"{TRAIN_SMALL} --model.attn-implementation refrence", "no attention kernel 'refrence' .*'reference'"),
     (f"{TRAIN} --device cpuu", r"no device 'cpuu' on this computer \(did you mean 'cpu'\?\); available: auto, "),
     ("evaluate run --split tset", r"no split 'tset' \(did you mean 'test'\?\)"),
     ("evaluate run --checkpoint lst", 'Did you mean "last"?'),
     ("recipes nope", 'Unexpected "nope". Expected an option .*; --help'),
-    (
-        "generate run --logprobs 5000",
-        r'Unexpected "5000"\. Expected an option \(flags take no value\); --help',
-    ),
+    ("generate run --logprobs 5000", r'Unexpected "5000"\. Expected an option \(flags take no value\)'),
     # files and folders
     (TRAIN_SMALL.replace("corpus corpus", "corpus small"), "has 20 tokens, .* 3 sequences of 7 .* 21; lower --train.b"),
     ("train --corpus run", "run is a run, expected a corpus; its config.yaml names .*; 'txl prepare .* creates one"),

@@ -70,7 +70,6 @@ BAD_COMMANDS = [
     ("prepare ptb --data-dir ptb", "ptb.train.txt: 3,499 bytes, .*expected 5,101,618 .*; .* txl prepare --train ptb/"),
     ("prepare enwik8 --data-dir zip", "zip/enwik8.zip: 194 bytes, .* expected 36,445,475 bytes, .*; get it again"),
     ("prepare text.txt --data-dir folder", "--data-dir folder is only for data sets that can be downloaded"),
-    ("prepare python-stdlib --data-dir folder", "--data-dir folder is only for data sets that can be downloaded"),
     # tokenizers
     ("prepare text.txt --tokenizer bytes", r"no tokenizer at bytes \(did you mean 'byte'\?\)"),
     ("prepare text.txt --tokenizer text.txt", "text.txt: .*JSON"),

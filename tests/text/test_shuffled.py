@@ -168,14 +168,3 @@ def test_order_comes_from_random_integers_that_every_numpy_version_draws() -> No
     assert order == [10, 4, 9, 3, 2, 1, 6, 0, 5, 7, 8]
     dataset = dataset_of([1] * 11, batch_size=2, segment_length=3, seed=5)
     assert document_order(dataset, epoch=3) == [index + 1 for index in order]
-
-
-def test_small_text_gives_the_batches_computed_by_hand() -> None:
-    """The documents 1 2, 3 4 5, 6 and 7 8 are read in the order 3 4 5, 7 8, 6, 1 2; the second row begins with 6."""
-    first, second = read_epoch(dataset_of([2, 3, 1, 2], batch_size=2, segment_length=3, seed=1))
-    assert first.inputs_BT.tolist() == [[BOS, 3, 4], [8, 6, 1]]
-    assert first.targets_BT.tolist() == [[3, 4, 5], [6, 1, 2]]
-    assert first.loss_mask_BT.all()
-    assert second.inputs_BT.tolist() == [[5, 7, BOS], [BOS, BOS, BOS]]
-    assert second.targets_BT.tolist() == [[7, 8, 0], [0, 0, 0]]
-    assert second.loss_mask_BT.tolist() == [[True, True, False], [False, False, False]]
