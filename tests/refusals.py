@@ -93,7 +93,7 @@ def no_file_larger_than(size: int) -> Iterator[None]:
 
 
 def full_after(writes: int, monkeypatch: Patch) -> None:
-    """Simulate a disk that is full after so many calls of os.fsync, which ends the writing of each file."""
+    """Simulate a disk that is full after so many calls of os.fsync, which ends the writing of each file and folder."""
     flush, remaining = os.fsync, iter(range(writes))
 
     def fsync(descriptor: int) -> None:

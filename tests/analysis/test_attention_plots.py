@@ -98,6 +98,8 @@ def test_labels_in_other_scripts_are_escaped_and_truncated(make_model, tokens):
 
 def test_loss_plot_shows_losses_and_counts():
     losses, errors = np.linspace(3, 2, 12), np.array([np.nan, *np.full(11, 0.1)])
+    # groups of tokens by distance from the start of their document: largest distance, number of tokens, mean loss and
+    # its standard error
     loss = LossByDistance(2 ** np.arange(12), np.arange(12) + 1, losses, errors)
     figure = draw_losses({"one": loss, "other": loss}, "a document")
     upper, lower = figure.axes

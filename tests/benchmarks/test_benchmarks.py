@@ -192,7 +192,11 @@ def test_cost_of_a_loss_is_interpolated_where_it_is_first_reached(nats, cost):
 
 
 def test_arms_are_compared_with_the_first_for_each_seed():
-    """An arm is an optimizer with its schedule and settings; the points of each are given by its name and the seed."""
+    """An arm is an optimizer with its schedule and settings; the points of each are given by its name and the seed.
+
+    The share of tokens is how many tokens an arm trains on until it first reaches the final loss of the first arm, as a
+    fraction of all tokens of the first arm.
+    """
     faster = [replace(point, nats_per_token=point.nats_per_token - 1) for point in POINTS]
     arms = optimizers.compare({"a": {1: POINTS, 2: POINTS}, "b": {1: faster, 2: POINTS}})
     assert arms["a"]["share_of_tokens_to_reach_the_first"] == {"median": 1.0, "range": [1.0, 1.0]}
@@ -207,7 +211,11 @@ def test_arms_are_compared_with_the_first_for_each_seed():
 )
 @pytest.mark.parametrize("steps", [1, 1000])
 def test_settings_of_arms_are_valid(name, steps):
-    """A name is OPTIMIZER-SCHEDULE[-AVERAGE][:SETTING=VALUE][@SHARE], with the share of the training budget."""
+    """A name is OPTIMIZER-SCHEDULE[-AVERAGE][:SETTING=VALUE][@SHARE].
+
+    AVERAGE is the setting weight_average, such as uniform. SHARE is the fraction of the training budget, in seconds or
+    tokens, that the arm gets.
+    """
     arm = Arm.parse(name)
     config = TrainConfig.model_validate(arm.train({"warmup_steps": 50}, steps))
     assert (config.max_steps, config.optimizer) == (steps, name.split("-")[0])
@@ -264,7 +272,8 @@ def gpu_arguments(*parts: str) -> argparse.Namespace:
 
 def test_gpu_stops_after_a_wrong_kernel(monkeypatch, capsys):
     replace_kernel(monkeypatch, "sdpa", without_position_bias)
-    monkeypatch.setattr(gpu, "compiled", lambda recipe, args: [])  # no comparison of training losses
+    # it trains models and compares their losses with those of the reference kernel; this test needs only kernel checks
+    monkeypatch.setattr(gpu, "compiled", lambda recipe, args: [])
     results, status = gpu.run(gpu_arguments("correctness", "kernels"))
     assert status == 1
     assert "kernels" not in results

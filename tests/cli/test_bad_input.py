@@ -180,6 +180,7 @@ def substitute(pattern: bytes, new: bytes) -> Change:
 
 WEIGHTS, CONFIG, METRICS = "model.safetensors", "config.yaml", "metrics.jsonl"
 LAST_WEIGHTS, TRAINING = "checkpoints/step-00000005/model.safetensors", "checkpoints/step-00000005/training.json"
+# shard-00001: written by the first process; model-00001-of-00001: the only file of that process
 OPTIMIZER = "checkpoints/step-00000005/training/shard-00001-model-00001-of-00001.safetensors"
 CHECKSUM = rf"safetensors is damaged \(its checksum does not match its contents\); {DAMAGED}"
 INCOMPLETE = rf"safetensors is damaged \(not a complete safetensors file: .*\); {DAMAGED}"
@@ -279,7 +280,7 @@ def test_run_is_locked_while_it_is_trained(folder: Path, monkeypatch: Patch, cap
 
 @pytest.mark.parametrize("words", [TRAIN_SMALL, "prepare text.txt --out new"])
 def test_full_disk_leaves_no_new_files(folder: Path, words: str, monkeypatch: Patch, capfd: Capture) -> None:
-    for writes in range(3):  # number of writes that succeed before the disk is full
+    for writes in range(3):  # number of files and folders that are flushed (os.fsync) before the disk is full
         with monkeypatch.context() as patch:
             full_after(writes, patch)
             assert_refused(folder, words, f"writing .*new.*: {FULL}", capfd)
@@ -302,7 +303,7 @@ def assert_same_weights(run_path: Path, expected_path: Path) -> None:
 
 
 def test_full_disk_while_training_keeps_the_run_valid(folder: Path, monkeypatch: Patch, capfd: Capture) -> None:
-    """Wherever training is interrupted (tried at every seventh written file), it resumes to the same weights."""
+    """Wherever training is interrupted (tried at every seventh os.fsync), it resumes to the same weights."""
     resume = "train --resume run --train.max-steps=8 --train.checkpoint-interval=2"
     shutil.copytree("run", "start")
     do(resume)

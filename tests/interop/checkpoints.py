@@ -17,7 +17,7 @@ from torch import Tensor
 from transformer_xl.model.language_model import LanguageModel
 
 FIXTURES = Path(__file__).parent / "fixtures"
-# the vocabulary of the small models: the word of each token id
+# the vocabulary of those models in these tests that have 23 tokens: the word of each token id
 WORDS = ["<eos>", "the", ",", ".", "of", "and", "in", "<unk>", *(f"word{number}" for number in range(15))]
 
 

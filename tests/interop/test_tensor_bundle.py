@@ -196,6 +196,7 @@ def test_random_index_gives_user_error_or_tensors(
 
 
 def test_every_changed_byte_is_detected(tmp_path: Path) -> None:
+    # the checkpoint that TensorFlow wrote of the model "bytes", one of the CASES of golden/make_tensorflow.py
     for file in (GOLDEN / "bytes").glob("model.ckpt-17.*"):
         shutil.copy(file, tmp_path)
     prefix, path = tmp_path / "model.ckpt-17", tmp_path / "model.ckpt-17.index"

@@ -34,6 +34,7 @@ def test_other_settings_are_those_of_the_base(system):
     assert config.train.memory_length == (12 if system.recurrence else 0)
     assert config.train.batch_size == 4
     assert config.train.max_steps == (round(7 * 12 / config.train.segment_length) if system.equal_memory else 7)
+    # a larger system has a quarter more layers than the base, at least one more
     assert config.model.n_layers == (2 if system.larger else 1)
     assert config.model.architecture == system.architecture
     # recurrent models (which do not attend) have the width that gives them as many parameters

@@ -42,7 +42,7 @@ def train(
     recipe
         Name of a recipe ('txl recipes' lists them), or a YAML file in the same format. [default: no recipe]
     corpus
-        Folder that 'txl prepare' created.
+        Folder that 'txl prepare' created; with --resume, its new location if it has moved.
     run
         New folder for settings, weights and metrics. [default: runs/CORPUS-RECIPE]
     resume

@@ -36,7 +36,8 @@ class ContextSweep(Settings):
     seed: int = Field(default=1, ge=0, le=INT32_MAX)
     """Seed of the random positions."""
     fractions: _Fractions = (0.1, 0.5, 1.0)
-    """Fractions of the positions, those that are hardest to predict, over which losses are averaged: the paper's r."""
+    """Fractions of the positions over which losses are averaged: the paper's r. At each context, the
+    positions with the largest loss are chosen, where the loss is that of the model that predicts the token best."""
     threshold: float = Field(default=0.01, gt=0, lt=1)
     """The effective length of a model is the first context from which context_step more tokens lower perplexity by a
     smaller fraction than this."""
@@ -68,13 +69,15 @@ class SpeedComparison(Settings):
     """What is compared: the speed of evaluation with memory and with a sliding window; the defaults are the paper's."""
 
     attention_windows: _Counts = (800, 1800, 2800, 3800)
-    """Maximum number of keys that a query attends to, for both models; several are separated by commas."""
+    """Maximum number of keys that a query attends to, for both models, the one with memory and the vanilla one with
+    a sliding window; several are separated by commas."""
     segment_lengths: _Counts = (128, 256, 512, 1024, 2048)
     """Segment lengths of the model with memory, separated by commas; the fastest is reported."""
     clamp_length: _Count | Literal["auto"] | None = "auto"
     """Distances between query and key above this are encoded as this one by the model with memory; none: no limit;
-    auto: the evaluation setting of the recipe or run."""
+    auto: the clamp_length of evaluation in the recipe or run that sets the sizes of both models."""
     repeats: _Count = 3
     """How often each model is timed, one after the other in turns; medians are reported."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Data type of matrix products, for both models; auto: bfloat16 where the hardware supports it."""
+    """Data type of matrix products, for the model with memory and the vanilla one; auto: bfloat16 where the hardware
+    supports it."""

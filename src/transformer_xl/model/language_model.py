@@ -36,7 +36,8 @@ class LanguageModel(nn.Module, ABC):
     layers: nn.ModuleList
     """The layers in order, all of the same class; training may compile, recompute or shard each separately."""
     cache_shapes: dict[type[LayerCache], tuple[int, ...]]
-    """The `LayerCache` classes that the layers accept, and the `token_shape` that a cache of each class must have."""
+    """The `LayerCache` classes that the layers accept, and the `token_shape` (shape of what a cache holds of one token)
+    that a cache of each class must have; empty for a model without memory."""
 
     def __init__(self, config: BaseModelConfig, *, memory_length: int) -> None:
         super().__init__()
@@ -93,7 +94,8 @@ class LanguageModel(nn.Module, ABC):
 
         It is that of `inference_memory`, unless memory_length is 0. In that case each token would be predicted from
         the newest token only, so the memory has segment_length - 1 slots, which together with that token make one
-        segment. A model without memory stores those tokens instead and recomputes them in each step.
+        segment. A model without memory stores the ids of those tokens instead of hidden states, keys or values, and
+        processes them again in each step.
 
         Args:
             batch_size: B.
@@ -263,7 +265,7 @@ class LanguageModel(nn.Module, ABC):
                 f"memory of batch size {memory.batch_size} for inputs of batch size {batch_size}; "
                 "use memory.select(rows), or initial_memory for new sequences"
             )
-        num_caches = self.config.n_layers if self.cache_shapes else 0
+        num_caches = self.config.n_layers if self.cache_shapes else 0  # a model without memory has no caches
         if len(memory.layers) != num_caches or any(
             cache.token_shape != self.cache_shapes.get(type(cache)) for cache in memory.layers[:1]
         ):

@@ -56,7 +56,8 @@ class _Runner:
     threads: int
     """Threads of each process."""
     pass_fds: tuple[int, ...]
-    """File descriptors that the processes inherit, so that a lock is held until the last of them has ended."""
+    """File descriptors that the processes inherit, so that the caller's lock of the folder with all runs is held
+    until the last of them has ended."""
     running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     """The running process of each job, by name of the job."""
     is_stopping: bool = False
@@ -129,6 +130,7 @@ def run_parallel(
         UserError: a job failed; the others were stopped and have saved checkpoints.
     """
     runner = _Runner(logs, threads, pass_fds)
+    # seconds_between_lines: where the output is not a terminal, progress is printed as lines
     with ProgressBar(title, sum(job.size for job in jobs), "steps", seconds_between_lines=60.0) as bar:
         done = _done(jobs)
         bar.begin_at(done)

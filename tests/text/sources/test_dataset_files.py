@@ -99,6 +99,7 @@ def test_downloaded_files_are_found_without_network(cache: Path) -> None:
         assert find(None, archive) == list(TEXTS.values())
     separate = TextFile(TRAIN.path, TRAIN.digest, urls=NO_URL)
     found = find_files("x", ARCHIVES["zip"], [separate, TEST])
+    # a FileRange without start and stop is the whole file, or the whole member of an archive
     assert found == {separate: FileRange(cache / "x.train"), TEST: FileRange(cache / "x-v1.zip", member=TEST.path)}
 
 

@@ -35,6 +35,8 @@ def test_decoding_restores_every_text(text: str) -> None:
 
 
 def test_frequent_words_become_single_tokens() -> None:
+    # counts is None: a BPE tokenizer does not record how often tokens occurred in its training text. It adds no final
+    # newline to a document, because no end-of-sequence token replaces its newlines.
     assert (BPE.vocab_size, BPE.kind, BPE.counts, BPE.adds_final_newline) == (283, "bpe", None, False)
     assert BPE.decode_bytes([BPE.bos_token_id]) == b"\n"
     assert len(BPE.encode("the")) == 1
