@@ -122,11 +122,18 @@ def test_checkpoint_without_tokenizer_needs_one(tmp_path: Path) -> None:
 
 
 def test_words_that_are_byte_values_become_byte_tokenizer(tmp_path: Path) -> None:
-    """The authors' enwik8 has byte values in decimal as words, the most frequent first."""
+    """Bytes prepared by the authors' code are byte values in decimal as words, the most frequent first. Numbers can
+    also be something else, such as the pitches of music, so they stay words unless the user says that they are bytes.
+    """
     config = CASES["no clusters"]
     byte_values = [32, 101, 116, 97, 255, 0, *range(70, 87)]  # 23 different ones, in any order
     model = old_model(config)
-    convert(save_official(tmp_path / "old", model, old_corpus([str(byte) for byte in byte_values])), tmp_path / "run")
+    saved = save_official(tmp_path / "old", model, old_corpus([str(byte) for byte in byte_values]))
+    converted = convert(saved, tmp_path / "words")
+    assert (converted.tokenizer.kind, converted.tokenizer.encode("0 32 255").tolist()) == ("word", [5, 0, 4])
+    assert "23 words are numbers and stay words; if they are bytes" in converted.notes[-1]
+    assert_same_nats(tmp_path / "words", config, model)
+    convert(saved, tmp_path / "run", tokenizer="byte")
     run = load(tmp_path / "run", device="cpu")
     assert isinstance(run.tokenizer, ByteTokenizer)
     assert_same_nats(tmp_path / "run", config, model, token_ids=byte_values)

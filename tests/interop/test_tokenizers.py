@@ -86,26 +86,37 @@ def test_invalid_words_are_refused(words: list[Any]) -> None:
         tokenizer_from_words(words, source="some.json")
 
 
+# the 204 bytes of the authors' enwik8: those of UTF-8 text without newline and control characters, less eight
+ENWIK8 = [str(byte) for byte in (9, *range(0x20, 0xC0), *range(0xC2, 0xED))]
+
+
 @pytest.mark.parametrize(
-    ("words", "cutoffs", "is_converted"),
+    ("words", "cutoffs", "is_bytes", "is_converted"),
     [
-        (["97", "10", "0"], (), True),
-        (["97", "10", "x"], (), False),
-        (["97", "10", "256"], (), False),
-        (["97", "10", "0"], (1,), False),
+        (["97", "10", "0"], (), True, True),
+        (["97", "10", "x"], (), True, False),
+        (["97", "10", "256"], (), True, False),
+        (["97", "10", "0"], (1,), True, False),
+        (["97", "10", "0"], (), False, False),
+        ([str(value) for value in range(204)], (), False, False),
+        (ENWIK8, (), False, True),
+        ([*ENWIK8, "10"], (), False, True),
+        (ENWIK8[:-7], (), False, False),
     ],
+    ids=["said", "letter", "256", "cutoffs", "numbers", "204 numbers", "enwik8", "enwik8 with newline", "197 bytes"],
 )
 def test_decimal_byte_values_without_cutoffs_become_bytes(
-    words: list[str], cutoffs: tuple[int, ...], is_converted: bool
+    words: list[str], cutoffs: tuple[int, ...], is_bytes: bool, is_converted: bool
 ) -> None:
-    """A vocabulary of byte values (0 to 255) in decimal, as the authors' for enwik8, becomes a byte tokenizer, and the
-    embedding of each word moves to the row of its byte."""
-    table, tokenizer = torch.randn(3, 2), tokenizer_from_words(words, source="x")
-    model = {"vocab_size": 3, "cutoffs": cutoffs}
+    """A vocabulary of byte values (0 to 255) in decimal becomes a byte tokenizer where the user says so or it is the
+    authors' for enwik8, and the embedding of each word moves to the row of its byte."""
+    table, tokenizer = torch.randn(len(words), 2), tokenizer_from_words(words, source="x")
+    model = {"vocab_size": len(words), "cutoffs": cutoffs}
     imported = ImportedModel(model, train={}, evaluation={}, weights={"embedding.tables.0": table}, tokenizer=tokenizer)
-    converted = bytes_from_decimal_words(imported)
-    assert (converted is not imported) == is_converted
+    converted = bytes_from_decimal_words(imported, is_bytes=is_bytes)
+    assert (converted.tokenizer is not tokenizer) == is_converted
     if is_converted:
         assert converted.model["vocab_size"] == 256
-        assert torch.equal(converted.weights["embedding.tables.0"][[97, 10, 0]], table)
-        assert not converted.weights["embedding.tables.0"][1:10].any()
+        values = [int(word) for word in words]
+        assert torch.equal(converted.weights["embedding.tables.0"][values], table)
+        assert not converted.weights["embedding.tables.0"][[1, 11, 255]].any()

@@ -38,7 +38,8 @@ def convert(
     source_format
         Format of FROM. [default: detected from the files]
     tokenizer
-        Tokenizer of a model that comes without one: a run, a corpus or a txl_tokenizer.json that contains it; or byte.
+        Tokenizer of a model that comes without one: a run, a corpus or a txl_tokenizer.json that contains it; or byte,
+        also for a model whose words are byte values in decimal.
     pre_tokenizer
         How a word tokenizer splits text: moses (as TransfoXLTokenizer), punctuation (punctuation split off, as in
         WikiText), or whitespace (for text that is tokenized already). [default: as in FROM]

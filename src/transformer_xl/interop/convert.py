@@ -83,7 +83,8 @@ def convert(
         to: what to write: a run folder, or a folder in the layout that transformers 4.37.2 and older load.
         source_format: one of `FORMATS`, or None to detect it from the files.
         tokenizer: path of the model's tokenizer (a run folder, a corpus or a txl_tokenizer.json file), or "byte" for a
-            byte tokenizer; required if the checkpoint has no tokenizer.
+            byte tokenizer, also where the checkpoint's words are byte values in decimal; required if the checkpoint
+            has no tokenizer.
         pre_tokenizer: how a word tokenizer splits text into words: "whitespace", "punctuation" (with punctuation split
             from words, as in WikiText) or "moses" (as TransfoXLTokenizer does); or None to split it as the program that
             wrote the checkpoint does.
@@ -111,7 +112,7 @@ def convert(
 
     format_name = _choose_format(source, source_format)
     # the authors' enwik8 models have a vocabulary of words, each of which is a byte value in decimal
-    imported = bytes_from_decimal_words(FORMATS[format_name].read(source))
+    imported = bytes_from_decimal_words(FORMATS[format_name].read(source), is_bytes=tokenizer == "byte")
     run_tokenizer = _choose_tokenizer(imported, source, tokenizer)
     if pre_tokenizer is not None:
         if not isinstance(run_tokenizer, WordTokenizer):

@@ -29,6 +29,10 @@ _EOS_TOKENS = ("<eos>", "<S>")
 _UNK_TOKENS = ("<unk>", "<UNK>")
 _ABSENT_BYTE_BIAS = -1e4  # gives a byte a probability of zero, but still a finite loss
 _ADVICE = "get it again"
+_ENWIK8_SIZES = (204, 205)  # numbers of different bytes in enwik8, without and with the newline
+_PRINTABLE_ASCII = frozenset(range(0x20, 0x7F))
+# bytes that UTF-8 text without control characters can contain: not 0xC0, 0xC1 and 0xF5 to 0xFF
+_BYTES_OF_TEXT = frozenset({*b"\t\n", *range(0x20, 0xC0), *range(0xC2, 0xF5)})
 
 HUGGING_FACE_CLASSES = frozenset(
     [
@@ -150,18 +154,31 @@ def words_of(tokenizer: Tokenizer) -> tuple[str, ...] | None:
     return None
 
 
-def bytes_from_decimal_words(imported: ImportedModel) -> ImportedModel:
+def bytes_from_decimal_words(imported: ImportedModel, *, is_bytes: bool) -> ImportedModel:
     """Replace a word tokenizer whose words are byte values in decimal, as the authors' for enwik8, by a byte tokenizer.
 
     The rows of the embedding and softmax weights move to the indices of their byte values. The rows of bytes that are
     not among the words become zeros, with a softmax bias that makes their probability zero, so the losses stay the
     same. Models with other tokenizers, or with an adaptive softmax (cutoffs), are returned unchanged.
+
+    Args:
+        imported: the model.
+        is_bytes: whether the user says that the words are byte values. Otherwise they are only taken for bytes if they
+            are those of enwik8: other numerals can be anything, such as the pitches of music. A note says what they
+            were taken for.
     """
     words = imported.tokenizer.words if isinstance(imported.tokenizer, WordTokenizer) else ()
     value_of_word = {str(value): value for value in range(256)}
     if not words or imported.model.get("cutoffs") or not all(word in value_of_word for word in words):
         return imported
-    new_rows = torch.tensor([value_of_word[word] for word in words])
+    values = [value_of_word[word] for word in words]
+    if not is_bytes and not _are_bytes_of_enwik8(values):
+        note = (
+            f"its {len(words)} words are numbers and stay words; if they are bytes, as in the authors' enwik8, convert "
+            "it with --tokenizer byte"
+        )
+        return replace(imported, notes=(*imported.notes, note))
+    new_rows = torch.tensor(values)
     weights = dict(imported.weights)
     for name in ("embedding.tables.0", "softmax.tables.0", "softmax.bias"):
         if name in weights:
@@ -176,6 +193,11 @@ def bytes_from_decimal_words(imported: ImportedModel) -> ImportedModel:
         tokenizer=ByteTokenizer(),
         notes=(*imported.notes, note),
     )
+
+
+def _are_bytes_of_enwik8(values: Sequence[int]) -> bool:
+    """Return whether these numbers below 256 must be the bytes of enwik8: all of ASCII text, none that text lacks."""
+    return len(values) in _ENWIK8_SIZES and _PRINTABLE_ASCII <= set(values) <= _BYTES_OF_TEXT
 
 
 def first_existing(folder: Path, names: Iterable[str]) -> Path | None:
