@@ -30,7 +30,7 @@ from transformer_xl.model.build import build_model
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.tensor_file import DAMAGED, load_tensors, save_tensors
 from transformer_xl.text.token_store import Corpus
-from transformer_xl.text.tokenizers import Tokenizer, fingerprint, load_tokenizer, save_tokenizer
+from transformer_xl.text.tokenizers import Tokenizer, describe_difference, fingerprint, load_tokenizer, save_tokenizer
 
 CheckpointName = Literal["best", "last"]
 """Which weights of a run: those with the lowest validation loss, or those of the newest checkpoint."""
@@ -175,11 +175,9 @@ class RunFolder:
             if not path.exists():
                 raise UserError(f"the corpus of this run, {path}, no longer exists; pass --corpus DIR")
         corpus = Corpus.open(path)
-        expected, actual = self.tokenizer, corpus.tokenizer
-        if fingerprint(actual) != fingerprint(expected):
+        if difference := describe_difference(corpus.tokenizer, self.tokenizer):
             raise UserError(
-                f"{path} has another tokenizer ({actual.kind}, {actual.vocab_size:,} tokens) than {self.path} "
-                f"({expected.kind}, {expected.vocab_size:,} tokens); prepare it with --tokenizer {self.path}"
+                f"{path} has another tokenizer than {self.path} ({difference}); prepare it with --tokenizer {self.path}"
             )
         return corpus
 

@@ -212,7 +212,7 @@ REFUSED = {
         ("a={}/xl a={}/learned", "two runs are called a"),
         ("={}/xl", "must be the folder of a run, or NAME=RUN"),
         ("{}/corpus", "a corpus, not a run"),
-        ("{}/xl {}/other", "other has another tokenizer than .*xl; give runs with the same"),
+        ("{}/xl {}/other", r"other has another tokenizer than .*xl \(char, .*\); give runs with the same"),
         ("{}/xl {}/empty " + CONTEXT, "empty has no weights yet"),
         ("{}/xl --split tset", r"has no split 'tset' \(did you mean 'test'\?\)"),
         ("{}/xl --max-context 100000", "which 0 have 100,000 before them, and num_positions is 1,000; give a smaller"),

@@ -244,7 +244,7 @@ def test_run_with_wrong_or_missing_files_is_refused(folder: Path, capfd: Capture
 def test_corpus_with_another_tokenizer_is_refused(folder: Path, capfd: Capture) -> None:
     do("prepare text.txt --out other --tokenizer char")
     # 26 letters and 256 tokens for the bytes of other characters
-    message = r"other has another tokenizer \(char, 282 tokens\) than run \(byte, 256 tokens\); prepare it"
+    message = r"other has another tokenizer than run \(char, 282 tokens, not byte, 256 tokens\); prepare it"
     assert_refused(folder, "evaluate run --corpus other", message, capfd)
     assert_refused(folder, "train --resume run --corpus other", message, capfd)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,22 @@ def test_every_kind_is_prepared_trained_evaluated_and_generated(kind: str) -> No
     assert math.isfinite(evaluation["perplexity"])
     prompt = "3 3" if kind == "integer" else "the cat"
     assert txl("generate", "runs/corpus", "--prompt", prompt, "--max-new-tokens", "5").out
+
+
+def test_corpora_whose_words_differ_only_in_counts_are_interchangeable() -> None:
+    """The same text twice has the same words in the same order, and other counts."""
+    train = Path("train.txt").read_text()
+    Path("train.txt").write_text(train * 2)
+    run_json("prepare", *SPLITS, "--tokenizer", "word", "--out", "twice")
+    Path("train.txt").write_text(train)
+    run_json("prepare", *SPLITS, "--tokenizer", "word", "--out", "once")
+    run_json("prepare", *SPLITS, "--tokenizer", "word", "--no-add-eos", "--out", "no-eos")
+    run_json("train", "--corpus", "once", *TINY, "--train.max-steps=1", "--run", "run")
+    assert run_json("evaluate", "run", "--corpus", "twice")["perplexity"] == run_json("evaluate", "run")["perplexity"]
+    refused = txl("evaluate", "run", "--corpus", "no-eos")
+    assert refused.status == 2
+    different = r"no-eos has another tokenizer than run \(word, 24 tokens, not 25; token 0 .*; eos_token is null, not"
+    assert re.search(different, refused.err)
 
 
 def test_word_level_with_cutoffs_and_resuming() -> None:

@@ -38,7 +38,7 @@ from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import Memory
 from transformer_xl.run_folder import RunFolder
 from transformer_xl.text.token_store import Tokens
-from transformer_xl.text.tokenizers import fingerprint
+from transformer_xl.text.tokenizers import describe_difference
 
 _TOKENS_PER_STEP = 4096  # new tokens in one call of the model, over the whole batch: enough to keep the device busy
 _MEMORY_BYTES = 2**29  # maximum size of the memory of one batch
@@ -257,8 +257,11 @@ def load_group(
     folders = {name: RunFolder.open(path) for name, path in runs.items()}
     first = next(iter(folders.values()))
     for folder in folders.values():
-        if fingerprint(folder.tokenizer) != fingerprint(first.tokenizer):
-            raise UserError(f"{folder.path} has another tokenizer than {first.path}; give runs with the same tokenizer")
+        if difference := describe_difference(folder.tokenizer, first.tokenizer):
+            raise UserError(
+                f"{folder.path} has another tokenizer than {first.path} ({difference}); give runs with the same "
+                "tokenizer"
+            )
     models: list[GroupModel] = []
     for name, folder in folders.items():
         settings: dict[str, Any] = {}

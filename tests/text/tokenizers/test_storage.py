@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from transformer_xl.config import UserError
-from transformer_xl.text.tokenizers import ByteTokenizer, Tokenizer, fingerprint, load_tokenizer, save_tokenizer
+from transformer_xl.text.tokenizers import (
+    ByteTokenizer,
+    Tokenizer,
+    describe_difference,
+    fingerprint,
+    load_tokenizer,
+    save_tokenizer,
+)
 from transformer_xl.text.tokenizers.bpe import lines_of, train_bpe
 from transformer_xl.text.tokenizers.char import CharTokenizer
 from transformer_xl.text.tokenizers.integer import IntegerTokenizer
@@ -67,6 +75,56 @@ def test_fingerprint_is_stable(kind: str, sha256: str) -> None:
     The expected values therefore must not be updated.
     """
     assert fingerprint(TOKENIZERS[kind]) == sha256
+
+
+def changed(name: str, **changes: object) -> Tokenizer:
+    """One of TOKENIZERS with other values in its JSON."""
+    return tokenizer_from_json(TOKENIZERS[name].to_json() | changes)
+
+
+def with_other_merges(values: dict[str, Any]) -> dict[str, Any]:
+    """The JSON of a BPE tokenizer that merges the same pairs in another order."""
+    h_e, t_he, a_f = values["model"]["merges"]
+    return values | {"model": values["model"] | {"merges": [a_f, h_e, t_he]}}
+
+
+def test_tokenizers_that_differ_only_in_counts_are_the_same() -> None:
+    for counts in ([9, 5, 11, 3], None):
+        assert describe_difference(changed("word", counts=counts), TOKENIZERS["word"]) is None
+    for tokenizer in TOKENIZERS.values():
+        assert describe_difference(tokenizer_from_json(tokenizer.to_json()), tokenizer) is None
+
+
+@pytest.mark.parametrize(
+    ("actual", "expected", "difference"),
+    [
+        ("byte", TOKENIZERS["word"], "byte, 256 tokens, not word, 4 tokens"),
+        ("integer", changed("integer", num_values=30), "integer, 32 tokens, not 31"),
+        ("word", changed("word", words=["<eos>", "<unk>", "a", "the"]), "word, token 2 is 'the', not 'a'"),
+        ("word", changed("word", lowercase=True), "word, lowercase is false, not true"),
+        ("word", changed("word", eos_token=None), 'word, eos_token is "<eos>", not null'),
+        (
+            "word",
+            changed("word", words=[*WORDS, "b"], counts=None, lowercase=True),
+            "word, 4 tokens, not 5; lowercase is false, not true",
+        ),
+        (
+            "char",
+            changed("char", characters=list("e \u00e8\n")),
+            "char, token 2 is '\u00e9', not '\u00e8'",
+        ),
+        ("bpe", train_bpe([lines_of("caf" * 9)], vocab_size=259), "bpe, token 256 is 'he', not 'af'"),
+        (
+            "bpe",
+            changed("bpe", tokenizer=with_other_merges(TOKENIZERS["bpe"].to_json()["tokenizer"])),
+            "bpe, another model",
+        ),
+    ],
+)
+def test_difference_of_tokenizers(actual: str, expected: Tokenizer, difference: str) -> None:
+    described = describe_difference(TOKENIZERS[actual], expected)
+    assert described is not None
+    assert described.startswith(difference)
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,13 @@ lazily.
 from transformer_xl.text.tokenizers.base import TokenArray, Tokenizer, document_errors, to_bytes, token_dtype
 from transformer_xl.text.tokenizers.byte import ByteTokenizer
 from transformer_xl.text.tokenizers.chunking import split_chunks
-from transformer_xl.text.tokenizers.storage import fingerprint, load_tokenizer, save_tokenizer
+from transformer_xl.text.tokenizers.storage import describe_difference, fingerprint, load_tokenizer, save_tokenizer
 
 __all__ = [
     "ByteTokenizer",
     "TokenArray",
     "Tokenizer",
+    "describe_difference",
     "document_errors",
     "fingerprint",
     "load_tokenizer",

@@ -1,8 +1,8 @@
 """The tokenizer interface, and code shared by all kinds of tokenizers.
 
-A tokenizer is immutable. It is saved as `txl_tokenizer.json` and identified by its fingerprint, a hash of that JSON, so
-that a model is never used with the ids of another tokenizer. The input is bytes, as read from files; kinds that work on
-characters decode UTF-8 themselves.
+A tokenizer is immutable. It is saved as `txl_tokenizer.json`, whose hash (its fingerprint) is recorded beside it. A
+model is never used with the ids of a tokenizer that has other tokens or settings. The input is bytes, as read from
+files; kinds that work on characters decode UTF-8 themselves.
 
 Shape suffixes: T tokens of a chunk, V vocabulary.
 """

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from transformer_xl.config import UserError, nearest
 from transformer_xl.files import as_user_error, write_json
-from transformer_xl.text.tokenizers.base import Tokenizer
+from transformer_xl.text.tokenizers.base import ByteLevelTokenizer, Tokenizer, quoted
 from transformer_xl.text.tokenizers.config import TOKENIZER_KINDS, TokenizerKind
 
 TOKENIZER_FILE = "txl_tokenizer.json"
@@ -25,6 +25,7 @@ _CLASSES: dict[TokenizerKind, str] = {
     "bpe": "BPETokenizer",
     "integer": "IntegerTokenizer",
 }
+_TOKEN_KEYS = ("words", "characters", "num_values", "counts")  # the keys of the JSON that are no settings
 _KINDS = ", ".join(TOKENIZER_KINDS)
 _COPY_AGAIN = "copy it again from its source, or make the corpus again with 'txl prepare'"
 
@@ -88,9 +89,52 @@ def tokenizer_from_json(values: Mapping[str, Any], source: str = "tokenizer") ->
 
 
 def fingerprint(tokenizer: Tokenizer) -> str:
-    """Return the identifier of a tokenizer: the sha256 of its JSON with sorted keys and no spaces, as 64 hex digits."""
+    """Return the sha256 of a tokenizer's JSON with sorted keys and no spaces, as 64 hex digits.
+
+    It includes the counts, so it tells whether a file is still the one that was written; `describe_difference` tells
+    whether two tokenizers are the same for a model.
+    """
     canonical = json.dumps(tokenizer.to_json(), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode("ascii")).hexdigest()
+
+
+def describe_difference(actual: Tokenizer, expected: Tokenizer) -> str | None:
+    """Return in what a tokenizer differs from another one, for messages, or None if both encode every text equally.
+
+    Counts are not compared: they say how often tokens occurred in some text, and change no id.
+    """
+    if actual.kind != expected.kind:
+        return f"{actual.kind}, {actual.vocab_size:,} tokens, not {expected.kind}, {expected.vocab_size:,} tokens"
+    differences: list[str] = []
+    if actual.vocab_size != expected.vocab_size:
+        differences.append(f"{actual.vocab_size:,} tokens, not {expected.vocab_size:,}")
+    for token_id, (token, other) in enumerate(zip(_tokens(actual), _tokens(expected), strict=False)):
+        if token != other:
+            differences.append(f"token {token_id:,} is {quoted(token)}, not {quoted(other)}")
+            break
+    settings, others = _settings(actual), _settings(expected)
+    changed = [name for name in sorted(settings | others) if settings.get(name) != others.get(name)]
+    for name in changed:
+        value, other = settings.get(name), others.get(name)
+        if isinstance(value, str | bool | None) and isinstance(other, str | bool | None):
+            differences.append(f"{name} is {json.dumps(value)}, not {json.dumps(other)}")
+    if changed and not differences:  # of a tokenizer.json of the library, whose components are nested
+        differences.append(f"another {' and '.join(changed)}")
+    return f"{actual.kind}, {'; '.join(differences)}" if differences else None
+
+
+def _tokens(tokenizer: Tokenizer) -> Sequence[str]:
+    """Return the tokens in the order of their ids; none for integers, which are the same in all vocabularies."""
+    if isinstance(tokenizer, ByteLevelTokenizer):
+        return [content.decode("utf-8", errors="backslashreplace") for content in tokenizer.token_bytes]
+    return tokenizer.to_json().get("words", ())
+
+
+def _settings(tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return what a tokenizer has besides tokens and their counts, such as whether it lowercases."""
+    values = tokenizer.to_json()
+    values |= values.pop("tokenizer", {})  # the components of a tokenizer of the library
+    return {name: value for name, value in values.items() if name not in _TOKEN_KEYS}
 
 
 def read_json_object(path: Path, advice: str = _COPY_AGAIN) -> dict[str, Any]:
