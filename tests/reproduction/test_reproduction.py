@@ -120,6 +120,21 @@ def test_command_prints_tables_and_writes_the_report(folder: Path, monkeypatch: 
     assert results["command"] in report
 
 
+def test_smoke_says_that_nothing_can_be_concluded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the tables, the JSON and the report."""
+    monkeypatch.setattr(tables, "reproduce_ablation", partial(reproduce_ablation, systems=SYSTEMS))
+    words = ["reproduce", "ablation", "--smoke", "--corpus", folder / "corpus", "--out", folder / "smoke"]
+    printed, results = txl(*words, *flags_of(TRAIN)), txl(*words, *flags_of(TRAIN), "--json").object
+    assert printed.status == 0, printed.err
+    assert results["caveat"].startswith("Smoke scale")
+    assert results["verdicts"][0][1].startswith("nothing concluded at smoke scale: ")
+    report = (folder / "smoke" / "report.html").read_text()
+    for shown in (printed.out, report):
+        assert results["caveat"] in shown
+        assert "nothing concluded at smoke scale" in " ".join(shown.split())
+        assert "as in the paper" not in shown
+
+
 def test_context_is_measured_on_the_same_runs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Nothing is trained again, and each model is evaluated with its best attention window."""
     by_window = ablate(folder)["systems"]["xl-full"]["by_window"]

@@ -71,6 +71,8 @@ def _print_results(
         return
     for title, columns, rows in tables:
         print_table(title, columns, rows)
+    if results["caveat"]:
+        print(results["caveat"])
     print(f"report: {report}")
 
 

@@ -108,6 +108,13 @@ def system_results(results: Mapping[str, Any]) -> dict[str, SystemResult]:
     }
 
 
+SPREAD = (
+    "A claim is judged only where the difference of the means is larger than the spread of the seeds: the largest "
+    "distance between two seeds of a system, or, where one system is compared with itself, between the changes of two "
+    "seeds. The choice of the test text adds uncertainty that the spread does not show."
+)
+"""How claims are judged, for the report."""
+
 # claims of the paper, each with the names of two systems (see systems.py) of which the first is better.
 # full and half: the loss in training; relative-: with Transformer-XL's encoding but without recurrence; -longer: with
 # segments so long that training needs as much GPU memory as that with recurrence
@@ -128,57 +135,84 @@ _ORDERINGS = (
 _AT_EQUAL_MEMORY = (("xl-full", "relative-full-longer"), ("xl-half", "relative-half-longer"))
 
 
-def verdicts(results: Mapping[str, SystemResult]) -> list[tuple[str, str]]:
+def verdicts(results: Mapping[str, SystemResult], *, smoke: bool = False) -> list[tuple[str, str]]:
     """Return the paper's claims about the systems in `results`, each with a verdict.
 
-    One system is better than another if each of its seeds is better than each of the other's, after rounding; where
-    seeds overlap or there is only one seed, the verdict says so.
+    A claim is judged only if the difference of the means is larger than the spread of the seeds. Otherwise, with one
+    seed, and at smoke scale, nothing is concluded, and the verdict says which of these is the reason.
 
     Args:
         results: results by the name of the system.
+        smoke: whether the models are tiny and were trained for a few steps only, so that differences are noise.
     """
     orderings = [
-        (claim, _compare(results[better], results[worse]))
+        (claim, _ordering_verdict(results[better], results[worse], smoke=smoke))
         for claim, better, worse in _ORDERINGS
         if {better, worse} <= results.keys()
     ]
-    return orderings + [_window_verdict(result) for result in results.values() if not result.system.equal_memory]
+    return orderings + [
+        _window_verdict(result, smoke=smoke) for result in results.values() if not result.system.equal_memory
+    ]
 
 
-def _compare(better: SystemResult, worse: SystemResult) -> str:
+def _ordering_verdict(better: SystemResult, worse: SystemResult, *, smoke: bool) -> str:
+    """Return the verdict on the claim that the first system is better than the second."""
     digits = DIGITS[better.metric]
     first, second = ([round(score, digits) for score in result.best] for result in (better, worse))
-    means = f"{mean(better.best):.{digits}f} and {mean(worse.best):.{digits}f}{_seeds_note(first)}"
-    if max(first) < min(second):
-        return f"as in the paper: {means}"
-    if max(second) < min(first):
-        return f"the opposite of the paper: {means}"
-    return f"{'seeds overlap' if len(first) > 1 else 'no difference'}: {means}"
+    spread = max(max(scores) - min(scores) for scores in (first, second))
+    conclusion = _conclude(mean(second) - mean(first), spread, len(first), digits, smoke=smoke)
+    return (
+        f"{conclusion}: {mean(better.best):.{digits}f} and {mean(worse.best):.{digits}f}"
+        f"{_spread_note(spread, len(first), digits)}"
+    )
 
 
-def _seeds_note(scores: Sequence[float]) -> str:
-    return " (one seed each)" if len(scores) == 1 else ""
+def _conclude(gain: float, spread: float, num_seeds: int, digits: int, *, smoke: bool) -> str:
+    """Return what a comparison shows about a claim of the paper.
+
+    Args:
+        gain: mean over seeds of the difference that the claim predicts to be above 0.
+        spread: largest distance between two seeds.
+        num_seeds: number of seeds.
+        digits: decimal places of the scores.
+        smoke: whether the scale is too small for any conclusion.
+    """
+    if smoke:
+        return "nothing concluded at smoke scale"
+    if num_seeds == 1:
+        return "nothing concluded from one seed"
+    if round(abs(gain) - spread, digits + 2) <= 0:  # rounded, because the subtraction is not exact
+        return "nothing concluded, within the spread of the seeds"
+    return "as in the paper" if gain > 0 else "the opposite of the paper"
 
 
-def _window_verdict(result: SystemResult) -> tuple[str, str]:
-    """Return the paper's claim about attention windows longer than in training, and the verdict."""
+def _spread_note(spread: float, num_seeds: int, digits: int) -> str:
+    return f" (spread {spread:.{digits}f})" if num_seeds > 1 else ""
+
+
+def _window_verdict(result: SystemResult, *, smoke: bool) -> tuple[str, str]:
+    """Return the paper's claim about attention windows longer than in training, and the verdict.
+
+    Seeds are compared in pairs: the spread is that of the change of each seed's score.
+    """
     system, digits, initial, published = result.system, DIGITS[result.metric], result.initial, result.system.published
     should_help = published is not None and published.initial != published.best
     claim = f"{system.name}: attention windows longer than in training {'help' if should_help else 'do not help'}"
     longer = {window: mean(scores) for window, scores in result.by_window.items() if window > result.trained_window}
     if not longer:
         if system.architecture == "al-rfou":
-            return claim, f"as in the paper: it has no positions beyond {result.trained_window}"
+            return claim, f"not measured: it has no positions beyond {result.trained_window}"
         return claim, "not measured"
     window = min(longer, key=longer.__getitem__)
-    helps = {
-        round(after, digits) < round(before, digits)
+    gains = [
+        round(before, digits) - round(after, digits)
         for after, before in zip(result.by_window[window], initial, strict=True)
-    }
-    verdict = "seeds differ" if len(helps) == 2 else "as in the paper" if helps == {should_help} else "unlike the paper"
+    ]
+    spread = max(gains) - min(gains)
+    conclusion = _conclude(mean(gains) if should_help else -mean(gains), spread, len(gains), digits, smoke=smoke)
     return claim, (
-        f"{verdict}: {mean(initial):.{digits}f} at {result.trained_window}, {longer[window]:.{digits}f} at {window}"
-        f"{_seeds_note(initial)}"
+        f"{conclusion}: {mean(initial):.{digits}f} at {result.trained_window}, {longer[window]:.{digits}f} at {window}"
+        f"{_spread_note(spread, len(gains), digits)}"
     )
 
 

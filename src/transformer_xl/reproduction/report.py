@@ -63,13 +63,13 @@ def write_report(folder: Path) -> Path:
 
 
 def _scale(results: Results) -> str:
-    """Return a sentence on corpus, model and training."""
+    """Return a sentence on corpus, model and training, and one on what the results cannot show, if any."""
     model, train = results["settings"]["model"], results["settings"]["train"]
     return (
         f"Trained on {results['corpus']} ({results['train_tokens']:,} tokens): {model['n_layers']} layers, "
         f"d_model {model['d_model']}, segments of {train['segment_length']}, batch size {train['batch_size']}, "
-        f"{train['max_steps']:,} steps, seeds {', '.join(map(str, results['seeds']))}."
-    )
+        f"{train['max_steps']:,} steps, seeds {', '.join(map(str, results['seeds']))}. {results['caveat']}"
+    ).strip()
 
 
 def _ablation(results: Results, _: Path) -> list[str]:
@@ -92,6 +92,7 @@ def _ablation(results: Results, _: Path) -> list[str]:
         ),
         table(ablation.COLUMNS, ablation.equal_memory_rows(systems)),
         heading("Claims of the paper, and the results"),
+        paragraph(ablation.SPREAD),
         table(["claim of the paper", "result"], results["verdicts"]),
     ]
 
@@ -127,7 +128,7 @@ def _speed(results: Results, _: Path) -> list[str]:
             f"{results['model']}, {results['parameters']:,} parameters, random weights, {results['dtype']}, "
             f"{results['threads']} threads on {results['processor']}: seconds per predicted token with the same "
             "attention window, and how many times faster evaluation with memory is than a sliding window. FLOPs ratio: "
-            "the factor if every multiplication took equally long."
+            f"the factor if every multiplication took equally long. {results['caveat']}".strip()
         ),
         verbatim(results["command"]),
     ]

@@ -45,6 +45,8 @@ from transformer_xl.training.trainer import check_trainable
 
 REPORT = "report.html"
 """Name of the report in the folder."""
+SMOKE_CAVEAT = "Smoke scale, to try everything out: nothing can be concluded from these results."
+ONE_SEED_CAVEAT = "One seed for each system: another may reverse any comparison, so nothing can be concluded."
 
 # settings that replace the recipe's with --smoke: tiny models, trained for a few steps
 _SMOKE_SETTINGS: Groups = {
@@ -84,6 +86,8 @@ class Reproduction:
     """cuda, mps, cpu, or auto for the fastest of these that is available."""
     command: str = ""
     """The command line of the user, for the report."""
+    smoke: bool = False
+    """Whether the models are tiny and trained for a few steps, so that nothing can be concluded from the results."""
     _recipes: dict[str, Groups] = field(default_factory=dict)
     """Cache of `recipe`, by name of the system: deriving the settings takes seconds."""
 
@@ -133,7 +137,7 @@ class Reproduction:
                 raise UserError(f"{name} {number}: must be 1 or more")
         opened = Corpus.open(corpus)
         max_tokens = min(max_tokens, opened.split("test").num_tokens)
-        reproduction = Reproduction(out, opened, base, seeds, max_tokens, workers, device, command)
+        reproduction = Reproduction(out, opened, base, seeds, max_tokens, workers, device, command, smoke)
         reproduction._check_unchanged()
         return reproduction
 
@@ -250,6 +254,7 @@ class Reproduction:
             "train_tokens": self.corpus.split("train").num_tokens,
             "max_tokens": self.max_tokens,
             "seeds": list(self.seeds),
+            "caveat": SMOKE_CAVEAT if self.smoke else ONE_SEED_CAVEAT if len(self.seeds) == 1 else "",
             "settings": self.base,
             **environment(choose_device(self.device)),
         }

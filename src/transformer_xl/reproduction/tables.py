@@ -23,7 +23,13 @@ from transformer_xl.progress import ProgressBar, say
 from transformer_xl.reproduction.ablation import Metric, SystemResult, verdicts
 from transformer_xl.reproduction.context_table import GROUPS
 from transformer_xl.reproduction.report import read_results, write_report, write_results
-from transformer_xl.reproduction.reproduction import Reproduction, check_folder, read_scores, report_damage
+from transformer_xl.reproduction.reproduction import (
+    SMOKE_CAVEAT,
+    Reproduction,
+    check_folder,
+    read_scores,
+    report_damage,
+)
 from transformer_xl.reproduction.systems import ABLATION, BY_NAME, EQUAL_MEMORY, System
 from transformer_xl.run_folder import RunFolder
 
@@ -59,7 +65,7 @@ def reproduce_ablation(
         **reproduction.metadata(),
         "metric": metric,
         "systems": {name: result.as_dict() for name, result in results.items()},
-        "verdicts": [list(pair) for pair in verdicts(results)],
+        "verdicts": [list(pair) for pair in verdicts(results, smoke=reproduction.smoke)],
     }
     write_results(reproduction.path, "ablation", values)
     return values
@@ -156,7 +162,11 @@ def reproduce_speed(
     comparison = SpeedComparison()
     if smoke:  # the recipe tiny
         model, comparison = "tiny", SpeedComparison(attention_windows=(16, 32), segment_lengths=(8, 16), repeats=1)
-    values = {"command": command, **compare_speed(model, comparison, device=device, threads=threads)}
+    values = {
+        "command": command,
+        "caveat": SMOKE_CAVEAT if smoke else "",
+        **compare_speed(model, comparison, device=device, threads=threads),
+    }
     with as_user_error(f"writing {path}"):
         path.mkdir(parents=True, exist_ok=True)
     write_results(path, "speed", values)
