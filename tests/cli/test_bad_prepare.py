@@ -67,7 +67,7 @@ BAD_COMMANDS = [
     ("prepare ptb --data-dir gone", "--data-dir gone: no such file or folder; name the one that contains ptb"),
     ("prepare ptb --data-dir folder", "--data-dir folder: no simple-examples.tgz or ptb.train.txt, ptb.valid.txt,"),
     ("prepare lm1b --data-dir folder", "no 1-billion-.*news.en-00001-of-00100, news.en-00002-of-00100, .* and 99 more"),
-    ("prepare ptb --data-dir ptb", "ptb.train.txt: 3,499 bytes, .*expected 5,101,618 .*; .* txl prepare --train ptb/"),
+    ("prepare ptb --data-dir ptb", "ptb.train.txt: 3,499 bytes, .*expected 5,101,618 .*; .* txl prepare --train FILE"),
     ("prepare enwik8 --data-dir zip", "zip/enwik8.zip: 194 bytes, .* expected 36,445,475 bytes, .*; get it again"),
     ("prepare text.txt --data-dir folder", "--data-dir folder is only for data sets that can be downloaded"),
     # tokenizers

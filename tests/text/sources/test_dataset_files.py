@@ -116,7 +116,8 @@ def test_tar_is_extracted_once_for_each_content(tmp_path: Path, cache: Path, mon
 
 
 WRONG = TEXTS[TRAIN.path][::-1]  # of the same length, 11,099 bytes
-ADVICE = r"get it again, or use it as your own text: txl prepare --train .*mine/x.train"
+COMMAND = "txl prepare --train FILE --valid FILE --test FILE$"
+ADVICE = f"get it again, or use it as your own text: {COMMAND}"
 # For each fault: the files in --data-dir, and a pattern of the error message.
 ERRORS: dict[str, tuple[dict[str, bytes], str]] = {
     "no text": (
@@ -131,18 +132,18 @@ ERRORS: dict[str, tuple[dict[str, bytes], str]] = {
     ),
     "other compressed text": (
         {**FORMS["gzip"], "x.train.gz": gzip.compress(WRONG[1:])},
-        rf"x.train.gz: decompressed 11,098 bytes, .* expected 11,099 bytes, .* for x; {ADVICE}.gz",
+        rf"x.train.gz: decompressed 11,098 bytes, .* expected 11,099 bytes, .* for x; {ADVICE}",
     ),
     "truncated gzip": ({**FORMS["gzip"], "x.train.gz": gzip.compress(WRONG)[:-20]}, "x.train.gz: .*truncated.*again"),
     "truncated zip": ({"x-v1.zip": ZIP[:-7]}, rf"x-v1.zip: {len(ZIP) - 7:,} bytes, .* expected {len(ZIP):,} bytes"),
     "changed zip": (
         {"x-v1.zip": ZIP[:99] + b"!" + ZIP[100:]},
-        r"x-v1.zip: [\d,]+ bytes, sha256 \w{64}, expected .*; get it again, or use .* extract it",
+        r"x-v1.zip: [\d,]+ bytes, sha256 \w{64}, expected .*; get it again, or use .* extract it, and " + COMMAND,
     ),
     "another truncated tar": ({"a.tgz": TAR[:-99]}, r"a.tgz: .*damaged or truncated \(.*\); get it again"),
     "another zip with other text": (
         {"a.zip": zip_of({**TEXTS, TRAIN.path: WRONG})},
-        r"a.zip \(x-v1/data/x.train\): decompressed 11,099 bytes, .* for x; .*extract it, and txl prepare",
+        r"a.zip \(x-v1/data/x.train\): decompressed 11,099 bytes, .* for x; .*extract it, and " + COMMAND,
     ),
 }
 

@@ -20,7 +20,7 @@ from transformer_xl.text.sources.archives import (
     raw_chunks,
     zip_members,
 )
-from transformer_xl.text.sources.download import RemoteFile, cache_folder, download_file
+from transformer_xl.text.sources.download import OWN_FILES_COMMAND, RemoteFile, cache_folder, download_file
 
 
 @dataclass(frozen=True)
@@ -128,13 +128,13 @@ def _search(
 ) -> dict[TextFile, FileRange]:
     """Find texts in `data_dir`: as files, in the distributed archive, or in any other archive; verify the contents."""
 
-    def verify(chunks: Iterable[bytes], expected: FileDigest, name: str, label: str, command: str) -> None:
+    def verify(chunks: Iterable[bytes], expected: FileDigest, name: str, label: str, *, is_archived: bool) -> None:
         """Check the contents; the error begins with `label` and ends with a command that skips the check."""
         actual = compute_digest(chunks, expected, name, progress)
         if actual != expected:
             raise UserError(
                 f"{label} {actual}, expected {expected} for {dataset}; get it again, or use it as your own text: "
-                f"{command}"
+                f"{'extract it, and ' if is_archived else ''}{OWN_FILES_COMMAND}"
             )
 
     with as_user_error(f"reading {data_dir}"):
@@ -149,8 +149,7 @@ def _search(
         if not missing:
             break
         if archive and path.name == archive_name:
-            command = "extract it, and txl prepare --train FILE --valid FILE --test FILE"
-            verify(raw_chunks(path), archive.digest, path.name, f"{path}:", command)
+            verify(raw_chunks(path), archive.digest, path.name, f"{path}:", is_archived=True)
             found |= _texts_in_archive(path, missing, dataset, archive.digest, progress)
             verified = found.keys() & set(missing)
         else:
@@ -166,10 +165,7 @@ def _search(
         if text.digest and text not in verified:
             content = found[text]
             label = f"{content.name}:{' decompressed' if content.is_compressed else ''}"
-            command = f"txl prepare --train {content.path}"
-            if content.member:
-                command = "extract it, and txl prepare --train FILE"
-            verify(content, text.digest, text.name, label, command)
+            verify(content, text.digest, text.name, label, is_archived=bool(content.member))
     return found
 
 

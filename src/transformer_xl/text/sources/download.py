@@ -19,6 +19,9 @@ from transformer_xl.config import UserError
 from transformer_xl.files import as_user_error
 from transformer_xl.text.sources.archives import FileDigest, Progress, compute_digest, no_progress, raw_chunks
 
+OWN_FILES_COMMAND = "txl prepare --train FILE --valid FILE --test FILE"
+"""How to use files that are not those of a named data set, for messages."""
+
 _TIMEOUT_SECONDS = 60.0  # to connect, and between two reads
 _ATTEMPTS = 5  # per mirror; each resumes the previous one
 _CHUNK_BYTES = 2**18
@@ -85,7 +88,8 @@ def download_file(file: RemoteFile, folder: Path, progress: Progress = no_progre
                 return partial.replace(target)
     raise UserError(
         f"{file.name} ({file.digest}) cannot be downloaded [{'; '.join(failures)}]; try again later, or download it "
-        f"yourself into {folder}, or name the folder that contains it with --data-dir DIR"
+        f"yourself into {folder}, or name the folder that contains it with --data-dir DIR; if the published file has changed, "
+        f"use its texts as your own: {OWN_FILES_COMMAND}"
     )
 
 
