@@ -27,6 +27,7 @@ from typing_extensions import override
 from transformer_xl.config import BaseModelConfig
 from transformer_xl.device import to_device
 from transformer_xl.model.cross_entropy import cross_entropy, fits_at_once, linear_cross_entropy
+from transformer_xl.model.token_ids import assert_in_vocabulary
 
 _WEIGHT_STD, _PROJECTION_STD = 0.02, 0.01  # init_std and proj_init_std of the authors' code
 _PADDING_MULTIPLE = 8  # the number of targets in a tail is padded to a multiple of this, so that shapes vary less
@@ -85,6 +86,7 @@ class AdaptiveEmbedding(_ClusterTables):
         """
         if len(self.tables) == 1:
             return self._projected(F.embedding(tokens_BT, self.tables[0]), 0)
+        assert_in_vocabulary(tokens_BT, self.edges[-1])  # no table would refuse an id, because of the remainder below
         parts_BTD: list[Tensor] = []
         for index, (start, stop) in enumerate(pairwise(self.edges)):
             inside_BT = (tokens_BT >= start) & (tokens_BT < stop)
@@ -163,6 +165,7 @@ class AdaptiveSoftmax(_ClusterTables):
         device = hidden_KD.device
         if not self.num_tails:
             target_K = to_device(targets_BT.flatten(), device)
+            assert_in_vocabulary(targets_BT, self.edges[-1])  # the cross-entropy ignores the target -100
             return self._cluster_losses(hidden_KD, 0, target_K).view(targets_BT.shape)
         target_K = targets_BT.flatten().cpu()
         cluster_K = torch.bucketize(target_K, torch.tensor(self.edges[1:-1]), right=True)

@@ -23,9 +23,11 @@ from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
 from transformer_xl.config import BaseModelConfig, UserError
+from transformer_xl.device import to_device
 from transformer_xl.model.adaptive import AdaptiveEmbedding, AdaptiveSoftmax
 from transformer_xl.model.dropout import FastDropout
 from transformer_xl.model.memory import ContextLimits, LayerCache, Memory
+from transformer_xl.model.token_ids import TokenIds, as_token_ids
 
 WEIGHT_STD, NORM_STD = 0.02, 0.02  # init_std of the authors' code
 
@@ -113,7 +115,7 @@ class LanguageModel(nn.Module, ABC):
     @override
     def forward(
         self,
-        tokens_BT: Tensor | None = None,
+        tokens_BT: TokenIds | None = None,
         memory: Memory | None = None,
         *,
         inputs_BTD: Tensor | None = None,
@@ -122,7 +124,8 @@ class LanguageModel(nn.Module, ABC):
         """Process T tokens of each batch row, which continue the tokens in `memory`.
 
         Args:
-            tokens_BT: token ids, int64.
+            tokens_BT: token ids 0 to V - 1, as a tensor, array or list of any integer dtype, on any device; of shape
+                (T,) they are one batch row.
             memory: the memory of earlier tokens, or None if there are none. It is not changed.
             inputs_BTD: inputs to the first layer in place of embedded tokens (for example features of music or speech).
             lengths_B: number of tokens of each batch row that are not padding, or None if there is no padding. Padding
@@ -132,15 +135,15 @@ class LanguageModel(nn.Module, ABC):
             hidden states (B, T, D), and the memory to pass in with the next tokens of the same batch rows.
 
         Raises:
-            UserError: not exactly one of tokens and inputs is passed, a shape is wrong, or the memory is of another
-                batch size or model.
+            UserError: not exactly one of tokens and inputs is passed, a token id is outside the vocabulary (of ids on
+                a GPU, the GPU reports it later), a shape is wrong, or the memory is of another batch size or model.
         """
         states_BTD, memory = self.hidden_states(tokens_BT, memory, inputs_BTD=inputs_BTD, lengths_B=lengths_B)
         return states_BTD[-1], memory
 
     def hidden_states(
         self,
-        tokens_BT: Tensor | None = None,
+        tokens_BT: TokenIds | None = None,
         memory: Memory | None = None,
         *,
         inputs_BTD: Tensor | None = None,
@@ -165,7 +168,7 @@ class LanguageModel(nn.Module, ABC):
         """
 
     def training_losses(
-        self, tokens_BT: Tensor, targets_BT: Tensor, memory: Memory, *, progress: float
+        self, tokens_BT: TokenIds, targets_BT: TokenIds, memory: Memory, *, progress: float
     ) -> tuple[Tensor, Tensor, Memory]:
         """Return the losses of one training step.
 
@@ -187,16 +190,28 @@ class LanguageModel(nn.Module, ABC):
         """Return the next-token logits, shape (B, T, V), for every position."""
         return self.softmax.logits(hidden_BTD)
 
-    def nats(self, hidden_BTD: Tensor, targets_BT: Tensor) -> Tensor:
+    def nats(self, hidden_BTD: Tensor, targets_BT: TokenIds) -> Tensor:
         """Return the cross-entropy of each target.
 
         Args:
             hidden_BTD: hidden states that `forward` returned.
-            targets_BT: token ids, int64, on any device; on the CPU they avoid a synchronization with the device.
+            targets_BT: token ids as for `forward`; on the CPU they avoid a synchronization with the device. No value
+                marks a target as ignored: multiply its loss by 0.
 
         Returns:
             losses in nats, float32 (or float64), shape (B, T), in input order and not averaged.
+
+        Raises:
+            UserError: a target is outside the vocabulary, or the shapes do not match.
         """
+        if self.softmax.num_tails and isinstance(targets_BT, Tensor):
+            targets_BT = targets_BT.cpu()  # the targets of each tail are selected there
+        targets_BT = as_token_ids(targets_BT, self.config.vocab_size, "targets_BT")
+        if hidden_BTD.shape[:-1] != targets_BT.shape:
+            raise UserError(
+                f"targets_BT of shape {tuple(targets_BT.shape)} for hidden_BTD of shape {tuple(hidden_BTD.shape)}; "
+                "expected one target for each position"
+            )
         return self.softmax.nats(hidden_BTD, targets_BT)
 
     def topk(self, hidden_BTD: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -211,7 +226,12 @@ class LanguageModel(nn.Module, ABC):
         Returns:
             their logits in descending order (with an adaptive softmax, log-probabilities), and their
             ids, each (B, T, K).
+
+        Raises:
+            UserError: k is below 1.
         """
+        if k < 1:
+            raise UserError(f"k {k}: must be 1 or more")
         return self.softmax.topk(hidden_BTD, k)
 
     def num_parameters(self) -> int:
@@ -228,19 +248,18 @@ class LanguageModel(nn.Module, ABC):
         self.config.check_context_limits(**vars(limits))
         return limits
 
-    def embed_inputs(self, tokens_BT: Tensor | None, inputs_BTD: Tensor | None) -> Tensor:
+    def embed_inputs(self, tokens_BT: TokenIds | None, inputs_BTD: Tensor | None) -> Tensor:
         """Return the scaled embeddings of the tokens, or the continuous inputs unscaled, (B, T, D), without dropout.
 
         Raises:
-            UserError: not exactly one of tokens and inputs is passed, or a shape is wrong.
+            UserError: not exactly one of tokens and inputs is passed, a shape is wrong, or a token id on the CPU is
+                outside the vocabulary.
         """
         if (tokens_BT is None) == (inputs_BTD is None):
             raise UserError("give either tokens_BT or inputs_BTD")
         if tokens_BT is not None:
-            if tokens_BT.ndim != 2 or tokens_BT.is_floating_point() or not tokens_BT.shape[1]:
-                actual = f"tokens_BT of shape {tuple(tokens_BT.shape)}, {tokens_BT.dtype}"
-                raise UserError(f"{actual}; expected integers of shape (batch, tokens), with one token or more")
-            inputs_BTD = self.embedding(tokens_BT) * self.config.d_model**0.5
+            tokens_BT = as_token_ids(tokens_BT, self.config.vocab_size, "tokens_BT")
+            inputs_BTD = self.embedding(to_device(tokens_BT, self.softmax.bias.device)) * self.config.d_model**0.5
         assert inputs_BTD is not None
         if inputs_BTD.ndim != 3 or inputs_BTD.shape[-1] != self.config.d_model or not inputs_BTD.shape[1]:
             actual = f"inputs_BTD of shape {tuple(inputs_BTD.shape)}"

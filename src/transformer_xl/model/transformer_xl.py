@@ -25,6 +25,7 @@ from transformer_xl.model.kernels import AttentionMask, AttentionTerms, referenc
 from transformer_xl.model.key_values import KeyValueCache, KeyValueMemory
 from transformer_xl.model.language_model import WEIGHT_STD, LanguageModel
 from transformer_xl.model.memory import ContextLimits, HiddenCache, HiddenMemory, LayerCache, Memory
+from transformer_xl.model.token_ids import TokenIds
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ class TransformerXL(LanguageModel):
         return states_BTD, memory.advance(caches, x_BTD.shape[1], lengths_B)
 
     def trace(
-        self, tokens_BT: Tensor | None = None, memory: Memory | None = None, *, inputs_BTD: Tensor | None = None
+        self, tokens_BT: TokenIds | None = None, memory: Memory | None = None, *, inputs_BTD: Tensor | None = None
     ) -> Iterator[LayerTrace]:
         """Run the layers one by one and yield the output and the separate attention terms of each.
 

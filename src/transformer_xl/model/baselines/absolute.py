@@ -31,6 +31,7 @@ from transformer_xl.model.cross_entropy import linear_cross_entropy
 from transformer_xl.model.dropout import FastDropout
 from transformer_xl.model.language_model import WEIGHT_STD, LanguageModel
 from transformer_xl.model.memory import ContextLimits, HiddenMemory, Memory
+from transformer_xl.model.token_ids import TokenIds, as_token_ids
 
 _SECOND_TARGET_WEIGHT = 0.5  # of the loss of predicting the token after the next
 
@@ -147,7 +148,7 @@ class AbsoluteTransformer(LanguageModel):
     @override
     def forward(
         self,
-        tokens_BT: Tensor | None = None,
+        tokens_BT: TokenIds | None = None,
         memory: Memory | None = None,
         *,
         inputs_BTD: Tensor | None = None,
@@ -163,10 +164,12 @@ class AbsoluteTransformer(LanguageModel):
         return super().forward(tokens_BT, memory, inputs_BTD=inputs_BTD, lengths_B=lengths_B)
 
     def _recompute(
-        self, tokens_BT: Tensor | None, memory: TokenMemory, lengths_B: Tensor | None
+        self, tokens_BT: TokenIds | None, memory: TokenMemory, lengths_B: Tensor | None
     ) -> tuple[Tensor, TokenMemory]:
         """Return the hidden states of the new tokens (B, T, D), each after the cached tokens that fit its segment."""
-        if tokens_BT is None or tokens_BT.ndim != 2 or len(tokens_BT) != memory.batch_size:
+        if tokens_BT is not None:
+            tokens_BT = as_token_ids(tokens_BT, self.config.vocab_size, "tokens_BT").to(memory.valid_B.device)
+        if tokens_BT is None or len(tokens_BT) != memory.batch_size:
             actual = "no tokens" if tokens_BT is None else f"tokens of shape {tuple(tokens_BT.shape)}"
             raise UserError(f"{actual} for a memory of batch size {memory.batch_size}; give tokens of the same batch")
         parts_BTD: list[Tensor] = []
@@ -206,12 +209,12 @@ class AbsoluteTransformer(LanguageModel):
 
     @override
     def training_losses(
-        self, tokens_BT: Tensor, targets_BT: Tensor, memory: Memory, *, progress: float
+        self, tokens_BT: TokenIds, targets_BT: TokenIds, memory: Memory, *, progress: float
     ) -> tuple[Tensor, Tensor, Memory]:
         states_BTD, memory = self.hidden_states(tokens_BT, memory)
         losses_BT = self.nats(states_BTD[-1], targets_BT)
         auxiliary_BT, num_layers = torch.zeros_like(losses_BT), len(self.layers)
-        targets_BT = targets_BT.to(losses_BT.device)
+        targets_BT = as_token_ids(targets_BT, self.config.vocab_size, "targets_BT").to(losses_BT.device)
         for number, hidden_BTD in enumerate(states_BTD[1:], start=1):
             if number < num_layers:
                 hidden_BTD = self._final(hidden_BTD)
