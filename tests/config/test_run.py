@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
-from transformer_xl.config import RunConfig, UserError, load_recipe, merge_recipe, run_settings
+from transformer_xl.config import (
+    EvaluationConfig,
+    RunConfig,
+    TransformerXLConfig,
+    UserError,
+    load_recipe,
+    merge_recipe,
+    run_settings,
+)
 from transformer_xl.config.model import VaswaniConfig
 
 
@@ -29,3 +39,29 @@ def test_recipe_with_another_architecture_omits_settings_it_lacks() -> None:
     assert (learned.evaluation.segment_length, learned.evaluation.attention_window) == (80, 2100)
     with pytest.raises(UserError, match="n_heads is a setting of transformer-xl"):  # overrides are never omitted
         run_settings(merge_recipe(recipe, {"model": {"architecture": "lstm", "n_heads": 2}}), "settings")
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "message"),
+    [
+        (
+            TransformerXLConfig,
+            {"n_layer": 2},
+            "TransformerXLConfig: unknown setting 'n_layer' (did you mean 'n_layers'?)",
+        ),
+        (
+            EvaluationConfig,
+            {"method": "foo"},
+            "EvaluationConfig: method: Input should be 'memory', 'sliding-window' or",
+        ),
+        (
+            RunConfig,
+            {"model": {"n_layer": 2}},
+            "RunConfig: model: unknown setting 'n_layer' (did you mean 'n_layers'?)",
+        ),
+        (EvaluationConfig, {"dynamic": {"optimiser": "sgd"}}, "EvaluationConfig: dynamic: unknown setting 'optimiser'"),
+    ],
+)
+def test_wrong_settings_raise_one_line_in_python(kind, settings, message):
+    with pytest.raises(UserError, match=f"^{re.escape(message)}[^\n]*$"):
+        kind(**settings)

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from model_configs import model_config
-from pydantic import ValidationError
 
 from transformer_xl.config import ARCHITECTURES, ShawConfig, TransformerXLConfig, UserError, VaswaniConfig, run_settings
 from transformer_xl.model.baselines.absolute import AbsoluteTransformer
@@ -91,7 +90,7 @@ def test_number_of_learned_position_vectors_is_the_longest_context_of_training()
 
 
 def test_config_class_accepts_only_its_own_settings() -> None:
-    with pytest.raises(ValidationError, match="zoneout"):
+    with pytest.raises(UserError, match="zoneout"):
         ShawConfig(zoneout=0.1)  # a setting of qrnn
     # without d_head, the head width is d_model / n_heads
     assert (TransformerXLConfig(d_model=24, n_heads=3).head_dim, TransformerXLConfig(d_head=5).head_dim) == (8, 5)

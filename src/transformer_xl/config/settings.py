@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
@@ -35,6 +35,21 @@ class Settings(BaseModel):
     """Base class of groups of settings: immutable, and unknown names are refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True)
+
+    if not TYPE_CHECKING:  # type checkers know the fields
+
+        def __init__(self, /, **data: Any) -> None:
+            """Check settings given as keyword arguments.
+
+            Raises:
+                UserError: an unknown name, a wrong type or a value out of range.
+            """
+            try:
+                super().__init__(**data)
+            except ValidationError as error:
+                raise UserError(f"{type(self).__name__}: {explain(error)}") from None
+
+        __init__.__pydantic_base_init__ = True  # pydantic then validates groups within groups without calling it
 
     @model_validator(mode="before")
     @classmethod
