@@ -59,6 +59,17 @@ def check_is_new(path: Path) -> None:
             raise UserError(f"{path} exists already; choose another path or delete it first")
 
 
+def check_new_file(path: Path) -> None:
+    """Check that a file can be created at a path, before its contents are computed.
+
+    Raises:
+        UserError: something exists there, its folder does not exist, or the file system refuses to look.
+    """
+    check_is_new(path)
+    if not path.absolute().parent.is_dir():
+        raise UserError(f"{path}: folder {path.parent} does not exist; create it, or choose another path")
+
+
 @contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
     """Yield a new temporary folder next to `path`; it is renamed to `path` if the block ends without an error.

@@ -236,6 +236,7 @@ REFUSED = {
         ("tiny --clamp-length 0", "clamp_length.* greater than or equal to 1"),
         ("enwik8-al-rfou-12l", "is compared for Transformer-XL"),
         ("tiny --out {}/existing.json", "exists already; choose another path"),
+        ("tiny --out {}/none/a.json", "folder .*none does not exist; create it, or choose another path"),
     ],
 }
 

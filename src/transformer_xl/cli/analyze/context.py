@@ -14,7 +14,7 @@ from transformer_xl.cli.flags import ContextFlags, given_settings
 from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, Json
 from transformer_xl.cli.output import print_json, print_table
 from transformer_xl.config import ContextSweep, UserError, check_settings
-from transformer_xl.files import check_is_new, write_json
+from transformer_xl.files import check_new_file, write_json
 from transformer_xl.progress import ProgressBar, say
 
 
@@ -106,9 +106,7 @@ def _check_outputs(out: Path | None, plot: Path | None) -> None:
     if plot is not None and plot.suffix.lower() not in (".svg", ".png"):
         raise UserError(f"{plot}: the name of a plot must end in .svg or .png")
     for path in filter(None, (out, plot)):
-        check_is_new(path)
-        if not path.absolute().parent.is_dir():
-            raise UserError(f"{path}: folder {path.parent} does not exist; create it, or choose another path")
+        check_new_file(path)
     if plot is not None and plot == out:
         raise UserError(f"{out} was given for --out and --plot; choose different files")
 

@@ -11,7 +11,7 @@ from transformer_xl.cli.flags import SpeedFlags, given_settings
 from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, Json
 from transformer_xl.cli.output import print_json, print_table
 from transformer_xl.config import SpeedComparison, check_settings
-from transformer_xl.files import check_is_new, write_json
+from transformer_xl.files import check_new_file, write_json
 
 
 def speed(
@@ -38,7 +38,7 @@ def speed(
         File for the results, as JSON.
     """
     if out is not None:
-        check_is_new(out)
+        check_new_file(out)
     comparison = check_settings(SpeedComparison, given_settings(speed=settings).get("speed", {}), "speed comparison")
     from transformer_xl.analysis.evaluation_speed import COLUMNS, compare_speed, speed_tables
 
