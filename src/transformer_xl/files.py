@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import glob
+import hashlib
 import json
 import os
 import shutil
@@ -182,6 +183,11 @@ def write_text(path: Path, text: str) -> None:
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
     """Write a JSON file atomically, with each value on its own line."""
     write_text(path, json.dumps(values, indent=1) + "\n")
+
+
+def json_digest(values: Mapping[str, Any]) -> str:
+    """Return the sha256 of JSON values, which does not depend on the order of their names in a file."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def remove_leftovers(folder: Path) -> None:

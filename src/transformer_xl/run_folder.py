@@ -25,7 +25,7 @@ from torch import Tensor
 
 from transformer_xl.config import RunConfig, Settings, UserError, check_settings, read_yaml, run_settings
 from transformer_xl.device import choose_device
-from transformer_xl.files import as_user_error, atomic_folder, read_bytes, write_json
+from transformer_xl.files import as_user_error, atomic_folder, json_digest, read_bytes, write_json
 from transformer_xl.model.build import build_model
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.tensor_file import DAMAGED, load_tensors, save_tensors
@@ -60,7 +60,7 @@ class CheckpointRecord(Settings):
     def write(self, checkpoint: Path) -> None:
         """Write the record, with its checksum, to the folder of a checkpoint."""
         contents = self.model_dump(mode="json")
-        write_json(checkpoint / "training.json", {**contents, "sha256": _digest(contents)})
+        write_json(checkpoint / "training.json", {**contents, "sha256": json_digest(contents)})
 
     @staticmethod
     def read(checkpoint: Path) -> CheckpointRecord:
@@ -76,7 +76,7 @@ class CheckpointRecord(Settings):
             expected = contents.pop("sha256")
         except (ValueError, KeyError, TypeError, AttributeError):
             raise UserError(DAMAGED.format(file, "it is incomplete")) from None
-        if expected != _digest(contents):
+        if expected != json_digest(contents):
             raise UserError(DAMAGED.format(file, "its checksum does not match its contents"))
         return check_settings(CheckpointRecord, contents, str(file))
 
@@ -313,10 +313,6 @@ def file_digest(file: Path) -> str:
     """Return the sha256 of a file."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _digest(contents: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()
 
 
 def config_text(config: RunConfig) -> str:

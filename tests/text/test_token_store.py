@@ -140,9 +140,20 @@ def test_invalid_corpus_json_is_refused(
 ) -> None:
     path = corpus.path / "corpus.json"
     values = json.loads(path.read_text())
+    del values["sha256"]  # as in corpora made before there was one
     change(values)
     path.write_text(json.dumps(values))
     with pytest.raises(UserError, match=message):
+        Corpus.open(corpus.path)
+
+
+def test_changed_count_in_corpus_json_is_detected(corpus: Corpus) -> None:
+    """Bits per byte and word perplexity divide by these counts."""
+    path = corpus.path / "corpus.json"
+    values = json.loads(path.read_text())
+    values["splits"]["test"]["num_words"] += 1
+    path.write_text(json.dumps(values))
+    with pytest.raises(UserError, match=r"corpus.json: damaged, its checksum does not match its contents; copy"):
         Corpus.open(corpus.path)
 
 

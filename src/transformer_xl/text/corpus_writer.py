@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from transformer_xl.config import UserError
-from transformer_xl.files import atomic_folder, write_json
+from transformer_xl.files import atomic_folder, json_digest, write_json
 from transformer_xl.text.documents import SPLITS, Document, DocumentUnit, SplitName
 from transformer_xl.text.parallel import ordered_map
 from transformer_xl.text.token_store import (
@@ -124,7 +124,8 @@ def write_corpus(
                     )
             records = {split: writer.record() for split, writer in writers.items()}
         record = CorpusRecord(name=name, source=source, tokenizer_sha256=fingerprint(tokenizer), splits=records)
-        write_json(temporary / "corpus.json", record.model_dump())
+        contents = record.model_dump(mode="json")
+        write_json(temporary / "corpus.json", {**contents, "sha256": json_digest(contents)})
     return Corpus.open(folder)
 
 

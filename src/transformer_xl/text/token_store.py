@@ -24,7 +24,7 @@ import numpy.typing as npt
 from pydantic import Field, model_validator
 
 from transformer_xl.config import Settings, UserError, check_settings, nearest
-from transformer_xl.files import as_user_error
+from transformer_xl.files import as_user_error, json_digest
 from transformer_xl.text.documents import SPLITS, SplitName
 from transformer_xl.text.sources.archives import raw_chunks
 from transformer_xl.text.tokenizers import TokenArray, Tokenizer, fingerprint, load_tokenizer, token_dtype
@@ -304,10 +304,14 @@ def _read_record(path: Path) -> CorpusRecord:
             f"{file}: format {values.get('format')!r}, version {values.get('version')!r}, expected '{_FORMAT}', "
             f"version {_VERSION}; prepare the corpus again with this version of txl"
         )
+    expected = values.pop("sha256", None)  # of the other values; corpora made before it existed have none
     try:
-        return check_settings(CorpusRecord, values, str(file))
+        record = check_settings(CorpusRecord, values, str(file))
     except UserError as error:
         raise UserError(f"{error}; {_RECOVERY}") from None
+    if expected not in (None, json_digest(values)):
+        raise UserError(f"{file}: damaged, its checksum does not match its contents; {_RECOVERY}")
+    return record
 
 
 def _check_size(path: Path, num_bytes: int) -> None:
