@@ -57,7 +57,16 @@ def test_every_kind_is_prepared_trained_evaluated_and_generated(kind: str) -> No
     assert run_json("train", "--corpus", "corpus", *NINE_STEPS)["run"] == "runs/corpus"
     evaluation = run_json("evaluate", "runs/corpus")
     assert evaluation["tokens"] == corpus["splits"]["test"]["num_tokens"]
-    assert math.isfinite(evaluation["perplexity"])
+    assert math.isfinite(evaluation["token_perplexity"])
+    assert (evaluation["perplexity"] is None) == (kind == "integer")
+    # what could be taken for the perplexity of papers, which is per word, says that it is per token
+    shown = {
+        "word": ["perplexity/word"],
+        "bpe": ["perplexity/word", "perplexity/token"],
+        "integer": ["perplexity/token"],
+    }
+    for table in (txl("evaluate", "runs/corpus").out, txl("score", "runs/corpus", "test.txt", "--per", "file").out):
+        assert re.findall(r"perplexity\S*", table) == shown.get(kind, [])
     prompt = "3 3" if kind == "integer" else "the cat"
     assert txl("generate", "runs/corpus", "--prompt", prompt, "--max-new-tokens", "5").out
 

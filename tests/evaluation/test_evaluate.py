@@ -32,11 +32,16 @@ from transformer_xl.config import (
 from transformer_xl.evaluation.evaluate import evaluate
 from transformer_xl.evaluation.metrics import Sums
 from transformer_xl.evaluation.plan import EvaluationPlan, TokenizedText
+from transformer_xl.evaluation.score import score
 from transformer_xl.model.memory import ContextLimits
 from transformer_xl.run_folder import Run
+from transformer_xl.text.documents import Document
 from transformer_xl.text.token_store import TokenSplit
 from transformer_xl.text.tokenizers import ByteTokenizer, Tokenizer
 from transformer_xl.text.tokenizers.char import CharTokenizer
+from transformer_xl.text.tokenizers.config import TokenizerConfig
+from transformer_xl.text.tokenizers.pre_tokenizer import PreTokenizer
+from transformer_xl.text.tokenizers.training import train_tokenizer
 from transformer_xl.text.tokenizers.word import WordTokenizer
 
 # the settings of CONFIG and of the fixture `run`, resolved
@@ -67,8 +72,7 @@ def test_metrics_equal_those_computed_from_the_losses(run: Run) -> None:
     assert (result.tokens, result.bytes, result.words) == (101, 303, 29)
     assert result.nats_per_token == pytest.approx(nats_K.mean(), rel=1e-12)
     assert result.bits_per_byte == pytest.approx(nats_K.sum() / math.log(2) / 303, rel=1e-12)
-    assert result.perplexity == pytest.approx(math.exp(nats_K.mean()), rel=1e-12)
-    assert result.word_perplexity == pytest.approx(math.exp(nats_K.sum() / 29), rel=1e-12)
+    assert result.token_perplexity == pytest.approx(math.exp(nats_K.mean()), rel=1e-12)
     assert result.tokens_per_second == pytest.approx(101 / result.seconds)
     assert (result.segment_length, result.memory_length) == (7, 11)
     assert (result.attention_window, result.clamp_length) == (None, 17)
@@ -81,7 +85,6 @@ def test_max_tokens_scores_the_start_of_the_split(run: Run) -> None:
     result = evaluate(run, split_of(tokens_K, num_bytes=303), max_tokens=29, progress=progress.append)
     nats_K = token_nats(run.model.eval(), tokens_K, BOS, PLAN)
     assert (result.tokens, result.bytes, sum(progress)) == (29, 29, 29)  # each token of the tokenizer is a byte
-    assert (result.words, result.word_perplexity) == (None, None)  # the word count of a part is not known
     assert result.nats_per_token == pytest.approx(nats_K[:29].mean(), rel=1e-12)
     assert result.bits_per_byte == pytest.approx(nats_K[:29].mean() / math.log(2), rel=1e-12)
     whole = evaluate(run, split_of(tokens_K, num_bytes=303), max_tokens=9999)
@@ -114,6 +117,35 @@ def test_characters_are_unknown_if_the_text_is_not_utf8(run: Run) -> None:
     assert (result.characters, result.bits_per_character) == (None, None)
 
 
+def test_perplexity_is_per_word_and_line_end_for_every_tokenizer(make_model, monkeypatch) -> None:
+    """So that a model of bytes or subwords is compared with the perplexities of papers, whose tokens are words."""
+    monkeypatch.setattr("transformer_xl.evaluation.metrics._TOKENS_PER_CHUNK", 5)  # words span chunks
+    text = "the  cat, \n\n sat"  # 3 words, 2 line ends; a word tokenizer also adds one at the end
+    settings: dict[str, Any] = {"eos_token": "<eos>", "unk_token": "<unk>"}
+    words = WordTokenizer(("<eos>", "<unk>", "the", ","), **settings)
+    punctuation = WordTokenizer(words.words, pre_tokenizer=PreTokenizer("punctuation"), **settings)
+    documents = [Document("text", [text.encode()])]
+    bpe = train_tokenizer(TokenizerConfig(kind="bpe", vocab_size=258), documents)
+    for tokenizer, num_words, num_line_ends in (
+        (ByteTokenizer(), 3, 2),
+        (bpe, 3, 2),
+        (words, 3, 3),
+        (punctuation, 4, 3),  # the comma is a word of this tokenizer
+    ):
+        tokens_K = tokenizer.encode(text + "\n" * tokenizer.adds_final_newline)
+        run = Run(make_model(vocab_size=tokenizer.vocab_size), tokenizer, RunConfig())
+        result = evaluate(run, split_of(tokens_K, num_bytes=len(text), words=3), CONFIG)
+        assert (result.words, result.line_ends) == (num_words, num_line_ends)
+        assert result.perplexity == pytest.approx(math.exp(result.nats / (num_words + num_line_ends)), rel=1e-12)
+        assert result.token_perplexity == pytest.approx(math.exp(result.nats_per_token), rel=1e-12)
+        is_word_level = tokenizer.kind == "word"
+        assert (result.perplexity == pytest.approx(result.token_perplexity)) == is_word_level
+        part = evaluate(run, split_of(tokens_K, num_bytes=len(text), words=3), CONFIG, max_tokens=len(tokens_K) - 1)
+        assert part.words == num_words
+        (scored,) = score(run, text)
+        assert (scored.sums.words, scored.sums.line_ends) == (num_words, num_line_ends)
+
+
 def test_words_of_a_part_are_counted_by_a_word_tokenizer(make_model) -> None:
     """Newlines are not words. The bytes of a part are estimated from its share of the tokens."""
     tokenizer = WordTokenizer(("<eos>", "<unk>", "a", "b"), eos_token="<eos>", unk_token="<unk>")
@@ -124,11 +156,12 @@ def test_words_of_a_part_are_counted_by_a_word_tokenizer(make_model) -> None:
     part = evaluate(run, split_of(tokens_K, num_bytes=15, words=7), CONFIG, max_tokens=7)  # up to the second newline
     assert (part.words, part.bytes) == (5, round(15 * 7 / 10))
     nats_K = token_nats(run.model, tokens_K, tokenizer.bos_token_id, PLAN)
-    assert part.word_perplexity == pytest.approx(math.exp(nats_K[:7].sum() / 5), rel=1e-12)
+    assert part.perplexity == pytest.approx(math.exp(nats_K[:7].mean()), rel=1e-12)
 
 
 def test_overflowing_perplexity_is_infinite() -> None:
-    assert Sums(nats=800.0, tokens=1, bytes=1).perplexity == math.inf
+    sums = Sums(nats=800.0, tokens=1, bytes=1, words=1)
+    assert (sums.perplexity, sums.token_perplexity) == (math.inf, math.inf)
 
 
 # The file of losses

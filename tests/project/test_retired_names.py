@@ -39,7 +39,7 @@ DEFINITIONS = """Reach Sight Past Join Writer Made Writing Plan How Side Vocabul
 ANYWHERE = """vocabulary_size embedding_width norm_epsilon tie_position_biases project_equal_width learned_positions
     intermediate_losses second_target qrnn_window first_segment length_warmup final_rate average_from evaluate_every
     save_every log_every evaluate_tokens log_probability log_probabilities step_flops step_bytes gradient_norm head_size
-    writing_memory training_nats encode_piece start_id end_ids run_side_by_side"""
+    writing_memory training_nats encode_piece start_id end_ids run_side_by_side word_perplexity"""
 # keys of dictionary literals
 JSON_KEYS = "place vocabulary.json"
 # flags without a group, which are refused in command lines of txl

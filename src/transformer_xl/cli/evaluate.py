@@ -12,7 +12,7 @@ from cyclopts import Parameter
 
 from transformer_xl.cli.flags import EvaluationFlags, evaluation_config
 from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, Json, parse_integers
-from transformer_xl.cli.output import print_json, print_table
+from transformer_xl.cli.output import perplexity_titles, print_json, print_table
 from transformer_xl.config import EvaluationConfig, UserError
 from transformer_xl.progress import ProgressBar, say
 
@@ -35,7 +35,7 @@ def evaluate(
     device_options: DeviceFlags = DEFAULT_DEVICE,
     json: Json = False,
 ) -> None:
-    """Score a text: perplexity and bits per byte, every token once.
+    """Score a text, every token once: bits per byte, and perplexity per word (line ends included) and per token.
 
     Parameters
     ----------
@@ -120,7 +120,7 @@ def _configs(config: EvaluationConfig, memory_lengths: str | None, windows: str 
 
 
 def _print_results(name: str, results: list[dict[str, Any]], tokenizer: Tokenizer) -> None:
-    first, has_words = results[0], tokenizer.kind == "word"
+    first = results[0]
     columns = {  # by name of the result: title of the column and number format
         "memory_length": ("memory", ","),
         "segment_length": ("segment", ","),
@@ -128,23 +128,21 @@ def _print_results(name: str, results: list[dict[str, Any]], tokenizer: Tokenize
         "clamp_length": ("clamp", ","),
         "bits_per_byte": ("bits/byte", ".4f"),
         "bits_per_character": ("bits/char", ".4f"),
-        "perplexity": ("perplexity", ".3f"),
-        "word_perplexity": ("per word", ".3f"),
+        **{name: (title, ",.3f") for name, title in perplexity_titles(tokenizer).items()},
         "nats_per_token": ("nats/token", ".4f"),
         "tokens_per_second": ("tokens/s", ",.0f"),
     }
     if first["characters"] in (None, first["bytes"]):
         del columns["bits_per_character"]
-    if not has_words:
-        del columns["word_perplexity"]
     # None is an attention window or clamp length without limit
     rows = [
         ["all" if result[name] is None else format(result[name], spec) for name, (_, spec) in columns.items()]
         for result in results
     ]
-    unit = "words and newlines" if has_words and tokenizer.adds_final_newline else "tokens"
+    unit = "words and newlines" if tokenizer.kind == "word" and tokenizer.adds_final_newline else "tokens"
     tokens, num_unknown = first["tokens"], first["num_unknown"]
+    words = f", {first['words'] + first['line_ends']:,} words and newlines" if tokenizer.kind == "bpe" else ""
     unknown = f" ({num_unknown:,} of them unknown words, {num_unknown / tokens:.1%})" if num_unknown else ""
     reset = ", memory reset at each document" if first["reset_memory"] else ""
-    title = f"{name}: {tokens:,} {unit}{unknown}, {first['bytes']:,} bytes, method {first['method']}{reset}"
+    title = f"{name}: {tokens:,} {unit}{unknown}{words}, {first['bytes']:,} bytes, method {first['method']}{reset}"
     print_table(title, [title for title, _ in columns.values()], rows)

@@ -48,6 +48,17 @@ def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
     Console(file=sys.stdout, highlight=False, width=width, soft_wrap=not is_terminal).print(table)
 
 
+def perplexity_titles(tokenizer: Tokenizer) -> dict[str, str]:
+    """Return the perplexities to display for a tokenizer: title of the column by name of the metric.
+
+    Bytes and characters have none (their figure is bits per byte), and integers are not words. With words as tokens,
+    both perplexities are the same.
+    """
+    titles = {"perplexity": "perplexity/word", "token_perplexity": "perplexity/token"}
+    names = {"word": ["perplexity"], "bpe": list(titles), "integer": ["token_perplexity"]}.get(tokenizer.kind, [])
+    return {name: titles[name] for name in names}
+
+
 def say_unknown(tokenizer: Tokenizer, texts: Iterable[str | bytes]) -> None:
     """Print a warning with the words of the texts that are not in the tokenizer's vocabulary."""
     if tokenizer.unk_token_id is None:

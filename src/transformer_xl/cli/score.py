@@ -15,7 +15,7 @@ from cyclopts import Parameter
 
 from transformer_xl.cli.flags import ScoreFlags, evaluation_config
 from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags
-from transformer_xl.cli.output import print_json, print_table, say_unknown
+from transformer_xl.cli.output import perplexity_titles, print_json, print_table, say_unknown
 from transformer_xl.config import UserError
 from transformer_xl.files import read_bytes
 from transformer_xl.progress import ProgressBar, say
@@ -119,8 +119,9 @@ def _token(tokenizer: Tokenizer, token: int) -> dict[str, Any]:
 
 
 def _print_records(scores: list[TextScore], per: str) -> None:
+    perplexities = perplexity_titles(scores[0].tokenizer)
     columns = {
-        "file": ["file", "tokens", "logprob", "nats_per_token", "perplexity", "bits_per_byte"],
+        "file": ["file", "tokens", "logprob", "nats_per_token", *perplexities, "bits_per_byte"],
         "line": ["text", "file", "line", "tokens", "logprob"],
         "token": ["text", "file", "line", "position", "token", "logprob"],
     }[per]
@@ -129,7 +130,8 @@ def _print_records(scores: list[TextScore], per: str) -> None:
         nats, tokens = (sum(getattr(text.sums, name) for text in scores) for name in ("nats", "tokens"))
         last = {columns[0]: "all", "tokens": f"{tokens:,}", "logprob": f"{-nats:.4f}"}
         rows.append([last.get(name, "") for name in columns])
-    print_table(f"log-probabilities (natural logarithms), by {per}", [name.replace("_", " ") for name in columns], rows)
+    titles = [perplexities.get(name, name.replace("_", " ")) for name in columns]
+    print_table(f"log-probabilities (natural logarithms), by {per}", titles, rows)
 
 
 def _cell(value: Any) -> str:

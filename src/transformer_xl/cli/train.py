@@ -83,6 +83,10 @@ def _print_result(result: TrainResult, *, as_json: bool) -> None:
         }
         print_json(values)
     elif result.finished:
-        valid = f", best validation loss {best:.4f} nats per token (perplexity {math.exp(best):.2f})" if best else ""
+        valid = (
+            f", best validation loss {best:.4f} nats per token (perplexity per token {math.exp(best):.2f})"
+            if best
+            else ""
+        )
         print(f"{result.path}: {result.step:,} steps in {result.seconds:,.0f} s{valid}")
         print(f"next: txl evaluate {result.path}")

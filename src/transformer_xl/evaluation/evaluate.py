@@ -39,7 +39,11 @@ _METHODS = {"memory": memory, "sliding-window": sliding_window, "dynamic": dynam
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationResult(Sums):
-    """Loss, counts and metrics of a scored text, and the settings they were measured with."""
+    """Loss, counts and metrics of a scored text, and the settings they were measured with.
+
+    `perplexity` is per word, line ends included, whatever the tokenizer: the figure that papers report for word-level
+    data sets. `token_perplexity` is per token. For bytes and characters papers report `bits_per_byte` (enwik8, text8).
+    """
 
     seconds: float
     """Time that the evaluation took."""
@@ -80,7 +84,7 @@ def evaluate(
     progress: ProgressCallback | None = None,
     token_losses: Path | str | None = None,
 ) -> EvaluationResult:
-    """Score every token of a split once and return loss, perplexity and bits per byte.
+    """Score every token of a split once and return loss, perplexity per word and per token, and bits per byte.
 
     Args:
         run: a loaded run.

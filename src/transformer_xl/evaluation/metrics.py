@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from transformer_xl.text.corpus_writer import count_words as count_words_of_text
 from transformer_xl.text.token_store import Tokens, TokenSplit
 from transformer_xl.text.tokenizers import Tokenizer
 
@@ -34,8 +35,10 @@ class Sums:
     characters: int | None = None
     """Number of Unicode characters, or None if the text is not UTF-8 or its tokens do not decode exactly."""
     words: int | None = None
-    """Number of words separated by whitespace, or None for part of a text whose tokens are not words, and for
-    integers."""
+    """Number of words: the tokens of a word tokenizer that are not line ends; for bytes, characters and BPE, words
+    separated by whitespace; None for integers."""
+    line_ends: int | None = None
+    """Number of line ends, or None for integers."""
     num_unknown: int = 0
     """Number of tokens that are the tokenizer's unknown-word token; 0 if it has no such token."""
 
@@ -43,14 +46,14 @@ class Sums:
     def of_split(nats: float, tokenizer: Tokenizer, split: TokenSplit, tokens_K: Tokens) -> Sums:
         """Count bytes, characters and words of the first K tokens of a split, as far as they can be known."""
         is_whole = len(tokens_K) == split.num_tokens
-        # is_text: false for the integer tokenizer, whose tokens are no text
-        words = split.num_words if is_whole and tokenizer.is_text else _count_words(tokenizer, tokens_K)
+        words, line_ends = count_words(tokenizer, tokens_K)
         if tokenizer.is_lossless:
             num_bytes, characters = count_text(tokenizer, tokens_K)
+            words = split.num_words if is_whole else words  # documents need not end with whitespace
         else:  # decoding does not restore unknown words and whitespace
             num_bytes, characters = max(1, round(split.bytes_per_token * len(tokens_K))), None
         num_bytes, num_unknown = split.num_bytes if is_whole else num_bytes, count_unknown(tokenizer, tokens_K)
-        return Sums(nats, len(tokens_K), num_bytes, characters, words, num_unknown)
+        return Sums(nats, len(tokens_K), num_bytes, characters, words, line_ends, num_unknown)
 
     @property
     def nats_per_token(self) -> float:
@@ -68,19 +71,24 @@ class Sums:
         return self.nats / math.log(2) / self.characters if self.characters else None
 
     @property
-    def perplexity(self) -> float:
-        """exp of the mean loss per token, or infinity if that overflows."""
-        return _exp(self.nats_per_token)
+    def perplexity(self) -> float | None:
+        """Word-level perplexity, which papers report for Penn Treebank, WikiText-103 and One Billion Word.
+
+        exp of the total loss divided by the number of words and line ends, or infinity if that overflows. It compares
+        tokenizers. With a word tokenizer it equals `token_perplexity`; None for integers, which are not words.
+        """
+        num_words = (self.words or 0) + (self.line_ends or 0)
+        return _exp(self.nats / num_words) if num_words else None
 
     @property
-    def word_perplexity(self) -> float | None:
-        """exp of the loss per word, where newline tokens count as loss but not as words; None without a word count."""
-        return _exp(self.nats / self.words) if self.words else None
+    def token_perplexity(self) -> float:
+        """exp of the mean loss per token, or infinity if that overflows; not comparable between tokenizers."""
+        return _exp(self.nats_per_token)
 
     def as_dict(self) -> dict[str, Any]:
         """Return counts and metrics by name, for JSON."""
-        counts = ("tokens", "num_unknown", "bytes", "characters", "words")
-        metrics = ("nats_per_token", "bits_per_byte", "bits_per_character", "perplexity", "word_perplexity")
+        counts = ("tokens", "num_unknown", "bytes", "characters", "words", "line_ends")
+        metrics = ("nats_per_token", "bits_per_byte", "bits_per_character", "perplexity", "token_perplexity")
         values = {name: getattr(self, name) for name in (*counts, *metrics)}
         return {**values, "bytes": round(self.bytes)}
 
@@ -113,9 +121,23 @@ def count_text(tokenizer: Tokenizer, tokens_K: Tokens) -> tuple[int, int | None]
     return num_bytes, characters
 
 
-def _count_words(tokenizer: Tokenizer, tokens_K: Tokens) -> int | None:
-    counts = [tokenizer.count_words(chunk_K) for chunk_K in chunks(tokens_K)]
-    return None if None in counts else sum(count for count in counts if count is not None)
+def count_words(tokenizer: Tokenizer, tokens_K: Tokens) -> tuple[int | None, int | None]:
+    """Return the numbers of words and of line ends, as `Sums` defines them; a word that the end cuts counts."""
+    if not tokenizer.is_text:
+        return None, None
+    words = line_ends = 0
+    previous_byte = b" "
+    for chunk_K in chunks(tokens_K):
+        if tokenizer.is_lossless:
+            content = tokenizer.decode_bytes(chunk_K)
+            words += count_words_of_text(content, previous_byte)
+            line_ends += content.count(b"\n")
+            previous_byte = content[-1:] or previous_byte
+        else:
+            num_newlines = int(np.count_nonzero(tokenizer.is_newline_V[chunk_K]))
+            words += len(chunk_K) - num_newlines
+            line_ends += num_newlines
+    return words, line_ends
 
 
 def count_unknown(tokenizer: Tokenizer, tokens_K: Tokens) -> int:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from transformer_xl.config import EvaluationConfig, UserError
 from transformer_xl.evaluation.evaluate import check_token_ids, losses_in_order
-from transformer_xl.evaluation.metrics import Sums, count_unknown
+from transformer_xl.evaluation.metrics import Sums, count_unknown, count_words
 from transformer_xl.evaluation.plan import EvaluationPlan, ProgressCallback, TokenizedText
 from transformer_xl.run_folder import Run
 from transformer_xl.text.token_store import TokenSplit
@@ -101,12 +101,14 @@ def score(
     scores: list[TextScore] = []
     for (name, ids_K), (start, end) in zip(encoded.items(), pairwise(starts_N.tolist()), strict=True):
         content = contents[name]
+        words, line_ends = count_words(run.tokenizer, ids_K)
         sums = Sums(
             nats=float(nats_K[start:end].sum()),
             tokens=end - start,
             bytes=len(content),
             characters=_count_characters(content),
-            words=len(content.split()) if run.tokenizer.is_text else None,  # None for the integer tokenizer
+            words=words,
+            line_ends=line_ends,
             num_unknown=count_unknown(run.tokenizer, ids_K),
         )
         scores.append(TextScore(name, ids_K, nats_K[start:end], sums, run.tokenizer))

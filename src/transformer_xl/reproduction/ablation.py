@@ -17,10 +17,14 @@ from typing import Any, Literal
 from transformer_xl.analysis.plots import COLOURS, Line, draw
 from transformer_xl.reproduction.systems import ABLATION, BY_NAME, System
 
-Metric = Literal["bits_per_byte", "perplexity"]
-DIGITS: dict[Metric, int] = {"bits_per_byte": 3, "perplexity": 2}
+Metric = Literal["bits_per_byte", "perplexity", "token_perplexity"]
+DIGITS: dict[Metric, int] = {"bits_per_byte": 3, "perplexity": 2, "token_perplexity": 2}
 """Decimal places in tables and comparisons."""
-NAMES: dict[Metric, str] = {"bits_per_byte": "bits per byte", "perplexity": "perplexity"}
+NAMES: dict[Metric, str] = {
+    "bits_per_byte": "bits per byte",
+    "perplexity": "perplexity per word",
+    "token_perplexity": "perplexity per token",
+}
 
 COLUMNS = [
     *("system", "memory", "architecture", "loss"),

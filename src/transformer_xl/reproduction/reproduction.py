@@ -65,7 +65,7 @@ _SMOKE_SETTINGS: Groups = {
 # default attention windows, in units of half the segment length of the settings that all systems share
 _HALF_SEGMENTS = (1, 2, 3, 4, 6, 8, 12)
 # results of `txl evaluate --json` that a file of scores must have
-_SCORES = ("nats_per_token", "bits_per_byte", "perplexity")
+_SCORES = ("nats_per_token", "bits_per_byte", "token_perplexity")
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,10 @@ def reproduce_ablation(
     """
     windows = {system: reproduction.attention_windows(system, attention_windows) for system in systems}
     reproduction.finish_runs(windows)
-    metric: Metric = "bits_per_byte" if reproduction.corpus.tokenizer.is_lossless else "perplexity"
+    tokenizer = reproduction.corpus.tokenizer
+    metric: Metric = "perplexity" if tokenizer.is_text else "token_perplexity"  # integers are not words
+    if tokenizer.is_lossless:
+        metric = "bits_per_byte"
     results: dict[str, SystemResult] = {}
     for system in systems:
         by_seed = [

@@ -95,13 +95,6 @@ def test_unknown_words_are_in_descending_order_of_frequency() -> None:
     assert PUNCTUATION.unknown_words("the dogs, isn't") == ["dogs"]
 
 
-def test_words_are_counted_only_if_separated_by_whitespace() -> None:
-    ids = TOKENIZER.encode("the dog , a\n\nthe ")
-    assert TOKENIZER.count_words(ids) == 5
-    assert NO_SPECIAL_TOKENS.count_words(NO_SPECIAL_TOKENS.encode("the dog\n")) == 2
-    assert PUNCTUATION.count_words(ids) is None
-
-
 def test_pickle_contains_no_lookup_table() -> None:
     tokenizer = WordTokenizer(tuple(f"word{number}" for number in range(10_007)))
     size = len(pickle.dumps(tokenizer))

@@ -179,10 +179,6 @@ class Tokenizer(ABC):
     def stream_decoder(self) -> StreamDecoder:
         """Return a decoder that takes one token at a time; its concatenated output equals that of `decode`."""
 
-    def count_words(self, ids: TokenArray) -> int | None:
-        """Return the number of words in the decoded text, or None if the ids do not determine it."""
-        return None
-
     def unknown_words(self, text: str | bytes) -> list[str]:
         """Return the words of a text that the vocabulary lacks, in descending order of frequency."""
         return []

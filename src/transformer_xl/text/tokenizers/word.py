@@ -24,7 +24,6 @@ from typing_extensions import override
 from transformer_xl.text.tokenizers.base import (
     EncodedChunk,
     EncodingError,
-    TokenArray,
     Tokenizer,
     check_counts,
     quoted,
@@ -108,12 +107,6 @@ class WordTokenizer(Tokenizer):
     @override
     def stream_decoder(self) -> WordStreamDecoder:
         return WordStreamDecoder(self, self.words.__getitem__, self.pre_tokenizer.detokenizer())
-
-    @override
-    def count_words(self, ids: TokenArray) -> int | None:
-        if self.pre_tokenizer.name != "whitespace":
-            return None
-        return len(ids) - int(np.count_nonzero(self.is_newline_V[ids]))
 
     @override
     def unknown_words(self, text: str | bytes) -> list[str]:
