@@ -55,9 +55,11 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "unknown": "modle: {n_layers: 2}",
         "bool": "train: {max_steps: yes}",
         "off": "train: {compile: off}",
+        "many": "model: {n_layers: a, d_modle: 3}\ntrain: {batch_size: -1}\nfoo: 3",
+        "tab": "model:\n\tn_layers: 3",
         "twice": "model: {n_layers: 2}\nmodel: {d_model: 8}",
     }.items():
-        (folder / f"{name}.yaml").write_text(f"title: a\nsource: b\ncorpus: c\n{settings}\n")
+        (folder / f"{name}.yaml").write_text(f"{settings}\n")
     with Patch.context() as patch:
         patch.chdir(folder)
         do("prepare text.txt --out corpus")
@@ -85,12 +87,20 @@ BAD_COMMANDS = [
     ("train bool.yaml --corpus corpus", r"train.max_steps: .* integer .*\(given: True; .* unless quoted\)"),
     ("train off.yaml --corpus corpus", r"train.compile: .* \(given: False; .* unless quoted\)"),
     ("train twice.yaml --corpus corpus", "twice.yaml: .*duplicate key 'model'"),
+    # all errors of a file or of the flags of a group at once
+    (
+        "train many.yaml --corpus corpus",
+        r"many.yaml: 4 errors: \(1\) model.n_layers: .*'a'\) \(2\) model: .*'d_model'\?\) \(3\) train.b.* 'foo'$",
+    ),
+    ("generate run --seed x --top-p y", r"2 errors: \(1\) --top-p: .* \(2\) --seed: .*"),
+    ("recipes tab.yaml", r"not readable as YAML \(line 2, column 1: found .*\); check .* indentation there"),
     ("train list.yaml --corpus corpus", "list.yaml: must be a mapping of settings, not list"),
     (f"{TRAIN_SMALL} --model.attn-implementation refrence", "no attention kernel 'refrence' .*'reference'"),
     (f"{TRAIN} --device cpuu", r"no device 'cpuu' on this computer \(did you mean 'cpu'\?\); available: auto, "),
     ("evaluate run --split tset", r"no split 'tset' \(did you mean 'test'\?\)"),
     ("evaluate run --checkpoint lst", 'Did you mean "last"?'),
-    ("recipes nope", 'Unexpected "nope". Expected an option .*; --help'),
+    ("recipes nope", "no recipe 'nope'; 'txl recipes' lists them"),
+    ("info run nope", 'Unexpected "nope". Expected an option .*; --help'),
     ("generate run --logprobs 5000", r'Unexpected "5000"\. Expected an option \(flags take no value\)'),
     # files and folders
     (TRAIN_SMALL.replace("corpus corpus", "corpus small"), "has 20 tokens, .* 3 sequences of 7 .* 21; lower --train.b"),
@@ -112,6 +122,8 @@ BAD_COMMANDS = [
     (f"{TRAIN} --model.attention-window 0", r"model.attention_window: Input should be greater than 0 \(given: 0\)"),
     (f"{TRAIN} --train.max-steps 0", "train.max_steps: Input should be greater than 0"),
     (f"{TRAIN} --train.learning-rate inf", "train.learning_rate: Input should be a finite number"),
+    (f"{TRAIN} --train.max-steps 1.5e0", r"--train.max-steps: .* integer, .*\(given: '1.5e0'\)"),
+    ("evaluate run --max-tokens 1.7", 'Invalid value for --max-tokens: unable to convert "1.7" into int'),
     (f"{TRAIN} --threads 0", "--threads 0: must be"),
     (f"{TRAIN} --train.weight-average uniform --train.average-start-step 2000", "start_step 2,000 .*; give 1,999 or"),
     (f"{TRAIN} --train.initial-segment-length 4 --train.segment-warmup-steps 2000", "steps 2,000 .*; give 1,999 or"),

@@ -16,7 +16,7 @@ import torch
 from refusals import txl
 
 import transformer_xl
-from transformer_xl.config import EvaluationConfig, recipe_names
+from transformer_xl.config import EvaluationConfig, load_recipe, recipe_names
 from transformer_xl.evaluation.evaluate import evaluate
 from transformer_xl.evaluation.plan import EvaluationPlan
 from transformer_xl.generation.generate import generate
@@ -175,6 +175,14 @@ def test_recipes_lists_all_with_published_results() -> None:
     assert recipes["enwik8-12l"]["published"] == {"bits_per_byte": 1.06}
     table = txl("recipes").out
     assert all(name in table for name in recipes)
+
+
+def test_recipe_that_is_shown_can_be_saved_and_trained(tmp_path: Path) -> None:
+    shown = txl("recipes", "tiny")
+    (tmp_path / "mine.yaml").write_text(shown.out)
+    assert load_recipe(str(tmp_path / "mine.yaml")) == load_recipe("tiny")
+    assert txl("recipes", tmp_path / "mine.yaml").out == shown.out
+    assert txl("recipes", "tiny", "--json").object == txl("recipes", "--json").object["tiny"]
 
 
 def test_version_and_help() -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from transformer_xl.cli.flags import EvaluationFlags, ModelFlags, TrainFlags, given_settings
 from transformer_xl.cli.main import build_app
+from transformer_xl.cli.options import parse_integers
 from transformer_xl.config import ARCHITECTURES, EvaluationConfig, Settings, TrainConfig, run_settings
 
 # prefix of the flags, such as model in --model.n-layers, and class of the settings
@@ -52,8 +53,17 @@ def test_none_is_no_limit_unless_it_is_a_choice(group: str, name: str) -> None:
 
 
 def test_several_integers_are_one_argument() -> None:
-    cutoffs = value_of_flag("model", "cutoffs", "20,40")
+    cutoffs = value_of_flag("model", "cutoffs", "20,4e1")
     assert run_settings({"model": {"cutoffs": cutoffs}}, "flags").model.cutoffs == (20, 40)
+
+
+def test_integers_may_have_an_exponent() -> None:
+    """Settings, flags of the commands, and lists."""
+    assert value_of_flag("train", "max_steps", "1e3") == value_of_flag("train", "eval_tokens", "1.0E3") == 1000
+    words = ["evaluate", "run", "--max-tokens", "2.5e3", "--threads", "1e1"]
+    _, bound, _ = build_app().parse_args(words, exit_on_error=False, print_error=False)
+    assert (bound.arguments["max_tokens"], bound.arguments["device_options"].threads) == (2500, 10)
+    assert parse_integers("--seeds", "1e1,3") == (10, 3)
 
 
 def test_descriptions_list_the_architectures_that_have_the_setting() -> None:

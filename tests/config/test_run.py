@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
 from transformer_xl.config import (
     EvaluationConfig,
     RunConfig,
+    TrainConfig,
     TransformerXLConfig,
     UserError,
     load_recipe,
@@ -65,3 +67,21 @@ def test_recipe_with_another_architecture_omits_settings_it_lacks() -> None:
 def test_wrong_settings_raise_one_line_in_python(kind, settings, message):
     with pytest.raises(UserError, match=f"^{re.escape(message)}[^\n]*$"):
         kind(**settings)
+
+
+def test_recipe_of_ones_own_needs_only_settings(tmp_path: Path) -> None:
+    """PyYAML reads 1e3, without a decimal point, as text."""
+    file = tmp_path / "own.yaml"
+    file.write_text("train: {max_steps: 1e3, learning_rate: 1e-3}\n")
+    recipe = load_recipe(str(file))
+    config = run_settings(merge_recipe(recipe, {}), "own.yaml")
+    assert (recipe.corpus, config.train.max_steps, config.train.learning_rate) == ("any", 1000, 1e-3)
+
+
+def test_message_on_many_errors_is_bounded(tmp_path: Path) -> None:
+    names = [name for name, field in TrainConfig.model_fields.items() if field.annotation is int]
+    file = tmp_path / "own.yaml"
+    file.write_text("train:\n" + "".join(f"  {name}: {'x' * 10_000}\n" for name in names))
+    with pytest.raises(UserError, match=rf"{len(names)} errors: .*\(8\) .*and {len(names) - 8} more") as error:
+        load_recipe(str(file))
+    assert len(str(error.value)) < 2000

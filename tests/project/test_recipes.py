@@ -74,6 +74,8 @@ def effective_settings(config: RunConfig) -> dict[str, set[str]]:
 def test_recipe_contains_every_setting_its_result_depends_on(name: str) -> None:
     """So that a change of a default changes no recipe."""
     recipe = load_recipe(name)
+    assert recipe.title
+    assert recipe.source
     for group, names in effective_settings(run_config(name)).items():
         assert names - getattr(recipe, group).keys() == set(), group
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
-from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, Json
+from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, Integer, Json
 from transformer_xl.cli.output import print_json, print_table
 from transformer_xl.progress import say
 
@@ -13,7 +14,7 @@ def demo(
     *,
     out: Path = Path("runs/demo"),
     recipe: str = "demo",
-    max_tokens: int = 131_072,
+    max_tokens: Annotated[int, Integer] = 131_072,
     device_options: DeviceFlags = DEFAULT_DEVICE,
     json: Json = False,
 ) -> int:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Parameter
 
 from transformer_xl.cli.flags import EvaluationFlags, evaluation_config
-from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, Json, parse_integers
+from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, Integer, Json, parse_integers
 from transformer_xl.cli.output import perplexity_titles, print_json, print_table
 from transformer_xl.config import EvaluationConfig, UserError
 from transformer_xl.progress import ProgressBar, say
@@ -26,7 +26,7 @@ def evaluate(
     *,
     corpus: Path | None = None,
     split: str = "test",
-    max_tokens: int | None = None,
+    max_tokens: Annotated[int | None, Integer] = None,
     settings: Annotated[EvaluationFlags | None, Parameter(name="*")] = None,
     sweep_memory_length: str | None = None,
     sweep_attention_window: str | None = None,

@@ -17,6 +17,7 @@ from transformer_xl.config import (
     SpeedComparison,
     TrainConfig,
     check_settings,
+    whole_number,
 )
 from transformer_xl.generation.config import GenerationConfig
 from transformer_xl.text.tokenizers.config import TokenizerConfig
@@ -64,6 +65,8 @@ def _optional(name: str, settings: Mapping[str, FieldInfo], *excluded: str) -> t
             flag_type |= Literal["none"]
         if "none" not in get_args(inner):  # none is not a choice of the setting, so it stands for no limit
             flag_type = Annotated[flag_type, AfterValidator(lambda value: None if value == "none" else value)]
+        if not parses_text and int in (inner, *get_args(inner)):
+            flag_type = Annotated[flag_type, BeforeValidator(whole_number)]
         description = f"{' '.join(str(field.description).split())} [default: {default}]"
         fields[setting] = (flag_type | None, Field(default=None, description=description))
     return create_model(f"{name.capitalize()}Flags", **fields)

@@ -25,7 +25,7 @@ COMMANDS = {
     "analyze": "Analyze a model: what heads attend to, how much distant context helps, how fast evaluation is.",
     "reproduce": "Reproduce the paper's tables at any scale, and compare with the paper's results.",
     "convert": "Convert another program's checkpoint to a run, or a run to the Hugging Face layout.",
-    "recipes": "List the recipes that come with the package.",
+    "recipes": "List the recipes that come with the package, or show one as YAML.",
     "info": "Show the hardware, a run or a corpus.",
 }
 
@@ -126,12 +126,11 @@ def _user_message(error: Exception) -> str | None:
         return f"{error.filename or 'writing the output'}: {error.strerror or error}"
     if not isinstance(error, UserError | CycloptsError):
         return None
-    cause = error.__cause__
-    text = explain(cause) if isinstance(cause, ValidationError) else str(error)
+    cause, text = error.__cause__, str(error)
     if isinstance(error, CycloptsError):
-        # the flag's group of settings, such as --model
-        group = getattr(getattr(error, "argument", None), "name", "")
-        text = f"{group}.{text}" if group and isinstance(cause, ValidationError) else text
+        if isinstance(cause, ValidationError):
+            group = getattr(getattr(error, "argument", None), "name", "*")  # of settings, such as --model
+            text = explain(cause, "--" if group == "*" else f"{group}.")
         if isinstance(error, UnusedCliTokensError):
             text = f'Unexpected "{" ".join(error.unused_tokens or [])}". Expected an option (flags take no value)'
         text = f"{text if text.endswith('...') else text.rstrip('.')}; --help lists the options"

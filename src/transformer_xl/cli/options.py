@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
-from cyclopts import Parameter
+from cyclopts import CoercionError, Parameter, Token, convert
 
-from transformer_xl.config import UserError
+from transformer_xl.config import UserError, whole_number
 
 if TYPE_CHECKING:
     import torch
+
+
+def _convert_integer(kind: Any, tokens: Sequence[Token]) -> Any:
+    """Convert the value of a flag; 1e3 is 1000, and 1.5 is no integer (cyclopts would round it)."""
+    number = str(whole_number(tokens[0].value))
+    is_whole = "." not in number or re.fullmatch(r"[0-9]+\.0*", number)
+    try:
+        if is_whole:
+            return convert(kind, [number])
+    except CoercionError:  # which does not have the name of the flag
+        pass
+    raise ValueError(f'unable to convert "{tokens[0].value}" into int.')
+
+
+Integer = Parameter(converter=_convert_integer, n_tokens=1)
+"""Annotation of a flag that takes an integer."""
 
 Json = Annotated[bool, Parameter(negative=(), help="Print one JSON object and nothing else on standard output.")]
 
@@ -21,7 +39,7 @@ class DeviceOptions:
 
     device: str = "auto"
     """cuda, mps or cpu; auto: the fastest that is available."""
-    threads: int | None = None
+    threads: Annotated[int | None, Integer] = None
     """Number of CPU threads for one operation. [default: torch's]"""
 
     def choose(self) -> torch.device:
@@ -46,7 +64,7 @@ def parse_integers(flag: str, text: str, *, minimum: int = 1) -> tuple[int, ...]
     Raises:
         UserError: the text is not a list of integers, or one is below `minimum`.
     """
-    parts = [part.strip() for part in text.split(",")]
+    parts = [str(whole_number(part.strip())) for part in text.split(",")]
     if not all(part.isascii() and part.isdecimal() and minimum <= int(part) < 10**7 for part in parts):
         raise UserError(f"{flag} {text}: must be integers of at least {minimum} separated by commas, such as 800,1800")
     return tuple(int(part) for part in parts)

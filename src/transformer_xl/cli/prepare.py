@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from transformer_xl.cli.flags import TokenizerFlags, given_settings
-from transformer_xl.cli.options import Json
+from transformer_xl.cli.options import Integer, Json
 from transformer_xl.cli.output import print_json, print_table
 from transformer_xl.config import load_recipe
 from transformer_xl.progress import StageBars, say
@@ -33,7 +33,7 @@ def prepare(
     settings: Annotated[TokenizerFlags | None, Parameter(name="*", group="Tokenizer")] = None,
     document_unit: DocumentUnit | None = None,
     data_dir: Path | None = None,
-    num_workers: int | None = None,
+    num_workers: Annotated[int | None, Integer] = None,
     json: Json = False,
 ) -> None:
     """Turn text into a corpus that `txl train` trains on.

@@ -1,14 +1,28 @@
-"""`txl recipes`: list the recipes that come with the package."""
+"""`txl recipes`: list the recipes that come with the package, or show one."""
 
 from __future__ import annotations
 
 from transformer_xl.cli.options import Json
 from transformer_xl.cli.output import print_json, print_table
-from transformer_xl.config import load_recipe, recipe_names
+from transformer_xl.config import load_recipe, recipe_names, recipe_text
 
 
-def recipes(*, json: Json = False) -> None:
-    """List the recipes that come with the package, with published and measured results."""
+def recipes(name: str | None = None, /, *, json: Json = False) -> None:
+    """List the recipes that come with the package, with published and measured results, or show one.
+
+    Parameters
+    ----------
+    name
+        Recipe to show, as YAML that can be saved, changed and trained; or a YAML file of your own, to check it.
+        [default: list all]
+    """
+    if name is not None:
+        recipe = load_recipe(name)
+        if json:
+            print_json(recipe.model_dump())
+        else:
+            print(recipe_text(name), end="")
+        return
     loaded = {name: load_recipe(name) for name in recipe_names()}
     if json:
         print_json({name: recipe.model_dump() for name, recipe in loaded.items()})

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import App, Parameter
 
 from transformer_xl.cli.flags import ModelFlags, TrainFlags, given_settings
-from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, Json, parse_integers
+from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, Integer, Json, parse_integers
 from transformer_xl.cli.output import command_line, print_json, print_table
 
 if TYPE_CHECKING:
@@ -36,11 +36,11 @@ class Scale:
     """Recipe (a name or a YAML file) with the settings that all systems share."""
     seeds: str | None = None
     """Each system is trained once with each seed. [default: 1,2; with --smoke 1]"""
-    max_tokens: int | None = None
+    max_tokens: Annotated[int | None, Integer] = None
     """Number of test tokens to score, from the start of the test text. [default: 16384; with --smoke 512]"""
     smoke: bool = False
     """Train tiny models for a few steps, to try everything out in minutes."""
-    workers: int | None = None
+    workers: Annotated[int | None, Integer] = None
     """Number of training processes at a time. [default: one for each core; on a GPU one]"""
     device: str = "auto"
     """cuda, mps or cpu; auto: the fastest that is available."""
@@ -111,9 +111,9 @@ def ablation(*, scale: ScaleOptions = _DEFAULT_SCALE, attention_windows: str | N
 def context(
     *,
     scale: ScaleOptions = _DEFAULT_SCALE,
-    context_step: int | None = None,
-    max_context: int | None = None,
-    num_positions: int = 1000,
+    context_step: Annotated[int | None, Integer] = None,
+    max_context: Annotated[int | None, Integer] = None,
+    num_positions: Annotated[int, Integer] = 1000,
     json: Json = False,
 ) -> None:
     """Train the models of the paper's two groups, and measure how far back text still helps each of them.

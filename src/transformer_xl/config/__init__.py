@@ -29,6 +29,7 @@ from transformer_xl.config.run import (
     load_recipe as load_recipe,
     merge_recipe as merge_recipe,
     recipe_names as recipe_names,
+    recipe_text as recipe_text,
     run_settings as run_settings,
 )
 from transformer_xl.config.settings import (
@@ -40,5 +41,6 @@ from transformer_xl.config.settings import (
     merge as merge,
     nearest as nearest,
     read_yaml as read_yaml,
+    whole_number as whole_number,
 )
 from transformer_xl.config.train import TrainConfig as TrainConfig

@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 from typing_extensions import override
 
-from transformer_xl.config.settings import INT32_MAX, Settings, UserError, nearest
+from transformer_xl.config.settings import INT32_MAX, Settings, UserError, nearest, whole_number
 
 
 def _integers(value: Any) -> Any:
@@ -24,7 +24,7 @@ def _integers(value: Any) -> Any:
     if value is None:
         return ()
     if isinstance(value, str) and value != "auto":
-        parts = [part.strip() for part in value.split(",")]
+        parts = [str(whole_number(part.strip())) for part in value.split(",")]
         if not all(part.isascii() and part.isdecimal() for part in parts):
             raise ValueError("must be integers separated by commas (20000,40000,200000), auto, or none")
         return tuple(int(part) for part in parts)

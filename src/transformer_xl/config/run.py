@@ -80,13 +80,13 @@ class RunConfig(Settings):
         return self.model_copy(update={"model": model.model_copy(update=defaults)})
 
 
-class Recipe(Settings):
-    """A named set of settings, with its published and measured results."""
+class _RecipeNotes(Settings):
+    """What a recipe says about its settings; all of it is optional and for readers."""
 
-    title: str
-    source: str
+    title: str = ""
+    source: str = ""
     """Where the settings come from, such as a paper or a script of the authors' code."""
-    corpus: str
+    corpus: str = "any"
     """Name of the corpus that the settings are for, or `any`."""
     published: dict[str, float] = Field(default_factory=dict)
     """Published results on the test split, by metric, such as bits_per_byte."""
@@ -101,9 +101,22 @@ class Recipe(Settings):
     bytes_per_step: float | None = None
     """Device memory in bytes that one training step in float32 needs: weights, gradients, Adam's state, activations and
     the model's memory."""
+
+
+class Recipe(_RecipeNotes):
+    """A set of settings, with its published and measured results; a group has only the settings that are stated."""
+
     model: dict[str, Any] = Field(default_factory=dict)
     train: dict[str, Any] = Field(default_factory=dict)
     evaluation: dict[str, Any] = Field(default_factory=dict)
+
+
+class _CheckedRecipe(_RecipeNotes):
+    """A recipe whose settings are checked, so that all errors of a file are found together."""
+
+    model: ModelConfig = TransformerXLConfig()
+    train: TrainConfig = TrainConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
 
 
 def run_settings(values: Mapping[str, Any], source: str) -> RunConfig:
@@ -169,18 +182,28 @@ def load_recipe(name: str) -> Recipe:
     """Load a recipe by its name, or by the path of a YAML file.
 
     Raises:
-        UserError: there is no recipe of that name, or one of its settings is invalid.
+        UserError: there is no recipe of that name, or settings are invalid; the message has all of them.
+    """
+    text = recipe_text(name)
+    values = read_yaml(text, f"recipe {name}")
+    _refuse_earlier_names(values, f"recipe {name}")
+    check_settings(_CheckedRecipe, values, f"recipe {name}")
+    recipe = check_settings(Recipe, values, f"recipe {name}")
+    run_settings(merge_recipe(recipe, {}), f"recipe {name}")
+    return recipe
+
+
+def recipe_text(name: str) -> str:
+    """Return the YAML text of a recipe, by its name or by the path of a YAML file.
+
+    Raises:
+        UserError: there is no recipe of that name, or the file cannot be read.
     """
     is_path = name.endswith((".yaml", ".yml"))
     if not is_path and name not in recipe_names():
         raise UserError(f"no recipe '{name}'{nearest(name, recipe_names())}; 'txl recipes' lists them")
     try:
         file = Path(name) if is_path else resources.files("transformer_xl") / "recipes" / f"{name}.yaml"
-        text = file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"recipe file '{name}' cannot be read: {error}") from None
-    values = read_yaml(text, f"recipe {name}")
-    _refuse_earlier_names(values, f"recipe {name}")
-    recipe = check_settings(Recipe, values, f"recipe {name}")
-    run_settings(merge_recipe(recipe, {}), f"recipe {name}")
-    return recipe

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic_core import ErrorDetails
 from typing_extensions import override
 
 INT32_MAX = 2**31 - 1  # upper limit of all counts: C code stores some as int32, and a larger one is a typo anyway
@@ -22,6 +23,30 @@ def nearest(name: str, names: Iterable[str]) -> str:
     """Return a hint for a mistyped name, ` (did you mean 'x'?)`, or an empty string if no name is similar."""
     close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
     return f" (did you mean '{close[0]}'?)" if close else ""
+
+
+def whole_number(value: Any) -> Any:
+    """Convert text such as `1e3` or `2.5e6` to the integer that it is, also in a list; return others unchanged.
+
+    A command line gives text, and so does PyYAML for a number with an exponent and no decimal point.
+    """
+    if isinstance(value, (list, tuple)):
+        return [whole_number(item) for item in value]
+    if isinstance(value, str) and "e" in value.lower():
+        try:
+            number = float(value)
+        except ValueError:
+            return value
+        if number.is_integer() and abs(number) < 2**63:
+            return int(number)
+    return value
+
+
+@dataclass(frozen=True)
+class _UnknownSetting:
+    """Stands for the value of an unknown setting, which pydantic refuses together with all other wrong values."""
+
+    message: str
 
 
 @dataclass(frozen=True)
@@ -53,25 +78,25 @@ class Settings(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _check_names_and_bools(cls, values: Any) -> Any:
-        """Refuse unknown names, and keep pydantic from converting true to 1 (YAML reads yes and on as true)."""
+    def _check_names_and_numbers(cls, values: Any) -> Any:
+        """Mark unknown names, read 1e3 as an integer, and keep pydantic from reading true (YAML: also yes) as 1."""
         if not isinstance(values, Mapping):
             return values
-        if unknown := [str(name) for name in values if name not in cls.model_fields]:
-            raise ValueError(cls._unknown_setting(unknown[0]))
-        return {
-            name: _MisplacedBool(value) if isinstance(value, bool) and not cls._takes_bool(name) else value
-            for name, value in values.items()
-        }
+        return {str(name): cls._check_value(str(name), value) for name, value in values.items()}
+
+    @classmethod
+    def _check_value(cls, name: str, value: Any) -> Any:
+        if name not in cls.model_fields:
+            return _UnknownSetting(cls._unknown_setting(name))
+        annotation = cls.model_fields[name].annotation
+        types = {annotation, *get_args(annotation)}
+        if isinstance(value, bool) and not types & {bool, Any}:
+            return _MisplacedBool(value)
+        return whole_number(value) if int in types and str not in types else value
 
     @classmethod
     def _unknown_setting(cls, name: str) -> str:
         return f"unknown setting '{name}'{nearest(name, cls.model_fields)}"
-
-    @classmethod
-    def _takes_bool(cls, name: str) -> bool:
-        annotation = cls.model_fields[name].annotation
-        return bool({bool, Any} & {annotation, *get_args(annotation)})
 
 
 AnySettings = TypeVar("AnySettings", bound=Settings)
@@ -94,16 +119,50 @@ def check_settings(kind: type[AnySettings], values: Mapping[str, Any], source: s
         raise UserError(f"{source}: {explain(error)}") from None
 
 
-def explain(error: ValidationError) -> str:
-    """Describe the first error of a validation in one line."""
-    first = error.errors(include_url=False)[0]
-    setting, value = ".".join(map(str, first["loc"])), first["input"]
-    message = first["msg"].removeprefix("Value error, ")
+_MAX_ERRORS = 8  # of one message
+_MAX_VALUE = 60  # characters of a value in a message
+
+
+def explain(error: ValidationError, flags: str | None = None) -> str:
+    """Describe the errors of a validation in one line; with several settings wrong, they are numbered.
+
+    Args:
+        error: the failed validation.
+        flags: the beginning of the flags that were validated, such as `--model.`, or None if they are no flags.
+    """
+    messages: dict[str, str] = {}  # by setting: a value that fits no type of a union has an error for each of them
+    for item in error.errors(include_url=False):
+        names = [str(part) for part in item["loc"] if str(part) not in _UNION_MEMBERS and str(part).isidentifier()]
+        if isinstance(item["input"], _UnknownSetting):  # its message has the name
+            names, key = names[:-1], ".".join(names)
+        else:
+            key = ".".join(names)
+        setting = ".".join(names) if flags is None else flags + ".".join(names).replace("_", "-")
+        messages.setdefault(key, f"{setting}: {_describe(item)}" if setting else _describe(item))
+    lines = list(messages.values())
+    if len(lines) == 1:
+        return lines[0]
+    shown = [f"({number}) {line}" for number, line in enumerate(lines[:_MAX_ERRORS], start=1)]
+    more = f" and {len(lines) - _MAX_ERRORS} more" if len(lines) > _MAX_ERRORS else ""
+    return f"{len(lines)} errors: {' '.join(shown)}{more}"
+
+
+_UNION_MEMBERS = {"int", "float", "str", "bool"}  # pydantic adds the type that was tried to the name of the setting
+
+
+def _describe(error: ErrorDetails) -> str:
+    """Describe one error of a validation, without the name of the setting."""
+    value, message = error["input"], error["msg"].removeprefix("Value error, ")
+    if isinstance(value, _UnknownSetting):
+        return value.message
     if isinstance(value, _MisplacedBool):
-        message += f" (given: {value.value}; in YAML yes, no, on and off are bools, unless quoted)"
-    elif isinstance(value, str | int | float | None):
-        message += f" (given: {value!r})"
-    return f"{setting}: {message}" if setting else message
+        return f"{message} (given: {value.value}; in YAML yes, no, on and off are bools, unless quoted)"
+    if error["type"] == "missing":
+        return "missing"
+    if isinstance(value, str | int | float | None):
+        given = repr(value)
+        return f"{message} (given: {given if len(given) <= _MAX_VALUE else given[:_MAX_VALUE] + '...'})"
+    return message
 
 
 def merge(*layers: Mapping[str, Any]) -> dict[str, Any]:
@@ -141,6 +200,11 @@ def read_yaml(text: str | bytes, source: str) -> dict[str, Any]:
     """
     try:
         values = yaml.load(text, _Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        advice = "check brackets, quotes, colons and indentation there (spaces, no tabs)"
+        raise UserError(f"{source}: not readable as YAML ({place}{error.problem}); {advice}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a duplicate key or an impossible date
         raise UserError(f"{source}: not readable as YAML ({' '.join(str(error).split())})") from None
     if not isinstance(values, dict):

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from transformer_xl.cli.flags import LengthFlags, evaluation_config
-from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, Json
+from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, Integer, Json
 from transformer_xl.cli.output import command_line, print_json, print_table, say_unknown
 from transformer_xl.config import UserError
 from transformer_xl.files import read_bytes
@@ -55,11 +55,11 @@ def attention(
     /,
     *,
     source: Annotated[Source, Parameter(name="*")] = _DEFAULT_SOURCE,
-    max_tokens: int = 8192,
+    max_tokens: Annotated[int, Integer] = 8192,
     lengths: Annotated[LengthFlags | None, Parameter(name="*")] = None,
-    max_distance: int | None = None,
+    max_distance: Annotated[int | None, Integer] = None,
     heads: str | None = None,
-    page_tokens: int | None = None,
+    page_tokens: Annotated[int | None, Integer] = None,
     out: Path | None = None,
     checkpoint: Literal["best", "last"] = "best",
     device_options: DeviceFlags = DEFAULT_DEVICE,

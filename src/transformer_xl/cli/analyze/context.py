@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from cyclopts import Parameter
 
 from transformer_xl.cli.flags import ContextFlags, given_settings
-from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, Json
+from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, Integer, Json
 from transformer_xl.cli.output import print_json, print_table
 from transformer_xl.config import ContextSweep, UserError, check_settings
 from transformer_xl.files import check_new_file, write_json
@@ -20,9 +20,9 @@ from transformer_xl.progress import ProgressBar, say
 
 def context(
     *runs: str,
-    memory_length: int | Literal["all"] | None = None,
-    attention_window: int | Literal["none"] | None = None,
-    clamp_length: int | Literal["none"] | None = None,
+    memory_length: Annotated[int | Literal["all"] | None, Integer] = None,
+    attention_window: Annotated[int | Literal["none"] | None, Integer] = None,
+    clamp_length: Annotated[int | Literal["none"] | None, Integer] = None,
     settings: Annotated[ContextFlags | None, Parameter(name="*")] = None,
     corpus: Path | None = None,
     split: str = "test",
