@@ -79,8 +79,17 @@ def folder(prepared: Path, tmp_path: Path, monkeypatch: Patch) -> Path:
 # a command line of txl, and a pattern of the message; misspelled names are meant to be so
 BAD_COMMANDS = [
     # names that do not exist
-    ("trian", r'Unknown command "trian"\. Did you mean "train"\? .*reproduce, \.\.\.; --help'),
-    (f"{TRAIN} --train.max-stepz 5", "--train.max-stepz. Did you mean --train.max-steps?"),
+    ("trian", r"no command 'trian' \(did you mean 'train'\?\); the commands are demo, .*, info; --help"),
+    ("--verion", "no option --verion .*'--version'"),
+    (f"{TRAIN} --train.max-stepz 5", r"no option --train.max-stepz. Did you mean --train.max-steps\?"),
+    (f"{TRAIN} --batch 5", r"Did you mean --train.batch-size or --evaluation.batch-size\?"),
+    (f"{TRAIN} --lr 5", "Did you mean --train.learning-rate"),
+    (f"{TRAIN} --train.lr=5", r"Did you mean --train.learning-rate\?"),
+    (f"{TRAIN} --model.memory_length=5", "Did you mean --train.memory-length"),
+    (f"{TRAIN} --n-layer 5", r"Did you mean --model.n-layers\?"),
+    (f"{TRAIN} --epochs 5", "no option --epochs: training is counted in steps .*; give --train.max-steps"),
+    ("evaluate run --mem-len 5", r"Did you mean --memory-length\?"),
+    ("generate run --max-length 5", r"Did you mean --max-new-tokens\?"),
     ("train enwik8-12 --corpus corpus", r"no recipe 'enwik8-12' \(did you mean 'enwik8-12l'\?\)"),
     ("train gone.yaml --corpus corpus", "recipe file 'gone.yaml' cannot be read"),
     ("train unknown.yaml --corpus corpus", r"unknown.yaml: unknown setting 'modle' \(did you mean 'model'\?\)"),

@@ -193,6 +193,8 @@ def test_version_and_help() -> None:
         assert "evaluate" in shown.out
         assert "then the recipe" not in shown.out  # only the first paragraph of a command's help
     assert "--sweep-memory" in txl("evaluate", "--help").out
+    assert txl("help").out == txl("--help").out
+    assert txl("help", "analyze", "speed").out == txl("analyze", "speed", "--help").out
 
 
 def test_generate_streams_and_exits_when_the_pipe_is_closed(folder: Path) -> None:

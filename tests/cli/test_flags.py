@@ -7,8 +7,9 @@ from typing import Any, Literal, get_args, get_origin
 import pytest
 
 from transformer_xl.cli.flags import EvaluationFlags, ModelFlags, TrainFlags, given_settings
-from transformer_xl.cli.main import build_app
+from transformer_xl.cli.main import COMMANDS, build_app
 from transformer_xl.cli.options import parse_integers
+from transformer_xl.cli.suggestions import OTHER_NAMES
 from transformer_xl.config import ARCHITECTURES, EvaluationConfig, Settings, TrainConfig, run_settings
 
 # prefix of the flags, such as model in --model.n-layers, and class of the settings
@@ -71,3 +72,11 @@ def test_descriptions_list_the_architectures_that_have_the_setting() -> None:
     assert "[qrnn]" in descriptions["zoneout"]
     assert "[transformer-xl, shaw]" in descriptions["clamp_length"]
     assert "[" not in descriptions["n_layers"].removesuffix("[default: 6]")
+
+
+def test_every_suggestion_is_a_flag() -> None:
+    app = build_app()
+    commands = [app[name] for name in COMMANDS if name not in ("analyze", "reproduce")]
+    commands += [app[group][name] for group in ("analyze", "reproduce") for name in app[group] if name[0] != "-"]
+    names = [name for command in commands for flag in command.assemble_argument_collection() for name in flag.names]
+    assert set(OTHER_NAMES.values()) <= {name.removeprefix("--").rpartition(".")[2] for name in names}

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 
-from cyclopts import App, CycloptsError, UnusedCliTokensError
+from cyclopts import App, CycloptsError, UnknownCommandError, UnknownOptionError, UnusedCliTokensError
 
 from transformer_xl import __version__
 
@@ -80,6 +80,8 @@ def run(arguments: list[str]) -> int:
     Args:
         arguments: the command and its arguments, such as ["info", "runs/mine"].
     """
+    if arguments[:1] == ["help"]:  # as in git: txl help train
+        arguments = [*arguments[1:], "--help"]
     try:
         status = build_app()(arguments, exit_on_error=False, print_error=False)
         sys.stdout.flush()
@@ -117,6 +119,7 @@ def _user_message(error: Exception) -> str | None:
     """Return a one-line message, or None if the user cannot correct the error."""
     from pydantic import ValidationError
 
+    from transformer_xl.cli.suggestions import unknown_flag
     from transformer_xl.config import UserError, explain
 
     out_of_memory = ("can't allocate memory", "out of memory", "Invalid buffer size")  # torch on CPU, CUDA, MPS
@@ -131,7 +134,22 @@ def _user_message(error: Exception) -> str | None:
         if isinstance(cause, ValidationError):
             group = getattr(getattr(error, "argument", None), "name", "*")  # of settings, such as --model
             text = explain(cause, "--" if group == "*" else f"{group}.")
-        if isinstance(error, UnusedCliTokensError):
+        elif isinstance(error, UnusedCliTokensError):
             text = f'Unexpected "{" ".join(error.unused_tokens or [])}". Expected an option (flags take no value)'
-        text = f"{text if text.endswith('...') else text.rstrip('.')}; --help lists the options"
+        elif isinstance(error, UnknownCommandError):
+            text = _unknown_command(error)
+        elif isinstance(error, UnknownOptionError):
+            flag = error.token.keyword or error.token.value
+            text = unknown_flag(flag, [name for argument in error.argument_collection for name in argument.names])
+        text = f"{text.rstrip('.')}; --help lists the options"
     return " ".join(text.split())
+
+
+def _unknown_command(error: UnknownCommandError) -> str:
+    """Return the message on a word that is no command, with all commands (that of cyclopts ends after eight)."""
+    from transformer_xl.config import nearest
+
+    word, commands = (error.unused_tokens or [""])[0], [name for name in error.app or () if not name.startswith("-")]
+    if word.startswith("-"):
+        return f"no option {word}{nearest(word, ('--help', '--version'))}"
+    return f"no command '{word}'{nearest(word, commands)}; the commands are {', '.join(commands)}"
