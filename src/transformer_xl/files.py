@@ -10,6 +10,7 @@ import glob
 import hashlib
 import json
 import os
+import shlex
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -47,6 +48,11 @@ def as_user_error(action: str) -> Iterator[None]:
     except OSError as error:
         message = _MESSAGES.get(error.errno or 0, error.strerror or str(error))
         raise UserError(f"{action}: {message}") from error
+
+
+def quoted(path: Path) -> str:
+    """Return a path as it is typed in a shell, for commands in messages."""
+    return shlex.quote(str(path))
 
 
 def check_is_new(path: Path) -> None:

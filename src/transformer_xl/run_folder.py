@@ -25,7 +25,7 @@ from torch import Tensor
 
 from transformer_xl.config import RunConfig, Settings, UserError, check_settings, read_yaml, run_settings
 from transformer_xl.device import choose_device
-from transformer_xl.files import as_user_error, atomic_folder, json_digest, read_bytes, write_json
+from transformer_xl.files import as_user_error, atomic_folder, json_digest, quoted, read_bytes, write_json
 from transformer_xl.model.build import build_model
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.tensor_file import DAMAGED, load_tensors, save_tensors
@@ -128,7 +128,8 @@ class RunFolder:
         with as_user_error(f"writing {path}"):
             if (path / "config.yaml").exists():
                 raise UserError(
-                    f"{path} holds a run already; resume it with 'txl train --resume {path}', or choose another folder"
+                    f"{path} holds a run already; resume it (txl train --resume {quoted(path)}), or choose "
+                    "another folder"
                 )
         with atomic_folder(path) as temporary:
             (temporary / "config.yaml").write_text(config_text(config), encoding="utf-8")
@@ -177,7 +178,8 @@ class RunFolder:
         corpus = Corpus.open(path)
         if difference := describe_difference(corpus.tokenizer, self.tokenizer):
             raise UserError(
-                f"{path} has another tokenizer than {self.path} ({difference}); prepare it with --tokenizer {self.path}"
+                f"{path} has another tokenizer than {self.path} ({difference}); prepare it with "
+                f"--tokenizer {quoted(self.path)}"
             )
         return corpus
 
@@ -228,7 +230,7 @@ class RunFolder:
                 f"{best}, the best weights, is missing; copy it again, or use the last ones with --checkpoint last"
             )
         if newest is None:
-            raise UserError(f"{self.path} has no weights yet; train it with 'txl train --resume {self.path}'")
+            raise UserError(f"{self.path} has no weights yet; train it: txl train --resume {quoted(self.path)}")
         return newest / "model.safetensors"
 
     def checkpoints(self) -> list[Path]:

@@ -116,7 +116,7 @@ BAD_COMMANDS = [
     ("train --corpus run", "run is a run, expected a corpus; its config.yaml names .*; 'txl prepare .* creates one"),
     ("train --corpus text.txt", "text.txt is a file, expected the folder of a corpus"),
     ("train --corpus folder", r"folder is not a corpus \(it has no corpus.json\)"),
-    (TRAIN_SMALL.replace("run new", "run run"), "run holds a run already; resume it with 'txl train --resume run'"),
+    (TRAIN_SMALL.replace("run new", "run run"), r"run holds a run already; resume it \(txl train --resume run\)"),
     (TRAIN_SMALL.replace("run new", "run corpus"), "corpus exists already; choose another path"),
     ("train --resume gone", "gone: no such folder; expected a folder made by"),
     ("train --resume corpus", "corpus: a corpus, not a run; expected a folder"),
@@ -258,7 +258,7 @@ def test_run_with_wrong_or_missing_files_is_refused(folder: Path, capfd: Capture
     assert_refused(folder, "evaluate run", "reading run/model.safetensors: is a folder, must be a file", capfd)
     shutil.rmtree(folder / "run" / "checkpoints")
     assert_refused(folder, RESUME, "run/checkpoints contains no checkpoint; .* 'txl train --run DIR'", capfd)
-    no_weights = "run has no weights yet; train it with 'txl train --resume run'"
+    no_weights = "run has no weights yet; train it: txl train --resume run"
     assert_refused(folder, "evaluate run --checkpoint last", no_weights, capfd)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -55,6 +56,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def run(folder: Path) -> Run:
     return load(folder / "run", device="cpu")
+
+
+def test_printed_commands_quote_paths(tmp_path: Path) -> None:
+    """The commands can be pasted into a shell."""
+    (tmp_path / "text.txt").write_bytes(TEXT)
+    corpus, run = tmp_path / "a corpus", tmp_path / "it's a run"
+    printed = txl("prepare", tmp_path / "text.txt", "--out", corpus).out.splitlines()[-1]
+    assert shlex.split(printed) == ["next:", "txl", "train", "small", "--corpus", str(corpus)]
+    printed = txl("train", "--corpus", corpus, "--run", run, *MODEL, *TRAIN).out.splitlines()[-1]
+    assert shlex.split(printed) == ["next:", "txl", "evaluate", str(run)]
+    refused = txl("train", "--corpus", corpus, "--run", run, *MODEL, *TRAIN).err
+    assert f"resume it (txl train --resume {shlex.quote(str(run))})" in refused
 
 
 def test_train_writes_metrics_checkpoints_and_config(folder: Path) -> None:

@@ -154,3 +154,9 @@ def test_public_classes_have_distinct_names() -> None:
     nodes = [node for path in SOURCES for node in ast.parse(path.read_text(encoding="utf-8")).body]
     names = Counter(node.name for node in nodes if isinstance(node, ast.ClassDef) and not node.name.startswith("_"))
     assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_commands_in_messages_quote_paths() -> None:
+    """So that they can be pasted into a shell; {'small' ...} is the name of a recipe."""
+    unquoted = re.compile(r"(?:txl [a-z]+ (?:--[a-z-]+ )?|--(?:resume|corpus|run) )\{(?!quoted\(|'small')")
+    assert faults_by_file(SOURCES, unquoted.findall) == {}

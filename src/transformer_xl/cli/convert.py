@@ -10,6 +10,7 @@ from cyclopts import Parameter
 
 from transformer_xl.cli.options import Json
 from transformer_xl.cli.output import print_json, print_table
+from transformer_xl.files import quoted
 from transformer_xl.progress import say
 
 
@@ -61,4 +62,5 @@ def convert(
     fields["parameters"] = f"{result.parameters:,}"
     print_table(f"{out} ({seconds:.1f} s)", ["", "value"], [[name, str(value)] for name, value in fields.items()])
     if to == "run":
-        print(f"next: txl prepare FILES --tokenizer {out} --out CORPUS, txl evaluate {out} --corpus CORPUS")
+        path = quoted(out)
+        print(f"next: txl prepare FILES --tokenizer {path} --out CORPUS, txl evaluate {path} --corpus CORPUS")

@@ -12,6 +12,7 @@ from transformer_xl.cli.flags import TokenizerFlags, given_settings
 from transformer_xl.cli.options import Integer, Json
 from transformer_xl.cli.output import print_json, print_table
 from transformer_xl.config import load_recipe
+from transformer_xl.files import quoted
 from transformer_xl.progress import StageBars, say
 from transformer_xl.text.documents import DocumentUnit
 
@@ -108,4 +109,4 @@ def _print_corpus(corpus: Corpus, seconds: float, *, as_json: bool) -> None:
     print_table(f"{title} ({seconds:.1f} s)", columns, rows)
     small = load_recipe("small").train  # suggest the recipe `small` if the text fills one of its batches, else `tiny`
     fits = splits["train"]["num_tokens"] >= small["batch_size"] * small["segment_length"]
-    print(f"next: txl train {'small' if fits else 'tiny'} --corpus {corpus.path}")
+    print(f"next: txl train {'small' if fits else 'tiny'} --corpus {quoted(corpus.path)}")

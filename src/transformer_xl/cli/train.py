@@ -13,6 +13,7 @@ from transformer_xl.cli.flags import EvaluationFlags, ModelFlags, TrainFlags, gi
 from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, Json
 from transformer_xl.cli.output import print_json
 from transformer_xl.config import UserError
+from transformer_xl.files import quoted
 from transformer_xl.progress import say
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def train(
 def _print_result(result: TrainResult, *, as_json: bool) -> None:
     best = result.best_nats_per_token
     if not result.finished:
-        say(f"stopped and saved at step {result.step:,}; resume with: txl train --resume {result.path}")
+        say(f"stopped and saved at step {result.step:,}; resume with: txl train --resume {quoted(result.path)}")
     if as_json:
         values = {
             "run": str(result.path),
@@ -89,4 +90,4 @@ def _print_result(result: TrainResult, *, as_json: bool) -> None:
             else ""
         )
         print(f"{result.path}: {result.step:,} steps in {result.seconds:,.0f} s{valid}")
-        print(f"next: txl evaluate {result.path}")
+        print(f"next: txl evaluate {quoted(result.path)}")

@@ -18,7 +18,7 @@ from transformer_xl.analysis.report import heading, page, paragraph, table, verb
 from transformer_xl.config import EvaluationConfig, UserError, load_recipe
 from transformer_xl.device import choose_device
 from transformer_xl.evaluation.evaluate import evaluate
-from transformer_xl.files import as_user_error, write_text
+from transformer_xl.files import as_user_error, quoted, write_text
 from transformer_xl.generation.generate import generate
 from transformer_xl.progress import ProgressBar, say
 from transformer_xl.run_folder import RunFolder
@@ -141,6 +141,7 @@ def demo_page(result: DemoResult, source: str) -> str:
     folder = RunFolder.open(result.training.path)
     model, train_config = folder.config.model, folder.config.train
     best = min(evaluation["bits_per_byte"] for evaluation in result.evaluations.values())
+    run = quoted(folder.path)
     return page(
         "Transformer-XL, trained on this computer",
         [
@@ -164,8 +165,8 @@ def demo_page(result: DemoResult, source: str) -> str:
             verbatim(PROMPT + result.sample),
             heading("What to try next"),
             verbatim(
-                f"txl evaluate {folder.path} --sweep-memory-length 0,64,256,1024\n"
-                f"txl generate {folder.path} --prompt 'def '\n"
+                f"txl evaluate {run} --sweep-memory-length 0,64,256,1024\n"
+                f"txl generate {run} --prompt 'def '\n"
                 "txl prepare YOUR-FILES --out my-corpus\n"
                 "txl train --corpus my-corpus --run my-run"
             ),

@@ -19,7 +19,7 @@ import torch
 
 from transformer_xl.config import INT32_MAX, RunConfig, UserError, load_recipe, merge, merge_recipe, run_settings
 from transformer_xl.device import choose_device, set_threads
-from transformer_xl.files import lock_folder, write_text
+from transformer_xl.files import lock_folder, quoted, write_text
 from transformer_xl.model.cost import find_cutoffs
 from transformer_xl.progress import say
 from transformer_xl.run_folder import Run, RunFolder, config_text, load
@@ -234,7 +234,8 @@ def _start(
         exists = world.is_first and is_restartable() and (path / "config.yaml").exists()
         if exists and RunFolder.open(path).config != checked:
             raise UserError(
-                f"{path} contains a run with other settings; resume it with --resume {path}, or choose another --run"
+                f"{path} contains a run with other settings; resume it with --resume {quoted(path)}, or "
+                "choose another --run"
             )
     restarted = world.any(exists)
     trainer = Trainer(RunFolder(path, checked, corpus.tokenizer), corpus, world.device, world=world)

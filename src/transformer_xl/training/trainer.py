@@ -18,7 +18,7 @@ from torch import Tensor
 
 from transformer_xl.config import RelativeConfig, RunConfig, TrainConfig, UserError
 from transformer_xl.evaluation.metrics import Sums
-from transformer_xl.files import remove_leftovers
+from transformer_xl.files import quoted, remove_leftovers
 from transformer_xl.model.build import build_model
 from transformer_xl.model.kernels import choose
 from transformer_xl.model.memory import Memory
@@ -203,7 +203,7 @@ class Trainer:
             cause = f"gradient norm became {grad_norm}" if math.isfinite(nats) else f"loss became {nats}"
             raise UserError(
                 f"the {cause} at step {step}; {self.folder.latest_checkpoint()} is the last good checkpoint. Resume "
-                f"from it with a lower learning rate: txl train --resume {self.folder.path} "
+                f"from it with a lower learning rate: txl train --resume {quoted(self.folder.path)} "
                 f"--train.learning-rate {self.config.learning_rate / 2:g}"
             )
         self._interval_tokens_read += round(num_tokens)
