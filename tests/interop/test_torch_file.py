@@ -10,15 +10,18 @@ from __future__ import annotations
 import io
 import pickle
 import re
+import struct
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
+from copy import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.serialization import set_crc32_options
 
 from transformer_xl.config import UserError
 from transformer_xl.interop.torch_file import TorchFile
@@ -123,6 +126,44 @@ def test_changed_archive_is_refused(
                 archive.writestr(name, content)
     with pytest.raises(UserError, match=message):
         (file := opened(path)).tensor(file.value)
+
+
+def test_changed_bit_is_found_by_the_checksum(tmp_path: Path) -> None:
+    path = saved(tmp_path / "a.pt", {"a": torch.zeros(60), "b": torch.ones(60)})
+    content = bytearray(path.read_bytes())
+    content[content.index(struct.pack("<f", 1.0) * 60) + 7] ^= 1
+    path.write_bytes(content)
+    file = opened(path)
+    assert torch.equal(file.tensor(file.value["a"]), torch.zeros(60))
+    with pytest.raises(
+        UserError, match=r"a.pt is damaged \(the checksum of 'data/1' in it does not match\); get it again"
+    ):
+        file.tensor(file.value["b"])
+    content[content.index(b"data.pkl") + 100] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=r"a.pt is damaged \(the checksum of 'data.pkl' in it does not match\)"):
+        opened(path)
+
+
+def test_archive_without_checksums_is_read(tmp_path: Path) -> None:
+    set_crc32_options(compute_crc32=False)
+    try:
+        file = opened(saved(tmp_path / "a.pt", torch.ones(60)))
+    finally:
+        set_crc32_options(compute_crc32=True)
+    assert torch.equal(file.tensor(file.value), torch.ones(60))
+
+
+def test_archive_whose_members_overlap_is_refused(tmp_path: Path) -> None:
+    """Members that share their bytes would make a small file a large one, and checking all of them slow."""
+    path = saved(tmp_path / "a.pt", torch.zeros(6000))
+    with zipfile.ZipFile(path, "a") as archive:
+        member = copy(archive.getinfo("a/data/0"))
+        member.filename = "a/data/1"
+        archive.filelist.append(member)
+        archive.comment = b"changed"  # so that the list of members is written again
+    with pytest.raises(UserError, match=r"a.pt is damaged \(its members overlap"):
+        opened(path)
 
 
 @both_forms
