@@ -101,6 +101,27 @@ def test_losses_equal_those_of_nvidias_code(case: str, tmp_path: Path) -> None:
     assert config.evaluation.attention_window == (old.mem_len + 3 if old.same_length else None)
 
 
+def share_module(model: Any) -> None:
+    """Let a module contain itself under 1000 names."""
+    model._modules |= {str(index): model for index in range(1000)}
+
+
+def share_parameters(model: Any) -> None:
+    """Let 1000 modules share one dictionary of 1000 parameters."""
+    shared = {str(index): model.crit.cluster_bias for index in range(1000)}
+    for index in range(1000):
+        model.drop.add_module(str(index), torch.nn.ReLU())
+        model.drop._modules[str(index)]._parameters = shared
+
+
+@pytest.mark.parametrize("share", [share_module, share_parameters])
+def test_modules_that_share_what_they_contain_are_refused(share: Any, tmp_path: Path) -> None:
+    """Such a file is small, but names any number of weights."""
+    share(model := old_model(CASES["clusters"]))
+    with pytest.raises(UserError, match=r"model.pt is damaged \(a module contains itself\)"):
+        convert(save_official(tmp_path / "old", model), tmp_path / "run")
+
+
 def test_half_precision_becomes_float32(tmp_path: Path) -> None:
     config = CASES["clusters"]
     model = old_model(config).half()

@@ -42,6 +42,7 @@ PLAIN: dict[str, Any] = {
     "defaultdict": defaultdict(list, {"a": [1]}),
 }
 PLAIN["same object"] = PLAIN["tuples"]  # pickled as a reference
+TOO_MANY = r"^some.pkl has more values than a real checkpoint or vocabulary \(at byte"
 DAMAGED = r"^some.pkl is damaged, or not a pickle \(at byte"
 
 
@@ -135,10 +136,14 @@ def test_unexpected_name_is_refused(value: Any, name: str, protocol: int) -> Non
         "transformers.utils.import_utils._LazyModule", "transformers.tokenization_utils.Trie.__init__.__globals__",
         "collections.OrderedDict.__init__", "numpy.testing._private.utils.runstring", "torch.serialization.load",
         "torch._utils._rebuild_tensor_v2.__globals__", "sacremoses.os.system", "collections", "os",
+        "torch.nn.modules.os.system", "torch.nn.modules.torch.load", "mem_transformer.system",
+        "utils.mem_transformer.os", "torch.nn.parameter.torch", "torch.nn.modules:linear.Linear",
+        "collections:OrderedDict.get",
     ],
 )  # fmt: skip
 def test_no_reader_allows_other_names_of_known_modules(name: str) -> None:
-    module, _, last = name.rpartition(".")  # the pickle pushes both as strings, and calls the object of that name
+    # the pickle pushes module and name as strings, and calls the object of that name; a colon can separate the two
+    module, _, last = name.partition(":") if ":" in name else name.rpartition(".")
     stack_global = b"".join(b"\x8c" + bytes([len(part)]) + part.encode() for part in (module, last)) + b"\x93)R."
     for is_allowed in (
         HUGGING_FACE_CLASSES.__contains__, CORPUS_CLASSES.__contains__, TENSOR_NAMES.__contains__,
@@ -189,9 +194,10 @@ def test_truncated_or_changed_pickle_gives_user_error(protocol: int) -> None:
             read(bytes(changed), allow_everything)
 
 
-# small pickles with a huge memo index, declared length or integer, or which copy one value many times
+# small pickles with a huge memo index, declared length, line or integer, or which copy one value many times
 MEMORY_BOMBS = {
     "memo": b"\x80\x02Nr\xff\xff\xff\x7f.",
+    "memo indices of equal hash": b"N" + b"".join(b"p%d\n" % (k * (2**61 - 1)) for k in range(1, 20_000)) + b".",
     "bytes": b"\x80\x04\x8e" + struct.pack("<Q", 2**60) + b".",
     "text": b"\x80\x04\x8d" + struct.pack("<Q", 2**40) + b".",
     "frame": b"\x80\x04\x95" + struct.pack("<Q", 2**62) + b"N.",
@@ -200,6 +206,7 @@ MEMORY_BOMBS = {
     # 16,000 bits
     "long integer": b"\x80\x02\x8b" + struct.pack("<i", 2000) + b"\x01" * 2000 + b".",
     "digits": b"I" + b"9" * 100_000 + b"\n.",
+    "line": b"V" + b"a" * 2**20 + b"\n.",
     # a Counter made 5000 times from one dictionary of 5000 items
     "copies": b"\x80\x02}q\x00(" + b"".join(b"M" + struct.pack("<H", number) + b"N" for number in range(5000))
     + b"uccollections\nCounter\nq\x010" + b"h\x01h\x00\x85R" * 5000 + b".",
@@ -213,7 +220,7 @@ MEMORY_BOMBS = {
 def test_small_file_cannot_fill_the_memory(name: str) -> None:
     tracemalloc.start()
     try:
-        if name in ("memo", "frame"):  # harmless: the memo is a dictionary, and the length of a frame is not used
+        if name == "frame":  # harmless: its length is not used
             assert read(MEMORY_BOMBS[name]) is None
         else:
             with pytest.raises(UserError, match=DAMAGED):
@@ -232,7 +239,9 @@ HARMFUL_KEYS = {
     "nested tuples in a call": b"ccollections\nOrderedDict\n])" + b"\x85" * 200_000 + b"N\x86a\x85R.",
     "item of an object": b"ca\nb\n)R)" + b"\x85" * 200_000 + b"Ns.",
     "dictionary from a MARK": b"()" + b"\x85" * 200_000 + b"Nd.",
-    "integer above the limit": b"}\x8a\x08" + (2**61 - 1).to_bytes(8, "little") + b"Ns.",
+    "large integers": b"}("
+    + b"".join(b"\x8a\x0a" + (k * (2**61 - 1)).to_bytes(10, "little") + b"N" for k in range(1, 12_000))
+    + b"u.",
 }
 READ_EACH = """
 import io, pickle, sys
@@ -256,12 +265,35 @@ def test_keys_that_cannot_be_hashed_safely_are_refused() -> None:
     assert refused == [True] * len(HARMFUL_KEYS), (process.returncode, dict(zip(HARMFUL_KEYS, errors, strict=False)))
 
 
-def test_number_of_objects_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unpickler, "_MAX_OBJECTS", 100)
-    # a list of 100 results of a.b()
-    assert len(read(b"(" + b"ca\nb\n)R" * 100 + b"l.", allow_everything)) == 100
-    with pytest.raises(UserError, match=DAMAGED):
-        read(b"(" + b"ca\nb\n)R" * 101 + b"l.", allow_everything)
+# each makes one object, in a pickle that begins with the name a.b (saved as 0) and a tuple (saved as 1)
+OBJECTS = {
+    "call": b"h\x00)R", "dictionary by a call": b"ccollections\nOrderedDict\n)R", "name": b"ca\nb\n",
+    "name from the stack": b"h\x02h\x02\x93", "value from outside the pickle": b"h\x01Q", "dictionary": b"}",
+    "list": b"]", "list from a MARK": b"(l", "set": b"\x8f", "tuple": b"N\x85", "MARK": b"(0",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_number_of_objects_is_limited(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Objects take far more memory than the bytes that create them."""
+    monkeypatch.setattr(unpickler, "_MAX_OBJECTS", 1000)
+    start = b"\x80\x04ca\nb\nq\x00N\x85q\x01X\x01\x00\x00\x00aq\x02"
+
+    def read_objects(count: int) -> Any:
+        content = io.BytesIO(start + OBJECTS[name] * count + b".")
+        return read_pickle(content, allow_everything, "some.pkl", lambda value: value)
+
+    read_objects(400)
+    with pytest.raises(UserError, match=TOO_MANY):
+        read_objects(1001)
+
+
+def test_number_of_opcodes_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their number limits time and memory; MEMOIZE, one byte, makes an entry of a dictionary."""
+    monkeypatch.setattr(unpickler, "_MAX_OPCODES", 100)
+    assert read(b"\x80\x04N" + b"\x94" * 97 + b".") is None
+    with pytest.raises(UserError, match=TOO_MANY):
+        read(b"\x80\x04N" + b"\x94" * 98 + b".")
 
 
 def test_deep_and_cyclic_lists_are_read() -> None:

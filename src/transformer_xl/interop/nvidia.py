@@ -61,7 +61,7 @@ def read(path: Path) -> ImportedModel:
     # a model without memory is also evaluated without one
     memory = max(0, train["memory_length"] + train["segment_length"] - segment) if train["memory_length"] else 0
     window = settings.attention_window(memory, extra_keys=_EXTRA_KEYS)
-    tensors = {str(name): content.tensor(pickled) for name, pickled in weights.items()}
+    tensors = content.tensors(weights)
     tokenizer = checkpoint.get("vocab")
     return ImportedModel(
         model=config.model_dump(),

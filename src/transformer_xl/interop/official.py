@@ -7,8 +7,7 @@ parameters and submodules that the pickle stores for each module. The embedding 
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +24,28 @@ from transformer_xl.interop.weight_names import OFFICIAL, import_weights
 _MODEL, _CLASS = "model.pt", "MemTransformerLM"
 # files of vocabularies; the first one that exists is read
 _VOCABULARIES = ("cache.pt", "vocab.pkl", "vocab.txt", "vocab.json")
-# the last of these names occurs in files of early torch versions
-_ALLOWED_CLASSES = re.compile(
-    r"(utils\.)?(mem_transformer|proj_adaptive_softmax|log_uniform_sampler)\.[A-Za-z]+"
-    r"|torch\.nn\.(modules\.[a-z]+|parameter)\.[A-Za-z]+"
-    r"|torch\.nn\.backends\.thnn\._get_thnn_function_backend"
-)
-_MAX_MODULES, _MAX_NAME_LENGTH = 100_000, 1000  # in a hostile file a module can contain itself
+_CLASSES = (
+    *(f"mem_transformer.{name}" for name in (
+        _CLASS, "AdaptiveEmbedding", "PositionalEmbedding", "PositionwiseFF",
+        # the layers of all kinds of attention, for a message that says which kind cannot be converted
+        "DecoderLayer", "RelLearnableDecoderLayer", "RelPartialLearnableDecoderLayer",
+        "MultiHeadAttn", "RelMultiHeadAttn", "RelLearnableMultiHeadAttn", "RelPartialLearnableMultiHeadAttn",
+    )),
+    "proj_adaptive_softmax.ProjectedAdaptiveLogSoftmax", "log_uniform_sampler.LogUniformSampler",
+)  # fmt: skip
+_ALLOWED_CLASSES = frozenset(
+    [
+        *_CLASSES,
+        *(f"utils.{name}" for name in _CLASSES),
+        *(f"torch.nn.modules.{name}" for name in (
+            "activation.ReLU", "container.ModuleList", "container.ParameterList", "container.Sequential",
+            "dropout.Dropout", "linear.Linear", "normalization.LayerNorm", "sparse.Embedding",
+        )),
+        "torch.nn.parameter.Parameter",
+        "torch.nn.backends.thnn._get_thnn_function_backend",  # of early torch versions
+    ]
+)  # fmt: skip
+_MAX_ENTRIES, _MAX_NAME_LENGTH = 100_000, 1000  # in a hostile file modules can contain themselves and each other
 
 
 def recognizes(path: Path) -> bool:
@@ -41,7 +55,7 @@ def recognizes(path: Path) -> bool:
 
 def is_allowed_class(name: str) -> bool:
     """Return whether the pickle may name this class; none of these classes is imported."""
-    return _ALLOWED_CLASSES.fullmatch(name) is not None
+    return name in _ALLOWED_CLASSES
 
 
 def read(path: Path) -> ImportedModel:
@@ -64,12 +78,7 @@ def read(path: Path) -> ImportedModel:
     modules = dict(_modules(model, source))
     if not {"layers.0.dec_attn", "crit", "word_emb"} <= modules.keys():
         raise UserError(f"{file} is not a complete {_CLASS} (no layers, embedding or softmax); get it again")
-    weights = {
-        f"{prefix}.{name}".lstrip("."): content.tensor(parameter)
-        for prefix, module in modules.items()
-        for name, parameter in _dictionary(module, "_parameters").items()
-        if parameter is not None
-    }
+    weights = content.tensors(dict(_entries(modules.items(), "_parameters", source)))
     settings = SourceConfig(_settings(modules, weights, source), source)
     config, lengths = settings.model_config(), settings.lengths()
     vocabulary_file = first_existing(file.parent, _VOCABULARIES)
@@ -90,14 +99,29 @@ def _dictionary(module: PickledObject, name: str) -> dict[str, Any]:
 
 def _modules(model: PickledObject, source: str) -> Iterator[tuple[str, PickledObject]]:
     """Yield the name and the module of every submodule; the model itself comes first, with an empty name."""
-    queue = [("", model)]
-    for count, (prefix, module) in enumerate(queue):
-        if count > _MAX_MODULES or len(prefix) > _MAX_NAME_LENGTH:
-            raise UserError(f"{source} is damaged (a module contains itself); get it again")
-        yield prefix, module
-        for name, submodule in _dictionary(module, "_modules").items():
-            if isinstance(submodule, PickledObject):
-                queue.append((f"{prefix}.{name}".lstrip("."), submodule))
+    found = [("", model)]
+    submodules = _entries(found, "_modules", source)  # goes on with what is appended to `found`
+    found.extend((name, module) for name, module in submodules if isinstance(module, PickledObject))
+    yield from found
+
+
+def _entries(modules: Iterable[tuple[str, PickledObject]], attribute: str, source: str) -> Iterator[tuple[str, object]]:
+    """Yield the entries of a dictionary that each module has, except those that are None, by their full names.
+
+    Args:
+        modules: modules by name.
+        attribute: name of the dictionary, `_modules` or `_parameters`.
+        source: path of the file, for messages.
+    """
+    count = 0
+    for prefix, module in modules:
+        for name, value in _dictionary(module, attribute).items():
+            count += 1
+            full_name = f"{prefix}.{name}".lstrip(".")
+            if count > _MAX_ENTRIES or len(full_name) > _MAX_NAME_LENGTH:
+                raise UserError(f"{source} is damaged (a module contains itself); get it again")
+            if value is not None:
+                yield full_name, value
 
 
 def _settings(modules: dict[str, PickledObject], weights: Mapping[str, Tensor], source: str) -> dict[str, Any]:

@@ -17,9 +17,8 @@ from __future__ import annotations
 
 import pickletools
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from transformer_xl.config import UserError
 
@@ -35,10 +34,15 @@ _ALWAYS_ALLOWED = _DICTIONARIES | {
 }  # fmt: skip
 """Names with which pickle itself writes plain values."""
 
-# limits far above those of real checkpoints, against files that are made to exhaust time or memory
+# Limits above those of real checkpoints, against files that are made to exhaust time or memory. The largest published
+# vocabulary (One Billion Word, 793,471 words) has some 5 million opcodes.
+_MAX_OPCODES = 8_000_000
+_MAX_OBJECTS = 500_000  # containers, names and calls take far more memory than the few bytes that create them
+_MAX_LINE = 2**20  # bytes of an argument that ends with a newline, as in protocol 0
 _MAX_INT_BITS = 8192  # converting a longer integer to decimal digits takes quadratic time
-_MAX_KEY = 2**61 - 2  # larger integers can share one hash, and a dictionary of such keys takes hours
-_MAX_OBJECTS = 250_000  # an object takes far more memory than the few bytes of the file that create it
+# Integers can be chosen so that a dictionary of them takes hours. Such keys are above 2**24 or so, where real ones are
+# rare: the addresses of parameters in an optimizer's state.
+_LARGE_KEY, _MAX_LARGE_KEYS = 2**24, 10_000
 
 
 @dataclass(frozen=True)
@@ -77,18 +81,30 @@ def read_pickle(file: IO[bytes], is_allowed: IsAllowed, source: str, persistent_
             elements of tensors; raises ValueError or UserError if the id is invalid.
 
     Raises:
-        UserError: a name is not allowed, or this is not a complete pickle.
+        UserError: a name is not allowed, this is not a complete pickle, or it has more values than a real checkpoint.
     """
     machine = _Machine(is_allowed, source, persistent_load)
     try:
-        for opcode, argument, position in pickletools.genops(file):
+        opcodes = pickletools.genops(cast("IO[bytes]", _ShortLines(file)))
+        for count, (opcode, argument, position) in enumerate(opcodes, start=1):
             machine.position = position or 0
+            machine.check_limit(count, _MAX_OPCODES)
             OPCODES[opcode.name](machine, argument)
         return machine.stack.pop()
     except UserError:
         raise
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, MemoryError, RecursionError):
         raise UserError(f"{source} is damaged, or not a pickle (at byte {machine.position:,}); get it again") from None
+
+
+class _ShortLines:
+    """A file whose lines have at most `_MAX_LINE` bytes; pickletools refuses a line without its newline."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.read, self.tell, self._readline = file.read, file.tell, file.readline
+
+    def readline(self) -> bytes:
+        return self._readline()[:_MAX_LINE]
 
 
 def _check(condition: bool) -> None:
@@ -105,20 +121,39 @@ class _Machine:
         self.stack: list[Any] = []
         self.stacks_below_marks: list[list[Any]] = []
         self.memo: dict[int, Any] = {}
-        self.position = self.num_copied = self.num_objects = 0
+        self.position = self.num_copied = self.num_objects = self.num_large_keys = 0
 
     def push(self, value: Any) -> None:
         _check(not isinstance(value, int) or value.bit_length() <= _MAX_INT_BITS)
         self.stack.append(value)
 
+    def push_object(self, value: object) -> None:
+        """Push a container, a name or a call, and count it."""
+        self.count_object()
+        self.stack.append(value)
+
+    def count_object(self) -> None:
+        self.num_objects += 1
+        self.check_limit(self.num_objects, _MAX_OBJECTS)
+
+    def check_limit(self, count: int, limit: int) -> None:
+        """Refuse a small file that takes a lot of memory or time."""
+        if count > limit:
+            raise UserError(
+                f"{self._source} has more values than a real checkpoint or vocabulary (at byte {self.position:,}); it "
+                "may be malicious, and is not used"
+            )
+
     def push_python_2_string(self, value: str) -> None:
         """Push a string of Python 2: text if its bytes are UTF-8, else the bytes."""
-        content: str | bytes = value.encode("latin-1")
-        with suppress(UnicodeDecodeError):
-            content = value.encode("latin-1").decode("utf-8")
-        self.push(content)
+        content = value.encode("latin-1")
+        try:
+            self.push(content.decode("utf-8"))
+        except UnicodeDecodeError:
+            self.push(content)
 
     def mark(self) -> None:
+        self.count_object()
         self.stacks_below_marks.append(self.stack)
         self.stack = []
 
@@ -131,17 +166,19 @@ class _Machine:
         return [self.stack.pop() for _ in range(count)][::-1]
 
     def memoize(self, index: int) -> None:
+        _check(0 <= index <= self.position)  # an index is the number of values that are saved before
         self.memo[index] = self.stack[-1]
 
     def push_global(self, module: Any, name: Any) -> None:
         _check(isinstance(module, str) and isinstance(name, str))
         path = f"{_PYTHON_2_MODULES.get(module, module)}.{name}"
-        if path not in _ALWAYS_ALLOWED and not self._is_allowed(path):
+        # a name with a dot is an attribute of what the module contains
+        if "." in name or (path not in _ALWAYS_ALLOWED and not self._is_allowed(path)):
             raise UserError(
                 f"{self._source} names {ascii(path)[1:-1][:120]}, which does not belong in a checkpoint or vocabulary; "
                 "the file may be malicious: nothing in it was executed, and it is not used"
             )
-        self.push(GlobalName(path))
+        self.push_object(GlobalName(path))
 
     def call(self, function: Any, arguments: Any) -> None:
         """Push the plain value that a call would return, or else the record of the call."""
@@ -155,15 +192,13 @@ class _Machine:
             self._count_copied(len(arguments[0]))
             self.push(arguments[0].encode("latin-1"))
         elif function.path == "collections.defaultdict":
-            self.push({})
+            self.push_object({})
         elif function.path == "builtins.bytes" and not arguments:
             self.push(b"")
         else:
             if function.path == "copyreg._reconstructor":  # creates an instance of its first argument
                 function, arguments = arguments[0], ()
-            self.num_objects += 1
-            _check(self.num_objects <= _MAX_OBJECTS)
-            self.push(PickledObject(function.path, arguments))
+            self.push_object(PickledObject(function.path, arguments))
 
     def call_class(self, values: list[Any]) -> None:
         """Call the first value, a class, with the other values as arguments."""
@@ -194,14 +229,15 @@ class _Machine:
     def set_items(self, values: list[Any]) -> None:
         target, keys = self.stack[-1], values[::2]
         # Tuples are not allowed: hashing one recurses as deeply as the file nests it, and overflows the C stack.
-        _check(all(isinstance(key, str | bytes | int | float | None) for key in keys))
-        _check(all(abs(key) <= _MAX_KEY for key in keys if isinstance(key, int)))
+        _check(all(isinstance(key, str | bytes | int | None) for key in keys))
+        self.num_large_keys += sum(abs(key) > _LARGE_KEY for key in keys if isinstance(key, int))
+        _check(self.num_large_keys <= _MAX_LARGE_KEYS)
         _check(isinstance(target, (PickledObject, dict)))
         if isinstance(target, dict):
             target.update(zip(keys, values[1::2], strict=True))
 
     def push_dictionary(self, values: list[Any]) -> None:
-        self.push({})
+        self.push_object({})
         self.set_items(values)
 
 
@@ -218,14 +254,14 @@ _STEPS: dict[str, _Step] = {
     "NEWTRUE": lambda m, _: m.push(True),
     "NEWFALSE": lambda m, _: m.push(False),
     "EMPTY_TUPLE": lambda m, _: m.push(()),
-    "EMPTY_DICT": lambda m, _: m.push({}),
-    "EMPTY_LIST EMPTY_SET": lambda m, _: m.push([]),  # a list, because members of a set would have to be hashed
+    "EMPTY_DICT": lambda m, _: m.push_object({}),
+    "EMPTY_LIST EMPTY_SET": lambda m, _: m.push_object([]),  # a list, because members of a set would have to be hashed
     # containers
-    "TUPLE": lambda m, _: m.push(tuple(m.pop_mark())),
-    "TUPLE1": lambda m, _: m.push(tuple(m.pop(1))),
-    "TUPLE2": lambda m, _: m.push(tuple(m.pop(2))),
-    "TUPLE3": lambda m, _: m.push(tuple(m.pop(3))),
-    "LIST FROZENSET": lambda m, _: m.push(m.pop_mark()),
+    "TUPLE": lambda m, _: m.push_object(tuple(m.pop_mark())),
+    "TUPLE1": lambda m, _: m.push_object(tuple(m.pop(1))),
+    "TUPLE2": lambda m, _: m.push_object(tuple(m.pop(2))),
+    "TUPLE3": lambda m, _: m.push_object(tuple(m.pop(3))),
+    "LIST FROZENSET": lambda m, _: m.push_object(m.pop_mark()),
     "DICT": lambda m, _: m.push_dictionary(m.pop_mark()),
     "APPEND": lambda m, _: m.extend(m.pop(1)),
     "APPENDS ADDITEMS": lambda m, _: m.extend(m.pop_mark()),
@@ -247,8 +283,8 @@ _STEPS: dict[str, _Step] = {
     "INST": lambda m, names: (m.push_global(*names.split(" ")), m.call_class(m.pop(1) + m.pop_mark())),
     "OBJ": lambda m, _: m.call_class(m.pop_mark()),
     "BUILD": lambda m, _: m.build(),
-    "PERSID": lambda m, persistent_id: m.push(m.persistent_load(persistent_id)),
-    "BINPERSID": lambda m, _: m.push(m.persistent_load(m.stack.pop())),
+    "PERSID": lambda m, persistent_id: m.push_object(m.persistent_load(persistent_id)),
+    "BINPERSID": lambda m, _: m.push_object(m.persistent_load(m.stack.pop())),
 }
 OPCODES: dict[str, _Step] = {name: step for names, step in _STEPS.items() for name in names.split()}
 """The step for each opcode. Missing, and therefore refused: opcodes that refer to copyreg's extension
