@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,16 @@ def replace_file(old: str, new: str, content: bytes) -> None:
     Path(new).write_bytes(content)
 
 
+def write_repeated_layers(count: int) -> None:
+    """Give the weights of the first layer, in half precision, to many layers; torch.save stores them once."""
+    change_config(n_layer=count)
+    weights = {name: weight.half() for name, weight in golden("clusters")[1].items()}
+    first = {name: weight for name, weight in weights.items() if name.startswith("transformer.layers.0.")}
+    change_weights(weights | {
+        name.replace(".0.", f".{layer}.", 1): weight for layer in range(count) for name, weight in first.items()
+    })  # fmt: skip
+
+
 # changes of config.json (of a model with 2 layers, d_model 8 and a vocabulary of 23), and a pattern of the message
 @pytest.mark.parametrize(
     ("changes", "message"),
@@ -91,7 +102,8 @@ def replace_file(old: str, new: str, content: bytes) -> None:
         ({"d_inner": 9}, r"CoreNet.0.weight' is 7 x 8, but its settings need 9 x 8"),
         ({"vocab_size": 24}, rf"'{TABLE}' is 23 x 8, but its settings need 24 x 8"),
         ({"n_layer": 3}, r"no weight 'transformer.layers.2.dec_attn.r_w_bias', which its settings need"),
-        ({"n_layer": 2**31 - 1}, r"has 31 weights, but its settings ask for 2,147,483,647 layers"),
+        ({"n_layer": 2**31 - 1}, r"config.json: 2,147,483,647 layers; a model with 1,000 at most can be converted"),
+        ({"cutoffs": [*range(1, 1000)]}, r"config.json: 999 cutoffs; a model with 100 at most can be converted"),
         ({"d_model": 7}, r"config.json: d_model: .*multiple of 2"),
     ],
 )
@@ -124,6 +136,24 @@ DAMAGED_FILES: dict[str, Case] = {
     "shard outside the folder": (
         lambda: replace_file("hub/model.safetensors", "hub/model.safetensors.index.json",
                              b'{"weight_map": {"a": "../a.safetensors"}}'), "hub", r"names a file outside its folder"),
+    "index that names itself": (
+        lambda: replace_file("hub/model.safetensors", "hub/model.safetensors.index.json",
+                             b'{"weight_map": {"a": "model.safetensors.index.json"}}'), "hub", r"names another index"),
+    # files that are small, but would take a lot of memory or time
+    "half-precision weights for many layers": (
+        lambda: write_repeated_layers(9), "hub", r"pytorch_model.bin stores 1,280 bytes, too few for the"),
+    "large header of safetensors": (
+        lambda: Path("hub/model.safetensors").write_bytes(struct.pack("<Q", 2**25)), "hub", r"header has 33,554,432 b"),
+    "names of one tensor": (
+        lambda: change_weights(dict.fromkeys(map(str, range(100_001)), torch.zeros(1))), "hub",
+        r"damaged \(it has 100,0\d\d names of tensors"),
+    "empty objects": (
+        lambda: Path("hub/vocab.json").write_text("[" + "{}," * 1_000_000 + "{}]"), "hub", r"too many lists"),
+    "nested lists": (
+        lambda: Path("hub/config.json").write_text("[" * 100_000), "hub", r"config.json: damaged, not readable"),
+    "large text": (
+        lambda: (replace_file("hub/vocab.json", "hub/vocab.txt", b""), os.truncate("hub/vocab.txt", 2**26 + 1)), "hub",
+        r"vocab.txt has 67,108,865 bytes, too many for settings or a vocabulary"),
     "too few words": (
         lambda: Path("hub/vocab.json").write_text('["a", "b"]'), "hub", r"has 2 tokens, but the model has 23"),
     "number as vocabulary": (lambda: Path("hub/vocab.json").write_text("7"), "hub", r"vocab.json.* words"),

@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from transformer_xl.config import UserError
+from transformer_xl.interop import tensor_bundle
 from transformer_xl.interop.tensor_bundle import TensorBundle, crc32c
 
 GOLDEN = Path(__file__).parent / "golden" / "tensorflow"
@@ -83,13 +84,13 @@ def block(entries: list[tuple[bytes, bytes]]) -> bytes:
     return content + struct.pack("<II", 0, 1)  # the positions of entries for binary search: only 0; their number: 1
 
 
-def table(*blocks: bytes, compression: int = 0) -> bytes:
-    """Return a sorted table of these blocks, the content of an .index file."""
+def table(*blocks: bytes, compression: int = 0, repeat: int = 1) -> bytes:
+    """Return a sorted table of these blocks, the content of an .index file; it lists each block `repeat` times."""
     content, handles = b"", []
     for number, one_block in enumerate(blocks):  # a handle is the offset and the size of a block
         handles.append((bytes([number]), varint(len(content)) + varint(len(one_block))))
         content += stored_block(one_block, compression)
-    metadata, index = block([]), block(handles)
+    metadata, index = block([]), block(handles * repeat)
     # the handles of the last two blocks; 5 is the size of a compression byte and a checksum
     footer = b"".join(map(varint, (len(content), len(metadata), len(content) + len(metadata) + 5, len(index))))
     content += stored_block(metadata) + stored_block(index)
@@ -154,6 +155,7 @@ def test_table_of_several_blocks(tmp_path: Path) -> None:
         (table(b""), "outside the file"),  # a block has 4 bytes or more
         # the first name shares 7 bytes with the name before it, which does not exist
         (table(b"\x07\x01\x00x" + struct.pack("<II", 0, 1)), "too long"),
+        (table(block([HEADER, (b"x", entry((), 4)), (b"y" * 99, b"")]), repeat=9), "blocks overlap"),
         (table(block([(b"", b"\x08\x01\x10\x01")])), "big-endian"),  # field 2 of the header is the byte order
     ],
 )
@@ -178,6 +180,23 @@ def test_wrong_tensor_is_refused(value: bytes, message: str, tmp_path: Path) -> 
     bundle = TensorBundle.open(write_bundle(tmp_path, table_with(b"x", value)))
     with pytest.raises(UserError, match=message):
         bundle.tensor("x")
+
+
+def test_number_of_entries_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefix = write_bundle(tmp_path, table(block([HEADER, *((bytes([name]), b"") for name in range(1, 9))])))
+    assert len(TensorBundle.open(prefix).shapes) == 8
+    monkeypatch.setattr(tensor_bundle, "_MAX_ENTRIES", 8)
+    with pytest.raises(UserError, match=r"a\.index: .*too many entries"):
+        TensorBundle.open(prefix)
+
+
+def test_tensors_that_share_their_bytes_are_refused(tmp_path: Path) -> None:
+    """Each tensor is copied and its checksum computed, so a small file could take any time and memory."""
+    values = block([HEADER, (b"x", entry((8,), 32)), (b"y", entry((8,), 32)), (b"z", entry((1,), 4))])
+    bundle = TensorBundle.open(write_bundle(tmp_path, table(values)))
+    bundle.check_data(["x", "y"])
+    with pytest.raises(UserError, match=r"a: tensors of 68 bytes in data of 64 bytes; copy it again"):
+        bundle.check_data(["x", "y", "z"])
 
 
 def read_all(bundle: TensorBundle) -> None:

@@ -217,7 +217,7 @@ def test_other_model_is_refused(changes: Change, message: str, tmp_path: Path, m
         if shape is not None:
             tensors[f"transformer/{name}"] = np.zeros(shape, np.float32)
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    changed_bundle = SimpleNamespace(shapes=shapes, tensor=tensors.__getitem__)
+    changed_bundle = SimpleNamespace(shapes=shapes, check_data=list, tensor=tensors.__getitem__)
     monkeypatch.setattr(tensorflow.TensorBundle, "open", lambda prefix: changed_bundle)
     with pytest.raises(UserError, match=message):
         convert(folder, tmp_path / "run")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import tracemalloc
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from interop.old_modules import old_corpus, old_modules, old_vocabulary
 
 from transformer_xl.config import UserError
+from transformer_xl.interop import tokenizers
 from transformer_xl.interop.imported import ImportedModel
 from transformer_xl.interop.tokenizers import bytes_from_decimal_words, read_tokenizer, tokenizer_from_words, words_of
 from transformer_xl.text.tokenizers import ByteTokenizer
@@ -77,6 +79,25 @@ def test_words_of_a_tokenizer_are_those_it_was_created_from() -> None:
     assert words_of(characters) == ("_", "e", "t")
     assert words_of(ByteTokenizer()) is None  # it has no words
     assert isinstance(tokenizer_from_words(["a", "e", "t"], source="x"), WordTokenizer)
+
+
+def test_number_of_words_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "vocab.txt").write_text("".join(f"{word}\n" for word in WORDS))
+    monkeypatch.setattr(tokenizers, "_MAX_WORDS", 5)
+    with pytest.raises(UserError, match=r"vocab.txt has 6 words; a model with 5 at most can be converted"):
+        read_tokenizer(tmp_path / "vocab.txt")
+
+
+def test_line_of_any_length_has_one_word(tmp_path: Path) -> None:
+    """Only the first word is split off, since a list of all words would take far more memory than the file."""
+    (tmp_path / "vocab.txt").write_bytes(b"a" + b" bc" * 1_000_000 + b"\nb\n")
+    tracemalloc.start()
+    try:
+        tokenizer = read_tokenizer(tmp_path / "vocab.txt")
+        assert tracemalloc.get_traced_memory()[1] < 20_000_000  # peak, in bytes
+    finally:
+        tracemalloc.stop()
+    assert words_of(tokenizer) == ("a", "b")
 
 
 @pytest.mark.parametrize("words", [[], [1, 2], ["a", "a"], ["a b"], [""], ["_", "a", "a"], ["_", " "]])

@@ -20,18 +20,18 @@ from transformer_xl.config import RunConfig, TransformerXLConfig, UserError
 from transformer_xl.files import as_user_error, atomic_folder, write_text
 from transformer_xl.interop.imported import ImportedModel
 from transformer_xl.interop.source_config import SourceConfig, format_value, tied_projection_flags
-from transformer_xl.interop.tokenizers import first_existing, read_tokenizer, words_of
+from transformer_xl.interop.tokenizers import first_existing, read_checkpoint_json, read_tokenizer, words_of
 from transformer_xl.interop.torch_file import TorchFile
 from transformer_xl.interop.weight_names import HUGGING_FACE, export_weights, import_weights
 from transformer_xl.tensor_file import write_safetensors
 from transformer_xl.text.tokenizers import Tokenizer
-from transformer_xl.text.tokenizers.storage import read_json
 from transformer_xl.text.tokenizers.word import WordTokenizer
 
 # files of weights and of vocabularies; the first one that exists is read
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 _VOCABULARIES = ("vocab.json", "vocab.txt", "vocab.pkl", "vocab.bin")
 _MODEL_TYPE = "transfo-xl"
+_MAX_HEADER = 2**24  # bytes of the names and shapes in a safetensors file, far more than in real ones
 # defaults of TransfoXLConfig, for settings that config.json lacks (4.37.2 never writes tgt_len, the segment length)
 _DEFAULTS = {
     "vocab_size": 267735, "cutoffs": [20000, 40000, 200000], "d_model": 1024, "d_embed": 1024, "n_head": 16,
@@ -52,7 +52,7 @@ def read(path: Path) -> ImportedModel:
         UserError: a file is missing, damaged, of another architecture, or cannot be expressed in this package.
     """
     file = path / "config.json"
-    values = read_json(file, "get it again")
+    values = read_checkpoint_json(file)
     if not isinstance(values, dict) or values.get("model_type", _MODEL_TYPE) != _MODEL_TYPE:
         model_type = values.get("model_type") if isinstance(values, dict) else type(values).__name__
         raise UserError(f"{file}: a model of type {format_value(model_type)}; only '{_MODEL_TYPE}' can be converted")
@@ -81,10 +81,12 @@ def read(path: Path) -> ImportedModel:
 def _read_weights(file: Path) -> dict[str, Tensor]:
     """Return all weights, memory-mapped, from one file or from the parts (shards) that an index file lists."""
     if file.suffix == ".json":
-        index = read_json(file, "get it again")
+        index = read_checkpoint_json(file)
         shards = index.get("weight_map") if isinstance(index, dict) else None  # weight name -> file name
         if not isinstance(shards, dict) or not all(isinstance(shard, str) for shard in shards.values()):
             raise UserError(f"{file} has no weight_map; get it again")
+        if any(Path(shard).suffix == ".json" for shard in shards.values()):
+            raise UserError(f"{file} names another index instead of weights; get it again")
         if any(Path(shard).name != shard for shard in shards.values()):
             raise UserError(f"{file} names a file outside its folder; get it again")
         weights: dict[str, Tensor] = {}
@@ -95,9 +97,11 @@ def _read_weights(file: Path) -> dict[str, Tensor]:
         content = TorchFile(file, lambda _: False)  # allows no classes except those of tensors
         if not isinstance(content.value, dict):
             raise UserError(f"{file} contains no weights by name; get it again")
-        return {str(name): content.tensor(pickled) for name, pickled in content.value.items()}
-    with as_user_error(f"reading {file}"):
-        file.open("rb").close()
+        return content.tensors(content.value)
+    with as_user_error(f"reading {file}"), file.open("rb") as content:
+        header_size = int.from_bytes(content.read(8), "little")  # of the JSON with names and shapes that follows
+    if header_size > _MAX_HEADER:
+        raise UserError(f"{file} is damaged (its header has {header_size:,} bytes); get it again")
     try:
         with safe_open(file, framework="pt") as tensors:
             return {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118 (not a mapping)
@@ -111,7 +115,7 @@ def _read_tokenizer(folder: Path, vocabulary_file: Path) -> Tokenizer:
     `lower_case` in tokenizer_config.json overrides that of a pickled vocabulary.
     """
     file = folder / "tokenizer_config.json"
-    values = read_json(file, "get it again") if file.is_file() else {}
+    values = read_checkpoint_json(file) if file.is_file() else {}
     lower_case = values.get("lower_case") if isinstance(values, dict) else None
     return read_tokenizer(
         vocabulary_file, pre_tokenizer="moses", lowercase=lower_case if isinstance(lower_case, bool) else None

@@ -21,6 +21,8 @@ from typing import Any
 
 from transformer_xl.config import TransformerXLConfig, UserError, check_settings
 
+_MAX_LAYERS, _MAX_CUTOFFS = 1000, 100
+
 
 def format_value(value: object) -> str:
     """Format a value for a message, in 60 characters at most.
@@ -105,6 +107,7 @@ class SourceConfig:
         """
         self.check_supported()
         cutoffs, d_model = self.get_ints("cutoffs"), self.get_int("d_model")
+        check_counts(self.source, n_layers=self.get_int("n_layer"), num_cutoffs=len(cutoffs))
         d_embed, div_val = self.get_int("d_embed", d_model), self.get_int("div_val", 1)
         clamp_length = self.get_int("clamp_len", -1)
         values = {
@@ -156,6 +159,17 @@ class SourceConfig:
 
     def _error(self, name: str, value: object, expected: str) -> UserError:
         return UserError(f"{self.source}: {name} is {format_value(value)}; expected {expected}")
+
+
+def check_counts(source: str, *, n_layers: int, num_cutoffs: int) -> None:
+    """Check that a model has no more layers and cutoffs than a real one can have, before anything is made for each.
+
+    Raises:
+        UserError: it has more; a small file can give the same weight to any number of layers.
+    """
+    for name, count, limit in (("layers", n_layers, _MAX_LAYERS), ("cutoffs", num_cutoffs, _MAX_CUTOFFS)):
+        if count > limit:
+            raise UserError(f"{source}: {count:,} {name}; a model with {limit:,} at most can be converted")
 
 
 def tied_projection_flags(num_clusters: int) -> dict[str, list[bool]]:

@@ -16,9 +16,10 @@ not split into slices. Everything is checked before it is used, and nothing in a
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import TypeAlias, TypeVar, cast
 
@@ -35,7 +36,8 @@ _FieldType = TypeVar("_FieldType", int, bytes)
 
 _FOOTER_SIZE, _MAGIC = 48, 0xDB4775248B80FB57  # the magic number is the last 8 bytes of a table
 _TRAILER_SIZE = 5  # after each block: one byte for its compression, and its checksum
-_MAX_INDEX_BYTES, _MAX_NAME_LENGTH, _MAX_DIMENSIONS = 2**24, 1000, 8
+# limits far above those of real checkpoints
+_MAX_INDEX_BYTES, _MAX_ENTRIES, _MAX_NAME_LENGTH, _MAX_DIMENSIONS = 2**22, 50_000, 1000, 8
 _DTYPES = {1: "<f4", 2: "<f8", 3: "<i4", 9: "<i8", 19: "<f2"}  # TensorFlow's DataType -> numpy
 _ADVICE = "copy it again from its source"
 
@@ -90,7 +92,8 @@ class TensorBundle:
                 raise UserError(f"{path}: {path.stat().st_size:,} bytes are too many for an index of names; {_ADVICE}")
             content = path.read_bytes()
         try:
-            values = dict(_table_entries(content))
+            values = dict(islice(_table_entries(content), _MAX_ENTRIES + 1))
+            _check(len(values) <= _MAX_ENTRIES, "it has too many entries")
             # BundleHeaderProto: field 1 is the number of data files, field 2 the byte order (0 for little-endian)
             header = _message(values.pop(b"", b""))
             if _integer(header, 2):
@@ -105,6 +108,23 @@ class TensorBundle:
         """The shape of every tensor, sorted by name."""
         return {name: entry.shape for name, entry in self._entries.items()}
 
+    def check_data(self, names: Iterable[str]) -> None:
+        """Check that tensors do not take more bytes than the data files have, as they would if they overlapped.
+
+        Raises:
+            UserError: they do, or a data file is missing.
+        """
+        entries = [self._entries[name] for name in names]
+        total = sum(entry.size for entry in entries)
+        paths = {self._data_file(entry) for entry in entries}
+        with as_user_error(f"reading {self.prefix}"):
+            available = sum(path.stat().st_size for path in paths)
+        if total > available:
+            raise UserError(f"{self.prefix}: tensors of {total:,} bytes in data of {available:,} bytes; {_ADVICE}")
+
+    def _data_file(self, entry: _Entry) -> Path:
+        return self.prefix.with_name(f"{self.prefix.name}.data-{entry.shard:05d}-of-{self._num_shards:05d}")
+
     def tensor(self, name: str) -> Array:
         """Read a tensor and verify its checksum.
 
@@ -112,7 +132,7 @@ class TensorBundle:
             UserError: its file is missing, truncated or damaged, or its dtype is not supported.
         """
         entry = self._entries[name]
-        path = self.prefix.with_name(f"{self.prefix.name}.data-{entry.shard:05d}-of-{self._num_shards:05d}")
+        path = self._data_file(entry)
         tensor = f"{path}: '{name}'"
         if entry.is_sliced or entry.dtype not in _DTYPES:
             what = "is split into slices" if entry.is_sliced else f"has TensorFlow's dtype number {entry.dtype}"
@@ -140,9 +160,12 @@ def _table_entries(content: bytes) -> Iterator[tuple[bytes, bytes]]:
         position, offset = _varint(content, position)
         position, size = _varint(content, position)
         handles = list(_block_entries(content, offset, size))
+    total = 0
     for _, handle in handles:
         position, offset = _varint(handle, 0)
         _, size = _varint(handle, position)
+        total += size
+        _check(total <= len(content), "its blocks overlap")
         yield from _block_entries(content, offset, size)
 
 

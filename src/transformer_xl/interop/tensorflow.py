@@ -36,10 +36,10 @@ from torch import Tensor
 from transformer_xl.config import UserError, load_recipe
 from transformer_xl.files import as_user_error
 from transformer_xl.interop.imported import ImportedModel
+from transformer_xl.interop.source_config import check_counts
 from transformer_xl.interop.tensor_bundle import TensorBundle
-from transformer_xl.interop.tokenizers import read_tokenizer
+from transformer_xl.interop.tokenizers import read_checkpoint_json, read_tokenizer
 from transformer_xl.text.tokenizers import Tokenizer
-from transformer_xl.text.tokenizers.storage import read_json_object
 
 _SCOPE = "transformer/"  # prefix of the model's variables
 _ADAM = re.compile(r"/Adam(_\d+)?$")  # suffix of the optimizer's running averages
@@ -57,6 +57,7 @@ _NO_NEWLINES = "the authors removed all newlines from enwik8; remove them from a
 # suffix of a checkpoint's files; their path without it is the checkpoint's prefix
 _SUFFIX = re.compile(r"\.(index|meta|data-\d{5}-of-\d{5})$")
 # the line of the text file `checkpoint` that names the newest checkpoint
+_MAX_STATE = 2**20  # characters of that file to read; the newest checkpoint is named in the first line
 _NEWEST = re.compile(r'^model_checkpoint_path: "(.*)"', flags=re.MULTILINE)
 
 
@@ -103,7 +104,8 @@ def _prefixes(path: Path) -> list[Path]:
     for parent in (folder, folder / "model"):
         prefixes += sorted(file.with_suffix("") for file in parent.glob("*.index"))
         if (state := parent / "checkpoint").is_file():
-            names = _NEWEST.findall(state.read_text(encoding="utf-8", errors="replace"))
+            with state.open(encoding="utf-8", errors="replace") as text:
+                names = _NEWEST.findall(text.read(_MAX_STATE))
             newest |= {parent / Path(name).name for name in names}
     named = [prefix for prefix in prefixes if prefix in newest]
     return named or [prefix for prefix in prefixes if folder / prefix.name in newest] or prefixes
@@ -113,13 +115,14 @@ class _Variables:
     """The variables of the model, by name without the scope; Adam's moments and counters are left out."""
 
     def __init__(self, prefix: Path) -> None:
-        self._prefix = prefix
+        self.prefix = prefix
         self._bundle = TensorBundle.open(prefix)
         self._shapes = {
             name.removeprefix(_SCOPE): shape
             for name, shape in self._bundle.shapes.items()
             if name.startswith(_SCOPE) and not _ADAM.search(name)
         }
+        self._bundle.check_data(_SCOPE + name for name in self._shapes)
         self._read: set[str] = set()
 
     def __contains__(self, name: str) -> bool:
@@ -162,18 +165,20 @@ class _Variables:
 
     def error(self, problem: str) -> UserError:
         """Return a UserError that states the problem and which checkpoints are supported."""
-        return UserError(f"{self._prefix}: {problem}; expected a checkpoint of the authors' tf/model.py")
+        return UserError(f"{self.prefix}: {problem}; expected a checkpoint of the authors' tf/model.py")
 
 
 def _model_settings(variables: _Variables) -> dict[str, Any]:
     """Return the settings of TransformerXLConfig that follow from the shapes."""
     # 2 or 3 dimensions: ([L,] N, H)
+    n_layers = variables.count("layer_{}/rel_attn/o/kernel")
+    check_counts(str(variables.prefix), n_layers=n_layers, num_cutoffs=len(_biases(variables)) - 1)
     *layer_dimension, n_heads, d_head = variables.shape("r_w_bias", 2, 3)
     _, d_model = variables.shape("layer_0/rel_attn/o/kernel", 2)
     table_widths = [variables.shape(f"{name}lookup_table", 2)[1] for name in _tables(variables)]
     return {
         "vocab_size": _boundaries(variables)[-1],
-        "n_layers": variables.count("layer_{}/rel_attn/o/kernel"),
+        "n_layers": n_layers,
         "d_model": d_model,
         "n_heads": n_heads,
         "d_head": d_head,
@@ -294,7 +299,9 @@ def _read_data_set(folder: Path, size: int) -> tuple[str | None, Tokenizer | Non
         )
     name = _DATA_SETS.get(size)
     if info is not None:
-        values = read_json_object(info, "copy it again from its source")
+        values = read_checkpoint_json(info)
+        if not isinstance(values, dict):
+            raise UserError(f"{info}: expected a JSON object, found {type(values).__name__}; get it again")
         name = str(values.get("dataset", name))
         if values.get("vocab_size") != size:
             raise UserError(f"{info} has another vocab_size than the checkpoint ({size}); use files of the same model")

@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from transformer_xl.config import UserError
-from transformer_xl.files import as_user_error
+from transformer_xl.files import as_user_error, read_bytes
 from transformer_xl.interop.imported import ImportedModel
 from transformer_xl.interop.torch_file import TorchFile
 from transformer_xl.interop.unpickler import PickledObject
@@ -29,6 +30,9 @@ _EOS_TOKENS = ("<eos>", "<S>")
 _UNK_TOKENS = ("<unk>", "<UNK>")
 _ABSENT_BYTE_BIAS = -1e4  # gives a byte a probability of zero, but still a finite loss
 _ADVICE = "get it again"
+# limits above those of real files, against small ones that take a lot of memory: the bytes of a JSON or text file, its
+# brackets (each list or object takes some hundred bytes), and the words
+_MAX_BYTES, _MAX_BRACKETS, _MAX_WORDS = 2**26, 1_000_000, 3_000_000
 _ENWIK8_SIZES = (204, 205)  # numbers of different bytes in enwik8, without and with the newline
 _PRINTABLE_ASCII = frozenset(range(0x20, 0x7F))
 # bytes that UTF-8 text without control characters can contain: not 0xC0, 0xC1 and 0xF5 to 0xFF
@@ -109,6 +113,8 @@ def tokenizer_from_object(
         words = sorted(ids, key=ids.__getitem__)
     if not isinstance(words, (list, tuple)) or not words:
         raise UserError(f"{source} holds no words (idx2sym or sym2idx); give --tokenizer RUN, or the right file")
+    if len(words) > _MAX_WORDS:
+        raise UserError(f"{source} has {len(words):,} words; a model with {_MAX_WORDS:,} at most can be converted")
     if lowercase is None:
         lowercase = attributes.get("lower_case") is True
     return tokenizer_from_words(words, source, lowercase=lowercase, pre_tokenizer=pre_tokenizer)
@@ -128,21 +134,43 @@ def read_tokenizer(
         UserError: the file cannot be read or is damaged, or a pickle refers to a class that is not allowed.
     """
     if path.suffix == ".json":
-        value = read_json(path, _ADVICE)
+        value = read_checkpoint_json(path)
         if isinstance(value, list):
             value = {"idx2sym": value}
         elif isinstance(value, dict) and not {"idx2sym", "sym2idx"} & value.keys():
             value = {"sym2idx": value}
     elif path.suffix == ".txt":
+        _check_size(path)
         with as_user_error(f"reading {path}"), path.open(encoding="utf-8", newline="\n") as lines:
             try:
-                words = [line.split()[0] for line in lines if line.strip()]
+                words = dict.fromkeys(line.split(maxsplit=1)[0] for line in lines if line.strip())
             except UnicodeDecodeError:
                 raise UserError(f"{path} is not UTF-8; {_ADVICE}") from None
-        value = {"idx2sym": list(dict.fromkeys(words))}
+        value = {"idx2sym": list(words)}
     else:
         value = TorchFile(path, (HUGGING_FACE_CLASSES | CORPUS_CLASSES).__contains__).value
     return tokenizer_from_object(value, str(path), pre_tokenizer=pre_tokenizer, lowercase=lowercase)
+
+
+def read_checkpoint_json(path: Path) -> Any:
+    """Read a JSON file of a checkpoint: its settings, an index of its weights, or its vocabulary.
+
+    Raises:
+        UserError: the file is missing, unreadable or damaged, or made to take far more memory than its size.
+    """
+    if path.is_file():
+        _check_size(path)
+        content = read_bytes(path)
+        if content.count(b"[") + content.count(b"{") > _MAX_BRACKETS:
+            raise UserError(f"{path} has too many lists or objects for a checkpoint; {_ADVICE}")
+    return read_json(path, _ADVICE)
+
+
+def _check_size(path: Path) -> None:
+    with as_user_error(f"reading {path}"):
+        size = path.stat().st_size
+    if size > _MAX_BYTES:
+        raise UserError(f"{path} has {size:,} bytes, too many for settings or a vocabulary; {_ADVICE}")
 
 
 def words_of(tokenizer: Tokenizer) -> tuple[str, ...] | None:
