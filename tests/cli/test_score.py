@@ -5,6 +5,7 @@ Shape suffixes: K tokens of a text.
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import math
@@ -106,6 +107,19 @@ def test_score_reads_standard_input(folder: Path, records, monkeypatch: pytest.M
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(SPECIAL)))
     piped = json_lines(txl("score", folder / "run", "-", "--per", "file", "--json"))
     assert piped == [{**records["file"][0], "file": "-"}]
+
+
+def test_compressed_text_is_decompressed(folder: Path) -> None:
+    shutil.copy(folder / "document0.txt", folder / "text")
+    (folder / "text.gz").write_bytes(gzip.compress((folder / "text").read_bytes()))
+    plain, compressed = (
+        [
+            {**json_lines(txl("score", folder / "run", file, "--per", "file", "--json"))[0], "file": None},
+            txl("generate", folder / "run", "--prompt-file", file, "--greedy", "--max-new-tokens", "5").out,
+        ]
+        for file in (folder / "text", folder / "text.gz")
+    )
+    assert compressed == plain
 
 
 def test_no_reset_memory_scores_files_as_one_text(folder: Path, run: Run) -> None:

@@ -16,7 +16,6 @@ from transformer_xl.cli.flags import GenerationFlags, given_settings
 from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, Json
 from transformer_xl.cli.output import print_json, say_unknown
 from transformer_xl.config import UserError, check_settings
-from transformer_xl.files import read_bytes
 from transformer_xl.generation.config import GenerationConfig
 from transformer_xl.progress import say
 
@@ -64,7 +63,9 @@ def generate(
     if config.logprobs and not json:
         raise UserError("--logprobs are printed with --json; give that too")
     if prompt_file is not None:
-        prompts = [read_bytes(prompt_file)]
+        from transformer_xl.text.sources.archives import read_text_file
+
+        prompts = [read_text_file(prompt_file)]
 
     from transformer_xl.run_folder import load
 

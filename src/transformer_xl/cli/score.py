@@ -17,7 +17,6 @@ from transformer_xl.cli.flags import ScoreFlags, evaluation_config
 from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags
 from transformer_xl.cli.output import perplexity_titles, print_json, print_table, say_unknown
 from transformer_xl.config import UserError
-from transformer_xl.files import read_bytes
 from transformer_xl.progress import ProgressBar, say
 
 if TYPE_CHECKING:
@@ -48,7 +47,7 @@ def score(
     run
         Folder of a run.
     files
-        Texts; - is standard input.
+        Texts, decompressed if they end in .gz, .bz2 or .xz; - is standard input.
     per
         Unit of one line of output. Token scores add up to line scores, and line scores to file scores.
     settings
@@ -61,8 +60,9 @@ def score(
     from transformer_xl.evaluation.score import encode_text
     from transformer_xl.evaluation.score import score as score_texts
     from transformer_xl.run_folder import load
+    from transformer_xl.text.sources.archives import read_text_file
 
-    contents = {name: sys.stdin.buffer.read() if name == "-" else read_bytes(path) for name, path in paths.items()}
+    contents = {name: sys.stdin.buffer.read() if name == "-" else read_text_file(path) for name, path in paths.items()}
     device = device_options.choose()
     loaded = load(run, device=str(device), checkpoint=checkpoint)
     for warning in EvaluationPlan.resolve(loaded.config, config).warnings(device):

@@ -13,7 +13,6 @@ from transformer_xl.cli.flags import LengthFlags, evaluation_config
 from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, Integer, Json
 from transformer_xl.cli.output import command_line, print_json, print_table, say_unknown
 from transformer_xl.config import UserError
-from transformer_xl.files import read_bytes
 from transformer_xl.progress import say
 
 
@@ -43,7 +42,9 @@ class Source:
         if self.split is not None and flags not in ([], ["--corpus"]):
             raise UserError(f"--split {self.split} and {flags[0]} were both given; --split needs a corpus")
         if self.text_file is not None:
-            return read_bytes(self.text_file)
+            from transformer_xl.text.sources.archives import read_text_file
+
+            return read_text_file(self.text_file)
         return None if self.prompt is None else self.prompt.encode(errors="surrogateescape")
 
 

@@ -144,6 +144,16 @@ class FileRange:
             return self.path.stat().st_size - self.start
 
 
+def read_text_file(path: Path) -> bytes:
+    """Return the whole content of a text file, decompressed if its suffix is one of `COMPRESSED_SUFFIXES`.
+
+    Raises:
+        UserError: the file cannot be read, or is damaged.
+    """
+    with _open_text(path, "") as file:
+        return file.read()
+
+
 @contextmanager
 def _open_text(path: Path, member: str) -> Iterator[IO[bytes]]:
     """Open a file, decompressed according to its suffix, or a member of a zip archive."""
