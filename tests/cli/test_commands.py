@@ -82,6 +82,15 @@ def test_train_writes_metrics_checkpoints_and_config(folder: Path) -> None:
     assert config.corpus.path == str((folder / "corpus").resolve())
 
 
+def test_result_of_a_training_that_diverged_is_printed(folder: Path, tmp_path: Path) -> None:
+    """exp of its loss overflows."""
+    options = [*TRAIN[:3], "--train.max-steps=3", "--train.eval-interval=2", "--train.dtype=float32"]
+    options += ["--train.learning-rate=1000000", "--train.warmup-steps=1"]
+    trained = txl("train", "--corpus", folder / "corpus", "--run", tmp_path / "run", *MODEL, *options)
+    assert trained.status == 0, trained.err
+    assert "(perplexity per token inf)" in trained.out
+
+
 def test_train_flags_override_the_recipe_and_none_removes_limits(folder: Path, tmp_path: Path) -> None:
     recipe = tmp_path / "small.yaml"
     recipe.write_text(

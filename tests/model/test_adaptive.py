@@ -124,6 +124,14 @@ def test_losses_and_gradients_equal_those_of_all_logits(style, targets):
     assert_same_tensors(*(gradients(loss, rows_BTD, embedding, softmax) for loss in sums), atol=1e-12)
 
 
+def test_losses_of_the_last_position_need_no_contiguous_targets():
+    """Torch warns about targets that are not contiguous, and warnings are errors."""
+    _, softmax = make(**STYLES["WikiText-103 standard"])
+    rows_BTD, targets_BT = hidden(), torch.arange(21).view(3, 7)
+    expected_BT = softmax.nats(rows_BTD, targets_BT)[:, -1:]
+    torch.testing.assert_close(softmax.nats(rows_BTD[:, -1:], targets_BT[:, -1:]), expected_BT, rtol=0, atol=1e-12)
+
+
 def gradients(loss, hidden_BTD, embedding, softmax):
     """Return gradients by name, without those that are None: tables that only the embedding uses have none here."""
     named = {"hidden": hidden_BTD, **dict(nn.ModuleDict({"in": embedding, "out": softmax}).named_parameters())}

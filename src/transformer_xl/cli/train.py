@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -70,6 +69,8 @@ def train(
 
 
 def _print_result(result: TrainResult, *, as_json: bool) -> None:
+    from transformer_xl.evaluation.metrics import exp_nats
+
     best = result.best_nats_per_token
     if not result.finished:
         say(f"stopped and saved at step {result.step:,}; resume with: txl train --resume {quoted(result.path)}")
@@ -85,7 +86,7 @@ def _print_result(result: TrainResult, *, as_json: bool) -> None:
         print_json(values)
     elif result.finished:
         valid = (
-            f", best validation loss {best:.4f} nats per token (perplexity per token {math.exp(best):.2f})"
+            f", best validation loss {best:.4f} nats per token (perplexity per token {exp_nats(best):.6g})"
             if best
             else ""
         )

@@ -78,12 +78,12 @@ class Sums:
         tokenizers. With a word tokenizer it equals `token_perplexity`; None for integers, which are not words.
         """
         num_words = (self.words or 0) + (self.line_ends or 0)
-        return _exp(self.nats / num_words) if num_words else None
+        return exp_nats(self.nats / num_words) if num_words else None
 
     @property
     def token_perplexity(self) -> float:
         """exp of the mean loss per token, or infinity if that overflows; not comparable between tokenizers."""
-        return _exp(self.nats_per_token)
+        return exp_nats(self.nats_per_token)
 
     def as_dict(self) -> dict[str, Any]:
         """Return counts and metrics by name, for JSON."""
@@ -93,7 +93,8 @@ class Sums:
         return {**values, "bytes": round(self.bytes)}
 
 
-def _exp(nats: float) -> float:
+def exp_nats(nats: float) -> float:
+    """Return exp of a mean loss in nats, or infinity if that overflows."""
     return math.exp(nats) if nats < 700 else math.inf  # math.exp overflows above 709
 
 

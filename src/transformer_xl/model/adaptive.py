@@ -167,7 +167,7 @@ class AdaptiveSoftmax(_ClusterTables):
             target_K = to_device(targets_BT.flatten(), device)
             assert_in_vocabulary(targets_BT, self.edges[-1])  # the cross-entropy ignores the target -100
             return self._cluster_losses(hidden_KD, 0, target_K).view(targets_BT.shape)
-        target_K = targets_BT.flatten().cpu()
+        target_K = targets_BT.flatten().cpu().contiguous()  # of one target a row, flatten returns a view with gaps
         cluster_K = torch.bucketize(target_K, torch.tensor(self.edges[1:-1]), right=True)
         head_K = torch.where(cluster_K == 0, target_K, self.edges[1] - 1 + cluster_K)
         losses_K = self._cluster_losses(hidden_KD, 0, to_device(head_K, device))
