@@ -69,6 +69,34 @@ def test_hub_folder_converts_evaluates_and_generates(tmp_path: Path) -> None:
     assert (info["parameters"], info["checksums"]) == (converted.object["parameters"], "valid")
 
 
+def test_model_of_plain_ids_converts_evaluates_and_goes_back(tmp_path: Path) -> None:
+    """A model of music or other numbers has no vocabulary: its tokens are the ids 0 to V - 1."""
+    config, weights, _ = golden("clusters")
+    folder = hugging_face_folder(tmp_path / "hub", config, weights)
+    (folder / "vocab.json").unlink()
+    refused = txl("convert", folder, tmp_path / "run")
+    assert refused.status == 2
+    assert "no tokenizer for its 23 tokens; pass --tokenizer" in refused.err
+    assert "integer" in refused.err
+    run, corpus, text = tmp_path / "run", tmp_path / "corpus", tmp_path / "text.txt"
+    converted = txl("convert", folder, run, "--tokenizer", "integer", "--json").object
+    assert converted["tokenizer"] == "integer, 23 tokens"
+    text.write_text("".join(f"{index % 23} {index * index % 23}\n" for index in range(200)))
+    assert txl("prepare", text, "--tokenizer", run, "--out", corpus).status == 0
+    evaluated = txl("evaluate", run, "--corpus", corpus, "--json").object
+    scored = txl("score", run, text, "--json").object
+    assert (scored["tokens"], evaluated["nats_per_token"] > 0) == (400, True)
+    generated = txl("generate", run, "--prompt", "7 22", "--max-new-tokens", "9", "--json").object["text"]
+    assert len(generated.split()) == 9
+    assert all(0 <= int(word) < 23 for word in generated.split())
+    back = txl("convert", run, tmp_path / "back", "--to", "huggingface", "--json").object
+    assert "TransfoXL has no integer tokenizer: encode text with" in back["notes"][-1]
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["eos_token_id"] is None
+    assert txl("convert", tmp_path / "back", tmp_path / "again", "--tokenizer", "integer").status == 0
+    for name in ("model.safetensors", "txl_tokenizer.json"):
+        assert (tmp_path / "again" / name).read_bytes() == (run / name).read_bytes()
+
+
 def test_format_is_detected_or_selected(tmp_path: Path) -> None:
     config = OldConfig()
     folder = tmp_path / "two formats"

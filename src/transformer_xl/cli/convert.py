@@ -39,8 +39,9 @@ def convert(
     source_format
         Format of FROM. [default: detected from the files]
     tokenizer
-        Tokenizer of a model that comes without one: a run, a corpus or a txl_tokenizer.json that contains it; or byte,
-        also for a model whose words are byte values in decimal.
+        Tokenizer of a model that comes without one: a run, a corpus or a txl_tokenizer.json that contains it; byte,
+        also for a model whose words are byte values in decimal; or integer for a model whose ids, 0 to V - 1, are all
+        there is, such as one of music.
     pre_tokenizer
         How a word tokenizer splits text: moses (as TransfoXLTokenizer), punctuation (punctuation split off, as in
         WikiText), or whitespace (for text that is tokenized already). [default: as in FROM]

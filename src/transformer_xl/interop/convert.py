@@ -26,6 +26,7 @@ from transformer_xl.model.build import build_model
 from transformer_xl.run_folder import RunFolder
 from transformer_xl.tensor_file import load_tensors
 from transformer_xl.text.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
+from transformer_xl.text.tokenizers.integer import IntegerTokenizer
 from transformer_xl.text.tokenizers.pre_tokenizer import PreTokenizerName
 from transformer_xl.text.tokenizers.word import WordTokenizer
 
@@ -83,8 +84,8 @@ def convert(
         to: what to write: a run folder, or a folder in the layout that transformers 4.37.2 and older load.
         source_format: one of `FORMATS`, or None to detect it from the files.
         tokenizer: path of the model's tokenizer (a run folder, a corpus or a txl_tokenizer.json file), or "byte" for a
-            byte tokenizer, also where the checkpoint's words are byte values in decimal; required if the checkpoint
-            has no tokenizer.
+            byte tokenizer, also where the checkpoint's words are byte values in decimal, or "integer" if tokens are the
+            model's ids themselves, 0 to V - 1, written as integers; required if the checkpoint has no tokenizer.
         pre_tokenizer: how a word tokenizer splits text into words: "whitespace", "punctuation" (with punctuation split
             from words, as in WikiText) or "moses" (as TransfoXLTokenizer does); or None to split it as the program that
             wrote the checkpoint does.
@@ -157,10 +158,12 @@ def _choose_tokenizer(imported: ImportedModel, source: Path, requested: str | Pa
     origin = f"the tokenizer of {source}" if requested is None else f"--tokenizer {requested}"
     tokenizer = imported.tokenizer
     if requested is not None:
-        tokenizer = ByteTokenizer() if requested == "byte" else load_tokenizer(requested)
+        own = {"byte": ByteTokenizer(), "integer": IntegerTokenizer(vocab_size, add_eos=False)}
+        tokenizer = own.get(str(requested)) or load_tokenizer(requested)
     if tokenizer is None:
         raise UserError(
-            f"{source} has no tokenizer for its {vocab_size:,} tokens; pass --tokenizer with a run or corpus, or byte"
+            f"{source} has no tokenizer for its {vocab_size:,} tokens; pass --tokenizer with a run or corpus, byte, or "
+            "integer if a text of its ids is all it needs (music, numbers)"
         )
     if tokenizer.vocab_size != vocab_size:
         raise UserError(f"{origin} has {tokenizer.vocab_size:,} tokens, but the model has {vocab_size:,}; pass its own")

@@ -146,7 +146,8 @@ def write(path: Path, config: RunConfig, weights: Mapping[str, Tensor], tokenize
     # the frequencies of the sinusoidal position encoding, which TransfoXL stores as a buffer
     tensors["transformer.pos_emb.inv_freq"] = 1 / (10000 ** (torch.arange(0.0, model.d_model, 2.0) / model.d_model))
     with atomic_folder(path) as temporary:
-        values = {**_config_values(config, model), "mem_len": memory, "same_length": same_length}
+        lengths = {"mem_len": memory, "same_length": same_length}
+        values = {**_config_values(config, model), **lengths, "eos_token_id": tokenizer.eos_token_id}
         _write_json(temporary / "config.json", values)
         contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
         write_safetensors(temporary / "model.safetensors", contiguous, {"format": "pt"})
@@ -206,7 +207,7 @@ def _same_length(config: RunConfig, memory_length: int) -> tuple[bool, list[str]
 
 
 def _config_values(config: RunConfig, model: TransformerXLConfig) -> dict[str, Any]:
-    """Return the values of config.json, except mem_len and same_length."""
+    """Return the values of config.json, except mem_len, same_length and eos_token_id."""
     num_clusters = len(model.cluster_widths)
     return {
         "model_type": _MODEL_TYPE,
@@ -232,6 +233,5 @@ def _config_values(config: RunConfig, model: TransformerXLConfig) -> dict[str, A
         "clamp_len": config.evaluation.clamp_length or model.clamp_length or -1,  # -1: no limit
         "attn_type": 0,  # the paper's relative attention
         "sample_softmax": -1,  # the full softmax
-        "eos_token_id": 0,
         "torch_dtype": "float32",
     }

@@ -30,6 +30,7 @@ from transformer_xl.text.sources.text_files import (
 from transformer_xl.text.token_store import Corpus
 from transformer_xl.text.tokenizers import Tokenizer, load_tokenizer, to_bytes
 from transformer_xl.text.tokenizers.config import TOKENIZER_KINDS, TokenizerConfig, TokenizerKind
+from transformer_xl.text.tokenizers.integer import IntegerTokenizer
 
 StrPath = str | os.PathLike[str]
 Texts = Iterable[str | bytes]
@@ -152,8 +153,8 @@ def prepare(
         if config.kind == "word" and not config.model_fields_set & {"split_punctuation", "vocab_file"}:
             notes += _note_attached_punctuation(encoder)
     splits = text.splits
-    if not encoder.is_text:  # reject integers that have no id; the last id is the end-of-sequence token
-        splits = {split: limit_values(texts, encoder.vocab_size - 1) for split, texts in splits.items()}
+    if isinstance(encoder, IntegerTokenizer):  # reject integers that have no id
+        splits = {split: limit_values(texts, encoder.num_values) for split, texts in splits.items()}
     corpus = write_corpus(
         folder,
         _with_progress(splits, "write", progress),

@@ -42,6 +42,7 @@ TOKENIZERS: dict[str, Tokenizer] = {
     "moses": WordTokenizer(WORDS, COUNTS, "<eos>", "<unk>", PreTokenizer("moses")),
     "bpe": train_bpe([lines_of("the \u00e9t\u00e9 the a\nMr. the\u20ac don't\r\nthe\n" * 3)], vocab_size=277),
     "integer": IntegerTokenizer(num_values=31),
+    "integer without eos": IntegerTokenizer(num_values=31, add_eos=False),
 }
 # Text at which the kinds may split, and text that they must not split.
 PARTS = ["the", "a", "Mr.", ".", " ", "  ", "\n", "\r\n", "\t", "'t", "-", "3", "3,", "\x00", "\u00e9t\u00e9", "\u20ac"]

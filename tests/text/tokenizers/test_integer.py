@@ -46,6 +46,13 @@ def test_newlines_and_leading_zeros() -> None:
     assert tokenizer.decode([31, 3, 31, 31, 5, 6]) == "\n3\n\n5 6"
 
 
+def test_ids_are_the_integers_alone_without_end_of_sequence() -> None:
+    tokenizer = IntegerTokenizer(num_values=31, add_eos=False)
+    assert (tokenizer.vocab_size, tokenizer.bos_token_id, tokenizer.eos_token_id) == (31, 0, None)
+    assert tokenizer.encode("7\t13\r\n\n007 30\n").tolist() == [7, 13, 7, 30]
+    assert tokenizer.decode([7, 13, 7, 30]) == "7 13 7 30"
+
+
 # Advice in the messages. A vocabulary with the integer n has at least n + 2 tokens: 0 to n, and end of sequence.
 LARGER_VOCABULARY = "remove it, or prepare the corpus with --vocab-size {} or more"
 RENUMBER = "remove it, or renumber the values from 0"

@@ -31,6 +31,7 @@ TOKENIZERS: dict[str, Tokenizer] = {
     "char without byte fallback": CharTokenizer("ab", byte_fallback=False),
     "word": WordTokenizer(tuple(WORDS), np.array([7, 5, 11, 3]), eos_token="<eos>", unk_token="<unk>"),
     "integer": IntegerTokenizer(num_values=31),
+    "integer without eos": IntegerTokenizer(num_values=31, add_eos=False),
     "bpe": train_bpe([lines_of("the caf\u00e9 the\n" * 3)], vocab_size=259),
 }
 
@@ -173,6 +174,7 @@ def test_invalid_file_is_refused(tmp_path: Path, content: str, message: str) -> 
         ("char without byte fallback", {"characters": []}, r"it has no characters"),
         ("integer", {"num_values": 0}, r"num_values is 0, expected an integer from 1 to"),
         ("integer", {"num_values": True}, r"num_values is True"),
+        ("integer", {"add_eos": 0}, r"add_eos is 0, expected true or false"),
         ("integer", {"num_values": 2**31}, r"num_values is 2147483648"),
         ("bpe", {"tokenizer": None}, r"it has no BPE model"),
     ],

@@ -136,6 +136,9 @@ def test_other_kinds() -> None:
     assert train(b"\xff", kind="byte") == ByteTokenizer()
     assert train("5 7\n\n11 3", "", kind="integer") == IntegerTokenizer(num_values=12)  # 0 to 11
     assert train("5 77 no", kind="integer", vocab_size=32) == IntegerTokenizer(num_values=31)
+    plain = train("5 7\n\n11 3", "", kind="integer", add_eos=False)
+    assert (plain, plain.vocab_size) == (IntegerTokenizer(num_values=12, add_eos=False), 12)
+    assert train("5 77 no", kind="integer", vocab_size=32, add_eos=False).vocab_size == 32
     assert train("abc abc abc\n" * 7, kind="bpe", vocab_size=257).vocab_size == 257
     assert train("\n", kind="bpe").vocab_size == 256
 

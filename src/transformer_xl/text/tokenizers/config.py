@@ -23,7 +23,8 @@ class TokenizerConfig(Settings):
     vocab_size: int | None = Field(default=None, gt=0, le=INT32_MAX)
     """Size of the vocabulary, special tokens and bytes included. word, char: keep the most frequent (all if not set).
     bpe: merge pairs of tokens until the vocabulary has this size (8192 if not set). integer: the tokens are 0 to
-    vocab_size - 2 (to the largest integer in the text if not set) and the end-of-sequence token."""
+    vocab_size - 2 (to the largest integer in the text if not set) and the end-of-sequence token; without add_eos, 0 to
+    vocab_size - 1."""
     min_frequency: int = Field(default=1, gt=0, le=INT32_MAX)
     """word, char: leave out words or characters that occur less often than this in the training text."""
     lowercase: bool = False
@@ -31,7 +32,7 @@ class TokenizerConfig(Settings):
     split_punctuation: bool = False
     """word: split punctuation from words, as in the data set WikiText; otherwise words are separated by whitespace."""
     add_eos: bool = True
-    """word: encode every newline as eos_token; otherwise newlines are whitespace."""
+    """word, integer: encode every newline as the end-of-sequence token; otherwise newlines are whitespace."""
     eos_token: str = "<eos>"
     """word: the end-of-sequence token."""
     unk_token: str | None = "<unk>"
@@ -57,7 +58,7 @@ class TokenizerConfig(Settings):
         if self.vocab_file is not None and (self.vocab_size is not None or self.min_frequency > 1):
             raise ValueError("vocab_file contains all words of the vocabulary; leave vocab_size and min_frequency out")
         smallest = {"word": len(self.special_tokens) + 1, "char": 256 * self.byte_fallback + 1, "bpe": 256}
-        min_size = smallest.get(self.kind, 2)  # integer: the value 0 and the end-of-sequence token
+        min_size = smallest.get(self.kind, 1 + self.add_eos)  # integer: the value 0 and the end-of-sequence token
         if self.vocab_size is not None and self.vocab_size < min_size:
             raise ValueError(f"vocab_size {self.vocab_size} is too small for {self.kind}; give {min_size} or more")
         return self
@@ -71,6 +72,7 @@ class TokenizerConfig(Settings):
 _APPLIES_TO: dict[str, tuple[TokenizerKind, ...]] = {
     "vocab_size": ("word", "char", "bpe", "integer"),
     "min_frequency": ("word", "char"),
+    "add_eos": ("word", "integer"),
     "byte_fallback": ("char",),
 }
 """The kinds that use each setting; all other settings are for word tokenizers."""

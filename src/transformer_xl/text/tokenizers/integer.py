@@ -2,7 +2,7 @@
 
 The text has one sequence of integers per line, separated by whitespace. Ids are the integers themselves,
 0 .. num_values - 1, and id `num_values` is the end-of-sequence token, which ends every line. An empty line is an empty
-sequence.
+sequence. Without that token a newline is whitespace, and every id is an integer.
 """
 
 from __future__ import annotations
@@ -62,10 +62,12 @@ def _not_an_integer(chunk: bytes, start: int, limit: int) -> EncodingError:
 
 @dataclass(frozen=True)
 class IntegerTokenizer(Tokenizer):
-    """A tokenizer for the integers 0 .. num_values - 1, with an end-of-sequence token."""
+    """A tokenizer for the integers 0 .. num_values - 1, with or without an end-of-sequence token."""
 
     num_values: int
     """Number of different integers."""
+    add_eos: bool = True
+    """Whether there is an end-of-sequence token, with id `num_values`; without it the ids are the integers alone."""
 
     kind = "integer"
     is_lossless = False
@@ -74,13 +76,13 @@ class IntegerTokenizer(Tokenizer):
     @property
     @override
     def vocab_size(self) -> int:
-        """Number of different integers, plus 1 for the end-of-sequence token."""
-        return self.num_values + 1
+        """Number of different integers, plus 1 for the end-of-sequence token if there is one."""
+        return self.num_values + self.add_eos
 
     @property
     @override
-    def eos_token_id(self) -> int:
-        return self.num_values
+    def eos_token_id(self) -> int | None:
+        return self.num_values if self.add_eos else None
 
     @override
     def last_boundary(self, text: bytes) -> int:
@@ -89,7 +91,9 @@ class IntegerTokenizer(Tokenizer):
     @override
     def encode_chunk(self, chunk: bytes) -> EncodedChunk:
         values = parse_integers(chunk, self.num_values)
-        return EncodedChunk(np.where(values == _NEWLINE, self.num_values, values).astype(token_dtype(self.vocab_size)))
+        is_newline = values == _NEWLINE
+        ids = np.where(is_newline, self.num_values, values) if self.add_eos else values[~is_newline]
+        return EncodedChunk(ids.astype(token_dtype(self.vocab_size)))
 
     @override
     def stream_decoder(self) -> WordStreamDecoder:
@@ -97,12 +101,15 @@ class IntegerTokenizer(Tokenizer):
 
     @override
     def to_json(self) -> dict[str, Any]:
-        return {"kind": self.kind, "num_values": self.num_values}
+        values = {"kind": self.kind, "num_values": self.num_values}
+        return values if self.add_eos else {**values, "add_eos": False}
 
     @classmethod
     @override
     def from_json(cls, values: Mapping[str, Any]) -> IntegerTokenizer:
-        num_values = values.get("num_values")
+        num_values, add_eos = values.get("num_values"), values.get("add_eos", True)
         if type(num_values) is not int or not 0 < num_values <= MAX_VALUES:
             raise ValueError(f"num_values is {num_values!r}, expected an integer from 1 to {MAX_VALUES}")
-        return cls(num_values)
+        if type(add_eos) is not bool:
+            raise ValueError(f"add_eos is {add_eos!r}, expected true or false")
+        return cls(num_values, add_eos)

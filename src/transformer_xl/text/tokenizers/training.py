@@ -63,9 +63,9 @@ def train_tokenizer(config: TokenizerConfig, documents: Iterable[Document], *, n
             texts = _map_chunks(decode_utf8, documents, train_bpe([], vocab_size=256), num_workers=1)
             return train_bpe(map(lines_of, texts), config.vocab_size or DEFAULT_BPE_VOCAB_SIZE)
         case "integer" if config.vocab_size:
-            return IntegerTokenizer(config.vocab_size - 1)
+            return IntegerTokenizer(config.vocab_size - config.add_eos, config.add_eos)
         case "integer":
-            return _train_integer(documents, num_workers)
+            return _train_integer(config, documents, num_workers)
 
 
 def _map_chunks(
@@ -192,9 +192,9 @@ def _train_char(config: TokenizerConfig, documents: Iterable[Document], num_work
     )
 
 
-def _train_integer(documents: Iterable[Document], num_workers: int) -> IntegerTokenizer:
+def _train_integer(config: TokenizerConfig, documents: Iterable[Document], num_workers: int) -> IntegerTokenizer:
     chunks = _map_chunks(parse_integers, documents, IntegerTokenizer(MAX_VALUES), num_workers)
     largest = max((int(values.max(initial=-1)) for values in chunks), default=-1)
     if largest < 0:
         raise UserError("the text has no integers to train on; give one sequence of integers per line")
-    return IntegerTokenizer(largest + 1)
+    return IntegerTokenizer(largest + 1, config.add_eos)
