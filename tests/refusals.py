@@ -70,6 +70,7 @@ def error_of(words: str, capfd: Capture) -> str:
     message = "".join(line for line in err.splitlines(keepends=True) if not line.startswith(progress))
     assert (status, out) == (2, "")
     assert re.fullmatch(r"txl: error: [^\n]+\n", message)
+    assert ".partial-" not in message  # temporary names are not the user's
     return message
 
 

@@ -10,6 +10,7 @@ import glob
 import hashlib
 import json
 import os
+import re
 import shlex
 import shutil
 from collections.abc import Iterator, Mapping
@@ -47,7 +48,12 @@ def as_user_error(action: str) -> Iterator[None]:
         yield
     except OSError as error:
         message = _MESSAGES.get(error.errno or 0, error.strerror or str(error))
-        raise UserError(f"{action}: {message}") from error
+        raise UserError(final_names(f"{action}: {message}")) from error
+
+
+def final_names(text: str) -> str:
+    """Return a text in which temporary files and folders have the names that they get when they are complete."""
+    return re.sub(r"\.([^/]+)\.partial-(?:\d+|new|old)\b", r"\1", text)
 
 
 def quoted(path: Path) -> str:
@@ -129,8 +135,10 @@ def _renamed_into_place(path: Path) -> Iterator[Path]:
                 _flush(item)
         temporary.rename(path)
         _flush(path.parent)
-    except BaseException:
+    except BaseException as error:
         _remove(temporary)
+        if isinstance(error, UserError):
+            raise UserError(final_names(str(error))) from error.__cause__
         raise
 
 

@@ -63,5 +63,5 @@ def convert(
     fields["parameters"] = f"{result.parameters:,}"
     print_table(f"{out} ({seconds:.1f} s)", ["", "value"], [[name, str(value)] for name, value in fields.items()])
     if to == "run":
-        path = quoted(out)
-        print(f"next: txl prepare FILES --tokenizer {path} --out CORPUS, txl evaluate {path} --corpus CORPUS")
+        prepare = f"txl prepare FILES --tokenizer {quoted(out)} --out CORPUS"
+        print(f"next: {prepare}, txl evaluate {quoted(out)} --corpus CORPUS")

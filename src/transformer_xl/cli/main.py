@@ -121,12 +121,13 @@ def _user_message(error: Exception) -> str | None:
 
     from transformer_xl.cli.suggestions import unknown_flag
     from transformer_xl.config import UserError, explain
+    from transformer_xl.files import final_names
 
     out_of_memory = ("can't allocate memory", "out of memory", "Invalid buffer size")  # torch on CPU, CUDA, MPS
     if isinstance(error, MemoryError) or any(phrase in str(error) for phrase in out_of_memory):
         return "not enough memory; lower the batch size, the segment length, the memory length or the model's size"
     if isinstance(error, OSError):
-        return f"{error.filename or 'writing the output'}: {error.strerror or error}"
+        return final_names(f"{error.filename or 'writing the output'}: {error.strerror or error}")
     if not isinstance(error, UserError | CycloptsError):
         return None
     cause, text = error.__cause__, str(error)

@@ -141,7 +141,6 @@ def demo_page(result: DemoResult, source: str) -> str:
     folder = RunFolder.open(result.training.path)
     model, train_config = folder.config.model, folder.config.train
     best = min(evaluation["bits_per_byte"] for evaluation in result.evaluations.values())
-    run = quoted(folder.path)
     return page(
         "Transformer-XL, trained on this computer",
         [
@@ -165,8 +164,8 @@ def demo_page(result: DemoResult, source: str) -> str:
             verbatim(PROMPT + result.sample),
             heading("What to try next"),
             verbatim(
-                f"txl evaluate {run} --sweep-memory-length 0,64,256,1024\n"
-                f"txl generate {run} --prompt 'def '\n"
+                f"txl evaluate {quoted(folder.path)} --sweep-memory-length 0,64,256,1024\n"
+                f"txl generate {quoted(folder.path)} --prompt 'def '\n"
                 "txl prepare YOUR-FILES --out my-corpus\n"
                 "txl train --corpus my-corpus --run my-run"
             ),
