@@ -25,13 +25,13 @@ def available_devices() -> list[str]:
     return [*available, "cpu"]
 
 
-def choose_device(name: str = "auto") -> torch.device:
+def choose_device(name: str | torch.device = "auto") -> torch.device:
     """Return the named device (`cuda`, `cuda:1`, `mps`, `cpu`), or the fastest available one for `auto`.
 
     Raises:
         UserError: this computer has no such device.
     """
-    available = available_devices()
+    name, available = str(name), available_devices()
     if name == "auto":
         return torch.device(available[0])
     kind, colon, index = name.partition(":")

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from transformer_xl.config import UserError
+from transformer_xl.config import UserError, check_type
 
 _MESSAGES = {  # by error number of the operating system
     errno.ENOSPC: "no space left on the device; free some or choose another path",
@@ -59,6 +59,21 @@ def final_names(text: str) -> str:
 def quoted(path: Path) -> str:
     """Return a path as it is typed in a shell, for commands in messages."""
     return shlex.quote(str(path))
+
+
+def as_path(path: Path | str | os.PathLike[str], name: str, advice: str = "give the path of a folder") -> Path:
+    """Return an argument of a public function as a path.
+
+    Args:
+        path: the argument.
+        name: name of the argument, with which the message begins.
+        advice: what to give instead if it is no path.
+
+    Raises:
+        UserError: it is of another type.
+    """
+    check_type(path, (str, os.PathLike), name, advice)
+    return Path(path)
 
 
 def check_is_new(path: Path) -> None:

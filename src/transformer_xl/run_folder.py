@@ -23,9 +23,9 @@ import torch
 import yaml
 from torch import Tensor
 
-from transformer_xl.config import RunConfig, Settings, UserError, check_settings, read_yaml, run_settings
+from transformer_xl.config import RunConfig, Settings, UserError, check_settings, check_type, read_yaml, run_settings
 from transformer_xl.device import choose_device
-from transformer_xl.files import as_user_error, atomic_folder, json_digest, quoted, read_bytes, write_json
+from transformer_xl.files import as_path, as_user_error, atomic_folder, json_digest, quoted, read_bytes, write_json
 from transformer_xl.model.build import build_model
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.tensor_file import DAMAGED, load_tensors, save_tensors
@@ -43,6 +43,25 @@ class Run:
     model: LanguageModel
     tokenizer: Tokenizer
     config: RunConfig
+    path: Path | None = None
+    """Folder that the run was loaded from, or None for a model that is in no folder."""
+
+    def open_corpus(self) -> Corpus:
+        """Open the corpus the run was trained on.
+
+        Raises:
+            UserError: the run records no corpus, it does not exist, or its tokenizer is not that of the run.
+        """
+        return RunFolder(self.path or Path("this run"), self.config, self.tokenizer).open_corpus()
+
+
+def check_run(run: object) -> None:
+    """Check that an argument of a public function is a loaded run.
+
+    Raises:
+        UserError: it is something else.
+    """
+    check_type(run, Run, "run", "give a loaded run, such as load('runs/mine')")
 
 
 class CheckpointRecord(Settings):
@@ -146,7 +165,7 @@ class RunFolder:
         Raises:
             UserError: the path is not the folder of a run, or its files are damaged.
         """
-        path = Path(path)
+        path = as_path(path, "run", "give the folder of a run")
         settings = path / "config.yaml"
         with as_user_error(f"reading {path}"):
             if not settings.is_file():
@@ -334,7 +353,7 @@ def load(path: Path | str, *, device: str = "auto", checkpoint: CheckpointName =
         UserError: it is not the folder of a run, it has no weights yet, or its files are damaged.
     """
     folder = RunFolder.open(path)
-    return Run(folder.load_model(choose_device(device), checkpoint), folder.tokenizer, folder.config)
+    return Run(folder.load_model(choose_device(device), checkpoint), folder.tokenizer, folder.config, path=folder.path)
 
 
 def save(run: Run, path: Path | str) -> Path:
@@ -352,4 +371,5 @@ def save(run: Run, path: Path | str) -> Path:
     Raises:
         UserError: the path exists already, or the file system refuses.
     """
-    return RunFolder.create(Path(path), run.config, run.tokenizer, run.model.state_dict()).path
+    check_run(run)
+    return RunFolder.create(as_path(path, "path"), run.config, run.tokenizer, run.model.state_dict()).path

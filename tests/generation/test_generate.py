@@ -287,7 +287,7 @@ def test_word_tokenizer_without_unknown_and_newline_tokens(make_model) -> None:
         ({"prompt": ""}, "prompt is empty"),
         ({"prompt": "\ud800"}, "UTF-8"),  # half of a surrogate pair, which UTF-8 cannot encode
         ({"eos_token_ids": [256]}, "eos token id 256"),
-        ({"tokens": 3}, "unknown setting 'tokens'"),
+        ({"tokens": 3}, "no argument 'tokens'"),
     ],
 )
 def test_invalid_arguments_are_refused_before_generation(run: Run, arguments: dict[str, Any], message: str) -> None:

@@ -20,7 +20,6 @@ from transformer_xl.generation.config import GenerationConfig
 from transformer_xl.progress import say
 
 if TYPE_CHECKING:
-    from transformer_xl.generation.completion import Prompt
     from transformer_xl.run_folder import Run
 
 
@@ -52,7 +51,7 @@ def generate(
         best: the weights with the lowest validation loss; last: those of the last checkpoint.
     """
     config = check_settings(GenerationConfig, given_settings(generation=settings).get("generation", {}), "txl generate")
-    prompts: list[Prompt] = list(prompt or [None])
+    prompts: list[str | bytes | None] = list(prompt or [None])
     is_list = len(prompts) > 1 or config.num_samples > 1 or config.num_beams is not None
     if prompt and prompt_file:
         raise UserError("--prompt and --prompt-file were both given; use one of them")
@@ -82,7 +81,7 @@ def generate(
 
 
 def _print_completions(
-    path: Path, run: Run, prompts: list[Prompt], config: GenerationConfig, *, json: bool, is_list: bool
+    path: Path, run: Run, prompts: list[str | bytes | None], config: GenerationConfig, *, json: bool, is_list: bool
 ) -> None:
     """Generate all texts and print them once they are finished; as JSON, a single text is not put in a list."""
     from transformer_xl.generation.beam_search import beam_search

@@ -25,6 +25,23 @@ def nearest(name: str, names: Iterable[str]) -> str:
     return f" (did you mean '{close[0]}'?)" if close else ""
 
 
+def check_type(value: object, kinds: type | tuple[type, ...], name: str, advice: str) -> None:
+    """Check the type of an argument of a public function.
+
+    Args:
+        value: the argument.
+        kinds: the types that are right.
+        name: name of the argument, with which the message begins.
+        advice: what to give instead.
+
+    Raises:
+        UserError: the type is another one.
+    """
+    if not isinstance(value, kinds):
+        shown = f" ({value!r:.40})" if isinstance(value, str | int | float) else ""
+        raise UserError(f"{name} is of type {type(value).__name__}{shown}; {advice}")
+
+
 def whole_number(value: Any) -> Any:
     """Convert text such as `1e3` or `2.5e6` to the integer that it is, also in a list; return others unchanged.
 
@@ -117,6 +134,27 @@ def check_settings(kind: type[AnySettings], values: Mapping[str, Any], source: s
         return kind.model_validate(values)
     except ValidationError as error:
         raise UserError(f"{source}: {explain(error)}") from None
+
+
+def check_overrides(
+    kind: type[Settings], config: Settings | None, overrides: Iterable[str], arguments: Iterable[str]
+) -> None:
+    """Check the settings that a public function takes both as an object and as keyword arguments.
+
+    Args:
+        kind: class of the settings.
+        config: the object, or None.
+        overrides: names of the settings given as keyword arguments; their values are not checked here.
+        arguments: names of the function's own arguments, which may be the nearest to an unknown name.
+
+    Raises:
+        UserError: `config` is of another class, or a name is not one of its settings.
+    """
+    advice = f"give {kind.__name__}(...), or its settings as keyword arguments"
+    check_type(config, (kind, type(None)), "config", advice)
+    if unknown := next((name for name in overrides if name not in kind.model_fields), None):
+        hint = nearest(unknown, [*kind.model_fields, *arguments])
+        raise UserError(f"no argument '{unknown}'{hint}; keyword arguments are the settings of {kind.__name__}")
 
 
 _MAX_ERRORS = 8  # of one message

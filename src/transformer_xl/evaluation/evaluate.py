@@ -10,9 +10,10 @@ Shape suffixes: B batch size, T new tokens of a step, K tokens of the text.
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,13 @@ import numpy.typing as npt
 import torch
 from typing_extensions import override
 
-from transformer_xl.config import EvaluationConfig, UserError
+from transformer_xl.config import EvaluationConfig, UserError, check_overrides, check_settings, check_type
 from transformer_xl.evaluation import dynamic, memory, sliding_window
 from transformer_xl.evaluation.metrics import Sums, chunks
 from transformer_xl.evaluation.plan import EvaluationPlan, ProgressCallback, StepLosses, TokenizedText
 from transformer_xl.files import atomic_file
 from transformer_xl.model.language_model import LanguageModel
-from transformer_xl.run_folder import Run
+from transformer_xl.run_folder import Run, check_run
 from transformer_xl.text.token_store import Tokens, TokenSplit
 
 # losses are copied from the device after this many steps or losses, because each copy synchronizes with the device
@@ -76,33 +77,49 @@ class EvaluationResult(Sums):
 
 def evaluate(
     run: Run,
-    split: TokenSplit,
+    split: str | TokenSplit = "test",
     config: EvaluationConfig | None = None,
     *,
     max_tokens: int | None = None,
     train_split: TokenSplit | None = None,
     progress: ProgressCallback | None = None,
     token_losses: Path | str | None = None,
+    **overrides: Any,
 ) -> EvaluationResult:
     """Score every token of a split once and return loss, perplexity per word and per token, and bits per byte.
 
+        evaluate(run)
+        evaluate(run, "valid", memory_length=512, max_tokens=100_000)
+
     Args:
         run: a loaded run.
-        split: the text, such as `Corpus.open(DIR).split("test")`; its tokenizer must be the run's.
+        split: name of a split of the corpus the run was trained on, whose checksum is verified; or the split of another
+            corpus made with the run's tokenizer, such as `Corpus.open(DIR).split("test")`.
         config: settings that override individual evaluation settings of the run.
         max_tokens: number of tokens to score from the start of the split, or None for all.
-        train_split: the training text, required by method dynamic with the optimizer rms.
+        train_split: the training text, required by method dynamic with the optimizer rms; None means that of the run's
+            corpus if `split` is a name.
         progress: called with the number of tokens scored since the last call.
         token_losses: path of a .npy file to write atomically, with the loss of every token in nats, in text order, as
             float32.
+        overrides: settings by name, which override those of `config`.
 
     Raises:
-        UserError: settings contradict each other, the split is empty, a token id is not below the model's vocab_size,
-            `max_tokens` is below 1, or weights are not finite.
+        UserError: settings contradict each other, the corpus of the run is missing or has no such split, the split is
+            empty, a token id is not below the model's vocab_size, `max_tokens` is below 1, or weights are not finite.
     """
-    plan = EvaluationPlan.resolve(run.config, config, train_split=train_split)
+    check_run(run)
+    config = override_config(config, overrides, "split", "max_tokens", "train_split", "progress", "token_losses")
+    check_type(max_tokens, (Integral, type(None)), "max_tokens", "give an integer or None")
     if max_tokens is not None and max_tokens < 1:
         raise UserError(f"max-tokens {max_tokens}: must be 1 or more")
+    if isinstance(split, str):
+        corpus = run.open_corpus()
+        if train_split is None and EvaluationPlan.resolve(run.config, config).needs_train_split:
+            train_split = corpus.split("train", verify=True)
+        split = corpus.split(split, verify=True)
+    check_type(split, TokenSplit, "split", "give a name, such as 'test', or Corpus.open(DIR).split('test')")
+    plan = EvaluationPlan.resolve(run.config, config, train_split=train_split)
     tokens_K = split.first(max_tokens)
     if not len(tokens_K):
         raise UserError("there is nothing to score; the split is empty")
@@ -120,6 +137,26 @@ def evaluate(
         tokens_per_second=len(tokens_K) / seconds,
         **plan.as_dict(next(run.model.parameters()).device),
     )
+
+
+def override_config(
+    config: EvaluationConfig | None, overrides: Mapping[str, Any], *arguments: str
+) -> EvaluationConfig | None:
+    """Return settings given as an object and by name as one object, or None if there are none.
+
+    Args:
+        config: the settings as an object.
+        overrides: settings by name, which take precedence.
+        arguments: names of the function's own arguments, for error messages.
+
+    Raises:
+        UserError: an unknown name, a wrong type or a value out of range.
+    """
+    check_overrides(EvaluationConfig, config, overrides, arguments)
+    if not overrides:
+        return config
+    base = {} if config is None else config.model_dump(exclude_unset=True)
+    return check_settings(EvaluationConfig, {**base, **overrides}, "evaluation settings")
 
 
 def check_token_ids(tokens_K: Tokens, vocab_size: int) -> None:

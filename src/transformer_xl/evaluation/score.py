@@ -8,15 +8,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from transformer_xl.config import EvaluationConfig, UserError
-from transformer_xl.evaluation.evaluate import check_token_ids, losses_in_order
+from transformer_xl.config import EvaluationConfig, UserError, check_type
+from transformer_xl.evaluation.evaluate import check_token_ids, losses_in_order, override_config
 from transformer_xl.evaluation.metrics import Sums, count_unknown, count_words
 from transformer_xl.evaluation.plan import EvaluationPlan, ProgressCallback, TokenizedText
-from transformer_xl.run_folder import Run
+from transformer_xl.run_folder import Run, check_run
 from transformer_xl.text.token_store import TokenSplit
 from transformer_xl.text.tokenizers import TokenArray, Tokenizer, document_errors, split_chunks, to_bytes, token_dtype
 
@@ -71,8 +72,12 @@ def score(
     *,
     train_split: TokenSplit | None = None,
     progress: ProgressCallback | None = None,
+    **overrides: Any,
 ) -> list[TextScore]:
     """Return the log-probability of every token of texts, in order.
+
+        score(run, "The cat sat on the mat.")
+        score(run, ["A first text.", "Another."], memory_length=512)
 
     Args:
         run: a loaded run.
@@ -81,10 +86,13 @@ def score(
             text is scored independently of the others.
         train_split: the training text, required by method dynamic with the optimizer rms.
         progress: called with the number of tokens scored since the last call.
+        overrides: settings by name, which override those of `config`.
 
     Raises:
         UserError: there is no text, a text is empty or cannot be encoded, or one of the reasons that `evaluate` lists.
     """
+    check_run(run)
+    config = override_config(config, overrides, "texts", "train_split", "progress")
     plan = EvaluationPlan.resolve(run.config, config, train_split=train_split)
     if config is None or "reset_memory" not in config.model_fields_set:
         plan = replace(plan, reset_memory=True)
@@ -120,6 +128,7 @@ def _texts_by_name(texts: Texts) -> dict[str, bytes]:
         return {"text": to_bytes(texts)}
     if isinstance(texts, Mapping):
         return {str(name): to_bytes(text) for name, text in texts.items()}
+    check_type(texts, Iterable, "texts", "give a text, a list of texts, or a mapping from names to texts")
     return {f"text {number}": to_bytes(text) for number, text in enumerate(texts, start=1)}
 
 

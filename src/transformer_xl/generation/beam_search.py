@@ -17,11 +17,11 @@ from torch import Tensor
 from transformer_xl.generation.batch import GeneratedToken, check_inputs, prefill
 from transformer_xl.generation.completion import Completion, CompletionBuilder, Prompt
 from transformer_xl.generation.config import GenerationConfig
-from transformer_xl.generation.generate import encode_prompt, inference_context, resolve_config
+from transformer_xl.generation.generate import encode_prompt, inference_context, prompt_text, resolve_config
 from transformer_xl.generation.sampling import LogitsProcessor, check_logits, mask_tokens, process_logits
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import Memory
-from transformer_xl.run_folder import Run
+from transformer_xl.run_folder import Run, check_run
 
 _DEFAULT_NUM_BEAMS = 4
 
@@ -59,7 +59,7 @@ def beam_search(
 
     Args:
         run: a loaded run.
-        prompt: text to continue, or None to begin a new text.
+        prompt: text or token ids to continue, or None to begin a new text.
         config: `num_beams` (4 if not set), `length_penalty`, and other settings that have an effect without sampling.
         logits_processor: changes the logits before each step; log-probabilities are those of the changed logits.
         memory: a memory of batch size 1, which the prompt continues. It is not changed.
@@ -71,6 +71,7 @@ def beam_search(
     Raises:
         UserError: a setting that is out of range or concerns sampling, or a prompt that is empty or cannot be encoded.
     """
+    check_run(run)
     config = resolve_config(run.tokenizer, config, overrides, num_beams=_DEFAULT_NUM_BEAMS)
     prompt_ids = encode_prompt(run.tokenizer, prompt, config, continued=memory is not None)
     with inference_context(run, config, memory, 1) as (model, memory):
@@ -81,7 +82,7 @@ def beam_search(
         for token_id, logprob in zip(hypothesis.token_ids, hypothesis.logprobs, strict=True):
             # 0: index of the sequence; each builder has only one
             builder.add(GeneratedToken(0, token_id, logprob, is_eos=token_id in config.eos_token_ids))
-        completions.append(builder.completion(prompt))
+        completions.append(builder.completion(prompt_text(run.tokenizer, prompt)))
     return completions
 
 

@@ -14,12 +14,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
+import numpy.typing as npt
+import torch
+
 from transformer_xl.generation.batch import GeneratedToken
 from transformer_xl.generation.config import GenerationConfig
 from transformer_xl.text.tokenizers import Tokenizer
 
-Prompt = str | bytes | None
-"""Text to continue, or None to begin a new text."""
+Prompt = str | bytes | Sequence[int] | npt.NDArray[np.integer[Any]] | torch.Tensor | None
+"""Text or token ids (one dimension) to continue, or None to begin a new text."""
 
 FinishReason = Literal["length", "eos", "stop"]
 """Why a sequence ended: max_new_tokens, one of eos_token_ids, or a stop string."""
@@ -29,8 +33,8 @@ FinishReason = Literal["length", "eos", "stop"]
 class Completion:
     """A generated text."""
 
-    prompt: Prompt
-    """The text that it continues, or None for a new text."""
+    prompt: str | bytes | None
+    """The text that it continues (token ids are decoded), or None for a new text."""
     text: str
     """The text after the prompt, without the stop string or EOS token that ended it."""
     token_ids: tuple[int, ...]
@@ -105,7 +109,7 @@ class CompletionBuilder:
             self._text += text
         return text
 
-    def completion(self, prompt: Prompt, seed: int | None = None) -> Completion:
+    def completion(self, prompt: str | bytes | None, seed: int | None = None) -> Completion:
         """Return the finished text; `max_new_tokens` must be set."""
         assert self.finish_reason is not None
         token_ids, logprobs = tuple(self.token_ids), tuple(self.logprobs)

@@ -11,15 +11,17 @@ Shape suffixes: V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, overload
 
+import numpy as np
 import torch
-from typing_extensions import override
+from typing_extensions import TypeIs, override
 
-from transformer_xl.config import EvaluationConfig, UserError, check_settings
+from transformer_xl.config import EvaluationConfig, UserError, check_overrides, check_settings, check_type
 from transformer_xl.device import Precision, autocast, resolve_dtype
 from transformer_xl.evaluation.plan import EvaluationPlan
 from transformer_xl.generation.batch import BatchGenerator
@@ -29,7 +31,7 @@ from transformer_xl.generation.sampling import LogitsProcessor
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import Memory
 from transformer_xl.model.precision import with_matrices_in
-from transformer_xl.run_folder import Run
+from transformer_xl.run_folder import Run, check_run
 from transformer_xl.text.tokenizers import Tokenizer
 
 
@@ -70,7 +72,7 @@ def generate(
 
     Args:
         run: a loaded run.
-        prompts: text to continue, or None to begin a new text, or a list of such prompts of any lengths.
+        prompts: text or token ids to continue, or None to begin a new text, or a list of such prompts of any lengths.
         config: settings of the generation, or None for the defaults.
         logits_processor: changes the logits before each token is sampled.
         memory: the memory of earlier tokens, whose batch row i prompt i continues, or None if there are none. It is not
@@ -83,15 +85,18 @@ def generate(
     Raises:
         UserError: a setting that is out of range, or a prompt that is empty or cannot be encoded.
     """
+    check_run(run)
     config = resolve_config(run.tokenizer, config, overrides)
     if config.max_new_tokens is None:
         raise UserError("generate returns finished texts; give a number as max_new_tokens, or use stream")
     if config.num_beams is not None:
         raise UserError("generate samples, and num_beams is for beam_search; call that, or leave num_beams out")
-    if prompts is None or isinstance(prompts, (str, bytes)):
+    if _is_one_prompt(prompts):
         if config.num_samples > 1:
             raise UserError("one prompt gives one completion; put it in a list to get num_samples of them")
         return generate(run, [prompts], config, logits_processor=logits_processor, memory=memory)[0]
+    check_type(prompts, Iterable, "prompts", "give text, token ids, or a list of these")
+    prompts = list(prompts)
     prompt_ids = [encode_prompt(run.tokenizer, prompt, config, continued=memory is not None) for prompt in prompts]
     builders = [CompletionBuilder(run.tokenizer, ids, config) for ids in prompt_ids for _ in range(config.num_samples)]
     with inference_context(run, config, memory, len(prompts)) as (model, memory):
@@ -101,7 +106,7 @@ def generate(
                 builders[token.sequence].add(token)
             generator.finish([index for index in generator.active if builders[index].finish_reason])
     return [
-        builder.completion(prompts[index // config.num_samples], config.seed + index)
+        builder.completion(prompt_text(run.tokenizer, prompts[index // config.num_samples]), config.seed + index)
         for index, builder in enumerate(builders)
     ]
 
@@ -119,7 +124,7 @@ def stream(
 
     Args:
         run: a loaded run.
-        prompt: text to continue, or None to begin a new text.
+        prompt: text or token ids to continue, or None to begin a new text.
         config: settings of the generation, or None for the defaults.
         logits_processor: changes the logits before each token is sampled.
         memory: the memory of earlier tokens, of batch size 1, which the prompt continues, or None if there are none. It
@@ -132,6 +137,7 @@ def stream(
     Raises:
         UserError: a setting that is out of range, or a prompt that is empty or cannot be encoded.
     """
+    check_run(run)
     config = resolve_config(run.tokenizer, config, overrides)
     if config.num_samples > 1 or config.num_beams is not None:
         raise UserError("a stream is one sampled text; leave num_samples and num_beams out, or use generate")
@@ -200,6 +206,7 @@ def resolve_config(
     Raises:
         UserError: an unknown setting, one that is out of range, or no token that ends a line.
     """
+    check_overrides(GenerationConfig, config, overrides, ("prompt", "logits_processor", "memory"))
     base = {} if config is None else config.model_dump(exclude_defaults=True)
     config = check_settings(GenerationConfig, {**defaults, **base, **overrides}, "generation settings")
     if not config.stop_at_newline:
@@ -219,14 +226,35 @@ def encode_prompt(tokenizer: Tokenizer, prompt: Prompt, config: GenerationConfig
     """
     if prompt is None and continued:
         raise UserError("a memory was given without a prompt; give the text that continues it")
-    if prompt is not None and not len(prompt):
+    token_ids: list[int] = []
+    if prompt is None:
+        pass
+    elif not _is_one_prompt(prompt):
+        raise UserError(f"the prompt is of type {type(prompt).__name__}; give text, token ids or None")
+    elif not len(prompt):
         raise UserError("the prompt is empty; give some text, or no prompt to begin a new text")
-    token_ids = [] if prompt is None else tokenizer.encode(prompt).tolist()
+    elif isinstance(prompt, str | bytes):
+        token_ids = tokenizer.encode(prompt).tolist()
+    else:
+        token_ids = tokenizer.check_ids(prompt).tolist()
     if not continued:
         token_ids = [tokenizer.bos_token_id, *token_ids]
     if not token_ids:
         raise UserError("the prompt has no token in this vocabulary; give some text")
     return token_ids if config.max_prompt_tokens is None else token_ids[-config.max_prompt_tokens :]
+
+
+def _is_one_prompt(prompts: object) -> TypeIs[Prompt]:
+    """Return whether an argument is one prompt and not a list of prompts (or something else)."""
+    if isinstance(prompts, np.ndarray | torch.Tensor):
+        return prompts.ndim == 1
+    is_ids = isinstance(prompts, Sequence) and bool(prompts) and all(isinstance(token, Integral) for token in prompts)
+    return prompts is None or isinstance(prompts, str | bytes) or is_ids
+
+
+def prompt_text(tokenizer: Tokenizer, prompt: Prompt) -> str | bytes | None:
+    """Return a prompt as text, where token ids are decoded."""
+    return prompt if prompt is None or isinstance(prompt, str | bytes) else tokenizer.decode(prompt)
 
 
 @contextmanager
@@ -239,6 +267,7 @@ def inference_context(
         the model, with its weight matrices converted to that dtype, so that no step has to convert them; and `memory`,
         or if it is None an empty one of the configured length (by default the run's evaluation memory length).
     """
+    check_type(memory, (Memory, type(None)), "memory", "give a memory, such as that of a stream, or None")
     model, device = run.model, next(run.model.parameters()).device
     if resolve_dtype(device, config.dtype) == "bfloat16":
         model = with_matrices_in(model, torch.bfloat16)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from transformer_xl.config import RunConfig, UserError, nearest, run_settings
-from transformer_xl.files import as_user_error, check_is_new
+from transformer_xl.files import as_path, as_user_error, check_is_new
 from transformer_xl.interop import huggingface, nvidia, official, tensorflow
 from transformer_xl.interop.imported import ImportedModel
 from transformer_xl.interop.tokenizers import bytes_from_decimal_words
@@ -99,7 +99,7 @@ def convert(
     """
     if to not in ("run", "huggingface"):
         raise UserError(f"no output format '{to}'; known: huggingface")
-    source, out = Path(source), Path(out)
+    source, out = as_path(source, "source", "give the path of a checkpoint"), as_path(out, "out")
     check_is_new(out)
     if to == "huggingface":
         options = {"source-format": source_format, "tokenizer": tokenizer, "pre-tokenizer": pre_tokenizer}

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
-from transformer_xl.config import BaseModelConfig, UserError
+from transformer_xl.config import BaseModelConfig, UserError, check_type
 from transformer_xl.device import to_device
 from transformer_xl.model.adaptive import AdaptiveEmbedding, AdaptiveSoftmax
 from transformer_xl.model.dropout import FastDropout
@@ -43,6 +43,7 @@ class LanguageModel(nn.Module, ABC):
 
     def __init__(self, config: BaseModelConfig, *, memory_length: int) -> None:
         super().__init__()
+        check_type(config, BaseModelConfig, "config", "give the settings of a model, such as TransformerXLConfig()")
         self.config = config
         self.context_limits = ContextLimits(
             memory_length, config.limit("attention_window"), config.limit("clamp_length")
@@ -279,6 +280,7 @@ class LanguageModel(nn.Module, ABC):
             )
         if memory is None:
             return self.initial_memory(batch_size)
+        check_type(memory, Memory, "memory", "give the memory that the model returned, or None")
         if memory.batch_size != batch_size:
             raise UserError(
                 f"memory of batch size {memory.batch_size} for inputs of batch size {batch_size}; "

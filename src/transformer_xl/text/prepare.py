@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast, get_args
 
-from transformer_xl.config import UserError, check_settings, nearest
+from transformer_xl.config import UserError, check_settings, check_type, nearest
 from transformer_xl.files import check_is_new
 from transformer_xl.text.corpus_writer import write_corpus
 from transformer_xl.text.documents import SPLITS, Document, DocumentUnit, SplitName, TextSource
@@ -255,12 +255,15 @@ def _paths(source: StrPath | Sequence[StrPath] | None) -> list[str]:
     if source is None:
         return []
     paths = source if isinstance(source, Sequence) and not isinstance(source, str) else [source]
+    for path in paths:
+        check_type(path, (str, os.PathLike), "the text", "give paths or the name of a data set, or texts as documents=")
     return [os.fspath(path) for path in paths]
 
 
 def _in_memory(texts: Texts, name: str) -> list[BytesRange]:
     """Return texts as ranges that messages call NAME 0, NAME 1 and so on."""
     texts = [texts] if isinstance(texts, str | bytes) else texts
+    check_type(texts, Iterable, "documents", "give texts, or a mapping from splits to texts")
     return [BytesRange(Path(f"{name} {index}"), content=to_bytes(text)) for index, text in enumerate(texts)]
 
 

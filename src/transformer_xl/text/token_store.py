@@ -23,8 +23,8 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field, model_validator
 
-from transformer_xl.config import Settings, UserError, check_settings, nearest
-from transformer_xl.files import as_user_error, json_digest
+from transformer_xl.config import Settings, UserError, check_settings, check_type, nearest
+from transformer_xl.files import as_path, as_user_error, json_digest
 from transformer_xl.text.documents import SPLITS, SplitName
 from transformer_xl.text.sources.archives import raw_chunks
 from transformer_xl.text.tokenizers import TokenArray, Tokenizer, fingerprint, load_tokenizer, token_dtype
@@ -190,7 +190,7 @@ class Corpus:
         Raises:
             UserError: the folder is not a corpus, was made by an earlier version, or is damaged or truncated.
         """
-        path = Path(folder)
+        path = as_path(folder, "corpus", "give the folder of a corpus")
         corpus_record = _read_record(path)
         tokenizer = load_tokenizer(path / "txl_tokenizer.json")
         if fingerprint(tokenizer) != corpus_record.tokenizer_sha256:
@@ -236,6 +236,7 @@ class Corpus:
             UserError: the corpus does not have this split (the message suggests the nearest name), or a file is
                 damaged.
         """
+        check_type(name, str, "split", f"give one of {', '.join(self.splits)}")
         if name not in self.splits:
             raise UserError(
                 f"the corpus {self.path} has no split '{name}'{nearest(name, self.splits)}; it has "

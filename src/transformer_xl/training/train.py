@@ -17,9 +17,18 @@ from typing import Any
 
 import torch
 
-from transformer_xl.config import INT32_MAX, RunConfig, UserError, load_recipe, merge, merge_recipe, run_settings
+from transformer_xl.config import (
+    INT32_MAX,
+    RunConfig,
+    UserError,
+    check_type,
+    load_recipe,
+    merge,
+    merge_recipe,
+    run_settings,
+)
 from transformer_xl.device import choose_device, set_threads
-from transformer_xl.files import lock_folder, quoted, write_text
+from transformer_xl.files import as_path, lock_folder, quoted, write_text
 from transformer_xl.model.cost import find_cutoffs
 from transformer_xl.progress import say
 from transformer_xl.run_folder import Run, RunFolder, config_text, load
@@ -118,17 +127,19 @@ def train(
         UserError: settings, corpus or run folder are invalid, the loss is no longer finite, or the disk is full.
         KeyboardInterrupt: Ctrl-C was pressed, unless `handle_signals`.
     """
-    corpus_path = corpus.path if isinstance(corpus, Corpus) else Path(corpus)
+    known = (str, Path, RunConfig, type(None))
+    check_type(config, known, "config", "give a recipe such as 'small', a RunConfig, or None and settings by group")
+    corpus_path = _corpus_path(corpus)
     if run is None:
         recipe = None if isinstance(config, RunConfig) else config
         run = Path("runs", "-".join(Path(name).stem for name in (corpus_path.resolve().name, recipe) if name))
     overrides = {"model": model or {}, "train": train or {}, "evaluation": evaluation or {}}
-    start = partial(_start, config, corpus_path, Path(run), overrides)
+    start = partial(_start, config, corpus_path, as_path(run, "run"), overrides)
     return _run(start, device, threads, callbacks, progress=progress, handle_signals=handle_signals)
 
 
 def resume(
-    run: Path | str,
+    run: Run | Path | str,
     corpus: Corpus | Path | str | None = None,
     *,
     train: Overrides | None = None,
@@ -142,7 +153,7 @@ def resume(
     """Resume a run from its newest checkpoint, bit for bit as if it had never stopped.
 
     Args:
-        run: folder of the run.
+        run: folder of the run, or the loaded run.
         corpus: new location of the corpus, or None if it has not moved.
         train: settings of training to change from the next step on, such as {"max_steps": 2000}.
         evaluation: settings of evaluation to change.
@@ -161,8 +172,15 @@ def resume(
         KeyboardInterrupt: Ctrl-C was pressed, unless `handle_signals`.
     """
     overrides = {"train": train or {}, "evaluation": evaluation or {}}
-    start = partial(_resume, Path(run), corpus.path if isinstance(corpus, Corpus) else corpus, overrides)
+    path = run.path if isinstance(run, Run) else as_path(run, "run", "give the folder of a run")
+    if path is None:
+        raise UserError("this run is in no folder; give the folder of a run")
+    start = partial(_resume, path, None if corpus is None else _corpus_path(corpus), overrides)
     return _run(start, device, threads, callbacks, progress=progress, handle_signals=handle_signals)
+
+
+def _corpus_path(corpus: Corpus | Path | str) -> Path:
+    return corpus.path if isinstance(corpus, Corpus) else as_path(corpus, "corpus", "give a corpus or its folder")
 
 
 def _run(
@@ -175,6 +193,9 @@ def _run(
     handle_signals: bool,
 ) -> TrainResult:
     """Train with the trainer that `start` returns, in all processes, while the run's folder is locked."""
+    check_type(callbacks, Sequence, "callbacks", "give a list of Callback objects")
+    for callback in callbacks:
+        check_type(callback, Callback, "a callback", "give objects of subclasses of Callback")
 
     def choose() -> torch.device:
         set_threads(threads)

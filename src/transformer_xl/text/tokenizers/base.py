@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import override
 
-from transformer_xl.config import UserError
+from transformer_xl.config import UserError, check_type
 from transformer_xl.text.tokenizers.config import TokenizerKind
 
 TokenArray = npt.NDArray[np.unsignedinteger[Any]]
@@ -187,9 +187,12 @@ class Tokenizer(ABC):
         """Return ids as a one-dimensional int64 array.
 
         Raises:
-            UserError: an id is not in the vocabulary.
+            UserError: these are not integers, or an id is not in the vocabulary.
         """
-        checked = np.asarray(ids, dtype=np.int64).reshape(-1)
+        array = np.asarray(ids)
+        if array.size and array.dtype.kind not in "iu":
+            raise UserError(f"token ids are of type {array.dtype}; give integers")
+        checked = array.astype(np.int64).reshape(-1)
         outside = checked[(checked < 0) | (checked >= self.vocab_size)]
         if outside.size:
             raise UserError(
@@ -269,10 +272,11 @@ def to_bytes(text: str | bytes) -> bytes:
     """Return a text as UTF-8; bytes are returned unchanged.
 
     Raises:
-        UserError: the text contains an unpaired surrogate, which UTF-8 cannot represent.
+        UserError: it is not str or bytes, or contains an unpaired surrogate, which UTF-8 cannot represent.
     """
     if isinstance(text, bytes):
         return text
+    check_type(text, str, "the text", "give str or bytes")
     try:
         # Python decodes command-line bytes that are not UTF-8 to surrogate escapes; this restores those bytes.
         return text.encode("utf-8", errors="surrogateescape")

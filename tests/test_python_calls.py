@@ -1,0 +1,151 @@
+"""The public functions as a notebook calls them: short calls work, and wrong arguments raise one clear line."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from training_runs import MODEL, TRAIN, letters
+
+from transformer_xl import (
+    Callback,
+    Corpus,
+    EvaluationConfig,
+    GenerationConfig,
+    Run,
+    TrainConfig,
+    TransformerXL,
+    UserError,
+    beam_search,
+    build_model,
+    convert,
+    evaluate,
+    generate,
+    load,
+    prepare,
+    resume,
+    save,
+    score,
+    stream,
+    train,
+)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    return prepare(documents=[letters(997, seed=1)], out=tmp_path_factory.mktemp("corpora") / "letters")
+
+
+@pytest.fixture(scope="module")
+def run(corpus: Corpus) -> Run:
+    settings: dict[str, Any] = {"model": MODEL, "train": TRAIN, "progress": False, "device": "cpu"}
+    return train(None, corpus, corpus.path.parent / "run", **settings).run
+
+
+def test_evaluate_takes_the_name_of_a_split_and_settings_by_name(run: Run, corpus: Corpus) -> None:
+    config = EvaluationConfig(memory_length=5)
+    expected = evaluate(run, corpus.split("test"), config)
+    assert evaluate(run, memory_length=5).nats == expected.nats  # the test split is the default
+    assert evaluate(run, "test", EvaluationConfig(memory_length=3), memory_length=5).nats == expected.nats
+    valid = evaluate(run, corpus.split("valid"), config, max_tokens=7)
+    assert evaluate(run, "valid", config, max_tokens=7).nats == valid.nats
+    dynamic = EvaluationConfig(method="dynamic")
+    by_name = evaluate(run, method="dynamic", dynamic={"gradient_stats_tokens": 100})
+    with pytest.raises(UserError, match="training text"):  # which only a split's name can find
+        evaluate(run, corpus.split("test"), dynamic)
+    assert by_name.method_settings["gradient_stats_tokens"] == 100
+
+
+def test_score_takes_settings_by_name(run: Run) -> None:
+    (by_name,), (by_object,) = score(run, "abc", memory_length=1), score(run, "abc", EvaluationConfig(memory_length=1))
+    assert by_name.nats_K.tolist() == by_object.nats_K.tolist()
+
+
+@pytest.mark.parametrize("convert_ids", [np.array, torch.tensor, list, tuple, lambda ids: np.array(ids, np.uint8)])
+def test_token_ids_are_prompts(run: Run, convert_ids: Any) -> None:
+    prompt = convert_ids(list(b"the"))
+    expected = generate(run, "the", max_new_tokens=5)
+    assert generate(run, prompt, max_new_tokens=5) == expected
+    assert generate(run, [prompt, "the"], max_new_tokens=5)[0] == expected
+    assert "".join(stream(run, prompt, max_new_tokens=5)) == expected.text
+    assert beam_search(run, prompt, max_new_tokens=5, num_beams=2) == beam_search(
+        run, "the", max_new_tokens=5, num_beams=2
+    )
+
+
+def test_loaded_run_resumes(run: Run) -> None:
+    assert resume(run, progress=False).step == TRAIN["max_steps"]
+
+
+def test_torch_devices_are_devices(run: Run) -> None:
+    assert run.path is not None
+    assert load(run.path, device=torch.device("cpu")).config == run.config
+
+
+WRONG_CALLS = {  # what the message must say: a call
+    "run is of type str ('r'); give a loaded run": lambda run, corpus, path: evaluate("r", "test"),
+    "run is of type TransformerXL; give a loaded run": lambda run, corpus, path: generate(run.model, "a"),
+    "run is of type int (3); give a loaded run": lambda run, corpus, path: save(3, path),
+    "run is of type NoneType; give the folder of a run": lambda run, corpus, path: load(None),
+    "run is of type float (1.5); give the folder of a run": lambda run, corpus, path: resume(1.5),
+    "this run is in no folder": lambda run, corpus, path: resume(Run(run.model, run.tokenizer, run.config)),
+    "corpus is of type NoneType; give a corpus or its folder": lambda run, corpus, path: train("tiny", None, path),
+    "corpus is of type int (5); give the folder of a corpus": lambda run, corpus, path: Corpus.open(5),
+    "path is of type NoneType": lambda run, corpus, path: save(run, None),
+    "source is of type int (5); give the path of a checkpoint": lambda run, corpus, path: convert(5, path),
+    "split is of type Corpus; give a name": lambda run, corpus, path: evaluate(run, corpus),
+    "split is of type int (3); give one of train, valid, test": lambda run, corpus, path: corpus.split(3),
+    "no split 'tset' (did you mean 'test'?)": lambda run, corpus, path: evaluate(run, "tset"),
+    "max_tokens is of type str ('5'); give an integer": lambda run, corpus, path: evaluate(run, max_tokens="5"),
+    "config is of type dict; give EvaluationConfig(...), or its settings": lambda run, corpus, path: evaluate(
+        run, "test", {"memory_length": 3}
+    ),
+    "config is of type EvaluationConfig; give GenerationConfig": lambda run, corpus, path: generate(
+        run, "a", EvaluationConfig()
+    ),
+    "no argument 'memory_lenght' (did you mean 'memory_length'?)": lambda run, corpus, path: evaluate(
+        run, memory_lenght=3
+    ),
+    "no argument 'max_token' (did you mean 'max_tokens'?)": lambda run, corpus, path: evaluate(run, max_token=3),
+    "no argument 'reset' (did you mean 'reset_memory'?)": lambda run, corpus, path: score(run, "a", reset=True),
+    "no argument 'temprature' (did you mean 'temperature'?)": lambda run, corpus, path: generate(
+        run, "a", temprature=0.5
+    ),
+    "no argument 'memry' (did you mean 'memory'?)": lambda run, corpus, path: stream(run, "a", memry=None),
+    "prompts is of type int (7); give text, token ids": lambda run, corpus, path: generate(run, 7),
+    "the prompt is of type float; give text, token ids": lambda run, corpus, path: generate(run, [1.5]),
+    "the prompt is of type int; give text": lambda run, corpus, path: beam_search(run, 7),
+    "token id 256 is not in this byte vocabulary": lambda run, corpus, path: generate(run, [1, 256]),
+    "memory is of type int (3); give a memory": lambda run, corpus, path: generate(run, "a", memory=3),
+    "the text is of type int (5); give str or bytes": lambda run, corpus, path: score(run, [5]),
+    "texts is of type NoneType; give a text": lambda run, corpus, path: score(run, None),
+    "the text is of type int (6); give str or bytes": lambda run, corpus, path: prepare(documents=["a", 6], out=path),
+    "documents is of type int (5); give texts": lambda run, corpus, path: prepare(documents=5, out=path),
+    "the text is of type Corpus; give paths": lambda run, corpus, path: prepare(corpus, path),
+    "config is of type TrainConfig; give a recipe": lambda run, corpus, path: train(TrainConfig(), corpus, path),
+    "config is of type dict; give a recipe": lambda run, corpus, path: train({"model": {}}, corpus, path),
+    "a callback is of type int (3); give objects": lambda run, corpus, path: train("tiny", corpus, path, callbacks=[3]),
+    "a callback is of type type; give objects": lambda run, corpus, path: train(
+        "tiny", corpus, path, callbacks=[Callback]
+    ),
+    "callbacks is of type Callback; give a list": lambda run, corpus, path: train(
+        "tiny", corpus, path, callbacks=Callback()
+    ),
+    "config is of type int (3); give the settings of a model": lambda run, corpus, path: TransformerXL(3),
+    "config is of type dict; give the settings of a model": lambda run, corpus, path: build_model({"n_layers": 2}),
+    "memory is of type int (3); give the memory that": lambda run, corpus, path: run.model([1], 3),
+    "the text is of type bytearray; give str": lambda run, corpus, path: run.tokenizer.encode(bytearray(b"a")),
+    "token ids are of type float64; give integers": lambda run, corpus, path: run.tokenizer.decode([97.5]),
+    "top_k -3: must be 1 or more": lambda run, corpus, path: GenerationConfig(top_k=-3),
+}
+
+
+@pytest.mark.parametrize("message", WRONG_CALLS)
+def test_wrong_arguments_raise_one_clear_line(run: Run, corpus: Corpus, tmp_path: Path, message: str) -> None:
+    with pytest.raises(UserError, match=rf"^[^\n]*{re.escape(message)}[^\n]*$"):
+        WRONG_CALLS[message](run, corpus, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
