@@ -69,6 +69,16 @@ def test_generate_equals_decoded_tokens_of_a_batch_generator(run: Run) -> None:
     assert completion.text == expected_text(LIMITS, b"mnop")
 
 
+def test_without_bos_token_only_the_prompt_is_read(run: Run) -> None:
+    """As generate() of transformers does with TransfoXL; also in a stream, and with beams."""
+    greedy = {"max_new_tokens": 9, "greedy": True, "add_bos_token": False}
+    expected = generate(run, "he cat", max_new_tokens=9, greedy=True, max_prompt_tokens=6).text  # its last 6 bytes
+    assert generate(run, "he cat", **greedy).text == "".join(stream(run, "he cat", **greedy)) == expected
+    assert beam_search(run, "he cat", num_beams=1, max_new_tokens=9, add_bos_token=False)[0].text == expected
+    with pytest.raises(UserError, match="begins with the BOS token; give a prompt"):
+        generate(run, **greedy)
+
+
 def test_run_trained_without_memory_attends_to_a_segment(make_model) -> None:
     """The context is as long as a segment of training, also if memory_length 0 is given for the generation."""
     config = RunConfig(train=TrainConfig(memory_length=0, segment_length=20))

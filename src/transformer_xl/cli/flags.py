@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from types import NoneType
 from typing import Annotated, Any, Literal, get_args
 
+from cyclopts import Parameter
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, create_model
 from pydantic.fields import FieldInfo
 
@@ -67,6 +68,8 @@ def _optional(name: str, settings: Mapping[str, FieldInfo], *excluded: str) -> t
             flag_type = Annotated[flag_type, AfterValidator(lambda value: None if value == "none" else value)]
         if not parses_text and int in (inner, *get_args(inner)):
             flag_type = Annotated[flag_type, BeforeValidator(whole_number)]
+        if field.default is True:  # also where commands have no --no-... for switches that are off by default
+            flag_type = Annotated[flag_type, Parameter(negative=f"no-{setting.replace('_', '-')}")]
         description = f"{' '.join(str(field.description).split())} [default: {default}]"
         fields[setting] = (flag_type | None, Field(default=None, description=description))
     return create_model(f"{name.capitalize()}Flags", **fields)

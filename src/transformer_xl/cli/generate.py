@@ -115,7 +115,10 @@ def _print_stream(pieces: Iterator[str]) -> None:
 
 
 def _chat(run: Run, config: GenerationConfig) -> None:
-    """Reply to each line of standard input that is not blank."""
+    """Reply to each line of standard input that is not blank.
+
+    Standard output has only the replies; who speaks is said on standard error.
+    """
     from transformer_xl.generation.chat import Chat
 
     conversation = Chat(run, config)
@@ -124,6 +127,8 @@ def _chat(run: Run, config: GenerationConfig) -> None:
     for line in iter(_read_line, ""):
         if not line.strip():
             continue
+        if not sys.stdin.isatty():  # a terminal shows what was typed
+            say(f"you: {line.rstrip()}")
         try:
             reply = conversation.reply(line.removesuffix("\n").removesuffix("\r"))
         except UserError as error:
@@ -131,11 +136,12 @@ def _chat(run: Run, config: GenerationConfig) -> None:
                 raise
             say(f"line ignored: {error}")
             continue
+        print("model: ", end="", file=sys.stderr, flush=True)
         _print_stream(reply)
 
 
 def _read_line() -> str:
     """Return the next line of standard input, after a prompt if it is a terminal; empty at the end of the input."""
     if sys.stdin.isatty():
-        print("> ", end="", file=sys.stderr, flush=True)
+        print("you: ", end="", file=sys.stderr, flush=True)
     return sys.stdin.readline()

@@ -66,6 +66,9 @@ class GenerationConfig(Settings):
     tokens, and num_tokens their number, both with the EOS token and without the prompt. Above 0 favors long sequences;
     0 ranks by logprob."""
 
+    add_bos_token: bool = True
+    """Read the token that begins a text (with bytes, a newline) before the prompt; false: only the prompt, as
+    generate() of transformers does with TransfoXL."""
     max_prompt_tokens: int | None = Field(default=None, ge=1)
     """Prefill only the last max_prompt_tokens tokens of the prompt (512 for the paper's samples); none: all."""
     memory_length: int | None = Field(default=None, ge=0, le=INT32_MAX)

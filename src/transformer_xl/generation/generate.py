@@ -219,11 +219,14 @@ def resolve_config(
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: Prompt, config: GenerationConfig, *, continued: bool) -> list[int]:
-    """Return the token ids to read: the BOS token and the prompt, or the prompt alone where it continues a memory.
+    """Return the token ids to read: the BOS token (with `add_bos_token`) and the prompt, or the prompt alone where it
+    continues a memory.
 
     Raises:
-        UserError: the prompt is empty or cannot be encoded, or a memory is continued without a prompt.
+        UserError: the prompt is empty or cannot be encoded, or there is none after a memory or without a BOS token.
     """
+    if prompt is None and not config.add_bos_token:
+        raise UserError("a text without a prompt begins with the BOS token; give a prompt, or leave add_bos_token on")
     if prompt is None and continued:
         raise UserError("a memory was given without a prompt; give the text that continues it")
     token_ids: list[int] = []
@@ -237,7 +240,7 @@ def encode_prompt(tokenizer: Tokenizer, prompt: Prompt, config: GenerationConfig
         token_ids = tokenizer.encode(prompt).tolist()
     else:
         token_ids = tokenizer.check_ids(prompt).tolist()
-    if not continued:
+    if not continued and config.add_bos_token:
         token_ids = [tokenizer.bos_token_id, *token_ids]
     if not token_ids:
         raise UserError("the prompt has no token in this vocabulary; give some text")
