@@ -57,7 +57,16 @@ BAD_COMMANDS = [
     ("prepare text.txt --valid-fraction -0.1", "--valid-fraction -0.1 is out of range"),
     ("prepare text.txt --valid-fraction 0.6 --test-fraction 0.4", "leave nothing to train on; their sum must be below"),
     ("prepare ptb --test-fraction 0.1", "the splits of ptb are fixed"),
-    ("prepare --train text.txt --test-fraction 0", "leave the fractions out"),
+    ("prepare --train text.txt --test-fraction 0", "--test-fraction cannot change them; leave that out"),
+    ("prepare python-stdlib --seed 2 --split-method end", "fixed, so --split-method, --seed cannot change them"),
+    ("prepare text.txt --seed 2 --split-method end", "--seed 2 is for --split-method random"),
+    ("prepare text.txt --encoding utf9", "--encoding utf9 is no encoding of text; give one such as utf-8"),
+    ("prepare text.txt --encoding base64", "--encoding base64 is no encoding of text"),
+    ("prepare text.txt --encoding utf-16", r"text.txt: not text in utf-16: .*BOM; .*--encoding binary"),
+    ("prepare python-stdlib --exclude x", "--include, --exclude and --encoding are for files, not for the data set py"),
+    ("prepare ptb --include *.md --data-dir ptb", "for files, not for the data set ptb"),
+    ("prepare folder zip --exclude *", "the folder folder contains no text"),
+    ("prepare zip --exclude *.zip", "--include and --exclude leave no file of zip"),
     # the folder to create
     ("prepare text.txt --out folder", "folder exists already; choose another path or delete it first"),
     ("prepare enwik8 --out folder", "folder exists already"),
@@ -82,8 +91,11 @@ BAD_COMMANDS = [
     ("prepare text.txt --num-workers 0", "--num-workers 0: must be 1 or more"),
     # text that a tokenizer cannot encode
     # the byte 0xe9 of latin.txt, which is not UTF-8, comes after TEXT and the three letters caf
-    ("prepare --train latin.txt --tokenizer word", r"latin.txt: byte 3,502.*0xe9"),
-    ("prepare latin.txt --tokenizer word", r"latin.txt, from byte 3,\d\d\d on: byte \d+.*0xe9"),
+    (
+        "prepare --train latin.txt --tokenizer word",
+        "--train: latin.txt: not text in utf-8: byte 3,502 is 0xe9; .*--encoding",
+    ),
+    ("prepare latin.txt --tokenizer word", "error: latin.txt: not text in utf-8: byte 3,502 is 0xe9; .*--encoding"),
     ("prepare --train numbers.txt --tokenizer integer", r"numbers.txt: byte 8.*x"),
     ("prepare large.txt --tokenizer integer --vocab-size 10", r"large.txt, from byte \d+ on: byte \d+.*99"),
     ("prepare --train text.txt --valid music.npy", "music.npy contains integers, not text; give --tokenizer integer"),

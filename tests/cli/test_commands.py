@@ -44,7 +44,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the file text.txt, its corpus in corpus/, and in run/ a run trained on it for 17 steps."""
     folder = tmp_path_factory.mktemp("commands")
     (folder / "text.txt").write_bytes(TEXT)
-    prepared = txl("prepare", folder / "text.txt", "--out", folder / "corpus", "--test-fraction", "0.1")
+    prepared = txl(
+        "prepare", folder / "text.txt", "--out", folder / "corpus", "--test-fraction", "0.1", "--split-method", "end"
+    )
     assert (prepared.status, prepared.err) == (0, "")
     trained = txl("train", "--corpus", folder / "corpus", "--run", folder / "run", *MODEL, *TRAIN)
     assert trained.status == 0

@@ -49,7 +49,7 @@ def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_text_is_split_at_line_boundaries_by_fraction() -> None:
-    facts = prepare("text.txt", "--test-fraction", "0.1")
+    facts = prepare("text.txt", "--test-fraction", "0.1", "--split-method", "end")
     assert (facts["name"], facts["tokenizer"], facts["vocab_size"]) == ("text", "byte", 256)
     assert facts["out"] == "corpora/text"
     texts = {split: decoded("corpora/text", split) for split in ("train", "valid", "test")}
@@ -101,13 +101,14 @@ def test_flags_of_the_word_tokenizer() -> None:
 def test_integers_from_arrays_and_text() -> None:
     rows = np.arange(7 * 11).reshape(7, 11) % 23
     np.save("music.npy", rows)
-    facts = prepare("music.npy", "--valid-fraction", "0.2", "--test-fraction", "0")
+    end = ["--split-method", "end"]
+    facts = prepare("music.npy", "--valid-fraction", "0.2", "--test-fraction", "0", *end)
     assert (facts["tokenizer"], facts["vocab_size"], facts["out"]) == ("integer", 24, "corpora/music")
     with_eos = np.concatenate([rows, np.full((7, 1), 23)], axis=1)  # 23, the largest id, ends each row
     assert token_ids("corpora/music", "train") == with_eos[:6].ravel().tolist()
     assert token_ids("corpora/music", "valid") == with_eos[6:].ravel().tolist()
     Path("proteins.txt").write_text("".join(" ".join(map(str, row)) + "\n" for row in rows.tolist()))
-    flags = ["--tokenizer", "integer", "--vocab-size", "30", "--valid-fraction", "0.4", "--test-fraction", "0"]
+    flags = ["--tokenizer", "integer", "--vocab-size", "30", "--valid-fraction", "0.4", "--test-fraction", "0", *end]
     assert prepare("proteins.txt", *flags, "--out", "p")["vocab_size"] == 30
     assert decoded("p", "train", "valid") == Path("proteins.txt").read_bytes()
 
@@ -163,7 +164,7 @@ def test_progress_lines_only_of_stages_longer_than_two_seconds(
 def test_documents_in_memory() -> None:
     """Texts are passed as strings instead of files; with fractions, or by split."""
     texts = ["one two\n", "caf\u00e9 one", "one two six\n"]
-    corpus = prepare_corpus(out="joined", documents=texts, valid_fraction=0.3, test_fraction=0)
+    corpus = prepare_corpus(out="joined", documents=texts, valid_fraction=0.3, test_fraction=0, split_method="end")
     assert decoded("joined", "train", "valid") == "".join(texts).encode()
     assert (corpus.name, corpus.split("train").num_documents) == ("joined", 3)
     corpus = prepare_corpus(out="by-split", documents={"train": texts[:2], "test": texts[2:]}, tokenizer="word")
@@ -192,4 +193,5 @@ def test_progress_reports_all_bytes_of_training_and_writing() -> None:
     corpus = prepare_corpus("text.txt", "c", tokenizer=config, min_frequency=2, progress=progress)
     assert corpus.tokenizer.to_json()["eos_token"] == "<end>"
     train = corpus.record.splits["train"].num_bytes
-    assert last == {"train tokenizer": (train, train), "write": (len(TEXT), len(TEXT))}
+    whole = len(TEXT), len(TEXT)
+    assert last == {"check": whole, "train tokenizer": (train, train), "write": whole}

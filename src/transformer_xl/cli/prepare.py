@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from transformer_xl.text.token_store import Corpus
 
 Files = Annotated[list[str] | None, Parameter(consume_multiple=True, negative=())]
+Patterns = Annotated[list[str] | None, Parameter(negative=())]
 
 
 def prepare(
@@ -30,6 +31,11 @@ def prepare(
     test: Files = None,
     valid_fraction: float | None = None,
     test_fraction: float | None = None,
+    split_method: Literal["random", "end"] | None = None,
+    seed: int | None = None,
+    include: Patterns = None,
+    exclude: Patterns = None,
+    encoding: str | None = None,
     tokenizer: str | None = None,
     settings: Annotated[TokenizerFlags | None, Parameter(name="*", group="Tokenizer")] = None,
     document_unit: DocumentUnit | None = None,
@@ -40,14 +46,21 @@ def prepare(
     """Turn text into a corpus that `txl train` trains on.
 
     Args:
-        sources: Files, folders and quoted patterns, whose joined text is split into train, valid and test; or the name
-            of a data set: enwik8, text8, wikitext-103, wikitext-2, ptb, lm1b, python-stdlib.
+        sources: Files, folders and quoted patterns, whose text is split into train, valid and test; or the name of a
+            data set: enwik8, text8, wikitext-103, wikitext-2, ptb, lm1b, python-stdlib.
         out: Folder to create; it must not exist. [default: corpora/NAME]
         train: Files, folders and patterns to train on, instead of splitting one text.
         valid: Files, folders and patterns to validate on.
         test: Files, folders and patterns to test on.
-        valid_fraction: Fraction of the joined text that becomes valid. [default: 0.05]
-        test_fraction: Fraction, at the end of the joined text, that becomes test. [default: 0.05]
+        valid_fraction: Fraction of the text that becomes valid. [default: 0.05]
+        test_fraction: Fraction of the text that becomes test. [default: 0.05]
+        split_method: random draws valid and test from all over the text: whole files or, where those are few or of very
+            unequal size, blocks; end takes the end of the joined text. [default: random]
+        seed: Seed of the random split. [default: 1]
+        include: Pattern of the files to read in folders, such as '*.txt'; can be repeated. [default: all]
+        exclude: Pattern of files and folders to leave out, such as '*.log' or drafts; can be repeated.
+        encoding: Encoding of the files, such as latin-1, cp1252 or utf-16; or binary, for the bytes of any file. Other
+            files of a folder are left out. [default: utf-8]
         tokenizer: byte, char, word, bpe or integer; or a trained one: the folder of a corpus or run, its
             txl_tokenizer.json, or a tokenizer.json of the library tokenizers. [default: that of the data set, else
             byte]
@@ -70,6 +83,11 @@ def prepare(
             test=test,
             valid_fraction=valid_fraction,
             test_fraction=test_fraction,
+            split_method=split_method,
+            seed=seed,
+            include=include,
+            exclude=exclude,
+            encoding=encoding,
             tokenizer=tokenizer,
             **given_settings(tokenizer=settings).get("tokenizer", {}),
             document_unit=document_unit,
@@ -107,6 +125,7 @@ def _print_corpus(corpus: Corpus, seconds: float, *, as_json: bool) -> None:
     title = f"{corpus.name}: {tokenizer.kind} tokenizer, vocabulary of {tokenizer.vocab_size:,}, in {corpus.path}"
     columns = ["split", "tokens", "bytes", "words", "unknown words", "documents"]
     print_table(f"{title} ({seconds:.1f} s)", columns, rows)
+    print(f"text: {corpus.source}")
     small = load_recipe("small").train  # suggest the recipe `small` if the text fills one of its batches, else `tiny`
     fits = splits["train"]["num_tokens"] >= small["batch_size"] * small["segment_length"]
     print(f"next: txl train {'small' if fits else 'tiny'} --corpus {quoted(corpus.path)}")

@@ -5,10 +5,12 @@ Finds the text, trains or loads the tokenizer, and writes the tokens.
 
 from __future__ import annotations
 
+import codecs
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -19,10 +21,15 @@ from transformer_xl.text.documents import SPLITS, Document, DocumentUnit, SplitN
 from transformer_xl.text.sources.archives import Progress, no_progress
 from transformer_xl.text.sources.arrays import limit_values
 from transformer_xl.text.sources.named_datasets import DATASET_NAMES, DOWNLOADABLE, PYTHON_STDLIB, python_stdlib
+from transformer_xl.text.sources.splitting import SplitMethod
 from transformer_xl.text.sources.text_files import (
+    DEFAULT_SPLIT_SEED,
     BytesRange,
+    FileSelection,
+    common_folder,
     describe_paths,
     name_of_paths,
+    note_repeated_files,
     source_of_splits,
     split_text,
     texts_of_paths,
@@ -52,6 +59,11 @@ def prepare(
     test: StrPath | Sequence[StrPath] | None = None,
     valid_fraction: float | None = None,
     test_fraction: float | None = None,
+    split_method: SplitMethod | None = None,
+    seed: int | None = None,
+    include: str | Sequence[str] | None = None,
+    exclude: str | Sequence[str] | None = None,
+    encoding: str | None = None,
     tokenizer: StrPath | Tokenizer | TokenizerConfig | None = None,
     vocab_size: int | None = None,
     min_frequency: int | None = None,
@@ -74,14 +86,22 @@ def prepare(
 
     Args:
         source: the name of a data set (enwik8, text8, wikitext-103, wikitext-2, ptb, lm1b, python-stdlib); or paths of
-            files and folders, and glob patterns, whose concatenated text is split into train, valid and test.
+            files and folders, and glob patterns, whose text is split into train, valid and test.
         out: the folder to create, which must not exist, or None for corpora/NAME.
-        documents: texts in memory, to be concatenated and split; or a mapping from each split to its texts.
+        documents: texts in memory, to be split; or a mapping from each split to its texts.
         train: files, folders and glob patterns of the train split.
         valid: the same for the valid split.
         test: the same for the test split.
-        valid_fraction: fraction of the concatenated text for valid, or None for 0.05.
-        test_fraction: fraction at the end of the concatenated text for test, or None for 0.05.
+        valid_fraction: fraction of the text for valid, or None for 0.05.
+        test_fraction: fraction of the text for test, or None for 0.05.
+        split_method: random, or None for it: valid and test are files from all over the text or, where the files are
+            few or of very unequal size, blocks of it; or end: they are the end of the concatenated text.
+        seed: seed of a random split, or None for 1.
+        include: glob patterns; other files of folders and patterns are left out.
+        exclude: glob patterns of files in folders and patterns to leave out.
+        encoding: the encoding of the files, such as latin-1, or None for utf-8; the corpus has their text as UTF-8.
+            binary takes the bytes of any file as they are. Otherwise files of folders and patterns that are not text
+            are left out, with a note.
         tokenizer: byte, char, word, bpe or integer; the settings of a tokenizer to train; a trained tokenizer; or its
             path (as in `load_tokenizer`). None means the data set's default; for other text, integer if the files are
             .npy, else byte.
@@ -137,6 +157,9 @@ def prepare(
         documents=documents,
         splits={"train": _paths(train), "valid": _paths(valid), "test": _paths(test)},
         fractions={"valid": valid_fraction, "test": test_fraction},
+        split_method=split_method,
+        seed=seed,
+        selection=_selection(include, exclude, encoding),
         kind=given_tokenizer.kind if isinstance(given_tokenizer, Tokenizer | TokenizerConfig) else given_tokenizer,
         data_dir=None if data_dir is None else Path(data_dir),
         progress=progress,
@@ -175,6 +198,9 @@ def find_text(
     documents: Texts | Mapping[SplitName, Texts] | None = None,
     splits: Mapping[SplitName, Sequence[str]] | None = None,
     fractions: Mapping[SplitName, float | None] | None = None,
+    split_method: SplitMethod | None = None,
+    seed: int | None = None,
+    selection: FileSelection | None = None,
     kind: str | None = None,
     data_dir: Path | None = None,
     progress: Progress = no_progress,
@@ -185,10 +211,13 @@ def find_text(
         paths: one of `DATASET_NAMES`, or files, folders and glob patterns.
         documents: texts in memory.
         splits: files, folders and glob patterns of each split.
-        fractions: fractions of the concatenated text for valid and test, in [0, 1), or None for `DEFAULT_FRACTION`.
+        fractions: fractions of the text for valid and test, in [0, 1), or None for `DEFAULT_FRACTION`.
+        split_method: how the text is split, or None for random.
+        seed: seed of a random split, or None for `DEFAULT_SPLIT_SEED`.
+        selection: which files of folders and patterns are read, and the encoding of all files.
         kind: the kind of tokenizer that will encode the text, or None for the default tokenizer.
         data_dir: file or folder with the files of a named data set.
-        progress: called while the files are downloaded, extracted and checked.
+        progress: called while files are downloaded, extracted and checked.
 
     Raises:
         UserError: something is missing, unreadable, empty, unknown, out of range or contradictory.
@@ -217,13 +246,27 @@ def find_text(
         raise UserError(
             f"--data-dir {data_dir} is only for data sets that can be downloaded ({', '.join(DOWNLOADABLE)}); omit it"
         )
-    if custom_fractions and (split_paths or dataset or isinstance(documents, Mapping)):
+    split_options = [f"--{split}-fraction" for split in custom_fractions]
+    split_options += ["--split-method"] * (split_method is not None) + ["--seed"] * (seed is not None)
+    if split_options and (split_paths or dataset or isinstance(documents, Mapping)):
         reason = f"the splits of {dataset} are fixed" if dataset else "the splits are specified already"
-        raise UserError(f"{reason}, so fractions do not apply; leave the fractions out")
+        raise UserError(f"{reason}, so {', '.join(split_options)} cannot change them; leave that out")
+    if split_method not in (None, *get_args(SplitMethod)):
+        raise UserError(f"no split method '{split_method}'; known: {', '.join(get_args(SplitMethod))}")
+    if split_method == "end" and seed is not None:
+        raise UserError(f"--seed {seed} is for --split-method random, and end draws nothing; leave it out")
+    if selection and (dataset or documents is not None):
+        what = f"the data set {dataset}" if dataset else "texts in memory"
+        raise UserError(f"--include, --exclude and --encoding are for files, not for {what}; leave them out")
     if split_paths:
-        texts = {split: texts_of_paths(files, f"--{split}: ") for split, files in split_paths.items()}
+        found = {
+            split: texts_of_paths(files, f"--{split}: ", selection, progress) for split, files in split_paths.items()
+        }
+        texts = {split: texts for split, (texts, _) in found.items()}
         description = "; ".join(f"{split}: {describe_paths(files)}" for split, files in split_paths.items())
-        return source_of_splits(texts, name=name_of_paths(split_paths["train"]), description=description, kind=kind)
+        notes = (*(note for _, notes in found.values() for note in notes), *note_repeated_files(texts))
+        name = name_of_paths(split_paths["train"])
+        return source_of_splits(texts, name=name, description=description, kind=kind, notes=notes)
     if isinstance(documents, Mapping):
         in_memory = cast("Mapping[SplitName, Texts]", documents)
         if unknown := [split for split in in_memory if split not in SPLITS]:
@@ -238,11 +281,18 @@ def find_text(
     if dataset:
         return DOWNLOADABLE[dataset].open(data_dir, progress, kind=kind)
     all_fractions: dict[SplitName, float] = {"valid": DEFAULT_FRACTION, "test": DEFAULT_FRACTION, **custom_fractions}
+    split = partial(
+        split_text,
+        fractions=all_fractions,
+        method=split_method or "random",
+        seed=DEFAULT_SPLIT_SEED if seed is None else seed,
+        kind=kind,
+    )
     if documents is not None:
-        texts_in_memory = _in_memory(documents, "document")
-        return split_text(texts_in_memory, all_fractions, name="documents", description=_IN_MEMORY, kind=kind)
-    texts_of_files, name = texts_of_paths(paths), name_of_paths(paths)
-    return split_text(texts_of_files, all_fractions, name=name, description=describe_paths(paths), kind=kind)
+        return split(_in_memory(documents, "document"), name="documents", description=_IN_MEMORY)
+    texts_of_files, notes = texts_of_paths(paths, "", selection, progress)
+    name, description = name_of_paths(paths), describe_paths(paths)
+    return split(texts_of_files, root=common_folder(paths), name=name, description=description, notes=notes)
 
 
 def _dataset(paths: Sequence[str]) -> str | None:
@@ -260,11 +310,31 @@ def _paths(source: StrPath | Sequence[StrPath] | None) -> list[str]:
     return [os.fspath(path) for path in paths]
 
 
+def _selection(
+    include: str | Sequence[str] | None, exclude: str | Sequence[str] | None, encoding: str | None
+) -> FileSelection | None:
+    """Return which files to read and how, or None if nothing is given.
+
+    Raises:
+        UserError: the encoding is not known.
+    """
+    values = {"include": include, "exclude": exclude, "encoding": encoding}
+    given: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
+    for name in {"include", "exclude"} & given.keys():
+        given[name] = [given[name]] if isinstance(given[name], str) else [*given[name]]
+    selection = FileSelection(**given)
+    selection.check()
+    return selection if given else None
+
+
 def _in_memory(texts: Texts, name: str) -> list[BytesRange]:
     """Return texts as ranges that messages call NAME 0, NAME 1 and so on."""
     texts = [texts] if isinstance(texts, str | bytes) else texts
     check_type(texts, Iterable, "documents", "give texts, or a mapping from splits to texts")
-    return [BytesRange(Path(f"{name} {index}"), content=to_bytes(text)) for index, text in enumerate(texts)]
+    return [
+        BytesRange(Path(f"{name} {index}"), content=to_bytes(text).removeprefix(codecs.BOM_UTF8))
+        for index, text in enumerate(texts)
+    ]
 
 
 def _resolve_tokenizer(

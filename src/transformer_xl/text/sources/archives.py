@@ -1,8 +1,9 @@
-"""Reads text in chunks from files: plain, compressed (gzip, bzip2, xz), or in a zip or tar archive."""
+"""Reads text in chunks from files: plain, compressed (gzip, bzip2, xz), or in a zip or tar archive; in any encoding."""
 
 from __future__ import annotations
 
 import bz2
+import codecs
 import gzip
 import hashlib
 import lzma
@@ -10,9 +11,9 @@ import sys
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import IO, cast
 
@@ -21,6 +22,10 @@ from transformer_xl.files import as_user_error, atomic_folder
 
 CHUNK_BYTES = 2**20
 COMPRESSED_SUFFIXES = (".gz", ".bz2", ".xz")
+BINARY = "binary"
+"""The encoding of files whose bytes are used as they are."""
+BYTE_ORDER_MARK = "\ufeff"
+"""A character at the start of a file that tells its encoding, and is no part of its text."""
 _TAR_SUFFIXES = (".tar", ".tgz", ".tbz2", ".txz", ".tar.gz", ".tar.bz2", ".tar.xz")
 
 _DECOMPRESSION_ERRORS = (EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile, tarfile.TarError)
@@ -89,7 +94,7 @@ class FileRange:
     """The bytes from `start` to `stop` of a text in a file, iterated in chunks; the file is open only while iterated.
 
     The text is the file, decompressed if its suffix is one of `COMPRESSED_SUFFIXES`, or a member of a zip archive.
-    Positions count decompressed bytes.
+    Positions count decompressed bytes, and with an encoding those of the text as UTF-8.
     """
 
     path: Path
@@ -98,6 +103,8 @@ class FileRange:
     """End position, or None for the end of the text."""
     member: str = ""
     """Member of the zip archive at `path`, or empty for the file itself."""
+    encoding: str = BINARY
+    """Encoding of the file, which is decoded and becomes UTF-8 without byte order mark; binary: bytes as they are."""
 
     @property
     def name(self) -> str:
@@ -107,38 +114,54 @@ class FileRange:
 
     @property
     def is_compressed(self) -> bool:
-        """Whether positions in the text differ from positions in the file."""
+        """Whether the file has to be decompressed."""
         return bool(self.member) or self.path.suffix.lower() in COMPRESSED_SUFFIXES
 
     @property
-    def known_num_bytes(self) -> int:
-        """Length in bytes, or 0 if computing it would require decompressing the file."""
-        return 0 if self.is_compressed and self.stop is None else self.size()
+    def is_seekable(self) -> bool:
+        """Whether a part of the text can be read without what is before it in the file."""
+        return not self.is_compressed and self.encoding == BINARY
 
-    def __iter__(self) -> Iterator[bytes]:
+    @property
+    def known_num_bytes(self) -> int:
+        """Length in bytes, or 0 if computing it would require reading the file."""
+        return self.size() if self.is_seekable or self.stop is not None else 0
+
+    def __iter__(self) -> Generator[bytes]:
         """Read the chunks.
 
         Raises:
-            UserError: the file cannot be read, is damaged, or was truncated meanwhile.
+            UserError: the file cannot be read, is damaged, was truncated meanwhile, or has another encoding.
         """
         num_left = sys.maxsize if self.stop is None else self.stop - self.start
         with _open_text(self.path, self.member) as file:
-            file.seek(self.start)
-            while num_left and (chunk := file.read(min(num_left, CHUNK_BYTES))):
-                num_left -= len(chunk)
-                yield chunk
+            if self.encoding == BINARY:
+                file.seek(self.start)
+                while num_left and (chunk := file.read(min(num_left, CHUNK_BYTES))):
+                    num_left -= len(chunk)
+                    yield chunk
+            else:
+                position = 0
+                for chunk in _utf8_chunks(file, self.encoding, str(self.path)):
+                    wanted = chunk[max(self.start - position, 0) :][:num_left]
+                    position += len(chunk)
+                    if wanted:
+                        num_left -= len(wanted)
+                        yield wanted
+                    if not num_left:
+                        break
         if num_left and self.stop is not None:
             raise UserError(f"{self.path} became shorter while it was read; try again once it is complete")
 
     def size(self) -> int:
-        """Return the length in bytes; a compressed file is decompressed to compute it.
+        """Return the length in bytes; a compressed or encoded file is read to compute it.
 
         Raises:
-            UserError: the file cannot be read, or is damaged.
+            UserError: the file cannot be read, is damaged, or has another encoding.
         """
         if self.stop is not None:
             return self.stop - self.start
-        if self.is_compressed:
+        if not self.is_seekable:
             return sum(map(len, self))
         with as_user_error(f"reading {self.path}"):
             return self.path.stat().st_size - self.start
@@ -174,6 +197,77 @@ def _decompressed(file: IO[bytes], path: Path, member: str = "") -> IO[bytes]:
         case ".xz" | ".txz":
             return lzma.open(file)
     return file
+
+
+class NotTextError(UserError):
+    """A file that is not text.
+
+    Args:
+        message: what is wrong, and how to fix it.
+        reason: what shows that it is not text, in a few words.
+    """
+
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+def _not_text(name: str, encoding: str, reason: str) -> NotTextError:
+    """Return the error for a file that cannot be decoded."""
+    advice = f"--encoding NAME (such as latin-1 or utf-16), or --encoding {BINARY} to take its bytes as they are"
+    return NotTextError(f"{name}: not text in {encoding}: {reason}; leave it out, or give {advice}", reason)
+
+
+def _utf8_chunks(file: IO[bytes], encoding: str, name: str) -> Iterator[bytes]:
+    """Decode a file and yield it as UTF-8, without byte order mark.
+
+    Raises:
+        NotTextError: it is not text in this encoding, or has a NUL character, which only binary files have.
+    """
+    decoder = codecs.getincrementaldecoder(encoding)()
+    num_read, at_start, is_last = 0, True, False
+    while not is_last:
+        content = file.read(CHUNK_BYTES)
+        if not num_read and encoding == "utf-8" and content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+            raise _not_text(name, encoding, "it is UTF-16")
+        num_read, is_last = num_read + len(content), not content
+        try:
+            text = decoder.decode(content, final=is_last)
+            chunk = text.removeprefix(BYTE_ORDER_MARK if at_start else "").encode("utf-8")
+        except UnicodeDecodeError as error:
+            # the bytes of the error begin with those left undecoded at the end of the chunk before
+            position = num_read - len(error.object) + error.start
+            raise _not_text(name, encoding, f"byte {position:,} is 0x{error.object[error.start]:02x}") from None
+        except UnicodeError as error:  # no byte order mark in UTF-16, or a surrogate, which UTF-8 lacks
+            raise _not_text(name, encoding, " ".join(str(error).split())) from None
+        if b"\0" in chunk:
+            raise _not_text(name, encoding, "it has a NUL byte")
+        at_start = at_start and not text
+        if chunk:
+            yield chunk
+
+
+def check_text(text: FileRange, progress: Callable[[int], None]) -> FileRange:
+    """Read a whole text to check that it is text in its encoding, and measure it.
+
+    Args:
+        text: the text.
+        progress: called with the length of each chunk.
+
+    Returns:
+        The text with its end; if it is UTF-8 without byte order mark, its bytes as they are.
+
+    Raises:
+        NotTextError: it is not text in its encoding.
+        UserError: the file cannot be read, or is damaged.
+    """
+    size = 0
+    for chunk in text:
+        size += len(chunk)
+        progress(len(chunk))
+    with closing(iter(replace(text, encoding=BINARY))) as chunks:
+        has_mark = next(chunks, b"").startswith(codecs.BOM_UTF8)
+    return replace(text, stop=size, encoding=text.encoding if has_mark or text.encoding != "utf-8" else BINARY)
 
 
 @contextmanager

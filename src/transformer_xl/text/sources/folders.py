@@ -1,11 +1,11 @@
-"""Lists the files of a folder or glob pattern that `prepare` reads: not hidden, not empty, and sorted."""
+"""Lists the files of a folder or glob pattern that `prepare` reads: not hidden, not empty, selected, and sorted."""
 
 from __future__ import annotations
 
 import fnmatch
 import glob
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from transformer_xl.files import as_user_error
@@ -39,11 +39,30 @@ def list_files(folder: Path, pattern: Sequence[str] = ("**", "*"), skip: frozens
 
 def glob_files(pattern: str) -> list[Path]:
     """List the files that match a pattern, as `list_files` does; links before its first wildcard are followed."""
-    parts = Path(pattern).parts
-    first = next(index for index, part in enumerate(parts) if glob.has_magic(part))
-    folder = Path(*parts[:first])
+    folder = pattern_root(pattern)
     with as_user_error(f"reading {folder}"):
-        return list_files(folder, parts[first:]) if folder.is_dir() else []
+        return list_files(folder, Path(pattern).parts[len(folder.parts) :]) if folder.is_dir() else []
+
+
+def pattern_root(pattern: str) -> Path:
+    """Return the folder before the first wildcard of a pattern."""
+    parts = Path(pattern).parts
+    return Path(*parts[: next(index for index, part in enumerate(parts) if glob.has_magic(part))])
+
+
+def select(files: Iterable[Path], folder: Path, *, include: Sequence[str], exclude: Sequence[str]) -> list[Path]:
+    """Return the files that match a pattern of `include`, if it has any, and none of `exclude`.
+
+    A pattern without / is compared with each name in a file's path from the folder on, a pattern with / with that path
+    and with those of the folders in it.
+    """
+
+    def matches(file: Path, patterns: Sequence[str]) -> bool:
+        names = file.relative_to(folder).parts
+        paths = [names[:length] for length in range(1, len(names) + 1)] + [(name,) for name in names]
+        return any(_matches(path, Path(pattern).parts) for pattern in patterns for path in paths)
+
+    return [file for file in files if (not include or matches(file, include)) and not matches(file, exclude)]
 
 
 def _raise_user_error(error: OSError) -> None:

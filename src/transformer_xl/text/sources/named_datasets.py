@@ -6,8 +6,6 @@ to `DOWNLOADABLE`.
 
 from __future__ import annotations
 
-import hashlib
-import os
 import platform
 import sysconfig
 from collections.abc import Mapping
@@ -19,6 +17,7 @@ from transformer_xl.text.sources.archives import FileDigest, FileRange, Progress
 from transformer_xl.text.sources.dataset_files import TextFile, find_files, plain_file
 from transformer_xl.text.sources.download import RemoteFile
 from transformer_xl.text.sources.folders import list_files
+from transformer_xl.text.sources.splitting import hash_fraction
 from transformer_xl.text.tokenizers.config import TokenizerConfig
 
 PYTHON_STDLIB = "python-stdlib"
@@ -242,10 +241,10 @@ def python_stdlib() -> TextSource:
     paths = [path for path in list_files(folder, skip=_STDLIB_SKIPPED) if path.suffix == ".py"]
     path_of_name = {path.relative_to(folder).as_posix(): path for path in paths}
     splits: dict[SplitName, list[Document]] = {split: [] for split in SPLITS}
-    for name in sorted(path_of_name, key=_hash_fraction):
+    for name in sorted(path_of_name, key=hash_fraction):
         text = FileRange(path_of_name[name])
         text = replace(text, stop=text.size())
-        fraction = _hash_fraction(name)
+        fraction = hash_fraction(name)
         split: SplitName = "train" if fraction < 0.9 else "valid" if fraction < 0.95 else "test"
         splits[split].append(Document(name, text, text.size()))
     return TextSource(
@@ -253,8 +252,3 @@ def python_stdlib() -> TextSource:
         f"standard library of Python {platform.python_version()} without its tests, split by the sha256 of each path",
         splits,
     )
-
-
-def _hash_fraction(name: str) -> float:
-    """Return a number in [0, 1) that depends only on the name."""
-    return int.from_bytes(hashlib.sha256(os.fsencode(name)).digest()[:8], "big") / 2**64

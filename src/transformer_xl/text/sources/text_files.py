@@ -1,18 +1,16 @@
 """Finds a user's text for `prepare`: files, folders and glob patterns, or texts in memory.
 
 The user names the files of each split (`source_of_splits`), or one text that `split_text` splits into train, valid and
-test by fractions.
+test by fractions. Files of folders and patterns that are not text are left out, with a note.
 """
 
 from __future__ import annotations
 
 import glob
 import os
-import re
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +19,24 @@ from typing_extensions import override
 from transformer_xl.config import UserError, nearest
 from transformer_xl.files import as_user_error
 from transformer_xl.text.documents import SPLITS, Document, SplitName, TextSource
-from transformer_xl.text.sources.archives import COMPRESSED_SUFFIXES, FileRange, is_archive
+from transformer_xl.text.sources.archives import (
+    BINARY,
+    COMPRESSED_SUFFIXES,
+    FileRange,
+    NotTextError,
+    Progress,
+    check_text,
+    is_archive,
+    no_progress,
+)
 from transformer_xl.text.sources.arrays import ArrayRange
-from transformer_xl.text.sources.folders import glob_files, list_files
+from transformer_xl.text.sources.folders import glob_files, list_files, pattern_root, select
 from transformer_xl.text.sources.named_datasets import DATASET_NAMES
+from transformer_xl.text.sources.splitting import SplitMethod, TextRange, split_at_end, split_at_random
 from transformer_xl.text.tokenizers.config import TokenizerConfig
 
-SPLIT_TOLERANCE_BYTES = 2**16
-"""Maximum distance by which a split boundary is moved so that it falls between lines."""
-
-_WHITESPACE = re.compile(rb"[ \t\n\v\f\r]")
-# UTF-8 bytes after the first byte of a character; no match where more than three follow, since that is not UTF-8.
-_REST_OF_CHARACTER = re.compile(rb"[\x80-\xbf]{0,3}(?![\x80-\xbf])")
+DEFAULT_SPLIT_SEED = 1
+"""Default seed of a random split."""
 
 
 @dataclass(frozen=True)
@@ -42,16 +46,12 @@ class BytesRange(FileRange):
     content: bytes = b""
 
     @override
-    def __iter__(self) -> Iterator[bytes]:
+    def __iter__(self) -> Generator[bytes]:
         yield self.content[self.start : self.stop]
 
     @override
     def size(self) -> int:
         return (len(self.content) if self.stop is None else self.stop) - self.start
-
-
-TextRange = FileRange | ArrayRange
-"""Part of a text, iterated in chunks of bytes. `size()`, `start` and `stop` count bytes, or integers in arrays."""
 
 
 def source_of_splits(
@@ -60,7 +60,7 @@ def source_of_splits(
     name: str,
     description: str,
     kind: str | None,
-    notes: tuple[str, ...] | None = None,
+    notes: tuple[str, ...] = (),
 ) -> TextSource:
     """Return a text source with these splits.
 
@@ -69,7 +69,7 @@ def source_of_splits(
         name: default name of the corpus.
         description: where the text comes from.
         kind: the kind of tokenizer that will encode it, or None for integer with .npy files and byte with others.
-        notes: warnings for the user, or None to warn about files that were given more than once.
+        notes: warnings for the user.
 
     Raises:
         UserError: a text is not for this kind of tokenizer.
@@ -82,24 +82,34 @@ def source_of_splits(
         tokenizer=tokenizer,
         # The vocabulary of an integer tokenizer must contain the integers of all splits.
         tokenizer_splits=SPLITS if tokenizer.kind == "integer" else ("train",),
-        notes=_note_repeated_files(splits) if notes is None else notes,
+        notes=notes,
     )
 
 
 def split_text(
-    texts: Sequence[TextRange], fractions: Mapping[SplitName, float], *, name: str, description: str, kind: str | None
+    texts: Sequence[TextRange],
+    fractions: Mapping[SplitName, float],
+    *,
+    method: SplitMethod = "random",
+    seed: int = DEFAULT_SPLIT_SEED,
+    root: Path = Path(),
+    name: str,
+    description: str,
+    kind: str | None,
+    notes: tuple[str, ...] = (),
 ) -> TextSource:
-    """Concatenate texts in the given order and split the result into train, valid and test.
-
-    A boundary falls after a newline if one is nearby, else after whitespace, else between characters; for an integer
-    tokenizer always between sequences.
+    """Split texts into train, valid and test, at random or at the end (see `splitting`).
 
     Args:
         texts: the texts, from `texts_of_paths` or in memory.
-        fractions: fractions of the concatenated text for valid and test, in [0, 1); the rest is train.
+        fractions: fractions of all text for valid and test, in [0, 1); the rest is train.
+        method: random, or end for the end of the concatenated texts.
+        seed: seed of a random split.
+        root: folder to which the names of texts are relative that a random split depends on.
         name: default name of the corpus.
         description: where the text comes from.
         kind: as in `source_of_splits`.
+        notes: warnings for the user.
 
     Raises:
         UserError: a text is not for this kind of tokenizer, or is too short; or a fraction is out of range.
@@ -119,83 +129,25 @@ def split_text(
             f"{arrays[0].path} is an array and other files are text, so they cannot be joined and split; use --train, "
             "--valid and --test instead"
         )
-    unit = "values" if arrays else "bytes"
-    notes = _note_repeated_files({"the text": texts})
-    texts = [replace(text, stop=text.size()) for text in texts]  # so that compressed files are measured only once
-    *offsets, size = accumulate((text.size() for text in texts), initial=0)
-    placed_texts = list(zip(offsets, texts, strict=True))
-    lengths = {split: round(size * fractions[split]) for split in ("valid", "test")}
-    train, whole_lines = size - sum(lengths.values()), tokenizer.kind == "integer"
-    # A boundary moves by at most half of the split after it, so that this split does not become empty.
-    first = _boundary(placed_texts, train, (lengths["valid"] or lengths["test"]) // 2, whole_lines)
-    second = _boundary(placed_texts, train + lengths["valid"], lengths["test"] // 2, whole_lines)
-    ends: dict[SplitName, int] = {"train": first, "valid": max(first, second), "test": size}
-    splits: dict[SplitName, list[TextRange]] = {}
-    start = 0
-    for split, stop in ends.items():
-        if start < stop:
-            splits[split] = [
-                replace(text, start=max(start - offset, 0), stop=min(stop - offset, text.size()))
-                for offset, text in placed_texts
-                if max(start, offset) < min(stop, offset + text.size())
-            ]
-        elif split == "train" or fractions[split]:
+    notes = (*notes, *note_repeated_files({"the text": texts}))
+    # compressed files are measured only once; empty ones have nothing to split
+    measured = [replace(text, stop=text.size()) for text in texts]
+    measured = [text for text in measured if text.size()]
+    whole_lines = tokenizer.kind == "integer"
+    if method == "end":
+        splits, how = split_at_end(measured, fractions, whole_lines=whole_lines)
+    else:
+        names = [Path(os.path.relpath(text.path, root)).as_posix() for text in measured]
+        splits, how = split_at_random(measured, names, fractions, seed=seed, whole_lines=whole_lines)
+    size, unit = sum(text.size() for text in measured), "values" if arrays else "bytes"
+    for split in SPLITS:
+        if not splits.get(split) and (split == "train" or fractions[split]):
             raise UserError(
                 f"the text is too short to split: {size:,} {unit} leave {split} empty; pass more text, or change "
                 "--valid-fraction and --test-fraction (0 for none)"
             )
-        start = stop
-    shares = f"valid {fractions['valid']:g} and test {fractions['test']:g} of its {unit}, split off at the end"
-    return source_of_splits(splits, name=name, description=f"{description}; {shares}", kind=tokenizer.kind, notes=notes)
-
-
-PlacedTexts = Sequence[tuple[int, TextRange]]
-"""Texts to concatenate, each with its offset in the result. Offsets count bytes, or values if the texts are arrays."""
-
-
-def _boundary(texts: PlacedTexts, position: int, tolerance: int, whole_lines: bool) -> int:
-    """Return the best boundary at or after a position in the concatenated texts, usually within `tolerance` of it.
-
-    Texts for an integer tokenizer are split only between lines (`whole_lines`), however far the next newline is.
-    """
-    for offset, text in texts:
-        local_position = position - offset
-        if 0 < local_position < text.size():
-            if isinstance(text, ArrayRange):
-                return offset + text.row_end(local_position)
-            if whole_lines:
-                return offset + _line_end(text, local_position)
-            return offset + _boundary_near(text, local_position, min(tolerance, SPLIT_TOLERANCE_BYTES))
-    return position
-
-
-def _line_end(text: FileRange, position: int) -> int:
-    """Return the first position at or after `position` that follows a newline, or the end of the text."""
-    chunk_start = position - 1
-    for chunk in replace(text, start=chunk_start):
-        if (newline := chunk.find(b"\n")) >= 0:
-            return chunk_start + newline + 1
-        chunk_start += len(chunk)
-    return text.size()
-
-
-def _boundary_near(text: FileRange, position: int, tolerance: int) -> int:
-    """Return the best boundary from `position` to `position + tolerance`.
-
-    In order of preference: the first position after a newline, the end of the text, the first position after
-    whitespace; and if the range has none of them, the end of the character at `position`.
-    """
-    # a UTF-8 character has up to 4 bytes
-    content = b"".join(replace(text, start=position - 1, stop=min(position + max(tolerance, 4), text.size())))
-    candidates = content[: tolerance + 1]  # for each possible boundary, the byte before it
-    if (newline := candidates.find(b"\n")) >= 0:
-        return position + newline
-    if position + tolerance >= text.size():
-        return text.size()
-    if space := _WHITESPACE.search(candidates):
-        return position + space.start()
-    rest_of_character = _REST_OF_CHARACTER.match(content, 1)
-    return position + (rest_of_character.end() - 1 if rest_of_character else 0)
+    splits = {split: splits[split] for split in SPLITS if splits.get(split)}
+    return source_of_splits(splits, name=name, description=f"{description}; {how}", kind=tokenizer.kind, notes=notes)
 
 
 def _default_tokenizer(texts: Sequence[TextRange], kind: str | None) -> TokenizerConfig:
@@ -205,44 +157,123 @@ def _default_tokenizer(texts: Sequence[TextRange], kind: str | None) -> Tokenize
         return TokenizerConfig(kind="integer" if kind == "integer" else "byte")
     if kind not in (None, "integer") or (kind is None and len(arrays) < len(texts)):
         raise UserError(
-            f"{arrays[0].path} contains integers, not text; give --tokenizer integer, or leave it out (a pattern such "
-            "as 'folder/**/*.txt' selects files by suffix)"
+            f"{arrays[0].path} contains integers, not text; give --tokenizer integer, or leave it out (--exclude "
+            "'*.npy' leaves out such files of a folder)"
         )
     return TokenizerConfig(kind="integer")
 
 
-def texts_of_paths(paths: Sequence[str], option: str = "") -> list[TextRange]:
-    """Return the files that match the paths, folders and glob patterns, in order.
+@dataclass(frozen=True)
+class FileSelection:
+    """Which files of folders and patterns are read, and in which encoding all files are."""
+
+    include: Sequence[str] = ()
+    """Glob patterns; if there are any, files that match none of them are left out (see `folders.select`)."""
+    exclude: Sequence[str] = ()
+    """Glob patterns; files that match one of them are left out."""
+    encoding: str = "utf-8"
+    """A text encoding of Python; or binary, which takes the bytes of any file as they are."""
+
+    def check(self) -> None:
+        """Check that the encoding exists.
+
+        Raises:
+            UserError: it does not, or is not one of text.
+        """
+        if self.encoding != BINARY:
+            try:
+                b"a".decode(self.encoding)
+            except UnicodeDecodeError:  # utf-16 needs more bytes
+                pass
+            except (LookupError, ValueError):
+                raise UserError(
+                    f"--encoding {self.encoding} is no encoding of text; give one such as utf-8, latin-1, cp1252 or "
+                    f"utf-16, or {BINARY} for the bytes as they are"
+                ) from None
+
+
+def texts_of_paths(
+    paths: Sequence[str], option: str = "", selection: FileSelection | None = None, progress: Progress = no_progress
+) -> tuple[list[TextRange], tuple[str, ...]]:
+    """Return the files that match the paths, folders and glob patterns, in order, after reading them to check them.
 
     Args:
         paths: the paths.
         option: prefix of each error message, such as `--train: `.
+        selection: which files of folders and patterns are read, and their encoding.
+        progress: called with the stage `check` while the files are read.
+
+    Returns:
+        The texts, and a note if files of folders or patterns were left out because they are not text.
 
     Raises:
-        UserError: a file is missing, unreadable, empty, an archive or not a regular file.
+        UserError: a file is missing, unreadable, empty or not a regular file; a file that was named itself is an
+            archive or not text; or nothing is left.
     """
-    return [_text_of_file(file, option) for path in paths for file in _files(path, option)]
+    selection = selection or FileSelection()
+    found = [_files(path, option, selection) for path in paths]
+    with as_user_error(f"{option}reading the files"):
+        total = sum(file.stat().st_size for files, _ in found for file in files)
+    done = 0
+
+    def advance(num_bytes: int) -> None:
+        nonlocal done
+        done += num_bytes
+        progress("check", done, max(total, done))
+
+    texts: list[TextRange] = []
+    skipped: list[str] = []
+    for path, (files, is_named) in zip(paths, found, strict=True):
+        of_path: list[TextRange] = []
+        for file in files:
+            try:
+                of_path.append(_text_of_file(file, selection.encoding, advance))
+            except NotTextError as error:
+                if is_named:
+                    raise UserError(f"{option}{error}") from None
+                skipped.append(f"{file} ({error.reason})")
+        if not of_path:
+            raise UserError(f"{option}no file of {path} is text: {_first_few(skipped)}; name another, or {_ENCODING}")
+        texts += of_path
+    if not skipped:
+        return texts, ()
+    few = _first_few(skipped)
+    num_files = sum(len(files) for files, _ in found)
+    return texts, (f"{option}left out {len(skipped):,} of {num_files:,} files, which are not text: {few}; {_ENCODING}",)
 
 
-def _text_of_file(path: Path, option: str) -> TextRange:
+_ENCODING = f"give --encoding NAME if they are text in another encoding, {BINARY} to take any bytes"
+
+
+def _first_few(names: Sequence[str]) -> str:
+    """Return the first three names as a list."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3:,} more" if len(names) > 3 else "")
+
+
+def _text_of_file(path: Path, encoding: str, progress: Callable[[int], None]) -> TextRange:
+    """Return a whole file.
+
+    Raises:
+        NotTextError: it is an archive, or not text in this encoding.
+    """
     if is_archive(path):
-        raise UserError(
-            f"{option}{path} is an archive; extract it first, or leave it out (a pattern such as 'folder/**/*.txt' "
-            "selects files by suffix)"
-        )
+        raise NotTextError(f"{path} is an archive; extract it first, or leave it out", "an archive")
     if path.suffix.lower() == ".npy":
         return ArrayRange.whole(path)
+    if encoding != BINARY:
+        return check_text(FileRange(path, encoding=encoding), progress)
     text = FileRange(path)
     return text if text.is_compressed else replace(text, stop=text.size())
 
 
-def _files(source: str, option: str) -> list[Path]:
-    """Return the files that a path, folder or glob pattern selects."""
+def _files(source: str, option: str, selection: FileSelection) -> tuple[list[Path], bool]:
+    """Return the files that a path, folder or glob pattern selects, and whether it is the path of one file."""
     if not source:
         raise UserError(f"{option}the path is empty; name a file or folder ('.' is the current one)")
     path = Path(source)
     with as_user_error(f"{option}reading {source}"):
         status = path.stat() if path.exists() else None
+    is_named = False
     if status is None:
         files = glob_files(source) if glob.has_magic(source) else []
         problem = f"no file with text matches the pattern '{source}'; check it ('**' matches any number of folders)"
@@ -254,17 +285,34 @@ def _files(source: str, option: str) -> list[Path]:
         files = list_files(path)
         problem = f"the folder {source} contains no text (hidden and empty files are ignored); name another"
     elif stat.S_ISREG(status.st_mode):
-        files = [path] if status.st_size else []
+        files, is_named = [path] if status.st_size else [], True
         problem = f"the file {source} is empty; leave it out, or name one that contains text"
     else:
         files = list[Path]()
         problem = f"{source} is not a regular file; write its text to a file and name that"
     if not files:
         raise UserError(f"{option}{problem}")
-    return files
+    if not is_named:
+        files = select(files, _folder_of(source), include=selection.include, exclude=selection.exclude)
+        if not files:
+            raise UserError(f"{option}--include and --exclude leave no file of {source}; change their patterns")
+    return files, is_named
 
 
-def _note_repeated_files(texts: Mapping[Any, Sequence[TextRange]]) -> tuple[str, ...]:
+def _folder_of(source: str) -> Path:
+    """Return the folder to which the files of a path, folder or glob pattern are relative."""
+    path = Path(source)
+    if path.is_dir():
+        return path
+    return path.parent if path.exists() else pattern_root(source)
+
+
+def common_folder(paths: Sequence[str]) -> Path:
+    """Return the folder that contains the files of all paths, folders and patterns; moving it renames none of them."""
+    return Path(os.path.commonpath([os.path.abspath(_folder_of(path)) for path in paths]))
+
+
+def note_repeated_files(texts: Mapping[Any, Sequence[TextRange]]) -> tuple[str, ...]:
     """Return a warning if a file occurs more than once, under any path; the message contains the keys."""
     occurrences: dict[tuple[int, int], list[str]] = {}
     for split, split_texts in texts.items():
