@@ -5,6 +5,7 @@ Distinct sizes make a confusion of two dimensions an error.
 
 from __future__ import annotations
 
+import shutil
 import signal
 import sys
 from importlib import import_module
@@ -57,3 +58,24 @@ def tokens():
         return torch.randint(0, 23, (rows, length), generator=torch.Generator().manual_seed(seed))
 
     return draw
+
+
+# run as any user, without a GPU, and request nothing from the network
+BROWSER_FLAGS = [
+    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+    "--disable-component-update", "--disable-sync",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """Headless Chromium."""
+    chromium = shutil.which("chromium")
+    if chromium is None or find_spec("playwright") is None:
+        pytest.skip("needs Chromium and playwright: apt-get install chromium, pip install -e '.[dev]'")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as play:
+        opened = play.chromium.launch(executable_path=chromium, args=BROWSER_FLAGS)
+        yield opened
+        opened.close()

@@ -8,8 +8,6 @@ from __future__ import annotations
 import base64
 import json
 import re
-import shutil
-from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -147,26 +145,7 @@ def test_page_tokens_are_limited_by_size_and_text():
         choose_page_tokens((4, 2), 299, 300)
 
 
-# run as any user, without a GPU, and request nothing from the network
-BROWSER_FLAGS = [
-    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-    "--disable-component-update", "--disable-sync",
-]  # fmt: skip
 TOOLTIP = r"query \d+: .*\nkey \d+: .*, (?P<distance>\d+) back\n(?P<terms>.*)"
-
-
-@pytest.fixture(scope="module")
-def browser():
-    """Headless Chromium."""
-    chromium = shutil.which("chromium")
-    if chromium is None or find_spec("playwright") is None:
-        pytest.skip("needs Chromium and playwright: apt-get install chromium, pip install -e '.[dev]'")
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as play:
-        opened = play.chromium.launch(executable_path=chromium, args=BROWSER_FLAGS)
-        yield opened
-        opened.close()
 
 
 @pytest.fixture
@@ -198,6 +177,22 @@ def check_tooltip(tab, maps, query, key, layer=0, head=0):
         expected = maps.map_QQ(term, layer, head)[query, key]
         tolerance = 1e-3 * abs(expected) if term == "probability" else 1e-3
         assert float(values[title]) == pytest.approx(expected, abs=tolerance + 1e-6), (term, layer, head)
+
+
+def test_first_view_has_a_query_and_shows_where_tokens_begin(tab, maps):
+    """Before anything is selected, the query is the first token with as many keys as any."""
+    query = int(maps.seen_QQ.sum(1).argmax())
+    assert tab.locator("#text span.query").get_attribute("data-index") == str(query)
+    assert tab.locator("#chosen").inner_text().startswith(f"Token {query}: ")
+    assert tab.locator("#strongest tbody tr").count() == 10
+    assert tab.locator("#tip").is_hidden()
+    style = "(e, [part, name]) => getComputedStyle(e, part)[name]"
+    unseen, space = tab.locator("#text span.unseen").last, tab.locator("#text span").nth(1)
+    assert unseen.evaluate(style, [None, "backgroundColor"]) != "rgba(0, 0, 0, 0)"  # each token is a box
+    assert "inset" in unseen.evaluate(style, [None, "boxShadow"])  # with a gap to the next
+    assert (space.inner_text(), space.evaluate(style, ["::before", "content"])) == (" ", '"\u00b7"')
+    tab.set_viewport_size({"width": 390, "height": 844})
+    assert tab.evaluate("document.documentElement.scrollWidth") == 390
 
 
 def test_browser_displays_text_and_values(tab, maps):

@@ -18,7 +18,10 @@ const keyTerm = decodeArray(data.content_bias, Float32Array);
 const distanceTerm = decodeArray(data.position_bias, Float32Array);
 const logDenominator = decodeArray(data.log_denominator, Float32Array); // of each query's softmax
 
-const state = { layer: 0, head: 0, term: data.terms[0].name, query: -1, key: -1, pinned: false };
+// At first, the query is the first token that sees as many keys as any: it is near the start, with all its keys.
+const keysOf = data.first_seen.map((first, query) => query - first + 1);
+const first = keysOf.indexOf(Math.max(...keysOf));
+const state = { layer: 0, head: 0, term: data.terms[0].name, query: first, key: first, pinned: false };
 
 function seen(query, key) {
   return key <= query && key >= data.first_seen[query];
@@ -78,30 +81,30 @@ const spans = data.tokens.map((token, index) => {
   span.setAttribute("role", "button");
   span.setAttribute("aria-label", `token ${index}: ${token.name}`);
   if (token.odd) span.className = "odd";
+  else span.dataset.spaces = "\u00b7".repeat(token.shown.search(/[^ ]|$/)); // drawn over the spaces, not part of the text
   return span;
 });
 
 function paintText() {
-  const range = state.query < 0 ? [0, 1] : rangeOf([state.query]);
+  const range = rangeOf([state.query]);
   spans.forEach((span, index) => {
-    const isSeen = state.query >= 0 && seen(state.query, index);
+    const isSeen = seen(state.query, index);
     const rgb = isSeen ? colour(value(state.query, index), range) : null;
     span.style.background = rgb ? cssColour(rgb) : "";
     span.style.color = rgb ? textColour(rgb) : "";
-    span.classList.toggle("unseen", state.query >= 0 && !isSeen);
+    span.classList.toggle("unseen", !isSeen);
     span.classList.toggle("query", index === state.query);
     span.setAttribute("aria-pressed", String(state.pinned && index === state.query));
   });
-  element("lowest").textContent = state.query < 0 ? "lowest" : format(range[0]);
-  element("highest").textContent = state.query < 0 ? "highest" : format(range[1]);
-  element("meaning").textContent = state.query < 0 ? "" : "over the keys that the framed token sees";
+  element("lowest").textContent = format(range[0]);
+  element("highest").textContent = format(range[1]);
+  element("meaning").textContent = "over the keys that the framed token sees";
   element("release").disabled = !state.pinned;
 }
 
 function paintTable() {
   const table = element("strongest");
   while (table.rows.length) table.deleteRow(0);
-  if (state.query < 0) return;
   element("chosen").textContent = `Token ${state.query}: ${nameOf(state.query)}`;
   const keys = [];
   for (let key = data.first_seen[state.query]; key <= state.query; key++) keys.push([key, termsOf(state.query, key)]);
@@ -198,7 +201,8 @@ function focusOn(index) {
 
 const text = element("text");
 text.classList.toggle("words", data.spaced);
-text.append(...spans);
+// lines break between words; <wbr> allows that where the words have no space in the document
+for (const span of spans) text.append(span, ...(data.spaced ? [document.createElement("wbr")] : []));
 text.addEventListener("pointermove", (event) => {
   const span = event.target.closest("[data-index]");
   if (span) selectSpan(span, event.clientX, event.clientY);
@@ -254,4 +258,5 @@ data.colours.forEach((rgb, index) => {
   scale.fillRect(index, 0, 1, 1);
 });
 paintText();
+paintTable();
 paintMap();

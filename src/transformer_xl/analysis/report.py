@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from base64 import b64encode
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
 _STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 56rem; margin: 2rem auto; padding: 0 1rem; color: #1a1a1a; }
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 56rem; margin: 2rem auto; padding: 0 1rem; color: #1a1a1a;
+  background: #fff; overflow-wrap: anywhere; }
 h1 { font-size: 1.7rem; } h2 { font-size: 1.2rem; margin-top: 2.2rem; }
-table { border-collapse: collapse; width: 100%; } th, td { padding: .3rem .6rem; text-align: right; }
-th:first-child, td:first-child { text-align: left; white-space: nowrap; } th { border-bottom: 2px solid #888; }
-td { border-bottom: 1px solid #ddd; } svg, img { max-width: 100%; height: auto; }
-pre { background: #f5f5f2; padding: .8rem; overflow-x: auto; white-space: pre-wrap; overflow-wrap: anywhere; }
+.wide { overflow-x: auto; margin: 1rem 0; }
+.wide svg { width: 100%; min-width: 30rem; max-width: 50rem; height: auto; display: block; }
+img { max-width: 100%; height: auto; }
+table { border-collapse: collapse; width: 100%; overflow-wrap: normal; }
+th, td { padding: .3rem .6rem; text-align: right; border-bottom: 1px solid #ddd; vertical-align: top; }
+th:first-child, td:first-child { text-align: left; padding-left: 0; } thead th { border-bottom: 2px solid #888; }
+.facts th { font-weight: normal; color: #555; white-space: nowrap; }
+.facts td { text-align: left; overflow-wrap: anywhere; }
+pre { background: #f5f5f2; padding: .8rem; white-space: pre-wrap; overflow-wrap: anywhere; }
+pre mark { background: #cfe3f3; color: inherit; font-weight: bold; }
+details { margin: .8rem 0; } summary { cursor: pointer; }
 """
 
 
@@ -46,6 +54,21 @@ def verbatim(text: str) -> str:
     return f"<pre>{escape(text)}</pre>"
 
 
+def details(summary: str, text: str) -> str:
+    """Return preformatted text that is hidden until the reader opens it."""
+    return f"<details><summary>{escape(summary)}</summary>{verbatim(text)}</details>"
+
+
+def sample(prompt: str, continuation: str) -> str:
+    """Return generated text after its prompt, which is marked."""
+    return f"<pre><mark>{escape(prompt)}</mark>{escape(continuation)}</pre>"
+
+
+def chart(svg: str) -> str:
+    """Return an SVG element that scrolls by itself where it is wider than the screen."""
+    return f'<div class="wide">{svg}</div>'
+
+
 def image(png: bytes, title: str) -> str:
     """Return a PNG image, embedded in the page as base64."""
     return f'<p><img alt="{escape(title)}" src="data:image/png;base64,{b64encode(png).decode()}"></p>'
@@ -57,7 +80,16 @@ def link(target: str, text: str) -> str:
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table; the first column is left-aligned, the others right-aligned."""
+    """Return a table; the first column is left-aligned, the others right-aligned.
+
+    It scrolls by itself where it is wider than the screen.
+    """
     head = "".join(f"<th>{escape(column)}</th>" for column in columns)
     lines = ("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
+    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
+
+
+def facts(values: Mapping[str, str]) -> str:
+    """Return a table of names and values."""
+    rows = (f'<tr><th scope="row">{escape(name)}</th><td>{escape(value)}</td></tr>' for name, value in values.items())
+    return f'<table class="facts">{"".join(rows)}</table>'

@@ -48,6 +48,9 @@ def demo(
             "prompt": PROMPT,
             "sample": result.sample,
             "seconds": result.seconds,
+            "parameters": result.parameters,
+            "date": result.date,
+            **result.environment,
         }
         print_json(values)
     else:

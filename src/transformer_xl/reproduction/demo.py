@@ -10,18 +10,31 @@ import lzma
 import shutil
 import time
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from transformer_xl import __version__
 from transformer_xl.analysis.plots import Line, draw
-from transformer_xl.analysis.report import heading, page, paragraph, table, verbatim
+from transformer_xl.analysis.report import (
+    chart,
+    details,
+    facts,
+    heading,
+    page,
+    paragraph,
+    sample,
+    table,
+    verbatim,
+)
 from transformer_xl.config import EvaluationConfig, UserError, load_recipe
-from transformer_xl.device import choose_device
+from transformer_xl.device import choose_device, environment, resolve_dtype
 from transformer_xl.evaluation.evaluate import evaluate
 from transformer_xl.files import as_user_error, quoted, write_text
 from transformer_xl.generation.generate import generate
 from transformer_xl.progress import ProgressBar, say
-from transformer_xl.run_folder import RunFolder
+from transformer_xl.run_folder import RunFolder, config_text
+from transformer_xl.text.parallel import num_cores
 from transformer_xl.text.prepare import prepare
 from transformer_xl.training.train import TrainResult, train
 
@@ -48,6 +61,12 @@ class DemoResult:
     """Text that the model generated after PROMPT."""
     seconds: float = 0.0
     """Duration of the whole demo."""
+    parameters: int = 0
+    """Number of parameters of the model."""
+    date: str = ""
+    """Local time at which the demo started, with the offset from UTC, as in ISO 8601."""
+    environment: dict[str, Any] = field(default_factory=dict)
+    """Device, processor, cores, threads and versions."""
 
     @property
     def num_bytes(self) -> int:
@@ -86,7 +105,7 @@ def run_demo(
     Raises:
         UserError: the recipe or device does not exist, or the folder contains anything but an earlier demo.
     """
-    start = time.perf_counter()
+    start, date = time.perf_counter(), datetime.now().astimezone().isoformat(sep=" ", timespec="minutes")
     load_recipe(recipe)
     choose_device(device)
     if max_tokens < 1:
@@ -112,8 +131,18 @@ def run_demo(
         "gzip -9": 8 * len(gzip.compress(content, 9)) / len(content),
         "xz -9": 8 * len(lzma.compress(content, preset=9)) / len(content),
     }
-    sample = generate(run, PROMPT, max_new_tokens=400, temperature=0.7, seed=1).text
-    result = DemoResult(trained, report, evaluations, compressors, sample, time.perf_counter() - start)
+    text = generate(run, PROMPT, max_new_tokens=400, temperature=0.7, seed=1).text
+    result = DemoResult(
+        trained,
+        report,
+        evaluations,
+        compressors,
+        text,
+        time.perf_counter() - start,
+        run.model.num_parameters(),
+        date,
+        {**environment(choose_device(trained.device)), "cores": num_cores()},
+    )
     write_text(report, demo_page(result, corpus.source))
     return result
 
@@ -152,16 +181,19 @@ def demo_page(result: DemoResult, source: str) -> str:
                 "byte."
             ),
             table(COLUMNS, result.rows()),
+            heading("Model, training and machine"),
+            facts(_facts(result, folder)),
+            details("All settings of the run (config.yaml)", config_text(folder.config)),
             heading("Training"),
-            _training_chart(folder),
+            chart(_training_chart(folder)),
             heading("Does memory help?"),
             paragraph("The same weights, evaluated with different memory lengths. Lower is better."),
-            _memory_chart(result),
+            chart(_memory_chart(result)),
             heading("A sample"),
             paragraph(
-                f"The first {len(PROMPT)} characters are the prompt, the rest is generated (temperature 0.7, top-k 40)."
+                "The marked text is the prompt; the model generated the rest (temperature 0.7, top-k 40, seed 1)."
             ),
-            verbatim(PROMPT + result.sample),
+            sample(PROMPT, result.sample),
             heading("What to try next"),
             verbatim(
                 f"txl evaluate {quoted(folder.path)} --sweep-memory-length 0,64,256,1024\n"
@@ -171,6 +203,25 @@ def demo_page(result: DemoResult, source: str) -> str:
             ),
         ],
     )
+
+
+def _facts(result: DemoResult, folder: RunFolder) -> dict[str, str]:
+    """Return what the figures depend on: model, training, machine and date."""
+    model, train_config, where = folder.config.model, folder.config.train, result.environment
+    dtype = resolve_dtype(choose_device(result.training.device), train_config.dtype)
+    return {
+        "parameters": f"{result.parameters:,}",
+        "model": f"{model.architecture}, {model.n_layers} layers, d_model {model.d_model}, vocabulary of "
+        f"{model.vocab_size:,} bytes",
+        "training": f"{train_config.max_steps:,} steps of {train_config.batch_size} x {train_config.segment_length} "
+        f"bytes, memory length {train_config.memory_length}, {train_config.optimizer}, learning rate "
+        f"{train_config.learning_rate:g} ({train_config.lr_schedule}), {dtype}, seed {train_config.seed}",
+        "training time": f"{result.training.seconds:,.0f} seconds",
+        "device": where["device"],
+        "processor": f"{where['processor']} ({where['machine']}); cores: {where['cores']}, threads: {where['threads']}",
+        "software": f"transformer-xl {__version__}, torch {where['torch']}, Python {where['python']}",
+        "date": result.date,
+    }
 
 
 def _training_chart(folder: RunFolder) -> str:

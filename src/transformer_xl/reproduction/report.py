@@ -13,7 +13,7 @@ from typing import Any
 from transformer_xl.analysis.evaluation_speed import COLUMNS, speed_tables
 from transformer_xl.analysis.gain_curves import draw_gains
 from transformer_xl.analysis.plots import to_svg
-from transformer_xl.analysis.report import heading, image, link, page, paragraph, table, verbatim
+from transformer_xl.analysis.report import chart, heading, image, link, page, paragraph, table, verbatim
 from transformer_xl.files import write_json, write_text
 from transformer_xl.reproduction import ablation, context_table
 from transformer_xl.reproduction.reproduction import REPORT, report_damage
@@ -83,7 +83,7 @@ def _ablation(results: Results, _: Path) -> list[str]:
             "lower is better. Initial: with the attention window of training. The paper reports word perplexities."
         ),
         table(ablation.COLUMNS, ablation.table_rows(systems)),
-        ablation.chart(systems),
+        chart(ablation.chart(systems)),
         heading("At equal memory (table 10)"),
         paragraph(
             f"{ablation.equal_memory_title(systems)}. Without recurrence segments may be longer until a training step "
@@ -114,7 +114,7 @@ def _context(results: Results, _: Path) -> list[str]:
         ),
         *(table(context_table.COLUMNS, rows) for rows in context_table.table_rows(results["groups"])),
         *(
-            to_svg(draw_gains(group))
+            chart(to_svg(draw_gains(group)))
             for group in results["groups"]
             if group["trained_with_seed"] == first["trained_with_seed"]
         ),

@@ -1,0 +1,75 @@
+"""The report of the demo says what its figures depend on, marks the prompt, and fits the screen of a phone."""
+
+from __future__ import annotations
+
+import re
+from datetime import datetime
+from html import unescape
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from refusals import txl
+
+from transformer_xl.device import environment
+from transformer_xl.reproduction import demo
+from transformer_xl.text.prepare import prepare
+
+RECIPE = {
+    "model": {"vocab_size": 256, "n_layers": 1, "d_model": 16, "n_heads": 2, "d_ff": 16},
+    "train": {"segment_length": 8, "memory_length": 8, "batch_size": 2, "max_steps": 3, "learning_rate": 0.002,
+              "warmup_steps": 1, "eval_interval": 3, "eval_tokens": 64},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+    """The JSON output and the report of a demo on a small text."""
+    folder = tmp_path_factory.mktemp("demo")
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
+    (folder / "text.txt").write_text("".join(f"<line {number}>\n" for number in range(400)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(demo, "prepare", lambda _, out: prepare(folder / "text.txt", out, tokenizer="byte"))
+        patch.setattr(demo, "PROMPT", "class <Queue>:")
+        words = ["demo", "--recipe", folder / "recipe.yaml", "--out", folder / "out", "--max-tokens=100", "--json"]
+        result = txl(*words, "--device=cpu")
+    assert result.status == 0, result.err
+    return result.object, folder / "out" / "report.html"
+
+
+def test_report_has_parameters_settings_machine_and_date(report: tuple[dict[str, Any], Path]) -> None:
+    values, file = report
+    page = file.read_text()
+    machine = environment(torch.device("cpu"))
+    assert abs((datetime.now().astimezone() - datetime.fromisoformat(values["date"])).total_seconds()) < 1000
+    assert (values["processor"], values["cores"] >= 1) == (machine["processor"], True)
+    facts = dict(re.findall(r'<tr><th scope="row">(.*?)</th><td>(.*?)</td></tr>', page))
+    assert facts["parameters"] == f"{values['parameters']:,}"
+    assert facts["date"] == values["date"]
+    assert {"3 steps of 2 x 8 bytes", "learning rate 0.002 (cosine)"} <= set(re.split(", (?!float)", facts["training"]))
+    assert unescape(facts["processor"]).startswith(
+        f"{machine['processor']} ({machine['machine']}); cores: {values['cores']}, "
+    )
+    assert f"torch {torch.__version__}, Python" in facts["software"]
+    assert "  warmup_steps: 1\n" in page  # the whole config.yaml
+
+
+def test_prompt_is_marked_in_the_sample(report: tuple[dict[str, Any], Path]) -> None:
+    values, file = report
+    marked = re.search(r"<pre><mark>(.*?)</mark>(.*?)</pre>", file.read_text(), flags=re.DOTALL)
+    assert marked is not None
+    assert [unescape(part) for part in marked.groups()] == [values["prompt"], values["sample"]]
+
+
+def test_report_fits_the_screen_of_a_phone(report: tuple[dict[str, Any], Path], browser: Any) -> None:
+    """Only tables and charts scroll sideways, in themselves."""
+    tab = browser.new_page(viewport={"width": 390, "height": 844}, is_mobile=True)
+    tab.goto(report[1].as_uri())
+    tab.locator("summary").click()
+    assert tab.evaluate("[document.documentElement.scrollWidth, innerWidth]") == [390, 390]
+    widths = tab.locator("svg").evaluate_all("all => all.map(svg => svg.getBoundingClientRect().width)")
+    assert len(widths) == 2
+    assert min(widths) > 390  # charts are not shrunk until their labels cannot be read
+    tab.close()
