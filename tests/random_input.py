@@ -74,7 +74,7 @@ FLOATS = ["0", "0.1", "0.5", "1", "2", "1e-3"]
 WRONG_FLOATS = ["-1", "nan", "inf", "-inf", "1e308", "1e-320", "1e999", "1000000"]
 WORDS = ["", "abc", "1.5", "1e3", "0x10", " 5", "1_000", "\u0663", "none", "auto", "true", "-", "--", "5,7", "x" * 2000]
 TAKES_MINUTES = {"layers", "cudagraphs"}  # they start a C++ compiler
-# flags that say how much to do: a large number is no mistake, and takes long
+# flags that say how much to do: a large number is no mistake, and takes long; none never ends
 WORK = ["--train.max-steps", "--max-new-tokens", "--num-samples", "--num-beams", "--repeats", "--num-positions"]
 # flags that keep the work small, unless they are drawn
 SMALL: dict[str, dict[str, str]] = {
@@ -121,10 +121,10 @@ def _value(draw: random.Random, argument: Argument) -> str:
     if argument.name in RIGHT:
         right = 0.9 if argument.index is not None else 0.75  # with a wrong run, no command gets further
         return draw.choice(RIGHT[argument.name] if mode < right else EVERYTHING)
+    if argument.name in WORK:
+        return draw.choice(INTEGERS if mode < 0.5 else ["0", "-1", "2147483648"])
     if choices and (mode < 0.6 or not {int, float}.intersection(kinds)):
         return draw.choice([choice for choice in choices if choice not in TAKES_MINUTES])
-    if argument.name in WORK and mode > 0.5:
-        return draw.choice(["0", "-1", "2147483648"])
     if int in kinds:
         return draw.choice(INTEGERS if mode < 0.5 else WRONG_INTEGERS)
     if float in kinds:

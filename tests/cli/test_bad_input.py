@@ -88,6 +88,7 @@ BAD_COMMANDS = [
     (f"{TRAIN} --model.memory_length=5", "Did you mean --train.memory-length"),
     (f"{TRAIN} --n-layer 5", r"Did you mean --model.n-layers\?"),
     (f"{TRAIN} --epochs 5", "no option --epochs: training is counted in steps .*; give --train.max-steps"),
+    ("convert run -- new --json", "--json stands after --, which ends the options"),
     ("evaluate run --mem-len 5", r"Did you mean --memory-length\?"),
     ("generate run --max-length 5", r"Did you mean --max-new-tokens\?"),
     ("train enwik8-12 --corpus corpus", r"no recipe 'enwik8-12' \(did you mean 'enwik8-12l'\?\)"),

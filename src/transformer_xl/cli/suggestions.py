@@ -48,6 +48,8 @@ def unknown_flag(flag: str, known: Sequence[str]) -> str:
         known: the flags of the command, such as `--train.learning-rate`.
     """
     text, name = f"no option {flag}", flag.lstrip("-").split("=")[0].rpartition(".")[2].replace("_", "-").lower()
+    if flag.split("=")[0] in known:
+        return f"{flag} stands after --, which ends the options; write options before it"
     if name in _ADVICE and "--train.max-steps" in known:
         return f"{text}: {_ADVICE[name]}"
     flags = [option for option in dict.fromkeys(known) if option.startswith("--") and "*" not in option]
