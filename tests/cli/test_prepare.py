@@ -77,6 +77,29 @@ def test_files_for_each_split_and_the_recipe_whose_batch_fits(length: int, recip
     assert Corpus.open("corpus").split("train").num_documents == 2
 
 
+def test_flags_that_select_decode_and_split_files() -> None:
+    """Many files are drawn whole; a file that is not text is left out with a note, which counts and names it."""
+    contents = {f"{index}.txt": f"caf\u00e9 {index}\n" for index in range(200)} | {"long.log": "no\n" * 9}
+    folder = make_files(Path("d"), {name: text.encode("latin-1") for name, text in contents.items()})
+    (folder / "0.png").write_bytes(b"\x89PNG\0")
+    prepared = txl(
+        "prepare", "d", "--include", "*.txt", "--include", "*.png", "--exclude", "7.*", "--encoding", "latin-1"
+    )
+    assert (prepared.status, prepared.err.count("\n")) == (0, 1)
+    assert prepared.err.startswith(
+        "note: left out 1 of 200 files, which are not text: d/0.png (it has a NUL byte); give"
+    )
+    assert "d; files drawn at random with seed 1: 179 train, 10 valid, 10 test\n" in prepared.out
+    lines = decoded("corpora/d", "train", "valid", "test").decode().splitlines(keepends=True)
+    assert sorted(lines) == sorted(text for name, text in contents.items() if name not in ("7.txt", "long.log"))
+    texts = {
+        seed: prepare("d", "--exclude", "*.png", "--encoding", "latin-1", "--seed", seed, "--out", seed)
+        for seed in "12"
+    }
+    assert decoded("1", "test") != decoded("2", "test")
+    assert "seed 2" in texts["2"]["source"] == Corpus.open("2").source
+
+
 def test_flags_of_the_word_tokenizer() -> None:
     facts = prepare("text.txt", "--tokenizer", "word", "--out", "plain")
     assert facts["splits"]["valid"]["num_unknown"] > 0 == facts["splits"]["train"]["num_unknown"]
@@ -92,7 +115,7 @@ def test_flags_of_the_word_tokenizer() -> None:
     for flag in ("", "--split-punctuation", "--no-split-punctuation"):
         words = ["--tokenizer", "word", "--vocab-size", "21", *flag.split(), "--out", f"d{flag}"]
         assert bool(re.search(note, txl("prepare", "text.txt", *words).err)) is not bool(flag)
-    Path("words.txt").write_bytes(b"<eos>\n<unk>\nthe\ncat\n")
+    Path("words.txt").write_bytes(b"\xef\xbb\xbf<eos>\n<unk>\nthe\ncat\n")
     assert prepare("text.txt", "--tokenizer", "word", "--vocab-file", "words.txt", "--out", "file")["vocab_size"] == 4
     # the cat no. 0 sat, <eos> and: all words but the first two are unknown
     assert token_ids("file", "train")[:7] == [2, 3, 1, 1, 1, 0, 1]

@@ -111,7 +111,7 @@ def test_score_reads_standard_input(folder: Path, records, monkeypatch: pytest.M
 
 def test_compressed_text_is_decompressed(folder: Path) -> None:
     shutil.copy(folder / "document0.txt", folder / "text")
-    (folder / "text.gz").write_bytes(gzip.compress((folder / "text").read_bytes()))
+    (folder / "text.gz").write_bytes(gzip.compress(b"\xef\xbb\xbf" + (folder / "text").read_bytes()))
     plain, compressed = (
         [
             {**json_lines(txl("score", folder / "run", file, "--per", "file", "--json"))[0], "file": None},

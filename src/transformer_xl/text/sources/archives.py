@@ -168,13 +168,13 @@ class FileRange:
 
 
 def read_text_file(path: Path) -> bytes:
-    """Return the whole content of a text file, decompressed if its suffix is one of `COMPRESSED_SUFFIXES`.
+    """Return the content of a text file without byte order mark, decompressed if it has a suffix of compression.
 
     Raises:
         UserError: the file cannot be read, or is damaged.
     """
     with _open_text(path, "") as file:
-        return file.read()
+        return file.read().removeprefix(codecs.BOM_UTF8)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ of first occurrence, so the tokenizer does not depend on the number of processes
 
 from __future__ import annotations
 
+import codecs
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -143,7 +144,7 @@ _MAX_TOTAL = 2**63 - 1  # of all counts, so that sums fit into int64
 
 def _read_words(config: TokenizerConfig, file: str) -> WordTokenizer:
     """Read the words of a file, one per line, and their counts if all lines have counts in descending order."""
-    content = read_bytes(Path(file))
+    content = read_bytes(Path(file)).removeprefix(codecs.BOM_UTF8)
     with document_errors(file):
         decode_utf8(content)
     lines = [line.split() for line in content.splitlines() if line.strip()]
