@@ -72,8 +72,8 @@ class ProgressBarCallback(Callback):
         if trainer.corpus.tokenizer.kind in ("byte", "char"):  # whose tokens are bytes or characters, not words
             quality = f"{metrics['bits_per_byte']:.3f} bits/byte"
         else:
-            # ppl: perplexity
-            quality = f"ppl {math.exp(min(metrics['nats_per_token'], 99)):.1f}"  # min, against overflow
+            # ppl: perplexity; per token, which for BPE is not the figure of papers
+            quality = f"ppl/token {math.exp(min(metrics['nats_per_token'], 99)):.1f}"  # min, against overflow
         loss = f"loss {metrics['nats_per_token']:.3f} " if metrics["split"] == "train" else "valid "
         self._metrics[metrics["split"]] = f"{loss}{quality}, "
 
