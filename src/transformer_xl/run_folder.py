@@ -28,7 +28,7 @@ from transformer_xl.device import choose_device
 from transformer_xl.files import as_path, as_user_error, atomic_folder, json_digest, quoted, read_bytes, write_json
 from transformer_xl.model.build import build_model
 from transformer_xl.model.language_model import LanguageModel
-from transformer_xl.tensor_file import DAMAGED, load_tensors, save_tensors
+from transformer_xl.tensor_file import DAMAGED, check_exists, load_tensors, save_tensors
 from transformer_xl.text.token_store import Corpus
 from transformer_xl.text.tokenizers import Tokenizer, describe_difference, fingerprint, load_tokenizer, save_tokenizer
 
@@ -89,6 +89,7 @@ class CheckpointRecord(Settings):
             UserError: the file is missing, truncated or altered.
         """
         file = checkpoint / "training.json"
+        check_exists(file)
         content = read_bytes(file)
         try:
             contents = json.loads(content)
@@ -112,6 +113,7 @@ class CheckpointRecord(Settings):
         """
         for index, (name, expected) in enumerate(sorted(self.files.items())):
             file = checkpoint / "training" / name
+            check_exists(file)
             with as_user_error(f"reading {file}"):
                 if index % size == rank and file_digest(file) != expected:
                     raise UserError(DAMAGED.format(file, "its checksum does not match its contents"))

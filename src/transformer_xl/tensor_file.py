@@ -16,7 +16,8 @@ from torch import Tensor
 from transformer_xl.config import UserError
 from transformer_xl.files import as_user_error, atomic_file
 
-DAMAGED = "{} is damaged ({}); copy it again; if it is in a step-N folder, delete that to resume from an earlier one"
+_ADVICE = "copy it again; if it is in a step-N folder, delete that to resume from an earlier one"
+DAMAGED = f"{{}} is damaged ({{}}); {_ADVICE}"
 """Message for a damaged file, to be formatted with its path and the reason."""
 
 _KEY = "transformer_xl"  # of the entry in the metadata of the safetensors header
@@ -54,12 +55,24 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[
     path.chmod(mode)
 
 
+def check_exists(path: Path) -> None:
+    """Check that a file of a run is there.
+
+    Raises:
+        UserError: it is missing, or the file system refuses to look.
+    """
+    with as_user_error(f"reading {path}"):
+        if not path.exists():
+            raise UserError(f"{path} is missing; {_ADVICE}")
+
+
 def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Read a file written by `save_tensors`; return the tensors (on the CPU) and the metadata.
 
     Raises:
         UserError: the file is missing, truncated or altered.
     """
+    check_exists(path)
     with as_user_error(f"reading {path}"):
         path.open("rb").close()
     try:

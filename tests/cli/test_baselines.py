@@ -39,6 +39,13 @@ def test_baselines_evaluate_and_generate(folder: Path) -> None:
         assert (info["attn_implementation"], info["model"]["architecture"]) == (None, name)
 
 
+def test_advice_of_the_warning_on_windows_can_be_followed(folder: Path) -> None:
+    """Without a memory, no memory length fills the window."""
+    command = ["evaluate", folder / "al-rfou", "--max-tokens", "50", "--json", "--attention-window", "4"]
+    assert "al-rfou has no memory, so give method sliding-window to fill the window" in txl(*command).err
+    assert txl(*command, "--method", "sliding-window").err == ""
+
+
 def test_architecture_flag_drops_settings_that_it_does_not_have(folder: Path) -> None:
     """The recipe sets the heads of a transformer; an LSTM has none."""
     flags = f"{SIZES} {SHORT} --model.architecture lstm"

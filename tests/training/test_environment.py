@@ -32,7 +32,7 @@ def set_environment(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]
     ("changed", "message"),  # None removes a variable
     [
         ({"WORLD_SIZE": "abc"}, "WORLD_SIZE: .*valid integer.*'abc'"),
-        ({"RANK": None}, "RANK: Field required"),
+        ({"RANK": None}, "RANK: missing"),
         ({"RANK": "5"}, "RANK 5 must be below WORLD_SIZE 2"),
         ({"MASTER_PORT": "70000"}, "MASTER_PORT: .*less than or equal to 65535.*'70000'"),
     ],

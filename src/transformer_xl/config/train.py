@@ -129,6 +129,16 @@ class TrainConfig(Settings):
         return self
 
     @property
+    def unused(self) -> dict[str, str]:
+        """Settings without effect, each with what it needs; a recipe may state them, as it states all settings."""
+        needed = {
+            "muon_momentum": "" if self.optimizer == "muon" else "optimizer muon",
+            "ema_decay": "" if self.weight_average == "ema" else "weight_average ema",
+            "average_start_step": "" if self.weight_average != "none" else "weight_average ema or uniform",
+        }
+        return {name: need for name, need in needed.items() if need}
+
+    @property
     def num_doublings(self) -> int:
         """How often initial_segment_length doubles to segment_length; 0 if they are equal or not a power of 2 apart."""
         ratio, remainder = divmod(self.segment_length, self.initial_segment_length or self.segment_length)

@@ -54,6 +54,8 @@ class EvaluationPlan:
     """How the text is read: the module of this package with that name."""
     dynamic: DynamicConfig = field(default_factory=DynamicConfig)
     """Settings that only method dynamic uses."""
+    memoryless: str = ""
+    """Name of the architecture if it has no memory."""
     train_tokens_K: Tokens | None = field(default=None, repr=False, compare=False)
     """Token ids of the training text, which method dynamic needs with the optimizer rms."""
 
@@ -100,6 +102,7 @@ class EvaluationPlan:
             dtype=merged.dtype,
             method=merged.method,
             dynamic=merged.dynamic,
+            memoryless="" if run.model.has_memory else run.model.architecture,
             train_tokens_K=train_split.tokens if train_split else None,
         )
 
@@ -138,10 +141,12 @@ class EvaluationPlan:
             warnings.append("this device has no bfloat16 instructions and emulates them; float32 is faster and exact")
         memory_length, window = self.context_limits.memory_length, self.context_limits.attention_window
         if self.method == "memory" and window is not None and memory_length < window - 1:
+            advice = f"give memory-length {window - 1} to fill the window"
+            if self.memoryless:
+                advice = f"{self.memoryless} has no memory, so give method sliding-window to fill the window"
             warnings.append(
                 f"memory-length {memory_length:,} is too short for attention-window {window:,}: depending on its "
-                f"position in the segment, a token sees as few as {memory_length + 1:,} keys; "
-                f"give memory-length {window - 1} to fill the window"
+                f"position in the segment, a token sees as few as {memory_length + 1:,} keys; {advice}"
             )
         return warnings
 

@@ -188,7 +188,9 @@ def process_group(choose: Callable[[], torch.device]) -> Iterator[DistributedCon
         yield DistributedContext(device=choose())
         return
     variables = {name: os.environ[name] for name in _Environment.model_fields if name in os.environ}
-    environment = check_settings(_Environment, variables, f"environment variables of torchrun ({_USE_TORCHRUN})")
+    environment = check_settings(
+        _Environment, variables, f"WORLD_SIZE needs the variables of torchrun ({_USE_TORCHRUN})"
+    )
     rank, size = environment.RANK, environment.WORLD_SIZE
     store: dist.Store | None = None
     group_name = f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}, group {next(_group_indices)}"

@@ -20,6 +20,7 @@ import torch
 from transformer_xl.config import (
     INT32_MAX,
     RunConfig,
+    TrainConfig,
     UserError,
     check_type,
     load_recipe,
@@ -258,6 +259,8 @@ def _start(
                 f"{path} contains a run with other settings; resume it with --resume {quoted(path)}, or "
                 "choose another --run"
             )
+        if overrides["train"].get("parallelism") == "fsdp" and world.size == 1:
+            log("note: train.parallelism fsdp has no effect with one process")
     restarted = world.any(exists)
     trainer = Trainer(RunFolder(path, checked, corpus.tokenizer), corpus, world.device, world=world)
     with world.raise_together():  # after building the model, so that one that does not fit into memory leaves no folder
@@ -287,7 +290,8 @@ def _check_settings(
     else:
         settings = merge(overrides)
     # check the settings before reading the corpus, with the largest vocabulary size because its size is still unknown
-    run_settings(merge(settings, {"model": {"vocab_size": INT32_MAX}}), "settings")
+    checked = run_settings(merge(settings, {"model": {"vocab_size": INT32_MAX}}), "settings")
+    _refuse_unused(overrides["train"], checked.train)
     corpus = Corpus.open(corpus_path)
     reference = {
         "path": str(corpus_path.resolve()),
@@ -302,6 +306,13 @@ def _check_settings(
         log(f"adaptive softmax with cutoffs {', '.join(map(str, cutoffs))}" if cutoffs else "softmax without cutoffs")
         checked = run_settings(merge(settings, {"model": {"cutoffs": cutoffs}}), "settings")
     return checked, corpus
+
+
+def _refuse_unused(given: Overrides, train: TrainConfig) -> None:
+    """Refuse settings that were given for this run and have no effect; those of a recipe are not given for it."""
+    for name, need in train.unused.items():
+        if name in given:
+            raise UserError(f"train.{name} has no effect without {need}; give that too, or leave it out")
 
 
 def _resume(
@@ -321,6 +332,7 @@ def _resume(
             if name not in _CHANGEABLE:
                 raise UserError(f"train.{name} cannot change within a run; start a new one with --run DIR")
         config = run_settings(merge(folder.config.model_dump(), overrides), "settings")
+        _refuse_unused(overrides["train"], config.train)
         corpus = folder.open_corpus(corpus_path)
         if folder.config.corpus and folder.config.corpus.train_sha256 != corpus.record.splits["train"].sha256:
             raise UserError(f"{corpus.path} has a different training text than {path}; pass the corpus of the run")
