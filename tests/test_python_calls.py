@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from training_runs import MODEL, TRAIN, letters
+from typing_extensions import override
 
 from transformer_xl import (
     Callback,
@@ -149,3 +152,85 @@ def test_wrong_arguments_raise_one_clear_line(run: Run, corpus: Corpus, tmp_path
     with pytest.raises(UserError, match=rf"^[^\n]*{re.escape(message)}[^\n]*$"):
         WRONG_CALLS[message](run, corpus, tmp_path / "new")
     assert not (tmp_path / "new").exists()
+
+
+@pytest.fixture(scope="module")
+def shown(run: Run, corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Everything that a notebook prints, each with much in it: long texts, a large vocabulary and a large batch."""
+    words = [f"word{number}" for number in range(5000)]
+    vocabulary = prepare(documents=[" ".join(words)], out=tmp_path_factory.mktemp("w") / "words", tokenizer="word")
+    long = "<b>a & b</b>\n\u20ac " * 10_000
+    training, inference = run.model.initial_memory(257), run.model.inference_memory(257)
+    (completion,) = generate(run, [long], max_new_tokens=3, max_prompt_tokens=5, logprobs=True)
+    return {
+        "run": run,
+        "corpus": corpus,
+        "words": vocabulary.tokenizer,
+        "split": corpus.split("train"),
+        "result": resume(run, progress=False),
+        "evaluation": evaluate(run, max_tokens=31),
+        "scores": score(run, [long[:2000]] * 12),
+        "line": next(score(run, "a\nb")[0].lines()),
+        "completion": completion,
+        "stream": stream(run, "a"),
+        "hidden states": training,
+        "cache": training.layers[0],
+        "keys and values": inference,
+        "key cache": inference.layers[0],
+    }
+
+
+def test_reprs_are_short(shown: dict[str, Any]) -> None:
+    for value in shown.values():
+        for item in value if isinstance(value, list) else [value]:
+            text = repr(item)
+            assert "\n" not in text
+            assert len(text) <= 600, text
+    assert "hidden=float32[257, 11, 14]" in repr(shown["hidden states"])
+    assert re.match(r"Run\(path='.*/run', model='transformer-xl, [0-9,]+ parameters'", repr(shown["run"]))
+    assert repr(shown["words"]) == f"WordTokenizer(vocab_size={shown['words'].vocab_size})"
+    assert re.search("train='[0-9,]+ tokens of [0-9,]+ bytes, documents: [0-9]+'", repr(shown["corpus"]))
+
+
+class TagCounter(HTMLParser):
+    """Counts the tags that are open, and collects the text and the tooltips of the rest."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.text, self.tooltips = "", list[str | None]()
+        self.feed(html)
+        self.close()
+
+    @override
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.open.append(tag)
+        self.tooltips += [value for name, value in attrs if name == "title"]
+
+    @override
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    @override
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_notebooks_show_bounded_and_escaped_html(shown: dict[str, Any]) -> None:
+    for value in shown.values():
+        html = value._repr_html_()
+        page = TagCounter(html)
+        assert page.open == []
+        assert len(html) < 1_000_000
+        assert "<script" not in html
+    text = TagCounter(shown["scores"][:1][0]._repr_html_())
+    assert "<b>a & b</b>\u21b5\n\u20ac <b>" in text.text
+    assert "more tokens" in text.text
+    assert len(text.tooltips) <= 1000
+    # the tooltip has the loss of the tokens in nats
+    (line,) = score(shown["run"], "\u20ac")
+    assert TagCounter(line._repr_html_()).tooltips == [
+        f"3 tokens, {line.sums.nats:.2f} nats, probability {math.exp(-line.sums.nats):.3g}"
+    ]
+    assert "and 7 more texts" in shown["scores"]._repr_html_()
+    assert "bits_per_byte" in shown["evaluation"]._repr_html_()

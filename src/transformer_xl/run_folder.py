@@ -22,9 +22,11 @@ from typing import Any, Literal, get_args
 import torch
 import yaml
 from torch import Tensor
+from typing_extensions import override
 
 from transformer_xl.config import RunConfig, Settings, UserError, check_settings, check_type, read_yaml, run_settings
 from transformer_xl.device import choose_device
+from transformer_xl.display import Displayed
 from transformer_xl.files import as_path, as_user_error, atomic_folder, json_digest, quoted, read_bytes, write_json
 from transformer_xl.model.build import build_model
 from transformer_xl.model.language_model import LanguageModel
@@ -36,8 +38,8 @@ CheckpointName = Literal["best", "last"]
 """Which weights of a run: those with the lowest validation loss, or those of the newest checkpoint."""
 
 
-@dataclass(frozen=True)
-class Run:
+@dataclass(frozen=True, repr=False)
+class Run(Displayed):
     """A trained model with its tokenizer and settings, ready to use."""
 
     model: LanguageModel
@@ -45,6 +47,13 @@ class Run:
     config: RunConfig
     path: Path | None = None
     """Folder that the run was loaded from, or None for a model that is in no folder."""
+
+    @override
+    def summary(self) -> dict[str, Any]:
+        model = f"{self.config.model.architecture}, {self.model.num_parameters():,} parameters"
+        corpus = {"corpus": self.config.corpus.path} if self.config.corpus else {}
+        device = str(next(self.model.parameters()).device)
+        return {"path": self.path, "model": model, "device": device, "tokenizer": self.tokenizer, **corpus}
 
     def open_corpus(self) -> Corpus:
         """Open the corpus the run was trained on.

@@ -20,7 +20,7 @@ SRC = Path(__file__).parents[2] / "src" / "transformer_xl"
 # From the bottom up. A part, a module or folder of the package, may import parts of lower ranks, none of its own rank.
 RANKS = (
     {"config"},
-    {"files", "progress"},
+    {"display", "files", "progress"},
     {"device", "tensor_file"},
     {"text", "model"},
     {"run_folder"},
@@ -34,7 +34,10 @@ RANKS = (
 )
 RANK_OF = {part: rank for rank, parts in enumerate(RANKS) for part in parts}
 # parts that may import less than their rank allows
-RESTRICTED = {"model": {"config", "files", "progress", "device", "tensor_file"}, "text": {"config", "files"}}
+RESTRICTED = {
+    "model": {"config", "display", "files", "progress", "device", "tensor_file"},
+    "text": {"config", "display", "files"},
+}
 
 SLOW_PACKAGES = {"torch", "numpy", "matplotlib", "pydantic"}
 

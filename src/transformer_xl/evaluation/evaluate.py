@@ -23,6 +23,7 @@ import torch
 from typing_extensions import override
 
 from transformer_xl.config import EvaluationConfig, UserError, check_overrides, check_settings, check_type
+from transformer_xl.display import Displayed
 from transformer_xl.evaluation import dynamic, memory, sliding_window
 from transformer_xl.evaluation.metrics import Sums, chunks
 from transformer_xl.evaluation.plan import EvaluationPlan, ProgressCallback, StepLosses, TokenizedText
@@ -38,8 +39,8 @@ _MAX_LOSSES_ON_DEVICE = 2**20
 _METHODS = {"memory": memory, "sliding-window": sliding_window, "dynamic": dynamic}
 
 
-@dataclass(frozen=True, kw_only=True)
-class EvaluationResult(Sums):
+@dataclass(frozen=True, kw_only=True, repr=False)
+class EvaluationResult(Displayed, Sums):
     """Loss, counts and metrics of a scored text, and the settings they were measured with.
 
     `perplexity` is per word, line ends included, whatever the tokenizer: the figure that papers report for word-level
@@ -67,6 +68,15 @@ class EvaluationResult(Sums):
     """Whether the memory was emptied at the start of each document."""
     dtype: str
     """float32 or bfloat16."""
+
+    @override
+    def summary(self) -> dict[str, Any]:
+        shown = ("bits_per_byte", "perplexity", "nats_per_token", "tokens", "method", "segment_length", "memory_length")
+        return {name: value for name, value in self.as_dict().items() if name in shown}
+
+    @override
+    def details(self) -> dict[str, Any]:
+        return {name: value for name, value in self.as_dict().items() if value not in (None, {})}
 
     @override
     def as_dict(self) -> dict[str, Any]:

@@ -5,6 +5,7 @@ Shape suffixes: K tokens of one text or of all texts, V vocabulary, N texts (`st
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -12,8 +13,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import override
 
 from transformer_xl.config import EvaluationConfig, UserError, check_type
+from transformer_xl.display import MAX_COLORED_TOKENS, Displayed, tokens_html
 from transformer_xl.evaluation.evaluate import check_token_ids, losses_in_order, override_config
 from transformer_xl.evaluation.metrics import Sums, count_unknown, count_words
 from transformer_xl.evaluation.plan import EvaluationPlan, ProgressCallback, TokenizedText
@@ -24,9 +27,11 @@ from transformer_xl.text.tokenizers import TokenArray, Tokenizer, document_error
 Texts = str | bytes | Iterable[str | bytes] | Mapping[str, str | bytes]
 """One text, several texts, or a mapping from names to texts."""
 
+_MAX_SHOWN = 5  # texts that a notebook shows
 
-@dataclass(frozen=True, eq=False)
-class LineScore:
+
+@dataclass(frozen=True, eq=False, repr=False)
+class LineScore(Displayed):
     """Losses of one line of a text, including its newline token."""
 
     number: int
@@ -42,8 +47,8 @@ class LineScore:
         return float(self.nats_K.sum())
 
 
-@dataclass(frozen=True, eq=False)
-class TextScore:
+@dataclass(frozen=True, eq=False, repr=False)
+class TextScore(Displayed):
     """Losses of one text."""
 
     name: str
@@ -56,6 +61,36 @@ class TextScore:
     """Loss and counts of the whole text."""
     tokenizer: Tokenizer
 
+    @override
+    def summary(self) -> dict[str, Any]:
+        sums = self.sums
+        start = self.tokenizer.decode(self.ids_K[:MAX_COLORED_TOKENS])
+        metrics = {name: value for name, value in sums.as_dict().items() if name in ("nats_per_token", "bits_per_byte")}
+        return {"name": self.name, "text": start, "tokens": sums.tokens, "nats": sums.nats, **metrics}
+
+    @override
+    def details(self) -> dict[str, Any]:
+        values = {"name": self.name, **self.sums.as_dict()}
+        return {name: value for name, value in values.items() if value is not None}
+
+    @override
+    def _repr_html_(self) -> str:
+        shown = self._texts_of_tokens()
+        return f"{super()._repr_html_()}{tokens_html(shown, max(0, len(self.ids_K) - MAX_COLORED_TOKENS))}"
+
+    def _texts_of_tokens(self) -> Iterator[tuple[str, str, float]]:
+        """Yield for the first tokens the text, a description and the loss; tokens that share a character are one."""
+        decoder, held_K = self.tokenizer.stream_decoder(), list[float]()
+        first_K = self.ids_K[:MAX_COLORED_TOKENS].tolist()
+        for index, token_id in enumerate(first_K):
+            held_K.append(float(self.nats_K[index]))
+            text = decoder.push(token_id) + (decoder.finish() if index == len(first_K) - 1 else "")
+            if text:
+                nats = sum(held_K)
+                note = f"{len(held_K)} tokens, " if len(held_K) > 1 else ""
+                yield text, f"{note}{nats:.2f} nats, probability {math.exp(-nats):.3g}", nats
+                held_K.clear()
+
     def lines(self) -> Iterator[LineScore]:
         """Yield the lines of the text, whose losses add up to the loss of the text."""
         is_newline_K = self.tokenizer.is_newline_V[self.ids_K]
@@ -63,6 +98,14 @@ class TextScore:
         ends = (np.flatnonzero(is_newline_K) + 1).tolist()
         for number, (start, end) in enumerate(pairwise([0, *ends]), start=1):
             yield LineScore(number, self.ids_K[start:end], self.nats_K[start:end])
+
+
+class TextScores(list[TextScore]):
+    """The scores of several texts: a list, which a notebook shows as tables and colored tokens."""
+
+    def _repr_html_(self) -> str:
+        more = f"<i>and {len(self) - _MAX_SHOWN:,} more texts</i>" if len(self) > _MAX_SHOWN else ""
+        return "".join(item._repr_html_() for item in self[:_MAX_SHOWN]) + more
 
 
 def score(
@@ -73,7 +116,7 @@ def score(
     train_split: TokenSplit | None = None,
     progress: ProgressCallback | None = None,
     **overrides: Any,
-) -> list[TextScore]:
+) -> TextScores:
     """Return the log-probability of every token of texts, in order.
 
         score(run, "The cat sat on the mat.")
@@ -106,7 +149,7 @@ def score(
     nats_K = losses_in_order(
         run.model, TokenizedText(tokens_K, run.tokenizer.bos_token_id, starts_N[:-1]), plan, progress
     )
-    scores: list[TextScore] = []
+    scores = TextScores()
     for (name, ids_K), (start, end) in zip(encoded.items(), pairwise(starts_N.tolist()), strict=True):
         content = contents[name]
         words, line_ends = count_words(run.tokenizer, ids_K)

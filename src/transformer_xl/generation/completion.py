@@ -17,7 +17,9 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 import torch
+from typing_extensions import override
 
+from transformer_xl.display import Displayed, text_html
 from transformer_xl.generation.batch import GeneratedToken
 from transformer_xl.generation.config import GenerationConfig
 from transformer_xl.text.tokenizers import Tokenizer
@@ -29,8 +31,8 @@ FinishReason = Literal["length", "eos", "stop"]
 """Why a sequence ended: max_new_tokens, one of eos_token_ids, or a stop string."""
 
 
-@dataclass(frozen=True)
-class Completion:
+@dataclass(frozen=True, repr=False)
+class Completion(Displayed):
     """A generated text."""
 
     prompt: str | bytes | None
@@ -44,6 +46,20 @@ class Completion:
     finish_reason: FinishReason
     seed: int | None = None
     """Seed that reproduces this completion alone, or None for beam search."""
+
+    @override
+    def summary(self) -> dict[str, Any]:
+        return {"prompt": self.prompt, "text": self.text, **self.details()}
+
+    @override
+    def details(self) -> dict[str, Any]:
+        logprob = {} if self.logprob is None else {"logprob": self.logprob}
+        return {"num_tokens": len(self.token_ids), "finish_reason": self.finish_reason, "seed": self.seed, **logprob}
+
+    @override
+    def _repr_html_(self) -> str:
+        prompt = self.as_dict(tokens=False)["prompt"] or ""
+        return f"{text_html(prompt, self.text)}{super()._repr_html_()}"
 
     @property
     def logprob(self) -> float | None:

@@ -23,6 +23,7 @@ from typing_extensions import TypeIs, override
 
 from transformer_xl.config import EvaluationConfig, UserError, check_overrides, check_settings, check_type
 from transformer_xl.device import Precision, autocast, resolve_dtype
+from transformer_xl.display import Displayed
 from transformer_xl.evaluation.plan import EvaluationPlan
 from transformer_xl.generation.batch import BatchGenerator
 from transformer_xl.generation.completion import Completion, CompletionBuilder, FinishReason, Prompt
@@ -148,14 +149,18 @@ def stream(
     return GenerationStream(builder, generator, next(model.parameters()).device, config.dtype)
 
 
-@dataclass(eq=False)
-class GenerationStream(Iterator[str]):
+@dataclass(eq=False, repr=False)
+class GenerationStream(Displayed, Iterator[str]):
     """A text while it is generated, made by `stream`. A character appears once all its bytes are known."""
 
     _builder: CompletionBuilder
     _generator: BatchGenerator
     _device: torch.device
     _dtype: Precision
+
+    @override
+    def summary(self) -> dict[str, Any]:
+        return {"num_tokens": self.num_tokens, "finish_reason": self.finish_reason}
 
     @override
     def __next__(self) -> str:

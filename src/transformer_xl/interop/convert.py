@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from transformer_xl.config import RunConfig, UserError, nearest, run_settings
+from transformer_xl.display import Displayed
 from transformer_xl.files import as_path, as_user_error, check_is_new
 from transformer_xl.interop import huggingface, nvidia, official, tensorflow
 from transformer_xl.interop.imported import ImportedModel
@@ -52,8 +53,8 @@ FORMATS: dict[FormatName, Format] = {
 """All formats, in the order in which they are tried."""
 
 
-@dataclass(frozen=True)
-class ConversionResult:
+@dataclass(frozen=True, repr=False)
+class ConversionResult(Displayed):
     """The result of a conversion."""
 
     format: str

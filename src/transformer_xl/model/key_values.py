@@ -71,7 +71,7 @@ class _PositionKeys:
         return 0 if self.r_NHP is None else self.r_NHP.shape[-1]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class KeyValueCache(LayerCache):
     """The keys and values of a layer for the last M tokens of each batch row: the rows of its storage up to `end`."""
 

@@ -16,14 +16,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields, replace
-from typing import ClassVar, Generic, Self
+from typing import Any, ClassVar, Generic, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from typing_extensions import TypeVar
+from typing_extensions import TypeVar, override
 
 from transformer_xl.config import INT32_MAX, UserError
+from transformer_xl.display import Displayed
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,8 @@ class ContextLimits:
                 raise UserError(f"{name} {value:,} is too large; give {INT32_MAX:,} at most")
 
 
-@dataclass(frozen=True, eq=False)
-class LayerCache:
+@dataclass(frozen=True, eq=False, repr=False)
+class LayerCache(Displayed):
     """The tensors that one layer caches of earlier tokens: batch first, without gradient, never changed in place.
 
     The fields of a subclass are its tensors, unless it overrides `tensors` and `with_tensors`.
@@ -72,6 +73,10 @@ class LayerCache:
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> Self:
         """Return a cache of the same class with these tensors, named as in the result of `tensors`."""
         return replace(self, **{field.name: tensors[_without_suffix(field.name)] for field in fields(self)})
+
+    @override
+    def summary(self) -> dict[str, Any]:
+        return {**self.tensors()}
 
     def resized(self, length: int) -> Self:
         """Return the cache with `length` slots: zeros are added in front, or the oldest slots are dropped."""
@@ -99,8 +104,8 @@ Cache = TypeVar("Cache", bound=LayerCache, default=LayerCache, covariant=True)
 AnyMemory = TypeVar("AnyMemory", bound="Memory")
 
 
-@dataclass(frozen=True, eq=False)
-class Memory(Generic[Cache]):
+@dataclass(frozen=True, eq=False, repr=False)
+class Memory(Displayed, Generic[Cache]):
     """The caches of all layers and their number of filled slots; methods return a new memory, and change nothing."""
 
     layers: tuple[Cache, ...]
@@ -124,6 +129,19 @@ class Memory(Generic[Cache]):
         return cls(
             tuple(layers), valid_B=zeros_B, position_B=zeros_B.clone(), context_limits=context_limits, min_valid=0
         )
+
+    @override
+    def summary(self) -> dict[str, Any]:
+        limits = {name: limit for name, limit in vars(self.context_limits).items() if limit is not None}
+        return {
+            "batch_size": self.batch_size,
+            **limits,
+            "filled": self.valid_B.tolist(),
+            "tokens_read": self.position_B.tolist(),
+            "layers": len(self.layers),
+            **(self.layers[0].summary() if self.layers else {}),
+            "device": str(self.valid_B.device),
+        }
 
     @property
     def batch_size(self) -> int:
@@ -244,7 +262,7 @@ class Memory(Generic[Cache]):
         )
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class HiddenCache(LayerCache):
     """The inputs of a layer at the last M tokens of each batch row (paper section 3.2)."""
 

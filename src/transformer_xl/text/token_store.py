@@ -22,8 +22,10 @@ from typing import Annotated, Any, Literal, Self, cast
 import numpy as np
 import numpy.typing as npt
 from pydantic import Field, model_validator
+from typing_extensions import override
 
 from transformer_xl.config import Settings, UserError, check_settings, check_type, nearest
+from transformer_xl.display import Displayed
 from transformer_xl.files import as_path, as_user_error, json_digest
 from transformer_xl.text.documents import SPLITS, SplitName
 from transformer_xl.text.sources.archives import raw_chunks
@@ -137,8 +139,8 @@ Tokens = TokenArray | TokenShards
 """One-dimensional token ids, in memory or memory-mapped; they support `len`, `dtype`, slices and indexing by arrays."""
 
 
-@dataclass(frozen=True, eq=False)
-class TokenSplit:
+@dataclass(frozen=True, eq=False, repr=False)
+class TokenSplit(Displayed):
     """The tokens of one split, memory-mapped."""
 
     name: str
@@ -173,8 +175,8 @@ class TokenSplit:
         return self.num_bytes / self.num_tokens
 
 
-@dataclass(frozen=True, eq=False)
-class Corpus:
+@dataclass(frozen=True, eq=False, repr=False)
+class Corpus(Displayed):
     """An opened and validated corpus folder."""
 
     path: Path
@@ -209,6 +211,14 @@ class Corpus:
                 _check_size(file, length * dtype.itemsize)
             _check_size(documents_file(path, split), record.num_documents * DOCUMENT_START_DTYPE.itemsize)
         return cls(path, tokenizer, corpus_record)
+
+    @override
+    def summary(self) -> dict[str, Any]:
+        splits = {
+            split: f"{record.num_tokens:,} tokens of {record.num_bytes:,} bytes, documents: {record.num_documents:,}"
+            for split, record in self.record.splits.items()
+        }
+        return {"name": self.name, "path": self.path, "tokenizer": self.tokenizer, **splits}
 
     @property
     def name(self) -> str:

@@ -29,6 +29,7 @@ from transformer_xl.config import (
     run_settings,
 )
 from transformer_xl.device import choose_device, set_threads
+from transformer_xl.display import Displayed
 from transformer_xl.files import as_path, lock_folder, quoted, write_text
 from transformer_xl.model.cost import find_cutoffs
 from transformer_xl.progress import say
@@ -56,8 +57,8 @@ _CHANGEABLE = {
 }
 
 
-@dataclass(frozen=True)
-class TrainResult:
+@dataclass(frozen=True, repr=False)
+class TrainResult(Displayed):
     """The result of training."""
 
     path: Path

@@ -40,7 +40,7 @@ from transformer_xl.model.memory import ContextLimits, LayerCache, Memory
 _FORGET_BIAS = 1.0  # initial bias of forget gates, as recommended by Jozefowicz et al. 2015
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class RecurrentCache(LayerCache):
     """The state of a layer after the last token of each batch row; zeros before the first token.
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformer_xl.model.memory import LayerCache, Memory, padding_first
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class TokenCache(LayerCache):
     """The last M tokens of each batch row; 0 where there are fewer."""
 

@@ -22,6 +22,7 @@ import numpy.typing as npt
 from typing_extensions import override
 
 from transformer_xl.config import UserError, check_type
+from transformer_xl.display import Displayed
 from transformer_xl.text.tokenizers.config import TokenizerKind
 
 TokenArray = npt.NDArray[np.unsignedinteger[Any]]
@@ -83,7 +84,7 @@ class StreamDecoder(Protocol):
         """Return the withheld text after the last token; an incomplete character becomes U+FFFD."""
 
 
-class Tokenizer(ABC):
+class Tokenizer(Displayed, ABC):
     """Converts text to token ids and back. Every kind is a frozen dataclass that can be pickled to worker processes."""
 
     kind: ClassVar[TokenizerKind]
@@ -94,6 +95,10 @@ class Tokenizer(ABC):
     """Whether tokens are text; false for integer sequences, for which word and character counts are meaningless."""
     is_cheap_to_encode: ClassVar[bool] = False
     """Whether encoding takes less time than sending the text to a worker process."""
+
+    @override
+    def summary(self) -> dict[str, Any]:
+        return {"vocab_size": self.vocab_size}
 
     @property
     def counts(self) -> npt.NDArray[np.int64] | None:

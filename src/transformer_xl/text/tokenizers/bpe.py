@@ -56,7 +56,7 @@ def _byte_of_character() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(0x100 + index): byte for index, byte in enumerate(others)}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class BPETokenizer(ByteLevelTokenizer):
     """A byte-level BPE tokenizer of the library `tokenizers` that restores every text exactly."""
 

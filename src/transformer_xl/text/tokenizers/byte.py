@@ -15,7 +15,7 @@ from transformer_xl.text.tokenizers.base import ByteLevelTokenizer, EncodedChunk
 ALL_BYTES = [bytes([value]) for value in range(256)]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ByteTokenizer(ByteLevelTokenizer):
     """A tokenizer whose ids are the 256 byte values; the newline (byte 10) is also the beginning-of-sequence token."""
 

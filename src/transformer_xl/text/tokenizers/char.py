@@ -37,7 +37,7 @@ def code_points(text: str) -> npt.NDArray[np.uint32]:
     return np.frombuffer(text.encode("utf-32-le"), dtype="<u4")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class CharTokenizer(ByteLevelTokenizer):
     """A tokenizer whose first ids are characters, and whose other 256 ids (with byte fallback) are the byte values."""
 

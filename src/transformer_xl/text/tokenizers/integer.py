@@ -60,7 +60,7 @@ def _not_an_integer(chunk: bytes, start: int, limit: int) -> EncodingError:
     return EncodingError(start, f"{quoted(word)} is not an integer from 0 to {limit - 1}; {advice}")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class IntegerTokenizer(Tokenizer):
     """A tokenizer for the integers 0 .. num_values - 1, with or without an end-of-sequence token."""
 

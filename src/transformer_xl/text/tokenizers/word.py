@@ -35,7 +35,7 @@ from transformer_xl.text.tokenizers.pre_tokenizer import PreTokenizer, PreTokeni
 _WHITESPACE = PreTokenizer()
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class WordTokenizer(Tokenizer):
     """A tokenizer with a list of words in the order of their ids, and a pre-tokenizer."""
 
