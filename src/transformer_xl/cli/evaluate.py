@@ -14,6 +14,7 @@ from transformer_xl.cli.flags import EvaluationFlags, evaluation_config
 from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, Integer, Json, parse_integers
 from transformer_xl.cli.output import perplexity_titles, print_json, print_table
 from transformer_xl.config import EvaluationConfig, UserError
+from transformer_xl.files import check_new_file
 from transformer_xl.progress import ProgressBar, say
 
 if TYPE_CHECKING:
@@ -55,13 +56,15 @@ def evaluate(
         Several attention windows, such as 64,128,512, each with the memory that fills it (window - 1 slots) unless
         --memory-length is given; each gives one line of results.
     token_losses
-        File to write the loss of every token to, in nats and text order: a numpy array (.npy) of float32.
+        New file to write the loss of every token to, in nats and text order: a numpy array (.npy) of float32.
     checkpoint
         best: the weights with the lowest validation loss; last: those of the last checkpoint.
     """
     configs = _configs(evaluation_config(settings), sweep_memory_length, sweep_attention_window)
     if token_losses is not None and len(configs) > 1:
         raise UserError("--token-losses and a sweep were both given; a file contains the losses of one evaluation")
+    if token_losses is not None:
+        check_new_file(token_losses)
     from transformer_xl.evaluation.evaluate import evaluate as evaluate_split
     from transformer_xl.evaluation.plan import EvaluationPlan
     from transformer_xl.run_folder import Run, RunFolder
