@@ -164,7 +164,7 @@ def _choose_tokenizer(imported: ImportedModel, source: Path, requested: str | Pa
     if tokenizer is None:
         raise UserError(
             f"{source} has no tokenizer for its {vocab_size:,} tokens; pass --tokenizer with a run or corpus, byte, or "
-            "integer if a text of its ids is all it needs (music, numbers)"
+            "integer if its tokens are plain ids (music, numbers)"
         )
     if tokenizer.vocab_size != vocab_size:
         raise UserError(f"{origin} has {tokenizer.vocab_size:,} tokens, but the model has {vocab_size:,}; pass its own")
