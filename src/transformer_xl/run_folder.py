@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -30,12 +31,64 @@ from transformer_xl.display import Displayed
 from transformer_xl.files import as_path, as_user_error, atomic_folder, json_digest, quoted, read_bytes, write_json
 from transformer_xl.model.build import build_model
 from transformer_xl.model.language_model import LanguageModel
-from transformer_xl.tensor_file import DAMAGED, check_exists, load_tensors, save_tensors
+from transformer_xl.tensor_file import DAMAGED, check_exists, load_tensors, read_metadata, save_tensors
 from transformer_xl.text.token_store import Corpus
 from transformer_xl.text.tokenizers import Tokenizer, describe_difference, fingerprint, load_tokenizer, save_tokenizer
 
 CheckpointName = Literal["best", "last"]
 """Which weights of a run: those with the lowest validation loss, or those of the newest checkpoint."""
+
+
+@dataclass(frozen=True)
+class SavedWeights:
+    """Weights in a run folder: which they are, and how good."""
+
+    name: CheckpointName
+    file: Path
+    step: int
+    """Number of training steps after which the model had these weights; 0 for a converted or saved model."""
+    valid_nats_per_token: float | None
+    """Their validation loss in nats per token, or None if they were not validated."""
+
+    def describe(self) -> str:
+        """Return the name, the step and the validation loss in words."""
+        loss = self.valid_nats_per_token
+        quality = "not validated" if loss is None else f"validation loss {loss:.4f} nats/token"
+        return f"{self.name}, step {self.step:,} ({quality})"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields other than the file by name, for JSON."""
+        return {"name": self.name, "step": self.step, "valid_nats_per_token": self.valid_nats_per_token}
+
+
+@dataclass(frozen=True)
+class ChosenWeights:
+    """The weights of a run that are used, and the others that could be."""
+
+    used: SavedWeights
+    others: tuple[SavedWeights, ...] = ()
+
+    def lines(self) -> list[str]:
+        """Return lines for the user: which weights are used, and a warning if newer ones were never validated.
+
+        Empty for a converted or saved model, which has no other weights.
+        """
+        if self.used.name == "best" and self.used.step == 0 and not self.others:
+            return []
+        others = [weights.describe() for weights in self.others if weights.step != self.used.step]
+        lines = [f"weights: {self.used.describe()}" + (f"; others: {', '.join(others)}" if others else "")]
+        for newer in self.others:
+            if newer.step > self.used.step and newer.valid_nats_per_token is None:
+                lines.append(
+                    f"warning: the {newer.name} weights are {newer.step - self.used.step:,} steps newer than those "
+                    f"used and were never validated, so they may be better; --checkpoint {newer.name} uses them"
+                )
+        return lines
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the weights by the names that JSON output has for them."""
+        others = [weights.as_dict() for weights in self.others]
+        return {"checkpoint": self.used.as_dict(), "other_checkpoints": others}
 
 
 @dataclass(frozen=True, repr=False)
@@ -47,6 +100,8 @@ class Run(Displayed):
     config: RunConfig
     path: Path | None = None
     """Folder that the run was loaded from, or None for a model that is in no folder."""
+    weights: ChosenWeights | None = None
+    """Which of the run's weights the model has; None for a model that was not loaded from a run folder."""
 
     @override
     def summary(self) -> dict[str, Any]:
@@ -239,8 +294,11 @@ class RunFolder:
             return None
         return int(metadata["step"]), float(metadata["nats_per_token"])
 
-    def weights_file(self, checkpoint: CheckpointName = "best") -> Path:
-        """Return the path of the best weights, or of the last ones.
+    def choose_weights(self, checkpoint: CheckpointName = "best") -> ChosenWeights:
+        """Choose the best weights, or the last ones.
+
+        The loss stored in model.safetensors decides which are the best. Without one (no validation text), the weights
+        of the newest checkpoint are the best unless the run averages its weights: only model.safetensors has those.
 
         Raises:
             UserError: the run has no weights yet, the best ones are missing, or `checkpoint` is neither best nor last.
@@ -248,20 +306,57 @@ class RunFolder:
         if checkpoint not in get_args(CheckpointName):
             known = " and ".join(get_args(CheckpointName))
             raise UserError(f"no checkpoint {checkpoint!r}; available: {known}")
-        best, newest = self.path / "model.safetensors", self.latest_checkpoint()
-        validated = any(line["split"] == "valid" for line in self.metrics())
-        # Without validation, the newest checkpoint has the best weights: after a resumption, `best` is older. But only
-        # `best` contains the weight average.
-        averaged = self.config.train.weight_average != "none"
-        if checkpoint == "best" and best.exists() and (validated or averaged or newest is None):
-            return best
-        if checkpoint == "best" and validated:
-            raise UserError(
-                f"{best}, the best weights, is missing; copy it again, or use the last ones with --checkpoint last"
-            )
+        best, newest = self._best_weights(), self.latest_checkpoint()
         if newest is None:
-            raise UserError(f"{self.path} has no weights yet; train it: txl train --resume {quoted(self.path)}")
-        return newest / "model.safetensors"
+            if best is None:
+                raise UserError(f"{self.path} has no weights yet; train it: txl train --resume {quoted(self.path)}")
+            if checkpoint == "last":
+                raise UserError(f"{self.path} has no checkpoint, only its best weights; use --checkpoint best")
+            return ChosenWeights(best)
+        last = self._last_weights(newest)
+        if checkpoint == "best" and best is None and CheckpointRecord.read(newest).state.get("best_nats") is not None:
+            raise UserError(
+                f"{self.path / 'model.safetensors'}, the best weights, is missing; copy it again, or use the last ones "
+                "with --checkpoint last"
+            )
+        averaged = self.config.train.weight_average != "none"
+        if best is not None and best.valid_nats_per_token is None and not averaged:
+            best = None
+        if best is None:
+            return ChosenWeights(last)
+        return ChosenWeights(best, (last,)) if checkpoint == "best" else ChosenWeights(last, (best,))
+
+    def weights_file(self, checkpoint: CheckpointName = "best") -> Path:
+        """Return the path of the best weights, or of the last ones.
+
+        Raises:
+            UserError: for the reasons of `choose_weights`.
+        """
+        return self.choose_weights(checkpoint).used.file
+
+    def _best_weights(self) -> SavedWeights | None:
+        """Describe model.safetensors, or return None if it does not exist."""
+        file = self.path / "model.safetensors"
+        if not file.exists():
+            return None
+        metadata = read_metadata(file)
+        if "nats_per_token" not in metadata:
+            load_tensors(file)  # whether the loss is missing decides which weights are used, so verify the checksum
+        nats = metadata.get("nats_per_token")
+        try:
+            return SavedWeights("best", file, int(metadata.get("step", 0)), None if nats is None else float(nats))
+        except ValueError as error:
+            raise UserError(DAMAGED.format(file, error)) from None
+
+    def _last_weights(self, newest: Path) -> SavedWeights:
+        """Describe the weights of the newest checkpoint."""
+        step, state = int(newest.name.removeprefix("step-")), dict[str, Any]()
+        with suppress(UserError):  # a damaged record must not keep the weights from being used
+            state = CheckpointRecord.read(newest).state
+        # a weight average is what is validated, not the last weights
+        is_validated = state.get("validation_step") == step and self.config.train.weight_average == "none"
+        nats = state.get("validation_nats") if is_validated else None
+        return SavedWeights("last", newest / "model.safetensors", step, nats)
 
     def checkpoints(self) -> list[Path]:
         """Return the folders of the checkpoints that training can resume from, oldest first."""
@@ -312,9 +407,18 @@ class RunFolder:
         Raises:
             UserError: the run has no weights, or they are damaged or do not fit the settings.
         """
+        return self.load_run(device, checkpoint).model
+
+    def load_run(self, device: torch.device, checkpoint: CheckpointName = "best") -> Run:
+        """Build the model with the run's weights, in evaluation mode, and return it with tokenizer and settings.
+
+        Raises:
+            UserError: the run has no weights, or they are damaged or do not fit the settings.
+        """
         model = build_model(self.config.model, memory_length=self.config.train.memory_length)
-        load_weights(model, self.weights_file(checkpoint))
-        return model.to(device).eval()
+        chosen = self.choose_weights(checkpoint)
+        load_weights(model, chosen.used.file)
+        return Run(model.to(device).eval(), self.tokenizer, self.config, path=self.path, weights=chosen)
 
 
 def load_weights(model: LanguageModel, file: Path) -> None:
@@ -363,8 +467,7 @@ def load(path: Path | str, *, device: str = "auto", checkpoint: CheckpointName =
     Raises:
         UserError: it is not the folder of a run, it has no weights yet, or its files are damaged.
     """
-    folder = RunFolder.open(path)
-    return Run(folder.load_model(choose_device(device), checkpoint), folder.tokenizer, folder.config, path=folder.path)
+    return RunFolder.open(path).load_run(choose_device(device), checkpoint)
 
 
 def save(run: Run, path: Path | str) -> Path:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -72,22 +74,45 @@ def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     Raises:
         UserError: the file is missing, truncated or altered.
     """
+    with _opened(path) as file:
+        metadata = _metadata(path, file)
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+    expected = metadata.pop("sha256", None)
+    if expected != _digest(tensors, metadata):
+        raise UserError(DAMAGED.format(path, "its checksum does not match its contents"))
+    return tensors, metadata
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    """Return the metadata of a file written by `save_tensors`, from its header alone: the checksum is not verified.
+
+    Raises:
+        UserError: the file is missing or truncated.
+    """
+    with _opened(path) as file:
+        return _metadata(path, file)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """Open a safetensors file; convert errors in opening and reading it to a UserError."""
     check_exists(path)
     with as_user_error(f"reading {path}"):
         path.open("rb").close()
     try:
         with safe_open(path, framework="pt") as file:
-            entry = (file.metadata() or {}).get(_KEY, "{}")
-            metadata = {name: str(value) for name, value in json.loads(entry).items()}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+            yield file
+    except UserError:
+        raise
     except (SafetensorError, OSError, ValueError, AttributeError) as error:
         raise UserError(DAMAGED.format(path, f"not a complete safetensors file: {error}")) from None
-    expected = metadata.pop("sha256", None)
+
+
+def _metadata(path: Path, file: Any) -> dict[str, str]:
+    metadata = {name: str(value) for name, value in json.loads((file.metadata() or {}).get(_KEY, "{}")).items()}
     if metadata.get("format") != _FORMAT:
         raise UserError(f"{path} was not written by this version of the program; expected format {_FORMAT}")
-    if expected != _digest(tensors, metadata):
-        raise UserError(DAMAGED.format(path, "its checksum does not match its contents"))
-    return tensors, metadata
+    return metadata
 
 
 def _digest(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:

@@ -262,6 +262,7 @@ def test_run_with_wrong_or_missing_files_is_refused(folder: Path, capfd: Capture
     assert_refused(folder, "evaluate run", "reading run/model.safetensors: is a folder, must be a file", capfd)
     shutil.rmtree(folder / "run" / "checkpoints")
     assert_refused(folder, RESUME, "run/checkpoints contains no checkpoint; .* 'txl train --run DIR'", capfd)
+    weights.rmdir()
     no_weights = "run has no weights yet; train it: txl train --resume run"
     assert_refused(folder, "evaluate run --checkpoint last", no_weights, capfd)
 

@@ -34,7 +34,7 @@ def test_baselines_evaluate_and_generate(folder: Path) -> None:
     for name in ("lstm", "al-rfou"):
         assert txl("evaluate", folder / name, "--max-tokens", "50", "--json").object
         result = txl("generate", folder / name, "--prompt", "line", "--max-new-tokens", "13")
-        assert (result.status, result.err, bool(result.out)) == (0, "", True)
+        assert (result.status, result.warnings, bool(result.out)) == (0, "", True)
         info = txl("info", folder / name, "--json").object["run"]
         assert (info["attn_implementation"], info["model"]["architecture"]) == (None, name)
 

@@ -5,9 +5,11 @@ Their results must equal those of the library's functions.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -118,7 +120,9 @@ def test_train_flags_override_the_recipe_and_none_removes_limits(folder: Path, t
 
 def test_evaluate_prints_the_metrics_of_the_library(folder: Path, run: Run) -> None:
     evaluated = txl("evaluate", folder / "run", "--json")
-    assert (evaluated.status, evaluated.err) == (0, "")
+    assert evaluated.status == 0
+    valid = RunFolder.open(folder / "run").metrics()[-1]["nats_per_token"]
+    assert evaluated.err == f"weights: best, step 17 (validation loss {valid:.4f} nats/token)\n"
     metrics = evaluated.object
     expected = evaluate(run, Corpus.open(folder / "corpus").split("test"))
     assert metrics["tokens"] == metrics["bytes"] == len(TEST)
@@ -129,6 +133,35 @@ def test_evaluate_prints_the_metrics_of_the_library(folder: Path, run: Run) -> N
     assert [metrics[name] for name in LENGTHS] == [7, 11, None, None]
     assert (metrics["run"], metrics["split"], metrics["dtype"]) == (str(folder / "run"), "test", "float32")
     assert metrics["peak_memory_bytes"] > 0
+
+
+def test_every_command_says_which_weights_it_uses(folder: Path, tmp_path: Path) -> None:
+    """Also without metrics.jsonl. The copy's best weights are of step 17, and its newest checkpoint is of step 13."""
+    path = shutil.copytree(folder / "run", tmp_path / "run")
+    shutil.rmtree(path / "checkpoints" / "step-00000017")
+    chosen = RunFolder.open(path).choose_weights()
+    assert (chosen.used.name, chosen.used.step, chosen.others[0].step) == ("best", 17, 13)
+    (path / "metrics.jsonl").unlink()
+    text = folder / "text.txt"
+    for checkpoint, used, other in (("best", 17, 13), ("last", 13, 17)):
+        for words in (
+            ["evaluate", path, "--max-tokens=19"],
+            ["generate", path, "--max-new-tokens=3", "--prompt=the"],
+            ["analyze", "attention", path, "--max-tokens=40", "--out", tmp_path / f"attention {checkpoint}"],
+            ["score", path, text, "--per=file"],
+        ):
+            result = txl(*words, f"--checkpoint={checkpoint}", "--json")
+            values = json.loads(result.out)
+            assert (values["checkpoint"]["name"], values["checkpoint"]["step"]) == (checkpoint, used)
+            assert f"weights: {checkpoint}, step {used} (" in result.err
+            assert f"step {other} (" in result.err
+            if words[0] != "score":  # whose JSON is one object for each text
+                assert [weights["step"] for weights in values["other_checkpoints"]] == [other]
+    for words in (["convert", path, tmp_path / "hf", "--to=huggingface"], ["info", path]):
+        values = txl(*words, "--json").object
+        assert values.get("run", values)["checkpoint"] == chosen.used.as_dict()
+    (path / "model.safetensors").unlink()
+    assert "best weights, is missing" in txl("evaluate", path).err
 
 
 def test_evaluate_at_other_lengths(folder: Path) -> None:
@@ -148,7 +181,7 @@ def test_evaluate_at_other_lengths(folder: Path) -> None:
 def test_sweep_equals_separate_evaluations(folder: Path) -> None:
     words = ["evaluate", folder / "run", "--max-tokens=101"]
     swept = txl(*words, "--sweep-memory-length", "0, 11,53", "--json")
-    assert (swept.status, swept.err) == (0, "")
+    assert (swept.status, swept.warnings) == (0, "")
     results = swept.object["sweep"]
     assert [result["memory_length"] for result in results] == [0, 11, 53]
     assert len({result["nats_per_token"] for result in results}) == 3
@@ -178,7 +211,7 @@ def test_info_of_a_run(folder: Path) -> None:
     assert (facts["model"]["n_layers"], facts["train"]["max_steps"]) == (2, 17)
     assert (facts["newest_checkpoint"], facts["checksums"]) == ("step-00000017", "valid")
     # the training loss is logged every 5 of the 17 steps
-    assert (facts["best_valid"]["split"], facts["last_train"]["step"]) == ("valid", 15)
+    assert (facts["checkpoint"]["step"], facts["last_train"]["step"]) == (17, 15)
     table = txl("info", folder / "run")
     assert table.status == 0
     assert f"{facts['parameters']:,}" in table.out
@@ -234,6 +267,6 @@ def test_generate_streams_and_exits_when_the_pipe_is_closed(folder: Path) -> Non
             assert process.poll() is None
             process.stdout.close()
             assert process.wait(timeout=300) == 0
-            assert process.stderr.read() == b""
+            assert process.stderr.read().startswith(b"weights: best, step 17 ")
         finally:
             process.kill()

@@ -175,10 +175,10 @@ def test_ctrl_c_keeps_the_text_and_ends_its_line(folder: Path) -> None:
 @pytest.mark.parametrize("flags", ["", "--num-beams 2", "--num-samples 2"])
 def test_weights_that_are_not_finite_are_refused(folder: Path, flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is printed to standard output, not even a newline."""
-    model = RunFolder.open(folder / "bytes").load_model(torch.device("cpu"))
+    run = RunFolder.open(folder / "bytes").load_run(torch.device("cpu"))
     with torch.no_grad():
-        next(model.parameters()).fill_(float("nan"))
-    monkeypatch.setattr(RunFolder, "load_model", lambda *_: model)
+        next(run.model.parameters()).fill_(float("nan"))
+    monkeypatch.setattr(RunFolder, "load_run", lambda *_: run)
     result = txl("generate", folder / "bytes", "--max-new-tokens", "5", *flags.split())
     assert (result.status, result.out) == (2, "")
     assert "not finite" in result.err

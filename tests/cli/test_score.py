@@ -98,7 +98,7 @@ def test_scores_equal_the_library_and_add_up(folder: Path, run: Run, records) ->
 def test_score_tables_have_the_total_and_escaped_characters(folder: Path, records) -> None:
     for per in ("token", "line", "file"):
         result = txl("score", folder / "run", folder / "special.txt", folder / "plain.txt", "--per", per)
-        assert (result.status, result.err) == (0, "")
+        assert (result.status, result.warnings) == (0, "")
         assert f"{sum(record['logprob'] for record in records[per]):.4f}" in result.out
         assert per != "line" or "caf\u00e9 \u2603\\tb [red]x[/red]" in result.out
 
@@ -188,20 +188,20 @@ def test_warnings_go_to_standard_error(folder: Path, monkeypatch: pytest.MonkeyP
     """Settings that are probably not intended cause a warning, and the result is printed as usual."""
     command = ["evaluate", folder / "run", "--json", "--max-tokens", "20"]
     result = txl(*command, "--attention-window", "64")
-    assert result.err.startswith("warning: memory-length 11 is too short for attention-window 64")
+    assert result.warnings.startswith("warning: memory-length 11 is too short for attention-window 64")
     assert result.err.endswith("memory-length 63 to fill the window\n")
     assert result.object["attention_window"] == 64
-    assert txl(*command, "--attention-window", "12").err == ""  # memory length 11 is enough
+    assert txl(*command, "--attention-window", "12").warnings == ""  # memory length 11 is enough
     monkeypatch.setattr("transformer_xl.evaluation.plan.has_bfloat16", lambda _: False)
     result = txl(*command, "--dtype", "bfloat16")
-    assert result.err.startswith("warning: this device has no bfloat16 instructions")
+    assert result.warnings.startswith("warning: this device has no bfloat16 instructions")
     assert result.object["dtype"] == "bfloat16"
 
 
 def test_evaluate_table(folder: Path) -> None:
     flags = ["--method=sliding-window", "--attention-window=5", "--memory-length=0", "--reset-memory"]
     result = txl("evaluate", folder / "run", "--max-tokens=31", *flags)
-    assert (result.status, result.err) == (0, "")
+    assert (result.status, result.warnings) == (0, "")
     assert "method sliding-window, memory reset at each document" in result.out
 
 

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 from training_runs import StopInValidation, letters_corpus, lines_of, reopened, start, train_until
+from typing_extensions import override
 
 from transformer_xl.config import UserError
 from transformer_xl.run_folder import CheckpointRecord
 from transformer_xl.tensor_file import load_tensors, save_tensors
+from transformer_xl.training.callbacks import Callback
 from transformer_xl.training.checkpoint import save_checkpoint
 from transformer_xl.training.trainer import Trainer
 
@@ -67,14 +69,27 @@ def test_replacing_a_checkpoint_of_the_same_step_can_be_interrupted(
     assert trainer.folder.checkpoints()[-1].name == "step-00000009"
 
 
+class KillAt(Callback):
+    """Ends the process in a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    @override
+    def on_step(self, trainer: Trainer, num_tokens: int) -> None:
+        if trainer.state.step == self.step:
+            raise Killed
+
+
 def crash_after_best_validation(trainer: Trainer) -> float:
-    """Train to step 11 and delete its checkpoint, so that the newest is that of step 8; the best weights are of step 9.
+    """Kill the run in step 11, so that the newest checkpoint is that of step 8; the best weights are of step 9.
 
     Returns:
         The validation loss of the best weights.
     """
-    train_until(trainer, 11)
-    shutil.rmtree(trainer.folder.path / "checkpoints" / "step-00000011")
+    trainer.callbacks.append(KillAt(11))
+    with pytest.raises(Killed):
+        trainer.run()
     assert trainer.folder.checkpoints()[-1].name == "step-00000008"
     assert trainer.state.best_nats is not None
     assert trainer.folder.best_known() == (9, trainer.state.best_nats)

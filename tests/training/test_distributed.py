@@ -156,7 +156,7 @@ def process_of_rank(torchrun_id: int, rank: int) -> int:
 
 
 def test_killed_and_stopped_run_equals_uninterrupted(tmp_path: Path, trained: Path) -> None:
-    """After a kill torchrun restarts all processes; SIGTERM writes a checkpoint; one process's error ends both.
+    """After a kill torchrun restarts all processes; SIGTERM writes a checkpoint and validates it; one process's error ends both.
 
     The run has 37 steps and writes a checkpoint every 4 steps (COMMAND_TRAIN).
     """
@@ -176,6 +176,8 @@ def test_killed_and_stopped_run_equals_uninterrupted(tmp_path: Path, trained: Pa
     assert 5 < step < 36  # of 37 steps
 
     command = ("train", "--resume", str(run), "--threads=1")
+    assert [line["step"] for line in RunFolder.open(run).metrics() if line["split"] == "valid"] == [step]
+    (run / "model.safetensors").unlink()
     (run / "model.safetensors" / "subfolder").mkdir(parents=True)  # the first process cannot replace a folder
     assert run_processes(2, command_job, tmp_path / "error", *command) == [2, 2]
     output = "".join(file.read_text() for file in tmp_path.glob("error-*"))
@@ -186,6 +188,9 @@ def test_killed_and_stopped_run_equals_uninterrupted(tmp_path: Path, trained: Pa
 
     assert run_processes(2, command_job, tmp_path / "resumed", *command) == [0, 0]
     assert f"resuming {run} at step " in (tmp_path / "resumed-0").read_text()
+    metrics = run / "metrics.jsonl"
+    stopped = f'"split": "valid", "step": {step},'  # the validation of the stop, which the uninterrupted run lacks
+    metrics.write_text("".join(line for line in metrics.read_text().splitlines(keepends=True) if stopped not in line))
     assert_same_runs(run, trained / "uninterrupted", tolerance=0.0)
 
 

@@ -66,5 +66,5 @@ def test_losses_of_different_validation_texts_are_not_compared(tmp_path: Path, *
     assert before is not None
     assert trainer.state.best_nats == last > before
     assert trainer.folder.best_known() == (9, last)
-    best = txl("info", path, "--json").object["run"]["best_valid"]
-    assert (best["step"], best["nats_per_token"]) == (9, last)
+    best = txl("info", path, "--json").object["run"]["checkpoint"]
+    assert (best["step"], best["valid_nats_per_token"]) == (9, last)

@@ -14,12 +14,15 @@ import numpy as np
 import pytest
 from training_runs import (
     CPU,
+    StopAt,
+    StopInValidation,
     equals_best,
     letters,
     letters_corpus,
     lines_of,
     make_corpus,
     nats_of,
+    reopened,
     start,
     train_until,
     validation_nats,
@@ -128,6 +131,27 @@ def test_without_validation_text_the_last_weights_are_the_best(tmp_path: Path) -
     assert trainer.run()
     assert trainer.state.best_nats is None
     assert all(equals_best(trainer.folder, trainer.folder.weights_file("last")))
+
+
+def test_stop_validates_the_last_weights(tmp_path: Path) -> None:
+    """The checkpoint is complete before the validation, so stopping again in that validation loses nothing."""
+    corpus = letters_corpus(tmp_path / "corpus")
+    trainer = start(tmp_path / "run", corpus, eval_interval=5)
+    train_until(trainer, 8)
+    (line,) = [line for line in lines_of(trainer, "valid") if line["step"] == 8]
+    used, (last,) = trainer.folder.choose_weights().used, trainer.folder.choose_weights().others
+    assert (used.name, used.step, used.valid_nats_per_token) == ("best", 8, line["nats_per_token"])
+    assert (last.name, last.step, last.valid_nats_per_token) == ("last", 8, line["nats_per_token"])
+    assert lines_of(reopened(trainer), "valid")[-1] == line
+    again = start(tmp_path / "again", corpus, eval_interval=5)
+    again.callbacks += [StopAt(8), StopInValidation(8)]
+    assert not again.run()
+    chosen = again.folder.choose_weights()
+    assert (chosen.used.step, chosen.others[0].step, chosen.others[0].valid_nats_per_token) == (5, 8, None)
+    assert "last weights are 3 steps newer" in chosen.lines()[1]
+    assert "--checkpoint last" in chosen.lines()[1]
+    files = [run.folder.weights_file("last").read_bytes() for run in (trainer, again)]
+    assert files[0] == files[1]
 
 
 class Recorder(Callback):

@@ -98,7 +98,10 @@ def analyze_attention(
     out = path.parent / f"{path.name}-attention" if out is None else Path(out)
     check_is_new(out)
     plan = _resolve_plan(folder.config, config or EvaluationConfig(), max_distance)
-    model = require_attention_terms(folder.load_model(torch_device, checkpoint))
+    loaded = folder.load_run(torch_device, checkpoint)
+    model = require_attention_terms(loaded.model)
+    for line in loaded.weights.lines() if loaded.weights else ():
+        say(line)
     shape = (model.config.n_layers, model.config.n_heads)
     _check_heads(heads or (), shape)
     if text is None:
@@ -137,6 +140,7 @@ def analyze_attention(
         values: dict[str, Any] = {
             "command": command,
             "run": str(run),
+            **(loaded.weights.as_dict() if loaded.weights else {}),
             "folder": str(out),
             "tokens": num_tokens,
             "documents": len(tokens.boundaries(reset_memory=True)) - 1,

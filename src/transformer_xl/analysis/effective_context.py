@@ -36,7 +36,7 @@ from transformer_xl.evaluation.memory import memory_slots
 from transformer_xl.evaluation.plan import EvaluationPlan, ProgressCallback, compute_context
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import Memory
-from transformer_xl.run_folder import RunFolder
+from transformer_xl.run_folder import ChosenWeights, RunFolder
 from transformer_xl.text.token_store import Tokens
 from transformer_xl.text.tokenizers import describe_difference
 
@@ -70,6 +70,8 @@ class GroupModel:
     model: LanguageModel
     plan: EvaluationPlan
     """Only segment length, context limits, dtype and batch size are used."""
+    weights: ChosenWeights | None = None
+    """Which weights of its run the model has, if it is of a run."""
 
     @property
     def max_visible_tokens(self) -> int | None:
@@ -201,6 +203,7 @@ class EffectiveContext:
         model = self.models[index]
         return {
             "name": model.name,
+            **(model.weights.as_dict() if model.weights else {}),
             "parameters": model.model.num_parameters(),
             "segment_length": model.plan.segment_length,
             **asdict(model.plan.context_limits),
@@ -271,8 +274,8 @@ def load_group(
             settings |= {"attention_window": attention_window, "clamp_length": clamp_length}
         limits = {key: None if value == "none" else value for key, value in settings.items() if value is not None}
         config = check_settings(EvaluationConfig, limits, "context limits")
-        model = folder.load_model(choose_device(device))
-        models.append(GroupModel(name, model, EvaluationPlan.resolve(folder.config, config)))
+        run = folder.load_run(choose_device(device))
+        models.append(GroupModel(name, run.model, EvaluationPlan.resolve(folder.config, config), run.weights))
     return models
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from cyclopts import Parameter
 
 from transformer_xl.cli.options import Json
-from transformer_xl.cli.output import print_json, print_table
+from transformer_xl.cli.output import print_json, print_table, say_weights
 from transformer_xl.files import quoted
 from transformer_xl.progress import say
 
@@ -53,12 +53,16 @@ def convert(
         source, out, to=to, source_format=source_format, tokenizer=tokenizer, pre_tokenizer=pre_tokenizer
     )
     seconds = time.perf_counter() - start
+    say_weights(result.weights)
     for note in result.notes:
         say(f"note: {note}")
     tokenizer_text = f"{result.tokenizer.kind}, {result.tokenizer.vocab_size:,} tokens"
     fields: dict[str, Any] = {"format": result.format, "parameters": result.parameters, "tokenizer": tokenizer_text}
     if json:
-        print_json({"from": str(source), "to": str(out), **fields, "notes": list(result.notes), "seconds": seconds})
+        weights = result.weights.as_dict() if result.weights else {}
+        print_json(
+            {"from": str(source), "to": str(out), **weights, **fields, "notes": list(result.notes), "seconds": seconds}
+        )
         return
     fields["parameters"] = f"{result.parameters:,}"
     print_table(f"{out} ({seconds:.1f} s)", ["", "value"], [[name, str(value)] for name, value in fields.items()])

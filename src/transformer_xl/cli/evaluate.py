@@ -12,7 +12,7 @@ from cyclopts import Parameter
 
 from transformer_xl.cli.flags import EvaluationFlags, evaluation_config
 from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, Integer, Json, parse_integers
-from transformer_xl.cli.output import perplexity_titles, print_json, print_table
+from transformer_xl.cli.output import perplexity_titles, print_json, print_table, say_weights
 from transformer_xl.config import EvaluationConfig, UserError
 from transformer_xl.files import check_new_file
 from transformer_xl.progress import ProgressBar, say
@@ -67,7 +67,7 @@ def evaluate(
         check_new_file(token_losses)
     from transformer_xl.evaluation.evaluate import evaluate as evaluate_split
     from transformer_xl.evaluation.plan import EvaluationPlan
-    from transformer_xl.run_folder import Run, RunFolder
+    from transformer_xl.run_folder import RunFolder
 
     device = device_options.choose()
     folder = RunFolder.open(run)
@@ -75,7 +75,8 @@ def evaluate(
     text = opened_corpus.split(split, verify=True)
     plans = [EvaluationPlan.resolve(folder.config, config) for config in configs]
     train_split = opened_corpus.split("train", verify=True) if plans[0].needs_train_split else None
-    loaded = Run(folder.load_model(device, checkpoint), folder.tokenizer, folder.config)
+    loaded = folder.load_run(device, checkpoint)
+    say_weights(loaded.weights)
     for warning in dict.fromkeys(warning for plan in plans for warning in plan.warnings(device)):
         say(f"warning: {warning}")
     results: list[dict[str, Any]] = []
@@ -96,7 +97,8 @@ def evaluate(
     if json:
         from transformer_xl.device import peak_memory_bytes
 
-        head = {"run": str(run), "split": split, "peak_memory_bytes": peak_memory_bytes()}
+        weights = loaded.weights.as_dict() if loaded.weights else {}
+        head = {"run": str(run), **weights, "split": split, "peak_memory_bytes": peak_memory_bytes()}
         print_json({**head, "sweep": results} if sweep_memory_length or sweep_attention_window else head | results[0])
     else:
         _print_results(f"{run}, {split}", results, folder.tokenizer)

@@ -14,7 +14,7 @@ from cyclopts import Parameter
 
 from transformer_xl.cli.flags import GenerationFlags, given_settings
 from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, Json
-from transformer_xl.cli.output import print_json, say_unknown
+from transformer_xl.cli.output import print_json, say_unknown, say_weights
 from transformer_xl.config import UserError, check_settings
 from transformer_xl.generation.config import GenerationConfig
 from transformer_xl.progress import say
@@ -69,6 +69,7 @@ def generate(
     from transformer_xl.run_folder import load
 
     loaded = load(run, device=str(device_options.choose()), checkpoint=checkpoint)
+    say_weights(loaded.weights)
     say_unknown(loaded.tokenizer, [text for text in prompts if text is not None])
     if chat:
         _chat(loaded, config)
@@ -97,7 +98,8 @@ def _print_completions(
         texts = [completion.as_dict(tokens=config.logprobs) for completion in completions]
         tokens_per_second = sum(len(completion.token_ids) for completion in completions) / seconds
         speed = {"seconds": seconds, "tokens_per_second": tokens_per_second}
-        print_json({"run": str(path), **({"texts": texts} if is_list else texts[0]), **speed})
+        weights = run.weights.as_dict() if run.weights else {}
+        print_json({"run": str(path), **weights, **({"texts": texts} if is_list else texts[0]), **speed})
         return
     for number, completion in enumerate(completions, start=1):
         logprob = "" if completion.logprob is None else f", logprob {completion.logprob:.3f}"

@@ -101,7 +101,6 @@ def _run_facts(folder: RunFolder, device_options: DeviceOptions) -> dict[str, An
 
     from transformer_xl.model.build import build_model
     from transformer_xl.model.kernels import choose
-    from transformer_xl.run_folder import CheckpointRecord
 
     config, newest, metrics = folder.config, folder.latest_checkpoint(), folder.metrics()
     with torch.device("meta"):  # parameters without storage
@@ -109,10 +108,7 @@ def _run_facts(folder: RunFolder, device_options: DeviceOptions) -> dict[str, An
     attn_implementation = None
     if isinstance(config.model, RelativeConfig):
         attn_implementation = choose(config.model.attn_implementation, device_options.choose(), torch.float32).name
-    # the log may start with losses on another corpus, so take the best loss from the checkpoint
-    best_nats = CheckpointRecord.read(newest).state.get("best_nats") if newest else None
-    valid = [line for line in metrics if line["split"] == "valid"]
-    best_valid = [line for line in valid if line["nats_per_token"] == best_nats] or valid
+    weights = folder.choose_weights() if newest or (folder.path / "model.safetensors").exists() else None
     return {
         "path": str(folder.path),
         "corpus": config.corpus.path if config.corpus else None,
@@ -120,9 +116,9 @@ def _run_facts(folder: RunFolder, device_options: DeviceOptions) -> dict[str, An
         "parameters": parameters,
         "attn_implementation": attn_implementation,
         **config.model_dump(exclude={"corpus": True, "model": {"attn_implementation", "vocab_size"}}),
+        **(weights.as_dict() if weights else {"checkpoint": None, "other_checkpoints": []}),
         "newest_checkpoint": newest.name if newest else None,
         "last_train": next((line for line in reversed(metrics) if line["split"] == "train"), None),
-        "best_valid": min(best_valid, key=lambda line: line["nats_per_token"], default=None),
     }
 
 

@@ -17,8 +17,8 @@ COMMANDS = {
     "demo": "The main workflow on real text, in minutes: prepare, train, evaluate, generate, report.",
     "prepare": "Turn text into a corpus: token ids on disk.",
     "train": "Train a model on a corpus, or resume a run.\n\nSettings: the defaults, then the recipe, then flags. "
-    "Ctrl-C or SIGTERM saves a checkpoint and ends the command with status 130 or 143; --resume continues from there "
-    "with the same results as without the stop.",
+    "Ctrl-C or SIGTERM saves a checkpoint, validates its weights and ends the command with status 130 or 143; a second "
+    "one skips the validation. --resume continues from there with the same training as without the stop.",
     "evaluate": "Evaluate a run on a text: perplexity and bits per byte, at any memory length.",
     "score": "Compute log-probabilities of texts: by token, line or file.",
     "generate": "Generate text with a trained model.",

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from transformer_xl.progress import say
 
 if TYPE_CHECKING:
+    from transformer_xl.run_folder import ChosenWeights
     from transformer_xl.text.tokenizers import Tokenizer
 
 
@@ -57,6 +58,12 @@ def perplexity_titles(tokenizer: Tokenizer) -> dict[str, str]:
     titles = {"perplexity": "perplexity/word", "token_perplexity": "perplexity/token"}
     names = {"word": ["perplexity"], "bpe": list(titles), "integer": ["token_perplexity"]}.get(tokenizer.kind, [])
     return {name: titles[name] for name in names}
+
+
+def say_weights(weights: ChosenWeights | None) -> None:
+    """Print which weights of a run are used, and which others there are."""
+    for line in weights.lines() if weights else ():
+        say(line)
 
 
 def say_unknown(tokenizer: Tokenizer, texts: Iterable[str | bytes]) -> None:

@@ -15,7 +15,7 @@ from cyclopts import Parameter
 
 from transformer_xl.cli.flags import ScoreFlags, evaluation_config
 from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags
-from transformer_xl.cli.output import perplexity_titles, print_json, print_table, say_unknown
+from transformer_xl.cli.output import perplexity_titles, print_json, print_table, say_unknown, say_weights
 from transformer_xl.config import UserError
 from transformer_xl.progress import ProgressBar, say
 
@@ -65,6 +65,7 @@ def score(
     contents = {name: sys.stdin.buffer.read() if name == "-" else read_text_file(path) for name, path in paths.items()}
     device = device_options.choose()
     loaded = load(run, device=str(device), checkpoint=checkpoint)
+    say_weights(loaded.weights)
     for warning in EvaluationPlan.resolve(loaded.config, config).warnings(device):
         say(f"warning: {warning}")
     num_tokens = sum(len(encode_text(loaded.tokenizer, name, content)) for name, content in contents.items())
@@ -72,8 +73,9 @@ def score(
     with ProgressBar("score", num_tokens, "tokens") as bar:
         scores = score_texts(loaded, contents, config, progress=bar.advance)
     if json:
+        used = loaded.weights.used.as_dict() if loaded.weights else None
         for record in _records(scores, per):
-            print_json(record, indent=None)
+            print_json({**record, "checkpoint": used}, indent=None)
     else:
         _print_records(scores, per)
 

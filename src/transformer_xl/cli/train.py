@@ -10,7 +10,7 @@ from cyclopts import Parameter
 
 from transformer_xl.cli.flags import EvaluationFlags, ModelFlags, TrainFlags, given_settings
 from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, Json
-from transformer_xl.cli.output import print_json
+from transformer_xl.cli.output import print_json, say_weights
 from transformer_xl.config import UserError
 from transformer_xl.files import quoted
 from transformer_xl.progress import say
@@ -34,8 +34,9 @@ def train(
 ) -> int:
     """Train a new model on a corpus, or resume a run.
 
-    Settings: the defaults, then the recipe, then flags. Ctrl-C or SIGTERM saves a checkpoint and ends the command with
-    status 130 or 143; --resume continues from there with the same results as without the stop.
+    Settings: the defaults, then the recipe, then flags. Ctrl-C or SIGTERM saves a checkpoint, validates its weights
+    and ends the command with status 130 or 143; a second one skips the validation. --resume continues from there with
+    the same training as without the stop.
 
     Parameters
     ----------
@@ -70,10 +71,12 @@ def train(
 
 def _print_result(result: TrainResult, *, as_json: bool) -> None:
     from transformer_xl.evaluation.metrics import exp_nats
+    from transformer_xl.run_folder import RunFolder
 
-    best = result.best_nats_per_token
+    best, weights = result.best_nats_per_token, RunFolder.open(result.path).choose_weights()
     if not result.finished:
         say(f"stopped and saved at step {result.step:,}; resume with: txl train --resume {quoted(result.path)}")
+        say_weights(weights)
     if as_json:
         values = {
             "run": str(result.path),
@@ -81,6 +84,7 @@ def _print_result(result: TrainResult, *, as_json: bool) -> None:
             "step": result.step,
             "max_steps": result.max_steps,
             "best_valid_nats_per_token": best,
+            **weights.as_dict(),
             "seconds": result.seconds,
         }
         print_json(values)

@@ -24,7 +24,7 @@ from transformer_xl.interop import huggingface, nvidia, official, tensorflow
 from transformer_xl.interop.imported import ImportedModel
 from transformer_xl.interop.tokenizers import bytes_from_decimal_words
 from transformer_xl.model.build import build_model
-from transformer_xl.run_folder import RunFolder
+from transformer_xl.run_folder import ChosenWeights, RunFolder
 from transformer_xl.tensor_file import load_tensors
 from transformer_xl.text.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
 from transformer_xl.text.tokenizers.integer import IntegerTokenizer
@@ -64,6 +64,8 @@ class ConversionResult(Displayed):
     tokenizer: Tokenizer
     notes: tuple[str, ...]
     """Sentences for the user about what was left out or differs."""
+    weights: ChosenWeights | None = None
+    """Which weights of a run were written, with `to="huggingface"`."""
 
 
 def convert(
@@ -107,10 +109,11 @@ def convert(
         if inapplicable := [f"--{name}" for name, value in options.items() if value is not None]:
             raise UserError(f"{', '.join(inapplicable)} cannot be combined with --to huggingface; leave the former out")
         folder = RunFolder.open(source)
-        weights, _ = load_tensors(folder.weights_file())
+        chosen = folder.choose_weights()
+        weights, _ = load_tensors(chosen.used.file)
         parameters = _check_weights(folder.config, weights, source)
         notes = huggingface.write(out, folder.config, weights, folder.tokenizer)
-        return ConversionResult("huggingface", parameters, folder.tokenizer, notes)
+        return ConversionResult("huggingface", parameters, folder.tokenizer, notes, chosen)
 
     format_name = _choose_format(source, source_format)
     # the authors' enwik8 models have a vocabulary of words, each of which is a byte value in decimal

@@ -135,8 +135,8 @@ def _group_model(reproduction: Reproduction, system: System, index: int) -> Grou
         scores = read_scores(reproduction.scores(system)[index])
         window = min(scores, key=lambda entry: entry["nats_per_token"])["attention_window"]
         config = EvaluationConfig(memory_length=window - 1, attention_window=window)
-    model = folder.load_model(choose_device(reproduction.device))
-    return GroupModel(system.name, model, EvaluationPlan.resolve(folder.config, config))
+    run = folder.load_run(choose_device(reproduction.device))
+    return GroupModel(system.name, run.model, EvaluationPlan.resolve(folder.config, config), run.weights)
 
 
 def reproduce_speed(

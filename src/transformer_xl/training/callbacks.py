@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from transformer_xl.progress import ProgressBar
+from transformer_xl.progress import ProgressBar, say
 
 if TYPE_CHECKING:
     from transformer_xl.training.trainer import Trainer
@@ -36,6 +36,9 @@ class Callback:
 
     def on_metrics(self, trainer: Trainer, metrics: Metrics) -> None:
         """A line of metrics was measured: `metrics["split"]` is "train" or "valid"."""
+
+    def on_stop(self, trainer: Trainer) -> None:
+        """Training stops early: its checkpoint is written, and its last weights are validated next."""
 
     def on_train_end(self, trainer: Trainer) -> None:
         """Training ended: it is finished, was stopped, or failed with an error."""
@@ -76,6 +79,10 @@ class ProgressBarCallback(Callback):
             quality = f"ppl/token {math.exp(min(metrics['nats_per_token'], 99)):.1f}"  # min, against overflow
         loss = f"loss {metrics['nats_per_token']:.3f} " if metrics["split"] == "train" else "valid "
         self._metrics[metrics["split"]] = f"{loss}{quality}, "
+
+    @override
+    def on_stop(self, trainer: Trainer) -> None:
+        say(f"saved step {trainer.state.step:,}; validating its weights (Ctrl-C again: end without, nothing is lost)")
 
     @override
     def on_train_end(self, trainer: Trainer) -> None:

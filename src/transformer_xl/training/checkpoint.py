@@ -53,6 +53,8 @@ class TrainerState(Settings):
     """Number of parts of that segment already trained on, in the segment warm-up."""
     validation_step: int = Field(default=0, ge=0)
     """Step of the last validation."""
+    validation_nats: float | None = None
+    """Loss of the last validation, in nats per token."""
     best_nats: float | None = None
     """Lowest validation loss so far, in nats per token."""
     validation_text: str | None = None
@@ -101,6 +103,18 @@ def save_checkpoint(folder: RunFolder, trainer: Trainer, world: DistributedConte
         if world.is_first:
             _put_in_place(folder, new, path)
     return path
+
+
+def update_state(folder: RunFolder, trainer: Trainer) -> None:
+    """Replace the trainer's state in the newest checkpoint, which must be of this step; its tensors are unchanged.
+
+    Raises:
+        UserError: a file cannot be written; the checkpoint is unchanged.
+    """
+    path = folder.latest_checkpoint()
+    assert path is not None
+    record = CheckpointRecord.read(path)
+    record.model_copy(update={"state": trainer.state.model_dump(mode="json")}).write(path)
 
 
 def _put_in_place(folder: RunFolder, new: Path, path: Path) -> None:

@@ -103,8 +103,9 @@ def train(
     """Train a new model on a corpus.
 
     Settings and corpus are checked before the run folder is created. Ctrl-C (KeyboardInterrupt) is raised only after
-    the current step, after a checkpoint is written; a second one is raised at once. `resume` continues from there as if
-    training had never stopped. Under torchrun all processes train together, and a restarted program resumes the run.
+    the current step, after a checkpoint is written and its weights are validated; a second one is raised at once.
+    `resume` continues from there as if training had never stopped. Under torchrun all processes train together, and a
+    restarted program resumes the run.
 
     Args:
         config: name of a recipe (`txl recipes` lists them), path of a YAML file in the same format, a RunConfig, or

@@ -29,7 +29,7 @@ from transformer_xl.text.token_store import Corpus
 from transformer_xl.training.averaging import WeightAverage
 from transformer_xl.training.batches import BatchPosition, read_batch
 from transformer_xl.training.callbacks import Callback, Metrics
-from transformer_xl.training.checkpoint import TrainerState, load_checkpoint, save_checkpoint
+from transformer_xl.training.checkpoint import TrainerState, load_checkpoint, save_checkpoint, update_state
 from transformer_xl.training.compiling import compile_layers
 from transformer_xl.training.distributed import SINGLE_PROCESS, DistributedContext, gather_weights
 from transformer_xl.training.metrics_log import MetricsLog, check_tensorboard
@@ -100,7 +100,8 @@ class Trainer:
     def stop(self) -> None:
         """End training after the current step (or in the middle of a validation), with a checkpoint.
 
-        May be called from callbacks, signal handlers and other threads. Processes synchronize it every few steps.
+        The weights are then validated if they were not yet; a further call, during that validation, ends it. May be
+        called from callbacks, signal handlers and other threads. Processes synchronize it every few steps.
         """
         self._stop_requested = True
 
@@ -135,6 +136,9 @@ class Trainer:
     def run(self) -> bool:
         """Train until all steps are done or `stop` is called; either way a checkpoint is written.
 
+        After a stop, the last weights are validated too, so that the best are chosen among all that are saved. An
+        interruption of that validation loses nothing.
+
         Returns:
             Whether all steps and the validation after the last one are done.
 
@@ -155,6 +159,8 @@ class Trainer:
                 stopping = self._should_stop()
                 if stopping or self._is_due(config.checkpoint_interval):
                     self._save_checkpoint()
+                if stopping:
+                    validated = self._validate_after_stop()
                 if stopping or self.state.step >= config.max_steps:
                     return validated and self.state.step >= config.max_steps
                 self._train_one_step()
@@ -241,13 +247,34 @@ class Trainer:
                     f"the validation loss became {nats} at step {self.state.step}; lower --train.learning-rate"
                 )
             sums = self._sums("valid", nats, validator.num_tokens)
+            nats_per_token = sums.nats_per_token
             best = None if self._is_other_validation_text() else self.state.best_nats
-            if best is None or sums.nats_per_token < best:
-                best = sums.nats_per_token
+            if best is None or nats_per_token < best:
+                best = nats_per_token
                 self._save_best_weights(best)
-        self._update_state(best_nats=best, validation_text=validator.text_id, validation_step=self.state.step)
+        self._update_state(
+            validation_step=self.state.step,
+            validation_nats=nats_per_token,
+            best_nats=best,
+            validation_text=validator.text_id,
+        )
         self._report("valid", self.state.step, sums, {})
         self._interval_start += time.perf_counter() - start_time  # the throughput is that of training alone
+        return True
+
+    def _validate_after_stop(self) -> bool:
+        """Validate the weights of the checkpoint just written, unless they were; return False if stopped again."""
+        if self.validator is None or self.state.step in (0, self.state.validation_step):
+            return True
+        self._stop_requested = False
+        for callback in self.callbacks:
+            callback.on_stop(self)
+        if not self._validate():
+            return False
+        with self.world.raise_together():
+            if self.world.is_first:
+                update_state(self.folder, self)
+        self._saved_state = self.state
         return True
 
     def _is_other_validation_text(self) -> bool:

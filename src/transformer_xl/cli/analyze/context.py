@@ -12,7 +12,7 @@ from cyclopts import Parameter
 
 from transformer_xl.cli.flags import ContextFlags, given_settings
 from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, Integer, Json
-from transformer_xl.cli.output import print_json, print_table
+from transformer_xl.cli.output import print_json, print_table, say_weights
 from transformer_xl.config import ContextSweep, UserError, check_settings
 from transformer_xl.files import check_new_file, write_json
 from transformer_xl.progress import ProgressBar, say
@@ -72,6 +72,9 @@ def context(
         clamp_length=clamp_length,
         device=device,
     )
+    for model in models:
+        say(f"{model.name}:")
+        say_weights(model.weights)
     text = RunFolder.open(next(iter(paths.values()))).open_corpus(corpus)
     tokens_K = text.split(split, verify=True).tokens
     draw_positions(sweep, len(tokens_K))  # fails before anything is computed if the text is too short
