@@ -38,7 +38,7 @@ class CommandResult:
     @property
     def warnings(self) -> str:
         """Standard error without the line on the weights that are used."""
-        return re.sub(r"^weights: .*\n", "", self.err, flags=re.MULTILINE)
+        return re.sub(r"^weights.*\n", "", self.err, flags=re.MULTILINE)
 
     @property
     def object(self) -> dict[str, Any]:
@@ -71,7 +71,7 @@ def error_of(words: str, capfd: Capture) -> str:
     capfd.readouterr()
     status = run(words.split())
     out, err = capfd.readouterr()
-    progress = ("resuming run at", "model: ", "weights: ")  # printed before training, and where a run is loaded
+    progress = ("resuming run at", "model: ", "weights")  # printed before training, and where a run is loaded
     message = "".join(line for line in err.splitlines(keepends=True) if not line.startswith(progress))
     assert (status, out) == (2, "")
     assert re.fullmatch(r"txl: error: [^\n]+\n", message)

@@ -1,6 +1,6 @@
 """The folder of a run: settings, tokenizer, weights and metrics; all that using, repeating and resuming a run needs.
 
-config.yaml            all settings
+config.yaml            all settings, and the history of their changes
 txl_tokenizer.json     the tokenizer
 model.safetensors      the best weights: those with the lowest validation loss
 metrics.jsonl          metrics of training and validation, one JSON object per line
@@ -28,7 +28,16 @@ from typing_extensions import override
 from transformer_xl.config import RunConfig, Settings, UserError, check_settings, check_type, read_yaml, run_settings
 from transformer_xl.device import choose_device
 from transformer_xl.display import Displayed
-from transformer_xl.files import as_path, as_user_error, atomic_folder, json_digest, quoted, read_bytes, write_json
+from transformer_xl.files import (
+    as_path,
+    as_user_error,
+    atomic_folder,
+    json_digest,
+    quoted,
+    read_bytes,
+    write_json,
+    write_text,
+)
 from transformer_xl.model.build import build_model
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.tensor_file import DAMAGED, check_exists, load_tensors, read_metadata, save_tensors
@@ -68,15 +77,16 @@ class ChosenWeights:
     used: SavedWeights
     others: tuple[SavedWeights, ...] = ()
 
-    def lines(self) -> list[str]:
+    def lines(self, model: str = "") -> list[str]:
         """Return lines for the user: which weights are used, and a warning if newer ones were never validated.
 
-        Empty for a converted or saved model, which has no other weights.
+        Empty for a converted or saved model, which has no other weights. `model` names one of several models.
         """
         if self.used.name == "best" and self.used.step == 0 and not self.others:
             return []
         others = [weights.describe() for weights in self.others if weights.step != self.used.step]
-        lines = [f"weights: {self.used.describe()}" + (f"; others: {', '.join(others)}" if others else "")]
+        subject = f"weights of {model}" if model else "weights"
+        lines = [f"{subject}: {self.used.describe()}" + (f"; others: {', '.join(others)}" if others else "")]
         for newer in self.others:
             if newer.step > self.used.step and newer.valid_nats_per_token is None:
                 lines.append(
@@ -139,6 +149,8 @@ class CheckpointRecord(Settings):
     """The fields of `TrainerState`: the step, the position in the training data and so on."""
     files: dict[str, str]
     """sha256 of each file in `training/`, by name."""
+    config: dict[str, Any] | None = None
+    """The settings that training had, as in config.yaml."""
 
     def write(self, checkpoint: Path) -> None:
         """Write the record, with its checksum, to the folder of a checkpoint."""
@@ -221,7 +233,12 @@ class RunFolder:
             save_tokenizer(tokenizer, temporary / "txl_tokenizer.json")
             (temporary / "checkpoints").mkdir()
             if weights is not None:
-                save_tensors(temporary / "model.safetensors", weights, {"step": "0"})  # no training step of this run
+                metadata = {
+                    "step": "0",  # no training step of this run
+                    "config_sha256": json_digest(config.model_dump(mode="json")),
+                    "tokenizer_sha256": fingerprint(tokenizer),
+                }
+                save_tensors(temporary / "model.safetensors", weights, metadata)
         return RunFolder(path, config, tokenizer)
 
     @staticmethod
@@ -279,7 +296,10 @@ class RunFolder:
         Raises:
             UserError: the file system refuses; the previous weights are unchanged.
         """
-        metadata = {"step": str(step)} | ({} if nats is None else {"nats_per_token": repr(nats)})
+        metadata = {"step": str(step), "model_sha256": model_digest(self.config)}
+        metadata["tokenizer_sha256"] = fingerprint(self.tokenizer)
+        if nats is not None:
+            metadata["nats_per_token"] = repr(nats)
         save_tensors(self.path / "model.safetensors", weights, metadata)
 
     def best_known(self) -> tuple[int, float] | None:
@@ -388,18 +408,74 @@ class RunFolder:
             raise UserError(f"{file} is damaged ({error}); delete it: the metrics are not needed to resume") from None
         return entries
 
-    def verify(self) -> None:
+    def trained_config(self) -> RunConfig | None:
+        """Return the settings in the newest checkpoint, or None if there is no checkpoint.
+
+        They are what training had. config.yaml can differ if it was edited, or if the run was killed between writing
+        the two files.
+
+        Raises:
+            UserError: the checkpoint is damaged.
+        """
+        newest = self.latest_checkpoint()
+        config = CheckpointRecord.read(newest).config if newest else None
+        return None if config is None else run_settings(config, str(newest))
+
+    def write_config(self) -> None:
+        """Write config.yaml, if it has other settings.
+
+        Raises:
+            UserError: the file system refuses; the file is unchanged.
+        """
+        file, text = self.path / "config.yaml", config_text(self.config)
+        if not file.exists() or read_bytes(file) != text.encode():
+            write_text(file, text)
+
+    def verify(self) -> list[str]:
         """Read all weights and checkpoints, verify their checksums, and check that they fit the settings.
+
+        config.yaml is compared with the settings in the newest checkpoint. If there is none, it is compared with its
+        checksum in model.safetensors, which in a trained run is one of the model settings alone.
+
+        Returns:
+            Sentences about what has no checksum in the folder, or is out of date.
 
         Raises:
             UserError: a file is missing, damaged or of another model.
         """
+        notes = self._verify_config()
         model = build_model(self.config.model, memory_length=self.config.train.memory_length)
         if (best := self.path / "model.safetensors").exists():
             load_weights(model, best)
         for checkpoint in self.checkpoints():
             load_weights(model, checkpoint / "model.safetensors")
             CheckpointRecord.read(checkpoint).verify(checkpoint)
+        return notes
+
+    def _verify_config(self) -> list[str]:
+        """Compare config.yaml and txl_tokenizer.json with what checkpoints and weights record of them."""
+        file, best, trained = self.path / "config.yaml", self.path / "model.safetensors", self.trained_config()
+        if trained is not None and self.config not in (trained, trained.before_last_change()):
+            difference = first_difference(self.config.model_dump(mode="json"), trained.model_dump(mode="json"))
+            raise UserError(
+                f"{file} differs from the settings in {self.latest_checkpoint()}: {difference}; restore it, or let "
+                f"'txl train --resume {quoted(self.path)}' write it again"
+            )
+        metadata = load_tensors(best)[1] if best.exists() else {}
+        for name, path, expected in (
+            ("config_sha256", file, json_digest(self.config.model_dump(mode="json"))),
+            ("model_sha256", file, model_digest(self.config)),
+            ("tokenizer_sha256", self.path / "txl_tokenizer.json", fingerprint(self.tokenizer)),
+        ):
+            if metadata.get(name, expected) != expected:
+                raise UserError(f"{path} is not the one that {best} was saved with; copy the whole run again")
+        if "config_sha256" in metadata:
+            return []
+        if trained is None:
+            what = "the train and evaluation settings in config.yaml" if "model_sha256" in metadata else "config.yaml"
+            return [f"there is none of {what}"]
+        # the run was killed, or the disk was full, after the checkpoint and before config.yaml was written
+        return [] if self.config == trained else ["config.yaml lacks the last change, which --resume writes"]
 
     def load_model(self, device: torch.device, checkpoint: CheckpointName = "best") -> LanguageModel:
         """Build the model with the run's weights, in evaluation mode.
@@ -449,6 +525,22 @@ def file_digest(file: Path) -> str:
     """Return the sha256 of a file."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def model_digest(config: RunConfig) -> str:
+    """Return the sha256 of the settings that determine what a model computes."""
+    return json_digest(config.model.model_dump(mode="json", exclude={"attn_implementation"}))
+
+
+def first_difference(actual: Mapping[str, Any], expected: Mapping[str, Any], prefix: str = "") -> str:
+    """Describe the first setting that differs, such as `train.beta2 is 0.9, not 0.999`."""
+    for name in [*expected, *actual]:
+        value, other = actual.get(name), expected.get(name)
+        if isinstance(value, Mapping) and isinstance(other, Mapping) and value != other:
+            return first_difference(value, other, f"{prefix}{name}.")
+        if value != other:
+            return f"{prefix}{name} is {value}, not {other}"
+    raise AssertionError("the settings are equal")
 
 
 def config_text(config: RunConfig) -> str:

@@ -140,6 +140,10 @@ BAD_COMMANDS = [
     (f"{TRAIN} --threads 0", "--threads 0: must be"),
     (f"{TRAIN} --train.weight-average uniform --train.average-start-step 2000", "start_step 2,000 .*; give 1,999 or"),
     (f"{TRAIN} --train.initial-segment-length 4 --train.segment-warmup-steps 2000", "steps 2,000 .*; give 1,999 or"),
+    (
+        "train --resume run --train.learning-rate 0.5",
+        r"run has done all of its 5 steps, .*give --train.max-steps above 5",
+    ),
     ("train --resume run --model.n-layers 3", "model.n_layers cannot change within a run; start a new one"),
     ("train --resume run --train.optimizer muon", "train.optimizer cannot change within a run; start a new one"),
     ("evaluate run --attention-window 0", "window.* 0"),

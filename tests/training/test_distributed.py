@@ -156,7 +156,7 @@ def process_of_rank(torchrun_id: int, rank: int) -> int:
 
 
 def test_killed_and_stopped_run_equals_uninterrupted(tmp_path: Path, trained: Path) -> None:
-    """After a kill torchrun restarts all processes; SIGTERM writes a checkpoint and validates it; one process's error ends both.
+    """After a kill torchrun restarts all processes; SIGTERM writes a checkpoint and validates; an error ends all.
 
     The run has 37 steps and writes a checkpoint every 4 steps (COMMAND_TRAIN).
     """

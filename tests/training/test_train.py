@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
+import sys
 from pathlib import Path
 from typing import Any, cast
 
@@ -140,3 +142,85 @@ def test_saved_run_loads_bit_for_bit(tmp_path: Path, corpus: Corpus, architectur
         save(run, tmp_path / "saved")
     with pytest.raises(UserError, match="saved run can be used, but not trained further"):
         resume(tmp_path / "saved", **OPTIONS)
+
+
+# The record of settings
+
+
+class StopAtOnce(Callback):
+    @override
+    def on_train_begin(self, trainer: Trainer) -> None:
+        trainer.stop()
+
+
+def test_config_records_the_settings_that_steps_were_trained_with(
+    tmp_path: Path, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Changed settings are recorded with the first checkpoint after them, also if the process is killed right then."""
+    path = tmp_path / "run"
+    train_run(None, corpus, path, model=MODEL, train=TRAIN, callbacks=[StopAt(3)], **OPTIONS)
+    before = (path / "config.yaml").read_bytes()
+    resume(path, train={"learning_rate": 0.02}, callbacks=[StopAtOnce()], **OPTIONS)
+    assert (path / "config.yaml").read_bytes() == before
+    with monkeypatch.context() as patch:
+        patch.setattr(RunFolder, "write_config", lambda folder: sys.exit() if folder.config.history else None)
+        with pytest.raises(SystemExit):
+            resume(path, train={"learning_rate": 0.02}, callbacks=[StopAt(5)], **OPTIONS)
+    assert (path / "config.yaml").read_bytes() == before
+    (note,) = RunFolder.open(path).verify()
+    assert "config.yaml lacks the last change" in note
+    resume(path, train={"max_steps": 8}, **OPTIONS)
+    config = RunFolder.open(path).config
+    assert (config.train.learning_rate, config.train.max_steps) == (0.02, 8)
+    first, second = config.history
+    assert (first.step, first.before, first.after) == (3, {"learning_rate": 0.01}, {"learning_rate": 0.02})
+    assert (second.step, second.before, second.after) == (5, {"max_steps": 17}, {"max_steps": 8})
+    assert RunFolder.open(path).verify() == []
+
+
+def test_edited_config_is_found_and_not_trained_with(
+    tmp_path: Path, corpus: Corpus, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run"
+    train_run(None, corpus, path, model=MODEL, train=TRAIN, callbacks=[StopAt(3)], **OPTIONS)
+    text = (path / "config.yaml").read_text()
+    for old, new in (("beta2: 0.999", "beta2: 0.9"), ("clamp_length: null", "clamp_length: 3")):
+        (path / "config.yaml").write_text(text.replace(old, new))
+        with pytest.raises(UserError, match=rf"config.yaml differs .*{new.replace(': ', ' is ')}, not"):
+            RunFolder.open(path).verify()
+    (path / "config.yaml").write_text(text.replace("beta2: 0.999", "beta2: 0.9"))
+    resume(path, device="cpu")
+    assert "config.yaml is not what was trained: train.beta2 is 0.9, not 0.999" in capsys.readouterr().err
+    assert (path / "config.yaml").read_text() == text
+    saved = save(load(path, device="cpu"), tmp_path / "saved") / "config.yaml"
+    assert RunFolder.open(saved.parent).verify() == []
+    shutil.rmtree(path / "checkpoints")
+    (note,) = RunFolder.open(path).verify()
+    assert note == "there is none of the train and evaluation settings in config.yaml"
+    saved.write_text(saved.read_text().replace("clamp_length: null", "clamp_length: 3", 1))
+    with pytest.raises(UserError, match=r"config.yaml is not the one that .* was saved with"):
+        RunFolder.open(saved.parent).verify()
+
+
+def test_longer_training_says_how_the_learning_rate_goes_on(
+    tmp_path: Path, corpus: Corpus, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The cosine of the new length decides: 12 steps of decay after 5 of warm-up, then 95."""
+    train_run(None, corpus, tmp_path / "run", model=MODEL, train=TRAIN, **OPTIONS)
+    capsys.readouterr()
+    options = {"callbacks": [StopAtOnce()], "device": "cpu"}
+    resume(tmp_path / "run", train={"max_steps": 100}, **options)
+    err = capsys.readouterr().err
+    assert "changed: train.max_steps 17 -> 100 from step 17 on" in err
+    assert "learning rate: 0.00017 in step 17, 0.00961 in the next, 2.73e-06 in step 100" in err
+    resume(tmp_path / "run", train={"max_steps": 18}, **options)
+    assert "in step 18; that is below 1% of its peak" not in capsys.readouterr().err
+    resume(tmp_path / "run", train={"max_steps": 18, "learning_rate": 0.02, "warmup_steps": 17}, **options)
+    assert "learning rate: 0.00017 in step 17, 0.02 in the next" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["run", "run/config.yaml"])
+def test_run_is_a_recipe(tmp_path: Path, corpus: Corpus, name: str) -> None:
+    result = train_run(None, corpus, tmp_path / "run", model=MODEL, train={**TRAIN, "max_steps": 2}, **OPTIONS)
+    again = train_run(tmp_path / name, corpus, tmp_path / "again", **OPTIONS)
+    assert_same_tensors(again.run.model.state_dict(), result.run.model.state_dict())

@@ -77,10 +77,9 @@ def _folder_facts(path: Path, verify: bool, device_options: DeviceOptions) -> di
     with as_user_error(f"reading {path}"):
         is_corpus = (path / "corpus.json").exists()
     folder = Corpus.open(path) if is_corpus else RunFolder.open(path)
-    if verify:
-        folder.verify()
+    notes = folder.verify() if verify else None
     facts = _corpus_facts(folder) if isinstance(folder, Corpus) else _run_facts(folder, device_options)
-    facts["checksums"] = "valid" if verify else "not checked; use --verify"
+    facts["checksums"] = "; ".join(["valid", *(notes or [])]) if verify else "not checked; use --verify"
     return {"corpus" if is_corpus else "run": facts}
 
 

@@ -60,9 +60,9 @@ def perplexity_titles(tokenizer: Tokenizer) -> dict[str, str]:
     return {name: titles[name] for name in names}
 
 
-def say_weights(weights: ChosenWeights | None) -> None:
-    """Print which weights of a run are used, and which others there are."""
-    for line in weights.lines() if weights else ():
+def say_weights(weights: ChosenWeights | None, model: str = "") -> None:
+    """Print which weights of a run are used, and which others there are; `model` names one of several models."""
+    for line in weights.lines(model) if weights else ():
         say(line)
 
 

@@ -41,7 +41,8 @@ def train(
     Parameters
     ----------
     recipe
-        Name of a recipe ('txl recipes' lists them), or a YAML file in the same format. [default: no recipe]
+        Name of a recipe ('txl recipes' lists them), a YAML file in the same format, or the folder of a run. [default:
+        no recipe]
     corpus
         Folder that 'txl prepare' created; with --resume, its new location if it has moved.
     run

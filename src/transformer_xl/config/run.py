@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from pydantic import Field, model_validator
+from typing_extensions import override
 
 from transformer_xl.config.evaluation import EvaluationConfig
 from transformer_xl.config.model import (
@@ -33,6 +34,23 @@ class CorpusReference(Settings):
     """Checksum (sha256) of the training tokens: a run resumes only with the text that it started with."""
 
 
+class SettingsChange(Settings):
+    """Settings of training that were changed when a run was resumed."""
+
+    step: int = Field(ge=0)
+    """Steps trained before the change."""
+    before: dict[str, Any]
+    """The changed settings of `train` up to this step, by name."""
+    after: dict[str, Any]
+    """The same settings from this step on."""
+
+    @override
+    def __str__(self) -> str:
+        """Return the change in words, such as `train.learning_rate 0.001 -> 0.0005 from step 642 on`."""
+        changes = [f"train.{name} {self.before[name]} -> {value}" for name, value in self.after.items()]
+        return f"{', '.join(changes)} from step {self.step:,} on"
+
+
 class RunConfig(Settings):
     """All settings of a run, stored as its config.yaml."""
 
@@ -42,6 +60,8 @@ class RunConfig(Settings):
     model: ModelConfig = TransformerXLConfig()
     train: TrainConfig = TrainConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    history: tuple[SettingsChange, ...] = ()
+    """Changes of `train` during training, oldest first; `train` has the settings after the last one."""
 
     @model_validator(mode="after")
     def _check_lengths(self) -> Self:
@@ -78,6 +98,29 @@ class RunConfig(Settings):
         else:
             return self
         return self.model_copy(update={"model": model.model_copy(update=defaults)})
+
+    def changed_from(self, earlier: RunConfig, step: int) -> RunConfig:
+        """Return these settings with the history of earlier ones, and what differs in `train` as its last entry.
+
+        Args:
+            earlier: the settings of the run until now.
+            step: number of steps trained with them.
+        """
+        before, after = (config.train.model_dump(mode="json") for config in (earlier, self))
+        changed = [name for name in after if before[name] != after[name]]
+        entry = SettingsChange(
+            step=step,
+            before={name: before[name] for name in changed},
+            after={name: after[name] for name in changed},
+        )
+        return self.model_copy(update={"history": (*earlier.history, entry) if changed else earlier.history})
+
+    def before_last_change(self) -> RunConfig:
+        """Return the settings before the last entry of the history, if there is one."""
+        if not self.history:
+            return self
+        train = self.train.model_copy(update=self.history[-1].before)
+        return self.model_copy(update={"train": train, "history": self.history[:-1]})
 
 
 class _RecipeNotes(Settings):
@@ -179,7 +222,7 @@ def recipe_names() -> list[str]:
 
 
 def load_recipe(name: str) -> Recipe:
-    """Load a recipe by its name, or by the path of a YAML file.
+    """Load a recipe by its name, or by the path of a YAML file; config.yaml of a run, or the run's folder, is one too.
 
     Raises:
         UserError: there is no recipe of that name, or settings are invalid; the message has all of them.
@@ -187,6 +230,11 @@ def load_recipe(name: str) -> Recipe:
     text = recipe_text(name)
     values = read_yaml(text, f"recipe {name}")
     _refuse_earlier_names(values, f"recipe {name}")
+    if "recipe" in values:  # config.yaml of a run
+        run = run_settings(values, f"recipe {name}")
+        settings = run.model_dump(mode="json", include={"model", "train", "evaluation"})
+        del settings["model"]["vocab_size"]  # that of the corpus
+        values = {"title": f"settings of the run {name}", "source": name, **settings}
     check_settings(_CheckedRecipe, values, f"recipe {name}")
     recipe = check_settings(Recipe, values, f"recipe {name}")
     run_settings(merge_recipe(recipe, {}), f"recipe {name}")
@@ -194,11 +242,13 @@ def load_recipe(name: str) -> Recipe:
 
 
 def recipe_text(name: str) -> str:
-    """Return the YAML text of a recipe, by its name or by the path of a YAML file.
+    """Return the YAML text of a recipe, by its name, by the path of a YAML file, or by the folder of a run.
 
     Raises:
         UserError: there is no recipe of that name, or the file cannot be read.
     """
+    if (Path(name) / "config.yaml").is_file():
+        name = str(Path(name) / "config.yaml")
     is_path = name.endswith((".yaml", ".yml"))
     if not is_path and name not in recipe_names():
         raise UserError(f"no recipe '{name}'{nearest(name, recipe_names())}; 'txl recipes' lists them")

@@ -98,23 +98,23 @@ def save_checkpoint(folder: RunFolder, trainer: Trainer, world: DistributedConte
         files = {name: digest for process_digests in world.gather(digests) for name, digest in process_digests.items()}
         state = trainer.state.model_dump(mode="json")
         if world.is_first:
-            CheckpointRecord(num_processes=world.size, state=state, files=files).write(temporary)
+            config = folder.config.model_dump(mode="json")
+            CheckpointRecord(num_processes=world.size, state=state, files=files, config=config).write(temporary)
     with world.raise_together():
         if world.is_first:
             _put_in_place(folder, new, path)
     return path
 
 
-def update_state(folder: RunFolder, trainer: Trainer) -> None:
-    """Replace the trainer's state in the newest checkpoint, which must be of this step; its tensors are unchanged.
+def update_record(folder: RunFolder, **changes: Any) -> None:
+    """Replace fields of the newest checkpoint's record; its tensors are unchanged.
 
     Raises:
         UserError: a file cannot be written; the checkpoint is unchanged.
     """
     path = folder.latest_checkpoint()
     assert path is not None
-    record = CheckpointRecord.read(path)
-    record.model_copy(update={"state": trainer.state.model_dump(mode="json")}).write(path)
+    CheckpointRecord.read(path).model_copy(update=changes).write(path)
 
 
 def _put_in_place(folder: RunFolder, new: Path, path: Path) -> None:

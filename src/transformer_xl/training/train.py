@@ -30,14 +30,16 @@ from transformer_xl.config import (
 )
 from transformer_xl.device import choose_device, set_threads
 from transformer_xl.display import Displayed
-from transformer_xl.files import as_path, lock_folder, quoted, write_text
+from transformer_xl.files import as_path, lock_folder, quoted
 from transformer_xl.model.cost import find_cutoffs
 from transformer_xl.progress import say
-from transformer_xl.run_folder import Run, RunFolder, config_text, load
+from transformer_xl.run_folder import Run, RunFolder, first_difference, load
 from transformer_xl.text.token_store import Corpus
 from transformer_xl.text.tokenizers import fingerprint
 from transformer_xl.training.callbacks import Callback, ProgressBarCallback
+from transformer_xl.training.checkpoint import update_record
 from transformer_xl.training.distributed import DistributedContext, is_restartable, process_group
+from transformer_xl.training.schedules import learning_rate
 from transformer_xl.training.trainer import Trainer, check_trainable
 
 Overrides = Mapping[str, Any]
@@ -108,8 +110,8 @@ def train(
     restarted program resumes the run.
 
     Args:
-        config: name of a recipe (`txl recipes` lists them), path of a YAML file in the same format, a RunConfig, or
-            None for the defaults. The vocabulary size is that of the corpus.
+        config: name of a recipe (`txl recipes` lists them), path of a YAML file in the same format or of a run's
+            folder, a RunConfig, or None for the defaults. The vocabulary size is that of the corpus.
         corpus: corpus to train on, or the folder that `txl prepare` created.
         run: new folder for settings, weights and metrics, or None for runs/CORPUS-RECIPE, named
             after the corpus folder and the recipe (runs/CORPUS without a recipe).
@@ -286,7 +288,7 @@ def _check_settings(
 ) -> tuple[RunConfig, Corpus]:
     """Return the complete settings of a new run, and its corpus."""
     if isinstance(config, RunConfig):
-        settings = merge(config.model_dump(), overrides)
+        settings = merge(config.model_dump(exclude={"history"}), overrides)
     elif config is not None:
         settings = merge({"recipe": str(config)}, merge_recipe(load_recipe(str(config)), overrides))
     else:
@@ -333,7 +335,12 @@ def _resume(
         for name in overrides["train"]:
             if name not in _CHANGEABLE:
                 raise UserError(f"train.{name} cannot change within a run; start a new one with --run DIR")
-        config = run_settings(merge(folder.config.model_dump(), overrides), "settings")
+        trained = folder.trained_config()
+        if trained and folder.config.train not in (trained.train, trained.before_last_change().train):
+            difference = first_difference(folder.config.train.model_dump(), trained.train.model_dump(), "train.")
+            log(f"warning: {path / 'config.yaml'} is not what was trained: {difference}; pass changes as flags")
+        known = folder.config.model_copy(update={"train": trained.train, "history": trained.history} if trained else {})
+        config = run_settings(merge(known.model_dump(), overrides), "settings")
         _refuse_unused(overrides["train"], config.train)
         corpus = folder.open_corpus(corpus_path)
         if folder.config.corpus and folder.config.corpus.train_sha256 != corpus.record.splits["train"].sha256:
@@ -344,12 +351,48 @@ def _resume(
             moved = config.corpus.model_copy(update={"path": str(Path(corpus_path).resolve())})
             config = config.model_copy(update={"corpus": moved})
         check_trainable(config, corpus, world.device, world)
+        _check_steps_left(folder, known.train, config.train)
     trainer = Trainer(replace(folder, config=config), corpus, world.device, world=world)
     _restore(trainer, log)
+    for line in _change_lines(trainer, known.train):
+        log(line)
+    # settings of training are written down with the first checkpoint that was trained with them, all others now
+    settled = replace(folder, config=config.model_copy(update={"train": known.train, "history": known.history}))
     with world.raise_together():
-        if world.is_first and config != folder.config:
-            write_text(folder.path / "config.yaml", config_text(config))
+        if world.is_first:
+            if trained is not None and settled.config != trained:
+                update_record(settled, config=settled.config.model_dump(mode="json"))
+            settled.write_config()
     return trainer
+
+
+def _check_steps_left(folder: RunFolder, known: TrainConfig, config: TrainConfig) -> None:
+    """Refuse changed settings of training if no step is left to be trained with them."""
+    newest = folder.latest_checkpoint()
+    step = int(newest.name.removeprefix("step-")) if newest else 0
+    changed = [name for name, value in config if getattr(known, name) != value]
+    if changed and step == config.max_steps:
+        name = changed[0]
+        raise UserError(
+            f"{folder.path} has done all of its {step:,} steps, so none is left to train with train.{name} "
+            f"{getattr(config, name)}; give --train.max-steps above {step} too, or leave train.{name} out"
+        )
+
+
+def _change_lines(trainer: Trainer, known: TrainConfig) -> list[str]:
+    """Say what changes in training when a run is resumed, and how the learning rate goes on."""
+    step, config = trainer.state.step, trainer.config
+    if step == 0 or config == known:
+        return []
+    lines = [f"changed: {trainer.folder.config.history[-1]}"] if trainer.folder.config.history else []
+    last, following = learning_rate(step - 1, known), learning_rate(step, config)
+    if following == learning_rate(step, known) and config.max_steps == known.max_steps:
+        return lines
+    end, end_step = learning_rate(config.max_steps - 1, config), config.max_steps
+    line = f"learning rate: {last:.3g} in step {step:,}, {following:.3g} in the next, {end:.3g} in step {end_step:,}"
+    if step >= config.warmup_steps and following < config.learning_rate / 100:
+        line += "; that is below 1% of its peak and teaches little, give more --train.max-steps"
+    return [*lines, line]
 
 
 def _restore(trainer: Trainer, log: Callable[[str], None]) -> None:

@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ from transformer_xl.text.token_store import Corpus
 from transformer_xl.training.averaging import WeightAverage
 from transformer_xl.training.batches import BatchPosition, read_batch
 from transformer_xl.training.callbacks import Callback, Metrics
-from transformer_xl.training.checkpoint import TrainerState, load_checkpoint, save_checkpoint, update_state
+from transformer_xl.training.checkpoint import TrainerState, load_checkpoint, save_checkpoint, update_record
 from transformer_xl.training.compiling import compile_layers
 from transformer_xl.training.distributed import SINGLE_PROCESS, DistributedContext, gather_weights
 from transformer_xl.training.metrics_log import MetricsLog, check_tensorboard
@@ -121,6 +122,10 @@ class Trainer:
         if folder.latest_checkpoint() or folder.metrics() or (folder.path / "model.safetensors").exists():
             warnings = load_checkpoint(folder, self, self.world)
             self._restore_best_loss()
+            with self.world.raise_together():
+                earlier = folder.trained_config()
+            if earlier is not None:  # config.yaml is written with the next checkpoint, when training had the new ones
+                self.folder = replace(folder, config=folder.config.changed_from(earlier, self.state.step))
             if self._is_other_validation_text():
                 warnings.append("the validation text has changed, so the search for the best weights starts over")
             self._saved_state = self.state
@@ -273,7 +278,7 @@ class Trainer:
             return False
         with self.world.raise_together():
             if self.world.is_first:
-                update_state(self.folder, self)
+                update_record(self.folder, state=self.state.model_dump(mode="json"))
         self._saved_state = self.state
         return True
 
@@ -291,6 +296,9 @@ class Trainer:
         # checkpoints save memory at full length, independent of the stage of the segment warm-up
         self.memories = tuple(memory.resized(self.config.memory_length) for memory in self.memories)
         save_checkpoint(self.folder, self, self.world)
+        with self.world.raise_together():
+            if self.world.is_first:
+                self.folder.write_config()
         if self.state.step >= self.config.max_steps and self.validator is None:
             with self._averaged_weights():  # without validation, the last weights or their average are the best
                 self._save_best_weights(None)

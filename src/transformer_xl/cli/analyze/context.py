@@ -73,8 +73,7 @@ def context(
         device=device,
     )
     for model in models:
-        say(f"{model.name}:")
-        say_weights(model.weights)
+        say_weights(model.weights, model.name)
     text = RunFolder.open(next(iter(paths.values()))).open_corpus(corpus)
     tokens_K = text.split(split, verify=True).tokens
     draw_positions(sweep, len(tokens_K))  # fails before anything is computed if the text is too short
