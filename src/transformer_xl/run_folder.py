@@ -403,7 +403,8 @@ class RunFolder:
             for line in entries:
                 if not (isinstance(line["split"], str) and isinstance(line["step"], int)):
                     raise ValueError(f"no split or step in {line}")
-                float(line["nats_per_token"])
+                if not isinstance(line["nats_per_token"], int | float):
+                    raise ValueError(f"the loss {line['nats_per_token']!r} is no number")
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{file} is damaged ({error}); delete it: the metrics are not needed to resume") from None
         return entries

@@ -229,6 +229,8 @@ DAMAGES: dict[str, tuple[str, Change | None, str, str]] = {
         rf"training.json is damaged \(it is incomplete\); {DAMAGED}"),
     "training state missing": (TRAINING, None, "info run --verify", f"run/{TRAINING} is missing; {DAMAGED}"),
     "metrics not JSON": (METRICS, substitute(b"{", b"["), RESUME, r"run/metrics.jsonl is damaged \(.*\); delete it"),
+    "metrics with a loss as text": (METRICS, lambda content: content + b'{"split": "valid", "step": 9, '
+        b'"nats_per_token": "1"}\n', "info run", r"run/metrics.jsonl is damaged \(the loss '1' is no number\); delete"),
     "metrics not text": (METRICS, lambda _: b"\xff\n", "info run", r"run/metrics.jsonl is damaged \(.*\); delete it"),
     "config not YAML": (CONFIG, lambda _: b"model: [", "evaluate run", r"run/config.yaml: not readable as YAML \("),
     "config with an invalid date": (CONFIG, lambda _: b"recipe: 2020-13-13", "evaluate run", "YAML .month must be"),

@@ -54,6 +54,7 @@ def assert_probabilities(
         ({"top_k": 3}, [0, 0.4, 0, 0.25, 0, 0.15]),
         ({"top_k": 1000}, PROBABILITIES),
         ({"top_p": 0.01}, [0, 1, 0, 0, 0, 0]),  # the most likely token is always kept
+        ({"top_p": 1e-320}, [0, 1, 0, 0, 0, 0]),  # 0 in float32
         ({"top_p": 0.39}, [0, 1, 0, 0, 0, 0]),
         ({"top_p": 0.41}, [0, 0.4, 0, 0.25, 0, 0]),
         ({"top_p": 0.66}, [0, 0.4, 0, 0.25, 0, 0.15]),

@@ -66,8 +66,9 @@ def sampling_probabilities(logits_BV: Tensor, config: GenerationConfig) -> Tenso
     if config.top_p is not None:
         sorted_BV, order_BV = logits_BV.sort(descending=True, stable=True)
         probability_BV = sorted_BV.softmax(-1)
-        # a token is kept while those before it have not reached top_p, so the most likely one is always kept
+        # a token is kept while those before it have not reached top_p
         beyond_BV = probability_BV.cumsum(-1) - probability_BV >= config.top_p
+        beyond_BV[..., 0] = False  # the most likely token is always kept, also if top_p is 0 in float32
         logits_BV = logits_BV.masked_fill(beyond_BV.gather(-1, order_BV.argsort()), -torch.inf)
     probability_BV = logits_BV.softmax(-1)
     if config.min_p is None:
