@@ -71,7 +71,8 @@ def error_of(words: str, capfd: Capture) -> str:
     capfd.readouterr()
     status = run(words.split())
     out, err = capfd.readouterr()
-    progress = ("resuming run at", "model: ", "weights")  # printed before training, and where a run is loaded
+    # printed before training, where a run is loaded, and before contexts are compared
+    progress = ("resuming run at", "model: ", "weights", "tokens to process: ")
     message = "".join(line for line in err.splitlines(keepends=True) if not line.startswith(progress))
     assert (status, out) == (2, "")
     assert re.fullmatch(r"txl: error: [^\n]+\n", message)

@@ -1,12 +1,22 @@
-"""Which dtype a device uses by default, and that the process keeps freed memory."""
+"""The default dtype of a device, that the process keeps freed memory, and how much memory is available."""
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
-from transformer_xl.device import autocast, has_bfloat16, resolve_dtype
+from transformer_xl import device
+from transformer_xl.config import UserError
+from transformer_xl.device import (
+    MemoryUse,
+    autocast,
+    available_memory_bytes,
+    has_bfloat16,
+    require_memory,
+    resolve_dtype,
+)
 
 # A program that allocates and frees 96 MiB five times, and prints the number of minor page faults of each time: a fault
 # occurs at the first access to a page that the system has just given to the process.
@@ -93,3 +103,71 @@ def test_autocast_sets_the_dtype_of_matrix_products(monkeypatch, dtype, expected
         assert (weight @ weight).dtype == expected
         assert (weight + weight).dtype == torch.float32
     assert (weight @ weight).dtype == torch.float32
+
+
+GROUPS = {  # limits and usage by file
+    "version 1": {
+        "proc/self/cgroup": "4:memory:/job/task\n3:cpu:/job\n",
+        "cgroup/memory/memory.limit_in_bytes": "9223372036854771712",
+        "cgroup/memory/memory.usage_in_bytes": "5000",
+        "cgroup/memory/memory.stat": "total_inactive_file 0\n",
+        "cgroup/memory/job/task/memory.limit_in_bytes": "7000",
+        "cgroup/memory/job/task/memory.usage_in_bytes": "3000",
+        "cgroup/memory/job/task/memory.stat": "inactive_file 10\ntotal_inactive_file 200\ntotal_active_file 30\n",
+    },
+    "version 2": {
+        "proc/self/cgroup": "0::/job/task\n",
+        "cgroup/job/memory.max": "7000",
+        "cgroup/job/memory.current": "3000",
+        "cgroup/job/memory.stat": "inactive_file 200\nactive_file 30\n",
+        "cgroup/job/task/memory.max": "max",
+        "cgroup/job/task/memory.current": "100",
+    },
+    "in a container": {
+        "proc/self/cgroup": "0::/path/outside\n",
+        "cgroup/memory.max": "7000",
+        "cgroup/memory.current": "2770",
+        "cgroup/memory.stat": "",
+    },
+    "none": {"proc/meminfo": "MemTotal: 9 kB\nMemAvailable: 4 kB\nSwapFree: 0 kB\n"},
+}
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_available_memory(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The smallest limit counts; the file cache and swap are available, too."""
+    files = {"proc/meminfo": "MemTotal: 9 kB\nMemAvailable: 8 kB\nSwapFree: 1 kB\n", **GROUPS[name]}
+    for path, content in files.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(content)
+    monkeypatch.setattr(device, "_PROC", tmp_path / "proc")
+    monkeypatch.setattr(device, "_CGROUPS", tmp_path / "cgroup")
+    assert available_memory_bytes(torch.device("cpu")) == (4096 if name == "none" else 7000 - 3000 + 230 + 1024)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems do not enforce the limit")
+def test_limit_of_the_process_counts():
+    program = """
+import resource, torch
+from transformer_xl.device import available_memory_bytes
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + 2**30, used + 2**30))
+assert 2**29 < available_memory_bytes(torch.device("cpu")) <= 2**30
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch):
+    cpu, uses = torch.device("cpu"), [MemoryUse("a", 5 * 10**9, "halve a"), MemoryUse("b", 9 * 10**9, "halve b")]
+    monkeypatch.setattr(device, "available_memory_bytes", lambda _: 14 * 10**9)
+    require_memory("work", uses, cpu)
+    monkeypatch.setattr(device, "available_memory_bytes", lambda _: 13 * 10**9)
+    with pytest.raises(
+        UserError, match=r"work needs at least 14\.0 GB .*9\.0 GB for b.*13\.0 GB are available.* halve b"
+    ):
+        require_memory("work", uses, cpu)
+    monkeypatch.setattr(device, "available_memory_bytes", lambda _: 4 * 10**9)
+    with pytest.raises(UserError, match="halve a"):  # with less of b alone, it would still not fit
+        require_memory("work", uses, cpu)
+    monkeypatch.setattr(device, "available_memory_bytes", lambda _: None)
+    require_memory("work", uses, cpu)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import sys
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,6 +16,9 @@ import torch
 from transformer_xl.config import UserError, nearest
 
 _MAX_THREADS = 4096  # torch itself has no limit, and crashes with a very large number
+_PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+_UNITS = (("MB", 10**6), ("GB", 10**9), ("TB", 10**12), ("PB", 10**15))
+_SMALL_BYTES = 2**26  # not worth a look at what is available
 
 Precision = Literal["auto", "float32", "bfloat16"]
 """Data type of matrix products, as a setting; `resolve_dtype` says what auto chooses."""
@@ -115,3 +121,106 @@ def peak_memory_bytes() -> int | None:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """A part of the memory that a task needs, all parts at the same time."""
+
+    name: str
+    """What it holds, such as: the weights of 1,000 parameters."""
+    bytes: int
+    """A lower bound of its size."""
+    advice: str
+    """What to do if there is not enough."""
+
+
+def require_memory(task: str, uses: Sequence[MemoryUse], device: torch.device) -> None:
+    """Check, before anything is allocated, that a task can fit into memory: otherwise the kernel may kill the process.
+
+    Args:
+        task: what needs the memory; the message begins with it.
+        uses: lower bounds of its parts.
+        device: device that holds them.
+
+    Raises:
+        UserError: they need more than is available. The message has the advice of the first part that does not fit
+            by itself, or else of the largest.
+    """
+    needed = sum(use.bytes for use in uses)
+    available = available_memory_bytes(device) if needed > _SMALL_BYTES else None
+    if available is None or needed <= available:
+        return
+    chosen = next((use for use in uses if use.bytes > available), max(uses, key=lambda use: use.bytes))
+    raise UserError(
+        f"{task} needs at least {_readable(needed)} of memory ({_readable(chosen.bytes)} for {chosen.name}), and "
+        f"{_readable(max(0, available))} are available on {device}; {chosen.advice}"
+    )
+
+
+def available_memory_bytes(device: torch.device) -> int | None:
+    """Return how much more memory this process can use on the device, or None if it is unknown.
+
+    For the CPU it is the smallest of what the system, the control groups of a container and the process's own limit
+    leave, with swap and the file cache, which the kernel frees when it is needed.
+    """
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + cached
+    meminfo = _numbers(_PROC / "meminfo")
+    limits = [limit + meminfo.get("SwapFree:", 0) * 1024 for limit in _cgroup_bytes()]
+    if "MemAvailable:" in meminfo:
+        limits.append((meminfo["MemAvailable:"] + meminfo.get("SwapFree:", 0)) * 1024)
+    elif hasattr(os, "sysconf") and {"SC_PHYS_PAGES", "SC_PAGE_SIZE"} <= os.sysconf_names.keys():
+        limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))  # macOS: all that is installed
+    with suppress(ImportError, OSError):
+        import resource  # not on Windows
+
+        address_space = resource.getrlimit(resource.RLIMIT_AS)[0]
+        if address_space != resource.RLIM_INFINITY:
+            used_pages = int((_PROC / "self/statm").read_text().split()[0])
+            limits.append(address_space - used_pages * resource.getpagesize())
+    return min(limits, default=None)
+
+
+def _cgroup_bytes() -> Iterator[int]:
+    """Yield how many bytes each control group of this process leaves, of version 1 or 2; the file cache counts as free.
+
+    In a container, the path of the group may be that outside of it; then the root that it sees is its own group.
+    """
+    try:
+        lines = (_PROC / "self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for _, controllers, path in (line.split(":", 2) for line in lines):
+        if controllers not in ("", "memory"):
+            continue
+        root = _CGROUPS / controllers
+        names = (
+            ("memory.max", "memory.current") if not controllers else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        )
+        group = root / path.lstrip("/")
+        for folder in (group, *group.parents):
+            with suppress(OSError, ValueError):  # no such file, or the limit is the word max
+                limit, usage = (int((folder / name).read_text()) for name in names)
+                statistics = _numbers(folder / "memory.stat")
+                prefix = "total_" if controllers else ""  # version 1 has others without the groups inside
+                cache = sum(statistics.get(f"{prefix}{kind}_file", 0) for kind in ("active", "inactive"))
+                yield limit - usage + cache
+            if folder == root:
+                break
+
+
+def _numbers(file: Path) -> dict[str, int]:
+    """Return the numbers of a system file with a name and a number in each line; empty if there is no such file."""
+    try:
+        rows = [line.split() for line in file.read_text().splitlines()]
+    except OSError:
+        return {}
+    return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdecimal()}
+
+
+def _readable(size: int) -> str:
+    """Return a size in bytes with a unit: 12.5 GB."""
+    unit = max((unit for unit in _UNITS if unit[1] <= size), key=lambda unit: unit[1], default=_UNITS[0])
+    return f"{size / unit[1]:,.1f} {unit[0]}"

@@ -26,7 +26,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from transformer_xl.config import RunConfig, Settings, UserError, check_settings, check_type, read_yaml, run_settings
-from transformer_xl.device import choose_device
+from transformer_xl.device import MemoryUse, choose_device, require_memory
 from transformer_xl.display import Displayed
 from transformer_xl.files import (
     as_path,
@@ -40,6 +40,7 @@ from transformer_xl.files import (
 )
 from transformer_xl.model.build import build_model
 from transformer_xl.model.language_model import LanguageModel
+from transformer_xl.model.sizes import MIN_LAYER_BYTES, min_parameters
 from transformer_xl.tensor_file import DAMAGED, check_exists, load_tensors, read_metadata, save_tensors
 from transformer_xl.text.token_store import Corpus
 from transformer_xl.text.tokenizers import Tokenizer, describe_difference, fingerprint, load_tokenizer, save_tokenizer
@@ -445,7 +446,7 @@ class RunFolder:
             UserError: a file is missing, damaged or of another model.
         """
         notes = self._verify_config()
-        model = build_model(self.config.model, memory_length=self.config.train.memory_length)
+        model = build_checked(self.config)
         if (best := self.path / "model.safetensors").exists():
             load_weights(model, best)
         for checkpoint in self.checkpoints():
@@ -490,12 +491,29 @@ class RunFolder:
         """Build the model with the run's weights, in evaluation mode, and return it with tokenizer and settings.
 
         Raises:
-            UserError: the run has no weights, or they are damaged or do not fit the settings.
+            UserError: the run has no weights, they do not fit into memory, or they are damaged or do not fit the
+                settings.
         """
-        model = build_model(self.config.model, memory_length=self.config.train.memory_length)
+        model = build_checked(self.config)
         chosen = self.choose_weights(checkpoint)
         load_weights(model, chosen.used.file)
         return Run(model.to(device).eval(), self.tokenizer, self.config, path=self.path, weights=chosen)
+
+
+def build_checked(config: RunConfig) -> LanguageModel:
+    """Build the model of a run in host memory, with initial weights.
+
+    Raises:
+        UserError: the weights certainly need more memory than there is; or a reason that `build_model` lists.
+    """
+    parameters = min_parameters(config.model)
+    use = MemoryUse(
+        f"the weights of {parameters:,} parameters",
+        4 * parameters + MIN_LAYER_BYTES * config.model.n_layers,
+        "use a machine with more memory, or a smaller model",
+    )
+    require_memory("the model", [use], torch.device("cpu"))
+    return build_model(config.model, memory_length=config.train.memory_length)
 
 
 def load_weights(model: LanguageModel, file: Path) -> None:

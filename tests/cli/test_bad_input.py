@@ -18,6 +18,7 @@ import torch
 from refusals import FULL, assert_refused, do, error_of, full_after, no_file_larger_than
 from safetensors.torch import save_file
 
+from transformer_xl import device
 from transformer_xl.cli.main import run
 from transformer_xl.config import UserError
 from transformer_xl.files import lock_folder
@@ -153,6 +154,7 @@ BAD_COMMANDS = [
     (f"{TRAIN} --train.shuffle-documents", "has 3 documents, .* 16 sequences .*; lower --train.batch-size"),
     # missing arguments
     ("train", r"training needs --corpus DIR \(from 'txl prepare'\), or --resume RUN to resume a run"),
+    ("analyze context run --context-step 1 --max-context 2000000000", "0 have 2,000,000,000 before them"),
     ("info --verify", "--verify needs the folder of a run or a corpus"),
 ]
 
@@ -162,10 +164,66 @@ def test_bad_command_is_refused(folder: Path, words: str, message: str, capfd: C
     assert_refused(folder, words, message, capfd)
 
 
+# the available memory in bytes, above what the model needs by itself; a command; and what does not fit
+LARGE = [
+    (200_000, TRAIN_SMALL.replace("n-layers=2", "n-layers=2000000000"), "optimizer state of .* lower model.n_layers"),
+    (200_000, TRAIN_SMALL.replace("memory-length=11", "memory-length=900"), "3 x 900 tok.* lower train.memory_length"),
+    (
+        200_000,
+        TRAIN_SMALL.replace("batch-size=3", "batch-size=80"),
+        "of 80 x 7 tokens.* set .*micro_batch_size below 80",
+    ),
+    (200_000, f"{RESUME} --train.batch-size 80", "the activations of 80 x 7 tokens.*micro_batch_size below 80"),
+    (50_000, "evaluate run --split train --segment-length 600", "activations of 1 x 600 tokens.* lower segment_length"),
+    (
+        50_000,
+        "evaluate run --split train --batch-size 90",
+        "a memory of 90 x 11 tok.* lower memory_length or batch_size",
+    ),
+    (
+        50_000,
+        "evaluate run --split train --method sliding-window --memory-length 0 --attention-window 90 --batch-size 90",
+        "activations of 90 x 90 tokens",
+    ),
+    (200_000, "evaluate run --method dynamic --dynamic.optimizer sgd --memory-length 90000", "lower memory_length"),
+    (50_000, "score run other.txt --segment-length 600", "activations of 1 x 600 tokens"),
+    (50_000, "generate run --num-samples 1000000000", "1,000,000,000 x 11 tokens.* lower memory_length or num_samples"),
+    (50_000, "generate run --num-beams 1000000000", "1,000,000,000 x 11 tokens.* lower memory_length or num_beams"),
+    (50_000, "generate run --memory-length 2000000000", "a memory of 1 x 2,000,000,000 tokens"),
+    (
+        50_000,
+        "analyze attention run --segment-length 600 --split train",
+        "2 heads, .* lower segment_length, memory_len",
+    ),
+    (
+        50_000,
+        "analyze context run --split train --num-positions 90 --context-step 30",
+        "90 x 11 tokens.* lower max_context",
+    ),
+    (50_000, "analyze speed tiny --attention-windows 1000000", "memory of 1,000,000 tokens.* lower attention_windows"),
+]
+
+
+@pytest.mark.parametrize(("available", "words", "message"), LARGE)
+def test_sizes_that_do_not_fit_are_refused(
+    folder: Path, available: int, words: str, message: str, capfd: Capture, monkeypatch: Patch
+):
+    monkeypatch.setattr(device, "_SMALL_BYTES", 0)
+    monkeypatch.setattr(device, "available_memory_bytes", lambda _: available)
+    assert_refused(folder, words, f"needs at least .*{message}", capfd)
+
+
+def test_weights_that_do_not_fit_are_refused(folder: Path, capfd: Capture, monkeypatch: Patch):
+    monkeypatch.setattr(device, "_SMALL_BYTES", 0)
+    monkeypatch.setattr(device, "available_memory_bytes", lambda _: 5_000)
+    assert_refused(folder, "generate run", "the model needs at least .* use a machine with more memory", capfd)
+
+
 # as raised by Python, by torch on a CPU and by torch on a GPU
 OUT_OF_MEMORY = [
     MemoryError(),
     RuntimeError("alloc_cpu: can't allocate memory"),
+    RuntimeError("Storage size calculation overflowed with sizes=[2000000000, 2000000000]"),
     torch.OutOfMemoryError("CUDA out of memory"),
 ]
 

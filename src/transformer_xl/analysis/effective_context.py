@@ -33,7 +33,12 @@ from transformer_xl.config import ContextSweep, EvaluationConfig, RelativeConfig
 from transformer_xl.device import choose_device
 from transformer_xl.evaluation.evaluate import check_weights
 from transformer_xl.evaluation.memory import memory_slots
-from transformer_xl.evaluation.plan import EvaluationPlan, ProgressCallback, compute_context
+from transformer_xl.evaluation.plan import (
+    EvaluationPlan,
+    ProgressCallback,
+    compute_context,
+    require_inference_memory,
+)
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import Memory
 from transformer_xl.run_folder import ChosenWeights, RunFolder
@@ -126,6 +131,15 @@ class GroupModel:
     def _empty_memory(self, batch_size: int, num_inputs: int) -> Memory:
         """Return an empty memory with the plan's limits, but no more slots than `num_inputs` tokens can fill."""
         num_slots = memory_slots(self.model, num_inputs, self.plan)
+        require_inference_memory(
+            f"a context of {num_inputs:,} tokens",
+            self.model,
+            num_rows=batch_size,
+            num_new=min(num_inputs, self.plan.segment_length),
+            num_slots=num_slots,
+            dtype=self.plan.dtype,
+            advice="lower max_context or memory_length",
+        )
         return self.model.inference_memory(batch_size, replace(self.plan.context_limits, memory_length=num_slots))
 
     def _batch_size(self, num_inputs: int) -> int:

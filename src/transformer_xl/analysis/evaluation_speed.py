@@ -34,11 +34,20 @@ from transformer_xl.config import (
     merge_recipe,
     run_settings,
 )
-from transformer_xl.device import autocast, choose_device, environment, resolve_dtype, set_threads
+from transformer_xl.device import (
+    MemoryUse,
+    autocast,
+    choose_device,
+    environment,
+    require_memory,
+    resolve_dtype,
+    set_threads,
+)
 from transformer_xl.model.build import build_model
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import ContextLimits
 from transformer_xl.model.precision import with_matrices_in
+from transformer_xl.model.sizes import min_cache, min_parameters
 from transformer_xl.progress import say
 from transformer_xl.run_folder import RunFolder
 
@@ -147,7 +156,25 @@ class SpeedMeasurement:
         self.config = config.model_copy(update=shared)
         sizes = self.config.model_dump(include=AlRfouConfig.model_fields.keys() - {"architecture"})
         vanilla_config = AlRfouConfig(**sizes, max_position_embeddings=max(comparison.attention_windows))
+        self._require_memory(vanilla_config)
         self.memory_model, self.vanilla_model = self._build(self.config), self._build(vanilla_config)
+
+    def _require_memory(self, vanilla_config: AlRfouConfig) -> None:
+        """Check that both models, the longest memory and the vanilla model's attention scores of a layer can fit."""
+        size = 2 if self.dtype == "bfloat16" else 4
+        window = max(self.comparison.attention_windows)
+        longest, inner = max(self.comparison.segment_lengths), self.config.d_model + self.config.d_ff
+        parameters = min_parameters(self.config) + min_parameters(vanilla_config)
+        uses = [
+            MemoryUse(
+                f"the attention scores or memory of {window:,} tokens",
+                size * max(self.config.n_heads * window**2, min_cache(self.config, window)),
+                "lower attention_windows",
+            ),
+            MemoryUse(f"{parameters:,} parameters of both models", size * parameters, "choose a smaller recipe"),
+            MemoryUse(f"a segment of {longest:,} tokens", size * longest * inner, "lower segment_lengths"),
+        ]
+        require_memory("the comparison", uses, self.device)
 
     def _build(self, config: ModelConfig) -> LanguageModel:
         model = build_model(config).eval().to(self.device)

@@ -30,6 +30,14 @@ COMMANDS = {
 }
 
 
+_OUT_OF_MEMORY = (
+    *("can't allocate memory", "not enough memory: you tried to allocate", "Storage size calculation overflowed"),
+    *("numel: integer multiplication overflow", "array is too big", "Maximum allowed dimension exceeded"),
+    *("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "Invalid buffer size"),
+)
+"""In messages of torch on CPUs and of numpy, and in those of CUDA and MPS; sizes may be too large to compute with."""
+
+
 def build_app() -> App:
     """Return the application with all commands; a command's module is imported only when the command runs."""
     app = App(
@@ -123,8 +131,7 @@ def _user_message(error: Exception) -> str | None:
     from transformer_xl.config import UserError, explain
     from transformer_xl.files import final_names
 
-    out_of_memory = ("can't allocate memory", "out of memory", "Invalid buffer size")  # torch on CPU, CUDA, MPS
-    if isinstance(error, MemoryError) or any(phrase in str(error) for phrase in out_of_memory):
+    if isinstance(error, MemoryError) or any(phrase in str(error) for phrase in _OUT_OF_MEMORY):
         return "not enough memory; lower the batch size, the segment length, the memory length or the model's size"
     if isinstance(error, OSError):
         return final_names(f"{error.filename or 'writing the output'}: {error.strerror or error}")

@@ -60,9 +60,9 @@ class ContextSweep(Settings):
         return self.max_context or (self.min_context or self.context_step) + 9 * self.context_step
 
     @property
-    def contexts(self) -> tuple[int, ...]:
+    def contexts(self) -> range:
         """The context lengths, in ascending order."""
-        return tuple(range(self.min_context or self.context_step, self.longest + 1, self.context_step))
+        return range(self.min_context or self.context_step, self.longest + 1, self.context_step)
 
 
 class SpeedComparison(Settings):

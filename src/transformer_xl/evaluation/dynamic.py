@@ -23,10 +23,12 @@ import torch
 from torch import Tensor, nn
 
 from transformer_xl.config import UserError
+from transformer_xl.device import MemoryUse, require_memory
 from transformer_xl.evaluation.memory import TextSequence, segment_tensors
 from transformer_xl.evaluation.plan import EvaluationPlan, ScoredSpan, StepLosses, TokenizedText, compute_context
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import Memory
+from transformer_xl.model.sizes import min_activations, min_cache
 
 
 def losses(model: LanguageModel, text: TokenizedText, plan: EvaluationPlan) -> Generator[StepLosses, None, None]:
@@ -43,6 +45,7 @@ def losses(model: LanguageModel, text: TokenizedText, plan: EvaluationPlan) -> G
     if plan.warmup_tokens is not None:
         raise UserError("method dynamic reads the text from its start and has no warm-up; leave out warmup-tokens")
     weights = _trainable_weights(model)
+    _require_memory(model, weights, len(text.tokens_K), plan)
     trained_weights = [weight.detach().clone() for weight in weights]
     try:
         learning_rates, decays = _step_sizes(model, text.bos_token_id, plan)
@@ -59,6 +62,19 @@ def losses(model: LanguageModel, text: TokenizedText, plan: EvaluationPlan) -> G
                 position += nats_BT.shape[1]
     finally:
         _restore(weights, trained_weights)
+
+
+def _require_memory(model: LanguageModel, weights: list[nn.Parameter], num_tokens: int, plan: EvaluationPlan) -> None:
+    """Check that a second copy of the weights, their gradients and one training step of a segment can fit."""
+    memory_length, num_new = plan.context_limits.memory_length, min(plan.segment_length, num_tokens)
+    activations = 2 * min_activations(model.config, segment_length=num_new, memory_length=0)  # 2 bytes in bfloat16
+    cache = 4 * min_cache(model.config, memory_length, training=True)
+    uses = [
+        MemoryUse("copies of the weights", 2 * sum(weight.nbytes for weight in weights), "use another method"),
+        MemoryUse(f"a memory of {memory_length:,} tokens", 2 * cache, "lower memory_length"),
+        MemoryUse(f"the activations of {num_new:,} tokens", activations, "lower segment_length"),
+    ]
+    require_memory("method dynamic", uses, weights[0].device)
 
 
 def _trainable_weights(model: LanguageModel) -> list[nn.Parameter]:

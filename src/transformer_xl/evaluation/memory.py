@@ -21,7 +21,14 @@ import torch
 from torch import Tensor
 
 from transformer_xl.config import RecurrentConfig, RelativeConfig, UserError
-from transformer_xl.evaluation.plan import EvaluationPlan, ScoredSpan, StepLosses, TokenizedText, compute_context
+from transformer_xl.evaluation.plan import (
+    EvaluationPlan,
+    ScoredSpan,
+    StepLosses,
+    TokenizedText,
+    compute_context,
+    require_inference_memory,
+)
 from transformer_xl.model.language_model import LanguageModel
 
 _UNLIMITED = 2**62  # longer than any text, and small enough for int64
@@ -149,6 +156,16 @@ def read_sequences(
         length = int(length_Q[longest_first_Q[begin]])
         num_keys = min(length, plan.segment_length) + _filled_slots(length, plan)
         batch_size = plan.batch_size or max(1, _KEYS_PER_STEP // num_keys)
+        if begin == 0:  # the longest sequences; what is freed after them may count as used
+            require_inference_memory(
+                "evaluation",
+                model,
+                num_rows=min(batch_size, len(length_Q)),
+                num_new=min(length, plan.segment_length),
+                num_slots=memory_slots(model, length, plan),
+                dtype=plan.dtype,
+                advice="lower memory_length or batch_size",
+            )
         rows_B4 = sequences_Q4[longest_first_Q[begin : begin + batch_size]].tolist()
         yield from _read_batch(model, text, [TextSequence(*row) for row in rows_B4], plan)
         begin += batch_size

@@ -20,9 +20,19 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from transformer_xl.config import DynamicConfig, EvaluationConfig, RunConfig, UserError, check_settings, merge
-from transformer_xl.device import Precision, autocast, has_bfloat16, resolve_dtype
+from transformer_xl.config import (
+    DynamicConfig,
+    EvaluationConfig,
+    RunConfig,
+    TransformerConfig,
+    UserError,
+    check_settings,
+    merge,
+)
+from transformer_xl.device import MemoryUse, Precision, autocast, has_bfloat16, require_memory, resolve_dtype
+from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import ContextLimits
+from transformer_xl.model.sizes import min_cache
 from transformer_xl.text.token_store import Tokens, TokenSplit
 
 _LEARNING_RATES = {"rms": 1e-6, "sgd": 0.01}  # of dynamic evaluation, where none is set
@@ -183,6 +193,38 @@ class ScoredSpan:
 
 StepLosses = tuple[Tensor, list[ScoredSpan]]
 """Losses (B, T) of one step in nats, on the device, and which of them are scored."""
+
+
+def require_inference_memory(
+    task: str, model: LanguageModel, *, num_rows: int, num_new: int, num_slots: int, dtype: Precision, advice: str
+) -> None:
+    """Check, before a memory is allocated, that inference with it can fit on the model's device.
+
+    Args:
+        task: what is computed; the message begins with it.
+        model: the model.
+        num_rows: batch rows.
+        num_new: tokens of a segment.
+        num_slots: memory slots of each batch row.
+        dtype: data type of matrix products.
+        advice: what to lower if the memory does not fit.
+
+    Raises:
+        UserError: memory and activations certainly need more than there is.
+    """
+    config, device = model.config, next(model.parameters()).device
+    size = num_rows * (2 if resolve_dtype(device, dtype) == "bfloat16" else 4)
+    # the residual and the inner activations of one layer
+    per_token = config.d_model + (config.d_ff if isinstance(config, TransformerConfig) else config.d_model)
+    uses = [
+        MemoryUse(f"a memory of {num_rows:,} x {num_slots:,} tokens", size * min_cache(config, num_slots), advice),
+        MemoryUse(
+            f"the activations of {num_rows:,} x {num_new:,} tokens",
+            size * num_new * per_token,
+            "lower segment_length or batch_size",
+        ),
+    ]
+    require_memory(task, uses, device)
 
 
 @contextmanager

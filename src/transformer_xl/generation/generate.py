@@ -22,7 +22,7 @@ import torch
 from typing_extensions import TypeIs, override
 
 from transformer_xl.config import EvaluationConfig, UserError, check_overrides, check_settings, check_type
-from transformer_xl.device import Precision, autocast, resolve_dtype
+from transformer_xl.device import MemoryUse, Precision, autocast, require_memory, resolve_dtype
 from transformer_xl.display import Displayed
 from transformer_xl.evaluation.plan import EvaluationPlan
 from transformer_xl.generation.batch import BatchGenerator
@@ -32,8 +32,12 @@ from transformer_xl.generation.sampling import LogitsProcessor
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import Memory
 from transformer_xl.model.precision import with_matrices_in
+from transformer_xl.model.sizes import min_cache
 from transformer_xl.run_folder import Run, check_run
 from transformer_xl.text.tokenizers import Tokenizer
+
+_SEQUENCE_BYTES = 2048  # its random generator and the objects that collect its tokens, at least
+_CANDIDATE_BYTES = 64  # log-probability, id and rank of one continuation of a beam, as tensors and lists
 
 
 @overload
@@ -99,9 +103,11 @@ def generate(
     check_type(prompts, Iterable, "prompts", "give text, token ids, or a list of these")
     prompts = list(prompts)
     prompt_ids = [encode_prompt(run.tokenizer, prompt, config, continued=memory is not None) for prompt in prompts]
-    builders = [CompletionBuilder(run.tokenizer, ids, config) for ids in prompt_ids for _ in range(config.num_samples)]
     with inference_context(run, config, memory, len(prompts)) as (model, memory):
         generator = BatchGenerator(model, prompt_ids, config, logits_processor=logits_processor, memory=memory)
+        builders = [
+            CompletionBuilder(run.tokenizer, ids, config) for ids in prompt_ids for _ in range(config.num_samples)
+        ]
         while generator.active:
             for token in generator.step():
                 builders[token.sequence].add(token)
@@ -274,6 +280,9 @@ def inference_context(
     Yields:
         the model, with its weight matrices converted to that dtype, so that no step has to convert them; and `memory`,
         or if it is None an empty one of the configured length (by default the run's evaluation memory length).
+
+    Raises:
+        UserError: the memory of all sequences certainly does not fit on the device.
     """
     check_type(memory, (Memory, type(None)), "memory", "give a memory, such as that of a stream, or None")
     model, device = run.model, next(run.model.parameters()).device
@@ -283,6 +292,31 @@ def inference_context(
         if memory is None:
             length: dict[str, Any] = {} if config.memory_length is None else {"memory_length": config.memory_length}
             plan = EvaluationPlan.resolve(run.config, EvaluationConfig(method="memory", **length))
-            segment_length = run.config.train.segment_length
-            memory = run.model.generation_memory(batch_size, plan.context_limits, segment_length=segment_length)
+            limits, segment_length = plan.context_limits, run.config.train.segment_length
+            _require_memory(model, config, batch_size, limits.memory_length or segment_length - 1)
+            memory = run.model.generation_memory(batch_size, limits, segment_length=segment_length)
+        else:
+            _require_memory(model, config, batch_size, memory.length)
         yield model, memory
+
+
+def _require_memory(model: LanguageModel, config: GenerationConfig, num_prompts: int, num_slots: int) -> None:
+    """Check that the memory, the logits and the Python objects of all sequences can fit on the model's device."""
+    vocab_size, num_beams = model.config.vocab_size, config.num_beams
+    if num_beams is None:
+        num_rows, name, candidate_bytes = num_prompts * config.num_samples, "num_samples", 0
+    else:  # short texts have fewer continuations than there are beams; the exponent is bounded to keep the power small
+        num_rows, name = min(num_beams, vocab_size ** min((config.max_new_tokens or 1) - 1, 64)), "num_beams"
+        candidate_bytes = _CANDIDATE_BYTES * min(num_beams, vocab_size)
+    device = next(model.parameters()).device
+    size = 2 if resolve_dtype(device, config.dtype) == "bfloat16" else 4
+    row_bytes = _SEQUENCE_BYTES + candidate_bytes + size * model.config.cluster_boundaries[1]
+    uses = [
+        MemoryUse(
+            f"a memory of {num_rows:,} x {num_slots:,} tokens",
+            size * num_rows * min_cache(model.config, num_slots),
+            f"lower memory_length or {name}",
+        ),
+        MemoryUse(f"the next tokens of {num_rows:,} sequences", num_rows * row_bytes, f"lower {name}"),
+    ]
+    require_memory("generation", uses, device)

@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 
 from transformer_xl.config import RelativeConfig, RunConfig, TrainConfig, UserError
+from transformer_xl.device import MemoryUse, require_memory, resolve_dtype
 from transformer_xl.evaluation.metrics import Sums
 from transformer_xl.files import quoted, remove_leftovers
-from transformer_xl.model.build import build_model
 from transformer_xl.model.kernels import choose
 from transformer_xl.model.memory import Memory
-from transformer_xl.run_folder import RunFolder
+from transformer_xl.model.sizes import MIN_LAYER_BYTES, min_activations, min_cache, min_parameters
+from transformer_xl.run_folder import RunFolder, build_checked
 from transformer_xl.text.segments import DatasetPosition, SegmentDataset, TokenDataset, check_training
 from transformer_xl.text.shuffled import ShuffledDocumentDataset
 from transformer_xl.text.token_store import Corpus
@@ -75,7 +76,7 @@ class Trainer:
         self.dataset = training_dataset(corpus, config, world)
         self.validator = Validator(corpus, config, world) if "valid" in corpus.splits else None
         torch.manual_seed(config.seed)
-        self.model = build_model(folder.config.model, memory_length=config.memory_length).to(device).train()
+        self.model = build_checked(folder.config).to(device).train()
         if world.rank:  # after the initial weights, so that each process draws different dropout masks
             world.seed(config.seed, step=0)
         self.model.activation_checkpointing = config.activation_checkpointing
@@ -362,15 +363,67 @@ def check_trainable(
     """Check, before a run folder is created, that training can start.
 
     Raises:
-        UserError: the text is too short for batch size and segment length, or an attention implementation or
-            package is not available.
+        UserError: the text is too short for batch size and segment length, an attention implementation or package is
+            not available, or training certainly needs more memory than there is.
     """
-    training_dataset(corpus, config.train, world)
+    dataset = training_dataset(corpus, config.train, world)
+    require_memory("training", training_memory(config, dataset.local_batch_size, device, world), device)
     if "valid" in corpus.splits:
         Validator(corpus, config.train, world)
     if isinstance(config.model, RelativeConfig):
         choose(config.model.attn_implementation, device, torch.float32)  # raises if it does not work on the device
     check_tensorboard(config.train)
+
+
+def training_memory(
+    config: RunConfig, local_batch_size: int, device: torch.device, world: DistributedContext = SINGLE_PROCESS
+) -> list[MemoryUse]:
+    """Return lower bounds of the memory that training needs at once in this process.
+
+    Args:
+        config: settings of the run.
+        local_batch_size: batch rows of this process.
+        device: device to compute on.
+        world: the processes that train together.
+    """
+    train, model = config.train, config.model
+    rows = [len(part) for part in micro_batches(local_batch_size, train, world.size)]
+    parameters = min_parameters(model)
+    gradients = 4 * parameters // (world.size if train.parallelism == "fsdp" else 1)
+    # Adam has two numbers for each parameter, Muon one; fsdp divides them and the average, but not the first weights
+    state = 4 * parameters + gradients * (1 + (train.optimizer != "muon") + (train.weight_average != "none"))
+
+    def activation_bytes(memory_length: int) -> int:
+        count = min_activations(
+            model,
+            segment_length=train.segment_length,
+            memory_length=memory_length,
+            recomputed=train.activation_checkpointing or train.compile != "none",  # compiled layers recompute some
+        )
+        return (2 if resolve_dtype(device, train.dtype) == "bfloat16" else 4) * max(rows) * count
+
+    activations, new_activations = activation_bytes(train.memory_length), activation_bytes(0)
+    # a single micro-batch frees its activations while the gradients appear
+    state += gradients if len(rows) > 1 else max(0, gradients - activations)
+    cache = 4 * local_batch_size * min_cache(model, train.memory_length, training=True)
+    fewer_rows = f"set train.micro_batch_size below {max(rows):,}, or " if max(rows) > 1 else ""
+    return [
+        MemoryUse(
+            f"weights, gradients and optimizer state of {parameters:,} parameters",
+            state + MIN_LAYER_BYTES * model.n_layers,
+            "lower model.n_layers or the widths of the model (model.d_model and so on)",
+        ),
+        MemoryUse(
+            f"the activations of {max(rows):,} x {train.segment_length:,} tokens",
+            new_activations,
+            f"{fewer_rows}lower train.segment_length, or set train.activation_checkpointing",
+        ),
+        MemoryUse(
+            f"a memory of {local_batch_size:,} x {train.memory_length:,} tokens",
+            2 * cache + activations - new_activations,  # before and after the step, and its keys and values
+            "lower train.memory_length or train.batch_size",
+        ),
+    ]
 
 
 def training_dataset(corpus: Corpus, config: TrainConfig, world: DistributedContext = SINGLE_PROCESS) -> TokenDataset:

@@ -246,6 +246,7 @@ def test_invalid_file_of_words_is_refused(tmp_path: Path, content: bytes, messag
         ({"kind": "word", "vocab_size": 2}, r"too small for word; give 3 or more"),
         ({"kind": "char", "vocab_size": 256}, r"too small for char; give 257 or more"),
         ({"kind": "bpe", "vocab_size": 255}, r"too small for bpe; give 256 or more"),
+        ({"kind": "bpe", "vocab_size": 2**31 - 1}, r"too large for bpe; give 10,000,000 at most"),
         ({"kind": "integer", "vocab_size": 1}, r"too small for integer; give 2 or more"),
     ],
 )

@@ -11,6 +11,8 @@ from transformer_xl.config import INT32_MAX, Settings
 TokenizerKind = Literal["byte", "char", "word", "bpe", "integer"]
 TOKENIZER_KINDS: tuple[TokenizerKind, ...] = get_args(TokenizerKind)
 
+_MAX_BPE_VOCAB_SIZE = 10_000_000  # training reserves 70 bytes for each token, even if the text is too short for them
+
 
 class TokenizerConfig(Settings):
     """The kind of tokenizer to create and how to train it.
@@ -61,6 +63,10 @@ class TokenizerConfig(Settings):
         min_size = smallest.get(self.kind, 1 + self.add_eos)  # integer: the value 0 and the end-of-sequence token
         if self.vocab_size is not None and self.vocab_size < min_size:
             raise ValueError(f"vocab_size {self.vocab_size} is too small for {self.kind}; give {min_size} or more")
+        if self.kind == "bpe" and (self.vocab_size or 0) > _MAX_BPE_VOCAB_SIZE:
+            raise ValueError(
+                f"vocab_size {self.vocab_size:,} is too large for bpe; give {_MAX_BPE_VOCAB_SIZE:,} at most"
+            )
         return self
 
     @property

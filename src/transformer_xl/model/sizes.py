@@ -1,0 +1,93 @@
+"""Lower bounds of what a model must store, computed from its settings alone: nothing is built or allocated.
+
+They count only large tensors that certainly exist at the same time, so that sizes which exceed the device's memory
+can be refused before anything is allocated (`device.require_memory`), and nothing that fits is refused. `cost.py`
+counts exactly, by running a step on the meta device, which is too slow to do before each command.
+
+Shape suffixes: D model width, F inner width of the feed-forward layers, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from transformer_xl.config import (
+    AbsoluteConfig,
+    AlRfouConfig,
+    BaseModelConfig,
+    LSTMConfig,
+    QRNNConfig,
+    RecurrentConfig,
+    RelativeConfig,
+    ShawConfig,
+    TransformerConfig,
+)
+
+MIN_LAYER_BYTES = 8192
+"""Host memory that the Python objects of a layer take at least; it matters for very many narrow layers."""
+
+
+def min_parameters(config: BaseModelConfig) -> int:
+    """Return the number of parameters in the matrices of the layers, the embedding and the softmax.
+
+    Biases, LayerNorms and projections of embeddings are left out.
+    """
+    sizes = (stop - start for start, stop in pairwise(config.cluster_boundaries))
+    tables = sum(size * width for size, width in zip(sizes, config.cluster_widths, strict=True))
+    return (1 if config.tie_word_embeddings else 2) * tables + config.n_layers * _layer_parameters(config)
+
+
+def _layer_parameters(config: BaseModelConfig) -> int:
+    width = config.d_model
+    if isinstance(config, LSTMConfig):
+        return 8 * width**2
+    if isinstance(config, QRNNConfig):
+        return 3 * config.qrnn_kernel_size * width**2
+    assert isinstance(config, TransformerConfig)
+    inner = config.n_heads * config.head_dim
+    count = 4 * width * inner + 2 * width * config.d_ff
+    if isinstance(config, ShawConfig):
+        return count + (config.max_relative_positions or 0) * inner
+    if isinstance(config, AlRfouConfig):
+        return count + (config.max_position_embeddings or 0) * width
+    return count + width * inner if isinstance(config, RelativeConfig) else count
+
+
+def min_activations(
+    config: BaseModelConfig, *, segment_length: int, memory_length: int, recomputed: bool = False
+) -> int:
+    """Return the number of activations of one batch row that a training step keeps for the backward pass.
+
+    Args:
+        config: settings of the model.
+        segment_length: new tokens.
+        memory_length: memory slots.
+        recomputed: count only the inputs of the layers, because the backward pass recomputes the activations inside.
+    """
+    if recomputed:
+        return config.n_layers * segment_length * config.d_model
+    if not isinstance(config, TransformerConfig):
+        # the gates, the state and the output of each token
+        return config.n_layers * segment_length * 5 * config.d_model
+    inner = config.n_heads * config.head_dim
+    # input, normalized sums, queries, attended values and inner activations of each token; keys and values of all
+    per_token = 3 * config.d_model + 2 * inner + config.d_ff
+    return config.n_layers * (segment_length * per_token + 2 * (memory_length + segment_length) * inner)
+
+
+def min_cache(config: BaseModelConfig, memory_length: int, *, training: bool = False) -> int:
+    """Return the number of elements of one batch row in a memory with all slots filled.
+
+    Args:
+        config: settings of the model.
+        memory_length: memory slots.
+        training: hidden states, as in training, instead of keys and values, as in inference.
+    """
+    if isinstance(config, RecurrentConfig):
+        return config.n_layers * config.d_model
+    if isinstance(config, AbsoluteConfig):
+        return memory_length  # token ids
+    assert isinstance(config, RelativeConfig)
+    hidden = training or (config.attend_empty_memory and config.norm_first)
+    per_slot = config.d_model if hidden else 2 * config.n_heads * config.head_dim
+    return config.n_layers * memory_length * per_slot

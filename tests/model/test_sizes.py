@@ -1,0 +1,74 @@
+"""The lower bounds of what a model stores, compared with what it does store; the bounds of recipes are close."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from model_configs import model_config
+
+from transformer_xl.config import load_recipe, recipe_names, run_settings
+from transformer_xl.config.run import merge_recipe
+from transformer_xl.model.build import build_model
+from transformer_xl.model.cost import step_cost
+from transformer_xl.model.memory import ContextLimits
+from transformer_xl.model.sizes import min_activations, min_cache, min_parameters
+
+BATCH_SIZE, SEGMENT_LENGTH = 3, 13
+MODELS: dict[str, dict[str, Any]] = {
+    "transformer-xl": {},
+    "adaptive": {"cutoffs": (7, 19), "div_val": 2},
+    "untied": {"tie_word_embeddings": False, "norm_first": True, "attend_empty_memory": True},
+    "shaw": {"architecture": "shaw", "max_relative_positions": 11},
+    "vaswani": {"architecture": "vaswani"},
+    "al-rfou": {"architecture": "al-rfou", "max_position_embeddings": 17},
+    "lstm": {"architecture": "lstm"},
+    "qrnn": {"architecture": "qrnn"},
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_bounds_are_below_what_a_model_stores(name: str):
+    config = model_config(
+        **{"n_layers": 3, "d_model": 34, "n_heads": 2, "d_head": 19, "d_ff": 59, "vocab_size": 41, **MODELS[name]}
+    )
+    memory_length = 11 if config.has_memory else 0
+    lengths = {"segment_length": SEGMENT_LENGTH, "memory_length": memory_length}
+    cost = step_cost(config, batch_size=BATCH_SIZE, **lengths)
+    assert 0.9 * cost.parameters <= min_parameters(config) <= cost.parameters
+    activation_bytes = 4 * BATCH_SIZE * min_activations(config, **lengths)
+    assert 0.4 * cost.activation_bytes <= activation_bytes <= cost.activation_bytes
+    assert min_activations(config, **lengths, recomputed=True) < min_activations(config, **lengths)
+
+    model = build_model(config, memory_length=memory_length)
+    for training, memory in ((True, model.initial_memory(BATCH_SIZE)), (False, model.inference_memory(BATCH_SIZE))):
+        stored = sum(tensor.numel() for tensor in memory.cache_tensors().values())
+        bound = BATCH_SIZE * min_cache(config, memory_length, training=training)
+        assert bound == stored or ("n_heads" not in type(config).model_fields and bound <= stored)
+
+
+def test_bound_of_tokens_that_a_model_without_memory_reads_again():
+    config = model_config(architecture="vaswani", n_layers=2, d_model=6, n_heads=2, d_ff=5, vocab_size=7)
+    memory = build_model(config).generation_memory(3, ContextLimits(0), segment_length=6)
+    assert sum(tensor.numel() for tensor in memory.cache_tensors().values()) == 3 * min_cache(config, 5)
+
+
+@pytest.mark.parametrize("name", [name for name in recipe_names() if load_recipe(name).bytes_per_step])
+def test_bounds_of_recipes_are_close(name: str):
+    recipe = load_recipe(name)
+    config = run_settings(merge_recipe(recipe, {}), name)
+    if config.model.cutoffs == "auto":
+        pytest.skip("needs a corpus")
+    lengths = {"memory_length": config.train.memory_length, "segment_length": config.train.segment_length}
+    activations = min_activations(config.model, **lengths)
+    cache = min_cache(config.model, config.train.memory_length, training=True)
+    bound = 16 * min_parameters(config.model) + 4 * config.train.batch_size * (activations + cache)
+    assert recipe.bytes_per_step is not None
+    assert 0.65 * recipe.bytes_per_step <= bound <= recipe.bytes_per_step
+
+
+def test_bounds_build_nothing():
+    """Sizes that no machine can hold are counted at once."""
+    config = model_config(n_layers=2**31 - 1, d_model=2**31 - 2, n_heads=2, d_ff=2**31 - 1)
+    assert min_parameters(config) > 1e27
+    assert min_cache(config, 2**31 - 1, training=True) > 1e27
