@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from transformer_xl import (
     Callback,
+    ContextLimits,
     Corpus,
     EvaluationConfig,
     GenerationConfig,
@@ -143,6 +144,18 @@ WRONG_CALLS = {  # what the message must say: a call
     "memory is of type int (3); give the memory that": lambda run, corpus, path: run.model([1], 3),
     "the text is of type bytearray; give str": lambda run, corpus, path: run.tokenizer.encode(bytearray(b"a")),
     "token ids are of type float64; give integers": lambda run, corpus, path: run.tokenizer.decode([97.5]),
+    "lengths_B is of type list; give a tensor": lambda run, corpus, path: run.model([1], lengths_B=[1]),
+    "hidden_BTD is of type str ('a'); give": lambda run, corpus, path: run.model.nats("a", [1]),
+    "memory_length is of type str ('3'); give an integer": lambda run, corpus, path: ContextLimits("3"),
+    "prompts is of type int (2); give text": lambda run, corpus, path: generate(run, torch.tensor(2)),
+    "train_split is of type str ('train')": lambda run, corpus, path: evaluate(run, train_split="train"),
+    "token_losses is of type int (3); give the path": lambda run, corpus, path: evaluate(run, token_losses=3),
+    "tokenizer is of type Run; give a kind": lambda run, corpus, path: prepare(
+        documents=["a"], out=path, tokenizer=run
+    ),
+    "valid_fraction is of type str ('a')": lambda run, corpus, path: prepare(
+        documents=["a"], out=path, valid_fraction="a"
+    ),
     "top_k -3: must be 1 or more": lambda run, corpus, path: GenerationConfig(top_k=-3),
 }
 

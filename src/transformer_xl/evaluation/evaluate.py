@@ -27,7 +27,7 @@ from transformer_xl.display import Displayed
 from transformer_xl.evaluation import dynamic, memory, sliding_window
 from transformer_xl.evaluation.metrics import Sums, chunks
 from transformer_xl.evaluation.plan import EvaluationPlan, ProgressCallback, StepLosses, TokenizedText
-from transformer_xl.files import atomic_file
+from transformer_xl.files import as_path, atomic_file
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.run_folder import Run, check_run
 from transformer_xl.text.token_store import Tokens, TokenSplit
@@ -121,6 +121,7 @@ def evaluate(
     check_run(run)
     config = override_config(config, overrides, "split", "max_tokens", "train_split", "progress", "token_losses")
     check_type(max_tokens, (Integral, type(None)), "max_tokens", "give an integer or None")
+    file = None if token_losses is None else as_path(token_losses, "token_losses", "give the path of a .npy file")
     if max_tokens is not None and max_tokens < 1:
         raise UserError(f"max-tokens {max_tokens}: must be 1 or more")
     if isinstance(split, str):
@@ -129,6 +130,7 @@ def evaluate(
             train_split = corpus.split("train", verify=True)
         split = corpus.split(split, verify=True)
     check_type(split, TokenSplit, "split", "give a name, such as 'test', or Corpus.open(DIR).split('test')")
+    check_type(train_split, (TokenSplit, type(None)), "train_split", "give Corpus.open(DIR).split('train')")
     plan = EvaluationPlan.resolve(run.config, config, train_split=train_split)
     tokens_K = split.first(max_tokens)
     if not len(tokens_K):
@@ -137,8 +139,8 @@ def evaluate(
     text = TokenizedText(tokens_K, run.tokenizer.bos_token_id, split.document_starts)
     start = time.perf_counter()
     losses = stream_losses(run.model, text, plan, progress)
-    if token_losses is not None:
-        losses = _write_losses(losses, Path(token_losses), len(tokens_K))
+    if file is not None:
+        losses = _write_losses(losses, file, len(tokens_K))
     nats = sum((chunk.sum for chunk in losses), 0.0)
     seconds = time.perf_counter() - start
     return EvaluationResult(

@@ -100,6 +100,8 @@ def generate(
         if config.num_samples > 1:
             raise UserError("one prompt gives one completion; put it in a list to get num_samples of them")
         return generate(run, [prompts], config, logits_processor=logits_processor, memory=memory)[0]
+    if isinstance(prompts, np.ndarray | torch.Tensor):  # of two dimensions: a prompt in each row
+        prompts = prompts.tolist()
     check_type(prompts, Iterable, "prompts", "give text, token ids, or a list of these")
     prompts = list(prompts)
     prompt_ids = [encode_prompt(run.tokenizer, prompt, config, continued=memory is not None) for prompt in prompts]

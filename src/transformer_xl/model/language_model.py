@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import replace
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -205,6 +206,7 @@ class LanguageModel(nn.Module, ABC):
         Raises:
             UserError: a target is outside the vocabulary, or the shapes do not match.
         """
+        check_type(hidden_BTD, Tensor, "hidden_BTD", "give the hidden states that the model returned")
         if self.softmax.num_tails and isinstance(targets_BT, Tensor):
             targets_BT = targets_BT.cpu()  # the targets of each tail are selected there
         targets_BT = as_token_ids(targets_BT, self.config.vocab_size, "targets_BT")
@@ -231,6 +233,7 @@ class LanguageModel(nn.Module, ABC):
         Raises:
             UserError: k is below 1.
         """
+        check_type(k, Integral, "k", "give an integer")
         if k < 1:
             raise UserError(f"k {k}: must be 1 or more")
         return self.softmax.topk(hidden_BTD, k)
@@ -261,6 +264,7 @@ class LanguageModel(nn.Module, ABC):
         if tokens_BT is not None:
             tokens_BT = as_token_ids(tokens_BT, self.config.vocab_size, "tokens_BT")
             inputs_BTD = self.embedding(to_device(tokens_BT, self.softmax.bias.device)) * self.config.d_model**0.5
+        check_type(inputs_BTD, Tensor, "inputs_BTD", "give a tensor of shape (batch, tokens, d_model)")
         assert inputs_BTD is not None
         if inputs_BTD.ndim != 3 or inputs_BTD.shape[-1] != self.config.d_model or not inputs_BTD.shape[1]:
             actual = f"inputs_BTD of shape {tuple(inputs_BTD.shape)}"
@@ -274,6 +278,7 @@ class LanguageModel(nn.Module, ABC):
             UserError: the memory or the lengths are of another batch size, or the memory is of another model.
         """
         batch_size = len(x_BTD)
+        check_type(lengths_B, (Tensor, type(None)), "lengths_B", "give a tensor with the length of each batch row")
         if lengths_B is not None and lengths_B.shape != (batch_size,):
             raise UserError(
                 f"lengths_B of shape {tuple(lengths_B.shape)} for batch size {batch_size}; expected one for each row"

@@ -127,6 +127,12 @@ def prepare(
         UserError: the text is missing, unreadable, empty, cannot be downloaded or cannot be encoded; settings
             contradict each other; or the folder exists or cannot be written. No partial corpus is left behind.
     """
+    check_type(out, (str, os.PathLike, type(None)), "out", "give the path of a new folder")
+    known = (str, os.PathLike, Tokenizer, TokenizerConfig, type(None))
+    check_type(tokenizer, known, "tokenizer", "give a kind such as 'word', a path, a Tokenizer or a TokenizerConfig")
+    check_type(num_workers, int, "num_workers", "give an integer")
+    for name, fraction in (("valid_fraction", valid_fraction), ("test_fraction", test_fraction)):
+        check_type(fraction, (int, float, type(None)), name, "give a number from 0 to 1")
     if out is not None and not os.fspath(out):
         raise UserError("--out: the path is empty; name a folder to create, or omit --out for corpora/NAME")
     if num_workers < 1:
