@@ -34,6 +34,7 @@ class ProgressBar:
         """
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.table import Column
 
         self._title, self._total, self._unit = title, total, unit
         self._seconds_between_lines = seconds_between_lines
@@ -45,8 +46,8 @@ class ProgressBar:
         can_draw = console.is_terminal or (console.is_jupyter and find_spec("ipywidgets") is not None)
         columns = (
             TextColumn("{task.description}"),
-            BarColumn(bar_width=8),  # narrow, so that the metrics fit into 80 columns
-            TextColumn("{task.fields[notes]}"),
+            BarColumn(bar_width=8),  # narrow, to leave room for the metrics
+            TextColumn("{task.fields[notes]}", table_column=Column(overflow="fold")),  # in a narrow terminal, two lines
             TimeRemainingColumn(),
         )
         self._bar = Progress(*columns, console=console, transient=True, disable=not can_draw)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import signal
 import sys
@@ -18,6 +19,7 @@ from typing_extensions import override
 from transformer_xl import Callback, Corpus, RunConfig, TrainConfig, TransformerXLConfig, UserError, load, resume, save
 from transformer_xl import train as train_run
 from transformer_xl.config import read_yaml
+from transformer_xl.progress import ProgressBar
 from transformer_xl.run_folder import RunFolder
 from transformer_xl.training.trainer import Trainer
 
@@ -124,6 +126,22 @@ def test_messages_are_printed_on_standard_error(
     out, err = capsys.readouterr()
     assert out == ""
     assert "parameters, on cpu; 17 steps of 21 tokens" in err  # 3 batch rows of 7 tokens
+
+
+def test_progress_shows_losses_with_units_and_the_learning_rate(
+    tmp_path: Path, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes: list[str | None] = []
+    monkeypatch.setattr(ProgressBar, "advance", lambda _, amount, text=None: notes.append(text))
+    train_run(None, corpus, tmp_path / "run", model=MODEL, train={**TRAIN, "eval_interval": 15}, device="cpu")
+    lines = [line for line in RunFolder.open(tmp_path / "run").metrics() if line["step"] in (15, 16)]
+    valid, loss = [
+        f"{line['nats_per_token']:.3f} nats, {line['nats_per_token'] / math.log(2):.3f} bits/token"
+        for line in lines[1:]
+    ]
+    step_17 = next(text for text in reversed(notes) if text and "lr" in text)
+    assert step_17.startswith(f"loss {loss}, valid {valid}, lr {lines[2]['learning_rate']:.2g}, ")
+    assert step_17.endswith(" tokens/s")
 
 
 @pytest.mark.parametrize("architecture", ["transformer-xl", "lstm", "shaw"])

@@ -66,6 +66,7 @@ def evaluate(
     if token_losses is not None:
         check_new_file(token_losses)
     from transformer_xl.evaluation.evaluate import evaluate as evaluate_split
+    from transformer_xl.evaluation.memory import suggested_batch_size
     from transformer_xl.evaluation.plan import EvaluationPlan
     from transformer_xl.run_folder import RunFolder
 
@@ -79,11 +80,19 @@ def evaluate(
     say_weights(loaded.weights)
     for warning in dict.fromkeys(warning for plan in plans for warning in plan.warnings(device)):
         say(f"warning: {warning}")
+    num_tokens = min(text.num_tokens, max_tokens or text.num_tokens)
+    suggested = [size for plan in plans if (size := suggested_batch_size(loaded.model, plan, num_tokens))]
+    if suggested:
+        size = min(suggested)
+        say(
+            f"note: the text is read as one sequence, which is slow; --batch-size {size} reads {size} parts side by "
+            "side, with the same result"
+        )
     results: list[dict[str, Any]] = []
     for config, plan in zip(configs, plans, strict=True):
         window = plan.context_limits.attention_window
         title = f"memory {plan.context_limits.memory_length:,}" + (f", window {window:,}" if window else "")
-        with ProgressBar(title, min(text.num_tokens, max_tokens or text.num_tokens), "tokens") as bar:
+        with ProgressBar(title, num_tokens, "tokens") as bar:
             result = evaluate_split(
                 loaded,
                 text,

@@ -50,7 +50,7 @@ class ProgressBarCallback(Callback):
     def __init__(self) -> None:
         """Prepare the callback; the bar is created when training begins."""
         self._bar: ProgressBar | None = None
-        self._metrics = {"train": "", "valid": ""}
+        self._metrics = {"train": "", "valid": "", "rate": ""}
         self._num_tokens = 0
 
     @override
@@ -63,7 +63,7 @@ class ProgressBarCallback(Callback):
         assert self._bar is not None
         self._num_tokens += num_tokens
         rate = self._num_tokens / max(1e-9, self._bar.seconds)
-        self._bar.advance(1, f"{self._metrics['train']}{self._metrics['valid']}{rate:,.0f} tokens/s")
+        self._bar.advance(1, f"{''.join(self._metrics.values())}{rate:,.0f} tokens/s")
 
     @override
     def on_validation_progress(self, trainer: Trainer, num_scored: int, num_tokens: int) -> None:
@@ -72,13 +72,13 @@ class ProgressBarCallback(Callback):
 
     @override
     def on_metrics(self, trainer: Trainer, metrics: Metrics) -> None:
-        if trainer.corpus.tokenizer.kind in ("byte", "char"):  # whose tokens are bytes or characters, not words
-            quality = f"{metrics['bits_per_byte']:.3f} bits/byte"
+        nats = metrics["nats_per_token"]
+        quality = f"{nats:.3f} nats, {nats / math.log(2):.3f} bits/token, "
+        if metrics["split"] == "train":
+            self._metrics["train"] = f"loss {quality}"
+            self._metrics["rate"] = f"lr {metrics['learning_rate']:.2g}, "
         else:
-            # ppl: perplexity; per token, which for BPE is not the figure of papers
-            quality = f"ppl/token {math.exp(min(metrics['nats_per_token'], 99)):.1f}"  # min, against overflow
-        loss = f"loss {metrics['nats_per_token']:.3f} " if metrics["split"] == "train" else "valid "
-        self._metrics[metrics["split"]] = f"{loss}{quality}, "
+            self._metrics["valid"] = f"valid {quality}"
 
     @override
     def on_stop(self, trainer: Trainer) -> None:
