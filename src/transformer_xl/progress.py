@@ -7,13 +7,27 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Self
+
+NOTE = "note: "
+"""Beginning of every line that tells the user what they may not expect."""
 
 
 def say(text: str) -> None:
     """Print a line for the user, on standard error."""
     print(text, file=sys.stderr, flush=True)
+
+
+def note(text: str, print_line: Callable[[str], None] = say) -> None:
+    """Tell the user what they may not expect, such as a setting that is probably not intended.
+
+    Args:
+        text: the note, without a prefix.
+        print_line: prints it; by default on standard error.
+    """
+    print_line(f"{NOTE}{text}")
 
 
 class ProgressBar:

@@ -41,6 +41,7 @@ from transformer_xl.files import (
 from transformer_xl.model.build import build_model
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.sizes import MIN_LAYER_BYTES, min_parameters
+from transformer_xl.progress import NOTE
 from transformer_xl.tensor_file import DAMAGED, check_exists, load_tensors, read_metadata, save_tensors
 from transformer_xl.text.token_store import Corpus
 from transformer_xl.text.tokenizers import Tokenizer, describe_difference, fingerprint, load_tokenizer, save_tokenizer
@@ -91,7 +92,7 @@ class ChosenWeights:
         for newer in self.others:
             if newer.step > self.used.step and newer.valid_nats_per_token is None:
                 lines.append(
-                    f"warning: the {newer.name} weights are {newer.step - self.used.step:,} steps newer than those "
+                    f"{NOTE}the {newer.name} weights are {newer.step - self.used.step:,} steps newer than those "
                     f"used and were never validated, so they may be better; --checkpoint {newer.name} uses them"
                 )
         return lines

@@ -101,8 +101,8 @@ def test_attention_of_a_prompt_prints_a_table(folder: Path) -> None:
     assert result.status == 0
     assert "mean distance in tokens that each head attends to" in result.out
     for line in (
-        "warning: not in the vocabulary, and read as <unk>: 'dog'\n",
-        "warning: a text of 7 tokens does not fill a memory of 11",
+        "note: not in the vocabulary, and read as <unk>: 'dog'\n",
+        "note: a text of 7 tokens does not fill a memory of 11",
         f"written: {folder}/shaw-attention",
     ):
         assert line in result.err
@@ -233,7 +233,7 @@ REFUSED = {
         ("tiny --attention-windows 8,x", "attention_windows.1: .* integer.* .given: 'x'"),
         ("tiny --segment-lengths 0", "segment_lengths.0: .* greater than or equal to 1"),
         ("tiny --repeats 0", "repeats: .* greater than or equal to 1"),
-        ("tiny --clamp-length 0", "clamp_length.* greater than or equal to 1"),
+        ("tiny --clamp-length 0", "--clamp-length.* greater than or equal to 1"),
         ("enwik8-al-rfou-12l", "is compared for Transformer-XL"),
         ("tiny --out {}/existing.json", "exists already; choose another path"),
         ("tiny --out {}/none/a.json", "folder .*none does not exist; create it, or choose another path"),

@@ -188,13 +188,13 @@ def test_warnings_go_to_standard_error(folder: Path, monkeypatch: pytest.MonkeyP
     """Settings that are probably not intended cause a warning, and the result is printed as usual."""
     command = ["evaluate", folder / "run", "--json", "--max-tokens", "20"]
     result = txl(*command, "--attention-window", "64")
-    assert result.warnings.startswith("warning: memory-length 11 is too short for attention-window 64")
+    assert result.warnings.startswith("note: memory-length 11 is too short for attention-window 64")
     assert result.err.endswith("memory-length 63 to fill the window\n")
     assert result.object["attention_window"] == 64
     assert txl(*command, "--attention-window", "12").warnings == ""  # memory length 11 is enough
     monkeypatch.setattr("transformer_xl.evaluation.plan.has_bfloat16", lambda _: False)
     result = txl(*command, "--dtype", "bfloat16")
-    assert result.warnings.startswith("warning: this device has no bfloat16 instructions")
+    assert result.warnings.startswith("note: this device has no bfloat16 instructions")
     assert result.object["dtype"] == "bfloat16"
 
 

@@ -160,3 +160,9 @@ def test_commands_in_messages_quote_paths() -> None:
     """So that they can be pasted into a shell; {'small' ...} is the name of a recipe."""
     unquoted = re.compile(r"(?:txl [a-z]+ (?:--[a-z-]+ )?|--(?:resume|corpus|run) )\{(?!quoted\(|'small')")
     assert faults_by_file(SOURCES, unquoted.findall) == {}
+
+
+def test_notes_are_printed_by_one_function() -> None:
+    """`note` of progress.py, or with its NOTE, so that all begin alike."""
+    prefixed = re.compile(r"[\"'](?:note|warning): ", re.IGNORECASE)
+    assert faults_by_file(SOURCES, prefixed.findall) == {"src/transformer_xl/progress.py": ['"note: ']}

@@ -34,7 +34,7 @@ from transformer_xl.evaluation.evaluate import check_token_ids
 from transformer_xl.evaluation.plan import EvaluationPlan, TokenizedText
 from transformer_xl.evaluation.score import encode_text
 from transformer_xl.files import atomic_folder, check_is_new, write_json
-from transformer_xl.progress import ProgressBar, say
+from transformer_xl.progress import ProgressBar, note, say
 from transformer_xl.run_folder import CheckpointName, RunFolder
 from transformer_xl.text.tokenizers import to_bytes
 
@@ -113,15 +113,15 @@ def analyze_attention(
         ids_K = encode_text(folder.tokenizer, "the text", to_bytes(text))[:max_tokens]
         tokens = TokenizedText(ids_K, folder.tokenizer.bos_token_id)
     for warning in plan.warnings(torch_device):
-        say(f"warning: {warning}")
+        note(warning)
     num_tokens = len(tokens.tokens_K)
     distance = _max_distance(plan, max_distance, num_tokens)
     with atomic_folder(out) as temporary:
         maps = TermMaps(model, plan, choose_page_tokens(shape, num_tokens, page_tokens))
         means = AttentionMeans(model, plan, num_tokens)
         if not means.fills_memory:
-            say(
-                f"warning: a text of {pluralize(num_tokens)} does not fill a memory of "
+            note(
+                f"a text of {pluralize(num_tokens)} does not fill a memory of "
                 f"{plan.context_limits.memory_length:,}, so the means include queries with little context; a longer "
                 "text or a shorter memory length gives better means"
             )

@@ -11,7 +11,7 @@ from cyclopts import Parameter
 from transformer_xl.cli.options import Json
 from transformer_xl.cli.output import print_json, print_table, say_weights
 from transformer_xl.files import quoted
-from transformer_xl.progress import say
+from transformer_xl.progress import note
 
 
 def convert(
@@ -54,8 +54,8 @@ def convert(
     )
     seconds = time.perf_counter() - start
     say_weights(result.weights)
-    for note in result.notes:
-        say(f"note: {note}")
+    for text in result.notes:
+        note(text)
     tokenizer_text = f"{result.tokenizer.kind}, {result.tokenizer.vocab_size:,} tokens"
     fields: dict[str, Any] = {"format": result.format, "parameters": result.parameters, "tokenizer": tokenizer_text}
     if json:

@@ -15,7 +15,7 @@ from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, Integer, Jso
 from transformer_xl.cli.output import perplexity_titles, print_json, print_table, say_weights
 from transformer_xl.config import EvaluationConfig, UserError
 from transformer_xl.files import check_new_file
-from transformer_xl.progress import ProgressBar, say
+from transformer_xl.progress import ProgressBar, note
 
 if TYPE_CHECKING:
     from transformer_xl.text.tokenizers import Tokenizer
@@ -79,13 +79,13 @@ def evaluate(
     loaded = folder.load_run(device, checkpoint)
     say_weights(loaded.weights)
     for warning in dict.fromkeys(warning for plan in plans for warning in plan.warnings(device)):
-        say(f"warning: {warning}")
+        note(warning)
     num_tokens = min(text.num_tokens, max_tokens or text.num_tokens)
     suggested = [size for plan in plans if (size := suggested_batch_size(loaded.model, plan, num_tokens))]
     if suggested:
         size = min(suggested)
-        say(
-            f"note: the text is read as one sequence, which is slow; --batch-size {size} reads {size} parts side by "
+        note(
+            f"the text is read as one sequence, which is slow; --batch-size {size} reads {size} parts side by "
             "side, with the same result"
         )
     results: list[dict[str, Any]] = []

@@ -17,7 +17,7 @@ from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, Json
 from transformer_xl.cli.output import print_json, say_unknown, say_weights
 from transformer_xl.config import UserError, check_settings
 from transformer_xl.generation.config import GenerationConfig
-from transformer_xl.progress import say
+from transformer_xl.progress import note, say
 
 if TYPE_CHECKING:
     from transformer_xl.run_folder import Run
@@ -136,7 +136,7 @@ def _chat(run: Run, config: GenerationConfig) -> None:
         except UserError as error:
             if not sys.stdin.isatty():
                 raise
-            say(f"line ignored: {error}")
+            note(f"line ignored: {error}")
             continue
         print("model: ", end="", file=sys.stderr, flush=True)
         _print_stream(reply)

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from transformer_xl.progress import say
+from transformer_xl.progress import note, say
 
 if TYPE_CHECKING:
     from transformer_xl.run_folder import ChosenWeights
@@ -73,7 +73,7 @@ def say_unknown(tokenizer: Tokenizer, texts: Iterable[str | bytes]) -> None:
     for text in texts:
         if unknown := tokenizer.unknown_words(text):
             words = ", ".join(f"'{word[:40]}'" for word in unknown[:5]) + (", ..." if len(unknown) > 5 else "")
-            say(f"warning: not in the vocabulary, and read as {tokenizer.decode([tokenizer.unk_token_id])}: {words}")
+            note(f"not in the vocabulary, and read as {tokenizer.decode([tokenizer.unk_token_id])}: {words}")
 
 
 def command_line() -> str:

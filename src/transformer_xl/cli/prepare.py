@@ -13,7 +13,7 @@ from transformer_xl.cli.options import Integer, Json
 from transformer_xl.cli.output import print_json, print_table
 from transformer_xl.config import load_recipe
 from transformer_xl.files import quoted
-from transformer_xl.progress import StageBars, say
+from transformer_xl.progress import StageBars, note
 from transformer_xl.text.documents import DocumentUnit
 
 if TYPE_CHECKING:
@@ -96,8 +96,8 @@ def prepare(
             progress=bars,
         )
     _print_corpus(corpus, time.perf_counter() - start, as_json=json)
-    for note in corpus.notes:
-        say(f"note: {note}")
+    for text in corpus.notes:
+        note(text)
 
 
 def _print_corpus(corpus: Corpus, seconds: float, *, as_json: bool) -> None:

@@ -17,7 +17,7 @@ from transformer_xl.cli.flags import ScoreFlags, evaluation_config
 from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags
 from transformer_xl.cli.output import perplexity_titles, print_json, print_table, say_unknown, say_weights
 from transformer_xl.config import UserError
-from transformer_xl.progress import ProgressBar, say
+from transformer_xl.progress import ProgressBar, note
 
 if TYPE_CHECKING:
     from transformer_xl.evaluation.score import TextScore
@@ -67,7 +67,7 @@ def score(
     loaded = load(run, device=str(device), checkpoint=checkpoint)
     say_weights(loaded.weights)
     for warning in EvaluationPlan.resolve(loaded.config, config).warnings(device):
-        say(f"warning: {warning}")
+        note(warning)
     num_tokens = sum(len(encode_text(loaded.tokenizer, name, content)) for name, content in contents.items())
     say_unknown(loaded.tokenizer, contents.values())
     with ProgressBar("score", num_tokens, "tokens") as bar:

@@ -170,7 +170,11 @@ def explain(error: ValidationError, flags: str | None = None) -> str:
     """
     messages: dict[str, str] = {}  # by setting: a value that fits no type of a union has an error for each of them
     for item in error.errors(include_url=False):
-        names = [str(part) for part in item["loc"] if str(part) not in _UNION_MEMBERS and str(part).isidentifier()]
+        names = [
+            str(part)
+            for part in item["loc"]
+            if isinstance(part, int) or (part not in _UNION_MEMBERS and part.isidentifier())
+        ]
         if isinstance(item["input"], _UnknownSetting):  # its message has the name
             names, key = names[:-1], ".".join(names)
         else:

@@ -32,7 +32,7 @@ from transformer_xl.device import choose_device, set_threads
 from transformer_xl.display import Displayed
 from transformer_xl.files import as_path, lock_folder, quoted
 from transformer_xl.model.cost import find_cutoffs
-from transformer_xl.progress import say
+from transformer_xl.progress import note, say
 from transformer_xl.run_folder import Run, RunFolder, first_difference, load
 from transformer_xl.text.token_store import Corpus
 from transformer_xl.text.tokenizers import fingerprint
@@ -264,7 +264,7 @@ def _start(
                 "choose another --run"
             )
         if overrides["train"].get("parallelism") == "fsdp" and world.size == 1:
-            log("note: train.parallelism fsdp has no effect with one process")
+            note("train.parallelism fsdp has no effect with one process", log)
     restarted = world.any(exists)
     trainer = Trainer(RunFolder(path, checked, corpus.tokenizer), corpus, world.device, world=world)
     with world.raise_together():  # after building the model, so that one that does not fit into memory leaves no folder
@@ -338,7 +338,7 @@ def _resume(
         trained = folder.trained_config()
         if trained and folder.config.train not in (trained.train, trained.before_last_change().train):
             difference = first_difference(folder.config.train.model_dump(), trained.train.model_dump(), "train.")
-            log(f"warning: {path / 'config.yaml'} is not what was trained: {difference}; pass changes as flags")
+            note(f"{path / 'config.yaml'} is not what was trained: {difference}; pass changes as flags", log)
         known = folder.config.model_copy(update={"train": trained.train, "history": trained.history} if trained else {})
         config = run_settings(merge(known.model_dump(), overrides), "settings")
         _refuse_unused(overrides["train"], config.train)
@@ -401,8 +401,9 @@ def _restore(trainer: Trainer, log: Callable[[str], None]) -> None:
     step, max_steps, path = trainer.state.step, trainer.config.max_steps, trainer.folder.path
     if step > max_steps:
         raise UserError(f"{path} is at step {step:,} already, beyond --train.max-steps {max_steps:,}")
-    for line in [*warnings, f"resuming {path} at step {step:,} of {max_steps:,}"]:
-        log(line)
+    for warning in warnings:
+        note(warning, log)
+    log(f"resuming {path} at step {step:,} of {max_steps:,}")
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, Integer, Jso
 from transformer_xl.cli.output import print_json, print_table, say_weights
 from transformer_xl.config import ContextSweep, UserError, check_settings
 from transformer_xl.files import check_new_file, write_json
-from transformer_xl.progress import ProgressBar, say
+from transformer_xl.progress import ProgressBar, note, say
 
 
 def context(
@@ -90,8 +90,8 @@ def context(
     fractions = {model["name"]: model["fractions"].values() for model in values["models"]}
     early = [name for name, found in fractions.items() if any(one["gains"][0] < sweep.threshold for one in found)]
     if early:
-        say(
-            f"warning: {', '.join(early)}: the gain is below the threshold already at --min-context "
+        note(
+            f"{', '.join(early)}: the gain is below the threshold already at --min-context "
             f"{sweep.contexts[0]:,}, so the length may be shorter; try a smaller --min-context and --context-step"
         )
     # files are written after printing, so that a full disk loses no results
