@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
+from transformer_xl.files import quoted
 from transformer_xl.progress import ProgressBar, say
 
 if TYPE_CHECKING:
@@ -82,7 +83,10 @@ class ProgressBarCallback(Callback):
 
     @override
     def on_stop(self, trainer: Trainer) -> None:
-        say(f"saved step {trainer.state.step:,}; validating its weights (Ctrl-C again: end without, nothing is lost)")
+        say(
+            f"saved step {trainer.state.step:,} (txl train --resume {quoted(trainer.folder.path)} continues there); "
+            "validating its weights, Ctrl-C again skips that and loses nothing"
+        )
 
     @override
     def on_train_end(self, trainer: Trainer) -> None:
