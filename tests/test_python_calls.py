@@ -153,6 +153,10 @@ WRONG_CALLS = {  # what the message must say: a call
     "tokenizer is of type Run; give a kind": lambda run, corpus, path: prepare(
         documents=["a"], out=path, tokenizer=run
     ),
+    "seed is of type float (1.5)": lambda run, corpus, path: prepare(documents=["a"], out=path, seed=1.5),
+    "include is of type int (5)": lambda run, corpus, path: prepare("a", path, include=5),
+    "exclude is of type int (5)": lambda run, corpus, path: prepare("a", path, exclude=[5]),
+    "encoding is of type bytes": lambda run, corpus, path: prepare("a", path, encoding=b"utf-8"),
     "valid_fraction is of type str ('a')": lambda run, corpus, path: prepare(
         documents=["a"], out=path, valid_fraction="a"
     ),

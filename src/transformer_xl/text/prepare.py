@@ -131,6 +131,8 @@ def prepare(
     known = (str, os.PathLike, Tokenizer, TokenizerConfig, type(None))
     check_type(tokenizer, known, "tokenizer", "give a kind such as 'word', a path, a Tokenizer or a TokenizerConfig")
     check_type(num_workers, int, "num_workers", "give an integer")
+    check_type(seed, (int, type(None)), "seed", "give an integer")
+    check_type(encoding, (str, type(None)), "encoding", "give a name such as 'latin-1'")
     for name, fraction in (("valid_fraction", valid_fraction), ("test_fraction", test_fraction)):
         check_type(fraction, (int, float, type(None)), name, "give a number from 0 to 1")
     if out is not None and not os.fspath(out):
@@ -326,8 +328,12 @@ def _selection(
     """
     values = {"include": include, "exclude": exclude, "encoding": encoding}
     given: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
-    for name in {"include", "exclude"} & given.keys():
-        given[name] = [given[name]] if isinstance(given[name], str) else [*given[name]]
+    for name in [name for name in ("include", "exclude") if name in given]:
+        patterns = [given[name]] if isinstance(given[name], str) else given[name]
+        check_type(patterns, Iterable, name, "give a glob pattern or a list of them")
+        given[name] = [*patterns]
+        for pattern in given[name]:
+            check_type(pattern, str, name, "give a glob pattern or a list of them")
     selection = FileSelection(**given)
     selection.check()
     return selection if given else None

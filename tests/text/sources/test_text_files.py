@@ -301,8 +301,8 @@ def test_files_that_are_not_text_are_left_out_of_a_folder_and_refused_by_name(tm
     )
     assert find(splits={"train": [f"{tmp_path}/*.txt"]}).notes[0].startswith("--train: left out 2 of 3 files")
     reasons = {
-        "a.png": "byte 0 is 0x89", "b.pyc": "it has a NUL byte", "c.txt": "byte 3 is 0xe9", "e.txt": "it is UTF-16",
-        "f.txt.gz": "byte 1,048,576 is 0xe9",
+        "a.png": "byte 0 is 0x89", "b.pyc": "it has a NUL byte", "c.txt": "byte 3 is 0xe9",
+        "e.txt": "it begins with the byte order mark of utf-16", "f.txt.gz": "byte 1,048,576 is 0xe9",
     }  # fmt: skip
     for name, reason in reasons.items():
         with pytest.raises(UserError, match=rf"{name}: not text in utf-8: {reason}; .*--encoding binary to take its"):
@@ -340,6 +340,8 @@ def test_other_encodings_become_utf8_without_byte_order_mark(
         ("utf-16-le", b"a" * 9, "byte 8 is 0x61"),
         ("latin-1", b"a" * 9 + b"\0", "it has a NUL byte"),
         ("utf-7", b"+2AA-", "'utf-8' codec can't encode"),
+        ("utf-8", "text".encode("utf-32"), "it begins with the byte order mark of utf-32"),
+        ("latin-1", "text".encode("utf-8-sig"), "it begins with the byte order mark of utf-8"),
     ],
 )
 def test_file_in_another_encoding_is_refused(
@@ -408,14 +410,38 @@ def test_random_split_draws_whole_files_from_all_sources(tmp_path: Path) -> None
 
 
 def test_large_files_stay_in_train_of_a_random_split(tmp_path: Path) -> None:
-    """A fifth of the files hold most of the text; each of them is larger than valid and test together."""
-    files = {f"{index}.txt": b"text\n" * (1 if index % 5 else 80) for index in range(400)}
+    """A fifth of the text is in files each of which is larger than valid and test together."""
+    files = {f"{index}.txt": b"text\n" * (1 if index % 80 else 20) for index in range(400)}
     folder = make_files(tmp_path, files)
     for seed in range(5):
-        source = find(folder, fractions={"valid": 0.003, "test": 0.004}, seed=seed)
+        source = find(folder, fractions={"valid": 0.0125, "test": 0.025}, seed=seed)
         assert "; files drawn" in source.description
-        for split, lines in (("valid", 20), ("test", 27)):
-            assert text_of(source.splits[split]).count(b"\n") == pytest.approx(lines, abs=2)
+        for split, lines in (("valid", 6), ("test", 12)):
+            assert text_of(source.splits[split]) == b"text\n" * lines
+
+
+def test_random_split_draws_blocks_of_a_file_that_holds_much_of_the_text(tmp_path: Path) -> None:
+    """Without them, valid and test would have none of the text that the model is mostly trained on."""
+    files = {f"{index}.txt": b"small\n" * 500 for index in range(300)}
+    folder = make_files(tmp_path, {**files, "large.txt": b"large\n" * 100_000})
+    source = find(folder)
+    assert "; blocks of" in source.description
+    for split in ("valid", "test"):
+        text = text_of(source.splits[split])
+        assert len(text) == pytest.approx(0.05 * 1_500_000, rel=0.25)
+        assert text.count(b"large\n") > 0
+
+
+def test_random_split_has_its_fraction_where_little_is_left_to_train() -> None:
+    source = find_text(documents=[b"text\n" * 400], fractions={"valid": 0.9, "test": 0.0})
+    assert "; blocks of" in source.description
+    assert [len(text) for text in texts_of(source)] == pytest.approx([200, 1800], abs=10)
+
+
+def test_spelling_of_the_encoding_does_not_change_the_split(tmp_path: Path) -> None:
+    make_files(tmp_path, {"a.txt": b"".join(b"%d\n" % index for index in range(300_000))})
+    splits = [texts_of(find(tmp_path, encoding=encoding)) for encoding in ("utf-8", "UTF8", "utf-8-sig")]
+    assert splits[0] == splits[1] == splits[2]
 
 
 @pytest.mark.parametrize("form", ["one file", "gz", "three files", "in memory", "npy"])

@@ -26,6 +26,13 @@ BINARY = "binary"
 """The encoding of files whose bytes are used as they are."""
 BYTE_ORDER_MARK = "\ufeff"
 """A character at the start of a file that tells its encoding, and is no part of its text."""
+_MARKS = {
+    codecs.BOM_UTF8: "utf-8",
+    codecs.BOM_UTF32_LE: "utf-32",  # before UTF-16, with whose mark it begins
+    codecs.BOM_UTF32_BE: "utf-32",
+    codecs.BOM_UTF16_LE: "utf-16",
+    codecs.BOM_UTF16_BE: "utf-16",
+}
 _TAR_SUFFIXES = (".tar", ".tgz", ".tbz2", ".txz", ".tar.gz", ".tar.bz2", ".tar.xz")
 
 _DECOMPRESSION_ERRORS = (EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile, tarfile.TarError)
@@ -228,8 +235,12 @@ def _utf8_chunks(file: IO[bytes], encoding: str, name: str) -> Iterator[bytes]:
     num_read, at_start, is_last = 0, True, False
     while not is_last:
         content = file.read(CHUNK_BYTES)
-        if not num_read and encoding == "utf-8" and content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-            raise _not_text(name, encoding, "it is UTF-16")
+        if not num_read:
+            # UTF-16 and UTF-32 refuse the marks of others; most other encodings would take them for characters
+            marked = next((marked for mark, marked in _MARKS.items() if content.startswith(mark)), None)
+            is_unicode = encoding.lower().startswith("u") and encoding != "utf-8"
+            if marked not in (None, encoding) and not is_unicode:
+                raise _not_text(name, encoding, f"it begins with the byte order mark of {marked}")
         num_read, is_last = num_read + len(content), not content
         try:
             text = decoder.decode(content, final=is_last)

@@ -1,8 +1,9 @@
 """Splits a user's text into train, valid and test: at random, or at the end of the text.
 
 A random split draws whole files, so that no file is in two splits. Where the files are too few or too unequal for the
-fractions, it draws blocks of all files instead. What is drawn follows from a hash of each file's name (and of the
-index of the block) and of a seed, so it does not depend on the order of the files, nor on where they lie.
+fractions, or much of the text is in files too large to be drawn, it draws blocks of all files instead. What is drawn
+follows from a hash of each file's name (and of the index of the block) and of a seed, so it does not depend on the
+order of the files, nor on where they lie.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ SPLIT_TOLERANCE_BYTES = 2**16
 _MIN_FILES = 5  # in valid and in test; with fewer, one unusual file would decide the result
 _MAX_DEVIATION = 0.25  # of the size of valid and of test from what was asked for, as a fraction of it
 _MAX_PART = 1.5  # size of the largest part of valid and of test, as a multiple of what was asked for
+_MAX_LEFT_OUT = 0.25  # of the text, in files that are too large to be drawn
 _NUM_BLOCKS = 8  # in valid and in test, of a text that is neither short nor long
 _NUM_SLOW_BLOCKS = 4  # the same where each block has to be read from the start of its file
 _MIN_BLOCK, _MAX_BLOCK = 2**13, 2**20  # bytes or values; long enough for recurrence to matter
@@ -68,6 +70,7 @@ def split_at_random(
     *,
     seed: int,
     whole_lines: bool,
+    unit: str = "files",
 ) -> tuple[dict[SplitName, list[TextRange]], str]:
     """Split texts into whole files or blocks, drawn by the hash of their names.
 
@@ -80,6 +83,7 @@ def split_at_random(
         fractions: fractions for valid and test.
         seed: another seed draws other files or blocks.
         whole_lines: whether blocks must end with a line (or, in arrays, a row).
+        unit: what the texts are, for the description.
 
     Returns:
         The ranges of each split, which may be empty, and a description of the split.
@@ -90,9 +94,9 @@ def split_at_random(
         return {"train": list(texts)}, "all of it train"
     parts = [_Part(index, 0, text.size()) for index, text in enumerate(texts)]
     drawn = _draw(parts, [hash_fraction(str(seed), name) for name in names], targets)
-    unit = "files"
-    if not all(_is_fair(drawn[split], target) for split, target in targets.items()):
-        length = _block_length(texts, min(targets.values()))
+    left_out = sum(part.size for part in parts if part.size > _MAX_PART * max(targets.values()))
+    if left_out > _MAX_LEFT_OUT * size or not all(_is_fair(drawn[split], target) for split, target in targets.items()):
+        length = _block_length(texts, min(*targets.values(), size - sum(targets.values())))
         unit = f"blocks of about {round(length):,} {'integers' if isinstance(texts[0], ArrayRange) else 'bytes'}"
         parts = [part for index, text in enumerate(texts) for part in _blocks(index, text.size(), length)]
         drawn = _draw(parts, [hash_fraction(str(seed), names[part.text], str(part.start)) for part in parts], targets)
@@ -144,7 +148,7 @@ def _is_fair(drawn: Sequence[_Part], target: float) -> bool:
 
 
 def _block_length(texts: Sequence[TextRange], target: float) -> float:
-    """Return the length of a block, of which a whole number makes the target size."""
+    """Return the length of a block, of which a whole number makes the target size, that of the smallest split."""
     # Reading a part of a text that is compressed or decoded begins at the start of the file.
     if any(isinstance(text, FileRange) and not text.is_seekable for text in texts):
         most = _NUM_SLOW_BLOCKS

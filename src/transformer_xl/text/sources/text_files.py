@@ -6,6 +6,7 @@ test by fractions. Files of folders and patterns that are not text are left out,
 
 from __future__ import annotations
 
+import codecs
 import glob
 import os
 import stat
@@ -138,7 +139,8 @@ def split_text(
         splits, how = split_at_end(measured, fractions, whole_lines=whole_lines)
     else:
         names = [Path(os.path.relpath(text.path, root)).as_posix() for text in measured]
-        splits, how = split_at_random(measured, names, fractions, seed=seed, whole_lines=whole_lines)
+        what = "documents" if any(isinstance(text, BytesRange) for text in measured) else "files"
+        splits, how = split_at_random(measured, names, fractions, seed=seed, whole_lines=whole_lines, unit=what)
     size, unit = sum(text.size() for text in measured), "values" if arrays else "bytes"
     for split in SPLITS:
         if not splits.get(split) and (split == "train" or fractions[split]):
@@ -261,6 +263,8 @@ def _text_of_file(path: Path, encoding: str, progress: Callable[[int], None]) ->
     if path.suffix.lower() == ".npy":
         return ArrayRange.whole(path)
     if encoding != BINARY:
+        # another spelling, such as UTF8, must not make another split
+        encoding = "utf-8" if codecs.lookup(encoding).name in ("utf-8", "utf-8-sig") else encoding
         return check_text(FileRange(path, encoding=encoding), progress)
     text = FileRange(path)
     return text if text.is_compressed else replace(text, stop=text.size())
