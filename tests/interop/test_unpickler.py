@@ -296,6 +296,21 @@ def test_number_of_opcodes_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
         read(b"\x80\x04N" + b"\x94" * 98 + b".")
 
 
+def test_limits_admit_the_largest_published_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One Billion Word has 793,471 words; Python 2 wrote an OrderedDict as a list of pairs. Here a 1000th."""
+    for limit in ("_MAX_OBJECTS", "_MAX_OPCODES"):
+        monkeypatch.setattr(unpickler, limit, getattr(unpickler, limit) // 1000)
+    size = 793_471 // 1000
+    ids = [struct.pack("<I", word_id) for word_id in range(size)]
+    words = [b"U\x04%04x" % word_id + b"r" + ids[word_id] for word_id in range(size)]
+    pairs = b"".join(b"](" + words[k] + b"J" + ids[k] + b"e" for k in range(size))
+    table = b"U\x07sym2idxccollections\nOrderedDict\n](" + pairs + b"e\x85R"
+    content = b"\x80\x02}(" + table + b"U\x07idx2sym](" + b"".join(b"j" + word_id for word_id in ids) + b"eu."
+    vocabulary = read(content)
+    assert vocabulary["sym2idx"] == {word: word_id for word_id, word in enumerate(vocabulary["idx2sym"])}
+    assert len(vocabulary["idx2sym"]) == size
+
+
 def test_deep_and_cyclic_lists_are_read() -> None:
     depth = 200_000
     assert len(read(b"]" * depth + b"a" * (depth - 1) + b".")) == 1

@@ -50,7 +50,7 @@ TENSOR_NAMES = frozenset(
 """Classes and functions that the pickle of a tensor may name."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Storage:
     """A reference in the pickle to the elements of one tensor, or of several that share memory."""
 

@@ -35,9 +35,10 @@ _ALWAYS_ALLOWED = _DICTIONARIES | {
 """Names with which pickle itself writes plain values."""
 
 # Limits above those of real checkpoints, against files that are made to exhaust time or memory. The largest published
-# vocabulary (One Billion Word, 793,471 words) has some 5 million opcodes.
+# vocabulary (One Billion Word, 793,471 words) was pickled by Python 2, which writes an OrderedDict as a list of pairs,
+# each a list: 6.4 million opcodes, and 1.6 million lists and MARKs.
 _MAX_OPCODES = 8_000_000
-_MAX_OBJECTS = 500_000  # containers, names and calls take far more memory than the few bytes that create them
+_MAX_OBJECTS = 2_000_000  # containers, names and calls take far more memory than the few bytes that create them
 _MAX_LINE = 2**20  # bytes of an argument that ends with a newline, as in protocol 0
 _MAX_INT_BITS = 8192  # converting a longer integer to decimal digits takes quadratic time
 # Integers can be chosen so that a dictionary of them takes hours. Such keys are above 2**24 or so, where real ones are
@@ -45,7 +46,7 @@ _MAX_INT_BITS = 8192  # converting a longer integer to decimal digits takes quad
 _LARGE_KEY, _MAX_LARGE_KEYS = 2**24, 10_000
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class GlobalName:
     """A class or function that a pickle names; it is not looked up."""
 
@@ -53,7 +54,7 @@ class GlobalName:
     """Module and name, such as `argparse.Namespace`."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class PickledObject:
     """A call that a pickle asked for, recorded instead of executed."""
 
