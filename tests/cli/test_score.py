@@ -107,6 +107,8 @@ def test_score_reads_standard_input(folder: Path, records, monkeypatch: pytest.M
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(SPECIAL)))
     piped = json_lines(txl("score", folder / "run", "-", "--per", "file", "--json"))
     assert piped == [{**records["file"][0], "file": "-"}]
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xef\xbb\xbf" + SPECIAL)))
+    assert json_lines(txl("score", folder / "run", "-", "--per", "file", "--json")) == piped
 
 
 def test_compressed_text_is_decompressed(folder: Path) -> None:

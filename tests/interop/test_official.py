@@ -154,7 +154,14 @@ def test_words_that_are_byte_values_become_byte_tokenizer(tmp_path: Path) -> Non
     assert (converted.tokenizer.kind, converted.tokenizer.encode("0 32 255").tolist()) == ("word", [5, 0, 4])
     assert "23 words are numbers and stay words; if they are bytes" in converted.notes[-1]
     assert_same_nats(tmp_path / "words", config, model)
+    # plain ids are not what the words say: a note shows it
+    plain = convert(saved, tmp_path / "plain", tokenizer="integer")
+    assert plain.notes[-1].endswith("integer is not the checkpoint's own: integer, 23 tokens, not word, 23 tokens")
+    assert not any("stay words" in note for note in plain.notes)
+    assert not convert(saved, tmp_path / "same", tokenizer=tmp_path / "words").notes[len(converted.notes) - 1 :]
     convert(saved, tmp_path / "run", tokenizer="byte")
+    convert(saved, tmp_path / "like", tokenizer=tmp_path / "run")
+    assert_same_nats(tmp_path / "like", config, model, token_ids=byte_values)
     run = load(tmp_path / "run", device="cpu")
     assert isinstance(run.tokenizer, ByteTokenizer)
     assert_same_nats(tmp_path / "run", config, model, token_ids=byte_values)

@@ -32,6 +32,7 @@ ID_OF_WORD = {word: WORDS.index(word) for word in sorted(WORDS)}
         ("vocab.json", json.dumps(WORDS)),
         ("vocab.json", json.dumps({"sym2idx": ID_OF_WORD})),
         ("vocab.txt", "".join(f"{word} 7\n" for word in WORDS)),  # each line has a word and its count
+        ("vocab.txt", "".join(["\ufeff", *(f"{word}\n" for word in WORDS)])),  # with a byte order mark
     ],
 )
 def test_order_of_words_in_json_and_text_is_kept(name: str, content: str, tmp_path: Path) -> None:
@@ -134,7 +135,7 @@ def test_decimal_byte_values_without_cutoffs_become_bytes(
     table, tokenizer = torch.randn(len(words), 2), tokenizer_from_words(words, source="x")
     model = {"vocab_size": len(words), "cutoffs": cutoffs}
     imported = ImportedModel(model, train={}, evaluation={}, weights={"embedding.tables.0": table}, tokenizer=tokenizer)
-    converted = bytes_from_decimal_words(imported, is_bytes=is_bytes)
+    converted = bytes_from_decimal_words(imported, ByteTokenizer() if is_bytes else None)
     assert (converted.tokenizer is not tokenizer) == is_converted
     if is_converted:
         assert converted.model["vocab_size"] == 256

@@ -5,6 +5,7 @@ Shape suffixes: K tokens of a text or a line.
 
 from __future__ import annotations
 
+import codecs
 import os
 import sys
 from collections.abc import Iterator
@@ -62,7 +63,10 @@ def score(
     from transformer_xl.run_folder import load
     from transformer_xl.text.sources.archives import read_text_file
 
-    contents = {name: sys.stdin.buffer.read() if name == "-" else read_text_file(path) for name, path in paths.items()}
+    contents = {
+        name: sys.stdin.buffer.read().removeprefix(codecs.BOM_UTF8) if name == "-" else read_text_file(path)
+        for name, path in paths.items()
+    }
     device = device_options.choose()
     loaded = load(run, device=str(device), checkpoint=checkpoint)
     say_weights(loaded.weights)

@@ -26,7 +26,7 @@ from transformer_xl.interop.tokenizers import bytes_from_decimal_words
 from transformer_xl.model.build import build_model
 from transformer_xl.run_folder import ChosenWeights, RunFolder
 from transformer_xl.tensor_file import load_tensors
-from transformer_xl.text.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
+from transformer_xl.text.tokenizers import ByteTokenizer, Tokenizer, describe_difference, load_tokenizer
 from transformer_xl.text.tokenizers.integer import IntegerTokenizer
 from transformer_xl.text.tokenizers.pre_tokenizer import PreTokenizerName
 from transformer_xl.text.tokenizers.word import WordTokenizer
@@ -116,9 +116,11 @@ def convert(
         return ConversionResult("huggingface", parameters, folder.tokenizer, notes, chosen)
 
     format_name = _choose_format(source, source_format)
+    imported = FORMATS[format_name].read(source)
+    run_tokenizer = _requested_tokenizer(tokenizer, imported)
     # the authors' enwik8 models have a vocabulary of words, each of which is a byte value in decimal
-    imported = bytes_from_decimal_words(FORMATS[format_name].read(source), is_bytes=tokenizer == "byte")
-    run_tokenizer = _choose_tokenizer(imported, source, tokenizer)
+    imported = bytes_from_decimal_words(imported, run_tokenizer)
+    run_tokenizer, notes = _choose_tokenizer(imported, source, run_tokenizer, tokenizer)
     if pre_tokenizer is not None:
         if not isinstance(run_tokenizer, WordTokenizer):
             raise UserError(
@@ -129,7 +131,7 @@ def convert(
     config = run_settings(settings, str(source))
     parameters = _check_weights(config, imported.weights, source)
     RunFolder.create(out, config, run_tokenizer, imported.weights)
-    return ConversionResult(format_name, parameters, run_tokenizer, imported.notes)
+    return ConversionResult(format_name, parameters, run_tokenizer, (*imported.notes, *notes))
 
 
 def _choose_format(source: Path, requested: FormatName | None) -> FormatName:
@@ -152,26 +154,38 @@ def _choose_format(source: Path, requested: FormatName | None) -> FormatName:
     return format_name
 
 
-def _choose_tokenizer(imported: ImportedModel, source: Path, requested: str | Path | None) -> Tokenizer:
-    """Return the requested tokenizer, or else the checkpoint's.
+def _requested_tokenizer(requested: str | Path | None, imported: ImportedModel) -> Tokenizer | None:
+    """Return the tokenizer that the user names, or None."""
+    if requested is None:
+        return None
+    match str(requested):
+        case "byte":
+            return ByteTokenizer()
+        case "integer":
+            return IntegerTokenizer(imported.model["vocab_size"], add_eos=False)
+    return load_tokenizer(requested)
+
+
+def _choose_tokenizer(
+    imported: ImportedModel, source: Path, tokenizer: Tokenizer | None, requested: str | Path | None
+) -> tuple[Tokenizer, tuple[str, ...]]:
+    """Return the requested tokenizer, or else the checkpoint's, and a note if the first differs from the second.
 
     Raises:
         UserError: there is no tokenizer, or its vocabulary size is not that of the model.
     """
-    vocab_size = imported.model["vocab_size"]
+    vocab_size, own = imported.model["vocab_size"], imported.tokenizer
     origin = f"the tokenizer of {source}" if requested is None else f"--tokenizer {requested}"
-    tokenizer = imported.tokenizer
-    if requested is not None:
-        own = {"byte": ByteTokenizer(), "integer": IntegerTokenizer(vocab_size, add_eos=False)}
-        tokenizer = own.get(str(requested)) or load_tokenizer(requested)
-    if tokenizer is None:
+    chosen = tokenizer or own
+    if chosen is None:
         raise UserError(
             f"{source} has no tokenizer for its {vocab_size:,} tokens; pass --tokenizer with a run or corpus, byte, or "
             "integer if its tokens are plain ids (music, numbers)"
         )
-    if tokenizer.vocab_size != vocab_size:
-        raise UserError(f"{origin} has {tokenizer.vocab_size:,} tokens, but the model has {vocab_size:,}; pass its own")
-    return tokenizer
+    if chosen.vocab_size != vocab_size:
+        raise UserError(f"{origin} has {chosen.vocab_size:,} tokens, but the model has {vocab_size:,}; pass its own")
+    difference = describe_difference(chosen, own) if own else None
+    return chosen, ((f"{origin} is not the checkpoint's own: {difference}",) if difference else ())
 
 
 def _check_weights(config: RunConfig, weights: Mapping[str, Tensor], source: Path) -> int:

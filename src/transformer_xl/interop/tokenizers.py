@@ -141,7 +141,7 @@ def read_tokenizer(
             value = {"sym2idx": value}
     elif path.suffix == ".txt":
         _check_size(path)
-        with as_user_error(f"reading {path}"), path.open(encoding="utf-8", newline="\n") as lines:
+        with as_user_error(f"reading {path}"), path.open(encoding="utf-8-sig", newline="\n") as lines:
             try:
                 words = dict.fromkeys(line.split(maxsplit=1)[0] for line in lines if line.strip())
             except UnicodeDecodeError:
@@ -182,7 +182,7 @@ def words_of(tokenizer: Tokenizer) -> tuple[str, ...] | None:
     return None
 
 
-def bytes_from_decimal_words(imported: ImportedModel, *, is_bytes: bool) -> ImportedModel:
+def bytes_from_decimal_words(imported: ImportedModel, requested: Tokenizer | None) -> ImportedModel:
     """Replace a word tokenizer whose words are byte values in decimal, as the authors' for enwik8, by a byte tokenizer.
 
     The rows of the embedding and softmax weights move to the indices of their byte values. The rows of bytes that are
@@ -191,16 +191,18 @@ def bytes_from_decimal_words(imported: ImportedModel, *, is_bytes: bool) -> Impo
 
     Args:
         imported: the model.
-        is_bytes: whether the user says that the words are byte values. Otherwise they are only taken for bytes if they
-            are those of enwik8: other numerals can be anything, such as the pitches of music. A note says what they
-            were taken for.
+        requested: the tokenizer that the user names. A byte tokenizer says that the words are byte values, another one
+            that they are not. With None they are only taken for bytes if they are those of enwik8: other numerals can
+            be anything, such as the pitches of music. A note says so.
     """
     words = imported.tokenizer.words if isinstance(imported.tokenizer, WordTokenizer) else ()
     value_of_word = {str(value): value for value in range(256)}
     if not words or imported.model.get("cutoffs") or not all(word in value_of_word for word in words):
         return imported
+    if not isinstance(requested, ByteTokenizer | None):
+        return imported
     values = [value_of_word[word] for word in words]
-    if not is_bytes and not _are_bytes_of_enwik8(values):
+    if requested is None and not _are_bytes_of_enwik8(values):
         note = (
             f"its {len(words)} words are numbers and stay words; if they are bytes, as in the authors' enwik8, convert "
             "it with --tokenizer byte"
