@@ -101,6 +101,7 @@ WRONG_CALLS = {  # what the message must say: a call
     "corpus is of type int (5); give the folder of a corpus": lambda run, corpus, path: Corpus.open(5),
     "path is of type NoneType": lambda run, corpus, path: save(run, None),
     "source is of type int (5); give the path of a checkpoint": lambda run, corpus, path: convert(5, path),
+    "tokenizer is of type Corpus; give a path": lambda run, corpus, path: convert("a", path, tokenizer=corpus),
     "split is of type Corpus; give a name": lambda run, corpus, path: evaluate(run, corpus),
     "split is of type int (3); give one of train, valid, test": lambda run, corpus, path: corpus.split(3),
     "no split 'tset' (did you mean 'test'?)": lambda run, corpus, path: evaluate(run, "tset"),

@@ -161,6 +161,8 @@ def test_words_that_are_byte_values_become_byte_tokenizer(tmp_path: Path) -> Non
     assert not convert(saved, tmp_path / "same", tokenizer=tmp_path / "words").notes[len(converted.notes) - 1 :]
     convert(saved, tmp_path / "run", tokenizer="byte")
     convert(saved, tmp_path / "like", tokenizer=tmp_path / "run")
+    given = convert(saved, tmp_path / "given", tokenizer=load(tmp_path / "run", device="cpu").tokenizer)
+    assert isinstance(given.tokenizer, ByteTokenizer)
     assert_same_nats(tmp_path / "like", config, model, token_ids=byte_values)
     run = load(tmp_path / "run", device="cpu")
     assert isinstance(run.tokenizer, ByteTokenizer)

@@ -81,6 +81,7 @@ def test_any_integers_in_any_container(tokens, architecture, convert):
         [True],
         torch.tensor([True]),
         torch.zeros(1, 1, 1).long(),
+        torch.zeros(0, 3).long(),
         np.array(3),
     ],
     ids=repr,

@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from transformer_xl.config import RunConfig, UserError, nearest, run_settings
+from transformer_xl.config import RunConfig, UserError, check_type, nearest, run_settings
 from transformer_xl.display import Displayed
 from transformer_xl.files import as_path, as_user_error, check_is_new
 from transformer_xl.interop import huggingface, nvidia, official, tensorflow
@@ -74,7 +74,7 @@ def convert(
     *,
     to: Literal["run", "huggingface"] = "run",
     source_format: FormatName | None = None,
-    tokenizer: str | Path | None = None,
+    tokenizer: str | Path | Tokenizer | None = None,
     pre_tokenizer: PreTokenizerName | None = None,
 ) -> ConversionResult:
     """Convert a checkpoint of another program to a run folder, or a run to a folder for Hugging Face's TransfoXL.
@@ -86,9 +86,9 @@ def convert(
         out: folder to create; it must not exist.
         to: what to write: a run folder, or a folder in the layout that transformers 4.37.2 and older load.
         source_format: one of `FORMATS`, or None to detect it from the files.
-        tokenizer: path of the model's tokenizer (a run folder, a corpus or a txl_tokenizer.json file), or "byte" for a
-            byte tokenizer, also where the checkpoint's words are byte values in decimal, or "integer" if tokens are the
-            model's ids themselves, 0 to V - 1, written as integers; required if the checkpoint has no tokenizer.
+        tokenizer: the model's tokenizer or its path (a run folder, a corpus or a txl_tokenizer.json file), or "byte"
+            for a byte tokenizer, also where the checkpoint's words are byte values in decimal, or "integer" if tokens
+            are the model's ids themselves, 0 to V - 1, written as integers; required if the checkpoint has none.
         pre_tokenizer: how a word tokenizer splits text into words: "whitespace", "punctuation" (with punctuation split
             from words, as in WikiText) or "moses" (as TransfoXLTokenizer does); or None to split it as the program that
             wrote the checkpoint does.
@@ -103,6 +103,8 @@ def convert(
     if to not in ("run", "huggingface"):
         raise UserError(f"no output format '{to}'; known: huggingface")
     source, out = as_path(source, "source", "give the path of a checkpoint"), as_path(out, "out")
+    known = (str, Path, Tokenizer, type(None))
+    check_type(tokenizer, known, "tokenizer", "give a path, 'byte', 'integer' or a Tokenizer")
     check_is_new(out)
     if to == "huggingface":
         options = {"source-format": source_format, "tokenizer": tokenizer, "pre-tokenizer": pre_tokenizer}
@@ -154,10 +156,10 @@ def _choose_format(source: Path, requested: FormatName | None) -> FormatName:
     return format_name
 
 
-def _requested_tokenizer(requested: str | Path | None, imported: ImportedModel) -> Tokenizer | None:
-    """Return the tokenizer that the user names, or None."""
-    if requested is None:
-        return None
+def _requested_tokenizer(requested: str | Path | Tokenizer | None, imported: ImportedModel) -> Tokenizer | None:
+    """Return the tokenizer that the user gives or names, or None."""
+    if requested is None or isinstance(requested, Tokenizer):
+        return requested
     match str(requested):
         case "byte":
             return ByteTokenizer()
@@ -167,7 +169,7 @@ def _requested_tokenizer(requested: str | Path | None, imported: ImportedModel) 
 
 
 def _choose_tokenizer(
-    imported: ImportedModel, source: Path, tokenizer: Tokenizer | None, requested: str | Path | None
+    imported: ImportedModel, source: Path, tokenizer: Tokenizer | None, requested: object
 ) -> tuple[Tokenizer, tuple[str, ...]]:
     """Return the requested tokenizer, or else the checkpoint's, and a note if the first differs from the second.
 

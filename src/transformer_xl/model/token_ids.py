@@ -49,7 +49,7 @@ def as_token_ids(ids: TokenIds, vocab_size: int, name: str) -> Tensor:
         lowest, highest = ids.long().aminmax()  # long: torch has no aminmax for most unsigned dtypes
         _check_range(int(lowest), int(highest), vocab_size, name)
     ids_BT = ids[None] if ids.ndim == 1 else ids
-    if ids_BT.ndim != 2 or not ids_BT.shape[1]:
+    if ids_BT.ndim != 2 or not ids_BT.numel():
         raise UserError(_unexpected(name, ids.shape, ids.dtype))
     return ids_BT.long()
 
