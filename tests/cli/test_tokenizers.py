@@ -67,6 +67,15 @@ def test_every_kind_is_prepared_trained_evaluated_and_generated(kind: str) -> No
     }
     for table in (txl("evaluate", "runs/corpus").out, txl("score", "runs/corpus", "test.txt", "--per", "file").out):
         assert re.findall(r"perplexity\S*", table) == shown.get(kind, [])
+    if kind == "bpe":  # a text without words has no perplexity per word
+        Path("blank.txt").write_text("   ")
+        run_json(
+            "prepare", "--train", "train.txt", "--test", "blank.txt", "--tokenizer", "runs/corpus", "--out", "blank"
+        )
+        scored = txl("score", "runs/corpus", "blank.txt", "--per", "file").out
+        for table, number in ((scored, 4), (txl("evaluate", "runs/corpus", "--corpus", "blank").out, 5)):
+            row = table.strip().splitlines()[-2]
+            assert [cell.strip() for cell in row.strip("\u2502").split("\u2502")][number] == "-"
     prompt = "3 3" if kind == "integer" else "the cat"
     assert txl("generate", "runs/corpus", "--prompt", prompt, "--max-new-tokens", "5").out
 

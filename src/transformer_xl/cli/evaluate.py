@@ -148,9 +148,13 @@ def _print_results(name: str, results: list[dict[str, Any]], tokenizer: Tokenize
     }
     if first["characters"] in (None, first["bytes"]):
         del columns["bits_per_character"]
-    # None is an attention window or clamp length without limit
+    # None is an attention window or clamp length without limit, or the perplexity of a text without words
+    missing = dict.fromkeys(perplexity_titles(tokenizer), "-")
     rows = [
-        ["all" if result[name] is None else format(result[name], spec) for name, (_, spec) in columns.items()]
+        [
+            missing.get(name, "all") if result[name] is None else format(result[name], spec)
+            for name, (_, spec) in columns.items()
+        ]
         for result in results
     ]
     unit = "words and newlines" if tokenizer.kind == "word" and tokenizer.adds_final_newline else "tokens"

@@ -142,6 +142,8 @@ def _print_records(scores: list[TextScore], per: str) -> None:
 
 def _cell(value: Any) -> str:
     """Format a table cell: escape newlines, tabs and other control characters, and truncate long texts."""
+    if value is None:  # the perplexity of a text without words
+        return "-"
     if isinstance(value, float):
         return f"{value:.4f}"
     text = f"{value:,}" if isinstance(value, int) else str(value)
