@@ -160,6 +160,7 @@ def prepare(
     if not isinstance(given_tokenizer, Tokenizer) and (given_tokenizer or dataset):
         default = DOWNLOADABLE[dataset].tokenizer if dataset in DOWNLOADABLE else TokenizerConfig()
         _tokenizer_config(given_tokenizer, default, settings)
+    selection = _selection(include, exclude, encoding)
     text = find_text(
         paths,
         documents=documents,
@@ -167,7 +168,7 @@ def prepare(
         fractions={"valid": valid_fraction, "test": test_fraction},
         split_method=split_method,
         seed=seed,
-        selection=_selection(include, exclude, encoding),
+        selection=selection,
         kind=given_tokenizer.kind if isinstance(given_tokenizer, Tokenizer | TokenizerConfig) else given_tokenizer,
         data_dir=None if data_dir is None else Path(data_dir),
         progress=progress,
@@ -176,6 +177,11 @@ def prepare(
         folder = _PARENT_FOLDER / text.name
         check_is_new(folder)
     notes = [*text.notes]
+    if selection and selection.unused:
+        notes.append(
+            f"no file matches {', '.join(selection.unused)} of --include and --exclude, which select files of folders "
+            "and patterns"
+        )
     if isinstance(given_tokenizer, Tokenizer):
         encoder = given_tokenizer
     else:

@@ -366,6 +366,7 @@ def test_byte_order_marks_of_texts_in_memory_are_no_text() -> None:
         ([], ["d/old", "*.md"], ["a.txt", "b.txt"]),
         (["**/old/*"], [], ["c.txt"]),
         ([], ["d/*.txt"], ["a.txt", "c.txt", "r.md"]),
+        ([], ["t/d"], ["a.txt", "r.md"]),  # as a shell completes it
     ],
 )
 def test_include_and_exclude_select_files_of_folders_and_patterns(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import glob
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from transformer_xl.files import as_user_error
@@ -50,19 +50,21 @@ def pattern_root(pattern: str) -> Path:
     return Path(*parts[: next(index for index, part in enumerate(parts) if glob.has_magic(part))])
 
 
-def select(files: Iterable[Path], folder: Path, *, include: Sequence[str], exclude: Sequence[str]) -> list[Path]:
-    """Return the files that match a pattern of `include`, if it has any, and none of `exclude`.
+def matches(file: Path, folder: Path, pattern: str) -> bool:
+    """Return whether a file of a folder, or a folder on the way to it, matches a pattern.
 
-    A pattern without / is compared with each name in a file's path from the folder on, a pattern with / with that path
-    and with those of the folders in it.
+    A pattern without / is compared with each name in the file's path from the folder on; one with / with that path and
+    with the path as it was given and from the root, and with those of the folders in them.
     """
-
-    def matches(file: Path, patterns: Sequence[str]) -> bool:
-        names = file.relative_to(folder).parts
-        paths = [names[:length] for length in range(1, len(names) + 1)] + [(name,) for name in names]
-        return any(_matches(path, Path(pattern).parts) for pattern in patterns for path in paths)
-
-    return [file for file in files if (not include or matches(file, include)) and not matches(file, exclude)]
+    names = file.relative_to(folder).parts
+    paths = [(name,) for name in names]
+    if "/" in pattern:
+        paths = [
+            parts[:length]
+            for parts in (names, file.parts, file.absolute().parts)
+            for length in range(1, len(parts) + 1)
+        ]
+    return any(_matches(path, Path(pattern).parts) for path in paths)
 
 
 def _raise_user_error(error: OSError) -> None:

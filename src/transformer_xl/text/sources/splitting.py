@@ -34,6 +34,7 @@ _MIN_FILES = 5  # in valid and in test; with fewer, one unusual file would decid
 _MAX_DEVIATION = 0.25  # of the size of valid and of test from what was asked for, as a fraction of it
 _MAX_PART = 1.5  # size of the largest part of valid and of test, as a multiple of what was asked for
 _MAX_LEFT_OUT = 0.25  # of the text, in files that are too large to be drawn
+_ENOUGH = 0.9  # of what was asked for; with less, a part that is too large is passed over
 _NUM_BLOCKS = 8  # in valid and in test, of a text that is neither short nor long
 _NUM_SLOW_BLOCKS = 4  # the same where each block has to be read from the start of its file
 _MIN_BLOCK, _MAX_BLOCK = 2**13, 2**20  # bytes or values; long enough for recurrence to matter
@@ -127,15 +128,13 @@ def _draw(
     drawn: dict[SplitName, list[_Part]] = {}
     for index, (split, target) in enumerate(targets.items()):
         total, of_split = 0, list[_Part]()
-        for part in order[
-            : len(order) - (len(targets) - index)
-        ]:  # one part for each split that follows, train the last
-            if part.size > _MAX_PART * target:
-                continue
-            if total and total + part.size / 2 > target:
+        # leave one part for each split that follows, train the last
+        for part in order[: len(order) - (len(targets) - index)]:
+            if part.size <= _MAX_PART * target and (not total or total + part.size / 2 <= target):
+                of_split.append(part)
+                total += part.size
+            elif total >= _ENOUGH * target:
                 break
-            of_split.append(part)
-            total += part.size
         drawn[split] = of_split or order[:1]
         taken = set(drawn[split])
         order = [part for part in order if part not in taken]

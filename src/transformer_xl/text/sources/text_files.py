@@ -11,7 +11,7 @@ import glob
 import os
 import stat
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from transformer_xl.text.sources.archives import (
     no_progress,
 )
 from transformer_xl.text.sources.arrays import ArrayRange
-from transformer_xl.text.sources.folders import glob_files, list_files, pattern_root, select
+from transformer_xl.text.sources.folders import glob_files, list_files, matches, pattern_root
 from transformer_xl.text.sources.named_datasets import DATASET_NAMES
 from transformer_xl.text.sources.splitting import SplitMethod, TextRange, split_at_end, split_at_random
 from transformer_xl.text.tokenizers.config import TokenizerConfig
@@ -170,11 +170,26 @@ class FileSelection:
     """Which files of folders and patterns are read, and in which encoding all files are."""
 
     include: Sequence[str] = ()
-    """Glob patterns; if there are any, files that match none of them are left out (see `folders.select`)."""
+    """Glob patterns; if there are any, files that match none of them are left out (see `folders.matches`)."""
     exclude: Sequence[str] = ()
     """Glob patterns; files that match one of them are left out."""
     encoding: str = "utf-8"
     """A text encoding of Python; or binary, which takes the bytes of any file as they are."""
+    used: set[str] = field(default_factory=set, compare=False)
+    """Patterns that a file matched so far."""
+
+    def selects(self, file: Path, folder: Path) -> bool:
+        """Return whether a file of a folder is read, and remember which patterns it matches."""
+        matching = {pattern for pattern in (*self.include, *self.exclude) if matches(file, folder, pattern)}
+        self.used.update(matching)
+        return not matching.intersection(self.exclude) and (
+            not self.include or bool(matching.intersection(self.include))
+        )
+
+    @property
+    def unused(self) -> list[str]:
+        """The patterns that no file matched so far."""
+        return [pattern for pattern in (*self.include, *self.exclude) if pattern not in self.used]
 
     def check(self) -> None:
         """Check that the encoding exists.
@@ -297,9 +312,13 @@ def _files(source: str, option: str, selection: FileSelection) -> tuple[list[Pat
     if not files:
         raise UserError(f"{option}{problem}")
     if not is_named:
-        files = select(files, _folder_of(source), include=selection.include, exclude=selection.exclude)
+        folder = _folder_of(source)
+        files = [file for file in files if selection.selects(file, folder)]
         if not files:
-            raise UserError(f"{option}--include and --exclude leave no file of {source}; change their patterns")
+            raise UserError(
+                f"{option}--include and --exclude leave no file of {source}; change their patterns, which are names, "
+                f"or paths from {folder}"
+            )
     return files, is_named
 
 
