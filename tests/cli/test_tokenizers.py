@@ -96,6 +96,13 @@ def test_corpora_whose_words_differ_only_in_counts_are_interchangeable() -> None
     assert re.search(different, refused.err)
 
 
+def test_score_says_that_lines_are_unknown_without_a_token_for_line_ends() -> None:
+    run_json("prepare", *SPLITS, "--tokenizer", "word", "--no-add-eos", "--out", "no-eos")
+    run_json("train", "--corpus", "no-eos", *TINY, "--train.max-steps=1", "--run", "run")
+    assert "note: the run's tokenizer has no token for a line end" in txl("score", "run", "train.txt").err
+    assert "note" not in txl("score", "run", "train.txt", "--per", "file").err
+
+
 def test_word_level_with_cutoffs_and_resuming() -> None:
     corpus = run_json("prepare", *SPLITS, "--tokenizer", "word", "--out", "corpora/mine")
     for split, num_lines in NUM_LINES.items():

@@ -74,6 +74,8 @@ def score(
         note(warning)
     num_tokens = sum(len(encode_text(loaded.tokenizer, name, content)) for name, content in contents.items())
     say_unknown(loaded.tokenizer, contents.values())
+    if per != "file" and not loaded.tokenizer.is_newline_V.any():
+        note("the run's tokenizer has no token for a line end, so each file counts as one line")
     with ProgressBar("score", num_tokens, "tokens") as bar:
         scores = score_texts(loaded, contents, config, progress=bar.advance)
     if json:
