@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from transformer_xl.config import UserError
-from transformer_xl.files import atomic_file, atomic_folder
+from transformer_xl.files import atomic_file, atomic_folder, final_names
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/fd")
@@ -46,3 +46,8 @@ def test_paths_that_are_no_files_are_refused_before_writing(tmp_path: Path) -> N
     with atomic_file(tmp_path / "link") as temporary:
         temporary.write_text("text")
     assert (tmp_path / "link").read_text() == "text"
+
+
+def test_messages_have_final_names_and_keep_other_dots() -> None:
+    text = "reading a.pt: '.my run.partial-12' to '/v1.5/.b.partial-new/x.json'"
+    assert final_names(text) == "reading a.pt: 'my run' to '/v1.5/b/x.json'"

@@ -53,7 +53,8 @@ def as_user_error(action: str) -> Iterator[None]:
 
 def final_names(text: str) -> str:
     """Return a text in which temporary files and folders have the names that they get when they are complete."""
-    return re.sub(r"\.([^/]+)\.partial-(?:\d+|new|old)\b", r"\1", text)
+    # a name begins where no other character of a file name precedes it: v1.5 keeps its dot
+    return re.sub(r"(?<![^\s/'\"(])\.((?:(?!\.partial-)[^/])+)\.partial-(?:\d+|new|old)\b", r"\1", text)
 
 
 def quoted(path: Path) -> str:
