@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from model_configs import model_config
 
 from transformer_xl.config import load_recipe, recipe_names, run_settings
@@ -13,6 +14,8 @@ from transformer_xl.model.build import build_model
 from transformer_xl.model.cost import step_cost
 from transformer_xl.model.memory import ContextLimits
 from transformer_xl.model.sizes import min_activations, min_cache, min_parameters
+from transformer_xl.training.distributed import DistributedContext
+from transformer_xl.training.trainer import training_memory
 
 BATCH_SIZE, SEGMENT_LENGTH = 3, 13
 MODELS: dict[str, dict[str, Any]] = {
@@ -65,6 +68,17 @@ def test_bounds_of_recipes_are_close(name: str):
     bound = 16 * min_parameters(config.model) + 4 * config.train.batch_size * (activations + cache)
     assert recipe.bytes_per_step is not None
     assert 0.65 * recipe.bytes_per_step <= bound <= recipe.bytes_per_step
+
+
+def test_fsdp_divides_weights_gradients_and_optimizer_state():
+    """The whole weights, which each process has before they are divided, are freed before the first step."""
+    config = run_settings(
+        {"model": {"vocab_size": 50, "d_model": 512}, "train": {"parallelism": "fsdp", "segment_length": 1}}, "settings"
+    )
+    alone, eighth = (
+        training_memory(config, 1, torch.device("cpu"), DistributedContext(size=size))[0].bytes for size in (1, 8)
+    )
+    assert eighth < alone / 6
 
 
 def test_bounds_build_nothing():

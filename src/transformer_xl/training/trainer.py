@@ -389,9 +389,10 @@ def training_memory(
     train, model = config.train, config.model
     rows = [len(part) for part in micro_batches(local_batch_size, train, world.size)]
     parameters = min_parameters(model)
+    # fsdp divides all of these; a process has all weights only before the first step, as `build_checked` requires
     gradients = 4 * parameters // (world.size if train.parallelism == "fsdp" else 1)
-    # Adam has two numbers for each parameter, Muon one; fsdp divides them and the average, but not the first weights
-    state = 4 * parameters + gradients * (1 + (train.optimizer != "muon") + (train.weight_average != "none"))
+    # weights, two numbers for each parameter in Adam and one in Muon, and the average
+    state = gradients * (2 + (train.optimizer != "muon") + (train.weight_average != "none"))
 
     def activation_bytes(memory_length: int) -> int:
         count = min_activations(
