@@ -59,16 +59,20 @@ class SavedWeights:
     step: int
     """Number of training steps after which the model had these weights; 0 for a converted or saved model."""
     valid_nats_per_token: float | None
-    """Their validation loss in nats per token, or None if they were not validated."""
+    """Their validation loss in nats per token, or None if it is not known."""
+    is_validated: bool
+    """Whether this step was validated, perhaps with the average of the weights in place of these, or before the loss
+    was recorded."""
 
     def describe(self) -> str:
         """Return the name, the step and the validation loss in words."""
         loss = self.valid_nats_per_token
-        quality = "not validated" if loss is None else f"validation loss {loss:.4f} nats/token"
+        unknown = "validation loss not known" if self.is_validated else "not validated"
+        quality = unknown if loss is None else f"validation loss {loss:.4f} nats/token"
         return f"{self.name}, step {self.step:,} ({quality})"
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields other than the file by name, for JSON."""
+        """Return name, step and loss by name, for JSON."""
         return {"name": self.name, "step": self.step, "valid_nats_per_token": self.valid_nats_per_token}
 
 
@@ -90,7 +94,7 @@ class ChosenWeights:
         subject = f"weights of {model}" if model else "weights"
         lines = [f"{subject}: {self.used.describe()}" + (f"; others: {', '.join(others)}" if others else "")]
         for newer in self.others:
-            if newer.step > self.used.step and newer.valid_nats_per_token is None:
+            if newer.step > self.used.step and not newer.is_validated:
                 lines.append(
                     f"{NOTE}the {newer.name} weights are {newer.step - self.used.step:,} steps newer than those "
                     f"used and were never validated, so they may be better; --checkpoint {newer.name} uses them"
@@ -366,19 +370,21 @@ class RunFolder:
             load_tensors(file)  # whether the loss is missing decides which weights are used, so verify the checksum
         nats = metadata.get("nats_per_token")
         try:
-            return SavedWeights("best", file, int(metadata.get("step", 0)), None if nats is None else float(nats))
+            step, loss = int(metadata.get("step", 0)), None if nats is None else float(nats)
         except ValueError as error:
             raise UserError(DAMAGED.format(file, error)) from None
+        return SavedWeights("best", file, step, loss, is_validated=loss is not None)
 
     def _last_weights(self, newest: Path) -> SavedWeights:
         """Describe the weights of the newest checkpoint."""
         step, state = int(newest.name.removeprefix("step-")), dict[str, Any]()
         with suppress(UserError):  # a damaged record must not keep the weights from being used
             state = CheckpointRecord.read(newest).state
-        # a weight average is what is validated, not the last weights
-        is_validated = state.get("validation_step") == step and self.config.train.weight_average == "none"
-        nats = state.get("validation_nats") if is_validated else None
-        return SavedWeights("last", newest / "model.safetensors", step, nats)
+        is_validated = state.get("validation_step") == step
+        # the loss of a step is that of the weight average, if the run has one, and not that of the last weights
+        is_known = is_validated and self.config.train.weight_average == "none"
+        nats = state.get("validation_nats") if is_known else None
+        return SavedWeights("last", newest / "model.safetensors", step, nats, is_validated=is_validated)
 
     def checkpoints(self) -> list[Path]:
         """Return the folders of the checkpoints that training can resume from, oldest first."""

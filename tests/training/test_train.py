@@ -13,14 +13,14 @@ import pytest
 import torch
 from model_configs import settings_of
 from tensors import assert_same_tensors
-from training_runs import MODEL, TRAIN, StopAt, letters, letters_corpus, make_corpus
+from training_runs import MODEL, TRAIN, StopAt, StopInValidation, letters, letters_corpus, make_corpus
 from typing_extensions import override
 
 from transformer_xl import Callback, Corpus, RunConfig, TrainConfig, TransformerXLConfig, UserError, load, resume, save
 from transformer_xl import train as train_run
 from transformer_xl.config import read_yaml
 from transformer_xl.progress import ProgressBar
-from transformer_xl.run_folder import RunFolder
+from transformer_xl.run_folder import CheckpointRecord, RunFolder
 from transformer_xl.training.trainer import Trainer
 
 OPTIONS: dict[str, Any] = {"device": "cpu", "progress": False}
@@ -194,6 +194,63 @@ def test_config_records_the_settings_that_steps_were_trained_with(
     assert (first.step, first.before, first.after) == (3, {"learning_rate": 0.01}, {"learning_rate": 0.02})
     assert (second.step, second.before, second.after) == (5, {"max_steps": 17}, {"max_steps": 8})
     assert RunFolder.open(path).verify() == []
+
+
+def as_earlier_version(path: Path) -> None:
+    """Make the newest checkpoint, and config.yaml, as versions without a record of settings wrote them."""
+    newest = RunFolder.open(path).latest_checkpoint()
+    assert newest is not None
+    record = CheckpointRecord.read(newest)
+    state = {name: value for name, value in record.state.items() if name != "validation_nats"}
+    record.model_copy(update={"config": None, "state": state}).write(newest)
+    config = path / "config.yaml"
+    config.write_text(config.read_text().replace("history: []\n", ""))
+
+
+def test_changes_of_a_run_of_an_earlier_version_are_recorded(tmp_path: Path, corpus: Corpus) -> None:
+    path = tmp_path / "run"
+    train_run(None, corpus, path, model=MODEL, train=TRAIN, **OPTIONS)
+    as_earlier_version(path)
+    resume(path, train={"max_steps": 19, "learning_rate": 0.02}, **OPTIONS)
+    (change,) = RunFolder.open(path).config.history
+    assert (change.step, change.before) == (17, {"max_steps": 17, "learning_rate": 0.01})
+    assert RunFolder.open(path).verify() == []
+
+
+@pytest.mark.parametrize("weight_average", ["none", "ema"])
+def test_validated_weights_are_not_called_unvalidated(tmp_path: Path, corpus: Corpus, weight_average: str) -> None:
+    """Their loss is unknown in a run of an earlier version, and where the average of the weights was validated."""
+    path, train = tmp_path / "run", {**TRAIN, "learning_rate": 3.0, "eval_interval": 1}
+    train |= {"weight_average": weight_average} | ({"ema_decay": 0.5} if weight_average == "ema" else {})
+    train_run(None, corpus, path, model=MODEL, train=train, **OPTIONS)
+    as_earlier_version(path)
+    (line,) = (chosen := RunFolder.open(path).choose_weights()).lines()
+    assert chosen.used.step < 17
+    assert "others: last, step 17 (validation loss not known)" in line
+
+
+def test_run_can_end_at_the_step_it_is_at(tmp_path: Path, corpus: Corpus) -> None:
+    path = tmp_path / "run"
+    train_run(None, corpus, path, model=MODEL, train=TRAIN, callbacks=[StopAt(3)], **OPTIONS)
+    for _ in range(2):
+        assert resume(path, train={"max_steps": 3}, **OPTIONS).finished
+        (change,) = RunFolder.open(path).config.history
+        assert (change.step, change.before, change.after) == (3, {"max_steps": 17}, {"max_steps": 3})
+    assert RunFolder.open(path).verify() == []
+
+
+def test_validation_of_a_stop_leaves_the_position_in_the_text(tmp_path: Path, corpus: Corpus) -> None:
+    """Stopped before the first step with another batch size, the checkpoint is still that of the old batch size."""
+    path, train = tmp_path / "run", {**TRAIN, "eval_interval": 8}
+    train_run(None, corpus, path, model=MODEL, train=train, callbacks=[StopAt(8), StopInValidation(8)], **OPTIONS)
+    newest = RunFolder.open(path).latest_checkpoint()
+    assert newest is not None
+    before = CheckpointRecord.read(newest).state
+    batch_size = 2 * RunFolder.open(path).config.train.batch_size
+    resume(path, train={"batch_size": batch_size}, callbacks=[StopAtOnce()], **OPTIONS)
+    after = CheckpointRecord.read(newest).state
+    assert (before["validation_step"], after["validation_step"]) == (0, 8)
+    assert (after["position"], after["seconds"]) == (before["position"], before["seconds"])
 
 
 def test_edited_config_is_found_and_not_trained_with(

@@ -125,8 +125,9 @@ def _format(value: Any) -> str:
     """Return the text of a value in a table cell."""
     if isinstance(value, dict):
         return ", ".join(f"{name.replace('_', ' ')} {_format(inner)}" for name, inner in value.items())
-    if isinstance(value, list):
-        return ", ".join(map(_format, value))
+    if isinstance(value, (list, tuple)):
+        separator = "; " if value and isinstance(value[0], dict) else ", "
+        return separator.join(map(_format, value)) or "none"
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int | float):

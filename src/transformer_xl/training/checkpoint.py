@@ -106,15 +106,18 @@ def save_checkpoint(folder: RunFolder, trainer: Trainer, world: DistributedConte
     return path
 
 
-def update_record(folder: RunFolder, **changes: Any) -> None:
-    """Replace fields of the newest checkpoint's record; its tensors are unchanged.
+def update_record(folder: RunFolder, *, state: Mapping[str, Any] | None = None, **changes: Any) -> None:
+    """Replace fields of the newest checkpoint's record, and those fields of its state that are given.
+
+    Its tensors are unchanged.
 
     Raises:
         UserError: a file cannot be written; the checkpoint is unchanged.
     """
     path = folder.latest_checkpoint()
     assert path is not None
-    CheckpointRecord.read(path).model_copy(update=changes).write(path)
+    record = CheckpointRecord.read(path)
+    record.model_copy(update={**changes, "state": {**record.state, **(state or {})}}).write(path)
 
 
 def _put_in_place(folder: RunFolder, new: Path, path: Path) -> None:

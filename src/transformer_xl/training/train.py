@@ -370,7 +370,7 @@ def _check_steps_left(folder: RunFolder, known: TrainConfig, config: TrainConfig
     """Refuse changed settings of training if no step is left to be trained with them."""
     newest = folder.latest_checkpoint()
     step = int(newest.name.removeprefix("step-")) if newest else 0
-    changed = [name for name, value in config if getattr(known, name) != value]
+    changed = [name for name, value in config if getattr(known, name) != value and name != "max_steps"]
     if changed and step == config.max_steps:
         name = changed[0]
         raise UserError(
@@ -386,7 +386,8 @@ def _change_lines(trainer: Trainer, known: TrainConfig) -> list[str]:
         return []
     lines = [f"changed: {trainer.folder.config.history[-1]}"] if trainer.folder.config.history else []
     last, following = learning_rate(step - 1, known), learning_rate(step, config)
-    if following == learning_rate(step, known) and config.max_steps == known.max_steps:
+    is_same = following == learning_rate(step, known) and config.max_steps == known.max_steps
+    if is_same or step >= config.max_steps:
         return lines
     end, end_step = learning_rate(config.max_steps - 1, config), config.max_steps
     line = f"learning rate: {last:.3g} in step {step:,}, {following:.3g} in the next, {end:.3g} in step {end_step:,}"

@@ -124,12 +124,15 @@ class Trainer:
             warnings = load_checkpoint(folder, self, self.world)
             self._restore_best_loss()
             with self.world.raise_together():
-                earlier = folder.trained_config()
-            if earlier is not None:  # config.yaml is written with the next checkpoint, when training had the new ones
-                self.folder = replace(folder, config=folder.config.changed_from(earlier, self.state.step))
+                # checkpoints of earlier versions have no settings; only config.yaml has those
+                earlier = folder.trained_config() or RunFolder.open(folder.path).config
+            # config.yaml is written with the next checkpoint, when training had the new settings
+            self.folder = replace(folder, config=folder.config.changed_from(earlier, self.state.step))
             if self._is_other_validation_text():
                 warnings.append("the validation text has changed, so the search for the best weights starts over")
-            self._saved_state = self.state
+            # a run that is to end at this step has no next checkpoint, so this one is written again if settings changed
+            ends_here = self.state.step == self.config.max_steps and self.folder.config.history != earlier.history
+            self._saved_state = None if ends_here else self.state
         position = self.state.position
         if position.segment_index >= self.dataset.segments_in(position.epoch):  # possible after a change of batch size
             self._update_state(position=DatasetPosition(epoch=position.epoch + 1))
@@ -277,9 +280,12 @@ class Trainer:
             callback.on_stop(self)
         if not self._validate():
             return False
+        # The rest of the record must fit the tensors of the checkpoint: if it is the one that this run was resumed from
+        # with another batch size, the position has changed.
+        fields = {"validation_step", "validation_nats", "best_nats", "validation_text"}
         with self.world.raise_together():
             if self.world.is_first:
-                update_record(self.folder, state=self.state.model_dump(mode="json"))
+                update_record(self.folder, state=self.state.model_dump(mode="json", include=fields))
         self._saved_state = self.state
         return True
 
