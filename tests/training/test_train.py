@@ -18,9 +18,9 @@ from typing_extensions import override
 
 from transformer_xl import Callback, Corpus, RunConfig, TrainConfig, TransformerXLConfig, UserError, load, resume, save
 from transformer_xl import train as train_run
-from transformer_xl.config import read_yaml
+from transformer_xl.config import load_recipe, read_yaml
 from transformer_xl.progress import ProgressBar
-from transformer_xl.run_folder import CheckpointRecord, RunFolder
+from transformer_xl.run_folder import CheckpointRecord, RunFolder, config_text
 from transformer_xl.training.trainer import Trainer
 
 OPTIONS: dict[str, Any] = {"device": "cpu", "progress": False}
@@ -292,6 +292,12 @@ def test_longer_training_says_how_the_learning_rate_goes_on(
     assert "in step 18; that is below 1% of its peak" not in capsys.readouterr().err
     resume(tmp_path / "run", train={"max_steps": 18, "learning_rate": 0.02, "warmup_steps": 17}, **options)
     assert "learning rate: 0.00017 in step 17, 0.02 in the next" in capsys.readouterr().err
+
+
+def test_run_with_cutoffs_above_the_default_vocabulary_size_is_a_recipe(tmp_path: Path) -> None:
+    config = RunConfig(model=TransformerXLConfig(vocab_size=500, cutoffs=(300,)))
+    (tmp_path / "config.yaml").write_text(config_text(config))
+    assert load_recipe(str(tmp_path)).model["cutoffs"] == [300]
 
 
 @pytest.mark.parametrize("name", ["run", "run/config.yaml"])

@@ -233,7 +233,6 @@ def load_recipe(name: str) -> Recipe:
     if "recipe" in values:  # config.yaml of a run
         run = run_settings(values, f"recipe {name}")
         settings = run.model_dump(mode="json", include={"model", "train", "evaluation"})
-        del settings["model"]["vocab_size"]  # that of the corpus
         values = {"title": f"settings of the run {name}", "source": name, **settings}
     check_settings(_CheckedRecipe, values, f"recipe {name}")
     recipe = check_settings(Recipe, values, f"recipe {name}")
