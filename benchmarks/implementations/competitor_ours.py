@@ -1,0 +1,94 @@
+"""This package in `equal_time.py`: `train` with a recipe for as many steps as fit into the time, then `evaluate`.
+
+Settings: `recipe`, and optionally `model` and `train`, settings that replace single ones of the recipe. Schedules are
+scaled with the number of steps: `warmup_share` (default 0.1) of them warm up. The number of steps follows from a short
+timing; training stops at the end of the time even if steps are left, so that this package never gets more time.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from implementations.competitor import Assignment
+from typing_extensions import override
+
+from transformer_xl import Callback, Corpus, EvaluationConfig, Run, __version__, evaluate, train
+from transformer_xl.training.trainer import Trainer
+
+_TIMING_STEPS = 15
+
+
+class Clock(Callback):
+    """Measures the steps, without the first, and stops training when the time is over."""
+
+    def __init__(self, seconds: float | None = None) -> None:
+        self.seconds, self.step_seconds = seconds, list[float]()
+        self._last: float | None = None
+
+    @override
+    def on_step(self, trainer: Trainer, num_tokens: int) -> None:
+        now = time.perf_counter()
+        if self._last is not None:
+            self.step_seconds.append(now - self._last)
+        self._last = now
+        if self.seconds is not None and sum(self.step_seconds) >= self.seconds:
+            trainer.stop()
+
+    @override
+    def on_validation_progress(self, trainer: Trainer, num_tokens: int, total: int) -> None:
+        self._last = None  # the time of a validation is not training
+
+
+def fit(assignment: Assignment, steps: int, clock: Clock, folder: Path) -> Run:
+    """Train for so many steps, and return the run."""
+    settings = assignment.settings
+    replaced = {
+        "max_steps": steps,
+        "warmup_steps": max(1, round(settings.get("warmup_share", 0.1) * steps)),
+        "seed": assignment.seed,
+        "dtype": assignment.dtype,
+        "eval_interval": steps,
+        "eval_tokens": 4096,  # chooses nothing: the last weights are used
+        "checkpoint_interval": steps,
+        "log_interval": max(1, steps // 10),
+        **settings.get("train", {}),
+    }
+    return train(
+        *(settings["recipe"], assignment.corpus, folder),
+        model=settings.get("model"), train=replaced, callbacks=[clock], progress=False,
+    ).run  # fmt: skip
+
+
+def compete(assignment: Assignment) -> dict[str, Any]:
+    """Train and score; see `implementations.competitor.compete`."""
+    with tempfile.TemporaryDirectory() as folder:
+        timing = Clock()
+        fit(assignment, _TIMING_STEPS, timing, Path(folder) / "timing")
+        step_seconds = statistics.median(timing.step_seconds[_TIMING_STEPS // 3 :])
+        steps, clock = max(2, int(assignment.seconds / step_seconds)), Clock(assignment.seconds)
+        run = fit(assignment, steps, clock, Path(folder) / "run")
+    corpus, trained = Corpus.open(assignment.corpus), run.config.train.memory_length
+    lengths = {split: len(assignment.tokens(split)) for split in ("valid", "test")}
+
+    def nats(split: Any, memory_length: int) -> float:
+        config = EvaluationConfig(memory_length=memory_length)
+        return evaluate(run, corpus.split(split), config, max_tokens=lengths[split]).nats_per_token
+
+    valid = {length: nats("valid", length) for length in dict.fromkeys(factor * trained for factor in (1, 2, 4))}
+    best = min(valid, key=lambda length: valid[length])
+    return {
+        "parameters": run.model.num_parameters(),
+        "note": "the memory length of scoring chosen on the validation text",
+        "versions": {"transformer_xl": __version__},
+        "steps": len(clock.step_seconds) + 1,
+        "planned_steps": steps,
+        "train_seconds": round(sum(clock.step_seconds), 1),
+        "valid_nats_per_token": valid[best],
+        "valid_nats_per_token_by_context": {str(length): loss for length, loss in valid.items()},
+        "context": best,
+        "test_nats_per_token": nats("test", best),
+    }

@@ -1,0 +1,70 @@
+"""x-transformers with memory and rotary positions in `equal_time.py`, trained on consecutive segments with AdamW.
+
+Settings: `segment_length`, `memory_length`, `batch_size`, `learning_rate`, and the sizes `n_layer`, `n_head`, `n_embd`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.metadata import version
+
+import torch
+from implementations.competitor import Assignment, ConsecutiveSegments
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from x_transformers import Decoder, TransformerWrapper
+
+
+class XTransformers:
+    """See `implementations.competitor.Competitor`."""
+
+    min_rate_ratio = 0.0
+
+    def __init__(self, assignment: Assignment) -> None:
+        settings = assignment.settings
+        self.segment_length, memory_length = settings["segment_length"], settings["memory_length"]
+        self.learning_rate = settings["learning_rate"]
+        width, heads = settings["n_embd"], settings["n_head"]
+        self.model = TransformerWrapper(
+            num_tokens=assignment.vocab_size,
+            max_seq_len=self.segment_length,
+            max_mem_len=memory_length,
+            tie_embedding=True,
+            attn_layers=Decoder(
+                dim=width,
+                depth=settings["n_layer"],
+                heads=heads,
+                attn_dim_head=width // heads,
+                ff_mult=4,
+                rotary_pos_emb=True,
+                attn_flash=True,
+            ),
+        ).train()
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=self.learning_rate, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+        )
+        self.contexts = tuple(memory_length * factor for factor in (1, 2, 4))
+        self.note = "rotary positions, attn_flash, memory; the memory length of scoring chosen on the validation text"
+        self.versions = {"x_transformers": version("x-transformers")}
+        self._segments = ConsecutiveSegments(assignment.tokens("train"), settings["batch_size"], self.segment_length)
+        self._mems: list[Tensor] | None = None
+
+    def loss(self) -> Tensor:
+        """See `Competitor.loss`."""
+        inputs_BT, targets_BT = self._segments.next()
+        logits_BTV, self._mems = self.model(inputs_BT, mems=self._mems, return_mems=True)
+        return cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
+
+    def nats(self, inputs_K: Tensor, targets_K: Tensor, context: int) -> Iterator[Tensor]:
+        """See `Competitor.nats`; `context` is the memory length."""
+        self.model.max_mem_len, mems = context, None
+        for inputs_T, targets_T in zip(
+            inputs_K.split(self.segment_length), targets_K.split(self.segment_length), strict=True
+        ):
+            logits_BTV, mems = self.model(inputs_T[None], mems=mems, return_mems=True)
+            yield cross_entropy(logits_BTV[0].float(), targets_T, reduction="none")
+
+
+def build(assignment: Assignment) -> XTransformers:
+    """Return the competitor of an assignment."""
+    return XTransformers(assignment)
