@@ -93,7 +93,10 @@ BAD_COMMANDS = [
     ("evaluate run --mem-len 5", r"Did you mean --memory-length\?"),
     ("generate run --max-length 5", r"Did you mean --max-new-tokens\?"),
     ("train enwik8-12 --corpus corpus", r"no recipe 'enwik8-12' \(did you mean 'enwik8-12l'\?\)"),
-    ("train gone.yaml --corpus corpus", "recipe file 'gone.yaml' cannot be read"),
+    (
+        "train gone.yaml --corpus corpus",
+        "recipe gone.yaml cannot be read .No such file or directory.; name a YAML file",
+    ),
     ("train unknown.yaml --corpus corpus", r"unknown.yaml: unknown setting 'modle' \(did you mean 'model'\?\)"),
     ("train bool.yaml --corpus corpus", r"train.max_steps: .* integer .*\(given: True; .* unless quoted\)"),
     ("train off.yaml --corpus corpus", r"train.compile: .* \(given: False; .* unless quoted\)"),

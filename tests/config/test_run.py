@@ -72,7 +72,7 @@ def test_wrong_settings_raise_one_line_in_python(kind, settings, message):
 def test_recipe_of_ones_own_needs_only_settings(tmp_path: Path) -> None:
     """PyYAML reads 1e3, without a decimal point, as text."""
     file = tmp_path / "own.yaml"
-    file.write_text("train: {max_steps: 1e3, learning_rate: 1e-3}\n")
+    file.write_text("train: {max_steps: 1e3, learning_rate: 1e-3}\nmodel:\n")  # an empty group
     recipe = load_recipe(str(file))
     config = run_settings(merge_recipe(recipe, {}), "own.yaml")
     assert (recipe.corpus, config.train.max_steps, config.train.learning_rate) == ("any", 1000, 1e-3)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import NoneType
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from cyclopts import Parameter
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, create_model
@@ -22,6 +22,8 @@ from transformer_xl.config import (
 )
 from transformer_xl.generation.config import GenerationConfig
 from transformer_xl.text.tokenizers.config import TokenizerConfig
+
+_Checked = TypeVar("_Checked", bound=Settings)
 
 
 def _model_fields() -> dict[str, FieldInfo]:
@@ -93,12 +95,19 @@ def given_settings(**groups: BaseModel | None) -> dict[str, dict[str, Any]]:
     return {group: flags.model_dump(exclude_unset=True) for group, flags in groups.items() if flags is not None}
 
 
+def check_flags(kind: type[_Checked], flags: BaseModel | None) -> _Checked:
+    """Return the settings given as flags without a group.
+
+    Raises:
+        UserError: a value is out of range.
+    """
+    return check_settings(kind, given_settings(flags=flags).get("flags", {}), flags="--")
+
+
 def evaluation_config(flags: BaseModel | None) -> EvaluationConfig:
     """Return the evaluation settings given as flags without a group, such as `--memory-length 64`.
 
     Raises:
         UserError: a value is out of range.
     """
-    return check_settings(
-        EvaluationConfig, given_settings(evaluation=flags).get("evaluation", {}), "evaluation settings"
-    )
+    return check_flags(EvaluationConfig, flags)

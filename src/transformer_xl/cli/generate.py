@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
-from transformer_xl.cli.flags import GenerationFlags, given_settings
+from transformer_xl.cli.flags import GenerationFlags, check_flags
 from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, Json
 from transformer_xl.cli.output import print_json, say_unknown, say_weights
-from transformer_xl.config import UserError, check_settings
+from transformer_xl.config import UserError
 from transformer_xl.generation.config import GenerationConfig
 from transformer_xl.progress import note, say
 
@@ -50,7 +50,7 @@ def generate(
     checkpoint
         best: the weights with the lowest validation loss; last: those of the last checkpoint.
     """
-    config = check_settings(GenerationConfig, given_settings(generation=settings).get("generation", {}), "txl generate")
+    config = check_flags(GenerationConfig, settings)
     prompts: list[str | bytes | None] = list(prompt or [None])
     is_list = len(prompts) > 1 or config.num_samples > 1 or config.num_beams is not None
     if prompt and prompt_file:

@@ -227,8 +227,8 @@ def load_recipe(name: str) -> Recipe:
     Raises:
         UserError: there is no recipe of that name, or settings are invalid; the message has all of them.
     """
-    text = recipe_text(name)
-    values = read_yaml(text, f"recipe {name}")
+    values = read_yaml(recipe_text(name), f"recipe {name}")
+    values = {key: value for key, value in values.items() if value is not None}  # a group may be left empty
     _refuse_earlier_names(values, f"recipe {name}")
     if "recipe" in values:  # config.yaml of a run
         run = run_settings(values, f"recipe {name}")
@@ -255,4 +255,7 @@ def recipe_text(name: str) -> str:
         file = Path(name) if is_path else resources.files("transformer_xl") / "recipes" / f"{name}.yaml"
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"recipe file '{name}' cannot be read: {error}") from None
+        problem = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise UserError(
+            f"recipe {name} cannot be read ({problem}); name a YAML file, or a recipe of 'txl recipes'"
+        ) from None

@@ -119,13 +119,16 @@ class Settings(BaseModel):
 AnySettings = TypeVar("AnySettings", bound=Settings)
 
 
-def check_settings(kind: type[AnySettings], values: Mapping[str, Any], source: str) -> AnySettings:
+def check_settings(
+    kind: type[AnySettings], values: Mapping[str, Any], source: str | None = None, *, flags: str | None = None
+) -> AnySettings:
     """Build settings from plain values.
 
     Args:
         kind: class of the settings.
         values: the settings by name.
-        source: the file or group the values come from; error messages begin with it.
+        source: the file or group the values come from, or None; error messages begin with it.
+        flags: as in `explain`.
 
     Raises:
         UserError: an unknown name, a wrong type or a value out of range.
@@ -133,7 +136,8 @@ def check_settings(kind: type[AnySettings], values: Mapping[str, Any], source: s
     try:
         return kind.model_validate(values)
     except ValidationError as error:
-        raise UserError(f"{source}: {explain(error)}") from None
+        message = explain(error, flags)
+        raise UserError(f"{source}: {message}" if source else message) from None
 
 
 def check_overrides(
@@ -179,7 +183,10 @@ def explain(error: ValidationError, flags: str | None = None) -> str:
             names, key = names[:-1], ".".join(names)
         else:
             key = ".".join(names)
-        setting = ".".join(names) if flags is None else flags + ".".join(names).replace("_", "-")
+        if flags is None:
+            setting = ".".join(names)
+        else:  # a flag has no name for a part of its value
+            setting = flags + ".".join(name for name in names if not name.isdecimal()).replace("_", "-")
         messages.setdefault(key, f"{setting}: {_describe(item)}" if setting else _describe(item))
     lines = list(messages.values())
     if len(lines) == 1:

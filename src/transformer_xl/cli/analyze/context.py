@@ -10,10 +10,10 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from transformer_xl.cli.flags import ContextFlags, given_settings
+from transformer_xl.cli.flags import ContextFlags, check_flags
 from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, Integer, Json
 from transformer_xl.cli.output import print_json, print_table, say_weights
-from transformer_xl.config import ContextSweep, UserError, check_settings
+from transformer_xl.config import ContextSweep, UserError
 from transformer_xl.files import check_new_file, write_json
 from transformer_xl.progress import ProgressBar, note, say
 
@@ -60,7 +60,7 @@ def context(
     """
     paths = _run_paths(runs)
     _check_outputs(out, plot)
-    sweep = check_settings(ContextSweep, given_settings(context=settings).get("context", {}), "context sweep")
+    sweep = check_flags(ContextSweep, settings)
     from transformer_xl.analysis.effective_context import draw_positions, load_group, measure_context
     from transformer_xl.run_folder import RunFolder
 

@@ -7,10 +7,10 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from transformer_xl.cli.flags import SpeedFlags, given_settings
+from transformer_xl.cli.flags import SpeedFlags, check_flags
 from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, Json
 from transformer_xl.cli.output import print_json, print_table
-from transformer_xl.config import SpeedComparison, check_settings
+from transformer_xl.config import SpeedComparison
 from transformer_xl.files import check_new_file, write_json
 
 
@@ -39,7 +39,7 @@ def speed(
     """
     if out is not None:
         check_new_file(out)
-    comparison = check_settings(SpeedComparison, given_settings(speed=settings).get("speed", {}), "speed comparison")
+    comparison = check_flags(SpeedComparison, settings)
     from transformer_xl.analysis.evaluation_speed import COLUMNS, compare_speed, speed_tables
 
     results = compare_speed(model, comparison, **vars(device_options))
