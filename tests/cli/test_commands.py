@@ -159,7 +159,7 @@ def test_every_command_says_which_weights_it_uses(folder: Path, tmp_path: Path) 
                 assert [weights["step"] for weights in values["other_checkpoints"]] == [other]
     for words in (["convert", path, tmp_path / "hf", "--to=huggingface"], ["info", path]):
         values = txl(*words, "--json").object
-        assert values.get("run", values)["checkpoint"] == chosen.used.as_dict()
+        assert {name: values.get("run", values)[name] for name in chosen.as_dict()} == chosen.as_dict()
     (path / "model.safetensors").unlink()
     assert "best weights, is missing" in txl("evaluate", path).err
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import shutil
 import signal
 import sys
@@ -263,10 +264,11 @@ def test_edited_config_is_found_and_not_trained_with(
         (path / "config.yaml").write_text(text.replace(old, new))
         with pytest.raises(UserError, match=rf"config.yaml differs .*{new.replace(': ', ' is ')}, not"):
             RunFolder.open(path).verify()
-    (path / "config.yaml").write_text(text.replace("beta2: 0.999", "beta2: 0.9"))
-    resume(path, device="cpu")
-    assert "config.yaml is not what was trained: train.beta2 is 0.9, not 0.999" in capsys.readouterr().err
-    assert (path / "config.yaml").read_text() == text
+        resume(path, device="cpu", callbacks=[StopAtOnce()])
+        problem = f"config.yaml is not what was trained, and is written again: .*{new.replace(': ', ' is ')}, not"
+        assert re.search(problem, capsys.readouterr().err)
+        assert (path / "config.yaml").read_text() == text
+        RunFolder.open(path).verify()
     saved = save(load(path, device="cpu"), tmp_path / "saved") / "config.yaml"
     assert RunFolder.open(saved.parent).verify() == []
     shutil.rmtree(path / "checkpoints")

@@ -79,9 +79,9 @@ def score(
     with ProgressBar("score", num_tokens, "tokens") as bar:
         scores = score_texts(loaded, contents, config, progress=bar.advance)
     if json:
-        used = loaded.weights.used.as_dict() if loaded.weights else None
+        weights = loaded.weights.as_dict() if loaded.weights else {}
         for record in _records(scores, per):
-            print_json({**record, "checkpoint": used}, indent=None)
+            print_json({**record, **weights}, indent=None)
     else:
         _print_records(scores, per)
 

@@ -228,12 +228,12 @@ def load_recipe(name: str) -> Recipe:
         UserError: there is no recipe of that name, or settings are invalid; the message has all of them.
     """
     values = read_yaml(recipe_text(name), f"recipe {name}")
-    values = {key: value for key, value in values.items() if value is not None}  # a group may be left empty
     _refuse_earlier_names(values, f"recipe {name}")
     if "recipe" in values:  # config.yaml of a run
         run = run_settings(values, f"recipe {name}")
         settings = run.model_dump(mode="json", include={"model", "train", "evaluation"})
         values = {"title": f"settings of the run {name}", "source": name, **settings}
+    values = {key: value for key, value in values.items() if value is not None}  # a group may be left empty
     check_settings(_CheckedRecipe, values, f"recipe {name}")
     recipe = check_settings(Recipe, values, f"recipe {name}")
     run_settings(merge_recipe(recipe, {}), f"recipe {name}")

@@ -336,10 +336,16 @@ def _resume(
             if name not in _CHANGEABLE:
                 raise UserError(f"train.{name} cannot change within a run; start a new one with --run DIR")
         trained = folder.trained_config()
-        if trained and folder.config.train not in (trained.train, trained.before_last_change().train):
-            difference = first_difference(folder.config.train.model_dump(), trained.train.model_dump(), "train.")
-            note(f"{path / 'config.yaml'} is not what was trained: {difference}; pass changes as flags", log)
-        known = folder.config.model_copy(update={"train": trained.train, "history": trained.history} if trained else {})
+        if trained:
+            if folder.config not in (trained, trained.before_last_change()):
+                difference = first_difference(folder.config.model_dump(mode="json"), trained.model_dump(mode="json"))
+                note(
+                    f"{path / 'config.yaml'} is not what was trained, and is written again: {difference}; pass changes "
+                    "as flags",
+                    log,
+                )
+            folder = replace(folder, config=trained)
+        known = folder.config
         config = run_settings(merge(known.model_dump(), overrides), "settings")
         _refuse_unused(overrides["train"], config.train)
         corpus = folder.open_corpus(corpus_path)
