@@ -205,7 +205,10 @@ def test_reprs_are_short(shown: dict[str, Any]) -> None:
             assert "\n" not in text
             assert len(text) <= 600, text
     assert "hidden=float32[257, 11, 14]" in repr(shown["hidden states"])
-    assert re.match(r"Run\(path='.*/run', model='transformer-xl, [0-9,]+ parameters'", repr(shown["run"]))
+    run = (
+        r"Run\(path='.*/run', model='transformer-xl, [0-9,]+ parameters', weights='best, step [0-9]+ \(validation loss"
+    )
+    assert re.match(run, repr(shown["run"]))
     assert repr(shown["words"]) == f"WordTokenizer(vocab_size={shown['words'].vocab_size})"
     assert re.search("train='[0-9,]+ tokens of [0-9,]+ bytes, documents: [0-9]+'", repr(shown["corpus"]))
 

@@ -124,7 +124,8 @@ class Run(Displayed):
         model = f"{self.config.model.architecture}, {self.model.num_parameters():,} parameters"
         corpus = {"corpus": self.config.corpus.path} if self.config.corpus else {}
         device = str(next(self.model.parameters()).device)
-        return {"path": self.path, "model": model, "device": device, "tokenizer": self.tokenizer, **corpus}
+        used = {"weights": self.weights.used.describe()} if self.weights else {}
+        return {"path": self.path, "model": model, **used, "device": device, "tokenizer": self.tokenizer, **corpus}
 
     def open_corpus(self) -> Corpus:
         """Open the corpus the run was trained on.

@@ -155,8 +155,7 @@ def test_every_command_says_which_weights_it_uses(folder: Path, tmp_path: Path) 
             assert (values["checkpoint"]["name"], values["checkpoint"]["step"]) == (checkpoint, used)
             assert f"weights: {checkpoint}, step {used} (" in result.err
             assert f"step {other} (" in result.err
-            if words[0] != "score":  # whose JSON is one object for each text
-                assert [weights["step"] for weights in values["other_checkpoints"]] == [other]
+            assert [weights["step"] for weights in values["other_checkpoints"]] == [other]
     for words in (["convert", path, tmp_path / "hf", "--to=huggingface"], ["info", path]):
         values = txl(*words, "--json").object
         assert {name: values.get("run", values)[name] for name in chosen.as_dict()} == chosen.as_dict()

@@ -101,6 +101,7 @@ def test_tokenizers_that_differ_only_in_counts_are_the_same() -> None:
     [
         ("byte", TOKENIZERS["word"], "byte, 256 tokens, not word, 4 tokens"),
         ("integer", changed("integer", num_values=30), "integer, 32 tokens, not 31"),
+        ("integer", changed("integer", add_eos=False), "integer, 32 tokens, not 31; add_eos is true, not false"),
         ("word", changed("word", words=["<eos>", "<unk>", "a", "the"]), "word, token 2 is 'the', not 'a'"),
         ("word", changed("word", lowercase=True), "word, lowercase is false, not true"),
         ("word", changed("word", eos_token=None), 'word, eos_token is "<eos>", not null'),

@@ -134,6 +134,8 @@ def _settings(tokenizer: Tokenizer) -> dict[str, Any]:
     """Return what a tokenizer has besides tokens and their counts, such as whether it lowercases."""
     values = tokenizer.to_json()
     values |= values.pop("tokenizer", {})  # the components of a tokenizer of the library
+    if tokenizer.kind == "integer":
+        values.setdefault("add_eos", True)  # left out of the JSON of older tokenizers
     return {name: value for name, value in values.items() if name not in _TOKEN_KEYS}
 
 
