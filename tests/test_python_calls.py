@@ -121,6 +121,21 @@ WRONG_CALLS = {  # what the message must say: a call
         run, "a", temprature=0.5
     ),
     "no argument 'memry' (did you mean 'memory'?)": lambda run, corpus, path: stream(run, "a", memry=None),
+    "no argument 'max_length' (did you mean 'max_new_tokens'?)": lambda run, corpus, path: generate(
+        run, "a", max_length=3
+    ),
+    "train has no argument 'prog' (did you mean 'progress'?)": lambda run, corpus, path: train(
+        "tiny", corpus, path, prog=True
+    ),
+    "train has no argument 'lr' (did you mean train={'learning_rate': 5}?)": lambda run, corpus, path: train(
+        "tiny", corpus, path, lr=5
+    ),
+    "unknown setting 'steps' (did you mean 'max_steps'?)": lambda run, corpus, path: train(
+        "tiny", corpus, path, train={"steps": 5}
+    ),
+    "prepare has no argument 'vocab' (did you mean 'vocab_size'?)": lambda run, corpus, path: prepare(
+        documents=["a"], out=path, vocab=3
+    ),
     "prompts is of type int (7); give text, token ids": lambda run, corpus, path: generate(run, 7),
     "the prompt is of type float; give text, token ids": lambda run, corpus, path: generate(run, [1.5]),
     "the prompt is of type int; give text": lambda run, corpus, path: beam_search(run, 7),
@@ -254,4 +269,5 @@ def test_notebooks_show_bounded_and_escaped_html(shown: dict[str, Any]) -> None:
         f"3 tokens, {line.sums.nats:.2f} nats, probability {math.exp(-line.sums.nats):.3g}"
     ]
     assert "and 7 more texts" in shown["scores"]._repr_html_()
+    assert len(shown["scores"]._repr_html_()) < 150_000
     assert "bits_per_byte" in shown["evaluation"]._repr_html_()

@@ -25,7 +25,17 @@ import yaml
 from torch import Tensor
 from typing_extensions import override
 
-from transformer_xl.config import RunConfig, Settings, UserError, check_settings, check_type, read_yaml, run_settings
+from transformer_xl.config import (
+    RunConfig,
+    Settings,
+    UserError,
+    check_settings,
+    check_type,
+    checked_names,
+    read_yaml,
+    refuse_earlier_names,
+    run_settings,
+)
 from transformer_xl.device import MemoryUse, choose_device, require_memory
 from transformer_xl.display import Displayed
 from transformer_xl.files import (
@@ -263,7 +273,9 @@ class RunFolder:
                 problem = problem if path.exists() else "no such folder"
                 raise UserError(f"{path}: {problem}; expected a folder made by 'txl train --run DIR'")
         with as_user_error(f"reading {settings}"):
-            config = run_settings(read_yaml(settings.read_bytes(), str(settings)), str(settings))
+            values = read_yaml(settings.read_bytes(), str(settings))
+        refuse_earlier_names(values, str(settings))
+        config = run_settings(values, str(settings))
         tokenizer = load_tokenizer(path / "txl_tokenizer.json")
         if config.corpus and config.corpus.tokenizer_sha256 != fingerprint(tokenizer):
             raise UserError(f"{path / 'txl_tokenizer.json'} is not the one this run was trained with; copy it again")
@@ -575,6 +587,7 @@ def config_text(config: RunConfig) -> str:
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
 
 
+@checked_names
 def load(path: Path | str, *, device: str = "auto", checkpoint: CheckpointName = "best") -> Run:
     """Load a run: its model, ready to use, its tokenizer and its config.
 
@@ -589,6 +602,7 @@ def load(path: Path | str, *, device: str = "auto", checkpoint: CheckpointName =
     return RunFolder.open(path).load_run(choose_device(device), checkpoint)
 
 
+@checked_names
 def save(run: Run, path: Path | str) -> Path:
     """Save a model with its tokenizer and config as the folder of a new run, which `load` and every command take.
 

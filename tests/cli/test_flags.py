@@ -9,8 +9,7 @@ import pytest
 from transformer_xl.cli.flags import EvaluationFlags, ModelFlags, TrainFlags, given_settings
 from transformer_xl.cli.main import COMMANDS, build_app
 from transformer_xl.cli.options import parse_integers
-from transformer_xl.cli.suggestions import OTHER_NAMES
-from transformer_xl.config import ARCHITECTURES, EvaluationConfig, Settings, TrainConfig, run_settings
+from transformer_xl.config import ARCHITECTURES, OTHER_NAMES, EvaluationConfig, Settings, TrainConfig, run_settings
 
 # prefix of the flags, such as model in --model.n-layers, and class of the settings
 GROUPS: list[tuple[str, type[Settings]]] = [

@@ -22,14 +22,17 @@ from transformer_xl.config.model import (
     TransformerXLConfig as TransformerXLConfig,
     VaswaniConfig as VaswaniConfig,
 )
+from transformer_xl.config.other_names import OTHER_NAMES as OTHER_NAMES
 from transformer_xl.config.run import (
     CorpusReference as CorpusReference,
     Recipe as Recipe,
     RunConfig as RunConfig,
+    checked_names as checked_names,
     load_recipe as load_recipe,
     merge_recipe as merge_recipe,
     recipe_names as recipe_names,
     recipe_text as recipe_text,
+    refuse_earlier_names as refuse_earlier_names,
     run_settings as run_settings,
 )
 from transformer_xl.config.settings import (

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import inspect
+from collections.abc import Callable, Mapping
 from importlib import resources
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ParamSpec, Self, TypeVar
 
 from pydantic import Field, model_validator
 from typing_extensions import override
@@ -19,6 +21,7 @@ from transformer_xl.config.model import (
     ShawConfig,
     TransformerXLConfig,
 )
+from transformer_xl.config.other_names import OTHER_NAMES
 from transformer_xl.config.settings import Settings, UserError, check_settings, merge, nearest, read_yaml
 from transformer_xl.config.train import TrainConfig
 
@@ -173,7 +176,6 @@ def run_settings(values: Mapping[str, Any], source: str) -> RunConfig:
     Raises:
         UserError: an unknown name, a wrong type, a value out of range, or settings that contradict each other.
     """
-    _refuse_earlier_names(values, source)
     architecture = ARCHITECTURES.get(str(_mapping(values, "model").get("architecture")))
     if architecture is not None and not architecture.has_memory:
         values = merge({"train": {"memory_length": 0}}, values)
@@ -186,7 +188,32 @@ def _mapping(values: Mapping[str, Any], group: str) -> Mapping[str, Any]:
     return settings if isinstance(settings, Mapping) else {}
 
 
-def _refuse_earlier_names(values: Mapping[str, Any], source: str) -> None:
+_Parameters, _Result = ParamSpec("_Parameters"), TypeVar("_Result")
+
+
+def checked_names(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
+    """Make a public function answer an unknown keyword argument with a UserError that has the nearest name.
+
+    A setting of a group that the function takes, such as `learning_rate` of `train`, is answered with that group.
+    """
+    arguments = inspect.signature(function).parameters
+    groups = {"model": TransformerXLConfig, "train": TrainConfig, "evaluation": EvaluationConfig}
+
+    @functools.wraps(function)
+    def call(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
+        if unknown := next((name for name in kwargs if name not in arguments), None):
+            hint = nearest(unknown, arguments)
+            for group, kind in groups.items():
+                setting = OTHER_NAMES.get(unknown.replace("_", "-"), unknown).replace("-", "_")
+                if group in arguments and setting in kind.model_fields:
+                    hint = f" (did you mean {group}={{'{setting}': {kwargs[unknown]!r}}}?)"
+            raise UserError(f"{function.__name__} has no argument '{unknown}'{hint}")
+        return function(*args, **kwargs)
+
+    return call
+
+
+def refuse_earlier_names(values: Mapping[str, Any], source: str) -> None:
     """Refuse settings under the names of earlier versions; each of their runs and recipes has one of those below."""
     for group, names in {"model": ("kind", "layers", "width"), "train": ("rows", "segment", "steps")}.items():
         if earlier := [f"{group}.{name}" for name in names if name in _mapping(values, group)]:
@@ -228,7 +255,7 @@ def load_recipe(name: str) -> Recipe:
         UserError: there is no recipe of that name, or settings are invalid; the message has all of them.
     """
     values = read_yaml(recipe_text(name), f"recipe {name}")
-    _refuse_earlier_names(values, f"recipe {name}")
+    refuse_earlier_names(values, f"recipe {name}")
     if "recipe" in values:  # config.yaml of a run
         run = run_settings(values, f"recipe {name}")
         settings = run.model_dump(mode="json", include={"model", "train", "evaluation"})

@@ -12,6 +12,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 from typing_extensions import override
 
+from transformer_xl.config.other_names import OTHER_NAMES
+
 INT32_MAX = 2**31 - 1  # upper limit of all counts: C code stores some as int32, and a larger one is a typo anyway
 
 
@@ -21,7 +23,9 @@ class UserError(ValueError):
 
 def nearest(name: str, names: Iterable[str]) -> str:
     """Return a hint for a mistyped name, ` (did you mean 'x'?)`, or an empty string if no name is similar."""
-    close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
+    known = list(names)
+    other = OTHER_NAMES.get(name.replace("_", "-"), "").replace("-", "_")
+    close = [other] if other in known else difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f" (did you mean '{close[0]}'?)" if close else ""
 
 

@@ -75,13 +75,17 @@ class TextScore(Displayed):
 
     @override
     def _repr_html_(self) -> str:
-        shown = self._texts_of_tokens()
-        return f"{super()._repr_html_()}{tokens_html(shown, max(0, len(self.ids_K) - MAX_COLORED_TOKENS))}"
+        return self.to_html()
 
-    def _texts_of_tokens(self) -> Iterator[tuple[str, str, float]]:
+    def to_html(self, max_tokens: int = MAX_COLORED_TOKENS) -> str:
+        """Return a table and the first tokens, colored by their losses, as HTML."""
+        shown = self._texts_of_tokens(max_tokens)
+        return f"{super()._repr_html_()}{tokens_html(shown, max(0, len(self.ids_K) - max_tokens))}"
+
+    def _texts_of_tokens(self, max_tokens: int) -> Iterator[tuple[str, str, float]]:
         """Yield for the first tokens the text, a description and the loss; tokens that share a character are one."""
         decoder, held_K = self.tokenizer.stream_decoder(), list[float]()
-        first_K = self.ids_K[:MAX_COLORED_TOKENS].tolist()
+        first_K = self.ids_K[:max_tokens].tolist()
         for index, token_id in enumerate(first_K):
             held_K.append(float(self.nats_K[index]))
             text = decoder.push(token_id) + (decoder.finish() if index == len(first_K) - 1 else "")
@@ -105,7 +109,8 @@ class TextScores(list[TextScore]):
 
     def _repr_html_(self) -> str:
         more = f"<i>and {len(self) - _MAX_SHOWN:,} more texts</i>" if len(self) > _MAX_SHOWN else ""
-        return "".join(item._repr_html_() for item in self[:_MAX_SHOWN]) + more
+        shown = self[:_MAX_SHOWN]  # which share the tokens that are shown
+        return "".join(item.to_html(MAX_COLORED_TOKENS // len(shown)) for item in shown) + more
 
 
 def score(

@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from transformer_xl.config import RunConfig, UserError, check_type, nearest, run_settings
+from transformer_xl.config import RunConfig, UserError, check_type, checked_names, nearest, run_settings
 from transformer_xl.display import Displayed
 from transformer_xl.files import as_path, as_user_error, check_is_new
 from transformer_xl.interop import huggingface, nvidia, official, tensorflow
@@ -68,6 +68,7 @@ class ConversionResult(Displayed):
     """Which weights of a run were written, with `to="huggingface"`."""
 
 
+@checked_names
 def convert(
     source: Path | str,
     out: Path | str,

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast, get_args
 
-from transformer_xl.config import UserError, check_settings, check_type, nearest
+from transformer_xl.config import UserError, check_settings, check_type, checked_names, nearest
 from transformer_xl.files import check_is_new
 from transformer_xl.text.corpus_writer import write_corpus
 from transformer_xl.text.documents import SPLITS, Document, DocumentUnit, SplitName, TextSource
@@ -49,6 +49,7 @@ _PARENT_FOLDER = Path("corpora")  # contains the output folder, unless the user 
 _IN_MEMORY = "documents in memory"  # the `source` in corpus.json of a text passed as `documents`
 
 
+@checked_names
 def prepare(
     source: StrPath | Sequence[StrPath] | None = None,
     out: StrPath | None = None,

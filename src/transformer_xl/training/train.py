@@ -23,6 +23,7 @@ from transformer_xl.config import (
     TrainConfig,
     UserError,
     check_type,
+    checked_names,
     load_recipe,
     merge,
     merge_recipe,
@@ -88,6 +89,7 @@ class TrainResult(Displayed):
         return load(self.path, device=self.device)
 
 
+@checked_names
 def train(
     config: str | Path | RunConfig | None,
     corpus: Corpus | Path | str,
@@ -143,6 +145,7 @@ def train(
     return _run(start, device, threads, callbacks, progress=progress, handle_signals=handle_signals)
 
 
+@checked_names
 def resume(
     run: Run | Path | str,
     corpus: Corpus | Path | str | None = None,
@@ -410,7 +413,8 @@ def _restore(trainer: Trainer, log: Callable[[str], None]) -> None:
         raise UserError(f"{path} is at step {step:,} already, beyond --train.max-steps {max_steps:,}")
     for warning in warnings:
         note(warning, log)
-    log(f"resuming {path} at step {step:,} of {max_steps:,}")
+    nothing = "; no step is left, give a larger --train.max-steps to train on" if step == max_steps else ""
+    log(f"resuming {path} at step {step:,} of {max_steps:,}{nothing}")
 
 
 @contextmanager

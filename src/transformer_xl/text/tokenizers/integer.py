@@ -52,7 +52,7 @@ def _not_an_integer(chunk: bytes, start: int, limit: int) -> EncodingError:
     digits = word.lstrip("0") if re.fullmatch("[0-9]+", word) else ""
     if digits and len(digits) <= len(str(MAX_VALUES)) and int(digits) < MAX_VALUES:
         # A vocabulary with the integer n has n + 1 integers and the end-of-sequence token.
-        advice = f"remove it, or prepare the corpus with --vocab-size {int(digits) + 2} or more"
+        advice = f"remove it; a corpus prepared with --vocab-size {int(digits) + 2}, and a model trained on it, have it"
     elif digits or re.fullmatch("-[0-9]+", word):
         advice = "remove it, or renumber the values from 0"
     else:
