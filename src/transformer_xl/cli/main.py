@@ -149,7 +149,7 @@ def _user_message(error: Exception) -> str | None:
         elif isinstance(error, UnknownOptionError):
             flag = error.token.keyword or error.token.value
             text = unknown_flag(flag, [name for argument in error.argument_collection for name in argument.names])
-        text = f"{text.rstrip('.')}; --help lists the options"
+        text = f"{text.rstrip('.')}{'' if text.endswith('?') else ';'} --help lists the options"
     return " ".join(text.split())
 
 

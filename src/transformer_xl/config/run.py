@@ -188,7 +188,8 @@ def _mapping(values: Mapping[str, Any], group: str) -> Mapping[str, Any]:
     return settings if isinstance(settings, Mapping) else {}
 
 
-_Parameters, _Result = ParamSpec("_Parameters"), TypeVar("_Result")
+_Parameters = ParamSpec("_Parameters")
+_Result = TypeVar("_Result")
 
 
 def checked_names(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
