@@ -54,7 +54,7 @@ def test_ids_are_the_integers_alone_without_end_of_sequence() -> None:
 
 
 # Advice in the messages. A vocabulary with the integer n has at least n + 2 tokens: 0 to n, and end of sequence.
-LARGER_VOCABULARY = "remove it, or prepare the corpus with --vocab-size {} or more"
+LARGER_VOCABULARY = "remove it; a corpus prepared with --vocab-size {}, and a model trained on it, have it"
 RENUMBER = "remove it, or renumber the values from 0"
 DIGITS = "write it in the digits 0 to 9 alone, or remove it"
 
