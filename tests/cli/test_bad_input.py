@@ -85,7 +85,7 @@ BAD_COMMANDS = [
     (f"{TRAIN} --train.max-stepz 5", r"no option --train.max-stepz. Did you mean --train.max-steps\?"),
     (f"{TRAIN} --batch 5", r"Did you mean --train.batch-size or --evaluation.batch-size\?"),
     (f"{TRAIN} --lr 5", "Did you mean --train.learning-rate"),
-    ("evaluate run --clamp 5", r"Did you mean --clamp-length\?"),  # the beginning of a flag
+    ("generate run --temp 5", r"Did you mean --temperature\?"),  # the beginning of a flag
     (f"{TRAIN} --train.lr=5", r"Did you mean --train.learning-rate\?"),
     (f"{TRAIN} --model.memory_length=5", "Did you mean --train.memory-length"),
     (f"{TRAIN} --n-layer 5", r"Did you mean --model.n-layers\?"),
