@@ -22,7 +22,6 @@ import os
 import platform
 import statistics
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,12 +29,13 @@ from typing import Any
 
 import torch
 from environment import RESULTS, command, commit, cpu_model, device_name, say, warn_if_busy, write
+from trainee import StepTimer
 from typing_extensions import override
 
 from transformer_xl.config import UserError, load_recipe
 from transformer_xl.device import choose_device, set_threads
 from transformer_xl.training import train as training
-from transformer_xl.training.callbacks import Callback, Metrics
+from transformer_xl.training.callbacks import Metrics
 from transformer_xl.training.trainer import Trainer
 
 # fractions of the steps
@@ -100,21 +100,17 @@ class Point:
     nats_per_token: float
 
 
-class Recorder(Callback):
+class Recorder(StepTimer):
     """Records the seconds of the steps, without those of validation, and the validations."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.points: list[Point] = []
-        self.step_seconds: list[float] = []
         self.tokens = 0
-        self._last: float | None = None
 
     @override
     def on_step(self, trainer: Trainer, num_tokens: int) -> None:
-        now = time.perf_counter()
-        if self._last is not None:
-            self.step_seconds.append(now - self._last)
-        self._last = now
+        super().on_step(trainer, num_tokens)
         self.tokens += num_tokens
 
     @override
@@ -122,7 +118,7 @@ class Recorder(Callback):
         if metrics["split"] == "valid":
             nats = metrics["nats_per_token"]
             self.points.append(Point(metrics["step"], self.tokens, sum(self.step_seconds), nats))
-            self._last = time.perf_counter()
+        super().on_metrics(trainer, metrics)
 
 
 def train(arm: Arm, seed: int, steps: int, args: argparse.Namespace) -> Recorder:

@@ -2,17 +2,42 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from transformer_xl.config import TrainConfig, TransformerXLConfig
 from transformer_xl.model.transformer_xl import TransformerXL
 from transformer_xl.text.segments import Batch
+from transformer_xl.training.callbacks import Callback, Metrics
 from transformer_xl.training.compiling import compile_layers
 from transformer_xl.training.distributed import SINGLE_PROCESS
 from transformer_xl.training.optimizers import build_optimizers
 from transformer_xl.training.step import ModelWithLoss, TrainStep
+from transformer_xl.training.trainer import Trainer
+
+
+class StepTimer(Callback):
+    """Measures the seconds of each training step but the first, without those of validation."""
+
+    def __init__(self) -> None:
+        self.step_seconds: list[float] = []
+        self._last: float | None = None
+
+    @override
+    def on_step(self, trainer: Trainer, num_tokens: int) -> None:
+        now = time.perf_counter()
+        if self._last is not None:
+            self.step_seconds.append(now - self._last)
+        self._last = now
+
+    @override
+    def on_metrics(self, trainer: Trainer, metrics: Metrics) -> None:
+        if metrics["split"] == "valid":
+            self._last = time.perf_counter()
 
 
 class Trainee:

@@ -9,38 +9,31 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 from implementations.competitor import Assignment
+from trainee import StepTimer
 from typing_extensions import override
 
-from transformer_xl import Callback, Corpus, EvaluationConfig, Run, __version__, evaluate, train
+from transformer_xl import Corpus, EvaluationConfig, Run, __version__, evaluate, train
 from transformer_xl.training.trainer import Trainer
 
 _TIMING_STEPS = 15
 
 
-class Clock(Callback):
-    """Measures the steps, without the first, and stops training when the time is over."""
+class Clock(StepTimer):
+    """Measures the steps, and stops training when the time is over."""
 
     def __init__(self, seconds: float | None = None) -> None:
-        self.seconds, self.step_seconds = seconds, list[float]()
-        self._last: float | None = None
+        super().__init__()
+        self.seconds = seconds
 
     @override
     def on_step(self, trainer: Trainer, num_tokens: int) -> None:
-        now = time.perf_counter()
-        if self._last is not None:
-            self.step_seconds.append(now - self._last)
-        self._last = now
+        super().on_step(trainer, num_tokens)
         if self.seconds is not None and sum(self.step_seconds) >= self.seconds:
             trainer.stop()
-
-    @override
-    def on_validation_progress(self, trainer: Trainer, num_tokens: int, total: int) -> None:
-        self._last = None  # the time of a validation is not training
 
 
 def fit(assignment: Assignment, steps: int, clock: Clock, folder: Path) -> Run:
