@@ -12,24 +12,22 @@ checkpoints/step-N/    a checkpoint, from which training resumes:
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 import yaml
 from torch import Tensor
 from typing_extensions import override
 
+from transformer_xl.checkpoint_record import CheckpointName, CheckpointRecord, ChosenWeights, SavedWeights
 from transformer_xl.config import (
     RunConfig,
-    Settings,
     UserError,
-    check_settings,
     check_type,
     checked_names,
     read_yaml,
@@ -45,76 +43,14 @@ from transformer_xl.files import (
     json_digest,
     quoted,
     read_bytes,
-    write_json,
     write_text,
 )
 from transformer_xl.model.build import build_model
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.sizes import MIN_LAYER_BYTES, min_parameters
-from transformer_xl.progress import NOTE
-from transformer_xl.tensor_file import DAMAGED, check_exists, load_tensors, read_metadata, save_tensors
+from transformer_xl.tensor_file import DAMAGED, load_tensors, read_metadata, save_tensors
 from transformer_xl.text.token_store import Corpus
 from transformer_xl.text.tokenizers import Tokenizer, describe_difference, fingerprint, load_tokenizer, save_tokenizer
-
-CheckpointName = Literal["best", "last"]
-"""Which weights of a run: those with the lowest validation loss, or those of the newest checkpoint."""
-
-
-@dataclass(frozen=True)
-class SavedWeights:
-    """Weights in a run folder: which they are, and how good."""
-
-    name: CheckpointName
-    file: Path
-    step: int
-    """Number of training steps after which the model had these weights; 0 for a converted or saved model."""
-    valid_nats_per_token: float | None
-    """Their validation loss in nats per token, or None if it is not known."""
-    is_validated: bool
-    """Whether this step was validated, perhaps with the average of the weights in place of these, or before the loss
-    was recorded."""
-
-    def describe(self) -> str:
-        """Return the name, the step and the validation loss in words."""
-        loss = self.valid_nats_per_token
-        unknown = "validation loss not known" if self.is_validated else "not validated"
-        quality = unknown if loss is None else f"validation loss {loss:.4f} nats/token"
-        return f"{self.name}, step {self.step:,} ({quality})"
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return name, step and loss by name, for JSON."""
-        return {"name": self.name, "step": self.step, "valid_nats_per_token": self.valid_nats_per_token}
-
-
-@dataclass(frozen=True)
-class ChosenWeights:
-    """The weights of a run that are used, and the others that could be."""
-
-    used: SavedWeights
-    others: tuple[SavedWeights, ...] = ()
-
-    def lines(self, model: str = "") -> list[str]:
-        """Return lines for the user: which weights are used, and a warning if newer ones were never validated.
-
-        Empty for a converted or saved model, which has no other weights. `model` names one of several models.
-        """
-        if self.used.name == "best" and self.used.step == 0 and not self.others:
-            return []
-        others = [weights.describe() for weights in self.others if weights.step != self.used.step]
-        subject = f"weights of {model}" if model else "weights"
-        lines = [f"{subject}: {self.used.describe()}" + (f"; others: {', '.join(others)}" if others else "")]
-        for newer in self.others:
-            if newer.step > self.used.step and not newer.is_validated:
-                lines.append(
-                    f"{NOTE}the {newer.name} weights are {newer.step - self.used.step:,} steps newer than those "
-                    f"used and were never validated, so they may be better; --checkpoint {newer.name} uses them"
-                )
-        return lines
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the weights by the names that JSON output has for them."""
-        others = [weights.as_dict() for weights in self.others]
-        return {"checkpoint": self.used.as_dict(), "other_checkpoints": others}
 
 
 @dataclass(frozen=True, repr=False)
@@ -153,63 +89,6 @@ def check_run(run: object) -> None:
         UserError: it is something else.
     """
     check_type(run, Run, "run", "give a loaded run, such as load('runs/mine')")
-
-
-class CheckpointRecord(Settings):
-    """The contents of `training.json` of a checkpoint: how far training was, and the checksums of the other files."""
-
-    format: Literal["3"] = "3"
-    """Version of the format of checkpoints."""
-    num_processes: int
-    """Number of processes that trained together."""
-    state: dict[str, Any]
-    """The fields of `TrainerState`: the step, the position in the training data and so on."""
-    files: dict[str, str]
-    """sha256 of each file in `training/`, by name."""
-    config: dict[str, Any] | None = None
-    """The settings that training had, as in config.yaml."""
-
-    def write(self, checkpoint: Path) -> None:
-        """Write the record, with its checksum, to the folder of a checkpoint."""
-        contents = self.model_dump(mode="json")
-        write_json(checkpoint / "training.json", {**contents, "sha256": json_digest(contents)})
-
-    @staticmethod
-    def read(checkpoint: Path) -> CheckpointRecord:
-        """Read the record from the folder of a checkpoint.
-
-        Raises:
-            UserError: the file is missing, truncated or altered.
-        """
-        file = checkpoint / "training.json"
-        check_exists(file)
-        content = read_bytes(file)
-        try:
-            contents = json.loads(content)
-            expected = contents.pop("sha256")
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise UserError(DAMAGED.format(file, "it is incomplete")) from None
-        if expected != json_digest(contents):
-            raise UserError(DAMAGED.format(file, "its checksum does not match its contents"))
-        return check_settings(CheckpointRecord, contents, str(file))
-
-    def verify(self, checkpoint: Path, *, rank: int = 0, size: int = 1) -> None:
-        """Compare the files of a checkpoint with their checksums; several processes each verify some of them.
-
-        Args:
-            checkpoint: folder of the checkpoint.
-            rank: index of this process.
-            size: number of processes that verify the files together.
-
-        Raises:
-            UserError: a file is missing, truncated or altered.
-        """
-        for index, (name, expected) in enumerate(sorted(self.files.items())):
-            file = checkpoint / "training" / name
-            check_exists(file)
-            with as_user_error(f"reading {file}"):
-                if index % size == rank and file_digest(file) != expected:
-                    raise UserError(DAMAGED.format(file, "its checksum does not match its contents"))
 
 
 @dataclass(frozen=True)
@@ -558,12 +437,6 @@ def read_weights(model: LanguageModel, file: Path) -> dict[str, Tensor]:
         name, _ = min(mismatched)
         raise UserError(f"{file} does not fit the settings in config.yaml (at {name}); copy the whole run again")
     return tensors
-
-
-def file_digest(file: Path) -> str:
-    """Return the sha256 of a file."""
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def model_digest(config: RunConfig) -> str:

@@ -22,7 +22,7 @@ RANKS = (
     {"config"},
     {"display", "files", "progress"},
     {"device", "tensor_file"},
-    {"text", "model"},
+    {"text", "model", "checkpoint_record"},
     {"run_folder"},
     {"evaluation"},
     {"training", "generation"},

@@ -26,8 +26,9 @@ from tensors import assert_same_tensors
 from training_runs import CPU, MODEL, TRAIN, StopInValidation, reopened, start, train_until
 
 import transformer_xl
+from transformer_xl.checkpoint_record import CheckpointRecord
 from transformer_xl.config import UserError
-from transformer_xl.run_folder import CheckpointRecord, RunFolder
+from transformer_xl.run_folder import RunFolder
 from transformer_xl.tensor_file import load_tensors
 from transformer_xl.text.corpus_writer import write_corpus
 from transformer_xl.text.documents import Document

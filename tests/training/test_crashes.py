@@ -10,8 +10,8 @@ import pytest
 from training_runs import StopInValidation, letters_corpus, lines_of, reopened, start, train_until
 from typing_extensions import override
 
+from transformer_xl.checkpoint_record import CheckpointRecord
 from transformer_xl.config import UserError
-from transformer_xl.run_folder import CheckpointRecord
 from transformer_xl.tensor_file import load_tensors, save_tensors
 from transformer_xl.training.callbacks import Callback
 from transformer_xl.training.checkpoint import save_checkpoint

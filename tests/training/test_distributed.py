@@ -40,8 +40,9 @@ from tensors import assert_same_tensors
 from training_runs import train_until
 
 import transformer_xl
+from transformer_xl.checkpoint_record import CheckpointRecord, file_digest
 from transformer_xl.config import UserError
-from transformer_xl.run_folder import CheckpointRecord, RunFolder, file_digest
+from transformer_xl.run_folder import RunFolder
 from transformer_xl.tensor_file import load_tensors
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")

@@ -19,9 +19,10 @@ from typing_extensions import override
 
 from transformer_xl import Callback, Corpus, RunConfig, TrainConfig, TransformerXLConfig, UserError, load, resume, save
 from transformer_xl import train as train_run
+from transformer_xl.checkpoint_record import CheckpointRecord
 from transformer_xl.config import load_recipe, read_yaml
 from transformer_xl.progress import ProgressBar
-from transformer_xl.run_folder import CheckpointRecord, RunFolder, config_text
+from transformer_xl.run_folder import RunFolder, config_text
 from transformer_xl.training.trainer import Trainer
 
 OPTIONS: dict[str, Any] = {"device": "cpu", "progress": False}

@@ -28,6 +28,7 @@ from transformer_xl.analysis.attention_maps import (
 )
 from transformer_xl.analysis.attention_page import attention_page, choose_page_tokens, token_texts
 from transformer_xl.analysis.loss_by_distance import LossByDistance, loss_by_distance, with_documents
+from transformer_xl.checkpoint_record import CheckpointName
 from transformer_xl.config import INT32_MAX, EvaluationConfig, RunConfig, UserError
 from transformer_xl.device import choose_device, set_threads
 from transformer_xl.evaluation.evaluate import check_token_ids
@@ -35,7 +36,7 @@ from transformer_xl.evaluation.plan import EvaluationPlan, TokenizedText
 from transformer_xl.evaluation.score import encode_text
 from transformer_xl.files import atomic_folder, check_is_new, write_json
 from transformer_xl.progress import ProgressBar, note, say
-from transformer_xl.run_folder import CheckpointName, RunFolder
+from transformer_xl.run_folder import RunFolder
 from transformer_xl.text.tokenizers import to_bytes
 
 DEFAULT_TOKENS = 8192

@@ -29,6 +29,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from transformer_xl.checkpoint_record import ChosenWeights
 from transformer_xl.config import ContextSweep, EvaluationConfig, RelativeConfig, UserError, check_settings
 from transformer_xl.device import choose_device
 from transformer_xl.evaluation.evaluate import check_weights
@@ -41,7 +42,7 @@ from transformer_xl.evaluation.plan import (
 )
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import Memory
-from transformer_xl.run_folder import ChosenWeights, RunFolder
+from transformer_xl.run_folder import RunFolder
 from transformer_xl.text.token_store import Tokens
 from transformer_xl.text.tokenizers import describe_difference
 

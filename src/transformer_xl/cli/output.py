@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from transformer_xl.progress import note, say
 
 if TYPE_CHECKING:
-    from transformer_xl.run_folder import ChosenWeights
+    from transformer_xl.checkpoint_record import ChosenWeights
     from transformer_xl.text.tokenizers import Tokenizer
 
 

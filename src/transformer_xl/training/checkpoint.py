@@ -21,11 +21,12 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from transformer_xl.checkpoint_record import CheckpointRecord, file_digest
 from transformer_xl.config import Settings, UserError, check_settings
 from transformer_xl.files import as_user_error, atomic_folder, remove_leftovers
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.model.memory import Memory
-from transformer_xl.run_folder import CheckpointRecord, RunFolder, file_digest, read_weights
+from transformer_xl.run_folder import RunFolder, read_weights
 from transformer_xl.tensor_file import save_tensors
 from transformer_xl.text.segments import DatasetPosition
 from transformer_xl.training.distributed import SINGLE_PROCESS, DistributedContext, gather_weights, local_tensor
