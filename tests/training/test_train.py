@@ -130,7 +130,7 @@ def test_messages_are_printed_on_standard_error(
     assert "parameters, on cpu; 17 steps of 21 tokens" in err  # 3 batch rows of 7 tokens
 
 
-def test_progress_shows_losses_with_units_and_the_learning_rate(
+def test_progress_shows_losses_with_units_gradient_norm_and_learning_rate(
     tmp_path: Path, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     notes: list[str | None] = []
@@ -142,7 +142,8 @@ def test_progress_shows_losses_with_units_and_the_learning_rate(
         for line in lines[1:]
     ]
     step_17 = next(text for text in reversed(notes) if text and "lr" in text)
-    assert step_17.startswith(f"loss {loss}, valid {valid}, lr {lines[2]['learning_rate']:.2g}, ")
+    norm, rate = lines[2]["grad_norm"], lines[2]["learning_rate"]
+    assert step_17.startswith(f"loss {loss}, valid {valid}, grad norm {norm:.2g}, lr {rate:.2g}, ")
     assert step_17.endswith(" tokens/s")
 
 

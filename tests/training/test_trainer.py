@@ -80,6 +80,11 @@ def test_metrics_are_means_over_the_tokens_of_an_interval(tmp_path: Path) -> Non
     expected = [np.average(nats[i : i + 5], weights=counts[i : i + 5]) for i in (0, 5, 10)]
     np.testing.assert_allclose(nats_of(every_fifth), expected, rtol=1e-12)
     assert [line["step"] for line in lines_of(every_fifth, "train")] == [5, 10, 15]
+    norms = [line["grad_norm"] for line in lines_of(every_step, "train")]
+    assert [line["grad_norm"] for line in lines_of(every_fifth, "train")] == norms[4::5]
+    assert [line["grad_norm_max"] for line in lines_of(every_fifth, "train")] == [
+        max(norms[i : i + 5]) for i in (0, 5, 10)
+    ]
 
 
 def test_validation_is_an_evaluation_of_the_validation_text(tmp_path: Path) -> None:

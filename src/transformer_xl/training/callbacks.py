@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from transformer_xl.files import quoted
-from transformer_xl.progress import ProgressBar, say
+from transformer_xl.progress import ProgressBar, note, say
 
 if TYPE_CHECKING:
     from transformer_xl.training.trainer import Trainer
@@ -38,6 +38,9 @@ class Callback:
     def on_metrics(self, trainer: Trainer, metrics: Metrics) -> None:
         """A line of metrics was measured: `metrics["split"]` is "train" or "valid"."""
 
+    def on_warning(self, trainer: Trainer, message: str) -> None:
+        """Training seems to diverge: `message` says what was seen and what to do. Called once, when that begins."""
+
     def on_stop(self, trainer: Trainer) -> None:
         """Training stops early: its checkpoint is written, and its last weights are validated next."""
 
@@ -51,7 +54,7 @@ class ProgressBarCallback(Callback):
     def __init__(self) -> None:
         """Prepare the callback; the bar is created when training begins."""
         self._bar: ProgressBar | None = None
-        self._metrics = {"train": "", "valid": "", "rate": ""}
+        self._metrics = {"train": "", "valid": "", "step": ""}
         self._num_tokens = 0
 
     @override
@@ -77,9 +80,13 @@ class ProgressBarCallback(Callback):
         quality = f"{nats:.3f} nats, {nats / math.log(2):.3f} bits/token, "
         if metrics["split"] == "train":
             self._metrics["train"] = f"loss {quality}"
-            self._metrics["rate"] = f"lr {metrics['learning_rate']:.2g}, "
+            self._metrics["step"] = f"grad norm {metrics['grad_norm']:.2g}, lr {metrics['learning_rate']:.2g}, "
         else:
             self._metrics["valid"] = f"valid {quality}"
+
+    @override
+    def on_warning(self, trainer: Trainer, message: str) -> None:
+        note(message)
 
     @override
     def on_stop(self, trainer: Trainer) -> None:

@@ -30,6 +30,7 @@ from transformer_xl.run_folder import RunFolder, read_weights
 from transformer_xl.tensor_file import save_tensors
 from transformer_xl.text.segments import DatasetPosition
 from transformer_xl.training.distributed import SINGLE_PROCESS, DistributedContext, gather_weights, local_tensor
+from transformer_xl.training.divergence import DivergenceState
 from transformer_xl.training.step import micro_batches
 
 if TYPE_CHECKING:
@@ -37,7 +38,9 @@ if TYPE_CHECKING:
 
     from transformer_xl.training.trainer import Trainer
 
-_NUM_KEPT = 2  # number of checkpoints that are kept: the newest, and the previous one in case the newest is damaged
+# Number of checkpoints that are kept: the newest, and the previous one in case the newest is damaged. While training
+# diverges, the last good one is kept too.
+_NUM_KEPT = 2
 
 _Value = TypeVar("_Value")
 
@@ -64,6 +67,10 @@ class TrainerState(Settings):
     """Sum of the losses since the last line of training metrics, in nats."""
     interval_tokens: int = 0
     """Number of targets since the last line of training metrics."""
+    interval_grad_norm: float = 0.0
+    """Largest gradient norm since the last line of training metrics."""
+    divergence: DivergenceState = DivergenceState()
+    """Statistics that show whether training diverges."""
     seconds: float = 0.0
     """Total training time so far, in seconds."""
 
@@ -103,8 +110,29 @@ def save_checkpoint(folder: RunFolder, trainer: Trainer, world: DistributedConte
             CheckpointRecord(num_processes=world.size, state=state, files=files, config=config).write(temporary)
     with world.raise_together():
         if world.is_first:
-            _put_in_place(folder, new, path)
+            divergence = trainer.state.divergence
+            kept = checkpoint_before(folder, divergence.lowest_step) if divergence.is_diverging else None
+            _put_in_place(folder, new, path, kept)
     return path
+
+
+def checkpoint_before(folder: RunFolder, step: int) -> Path | None:
+    """Return the newest checkpoint that is not after a step, or the oldest of all if there is none before."""
+    checkpoints = folder.checkpoints()
+    earlier = [path for path in checkpoints if path.name <= f"step-{step:08}"]
+    return (earlier[-1:] or checkpoints[:1] or [None])[0]
+
+
+def delete_checkpoints_after(folder: RunFolder, kept: Path) -> None:
+    """Delete all checkpoints that are newer than `kept`.
+
+    Raises:
+        UserError: the file system refuses.
+    """
+    with as_user_error(f"deleting checkpoints in {kept.parent}"):
+        for path in reversed(folder.checkpoints()):
+            if path.name > kept.name:
+                shutil.rmtree(path.rename(_deletion_path(path)))
 
 
 def update_record(folder: RunFolder, *, state: Mapping[str, Any] | None = None, **changes: Any) -> None:
@@ -121,15 +149,16 @@ def update_record(folder: RunFolder, *, state: Mapping[str, Any] | None = None, 
     record.model_copy(update={**changes, "state": {**record.state, **(state or {})}}).write(path)
 
 
-def _put_in_place(folder: RunFolder, new: Path, path: Path) -> None:
-    """Rename the new checkpoint to its final path, and delete the checkpoint that was there and the oldest ones."""
+def _put_in_place(folder: RunFolder, new: Path, path: Path, kept: Path | None) -> None:
+    """Rename the new checkpoint to its final path, and delete the one that was there and the oldest, except `kept`."""
     with as_user_error(f"deleting old checkpoints in {path.parent}"):
         if new != path:
             replaced = path.rename(_deletion_path(path))
             new.rename(path)
             shutil.rmtree(replaced)
         for old in folder.checkpoints()[:-_NUM_KEPT]:
-            shutil.rmtree(old.rename(_deletion_path(old)))
+            if old != kept:
+                shutil.rmtree(old.rename(_deletion_path(old)))
 
 
 def _deletion_path(path: Path) -> Path:

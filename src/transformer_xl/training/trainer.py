@@ -31,9 +31,17 @@ from transformer_xl.text.token_store import Corpus
 from transformer_xl.training.averaging import WeightAverage
 from transformer_xl.training.batches import BatchPosition, read_batch
 from transformer_xl.training.callbacks import Callback, Metrics
-from transformer_xl.training.checkpoint import TrainerState, load_checkpoint, save_checkpoint, update_record
+from transformer_xl.training.checkpoint import (
+    TrainerState,
+    checkpoint_before,
+    delete_checkpoints_after,
+    load_checkpoint,
+    save_checkpoint,
+    update_record,
+)
 from transformer_xl.training.compiling import compile_layers
 from transformer_xl.training.distributed import SINGLE_PROCESS, DistributedContext, gather_weights
+from transformer_xl.training.divergence import DivergenceDetector, DivergenceState
 from transformer_xl.training.metrics_log import MetricsLog, check_tensorboard
 from transformer_xl.training.optimizers import build_optimizers
 from transformer_xl.training.schedules import learning_rate, set_learning_rate
@@ -90,6 +98,7 @@ class Trainer:
         self.micro_batches = [len(rows) for rows in micro_batches(self.dataset.local_batch_size, config, world.size)]
         self.memories = self._initial_memories()
         self.state = TrainerState()
+        self._divergence = DivergenceDetector(corpus, config)
         self._train_step = TrainStep(self.wrapped_model, self.optimizers, config, device, world)
         # the last step, and its metrics, whose computation may be unfinished
         self._pending: tuple[int, Tensor] | None = None
@@ -130,6 +139,8 @@ class Trainer:
             self.folder = replace(folder, config=folder.config.changed_from(earlier, self.state.step))
             if self._is_other_validation_text():
                 warnings.append("the validation text has changed, so the search for the best weights starts over")
+            if self.folder.config.history != earlier.history:  # with other settings the losses may be others
+                self._update_state(divergence=DivergenceState())
             # a run that is to end at this step has no next checkpoint, so this one is written again if settings changed
             ends_here = self.state.step == self.config.max_steps and self.folder.config.history != earlier.history
             self._saved_state = None if ends_here else self.state
@@ -152,7 +163,8 @@ class Trainer:
             Whether all steps and the validation after the last one are done.
 
         Raises:
-            UserError: the loss is no longer a finite number, or the disk is full; the last checkpoint is unchanged.
+            UserError: the loss is no longer a finite number, or is long above that of a uniform guess, or the disk is
+                full; the last good checkpoint is unchanged.
         """
         config, self._stop_requested = self.config, False
         self._interval_start = time.perf_counter()
@@ -213,24 +225,61 @@ class Trainer:
         if self._pending is None:
             return
         (step, metrics), self._pending = self._pending, None
-        nats, num_targets, grad_norm, num_tokens = metrics.tolist()
-        if not (math.isfinite(nats) and math.isfinite(grad_norm)):
-            cause = f"gradient norm became {grad_norm}" if math.isfinite(nats) else f"loss became {nats}"
+        step_nats, num_targets, grad_norm, num_tokens = metrics.tolist()
+        if not (math.isfinite(step_nats) and math.isfinite(grad_norm)):
+            cause = f"gradient norm became {grad_norm}" if math.isfinite(step_nats) else f"loss became {step_nats}"
             raise UserError(
                 f"the {cause} at step {step}; {self.folder.latest_checkpoint()} is the last good checkpoint. Resume "
-                f"from it with a lower learning rate: txl train --resume {quoted(self.folder.path)} "
-                f"--train.learning-rate {self.config.learning_rate / 2:g}"
+                f"from it with a lower learning rate: {self._resume_slower()}"
             )
         self._interval_tokens_read += round(num_tokens)
-        nats, tokens = self.state.interval_nats + nats, self.state.interval_tokens + round(num_targets)
+        nats, tokens = self.state.interval_nats + step_nats, self.state.interval_tokens + round(num_targets)
+        max_norm = max(self.state.interval_grad_norm, grad_norm)
         if step % self.config.log_interval == 0 and tokens:
             now = time.perf_counter()
             rate = round(self._interval_tokens_read / max(1e-9, now - self._interval_start), 1)
             self._interval_tokens_read, self._interval_start = 0, now
-            extra = {"grad_norm": grad_norm, "tokens_per_second": rate}
+            extra = {"grad_norm": grad_norm, "grad_norm_max": max_norm, "tokens_per_second": rate}
             self._report("train", step, self._sums("train", nats, tokens), extra)
-            nats, tokens = 0.0, 0
-        self._update_state(interval_nats=nats, interval_tokens=tokens)
+            nats, tokens, max_norm = 0.0, 0, 0.0
+        self._update_state(interval_nats=nats, interval_tokens=tokens, interval_grad_norm=max_norm)
+        self._check_divergence(step, step_nats, num_targets, grad_norm)
+
+    def _check_divergence(self, step: int, nats: float, num_targets: float, grad_norm: float) -> None:
+        """Warn when training begins to diverge or has learnt nothing, and stop it when it is lost."""
+        before = self.state.divergence
+        now = self._divergence.update(before, step, nats, num_targets, grad_norm)
+        self._update_state(divergence=now)
+        if now.is_lost:
+            checkpoint = checkpoint_before(self.folder, now.lowest_step)
+            with self.world.raise_together():
+                if self.world.is_first and checkpoint is not None:
+                    delete_checkpoints_after(self.folder, checkpoint)
+            raise UserError(
+                f"the loss is {now.mean_nats:.3f} nats per token at step {step:,}, above that of a uniform guess for "
+                f"{now.num_lost_steps} steps, after {now.lowest_nats:.3f} at step {now.lowest_step:,}; {checkpoint} is "
+                f"the last good checkpoint. Resume from it with a lower learning rate: {self._resume_slower()}"
+            )
+        if now.is_diverging and not before.is_diverging:
+            self._warn(
+                f"at step {step:,} {now.describe()}; the learning rate is probably too large. Stop with Ctrl-C and "
+                f"resume with half of it: {self._resume_slower()}"
+            )
+        elif self._divergence.has_learnt_nothing(now, step):
+            self._warn(
+                f"at step {step:,} the loss is {now.mean_nats:.3f} nats per token, which frequencies of tokens alone "
+                f"give ({self._divergence.token_entropy:.3f}); the learning rate is probably too large, or far too "
+                "small. Stop with Ctrl-C and start a new run with another; txl train --find-rate proposes one"
+            )
+
+    def _warn(self, message: str) -> None:
+        for callback in self.callbacks:
+            callback.on_warning(self, message)
+
+    def _resume_slower(self) -> str:
+        """Return the command that resumes this run with half the learning rate."""
+        rate = self.config.learning_rate / 2
+        return f"txl train --resume {quoted(self.folder.path)} --train.learning-rate {rate:g}"
 
     def _validate(self) -> bool:
         """Score the validation text, and save the weights if they are the best; return False if stopped early."""

@@ -1,0 +1,198 @@
+"""Training that diverges is reported once, when that begins, and stopped when it is lost; other training is not.
+
+Shape suffixes: B batch rows, T tokens of a segment, D model width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from torch import Tensor
+from training_runs import letters_corpus, make_corpus, reopened, start, train_until
+from typing_extensions import override
+
+from transformer_xl import UserError, train
+from transformer_xl.config import TrainConfig
+from transformer_xl.training.callbacks import Callback
+from transformer_xl.training.divergence import DivergenceDetector, DivergenceState
+from transformer_xl.training.trainer import Trainer
+
+STEPS = 600
+RANDOM = np.random.default_rng(1)
+NOISE = RANDOM.normal(0, 0.1, STEPS)  # about that of 512 bytes of text
+LEARNING = 1.5 + 4 * np.exp(-np.arange(STEPS) / 60)
+NORMS = 0.6 * np.exp(RANDOM.normal(0, 0.3, STEPS))
+
+
+def after(step: int, value: float) -> np.ndarray:
+    """Return the value from this step on, and 0 before it."""
+    return np.where(np.arange(1, STEPS + 1) >= step, value, 0.0)
+
+
+def changes(
+    tmp_path: Path, losses: Sequence[float] | np.ndarray, norms: Sequence[float] | np.ndarray = NORMS
+) -> list[tuple[int, str]]:
+    """Return the steps at which divergence begins, as it is described, and the step at which the run is lost."""
+    config = TrainConfig(max_steps=STEPS, warmup_steps=50)
+    detector, state = DivergenceDetector(letters_corpus(tmp_path / "corpus"), config), DivergenceState()
+    found: list[tuple[int, str]] = []
+    for step, (loss, norm) in enumerate(zip(losses, norms, strict=True), 1):
+        num_targets = 1 if step % 97 == 0 else 512  # the last segment of an epoch may be short
+        before, state = state, detector.update(state, step, num_targets * loss, num_targets, norm)
+        if state.is_diverging and not before.is_diverging:
+            found.append((step, state.describe()))
+        if detector.has_learnt_nothing(state, step):
+            found.append((step, "nothing"))
+        if state.is_lost:
+            return [*found, (step, "lost")]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("losses", "norms"),
+    [
+        (LEARNING + NOISE, NORMS),
+        (LEARNING + 3 * NOISE, NORMS),  # a small batch
+        (LEARNING + NOISE + after(300, 0.1), NORMS),  # a harder text
+        (LEARNING + NOISE + after(300, 5.0) - after(303, 5.0), NORMS),  # three bad batches
+        (LEARNING + NOISE, NORMS + after(300, 1e4) - after(301, 1e4)),  # one large gradient, which is clipped
+        (LEARNING + NOISE, NORMS * np.linspace(1, 4, STEPS)),  # of a loss that falls
+        (LEARNING + NOISE, NORMS * np.where(np.arange(STEPS) < 50, 0.01, 1.0)),  # small gradients in the warm-up
+    ],
+)
+def test_ordinary_training_gives_no_warning(tmp_path: Path, losses: np.ndarray, norms: np.ndarray) -> None:
+    assert changes(tmp_path, losses, norms) == []
+
+
+def test_rise_of_the_loss_is_reported_once_for_each_time(tmp_path: Path) -> None:
+    rise = after(300, 0.8) - after(360, 0.8) + after(500, 0.8)  # it comes back at step 360
+    first, second = changes(tmp_path, LEARNING + NOISE + rise)
+    assert 305 < first[0] < 350
+    assert 505 < second[0] < 550
+    assert first[1].startswith("the loss has risen to ")
+    assert "nats per token, from 1." in first[1]
+
+
+def test_small_rise_counts_where_the_gradient_norm_grows(tmp_path: Path) -> None:
+    """As with Muon at 10 times its best rate: the loss rises by a tenth in 200 steps, and the norm to its triple."""
+    rise = 0.1 * np.clip((np.arange(STEPS) - 300) / 200, 0, 1) * LEARNING
+    assert changes(tmp_path / "loss", LEARNING + NOISE + rise) == []
+    ((step, seen),) = changes(tmp_path, LEARNING + NOISE + rise, NORMS * (1 + 20 * rise))
+    assert 400 < step < 560
+    assert ", and the gradient norm has grown to" in seen
+
+
+def test_growth_of_the_gradient_norm_is_reported_once(tmp_path: Path) -> None:
+    """As with Muon at 8 times its best rate: from 0.6 to 26."""
+    norms = NORMS * np.exp(np.linspace(0, math.log(40), STEPS))
+    ((step, seen),) = changes(tmp_path, LEARNING + NOISE, norms)
+    assert 350 < step < 550
+    assert seen.startswith("the gradient norm has grown to ")
+
+
+def test_loss_of_single_tokens_is_reported_once(tmp_path: Path) -> None:
+    """The text has 26 letters at random, whose entropy is a little below ln 26 = 3.26."""
+    assert changes(tmp_path, 3.2 + 2 * np.exp(-np.arange(STEPS) / 20) + NOISE) == [(200, "nothing")]
+
+
+def test_loss_above_that_of_a_uniform_guess_is_lost(tmp_path: Path) -> None:
+    """With 256 tokens that is 5.55. A run that begins above it and falls slowly is not lost."""
+    (_, first), (step, last) = changes(tmp_path, LEARNING + NOISE + after(300, 6.0))
+    assert "risen" in first
+    assert (300 + 50 < step < 420, last) == (True, "lost")
+    assert changes(tmp_path / "slow", 7 - np.arange(STEPS) / 100 + NOISE) == [(200, "nothing")]
+
+
+class Warnings(Callback):
+    """Records the warnings and their steps."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.messages: list[str] = []
+
+    @override
+    def on_warning(self, trainer: Trainer, message: str) -> None:
+        self.steps.append(trainer.state.step)
+        self.messages.append(message)
+
+
+def add_to_losses(trainer: Trainer, function: Callable[[int], float]) -> None:
+    """Add a number that depends on the step to all losses that the model computes."""
+    nats = trainer.model.nats
+
+    def changed_nats(hidden_BTD: Tensor, targets_BT: Tensor) -> Tensor:
+        return nats(hidden_BTD, targets_BT) + function(trainer.state.step + 1)
+
+    trainer.model.nats = changed_nats
+
+
+def diverging(trainer: Trainer, rise: float) -> Warnings:
+    """Let the loss rise at step 60; return the callback that records warnings."""
+    warnings = Warnings()
+    trainer.callbacks.append(warnings)
+    add_to_losses(trainer, lambda step: rise if step >= 60 else 0.0)
+    return warnings
+
+
+SETTINGS: dict[str, Any] = {"max_steps": 130, "checkpoint_interval": 25, "log_interval": 1}
+
+
+def test_warning_depends_neither_on_logging_nor_on_a_stop(tmp_path: Path) -> None:
+    corpus = letters_corpus(tmp_path / "corpus", num_valid=0)
+    steps = []
+    for log_interval in (1, 50):
+        trainer = start(tmp_path / f"{log_interval}", corpus, **SETTINGS | {"log_interval": log_interval})
+        warnings = diverging(trainer, 2.0)
+        assert trainer.run()
+        steps += warnings.steps
+        (message,) = warnings.messages
+    assert "risen" in message
+    assert f"txl train --resume {trainer.folder.path} --train.learning-rate 0.005" in message
+    stopped = start(tmp_path / "stopped", corpus, **SETTINGS)
+    before = diverging(stopped, 2.0)
+    train_until(stopped, 63)
+    assert before.steps == []
+    resumed = reopened(stopped)
+    warnings = diverging(resumed, 2.0)
+    resumed.run()
+    assert warnings.steps == [steps[0]] == [steps[1]]
+
+
+def test_lost_run_stops_and_resumes_from_before_it_diverged(tmp_path: Path) -> None:
+    trainer = start(tmp_path / "run", letters_corpus(tmp_path / "corpus", num_valid=0), **SETTINGS)
+    diverging(trainer, 20.0)
+    message = r"at step 1\d\d, above that of a uniform guess .* at step (59|60); .*step-00000050 .*--resume"
+    with pytest.raises(UserError, match=message):
+        trainer.run()
+    # checkpoints of the steps 75 and 100 were written; at step 100 that of step 50 is the third newest
+    assert [path.name for path in trainer.folder.checkpoints()] == ["step-00000050"]
+    resumed = reopened(trainer)
+    assert resumed.state.step == 50
+    assert resumed.run()
+
+
+def test_changed_settings_begin_new_statistics(tmp_path: Path) -> None:
+    """Losses at another learning rate are not compared with those before."""
+    trainer = start(tmp_path / "run", letters_corpus(tmp_path / "corpus", num_valid=0), **SETTINGS)
+    warnings = diverging(trainer, 2.0)
+    train_until(trainer, 80)
+    assert len(warnings.steps) == 1
+    assert reopened(trainer).state.divergence == trainer.state.divergence
+    assert reopened(trainer, learning_rate=0.005).state.divergence == DivergenceState()
+
+
+def test_warning_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run whose rate is too large to learn even two letters that alternate."""
+    corpus = make_corpus(tmp_path / "corpus", b"ab" * 2000)
+    settings = {"segment_length": 7, "memory_length": 7, "batch_size": 3, "warmup_steps": 5, "learning_rate": 3.0}
+    settings |= {"max_steps": 150, "max_grad_norm": 1e9, "dtype": "float32"}
+    model = {"n_layers": 1, "d_model": 14, "n_heads": 2, "d_ff": 19}
+    train(None, corpus, tmp_path / "run", model=model, train=settings, device="cpu")
+    notes = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note: at step ")]
+    assert len(notes) >= 1
+    assert "learning rate" in notes[0]
