@@ -188,6 +188,10 @@ def train_with_library(path: Path) -> None:
     assert not result.run.model.training
     torch.set_default_dtype(torch.float32)  # as in the command
     train(None, path / "corpus", path / "uninterrupted", model=COMMAND_MODEL, train=COMMAND_TRAIN, **options)
+    # long enough for 16 tokens of the validation text, which are 8 times the lengths
+    lengths = {"segment_length": 2, "memory_length": 2, "batch_size": 48, "max_steps": 11}
+    result = train(None, path / "corpus", path / "lengths", model=MODEL, train=COMMAND_TRAIN | lengths, **options)
+    assert result.run.memory_lengths is not None  # in every process: the others wait for the first
 
 
 def train_job(path: Path) -> None:

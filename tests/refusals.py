@@ -37,8 +37,8 @@ class CommandResult:
 
     @property
     def warnings(self) -> str:
-        """Standard error without the line on the weights that are used."""
-        return re.sub(r"^weights.*\n", "", self.err, flags=re.MULTILINE)
+        """Standard error without the lines on the weights and the memory length that are used."""
+        return re.sub(r"^(weights|memory length).*\n", "", self.err, flags=re.MULTILINE)
 
     @property
     def object(self) -> dict[str, Any]:
@@ -72,7 +72,7 @@ def error_of(words: str, capfd: Capture) -> str:
     status = run(words.split())
     out, err = capfd.readouterr()
     # printed before training, where a run is loaded, and before contexts are compared
-    progress = ("resuming run at", "model: ", "weights", "tokens to process: ")
+    progress = ("resuming run at", "model: ", "weights", "memory length ", "tokens to process: ")
     message = "".join(line for line in err.splitlines(keepends=True) if not line.startswith(progress))
     assert (status, out) == (2, "")
     assert re.fullmatch(r"txl: error: [^\n]+\n", message)

@@ -17,6 +17,24 @@ CheckpointName = Literal["best", "last"]
 """Which weights of a run: those with the lowest validation loss, or those of the newest checkpoint."""
 
 
+class MemoryLengths(Settings):
+    """Losses of a run's best weights at several memory lengths, measured on the validation text after training."""
+
+    chosen: int
+    """The memory length to evaluate and generate with by default."""
+    nats_per_token: dict[int, float]
+    """Loss by memory length, in rising order of the lengths."""
+    num_tokens: int
+    """Number of tokens scored at each length, from the start of the validation text."""
+    segment_length: int
+    attention_window: int | None
+    clamp_length: int | None
+
+    def describe(self) -> str:
+        """Return in words why this length is used."""
+        return f"best of {', '.join(f'{length:,}' for length in self.nats_per_token)} on the validation text"
+
+
 @dataclass(frozen=True)
 class SavedWeights:
     """Weights in a run folder: which they are, and how good."""
@@ -30,6 +48,8 @@ class SavedWeights:
     is_validated: bool
     """Whether this step was validated, perhaps with the average of the weights in place of these, or before the loss
     was recorded."""
+    memory_lengths: MemoryLengths | None = None
+    """Their losses at several memory lengths, or None if these were not measured."""
 
     def describe(self) -> str:
         """Return the name, the step and the validation loss in words."""

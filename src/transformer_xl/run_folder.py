@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -24,10 +24,17 @@ import yaml
 from torch import Tensor
 from typing_extensions import override
 
-from transformer_xl.checkpoint_record import CheckpointName, CheckpointRecord, ChosenWeights, SavedWeights
+from transformer_xl.checkpoint_record import (
+    CheckpointName,
+    CheckpointRecord,
+    ChosenWeights,
+    MemoryLengths,
+    SavedWeights,
+)
 from transformer_xl.config import (
     RunConfig,
     UserError,
+    check_settings,
     check_type,
     checked_names,
     read_yaml,
@@ -65,6 +72,11 @@ class Run(Displayed):
     weights: ChosenWeights | None = None
     """Which of the run's weights the model has; None for a model that was not loaded from a run folder."""
 
+    @property
+    def memory_lengths(self) -> MemoryLengths | None:
+        """Losses of the weights at several memory lengths, or None if these were not measured."""
+        return self.weights.used.memory_lengths if self.weights else None
+
     @override
     def summary(self) -> dict[str, Any]:
         model = f"{self.config.model.architecture}, {self.model.num_parameters():,} parameters"
@@ -101,7 +113,11 @@ class RunFolder:
 
     @staticmethod
     def create(
-        path: Path, config: RunConfig, tokenizer: Tokenizer, weights: Mapping[str, Tensor] | None = None
+        path: Path,
+        config: RunConfig,
+        tokenizer: Tokenizer,
+        weights: Mapping[str, Tensor] | None = None,
+        memory_lengths: MemoryLengths | None = None,
     ) -> RunFolder:
         """Create the folder of a new run.
 
@@ -110,6 +126,7 @@ class RunFolder:
             config: settings of the run.
             tokenizer: the tokenizer of its corpus.
             weights: tensors by name, or None if the run will be trained.
+            memory_lengths: losses of these weights at several memory lengths, or None if these were not measured.
 
         Raises:
             UserError: the path exists already, or the file system refuses.
@@ -134,6 +151,8 @@ class RunFolder:
                     "config_sha256": json_digest(config.model_dump(mode="json")),
                     "tokenizer_sha256": fingerprint(tokenizer),
                 }
+                if memory_lengths is not None:
+                    metadata["memory_lengths"] = memory_lengths.model_dump_json()
                 save_tensors(temporary / "model.safetensors", weights, metadata)
         return RunFolder(path, config, tokenizer)
 
@@ -200,6 +219,18 @@ class RunFolder:
             metadata["nats_per_token"] = repr(nats)
         save_tensors(self.path / "model.safetensors", weights, metadata)
 
+    def save_memory_lengths(self, memory_lengths: MemoryLengths) -> None:
+        """Add losses at several memory lengths to the best weights, for which they were measured.
+
+        Raises:
+            UserError: the file is damaged, or the file system refuses; the file is unchanged.
+        """
+        best = self.path / "model.safetensors"
+        weights, metadata = load_tensors(best)
+        entry = memory_lengths.model_dump_json()
+        if metadata.get("memory_lengths") != entry:
+            save_tensors(best, weights, {**metadata, "memory_lengths": entry})
+
     def best_known(self) -> tuple[int, float] | None:
         """Return the step and the validation loss (nats per token) of the best weights, or None if unknown.
 
@@ -238,6 +269,8 @@ class RunFolder:
                 "with --checkpoint last"
             )
         averaged = self.config.train.weight_average != "none"
+        if best is not None and best.step == last.step and not averaged:  # the same weights
+            last = replace(last, memory_lengths=best.memory_lengths)
         if best is not None and best.valid_nats_per_token is None and not averaged:
             best = None
         if best is None:
@@ -263,9 +296,11 @@ class RunFolder:
         nats = metadata.get("nats_per_token")
         try:
             step, loss = int(metadata.get("step", 0)), None if nats is None else float(nats)
+            entry = metadata.get("memory_lengths")
+            lengths = None if entry is None else check_settings(MemoryLengths, json.loads(entry), str(file))
         except ValueError as error:
             raise UserError(DAMAGED.format(file, error)) from None
-        return SavedWeights("best", file, step, loss, is_validated=loss is not None)
+        return SavedWeights("best", file, step, loss, is_validated=loss is not None, memory_lengths=lengths)
 
     def _last_weights(self, newest: Path) -> SavedWeights:
         """Describe the weights of the newest checkpoint."""
@@ -492,4 +527,5 @@ def save(run: Run, path: Path | str) -> Path:
         UserError: the path exists already, or the file system refuses.
     """
     check_run(run)
-    return RunFolder.create(as_path(path, "path"), run.config, run.tokenizer, run.model.state_dict()).path
+    weights = run.model.state_dict()
+    return RunFolder.create(as_path(path, "path"), run.config, run.tokenizer, weights, run.memory_lengths).path

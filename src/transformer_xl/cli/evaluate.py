@@ -12,7 +12,7 @@ from cyclopts import Parameter
 
 from transformer_xl.cli.flags import EvaluationFlags, evaluation_config
 from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, Integer, Json, parse_integers
-from transformer_xl.cli.output import perplexity_titles, print_json, print_table, say_weights
+from transformer_xl.cli.output import perplexity_titles, print_json, print_table, say_memory_length, say_weights
 from transformer_xl.config import EvaluationConfig, UserError
 from transformer_xl.files import check_new_file
 from transformer_xl.progress import ProgressBar, note
@@ -74,10 +74,13 @@ def evaluate(
     folder = RunFolder.open(run)
     opened_corpus = folder.open_corpus(corpus)
     text = opened_corpus.split(split, verify=True)
-    plans = [EvaluationPlan.resolve(folder.config, config) for config in configs]
-    train_split = opened_corpus.split("train", verify=True) if plans[0].needs_train_split else None
+    needs_train_split = EvaluationPlan.resolve(folder.config, configs[0]).needs_train_split
+    train_split = opened_corpus.split("train", verify=True) if needs_train_split else None
     loaded = folder.load_run(device, checkpoint)
     say_weights(loaded.weights)
+    lengths = loaded.memory_lengths
+    plans = [EvaluationPlan.resolve(folder.config, config, memory_lengths=lengths) for config in configs]
+    say_memory_length(loaded, plans[0])
     for warning in dict.fromkeys(warning for plan in plans for warning in plan.warnings(device)):
         note(warning)
     num_tokens = min(text.num_tokens, max_tokens or text.num_tokens)

@@ -14,7 +14,7 @@ from cyclopts import Parameter
 
 from transformer_xl.cli.flags import GenerationFlags, check_flags
 from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, Json
-from transformer_xl.cli.output import print_json, say_unknown, say_weights
+from transformer_xl.cli.output import print_json, say_memory_length, say_unknown, say_weights
 from transformer_xl.config import UserError
 from transformer_xl.generation.config import GenerationConfig
 from transformer_xl.progress import note, say
@@ -66,10 +66,12 @@ def generate(
 
         prompts = [read_text_file(prompt_file)]
 
+    from transformer_xl.generation.generate import memory_plan
     from transformer_xl.run_folder import load
 
     loaded = load(run, device=str(device_options.choose()), checkpoint=checkpoint)
     say_weights(loaded.weights)
+    say_memory_length(loaded, memory_plan(loaded, config))
     say_unknown(loaded.tokenizer, [text for text in prompts if text is not None])
     if chat:
         _chat(loaded, config)

@@ -108,6 +108,7 @@ def _run_facts(folder: RunFolder, device_options: DeviceOptions) -> dict[str, An
     if isinstance(config.model, RelativeConfig):
         attn_implementation = choose(config.model.attn_implementation, device_options.choose(), torch.float32).name
     weights = folder.choose_weights() if newest or (folder.path / "model.safetensors").exists() else None
+    lengths = weights.used.memory_lengths if weights else None
     return {
         "path": str(folder.path),
         "corpus": config.corpus.path if config.corpus else None,
@@ -116,6 +117,7 @@ def _run_facts(folder: RunFolder, device_options: DeviceOptions) -> dict[str, An
         "attn_implementation": attn_implementation,
         **config.model_dump(exclude={"corpus": True, "model": {"attn_implementation", "vocab_size"}}),
         **(weights.as_dict() if weights else {"checkpoint": None, "other_checkpoints": []}),
+        "memory_lengths": lengths.model_dump(mode="json") if lengths else None,
         "newest_checkpoint": newest.name if newest else None,
         "last_train": next((line for line in reversed(metrics) if line["split"] == "train"), None),
     }

@@ -13,6 +13,8 @@ from transformer_xl.progress import note, say
 
 if TYPE_CHECKING:
     from transformer_xl.checkpoint_record import ChosenWeights
+    from transformer_xl.evaluation.plan import EvaluationPlan
+    from transformer_xl.run_folder import Run
     from transformer_xl.text.tokenizers import Tokenizer
 
 
@@ -64,6 +66,12 @@ def say_weights(weights: ChosenWeights | None, model: str = "") -> None:
     """Print which weights of a run are used, and which others there are; `model` names one of several models."""
     for line in weights.lines(model) if weights else ():
         say(line)
+
+
+def say_memory_length(run: Run, plan: EvaluationPlan) -> None:
+    """Print which memory length is used and why, if lengths were measured for the run and the user gave none."""
+    if run.memory_lengths is not None and plan.memory_length_reason != "given":
+        say(f"memory length {plan.context_limits.memory_length:,}: {plan.memory_length_reason}")
 
 
 def say_unknown(tokenizer: Tokenizer, texts: Iterable[str | bytes]) -> None:

@@ -16,7 +16,14 @@ from cyclopts import Parameter
 
 from transformer_xl.cli.flags import ScoreFlags, evaluation_config
 from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags
-from transformer_xl.cli.output import perplexity_titles, print_json, print_table, say_unknown, say_weights
+from transformer_xl.cli.output import (
+    perplexity_titles,
+    print_json,
+    print_table,
+    say_memory_length,
+    say_unknown,
+    say_weights,
+)
 from transformer_xl.config import UserError
 from transformer_xl.progress import ProgressBar, note
 
@@ -70,7 +77,9 @@ def score(
     device = device_options.choose()
     loaded = load(run, device=str(device), checkpoint=checkpoint)
     say_weights(loaded.weights)
-    for warning in EvaluationPlan.resolve(loaded.config, config).warnings(device):
+    plan = EvaluationPlan.resolve(loaded.config, config, memory_lengths=loaded.memory_lengths)
+    say_memory_length(loaded, plan)
+    for warning in plan.warnings(device):
         note(warning)
     num_tokens = sum(len(encode_text(loaded.tokenizer, name, content)) for name, content in contents.items())
     say_unknown(loaded.tokenizer, contents.values())

@@ -49,7 +49,8 @@ class EvaluationConfig(Settings):
     """New tokens processed at once; none: train.segment_length. It determines the speed and, without an attention
     window, the context."""
     memory_length: int | None = Field(default=None, ge=0, le=INT32_MAX)
-    """Number of memory slots, one for each token; none: train.memory_length. Can be much larger than in training."""
+    """Number of memory slots, one for each token; none: the length that was best on the validation text when training
+    ended, or train.memory_length where none was measured. Can be much larger than in training."""
     attention_window: int | None = Field(default=None, gt=0, le=INT32_MAX)
     """Maximum number of keys that a query attends to, including its own position; default: model.attention_window; none
     removes that limit. With a memory of attention_window - 1 tokens or more, the segment length changes no result."""

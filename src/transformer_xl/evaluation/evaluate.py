@@ -56,6 +56,9 @@ class EvaluationResult(Displayed, Sums):
     """Settings of method dynamic; empty with the other methods."""
     segment_length: int
     memory_length: int
+    memory_length_reason: str
+    """Why the memory has this length: it was given, is stated in the run, was measured to be the best, or is as
+    trained."""
     attention_window: int | None
     """Maximum number of keys that a query sees, itself included, or None for no limit."""
     clamp_length: int | None
@@ -131,7 +134,7 @@ def evaluate(
         split = corpus.split(split, verify=True)
     check_type(split, TokenSplit, "split", "give a name, such as 'test', or Corpus.open(DIR).split('test')")
     check_type(train_split, (TokenSplit, type(None)), "train_split", "give Corpus.open(DIR).split('train')")
-    plan = EvaluationPlan.resolve(run.config, config, train_split=train_split)
+    plan = EvaluationPlan.resolve(run.config, config, train_split=train_split, memory_lengths=run.memory_lengths)
     tokens_K = split.first(max_tokens)
     if not len(tokens_K):
         raise UserError("there is nothing to score; the split is empty")

@@ -20,6 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from transformer_xl.checkpoint_record import MemoryLengths
 from transformer_xl.config import (
     DynamicConfig,
     EvaluationConfig,
@@ -64,6 +65,8 @@ class EvaluationPlan:
     """How the text is read: the module of this package with that name."""
     dynamic: DynamicConfig = field(default_factory=DynamicConfig)
     """Settings that only method dynamic uses."""
+    memory_length_reason: str = field(default="given", compare=False)
+    """Why the memory has this length."""
     memoryless: str = ""
     """Name of the architecture if it has no memory."""
     train_tokens_K: Tokens | None = field(default=None, repr=False, compare=False)
@@ -71,14 +74,22 @@ class EvaluationPlan:
 
     @staticmethod
     def resolve(
-        run: RunConfig, config: EvaluationConfig | None = None, *, train_split: TokenSplit | None = None
+        run: RunConfig,
+        config: EvaluationConfig | None = None,
+        *,
+        train_split: TokenSplit | None = None,
+        memory_lengths: MemoryLengths | None = None,
     ) -> EvaluationPlan:
         """Resolve settings: those in `config`, else the run's evaluation settings, else model and training settings.
+
+        The memory length is the one measured to be the best, rather than that of training, if it was measured with the
+        same segment length, attention window and clamp length.
 
         Args:
             run: settings of the run.
             config: settings that override individual evaluation settings of the run.
             train_split: the training text, required by method dynamic with the optimizer rms.
+            memory_lengths: what was measured for the weights in use, or None if nothing was.
 
         Raises:
             UserError: settings contradict each other.
@@ -102,10 +113,22 @@ class EvaluationPlan:
             """Return a limit; an explicit None in `config` removes it, a None in the run means the model's limit."""
             return getattr(merged, name) or (None if name in overrides.model_fields_set else run.model.limit(name))
 
-        memory_length = run.train.memory_length if merged.memory_length is None else merged.memory_length
+        segment_length = merged.segment_length or run.train.segment_length
+        window, clamp = limit("attention_window"), limit("clamp_length")
+        memory_length, reason = run.train.memory_length, "as trained"
+        if merged.memory_length is not None:
+            is_given = overrides.memory_length is not None
+            memory_length, reason = merged.memory_length, "given" if is_given else "evaluation.memory_length of the run"
+        elif memory_lengths is not None and merged.method != "sliding-window":
+            measured = memory_lengths.segment_length, memory_lengths.attention_window, memory_lengths.clamp_length
+            if measured == (segment_length, window, clamp):
+                memory_length, reason = memory_lengths.chosen, memory_lengths.describe()
+            else:
+                reason = "as trained; the best was measured with another segment, window or clamp length"
         return EvaluationPlan(
-            segment_length=merged.segment_length or run.train.segment_length,
-            context_limits=ContextLimits(memory_length, limit("attention_window"), limit("clamp_length")),
+            segment_length=segment_length,
+            context_limits=ContextLimits(memory_length, window, clamp),
+            memory_length_reason=reason,
             batch_size=merged.batch_size,
             warmup_tokens=merged.warmup_tokens,
             reset_memory=merged.reset_memory,
@@ -138,6 +161,7 @@ class EvaluationPlan:
             "method_settings": method_settings,
             "segment_length": self.segment_length,
             **asdict(self.context_limits),
+            "memory_length_reason": self.memory_length_reason,
             "batch_size": self.batch_size,
             "warmup_tokens": self.warmup_tokens,
             "reset_memory": self.reset_memory,

@@ -141,7 +141,7 @@ def score(
     """
     check_run(run)
     config = override_config(config, overrides, "texts", "train_split", "progress")
-    plan = EvaluationPlan.resolve(run.config, config, train_split=train_split)
+    plan = EvaluationPlan.resolve(run.config, config, train_split=train_split, memory_lengths=run.memory_lengths)
     if config is None or "reset_memory" not in config.model_fields_set:
         plan = replace(plan, reset_memory=True)
     contents = _texts_by_name(texts)

@@ -72,8 +72,8 @@ class GenerationConfig(Settings):
     max_prompt_tokens: int | None = Field(default=None, ge=1)
     """Prefill only the last max_prompt_tokens tokens of the prompt (512 for the paper's samples); none: all."""
     memory_length: int | None = Field(default=None, ge=0, le=INT32_MAX)
-    """Memory length in tokens; none: the run's evaluation memory length. If the length is 0, a query attends to the
-    last train.segment_length tokens, itself included."""
+    """Memory length in tokens; none: the memory length with which the run is evaluated. If the length is 0, a query
+    attends to the last train.segment_length tokens, itself included."""
     logprobs: bool = False
     """Compute the log-probability of each token under the model, before any processing of the logits."""
     dtype: Literal["auto", "float32", "bfloat16"] = "float32"

@@ -273,6 +273,13 @@ def prompt_text(tokenizer: Tokenizer, prompt: Prompt) -> str | bytes | None:
     return prompt if prompt is None or isinstance(prompt, str | bytes) else tokenizer.decode(prompt)
 
 
+def memory_plan(run: Run, config: GenerationConfig) -> EvaluationPlan:
+    """Return the run's evaluation settings, whose memory generation uses; `config` may set the memory length."""
+    length: dict[str, Any] = {} if config.memory_length is None else {"memory_length": config.memory_length}
+    settings = EvaluationConfig(method="memory", **length)
+    return EvaluationPlan.resolve(run.config, settings, memory_lengths=run.memory_lengths)
+
+
 @contextmanager
 def inference_context(
     run: Run, config: GenerationConfig, memory: Memory | None, batch_size: int
@@ -292,9 +299,7 @@ def inference_context(
         model = with_matrices_in(model, torch.bfloat16)
     with autocast(device, config.dtype):
         if memory is None:
-            length: dict[str, Any] = {} if config.memory_length is None else {"memory_length": config.memory_length}
-            plan = EvaluationPlan.resolve(run.config, EvaluationConfig(method="memory", **length))
-            limits, segment_length = plan.context_limits, run.config.train.segment_length
+            limits, segment_length = memory_plan(run, config).context_limits, run.config.train.segment_length
             _require_memory(model, config, batch_size, limits.memory_length or segment_length - 1)
             memory = run.model.generation_memory(batch_size, limits, segment_length=segment_length)
         else:

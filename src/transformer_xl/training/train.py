@@ -40,6 +40,7 @@ from transformer_xl.text.tokenizers import fingerprint
 from transformer_xl.training.callbacks import Callback, ProgressBarCallback
 from transformer_xl.training.checkpoint import update_record
 from transformer_xl.training.distributed import DistributedContext, is_restartable, process_group
+from transformer_xl.training.memory_lengths import record_memory_lengths
 from transformer_xl.training.schedules import learning_rate
 from transformer_xl.training.trainer import Trainer, check_trainable
 
@@ -222,6 +223,8 @@ def _run(
             trainer.callbacks = [*([ProgressBarCallback()] if show_progress else []), *callbacks]
             with _stop_signals(trainer.stop, handle_signals=handle_signals) as received:
                 finished = trainer.run()
+                num_signals = len(received)
+                record_memory_lengths(trainer, lambda: len(received) > num_signals, progress=show_progress)
         if received and not handle_signals:
             raise KeyboardInterrupt
         return TrainResult(
