@@ -97,7 +97,7 @@ def test_growth_of_the_gradient_norm_is_reported_once(tmp_path: Path) -> None:
 
 def test_loss_of_single_tokens_is_reported_once(tmp_path: Path) -> None:
     """The text has 26 letters at random, whose entropy is a little below ln 26 = 3.26."""
-    assert changes(tmp_path, 3.2 + 2 * np.exp(-np.arange(STEPS) / 20) + NOISE) == [(200, "nothing")]
+    assert changes(tmp_path, 3.2 + 2 * np.exp(-np.arange(STEPS) / 20) + NOISE) == [(350, "nothing")]
 
 
 def test_loss_above_that_of_a_uniform_guess_is_lost(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_loss_above_that_of_a_uniform_guess_is_lost(tmp_path: Path) -> None:
     (_, first), (step, last) = changes(tmp_path, LEARNING + NOISE + after(300, 6.0))
     assert "risen" in first
     assert (300 + 50 < step < 420, last) == (True, "lost")
-    assert changes(tmp_path / "slow", 7 - np.arange(STEPS) / 100 + NOISE) == [(200, "nothing")]
+    assert changes(tmp_path / "slow", 7 - np.arange(STEPS) / 100 + NOISE) == [(350, "nothing")]
 
 
 class Warnings(Callback):

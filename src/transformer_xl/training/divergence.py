@@ -28,7 +28,7 @@ _MIN_RISE, _MIN_RISE_DEVIATIONS = 0.1, 4.0  # of the loss, relative and in stand
 _MIN_NORM_RATIO = 10.0  # of the gradient norm to its lowest value
 # a text may become harder, but if gradients grow too, a smaller rise of the loss counts
 _MIN_NORM_RATIO_OF_RISE, _RISE_FACTOR = 2.0, 0.25
-_LEARNT_RATIO = 0.97  # a loss below this fraction of the entropy of single tokens shows that context is used
+_LEARNT_RATIO = 0.98  # a loss below this fraction of the entropy of single tokens shows that context is used
 _MIN_LEARNING_STEPS = 100  # after the warm-up, before which no model is told that it has learnt nothing
 _LOST_STEPS = 50  # above the loss of a uniform guess, after which a run is lost
 _SAMPLE_BLOCKS, _BLOCK_TOKENS = 64, 4096  # of the training text, for the entropy of its tokens
@@ -121,7 +121,7 @@ class DivergenceDetector:
         self._corpus, self._warmup_steps = corpus, config.warmup_steps
         self._uniform_nats = math.log(corpus.tokenizer.vocab_size)
         # a model may stay at the frequencies for a while after the warm-up, and leave them later
-        self._learning_step = config.warmup_steps + max(_MIN_LEARNING_STEPS, config.max_steps // 4)
+        self._learning_step = config.warmup_steps + max(_MIN_LEARNING_STEPS, config.max_steps // 2)
 
     def update(
         self, state: DivergenceState, step: int, nats: float, num_targets: float, grad_norm: float
