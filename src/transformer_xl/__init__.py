@@ -44,6 +44,10 @@ if TYPE_CHECKING:  # `name as name` makes a name public for type checkers
     from transformer_xl.text.prepare import prepare as prepare
     from transformer_xl.text.token_store import Corpus as Corpus
     from transformer_xl.training.callbacks import Callback as Callback
+    from transformer_xl.training.find_rate import (
+        LearningRateResult as LearningRateResult,
+        find_learning_rate as find_learning_rate,
+    )
     from transformer_xl.training.train import TrainResult as TrainResult, resume as resume, train as train
 
 __version__ = "0.1.0"
@@ -69,6 +73,7 @@ _NAMES = {
     "text.prepare": "prepare",
     "text.token_store": "Corpus",
     "training.callbacks": "Callback",
+    "training.find_rate": "LearningRateResult find_learning_rate",
     "training.train": "TrainResult resume train",
 }
 

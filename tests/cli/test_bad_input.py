@@ -150,6 +150,8 @@ BAD_COMMANDS = [
         r"run has done all of its 5 steps, .*give --train.max-steps above 5",
     ),
     ("train --resume run --model.n-layers 3", "model.n_layers cannot change within a run; start a new one"),
+    ("train --resume run --find-rate", "--find-rate is for a new run; give the recipe and .*, not --resume"),
+    ("train --find-rate", "training needs --corpus DIR"),
     ("train --resume run --train.optimizer muon", "train.optimizer cannot change within a run; start a new one"),
     ("evaluate run --attention-window 0", "window.* 0"),
     ("evaluate run --sweep-memory-length 0,a", "--sweep-memory-length 0,a: must be"),

@@ -95,6 +95,29 @@ def test_result_of_a_training_that_diverged_is_printed(folder: Path, tmp_path: P
     assert "(perplexity per token inf)" in trained.out
 
 
+def test_find_rate_prints_a_rate_and_the_command_that_trains_with_it(folder: Path, tmp_path: Path) -> None:
+    run, flags = tmp_path / "a run", ["--model.norm-first", "--train.lr-schedule", "wsd", "--evaluation.dtype", "auto"]
+    flags += ["--train.warmup-steps", "3", "--train.eval-tokens", "none"]
+    words = ["train", "--corpus", folder / "corpus", "--run", run, *MODEL, *TRAIN, *flags, "--device", "cpu"]
+    found = txl(*words, "--find-rate", "--json")
+    assert found.status == 0, found.err
+    assert not run.exists()
+    result = found.object
+    assert result["learning_rate"] > 0
+    assert {trial["steps"] for trial in result["trials"]} == {17}  # all of the run, which takes less than the time
+    command = shlex.split(result["command"])
+    assert command[:2] == ["txl", "train"]
+    trained = txl(*command[1:], "--json")
+    assert trained.object["run"] == str(run)
+    config = RunFolder.open(run).config
+    assert config.train.learning_rate == result["learning_rate"]
+    assert (config.model.n_layers, config.train.lr_schedule, config.evaluation.dtype) == (2, "wsd", "auto")
+    assert config.model.norm_first
+    printed = txl(*words[:5], *MODEL, *TRAIN, *flags, "--find-rate")
+    assert printed.out.splitlines()[-1].startswith("next: txl train --corpus ")
+    assert "learning rate 0." in printed.out
+
+
 def test_train_flags_override_the_recipe_and_none_removes_limits(folder: Path, tmp_path: Path) -> None:
     recipe = tmp_path / "small.yaml"
     recipe.write_text(

@@ -95,6 +95,21 @@ def given_settings(**groups: BaseModel | None) -> dict[str, dict[str, Any]]:
     return {group: flags.model_dump(exclude_unset=True) for group, flags in groups.items() if flags is not None}
 
 
+def as_flags(settings: Mapping[str, Any], prefix: str = "--") -> list[str]:
+    """Return the words of a command line that give settings by group, such as those of `given_settings`."""
+    words: list[str] = []
+    for name, value in settings.items():
+        flag = f"{prefix}{name.replace('_', '-')}"
+        if isinstance(value, Mapping):
+            words += as_flags(value, f"{flag}.")
+        elif isinstance(value, bool):
+            words.append(flag if value else f"{prefix}no-{name.replace('_', '-')}")
+        else:
+            values = value if isinstance(value, (list, tuple)) else [value]
+            words += [flag, ",".join("none" if item is None else str(item) for item in values)]
+    return words
+
+
 def check_flags(kind: type[_Checked], flags: BaseModel | None) -> _Checked:
     """Return the settings given as flags without a group.
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from transformer_xl.cli.flags import EvaluationFlags, ModelFlags, TrainFlags, given_settings
-from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, Json
-from transformer_xl.cli.output import print_json, say_weights
-from transformer_xl.config import UserError
+from transformer_xl.cli.flags import EvaluationFlags, ModelFlags, TrainFlags, as_flags, given_settings
+from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, DeviceOptions, Json
+from transformer_xl.cli.output import print_json, print_table, say_weights
+from transformer_xl.config import UserError, merge
 from transformer_xl.files import quoted
 from transformer_xl.progress import say
 
@@ -26,6 +28,7 @@ def train(
     corpus: Path | None = None,
     run: Path | None = None,
     resume: Path | None = None,
+    find_rate: Annotated[bool, Parameter(negative=())] = False,
     model: Annotated[ModelFlags | None, Parameter(group="Model")] = None,
     train: Annotated[TrainFlags | None, Parameter(group="Training")] = None,
     evaluation: Annotated[EvaluationFlags | None, Parameter(group="Evaluation")] = None,
@@ -49,15 +52,20 @@ def train(
         New folder for settings, weights and metrics. [default: runs/CORPUS-RECIPE]
     resume
         Folder of a run to resume, instead of a recipe and --run.
+    find_rate
+        Do not train, but propose a learning rate by short trainings, in about a minute for a small model.
     """
     from transformer_xl.training import train as training
 
     options: dict[str, Any] = given_settings(model=model, train=train, evaluation=evaluation)
+    if find_rate:
+        if resume is not None:
+            raise UserError("--find-rate is for a new run; give the recipe and the settings of the run, not --resume")
+        _find_rate(recipe, _given_corpus(corpus), run, options, device_options, as_json=json)
+        return 0
     options |= {**vars(device_options), "handle_signals": True}
     if resume is None:
-        if corpus is None:
-            raise UserError("training needs --corpus DIR (from 'txl prepare'), or --resume RUN to resume a run")
-        result = training.train(recipe, corpus, run, **options)
+        result = training.train(recipe, _given_corpus(corpus), run, **options)
     elif recipe or run:
         raise UserError("--resume takes the settings and the folder from the run; leave the recipe and --run out")
     elif "model" in options:
@@ -68,6 +76,45 @@ def train(
     if result.rank == 0:
         _print_result(result, as_json=json)
     return 0 if result.finished else 128 + (result.stop_signal or signal.SIGTERM)
+
+
+def _given_corpus(corpus: Path | None) -> Path:
+    if corpus is None:
+        raise UserError("training needs --corpus DIR (from 'txl prepare'), or --resume RUN to resume a run")
+    return corpus
+
+
+def _find_rate(
+    recipe: str | None,
+    corpus: Path,
+    run: Path | None,
+    settings: dict[str, Any],
+    device_options: DeviceOptions,
+    *,
+    as_json: bool,
+) -> None:
+    """Print a learning rate for a training with these settings, and the command that trains with it."""
+    from transformer_xl.training.find_rate import find_learning_rate
+
+    given = {group: settings[group] for group in ("model", "train") if group in settings}
+    result = find_learning_rate(recipe, corpus, **given, **vars(device_options))
+    words = ["txl", "train", *([recipe] if recipe else []), "--corpus", str(corpus)]
+    words += ["--run", str(run)] if run else []
+    words += as_flags(merge(settings, {"train": {"learning_rate": result.learning_rate}}))
+    words += as_flags({name: value for name, value in vars(device_options).items() if value not in (None, "auto")})
+    command = shlex.join(words)
+    if as_json:
+        trials = [asdict(trial) for trial in result.trials]
+        print_json({**asdict(result), "trials": trials, "command": command})
+        return
+    rows = [
+        [f"{trial.learning_rate:g}", f"{trial.steps:,}", "-" if nats is None else f"{nats:.4f}"]
+        for trial in result.trials
+        for nats in [trial.nats_per_token]
+    ]
+    print_table("short trainings", ["learning rate", "steps", "nats/token"], rows)
+    print(f"learning rate {result.learning_rate:g}, found in {result.seconds:,.0f} s")
+    print(f"next: {command}")
 
 
 def _print_result(result: TrainResult, *, as_json: bool) -> None:

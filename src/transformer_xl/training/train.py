@@ -213,7 +213,7 @@ def _run(
     def run_in(world: DistributedContext) -> TrainResult:  # a function, to free its objects (see `process_group`)
         show_progress = progress and world.is_first
         with ExitStack() as stack:
-            log = say if show_progress else _ignore
+            log = say if show_progress else ignore
             trainer = start(world, stack, log)
             num_tokens = trainer.config.batch_size * trainer.config.segment_length
             log(
@@ -243,7 +243,7 @@ def _run(
         return run_in(world)
 
 
-def _ignore(_: str) -> None:
+def ignore(_: str) -> None:
     pass
 
 
@@ -258,7 +258,7 @@ def _start(
 ) -> Trainer:
     """Return the trainer of a new run, or of the resumed run if torchrun restarted the program."""
     with world.raise_together():
-        checked, corpus = _check_settings(config, corpus_path, overrides, log)
+        checked, corpus = complete_settings(config, corpus_path, overrides, log)
         if world.is_first:
             corpus.verify("train", "valid")
         check_trainable(checked, corpus, world.device, world)
@@ -286,7 +286,7 @@ def _start(
     return trainer
 
 
-def _check_settings(
+def complete_settings(
     config: str | Path | RunConfig | None,
     corpus_path: Path,
     overrides: Mapping[str, Overrides],

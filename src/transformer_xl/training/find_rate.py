@@ -1,0 +1,306 @@
+"""Finds a learning rate by short trainings: `find_learning_rate`, a public function.
+
+Each short training is a whole one with fewer steps: from the same initial weights, over the same text, with warm-up
+and decay shortened in proportion. So none inherits anything from a training with another rate, as in a range test,
+where the loss of a rate is that of all rates before it. Rates are compared by the loss of the text that follows, which
+no trial has read and all trials score alike.
+
+    rates four times apart  ->  rates twice apart around the best  ->  lowest point of a parabola  ->  whole length
+
+A short training needs a larger rate than a long one. So the best rate of trainings with n steps is multiplied by
+(n / max_steps) ** 0.5 for Muon and ** 0.125 for Adam. The square root is what theory gives where the noise of gradients
+limits the rate; Adam's rate is rather limited by stability, which hardly depends on the length. docs/log.md has the
+measurements.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from transformer_xl.config import RunConfig, TrainConfig, UserError, check_type, checked_names
+from transformer_xl.device import autocast, choose_device, set_threads
+from transformer_xl.display import Displayed
+from transformer_xl.files import as_path
+from transformer_xl.model.memory import Memory
+from transformer_xl.progress import ProgressBar, say
+from transformer_xl.run_folder import build_checked
+from transformer_xl.text.segments import DatasetPosition
+from transformer_xl.text.token_store import Corpus
+from transformer_xl.training.batches import BatchPosition, read_batch
+from transformer_xl.training.distributed import SINGLE_PROCESS
+from transformer_xl.training.optimizers import build_optimizers
+from transformer_xl.training.schedules import learning_rate, set_learning_rate
+from transformer_xl.training.step import ModelWithLoss, TrainStep, micro_batches
+from transformer_xl.training.train import Overrides, complete_settings, ignore
+from transformer_xl.training.trainer import check_trainable, training_dataset
+
+_TIMED_STEPS = 5
+_MIN_STEPS = (8, 20)  # of a training in each round; fewer say nothing about a rate
+_SHARES = (0.35, 0.95)  # of the time that is left at the beginning of each round
+_USUAL_TRIALS = 4  # in a round: three, and one more because the best rate was at an end
+_MAX_TRIALS = 8  # in a round
+_SCORED_FRACTION = 0.25  # segments scored after a training, relative to its steps
+_LENGTH_EXPONENTS = {"adam": 0.125, "adamw": 0.125, "muon": 0.5}  # see above
+
+
+@dataclass(frozen=True)
+class RateTrial:
+    """One short training."""
+
+    learning_rate: float
+    """Its peak learning rate."""
+    steps: int
+    """Number of its optimizer steps."""
+    nats_per_token: float | None
+    """Loss of the text that follows the trained one, in nats per token; None if it was not finite."""
+
+
+@dataclass(frozen=True, repr=False)
+class LearningRateResult(Displayed):
+    """The result of `find_learning_rate`."""
+
+    learning_rate: float
+    """The proposed peak learning rate."""
+    device: str
+    """Device of the short trainings."""
+    seconds: float
+    """Time they took."""
+    trials: tuple[RateTrial, ...]
+    """All short trainings, in order."""
+
+    @override
+    def summary(self) -> dict[str, Any]:
+        return {"learning_rate": self.learning_rate, "seconds": self.seconds, "trials": len(self.trials)}
+
+
+@checked_names
+def find_learning_rate(
+    config: str | Path | RunConfig | None,
+    corpus: Corpus | Path | str,
+    *,
+    model: Overrides | None = None,
+    train: Overrides | None = None,
+    seconds: float = 50.0,
+    device: str = "auto",
+    threads: int | None = None,
+    progress: bool = True,
+) -> LearningRateResult:
+    """Propose a learning rate for a training, by short trainings with different rates; nothing is written.
+
+    It is found for the model, the optimizer, the batch and the lengths of the settings, in one process. The rate of
+    the settings is where the search begins. The short trainings of the last round have hundreds of steps for a small
+    model and at least 20 for a large one, for which the given time may not suffice.
+
+    Args:
+        config: as for `train`.
+        corpus: as for `train`; only its training text is read.
+        model: settings of the model that replace those of `config`.
+        train: settings of training that replace those of `config`.
+        seconds: about how long to search, if that is enough for the least number of steps.
+        device: as for `train`.
+        threads: as for `train`.
+        progress: show a progress bar and messages on standard error.
+
+    Returns:
+        The proposed rate and the losses of all short trainings.
+
+    Raises:
+        UserError: settings or corpus are invalid, torchrun started several processes, or no rate gives a finite loss.
+    """
+    advice = "give a recipe such as 'small', a RunConfig, or None and settings by group"
+    check_type(config, (str, Path, RunConfig, type(None)), "config", advice)
+    check_type(seconds, (int, float), "seconds", "give a number of seconds")
+    path = corpus.path if isinstance(corpus, Corpus) else as_path(corpus, "corpus", "give a corpus or its folder")
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise UserError("a learning rate is found in one process; start it without torchrun")
+    set_threads(threads)
+    chosen = choose_device(device)
+    overrides = {"model": model or {}, "train": train or {}}
+    checked, opened = complete_settings(config, path, overrides, say if progress else ignore)
+    check_trainable(checked, opened, chosen)
+    opened.verify("train")
+    with torch.random.fork_rng(devices=[chosen] if chosen.type == "cuda" else []):
+        search = _Search(checked, opened, chosen, seconds, show_progress=progress)
+        return search.run()
+
+
+class _Search:
+    """The rounds of short trainings."""
+
+    def __init__(
+        self, config: RunConfig, corpus: Corpus, device: torch.device, seconds: float, *, show_progress: bool
+    ) -> None:
+        self._config, self._corpus, self._device = config, corpus, device
+        self._start = time.perf_counter()
+        self._end = self._start + seconds
+        self._show_progress = show_progress
+        self._trials: list[RateTrial] = []
+        self._bar: ProgressBar | None = None
+        first = config.train.learning_rate
+        timed = _Training(config, corpus, device, first, _TIMED_STEPS)
+        self._step_seconds = sorted(timed.step_seconds())[_TIMED_STEPS // 2]
+        expected = max(seconds, _USUAL_TRIALS * sum(_MIN_STEPS) * self._step_seconds)
+        if show_progress and expected > 1.2 * seconds:
+            say(f"a step takes {self._step_seconds:.2g} s, so this takes about {expected / 60:,.0f} minutes")
+        self._expected_steps = round(expected / self._step_seconds)
+
+    def run(self) -> LearningRateResult:
+        if self._show_progress:
+            self._bar = ProgressBar("find rate", self._expected_steps, "steps")
+            self._bar.__enter__()
+        try:
+            rate = self._rounds()
+        finally:
+            if self._bar is not None:
+                self._bar.__exit__()
+        seconds = time.perf_counter() - self._start
+        return LearningRateResult(rate, str(self._device), seconds, tuple(self._trials))
+
+    def _rounds(self) -> float:
+        config = self._config.train
+        _, losses = self._round(0, config.learning_rate, factor=4)
+        steps, losses = self._round(1, min(losses, key=lambda rate: losses[rate]), factor=2)
+        rate = _lowest_point(losses) * (steps / config.max_steps) ** _LENGTH_EXPONENTS[config.optimizer]
+        return float(f"{rate:.2g}")
+
+    def _round(self, index: int, middle: float, factor: float) -> tuple[int, dict[float, float]]:
+        """Train with rates around one, and with further ones while the best is at an end.
+
+        Returns:
+            The number of steps of each training, and the losses by rate.
+        """
+        left = max(0.0, self._end - time.perf_counter())
+        steps = _SHARES[index] * left / (_USUAL_TRIALS * self._step_seconds * (1 + _SCORED_FRACTION / 3))
+        steps = min(max(round(steps), _MIN_STEPS[index]), self._config.train.max_steps)
+        losses = {rate: self._trial(rate, steps) for rate in (middle / factor, middle, middle * factor)}
+        while len(losses) < _MAX_TRIALS:
+            best = min(losses, key=lambda rate: losses[rate])
+            is_finite = math.isfinite(losses[best])
+            if min(losses) < best < max(losses) and is_finite:
+                break
+            is_late = index == 1 and len(losses) >= _USUAL_TRIALS and time.perf_counter() > self._end
+            if is_late and is_finite:
+                break
+            rate = max(losses) * factor if best == max(losses) and is_finite else min(losses) / factor
+            losses[rate] = self._trial(rate, steps)
+        if not math.isfinite(min(losses.values())):
+            raise UserError(
+                f"the loss is not finite at any learning rate from {min(losses):.2g} to {max(losses):.2g}; check "
+                "train.max_grad_norm, train.dtype and the settings of the model"
+            )
+        return steps, losses
+
+    def _trial(self, rate: float, steps: int) -> float:
+        training = _Training(self._config, self._corpus, self._device, rate, steps)
+        nats = training.nats_per_token(self._bar)
+        finite = nats if math.isfinite(nats) else None
+        self._trials.append(RateTrial(rate, steps, finite))
+        return math.inf if finite is None else nats
+
+
+def _lowest_point(losses: Mapping[float, float]) -> float:
+    """Return the rate where the parabola through the losses of the best rate and its neighbors is lowest."""
+    rates = sorted(losses)
+    index = min(range(len(rates)), key=lambda index: losses[rates[index]])
+    around = [losses[rate] for rate in rates[max(0, index - 1) : index + 2]]
+    if len(around) < 3 or not all(map(math.isfinite, around)) or around[0] + around[2] == 2 * around[1]:
+        return rates[index]
+    offset = 0.5 * (around[0] - around[2]) / (around[0] - 2 * around[1] + around[2])  # in steps between the rates
+    return rates[index] * (rates[index] / rates[index - 1]) ** offset
+
+
+class _Training:
+    """One short training, from the run's initial weights."""
+
+    def __init__(self, config: RunConfig, corpus: Corpus, device: torch.device, rate: float, steps: int) -> None:
+        self._config = _shortened(config.train, rate, steps)
+        self._device = device
+        self._dataset = training_dataset(corpus, self._config)
+        torch.manual_seed(self._config.seed)
+        self._model = build_checked(config).to(device).train()
+        self._model.activation_checkpointing = self._config.activation_checkpointing
+        self._wrapped = ModelWithLoss(self._model)
+        self._optimizers = build_optimizers(self._model, self._config)
+        self._train_step = TrainStep(self._wrapped, self._optimizers, self._config, device, SINGLE_PROCESS)
+        self._rows = [len(rows) for rows in micro_batches(self._dataset.local_batch_size, self._config, 1)]
+        self._memories = tuple(self._model.initial_memory(rows) for rows in self._rows)
+        self._position = BatchPosition(0, DatasetPosition())
+
+    def step_seconds(self) -> list[float]:
+        """Train, and return the seconds of each step."""
+        seconds: list[float] = []
+        while self._position.step < self._config.max_steps:
+            start = time.perf_counter()
+            self._step()
+            seconds.append(time.perf_counter() - start)
+        return seconds
+
+    def nats_per_token(self, bar: ProgressBar | None) -> float:
+        """Train, and return the loss of the following segments in nats per token; infinity as soon as it is not
+        finite."""
+        while self._position.step < self._config.max_steps:
+            nats = self._step()
+            if bar is not None:
+                bar.advance(1, f"lr {self._config.learning_rate:.2g}, {nats:.3f} nats")
+            if not math.isfinite(nats):
+                return math.inf
+        return self._score(max(2, round(_SCORED_FRACTION * self._config.max_steps)))
+
+    def _step(self) -> float:
+        """Take a step, and return its loss in nats per token."""
+        step, config = self._position.step, self._config
+        batch = read_batch(self._dataset, self._position, config, SINGLE_PROCESS)
+        if batch.batch.is_first:
+            self._memories = tuple(self._model.initial_memory(rows) for rows in self._rows)
+        set_learning_rate(self._optimizers, learning_rate(step, config))
+        metrics, self._memories = self._train_step(batch.batch, self._memories, done=step / config.max_steps)
+        self._position = batch.next
+        nats, num_targets, grad_norm, _ = metrics.tolist()
+        return nats / max(num_targets, 1) if math.isfinite(grad_norm) else math.nan
+
+    @torch.no_grad()
+    def _score(self, num_segments: int) -> float:
+        """Return the loss of the next segments, without dropout, in nats per token."""
+        total, num_targets = 0.0, 0
+        self._model.eval()
+        for _ in range(num_segments):
+            batch = read_batch(self._dataset, self._position, self._config, SINGLE_PROCESS)
+            self._position, start = batch.next, 0
+            memories: list[Memory] = []
+            for memory in self._memories:
+                rows = slice(start, start + memory.batch_size)
+                start = rows.stop
+                inputs_BT = torch.from_numpy(batch.batch.inputs_BT[rows]).to(self._device)
+                mask_BT = torch.from_numpy(batch.batch.loss_mask_BT[rows]).to(self._device)
+                with autocast(self._device, self._config.dtype):
+                    losses_BT, _, memory = self._wrapped(inputs_BT, batch.batch.targets_BT[rows], memory)
+                total += float((losses_BT * mask_BT).sum())
+                num_targets += int(mask_BT.sum())
+                memories.append(memory)
+            self._memories = tuple(memories)
+        return total / max(num_targets, 1)
+
+
+def _shortened(config: TrainConfig, rate: float, steps: int) -> TrainConfig:
+    """Return the settings of a training with this peak rate and fewer steps, with a schedule of the same form."""
+    fraction = steps / config.max_steps
+    changes = {
+        "learning_rate": rate,
+        "max_steps": steps,
+        "warmup_steps": round(fraction * config.warmup_steps),
+        "decay_steps": int(fraction * config.decay_steps),
+        "initial_segment_length": None,
+        "segment_warmup_steps": 0,
+        "weight_average": "none",
+        "compile": "none",  # compiling takes longer than the steps
+    }
+    return config.model_copy(update=changes)

@@ -1,0 +1,108 @@
+"""`find_learning_rate`: its short trainings are trainings, and the search finds the best rate from any first one."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from model_configs import settings_of
+from training_runs import MODEL, TRAIN, letters_corpus, make_corpus, start
+
+from transformer_xl import UserError, find_learning_rate
+from transformer_xl.training import find_rate
+from transformer_xl.training.batches import BatchPosition, read_batch
+from transformer_xl.training.distributed import SINGLE_PROCESS
+
+# no time, so trainings have the least number of steps: 8 in the first round; in the second 20, or max_steps if fewer
+OPTIONS: dict[str, Any] = {"model": settings_of(**MODEL), "device": "cpu", "seconds": 0.0, "progress": False}
+
+
+def test_short_training_is_a_training(tmp_path: Path) -> None:
+    """In the second round it has all 17 steps, so it must be what the trainer does; 4 segments are scored."""
+    corpus = letters_corpus(tmp_path / "corpus", num_train=800, num_valid=0)
+    result = find_learning_rate(None, corpus, train=TRAIN, **OPTIONS)
+    trial = result.trials[-1]
+    assert trial.steps == 17
+    trainer = start(tmp_path / "run", corpus, learning_rate=trial.learning_rate)
+    assert trainer.run()
+    position, memory, losses = BatchPosition(17, trainer.state.position), trainer.memories[0], []
+    trainer.model.eval()
+    for _ in range(4):
+        batch = read_batch(trainer.dataset, position, trainer.config, SINGLE_PROCESS)
+        with torch.no_grad():
+            nats_BT, _, memory = trainer.wrapped_model(
+                torch.from_numpy(batch.batch.inputs_BT), batch.batch.targets_BT, memory
+            )
+        position = batch.next
+        losses.append(float(nats_BT.mean()))
+    assert trial.nats_per_token == pytest.approx(sum(losses) / 4, rel=1e-6)
+
+
+def test_short_trainings_are_independent(tmp_path: Path) -> None:
+    """The loss of a rate does not depend on the rates before it, nor the caller's random numbers on the search."""
+    corpus = letters_corpus(tmp_path / "corpus")
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    model = settings_of(**MODEL | {"dropout": 0.3})
+    losses = []
+    for rate in (0.01, 0.04):
+        result = find_learning_rate(
+            None, corpus, train={**TRAIN, "learning_rate": rate, "max_steps": 50}, **OPTIONS | {"model": model}
+        )
+        losses.append({(trial.learning_rate, trial.steps): trial.nats_per_token for trial in result.trials})
+    shared = losses[0].keys() & losses[1].keys()
+    assert len(shared) >= 2
+    assert all(losses[0][key] == losses[1][key] for key in shared)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [path.name for path in tmp_path.iterdir()] == ["corpus"]
+
+
+@pytest.mark.parametrize(("optimizer", "exponent"), [("adam", 0.125), ("adamw", 0.125), ("muon", 0.5)])
+@pytest.mark.parametrize("first", [1e-4, 0.03, 5.0])
+def test_search_finds_the_lowest_loss_and_corrects_for_the_length(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str, exponent: float, first: float
+) -> None:
+    """With a loss that is lowest at rate 0.03, and not finite above 2."""
+
+    def loss(training: find_rate._Training, _: object) -> float:
+        rate = training._config.learning_rate
+        return 2 + 0.1 * math.log(rate / 0.03) ** 2 if rate < 2 else math.inf
+
+    monkeypatch.setattr(find_rate._Training, "nats_per_token", loss)
+    train = {**TRAIN, "learning_rate": first, "optimizer": optimizer, "max_steps": 2000}
+    result = find_learning_rate(None, letters_corpus(tmp_path / "corpus"), train=train, **OPTIONS)
+    assert [trial.steps for trial in result.trials[-3:]] == [20] * 3
+    assert result.learning_rate == pytest.approx(0.03 * (20 / 2000) ** exponent, rel=0.05)  # has two digits
+
+
+def test_search_agrees_from_a_small_and_a_large_rate(tmp_path: Path) -> None:
+    corpus = make_corpus(tmp_path / "corpus", b"abcde" * 500)
+    rates = []
+    for first in (1e-4, 1.0):
+        train = {**TRAIN, "learning_rate": first, "max_steps": 40}
+        rates.append(find_learning_rate(None, corpus, train=train, **OPTIONS).learning_rate)
+    assert 0.5 < rates[0] / rates[1] < 2
+    assert 1e-3 < rates[0] < 0.3
+
+
+def test_errors_say_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    corpus = letters_corpus(tmp_path / "corpus")
+    with pytest.raises(UserError, match="97 sequences"):
+        find_learning_rate(None, corpus, train={**TRAIN, "batch_size": 97}, **OPTIONS)
+    with pytest.raises(UserError, match="seconds is of type str"):
+        find_learning_rate(None, corpus, train=TRAIN, **OPTIONS | {"seconds": "9"})
+    monkeypatch.setattr(find_rate._Training, "_step", lambda training: _next_step(training))
+    with pytest.raises(UserError, match=r"not finite at any learning rate from .* to 0\.04; check train.max_grad_norm"):
+        find_learning_rate(None, corpus, train=TRAIN, **OPTIONS)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="in one process; start it without torchrun"):
+        find_learning_rate(None, corpus, train=TRAIN, **OPTIONS)
+
+
+def _next_step(training: find_rate._Training) -> float:
+    """Count a step whose loss is not a number."""
+    training._position = BatchPosition(training._position.step + 1, training._position.segment)
+    return math.nan
