@@ -70,6 +70,10 @@ def layer_norm(x, weight, bias):
     return (x - mean) / torch.sqrt(variance + 1e-5) * weight + bias  # torch's default epsilon
 
 
+def rms_norm(x, weight):
+    return x / torch.sqrt((x**2).mean(-1, keepdim=True) + 1e-5) * weight
+
+
 def layer_weights(weights, index):
     """Return the weights of one layer, by their names within the layer."""
     prefix = f"layers.{index}."
@@ -88,6 +92,8 @@ def transformer_layer(layer, x, memory, position_keys, u, w, key_mask, pre_norm)
         (states @ layer[f"attention.{name}.weight"].T).unflatten(-1, u.shape)
         for name, states in (("q_proj", context[:, memory.shape[1] :]), ("k_proj", context), ("v_proj", context))
     )
+    if "attention.q_norm.weight" in layer:
+        q, k = rms_norm(q, layer["attention.q_norm.weight"]), rms_norm(k, layer["attention.k_norm.weight"])
     attended = attention(q, k, v, position_keys, u, w, key_mask).flatten(-2)
     x = x + attended @ layer["attention.o_proj.weight"].T
     x = x if pre_norm else layer_norm(x, *norm)
@@ -99,10 +105,29 @@ def transformer_layer(layer, x, memory, position_keys, u, w, key_mask, pre_norm)
     return x if pre_norm else layer_norm(x, *norm)
 
 
-def embed(weights, tokens):
-    """Return the embeddings of the tokens times the square root of their width, (B, T, D)."""
+def embed(weights, tokens, earlier=None):
+    """Return the embeddings of the tokens times the square root of their width, (B, T, D), with those of n-grams.
+
+    Args:
+        weights: the state dict; with weights of n-grams, their embeddings are added.
+        tokens: (B, T).
+        earlier: the tokens before them that the memory remembers, or None if there are none.
+    """
     table = weights["embedding.tables.0"]
-    return table[tokens] * math.sqrt(table.shape[1])
+    x = table[tokens] * math.sqrt(table.shape[1])
+    earlier = tokens[:, :0] if earlier is None else earlier
+    for order in range(2, 2 + sum(name.startswith("ngrams.tables.") for name in weights)):
+        table, projection = (weights[f"ngrams.{name}.{order - 2}"] for name in ("tables", "projections"))
+        rows = []
+        for row, before in zip(tokens.tolist(), earlier.tolist(), strict=True):
+            numbers = [0] * order + [token + 1 for token in [*before, *row]]  # 0: no token
+            for end in range(len(numbers) - len(row), len(numbers)):
+                value = numbers[end]
+                for number in reversed(numbers[end + 1 - order : end]):
+                    value = (value * 1_000_003 + number) % (2**31 - 1)
+                rows.append(table[value % len(table)] * math.sqrt(table.shape[1]) @ projection.T)
+        x = x + torch.stack(rows).view(x.shape)
+    return x
 
 
 def final_norm(weights, x):
@@ -117,14 +142,14 @@ def logits(weights, x):
     return x @ weights["embedding.tables.0"].T + weights["softmax.bias"]
 
 
-def forward(weights, settings, tokens, memory, valid):
+def forward(weights, settings, tokens, memory, valid, earlier=None):
     """Return the logits (B, T, V) of one segment, the new memory, and the new numbers of valid slots.
 
     Arguments: weights, the state dict in float64; settings, a dictionary of pre_norm, tied (all layers share the
     attention biases), window (attention window or None) and clamp (clamp length or None); tokens (B, T); memory, a list
-    of L tensors (B, M, D); valid, the number of valid slots of each batch row.
+    of L tensors (B, M, D); valid, the number of valid slots of each batch row; earlier, as for `embed`.
     """
-    x, new_memory = embed(weights, tokens), []
+    x, new_memory = embed(weights, tokens, earlier), []
     num_memory, num_new = memory[0].shape[1], tokens.shape[1]
     num_distances = num_memory + num_new
     if settings["window"] is not None:

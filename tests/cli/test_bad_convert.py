@@ -235,6 +235,7 @@ def test_run_that_hugging_face_cannot_express_is_refused(folder: Path, capfd: Ca
     for old, new, message in (
         ("  attention_window: 9\n", "  attention_window: 5\n", "attention_window 5 with memory_length 9"),
         ("norm_first: false\n  final_norm: false", "norm_first: true\n  final_norm: true", "final_norm"),
+        ("  qk_norm: false\n", "  qk_norm: true\n", "qk_norm true"),
     ):
         assert old in config
         Path("run/config.yaml").write_text(config.replace(old, new))

@@ -26,7 +26,14 @@ LIMITS = {  # the first argument is the number of memory slots
 
 @pytest.mark.parametrize("context_limits", LIMITS)
 @pytest.mark.parametrize(
-    "settings", [{}, {"norm_first": True}, {"tie_attention_biases": False}, {"attn_implementation": "sdpa"}]
+    "settings",
+    [
+        {},
+        {"norm_first": True},
+        {"tie_attention_biases": False},
+        {"attn_implementation": "sdpa"},
+        {"qk_norm": True, "max_ngram": 4},
+    ],
 )
 @pytest.mark.parametrize("attend_empty", [False, True])
 def test_same_results_as_with_hidden_states(make_model, tokens, context_limits, settings, attend_empty):

@@ -27,6 +27,8 @@ STYLES = {
     "pre-norm as in the authors' code": {"norm_first": True, "final_norm": False},
     "untied biases": {"tie_attention_biases": False},
     "reference kernel": {"attn_implementation": "reference"},
+    "normalized queries and keys": {"qk_norm": True},
+    "n-grams": {"max_ngram": 4, "ngram_buckets": 17, "d_ngram": 3},
 }
 
 
@@ -51,12 +53,14 @@ def test_segments_equal_oracle(make_model, tokens, style, context_limits, segmen
     }  # fmt: skip
     # `valid`: number of filled slots of each batch row
     expected_memory, valid = [torch.zeros(2, context_limits.memory_length, 14, dtype=torch.float64)] * 3, [0, 0]
-    memory = model.initial_memory(2, context_limits)
+    memory, earlier = model.initial_memory(2, context_limits), tokens(2, 0)
     for index, length in enumerate(segments):
         text = tokens(2, length, seed=index)
         hidden_BTD, memory = model(text, memory)
         logits_BTV = model.logits(hidden_BTD)
-        expected, expected_memory, valid = oracle(weights, oracle_settings, text, expected_memory, valid)
+        expected, expected_memory, valid = oracle(weights, oracle_settings, text, expected_memory, valid, earlier)
+        all_tokens = torch.cat([earlier, text], dim=1)
+        earlier = all_tokens[:, max(0, all_tokens.shape[1] - context_limits.memory_length) :]
         torch.testing.assert_close(logits_BTV, expected, rtol=0, atol=1e-10)
         assert_same_tensors([cache.hidden_BMD for cache in memory.layers], expected_memory, atol=1e-10)
         assert memory.valid_B.tolist() == valid

@@ -56,8 +56,8 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "ema_decay": 0.9, "micro_batch_size": 2, "activation_checkpointing": True,
         },
     ),
-    "muon, uniform average": (
-        {},
+    "muon, uniform average, n-grams": (
+        {"qk_norm": True, "max_ngram": 3, "ngram_buckets": 29, "d_ngram": 3},
         {**WARMUP, "optimizer": "muon", "weight_average": "uniform", "average_start_step": 4, "micro_batch_size": 1},
     ),
     "lstm": ({"architecture": "lstm"}, {"micro_batch_size": 2}),

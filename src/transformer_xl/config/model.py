@@ -61,6 +61,13 @@ class BaseModelConfig(Settings):
     separate one."""
     project_same_width: bool = True
     """With div_val: also project a cluster as wide as d_model (the authors' One Billion Word model does not)."""
+    max_ngram: int = Field(default=1, ge=1, le=16)
+    """Longest n-gram with an embedding of its own, looked up by a hash of its tokens and added to the embedding of its
+    last token (Pagnoni et al. 2024); 1: tokens only."""
+    ngram_buckets: int = Field(default=32768, gt=0, le=INT32_MAX)
+    """With max_ngram: rows of the table of each n-gram length; n-grams with the same hash share a row."""
+    d_ngram: int = Field(default=64, gt=0, le=INT32_MAX)
+    """With max_ngram: width of an n-gram's embedding, which is projected to d_model."""
 
     @classmethod
     @override
@@ -181,6 +188,8 @@ class TransformerConfig(BaseModelConfig):
 class RelativeConfig(TransformerConfig):
     """Settings of transformers that attend to a memory by relative distance."""
 
+    qk_norm: bool = False
+    """Apply RMSNorm to the queries and keys of each head, with learned scales (Henry et al. 2020)."""
     attend_empty_memory: bool = False
     """Attend also to memory slots that are not filled yet, whose contents are zeros (as the authors' TensorFlow code
     and TransfoXL of Hugging Face do)."""

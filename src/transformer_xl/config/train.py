@@ -31,13 +31,16 @@ class TrainConfig(Settings):
     optimizer: Literal["adam", "adamw", "muon"] = "adam"
     """adam (as in the paper), adamw, or muon (for the matrices in the layers, with AdamW for all other weights)."""
     learning_rate: float = Field(default=1e-3, gt=0, allow_inf_nan=False)
-    """Peak learning rate. Muon needs larger ones than Adam: in short runs of small models, 8 times Adam's was best."""
+    """Peak learning rate."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
     """Decay of Adam's average of gradients."""
     beta2: float = Field(default=0.999, ge=0, lt=1)
     """Decay of Adam's average of squared gradients."""
     muon_momentum: float = Field(default=0.95, ge=0, lt=1)
     """Muon's momentum."""
+    muon_learning_rate_ratio: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    """Muon's learning rate divided by `learning_rate`, which is AdamW's; both optimizers scale their updates to about
+    the same size."""
     weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Decoupled weight decay of matrices, only with adamw and muon: each step subtracts this times the learning rate
     times the weight."""
@@ -133,6 +136,7 @@ class TrainConfig(Settings):
         """Settings without effect, each with what it needs; a recipe may state them, as it states all settings."""
         needed = {
             "muon_momentum": "" if self.optimizer == "muon" else "optimizer muon",
+            "muon_learning_rate_ratio": "" if self.optimizer == "muon" else "optimizer muon",
             "ema_decay": "" if self.weight_average == "ema" else "weight_average ema",
             "average_start_step": "" if self.weight_average != "none" else "weight_average ema or uniform",
         }

@@ -134,6 +134,9 @@ def write(path: Path, config: RunConfig, weights: Mapping[str, Tensor], tokenize
     model = config.model
     if not isinstance(model, TransformerXLConfig):
         raise UserError(f"TransfoXL cannot express {model.architecture}, only Transformer-XL itself")
+    for name, expressible in {"max_ngram": 1, "qk_norm": False}.items():
+        if (value := getattr(model, name)) != expressible:
+            raise UserError(f"TransfoXL cannot express a model with {name} {str(value).lower()}: it has no such part")
     if model.norm_first and model.final_norm:
         raise UserError("TransfoXL cannot express a pre-norm model with a final LayerNorm (final_norm): it has none")
     memory = config.train.memory_length if config.evaluation.memory_length is None else config.evaluation.memory_length

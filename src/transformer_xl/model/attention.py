@@ -13,6 +13,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -74,6 +75,19 @@ def make_final_norm(config: TransformerConfig) -> nn.Module:
     return nn.Identity()
 
 
+class RMSNorm(nn.RMSNorm):
+    """torch's RMSNorm, computed in float32 and returned in the dtype of its input, which autocast makes bfloat16."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__(width, eps=eps)
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        """Return a tensor of the shape and dtype of x, whose last dimension is normalized."""
+        weight = self.weight
+        return F.rms_norm(x.to(weight.dtype), weight.shape, weight, self.eps).to(x.dtype)
+
+
 class RelativeAttention(nn.Module):
     """Multi-head attention of the T new tokens to memory and to each other, with the residual connection."""
 
@@ -87,6 +101,8 @@ class RelativeAttention(nn.Module):
         self.v_proj = FewRowsLinear(config.d_model, inner, bias=False)
         self.r_proj = FewRowsLinear(config.d_model, inner, bias=False)
         self.o_proj = FewRowsLinear(inner, config.d_model, bias=False)
+        self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
         self.norm = nn.LayerNorm(config.d_model, eps=config.norm_eps)
         self.dropout = FastDropout(config.dropout)
 
@@ -115,7 +131,7 @@ class RelativeAttention(nn.Module):
     ) -> tuple[AttentionInputs, LayerCache]:
         """Return the inputs of the attention kernel, and the next cache; arguments are as for `forward`."""
         new_BTD = self.norm(x_BTD) if self.norm_first else x_BTD
-        q_BTNH = self.q_proj(new_BTD).unflatten(-1, self.head_shape)
+        q_BTNH = self.q_norm(self.q_proj(new_BTD).unflatten(-1, self.head_shape))
         if isinstance(cache, KeyValueCache):
             k_BSNH, v_BSNH, cache = cache.append(*self.project(new_BTD), context.lengths_B)
             r_PNH = cache.keys_of_positions(context.num_distances, lambda: self.position_keys(context))
@@ -136,7 +152,7 @@ class RelativeAttention(nn.Module):
     def project(self, x_BXD: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values (B, X, N, H) of hidden states, which are already normalized if norm_first is set."""
         k_BXNH, v_BXNH = (projection(x_BXD).unflatten(-1, self.head_shape) for projection in (self.k_proj, self.v_proj))
-        return k_BXNH, v_BXNH
+        return self.k_norm(k_BXNH), v_BXNH
 
     def position_keys(self, context: AttentionContext) -> Tensor:
         """Return the position keys (P, N, H) of the distances P - 1, ..., 1, 0."""

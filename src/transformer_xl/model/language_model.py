@@ -8,7 +8,8 @@
 
 It embeds the tokens and computes logits and losses; each subclass defines the layers between them, and their memory.
 
-Shape suffixes: B batch size, T new tokens, D model width, L layers, V vocabulary, K most likely tokens.
+Shape suffixes: B batch size, T new tokens, D model width, L layers, V vocabulary, K most likely tokens,
+R recent tokens, S = R + T.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from transformer_xl.config import BaseModelConfig, UserError, check_type
 from transformer_xl.device import to_device
 from transformer_xl.model.adaptive import AdaptiveEmbedding, AdaptiveSoftmax
 from transformer_xl.model.dropout import FastDropout
-from transformer_xl.model.memory import ContextLimits, LayerCache, Memory
+from transformer_xl.model.memory import ContextLimits, LayerCache, Memory, padding_first
+from transformer_xl.model.ngrams import NgramEmbedding
 from transformer_xl.model.token_ids import TokenIds, as_token_ids
 
 WEIGHT_STD, NORM_STD = 0.02, 0.02  # init_std of the authors' code
@@ -54,6 +56,7 @@ class LanguageModel(nn.Module, ABC):
         """Whether the backward pass recomputes the activations inside each layer instead of saving them."""
         self.embedding = AdaptiveEmbedding(config)
         self.softmax = AdaptiveSoftmax(config, self.embedding)
+        self.ngrams = NgramEmbedding(config) if config.max_ngram > 1 else None
         self.dropout = FastDropout(config.dropout)
 
     def init_weights(self) -> None:
@@ -64,7 +67,7 @@ class LanguageModel(nn.Module, ABC):
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, 0.0, WEIGHT_STD)
-            elif isinstance(module, AdaptiveEmbedding | AdaptiveSoftmax):
+            elif isinstance(module, AdaptiveEmbedding | AdaptiveSoftmax | NgramEmbedding):
                 module.init_weights()
             elif isinstance(module, nn.LayerNorm):
                 nn.init.normal_(module.weight, 1.0, NORM_STD)
@@ -156,16 +159,16 @@ class LanguageModel(nn.Module, ABC):
         Returns:
             L + 1 tensors (B, T, D), the inputs of all layers and then the result of `forward`; and the next memory.
         """
-        x_BTD = self.embed_inputs(tokens_BT, inputs_BTD)
-        return self.run_layers(x_BTD, self.check_memory(memory, x_BTD, lengths_B), lengths_B)
+        x_BTD, memory = self.embed(tokens_BT, memory, inputs_BTD, lengths_B)
+        return self.run_layers(x_BTD, memory, lengths_B)
 
     @abstractmethod
     def run_layers(self, x_BTD: Tensor, memory: Memory, lengths_B: Tensor | None) -> tuple[list[Tensor], Memory]:
         """Return the results of `hidden_states`.
 
         Args:
-            x_BTD: the result of `embed_inputs`.
-            memory: the result of `check_memory`.
+            x_BTD: the embedded tokens, without dropout.
+            memory: the memory of the tokens before them.
             lengths_B: as for `forward`.
         """
 
@@ -252,26 +255,43 @@ class LanguageModel(nn.Module, ABC):
         self.config.check_context_limits(**vars(limits))
         return limits
 
-    def embed_inputs(self, tokens_BT: TokenIds | None, inputs_BTD: Tensor | None) -> Tensor:
-        """Return the scaled embeddings of the tokens, or the continuous inputs unscaled, (B, T, D), without dropout.
+    def embed(
+        self, tokens_BT: TokenIds | None, memory: Memory | None, inputs_BTD: Tensor | None, lengths_B: Tensor | None
+    ) -> tuple[Tensor, Memory]:
+        """Return the inputs of the layers, and the memory, or an empty one if it is None.
+
+        Arguments are those of `forward`.
+
+        Returns:
+            the scaled embeddings of the tokens with those of their n-grams, or the continuous inputs unchanged,
+            (B, T, D), without dropout; and the memory, whose recent tokens already include the new ones.
 
         Raises:
             UserError: not exactly one of tokens and inputs is passed, a shape is wrong, or a token id on the CPU is
-                outside the vocabulary.
+                outside the vocabulary; or the memory does not fit.
         """
         if (tokens_BT is None) == (inputs_BTD is None):
             raise UserError("give either tokens_BT or inputs_BTD")
         if tokens_BT is not None:
-            tokens_BT = as_token_ids(tokens_BT, self.config.vocab_size, "tokens_BT")
-            inputs_BTD = self.embedding(to_device(tokens_BT, self.softmax.bias.device)) * self.config.d_model**0.5
+            tokens_BT = to_device(
+                as_token_ids(tokens_BT, self.config.vocab_size, "tokens_BT"), self.softmax.bias.device
+            )
+            inputs_BTD = self.embedding(tokens_BT) * self.config.d_model**0.5
         check_type(inputs_BTD, Tensor, "inputs_BTD", "give a tensor of shape (batch, tokens, d_model)")
         assert inputs_BTD is not None
         if inputs_BTD.ndim != 3 or inputs_BTD.shape[-1] != self.config.d_model or not inputs_BTD.shape[1]:
             actual = f"inputs_BTD of shape {tuple(inputs_BTD.shape)}"
             raise UserError(f"{actual}; expected (batch, tokens, {self.config.d_model}), with one token or more")
-        return inputs_BTD
+        memory = self._check_memory(memory, inputs_BTD, lengths_B)
+        if self.ngrams is None:
+            return inputs_BTD, memory
+        ids_BS = _ids_with_recent(tokens_BT, memory, inputs_BTD.shape[1], lengths_B)
+        if tokens_BT is not None:
+            inputs_BTD = inputs_BTD + self.ngrams(ids_BS, inputs_BTD.shape[1])
+        num_recent = self.config.max_ngram - 1
+        return inputs_BTD, replace(memory, recent_BR=ids_BS[:, ids_BS.shape[1] - num_recent :].contiguous())
 
-    def check_memory(self, memory: Memory | None, x_BTD: Tensor, lengths_B: Tensor | None) -> Memory:
+    def _check_memory(self, memory: Memory | None, x_BTD: Tensor, lengths_B: Tensor | None) -> Memory:
         """Return the memory, or an empty one if it is None.
 
         Raises:
@@ -296,6 +316,9 @@ class LanguageModel(nn.Module, ABC):
             cache.token_shape != self.cache_shapes.get(type(cache)) for cache in memory.layers[:1]
         ):
             raise UserError("this memory was made by another model; start with initial_memory")
+        num_recent = 0 if memory.recent_BR is None else memory.recent_BR.shape[1]
+        if num_recent != self.config.max_ngram - 1:
+            raise UserError("this memory was made by another model; start with initial_memory")
         return memory
 
     def run_layer(self, layer: nn.Module, *inputs: Any) -> Any:
@@ -303,3 +326,22 @@ class LanguageModel(nn.Module, ABC):
         if self.activation_checkpointing and torch.is_grad_enabled():
             return checkpoint(layer, *inputs, use_reentrant=False)
         return layer(*inputs)
+
+
+def _ids_with_recent(tokens_BT: Tensor | None, memory: Memory, num_new: int, lengths_B: Tensor | None) -> Tensor:
+    """Return the recent tokens of the memory and then the new ones, as token id + 1, and 0 where there is no token.
+
+    A memory with fewer slots than recent tokens passes on only as many as it has slots. The new ones are the last
+    `num_new` columns; padding, which comes first among them, is moved before the recent tokens.
+    """
+    recent_BR = memory.recent_BR
+    assert recent_BR is not None
+    num_recent = recent_BR.shape[1]
+    if memory.length < num_recent:
+        recent_BR = torch.cat(
+            [torch.zeros_like(recent_BR[:, memory.length :]), recent_BR[:, num_recent - memory.length :]], dim=1
+        )
+    # continuous inputs have no ids
+    new_BT = recent_BR.new_zeros(len(recent_BR), num_new) if tokens_BT is None else tokens_BT + 1
+    ids_BS = torch.cat([recent_BR, new_BT], dim=1)
+    return ids_BS if lengths_B is None else padding_first(ids_BS, num_new, lengths_B)

@@ -9,7 +9,8 @@ first segment to the last. A memory contains hidden states in training (in this 
 (`key_values.py`), the states of a recurrent network (`baselines/recurrent.py`), or token ids
 (`baselines/token_memory.py`); all share one interface.
 
-Shape suffixes: B batch size, T new tokens, M memory slots, S = M + T, D model width, X any size.
+Shape suffixes: B batch size, T new tokens, M memory slots, S = M + T, D model width, R recent tokens,
+X any size.
 """
 
 from __future__ import annotations
@@ -121,15 +122,37 @@ class Memory(Displayed, Generic[Cache]):
     min_valid: int
     """A lower bound of all numbers in valid_B, known on the CPU: shows that a memory is full without waiting for the
     device."""
+    recent_BR: Tensor | None = None
+    """The newest R tokens, as token id + 1 and 0 where there is none (int64), for n-gram embeddings (`ngrams.py`); None
+    for a model without them."""
 
     @classmethod
     def empty(
-        cls, layers: Iterable[LayerCache], batch_size: int, context_limits: ContextLimits, device: torch.device
+        cls,
+        layers: Iterable[LayerCache],
+        batch_size: int,
+        context_limits: ContextLimits,
+        device: torch.device,
+        *,
+        num_recent: int = 0,
     ) -> Self:
-        """Return a memory without valid slots, made of empty caches."""
+        """Return a memory without valid slots, made of empty caches.
+
+        Args:
+            layers: the caches.
+            batch_size: B.
+            context_limits: how far back attention can look.
+            device: device of the memory.
+            num_recent: R, the number of tokens before a segment that n-gram embeddings need.
+        """
         zeros_B = torch.zeros(batch_size, dtype=torch.int64, device=device)
         return cls(
-            tuple(layers), valid_B=zeros_B, position_B=zeros_B.clone(), context_limits=context_limits, min_valid=0
+            tuple(layers),
+            valid_B=zeros_B,
+            position_B=zeros_B.clone(),
+            context_limits=context_limits,
+            min_valid=0,
+            recent_BR=zeros_B[:, None].repeat(1, num_recent) if num_recent else None,
         )
 
     @override
@@ -193,6 +216,7 @@ class Memory(Displayed, Generic[Cache]):
             valid_B=self.valid_B * keep_B,
             position_B=self.position_B * keep_B,
             min_valid=0,
+            recent_BR=None if self.recent_BR is None else self.recent_BR * keep_B[:, None],
         )
 
     def select(self, rows: Sequence[int] | Tensor) -> Self:
@@ -226,19 +250,28 @@ class Memory(Displayed, Generic[Cache]):
             layers=tuple(cache.to(device, dtype) for cache in self.layers),
             valid_B=self.valid_B.to(device=device),
             position_B=self.position_B.to(device=device),
+            recent_BR=None if self.recent_BR is None else self.recent_BR.to(device=device),
         )
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Self:
-        """Return the memory with a function applied to each tensor of its caches."""
-        return replace(self, layers=tuple(cache.map(change) for cache in self.layers))
+        """Return the memory with a function applied to each tensor of its caches, and to the recent tokens."""
+        return replace(
+            self,
+            layers=tuple(cache.map(change) for cache in self.layers),
+            recent_BR=None if self.recent_BR is None else change(self.recent_BR),
+        )
 
     def cache_tensors(self) -> dict[str, Tensor]:
         """Return the tensors of the caches, named `NAME_LAYER`."""
         return {f"{name}_{i}": value for i, cache in enumerate(self.layers) for name, value in cache.tensors().items()}
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return by name all tensors that a checkpoint contains: those of the caches, `valid` and `position`."""
-        return {**self.cache_tensors(), "valid": self.valid_B, "position": self.position_B}
+        """Return by name all tensors that a checkpoint contains: those of the caches, and the counts of tokens.
+
+        A model with n-gram embeddings also has `recent`.
+        """
+        recent = {} if self.recent_BR is None else {"recent": self.recent_BR}
+        return {**self.cache_tensors(), "valid": self.valid_B, "position": self.position_B, **recent}
 
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> Self:
         """Return a memory with these tensors, named as in the result of `tensors`, converted to its device and dtypes.
@@ -260,7 +293,12 @@ class Memory(Displayed, Generic[Cache]):
             for i, cache in enumerate(self.layers)
         )
         return replace(
-            self, layers=layers, valid_B=tensors["valid"], position_B=tensors["position"], min_valid=min_valid
+            self,
+            layers=layers,
+            valid_B=tensors["valid"],
+            position_B=tensors["position"],
+            recent_BR=tensors.get("recent"),
+            min_valid=min_valid,
         )
 
 

@@ -82,7 +82,7 @@ class TransformerXL(LanguageModel):
         shape = (batch_size, limits.memory_length, self.config.d_model)
         # not like.new_zeros: `like` may be sharded over processes (fsdp), but memory is not
         caches = [HiddenCache(torch.zeros(shape, dtype=like.dtype, device=like.device)) for _ in self.layers]
-        return HiddenMemory.empty(caches, batch_size, limits, like.device)
+        return HiddenMemory.empty(caches, batch_size, limits, like.device, num_recent=self.config.max_ngram - 1)
 
     @override
     def inference_memory(self, batch_size: int, context_limits: ContextLimits | None = None) -> Memory:
@@ -93,7 +93,8 @@ class TransformerXL(LanguageModel):
         shape = (batch_size, config.n_heads, limits.memory_length, config.head_dim)
         zeros_BNMH = self.content_bias.new_zeros(()).expand(shape)
         caches = [KeyValueCache.of(zeros_BNMH, zeros_BNMH, config.attend_empty_memory) for _ in self.layers]
-        return KeyValueMemory.empty(caches, batch_size, limits, zeros_BNMH.device)
+        num_recent = config.max_ngram - 1
+        return KeyValueMemory.empty(caches, batch_size, limits, zeros_BNMH.device, num_recent=num_recent)
 
     @override
     def run_layers(self, x_BTD: Tensor, memory: Memory, lengths_B: Tensor | None) -> tuple[list[Tensor], Memory]:
@@ -124,8 +125,8 @@ class TransformerXL(LanguageModel):
         Yields:
             a `LayerTrace` for each layer.
         """
-        x_BTD = self.dropout(self.embed_inputs(tokens_BT, inputs_BTD))
-        memory = self.check_memory(memory, x_BTD, None)
+        x_BTD, memory = self.embed(tokens_BT, memory, inputs_BTD, None)
+        x_BTD = self.dropout(x_BTD)
         context = self._attention_context(x_BTD, memory, None)
         for layer, cache, biases in zip(self.layers, memory.layers, self._biases(), strict=True):
             assert isinstance(layer, Layer)

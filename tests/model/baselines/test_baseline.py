@@ -146,7 +146,8 @@ def test_activation_checkpointing_gives_the_same_gradients(tokens, name):
 @pytest.mark.parametrize("name", SYSTEMS)
 def test_continuous_inputs_equal_the_embedding(tokens, name):
     model, text = make_system(name), tokens(2, 5)
-    inputs_BTD = model.embedding(text) * 14**0.5  # the scaled embedding is the input to the first layer
+    # the scaled embedding, and that of n-grams, is the input to the first layer
+    inputs_BTD = model.embedding(text) * 14**0.5 if model.ngrams is None else model.embed(text, None, None, None)[0]
     assert torch.equal(model(inputs_BTD=inputs_BTD)[0], model(text)[0])
 
 

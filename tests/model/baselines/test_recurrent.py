@@ -139,7 +139,7 @@ def test_embedded_inputs_have_variance_1(embedding):
     """Smaller inputs would vanish: no LayerNorm rescales them, and each layer's output is smaller than its input."""
     torch.manual_seed(0)
     model = build_model(LSTMConfig(d_model=64, n_layers=1, **embedding))
-    inputs_BTD = model.embed_inputs(torch.arange(256).view(1, -1), None)
+    inputs_BTD, _ = model.embed(torch.arange(256).view(1, -1), None, None, None)
     assert 0.85 < inputs_BTD.std() < 1.15  # 256 tokens of 64 elements
 
 

@@ -134,7 +134,8 @@ class AbsoluteTransformer(LanguageModel):
         Raises:
             UserError: memory_length is not 0, or there is a clamp_length.
         """
-        return HiddenMemory.empty((), batch_size, self.check_limits(context_limits), self.softmax.bias.device)
+        limits, num_recent = self.check_limits(context_limits), self.config.max_ngram - 1
+        return HiddenMemory.empty((), batch_size, limits, self.softmax.bias.device, num_recent=num_recent)
 
     @override
     def generation_memory(

@@ -1,0 +1,57 @@
+"""Embeddings of the last few tokens together: hash n-gram embeddings (Pagnoni et al. 2024, section 3.2.1).
+
+Each position adds to its token's embedding one vector for the bigram that ends there, one for the trigram, and so on up
+to `max_ngram` tokens. An n-gram's vector is a row of a table, chosen by a hash of its token ids, so different n-grams
+may share a row. This gives the first layer at once what attention otherwise has to learn to collect, at the cost of a
+few lookups; it helps most in short trainings on bytes or characters.
+
+The n-grams of a segment's first tokens reach into the previous segment, so a memory also contains the newest
+`max_ngram - 1` token ids (`Memory.recent_BR`).
+
+Shape suffixes: B batch size, T new tokens, R recent tokens (max_ngram - 1), S = R + T, D model width, E table width.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from typing_extensions import override
+
+from transformer_xl.config import BaseModelConfig
+
+_STD = 0.02  # of the initial tables and projections
+_MULTIPLIER, _MODULUS = 1_000_003, 2**31 - 1  # primes of the polynomial hash, whose products fit into int64
+
+
+class NgramEmbedding(nn.Module):
+    """The tables of bigrams, trigrams and so on, each with a projection to the model's width."""
+
+    def __init__(self, config: BaseModelConfig) -> None:
+        super().__init__()
+        num_tables = config.max_ngram - 1
+        self.scale = config.d_ngram**0.5  # as token embeddings are scaled by sqrt(D)
+        self.tables = nn.ParameterList(torch.empty(config.ngram_buckets, config.d_ngram) for _ in range(num_tables))
+        self.projections = nn.ParameterList(torch.empty(config.d_model, config.d_ngram) for _ in range(num_tables))
+
+    def init_weights(self) -> None:
+        """Draw normal initial weights with standard deviation 0.02."""
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, 0.0, _STD)
+
+    @override
+    def forward(self, ids_BS: Tensor, num_new: int) -> Tensor:
+        """Return the sum of the embeddings of all n-grams that end at each new token, (B, T, D).
+
+        Args:
+            ids_BS: recent tokens and new tokens, as token id + 1; 0 where there is no token.
+            num_new: T.
+        """
+        parts_BTD: list[Tensor] = []
+        hash_BT = ids_BS[:, ids_BS.shape[1] - num_new :]
+        for index, (table, projection_DE) in enumerate(zip(self.tables, self.projections, strict=True)):
+            end = ids_BS.shape[1] - 1 - index
+            hash_BT = (hash_BT * _MULTIPLIER + ids_BS[:, end - num_new : end]) % _MODULUS
+            embedded_BTE = F.embedding(hash_BT % len(table), table) * self.scale
+            parts_BTD.append(F.linear(embedded_BTE, projection_DE))
+        return torch.stack(parts_BTD).sum(0)
