@@ -19,7 +19,8 @@ from typing_extensions import override
 from transformer_xl import Corpus, EvaluationConfig, Run, __version__, evaluate, train
 from transformer_xl.training.trainer import Trainer
 
-_TIMING_STEPS = 15
+_TIMING_SHARE = 0.1  # duration of the timing before training, as a fraction of the time of training
+_MIN_TIMING_STEPS = 15
 
 
 class Clock(StepTimer):
@@ -59,9 +60,13 @@ def fit(assignment: Assignment, steps: int, clock: Clock, folder: Path) -> Run:
 def compete(assignment: Assignment) -> dict[str, Any]:
     """Train and score; see `implementations.competitor.compete`."""
     with tempfile.TemporaryDirectory() as folder:
+        first = Clock()
+        fit(assignment, _MIN_TIMING_STEPS, first, Path(folder) / "first")
+        step_seconds = statistics.median(first.step_seconds)
         timing = Clock()
-        fit(assignment, _TIMING_STEPS, timing, Path(folder) / "timing")
-        step_seconds = statistics.median(timing.step_seconds[_TIMING_STEPS // 3 :])
+        num_steps = max(_MIN_TIMING_STEPS, int(_TIMING_SHARE * assignment.seconds / step_seconds))
+        fit(assignment, num_steps, timing, Path(folder) / "timing")
+        step_seconds = statistics.median(timing.step_seconds[num_steps // 3 :])
         steps, clock = max(2, int(assignment.seconds / step_seconds)), Clock(assignment.seconds)
         run = fit(assignment, steps, clock, Path(folder) / "run")
     corpus, trained = Corpus.open(assignment.corpus), run.config.train.memory_length

@@ -94,9 +94,9 @@ def test_attention_window_makes_losses_independent_of_the_segment(
         (3, 101, ContextLimits(11)),
     ],
 )
-@pytest.mark.parametrize("n_layers", [1, 3])
-def test_batch_size_does_not_change_losses(make_model, batch_size, segment_length, context_limits, n_layers) -> None:
-    model, tokens_K = make_model(n_layers=n_layers), random_tokens(229)
+@pytest.mark.parametrize("settings", [{"n_layers": 1}, {"n_layers": 3}, {"n_layers": 1, "max_ngram": 6}])
+def test_batch_size_does_not_change_losses(make_model, batch_size, segment_length, context_limits, settings) -> None:
+    model, tokens_K = make_model(**settings), random_tokens(229)
     plan = EvaluationPlan(segment_length, context_limits)
     nats_K = token_nats(model, tokens_K, BOS, replace(plan, batch_size=batch_size))
     np.testing.assert_allclose(nats_K, token_nats(model, tokens_K, BOS, plan), **CLOSE)

@@ -14,7 +14,7 @@ def demo(
     *,
     out: Path = Path("runs/demo"),
     recipe: str = "demo",
-    max_tokens: Annotated[int, Integer] = 131_072,
+    max_tokens: Annotated[int | None, Integer] = None,
     device_options: DeviceFlags = DEFAULT_DEVICE,
     json: Json = False,
 ) -> int:
@@ -29,9 +29,9 @@ def demo(
     recipe
         Recipe (a name or a YAML file) with the settings of the model and its training.
     max_tokens
-        Number of test tokens to score, from the start of the test text.
+        Number of test tokens to score, from the start of the test text. [default: all]
     """
-    from transformer_xl.reproduction.demo import COLUMNS, PROMPT, run_demo
+    from transformer_xl.reproduction.demo import COLUMNS, CURVE_COLUMNS, PROMPT, run_demo
 
     result = run_demo(out, recipe=recipe, max_tokens=max_tokens, handle_signals=True, **vars(device_options))
     run = result.training
@@ -42,7 +42,8 @@ def demo(
         values = {
             "run": str(run.path),
             "report": str(result.report),
-            "results": list(result.evaluations.values()),
+            "test": result.test,
+            "by_memory_length": list(result.curve.values()),
             "gzip_bits_per_byte": result.compressors["gzip -9"],
             "xz_bits_per_byte": result.compressors["xz -9"],
             "prompt": PROMPT,
@@ -55,7 +56,7 @@ def demo(
         print_json(values)
     else:
         print(f"\nA sample, generated from {PROMPT!r}:\n\n{PROMPT}{result.sample}\n")
-        title = f"Test: the first {result.num_bytes:,} bytes of files never seen in training"
-        print_table(title, COLUMNS, result.rows())
+        print_table(f"Test: {result.test['bytes']:,} bytes of files never seen in training", COLUMNS, result.rows())
+        print_table(f"The first {result.num_curve_bytes:,} of these bytes", CURVE_COLUMNS, result.curve_rows())
         print(f"report: {result.report}   ({result.seconds:,.0f} s in all)")
     return 0

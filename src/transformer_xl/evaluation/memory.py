@@ -66,7 +66,9 @@ def receptive_field(model: LanguageModel, plan: EvaluationPlan) -> int | None:
         return None
     through_memory = memory + (num_layers - 1) * _round_up(memory, plan.segment_length)
     window = plan.context_limits.attention_window
-    return through_memory if window is None else min(through_memory, num_layers * (window - 1))
+    attended = through_memory if window is None else min(through_memory, num_layers * (window - 1))
+    # the embedding of the oldest token depends on the tokens of its n-grams that its segment's memory held
+    return attended + min(memory, model.config.max_ngram - 1)
 
 
 def warmup_length(model: LanguageModel, plan: EvaluationPlan) -> int | None:

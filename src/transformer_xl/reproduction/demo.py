@@ -38,10 +38,15 @@ from transformer_xl.text.parallel import num_cores
 from transformer_xl.text.prepare import prepare
 from transformer_xl.training.train import TrainResult, train
 
-COLUMNS = ["on the same test bytes", "bits per byte", "bytes/s"]
+COLUMNS = ["on all test bytes", "bits per byte", "bytes/s"]
 """Columns of the table of results."""
+CURVE_COLUMNS = ["memory length", "bits per byte", "bytes/s"]
+"""Columns of the table of results by memory length."""
 PROMPT = "class Queue:\n    def __init__(self"
 """Start of the generated sample."""
+
+_CURVE_TOKENS = 131_072  # test tokens scored with each memory length, from the start of the text
+_BATCH_SIZE = 8  # parts of the test text that are read at once, which is faster and changes no result
 
 _MARKER = ".txl-demo"  # a file of this name marks a folder as made by a demo
 
@@ -53,8 +58,10 @@ class DemoResult:
     training: TrainResult
     report: Path
     """Path of the report, written if training was finished."""
-    evaluations: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """`EvaluationResult.as_dict` of the test text, by memory length."""
+    test: dict[str, Any] = field(default_factory=dict)
+    """`EvaluationResult.as_dict` of the test text, with the memory length that is best on the validation text."""
+    curve: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """`EvaluationResult.as_dict` of the first part of the test text, by memory length."""
     compressors: dict[str, float] = field(default_factory=dict)
     """Bits per byte of gzip and xz on the same bytes, by command, such as `gzip -9`."""
     sample: str = ""
@@ -69,25 +76,36 @@ class DemoResult:
     """Device, processor, cores, threads and versions."""
 
     @property
-    def num_bytes(self) -> int:
-        """Number of test bytes that were scored."""
-        return next(iter(self.evaluations.values()))["bytes"]
+    def num_curve_bytes(self) -> int:
+        """Number of test bytes that were scored with each memory length."""
+        return next(iter(self.curve.values()))["bytes"]
 
     def rows(self) -> list[list[str]]:
         """Return the rows of the table of results, under COLUMNS."""
+        name = f"Transformer-XL, memory {self.test['memory_length']:,}"
+        return [
+            [name, f"{self.test['bits_per_byte']:.3f}", f"{self.test['tokens_per_second']:,.0f}"],
+            *([name, f"{bits:.3f}", ""] for name, bits in self.compressors.items()),
+        ]
+
+    def curve_rows(self) -> list[list[str]]:
+        """Return the rows of the table of results by memory length, under CURVE_COLUMNS."""
         notes = {0: " (none)", RunFolder.open(self.training.path).config.train.memory_length: " (as trained)"}
-        rows: list[list[str]] = []
-        for length, result in self.evaluations.items():
-            name = f"Transformer-XL, memory {length:,}{notes.get(length, '')}"
-            rows.append([name, f"{result['bits_per_byte']:.3f}", f"{result['tokens_per_second']:,.0f}"])
-        return rows + [[name, f"{bits:.3f}", ""] for name, bits in self.compressors.items()]
+        return [
+            [
+                f"{length:,}{notes.get(length, '')}",
+                f"{scores['bits_per_byte']:.3f}",
+                f"{scores['tokens_per_second']:,.0f}",
+            ]
+            for length, scores in self.curve.items()
+        ]
 
 
 def run_demo(
     out: Path,
     *,
     recipe: str = "demo",
-    max_tokens: int = 131_072,
+    max_tokens: int | None = None,
     device: str = "auto",
     threads: int | None = None,
     handle_signals: bool = False,
@@ -97,7 +115,7 @@ def run_demo(
     Args:
         out: folder for corpus, run and report.html; an earlier demo there is replaced.
         recipe: name or path of the recipe with the settings of the model and its training.
-        max_tokens: number of test tokens to score, from the start of the test split.
+        max_tokens: number of test tokens to score, from the start of the test split, or None for all.
         device: cuda, mps, cpu, or auto for the fastest of these that is available.
         threads: CPU threads of one operation, or None for torch's default.
         handle_signals: whether Ctrl-C and SIGTERM save a checkpoint and stop training.
@@ -108,7 +126,7 @@ def run_demo(
     start, date = time.perf_counter(), datetime.now().astimezone().isoformat(sep=" ", timespec="minutes")
     load_recipe(recipe)
     choose_device(device)
-    if max_tokens < 1:
+    if max_tokens is not None and max_tokens < 1:
         raise UserError(f"max_tokens {max_tokens}: must be 1 or more")
     _clear(out)
     corpus = prepare("python-stdlib", out / "corpus")
@@ -120,13 +138,19 @@ def run_demo(
         return DemoResult(trained, report)
     run = trained.run
     trained_length = run.config.train.memory_length
-    evaluations: dict[int, dict[str, Any]] = {}
-    for length in sorted({0, trained_length // 2, trained_length, trained_length * 4}):
-        config = EvaluationConfig(memory_length=length)
-        with ProgressBar(f"test, memory {length:,}", min(max_tokens, test.num_tokens), "tokens") as bar:
-            result = evaluate(run, test, config, max_tokens=max_tokens, progress=bar.advance)
-        evaluations[length] = result.as_dict()
-    content = run.tokenizer.decode_bytes(test.tokens[:max_tokens])
+    num_tokens = test.num_tokens if max_tokens is None else min(max_tokens, test.num_tokens)
+
+    def scores(name: str, number: int, **settings: int) -> dict[str, Any]:
+        with ProgressBar(name, number, "tokens") as bar:
+            config = EvaluationConfig(batch_size=_BATCH_SIZE, **settings)
+            return evaluate(run, test, config, max_tokens=number, progress=bar.advance).as_dict()
+
+    whole = scores("test text", num_tokens)
+    curve = {
+        length: scores(f"memory {length:,}", min(num_tokens, _CURVE_TOKENS), memory_length=length)
+        for length in sorted({0, *(trained_length * factor // 4 for factor in (1, 2, 4, 8, 16))})
+    }
+    content = run.tokenizer.decode_bytes(test.tokens[:num_tokens])
     compressors = {
         "gzip -9": 8 * len(gzip.compress(content, 9)) / len(content),
         "xz -9": 8 * len(lzma.compress(content, preset=9)) / len(content),
@@ -135,7 +159,8 @@ def run_demo(
     result = DemoResult(
         trained,
         report,
-        evaluations,
+        whole,
+        curve,
         compressors,
         text,
         time.perf_counter() - start,
@@ -169,16 +194,15 @@ def demo_page(result: DemoResult, source: str) -> str:
     """
     folder = RunFolder.open(result.training.path)
     model, train_config = folder.config.model, folder.config.train
-    best = min(evaluation["bits_per_byte"] for evaluation in result.evaluations.values())
     return page(
         "Transformer-XL, trained on this computer",
         [
             paragraph(
                 f"A model of {model.n_layers} layers with d_model {model.d_model} was trained on bytes ({source}) "
                 f"for {train_config.max_steps:,} steps of {train_config.batch_size} x {train_config.segment_length} "
-                f"bytes. The whole demo took {result.seconds:,.0f} seconds. The table scores the first "
-                f"{result.num_bytes:,} bytes of files that the model never saw; at best it needs {best:.2f} bits per "
-                "byte."
+                f"bytes. The whole demo took {result.seconds:,.0f} seconds. The table scores {result.test['bytes']:,} "
+                "bytes of files that the model never saw, with the memory length that is best on the validation text; "
+                f"it needs {result.test['bits_per_byte']:.2f} bits per byte."
             ),
             table(COLUMNS, result.rows()),
             heading("Model, training and machine"),
@@ -187,8 +211,12 @@ def demo_page(result: DemoResult, source: str) -> str:
             heading("Training"),
             chart(_training_chart(folder)),
             heading("Does memory help?"),
-            paragraph("The same weights, evaluated with different memory lengths. Lower is better."),
+            paragraph(
+                f"The same weights, evaluated with different memory lengths on the first {result.num_curve_bytes:,} "
+                "bytes. Lower is better. The model was trained with one of these lengths; longer ones are new to it."
+            ),
             chart(_memory_chart(result)),
+            table(CURVE_COLUMNS, result.curve_rows()),
             heading("A sample"),
             paragraph(
                 "The marked text is the prompt; the model generated the rest (temperature 0.7, top-k 40, seed 1)."
@@ -233,7 +261,6 @@ def _training_chart(folder: RunFolder) -> str:
 
 
 def _memory_chart(result: DemoResult) -> str:
-    bits = [evaluation["bits_per_byte"] for evaluation in result.evaluations.values()]
-    line = Line("test text", list(result.evaluations), bits, "o-")
+    line = Line("test text", list(result.curve), [scores["bits_per_byte"] for scores in result.curve.values()], "o-")
     title = "Test bits per byte by memory length"
-    return draw(title, "memory length (bytes)", "bits per byte", [line], result.compressors, log_x=True)
+    return draw(title, "memory length (bytes)", "bits per byte", [line], log_x=True)
