@@ -17,6 +17,9 @@ from interop.old_modules import OldConfig, nvidia_checkpoint, old_corpus, old_mo
 from refusals import FULL, assert_refused, full_after, no_file_larger_than
 
 from transformer_xl.cli.main import run
+from transformer_xl.config import UserError
+from transformer_xl.interop.huggingface import write
+from transformer_xl.run_folder import RunFolder
 
 Capture, Patch = pytest.CaptureFixture[str], pytest.MonkeyPatch
 # the vocabulary of the small checkpoints of these tests, whose settings and weights `golden` and `old_model` return
@@ -235,11 +238,20 @@ def test_run_that_hugging_face_cannot_express_is_refused(folder: Path, capfd: Ca
     for old, new, message in (
         ("  attention_window: 9\n", "  attention_window: 5\n", "attention_window 5 with memory_length 9"),
         ("norm_first: false\n  final_norm: false", "norm_first: true\n  final_norm: true", "final_norm"),
-        ("  qk_norm: false\n", "  qk_norm: true\n", "qk_norm true"),
     ):
         assert old in config
         Path("run/config.yaml").write_text(config.replace(old, new))
         assert_refused(folder, "convert run back --to huggingface", message, capfd)
+
+
+@pytest.mark.parametrize(("setting", "value"), [("qk_norm", True), ("max_ngram", 3)])
+def test_parts_that_hugging_face_cannot_express_are_refused(folder: Path, setting: str, value: object) -> None:
+    assert run(["convert", "hub", "run"]) == 0
+    source = RunFolder.open(Path("run"))
+    config = source.config.model_copy(update={"model": source.config.model.model_copy(update={setting: value})})
+    with pytest.raises(UserError, match=f"cannot express a model with {setting} {str(value).lower()}"):
+        write(Path("back"), config, {}, source.tokenizer)
+    assert not Path("back").exists()
 
 
 def test_run_of_an_earlier_version_is_refused(folder: Path, capfd: Capture) -> None:
