@@ -140,9 +140,9 @@ def run_demo(
     trained_length = run.config.train.memory_length
     num_tokens = test.num_tokens if max_tokens is None else min(max_tokens, test.num_tokens)
 
-    def scores(name: str, number: int, **settings: int) -> dict[str, Any]:
+    def scores(name: str, number: int, memory_length: int | None = None) -> dict[str, Any]:
         with ProgressBar(name, number, "tokens") as bar:
-            config = EvaluationConfig(batch_size=_BATCH_SIZE, **settings)
+            config = EvaluationConfig(batch_size=_BATCH_SIZE, memory_length=memory_length)
             return evaluate(run, test, config, max_tokens=number, progress=bar.advance).as_dict()
 
     whole = scores("test text", num_tokens)
