@@ -1,18 +1,22 @@
 """Compares the language models that different programs train in the same time, on the same text and processor.
 
-    python benchmarks/equal_time.py --corpus DIR --seconds 300 [--seeds 1,2,3] [--contestants ours,lstm,nanogpt,...]
+    python benchmarks/equal_time.py --corpus DIR --seconds 60 [--seeds 1,2,3] [--contestants ours,lstm,nanogpt,...]
         [--nanogpt CHECKOUT] [--peers .venv-peers/bin/python] [--ours RECIPE[:SETTING=VALUE...],...] [--out FILE]
+    python benchmarks/equal_time.py --corpus DIR --seconds 300 --best 2 ...
 
-Each contestant trains for the same wall-clock time with all cores, one at a time: first every choice of its settings
-with the first seed, contestants taking turns; then the choice with the lowest validation loss with the other seeds.
-The models have about 3.2 million parameters in their layers. Time excludes the first step, validation and scoring.
+First the duration of each contestant's training step is measured: all cores, one contestant at a time, in turns, the
+median over the rounds. Nothing else may run then. Each contestant then trains for the number of steps that take
+`--seconds`: every choice of its settings with the first seed, then the choice with the lowest validation loss with the
+other seeds. As the number of steps is fixed, these trainings may run at any time, side by side (`--jobs`). The models
+have about 3.2 million parameters in their layers. Time excludes the first step, validation and scoring.
 
 Every token of the scored text is scored exactly once, and each contestant uses the context that is best on the
 validation text: a memory length where it has memory, else overlapping windows whose tokens see at least seven eighths
 of the block. The results are the means over the seeds, with their range.
 
 Results are added to the output file after each training, and trainings that it has already are not repeated, so a
-comparison can be interrupted. A file holds results of one machine, text and time.
+comparison can be interrupted. A file holds the results of one machine and text, for any number of times; `--best N`
+leaves out all but the N best choices of the longest shorter time in the file.
 """
 
 from __future__ import annotations
@@ -26,8 +30,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +51,8 @@ HERE = Path(__file__).parent
 SIZES = {"n_layer": 4, "n_head": 4, "n_embd": 256}
 LSTM_SIZES = {"n_layers": 2, "d_model": 448}  # 3.2 million parameters in the layers
 """Architecture of this package's LSTM."""
+NGRAMS = {"max_ngram": 8, "ngram_buckets": 65_536, "d_ngram": 32}
+"""The n-gram embeddings of the recipe `fast-small`, which the LSTM is tried with too."""
 
 
 @dataclass(frozen=True)
@@ -63,16 +70,16 @@ class Contestant:
         return self.implementation != "competitor_ours"
 
 
-def lstm_choice(learning_rate: float, segment_length: int, batch_size: int) -> dict[str, Any]:
+def lstm_choice(learning_rate: float, **model: Any) -> dict[str, Any]:
     """Return settings of this package's LSTM."""
     train = {
         "optimizer": "adamw",
         "learning_rate": learning_rate,
-        "segment_length": segment_length,
-        "batch_size": batch_size,
+        "segment_length": 64,
+        "batch_size": 32,
         "max_grad_norm": 1.0,
     }
-    model = {"architecture": "lstm", **LSTM_SIZES, "dropout": 0.0}
+    model = {"architecture": "lstm", **LSTM_SIZES, "dropout": 0.0, **model}
     return {"recipe": None, "model": model, "train": train}
 
 
@@ -117,10 +124,10 @@ def contestants(args: argparse.Namespace) -> list[Contestant]:
         Contestant(
             "lstm",
             "competitor_ours",
-            [lstm_choice(rate, length, 2048 // length) for rate in (2e-3, 4e-3, 8e-3) for length in (64, 128)],
+            [lstm_choice(rate, **model) for rate in (2e-3, 4e-3, 8e-3) for model in ({}, NGRAMS)],
         ),
         Contestant("nanogpt", "competitor_nanogpt", [{**choice, "checkout": str(args.nanogpt)} for choice in windows]),
-        Contestant("gpt2", "competitor_gpt2", windows),
+        Contestant("gpt2", "competitor_gpt2", [choice for choice in windows if choice["block_size"] == 128]),
         Contestant("x-transformers", "competitor_x_transformers", segments),
     ]
     names = args.contestants.split(",")
@@ -140,14 +147,19 @@ def export(corpus: Corpus, folder: Path, args: argparse.Namespace) -> None:
         np.save(folder / f"{split}.npy", np.asarray(corpus.split(split).first(limit)[:]))
 
 
-def identity(contestant: str, settings: dict[str, Any], seed: int) -> str:
-    """Return what identifies a training in the results; a checkout may lie anywhere."""
-    known = {name: value for name, value in settings.items() if name != "checkout"}
-    return json.dumps([contestant, known, seed], sort_keys=True)
+def without_checkout(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings that are recorded; a checkout may lie anywhere."""
+    return {name: value for name, value in settings.items() if name != "checkout"}
+
+
+def without_rate(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the recorded settings without the learning rate, which changes no step's duration."""
+    kept = {name: value for name, value in without_checkout(settings).items() if name != "learning_rate"}
+    return {name: without_rate(value) if isinstance(value, dict) else value for name, value in kept.items()}
 
 
 class Comparison:
-    """The trainings of one text and time, in a file that grows with each of them."""
+    """The step durations and trainings of one text, in a file that grows with each of them."""
 
     def __init__(self, args: argparse.Namespace, corpus: Corpus, folder: Path) -> None:
         self.args, self.corpus, self.folder = args, corpus, folder
@@ -156,31 +168,65 @@ class Comparison:
         self.setting = {
             "text": corpus.record.name,
             "text_sha256": corpus.record.splits["train"].sha256,
-            "seconds": args.seconds,
             "dtype": self.dtype,
             "valid_tokens": args.valid_tokens,
             "test_tokens": args.test_tokens,
             "machine": {"cpu": cpu_model(), "features": cpu_features(), "cores": os.cpu_count()},
             "versions": {"python": platform.python_version()},
         }
+        self.step_times: list[dict[str, Any]] = []
         self.trainings: list[dict[str, Any]] = []
+        self.lock = threading.Lock()
         if args.out.exists():
             earlier = json.loads(args.out.read_text(encoding="utf-8"))
             if different := [name for name, value in self.setting.items() if earlier.get(name) != value]:
                 raise UserError(f"{args.out} has results with another {different[0]}; choose another --out")
-            self.trainings = earlier["trainings"]
+            self.step_times, self.trainings = earlier["step_times"], earlier["trainings"]
 
-    def training(self, contestant: Contestant, settings: dict[str, Any], seed: int) -> dict[str, Any]:
-        """Return the result of a training, from the file if it is there."""
-        key = identity(contestant.name, settings, seed)
-        for entry in self.trainings:
-            if identity(entry["contestant"], entry["settings"], entry["seed"]) == key:
-                return entry
+    def step_seconds(self, contestant: Contestant, settings: dict[str, Any]) -> float | None:
+        """Return the median duration of a training step; None if it was not measured."""
+        for entry in self.step_times:
+            if (entry["contestant"], entry["settings"]) == (contestant.name, without_rate(settings)):
+                return statistics.median(entry["seconds"])
+        return None
+
+    def measure_steps(self, choices: list[tuple[Contestant, dict[str, Any]]]) -> None:
+        """Measure the steps of those choices that were not measured yet, in turns."""
+        missing: dict[str, tuple[Contestant, dict[str, Any]]] = {}
+        for contestant, settings in choices:
+            if self.step_seconds(contestant, settings) is None:
+                missing.setdefault(json.dumps([contestant.name, without_rate(settings)]), (contestant, settings))
+        if not missing:
+            return
         load = warn_if_busy()
+        seconds: dict[str, list[float]] = {key: [] for key in missing}
+        for number in range(self.args.rounds):
+            for key in missing if number % 2 == 0 else reversed(missing):
+                contestant, settings = missing[key]
+                result = self.run(contestant, settings, 1, None, os.cpu_count() or 1)
+                seconds[key].append(result["step_seconds"])
+            say(f"round {number + 1} of {self.args.rounds}: " + ", ".join(f"{of[-1]:.3f} s" for of in seconds.values()))
+        self.step_times += [
+            {
+                "contestant": contestant.name,
+                "settings": without_rate(settings),
+                "seconds": seconds[key],
+                "load_average_before": load,
+                "commit": commit(),
+            }
+            for key, (contestant, settings) in missing.items()
+        ]
+        self.write()
+
+    def run(
+        self, contestant: Contestant, settings: dict[str, Any], seed: int, steps: int | None, threads: int
+    ) -> dict[str, Any]:
+        """Return the result of a process that trains and scores, or measures steps if their number is None."""
         assignment = Assignment(
             implementation=contestant.implementation,
             settings=settings,
-            seconds=self.args.seconds,
+            steps=steps,
+            seconds=self.args.round_seconds,
             seed=seed,
             folder=str(self.folder),
             corpus=str(self.args.corpus.resolve()),
@@ -189,34 +235,72 @@ class Comparison:
             dtype=self.dtype,
         )
         python = str(self.args.peers.absolute()) if contestant.is_peer else sys.executable
-        process = subprocess.run(
-            [python, "-m", "implementations.competitor", json.dumps(asdict(assignment))],
-            cwd=HERE, stdout=subprocess.PIPE, text=True,
-            env={**os.environ, "OMP_NUM_THREADS": str(self.args.threads)},
-        )  # fmt: skip
-        if process.returncode:
-            sys.exit(f"{contestant.name} ended with status {process.returncode}; see its error above")
-        entry = {
+        return run_process(
+            [python, "-m", "implementations.competitor", json.dumps(asdict(assignment))], contestant.name, threads
+        )
+
+    def training(self, contestant: Contestant, settings: dict[str, Any], seed: int) -> dict[str, Any]:
+        """Return the result of a training, from the file if it is there."""
+        key = {
             "contestant": contestant.name,
-            "settings": {name: value for name, value in settings.items() if name != "checkout"},
+            "settings": without_checkout(settings),
+            "seconds": self.args.seconds,
             "seed": seed,
-            "load_average_before": load,
-            "commit": commit(),
-            **json.loads(process.stdout.splitlines()[-1]),
         }
-        self.trainings.append(entry)
-        nats = entry["valid_nats_per_token"]
-        say(f"{contestant.name}, seed {seed}: {describe(nats)} valid after {entry['train_seconds']} s; {settings}")
-        write({**self.setting, "trainings": self.trainings, "table": self.table()}, self.args.out)
-        time.sleep(self.args.rest)
+        for entry in self.trainings:
+            if all(entry[name] == value for name, value in key.items()):
+                return entry
+        step_seconds = self.step_seconds(contestant, settings)
+        assert step_seconds is not None
+        steps = max(2, round(self.args.seconds / step_seconds))
+        result = self.run(contestant, settings, seed, steps, max(1, self.args.threads // self.args.jobs))
+        entry = {**key, "commit": commit(), **result}
+        say(f"{contestant.name}, seed {seed}: {describe(valid_loss(entry))} valid after {steps} steps; {settings}")
+        with self.lock:
+            self.trainings.append(entry)
+            self.write()
         return entry
 
-    def table(self) -> list[dict[str, Any]]:
+    def best_of_shorter(self, contestant: Contestant) -> list[dict[str, Any]]:
+        """Return a contestant's best choices of the longest shorter time; all if --best was not given.
+
+        Raises:
+            UserError: a choice has no training of a shorter time.
+        """
+        choices, shorter = contestant.choices, [e for e in self.trainings if e["seconds"] < self.args.seconds]
+        if self.args.best is None or len(choices) <= self.args.best:
+            return choices
+        longest = max((entry["seconds"] for entry in shorter), default=0)
+        losses = []
+        for choice in choices:
+            same = [
+                valid_loss(entry)
+                for entry in shorter
+                if entry["seconds"] == longest
+                and (entry["contestant"], entry["settings"]) == (contestant.name, without_checkout(choice))
+            ]
+            if not same:
+                raise UserError(f"--best needs all choices of {contestant.name} at a shorter time in {self.args.out}")
+            losses.append(same[0])  # that of the first seed, which all choices have
+        order = sorted(range(len(choices)), key=losses.__getitem__)
+        return [choices[index] for index in sorted(order[: self.args.best])]
+
+    def write(self) -> None:
+        """Write all results with the tables that follow from them."""
+        times = sorted({entry["seconds"] for entry in self.trainings})
+        tables = {f"{seconds:g}": self.table(seconds) for seconds in times}
+        write(
+            {**self.setting, "step_times": self.step_times, "trainings": self.trainings, "tables": tables},
+            self.args.out,
+        )
+
+    def table(self, seconds: float) -> list[dict[str, Any]]:
         """Return a row for each contestant, from the trainings of its best choice of settings."""
-        rows = []
-        for name in dict.fromkeys(entry["contestant"] for entry in self.trainings):
-            own = [entry for entry in self.trainings if entry["contestant"] == name]
-            best = min((entry for entry in own if entry["seed"] == own[0]["seed"]), key=valid_loss)
+        rows, trainings = [], [entry for entry in self.trainings if entry["seconds"] == seconds]
+        for name in dict.fromkeys(entry["contestant"] for entry in trainings):
+            own = [entry for entry in trainings if entry["contestant"] == name]
+            first_seed = own[0]["seed"]
+            best = min((entry for entry in own if entry["seed"] == first_seed), key=valid_loss)
             same = [entry for entry in own if entry["settings"] == best["settings"]]
             test = [entry["test_nats_per_token"] / math.log(2) for entry in same]
             rows.append(
@@ -235,6 +319,19 @@ class Comparison:
         return sorted(rows, key=lambda row: row["test_bits_per_token"])
 
 
+def run_process(command: list[str], name: str, threads: int) -> dict[str, Any]:
+    """Run a process that ends when this one does, and return the JSON of the last line that it prints."""
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    with subprocess.Popen(
+        command, cwd=HERE, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout
+        lines = process.stdout.read().splitlines()
+        if process.wait():
+            sys.exit(f"{name} ended with status {process.returncode}; see its error above")
+    return json.loads(lines[-1])
+
+
 def valid_loss(entry: dict[str, Any]) -> float:
     """Return the validation loss of a training; settings are chosen by it, never by the test text."""
     return entry["valid_nats_per_token"]
@@ -245,29 +342,37 @@ def describe(nats: float) -> str:
     return f"{nats / math.log(2):.4f} bits per token (perplexity {math.exp(nats):.2f})"
 
 
-def in_turns(chosen: list[Contestant]) -> Iterator[tuple[Contestant, dict[str, Any]]]:
+def in_turns(chosen: list[tuple[Contestant, list[dict[str, Any]]]]) -> Iterator[tuple[Contestant, dict[str, Any]]]:
     """Yield the choices of all contestants, which take turns."""
-    for index in range(max(len(contestant.choices) for contestant in chosen)):
-        for contestant in chosen:
-            if index < len(contestant.choices):
-                yield contestant, contestant.choices[index]
+    for index in range(max(len(choices) for _, choices in chosen)):
+        for contestant, choices in chosen:
+            if index < len(choices):
+                yield contestant, choices[index]
 
 
 def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Run all trainings that the output file lacks, and return the table."""
+    """Measure and train what the output file lacks, and return the table of this time."""
     chosen, corpus = contestants(args), Corpus.open(args.corpus)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.jobs) as pool:
         export(corpus, Path(folder), args)
         comparison = Comparison(args, corpus, Path(folder))
+        choices = list(in_turns([(contestant, comparison.best_of_shorter(contestant)) for contestant in chosen]))
+        comparison.measure_steps(choices)
         first_seed, *seeds = [int(seed) for seed in args.seeds.split(",")]
-        tried: dict[str, list[dict[str, Any]]] = {contestant.name: [] for contestant in chosen}
-        for contestant, settings in in_turns(chosen):
-            result = comparison.training(contestant, settings, first_seed)
-            tried[contestant.name].append({"valid_nats_per_token": result["valid_nats_per_token"], "of": settings})
-        for seed in seeds:
-            for contestant in chosen:
-                comparison.training(contestant, min(tried[contestant.name], key=valid_loss)["of"], seed)
-        return comparison.table()
+        results = pool.map(lambda choice: comparison.training(*choice, first_seed), choices)
+        tried = [
+            (contestant.name, settings, valid_loss(result))
+            for (contestant, settings), result in zip(choices, results, strict=True)
+        ]
+        best = {
+            contestant.name: min((entry for entry in tried if entry[0] == contestant.name), key=lambda entry: entry[2])[
+                1
+            ]
+            for contestant in chosen
+        }
+        again = [(contestant, best[contestant.name], seed) for seed in seeds for contestant in chosen]
+        list(pool.map(lambda training: comparison.training(*training), again))
+        return comparison.table(args.seconds)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -276,18 +381,21 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, required=True, help="time of each training")
     parser.add_argument("--seeds", default="1,2,3", help="the first one chooses among settings (default 1,2,3)")
     parser.add_argument("--contestants", default="ours,lstm,nanogpt,gpt2,x-transformers", help="separated by commas")
-    parser.add_argument("--ours", default="small", help="recipes with settings to choose from, separated by commas")
+    parser.add_argument("--ours", default="fast-small", help="recipes with settings to choose from, with commas")
+    parser.add_argument("--best", type=int, help="train only the best N choices of a shorter time in the file")
+    parser.add_argument("--jobs", type=int, default=1, help="trainings side by side (1); steps are measured alone")
+    parser.add_argument("--rounds", type=int, default=3, help="in which the steps are measured (3)")
+    parser.add_argument("--round-seconds", type=float, default=10.0, help="of each contestant in a round (10)")
     parser.add_argument("--nanogpt", type=Path, help="checkout of nanoGPT")
     parser.add_argument("--peers", type=Path, default=PEERS, help="Python of the other implementations")
     parser.add_argument("--valid-tokens", type=int, default=65_536, help="tokens that choices are made by (65,536)")
     parser.add_argument("--test-tokens", type=int, default=131_072, help="tokens of the results (131,072)")
     parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help="of matrix products")
-    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads of each training (default: cores)")
-    parser.add_argument("--rest", type=float, default=2.0, help="seconds between two trainings (default 2)")
-    parser.add_argument("--out", type=Path, help="JSON file (default benchmarks/results/equal-time-TEXT-SECONDS.json)")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads of all trainings (default: cores)")
+    parser.add_argument("--out", type=Path, help="JSON file (default benchmarks/results/equal-time-TEXT.json)")
     args = parser.parse_args()
     if args.out is None:
-        args.out = RESULTS / f"equal-time-{args.corpus.resolve().name}-{args.seconds:g}.json"
+        args.out = RESULTS / f"equal-time-{args.corpus.resolve().name}.json"
     return args
 
 

@@ -1,8 +1,9 @@
-"""Process that trains one contestant of `equal_time.py` for a fixed time, scores it, and prints one line of JSON.
+"""Process that trains one contestant of `equal_time.py`, scores it, and prints one line of JSON.
 
-    python -m implementations.competitor '{"implementation": "competitor_nanogpt", "seconds": 60, ...}'
+    python -m implementations.competitor '{"implementation": "competitor_nanogpt", "steps": 600, ...}'
 
-The argument is an `Assignment` as JSON. The process needs only torch, numpy and the packages of its implementation, so
+The argument is an `Assignment` as JSON. The process ends when its standard input is closed, so it does not outlive the
+process that started it. It needs only torch, numpy and the packages of its implementation, so
 it also runs in the environment of the other implementations (benchmarks/peers.txt).
 
 Shape suffixes: B batch rows, T tokens of a segment, K tokens of a text, C tokens of a text's chunk.
@@ -14,7 +15,10 @@ import dataclasses
 import importlib
 import json
 import math
+import os
+import statistics
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -37,8 +41,10 @@ class Assignment:
     """Name of a module in this folder."""
     settings: dict[str, Any]
     """Settings of this implementation; its module explains them."""
+    steps: int | None
+    """Number of training steps; None: only measure how long a step takes."""
     seconds: float
-    """Time of training, without the first step, validation and scoring."""
+    """Time for which steps are measured."""
     seed: int
     folder: str
     """Folder with train.npy, valid.npy and test.npy: token ids."""
@@ -149,7 +155,7 @@ def rate_factor(progress: float, min_rate_ratio: float) -> float:
     """Return the learning rate as a fraction of its peak: linear warm-up, then cosine decay to `min_rate_ratio`.
 
     Args:
-        progress: the fraction of the time that has passed.
+        progress: the fraction of the training that has passed.
         min_rate_ratio: the fraction at the end.
     """
     if progress < WARMUP_SHARE:
@@ -158,27 +164,34 @@ def rate_factor(progress: float, min_rate_ratio: float) -> float:
     return min_rate_ratio + (1 - min_rate_ratio) * 0.5 * (1 + math.cos(math.pi * decay))
 
 
-def train(competitor: Competitor, assignment: Assignment, max_grad_norm: float = 1.0) -> tuple[int, float]:
-    """Train until the time is over; the first step is not counted. Return the number of steps and the seconds."""
-    start, step = time.perf_counter(), 0
-    while True:
-        elapsed = time.perf_counter() - start
-        if step and elapsed >= assignment.seconds:
-            return step, elapsed
-        rate = competitor.learning_rate * rate_factor(
-            elapsed / assignment.seconds if step else 0.0, competitor.min_rate_ratio
-        )
-        for group in competitor.optimizer.param_groups:
-            group["lr"] = rate
-        with assignment.autocast():
-            loss = competitor.loss()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(competitor.model.parameters(), max_grad_norm)
-        competitor.optimizer.step()
-        competitor.optimizer.zero_grad(set_to_none=True)
-        if not step:
-            start = time.perf_counter()
-        step += 1
+def train_step(competitor: Competitor, assignment: Assignment, progress: float, max_grad_norm: float = 1.0) -> None:
+    """Run one optimizer step.
+
+    Args:
+        competitor: the model in training.
+        assignment: its assignment.
+        progress: the fraction of the training that has passed, which sets the learning rate.
+        max_grad_norm: the norm to which gradients are clipped.
+    """
+    for group in competitor.optimizer.param_groups:
+        group["lr"] = competitor.learning_rate * rate_factor(progress, competitor.min_rate_ratio)
+    with assignment.autocast():
+        loss = competitor.loss()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(competitor.model.parameters(), max_grad_norm)
+    competitor.optimizer.step()
+    competitor.optimizer.zero_grad(set_to_none=True)
+
+
+def step_seconds(competitor: Competitor, assignment: Assignment) -> float:
+    """Return the median duration of the steps in a time, without the first."""
+    train_step(competitor, assignment, 0.5)
+    durations: list[float] = []
+    while sum(durations) < assignment.seconds:
+        start = time.perf_counter()
+        train_step(competitor, assignment, 0.5)
+        durations.append(time.perf_counter() - start)
+    return statistics.median(durations)
 
 
 @torch.no_grad()
@@ -197,16 +210,21 @@ def score(competitor: Competitor, assignment: Assignment, split: str, context: i
 
 
 def compete(competitor: Competitor, assignment: Assignment) -> dict[str, Any]:
-    """Train, choose the context that is best on the validation text, and score the test text with it."""
-    steps, seconds = train(competitor, assignment)
+    """Train, choose the context that is best on the validation text, and score the test text with it.
+
+    With `steps` None only measure how long a step takes.
+    """
+    if assignment.steps is None:
+        return {"step_seconds": step_seconds(competitor, assignment)}
+    for step in range(assignment.steps):
+        train_step(competitor, assignment, step / assignment.steps)
     valid = {context: score(competitor, assignment, "valid", context) for context in competitor.contexts}
     best = min(valid, key=lambda context: valid[context])
     return {
         "parameters": sum(parameter.numel() for parameter in competitor.model.parameters()),
         "note": competitor.note,
         "versions": {"torch": torch.__version__, **competitor.versions},
-        "steps": steps,
-        "train_seconds": round(seconds, 1),
+        "steps": assignment.steps,
         "valid_nats_per_token": valid[best],
         "valid_nats_per_token_by_context": {str(context): nats for context, nats in valid.items()},
         "context": best,
@@ -214,8 +232,15 @@ def compete(competitor: Competitor, assignment: Assignment) -> dict[str, Any]:
     }
 
 
+def exit_with_parent() -> None:
+    """End this process when its standard input is closed, as it is when the process that started it ends."""
+    sys.stdin.read()
+    os._exit(1)
+
+
 def main() -> None:
     """Read the assignment, train and score, and print the result as one line of JSON."""
+    threading.Thread(target=exit_with_parent, daemon=True).start()
     values = json.loads(sys.argv[1])
     assignment = Assignment(**{field.name: values[field.name] for field in dataclasses.fields(Assignment)})
     torch.manual_seed(assignment.seed)

@@ -1,8 +1,7 @@
-"""This package in `equal_time.py`: `train` with a recipe for as many steps as fit into the time, then `evaluate`.
+"""This package in `equal_time.py`: `train` with a recipe for a number of steps, then `evaluate`.
 
 Settings: `recipe`, and optionally `model` and `train`, settings that replace single ones of the recipe. Schedules are
-scaled with the number of steps: `warmup_share` (default 0.1) of them warm up. The number of steps follows from a short
-timing; training stops at the end of the time even if steps are left, so that this package never gets more time.
+scaled with the number of steps: `warmup_share` (default 0.1) of them warm up.
 """
 
 from __future__ import annotations
@@ -16,28 +15,27 @@ from implementations.competitor import Assignment
 from trainee import StepTimer
 from typing_extensions import override
 
-from transformer_xl import Corpus, EvaluationConfig, Run, __version__, evaluate, train
+from transformer_xl import Callback, Corpus, EvaluationConfig, Run, __version__, evaluate, train
 from transformer_xl.training.trainer import Trainer
 
-_TIMING_SHARE = 0.1  # duration of the timing before training, as a fraction of the time of training
-_MIN_TIMING_STEPS = 15
+_MANY_STEPS = 100_000  # of which a measurement runs the first
 
 
 class Clock(StepTimer):
     """Measures the steps, and stops training when the time is over."""
 
-    def __init__(self, seconds: float | None = None) -> None:
+    def __init__(self, seconds: float) -> None:
         super().__init__()
         self.seconds = seconds
 
     @override
     def on_step(self, trainer: Trainer, num_tokens: int) -> None:
         super().on_step(trainer, num_tokens)
-        if self.seconds is not None and sum(self.step_seconds) >= self.seconds:
+        if sum(self.step_seconds) >= self.seconds:
             trainer.stop()
 
 
-def fit(assignment: Assignment, steps: int, clock: Clock, folder: Path) -> Run:
+def fit(assignment: Assignment, steps: int, callbacks: list[Callback], folder: str) -> Run:
     """Train for so many steps, and return the run."""
     settings = assignment.settings
     replaced = {
@@ -52,23 +50,19 @@ def fit(assignment: Assignment, steps: int, clock: Clock, folder: Path) -> Run:
         **settings.get("train", {}),
     }
     return train(
-        *(settings["recipe"], assignment.corpus, folder),
-        model=settings.get("model"), train=replaced, callbacks=[clock], progress=False,
+        *(settings["recipe"], assignment.corpus, Path(folder) / "run"),
+        model=settings.get("model"), train=replaced, callbacks=callbacks, progress=False,
     ).run  # fmt: skip
 
 
 def compete(assignment: Assignment) -> dict[str, Any]:
-    """Train and score; see `implementations.competitor.compete`."""
+    """Train and score, or measure steps; see `implementations.competitor.compete`."""
     with tempfile.TemporaryDirectory() as folder:
-        first = Clock()
-        fit(assignment, _MIN_TIMING_STEPS, first, Path(folder) / "first")
-        step_seconds = statistics.median(first.step_seconds)
-        timing = Clock()
-        num_steps = max(_MIN_TIMING_STEPS, int(_TIMING_SHARE * assignment.seconds / step_seconds))
-        fit(assignment, num_steps, timing, Path(folder) / "timing")
-        step_seconds = statistics.median(timing.step_seconds[num_steps // 3 :])
-        steps, clock = max(2, int(assignment.seconds / step_seconds)), Clock(assignment.seconds)
-        run = fit(assignment, steps, clock, Path(folder) / "run")
+        if assignment.steps is None:
+            clock = Clock(assignment.seconds)
+            fit(assignment, _MANY_STEPS, [clock], folder)
+            return {"step_seconds": statistics.median(clock.step_seconds)}
+        run = fit(assignment, assignment.steps, [], folder)
     corpus, trained = Corpus.open(assignment.corpus), run.config.train.memory_length
     lengths = {split: len(assignment.tokens(split)) for split in ("valid", "test")}
 
@@ -82,9 +76,7 @@ def compete(assignment: Assignment) -> dict[str, Any]:
         "parameters": run.model.num_parameters(),
         "note": "the memory length of scoring chosen on the validation text",
         "versions": {"transformer_xl": __version__},
-        "steps": len(clock.step_seconds) + 1,
-        "planned_steps": steps,
-        "train_seconds": round(sum(clock.step_seconds), 1),
+        "steps": assignment.steps,
         "valid_nats_per_token": valid[best],
         "valid_nats_per_token_by_context": {str(length): loss for length, loss in valid.items()},
         "context": best,

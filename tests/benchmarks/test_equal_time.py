@@ -7,7 +7,6 @@ import json
 import math
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import equal_time
@@ -76,51 +75,85 @@ def args(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace:
     """Arguments of a comparison of a tiny corpus."""
     prepare(documents=["some text\n" * 500], out=tmp_path / "corpus")
     words = ["--corpus", str(tmp_path / "corpus"), "--seconds", "1", "--seeds", "1,2", "--contestants", "ours,gpt2"]
-    words += ["--ours", "small,tiny", "--peers", sys.executable, "--rest", "0", "--out", str(tmp_path / "out.json")]
+    words += ["--ours", "small,tiny", "--peers", sys.executable, "--rounds", "3", "--out", str(tmp_path / "out.json")]
     monkeypatch.setattr(sys, "argv", ["equal_time.py", *words])
     return equal_time.parse_arguments()
 
 
-def test_settings_are_chosen_by_validation_loss_and_nothing_is_trained_twice(
-    args: argparse.Namespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trained: list[dict[str, Any]] = []
+class Processes:
+    """Stands in for the processes: steps of 0.1 s, and test losses that are lowest where validation losses are not."""
 
-    def train(command: list[str], **_: Any) -> SimpleNamespace:
-        """Return losses in which the test loss is lowest where the validation loss is not."""
+    def __init__(self) -> None:
+        self.assignments: list[dict[str, Any]] = []
+        self.interrupt_at: int | None = None
+
+    def run(self, command: list[str], name: str, threads: int) -> dict[str, Any]:
         assignment = json.loads(command[-1])
-        trained.append(assignment)
+        self.assignments.append(assignment)
+        if len(self.assignments) == self.interrupt_at:
+            raise KeyboardInterrupt
+        if assignment["steps"] is None:
+            return {"step_seconds": 0.1 if len(self.assignments) > 2 else 7.0}  # a disturbed first round
         settings = assignment["settings"]
         good = settings.get("recipe") == "tiny" or settings.get("learning_rate") == 2e-3
         losses = {"valid_nats_per_token": 1.0 if good else 2.0, "test_nats_per_token": 1.5 if good else 0.5}
-        result = {**losses, "parameters": 7, "steps": 3, "train_seconds": 1.0, "context": 64}
-        if len(trained) == 5 and interrupted:
-            raise KeyboardInterrupt
-        return SimpleNamespace(returncode=0, stdout=f"a library prints\n{json.dumps(result)}\n")
+        return {**losses, "parameters": 7, "steps": assignment["steps"], "context": 64}
 
-    monkeypatch.setattr(equal_time.subprocess, "run", train)
+
+@pytest.fixture
+def processes(monkeypatch: pytest.MonkeyPatch) -> Processes:
+    processes = Processes()
+    monkeypatch.setattr(equal_time, "run_process", processes.run)
     monkeypatch.setattr(equal_time, "commit", lambda: "abc")
-    interrupted = True
+    return processes
+
+
+def test_settings_are_chosen_by_validation_loss_and_nothing_is_trained_twice(
+    args: argparse.Namespace, processes: Processes
+) -> None:
+    # 3 rounds of the steps of 3 models; 2 choices of ours and 3 of gpt2 with the first seed; both with the second
+    processes.interrupt_at = 9 + 4
     with pytest.raises(KeyboardInterrupt):
         compare(args)
-    interrupted = False
     table = compare(args)
-    # 2 choices of ours and 6 of gpt2 with the first seed, both with the second; the fifth was interrupted
-    assert len(trained) == 2 + 6 + 2 + 1
-    assert len(json.loads(args.out.read_text())["trainings"]) == 10
+    assert len(processes.assignments) == 9 + 2 + 3 + 2 + 1
+    assert {assignment["steps"] for assignment in processes.assignments} == {None, 10}
+    assert len(json.loads(args.out.read_text())["trainings"]) == 7
     rows = {row["contestant"]: row for row in table}
     assert rows["ours"]["settings"]["recipe"] == "tiny"
     assert rows["gpt2"]["settings"]["learning_rate"] == 2e-3
     assert {row["seeds"] for row in table} == {2}
     assert {row["test_bits_per_token"] for row in table} == {round(1.5 / math.log(2), 4)}
-    args.seconds = 2.0
-    with pytest.raises(UserError, match="has results with another seconds; choose another --out"):
+    args.dtype = "float64"
+    with pytest.raises(UserError, match="has results with another dtype; choose another --out"):
         compare(args)
 
 
+def test_a_longer_time_tries_the_best_choices_of_a_shorter_one(args: argparse.Namespace, processes: Processes) -> None:
+    args.best = 1
+    with pytest.raises(UserError, match="--best needs all choices of ours at a shorter time"):
+        compare(args)
+    args.best = None
+    compare(args)
+    processes.assignments.clear()
+    args.best, args.seconds = 1, 3.0
+    compare(args)
+    assert [(of["steps"], of["seed"]) for of in processes.assignments] == [(30, 1), (30, 1), (30, 2), (30, 2)]
+    tables = json.loads(args.out.read_text())["tables"]
+    assert {name: {row["seeds"] for row in table} for name, table in tables.items()} == {"1": {2}, "3": {2}}
+
+
 def test_contestants_take_turns(args: argparse.Namespace) -> None:
-    names = [contestant.name for contestant, _ in in_turns(equal_time.contestants(args))]
-    assert names == ["ours", "gpt2", "ours", "gpt2", "gpt2", "gpt2", "gpt2", "gpt2"]
+    chosen = [(contestant, contestant.choices) for contestant in equal_time.contestants(args)]
+    assert [contestant.name for contestant, _ in in_turns(chosen)] == ["ours", "gpt2", "ours", "gpt2", "gpt2"]
     args.contestants = "ours,nanogpt"
     with pytest.raises(UserError, match="nanogpt needs --nanogpt DIR"):
         equal_time.contestants(args)
+
+
+def test_a_process_trains_and_scores(args: argparse.Namespace) -> None:
+    args.contestants, args.ours, args.seconds, args.seeds = "ours", "tiny:train.batch_size=2", 0.05, "1"
+    args.rounds, args.round_seconds, args.valid_tokens, args.test_tokens = 1, 0.05, 200, 300
+    (row,) = compare(args)
+    assert row["steps"] >= 2
+    assert 0 < row["test_bits_per_token"] < 8.1
