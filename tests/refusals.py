@@ -24,6 +24,8 @@ from transformer_xl.cli.main import run
 
 Capture, Patch = pytest.CaptureFixture[str], pytest.MonkeyPatch
 
+NO_RECIPE = Path(__file__).with_name("no_recipe.yaml")
+"""A recipe without settings, for `txl train` with the defaults of all settings."""
 FULL = "no space left on the device; free some or choose another path"
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from refusals import assert_refused, do, error_of, files, no_file_larger_than, txl
+from refusals import NO_RECIPE, assert_refused, do, error_of, files, no_file_larger_than, txl
 
 from transformer_xl import Corpus, EvaluationPlan, load
 from transformer_xl.analysis.attention_maps import AttentionMeans, require_attention_terms, trace_attention
@@ -49,7 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("learned", "corpus", f"{SMALL} --model.architecture al-rfou"),
         ("lstm", "corpus", "--model.architecture lstm --model.d-model 14 --model.n-layers 2"),
     ):
-        do(f"train --corpus {folder}/{corpus} --run {folder}/{run} {options} {SHORT}")
+        do(f"train {NO_RECIPE} --corpus {folder}/{corpus} --run {folder}/{run} {options} {SHORT}")
     # a run without weights
     (folder / "empty" / "checkpoints").mkdir(parents=True)
     for file in ("config.yaml", "txl_tokenizer.json"):

@@ -15,7 +15,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from refusals import FULL, assert_refused, do, error_of, full_after, no_file_larger_than
+from refusals import FULL, NO_RECIPE, assert_refused, do, error_of, full_after, no_file_larger_than
 from safetensors.torch import save_file
 
 from transformer_xl import device
@@ -31,7 +31,7 @@ from transformer_xl.training.trainer import Trainer
 Capture, Patch = pytest.CaptureFixture[str], pytest.MonkeyPatch
 needs_permissions = pytest.mark.skipif(os.geteuid() == 0, reason="root may read and write all files")
 
-TRAIN = "train --corpus corpus --run new"
+TRAIN = f"train {NO_RECIPE} --corpus corpus --run new"
 TRAIN_SMALL = (
     f"{TRAIN} --model.n-layers=2 --model.d-model=14 --model.n-heads=2 --model.d-head=5 --model.d-ff=19 "
     "--train.segment-length=7 --train.memory-length=11 --train.batch-size=3 --train.max-steps=5 --train.eval-interval=3"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from refusals import assert_refused, do, txl
+from refusals import NO_RECIPE, assert_refused, do, txl
 
 Capture = pytest.CaptureFixture[str]
 SIZES = "--model.n-layers 1 --model.d-model 16"
@@ -25,7 +25,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "text.txt").write_bytes(b"".join(b"line %d\n" % number for number in range(99)))
     do(f"prepare {folder}/text.txt --out {folder}/corpus")
     for name in ("lstm", "al-rfou"):
-        do(f"train --corpus {folder}/corpus --run {folder}/{name} {SIZES} {SHORT} --model.architecture {name}")
+        flags = f"{SIZES} {SHORT} --model.architecture {name}"
+        do(f"train {NO_RECIPE} --corpus {folder}/corpus --run {folder}/{name} {flags}")
     return folder
 
 
@@ -67,7 +68,9 @@ def test_architecture_flag_drops_settings_that_it_does_not_have(folder: Path) ->
     ],
 )
 def test_invalid_setting_is_refused(folder: Path, capfd: Capture, flags: str, message: str) -> None:
-    assert_refused(folder, f"train --corpus {folder}/corpus --run {folder}/new {SIZES} {SHORT} {flags}", message, capfd)
+    assert_refused(
+        folder, f"train {NO_RECIPE} --corpus {folder}/corpus --run {folder}/new {SIZES} {SHORT} {flags}", message, capfd
+    )
 
 
 # {} is the folder of the fixture

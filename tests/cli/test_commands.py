@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from refusals import txl
+from refusals import NO_RECIPE, txl
 
 import transformer_xl
 from transformer_xl.config import EvaluationConfig, load_recipe, recipe_names
@@ -50,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "prepare", folder / "text.txt", "--out", folder / "corpus", "--test-fraction", "0.1", "--split-method", "end"
     )
     assert (prepared.status, prepared.err) == (0, "")
-    trained = txl("train", "--corpus", folder / "corpus", "--run", folder / "run", *MODEL, *TRAIN)
+    trained = txl("train", NO_RECIPE, "--corpus", folder / "corpus", "--run", folder / "run", *MODEL, *TRAIN)
     assert trained.status == 0
     assert "17 steps" in trained.out
     assert f"next: txl evaluate {folder / 'run'}" in trained.out
@@ -67,11 +67,20 @@ def test_printed_commands_quote_paths(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_bytes(TEXT)
     corpus, run = tmp_path / "a corpus", tmp_path / "it's a run"
     printed = txl("prepare", tmp_path / "text.txt", "--out", corpus).out.splitlines()[-1]
-    assert shlex.split(printed) == ["next:", "txl", "train", "small", "--corpus", str(corpus)]
-    printed = txl("train", "--corpus", corpus, "--run", run, *MODEL, *TRAIN).out.splitlines()[-1]
+    assert shlex.split(printed) == ["next:", "txl", "train", "tiny", "--corpus", str(corpus)]
+    printed = txl("train", NO_RECIPE, "--corpus", corpus, "--run", run, *MODEL, *TRAIN).out.splitlines()[-1]
     assert shlex.split(printed) == ["next:", "txl", "evaluate", str(run)]
-    refused = txl("train", "--corpus", corpus, "--run", run, *MODEL, *TRAIN).err
+    refused = txl("train", NO_RECIPE, "--corpus", corpus, "--run", run, *MODEL, *TRAIN).err
     assert f"resume it (txl train --resume {shlex.quote(str(run))})" in refused
+
+
+def test_the_default_recipe(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    flags = ["--model.n-layers", "1", "--train.batch-size", "2", "--train.max-steps", "1", "--train.warmup-steps", "0"]
+    trained = txl("train", "--corpus", folder / "corpus", *flags, "--json")
+    assert trained.object["run"] == "runs/corpus-fast-small"
+    config = RunFolder.open(Path("runs/corpus-fast-small")).config
+    assert (config.model.n_layers, config.model.max_ngram, config.train.optimizer) == (1, 8, "muon")
 
 
 def test_train_writes_metrics_checkpoints_and_config(folder: Path) -> None:
@@ -90,7 +99,7 @@ def test_result_of_a_training_that_diverged_is_printed(folder: Path, tmp_path: P
     """exp of its loss overflows."""
     options = [*TRAIN[:3], "--train.max-steps=3", "--train.eval-interval=2", "--train.dtype=float32"]
     options += ["--train.learning-rate=1000000", "--train.warmup-steps=1"]
-    trained = txl("train", "--corpus", folder / "corpus", "--run", tmp_path / "run", *MODEL, *options)
+    trained = txl("train", NO_RECIPE, "--corpus", folder / "corpus", "--run", tmp_path / "run", *MODEL, *options)
     assert trained.status == 0, trained.err
     assert "(perplexity per token inf)" in trained.out
 
@@ -98,7 +107,7 @@ def test_result_of_a_training_that_diverged_is_printed(folder: Path, tmp_path: P
 def test_find_rate_prints_a_rate_and_the_command_that_trains_with_it(folder: Path, tmp_path: Path) -> None:
     run, flags = tmp_path / "a run", ["--model.norm-first", "--train.lr-schedule", "wsd", "--evaluation.dtype", "auto"]
     flags += ["--train.warmup-steps", "3", "--train.eval-tokens", "none"]
-    words = ["train", "--corpus", folder / "corpus", "--run", run, *MODEL, *TRAIN, *flags, "--device", "cpu"]
+    words = ["train", NO_RECIPE, "--corpus", folder / "corpus", "--run", run, *MODEL, *TRAIN, *flags, "--device", "cpu"]
     found = txl(*words, "--find-rate", "--json")
     assert found.status == 0, found.err
     assert not run.exists()
@@ -113,8 +122,8 @@ def test_find_rate_prints_a_rate_and_the_command_that_trains_with_it(folder: Pat
     assert config.train.learning_rate == result["learning_rate"]
     assert (config.model.n_layers, config.train.lr_schedule, config.evaluation.dtype) == (2, "wsd", "auto")
     assert config.model.norm_first
-    printed = txl(*words[:5], *MODEL, *TRAIN, *flags, "--find-rate")
-    assert printed.out.splitlines()[-1].startswith("next: txl train --corpus ")
+    printed = txl(*words[:6], *MODEL, *TRAIN, *flags, "--find-rate")
+    assert printed.out.splitlines()[-1].startswith(f"next: txl train {NO_RECIPE} --corpus ")
     assert "learning rate 0." in printed.out
 
 

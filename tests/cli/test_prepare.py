@@ -63,15 +63,15 @@ def test_text_is_split_at_line_boundaries_by_fraction() -> None:
         }  # fmt: skip
 
 
-@pytest.mark.parametrize(("length", "recipe"), [(511, "tiny"), (512, "small")])
+@pytest.mark.parametrize(("length", "recipe"), [(1023, "tiny "), (1024, "")])
 def test_files_for_each_split_and_the_recipe_whose_batch_fits(length: int, recipe: str) -> None:
-    """A batch of the recipe small has 16 x 64 = 1,024 tokens."""
+    """A batch of the default recipe has 32 x 64 = 2,048 tokens."""
     for name in ("a", "b", "c"):
         Path(name).write_text(name * length)
     prepared = txl("prepare", "--train", "a", "b", "--test", "c", "--out", "corpus")
     assert (prepared.status, prepared.err) == (0, "")
     assert "train" in prepared.out
-    assert prepared.out.endswith(f"next: txl train {recipe} --corpus corpus\n")
+    assert prepared.out.endswith(f"next: txl train {recipe}--corpus corpus\n")
     assert Corpus.open("corpus").splits == ("train", "test")
     assert decoded("corpus", "train") == b"a" * length + b"b" * length
     assert Corpus.open("corpus").split("train").num_documents == 2

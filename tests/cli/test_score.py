@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from refusals import FULL, CommandResult, assert_refused, full_after, txl
+from refusals import FULL, NO_RECIPE, CommandResult, assert_refused, full_after, txl
 
 from transformer_xl.config import DynamicConfig, EvaluationConfig
 from transformer_xl.evaluation.evaluate import evaluate
@@ -46,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     splits = ["--train", *documents, "--valid", documents[0], "--test", *documents]
     assert txl("prepare", *splits, "--out", folder / "corpus").status == 0
     options = [*MODEL.split(), *TRAIN.split(), "--train.dtype=float32"]
-    assert txl("train", "--corpus", folder / "corpus", "--run", folder / "run", *options).status == 0
+    assert txl("train", NO_RECIPE, "--corpus", folder / "corpus", "--run", folder / "run", *options).status == 0
     for name, content in {"special": SPECIAL, "plain": PLAIN, "empty": b""}.items():
         (folder / f"{name}.txt").write_bytes(content)
     return folder

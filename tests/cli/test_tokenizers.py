@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from refusals import txl
+from refusals import NO_RECIPE, txl
 
 from transformer_xl.run_folder import RunFolder
 
@@ -54,8 +54,8 @@ def test_every_kind_is_prepared_trained_evaluated_and_generated(kind: str) -> No
     size = ["--vocab-size=300"] if kind == "bpe" else []
     corpus = run_json("prepare", *SPLITS, "--tokenizer", kind, *size, "--out", "corpus")
     assert corpus["tokenizer"] == kind
-    assert run_json("train", "--corpus", "corpus", *NINE_STEPS)["run"] == "runs/corpus"
-    evaluation = run_json("evaluate", "runs/corpus")
+    assert run_json("train", NO_RECIPE, "--corpus", "corpus", *NINE_STEPS)["run"] == "runs/corpus-no_recipe"
+    evaluation = run_json("evaluate", "runs/corpus-no_recipe")
     assert evaluation["tokens"] == corpus["splits"]["test"]["num_tokens"]
     assert math.isfinite(evaluation["token_perplexity"])
     assert (evaluation["perplexity"] is None) == (kind == "integer")
@@ -65,19 +65,30 @@ def test_every_kind_is_prepared_trained_evaluated_and_generated(kind: str) -> No
         "bpe": ["perplexity/word", "perplexity/token"],
         "integer": ["perplexity/token"],
     }
-    for table in (txl("evaluate", "runs/corpus").out, txl("score", "runs/corpus", "test.txt", "--per", "file").out):
+    for table in (
+        txl("evaluate", "runs/corpus-no_recipe").out,
+        txl("score", "runs/corpus-no_recipe", "test.txt", "--per", "file").out,
+    ):
         assert re.findall(r"perplexity\S*", table) == shown.get(kind, [])
     if kind == "bpe":  # a text without words has no perplexity per word
         Path("blank.txt").write_text("   ")
         run_json(
-            "prepare", "--train", "train.txt", "--test", "blank.txt", "--tokenizer", "runs/corpus", "--out", "blank"
+            "prepare",
+            "--train",
+            "train.txt",
+            "--test",
+            "blank.txt",
+            "--tokenizer",
+            "runs/corpus-no_recipe",
+            "--out",
+            "blank",
         )
-        scored = txl("score", "runs/corpus", "blank.txt", "--per", "file").out
-        for table, number in ((scored, 4), (txl("evaluate", "runs/corpus", "--corpus", "blank").out, 5)):
+        scored = txl("score", "runs/corpus-no_recipe", "blank.txt", "--per", "file").out
+        for table, number in ((scored, 4), (txl("evaluate", "runs/corpus-no_recipe", "--corpus", "blank").out, 5)):
             row = table.strip().splitlines()[-2]
             assert [cell.strip() for cell in row.strip("\u2502").split("\u2502")][number] == "-"
     prompt = "3 3" if kind == "integer" else "the cat"
-    assert txl("generate", "runs/corpus", "--prompt", prompt, "--max-new-tokens", "5").out
+    assert txl("generate", "runs/corpus-no_recipe", "--prompt", prompt, "--max-new-tokens", "5").out
 
 
 def test_corpora_whose_words_differ_only_in_counts_are_interchangeable() -> None:
@@ -88,7 +99,7 @@ def test_corpora_whose_words_differ_only_in_counts_are_interchangeable() -> None
     Path("train.txt").write_text(train)
     run_json("prepare", *SPLITS, "--tokenizer", "word", "--out", "once")
     run_json("prepare", *SPLITS, "--tokenizer", "word", "--no-add-eos", "--out", "no-eos")
-    run_json("train", "--corpus", "once", *TINY, "--train.max-steps=1", "--run", "run")
+    run_json("train", NO_RECIPE, "--corpus", "once", *TINY, "--train.max-steps=1", "--run", "run")
     assert run_json("evaluate", "run", "--corpus", "twice")["perplexity"] == run_json("evaluate", "run")["perplexity"]
     refused = txl("evaluate", "run", "--corpus", "no-eos")
     assert refused.status == 2
@@ -98,7 +109,7 @@ def test_corpora_whose_words_differ_only_in_counts_are_interchangeable() -> None
 
 def test_score_says_that_lines_are_unknown_without_a_token_for_line_ends() -> None:
     run_json("prepare", *SPLITS, "--tokenizer", "word", "--no-add-eos", "--out", "no-eos")
-    run_json("train", "--corpus", "no-eos", *TINY, "--train.max-steps=1", "--run", "run")
+    run_json("train", NO_RECIPE, "--corpus", "no-eos", *TINY, "--train.max-steps=1", "--run", "run")
     assert "note: the run's tokenizer has no token for a line end" in txl("score", "run", "train.txt").err
     assert "note" not in txl("score", "run", "train.txt", "--per", "file").err
 
@@ -109,14 +120,14 @@ def test_word_level_with_cutoffs_and_resuming() -> None:
         counts = corpus["splits"][split]
         assert counts["num_words"] == len(Path(f"{split}.txt").read_text().split())
         assert counts["num_tokens"] == counts["num_words"] + num_lines  # each newline is a token
-    train = ["train", "--corpus", "corpora/mine", *TINY]
+    train = ["train", NO_RECIPE, "--corpus", "corpora/mine", *TINY]
     cutoffs = ["--model.cutoffs=5,11", "--model.div-val=2", "--model.tie-projections=all_but_first"]
     run_json(*train, *cutoffs, "--train.max-steps=4")
-    run_json("train", "--resume", "runs/mine", "--train.max-steps=9")
-    folder = RunFolder.open(Path("runs/mine"))
+    run_json("train", "--resume", "runs/mine-no_recipe", "--train.max-steps=9")
+    folder = RunFolder.open(Path("runs/mine-no_recipe"))
     assert folder.config.model.cutoffs == (5, 11)
     assert [line["step"] for line in folder.metrics()] == [4, 5, 9]
-    assert "words and newlines" in txl("evaluate", "runs/mine").out
+    assert "words and newlines" in txl("evaluate", "runs/mine-no_recipe").out
     assert "softmax" in txl(*train, "--model.cutoffs=auto", "--train.max-steps=1", "--run=auto").err
     assert isinstance(RunFolder.open(Path("auto")).config.model.cutoffs, tuple)
 
@@ -124,16 +135,16 @@ def test_word_level_with_cutoffs_and_resuming() -> None:
 def test_lines_as_shuffled_documents() -> None:
     prepare = ["prepare", "--train", "train.txt", "--tokenizer", "word", "--document-unit", "line", "--out", "corpus"]
     assert run_json(*prepare)["splits"]["train"]["num_documents"] == 211
-    assert run_json("train", "--corpus", "corpus", "--train.shuffle-documents", *NINE_STEPS)["finished"]
+    assert run_json("train", NO_RECIPE, "--corpus", "corpus", "--train.shuffle-documents", *NINE_STEPS)["finished"]
 
 
 def test_new_text_is_prepared_with_the_tokenizer_of_a_run() -> None:
     run_json("prepare", "--train", "train.txt", "--tokenizer", "word", "--out", "corpus")
-    run_json("train", "--corpus", "corpus", *NINE_STEPS)
+    run_json("train", NO_RECIPE, "--corpus", "corpus", *NINE_STEPS)
     Path("new.txt").write_text("the cat met a walrus\nand the walrus slept\n")
-    corpus = run_json("prepare", "--train", "new.txt", "--tokenizer", "runs/corpus", "--out", "new")
+    corpus = run_json("prepare", "--train", "new.txt", "--tokenizer", "runs/corpus-no_recipe", "--out", "new")
     assert corpus["splits"]["train"]["num_unknown"] == 3  # met, walrus, walrus
-    evaluate = ["evaluate", "runs/corpus", "--corpus", "new", "--split", "train"]
+    evaluate = ["evaluate", "runs/corpus-no_recipe", "--corpus", "new", "--split", "train"]
     evaluation = run_json(*evaluate)
     # 9 words and 2 newlines
     assert (evaluation["tokens"], evaluation["num_unknown"], evaluation["bytes"]) == (11, 3, 42)
@@ -148,7 +159,7 @@ def test_corpus_with_changed_content_is_refused(file: str) -> None:
     run_json("prepare", *SPLITS, "--tokenizer", "word", "--document-unit", "line", "--out", "corpus")
     path = Path("corpus", file)
     path.write_bytes(b"\x05" * path.stat().st_size)  # of the same size, but with another checksum
-    refused = txl("train", "--corpus", "corpus", "--train.shuffle-documents", *NINE_STEPS)
+    refused = txl("train", NO_RECIPE, "--corpus", "corpus", "--train.shuffle-documents", *NINE_STEPS)
     assert refused.status == 2
     assert f"{file}: damaged (sha256" in refused.err
     assert not Path("runs").exists()

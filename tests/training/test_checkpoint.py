@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from refusals import txl
+from refusals import NO_RECIPE, txl
 from safetensors.torch import load_file
 from tensors import assert_same_tensors
 from training_runs import CPU, MODEL, TRAIN, StopInValidation, reopened, start, train_until
@@ -326,8 +326,8 @@ def train_and_send(number: signal.Signals, run: Path, *arguments: str | Path) ->
 def test_killed_and_interrupted_run_equals_uninterrupted(tmp_path: Path) -> None:
     make_documents_corpus(tmp_path / "corpus")
     run, expected = tmp_path / "run", tmp_path / "expected"
-    assert txl("train", "--corpus", tmp_path / "corpus", "--run", expected, *FLAGS).status == 0
-    killed = train_and_send(signal.SIGKILL, run, "--corpus", tmp_path / "corpus", "--run", run, *FLAGS[1:])
+    assert txl("train", NO_RECIPE, "--corpus", tmp_path / "corpus", "--run", expected, *FLAGS).status == 0
+    killed = train_and_send(signal.SIGKILL, run, NO_RECIPE, "--corpus", tmp_path / "corpus", "--run", run, *FLAGS[1:])
     assert killed.returncode == -signal.SIGKILL
     assert RunFolder.open(run).metrics()[-1]["step"] < 97
     interrupted = train_and_send(signal.SIGINT, run, "--resume", run)

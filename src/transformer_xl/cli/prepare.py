@@ -11,7 +11,7 @@ from cyclopts import Parameter
 from transformer_xl.cli.flags import TokenizerFlags, given_settings
 from transformer_xl.cli.options import Integer, Json
 from transformer_xl.cli.output import print_json, print_table
-from transformer_xl.config import load_recipe
+from transformer_xl.config import DEFAULT_RECIPE, load_recipe
 from transformer_xl.files import quoted
 from transformer_xl.progress import StageBars, note
 from transformer_xl.text.documents import DocumentUnit
@@ -126,6 +126,6 @@ def _print_corpus(corpus: Corpus, seconds: float, *, as_json: bool) -> None:
     columns = ["split", "tokens", "bytes", "words", "unknown words", "documents"]
     print_table(f"{title} ({seconds:.1f} s)", columns, rows)
     print(f"text: {corpus.source}")
-    small = load_recipe("small").train  # suggest the recipe `small` if the text fills one of its batches, else `tiny`
-    fits = splits["train"]["num_tokens"] >= small["batch_size"] * small["segment_length"]
-    print(f"next: txl train {'small' if fits else 'tiny'} --corpus {quoted(corpus.path)}")
+    default = load_recipe(DEFAULT_RECIPE).train  # suggest `tiny` if the text does not fill a batch of the default
+    fits = splits["train"]["num_tokens"] >= default["batch_size"] * default["segment_length"]
+    print(f"next: {'txl train' if fits else 'txl train tiny'} --corpus {quoted(corpus.path)}")

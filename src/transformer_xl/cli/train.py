@@ -13,7 +13,7 @@ from cyclopts import Parameter
 from transformer_xl.cli.flags import EvaluationFlags, ModelFlags, TrainFlags, as_flags, given_settings
 from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, DeviceOptions, Json
 from transformer_xl.cli.output import print_json, print_table, say_weights
-from transformer_xl.config import UserError, merge
+from transformer_xl.config import DEFAULT_RECIPE, UserError, merge
 from transformer_xl.files import quoted
 from transformer_xl.progress import say
 
@@ -37,7 +37,7 @@ def train(
 ) -> int:
     """Train a new model on a corpus, or resume a run.
 
-    Settings: the defaults, then the recipe, then flags. Ctrl-C or SIGTERM saves a checkpoint, validates its weights
+    Settings: those of the recipe, replaced by flags. Ctrl-C or SIGTERM saves a checkpoint, validates its weights
     and ends the command with status 130 or 143; a second one skips the validation. --resume continues from there with
     the same training as without the stop.
 
@@ -45,7 +45,7 @@ def train(
     ----------
     recipe
         Name of a recipe ('txl recipes' lists them), a YAML file in the same format, or the folder of a run. [default:
-        no recipe]
+        fast-small]
     corpus
         Folder that 'txl prepare' created; with --resume, its new location if it has moved.
     run
@@ -57,11 +57,13 @@ def train(
     """
     from transformer_xl.training import train as training
 
+    if recipe is None and resume is None:
+        recipe = DEFAULT_RECIPE
     options: dict[str, Any] = given_settings(model=model, train=train, evaluation=evaluation)
     if find_rate:
         if resume is not None:
             raise UserError("--find-rate is for a new run; give the recipe and the settings of the run, not --resume")
-        _find_rate(recipe, _given_corpus(corpus), run, options, device_options, as_json=json)
+        _find_rate(recipe or DEFAULT_RECIPE, _given_corpus(corpus), run, options, device_options, as_json=json)
         return 0
     options |= {**vars(device_options), "handle_signals": True}
     if resume is None:
@@ -85,7 +87,7 @@ def _given_corpus(corpus: Path | None) -> Path:
 
 
 def _find_rate(
-    recipe: str | None,
+    recipe: str,
     corpus: Path,
     run: Path | None,
     settings: dict[str, Any],
@@ -98,7 +100,7 @@ def _find_rate(
 
     given = {group: settings[group] for group in ("model", "train") if group in settings}
     result = find_learning_rate(recipe, corpus, **given, **vars(device_options))
-    words = ["txl", "train", *([recipe] if recipe else []), "--corpus", str(corpus)]
+    words = ["txl", "train", recipe, "--corpus", str(corpus)]
     words += ["--run", str(run)] if run else []
     words += as_flags(merge(settings, {"train": {"learning_rate": result.learning_rate}}))
     words += as_flags({name: value for name, value in vars(device_options).items() if value not in (None, "auto")})

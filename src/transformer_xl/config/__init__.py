@@ -24,6 +24,7 @@ from transformer_xl.config.model import (
 )
 from transformer_xl.config.other_names import OTHER_NAMES as OTHER_NAMES
 from transformer_xl.config.run import (
+    DEFAULT_RECIPE as DEFAULT_RECIPE,
     CorpusReference as CorpusReference,
     Recipe as Recipe,
     RunConfig as RunConfig,

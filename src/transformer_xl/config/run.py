@@ -25,6 +25,9 @@ from transformer_xl.config.other_names import OTHER_NAMES
 from transformer_xl.config.settings import Settings, UserError, check_settings, merge, nearest, read_yaml
 from transformer_xl.config.train import TrainConfig
 
+DEFAULT_RECIPE = "fast-small"
+"""The recipe of `txl train` without one."""
+
 
 class CorpusReference(Settings):
     """The corpus that a run was trained on."""

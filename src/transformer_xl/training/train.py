@@ -114,7 +114,8 @@ def train(
 
     Args:
         config: name of a recipe (`txl recipes` lists them), path of a YAML file in the same format or of a run's
-            folder, a RunConfig, or None for the defaults. The vocabulary size is that of the corpus.
+            folder, a RunConfig, or None for the defaults of the settings, which are those of the paper (`txl train`
+            takes the recipe `fast-small`). The vocabulary size is that of the corpus.
         corpus: corpus to train on, or the folder that `txl prepare` created.
         run: new folder for settings, weights and metrics, or None for runs/CORPUS-RECIPE, named
             after the corpus folder and the recipe (runs/CORPUS without a recipe).
