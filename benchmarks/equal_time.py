@@ -400,16 +400,18 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Train what is missing, and print the table."""
+    """Train what is missing, and print the table of this time in Markdown."""
     try:
         table = compare(parse_arguments())
     except UserError as error:
         raise SystemExit(str(error)) from None
+    print("| contestant | bits per token | range | seeds | parameters | steps | context | settings tried |")
+    print("|---|---|---|---|---|---|---|---|")
     for row in table:
         low, high = row["range"]
         print(
-            f"{row['contestant']:<16} {row['test_bits_per_token']:.4f} bits per token ({low:.4f} to {high:.4f}, "
-            f"{row['seeds']} seeds), {row['parameters']:,} parameters, {row['steps']:,} steps, context {row['context']}"
+            f"| {row['contestant']} | {row['test_bits_per_token']:.3f} | {low:.3f} to {high:.3f} | {row['seeds']} "
+            f"| {row['parameters']:,} | {row['steps']:,} | {row['context']} | {row['choices_tried']} |"
         )
 
 
