@@ -94,6 +94,18 @@ class BaseModelConfig(Settings):
             )
         return self
 
+    @property
+    def unused(self) -> dict[str, str]:
+        """Settings without effect, each with what it needs; a recipe may state them, as it states all settings."""
+        has_projection = self.div_val > 1 or self.d_embed not in (None, self.d_model)
+        needed = {
+            "tie_projections": "" if has_projection else "d_embed other than d_model or div_val 2 or more",
+            "project_same_width": "" if self.div_val > 1 else "div_val 2 or more",
+            "ngram_buckets": "" if self.max_ngram > 1 else "max_ngram 2 or more",
+            "d_ngram": "" if self.max_ngram > 1 else "max_ngram 2 or more",
+        }
+        return {name: need for name, need in needed.items() if need}
+
     def limit(self, name: Literal["attention_window", "clamp_length", "max_position_embeddings"]) -> int | None:
         """Return a limit of the model in tokens, or None if it is unlimited or has no such setting."""
         return getattr(self, name, None)
@@ -178,6 +190,11 @@ class TransformerConfig(BaseModelConfig):
                 f"d_model {self.d_model} is not divisible by n_heads {self.n_heads}; choose a multiple, or set d_head"
             )
         return self
+
+    @property
+    @override
+    def unused(self) -> dict[str, str]:
+        return super().unused | ({} if self.norm_first else {"final_norm": "norm_first true"})
 
     @property
     def head_dim(self) -> int:
