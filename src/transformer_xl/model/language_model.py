@@ -312,12 +312,12 @@ class LanguageModel(nn.Module, ABC):
                 "use memory.select(rows), or initial_memory for new sequences"
             )
         num_caches = self.config.n_layers if self.cache_shapes else 0  # a model without memory has no caches
-        if len(memory.layers) != num_caches or any(
-            cache.token_shape != self.cache_shapes.get(type(cache)) for cache in memory.layers[:1]
-        ):
-            raise UserError("this memory was made by another model; start with initial_memory")
         num_recent = 0 if memory.recent_BR is None else memory.recent_BR.shape[1]
-        if num_recent != self.config.max_ngram - 1:
+        if (
+            len(memory.layers) != num_caches
+            or any(cache.token_shape != self.cache_shapes.get(type(cache)) for cache in memory.layers[:1])
+            or num_recent != self.config.max_ngram - 1
+        ):
             raise UserError("this memory was made by another model; start with initial_memory")
         return memory
 

@@ -178,6 +178,8 @@ def test_invalid_calls_raise(call, text):
         ("qrnn, kernel 2", "qrnn, kernel 1", {}),
         ("qrnn, kernel 2", "shaw", {}),
         ("al-rfou", "shaw", {}),
+        ("lstm, n-grams", "lstm", {}),
+        ("lstm", "lstm, n-grams", {}),
     ],
 )
 def test_memory_of_another_model_raises(tokens, name, other, settings):
