@@ -29,7 +29,6 @@ class XTransformers:
             num_tokens=assignment.vocab_size,
             max_seq_len=self.segment_length,
             max_mem_len=memory_length,
-            tie_embedding=True,
             attn_layers=Decoder(
                 dim=width,
                 depth=settings["n_layer"],
