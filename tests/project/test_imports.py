@@ -29,6 +29,7 @@ RANKS = (
     {"analysis"},
     {"interop"},
     {"reproduction"},
+    {"integrations"},
     {"cli"},
     {"__main__"},
 )

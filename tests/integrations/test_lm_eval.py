@@ -1,0 +1,318 @@
+"""The model `txl` of lm_eval: its three kinds of requests, its command line, and the task made from a local file.
+
+Shape suffixes: V vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from lm_eval import simple_evaluate, utils
+from lm_eval.api.instance import Instance
+from lm_eval.api.registry import get_model, model_registry
+from lm_eval.tasks import TaskManager
+from refusals import txl
+
+from transformer_xl import (
+    ContextLimits,
+    RunConfig,
+    TrainConfig,
+    TransformerXLConfig,
+    UserError,
+    build_model,
+    generate,
+    load,
+    save,
+    score,
+)
+from transformer_xl.integrations.lm_eval.__main__ import with_batch_size
+from transformer_xl.integrations.lm_eval.model import TxlLM
+from transformer_xl.integrations.lm_eval.wikitext import write_task
+from transformer_xl.run_folder import Run
+from transformer_xl.text.corpus_writer import write_corpus
+from transformer_xl.text.documents import Document
+from transformer_xl.text.tokenizers import ByteTokenizer
+from transformer_xl.text.tokenizers.word import WordTokenizer
+
+ROOT = Path(__file__).parents[2]
+PAGE = (
+    " \n = {0} = \n \n {0} is a town in {1} . It has 1 @,@ 234 people ( in 2001 ) . \n"
+    " \n = = History = = \n \n No one knows it . \n"
+)
+WIKITEXT = "".join(PAGE.format(*names) for names in (("Aa", "Oz"), ("Bb Cc", "Narnia"), ("Dd", "Ruritania"))) + " \n"
+TEXTS = ["A first text, longer than memory and segment together.\n" * 3, "Another.", "", "\n", "Gr\u00fc\u00dfe!\n"]
+
+
+@pytest.fixture(scope="module")
+def run_path(tmp_path_factory) -> Path:
+    """A run with random weights, large enough that what it attends to matters."""
+    torch.manual_seed(5)
+    model = TransformerXLConfig(vocab_size=256, n_layers=3, d_model=14, n_heads=2, d_head=5, d_ff=19)
+    config = RunConfig(model=model, train=TrainConfig(segment_length=7, memory_length=11))
+    network = build_model(model, memory_length=11).eval()
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.3)
+    return save(Run(network, ByteTokenizer(), config), tmp_path_factory.mktemp("runs") / "mine")
+
+
+def ask(lm: TxlLM, kind: str, *arguments):
+    """Return the answers of a model to requests of one kind."""
+    return getattr(lm, kind)([Instance(kind, {}, each, index) for index, each in enumerate(arguments)])
+
+
+@pytest.mark.parametrize("batch_size", ["auto", 1, "3"])
+def test_loglikelihood_is_that_of_the_whole_text(run_path: Path, batch_size) -> None:
+    """Also of a context that ends in a space, which goes to the continuation."""
+    run, lm = load(run_path), TxlLM(run_path, batch_size=batch_size)
+    pairs = [("A long context in which a", " word"), ("A long context in which a ", "x"), ("", "\nb"), ("a", " " * 20)]
+    for (context, continuation), (logprob, is_greedy) in zip(pairs, ask(lm, "loglikelihood", *pairs), strict=True):
+        (text,) = score(run, context + continuation)
+        assert logprob == pytest.approx(-text.nats_K[len(context.rstrip()) :].sum(), abs=1e-5)
+        assert not is_greedy
+
+
+@pytest.mark.parametrize("settings", [{}, {"memory_length": 29, "segment_length": 5}, {"batch_size": 2}])
+def test_rolling_equals_evaluation_with_memory_reset(run_path: Path, tmp_path: Path, settings) -> None:
+    documents = [Document(str(index), [text.encode()]) for index, text in enumerate(TEXTS) if text]
+    run = load(run_path)
+    write_corpus(
+        tmp_path / "c", {"train": documents, "test": documents}, name="c", source="a test", tokenizer=run.tokenizer
+    )
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
+    expected = txl("evaluate", run_path, "--corpus", tmp_path / "c", "--reset-memory", "--json", *flags).object
+    results = ask(TxlLM(run, **settings), "loglikelihood_rolling", *[(text,) for text in TEXTS])
+    assert results[2] == 0.0
+    tokens = expected["tokens"]
+    assert -sum(results) / tokens == pytest.approx(expected["nats_per_token"], abs=1e-6)
+
+
+def test_rolling_adds_the_last_line_end_of_a_word_tokenizer() -> None:
+    tokenizer = WordTokenizer(("<eos>", "<unk>", "an", "b"), eos_token="<eos>", unk_token="<unk>")
+    model = TransformerXLConfig(vocab_size=4, n_layers=2, d_model=14, n_heads=2, d_head=5, d_ff=19)
+    config = RunConfig(model=model, train=TrainConfig(segment_length=7, memory_length=11))
+    run = Run(build_model(model, memory_length=11).eval(), tokenizer, config)
+    (result,) = ask(TxlLM(run), "loglikelihood_rolling", ("an b\nb",))
+    assert result == pytest.approx(-score(run, "an b\nb\n")[0].sums.nats, abs=1e-5)
+
+
+def window_logprob(run: Run, inputs: list[int], targets: list[int]) -> float:
+    """The log-probability of the last tokens of a window, which is read in segments from an empty memory."""
+    memory, parts = run.model.initial_memory(1, ContextLimits(11)), []
+    for start in range(0, len(inputs), 7):
+        hidden_BTD, memory = run.model(torch.tensor([inputs[start : start + 7]]), memory)
+        parts.append(run.model.logits(hidden_BTD)[0])
+    logprobs_TV = torch.cat(parts).log_softmax(-1)[-len(targets) :]
+    return float(logprobs_TV.detach().gather(1, torch.tensor(targets)[:, None]).sum())
+
+
+@pytest.mark.parametrize("max_length", [5, 16, 1000])
+def test_windows_of_the_harness(run_path: Path, max_length: int) -> None:
+    """Its own division of a text into windows, with the logits of our model for each."""
+    run, results = load(run_path), []
+    for text in TEXTS:
+        windows = utils.get_rolling_token_windows(list(text.encode()), ord("\n"), max_length, context_len=1)
+        results.append(sum(window_logprob(run, *window) for window in windows))
+    lm = TxlLM(run, windows="harness", max_length=max_length)
+    assert ask(lm, "loglikelihood_rolling", *[(text,) for text in TEXTS]) == pytest.approx(results, abs=1e-4)
+    # a context is cut on the left, and does not begin with a BOS token
+    context, continuation = "A long context in which a", " word"
+    ids = list((context + continuation).encode())[-max_length - 1 :]
+    expected = window_logprob(run, ids[:-1], list(continuation.encode()))
+    ((logprob, _),) = ask(lm, "loglikelihood", (context, continuation))
+    assert logprob == pytest.approx(expected, abs=1e-4)
+
+
+def test_generation_stops_at_strings_and_does_not_depend_on_the_batch(run_path: Path) -> None:
+    run = load(run_path)
+    contexts = [*TEXTS, "A context that is shared", "A context that is shared"]
+    greedy = [(context, {"until": [], "max_gen_toks": 9}) for context in contexts]
+    texts = ask(TxlLM(run, batch_size=3), "generate_until", *greedy)
+    single = [generate(run, context or None, max_new_tokens=9, greedy=True).text for context in contexts]
+    assert texts == single
+    first = next(text for text in texts if len(set(text)) > 1)
+    until = {"until": [first[-1], ""], "max_tokens": 9, "do_sample": False}
+    (stopped,) = ask(TxlLM(run), "generate_until", (contexts[texts.index(first)], until))
+    assert stopped == first[: first.index(first[-1])]
+    sampling = [(context, {"do_sample": True, "temperature": 0.8, "max_gen_toks": 9}) for context in contexts]
+    sampled = [ask(TxlLM(run, batch_size=size), "generate_until", *sampling) for size in (1, 3, "auto")]
+    assert sampled[0] == sampled[1] == sampled[2]
+    assert sampled[0] != texts
+    assert sampled[0][-1] != sampled[0][-2]  # a repeated request is another sample
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory) -> Path:
+    """A folder of tasks: WikiText, multiple choice and generation."""
+    folder = tmp_path_factory.mktemp("data")
+    (folder / "wiki.test.raw").write_text(WIKITEXT)
+    assert write_task(folder / "wiki.test.raw", folder / "tasks") == 3
+    rows = [{"question": f"What is {n}?", "choices": ["a", "bb", "c"], "label": n % 3, "text": "x"} for n in range(4)]
+    (folder / "tasks" / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    common = {
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(folder / "tasks" / "rows.jsonl")}},
+        "test_split": "test",
+        "doc_to_text": "{{question}}",
+    }
+    choice = {"output_type": "multiple_choice", "doc_to_choice": "{{choices}}", "doc_to_target": "{{label}}"}
+    generation = {
+        "output_type": "generate_until",
+        "doc_to_target": "{{text}}",
+        "generation_kwargs": {"until": ["\n"], "max_gen_toks": 5},
+        "metric_list": [{"metric": "exact_match"}],
+    }
+    for name, settings in (("choice", choice), ("generation", generation)):
+        (folder / "tasks" / f"{name}.yaml").write_text(json.dumps({"task": name, **common, **settings}))
+    return folder / "tasks"
+
+
+@pytest.fixture
+def offline(monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+
+
+@pytest.mark.usefixtures("offline")
+@pytest.mark.filterwarnings("default")  # of lm_eval and its dependencies
+def test_tasks_run(run_path: Path, tasks: Path) -> None:
+    """WikiText's losses are divided by the words and bytes of the file; the model reads the detokenized text."""
+    results = simple_evaluate(
+        model=TxlLM(run_path, batch_size="auto"),
+        tasks=["wikitext_local", "choice", "generation"],
+        task_manager=TaskManager(include_path=str(tasks), include_defaults=False),
+        bootstrap_iters=0,
+    )
+    assert results is not None
+    values = results["results"]
+    pages = [json.loads(line)["page"] for line in (tasks / "test.jsonl").read_text().splitlines()]
+    assert len(pages) == 3
+    assert "".join([" \n", *pages]) == WIKITEXT
+    read = pages[0].replace(" @,@ ", ",").replace(" . ", ". ")  # some of the rules
+    assert "1,234" in read
+    samples = results["samples"]["wikitext_local"]
+    texts = [sample["arguments"][0][0] for sample in samples]
+    assert "1,234 people (in 2001)." in texts[0]
+    nats = sum(text.sums.nats for text in score(load(run_path), texts))
+    num_bytes = sum(len(page.encode()) for page in pages)
+    assert values["wikitext_local"]["bits_per_byte,none"] == pytest.approx(nats / math.log(2) / num_bytes, abs=1e-6)
+    assert 0 <= values["choice"]["acc,none"] <= 1
+    assert values["generation"]["exact_match,none"] == 0
+
+
+def test_registered_under_its_name() -> None:
+    """Also where a later version of lm_eval has the entry point, whose placeholder the class replaces."""
+    assert get_model("txl") is TxlLM
+    (line,) = re.findall(r"lm_eval\.models\"\]\ntxl = \"(.+)\"", (ROOT / "pyproject.toml").read_text())
+    model_registry.register("txl-plugin", target=line)
+    assert get_model("txl-plugin") is TxlLM
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--model txl --tasks a", "--batch_size auto --model txl --tasks a"),
+        ("run -t a", "run --batch_size auto -t a"),
+        ("run -t a -b 3", "run -t a -b 3"),
+        ("--tasks a --batch_size=3", "--tasks a --batch_size=3"),
+        ("--tasks a --config b.yaml", "--tasks a --config b.yaml"),
+        ("validate --tasks a", "validate --tasks a"),
+        ("--help", "--help"),
+        ("", ""),
+    ],
+)
+def test_batches_are_automatic_unless_a_size_is_given(words: str, expected: str) -> None:
+    assert with_batch_size(words.split()) == expected.split()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, r"no run was given; give its folder: --model_args run=DIR"),
+        ({"run": "none"}, r"none: no such folder; expected a folder made by 'txl train --run DIR'"),
+        ({"run": "x", "memroy_length": 3}, r"no model argument 'memroy_length'.*memory_length.*are run, checkpoint"),
+        ({"run": "x", "pretrained": "gpt2"}, r"no model argument 'pretrained'"),
+        ({"run": "x", "memory_length": -1}, r"model argument: memory_length: .*greater than or equal to 0"),
+        ({"run": "x", "windows": "rolling"}, r"no windows 'rolling'; give memory or harness"),
+        ({"run": "x", "max_length": 0}, r"max_length 0: give a whole number above 0"),
+        ({"run": "x", "batch_size": "many"}, r"batch_size 'many': give a whole number above 0"),
+        ({"run": "x", "checkpoint": "worst"}, r"no checkpoint|x: no such folder"),
+    ],
+)
+def test_wrong_model_arguments_are_refused(arguments, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        TxlLM(**arguments)
+
+
+def test_a_damaged_run_is_refused(run_path: Path, tmp_path: Path) -> None:
+    damaged = save(load(run_path), tmp_path / "damaged")
+    content = bytearray((damaged / "model.safetensors").read_bytes())
+    content[-5] ^= 1
+    (damaged / "model.safetensors").write_bytes(content)
+    with pytest.raises(UserError, match=r"model.safetensors.*damaged"):
+        TxlLM(damaged)
+
+
+def test_wrong_requests_are_refused(run_path: Path) -> None:
+    lm = TxlLM(run_path)
+    with pytest.raises(UserError, match=r"no generation setting 'num_beams'.*until, max_gen_toks"):
+        ask(lm, "generate_until", ("a", {"until": ["b"], "num_beams": 3}))
+    with pytest.raises(UserError, match="the continuation '' of 'a' has no token of its own"):
+        ask(lm, "loglikelihood", ("a", ""))
+    with pytest.raises(UserError, match="no chat template; leave out --apply_chat_template"):
+        lm.apply_chat_template([])
+
+
+def python(*arguments: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run Python in a folder, with this package."""
+    everything = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "HF_DATASETS_OFFLINE": "1", **environment}
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, cwd=folder, env=everything)
+
+
+def test_without_lm_eval_one_line_says_what_to_install(tmp_path: Path) -> None:
+    hidden = "import sys; from importlib import util; find = util.find_spec; "
+    hidden += "util.find_spec = lambda name, *rest: None if name == 'lm_eval' else find(name, *rest); "
+    hidden += "import runpy; runpy.run_module('transformer_xl.integrations.lm_eval', run_name='__main__')"
+    result = python("-c", hidden, folder=tmp_path)
+    assert (result.returncode, result.stdout) == (2, "")
+    expected = "lm-eval: error: lm_eval is not installed; install it: pip install 'transformer-xl[lm-eval]'\n"
+    assert result.stderr == expected
+
+
+@pytest.mark.parametrize("content", [b"no page\n", b"\xff\xfe", b"\x1f\x8b\x00"])
+def test_files_that_are_not_wikitext_are_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "a").write_bytes(content)
+    with pytest.raises(UserError, match="give a file of WikiText"):
+        write_task(tmp_path / "a", tmp_path / "tasks")
+    assert not (tmp_path / "tasks").exists()
+
+
+def test_commands_of_the_documentation_run(run_path: Path, tmp_path: Path) -> None:
+    """Every command of the page, in order, with a small run and a file of three pages in place of the reader's."""
+    page = (ROOT / "docs" / "lm-eval.md").read_text(encoding="utf-8")
+    save(load(run_path), tmp_path / "runs" / "mine")
+    (tmp_path / "wiki.test.raw").write_text(WIKITEXT)
+    environment = {"HF_HOME": str(tmp_path / "cache")}
+    blocks = re.findall(r"^```sh\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    commands = [shlex.split(line) for block in blocks for line in block.replace("\\\n", "").splitlines()]
+    assert sum(words[0] == "python" for words in commands) >= 3
+    for words in commands:
+        if words[0] == "pip":
+            assert words[1:] == ["install", "transformer-xl[lm-eval]"]
+            continue
+        result = python(*words[1:], folder=tmp_path, **environment)
+        assert result.returncode == 0, result.stderr
+        if "--tasks" in words:
+            assert "wikitext_local" in result.stdout
+    for block in re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL):
+        result = python("-c", block, folder=tmp_path, **environment)
+        assert result.returncode == 0, result.stderr
