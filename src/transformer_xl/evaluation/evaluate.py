@@ -196,7 +196,9 @@ def check_weights(model: LanguageModel) -> None:
     Raises:
         UserError: a weight is not; the message names its tensor.
     """
-    non_finite = [name for name, weight in model.named_parameters() if not weight.isfinite().all()]
+    # only plain tensors: a quantized weight is a subclass, which may not support the check
+    weights = [(name, weight) for name, weight in model.named_parameters() if type(weight.data) is torch.Tensor]
+    non_finite = [name for name, weight in weights if not weight.isfinite().all()]
     if non_finite:
         more = f" and {len(non_finite) - 1} more tensors" if non_finite[1:] else ""
         raise UserError(

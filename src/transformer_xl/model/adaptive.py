@@ -227,7 +227,9 @@ class AdaptiveSoftmax(_ClusterTables):
         """Return the logits (K, V) of a cluster's tokens; for the head, those of the tails follow."""
         hidden_KE = self._to_cluster_width(hidden_KD, index)
         num_positions, width = hidden_KE.numel() // hidden_KE.shape[-1], hidden_KE.shape[-1]
-        if index == 0 and self.num_tails and num_positions < width:  # fewer logits than weights to concatenate
+        # fewer logits than weights to concatenate; an exported graph has one way for any number of positions
+        is_short = torch.compiler.is_exporting() or num_positions < width
+        if index == 0 and self.num_tails and is_short:
             assert self.cluster_weight is not None
             tails_KV = F.linear(hidden_KE, self.cluster_weight, self.cluster_bias)
             return torch.cat([F.linear(hidden_KE, *self._cluster_weights(0, with_tails=False)), tails_KV], -1)

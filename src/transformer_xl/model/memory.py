@@ -284,7 +284,9 @@ class Memory(Displayed, Generic[Cache]):
             raise UserError("the saved memory has another shape than this model, batch size and memory length need")
         # clone: tensors read from a file may be unaligned, which can change the last bit of matrix products
         new = {name: tensors[name].to(current[name].device, current[name].dtype).clone() for name in current}
-        return self._replaced(new, min_valid=int(new["valid"].min()) if self.batch_size else 0)
+        # an exported graph cannot depend on a number in a tensor; 0 is a lower bound of any
+        is_known = self.batch_size and not torch.compiler.is_exporting()
+        return self._replaced(new, min_valid=int(new["valid"].min()) if is_known else 0)
 
     def _replaced(self, tensors: Mapping[str, Tensor], *, min_valid: int) -> Self:
         """Return a memory with these tensors, named as in the result of `tensors`."""
@@ -320,6 +322,8 @@ class HiddenCache(LayerCache):
         if lengths_B is not None:
             hidden_BSD = torch.cat([old_BMD, new_BTD.to(old_BMD.dtype)], dim=1)
             return HiddenCache(padding_first(hidden_BSD, num_new, lengths_B)[:, num_new:].contiguous())
+        if torch.compiler.is_exporting():  # one expression for any T
+            return HiddenCache(torch.cat([old_BMD, new_BTD.to(old_BMD.dtype)], dim=1)[:, num_new:])
         if num_new >= num_old:
             # contiguous, because a view would keep the tensor of the whole segment allocated
             return HiddenCache(new_BTD[:, num_new - num_old :].contiguous())

@@ -85,7 +85,7 @@ def attention_terms(inputs: AttentionInputs, mask: AttentionMask) -> AttentionTe
     """Compute every term separately; each has B x N x T x S elements."""
     inputs = expand_distances(inputs, mask)
     num_queries, num_keys = inputs.q_BTNH.shape[1], inputs.k_BSNH.shape[1]
-    num_distances, scale = len(inputs.position_key_PNH), inputs.q_BTNH.shape[-1] ** -0.5
+    num_distances, scale = inputs.position_key_PNH.shape[0], inputs.q_BTNH.shape[-1] ** -0.5
     query_T, key_S = (torch.arange(number, device=inputs.q_BTNH.device) for number in (num_queries, num_keys))
     distance_TS = num_keys - num_queries + query_T[:, None] - key_S  # negative where the key is in the future
     attended_B1TS = ((distance_TS >= 0) & (distance_TS < num_distances))[None, None]

@@ -1,0 +1,37 @@
+"""Linear layers with 8-bit weights, by torchao."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from importlib.util import find_spec
+
+from torch import nn
+
+from transformer_xl.config import UserError
+from transformer_xl.run_folder import Run, check_run
+
+
+def to_int8(run: Run) -> Run:
+    """Return a run whose linear layers have 8-bit weights, with a scale for each row; the given run is unchanged.
+
+    The copy is for inference in float32. Embedding and softmax stay as they are. The copy cannot be saved as a run.
+
+    Raises:
+        UserError: torchao is not installed.
+    """
+    check_run(run)
+    if find_spec("torchao") is None:
+        raise UserError("torchao is not installed; install it: pip install 'transformer-xl[torchao]'")
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    model = copy.deepcopy(run.model)
+    for parent in list(model.modules()):
+        for name, child in parent.named_children():
+            if isinstance(child, nn.Linear) and type(child) is not nn.Linear:
+                # torch's own layer, as the ways in which ours reads weights need plain tensors
+                plain = nn.Linear(child.in_features, child.out_features, bias=child.bias is not None, device="meta")
+                plain.weight, plain.bias = child.weight, child.bias
+                setattr(parent, name, plain)
+    quantize_(model.requires_grad_(False), Int8WeightOnlyConfig())
+    return replace(run, model=model.eval())

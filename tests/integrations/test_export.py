@@ -1,0 +1,150 @@
+"""Exported graphs give this package's numbers, for any number of new tokens, with memory as inputs and outputs."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from importlib import util
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from model_configs import model_config
+
+from transformer_xl import RunConfig, TrainConfig, UserError, build_model, generate, save, score
+from transformer_xl.integrations.export import export, export_onnx
+from transformer_xl.integrations.int8 import to_int8
+from transformer_xl.model.memory import ContextLimits
+from transformer_xl.run_folder import Run
+from transformer_xl.text.tokenizers import ByteTokenizer
+
+ROOT = Path(__file__).parents[2]
+SIZES = {"vocab_size": 256, "n_layers": 2, "d_model": 14, "n_heads": 2, "d_head": 5, "d_ff": 19}
+LENGTHS = (1, 7, 3, 30, 11, 1)  # of segments: shorter than the memory, as long as it, and longer
+EXACT = {"rtol": 1e-6, "atol": 1e-6}
+
+MODELS = {
+    "transformer-xl": {},
+    "n-grams, adaptive": {"max_ngram": 4, "d_ngram": 5, "ngram_buckets": 31, "cutoffs": (31, 97), "div_val": 2},
+    "limits, pre-norm": {"attention_window": 9, "clamp_length": 6, "norm_first": True, "qk_norm": True},
+    "shaw, empty memory attended": {"architecture": "shaw", "max_relative_positions": 6, "attend_empty_memory": True},
+}
+
+
+def make_run(memory_length: int = 11, **settings) -> Run:
+    torch.manual_seed(7)
+    model = model_config(**SIZES | settings)
+    network = build_model(model, memory_length=memory_length).eval()
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    config = RunConfig(model=model, train=TrainConfig(segment_length=7, memory_length=memory_length))
+    return Run(network, ByteTokenizer(), config)
+
+
+def segments(batch_size: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(0, 256, (batch_size, length), generator=generator) for length in LENGTHS]
+
+
+def logits_of(run: Run, limits: ContextLimits, tokens: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Our own logits of each segment, with the memory for inference."""
+    memory, results = run.model.inference_memory(len(tokens[0]), limits), []
+    with torch.inference_mode():
+        for tokens_BT in tokens:
+            hidden_BTD, memory = run.model(tokens_BT, memory)
+            results.append(run.model.logits(hidden_BTD))
+    return results
+
+
+@pytest.mark.filterwarnings("ignore:`isinstance:FutureWarning")  # torch's own
+@pytest.mark.parametrize("name", MODELS)
+def test_graph_of_torch_export(name: str, tmp_path: Path) -> None:
+    """Also after it was saved and loaded."""
+    run = make_run(**MODELS[name])
+    exported = export(run, batch_size=2)
+    torch.export.save(exported.program, tmp_path / "model.pt2")
+    call = torch.export.load(tmp_path / "model.pt2").module()
+    limits = ContextLimits(11, run.config.model.limit("attention_window"), run.config.model.limit("clamp_length"))
+    memory = tuple(exported.memory.values())
+    for tokens_BT, expected_BTV in zip(segments(2), logits_of(run, limits, segments(2)), strict=True):
+        logits_BTV, *memory = call(tokens_BT, *memory)
+        torch.testing.assert_close(logits_BTV, expected_BTV, **EXACT)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")  # torch's and onnx's own
+@pytest.mark.parametrize("name", ["transformer-xl", "n-grams, adaptive"])
+def test_onnx_file(name: str, tmp_path: Path) -> None:
+    run = make_run(**MODELS[name])
+    path = export_onnx(run, tmp_path / "model.onnx", batch_size=2, memory_length=13)
+    assert [file.name for file in tmp_path.iterdir()] == ["model.onnx"]
+    session = onnxruntime.InferenceSession(path)
+    inputs = {item.name: item for item in session.get_inputs()}
+    assert list(inputs)[:3] == ["tokens", "hidden_0", "hidden_1"]
+    types = {"tensor(float)": np.float32, "tensor(int64)": np.int64}
+    memory = {name: np.zeros(item.shape, types[item.type]) for name, item in inputs.items() if name != "tokens"}
+    for tokens_BT, expected_BTV in zip(segments(2), logits_of(run, ContextLimits(13), segments(2)), strict=True):
+        logits_BTV, *after = session.run(None, {"tokens": tokens_BT.numpy(), **memory})
+        np.testing.assert_allclose(logits_BTV, expected_BTV, **EXACT)
+        memory = dict(zip(memory, after, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("settings", "arguments", "message"),
+    [
+        ({"architecture": "lstm"}, {}, "needs a model with relative attention, and this is lstm"),
+        ({}, {"memory_length": 0}, "give memory_length 1 or more"),
+        ({"clamp_length": 29}, {}, "clamp_length 29 is above memory_length 11.*give memory_length 29 or more"),
+    ],
+)
+def test_models_without_such_a_graph_are_refused(settings, arguments, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        export(make_run(**settings), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("package", "call"),
+    [("onnx", lambda run, path: export_onnx(run, path)), ("torchao", lambda run, path: to_int8(run))],
+)
+def test_a_missing_package_is_named(package: str, call, tmp_path: Path, monkeypatch) -> None:
+    find = util.find_spec
+    for module in ("export", "int8"):
+        monkeypatch.setattr(
+            f"transformer_xl.integrations.{module}.find_spec", lambda name: None if name == package else find(name)
+        )
+    with pytest.raises(UserError, match=rf"{package} is not installed; .*pip install 'transformer-xl\[{package}\]'"):
+        call(make_run(), tmp_path / "model.onnx")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.filterwarnings("default")  # of torchao
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_int8(num_threads: int) -> None:
+    """Losses change by little, the given run not at all, and text is generated."""
+    run = make_run(n_heads=4, d_head=8, d_model=32, d_ff=64)
+    weights = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
+    quantized = to_int8(run)
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in run.model.state_dict().items())
+    text = "Some text to score, longer than a segment."
+    (expected,), (result,) = score(run, text), score(quantized, text)
+    assert 0 < np.abs(result.nats_K - expected.nats_K).max() < 0.02
+    torch.set_num_threads(num_threads)
+    try:
+        texts = [generate(each, text, max_new_tokens=5, greedy=True).text for each in (quantized, quantized)]
+    finally:
+        torch.set_num_threads(1)
+    assert texts[0] == texts[1] != ""
+
+
+@pytest.mark.filterwarnings("default")  # of the packages
+def test_examples_of_the_documentation_run(tmp_path: Path, monkeypatch) -> None:
+    page = (ROOT / "docs" / "export.md").read_text(encoding="utf-8")
+    save(make_run(), tmp_path / "runs" / "mine")
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 3
+    for index, block in enumerate(blocks):
+        (tmp_path / f"block_{index}.py").write_text(block)
+        runpy.run_path(str(tmp_path / f"block_{index}.py"))
