@@ -155,6 +155,17 @@ class Tokenizer(Displayed, ABC):
                 vocabulary lacks.
         """
 
+    @abstractmethod
+    def word_indices(self, chunk: bytes) -> npt.NDArray[np.int64]:
+        """Return for each token of `encode_chunk(chunk)` which word of `chunk.split()` it belongs to, shape (T,).
+
+        A token of whitespace alone belongs to the word that follows; after the last word its index is the number of
+        words.
+
+        Raises:
+            EncodingError: the chunk cannot be encoded, or a token has parts of two words.
+        """
+
     def encode(self, text: str | bytes) -> TokenArray:
         """Return the token ids of a text, as `encode_chunk` does.
 
@@ -224,6 +235,9 @@ class Tokenizer(Displayed, ABC):
         return type(self), tuple(getattr(self, field.name) for field in fields(cast(Any, self)))
 
 
+_WHITESPACE = b" \t\n\r\v\f"
+
+
 class ByteLevelTokenizer(Tokenizer):
     """A tokenizer each of whose tokens is a fixed sequence of bytes; decoding concatenates them."""
 
@@ -241,6 +255,32 @@ class ByteLevelTokenizer(Tokenizer):
     @override
     def is_newline_V(self) -> npt.NDArray[np.bool_]:
         return np.array([content.endswith(b"\n") for content in self.token_bytes])
+
+    @cached_property
+    def starts_with_whitespace_V(self) -> npt.NDArray[np.bool_]:
+        """(V,) whether the first byte of each token is ASCII whitespace, so that a word before the token has ended."""
+        return np.array([content[:1].isspace() for content in self.token_bytes])
+
+    @override
+    def word_indices(self, chunk: bytes) -> npt.NDArray[np.int64]:
+        ids = self.encode_chunk(chunk).ids
+        if not len(ids):
+            return np.zeros(0, dtype=np.int64)
+        ends_T = np.cumsum([len(self.token_bytes[token]) for token in ids.tolist()])
+        starts_T = np.concatenate([[0], ends_T[:-1]])
+        is_in_word = ~np.isin(np.frombuffer(chunk, dtype=np.uint8), np.frombuffer(_WHITESPACE, dtype=np.uint8))
+        is_word_start = is_in_word & ~np.concatenate([[False], is_in_word[:-1]])
+        num_words = np.cumsum(is_word_start)  # words that start at or before each byte
+        index_T = num_words[starts_T] - is_in_word[starts_T]
+        spanning_T = np.flatnonzero(num_words[ends_T - 1] > index_T + 1)
+        if spanning_T.size:
+            first, token = int(starts_T[spanning_T[0]]), self.token_bytes[int(ids[spanning_T[0]])]
+            raise EncodingError(
+                first,
+                f"the token {quoted(token.decode('utf-8', errors='replace'))} has parts of two words, whose shares of "
+                "its probability are unknown; use a run whose tokenizer splits text at spaces",
+            )
+        return index_T
 
     @override
     def decode_bytes(self, ids: npt.ArrayLike) -> bytes:

@@ -96,6 +96,12 @@ class IntegerTokenizer(Tokenizer):
         return EncodedChunk(ids.astype(token_dtype(self.vocab_size)))
 
     @override
+    def word_indices(self, chunk: bytes) -> npt.NDArray[np.int64]:
+        is_newline = parse_integers(chunk, self.num_values) == _NEWLINE
+        index = np.cumsum(~is_newline) - ~is_newline  # integers before each token
+        return index if self.add_eos else index[~is_newline]
+
+    @override
     def stream_decoder(self) -> WordStreamDecoder:
         return WordStreamDecoder(self, word_of=str, detokenizer=WhitespaceDetokenizer())
 

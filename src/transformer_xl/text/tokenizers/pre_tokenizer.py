@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Literal
 
 from transformer_xl.text.tokenizers import moses, punctuation
@@ -66,6 +67,29 @@ class PreTokenizer:
             lines = (moses.split_line(line) for line in chunk.decode("utf-8").split("\n"))
             chunk = "\n".join(map(" ".join, lines)).encode("utf-8")
         return (chunk.replace(b"\n", b" " + eos_token + b" ") if eos_token else chunk).split()
+
+    def word_indices(self, line: bytes) -> list[int]:
+        """Return for each word of `split(line)` which word of `line.split()` it is, or is a part of.
+
+        Args:
+            line: text without a newline.
+
+        Raises:
+            EncodingError: the line is not UTF-8, or a word has parts of two words of `line.split()`.
+        """
+        text = decode_utf8(line)
+        if self.lowercase:
+            text = text.lower()
+        if self.name == "moses":
+            return moses.word_indices(text)
+        parts, indices = text.encode("utf-8").split(), list[int]()
+        if self.name == "whitespace":
+            return list(range(len(parts)))
+        for index, (part, following) in enumerate(zip_longest(parts, parts[1:], fillvalue=b"")):
+            # the words of a part depend on the next part alone, and those of the last on nothing
+            both = punctuation.split_line(part + b" " + following)
+            indices += [index] * (len(both) - len(punctuation.split_line(following)))
+        return indices
 
     def detokenizer(self) -> Detokenizer:
         """Return a new detokenizer for this pre-tokenizer."""

@@ -94,6 +94,16 @@ class WordTokenizer(Tokenizer):
             ids[is_unknown] = self.unk_token_id
         return EncodedChunk(ids.astype(token_dtype(self.vocab_size)), num_unknown)
 
+    @override
+    def word_indices(self, chunk: bytes) -> npt.NDArray[np.int64]:
+        indices, num_words = list[int](), 0
+        for number, line in enumerate(chunk.split(b"\n")):
+            if number and self.eos_token is not None:  # the newline before this line
+                indices.append(num_words)
+            indices += (num_words + index for index in self.pre_tokenizer.word_indices(line))
+            num_words += len(line.split())
+        return np.array(indices, dtype=np.int64)
+
     def _position(self, word: bytes, chunk: bytes) -> int:
         """Return where the word occurs first, or the start of its line if pre-tokenization changed the word."""
         start = 0
