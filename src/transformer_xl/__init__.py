@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # `name as name` makes a name public for type checkers
     from transformer_xl.evaluation.evaluate import EvaluationResult as EvaluationResult, evaluate as evaluate
     from transformer_xl.evaluation.plan import EvaluationPlan as EvaluationPlan
     from transformer_xl.evaluation.score import TextScore as TextScore, score as score
+    from transformer_xl.evaluation.surprisal import SurprisalTable as SurprisalTable, surprisal as surprisal
     from transformer_xl.generation.beam_search import beam_search as beam_search
     from transformer_xl.generation.completion import Completion as Completion
     from transformer_xl.generation.config import GenerationConfig as GenerationConfig
@@ -41,6 +42,7 @@ if TYPE_CHECKING:  # `name as name` makes a name public for type checkers
     from transformer_xl.model.memory import ContextLimits as ContextLimits, Memory as Memory
     from transformer_xl.model.transformer_xl import TransformerXL as TransformerXL
     from transformer_xl.run_folder import Run as Run, load as load, save as save
+    from transformer_xl.text.items import ItemColumns as ItemColumns
     from transformer_xl.text.prepare import prepare as prepare
     from transformer_xl.text.token_store import Corpus as Corpus
     from transformer_xl.training.callbacks import Callback as Callback
@@ -61,6 +63,7 @@ _NAMES = {
     "evaluation.evaluate": "EvaluationResult evaluate",
     "evaluation.plan": "EvaluationPlan",
     "evaluation.score": "TextScore score",
+    "evaluation.surprisal": "SurprisalTable surprisal",
     "generation.beam_search": "beam_search",
     "generation.completion": "Completion",
     "generation.config": "GenerationConfig",
@@ -70,6 +73,7 @@ _NAMES = {
     "model.memory": "ContextLimits Memory",
     "model.transformer_xl": "TransformerXL",
     "run_folder": "Run load save",
+    "text.items": "ItemColumns",
     "text.prepare": "prepare",
     "text.token_store": "Corpus",
     "training.callbacks": "Callback",

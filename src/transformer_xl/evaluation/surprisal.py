@@ -1,0 +1,330 @@
+"""Surprisal of words: what each word of sentences or documents costs, alone and after the text before them.
+
+The surprisal of a word is minus the binary logarithm of its probability: the sum over its tokens. Words are what
+whitespace separates, exactly as the text has them. Each item, such as a sentence, is a line: it ends with a newline
+token if the tokenizer has one, and that token has a row of its own, without a word. So the rows of an item add up to
+the loss of its line.
+
+To which word the space between two words belongs:
+
+- leading: to the word after it, as the tokens of most subword vocabularies have it.
+- trailing: to the word before it. Otherwise the end of a word is paid for by the next one, and the probabilities of all
+  words can add up to more than 1 (Pimentel and Meister 2024, arXiv 2406.14561; Oh and Schuler 2024, arXiv 2406.10851).
+  With p(B | ...) as the probability that the next token begins with whitespace, so that the word has ended,
+
+    p(word) = p(tokens of the word | ...) p(B | ... word) / p(B | ...)
+
+  where the last factor is that of the word before; the first word of an item has none.
+
+Word and integer tokenizers have no tokens for spaces, so both are the same.
+
+Shape suffixes: K tokens of all items, T those of one item, I items, R rows of the result, B batch size, D model width,
+V vocabulary, P positions of whitespace.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, cast, get_args
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from transformer_xl.config import EvaluationConfig, UserError, check_type
+from transformer_xl.evaluation.evaluate import check_token_ids, losses_in_order, override_config, stream_losses
+from transformer_xl.evaluation.plan import EvaluationPlan, ProgressCallback, TokenizedText
+from transformer_xl.files import as_path, write_text
+from transformer_xl.model.language_model import LanguageModel
+from transformer_xl.run_folder import Run, check_run
+from transformer_xl.text.items import ItemColumns, TextItem, check_items, item_of
+from transformer_xl.text.tokenizers import TokenArray, Tokenizer, document_errors, to_bytes
+from transformer_xl.text.tokenizers.base import ByteLevelTokenizer
+
+Whitespace = Literal["leading", "trailing"]
+_COUNTS = {"tokens": 0, "num_unknown": 0}
+_COLUMNS = ("word_number", "word", *_COUNTS)
+ALONE = "surprisal_bits_alone"
+"""The column of surprisals without what came before the item."""
+_MAX_LOGITS = 2**22  # computed at once: 16 MiB of float32
+_Losses = npt.NDArray[np.float64]
+
+
+class SurprisalTable(list[dict[str, Any]]):
+    """A row for each word: a list of dicts, which pandas.DataFrame takes as it is.
+
+    Columns: the labels of the item; `word_number` from 1; `word` as the text has it, empty in the row of the item's
+    end; `tokens` and `num_unknown`, the number of its tokens and how many of them are the unknown token;
+    `surprisal_bits_alone`, and `surprisal_bits_memory_M` for each memory length M.
+    """
+
+    label_columns: tuple[str, ...] = ()
+    """Names of the columns that identify the item."""
+
+    @property
+    def column_names(self) -> list[str]:
+        """Names of all columns, in order."""
+        return list(self[0])
+
+    @property
+    def surprisal_columns(self) -> list[str]:
+        """Names of the columns of surprisals."""
+        return self.column_names[len(self.label_columns) + len(_COLUMNS) :]
+
+    def by_item(self) -> Iterator[tuple[tuple[Any, ...], list[dict[str, Any]]]]:
+        """Yield the labels and the rows of each item."""
+        rows: list[dict[str, Any]] = []
+        for row, following in zip(self, [*self[1:], None], strict=True):
+            rows.append(row)
+            labels = self._labels(row)
+            if following is None or self._labels(following) != labels:
+                yield labels, rows
+                rows = []
+
+    def _labels(self, row: Mapping[str, Any]) -> tuple[Any, ...]:
+        return tuple(row[name] for name in self.label_columns)
+
+    def to_csv(self, file: Path | str | None = None) -> str:
+        """Return the table as CSV, and write it to a file (UTF-8, without byte order mark) unless that is None.
+
+        Raises:
+            UserError: the file system refuses.
+        """
+        text = io.StringIO()
+        writer = csv.DictWriter(text, self.column_names, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(self)
+        if file is not None:
+            write_text(as_path(file, "file", "give the path of a .csv file"), text.getvalue())
+        return text.getvalue()
+
+    @override
+    def __repr__(self) -> str:
+        return f"SurprisalTable({len(self):,} rows; columns {', '.join(self.column_names)})"
+
+
+def surprisal(
+    run: Run,
+    items: str | Mapping[str, str] | Iterable[str | Mapping[str, Any] | TextItem],
+    config: EvaluationConfig | None = None,
+    *,
+    memory_lengths: Sequence[int] | None = None,
+    whitespace: Whitespace = "leading",
+    columns: ItemColumns | None = None,
+    progress: ProgressCallback | None = None,
+    **overrides: Any,
+) -> SurprisalTable:
+    """Return the surprisal of each word in bits, alone and after the items before it.
+
+        surprisal(run, ["The dog ran.", "It barked."], memory_lengths=[32, 256])
+        surprisal(run, pandas.read_csv("items.csv").to_dict("records"))
+
+    Each text is read twice or more: alone, with empty memory and the longest of the memory lengths, and once for each
+    length in order, with memory that continues through a document and is empty at its start.
+
+    Args:
+        run: a loaded run.
+        items: texts such as sentences, which are numbered from 1; a mapping from names to texts; or the rows of a
+            table, each a mapping from columns to values.
+        config: settings that override individual evaluation settings of the run, as for `score`. With
+            `reset_memory=False` memory continues from document to document too.
+        memory_lengths: memory lengths to compare, in tokens, or None for that of the run.
+        whitespace: leading: the space between two words belongs to the second; trailing: to the first.
+        columns: the columns of the text, of what identifies an item, and of its document, or None for `ItemColumns()`.
+        progress: called with the number of tokens read since the last call.
+        overrides: settings by name, which override those of `config`.
+
+    Raises:
+        UserError: there are no items, two have the same labels, a row lacks a column or its text, a text cannot be
+            encoded, a token is a part of two words, or one of the reasons that `evaluate` lists.
+    """
+    check_run(run)
+    config = override_config(config, overrides, "items", "memory_lengths", "whitespace", "columns", "progress")
+    if whitespace not in get_args(Whitespace):
+        raise UserError(f"no whitespace {whitespace!r}; give one of {', '.join(get_args(Whitespace))}")
+    plans = surprisal_plans(run, config, memory_lengths)
+    checked = _checked_items(items, columns or ItemColumns())
+    tokenizer = run.tokenizer
+    rows, tokens_K, row_K, start_I = _encode(tokenizer, checked)
+    check_token_ids(tokens_K, run.model.config.vocab_size)
+    model, ends_word_K = run.model, np.zeros(len(tokens_K), dtype=np.bool_)
+    if whitespace == "trailing" and isinstance(tokenizer, ByteLevelTokenizer):
+        ends_word_K = _ends_word(tokenizer, tokens_K, start_I)
+        model = cast(LanguageModel, _WithWordEnds(model, tokenizer.starts_with_whitespace_V))
+    document_I = [item.document for item in checked]
+    is_first_I = [index == 0 or document_I[index - 1] != document for index, document in enumerate(document_I)]
+    longest = max(plans.values(), key=lambda plan: plan.context_limits.memory_length)
+    readings = {ALONE: (replace(longest, reset_memory=True), start_I)}
+    readings |= {f"surprisal_bits_{name}": (plan, start_I[is_first_I]) for name, plan in plans.items()}
+    for name, (plan, starts_N) in readings.items():
+        text = TokenizedText(tokens_K, tokenizer.bos_token_id, starts_N)
+        word_end_K = np.zeros(len(tokens_K))
+        if model is run.model:
+            nats_K = losses_in_order(model, text, plan, progress)
+        else:
+            nats_K, word_end_K = _losses_and_word_ends(model, text, plan, progress)
+            word_end_K[~ends_word_K] = 0
+        nats_R = np.bincount(row_K, nats_K - word_end_K, minlength=len(rows))
+        nats_R += np.bincount(row_K[:-1], word_end_K[1:], minlength=len(rows))  # to the word before
+        for row, bits in zip(rows, (nats_R / math.log(2)).tolist(), strict=True):
+            row[name] = bits
+    num_tokens_R = np.bincount(row_K, minlength=len(rows)).tolist()
+    is_unknown_K = np.zeros(len(tokens_K)) if tokenizer.unk_token_id is None else tokens_K == tokenizer.unk_token_id
+    num_unknown_R = np.bincount(row_K, is_unknown_K, minlength=len(rows)).astype(int).tolist()
+    for row, num_tokens, num_unknown in zip(rows, num_tokens_R, num_unknown_R, strict=True):
+        row.update(tokens=num_tokens, num_unknown=num_unknown)
+    # an end without tokens: of a tokenizer that has no newline, or that joins it to the last word
+    table = SurprisalTable(row for row in rows if row["word"] or row["tokens"])
+    table.label_columns = tuple(checked[0].labels)
+    return table
+
+
+def surprisal_plans(
+    run: Run, config: EvaluationConfig | None, memory_lengths: Sequence[int] | None
+) -> dict[str, EvaluationPlan]:
+    """Return how `surprisal` reads the text in context, by the name of the memory: `memory_64`.
+
+    Raises:
+        UserError: settings contradict each other.
+    """
+    given = config or EvaluationConfig()
+    if memory_lengths is not None and "memory_length" in given.model_fields_set:
+        raise UserError("memory_length and memory_lengths were both given; use one of them")
+    check_type(memory_lengths, (Sequence, type(None)), "memory_lengths", "give a list of integers")
+    if memory_lengths is not None and not len(memory_lengths):
+        raise UserError("memory_lengths is empty; give at least one, or None for that of the run")
+    plans: dict[str, EvaluationPlan] = {}
+    for length in [None] if memory_lengths is None else memory_lengths:
+        one = given if length is None else override_config(given, {"memory_length": length})
+        plan = EvaluationPlan.resolve(run.config, one, memory_lengths=run.memory_lengths)
+        if plan.method == "dynamic":
+            raise UserError("method dynamic learns from the text, so it has no surprisal alone; give method memory")
+        if "reset_memory" not in given.model_fields_set:
+            plan = replace(plan, reset_memory=True)
+        limits, is_window = plan.context_limits, plan.method == "sliding-window"
+        plans[f"window_{limits.attention_window}" if is_window else f"memory_{limits.memory_length}"] = plan
+    return plans
+
+
+def _checked_items(items: object, columns: ItemColumns) -> list[TextItem]:
+    check_type(items, Iterable, "items", "give a list of texts, or of the rows of a table")
+    if isinstance(items, str):
+        items = [items]
+    elif isinstance(items, Mapping):
+        items = [{"item": name, "text": text} for name, text in items.items()]
+    checked: list[TextItem] = []
+    for number, item in enumerate(cast(Iterable[Any], items), start=1):
+        check_type(item, (str, Mapping, TextItem), f"item {number}", "give a text, or the row of a table by column")
+        if isinstance(item, str):
+            item = item_of({"item": number, "text": item}, ItemColumns(), f"item {number}")
+        checked.append(item if isinstance(item, TextItem) else item_of(item, columns, f"item {number}"))
+    if not checked:
+        raise UserError("there is nothing to score; give at least one text")
+    names = checked[0].labels.keys()
+    if any(item.labels.keys() != names for item in checked):
+        raise UserError("items are identified by different columns; use the same for all")
+    if reserved := [name for name in names if name in _COLUMNS or name.startswith("surprisal_bits_")]:
+        raise UserError(f"the result has a column '{reserved[0]}' of its own; rename that of the items")
+    check_items(checked)
+    return checked
+
+
+def _encode(
+    tokenizer: Tokenizer, items: list[TextItem]
+) -> tuple[list[dict[str, Any]], npt.NDArray[Any], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return the rows of the result without numbers, all tokens, the row of each, and where each item starts."""
+    rows, ids, row_indices = list[dict[str, Any]](), list[TokenArray](), list[npt.NDArray[np.int64]]()
+    starts, num_tokens = list[int](), 0
+    for item in items:
+        content, ids_T = encode_item(tokenizer, item)
+        ids.append(ids_T)
+        with document_errors(item.name):
+            row_indices.append(len(rows) + tokenizer.word_indices(content))
+        words = [word.decode("utf-8", errors="surrogateescape") for word in content.split()]
+        numbered = enumerate([*words, ""], start=1)
+        rows += (dict(item.labels) | {"word_number": number, "word": word, **_COUNTS} for number, word in numbered)
+        starts.append(num_tokens)
+        num_tokens += len(ids_T)
+    return rows, np.concatenate(ids), np.concatenate(row_indices), np.array(starts)
+
+
+def encode_item(tokenizer: Tokenizer, item: TextItem) -> tuple[bytes, TokenArray]:
+    """Return the text of an item with the end of its line, and its tokens.
+
+    The line ends with a newline; if the tokenizer cannot encode that, with a space, else with nothing.
+
+    Raises:
+        UserError: the tokenizer cannot encode the text; the message has the labels of the item.
+    """
+    content = to_bytes(item.text)
+    with document_errors(item.name):
+        for ending in (b"\n", b" "):
+            with suppress(UserError):
+                tokenizer.encode_chunk(ending)
+                content += ending
+                break
+        return content, tokenizer.encode_chunk(content).ids
+
+
+def _ends_word(
+    tokenizer: ByteLevelTokenizer, tokens_K: npt.NDArray[Any], start_I: npt.NDArray[np.int64]
+) -> npt.NDArray[np.bool_]:
+    """Return at which tokens whitespace begins after a word of the same item, shape (K,)."""
+    ends_V = np.array([content[-1:].isspace() for content in tokenizer.token_bytes])
+    ends_word_K = tokenizer.starts_with_whitespace_V[tokens_K]
+    ends_word_K[1:] &= ~ends_V[tokens_K[:-1]]
+    ends_word_K[start_I] = False
+    return ends_word_K
+
+
+class _WithWordEnds:
+    """A language model whose `nats` also has the loss of whitespace: of any token that begins with it.
+
+    Args:
+        model: the model.
+        is_space_V: which tokens begin with whitespace.
+    """
+
+    def __init__(self, model: LanguageModel, is_space_V: npt.NDArray[np.bool_]) -> None:
+        self._model, self._is_space_V = model, torch.from_numpy(is_space_V)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def __call__(self, *args: Any) -> Any:
+        return self._model(*args)
+
+    def nats(self, hidden_BTD: Tensor, targets_BT: Tensor) -> Tensor:
+        """Return the loss of each target, and at the targets that begin with whitespace that of any such token.
+
+        Returns:
+            (B, T, 2), in nats; the second is never above the first, and 0 at other targets.
+        """
+        nats_BT = self._model.nats(hidden_BTD, targets_BT)
+        space_nats_BT, device = torch.zeros_like(nats_BT), nats_BT.device
+        index_P2 = self._is_space_V[targets_BT.cpu()].nonzero()  # on the CPU, where the targets are
+        is_space_V = self._is_space_V.to(device)
+        for part_P2 in index_P2.to(device).split(max(1, _MAX_LOGITS // len(is_space_V))) if len(index_P2) else ():
+            index_P = tuple(part_P2.unbind(-1))
+            logits_PV = self._model.logits(hidden_BTD[index_P][None])[0].to(nats_BT.dtype)
+            nats_P = logits_PV.logsumexp(-1) - logits_PV[:, is_space_V].logsumexp(-1)
+            space_nats_BT[index_P] = nats_P.clamp(min=0)
+        return torch.stack([nats_BT, torch.minimum(space_nats_BT, nats_BT)], -1)
+
+
+def _losses_and_word_ends(
+    model: LanguageModel, text: TokenizedText, plan: EvaluationPlan, progress: ProgressCallback | None
+) -> tuple[_Losses, _Losses]:
+    """Return both losses of `_WithWordEnds.nats` of every token, each of shape (K,)."""
+    nats_K2 = np.full((len(text.tokens_K), 2), np.nan)
+    for chunk in stream_losses(model, text, plan, progress):
+        nats_K2[chunk.position : chunk.position + len(chunk.nats_K)] = chunk.nats_K
+    return nats_K2[:, 0].copy(), nats_K2[:, 1].copy()
