@@ -232,7 +232,7 @@ REFUSED = [
     ("score run none.txt", "reading none.txt: no such file or folder"),
     ("score run empty.txt", "empty.txt: the text is empty"),
     ("score run plain.txt plain.txt", "plain.txt was given twice; list each file once"),
-    ("score run plain.txt --per word", "word"),
+    ("score run plain.txt --per syllable", "syllable"),
     ("score run plain.txt --memry 5", r"Unknown option: --memry; --help lists .*file of that name as \./--memry"),
     ("score run plain.txt --device gpu", "no device 'gpu' on this computer"),
 ]

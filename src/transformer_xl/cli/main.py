@@ -20,7 +20,7 @@ COMMANDS = {
     "Ctrl-C or SIGTERM saves a checkpoint, validates its weights and ends the command with status 130 or 143; a second "
     "one skips the validation. --resume continues from there with the same training as without the stop.",
     "evaluate": "Evaluate a run on a text: perplexity and bits per byte, at any memory length.",
-    "score": "Compute log-probabilities of texts: by token, line or file.",
+    "score": "Compute log-probabilities of texts by token, line or file, and surprisal by word.",
     "generate": "Generate text with a trained model.",
     "analyze": "Analyze a model: what heads attend to, how much distant context helps, how fast evaluation is.",
     "reproduce": "Reproduce the paper's tables at any scale, and compare with the paper's results.",

@@ -1,4 +1,4 @@
-"""`txl score`: log-probabilities of texts, by token, line or file.
+"""`txl score`: log-probabilities of texts, by token, line or file; `surprisal.py` has words.
 
 Shape suffixes: K tokens of a text or a line.
 """
@@ -24,6 +24,7 @@ from transformer_xl.cli.output import (
     say_unknown,
     say_weights,
 )
+from transformer_xl.cli.surprisal import NO_WORD_OPTIONS, WordFlags, check_word_options, read_all_items, score_words
 from transformer_xl.config import UserError
 from transformer_xl.progress import ProgressBar, note
 
@@ -39,16 +40,18 @@ def score(
     run: Path,
     /,
     *files: Annotated[Path, Parameter(allow_leading_hyphen=True)],
-    per: Literal["token", "line", "file"] = "line",
+    per: Literal["token", "word", "line", "file"] = "line",
     settings: Annotated[ScoreFlags | None, Parameter(name="*")] = None,
+    word_options: WordFlags = NO_WORD_OPTIONS,
     checkpoint: Literal["best", "last"] = "best",
     device_options: DeviceFlags = DEFAULT_DEVICE,
     json: JsonLines = False,
 ) -> None:
-    """Print log-probabilities (natural logarithms) of texts, by token, line or file, in order.
+    """Print log-probabilities (natural logarithms) of texts, by token, line or file, in order; by word, surprisal in
+    bits.
 
     Each file is read as if it were the only text, with empty memory at its start; with --no-reset-memory, memory
-    continues from file to file.
+    continues from file to file. With --per word, each line (of CSV and JSON lines, each row) is also read alone.
 
     Parameters
     ----------
@@ -57,13 +60,17 @@ def score(
     files
         Texts, decompressed if they end in .gz, .bz2 or .xz; - is standard input.
     per
-        Unit of one line of output. Token scores add up to line scores, and line scores to file scores.
+        Unit of one line of output. Token scores add up to line scores, and line scores to file scores; by word, the
+        output is a table of surprisals.
     settings
         How the texts are scored.
+    word_options
+        Options of --per word.
     checkpoint
         best: the weights with the lowest validation loss; last: those of the last checkpoint.
     """
     paths, config = _paths_by_name(files), evaluation_config(settings)
+    check_word_options(word_options, per, json=json)
     from transformer_xl.evaluation.plan import EvaluationPlan
     from transformer_xl.evaluation.score import encode_text
     from transformer_xl.evaluation.score import score as score_texts
@@ -74,9 +81,13 @@ def score(
         name: sys.stdin.buffer.read().removeprefix(codecs.BOM_UTF8) if name == "-" else read_text_file(path)
         for name, path in paths.items()
     }
+    items = read_all_items(contents, word_options) if per == "word" else []
     device = device_options.choose()
     loaded = load(run, device=str(device), checkpoint=checkpoint)
     say_weights(loaded.weights)
+    if per == "word":
+        score_words(loaded, items, config, word_options, json=json)
+        return
     plan = EvaluationPlan.resolve(loaded.config, config, memory_lengths=loaded.memory_lengths)
     say_memory_length(loaded, plan)
     for warning in plan.warnings(device):
