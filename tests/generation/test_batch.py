@@ -90,13 +90,13 @@ def test_prompt_longer_than_memory_attends_to_all_of_itself(make_model) -> None:
 def test_prefill_does_not_depend_on_the_segment(
     make_model, monkeypatch: pytest.MonkeyPatch, segment: int, context_limits: ContextLimits
 ) -> None:
-    """Prompts longer than _PREFILL_SEGMENT tokens are read in segments, of which the first has the remainder."""
+    """Prompts longer than PREFILL_SEGMENT tokens are read in segments, of which the first has the remainder."""
     recorded = RecordedModel(make_model())
     with torch.inference_mode():
         expected, expected_memory = prefill(
             recorded.model, [TEXT[:17]] * 2, recorded.inference_memory(2, context_limits)
         )
-        monkeypatch.setattr(batch, "_PREFILL_SEGMENT", segment)
+        monkeypatch.setattr(batch, "PREFILL_SEGMENT", segment)
         hidden_B1D, memory = prefill(recorded, [TEXT[:17]] * 2, recorded.inference_memory(2, context_limits))
     assert recorded.lengths == ([17 % segment] if 17 % segment else []) + [segment] * (17 // segment)
     torch.testing.assert_close(hidden_B1D, expected, **CLOSE)
@@ -116,7 +116,7 @@ def test_prompts_of_different_lengths_equal_each_prompt_alone(
     make_model, monkeypatch: pytest.MonkeyPatch, segment: int, context_limits: ContextLimits, settings: dict[str, Any]
 ) -> None:
     """The same tokens, log-probabilities and memory, though the sequences end at different lengths."""
-    monkeypatch.setattr(batch, "_PREFILL_SEGMENT", segment)
+    monkeypatch.setattr(batch, "PREFILL_SEGMENT", segment)
     model = make_model()
     settings = {**settings, "eos_token_ids": [2, 7], "logprobs": True}
     memory = model.inference_memory(len(PROMPTS), context_limits)

@@ -35,7 +35,7 @@ from transformer_xl.model.memory import Memory
 
 # Tokens of a prompt that are prefilled at once. This bounds the memory of activations. It changes only rounding if the
 # memory holds the whole prompt or the attention window; otherwise it also limits how far the prompt's tokens attend.
-_PREFILL_SEGMENT = 512
+PREFILL_SEGMENT = 512
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,7 @@ def prefill(model: LanguageModel, prompts: Sequence[Sequence[int]], memory: Memo
     longest, lengths_B = max(lengths), torch.tensor(lengths)
     tokens_BT = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=device)
     hidden_BTD = None
-    for start, stop in pairwise(sorted({0, *range(longest, 0, -_PREFILL_SEGMENT)})):
+    for start, stop in pairwise(sorted({0, *range(longest, 0, -PREFILL_SEGMENT)})):
         unpadded_B = (lengths_B - (longest - stop)).clamp(0, stop - start)
         is_padded = bool((unpadded_B < stop - start).any())
         hidden_BTD, memory = model(

@@ -46,7 +46,7 @@ _SPACE = re.compile(
 )
 
 
-def _byte_of_character() -> dict[str, int]:
+def byte_of_character() -> dict[str, int]:
     """Return the byte that each character represents in the vocabulary of a byte-level tokenizer, as in GPT-2's.
 
     Printable bytes are written as themselves (in Latin-1), and the others as characters from U+0100 on.
@@ -89,7 +89,7 @@ class BPETokenizer(ByteLevelTokenizer):
     @cached_property
     @override
     def token_bytes(self) -> list[bytes]:
-        byte_of = _byte_of_character()
+        byte_of = byte_of_character()
         contents = {token["id"]: token["content"].encode("utf-8") for token in self._values.get("added_tokens", ())}
         for token, token_id in self._values["model"]["vocab"].items():
             if token_id not in contents:
@@ -191,7 +191,7 @@ def _check_structure(values: Mapping[str, Any], original: Mapping[str, Any]) -> 
     pre_tokenizer = values["pre_tokenizer"] or {"type": None}
     parts = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
     byte_level = [part for part in parts if part["type"] == "ByteLevel"]
-    if not byte_level or _byte_of_character().keys() - model["vocab"].keys():
+    if not byte_level or byte_of_character().keys() - model["vocab"].keys():
         raise ValueError("it is not byte-level, so it cannot encode every text")
     if any(part["add_prefix_space"] for part in byte_level):
         raise ValueError("it puts a space before the text (add_prefix_space)")
