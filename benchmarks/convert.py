@@ -87,7 +87,7 @@ def main() -> None:
         for kind in ("safetensors", "pickled"):
             write_folder(folder / kind, safetensors=kind == "safetensors")
             results[kind] = measure(folder / kind, folder / f"{kind}-run")
-        results["back"] = measure(folder / "safetensors-run", folder / "back", "--to", "huggingface")
+        results["back"] = measure(folder / "safetensors-run", folder / "back", "--to", "huggingface-4.37")
     for kind, result in results.items():
         print(f"{kind}: at most {result['peak_gib']} GiB resident")
     environment = {

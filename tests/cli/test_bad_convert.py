@@ -241,7 +241,7 @@ def test_run_that_hugging_face_cannot_express_is_refused(folder: Path, capfd: Ca
     ):
         assert old in config
         Path("run/config.yaml").write_text(config.replace(old, new))
-        assert_refused(folder, "convert run back --to huggingface", message, capfd)
+        assert_refused(folder, "convert run back --to huggingface-4.37", message, capfd)
 
 
 @pytest.mark.parametrize(("setting", "value"), [("qk_norm", True), ("max_ngram", 3)])
@@ -257,7 +257,9 @@ def test_parts_that_hugging_face_cannot_express_are_refused(folder: Path, settin
 def test_run_of_an_earlier_version_is_refused(folder: Path, capfd: Capture) -> None:
     Path("run").mkdir()
     Path("run/config.yaml").write_text("model: {kind: transformer, layers: 2}\ntrain: {rows: 3}\n")
-    assert_refused(folder, "convert run back --to huggingface", "run/config.yaml is from an earlier version", capfd)
+    assert_refused(
+        folder, "convert run back --to huggingface-4.37", "run/config.yaml is from an earlier version", capfd
+    )
 
 
 def test_full_disk_leaves_nothing(folder: Path, capfd: Capture, monkeypatch: Patch) -> None:

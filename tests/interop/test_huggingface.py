@@ -90,7 +90,7 @@ def test_settings_missing_in_config_json_have_the_defaults_of_transformers(tmp_p
 def test_conversion_there_and_back_is_bit_identical(case: str, tmp_path: Path) -> None:
     config, weights, _ = golden(case)
     convert(hugging_face_folder(tmp_path / "hub", config, weights), tmp_path / "run")
-    assert convert(tmp_path / "run", tmp_path / "back", to="huggingface").notes == ()
+    assert convert(tmp_path / "run", tmp_path / "back", to="huggingface-4.37").notes == ()
     back = load_file(tmp_path / "back" / "model.safetensors")
     assert back.keys() == weights.keys()
     for name, weight in weights.items():
@@ -113,7 +113,7 @@ def test_missing_projection_is_exported_as_identity(tied: str, tmp_path: Path) -
     """
     run = make_run(tmp_path / "run", project_same_width=False, tie_projections=tied)
     assert "embedding.projections.0" not in run.model.state_dict()
-    convert(tmp_path / "run", tmp_path / "hub", to="huggingface")
+    convert(tmp_path / "run", tmp_path / "hub", to="huggingface-4.37")
     convert(tmp_path / "hub", tmp_path / "back")
     tokens_BT = torch.randint(0, 23, (2, 19), generator=torch.Generator().manual_seed(1))
     before, after = (
@@ -126,16 +126,16 @@ def test_missing_projection_is_exported_as_identity(tied: str, tmp_path: Path) -
 def test_other_architecture_is_not_exported(tmp_path: Path) -> None:
     make_run(tmp_path / "run", architecture="shaw")
     with pytest.raises(UserError, match="cannot express shaw"):
-        convert(tmp_path / "run", tmp_path / "hub", to="huggingface")
+        convert(tmp_path / "run", tmp_path / "hub", to="huggingface-4.37")
     for source in ("run", "nowhere"):
-        with pytest.raises(UserError, match="no output format 'onnx'; known: huggingface"):
+        with pytest.raises(UserError, match=r"no output format 'onnx'; known: huggingface, huggingface-4\.37"):
             convert(tmp_path / source, tmp_path / "hub", to=cast(Any, "onnx"))
     assert not (tmp_path / "hub").exists()
 
 
 def exported_values(run: Path, file: str, note: str | None) -> Any:
     """Export a run to the folder `hub` next to it, check the note, and return the contents of a JSON file there."""
-    notes = convert(run, run.parent / "hub", to="huggingface").notes
+    notes = convert(run, run.parent / "hub", to="huggingface-4.37").notes
     assert len(notes) == (note is not None)
     assert note is None or re.search(note, notes[0])
     return json.loads((run.parent / "hub" / file).read_text())

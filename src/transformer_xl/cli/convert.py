@@ -1,4 +1,4 @@
-"""`txl convert`: convert checkpoints of other programs to runs, and runs to Hugging Face's layout."""
+"""`txl convert`: convert checkpoints of other programs to runs, and runs to folders for transformers."""
 
 from __future__ import annotations
 
@@ -19,23 +19,24 @@ def convert(
     out: Annotated[Path, Parameter(name="TO")],
     /,
     *,
-    to: Literal["run", "huggingface"] = "run",
+    to: Literal["run", "huggingface", "huggingface-4.37"] = "run",
     source_format: Literal["huggingface", "official", "nvidia", "tensorflow"] | None = None,
     tokenizer: str | None = None,
     pre_tokenizer: Literal["whitespace", "punctuation", "moses"] | None = None,
     json: Json = False,
 ) -> None:
-    """Convert a checkpoint of another program to a run, or a run to Hugging Face's layout; no code in it is executed.
+    """Convert a checkpoint of another program to a run, or a run to a folder for transformers. No code is executed.
 
     Parameters
     ----------
     source
-        Checkpoint to convert: a Hugging Face folder (transfo-xl), model.pt of the authors' PyTorch code or its folder,
-        NVIDIA's checkpoint_best.pt or its folder, or a TensorFlow checkpoint; with --to huggingface, a run.
+        Checkpoint to convert: a folder of Hugging Face's transformers, model.pt of the authors' PyTorch code or its
+        folder, NVIDIA's checkpoint_best.pt or its folder, or a TensorFlow checkpoint; a run with another --to.
     out
         Folder to create; it must not exist.
     to
-        Format to write.
+        What to write: a run; huggingface, for transformers 5 with this package (all models); or huggingface-4.37, for
+        transformers 4.37.2 and older (Transformer-XL only).
     source_format
         Format of FROM. [default: detected from the files]
     tokenizer
@@ -58,6 +59,8 @@ def convert(
         note(text)
     tokenizer_text = f"{result.tokenizer.kind}, {result.tokenizer.vocab_size:,} tokens"
     fields: dict[str, Any] = {"format": result.format, "parameters": result.parameters, "tokenizer": tokenizer_text}
+    if result.readers is not None:
+        fields["readers"] = result.readers
     if json:
         weights = result.weights.as_dict() if result.weights else {}
         print_json(

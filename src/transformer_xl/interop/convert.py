@@ -1,4 +1,4 @@
-"""Convert checkpoints of other programs to run folders, and runs to folders that Hugging Face's TransfoXL loads.
+"""Convert checkpoints of other programs to run folders, and runs to folders for Hugging Face's transformers.
 
     convert(source, out)                       reader of the format -> ImportedModel -> run folder
     convert(run, out, to="huggingface")
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from transformer_xl.checkpoint_record import ChosenWeights
 from transformer_xl.config import RunConfig, UserError, check_type, checked_names, nearest, run_settings
 from transformer_xl.display import Displayed
 from transformer_xl.files import as_path, as_user_error, check_is_new
-from transformer_xl.interop import huggingface, nvidia, official, tensorflow
+from transformer_xl.interop import huggingface, nvidia, official, pretrained, tensorflow
 from transformer_xl.interop.imported import ImportedModel
 from transformer_xl.interop.tokenizers import bytes_from_decimal_words
 from transformer_xl.model.build import build_model
@@ -33,6 +33,7 @@ from transformer_xl.text.tokenizers.pre_tokenizer import PreTokenizerName
 from transformer_xl.text.tokenizers.word import WordTokenizer
 
 FormatName = Literal["huggingface", "official", "nvidia", "tensorflow"]
+OutputName = Literal["run", "huggingface", "huggingface-4.37"]
 
 
 class Format(NamedTuple):
@@ -48,10 +49,11 @@ class Format(NamedTuple):
 FORMATS: dict[FormatName, Format] = {
     "nvidia": Format("checkpoint_best.pt of NVIDIA's code", nvidia.recognizes, nvidia.read),
     "official": Format("model.pt of the authors' PyTorch code", official.recognizes, official.read),
-    "huggingface": Format("a folder of Hugging Face's TransfoXL", huggingface.recognizes, huggingface.read),
+    "huggingface": Format("a folder of Hugging Face's transformers", huggingface.recognizes, huggingface.read),
     "tensorflow": Format("a checkpoint of the authors' TensorFlow code", tensorflow.recognizes, tensorflow.read),
 }
 """All formats, in the order in which they are tried."""
+_OUTPUTS = [name for name in get_args(OutputName) if name != "run"]
 
 
 @dataclass(frozen=True, repr=False)
@@ -66,7 +68,9 @@ class ConversionResult(Displayed):
     notes: tuple[str, ...]
     """Sentences for the user about what was left out or differs."""
     weights: ChosenWeights | None = None
-    """Which weights of a run were written, with `to="huggingface"`."""
+    """Which weights of a run were written, if a run was the source."""
+    readers: str | None = None
+    """Which programs read what was written, or None for a run."""
 
 
 @checked_names
@@ -74,19 +78,20 @@ def convert(
     source: Path | str,
     out: Path | str,
     *,
-    to: Literal["run", "huggingface"] = "run",
+    to: OutputName = "run",
     source_format: FormatName | None = None,
     tokenizer: str | Path | Tokenizer | None = None,
     pre_tokenizer: PreTokenizerName | None = None,
 ) -> ConversionResult:
-    """Convert a checkpoint of another program to a run folder, or a run to a folder for Hugging Face's TransfoXL.
+    """Convert a checkpoint of another program to a run folder, or a run to a folder for Hugging Face's transformers.
 
     Nothing in a checkpoint is executed. The output folder appears only when it is complete.
 
     Args:
-        source: the checkpoint's file or folder; with `to="huggingface"`, a run folder.
+        source: the checkpoint's file or folder; unless `to` is "run", a run folder.
         out: folder to create; it must not exist.
-        to: what to write: a run folder, or a folder in the layout that transformers 4.37.2 and older load.
+        to: what to write: a run folder; "huggingface", a folder that transformers 5 opens with this package; or
+            "huggingface-4.37", one in the layout that transformers 4.37.2 and older load without it.
         source_format: one of `FORMATS`, or None to detect it from the files.
         tokenizer: the model's tokenizer or its path (a run folder, a corpus or a txl_tokenizer.json file), or "byte"
             for a byte tokenizer, also where the checkpoint's words are byte values in decimal, or "integer" if tokens
@@ -96,28 +101,24 @@ def convert(
             wrote the checkpoint does.
 
     Returns:
-        the format, the number of parameters, the tokenizer, and notes on what was left out or differs.
+        the format, the number of parameters, the tokenizer, who can read the result, and notes on what was left out or
+        differs.
 
     Raises:
         UserError: the source is missing, damaged, not recognized or cannot be expressed in this package; its tokenizer
             is missing or has another vocabulary size than the model; or an argument does not apply to the conversion.
     """
-    if to not in ("run", "huggingface"):
-        raise UserError(f"no output format '{to}'; known: huggingface")
+    if to not in get_args(OutputName):
+        raise UserError(f"no output format '{to}'{nearest(to, get_args(OutputName))}; known: {', '.join(_OUTPUTS)}")
     source, out = as_path(source, "source", "give the path of a checkpoint"), as_path(out, "out")
     known = (str, Path, Tokenizer, type(None))
     check_type(tokenizer, known, "tokenizer", "give a path, 'byte', 'integer' or a Tokenizer")
     check_is_new(out)
-    if to == "huggingface":
+    if to != "run":
         options = {"source-format": source_format, "tokenizer": tokenizer, "pre-tokenizer": pre_tokenizer}
         if inapplicable := [f"--{name}" for name, value in options.items() if value is not None]:
-            raise UserError(f"{', '.join(inapplicable)} cannot be combined with --to huggingface; leave the former out")
-        folder = RunFolder.open(source)
-        chosen = folder.choose_weights()
-        weights, _ = load_tensors(chosen.used.file)
-        parameters = _check_weights(folder.config, weights, source)
-        notes = huggingface.write(out, folder.config, weights, folder.tokenizer)
-        return ConversionResult("huggingface", parameters, folder.tokenizer, notes, chosen)
+            raise UserError(f"{', '.join(inapplicable)} cannot be combined with --to {to}; leave the former out")
+        return _export(source, out, to)
 
     format_name = _choose_format(source, source_format)
     imported = FORMATS[format_name].read(source)
@@ -136,6 +137,22 @@ def convert(
     parameters = _check_weights(config, imported.weights, source)
     RunFolder.create(out, config, run_tokenizer, imported.weights)
     return ConversionResult(format_name, parameters, run_tokenizer, (*imported.notes, *notes))
+
+
+def _export(source: Path, out: Path, to: Literal["huggingface", "huggingface-4.37"]) -> ConversionResult:
+    """Write a run as a folder for transformers."""
+    folder = RunFolder.open(source)
+    chosen = folder.choose_weights()
+    weights, _ = load_tensors(chosen.used.file)
+    parameters = _check_weights(folder.config, weights, source)
+    notes: tuple[str, ...] = ()
+    if to == "huggingface":
+        pretrained.write(out, folder.config, weights, folder.tokenizer, chosen.used.memory_lengths)
+        readers = pretrained.READERS
+    else:
+        notes = huggingface.write(out, folder.config, weights, folder.tokenizer)
+        readers = huggingface.READERS
+    return ConversionResult(to, parameters, folder.tokenizer, notes, chosen, readers)
 
 
 def _choose_format(source: Path, requested: FormatName | None) -> FormatName:

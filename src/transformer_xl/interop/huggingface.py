@@ -1,8 +1,9 @@
-"""Read and write Hugging Face's TransfoXL folders: config.json, weights and vocabulary.
+"""Read and write Hugging Face's folders: config.json, weights and vocabulary.
 
-The layout is that of transformers 4.37.2, among the last versions that contain the model (TransfoXLLMHeadModel). As
-in transformers, queries of an imported model attend to the zeros of an empty memory, and `same_length` lets each query
-attend to `mem_len` keys. source_config.py explains the other names of config.json.
+Folders that `pretrained.py` writes are recognized by their model type. The others are TransfoXL's: their layout is that
+of transformers 4.37.2, among the last versions that contain the model (TransfoXLLMHeadModel). As in transformers,
+queries of an imported model attend to the zeros of an empty memory, and `same_length` lets each query attend to
+`mem_len` keys. source_config.py explains the other names of config.json.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from transformer_xl.config import RunConfig, TransformerXLConfig, UserError
 from transformer_xl.files import as_user_error, atomic_folder, write_text
+from transformer_xl.interop import pretrained
 from transformer_xl.interop.imported import ImportedModel
 from transformer_xl.interop.source_config import SourceConfig, format_value, tied_projection_flags
 from transformer_xl.interop.tokenizers import first_existing, read_checkpoint_json, read_tokenizer, words_of
@@ -28,9 +30,16 @@ from transformer_xl.text.tokenizers import Tokenizer
 from transformer_xl.text.tokenizers.word import WordTokenizer
 
 # files of weights and of vocabularies; the first one that exists is read
-_WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
-_VOCABULARIES = ("vocab.json", "vocab.txt", "vocab.pkl", "vocab.bin")
-_MODEL_TYPE = "transfo-xl"
+WEIGHT_FILES = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+VOCABULARIES = ("vocab.json", "vocab.txt", "vocab.pkl", "vocab.bin")
+MODEL_TYPE = "transfo-xl"
+READERS = "transformers 4.37.2 and older"
+"""Who can read the folders that `write` makes."""
 _MAX_HEADER = 2**24  # bytes of the names and shapes in a safetensors file, far more than in real ones
 # defaults of TransfoXLConfig, for settings that config.json lacks (4.37.2 never writes tgt_len, the segment length)
 _DEFAULTS = {
@@ -46,36 +55,59 @@ def recognizes(path: Path) -> bool:
 
 
 def read(path: Path) -> ImportedModel:
-    """Read a TransfoXL folder.
+    """Read a folder of either layout.
 
     Raises:
         UserError: a file is missing, damaged, of another architecture, or cannot be expressed in this package.
     """
     file = path / "config.json"
     values = read_checkpoint_json(file)
-    if not isinstance(values, dict) or values.get("model_type", _MODEL_TYPE) != _MODEL_TYPE:
-        model_type = values.get("model_type") if isinstance(values, dict) else type(values).__name__
-        raise UserError(f"{file}: a model of type {format_value(model_type)}; only '{_MODEL_TYPE}' can be converted")
-    settings = SourceConfig({**_DEFAULTS, **values}, str(file))
-    # TransfoXLConfig derives tie_projs (a flag for each cluster) from this setting
-    shared = settings.get_bool("proj_share_all_but_first", default=True)
-    tied_projections = {"tie_projs": [False, *[shared] * len(settings.get_ints("cutoffs"))]}
-    settings = SourceConfig({**_DEFAULTS, **tied_projections, **values}, str(file))
-    config, lengths = settings.model_config(attend_empty_memory=True), settings.lengths()
-    weights_file = first_existing(path, _WEIGHTS)
-    if weights_file is None:
-        raise UserError(f"{path} has no weights; expected {' or '.join(_WEIGHTS)} in the same folder as config.json")
+    model_type = values.get("model_type", MODEL_TYPE) if isinstance(values, dict) else type(values).__name__
+    if model_type == pretrained.MODEL_TYPE:
+        return pretrained.read(path, _read_weights(_weights_file(path)))
+    if model_type != MODEL_TYPE:
+        known = f"'{MODEL_TYPE}' and '{pretrained.MODEL_TYPE}'"
+        raise UserError(f"{file}: a model of type {format_value(model_type)}; only {known} can be converted")
+    config, lengths = read_settings(values, str(file))
+    weights_file = _weights_file(path)
     weights = _read_weights(weights_file)
     if not any(name.startswith("crit.") for name in weights):
         raise UserError(f"{weights_file} has no softmax (crit.*); expected the weights of a TransfoXLLMHeadModel")
-    vocabulary_file = first_existing(path, _VOCABULARIES)
     return ImportedModel(
         model=config.model_dump(),
         train=lengths,
         evaluation={**lengths, "attention_window": config.attention_window},
         weights=import_weights(config, HUGGING_FACE, weights, str(weights_file)),
-        tokenizer=None if vocabulary_file is None else _read_tokenizer(path, vocabulary_file),
+        tokenizer=read_folder_tokenizer(path),
     )
+
+
+def read_settings(values: Mapping[str, Any], source: str) -> tuple[TransformerXLConfig, dict[str, int]]:
+    """Return the settings of the model, and the lengths of segment and memory, in TransfoXL's config.json.
+
+    Raises:
+        UserError: a setting has the wrong type or value, or cannot be expressed in this package.
+    """
+    settings = SourceConfig({**_DEFAULTS, **values}, source)
+    # TransfoXLConfig derives tie_projs (a flag for each cluster) from this setting
+    shared = settings.get_bool("proj_share_all_but_first", default=True)
+    tied_projections = {"tie_projs": [False, *[shared] * len(settings.get_ints("cutoffs"))]}
+    settings = SourceConfig({**_DEFAULTS, **tied_projections, **values}, source)
+    return settings.model_config(attend_empty_memory=True), settings.lengths()
+
+
+def _weights_file(path: Path) -> Path:
+    """Return the file of the weights, or the index of the files.
+
+    Raises:
+        UserError: the folder has none.
+    """
+    file = first_existing(path, WEIGHT_FILES)
+    if file is None:
+        raise UserError(
+            f"{path} has no weights; expected {' or '.join(WEIGHT_FILES)} in the same folder as config.json"
+        )
+    return file
 
 
 def _read_weights(file: Path) -> dict[str, Tensor]:
@@ -109,11 +141,20 @@ def _read_weights(file: Path) -> dict[str, Tensor]:
         raise UserError(f"{file} is damaged (not a complete safetensors file: {error}); get it again") from None
 
 
-def _read_tokenizer(folder: Path, vocabulary_file: Path) -> Tokenizer:
-    """Read the vocabulary as a tokenizer that splits text as TransfoXLTokenizer does, by the Moses tokenizer's rules.
+def read_folder_tokenizer(folder: Path) -> Tokenizer | None:
+    """Read the vocabulary of a TransfoXL folder as a tokenizer that splits text by the Moses tokenizer's rules.
 
-    `lower_case` in tokenizer_config.json overrides that of a pickled vocabulary.
+    TransfoXLTokenizer does the same. `lower_case` in tokenizer_config.json overrides that of a pickled vocabulary.
+
+    Returns:
+        the tokenizer, or None if the folder has no vocabulary.
+
+    Raises:
+        UserError: a file is damaged.
     """
+    vocabulary_file = first_existing(folder, VOCABULARIES)
+    if vocabulary_file is None:
+        return None
     file = folder / "tokenizer_config.json"
     values = read_checkpoint_json(file) if file.is_file() else {}
     lower_case = values.get("lower_case") if isinstance(values, dict) else None
@@ -213,7 +254,7 @@ def _config_values(config: RunConfig, model: TransformerXLConfig) -> dict[str, A
     """Return the values of config.json, except mem_len, same_length and eos_token_id."""
     num_clusters = len(model.cluster_widths)
     return {
-        "model_type": _MODEL_TYPE,
+        "model_type": MODEL_TYPE,
         "architectures": ["TransfoXLLMHeadModel"],
         "vocab_size": model.vocab_size,
         "n_layer": model.n_layers,

@@ -1,0 +1,180 @@
+"""Folders for transformers 5: config.json, model.safetensors and the tokenizer, in this package's names.
+
+    write(path, config, weights, tokenizer)         without transformers: plain JSON and safetensors
+    read(path)                                      back to what a run consists of
+
+`transformer_xl.integrations.huggingface` registers the classes that open such a folder. Weights have the names of
+`LanguageModel.state_dict()` behind `model.`, so every architecture and setting can be written, bit for bit. The folder
+also has a module that only imports this package: with `trust_remote_code=True` transformers loads the classes from
+there, without the import.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from transformer_xl.checkpoint_record import MemoryLengths
+from transformer_xl.config import ARCHITECTURES, ModelConfig, RunConfig, UserError, check_settings, run_settings
+from transformer_xl.evaluation.plan import EvaluationPlan
+from transformer_xl.files import atomic_folder, write_text
+from transformer_xl.interop.imported import ImportedModel
+from transformer_xl.interop.source_config import check_counts, format_value
+from transformer_xl.interop.tokenizers import read_checkpoint_json
+from transformer_xl.tensor_file import write_safetensors
+from transformer_xl.text.tokenizers import Tokenizer, load_tokenizer, save_tokenizer
+from transformer_xl.text.tokenizers.storage import TOKENIZER_FILE
+
+MODEL_TYPE = "transformer-xl"
+"""`model_type` in config.json."""
+WEIGHT_PREFIX = "model."
+"""What precedes our name of each weight."""
+READERS = "transformers 5 with this package: import transformer_xl.integrations.huggingface"
+"""Who can read such a folder."""
+
+_CODE_FILE = "transformer_xl_code.py"
+_CODE = '''"""The classes of this folder: those of the package transformer-xl, which has to be installed."""
+
+from transformer_xl.integrations.huggingface import (
+    PretrainedTransformerXLConfig,
+    TransformerXLForCausalLM,
+    TransformerXLTokenizer,
+)
+
+__all__ = ["PretrainedTransformerXLConfig", "TransformerXLForCausalLM", "TransformerXLTokenizer"]
+'''
+_MODULE = Path(_CODE_FILE).stem
+MODEL_AUTO_MAP = {
+    "AutoConfig": f"{_MODULE}.PretrainedTransformerXLConfig",
+    "AutoModelForCausalLM": f"{_MODULE}.TransformerXLForCausalLM",
+}
+"""`auto_map` of config.json: where trust_remote_code finds the classes."""
+TOKENIZER_AUTO_MAP = {"AutoTokenizer": [f"{_MODULE}.TransformerXLTokenizer", None]}
+"""`auto_map` of tokenizer_config.json."""
+# Settings that config.json has under another name: transformers gives `attn_implementation` another meaning.
+_RENAMED = {"attn_implementation": "attention_kernel"}
+_LENGTHS = ("segment_length", "memory_length")
+_EVALUATION = (*_LENGTHS, "attention_window", "clamp_length")
+
+
+def setting_names(architecture: str) -> dict[str, str]:
+    """Return our name of each model setting of an architecture, and the one that config.json has for it."""
+    return {name: _RENAMED.get(name, name) for name in ARCHITECTURES[architecture].model_fields}
+
+
+def config_values(config: RunConfig, memory_lengths: MemoryLengths | None) -> dict[str, Any]:
+    """Return the settings of config.json for a run.
+
+    Args:
+        config: settings of the run.
+        memory_lengths: the losses at several memory lengths that were measured for its weights, or None.
+
+    Returns:
+        the settings of the model by their names; `segment_length` and `memory_length` of training; and the lengths
+        with which `evaluate` and `generate` use these weights, which begin with `evaluation_`.
+    """
+    plan = EvaluationPlan.resolve(config, memory_lengths=memory_lengths)
+    limits = plan.context_limits
+    values = config.model.model_dump(mode="json")
+    values = {theirs: values[ours] for ours, theirs in setting_names(config.model.architecture).items()}
+    values |= {name: getattr(config.train, name) for name in _LENGTHS}
+    values["evaluation_segment_length"] = plan.segment_length
+    values["evaluation_memory_length"] = limits.memory_length
+    values["evaluation_attention_window"] = limits.attention_window
+    values["evaluation_clamp_length"] = limits.clamp_length
+    return values
+
+
+def model_settings(values: Mapping[str, Any], source: str) -> ModelConfig:
+    """Return the settings of the model in the values of config.json.
+
+    Raises:
+        UserError: an unknown architecture, or a setting of the wrong type or value.
+    """
+    architecture = values.get("architecture")
+    if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
+        raise UserError(f"{source}: no architecture {format_value(architecture)}; known: {', '.join(ARCHITECTURES)}")
+    names = setting_names(architecture)
+    given = {ours: values[theirs] for ours, theirs in names.items() if theirs in values}
+    return check_settings(ARCHITECTURES[architecture], given, source)  # pyrefly: ignore[bad-return]
+
+
+def read(path: Path, weights: Mapping[str, Tensor]) -> ImportedModel:
+    """Return what a run consists of, from a folder.
+
+    Args:
+        path: the folder.
+        weights: the tensors of its weight files.
+
+    Raises:
+        UserError: a file is missing or damaged, or the settings are invalid.
+    """
+    file = path / "config.json"
+    values: dict[str, Any] = read_checkpoint_json(file)
+    model = model_settings(values, str(file))
+    check_counts(str(file), n_layers=model.n_layers, num_cutoffs=len(model.cluster_widths))
+    train = {name: values[name] for name in _LENGTHS if values.get(name) is not None}
+    evaluation = {name: values[f"evaluation_{name}"] for name in _EVALUATION if f"evaluation_{name}" in values}
+    groups = {"model": model.model_dump(), "train": train, "evaluation": evaluation}
+    run_settings(groups, str(file))
+    unnamed = {name.removeprefix(WEIGHT_PREFIX): tensor for name, tensor in weights.items()}
+    has_tokenizer = (path / TOKENIZER_FILE).is_file()
+    return ImportedModel(
+        **groups,
+        weights={name: tensor.detach().float() for name, tensor in unnamed.items()},
+        tokenizer=load_tokenizer(path / TOKENIZER_FILE) if has_tokenizer else None,
+    )
+
+
+def write(
+    path: Path,
+    config: RunConfig,
+    weights: Mapping[str, Tensor],
+    tokenizer: Tokenizer,
+    memory_lengths: MemoryLengths | None = None,
+) -> None:
+    """Write a model as a folder that transformers 5 opens with this package.
+
+    Args:
+        path: the folder to create.
+        config: settings of the run.
+        weights: tensors by the names of `LanguageModel.state_dict()`.
+        tokenizer: the tokenizer.
+        memory_lengths: as for `config_values`.
+
+    Raises:
+        UserError: the folder exists, or the file system refuses.
+    """
+    values = config_values(config, memory_lengths)
+    fixed = {"architectures": ["TransformerXLForCausalLM"], "dtype": "float32", "model_type": MODEL_TYPE}
+    with atomic_folder(path) as temporary:
+        _write_json(temporary / "config.json", {**values, **fixed, "auto_map": MODEL_AUTO_MAP})
+        _write_json(temporary / "generation_config.json", generation_values(tokenizer))
+        tensors = {f"{WEIGHT_PREFIX}{name}": tensor.detach().contiguous() for name, tensor in weights.items()}
+        write_safetensors(temporary / "model.safetensors", tensors, {"format": "pt"})
+        save_tokenizer(tokenizer, temporary / TOKENIZER_FILE)
+        tokenizer_values = {"tokenizer_class": "TransformerXLTokenizer", "auto_map": TOKENIZER_AUTO_MAP}
+        _write_json(temporary / "tokenizer_config.json", tokenizer_values)
+        write_code(temporary)
+
+
+def write_code(folder: Path) -> None:
+    """Write the module that `auto_map` names, which only imports this package."""
+    write_text(folder / _CODE_FILE, _CODE)
+
+
+def generation_values(tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return the contents of generation_config.json.
+
+    Padding has the first id after the vocabulary, so no token of a text can be taken for it. No token ends a text: the
+    end-of-sequence token of our tokenizers is the end of a line.
+    """
+    return {"bos_token_id": tokenizer.bos_token_id, "pad_token_id": tokenizer.vocab_size}
+
+
+def _write_json(path: Path, values: object) -> None:
+    write_text(path, json.dumps(values, indent=2, sort_keys=True) + "\n")
