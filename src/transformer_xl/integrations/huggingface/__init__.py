@@ -1,0 +1,63 @@
+"""Transformer-XL in transformers 5: importing this module registers configuration, model and tokenizer.
+
+    import transformer_xl.integrations.huggingface
+    model = AutoModelForCausalLM.from_pretrained(DIR)          a folder that `txl convert RUN DIR --to huggingface` made
+    model, tokenizer = from_run(RUN)                           a run itself
+
+Folders with the old model type `transfo-xl`, as on the Hub, open as well.
+
+Raises:
+    UserError: transformers is missing or too old.
+"""
+
+from __future__ import annotations
+
+from importlib import metadata
+
+from transformer_xl.config import UserError
+
+_INSTALL = "pip install 'transformer-xl[transformers]'"
+
+
+def _check_version() -> None:
+    """Check that transformers 5 is installed, without importing it.
+
+    Raises:
+        UserError: it is missing or older.
+    """
+    try:
+        version = metadata.version("transformers")
+    except metadata.PackageNotFoundError:
+        raise UserError(f"transformers is not installed; {_INSTALL}") from None
+    if int(version.split(".")[0]) < 5:
+        raise UserError(
+            f"transformers {version} is too old, 5 is needed; {_INSTALL} (for transformers 4.37 and older: "
+            "txl convert RUN DIR --to huggingface-4.37)"
+        )
+
+
+_check_version()
+
+from transformer_xl.integrations.huggingface.cache import MemoryCache  # noqa: E402
+from transformer_xl.integrations.huggingface.configuration import (  # noqa: E402
+    PretrainedTransformerXLConfig,
+    TransfoXLConfig,
+)
+from transformer_xl.integrations.huggingface.modeling import TransformerXLForCausalLM, from_run  # noqa: E402
+from transformer_xl.integrations.huggingface.registration import register  # noqa: E402
+from transformer_xl.integrations.huggingface.tokenization import (  # noqa: E402
+    TransformerXLTokenizer,
+    TransfoXLTokenizer,
+)
+
+register()
+
+__all__ = [
+    "MemoryCache",
+    "PretrainedTransformerXLConfig",
+    "TransfoXLConfig",
+    "TransfoXLTokenizer",
+    "TransformerXLForCausalLM",
+    "TransformerXLTokenizer",
+    "from_run",
+]

@@ -1,0 +1,110 @@
+"""The cache that `generate` and `forward` pass on: a holder of one immutable Memory.
+
+Shape suffixes: B batch rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache
+from typing_extensions import override
+
+from transformer_xl.config import UserError
+from transformer_xl.model.memory import Memory
+
+
+class MemoryCache(Cache):
+    """`past_key_values` of our models.
+
+    `forward` replaces its `memory` by the next one, as other caches are extended in place. The memory itself is never
+    changed: `MemoryCache(cache.memory, cache.num_columns)` continues from here again.
+    """
+
+    def __init__(self, memory: Memory | None = None, num_columns: int = 0) -> None:
+        """Hold a memory.
+
+        Args:
+            memory: the memory of earlier tokens, or None if there are none.
+            num_columns: number of columns of the input that it has read, padding included.
+        """
+        super().__init__(layers=[])
+        self.memory, self.num_columns = memory, num_columns
+
+    @override
+    def __repr__(self) -> str:
+        return f"MemoryCache(num_columns={self.num_columns}, memory={self.memory})"
+
+    @override
+    def __len__(self) -> int:
+        return len(self.memory.layers) if self.memory is not None else 0
+
+    def __bool__(self) -> bool:
+        return True  # also without memory
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MemoryCache:
+        return MemoryCache(self.memory, self.num_columns)  # the memory is a value
+
+    def advance(self, memory: Memory, num_columns: int) -> None:
+        """Hold the memory after `num_columns` more columns of the input."""
+        self.memory, self.num_columns = memory, self.num_columns + num_columns
+
+    @override
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.num_columns
+
+    @override
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        return -1  # the memory drops the oldest tokens, so there is no limit
+
+    @override
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return self.num_columns + query_length, 0
+
+    @override
+    def reset(self) -> None:
+        self.memory, self.num_columns = None, 0
+
+    @override
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.batch_select_indices(beam_idx)
+
+    @override
+    def batch_select_indices(self, indices: Tensor) -> None:
+        if self.memory is None:
+            return
+        rows = torch.as_tensor(indices).tolist()
+        if rows != list(range(self.memory.batch_size)):
+            self.memory = self.memory.select(rows)
+
+    @override
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.memory is not None:
+            self.batch_select_indices(torch.arange(self.memory.batch_size).repeat_interleave(repeats))
+
+    @override
+    def crop(self, tokens_to_remove: int) -> None:
+        if tokens_to_remove:
+            raise UserError("a memory cannot forget its newest tokens (crop); keep a copy from before them")
+
+    @property
+    @override
+    def batch_size(self) -> int:
+        return -1 if self.memory is None else self.memory.batch_size
+
+    @property
+    @override
+    def is_compileable(self) -> bool:
+        return False
+
+    @property
+    @override
+    def is_croppable(self) -> bool:
+        return False
+
+    @property
+    @override
+    def is_initialized(self) -> bool:
+        return self.memory is not None

@@ -1,0 +1,123 @@
+"""Settings of a model as transformers' configuration: the model settings of a run, flat, with their names."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, cast
+
+from transformers import PreTrainedConfig
+from typing_extensions import override
+
+from transformer_xl.config import ARCHITECTURES, ModelConfig, UserError, nearest
+from transformer_xl.interop import huggingface as transfo_xl
+from transformer_xl.interop.pretrained import MODEL_AUTO_MAP, MODEL_TYPE, model_settings, setting_names
+from transformer_xl.model.memory import ContextLimits
+
+_SOURCE = "the configuration"
+
+
+class PretrainedTransformerXLConfig(PreTrainedConfig):
+    """Settings of any of our models.
+
+    Names are those of `TransformerXLConfig` and the other configuration classes, except that `attn_implementation` is
+    `attention_kernel` here. The `evaluation_` settings apply in evaluation mode, the others in training mode.
+    """
+
+    model_type = MODEL_TYPE
+    attribute_map: ClassVar[dict[str, str]] = {
+        "hidden_size": "d_model",
+        "num_hidden_layers": "n_layers",
+        "num_attention_heads": "n_heads",
+    }
+
+    def __init__(
+        self,
+        *,
+        architecture: str = "transformer-xl",
+        segment_length: int = 128,
+        memory_length: int | None = None,
+        evaluation_segment_length: int | None = None,
+        evaluation_memory_length: int | None = None,
+        evaluation_attention_window: int | None = None,
+        evaluation_clamp_length: int | None = None,
+        use_cache: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        """Check the settings.
+
+        Args:
+            architecture: a key of `transformer_xl.config.ARCHITECTURES`.
+            segment_length: longer rows are read in segments of this length.
+            memory_length: memory slots in training; None means 128, or 0 for an architecture without memory.
+            evaluation_segment_length: the same in evaluation mode; None means segment_length.
+            evaluation_memory_length: the same in evaluation mode and of `generate`; None means memory_length.
+            evaluation_attention_window: attention window in evaluation mode; None means attention_window.
+            evaluation_clamp_length: clamp length in evaluation mode; None means clamp_length.
+            use_cache: whether `forward` returns the memory, in evaluation mode.
+            kwargs: settings of the model, and those that every configuration of transformers has.
+
+        Raises:
+            UserError: a setting of the wrong type or value, or lengths that the architecture cannot have.
+        """
+        kwargs = {self.attribute_map.get(name, name): value for name, value in kwargs.items()}
+        model = model_settings({"architecture": architecture, **kwargs}, _SOURCE)
+        names = setting_names(architecture)
+        known = {theirs for one in ARCHITECTURES for theirs in setting_names(one).values()}
+        if foreign := sorted((kwargs.keys() & known) - set(names.values())):
+            raise UserError(f"{foreign[0]} is no setting of {architecture}{nearest(foreign[0], names)}; leave it out")
+        values = model.model_dump(mode="json")
+        for ours, theirs in names.items():
+            kwargs.pop(theirs, None)
+            setattr(self, theirs, values[ours])
+        self.segment_length = segment_length
+        self.memory_length = (128 if model.has_memory else 0) if memory_length is None else memory_length
+        self.evaluation_segment_length = evaluation_segment_length
+        self.evaluation_memory_length = evaluation_memory_length
+        self.evaluation_attention_window = evaluation_attention_window
+        self.evaluation_clamp_length = evaluation_clamp_length
+        self.use_cache = use_cache
+        for training in (True, False):
+            limits = self.context_limits(training=training)
+            model.check_context_limits(segment_length=self.rows_segment_length(training=training), **vars(limits))
+        kwargs["auto_map"] = MODEL_AUTO_MAP
+        super().__init__(**kwargs)
+
+    def model_config(self) -> ModelConfig:
+        """Return the settings of the model.
+
+        Raises:
+            UserError: a setting was changed to an invalid value.
+        """
+        names = setting_names(self.architecture).values()
+        return model_settings({name: getattr(self, name) for name in names}, _SOURCE)
+
+    def context_limits(self, *, training: bool) -> ContextLimits:
+        """Return how far back attention can look, in training mode or in evaluation mode."""
+        own = {name: getattr(self, name, None) for name in ("memory_length", "attention_window", "clamp_length")}
+        if not training:
+            given = {name: getattr(self, f"evaluation_{name}") for name in own}
+            own |= {name: value for name, value in given.items() if value is not None}
+        return ContextLimits(**cast(Any, own))
+
+    def rows_segment_length(self, *, training: bool) -> int:
+        """Return the length of the segments in which longer rows are read."""
+        return self.segment_length if training else self.evaluation_segment_length or self.segment_length
+
+    @classmethod
+    @override
+    def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
+        """Do nothing: a saved folder has a module that imports this package, not a copy of its code."""
+
+
+class TransfoXLConfig(PreTrainedConfig):
+    """Reads config.json of the old model type `transfo-xl`; the result is a `PretrainedTransformerXLConfig`."""
+
+    model_type = transfo_xl.MODEL_TYPE
+
+    @classmethod
+    @override
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        model, lengths = transfo_xl.read_settings(config_dict, "config.json")
+        values = {
+            theirs: model.model_dump(mode="json")[ours] for ours, theirs in setting_names("transformer-xl").items()
+        }
+        return PretrainedTransformerXLConfig.from_dict({**values, **lengths}, **kwargs)

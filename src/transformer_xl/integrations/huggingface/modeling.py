@@ -1,0 +1,465 @@
+"""Our models as a causal language model of transformers 5.
+
+Shape suffixes: B batch rows, T columns of the input, D model width, V vocabulary, K columns with logits.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Self, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import Cache, GenerationMixin, PreTrainedModel
+from transformers.generation import GenerationConfig
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from typing_extensions import override
+
+from transformer_xl.checkpoint_record import CheckpointName
+from transformer_xl.config import RelativeConfig, UserError
+from transformer_xl.generation.batch import PREFILL_SEGMENT
+from transformer_xl.integrations.huggingface.cache import MemoryCache
+from transformer_xl.integrations.huggingface.configuration import PretrainedTransformerXLConfig, TransfoXLConfig
+from transformer_xl.integrations.huggingface.files import is_transfo_xl, local_folder
+from transformer_xl.integrations.huggingface.padding import Padding, Segment, cut, put_back, read_mask
+from transformer_xl.integrations.huggingface.tokenization import TransformerXLTokenizer
+from transformer_xl.interop import huggingface as transfo_xl
+from transformer_xl.interop.pretrained import WEIGHT_PREFIX, config_values, generation_values, write_code
+from transformer_xl.model.build import build_model
+from transformer_xl.model.cross_entropy import cross_entropy
+from transformer_xl.model.language_model import LanguageModel
+from transformer_xl.model.memory import Memory
+from transformer_xl.model.token_ids import as_token_ids
+from transformer_xl.run_folder import Run, load
+
+_IGNORED = -100  # the label that marks a position without a loss
+
+
+class TransformerXLForCausalLM(PreTrainedModel, GenerationMixin):
+    """Any of our models, in `model`; its memory is `past_key_values`, a `MemoryCache`."""
+
+    config_class = PretrainedTransformerXLConfig
+    base_model_prefix = WEIGHT_PREFIX.removesuffix(".")
+    supports_gradient_checkpointing = True
+    accepts_loss_kwargs = True
+    _is_stateful = True
+    _no_split_modules: list[str] | set[str] | None = [  # noqa: RUF012 (instances replace it)
+        *("TransformerXL", "ShawTransformer", "AbsoluteTransformer", "RecurrentModel")
+    ]
+
+    config: PretrainedTransformerXLConfig  # pyrefly: ignore[bad-override-mutable-attribute]
+
+    def __init__(self, config: PretrainedTransformerXLConfig) -> None:
+        """Build the model with initial weights."""
+        super().__init__(config)
+        self.model: LanguageModel = build_model(config.model_config(), memory_length=config.memory_length)
+        self.post_init()
+
+    @override
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        return_dict: bool | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        prefill: bool = False,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast | tuple[Any, ...]:
+        """Return the logits of the next token at every position.
+
+        Rows longer than a segment are read in segments, and memory connects them; gradients stay within a segment.
+
+        Args:
+            input_ids: token ids (B, T).
+            attention_mask: 1 for tokens and 0 for padding, (B, T), or with the columns of `past_key_values` before
+                them. Padding is on the left, or without a cache on the right.
+            inputs_embeds: embeddings (B, T, D) as `get_input_embeddings()` returns them, in place of `input_ids`.
+            past_key_values: a `MemoryCache`, which holds the next memory afterwards, or None if there is nothing before
+                these tokens.
+            labels: the tokens themselves (B, T); each position is scored with the next one, and -100 is not scored.
+            use_cache: whether to return the memory; None means the configuration's `use_cache` in evaluation mode, and
+                no in training mode or if rows are padded on the right.
+            output_hidden_states: whether to return the hidden states of all layers.
+            logits_to_keep: number of last positions to compute logits for, 0 for all; or their indices.
+            return_dict: whether to return a CausalLMOutputWithPast; otherwise a tuple.
+            num_items_in_batch: what the sum of the losses is divided by; None means the number of scored labels.
+            prefill: read the input as our own `generate` reads a prompt: segments are counted from its end, and a model
+                without memory keeps tokens instead. `generate` sets it.
+            kwargs: `shift_labels`, labels that are shifted already, in place of `labels` (Trainer takes every named
+                argument with labels for one that it must give). Others must be None: they mean nothing here.
+
+        Returns:
+            loss, logits, past_key_values and hidden_states, each None where it was not asked for. In training an
+            adaptive softmax computes the loss without logits, which are None then.
+
+        Raises:
+            UserError: an argument that means nothing here, or a mask, cache or token id that the model cannot use.
+        """
+        shift_labels = kwargs.pop("shift_labels", None)
+        _refuse(kwargs)
+        if (input_ids is None) == (inputs_embeds is None):
+            raise UserError("give either input_ids or inputs_embeds")
+        if inputs_embeds is not None and self.model.ngrams is not None:
+            raise UserError("this model embeds n-grams of token ids (max_ngram), so it cannot read inputs_embeds")
+        inputs = input_ids if input_ids is not None else inputs_embeds
+        assert inputs is not None
+        cache = _check_cache(past_key_values)
+        padding = self._padding(input_ids, attention_mask, inputs.shape[1], cache)
+        keeps_memory = self._keeps_memory(use_cache, cache, padding)
+        if input_ids is not None:
+            inputs = self._without_padding_ids(input_ids, attention_mask)
+        lengths_B = padding.lengths_B if padding is not None and padding.side == "left" else None
+        limit = PREFILL_SEGMENT if prefill else self.config.rows_segment_length(training=self.training)
+        segments = list(cut(inputs.shape[1], limit, lengths_B, from_end=prefill))
+        if cache is not None and cache.memory is not None:
+            memory = cache.memory
+        else:
+            memory = self._new_memory(inputs, segments, keeps_memory=keeps_memory, prefill=prefill)
+        states_BTD, memory = self._read(inputs, segments, memory, all_states=bool(output_hidden_states))
+        if keeps_memory:
+            cache = MemoryCache() if cache is None else cache
+            cache.advance(self._with_all_slots(memory), inputs.shape[1])
+        targets_BT = _targets(labels, shift_labels, padding)
+        loss, logits_BKV = self._head(states_BTD[-1], logits_to_keep, targets_BT, num_items_in_batch)
+        output = CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits_BKV,
+            past_key_values=cache if keeps_memory else None,
+            hidden_states=tuple(states_BTD) if output_hidden_states else None,
+        )
+        wants_dict = self.config.return_dict if return_dict is None else return_dict
+        return output if wants_dict else output.to_tuple()
+
+    def _padding(
+        self, input_ids: Tensor | None, attention_mask: Tensor | None, num_new: int, cache: MemoryCache | None
+    ) -> Padding | None:
+        """Return the padding that the mask marks, or without a mask the ids beyond the vocabulary."""
+        num_past = cache.get_seq_length() if cache is not None else 0
+        if attention_mask is None:
+            pad = self._padding_id()
+            if input_ids is None or pad is None or num_past or not bool((input_ids == pad).any()):
+                return None
+            attention_mask = input_ids != pad
+        return read_mask(attention_mask, num_new, num_past)
+
+    def _padding_id(self) -> int | None:
+        """Return the id of padding if it is beyond the vocabulary; another one may be a token of the text."""
+        pad = self.generation_config.pad_token_id if self.generation_config is not None else None
+        return pad if isinstance(pad, int) and pad >= self.model.config.vocab_size else None
+
+    def _without_padding_ids(self, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+        """Return the ids with token 0 for padding, also after the end of a finished sequence of `generate`."""
+        pad = self._padding_id()
+        if attention_mask is not None:
+            new_mask = attention_mask[:, attention_mask.shape[1] - input_ids.shape[1] :]
+            input_ids = input_ids.masked_fill(new_mask == 0, 0)
+        return input_ids if pad is None else input_ids.masked_fill(input_ids == pad, 0)
+
+    def _keeps_memory(self, use_cache: bool | None, cache: MemoryCache | None, padding: Padding | None) -> bool:
+        """Return whether the memory is returned.
+
+        Raises:
+            UserError: it was asked for, but would begin with padding on the right.
+        """
+        is_right = padding is not None and padding.side == "right"
+        if is_right and (use_cache or cache is not None):
+            raise UserError(
+                "rows padded on the right have no memory to continue from; pad on the left (padding_side='left'), or "
+                "pass use_cache=False"
+            )
+        if use_cache is None:
+            return cache is not None or bool(self.config.use_cache and not self.training and not is_right)
+        return bool(use_cache)
+
+    def _new_memory(self, inputs: Tensor, segments: list[Segment], *, keeps_memory: bool, prefill: bool) -> Memory:
+        """Return an empty memory, of no more slots than these segments can fill."""
+        batch_size, num_columns = inputs.shape[:2]
+        limits = self.config.context_limits(training=self.training and not prefill)
+        if prefill and keeps_memory:
+            return self.model.generation_memory(batch_size, limits, segment_length=self.config.segment_length)
+        config = self.model.config
+        if not (isinstance(config, RelativeConfig) and config.attend_empty_memory):
+            last = segments[-1].columns
+            num_last = last.stop - last.start if isinstance(last, slice) else 1
+            used = num_columns if keeps_memory else num_columns - num_last
+            limits = replace(limits, memory_length=min(limits.memory_length, used))
+        has_gradients = torch.is_grad_enabled() and (
+            inputs.requires_grad or any(parameter.requires_grad for parameter in self.model.parameters())
+        )
+        make = self.model.initial_memory if has_gradients else self.model.inference_memory
+        return make(batch_size, limits)
+
+    def _with_all_slots(self, memory: Memory) -> Memory:
+        """Return the memory with as many slots as the settings say, if it has fewer."""
+        length = self.config.context_limits(training=self.training).memory_length
+        return memory.resized(length) if memory.length < length else memory
+
+    def _read(
+        self, inputs: Tensor, segments: list[Segment], memory: Memory, *, all_states: bool
+    ) -> tuple[list[Tensor], Memory]:
+        """Return the hidden states of all layers (or of the last one only), and the memory after the last segment."""
+        parts: list[list[tuple[Segment, Tensor]]] = []
+        for segment in segments:
+            part = segment.select(inputs)
+            is_ids = not part.is_floating_point()
+            arguments: dict[str, Any] = {"lengths_B": segment.lengths_B}
+            # embeddings are those of the table; the model's inputs are scaled
+            arguments |= {"tokens_BT": part} if is_ids else {"inputs_BTD": part * self.model.config.d_model**0.5}
+            if all_states:
+                states_BTD, memory = self.model.hidden_states(memory=memory, **arguments)
+            else:
+                hidden_BTD, memory = self.model(memory=memory, **arguments)
+                states_BTD = [hidden_BTD]
+            parts.append([(segment, state_BTD) for state_BTD in states_BTD])
+        return [put_back(list(layer), inputs.shape[1]) for layer in zip(*parts, strict=True)], memory
+
+    def _head(
+        self,
+        hidden_BTD: Tensor,
+        logits_to_keep: int | Tensor,
+        targets_BT: Tensor | None,
+        num_items: Tensor | int | None,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return the loss and the logits."""
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        if targets_BT is None:
+            return None, self.model.logits(hidden_BTD[:, kept])
+        is_scored_BT = targets_BT != _IGNORED
+        targets_BT = as_token_ids(targets_BT.masked_fill(~is_scored_BT, 0), self.model.config.vocab_size, "labels")
+        # an adaptive softmax needs no logits for its loss, and those of all words would take more memory than all else
+        logits_BKV = None
+        if not (self.training and self.model.softmax.num_tails):
+            logits_BKV = self.model.logits(hidden_BTD[:, kept])
+        if logits_BKV is not None and not self.model.softmax.num_tails and logits_BKV.shape[1] == hidden_BTD.shape[1]:
+            losses_BT = cross_entropy(logits_BKV.flatten(0, 1), targets_BT.flatten()).view(targets_BT.shape)
+        else:
+            losses_BT = self.model.nats(hidden_BTD, targets_BT)
+        count = is_scored_BT.sum() if num_items is None else num_items
+        if isinstance(count, Tensor):
+            count = count.to(losses_BT.device)
+        return (losses_BT * is_scored_BT).sum() / count, logits_BKV
+
+    @override
+    def prepare_inputs_for_generation(
+        self,
+        input_ids: Tensor,
+        next_sequence_length: int | None = None,
+        past_key_values: Cache | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        is_first_iteration: bool | None = False,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """Return the arguments of `forward` for the next step of `generate`."""
+        inputs = super().prepare_inputs_for_generation(  # pyrefly: ignore[bad-argument-type]
+            cast(Any, input_ids),
+            next_sequence_length=next_sequence_length,
+            past_key_values=past_key_values,
+            attention_mask=cast(Any, attention_mask),
+            inputs_embeds=inputs_embeds,
+            is_first_iteration=is_first_iteration,
+            **kwargs,
+        )
+        return {**inputs, "prefill": True}
+
+    @classmethod
+    @override
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return False  # `forward` makes the cache
+
+    @override
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """Draw the weights that were not loaded, and fill buffers that are not saved.
+
+        transformers calls this for every module. It makes models without contents and loads the weights afterwards.
+        """
+        if not isinstance(module, LanguageModel):
+            return
+        for buffer in module.buffers():
+            buffer.zero_()  # the biases of Shaw's model, the only ones
+        parameters = list(module.parameters())
+        is_loaded = [bool(getattr(parameter, "_is_hf_initialized", False)) for parameter in parameters]
+        if all(is_loaded):
+            return
+        saved = [parameter.clone() if loaded else None for parameter, loaded in zip(parameters, is_loaded, strict=True)]
+        module.init_weights()
+        for parameter, value in zip(parameters, saved, strict=True):
+            if value is not None:
+                parameter.copy_(value)
+
+    @override
+    def get_input_embeddings(self) -> nn.Module:
+        """Return the module that embeds token ids, without the factor sqrt(d_model), which `forward` applies."""
+        return self.model.embedding
+
+    @override
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Refuse another embedding."""
+        raise UserError("the embedding cannot be replaced: the softmax shares its weights")
+
+    @override
+    def get_output_embeddings(self) -> None:
+        """Return None: the softmax has no weight matrix of its own, or one for each cluster."""
+
+    @override
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
+        """Refuse another vocabulary.
+
+        Raises:
+            UserError: always.
+        """
+        raise UserError(
+            f"the vocabulary of {self.model.config.vocab_size:,} tokens is fixed: ids are ordered by frequency where "
+            "the softmax is adaptive; train a model with another tokenizer instead (padding needs no token: its id "
+            "is the first after the vocabulary)"
+        )
+
+    @override
+    def _set_gradient_checkpointing(
+        self,
+        enable: bool = True,
+        gradient_checkpointing_func: Callable[..., Any] | None = None,
+        every_n_layers: int = 1,
+    ) -> None:
+        if every_n_layers != 1:
+            raise UserError(
+                f"every_n_layers {every_n_layers}: activations of all layers are recomputed, or none; give 1"
+            )
+        self.model.activation_checkpointing = enable
+
+    @property
+    @override
+    def is_gradient_checkpointing(self) -> bool:
+        """Whether the backward pass recomputes activations."""
+        return self.model.activation_checkpointing
+
+    @classmethod
+    @override
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: str | os.PathLike[str] | None, *args: Any, **kwargs: Any
+    ) -> Self:
+        """Open a folder, or a repository of the Hub, that `txl convert`, `save_pretrained` or the old TransfoXL wrote.
+
+        Arguments are those of transformers. An old checkpoint is read by `transformer_xl.interop`, which executes
+        nothing in it.
+
+        Raises:
+            UserError: an old checkpoint is damaged or cannot be expressed in this package.
+        """
+        if pretrained_model_name_or_path is None or not is_transfo_xl(pretrained_model_name_or_path, kwargs):
+            return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        folder = local_folder(pretrained_model_name_or_path, kwargs)
+        imported = transfo_xl.read(folder)
+        config = kwargs.pop("config", None)
+        if not isinstance(config, PretrainedTransformerXLConfig):
+            config = TransfoXLConfig.from_pretrained(folder)
+        weights = {f"{WEIGHT_PREFIX}{name}": tensor for name, tensor in imported.weights.items()}
+        model = super().from_pretrained(None, *args, config=config, state_dict=weights, **kwargs)
+        if imported.tokenizer is not None:
+            model.generation_config = GenerationConfig(**generation_values(imported.tokenizer))
+        return model
+
+    @override
+    def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
+        """Write the folder that `from_pretrained` opens; arguments are those of transformers."""
+        super().save_pretrained(save_directory, *args, **kwargs)
+        write_code(Path(save_directory))
+
+    @classmethod
+    @override
+    def register_for_auto_class(cls, auto_class: str = "AutoModelForCausalLM") -> None:
+        """Do nothing: a saved folder has a module that imports this package, not a copy of its code."""
+
+
+class NoMaskedLM(TransformerXLForCausalLM):
+    """What AutoModelForMaskedLM finds, so that fill-mask says why it cannot be."""
+
+    @classmethod
+    @override
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Self:
+        """Refuse to load.
+
+        Raises:
+            UserError: always.
+        """
+        raise UserError("this model predicts the next token, not masked ones; use pipeline('text-generation')")
+
+
+def from_run(
+    run: Run | Path | str, *, checkpoint: CheckpointName = "best"
+) -> tuple[TransformerXLForCausalLM, TransformerXLTokenizer]:
+    """Return a run's model and tokenizer for transformers, without writing a folder.
+
+    Args:
+        run: the folder of a run, or a loaded run, whose weights are shared.
+        checkpoint: the weights with the lowest validation loss (best), or those of the newest checkpoint (last); not
+            with a loaded run.
+
+    Raises:
+        UserError: it is not the folder of a run, it has no weights yet, or its files are damaged.
+    """
+    if not isinstance(run, Run):
+        run = load(run, device="cpu", checkpoint=checkpoint)
+    config = PretrainedTransformerXLConfig(**config_values(run.config, run.memory_lengths))
+    with torch.device("meta"):
+        model = TransformerXLForCausalLM(config)
+    model.model = run.model
+    model.generation_config = GenerationConfig(**generation_values(run.tokenizer))
+    return model.eval(), TransformerXLTokenizer(tokenizer=run.tokenizer)
+
+
+def _targets(labels: Tensor | None, shift_labels: Tensor | None, padding: Padding | None) -> Tensor | None:
+    """Return the target of each position (B, T), -100 where it has none, or None without labels.
+
+    The first token after padding on the left is not predicted, as the first token of a row without padding is not.
+    """
+    if shift_labels is None:
+        if labels is None:
+            return None
+        shift_labels = F.pad(labels[:, 1:], (0, 1), value=_IGNORED)
+    if padding is None or padding.side == "right":
+        return shift_labels
+    width = shift_labels.shape[1]
+    is_padding_BT = torch.arange(width, device=shift_labels.device) < width - padding.lengths_B[:, None]
+    return shift_labels.masked_fill(is_padding_BT.to(shift_labels.device), _IGNORED)
+
+
+def _check_cache(cache: Cache | None) -> MemoryCache | None:
+    """Return the cache.
+
+    Raises:
+        UserError: it is the cache of other models.
+    """
+    if cache is None or isinstance(cache, MemoryCache):
+        return cache
+    raise UserError(
+        f"past_key_values is a {type(cache).__name__}; this model has a memory: give what it returned, or to begin "
+        "MemoryCache()"
+    )
+
+
+def _refuse(arguments: Mapping[str, Any]) -> None:
+    """Check that no argument is given that means nothing here.
+
+    Raises:
+        UserError: one is given.
+    """
+    for name, value in arguments.items():
+        if value is None or value is False:
+            continue
+        if name == "position_ids":
+            raise UserError("positions are relative to each token; leave position_ids out (rows cannot be packed)")
+        if name == "output_attentions":
+            raise UserError("attention is not returned; 'txl analyze attention' shows it, TransformerXL.trace has it")
+        raise UserError(f"forward has no argument {name}; leave it out")

@@ -1,0 +1,282 @@
+"""Our tokenizers as tokenizers of transformers: every kind, with the ids of `Tokenizer.encode`."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any, Self
+
+from transformers import BatchEncoding, PreTrainedTokenizer
+from typing_extensions import override
+
+from transformer_xl.config import UserError
+from transformer_xl.integrations.huggingface.files import is_transfo_xl, local_folder
+from transformer_xl.interop import huggingface as transfo_xl
+from transformer_xl.interop.pretrained import TOKENIZER_AUTO_MAP, write_code
+from transformer_xl.text.tokenizers import Tokenizer, load_tokenizer, save_tokenizer
+from transformer_xl.text.tokenizers.base import ByteLevelTokenizer
+from transformer_xl.text.tokenizers.bpe import byte_of_character
+from transformer_xl.text.tokenizers.char import CharTokenizer
+from transformer_xl.text.tokenizers.integer import IntegerTokenizer
+from transformer_xl.text.tokenizers.storage import TOKENIZER_FILE
+from transformer_xl.text.tokenizers.word import WordTokenizer
+
+_CHARACTER_OF_BYTE = {byte: character for character, byte in byte_of_character().items()}
+
+
+class TransformerXLTokenizer(PreTrainedTokenizer):
+    """Any of our tokenizers.
+
+    The ids are those of our tokenizer, for every text: nothing in a text is taken for a special token. Padding has the
+    first id after the vocabulary. The end-of-sequence token of words and integers is the end of a line, so decoding
+    keeps it, also with skip_special_tokens.
+    """
+
+    vocab_files_names: dict[str, str] = {"vocab_file": TOKENIZER_FILE}  # noqa: RUF012 (as in the base class)
+    model_input_names: list[str] = ["input_ids", "attention_mask"]  # noqa: RUF012
+    padding_side = "left"
+    _auto_map = TOKENIZER_AUTO_MAP
+
+    def __init__(
+        self,
+        vocab_file: str | None = None,
+        *,
+        tokenizer: Tokenizer | None = None,
+        add_bos_token: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        """Load a tokenizer.
+
+        Args:
+            vocab_file: a txl_tokenizer.json.
+            tokenizer: the tokenizer itself, in place of the file.
+            add_bos_token: whether to put the beginning-of-sequence token before each text, as our `generate` does.
+            kwargs: arguments that every tokenizer of transformers has.
+
+        Raises:
+            UserError: the file is missing or damaged.
+        """
+        if tokenizer is None:
+            if vocab_file is None:
+                raise UserError(f"no tokenizer was given; give a {TOKENIZER_FILE}, or a tokenizer")
+            tokenizer = load_tokenizer(vocab_file)
+        self.tokenizer, self.add_bos_token = tokenizer, add_bos_token
+        self._tokens: list[str] = []
+        self._ids: dict[str, int] = {}
+        for token_id, token in enumerate(_token_names(tokenizer)):
+            name = token if token not in self._ids else f"{token}#{token_id}"  # a BPE vocabulary may spell one twice
+            self._tokens.append(name)
+            self._ids[name] = token_id
+        pad_token = "<pad>"
+        while pad_token in self._ids:
+            pad_token = f"<{pad_token}>"
+        named = {"bos_token": tokenizer.bos_token_id, "eos_token": tokenizer.eos_token_id}
+        named["unk_token"] = tokenizer.unk_token_id
+        special = {name: self._tokens[token_id] for name, token_id in named.items() if token_id is not None}
+        self._is_made = False
+        # settings of this vocabulary, which a tokenizer_config.json may repeat
+        kwargs = {name: value for name, value in kwargs.items() if name != "added_tokens_decoder"}
+        kwargs = {"clean_up_tokenization_spaces": False, "pad_token": pad_token, **special, **kwargs}
+        super().__init__(add_bos_token=add_bos_token, **kwargs)
+        self._is_made = True
+
+    @property
+    @override
+    def vocab_size(self) -> int:
+        """V, without padding."""
+        return len(self._tokens)
+
+    @override
+    def get_vocab(self) -> dict[str, int]:
+        return {**self._ids, **self._added_tokens_encoder}
+
+    @override
+    def _add_tokens(self, new_tokens: Any, special_tokens: bool = False) -> int:
+        """Add the special tokens; refuse others, which the model could not read.
+
+        Raises:
+            UserError: the tokenizer is made already.
+        """
+        if self._is_made and any(str(token) not in self.get_vocab() for token in new_tokens or ()):
+            raise UserError("the vocabulary is fixed, because the model's is; leave added tokens out")
+        return super()._add_tokens(new_tokens, special_tokens)
+
+    @override
+    def tokenize(self, text: str, **kwargs: Any) -> list[str]:
+        """Return the tokens of a text as they are written in the vocabulary."""
+        return [self._tokens[token_id] for token_id in self.tokenizer.encode(text).tolist()]
+
+    @override
+    def _convert_token_to_id(self, token: str) -> int | None:
+        return self._ids.get(token, self.tokenizer.unk_token_id)
+
+    @override
+    def _convert_id_to_token(self, index: int) -> str:
+        if not 0 <= index < len(self._tokens):
+            self.tokenizer.check_ids([index])
+        return self._tokens[index]
+
+    @override
+    def convert_tokens_to_string(self, tokens: list[str]) -> str:
+        return self._decode([*map(self._convert_token_to_id_with_added_voc, tokens)])
+
+    @override
+    def build_inputs_with_special_tokens(
+        self, token_ids_0: list[int], token_ids_1: list[int] | None = None
+    ) -> list[int]:
+        first = [self.tokenizer.bos_token_id] if self.add_bos_token else []
+        return [*first, *token_ids_0, *(token_ids_1 or ())]
+
+    @override
+    def get_special_tokens_mask(
+        self, token_ids_0: list[int], token_ids_1: list[int] | None = None, already_has_special_tokens: bool = False
+    ) -> list[int]:
+        """Return 1 for padding and for the token that add_bos_token puts before the text, 0 for tokens of the text."""
+        if already_has_special_tokens:
+            return [int(token_id >= self.vocab_size) for token_id in token_ids_0]
+        return [*([1] if self.add_bos_token else ()), *[0] * (len(token_ids_0) + len(token_ids_1 or ()))]
+
+    @override
+    def create_token_type_ids_from_sequences(
+        self, token_ids_0: list[int], token_ids_1: list[int] | None = None
+    ) -> list[int]:
+        return [0] * len(self.build_inputs_with_special_tokens(token_ids_0, token_ids_1))
+
+    @override
+    def _decode(
+        self,
+        token_ids: int | list[int],
+        skip_special_tokens: bool = False,
+        clean_up_tokenization_spaces: bool | None = None,
+        **kwargs: Any,
+    ) -> str:
+        ids = [int(token_ids)] if isinstance(token_ids, int) else [int(token_id) for token_id in token_ids]
+        texts: list[str] = []
+        run: list[int] = []
+        for token_id in [*ids, None]:
+            if token_id is not None and token_id not in self._added_padding:
+                run.append(token_id)
+                continue
+            texts.append(self.tokenizer.decode(run) if run else "")
+            run = []
+            if token_id is not None and not skip_special_tokens:
+                texts.append(self._added_tokens_decoder[token_id].content)
+        return "".join(texts)
+
+    @property
+    def _added_padding(self) -> set[int]:
+        """Ids after the vocabulary."""
+        return {token_id for token_id in self._added_tokens_decoder if token_id >= self.vocab_size}
+
+    @override
+    def _encode_plus(  # pyrefly: ignore[bad-override]
+        self,
+        text: Any,
+        text_pair: Any = None,
+        return_offsets_mapping: bool = False,
+        return_tensors: Any = None,
+        **kwargs: Any,
+    ) -> BatchEncoding:
+        """Encode, and add `offset_mapping` if asked: the start and end of each token in the text.
+
+        Raises:
+            UserError: the tokenizer changes the text, so its tokens have no place there.
+        """
+        if not return_offsets_mapping:
+            return super()._encode_plus(text, text_pair, return_tensors=return_tensors, **kwargs)
+        texts = [text] if isinstance(text, str) else list(text)
+        if text_pair is not None or not all(isinstance(one, str) for one in texts):
+            raise UserError("return_offsets_mapping is for texts; leave it out with pairs and words")
+        encoding = super()._encode_plus(text, None, **kwargs)
+        rows = [encoding["input_ids"]] if isinstance(text, str) else encoding["input_ids"]
+        side = kwargs.get("padding_side") or self.padding_side
+        first = [(0, 0)] if self.add_bos_token and kwargs.get("add_special_tokens", True) else []
+        offsets: list[list[tuple[int, int]]] = []
+        for one, row in zip(texts, rows, strict=True):
+            places = [*first, *token_offsets(self.tokenizer, one)]
+            count = min(len(row), len(places))
+            kept = places[:count] if self.truncation_side == "right" else places[len(places) - count :]
+            padding = [(0, 0)] * (len(row) - count)
+            offsets.append([*padding, *kept] if side == "left" else [*kept, *padding])
+        encoding["offset_mapping"] = offsets[0] if isinstance(text, str) else offsets
+        return BatchEncoding(dict(encoding), tensor_type=return_tensors, prepend_batch_axis=isinstance(text, str))
+
+    @override
+    def save_vocabulary(self, save_directory: str, filename_prefix: str | None = None) -> tuple[str, ...]:
+        """Write txl_tokenizer.json, and the module that `auto_map` names."""
+        name = f"{filename_prefix}-{TOKENIZER_FILE}" if filename_prefix else TOKENIZER_FILE
+        file = Path(save_directory) / name
+        save_tokenizer(self.tokenizer, file)
+        write_code(Path(save_directory))
+        return (str(file),)
+
+    @classmethod
+    @override
+    def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Self:
+        """Open the tokenizer of a folder or of a repository of the Hub; arguments are those of transformers.
+
+        Raises:
+            UserError: an old TransfoXL vocabulary is missing or damaged.
+        """
+        if not is_transfo_xl(pretrained_model_name_or_path, kwargs):
+            return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        folder = local_folder(pretrained_model_name_or_path, kwargs)
+        tokenizer = transfo_xl.read_folder_tokenizer(folder)
+        if tokenizer is None:
+            raise UserError(f"{folder} has no vocabulary; expected {' or '.join(transfo_xl.VOCABULARIES)}")
+        return cls(tokenizer=tokenizer)
+
+    @classmethod
+    @override
+    def register_for_auto_class(cls, auto_class: str = "AutoTokenizer") -> None:
+        """Do nothing: a saved folder has a module that imports this package, not a copy of its code."""
+
+
+class TransfoXLTokenizer(TransformerXLTokenizer):
+    """The same under the old name, which the tokenizer_config.json of old folders has."""
+
+
+def _token_names(tokenizer: Tokenizer) -> Iterator[str]:
+    """Yield for each id how its token is written in the vocabulary.
+
+    Bytes are written as in GPT-2's vocabulary, the bytes of a character tokenizer as <0x0A>.
+    """
+    if isinstance(tokenizer, WordTokenizer):
+        yield from tokenizer.words
+    elif isinstance(tokenizer, IntegerTokenizer):
+        yield from map(str, range(tokenizer.num_values))
+        if tokenizer.add_eos:
+            yield "<eos>"
+    elif isinstance(tokenizer, CharTokenizer):
+        yield from tokenizer.characters
+        if tokenizer.byte_fallback:
+            yield from (f"<0x{byte:02X}>" for byte in range(256))
+    else:
+        assert isinstance(tokenizer, ByteLevelTokenizer)
+        for content in tokenizer.token_bytes:
+            yield "".join(_CHARACTER_OF_BYTE[byte] for byte in content)
+
+
+def token_offsets(tokenizer: Tokenizer, text: str) -> list[tuple[int, int]]:
+    """Return the start and end of each token in a text, in characters.
+
+    A token that is a part of a character has the place of that character.
+
+    Raises:
+        UserError: the tokenizer changes the text before it splits it.
+    """
+    if isinstance(tokenizer, ByteLevelTokenizer):
+        character_of_byte = [index for index, character in enumerate(text) for _ in character.encode()]
+        lengths = (len(tokenizer.token_bytes[token_id]) for token_id in tokenizer.encode(text).tolist())
+        ends = list(accumulate(lengths, initial=0))
+        return [(character_of_byte[start], character_of_byte[stop - 1] + 1) for start, stop in pairwise(ends)]
+    if isinstance(tokenizer, WordTokenizer) and tokenizer.pre_tokenizer.name != "whitespace":
+        raise UserError(
+            f"the tokenizer splits words by '{tokenizer.pre_tokenizer.name}', so its tokens have no offsets"
+        )
+    # ASCII whitespace, as in bytes.split
+    pattern = r"\n|[^ \t\n\r\x0b\x0c]+" if tokenizer.eos_token_id is not None else r"[^ \t\n\r\x0b\x0c]+"
+    return [match.span() for match in re.finditer(pattern, text)]
