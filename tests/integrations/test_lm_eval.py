@@ -9,11 +9,13 @@ import json
 import math
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
 from pathlib import Path
 
+import datasets
 import pytest
 import torch
 from lm_eval import simple_evaluate, utils
@@ -132,6 +134,24 @@ def test_windows_of_the_harness(run_path: Path, max_length: int) -> None:
     assert logprob == pytest.approx(expected, abs=1e-4)
 
 
+@pytest.mark.filterwarnings("default")  # of transformers
+@pytest.mark.parametrize("max_length", [5, 16, 100])
+def test_windows_equal_the_model_hf(run_path: Path, max_length: int) -> None:
+    """The harness's own model `hf`, with the same run as a model of transformers."""
+    huggingface = pytest.importorskip("transformer_xl.integrations.huggingface")
+    from lm_eval.models.huggingface import HFLM
+
+    model, tokenizer = huggingface.from_run(run_path)
+    theirs = HFLM(pretrained=model, tokenizer=tokenizer, max_length=max_length, batch_size=3, device="cpu")
+    ours = TxlLM(run_path, windows="harness", max_length=max_length)
+    texts = [(text,) for text in TEXTS if text]
+    expected = ask(theirs, "loglikelihood_rolling", *texts)
+    assert ask(ours, "loglikelihood_rolling", *texts) == pytest.approx(expected, rel=1e-7, abs=1e-4)
+    pairs = [("A long context in which a", " word"), ("", "\nb"), ("a", " " * 4)]
+    for answer, expected in zip(ask(ours, "loglikelihood", *pairs), ask(theirs, "loglikelihood", *pairs), strict=True):
+        assert answer == (pytest.approx(expected[0], abs=1e-4), expected[1])
+
+
 def test_generation_stops_at_strings_and_does_not_depend_on_the_batch(run_path: Path) -> None:
     run = load(run_path)
     contexts = [*TEXTS, "A context that is shared", "A context that is shared"]
@@ -178,8 +198,9 @@ def tasks(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def offline(monkeypatch, tmp_path) -> None:
-    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    """Keep the data sets of lm_eval's tasks in a folder of the test, and download nothing."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
 
 
 @pytest.mark.usefixtures("offline")
@@ -296,23 +317,34 @@ def test_files_that_are_not_wikitext_are_refused(tmp_path: Path, content: bytes)
     assert not (tmp_path / "tasks").exists()
 
 
-def test_commands_of_the_documentation_run(run_path: Path, tmp_path: Path) -> None:
-    """Every command of the page, in order, with a small run and a file of three pages in place of the reader's."""
+@pytest.mark.usefixtures("offline")
+@pytest.mark.filterwarnings("default")  # of lm_eval and its dependencies
+def test_commands_of_the_documentation_run(run_path: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+    """Every command of the page, in order, with a small run and a file of three pages in place of the reader's.
+
+    The first is a process of its own. The others run in this one, and without the index of lm_eval's own tasks, which
+    takes seconds to read.
+    """
     page = (ROOT / "docs" / "lm-eval.md").read_text(encoding="utf-8")
     save(load(run_path), tmp_path / "runs" / "mine")
     (tmp_path / "wiki.test.raw").write_text(WIKITEXT)
-    environment = {"HF_HOME": str(tmp_path / "cache")}
     blocks = re.findall(r"^```sh\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     commands = [shlex.split(line) for block in blocks for line in block.replace("\\\n", "").splitlines()]
-    assert sum(words[0] == "python" for words in commands) >= 3
+    assert commands.pop(0) == ["pip", "install", "transformer-xl[lm-eval]"]
+    result = python(*commands.pop(0)[1:], folder=tmp_path)
+    assert result.returncode == 0, result.stderr
+    monkeypatch.chdir(tmp_path)
+    initialize = TaskManager.__init__
+    own_tasks = {"include_defaults": False}
+    monkeypatch.setattr(TaskManager, "__init__", lambda self, **given: initialize(self, **given | own_tasks))
+    assert len(commands) == 3
     for words in commands:
-        if words[0] == "pip":
-            assert words[1:] == ["install", "transformer-xl[lm-eval]"]
-            continue
-        result = python(*words[1:], folder=tmp_path, **environment)
-        assert result.returncode == 0, result.stderr
-        if "--tasks" in words:
-            assert "wikitext_local" in result.stdout
-    for block in re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL):
-        result = python("-c", block, folder=tmp_path, **environment)
-        assert result.returncode == 0, result.stderr
+        assert words[:2] == ["python", "-m"]
+        monkeypatch.setattr(sys, "argv", words[2:])
+        with pytest.raises(SystemExit, match=r"^0$"):
+            runpy.run_module(words[2], run_name="__main__")
+        assert "wikitext_local" in capsys.readouterr().out
+    (block,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    (tmp_path / "block.py").write_text(block)
+    runpy.run_path(str(tmp_path / "block.py"))
+    assert float(capsys.readouterr().out.splitlines()[-1]) > 0
