@@ -21,6 +21,7 @@ import torch
 from lm_eval import simple_evaluate, utils
 from lm_eval.api.instance import Instance
 from lm_eval.api.registry import get_model, model_registry
+from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from refusals import txl
 
@@ -36,6 +37,7 @@ from transformer_xl import (
     save,
     score,
 )
+from transformer_xl.integrations.huggingface import from_run
 from transformer_xl.integrations.lm_eval.__main__ import with_batch_size
 from transformer_xl.integrations.lm_eval.model import TxlLM
 from transformer_xl.integrations.lm_eval.wikitext import write_task
@@ -138,10 +140,7 @@ def test_windows_of_the_harness(run_path: Path, max_length: int) -> None:
 @pytest.mark.parametrize("max_length", [5, 16, 100])
 def test_windows_equal_the_model_hf(run_path: Path, max_length: int) -> None:
     """The harness's own model `hf`, with the same run as a model of transformers."""
-    huggingface = pytest.importorskip("transformer_xl.integrations.huggingface")
-    from lm_eval.models.huggingface import HFLM
-
-    model, tokenizer = huggingface.from_run(run_path)
+    model, tokenizer = from_run(run_path)
     theirs = HFLM(pretrained=model, tokenizer=tokenizer, max_length=max_length, batch_size=3, device="cpu")
     ours = TxlLM(run_path, windows="harness", max_length=max_length)
     texts = [(text,) for text in TEXTS if text]
