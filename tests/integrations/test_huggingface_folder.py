@@ -240,6 +240,9 @@ def test_tokenizers_of_old_folders_open(has_class: bool, tmp_path: Path) -> None
     tokenizer.save_pretrained(tmp_path / "saved")
     AutoModelForCausalLM.from_pretrained(folder).save_pretrained(tmp_path / "saved")
     assert AutoTokenizer.from_pretrained(tmp_path / "saved")(text) == tokenizer(text)
+    with_bos = AutoTokenizer.from_pretrained(folder, add_bos_token=True, padding_side="right", revision="main")
+    assert with_bos(text)["input_ids"] == [WORDS.index("<eos>"), *tokenizer(text)["input_ids"]]
+    assert with_bos.padding_side == "right"
 
 
 def test_damaged_folders_are_refused(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 from transformer_xl.interop import huggingface as transfo_xl
 
 # arguments of `from_pretrained` that say where a repository of the Hub is, and how to get it
-_HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "token", "revision")
+HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "token", "revision")
 
 
 def is_transfo_xl(path: str | os.PathLike[str], arguments: Mapping[str, Any]) -> bool:
@@ -23,7 +23,7 @@ def is_transfo_xl(path: str | os.PathLike[str], arguments: Mapping[str, Any]) ->
         path: the first argument of `from_pretrained`.
         arguments: its keyword arguments.
     """
-    hub = {name: arguments[name] for name in (*_HUB_ARGUMENTS, "subfolder") if name in arguments}
+    hub = {name: arguments[name] for name in (*HUB_ARGUMENTS, "subfolder") if name in arguments}
     try:
         values, _ = PreTrainedConfig.get_config_dict(path, **hub)
     except OSError:  # no config.json: transformers says what is missing
@@ -34,7 +34,7 @@ def is_transfo_xl(path: str | os.PathLike[str], arguments: Mapping[str, Any]) ->
 def local_folder(path: str | os.PathLike[str], arguments: Mapping[str, Any]) -> Path:
     """Return the folder, or a copy of the repository of the Hub; arguments are those of `is_transfo_xl`."""
     if not Path(path).is_dir():
-        hub = {name: arguments[name] for name in _HUB_ARGUMENTS if arguments.get(name) is not None}
+        hub = {name: arguments[name] for name in HUB_ARGUMENTS if arguments.get(name) is not None}
         names = ["config.json", "tokenizer_config.json", *transfo_xl.WEIGHT_FILES, *transfo_xl.VOCABULARIES]
         path = snapshot_download(str(path), allow_patterns=names, **hub)
     return Path(path) / (arguments.get("subfolder") or "")

@@ -13,7 +13,7 @@ from transformers import BatchEncoding, PreTrainedTokenizer
 from typing_extensions import override
 
 from transformer_xl.config import UserError
-from transformer_xl.integrations.huggingface.files import is_transfo_xl, local_folder
+from transformer_xl.integrations.huggingface.files import HUB_ARGUMENTS, is_transfo_xl, local_folder
 from transformer_xl.interop import huggingface as transfo_xl
 from transformer_xl.interop.pretrained import TOKENIZER_AUTO_MAP, write_code
 from transformer_xl.text.tokenizers import Tokenizer, load_tokenizer, save_tokenizer
@@ -227,7 +227,10 @@ class TransformerXLTokenizer(PreTrainedTokenizer):
         tokenizer = transfo_xl.read_folder_tokenizer(folder)
         if tokenizer is None:
             raise UserError(f"{folder} has no vocabulary; expected {' or '.join(transfo_xl.VOCABULARIES)}")
-        return cls(tokenizer=tokenizer)
+        # what is left are arguments of the tokenizer; AutoTokenizer adds some that begin with an underscore
+        others = {*HUB_ARGUMENTS, "subfolder", "trust_remote_code", "use_fast"}
+        settings = {name: value for name, value in kwargs.items() if name not in others and name[0] != "_"}
+        return cls(tokenizer=tokenizer, **settings)
 
     @classmethod
     @override
