@@ -3,44 +3,18 @@
 from __future__ import annotations
 
 import json
-import pickle
-from collections import Counter, OrderedDict
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from interop.checkpoints import golden, hugging_face_folder
+from interop.checkpoints import HUB_WORDS, golden, hub_folder, hugging_face_folder
 from interop.old_modules import OldConfig, nvidia_checkpoint, old_corpus, old_model, old_modules
 from refusals import txl
 
 from transformer_xl.run_folder import RunFolder
 from transformer_xl.text.tokenizers.word import WordTokenizer
 
-# as in WikiText-103: @-@, @,@ and @.@ stand for -, , and . within a word or number
-WORDS = [
-    "<eos>", "the", ",", ".", "<unk>", "@-@", "@,@", "@.@", "cat", "sat", "on", "mat", "well", "known", "'s", "1", "80",
-    "23", "000", "(", ")", "Hello", "dog",
-]  # fmt: skip
 TEXT = 'Hello, the well-known cat (1.80) sat on the mat.\nThe dog\'s mat: 23,000 "mats".\n' * 5
-
-
-def hub_folder(parent: Path, vocabulary: str) -> Path:
-    """Write a folder as on Hugging Face's Hub: config.json, pytorch_model.bin, and the pickled tokenizer."""
-    config, weights, _ = golden("tied-biases")
-    folder = hugging_face_folder(parent / "hub", config, weights)
-    (folder / "vocab.json").unlink()
-    (folder / "model.safetensors").unlink()
-    torch.save(weights, folder / "pytorch_model.bin")
-    attributes = {
-        "counter": Counter({word: 50 - index for index, word in enumerate(WORDS)}), "special": ["<eos>"], "min_freq": 0,
-        "max_size": None, "lower_case": False, "delimiter": None, "vocab_file": None, "never_split": None,
-        "idx2sym": WORDS, "sym2idx": OrderedDict((word, index) for index, word in enumerate(WORDS)), "eos_idx": 0,
-    }  # fmt: skip
-    if vocabulary == "vocab.pkl":
-        (folder / vocabulary).write_bytes(pickle.dumps(attributes, 3))
-    else:
-        torch.save(attributes, folder / vocabulary, _use_new_zipfile_serialization=False)
-    return folder
 
 
 def words_of_text(run: Path, text: str) -> str:
@@ -52,7 +26,7 @@ def words_of_text(run: Path, text: str) -> str:
 
 def test_hub_folder_converts_evaluates_and_generates(tmp_path: Path) -> None:
     run, corpus = tmp_path / "run", tmp_path / "corpus"
-    converted = txl("convert", hub_folder(tmp_path, "vocab.pkl"), run, "--json")
+    converted = txl("convert", hub_folder(tmp_path / "hub", "vocab.pkl"), run, "--json")
     assert (converted.status, converted.err) == (0, "")
     assert (converted.object["format"], converted.object["tokenizer"]) == ("huggingface", "word, 23 tokens")
     expected = "Hello , the well @-@ known cat ( 1 @.@ 80 ) sat on the mat . <eos>"
@@ -103,8 +77,8 @@ def test_format_is_detected_or_selected(tmp_path: Path) -> None:
     folder.mkdir()
     with old_modules():
         torch.save(old_model(config), folder / "model.pt")
-        torch.save(old_corpus(WORDS), folder / "cache.pt")
-        checkpoint = nvidia_checkpoint(config, old_model(replace(config, nvidia=True)), WORDS)
+        torch.save(old_corpus(HUB_WORDS), folder / "cache.pt")
+        checkpoint = nvidia_checkpoint(config, old_model(replace(config, nvidia=True)), HUB_WORDS)
         torch.save(checkpoint, folder / "checkpoint_last.pt")
     for source, options, expected in (
         (folder, [], "nvidia"),
@@ -116,7 +90,7 @@ def test_format_is_detected_or_selected(tmp_path: Path) -> None:
 
 
 def test_result_is_printed_for_people(tmp_path: Path) -> None:
-    folder, run = hub_folder(tmp_path, "vocab.pkl"), tmp_path / "run"
+    folder, run = hub_folder(tmp_path / "hub", "vocab.pkl"), tmp_path / "run"
     assert f"next: txl prepare FILES --tokenizer {run} --out CORPUS" in txl("convert", folder, run).out
     back = txl("convert", run, tmp_path / "back", "--to", "huggingface-4.37")
     assert (back.status, back.err) == (0, "")
@@ -124,7 +98,7 @@ def test_result_is_printed_for_people(tmp_path: Path) -> None:
 
 
 def test_pre_tokenizer_can_be_selected(tmp_path: Path) -> None:
-    folder = hub_folder(tmp_path, "vocab.bin")
+    folder = hub_folder(tmp_path / "hub", "vocab.bin")
     for pre_tokenizer, expected in (("moses", "the well @-@ known"), ("whitespace", "the <unk>")):
         run = tmp_path / pre_tokenizer
         assert txl("convert", folder, run, "--pre-tokenizer", pre_tokenizer).status == 0

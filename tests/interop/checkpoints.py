@@ -6,6 +6,8 @@ Shape suffixes: B batch rows, T tokens, V vocabulary, D model width, K the most 
 from __future__ import annotations
 
 import json
+import pickle
+from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,11 @@ from transformer_xl.model.language_model import LanguageModel
 FIXTURES = Path(__file__).parent / "fixtures"
 # the vocabulary of those models in these tests that have 23 tokens: the word of each token id
 WORDS = ["<eos>", "the", ",", ".", "of", "and", "in", "<unk>", *(f"word{number}" for number in range(15))]
+# as in WikiText-103: @-@, @,@ and @.@ stand for -, , and . within a word or number
+HUB_WORDS = [
+    "<eos>", "the", ",", ".", "<unk>", "@-@", "@,@", "@.@", "cat", "sat", "on", "mat", "well", "known", "'s", "1", "80",
+    "23", "000", "(", ")", "Hello", "dog",
+]  # fmt: skip
 
 
 def golden(name: str) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor]]:
@@ -49,6 +56,26 @@ def hugging_face_folder(
     save_file({name: weight.clone() for name, weight in weights.items()}, folder / "model.safetensors")
     words = WORDS[: config["vocab_size"]] if words is None else words
     (folder / "vocab.json").write_text(json.dumps({word: index for index, word in enumerate(words)}))
+    return folder
+
+
+def hub_folder(folder: Path, vocabulary: str) -> Path:
+    """Write a folder as on Hugging Face's Hub: config.json, pytorch_model.bin, and the pickled tokenizer."""
+    config, weights, _ = golden("tied-biases")
+    hugging_face_folder(folder, config, weights)
+    (folder / "vocab.json").unlink()
+    (folder / "model.safetensors").unlink()
+    torch.save(weights, folder / "pytorch_model.bin")
+    attributes = {
+        "counter": Counter({word: 50 - index for index, word in enumerate(HUB_WORDS)}), "special": ["<eos>"],
+        "min_freq": 0, "max_size": None, "lower_case": False, "delimiter": None, "vocab_file": None,
+        "never_split": None, "idx2sym": HUB_WORDS, "eos_idx": 0,
+        "sym2idx": OrderedDict((word, index) for index, word in enumerate(HUB_WORDS)),
+    }  # fmt: skip
+    if vocabulary == "vocab.pkl":
+        (folder / vocabulary).write_bytes(pickle.dumps(attributes, 3))
+    else:
+        torch.save(attributes, folder / vocabulary, _use_new_zipfile_serialization=False)
     return folder
 
 
