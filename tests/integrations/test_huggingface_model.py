@@ -164,6 +164,21 @@ def test_text_is_streamed(tmp_path: Path) -> None:
     assert "".join(streamer) == run.tokenizer.decode(made_BT[0, 3:])
 
 
+def test_text_ends_at_stop_strings(tmp_path: Path) -> None:
+    _, model, tokenizer = opened(tmp_path / "run")
+    inputs = tokenizer("the cat", return_tensors="pt")
+    made_T = model.generate(**inputs, max_new_tokens=20, do_sample=False)[0]
+    text = tokenizer.decode(made_T[7:])
+    stop = text[10:12]
+    stopped_T = model.generate(**inputs, max_new_tokens=20, do_sample=False, stop_strings=[stop], tokenizer=tokenizer)[
+        0
+    ]
+    # a stop string may begin in the prompt
+    end = max(len("the cat") + 1, ("the cat" + text).index(stop) + len(stop))
+    assert tokenizer.decode(stopped_T) == ("the cat" + text)[:end]
+    assert len(stopped_T) < len(made_T)
+
+
 @each_model
 def test_padding_changes_no_result(name: str, tmp_path: Path) -> None:
     """Rows of all lengths, padded on the left and on the right, in fewer and more columns than a segment has."""

@@ -11,6 +11,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+import torch.nn.functional as F
 from integrations.runs import SEGMENT, ids, make_run
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -95,6 +96,21 @@ def test_gradient_accumulation_changes_no_loss(tmp_path: Path) -> None:
         found.append(losses(trainer))
     assert found[1] == pytest.approx(found[0], abs=1e-4)
     assert found[2] == pytest.approx(found[0], abs=1e-4)
+
+
+@pytest.mark.parametrize("has_adapter", [False, True])
+def test_smoothed_labels_are_the_next_tokens(has_adapter: bool, tmp_path: Path) -> None:
+    make_run(tmp_path / "run", dropout=0.0)
+    model: Any = from_run(tmp_path / "run")[0]
+    if has_adapter:
+        model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"]))
+    settings = TrainingArguments(output_dir=str(tmp_path / "out"), label_smoothing_factor=0.1, use_cpu=True)
+    ids_BT = ids(2, 9)
+    with torch.no_grad():
+        loss = Trainer(model, settings).compute_loss(model, {"input_ids": ids_BT, "labels": ids_BT})
+        logits_BTV = model(ids_BT).logits[:, :-1]
+    expected = F.cross_entropy(logits_BTV.flatten(0, 1), ids_BT[:, 1:].flatten(), label_smoothing=0.1)
+    torch.testing.assert_close(loss, expected)
 
 
 def test_pipeline_continues_texts(tmp_path: Path) -> None:

@@ -261,6 +261,7 @@ class TransformerXLForCausalLM(PreTrainedModel, GenerationMixin):
         **kwargs: Any,
     ) -> dict[str, Any]:
         """Return the arguments of `forward` for the next step of `generate`."""
+        kwargs.pop("tokenizer", None)  # for `stop_strings`; `generate` passes it on here too
         inputs = super().prepare_inputs_for_generation(  # pyrefly: ignore[bad-argument-type]
             cast(Any, input_ids),
             next_sequence_length=next_sequence_length,

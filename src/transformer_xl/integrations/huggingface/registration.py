@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from transformer_xl.integrations.huggingface.configuration import PretrainedTransformerXLConfig, TransfoXLConfig
 from transformer_xl.integrations.huggingface.modeling import NoMaskedLM, TransformerXLForCausalLM
@@ -17,4 +18,6 @@ def register() -> None:
     AutoTokenizer.register(TransfoXLConfig, TransfoXLTokenizer, exist_ok=True)
     AutoTokenizer.register(PretrainedTransformerXLConfig, TransformerXLTokenizer, exist_ok=True)
     AutoModelForCausalLM.register(PretrainedTransformerXLConfig, TransformerXLForCausalLM, exist_ok=True)
+    # Trainer's label smoothing shifts the labels of the models named there only
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[PretrainedTransformerXLConfig.model_type] = TransformerXLForCausalLM.__name__
     AutoModelForMaskedLM.register(PretrainedTransformerXLConfig, NoMaskedLM, exist_ok=True)
