@@ -144,7 +144,7 @@ def test_generation_continues_from_a_cache(name: str, tmp_path: Path) -> None:
     made_BT = model.generate(first_BT, max_new_tokens=5, past_key_values=cache)
     assert cache.get_seq_length() == made_BT.shape[1] - 1  # the newest token is not read yet
     text_BT = torch.cat([made_BT, second_BT], dim=1)
-    other = copy.deepcopy(cache)
+    other = (copy.copy if name == "lstm" else copy.deepcopy)(cache)
     made_again_BT = model.generate(text_BT, max_new_tokens=6, past_key_values=cache)
     again_BT = model.generate(text_BT, max_new_tokens=6, past_key_values=other)
     assert torch.equal(made_again_BT, again_BT)
@@ -303,6 +303,8 @@ def test_hidden_states_of_all_layers_are_returned(tmp_path: Path) -> None:
     torch.testing.assert_close(outputs.hidden_states[0], first_BTD, **CLOSE)
     assert [state.shape for state in outputs.hidden_states] == [(2, 17, 14)] * 3
     assert isinstance(model(ids_BT, return_dict=False), tuple)
+    model.config.output_hidden_states = True
+    assert len(model(ids_BT).hidden_states) == 3
 
 
 def test_only_the_logits_that_are_kept_are_computed(tmp_path: Path) -> None:
@@ -365,6 +367,17 @@ def test_what_the_model_cannot_do_is_refused(tmp_path: Path) -> None:
     inputs = tokenizer(["a", "bcd"], return_tensors="pt", padding=True, padding_side="right")
     with pytest.raises(UserError, match="pad on the left"):
         model.generate(**inputs, max_new_tokens=3)
+
+
+def test_windows_of_tokens_have_no_hidden_states(tmp_path: Path) -> None:
+    """An architecture without memory reads its last tokens again for each new one."""
+    _, model, _ = opened(tmp_path / "run", "vaswani")
+    arguments = {"max_new_tokens": 3, "output_hidden_states": True, "return_dict_in_generate": True}
+    with pytest.raises(UserError, match=r"vaswani has no memory, .* output_hidden_states; .* use_cache=False"):
+        model.generate(BATCH, **arguments)
+    assert len(model.generate(BATCH, use_cache=False, **arguments).hidden_states) == 3
+    with pytest.raises(UserError, match=r"vaswani has no memory, .* inputs_embeds; leave it out"):
+        model.generate(inputs_embeds=model.get_input_embeddings()(BATCH), max_new_tokens=3)
 
 
 def test_model_is_made_from_a_configuration() -> None:

@@ -40,6 +40,9 @@ class PretrainedTransformerXLConfig(PreTrainedConfig):
         evaluation_attention_window: int | None = None,
         evaluation_clamp_length: int | None = None,
         use_cache: bool = True,
+        bos_token_id: int | None = None,
+        eos_token_id: int | None = None,
+        pad_token_id: int | None = None,
         **kwargs: Any,
     ) -> None:
         """Check the settings.
@@ -53,6 +56,9 @@ class PretrainedTransformerXLConfig(PreTrainedConfig):
             evaluation_attention_window: attention window in evaluation mode; None means attention_window.
             evaluation_clamp_length: clamp length in evaluation mode; None means clamp_length.
             use_cache: whether `forward` returns the memory, in evaluation mode.
+            bos_token_id: not used here; generation_config.json has it.
+            eos_token_id: the same.
+            pad_token_id: the same.
             kwargs: settings of the model, and those that every configuration of transformers has.
 
         Raises:
@@ -75,6 +81,7 @@ class PretrainedTransformerXLConfig(PreTrainedConfig):
         self.evaluation_attention_window = evaluation_attention_window
         self.evaluation_clamp_length = evaluation_clamp_length
         self.use_cache = use_cache
+        self.bos_token_id, self.eos_token_id, self.pad_token_id = bos_token_id, eos_token_id, pad_token_id
         for training in (True, False):
             limits = self.context_limits(training=training)
             model.check_context_limits(segment_length=self.rows_segment_length(training=training), **vars(limits))

@@ -6,7 +6,7 @@ Shape suffixes: B batch rows, T columns of the input, D model width, V vocabular
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, cast
@@ -29,6 +29,7 @@ from transformer_xl.integrations.huggingface.padding import Padding, Segment, cu
 from transformer_xl.integrations.huggingface.tokenization import TransformerXLTokenizer
 from transformer_xl.interop import huggingface as transfo_xl
 from transformer_xl.interop.pretrained import WEIGHT_PREFIX, config_values, generation_values, write_code
+from transformer_xl.model.baselines.token_memory import TokenMemory
 from transformer_xl.model.build import build_model
 from transformer_xl.model.cross_entropy import cross_entropy
 from transformer_xl.model.language_model import LanguageModel
@@ -89,7 +90,7 @@ class TransformerXLForCausalLM(PreTrainedModel, GenerationMixin):
             labels: the tokens themselves (B, T); each position is scored with the next one, and -100 is not scored.
             use_cache: whether to return the memory; None means the configuration's `use_cache` in evaluation mode, and
                 no in training mode or if rows are padded on the right.
-            output_hidden_states: whether to return the hidden states of all layers.
+            output_hidden_states: whether to return the hidden states of all layers; None means as configured.
             logits_to_keep: number of last positions to compute logits for, 0 for all; or their indices.
             return_dict: whether to return a CausalLMOutputWithPast; otherwise a tuple.
             num_items_in_batch: what the sum of the losses is divided by; None means the number of scored labels.
@@ -125,7 +126,15 @@ class TransformerXLForCausalLM(PreTrainedModel, GenerationMixin):
             memory = cache.memory
         else:
             memory = self._new_memory(inputs, segments, keeps_memory=keeps_memory, prefill=prefill)
-        states_BTD, memory = self._read(inputs, segments, memory, all_states=bool(output_hidden_states))
+        if output_hidden_states is None:
+            output_hidden_states = bool(self.config.output_hidden_states)
+        if isinstance(memory, TokenMemory) and (output_hidden_states or inputs_embeds is not None):
+            what = "output_hidden_states" if output_hidden_states else "inputs_embeds"
+            raise UserError(
+                f"{self.config.architecture} has no memory, so generate reads its last token ids again and cannot have "
+                f"{what}; leave it out" + (", or pass use_cache=False" if output_hidden_states else "")
+            )
+        states_BTD, memory = self._read(inputs, segments, memory, all_states=output_hidden_states)
         if keeps_memory:
             cache = MemoryCache() if cache is None else cache
             cache.advance(self._with_all_slots(memory), inputs.shape[1])
@@ -326,24 +335,21 @@ class TransformerXLForCausalLM(PreTrainedModel, GenerationMixin):
             "is the first after the vocabulary)"
         )
 
+    @property
     @override
-    def _set_gradient_checkpointing(
-        self,
-        enable: bool = True,
-        gradient_checkpointing_func: Callable[..., Any] | None = None,
-        every_n_layers: int = 1,
-    ) -> None:
-        if every_n_layers != 1:
-            raise UserError(
-                f"every_n_layers {every_n_layers}: activations of all layers are recomputed, or none; give 1"
-            )
+    def gradient_checkpointing(self) -> bool:
+        """Whether the backward pass recomputes activations; transformers sets it."""
+        return self.model.activation_checkpointing
+
+    @gradient_checkpointing.setter
+    def gradient_checkpointing(self, enable: bool) -> None:
         self.model.activation_checkpointing = enable
 
     @property
     @override
     def is_gradient_checkpointing(self) -> bool:
-        """Whether the backward pass recomputes activations."""
-        return self.model.activation_checkpointing
+        """The same by the old name, which PEFT reads and of which transformers warns."""
+        return self.gradient_checkpointing
 
     @classmethod
     @override
