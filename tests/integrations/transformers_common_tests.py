@@ -4,8 +4,8 @@
 
 The tests are those of the installed version: its source distribution, which pip downloads, has ModelTesterMixin.
 GenerationTesterMixin is only in the repository: with --tests, the folder `tests` of a checkout (best of the same tag),
-files that the distribution lacks are taken from there. Nothing is kept. The exit status is 1 if a test fails that is
-not in EXPECTED_FAILURES, or if one of these passes.
+files that the distribution lacks are taken from there. They need the package `parameterized`. Nothing is kept. The exit
+status is 1 if a test fails that is not in EXPECTED_FAILURES, or if one of these passes.
 """
 
 from __future__ import annotations
