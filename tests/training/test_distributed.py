@@ -34,6 +34,7 @@ from processes import (
     start,
     train_job,
 )
+from refusals import NO_RECIPE
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tensors import assert_same_tensors
@@ -162,7 +163,7 @@ def test_killed_and_stopped_run_equals_uninterrupted(tmp_path: Path, trained: Pa
     The run has 37 steps and writes a checkpoint every 4 steps (COMMAND_TRAIN).
     """
     run = tmp_path / "run"
-    with started_by_torchrun("--corpus", trained / "corpus", "--run", run, *FLAGS) as process:
+    with started_by_torchrun(NO_RECIPE, "--corpus", trained / "corpus", "--run", run, *FLAGS) as process:
         wait_for_lines(process, run, 6)  # each step writes a line
         os.kill(process_of_rank(process.pid, 1), signal.SIGKILL)
         wait_for_lines(process, run, 15)
