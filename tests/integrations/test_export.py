@@ -95,7 +95,13 @@ def test_onnx_file(name: str, tmp_path: Path) -> None:
     ("settings", "arguments", "message"),
     [
         ({"architecture": "lstm"}, {}, "needs a model with relative attention, and this is lstm"),
-        ({}, {"memory_length": 0}, "give memory_length 1 or more"),
+        ({}, {"memory_length": 0}, "memory_length is 0; a graph has memory as inputs and outputs, so give 1 or more"),
+        ({}, {"batch_size": -1}, "batch_size is -1; .* give 1 or more"),
+        (
+            {"architecture": "shaw", "max_relative_positions": 18},
+            {},
+            "max_relative_positions 18 is above memory_length 11.*give memory_length 18",
+        ),
         ({"clamp_length": 29}, {}, "clamp_length 29 is above memory_length 11.*give memory_length 29 or more"),
     ],
 )
@@ -139,6 +145,11 @@ def test_int8(num_threads: int) -> None:
 
 
 @pytest.mark.filterwarnings("default")  # of the packages
+def test_int8_of_an_lstm_is_refused() -> None:
+    with pytest.raises(UserError, match="the weights of an lstm stay in float32"):
+        to_int8(make_run(architecture="lstm"))
+
+
 def test_examples_of_the_documentation_run(tmp_path: Path, monkeypatch) -> None:
     page = (ROOT / "docs" / "export.md").read_text(encoding="utf-8")
     save(make_run(), tmp_path / "runs" / "mine")

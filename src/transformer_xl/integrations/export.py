@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from transformer_xl.config import RelativeConfig, UserError
+from transformer_xl.config import RelativeConfig, ShawConfig, UserError
 from transformer_xl.evaluation.plan import EvaluationPlan
 from transformer_xl.files import as_path, atomic_file
 from transformer_xl.model.build import build_model
@@ -65,16 +65,20 @@ def export(run: Run, *, batch_size: int = 1, memory_length: int | None = None) -
         memory_length: M, or None for that with which the run is evaluated.
 
     Raises:
-        UserError: the architecture has no such memory, or a limit of attention is longer than the memory.
+        UserError: the architecture has no such memory, a size is wrong, or a limit of attention or the number of
+            distances of Shaw's model is longer than the memory.
     """
     check_run(run)
+    for name, value in (("batch_size", batch_size), ("memory_length", memory_length)):
+        if value is not None and not (isinstance(value, int) and value >= 1):
+            raise UserError(f"{name} is {value!r}; a graph has memory as inputs and outputs, so give 1 or more")
     config = run.config.model
     if not isinstance(config, RelativeConfig):
         raise UserError(f"export needs a model with relative attention, and this is {config.architecture}; train one")
     limits = EvaluationPlan.resolve(run.config, memory_lengths=run.memory_lengths).context_limits
     if memory_length is not None:
         limits = replace(limits, memory_length=memory_length)
-    _check_limits(limits)
+    _check_limits(limits, config.max_relative_positions if isinstance(config, ShawConfig) else None)
     # the kernel that branches on no number of tokens
     model = build_model(config.model_copy(update={"attn_implementation": "reference"}), memory_length=0).eval()
     model.load_state_dict(run.model.state_dict())
@@ -89,15 +93,19 @@ def export(run: Run, *, batch_size: int = 1, memory_length: int | None = None) -
     return Exported(program, tensors)
 
 
-def _check_limits(limits: ContextLimits) -> None:
+def _check_limits(limits: ContextLimits, max_relative_positions: int | None) -> None:
     """Check that the graph is the same for every number of new tokens.
 
     Raises:
-        UserError: the memory is empty, or shorter than another limit.
+        UserError: the memory is empty, or shorter than another limit or the number of distances with a vector.
     """
     if not limits.memory_length:
         raise UserError("a graph has memory as inputs and outputs; give memory_length 1 or more")
-    for name, length in (("attention_window", limits.attention_window), ("clamp_length", limits.clamp_length)):
+    for name, length in (
+        ("attention_window", limits.attention_window),
+        ("clamp_length", limits.clamp_length),
+        ("max_relative_positions", max_relative_positions),
+    ):
         if length is not None and length > limits.memory_length:
             raise UserError(
                 f"{name} {length:,} is above memory_length {limits.memory_length:,}, so the graph would depend on the "

@@ -18,9 +18,13 @@ def to_int8(run: Run) -> Run:
     The copy is for inference in float32. Embedding and softmax stay as they are. The copy cannot be saved as a run.
 
     Raises:
-        UserError: torchao is not installed.
+        UserError: torchao is not installed, or the model is one of nn.LSTM, which has no such layers.
     """
     check_run(run)
+    if run.config.model.architecture == "lstm":
+        raise UserError(
+            "the weights of an lstm stay in float32, as torchao has no 8-bit LSTM; take another architecture"
+        )
     if find_spec("torchao") is None:
         raise UserError("torchao is not installed; install it: pip install 'transformer-xl[torchao]'")
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
