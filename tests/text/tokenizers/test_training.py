@@ -170,7 +170,9 @@ def test_processes_and_chunks_do_not_affect_the_tokenizer(
 def test_invalid_text_is_refused_with_its_position(kind: str, chunk_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training, "ENCODE_CHUNK_BYTES", chunk_size)
     # The byte 0xff follows 240 * 5 + 5 bytes.
-    with pytest.raises(UserError, match=r"^text1: byte 1,205: not UTF-8 \(byte 0xff\); save it as UTF-8, or prepare it"):
+    with pytest.raises(
+        UserError, match=r"^text1: byte 1,205: not UTF-8 \(byte 0xff\); save it as UTF-8, or prepare it"
+    ):
         train("fine\n", "\u00e9 x\n".encode() * 240 + b"abc\xc3\xa9\xff", kind=kind)
     with pytest.raises(UserError, match=r"^text0: byte 7: '1x' is not an integer"):
         train("5\n31 2 1x 5", kind="integer")
