@@ -1,4 +1,4 @@
-"""The report of the demo says what its figures depend on, marks the prompt, and fits the screen of a phone."""
+"""The demo scores the test text and several memory lengths; its report has them, and what they depend on."""
 
 from __future__ import annotations
 
@@ -54,6 +54,22 @@ def test_report_has_parameters_settings_machine_and_date(report: tuple[dict[str,
     )
     assert f"torch {torch.__version__}, Python" in facts["software"]
     assert "  warmup_steps: 1\n" in page  # the whole config.yaml
+
+
+def test_results_are_of_the_test_text_and_of_each_memory_length(report: tuple[dict[str, Any], Path]) -> None:
+    """The model was trained with a memory of 8."""
+    values, file = report
+    whole, curve = values["test"], {scores["memory_length"]: scores for scores in values["by_memory_length"]}
+    assert list(curve) == [0, 2, 4, 8, 16, 32]
+    assert [scores["bytes"] for scores in (whole, *curve.values())] == [100] * 7
+    assert whole["bits_per_byte"] == curve[whole["memory_length"]]["bits_per_byte"]
+    test_table, curve_table = (
+        [re.findall(r"<td.*?>(.*?)</td>", row) for row in re.findall(r"<tr>(<td.*?)</tr>", table)]
+        for table in re.findall(r"<table><thead>.*?</table>", file.read_text(), flags=re.DOTALL)
+    )
+    assert [row[0] for row in test_table] == [f"Transformer-XL, memory {whole['memory_length']}", "gzip -9", "xz -9"]
+    assert [row[0] for row in curve_table] == ["0 (none)", "2", "4", "8 (as trained)", "16", "32"]
+    assert [row[1] for row in curve_table] == [f"{scores['bits_per_byte']:.3f}" for scores in curve.values()]
 
 
 def test_prompt_is_marked_in_the_sample(report: tuple[dict[str, Any], Path]) -> None:
