@@ -12,6 +12,7 @@ from model_configs import settings_of
 from training_runs import MODEL, TRAIN, letters_corpus, make_corpus, start
 
 from transformer_xl import UserError, find_learning_rate
+from transformer_xl.model.memory import Memory
 from transformer_xl.training import find_rate
 from transformer_xl.training.batches import BatchPosition, read_batch
 from transformer_xl.training.distributed import SINGLE_PROCESS
@@ -20,25 +21,37 @@ from transformer_xl.training.distributed import SINGLE_PROCESS
 OPTIONS: dict[str, Any] = {"model": settings_of(**MODEL), "device": "cpu", "seconds": 0.0, "progress": False}
 
 
-def test_short_training_is_a_training(tmp_path: Path) -> None:
-    """In the second round it has all 17 steps, so it must be what the trainer does; 4 segments are scored."""
-    corpus = letters_corpus(tmp_path / "corpus", num_train=800, num_valid=0)
-    result = find_learning_rate(None, corpus, train=TRAIN, **OPTIONS)
-    trial = result.trials[-1]
-    assert trial.steps == 17
-    trainer = start(tmp_path / "run", corpus, learning_rate=trial.learning_rate)
+@pytest.mark.parametrize(
+    ("num_train", "settings"),
+    [
+        (800, {"micro_batch_size": 2}),
+        (800, {"lr_schedule": "wsd", "decay_steps": 6}),
+        (379, {}),  # an epoch has 18 segments, so the scored text begins with the last one
+    ],
+)
+def test_short_training_is_a_training(tmp_path: Path, num_train: int, settings: dict[str, Any]) -> None:
+    """In the second round it has all 17 steps, so it must be what the trainer does; 4 segments are scored.
+
+    The lowest rate is checked, because at a high one the model ignores its memory.
+    """
+    corpus = letters_corpus(tmp_path / "corpus", num_train=num_train, num_valid=0)
+    result = find_learning_rate(None, corpus, train=TRAIN | settings, **OPTIONS)
+    trial = min((trial for trial in result.trials if trial.steps == 17), key=lambda trial: trial.learning_rate)
+    trainer = start(tmp_path / "run", corpus, **settings | {"learning_rate": trial.learning_rate})
     assert trainer.run()
-    position, memory, losses = BatchPosition(17, trainer.state.position), trainer.memories[0], []
+    position, losses = BatchPosition(17, trainer.state.position), list[float]()
+    memory = Memory.concatenate(trainer.memories)
     trainer.model.eval()
     for _ in range(4):
         batch = read_batch(trainer.dataset, position, trainer.config, SINGLE_PROCESS)
+        memory = trainer.model.initial_memory(3) if batch.batch.is_first else memory
         with torch.no_grad():
             nats_BT, _, memory = trainer.wrapped_model(
                 torch.from_numpy(batch.batch.inputs_BT), batch.batch.targets_BT, memory
             )
         position = batch.next
-        losses.append(float(nats_BT.mean()))
-    assert trial.nats_per_token == pytest.approx(sum(losses) / 4, rel=1e-6)
+        losses += nats_BT[torch.from_numpy(batch.batch.loss_mask_BT)].tolist()
+    assert trial.nats_per_token == pytest.approx(sum(losses) / len(losses), rel=1e-6)
 
 
 def test_short_trainings_are_independent(tmp_path: Path) -> None:

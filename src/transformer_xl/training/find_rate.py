@@ -19,6 +19,7 @@ import math
 import os
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ from transformer_xl.files import as_path
 from transformer_xl.model.memory import Memory
 from transformer_xl.progress import ProgressBar, say
 from transformer_xl.run_folder import build_checked
-from transformer_xl.text.segments import DatasetPosition
+from transformer_xl.text.segments import Batch, DatasetPosition
 from transformer_xl.text.token_store import Corpus
 from transformer_xl.training.batches import BatchPosition, read_batch
 from transformer_xl.training.distributed import SINGLE_PROCESS
@@ -154,14 +155,9 @@ class _Search:
         self._expected_steps = round(expected / self._step_seconds)
 
     def run(self) -> LearningRateResult:
-        if self._show_progress:
-            self._bar = ProgressBar("find rate", self._expected_steps, "steps")
-            self._bar.__enter__()
-        try:
+        self._bar = ProgressBar("find rate", self._expected_steps, "steps") if self._show_progress else None
+        with self._bar or nullcontext():
             rate = self._rounds()
-        finally:
-            if self._bar is not None:
-                self._bar.__exit__()
         seconds = time.perf_counter() - self._start
         return LearningRateResult(rate, str(self._device), seconds, tuple(self._trials))
 
@@ -179,6 +175,7 @@ class _Search:
             The number of steps of each training, and the losses by rate.
         """
         left = max(0.0, self._end - time.perf_counter())
+        # scoring a segment takes about a third of a step, which also has a backward pass
         steps = _SHARES[index] * left / (_USUAL_TRIALS * self._step_seconds * (1 + _SCORED_FRACTION / 3))
         steps = min(max(round(steps), _MIN_STEPS[index]), self._config.train.max_steps)
         losses = {rate: self._trial(rate, steps) for rate in (middle / factor, middle, middle * factor)}
@@ -232,7 +229,7 @@ class _Training:
         self._optimizers = build_optimizers(self._model, self._config)
         self._train_step = TrainStep(self._wrapped, self._optimizers, self._config, device, SINGLE_PROCESS)
         self._rows = [len(rows) for rows in micro_batches(self._dataset.local_batch_size, self._config, 1)]
-        self._memories = tuple(self._model.initial_memory(rows) for rows in self._rows)
+        self._memories: tuple[Memory, ...] = ()  # the first batch of an epoch begins with empty ones
         self._position = BatchPosition(0, DatasetPosition())
 
     def step_seconds(self) -> list[float]:
@@ -258,14 +255,19 @@ class _Training:
     def _step(self) -> float:
         """Take a step, and return its loss in nats per token."""
         step, config = self._position.step, self._config
-        batch = read_batch(self._dataset, self._position, config, SINGLE_PROCESS)
-        if batch.batch.is_first:
-            self._memories = tuple(self._model.initial_memory(rows) for rows in self._rows)
+        batch = self._next_batch()
         set_learning_rate(self._optimizers, learning_rate(step, config))
-        metrics, self._memories = self._train_step(batch.batch, self._memories, done=step / config.max_steps)
-        self._position = batch.next
+        metrics, self._memories = self._train_step(batch, self._memories, done=step / config.max_steps)
         nats, num_targets, grad_norm, _ = metrics.tolist()
         return nats / max(num_targets, 1) if math.isfinite(grad_norm) else math.nan
+
+    def _next_batch(self) -> Batch:
+        """Return the next batch of the text, after emptying the memories if an epoch begins with it."""
+        batch = read_batch(self._dataset, self._position, self._config, SINGLE_PROCESS)
+        if batch.batch.is_first:
+            self._memories = tuple(self._model.initial_memory(rows) for rows in self._rows)
+        self._position = batch.next
+        return batch.batch
 
     @torch.no_grad()
     def _score(self, num_segments: int) -> float:
@@ -273,16 +275,15 @@ class _Training:
         total, num_targets = 0.0, 0
         self._model.eval()
         for _ in range(num_segments):
-            batch = read_batch(self._dataset, self._position, self._config, SINGLE_PROCESS)
-            self._position, start = batch.next, 0
+            batch, start = self._next_batch(), 0
             memories: list[Memory] = []
             for memory in self._memories:
                 rows = slice(start, start + memory.batch_size)
                 start = rows.stop
-                inputs_BT = torch.from_numpy(batch.batch.inputs_BT[rows]).to(self._device)
-                mask_BT = torch.from_numpy(batch.batch.loss_mask_BT[rows]).to(self._device)
+                inputs_BT = torch.from_numpy(batch.inputs_BT[rows]).to(self._device)
+                mask_BT = torch.from_numpy(batch.loss_mask_BT[rows]).to(self._device)
                 with autocast(self._device, self._config.dtype):
-                    losses_BT, _, memory = self._wrapped(inputs_BT, batch.batch.targets_BT[rows], memory)
+                    losses_BT, _, memory = self._wrapped(inputs_BT, batch.targets_BT[rows], memory)
                 total += float((losses_BT * mask_BT).sum())
                 num_targets += int(mask_BT.sum())
                 memories.append(memory)
