@@ -142,6 +142,7 @@ def test_muon_does_not_change_weights_without_a_gradient() -> None:
     weights = matrices(torch.float32)
     before = weights[1].detach().clone()
     optimizer = muon(weights)
+    optimizer.step()
     for weight in weights[::2]:
         weight.grad = torch.ones_like(weight)
     optimizer.step()

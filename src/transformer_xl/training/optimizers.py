@@ -17,7 +17,7 @@ from transformer_xl.training.distributed import full_tensor
 # Coefficients of the three Newton-Schulz iterations that orthogonalize updates: the best odd polynomials of degree 5
 # for singular values of 0.01 to 1, computed as in Polar Express (Amsel et al. 2025). All of them become 0.73 to 1.27.
 _MUON_COEFFICIENTS = ((8.0934, -23.6204, 17.4462), (3.6366, -2.7219, 0.5365), (2.6613, -1.9772, 0.4526))
-_MUON_MAX_NORM, _MUON_MIN_NORM = 1.02, 1e-7  # the norm is enlarged, so that bfloat16's rounding leaves it below 1
+_MUON_NORM_MARGIN, _MUON_MIN_NORM = 1.02, 1e-7  # the margin keeps values below 1 where bfloat16 rounds
 
 
 def build_optimizers(model: LanguageModel, config: TrainConfig) -> tuple[torch.optim.Optimizer, ...]:
@@ -90,6 +90,8 @@ class Muon(torch.optim.Optimizer):
         assert closure is None
         for group in self.param_groups:
             updated = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if not updated:  # torch's functions on lists refuse empty ones
+                continue
             directions = self._directions(updated, group["momentum"])
             rate = group["lr"] * group["lr_ratio"]
             if group["weight_decay"]:
@@ -137,11 +139,11 @@ def orthogonalize(matrices: Tensor) -> Tensor:
     """Set all singular values of wide matrices, shape (count, rows, columns), to about 1.
 
     Uses three Newton-Schulz iterations with polynomials of degree 5: singular values of at least a hundredth of the
-    matrix's norm become 0.73 to 1.27, which is sufficient for Muon.
+    matrix's norm become 0.71 to 1.27, which is sufficient for Muon.
     """
     fast_dtype = torch.bfloat16 if has_bfloat16(matrices.device) else torch.float32
     x = matrices.to(torch.float64 if matrices.dtype == torch.float64 else fast_dtype)
-    x = x / (torch.linalg.matrix_norm(x, keepdim=True) * _MUON_MAX_NORM).clamp(min=_MUON_MIN_NORM)
+    x = x / (torch.linalg.matrix_norm(x, keepdim=True) * _MUON_NORM_MARGIN).clamp(min=_MUON_MIN_NORM)
     for a, b, c in _MUON_COEFFICIENTS:
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
