@@ -2,8 +2,11 @@
 
 Each position adds to its token's embedding one vector for the bigram that ends there, one for the trigram, and so on up
 to `max_ngram` tokens. An n-gram's vector is a row of a table, chosen by a hash of its token ids, so different n-grams
-may share a row. This gives the first layer at once what attention otherwise has to learn to collect, at the cost of a
-few lookups; it helps most in short trainings on bytes or characters.
+may share a row. docs/log.md has what this gains and costs in short trainings on bytes.
+
+It differs from the paper, whose n-grams have 3 to 8 bytes and vectors as wide as the model: ours begin with the bigram,
+their tables are narrower than the model and projected to its width, and the sum is not divided by the number of its
+terms.
 
 The n-grams of a segment's first tokens reach into the previous segment, so a memory also contains the newest
 `max_ngram - 1` token ids (`Memory.recent_BR`).
