@@ -108,6 +108,15 @@ def test_loss_above_that_of_a_uniform_guess_is_lost(tmp_path: Path) -> None:
     assert changes(tmp_path / "slow", 7 - np.arange(STEPS) / 100 + NOISE) == [(350, "nothing")]
 
 
+def test_variance_of_a_token_is_at_first_the_mean_over_all_steps(tmp_path: Path) -> None:
+    """A step's loss is the mean of n tokens, so the difference of two steps has the variance of a token times 2 / n."""
+    losses = np.array([3.0, 3.5, 3.1])
+    detector, state = DivergenceDetector(letters_corpus(tmp_path / "corpus"), TrainConfig()), DivergenceState()
+    for step, loss in enumerate(losses.tolist(), 1):
+        state = detector.update(state, step, 512 * loss, 512, 1.0)
+    assert state.token_variance == pytest.approx(512 / 2 * np.mean(np.diff(losses) ** 2))
+
+
 class Warnings(Callback):
     """Records the warnings and their steps."""
 

@@ -186,9 +186,9 @@ def _count_loss(state: DivergenceState, nats: float, num_targets: float) -> Dive
     """Add the loss of a step; a step without targets has none."""
     if not num_targets:
         return state
-    weight = _weight(_LOSS_DECAY, state.num_steps)
     variance = state.token_variance
     if state.num_steps:
+        weight = _weight(_LOSS_DECAY, state.num_steps - 1)  # the first step has no difference from one before
         # the variance of the difference is that of a token, divided by the targets of the one and of the other step
         per_token = num_targets * state.last_targets / (num_targets + state.last_targets)
         variance += weight * (per_token * (nats / num_targets - state.last_nats) ** 2 - variance)
