@@ -6,6 +6,7 @@ Suffix: N segments of the text.
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -13,7 +14,8 @@ from model_configs import settings_of
 from training_runs import MODEL
 
 from transformer_xl.config import run_settings
-from transformer_xl.evaluation.memory_lengths import candidate_lengths, choose_length, is_worse
+from transformer_xl.evaluation.memory_lengths import candidate_lengths, choose_length, is_worse, num_measured_tokens
+from transformer_xl.text.token_store import TokenSplit
 
 TRAINED_N = 100 + np.random.default_rng(1).normal(0, 10, 401)  # nats of each segment with the trained length, 64
 NOISE_N = np.random.default_rng(2).normal(0, 1, 401)  # two standard errors of its mean: 0.1, a thousandth of the loss
@@ -69,3 +71,18 @@ def test_candidates(settings: dict[str, dict[str, Any]], num_tokens: int, expect
     model = settings_of(**MODEL | settings.get("model", {}))
     config = run_settings({**settings, "model": model, "train": train}, "test")
     assert candidate_lengths(config, num_tokens) == expected
+
+
+@pytest.mark.parametrize(
+    ("memory_length", "num_valid", "trained_tokens", "expected"),
+    [
+        (64, 10**6, 10**8, 32_768),
+        (1024, 10**6, 10**8, 8 * 8 * 1024),  # the longest of 8 times the trained length fits 8 times
+        (64, 5000, 10**8, 5000),
+        (64, 10**6, 64 * 1000 + 63, 1000),  # a short training is not followed by a long measurement
+    ],
+)
+def test_number_of_measured_tokens(memory_length: int, num_valid: int, trained_tokens: int, expected: int) -> None:
+    config = run_settings({"train": {"memory_length": memory_length}}, "test")
+    split = Mock(TokenSplit, num_tokens=num_valid)
+    assert num_measured_tokens(config, split, trained_tokens=trained_tokens) == expected

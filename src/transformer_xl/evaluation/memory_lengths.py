@@ -26,7 +26,7 @@ _MAX_TOKENS = 32_768  # of the validation text; with long memories, as many as f
 _FILLS = 8  # lengths must fit into the text this often, so that most of it is read with a full memory
 _TRAINING_SHARE = 64  # at most 1 token for each 64 of training: all lengths together take about 3% of the training time
 _TOLERANCE = 0.001  # fraction of the loss that is no reason for another length
-_SEGMENT_NATS = npt.NDArray[np.float64]
+_SegmentNats = npt.NDArray[np.float64]
 
 
 def num_measured_tokens(config: RunConfig, split: TokenSplit, *, trained_tokens: int) -> int:
@@ -87,7 +87,7 @@ def measure_memory_lengths(
     """
     config, trained = run.config, run.config.train.memory_length
     text = TokenizedText(split.first(num_tokens), run.tokenizer.bos_token_id, split.document_starts)
-    nats, segment_nats = dict[int, float](), dict[int, _SEGMENT_NATS]()
+    nats, segment_nats = dict[int, float](), dict[int, _SegmentNats]()
     for length in candidate_lengths(config, num_tokens):
         plan = EvaluationPlan.resolve(config, EvaluationConfig(method="memory", memory_length=length))
         by_position = {losses.position: losses.sum for losses in stream_losses(run.model, text, plan, progress)}
@@ -108,7 +108,7 @@ def measure_memory_lengths(
     )
 
 
-def choose_length(segment_nats: Mapping[int, _SEGMENT_NATS], trained: int) -> int:
+def choose_length(segment_nats: Mapping[int, _SegmentNats], trained: int) -> int:
     """Return the memory length to use by default: the trained one, unless another one is certainly better.
 
     Lengths are compared by what they cost at worst: the difference of their loss from that of the trained length plus
@@ -126,13 +126,13 @@ def choose_length(segment_nats: Mapping[int, _SEGMENT_NATS], trained: int) -> in
     return trained if trained in good else min(good)
 
 
-def is_worse(nats_N: _SEGMENT_NATS, other_N: _SEGMENT_NATS) -> bool:
+def is_worse(nats_N: _SegmentNats, other_N: _SegmentNats) -> bool:
     """Return whether the losses of segments are certainly higher than others: by more than two standard errors."""
     difference, uncertainty = _difference(nats_N, other_N)
     return difference > uncertainty
 
 
-def _difference(nats_N: _SEGMENT_NATS, other_N: _SEGMENT_NATS) -> tuple[float, float]:
+def _difference(nats_N: _SegmentNats, other_N: _SegmentNats) -> tuple[float, float]:
     """Return the difference of two total losses of the same segments, and two standard errors of it."""
     difference_N = nats_N - other_N
     uncertainty = 2 * math.sqrt(len(difference_N)) * float(difference_N.std(ddof=1))
