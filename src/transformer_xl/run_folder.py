@@ -524,8 +524,9 @@ def save(run: Run, path: Path | str) -> Path:
         The folder.
 
     Raises:
-        UserError: the path exists already, or the file system refuses.
+        UserError: the path exists already, the file system refuses, or the weights are those of `to_int8`.
     """
     check_run(run)
+    run.model.check_not_quantized("saved")
     weights = run.model.state_dict()
     return RunFolder.create(as_path(path, "path"), run.config, run.tokenizer, weights, run.memory_lengths).path

@@ -15,6 +15,7 @@ from model_configs import model_config
 
 from transformer_xl import RunConfig, TrainConfig, UserError, build_model, generate, save, score
 from transformer_xl.integrations.export import export, export_onnx
+from transformer_xl.integrations.huggingface import from_run
 from transformer_xl.integrations.int8 import to_int8
 from transformer_xl.model.memory import ContextLimits
 from transformer_xl.run_folder import Run
@@ -142,6 +143,21 @@ def test_int8(num_threads: int) -> None:
     finally:
         torch.set_num_threads(1)
     assert texts[0] == texts[1] != ""
+
+
+@pytest.mark.filterwarnings("default")  # of torchao
+def test_int8_weights_cannot_be_saved(tmp_path: Path) -> None:
+    quantized = to_int8(make_run())
+    model, _ = from_run(quantized)
+    for call in (
+        lambda: save(quantized, tmp_path / "run"),
+        lambda: model.save_pretrained(tmp_path / "model"),
+        lambda: export(quantized),
+        lambda: to_int8(quantized),
+    ):
+        with pytest.raises(UserError, match=r"8-bit weights \(Int8Tensor\) .* cannot be .*; take the run"):
+            call()
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.filterwarnings("default")  # of the packages

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from integrations.runs import MEMORY, MODELS, SEGMENT, ids, make_run, opened, own_logits
-from transformers import AutoModelForCausalLM, DynamicCache, TextIteratorStreamer
+from transformers import AutoModel, AutoModelForCausalLM, DynamicCache, TextIteratorStreamer
 
 from transformer_xl import beam_search, generate
 from transformer_xl.config import ARCHITECTURES, UserError
@@ -343,6 +343,10 @@ MASK = torch.ones(2, 5, dtype=torch.long)
         ({"input_ids": BATCH, "token_type_ids": BATCH}, "no argument token_type_ids"),
         ({"input_ids": BATCH + 300}, "token id .* is not in the vocabulary of 256"),
         ({"input_ids": BATCH, "labels": BATCH + 300}, "labels: token id .* is not in the vocabulary"),
+        ({"input_ids": BATCH, "labels": ids(2, 7)}, r"labels of shape \(2, 7\); expected \(2, 5\)"),
+        ({"input_ids": BATCH[0]}, r"input_ids of shape \(5,\); expected \(batch, tokens\)"),
+        ({"input_ids": BATCH[:, :0]}, r"shape \(2, 0\).* one token or more .*bos_token_id"),
+        ({"inputs_embeds": torch.zeros(2, 14)}, r"expected \(batch, tokens, d_model\)"),
         ({"input_ids": BATCH, "past_key_values": "other rows"}, "memory of batch size 3 for inputs of batch size 2"),
     ],
 )
@@ -367,6 +371,12 @@ def test_what_the_model_cannot_do_is_refused(tmp_path: Path) -> None:
     inputs = tokenizer(["a", "bcd"], return_tensors="pt", padding=True, padding_side="right")
     with pytest.raises(UserError, match="pad on the left"):
         model.generate(**inputs, max_new_tokens=3)
+
+
+def test_classes_without_a_meaning_here_say_which_to_take(tmp_path: Path) -> None:
+    opened(tmp_path / "run")[1].save_pretrained(tmp_path / "model")
+    with pytest.raises(UserError, match=r"AutoModelForCausalLM, .*output_hidden_states=True"):
+        AutoModel.from_pretrained(tmp_path / "model")
 
 
 def test_windows_of_tokens_have_no_hidden_states(tmp_path: Path) -> None:
@@ -400,6 +410,9 @@ def test_model_is_made_from_a_configuration() -> None:
         ({"d_model": 13}, "d_model"),
         ({"architecture": "vaswani", "memory_length": 5}, "vaswani has no memory"),
         ({"memory_length": -1}, "memory_length -1 is too small"),
+        ({"segment_length": 1.5}, "segment_length is 1.5"),
+        ({"evaluation_segment_length": "128"}, "evaluation_segment_length is '128'"),
+        ({"use_cache": "no"}, "use_cache is 'no'"),
     ],
 )
 def test_wrong_settings_are_refused(settings: dict[str, Any], message: str) -> None:

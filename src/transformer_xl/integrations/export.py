@@ -65,10 +65,11 @@ def export(run: Run, *, batch_size: int = 1, memory_length: int | None = None) -
         memory_length: M, or None for that with which the run is evaluated.
 
     Raises:
-        UserError: the architecture has no such memory, a size is wrong, or a limit of attention or the number of
-            distances of Shaw's model is longer than the memory.
+        UserError: the architecture has no such memory, a size is wrong, the weights are those of `to_int8`, or a limit
+            of attention or the number of distances of Shaw's model is longer than the memory.
     """
     check_run(run)
+    run.model.check_not_quantized("exported")
     for name, value in (("batch_size", batch_size), ("memory_length", memory_length)):
         if value is not None and not (isinstance(value, int) and value >= 1):
             raise UserError(f"{name} is {value!r}; a graph has memory as inputs and outputs, so give 1 or more")

@@ -18,9 +18,11 @@ def to_int8(run: Run) -> Run:
     The copy is for inference in float32. Embedding and softmax stay as they are. The copy cannot be saved as a run.
 
     Raises:
-        UserError: torchao is not installed, or the model is one of nn.LSTM, which has no such layers.
+        UserError: torchao is not installed, the weights have 8 bits already, or the model is one of nn.LSTM, which has
+            no such layers.
     """
     check_run(run)
+    run.model.check_not_quantized("quantized again")
     if run.config.model.architecture == "lstm":
         raise UserError(
             "the weights of an lstm stay in float32, as torchao has no 8-bit LSTM; take another architecture"

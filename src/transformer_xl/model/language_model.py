@@ -245,6 +245,22 @@ class LanguageModel(nn.Module, ABC):
         """Return the number of trainable parameters; shared parameters are counted once."""
         return sum(parameter.numel() for parameter in self.parameters())
 
+    def check_not_quantized(self, what: str) -> None:
+        """Check that the weights are ordinary tensors.
+
+        Args:
+            what: what cannot be done with others, such as "saved".
+
+        Raises:
+            UserError: they are of 8 bits, of `to_int8`.
+        """
+        for parameter in self.parameters():
+            if type(parameter.data) is not Tensor:
+                raise UserError(
+                    f"a model with 8-bit weights ({type(parameter.data).__name__}) is for inference and cannot be "
+                    f"{what}; take the run that it was made from"
+                )
+
     def check_limits(self, context_limits: ContextLimits | None) -> ContextLimits:
         """Return the limits, or the model's `context_limits` if they are None.
 

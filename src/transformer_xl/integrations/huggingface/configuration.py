@@ -80,6 +80,12 @@ class PretrainedTransformerXLConfig(PreTrainedConfig):
         self.evaluation_memory_length = evaluation_memory_length
         self.evaluation_attention_window = evaluation_attention_window
         self.evaluation_clamp_length = evaluation_clamp_length
+        for name in ("segment_length", "evaluation_segment_length"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise UserError(f"{name} is {value!r} in {_SOURCE}; give an integer, 1 or more")
+        if not isinstance(use_cache, bool):
+            raise UserError(f"use_cache is {use_cache!r} in {_SOURCE}; give true or false")
         self.use_cache = use_cache
         self.bos_token_id, self.eos_token_id, self.pad_token_id = bos_token_id, eos_token_id, pad_token_id
         for training in (True, False):

@@ -36,5 +36,6 @@ def local_folder(path: str | os.PathLike[str], arguments: Mapping[str, Any]) -> 
     if not Path(path).is_dir():
         hub = {name: arguments[name] for name in HUB_ARGUMENTS if arguments.get(name) is not None}
         names = ["config.json", "tokenizer_config.json", *transfo_xl.WEIGHT_FILES, *transfo_xl.VOCABULARIES]
+        names += ["model-*.safetensors", "pytorch_model-*.bin"]  # the parts that an index lists
         path = snapshot_download(str(path), allow_patterns=names, **hub)
     return Path(path) / (arguments.get("subfolder") or "")

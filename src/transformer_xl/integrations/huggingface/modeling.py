@@ -104,7 +104,8 @@ class TransformerXLForCausalLM(PreTrainedModel, GenerationMixin):
             adaptive softmax computes the loss without logits, which are None then.
 
         Raises:
-            UserError: an argument that means nothing here, or a mask, cache or token id that the model cannot use.
+            UserError: an argument that means nothing here or has another shape, or a mask, cache or token id that the
+                model cannot use.
         """
         shift_labels = kwargs.pop("shift_labels", None)
         _refuse(kwargs)
@@ -114,6 +115,7 @@ class TransformerXLForCausalLM(PreTrainedModel, GenerationMixin):
             raise UserError("this model embeds n-grams of token ids (max_ngram), so it cannot read inputs_embeds")
         inputs = input_ids if input_ids is not None else inputs_embeds
         assert inputs is not None
+        _check_shapes(input_ids, inputs_embeds, labels, shift_labels)
         cache = _check_cache(past_key_values)
         padding = self._padding(input_ids, attention_mask, inputs.shape[1], cache)
         keeps_memory = self._keeps_memory(use_cache, cache, padding)
@@ -379,7 +381,12 @@ class TransformerXLForCausalLM(PreTrainedModel, GenerationMixin):
 
     @override
     def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
-        """Write the folder that `from_pretrained` opens; arguments are those of transformers."""
+        """Write the folder that `from_pretrained` opens; arguments are those of transformers.
+
+        Raises:
+            UserError: the weights are those of `to_int8`, which are for inference only.
+        """
+        self.model.check_not_quantized("saved")
         super().save_pretrained(save_directory, *args, **kwargs)
         write_code(Path(save_directory))
 
@@ -387,6 +394,23 @@ class TransformerXLForCausalLM(PreTrainedModel, GenerationMixin):
     @override
     def register_for_auto_class(cls, auto_class: str = "AutoModelForCausalLM") -> None:
         """Do nothing: a saved folder has a module that imports this package, not a copy of its code."""
+
+
+class NoBaseModel(TransformerXLForCausalLM):
+    """What AutoModel finds, so that it says where hidden states are."""
+
+    @classmethod
+    @override
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Self:
+        """Refuse to load.
+
+        Raises:
+            UserError: always.
+        """
+        raise UserError(
+            "there is no model without its softmax (AutoModel); take AutoModelForCausalLM, whose "
+            "forward(..., output_hidden_states=True).hidden_states[-1] is the softmax's input"
+        )
 
 
 class NoMaskedLM(TransformerXLForCausalLM):
@@ -440,6 +464,29 @@ def _targets(labels: Tensor | None, shift_labels: Tensor | None, padding: Paddin
     width = shift_labels.shape[1]
     is_padding_BT = torch.arange(width, device=shift_labels.device) < width - padding.lengths_B[:, None]
     return shift_labels.masked_fill(is_padding_BT.to(shift_labels.device), _IGNORED)
+
+
+def _check_shapes(
+    input_ids: Tensor | None, inputs_embeds: Tensor | None, labels: Tensor | None, shift_labels: Tensor | None
+) -> None:
+    """Check that the inputs are rows of one token or more, and that labels have their shape.
+
+    Raises:
+        UserError: they are not, or have not.
+    """
+    inputs, name = (input_ids, "input_ids") if input_ids is not None else (inputs_embeds, "inputs_embeds")
+    assert inputs is not None
+    if inputs.ndim != (2 if input_ids is not None else 3) or not inputs.shape[1]:
+        wanted = "(batch, tokens)" if input_ids is not None else "(batch, tokens, d_model)"
+        raise UserError(
+            f"{name} of shape {tuple(inputs.shape)}; expected {wanted}, with one token or more (a text from nothing "
+            "begins with generation_config.bos_token_id)"
+        )
+    for name, targets in (("labels", labels), ("shift_labels", shift_labels)):
+        if targets is not None and targets.shape != inputs.shape[:2]:
+            raise UserError(
+                f"{name} of shape {tuple(targets.shape)}; expected {tuple(inputs.shape[:2])}, a label for each token"
+            )
 
 
 def _check_cache(cache: Cache | None) -> MemoryCache | None:
