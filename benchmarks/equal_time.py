@@ -16,7 +16,8 @@ of the block. The results are the means over the seeds, with their range.
 
 Results are added to the output file after each training, and trainings that it has already are not repeated, so a
 comparison can be interrupted. A file holds the results of one machine and text, for any number of times; `--best N`
-leaves out all but the N best choices of the longest shorter time in the file.
+leaves out all but the N best choices of the longest shorter time in the file, or with `--best-of FILE` of the shortest
+time in the file of another text.
 """
 
 from __future__ import annotations
@@ -262,25 +263,30 @@ class Comparison:
         return entry
 
     def best_of_shorter(self, contestant: Contestant) -> list[dict[str, Any]]:
-        """Return a contestant's best choices of the longest shorter time; all if --best was not given.
+        """Return a contestant's best choices of another time; all if --best was not given.
 
         Raises:
-            UserError: a choice has no training of a shorter time.
+            UserError: a choice has no training of that time.
         """
-        choices, shorter = contestant.choices, [e for e in self.trainings if e["seconds"] < self.args.seconds]
+        choices, file = contestant.choices, self.args.best_of or self.args.out
         if self.args.best is None or len(choices) <= self.args.best:
             return choices
-        longest = max((entry["seconds"] for entry in shorter), default=0)
+        if self.args.best_of:
+            trainings = json.loads(file.read_text(encoding="utf-8"))["trainings"]
+            seconds = min(entry["seconds"] for entry in trainings)
+        else:
+            trainings = self.trainings
+            seconds = max((e["seconds"] for e in trainings if e["seconds"] < self.args.seconds), default=0)
         losses = []
         for choice in choices:
             same = [
                 valid_loss(entry)
-                for entry in shorter
-                if entry["seconds"] == longest
+                for entry in trainings
+                if entry["seconds"] == seconds
                 and (entry["contestant"], entry["settings"]) == (contestant.name, without_checkout(choice))
             ]
             if not same:
-                raise UserError(f"--best needs all choices of {contestant.name} at a shorter time in {self.args.out}")
+                raise UserError(f"--best needs all choices of {contestant.name} at a shorter time in {file}")
             losses.append(same[0])  # that of the first seed, which all choices have
         order = sorted(range(len(choices)), key=losses.__getitem__)
         return [choices[index] for index in sorted(order[: self.args.best])]
@@ -383,6 +389,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--contestants", default="ours,lstm,nanogpt,gpt2,x-transformers", help="separated by commas")
     parser.add_argument("--ours", default="fast-small", help="recipes with settings to choose from, with commas")
     parser.add_argument("--best", type=int, help="train only the best N choices of a shorter time in the file")
+    parser.add_argument("--best-of", type=Path, help="results of another text, for --best (default: those of --out)")
     parser.add_argument("--jobs", type=int, default=1, help="trainings side by side (1); steps are measured alone")
     parser.add_argument("--rounds", type=int, default=3, help="in which the steps are measured (3)")
     parser.add_argument("--round-seconds", type=float, default=10.0, help="of each contestant in a round (10)")

@@ -16,6 +16,7 @@ from trainee import StepTimer
 from typing_extensions import override
 
 from transformer_xl import Callback, Corpus, EvaluationConfig, Run, __version__, evaluate, train
+from transformer_xl.config import RelativeConfig
 from transformer_xl.training.trainer import Trainer
 
 _MANY_STEPS = 100_000  # of which a measurement runs the first
@@ -70,7 +71,8 @@ def compete(assignment: Assignment) -> dict[str, Any]:
         config = EvaluationConfig(memory_length=memory_length)
         return evaluate(run, corpus.split(split), config, max_tokens=lengths[split]).nats_per_token
 
-    valid = {length: nats("valid", length) for length in dict.fromkeys(factor * trained for factor in (1, 2, 4))}
+    factors = (1, 2, 4) if isinstance(run.config.model, RelativeConfig) else (1,)  # nothing limits an LSTM's memory
+    valid = {factor * trained: nats("valid", factor * trained) for factor in factors}
     best = min(valid, key=lambda length: valid[length])
     return {
         "parameters": run.model.num_parameters(),
