@@ -50,6 +50,7 @@ if TYPE_CHECKING:  # `name as name` makes a name public for type checkers
         LearningRateResult as LearningRateResult,
         find_learning_rate as find_learning_rate,
     )
+    from transformer_xl.training.finetune import FinetuneResult as FinetuneResult, finetune as finetune
     from transformer_xl.training.train import TrainResult as TrainResult, resume as resume, train as train
 
 __version__ = "0.1.0"
@@ -78,6 +79,7 @@ _NAMES = {
     "text.token_store": "Corpus",
     "training.callbacks": "Callback",
     "training.find_rate": "LearningRateResult find_learning_rate",
+    "training.finetune": "FinetuneResult finetune",
     "training.train": "TrainResult resume train",
 }
 

@@ -19,6 +19,7 @@ COMMANDS = {
     "train": "Train a model on a corpus, or resume a run.\n\nSettings: the defaults, then the recipe, then flags. "
     "Ctrl-C or SIGTERM saves a checkpoint, validates its weights and ends the command with status 130 or 143; a second "
     "one skips the validation. --resume continues from there with the same training as without the stop.",
+    "finetune": "Train the weights of a run further on another corpus, as a new run.",
     "evaluate": "Evaluate a run on a text: perplexity and bits per byte, at any memory length.",
     "score": "Compute log-probabilities of texts by token, line or file, and surprisal by word.",
     "generate": "Generate text with a trained model.",

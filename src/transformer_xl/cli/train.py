@@ -76,7 +76,7 @@ def train(
     else:
         result = training.resume(resume, corpus, **options)
     if result.rank == 0:
-        _print_result(result, as_json=json)
+        print_result(result, as_json=json)
     return 0 if result.finished else 128 + (result.stop_signal or signal.SIGTERM)
 
 
@@ -119,25 +119,17 @@ def _find_rate(
     print(f"next: {command}")
 
 
-def _print_result(result: TrainResult, *, as_json: bool) -> None:
+def print_result(result: TrainResult, *, as_json: bool) -> None:
+    """Print what a training ended with, and what to type next."""
     from transformer_xl.evaluation.metrics import exp_nats
     from transformer_xl.run_folder import RunFolder
 
-    best, weights = result.best_nats_per_token, RunFolder.open(result.path).choose_weights()
+    best = result.best_nats_per_token
     if not result.finished:
         say(f"stopped and saved at step {result.step:,}; resume with: txl train --resume {quoted(result.path)}")
-        say_weights(weights)
+        say_weights(RunFolder.open(result.path).choose_weights())
     if as_json:
-        values = {
-            "run": str(result.path),
-            "finished": result.finished,
-            "step": result.step,
-            "max_steps": result.max_steps,
-            "best_valid_nats_per_token": best,
-            **weights.as_dict(),
-            "seconds": result.seconds,
-        }
-        print_json(values)
+        print_json(result_values(result))
     elif result.finished:
         valid = (
             f", best validation loss {best:.4f} nats per token (perplexity per token {exp_nats(best):.6g})"
@@ -146,3 +138,18 @@ def _print_result(result: TrainResult, *, as_json: bool) -> None:
         )
         print(f"{result.path}: {result.step:,} steps in {result.seconds:,.0f} s{valid}")
         print(f"next: txl evaluate {quoted(result.path)}")
+
+
+def result_values(result: TrainResult) -> dict[str, Any]:
+    """Return the result of a training by name, for JSON."""
+    from transformer_xl.run_folder import RunFolder
+
+    return {
+        "run": str(result.path),
+        "finished": result.finished,
+        "step": result.step,
+        "max_steps": result.max_steps,
+        "best_valid_nats_per_token": result.best_nats_per_token,
+        **RunFolder.open(result.path).choose_weights().as_dict(),
+        "seconds": result.seconds,
+    }

@@ -26,6 +26,7 @@ from transformer_xl.config.other_names import OTHER_NAMES as OTHER_NAMES
 from transformer_xl.config.run import (
     DEFAULT_RECIPE as DEFAULT_RECIPE,
     CorpusReference as CorpusReference,
+    FinetuneConfig as FinetuneConfig,
     Recipe as Recipe,
     RunConfig as RunConfig,
     checked_names as checked_names,

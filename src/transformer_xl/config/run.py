@@ -40,6 +40,23 @@ class CorpusReference(Settings):
     """Checksum (sha256) of the training tokens: a run resumes only with the text that it started with."""
 
 
+class FinetuneConfig(Settings):
+    """The run whose weights a fine-tuned run began with, and what is trained of them."""
+
+    base: str
+    """Folder of that run, as an absolute path."""
+    base_sha256: str
+    """Checksum (sha256) of the file of the weights."""
+    base_step: int = Field(ge=0)
+    """Number of training steps after which the base had these weights; 0 for converted ones."""
+    kept_tokens: int | None = None
+    """Number of tokens whose embeddings were taken over from another tokenizer; none: the tokenizer is the base's."""
+    freeze: tuple[str, ...] = ()
+    """Patterns (`*`, `?`) of the names of parameters that are not trained, such as `embedding.*`."""
+    layer_rate_decay: float = Field(default=1.0, gt=0, le=1)
+    """Factor between the learning rates of a layer and the layer above it; the last one has the full rate."""
+
+
 class SettingsChange(Settings):
     """Settings of training that were changed when a run was resumed."""
 
@@ -66,6 +83,8 @@ class RunConfig(Settings):
     model: ModelConfig = TransformerXLConfig()
     train: TrainConfig = TrainConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    finetune: FinetuneConfig | None = Field(default=None, exclude_if=lambda value: value is None)
+    """Where the weights come from that a fine-tuned run began with; none: they were drawn at random."""
     history: tuple[SettingsChange, ...] = ()
     """Changes of `train` during training, oldest first; `train` has the settings after the last one."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from transformer_xl.config import BaseModelConfig, TrainConfig, TransformerConfig
+from transformer_xl.config import BaseModelConfig, TrainConfig, TransformerConfig, UserError
 from transformer_xl.device import has_bfloat16
 from transformer_xl.model.language_model import LanguageModel
 from transformer_xl.training.distributed import full_tensor
@@ -20,26 +21,82 @@ _MUON_COEFFICIENTS = ((8.0934, -23.6204, 17.4462), (3.6366, -2.7219, 0.5365), (2
 _MUON_NORM_MARGIN, _MUON_MIN_NORM = 1.02, 1e-7  # the margin keeps values below 1 where bfloat16 rounds
 
 
-def build_optimizers(model: LanguageModel, config: TrainConfig) -> tuple[torch.optim.Optimizer, ...]:
-    """Build the optimizers of the settings; every parameter is in exactly one group of one optimizer.
+def build_optimizers(
+    model: LanguageModel, config: TrainConfig, *, layer_rate_decay: float = 1.0
+) -> tuple[torch.optim.Optimizer, ...]:
+    """Build the optimizers of the settings; every parameter that is trained is in exactly one group of one optimizer.
 
     Weight decay applies to matrices only, including the embedding: not to LayerNorms, biases and the attention biases
     (the paper's u and v).
     Muon updates the matrices of the layers (query, key and value projections are separate matrices, as Muon
     requires), and AdamW all other parameters.
+
+    Args:
+        model: the model; parameters without `requires_grad` are left out.
+        config: settings of training.
+        layer_rate_decay: factor between the learning rates of a layer and the layer above it (Howard and Ruder 2018);
+            the last layer and what follows it have the full rate, and embeddings the rate of a layer below the first.
+            Groups have it as `rate_factor`.
     """
-    adam = {"lr": config.learning_rate, "betas": (config.beta1, config.beta2), "fused": True}
-    if config.optimizer == "adam":
-        return (torch.optim.Adam(model.parameters(), **adam),)
-    layers = [item for item in model.layers.named_parameters() if config.optimizer == "muon" and item[1].ndim == 2]
-    in_layers = {id(parameter) for _, parameter in layers}
-    rest = [parameter for parameter in model.parameters() if id(parameter) not in in_layers]
-    groups = [
-        {"params": [parameter for parameter in rest if parameter.ndim == 2], "weight_decay": config.weight_decay},
-        {"params": [parameter for parameter in rest if parameter.ndim != 2], "weight_decay": 0.0},
+    num_layers = len(model.layers)
+    trained = [item for item in model.named_parameters() if item[1].requires_grad]
+    matrices = [item for item in trained if config.optimizer == "muon" and item[0].startswith("layers.")]
+    matrices = [item for item in matrices if item[1].ndim == 2]
+    in_muon = {id(parameter) for _, parameter in matrices}
+    # parameters by whether they decay, and by their rate; Adam has no decay
+    groups: dict[tuple[bool, float], list[nn.Parameter]] = {}
+    for name, parameter in trained:
+        if id(parameter) not in in_muon:
+            key = parameter.ndim == 2 or config.optimizer == "adam", _rate_factor(name, num_layers, layer_rate_decay)
+            groups.setdefault(key, []).append(parameter)
+    adam_groups = [
+        {"params": groups[key], "weight_decay": config.weight_decay * key[0], "rate_factor": key[1]}
+        for key in sorted(groups, reverse=True)
     ]
-    adamw = torch.optim.AdamW(groups, **adam)
-    return (Muon(_muon_groups(layers, model.config), config), adamw) if layers else (adamw,)
+    optimizers: list[torch.optim.Optimizer] = []
+    if matrices:
+        by_factor: dict[float, list[tuple[str, nn.Parameter]]] = {}
+        for name, parameter in matrices:
+            factor = _rate_factor(name, num_layers, layer_rate_decay)
+            by_factor.setdefault(factor, []).append((name, parameter))
+        muon_groups = [
+            {**group, "rate_factor": factor}
+            for factor, members in by_factor.items()
+            for group in _muon_groups(members, model.config)
+        ]
+        optimizers.append(Muon(muon_groups, config))
+    if adam_groups:
+        kind = torch.optim.Adam if config.optimizer == "adam" else torch.optim.AdamW
+        optimizers.append(kind(adam_groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), fused=True))
+    return tuple(optimizers)
+
+
+def freeze_parameters(model: LanguageModel, patterns: Sequence[str]) -> None:
+    """Leave out of training the parameters whose names match one of the patterns, such as `layers.0.*`.
+
+    Raises:
+        UserError: a pattern matches no parameter, or nothing is left to train.
+    """
+    parameters = dict(model.named_parameters())
+    for pattern in patterns:
+        matching = fnmatch.filter(parameters, pattern)
+        if not matching:
+            groups = dict.fromkeys(
+                ".".join(name.split(".")[: 2 if name.startswith("layers.") else 1]) for name in parameters
+            )
+            known = ", ".join(f"{name}*" for name in groups)
+            raise UserError(f"freeze '{pattern}' matches no parameter; those of this model are {known}")
+        for name in matching:
+            parameters[name].requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in parameters.values()):
+        raise UserError(f"freeze {' '.join(patterns)} leaves no parameter to train; give fewer patterns")
+
+
+def _rate_factor(name: str, num_layers: int, decay: float) -> float:
+    """Return the learning rate of a parameter as a fraction of the full one."""
+    if name.startswith("layers."):
+        return decay ** (num_layers - 1 - int(name.split(".")[1]))
+    return decay**num_layers if name.startswith(("embedding.", "ngrams.")) else 1.0
 
 
 def _muon_groups(layers: Iterable[tuple[str, nn.Parameter]], config: BaseModelConfig) -> list[dict[str, Any]]:

@@ -35,10 +35,10 @@ def learning_rate(step: int, config: TrainConfig) -> float:
 
 
 def set_learning_rate(optimizers: tuple[torch.optim.Optimizer, ...], rate: float) -> None:
-    """Set the learning rate of every parameter group of every optimizer."""
+    """Set the learning rate of every parameter group of every optimizer, times its `rate_factor` if it has one."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group.get("rate_factor", 1.0)
 
 
 def num_halvings(step: int, config: TrainConfig) -> int:

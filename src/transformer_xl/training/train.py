@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from transformer_xl.config import (
     INT32_MAX,
@@ -50,6 +51,9 @@ Overrides = Mapping[str, Any]
 _Start = Callable[[DistributedContext, ExitStack, Callable[[str], None]], Trainer]
 """Returns the trainer of a new or resumed run; the run's folder is locked until the ExitStack is closed. The last
 argument prints a line for the user."""
+
+FirstWeights = Callable[[RunConfig, Corpus], Mapping[str, Tensor]]
+"""Returns the weights that a new run with these settings begins with, by name."""
 
 # Settings that can change when a run is resumed. Settings that determine the model, its memory, the order of the text,
 # or the state of optimizer and weight average cannot change. After a change of batch size, memory starts empty.
@@ -138,13 +142,13 @@ def train(
     """
     known = (str, Path, RunConfig, type(None))
     check_type(config, known, "config", "give a recipe such as 'small', a RunConfig, or None and settings by group")
-    corpus_path = _corpus_path(corpus)
+    corpus_path = corpus_folder(corpus)
     if run is None:
         recipe = None if isinstance(config, RunConfig) else config
         run = Path("runs", "-".join(Path(name).stem for name in (corpus_path.resolve().name, recipe) if name))
     overrides = {"model": model or {}, "train": train or {}, "evaluation": evaluation or {}}
-    start = partial(_start, config, corpus_path, as_path(run, "run"), overrides)
-    return _run(start, device, threads, callbacks, progress=progress, handle_signals=handle_signals)
+    start = partial(start_run, config, corpus_path, as_path(run, "run"), overrides)
+    return run_training(start, device, threads, callbacks, progress=progress, handle_signals=handle_signals)
 
 
 @checked_names
@@ -185,15 +189,15 @@ def resume(
     path = run.path if isinstance(run, Run) else as_path(run, "run", "give the folder of a run")
     if path is None:
         raise UserError("this run is in no folder; give the folder of a run")
-    start = partial(_resume, path, None if corpus is None else _corpus_path(corpus), overrides)
-    return _run(start, device, threads, callbacks, progress=progress, handle_signals=handle_signals)
+    start = partial(_resume, path, None if corpus is None else corpus_folder(corpus), overrides)
+    return run_training(start, device, threads, callbacks, progress=progress, handle_signals=handle_signals)
 
 
-def _corpus_path(corpus: Corpus | Path | str) -> Path:
+def corpus_folder(corpus: Corpus | Path | str) -> Path:
     return corpus.path if isinstance(corpus, Corpus) else as_path(corpus, "corpus", "give a corpus or its folder")
 
 
-def _run(
+def run_training(
     start: _Start,
     device: str,
     threads: int | None,
@@ -248,7 +252,7 @@ def ignore(_: str) -> None:
     pass
 
 
-def _start(
+def start_run(
     config: str | Path | RunConfig | None,
     corpus_path: Path,
     path: Path,
@@ -256,6 +260,8 @@ def _start(
     world: DistributedContext,
     stack: ExitStack,
     log: Callable[[str], None],
+    *,
+    first_weights: FirstWeights | None = None,
 ) -> Trainer:
     """Return the trainer of a new run, or of the resumed run if torchrun restarted the program."""
     with world.raise_together():
@@ -273,7 +279,8 @@ def _start(
         if overrides["train"].get("parallelism") == "fsdp" and world.size == 1:
             note("train.parallelism fsdp has no effect with one process", log)
     restarted = world.any(exists)
-    trainer = Trainer(RunFolder(path, checked, corpus.tokenizer), corpus, world.device, world=world)
+    weights = None if first_weights is None or restarted else first_weights(checked, corpus)
+    trainer = Trainer(RunFolder(path, checked, corpus.tokenizer), corpus, world.device, world=world, weights=weights)
     with world.raise_together():  # after building the model, so that one that does not fit into memory leaves no folder
         if world.is_first and not restarted:
             RunFolder.create(path, checked, corpus.tokenizer)
@@ -295,7 +302,7 @@ def complete_settings(
 ) -> tuple[RunConfig, Corpus]:
     """Return the complete settings of a new run, and its corpus."""
     if isinstance(config, RunConfig):
-        settings = merge(config.model_dump(exclude={"history"}), overrides)
+        settings = merge(config.model_dump(exclude={"history", "finetune"}), overrides)
     elif config is not None:
         settings = merge({"recipe": str(config)}, merge_recipe(load_recipe(str(config)), overrides))
     else:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
@@ -43,7 +43,7 @@ from transformer_xl.training.compiling import compile_layers
 from transformer_xl.training.distributed import SINGLE_PROCESS, DistributedContext, gather_weights
 from transformer_xl.training.divergence import DivergenceDetector, DivergenceState
 from transformer_xl.training.metrics_log import MetricsLog, check_tensorboard
-from transformer_xl.training.optimizers import build_optimizers
+from transformer_xl.training.optimizers import build_optimizers, freeze_parameters
 from transformer_xl.training.schedules import learning_rate, set_learning_rate
 from transformer_xl.training.step import ModelWithLoss, TrainStep, micro_batches
 from transformer_xl.training.validation import Validator
@@ -65,6 +65,7 @@ class Trainer:
         *,
         callbacks: Sequence[Callback] = (),
         world: DistributedContext = SINGLE_PROCESS,
+        weights: Mapping[str, Tensor] | None = None,
     ) -> None:
         """Build the model and the optimizers; the run's seed determines the initial weights.
 
@@ -74,9 +75,11 @@ class Trainer:
             device: device to compute on.
             callbacks: called during training.
             world: the processes that train this run together.
+            weights: initial weights by name, or None to draw them.
 
         Raises:
-            UserError: the corpus is too short for the settings, or the device does not support them.
+            UserError: the corpus is too short for the settings, the device does not support them, or parameters to
+                freeze do not exist.
         """
         self.folder, self.corpus, self.device, self.world = folder, corpus, device, world
         self.callbacks = list(callbacks)
@@ -84,7 +87,13 @@ class Trainer:
         self.dataset = training_dataset(corpus, config, world)
         self.validator = Validator(corpus, config, world) if "valid" in corpus.splits else None
         torch.manual_seed(config.seed)
-        self.model = build_checked(folder.config).to(device).train()
+        self.model = build_checked(folder.config)
+        if weights is not None:
+            self.model.load_state_dict(dict(weights))
+        self.model.to(device).train()
+        finetune = folder.config.finetune
+        if finetune is not None:
+            freeze_parameters(self.model, finetune.freeze)
         if world.rank:  # after the initial weights, so that each process draws different dropout masks
             world.seed(config.seed, step=0)
         self.model.activation_checkpointing = config.activation_checkpointing
@@ -92,7 +101,9 @@ class Trainer:
         self.wrapped_model = world.wrap(
             ModelWithLoss(self.model, copy_memory=config.compile == "cudagraphs"), config.parallelism
         )
-        self.optimizers = build_optimizers(self.model, config)  # after wrapping, which shards the weights
+        decay = finetune.layer_rate_decay if finetune is not None else 1.0
+        # after wrapping, which shards the weights
+        self.optimizers = build_optimizers(self.model, config, layer_rate_decay=decay)
         self.weight_average = None if config.weight_average == "none" else WeightAverage(self.model, config)
         # the number of batch rows of each micro-batch, which has a memory of its own
         self.micro_batches = [len(rows) for rows in micro_batches(self.dataset.local_batch_size, config, world.size)]
@@ -128,8 +139,10 @@ class Trainer:
         warnings: list[str] = []
         folder = self.folder
         # A run that has none of these was killed before its first checkpoint, and starts at step 0. A converted run has
-        # only weights, so `load_checkpoint` refuses it.
-        if folder.latest_checkpoint() or folder.metrics() or (folder.path / "model.safetensors").exists():
+        # only weights, and the first weights of a fine-tuned run are in its first checkpoint, so `load_checkpoint`
+        # refuses them.
+        has_weights = (folder.path / "model.safetensors").exists() or folder.config.finetune is not None
+        if has_weights or folder.latest_checkpoint() or folder.metrics():
             warnings = load_checkpoint(folder, self, self.world)
             self._restore_best_loss()
             with self.world.raise_together():

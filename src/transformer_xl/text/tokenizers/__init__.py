@@ -8,7 +8,13 @@ lazily.
 from transformer_xl.text.tokenizers.base import TokenArray, Tokenizer, document_errors, to_bytes, token_dtype
 from transformer_xl.text.tokenizers.byte import ByteTokenizer
 from transformer_xl.text.tokenizers.chunking import split_chunks
-from transformer_xl.text.tokenizers.storage import describe_difference, fingerprint, load_tokenizer, save_tokenizer
+from transformer_xl.text.tokenizers.storage import (
+    describe_difference,
+    fingerprint,
+    load_tokenizer,
+    save_tokenizer,
+    shared_tokens,
+)
 
 __all__ = [
     "ByteTokenizer",
@@ -19,6 +25,7 @@ __all__ = [
     "fingerprint",
     "load_tokenizer",
     "save_tokenizer",
+    "shared_tokens",
     "split_chunks",
     "to_bytes",
     "token_dtype",

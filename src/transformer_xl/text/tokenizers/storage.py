@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from transformer_xl.config import UserError, nearest
 from transformer_xl.files import as_user_error, write_json
@@ -121,6 +125,26 @@ def describe_difference(actual: Tokenizer, expected: Tokenizer) -> str | None:
     if changed and not differences:  # of a tokenizer.json of the library, whose components are nested
         differences.append(f"another {' and '.join(changed)}")
     return f"{actual.kind}, {'; '.join(differences)}" if differences else None
+
+
+def shared_tokens(tokenizer: Tokenizer, other: Tokenizer) -> npt.NDArray[np.int64]:
+    """Return for each token of a tokenizer the id of the same token in another one, or -1, shape (V,).
+
+    Integers are the same if their ids are.
+    """
+    if "integer" in (tokenizer.kind, other.kind):
+        ids = np.arange(tokenizer.vocab_size)
+        return np.where((ids < other.vocab_size) & (tokenizer.kind == other.kind), ids, -1)
+    ids = {key: token_id for token_id, key in enumerate(_numbered(_tokens(other)))}
+    return np.array([ids.get(key, -1) for key in _numbered(_tokens(tokenizer))], dtype=np.int64)
+
+
+def _numbered(tokens: Iterable[str]) -> Iterator[tuple[str, int]]:
+    """Yield each token and how often it occurred before: a character may be there as itself and as a byte."""
+    counts: Counter[str] = Counter()
+    for token in tokens:
+        yield token, counts[token]
+        counts[token] += 1
 
 
 def _tokens(tokenizer: Tokenizer) -> Sequence[str]:

@@ -1,0 +1,87 @@
+"""`txl finetune`: train the weights of a run further on another corpus."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from cyclopts import Parameter
+
+from transformer_xl.cli.flags import EvaluationFlags, ModelFlags, TrainFlags, given_settings
+from transformer_xl.cli.options import DEFAULT_DEVICE, DeviceFlags, Json
+from transformer_xl.cli.output import print_json, print_table
+from transformer_xl.cli.train import print_result, result_values
+
+if TYPE_CHECKING:
+    from transformer_xl.training.finetune import FinetuneResult
+
+
+def finetune(
+    base: Path,
+    /,
+    *,
+    corpus: Path,
+    run: Path | None = None,
+    replace_tokenizer: Annotated[bool, Parameter(negative=())] = False,
+    freeze: Annotated[tuple[str, ...], Parameter(negative=())] = (),
+    layer_rate_decay: float = 1.0,
+    checkpoint: Literal["best", "last"] = "best",
+    model: Annotated[ModelFlags | None, Parameter(group="Model")] = None,
+    train: Annotated[TrainFlags | None, Parameter(group="Training")] = None,
+    evaluation: Annotated[EvaluationFlags | None, Parameter(group="Evaluation")] = None,
+    device_options: DeviceFlags = DEFAULT_DEVICE,
+    json: Json = False,
+) -> int:
+    """Train the weights of a run further on another corpus, as a new run.
+
+    Settings: those of the run, with half of its learning rate (1e-4 for a converted run) and 1000 steps, replaced by
+    flags. It prints the loss of the new text and of the run's own before and after. 'txl train --resume' resumes it.
+
+    Parameters
+    ----------
+    base
+        Folder of the run to begin with, trained here or converted; it is not changed.
+    corpus
+        Folder that 'txl prepare' created; prepare it with --tokenizer RUN to keep the run's tokens.
+    run
+        New folder for settings, weights and metrics. [default: runs/CORPUS-BASE]
+    replace_tokenizer
+        Accept a corpus with another tokenizer: tokens that both have keep their embeddings.
+    freeze
+        Pattern of the names of parameters that are not trained, such as 'layers.0.*'; may be repeated.
+    layer_rate_decay
+        Factor between the learning rates of a layer and the layer above it, up to 1.
+    checkpoint
+        Begin with the weights of the lowest validation loss, or with the last ones.
+    """
+    from transformer_xl.training import finetune as training
+
+    options: dict[str, Any] = given_settings(model=model, train=train, evaluation=evaluation)
+    options |= {**vars(device_options), "handle_signals": True, "replace_tokenizer": replace_tokenizer}
+    options |= {"freeze": freeze, "layer_rate_decay": layer_rate_decay, "checkpoint": checkpoint}
+    result = training.finetune(base, corpus, run, **options)
+    if result.rank == 0:
+        _print_result(result, as_json=json)
+    return 0 if result.finished else 128 + (result.stop_signal or signal.SIGTERM)
+
+
+def _print_result(result: FinetuneResult, *, as_json: bool) -> None:
+    if as_json:
+        losses = [asdict(loss) for loss in result.losses]
+        print_json({**result_values(result), "kept_tokens": result.kept_tokens, "losses": losses})
+        return
+    rows = [
+        [
+            f"{loss.text} text, {loss.split}",
+            f"{loss.num_tokens:,}",
+            f"{loss.before:.4f}",
+            f"{loss.after:.4f}",
+            f"{'gained' if loss.after <= loss.before else 'lost'} {abs(loss.after - loss.before):.4f}",
+        ]
+        for loss in result.losses
+    ]
+    if rows:
+        print_table("nats per token", ["text", "tokens", "before", "after", "change"], rows)
+    print_result(result, as_json=False)

@@ -1,0 +1,321 @@
+"""`finetune`, the public function that trains the weights of a run further, on another corpus.
+
+The new run has its own optimizer, schedule and folder, and resumes as every run does. `config.yaml` records the base.
+With another tokenizer, tokens that both have keep their embeddings and biases.
+
+Shape suffixes: V tokens of the new vocabulary (or of a cluster), E embedding width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from transformer_xl.checkpoint_record import CheckpointName, file_digest
+from transformer_xl.config import FinetuneConfig, RunConfig, UserError, check_settings, check_type, checked_names
+from transformer_xl.evaluation.evaluate import evaluate
+from transformer_xl.files import as_path, quoted
+from transformer_xl.model.adaptive import AdaptiveEmbedding, AdaptiveSoftmax
+from transformer_xl.model.build import build_model
+from transformer_xl.model.language_model import LanguageModel
+from transformer_xl.progress import note, say
+from transformer_xl.run_folder import Run, check_run, load
+from transformer_xl.text.token_store import Corpus
+from transformer_xl.text.tokenizers import describe_difference, shared_tokens
+from transformer_xl.training.callbacks import Callback
+from transformer_xl.training.optimizers import freeze_parameters
+from transformer_xl.training.train import (
+    Overrides,
+    TrainResult,
+    corpus_folder,
+    ignore,
+    run_training,
+    start_run,
+)
+
+# Settings of training that are not the base's: a short schedule at a lower rate, from the start at full length.
+_RATE_RATIO, _CONVERTED_RATE = 0.5, 1e-4
+_SCHEDULE = {
+    "max_steps": 1000,
+    "warmup_steps": 50,
+    "lr_schedule": "cosine",
+    "decay_steps": 0,
+    "initial_segment_length": None,
+    "segment_warmup_steps": 0,
+    "weight_average": "none",
+    "average_start_step": 0,
+    "eval_interval": 250,
+    "checkpoint_interval": 250,
+}
+_EVAL_TOKENS = 65_536
+
+
+@dataclass(frozen=True)
+class TextLoss:
+    """The loss of a text before and after fine-tuning, in nats per token of the run that scored it."""
+
+    text: str
+    """new, the corpus of the new run, or old, that of the base."""
+    split: str
+    """test, or valid without a test text."""
+    num_tokens: int
+    before: float
+    after: float
+
+
+@dataclass(frozen=True, repr=False)
+class FinetuneResult(TrainResult):
+    """The result of fine-tuning."""
+
+    losses: tuple[TextLoss, ...] = ()
+    """The loss of each text before and after; empty if training was stopped."""
+    kept_tokens: int | None = None
+    """Number of tokens whose embeddings were taken over from another tokenizer; None: the tokenizer is the base's."""
+
+    @override
+    def details(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+@checked_names
+def finetune(
+    base: Run | Path | str,
+    corpus: Corpus | Path | str,
+    run: Path | str | None = None,
+    *,
+    replace_tokenizer: bool = False,
+    freeze: Sequence[str] = (),
+    layer_rate_decay: float = 1.0,
+    checkpoint: CheckpointName = "best",
+    model: Overrides | None = None,
+    train: Overrides | None = None,
+    evaluation: Overrides | None = None,
+    device: str = "auto",
+    threads: int | None = None,
+    callbacks: Sequence[Callback] = (),
+    progress: bool = True,
+    handle_signals: bool = False,
+) -> FinetuneResult:
+    """Train the weights of a run further on another corpus, as a new run.
+
+    The settings are those of the base, with half of its learning rate (1e-4 for a converted run) and a schedule of 1000
+    steps with validation every 250, unless `train` says otherwise. `resume` continues the new run bit for bit; the
+    base is not needed for that.
+
+    Args:
+        base: a run, trained here or converted, as a folder or loaded from one. It is not changed.
+        corpus: corpus to train on, or the folder that `txl prepare` created.
+        run: new folder, or None for runs/CORPUS-BASE.
+        replace_tokenizer: whether the corpus may have another tokenizer than the base. Tokens that both have keep
+            their embeddings and softmax weights, and others begin with the mean of all. Cutoffs beyond the new
+            vocabulary are dropped, and n-gram embeddings begin at random, as they depend on token ids.
+        freeze: patterns of names of parameters that are not trained, such as `embedding.*` or `layers.0.*`.
+        layer_rate_decay: factor between the learning rates of a layer and the layer above it, 0 to 1 (Howard and Ruder
+            2018); 1: equal rates.
+        checkpoint: the base's weights with the lowest validation loss (best), or those of its newest checkpoint (last).
+        model: settings of the model to change, which may not change its weights, such as {"dropout": 0.1}.
+        train: settings of training to change, such as {"max_steps": 500, "memory_length": 256}.
+        evaluation: settings of evaluation to change.
+        device: as for `train`.
+        threads: as for `train`.
+        callbacks: as for `train`.
+        progress: as for `train`.
+        handle_signals: as for `train`.
+
+    Returns:
+        The result; `.run` is the trained model, and `.losses` says what was gained on the new text and lost on the
+        base's. These are measured on the first 65,536 tokens of the test text (validation text if there is none).
+
+    Raises:
+        UserError: the base, settings, corpus or run folder are invalid, the corpus has another tokenizer, a setting of
+            the model would change its weights, a pattern matches no parameter, or a reason that `train` lists.
+        KeyboardInterrupt: Ctrl-C was pressed, unless `handle_signals`.
+    """
+    base_run = (
+        base
+        if isinstance(base, Run)
+        else load(as_path(base, "base", "give a run"), device="cpu", checkpoint=checkpoint)
+    )
+    check_run(base_run)
+    if base_run.path is None or base_run.weights is None:
+        raise UserError("the base is a model in no folder; save it (save(run, PATH)) and give that folder")
+    check_type(replace_tokenizer, bool, "replace_tokenizer", "give True or False")
+    if isinstance(freeze, str) or not all(isinstance(pattern, str) for pattern in freeze):
+        raise UserError(f"freeze is {freeze!r}; give a list of patterns such as ['embedding.*']")
+    path = corpus_folder(corpus)
+    opened = Corpus.open(path)
+    old_of_V = _old_ids(base_run, opened, replace_tokenizer=replace_tokenizer)
+    kept = None if old_of_V is None else int((old_of_V >= 0).sum())
+    used = base_run.weights.used
+    record = {
+        "base": str(base_run.path.resolve()),
+        "base_sha256": file_digest(used.file),
+        "base_step": used.step,
+        "kept_tokens": kept,
+        "freeze": tuple(freeze),
+        "layer_rate_decay": layer_rate_decay,
+    }
+    check_settings(FinetuneConfig, record, "finetune")
+    if run is None:
+        run = Path("runs", f"{path.resolve().name}-{base_run.path.resolve().name}")
+    settings = _settings(base_run, opened, model or {})
+    with torch.device("meta"):
+        freeze_parameters(build_model(settings.model), freeze)  # before anything is written
+    if progress and kept is not None and old_of_V is not None:
+        say(f"{kept:,} of {len(old_of_V):,} tokens keep their embeddings; the others begin with the mean")
+    first = partial(_first_weights, base_run.model, old_of_V)
+    overrides = {
+        "model": model or {},
+        "train": train or {},
+        "evaluation": evaluation or {},
+        "finetune": record,
+    }
+    start = partial(start_run, settings, path, as_path(run, "run"), overrides, first_weights=first)
+    result = run_training(start, device, threads, callbacks, progress=progress, handle_signals=handle_signals)
+    losses: tuple[TextLoss, ...] = ()
+    if result.finished and result.rank == 0:
+        log = say if progress else ignore
+        losses = _losses(base_run, opened, result.run, old_of_V, log)
+    values = {field.name: getattr(result, field.name) for field in fields(result)}
+    return FinetuneResult(**values, losses=losses, kept_tokens=kept)
+
+
+def _old_ids(base: Run, corpus: Corpus, *, replace_tokenizer: bool) -> npt.NDArray[np.int64] | None:
+    """Return for each token of the corpus its id in the base, or -1; None if the tokenizers are the same.
+
+    Raises:
+        UserError: they differ, and must not.
+    """
+    difference = describe_difference(corpus.tokenizer, base.tokenizer)
+    if difference is None:
+        return None
+    if not replace_tokenizer:
+        assert base.path is not None
+        raise UserError(
+            f"{corpus.path} has another tokenizer than {base.path} ({difference}); prepare it with --tokenizer "
+            f"{quoted(base.path)}, or give --replace-tokenizer to learn the embeddings of tokens that the run lacks"
+        )
+    old_of_V = shared_tokens(corpus.tokenizer, base.tokenizer)
+    if not (old_of_V >= 0).any():
+        raise UserError(f"{corpus.path} and {base.path} have no token in common ({difference}); train a new model")
+    return old_of_V
+
+
+def _settings(base: Run, corpus: Corpus, overrides: Overrides) -> RunConfig:
+    """Return the settings that fine-tuning starts from.
+
+    Raises:
+        UserError: `overrides` would change the weights.
+    """
+    config, vocab_size = base.config, corpus.tokenizer.vocab_size
+    if "architecture" in overrides and overrides["architecture"] != config.model.architecture:
+        raise UserError(
+            f"{base.path} is a {config.model.architecture}, and fine-tuning cannot make it a "
+            f"{overrides['architecture']}; leave model.architecture out, or train a new model"
+        )
+    rate = config.train.learning_rate * _RATE_RATIO if config.corpus is not None else _CONVERTED_RATE
+    train = config.train.model_dump() | _SCHEDULE | {"learning_rate": rate, "eval_tokens": _EVAL_TOKENS}
+    assert config.model.cutoffs != "auto"  # a model has been built
+    cutoffs = tuple(cutoff for cutoff in config.model.cutoffs if cutoff < vocab_size)
+    model = config.model.model_dump() | {"vocab_size": vocab_size, "cutoffs": cutoffs}
+    settings = config.model_dump() | {"recipe": None, "corpus": None, "history": (), "finetune": None}
+    start = check_settings(RunConfig, settings | {"model": model, "train": train}, "the base")
+    changed = check_settings(RunConfig, settings | {"model": {**model, **overrides}, "train": train}, "settings")
+    shapes = []
+    for one in (start, changed):
+        with torch.device("meta"):
+            shapes.append({name: tensor.shape for name, tensor in build_model(one.model).state_dict().items()})
+    if different := sorted(name for name, shape in shapes[1].items() if shapes[0].get(name) != shape):
+        names = ", ".join(f"model.{name}" for name in overrides)
+        raise UserError(f"{names} would change the weights ({different[0]}) that fine-tuning begins with; leave it out")
+    if missing := sorted(shapes[0].keys() - shapes[1].keys()):
+        names = ", ".join(f"model.{name}" for name in overrides)
+        raise UserError(f"{names} would leave out weights ({missing[0]}) that the run has; leave it out")
+    return start
+
+
+def _first_weights(
+    base: LanguageModel, old_of_V: npt.NDArray[np.int64] | None, config: RunConfig, _: Corpus
+) -> Mapping[str, Tensor]:
+    """Return the weights to begin with, by name.
+
+    Args:
+        base: the model of the base.
+        old_of_V: for each token its id in the base, or -1; None if the tokenizers are the same.
+        config: settings of the new run, whose seed determines weights that the base lacks.
+    """
+    weights = {name: tensor.detach().cpu().clone() for name, tensor in base.state_dict().items()}
+    if old_of_V is None:
+        return weights
+    torch.manual_seed(config.train.seed)
+    model = build_model(config.model)
+    new = model.state_dict()
+    for name, tensor in new.items():
+        is_of_ids = name.startswith(("embedding.tables.", "softmax.tables.", "softmax.bias", "ngrams.tables."))
+        if not is_of_ids and name in weights:  # without some of the cutoffs, weights of the first clusters are left
+            tensor.copy_(weights[name][: len(tensor)] if tensor.ndim else weights[name])
+    old_ids = torch.from_numpy(old_of_V)
+    for part, old_part in ((model.embedding, base.embedding), (model.softmax, base.softmax)):
+        _copy_rows(part, old_part, old_ids)
+    bias_V, old_bias_V = model.softmax.bias.data, weights["softmax.bias"]
+    bias_V.copy_(torch.where(old_ids >= 0, old_bias_V[old_ids.clamp(min=0)], old_bias_V.mean()))
+    return new
+
+
+@torch.no_grad()
+def _copy_rows(
+    part: AdaptiveEmbedding | AdaptiveSoftmax, old_part: AdaptiveEmbedding | AdaptiveSoftmax, old_ids_V: Tensor
+) -> None:
+    """Fill the tables of a part of the model with the rows of the same tokens, and their mean for others.
+
+    A token that moves to a cluster of another width begins with the mean of its new cluster.
+    """
+    edges, old_edges = ((0, one.edges[-1]) if one.shared else one.edges for one in (part, old_part))
+    for index, (start, stop) in enumerate(pairwise(edges)):
+        if index >= len(part.tables):  # it uses the tables of the embedding
+            return
+        table_VE, old_table_VE = part.tables[index], old_part.tables[index]
+        old_V = old_ids_V[start:stop] - old_edges[index]
+        has_row_V = (old_V >= 0) & (old_V < len(old_table_VE)) & (old_ids_V[start:stop] >= 0)
+        rows_VE = old_table_VE[old_V.clamp(0, len(old_table_VE) - 1)]
+        table_VE.copy_(torch.where(has_row_V[:, None], rows_VE, old_table_VE.mean(0)))
+
+
+def _losses(
+    base: Run, corpus: Corpus, tuned: Run, old_of_V: npt.NDArray[np.int64] | None, log: Any
+) -> tuple[TextLoss, ...]:
+    """Return the losses of the new and the old text before and after fine-tuning, as far as they can be measured."""
+    start = base
+    if old_of_V is not None:
+        model = build_model(tuned.config.model).eval()
+        model.load_state_dict(dict(_first_weights(base.model, old_of_V, tuned.config, corpus)))
+        start = replace(tuned, model=model, weights=None)
+    start = replace(start, model=start.model.to(next(tuned.model.parameters()).device).eval())
+    texts = [("new", corpus)]
+    try:
+        old = base.open_corpus()
+    except UserError as error:
+        note(f"what was lost on the base's own text is unknown: {error}", log)
+    else:
+        if old_of_V is not None:
+            note("what was lost on the base's own text is unknown, as it has the tokens of another tokenizer", log)
+        elif old.record.splits["train"].sha256 != corpus.record.splits["train"].sha256:
+            texts.append(("old", old))
+    losses: list[TextLoss] = []
+    for name, text in texts:
+        split = next((split for split in ("test", "valid") if split in text.splits), None)
+        if split is None:
+            continue
+        before, after = (evaluate(run, text.split(split), max_tokens=_EVAL_TOKENS) for run in (start, tuned))
+        losses.append(TextLoss(name, split, after.tokens, before.nats_per_token, after.nats_per_token))
+    return tuple(losses)

@@ -1,0 +1,241 @@
+"""Fine-tuning begins with the weights of a run, and is otherwise a training like every other."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from model_configs import settings_of
+from refusals import txl
+from tensors import assert_same_tensors
+from training_runs import MODEL, TRAIN, StopAt, letters, make_corpus
+
+from transformer_xl import Corpus, Run, UserError, evaluate, finetune, load, prepare, resume, save
+from transformer_xl import train as train_run
+from transformer_xl.config import ARCHITECTURES
+from transformer_xl.model.language_model import LanguageModel
+from transformer_xl.run_folder import RunFolder
+from transformer_xl.tensor_file import load_tensors
+from transformer_xl.training.optimizers import build_optimizers
+from transformer_xl.training.schedules import set_learning_rate
+
+OPTIONS: dict[str, Any] = {"device": "cpu", "progress": False}
+SHORT = {"max_steps": 6, "warmup_steps": 2, "eval_interval": 3, "checkpoint_interval": 6}
+
+
+def first_weights(path: Path) -> dict[str, torch.Tensor]:
+    return load_tensors(path / "checkpoints" / "step-00000000" / "model.safetensors")[0]
+
+
+def make_base(folder: Path, **model: Any) -> Path:
+    """Train a run for a few steps on letters, and return its folder."""
+    corpus = make_corpus(folder / "old", letters(127, seed=1), letters(41, seed=2))
+    settings = settings_of(**MODEL | model)
+    has_memory = ARCHITECTURES[settings.get("architecture", "transformer-xl")].has_memory
+    train = {**TRAIN, "max_steps": 5} | ({} if has_memory else {"memory_length": 0})
+    return train_run(None, corpus, folder / "base", model=settings, train=train, **OPTIONS).path
+
+
+def new_corpus(folder: Path) -> Corpus:
+    return make_corpus(folder / "new", b"abc" * 60, b"cab" * 20)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_weights_begin_as_those_of_the_base_and_losses_are_those_of_evaluate(architecture: str, tmp_path: Path) -> None:
+    base, corpus = make_base(tmp_path, architecture=architecture), new_corpus(tmp_path)
+    before = {file: file.read_bytes() for file in base.rglob("*") if file.is_file()}
+    result = finetune(base, corpus, tmp_path / "tuned", train=SHORT, **OPTIONS)
+    assert {file: file.read_bytes() for file in base.rglob("*") if file.is_file()} == before
+    weights = load(base, device="cpu").model.state_dict()
+    assert_same_tensors(first_weights(result.path), weights)
+    assert result.run.config.finetune.base == str(base)
+    assert result.run.config.train.learning_rate == 0.005  # half of the base's
+    assert [(loss.text, loss.split) for loss in result.losses] == [("new", "valid"), ("old", "valid")]
+    for loss, text in zip(result.losses, (corpus, Corpus.open(tmp_path / "old")), strict=True):
+        assert loss.num_tokens == text.record.splits["valid"].num_tokens
+        assert loss.before == evaluate(load(base, device="cpu"), text.split("valid")).nats_per_token
+        assert loss.after == evaluate(result.run, text.split("valid")).nats_per_token
+    assert result.losses[0].after < result.losses[0].before
+
+
+def test_stopped_run_resumes_bit_for_bit_without_the_base(tmp_path: Path) -> None:
+    base, corpus = make_base(tmp_path), new_corpus(tmp_path)
+    options = {"train": {**SHORT, "optimizer": "muon"}, "layer_rate_decay": 0.5, "freeze": ["embedding.*"], **OPTIONS}
+    whole = finetune(base, corpus, tmp_path / "whole", **options)
+    stopped = finetune(base, corpus, tmp_path / "parts", callbacks=[StopAt(4)], **options)
+    assert (stopped.step, stopped.losses) == (4, ())
+    shutil.rmtree(base)
+    assert resume(tmp_path / "parts", **OPTIONS).finished
+    assert_same_tensors(load(tmp_path / "parts", device="cpu").model, whole.run.model)
+
+
+def test_frozen_parameters_stay_and_all_others_change(tmp_path: Path) -> None:
+    base, corpus = make_base(tmp_path), new_corpus(tmp_path)
+    freeze = ["embedding.*", "layers.0.attention.?_proj.weight"]
+    result = finetune(base, corpus, tmp_path / "tuned", freeze=freeze, train={**SHORT, "optimizer": "muon"}, **OPTIONS)
+    before, after = first_weights(result.path), result.run.model.state_dict()
+    same = {name for name, tensor in before.items() if torch.equal(tensor, after[name])}
+    projections = {f"layers.0.attention.{name}_proj.weight" for name in "qkvro"}
+    assert same == {"embedding.tables.0", *projections}
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "adamw", "muon"])
+def test_each_layer_below_has_a_lower_rate(optimizer: str, tmp_path: Path) -> None:
+    """A step of Adam and Muon has the size of the rate, whatever the gradient."""
+    run = load(make_base(tmp_path, n_layers=3), device="cpu")
+    config = run.config.train.model_copy(update={"optimizer": optimizer})
+    steps = {}
+    for decay in (1.0, 0.5):
+        model: LanguageModel = load(run.path, device="cpu").model.train()
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        optimizers = build_optimizers(model, config, layer_rate_decay=decay)
+        set_learning_rate(optimizers, 0.1)
+        hidden_BTD, _ = model(torch.tensor([[97, 98, 99, 97]]))
+        model.nats(hidden_BTD, torch.tensor([[98, 99, 97, 98]])).sum().backward()
+        for each in optimizers:
+            each.step()
+        steps[decay] = {name: tensor - before[name] for name, tensor in model.state_dict().items()}
+    factors = {"layers.2": 1.0, "layers.1": 0.5, "layers.0": 0.25, "embedding": 0.125, "content_bias": 1.0}
+    for start, factor in factors.items():
+        names = [name for name in steps[1.0] if name.startswith(f"{start}.") or name == start]
+        assert names
+        for name in names:
+            torch.testing.assert_close(steps[0.5][name], factor * steps[1.0][name], rtol=1e-4, atol=1e-6)
+
+
+def test_saved_models_without_a_corpus_are_fine_tuned_at_a_low_rate(tmp_path: Path) -> None:
+    base, corpus = load(make_base(tmp_path), device="cpu"), new_corpus(tmp_path)
+    config = base.config.model_copy(update={"corpus": None})
+    converted = save(Run(base.model, base.tokenizer, config), tmp_path / "converted")
+    result = finetune(converted, corpus, tmp_path / "tuned", train=SHORT, **OPTIONS)
+    assert (result.run.config.train.learning_rate, result.run.config.finetune.base_step) == (1e-4, 0)
+    assert [loss.text for loss in result.losses] == ["new"]
+
+
+TEXTS = ("the cat sat on a mat\n" * 9 + "dogs bark\n" * 3, "a dog sat on the rug\n" * 7 + "birds sing\n")
+
+
+def word_runs(folder: Path, **model: Any) -> tuple[Path, Corpus]:
+    """Return a run on words, and a corpus with some other words."""
+    for name, text in zip(("old", "new"), TEXTS, strict=True):
+        for split in ("train", "valid"):
+            (folder / f"{name}-{split}.txt").write_text(text)
+        files = {split: folder / f"{name}-{split}.txt" for split in ("train", "valid")}
+        prepare(**files, out=folder / name, tokenizer="word")
+    train = {**TRAIN, "max_steps": 5, "segment_length": 5}
+    run = train_run(None, folder / "old", folder / "base", model={**MODEL, **model}, train=train, **OPTIONS)
+    return run.path, Corpus.open(folder / "new")
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {},
+        {"tie_word_embeddings": False, "d_embed": 6},
+        {"cutoffs": (4, 7)},
+        {"cutoffs": (4, 7), "div_val": 2},
+        {"max_ngram": 3, "ngram_buckets": 11, "d_ngram": 5},
+    ],
+)
+def test_shared_words_keep_their_rows_and_others_begin_with_the_mean(model: dict[str, Any], tmp_path: Path) -> None:
+    base, corpus = word_runs(tmp_path, **model)
+    result = finetune(base, corpus, tmp_path / "tuned", replace_tokenizer=True, train=SHORT, **OPTIONS)
+    old_run, new = load(base, device="cpu"), result.run
+    old_words, new_words = old_run.tokenizer.to_json()["words"], new.tokenizer.to_json()["words"]
+    shared = [word for word in new_words if word in old_words]
+    assert 3 < len(shared) < len(new_words)
+    assert result.kept_tokens == len(shared) == result.run.config.finetune.kept_tokens
+    new.model.load_state_dict(first_weights(result.path))
+    with torch.no_grad():
+        for word in new_words:
+            index = new_words.index(word)
+            vector = new.model.embedding(torch.tensor([[index]]))[0, 0]
+            bias = new.model.softmax.bias[index]
+            if word in shared:
+                old_index = old_words.index(word)
+                expected = old_run.model.embedding(torch.tensor([[old_index]]))[0, 0]
+                clusters = [sum(i >= cutoff for cutoff in model.get("cutoffs", ())) for i in (index, old_index)]
+                if "div_val" not in model or clusters[0] == clusters[1]:
+                    torch.testing.assert_close(vector, expected)
+                torch.testing.assert_close(bias, old_run.model.softmax.bias[old_index])
+            else:
+                torch.testing.assert_close(bias, old_run.model.softmax.bias.mean())
+                if "div_val" not in model:
+                    mean_E = old_run.model.embedding.tables[0].mean(0)
+                    torch.testing.assert_close(new.model.embedding.tables[0][index], mean_E)
+        for name, tensor in old_run.model.state_dict().items():
+            if name.startswith(("layers.", "embedding.projections", "softmax.cluster", "content_bias")):
+                torch.testing.assert_close(new.model.state_dict()[name], tensor)
+    assert [loss.text for loss in result.losses] == ["new"]
+    assert result.losses[0].after < result.losses[0].before
+
+
+def test_cutoffs_beyond_a_smaller_vocabulary_are_dropped(tmp_path: Path) -> None:
+    base, _ = word_runs(tmp_path, cutoffs=(4, 7))
+    (tmp_path / "small.txt").write_text("the cat sat on\n" * 30)
+    corpus = prepare(train=tmp_path / "small.txt", out=tmp_path / "small", tokenizer="word")
+    result = finetune(base, corpus, tmp_path / "tuned", replace_tokenizer=True, train=SHORT, **OPTIONS)
+    assert result.run.config.model.cutoffs == (4,)
+    old, new = load(base, device="cpu").model, first_weights(result.path)
+    torch.testing.assert_close(new["softmax.cluster_weight"], old.state_dict()["softmax.cluster_weight"][:1])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"freeze": ["layers.7.*"]}, r"freeze 'layers.7.\*' matches no parameter; .* embedding\*, .*layers.1\*"),
+        ({"freeze": ["*"]}, r"freeze \* leaves no parameter to train"),
+        ({"freeze": "embedding.*"}, "give a list of patterns"),
+        ({"layer_rate_decay": 0}, "layer_rate_decay"),
+        ({"layer_rate_decay": 1.5}, "layer_rate_decay"),
+        ({"model": {"architecture": "lstm"}}, "is a transformer-xl, and fine-tuning cannot make it a lstm"),
+        ({"model": {"n_layers": 3}}, r"model.n_layers would change the weights \(layers.2"),
+        ({"model": {"n_layers": 1}}, r"model.n_layers would leave out weights \(layers.1"),
+        ({"model": {"qk_norm": True, "d_ff": 20}}, "would change the weights"),
+        ({"train": {"batch_size": 99}}, "too short|tokens"),
+        ({"checkpoint": "newest"}, "no checkpoint 'newest'"),
+    ],
+)
+def test_wrong_arguments_leave_no_folder(arguments: dict[str, Any], message: str, tmp_path: Path) -> None:
+    base, corpus = make_base(tmp_path), new_corpus(tmp_path)
+    with pytest.raises(UserError, match=message):
+        finetune(base, corpus, tmp_path / "tuned", **{"train": SHORT, **OPTIONS, **arguments})
+    assert not (tmp_path / "tuned").exists()
+
+
+def test_another_tokenizer_needs_the_option(tmp_path: Path) -> None:
+    base, corpus = word_runs(tmp_path)
+    with pytest.raises(UserError, match=r"another tokenizer .*; prepare it with --tokenizer .*--replace-tokenizer"):
+        finetune(base, corpus, tmp_path / "tuned", **OPTIONS)
+    (tmp_path / "numbers.txt").write_text("1 2 3\n" * 50)
+    numbers = prepare(train=tmp_path / "numbers.txt", out=tmp_path / "numbers", tokenizer="integer")
+    with pytest.raises(UserError, match="no token in common"):
+        finetune(base, numbers, tmp_path / "tuned", replace_tokenizer=True, **OPTIONS)
+    loaded = load(base, device="cpu")
+    with pytest.raises(UserError, match="model in no folder"):
+        finetune(Run(loaded.model, loaded.tokenizer, loaded.config), corpus, tmp_path / "tuned", **OPTIONS)
+    assert not (tmp_path / "tuned").exists()
+
+
+def test_run_killed_before_its_first_checkpoint_does_not_resume_from_random_weights(tmp_path: Path) -> None:
+    result = finetune(make_base(tmp_path), new_corpus(tmp_path), tmp_path / "tuned", train=SHORT, **OPTIONS)
+    folder = RunFolder.open(result.path)
+    RunFolder.create(tmp_path / "killed", folder.config, folder.tokenizer)
+    with pytest.raises(UserError, match="contains no checkpoint"):
+        resume(tmp_path / "killed", **OPTIONS)
+
+
+def test_command_prints_what_was_gained_and_lost(tmp_path: Path) -> None:
+    base, corpus = make_base(tmp_path), new_corpus(tmp_path)
+    words = ["finetune", str(base), "--corpus", str(corpus.path), "--run", str(tmp_path / "tuned")]
+    result = txl(*words, "--freeze", "embedding.*", "--freeze", "softmax.*", "--train.max-steps", "6")
+    assert result.status == 0
+    assert "new text, valid" in result.out
+    assert "gained" in result.out
+    assert load(tmp_path / "tuned", device="cpu").config.finetune.freeze == ("embedding.*", "softmax.*")
+    again = txl(*words)
+    assert (again.status, again.out) == (2, "")
+    assert "holds a run already" in again.err
