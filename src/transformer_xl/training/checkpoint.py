@@ -183,7 +183,7 @@ def load_checkpoint(folder: RunFolder, trainer: Trainer, world: DistributedConte
         if path is None:
             raise UserError(
                 f"{folder.path / 'checkpoints'} contains no checkpoint; start a new run with 'txl train --run DIR' "
-                "(the weights of a converted or saved run can be used, but not trained further)"
+                "(the weights of a converted or saved run are trained further by 'txl finetune')"
             )
         record = CheckpointRecord.read(path)
         record.verify(path, rank=world.rank, size=world.size)
