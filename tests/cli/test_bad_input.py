@@ -144,6 +144,12 @@ BAD_COMMANDS = [
     ("train --resume run --train.ema-decay 0.9", "train.ema_decay has no effect without weight_average ema"),
     (f"{TRAIN} --model.ngram-buckets 9", "model.ngram_buckets has no effect without max_ngram 2 or more; give"),
     (f"{TRAIN} --model.d-ngram 8 --find-rate", "model.d_ngram has no effect without max_ngram 2 or more"),
+    (
+        "reproduce ablation --corpus corpus --out new --model.d-ngram 8",
+        "model.d_ngram has no effect without max_ngram 2",
+    ),
+    ("finetune run --corpus corpus --run new --freeze nothing", "freeze 'nothing' matches no parameter; those of this"),
+    ("finetune run --corpus corpus --run new --layer-rate-decay 0", "layer_rate_decay: Input should be greater than 0"),
     (f"{TRAIN} --model.final-norm", "model.final_norm has no effect without norm_first true"),
     (f"{TRAIN} --model.project-same-width", "model.project_same_width has no effect without div_val 2 or more"),
     (

@@ -35,6 +35,7 @@ from transformer_xl.config.run import (
     recipe_names as recipe_names,
     recipe_text as recipe_text,
     refuse_earlier_names as refuse_earlier_names,
+    refuse_unused as refuse_unused,
     run_settings as run_settings,
 )
 from transformer_xl.config.settings import (

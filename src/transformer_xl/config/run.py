@@ -246,6 +246,22 @@ def refuse_earlier_names(values: Mapping[str, Any], source: str) -> None:
             )
 
 
+def refuse_unused(overrides: Mapping[str, Mapping[str, Any]], config: RunConfig) -> None:
+    """Refuse settings that were given for a run and have no effect; those of a recipe are not given for it.
+
+    Args:
+        overrides: the given settings by group.
+        config: the settings with them.
+
+    Raises:
+        UserError: a given setting has no effect.
+    """
+    for group, unused in (("model", config.model.unused), ("train", config.train.unused)):
+        for name, need in unused.items():
+            if name in overrides.get(group, {}):
+                raise UserError(f"{group}.{name} has no effect without {need}; give that too, or leave it out")
+
+
 def merge_recipe(recipe: Recipe, overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a recipe by group, replaced by those in `overrides`.
 

@@ -30,6 +30,7 @@ from transformer_xl.config import (
     merge,
     merge_recipe,
     read_yaml,
+    refuse_unused,
     run_settings,
 )
 from transformer_xl.device import choose_device, environment
@@ -128,7 +129,9 @@ class Reproduction:
         seeds = tuple(seeds or ((1,) if smoke else (1, 2)))
         if len(set(seeds)) < len(seeds):
             raise UserError(f"seeds {','.join(map(str, seeds))}: each run needs its own seed; name each once")
-        base = _base_settings(recipe, {"model": dict(model or {}), "train": dict(train or {})}, smoke=smoke)
+        given = {"model": dict(model or {}), "train": dict(train or {})}
+        base = _base_settings(recipe, given, smoke=smoke)
+        refuse_unused(given, run_settings(base, "settings"))
         cores = num_cores() if choose_device(device).type == "cpu" else 1
         max_tokens = (512 if smoke else 16_384) if max_tokens is None else max_tokens
         workers = cores if workers is None else workers

@@ -151,7 +151,7 @@ class _Search:
         self._step_seconds = sorted(timed.step_seconds())[_TIMED_STEPS // 2]
         expected = max(seconds, _USUAL_TRIALS * sum(_MIN_STEPS) * self._step_seconds)
         if show_progress and expected > 1.2 * seconds:
-            say(f"a step takes {self._step_seconds:.2g} s, so this takes about {expected / 60:,.0f} minutes")
+            say(f"a step takes {self._step_seconds:.2g} s, so this takes about {expected:,.0f} s")
         self._expected_steps = round(expected / self._step_seconds)
 
     def run(self) -> LearningRateResult:

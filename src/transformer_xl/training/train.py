@@ -28,6 +28,7 @@ from transformer_xl.config import (
     load_recipe,
     merge,
     merge_recipe,
+    refuse_unused,
     run_settings,
 )
 from transformer_xl.device import choose_device, set_threads
@@ -309,7 +310,7 @@ def complete_settings(
         settings = merge(overrides)
     # check the settings before reading the corpus, with the largest vocabulary size because its size is still unknown
     checked = run_settings(merge(settings, {"model": {"vocab_size": INT32_MAX}}), "settings")
-    _refuse_unused(overrides, checked)
+    refuse_unused(overrides, checked)
     corpus = Corpus.open(corpus_path)
     reference = {
         "path": str(corpus_path.resolve()),
@@ -324,14 +325,6 @@ def complete_settings(
         log(f"adaptive softmax with cutoffs {', '.join(map(str, cutoffs))}" if cutoffs else "softmax without cutoffs")
         checked = run_settings(merge(settings, {"model": {"cutoffs": cutoffs}}), "settings")
     return checked, corpus
-
-
-def _refuse_unused(overrides: Mapping[str, Overrides], config: RunConfig) -> None:
-    """Refuse settings that were given for this run and have no effect; those of a recipe are not given for it."""
-    for group, unused in (("model", config.model.unused), ("train", config.train.unused)):
-        for name, need in unused.items():
-            if name in overrides.get(group, {}):
-                raise UserError(f"{group}.{name} has no effect without {need}; give that too, or leave it out")
 
 
 def _resume(
@@ -362,7 +355,7 @@ def _resume(
             folder = replace(folder, config=trained)
         known = folder.config
         config = run_settings(merge(known.model_dump(), overrides), "settings")
-        _refuse_unused(overrides, config)
+        refuse_unused(overrides, config)
         corpus = folder.open_corpus(corpus_path)
         if folder.config.corpus and folder.config.corpus.train_sha256 != corpus.record.splits["train"].sha256:
             raise UserError(f"{corpus.path} has a different training text than {path}; pass the corpus of the run")
