@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import io
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -211,6 +212,8 @@ def test_csv_has_every_word_and_number(run_of, tmp_path) -> None:
         ([{"item": 1, "text": "a"}] * 2, {}, r"two items have the same labels \(item 1\)"),
         ([{"word": 1, "text": "a"}], {"columns": ItemColumns(labels=("word",))}, "a column 'word' of its own"),
         (3, {}, "items is of type int"),
+        # a table of pandas, as far as the check looks
+        (SimpleNamespace(columns=["item"], to_dict=dict), {}, r"give its rows: items.to_dict\('records'\)"),
         (["a", 3], {}, "item 2 is of type int"),
         (["ab", "a\u2603"], {}, "item 2: byte 1: the character"),
         (["a"], {"whitespace": "none"}, "no whitespace 'none'; give one of leading, trailing"),

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 import pytest
@@ -277,3 +278,21 @@ def test_missing_and_old_transformers_are_named(version: str, message: str) -> N
     last = result.stderr.splitlines()[-1]
     assert message in last
     assert "pip install 'transformer-xl[transformers]'" in last
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("transformer-xl", {"evaluation_memory_length": -1}, "memory_length"),
+        ("transformer-xl", {"evaluation_memory_length": "10"}, "memory_length"),
+        ("transformer-xl", {"evaluation_segment_length": 0}, "evaluation_segment_length is 0"),
+        ("vaswani", {"evaluation_memory_length": 10}, "vaswani has no memory; give memory_length 0, not 10"),
+    ],
+)
+def test_wrong_settings_given_to_from_pretrained_are_refused(
+    tmp_path: Path, name: str, settings: dict[str, Any], message: str
+) -> None:
+    make_run(tmp_path / "run", name)
+    convert(tmp_path / "run", tmp_path / "hub", to="huggingface")
+    with pytest.raises(UserError, match=message):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "hub", **settings)

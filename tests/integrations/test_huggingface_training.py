@@ -26,6 +26,7 @@ from transformers import (
 
 from transformer_xl import convert, load
 from transformer_xl.integrations.huggingface import TransformerXLForCausalLM, from_run
+from transformer_xl.text.tokenizers.integer import IntegerTokenizer
 
 ROWS = ["the cat sat on the mat", "the dog", "a cat and a dog sat on a mat\nand slept"]
 
@@ -124,6 +125,15 @@ def test_pipeline_continues_texts(tmp_path: Path) -> None:
             model, _ = from_run(run)
             expected_BT = model.generate(torch.tensor([list(prompt.encode())]), max_new_tokens=9)
             assert result["generated_text"] == run.tokenizer.decode(expected_BT[0])
+
+
+def test_pipeline_continues_words_after_a_space(tmp_path: Path) -> None:
+    make_run(tmp_path / "run", tokenizer=IntegerTokenizer(9))
+    convert(tmp_path / "run", tmp_path / "hub", to="huggingface")
+    write = pipeline("text-generation", model=str(tmp_path / "hub"))
+    text = write("1 2 3 ", max_new_tokens=4, do_sample=False)[0]["generated_text"]
+    expected_BT = write.model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=4, do_sample=False)
+    assert text == write.tokenizer.decode(expected_BT[0])
 
 
 def test_other_tasks_are_refused(tmp_path: Path) -> None:

@@ -215,6 +215,8 @@ def surprisal_plans(
 
 
 def _checked_items(items: object, columns: ItemColumns) -> list[TextItem]:
+    if hasattr(items, "to_dict") and hasattr(items, "columns"):  # iterating over it gives the names of its columns
+        raise UserError(f"items is a {type(items).__name__}; give its rows: items.to_dict('records')")
     check_type(items, Iterable, "items", "give a list of texts, or of the rows of a table")
     if isinstance(items, str):
         items = [items]

@@ -80,17 +80,11 @@ class PretrainedTransformerXLConfig(PreTrainedConfig):
         self.evaluation_memory_length = evaluation_memory_length
         self.evaluation_attention_window = evaluation_attention_window
         self.evaluation_clamp_length = evaluation_clamp_length
-        for name in ("segment_length", "evaluation_segment_length"):
-            value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < 1):
-                raise UserError(f"{name} is {value!r} in {_SOURCE}; give an integer, 1 or more")
         if not isinstance(use_cache, bool):
             raise UserError(f"use_cache is {use_cache!r} in {_SOURCE}; give true or false")
         self.use_cache = use_cache
         self.bos_token_id, self.eos_token_id, self.pad_token_id = bos_token_id, eos_token_id, pad_token_id
-        for training in (True, False):
-            limits = self.context_limits(training=training)
-            model.check_context_limits(segment_length=self.rows_segment_length(training=training), **vars(limits))
+        self._check_lengths(model)
         kwargs["auto_map"] = MODEL_AUTO_MAP
         super().__init__(**kwargs)
 
@@ -101,7 +95,18 @@ class PretrainedTransformerXLConfig(PreTrainedConfig):
             UserError: a setting was changed to an invalid value.
         """
         names = setting_names(self.architecture).values()
-        return model_settings({name: getattr(self, name) for name in names}, _SOURCE)
+        model = model_settings({name: getattr(self, name) for name in names}, _SOURCE)
+        self._check_lengths(model)  # arguments of from_pretrained come after __init__
+        return model
+
+    def _check_lengths(self, model: ModelConfig) -> None:
+        for name in ("segment_length", "evaluation_segment_length"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise UserError(f"{name} is {value!r} in {_SOURCE}; give an integer, 1 or more")
+        for training in (True, False):
+            limits = self.context_limits(training=training)
+            model.check_context_limits(segment_length=self.rows_segment_length(training=training), **vars(limits))
 
     def context_limits(self, *, training: bool) -> ContextLimits:
         """Return how far back attention can look, in training mode or in evaluation mode."""
