@@ -16,8 +16,6 @@ from numbers import Integral
 from typing import Any, Literal
 
 from transformer_xl.config import UserError
-from transformer_xl.text.tokenizers import document_errors
-from transformer_xl.text.tokenizers.base import decode_utf8
 
 InputFormat = Literal["text", "csv", "tsv", "jsonl"]
 _SUFFIXES: dict[str, InputFormat] = {".csv": "csv", ".tsv": "tsv", ".jsonl": "jsonl", ".ndjson": "jsonl"}
@@ -72,8 +70,11 @@ def read_items(
     Raises:
         UserError: the file is not UTF-8, is empty or damaged, lacks a column, or has an item without text or labels.
     """
-    with document_errors(name):
-        text = decode_utf8(content)
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        place = f"{name}: byte {error.start:,}: not UTF-8 (byte 0x{content[error.start]:02x})"
+        raise UserError(f"{place}; save it as UTF-8") from None
     if input_format == "text":
         lines = text.removesuffix("\n").split("\n") if text else []
         items = [TextItem({"item": number}, line.removesuffix("\r")) for number, line in enumerate(lines, start=1)]
@@ -101,8 +102,11 @@ def item_of(row: Mapping[str, Any], columns: ItemColumns, place: str) -> TextIte
         named.append(("document-column", columns.document))
     for setting, column in named:
         if column not in row:
-            known = ", ".join(map(str, row))
-            raise UserError(f"{place}: no column '{column}'; the columns are {known}; name yours with {setting}")
+            known, argument = ", ".join(map(str, row)), setting.replace("-", "_")
+            raise UserError(
+                f"{place}: no column '{column}'; the columns are {known}; name yours with --{setting} ({argument} in "
+                "Python)"
+            )
     text = row[columns.text]
     if not isinstance(text, str) or not text.strip():
         raise UserError(
@@ -174,7 +178,7 @@ def check_items(items: Iterable[TextItem]) -> None:
         if key in seen:
             raise UserError(
                 f"two items have the same labels ({item.name}); give each its own, or name the columns that together "
-                "identify an item, such as item-columns item,condition"
+                "identify an item, such as --item-columns item,condition (in Python item_columns)"
             )
         seen.add(key)
         if item.document != last and item.document in documents:

@@ -61,7 +61,11 @@ class TransformerXLTokenizer(PreTrainedTokenizer):
         """
         if tokenizer is None:
             if vocab_file is None:
-                raise UserError(f"no tokenizer was given; give a {TOKENIZER_FILE}, or a tokenizer")
+                folder = kwargs.get("name_or_path") or "the folder"
+                raise UserError(
+                    f"{folder} has no {TOKENIZER_FILE}, and no tokenizer was given; convert the run again (txl convert "
+                    "RUN DIR --to huggingface), or give vocab_file"
+                )
             tokenizer = load_tokenizer(vocab_file)
         self.tokenizer, self.add_bos_token = tokenizer, add_bos_token
         self._tokens: list[str] = []

@@ -7,6 +7,7 @@ is the same as `lm_eval`.
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from importlib.util import find_spec
 
 from transformer_xl.config import UserError
@@ -36,6 +37,8 @@ def main() -> int:
         from transformer_xl.integrations.lm_eval.model import TxlLM
 
         assert TxlLM  # importing it has registered it
+        if "hf" in sys.argv and find_spec("transformers") is not None:
+            import_module("transformer_xl.integrations.huggingface")  # so that the model hf opens folders of ours
         sys.argv[1:] = with_batch_size(sys.argv[1:])
         cli_evaluate()
     except UserError as error:
