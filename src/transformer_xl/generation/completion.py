@@ -102,6 +102,11 @@ class CompletionBuilder:
         self.finish_reason: FinishReason | None = None
         """Why the text ended, or None if it is not finished."""
 
+    @property
+    def num_held_back(self) -> int:
+        """Number of characters that are decoded, but could be the beginning of a stop string."""
+        return len(self._held_back)
+
     def add(self, token: GeneratedToken) -> str:
         """Add the next token, and return the text that no later token can change or make part of a stop string."""
         self.num_tokens += 1

@@ -206,7 +206,7 @@ class _Reader:
                 memory = self._memory
                 if has_memory:
                     visible = [plan.context_limits.memory_length + count % segment_length for count in self.num_read]
-                    memory = _limited(memory, visible)
+                    memory = memory.limited(visible)
                 hidden_BTD, self._memory = self.model(
                     torch.tensor(rows, device=device),
                     memory,
@@ -220,22 +220,6 @@ class _Reader:
             self.num_read = [count + length for count, length in zip(self.num_read, lengths, strict=True)]
             done = [start + length for start, length in zip(done, lengths, strict=True)]
             yield hidden_BTD, lengths
-
-
-def _limited(memory: Memory, visible: list[int]) -> Memory:
-    """Return a memory of which each row sees at most so many of its newest tokens."""
-    visible_B = torch.tensor(visible, device=memory.valid_B.device)
-    recent_BR = memory.recent_BR
-    if recent_BR is not None:
-        num_recent = recent_BR.shape[1]
-        is_visible_BR = torch.arange(num_recent, device=recent_BR.device) >= num_recent - visible_B[:, None]
-        recent_BR = recent_BR * is_visible_BR
-    return replace(
-        memory,
-        valid_B=torch.minimum(memory.valid_B, visible_B),
-        min_valid=min(memory.min_valid, *visible),
-        recent_BR=recent_BR,
-    )
 
 
 def _score(reader: _Reader, continuations: list[Continuation], scores: list[ContinuationScore]) -> None:

@@ -1,0 +1,147 @@
+"""A prompt with the samples that continue it: what the engine runs, and what it returns."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from transformer_xl.generation.batch import GeneratedToken
+from transformer_xl.generation.completion import CompletionBuilder, FinishReason
+from transformer_xl.generation.config import GenerationConfig
+from transformer_xl.serving.rows import MemoryState
+from transformer_xl.serving.served_model import ServedModel
+
+
+@dataclass(frozen=True)
+class ScoredToken:
+    """A token, with log-probabilities where they were asked for."""
+
+    token_id: int
+    logprob: float | None = None
+    """Natural log-probability under the model, before temperature and the like; None if unknown or not asked for."""
+    top: tuple[tuple[int, float], ...] = ()
+    """The most likely tokens at its position, best first, with the same log-probabilities."""
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What one sample got in a step."""
+
+    sample: int
+    text: str
+    tokens: tuple[ScoredToken, ...]
+    """The tokens whose text begins in the text so far."""
+    finish_reason: FinishReason | None
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The job is done."""
+
+    state: MemoryState | None
+    """The memory after prompt and sample, if the job keeps it."""
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The job cannot be finished."""
+
+    message: str
+    status: int = 500
+
+
+Event = Delta | Finished | Failed
+
+
+@dataclass(eq=False)
+class Job:
+    """A prompt, and how its samples are generated; the fields do not change after it was submitted."""
+
+    served: ServedModel
+    prompt_ids: list[int]
+    """Tokens of the prompt, without the BOS token."""
+    config: GenerationConfig
+    """Sampling, stop strings and seed: sample i is sampled with seed + i."""
+    max_tokens: int
+    """Number of tokens to generate at most; 0 only reads the prompt."""
+    listener: Callable[[list[Event]], object]
+    """Called in the thread of the engine with what is new."""
+    num_samples: int = 1
+    add_bos: bool = True
+    num_logprobs: int | None = None
+    """Number of most likely tokens to return at each position; None: no log-probabilities at all."""
+    score_prompt: bool = False
+    """Whether the tokens of the prompt get log-probabilities."""
+    memory_length: int = 0
+    state: MemoryState | None = None
+    """The memory that the prompt continues."""
+    keep_state: bool = False
+    """Whether the memory at the end is returned."""
+    owner: str = ""
+    """Whose job it is; waiting jobs of several owners take turns."""
+    streams: bool = False
+    """Whether each step is told to the listener, not only the end."""
+
+    prompt_tokens: list[ScoredToken] = field(default_factory=list)
+    """The prompt's tokens with log-probabilities, once it is read."""
+    is_cancelled: threading.Event = field(default_factory=threading.Event)
+    submitted: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        self.pending: list[Event] = []
+
+    @property
+    def input_ids(self) -> list[int]:
+        """The tokens to read: the BOS token where there is one, the newest token of the state, and the prompt."""
+        if self.state is not None:
+            return [self.state.newest, *self.prompt_ids]
+        return [self.served.run.tokenizer.bos_token_id, *self.prompt_ids] if self.add_bos else self.prompt_ids
+
+
+@dataclass(eq=False)
+class Sample:
+    """A sequence that is being generated."""
+
+    job: Job
+    index: int
+    generator: torch.Generator
+    builder: CompletionBuilder
+    newest: int = 0
+    """The newest token, which its memory has not read yet."""
+    num_characters: int = 0
+    """Number of characters that were released so far."""
+    held: list[tuple[int, ScoredToken]] = field(default_factory=list)
+    """Tokens whose text is held back, each with the index of the character where it begins."""
+
+    @staticmethod
+    def create(job: Job, index: int) -> Sample:
+        """Return sample `index` of a job, without tokens."""
+        config = job.config
+        generator = torch.Generator().manual_seed((config.seed + index) % 2**63)
+        return Sample(job, index, generator, CompletionBuilder(job.served.run.tokenizer, job.input_ids, config))
+
+    def add(self, token: ScoredToken) -> Delta:
+        """Add a token, and return the text and tokens that no later one can change."""
+        builder = self.builder
+        begin = self.num_characters + builder.num_held_back
+        self.newest = token.token_id
+        text = builder.add(GeneratedToken(self.index, token.token_id, None, is_eos=self.is_eos(token.token_id)))
+        self.num_characters += len(text)
+        self.held.append((begin, token))
+        # a stop string and what follows it belong to no text
+        is_cut = builder.finish_reason == "stop"
+        released = [
+            held
+            for start, held in self.held
+            if start < self.num_characters or (builder.finish_reason is not None and not is_cut)
+        ]
+        self.held = [] if builder.finish_reason else self.held[len(released) :]
+        return Delta(self.index, text, tuple(released), builder.finish_reason)
+
+    def is_eos(self, token_id: int) -> bool:
+        """Return whether a token ends the sequence."""
+        return token_id in self.job.config.eos_token_ids

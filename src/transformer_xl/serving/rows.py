@@ -1,0 +1,267 @@
+"""The batch of sequences that are generated together; sequences join and leave between steps.
+
+A row that joins is written over one that has left, or after the last one; the last row is moved into a place that
+nothing fills. So a step computes no row without a sequence, and joining or leaving copies one row, never the batch.
+
+This batch is the one place that writes into a memory. No one else holds its memory: what joins is copied in, and
+`row_state` copies out. Keys and values are in storage for the largest batch, of which a batch is the first rows; pages
+of it that no row has reached take no memory.
+
+Shape suffixes: B batch rows, R rows of the largest batch, T tokens, D model width, N heads, C columns of storage (M and
+free ones), H head width, M memory slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import copy
+from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from transformer_xl.model.key_values import KeyValueCache
+from transformer_xl.model.language_model import LanguageModel
+from transformer_xl.model.memory import LayerCache, Memory
+
+_MIN_FREE_COLUMNS = 64  # at least as many steps are between two moves of the slots to the front of the storage
+
+Occupant = TypeVar("Occupant")
+
+
+@dataclass(frozen=True, eq=False)
+class MemoryState:
+    """A memory of one sequence without its empty slots, and the newest token, which it has not read yet."""
+
+    tensors: dict[str, Tensor]
+    """The caches by name, of batch size 1, on the CPU."""
+    newest: int
+    """Id of the newest token."""
+    num_valid: int
+    """Number of filled slots."""
+    num_read: int
+    """Number of tokens that the memory has read; the newest token is not among them."""
+    memory_length: int
+    """Number of slots of the memory that it was taken from."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the tensors in bytes."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+def row_state(memory: Memory, row: int, newest: int, memory_length: int, *, drop_empty: bool) -> MemoryState:
+    """Return a copy of one row of a memory.
+
+    Args:
+        memory: the memory.
+        row: index of the batch row.
+        newest: the token after those of the memory.
+        memory_length: M of the memory that the row will continue in; `memory` may have fewer slots.
+        drop_empty: whether empty slots are left out.
+    """
+    num_valid, tensors = min(int(memory.valid_B[row]), memory_length), dict[str, Tensor]()
+    for index, cache in enumerate(memory.layers):
+        for name, tensor in cache.tensors().items():
+            part = tensor[row : row + 1]
+            if drop_empty:
+                part = part.narrow(cache.slot_dim, memory.length - num_valid, num_valid)
+            tensors[f"{name}_{index}"] = part.to("cpu").clone(memory_format=torch.contiguous_format)
+    if memory.recent_BR is not None:
+        tensors["recent"] = memory.recent_BR[row : row + 1].to("cpu").clone()
+    return MemoryState(tensors, newest, num_valid, int(memory.position_B[row]), memory_length)
+
+
+class RowBatch(Generic[Occupant]):
+    """Sequences of one model and one memory length, a batch row each."""
+
+    def __init__(self, memory_length: int, max_rows: int) -> None:
+        self.occupants: list[Occupant | None] = []
+        """Who has each row, in order; None for a row that has left since the last step."""
+        self.memory: Memory | None = None
+        """The memory of all rows; None while there are none."""
+        self._memory_length, self._max_rows = memory_length, max_rows
+        self._joining: list[tuple[Occupant, Memory, int]] = []
+        self._num_read: list[int] = []  # by each row; kept on the host, so that nothing waits for the device
+        self._storage: list[tuple[Tensor, Tensor]] = []  # keys and values (R, N, C, H) of each layer
+
+    def __len__(self) -> int:
+        return sum(occupant is not None for occupant in self.occupants) + len(self._joining)
+
+    def join(self, occupant: Occupant, memory: Memory, num_read: int) -> None:
+        """Let a sequence join before the next step.
+
+        Args:
+            occupant: stands for the sequence.
+            memory: its memory, of batch size 1; it is copied then. It may have more or fewer slots than the batch.
+            num_read: number of tokens that it has read.
+        """
+        self._joining.append((occupant, memory, num_read))
+
+    def leave(self, occupant: Occupant) -> None:
+        """Remove a sequence, whose row is filled before the next step."""
+        self._joining = [entry for entry in self._joining if entry[0] is not occupant]
+        self.occupants = [None if other is occupant else other for other in self.occupants]
+
+    def all(self) -> list[Occupant]:
+        """Return all sequences, also those that join before the next step."""
+        return [one for one in self.occupants if one is not None] + [entry[0] for entry in self._joining]
+
+    def memory_of(self, occupant: Occupant) -> tuple[Memory, int]:
+        """Return the memory that has the row of a sequence, and the index of that row."""
+        for other, memory, _ in self._joining:
+            if other is occupant:
+                return memory, 0
+        assert self.memory is not None
+        return self.memory, self.occupants.index(occupant)
+
+    def step(self, model: LanguageModel, token_of: Callable[[Occupant], int]) -> tuple[list[Occupant], Tensor]:
+        """Read one token of each sequence.
+
+        Args:
+            model: the model.
+            token_of: returns the token of a sequence.
+
+        Returns:
+            the sequences in the order of the rows, and the hidden states (B, 1, D).
+        """
+        self._settle()
+        assert self.memory is not None
+        self._move_to_front(num_new=1)
+        rows = [occupant for occupant in self.occupants if occupant is not None]
+        device = self.memory.valid_B.device
+        tokens_B1 = torch.tensor([[token_of(occupant)] for occupant in rows], device=device)
+        hidden_B1D, self.memory = model(tokens_B1, self.memory)
+        self._num_read = [number + 1 for number in self._num_read]
+        return rows, hidden_B1D
+
+    def _settle(self) -> None:
+        """Fill the rows of those that have left, and let the others join at the end."""
+        for row in self._holes()[: len(self._joining)]:
+            self._write(row, *self._joining.pop(0))
+        for row in reversed(self._holes()):  # from the last, after which every row has a sequence
+            self._fill_from_end(row)
+        if not self.occupants and not self._joining:
+            self.memory, self._storage = None, []
+            return
+        if self.memory is not None and self.memory.batch_size != len(self.occupants):
+            self._resize(len(self.occupants))
+        if self._joining:
+            first, num_old = self._joining[0][1], len(self.occupants)
+            if self.memory is None:
+                self._create(first, len(self._joining))
+            else:
+                self._resize(num_old + len(self._joining))
+            for row, entry in enumerate(self._joining, start=num_old):
+                self.occupants.append(None)
+                self._num_read.append(0)
+                self._write(row, *entry)
+            self._joining = []
+        assert self.memory is not None
+        self.memory = replace(self.memory, min_valid=min(*self._num_read, self.memory.length))
+
+    def _holes(self) -> list[int]:
+        return [row for row, occupant in enumerate(self.occupants) if occupant is None]
+
+    def _write(self, row: int, occupant: Occupant, memory: Memory, num_read: int) -> None:
+        """Copy a memory of batch size 1 into a row, with empty slots in front."""
+        assert self.memory is not None
+        self.occupants[row], self._num_read[row] = occupant, num_read
+        new, target = memory.tensors(), self.memory.tensors()
+        slot_dims = {name: dim - 1 for name, dim in _slot_dims(self.memory).items()}
+        for name, tensor in target.items():
+            source, place = new[name][0], tensor[row]
+            if source.shape != place.shape:
+                dim = slot_dims[name]
+                num_slots = min(source.shape[dim], place.shape[dim])
+                num_empty = place.shape[dim] - num_slots
+                place.narrow(dim, 0, num_empty).zero_()  # they are masked, but must be finite
+                place = place.narrow(dim, num_empty, num_slots)
+                source = source.narrow(dim, source.shape[dim] - num_slots, num_slots)
+            place.copy_(source)
+        self.memory.valid_B[row].clamp_(max=self.memory.length)
+
+    def _fill_from_end(self, row: int) -> None:
+        """Move the last row into a place without a sequence, so that the batch can end before it."""
+        assert self.memory is not None
+        last = len(self.occupants) - 1
+        if row != last:
+            for tensor in self.memory.tensors().values():
+                tensor[row].copy_(tensor[last])
+            self.occupants[row], self._num_read[row] = self.occupants[last], self._num_read[last]
+        del self.occupants[last], self._num_read[last]
+
+    def _create(self, first: Memory, num_rows: int) -> None:
+        """Make room for sequences like the first; their rows are written afterwards."""
+        if not any(isinstance(cache, KeyValueCache) for cache in first.layers):
+            self.memory = first.select([0] * num_rows)
+            return
+        num_columns = self._memory_length + max(_MIN_FREE_COLUMNS, self._memory_length // 4)
+        layers: list[LayerCache] = []
+        for cache in first.layers:
+            assert isinstance(cache, KeyValueCache)
+            _, num_heads, _, d_head = cache.storage.v_BNCH.shape
+            like = cache.storage.v_BNCH
+            # not zeros: what is never written takes no memory
+            v_RNCH = like.new_empty(self._max_rows, num_heads, num_columns, d_head)
+            if like.device.type == "cpu":  # keys are stored as in `key_values.py`
+                k_RNCH = like.new_empty(self._max_rows, num_heads, d_head, num_columns).mT
+            else:
+                k_RNCH = torch.empty_like(v_RNCH)
+            self._storage.append((k_RNCH, v_RNCH))
+            storage = copy(cache.storage)
+            storage.k_BNCH, storage.v_BNCH, storage.num_written = k_RNCH, v_RNCH, self._memory_length
+            layers.append(replace(cache, storage=storage, end=self._memory_length, length=self._memory_length))
+        limits = replace(first.context_limits, memory_length=self._memory_length)
+        self.memory = replace(first, layers=tuple(layers), context_limits=limits)
+        self._resize(num_rows)
+
+    def _resize(self, num_rows: int) -> None:
+        """Let the memory have its first `num_rows` rows; rows that are new have no contents yet."""
+        assert self.memory is not None
+        memory = self.memory
+        layers: list[LayerCache] = []
+        for index, cache in enumerate(memory.layers):
+            if isinstance(cache, KeyValueCache):
+                storage = copy(cache.storage)
+                k_RNCH, v_RNCH = self._storage[index]
+                storage.k_BNCH, storage.v_BNCH = k_RNCH[:num_rows], v_RNCH[:num_rows]
+                layers.append(replace(cache, storage=storage))
+            else:
+                layers.append(cache.map(lambda tensor: _with_rows(tensor, num_rows)))
+        self.memory = replace(
+            memory,
+            layers=tuple(layers),
+            valid_B=_with_rows(memory.valid_B, num_rows),
+            position_B=_with_rows(memory.position_B, num_rows),
+            recent_BR=None if memory.recent_BR is None else _with_rows(memory.recent_BR, num_rows),
+            min_valid=0,
+        )
+
+    def _move_to_front(self, num_new: int) -> None:
+        """Move the slots to the first columns of the storage if it has no free columns for the new tokens.
+
+        Appending would copy them to new storage, which would double the memory and have room for these rows only.
+        """
+        assert self.memory is not None
+        layers: list[LayerCache] = []
+        for cache in self.memory.layers:
+            if not isinstance(cache, KeyValueCache) or cache.end + num_new <= cache.storage.capacity:
+                return
+            storage = copy(cache.storage)
+            storage.write(0, *(tensor.clone() for tensor in cache.newest(cache.length)))
+            layers.append(replace(cache, storage=storage, end=cache.length))
+        self.memory = replace(self.memory, layers=tuple(layers))
+
+
+def _slot_dims(memory: Memory) -> dict[str, int]:
+    """Return the dimension of the slots in each tensor of the caches, named as in `Memory.tensors`."""
+    return {f"{name}_{i}": cache.slot_dim for i, cache in enumerate(memory.layers) for name in cache.tensors()}
+
+
+def _with_rows(tensor: Tensor, num_rows: int) -> Tensor:
+    """Return the first `num_rows` rows; rows that are new are zeros."""
+    if num_rows <= len(tensor):
+        return tensor[:num_rows].clone()
+    return torch.cat([tensor, tensor.new_zeros(num_rows - len(tensor), *tensor.shape[1:])])
