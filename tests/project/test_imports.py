@@ -30,6 +30,7 @@ RANKS = (
     {"interop"},
     {"reproduction"},
     {"integrations"},
+    {"serving"},
     {"cli"},
     {"__main__"},
 )

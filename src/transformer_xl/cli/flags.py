@@ -21,6 +21,7 @@ from transformer_xl.config import (
     whole_number,
 )
 from transformer_xl.generation.config import GenerationConfig
+from transformer_xl.serving.config import ServerConfig
 from transformer_xl.text.tokenizers.config import TokenizerConfig
 
 _Checked = TypeVar("_Checked", bound=Settings)
@@ -81,6 +82,7 @@ ModelFlags = _optional("model", _model_fields())
 TrainFlags = _optional("train", TrainConfig.model_fields)
 EvaluationFlags = _optional("evaluation", EvaluationConfig.model_fields)
 GenerationFlags = _optional("generation", GenerationConfig.model_fields)
+ServeFlags = _optional("serve", ServerConfig.model_fields)
 ScoreFlags = _optional("score", EvaluationConfig.model_fields, "method", "dynamic")
 TokenizerFlags = _optional("tokenizer", TokenizerConfig.model_fields, "kind", "eos_token", "unk_token", "byte_fallback")
 ContextFlags = _optional("context", ContextSweep.model_fields)

@@ -23,6 +23,7 @@ COMMANDS = {
     "evaluate": "Evaluate a run on a text: perplexity and bits per byte, at any memory length.",
     "score": "Compute log-probabilities of texts by token, line or file, and surprisal by word.",
     "generate": "Generate text with a trained model.",
+    "serve": "Serve runs over HTTP: OpenAI's API, and sessions whose memory stays on the server.",
     "analyze": "Analyze a model: what heads attend to, how much distant context helps, how fast evaluation is.",
     "reproduce": "Reproduce the paper's tables at any scale, and compare with the paper's results.",
     "convert": "Convert another program's checkpoint to a run, or a run to the Hugging Face layout.",

@@ -311,7 +311,7 @@ class Engine:
             if job.keep_state:
                 assert reader is not None
                 state = self._state(reader.memory, 0, job.input_ids[-1], job)
-            job.pending += [Delta(index, "", (), "length") for index in range(job.num_samples)]
+            job.pending += [Delta(index, "", (), (), "length") for index in range(job.num_samples)]
             self._end(job, Finished(state))
             return
         assert reader is not None
@@ -334,9 +334,7 @@ class Engine:
         self.counters.step_rows += len(samples)
         self._choose(served, batch, samples, hidden_B1D)
 
-    def _choose(
-        self, served: ServedModel, batch: RowBatch[Sample], samples: list[Sample], hidden_B1D: Tensor
-    ) -> None:
+    def _choose(self, served: ServedModel, batch: RowBatch[Sample], samples: list[Sample], hidden_B1D: Tensor) -> None:
         """Choose the next token of each sequence from its hidden state, and end those that are finished."""
         damaged: list[Sample] = []
         token_ids, logits_BV = _choose_tokens(served, samples, hidden_B1D, damaged)
@@ -357,6 +355,7 @@ class Engine:
                 token = ScoredToken(token.token_id, token.logprob, token.top[: job.num_logprobs])
             delta = one.add(token)
             self.counters.generated_tokens += 1
+            job.num_generated += 1
             job.pending.append(delta)
             if delta.finish_reason is not None:
                 self._finish(batch, one)

@@ -35,6 +35,8 @@ class Delta:
     text: str
     tokens: tuple[ScoredToken, ...]
     """The tokens whose text begins in the text so far."""
+    offsets: tuple[int, ...]
+    """The index of the character of the sample's text where each of these tokens begins."""
     finish_reason: FinishReason | None
 
 
@@ -91,8 +93,12 @@ class Job:
     is_cancelled: threading.Event = field(default_factory=threading.Event)
     submitted: float = field(default_factory=time.monotonic)
 
+    num_generated: int = 0
+    """Number of tokens that were generated for all samples."""
+
     def __post_init__(self) -> None:
         self.pending: list[Event] = []
+        """What the listener was not told yet."""
 
     @property
     def input_ids(self) -> list[int]:
@@ -135,12 +141,13 @@ class Sample:
         # a stop string and what follows it belong to no text
         is_cut = builder.finish_reason == "stop"
         released = [
-            held
-            for start, held in self.held
-            if start < self.num_characters or (builder.finish_reason is not None and not is_cut)
+            entry
+            for entry in self.held
+            if entry[0] < self.num_characters or (builder.finish_reason is not None and not is_cut)
         ]
         self.held = [] if builder.finish_reason else self.held[len(released) :]
-        return Delta(self.index, text, tuple(released), builder.finish_reason)
+        offsets, tokens = tuple(entry[0] for entry in released), tuple(entry[1] for entry in released)
+        return Delta(self.index, text, tokens, offsets, builder.finish_reason)
 
     def is_eos(self, token_id: int) -> bool:
         """Return whether a token ends the sequence."""

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from torch import Tensor
 import torch
+from torch import Tensor
 
 from transformer_xl.model.memory import Memory
 from transformer_xl.serving.served_model import READING_SLICE, ServedModel

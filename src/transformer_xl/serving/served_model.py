@@ -17,9 +17,10 @@ from transformer_xl.config import EvaluationConfig, RelativeConfig, UserError
 from transformer_xl.device import Precision, resolve_dtype
 from transformer_xl.evaluation.plan import EvaluationPlan, compute_context
 from transformer_xl.generation.batch import PREFILL_SEGMENT
+from transformer_xl.model.baselines.recurrent import RecurrentCache
 from transformer_xl.model.key_values import KeyValueCache
 from transformer_xl.model.language_model import LanguageModel
-from transformer_xl.model.memory import ContextLimits, Memory
+from transformer_xl.model.memory import ContextLimits, LayerCache, Memory
 from transformer_xl.model.precision import with_matrices_in
 from transformer_xl.model.sizes import min_cache
 from transformer_xl.run_folder import Run, model_digest
@@ -27,6 +28,8 @@ from transformer_xl.serving.rows import MemoryState
 
 READING_SLICE = 128
 """Tokens of a prompt that are read between two steps of the sequences that are being generated."""
+
+_SAFETENSORS_NAMES = {torch.float32: "F32", torch.float64: "F64", torch.bfloat16: "BF16", torch.int64: "I64"}
 
 
 @dataclass(eq=False)
@@ -45,6 +48,7 @@ class ServedModel:
     weights_sha256: str
     """Checksum of weights, settings of the model and dtype: a state fits only the model that it was taken from."""
     _position_keys: list[Any] = field(default_factory=list)  # of each layer
+    _state_layout: list[tuple[str, tuple[int, ...], int | None, str]] = field(default_factory=list)
 
     @staticmethod
     def create(
@@ -80,7 +84,7 @@ class ServedModel:
             digest.update(f"{tensor_name} {tensor.dtype} {tuple(tensor.shape)}".encode())
             digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
         served = ServedModel(name, run, model, dtype, plan, longest, digest.hexdigest())
-        served._project_positions()
+        served._prepare()
         return served
 
     @property
@@ -174,6 +178,22 @@ class ServedModel:
         needed = self._reading_slots(slots, segment_length, state.num_valid + num_tokens)
         return self._with_positions(memory.resized(needed))
 
+    def state_shapes(self, state: MemoryState) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Return the dtype (as safetensors writes it) and shape of each tensor of a state with these counts."""
+        shapes: dict[str, tuple[str, tuple[int, ...]]] = {}
+        for name, shape, slot_dim, dtype in self._state_layout:
+            if slot_dim is not None:
+                num_slots = state.num_valid if self.is_trimmed else state.memory_length
+                shape = (*shape[:slot_dim], num_slots, *shape[slot_dim + 1 :])
+            shapes[name] = dtype, shape
+        return shapes
+
+    @property
+    def limits_text(self) -> str:
+        """The attention window and the clamp length, with which keys and values were computed."""
+        limits = self.plan.context_limits
+        return f"attention_window {limits.attention_window}, clamp_length {limits.clamp_length}"
+
     def row_bytes(self, memory_length: int) -> int:
         """Return the size of the memory of one sequence, in bytes: a lower bound."""
         size = 2 if resolve_dtype(self.device, self.dtype) == "bfloat16" else 4
@@ -182,11 +202,21 @@ class ServedModel:
     def _limits(self, memory_length: int) -> ContextLimits:
         return replace(self.plan.context_limits, memory_length=memory_length)
 
-    def _project_positions(self) -> None:
-        """Project the position keys of all distances once; later memories share them.
+    def _prepare(self) -> None:
+        """Look at the shapes of a state, and project the position keys of all distances once; later memories share them.
 
         Projected when first needed, their last bits would depend on which request came first.
         """
+        probe = self.generation_memory(self.plan.context_limits.memory_length, 1)
+        with self.computing():  # the dtype of keys and values is known after the first token
+            _, probe = self.model(torch.zeros(1, 1, dtype=torch.int64), probe)
+        self._state_layout = [
+            (f"{name}_{index}", tuple(tensor.shape), _slot_dim(cache), _SAFETENSORS_NAMES[tensor.dtype])
+            for index, cache in enumerate(probe.layers)
+            for name, tensor in cache.tensors().items()
+        ]
+        if probe.recent_BR is not None:
+            self._state_layout.append(("recent", tuple(probe.recent_BR.shape), None, "I64"))
         segment_lengths = PREFILL_SEGMENT, self.plan.segment_length, self.run.config.train.segment_length
         longest = max(self.max_memory_length, self.generation_slots(0))
         slots = longest + max(segment_lengths) if self.has_memory else 0
@@ -202,3 +232,8 @@ class ServedModel:
             return memory
         pairs = zip(memory.layers, self._position_keys, strict=True)
         return replace(memory, layers=tuple(replace(cache, position_keys=keys) for cache, keys in pairs))
+
+
+def _slot_dim(cache: LayerCache) -> int | None:
+    """Return the dimension of the slots in the tensors of a cache, or None for a state without slots."""
+    return None if isinstance(cache, RecurrentCache) else cache.slot_dim

@@ -1,0 +1,98 @@
+"""Answers in OpenAI's form: texts and log-probabilities of completions and chat completions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+from transformer_xl.serving.jobs import ScoredToken
+from transformer_xl.text.tokenizers import Tokenizer
+
+_FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
+
+
+def finish_reason(reason: str | None) -> str | None:
+    """Return OpenAI's name of the reason why a text ended."""
+    return None if reason is None else _FINISH_REASONS[reason]
+
+
+class TokenNames:
+    """The text of each token, as log-probabilities name it."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.text_of = lru_cache(maxsize=65_536)(self._text_of)
+        r"""Returns the text of a token id; of bytes that are no character, `bytes:\xe2\x80`."""
+
+    def bytes_of(self, token_id: int) -> list[int]:
+        """Return the bytes of a token."""
+        return list(self._tokenizer.decode_bytes([token_id]))
+
+    def _text_of(self, token_id: int) -> str:
+        content = self._tokenizer.decode_bytes([token_id])
+        try:
+            return content.decode("utf-8")
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
+
+
+def text_offsets(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[int]:
+    """Return the index of the character where the text of each token begins."""
+    decoder, offsets, length = tokenizer.stream_decoder(), list[int](), 0
+    for token_id in token_ids:
+        offsets.append(length)
+        length += len(decoder.push(token_id))
+    return offsets
+
+
+def completion_logprobs(
+    names: TokenNames, tokens: Sequence[ScoredToken], offsets: Sequence[int], *, as_ids: bool
+) -> dict[str, Any]:
+    """Return the `logprobs` of a completion; each token is among the most likely ones, with the same number.
+
+    Args:
+        names: the text of each token.
+        tokens: the tokens.
+        offsets: the index of the character where each begins.
+        as_ids: whether tokens are named `token_id:5` instead of their text.
+    """
+
+    def name(token_id: int) -> str:
+        return f"token_id:{token_id}" if as_ids else names.text_of(token_id)
+
+    tops: list[dict[str, float] | None] = []
+    for token in tokens:
+        if token.logprob is None:
+            tops.append(None)
+            continue
+        top: dict[str, float] = {}
+        for token_id, logprob in (*token.top, (token.token_id, token.logprob)):
+            text = name(token_id)  # tokens with the same text: the most likely one counts
+            top[text] = max(logprob, top.get(text, logprob))
+        tops.append(top)
+    return {
+        "tokens": [name(token.token_id) for token in tokens],
+        "token_logprobs": [token.logprob for token in tokens],
+        "top_logprobs": tops,
+        "text_offset": list(offsets),
+    }
+
+
+def chat_logprobs(names: TokenNames, tokens: Sequence[ScoredToken]) -> dict[str, Any]:
+    """Return the `logprobs` of a chat completion."""
+
+    def entry(token_id: int, logprob: float | None) -> dict[str, Any]:
+        return {"token": names.text_of(token_id), "logprob": logprob, "bytes": names.bytes_of(token_id)}
+
+    content = [
+        {**entry(token.token_id, token.logprob), "top_logprobs": [entry(*pair) for pair in token.top]}
+        for token in tokens
+    ]
+    return {"content": content, "refusal": None}
+
+
+def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
+    """Return the numbers of tokens of a request."""
+    total = prompt_tokens + completion_tokens
+    return {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": total}

@@ -1,0 +1,487 @@
+"""The HTTP API: OpenAI's completions and chat completions, tokens, sessions, health and metrics.
+
+What a body may have is in `protocol.py`, what is checked before in `guard.py`, how a request runs in `requests.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import secrets
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from fastapi import FastAPI, Header, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
+from starlette.exceptions import HTTPException
+
+from transformer_xl import __version__
+from transformer_xl.config import UserError
+from transformer_xl.serving.answers import (
+    TokenNames,
+    chat_logprobs,
+    completion_logprobs,
+    finish_reason,
+    text_offsets,
+    usage,
+)
+from transformer_xl.serving.jobs import Delta, Event, ScoredToken
+from transformer_xl.serving.metrics import resident_bytes
+from transformer_xl.serving.protocol import (
+    ApiError,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    SessionBody,
+    TokenizeBody,
+)
+from transformer_xl.serving.requests import CLIENT_CLOSED, RequestRunner, TextRequest
+
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"description": description, "content": {"application/json": {}}}
+    for status, description in {
+        400: "The body, or a value in it, is wrong.",
+        401: "An API key is needed.",
+        403: "The host or the origin is not allowed.",
+        404: "No such model, session or path.",
+        409: "Another request is changing the session.",
+        413: "The body is too large.",
+        415: "The content type is not JSON.",
+        422: "The text cannot be computed.",
+        429: "Too many requests wait.",
+        500: "The model failed.",
+        503: "The server is stopping, or the model thread has died.",
+        504: "The request was not done in time.",
+        507: "The session does not fit, or cannot be saved.",
+    }.items()
+}
+
+
+def build_app(runner: RequestRunner) -> FastAPI:
+    """Return the application.
+
+    Args:
+        runner: runs the requests.
+    """
+    app = FastAPI(
+        title="transformer-xl",
+        version=__version__,
+        docs_url=None,  # those pages load scripts from other hosts
+        redoc_url=None,
+        responses=_ERRORS,
+    )
+    names = {name: TokenNames(served.run.tokenizer) for name, served in runner.engine.models.items()}
+    created = int(time.time())
+    _add_errors(app)
+
+    @app.post("/v1/completions")
+    async def completions(
+        body: CompletionBody, request: Request, x_session: str | None = Header(default=None)
+    ) -> Response:
+        """Continue one or several texts."""
+        text = await runner.completion(body, request.state.owner, x_session)
+        answer = _CompletionAnswer(text, body, names[text.served.name])
+        return await _respond(runner, text, request, answer, body)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(
+        body: ChatBody, request: Request, x_session: str | None = Header(default=None)
+    ) -> Response:
+        """Reply to messages, where the server has a chat template."""
+        text = await runner.chat(body, request.state.owner, x_session)
+        answer = _ChatAnswer(text, body, names[text.served.name])
+        return await _respond(runner, text, request, answer, body)
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        """List the models."""
+        data = [_model_entry(runner, name, created) for name in runner.engine.models]
+        return {"object": "list", "data": data}
+
+    @app.get("/v1/models/{name}")
+    async def model(name: str) -> dict[str, Any]:
+        """Describe a model."""
+        return _model_entry(runner, runner.model(name).name, created)
+
+    @app.post("/tokenize")
+    async def tokenize(body: TokenizeBody) -> dict[str, Any]:
+        """Return the token ids of a text."""
+        served = runner.model(body.model)
+        tokenizer = served.run.tokenizer
+        ids = tokenizer.encode(body.prompt).tolist()
+        if body.add_special_tokens:
+            ids = [tokenizer.bos_token_id, *ids]
+        strings = [names[served.name].text_of(token_id) for token_id in ids]
+        return {"count": len(ids), "tokens": ids, "token_strs": strings}
+
+    @app.post("/detokenize")
+    async def detokenize(body: DetokenizeBody) -> dict[str, Any]:
+        """Return the text of token ids."""
+        return {"prompt": runner.model(body.model).run.tokenizer.decode(body.tokens)}
+
+    @app.get("/tokenizer_info")
+    async def tokenizer_info(model: str | None = None) -> dict[str, Any]:
+        """Describe the tokenizer of a model, the first one if none is named."""
+        served = runner.model(model)
+        tokenizer, eos = served.run.tokenizer, served.run.tokenizer.eos_token_id
+        return {
+            "model": served.name,
+            "tokenizer_class": type(tokenizer).__name__,
+            "kind": tokenizer.kind,
+            "vocab_size": tokenizer.vocab_size,
+            "bos_token": tokenizer.decode([tokenizer.bos_token_id]),
+            "bos_token_id": tokenizer.bos_token_id,
+            "eos_token": None if eos is None else tokenizer.decode([eos]),
+            "eos_token_id": eos,
+            "pad_token": None,
+        }
+
+    _add_sessions(app, runner)
+
+    @app.get("/health")
+    async def health() -> JSONResponse:
+        """Say whether the model thread runs."""
+        error = runner.engine.error
+        return JSONResponse({"status": "ok" if error is None else "failed"}, 200 if error is None else 503)
+
+    @app.get("/metrics", response_class=PlainTextResponse)
+    async def metrics() -> PlainTextResponse:
+        """Return measured values in the text format of Prometheus."""
+        engine, sessions = runner.engine, runner.sessions
+        counters = {f"{name}_total": value for name, value in vars(engine.counters).items()}
+        gauges = {
+            "requests_waiting": engine.num_waiting,
+            "sequences_running": engine.num_running,
+            "sessions": len(sessions),
+            "session_bytes": sessions.num_bytes,
+            "resident_bytes": resident_bytes(),
+        }
+        text = runner.metrics.text(counters, gauges)
+        return PlainTextResponse(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    return app
+
+
+def _model_entry(runner: RequestRunner, name: str, created: int) -> dict[str, Any]:
+    served = runner.engine.models[name]
+    length = served.check_memory_length(None)
+    return {
+        "id": name,
+        "object": "model",
+        "created": created,
+        "owned_by": "transformer-xl",
+        "architecture": served.run.config.model.architecture,
+        "vocab_size": served.run.tokenizer.vocab_size,
+        "segment_length": served.plan.segment_length,
+        "memory_length": length,
+        "max_memory_length": served.max_memory_length,
+        "memory_bytes": served.row_bytes(length),
+    }
+
+
+def _add_errors(app: FastAPI) -> None:
+    """Let every error be answered in OpenAI's form, without a traceback."""
+
+    @app.exception_handler(ApiError)
+    async def api_error(_: Request, error: ApiError) -> JSONResponse:
+        return JSONResponse(error.body(), error.status, headers=error.headers)
+
+    @app.exception_handler(UserError)
+    async def user_error(_: Request, error: UserError) -> JSONResponse:
+        return JSONResponse(ApiError(400, str(error)).body(), 400)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
+        wrong = _explained(error.errors())
+        return JSONResponse(wrong.body(), wrong.status)
+
+    @app.exception_handler(HTTPException)
+    async def http_error(_: Request, error: HTTPException) -> JSONResponse:
+        message = {404: "no such path", 405: "this path has no such method"}.get(error.status_code, error.detail)
+        body = ApiError(error.status_code, message).body()
+        return JSONResponse(body, error.status_code, headers=error.headers)
+
+    @app.exception_handler(Exception)
+    async def failure(_: Request, error: Exception) -> JSONResponse:
+        return JSONResponse(ApiError(500, "the server failed on this request; its log says why").body(), 500)
+
+
+def _explained(errors: Sequence[Any]) -> ApiError:
+    """Return what is wrong in a body, by the name of the field."""
+    messages: list[str] = []
+    param = None
+    for error in errors[:5]:
+        path = [str(part) for part in error["loc"] if part != "body"]
+        field = next((part for part in path if not part.isdecimal()), "")
+        param = param or field or None
+        if error["type"] == "extra_forbidden":
+            message = f"{'.'.join(path)} is not a field of this request, or is not supported"
+        elif error["type"] == "json_invalid":
+            message, param = "the body is not JSON", None
+        elif error["type"] == "missing":
+            message = f"{'.'.join(path) or 'the body'} is missing"
+        else:
+            message = f"{field or 'the body'}: {error['msg']}"
+        if message not in messages:
+            messages.append(message)
+    return ApiError(400, "; ".join(messages)[:1000], param=param)
+
+
+def _add_sessions(app: FastAPI, runner: RequestRunner) -> None:
+    """Add the paths of sessions."""
+    sessions = runner.sessions
+
+    @app.get("/v1/sessions")
+    def listed(request: Request) -> dict[str, Any]:
+        """List the sessions of this API key, the most recently used first."""
+        data = [session.as_dict() for session in sessions.listed(request.state.owner)]
+        return {"object": "list", "data": data, "bytes": sum(entry["bytes"] for entry in data)}
+
+    @app.post("/v1/sessions")
+    def create(body: SessionBody, request: Request) -> dict[str, Any]:
+        """Make an empty session."""
+        served = runner.model(body.model)
+        length = served.check_memory_length(body.memory_length)
+        return sessions.create(request.state.owner, served.name, length).as_dict()
+
+    @app.post(
+        "/v1/sessions/import",
+        openapi_extra={
+            "requestBody": {
+                "required": True,
+                "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
+            }
+        },
+    )
+    async def import_session(request: Request) -> dict[str, Any]:
+        """Make a session from an exported file."""
+        from starlette.concurrency import run_in_threadpool
+
+        content = await request.body()
+        session = await run_in_threadpool(sessions.imported, content, request.state.owner)
+        return session.as_dict()
+
+    @app.get("/v1/sessions/{session_id}")
+    def get(session_id: str, request: Request) -> dict[str, Any]:
+        """Describe a session."""
+        return sessions.get(session_id, request.state.owner).as_dict()
+
+    @app.delete("/v1/sessions/{session_id}")
+    def delete(session_id: str, request: Request) -> dict[str, Any]:
+        """Delete a session."""
+        sessions.delete(session_id, request.state.owner)
+        return {"id": session_id, "object": "session", "deleted": True}
+
+    @app.post("/v1/sessions/{session_id}/branch")
+    def branch(session_id: str, request: Request) -> dict[str, Any]:
+        """Make a session that begins where this one is now."""
+        return sessions.branch(sessions.get(session_id, request.state.owner)).as_dict()
+
+    @app.post("/v1/sessions/{session_id}/snapshot")
+    def snapshot(session_id: str, request: Request) -> dict[str, Any]:
+        """Keep this session as it is now, under an id that never changes; branch it to go on from there."""
+        return sessions.branch(sessions.get(session_id, request.state.owner), "snapshot").as_dict()
+
+    @app.get("/v1/sessions/{session_id}/export")
+    def export(session_id: str, request: Request) -> Response:
+        """Return a session as a safetensors file."""
+        content = sessions.exported(sessions.get(session_id, request.state.owner))
+        headers = {"content-disposition": f'attachment; filename="{session_id}.safetensors"'}
+        return Response(content, media_type="application/octet-stream", headers=headers)
+
+
+class _CompletionAnswer:
+    """Builds the answer to /v1/completions, whole or in chunks."""
+
+    def __init__(self, text: TextRequest, body: CompletionBody, names: TokenNames) -> None:
+        self._text, self._body, self._names = text, body, names
+        self.id, self.created = f"cmpl-{secrets.token_hex(12)}", int(time.time())
+        self._prompt_characters: dict[int, int] = {}  # of each job, with `echo`
+
+    def base(self, *, chunk: bool) -> dict[str, Any]:
+        """Return what every answer and chunk has."""
+        return {"id": self.id, "object": "text_completion", "created": self.created, "model": self._text.served.name}
+
+    def begin(self, job: int) -> list[dict[str, Any]]:
+        """Return the choices with which the samples of a job begin: with `echo`, the prompt."""
+        if not self._body.echo:
+            return []
+        return [self._echo(job, sample) for sample in range(self._text.num_returned)]
+
+    def choice(self, job: int, delta: Delta) -> dict[str, Any] | None:
+        """Return the choice of a delta, or None if it has nothing to say."""
+        if not (delta.text or delta.tokens or delta.finish_reason):
+            return None
+        offsets = [self._prompt_characters.get(job, 0) + offset for offset in delta.offsets]
+        return self._choice(job, delta.sample, delta.text, delta.tokens, offsets, delta.finish_reason)
+
+    def whole(self, job: int, deltas: Sequence[Delta]) -> dict[str, Any]:
+        """Return the choice of a sample whose deltas are all there."""
+        parts = [self._echo(job, deltas[0].sample)] if self._body.echo else []
+        parts += [choice for delta in deltas if (choice := self.choice(job, delta)) is not None]
+        whole = {**parts[-1], "text": "".join(part["text"] for part in parts)}
+        if self._body.logprobs is not None:
+            lists = [part["logprobs"] for part in parts]
+            whole["logprobs"] = {name: [item for one in lists for item in one[name]] for name in lists[0]}
+        return whole
+
+    def _echo(self, job: int, sample: int) -> dict[str, Any]:
+        ids, tokenizer = self._text.jobs[job].prompt_ids, self._text.served.run.tokenizer
+        prompt = tokenizer.decode(ids)
+        self._prompt_characters[job] = len(prompt)
+        tokens = self._text.jobs[job].prompt_tokens
+        return self._choice(job, sample, prompt, tokens, text_offsets(tokenizer, ids), None)
+
+    def _choice(
+        self,
+        job: int,
+        sample: int,
+        text: str,
+        tokens: Sequence[ScoredToken],
+        offsets: Sequence[int],
+        reason: str | None,
+    ) -> dict[str, Any]:
+        logprobs = None
+        if self._body.logprobs is not None:
+            as_ids = self._body.return_tokens_as_token_ids
+            logprobs = completion_logprobs(self._names, tokens, offsets, as_ids=as_ids)
+        index = job * self._text.num_returned + sample
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason(reason)}
+
+
+class _ChatAnswer:
+    """Builds the answer to /v1/chat/completions, whole or in chunks."""
+
+    def __init__(self, text: TextRequest, body: ChatBody, names: TokenNames) -> None:
+        self._text, self._body, self._names = text, body, names
+        self.id, self.created = f"chatcmpl-{secrets.token_hex(12)}", int(time.time())
+
+    def base(self, *, chunk: bool) -> dict[str, Any]:
+        """Return what every answer and chunk has."""
+        kind = "chat.completion.chunk" if chunk else "chat.completion"
+        return {"id": self.id, "object": kind, "created": self.created, "model": self._text.served.name}
+
+    def begin(self, job: int) -> list[dict[str, Any]]:
+        """Return the chunks that say whose message follows."""
+        delta = {"role": "assistant", "content": ""}
+        count = self._text.num_returned
+        return [{"index": sample, "delta": delta, "logprobs": None, "finish_reason": None} for sample in range(count)]
+
+    def choice(self, job: int, delta: Delta) -> dict[str, Any] | None:
+        """Return the choice of a delta, or None if it has nothing to say."""
+        if not (delta.text or delta.tokens or delta.finish_reason):
+            return None
+        logprobs = chat_logprobs(self._names, delta.tokens) if self._body.logprobs else None
+        content = {"content": delta.text} if delta.text else {}
+        reason = finish_reason(delta.finish_reason)
+        return {"index": delta.sample, "delta": content, "logprobs": logprobs, "finish_reason": reason}
+
+    def whole(self, job: int, deltas: Sequence[Delta]) -> dict[str, Any]:
+        """Return the choice of a sample whose deltas are all there."""
+        tokens = [token for delta in deltas for token in delta.tokens]
+        content = "".join(delta.text for delta in deltas)
+        return {
+            "index": deltas[0].sample,
+            "message": {"role": "assistant", "content": content, "refusal": None},
+            "logprobs": chat_logprobs(self._names, tokens) if self._body.logprobs else None,
+            "finish_reason": finish_reason(deltas[-1].finish_reason),
+        }
+
+
+_Answer = _CompletionAnswer | _ChatAnswer
+
+
+async def _respond(
+    runner: RequestRunner, text: TextRequest, request: Request, answer: _Answer, body: CompletionBody | ChatBody
+) -> Response:
+    """Run a request and answer it, whole or as a stream."""
+    headers = {"x-session": text.session.id} if text.session else None
+    events = runner.events(text, request)
+    try:
+        if not body.stream:
+            return JSONResponse(await _whole(text, events, answer), headers=headers)
+        # what fails before the first token is still answered with a status
+        first = await anext(events)
+    except ApiError as error:
+        if error.status == CLIENT_CLOSED:
+            return Response(status_code=CLIENT_CLOSED)  # which nobody reads
+        raise
+    include_usage = body.stream_options is not None and body.stream_options.include_usage
+    stream = _stream(text, first, events, answer, include_usage=include_usage)
+    headers = {"cache-control": "no-cache", "x-accel-buffering": "no", **(headers or {})}
+    return StreamingResponse(stream, media_type="text/event-stream", headers=headers)
+
+
+async def _whole(text: TextRequest, events: AsyncIterator[tuple[int, list[Event]]], answer: _Answer) -> dict[str, Any]:
+    """Return the whole answer once all jobs are finished."""
+    deltas: dict[int, dict[int, list[Delta]]] = {index: {} for index in range(len(text.jobs))}
+    async for index, news in events:
+        for event in news:
+            if isinstance(event, Delta):
+                deltas[index].setdefault(event.sample, []).append(event)
+    choices: list[dict[str, Any]] = []
+    for index, samples in deltas.items():
+        ordered = [samples[sample] for sample in sorted(samples)]
+        if len(ordered) > text.num_returned:  # best_of
+            ordered = sorted(ordered, key=_mean_logprob, reverse=True)[: text.num_returned]
+            ordered = [[_renumbered(delta, rank) for delta in sample] for rank, sample in enumerate(ordered)]
+        choices += [answer.whole(index, sample) for sample in ordered]
+    session = {} if text.session is None else {"session": text.session.id}
+    numbers = usage(text.prompt_tokens, text.completion_tokens)
+    return {**answer.base(chunk=False), "choices": choices, "usage": numbers, **session}
+
+
+def _mean_logprob(sample: Sequence[Delta]) -> float:
+    logprobs = [token.logprob or 0.0 for delta in sample for token in delta.tokens]
+    return math.fsum(logprobs) / max(1, len(logprobs))
+
+
+def _renumbered(delta: Delta, sample: int) -> Delta:
+    return replace(delta, sample=sample)
+
+
+async def _stream(
+    text: TextRequest,
+    first: tuple[int, list[Event]],
+    events: AsyncIterator[tuple[int, list[Event]]],
+    answer: _Answer,
+    *,
+    include_usage: bool,
+) -> AsyncIterator[str]:
+    """Yield the answer as server-sent events."""
+    begun: set[int] = set()
+    base = answer.base(chunk=True)
+    if text.session is not None:
+        base["session"] = text.session.id
+    if include_usage:
+        base["usage"] = None
+
+    def chunks(index: int, news: Sequence[Event]) -> list[str]:
+        choices = [] if index in begun else answer.begin(index)
+        begun.add(index)
+        choices += [choice for event in news if isinstance(event, Delta) and (choice := answer.choice(index, event))]
+        return [_sse({**base, "choices": [choice]}) for choice in choices]
+
+    try:
+        for chunk in chunks(*first):
+            yield chunk
+        async for index, news in events:
+            for chunk in chunks(index, news):
+                yield chunk
+    except ApiError as error:
+        if error.status != CLIENT_CLOSED:
+            yield _sse(error.body())
+        return
+    finally:
+        await events.aclose()  # pyrefly: ignore[missing-attribute]
+    if include_usage:
+        numbers = usage(text.prompt_tokens, text.completion_tokens)
+        yield _sse({**base, "choices": [], "usage": numbers})
+    yield "data: [DONE]\n\n"
+
+
+def _sse(values: dict[str, Any]) -> str:
+    return f"data: {json.dumps(values, ensure_ascii=False, separators=(',', ':'))}\n\n"

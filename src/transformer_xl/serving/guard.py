@@ -1,0 +1,185 @@
+"""Who gets in: the checks that every request passes before its body is read (ASGI middleware).
+
+The host must be one of those that the server is known by, so that no page can reach it under a name of its own (DNS
+rebinding); a page of another origin is refused; a body is JSON, which a form of another page cannot send, and has a
+bound; and where there are API keys, one of them is needed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import json
+from collections.abc import Awaitable, Callable, Collection, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformer_xl.serving.protocol import ApiError
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "[::1]")
+_OPEN_PATHS = ("/", "/health")  # need no key: they say nothing about models or sessions
+_BODY_SECONDS = 30  # within which a body must have arrived
+
+
+@dataclass(frozen=True)
+class GuardSettings:
+    """What the checks compare with."""
+
+    hosts: Collection[str] = LOOPBACK_HOSTS
+    """Names in the header Host, without a port."""
+    keys: Sequence[str] = ()
+    """API keys; empty: none is needed."""
+    max_body_bytes: int = 2**23
+    """Bound of a JSON body."""
+    max_import_bytes: int = 2**23
+    """Bound of the file of a session."""
+    open_prefixes: Sequence[str] = ()
+    """Beginnings of paths that need no key, such as those of the page's files."""
+
+
+def owner_of(key: str) -> str:
+    """Return the name under which the sessions of an API key are kept; the key cannot be read from it."""
+    return hashlib.sha256(f"transformer_xl session owner {key}".encode()).hexdigest()
+
+
+class Guard:
+    """Checks each request, and answers those that it refuses."""
+
+    def __init__(
+        self,
+        app: Callable[..., Awaitable[None]],
+        settings: GuardSettings,
+        on_answer: Callable[[str, int], object] = lambda _path, _status: None,
+    ) -> None:
+        """Guard an application; `on_answer` is called with the path and the status of each answer."""
+        self._app, self._settings, self._on_answer = app, settings, on_answer
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        """Serve a request."""
+        if scope["type"] != "http":
+            if scope["type"] == "lifespan":
+                await self._app(scope, receive, send)
+            return
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                # the path as it is declared, since ids in paths would be counted apart
+                self._on_answer(getattr(scope.get("route"), "path", "other"), message["status"])
+            await send(message)
+
+        try:
+            headers = self._headers(scope)
+            self._check_host(headers)
+            scope.setdefault("state", {})["owner"] = self._owner(scope, headers)
+            receive = await self._checked_body(scope, headers, receive)
+        except ApiError as error:
+            await _answer(error, counted)
+            return
+        await self._app(scope, receive, counted)
+
+    @staticmethod
+    def _headers(scope: MutableMapping[str, Any]) -> dict[str, str]:
+        headers: dict[str, str] = {}
+        for name, value in scope["headers"]:
+            key = name.decode("latin-1").lower()
+            if key in headers and key in ("host", "origin", "authorization", "content-type", "content-length"):
+                raise ApiError(400, f"the header {key} was sent twice")
+            headers[key] = value.decode("latin-1")
+        return headers
+
+    def _check_host(self, headers: dict[str, str]) -> None:
+        host = headers.get("host", "").lower()
+        name = host[: host.index("]") + 1] if host.startswith("[") and "]" in host else host.partition(":")[0]
+        if name not in self._settings.hosts:
+            raise ApiError(403, "this server is not known by that name; --allowed-host NAME allows one", code="host")
+        origin = headers.get("origin")
+        if origin is not None and origin.lower().partition("://")[2] != host:
+            raise ApiError(403, "requests of pages from other origins are refused", code="origin")
+
+    def _owner(self, scope: MutableMapping[str, Any], headers: dict[str, str]) -> str:
+        """Return whose request it is.
+
+        Raises:
+            ApiError: a key is needed, and the request has none or a wrong one.
+        """
+        keys, path = self._settings.keys, scope["path"]
+        if not keys:
+            return owner_of("")
+        is_open = path in _OPEN_PATHS or any(path.startswith(prefix) for prefix in self._settings.open_prefixes)
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        found = None
+        for key in keys:  # all are compared, each in constant time
+            if hmac.compare_digest(key.encode(), given.strip().encode("utf-8", "replace")):
+                found = key
+        if found is not None and scheme.lower() == "bearer":
+            return owner_of(found)
+        if is_open:
+            return ""
+        message = "an API key is needed: Authorization: Bearer KEY" if not given else "this API key is not known"
+        raise ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+
+    async def _checked_body(
+        self, scope: MutableMapping[str, Any], headers: dict[str, str], receive: Receive
+    ) -> Receive:
+        """Read the body, within its bound; return what the application receives in place of it."""
+        if scope["method"] not in ("POST", "PUT", "PATCH", "DELETE"):
+            return receive
+        is_import = scope["path"] == "/v1/sessions/import"
+        limit = self._settings.max_import_bytes if is_import else self._settings.max_body_bytes
+        length = headers.get("content-length")
+        if length is not None and not (length.isascii() and length.isdecimal()):
+            raise ApiError(400, "the header content-length is not a number")
+        if length is not None and int(length[:20]) > limit:
+            raise self._too_large(limit)
+        chunks, size = list[bytes](), 0
+        try:
+            async with asyncio.timeout(_BODY_SECONDS):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return _replayed(b"", receive)
+                    chunks.append(message.get("body", b""))
+                    size += len(chunks[-1])
+                    if size > limit:
+                        raise self._too_large(limit)
+                    if not message.get("more_body"):
+                        break
+        except TimeoutError:
+            raise ApiError(408, f"the body did not arrive within {_BODY_SECONDS} seconds") from None
+        wanted = "application/octet-stream" if is_import else "application/json"
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        # a form of another page can send a body of other types, but not of these
+        if kind != wanted and (size or scope["method"] != "DELETE"):
+            raise ApiError(415, f"the header content-type must be {wanted}")
+        return _replayed(b"".join(chunks), receive)
+
+    @staticmethod
+    def _too_large(limit: int) -> ApiError:
+        return ApiError(413, f"the body is larger than {limit:,} bytes", headers={"connection": "close"})
+
+
+def _replayed(body: bytes, receive: Receive) -> Receive:
+    """Return a function that first gives a body that was read, and then what comes."""
+    is_given = False
+
+    async def replay() -> Message:
+        nonlocal is_given
+        if is_given:
+            return await receive()
+        is_given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return replay
+
+
+async def _answer(error: ApiError, send: Send) -> None:
+    body = json.dumps(error.body()).encode()
+    headers = {"content-type": "application/json", "content-length": str(len(body)), **(error.headers or {})}
+    raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": error.status, "headers": raw})
+    await send({"type": "http.response.body", "body": body})

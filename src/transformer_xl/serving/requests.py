@@ -1,0 +1,358 @@
+"""A request for text, from its body to the jobs that the engine runs, and their events in the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+
+from starlette.requests import Request
+
+from transformer_xl.config import UserError, check_settings
+from transformer_xl.generation.config import GenerationConfig
+from transformer_xl.serving.engine import Engine, QueueFullError
+from transformer_xl.serving.jobs import Event, Failed, Finished, Job
+from transformer_xl.serving.metrics import Metrics
+from transformer_xl.serving.protocol import ApiError, ChatBody, CompletionBody, Message, Sampling
+from transformer_xl.serving.served_model import ServedModel
+from transformer_xl.serving.sessions import Session, SessionStore
+
+CLIENT_CLOSED = 499  # the status, of nginx, for a client that did not wait for its answer
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds of one request."""
+
+    max_tokens: int = 65_536
+    """Tokens to generate for a sample."""
+    max_prompts: int = 256
+    """Prompts of a request."""
+    max_work: int = 2**22
+    """Tokens with log-probabilities or generated, over all prompts and samples, times 1 + logprobs."""
+    seconds: float = 600.0
+    """Time until the request must be done, waiting included."""
+
+
+@dataclass(eq=False)
+class TextRequest:
+    """A request for text: its jobs, and the session that it continues."""
+
+    served: ServedModel
+    jobs: list[Job]
+    owner: str
+    num_returned: int
+    """Samples of each prompt that are returned."""
+    session: Session | None = None
+    queue: asyncio.Queue[tuple[int, list[Event]]] = field(default_factory=asyncio.Queue)
+    """Events of the jobs, each with the index of its job."""
+    started: float = field(default_factory=time.monotonic)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Number of tokens of all prompts."""
+        return sum(len(job.prompt_ids) for job in self.jobs)
+
+    @property
+    def completion_tokens(self) -> int:
+        """Number of tokens generated so far."""
+        return sum(job.num_generated for job in self.jobs)
+
+
+class RequestRunner:
+    """Makes jobs of request bodies, and runs them."""
+
+    def __init__(
+        self, engine: Engine, sessions: SessionStore, metrics: Metrics, limits: Limits, chat_template: str | None = None
+    ) -> None:
+        self.engine, self.sessions, self.metrics, self.limits = engine, sessions, metrics, limits
+        self._chat_template = chat_template
+
+    def model(self, name: str | None) -> ServedModel:
+        """Return a model by name, or the first one for None.
+
+        Raises:
+            ApiError: there is no such model.
+        """
+        models = self.engine.models
+        if name is None:
+            return next(iter(models.values()))
+        if name not in models:
+            known = ", ".join(models)
+            message = f"no model {name[:100]!r}; the models are {known}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+        return models[name]
+
+    async def completion(self, body: CompletionBody, owner: str, session_header: str | None) -> TextRequest:
+        """Return the request of a completion.
+
+        Raises:
+            ApiError: something in the body is wrong.
+        """
+        num_samples = max(body.best_of or 1, body.n or 1)
+        if body.best_of is not None and body.best_of < (body.n or 1):
+            raise ApiError(400, f"best_of {body.best_of} is below n {body.n}", param="best_of")
+        is_ranked = num_samples > (body.n or 1)
+        if is_ranked and body.stream:
+            raise ApiError(400, "best_of above n cannot be streamed: the best is known at the end", param="best_of")
+        if body.suffix:
+            raise ApiError(400, "suffix is not supported", param="suffix")
+        num_logprobs = 0 if is_ranked and body.logprobs is None else body.logprobs
+        score_prompt = bool(body.echo) and body.logprobs is not None
+        max_tokens = 16 if body.max_tokens is None else body.max_tokens
+        return await self._request(
+            body,
+            _prompts(body.prompt),
+            owner,
+            session_id=body.session or session_header,
+            max_tokens=max_tokens,
+            num_samples=num_samples,
+            num_logprobs=num_logprobs,
+            score_prompt=score_prompt,
+            add_bos=body.add_special_tokens,
+            stop=body.stops,
+        )
+
+    async def chat(self, body: ChatBody, owner: str, session_header: str | None) -> TextRequest:
+        """Return the request of a chat completion.
+
+        Raises:
+            ApiError: there is no chat template, or something in the body is wrong.
+        """
+        template = self._chat_template
+        if template is None:
+            message = "this server has no chat template; start it with --chat-template plain, or use /v1/completions"
+            raise ApiError(400, message, code="no_chat_template")
+        if body.top_logprobs is not None and not body.logprobs:
+            raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
+        if None not in (body.max_tokens, body.max_completion_tokens):
+            raise ApiError(400, "max_tokens and max_completion_tokens are the same; give one", param="max_tokens")
+        stops, end = body.stops, template.partition("{content}")[2].partition("{")[0]
+        return await self._request(
+            body,
+            [chat_prompt(template, body.messages)],
+            owner,
+            session_id=body.session or session_header,
+            max_tokens=body.max_completion_tokens or body.max_tokens or 256,
+            num_samples=body.n or 1,
+            num_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            score_prompt=False,
+            add_bos=True,
+            stop=stops or ((end,) if end else ()),
+        )
+
+    async def _request(
+        self,
+        body: Sampling,
+        prompts: Sequence[str | list[int]],
+        owner: str,
+        *,
+        session_id: str | None,
+        max_tokens: int,
+        num_samples: int,
+        num_logprobs: int | None,
+        score_prompt: bool,
+        add_bos: bool,
+        stop: tuple[str, ...],
+    ) -> TextRequest:
+        served, limits = self.model(body.model), self.limits
+        if len(prompts) > limits.max_prompts:
+            raise ApiError(400, f"{len(prompts)} prompts are more than {limits.max_prompts}", param="prompt")
+        if num_samples > self.engine.max_rows:
+            raise ApiError(400, f"n or best_of {num_samples} is above {self.engine.max_rows}", param="n")
+        if max_tokens > limits.max_tokens:
+            raise ApiError(400, f"max_tokens {max_tokens:,} is above {limits.max_tokens:,}", param="max_tokens")
+        if body.stream_options is not None and not body.stream:
+            raise ApiError(400, "stream_options needs stream: true", param="stream_options")
+        if session_id is not None and (len(prompts) > 1 or num_samples > 1):
+            raise ApiError(
+                400, "a session takes one prompt and n 1: which sample would it go on with?", param="session"
+            )
+        try:
+            memory_length = served.check_memory_length(body.memory_length)
+            encoded = await asyncio.to_thread(_encoded, served, prompts)
+        except UserError as error:
+            raise ApiError(400, str(error)) from None
+        scored = max_tokens * num_samples * len(encoded) + score_prompt * sum(map(len, encoded))
+        if scored * (1 + (num_logprobs or 0)) > limits.max_work:
+            raise ApiError(400, "prompts x samples x max_tokens x (1 + logprobs) is too much for one request; split it")
+        seed = secrets.randbelow(2**63) if body.seed is None else body.seed
+        config = _config(body, max_tokens, seed, stop)
+        session = self._session(session_id, owner, served, body.memory_length)
+        try:
+            if session is not None:
+                memory_length = session.memory_length
+            loop = asyncio.get_running_loop()
+            request = TextRequest(served, [], owner, body.n or 1, session)
+            for index, ids in enumerate(encoded):
+                if not ids and not (session and session.state) and not add_bos:
+                    raise ApiError(400, "the prompt is empty; give some text", param="prompt")
+                job = Job(
+                    served,
+                    ids,
+                    config.model_copy(update={"seed": (seed + index * num_samples) % 2**63}),
+                    max_tokens,
+                    _listener(loop, request.queue, index),
+                    num_samples=num_samples,
+                    add_bos=add_bos,
+                    num_logprobs=num_logprobs,
+                    score_prompt=score_prompt,
+                    memory_length=memory_length,
+                    state=session.state if session else None,
+                    keep_state=session is not None,
+                    owner=owner,
+                    streams=bool(body.stream),
+                )
+                request.jobs.append(job)
+            self.engine.submit(*request.jobs)
+        except QueueFullError as error:
+            self._release(session)
+            headers = {"retry-after": str(error.retry_after)}
+            message = "too many requests wait; try again later"
+            raise ApiError(429, message, code="queue_full", headers=headers) from None
+        except UserError as error:
+            self._release(session)
+            raise ApiError(503, str(error)) from None
+        except BaseException:
+            self._release(session)
+            raise
+        return request
+
+    def _session(
+        self, session_id: str | None, owner: str, served: ServedModel, memory_length: int | None
+    ) -> Session | None:
+        """Return the session of a request, which no other request may change until it is released."""
+        if session_id is None:
+            return None
+        if session_id == "new":
+            length = served.check_memory_length(memory_length)
+            session_id = self.sessions.create(owner, served.name, length).id
+            memory_length = None
+        session = self.sessions.acquire(session_id, owner)
+        problem = None
+        if session.model != served.name:
+            problem = f"the session belongs to the model {session.model}, not {served.name}"
+        elif memory_length not in (None, session.memory_length):
+            problem = f"the session has memory_length {session.memory_length}, which cannot change"
+        if problem is not None:
+            self.sessions.release(session_id)
+            raise ApiError(400, problem, param="session")
+        return session
+
+    def _release(self, session: Session | None) -> None:
+        if session is not None:
+            self.sessions.release(session.id)
+
+    async def events(self, request: TextRequest, connection: Request) -> AsyncIterator[tuple[int, list[Event]]]:
+        """Yield the events of a request's jobs until all are finished; the session is committed before the last ones.
+
+        However it ends, by the client going away too, its jobs end and its session is released.
+
+        Raises:
+            ApiError: a job failed, the time is up, or the client has gone.
+        """
+        left, is_first = len(request.jobs), True
+        watcher = asyncio.create_task(_gone(connection))
+        try:
+            while left:
+                # not asyncio.timeout: a stream begins in one task and goes on in another
+                seconds = request.started + self.limits.seconds - time.monotonic()
+                index, events = await _either(request.queue, watcher, max(0.0, seconds))
+                if is_first:
+                    self.metrics.first_token_seconds.add(time.monotonic() - request.started)
+                    is_first = False
+                for event in events:
+                    if isinstance(event, Failed):
+                        raise ApiError(event.status, event.message)
+                    if isinstance(event, Finished):
+                        left -= 1
+                        if request.session is not None and event.state is not None:
+                            await asyncio.to_thread(self.sessions.commit, request.session, event.state)
+                yield index, events
+        finally:
+            watcher.cancel()
+            for job in request.jobs:
+                self.engine.cancel(job)
+            self._release(request.session)
+            self.metrics.request_seconds.add(time.monotonic() - request.started)
+
+
+def chat_prompt(template: str, messages: Sequence[Message]) -> str:
+    """Return the messages as text, and then the beginning of the reply."""
+
+    def filled(part: str, role: str, content: str) -> str:
+        values = {"role": role, "content": content}
+        return re.sub(r"\{(role|content)\}", lambda match: values[match[1]], part)
+
+    texts = [filled(template, message.role, message.text) for message in messages]
+    return "".join(texts) + filled(template.partition("{content}")[0], "assistant", "")
+
+
+def _prompts(prompt: object) -> list[str | list[int]]:
+    """Return the prompts of a body, which may have one or several, as text or token ids."""
+    if prompt is None:
+        return [""]
+    if isinstance(prompt, str):
+        return [prompt]
+    assert isinstance(prompt, list)
+    if not prompt:
+        raise ApiError(400, "prompt is an empty list; give some text", param="prompt")
+    return [prompt] if isinstance(prompt[0], int) else prompt
+
+
+def _encoded(served: ServedModel, prompts: Sequence[str | list[int]]) -> list[list[int]]:
+    tokenizer = served.run.tokenizer
+    encode = tokenizer.encode
+    return [(encode(prompt) if isinstance(prompt, str) else tokenizer.check_ids(prompt)).tolist() for prompt in prompts]
+
+
+def _config(body: Sampling, max_tokens: int, seed: int, stop: tuple[str, ...]) -> GenerationConfig:
+    temperature = 1.0 if body.temperature is None else float(body.temperature)
+    values = {
+        "max_new_tokens": max(1, max_tokens),
+        "temperature": temperature,
+        "top_p": None if body.top_p in (None, 1) else body.top_p,
+        "top_k": body.top_k if body.top_k is not None and body.top_k > 0 else None,
+        "min_p": body.min_p or None,
+        "seed": seed,
+        "stop": stop,
+    }
+    return check_settings(GenerationConfig, values)
+
+
+def _listener(
+    loop: asyncio.AbstractEventLoop, queue: asyncio.Queue[tuple[int, list[Event]]], index: int
+) -> Callable[[list[Event]], object]:
+    return lambda events: loop.call_soon_threadsafe(queue.put_nowait, (index, events))
+
+
+async def _gone(connection: Request) -> None:
+    """Return when the client has closed the connection."""
+    while (await connection.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _either(
+    queue: asyncio.Queue[tuple[int, list[Event]]], watcher: asyncio.Task[None], seconds: float
+) -> tuple[int, list[Event]]:
+    """Return what comes next.
+
+    Raises:
+        ApiError: the client goes away before, or the time is up.
+    """
+    if not queue.empty():
+        return queue.get_nowait()
+    getter = asyncio.ensure_future(queue.get())
+    try:
+        await asyncio.wait((getter, watcher), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        if getter.done():
+            return getter.result()
+        if not watcher.done():
+            raise ApiError(504, "the request was not done in time", code="timeout")
+        raise ApiError(CLIENT_CLOSED, "the client has closed the connection")
+    finally:
+        if not getter.done():
+            getter.cancel()

@@ -1,0 +1,170 @@
+"""The server as a process: its settings, the socket, and how it stops.
+
+    serve([Path("runs/mine")], ServerConfig(port=8000))
+
+SIGTERM or Ctrl-C: no new connections are accepted, requests that run are finished within `shutdown_seconds`, and what a
+session's last completed request left is already saved. If the thread that runs the models dies, the server ends.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import uvicorn
+
+from transformer_xl.config import UserError
+from transformer_xl.files import read_bytes
+from transformer_xl.progress import note, say
+from transformer_xl.run_folder import Run, load
+from transformer_xl.serving.app import build_app
+from transformer_xl.serving.config import ServerConfig
+from transformer_xl.serving.engine import Engine
+from transformer_xl.serving.guard import LOOPBACK_HOSTS, Guard, GuardSettings
+from transformer_xl.serving.metrics import Metrics
+from transformer_xl.serving.requests import Limits, RequestRunner
+from transformer_xl.serving.served_model import ServedModel
+from transformer_xl.serving.sessions import SessionStore
+
+KEY_VARIABLE = "TXL_API_KEY"
+_MIN_KEY_CHARACTERS = 16
+_LOOPBACK_ADDRESSES = ("127.0.0.1", "::1", "localhost")
+_HEADER_BYTES = 2**20  # of the file of a session, at most
+
+
+def serve(
+    runs: Sequence[Path],
+    config: ServerConfig | None = None,
+    *,
+    device: str = "auto",
+    checkpoint: Literal["best", "last"] = "best",
+) -> int:
+    """Serve runs over HTTP until SIGTERM or Ctrl-C.
+
+    Args:
+        runs: folders of runs; the name of each folder is the name of its model.
+        config: settings of the server.
+        device: auto, cuda, mps or cpu.
+        checkpoint: the weights with the lowest validation loss (best), or those of the newest checkpoint (last).
+
+    Returns:
+        the exit status: 1 if the thread that runs the models has died.
+
+    Raises:
+        UserError: a run cannot be loaded, two have the same name, a setting is out of range, or the port is taken.
+    """
+    config = config or ServerConfig()
+    names = [Path(os.path.abspath(run)).name for run in runs]
+    if double := next((name for index, name in enumerate(names) if name in names[:index]), None):
+        raise UserError(f"two runs have the name {double}, by which requests choose one; rename a folder")
+    guard, listener = guard_settings(config), _listen(config)
+    with listener:
+        models: list[ServedModel] = []
+        for name, run in zip(names, runs, strict=True):
+            loaded = load(run, device=device, checkpoint=checkpoint)
+            models.append(served_model(name, loaded, config))
+        runner = make_runner(models, config)
+        return run_server(runner, guard, config, listener)
+
+
+def served_model(name: str, run: Run, config: ServerConfig) -> ServedModel:
+    """Return a loaded run as a model to serve."""
+    has_memory = run.config.model.has_memory
+    return ServedModel.create(
+        name,
+        run,
+        dtype=config.dtype,
+        memory_length=config.memory_length if has_memory else None,
+        max_memory_length=config.max_memory_length if has_memory else None,
+    )
+
+
+def make_runner(models: Sequence[ServedModel], config: ServerConfig) -> RequestRunner:
+    """Return what runs the requests for these models; its engine is not started."""
+    engine = Engine(models, max_rows=config.max_batch, max_waiting=config.max_waiting)
+    folder = None if config.sessions is None else Path(config.sessions)
+    sessions = SessionStore(engine.models, config.session_bytes, folder)
+    limits = Limits(max_tokens=config.max_tokens, seconds=config.timeout)
+    return RequestRunner(engine, sessions, Metrics(), limits, config.chat_template)
+
+
+def guarded_app(runner: RequestRunner, guard: GuardSettings) -> Guard:
+    """Return the application with the checks before it."""
+
+    def count(path: str, status: int) -> None:
+        runner.metrics.responses[path, status] += 1
+
+    return Guard(build_app(runner), guard, count)
+
+
+def run_server(runner: RequestRunner, guard: GuardSettings, config: ServerConfig, listener: socket.socket) -> int:
+    """Answer requests on a socket until a signal, or until the thread that runs the models dies."""
+    settings = uvicorn.Config(
+        guarded_app(runner, guard),
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=30,
+        timeout_graceful_shutdown=config.shutdown_seconds,
+        limit_concurrency=4096,
+        h11_max_incomplete_event_size=2**16,
+    )
+    server = uvicorn.Server(settings)
+
+    def on_death() -> None:
+        server.should_exit = True
+
+    runner.engine.on_death = on_death
+    runner.engine.start()
+    host, port = listener.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    say(f"serving {', '.join(runner.engine.models)} on http://{shown}:{port} (Ctrl-C stops)")
+    try:
+        server.run(sockets=[listener])
+    finally:
+        runner.engine.stop()
+    if runner.engine.error is not None:
+        note("the thread that runs the models has died; its traceback is above")
+        return 1
+    return 0
+
+
+def guard_settings(config: ServerConfig) -> GuardSettings:
+    """Return who gets in.
+
+    Raises:
+        UserError: the file of keys cannot be read, a key is too short, or other computers could connect without a key.
+    """
+    keys: list[str] = []
+    if config.api_key_file is not None:
+        content = read_bytes(Path(config.api_key_file)).decode("utf-8", "replace")
+        keys = [line.strip() for line in content.splitlines() if line.strip()]
+        if not keys:
+            raise UserError(f"--api-key-file {config.api_key_file} has no key; write one in each line")
+    elif os.environ.get(KEY_VARIABLE):
+        keys = [os.environ[KEY_VARIABLE]]
+    if any(len(key) < _MIN_KEY_CHARACTERS or not key.isascii() for key in keys):
+        raise UserError(f"an API key must have at least {_MIN_KEY_CHARACTERS} ASCII characters; choose another")
+    if not keys and config.host not in _LOOPBACK_ADDRESSES:
+        raise UserError(
+            f"--host {config.host} lets other computers connect, which needs an API key: give --api-key-file, or set "
+            f"{KEY_VARIABLE}"
+        )
+    hosts = {*LOOPBACK_HOSTS, *(name.lower() for name in config.allowed_host)}
+    if config.host not in ("0.0.0.0", "::"):
+        hosts.add(f"[{config.host}]" if ":" in config.host else config.host.lower())
+    import_bytes = min(config.session_bytes + _HEADER_BYTES, 2**40)
+    return GuardSettings(hosts, keys, config.max_body_bytes, import_bytes)
+
+
+def _listen(config: ServerConfig) -> socket.socket:
+    """Return a socket that listens; taken before the runs are loaded, so that a port in use is said at once."""
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    try:
+        return socket.create_server((config.host, config.port), family=family, backlog=2048)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise UserError(f"cannot listen on {config.host} port {config.port}: {reason}; choose another --port") from None
