@@ -2,13 +2,14 @@
 
     engine = Engine([served], max_rows=64)
     engine.start()
-    engine.submit(Job(served, prompt_ids, config, 16, listener))        the listener gets deltas, then Finished or Failed
+    engine.submit(Job(served, prompt_ids, config, 16, listener))    the listener gets deltas, then Finished or Failed
 
-In each round, up to `READING_SLICE` tokens of prompts are read, each prompt alone, and then each batch makes a step: all
-sequences of one model and memory length. So what is read does not depend on other requests, and a step computes each
-row from its own tokens and memory; others can only change its shape, and with that the last bits.
+In each round, up to `READING_SLICE` tokens of prompts are read, each prompt alone, and then each batch makes a step:
+all sequences of one model and memory length. So what is read does not depend on other requests, and a step computes
+each row from its own tokens and memory; others can only change its shape, and with that the last bits.
 
-Shape suffixes: B batch rows, T tokens, D model width, V vocabulary, R most likely tokens, G rows with the same settings.
+Shape suffixes: B batch rows, T tokens, D model width, V vocabulary, R most likely tokens, G rows with the same
+settings.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from transformer_xl.device import MemoryUse, require_memory
 from transformer_xl.generation.batch import PREFILL_SEGMENT
 from transformer_xl.generation.sampling import sample
 from transformer_xl.model.memory import Memory
-from transformer_xl.serving.jobs import Delta, Failed, Finished, Job, Sample, ScoredToken
+from transformer_xl.serving.jobs import Delta, Event, Failed, Finished, Job, Sample, ScoredToken
 from transformer_xl.serving.prompt_reader import PromptReader
 from transformer_xl.serving.rows import MemoryState, RowBatch, row_state
 from transformer_xl.serving.served_model import READING_SLICE, ServedModel
@@ -381,7 +382,7 @@ class Engine:
         return row_state(memory, row, newest, slots, drop_empty=served.is_trimmed)
 
     def _tell(self, job: Job) -> None:
-        events, job.pending = job.pending, []
+        events, job.pending = job.pending, list[Event]()
         if not job.is_cancelled.is_set():
             job.listener(events)
 
@@ -444,7 +445,7 @@ def _choose_tokens(
     model = served.model
     counts = [one.job.config.num_candidates for one in samples]
     needs_all = None in counts or any(one.job.num_logprobs is not None for one in samples)
-    logits_BV = ids_BR = None
+    logits_BV = logits_BR = ids_BR = None
     # what is computed for one row must not depend on what others need, unless that saves whole clusters
     if needs_all or not model.softmax.num_tails:
         logits_BV = model.logits(hidden_B1D)[:, 0]
@@ -457,7 +458,8 @@ def _choose_tokens(
     groups: dict[tuple[object, ...], list[int]] = {}
     for row, one in enumerate(samples):
         config = one.job.config
-        groups.setdefault((config.temperature, config.top_k, config.top_p, config.min_p), []).append(row)
+        key = config.is_greedy, config.temperature, config.top_k, config.top_p, config.min_p
+        groups.setdefault(key, []).append(row)
     chosen = [0] * len(samples)
     for rows in groups.values():
         rows = [row for row in rows if samples[row] not in damaged]
@@ -466,6 +468,7 @@ def _choose_tokens(
         config, count = samples[rows[0]].job.config, counts[rows[0]]
         ids_GR = None
         if logits_BV is None:
+            assert logits_BR is not None
             assert ids_BR is not None
             logits_GV, ids_GR = logits_BR[rows, :count], ids_BR[rows, :count]
         else:

@@ -143,7 +143,8 @@ class RowBatch(Generic[Occupant]):
         for row in reversed(self._holes()):  # from the last, after which every row has a sequence
             self._fill_from_end(row)
         if not self.occupants and not self._joining:
-            self.memory, self._storage = None, []
+            self.memory = None
+            self._storage.clear()
             return
         if self.memory is not None and self.memory.batch_size != len(self.occupants):
             self._resize(len(self.occupants))

@@ -71,7 +71,7 @@ class ServedModel:
         Raises:
             UserError: the model does not support the memory length.
         """
-        given = {} if memory_length is None else {"memory_length": memory_length}
+        given: dict[str, Any] = {} if memory_length is None else {"memory_length": memory_length}
         settings = EvaluationConfig(method="memory", **given)
         plan = EvaluationPlan.resolve(run.config, settings, memory_lengths=run.memory_lengths)
         longest = max(plan.context_limits.memory_length, max_memory_length or 0)
@@ -203,7 +203,7 @@ class ServedModel:
         return replace(self.plan.context_limits, memory_length=memory_length)
 
     def _prepare(self) -> None:
-        """Look at the shapes of a state, and project the position keys of all distances once; later memories share them.
+        """Look at the shapes of a state, and project the position keys of all distances, which later memories share.
 
         Projected when first needed, their last bits would depend on which request came first.
         """
@@ -230,8 +230,11 @@ class ServedModel:
     def _with_positions(self, memory: Memory) -> Memory:
         if not self._position_keys:
             return memory
-        pairs = zip(memory.layers, self._position_keys, strict=True)
-        return replace(memory, layers=tuple(replace(cache, position_keys=keys) for cache, keys in pairs))
+        layers: list[KeyValueCache] = []
+        for cache, keys in zip(memory.layers, self._position_keys, strict=True):
+            assert isinstance(cache, KeyValueCache)
+            layers.append(replace(cache, position_keys=keys))
+        return replace(memory, layers=tuple(layers))
 
 
 def _slot_dim(cache: LayerCache) -> int | None:

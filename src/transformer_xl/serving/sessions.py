@@ -320,7 +320,8 @@ def check_header(content: bytes, models: Mapping[str, ServedModel], *, num_bytes
             if name != "txl_session"
         }
         served, state = _model_of(values, models), values.get("state")
-        expected = {} if state is None else served.state_shapes(_counts(state, served))
+        no_memory: dict[str, tuple[str, tuple[int, ...]]] = {}
+        expected = no_memory if state is None else served.state_shapes(_counts(state, served))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         if isinstance(error, UserError):
             raise

@@ -1,0 +1,50 @@
+"""A running server for the tests of serving: the real application on a loopback port, in a thread."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import uvicorn
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "integrations"))
+
+from runs import make_run
+
+from transformer_xl.run_folder import Run
+from transformer_xl.serving.config import ServerConfig
+from transformer_xl.serving.requests import RequestRunner
+from transformer_xl.serving.server import guard_settings, guarded_app, make_runner, served_model
+
+__all__ = ["make_run", "running"]
+
+
+@contextmanager
+def running(runs: dict[str, Run], **settings: Any) -> Iterator[tuple[httpx2.Client, RequestRunner]]:
+    """Run a server of these runs; yield a client with its address, and what runs the requests."""
+    config = ServerConfig(**settings)
+    runner = make_runner([served_model(name, run, config) for name, run in runs.items()], config)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        settings_ = uvicorn.Config(guarded_app(runner, guard_settings(config)), log_level="critical")
+        server = uvicorn.Server(settings_)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+        runner.engine.start()
+        thread.start()
+        while not server.started:
+            time.sleep(0.01)
+        address = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        try:
+            with httpx2.Client(base_url=address, timeout=60) as client:
+                yield client, runner
+        finally:
+            server.should_exit = True
+            thread.join(20)
+            runner.engine.stop()
+            assert not thread.is_alive()

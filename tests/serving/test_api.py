@@ -1,0 +1,389 @@
+"""The API as its users meet it: the openai client, lm_eval's local-completions, and sessions, on a loopback port."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import httpx2
+import openai
+import pytest
+from servers import make_run, running
+
+from transformer_xl.evaluation.score import score
+from transformer_xl.generation.generate import generate
+from transformer_xl.run_folder import Run
+from transformer_xl.serving.requests import RequestRunner
+
+PROMPT = "Once upon a time, a long text began. "
+KEY, OTHER_KEY = "first-key-of-the-tests", "other-key-of-the-tests"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return make_run(tmp_path_factory.mktemp("runs") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def served(run: Run):
+    with running({"tiny": run}, chat_template="plain", max_memory_length=64) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def client(served) -> httpx2.Client:
+    return served[0]
+
+
+@pytest.fixture(scope="module")
+def gpt(client: httpx2.Client):
+    with openai.OpenAI(base_url=f"{client.base_url}/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+def complete(client: httpx2.Client, **body: object) -> dict:
+    answer = client.post("/v1/completions", json={"model": "tiny", "seed": 1, **body})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def error_of(client: httpx2.Client, status: int, path: str = "/v1/completions", **body: object) -> str:
+    answer = client.post(path, json=body)
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    return error["message"]
+
+
+# Completions
+
+
+def test_completion_equals_generate(run: Run, gpt: openai.OpenAI) -> None:
+    prompts = [PROMPT, "another"]
+    answer = gpt.completions.create(model="tiny", prompt=prompts, n=2, max_tokens=24, seed=5, temperature=0.9, stop="@")
+    expected = generate(run, prompts, num_samples=2, max_new_tokens=24, seed=5, temperature=0.9, top_k=None, stop="@")
+    assert [choice.text for choice in answer.choices] == [completion.text for completion in expected]
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    assert answer.usage.prompt_tokens == sum(map(len, prompts))
+    assert answer.usage.completion_tokens == sum(len(completion.token_ids) for completion in expected)
+
+
+def test_stream_gives_the_same_text_and_tokens(gpt: openai.OpenAI) -> None:
+    arguments = {"model": "tiny", "prompt": PROMPT, "max_tokens": 30, "seed": 2, "logprobs": 2, "echo": True}
+    whole = gpt.completions.create(**arguments)
+    chunks = list(gpt.completions.create(**arguments, stream=True, stream_options={"include_usage": True}))
+    choices = [choice for chunk in chunks for choice in chunk.choices]
+    assert len(choices) > 10
+    assert "".join(choice.text for choice in choices) == whole.choices[0].text
+    for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+        streamed = [item for choice in choices for item in getattr(choice.logprobs, name)]
+        assert streamed == getattr(whole.choices[0].logprobs, name)
+    assert [choice.finish_reason for choice in choices if choice.finish_reason] == ["length"]
+    assert chunks[-1].usage == whole.usage
+
+
+def test_logprobs_of_echo_are_those_of_score(run: Run, gpt: openai.OpenAI) -> None:
+    for memory_length in (None, 0, 40):
+        body = {} if memory_length is None else {"memory_length": memory_length}
+        answer = gpt.completions.create(
+            model="tiny", prompt=PROMPT * 3, max_tokens=0, echo=True, logprobs=3, extra_body=body
+        )
+        logprobs = answer.choices[0].logprobs
+        (expected,) = score(run, PROMPT * 3, **body)
+        assert logprobs.token_logprobs == pytest.approx(list(-expected.nats_K), abs=1e-4)
+        assert "".join(logprobs.tokens) == answer.choices[0].text == PROMPT * 3
+        assert logprobs.text_offset == list(range(len(PROMPT * 3)))
+        for token, logprob, top in zip(logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
+            assert top[token] == logprob  # the same float
+            assert 3 <= len(top) <= 4
+
+
+def test_token_ids_and_names(run: Run, gpt: openai.OpenAI) -> None:
+    """Bytes that are no character have names of their own."""
+    ids = list("wörld".encode())
+    body = {"return_tokens_as_token_ids": True}
+    answer = gpt.completions.create(model="tiny", prompt=ids, max_tokens=0, echo=True, logprobs=0, extra_body=body)
+    assert answer.choices[0].logprobs.tokens == [f"token_id:{token_id}" for token_id in ids]
+    answer = gpt.completions.create(model="tiny", prompt=[ids, [98]], max_tokens=0, echo=True, logprobs=0)
+    assert answer.choices[0].logprobs.tokens == ["w", "bytes:\\xc3", "bytes:\\xb6", "r", "l", "d"]
+    assert answer.choices[1].text == "b"
+
+
+def test_best_of_returns_the_most_likely_samples(run: Run, gpt: openai.OpenAI) -> None:
+    answer = gpt.completions.create(model="tiny", prompt="a", n=2, best_of=6, max_tokens=9, seed=3)
+    samples = generate(run, ["a"], num_samples=6, max_new_tokens=9, seed=3, top_k=None, logprobs=True)
+    best = sorted(samples, key=lambda sample: sum(sample.logprobs), reverse=True)[:2]
+    assert [choice.text for choice in answer.choices] == [sample.text for sample in best]
+    assert answer.usage.completion_tokens == 6 * 9
+
+
+def test_greedy_top_k_and_values_that_change_nothing(run: Run, client: httpx2.Client) -> None:
+    neutral = {"presence_penalty": 0, "frequency_penalty": 0.0, "user": "me", "logit_bias": {}, "suffix": None}
+    answer = complete(client, prompt=PROMPT, temperature=0, max_tokens=9, **neutral)
+    assert answer["choices"][0]["text"] == generate(run, PROMPT, greedy=True, max_new_tokens=9).text
+    answer = complete(client, prompt=PROMPT, top_k=5, max_tokens=9)
+    assert answer["choices"][0]["text"] == generate(run, PROMPT, top_k=5, seed=1, max_new_tokens=9).text
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"tools": []}, "tools is not a field"),
+        ({"presence_penalty": 0.5}, "presence_penalty"),
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"suffix": "end"}, "suffix"),
+        ({"max_tokens": True}, "max_tokens"),
+        ({"max_tokens": "5"}, "max_tokens"),
+        ({"max_tokens": 10**9}, "max_tokens"),
+        ({"n": 1000}, "n or best_of 1000 is above 64"),
+        ({"n": 3, "best_of": 2}, "best_of 2 is below n 3"),
+        ({"best_of": 3, "stream": True}, "cannot be streamed"),
+        ({"logprobs": 50}, "logprobs"),
+        ({"stop": ["a"] * 17}, "stop"),
+        ({"stop": ""}, "stop"),
+        ({"temperature": -1}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"seed": -1}, "seed"),
+        ({"prompt": [300]}, "token id 300 is not in this byte vocabulary"),
+        ({"prompt": []}, "empty list"),
+        ({"prompt": ["a"] * 300}, "300 prompts"),
+        ({"prompt": "a", "add_special_tokens": False, "max_tokens": 60_000, "n": 60, "logprobs": 20}, "too much"),
+        ({"prompt": "", "add_special_tokens": False}, "the prompt is empty"),
+        ({"memory_length": 65}, "above 64"),
+        ({"stream_options": {"include_usage": True}}, "needs stream"),
+        ({"prompt": ["a", "b"], "session": "new"}, "one prompt"),
+    ],
+)
+def test_wrong_values_are_refused_by_name(client: httpx2.Client, body: dict, message: str) -> None:
+    assert message in error_of(client, 400, model="tiny", **{"prompt": "a", **body})
+
+
+def test_unknown_models_and_paths(client: httpx2.Client) -> None:
+    assert "the models are tiny" in error_of(client, 404, model="huge", prompt="a")
+    assert client.get("/v1/models/huge").status_code == 404
+    assert client.get("/nothing").json()["error"]["message"] == "no such path"
+    assert client.get("/v1/completions").status_code == 405
+
+
+def test_model_list_tokens_and_metrics(run: Run, client: httpx2.Client, gpt: openai.OpenAI) -> None:
+    (model,) = gpt.models.list().data
+    assert (model.id, model.memory_length, model.max_memory_length) == ("tiny", 11, 64)
+    tokens = client.post("/tokenize", json={"prompt": "wö", "add_special_tokens": False}).json()
+    assert tokens["tokens"] == list("wö".encode())
+    assert client.post("/detokenize", json={"tokens": tokens["tokens"]}).json() == {"prompt": "wö"}
+    assert client.get("/tokenizer_info").json()["bos_token"] == "\n"
+    assert client.get("/health").json() == {"status": "ok"}
+    complete(client, prompt="a")
+    metrics = client.get("/metrics").text
+    assert 'txl_responses_total{path="/v1/completions",status="200"}' in metrics
+    assert "txl_time_to_first_token_seconds_count" in metrics
+
+
+# Chat
+
+
+def test_chat_is_a_completion_of_the_template(run: Run, gpt: openai.OpenAI) -> None:
+    messages = [{"role": "system", "content": "Be {role}."}, {"role": "user", "content": "hi"}]
+    arguments = {
+        "model": "tiny",
+        "messages": messages,
+        "max_tokens": 20,
+        "seed": 4,
+        "logprobs": True,
+        "top_logprobs": 2,
+    }
+    answer = gpt.chat.completions.create(**arguments)
+    prompt = "system: Be {role}.\nuser: hi\nassistant: "
+    expected = generate(run, prompt, max_new_tokens=20, seed=4, top_k=None, stop="\n")
+    assert answer.choices[0].message.content == expected.text
+    assert all(len(token.top_logprobs) == 2 for token in answer.choices[0].logprobs.content)
+    chunks = list(gpt.chat.completions.create(**arguments, stream=True))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == expected.text
+    assert chunks[0].choices[0].delta.role == "assistant"
+
+
+def test_chat_needs_a_template(run: Run) -> None:
+    with running({"tiny": run}) as (client, _):
+        body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
+        assert "--chat-template plain" in error_of(client, 400, "/v1/chat/completions", **body)
+
+
+# Sessions
+
+
+def continued(client: httpx2.Client, session: str, prompt: str, **body: object) -> dict:
+    return complete(client, prompt=prompt, session=session, **{"max_tokens": 12, **body})
+
+
+def test_session_continues_without_the_earlier_text(run: Run, client: httpx2.Client) -> None:
+    """As `generate` with the memory of the first text; and a branch of a snapshot goes on from there again."""
+    from transformer_xl.generation.generate import stream
+
+    first = continued(client, "new", PROMPT)
+    session = first["session"]
+    snapshot = client.post(f"/v1/sessions/{session}/snapshot", json={}).json()["id"]
+    second = continued(client, session, "then")
+    source = stream(run, PROMPT, max_new_tokens=12, seed=1, top_k=None)
+    assert "".join(source) == first["choices"][0]["text"]
+    settings = {"max_new_tokens": 12, "seed": 1, "top_k": None, "memory": source.memory(), "add_bos_token": False}
+    assert second["choices"][0]["text"] == generate(run, "then", **settings).text
+    third = continued(client, session, "then", echo=True, logprobs=0)["choices"][0]["logprobs"]["token_logprobs"]
+    branch = client.post(f"/v1/sessions/{snapshot}/branch", json={}).json()
+    assert (branch["parent"], branch["tokens"]) == (snapshot, 1 + len(PROMPT) + 12)
+    again = continued(client, branch["id"], "then", echo=True, logprobs=0)["choices"][0]
+    assert again["text"] == "then" + second["choices"][0]["text"]
+    assert again["logprobs"]["token_logprobs"] != third
+    assert "is a snapshot" in error_of(client, 409, model="tiny", prompt="a", session=snapshot)
+
+
+def test_streamed_and_header_sessions_and_reading_only(client: httpx2.Client) -> None:
+    session = client.post("/v1/sessions", json={"model": "tiny", "memory_length": 32}).json()["id"]
+    body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 0}
+    answer = client.post("/v1/completions", json=body, headers={"x-session": session})
+    assert answer.headers["x-session"] == session
+    described = client.get(f"/v1/sessions/{session}").json()
+    assert (described["tokens"], described["memory_tokens"]) == (1 + len(PROMPT), 32)
+    with client.stream(
+        "POST", "/v1/completions", json={**body, "max_tokens": 5, "stream": True, "session": session}
+    ) as r:
+        assert r.read().endswith(b"data: [DONE]\n\n")
+    assert client.get(f"/v1/sessions/{session}").json()["tokens"] == 1 + 2 * len(PROMPT) + 5
+    listed = client.get("/v1/sessions").json()
+    assert listed["data"][0]["id"] == session
+    assert listed["bytes"] == sum(entry["bytes"] for entry in listed["data"])
+    assert client.delete(f"/v1/sessions/{session}").json()["deleted"]
+    assert "no session" in error_of(client, 404, model="tiny", prompt="a", session=session)
+
+
+def test_second_writer_is_refused(client: httpx2.Client) -> None:
+    session = client.post("/v1/sessions", json={"model": "tiny"}).json()["id"]
+    body = {"model": "tiny", "prompt": "a", "max_tokens": 5000, "stream": True, "session": session}
+    with client.stream("POST", "/v1/completions", json=body) as first:
+        lines = first.iter_lines()  # closed with this object, which would close the connection
+        next(lines)
+        assert "another request is changing" in error_of(client, 409, model="tiny", prompt="b", session=session)
+        assert client.delete(f"/v1/sessions/{session}").status_code == 409
+    # the client has gone: the session is as it was, and free again
+    for _ in range(200):
+        answer = client.post("/v1/completions", json={"model": "tiny", "prompt": "b", "session": session})
+        if answer.status_code == 200:
+            break
+    assert client.get(f"/v1/sessions/{session}").json()["tokens"] == 1 + 1 + 16
+
+
+def test_export_and_import(client: httpx2.Client) -> None:
+    session = continued(client, "new", PROMPT)["session"]
+    content = client.get(f"/v1/sessions/{session}/export").content
+    headers = {"content-type": "application/octet-stream"}
+    answer = client.post("/v1/sessions/import", content=content, headers=headers)
+    assert answer.status_code == 200, answer.text
+    copy = answer.json()["id"]
+    assert copy != session
+    texts = [continued(client, one, "then")["choices"][0]["text"] for one in (session, copy)]
+    assert texts[0] == texts[1]
+
+
+# lm_eval
+
+
+def test_lm_eval_scores_as_txl_score(run: Run, client: httpx2.Client) -> None:
+    """Its client for old completions, with our tokenizer over HTTP."""
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.openai_completions import LocalCompletionsAPI
+
+    model = LocalCompletionsAPI(
+        base_url=f"{client.base_url}/v1/completions", model="tiny", tokenizer_backend="remote", max_length=100_000
+    )
+    pairs = [("A context", " and what follows"), ("Another", " end")]
+    requests = [
+        Instance(request_type="loglikelihood", doc={}, arguments=pair, idx=index) for index, pair in enumerate(pairs)
+    ]
+    results = model.loglikelihood(requests)
+    for (context, continuation), (logprob, is_greedy) in zip(pairs, results, strict=True):
+        (expected,) = score(run, context + continuation)
+        assert logprob == pytest.approx(-expected.nats_K[len(context) :].sum(), abs=1e-3)
+        assert not is_greedy
+    greedy = generate(run, "abc", greedy=True, max_new_tokens=6)
+    ids = list(greedy.token_ids)
+    if bytes(ids).isascii():
+        request = Instance(request_type="loglikelihood", doc={}, arguments=("abc", greedy.text), idx=0)
+        assert model.loglikelihood([request])[0][1]
+
+
+# Who gets in
+
+
+def test_keys_separate_sessions(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text(f"{KEY}\n{OTHER_KEY}\n")
+    with running({"tiny": run}, api_key_file=str(tmp_path / "keys")) as (client, _):
+        body = {"model": "tiny", "prompt": "a", "session": "new"}
+        assert client.post("/v1/completions", json=body).status_code == 401
+        wrong = client.post("/v1/completions", json=body, headers={"authorization": "Bearer no"})
+        assert wrong.json()["error"]["code"] == "invalid_api_key"
+        assert client.get("/health").status_code == 200
+        assert client.get("/v1/models").status_code == client.get("/metrics").status_code == 401
+        mine, other = ({"authorization": f"Bearer {key}"} for key in (KEY, OTHER_KEY))
+        session = client.post("/v1/completions", json=body, headers=mine).json()["session"]
+        for headers, status in ((mine, 200), (other, 404)):
+            assert client.get(f"/v1/sessions/{session}", headers=headers).status_code == status
+            answer = client.post("/v1/completions", json={**body, "session": session}, headers=headers)
+            assert answer.status_code == status
+        assert client.get("/v1/sessions", headers=other).json()["data"] == []
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"host": "evil.example"}, 403),
+        ({"host": "127.0.0.1.evil.example"}, 403),
+        ({"host": "localhost:1"}, 200),
+        ({"origin": "http://evil.example"}, 403),
+        ({"content-type": "text/plain"}, 415),
+        ({"content-type": "application/x-www-form-urlencoded"}, 415),
+        ({"content-type": "application/json; charset=utf-8"}, 200),
+    ],
+)
+def test_hosts_origins_and_content_types(client: httpx2.Client, headers: dict[str, str], status: int) -> None:
+    content = json.dumps({"model": "tiny", "prompt": "a"})
+    answer = client.post("/v1/completions", content=content, headers={"content-type": "application/json", **headers})
+    assert answer.status_code == status
+    assert "access-control-allow-origin" not in answer.headers
+
+
+def test_large_bodies_are_refused(run: Run) -> None:
+    with running({"tiny": run}, max_body_bytes=2000) as (client, _):
+        assert "larger than 2,000" in error_of(client, 413, model="tiny", prompt="a" * 3000)
+
+        def chunks():
+            for _ in range(100):
+                yield b" " * 100
+
+        headers = {"content-type": "application/json"}
+        assert client.post("/v1/completions", content=chunks(), headers=headers).status_code == 413
+
+
+def test_queue_answers_429_with_retry_after(run: Run) -> None:
+    with running({"tiny": run}, max_batch=1, max_waiting=1) as (client, runner):
+        body = {"model": "tiny", "prompt": "a", "max_tokens": 20_000, "stream": True}
+        with client.stream("POST", "/v1/completions", json=body) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            runner.engine.submit(*_waiting(runner))
+            refused = client.post("/v1/completions", json={"model": "tiny", "prompt": "b"})
+            assert refused.status_code == 429
+            assert int(refused.headers["retry-after"]) >= 1
+
+
+def _waiting(runner: RequestRunner) -> list:
+    from transformer_xl.generation.config import GenerationConfig
+    from transformer_xl.serving.jobs import Job
+
+    return [Job(runner.model(None), [1], GenerationConfig(), 1, lambda _: None)]
+
+
+def test_timeout(run: Run) -> None:
+    with running({"tiny": run}, timeout=0.3) as (client, runner):
+        message = error_of(client, 504, model="tiny", prompt="a", max_tokens=60_000)
+        assert "not done in time" in message
+        while not runner.engine.is_idle:
+            pass

@@ -1,0 +1,263 @@
+"""Requests that run together give the texts of `generate` and the log-probabilities of `score`, as each does alone.
+
+The runs have random weights; their memory of 11 tokens is shorter than most texts here.
+"""
+
+from __future__ import annotations
+
+import queue
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import MODELS
+from servers import make_run
+
+from transformer_xl.config import UserError
+from transformer_xl.evaluation.score import score
+from transformer_xl.generation.config import GenerationConfig
+from transformer_xl.generation.generate import generate
+from transformer_xl.run_folder import Run
+from transformer_xl.serving import engine as engine_module
+from transformer_xl.serving.engine import Engine, QueueFullError
+from transformer_xl.serving.jobs import Delta, Failed, Finished, Job, ScoredToken
+from transformer_xl.serving.served_model import ServedModel
+
+LONG = "This prompt is much longer than the memory of the model, and is read in several slices. " * 4
+TEXTS = ["Once upon a time", "x", LONG, "no", "another text", LONG[:140]]
+SETTINGS: list[dict[str, Any]] = [{"top_k": None}, {}, {"greedy": True}, {"top_p": 0.9, "temperature": 1.3}]
+
+
+class Listener:
+    """Collects the events of a job."""
+
+    def __init__(self) -> None:
+        self.lists: queue.SimpleQueue[list[Any]] = queue.SimpleQueue()
+
+    def wait(self) -> tuple[str, list[ScoredToken], Finished | Failed]:
+        """Return the text and the tokens of the only sample, and how the job ended."""
+        events: list[Any] = []
+        while not events or isinstance(events[-1], Delta):
+            events += self.lists.get(timeout=60)
+        deltas = [event for event in events if isinstance(event, Delta)]
+        return (
+            "".join(delta.text for delta in deltas),
+            [token for delta in deltas for token in delta.tokens],
+            events[-1],
+        )
+
+
+def make_job(served: ServedModel, text: str, max_tokens: int = 20, **options: Any) -> tuple[Job, Listener]:
+    listener = Listener()
+    settings = {name: options.pop(name) for name in list(options) if name in GenerationConfig.model_fields}
+    if "memory_length" in settings:
+        options["memory_length"] = settings.pop("memory_length")
+    options = {"memory_length": served.check_memory_length(None), "num_logprobs": 1, **options}
+    config = GenerationConfig(max_new_tokens=max(1, max_tokens), **{"top_k": None, **settings})
+    ids = served.run.tokenizer.encode(text).tolist()
+    return Job(served, ids, config, max_tokens, listener.lists.put, **options), listener
+
+
+@pytest.fixture
+def engines(tmp_path: Path):
+    """Returns a function that makes a run with a name of MODELS, and starts an engine for it."""
+    started: list[Engine] = []
+
+    def make(name: str = "transformer-xl", run: Run | None = None, **options: Any) -> tuple[Run, ServedModel, Engine]:
+        run = run or make_run(tmp_path / f"run-{len(started)}", name)
+        served = ServedModel.create("model", run)
+        started.append(Engine([served], **options))
+        started[-1].start()
+        return run, served, started[-1]
+
+    yield make
+    for engine in started:
+        engine.stop()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_requests_together_equal_generate(engines, name: str) -> None:
+    """Texts of other lengths and settings join and leave all the time; more of them than rows wait for their turn."""
+    run, served, engine = engines(name, max_rows=5)
+    made = [
+        make_job(served, text, 15 + 7 * index, seed=index, **SETTINGS[index % len(SETTINGS)])
+        for index, text in enumerate(TEXTS * 2)
+    ]
+    engine.submit(*(job for job, _ in made))
+    for job, listener in made:
+        text, tokens, end = listener.wait()
+        assert isinstance(end, Finished)
+        expected = generate(run, job.prompt_ids, job.config, logprobs=True)
+        assert text == expected.text
+        assert [token.token_id for token in tokens] == list(expected.token_ids)
+        assert [token.logprob for token in tokens] == pytest.approx(expected.logprobs, abs=1e-4)
+        assert all(token.logprob <= token.top[0][1] for token in tokens)
+    assert engine.counters.step_rows / engine.counters.steps > 2, "they did not run together"
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("memory_length", [None, 0])
+def test_prompts_are_scored_as_by_score(engines, name: str, memory_length: int | None) -> None:
+    run, served, engine = engines(name)
+    options = {} if memory_length is None else {"memory_length": memory_length}
+    made = [make_job(served, text, length, score_prompt=True, **options) for text in TEXTS for length in (0, 3)]
+    engine.submit(*(job for job, _ in made))
+    for job, listener in made:
+        _, tokens, end = listener.wait()
+        assert isinstance(end, Finished)
+        assert len(tokens) == job.max_tokens
+        (expected,) = score(run, run.tokenizer.decode_bytes(job.prompt_ids), **options)
+        assert [token.token_id for token in job.prompt_tokens] == job.prompt_ids
+        assert [token.logprob for token in job.prompt_tokens] == pytest.approx(list(-expected.nats_K), abs=1e-4)
+
+
+def run_with(engines, run: Run, others: list[str]) -> tuple[str, list[ScoredToken]]:
+    _, served, engine = engines(run=run)
+    made = [make_job(served, text, 30, seed=index) for index, text in enumerate(["the first text", *others])]
+    engine.submit(*(job for job, _ in made))
+    results = [listener.wait() for _, listener in made]
+    return results[0][:2]
+
+
+@pytest.mark.parametrize("name", ["transformer-xl", "lstm", "vaswani", "n-grams"])
+def test_contents_of_neighbours_change_no_bit(engines, tmp_path: Path, name: str) -> None:
+    """At the same batch shape; with another batch size, log-probabilities differ by less than 1e-4."""
+    run = make_run(tmp_path / "run", name)
+    text, tokens = run_with(engines, run, ["ab", "cdefghij", "the third one of them"])
+    same_text, same_tokens = run_with(engines, run, ["xy", "01234567", "another, of 21 bytes."])
+    assert (text, tokens) == (same_text, same_tokens)
+    alone_text, alone_tokens = run_with(engines, run, [])
+    assert text == alone_text
+    logprobs = [token.logprob for token in alone_tokens]
+    assert [token.logprob for token in tokens] == pytest.approx(logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ["transformer-xl", "attends to empty memory", "n-grams", "lstm", "qrnn", "vaswani"])
+def test_state_continues_as_memory_of_generate(engines, name: str) -> None:
+    """The memory that a job keeps gives the same text as that of a stream, also after many other rows have moved."""
+    from transformer_xl.generation.generate import stream
+
+    run, served, engine = engines(name, max_rows=4)
+    for first_length in (1, 25):
+        others = [make_job(served, text, 3 + 5 * index, seed=9) for index, text in enumerate(TEXTS)]
+        job, listener = make_job(served, "A first line", first_length, seed=4, keep_state=True)
+        engine.submit(others[0][0], job, *(other for other, _ in others[1:]))
+        state = listener.wait()[2].state
+        source = stream(run, "A first line", max_new_tokens=first_length, seed=4, top_k=None)
+        list(source)
+        next_job, listener = make_job(served, "and more", 25, seed=5, state=state, score_prompt=False)
+        engine.submit(next_job)
+        text, tokens, _ = listener.wait()
+        memory = source.memory()
+        expected = generate(run, "and more", max_new_tokens=25, seed=5, top_k=None, memory=memory, add_bos_token=False)
+        assert text == expected.text
+        assert [token.token_id for token in tokens] == list(expected.token_ids)
+
+
+def test_long_prompt_does_not_stall_others(engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it is read in slices, a text that was running goes on, and a short prompt is read and finished."""
+    _, served, engine = engines()
+    long_job, long_listener = make_job(served, LONG * 20, 1)
+    short_job, short_listener = make_job(served, "short", 5)
+    slices: list[int] = []
+    read = engine._read
+    monkeypatch.setattr(engine, "_read", lambda reading: slices.append(read(reading)) or slices[-1])
+    engine.submit(long_job, short_job)
+    short_listener.wait()
+    assert long_listener.lists.empty()
+    long_listener.wait()
+    assert max(slices) <= engine_module.READING_SLICE
+
+
+def test_owners_take_turns(engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, served, engine = engines(max_rows=1)
+    many = [make_job(served, "a", 40, owner="many") for _ in range(8)]
+    one, listener = make_job(served, "b", 4, owner="one")
+    engine.submit(*(job for job, _ in many))
+    engine.submit(one)
+    listener.wait()
+    assert many[-1][1].lists.empty()
+
+
+def test_queue_is_bounded(engines) -> None:
+    _, served, engine = engines(max_rows=1, max_waiting=2)
+    running, _ = make_job(served, "a", 5000)
+    engine.submit(running)
+    engine.submit(make_job(served, "a", 1)[0])
+    while engine.num_waiting > 1:
+        pass
+    with pytest.raises(QueueFullError) as error:
+        engine.submit(*(make_job(served, "a", 1)[0] for _ in range(4)))
+    assert error.value.retry_after >= 1
+    engine.cancel(running)
+
+
+def test_cancelled_job_leaves_and_others_go_on(engines) -> None:
+    run, served, engine = engines()
+    endless, _ = make_job(served, "a", 10**6, streams=True)
+    job, listener = make_job(served, "b", 200, seed=3)
+    engine.submit(endless, job)
+    engine.cancel(endless)
+    text, _, _ = listener.wait()
+    assert text == generate(run, "b", max_new_tokens=200, seed=3, top_k=None).text
+    while not engine.is_idle:
+        pass
+    assert engine.counters.cancelled == 1
+
+
+def test_failure_of_a_step_ends_its_jobs_only(engines, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    """The listener gets a plain message, the log the traceback; later jobs run."""
+    _, served, engine = engines()
+    job, listener = make_job(served, "a", 50)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_step", lambda *_: 1 / 0)
+        engine.submit(job)
+        end = listener.wait()[2]
+    assert isinstance(end, Failed)
+    assert "ZeroDivision" not in end.message
+    assert "ZeroDivisionError" in capsys.readouterr().err
+    job, listener = make_job(served, "a", 50)
+    engine.submit(job)
+    assert isinstance(listener.wait()[2], Finished)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_death_of_the_thread_fails_all_jobs(engines, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    _, served, engine = engines(max_rows=1)
+    monkeypatch.setattr(engine, "_round", lambda: 1 / 0)
+    deaths: list[bool] = []
+    engine.on_death = lambda: deaths.append(True)
+    made = [make_job(served, "a", 50) for _ in range(3)]
+    engine.submit(*(job for job, _ in made))
+    assert [type(listener.wait()[2]) for _, listener in made] == [Failed] * 3
+    assert deaths
+    with pytest.raises(UserError, match="stopping"):
+        engine.submit(made[0][0])
+
+
+def test_damaged_memory_of_one_does_not_reach_others(engines) -> None:
+    run, served, engine = engines()
+    kept, listener = make_job(served, "some text", 5, keep_state=True)
+    engine.submit(kept)
+    state = listener.wait()[2].state
+    state = replace(state, tensors={name: torch.full_like(tensor, 3e38) for name, tensor in state.tensors.items()})
+    bad, bad_listener = make_job(served, "x", 20, state=state)
+    good, good_listener = make_job(served, "y", 40, seed=2)
+    engine.submit(good, bad)
+    assert isinstance(bad_listener.wait()[2], Failed)
+    assert good_listener.wait()[0] == generate(run, "y", max_new_tokens=40, seed=2, top_k=None).text
+
+
+@torch.inference_mode()
+def test_stop_string_cuts_text_and_tokens(engines) -> None:
+    run, served, engine = engines()
+    free = generate(run, "abc", max_new_tokens=40, seed=1, top_k=None)
+    stop = free.text[7:9]
+    job, listener = make_job(served, "abc", 40, seed=1, stop=(stop,), streams=True)
+    engine.submit(job)
+    text, tokens, _ = listener.wait()
+    assert text == free.text[: free.text.index(stop)]
+    assert [token.token_id for token in tokens] == list(free.token_ids[: len(tokens)])
+    assert run.tokenizer.decode([token.token_id for token in tokens]) == text

@@ -1,0 +1,299 @@
+"""Faults: what comes from outside is wrong, the client goes away, the disk is full, the server is told to stop."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from servers import make_run, running
+
+from transformer_xl.run_folder import Run
+from transformer_xl.serving import sessions as sessions_module
+
+BODY = {"model": "tiny", "prompt": "abc", "seed": 1}
+OCTETS = {"content-type": "application/octet-stream"}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return make_run(tmp_path_factory.mktemp("runs") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def client(run: Run):
+    with running({"tiny": run}, chat_template="plain") as (made, _):
+        yield made
+
+
+def assert_clear(answer: httpx2.Response) -> None:
+    """An error in OpenAI's form, which says nothing about the inside of the server."""
+    assert 200 <= answer.status_code < 500, answer.text
+    if answer.status_code >= 400:
+        assert answer.json()["error"]["message"]
+    assert "Traceback" not in answer.text
+    assert "site-packages" not in answer.text
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+FIELDS = [
+    *(
+        "model",
+        "prompt",
+        "max_tokens",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "n",
+        "best_of",
+        "stop",
+        "seed",
+        "echo",
+    ),
+    *("logprobs", "stream", "stream_options", "session", "memory_length", "messages", "tokens", "user", "suffix"),
+]
+PATHS = ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/sessions"]
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(path=st.sampled_from(PATHS), body=st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=4))
+def test_any_body_has_a_clear_answer(client: httpx2.Client, path: str, body: dict[str, Any]) -> None:
+    small = {name: value for name, value in body.items() if name not in ("max_tokens", "n", "best_of")}
+    for values in (body, {**BODY, "max_tokens": 2, **small}):
+        content = json.dumps(values)  # with NaN and Infinity, which are no JSON
+        assert_clear(client.post(path, content=content, headers={"content-type": "application/json"}))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"[]", b"null", b'"text"', b"\xff\xfe", b"[" * 100_000, b'{"model": "\\ud800"}', b"1" * 5000],
+    ids=["empty", "cut", "list", "null", "string", "no UTF-8", "deep", "surrogate", "long number"],
+)
+def test_malformed_bodies(client: httpx2.Client, content: bytes) -> None:
+    answer = client.post("/v1/completions", content=content, headers={"content-type": "application/json"})
+    assert answer.status_code == 400
+    assert_clear(answer)
+
+
+def test_client_that_vanishes_stops_its_request(run: Run) -> None:
+    """While its text is streamed, and while it waits for a whole answer."""
+    with running({"tiny": run}) as (client, runner):
+        for stream in (True, False):
+            address = client.base_url
+            body = json.dumps({**BODY, "max_tokens": 60_000, "stream": stream}).encode()
+            with socket.create_connection((address.host, address.port)) as connection:
+                head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+                connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+                while not runner.engine.num_running:
+                    time.sleep(0.01)
+                if stream:
+                    connection.recv(1000)
+            deadline = time.monotonic() + 20
+            while not runner.engine.is_idle:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+        assert runner.engine.counters.cancelled == 2
+
+
+def test_death_of_the_model_thread_is_said(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    with running({"tiny": run}) as (client, runner):
+        monkeypatch.setattr(runner.engine, "_round", lambda: 1 / 0)
+        answer = client.post("/v1/completions", json=BODY)
+        assert answer.status_code == 500
+        assert "ZeroDivision" not in answer.text
+        assert client.get("/health").status_code == 503
+        assert client.post("/v1/completions", json=BODY).status_code == 503
+
+
+# Sessions
+
+
+def make_session(client: httpx2.Client, **body: Any) -> str:
+    answer = client.post("/v1/completions", json={**BODY, "session": "new", **body})
+    assert answer.status_code == 200, answer.text
+    return answer.json()["session"]
+
+
+def exported(client: httpx2.Client) -> bytes:
+    return client.get(f"/v1/sessions/{make_session(client)}/export").content
+
+
+def test_forged_sessions_are_refused(client: httpx2.Client) -> None:
+    good = exported(client)
+    size = int.from_bytes(good[:8], "little")
+    forged = {
+        "empty": b"",
+        "cut": good[: len(good) // 2],
+        "a pickle": b"\x80\x04cos\nsystem\n.",
+        "huge header": (2**62).to_bytes(8, "little") + good[8:],
+        "one bit": good[:-1] + bytes([good[-1] ^ 1]),
+        "other weights": good.replace(b'weights_sha256\\\\\\": \\\\\\"', b'weights_sha256\\\\\\": \\\\\\"0', 1),
+        "no header": (size).to_bytes(8, "little") + b"x" * size + good[8 + size :],
+    }
+    for name, content in forged.items():
+        answer = client.post("/v1/sessions/import", content=content, headers=OCTETS)
+        assert answer.status_code == 400, name
+        assert_clear(answer)
+    assert client.post("/v1/sessions/import", content=good, headers=OCTETS).status_code == 200
+
+
+def test_session_with_other_values_and_a_right_checksum_is_refused(run: Run, tmp_path: Path) -> None:
+    """Shapes, counts and values are checked, not only the checksum, which anybody can compute."""
+    with running({"tiny": run}) as (client, runner):
+        session = runner.sessions.get(make_session(client), runner.sessions.listed(_owner())[0].owner)
+        state, path = session.state, tmp_path / "session.safetensors"
+        changes: dict[str, Any] = {
+            "not finite": {"tensors": {name: torch.full_like(t, torch.nan) for name, t in state.tensors.items()}},
+            "another shape": {"tensors": {name: t[..., :1].contiguous() for name, t in state.tensors.items()}},
+            "one tensor more": {"tensors": {**state.tensors, "more": torch.zeros(1)}},
+            "a token that is none": {"newest": 256},
+            "too many slots": {"memory_length": 10**6, "num_valid": 10**6, "num_read": 10**6},
+            "counts that contradict": {"num_valid": 1, "num_read": 9},
+        }
+        for name, change in changes.items():
+            forged = sessions_module.replace(session, state=sessions_module.replace(state, **change))
+            runner.sessions._write(forged, path)
+            answer = client.post("/v1/sessions/import", content=path.read_bytes(), headers=OCTETS)
+            assert answer.status_code == 400, name
+            assert_clear(answer)
+
+
+def _owner() -> str:
+    from transformer_xl.serving.guard import owner_of
+
+    return owner_of("")
+
+
+def test_least_recently_used_sessions_go_first(run: Run) -> None:
+    with running({"tiny": run}) as (client, _):
+        size = client.get(f"/v1/sessions/{make_session(client)}").json()["bytes"]
+    with running({"tiny": run}, session_bytes=2 * size) as (client, _):
+        first, second = make_session(client), make_session(client)
+        client.get(f"/v1/sessions/{first}")
+        third = make_session(client)
+        statuses = [client.get(f"/v1/sessions/{one}").status_code for one in (first, second, third)]
+        assert statuses == [200, 404, 200]
+    with running({"tiny": run}, session_bytes=size - 1) as (client, _):
+        answer = client.post("/v1/completions", json={**BODY, "session": "new"})
+        assert answer.status_code == 507
+        assert "--session-bytes" in answer.json()["error"]["message"]
+
+
+def test_sessions_survive_a_restart(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with running({"tiny": run}, sessions=str(tmp_path)) as (client, _):
+        session, branch = make_session(client), make_session(client)
+        texts = [client.post("/v1/completions", json={**BODY, "session": branch}).json()["choices"]]
+        assert client.delete(f"/v1/sessions/{branch}").status_code == 200
+    (tmp_path / "session-forged.safetensors").write_bytes(b"nothing")
+    assert len(list(tmp_path.glob("session-*"))) == 2
+    with running({"tiny": run}, sessions=str(tmp_path)) as (client, _):
+        texts.append(client.post("/v1/completions", json={**BODY, "session": session}).json()["choices"])
+        assert client.get(f"/v1/sessions/{branch}").status_code == 404
+    assert texts[0] == texts[1]
+    assert "session-forged.safetensors is left out" in capsys.readouterr().err
+
+
+def test_full_disk_leaves_the_session_as_it_was(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformer_xl import tensor_file
+
+    with running({"tiny": run}, sessions=str(tmp_path)) as (client, _):
+        session = make_session(client)
+        before = client.get(f"/v1/sessions/{session}").json()
+        files = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+
+        def full(*_: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(tensor_file, "write_safetensors", full)
+            answer = client.post("/v1/completions", json={**BODY, "session": session})
+            assert answer.status_code == 507
+            assert str(tmp_path) not in answer.text
+            body = {**BODY, "session": session, "stream": True}
+            streamed = client.post("/v1/completions", json=body).text
+            assert "session_not_saved" in streamed
+            assert "[DONE]" not in streamed
+        assert client.get(f"/v1/sessions/{session}").json() == before
+        assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == files
+        assert client.post("/v1/completions", json={**BODY, "session": session}).status_code == 200
+
+
+# The command
+
+
+def start(run: Run, *options: str, **environment: str) -> tuple[subprocess.Popen[str], str]:
+    command = [
+        sys.executable,
+        "-m",
+        "transformer_xl",
+        "serve",
+        str(run.path),
+        "--port",
+        "0",
+        "--threads",
+        "1",
+        *options,
+    ]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment})
+    assert process.stderr is not None
+    for line in process.stderr:
+        if match := re.search(r"on (http://\S+) ", line):
+            return process, match[1]
+    raise AssertionError(f"the server did not start: {process.wait()}")
+
+
+def test_sigterm_under_load_finishes_what_runs(run: Run, tmp_path: Path) -> None:
+    """The stream that runs ends properly, its session is saved, and the command ends with status 143."""
+    process, address = start(run, "--sessions", str(tmp_path))
+    try:
+        body = {**BODY, "max_tokens": 1500, "stream": True, "session": "new"}
+        with httpx2.stream("POST", f"{address}/v1/completions", json=body, timeout=60) as answer:
+            lines = answer.iter_lines()
+            first = json.loads(next(lines).removeprefix("data: "))
+            process.send_signal(signal.SIGTERM)
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        assert process.wait(30) == 143
+    finally:
+        process.kill()
+    process, address = start(run, "--sessions", str(tmp_path))
+    try:
+        described = httpx2.get(f"{address}/v1/sessions/{first['session']}").json()
+        assert described["tokens"] == 1 + 3 + 1500
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--host", "0.0.0.0"], "needs an API key"),
+        (["--max-batch", "0"], "--max-batch"),
+        (["--chat-template", "no content"], "{content} once"),
+        (["--api-key-file", "/nowhere/keys"], "no such file"),
+    ],
+)
+def test_command_refuses_wrong_options(run: Run, options: list[str], message: str) -> None:
+    command = [sys.executable, "-m", "transformer_xl", "serve", str(run.path), *options]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
