@@ -41,7 +41,7 @@ def gpt(client: httpx2.Client):
         yield made
 
 
-def complete(client: httpx2.Client, **body: object) -> dict:
+def completion_of(client: httpx2.Client, **body: object) -> dict:
     answer = client.post("/v1/completions", json={"model": "tiny", "seed": 1, **body})
     assert answer.status_code == 200, answer.text
     return answer.json()
@@ -119,9 +119,9 @@ def test_best_of_returns_the_most_likely_samples(run: Run, gpt: openai.OpenAI) -
 
 def test_greedy_top_k_and_values_that_change_nothing(run: Run, client: httpx2.Client) -> None:
     neutral = {"presence_penalty": 0, "frequency_penalty": 0.0, "user": "me", "logit_bias": {}, "suffix": None}
-    answer = complete(client, prompt=PROMPT, temperature=0, max_tokens=9, **neutral)
+    answer = completion_of(client, prompt=PROMPT, temperature=0, max_tokens=9, **neutral)
     assert answer["choices"][0]["text"] == generate(run, PROMPT, greedy=True, max_new_tokens=9).text
-    answer = complete(client, prompt=PROMPT, top_k=5, max_tokens=9)
+    answer = completion_of(client, prompt=PROMPT, top_k=5, max_tokens=9)
     assert answer["choices"][0]["text"] == generate(run, PROMPT, top_k=5, seed=1, max_new_tokens=9).text
 
 
@@ -173,7 +173,7 @@ def test_model_list_tokens_and_metrics(run: Run, client: httpx2.Client, gpt: ope
     assert client.post("/detokenize", json={"tokens": tokens["tokens"]}).json() == {"prompt": "wö"}
     assert client.get("/tokenizer_info").json()["bos_token"] == "\n"
     assert client.get("/health").json() == {"status": "ok"}
-    complete(client, prompt="a")
+    completion_of(client, prompt="a")
     metrics = client.get("/metrics").text
     assert 'txl_responses_total{path="/v1/completions",status="200"}' in metrics
     assert "txl_time_to_first_token_seconds_count" in metrics
@@ -212,7 +212,7 @@ def test_chat_needs_a_template(run: Run) -> None:
 
 
 def continued(client: httpx2.Client, session: str, prompt: str, **body: object) -> dict:
-    return complete(client, prompt=prompt, session=session, **{"max_tokens": 12, **body})
+    return completion_of(client, prompt=prompt, session=session, **{"max_tokens": 12, **body})
 
 
 def test_session_continues_without_the_earlier_text(run: Run, client: httpx2.Client) -> None:
@@ -376,9 +376,9 @@ def test_queue_answers_429_with_retry_after(run: Run) -> None:
 
 def _waiting(runner: RequestRunner) -> list:
     from transformer_xl.generation.config import GenerationConfig
-    from transformer_xl.serving.jobs import Job
+    from transformer_xl.serving.jobs import TextJob
 
-    return [Job(runner.model(None), [1], GenerationConfig(), 1, lambda _: None)]
+    return [TextJob(runner.model(None), [1], GenerationConfig(), 1, lambda _: None)]
 
 
 def test_timeout(run: Run) -> None:

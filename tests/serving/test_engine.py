@@ -22,7 +22,7 @@ from transformer_xl.generation.generate import generate
 from transformer_xl.run_folder import Run
 from transformer_xl.serving import engine as engine_module
 from transformer_xl.serving.engine import Engine, QueueFullError
-from transformer_xl.serving.jobs import Delta, Failed, Finished, Job, ScoredToken
+from transformer_xl.serving.jobs import Delta, Failed, Finished, TextJob, ScoredToken
 from transformer_xl.serving.served_model import ServedModel
 
 LONG = "This prompt is much longer than the memory of the model, and is read in several slices. " * 4
@@ -49,7 +49,7 @@ class Listener:
         )
 
 
-def make_job(served: ServedModel, text: str, max_tokens: int = 20, **options: Any) -> tuple[Job, Listener]:
+def make_job(served: ServedModel, text: str, max_tokens: int = 20, **options: Any) -> tuple[TextJob, Listener]:
     listener = Listener()
     settings = {name: options.pop(name) for name in list(options) if name in GenerationConfig.model_fields}
     if "memory_length" in settings:
@@ -57,7 +57,7 @@ def make_job(served: ServedModel, text: str, max_tokens: int = 20, **options: An
     options = {"memory_length": served.check_memory_length(None), "num_logprobs": 1, **options}
     config = GenerationConfig(max_new_tokens=max(1, max_tokens), **{"top_k": None, **settings})
     ids = served.run.tokenizer.encode(text).tolist()
-    return Job(served, ids, config, max_tokens, listener.lists.put, **options), listener
+    return TextJob(served, ids, config, max_tokens, listener.lists.put, **options), listener
 
 
 @pytest.fixture

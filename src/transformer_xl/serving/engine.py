@@ -2,7 +2,7 @@
 
     engine = Engine([served], max_rows=64)
     engine.start()
-    engine.submit(Job(served, prompt_ids, config, 16, listener))    the listener gets deltas, then Finished or Failed
+    engine.submit(TextJob(served, prompt_ids, config, 16, listener))    the listener gets deltas, then Finished or Failed
 
 In each round, up to `READING_SLICE` tokens of prompts are read, each prompt alone, and then each batch makes a step:
 all sequences of one model and memory length. So what is read does not depend on other requests, and a step computes
@@ -31,7 +31,7 @@ from transformer_xl.device import MemoryUse, require_memory
 from transformer_xl.generation.batch import PREFILL_SEGMENT
 from transformer_xl.generation.sampling import sample
 from transformer_xl.model.memory import Memory
-from transformer_xl.serving.jobs import Delta, Event, Failed, Finished, Job, Sample, ScoredToken
+from transformer_xl.serving.jobs import Delta, Event, Failed, Finished, TextJob, Sample, ScoredToken
 from transformer_xl.serving.prompt_reader import PromptReader
 from transformer_xl.serving.rows import MemoryState, RowBatch, row_state
 from transformer_xl.serving.served_model import READING_SLICE, ServedModel
@@ -69,7 +69,7 @@ class Counters:
 class _Reading:
     """A job whose prompt is being read."""
 
-    job: Job
+    job: TextJob
     scoring: PromptReader | None
     """Reads for log-probabilities alone, where text is generated with another memory."""
     reader: PromptReader | None
@@ -103,11 +103,11 @@ class Engine:
             use = MemoryUse(name, size, "lower --max-batch or --memory-length")
             require_memory("serving", [use], served.device)
         self._lock = threading.Condition()
-        self._waiting: dict[str, deque[Job]] = {}  # of each owner, in turns
+        self._waiting: dict[str, deque[TextJob]] = {}  # of each owner, in turns
         self._is_stopping = False
         self._reading: deque[_Reading] = deque()
         self._batches: dict[tuple[str, int], RowBatch[Sample]] = {}
-        self._running: dict[Job, list[Sample]] = {}
+        self._running: dict[TextJob, list[Sample]] = {}
         self._thread = threading.Thread(target=self._run, name="txl-model", daemon=True)
 
     def start(self) -> None:
@@ -122,7 +122,7 @@ class Engine:
         if self._thread.is_alive():
             self._thread.join()
 
-    def submit(self, *jobs: Job) -> None:
+    def submit(self, *jobs: TextJob) -> None:
         """Let jobs wait for their turn; all of them, or none.
 
         Raises:
@@ -140,7 +140,7 @@ class Engine:
                 self._waiting.setdefault(job.owner, deque()).append(job)
             self._lock.notify()
 
-    def cancel(self, job: Job) -> None:
+    def cancel(self, job: TextJob) -> None:
         """Stop a job; its listener is not called any more, except for what is already on its way."""
         job.is_cancelled.set()
         with self._lock:
@@ -216,9 +216,9 @@ class Engine:
             if not len(batch):
                 del self._batches[key]
 
-    def _admitted(self) -> list[Job]:
+    def _admitted(self) -> list[TextJob]:
         """Take jobs that wait, those of each owner in turns, while there are rows for them."""
-        admitted: list[Job] = []
+        admitted: list[TextJob] = []
         free = self.max_rows - self.num_running
         with self._lock:
             for owner in list(self._waiting):
@@ -240,7 +240,7 @@ class Engine:
                     self._waiting[owner] = jobs  # at the end: the others come first
         return admitted
 
-    def _begin(self, job: Job) -> None:
+    def _begin(self, job: TextJob) -> None:
         """Prepare to read the prompt of a job."""
         self._running[job] = []
         served, ids = job.served, job.input_ids
@@ -288,7 +288,7 @@ class Engine:
             self._reading.append(reading)
         return num_read
 
-    def _score(self, job: Job, hidden_BTD: Tensor, targets: list[int]) -> list[ScoredToken]:
+    def _score(self, job: TextJob, hidden_BTD: Tensor, targets: list[int]) -> list[ScoredToken]:
         """Return the tokens that hidden states predict, (1, T, D), with their log-probabilities."""
         model, tokens = job.served.model, list[ScoredToken]()
         width = max(1, _MAX_LOGITS // model.config.vocab_size)
@@ -375,18 +375,18 @@ class Engine:
         elif job.streams:
             self._tell(job)
 
-    def _state(self, memory: Memory, row: int, newest: int, job: Job) -> MemoryState:
+    def _state(self, memory: Memory, row: int, newest: int, job: TextJob) -> MemoryState:
         """Return a copy of the memory of a sequence."""
         served = job.served
         slots = served.generation_slots(job.memory_length) if served.is_trimmed else memory.length
         return row_state(memory, row, newest, slots, drop_empty=served.is_trimmed)
 
-    def _tell(self, job: Job) -> None:
+    def _tell(self, job: TextJob) -> None:
         events, job.pending = job.pending, list[Event]()
         if not job.is_cancelled.is_set():
             job.listener(events)
 
-    def _end(self, job: Job, event: Finished | Failed) -> None:
+    def _end(self, job: TextJob, event: Finished | Failed) -> None:
         """Remove a job and tell its listener how it ended."""
         self._drop(job)
         job.pending.append(event)
@@ -398,7 +398,7 @@ class Engine:
         with suppress(Exception):
             self._tell(job)
 
-    def _drop(self, job: Job) -> None:
+    def _drop(self, job: TextJob) -> None:
         """Remove a job and all its sequences."""
         for one in self._running.pop(job, []):
             for batch in self._batches.values():
@@ -406,7 +406,7 @@ class Engine:
         self._reading = deque(reading for reading in self._reading if reading.job is not job)
 
     @contextmanager
-    def _failures(self, jobs: Collection[Job]) -> Iterator[None]:
+    def _failures(self, jobs: Collection[TextJob]) -> Iterator[None]:
         """Let an error of the block end these jobs only; the log has its traceback, the listener a plain message."""
         try:
             yield

@@ -60,7 +60,7 @@ Event = Delta | Finished | Failed
 
 
 @dataclass(eq=False)
-class Job:
+class TextJob:
     """A prompt, and how its samples are generated; the fields do not change after it was submitted."""
 
     served: ServedModel
@@ -112,7 +112,7 @@ class Job:
 class Sample:
     """A sequence that is being generated."""
 
-    job: Job
+    job: TextJob
     index: int
     generator: torch.Generator
     builder: CompletionBuilder
@@ -124,7 +124,7 @@ class Sample:
     """Tokens whose text is held back, each with the index of the character where it begins."""
 
     @staticmethod
-    def create(job: Job, index: int) -> Sample:
+    def create(job: TextJob, index: int) -> Sample:
         """Return sample `index` of a job, without tokens."""
         config = job.config
         generator = torch.Generator().manual_seed((config.seed + index) % 2**63)

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from transformer_xl.config import UserError, check_settings
 from transformer_xl.generation.config import GenerationConfig
 from transformer_xl.serving.engine import Engine, QueueFullError
-from transformer_xl.serving.jobs import Event, Failed, Finished, Job
+from transformer_xl.serving.jobs import Event, Failed, Finished, TextJob
 from transformer_xl.serving.metrics import Metrics
 from transformer_xl.serving.protocol import ApiError, ChatBody, CompletionBody, Message, Sampling
 from transformer_xl.serving.served_model import ServedModel
@@ -42,7 +42,7 @@ class TextRequest:
     """A request for text: its jobs, and the session that it continues."""
 
     served: ServedModel
-    jobs: list[Job]
+    jobs: list[TextJob]
     owner: str
     num_returned: int
     """Samples of each prompt that are returned."""
@@ -190,7 +190,7 @@ class RequestRunner:
             for index, ids in enumerate(encoded):
                 if not ids and not (session and session.state) and not add_bos:
                     raise ApiError(400, "the prompt is empty; give some text", param="prompt")
-                job = Job(
+                job = TextJob(
                     served,
                     ids,
                     config.model_copy(update={"seed": (seed + index * num_samples) % 2**63}),
