@@ -22,7 +22,7 @@ from transformer_xl.generation.generate import generate
 from transformer_xl.run_folder import Run
 from transformer_xl.serving import engine as engine_module
 from transformer_xl.serving.engine import Engine, QueueFullError
-from transformer_xl.serving.jobs import Delta, Failed, Finished, TextJob, ScoredToken
+from transformer_xl.serving.jobs import Delta, Failed, Finished, ScoredToken, TextJob
 from transformer_xl.serving.served_model import ServedModel
 
 LONG = "This prompt is much longer than the memory of the model, and is read in several slices. " * 4

@@ -84,7 +84,17 @@ def test_any_body_has_a_clear_answer(client: httpx2.Client, path: str, body: dic
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"{", b"[]", b"null", b'"text"', b"\xff\xfe", b"[" * 100_000, b'{"model": "tiny", "prompt": "\\ud800"}', b"1" * 5000],
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'"text"',
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b'{"model": "tiny", "prompt": "\\ud800"}',
+        b"1" * 5000,
+    ],
     ids=["empty", "cut", "list", "null", "string", "no UTF-8", "deep", "surrogate", "long number"],
 )
 def test_malformed_bodies(client: httpx2.Client, content: bytes) -> None:

@@ -31,7 +31,7 @@ from transformer_xl.device import MemoryUse, require_memory
 from transformer_xl.generation.batch import PREFILL_SEGMENT
 from transformer_xl.generation.sampling import sample
 from transformer_xl.model.memory import Memory
-from transformer_xl.serving.jobs import Delta, Event, Failed, Finished, TextJob, Sample, ScoredToken
+from transformer_xl.serving.jobs import Delta, Event, Failed, Finished, Sample, ScoredToken, TextJob
 from transformer_xl.serving.prompt_reader import PromptReader
 from transformer_xl.serving.rows import MemoryState, RowBatch, row_state
 from transformer_xl.serving.served_model import READING_SLICE, ServedModel
