@@ -2,7 +2,7 @@
 
     engine = Engine([served], max_rows=64)
     engine.start()
-    engine.submit(TextJob(served, prompt_ids, config, 16, listener))    the listener gets deltas, then Finished or Failed
+    engine.submit(TextJob(served, prompt_ids, config, 16, listener))    the listener gets Delta, then Finished
 
 In each round, up to `READING_SLICE` tokens of prompts are read, each prompt alone, and then each batch makes a step:
 all sequences of one model and memory length. So what is read does not depend on other requests, and a step computes
