@@ -107,7 +107,7 @@ def build_app(runner: RequestRunner) -> FastAPI:
         return _model_entry(runner, runner.model(name).name, created)
 
     @app.post("/tokenize")
-    async def tokenize(body: TokenizeBody) -> dict[str, Any]:
+    def tokenize(body: TokenizeBody) -> dict[str, Any]:
         """Return the token ids of a text."""
         served = runner.model(body.model)
         tokenizer = served.run.tokenizer
@@ -118,7 +118,7 @@ def build_app(runner: RequestRunner) -> FastAPI:
         return {"count": len(ids), "tokens": ids, "token_strs": strings}
 
     @app.post("/detokenize")
-    async def detokenize(body: DetokenizeBody) -> dict[str, Any]:
+    def detokenize(body: DetokenizeBody) -> dict[str, Any]:
         """Return the text of token ids."""
         return {"prompt": runner.model(body.model).run.tokenizer.decode(body.tokens)}
 
