@@ -161,7 +161,7 @@ def test_saved_run_loads_bit_for_bit(tmp_path: Path, corpus: Corpus, architectur
         assert torch.equal(loaded.model(tokens_BT)[0], run.model(tokens_BT)[0])
     with pytest.raises(UserError, match="holds a run already"):
         save(run, tmp_path / "saved")
-    with pytest.raises(UserError, match="saved run can be used, but not trained further"):
+    with pytest.raises(UserError, match="saved run are trained further by 'txl finetune'"):
         resume(tmp_path / "saved", **OPTIONS)
 
 
