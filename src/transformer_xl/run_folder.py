@@ -169,7 +169,7 @@ class RunFolder:
             if not settings.is_file():
                 problem = "a corpus, not a run" if (path / "corpus.json").exists() else "not the folder of a run"
                 problem = problem if path.exists() else "no such folder"
-                raise UserError(f"{path}: {problem}; expected a folder made by 'txl train --run DIR'")
+                raise UserError(f"{path}: {problem}; expected a folder made by 'txl train --run DIR' or 'txl convert'")
         with as_user_error(f"reading {settings}"):
             values = read_yaml(settings.read_bytes(), str(settings))
         refuse_earlier_names(values, str(settings))

@@ -258,7 +258,7 @@ def test_batches_are_automatic_unless_a_size_is_given(words: str, expected: str)
     ("arguments", "message"),
     [
         ({}, r"no run was given; give its folder: --model_args run=DIR"),
-        ({"run": "none"}, r"none: no such folder; expected a folder made by 'txl train --run DIR'"),
+        ({"run": "none"}, r"none: no such folder; expected a folder made by 'txl train --run DIR' or 'txl convert'"),
         ({"run": "x", "memroy_length": 3}, r"no model argument 'memroy_length'.*memory_length.*are run, checkpoint"),
         ({"run": "x", "pretrained": "gpt2"}, r"no model argument 'pretrained'"),
         ({"run": "x", "memory_length": -1}, r"model argument: memory_length: .*greater than or equal to 0"),

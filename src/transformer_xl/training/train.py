@@ -267,6 +267,12 @@ def start_run(
     """Return the trainer of a new run, or of the resumed run if torchrun restarted the program."""
     with world.raise_together():
         checked, corpus = complete_settings(config, corpus_path, overrides, log)
+        if isinstance(config, str | Path) and Path(config, "config.yaml").exists():
+            note(
+                f"this trains a new model with the settings of {config}; to train its weights further, use: txl "
+                f"finetune {quoted(Path(config))} --corpus {quoted(corpus_path)}",
+                log,
+            )
         if world.is_first:
             corpus.verify("train", "valid")
         check_trainable(checked, corpus, world.device, world)
@@ -358,7 +364,10 @@ def _resume(
         refuse_unused(overrides, config)
         corpus = folder.open_corpus(corpus_path)
         if folder.config.corpus and folder.config.corpus.train_sha256 != corpus.record.splits["train"].sha256:
-            raise UserError(f"{corpus.path} has a different training text than {path}; pass the corpus of the run")
+            raise UserError(
+                f"{corpus.path} has a different training text than {path}; pass the corpus of the run, or train its "
+                f"weights on this text: txl finetune {quoted(path)} --corpus {quoted(corpus.path)}"
+            )
         if world.is_first:
             corpus.verify("train", "valid")
         if corpus_path is not None and config.corpus is not None:
