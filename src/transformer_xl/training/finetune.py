@@ -302,15 +302,18 @@ def _losses(
         start = replace(tuned, model=model, weights=None)
     start = replace(start, model=start.model.to(next(tuned.model.parameters()).device).eval())
     texts = [("new", corpus)]
-    try:
-        old = base.open_corpus()
-    except UserError as error:
-        note(f"what was lost on the base's own text is unknown: {error}", log)
+    unknown = "what was lost on the base's own text is unknown"
+    if base.config.corpus is None:
+        note(f"{unknown}: {base.path} does not record it", log)
+    elif old_of_V is not None:
+        note(f"{unknown}, as it has the tokens of another tokenizer", log)
     else:
-        if old_of_V is not None:
-            note("what was lost on the base's own text is unknown, as it has the tokens of another tokenizer", log)
-        elif old.record.splits["train"].sha256 != corpus.record.splits["train"].sha256:
-            texts.append(("old", old))
+        try:
+            old = base.open_corpus()
+            if old.record.splits["train"].sha256 != corpus.record.splits["train"].sha256:
+                texts.append(("old", old))
+        except UserError as error:
+            note(f"{unknown}: {error}", log)
     losses: list[TextLoss] = []
     for name, text in texts:
         split = next((split for split in ("test", "valid") if split in text.splits), None)
