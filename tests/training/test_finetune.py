@@ -52,7 +52,7 @@ def test_weights_begin_as_those_of_the_base_and_losses_are_those_of_evaluate(arc
     weights = load(base, device="cpu").model.state_dict()
     assert_same_tensors(first_weights(result.path), weights)
     assert result.run.config.finetune.base == str(base)
-    assert result.run.config.train.learning_rate == 0.005  # half of the base's
+    assert result.run.config.train.learning_rate == 0.01  # the base's
     assert [(loss.text, loss.split) for loss in result.losses] == [("new", "valid"), ("old", "valid")]
     for loss, text in zip(result.losses, (corpus, Corpus.open(tmp_path / "old")), strict=True):
         assert loss.num_tokens == text.record.splits["valid"].num_tokens

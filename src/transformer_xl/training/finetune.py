@@ -43,8 +43,8 @@ from transformer_xl.training.train import (
     start_run,
 )
 
-# Settings of training that are not the base's: a short schedule at a lower rate, from the start at full length.
-_RATE_RATIO, _CONVERTED_RATE = 0.5, 1e-4
+_CONVERTED_RATE = 1e-4  # of runs whose settings of training are not those that their weights were trained with
+# Settings of training that are not the base's: a short schedule, from the start at full length.
 _SCHEDULE = {
     "max_steps": 1000,
     "warmup_steps": 50,
@@ -108,9 +108,9 @@ def finetune(
 ) -> FinetuneResult:
     """Train the weights of a run further on another corpus, as a new run.
 
-    The settings are those of the base, with half of its learning rate (1e-4 for a converted run) and a schedule of 1000
-    steps with validation every 250, unless `train` says otherwise. `resume` continues the new run bit for bit; the
-    base is not needed for that.
+    The settings are those of the base (the learning rate of a converted or saved run is 1e-4), with a schedule of 1000
+    steps and validation every 250, unless `train` says otherwise. `resume` continues the new run bit for bit; the base
+    is not needed for that.
 
     Args:
         base: a run, trained here or converted, as a folder or loaded from one. It is not changed.
@@ -223,7 +223,7 @@ def _settings(base: Run, corpus: Corpus, overrides: Overrides) -> RunConfig:
             f"{base.path} is a {config.model.architecture}, and fine-tuning cannot make it a "
             f"{overrides['architecture']}; leave model.architecture out, or train a new model"
         )
-    rate = config.train.learning_rate * _RATE_RATIO if config.corpus is not None else _CONVERTED_RATE
+    rate = config.train.learning_rate if config.corpus is not None else _CONVERTED_RATE
     train = config.train.model_dump() | _SCHEDULE | {"learning_rate": rate, "eval_tokens": _EVAL_TOKENS}
     assert config.model.cutoffs != "auto"  # a model has been built
     cutoffs = tuple(cutoff for cutoff in config.model.cutoffs if cutoff < vocab_size)
