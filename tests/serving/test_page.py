@@ -56,8 +56,8 @@ def open_page(browser):
 
     yield opened
     context.close()
-    # Chromium itself writes refused requests to the console
-    assert [error for error in errors if "the server responded with a status of 401" not in error] == []
+    # Chromium itself writes to the console that a key or a session was missing
+    assert [error for error in errors if not re.search("the server responded with a status of 40[14]", error)] == []
     assert len(hosts) == 1
 
 
@@ -80,6 +80,10 @@ def write(tab, text: str, max_tokens: int = 12, seed: int = 5) -> None:
 
 def finished(tab) -> None:
     tab.locator("#go:enabled").wait_for()
+
+
+def selected(tab, name: str) -> None:
+    tab.locator("#token-name", has_text=f"Token {name}").wait_for()
 
 
 def tokens(tab, row: str = "text") -> list[str]:
@@ -125,7 +129,7 @@ def test_written_text_is_scored_and_continued_as_in_python(tab, run: Run) -> Non
     # and again, without reading the text so far
     write(tab, "then", seed=6)
     assert len(ids_of(tab)) == NUM_BYTES + 12 + 4 + 12
-    assert tab.locator("#sessions tbody tr").count() == 4
+    tab.locator("#sessions tbody tr").nth(3).wait_for()
 
 
 def test_colours_are_of_the_surprisal_and_text_can_be_read(tab) -> None:
@@ -159,7 +163,7 @@ def test_colours_are_of_the_surprisal_and_text_can_be_read(tab) -> None:
 def test_alternatives_on_hover_and_keyboard(tab, run: Run) -> None:
     write(tab, PROMPT)
     tab.locator("#text span").nth(3).hover()
-    assert tab.locator("#token-name").inner_text() == "Token 3: \u2068i\u2069"
+    selected(tab, "3: \u2068i\u2069")
     rows = [row.split("\t") for row in tab.locator("#alternatives tbody tr").all_inner_texts()]
     assert len(rows) in (10, 11)
     probabilities = [float(row[1]) for row in rows]
@@ -172,13 +176,13 @@ def test_alternatives_on_hover_and_keyboard(tab, run: Run) -> None:
     # the keyboard moves from token to token; Enter keeps one selected, Escape releases it
     tab.locator("#text span").nth(3).focus()
     tab.keyboard.press("ArrowRight")
-    assert tab.locator("#token-name").inner_text().startswith("Token 4:")
+    selected(tab, "4:")
     tab.keyboard.press("End")
-    assert tab.locator("#token-name").inner_text().startswith(f"Token {NUM_BYTES + 11}:")
+    selected(tab, f"{NUM_BYTES + 11}:")
     tab.keyboard.press("Enter")
-    assert tab.locator("#token-actions").is_visible()
+    tab.locator("#token-actions:visible").wait_for()
     tab.locator("#text span").nth(7).hover()
-    assert tab.locator("#token-name").inner_text().startswith(f"Token {NUM_BYTES + 11}:")
+    selected(tab, f"{NUM_BYTES + 11}:")
     tab.keyboard.press("Escape")
     assert tab.locator("#token-actions").is_hidden()
 
@@ -213,6 +217,7 @@ def test_branch_and_reroll_make_a_tree(tab, run: Run) -> None:
     assert tab.locator("#tree ul ul button.node").count() == 2  # two texts after the same beginning
     # an alternative in place of a token, and back to the first text
     tab.locator("#text span").nth(5).click()
+    selected(tab, "5:")
     other = tab.locator("#alternatives button:enabled").first
     token_id = int(other.get_attribute("data-id"))
     other.click()
@@ -233,7 +238,7 @@ def test_deleted_session_is_read_again(tab, served, run: Run) -> None:
     write(tab, PROMPT)
     begin = ids_of(tab)
     rows = tab.locator("#sessions tbody tr")
-    assert rows.count() == 2
+    rows.nth(1).wait_for()
     listed = served[0].get("/v1/sessions").json()
     assert str(listed["data"][0]["tokens"]) in rows.first.inner_text()
     assert "KiB" in rows.first.inner_text()

@@ -17,6 +17,7 @@ let model = null; // what /v1/models says about the chosen one
 let names = new Map(); // text of each token id of that model
 let shown = []; // the tokens in the document: { token, node, index, span }
 let focused = null; // the one in `shown` whose values are displayed
+let wanted = null; // the one whose alternatives are being fetched
 let pinned = false;
 let cursor = null; // { node, at }: where the next part goes, if not at the end of the text
 let compared = null; // { kept, none }: bits of the tokens in `shown`, with memory and without
@@ -120,7 +121,7 @@ function paintToken({ span, token }, index) {
 function showText() {
   decoder = new TextDecoder();
   shown = [];
-  focused = null;
+  focused = wanted = null;
   pinned = false;
   cursor = null;
   element("text").replaceChildren();
@@ -189,9 +190,11 @@ function showToken() {
 }
 
 async function focusToken(index) {
+  const entry = wanted = shown[index];
+  await fetchNames(entry.token.top.map(([id]) => id));
+  if (wanted !== entry) return; // another one was chosen meanwhile
   focused = index;
-  await fetchNames(shown[index].token.top.map(([id]) => id));
-  if (focused === index) showToken();
+  showToken();
 }
 
 function pin(index) {
