@@ -274,6 +274,7 @@ def test_memory_with_and_without(tab, run: Run) -> None:
         assert np.array_equal(np.array(blue)[clear], saved[clear] > 0)
         assert tokens(tab, "with") == tokens(tab, "difference") == tokens(tab)
     tab.locator("#without span").nth(20).hover()
+    selected(tab, "20:")
     values = re.search(r"with memory ([\d.]+) bits, without ([\d.]+)", tab.locator("#token-values").inner_text())
     expected = [result.nats_K[20] / np.log(2) for result in (kept, none)]
     assert [float(values[1]), float(values[2])] == pytest.approx(expected, abs=0.006)
@@ -317,12 +318,38 @@ def test_phone_width_and_dark(tab) -> None:
     tab.check("#compare")
     tab.locator("#difference span").nth(9).wait_for()
     tab.locator("#text span").nth(9).click()
-    assert tab.locator("#branch").is_visible()
+    selected(tab, "9:")
+    box = tab.locator("#branch").bounding_box()  # in the window, wherever the text is
+    assert 0 <= box["y"] <= 844 - box["height"]
     assert tab.evaluate("document.documentElement.scrollWidth") == 390
     assert tab.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 20, 20)"
     # everything that can be changed has a name for screen readers
     named = "a => a.filter(e => !e.labels?.length && !e.textContent.trim() && !e.getAttribute('aria-label')).length"
     assert tab.locator("button, input, select, textarea").evaluate_all(named) == 0
+
+
+def test_other_model_reads_the_same_text(open_page, run: Run, tmp_path: Path) -> None:
+    """The other one has no memory, and so no choice of its length."""
+    vaswani = make_run(tmp_path / "vaswani", "vaswani")
+    with running({"tiny": run, "vaswani": vaswani}) as (client, _):
+        tab = open_page(str(client.base_url).rstrip("/"))
+        tab.locator("#model option").first.wait_for(state="attached")
+        write(tab, PROMPT, max_tokens=0)
+        tab.select_option("#model", "vaswani")
+        tab.locator("#text span:not(.unknown)").nth(NUM_BYTES - 1).wait_for()
+        finished(tab)
+        (expected,) = score(vaswani, PROMPT)
+        np.testing.assert_allclose(bits_of(tab), expected.nats_K / np.log(2), atol=0.051)
+        assert tab.locator("#memory-choice").is_hidden()
+        write(tab, "then")
+        assert tab.locator("#text span").count() == NUM_BYTES + 4 + 12
+        # back in the text of the first model
+        tab.locator("#tree button.node").first.click()
+        tab.locator(f"#text span:nth-child({NUM_BYTES}):last-child").wait_for()
+        assert tab.locator("#memory-choice").is_visible()
+        assert tab.locator("#model").input_value() == "tiny"
+        assert text_of(tab) == PROMPT
+        tab.close()
 
 
 def test_stop_keeps_what_was_generated(tab, served) -> None:

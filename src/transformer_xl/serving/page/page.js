@@ -156,6 +156,7 @@ function showToken() {
   const entry = shown[focused];
   for (const { span } of shown) span.classList.remove("chosen");
   element("token-actions").hidden = !entry || !pinned;
+  element("token").classList.toggle("pinned", Boolean(entry) && pinned);
   element("alternatives").hidden = !entry?.token.top.length;
   if (!entry) {
     element("token-name").textContent = "No token selected";
@@ -218,16 +219,15 @@ function moveTo(index) {
 // Requests
 
 const hasMemory = () => model.max_memory_length > 0;
-const memoryFields = () => hasMemory() ? { memory_length: settings.memory } : {};
 
 // Return the id of a new session at the nearest point before the end of a node that the server still has in memory,
 // and the tokens of the text after that point.
-async function nearestSession(node, signal) {
+async function nearestSession(node, memory, signal) {
   const entries = work.path(node);
   let left = 0;
   for (let one = node, end = node.tokens.length; one; end = one.at, one = work.nodes.get(one.parent)) {
     left += end;
-    const usable = one.session && end === one.tokens.length && one.session.memory === settings.memory;
+    const usable = one.session && end === one.tokens.length && one.session.memory === memory;
     if (!usable) continue;
     try {
       const { id } = await post(`v1/sessions/${one.session.id}/branch`, {}, signal);
@@ -242,15 +242,15 @@ async function nearestSession(node, signal) {
 
 // Read what of a node's text the server has not read, and let the model generate after it. Tokens are added to the node.
 async function run(node, maxTokens, signal) {
-  const { session, rest } = await nearestSession(node, signal);
+  const { memory } = settings; // which may change meanwhile
+  const { session, rest } = await nearestSession(node, memory, signal);
   const body = { model: node.model, session, prompt: rest.length ? rest.map(({ token }) => token.id) : "",
     max_tokens: maxTokens, echo: rest.length > 0, logprobs: NUM_ALTERNATIVES, return_tokens_as_token_ids: true };
-  if (session === "new") Object.assign(body, memoryFields());
+  if (session === "new" && hasMemory()) body.memory_length = memory;
   if (maxTokens) {
     const { temperature, top_p, top_k, min_p } = settings;
     Object.assign(body, { temperature, top_p, top_k, min_p, seed: node.seed });
   }
-  const memory = settings.memory;
   let made = session === "new" ? null : session;
   let numRead = 0;
   try {
@@ -654,7 +654,10 @@ on("key", "submit", async (event) => {
   element("key-value").value = "";
   await start();
 });
-on("model", "change", (event) => switchModel(event.target.value));
+on("model", "change", ({ target }) => {
+  if (!running) return switchModel(target.value);
+  target.value = model.id;
+});
 for (const name of SETTINGS) {
   on(name, "change", ({ target }) => {
     if (!target.reportValidity()) return;
@@ -674,7 +677,13 @@ on("compare", "change", async ({ target }) => {
   keep();
   await compare();
 });
-for (const id of ["text", "with", "without", "difference"]) {
+const rows = ["with", "without", "difference"];
+for (const id of rows) {
+  on(id, "scroll", ({ target }) => {
+    for (const other of rows) element(other).scrollTop = target.scrollTop;
+  });
+}
+for (const id of ["text", ...rows]) {
   on(id, "pointerover", async (event) => {
     const index = indexOf(event);
     if (index !== null && !pinned) await focusToken(index);
