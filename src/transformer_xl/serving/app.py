@@ -30,6 +30,7 @@ from transformer_xl.serving.answers import (
 )
 from transformer_xl.serving.jobs import Delta, Event, ScoredToken
 from transformer_xl.serving.metrics import resident_bytes
+from transformer_xl.serving.page_files import add_page
 from transformer_xl.serving.protocol import (
     ApiError,
     ChatBody,
@@ -119,8 +120,12 @@ def build_app(runner: RequestRunner) -> FastAPI:
 
     @app.post("/detokenize")
     def detokenize(body: DetokenizeBody) -> dict[str, Any]:
-        """Return the text of token ids."""
-        return {"prompt": runner.model(body.model).run.tokenizer.decode(body.tokens)}
+        """Return the text of token ids, whole and of each token."""
+        served = runner.model(body.model)
+        tokenizer = served.run.tokenizer
+        ids = tokenizer.check_ids(body.tokens).tolist()
+        strings = [names[served.name].text_of(token_id) for token_id in ids]
+        return {"prompt": tokenizer.decode(ids), "token_strs": strings}
 
     @app.get("/tokenizer_info")
     async def tokenizer_info(model: str | None = None) -> dict[str, Any]:
@@ -140,6 +145,7 @@ def build_app(runner: RequestRunner) -> FastAPI:
         }
 
     _add_sessions(app, runner)
+    add_page(app)
 
     @app.get("/health")
     async def health() -> JSONResponse:

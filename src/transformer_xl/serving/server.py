@@ -25,6 +25,7 @@ from transformer_xl.serving.config import ServerConfig
 from transformer_xl.serving.engine import Engine
 from transformer_xl.serving.guard import LOOPBACK_HOSTS, Guard, GuardSettings
 from transformer_xl.serving.metrics import Metrics
+from transformer_xl.serving.page_files import PAGE_PREFIX
 from transformer_xl.serving.requests import Limits, RequestRunner
 from transformer_xl.serving.served_model import ServedModel
 from transformer_xl.serving.sessions import SessionStore
@@ -157,7 +158,7 @@ def guard_settings(config: ServerConfig) -> GuardSettings:
     if config.host not in ("0.0.0.0", "::"):
         hosts.add(f"[{config.host}]" if ":" in config.host else config.host.lower())
     import_bytes = min(config.session_bytes + _HEADER_BYTES, 2**40)
-    return GuardSettings(hosts, keys, config.max_body_bytes, import_bytes)
+    return GuardSettings(hosts, keys, config.max_body_bytes, import_bytes, (PAGE_PREFIX,))
 
 
 def _listen(config: ServerConfig) -> socket.socket:
