@@ -33,7 +33,6 @@ from transformer_xl.run_folder import Run, check_run, load
 from transformer_xl.text.token_store import Corpus
 from transformer_xl.text.tokenizers import describe_difference, shared_tokens
 from transformer_xl.training.callbacks import Callback
-from transformer_xl.training.optimizers import freeze_parameters
 from transformer_xl.training.train import (
     Overrides,
     TrainResult,
@@ -169,8 +168,6 @@ def finetune(
     if run is None:
         run = Path("runs", f"{path.resolve().name}-{base_run.path.resolve().name}")
     settings = _settings(base_run, opened, model or {})
-    with torch.device("meta"):
-        freeze_parameters(build_model(settings.model), freeze)  # before anything is written
     if progress and kept is not None and old_of_V is not None:
         say(f"{kept:,} of {len(old_of_V):,} tokens keep their embeddings; the others begin with the mean")
     first = partial(_first_weights, base_run.model, old_of_V)
