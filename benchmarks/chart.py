@@ -18,6 +18,7 @@ from typing import Any
 
 import matplotlib as mpl
 from inference_tables import evaluation_chart, evaluation_table, inference_table
+from learning_rates import table as rates_table
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
@@ -110,26 +111,14 @@ def gpu_table(results: Results) -> str:
     return "\n".join([environment(results), "", *lines])
 
 
-def optimizers_table(results: Results) -> str:
-    """Return a Markdown table of the arms in optimizers.json."""
-    lines = [
-        f"| | steps | final nats per token | tokens to the final loss of `{results['compared_with']}` | time to it |",
-        "|---|---|---|---|---|",
-    ]
-
-    def format_spread(spread: dict[str, Any] | None, digits: int) -> str:
-        if spread is None:
-            return "not reached"
-        low, high = spread["range"]
-        return f"{spread['median']:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
-
-    for name, arm in results["arms"].items():
-        final = format_spread(arm["final_nats_per_token"], 3)
-        tokens, time = (format_spread(arm[f"share_of_{unit}_to_reach_the_first"], 2) for unit in ("tokens", "seconds"))
-        lines.append(f"| `{name}` | {results['steps'][name]:,} | {final} | {tokens} | {time} |")
-    budget = ", ".join(f"{amount:,} {unit}" for unit, amount in results["budget"].items())
-    description = f"Recipe `{results['recipe']}`, {budget} for each training."
-    return "\n".join([environment(results), description, "", *lines])
+def learning_rates_table(results: Results) -> str:
+    """Return a Markdown table of learning-rates-TEXT.json, with a column for each rate."""
+    machine = results["machine"]
+    hardware = f"{machine['cpu']}, {machine['cores']} cores ({', '.join(machine['features'])})"
+    commands = dict.fromkeys(entry["command"] for entry in results["trainings"])
+    commits = dict.fromkeys(entry["commit"] for entry in results["trainings"])
+    lines = [f"Text `{results['text']}`, {hardware}; commit {', '.join(f'`{name}`' for name in commits)}.", "", "```sh"]
+    return "\n".join([*lines, *commands, "```", "", *rates_table(results["trainings"])])
 
 
 def environment(results: Results) -> str:
@@ -205,34 +194,6 @@ def memory_chart(results: Results) -> Figure | None:
     return figure
 
 
-def optimizers_chart(results: Results) -> Figure:
-    """Return a chart of validation loss over tokens and over seconds; each arm has thin lines for its seeds."""
-    figure = Figure(figsize=(9.6, 4.0), layout="constrained")
-    panels = dict(zip(("tokens", "seconds"), figure.subplots(1, 2, sharey=True), strict=True))
-    for (name, seeds), (color, marker, style) in zip(results["runs"].items(), STYLES * 4, strict=False):
-        for unit, axes in panels.items():
-            runs = list(seeds.values())
-            for points in runs:
-                y = [point["nats_per_token"] for point in points]
-                axes.plot([point[unit] for point in points], y, color=color, linewidth=0.6, alpha=0.5)
-            x, y = (
-                [statistics.median(run[index][key] for run in runs) for index in range(min(map(len, runs)))]
-                for key in (unit, "nats_per_token")
-            )
-            axes.plot(x, y, color=color, marker=marker, markersize=4, linestyle=style, label=name)
-    for unit, axes in panels.items():
-        axes.set(xlabel=f"training {unit}")
-        axes.xaxis.set_major_formatter("{x:,.0f}")
-        set_style(axes, "both")
-    all_points = [points[1:] for seeds in results["runs"].values() for points in seeds.values()]
-    losses = [point["nats_per_token"] for points in all_points for point in points]
-    panels["tokens"].set(ylabel="validation loss, nats per token")
-    if losses:  # without the first point, which would stretch the axis
-        panels["tokens"].set_ylim(min(losses) - 0.05, max(losses) + 0.05)
-    panels["seconds"].legend(frameon=False)
-    return figure
-
-
 def set_style(axes: Axes, grid: str) -> None:
     """Draw grid lines of an axis (x, y or both), and no frame at the top and right."""
     axes.grid(visible=True, axis=grid, alpha=0.25)
@@ -244,15 +205,15 @@ SECTIONS: dict[str, tuple[Callable[[Results], str], Callable[[Results], Figure |
     "training": (training_table, training_chart),
     "kernels": (kernels_table, memory_chart),
     "gpu": (gpu_table, None),
-    "optimizers": (optimizers_table, optimizers_chart),
+    "learning-rates": (learning_rates_table, None),
     "inference": (inference_table, None),
     "evaluation-speed": (evaluation_table, evaluation_chart),
 }
 
 
 def result_files(folder: Path, name: str) -> list[Path]:
-    """Return the file NAME.json if it exists; for gpu, the files gpu-DEVICE.json."""
-    paths = folder.glob("gpu-*.json") if name == "gpu" else folder.glob(f"{name}.json")
+    """Return the file NAME.json if it exists; of gpu and learning-rates, those of all devices or texts."""
+    paths = folder.glob(f"{name}-*.json" if name in ("gpu", "learning-rates") else f"{name}.json")
     return sorted(path for path in paths if not path.stem.endswith("-peers"))
 
 

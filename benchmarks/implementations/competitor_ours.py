@@ -16,6 +16,7 @@ from trainee import StepTimer
 from typing_extensions import override
 
 from transformer_xl import Callback, Corpus, EvaluationConfig, Run, __version__, evaluate, train
+from transformer_xl.cli.main import keep_freed_memory
 from transformer_xl.config import RelativeConfig
 from transformer_xl.training.trainer import Trainer
 
@@ -58,6 +59,7 @@ def fit(assignment: Assignment, steps: int, callbacks: list[Callback], folder: s
 
 def compete(assignment: Assignment) -> dict[str, Any]:
     """Train and score, or measure steps; see `implementations.competitor.compete`."""
+    keep_freed_memory()  # as `txl train` does
     with tempfile.TemporaryDirectory() as folder:
         if assignment.steps is None:
             clock = Clock(assignment.seconds)

@@ -18,17 +18,15 @@ import attention_cases
 import chart
 import gpu
 import kernels
-import optimizers
 import pytest
 import torch
 import training
 from attention_cases import Shape, check, check_deterministic, check_dropout, draw
 from implementations.task import Task
 from implementations.worker import Segments
-from optimizers import Arm, Point
 from step_times import Tokens, settings
 
-from transformer_xl.config import TrainConfig, UserError
+from transformer_xl.config import UserError
 from transformer_xl.model.kernels import KERNELS
 from transformer_xl.model.kernels.reference import AttentionInputs, attention_terms
 
@@ -177,55 +175,6 @@ def test_random_tokens_are_rarer_the_higher_their_id():
     inputs_BT, targets_BT = Tokens(settings("enwik8-12l", {"segment_length": 400}, small=True)).next()
     assert torch.equal(inputs_BT[:, 1:], targets_BT[:, :-1])
     assert (inputs_BT < 16).sum() > (inputs_BT >= 128).sum() > 0
-
-
-# validations of a training run; columns: step, tokens, seconds, nats per token
-POINTS = [Point(1, 100, 1.0, 5.0), Point(2, 200, 3.0, 4.0), Point(3, 300, 5.0, 4.5), Point(4, 400, 7.0, 3.0)]
-
-
-@pytest.mark.parametrize(
-    ("nats", "cost"), [(6.0, (100, 1.0)), (4.5, (150, 2.0)), (4.0, (200, 3.0)), (3.75, (350, 6.0)), (2.9, None)]
-)
-def test_cost_of_a_loss_is_interpolated_where_it_is_first_reached(nats, cost):
-    """The cost is in tokens and seconds; None if the loss is not reached."""
-    assert optimizers.cost_of_loss(POINTS, nats) == cost
-
-
-def test_arms_are_compared_with_the_first_for_each_seed():
-    """An arm is an optimizer with its schedule and settings; the points of each are given by its name and the seed.
-
-    The share of tokens is how many tokens an arm trains on until it first reaches the final loss of the first arm, as a
-    fraction of all tokens of the first arm.
-    """
-    faster = [replace(point, nats_per_token=point.nats_per_token - 1) for point in POINTS]
-    arms = optimizers.compare({"a": {1: POINTS, 2: POINTS}, "b": {1: faster, 2: POINTS}})
-    assert arms["a"]["share_of_tokens_to_reach_the_first"] == {"median": 1.0, "range": [1.0, 1.0]}
-    assert arms["b"]["share_of_tokens_to_reach_the_first"] == {"median": 0.75, "range": [0.5, 1.0]}
-    assert arms["b"]["final_nats_beyond_first"] == {"median": -0.5, "range": [-1.0, 0.0]}
-    never = optimizers.compare({"a": {1: faster}, "b": {1: POINTS}})["b"]
-    assert (never["seeds_that_reach_the_first"], never["share_of_seconds_to_reach_the_first"]) == ("0 of 1", None)
-
-
-@pytest.mark.parametrize(
-    "name", ["adam-cosine", "adamw-wsd:weight_decay=0.1", "muon-wsd-uniform:muon_momentum=0.9@0.5"]
-)
-@pytest.mark.parametrize("steps", [1, 1000])
-def test_settings_of_arms_are_valid(name, steps):
-    """A name is OPTIMIZER-SCHEDULE[-AVERAGE][:SETTING=VALUE][@SHARE].
-
-    AVERAGE is the setting weight_average, such as uniform. SHARE is the fraction of the training budget, in seconds or
-    tokens, that the arm gets.
-    """
-    arm = Arm.parse(name)
-    config = TrainConfig.model_validate(arm.train({"warmup_steps": 50}, steps))
-    assert (config.max_steps, config.optimizer) == (steps, name.split("-")[0])
-    assert arm.share == (0.5 if "@" in name else 1)
-
-
-@pytest.mark.parametrize("name", ["adam", "sgd-cosine", "adam-cosine-none-more", "adam-cosine:clip"])
-def test_invalid_names_of_arms_are_refused(name):
-    with pytest.raises(UserError, match=f"no arm '{name}'; must be like"):
-        Arm.parse(name)
 
 
 def run_main(monkeypatch: pytest.MonkeyPatch, main, words: str) -> None:
