@@ -26,7 +26,6 @@ from implementations.task import Task
 from implementations.worker import Segments
 from step_times import Tokens, settings
 
-from transformer_xl.config import UserError
 from transformer_xl.model.kernels import KERNELS
 from transformer_xl.model.kernels.reference import AttentionInputs, attention_terms
 
