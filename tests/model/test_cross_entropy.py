@@ -43,6 +43,16 @@ def test_chunks_equal_standard_computation(monkeypatch, max_logits):
     assert not linear_cross_entropy(*random_inputs(requires_grad=False)[0], target_K).requires_grad
 
 
+def test_weights_that_are_not_trained_get_no_gradient(monkeypatch):
+    monkeypatch.setattr("transformer_xl.model.cross_entropy._MAX_LOGITS", 2 * LOGITS)
+    tensors, target_K = random_inputs()
+    frozen = [tensor.detach().requires_grad_(index == 0) for index, tensor in enumerate(tensors)]
+    linear_cross_entropy(*frozen, target_K).sum().backward()
+    standard(*tensors, target_K).sum().backward()
+    torch.testing.assert_close(frozen[0].grad, tensors[0].grad)
+    assert (frozen[1].grad, frozen[2].grad) == (None, None)
+
+
 @pytest.mark.parametrize("autocast", [False, True])
 def test_bfloat16_error_is_about_that_of_the_standard_computation(monkeypatch, autocast):
     exact, target_K = random_inputs()

@@ -27,6 +27,7 @@ from transformer_xl.config.run import (
     DEFAULT_RECIPE as DEFAULT_RECIPE,
     CorpusReference as CorpusReference,
     FinetuneConfig as FinetuneConfig,
+    LoraConfig as LoraConfig,
     Recipe as Recipe,
     RunConfig as RunConfig,
     checked_names as checked_names,

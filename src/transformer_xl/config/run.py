@@ -40,6 +40,20 @@ class CorpusReference(Settings):
     """Checksum (sha256) of the training tokens: a run resumes only with the text that it started with."""
 
 
+class LoraConfig(Settings):
+    """A LoRA adapter (Hu et al. 2021): W + alpha / rank * B A in place of each matrix W, of which only A and B are
+    trained."""
+
+    rank: int = Field(ge=1, le=1024)
+    """Number of rows of A and of columns of B; at most the smaller side of each W."""
+    alpha: float = Field(gt=0, allow_inf_nan=False)
+    """The product B A is scaled by alpha / rank."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Probability that dropout zeroes an input of A."""
+    targets: tuple[str, ...] = Field(min_length=1)
+    """Last names of the linear layers that are adapted, such as `q_proj`."""
+
+
 class FinetuneConfig(Settings):
     """The run whose weights a fine-tuned run began with, and what is trained of them."""
 
@@ -55,6 +69,8 @@ class FinetuneConfig(Settings):
     """Patterns (`*`, `?`) of the names of parameters that are not trained, such as `embedding.*`."""
     layer_rate_decay: float = Field(default=1.0, gt=0, le=1)
     """Factor between the learning rates of a layer and the layer above it; the last one has the full rate."""
+    lora: LoraConfig | None = Field(default=None, exclude_if=lambda value: value is None)
+    """The adapter that is trained in place of the weights, which stay in the folder of the base; none: the weights."""
 
 
 class SettingsChange(Settings):
@@ -112,6 +128,17 @@ class RunConfig(Settings):
         if isinstance(model, RecurrentConfig) and train.compile != "none":
             raise ValueError(f"train.compile {train.compile} is not for {model.architecture}; give none")
         return self
+
+    @property
+    def lora(self) -> LoraConfig | None:
+        """The adapter that the run trains, or None if it trains weights."""
+        return self.finetune.lora if self.finetune else None
+
+    def without_adapter(self) -> RunConfig:
+        """Return the settings of a run with whole weights, into which the adapter, if there is one, was merged."""
+        if self.finetune is None or self.finetune.lora is None:
+            return self
+        return self.model_copy(update={"finetune": self.finetune.model_copy(update={"lora": None})})
 
     def resolved(self) -> RunConfig:
         """Return the settings with the defaults that depend on training lengths filled in, as a run stores them."""

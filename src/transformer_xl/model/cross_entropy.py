@@ -80,21 +80,27 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(  # pyrefly: ignore[bad-override]
         ctx: Any, *grad_outputs: Any
-    ) -> tuple[Tensor, Tensor, Tensor, None]:
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
         hidden_KE, weight_VE, bias_V, target_K, logsumexp_K = ctx.saved_tensors
         dlosses_K = grad_outputs[0]
         dhidden_KE = torch.empty_like(hidden_KE)
-        dweight_VE, dbias_V = (torch.zeros_like(tensor, dtype=logsumexp_K.dtype) for tensor in (weight_VE, bias_V))
+        dweight_VE, dbias_V = (  # None of weights that are not trained, as with an adapter
+            torch.zeros_like(tensor, dtype=logsumexp_K.dtype) if is_needed else None
+            for tensor, is_needed in zip((weight_VE, bias_V), ctx.needs_input_grad[1:3], strict=True)
+        )
         for chunk in _chunks(hidden_KE, weight_VE):
             logits_KV = F.linear(hidden_KE[chunk], weight_VE, bias_V).to(logsumexp_K.dtype)
             dlogits_KV = logits_KV.sub_(logsumexp_K[chunk, None]).exp_()  # the softmax probabilities
             dlogits_KV.scatter_add_(-1, target_K[chunk, None], dlogits_KV.new_full((len(dlogits_KV), 1), -1.0))
             dlogits_KV.mul_(dlosses_K[chunk, None])
-            dbias_V += dlogits_KV.sum(0)
+            if dbias_V is not None:
+                dbias_V += dlogits_KV.sum(0)
             dlogits_KV = dlogits_KV.to(hidden_KE.dtype)
             dhidden_KE[chunk] = dlogits_KV @ weight_VE
-            dweight_VE += dlogits_KV.mT @ hidden_KE[chunk]
-        return dhidden_KE, dweight_VE.to(weight_VE.dtype), dbias_V.to(bias_V.dtype), None
+            if dweight_VE is not None:
+                dweight_VE += dlogits_KV.mT @ hidden_KE[chunk]
+        dweight_VE = None if dweight_VE is None else dweight_VE.to(weight_VE.dtype)
+        return dhidden_KE, dweight_VE, None if dbias_V is None else dbias_V.to(bias_V.dtype), None
 
 
 def _chunks(hidden_KE: Tensor, weight_VE: Tensor) -> Iterator[slice]:
